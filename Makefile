@@ -1,0 +1,79 @@
+# Two commands need nothing before them but Python 3.11 or newer: `make verify` and `make test`.
+PYTHON ?= python3
+WORKERS ?= 2
+RUN := .venv/bin/python -m
+
+# On Python 3.11 pip stops at JAX 0.10, so the tests also run where a newer Python gets the newest JAX. The first that
+# works is taken; a pyenv shim that is on PATH but points nowhere is not one. Empty where PYTHON itself is new enough.
+NEWER_PYTHON ?= $(shell \
+  is_newer='import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))'; \
+  $(PYTHON) -c "$$is_newer" 2>/dev/null || \
+  for python in python3.12 python3.13 python3.14 "$$HOME"/.pyenv/versions/3.1[2-9].*/bin/python3; do \
+    "$$python" -c "$$is_newer" 2>/dev/null && { echo "$$python"; break; }; \
+  done)
+
+.PHONY: help verify test test-default test-newest lint format types bench notebooks clean
+
+help:
+	@echo 'make verify     set up, compare every op with its definition on the CPU, write the report'
+	@echo 'make test       set up, run the tests (also on the newest JAX where a Python >= 3.12 is found)'
+	@echo 'make lint       ruff: rules and format       make format     let ruff mend what it can'
+	@echo 'make types      pyright                      make bench      measure the engines and their peers'
+	@echo 'make notebooks  execute the notebooks again, in place'
+	@echo 'make clean      remove the environments and the caches'
+
+verify: .venv/.installed
+	JAX_PLATFORMS=cpu $(RUN) jaxdnn verify
+
+test: test-default test-newest
+
+test-default: .venv/.dev
+	$(RUN) pytest -n $(WORKERS)
+
+# Expanded in the recipe, so that only the targets that need the newer Python look for it.
+test-newest:
+	@newer='$(NEWER_PYTHON)'; \
+	if [ -n "$$newer" ]; then $(MAKE) --no-print-directory test-with NEWER_PYTHON="$$newer"; \
+	else echo 'test-newest: nothing to run, no Python >= 3.12 found besides $(PYTHON)'; fi
+
+.PHONY: test-with
+test-with: .venv-newest/.test
+	.venv-newest/bin/python -m pytest -n $(WORKERS)
+
+lint: .venv/.dev
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+format: .venv/.dev
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+types: .venv/.dev
+	$(RUN) pyright --pythonpath .venv/bin/python
+
+bench: .venv/.installed
+	$(RUN) jaxdnn bench
+
+notebooks: .venv/.dev
+	.venv/bin/jupyter execute --inplace notebooks/*.ipynb
+
+clean:
+	rm -rf .venv .venv-newest .pytest_cache .ruff_cache .hypothesis build dist
+
+# The stamps: an environment is made again when pyproject.toml changes, and only then. Python 3.11's own pip knows
+# no dependency groups, hence the upgrade.
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(RUN) pip install --quiet --upgrade 'pip>=25.1'
+	$(RUN) pip install --quiet --editable .
+	@touch $@
+
+.venv/.dev: .venv/.installed
+	$(RUN) pip install --quiet --editable . --group dev
+	@touch $@
+
+.venv-newest/.test: pyproject.toml
+	$(NEWER_PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-newest/bin/python -m pip install --quiet --editable . --group test
+	@touch $@

@@ -1,0 +1,168 @@
+"""The rules of style that a machine can check: over the public functions, and over the source as syntax trees."""
+
+import ast
+import doctest
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jaxdnn_reference as reference
+import pytest
+
+import jaxdnn as dnn
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = sorted((ROOT / "jaxdnn").rglob("*.py"))
+DEFINITION = sorted((ROOT / "reference").rglob("*.py"))
+OTHER = sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+FUNCTIONS = [name for name in dnn.__all__ if inspect.isfunction(getattr(dnn, name))]
+OPS = [name for name in FUNCTIONS if hasattr(reference, name)]
+
+# What only one side has: how a result is computed is the library's matter, in which order the definition's.
+ONLY_LIBRARY = {"engine", "determinism"}
+ONLY_DEFINITION = {"arithmetic", "schedule", "at"}
+
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+each_op = pytest.mark.parametrize("name", OPS)
+
+
+def parameters(function: Callable[..., Any], without: set[str]) -> dict[str, Any]:
+    signature = inspect.signature(function)
+    return {name: (p.kind, p.default) for name, p in signature.parameters.items() if name not in without}
+
+
+def test_all_is_what_is_public():
+    public = {name for name, value in vars(dnn).items() if not name.startswith("_")}
+    modules = {name for name in public if isinstance(getattr(dnn, name), types.ModuleType)}
+    assert public - modules == set(dnn.__all__) - modules
+    assert list(dnn.__all__) == sorted(dnn.__all__)
+
+
+def test_every_op_has_a_definition():
+    assert {"conv", "conv_bgrad", "conv_dgrad", "conv_transpose", "conv_wgrad"} <= set(OPS)
+
+
+@each_function
+def test_arguments_are_positional_only_or_keyword_only(name: str):
+    kinds = {
+        p.name for p in inspect.signature(getattr(dnn, name)).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    assert not kinds
+
+
+@each_op
+def test_arrays_come_first_and_the_rest_has_defaults(name: str):
+    for parameter in inspect.signature(getattr(dnn, name)).parameters.values():
+        assert (parameter.kind is parameter.POSITIONAL_ONLY) == (parameter.default is parameter.empty), parameter
+
+
+@each_op
+def test_definition_takes_the_same_arguments(name: str):
+    ours = parameters(getattr(dnn, name), ONLY_LIBRARY)
+    assert ours == parameters(getattr(reference, name), ONLY_DEFINITION)
+
+
+@each_function
+def test_docstring_opens_with_one_line(name: str):
+    lines = (inspect.getdoc(getattr(dnn, name)) or "").splitlines()
+    assert lines[0].endswith(".")
+    assert lines[1:2] in ([], [""])
+
+
+@each_op
+def test_docstring_has_its_sections_in_order(name: str):
+    text = inspect.getdoc(getattr(dnn, name)) or ""
+    sections = ["Args:", "Returns:", "Differentiation:", "Numerics:", "Raises:", "Example:", "Sources:"]
+    lines = [line for line in text.splitlines() if line in sections]
+    assert lines == sections
+
+
+@each_op
+def test_docstring_explains_every_argument(name: str):
+    text = inspect.getdoc(getattr(dnn, name)) or ""
+    unexplained = [
+        p for p in inspect.signature(getattr(dnn, name)).parameters if f"{p}:" not in text and f"`{p}`" not in text
+    ]
+    assert not unexplained
+
+
+@each_function
+def test_docstring_example_runs(name: str):
+    examples = doctest.DocTestFinder(recurse=False).find(getattr(dnn, name), name, globs={})
+    results = [doctest.DocTestRunner().run(example) for example in examples]
+    assert not sum(result.failed for result in results)
+    if name in OPS:
+        assert sum(result.attempted for result in results)
+
+
+# Over the source. Each rule is a function from a tree to the nodes that break it, so that the last test can plant one.
+
+
+def raises_with_other_than_one_message(tree: ast.AST) -> Iterable[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func)
+            if name in {"ValueError", "TypeError", "NotImplementedError"} and len(node.exc.args) != 1:
+                yield node
+
+
+def asserts(tree: ast.AST) -> Iterable[ast.AST]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Assert))
+
+
+def discarded_updates(tree: ast.AST) -> Iterable[ast.AST]:
+    """`x.at[i].set(y)` returns the new array; as a statement of its own it does nothing."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and isinstance(node.value.func, ast.Attribute)
+        ):
+            target = node.value.func.value
+            if (
+                isinstance(target, ast.Subscript)
+                and isinstance(target.value, ast.Attribute)
+                and target.value.attr == "at"
+            ):
+                yield node
+
+
+def imports_of(tree: ast.AST) -> Iterable[tuple[ast.AST, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name.partition(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node, (node.module or "").partition(".")[0]
+
+
+def imports_beyond_numpy(tree: ast.AST) -> Iterable[ast.AST]:
+    allowed = {"numpy", "ml_dtypes", "jaxdnn_reference", *sys.stdlib_module_names}
+    return (node for node, package in imports_of(tree) if package not in allowed)
+
+
+def imports_of_the_definition(tree: ast.AST) -> Iterable[ast.AST]:
+    return (node for node, package in imports_of(tree) if package == "jaxdnn_reference")
+
+
+NOT_VERIFY = [path for path in LIBRARY if "verify" not in path.parts]
+RULES = [
+    pytest.param(raises_with_other_than_one_message, LIBRARY, "raise ValueError('a', 1)", id="one message an error"),
+    pytest.param(asserts, LIBRARY, "assert x", id="no assert in the library"),
+    pytest.param(discarded_updates, LIBRARY + DEFINITION + OTHER, "x.at[0].set(1)", id="no update is thrown away"),
+    pytest.param(imports_beyond_numpy, DEFINITION, "import jax.numpy as jnp", id="the definition needs NumPy alone"),
+    pytest.param(
+        imports_of_the_definition, NOT_VERIFY, "from jaxdnn_reference import conv", id="ops do not use their definition"
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "paths", "planted"), RULES)
+def test_source(rule: Callable[[ast.AST], Iterable[ast.AST]], paths: list[Path], planted: str):
+    assert list(rule(ast.parse(planted))), "the rule does not find what it is there to find"
+    broken = [f"{path.relative_to(ROOT)}:{node.lineno}" for path in paths for node in rule(ast.parse(path.read_text()))]  # type: ignore[attr-defined]
+    assert paths
+    assert not broken

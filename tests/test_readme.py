@@ -1,0 +1,36 @@
+"""The README's Python runs as it stands, its files exist, and it stays short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_there_is_an_example():
+    assert BLOCKS
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_example_runs(block: str):
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_links_point_at_files():
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_every_make_target_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", README))
+    assert named
+    assert named <= targets
+
+
+def test_is_short():
+    assert len(README.splitlines()) < 120
