@@ -1,0 +1,74 @@
+"""The only validators: each raises one sentence that names the argument, what was expected and what was got."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+T = TypeVar("T")
+
+
+def array(name: str, value: Any) -> Any:
+    """Returns `value` as an array, for anything that has a shape and a dtype or that NumPy can read as an array."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be an array, got {type(value).__name__}.") from error
+
+
+def choice(name: str, value: T, choices: Sequence[T]) -> T:
+    """Returns `value` if it is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    return value
+
+
+def rank(name: str, value: Any, expected: int, why: str) -> None:
+    """Checks the number of dimensions; `why` says where the expectation comes from."""
+    if len(value.shape) != expected:
+        raise ValueError(f"`{name}` must have {expected} dimensions for {why}, got shape {tuple(value.shape)}.")
+
+
+def shape(name: str, value: Any, expected: tuple[int, ...], why: str) -> None:
+    """Checks the whole shape; `why` says where the expectation comes from."""
+    if tuple(value.shape) != expected:
+        raise ValueError(f"`{name}` must have shape {expected}, {why}, got {tuple(value.shape)}.")
+
+
+def dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
+    """Returns the dtype of an array (or the dtype itself) if it is one of `choices`."""
+    found = np.dtype(value.dtype if hasattr(value, "dtype") else value)
+    if found not in [np.dtype(c) for c in choices]:
+        names = ", ".join(np.dtype(c).name for c in choices)
+        raise TypeError(f"`{name}` must have one of the dtypes {names}, got {found.name}.")
+    return found
+
+
+def as_dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
+    """Reads a dtype argument."""
+    try:
+        found = np.dtype(value)
+    except TypeError as error:
+        raise TypeError(f"`{name}` must be a dtype, got {value!r}.") from error
+    return dtype(name, found, choices)
+
+
+def integer(name: str, value: Any) -> int:
+    """Returns a Python or NumPy integer as an int; a bool, a float or a traced value is an error."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise TypeError(f"`{name}` must be made of integers known when traced, got {value!r}.")
+    return int(value)
+
+
+def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, ...]:
+    """Reads an integer, or one integer per spatial axis, none below `minimum`."""
+    values = (value,) * count if not isinstance(value, Sequence | np.ndarray) else tuple(value)
+    if len(values) != count:
+        raise ValueError(f"`{name}` must be an integer or {count} integers, one per spatial axis, got {value!r}.")
+    result = tuple(integer(name, v) for v in values)
+    if min(result) < minimum:
+        raise ValueError(f"`{name}` must be at least {minimum} along every axis, got {value!r}.")
+    return result

@@ -1,0 +1,256 @@
+"""The three convolution primitives: their shapes, derivatives, vmap and sharding rules.
+
+y = conv(x, w), dx = conv_dgrad(dy, w) and dw = conv_wgrad(x, dy) are the three contractions of one trilinear form
+sum y * conv(x, w): each is linear in each of its arrays, and the transpose of one is another. Every array has one of
+three roles, and an axis of a role is one of these letters:
+
+| role | array | letters |
+|---|---|---|
+| x | input, or its gradient | N, G C (the channel axis, group-major) |
+| w | filter, or its gradient | C (its input axis), G K (its output axis, group-major) |
+| y | output, or its gradient | N, G K (the channel axis, group-major) |
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.interpreters import ad
+
+from jaxdnn import _epilogue, _primitive
+from jaxdnn._epilogue import Epilogue
+from jaxdnn._window import FilterLayout, Layout, Window
+
+ROLES = {"conv": ("x", "w", "y"), "conv_dgrad": ("y", "w", "x"), "conv_wgrad": ("x", "y", "w")}
+_LETTERS = {"x": "NGC", "w": "GCK", "y": "NGK"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvSpec:
+    """Everything about a convolution that is known when it is traced, apart from batch and channel sizes."""
+
+    window: Window
+    groups: int
+    flip: bool
+    layout: Layout
+    filter: FilterLayout
+    sizes: tuple[int, ...]  # spatial sizes of x
+    taps: tuple[int, ...]  # spatial sizes of w
+    accumulate: np.dtype
+    precision: str | None
+    out_dtype: np.dtype
+    epilogue: Epilogue = Epilogue()
+    engine: str | None = None
+    level: str = "fast"
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        """The spatial sizes of y."""
+        return self.window.output_sizes(self.sizes, self.taps)
+
+    def channel(self, role: str) -> int:
+        """The axis that a bias of the array in this role lies along."""
+        return self.filter.output if role == "w" else self.layout.channel
+
+
+def channels(spec: ConvSpec, op: str, a: Any, b: Any) -> tuple[int, int, int]:
+    """N, C and K of a call, from its two operands; N is 0 where no operand has it."""
+    arrays = dict(zip(ROLES[op], (a, b), strict=False))
+    n = next(v.shape[spec.layout.batch] for r, v in arrays.items() if r in "xy")
+    c = arrays["x"].shape[spec.layout.channel] if "x" in arrays else arrays["w"].shape[spec.filter.input] * spec.groups
+    k = arrays["y"].shape[spec.layout.channel] if "y" in arrays else arrays["w"].shape[spec.filter.output]
+    return n, c, k
+
+
+def result_shape(op: str, spec: ConvSpec, a: Any, b: Any, *_: Any) -> tuple[int, ...]:
+    """The shape of the result of a call."""
+    n, c, k = channels(spec, op, a, b)
+    role = ROLES[op][2]
+    if role == "w":
+        return spec.filter.shape(spec.taps, c // spec.groups, k)
+    return spec.layout.shape(n, spec.sizes, c) if role == "x" else spec.layout.shape(n, spec.output_sizes, k)
+
+
+def bind(op: str, *operands: Any, spec: ConvSpec) -> Array:
+    """Binds one of the three primitives."""
+    return _BIND[op](*operands, spec=spec)
+
+
+def finish(op: str, spec: ConvSpec, acc: Array, *operands: Array) -> Array:
+    """Runs a call's epilogue on its accumulator."""
+    channel = spec.channel(ROLES[op][2])
+    return _epilogue.apply(spec.epilogue, acc, operands, channel=channel, out_dtype=spec.out_dtype)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
+    if spec.epilogue.activation is None:
+        y = bind(op, *primals, spec=spec)
+        return y, _linear_tangent(op, spec, y, primals, tangents)
+    name, parameter = spec.epilogue.activation
+    if name in _epilogue.DERIVATIVE_FROM_OUTPUT:
+        y = bind(op, *primals, spec=spec)
+        slope = _epilogue.derivative_from_output(y, name, parameter)
+    else:
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.without_activation(), out_dtype=spec.accumulate)
+        z = bind(op, *primals, spec=plain)
+        y = _epilogue.activate(z, name, parameter).astype(spec.out_dtype)
+        # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
+        slope = _epilogue.derivative(z, name, parameter).astype(spec.out_dtype)
+    tangent = _linear_tangent(op, spec, y, primals, tangents)
+    return y, tangent if isinstance(tangent, ad.Zero) else slope * tangent
+
+
+def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The tangent of alpha * op(a, b) + beta * prior + residual + bias, in the output's dtype."""
+    if not jnp.issubdtype(spec.out_dtype, jnp.inexact):
+        return ad.Zero.from_primal_value(y)
+    (a, b), (da, db) = primals[:2], tangents[:2]
+    linear = dataclasses.replace(spec, epilogue=spec.epilogue.only_alpha())
+    wide = spec.accumulate
+    terms = [bind(op, da, b, spec=linear)] if not isinstance(da, ad.Zero) else []
+    terms += [bind(op, a, db, spec=linear)] if not isinstance(db, ad.Zero) else []
+    for name, tangent in zip(spec.epilogue.operands, tangents[2:], strict=True):
+        if isinstance(tangent, ad.Zero):
+            continue
+        term = tangent.astype(wide)
+        if name == "prior":
+            term = jnp.asarray(spec.epilogue.beta, wide) * term
+        elif name == "bias":
+            channel = spec.channel(ROLES[op][2])
+            term = jnp.broadcast_to(_epilogue.along_channel(term, y.ndim, channel), y.shape)
+        terms.append(term)
+    if not terms:
+        return ad.Zero.from_primal_value(y)
+    if len(terms) == 1:
+        return terms[0].astype(spec.out_dtype)
+    return ft.reduce(jnp.add, [term.astype(wide) for term in terms]).astype(spec.out_dtype)
+
+
+def _transpose(op: str, spec: ConvSpec, ct: Array, a: Any, b: Any) -> list[Array | None]:
+    wanted, given = (0, b) if _primitive.is_linear_operand(a) else (1, a)
+    role, other, out = ROLES[op][wanted], ROLES[op][1 - wanted], ROLES[op][2]
+    arrays = {other: given, out: ct}
+    target = next(name for name, roles in ROLES.items() if roles[2] == role)
+    aval = (a, b)[wanted].aval
+    wide = jnp.promote_types(spec.accumulate, aval.dtype)
+    back = dataclasses.replace(spec, out_dtype=np.dtype(aval.dtype), accumulate=np.dtype(wide))
+    operands = [arrays[r] for r in ROLES[target][:2]]
+    cotangents: list[Array | None] = [None, None]
+    cotangents[wanted] = bind(target, *operands, spec=back)
+    return cotangents
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+
+def _batch(op: str, spec: ConvSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Array, int]:
+    """Folds the new axis into an axis the op has: the batch, one side's channels, or (both batched) the groups."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    roles = _operand_roles(op, spec)
+    letter = _folding_letter(op, roles, dims)
+    folded = [_fold(spec, role, x, d, letter, size) for role, x, d in zip(roles, operands, dims, strict=True)]
+    if letter == "G":
+        spec_folded = dataclasses.replace(spec, groups=spec.groups * size)
+    else:
+        spec_folded = spec
+    y = bind(op, *folded, spec=spec_folded)
+    return _unfold(spec, ROLES[op][2], y, letter, size)
+
+
+def _operand_roles(op: str, spec: ConvSpec) -> list[str]:
+    out = ROLES[op][2]
+    return [*ROLES[op][:2], *("bias:" + out if name == "bias" else out for name in spec.epilogue.operands)]
+
+
+def _letters(role: str) -> str:
+    return _LETTERS[role[-1]].replace("N", "") if role.startswith("bias") else _LETTERS[role]
+
+
+def _folding_letter(op: str, roles: Sequence[str], dims: Sequence[int | None]) -> str:
+    """A letter that every batched operand has and that no other operand of the contraction lacks by necessity."""
+    out = ROLES[op][2]
+    for letter in _LETTERS[out].replace("G", ""):  # N or one side's channels: nothing is added to the contraction
+        has = [letter in _letters(role) for role in roles]
+        if all(h for h, d in zip(has, dims, strict=True) if d is not None):
+            return letter
+    return "G"
+
+
+def _axis(spec: ConvSpec, role: str, letter: str) -> tuple[int, int]:
+    """The axis that holds a letter, and the length of what lies before the letter inside that axis (the groups)."""
+    if role.startswith("bias"):
+        return 0, spec.groups if letter in "CK" else 1
+    if letter == "N":
+        return spec.layout.batch, 1
+    if role == "w":
+        return (spec.filter.input, 1) if letter == "C" else (spec.filter.output, spec.groups if letter == "K" else 1)
+    return spec.layout.channel, spec.groups if letter in "CK" else 1
+
+
+def _fold(spec: ConvSpec, role: str, x: Array, dim: int | None, letter: str, size: int) -> Array:
+    if letter not in _letters(role):
+        return x
+    x = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+    axis, before = _axis(spec, role, letter)
+    shape = x.shape[1:]
+    split = x.reshape(size, *shape[:axis], before, shape[axis] // before, *shape[axis + 1 :])
+    merged = jnp.moveaxis(split, 0, axis + 1)
+    return merged.reshape(*shape[:axis], shape[axis] * size, *shape[axis + 1 :])
+
+
+def _unfold(spec: ConvSpec, role: str, y: Array, letter: str, size: int) -> tuple[Array, int]:
+    axis, before = _axis(spec, role, letter)
+    shape = y.shape
+    split = y.reshape(*shape[:axis], before, size, shape[axis] // (before * size), *shape[axis + 1 :])
+    moved = jnp.moveaxis(split, axis + 1, 0)
+    return moved.reshape(size, *shape[:axis], shape[axis] // size, *shape[axis + 1 :]), 0
+
+
+# ---- sharding --------------------------------------------------------------------------------------------------------
+
+
+def _factors(op: str, spec: ConvSpec, *avals: Any) -> _primitive.Factors:
+    """The batch may be sharded; the filter gradient adds over it. Channels too, if there is one group."""
+    names = tuple(_dimension_names(spec, role) for role in _operand_roles(op, spec))
+    result = _dimension_names(spec, ROLES[op][2])
+    dense = ("c", "k") if spec.groups == 1 else ()
+    summed = ("n",) if op == "conv_wgrad" else ()
+    free = tuple(f for f in ("n", *dense) if f in result)
+    return _primitive.Factors(
+        operands=names,
+        result=result,
+        free=free,
+        summed=summed,
+        partial=dataclasses.replace(spec, epilogue=Epilogue(), out_dtype=spec.accumulate),
+        finish=ft.partial(finish, op, spec),
+    )
+
+
+def _dimension_names(spec: ConvSpec, role: str) -> tuple[str, ...]:
+    """A name for every dimension; sizes that differ have different names, so spatial ones are by role."""
+    if role.startswith("bias"):
+        return ({"x": "c", "y": "k"}[role[-1]],)
+    if role == "w":
+        return tuple({"I": "i" if spec.groups > 1 else "c", "O": "k"}.get(a, f"w{a.lower()}") for a in spec.filter.axes)
+    channel = "c" if role == "x" else "k"
+    return tuple({"N": "n", "C": channel}.get(a, f"{role}{a.lower()}") for a in spec.layout.axes)
+
+
+_BIND = {
+    op: _primitive.define(
+        op,
+        shape=ft.partial(result_shape, op),
+        jvp=ft.partial(_jvp, op),
+        transpose=ft.partial(_transpose, op),
+        batch=ft.partial(_batch, op),
+        factors=ft.partial(_factors, op),
+    )
+    for op in ROLES
+}

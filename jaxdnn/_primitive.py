@@ -1,0 +1,165 @@
+"""The only place that wires a JAX primitive: eager calls, derivatives, vmap, lowering by engine, partitioning.
+
+An op is one primitive with one static parameter, its spec. A spec is hashable and has `engine` and `level`, what the
+call asks for. The platform is known when a primitive is lowered, so that is where the engine is chosen.
+`custom_vjp` would have no forward mode and `custom_partitioning` no derivative; a primitive has all (see tests).
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdnn import engines
+
+Spec = Any
+Aval = jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """How operands and result may be sharded: a factor's name for every dimension of every operand and the result.
+
+    A dimension of a factor in `free` may be sharded; one in `summed` too: then each device computes `partial` (a spec
+    whose result is an accumulator) of its first two operands, these are added over the mesh axis, and
+    `finish(accumulator, *further operands)` makes the result. Every other dimension is gathered.
+    """
+
+    operands: tuple[tuple[str, ...], ...]
+    result: tuple[str, ...]
+    free: tuple[str, ...]
+    summed: tuple[str, ...] = ()
+    partial: Spec = None
+    finish: Callable[..., Array] | None = None
+
+
+def define(
+    op: str,
+    *,
+    shape: Callable[..., tuple[int, ...]],
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any],
+    batch: Callable[..., Any],
+    factors: Callable[..., Factors],
+) -> Callable[..., Array]:
+    """Makes the primitive of an op and returns the function that binds it: `bind(*operands, spec=spec)`.
+
+    Args:
+      op: the op's name, under which its engines are registered.
+      shape: (spec, *operand avals) to the result's shape; its dtype is `spec.out_dtype`.
+      jvp: (spec, primals, tangents) to (result, tangent), where a tangent may be an `ad.Zero`.
+      transpose: (spec, cotangent, *operands, some undefined) to a cotangent or None for each operand.
+      batch: (spec, operands, batch dimensions) to (result, its batch dimension).
+      factors: (spec, *operand avals) to the ways the call may be sharded.
+    """
+    primitive = jex.Primitive(f"jaxdnn_{op}")
+
+    def bind(*operands: Any, spec: Spec) -> Array:
+        return primitive.bind(*operands, spec=spec)
+
+    primitive.def_impl(ft.partial(_eager, primitive))
+    primitive.def_abstract_eval(lambda *avals, spec: jax.core.ShapedArray(shape(spec, *avals), spec.out_dtype))
+    ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
+    ad.primitive_transposes[primitive] = lambda ct, *operands, spec: (
+        [None] * len(operands) if isinstance(ct, ad.Zero) else transpose(spec, ct, *operands)
+    )
+    batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
+    _register_lowerings(primitive, op, factors)
+    return bind
+
+
+def is_linear_operand(operand: Any) -> bool:
+    """Whether a transpose rule must produce a cotangent for this operand."""
+    return ad.is_undefined_primal(operand)
+
+
+@ft.partial(jax.jit, static_argnums=0, static_argnames="spec")
+def _jitted(primitive: Any, *operands: Any, spec: Spec) -> Array:
+    return primitive.bind(*operands, spec=spec)
+
+
+def _eager(primitive: Any, *operands: Any, spec: Spec) -> Array:
+    return _jitted(primitive, *operands, spec=spec)
+
+
+def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]) -> None:
+    for platform in (None, *engines.PLATFORMS):
+
+        def rule(ctx: Any, *operands: Any, spec: Spec, platform: str | None = platform) -> Any:
+            # Only in a program for several devices that XLA shards by itself; inside shard_map shapes are local.
+            automatic = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+            run = _partitioned if automatic > 1 else _local
+            lowered = ft.partial(run, op, platform or "other", spec, factors)
+            return mlir.lower_fun(lowered, multiple_results=False)(ctx, *operands)
+
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engines.Call:
+    avals = tuple(Aval(x.shape, x.dtype) for x in operands)
+    return engines.Call(op, spec, avals, platform, engines.device_kind(platform) if platform != "other" else None)
+
+
+def _local(op: str, platform: str, spec: Spec, _: Any, *operands: Array) -> Array:
+    call = _call(op, platform, spec, operands)
+    return engines.select(call).run(call, *operands)
+
+
+def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array) -> Array:
+    call = _call(op, platform, spec, operands)
+    if not engines.select(call).partition(call):
+        return _local(op, platform, spec, None, *operands)
+    rule = factors(spec, *call.avals)
+    sharded = custom_partitioning(ft.partial(_local, op, platform, spec, None))
+    sharded.def_partition(
+        partition=ft.partial(_partition, rule, op, platform, spec),
+        infer_sharding_from_operands=lambda mesh, args, _: NamedSharding(mesh, _specs(rule, args, ())[1]),
+        sharding_rule=_shardy_rule(rule),
+        reduction_factors=rule.summed,
+        need_replication_factors=tuple(
+            dict.fromkeys(f for dims in (*rule.operands, rule.result) for f in dims if f not in rule.free + rule.summed)
+        ),
+    )
+    return sharded(*operands)
+
+
+def _shardy_rule(rule: Factors) -> str:
+    return ", ".join(" ".join(dims) for dims in rule.operands) + " -> " + " ".join(rule.result)
+
+
+def _specs(
+    rule: Factors, args: Sequence[Any], result: Sequence[Any]
+) -> tuple[list[PartitionSpec], PartitionSpec, tuple]:
+    """Partition specs of operands and result, and the mesh axes to sum over: the first sharding seen of a factor."""
+    axes: dict[str, Any] = {}
+    used: set[str] = set()
+    seen = [*zip(rule.operands, args, strict=True), *((rule.result, r) for r in result)]
+    for dims, arg in seen:
+        spec = getattr(arg.sharding, "spec", ())
+        for factor, axis in zip(dims, spec, strict=False):
+            names = (axis,) if isinstance(axis, str) else tuple(axis or ())
+            if names and factor in rule.free + rule.summed and factor not in axes and not used & set(names):
+                axes[factor] = axis
+                used |= set(names)
+    operand_specs = [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.operands]
+    summed = tuple(axes[f] for f in rule.summed if f in axes)
+    return operand_specs, PartitionSpec(*(axes.get(f) for f in rule.result)), summed
+
+
+def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, args: Any, result: Any) -> Any:
+    operand_specs, result_spec, summed = _specs(rule, args, (result,))
+
+    def lower(a: Array, b: Array, *further: Array) -> Array:
+        if not summed or rule.finish is None:
+            return _local(op, platform, spec, None, a, b, *further)
+        return rule.finish(lax.psum(_local(op, platform, rule.partial, None, a, b), summed), *further)
+
+    shardings = tuple(NamedSharding(mesh, spec) for spec in operand_specs)
+    return mesh, lower, NamedSharding(mesh, result_spec), shardings

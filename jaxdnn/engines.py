@@ -1,0 +1,147 @@
+"""Engines: the implementations of an op, what each can serve and promises, and the rule that chooses one.
+
+The rule, when a call names no engine: of the engines that support the call on the platform it is lowered for and
+guarantee the required determinism level, the first in the order of registration, which is the measured order of
+speed. Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdnn import determinism
+
+PLATFORMS = ("cpu", "cuda")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of an op, as an engine sees it: static arguments, operand shapes and dtypes, and where it will run."""
+
+    op: str
+    spec: Any
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    platform: str
+    device_kind: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """In which order an engine adds the products of one output, enough for the reference to predict its bits.
+
+    Attributes:
+      arithmetic: the reference's arithmetic, "ordered" or "tensor_core".
+      order: integer array (partial sums, products): for each partial sum the flat indices of the reduction in the
+        order they are added, -1 for a zero that pads; the partial sums are added in float32 afterwards.
+      combine: how the partial sums are added, "sequential" or "pairwise".
+    """
+
+    arithmetic: str
+    order: np.ndarray
+    combine: str = "sequential"
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """One implementation of one op.
+
+    Attributes:
+      name: what `engine=` calls it.
+      op: the op it implements.
+      run: the implementation: a call and its operands to the result.
+      supports: a call to None, or to the reason (a clause) why the engine cannot serve it.
+      level: the determinism level that it guarantees for a call.
+      accumulation: how it adds, for the error bound: one of `jaxdnn.tolerance.ACCUMULATIONS`.
+      schedule: the order of additions, where it is known.
+      modelled: the architectures on which the reference was found to predict the bits from the schedule.
+      workspace: bytes of device memory beside operands and result; None where the compiler decides.
+      partition: whether the partitioner must be told how to shard the call (else XLA finds out by itself).
+      notes: what a user may want to know: tensor cores, down-conversion, limits.
+    """
+
+    name: str
+    op: str
+    run: Callable[..., jax.Array]
+    supports: Callable[[Call], str | None] = lambda call: None
+    level: Callable[[Call], str] = lambda call: "fast"
+    accumulation: Callable[[Call], str] = lambda call: "float32"
+    schedule: Callable[[Call], Schedule | None] = lambda call: None
+    modelled: tuple[str, ...] = ()
+    workspace: Callable[[Call], int | None] = lambda call: None
+    partition: Callable[[Call], bool] = lambda call: False
+    notes: tuple[str, ...] = ()
+
+
+_registry: dict[str, list[Engine]] = {}
+
+
+def register(engine: Engine) -> None:
+    """Adds an engine behind those its op already has."""
+    _registry.setdefault(engine.op, []).append(engine)
+
+
+def registered(op: str) -> tuple[Engine, ...]:
+    """The engines of an op, in the order they are tried."""
+    return tuple(_registry.get(op, ()))
+
+
+def ops() -> tuple[str, ...]:
+    """The ops that have engines."""
+    return tuple(_registry)
+
+
+def names() -> tuple[str, ...]:
+    """Every engine's name."""
+    return tuple(dict.fromkeys(engine.name for engines in _registry.values() for engine in engines))
+
+
+def device_kind(platform: str) -> str | None:
+    """What the platform's first device calls itself; None if this process has no such device."""
+    try:
+        return jax.local_devices(backend=platform)[0].device_kind
+    except RuntimeError:
+        return None
+
+
+def refusal(engine: Engine, call: Call, level: str) -> str | None:
+    """Why an engine may not serve a call at a determinism level, as a clause; None if it may."""
+    reason = engine.supports(call)
+    if reason is None and not determinism.satisfies(engine.level(call), level):
+        reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
+    return reason
+
+
+def select(call: Call) -> Engine:
+    """The engine that serves a call; its spec says which engine and level are asked for."""
+    reasons = []
+    for engine in registered(call.op):
+        if call.spec.engine not in (None, engine.name):
+            continue
+        reason = refusal(engine, call, call.spec.level)
+        if reason is None:
+            return engine
+        reasons.append(f"{engine.name}: {reason}")
+    asked = f"engine {call.spec.engine!r}" if call.spec.engine else "any engine"
+    why = "; ".join(reasons) or "it has no such engine"
+    raise NotImplementedError(
+        f"`{call.op}` on {call.platform} cannot be served by {asked} at determinism level {call.spec.level!r} ({why})."
+    )
+
+
+def check(op: str, spec: Any, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+    """Raises, when a call is traced, if no platform it could be lowered for has an engine for it."""
+    if spec.engine is not None and spec.engine not in names():
+        raise ValueError(f"`engine` must be None or one of {', '.join(map(repr, names()))}, got {spec.engine!r}.")
+    here = jax.default_backend()
+    here = "cuda" if here == "gpu" else here
+    errors = []
+    for platform in dict.fromkeys((here, *PLATFORMS)):
+        try:
+            select(Call(op, spec, avals, platform, device_kind(platform)))
+            return
+        except NotImplementedError as error:
+            errors.append(error)
+    raise errors[0]

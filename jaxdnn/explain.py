@@ -1,0 +1,148 @@
+"""Which engine serves each call of a function, which would not and why."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxdnn import engines
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One engine, seen from one call: why it is refused (None: it could serve), and what it would promise."""
+
+    engine: str
+    refusal: str | None
+    level: str
+    accumulation: str
+    workspace: int | None
+    schedule: engines.Schedule | None
+    modelled: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """One call of an op: its operands, the engine that would serve it (None: it would raise), and all candidates."""
+
+    op: str
+    operands: tuple[str, ...]
+    result: str
+    platform: str
+    level: str
+    engine: str | None
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.op}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
+        lines = [head, f"  served by {self.engine}" if self.engine else "  served by no engine: it raises"]
+        for c in self.candidates:
+            verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
+            facts = [f"guarantees {c.level}", f"adds in {c.accumulation}"]
+            facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
+            facts.append("schedule stated" if c.schedule is not None else "no schedule stated")
+            if c.modelled:
+                facts.append(f"bits modelled on {', '.join(c.modelled)}")
+            lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
+        return "\n".join(lines)
+
+
+class Explanations(tuple[Explanation, ...]):
+    """The calls of a function in the order they are traced; prints as a table."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) if self else "no jaxdnn call"
+
+    __str__ = __repr__
+
+
+def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = None, **kwargs: Any) -> Explanations:
+    """Says, for every jaxdnn call in a function, which engine would serve it, which would not and why.
+
+    Args:
+      function: an op such as `jaxdnn.conv`, or any JAX function that calls ops, such as a gradient or a whole step.
+      args: its arguments; `jax.ShapeDtypeStruct`s serve as well as arrays, for nothing is computed.
+      platform: "cpu" or "cuda"; None means JAX's default backend.
+      kwargs: its keyword arguments.
+
+    Returns:
+      A tuple with one `Explanation` a call, in the order of tracing; it prints as text.
+
+    Differentiation: explain `jax.grad(f)` to see the engines of the backward ops.
+
+    Numerics: nothing is computed; each candidate's determinism level and accumulator are given.
+
+    Raises:
+      Whatever the function itself raises when it is traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> x, w = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5))
+      >>> dnn.explain(dnn.conv, x, w)[0].engine
+      'xla'
+
+    Sources: answers what cuDNN's engine heuristics and `cudnnGetConvolutionForwardAlgorithm_v7` answer.
+    """
+    here = platform or jax.default_backend()
+    here = "cuda" if here == "gpu" else here
+    traced = {k: v for k, v in kwargs.items() if _is_traced(v)}
+    static = {k: v for k, v in kwargs.items() if k not in traced}
+    jaxpr = jax.make_jaxpr(lambda arrays, named: function(*arrays, **named, **static))(args, traced)
+    return Explanations(_explain_call(eqn, here) for eqn in _calls(jaxpr.jaxpr))
+
+
+def _is_traced(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def _calls(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("jaxdnn_"):
+            yield eqn
+        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from _calls(inner)
+
+
+def _explain_call(eqn: Any, platform: str) -> Explanation:
+    op, spec = eqn.primitive.name.removeprefix("jaxdnn_"), eqn.params["spec"]
+    avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    call = engines.Call(op, spec, avals, platform, engines.device_kind(platform))
+    found = [e for e in engines.registered(op)]
+    refusals = {e.name: _refusal(e, call) for e in found}
+    served = next((name for name, reason in refusals.items() if reason is None), None)
+    out = eqn.outvars[0].aval
+    return Explanation(
+        op=op,
+        operands=tuple(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in avals),
+        result=f"{out.dtype}[{','.join(map(str, out.shape))}]",
+        platform=platform,
+        level=spec.level,
+        engine=served,
+        candidates=tuple(_candidate(e, call, refusals[e.name]) for e in found),
+    )
+
+
+def _refusal(engine: engines.Engine, call: engines.Call) -> str | None:
+    if call.spec.engine not in (None, engine.name):
+        return f"the call names engine {call.spec.engine!r}"
+    return engines.refusal(engine, call, call.spec.level)
+
+
+def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) -> Candidate:
+    able = engine.supports(call) is None
+    return Candidate(
+        engine=engine.name,
+        refusal=refusal,
+        level=engine.level(call),
+        accumulation=engine.accumulation(call),
+        workspace=engine.workspace(call) if able else None,
+        schedule=engine.schedule(call) if able else None,
+        modelled=engine.modelled,
+        notes=engine.notes,
+    )
