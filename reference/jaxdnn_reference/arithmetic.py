@@ -127,7 +127,9 @@ def _integer(a: Array, b: Array) -> Array:
 def _reduction_first(x: Array, axis: int) -> Array:
     """[n + 1, ...]: the reduction axis in front, and a zero at its end, which index -1 reads."""
     x = np.moveaxis(x, axis, 0)
-    return np.concatenate([x, np.zeros((1, *x.shape[1:]), x.dtype)])
+    with_zero = np.zeros((len(x) + 1, *x.shape[1:]), x.dtype)
+    with_zero[:-1] = x
+    return with_zero
 
 
 def _in_blocks(unit: Callable[[Array, Array], Sum], a: Array, b: Array) -> Sum:
@@ -297,16 +299,13 @@ def tensor_core(a: Array, b: Array, promote_every: int | None = None) -> Sum:
     truncations, and one unit in the last place of the new c.
     """
     unit = UNITS[a.dtype]
-    exponent_a, exponent_b = LEAST_EXPONENT[a.dtype], LEAST_EXPONENT[b.dtype]
-    a, b = (truncate_to_tf32(x).astype(np.float64) if x.dtype == FLOAT32 else x.astype(np.float64) for x in (a, b))
-    exponent_a, exponent_b = _exponent(a, exponent_a), _exponent(b, exponent_b)
     shape = (*b.shape[1:], a.shape[-1])
     promoted = np.zeros(shape, np.float32)
     partial, bound = np.zeros(shape), np.zeros(shape)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         for start in range(0, len(a), unit.step):
             part = slice(start, min(start + unit.step, len(a)))
-            partial, error = _tensor_core_step(partial, a[part], b[part], exponent_a[part], exponent_b[part], unit)
+            partial, error = _tensor_core_step(partial, a[part], b[part], unit)
             bound += error
             if promote_every and (part.stop % promote_every == 0 or part.stop == len(a)):
                 promoted = promoted + partial.astype(np.float32)
@@ -315,15 +314,21 @@ def tensor_core(a: Array, b: Array, promote_every: int | None = None) -> Sum:
     return Sum(promoted if promote_every else partial.astype(np.float32), bound)
 
 
+def _read(x: Array) -> tuple[Array, Array]:
+    """Operands as the unit reads them: their values in float64 (float32 cut to TF32), and their exponents."""
+    least = LEAST_EXPONENT[x.dtype]
+    x = (truncate_to_tf32(x) if x.dtype == FLOAT32 else x).astype(np.float64)
+    return x, _exponent(x, least)
+
+
 def _exponent(x: Array, least: int) -> Array:
     _, exponent = np.frexp(x)  # x = fraction * 2^exponent with 1/2 <= |fraction| < 1
     exponent = np.maximum(exponent.astype(np.int16), np.int16(least + 1)) - np.int16(1)
     return np.where(x == 0, np.int16(-126), exponent)
 
 
-def _tensor_core_step(
-    c: Array, a: Array, b: Array, exponent_a: Array, exponent_b: Array, unit: Unit
-) -> tuple[Array, Array]:
+def _tensor_core_step(c: Array, a: Array, b: Array, unit: Unit) -> tuple[Array, Array]:
+    (a, exponent_a), (b, exponent_b) = _read(a), _read(b)
     special = _ieee_sum(c, a, b)
     if special is not None:
         a, b, c = (np.where(np.isfinite(x), x, 0.0) for x in (a, b, c))

@@ -60,7 +60,7 @@ from jaxdnn_reference.arithmetic import (
 Array = np.ndarray[Any, Any]
 
 # Elements of the patch matrix that exist at one time.
-PATCH_ELEMENTS = 1 << 18
+PATCH_ELEMENTS = 1 << 20
 
 
 class Details(NamedTuple):
@@ -83,7 +83,7 @@ class Product(NamedTuple):
     """An op as a matrix product: in each group [rows, terms] times [terms, columns].
 
     left(row, group) and right(column, group) give [..., terms] for index arrays of any common shape;
-    count(row) gives how many of the terms are stored numbers. The result [rows, groups * columns] is the
+    stored(row) gives how many of the terms are stored numbers. The result [rows, groups * columns] is the
     output in its canonical form, whose shape is `shape`.
     """
 
@@ -92,7 +92,7 @@ class Product(NamedTuple):
     columns: int
     left: Callable[[Array, Array], Array]
     right: Callable[[Array, Array], Array]
-    count: Callable[[Array], Array]
+    stored: Callable[[Array], Array]
     axes: lay.Axes
     shape: tuple[int, ...]
 
@@ -128,14 +128,14 @@ def conv(
         patch = pixels[window.input_pixel(row), group[..., None]]
         return patch.reshape(*patch.shape[:-2], window.taps * cg)
 
-    def count(row: Array) -> Array:
+    def stored(row: Array) -> Array:
         return cg * np.sum(window.input_pixel(row) != window.in_pixels, axis=-1)
 
     def right(column: Array, group: Array) -> Array:
         return taps_of_filter[group * kg + column]
 
     shape = (window.batch, *window.out_size, k)
-    return finish(Product(groups, window.out_pixels, kg, left, right, count, x_axes, shape), x.dtype, **options)
+    return finish(Product(groups, window.out_pixels, kg, left, right, stored, x_axes, shape), x.dtype, **options)
 
 
 def conv_dgrad(
@@ -171,14 +171,14 @@ def conv_dgrad(
         patch = pixels[window.output_pixel(row), group[..., None]]
         return patch.reshape(*patch.shape[:-2], window.taps * kg)
 
-    def count(row: Array) -> Array:
+    def stored(row: Array) -> Array:
         return kg * np.sum(window.output_pixel(row) != window.out_pixels, axis=-1)
 
     def right(column: Array, group: Array) -> Array:
         taps = taps_of_filter[group, column]
         return taps.reshape(*taps.shape[:-2], window.taps * kg)
 
-    return finish(Product(groups, window.in_pixels, cg, left, right, count, x_axes, shape), dy.dtype, **options)
+    return finish(Product(groups, window.in_pixels, cg, left, right, stored, x_axes, shape), dy.dtype, **options)
 
 
 def conv_wgrad(
@@ -215,13 +215,13 @@ def conv_wgrad(
         tap, c = np.divmod(row, cg)
         return pixels[group[..., None], c[..., None], input_pixel[tap]]
 
-    def count(row: Array) -> Array:
+    def stored(row: Array) -> Array:
         return np.sum(input_pixel != window.in_pixels, axis=-1)[row // cg]
 
     def right(column: Array, group: Array) -> Array:
         return gradient[group * kg + column]
 
-    return finish(Product(groups, window.taps * cg, kg, left, right, count, w_axes, shape), x.dtype, **options)
+    return finish(Product(groups, window.taps * cg, kg, left, right, stored, w_axes, shape), x.dtype, **options)
 
 
 def conv_bgrad(dy: Array, /, *, layout: str = "NHWC", **options: Any) -> Any:
@@ -239,10 +239,10 @@ def conv_bgrad(dy: Array, /, *, layout: str = "NHWC", **options: Any) -> Any:
     def left(row: Array, group: Array) -> Array:
         return gradient[row + 0 * group]
 
-    def count(row: Array) -> Array:
+    def stored(row: Array) -> Array:
         return np.full(row.shape, terms)
 
-    return finish(Product(1, k, 1, left, right, count, lay.Axes("K", "K"), (k,)), dy.dtype, **options)
+    return finish(Product(1, k, 1, left, right, stored, lay.Axes("K", "K"), (k,)), dy.dtype, **options)
 
 
 def conv_transpose(
@@ -370,7 +370,7 @@ def all_sums(
         a = product.left(row[None], group)
         parts = sums(a, b, arithmetic, schedule, accumulate, details)
         if details:
-            parts.append(np.broadcast_to(product.count(row)[:, None], parts[0].shape))
+            parts.append(np.broadcast_to(product.stored(row)[:, None], parts[0].shape))
         blocks.append([np.moveaxis(part, 0, 1).reshape(len(row), width) for part in parts])
     return [np.concatenate(part) for part in zip(*blocks, strict=True)]
 
@@ -389,13 +389,11 @@ def sums_at(
         a = product.left(row[part], group[part])[:, None, :]
         b = product.right(column[part], group[part])[:, :, None]
         found = [sum_[:, 0, 0] for sum_ in sums(a, b, arithmetic, schedule, accumulate, details)]
-        blocks.append(found + [product.count(row[part])] if details else found)
+        blocks.append([*found, product.stored(row[part])] if details else found)
     return [np.concatenate(part) for part in zip(*blocks, strict=True)]
 
 
-def sums(
-    a: Array, b: Array, arithmetic: str, schedule: Schedule | None, accumulate: Any, details: bool
-) -> list[Array]:
+def sums(a: Array, b: Array, arithmetic: str, schedule: Schedule | None, accumulate: Any, details: bool) -> list[Array]:
     """[the sums] or, with details, [the sums, their bounds, their magnitudes]."""
     if not details:
         return [dot(a, b, arithmetic, schedule, accumulate=accumulate)]
@@ -432,7 +430,8 @@ def blend(
 
 def activated(x: Array, activation: Activation) -> Array:
     """The activation in x's type: float32 by way of float64, wider types in their own precision."""
-    return activate(x.astype(np.float64), activation).astype(np.float32) if x.dtype == FLOAT32 else activate(x, activation)
+    wide = activate(x.astype(np.float64) if x.dtype == FLOAT32 else x, activation)
+    return wide.astype(x.dtype)
 
 
 __all__ = ["Details", "conv", "conv_bgrad", "conv_dgrad", "conv_transpose", "conv_wgrad"]

@@ -69,14 +69,14 @@ class Axes(NamedTuple):
 
 
 def image_axes(layout: str) -> Axes:
-    """"NHWC" -> Axes("NHWC", "NHWC"); "NCHWc32" -> Axes("NCHW", "NHWC", 32)."""
+    """NHWC -> Axes("NHWC", "NHWC"); NCHWc32 -> Axes("NCHW", "NHWC", 32)."""
     letters, lanes = _split(layout)
     spatial = "DHW"[5 - len(letters) :]
     return Axes(letters, f"N{spatial}C", lanes)
 
 
 def filter_axes(filter_layout: str) -> Axes:
-    """"OIHW" -> Axes("KCRS", "RSCK"): JAX's letters O I D H W are cuDNN's K C T R S."""
+    """OIHW -> Axes("KCRS", "RSCK"): JAX's letters O I D H W are cuDNN's K C T R S."""
     letters, lanes = _split(filter_layout)
     letters = letters.translate(str.maketrans("OIDHW", "KCTRS"))
     taps = "TRS"[5 - len(letters) :]
@@ -201,7 +201,7 @@ class Window(NamedTuple):
         pixel, inside = n[..., None], True
         for p, offset, stride, size in zip(position, self._offsets(), self.stride, self.in_size, strict=True):
             h = p[..., None] * stride + offset
-            pixel, inside = pixel * size + h, inside & (0 <= h) & (h < size)
+            pixel, inside = pixel * size + h, inside & (h >= 0) & (h < size)
         return np.where(inside, pixel, self.in_pixels)
 
     def output_pixel(self, input_pixel: Array) -> Array:
@@ -210,5 +210,5 @@ class Window(NamedTuple):
         pixel, inside = n[..., None], True
         for h, offset, stride, size in zip(position, self._offsets(), self.stride, self.out_size, strict=True):
             p, remainder = np.divmod(h[..., None] - offset, stride)
-            pixel, inside = pixel * size + p, inside & (remainder == 0) & (0 <= p) & (p < size)
+            pixel, inside = pixel * size + p, inside & (remainder == 0) & (p >= 0) & (p < size)
         return np.where(inside, pixel, self.out_pixels)

@@ -184,7 +184,7 @@ def _parse_layout(layout: str) -> tuple[str, int | None]:
         order, lanes = "NC" + match[2], int(match[1])
     else:
         match = re.fullmatch(r"([A-Z]+)(?:c(\d+))?", layout)
-        order, lanes = (match[1], match[2] and int(match[2])) if match else ("", None)
+        order, lanes = (match[1], int(match[2]) if match[2] else None) if match else ("", None)
     if not 3 <= len(order) <= 5 or sorted(order) != sorted("NC" + SPATIAL[5 - len(order) :]) or lanes == 0:
         raise ValueError(f"`layout` must order N, C and W, HW or DHW, or be NC/xHWx or NCHWcx, got {layout!r}.")
     return order, lanes
@@ -207,7 +207,7 @@ def _overlaps(axes: list[tuple[int, int]]) -> bool:
         return True  # more elements than addresses
     if any(_pair_overlaps(*pair) for pair in itertools.combinations(axes, 2)):
         return True
-    return any(_reaches_zero(axes[j:], reach[j:], axes[j][1], least=1) for j in range(len(axes)))
+    return any(_leads_to_zero(axes[j:], reach[j:]) for j in range(len(axes)))
 
 
 def _pair_overlaps(first: tuple[int, int], second: tuple[int, int]) -> bool:
@@ -217,11 +217,11 @@ def _pair_overlaps(first: tuple[int, int], second: tuple[int, int]) -> bool:
     return t // g < dim_s and s // g < dim_t
 
 
-def _reaches_zero(axes: list[tuple[int, int]], reach: list[int], _: int, *, least: int) -> bool:
-    """Whether some delta_0 >= least and further deltas of either sign make sum_j delta_j stride_j = 0."""
+def _leads_to_zero(axes: list[tuple[int, int]], reach: list[int]) -> bool:
+    """Whether sum_j delta_j stride_j = 0 for some delta_0 > 0 and further deltas of either sign."""
     dim, stride = axes[0]
     most = min(dim - 1, reach[1] // stride)
-    return any(_reaches(delta * stride, axes[1:], reach[1:]) for delta in range(least, most + 1))
+    return any(_reaches(delta * stride, axes[1:], reach[1:]) for delta in range(1, most + 1))
 
 
 def _reaches(target: int, axes: list[tuple[int, int]], reach: list[int]) -> bool:
