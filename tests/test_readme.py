@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn.determinism import LEVELS
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
@@ -23,6 +27,16 @@ def test_links_point_at_files():
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_op_table_is_complete():
+    named = set(re.findall(r"^\|.*\| `(\w+)` \|.*\|$", README, flags=re.MULTILINE))
+    assert named == {name for name in dnn.__all__ if hasattr(reference, name)}
+
+
+def test_level_table_is_complete():
+    named = re.findall(r"^\| `(\w+)` \| [^`]+ \|$", README, flags=re.MULTILINE)
+    assert tuple(named) == LEVELS
 
 
 def test_every_make_target_exists():
