@@ -36,14 +36,14 @@ class Axes(NamedTuple):
         if self.lanes is not None:  # (..., C/x, ..., x) -> (..., C, ...)
             c = self.letters.index("C")
             array = np.moveaxis(array, -1, c + 1)
-            array = array.reshape(*array.shape[:c], -1, *array.shape[c + 2 :])
+            array = array.reshape(*array.shape[:c], array.shape[c] * self.lanes, *array.shape[c + 2 :])
         return array.transpose([self.letters.index(letter) for letter in self.canonical])
 
     def from_canonical(self, array: Array) -> Array:
         array = array.transpose([self.canonical.index(letter) for letter in self.letters])
         if self.lanes is not None:
             c = self.letters.index("C")
-            array = array.reshape(*array.shape[:c], -1, self.lanes, *array.shape[c + 1 :])
+            array = array.reshape(*array.shape[:c], array.shape[c] // self.lanes, self.lanes, *array.shape[c + 1 :])
             array = np.moveaxis(array, c + 1, -1)
         return np.ascontiguousarray(array)
 

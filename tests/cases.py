@@ -1,0 +1,356 @@
+"""The one registry of cases: what an op is called with, drawn from a seed or written down.
+
+A `Geometry` says how a convolution lies; a `Case` adds the op, the data and the other arguments. Sizes are pairwise
+distinct within an array, sizes 0 and 1 and the equal channels of a depthwise convolution aside, so that no exchange of
+two axes can pass unseen; the builder checks it. Data has both signs, ties and zeros.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_bgrad", "conv_transpose")
+RANDOM_OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_transpose")
+SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
+TAPS = {1: "S", 2: "RS", 3: "TRS"}
+FLOATS = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """A convolution without its data."""
+
+    n: int
+    c: int
+    k: int
+    sizes: tuple[int, ...]
+    taps: tuple[int, ...]
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+    mode: str = "cross_correlation"
+    layout: str = "NHWC"
+    filter_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        depthwise = self.groups == self.c == self.k
+        channels = [[self.c], [self.k]] if not depthwise else [[self.c]]
+        for channel in channels:
+            _assert_distinct(self.n, *channel, *self.sizes)
+        _assert_distinct(*self.taps, self.c // self.groups, self.k)
+
+    @property
+    def rank(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return _per_axis(self.stride, self.rank)
+
+    @property
+    def dilations(self) -> tuple[int, ...]:
+        return _per_axis(self.dilation, self.rank)
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple((r - 1) * d + 1 for r, d in zip(self.taps, self.dilations, strict=True))
+
+    @property
+    def pads(self) -> tuple[tuple[int, int], ...]:
+        """The padding in numbers."""
+        if self.padding == "VALID":
+            return ((0, 0),) * self.rank
+        if self.padding == "SAME":
+            axes = zip(self.sizes, self.strides, self.extents, strict=True)
+            total = [max((math.ceil(size / u) - 1) * u + extent - size, 0) for size, u, extent in axes]
+            return tuple((t // 2, t - t // 2) for t in total)
+        return tuple((v, v) if isinstance(v, int) else tuple(v) for v in _per_axis(self.padding, self.rank))
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        axes = zip(self.sizes, self.pads, self.extents, self.strides, strict=True)
+        return tuple((size + sum(pad) - extent) // u + 1 for size, pad, extent, u in axes)
+
+    @property
+    def lanes(self) -> int | None:
+        return _lanes(self.layout)
+
+    @property
+    def filter(self) -> str:
+        """The filter layout, also where it is left to the default."""
+        if self.filter_layout is not None:
+            return self.filter_layout
+        if self.lanes is not None:
+            return f"KC{TAPS[self.rank]}c{self.lanes}"
+        return SPATIAL[self.rank] + "IO" if self.layout.endswith("C") else "OI" + SPATIAL[self.rank]
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return self._image(self.sizes, self.c)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        return self._image(self.output_sizes, self.k)
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        letters = dict(zip(SPATIAL[self.rank], self.taps, strict=True)) | {"I": self.c // self.groups, "O": self.k}
+        lanes = _lanes(self.filter)
+        axes = [letters[a] // (lanes if lanes and a == "I" else 1) for a in jax_letters(self.filter)]
+        return (*axes, lanes) if lanes else tuple(axes)
+
+    def _image(self, sizes: Sequence[int], channels: int) -> tuple[int, ...]:
+        letters = dict(zip(SPATIAL[self.rank], sizes, strict=True)) | {"N": self.n, "C": channels // (self.lanes or 1)}
+        axes = tuple(letters[a] for a in self.layout.partition("c")[0])
+        return (*axes, self.lanes) if self.lanes else axes
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that differ from the defaults."""
+        fields = ("stride", "padding", "dilation", "groups", "mode", "layout", "filter_layout")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in fields if getattr(self, name) != defaults[name]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call: `op(*arrays, *static, **arguments)`, where `named` are arguments that are arrays."""
+
+    op: str
+    geometry: Geometry
+    arrays: tuple[Any, ...]
+    static: tuple[Any, ...] = ()
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    named: dict[str, Any] = dataclasses.field(default_factory=dict)
+    origin: str = ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.options, **self.named}
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        g = self.geometry
+        of = {"conv": g.y_shape, "conv_wgrad": g.w_shape, "conv_bgrad": (g.k,)}
+        return of.get(self.op, g.x_shape)
+
+    @property
+    def result_channels(self) -> int:
+        return self.geometry.k if self.op in ("conv", "conv_wgrad", "conv_bgrad") else self.geometry.c
+
+    def with_options(self, **options: Any) -> "Case":
+        return dataclasses.replace(self, options={**self.options, **options})
+
+    def with_epilogue(self, seed: int, *, dtype: Any = None, **options: Any) -> "Case":
+        """Adds the arrays that are named in `options` as True, of the given dtype, and the other options as they are."""
+        rng = np.random.default_rng([77, seed])
+        dtype = self.arrays[0].dtype if dtype is None else dtype
+        shapes = {"bias": (self.result_channels,), "residual": self.result_shape, "prior": self.result_shape}
+        named = {k: values(rng, shapes[k], dtype) for k, v in options.items() if v is True}
+        rest = {k: v for k, v in options.items() if v is not True}
+        origin = f"{self.origin}.with_epilogue({seed}, dtype={np.dtype(dtype).name!r}, " + _keywords(options)
+        return dataclasses.replace(self, options={**self.options, **rest}, named=named, origin=origin)
+
+    def __str__(self) -> str:
+        shown = [f"{a.dtype}{list(a.shape)}" for a in self.arrays] + [repr(s) for s in self.static]
+        shown += [f"{k}={v!r}" for k, v in self.options.items()]
+        shown += [f"{k}={v.dtype}{list(v.shape)}" for k, v in self.named.items()]
+        return f"{self.op}({', '.join(shown)})"
+
+
+def case(op: str, geometry: Geometry, seed: int = 0, *, dtype: Any = np.float32, integers: int = 0) -> Case:
+    """A call of an op with data from a seed; `integers` is the largest absolute value of whole numbers, 0 for reals."""
+    rng = np.random.default_rng([OPS.index(op), seed])
+    g, options = geometry, geometry.options()
+    shapes = {"x": g.x_shape, "w": g.w_shape, "y": g.y_shape}
+    roles, static = {
+        "conv": ("xw", ()),
+        "conv_dgrad": ("yw", (g.x_shape,)),
+        "conv_wgrad": ("xy", (g.w_shape,)),
+        "conv_bgrad": ("y", ()),
+        "conv_transpose": ("yw", ()),
+    }[op]
+    if op == "conv_bgrad":
+        options = {k: v for k, v in options.items() if k == "layout"}
+    if op == "conv_transpose":
+        options |= _transposed_options(g)
+    arrays = tuple(values(rng, shapes[role], dtype, integers=integers) for role in roles)
+    origin = f"cases.case({op!r}, cases.{g!r}, {seed}, dtype={np.dtype(dtype).name!r}, integers={integers})"
+    return Case(op, g, arrays, static, options, origin=origin)
+
+
+def _transposed_options(g: Geometry) -> dict[str, Any]:
+    axes = zip(g.sizes, g.strides, strict=True)
+    if g.padding == "SAME" and all(size % u == 0 for size, u in axes):
+        return {}
+    spans = zip(g.sizes, g.output_sizes, g.strides, g.pads, g.extents, strict=True)
+    extra = tuple(size - ((p - 1) * u - sum(pad) + extent) for size, p, u, pad, extent in spans)
+    padding = g.pads if g.padding == "SAME" else g.padding
+    return {"output_padding": extra} | ({} if padding == 0 else {"padding": padding})
+
+
+def values(rng: np.random.Generator, shape: Sequence[int], dtype: Any, *, integers: int = 0) -> np.ndarray:
+    """Signed data with ties and zeros: half of it from a few numbers, half from a continuum (or all whole numbers)."""
+    dtype = np.dtype(dtype)
+    if integers or dtype.kind in "iu":
+        limit = integers or (int(np.iinfo(dtype).max) if dtype == np.int8 else 1000)
+        return rng.integers(-limit, limit + 1, shape).astype(dtype)
+    few = rng.choice([-1.5, -1.0, -0.5, 0.0, 0.5, 1.0], shape)
+    many = rng.standard_normal(shape) * 2.0 ** rng.integers(-2, 3, shape)
+    return np.where(rng.random(shape) < 0.5, few, many).astype(np.float64).astype(dtype)
+
+
+# ---- random geometries -----------------------------------------------------------------------------------------------
+
+
+def random_geometry(seed: int, *, rank: int | None = None) -> Geometry:
+    """Any combination of what a convolution can be asked for, small."""
+    rng = np.random.default_rng([99, seed])
+    for _ in range(10_000):
+        try:
+            geometry = _draw(rng, rank or int(rng.choice([1, 2, 2, 2, 3])))
+        except AssertionError:  # sizes that are not distinct: draw again
+            continue
+        if min(geometry.output_sizes) >= 1:
+            return geometry
+    raise RuntimeError(f"no geometry for seed {seed}")
+
+
+def _draw(rng: np.random.Generator, rank: int) -> Geometry:
+    def pick(*choices: Any) -> Any:
+        return choices[int(rng.integers(len(choices)))]
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(int(v) for v in rng.integers(low, high + 1, rank))
+
+    lanes = pick(None, None, None, 2, 3, 4)
+    unit = lanes or 1
+    kind = pick("dense", "dense", "grouped", "depthwise", "multiplier")
+    if kind == "depthwise":
+        groups = c = k = unit * pick(2, 3, 5)
+    elif kind == "multiplier":
+        groups = c = unit * pick(2, 3)
+        k = groups * pick(2, 3)
+    else:
+        groups = pick(2, 3) if kind == "grouped" else 1
+        c, k = groups * unit * pick(1, 2, 3, 5), groups * unit * pick(1, 2, 4)
+    order = {1: ("NWC", "NCW", "CWN"), 2: ("NHWC", "NCHW", "CHWN"), 3: ("NDHWC", "NCDHW", "CDHWN")}[rank]
+    layout = f"{order[1]}c{lanes}" if lanes else pick(*order)
+    filter_layout = _draw_filter_layout(rng, rank, c // groups, lanes)
+    if lanes and (c // groups) % lanes and filter_layout is None:
+        filter_layout = "OI" + SPATIAL[rank]
+    taps = each(1, 4 if rank < 3 else 3)
+    sizes = each(1, 11 if rank < 3 else 7)
+    stride = pick(1, 1, 2, 3, each(1, 3))
+    dilation = pick(1, 1, 2, each(1, 3))
+    pairs = tuple(zip(each(0, 3), each(0, 3), strict=True))
+    padding = pick(0, 1, 2, each(0, 3), pairs, pairs, "SAME", "VALID")
+    return Geometry(
+        n=pick(1, 2, 3, 4, 0) if rng.random() < 0.3 else pick(1, 2, 3),
+        c=c,
+        k=k,
+        sizes=sizes,
+        taps=taps,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        mode=pick("cross_correlation", "cross_correlation", "convolution"),
+        layout=layout,
+        filter_layout=filter_layout,
+    )
+
+
+def _draw_filter_layout(rng: np.random.Generator, rank: int, i: int, lanes: int | None) -> str | None:
+    if rng.random() < 0.4:
+        return None
+    letters = list(("KC" + TAPS[rank]) if rng.random() < 0.5 else ("OI" + SPATIAL[rank]))
+    rng.shuffle(letters)
+    vector = f"c{lanes}" if lanes and i % lanes == 0 and rng.random() < 0.5 else ""
+    return "".join(letters) + vector
+
+
+def random_case(op: str, seed: int, *, dtype: Any = np.float32, integers: int = 0, rank: int | None = None) -> Case:
+    """`case` of a `random_geometry`."""
+    found = case(op, random_geometry(seed, rank=rank), seed, dtype=dtype, integers=integers)
+    origin = f"cases.random_case({op!r}, {seed}, dtype={np.dtype(dtype).name!r}, integers={integers}, rank={rank})"
+    return dataclasses.replace(found, origin=origin)
+
+
+# ---- small things ----------------------------------------------------------------------------------------------------
+
+
+def jax_letters(filter_layout: str) -> str:
+    """A filter layout's axes in JAX's letters, without lanes."""
+    axes = filter_layout.partition("c")[0]
+    return axes.translate(str.maketrans("KCTRS", "OIDHW")) if "K" in axes else axes
+
+
+def _lanes(layout: str) -> int | None:
+    vector = layout.partition("c")[2]
+    return int(vector) if vector else None
+
+
+def _per_axis(value: Any, rank: int) -> tuple[Any, ...]:
+    return (value,) * rank if isinstance(value, int) else tuple(value)
+
+
+def _assert_distinct(*sizes: int) -> None:
+    large = [size for size in sizes if size > 1]
+    assert len(set(large)) == len(large), f"sizes must be pairwise distinct, got {sizes}"
+
+
+def _keywords(options: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in options.items()) + ")"
+
+
+def as_jax(case: Case) -> tuple[Any, ...]:
+    """The arrays of a call, positional ones first."""
+    return tuple(jnp.asarray(a) for a in itertools.chain(case.arrays, case.named.values()))
+
+
+# ---- the cases for the transformations -------------------------------------------------------------------------------
+
+PLAIN = Geometry(n=2, c=3, k=4, sizes=(6, 5), taps=(2, 1), stride=(2, 1), padding=((1, 0), (2, 1)), dilation=(1, 2))
+GROUPED = Geometry(n=3, c=4, k=6, sizes=(5, 7), taps=(3, 1), stride=(1, 2), padding=1, groups=2, layout="NCHW")
+DEPTHWISE = Geometry(n=2, c=3, k=6, sizes=(5, 4), taps=(2, 3), groups=3, mode="convolution", padding="SAME")
+VECTORISED = Geometry(n=1, c=4, k=6, sizes=(5, 3), taps=(3, 1), stride=2, padding=1, layout="NCHWc2")
+LINE = Geometry(n=2, c=3, k=4, sizes=(7,), taps=(2,), stride=3, dilation=2, padding=2, layout="CWN")
+VOLUME = Geometry(n=1, c=3, k=6, sizes=(4, 2, 5), taps=(1, 4, 2), stride=(2, 1, 2), padding="SAME", layout="NDHWC")
+POINTWISE = Geometry(n=2, c=3, k=5, sizes=(4, 6), taps=(1, 1))
+PATCHIFY = Geometry(n=2, c=6, k=5, sizes=(7, 4), taps=(3, 2), stride=(3, 2))
+
+GEOMETRIES = {
+    "plain": PLAIN,
+    "grouped": GROUPED,
+    "depthwise": DEPTHWISE,
+    "vectorised": VECTORISED,
+    "line": LINE,
+    "volume": VOLUME,
+    "pointwise": POINTWISE,
+    "patchify": PATCHIFY,
+}
+
+
+def registry() -> dict[str, Case]:
+    """Every op on every geometry, and with an epilogue; on small whole numbers, so that float32 is exact."""
+    found = {f"{op}-{name}": case(op, g, 1, integers=2) for op in OPS for name, g in GEOMETRIES.items()}
+    blended = {"alpha": 0.5, "beta": -2.0, "prior": True}
+    for op in OPS:
+        found[f"{op}-blend"] = found[f"{op}-plain"].with_epilogue(2, **blended)
+    for op in ("conv", "conv_transpose"):
+        full = {**blended, "bias": True, "residual": True}
+        found[f"{op}-relu"] = found[f"{op}-grouped"].with_epilogue(3, activation="relu", **full)
+    return found
