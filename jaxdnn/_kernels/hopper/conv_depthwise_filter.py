@@ -1,0 +1,158 @@
+"""Filter gradient of depthwise and narrow-group convolution on the tensor core: the PTX that a warp runs over a tile.
+
+dw[r, s, i, c] = sum over pixels of x[pixel + (r, s), i] dy[pixel, c], i in c's group. A warp owns eight channels and
+multiplies, per instruction, 16 x 16 by 16 x 8: the rows are eight input channels at two neighbouring column taps, the
+reduction is 16 pixels, the columns are the eight output channels. Of each 8x8 result only the group's own block is
+kept (for depthwise, the diagonal); what the others hold never mixes with it. Sums stay in registers over all tiles of
+a split; both operands are read transposed (`ldmatrix.trans`), so channels-last tiles serve as they lie.
+
+Order of additions for one element of dw in one split: tiles in order; in a tile the groups of eight columns, full ones
+first, then the group of 2 x 4 pixels where four columns are left over; in a group the rows in order, two fragments
+(16 pixels) an instruction. `pixel_order` lists it.
+"""
+
+import dataclasses
+
+from jaxdnn._kernels.hopper.conv_depthwise_ptx import Emitter, Fragments, Lanes, SwizzledTile, matrix_multiply
+from jaxdnn._kernels.hopper.conv_depthwise_walk import kinds
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterWalk:
+    """One filter-gradient walk over a tile of the input and a tile of the output's gradient.
+
+    Attributes:
+      dtype: "bf16" or "f16".
+      group: channels of a group: 1, 2, 4 or 8.
+      in_pitch, out_pitch: pixels in a row of the input tile and of the gradient's tile.
+      in_step: steps between the inputs of neighbouring outputs.
+      dilation: steps between taps.
+      row_taps: tap rows in the block.
+      column_taps: tap columns that one warpgroup sums; warpgroup g has g*column_taps to (g+1)*column_taps - 1.
+      warpgroups: warpgroups that share the tile.
+      rows, columns: outputs of the tile.
+    """
+
+    dtype: str
+    group: int
+    in_pitch: int
+    out_pitch: int
+    in_step: tuple[int, int]
+    dilation: tuple[int, int]
+    row_taps: int
+    column_taps: int
+    warpgroups: int
+    rows: int
+    columns: int
+    channels: int = 32
+
+    @property
+    def accumulators(self) -> int:
+        """Float32 sums that a thread holds."""
+        return 4 * self.row_taps * ((self.column_taps + 1) // 2)
+
+
+def _chunk(e: Emitter, lanes: Lanes) -> tuple[str, str]:
+    """The warp's eight channels, and its warpgroup."""
+    return e.r("and.b32", lanes.warp, 3), e.r("shr.u32", lanes.warp, 2)
+
+
+def filter_walk(k: FilterWalk) -> str:
+    """The PTX of a tile; operands: the sums (in and out), the input tile and the gradient's tile."""
+    e = Emitter()
+    n = k.accumulators
+    sums = [e.f("mov.f32", f"${i}") for i in range(n)]
+    x, dy = (e.r("mov.b32", f"${2 * n + i}") for i in range(2))
+    lanes = Lanes(e)
+    chunk, warpgroup = _chunk(e, lanes)
+    shift = e.scaled(warpgroup, k.column_taps * k.dilation[1])
+    for kind in kinds(k.columns):
+        rows = list(kind.rows(k.rows))
+        lines = sorted({p * k.in_step[0] + r * k.dilation[0] for p in rows for r in range(k.row_taps)})
+        gaps = {b - a for a, b in zip(lines, lines[1:], strict=False)}
+        step = min(gaps, default=1)
+        if any(gap % step for gap in gaps):
+            step = 1
+        row_step = 2 if kind.half else 1
+        with e.loop(0, kind.groups, 1) as group:
+            pixel = e.scaled(lanes.matrix, step * k.in_pitch, kind.lane_pixel(e, lanes.source, k.in_step, k.in_pitch))
+            pixel = e.scaled(group, 8 * k.in_step[1], e.r("add.s32", pixel, shift))
+            pixel = e.r("add.s32", pixel, kind.first_column * k.in_step[1])
+            inputs = Fragments(
+                e,
+                SwizzledTile(e, x, k.channels, pixel, chunk),
+                k.in_pitch,
+                lines[0],
+                step,
+                (lines[-1] - lines[0]) // step + 1,
+                transposed=True,
+            )
+            pixel = e.scaled(lanes.matrix, row_step * k.out_pitch, kind.lane_pixel(e, lanes.source, (1, 1), k.out_pitch))
+            pixel = e.r("add.s32", e.scaled(group, 8, pixel), kind.first_column)
+            tile = SwizzledTile(e, dy, k.channels, pixel, chunk)
+            gradients = Fragments(e, tile, k.out_pitch, 0, row_step, len(rows), transposed=True)
+            _group(e, k, rows, inputs, gradients, sums)
+    for i, value in enumerate(sums):
+        e.op("mov.f32", f"${i}", value)
+    return e.text()
+
+
+def _group(e: Emitter, k: FilterWalk, rows: list[int], inputs: Fragments, gradients: Fragments, sums: list[str]) -> None:
+    zero = e.r("mov.b32", 0)
+    for pair in range((k.column_taps + 1) // 2):
+        taps = [s * k.dilation[1] if s < k.column_taps else None for s in (2 * pair, 2 * pair + 1)]
+        for i in range(0, len(rows), 2):
+            two = [rows[i], rows[i + 1] if i + 1 < len(rows) else None]
+            b = [zero if p is None else gradients.get(p, 0) for p in two]
+            for r in range(k.row_taps):
+                a = [
+                    zero if p is None or s is None else inputs.get(p * k.in_step[0] + r * k.dilation[0], s)
+                    for p in two
+                    for s in taps
+                ]
+                first = 4 * (pair * k.row_taps + r)
+                matrix_multiply(e, k.dtype, sums[first : first + 4], a, b)
+
+
+def filter_store(k: FilterWalk) -> str:
+    """The PTX that leaves the sums as (taps, group, channels) float32; operands: the sums, the shared address."""
+    e = Emitter()
+    n = k.accumulators
+    sums = [e.f("mov.f32", f"${i}") for i in range(n)]
+    out = e.r("mov.b32", f"${n}")
+    lanes = Lanes(e)
+    chunk, warpgroup = _chunk(e, lanes)
+    shift = {1: 0, 2: 1, 4: 2, 8: 3}[k.group]
+    line = 4 * k.channels
+    own = e.r("shr.u32", lanes.row, shift)
+    base = e.scaled(chunk, 32, e.scaled(lanes.pair, 4, out))
+    base = e.scaled(e.r("and.b32", lanes.row, k.group - 1), line, base)
+    base = e.scaled(warpgroup, k.column_taps * k.group * line, base)
+    columns = k.column_taps * k.warpgroups
+    keep = [
+        e.p("setp.eq.u32", e.r("shr.u32", e.r("add.u32", lanes.pair, j), shift), own) for j in range(2)
+    ]
+    for i, value in enumerate(sums):
+        pair, r = divmod(i // 4, k.row_taps)
+        s, j = 2 * pair + i % 4 // 2, i % 2
+        if s < k.column_taps:
+            offset = (r * columns + s) * k.group * line + 4 * j
+            e.op("st.shared.f32", f"[{base}+{offset}]", value, when=keep[j])
+    return e.text()
+
+
+def pixel_order(rows: int, columns: int) -> list[tuple[int, int]]:
+    """The pixels of a tile in the order in which they are added, sixteen an instruction; (-1, -1) pads with zeros."""
+    order: list[tuple[int, int]] = []
+    for kind in kinds(columns):
+        lines = list(kind.rows(rows))
+        for group in range(kind.groups):
+            at = kind.first_column + 8 * group
+            for i in range(0, len(lines) + len(lines) % 2):
+                if i >= len(lines):
+                    order += [(-1, -1)] * 8
+                elif kind.half:
+                    order += [(lines[i] + j // 4, at + j % 4) for j in range(8)]
+                else:
+                    order += [(lines[i], at + j) for j in range(8)]
+    return order
