@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import jaxdnn_reference as reference
-from jaxdnn_reference import arithmetic as ar
 
 Array = np.ndarray[Any, Any]
 LOW = [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]

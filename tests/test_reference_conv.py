@@ -79,10 +79,10 @@ class Case:
         """y, dx, dw and the number of y's products, each element a Python integer."""
         y, count = (np.zeros(self.dy.shape, object) for _ in range(2))
         dx, dw = np.zeros(self.x.shape, object), np.zeros(self.w.shape, object)
-        for i, j, l in self.products():
-            y[i] += int(self.x[j]) * int(self.w[l])
-            dx[j] += int(self.dy[i]) * int(self.w[l])
-            dw[l] += int(self.x[j]) * int(self.dy[i])
+        for i, j, t in self.products():
+            y[i] += int(self.x[j]) * int(self.w[t])
+            dx[j] += int(self.dy[i]) * int(self.w[t])
+            dw[t] += int(self.x[j]) * int(self.dy[i])
             count[i] += 1
         return y, dx, dw, count
 
