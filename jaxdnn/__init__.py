@@ -1,7 +1,7 @@
 """jaxdnn: deep-neural-network primitives for JAX, defined exactly, fast, and reproducible to stated levels."""
 
 import jaxdnn._kernels.xla.conv  # noqa: F401  (registers its engines)
-from jaxdnn._version import __version__
+from jaxdnn._version import __version__ as __version__
 from jaxdnn.conv import conv, conv_bgrad, conv_dgrad, conv_transpose, conv_wgrad
 from jaxdnn.determinism import determinism
 from jaxdnn.explain import explain

@@ -43,7 +43,7 @@ class ConvSpec:
     accumulate: np.dtype
     precision: str | None
     out_dtype: np.dtype
-    epilogue: Epilogue = Epilogue()
+    epilogue: Epilogue = dataclasses.field(default_factory=Epilogue)
     engine: str | None = None
     level: str = "fast"
 
@@ -156,11 +156,8 @@ def _batch(op: str, spec: ConvSpec, operands: Sequence[Any], dims: Sequence[int 
     roles = _operand_roles(op, spec)
     letter = _folding_letter(op, roles, dims)
     folded = [_fold(spec, role, x, d, letter, size) for role, x, d in zip(roles, operands, dims, strict=True)]
-    if letter == "G":
-        spec_folded = dataclasses.replace(spec, groups=spec.groups * size)
-    else:
-        spec_folded = spec
-    y = bind(op, *folded, spec=spec_folded)
+    groups = spec.groups * size if letter == "G" else spec.groups
+    y = bind(op, *folded, spec=dataclasses.replace(spec, groups=groups))
     return _unfold(spec, ROLES[op][2], y, letter, size)
 
 

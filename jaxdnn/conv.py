@@ -345,8 +345,8 @@ def conv_transpose(
       (1, 6, 4, 2)
 
     Sources: cuDNN's cudnnConvolutionBackwardData, PyTorch's conv_transpose2d (its weight (in, out/G, R, S) is
-      KCRS here), ONNX's ConvTranspose. `jax.lax.conv_transpose` does not flip the filter unless told to: it is this op with
-      mode "convolution" and the filter's two channel axes exchanged.
+      KCRS here), ONNX's ConvTranspose. `jax.lax.conv_transpose` does not flip the filter unless told to: it is this
+      op with mode "convolution" and the filter's two channel axes exchanged.
     """
     options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
     frame = _arguments.frame(layout, filter_layout)

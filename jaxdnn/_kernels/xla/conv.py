@@ -1,20 +1,14 @@
-"""The `xla` engine of the convolutions: formulas that XLA compiles well, on every platform.
+"""The `xla` engine of the convolutions: it serves every call on every platform.
 
-A call becomes one of these forms, chosen by its geometry alone:
-
-| form | when | what it is |
-|---|---|---|
-| matrix | one tap, stride 1, no padding, one group, channels last | a matrix product over the pixels |
-| patches | stride = taps, no padding, no dilation, one group, channels last | a reshape and a matrix product |
-| direct | everything else | XLA's convolution (cuDNN's on NVIDIA GPUs) |
-
-Backward-data convolutions are written with `lhs_dilation`, which XLA maps to cuDNN's backward-data kernels, and on CPU
-as one small convolution per stride phase. Backward-filter convolutions never have `lhs_dilation`: transposed
-convolution is backward data here, so its filter gradient is an ordinary backward-filter convolution.
+On CPUs a call goes through the forms of `conv_forms`, which take channels-last arrays. On NVIDIA GPUs one-tap and
+tiling convolutions, and integers, do so too; every other call is XLA's convolution in the caller's own layout, without
+a transpose, in the pattern that XLA maps to cuDNN's forward, backward-data and backward-filter kernels. A
+backward-filter convolution never has `lhs_dilation`, for which cuDNN has no kernel: transposed convolution is backward
+data here, so its filter gradient is an ordinary backward-filter convolution.
 """
 
-import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +17,8 @@ from jax import Array, lax
 
 from jaxdnn import _conv, engines
 from jaxdnn._conv import ConvSpec
+from jaxdnn._kernels.xla import conv_forms
+from jaxdnn._kernels.xla.conv_forms import Problem
 
 
 def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
@@ -31,8 +27,16 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     a, b, preferred = _compute_types(call, a, b)
     if spec.precision == "tf32" and call.platform != "cuda":
         a, b = _truncate_to_tf32(a), _truncate_to_tf32(b)
-    form = {"conv": _forward, "conv_dgrad": _backward_data, "conv_wgrad": _backward_filter}[call.op]
-    acc = form(call, a, b, preferred)
+    # HIGHEST keeps float32 products exact; DEFAULT lets an NVIDIA GPU cut float32 operands to TF32.
+    precision = lax.Precision.DEFAULT if spec.precision == "tf32" else lax.Precision.HIGHEST
+    integer = jnp.issubdtype(a.dtype, jnp.integer)
+    on_gpu = call.platform == "cuda"
+    problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, precision, preferred, integer and on_gpu)
+    cheap = (problem.is_matrix or problem.is_patches) and spec.layout.channels_last
+    if on_gpu and not integer and not cheap:
+        acc = _NATIVE[call.op](spec, problem, a, b)
+    else:
+        acc = _channels_last(call.op, spec, problem, a, b)
     return _conv.finish(call.op, spec, acc, *operands)
 
 
@@ -47,8 +51,8 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     wide = jnp.promote_types(_narrow_float(a.dtype), _narrow_float(b.dtype))
     if call.platform != "cuda" or spec.accumulate.itemsize > 4:
         wide = jnp.promote_types(wide, spec.accumulate)
-    direct = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide
-    return a.astype(wide), b.astype(wide), wide if direct else jnp.promote_types(wide, spec.accumulate)
+    rounds_once = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide
+    return a.astype(wide), b.astype(wide), wide if rounds_once else jnp.promote_types(wide, spec.accumulate)
 
 
 def _narrow_float(dtype: Any) -> Any:
@@ -61,43 +65,101 @@ def _truncate_to_tf32(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _precision(spec: ConvSpec) -> lax.Precision:
-    """HIGHEST keeps float32 products exact; DEFAULT lets an NVIDIA GPU truncate float32 operands to TF32."""
-    return lax.Precision.DEFAULT if spec.precision == "tf32" else lax.Precision.HIGHEST
+# ---- channels last ---------------------------------------------------------------------------------------------------
 
 
-# ---- geometry --------------------------------------------------------------------------------------------------------
+def _channels_last(op: str, spec: ConvSpec, problem: Problem, a: Array, b: Array) -> Array:
+    roles = _conv.ROLES[op]
+    form = {"y": conv_forms.forward, "x": conv_forms.backward_data, "w": conv_forms.backward_filter}[roles[2]]
+    acc = form(problem, _canonical(spec, roles[0], a), _canonical(spec, roles[1], b))
+    axes = np.argsort(_canonical_axes(spec, roles[2]))
+    return jnp.transpose(_unflipped(spec, roles[2], acc), axes)
 
 
-def _is_matrix(spec: ConvSpec) -> bool:
-    """Whether every output element is one input pixel times the filter."""
+def _canonical_axes(spec: ConvSpec, role: str) -> tuple[int, ...]:
+    """The array's axes in the order (N, sizes..., C) or (taps..., C / G, K)."""
+    if role == "w":
+        return (*spec.filter.spatial, spec.filter.input, spec.filter.output)
+    return (spec.layout.batch, *spec.layout.spatial, spec.layout.channel)
+
+
+def _canonical(spec: ConvSpec, role: str, array: Array) -> Array:
+    return _unflipped(spec, role, jnp.transpose(array, _canonical_axes(spec, role)))
+
+
+def _unflipped(spec: ConvSpec, role: str, array: Array) -> Array:
+    """Mode "convolution" is cross-correlation by the reversed filter."""
+    return lax.rev(array, range(len(spec.taps))) if role == "w" and spec.flip else array
+
+
+# ---- the caller's layout ---------------------------------------------------------------------------------------------
+
+
+def _native_forward(spec: ConvSpec, problem: Problem, x: Array, w: Array) -> Array:
+    return lax.conv_general_dilated(
+        x,
+        lax.rev(w, spec.filter.spatial) if spec.flip else w,
+        window_strides=spec.window.strides,
+        padding=spec.window.padding,
+        rhs_dilation=spec.window.dilation,
+        dimension_numbers=_numbers(spec),
+        feature_group_count=spec.groups,
+        precision=problem.precision,
+        preferred_element_type=problem.preferred,
+    )
+
+
+def _native_backward_data(spec: ConvSpec, problem: Problem, dy: Array, w: Array) -> Array:
     window = spec.window
-    plain = set(spec.taps) | set(window.strides) <= {1} and not any(map(any, window.padding))
-    return plain and spec.groups == 1 and spec.layout.channels_last
+    spans = zip(spec.sizes, spec.output_sizes, window.extents(spec.taps), window.strides, window.padding, strict=True)
+    padding = [(ext - 1 - low, size + low - 1 - (p - 1) * stride) for size, p, ext, stride, (low, _) in spans]
+    dy, padding = _crop(dy, spec.layout.spatial, padding, window.strides)
+    return lax.conv_general_dilated(
+        dy,
+        _exchange_channels(spec, w if spec.flip else lax.rev(w, spec.filter.spatial)),
+        window_strides=(1,) * len(spec.taps),
+        padding=padding,
+        lhs_dilation=window.strides,
+        rhs_dilation=window.dilation,
+        dimension_numbers=_numbers(spec),
+        feature_group_count=spec.groups,
+        precision=problem.precision,
+        preferred_element_type=problem.preferred,
+    )
 
 
-def _is_patches(spec: ConvSpec) -> bool:
-    """Whether the windows tile the input without overlap, gap or padding."""
-    window = spec.window
-    tiles = window.strides == spec.taps and set(window.dilation) == {1} and not any(map(any, window.padding))
-    return tiles and spec.groups == 1 and spec.layout.channels_last
+def _crop(x: Array, axes: Sequence[int], padding: Sequence[tuple[int, int]], dilation: Sequence[int]) -> Any:
+    """Negative padding of a dilated array as slices: XLA has crashed on the former (an algebraic simplification)."""
+    start, limit, rest = [0] * x.ndim, list(x.shape), []
+    for axis, (low, high), d in zip(axes, padding, dilation, strict=True):
+        drop_low, drop_high = max(0, -(low // d)), max(0, -(high // d))
+        start[axis], limit[axis] = drop_low, x.shape[axis] - drop_high
+        rest.append((low + drop_low * d, high + drop_high * d))
+    return lax.slice(x, start, limit), rest
 
 
-def _taps_channels(spec: ConvSpec, w: Array) -> Array:
-    """The filter as (taps..., input channels, output channels), taps as cross-correlation has them."""
-    w = jnp.transpose(w, (*spec.filter.spatial, spec.filter.input, spec.filter.output))
-    return lax.rev(w, range(len(spec.taps))) if spec.flip else w
+def _native_backward_filter(spec: ConvSpec, problem: Problem, x: Array, dy: Array) -> Array:
+    layout, filt = spec.layout, spec.filter
+    channels_as_batch = (layout.channel, layout.batch, *layout.spatial)
+    padding = conv_forms.backward_filter_padding(spec.window, spec.sizes, spec.taps)
+    x, padding = _crop(x, layout.spatial, padding, (1,) * len(spec.taps))
+    dw = lax.conv_general_dilated(
+        x,
+        dy,
+        window_strides=spec.window.dilation,
+        padding=padding,
+        rhs_dilation=spec.window.strides,
+        dimension_numbers=lax.ConvDimensionNumbers(
+            channels_as_batch, channels_as_batch, (filt.input, filt.output, *filt.spatial)
+        ),
+        batch_group_count=spec.groups,
+        precision=problem.precision,
+        preferred_element_type=problem.preferred,
+    )
+    return lax.rev(dw, spec.filter.spatial) if spec.flip else dw
 
 
-def _from_taps_channels(spec: ConvSpec, w: Array) -> Array:
-    """The inverse of `_taps_channels`."""
-    w = lax.rev(w, range(len(spec.taps))) if spec.flip else w
-    order = (*spec.filter.spatial, spec.filter.input, spec.filter.output)
-    return jnp.transpose(w, np.argsort(order))
-
-
-def _flipped(spec: ConvSpec, w: Array) -> Array:
-    return lax.rev(w, spec.filter.spatial) if spec.flip else w
+_NATIVE = {"conv": _native_forward, "conv_dgrad": _native_backward_data, "conv_wgrad": _native_backward_filter}
 
 
 def _numbers(spec: ConvSpec) -> lax.ConvDimensionNumbers:
@@ -106,130 +168,13 @@ def _numbers(spec: ConvSpec) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(data, (filt.output, filt.input, *filt.spatial), data)
 
 
-def _to_patches(spec: ConvSpec, x: Array) -> Array:
-    """(N, size..., C) to (N, P..., taps * C), cropping what no window covers."""
-    n, *_, c = x.shape
-    rank = len(spec.taps)
-    covered = [p * r for p, r in zip(spec.output_sizes, spec.taps, strict=True)]
-    x = lax.slice(x, (0,) * x.ndim, (n, *covered, c))
-    split = [v for p, r in zip(spec.output_sizes, spec.taps, strict=True) for v in (p, r)]
-    x = x.reshape(n, *split, c)
-    outer, inner = range(1, 2 * rank, 2), range(2, 2 * rank + 1, 2)
-    return jnp.transpose(x, (0, *outer, *inner, 2 * rank + 1)).reshape(n, *spec.output_sizes, math.prod(spec.taps) * c)
-
-
-def _from_patches(spec: ConvSpec, patches: Array, c: int) -> Array:
-    """The adjoint of `_to_patches`."""
-    n, rank = patches.shape[0], len(spec.taps)
-    x = patches.reshape(n, *spec.output_sizes, *spec.taps, c)
-    interleaved = [v for i in range(rank) for v in (1 + i, 1 + rank + i)]
-    covered = [p * r for p, r in zip(spec.output_sizes, spec.taps, strict=True)]
-    x = jnp.transpose(x, (0, *interleaved, 2 * rank + 1)).reshape(n, *covered, c)
-    missing = [(0, size - cover) for size, cover in zip(spec.sizes, covered, strict=True)]
-    return jnp.pad(x, ((0, 0), *missing, (0, 0)))
-
-
-# ---- the three ops ---------------------------------------------------------------------------------------------------
-
-
-def _forward(call: engines.Call, x: Array, w: Array, preferred: Any) -> Array:
-    spec: ConvSpec = call.spec
-    if _is_matrix(spec) or _is_patches(spec):
-        w = _taps_channels(spec, w)
-        return _dot(spec, _to_patches(spec, x), w.reshape(-1, w.shape[-1]), (-1, 0), preferred)
-    return lax.conv_general_dilated(
-        x,
-        _flipped(spec, w),
-        window_strides=spec.window.strides,
-        padding=spec.window.padding,
-        rhs_dilation=spec.window.dilation,
-        dimension_numbers=_numbers(spec),
-        feature_group_count=spec.groups,
-        precision=_precision(spec),
-        preferred_element_type=preferred,
-    )
-
-
-def _backward_data(call: engines.Call, dy: Array, w: Array, preferred: Any) -> Array:
-    spec: ConvSpec = call.spec
-    if _is_matrix(spec) or _is_patches(spec):
-        w = _taps_channels(spec, w)
-        patches = _dot(spec, dy, w.reshape(-1, w.shape[-1]), (-1, 1), preferred)
-        return _from_patches(spec, patches, w.shape[-2])
-    window, extents = spec.window, spec.window.extents(spec.taps)
-    padding = [
-        (extent - 1 - low, size + low - 1 - (p - 1) * stride)
-        for size, p, extent, stride, (low, _) in zip(
-            spec.sizes, spec.output_sizes, extents, window.strides, window.padding, strict=True
-        )
-    ]
-    w = w if spec.flip else lax.rev(w, spec.filter.spatial)
-    return lax.conv_general_dilated(
-        dy,
-        _swap_filter_channels(spec, w),
-        window_strides=(1,) * len(spec.taps),
-        padding=padding,
-        lhs_dilation=window.strides,
-        rhs_dilation=window.dilation,
-        dimension_numbers=_numbers(spec),
-        feature_group_count=spec.groups,
-        precision=_precision(spec),
-        preferred_element_type=preferred,
-    )
-
-
-def _swap_filter_channels(spec: ConvSpec, w: Array) -> Array:
-    """A filter from x to y as one from y to x: within each group, input and output channels change places."""
-    i, o = spec.filter.input, spec.filter.output
-    if spec.groups > 1:
-        shape = list(w.shape)
-        split = w.reshape(*shape[:o], spec.groups, shape[o] // spec.groups, *shape[o + 1 :])
-        i_split = i + (i > o)
-        merged_shape = list(shape)
-        merged_shape[o], merged_shape[i] = shape[o] // spec.groups, shape[i] * spec.groups
-        w = jnp.moveaxis(split, o, i_split - (i > o)).reshape(merged_shape)
-    return jnp.swapaxes(w, i, o)
-
-
-def _backward_filter(call: engines.Call, x: Array, dy: Array, preferred: Any) -> Array:
-    spec: ConvSpec = call.spec
-    if _is_matrix(spec) or _is_patches(spec):
-        axes = tuple(range(x.ndim - 1))
-        patches = _to_patches(spec, x)
-        w = _dot(spec, patches, dy, (axes, axes), preferred)
-        return _from_taps_channels(spec, w.reshape(*spec.taps, x.shape[-1], dy.shape[-1]))
-    window, layout, filt = spec.window, spec.layout, spec.filter
-    padding = [
-        (low, extent - 1 + (p - 1) * stride + 1 - size - low)
-        for size, p, extent, stride, (low, _) in zip(
-            spec.sizes, spec.output_sizes, window.extents(spec.taps), window.strides, window.padding, strict=True
-        )
-    ]
-    numbers = lax.ConvDimensionNumbers(
-        (layout.channel, layout.batch, *layout.spatial),  # channels of x are the batch, the batch is contracted
-        (layout.channel, layout.batch, *layout.spatial),
-        (filt.input, filt.output, *filt.spatial),
-    )
-    w = lax.conv_general_dilated(
-        x,
-        dy,
-        window_strides=window.dilation,
-        padding=padding,
-        rhs_dilation=window.strides,
-        dimension_numbers=numbers,
-        batch_group_count=spec.groups,
-        precision=_precision(spec),
-        preferred_element_type=preferred,
-    )
-    return _flipped(spec, w)
-
-
-def _dot(spec: ConvSpec, a: Array, b: Array, axes: Any, preferred: Any) -> Array:
-    left, right = ((axis,) if isinstance(axis, int) else axis for axis in axes)
-    left, right = tuple(v % a.ndim for v in left), tuple(v % b.ndim for v in right)
-    return lax.dot_general(
-        a, b, ((left, right), ((), ())), precision=_precision(spec), preferred_element_type=preferred
-    )
+def _exchange_channels(spec: ConvSpec, w: Array) -> Array:
+    """Within each group, input and output channels change places: O = (G, Kg), I = Cg to O = (G, Cg), I = Kg."""
+    o, i, g = spec.filter.output, spec.filter.input, spec.groups
+    split = w.reshape(*w.shape[:o], g, w.shape[o] // g, *w.shape[o + 1 :])  # (... G Kg ...)
+    cg = i + (i > o)
+    moved = jnp.swapaxes(split, o + 1, cg)
+    return moved.reshape(*moved.shape[:o], g * moved.shape[o + 1], *moved.shape[o + 2 :])
 
 
 # ---- what the engine promises ----------------------------------------------------------------------------------------
@@ -257,5 +202,13 @@ def _accumulation(call: engines.Call) -> str:
     return "float32" if call.avals[0].dtype == jnp.float32 else "tensor_core"
 
 
+def _partition(call: engines.Call) -> bool:
+    """XLA's partitioner gathers the batch of a grouped convolution unless it is told that groups do not mix images."""
+    spec: ConvSpec = call.spec
+    return call.platform == "cuda" and spec.groups > 1
+
+
 for _op in _conv.ROLES:
-    engines.register(engines.Engine(name="xla", op=_op, run=run, level=_level, accumulation=_accumulation))
+    engines.register(
+        engines.Engine(name="xla", op=_op, run=run, level=_level, accumulation=_accumulation, partition=_partition)
+    )
