@@ -92,10 +92,10 @@ def test_equals_loops_over_the_formula(seed: int):
     case = Case(seed)
     dtype = [np.float64, np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, np.int8][seed % 6]
     arithmetic = ["golden", "ordered", "tensor_core"][seed // 6 % 3] if dtype != np.float64 else "golden"
-    out = {"out_dtype": np.int32 if dtype == np.int8 else np.float32, "arithmetic": arithmetic}
+    out: dict[str, Any] = {"out_dtype": np.int32 if dtype == np.int8 else np.float32, "arithmetic": arithmetic}
     x, w, dy = (v.astype(dtype) for v in (case.image(case.x), case.filter(case.w), case.image(case.dy)))
     y, dx, dw, count = case.loops()
-    options = case.window() | case.layouts() | out
+    options: dict[str, Any] = case.window() | case.layouts() | out
     details = reference.conv(x, w, details=True, **options)
     np.testing.assert_array_equal(details.value, case.image(y).astype(np.float64))
     np.testing.assert_array_equal(details.terms, case.image(count).astype(int))
@@ -109,9 +109,9 @@ def test_equals_loops_over_the_formula(seed: int):
 def test_gradients_are_the_exact_adjoints(seed: int):
     case = Case(1000 + seed)
     x, w, dy = (v.astype(np.int64) for v in (case.x, case.w, case.dy))
-    layouts = {"layout": IMAGE[case.spatial][1]}
+    layouts: dict[str, Any] = {"layout": IMAGE[case.spatial][1]}
     narrow = [v.astype(np.int8) for v in (x, w, dy)]
-    options = case.window() | layouts | {"out_dtype": np.int32}
+    options: dict[str, Any] = case.window() | layouts | {"out_dtype": np.int32}
     y = reference.conv(narrow[0], narrow[1], **options).astype(np.int64)
     dx = reference.conv_dgrad(narrow[2], narrow[1], x.shape, **options).astype(np.int64)
     dw = reference.conv_wgrad(narrow[0], narrow[2], w.shape, **options).astype(np.int64)
@@ -124,9 +124,9 @@ def test_at_gives_the_elements_of_the_whole(seed: int):
     x, w, dy = (v.astype(np.float32) for v in (case.image(case.x), case.filter(case.w), case.image(case.dy)))
     x, w, dy = (v + np.float32(0.1) * case.rng.standard_normal(v.shape).astype(np.float32) for v in (x, w, dy))
     arithmetic = ["golden", "ordered", "tensor_core"][seed % 3]
-    options = case.window() | case.layouts() | {"arithmetic": arithmetic}
+    options: dict[str, Any] = case.window() | case.layouts() | {"arithmetic": arithmetic}
     bias = case.rng.standard_normal(case.filters).astype(np.float32)
-    forward = options | {"bias": bias, "residual": dy, "activation": "gelu"}
+    forward: dict[str, Any] = options | {"bias": bias, "residual": dy, "activation": "gelu"}
     calls = [
         lambda **at: reference.conv(x, w, **forward, **at),
         lambda **at: reference.conv_dgrad(dy, w, x.shape, beta=0.5, prior=x, **options, **at),
@@ -161,7 +161,7 @@ def test_transposed_convolution_is_the_data_gradient(seed: int):
     reach = zip(case.out, case.stride, case.pads, case.dilation, case.kernel, case.size, strict=True)
     extra = [size - ((o - 1) * u - sum(p) + dil * (r - 1) + 1) for o, u, p, dil, r, size in reach]
     dy, w = case.image(case.dy).astype(np.float32), case.filter(case.w).astype(np.float32)
-    options = case.window() | case.layouts()
+    options: dict[str, Any] = case.window() | case.layouts()
     expected = reference.conv_dgrad(dy, w, case.image(case.x).shape, **options)
     np.testing.assert_array_equal(reference.conv_transpose(dy, w, output_padding=extra, **options), expected)
 
@@ -177,7 +177,7 @@ def test_same_padding(stride: int, kernel: int):
     np.testing.assert_array_equal(y, explicit)
     back = reference.conv_transpose(y, w, stride=stride, padding="SAME", layout="NWC")
     assert back.shape == (1, y.shape[1] * stride, 2)
-    same = {"stride": stride, "padding": "SAME", "layout": "NWC"}
+    same: dict[str, Any] = {"stride": stride, "padding": "SAME", "layout": "NWC"}
     np.testing.assert_array_equal(back, reference.conv_dgrad(y, w, back.shape, **same))
 
 
@@ -192,7 +192,14 @@ def test_blend_bias_residual_and_activation():
     plain = reference.conv(x, w)
     bias = rng.standard_normal(6).astype(np.float32)
     prior, residual = (rng.standard_normal(plain.shape).astype(np.float32) for _ in range(2))
-    options = {"alpha": 0.5, "beta": -2.0, "prior": prior, "bias": bias, "residual": residual, "activation": "tanh"}
+    options: dict[str, Any] = {
+        "alpha": 0.5,
+        "beta": -2.0,
+        "prior": prior,
+        "bias": bias,
+        "residual": residual,
+        "activation": "tanh",
+    }
     expected = np.tanh(0.5 * plain - 2.0 * prior.astype(np.float64) + residual + bias)
     np.testing.assert_allclose(reference.conv(x, w, **options), expected, rtol=1e-14, atol=1e-14)
     ordered = reference.conv(x, w, arithmetic="ordered", **options)
@@ -309,6 +316,6 @@ def test_schedule_reaches_the_sum():
     x, dy = rng.standard_normal((4, 9, 2)).astype(np.float32), rng.standard_normal((4, 7, 3)).astype(np.float32)
     split = reference.Schedule(np.arange(28).reshape(4, 7), combine="pairwise")
     dw = reference.conv_wgrad(x, dy, (3, 2, 3), layout="NWC", arithmetic="ordered", schedule=split)
-    one = {"layout": "NWC", "arithmetic": "ordered"}
+    one: dict[str, Any] = {"layout": "NWC", "arithmetic": "ordered"}
     images = [reference.conv_wgrad(x[n : n + 1], dy[n : n + 1], (3, 2, 3), **one) for n in range(4)]
     np.testing.assert_array_equal(dw, (images[0] + images[1]) + (images[2] + images[3]))

@@ -184,7 +184,7 @@ def test_overlapping_memory_is_refused():
 )
 def test_errors(arguments: Any, kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
-        TensorDescriptor(*arguments, np.float32)
+        TensorDescriptor(*arguments, dtype=np.float32)
 
 
 def test_errors_of_names():

@@ -6,8 +6,10 @@ imports NumPy, ml_dtypes and the standard library, and validates nothing: jaxdnn
 """
 
 from jaxdnn_reference.activation import activate, derivative
-from jaxdnn_reference.arithmetic import Schedule, Sum, dot, dot_with_bound, fma, magnitude, round_to, tensor_core
-from jaxdnn_reference.conv import Details, conv, conv_bgrad, conv_dgrad, conv_transpose, conv_wgrad
+from jaxdnn_reference.arithmetic import Schedule, Sum, dot, dot_with_bound, magnitude
+from jaxdnn_reference.conv import conv, conv_bgrad, conv_dgrad, conv_transpose, conv_wgrad
+from jaxdnn_reference.product import Details
+from jaxdnn_reference.rounding import fma, round_to
 from jaxdnn_reference.tensor import TensorDescriptor
 
 __all__ = [
@@ -27,5 +29,4 @@ __all__ = [
     "fma",
     "magnitude",
     "round_to",
-    "tensor_core",
 ]

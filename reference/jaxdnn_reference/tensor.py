@@ -37,7 +37,7 @@ class TensorDescriptor:
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: np.dtype
+    dtype: Any
     letters: str | None = None
 
     def __post_init__(self) -> None:
