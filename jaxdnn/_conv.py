@@ -52,6 +52,11 @@ class ConvSpec:
         """The spatial sizes of y."""
         return self.window.output_sizes(self.sizes, self.taps)
 
+    @property
+    def wide(self) -> np.dtype:
+        """What a float epilogue is computed in: the accumulator's dtype, or float32 where that is int32."""
+        return self.accumulate if jnp.issubdtype(self.accumulate, jnp.inexact) else np.dtype(np.float32)
+
     def channel(self, role: str) -> int:
         """The axis that a bias of the array in this role lies along."""
         return self.filter.output if role == "w" else self.layout.channel
@@ -73,6 +78,14 @@ def result_shape(op: str, spec: ConvSpec, a: Any, b: Any, *_: Any) -> tuple[int,
     if role == "w":
         return spec.filter.shape(spec.taps, c // spec.groups, k)
     return spec.layout.shape(n, spec.sizes, c) if role == "x" else spec.layout.shape(n, spec.output_sizes, k)
+
+
+def wider(a: Any, b: Any) -> np.dtype:
+    """The narrowest float type that holds both; `jnp.promote_types` raises where promotion is set to be strict."""
+    a, b = np.dtype(a), np.dtype(b)
+    if a != b and a.itemsize == b.itemsize:
+        return np.dtype(np.float32)
+    return a if a.itemsize >= b.itemsize else b
 
 
 def bind(op: str, *operands: Any, spec: ConvSpec) -> Array:
@@ -98,7 +111,7 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
         y = bind(op, *primals, spec=spec)
         slope = _epilogue.derivative_from_output(y, name, parameter)
     else:
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.without_activation(), out_dtype=spec.accumulate)
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.without_activation(), out_dtype=spec.wide)
         z = bind(op, *primals, spec=plain)
         y = _epilogue.activate(z, name, parameter).astype(spec.out_dtype)
         # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
@@ -113,7 +126,7 @@ def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], t
         return ad.Zero.from_primal_value(y)
     (a, b), (da, db) = primals[:2], tangents[:2]
     linear = dataclasses.replace(spec, epilogue=spec.epilogue.only_alpha())
-    wide = spec.accumulate
+    wide = spec.wide
     terms = [bind(op, da, b, spec=linear)] if not isinstance(da, ad.Zero) else []
     terms += [bind(op, a, db, spec=linear)] if not isinstance(db, ad.Zero) else []
     for name, tangent in zip(spec.epilogue.operands, tangents[2:], strict=True):
@@ -139,8 +152,8 @@ def _transpose(op: str, spec: ConvSpec, ct: Array, a: Any, b: Any) -> list[Array
     arrays = {other: given, out: ct}
     target = next(name for name, roles in ROLES.items() if roles[2] == role)
     aval = (a, b)[wanted].aval
-    wide = jnp.promote_types(spec.accumulate, aval.dtype)
-    back = dataclasses.replace(spec, out_dtype=np.dtype(aval.dtype), accumulate=np.dtype(wide))
+    wide = wider(spec.accumulate, aval.dtype)
+    back = dataclasses.replace(spec, out_dtype=np.dtype(aval.dtype), accumulate=wide)
     operands = [arrays[r] for r in ROLES[target][:2]]
     cotangents: list[Array | None] = [None, None]
     cotangents[wanted] = bind(target, *operands, spec=back)
