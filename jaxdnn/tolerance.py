@@ -361,7 +361,8 @@ def compare(out: Any, golden: Values, error: Values, /, *, golden_error: Values 
     unreachable = judged & ~reachable
     wrong = special & ~right_special
 
-    probability = np.minimum(1.0, 2 * e / o.ulp(np.maximum(np.abs(g) - e, 0.0)))[judged]
+    with np.errstate(over="ignore"):  # next to zero float64's ulp is so small that the quotient may overflow
+        probability = np.minimum(1.0, 2 * e / o.ulp(np.maximum(np.abs(g) - e, 0.0)))[judged]
     misrounded = int((judged & (out != nearest) & ~(np.isnan(out) & np.isinf(nearest))).sum())
     allowed = _allowed(probability)
     counts = {
