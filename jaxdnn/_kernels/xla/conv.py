@@ -48,11 +48,11 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     spec: ConvSpec = call.spec
     if jnp.issubdtype(a.dtype, jnp.integer):
         return a, b, jnp.dtype(jnp.int32)
-    wide = jnp.promote_types(_narrow_float(a.dtype), _narrow_float(b.dtype))
+    wide = _conv.wider(_narrow_float(a.dtype), _narrow_float(b.dtype))
     if call.platform != "cuda" or spec.accumulate.itemsize > 4:
-        wide = jnp.promote_types(wide, spec.accumulate)
+        wide = _conv.wider(wide, spec.accumulate)
     rounds_once = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide
-    return a.astype(wide), b.astype(wide), wide if rounds_once else jnp.promote_types(wide, spec.accumulate)
+    return a.astype(wide), b.astype(wide), wide if rounds_once else _conv.wider(wide, spec.accumulate)
 
 
 def _narrow_float(dtype: Any) -> Any:
@@ -71,9 +71,8 @@ def _truncate_to_tf32(x: Array) -> Array:
 def _channels_last(op: str, spec: ConvSpec, problem: Problem, a: Array, b: Array) -> Array:
     roles = _conv.ROLES[op]
     form = {"y": conv_forms.forward, "x": conv_forms.backward_data, "w": conv_forms.backward_filter}[roles[2]]
-    acc = form(problem, _canonical(spec, roles[0], a), _canonical(spec, roles[1], b))
-    axes = np.argsort(_canonical_axes(spec, roles[2]))
-    return jnp.transpose(_unflipped(spec, roles[2], acc), axes)
+    acc = form(problem, canonical(spec, roles[0], a), canonical(spec, roles[1], b))
+    return caller_layout(spec, roles[2], acc)
 
 
 def _canonical_axes(spec: ConvSpec, role: str) -> tuple[int, ...]:
@@ -83,8 +82,14 @@ def _canonical_axes(spec: ConvSpec, role: str) -> tuple[int, ...]:
     return (spec.layout.batch, *spec.layout.spatial, spec.layout.channel)
 
 
-def _canonical(spec: ConvSpec, role: str, array: Array) -> Array:
+def canonical(spec: ConvSpec, role: str, array: Array) -> Array:
+    """An array in the caller's layout as (N, sizes..., C), a filter as (taps..., C / G, K) for cross-correlation."""
     return _unflipped(spec, role, jnp.transpose(array, _canonical_axes(spec, role)))
+
+
+def caller_layout(spec: ConvSpec, role: str, array: Array) -> Array:
+    """The inverse of `canonical`."""
+    return jnp.transpose(_unflipped(spec, role, array), np.argsort(_canonical_axes(spec, role)))
 
 
 def _unflipped(spec: ConvSpec, role: str, array: Array) -> Array:

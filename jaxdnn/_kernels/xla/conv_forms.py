@@ -91,7 +91,7 @@ def backward_data(problem: Problem, dy: Array, w: Array) -> Array:
         patches = problem.dot(dy, w.reshape(-1, w.shape[-1]), ((dy.ndim - 1,), (1,)))
         return _from_patches(problem, patches, c)
     # As a forward convolution of dy by the reversed filter with its channels exchanged within each group.
-    back = _exchange_channels(lax.rev(w, range(problem.rank)), problem.groups)
+    back = exchange_channels(lax.rev(w, range(problem.rank)), problem.groups)
     if max(problem.window.strides) > 1:
         return _backward_data_by_phases(problem, dy, back)
     padding = tuple(
@@ -165,7 +165,7 @@ def _from_patches(problem: Problem, patches: Array, c: int) -> Array:
 # ---- shifted and taps ------------------------------------------------------------------------------------------------
 
 
-def _padded(problem: Problem, x: Array) -> Array:
+def padded(problem: Problem, x: Array) -> Array:
     """x with its padding, cropped to what the windows reach."""
     reach = [
         (p - 1) * stride + extent
@@ -180,7 +180,7 @@ def _padded(problem: Problem, x: Array) -> Array:
     return lax.pad(x, _zero(x), [(0, 0, 0), *spatial, (0, 0, 0)])
 
 
-def _shift(problem: Problem, padded: Array, start: Sequence[Any]) -> Array:
+def shift(problem: Problem, padded: Array, start: Sequence[Any]) -> Array:
     """The input pixel that every output pixel sees through the tap that starts at `start` (may be traced)."""
     spans = [(p - 1) * s + 1 for p, s in zip(problem.output_sizes, problem.window.strides, strict=True)]
     sizes = (padded.shape[0], *spans, padded.shape[-1])
@@ -197,7 +197,7 @@ def _tap_starts(problem: Problem) -> Iterator[tuple[int, ...]]:
         yield tuple(r * d for r, d in zip(tap, dilation, strict=True))
 
 
-def _traced_start(problem: Problem, tap: Array) -> list[Array]:
+def traced_start(problem: Problem, tap: Array) -> list[Array]:
     """The start of a tap whose flat index is traced."""
     start = []
     for r, d in zip(reversed(problem.taps), reversed(problem.window.dilation), strict=True):
@@ -209,14 +209,14 @@ def _traced_start(problem: Problem, tap: Array) -> list[Array]:
 def _sum_over_taps(problem: Problem, term: Any, padded: Array, w: Array) -> Array:
     """Σ over the taps of term(shifted input, the tap's slice of w), w having its taps along axis 0."""
     if len(w) <= UNROLLED_TAPS:
-        terms = [term(_shift(problem, padded, start), w[t]) for t, start in enumerate(_tap_starts(problem))]
+        terms = [term(shift(problem, padded, start), w[t]) for t, start in enumerate(_tap_starts(problem))]
         return ft.reduce(jnp.add, terms)
 
     def body(tap: Array, total: Array) -> Array:
         w_tap = lax.dynamic_index_in_dim(w, tap, keepdims=False)
-        return total + term(_shift(problem, padded, _traced_start(problem, tap)), w_tap)
+        return total + term(shift(problem, padded, traced_start(problem, tap)), w_tap)
 
-    first = term(_shift(problem, padded, next(_tap_starts(problem))), w[0])
+    first = term(shift(problem, padded, next(_tap_starts(problem))), w[0])
     return lax.fori_loop(1, len(w), body, first)
 
 
@@ -224,8 +224,8 @@ def _map_over_taps(problem: Problem, term: Any, padded: Array) -> Array:
     """term(shifted input) of every tap, stacked along a new axis 0."""
     count = math.prod(problem.taps)
     if count <= UNROLLED_TAPS:
-        return jnp.stack([term(_shift(problem, padded, start)) for start in _tap_starts(problem)])
-    return lax.map(lambda tap: term(_shift(problem, padded, _traced_start(problem, tap))), jnp.arange(count))
+        return jnp.stack([term(shift(problem, padded, start)) for start in _tap_starts(problem)])
+    return lax.map(lambda tap: term(shift(problem, padded, traced_start(problem, tap))), jnp.arange(count))
 
 
 def _shifted_forward(problem: Problem, x: Array, w: Array) -> Array:
@@ -236,7 +236,7 @@ def _shifted_forward(problem: Problem, x: Array, w: Array) -> Array:
         product = shifted.astype(problem.preferred)[..., None] * tap.reshape((1,) * (x.ndim - 1) + tap.shape)
         return product.reshape(*shifted.shape[:-1], k)
 
-    return _sum_over_taps(problem, term, _padded(problem, x), w)
+    return _sum_over_taps(problem, term, padded(problem, x), w)
 
 
 def _shifted_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
@@ -247,7 +247,7 @@ def _shifted_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     def term(shifted: Array) -> Array:
         return jnp.sum(shifted.astype(problem.preferred)[..., None] * dy, pixels).reshape(1, k)
 
-    return _map_over_taps(problem, term, _padded(problem, x)).reshape(*problem.taps, 1, k)
+    return _map_over_taps(problem, term, padded(problem, x)).reshape(*problem.taps, 1, k)
 
 
 def _taps_forward(problem: Problem, x: Array, w: Array) -> Array:
@@ -258,7 +258,7 @@ def _taps_forward(problem: Problem, x: Array, w: Array) -> Array:
         pixels = shifted.reshape(-1, g, shifted.shape[-1] // g)
         return problem.dot(pixels, tap, ((2,), (0,)), ((1,), (1,)))  # (G, pixels, K / G)
 
-    total = _sum_over_taps(problem, term, _padded(problem, x), w)
+    total = _sum_over_taps(problem, term, padded(problem, x), w)
     return jnp.moveaxis(total, 0, 1).reshape(x.shape[0], *problem.output_sizes, k)
 
 
@@ -269,7 +269,7 @@ def _taps_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     def term(shifted: Array) -> Array:
         return problem.dot(shifted.reshape(-1, g, cg), dy, ((0,), (0,)), ((1,), (1,)))  # (G, C / G, K / G)
 
-    stacked = _map_over_taps(problem, term, _padded(problem, x))
+    stacked = _map_over_taps(problem, term, padded(problem, x))
     return jnp.moveaxis(stacked, 1, 2).reshape(*problem.taps, cg, k)
 
 
@@ -325,7 +325,7 @@ def backward_filter_padding(window: Window, sizes: Sequence[int], taps: Sequence
 # ---- backward data ---------------------------------------------------------------------------------------------------
 
 
-def _exchange_channels(w: Array, groups: int) -> Array:
+def exchange_channels(w: Array, groups: int) -> Array:
     """(taps..., C / G, K) to (taps..., K / G, C)."""
     *taps, cg, k = w.shape
     split = w.reshape(*taps, cg, groups, k // groups)

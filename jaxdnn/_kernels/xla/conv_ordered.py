@@ -1,0 +1,150 @@
+"""The `ordered` engine of the convolutions: the definition's own order of additions, one product at a time.
+
+Every element is a chain acc = acc + a * b in float32, in the order that the reference's arithmetic "ordered" states:
+taps in row-major order and then channels for `conv` and `conv_dgrad`, images and then pixels for `conv_wgrad`. The
+operands have at most 11 significant bits, so products are exact in float32, and a compiler that fuses multiply and
+add (XLA does on CPUs, not always on GPUs) cannot change a bit. That is why float32 operands are refused.
+
+It is slow by nature: a pass over the result for every product of an element. It is there for those who need the same
+bits everywhere, and as the yardstick for faster engines.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn import _conv, engines
+from jaxdnn._conv import ConvSpec
+from jaxdnn._kernels.xla import conv_forms
+from jaxdnn._kernels.xla.conv import caller_layout, canonical
+from jaxdnn._kernels.xla.conv_forms import Problem
+
+_NARROW = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
+
+
+def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
+    """Serves a call of any of the three ops."""
+    spec: ConvSpec = call.spec
+    roles = _conv.ROLES[call.op]
+    a, b = (canonical(spec, role, v).astype(jnp.float32) for role, v in zip(roles, (a, b), strict=False))
+    problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
+    form = {"y": _forward, "x": _backward_data, "w": _backward_filter}[roles[2]]
+    return _conv.finish(call.op, spec, caller_layout(spec, roles[2], form(problem, a, b)), *operands)
+
+
+def _forward(problem: Problem, x: Array, w: Array) -> Array:
+    padded = conv_forms.padded(problem, x)
+    shape = (x.shape[0], *problem.output_sizes)
+    return _chain(problem, lambda tap: conv_forms.shift(problem, padded, tap), w, shape)
+
+
+def _backward_data(problem: Problem, dy: Array, w: Array) -> Array:
+    """The chain over taps (r, s) and output channels k of dy[(h + a - r d) / u, ...] w, where that divides."""
+    window = problem.window
+    extents = window.extents(problem.taps)
+    # dy with stride - 1 zeros between its elements, long enough for every tap: index h + low - r d, plus extent - 1.
+    spatial = [
+        (extent - 1, size + low - 1 - (p - 1) * stride, stride - 1)
+        for size, p, extent, stride, (low, _) in zip(
+            problem.sizes, problem.output_sizes, extents, window.strides, window.padding, strict=True
+        )
+    ]
+    spread = lax.pad(dy, jnp.zeros((), dy.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
+    shape = (dy.shape[0], *problem.sizes)
+
+    def shift(tap: Any) -> Array:
+        start = [extent - 1 + low - r for extent, (low, _), r in zip(extents, window.padding, tap, strict=True)]
+        return lax.dynamic_slice(spread, (0, *start, 0), (*shape, dy.shape[-1]))
+
+    exchanged = conv_forms.exchange_channels(w, problem.groups)
+    return _chain(problem, shift, exchanged, shape)
+
+
+def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...]) -> Array:
+    """acc = acc + shift(tap)[..., c] * w[tap, c], over the taps and then the group's channels."""
+    groups, (cg, k) = problem.groups, w.shape[-2:]
+    w = w.reshape(-1, cg, groups, k // groups)
+
+    def body(i: Array, acc: Array) -> Array:
+        tap, c = lax.div(i, jnp.int32(cg)), lax.rem(i, jnp.int32(cg))
+        pixels = shift(conv_forms.traced_start(problem, tap)).reshape(*shape, groups, cg)
+        one = lax.dynamic_slice_in_dim(pixels, c, 1, pixels.ndim - 1)
+        factor = lax.dynamic_slice(w, (tap, c, 0, 0), (1, 1, *w.shape[2:])).reshape(groups, k // groups)
+        return acc + one * factor.reshape((1,) * len(shape) + factor.shape)
+
+    zero = jnp.zeros((*shape, groups, k // groups), jnp.float32)
+    return lax.fori_loop(0, w.shape[0] * cg, body, zero).reshape(*shape, k)
+
+
+def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
+    """acc = acc + x[window of the pixel] * dy[pixel], over the images and then the pixels, in row-major order."""
+    padded = conv_forms.padded(problem, x)
+    window, rank, groups = problem.window, problem.rank, problem.groups
+    n, outputs = dy.shape[0], problem.output_sizes
+    cg, kg = x.shape[-1] // groups, dy.shape[-1] // groups
+    pixels = dy.reshape(-1, 1, groups, kg)
+    extents = window.extents(problem.taps)
+
+    def body(m: Array, acc: Array) -> Array:
+        start, rest = [], m
+        for p, stride in zip(reversed(outputs), reversed(window.strides), strict=True):
+            start.append(lax.rem(rest, jnp.int32(p)) * stride)
+            rest = lax.div(rest, jnp.int32(p))
+        block = lax.dynamic_slice(padded, (rest, *start[::-1], 0), (1, *extents, x.shape[-1]))
+        seen = lax.slice(block, (0,) * block.ndim, block.shape, (1, *window.dilation, 1))
+        taps = jnp.swapaxes(seen.reshape(*problem.taps, groups, cg), rank, rank + 1)[..., None]
+        return acc + taps * lax.dynamic_index_in_dim(pixels, m, keepdims=False)
+
+    zero = jnp.zeros((*problem.taps, cg, groups, kg), jnp.float32)
+    total = lax.fori_loop(0, n * math.prod(outputs), body, zero) if n else zero
+    return total.reshape(*problem.taps, cg, groups * kg)
+
+
+# ---- what the engine promises ----------------------------------------------------------------------------------------
+
+
+def _supports(call: engines.Call) -> str | None:
+    found = [v.dtype for v in call.avals[:2]]
+    if any(dtype not in _NARROW for dtype in found):
+        names = " and ".join(dict.fromkeys(dtype.name for dtype in found))
+        return f"it adds exact products only, of bfloat16, float16 or float8 operands, and these are {names}"
+    if call.spec.accumulate != jnp.float32:
+        return f"it accumulates in float32, not {call.spec.accumulate}"
+    return None
+
+
+def _level(call: engines.Call) -> str:
+    epilogue = call.spec.epilogue
+    # Where a compiler may fuse the epilogue's multiplications and additions, or has its own exp, bits are the device's.
+    fusable = (epilogue.alpha != 1 and epilogue.operands) or (epilogue.prior and epilogue.beta != 1)
+    own = epilogue.activation is not None and epilogue.activation[0] not in ("relu", "clipped_relu", "leaky_relu")
+    return "mesh_invariant" if fusable or own else "portable"
+
+
+def _schedule(call: engines.Call) -> engines.Schedule:
+    spec: ConvSpec = call.spec
+    n, c, k = _conv.channels(spec, call.op, *call.avals[:2])
+    per_tap = {"conv": c // spec.groups, "conv_dgrad": k // spec.groups}
+    count = math.prod(spec.taps) * per_tap[call.op] if call.op in per_tap else n * math.prod(spec.output_sizes)
+    return engines.Schedule("ordered", np.arange(count)[None])
+
+
+for _op in _conv.ROLES:
+    engines.register(
+        engines.Engine(
+            name="ordered",
+            op=_op,
+            run=run,
+            supports=_supports,
+            level=_level,
+            schedule=_schedule,
+            modelled=("cpu", "cuda"),
+            notes=(
+                "one pass over the result per product: slow",
+                "XLA flushes subnormal numbers to zero on CPUs, so portability is for normal ones",
+            ),
+        )
+    )
