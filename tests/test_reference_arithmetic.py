@@ -176,6 +176,13 @@ def operands(dtype: Any, kind: str, m: int, n: int, k: int) -> tuple[Array, Arra
     if kind == "subnormal":
         tiny = 4 * float(ml_dtypes.finfo(dtype).smallest_normal)
         a = np.where(rng.random((m, k)) < 0.7, a * tiny, a)
+    if kind == "subnormal only":  # no normal number hides what exponent a subnormal one has
+        a, b = a * float(ml_dtypes.finfo(dtype).smallest_normal) / 8, b * np.exp2(rng.integers(-4, 5, b.shape))
+    if kind == "underflow":  # products of 2^-140
+        a, b = a * 2.0**-70, b * 2.0**-70
+    if kind == "balanced":  # small products of large and small factors; zeros beside the large ones
+        spread = np.exp2(rng.integers(-50, 51, k)) if dtype in (np.float32, ml_dtypes.bfloat16) else np.ones(k)
+        a, b = a * spread * spread[0], b / spread[:, None] / 2.0**70
     if kind == "wide":
         a, b = (v * np.exp2(rng.integers(-6, 7, v.shape)) for v in (a, b))
     a, b = a * (rng.random(a.shape) < 0.9), b * (rng.random(b.shape) < 0.9)
@@ -184,7 +191,7 @@ def operands(dtype: Any, kind: str, m: int, n: int, k: int) -> tuple[Array, Arra
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e5m2])
-@pytest.mark.parametrize("kind", ["normal", "subnormal", "cancelling"])
+@pytest.mark.parametrize("kind", ["normal", "subnormal", "cancelling", "underflow"])
 def test_ordered_is_a_chain_of_fused_multiply_adds(dtype: Any, kind: str):
     a, b = operands(dtype, kind, 3, 5, 34)
     got = reference.dot(a, b, "ordered")
@@ -257,7 +264,9 @@ def scalar_tensor_core(a: Array, b: Array, dtype: Any) -> Fraction:
 
 
 @pytest.mark.parametrize("dtype", MODEL)
-@pytest.mark.parametrize("kind", ["normal", "lognormal", "subnormal", "cancelling", "wide"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "lognormal", "subnormal", "subnormal only", "cancelling", "balanced", "wide"]
+)
 def test_tensor_core_equals_the_scalar_model(dtype: Any, kind: str):
     a, b = operands(dtype, kind, 5, 4, 70)  # 70 is no multiple of any step
     got = reference.dot(a, b, "tensor_core")

@@ -135,6 +135,7 @@ AXES = st.lists(st.tuples(st.integers(1, 5), st.integers(-40, 40)), min_size=3, 
 @example([(1, 0), (1, 0), (1, 0)])
 @example([(2, 6), (2, 10), (2, 15)])
 @example([(2, 5), (2, 7), (2, 12)])  # no pair overlaps, 5 + 7 = 12 does
+@example([(2, 9), (2, 6), (4, 5)])  # 9 + 6 = 3 * 5
 @example([(3, 9), (2, 14), (2, 23), (2, 40)])
 def test_overlap_equals_counting_addresses(axes: list[tuple[int, int]]):
     dims, strides = zip(*axes, strict=True)

@@ -154,7 +154,7 @@ def conv_wgrad(
     window = make_window(xc.shape[0], xc.shape[1:-1], shape[:-2], stride, padding, dilation, mode)
     cg, k = shape[-2:]
     kg = k // groups
-    pixels = with_zero(xc.reshape(-1, groups, cg)).transpose(1, 2, 0)
+    pixels = np.ascontiguousarray(with_zero(xc.reshape(-1, groups, cg)).transpose(1, 2, 0))
     input_pixel = np.ascontiguousarray(window.input_pixel(np.arange(window.out_pixels)).T)  # [taps, N P Q]
     gradient = np.ascontiguousarray(dyc.reshape(-1, k).T)
 
