@@ -1,7 +1,7 @@
 """Reads and checks the arguments of the convolutions, once for all of them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ def frame(layout: Any, filter_layout: Any) -> Frame:
 
 
 def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str, channel: int) -> tuple[int, ...]:
-    if not isinstance(shape, Sequence | np.ndarray):
+    if not isinstance(shape, str) and not _check.is_sequence(shape):
         raise TypeError(f"`{name}` must be a shape, got {shape!r}.")
     sizes = tuple(_check.integer(name, s) for s in shape)
     expected = len(layout.axes) + (layout.vector is not None)
@@ -233,7 +233,7 @@ def transposed_shape(
     )
     spans = zip(sizes, strides, window.padding, window.extents(taps), extra, strict=True)
     result = [(p - 1) * u - low - high + extent + e for p, u, (low, high), extent, e in spans]
-    if options.padding == "SAME":
+    if isinstance(options.padding, str) and options.padding == "SAME":
         if any(extra):
             raise ValueError(f'`output_padding` must be 0 for padding "SAME", got {extra}.')
         result = targets
@@ -335,10 +335,11 @@ def _is_static(scale: Any) -> bool:
 
 
 def _scale(name: str, value: Any) -> Any:
-    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         return float(value)
     value = _check.array(name, value)
     _check.shape(name, value, (), "a number or a scalar array")
+    _check.dtype(name, value, (*FLOATS, jnp.int32, jnp.int64))
     return jnp.asarray(value)
 
 

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 T = TypeVar("T")
+LARGEST = 2**31 - 1  # of a stride, a padding, a dilation: beyond, sizes overflow in XLA
 
 
 def array(name: str, value: Any) -> Any:
     """Returns `value` as an array, for anything that has a shape and a dtype or that NumPy can read as an array."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if getattr(value.dtype, "kind", "O") in "OSUMm":  # the narrow floats are of kind "V"
+            raise TypeError(f"`{name}` must be an array of numbers, got one of {value.dtype}.")
         return value
     try:
         return jnp.asarray(value)
@@ -58,17 +61,27 @@ def as_dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
 
 def integer(name: str, value: Any) -> int:
     """Returns a Python or NumPy integer as an int; a bool, a float or a traced value is an error."""
+    value = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be made of integers known when traced, got {value!r}.")
     return int(value)
 
 
+def is_sequence(value: Any) -> bool:
+    """Whether a value is several values; a string is one, and so is a NumPy array without axes."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, ...]:
     """Reads an integer, or one integer per spatial axis, none below `minimum`."""
-    values = (value,) * count if not isinstance(value, Sequence | np.ndarray) else tuple(value)
+    values = tuple(value) if is_sequence(value) else (value,) * count
     if len(values) != count:
         raise ValueError(f"`{name}` must be an integer or {count} integers, one per spatial axis, got {value!r}.")
     result = tuple(integer(name, v) for v in values)
     if min(result) < minimum:
         raise ValueError(f"`{name}` must be at least {minimum} along every axis, got {value!r}.")
+    if max(result) > LARGEST:
+        raise ValueError(f"`{name}` must be at most {LARGEST} along every axis, got {value!r}.")
     return result

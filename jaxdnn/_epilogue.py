@@ -181,7 +181,7 @@ _DERIVATIVE: dict[str, Callable[[Array, Any], Array]] = {
 
 def read_activation(value: Any) -> tuple[str, float | None] | None:
     """Reads `activation`: None, a name, or (name, parameter)."""
-    if value is None or value == "identity":
+    if value is None or (isinstance(value, str) and value == "identity"):
         return None
     name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -192,9 +192,13 @@ def read_activation(value: Any) -> tuple[str, float | None] | None:
     default = ACTIVATIONS[name]
     if parameter is None:
         return name, default
-    if default is None or not isinstance(parameter, int | float | np.number):
+    if default is None or not _is_number(parameter):
         takes = "no parameter" if default is None else "one number"
         raise ValueError(f"`activation` {name!r} takes {takes}, got {parameter!r}.")
     if name == "leaky_relu" and not 0 <= parameter <= 1:
         raise ValueError(f"`activation` 'leaky_relu' needs a slope from 0 to 1, got {parameter!r}.")
     return name, float(parameter)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

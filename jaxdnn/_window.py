@@ -5,12 +5,9 @@ O (cuDNN: K) output channels, I (cuDNN: C) input channels of one group, [D, H,] 
 """
 
 import dataclasses
-import functools as ft
 import re
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxdnn import _check
 
@@ -66,7 +63,7 @@ class FilterLayout:
 
     @property
     def name(self) -> str:
-        return self.axes + (f"i{self.vector}" if self.vector else "")
+        return self.axes + (f"c{self.vector}" if self.vector else "")
 
     @property
     def output(self) -> int:
@@ -108,10 +105,13 @@ class Window:
         )
 
 
-@ft.lru_cache
+def _letters_and_lanes(value: Any) -> re.Match[str] | None:
+    return re.fullmatch(r"([A-Z]+)(?:c([1-9][0-9]*))?", value) if isinstance(value, str) else None
+
+
 def layout(value: Any) -> Layout:
     """Reads a layout such as "NHWC", "NCW", "CDHWN" or the vectorised "NCHWc32"."""
-    match = re.fullmatch(r"([A-Z]+)(?:c([1-9][0-9]*))?", value) if isinstance(value, str) else None
+    match = _letters_and_lanes(value)
     if match and match[1] in LAYOUTS and (match[2] is None or match[1].startswith("NC")):
         return Layout(match[1], int(match[2]) if match[2] else None)
     raise ValueError(
@@ -120,13 +120,12 @@ def layout(value: Any) -> Layout:
     )
 
 
-@ft.lru_cache
 def filter_layout(value: Any, of: Layout) -> FilterLayout:
     """Reads a filter layout in cuDNN's (K C [T R] S) or JAX's (O I [D H] W) letters; None follows the layout `of` x."""
     spatial = SPATIAL[of.rank]
     if value is None:
         return FilterLayout(spatial + "IO" if of.channels_last else "OI" + spatial, of.vector)
-    match = re.fullmatch(r"([A-Z]+)(?:[ci]([1-9][0-9]*))?", value) if isinstance(value, str) else None
+    match = _letters_and_lanes(value)
     if match:
         cudnn = set(match[1]) <= set("KCTRS")
         axes = match[1].translate(_CUDNN_FILTER_LETTERS) if cudnn else match[1]
@@ -174,7 +173,7 @@ def _named_padding(
 
 
 def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
-    if not isinstance(padding, Sequence | np.ndarray):
+    if not _check.is_sequence(padding):
         padding = (padding,) * rank
     if len(padding) != rank:
         raise ValueError(

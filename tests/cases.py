@@ -154,7 +154,7 @@ class Case:
         return dataclasses.replace(self, options={**self.options, **options})
 
     def with_epilogue(self, seed: int, *, dtype: Any = None, **options: Any) -> "Case":
-        """Adds the arrays that are named in `options` as True, of the given dtype, and the other options as they are."""
+        """Adds the arrays that `options` names as True, of the given dtype, and the other options as they are."""
         rng = np.random.default_rng([77, seed])
         dtype = self.arrays[0].dtype if dtype is None else dtype
         shapes = {"bias": (self.result_channels,), "residual": self.result_shape, "prior": self.result_shape}

@@ -4,6 +4,7 @@ Two independent goldens: `jaxdnn_reference` (NumPy, float64), and `lax_call`, th
 """
 
 import functools as ft
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +53,29 @@ def check(case: Case, out: Any = None) -> None:
     if out is None:
         out = call(case)
     agree(out, case, dtype=result_dtype(case), shape=case.result_shape, origin=case.origin)
+
+
+def check_all(many: Iterable[Case]) -> None:
+    """Compares many calls with the definition; they are compiled as one program, which is what takes the time."""
+    many = list(many)
+    for case, out in zip(many, compute_all(many), strict=True):
+        check(case, out)
+
+
+def compute_all(many: Sequence[Case], function: Callable[..., Any] = call) -> list[Any]:
+    """`function(case, *arrays)` of every case, in one program."""
+
+    def run(arrays: list[Any]) -> list[Any]:
+        results = []
+        for case, given in zip(many, arrays, strict=True):
+            try:
+                results.append(function(case, *given))
+            except Exception as error:
+                error.add_note(f"{case}\n  {reproduction(case.origin)}")
+                raise
+        return results
+
+    return jax.jit(run)([cases.as_jax(case) for case in many])
 
 
 def agree(out: Any, case: Case, *, dtype: Any, shape: tuple[int, ...], origin: str) -> None:
