@@ -210,7 +210,7 @@ def _accumulation(call: engines.Call) -> str:
 def _partition(call: engines.Call) -> bool:
     """XLA's partitioner gathers the batch of a grouped convolution unless it is told that groups do not mix images."""
     spec: ConvSpec = call.spec
-    return call.platform == "cuda" and spec.groups > 1
+    return spec.groups > 1
 
 
 for _op in _conv.ROLES:

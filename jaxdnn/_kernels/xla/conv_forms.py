@@ -10,7 +10,7 @@ is 10 to 50 times as fast as XLA's grouped convolution, the filter gradient of g
 | matrix | one tap, no padding, one group | a matrix product over the (strided) pixels |
 | patches | windows tile the input: stride = taps, no padding, no dilation, one group | a reshape and a matrix product |
 | shifted | depthwise | one multiply-add over the shifted input per tap |
-| taps | grouped; integers on GPUs, which have no integer convolution | one (batched) matrix product per tap |
+| taps | grouped (forward: wide groups); integers on GPUs, which have no integer convolution | matrix products tap by tap |
 | direct | everything else | XLA's convolution |
 """
 
@@ -28,6 +28,8 @@ from jaxdnn._window import Window
 
 # Beyond this many taps the unrolled sum would take long to compile, and a loop over the taps serves.
 UNROLLED_TAPS = 128
+# Below this many channels a group, XLA's grouped convolution is faster on CPUs than one product per tap.
+NARROW_GROUP = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,7 @@ def forward(problem: Problem, x: Array, w: Array) -> Array:
         return problem.dot(_to_patches(problem, x), w.reshape(-1, k), ((x.ndim - 1,), (0,)))
     if _is_depthwise(problem, c):
         return _shifted_forward(problem, x, w)
-    if problem.groups > 1 or problem.integer_taps:
+    if problem.integer_taps or (problem.groups > 1 and c // problem.groups >= NARROW_GROUP):
         return _taps_forward(problem, x, w)
     return _direct(problem, x, w, problem.window.strides, problem.window.padding, problem.window.dilation)
 

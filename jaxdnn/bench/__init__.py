@@ -1,0 +1,1 @@
+"""`jaxdnn bench`: engines against each other and against peers, in one process."""
