@@ -10,7 +10,7 @@ is 10 to 50 times as fast as XLA's grouped convolution, the filter gradient of g
 | matrix | one tap, no padding, one group | a matrix product over the (strided) pixels |
 | patches | windows tile the input: stride = taps, no padding, no dilation, one group | a reshape and a matrix product |
 | shifted | depthwise | one multiply-add over the shifted input per tap |
-| taps | grouped (forward: wide groups); integers on GPUs, which have no integer convolution | matrix products tap by tap |
+| taps | grouped (forward: wide groups); integers on GPUs, which lack them | matrix products tap by tap |
 | direct | everything else | XLA's convolution |
 """
 
