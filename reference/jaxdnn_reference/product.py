@@ -7,7 +7,7 @@ all in the accumulator's precision, and one rounding at the end.
 Numerics. The accumulator is float32 (float64 for float64 inputs or accumulate=float64; "golden": float64, or
 np.longdouble for float64 inputs). alpha * sum, + residual and + bias are rounded one after another, beta * prior
 is added by a fused multiply-add, and the activation is rounded from float64. int8: the sum is exact and wraps to
-int32. If alpha is 1, beta 0, there is no activation, and bias and residual are absent or int32, they are added in
+int32. If alpha is 1, beta 0 or 1, the activation none or relu, and what is added integers, it is added in
 wrapping int32; otherwise float32(sum) (golden: float64) goes through the formula.
 
 Sources: the cuDNN developer guide, "Scaling Parameters"; cudnnConvolutionBiasActivationForward.
@@ -170,8 +170,10 @@ def blend(
     """alpha * sum + beta * prior + residual + bias in the accumulator's type. With beta = 0 prior is not read."""
     present = [v for v in added if v is not None]
     if summed.dtype == INT32:
-        plain = alpha == 1 and beta == 0 and parse(activation)[0] == "identity"
-        if plain and all(v.dtype == INT32 for v in present):
+        if beta == 1 and prior is not None:
+            present, beta = [prior, *present], 0.0
+        plain = alpha == 1 and beta == 0 and parse(activation)[0] in ("identity", "relu")
+        if plain and all(np.issubdtype(v.dtype, np.integer) for v in present):
             return sum((v.astype(np.int64) for v in present), summed.astype(np.int64)).astype(np.int32)
         summed = summed.astype(FLOAT64 if exact else FLOAT32)
     kind = summed.dtype.type
