@@ -16,6 +16,7 @@ import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -166,6 +167,12 @@ def _transpose(op: str, spec: ConvSpec, ct: Array, a: Any, b: Any) -> list[Array
 def _batch(op: str, spec: ConvSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Array, int]:
     """Folds the new axis into an axis the op has: the batch, one side's channels, or (both batched) the groups."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    if size == 0:  # the axis cannot be told from a folded axis of no elements
+        shapes = (
+            x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :]) for x, d in zip(operands, dims, strict=True)
+        )
+        single = (jax.ShapeDtypeStruct(shape, spec.out_dtype) for shape in shapes)
+        return jnp.zeros((0, *result_shape(op, spec, *single)), spec.out_dtype), 0
     roles = _operand_roles(op, spec)
     letter = _folding_letter(op, roles, dims)
     folded = [_fold(spec, role, x, d, letter, size) for role, x, d in zip(roles, operands, dims, strict=True)]

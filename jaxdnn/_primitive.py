@@ -67,11 +67,11 @@ def define(
     primitive = jex.Primitive(f"jaxdnn_{op}")
 
     def bind(*operands: Any, spec: Spec) -> Array:
-        return primitive.bind(*operands, spec=spec)
+        return primitive.bind(*_vary_alike(operands), spec=spec)
 
     prim_requires_devices_during_lowering.add(primitive)
     primitive.def_impl(ft.partial(_eager, primitive))
-    primitive.def_abstract_eval(lambda *avals, spec: jax.core.ShapedArray(shape(spec, *avals), spec.out_dtype))
+    primitive.def_abstract_eval(lambda *avals, spec: _result(shape(spec, *avals), spec.out_dtype, avals[0]))
     ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
     ad.primitive_transposes[primitive] = lambda ct, *operands, spec: (
         [None] * len(operands) if isinstance(ct, ad.Zero) else transpose(spec, ct, *operands)
@@ -79,6 +79,25 @@ def define(
     batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
     _register_lowerings(primitive, op, factors)
     return bind
+
+
+def _vary_alike(operands: Sequence[Any]) -> list[Any]:
+    """Inside shard_map: operands that vary over the same mesh axes, as JAX's own ops make theirs.
+
+    What is the same on all devices is marked as varying; the transpose of that mark adds the cotangents over the mesh.
+    """
+    varying = [jax.typeof(x).mat.varying for x in operands]
+    union = frozenset[str]().union(*varying)
+    pairs = zip(operands, varying, strict=True)
+    return [lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x for x, own in pairs]
+
+
+def _result(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.ShapedArray:
+    """The result's type, which inside shard_map varies over the mesh axes that the operands vary over."""
+    if not like.mat.varying:
+        return jax.core.ShapedArray(shape, dtype)
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=like.mat)
 
 
 def is_linear_operand(operand: Any) -> bool:

@@ -153,14 +153,15 @@ class Case:
     def with_options(self, **options: Any) -> "Case":
         return dataclasses.replace(self, options={**self.options, **options})
 
-    def with_epilogue(self, seed: int, *, dtype: Any = None, **options: Any) -> "Case":
+    def with_epilogue(self, seed: int, *, dtype: Any = None, integers: int = 0, **options: Any) -> "Case":
         """Adds the arrays that `options` names as True, of the given dtype, and the other options as they are."""
         rng = np.random.default_rng([77, seed])
         dtype = self.arrays[0].dtype if dtype is None else dtype
         shapes = {"bias": (self.result_channels,), "residual": self.result_shape, "prior": self.result_shape}
-        named = {k: values(rng, shapes[k], dtype) for k, v in options.items() if v is True}
+        named = {k: values(rng, shapes[k], dtype, integers=integers) for k, v in options.items() if v is True}
         rest = {k: v for k, v in options.items() if v is not True}
-        origin = f"{self.origin}.with_epilogue({seed}, dtype={np.dtype(dtype).name!r}, " + _keywords(options)
+        origin = f"{self.origin}.with_epilogue({seed}, dtype={np.dtype(dtype).name!r}, "
+        origin += f"integers={integers}, " + _keywords(options)
         return dataclasses.replace(self, options={**self.options, **rest}, named=named, origin=origin)
 
     def __str__(self) -> str:
@@ -218,9 +219,10 @@ def values(rng: np.random.Generator, shape: Sequence[int], dtype: Any, *, intege
 def random_geometry(seed: int, *, rank: int | None = None) -> Geometry:
     """Any combination of what a convolution can be asked for, small."""
     rng = np.random.default_rng([99, seed])
+    rank = rank or int(rng.choice([1, 2, 2, 2, 3]))
     for _ in range(10_000):
         try:
-            geometry = _draw(rng, rank or int(rng.choice([1, 2, 2, 2, 3])))
+            geometry = _draw(rng, rank)
         except AssertionError:  # sizes that are not distinct: draw again
             continue
         if min(geometry.output_sizes) >= 1:
@@ -349,8 +351,8 @@ def registry() -> dict[str, Case]:
     found = {f"{op}-{name}": case(op, g, 1, integers=2) for op in OPS for name, g in GEOMETRIES.items()}
     blended = {"alpha": 0.5, "beta": -2.0, "prior": True}
     for op in OPS:
-        found[f"{op}-blend"] = found[f"{op}-plain"].with_epilogue(2, **blended)
+        found[f"{op}-blend"] = found[f"{op}-plain"].with_epilogue(2, integers=3, **blended)
     for op in ("conv", "conv_transpose"):
         full = {**blended, "bias": True, "residual": True}
-        found[f"{op}-relu"] = found[f"{op}-grouped"].with_epilogue(3, activation="relu", **full)
+        found[f"{op}-relu"] = found[f"{op}-grouped"].with_epilogue(3, integers=3, activation="relu", **full)
     return found
