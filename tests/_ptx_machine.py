@@ -113,9 +113,10 @@ class Machine:
                 put(operands[0], get(operands[1]) // get(operands[2]))
             case ["prmt", "b32"]:
                 source = get(operands[1]).astype(np.uint64) | get(operands[2]).astype(np.uint64) << np.uint64(32)
-                picks = int(operands[3], 16)
+                picks = get(operands[3]).astype(np.uint64)
                 out = sum(
-                    ((source >> np.uint64(8 * (picks >> 4 * i & 7))) & np.uint64(0xFF)) << np.uint64(8 * i)
+                    (source >> (picks >> np.uint64(4 * i) & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF))
+                    << np.uint64(8 * i)
                     for i in range(4)
                 )
                 put(operands[0], out.astype(np.uint32))
@@ -125,7 +126,7 @@ class Machine:
                 put(operands[0], get(operands[1]) == get(operands[2]))
             case ["setp", "nan", "f32"]:
                 put(operands[0], np.isnan(real(operands[1])) | np.isnan(real(operands[2])))
-            case ["selp", "b32"]:
+            case ["selp", "b32" | "f32"]:
                 put(operands[0], np.where(registers[operands[3]], get(operands[1]), get(operands[2])))
             case ["vote", "sync", "any", "pred"]:
                 put(operands[0], np.full(32, registers[operands[1]].any()))
@@ -150,6 +151,10 @@ class Machine:
                 self.shared[where[active]] = raw[active]
             case ["ldmatrix", "sync", "aligned", "m8n8", count, *rest]:
                 self._load_matrices(registers, operands, int(count[1]), "trans" in rest)
+            case ["stmatrix", "sync", "aligned", "m8n8", count, "trans", *_]:
+                self._store_matrices(registers, operands, int(count[1]))
+            case ["and", "pred"]:
+                put(operands[0], registers[operands[1]] & registers[operands[2]])
             case ["mma", "sync", "aligned", "m16n8k16", "row", "col", "f32", kind, _, "f32"]:
                 self._multiply(registers, operands, HALF[kind])
             case _:
@@ -176,6 +181,14 @@ class Machine:
             if transposed:
                 matrix = np.ascontiguousarray(matrix.T)
             registers[operands[0][i]] = np.ascontiguousarray(matrix).view(np.uint32).reshape(32)
+
+    def _store_matrices(self, registers, operands, count):
+        """Transposed: column j of a matrix goes to the 16 bytes that lane j of its eight addresses."""
+        address = self._address(registers, operands[0])
+        for i in range(count):
+            matrix = registers[operands[1][i]].view(np.uint16).reshape(8, 8)
+            rows = address[8 * i : 8 * i + 8, None] + np.arange(16)
+            self.shared[rows] = np.ascontiguousarray(matrix.T).view(np.uint8).reshape(8, 16)
 
     @staticmethod
     def _multiply(registers, operands, dtype):

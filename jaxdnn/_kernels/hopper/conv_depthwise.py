@@ -87,10 +87,11 @@ def schedule(
     dilation: Sequence[int],
     config: Config | None = None,
     phase: int = 0,
+    parity: int = 0,
 ) -> tuple[str, np.ndarray]:
     """The arithmetic and the order of one output's products, as `conv_depthwise_plan.order` states them."""
     call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
-    return order(op, call, config, phase)
+    return order(op, call, config, phase, parity)
 
 
 def workspace(
@@ -159,13 +160,7 @@ def depthwise_wgrad(
     call = window(x.shape, w_shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
     plan = plan_filter(call, config)
     partial = _filter_partials(x, dy, call, plan)
-    group = call.group
-    (i, j), (r, s) = plan.tap_blocks, plan.tap_block
-    partial = partial.reshape(plan.splits, i, j, plan.parts, r, s, group, call.channels)
-    sums = [partial[split, :, :, part] for split in range(plan.splits) for part in range(plan.parts)]
-    total = ft.reduce(jnp.add, sums)  # one after the other, as `order` states
-    total = total.transpose(0, 2, 1, 3, 4, 5).reshape(i * r, j * s, group, call.channels)
-    return total[: call.taps[0], : call.taps[1]].reshape(tuple(w_shape)).astype(x.dtype)
+    return _add_partials(partial, x.dtype).reshape(tuple(w_shape))
 
 
 def _spatial(size: tuple[int, int], rank: int) -> tuple[int, ...]:
@@ -216,7 +211,7 @@ def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str) 
         rows = pl.ds(i * plan.out_tile[0], plan.out_tile[0])
         columns = pl.ds(j * plan.out_tile[1], plan.out_tile[1])
         plgpu.copy_smem_to_gmem(y_tile, y_hbm.at[n, rows, columns, pl.ds(c, width)])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,
@@ -247,12 +242,11 @@ def _run_walk(code: str, swizzle: int, x_tile: Any, w_tile: Any, y_tile: Any) ->
 
 
 def _partial_shape(call: Window, plan: FilterPlan) -> tuple[int, ...]:
-    (r, s), blocks = plan.tap_block, math.prod(plan.tap_blocks)
-    return plan.splits * blocks, plan.parts, r, s * call.group, call.channels
+    return plan.splits, plan.parts, call.taps[0], call.taps[1] * call.group, call.channels
 
 
 def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Array:
-    """Partial sums (splits * tap blocks, parts, r, s * group, c) in float32."""
+    """Partial sums (splits, parts, r, s * group, c) in float32."""
     chunks, stages = ceil_div(call.channels, plan.channels), plan.stages
     groups, (r, s) = plan.warpgroups, plan.tap_block
     total = call.images * math.prod(plan.tiles)
@@ -316,7 +310,9 @@ def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Arr
         @pl.when(group == 0)
         def _() -> None:
             plgpu.barrier_wait(done)
-            plgpu.copy_smem_to_gmem(sums, out.at[split * blocks + tap_block, :, :, :, pl.ds(c, plan.channels)])
+            # The last blocks of taps and channels reach over the filter's edges, where the copy clips them.
+            taps = pl.ds(row_tap, r), pl.ds(column_tap * call.group, s * call.group)
+            plgpu.copy_smem_to_gmem(sums, out.at[split, pl.ds(0, plan.parts), *taps, pl.ds(c, plan.channels)])
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
@@ -371,3 +367,35 @@ def _run_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
 
     run(carry, sums)
+
+
+def _add_partials(partial: Array, dtype: Any) -> Array:
+    """Adds partial sums (splits, parts, ...) one after the other, and rounds: a flat array."""
+    many = partial.shape[0] * partial.shape[1]
+    flat = partial.reshape(many, -1)
+    size, width = flat.shape[1], 128
+
+    def body(terms: Any, out: Any, tile: Any, total: Any, arrived: Any) -> None:
+        columns = pl.ds(lax.axis_index("block") * width, width)
+        plgpu.copy_gmem_to_smem(terms.at[pl.ds(0, many), columns], tile, arrived)
+        plgpu.barrier_wait(arrived)
+        load = lambda i: plgpu.load(tile.at[i], layout=plgpu.Layout.WG_STRIDED((width,), 1), optimized=False)
+        total[...] = lax.fori_loop(1, many, lambda i, sums: sums + load(i), load(0)).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(total, out.at[columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((size,), dtype),
+        grid=(ceil_div(size, width),),
+        grid_names=("block",),
+        scratch_types=[
+            plgpu.SMEM((many, width), jnp.float32),
+            plgpu.SMEM((width,), dtype),
+            plgpu.Barrier(),
+        ],
+        kernel_name="depthwise_add_partials",
+        **PARAMETERS,
+    )
+    return kernel(flat)

@@ -14,7 +14,7 @@ first, then the group of 2 x 4 pixels where four columns are left over; in a gro
 import dataclasses
 
 from jaxdnn._kernels.hopper.conv_depthwise_ptx import Emitter, Fragments, Lanes, SwizzledTile, matrix_multiply
-from jaxdnn._kernels.hopper.conv_depthwise_walk import kinds
+from jaxdnn._kernels.hopper.conv_depthwise_walk import Kind, kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,51 +67,53 @@ def filter_walk(k: FilterWalk) -> str:
     chunk, warpgroup = _chunk(e, lanes)
     shift = e.scaled(warpgroup, k.column_taps * k.dilation[1])
     for kind in kinds(k.columns):
-        rows = list(kind.rows(k.rows))
-        lines = sorted({p * k.in_step[0] + r * k.dilation[0] for p in rows for r in range(k.row_taps)})
-        gaps = {b - a for a, b in zip(lines, lines[1:], strict=False)}
-        step = min(gaps, default=1)
-        if any(gap % step for gap in gaps):
-            step = 1
-        row_step = 2 if kind.half else 1
+        rows = _fragment_rows(kind, k.rows)
         with e.loop(0, kind.groups, 1) as group:
-            pixel = e.scaled(lanes.matrix, step * k.in_pitch, kind.lane_pixel(e, lanes.source, k.in_step, k.in_pitch))
+            pixel = kind.lane_pixel(e, lanes.source, k.in_step, k.in_pitch, apart=1)
             pixel = e.scaled(group, 8 * k.in_step[1], e.r("add.s32", pixel, shift))
             pixel = e.r("add.s32", pixel, kind.first_column * k.in_step[1])
-            inputs = Fragments(
-                e,
-                SwizzledTile(e, x, k.channels, pixel, chunk),
-                k.in_pitch,
-                lines[0],
-                step,
-                (lines[-1] - lines[0]) // step + 1,
-                transposed=True,
-            )
-            pixel = e.scaled(lanes.matrix, row_step * k.out_pitch, kind.lane_pixel(e, lanes.source, (1, 1), k.out_pitch))
+            # Four matrices at once: two column taps of this row of pixels, then of the next.
+            pixel = e.scaled(e.r("and.b32", lanes.matrix, 1), k.dilation[1], pixel)
+            pixel = e.scaled(e.r("shr.u32", lanes.matrix, 1), rows.step * k.in_step[0] * k.in_pitch, pixel)
+            inputs = SwizzledTile(e, x, k.channels, pixel, chunk)
+            pixel = kind.lane_pixel(e, lanes.source, (1, 1), k.out_pitch, apart=1)
+            pixel = e.scaled(lanes.matrix, rows.step * k.out_pitch, pixel)
             pixel = e.r("add.s32", e.scaled(group, 8, pixel), kind.first_column)
             tile = SwizzledTile(e, dy, k.channels, pixel, chunk)
-            gradients = Fragments(e, tile, k.out_pitch, 0, row_step, len(rows), transposed=True)
+            gradients = Fragments(e, tile, k.out_pitch, 0, rows.step, len(rows), transposed=True)
             _group(e, k, rows, inputs, gradients, sums)
     for i, value in enumerate(sums):
         e.op("mov.f32", f"${i}", value)
     return e.text()
 
 
-def _group(e: Emitter, k: FilterWalk, rows: list[int], inputs: Fragments, gradients: Fragments, sums: list[str]) -> None:
+def _fragment_rows(kind: Kind, rows: int) -> range:
+    """First rows of the fragments of a tile: eight pixels of one row, or four of this and four of the next."""
+    return range(0, rows, 2 if kind.half else 1)
+
+
+def _group(
+    e: Emitter, k: FilterWalk, rows: range, inputs: SwizzledTile, gradients: Fragments, sums: list[str]
+) -> None:
+    """Eight columns: an input fragment of two rows and two column taps meets every tap row that needs it at once."""
     zero = e.r("mov.b32", 0)
+    meeting: dict[int, list[tuple[int, int]]] = {}  # input row: (index of the first output row, tap row)
+    for i in range(0, len(rows), 2):
+        for r in range(k.row_taps):
+            meeting.setdefault(rows[i] * k.in_step[0] + r * k.dilation[0], []).append((i, r))
     for pair in range((k.column_taps + 1) // 2):
-        taps = [s * k.dilation[1] if s < k.column_taps else None for s in (2 * pair, 2 * pair + 1)]
-        for i in range(0, len(rows), 2):
-            two = [rows[i], rows[i + 1] if i + 1 < len(rows) else None]
-            b = [zero if p is None else gradients.get(p, 0) for p in two]
-            for r in range(k.row_taps):
-                a = [
-                    zero if p is None or s is None else inputs.get(p * k.in_step[0] + r * k.dilation[0], s)
-                    for p in two
-                    for s in taps
-                ]
-                first = 4 * (pair * k.row_taps + r)
-                matrix_multiply(e, k.dtype, sums[first : first + 4], a, b)
+        for line in sorted(meeting):
+            place = inputs.at(line * k.in_pitch + 2 * pair * k.dilation[1])
+            for alone in (False, True):  # the last fragment of an odd number has no partner
+                meets = [(i, r) for i, r in meeting[line] if (i + 1 == len(rows)) == alone]
+                if not meets:
+                    continue
+                a = [e.new() for _ in range(2 if alone else 4)]
+                e.op(f"ldmatrix.sync.aligned.m8n8.x{len(a)}.trans.shared.b16", "{" + ", ".join(a) + "}", place)
+                for i, r in meets:
+                    b = [gradients.get(rows[i], 0), zero if alone else gradients.get(rows[i + 1], 0)]
+                    first = 4 * (pair * k.row_taps + r)
+                    matrix_multiply(e, k.dtype, sums[first : first + 4], [*a, zero, zero][:4], b)
 
 
 def filter_store(k: FilterWalk) -> str:
@@ -145,7 +147,7 @@ def pixel_order(rows: int, columns: int) -> list[tuple[int, int]]:
     """The pixels of a tile in the order in which they are added, sixteen an instruction; (-1, -1) pads with zeros."""
     order: list[tuple[int, int]] = []
     for kind in kinds(columns):
-        lines = list(kind.rows(rows))
+        lines = _fragment_rows(kind, rows)
         for group in range(kind.groups):
             at = kind.first_column + 8 * group
             for i in range(0, len(lines) + len(lines) % 2):

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdnn._kernels.hopper.conv_depthwise_filter import FilterWalk, pixel_order
 from jaxdnn._kernels.hopper.conv_depthwise_fma import LaneFilter, LaneWalk
-from jaxdnn._kernels.hopper.conv_depthwise_walk import Phase, Walk, tap_pairs
+from jaxdnn._kernels.hopper.conv_depthwise_walk import Phase, Walk, tap_steps
 
 SHARED_BYTES = 232448  # of one block, at most
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -221,6 +221,7 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
     while True:
         for channels in widths:
             tall, wide = (rows - 1) * in_step[0] + reach[0] + 1, (columns - 1) * in_step[1] + reach[1] + 1
+            tall += tall % 2 if unit == "tensor" else 0  # input rows are read in pairs
             in_tile = tall, whole_copies(wide, channels * itemsize)
             filter_columns = whole_copies(call.taps[1], channels * itemsize)
             out_tile = rows * out_step[0], columns * out_step[1]
@@ -312,7 +313,7 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
     total = call.images * math.prod(tiles)
     blocks = ceil_div(call.channels, 32) * math.prod(tap_blocks)
     resident = multiprocessors * max(1, min(SHARED_BYTES // (size + 1024), 4 // warpgroups))
-    splits = min(config.splits or max(1, resident // blocks), total, 128)
+    splits = min(config.splits or max(1, resident // blocks), total, 256 // parts)
     per_split = ceil_div(total, splits)
     common = dict(
         in_pitch=in_tile[1], out_pitch=columns, in_step=call.stride, dilation=call.dilation,
@@ -329,12 +330,16 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
     )  # fmt: skip
 
 
-def order(op: str, call: Window, config: Config | None = None, phase: int = 0) -> tuple[str, np.ndarray]:
+def order(
+    op: str, call: Window, config: Config | None = None, phase: int = 0, parity: int = 0
+) -> tuple[str, np.ndarray]:
     """The arithmetic ("tensor_core" or "ordered"), and the order of one output's products.
 
     Rows are partial sums, added one after the other in float32. On the tensor core sixteen indices in a row are one
     instruction. Forward: tap*group + channel within the group; backward data: tap*group + output channel within the
-    group, of residue class `phase` (stride 1 has one); filter gradient: (n*P + p)*Q + q. -1 is a product by zero.
+    group, of residue class `phase` (stride 1 has one); `parity` is that of the output's row within its phase (of the
+    image's index for one-dimensional calls), on which the pairing of taps depends on the tensor core; filter gradient:
+    (n*P + p)*Q + q. -1 is a product by zero.
     """
     if op == "wgrad":
         return _filter_order(call, plan_filter(call, config))
@@ -344,8 +349,8 @@ def order(op: str, call: Window, config: Config | None = None, phase: int = 0) -
         taps = [r * call.taps[1] + s for s, _ in chosen.column_taps for r, _ in chosen.row_taps]
         return "ordered", np.array([taps], np.int64)
     steps: list[int] = []
-    for pair in tap_pairs(chosen):
-        step = [(t[0][0] * call.taps[1] + t[1][0]) * group + i for t in pair if t is not None for i in range(group)]
+    for taps in tap_steps(chosen, plan.walk.in_step[0], parity):
+        step = [(r * call.taps[1] + s) * group + i for r, s in taps for i in range(group)]
         steps += step + [-1] * (16 - len(step))
     return "tensor_core", np.array([steps], np.int64)
 

@@ -1,16 +1,19 @@
 """Depthwise and narrow-group convolution on the tensor core: the PTX that a warp runs over a tile in shared memory.
 
-A warp owns eight channels. `mma.m16n8k16` multiplies 16 pixels x 16 values by 16 x 8: here two taps of eight input
-channels by two 8x8 filter blocks, block-diagonal by groups (for depthwise, diagonal), built in registers. Seven of
-eight multiplications of a depthwise block are by zero, and it still beats float32 FMA: one instruction does 256
-useful products without a conversion, and an input fragment, once read, serves every tap row that needs it.
+A warp owns eight channels. `mma.m16n8k16` multiplies 16 x 16 by 16 x 8: here the right operand is eight pixels of
+eight channels in two neighbouring input rows, as `ldmatrix` reads them, and the left one is filter: its 16 rows are
+two neighbouring output rows of eight channels, its 8x8 blocks are block-diagonal by groups (for depthwise, diagonal)
+and built in registers. Most of its multiplications are by zero, and it still beats float32 FMA: one instruction does
+up to 256 useful products without a conversion, and an input fragment, once read, serves every output row it reaches.
+Input rows are paired from an even row on, so that a pair lies in neighbouring registers wherever it is used.
 
-Order of additions for one output: tap pairs as `tap_pairs` lists them, each pair one instruction (two products for
-depthwise, 2*group for a group), the accumulator in float32 throughout, one rounding at the end.
+Order of additions for one output: tap columns by offset, in each the pairs of input rows downwards; a pair is one
+instruction, which adds the products of the taps that meet it (`tap_steps` lists them; output rows of odd index see
+the pairs shifted by one). The accumulator is float32 throughout, one rounding at the end.
 
-A zero of the filter block times an infinity of a neighbouring channel is NaN. So the warp looks at its accumulators,
-and where one is not finite it repeats that group of pixels once per channel group with all other channels masked:
-same instructions, same order, same bits, and no channel sees another.
+A zero of the filter block times an infinity of a neighbouring channel or row is NaN. So the warp looks at its sums,
+and where one is not finite it repeats that group of pixels for one output row of a pair and one channel group at a
+time, with everything else masked: same instructions, same order, same bits, and no output sees what it does not own.
 """
 
 import dataclasses
@@ -48,7 +51,7 @@ class Walk:
       in_pitch, out_pitch: pixels in a row of the input and of the output tile.
       in_step, out_step: steps between neighbouring outputs, in the input tile and in the output tile.
       rows, columns: outputs of one phase in the tile.
-      block: rows that a warp holds at a time; divides rows.
+      block: rows that a warp holds at a time; even, divides rows.
       warps: warps that share the tile.
     """
 
@@ -68,41 +71,40 @@ class Walk:
     warps: int = 4
 
 
-Tap = tuple[tuple[int, int], tuple[int, int]]  # (index, offset) of the row, (index, offset) of the column
+def row_pairs(phase: Phase, step: int) -> list[int]:
+    """Pairs of input rows (2q, 2q + 1), from an even output row's first input row on, that it or the next reaches."""
+    reached = {offset + u * step for _, offset in phase.row_taps for u in range(2)}
+    return sorted({row // 2 for row in reached})
 
 
-def tap_pairs(phase: Phase) -> list[tuple[Tap, Tap | None]]:
-    """Pairs of taps in the order they are added: down a tap column; what is left over joins the next column's."""
-    looped = len(phase.column_taps) > UNROLLED_COLUMNS
-    pairs: list[tuple[Tap, Tap | None]] = []
-    left: Tap | None = None
-    for column in phase.column_taps:
-        taps: list[Tap] = [(row, column) for row in phase.row_taps]
-        pairs += [(taps[i], taps[i + 1]) for i in range(0, len(taps) - 1, 2)]
-        if len(taps) % 2:
-            if left is not None:
-                pairs.append((left, taps[-1]))
-                left = None
-            elif looped:
-                pairs.append((taps[-1], None))
-            else:
-                left = taps[-1]
-    return [*pairs, (left, None)] if left is not None else pairs
+def tap_steps(phase: Phase, step: int, parity: int) -> list[list[tuple[int, int]]]:
+    """The (r, s) of each instruction that adds to an output whose row within the phase is even (0) or odd (1)."""
+    rows = {offset + parity * step: r for r, offset in phase.row_taps}
+    steps = [
+        [(rows[i], s) for i in (2 * q, 2 * q + 1) if i in rows]
+        for s, _ in phase.column_taps
+        for q in row_pairs(phase, step)
+    ]
+    return [taps for taps in steps if taps]
 
 
 class _Filter:
-    """Filter blocks in registers: one 8x8 block, one register a lane, for a tap."""
+    """Filter blocks in registers: one 8x8 block of (output channel, input channel), one register a lane, for a tap."""
 
     def __init__(self, e: Emitter, k: Walk, lanes: Lanes, address: str) -> None:
         self._e, self._k = e, k
         self._row_bytes = 2 * k.channels
+        self._zero = e.r("mov.b32", 0)
         shift = {1: 0, 2: 1, 4: 2, 8: 3}[k.group]
-        same = lambda column: e.p(
-            "setp.eq.u32", e.r("shr.u32", column, shift), e.r("shr.u32", lanes.row, shift)
-        )
+        same = lambda column: e.p("setp.eq.u32", e.r("shr.u32", column, shift), e.r("shr.u32", lanes.row, shift))
         second = e.r("add.u32", lanes.pair, 1)
-        low = e.r("selp.b32", "0x0000ffff", 0, same(lanes.pair))
-        self._keep = e.r("or.b32", low, e.r("selp.b32", "0xffff0000", 0, same(second)))
+        if k.group == 1:  # one value a lane, moved to where the diagonal crosses the lane's two columns
+            none = "0x4444"
+            picked = e.r("selp.b32", "0x4410", none, same(lanes.pair))
+            self._pick = e.r("selp.b32", "0x1044", picked, same(second))
+        else:
+            low = e.r("selp.b32", "0x0000ffff", 0, same(lanes.pair))
+            self._keep = e.r("or.b32", low, e.r("selp.b32", "0xffff0000", 0, same(second)))
         within = lambda value: e.scaled(e.r("and.b32", value, k.group - 1), self._row_bytes, address)
         if k.group == 1:
             self._lanes = [e.scaled(lanes.row, 2, address)]
@@ -119,42 +121,53 @@ class _Filter:
             self._bases = [e.r("add.s32", base, offset) for base in self._bases]
         self._held: dict[int, str] = {}
 
-    def get(self, tap: int) -> str:
-        if tap in self._held:
-            return self._held[tap]
-        e, k = self._e, self._k
-        at = lambda base: f"[{base}+{tap * k.group * self._row_bytes}]"
-        if k.swapped and k.group > 1:
-            block = e.r("ld.shared.b32", at(self._bases[0]))
-        else:
-            halves = [e.r("ld.shared.u16", at(base)) for base in self._bases]
-            block = e.r("prmt.b32", halves[0], halves[-1], "0x5410")
-        self._held[tap] = block if k.group == 8 else e.r("and.b32", block, self._keep)
-        return self._held[tap]
+    def block(self, r: int | None, s: int) -> str:
+        """The block of tap (r, s); zeros without a row."""
+        if r is None:
+            return self._zero
+        e, k, tap = self._e, self._k, r * self._k.filter_columns + s
+        if tap not in self._held:
+            at = [f"[{base}+{tap * k.group * self._row_bytes}]" for base in self._bases]
+            if k.group == 1:
+                self._held[tap] = e.r("ld.shared.u16", at[0])
+            elif k.swapped:
+                self._held[tap] = e.r("ld.shared.b32", at[0])
+            else:
+                low, high = (e.r("ld.shared.u16", place) for place in at)
+                self._held[tap] = e.r("prmt.b32", low, high, "0x5410")
+        held = self._held[tap]
+        if k.group == 1:
+            return e.r("prmt.b32", held, 0, self._pick)
+        return held if k.group == 8 else e.r("and.b32", held, self._keep)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
-    """How eight pixels lie: eight in a row, or two rows of four where four columns are left over."""
+class Kind:
+    """How eight pixels lie: eight in a row, or four in each of two rows, where four columns are left over.
+
+    The two rows are two apart: their neighbours in between are the other half of the same instruction.
+    """
 
     half: bool
     first_column: int
     groups: int
 
-    def lane_pixel(self, e: Emitter, lane8: str, step: tuple[int, int], pitch: int) -> str:
+    def lane_pixel(self, e: Emitter, lane8: str, step: tuple[int, int], pitch: int, apart: int = 2) -> str:
         if not self.half:
             return e.scaled(lane8, step[1])
         across = e.scaled(e.r("and.b32", lane8, 3), step[1])
-        return e.scaled(e.r("shr.u32", lane8, 2), step[0] * pitch, across)
+        return e.scaled(e.r("shr.u32", lane8, 2), apart * step[0] * pitch, across)
 
-    def rows(self, block: int) -> range:
-        return range(0, block, 2 if self.half else 1)
+    @property
+    def tall(self) -> int:
+        """Output rows of one instruction's sums."""
+        return 4 if self.half else 2
 
 
-def kinds(columns: int) -> list[_Kind]:
+def kinds(columns: int) -> list[Kind]:
     full, rest = divmod(columns, 8)
-    found = [_Kind(False, 0, full)] if full else []
-    return [*found, _Kind(True, full * 8, 1)] if rest else found
+    found = [Kind(False, 0, full)] if full else []
+    return [*found, Kind(True, full * 8, 1)] if rest else found
 
 
 def walk(k: Walk) -> str:
@@ -172,17 +185,14 @@ def walk(k: Walk) -> str:
 class _Section:
     """All groups of eight pixels of one kind in one phase, shared out over the warps, chunk of channels first."""
 
-    def __init__(self, e: Emitter, k: Walk, lanes: Lanes, blocks: _Filter, phase: Phase, kind: _Kind) -> None:
+    def __init__(self, e: Emitter, k: Walk, lanes: Lanes, blocks: _Filter, phase: Phase, kind: Kind) -> None:
         self.e, self.k, self.lanes, self.blocks, self.phase, self.kind = e, k, lanes, blocks, phase, kind
-        self.pairs = tap_pairs(phase)
         self.looped = len(phase.column_taps) > UNROLLED_COLUMNS
-        self.out_rows = list(kind.rows(k.block))
-        rows = sorted({p * k.in_step[0] + offset for p in self.out_rows for _, offset in phase.row_taps})
-        gaps = {b - a for a, b in zip(rows, rows[1:], strict=False)}
-        self.first, self.row_step = (rows[0], min(gaps, default=1)) if rows else (0, 1)
-        if any(gap % self.row_step for gap in gaps):
-            self.row_step = 1
-        self.row_count = (rows[-1] - self.first) // self.row_step + 1 if rows else 0
+        self.pairs = row_pairs(phase, k.in_step[0]) if phase.column_taps else []
+        self.rows = {offset: r for r, offset in phase.row_taps}
+        self.sets = -(-k.block // kind.tall)
+        self.between = kind.tall // 2 * k.in_step[0]  # pairs of input rows from one set of sums to the next
+        self.ragged = kind.half and k.block % 4 == 2  # the last set's second rows lie below the block
 
     def emit(self, x: str, y: str) -> None:
         e, k, kind = self.e, self.k, self.kind
@@ -193,93 +203,138 @@ class _Section:
             block = e.r("div.u32", rest, kind.groups)
             group = e.r("sub.s32", rest, e.scaled(block, kind.groups))
             source = self._source(block, group)
-            target = self._target(y, block, group, chunk)
-            sums = self._sums(x, source, chunk, "")
-            self._store(target, sums)
-            if k.group < 8:
-                self._repair(x, source, chunk, target, sums)
+            sums = self._sums(x, source, chunk, "", None)
+            self._store(y, block, group, chunk, sums)
+            self._repair(x, y, source, block, group, chunk, sums)
 
     def _source(self, block: str, group: str) -> str:
         """The input pixel that this lane addresses for ldmatrix, tap offsets apart."""
         e, k, kind = self.e, self.k, self.kind
         pixel = kind.lane_pixel(e, self.lanes.source, k.in_step, k.in_pitch)
-        pixel = e.scaled(self.lanes.matrix, self.row_step * k.in_pitch, pixel)
+        pixel = e.scaled(self.lanes.matrix, k.in_pitch, pixel)
         pixel = e.scaled(block, k.block * k.in_step[0] * k.in_pitch, pixel)
         pixel = e.scaled(group, 8 * k.in_step[1], pixel)
         return e.r("add.s32", pixel, kind.first_column * k.in_step[1])
 
-    def _target(self, y: str, block: str, group: str, chunk: str) -> SwizzledTile:
-        e, k, kind = self.e, self.k, self.kind
-        pixel = kind.lane_pixel(e, self.lanes.row, k.out_step, k.out_pitch)
-        pixel = e.scaled(block, k.block * k.out_step[0] * k.out_pitch, pixel)
+    def _target(self, y: str, lane_pixel: str, block: str, group: str, chunk: str) -> SwizzledTile:
+        """The output tile as the lane addresses it, rows of the set apart."""
+        e, k = self.e, self.k
+        pixel = e.scaled(block, k.block * k.out_step[0] * k.out_pitch, lane_pixel)
         pixel = e.scaled(group, 8 * k.out_step[1], pixel)
-        start = self.phase.start[0] * k.out_pitch + self.phase.start[1] + kind.first_column * k.out_step[1]
-        within = e.scaled(self.lanes.pair, 2, y)
-        return SwizzledTile(e, within, k.channels, e.r("add.s32", pixel, start), chunk)
+        start = self.phase.start[0] * k.out_pitch + self.phase.start[1] + self.kind.first_column * k.out_step[1]
+        return SwizzledTile(e, y, k.channels, e.r("add.s32", pixel, start), chunk)
 
-    def _sums(self, x: str, source: str, chunk: str, mask: str) -> list[list[str]]:
+    def _sums(self, x: str, source: str, chunk: str, mask: str, only: int | None) -> list[list[str]]:
+        """Sums of each set: [even row's two pixels, odd row's two pixels]; `only` one of the rows, if given."""
         e = self.e
-        sums = [[e.f("mov.f32", "0f00000000") for _ in range(4)] for _ in range((len(self.out_rows) + 1) // 2)]
+        sums = [[e.f("mov.f32", "0f00000000") for _ in range(4)] for _ in range(self.sets)]
+        columns = self.phase.column_taps
         if not self.pairs:
             return sums
         if not self.looped:
             self.blocks.bind(chunk)
-            self._accumulate(x, source, chunk, mask, sums, self.pairs)
+            self._accumulate(x, source, chunk, mask, only, sums, columns)
             return sums
-        (s0, d0), (s1, d1) = self.phase.column_taps[:2]
-        with e.loop(0, len(self.phase.column_taps), 1) as index:
-            step = self.k.group * 2 * self.k.channels * (s1 - s0)
-            self.blocks.bind(chunk, e.scaled(index, step))
-            once = [pair for pair in self.pairs if pair[0][1] == (s0, d0)]
-            self._accumulate(x, e.scaled(index, d1 - d0, source), chunk, mask, sums, once)
+        (s0, d0), (s1, d1) = columns[:2]
+        with e.loop(0, len(columns), 1) as index:
+            self.blocks.bind(chunk, e.scaled(index, self.k.group * 2 * self.k.channels * (s1 - s0)))
+            self._accumulate(x, e.scaled(index, d1 - d0, source), chunk, mask, only, sums, columns[:1])
         return sums
 
     def _accumulate(
-        self, x: str, source: str, chunk: str, mask: str, sums: list[list[str]], pairs: list[tuple[Tap, Tap | None]]
+        self,
+        x: str,
+        source: str,
+        chunk: str,
+        mask: str,
+        only: int | None,
+        sums: list[list[str]],
+        columns: tuple[tuple[int, int], ...],
     ) -> None:
         e, k = self.e, self.k
+        first = 2 * self.pairs[0]
+        count = 2 * (self.pairs[-1] + (self.sets - 1) * self.between) + 2 - first
         tile = SwizzledTile(e, x, k.channels, source, chunk)
-        taken = Fragments(e, tile, k.in_pitch, self.first, self.row_step, self.row_count, mask=mask)
+        taken = Fragments(e, tile, k.in_pitch, first, 1, count, mask=mask)
         zero = e.r("mov.b32", 0)
-        for pair in pairs:
-            b = [self.blocks.get(tap[0][0] * k.filter_columns + tap[1][0]) if tap else zero for tap in pair]
-            for m, accumulators in enumerate(sums):
-                two = self.out_rows[2 * m : 2 * m + 2]
-                two = [two[0], two[-1]]
-                a = [
-                    taken.get(row * k.in_step[0] + tap[0][1], tap[1][1]) if tap else zero for tap in pair for row in two
-                ]
-                matrix_multiply(e, k.dtype, accumulators, a, b)
+        for s, across in columns:
+            for q in self.pairs:
+                taps = [[self.rows.get(2 * q + v - u * k.in_step[0]) for u in range(2)] for v in range(2)]
+                a = [self.blocks.block(r, s) for two in taps for r in two]
+                for m, accumulators in enumerate(sums):
+                    row = 2 * (q + m * self.between)
+                    seen = [only is None or taps[v][only] is not None for v in range(2)]
+                    b = [taken.get(row + v, across) if seen[v] else zero for v in range(2)]
+                    matrix_multiply(e, k.dtype, accumulators, a, b)
 
-    def _store(self, target: SwizzledTile, sums: list[list[str]], only: tuple[str, str] | None = None) -> None:
-        e, k = self.e, self.k
-        for i, row in enumerate(self.out_rows):
-            low, high = sums[i // 2][2 * (i % 2) : 2 * (i % 2) + 2]
-            packed = e.r(f"cvt.rn.{k.dtype}x2.f32", high, low)
-            place = target.at(row * k.out_step[0] * k.out_pitch)
-            if only is None:
-                e.op("st.shared.b32", place, packed)
-            else:
-                e.op("st.shared.u16", place, packed, when=only[0])
-                base, offset = place[1:-1].split("+")
-                e.op("st.shared.u16", f"[{base}+{int(offset) + 2}]", e.r("shr.u32", packed, 16), when=only[1])
-
-    def _repair(self, x: str, source: str, chunk: str, target: SwizzledTile, sums: list[list[str]]) -> None:
-        """Where a sum is not finite: again, one channel group at a time, the others masked."""
+    def _store(self, y: str, block: str, group: str, chunk: str, sums: list[list[str]]) -> None:
+        """Rounds and stores, two sets at a time: stmatrix turns (channel, pixel) into (pixel, channel)."""
         e, k, lanes = self.e, self.k, self.lanes
-        probe = e.f("mov.f32", "0f00000000")
-        for value in (v for four in sums for v in four):
-            e.op("fma.rn.f32", probe, value, "0f00000000", probe)  # stays 0 unless a value is infinite or NaN
-        bad = e.p("setp.nan.f32", probe, probe)
-        fine = e.p("vote.sync.any.pred", bad, "0xffffffff")
+        pixel = self.kind.lane_pixel(e, lanes.source, k.out_step, k.out_pitch)
+        line = k.out_step[0] * k.out_pitch
+        if self.kind.half:  # matrices: even rows, odd rows of a set of four rows, then of the next
+            pixel = e.scaled(e.r("and.b32", lanes.matrix, 1), line, pixel)
+            pixel = e.scaled(e.r("shr.u32", lanes.matrix, 1), 4 * line, pixel)
+        else:
+            pixel = e.scaled(lanes.matrix, line, pixel)
+        target = self._target(y, pixel, block, group, chunk)
+        whole = self.sets - self.ragged
+        for m in range(0, whole, 2):
+            words = [self._packed(sums[i], u) for i in range(m, min(m + 2, whole)) for u in range(2)]
+            e.op(
+                f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16",
+                target.at(m * self.kind.tall * line),
+                "{" + ", ".join(words) + "}",
+            )
+        if self.ragged:
+            upper = e.p("setp.ge.s32", 3, lanes.pair)
+            for u in range(2):
+                self._store_row(y, block, group, chunk, sums, self.sets - 1, u, upper)
+
+    def _packed(self, sums: list[str], u: int) -> str:
+        return self.e.r(f"cvt.rn.{self.k.dtype}x2.f32", sums[2 * u + 1], sums[2 * u])
+
+    def _store_row(
+        self, y: str, block: str, group: str, chunk: str, sums: list[list[str]], m: int, u: int, when: str
+    ) -> None:
+        """One row's two values of a set, value by value, where the lane's predicate holds."""
+        e, k, lanes = self.e, self.k, self.lanes
+        word = self._packed(sums[m], u)
+        within = e.scaled(lanes.row, 2, y)
+        for j in range(2):
+            lane8 = e.r("add.u32", lanes.pair, j)
+            pixel = self.kind.lane_pixel(e, lane8, k.out_step, k.out_pitch)
+            target = self._target(within, pixel, block, group, chunk)
+            place = target.at((m * self.kind.tall + u) * k.out_step[0] * k.out_pitch)
+            e.op("st.shared.u16", place, e.r("shr.u32", word, 16 * j), when=when)
+
+    def _repair(
+        self, x: str, y: str, source: str, block: str, group: str, chunk: str, sums: list[list[str]]
+    ) -> None:
+        """Where a sum is not finite: again, one output row of a pair and one channel group at a time."""
+        e, k, lanes = self.e, self.k, self.lanes
+        zero = "0f00000000"
+        probe = e.f("mov.f32", zero)
+        upper = e.p("setp.ge.s32", 3, lanes.pair)
+        for m, four in enumerate(sums):
+            for value in four:
+                if self.ragged and m == self.sets - 1:  # what lies below the block is nobody's
+                    value = e.f("selp.f32", value, zero, upper)
+                e.op("fma.rn.f32", probe, value, zero, probe)  # stays 0 unless a value is infinite or NaN
+        bad = e.p("vote.sync.any.pred", e.p("setp.nan.f32", probe, probe), "0xffffffff")
         done = e.label()
-        e.op("bra", done, when=f"!{fine}")
-        shift = {1: 0, 2: 1, 4: 2}[k.group]
-        first = e.r("shr.u32", lanes.pair, shift)
-        second = e.r("shr.u32", e.r("add.u32", lanes.pair, 1), shift)
+        e.op("bra", done, when=f"!{bad}")
+        shift = {1: 0, 2: 1, 4: 2, 8: 3}[k.group]
+        first, second = lanes.pair, e.r("add.u32", lanes.pair, 1)
         with e.loop(0, 8 // k.group, 1) as current:
-            own = e.p("setp.eq.u32", first, current), e.p("setp.eq.u32", second, current)
-            mask = e.r("selp.b32", "0x0000ffff", 0, own[0])
-            mask = e.r("or.b32", mask, e.r("selp.b32", "0xffff0000", 0, own[1]))
-            self._store(target, self._sums(x, source, chunk, mask), own)
+            of = lambda channel: e.p("setp.eq.u32", e.r("shr.u32", channel, shift), current)
+            mask = e.r("selp.b32", "0x0000ffff", 0, of(first))
+            mask = e.r("or.b32", mask, e.r("selp.b32", "0xffff0000", 0, of(second)))
+            for u in range(2):
+                again = self._sums(x, source, chunk, mask, u)
+                for m in range(self.sets):
+                    own = of(lanes.row)
+                    if self.ragged and m == self.sets - 1:
+                        own = e.p("and.pred", own, upper)
+                    self._store_row(y, block, group, chunk, again, m, u, own)
         e.place(done)

@@ -1,0 +1,287 @@
+"""Depthwise and narrow-group kernels without a GPU: their PTX on a small machine, their plans, their lowering.
+
+Pallas' interpreter cannot run inline PTX. So the tests do what the frame around it does (fetch tiles with zeros
+outside the image, store clipped tiles, add partial sums in order) and run the PTX itself on `_ptx_machine`.
+"""
+
+import functools as ft
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from _ptx_machine import Machine, from_tile_bytes, tile_bytes
+
+from jaxdnn._kernels.hopper import conv_depthwise_filter, conv_depthwise_fma, conv_depthwise_plan
+from jaxdnn._kernels.hopper.conv_depthwise_plan import Config, plan_filter, plan_walk, unsupported, window
+from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
+
+DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+NEWER = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11)
+needs_newer = pytest.mark.skipif(not NEWER, reason="the Hopper kernels need JAX 0.11 or newer")
+
+#        x               taps    group dtype   stride  padding           dilation config
+CASES = {
+    "3x3": ((2, 13, 14, 32), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), None),
+    "7x7 ragged channels": ((1, 15, 12, 40), (7, 7), 1, "bf16", (1, 1), ((3, 3), (3, 3)), (1, 1), None),
+    "5x4 asymmetric": ((1, 9, 11, 16), (5, 4), 1, "f16", (1, 1), ((2, 1), (0, 3)), (1, 1), None),
+    "pairs of channels": ((1, 9, 10, 32), (3, 5), 2, "f16", (1, 1), ((1, 1), (2, 2)), (1, 1), None),
+    "groups of four": ((1, 10, 9, 32), (3, 3), 4, "bf16", (1, 1), ((1, 0), (1, 2)), (1, 1), None),
+    "groups of eight, stride 2": ((1, 11, 13, 32), (3, 3), 8, "bf16", (2, 2), ((0, 1), (0, 1)), (1, 1), None),
+    "stride 2": ((1, 12, 10, 32), (3, 3), 1, "bf16", (2, 2), ((1, 1), (1, 1)), (1, 1), None),
+    "strides and dilation": ((1, 14, 12, 32), (3, 2), 1, "bf16", (3, 2), ((2, 2), (2, 2)), (2, 3), None),
+    "many tap columns": ((1, 6, 16, 16), (2, 9), 1, "bf16", (1, 1), ((1, 0), (4, 4)), (1, 1), None),
+    "one axis": ((5, 20, 32), (4,), 1, "bf16", (1,), ((3, 0),), (1,), None),
+    "64 channels": ((1, 8, 9, 64), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(channels=64)),
+    "fma": ((2, 9, 10, 36), (3, 3), 1, "f32", (1, 1), ((1, 1), (1, 1)), (1, 1), None),
+    "fma, stride 2": ((1, 9, 10, 32), (3, 3), 1, "f32", (2, 2), ((1, 1), (1, 1)), (1, 1), None),
+    "fma, one axis": ((3, 13, 32), (4,), 1, "f32", (1,), ((3, 0),), (2,), None),
+    "fma in bf16": ((1, 8, 9, 64), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(unit="fma")),
+    "fma in f16": ((1, 8, 9, 64), (2, 9), 1, "f16", (1, 1), ((1, 0), (4, 4)), (1, 1), Config(unit="fma")),
+}
+
+
+def box(array, start, shape):
+    """What a TMA copy fetches: zeros outside the array."""
+    out = np.zeros(shape, array.dtype)
+    inside = [slice(max(0, s), max(0, min(n, s + k))) for s, n, k in zip(start, array.shape, shape, strict=True)]
+    if all(part.stop > part.start for part in inside):
+        target = tuple(slice(p.start - s, p.stop - s) for p, s in zip(inside, start, strict=True))
+        out[target] = array[tuple(inside)]
+    return out
+
+
+class Memory:
+    """Buffers in a machine's shared memory, one after the other, aligned as Mosaic aligns them."""
+
+    def __init__(self):
+        self.machine, self._end = Machine(1 << 18), 1024
+
+    def put(self, values, swizzle=0):
+        address = self._end
+        self.machine.shared[address : address + values.nbytes] = tile_bytes(values, swizzle)
+        self._end = address + -(-values.nbytes // 1024) * 1024
+        return address
+
+    def get(self, address, dtype, shape, swizzle=0):
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        return from_tile_bytes(self.machine.shared[address : address + size], dtype, shape, swizzle)
+
+
+def run_walk(op, source, w, call, config, change=lambda text: text):
+    plan = plan_walk(op, call, config)
+    text = change(walk(plan.walk) if isinstance(plan.walk, Walk) else conv_depthwise_fma.lane_walk(plan.walk))
+    inputs, outputs = (call.size, call.out) if op == "fprop" else (call.out, call.size)
+    source = source.reshape(call.images, *inputs, call.channels)
+    w = w.reshape(call.taps[0], call.taps[1] * call.group, call.channels)
+    y = np.full((call.images, *outputs, call.channels), np.nan, source.dtype)
+    slab = (call.taps[0], plan.walk.filter_columns * call.group, plan.channels)
+    for n in range(call.images):
+        for i in range(plan.tiles[0]):
+            for j in range(plan.tiles[1]):
+                for c in range(0, call.channels, plan.channels):
+                    memory = Memory()
+                    start = (i * plan.advance[0] + plan.first[0], j * plan.advance[1] + plan.first[1], c)
+                    x_at = memory.put(box(source[n], start, (*plan.in_tile, plan.channels)), plan.swizzle)
+                    w_at = memory.put(box(w, (0, 0, c), slab))
+                    shape = (*plan.out_tile, plan.channels)
+                    y_at = memory.put(np.full(shape, np.nan, y.dtype))
+                    memory.machine.run(text, [x_at, w_at, y_at], 4)
+                    tile = memory.get(y_at, y.dtype, shape, plan.swizzle)
+                    p, q = i * plan.out_tile[0], j * plan.out_tile[1]
+                    to = y[n, p : p + shape[0], q : q + shape[1], c : c + shape[2]]
+                    to[...] = tile[: to.shape[0], : to.shape[1], : to.shape[2]]
+    return y
+
+
+def run_filter(x, dy, call, config):
+    plan = plan_filter(call, config)
+    tensor = isinstance(plan.walk, conv_depthwise_filter.FilterWalk)
+    module = conv_depthwise_filter if tensor else conv_depthwise_fma
+    names = ("filter_walk", "filter_store") if tensor else ("lane_filter", "lane_store")
+    body, store = (getattr(module, name)(plan.walk) for name in names)
+    x = x.reshape(call.images, *call.size, call.channels)
+    dy = dy.reshape(call.images, *call.out, call.channels)
+    warps, registers = 4 * plan.warpgroups, plan.walk.accumulators
+    total = call.images * math.prod(plan.tiles)
+    dw = np.zeros((call.taps[0], call.taps[1] * call.group, call.channels))
+    for split in range(plan.splits):
+        for block in range(math.prod(plan.tap_blocks)):
+            r, s = (
+                a * b for a, b in zip(divmod(block, plan.tap_blocks[1]), plan.tap_block, strict=True)
+            )
+            for c in range(0, call.channels, plan.channels):
+                sums = [np.zeros((warps, 32), np.float32) for _ in range(registers)]
+                for tile in range(split * plan.per_split, min(total, (split + 1) * plan.per_split)):
+                    n, rest = divmod(tile, math.prod(plan.tiles))
+                    p, q = (a * b for a, b in zip(divmod(rest, plan.tiles[1]), plan.out_tile, strict=True))
+                    start = (
+                        p * call.stride[0] + r * call.dilation[0] - call.low[0],
+                        q * call.stride[1] + s * call.dilation[1] - call.low[1],
+                        c,
+                    )
+                    memory = Memory()
+                    x_at = memory.put(box(x[n], start, (*plan.in_tile, plan.channels)), plan.swizzle)
+                    dy_at = memory.put(box(dy[n], (p, q, c), (*plan.out_tile, plan.channels)), plan.swizzle)
+                    memory.machine.run(body, [*sums, *[0] * registers, x_at, dy_at], warps)
+                memory = Memory()
+                shape = (plan.parts, plan.tap_block[0], plan.tap_block[1] * call.group, plan.channels)
+                at = memory.put(np.full(shape, np.nan, np.float32))
+                memory.machine.run(store, [*sums, at], warps)
+                part = memory.get(at, np.float32, shape).astype(np.float64).sum(0)
+                to = dw[r : r + shape[1], s * call.group : s * call.group + shape[2], c : c + shape[3]]
+                to += part[: to.shape[0], : to.shape[1], : to.shape[2]]
+    return dw
+
+
+def reference(x, w, dy, call):
+    """Output, input gradient and filter gradient in float64, by loops over taps and channels of a group."""
+    images, group = call.images, call.group
+    x = x.astype(np.float64).reshape(images, *call.size, -1)
+    dy = dy.astype(np.float64).reshape(images, *call.out, -1)
+    w = w.astype(np.float64).reshape(*call.taps, group, -1)
+    reach = [(call.out[i] - 1) * call.stride[i] + (call.taps[i] - 1) * call.dilation[i] + 1 for i in range(2)]
+    after = [max(0, reach[i] - call.size[i] - call.low[i]) for i in range(2)]
+    x = np.pad(x, ((0, 0), *((call.low[i], after[i]) for i in range(2)), (0, 0)))
+    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    first = np.arange(call.channels) // group * group
+    for r in range(call.taps[0]):
+        for s in range(call.taps[1]):
+            at = tuple(
+                slice(t * d, t * d + (n - 1) * step + 1, step)
+                for t, d, n, step in zip((r, s), call.dilation, call.out, call.stride, strict=True)
+            )
+            for i in range(group):
+                seen = x[:, *at][..., first + i]
+                y += seen * w[r, s, i]
+                dw[r, s, i] = (seen * dy).sum((0, 1, 2))
+                np.add.at(dx[:, *at], (..., first + i), dy * w[r, s, i])
+    inside = tuple(slice(call.low[i], call.low[i] + call.size[i]) for i in range(2))
+    return y, dx[:, *inside], dw.reshape(call.taps[0], -1, call.channels)
+
+
+def operands(case, seed=0):
+    shape, taps, group, dtype, stride, padding, dilation, config = CASES[case]
+    rng = np.random.default_rng(seed)
+    w_shape = (*taps, group, shape[-1])
+    geometry = dict(stride=stride, padding=padding, dilation=dilation)
+    call = window(shape, w_shape, DTYPES[dtype], **geometry)
+    draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES[dtype])
+    x, w, dy = draw(shape), draw(w_shape), draw((call.images, *call.out, call.channels))
+    return x, w, dy, call, config, geometry
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_small_integers_are_exact(case):
+    x, w, dy, call, config, _ = operands(case)
+    y, dx, dw = reference(x, w, dy, call)
+    np.testing.assert_array_equal(run_walk("fprop", x, w, call, config), y.astype(x.dtype))
+    np.testing.assert_array_equal(run_walk("dgrad", dy, w, call, config), dx.astype(x.dtype))
+    if config is None:
+        np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
+
+
+@pytest.mark.parametrize("case", ["3x3", "groups of four", "groups of eight, stride 2", "many tap columns"])
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+def test_an_output_does_not_see_what_it_does_not_own(case, poison):
+    x, w, dy, call, config, _ = operands(case)
+    w = np.where(w == 0, w.dtype.type(1), w)
+    clean = run_walk("fprop", x, w, call, config)
+    x = x.reshape(call.images, *call.size, -1).copy()
+    x[0, 4, 5, 9] = poison
+    mark = np.zeros_like(x)
+    mark[0, 4, 5, 9] = 1
+    touched = reference(mark, np.ones_like(w), dy, call)[0] != 0
+    got = run_walk("fprop", x, w, call, config)
+    assert touched.any()
+    assert not np.isfinite(got[touched].astype(np.float32)).any()
+    np.testing.assert_array_equal(got[~touched], clean[~touched])
+
+
+def test_a_planted_fault_shows():
+    x, w, dy, call, config, _ = operands("3x3")
+    want = reference(x, w, dy, call)[0].astype(x.dtype)
+    swap = lambda text: text.replace("0x4410", "0x1044", 1)
+    assert not np.array_equal(run_walk("fprop", x, w, call, config, swap), want)
+
+
+def test_the_machine_knows_no_other_instruction():
+    with pytest.raises(NotImplementedError, match=r"sqrt\.rn\.f32"):
+        Machine(64).run("{\nsqrt.rn.f32 f0, f1;\n}", [], 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_schedule_has_every_product_once(case):
+    *_, call, config, _ = operands(case)
+    everything = np.arange(math.prod(call.taps) * call.group)
+    for parity in range(2):
+        _, order = conv_depthwise_plan.order("fprop", call, config, parity=parity)
+        np.testing.assert_array_equal(np.sort(order[order >= 0]), everything)
+        phases = math.prod(call.stride)
+        seen = [conv_depthwise_plan.order("dgrad", call, config, phase, parity)[1] for phase in range(phases)]
+        seen = np.concatenate([order[order >= 0] for order in seen])
+        np.testing.assert_array_equal(np.sort(seen), everything)
+    if config is None:
+        _, order = conv_depthwise_plan.order("wgrad", call)
+        parts = plan_filter(call).parts
+        pixels = np.sort(order[order >= 0])
+        np.testing.assert_array_equal(pixels, np.arange(call.images * math.prod(call.out)))
+        assert len(order) == parts * plan_filter(call).splits
+
+
+def test_forward_order_ignores_batch_and_tiles():
+    shape = (3, 3, 1, 32)
+    geometry = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+    orders = [
+        conv_depthwise_plan.order("fprop", window((n, size, size, 32), shape, jnp.bfloat16, **geometry))[1].tolist()
+        for n in (1, 4)
+        for size in (7, 28, 56)
+    ]
+    assert all(order == orders[0] for order in orders)
+
+
+GEOMETRY = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "w_shape", "dtype", "reason"),
+    [
+        ((1, 8, 8, 8, 32), (3, 3, 3, 1, 32), "bfloat16", "one or two spatial axes"),
+        ((1, 8, 8, 32), (3, 3, 1, 32), "float64", "the dtype is one of"),
+        ((1, 8, 8, 32), (3, 3, 1, 64), "bfloat16", "as many output channels"),
+        ((1, 8, 8, 48), (3, 3, 3, 48), "bfloat16", r"channels per group is one of \(1, 2, 4, 8\), got 3"),
+        ((1, 8, 8, 36), (3, 3, 1, 36), "float16", "divisible by 8, got 36"),
+        ((1, 8, 8, 32), (3, 3, 2, 32), "float32", "depthwise, got 2"),
+        ((1, 8, 8, 32), (300, 3, 1, 32), "bfloat16", "nothing to compute"),
+        ((1, 600, 600, 32), (257, 257, 1, 32), "bfloat16", "over 232448 bytes"),
+    ],
+)
+def test_what_is_not_served_says_why(shape, w_shape, dtype, reason):
+    why = unsupported("fprop", shape, w_shape, dtype, **GEOMETRY)
+    assert why is not None
+    assert re.search(reason, why), why
+
+
+@needs_newer
+@pytest.mark.parametrize("case", CASES)
+def test_lowers_for_cuda(case):
+    from jaxdnn._kernels.hopper import conv_depthwise as kernels
+
+    x, w, dy, call, config, geometry = operands(case)
+    dy = dy.reshape(*x.shape[:1], *kernels._spatial(call.out, x.ndim), x.shape[-1])
+    calls = {
+        "fprop": (ft.partial(kernels.depthwise_fprop, **geometry, config=config), (x, w), dy.shape),
+        "dgrad": (lambda dy, w: kernels.depthwise_dgrad(dy, w, x.shape, **geometry, config=config), (dy, w), x.shape),
+    }
+    if config is None:
+        calls["wgrad"] = (lambda x, dy: kernels.depthwise_wgrad(x, dy, w.shape, **geometry), (x, dy), w.shape)
+    for op, (function, arrays, shape) in calls.items():
+        assert kernels.supports(op, x.shape, w.shape, x.dtype, **geometry, config=config) is None
+        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+        traced = jax.jit(function).trace(*specs)
+        assert traced.out_info.shape == shape
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text
