@@ -23,7 +23,7 @@ help:
 	@echo 'make clean      remove the environments and the caches'
 
 verify: .venv/.installed
-	JAX_PLATFORMS=cpu $(RUN) jaxdnn verify
+	$(RUN) jaxdnn verify --platform cpu
 
 test: test-default test-newest
 
@@ -52,7 +52,7 @@ types: .venv/.dev
 	$(RUN) pyright --pythonpath .venv/bin/python
 
 bench: .venv/.installed
-	$(RUN) jaxdnn bench
+	$(RUN) jaxdnn bench conv
 
 notebooks: .venv/.dev
 	.venv/bin/jupyter execute --inplace notebooks/*.ipynb
