@@ -1,0 +1,327 @@
+"""Convolution backward data on Hopper.
+
+dx[n, i, c] = sum over (tap, k) of dy[n, (i + pad - tap * d) / s, k] w[tap, c, k], where the division leaves no rest.
+
+Schedule: `pipeline.py`'s, with output channels k in the place of input channels: for each chunk of 128 bytes of k, for
+each tap in order that meets the position, the chunk's channels in order. `batch_invariant`.
+
+Tiling: with stride one, the forward kernel with the taps moving the other way. With a stride, positions of one phase
+(i mod s) meet the same taps, so every phase is a small convolution of stride one; all phases run in one launch, those
+with most taps first, and their outputs interleave through TMA. Phases that meet no tap are written as zeros. An
+output of very few channels (an RGB stem) would waste the tensor cores phase by phase; there all phases become columns
+of one product over the union of their windows, and one copy interleaves them.
+
+The filter is read as the user stores it, without a transposing copy, in 16-bit types.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._epilogue import Epilogue
+from jaxdnn._kernels.hopper import conv_fprop as fprop
+from jaxdnn._kernels.hopper import epilogue as ep
+from jaxdnn._kernels.hopper import pipeline, tuning
+from jaxdnn._kernels.hopper.conv_fprop import Geometry, Pads
+from jaxdnn._kernels.hopper.pipeline import Axis, Config, Problem, ceil_div
+
+NARROW = 8  # output channels under which the phases are joined
+
+
+def supports(
+    dy: Any,
+    w: Any,
+    /,
+    *,
+    x_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+    precision: str | None = None,
+) -> str | None:
+    """Why `conv_dgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
+    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
+    accumulator = jnp.int32 if dy.dtype == jnp.int8 else jnp.float32
+    reason = fprop.operand_reason(dy.dtype, w.dtype, out_dtype, precision)
+    reason = reason or ep.supports(epilogue, accumulator, out_dtype)
+    if reason:
+        return reason
+    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    if epilogue is not None and epilogue.operands and any(s > 1 for s in stride):
+        return "its kernel takes no further operands with a stride"
+    return fprop.shape_reason(
+        geo, dy.shape[0], dy.shape[-1] // groups, x_shape[-1] // groups, groups, jnp.dtype(dy.dtype).itemsize
+    )
+
+
+def axes_of(geo: Geometry) -> tuple[Axis, ...]:
+    """The backward walk: a phase of the output meets every (s / gcd(s, d))-th tap, at moving offsets of dy."""
+    axes = []
+    for x, out, r, s, (low, _), d in zip(
+        geo.sizes, geo.out, geo.taps, geo.stride, geo.padding, geo.dilation, strict=True
+    ):
+        step = s // math.gcd(s, d)
+        first, count, offset = [], [], []
+        for phase in range(s):
+            meets = [t for t in range(r) if (phase + low - t * d) % s == 0]
+            first.append(meets[0] if meets else 0)
+            count.append(len(meets))
+            offset.append((phase + low - meets[0] * d) // s if meets else 0)
+        if geo.flip:  # the filter's tap at window place t is r - 1 - t
+            axes.append(
+                Axis(
+                    out, x, r, 1, s, tuple(r - 1 - f for f in first), tuple(count), tuple(offset), -step, -step * d // s
+                )
+            )
+        else:
+            axes.append(Axis(out, x, r, 1, s, tuple(first), tuple(count), tuple(offset), step, -step * d // s))
+    return tuple(axes)
+
+
+def _problem(
+    dy: Any,
+    w: Any,
+    geo: Geometry,
+    x_shape: Sequence[int],
+    *,
+    groups: int,
+    filter_layout: str,
+    epilogue: Epilogue | None,
+    extras: tuple[Any, ...],
+    out_dtype: Any,
+) -> tuple[Problem, bool, int, int]:
+    """(problem, whether the filter is transposed by a copy, zero channels added to dy, to dx)."""
+    width = jnp.dtype(dy.dtype).itemsize
+    reduce, columns = dy.shape[-1] // groups, x_shape[-1]
+    outer = filter_layout[0] == "O"
+    chunk = min(128, max(32, reduce * width)) // width
+    transpose = outer and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
+    pad_reduce = -reduce % (16 // width)
+    align = max(16 // jnp.dtype(out_dtype).itemsize, 8 if outer and not transpose else 1)
+    pad_columns = -columns % align
+    flat = geo.pointwise
+    problem = Problem(
+        batch=math.prod(dy.shape[:-1]) if flat else dy.shape[0],
+        reduce=reduce + pad_reduce,
+        columns=columns + pad_columns,
+        axes=() if flat else axes_of(geo),
+        filter_dims="ctj" if outer and not transpose else "tjc",
+        dtype=jnp.dtype(dy.dtype),
+        out_dtype=jnp.dtype(out_dtype),
+        accumulator=jnp.int32 if dy.dtype == jnp.int8 else jnp.float32,
+        finish=ep.finisher(epilogue),
+        extras=extras,
+        bias=epilogue is not None and epilogue.bias,
+        groups=groups,
+        grouped="c",
+    )
+    return problem, transpose, pad_reduce, pad_columns
+
+
+def joined(geo: Geometry, channels: int, groups: int) -> bool:
+    """Whether the phases become columns of one product."""
+    return (
+        groups == 1
+        and channels < NARROW
+        and not geo.flip
+        and all(s <= r for s, r in zip(geo.stride, geo.taps, strict=True))
+    )
+
+
+def conv_dgrad(
+    dy: Array,
+    w: Array,
+    /,
+    *operands: Array,
+    x_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+    config: Config | None = None,
+    sms: int | None = None,
+) -> Array:
+    """The gradient in x of shape `x_shape`, from dy (N, spatial..., K) and w as `conv_fprop` takes it.
+
+    `operands` are the epilogue's, in its order (prior, bias, residual), for a stride of one.
+    """
+    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
+    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    if joined(geo, x_shape[-1], groups) and not operands and any(s > 1 for s in stride):
+        return _joined_phases(dy, w, geo, x_shape, filter_layout, epilogue, out_dtype, config, sms)
+    problem, transpose, pad_reduce, pad_columns = _problem(
+        dy,
+        w,
+        geo,
+        x_shape,
+        groups=groups,
+        filter_layout=filter_layout,
+        epilogue=epilogue,
+        extras=ep.dtypes(epilogue, operands),
+        out_dtype=out_dtype,
+    )
+    sms = sms or tuning.multiprocessors()
+    config = config or tuning.choose("dgrad", problem, sms)
+    flat = geo.pointwise
+    a = fprop.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
+    b = _filter(w, problem, transpose, pad_reduce, pad_columns, filter_layout)
+    bias, extras = fprop.prepare_epilogue(epilogue, operands, problem, config, flat, pad_columns)
+    dx = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
+    if not flat:
+        dx = dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
+    return dx[..., : x_shape[-1]].reshape(tuple(x_shape))
+
+
+def _filter(
+    w: Array, problem: Problem, transpose: bool, pad_reduce: int, pad_columns: int, filter_layout: str
+) -> Array:
+    """The filter with its reduced axis k padded, as `problem.filter_dims` says."""
+    pad = fprop._pad
+    if filter_layout[0] == "O":
+        w = w.reshape(w.shape[0], -1, w.shape[-1])
+        w = pad(w, ((0, pad_reduce if transpose else 0), (0, 0), (0, pad_columns)))
+        return w.transpose(1, 2, 0) if transpose else w
+    w = w.reshape(-1, w.shape[-2], w.shape[-1])
+    return pad(w, ((0, 0), (0, 0), (0, pad_reduce)))
+
+
+def _joined_phases(
+    dy: Array,
+    w: Array,
+    geo: Geometry,
+    x_shape: Sequence[int],
+    filter_layout: str,
+    epilogue: Epilogue | None,
+    out_dtype: Any,
+    config: Config | None,
+    sms: int | None,
+) -> Array:
+    """All phases as columns: a convolution of dy, stride one, whose filter holds each phase's taps where they fall."""
+    axes = axes_of(geo)
+    if filter_layout[0] == "O":
+        w = jnp.moveaxis(w, 0, -1)  # taps..., C, K
+    windows = []  # by axis: for each place of the joined window and each phase, the tap there, or r for none
+    tops = []
+    for ax, r in zip(axes, geo.taps, strict=True):
+        top = max(o for o, n in zip(ax.offset, ax.count, strict=True) if n)
+        bottom = min(o + (n - 1) * ax.move for o, n in zip(ax.offset, ax.count, strict=True) if n)
+        table = np.full((top - bottom + 1, ax.out_step), r)
+        for phase in range(ax.out_step):
+            for j in range(ax.count[phase]):
+                table[top - (ax.offset[phase] + j * ax.move), phase] = ax.first[phase] + j * ax.tap_step
+        windows.append(table)
+        tops.append(top)
+    rank = len(axes)
+    w = jnp.pad(w, [(0, 1)] * rank + [(0, 0)] * 2)  # the tap "none" is zero
+    for d, table in enumerate(windows):  # (u, a) at axis 2d, 2d + 1
+        w = jnp.take(w, jnp.asarray(table.reshape(-1)), axis=2 * d)
+        w = w.reshape(*w.shape[: 2 * d], *table.shape, *w.shape[2 * d + 1 :])
+    order = (*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank, 2 * rank + 1)
+    w = w.transpose(order)  # u..., a..., c, k
+    places = tuple(len(table) for table in windows)
+    w = w.reshape(*places, -1, w.shape[-1])
+    positions = tuple(ax.positions for ax in axes)
+    columns = w.shape[-2]
+    # place u reads dy at i + top - u: a stride-one backward convolution with padding `top`
+    pads = tuple(
+        (top, p + n - 1 - top - size) for top, p, n, size in zip(tops, geo.out, places, positions, strict=True)
+    )
+    ones = (1,) * rank
+    shape = (x_shape[0], *positions, columns)
+    dx = conv_dgrad(
+        dy,
+        w,
+        x_shape=shape,
+        stride=ones,
+        padding=pads,
+        dilation=ones,
+        filter_layout="HWIO"[-2 - rank :],
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        config=config,
+        sms=sms,
+    )
+    dx = dx.reshape(x_shape[0], *positions, *(ax.out_step for ax in axes), x_shape[-1])
+    interleave = (0, *itertools.chain(*((1 + d, 1 + rank + d) for d in range(rank))), 2 * rank + 1)
+    dx = dx.transpose(interleave).reshape(
+        x_shape[0], *(p * ax.out_step for p, ax in zip(positions, axes, strict=True)), x_shape[-1]
+    )
+    return dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
+
+
+def schedule(
+    dy: Any,
+    w: Any,
+    /,
+    *,
+    x_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+) -> np.ndarray:
+    """In which order the products of an output are added: flat indices tap * K + k, -1 where a zero pads.
+
+    A position meets some of the taps; those it does not meet add nothing, so one order serves all positions.
+    """
+    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    problem, _, pad_reduce, _ = _problem(
+        dy, w, geo, x_shape, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=jnp.float32
+    )
+    reduce = problem.reduce - pad_reduce
+    taps = range(math.prod(geo.taps))
+    rows = []
+    for start in range(0, problem.reduce, problem.chunk):
+        channel = np.arange(start, start + problem.chunk)
+        rows += [np.where(channel < reduce, tap * reduce + channel, -1) for tap in (taps[::-1] if flip else taps)]
+    return np.concatenate(rows)[None]
+
+
+def workspace(
+    dy: Any,
+    w: Any,
+    /,
+    *,
+    x_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+    out_dtype: Any = None,
+) -> int:
+    """Bytes of device memory that the copies around the kernel take."""
+    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    out_dtype = jnp.dtype(out_dtype or dy.dtype)
+    problem, transpose, pad_reduce, pad_columns = _problem(
+        dy, w, geo, x_shape, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=out_dtype
+    )
+    width, total = jnp.dtype(dy.dtype).itemsize, 0
+    if joined(geo, x_shape[-1], groups) and any(s > 1 for s in stride):
+        cells = math.prod(ceil_div(n, s) for n, s in zip(x_shape[1:-1], stride, strict=True))
+        return x_shape[0] * cells * ceil_div(math.prod(stride) * x_shape[-1], 8) * 8 * out_dtype.itemsize
+    if pad_reduce:
+        total += math.prod(dy.shape[:-1]) * problem.reduce * width
+    if transpose or pad_reduce or (pad_columns and filter_layout[0] == "O"):
+        total += math.prod(geo.taps) * problem.reduce * problem.columns * width
+    longer = [ax.positions * ax.out_step for ax in problem.axes]
+    if pad_columns or longer != list(x_shape[1:-1][: len(longer)]):
+        total += dy.shape[0] * math.prod(longer or dy.shape[1:-1]) * problem.columns * out_dtype.itemsize
+    return total

@@ -1,0 +1,391 @@
+"""Convolution forward on Hopper.
+
+y[n, p, k] = sum over (tap, c) of x[n, p * s + tap * d - pad, c] w[tap, c, k].
+
+Schedule: `pipeline.py`'s. For each chunk of 128 bytes of input channels (64 of bfloat16), for each tap in order, the
+chunk's channels in order; float32 (int32) accumulation on the tensor core, one conversion at the end. No tile, batch,
+position or configuration changes it: `batch_invariant`.
+
+Tiling: boxes of images x positions against up to 256 output channels; see `Config`. A convolution whose taps are all
+one, with stride one and no padding, is a plain matrix product over flattened pixels. An input of very few channels (an
+RGB stem) gets the taps of its last axis as channels by one copy outside the kernel; its order is then tap by tap of
+the remaining axes, and (last tap, channel) inside, which is the filter's own order.
+
+Limits: bfloat16, float16; float8 and int8; float32 by TF32 (truncated operands) on request. Channels whose rows are
+no multiple of 16 bytes are padded by a copy; so are strided axes whose length the stride does not divide. Groups need
+16, 32 or a multiple of 64 channels each (bfloat16). A 3-d convolution has stride one on all axes or a copy of x.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._epilogue import Epilogue
+from jaxdnn._kernels.hopper import epilogue as ep
+from jaxdnn._kernels.hopper import pipeline, tuning
+from jaxdnn._kernels.hopper.pipeline import Axis, Config, Problem, ceil_div
+
+FLOATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+Pads = Sequence[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The window of a convolution, by spatial axis."""
+
+    sizes: tuple[int, ...]
+    taps: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    flip: bool = False  # a mathematical convolution: taps in reverse
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        axes = zip(self.sizes, self.taps, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((x + low + high - d * (r - 1) - 1) // s + 1 for x, r, s, (low, high), d in axes)
+
+    @property
+    def pointwise(self) -> bool:
+        """Every output pixel reads the one input pixel at its place."""
+        return all(t == 1 for t in self.taps) and all(s == 1 for s in self.stride) and not any(map(any, self.padding))
+
+
+def geometry(
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    filter_layout: str,
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    flip: bool,
+) -> Geometry:
+    rank = len(x_shape) - 2
+    taps = tuple(w_shape[1:-1] if filter_layout[0] == "O" else w_shape[:-2])
+    pads = tuple((int(low), int(high)) for low, high in padding)
+    return Geometry(tuple(x_shape[1 : 1 + rank]), taps, tuple(stride), pads, tuple(dilation), flip)
+
+
+def operand_reason(dtype: Any, other: Any, out_dtype: Any, precision: str | None) -> str | None:
+    """Why two operand dtypes cannot be multiplied by the tensor cores, or None."""
+    name = jnp.dtype(dtype).name
+    if name == "float32":
+        if precision != "tf32":
+            return "the tensor cores have no float32 products; `precision='tf32'` asks for truncated ones"
+    elif name == "int8":
+        if jnp.dtype(out_dtype).name not in ("int32",):
+            return "its int8 kernel writes int32"
+    elif name not in FLOATS:
+        return f"its kernels take bfloat16, float16, float8, int8 and (as TF32) float32, not {name}"
+    if jnp.dtype(dtype) != jnp.dtype(other):
+        return "its kernels take operands of one dtype"
+    if name != "int8" and jnp.dtype(out_dtype).name not in ("bfloat16", "float16", "float32"):
+        return f"its kernels write bfloat16, float16 and float32, not {jnp.dtype(out_dtype).name}"
+    return None
+
+
+def supports(
+    x: Any,
+    w: Any,
+    /,
+    *,
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+    precision: str | None = None,
+) -> str | None:
+    """Why `conv_fprop` cannot serve a call on arrays of these shapes and dtypes, or None."""
+    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
+    accumulator = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    reason = operand_reason(x.dtype, w.dtype, out_dtype, precision) or ep.supports(epilogue, accumulator, out_dtype)
+    if reason:
+        return reason
+    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    columns = w.shape[0] if filter_layout[0] == "O" else w.shape[-1]
+    return shape_reason(geo, x.shape[0], x.shape[-1] // groups, columns // groups, groups, jnp.dtype(x.dtype).itemsize)
+
+
+def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, groups: int, width: int) -> str | None:
+    if min(batch, *geo.out, *geo.sizes, reduce, columns, 1) < 1:
+        return "it has no kernel for empty arrays"
+    if any(low < 0 or high < 0 for low, high in geo.padding):
+        return "its kernels take no negative padding"
+    if groups > 1:
+        bytes_ = reduce * width
+        if bytes_ not in (32, 64) and bytes_ % 128:
+            return "its kernels take groups of 32, 64 or a multiple of 128 bytes of channels"
+        if columns % 16:
+            return "its kernels take groups of a multiple of 16 output channels"
+    if len(geo.sizes) == 3 and any(s > 1 for s in geo.stride):
+        return "its kernels take no stride in three dimensions"
+    return None
+
+
+def axes_of(geo: Geometry) -> tuple[Axis, ...]:
+    """The forward walk: every output reads all taps; a stride is a phase of the input."""
+    axes = []
+    for x, out, r, s, (low, _), d in zip(
+        geo.sizes, geo.out, geo.taps, geo.stride, geo.padding, geo.dilation, strict=True
+    ):
+        first, step = (r - 1, -1) if geo.flip else (0, 1)
+        axes.append(Axis(x, out, r, s, 1, (first,), (r,), (-low,), step, d))
+    return tuple(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is run for a call: the problem, and the copies around it."""
+
+    problem: Problem
+    geo: Geometry
+    flat: bool  # pixels flattened: a matrix product
+    folded: bool  # the last axis' taps became channels
+    pad_reduce: int  # zero channels added to x and w
+    pad_columns: int  # zero output channels added, then cut off
+    transpose: bool  # the filter goes through a transposing copy (types that wgmma reads one way only)
+
+
+def plan(
+    x: Any,
+    w: Any,
+    geo: Geometry,
+    *,
+    groups: int,
+    filter_layout: str,
+    epilogue: Epilogue | None,
+    extras: tuple[Any, ...],
+    out_dtype: Any,
+) -> Plan:
+    dtype, width = jnp.dtype(x.dtype), jnp.dtype(x.dtype).itemsize
+    channels_last = filter_layout[0] == "O"
+    columns = w.shape[0] if channels_last else w.shape[-1]
+    reduce = x.shape[-1] // groups
+    flat = geo.pointwise
+    folded = groups == 1 and reduce * width < 32 and geo.taps[-1] > 1
+    batch = x.shape[0]
+    if flat:
+        batch, geo = math.prod(x.shape[:-1]), Geometry((), (), (), (), ())
+    if folded:
+        reduce *= geo.taps[-1]
+        geo = dataclasses.replace(
+            geo,
+            sizes=(*geo.sizes[:-1], geo.out[-1]),
+            taps=(*geo.taps[:-1], 1),
+            stride=(*geo.stride[:-1], 1),
+            padding=(*geo.padding[:-1], (0, 0)),
+            dilation=(*geo.dilation[:-1], 1),
+        )
+    chunk = min(128, max(32, reduce * width)) // width
+    # contiguous output channels come in whole chunks of 16-bit numbers; else the filter is transposed
+    transpose = not channels_last and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
+    pad_reduce = -reduce % (16 // width)
+    align = max(16 // jnp.dtype(out_dtype).itemsize, 8 if not channels_last and not transpose else 1)
+    pad_columns = -columns % align
+    integer = dtype == jnp.int8
+    problem = Problem(
+        batch=batch,
+        reduce=reduce + pad_reduce,
+        columns=columns + pad_columns,
+        axes=axes_of(geo),
+        filter_dims="jtc" if channels_last or transpose else "tcj",
+        dtype=dtype,
+        out_dtype=jnp.dtype(out_dtype),
+        accumulator=jnp.int32 if integer else jnp.float32,
+        finish=ep.finisher(epilogue),
+        extras=extras,
+        bias=epilogue is not None and epilogue.bias,
+        groups=groups,
+    )
+    return Plan(problem, geo, flat, folded, pad_reduce, pad_columns, transpose)
+
+
+def conv_fprop(
+    x: Array,
+    w: Array,
+    /,
+    *operands: Array,
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+    config: Config | None = None,
+    sms: int | None = None,
+) -> Array:
+    """The convolution of channels-last arrays; `operands` are the epilogue's, in its order (prior, bias, residual).
+
+    Args:
+      x: (N, spatial..., C).
+      w: (taps..., C / groups, K) for a `filter_layout` that ends in "IO", or (K, taps..., C / groups).
+      flip: whether taps are flipped (a mathematical convolution).
+      config: how to cut the work; by default the measured or modelled choice.
+      sms: how many multiprocessors to use; by default all.
+    """
+    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
+    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    todo = plan(
+        x,
+        w,
+        geo,
+        groups=groups,
+        filter_layout=filter_layout,
+        epilogue=epilogue,
+        extras=ep.dtypes(epilogue, operands),
+        out_dtype=out_dtype,
+    )
+    problem = todo.problem
+    sms = sms or tuning.multiprocessors()
+    config = config or tuning.choose("fprop", problem, sms)
+    out_shape = (x.shape[0], *geo.out, problem.columns - todo.pad_columns)
+    if todo.folded:
+        x = fold_taps(x, geo)
+    a = _input(x, todo)
+    b = _filter(w, geo, todo, filter_layout)
+    bias, extras = prepare_epilogue(epilogue, operands, problem, config, todo.flat, todo.pad_columns)
+    y = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
+    if todo.pad_columns:
+        y = y[..., : out_shape[-1]]
+    return y.reshape(out_shape)
+
+
+def fold_taps(x: Array, geo: Geometry) -> Array:
+    """(..., X, C) to (..., Q, S * C): the last axis' taps side by side, as one copy."""
+    low, high = geo.padding[-1]
+    s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
+    high = max(high, (q - 1) * s + (r - 1) * d + 1 - low - geo.sizes[-1])
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(low, high), (0, 0)])
+    taps = range(r)[::-1] if geo.flip else range(r)
+    return jnp.concatenate([x[..., t * d : t * d + (q - 1) * s + 1 : s, :] for t in taps], axis=-1)
+
+
+def _input(x: Array, todo: Plan) -> Array:
+    if todo.flat:
+        x = x.reshape(-1, x.shape[-1])
+    return pad_axes(x, todo.problem.axes, todo.pad_reduce)
+
+
+def pad_axes(x: Array, axes: Sequence[Axis], pad_reduce: int) -> Array:
+    """Zeros where the pipeline needs them: whole steps, rows of 16 bytes, and no axis of one position with taps.
+
+    TMA descriptors drop an axis of one position, and with it the test that fills zeros outside of it.
+    """
+    pads = [(0, 0)]
+    for ax in axes:
+        high = -ax.size % ax.in_step
+        alone = ax.positions == 1 and ax.count == (1,) and ax.offset == (0,)
+        if (ax.size + high) // ax.in_step == 1 and not alone:
+            high += ax.in_step
+        pads.append((0, high))
+    pads.append((0, pad_reduce))
+    return jnp.pad(x, pads) if any(map(any, pads)) else x
+
+
+def _filter(w: Array, geo: Geometry, todo: Plan, filter_layout: str) -> Array:
+    columns = todo.problem.columns - todo.pad_columns
+    reduce = todo.problem.reduce - todo.pad_reduce
+    if filter_layout[0] == "O":
+        w = w.reshape(columns, -1, reduce)
+        return _pad(w, ((0, todo.pad_columns), (0, 0), (0, todo.pad_reduce)))
+    w = w.reshape(-1, reduce, columns)
+    if todo.transpose:
+        w = _pad(w, ((0, 0), (0, todo.pad_reduce), (0, todo.pad_columns)))
+        return w.transpose(2, 0, 1)
+    return _pad(w, ((0, 0), (0, 0), (0, todo.pad_columns)))
+
+
+def _pad(a: Array, pads: Sequence[tuple[int, int]]) -> Array:
+    return jnp.pad(a, pads) if any(map(any, pads)) else a
+
+
+def prepare_epilogue(
+    epilogue: Epilogue | None,
+    operands: Sequence[Array],
+    problem: Problem,
+    config: Config,
+    flat: bool,
+    pad_columns: int,
+) -> tuple[Array | None, list[Array]]:
+    """The epilogue's operands as the pipeline reads them: bias whole tiles long, the others like the output."""
+    if epilogue is None:
+        return None, []
+    named = dict(zip(epilogue.operands, operands, strict=True))
+    bias = None
+    if "bias" in named:
+        whole = ceil_div(problem.columns, config.columns) * config.columns
+        bias = named["bias"].astype(jnp.float32)
+        bias = _pad(bias, ((0, whole - bias.shape[0]),))
+    extras = []
+    for name in ("prior", "residual"):
+        if name in named:
+            extra = _pad(named[name], ((0, 0),) * (named[name].ndim - 1) + ((0, pad_columns),))
+            extras.append(extra.reshape(-1, extra.shape[-1]) if flat else extra)
+    return bias, extras
+
+
+def schedule(
+    x: Any,
+    w: Any,
+    /,
+    *,
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+) -> np.ndarray:
+    """In which order the products of an output are added: flat indices tap * C + c, -1 where a zero pads."""
+    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    todo = plan(x, w, geo, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=jnp.float32)
+    reduce = todo.problem.reduce - todo.pad_reduce
+    order = pipeline.schedule_order(todo.problem)
+    if todo.folded and flip:
+        raise NotImplementedError("the order of a flipped convolution of few channels is not stated")
+    tap, channel = np.divmod(order, todo.problem.reduce)
+    return np.where((order < 0) | (channel >= reduce), -1, tap * reduce + channel)
+
+
+def workspace(
+    x: Any,
+    w: Any,
+    /,
+    *,
+    stride: Sequence[int],
+    padding: Pads,
+    dilation: Sequence[int],
+    groups: int = 1,
+    flip: bool = False,
+    filter_layout: str = "HWIO",
+    out_dtype: Any = None,
+) -> int:
+    """Bytes of device memory that the copies around the kernel take."""
+    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    todo = plan(x, w, geo, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=out_dtype)
+    width, total = jnp.dtype(x.dtype).itemsize, 0
+
+    def prepared(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.eval_shape(lambda a: _input(fold_taps(a, geo) if todo.folded else a, todo), a)
+
+    a = prepared(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    if math.prod(a.shape) != math.prod(x.shape) or todo.folded:
+        total += math.prod(a.shape) * width
+    if todo.transpose or todo.pad_columns or (todo.pad_reduce and filter_layout[0] == "O"):
+        total += math.prod(geo.taps) * todo.problem.reduce * todo.problem.columns * width
+    if todo.pad_columns:
+        total += x.shape[0] * math.prod(geo.out) * todo.problem.columns * out_dtype.itemsize
+    return total

@@ -1,0 +1,760 @@
+"""The persistent, warp-specialised matrix pipeline that the Hopper convolution kernels share.
+
+A convolution as a matrix product without a copy: a tile of the output is a box of pixels (images x positions, at most
+256 rows) times a range of output channels. For every filter tap the box of *input* pixels that meets it is a box too,
+shifted; the tensor memory accelerator (TMA) fetches it and fills whatever lies outside the image with zeros, so that
+padding, dilation and ragged edges cost nothing. A stride splits an axis into (positions, phase); a tap then picks a
+phase, and stays a box.
+
+Schedule. An output's products are added in this order, whatever the tile, the batch or the position:
+for each chunk of 128 bytes of input channels, for each tap in the filter's order, the chunk's channels in order
+(`schedule_order` spells it out). The tensor core adds 32 bytes' worth of products at a time into a float32.
+
+Roles in a block of threads (one block a multiprocessor): one warpgroup issues the loads into a ring of shared-memory
+slots; `teams` consumer teams of `groups` warpgroups each take the output tiles in turn, so that with two teams the
+epilogue of one tile overlaps the products of the next.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+SMEM_BYTES = 232448  # what one block may use on compute capability 9.0
+ALIGNMENT = 1024  # of every shared-memory buffer: the period of the 128-byte swizzle
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT  # the layout whose registers wgmma takes as they are
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One spatial axis, as the pipeline walks it.
+
+    An output position of phase a and index i lies at i * out_step + a. Its tap number j (of count[a]) is the filter's
+    tap first[a] + j * tap_step and reads the input at i * in_step + offset[a] + j * move.
+    """
+
+    size: int  # input positions
+    out: int  # output positions, all phases together
+    taps: int  # filter taps
+    in_step: int
+    out_step: int
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+    offset: tuple[int, ...]
+    tap_step: int
+    move: int
+
+    @property
+    def positions(self) -> int:
+        return ceil_div(self.out, self.out_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut; none of it changes a bit of the result."""
+
+    images: int  # images a tile
+    block: tuple[int, ...]  # positions a tile, by spatial axis
+    columns: int  # output channels a tile
+    stages: int = 4
+    teams: int = 2
+    groups: int = 1  # warpgroups a team
+    order: str = "k"  # what varies fastest from tile to tile: "k" output channels, "p" positions, "n" images
+    staged: int = 1  # buffers of 128 bytes of output channels that a warpgroup fills in turn
+    halo: int = 0  # slots of a second ring whose boxes serve all taps of a chunk; 0: a box for every tap
+    resident: bool = False  # the filter stays in shared memory for good
+
+    @property
+    def rows(self) -> int:
+        return self.images * math.prod(self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is computed; everything in it is static."""
+
+    batch: int
+    reduce: int  # input channels
+    columns: int  # output channels
+    axes: tuple[Axis, ...]
+    filter_dims: str  # the filter's axes: t taps (flattened), c reduced channels, j output channels
+    dtype: Any
+    out_dtype: Any
+    accumulator: Any
+    finish: Callable[..., Array] | None = None  # the epilogue: (acc, *tiles of extras, bias or None) -> value
+    extras: tuple[Any, ...] = ()  # dtypes of the output-shaped operands of the epilogue
+    bias: bool = False
+    groups: int = 1  # `reduce` counts the channels of one
+    grouped: str = "j"  # the filter axis along which the groups lie side by side
+
+    @property
+    def swizzle(self) -> int:
+        bytes_ = self.reduce * np.dtype(self.dtype).itemsize
+        return 128 if bytes_ > 64 else 64 if bytes_ > 32 else 32
+
+    @property
+    def chunk(self) -> int:
+        return self.swizzle // np.dtype(self.dtype).itemsize
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.reduce, self.chunk)
+
+
+def schedule_order(problem: Problem, phase: Sequence[int] | None = None) -> np.ndarray:
+    """The flat reduction indices tap * C + c in the order in which the kernel adds them, -1 for a padding zero."""
+    axes = problem.axes
+    phase = (0,) * len(axes) if phase is None else phase
+    taps = [[ax.first[a] + j * ax.tap_step for j in range(ax.count[a])] for ax, a in zip(axes, phase, strict=True)]
+    sizes = [ax.taps for ax in axes]
+    flat = [int(np.ravel_multi_index(t, sizes)) for t in _product(taps)]
+    rows = []
+    for start in range(0, problem.reduce, problem.chunk):
+        channel = np.arange(start, start + problem.chunk)
+        for tap in flat:
+            rows.append(np.where(channel < problem.reduce, tap * problem.reduce + channel, -1))
+    order = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    return order[None]
+
+
+def _product(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = [()]
+    for values in lists:
+        out = [(*head, value) for head in out for value in values]
+    return out
+
+
+def _row_bytes(config: Config, dtype: Any) -> int:
+    """Bytes of one row of a staged chunk of columns: 128, or less where the tile is narrower."""
+    return min(128, config.columns * np.dtype(dtype).itemsize)
+
+
+def _swizzled(bytes_: int) -> tuple[Any, ...]:
+    return (plgpu.SwizzleTransform(bytes_),) if bytes_ > 16 else ()
+
+
+def _a_box(problem: Problem, config: Config) -> tuple[int, ...]:
+    """The input box of a slot: the tile's pixels, in a halo also all that its taps reach."""
+    if not config.halo:
+        return (config.images, *config.block)
+    reach = [(ax.taps - 1) * abs(ax.move) for ax in problem.axes]
+    return (config.images, *(b + r for b, r in zip(config.block, reach, strict=True)))
+
+
+def _a_slots(config: Config) -> int:
+    return config.halo or config.stages
+
+
+def _b_slots(problem: Problem, config: Config) -> int:
+    return math.prod(ax.taps for ax in problem.axes) * problem.chunks if config.resident else config.stages
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory that a configuration takes, barriers left out (they fit the slack that `check` keeps)."""
+    up = lambda n: ceil_div(n, ALIGNMENT) * ALIGNMENT
+    width = np.dtype(problem.dtype).itemsize
+    warpgroups = config.teams * config.groups
+    staged = lambda dtype, chunks: up(warpgroups * chunks * config.rows // config.groups * _row_bytes(config, dtype))
+    ring = up(_a_slots(config) * math.prod(_a_box(problem, config)) * problem.chunk * width)
+    ring += up(_b_slots(problem, config) * config.columns * problem.chunk * width)
+    extras = [staged(d, config.columns * np.dtype(d).itemsize // _row_bytes(config, d)) for d in problem.extras]
+    return ring + staged(problem.out_dtype, config.staged) + sum(extras)
+
+
+def check(problem: Problem, config: Config) -> str | None:
+    """Why a configuration cannot run, or None."""
+    rows = config.rows
+    if rows % (64 * config.groups):
+        return f"{rows} rows do not divide into {config.groups} warpgroups of multiples of 64"
+    if max(config.images, *config.block, config.columns) > 256:
+        return "a box has at most 256 elements along an axis"
+    if rows // config.groups * config.columns > 128 * 208:
+        return "the accumulator does not fit the registers"
+    if _split(config) is None:
+        return "the tile does not divide among the team's warpgroups"
+    if min(_row_bytes(config, dtype) for dtype in (problem.out_dtype, *problem.extras)) < 32:
+        return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
+    if shared_bytes(problem, config) > SMEM_BYTES - 2048:
+        return "the ring does not fit shared memory"
+    if problem.filter_dims[-1] == "j" and config.columns % problem.chunk:
+        return "a filter that is contiguous in its output channels needs tiles of whole chunks"
+    if problem.groups > 1 and (problem.columns // problem.groups % config.columns or problem.reduce % problem.chunk):
+        return "a group must divide into whole tiles and whole chunks"
+    if config.resident and (problem.columns > config.columns or any(ax.out_step > 1 for ax in problem.axes)):
+        return "a resident filter needs all its columns in one tile, and one phase"
+    if config.halo:
+        return _check_halo(problem, config)
+    return None
+
+
+def _check_halo(problem: Problem, config: Config) -> str | None:
+    """wgmma reads 64 rows as eight groups of eight at one distance, so a halo box's rows must lie that way."""
+    if any(ax.in_step > 1 or ax.out_step > 1 for ax in problem.axes) or not problem.axes:
+        return "a halo needs steps of one"
+    if any(ax.first[0] or ax.tap_step != 1 for ax in problem.axes):
+        return "a halo needs the taps in the filter's order"
+    part = _split(config) or ()
+    if len(part) == 2:
+        return None if part[-1] % 64 == 0 else "a halo of one axis needs blocks of 64 positions"
+    if part[-1] != 8 or part[-2] % 8:
+        return "a halo needs blocks of 8k x 8 positions"
+    if max(_a_box(problem, config)) > 256:
+        return "a box has at most 256 elements along an axis"
+    return None
+
+
+def _split(config: Config) -> tuple[int, ...] | None:
+    """The box of one warpgroup of a team: rows are cut along the outermost axis that has more than one position."""
+    box = [config.images, *config.block]
+    if config.groups == 1:
+        return tuple(box)
+    for i, n in enumerate(box):
+        if n > 1:
+            if n % config.groups:
+                return None
+            box[i] = n // config.groups
+            return tuple(box)
+    return None
+
+
+def _view(ref: ir.Value, shape: Sequence[int], strides: Sequence[int]) -> ir.Value:
+    """Shared memory seen as the 4-d tiled matrix that wgmma's descriptors are made from."""
+    ty = ir.MemRefType(ref.type)
+    layout = ir.StridedLayoutAttr.get(0, list(strides))
+    return mgpu_utils.ptr_as_memref(
+        mgpu_utils.memref_ptr(ref), ir.MemRefType.get(list(shape), ty.element_type, layout, ty.memory_space)
+    )
+
+
+def _ptx(instruction: str) -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], instruction, "", has_side_effects=True)
+
+
+def start_accumulator(rows: int, columns: int, dtype: Any) -> Array:
+    """An accumulator of zeros that wgmma may write."""
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((rows, columns), dtype, layout=ACCUMULATOR))
+    def start(_):
+        element = mgpu_utils.dtype_to_ir_type(dtype)
+        signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+        return mgpu.WGMMAAccumulator.zero(rows, columns, element, is_signed=signed)._value
+
+    return start()
+
+
+def finish_accumulator(acc: Array) -> Array:
+    """The accumulator's value, once every product issued so far has arrived."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR,),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def finish(_, acc):
+        _ptx("wgmma.wait_group.sync.aligned 0;")
+        return fa.optimization_barrier(acc).to_layout(fa.WGMMA_LAYOUT)  # no use may be moved above the wait
+
+    return finish(acc)
+
+
+def multiply(acc: Array, a: Any, b: Any, *, swizzle: int, a_major: str, b_major: str) -> Array:
+    """Issues acc += a @ b and leaves it in flight. Operands are boxes of whole swizzled rows in shared memory.
+
+    A "k"-major operand is (rows..., chunk); an "mn"-major one (chunks of rows, reduction..., chunk); a "halo" one is
+    "k"-major, cut out of a larger box at any row, which the hardware bears because it swizzles by address.
+    """
+    rows, columns = acc.shape
+    ref_type = lambda: plgpu.RefType((plgpu.SwizzleTransform(swizzle),))
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR, ref_type(), ref_type()),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=ACCUMULATOR),
+    )
+    def product(_: Any, acc: Any, a: Any, b: Any) -> Any:
+        right = _operand(b, columns, b_major, swizzle, lhs=False)
+        halo = a_major == "halo"
+        pieces = _halo_operands(a, swizzle) if halo else [_operand(a, rows, a_major, swizzle, lhs=True)]
+        acc, height = acc.copy(), rows // len(pieces)
+        for i, left in enumerate(pieces):
+            part = (slice(i * height, (i + 1) * height), slice(0, columns))
+            state = mgpu.WGMMAAccumulator(_value=acc[part], _original_layout=fa.WGMMA_LAYOUT, _sync=False)
+            acc[part] = mgpu.wgmma(state, left, right, swizzle=swizzle)._value
+        _ptx("wgmma.commit_group.sync.aligned;")
+        return acc
+
+    return product(acc, a, b)
+
+
+def _operand(ref: ir.Value, extent: int, major: str, swizzle: int, *, lhs: bool) -> ir.Value:
+    """A whole buffer as wgmma's operand: extent rows (or columns) by what the buffer holds of the reduction."""
+    ty = ir.MemRefType(ref.type)
+    chunk = swizzle // mgpu_utils.bytewidth(ty.element_type)
+    if major == "k":
+        shape, strides = (extent // 8, 1, 8, chunk), (8 * chunk, chunk, chunk, 1)
+    else:
+        deep = math.prod(ty.shape) // extent
+        shape, strides = (deep // 8, extent // chunk, 8, chunk), (8 * chunk, deep * chunk, chunk, 1)
+    if (major == "k") == lhs:
+        return _view(ref, shape, strides)
+    swap = (1, 0, 3, 2)
+    return _view(ref, [shape[i] for i in swap], [strides[i] for i in swap])
+
+
+def _halo_operands(ref: ir.Value, swizzle: int) -> list[ir.Value]:
+    """The boxes of 8k x 8 positions (or runs of 64k) that a cut of a halo box consists of."""
+    ty = ir.MemRefType(ref.type)
+    chunk = swizzle // mgpu_utils.bytewidth(ty.element_type)
+    strides, _ = ty.get_strides_and_offset()
+    tail = 2 if len(ty.shape) == 3 else 3  # (images, positions, chunk) or (..., rows, 8, chunk)
+    lead = ty.shape[: len(ty.shape) - tail]
+    height = math.prod(ty.shape[-tail:-1])
+    step = 8 * chunk if tail == 2 else strides[-3]
+    pieces = []
+    for index in np.ndindex(*lead):
+        part = mgpu_utils.memref_slice(ref, tuple(int(i) for i in index))
+        pieces.append(_view(part, (height // 8, 1, 8, chunk), (step, chunk, chunk, 1)))
+    return pieces
+
+
+def _select(index: Any, values: Sequence[int]) -> Any:
+    """values[index] for a traced index and few static values."""
+    if len(set(values)) == 1:
+        return values[0]
+    out = jnp.int32(values[-1])
+    for i, value in enumerate(values[:-1]):
+        out = lax.select(index == i, jnp.int32(value), out)
+    return out
+
+
+class _Walk:
+    """Which tile is what: the same arithmetic for the producer and the consumers."""
+
+    def __init__(self, problem: Problem, config: Config):
+        self.problem, self.config = problem, config
+        axes = problem.axes
+        self.counts = [ceil_div(ax.positions, b) for ax, b in zip(axes, config.block, strict=True)]
+        self.images = ceil_div(problem.batch, config.images)
+        self.columns = ceil_div(problem.columns, config.columns)
+        self.per_phase = self.images * math.prod(self.counts) * self.columns
+        phases = _product([range(ax.out_step) for ax in axes])
+        taps = lambda phase: math.prod(ax.count[a] for ax, a in zip(axes, phase, strict=True))
+        self.phases = sorted(phases, key=lambda phase: (-taps(phase), phase))  # the longest first: a level finish
+        self.tiles = self.per_phase * len(self.phases)
+        self.taps = [taps(phase) for phase in self.phases]
+
+    def steps(self, tile: Any) -> Any:
+        """Slots of the ring that a tile consumes."""
+        return _select(lax.div(tile, self.per_phase), self.taps) * self.problem.chunks
+
+    def place(self, tile: Any) -> tuple[Any, list[Any], list[Any], Any]:
+        """(image, positions, phase numbers by axis, column) of a tile, in tiles."""
+        number = lax.div(tile, self.per_phase)
+        phase = [_select(number, [p[i] for p in self.phases]) for i in range(len(self.problem.axes))]
+        rest = lax.rem(tile, self.per_phase)
+        sizes = {"k": self.columns, "n": self.images}
+        spatial = [f"{i}" for i in range(len(self.counts))][::-1]
+        sizes.update({name: self.counts[int(name)] for name in spatial})
+        order = {
+            "k": ["k", "n", *spatial],
+            "kp": ["k", *spatial, "n"],
+            "n": ["n", *spatial, "k"],
+            "p": [*spatial, "n", "k"],
+        }[self.config.order]
+        at: dict[str, Any] = {}
+        for name in order:
+            if sizes[name] == 1:
+                at[name] = jnp.int32(0)
+                continue
+            at[name], rest = lax.rem(rest, sizes[name]), lax.div(rest, sizes[name])
+        return at["n"], [at[f"{i}"] for i in range(len(self.counts))], phase, at["k"]
+
+
+def run(
+    a: Array, b: Array, bias: Array | None, extras: Sequence[Array], problem: Problem, config: Config, *, sms: int
+) -> Array:
+    """Runs the pipeline; every array is laid out as `problem` says (channels last, steps not yet split).
+
+    Returns an array (N, positions * out_step, ..., columns): where out_step does not divide the output, longer.
+    """
+    reason = check(problem, config)
+    if reason is not None:
+        raise ValueError(f"`config` {config} cannot run: {reason}")
+    cut = _Cut(problem, config)
+    shape = [problem.batch]
+    for ax in problem.axes:
+        shape += [ax.positions, ax.out_step] if ax.out_step > 1 else [ax.out]
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        block = _Block(cut, refs, scratch)
+        pl.when(block.wg == cut.consumers)(block.produce)
+        pl.when(block.wg < cut.consumers)(block.consume)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((*shape, problem.columns), problem.out_dtype),
+        grid=(min(sms, cut.walk.tiles),),
+        grid_names=("sm",),
+        num_threads=cut.consumers + 1,
+        thread_name="wg",
+        scratch_types=cut.scratch(),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="jaxdnn_conv",
+    )
+    operands = [split_steps(a, problem.axes), b, *([bias] if bias is not None else []), *extras]
+    y = kernel(*operands)
+    return y.reshape(problem.batch, *(ax.positions * ax.out_step for ax in problem.axes), problem.columns)
+
+
+class _Cut:
+    """The static side of a launch: boxes, buffers and counts."""
+
+    def __init__(self, problem: Problem, config: Config):
+        self.problem, self.config, self.walk = problem, config, _Walk(problem, config)
+        part = _split(config)
+        assert part is not None
+        self.box, self.part = (config.images, *config.block), part
+        self.consumers = config.teams * config.groups
+        self.rows = config.rows // config.groups
+        self.b_major = "mn" if problem.filter_dims[-1] == "j" else "k"
+        self.b_pieces = config.columns // problem.chunk if self.b_major == "mn" else 1
+        self.out_chunk = _row_bytes(config, problem.out_dtype) // np.dtype(problem.out_dtype).itemsize
+        self.extra_chunks = [config.columns * np.dtype(d).itemsize // _row_bytes(config, d) for d in problem.extras]
+        self.a_loads, self.b_ringed = not config.halo, not config.resident  # what the common ring holds
+        self.ringed = self.a_loads or self.b_ringed
+        self.steps = math.prod(ax.taps for ax in problem.axes) * problem.chunks  # slots that a resident filter takes
+
+    def staging(self, dtype: Any, chunks: int) -> Any:
+        """One buffer, written or read by TMA as boxes and by the warpgroup as a tiled matrix."""
+        bytes_ = _row_bytes(self.config, dtype)
+        per = bytes_ // np.dtype(dtype).itemsize
+        swizzle = _swizzled(bytes_)
+        return plgpu.RefUnion(
+            plgpu.SMEM((self.consumers, chunks, *self.part, per), dtype, transforms=swizzle),
+            plgpu.SMEM(
+                (self.consumers, chunks, self.rows, per), dtype, transforms=(plgpu.TilingTransform((8, per)), *swizzle)
+            ),
+        )
+
+    def scratch(self) -> dict[str, Any]:
+        problem, config, chunk = self.problem, self.config, self.problem.chunk
+        swizzle = _swizzled(problem.swizzle)
+        b_box = (self.b_pieces, chunk, chunk) if self.b_major == "mn" else (config.columns, chunk)
+        refs: dict[str, Any] = {
+            "a_ring": plgpu.SMEM(
+                (_a_slots(config), *_a_box(problem, config), chunk), problem.dtype, transforms=swizzle
+            ),
+            "b_ring": plgpu.SMEM((_b_slots(problem, config), *b_box), problem.dtype, transforms=swizzle),
+            "out": self.staging(problem.out_dtype, config.staged),
+        }
+        teams, stages = config.teams, config.stages
+        if self.ringed:
+            arrivals = int(self.a_loads) + (self.b_pieces if self.b_ringed else 0)
+            refs["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * stages)
+            refs["empty"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=stages)
+        if config.halo:
+            refs["a_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=teams * config.halo)
+            refs["a_empty"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.halo)
+        if config.resident:
+            refs["b_full"] = plgpu.Barrier(num_arrivals=self.steps * self.b_pieces)
+        if problem.extras:
+            refs["extra"] = tuple(self.staging(d, n) for d, n in zip(problem.extras, self.extra_chunks, strict=True))
+            refs["extra_full"] = plgpu.Barrier(num_arrivals=sum(self.extra_chunks), num_barriers=self.consumers)
+        return refs
+
+
+class _Block:
+    """What one block of threads does; a method is a role or a stage of one."""
+
+    def __init__(self, cut: _Cut, refs: Sequence[Any], scratch: dict[str, Any]):
+        self.cut, self.problem, self.config, self.walk = cut, cut.problem, cut.config, cut.walk
+        rest = list(refs)
+        self.a, self.b = rest.pop(0), rest.pop(0)
+        self.bias = rest.pop(0) if cut.problem.bias else None
+        self.extras, self.y = rest[:-1], rest[-1]
+        self.scratch = scratch
+        self.a_ring, self.b_ring = scratch["a_ring"], scratch["b_ring"]
+        self.out_box, self.out_matrix = scratch["out"]
+        self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
+        self.mine = lax.div(self.walk.tiles - self.sm + self.sms - 1, self.sms)
+
+    # ---- the producer
+
+    def produce(self) -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        config = self.config
+        if config.resident:
+            self.load_filter()
+        zero = jnp.int32(0)
+        count, a_count = lax.fori_loop(0, self.mine, self.load_tile, (zero, zero))
+        if self.cut.ringed:
+            _drain(self.scratch["empty"], count, config.stages)
+        if config.halo:
+            _drain(self.scratch["a_empty"], a_count, config.halo)
+
+    def load_filter(self) -> None:
+        """The whole filter, once, for the tiles of the block's whole life."""
+        taps = self.cut.steps // self.problem.chunks
+
+        @pl.loop(0, self.cut.steps)
+        def _(step: Any) -> None:
+            self.load_b(
+                lax.div(step, taps), lax.rem(step, taps), jnp.int32(0), jnp.int32(0), step, self.scratch["b_full"]
+            )
+
+    def load_tile(self, local: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
+        n, at, phase, k = self.walk.place(self.sm + local * self.sms)
+        team = lax.rem(local, self.config.teams)
+        extents = [_select(p, ax.count) for p, ax in zip(phase, self.problem.axes, strict=True)]
+
+        def nest(cc: Any, j: tuple[Any, ...], counts: tuple[Any, Any]) -> tuple[Any, Any]:
+            if len(j) == len(extents):
+                return self.load_step(cc, j, (n, at, phase, k), team, counts)
+            extent = extents[len(j)]
+            if isinstance(extent, int) and extent == 1:
+                return nest(cc, (*j, jnp.int32(0)), counts)
+            return lax.fori_loop(0, extent, lambda i, counts: nest(cc, (*j, i), counts), counts)
+
+        def chunk(cc: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
+            if self.config.halo:
+                counts = self.load_halo(cc, (n, at, phase, k), team, counts)
+            return nest(cc, (), counts) if self.cut.ringed else counts
+
+        return lax.fori_loop(0, self.problem.chunks, chunk, counts)
+
+    def load_halo(self, cc: Any, place: Any, team: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The input that all taps of a chunk need, once."""
+        count, a_count = counts
+        slots = self.config.halo
+        slot = lax.rem(a_count, slots)
+        pl.when(a_count >= slots)(lambda: plgpu.barrier_wait(self.scratch["a_empty"].at[slot]))
+        n, at, _, k = place
+        index: list[Any] = [pl.ds(n * self.config.images, self.config.images)]
+        sizes = _a_box(self.problem, self.config)[1:]
+        for ax, block, size, i in zip(self.problem.axes, self.config.block, sizes, at, strict=True):
+            lowest = min(ax.offset[0], ax.offset[0] + (ax.taps - 1) * ax.move)
+            index.append(pl.ds(i * block + lowest, size))
+        index.append(self.channels(cc, k))
+        plgpu.copy_gmem_to_smem(
+            self.a.at[tuple(index)], self.a_ring.at[slot], self.scratch["a_full"].at[team * slots + slot]
+        )
+        return count, a_count + 1
+
+    def channels(self, cc: Any, k: Any) -> Any:
+        """The input channels of a chunk, in the group that the tile's columns belong to."""
+        problem = self.problem
+        start = cc * problem.chunk
+        if problem.groups > 1:
+            start += lax.div(k, self.walk.columns // problem.groups) * problem.reduce
+        return pl.ds(start, problem.chunk)
+
+    def load_step(self, cc: Any, j: Sequence[Any], place: Any, team: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
+        """One slot of the ring: the input box of one tap and chunk, and the filter's part for it."""
+        count, a_count = counts
+        n, at, phase, k = place
+        stages = self.config.stages
+        slot = lax.rem(count, stages)
+        signal = self.scratch["full"].at[team * stages + slot]
+        pl.when(count >= stages)(lambda: plgpu.barrier_wait(self.scratch["empty"].at[slot]))
+        index: list[Any] = [pl.ds(n * self.config.images, self.config.images)]
+        tap: Any = jnp.int32(0)
+        for ax, block, p, i, jj in zip(self.problem.axes, self.config.block, phase, at, j, strict=True):
+            tap = tap * ax.taps + _select(p, ax.first) + jj * ax.tap_step
+            offset = _select(p, ax.offset) + jj * ax.move
+            if ax.in_step == 1:
+                index.append(pl.ds(i * block + offset, block))
+            else:
+                shift = ax.in_step * ceil_div(max(0, -min(ax.offset)), ax.in_step)  # division of what is not negative
+                high = lax.div(offset + shift, ax.in_step) - shift // ax.in_step
+                index += [pl.ds(i * block + high, block), lax.rem(offset + shift, ax.in_step)]
+        if self.cut.a_loads:
+            index.append(self.channels(cc, k))
+            plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], self.a_ring.at[slot], signal)
+        if self.cut.b_ringed:
+            self.load_b(cc, tap, k, team, slot, signal)
+        return count + 1, a_count
+
+    def load_b(self, cc: Any, tap: Any, k: Any, team: Any, slot: Any, signal: Any) -> None:
+        problem, chunk = self.problem, self.problem.chunk
+        first, reduced = k * self.config.columns, cc * chunk
+        if problem.groups > 1 and problem.grouped == "c":
+            per = self.walk.columns // problem.groups
+            first, reduced = lax.rem(k, per) * self.config.columns, lax.div(k, per) * problem.reduce + reduced
+        for piece in range(self.cut.b_pieces):
+            where = {"t": tap, "c": pl.ds(reduced, chunk), "j": pl.ds(first, self.config.columns)}
+            target = self.b_ring.at[slot]
+            if self.cut.b_major == "mn":
+                where["j"], target = pl.ds(first + piece * chunk, chunk), self.b_ring.at[slot, piece]
+            plgpu.copy_gmem_to_smem(self.b.at[tuple(where[d] for d in problem.filter_dims)], target, signal)
+
+    # ---- the consumers
+
+    def consume(self) -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        config = self.config
+        self.team, self.member = lax.div(self.wg, config.groups), lax.rem(self.wg, config.groups)
+        if config.resident:
+            plgpu.barrier_wait(self.scratch["b_full"])
+
+        def tile(local: Any, count: Any) -> Any:
+            index = self.sm + local * self.sms
+            steps = self.walk.steps(index)
+            pl.when(lax.rem(local, config.teams) == self.team)(lambda: self.compute_tile(local, index, count, steps))
+            return count + steps
+
+        lax.fori_loop(0, self.mine, tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def compute_tile(self, local: Any, tile: Any, first: Any, steps: Any) -> None:
+        place = self.walk.place(tile)
+        self.request_extras(place)
+        stages = self.config.stages
+        acc = start_accumulator(self.cut.rows, self.config.columns, self.problem.accumulator)
+        step = ft.partial(self.multiply_step, local=local, first=first)
+        acc = finish_accumulator(lax.fori_loop(0, steps, step, acc))
+        if self.cut.ringed:
+            pl.when(steps > 0)(
+                lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + steps - 1, stages)])
+            )
+        if self.config.halo:
+            last = (local + 1) * self.problem.chunks - 1
+            plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(last, self.config.halo)])
+        if self.problem.extras:
+            plgpu.barrier_wait(self.scratch["extra_full"].at[self.wg])
+        chunks = self.config.columns // self.cut.out_chunk
+        for c in range(chunks):
+            buffer = lax.rem(lax.div(local, self.config.teams) * chunks + c, self.config.staged)
+            self.finish_chunk(c, acc, place, buffer)
+
+    def multiply_step(self, ks: Any, acc: Array, *, local: Any, first: Any) -> Array:
+        """One tap of one chunk; the slot before it is given back once its products have arrived."""
+        config, stages, halo = self.config, self.config.stages, self.config.halo
+        slot = lax.rem(first + ks, stages)
+        taps = self.cut.steps // self.problem.chunks
+        cc, tap = (lax.div(ks, taps), lax.rem(ks, taps)) if halo else (None, None)
+        if halo:
+            a_index = local * self.problem.chunks + cc
+            a_slot = lax.rem(a_index, halo)
+            pl.when(tap == 0)(lambda: plgpu.barrier_wait(self.scratch["a_full"].at[self.team * halo + a_slot]))
+            a, major = self.halo_view(a_slot, tap), "halo"
+        else:
+            a, major = self.member_part(slot), "k"
+        if self.cut.ringed:
+            plgpu.barrier_wait(self.scratch["full"].at[self.team * stages + slot])
+        b = self.b_ring.at[ks if config.resident else slot]
+        acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major=major, b_major=self.cut.b_major)
+        plgpu.wgmma_wait(1)
+        if self.cut.ringed:
+            pl.when(ks > 0)(lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + ks - 1, stages)]))
+        if halo:
+            pl.when((tap == 0) & (ks > 0))(
+                lambda: plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(a_index - 1, halo)])
+            )
+        return acc
+
+    def member_part(self, slot: Any) -> Any:
+        """This warpgroup's rows of an input box."""
+        box, part = self.cut.box, self.cut.part
+        cut = [i for i, (whole, piece) in enumerate(zip(box, part, strict=True)) if whole != piece]
+        if not cut:
+            return self.a_ring.at[slot]
+        rows = pl.ds(self.member * part[cut[0]], part[cut[0]])
+        return self.a_ring.at[(slot, *([slice(None)] * cut[0]), rows)]
+
+    def halo_view(self, slot: Any, tap: Any) -> Any:
+        """This warpgroup's rows of a halo box, shifted by a tap."""
+        index: list[Any] = []
+        for ax in reversed(self.problem.axes):
+            j = lax.rem(tap, ax.taps) if len(index) + 1 < len(self.problem.axes) else tap
+            tap = lax.div(tap, ax.taps)
+            index.append((ax.taps - 1 - j) * -ax.move if ax.move < 0 else j * ax.move)
+        starts = [jnp.int32(0), *index[::-1]]
+        parts = zip(self.cut.box, self.cut.part, starts, strict=True)
+        where = [pl.ds(start + (self.member * part if whole != part else 0), part) for whole, part, start in parts]
+        return self.a_ring.at[(slot, *where)]
+
+    def position(self, place: Any, column: Any, size: int) -> tuple[Any, ...]:
+        """Where this warpgroup's part of the tile lies in an output-shaped array."""
+        n, at, phase, _ = place
+        index: list[Any] = []
+        for d, (start, whole, piece) in enumerate(zip((n, *at), self.cut.box, self.cut.part, strict=True)):
+            index.append(pl.ds(start * whole + (self.member * piece if whole != piece else 0), piece))
+            if d and self.problem.axes[d - 1].out_step > 1:
+                index.append(phase[d - 1])
+        return (*index, pl.ds(column, size))
+
+    def request_extras(self, place: Any) -> None:
+        """Fetches the tile's part of the epilogue's operands while the products are computed."""
+        base = place[-1] * self.config.columns
+        buffers = self.scratch.get("extra", ())
+        for gmem, (box, _), chunks in zip(self.extras, buffers, self.cut.extra_chunks, strict=True):
+            per = self.config.columns // chunks
+            for c in range(chunks):
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[self.position(place, base + c * per, per)],
+                    box.at[self.wg, c],
+                    self.scratch["extra_full"].at[self.wg],
+                )
+
+    def finish_chunk(self, c: int, acc: Array, place: Any, buffer: Any) -> None:
+        """The epilogue of some columns, and their way out: registers, shared memory, TMA."""
+        problem, width, staged = self.problem, self.cut.out_chunk, self.config.staged
+        columns = slice(c * width, (c + 1) * width)
+        value = acc[:, columns]
+        if problem.finish is not None:
+            tiles = [_extra_tile(matrix, self.wg, columns) for _, matrix in self.scratch.get("extra", ())]
+            bias = None
+            if self.bias is not None:
+                start = place[-1] * self.config.columns + c * width
+                vector = plgpu.load(
+                    self.bias.at[pl.ds(start, width)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                )
+                bias = lax.broadcast_in_dim(vector, value.shape, (1,))
+            value = problem.finish(value, tiles, bias)
+        plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)
+        self.out_matrix[self.wg, buffer] = value.astype(problem.out_dtype)
+        plgpu.commit_smem()
+        where = self.position(place, place[-1] * self.config.columns + c * width, width)
+        plgpu.copy_smem_to_gmem(self.out_box.at[self.wg, buffer], self.y.at[where])
+
+
+def _drain(empty: Any, total: Any, slots: int) -> None:
+    """Waits until every slot has been read: memory must not be given back while the tensor cores read it."""
+
+    @pl.loop(lax.max(total - slots, 0), total)
+    def _(count: Any) -> None:
+        plgpu.barrier_wait(empty.at[lax.rem(count, slots)])
+
+
+def _extra_tile(matrix: Any, wg: Any, columns: slice) -> Array:
+    per = matrix.shape[-1]
+    width = columns.stop - columns.start
+    first, inner = divmod(columns.start, per)
+    tile = matrix[wg, first]
+    return (tile if per == width else tile[:, inner : inner + width]).astype(jnp.float32)
+
+
+def split_steps(a: Array, axes: Sequence[Axis]) -> Array:
+    """(N, X..., C) with every stepped axis as (positions, phase); its length must divide."""
+    shape = [a.shape[0]]
+    for ax, size in zip(axes, a.shape[1:-1], strict=True):
+        shape += [size // ax.in_step, ax.in_step] if ax.in_step > 1 else [size]
+    return a.reshape(*shape, a.shape[-1])
