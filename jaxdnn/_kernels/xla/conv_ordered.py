@@ -96,7 +96,8 @@ def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
         block = lax.dynamic_slice(padded, (rest, *start[::-1], 0), (1, *extents, x.shape[-1]))
         seen = lax.slice(block, (0,) * block.ndim, block.shape, (1, *window.dilation, 1))
         taps = jnp.swapaxes(seen.reshape(*problem.taps, groups, cg), rank, rank + 1)[..., None]
-        return acc + taps * lax.dynamic_index_in_dim(pixels, m, keepdims=False)
+        pixel = lax.dynamic_index_in_dim(pixels, m, keepdims=False)
+        return acc + taps * pixel.reshape((1,) * rank + pixel.shape)
 
     zero = jnp.zeros((*problem.taps, cg, groups, kg), jnp.float32)
     total = lax.fori_loop(0, n * math.prod(outputs), body, zero) if n else zero

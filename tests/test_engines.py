@@ -1,0 +1,191 @@
+"""The choice of an engine: the rule, its reasons, and what `explain` says."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cases
+import helpers
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn import engines
+
+X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
+
+
+def conv(x: jax.Array = X, w: jax.Array = W, **options: object) -> jax.Array:
+    return dnn.conv(x, w, layout="NWC", **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def extra_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In front of XLA's: one that refuses batches of 2, one that promises much and gives sevens."""
+
+    def sevens(call: engines.Call, *operands: jax.Array) -> jax.Array:
+        n, k = operands[0].shape[0], operands[1].shape[-1]
+        return jnp.full((n, *call.spec.output_sizes, k), 7, call.spec.out_dtype)
+
+    picky = engines.Engine(
+        name="picky",
+        op="conv",
+        run=sevens,
+        supports=lambda call: "it serves no batch of 2" if call.avals[0].shape[0] == 2 else None,
+        workspace=lambda call: 64,
+        notes=("a note",),
+    )
+    strict = dataclasses.replace(picky, name="strict", supports=lambda call: None, level=lambda call: "batch_invariant")
+    registry = {op: list(engines.registered(op)) for op in engines.ops()}
+    registry["conv"] = [picky, *registry["conv"], strict]
+    monkeypatch.setattr(engines, "_registry", registry)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_registered():
+    assert set(engines.ops()) == {"conv", "conv_dgrad", "conv_wgrad"}
+    assert all("xla" in [engine.name for engine in engines.registered(op)] for op in engines.ops())
+    assert "xla" in engines.names()
+    assert engines.registered("no op") == ()
+
+
+def test_first_that_can_serve(extra_engines: None):
+    assert conv(X[:1]).ravel()[0] == 7
+    assert conv().ravel()[0] == 6
+    assert conv(X[:1], engine="xla").ravel()[0] == 6
+
+
+def test_level_decides_too(extra_engines: None):
+    assert conv(determinism="batch_invariant").ravel()[0] == 7
+    assert conv(determinism="run_to_run").ravel()[0] == 6
+    with dnn.determinism("batch_invariant"):
+        assert conv().ravel()[0] == 7
+        assert jax.jit(conv)(X, W).ravel()[0] == 7
+    assert jax.jit(conv)(X, W).ravel()[0] == 6
+
+
+def test_a_named_engine_fails_loudly(extra_engines: None):
+    with pytest.raises(NotImplementedError, match=r"engine 'picky' .*\(picky: it serves no batch of 2\)"):
+        conv(engine="picky")
+    with pytest.raises(NotImplementedError, match=r"picky: it guarantees 'fast' here, not 'run_to_run'"):
+        conv(X[:1], engine="picky", determinism="run_to_run")
+    with pytest.raises(ValueError, match="`engine` must be None or one of 'picky', 'xla', .*'strict', got 'Picky'"):
+        conv(engine="Picky")
+
+
+def test_all_reasons_are_given(extra_engines: None):
+    with pytest.raises(NotImplementedError) as error:
+        conv(determinism="portable")
+    for reason in ("picky: it serves no batch of 2", "xla: it guarantees 'run_to_run'", "strict: it guarantees"):
+        assert reason in str(error.value)
+
+
+def test_an_engine_of_another_op(extra_engines: None):
+    """A gradient asks for the same engine by name; where the backward op has none of it, that is an error too."""
+    with pytest.raises(NotImplementedError, match=r"`conv_dgrad` on cpu .* engine 'strict' .*it has no such engine"):
+        jax.jit(jax.grad(lambda x: conv(x, engine="strict").sum()))(X)
+
+
+# ---- the engine that follows the definition's order ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", cases.RANDOM_OPS)
+def test_ordered_gives_the_bits_of_the_definition(op: str):
+    """At level "portable", of bfloat16, float16 and float8: no tolerance, every bit."""
+    dtypes = (ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    many = [cases.random_case(op, 600 + i, dtype=dtypes[i % 4]) for i in range(8)]
+    many = [c.with_options(out_dtype="float32", determinism="portable") for c in many]
+    for case, out in zip(many, helpers.compute_all(many), strict=True):
+        options = {k: v for k, v in case.options.items() if k != "determinism"}
+        golden = getattr(reference, op)(*case.arrays, *case.static, **options, arithmetic="ordered")
+        np.testing.assert_array_equal(out, golden, err_msg=str(case))
+
+
+@pytest.mark.parametrize("op", ["conv", "conv_dgrad"])
+def test_ordered_does_not_see_the_batch(op: str):
+    case = cases.case(op, cases.Geometry(n=5, c=16, k=8, sizes=(9, 6), taps=(3, 2)), 1, dtype=ml_dtypes.bfloat16)
+    x, w = cases.as_jax(case)
+    alone = dataclasses.replace(case, static=tuple((1, *s[1:]) for s in case.static))
+    with dnn.determinism("batch_invariant"):
+        whole = helpers.call(case, x, w)
+        np.testing.assert_array_equal(whole[3:4], helpers.call(alone, x[3:4], w))
+        mapped = jax.vmap(lambda v: helpers.call(alone, v[None], w))(x)
+        np.testing.assert_array_equal(whole, mapped[:, 0])
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_one_call():
+    (found,) = dnn.explain(dnn.conv, X, W, layout="NWC", stride=2)
+    assert (found.op, found.operands) == ("conv", ("float32[2,5,3]", "float32[2,3,4]"))
+    assert found.result == "float32[2,2,4]"
+    assert (found.platform, found.engine, found.level) == ("cpu", "xla", "fast")
+    assert [c.level for c in found.candidates if c.engine == "xla"] == ["run_to_run"]
+
+
+def test_explain_computes_nothing():
+    x = jax.ShapeDtypeStruct((10**4, 10**4, 3), jnp.bfloat16)
+    (found,) = dnn.explain(dnn.conv, x, jax.ShapeDtypeStruct((2, 3, 4), jnp.bfloat16), layout="NWC")
+    assert found.result == "bfloat16[10000,9999,4]"
+
+
+def test_explain_derivatives():
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(conv(x, w, activation="relu"))
+
+    assert sorted(c.op for c in dnn.explain(jax.grad(loss, (0, 1)), X, W)) == ["conv", "conv_dgrad", "conv_wgrad"]
+    assert [c.op for c in dnn.explain(jax.grad(loss, 1), X, W)] == ["conv", "conv_wgrad"]
+
+
+def test_explain_nested_functions():
+    def body(carry: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return carry + jnp.sum(jax.checkpoint(conv)(X, w)), None
+
+    def step(ws: jax.Array) -> jax.Array:
+        total, _ = jax.lax.scan(body, jnp.zeros(()), ws)
+        branch = jax.lax.cond(total > 0, lambda: jax.jit(conv)().sum(), lambda: conv(determinism="run_to_run").sum())
+        return total + branch + jax.lax.while_loop(lambda v: v < 0, lambda v: v + conv().sum(), total)
+
+    found = dnn.explain(jax.jit(step), jnp.stack([W, W]))
+    assert len(found) == 4
+    assert sorted(call.level for call in found) == ["fast", "fast", "fast", "run_to_run"]
+
+
+def test_explain_refusals(extra_engines: None):
+    (found,) = dnn.explain(conv, X, W)
+    refusals = {c.engine: c.refusal for c in found.candidates}
+    assert list(refusals) == list(dict.fromkeys(e.name for e in engines.registered("conv")))
+    assert (refusals["picky"], refusals["xla"], refusals["strict"]) == ("it serves no batch of 2", None, None)
+    (named,) = dnn.explain(lambda x: conv(x, engine="xla"), X[:1])
+    assert named.engine == "xla"
+    assert {c.engine: c.refusal for c in named.candidates}["picky"] == "the call names engine 'xla'"
+    text = str(dnn.explain(conv, X[:1], W))
+    for part in (
+        "conv(float32[1,5,3], float32[2,3,4]) -> float32[1,4,4] on cpu",
+        "served by picky",
+        "64 bytes",
+        "a note",
+    ):
+        assert part in text
+
+
+def test_explain_another_platform():
+    (found,) = dnn.explain(dnn.conv, X, W, layout="NWC", platform="cuda")
+    assert found.platform == "cuda"
+    assert [c.engine for c in found.candidates if c.refusal is None]
+
+
+def test_explain_without_a_call():
+    assert repr(dnn.explain(jnp.sum, X)) == "no jaxdnn call"
+    assert len(dnn.explain(jnp.sum, X)) == 0
+
+
+def test_explain_raises_what_the_call_raises():
+    with pytest.raises(ValueError, match="`stride` must be at least 1"):
+        dnn.explain(dnn.conv, X, W, layout="NWC", stride=0)
