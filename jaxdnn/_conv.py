@@ -147,7 +147,12 @@ def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], t
     return ft.reduce(jnp.add, [term.astype(wide) for term in terms]).astype(spec.out_dtype)
 
 
-def _transpose(op: str, spec: ConvSpec, ct: Array, a: Any, b: Any) -> list[Array | None]:
+def _transpose(op: str, spec: ConvSpec, ct: Array, a: Any, b: Any, *further: Any) -> list[Array | None]:
+    if further or not spec.epilogue.linear:
+        raise NotImplementedError(
+            f"`{op}` can be transposed where it is linear, expected no activation, bias, residual or prior, got "
+            f"{spec.epilogue}; jax.vjp linearises it first."
+        )
     wanted, given = (0, b) if _primitive.is_linear_operand(a) else (1, a)
     role, other, out = ROLES[op][wanted], ROLES[op][1 - wanted], ROLES[op][2]
     arrays = {other: given, out: ct}

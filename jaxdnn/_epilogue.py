@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,6 +198,12 @@ def read_activation(value: Any) -> tuple[str, float | None] | None:
         raise ValueError(f"`activation` {name!r} takes {takes}, got {parameter!r}.")
     if name == "leaky_relu" and not 0 <= parameter <= 1:
         raise ValueError(f"`activation` 'leaky_relu' needs a slope from 0 to 1, got {parameter!r}.")
+    if name == "clipped_relu" and not parameter >= 0:
+        raise ValueError(f"`activation` 'clipped_relu' needs a ceiling of at least 0, got {parameter!r}.")
+    if name == "softplus" and not parameter > 0:
+        raise ValueError(f"`activation` 'softplus' needs a positive parameter, got {parameter!r}.")
+    if math.isnan(parameter):
+        raise ValueError(f"`activation` {name!r} needs a parameter that is a number, got {parameter!r}.")
     return name, float(parameter)
 
 

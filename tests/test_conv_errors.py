@@ -18,7 +18,7 @@ import jaxdnn as dnn
 from jaxdnn import _epilogue, engines
 
 ROOT = Path(__file__).parents[1] / "jaxdnn"
-SOURCES = ("_check", "_arguments", "_window", "_epilogue", "engines", "determinism")
+SOURCES = ("_check", "_arguments", "_conv", "_window", "_epilogue", "engines", "determinism")
 E4M3 = ml_dtypes.float8_e4m3fn
 LAYOUT_CHOICES = "`layout` must be one of NWC, NCW, CWN, NHWC"
 
@@ -50,6 +50,10 @@ def transpose(x: Any = Y, w: Any = W, **options: Any) -> Any:
 def conv64(**options: Any) -> Any:
     with jax.enable_x64(True):
         return dnn.conv(jnp.asarray(X, jnp.float64), jnp.asarray(W, jnp.float64), **options)
+
+
+def transposed(**options: Any) -> Any:
+    return jax.linear_transpose(lambda x: dnn.conv(x, W, **options), X)(Y)
 
 
 def i8(shape: tuple[int, ...]) -> np.ndarray:
@@ -146,6 +150,12 @@ BAD: list[Bad] = [
     ("activation no parameter", conv, {"activation": ("relu", 1.0)}, ValueError, "`activation` 'relu' takes no parameter, got 1.0"),
     ("activation parameter", conv, {"activation": ("elu", "a")}, ValueError, "`activation` 'elu' takes one number, got 'a'"),
     ("activation slope", conv, {"activation": ("leaky_relu", 2)}, ValueError, "`activation` 'leaky_relu' needs a slope from 0 to 1, got 2"),
+    ("activation ceiling", conv, {"activation": ("clipped_relu", -1)}, ValueError, "`activation` 'clipped_relu' needs a ceiling of at least 0, got -1"),
+    ("activation softplus", conv, {"activation": ("softplus", 0.0)}, ValueError, "`activation` 'softplus' needs a positive parameter, got 0.0"),
+    ("activation nan", conv, {"activation": ("elu", float("nan"))}, ValueError, "`activation` 'elu' needs a parameter that is a number, got nan"),
+    ("activation bool", conv, {"activation": ("elu", True)}, ValueError, "`activation` 'elu' takes one number, got True"),
+    ("transpose of relu", transposed, {"activation": "relu"}, NotImplementedError, "`conv` can be transposed where it is linear, .* got .*relu"),
+    ("transpose of bias", transposed, {"bias": BIAS}, NotImplementedError, "`conv` can be transposed where it is linear"),
     ("activation triple", conv, {"activation": ("elu", 1.0, 2.0)}, ValueError, "`activation` must be None"),
     ("activation array", conv, {"activation": np.array(["relu", "relu"])}, ValueError, "`activation` must be None"),
     ("precision", conv, {"precision": "bf16"}, ValueError, "`precision` must be one of None, 'tf32', got 'bf16'"),
