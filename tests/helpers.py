@@ -29,7 +29,11 @@ ACTIVATIONS = (
     "elu",
     "swish",
     "softplus",
+    "leaky_relu",
+    "clipped_relu",
     ("elu", 0.5),
+    ("swish", 1.5),
+    ("softplus", 2.5),
     ("leaky_relu", 0.25),
     ("clipped_relu", 1.5),
 )

@@ -10,7 +10,15 @@ import scipy.stats
 
 from jaxdnn_reference.activation import ACTIVATIONS, activate, derivative
 
-CASES = [*ACTIVATIONS, ("elu", 0.5), ("clipped_relu", 2.5), ("leaky_relu", 0.125), None]
+CASES = [
+    *ACTIVATIONS,
+    ("elu", 0.5),
+    ("clipped_relu", 2.5),
+    ("leaky_relu", 0.125),
+    ("swish", 1.5),
+    ("softplus", 2.5),
+    None,
+]
 # Another way to compute each, with parameters filled in.
 OTHER = {
     "identity": lambda x: x,
@@ -22,9 +30,11 @@ OTHER = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "swish": lambda x: x / (1 + np.exp(-x)),
     "softplus": lambda x: np.logaddexp(0, x),
-    "clipped_relu": lambda x: np.clip(x, 0, 1),
-    "leaky_relu": lambda x: x,
+    "clipped_relu": lambda x: np.clip(x, 0, 6),
+    "leaky_relu": lambda x: np.maximum(x, 0.01 * x),
     ("elu", 0.5): lambda x: np.where(x > 0, x, 0.5 * (np.exp(np.minimum(x, 0)) - 1)),
+    ("swish", 1.5): lambda x: x / (1 + np.exp(-1.5 * x)),
+    ("softplus", 2.5): lambda x: np.logaddexp(0, 2.5 * x) / 2.5,
     ("clipped_relu", 2.5): lambda x: np.clip(x, 0, 2.5),
     ("leaky_relu", 0.125): lambda x: np.maximum(x, 0.125 * x),
     None: lambda x: x,

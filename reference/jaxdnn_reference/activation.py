@@ -7,10 +7,10 @@ tanh             tanh(x)
 elu              x if x > 0 else alpha (exp(x) - 1)            alpha = 1, or ("elu", alpha)
 gelu             x Phi(x), Phi the normal distribution         Hendrycks and Gimpel, arXiv:1606.08415
 gelu_tanh        x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2        the same paper's approximation
-swish            x sigmoid(x)                                  Ramachandran et al., arXiv:1710.05941
-softplus         log(1 + exp(x))
-clipped_relu     min(max(x, 0), ceiling)                       ("clipped_relu", ceiling)
-leaky_relu       x if x > 0 else slope x                       ("leaky_relu", slope)
+swish            x sigmoid(beta x)                             Ramachandran et al., arXiv:1710.05941; beta = 1
+softplus         log(1 + exp(beta x)) / beta                   beta = 1, or ("softplus", beta)
+clipped_relu     min(max(x, 0), ceiling)                       ceiling = 6, or ("clipped_relu", ceiling)
+leaky_relu       x if x > 0 else slope x                       slope = 0.01, or ("leaky_relu", slope)
 
 They are evaluated in forms that neither overflow nor cancel. Where a derivative jumps (relu, elu with
 alpha other than 1, leaky_relu at 0; clipped_relu at 0 and at the ceiling) it has its value on the left at 0
@@ -51,7 +51,8 @@ def parse(activation: Activation) -> tuple[str, float]:
     """("elu", 0.5) -> ("elu", 0.5); "elu" -> ("elu", 1.0); None -> ("identity", 1.0)."""
     if isinstance(activation, tuple):
         return activation[0], float(activation[1])
-    return activation or "identity", 1.0
+    name = activation or "identity"
+    return name, {"clipped_relu": 6.0, "leaky_relu": 0.01}.get(name, 1.0)
 
 
 def sigmoid(x: Array) -> Array:
@@ -90,8 +91,8 @@ def gelu_tanh_derivative(x: Array) -> Array:
     return sigmoid(z) + x * sigmoid(z) * sigmoid(-z) * slope
 
 
-def swish_derivative(x: Array) -> Array:
-    return sigmoid(x) + x * sigmoid(x) * sigmoid(-x)
+def swish_derivative(x: Array, beta: float) -> Array:
+    return sigmoid(beta * x) + beta * x * sigmoid(beta * x) * sigmoid(-beta * x)
 
 
 _VALUE = {
@@ -102,8 +103,8 @@ _VALUE = {
     "elu": elu,
     "gelu": lambda x, _: gelu(x),
     "gelu_tanh": lambda x, _: gelu_tanh(x),
-    "swish": lambda x, _: x * sigmoid(x),
-    "softplus": lambda x, _: softplus(x),
+    "swish": lambda x, beta: x * sigmoid(beta * x),
+    "softplus": lambda x, beta: softplus(beta * x) / beta,
     "clipped_relu": lambda x, ceiling: np.minimum(np.maximum(x, 0), ceiling),
     "leaky_relu": lambda x, slope: np.where(x > 0, x, slope * x),
 }
@@ -116,8 +117,8 @@ _DERIVATIVE = {
     "elu": lambda x, alpha: np.where(x > 0, 1.0, alpha * np.exp(np.minimum(x, 0))),
     "gelu": lambda x, _: gelu_derivative(x),
     "gelu_tanh": lambda x, _: gelu_tanh_derivative(x),
-    "swish": lambda x, _: swish_derivative(x),
-    "softplus": lambda x, _: sigmoid(x),
+    "swish": swish_derivative,
+    "softplus": lambda x, beta: sigmoid(beta * x),
     "clipped_relu": lambda x, ceiling: np.where((x > 0) & (x < ceiling), 1.0, 0.0),
     "leaky_relu": lambda x, slope: np.where(x > 0, 1.0, slope),
 }
