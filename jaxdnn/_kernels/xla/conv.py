@@ -1,14 +1,13 @@
 """The `xla` engine of the convolutions: it serves every call on every platform.
 
-On CPUs a call goes through the forms of `conv_forms`, which take channels-last arrays. On NVIDIA GPUs one-tap and
-tiling convolutions, and integers, do so too; every other call is XLA's convolution in the caller's own layout, without
-a transpose, in the pattern that XLA maps to cuDNN's forward, backward-data and backward-filter kernels. A
-backward-filter convolution never has `lhs_dilation`, for which cuDNN has no kernel: transposed convolution is backward
-data here, so its filter gradient is an ordinary backward-filter convolution.
+On CPUs a call goes through the forms of `conv_forms`, which take channels-last arrays. On NVIDIA GPUs one-tap, tiling
+and 1-D depthwise convolutions, and integers, do so too; every other call is XLA's convolution in the caller's own
+layout, without a transpose, in the pattern that XLA maps to cuDNN's forward, backward-data and backward-filter
+kernels. A backward-filter convolution never has `lhs_dilation`, for which cuDNN has no kernel: transposed convolution
+is backward data here, so its filter gradient is an ordinary backward-filter convolution.
 """
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,12 +31,20 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     integer = jnp.issubdtype(a.dtype, jnp.integer)
     on_gpu = call.platform == "cuda"
     problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, precision, preferred, integer and on_gpu)
-    cheap = (problem.is_matrix or problem.is_patches) and spec.layout.channels_last
-    if on_gpu and not integer and not cheap:
+    if on_gpu and not integer and not _has_better_form_on_gpu(spec, problem, a, b):
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:
         acc = _channels_last(call.op, spec, problem, a, b)
     return _conv.finish(call.op, spec, acc, *operands)
+
+
+def _has_better_form_on_gpu(spec: ConvSpec, problem: Problem, a: Array, b: Array) -> bool:
+    """Whether a form beat cuDNN when measured on an H200; cuDNN has no fast kernels for 1-D depthwise convolution."""
+    if not spec.layout.channels_last:
+        return False
+    dense_pixels = problem.is_matrix and set(problem.window.strides) == {1}
+    depthwise = spec.groups > 1 and spec.groups in (a.shape[-1], b.shape[-1])
+    return dense_pixels or problem.is_patches or (depthwise and problem.rank == 1)
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -118,41 +125,37 @@ def _native_backward_data(spec: ConvSpec, problem: Problem, dy: Array, w: Array)
     window = spec.window
     spans = zip(spec.sizes, spec.output_sizes, window.extents(spec.taps), window.strides, window.padding, strict=True)
     padding = [(ext - 1 - low, size + low - 1 - (p - 1) * stride) for size, p, ext, stride, (low, _) in spans]
-    dy, padding = _crop(dy, spec.layout.spatial, padding, window.strides)
+    dy, padding = conv_forms.crop(dy, spec.layout.spatial, padding, window.strides)
+    # For one group the filter's channels are exchanged by name: XLA looks for a mere reversal to map this to cuDNN.
+    reversed_filter = w if spec.flip else lax.rev(w, spec.filter.spatial)
+    numbers = _numbers(spec)
+    if spec.groups == 1:
+        o, i, *taps = numbers.rhs_spec
+        numbers = numbers._replace(rhs_spec=(i, o, *taps))
+    else:
+        reversed_filter = _exchange_channels(spec, reversed_filter)
     return lax.conv_general_dilated(
         dy,
-        _exchange_channels(spec, w if spec.flip else lax.rev(w, spec.filter.spatial)),
+        reversed_filter,
         window_strides=(1,) * len(spec.taps),
         padding=padding,
         lhs_dilation=window.strides,
         rhs_dilation=window.dilation,
-        dimension_numbers=_numbers(spec),
+        dimension_numbers=numbers,
         feature_group_count=spec.groups,
         precision=problem.precision,
         preferred_element_type=problem.preferred,
     )
 
 
-def _crop(x: Array, axes: Sequence[int], padding: Sequence[tuple[int, int]], dilation: Sequence[int]) -> Any:
-    """Negative padding of a dilated array as slices: XLA has crashed on the former (an algebraic simplification)."""
-    start, limit, rest = [0] * x.ndim, list(x.shape), []
-    for axis, (low, high), d in zip(axes, padding, dilation, strict=True):
-        drop_low, drop_high = max(0, -(low // d)), max(0, -(high // d))
-        start[axis], limit[axis] = drop_low, x.shape[axis] - drop_high
-        rest.append((low + drop_low * d, high + drop_high * d))
-    return lax.slice(x, start, limit), rest
-
-
 def _native_backward_filter(spec: ConvSpec, problem: Problem, x: Array, dy: Array) -> Array:
     layout, filt = spec.layout, spec.filter
     channels_as_batch = (layout.channel, layout.batch, *layout.spatial)
-    padding = conv_forms.backward_filter_padding(spec.window, spec.sizes, spec.taps)
-    x, padding = _crop(x, layout.spatial, padding, (1,) * len(spec.taps))
     dw = lax.conv_general_dilated(
         x,
         dy,
         window_strides=spec.window.dilation,
-        padding=padding,
+        padding=conv_forms.backward_filter_padding(spec.window, spec.sizes, spec.taps),
         rhs_dilation=spec.window.strides,
         dimension_numbers=lax.ConvDimensionNumbers(
             channels_as_batch, channels_as_batch, (filt.input, filt.output, *filt.spatial)

@@ -30,11 +30,17 @@ from jaxdnn._window import Window
 UNROLLED_TAPS = 128
 # Below this many channels a group, XLA's grouped convolution is faster on CPUs than one product per tap.
 NARROW_GROUP = 16
+# So many products of two int8 values add up to 2^24 at most.
+EXACT_TERMS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static part of a convolution; `integer_taps`: integers go through matrix products, tap by tap."""
+    """The static part of a convolution.
+
+    `integer_taps`: integers are added by matrix products of bfloat16, tap by tap. XLA has no integer convolution for
+    GPUs, and its products of int8 matrices there were found wrong for small or odd sizes (JAX 0.11.2, H200).
+    """
 
     window: Window
     sizes: tuple[int, ...]
@@ -67,6 +73,8 @@ class Problem:
 
     def dot(self, a: Array, b: Array, contract: tuple, batch: tuple = ((), ())) -> Array:
         """A matrix product in the problem's precision."""
+        if self.integer_taps:
+            return _exact_integer_dot(a, b, contract, batch)
         return lax.dot_general(a, b, (contract, batch), precision=self.precision, preferred_element_type=self.preferred)
 
 
@@ -113,7 +121,7 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     """dw, the adjoint of `forward` in w."""
     c, k = x.shape[-1], dy.shape[-1]
     pixels = tuple(range(dy.ndim - 1))
-    if problem.is_matrix or problem.is_patches:
+    if (problem.is_matrix or problem.is_patches) and not problem.integer_taps:
         patches = _strided_pixels(problem, x) if problem.is_matrix else _to_patches(problem, x)
         return problem.dot(patches, dy, (pixels, pixels)).reshape(*problem.taps, c, k)
     if _is_depthwise(problem, c):
@@ -122,6 +130,34 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     if problem.groups > 1 or problem.integer_taps or math.prod(dy.shape[:-1]) < 8 * c:
         return _taps_backward_filter(problem, x, dy)
     return _direct_backward_filter(problem, x, dy)
+
+
+def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Array:
+    """The int32 product of int8 arrays over one axis each: sums of float32 that stay below 2^24, then sums of int32.
+
+    int8 values are exact in bfloat16, their products and 1024 of them added are integers of at most 2^24: exact in
+    float32 in any order, on a tensor core too. Sums of int32 wrap.
+    """
+    ((left,), (right,)) = contract
+    n, size = a.shape[left], EXACT_TERMS
+    parts = -(-n // size) if n > size else 1
+    a, b = (_split_axis(v, axis, parts) for v, axis in ((a, left), (b, right)))
+    lefts, rights = ([axis + (axis > at) for axis in axes] for axes, at in zip(batch, (left, right), strict=True))
+    sums = lax.dot_general(
+        a.astype(jnp.bfloat16),
+        b.astype(jnp.bfloat16),
+        (((left + 1,), (right + 1,)), ((left, *lefts), (right, *rights))),
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.sum(sums.astype(jnp.int32), 0, dtype=jnp.int32)
+
+
+def _split_axis(v: Array, axis: int, parts: int) -> Array:
+    """An axis as (parts, size), padded with zeros."""
+    size = -(-v.shape[axis] // parts)
+    padding = [(0, 0, 0)] * v.ndim
+    padding[axis] = (0, parts * size - v.shape[axis], 0)
+    return lax.pad(v, _zero(v), padding).reshape(*v.shape[:axis], parts, size, *v.shape[axis + 1 :])
 
 
 def _is_depthwise(problem: Problem, c: int) -> bool:
@@ -336,13 +372,33 @@ def exchange_channels(w: Array, groups: int) -> Array:
 
 def _cropped_forward(problem: Problem, x: Array, w: Array, padding: Any, dilation: Any) -> Array:
     """A forward convolution with stride 1 whose padding may be negative: then the input is cropped."""
-    crop = [(min(low, 0), min(high, 0), 0) for low, high in padding]
-    x = lax.pad(x, _zero(x), [(0, 0, 0), *crop, (0, 0, 0)])
-    rest = tuple((max(low, 0), max(high, 0)) for low, high in padding)
+    x, rest = crop(x, range(1, 1 + problem.rank), padding, (1,) * problem.rank)
     inner = dataclasses.replace(
         problem, window=Window((1,) * problem.rank, rest, dilation), sizes=x.shape[1:-1], taps=w.shape[: problem.rank]
     )
     return forward(inner, x, w)
+
+
+def crop(
+    x: Array, axes: Sequence[int], padding: Sequence[tuple[int, int]], dilation: Sequence[int]
+) -> tuple[Array, tuple[tuple[int, int], ...]]:
+    """Negative padding of an array with `dilation` between its elements as a slice; returns the rest of the padding.
+
+    XLA has crashed on negative padding of dilated arrays (JAX 0.10.2, an algebraic simplification). If nothing of the
+    array is left, a zero stands for it.
+    """
+    rest = []
+    for axis, (low, high), d in zip(axes, padding, dilation, strict=True):
+        size = x.shape[axis]
+        total = (size - 1) * d + 1 + low + high
+        drop_low, drop_high = max(0, -(low // d)), max(0, -(high // d))
+        if drop_low + drop_high < size:
+            x = lax.slice_in_dim(x, drop_low, size - drop_high, axis=axis)
+            rest.append((low + drop_low * d, high + drop_high * d))
+        else:
+            x = jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
+            rest.append((0, total - 1))
+    return x, tuple(rest)
 
 
 @dataclasses.dataclass(frozen=True)
