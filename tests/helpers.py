@@ -139,8 +139,8 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
 def _product_types(case: Case) -> tuple[Any, Any]:
     if case.options.get("precision") == "tf32":
         return "tf32", "tf32"
-    second = case.arrays[1].dtype if len(case.arrays) > 1 else np.int8
-    return case.arrays[0].dtype, second
+    first, *others = (a.dtype for a in case.arrays)
+    return first, others[0] if others else np.int8
 
 
 def _is_integer_epilogue(case: Case) -> bool:
@@ -158,7 +158,7 @@ def case_is_exact(case: Case) -> bool:
         return False
     if not all(a.size for a in case.arrays):
         return False
-    largest = [float(np.abs(np.asarray(a, np.float64)).max()) for a in case.arrays] + [1.0]
+    largest: list[float] = [float(np.abs(np.asarray(a, np.float64)).max()) for a in case.arrays] + [1.0]
     count = max(int(np.prod(a.shape)) for a in case.arrays)
     fits = tolerance.format_of(result_dtype(case))
     bits = getattr(fits, "bits", 0)

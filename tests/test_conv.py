@@ -128,7 +128,7 @@ def test_default_filter_layouts():
 def test_arguments_may_be_said_in_several_ways():
     x, w = (jnp.asarray(a) for a in cases.case("conv", dataclasses.replace(cases.PLAIN, stride=1, padding=0)).arrays)
     first = dnn.conv(x, w, stride=2, padding=1, dilation=1)
-    for stride, padding, dilation in (
+    ways: list[tuple[Any, Any, Any]] = [
         ((2, 2), (1, 1), (1, 1)),
         ([2, 2], [1, 1], [1, 1]),
         (np.int64(2), np.int32(1), np.uint8(1)),
@@ -136,7 +136,8 @@ def test_arguments_may_be_said_in_several_ways():
         (2, ((1, 1), (1, 1)), 1),
         (2, [1, (1, 1)], 1),
         (2, np.ones((2, 2), int), 1),
-    ):
+    ]
+    for stride, padding, dilation in ways:
         np.testing.assert_array_equal(dnn.conv(x, w, stride=stride, padding=padding, dilation=dilation), first)
     np.testing.assert_array_equal(dnn.conv(np.asarray(x), np.asarray(w), stride=2, padding=1), first)
 

@@ -72,9 +72,9 @@ def test_level_decides_too(extra_engines: None):
 def test_a_named_engine_fails_loudly(extra_engines: None):
     with pytest.raises(NotImplementedError, match=r"engine 'picky' .*\(picky: it serves no batch of 2\)"):
         conv(engine="picky")
-    with pytest.raises(NotImplementedError, match=r"picky: it guarantees 'fast' here, not 'run_to_run'"):
+    with pytest.raises(NotImplementedError, match="picky: it guarantees 'fast' here, not 'run_to_run'"):
         conv(X[:1], engine="picky", determinism="run_to_run")
-    with pytest.raises(ValueError, match="`engine` must be None or one of 'picky', 'xla', .*'strict', got 'Picky'"):
+    with pytest.raises(ValueError, match=r"`engine` must be None or one of 'picky', 'xla', .*'strict', got 'Picky'"):
         conv(engine="Picky")
 
 

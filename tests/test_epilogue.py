@@ -18,7 +18,7 @@ from jaxdnn import _epilogue
 
 BF16 = ml_dtypes.bfloat16
 SMALL = Geometry(n=2, c=3, k=4, sizes=(7, 5), taps=(2, 1), stride=(2, 1), padding=((1, 0), (0, 1)), groups=1)
-FULL = {"alpha": 0.75, "beta": -0.3, "prior": True, "residual": True, "bias": True}
+FULL: dict[str, Any] = {"alpha": 0.75, "beta": -0.3, "prior": True, "residual": True, "bias": True}
 OPERANDS = ("prior", "residual", "bias")
 each_dtype = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=lambda d: np.dtype(d).name)
 each_activation = pytest.mark.parametrize("activation", helpers.ACTIVATIONS, ids=str)
@@ -49,7 +49,8 @@ def test_every_combination_of_operands():
     plain = cases.case("conv", cases.GROUPED, 3)
     many = []
     for given in itertools.chain.from_iterable(itertools.combinations(OPERANDS, n) for n in range(4)):
-        many.append(plain.with_epilogue(4, **dict.fromkeys(given, True), **({"beta": 1.5} if "prior" in given else {})))
+        options: dict[str, Any] = dict.fromkeys(given, True) | ({"beta": 1.5} if "prior" in given else {})
+        many.append(plain.with_epilogue(4, **options))
     helpers.check_all(many)
 
 
@@ -117,8 +118,10 @@ def test_the_sum_is_not_rounded_before_bias_residual_and_prior():
     exact = (1 + 3 / 128) ** 2 - 1
     rounded = float(jnp.bfloat16((1 + 3 / 128) ** 2)) - 1
     assert float(jnp.bfloat16(exact)) != rounded
-    minus, options = scalar(-1), {"layout": "NWC"}
-    for extra in ({"bias": minus.ravel()}, {"residual": minus}, {"prior": minus, "beta": 1.0}):
+    minus = scalar(-1)
+    options: dict[str, Any] = {"layout": "NWC"}
+    extras: list[dict[str, Any]] = [{"bias": minus.ravel()}, {"residual": minus}, {"prior": minus, "beta": 1.0}]
+    for extra in extras:
         assert dnn.conv(x, w, **options, **extra).item() == float(jnp.bfloat16(exact))
         beta = {"beta": jnp.ones(())} if "beta" in extra else {}
         assert dnn.conv(x, w, **options, **{**extra, "alpha": jnp.ones(()), **beta}).item() == float(

@@ -21,7 +21,7 @@ import jaxdnn as dnn
 from cases import Case, Geometry
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
-WINDOW = {"taps": (3, 1), "padding": (1, 0), "stride": (1, 2)}
+WINDOW: dict[str, Any] = {"taps": (3, 1), "padding": (1, 0), "stride": (1, 2)}
 KINDS = {
     "dense": Geometry(n=16, c=5, k=8, sizes=(6, 7), **WINDOW),
     "grouped": Geometry(n=8, c=16, k=32, sizes=(6, 7), groups=4, **WINDOW),
