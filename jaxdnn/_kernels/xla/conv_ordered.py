@@ -125,8 +125,11 @@ def _level(call: engines.Call) -> str:
     return "mesh_invariant" if fusable or own else "portable"
 
 
-def _schedule(call: engines.Call) -> engines.Schedule:
+def _schedule(call: engines.Call) -> engines.Schedule | None:
+    """The order of additions, where it settles the bits of the result: the epilogue must leave none to the compiler."""
     spec: ConvSpec = call.spec
+    if _level(call) != "portable":
+        return None
     n, c, k = _conv.channels(spec, call.op, *call.avals[:2])
     per_tap = {"conv": c // spec.groups, "conv_dgrad": k // spec.groups}
     count = math.prod(spec.taps) * per_tap[call.op] if call.op in per_tap else n * math.prod(spec.output_sizes)
