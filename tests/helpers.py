@@ -203,7 +203,7 @@ def _image_from_lax(g: Geometry, x: jax.Array) -> jax.Array:
 def _filter_to_lax(g: Geometry, w: jax.Array) -> jax.Array:
     """To (O, I, taps...), flipped if the mode says so."""
     axes, lanes = cases.jax_letters(g.filter), g.filter.partition("c")[2]
-    if lanes and "K" in g.filter:
+    if lanes:
         i = axes.index("I")
         w = jnp.moveaxis(w, -1, i + 1)
         w = w.reshape(*w.shape[:i], w.shape[i] * w.shape[i + 1], *w.shape[i + 2 :])

@@ -26,15 +26,15 @@ LAYOUTS = ("NWC", "NCW", "CWN", "NHWC", "NCHW", "CHWN", "NDHWC", "NCDHW", "CDHWN
 
 
 @each_op
-@pytest.mark.parametrize("start", [0, 30])
+@pytest.mark.parametrize("start", [0, 25])
 def test_random_geometries(op: str, start: int):
-    helpers.check_all(cases.random_case(op, seed) for seed in range(start, start + 30))
+    helpers.check_all(cases.random_case(op, seed) for seed in range(start, start + 25))
 
 
 @each_op
 def test_random_geometries_on_whole_numbers_are_exact(op: str):
-    many = [cases.random_case(op, seed, integers=2) for seed in range(100, 125)]
-    assert sum(map(helpers.case_is_exact, many)) > 15
+    many = [cases.random_case(op, seed, integers=2) for seed in range(100, 120)]
+    assert sum(map(helpers.case_is_exact, many)) > 12
     helpers.check_all(many)
 
 
