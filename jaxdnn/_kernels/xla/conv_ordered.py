@@ -31,17 +31,21 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     roles = _conv.ROLES[call.op]
     a, b = (canonical(spec, role, v).astype(jnp.float32) for role, v in zip(roles, (a, b), strict=False))
     problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
-    form = {"y": _forward, "x": _backward_data, "w": _backward_filter}[roles[2]]
-    return _conv.finish(call.op, spec, caller_layout(spec, roles[2], form(problem, a, b)), *operands)
+    if roles[2] == "w":
+        result = _backward_filter(problem, a, b)
+    else:
+        # `canonical` has turned the taps of mode "convolution" around; the order is that of the filter as it lies.
+        result = (_forward if roles[2] == "y" else _backward_data)(problem, a, b, last_tap_first=spec.flip)
+    return _conv.finish(call.op, spec, caller_layout(spec, roles[2], result), *operands)
 
 
-def _forward(problem: Problem, x: Array, w: Array) -> Array:
+def _forward(problem: Problem, x: Array, w: Array, *, last_tap_first: bool) -> Array:
     padded = conv_forms.padded(problem, x)
     shape = (x.shape[0], *problem.output_sizes)
-    return _chain(problem, lambda tap: conv_forms.shift(problem, padded, tap), w, shape)
+    return _chain(problem, lambda tap: conv_forms.shift(problem, padded, tap), w, shape, last_tap_first)
 
 
-def _backward_data(problem: Problem, dy: Array, w: Array) -> Array:
+def _backward_data(problem: Problem, dy: Array, w: Array, *, last_tap_first: bool) -> Array:
     """The chain over taps (r, s) and output channels k of dy[(h + a - r d) / u, ...] w, where that divides."""
     window = problem.window
     extents = window.extents(problem.taps)
@@ -60,16 +64,17 @@ def _backward_data(problem: Problem, dy: Array, w: Array) -> Array:
         return lax.dynamic_slice(spread, (0, *start, 0), (*shape, dy.shape[-1]))
 
     exchanged = conv_forms.exchange_channels(w, problem.groups)
-    return _chain(problem, shift, exchanged, shape)
+    return _chain(problem, shift, exchanged, shape, last_tap_first)
 
 
-def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...]) -> Array:
+def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], last_tap_first: bool) -> Array:
     """acc = acc + shift(tap)[..., c] * w[tap, c], over the taps and then the group's channels."""
     groups, (cg, k) = problem.groups, w.shape[-2:]
     w = w.reshape(-1, cg, groups, k // groups)
 
     def body(i: Array, acc: Array) -> Array:
         tap, c = lax.div(i, jnp.int32(cg)), lax.rem(i, jnp.int32(cg))
+        tap = jnp.int32(w.shape[0] - 1) - tap if last_tap_first else tap
         pixels = shift(conv_forms.traced_start(problem, tap)).reshape(*shape, groups, cg)
         one = lax.dynamic_slice_in_dim(pixels, c, 1, pixels.ndim - 1)
         factor = lax.dynamic_slice(w, (tap, c, 0, 0), (1, 1, *w.shape[2:])).reshape(groups, k // groups)
