@@ -47,6 +47,18 @@ class Format:
         exponent = np.where(values == 0, self.emin, np.maximum(exponent - 1, self.emin))
         return np.ldexp(1.0, exponent - self.bits + 1)
 
+    def rounds_to(self, values: Values) -> tuple[Values, Values]:
+        """The ends of the interval of numbers that round to each value, which is a number of this format or ±inf."""
+        size = np.minimum(np.abs(values), self.largest)
+        up = 0.5 * self.ulp(size)
+        # Below a power of two the neighbours lie half as far apart, but not among the subnormal numbers.
+        halved = (np.frexp(size)[0] == 0.5) & (size > self.smallest_normal)
+        down = np.where(halved, 0.5 * up, up)
+        overflowed = np.abs(values) > self.largest
+        low = np.where(overflowed, size + up, np.where(size == 0, -up, size - down))
+        high = np.where(overflowed, np.inf, size + up)
+        return np.where(values < 0, -high, low), np.where(values < 0, -low, high)
+
     def round(self, values: Any) -> Values:
         """RN(value), ties to even, as float64; what overflows becomes ±inf, also in a format without infinities."""
         values = np.asarray(values, np.float64)
@@ -72,6 +84,10 @@ class IntegerFormat:
 
     def ulp(self, values: Values) -> Values:
         return np.ones(np.shape(values))
+
+    def rounds_to(self, values: Values) -> tuple[Values, Values]:
+        low = np.where(values <= self.smallest, -np.inf, values - 0.5)
+        return low, np.where(values >= self.largest, np.inf, values + 0.5)
 
     def round(self, values: Any) -> Values:
         return np.clip(np.rint(np.asarray(values, np.float64)), self.smallest, self.largest)

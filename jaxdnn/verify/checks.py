@@ -1,0 +1,239 @@
+"""One case: the op's result against the reference, by every check that the engine's description allows."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn import engines, tolerance
+from jaxdnn.determinism import LEVELS
+from jaxdnn.tolerance import ACCUMULATIONS, Accumulation, Comparison
+from jaxdnn.verify import data
+from jaxdnn.verify.cases import Case
+
+MODELLED_SAMPLE = 20_000  # outputs that are run through the model of a schedule, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What an engine says of a case: whether it serves it, what it promises, how it adds."""
+
+    refusal: str | None
+    level: str
+    accumulation: str
+    schedule: Any = None
+    modelled: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One comparison: on which data, by which rule, and what came of it."""
+
+    data: str
+    rule: str  # "computed bound", "exact integers" or "modelled bits"
+    passed: bool
+    message: str
+    ratio: float = 0.0
+    elements: int = 0
+    misrounded: int = 0
+    misrounded_allowed: float = 0.0
+    unchecked: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a case. status: "passed", "failed", or "refused" if the engine does not serve it."""
+
+    case: Case
+    status: str
+    level: str
+    accumulation: str
+    message: str
+    seconds: float
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """The worst error over its bound of the data on which the result is not exact."""
+        return max((c.ratio for c in self.checks), default=0.0)
+
+
+def platform() -> str:
+    """The default backend, as engines name it."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
+def flushes_subnormals() -> bool:
+    """Whether this device reads or writes subnormal float32 numbers as zero, found by trying it."""
+    tiny, half = np.float32(2.0**-126), np.float32(0.5)
+    product = jax.jit(lambda a, b: a * b)(tiny, half)
+    total = jax.jit(lambda a, b: jax.lax.dot(a, b))(np.full((1, 2), tiny * half), np.full((2, 1), np.float32(2)))
+    return float(product) == 0 or float(total[0, 0]) == 0
+
+
+def facts(case: Case) -> Facts:
+    """Asks `jaxdnn.explain` about a case; nothing is computed."""
+    operands = [jax.ShapeDtypeStruct(case.shape(role), case.in_dtype) for role in case.roles]
+    extras = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in data.arrays(case, "normal", 0, EXACT)[1].items()}
+    if case.op == "conv_bgrad":
+        return Facts(None, _strongest_level(case, operands, extras), _sum_accumulation(case))
+    with jax.enable_x64(case.x64):
+        # Without naming the engine, for a call that names one which cannot serve it raises.
+        explained = dnn.explain(case.function(any_engine=True), *operands, **extras)[0]  # type: ignore[arg-type]
+    found = next((c for c in explained.candidates if c.engine == case.engine), None)
+    if found is None:
+        return Facts(f"there is no such engine for {case.op}", "fast", "float32")
+    return Facts(found.refusal, found.level, found.accumulation, found.schedule, found.modelled)
+
+
+EXACT = ACCUMULATIONS["int32"]
+
+
+def _sum_accumulation(case: Case) -> str:
+    if case.dtype == "int8":
+        return "int32"
+    return "float64" if "f64" in (case.dtype, case.accumulate) else "float32"
+
+
+def _strongest_level(case: Case, operands: Any, extras: Any) -> str:
+    """The strongest level that a call may require without being refused when it is traced."""
+    for level in reversed(LEVELS):
+        try:
+            with jax.enable_x64(case.x64):
+                jax.eval_shape(case.function(level), *operands, **extras)
+        except NotImplementedError:
+            continue
+        return level
+    return "fast"
+
+
+def run(case: Case, seed: int, *, flush: bool) -> Result:
+    """Runs a case on all of its kinds of data. An exception fails the case, never the run."""
+    start = time.perf_counter()
+    level, accumulation = "fast", ""
+    try:
+        told = facts(case)
+        level, accumulation = told.level, told.accumulation
+        if told.refusal is not None:
+            return Result(case, "refused", level, accumulation, told.refusal, time.perf_counter() - start)
+        checks = tuple(_checks(case, told, seed, flush))
+    except Exception as error:  # whatever an op raises is a finding about this case
+        message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Result(case, "failed", level, accumulation, message, time.perf_counter() - start)
+    failed = [c for c in checks if not c.passed]
+    message = f"on {failed[0].data} data, by {failed[0].rule}: {failed[0].message}" if failed else ""
+    status = "failed" if failed else "passed"
+    return Result(case, status, level, accumulation, message, time.perf_counter() - start, checks)
+
+
+def _checks(case: Case, told: Facts, seed: int, flush: bool) -> list[Check]:
+    accumulation = dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush)
+    checks = []
+    with jax.enable_x64(case.x64):
+        function = jax.jit(case.function())
+        for kind in data.kinds(case):
+            operands, extras = data.arrays(case, kind, seed, accumulation)
+            out = np.asarray(function(*operands, **extras))
+            checks.append(judge(case, kind, operands, extras, out, accumulation))
+            # A device that flushes subnormal numbers is outside of what the model describes.
+            if _is_modelled(case, told) and not (flush and kind == "subnormal"):
+                checks.append(_modelled(case, kind, operands, extras, out, told.schedule))
+    return checks
+
+
+def golden(case: Case, operands: Any, extras: Any) -> Any:
+    """The reference's float64 result with what a bound needs (`jaxdnn_reference.Details`), not rounded."""
+    arguments = {k: v for k, v in case.arguments().items() if k != "out_dtype"}
+    if case.dtype == "tf32" and platform() == "cuda":
+        del arguments["precision"]  # whether the hardware cuts or rounds is covered by the bound
+    op = getattr(reference, case.op)
+    return op(*operands, *case.sizes_argument(), **arguments, **extras, details=True)
+
+
+def judge(
+    case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, accumulation: Accumulation, details: Any = None
+) -> Check:
+    """Judges a result by the computed bound, or on integers by equality."""
+    details = golden(case, operands, extras) if details is None else details
+    expected = case.shape(case.result_role)
+    if out.shape != expected or out.dtype != case.out_dtype:
+        got = f"got {out.dtype}{list(out.shape)}, expected {case.out_dtype}{list(expected)}"
+        return Check(kind, "computed bound", False, got, elements=out.size)
+    exact = case.integer or (kind == "integers" and case.blend.exact_on_integers)
+    error = np.zeros(expected) if exact else error_bound(case, kind, details, extras, accumulation)
+    found = tolerance.compare(out, np.asarray(details.value), error, generic=kind != "integers")
+    return _check(kind, "exact integers" if exact else "computed bound", found)
+
+
+def error_bound(case: Case, kind: str, details: Any, extras: Any, accumulation: Accumulation) -> np.ndarray:
+    """E of the call: the accumulation's, what TF32 cuts off, the reference's own, through the epilogue."""
+    computed = np.asarray(details.accumulated, np.float64)
+    magnitude = np.asarray(details.magnitude, np.float64)
+    if accumulation.kind == "exact" or kind == "integers":
+        # Integers are added exactly; an epilogue in float32 starts by rounding the sum.
+        error = np.where(np.abs(computed) > 2**24, 2.0**-24 * np.abs(computed), 0.0)
+    else:
+        products = case.op == "conv_bgrad" or tolerance.products_are_exact(
+            *["tf32" if case.dtype == "tf32" else case.in_dtype] * 2, format=accumulation.format
+        )
+        error = accumulation.error(computed, magnitude, details.terms, exact_products=products)
+        error = error + np.asarray(details.bound, np.float64)
+    if case.dtype == "tf32" and platform() == "cuda" and kind != "integers":
+        error = error + tolerance.truncated_inputs_error(magnitude)
+    terms = [np.asarray(extras[name], np.float64) for name in ("residual",) if name in extras]
+    if "bias" in extras:
+        terms.append(np.broadcast_to(case.along_channel(np.asarray(extras["bias"], np.float64)), computed.shape))
+    wide = "float64" if accumulation.format == "float64" else "float32"
+    blend = tolerance.Epilogue(case.blend.alpha, case.blend.beta, case.blend.activation, wide)
+    if blend == tolerance.Epilogue(format=wide) and not terms:
+        return error
+    return blend.error(computed, error, *terms, prior=extras.get("prior"))
+
+
+def _check(kind: str, rule: str, found: Comparison) -> Check:
+    counts = (found.elements, found.misrounded, found.misrounded_allowed, found.unchecked)
+    return Check(kind, rule, found.passed, found.message, found.ratio, *counts)
+
+
+def _is_modelled(case: Case, told: Facts) -> bool:
+    """Whether the reference predicts the bits: the sum's on these architectures, and an epilogue's that cannot be fused
+
+    in two ways (one rounding or two) and has no function whose last bits are the device's own.
+    """
+    blend, kind = case.blend, engines.device_kind(platform()) or ""
+    here = any(architecture == platform() or architecture in kind for architecture in told.modelled)
+    name = blend.activation[0] if isinstance(blend.activation, tuple) else blend.activation
+    joined = blend.bias or blend.residual or blend.beta
+    one_way = (blend.alpha == 1 or not joined) and blend.beta in (0, 1)
+    return here and told.schedule is not None and one_way and name in (None, "relu", "clipped_relu", "leaky_relu")
+
+
+def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any) -> Check:
+    """The reference runs the engine's schedule; every bit has to agree, the sign of zero and NaN for NaN included."""
+    flat = out.reshape(-1)
+    at = np.arange(flat.size)
+    if at.size > MODELLED_SAMPLE:
+        at = np.sort(data.generator(case, "sample", 0).choice(flat.size, MODELLED_SAMPLE, replace=False))
+    plan = reference.Schedule(schedule.order, schedule.combine)
+    settings = {"arithmetic": schedule.arithmetic, "schedule": plan, "at": at}
+    op = getattr(reference, case.op)
+    arguments = case.arguments() | {"out_dtype": case.out_dtype}
+    wanted = op(*operands, *case.sizes_argument(), **arguments, **extras, **settings)
+    different = ~same_bits(flat[at], wanted)
+    message = f"{int(different.sum())} of {at.size} differ from the model's bits"
+    if different.any():
+        i = int(different.argmax())
+        message += f"; first at {at[i]}: got {float(flat[at[i]]):.9g}, the model {float(wanted[i]):.9g}"
+    return Check(kind, "modelled bits", not different.any(), message, elements=at.size)
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Elementwise: the same bits, or NaN in both (whose payload no level promises)."""
+    unsigned = np.dtype(f"u{a.dtype.itemsize}")
+    equal = np.ascontiguousarray(a).view(unsigned) == np.ascontiguousarray(b).view(unsigned)
+    return equal | ((a != a) & (b != b))

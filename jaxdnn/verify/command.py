@@ -1,0 +1,215 @@
+"""`jaxdnn verify`: runs the matrix and the determinism procedures, and writes what they found."""
+
+import argparse
+import concurrent.futures
+import difflib
+import json
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxdnn.determinism import LEVELS
+from jaxdnn.verify import cases, checks, environment, levels, page, report, show
+
+DTYPES = tuple(d for d in cases.DTYPES if d != "int32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `jaxdnn verify`."""
+    engines = tuple(dict.fromkeys(e for op in cases.OPS for e in cases.engines_of(op)))
+    parser.add_argument("--op", nargs="+", choices=cases.OPS, help="only these ops")
+    parser.add_argument("--engine", nargs="+", choices=engines, help="only these engines")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="only these dtypes")
+    parser.add_argument("--level", nargs="+", choices=LEVELS, help='only these levels\' procedures; "fast": none')
+    parser.add_argument("--platform", choices=["cpu", "gpu"], help="default: the one that JAX chooses")
+    parser.add_argument("--devices", type=int, metavar="N", help="how many devices a CPU simulates (default 2)")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--quick", dest="extent", action="store_const", const="quick", help="the core of the matrix")
+    extent.add_argument("--full", dest="extent", action="store_const", const="full", help="everything, many repeats")
+    parser.set_defaults(extent="standard")
+    parser.add_argument("--seed", type=int, default=0, help="of all random data and geometries (default 0)")
+    parser.add_argument("--case", action="append", metavar="ID", help="only this case; may be given several times")
+    parser.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was found here")
+    parser.add_argument(
+        "--html", type=Path, metavar="PATH", help="write the report here (default jaxdnn-report.html; not for --case)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs what the arguments ask for. Returns 0, 1 if anything failed, 2 for an unknown case."""
+    environment.choose(arguments.platform, arguments.devices)
+    chosen, procedures = _choose(arguments)
+    if arguments.list:
+        print("\n".join([c.id for c in chosen] + procedures))
+        return 0
+    unknown = _unknown(arguments, chosen, procedures)
+    if unknown:
+        print(unknown, file=sys.stderr)
+        return 2
+    console, start = Console(), time.perf_counter()
+    compilations = _count_compilations()
+    flush = checks.flushes_subnormals()
+    here = environment.describe(flush)
+    console.print(_heading(here, len(chosen)), highlight=False, soft_wrap=True)
+
+    results, trials = _execute(arguments, chosen, procedures, flush, console)
+    if procedures and not trials:
+        print(f"jaxdnn verify: no engine here promises what {', '.join(procedures)} tests.", file=sys.stderr)
+        return 2
+    finished = {
+        "command": shlex.join(["jaxdnn", "verify", *_words(arguments)]),
+        "extent": arguments.extent,
+        "seed": arguments.seed,
+        "seconds": round(time.perf_counter() - start, 1),
+        "compilations": len(compilations),
+    }
+    document = report.document(here, finished, results, trials, lambda name: _reproduce(arguments, name))
+    show.tables(console, document)
+    _write(arguments, document, console)
+    return 0 if document["summary"]["passed"] else 1
+
+
+def _choose(arguments: argparse.Namespace) -> tuple[list[cases.Case], list[str]]:
+    """The cases, and the ids of the determinism procedures that are asked for by id."""
+    if arguments.case:
+        found = [cases.find(name, arguments.seed) for name in arguments.case]
+        return [c for c in found if c is not None], [n for n in arguments.case if n.startswith("determinism/")]
+    wanted = {"ops": arguments.op or tuple(cases.OPS), "dtypes": arguments.dtype or DTYPES}
+    matrix = cases.matrix(arguments.extent, arguments.seed, **wanted)
+    return [c for c in matrix if not arguments.engine or c.engine in arguments.engine], []
+
+
+def _unknown(arguments: argparse.Namespace, chosen: list[cases.Case], procedures: list[str]) -> str | None:
+    known = {c.id for c in chosen} | set(procedures)
+    for name in arguments.case or ():
+        if name not in known:
+            every = [c.id for c in cases.matrix("full", arguments.seed, ops=cases.OPS, dtypes=cases.DTYPES)]
+            close = difflib.get_close_matches(name, every, n=3, cutoff=0.3)
+            return f"jaxdnn verify: `--case` must be the id of a case, got {name!r}; close ones: {', '.join(close)}."
+    return None
+
+
+def _execute(
+    arguments: argparse.Namespace, chosen: list[cases.Case], procedures: list[str], flush: bool, console: Console
+) -> tuple[list[checks.Result], list[levels.Trial]]:
+    trials: list[levels.Trial] = []
+    wanted = tuple(arguments.level or LEVELS)
+    if not arguments.case:
+        trials += _told(levels.controls(wanted, arguments.seed), arguments, console)
+    # Compilation takes most of the time, and XLA compiles outside of Python's lock.
+    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        try:
+            running = [pool.submit(checks.run, case, arguments.seed, flush=flush) for case in chosen]
+            results = []
+            for future in show.progress(console, running, len(running), "cells"):
+                results.append(future.result())
+                if results[-1].status == "failed":
+                    name = results[-1].case.id
+                    show.failure(console, name, results[-1].message, _reproduce(arguments, name))
+            subjects = list(_subjects(arguments, procedures))
+            tasks = [pool.submit(_trials, s, arguments.extent, wanted, procedures) for s in subjects]
+            for future in show.progress(console, tasks, len(tasks), "determinism"):
+                trials += _told(future.result(), arguments, console)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return results, trials
+
+
+def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[levels.Subject]:
+    if arguments.case and not procedures:
+        return
+    every = tuple(dict.fromkeys(e for op in cases.OPS for e in cases.engines_of(op)))
+    given = (arguments.op or tuple(cases.OPS), arguments.engine or every, arguments.dtype or DTYPES)
+    for subject in levels.subjects(*given, arguments.extent, arguments.seed):
+        if not procedures or any(name.startswith(subject.id + "/") for name in procedures):
+            yield subject
+
+
+def _trials(subject: levels.Subject, extent: str, wanted: tuple[str, ...], only: list[str]) -> list[levels.Trial]:
+    return list(levels.trials(subject, extent, wanted, only))
+
+
+def _told(trials: Iterable[levels.Trial], arguments: argparse.Namespace, console: Console) -> list[levels.Trial]:
+    """Passes trials on and tells of those that fail."""
+    collected = []
+    for trial in trials:
+        collected.append(trial)
+        if trial.status == "failed":
+            line = None if trial.control else _reproduce(arguments, trial.id)
+            show.failure(console, trial.id, trial.message, line)
+    return collected
+
+
+def _count_compilations() -> list[None]:
+    """A list that grows by one with each compilation by XLA."""
+    seen: list[None] = []
+    lock = threading.Lock()
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            with lock:
+                seen.append(None)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seen
+
+
+def _heading(here: dict[str, Any], count: int) -> str:
+    device = f"{len(here['devices'])} x {here['device_kind']}"
+    versions = f"jaxdnn {here['jaxdnn']}, jax {here['jax']}, numpy {here['numpy']}, Python {here['python']}"
+    return f"[bold]jaxdnn verify[/] on {device}: {count} cells ({versions})"
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """The arguments that make this run what it is, as words; where its output goes is left out."""
+    words = []
+    for name in ("op", "engine", "dtype", "level"):
+        words += [f"--{name}", *getattr(arguments, name)] if getattr(arguments, name) else []
+    for name in arguments.case or ():
+        words += ["--case", name]
+    words += [f"--{arguments.extent}"] if arguments.extent != "standard" else []
+    return [*words, *_setting(arguments)]
+
+
+def _setting(arguments: argparse.Namespace) -> list[str]:
+    words = ["--seed", str(arguments.seed)]
+    for name in ("platform", "devices"):
+        words += [f"--{name}", str(getattr(arguments, name))] if getattr(arguments, name) else []
+    return words
+
+
+def _reproduce(arguments: argparse.Namespace, name: str) -> str:
+    # Of a determinism procedure the extent is part: it sets repeats and batch sizes.
+    extent = [f"--{arguments.extent}"] if name.startswith("determinism/") and arguments.extent != "standard" else []
+    return shlex.join(["jaxdnn", "verify", "--case", name, *extent, *_setting(arguments)])
+
+
+def _write(arguments: argparse.Namespace, document: dict[str, Any], console: Console) -> None:
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    found = document["summary"]
+    counts, bits = found["cells"], found["determinism"]
+    verdict = "[bold green]passed[/]" if found["passed"] else "[bold red]FAILED[/]"
+    console.print(
+        f"{verdict}: {counts['passed']} cells passed, {counts['failed']} failed, {counts['refused']} not served; "
+        f"{bits['passed']} determinism procedures passed, {bits['failed']} failed; "
+        f"{document['run']['compilations']} compilations, {document['run']['seconds']} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    path = arguments.html or (None if arguments.case else Path("jaxdnn-report.html"))
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page.render(document))
+        console.print(f"report: {path.resolve()}", highlight=False, soft_wrap=True)

@@ -1,0 +1,109 @@
+"""What `jaxdnn verify` prints: progress, failures as they come, and the tables at the end."""
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jaxdnn.verify.levels import PROCEDURES
+
+
+def progress(console: Console, items: Iterable[Any], total: int, name: str) -> Iterator[Any]:
+    """Passes the items on and shows how many there were: a bar in a terminal, a line every tenth elsewhere."""
+    if not console.is_terminal:
+        for i, item in enumerate(items, 1):
+            if i * 10 // total > (i - 1) * 10 // total:
+                console.print(f"{name}: {i} of {total}")
+            yield item
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        for item in items:
+            bar.advance(task)
+            yield item
+
+
+def failure(console: Console, name: str, message: str, reproduce: str | None) -> None:
+    """A failing cell or procedure, and the line that runs it alone."""
+    console.print(f"[bold red]failed[/] {escape(name)}\n       {escape(message)}", soft_wrap=True, highlight=False)
+    if reproduce:
+        console.print(f"       reproduce: [bold]{escape(reproduce)}[/]", soft_wrap=True, highlight=False)
+
+
+def tables(console: Console, document: dict[str, Any]) -> None:
+    """The matrix by op, engine and dtype; refusals by reason; levels; controls."""
+    if document["cells"]:
+        console.print(_matrix(document["cells"]))
+    for reason, count in _refusals(document["cells"]).items():
+        console.print(f"[dim]not served: {escape(reason)} ({count} cells)[/]", soft_wrap=True, highlight=False)
+    if document["determinism"]:
+        console.print(_determinism(document["determinism"]))
+    controls = document["summary"]["controls"]
+    if any(controls.values()):
+        found = f"{controls['passed']} of {controls['passed'] + controls['failed']}"
+        console.print(f"negative controls: {found} planted faults found, {controls['not run']} not run here")
+
+
+def _refusals(cells: list[dict[str, Any]]) -> dict[str, int]:
+    return collections.Counter(f"{c['engine']}: {c['message']}" for c in cells if c["status"] == "refused")
+
+
+def _matrix(cells: list[dict[str, Any]]) -> Table:
+    """For each engine and dtype, by op: how many cells passed, and the worst error over its bound."""
+    groups: dict[Any, dict[str, list[dict[str, Any]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for cell in cells:
+        if cell["status"] != "refused":
+            groups[cell["engine"], cell["dtype"]][cell["op"]].append(cell)
+    ops = list(dict.fromkeys(cell["op"] for cell in cells))
+    table = _plain("cells passed, and their largest error over bound", "engine", "dtype")
+    for op in ops:
+        table.add_column(op.removeprefix("conv_"), justify="right")
+    for key in sorted(groups, key=lambda k: list(dict.fromkeys(e for e, _ in groups)).index(k[0])):
+        table.add_row(*key, *(_group(groups[key][op]) if op in groups[key] else "" for op in ops))
+    return table
+
+
+def _plain(title: str, *columns: str) -> Table:
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.header_style = "dim"
+    return table
+
+
+def _group(cells: list[dict[str, Any]]) -> str:
+    failed = sum(c["status"] == "failed" for c in cells)
+    if failed:
+        return f"[bold red]{failed}/{len(cells)} FAIL[/]"
+    worst = max(c["ratio"] or 0 for c in cells)
+    return f"{len(cells)} [dim]{'0' if worst == 0 else f'{worst:.2g}':>6}[/]"
+
+
+def _determinism(trials: list[dict[str, Any]]) -> Table:
+    """One column a level: in how many runs its procedures found no difference."""
+    heads = {
+        "run_to_run": "repeats",
+        "batch_invariant": "batches",
+        "mesh_invariant": "meshes",
+        "portable": "definition",
+    }
+    table = _plain("determinism: runs compared bit for bit", "op", "engine", "dtype", "promises")
+    for level in PROCEDURES:
+        table.add_column(heads[level], justify="right")
+    rows: dict[Any, dict[str, list[dict[str, Any]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for t in trials:
+        rows[t["op"], t["engine"], t["dtype"], t["declared"]][t["level"]].append(t)
+    for key, by_level in rows.items():
+        table.add_row(*key, *(_runs(by_level[level]) for level in PROCEDURES))
+    return table
+
+
+def _runs(trials: list[dict[str, Any]]) -> str:
+    if any(t["status"] == "failed" for t in trials):
+        return "[bold red]failed[/]"
+    runs = sum(t["runs"] for t in trials)
+    return f"[green]{runs}[/]" if runs else ("[dim]not run[/]" if trials else "")
