@@ -16,7 +16,6 @@ Bits. `schedule` gives the order of additions. An output depends on its own inpu
 backward data are the same for every batch size and position. The filter gradient's splits follow the shape.
 """
 
-import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -48,11 +47,7 @@ from jaxdnn._kernels.hopper.conv_depthwise_plan import (
 )
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
 
-PARAMETERS = dict(
-    compiler_params=plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-    )
-)
+PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
 def supports(
@@ -70,9 +65,7 @@ def supports(
     """None where the kernels serve the call, else the reason; `op` is "fprop", "dgrad" or "wgrad"."""
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"the Hopper kernels need JAX 0.11 or newer, this is {jax.__version__}"
-    return unsupported(
-        op, x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation, config=config
-    )
+    return unsupported(op, x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation, config=config)
 
 
 def schedule(
@@ -110,7 +103,7 @@ def workspace(
     if op != "wgrad":
         return 0
     call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
-    return 4 * math.prod(_partial_shape(call, plan_filter(call, config)))
+    return 4 * math.prod(plan_filter(call, config).partial_shape(call))
 
 
 def depthwise_fprop(
@@ -160,7 +153,7 @@ def depthwise_wgrad(
     call = window(x.shape, w_shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
     plan = plan_filter(call, config)
     partial = _filter_partials(x, dy, call, plan)
-    return _add_partials(partial, x.dtype).reshape(tuple(w_shape))
+    return _add_partials(partial, call.taps[0], call.taps[1] * call.group, x.dtype).reshape(tuple(w_shape))
 
 
 def _spatial(size: tuple[int, int], rank: int) -> tuple[int, ...]:
@@ -171,13 +164,17 @@ def _image(x: Array, size: tuple[int, int]) -> Array:
     return x.reshape(-1, *size, x.shape[-1])
 
 
+def _transforms(swizzle: int) -> tuple[Any, ...]:
+    make: Any = plgpu.SwizzleTransform
+    return (make(swizzle),) if swizzle else ()
+
+
 def _shared(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    transforms = (plgpu.SwizzleTransform(swizzle),) if swizzle else ()
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(swizzle))
 
 
 def _ref_type(swizzle: int) -> Any:
-    return plgpu.RefType((plgpu.SwizzleTransform(swizzle),) if swizzle else ())
+    return plgpu.RefType(_transforms(swizzle))
 
 
 def _address(ref: Any) -> ir.Value:
@@ -198,13 +195,14 @@ def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str) 
 
     def body(x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tile: Any, w_tile: Any, y_tile: Any, arrived: Any) -> None:
         at = lax.axis_index("tile")
+        origin = lax.min(at, 0)  # a traced zero: JAX 0.12 rejects a box that it sees reach over an edge
         c, at = lax.rem(at, chunks) * width, lax.div(at, chunks)
         j, at = lax.rem(at, plan.tiles[1]), lax.div(at, plan.tiles[1])
         i, n = lax.rem(at, plan.tiles[0]), lax.div(at, plan.tiles[0])
         rows = pl.ds(i * plan.advance[0] + plan.first[0], tall)
         columns = pl.ds(j * plan.advance[1] + plan.first[1], wide)
         plgpu.copy_gmem_to_smem(x_hbm.at[n, rows, columns, pl.ds(c, width)], x_tile, arrived)
-        plgpu.copy_gmem_to_smem(w_hbm.at[:, pl.ds(0, slab[1]), pl.ds(c, width)], w_tile, arrived)
+        plgpu.copy_gmem_to_smem(w_hbm.at[:, pl.ds(origin, slab[1]), pl.ds(c, width)], w_tile, arrived)
         plgpu.barrier_wait(arrived)
         _run_walk(code, plan.swizzle, x_tile, w_tile, y_tile)
         plgpu.commit_smem()
@@ -225,7 +223,7 @@ def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str) 
             plgpu.Barrier(num_arrivals=2),
         ],
         kernel_name=kernel_name,
-        **PARAMETERS,
+        compiler_params=PARAMETERS,
     )
     return kernel(image, filters)
 
@@ -234,15 +232,9 @@ def _run_walk(code: str, swizzle: int, x_tile: Any, w_tile: Any, y_tile: Any) ->
     @plgpu.inline_mgpu(arg_types=(_ref_type(swizzle), _ref_type(0), _ref_type(swizzle)))
     def run(_: Any, *tiles: Any) -> None:
         addresses = [_address(tile) for tile in tiles]
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), addresses, code, "r,r,r,~{memory}", has_side_effects=True
-        )
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), addresses, code, "r,r,r,~{memory}", has_side_effects=True)
 
     run(x_tile, w_tile, y_tile)
-
-
-def _partial_shape(call: Window, plan: FilterPlan) -> tuple[int, ...]:
-    return plan.splits, plan.parts, call.taps[0], call.taps[1] * call.group, call.channels
 
 
 def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Array:
@@ -310,14 +302,13 @@ def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Arr
         @pl.when(group == 0)
         def _() -> None:
             plgpu.barrier_wait(done)
-            # The last blocks of taps and channels reach over the filter's edges, where the copy clips them.
             taps = pl.ds(row_tap, r), pl.ds(column_tap * call.group, s * call.group)
             plgpu.copy_smem_to_gmem(sums, out.at[split, pl.ds(0, plan.parts), *taps, pl.ds(c, plan.channels)])
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(_partial_shape(call, plan), jnp.float32),
+        out_type=jax.ShapeDtypeStruct(plan.partial_shape(call), jnp.float32),
         grid=(chunks * math.prod(plan.tap_blocks) * plan.splits,),
         grid_names=("block",),
         num_threads=groups,
@@ -331,7 +322,7 @@ def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Arr
             plgpu.Barrier(num_arrivals=groups),
         ],
         kernel_name="depthwise_wgrad",
-        **PARAMETERS,
+        compiler_params=PARAMETERS,
     )
     return kernel(_image(x, call.size), _image(dy, call.out))
 
@@ -361,7 +352,8 @@ def _run_filter(code: str, plan: FilterPlan, carry: Any, x_tile: Any, dy_tile: A
 
 def _run_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(layout, _ref_type(0)))
-    def run(_: Any, values: Any, tile: Any) -> None:
+    def run(_: Any, *arrays: Any) -> None:
+        values, tile = arrays
         operands = [*_scalars(values), _address(tile)]
         constraints = ",".join([*["f"] * len(values.registers), "r", "~{memory}"])
         llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
@@ -369,26 +361,30 @@ def _run_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
     run(carry, sums)
 
 
-def _add_partials(partial: Array, dtype: Any) -> Array:
-    """Adds partial sums (splits, parts, ...) one after the other, and rounds: a flat array."""
+def _add_partials(partial: Array, rows: int, columns: int, dtype: Any) -> Array:
+    """Adds partial sums (splits, parts, r, s * group, c) one after the other, and rounds: (rows, columns * c)."""
     many = partial.shape[0] * partial.shape[1]
-    flat = partial.reshape(many, -1)
-    size, width = flat.shape[1], 128
+    terms = partial.reshape(many, partial.shape[2], -1)
+    size, width = columns * partial.shape[-1], 128
+    blocks = ceil_div(size, width)
 
     def body(terms: Any, out: Any, tile: Any, total: Any, arrived: Any) -> None:
-        columns = pl.ds(lax.axis_index("block") * width, width)
-        plgpu.copy_gmem_to_smem(terms.at[pl.ds(0, many), columns], tile, arrived)
+        at = lax.axis_index("block")
+        row = lax.div(at, blocks)
+        # The last block starts earlier instead of reaching over the end; what two blocks write is the same.
+        start = lax.min(lax.rem(at, blocks) * width, max(0, size - width))
+        plgpu.copy_gmem_to_smem(terms.at[pl.ds(0, many), row, pl.ds(start, width)], tile, arrived)
         plgpu.barrier_wait(arrived)
         load = lambda i: plgpu.load(tile.at[i], layout=plgpu.Layout.WG_STRIDED((width,), 1), optimized=False)
         total[...] = lax.fori_loop(1, many, lambda i, sums: sums + load(i), load(0)).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(total, out.at[columns])
+        plgpu.copy_smem_to_gmem(total, out.at[row, pl.ds(start, width)])
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((size,), dtype),
-        grid=(ceil_div(size, width),),
+        out_type=jax.ShapeDtypeStruct((rows, max(size, width)), dtype),
+        grid=(rows * blocks,),
         grid_names=("block",),
         scratch_types=[
             plgpu.SMEM((many, width), jnp.float32),
@@ -396,6 +392,6 @@ def _add_partials(partial: Array, dtype: Any) -> Array:
             plgpu.Barrier(),
         ],
         kernel_name="depthwise_add_partials",
-        **PARAMETERS,
+        compiler_params=PARAMETERS,
     )
-    return kernel(flat)
+    return kernel(terms)[:, :size]

@@ -92,28 +92,36 @@ def _fragment_rows(kind: Kind, rows: int) -> range:
     return range(0, rows, 2 if kind.half else 1)
 
 
-def _group(
-    e: Emitter, k: FilterWalk, rows: range, inputs: SwizzledTile, gradients: Fragments, sums: list[str]
-) -> None:
+def _group(e: Emitter, k: FilterWalk, rows: range, inputs: SwizzledTile, gradients: Fragments, sums: list[str]) -> None:
     """Eight columns: an input fragment of two rows and two column taps meets every tap row that needs it at once."""
     zero = e.r("mov.b32", 0)
+    apart = rows.step * k.in_step[0]  # input rows from one fragment of an instruction to the other
     meeting: dict[int, list[tuple[int, int]]] = {}  # input row: (index of the first output row, tap row)
     for i in range(0, len(rows), 2):
         for r in range(k.row_taps):
             meeting.setdefault(rows[i] * k.in_step[0] + r * k.dilation[0], []).append((i, r))
     for pair in range((k.column_taps + 1) // 2):
+        held: dict[int, list[str]] = {}
+
+        def fetch(line: int, held: dict[int, list[str]] = held, pair: int = pair) -> list[str]:
+            if line not in held:
+                held[line] = [e.new() for _ in range(4)]
+                place = inputs.at(line * k.in_pitch + 2 * pair * k.dilation[1])
+                matrices = "{" + ", ".join(held[line]) + "}"
+                e.op("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", matrices, place)
+            return held[line]
+
         for line in sorted(meeting):
-            place = inputs.at(line * k.in_pitch + 2 * pair * k.dilation[1])
-            for alone in (False, True):  # the last fragment of an odd number has no partner
-                meets = [(i, r) for i, r in meeting[line] if (i + 1 == len(rows)) == alone]
-                if not meets:
-                    continue
-                a = [e.new() for _ in range(2 if alone else 4)]
-                e.op(f"ldmatrix.sync.aligned.m8n8.x{len(a)}.trans.shared.b16", "{" + ", ".join(a) + "}", place)
-                for i, r in meets:
-                    b = [gradients.get(rows[i], 0), zero if alone else gradients.get(rows[i + 1], 0)]
-                    first = 4 * (pair * k.row_taps + r)
-                    matrix_multiply(e, k.dtype, sums[first : first + 4], [*a, zero, zero][:4], b)
+            # Every other one is made of its neighbours' halves: moves are cheaper than reading twice.
+            if (line // apart) % 2 and line - apart in held and line + apart in meeting:
+                a = [e.r("mov.b32", half) for half in (*held[line - apart][2:], *fetch(line + apart)[:2])]
+            else:
+                a = fetch(line)
+            for i, r in meeting[line]:
+                alone = i + 1 == len(rows)  # the last fragment of an odd number has no partner
+                b = [gradients.get(rows[i], 0), zero if alone else gradients.get(rows[i + 1], 0)]
+                first = 4 * (pair * k.row_taps + r)
+                matrix_multiply(e, k.dtype, sums[first : first + 4], [*a[:2], zero, zero] if alone else a, b)
 
 
 def filter_store(k: FilterWalk) -> str:
@@ -131,9 +139,7 @@ def filter_store(k: FilterWalk) -> str:
     base = e.scaled(e.r("and.b32", lanes.row, k.group - 1), line, base)
     base = e.scaled(warpgroup, k.column_taps * k.group * line, base)
     columns = k.column_taps * k.warpgroups
-    keep = [
-        e.p("setp.eq.u32", e.r("shr.u32", e.r("add.u32", lanes.pair, j), shift), own) for j in range(2)
-    ]
+    keep = [e.p("setp.eq.u32", e.r("shr.u32", e.r("add.u32", lanes.pair, j), shift), own) for j in range(2)]
     for i, value in enumerate(sums):
         pair, r = divmod(i // 4, k.row_taps)
         s, j = 2 * pair + i % 4 // 2, i % 2

@@ -8,6 +8,7 @@ r s filter taps, p q output rows and columns. One-dimensional calls become rows 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def whole_copies(columns: int, pixel_bytes: int) -> int:
 def window(
     x_shape: Sequence[int],
     w_shape: Sequence[int],
-    dtype: object,
+    dtype: Any,
     *,
     stride: Sequence[int],
     padding: Sequence[tuple[int, int]],
@@ -83,9 +84,7 @@ def window(
     images, *size, channels = x_shape
     taps, group = list(w_shape[:-2]), w_shape[-2]
     stride, dilation, padding = list(stride), list(dilation), list(padding)
-    out = [
-        (size[i] + sum(padding[i]) - dilation[i] * (taps[i] - 1) - 1) // stride[i] + 1 for i in range(len(size))
-    ]
+    out = [(size[i] + sum(padding[i]) - dilation[i] * (taps[i] - 1) - 1) // stride[i] + 1 for i in range(len(size))]
     low = [p[0] for p in padding]
     if len(size) == 1:
         size, out, taps = [images, *size], [images, *out], [1, *taps]
@@ -93,16 +92,14 @@ def window(
         images = 1
     two = lambda values: (int(values[0]), int(values[1]))
     name = DTYPES.get(np.dtype(dtype).name, "")
-    return Window(
-        images, two(size), two(out), two(taps), channels, group, two(stride), two(low), two(dilation), name
-    )
+    return Window(images, two(size), two(out), two(taps), channels, group, two(stride), two(low), two(dilation), name)
 
 
 def unsupported(
     op: str,
     x_shape: Sequence[int],
     w_shape: Sequence[int],
-    dtype: object,
+    dtype: Any,
     *,
     stride: Sequence[int],
     padding: Sequence[tuple[int, int]],
@@ -181,7 +178,7 @@ def phases(op: str, call: Window) -> tuple[tuple[Phase, ...], tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class WalkPlan:
-    """A forward or backward-data launch: the walk, the tiles' shapes and where the input tile of an output tile lies."""
+    """A forward or backward-data launch: the walk, the tiles, and where an output tile's input tile lies."""
 
     walk: Walk | LaneWalk
     channels: int
@@ -213,11 +210,14 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
     extent = [ceil_div(target[i], out_step[i]) for i in range(2)]
     rows = config.rows // out_step[0] if config.rows else _best(extent[0], (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns // out_step[1] if config.columns else _best(extent[1], (28, 32, 24, 20, 16, 12, 8, 4))
+    if unit == "fma" and columns * out_step[1] == target[1]:
+        columns += 4  # a store as wide as the image would be one piece of memory, and not be clipped at its last row
     widths = [config.channels] if config.channels else [32, 16] if unit == "tensor" else [128 // itemsize]
     reach = [
         max((offset for phase in grid for _, offset in (phase.row_taps, phase.column_taps)[i]), default=0)
         for i in range(2)
     ]
+    size, boxes = 0, (0,)
     while True:
         for channels in widths:
             tall, wide = (rows - 1) * in_step[0] + reach[0] + 1, (columns - 1) * in_step[1] + reach[1] + 1
@@ -225,12 +225,19 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
             in_tile = tall, whole_copies(wide, channels * itemsize)
             filter_columns = whole_copies(call.taps[1], channels * itemsize)
             out_tile = rows * out_step[0], columns * out_step[1]
-            common = dict(
+            common: dict[str, Any] = dict(
                 dtype=call.dtype, filter_columns=filter_columns, in_pitch=in_tile[1], out_pitch=out_tile[1],
                 in_step=in_step, out_step=out_step, rows=rows, columns=columns, phases=grid,
             )  # fmt: skip
             walk = (
-                Walk(channels=channels, group=call.group, swapped=not forward, block=rows, **common)
+                Walk(
+                    channels=channels,
+                    group=call.group,
+                    swapped=not forward,
+                    block=rows,
+                    ahead=config.ahead is not False,
+                    **common,
+                )
                 if unit == "tensor"
                 else LaneWalk(**common)
             )
@@ -274,6 +281,14 @@ class FilterPlan:
     warpgroups: int
     swizzle: int
 
+    def partial_shape(self, call: Window) -> tuple[int, int, int, int, int]:
+        """(splits, parts, r, s * group, c) of the partial sums, in whole blocks of taps.
+
+        An unswizzled copy that is one piece of memory is not clipped (JAX 0.11), so none may reach over an edge.
+        """
+        rows, columns = (n * b for n, b in zip(self.tap_blocks, self.tap_block, strict=True))
+        return self.splits, self.parts, rows, columns * call.group, call.channels
+
 
 def plan_filter(call: Window, config: Config | None = None, multiprocessors: int = 132) -> FilterPlan:
     """The tiles and splits of a filter gradient.
@@ -288,9 +303,10 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
     warpgroups = 2 if unit == "tensor" and taps[1] > 6 else 1
     per_group = ceil_div(taps[1], warpgroups)
     block = taps[0], per_group * warpgroups
-    rows = config.rows or _best(call.out[0], (14, 16, 12, 10, 8, 6, 4, 2))
+    # Measured: with two warpgroups (wide filters) many small tiles win, with one few large ones.
+    rows = config.rows or _best(call.out[0], (4, 2) if warpgroups == 2 else (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns or _best(call.out[1], (28, 32, 24, 20, 16, 12, 8, 4))
-    stages = config.stages or 1
+    stages = config.stages or (2 if unit == "tensor" else 1)
     parts = 1 if unit == "tensor" else 4
     tap_blocks = ceil_div(call.taps[0], block[0]), ceil_div(call.taps[1], block[1])
     while True:
@@ -303,6 +319,9 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
         size += _aligned(sums) + 1024
         if size <= SHARED_BYTES and max(*in_tile, block[1] * call.group) <= 256:
             break
+        if stages > 1 and not config.stages:
+            stages = 1
+            continue
         if config.rows or config.columns or (rows <= 2 and columns <= 4):
             raise _NoTile(f"a tile of {size} bytes is over {SHARED_BYTES} bytes, or over 256 pixels a side")
         if columns > 8 or rows <= 2:
@@ -315,7 +334,7 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
     resident = multiprocessors * max(1, min(SHARED_BYTES // (size + 1024), 4 // warpgroups))
     splits = min(config.splits or max(1, resident // blocks), total, 256 // parts)
     per_split = ceil_div(total, splits)
-    common = dict(
+    common: dict[str, Any] = dict(
         in_pitch=in_tile[1], out_pitch=columns, in_step=call.stride, dilation=call.dilation,
         row_taps=block[0], rows=rows, columns=columns,
     )  # fmt: skip

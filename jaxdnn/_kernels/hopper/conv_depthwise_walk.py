@@ -98,10 +98,9 @@ class _Filter:
         shift = {1: 0, 2: 1, 4: 2, 8: 3}[k.group]
         same = lambda column: e.p("setp.eq.u32", e.r("shr.u32", column, shift), e.r("shr.u32", lanes.row, shift))
         second = e.r("add.u32", lanes.pair, 1)
-        if k.group == 1:  # one value a lane, moved to where the diagonal crosses the lane's two columns
-            none = "0x4444"
-            picked = e.r("selp.b32", "0x4410", none, same(lanes.pair))
-            self._pick = e.r("selp.b32", "0x1044", picked, same(second))
+        if k.group == 1:  # one value a lane (bytes 0 and 1), moved to where the diagonal crosses its two columns
+            picked = e.r("selp.b32", "0x2210", "0x2222", same(lanes.pair))
+            self._pick = e.r("selp.b32", "0x1022", picked, same(second))
         else:
             low = e.r("selp.b32", "0x0000ffff", 0, same(lanes.pair))
             self._keep = e.r("or.b32", low, e.r("selp.b32", "0xffff0000", 0, same(second)))
@@ -121,10 +120,17 @@ class _Filter:
             self._bases = [e.r("add.s32", base, offset) for base in self._bases]
         self._held: dict[int, str] = {}
 
-    def block(self, r: int | None, s: int) -> str:
-        """The block of tap (r, s); zeros without a row."""
+    def block(self, r: int | None, s: int, copy: int = 0) -> str:
+        """The block of tap (r, s); zeros without a row. Copies are built anew: sharing one would cost as many moves."""
         if r is None:
             return self._zero
+        held = self.raw(r, s)
+        if self._k.group == 1:
+            return self._e.r("prmt.b32", held, held if copy else 0, self._pick)
+        return held if self._k.group == 8 else self._e.r("and.b32", held, self._keep)
+
+    def raw(self, r: int, s: int) -> str:
+        """The lane's values of tap (r, s), loaded once."""
         e, k, tap = self._e, self._k, r * self._k.filter_columns + s
         if tap not in self._held:
             at = [f"[{base}+{tap * k.group * self._row_bytes}]" for base in self._bases]
@@ -135,10 +141,7 @@ class _Filter:
             else:
                 low, high = (e.r("ld.shared.u16", place) for place in at)
                 self._held[tap] = e.r("prmt.b32", low, high, "0x5410")
-        held = self._held[tap]
-        if k.group == 1:
-            return e.r("prmt.b32", held, 0, self._pick)
-        return held if k.group == 8 else e.r("and.b32", held, self._keep)
+        return self._held[tap]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +179,10 @@ def walk(k: Walk) -> str:
     x, w, y = (e.r("mov.b32", f"${i}") for i in range(3))
     lanes = Lanes(e)
     blocks = _Filter(e, k, lanes, w)
+    dealt = 0
     for phase in k.phases:
         for kind in kinds(k.columns):
-            _Section(e, k, lanes, blocks, phase, kind).emit(x, y)
+            dealt += _Section(e, k, lanes, blocks, phase, kind).emit(x, y, dealt)
     return e.text()
 
 
@@ -194,10 +198,13 @@ class _Section:
         self.between = kind.tall // 2 * k.in_step[0]  # pairs of input rows from one set of sums to the next
         self.ragged = kind.half and k.block % 4 == 2  # the last set's second rows lie below the block
 
-    def emit(self, x: str, y: str) -> None:
+    def emit(self, x: str, y: str, dealt: int) -> int:
+        """Emits the section; the warps take its items in turn where `dealt` earlier items left off. Its items."""
         e, k, kind = self.e, self.k, self.kind
         chunks = k.channels // 8
-        with e.loop(self.lanes.warp, chunks * (k.rows // k.block) * kind.groups, k.warps) as item:
+        items = chunks * (k.rows // k.block) * kind.groups
+        first = e.r("and.b32", e.r("add.u32", self.lanes.warp, -dealt % k.warps), k.warps - 1)
+        with e.loop(first, items, k.warps) as item:
             chunk = e.r("and.b32", item, chunks - 1)
             rest = e.r("shr.u32", item, chunks.bit_length() - 1)
             block = e.r("div.u32", rest, kind.groups)
@@ -206,6 +213,7 @@ class _Section:
             sums = self._sums(x, source, chunk, "", None)
             self._store(y, block, group, chunk, sums)
             self._repair(x, y, source, block, group, chunk, sums)
+        return items
 
     def _source(self, block: str, group: str) -> str:
         """The input pixel that this lane addresses for ldmatrix, tap offsets apart."""
@@ -257,10 +265,20 @@ class _Section:
         tile = SwizzledTile(e, x, k.channels, source, chunk)
         taken = Fragments(e, tile, k.in_pitch, first, 1, count, mask=mask)
         zero = e.r("mov.b32", 0)
-        for s, across in columns:
+
+        def fetch(s: int, across: int) -> None:
+            for r, _ in self.phase.row_taps:
+                self.blocks.raw(r, s)
+            if only is None:
+                for row in range(first, first + count, 4):
+                    taken.get(row, across)
+
+        for i, (s, across) in enumerate(columns):
+            for column in columns[i : i + 2]:  # a column's operands are read while the one before it is multiplied
+                fetch(*column)
             for q in self.pairs:
                 taps = [[self.rows.get(2 * q + v - u * k.in_step[0]) for u in range(2)] for v in range(2)]
-                a = [self.blocks.block(r, s) for two in taps for r in two]
+                a = [self.blocks.block(r, s, copy) for copy, two in enumerate(taps) for r in two]
                 for m, accumulators in enumerate(sums):
                     row = 2 * (q + m * self.between)
                     seen = [only is None or taps[v][only] is not None for v in range(2)]
@@ -308,9 +326,7 @@ class _Section:
             place = target.at((m * self.kind.tall + u) * k.out_step[0] * k.out_pitch)
             e.op("st.shared.u16", place, e.r("shr.u32", word, 16 * j), when=when)
 
-    def _repair(
-        self, x: str, y: str, source: str, block: str, group: str, chunk: str, sums: list[list[str]]
-    ) -> None:
+    def _repair(self, x: str, y: str, source: str, block: str, group: str, chunk: str, sums: list[list[str]]) -> None:
         """Where a sum is not finite: again, one output row of a pair and one channel group at a time."""
         e, k, lanes = self.e, self.k, self.lanes
         zero = "0f00000000"
