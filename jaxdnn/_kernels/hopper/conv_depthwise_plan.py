@@ -235,7 +235,6 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
                     group=call.group,
                     swapped=not forward,
                     block=rows,
-                    ahead=config.ahead is not False,
                     **common,
                 )
                 if unit == "tensor"
