@@ -263,6 +263,18 @@ def test_forward_order_ignores_batch_and_tiles():
     assert all(order == orders[0] for order in orders)
 
 
+def test_one_axis_order_ignores_the_image():
+    call = window((4, 20, 32), (5, 1, 32), jnp.bfloat16, stride=(1,), padding=((4, 0),), dilation=(1,))
+    even, odd = (conv_depthwise_plan.order("fprop", call, parity=parity)[1].tolist() for parity in range(2))
+    assert even == odd
+
+
+def test_a_tile_starts_at_an_even_row():
+    call = window((1, 20, 20, 32), (3, 3, 1, 32), jnp.bfloat16, **GEOMETRY)
+    with pytest.raises(ValueError, match="rows are a multiple of 2 and its columns of 4, got 7 and 28"):
+        plan_walk("fprop", call, Config(rows=7, columns=28))
+
+
 GEOMETRY = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
 
 

@@ -12,8 +12,12 @@ the output position, all from one input tile. Backward filter keeps its sums in 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial
 axes; rows of 16 bytes (channels divisible by 8, in float32 by 4). `supports` says so, or returns None.
 
-Bits. `schedule` gives the order of additions. An output depends on its own inputs and on no tile size: forward and
-backward data are the same for every batch size and position. The filter gradient's splits follow the shape.
+Bits. `schedule` gives the order of additions. An output depends on its own inputs, and its order of additions on
+nothing but the filter, the stride and (on the tensor core, two spatial axes) whether its row is even or odd: forward
+and backward data are the same for every batch size, position in the batch, channel count and tile. The filter
+gradient's tiles and splits follow the shape. An input that is not finite may turn sums of the filter gradient of its
+own channel group into NaN that are finite by the formula (a zero that pads a tile is multiplied with it); forward and
+backward data keep what is not finite to the outputs that own it.
 """
 
 import math

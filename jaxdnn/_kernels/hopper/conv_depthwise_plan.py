@@ -143,6 +143,15 @@ class _NoTile(ValueError):
     pass
 
 
+def _check_tile(config: Config, step: tuple[int, int]) -> None:
+    """Tiles start at even rows (of a phase), so that the pairing of rows is the same for all; columns come in fours."""
+    if (config.rows and config.rows % (2 * step[0])) or (config.columns and config.columns % (4 * step[1])):
+        raise _NoTile(
+            f"a tile's rows are a multiple of {2 * step[0]} and its columns of {4 * step[1]}, "
+            f"got {config.rows} and {config.columns}"
+        )
+
+
 def default_unit(dtype: str) -> str:
     return "fma" if dtype == "f32" else "tensor"
 
@@ -201,6 +210,7 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
     """
     config = config or Config()
+    _check_tile(config, (1, 1) if op == "fprop" else call.stride)
     grid, first = phases(op, call)
     forward = op == "fprop"
     in_step, out_step = (call.stride, (1, 1)) if forward else ((1, 1), call.stride)
@@ -296,6 +306,7 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
     """
     config = config or Config()
+    _check_tile(config, (1, 1))
     unit = config.unit or default_unit(call.dtype)
     itemsize = 4 if call.dtype == "f32" else 2
     taps = min(call.taps[0], 8), min(call.taps[1], 8)
