@@ -64,7 +64,7 @@ class Format:
         values = np.asarray(values, np.float64)
         if self.bits == 53:
             return values
-        finite = np.where(np.isfinite(values), values, 0.0)
+        finite = np.where(np.isfinite(values), np.clip(values, -4 * self.largest, 4 * self.largest), 0.0)
         ulp = self.ulp(finite)
         rounded = np.rint(finite / ulp) * ulp
         rounded = np.where(np.abs(rounded) > self.largest, np.copysign(np.inf, rounded), rounded)

@@ -336,7 +336,8 @@ def compare(
       out: the result, of its own dtype. golden: G, shaped like it. error: E, from `Accumulation` and `Epilogue`.
       golden_error: a bound on the error of G itself, which matters for float64 results.
       generic: whether G may lie anywhere between two numbers of the output's format. It does not if the data are
-        integers, of which an epilogue makes ties in plenty; then the rate is not judged, only reported.
+        integers, or a sum is tiny beside a prior of the output's format: then ties are plenty, and the rate, which
+        takes them for rare, is reported but not judged. What rounding can reach is judged either way.
 
     Where G overflows the output's format, or an input was NaN or infinite, the result must be what rounding gives:
     the infinity of that sign, NaN in a format without infinities, the nearest end of an integer type; NaN for NaN.

@@ -4,6 +4,7 @@
 |---|---|---|
 | normal | N(0, 1); int8: all of its values | most faults |
 | integers | integers whose sums the accumulator holds exactly, of either sign or none negative | anything: E = 0 |
+| ties | integers whose sums often lie halfway between two numbers of a narrow output type | rounding up or twice |
 | lognormal | magnitudes over five decades | low-precision accumulators, misplaced scales |
 | cancelling | products of nearly equal size and alternating sign: |G| is far below S | lost low bits, double rounding |
 | subnormal | results, or for the narrow types operands, among the subnormal numbers | flushes to zero |
@@ -20,14 +21,19 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation, Format
 from jaxdnn.verify.cases import Case
 
+INTEGERS = ("integers", "ties")  # sums of which are exact
 SPECIALS = ("lognormal", "cancelling", "subnormal", "special")
 
 
 def kinds(case: Case) -> tuple[str, ...]:
-    """The kinds of data for a case: the first two always, and one of the others in turn by the case's id."""
+    """The kinds of data for a case: the first two always, ties if the output is narrow, and one of the others in turn
+
+    by the case's id.
+    """
     if case.dtype == "int8":
         return ("normal",) if case.geometry.name == "wrap" else ("normal", "integers")
-    return ("normal", "integers", SPECIALS[zlib.crc32(case.id.encode()) % len(SPECIALS)])
+    special = SPECIALS[zlib.crc32(case.id.encode()) % len(SPECIALS)]
+    return ("normal", "integers", *(("ties",) if case.out_dtype.itemsize <= 2 else ()), special)
 
 
 def generator(case: Case, kind: str, seed: int) -> np.random.Generator:
@@ -42,7 +48,7 @@ def arrays(
     rng = generator(case, kind, seed)
     shapes = [case.shape(role) for role in case.roles]
     operands = tuple(a.astype(case.in_dtype) for a in _DRAW[kind](case, rng, shapes, accumulation))
-    return operands, _extras(case, kind, rng)
+    return operands, extras(case, kind, rng)
 
 
 def _normal(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) -> list[np.ndarray]:
@@ -66,6 +72,15 @@ def _integers(case: Case, rng: np.random.Generator, shapes: Any, accumulation: A
     a = amplitude(case, accumulation)
     low = 0 if rng.random() < 0.5 and tolerance.format_of(case.out_dtype).largest > 1e6 else -a
     return [rng.integers(low, a, s, endpoint=True) for s in shapes]
+
+
+def _ties(case: Case, rng: np.random.Generator, shapes: Any, accumulation: Accumulation) -> list[np.ndarray]:
+    """A sum of n products of integers of [-a, a] has the standard deviation √n a (a + 1) / 3, which shall be 2^bits."""
+    out = tolerance.format_of(case.out_dtype)
+    bits = out.bits if isinstance(out, Format) else 8
+    a = int(math.sqrt(3 * 2**bits / math.sqrt(max(case.terms, 1)) + 0.25) + 0.5)
+    a = max(1, min(a, amplitude(case, accumulation)))
+    return [rng.integers(-a, a, s, endpoint=True) for s in shapes]
 
 
 def _lognormal(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) -> list[np.ndarray]:
@@ -105,6 +120,7 @@ def _special(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation)
 _DRAW = {
     "normal": _normal,
     "integers": _integers,
+    "ties": _ties,
     "lognormal": _lognormal,
     "cancelling": _cancelling,
     "subnormal": _subnormal,
@@ -112,7 +128,8 @@ _DRAW = {
 }
 
 
-def _extras(case: Case, kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def extras(case: Case, kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The epilogue's arrays by name. A prior that must not be read is full of NaN."""
     blend, shape = case.blend, case.shape(case.result_role)
     channels = case.geometry.channels if case.op == "conv_transpose" else case.geometry.filters
     wide: Any = np.float64 if "f64" in (case.dtype, case.accumulate) else np.float32
@@ -128,7 +145,7 @@ def _extras(case: Case, kind: str, rng: np.random.Generator) -> dict[str, np.nda
     for name, (given, size, dtype) in wanted.items():
         if not given:
             continue
-        whole = kind == "integers" or np.dtype(dtype).kind == "i"
+        whole = kind in INTEGERS or np.dtype(dtype).kind == "i"
         values = rng.integers(-9, 10, size) if whole else rng.standard_normal(size)
         drawn[name] = values.astype(dtype)
     if "prior" in drawn and blend.beta == 0:

@@ -1,0 +1,355 @@
+"""`jaxdnn verify` and `jaxdnn info`: what they run, what they find, what they write, and how they end."""
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdnn import engines
+from jaxdnn._kernels.xla import conv as xla_conv
+from jaxdnn.determinism import LEVELS
+from jaxdnn.tolerance import ACCUMULATIONS
+from jaxdnn.verify import cases, checks, cli, data, levels, page
+from jaxdnn.verify.cases import Case
+from jaxdnn.verify.levels import PROCEDURES
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Registers an engine "planted" for `conv` while a test runs."""
+
+    def plant(run: Callable[..., jax.Array], **facts: Any) -> None:
+        planted = engines.Engine(name="planted", op="conv", run=run, **facts)
+        others = [e for e in engines.registered("conv") if e.name != "planted"]
+        monkeypatch.setitem(engines._registry, "conv", [*others, planted])
+        jax.clear_caches()
+
+    yield plant
+    jax.clear_caches()
+
+
+def verify(*words: str) -> tuple[int, dict[str, Any]]:
+    """Runs the command with `--json` and returns its exit status and what it wrote."""
+    status = cli.main(["verify", *words, "--json", "found.json"])
+    return status, json.loads(Path("found.json").read_text())
+
+
+# ---- the matrix ------------------------------------------------------------------------------------------------------
+
+
+def of_extent(extent: str) -> dict[str, Case]:
+    return {c.id: c for c in cases.matrix(extent, 0, ops=cases.OPS, dtypes=cases.DTYPES)}
+
+
+def test_each_extent_holds_the_one_before():
+    quick, standard, full = map(of_extent, cases.EXTENTS)
+    assert quick.keys() < standard.keys() < full.keys()
+    assert 250 <= len([c for c in standard.values() if c.engine == "xla"]) <= 420
+
+
+def test_matrix_covers_ops_dtypes_layouts_and_settings():
+    standard = of_extent("standard").values()
+    dtypes = set(cases.DTYPES) - {"int32"}
+    for op in cases.OPS:
+        assert {c.dtype for c in standard if c.op == op} == dtypes - ({"tf32"} if op == "conv_bgrad" else set())
+    conv = [c for c in standard if c.op == "conv"]
+    assert {len(c.geometry.sizes) for c in conv} == {1, 2, 3}
+    assert {"NHWC", "NCHW", "CHWN", "NCHWc4", "NCW", "CWN", "NDHWC", "NCDHW", "CDHWN"} <= {c.layout for c in conv}
+    assert {c.geometry.mode for c in conv} == {"cross_correlation", "convolution"}
+    assert {c.geometry.batch for c in conv} >= {0, 1}
+    assert any(c.blend.prior and c.blend.beta == 0 for c in conv)
+    assert {"f32", "bf16", "int32"} <= {c.out for c in conv}
+
+
+def test_an_id_finds_its_case_whatever_the_extent():
+    for name, case in list(of_extent("full").items())[::97]:
+        assert cases.find(name, 0) == case
+    assert cases.find("conv/xla/f32/NHWC/no-such-geometry", 0) is None
+    assert cases.find("nothing", 0) is None
+
+
+def test_random_geometries_are_valid_and_repeat():
+    for index in range(200):
+        geometry = cases.random_geometry(7, index)
+        assert geometry == cases.random_geometry(7, index)
+        assert min(geometry.outputs) >= 1
+    assert cases.random_geometry(7, 0) != cases.random_geometry(8, 0)
+
+
+def test_sizes_of_a_geometry_are_distinct():
+    """Axes that change places must change a shape."""
+    for name in ("plain", "stride", "asymmetric", "patches", "3d-all"):
+        g = cases.GEOMETRIES[name]
+        assert len({g.batch, *g.sizes}) == 1 + len(g.sizes), name
+        assert g.channels != g.filters, name
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["integers", "ties"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "e4m3fn", "e5m2"])
+def test_integer_data_are_integers_whose_sums_are_exact(kind: str, dtype: str):
+    for op in cases.OPS:
+        case, accumulation = Case(op, "xla", dtype, "NHWC", None, cases.GEOMETRIES["all"]), ACCUMULATIONS["float32"]
+        operands, _ = data.arrays(case, kind, 0, accumulation)
+        largest = [np.abs(a.astype(np.float64)).max() for a in operands]
+        assert all((a == np.rint(a)).all() for a in (v.astype(np.float64) for v in operands))
+        assert max(largest) >= 1
+        assert case.terms * math.prod(largest) <= accumulation.largest_integer
+
+
+def test_ties_are_plenty_among_the_ties():
+    case = Case("conv", "xla", "bf16", "NHWC", None, cases.GEOMETRIES["plain"])
+    operands, extras = data.arrays(case, "ties", 0, ACCUMULATIONS["float32"])
+    exact = checks.golden(case, operands, extras).value
+    halfway = np.abs(exact - exact.astype(case.in_dtype).astype(np.float64)) == np.ldexp(0.5, np.frexp(exact)[1] - 8)
+    assert halfway.mean() > 0.02
+
+
+def test_data_depend_on_the_id_and_the_seed_alone():
+    case = Case("conv", "xla", "f32", "NHWC", None, cases.GEOMETRIES["plain"])
+    first, same, other = (data.arrays(case, "normal", seed, ACCUMULATIONS["float32"])[0][0] for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, same)
+    assert (first != other).any()
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_library_passes(capsys: pytest.CaptureFixture[str]):
+    status, found = verify("--quick", "--op", "conv", "conv_bgrad", "--dtype", "f32", "int8", "--seed", "3")
+    assert status == 0
+    assert found["summary"]["passed"]
+    assert found["summary"]["cells"]["failed"] == 0
+    assert found["summary"]["cells"]["passed"] > 8
+    assert found["run"]["seed"] == 3
+    assert found["run"]["compilations"] > 10
+    assert {"jax", "jaxlib", "numpy", "python", "platform", "devices", "revision", "date"} <= found[
+        "environment"
+    ].keys()
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("report: ")
+    assert Path(printed.splitlines()[-1].removeprefix("report: ")).exists()
+    levels_tested = {t["level"] for t in found["determinism"]}
+    assert levels_tested == set(PROCEDURES)
+    assert found["summary"]["controls"] == {"passed": 9, "failed": 0, "not run": 0}
+
+
+def off_by_one(call: engines.Call, *operands: jax.Array) -> jax.Array:
+    y = xla_conv.run(call, *operands)
+    return y.at[(0,) * y.ndim].multiply(np.float32(1.001).astype(y.dtype)) if y.size else y
+
+
+def test_a_failing_case_prints_a_line_that_reproduces_it(
+    engine: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    engine(off_by_one)
+    status, found = verify("--quick", "--op", "conv", "--engine", "planted", "--dtype", "f32", "--level", "fast")
+    assert status == 1
+    failed = [c for c in found["cells"] if c["status"] == "failed"]
+    assert len(failed) == len(found["cells"]) > 3
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.splitlines() if "reproduce:" in line).partition("reproduce: ")[2]
+    assert line == failed[0]["reproduce"]
+
+    program, *words = shlex.split(line)
+    assert program == "jaxdnn"
+    assert cli.main([*words, "--json", "again.json"]) == 1
+    again = json.loads(Path("again.json").read_text())
+    assert [c["message"] for c in again["cells"]] == [failed[0]["message"]]
+
+
+def test_an_exception_fails_its_cell_and_nothing_else(engine: Callable[..., None]):
+    def broken(call: engines.Call, *operands: jax.Array) -> jax.Array:
+        raise RuntimeError("no such kernel")
+
+    engine(broken)
+    status, found = verify("--quick", "--op", "conv", "--dtype", "f32", "--level", "fast")
+    assert status == 1
+    by_engine = {c["engine"]: c for c in found["cells"]}
+    assert by_engine["xla"]["status"] == "passed"
+    assert by_engine["planted"]["message"] == "RuntimeError: no such kernel"
+
+
+def test_a_refusal_is_no_failure(engine: Callable[..., None]):
+    engine(xla_conv.run, supports=lambda call: "it is a test")
+    status, found = verify("--quick", "--op", "conv", "--engine", "planted", "--dtype", "bf16", "--level", "fast")
+    assert status == 0
+    assert {(c["status"], c["message"]) for c in found["cells"]} == {("refused", "it is a test")}
+
+
+def test_a_promise_that_is_not_kept_fails(engine: Callable[..., None]):
+    """XLA's float32 convolution, declared portable: its bits are not the definition's."""
+    engine(xla_conv.run, level=lambda call: "portable")
+    words = ("--case", "determinism/conv/planted/f32/definition", "--case", "determinism/conv/planted/f32/repeats")
+    status, found = verify(*words)
+    assert status == 1
+    assert {t["procedure"]: t["status"] for t in found["determinism"]} == {"definition": "failed", "repeats": "passed"}
+
+
+def test_predicted_bits_are_compared(engine: Callable[..., None]):
+    """The schedule that engine 'ordered' follows predicts its bits; another one does not."""
+    ordered = next(e for e in engines.registered("conv") if e.name == "ordered")
+
+    def backwards(call: engines.Call) -> engines.Schedule | None:
+        told = ordered.schedule(call)
+        return told and dataclasses.replace(told, order=told.order[:, ::-1])
+
+    case = Case("conv", "planted", "bf16", "NHWC", None, cases.GEOMETRIES["plain"], out="f32")
+    for schedule, status in ((ordered.schedule, "passed"), (backwards, "failed")):
+        engine(ordered.run, supports=ordered.supports, schedule=schedule, modelled=("cpu",))
+        result = checks.run(case, 0, flush=True)
+        assert "modelled bits" in {c.rule for c in result.checks}
+        assert result.status == status, result.message
+
+
+def test_every_check_sees_a_wrong_shape_or_dtype():
+    case = Case("conv", "xla", "f32", "NHWC", None, cases.GEOMETRIES["plain"])
+    operands, extras = data.arrays(case, "normal", 0, ACCUMULATIONS["float32"])
+    right = checks.golden(case, operands, extras).value.astype(np.float32)
+    for wrong in (right.astype(np.float16), right[:1], np.swapaxes(right, 1, 2)):
+        check = checks.judge(case, "normal", operands, extras, wrong, ACCUMULATIONS["float32"])
+        assert not check.passed
+        assert "expected float32" in check.message
+
+
+# ---- determinism -----------------------------------------------------------------------------------------------------
+
+
+def test_every_procedure_has_a_control_that_it_finds():
+    found = {t.procedure: t for t in levels.controls(LEVELS, 0)}
+    assert set(found) == {p for group in PROCEDURES.values() for p in group}
+    assert {t.status for t in found.values()} == {"passed"}
+    assert all(t.message.startswith("found: ") for t in found.values())
+
+
+def test_a_control_that_finds_nothing_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(levels, "_off_by_one", levels._chain(0))
+    found = {t.procedure: t for t in levels.controls(["run_to_run", "portable"], 0)}
+    assert found["definition"].status == found["recompilation"].status == "failed"
+    assert "the planted fault was not found" in found["definition"].message
+    assert found["repeats"].status == "passed"
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "COMMAND"),
+        (["verify", "--op", "convolve"], "invalid choice: 'convolve'"),
+        (["verify", "--quick", "--full"], "not allowed with"),
+        (
+            ["verify", "--case", "conv/xla/f32/NHWC/plan"],
+            "got 'conv/xla/f32/NHWC/plan'; close ones: conv/xla/f32/NHWC/plain",
+        ),
+        (["verify", "--case", "determinism/conv/xla/f32/definition"], "no engine here promises"),
+    ],
+)
+def test_errors_of_usage(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_list_prints_ids_and_runs_nothing(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["verify", "--list", "--quick", "--op", "conv_dgrad", "--dtype", "f64"]) == 0
+    printed = capsys.readouterr().out.split()
+    assert printed
+    assert all(name.startswith("conv_dgrad/") and cases.find(name, 0) for name in printed)
+    assert not list(Path().iterdir())
+
+
+def test_a_single_case_writes_no_report_unless_asked(capsys: pytest.CaptureFixture[str]):
+    words = ["verify", "--case", "conv/xla/f32/NHWC/one"]
+    assert cli.main(words) == 0
+    assert not list(Path().iterdir())
+    assert cli.main([*words, "--html", "there/report.html"]) == 0
+    assert Path("there/report.html").exists()
+
+
+def test_info_shows_versions_and_engines(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert jax.__version__ in printed
+    assert "conv_wgrad" in printed
+    assert "ordered" in printed
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    """What a run could have found, with a failure, a refusal and a text that HTML would misread."""
+    check = {"data": "normal", "rule": "computed bound", "misrounded": 2, "elements": 30}
+    cell = {"op": "conv", "engine": "xla", "dtype": "f32", "level": "run_to_run", "accumulation": "float32"}
+    cell |= {"checks": [check], "message": "", "reproduce": "jaxdnn verify --case a --seed 0"}
+    cells = [
+        cell | {"id": "conv/exact", "status": "passed", "ratio": 0.0},
+        cell | {"id": "conv/near", "status": "passed", "ratio": 0.25},
+        cell | {"id": "conv/wrong", "status": "failed", "ratio": None, "message": "got <nan> & more"},
+        cell | {"id": "conv/none", "status": "refused", "ratio": 0.0, "message": "it is a test"},
+    ]
+    trial = {"op": "conv", "engine": "xla", "dtype": "f32", "declared": "portable", "reproduce": None}
+    trial |= {"id": "determinism/conv/xla/f32/mesh", "level": "mesh_invariant", "procedure": "mesh"}
+    statuses = {"passed": 1, "failed": 0, "not run": 0}
+    return {
+        "schema": 1,
+        "environment": {
+            "jaxdnn": "0",
+            "jax": "0",
+            "date": "2026-01-01T00:00:00",
+            "device_kind": "cpu",
+            "devices": ["a"],
+        },
+        "run": {"seconds": 1.0, "compilations": 3, "command": "jaxdnn verify", "seed": 0},
+        "summary": {
+            "passed": False,
+            "cells": {"passed": 2, "failed": 1, "refused": 1},
+            "comparisons": 4,
+            "elements": 120,
+            "worst_ratio": 0.25,
+            "determinism": statuses,
+            "controls": statuses,
+        },
+        "cells": cells,
+        "determinism": [trial | {"status": "passed", "runs": 4, "message": "", "control": False}],
+        "controls": [trial | {"status": "not run", "runs": 0, "message": "one device", "control": True}],
+    }
+
+
+def test_page_stands_alone_and_shows_everything(document: dict[str, Any]):
+    html = page.render(document)
+    assert "http" not in html
+    assert "prefers-color-scheme:dark" in html
+    assert html.count("<circle") == 3
+    assert html.count('class="dot bad"') == 1
+    for text in (
+        "conv/exact",
+        "conv/near",
+        "got &lt;nan&gt; &amp; more",
+        "it is a test",
+        "jaxdnn verify --case a --seed 0",
+    ):
+        assert text in html
+    assert "<nan>" not in html
+
+
+def test_page_puts_a_ratio_where_the_axis_says(document: dict[str, Any]):
+    assert page._at(1e-9) == page._at(1e-4) < page._at(0.01) < page._at(1) < page._at(10) == page._at(1e9)
+    steps = np.diff([page._at(10.0**p) for p in range(page.LOWEST, page.HIGHEST + 1)])
+    np.testing.assert_allclose(steps, steps[0])
