@@ -19,7 +19,7 @@ from jaxdnn._kernels import hopper
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
-from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_wgrad, pipeline, tuning
+from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan, conv_wgrad, pipeline, tuning
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 LAYOUTS = {1: ("NWC", "WIO"), 2: ("NHWC", "HWIO"), 3: ("NDHWC", "DHWIO")}
@@ -45,6 +45,9 @@ CASES = {
     "groups": (2, (14, 13), 256, 128, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 4, False),
     "narrow groups, strided": (2, (14, 14), 64, 64, (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), 4, False),
     "whole image": (1, (8, 8), 64, 64, (8, 8), (1, 1), ((0, 0), (0, 0)), (1, 1), 1, False),
+    "stem, windows of whole cells": (2, (9, 140), 4, 24, (3, 4), (1, 1), ((1, 1), (2, 1)), (1, 1), 1, False),
+    "stem, partial cells": (2, (30, 131), 3, 32, (3, 3), (2, 2), ((0, 1), (1, 1)), (1, 1), 1, False),
+    "few channels, dilated": (2, (12, 20), 3, 16, (3, 3), (1, 1), ((2, 2), (2, 2)), (2, 2), 1, False),
     "pointwise, strided": (2, (6, 6), 64, 64, (1, 1), (2, 2), ((0, 0), (0, 0)), (1, 1), 1, False),
 }
 
@@ -226,8 +229,8 @@ def test_no_configuration_changes_the_forward_schedule(name):
 @pytest.mark.parametrize("order", ["k", "kp", "n", "p"])
 def test_tiles_cover_the_output_once(order):
     axes = conv_dgrad.axes_of(conv_fprop.Geometry((9, 7), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
-    problem = pipeline.Problem(5, 64, 200, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = pipeline._Walk(problem, pipeline.Config(2, (2, 2), 64, order=order))
+    problem = conv_plan.Problem(5, 64, 200, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    walk = pipeline.Walk(problem, conv_plan.Config(2, (2, 2), 64, order=order))
     seen = set()
     for tile in range(walk.tiles):
         n, at, phase, k = walk.place(jnp.int32(tile))
@@ -253,13 +256,13 @@ def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride):
     table = tuning.table("NVIDIA H200")
     for op, problem in (("fprop", plan.problem), ("dgrad", back)):
         entry = table[tuning.key(op, problem, problem.out_dtype)]
-        assert pipeline.check(problem, pipeline.Config(**{**entry, "block": tuple(entry["block"])})) is None
+        assert conv_plan.check(problem, conv_plan.Config(**{**entry, "block": tuple(entry["block"])})) is None
     problem = conv_wgrad.problem_of(x, dy, geo)
     entry = table[conv_wgrad.key(problem)]
     assert conv_wgrad.check(problem, conv_wgrad.Config(**{**entry, "block": tuple(entry["block"])})) is None
 
 
-def test_every_candidate_lowers():
+def test_candidates_lower():
     """A configuration that `check` lets through must lower: halo, resident filters, staged stores, both teams."""
     case = (4, (16, 16), 64, 64, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1, False)
     x, w, _ = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case))
@@ -267,27 +270,27 @@ def test_every_candidate_lowers():
     problem = conv_fprop.plan(
         x, w, geo, groups=1, filter_layout="HWIO", epilogue=None, extras=(), out_dtype=BF16
     ).problem
-    configs = tuning.variants(problem, 132, 2)
+    configs = list(tuning.candidates(problem))
     assert {bool(c.halo) for c in configs} == {c.resident for c in configs} == {False, True}
     assert {c.staged for c in configs} == {c.teams for c in configs} == {1, 2}
-    for config in configs:
+    for config in configs[:: max(1, len(configs) // 24)]:
         lowered(lambda x, w, config=config: conv_fprop.conv_fprop(x, w, config=config, **window(case)), x, w)
 
 
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (pipeline.Config(3, (8, 8), 64, teams=1, groups=2), "do not divide"),
-        (pipeline.Config(4, (8, 8), 256), "does not fit the registers"),
-        (pipeline.Config(2, (8, 8), 128, 9), "does not fit shared memory"),
-        (pipeline.Config(2, (8, 8), 32), "whole chunks"),
-        (pipeline.Config(2, (4, 16), 64, halo=2), "8k x 8"),
+        (conv_plan.Config(3, (8, 8), 64, teams=1, groups=2), "do not divide"),
+        (conv_plan.Config(4, (8, 8), 256), "does not fit the registers"),
+        (conv_plan.Config(2, (8, 8), 128, 9), "does not fit shared memory"),
+        (conv_plan.Config(2, (8, 8), 32), "whole chunks"),
+        (conv_plan.Config(2, (4, 16), 64, halo=2), "8k x 8"),
     ],
 )
 def test_configurations_that_cannot_run(config, text):
     axes = conv_fprop.axes_of(conv_fprop.Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
-    problem = pipeline.Problem(4, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    assert text in pipeline.check(problem, config)
+    problem = conv_plan.Problem(4, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    assert text in conv_plan.check(problem, config)
 
 
 # ---- on the hardware: small integers, whose sums are exact

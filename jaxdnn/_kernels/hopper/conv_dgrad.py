@@ -28,7 +28,7 @@ from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import epilogue as ep
 from jaxdnn._kernels.hopper import pipeline, tuning
 from jaxdnn._kernels.hopper.conv_fprop import Geometry, Pads
-from jaxdnn._kernels.hopper.pipeline import Axis, Config, Problem, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, ceil_div
 
 NARROW = 8  # output channels under which the phases are joined
 

@@ -8,8 +8,10 @@ position or configuration changes it: `batch_invariant`.
 
 Tiling: boxes of images x positions against up to 256 output channels; see `Config`. A convolution whose taps are all
 one, with stride one and no padding, is a plain matrix product over flattened pixels. An input of very few channels (an
-RGB stem) gets the taps of its last axis as channels by one copy outside the kernel; its order is then tap by tap of
-the remaining axes, and (last tap, channel) inside, which is the filter's own order.
+RGB stem) is copied once into cells of 16 bytes, as many pixels as the stride of the last axis and zero channels; the
+taps of that axis are then a run of neighbouring cells, and wgmma reads the overlapping runs of all outputs straight
+from shared memory. Where that does not fit (8 channels, a dilation) a copy makes those taps channels. The order is
+then tap by tap of the remaining axes, and (last tap, channel) inside, which is the filter's own order.
 
 Limits: bfloat16, float16; float8 and int8; float32 by TF32 (truncated operands) on request. Channels whose rows are
 no multiple of 16 bytes are padded by a copy; so are strided axes whose length the stride does not divide. Groups need
@@ -17,6 +19,7 @@ no multiple of 16 bytes are padded by a copy; so are strided axes whose length t
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,12 +27,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._epilogue import Epilogue
+from jaxdnn._kernels.hopper import conv_plan, pipeline, tuning
 from jaxdnn._kernels.hopper import epilogue as ep
-from jaxdnn._kernels.hopper import pipeline, tuning
-from jaxdnn._kernels.hopper.pipeline import Axis, Config, Problem, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, ceil_div
 
 FLOATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 Pads = Sequence[tuple[int, int]]
@@ -151,6 +154,7 @@ class Plan:
     geo: Geometry
     flat: bool  # pixels flattened: a matrix product
     folded: bool  # the last axis' taps became channels
+    cells: int  # pixels side by side in a cell of 16 bytes, of which an output reads a window; 0: no cells
     pad_reduce: int  # zero channels added to x and w
     pad_columns: int  # zero output channels added, then cut off
     transpose: bool  # the filter goes through a transposing copy (types that wgmma reads one way only)
@@ -172,12 +176,18 @@ def plan(
     columns = w.shape[0] if channels_last else w.shape[-1]
     reduce = x.shape[-1] // groups
     flat = geo.pointwise
-    folded = groups == 1 and reduce * width < 32 and geo.taps[-1] > 1
+    cells = cells_of(geo, reduce, groups, width)
+    folded = not cells and groups == 1 and reduce * width < 32 and geo.taps[-1] > 1
     batch = x.shape[0]
     if flat:
         batch, geo = math.prod(x.shape[:-1]), Geometry((), (), (), (), ())
+    window, geo_taps = 0, geo.taps[-1] if geo.taps else 1
+    if cells:
+        window = ceil_div(geo.taps[-1], cells)
+        reduce = window * 16 // width
     if folded:
         reduce *= geo.taps[-1]
+    if folded or cells:
         geo = dataclasses.replace(
             geo,
             sizes=(*geo.sizes[:-1], geo.out[-1]),
@@ -188,9 +198,10 @@ def plan(
         )
     chunk = min(128, max(32, reduce * width)) // width
     # contiguous output channels come in whole chunks of 16-bit numbers; else the filter is transposed
-    transpose = not channels_last and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
+    transpose = not channels_last and not cells and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
     pad_reduce = -reduce % (16 // width)
-    align = max(16 // jnp.dtype(out_dtype).itemsize, 8 if not channels_last and not transpose else 1)
+    mn_major = cells or not (channels_last or transpose)
+    align = max(16 // jnp.dtype(out_dtype).itemsize, 8 if mn_major else 1)
     pad_columns = -columns % align
     integer = dtype == jnp.int8
     problem = Problem(
@@ -198,7 +209,9 @@ def plan(
         reduce=reduce + pad_reduce,
         columns=columns + pad_columns,
         axes=axes_of(geo),
-        filter_dims="jtc" if channels_last or transpose else "tcj",
+        filter_dims="jtc" if (channels_last and not cells) or transpose else "tcj",
+        window=window,
+        partial=bool(cells and geo_taps % cells),
         dtype=dtype,
         out_dtype=jnp.dtype(out_dtype),
         accumulator=jnp.int32 if integer else jnp.float32,
@@ -207,7 +220,7 @@ def plan(
         bias=epilogue is not None and epilogue.bias,
         groups=groups,
     )
-    return Plan(problem, geo, flat, folded, pad_reduce, pad_columns, transpose)
+    return Plan(problem, geo, flat, folded, cells, pad_reduce, pad_columns, transpose)
 
 
 def conv_fprop(
@@ -251,15 +264,56 @@ def conv_fprop(
     sms = sms or tuning.multiprocessors()
     config = config or tuning.choose("fprop", problem, sms)
     out_shape = (x.shape[0], *geo.out, problem.columns - todo.pad_columns)
+    if todo.cells:
+        x, w = in_cells(x, geo, todo.cells), _window_filter(w, geo, todo, filter_layout)
     if todo.folded:
         x = fold_taps(x, geo)
     a = _input(x, todo)
-    b = _filter(w, geo, todo, filter_layout)
+    b = w if todo.cells else _filter(w, geo, todo, filter_layout)
     bias, extras = prepare_epilogue(epilogue, operands, problem, config, todo.flat, todo.pad_columns)
     y = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
     if todo.pad_columns:
         y = y[..., : out_shape[-1]]
     return y.reshape(out_shape)
+
+
+def cells_of(geo: Geometry, channels: int, groups: int, width: int) -> int:
+    """How many pixels of few channels make a cell of 16 bytes, so that every output's window starts at one; 0: none.
+
+    A cell is one step of the last axis' stride long; its pixels are padded with zero channels.
+    """
+    if groups > 1 or width != 2 or not geo.taps or geo.flip or geo.dilation[-1] != 1:
+        return 0
+    s = geo.stride[-1]
+    fits = s in (1, 2, 4) and channels <= min(4, 8 // s) and ceil_div(geo.taps[-1], s) in (2, 4, 8)
+    return s if fits else 0
+
+
+def in_cells(x: Array, geo: Geometry, cells: int) -> Array:
+    """(..., X, C) to (..., cells, 8): padded as the window asks, so that output q's window starts at cell q."""
+    (low, _), taps, out = geo.padding[-1], geo.taps[-1], geo.out[-1]
+    length = (out + ceil_div(taps, cells) - 1) * cells
+    none = [(0, 0, 0)] * (x.ndim - 2)
+    pads = [*none, (low, length - low - x.shape[-2], 0), (0, 8 // cells - x.shape[-1], 0)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), pads)  # its negative padding cuts pixels that no window reads
+    x = x.reshape(*x.shape[:-2], length // cells, 8)
+    rest = taps % cells
+    if not rest:
+        return x
+    # A window's last cell holds pixels that no tap reads. Were they multiplied by zeros, a NaN there would show.
+    kept = jnp.arange(8) < rest * (8 // cells)
+    return jnp.concatenate([x, jnp.where(kept, x, jnp.zeros((), x.dtype))], axis=-2)
+
+
+def _window_filter(w: Array, geo: Geometry, todo: Plan, filter_layout: str) -> Array:
+    """The filter as (other taps, window * 8, K), with zeros where a cell holds no channel or a window no tap."""
+    if filter_layout[0] == "O":
+        w = jnp.moveaxis(w, 0, -1)
+    problem, per = todo.problem, 8 // todo.cells
+    taps = problem.window * todo.cells
+    w = w.reshape(-1, geo.taps[-1], *w.shape[-2:])
+    w = _pad(w, ((0, 0), (0, taps - w.shape[1]), (0, per - w.shape[2]), (0, todo.pad_columns)))
+    return w.reshape(-1, problem.reduce, problem.columns)
 
 
 def fold_taps(x: Array, geo: Geometry) -> Array:
@@ -352,7 +406,12 @@ def schedule(
     geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
     todo = plan(x, w, geo, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=jnp.float32)
     reduce = todo.problem.reduce - todo.pad_reduce
-    order = pipeline.schedule_order(todo.problem)
+    order = conv_plan.schedule_order(todo.problem)
+    if todo.cells:
+        row, cell = np.divmod(order, todo.problem.reduce)
+        tap, channel = np.divmod(cell, 8 // todo.cells)
+        here = (tap < geo.taps[-1]) & (channel < x.shape[-1])
+        return np.where(here, (row * geo.taps[-1] + tap) * x.shape[-1] + channel, -1)
     if todo.folded and flip:
         raise NotImplementedError("the order of a flipped convolution of few channels is not stated")
     tap, channel = np.divmod(order, todo.problem.reduce)
@@ -379,10 +438,11 @@ def workspace(
     width, total = jnp.dtype(x.dtype).itemsize, 0
 
     def prepared(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.eval_shape(lambda a: _input(fold_taps(a, geo) if todo.folded else a, todo), a)
+        copy = ft.partial(in_cells, cells=todo.cells) if todo.cells else fold_taps
+        return jax.eval_shape(lambda a: _input(copy(a, geo=geo) if todo.folded or todo.cells else a, todo), a)
 
     a = prepared(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    if math.prod(a.shape) != math.prod(x.shape) or todo.folded:
+    if math.prod(a.shape) != math.prod(x.shape) or todo.folded or todo.cells:
         total += math.prod(a.shape) * width
     if todo.transpose or todo.pad_columns or (todo.pad_reduce and filter_layout[0] == "O"):
         total += math.prod(geo.taps) * todo.problem.reduce * todo.problem.columns * width

@@ -33,9 +33,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from jaxdnn._kernels.hopper import conv_fprop as fprop
-from jaxdnn._kernels.hopper import pipeline, tuning
+from jaxdnn._kernels.hopper import pipeline, tuning, wgmma
 from jaxdnn._kernels.hopper.conv_fprop import Geometry, Pads
-from jaxdnn._kernels.hopper.pipeline import ACCUMULATOR, ALIGNMENT, SMEM_BYTES, Axis, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import ALIGNMENT, SMEM_BYTES, Axis, ceil_div
+from jaxdnn._kernels.hopper.wgmma import ACCUMULATOR
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # by consumers: the producer's, a consumer's
 
@@ -262,7 +263,7 @@ class _Block:
     def produce(self) -> None:
         plgpu.set_max_registers(self.registers[0], action="decrease")
         count = lax.fori_loop(0, self.mine, self.load_item, jnp.int32(0))
-        pipeline._drain(self.empty, count, self.config.stages)
+        pipeline.drain(self.empty, count, self.config.stages)
 
     def load_item(self, local: Any, count: Any) -> Any:
         row, tile, _, first, boxes = self.walk.place(self.sm + local * self.sms)
@@ -329,8 +330,8 @@ class _Block:
             pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + i - 1, config.stages)]))
             return acc
 
-        acc = pipeline.start_accumulator(config.filters, config.columns, jnp.float32)
-        acc = pipeline.finish_accumulator(lax.fori_loop(0, boxes, step, acc))
+        acc = wgmma.start_accumulator(config.filters, config.columns, jnp.float32)
+        acc = wgmma.finish_accumulator(lax.fori_loop(0, boxes, step, acc))
         pl.when(boxes > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + boxes - 1, config.stages)]))
         self.store(acc, row, tile, split)
         return count + boxes
@@ -342,7 +343,7 @@ class _Block:
         if not config.halo:
             c_boxes = config.columns // problem.chunk
             b = self.x_ring.at[slot, pl.ds(self.along * c_boxes, c_boxes)]
-            return pipeline.multiply(acc, a, b, swizzle=problem.swizzle, a_major="mn", b_major="mn")
+            return wgmma.multiply(acc, a, b, swizzle=problem.swizzle, a_major="mn", b_major="mn")
         lead = [slice(None)] * (len(config.block) - 1)
         rows = pl.ds(self.along * problem.axes[-2].move, config.block[-2])
         return multiply_halo(acc, a, self.x_ring.at[(slot, 0, *lead, rows)], problem, config)
@@ -389,10 +390,10 @@ def multiply_halo(acc: Array, a: Any, b: Any, problem: Problem, config: Config) 
             left = mgpu_utils.memref_slice(a, (slice(None), *number))
             right = mgpu_utils.memref_slice(b, number)
             blocks = config.filters // chunk
-            left = pipeline._view(left, (blocks, deep // 8, chunk, 8), (config.pixels * chunk, 8 * chunk, 1, chunk))
-            right = pipeline._view(right, (deep // 8, config.columns // chunk, 8, chunk), (pitch, shift, chunk, 1))
+            left = wgmma.tiled_view(left, (blocks, deep // 8, chunk, 8), (config.pixels * chunk, 8 * chunk, 1, chunk))
+            right = wgmma.tiled_view(right, (deep // 8, config.columns // chunk, 8, chunk), (pitch, shift, chunk, 1))
             state = _by_depth(state, left, right, deep, chunk, swizzle)
-        pipeline._ptx("wgmma.commit_group.sync.aligned;")
+        wgmma.ptx("wgmma.commit_group.sync.aligned;")
         return state._value
 
     return product(acc, a, b)

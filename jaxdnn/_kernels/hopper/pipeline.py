@@ -15,10 +15,9 @@ slots; `teams` consumer teams of `groups` warpgroups each take the output tiles 
 epilogue of one tile overlaps the products of the next.
 """
 
-import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,314 +25,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array as fa
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
-SMEM_BYTES = 232448  # what one block may use on compute capability 9.0
-ALIGNMENT = 1024  # of every shared-memory buffer: the period of the 128-byte swizzle
+from jaxdnn._kernels.hopper.conv_plan import (
+    Axis,
+    Config,
+    Problem,
+    a_box,
+    a_slots,
+    b_slots,
+    ceil_div,
+    check,
+    product,
+    row_bytes,
+    split,
+    swizzled,
+)
+from jaxdnn._kernels.hopper.wgmma import finish_accumulator, multiply, start_accumulator
+
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT  # the layout whose registers wgmma takes as they are
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """One spatial axis, as the pipeline walks it.
-
-    An output position of phase a and index i lies at i * out_step + a. Its tap number j (of count[a]) is the filter's
-    tap first[a] + j * tap_step and reads the input at i * in_step + offset[a] + j * move.
-    """
-
-    size: int  # input positions
-    out: int  # output positions, all phases together
-    taps: int  # filter taps
-    in_step: int
-    out_step: int
-    first: tuple[int, ...]
-    count: tuple[int, ...]
-    offset: tuple[int, ...]
-    tap_step: int
-    move: int
-
-    @property
-    def positions(self) -> int:
-        return ceil_div(self.out, self.out_step)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work is cut; none of it changes a bit of the result."""
-
-    images: int  # images a tile
-    block: tuple[int, ...]  # positions a tile, by spatial axis
-    columns: int  # output channels a tile
-    stages: int = 4
-    teams: int = 2
-    groups: int = 1  # warpgroups a team
-    order: str = "k"  # what varies fastest from tile to tile: "k" output channels, "p" positions, "n" images
-    staged: int = 1  # buffers of 128 bytes of output channels that a warpgroup fills in turn
-    halo: int = 0  # slots of a second ring whose boxes serve all taps of a chunk; 0: a box for every tap
-    resident: bool = False  # the filter stays in shared memory for good
-
-    @property
-    def rows(self) -> int:
-        return self.images * math.prod(self.block)
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is computed; everything in it is static."""
-
-    batch: int
-    reduce: int  # input channels
-    columns: int  # output channels
-    axes: tuple[Axis, ...]
-    filter_dims: str  # the filter's axes: t taps (flattened), c reduced channels, j output channels
-    dtype: Any
-    out_dtype: Any
-    accumulator: Any
-    finish: Callable[..., Array] | None = None  # the epilogue: (acc, *tiles of extras, bias or None) -> value
-    extras: tuple[Any, ...] = ()  # dtypes of the output-shaped operands of the epilogue
-    bias: bool = False
-    groups: int = 1  # `reduce` counts the channels of one
-    grouped: str = "j"  # the filter axis along which the groups lie side by side
-
-    @property
-    def swizzle(self) -> int:
-        bytes_ = self.reduce * np.dtype(self.dtype).itemsize
-        return 128 if bytes_ > 64 else 64 if bytes_ > 32 else 32
-
-    @property
-    def chunk(self) -> int:
-        return self.swizzle // np.dtype(self.dtype).itemsize
-
-    @property
-    def chunks(self) -> int:
-        return ceil_div(self.reduce, self.chunk)
-
-
-def schedule_order(problem: Problem, phase: Sequence[int] | None = None) -> np.ndarray:
-    """The flat reduction indices tap * C + c in the order in which the kernel adds them, -1 for a padding zero."""
-    axes = problem.axes
-    phase = (0,) * len(axes) if phase is None else phase
-    taps = [[ax.first[a] + j * ax.tap_step for j in range(ax.count[a])] for ax, a in zip(axes, phase, strict=True)]
-    sizes = [ax.taps for ax in axes]
-    flat = [int(np.ravel_multi_index(t, sizes)) for t in _product(taps)]
-    rows = []
-    for start in range(0, problem.reduce, problem.chunk):
-        channel = np.arange(start, start + problem.chunk)
-        for tap in flat:
-            rows.append(np.where(channel < problem.reduce, tap * problem.reduce + channel, -1))
-    order = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-    return order[None]
-
-
-def _product(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = [()]
-    for values in lists:
-        out = [(*head, value) for head in out for value in values]
-    return out
-
-
-def _row_bytes(config: Config, dtype: Any) -> int:
-    """Bytes of one row of a staged chunk of columns: 128, or less where the tile is narrower."""
-    return min(128, config.columns * np.dtype(dtype).itemsize)
-
-
-def _swizzled(bytes_: int) -> tuple[Any, ...]:
-    return (plgpu.SwizzleTransform(bytes_),) if bytes_ > 16 else ()
-
-
-def _a_box(problem: Problem, config: Config) -> tuple[int, ...]:
-    """The input box of a slot: the tile's pixels, in a halo also all that its taps reach."""
-    if not config.halo:
-        return (config.images, *config.block)
-    reach = [(ax.taps - 1) * abs(ax.move) for ax in problem.axes]
-    return (config.images, *(b + r for b, r in zip(config.block, reach, strict=True)))
-
-
-def _a_slots(config: Config) -> int:
-    return config.halo or config.stages
-
-
-def _b_slots(problem: Problem, config: Config) -> int:
-    return math.prod(ax.taps for ax in problem.axes) * problem.chunks if config.resident else config.stages
-
-
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory that a configuration takes, barriers left out (they fit the slack that `check` keeps)."""
-    up = lambda n: ceil_div(n, ALIGNMENT) * ALIGNMENT
-    width = np.dtype(problem.dtype).itemsize
-    warpgroups = config.teams * config.groups
-    staged = lambda dtype, chunks: up(warpgroups * chunks * config.rows // config.groups * _row_bytes(config, dtype))
-    ring = up(_a_slots(config) * math.prod(_a_box(problem, config)) * problem.chunk * width)
-    ring += up(_b_slots(problem, config) * config.columns * problem.chunk * width)
-    extras = [staged(d, config.columns * np.dtype(d).itemsize // _row_bytes(config, d)) for d in problem.extras]
-    return ring + staged(problem.out_dtype, config.staged) + sum(extras)
-
-
-def check(problem: Problem, config: Config) -> str | None:
-    """Why a configuration cannot run, or None."""
-    rows = config.rows
-    if rows % (64 * config.groups):
-        return f"{rows} rows do not divide into {config.groups} warpgroups of multiples of 64"
-    if max(config.images, *config.block, config.columns) > 256:
-        return "a box has at most 256 elements along an axis"
-    if rows // config.groups * config.columns > 128 * 208:
-        return "the accumulator does not fit the registers"
-    if _split(config) is None:
-        return "the tile does not divide among the team's warpgroups"
-    if min(_row_bytes(config, dtype) for dtype in (problem.out_dtype, *problem.extras)) < 32:
-        return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
-    if shared_bytes(problem, config) > SMEM_BYTES - 2048:
-        return "the ring does not fit shared memory"
-    if problem.filter_dims[-1] == "j" and config.columns % problem.chunk:
-        return "a filter that is contiguous in its output channels needs tiles of whole chunks"
-    if problem.groups > 1 and (problem.columns // problem.groups % config.columns or problem.reduce % problem.chunk):
-        return "a group must divide into whole tiles and whole chunks"
-    if config.resident and (problem.columns > config.columns or any(ax.out_step > 1 for ax in problem.axes)):
-        return "a resident filter needs all its columns in one tile, and one phase"
-    if config.halo:
-        return _check_halo(problem, config)
-    return None
-
-
-def _check_halo(problem: Problem, config: Config) -> str | None:
-    """wgmma reads 64 rows as eight groups of eight at one distance, so a halo box's rows must lie that way."""
-    if any(ax.in_step > 1 or ax.out_step > 1 for ax in problem.axes) or not problem.axes:
-        return "a halo needs steps of one"
-    if any(ax.first[0] or ax.tap_step != 1 for ax in problem.axes):
-        return "a halo needs the taps in the filter's order"
-    part = _split(config) or ()
-    if len(part) == 2:
-        return None if part[-1] % 64 == 0 else "a halo of one axis needs blocks of 64 positions"
-    if part[-1] != 8 or part[-2] % 8:
-        return "a halo needs blocks of 8k x 8 positions"
-    if max(_a_box(problem, config)) > 256:
-        return "a box has at most 256 elements along an axis"
-    return None
-
-
-def _split(config: Config) -> tuple[int, ...] | None:
-    """The box of one warpgroup of a team: rows are cut along the outermost axis that has more than one position."""
-    box = [config.images, *config.block]
-    if config.groups == 1:
-        return tuple(box)
-    for i, n in enumerate(box):
-        if n > 1:
-            if n % config.groups:
-                return None
-            box[i] = n // config.groups
-            return tuple(box)
-    return None
-
-
-def _view(ref: ir.Value, shape: Sequence[int], strides: Sequence[int]) -> ir.Value:
-    """Shared memory seen as the 4-d tiled matrix that wgmma's descriptors are made from."""
-    ty = ir.MemRefType(ref.type)
-    layout = ir.StridedLayoutAttr.get(0, list(strides))
-    return mgpu_utils.ptr_as_memref(
-        mgpu_utils.memref_ptr(ref), ir.MemRefType.get(list(shape), ty.element_type, layout, ty.memory_space)
-    )
-
-
-def _ptx(instruction: str) -> None:
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], instruction, "", has_side_effects=True)
-
-
-def start_accumulator(rows: int, columns: int, dtype: Any) -> Array:
-    """An accumulator of zeros that wgmma may write."""
-
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((rows, columns), dtype, layout=ACCUMULATOR))
-    def start(_):
-        element = mgpu_utils.dtype_to_ir_type(dtype)
-        signed = True if jnp.issubdtype(dtype, jnp.integer) else None
-        return mgpu.WGMMAAccumulator.zero(rows, columns, element, is_signed=signed)._value
-
-    return start()
-
-
-def finish_accumulator(acc: Array) -> Array:
-    """The accumulator's value, once every product issued so far has arrived."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def finish(_, acc):
-        _ptx("wgmma.wait_group.sync.aligned 0;")
-        return fa.optimization_barrier(acc).to_layout(fa.WGMMA_LAYOUT)  # no use may be moved above the wait
-
-    return finish(acc)
-
-
-def multiply(acc: Array, a: Any, b: Any, *, swizzle: int, a_major: str, b_major: str) -> Array:
-    """Issues acc += a @ b and leaves it in flight. Operands are boxes of whole swizzled rows in shared memory.
-
-    A "k"-major operand is (rows..., chunk); an "mn"-major one (chunks of rows, reduction..., chunk); a "halo" one is
-    "k"-major, cut out of a larger box at any row, which the hardware bears because it swizzles by address.
-    """
-    rows, columns = acc.shape
-    ref_type = lambda: plgpu.RefType((plgpu.SwizzleTransform(swizzle),))
-
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR, ref_type(), ref_type()),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=ACCUMULATOR),
-    )
-    def product(_: Any, acc: Any, a: Any, b: Any) -> Any:
-        right = _operand(b, columns, b_major, swizzle, lhs=False)
-        halo = a_major == "halo"
-        pieces = _halo_operands(a, swizzle) if halo else [_operand(a, rows, a_major, swizzle, lhs=True)]
-        acc, height = acc.copy(), rows // len(pieces)
-        for i, left in enumerate(pieces):
-            part = (slice(i * height, (i + 1) * height), slice(0, columns))
-            state = mgpu.WGMMAAccumulator(_value=acc[part], _original_layout=fa.WGMMA_LAYOUT, _sync=False)
-            acc[part] = mgpu.wgmma(state, left, right, swizzle=swizzle)._value
-        _ptx("wgmma.commit_group.sync.aligned;")
-        return acc
-
-    return product(acc, a, b)
-
-
-def _operand(ref: ir.Value, extent: int, major: str, swizzle: int, *, lhs: bool) -> ir.Value:
-    """A whole buffer as wgmma's operand: extent rows (or columns) by what the buffer holds of the reduction."""
-    ty = ir.MemRefType(ref.type)
-    chunk = swizzle // mgpu_utils.bytewidth(ty.element_type)
-    if major == "k":
-        shape, strides = (extent // 8, 1, 8, chunk), (8 * chunk, chunk, chunk, 1)
-    else:
-        deep = math.prod(ty.shape) // extent
-        shape, strides = (deep // 8, extent // chunk, 8, chunk), (8 * chunk, deep * chunk, chunk, 1)
-    if (major == "k") == lhs:
-        return _view(ref, shape, strides)
-    swap = (1, 0, 3, 2)
-    return _view(ref, [shape[i] for i in swap], [strides[i] for i in swap])
-
-
-def _halo_operands(ref: ir.Value, swizzle: int) -> list[ir.Value]:
-    """The boxes of 8k x 8 positions (or runs of 64k) that a cut of a halo box consists of."""
-    ty = ir.MemRefType(ref.type)
-    chunk = swizzle // mgpu_utils.bytewidth(ty.element_type)
-    strides, _ = ty.get_strides_and_offset()
-    tail = 2 if len(ty.shape) == 3 else 3  # (images, positions, chunk) or (..., rows, 8, chunk)
-    lead = ty.shape[: len(ty.shape) - tail]
-    height = math.prod(ty.shape[-tail:-1])
-    step = 8 * chunk if tail == 2 else strides[-3]
-    pieces = []
-    for index in np.ndindex(*lead):
-        part = mgpu_utils.memref_slice(ref, tuple(int(i) for i in index))
-        pieces.append(_view(part, (height // 8, 1, 8, chunk), (step, chunk, chunk, 1)))
-    return pieces
-
-
-def _select(index: Any, values: Sequence[int]) -> Any:
+def select(index: Any, values: Sequence[int]) -> Any:
     """values[index] for a traced index and few static values."""
     if len(set(values)) == 1:
         return values[0]
@@ -343,7 +56,7 @@ def _select(index: Any, values: Sequence[int]) -> Any:
     return out
 
 
-class _Walk:
+class Walk:
     """Which tile is what: the same arithmetic for the producer and the consumers."""
 
     def __init__(self, problem: Problem, config: Config):
@@ -353,7 +66,7 @@ class _Walk:
         self.images = ceil_div(problem.batch, config.images)
         self.columns = ceil_div(problem.columns, config.columns)
         self.per_phase = self.images * math.prod(self.counts) * self.columns
-        phases = _product([range(ax.out_step) for ax in axes])
+        phases = product([range(ax.out_step) for ax in axes])
         taps = lambda phase: math.prod(ax.count[a] for ax, a in zip(axes, phase, strict=True))
         self.phases = sorted(phases, key=lambda phase: (-taps(phase), phase))  # the longest first: a level finish
         self.tiles = self.per_phase * len(self.phases)
@@ -361,12 +74,12 @@ class _Walk:
 
     def steps(self, tile: Any) -> Any:
         """Slots of the ring that a tile consumes."""
-        return _select(lax.div(tile, self.per_phase), self.taps) * self.problem.chunks
+        return select(lax.div(tile, self.per_phase), self.taps) * self.problem.chunks
 
     def place(self, tile: Any) -> tuple[Any, list[Any], list[Any], Any]:
         """(image, positions, phase numbers by axis, column) of a tile, in tiles."""
         number = lax.div(tile, self.per_phase)
-        phase = [_select(number, [p[i] for p in self.phases]) for i in range(len(self.problem.axes))]
+        phase = [select(number, [p[i] for p in self.phases]) for i in range(len(self.problem.axes))]
         rest = lax.rem(tile, self.per_phase)
         sizes = {"k": self.columns, "n": self.images}
         spatial = [f"{i}" for i in range(len(self.counts))][::-1]
@@ -428,25 +141,25 @@ class _Cut:
     """The static side of a launch: boxes, buffers and counts."""
 
     def __init__(self, problem: Problem, config: Config):
-        self.problem, self.config, self.walk = problem, config, _Walk(problem, config)
-        part = _split(config)
+        self.problem, self.config, self.walk = problem, config, Walk(problem, config)
+        part = split(config)
         assert part is not None
         self.box, self.part = (config.images, *config.block), part
         self.consumers = config.teams * config.groups
         self.rows = config.rows // config.groups
         self.b_major = "mn" if problem.filter_dims[-1] == "j" else "k"
         self.b_pieces = config.columns // problem.chunk if self.b_major == "mn" else 1
-        self.out_chunk = _row_bytes(config, problem.out_dtype) // np.dtype(problem.out_dtype).itemsize
-        self.extra_chunks = [config.columns * np.dtype(d).itemsize // _row_bytes(config, d) for d in problem.extras]
+        self.out_chunk = row_bytes(config, problem.out_dtype) // np.dtype(problem.out_dtype).itemsize
+        self.extra_chunks = [config.columns * np.dtype(d).itemsize // row_bytes(config, d) for d in problem.extras]
         self.a_loads, self.b_ringed = not config.halo, not config.resident  # what the common ring holds
         self.ringed = self.a_loads or self.b_ringed
         self.steps = math.prod(ax.taps for ax in problem.axes) * problem.chunks  # slots that a resident filter takes
 
     def staging(self, dtype: Any, chunks: int) -> Any:
         """One buffer, written or read by TMA as boxes and by the warpgroup as a tiled matrix."""
-        bytes_ = _row_bytes(self.config, dtype)
+        bytes_ = row_bytes(self.config, dtype)
         per = bytes_ // np.dtype(dtype).itemsize
-        swizzle = _swizzled(bytes_)
+        swizzle = swizzled(bytes_)
         return plgpu.RefUnion(
             plgpu.SMEM((self.consumers, chunks, *self.part, per), dtype, transforms=swizzle),
             plgpu.SMEM(
@@ -456,18 +169,20 @@ class _Cut:
 
     def scratch(self) -> dict[str, Any]:
         problem, config, chunk = self.problem, self.config, self.problem.chunk
-        swizzle = _swizzled(problem.swizzle)
+        swizzle = swizzled(problem.swizzle)
         b_box = (self.b_pieces, chunk, chunk) if self.b_major == "mn" else (config.columns, chunk)
         refs: dict[str, Any] = {
             "a_ring": plgpu.SMEM(
-                (_a_slots(config), *_a_box(problem, config), chunk), problem.dtype, transforms=swizzle
+                (a_slots(config), *a_box(problem, config), problem.a_chunk),
+                problem.dtype,
+                transforms=() if problem.window else swizzle,
             ),
-            "b_ring": plgpu.SMEM((_b_slots(problem, config), *b_box), problem.dtype, transforms=swizzle),
+            "b_ring": plgpu.SMEM((b_slots(problem, config), *b_box), problem.dtype, transforms=swizzle),
             "out": self.staging(problem.out_dtype, config.staged),
         }
         teams, stages = config.teams, config.stages
         if self.ringed:
-            arrivals = int(self.a_loads) + (self.b_pieces if self.b_ringed else 0)
+            arrivals = int(self.a_loads) * (1 + problem.partial) + (self.b_pieces if self.b_ringed else 0)
             refs["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * stages)
             refs["empty"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=stages)
         if config.halo:
@@ -506,9 +221,9 @@ class _Block:
         zero = jnp.int32(0)
         count, a_count = lax.fori_loop(0, self.mine, self.load_tile, (zero, zero))
         if self.cut.ringed:
-            _drain(self.scratch["empty"], count, config.stages)
+            drain(self.scratch["empty"], count, config.stages)
         if config.halo:
-            _drain(self.scratch["a_empty"], a_count, config.halo)
+            drain(self.scratch["a_empty"], a_count, config.halo)
 
     def load_filter(self) -> None:
         """The whole filter, once, for the tiles of the block's whole life."""
@@ -523,7 +238,7 @@ class _Block:
     def load_tile(self, local: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
         n, at, phase, k = self.walk.place(self.sm + local * self.sms)
         team = lax.rem(local, self.config.teams)
-        extents = [_select(p, ax.count) for p, ax in zip(phase, self.problem.axes, strict=True)]
+        extents = [select(p, ax.count) for p, ax in zip(phase, self.problem.axes, strict=True)]
 
         def nest(cc: Any, j: tuple[Any, ...], counts: tuple[Any, Any]) -> tuple[Any, Any]:
             if len(j) == len(extents):
@@ -548,7 +263,7 @@ class _Block:
         pl.when(a_count >= slots)(lambda: plgpu.barrier_wait(self.scratch["a_empty"].at[slot]))
         n, at, _, k = place
         index: list[Any] = [pl.ds(n * self.config.images, self.config.images)]
-        sizes = _a_box(self.problem, self.config)[1:]
+        sizes = a_box(self.problem, self.config)[1:]
         for ax, block, size, i in zip(self.problem.axes, self.config.block, sizes, at, strict=True):
             lowest = min(ax.offset[0], ax.offset[0] + (ax.taps - 1) * ax.move)
             index.append(pl.ds(i * block + lowest, size))
@@ -564,7 +279,7 @@ class _Block:
         start = cc * problem.chunk
         if problem.groups > 1:
             start += lax.div(k, self.walk.columns // problem.groups) * problem.reduce
-        return pl.ds(start, problem.chunk)
+        return pl.ds(start, problem.a_chunk)
 
     def load_step(self, cc: Any, j: Sequence[Any], place: Any, team: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
         """One slot of the ring: the input box of one tap and chunk, and the filter's part for it."""
@@ -576,18 +291,26 @@ class _Block:
         pl.when(count >= stages)(lambda: plgpu.barrier_wait(self.scratch["empty"].at[slot]))
         index: list[Any] = [pl.ds(n * self.config.images, self.config.images)]
         tap: Any = jnp.int32(0)
-        for ax, block, p, i, jj in zip(self.problem.axes, self.config.block, phase, at, j, strict=True):
-            tap = tap * ax.taps + _select(p, ax.first) + jj * ax.tap_step
-            offset = _select(p, ax.offset) + jj * ax.move
+        for d, (ax, block, p, i, jj) in enumerate(
+            zip(self.problem.axes, self.config.block, phase, at, j, strict=True), 1
+        ):
+            tap = tap * ax.taps + select(p, ax.first) + jj * ax.tap_step
+            offset = select(p, ax.offset) + jj * ax.move
             if ax.in_step == 1:
-                index.append(pl.ds(i * block + offset, block))
+                wide = self.problem.window and d == len(self.problem.axes)
+                index.append(pl.ds(i * block + offset, block + 8 if wide else block))
             else:
                 shift = ax.in_step * ceil_div(max(0, -min(ax.offset)), ax.in_step)  # division of what is not negative
                 high = lax.div(offset + shift, ax.in_step) - shift // ax.in_step
                 index += [pl.ds(i * block + high, block), lax.rem(offset + shift, ax.in_step)]
         if self.cut.a_loads:
             index.append(self.channels(cc, k))
-            plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], self.a_ring.at[slot], signal)
+            target = self.a_ring.at[slot, 0] if self.problem.window else self.a_ring.at[slot]
+            plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], target, signal)
+            if self.problem.partial:
+                block = self.config.block[-1]
+                index[-2] = pl.ds(self.a.shape[-2] // 2 + at[-1] * block, block + 8)
+                plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], self.a_ring.at[slot, 1], signal)
         if self.cut.b_ringed:
             self.load_b(cc, tap, k, team, slot, signal)
         return count + 1, a_count
@@ -656,7 +379,7 @@ class _Block:
             pl.when(tap == 0)(lambda: plgpu.barrier_wait(self.scratch["a_full"].at[self.team * halo + a_slot]))
             a, major = self.halo_view(a_slot, tap), "halo"
         else:
-            a, major = self.member_part(slot), "k"
+            a, major = self.member_part(slot), "window" if self.problem.window else "k"
         if self.cut.ringed:
             plgpu.barrier_wait(self.scratch["full"].at[self.team * stages + slot])
         b = self.b_ring.at[ks if config.resident else slot]
@@ -673,6 +396,8 @@ class _Block:
     def member_part(self, slot: Any) -> Any:
         """This warpgroup's rows of an input box."""
         box, part = self.cut.box, self.cut.part
+        if self.problem.window:
+            box, part = (0, *box), (0, *part)  # the axis of whole and partial cells
         cut = [i for i, (whole, piece) in enumerate(zip(box, part, strict=True)) if whole != piece]
         if not cut:
             return self.a_ring.at[slot]
@@ -736,7 +461,7 @@ class _Block:
         plgpu.copy_smem_to_gmem(self.out_box.at[self.wg, buffer], self.y.at[where])
 
 
-def _drain(empty: Any, total: Any, slots: int) -> None:
+def drain(empty: Any, total: Any, slots: int) -> None:
     """Waits until every slot has been read: memory must not be given back while the tensor cores read it."""
 
     @pl.loop(lax.max(total - slots, 0), total)

@@ -1,0 +1,224 @@
+"""What a convolution pipeline computes and how the work is cut: problems, configurations, and what fits."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SMEM_BYTES = 232448  # what one block may use on compute capability 9.0
+ALIGNMENT = 1024  # of every shared-memory buffer: the period of the 128-byte swizzle
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One spatial axis, as the pipeline walks it.
+
+    An output position of phase a and index i lies at i * out_step + a. Its tap number j (of count[a]) is the filter's
+    tap first[a] + j * tap_step and reads the input at i * in_step + offset[a] + j * move.
+    """
+
+    size: int  # input positions
+    out: int  # output positions, all phases together
+    taps: int  # filter taps
+    in_step: int
+    out_step: int
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+    offset: tuple[int, ...]
+    tap_step: int
+    move: int
+
+    @property
+    def positions(self) -> int:
+        return ceil_div(self.out, self.out_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut; none of it changes a bit of the result."""
+
+    images: int  # images a tile
+    block: tuple[int, ...]  # positions a tile, by spatial axis
+    columns: int  # output channels a tile
+    stages: int = 4
+    teams: int = 2
+    groups: int = 1  # warpgroups a team
+    order: str = "k"  # what varies fastest from tile to tile: "k" output channels, "p" positions, "n" images
+    staged: int = 1  # buffers of 128 bytes of output channels that a warpgroup fills in turn
+    halo: int = 0  # slots of a second ring whose boxes serve all taps of a chunk; 0: a box for every tap
+    resident: bool = False  # the filter stays in shared memory for good
+
+    @property
+    def rows(self) -> int:
+        return self.images * math.prod(self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is computed; everything in it is static."""
+
+    batch: int
+    reduce: int  # input channels
+    columns: int  # output channels
+    axes: tuple[Axis, ...]
+    filter_dims: str  # the filter's axes: t taps (flattened), c reduced channels, j output channels
+    dtype: Any
+    out_dtype: Any
+    accumulator: Any
+    finish: Callable[..., Array] | None = None  # the epilogue: (acc, *tiles of extras, bias or None) -> value
+    extras: tuple[Any, ...] = ()  # dtypes of the output-shaped operands of the epilogue
+    bias: bool = False
+    groups: int = 1  # `reduce` counts the channels of one
+    grouped: str = "j"  # the filter axis along which the groups lie side by side
+    window: int = 0  # neighbouring cells of 16 bytes whose channels an output reads as one; 0: pixels are whole rows
+    partial: bool = (
+        False  # the window's last cell is read from a second row of cells, which holds zeros where no tap is
+    )
+
+    @property
+    def swizzle(self) -> int:
+        bytes_ = self.reduce * np.dtype(self.dtype).itemsize
+        return 128 if bytes_ > 64 else 64 if bytes_ > 32 else 32
+
+    @property
+    def chunk(self) -> int:
+        return self.swizzle // np.dtype(self.dtype).itemsize
+
+    @property
+    def a_chunk(self) -> int:
+        """Channels of one box of the input: a chunk, or the one cell of which a window holds several."""
+        return 16 // np.dtype(self.dtype).itemsize if self.window else self.chunk
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.reduce, self.chunk)
+
+
+def schedule_order(problem: Problem, phase: Sequence[int] | None = None) -> np.ndarray:
+    """The flat reduction indices tap * C + c in the order in which the kernel adds them, -1 for a padding zero."""
+    axes = problem.axes
+    phase = (0,) * len(axes) if phase is None else phase
+    taps = [[ax.first[a] + j * ax.tap_step for j in range(ax.count[a])] for ax, a in zip(axes, phase, strict=True)]
+    sizes = [ax.taps for ax in axes]
+    flat = [int(np.ravel_multi_index(t, sizes)) for t in product(taps)]
+    rows = []
+    for start in range(0, problem.reduce, problem.chunk):
+        channel = np.arange(start, start + problem.chunk)
+        for tap in flat:
+            rows.append(np.where(channel < problem.reduce, tap * problem.reduce + channel, -1))
+    order = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    return order[None]
+
+
+def product(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = [()]
+    for values in lists:
+        out = [(*head, value) for head in out for value in values]
+    return out
+
+
+def row_bytes(config: Config, dtype: Any) -> int:
+    """Bytes of one row of a staged chunk of columns: 128, or less where the tile is narrower."""
+    return min(128, config.columns * np.dtype(dtype).itemsize)
+
+
+def swizzled(bytes_: int) -> tuple[Any, ...]:
+    return (plgpu.SwizzleTransform(bytes_),) if bytes_ > 16 else ()
+
+
+def a_box(problem: Problem, config: Config) -> tuple[int, ...]:
+    """The input box of a slot: the tile's pixels, in a halo or with windows also all that these reach."""
+    if problem.window:  # whole cells of 16 bytes, in multiples of 128 bytes, which a copy must have
+        return (1 + problem.partial, config.images, *config.block[:-1], config.block[-1] + 8)
+    if not config.halo:
+        return (config.images, *config.block)
+    reach = [(ax.taps - 1) * abs(ax.move) for ax in problem.axes]
+    return (config.images, *(b + r for b, r in zip(config.block, reach, strict=True)))
+
+
+def a_slots(config: Config) -> int:
+    return config.halo or config.stages
+
+
+def b_slots(problem: Problem, config: Config) -> int:
+    return math.prod(ax.taps for ax in problem.axes) * problem.chunks if config.resident else config.stages
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory that a configuration takes, barriers left out (they fit the slack that `check` keeps)."""
+    up = lambda n: ceil_div(n, ALIGNMENT) * ALIGNMENT
+    width = np.dtype(problem.dtype).itemsize
+    warpgroups = config.teams * config.groups
+    staged = lambda dtype, chunks: up(warpgroups * chunks * config.rows // config.groups * row_bytes(config, dtype))
+    a_row = 16 if problem.window else problem.chunk * width
+    ring = up(a_slots(config) * math.prod(a_box(problem, config)) * a_row)
+    ring += up(b_slots(problem, config) * config.columns * problem.chunk * width)
+    extras = [staged(d, config.columns * np.dtype(d).itemsize // row_bytes(config, d)) for d in problem.extras]
+    return ring + staged(problem.out_dtype, config.staged) + sum(extras)
+
+
+def check(problem: Problem, config: Config) -> str | None:
+    """Why a configuration cannot run, or None."""
+    rows = config.rows
+    if rows % (64 * config.groups):
+        return f"{rows} rows do not divide into {config.groups} warpgroups of multiples of 64"
+    if max(config.images, *config.block, config.columns) > 256:
+        return "a box has at most 256 elements along an axis"
+    if rows // config.groups * config.columns > 128 * 208:
+        return "the accumulator does not fit the registers"
+    part = split(config)
+    if part is None:
+        return "the tile does not divide among the team's warpgroups"
+    if min(row_bytes(config, dtype) for dtype in (problem.out_dtype, *problem.extras)) < 32:
+        return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
+    if shared_bytes(problem, config) > SMEM_BYTES - 2048:
+        return "the ring does not fit shared memory"
+    if problem.filter_dims[-1] == "j" and config.columns % problem.chunk:
+        return "a filter that is contiguous in its output channels needs tiles of whole chunks"
+    if problem.groups > 1 and (problem.columns // problem.groups % config.columns or problem.reduce % problem.chunk):
+        return "a group must divide into whole tiles and whole chunks"
+    if config.resident and (problem.columns > config.columns or any(ax.out_step > 1 for ax in problem.axes)):
+        return "a resident filter needs all its columns in one tile, and one phase"
+    if problem.window and (config.block[-1] % 64 or config.halo or part[-1] != config.block[-1]):
+        return "windows of cells need blocks of 64 positions along the last axis"
+    if config.halo:
+        return _check_halo(problem, config)
+    return None
+
+
+def _check_halo(problem: Problem, config: Config) -> str | None:
+    """wgmma reads 64 rows as eight groups of eight at one distance, so a halo box's rows must lie that way."""
+    if any(ax.in_step > 1 or ax.out_step > 1 for ax in problem.axes) or not problem.axes:
+        return "a halo needs steps of one"
+    if any(ax.first[0] or ax.tap_step != 1 for ax in problem.axes):
+        return "a halo needs the taps in the filter's order"
+    part = split(config) or ()
+    if len(part) == 2:
+        return None if part[-1] % 64 == 0 else "a halo of one axis needs blocks of 64 positions"
+    if part[-1] != 8 or part[-2] % 8:
+        return "a halo needs blocks of 8k x 8 positions"
+    if max(a_box(problem, config)) > 256:
+        return "a box has at most 256 elements along an axis"
+    return None
+
+
+def split(config: Config) -> tuple[int, ...] | None:
+    """The box of one warpgroup of a team: rows are cut along the outermost axis that has more than one position."""
+    box = [config.images, *config.block]
+    if config.groups == 1:
+        return tuple(box)
+    for i, n in enumerate(box):
+        if n > 1:
+            if n % config.groups:
+                return None
+            box[i] = n // config.groups
+            return tuple(box)
+    return None
