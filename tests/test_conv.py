@@ -237,6 +237,21 @@ def test_float64_accumulator(op: str):
     helpers.check_all(case.with_options(accumulate="float64", out_dtype="float64") for case in many)
 
 
+MANY_TAPS = {
+    "depthwise": Geometry(n=2, c=3, k=6, sizes=(20, 18), taps=(13, 11), groups=3),
+    "grouped": Geometry(n=2, c=32, k=4, sizes=(15, 16), taps=(13, 11), groups=2),
+}
+
+
+@pytest.mark.parametrize("geometry", MANY_TAPS)
+@pytest.mark.parametrize("bits", [32, 64])
+def test_filters_of_so_many_taps_that_a_loop_adds_them(geometry: str, bits: int):
+    """In JAX's 64-bit mode its loops count in int64."""
+    with jax.enable_x64(bits == 64):
+        for op in cases.RANDOM_OPS:
+            helpers.check(cases.case(op, MANY_TAPS[geometry], 1, integers=2))
+
+
 @each_op
 def test_tf32_truncates_the_operands(op: str):
     many = [cases.case(op, g, 1).with_options(precision="tf32") for g in cases.GEOMETRIES.values()]

@@ -106,6 +106,16 @@ def test_ordered_gives_the_bits_of_the_definition(op: str):
         np.testing.assert_array_equal(out, golden, err_msg=str(case))
 
 
+@pytest.mark.usefixtures("x64")
+def test_ordered_in_64_bit_mode():
+    """There JAX's loops count in int64."""
+    for op in cases.RANDOM_OPS:
+        case = cases.case(op, cases.GROUPED, 2, dtype=ml_dtypes.bfloat16, integers=3)
+        for mode in ("cross_correlation", "convolution"):
+            plain = case.with_options(mode=mode)
+            helpers.check(plain, helpers.call(plain.with_options(engine="ordered")))
+
+
 @pytest.mark.parametrize("op", ["conv", "conv_dgrad"])
 def test_ordered_does_not_see_the_batch(op: str):
     case = cases.case(op, cases.Geometry(n=5, c=16, k=8, sizes=(9, 6), taps=(3, 2)), 1, dtype=ml_dtypes.bfloat16)

@@ -239,9 +239,15 @@ def traced_start(problem: Problem, tap: Array) -> list[Array]:
     """The start of a tap whose flat index is traced."""
     start = []
     for r, d in zip(reversed(problem.taps), reversed(problem.window.dilation), strict=True):
-        start.append(lax.rem(tap, jnp.int32(r)) * d)
-        tap = lax.div(tap, jnp.int32(r))
+        tap, place = divmod_index(tap, r)
+        start.append(place * d)
     return start[::-1]
+
+
+def divmod_index(index: Array, by: int) -> tuple[Array, Array]:
+    """divmod of an index, which is int64 where JAX's 64-bit mode is on; never negative, so truncation does."""
+    divisor = jnp.asarray(by, index.dtype)
+    return lax.div(index, divisor), lax.rem(index, divisor)
 
 
 def _sum_over_taps(problem: Problem, term: Any, padded: Array, w: Array) -> Array:

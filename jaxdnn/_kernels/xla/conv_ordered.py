@@ -73,8 +73,8 @@ def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], last_
     w = w.reshape(-1, cg, groups, k // groups)
 
     def body(i: Array, acc: Array) -> Array:
-        tap, c = lax.div(i, jnp.int32(cg)), lax.rem(i, jnp.int32(cg))
-        tap = jnp.int32(w.shape[0] - 1) - tap if last_tap_first else tap
+        tap, c = conv_forms.divmod_index(i, cg)
+        tap = w.shape[0] - 1 - tap if last_tap_first else tap
         pixels = shift(conv_forms.traced_start(problem, tap)).reshape(*shape, groups, cg)
         one = lax.dynamic_slice_in_dim(pixels, c, 1, pixels.ndim - 1)
         factor = lax.dynamic_slice(w, (tap, c, 0, 0), (1, 1, *w.shape[2:])).reshape(groups, k // groups)
@@ -96,8 +96,8 @@ def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     def body(m: Array, acc: Array) -> Array:
         start, rest = [], m
         for p, stride in zip(reversed(outputs), reversed(window.strides), strict=True):
-            start.append(lax.rem(rest, jnp.int32(p)) * stride)
-            rest = lax.div(rest, jnp.int32(p))
+            rest, place = conv_forms.divmod_index(rest, p)
+            start.append(place * stride)
         block = lax.dynamic_slice(padded, (rest, *start[::-1], 0), (1, *extents, x.shape[-1]))
         seen = lax.slice(block, (0,) * block.ndim, block.shape, (1, *window.dilation, 1))
         taps = jnp.swapaxes(seen.reshape(*problem.taps, groups, cg), rank, rank + 1)[..., None]
