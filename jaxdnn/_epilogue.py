@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 
 # name -> the value of its parameter if the call gives none (None: the activation has no parameter).
 ACTIVATIONS: dict[str, float | None] = {
@@ -85,10 +86,31 @@ def _is_one(alpha: Any) -> bool:
 
 
 def _scaled_prior(beta: Any, prior: Array) -> Array:
-    scale = jnp.asarray(beta).astype(prior.dtype)
     if isinstance(beta, int | float):  # zero is decided when traced: then there is no prior here
-        return scale * prior
-    return jnp.where(scale == 0, jnp.zeros_like(prior), scale * prior)
+        return jnp.asarray(beta).astype(prior.dtype) * prior
+    return _scaled_unless_zero(jnp.asarray(beta).astype(prior.dtype), prior)
+
+
+def _product_or_zero(scale: Array, prior: Array) -> Array:
+    return scale * jnp.where(scale == 0, jnp.zeros_like(prior), prior)
+
+
+@jax.custom_jvp
+def _scaled_unless_zero(scale: Array, prior: Array) -> Array:
+    """scale * prior, and 0 where the scale is 0, whatever the prior is."""
+    return _product_or_zero(scale, prior)
+
+
+def _scaled_unless_zero_jvp(primals: Any, tangents: Any) -> tuple[Array, Any]:
+    """The product's derivative. The one in the scale is the prior, also where the scale is zero."""
+    (scale, prior), (d_scale, d_prior) = primals, tangents
+    y = _scaled_unless_zero(scale, prior)
+    terms = [] if isinstance(d_scale, SymbolicZero) else [d_scale * prior]
+    terms += [] if isinstance(d_prior, SymbolicZero) else [_product_or_zero(scale, d_prior)]
+    return y, ft.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
+
+
+_scaled_unless_zero.defjvp(_scaled_unless_zero_jvp, symbolic_zeros=True)
 
 
 def along_channel(bias: Array, ndim: int, channel: int) -> Array:
@@ -119,7 +141,7 @@ def _activate_jvp(name: str, parameter: float | None, primals: Any, tangents: An
 
 
 def derivative(z: Array, name: str, parameter: float | None) -> Array:
-    """act'(z) in z's own precision; at a kink, the derivative of the side that gives zero or the smaller slope."""
+    """act'(z) in z's own precision; at a kink, that of the side below; clipped_relu's is 0 at its ceiling too."""
     return _DERIVATIVE[name](z, parameter)
 
 

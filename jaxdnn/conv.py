@@ -78,7 +78,8 @@ def conv(
       y, (N, P, Q, K) for layout NHWC, with P = ⌊(H + low + high - (R - 1) d - 1) / u⌋ + 1.
 
     Differentiation: any order, forward and reverse, in x, w, bias, residual, prior, and alpha and beta if they are
-      arrays. At an activation's kink the derivative is that of the side below. int8 operands have none.
+      arrays. At an activation's kink the derivative is that of the side below, and clipped_relu's is 0 at its ceiling
+      too. int8 operands have none. The derivative in beta reads the prior, also where beta is zero.
 
     Numerics: everything up to the last step is done in the accumulator's dtype, then converted once, to nearest even.
       int8 products are added in int32, which wraps; if alpha is 1, beta 0 or 1, bias, residual and prior are integers

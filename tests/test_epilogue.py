@@ -298,6 +298,30 @@ def test_gradient_of_a_prior_that_is_not_read_is_zero():
     assert not np.any(jax.jit(jax.grad(loss))(prior, jnp.zeros(())))
 
 
+@pytest.mark.parametrize("beta", [0.0, -0.5])
+def test_gradient_in_beta_is_the_prior_also_at_zero(beta: float):
+    """Unread where beta is zero, it is still what a change of beta would add: the difference quotient says so too."""
+    case = cases.case("conv", SMALL, 30, integers=3)
+    prior, dy = (
+        jnp.asarray(np.random.default_rng(s).integers(-3, 4, case.result_shape), jnp.float32) for s in (31, 32)
+    )
+
+    def loss(b: jax.Array, p: jax.Array) -> jax.Array:
+        return jnp.vdot(dnn.conv(*case.arrays, **case.options, beta=b, prior=p), dy)
+
+    at = jnp.float32(beta)
+    d_beta, d_prior = jax.jit(jax.grad(loss, (0, 1)))(at, prior)
+    assert float(d_beta) == float(loss(at + 0.5, prior) - loss(at - 0.5, prior)) != 0
+    np.testing.assert_array_equal(d_prior, beta * dy)
+    np.testing.assert_array_equal(jax.jacfwd(jax.grad(loss))(at, prior), 0)
+    np.testing.assert_array_equal(jax.jacfwd(jax.grad(loss), 1)(at, prior), dy)
+    nan = jnp.full_like(prior, jnp.nan)
+    _, tangent = jax.jvp(lambda p: loss(at, p), (nan,), (dy,))
+    assert float(tangent) == beta * float(jnp.vdot(dy, dy))
+    several = jax.vmap(lambda b: loss(b, nan))(jnp.array([0.0, 1.0]))
+    np.testing.assert_array_equal(np.isnan(several), [False, True])
+
+
 def test_gradients_of_a_float_epilogue_on_integers():
     """int8 operands have no gradient, but bias, residual and scales do; z must not be rounded on the way."""
     plain = cases.case("conv", SMALL, 27, dtype=np.int8, integers=10)
