@@ -23,8 +23,8 @@ def array(name: str, value: Any) -> Any:
 
 
 def choice(name: str, value: T, choices: Sequence[T]) -> T:
-    """Returns `value` if it is one of `choices`."""
-    if value not in choices:
+    """Returns `value` if it is one of `choices`: names, or None."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
     return value
 

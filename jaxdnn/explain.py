@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxdnn import engines
+from jaxdnn import _check, engines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,8 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
 
     Args:
       function: an op such as `jaxdnn.conv`, or any JAX function that calls ops, such as a gradient or a whole step.
-      args: its arguments; `jax.ShapeDtypeStruct`s serve as well as arrays, for nothing is computed.
+      args: its arguments; `jax.ShapeDtypeStruct`s serve as well as arrays, for nothing is computed. Numbers, such
+        as the shape that `jaxdnn.conv_dgrad` takes, are passed on as they are.
       platform: "cpu" or "cuda"; None means JAX's default backend.
       kwargs: its keyword arguments.
 
@@ -75,7 +77,7 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
     Numerics: nothing is computed; each candidate's determinism level and accumulator are given.
 
     Raises:
-      Whatever the function itself raises when it is traced.
+      ValueError: an unknown platform. Besides, whatever the function itself raises when it is traced.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -86,17 +88,24 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
 
     Sources: answers what cuDNN's engine heuristics and `cudnnGetConvolutionForwardAlgorithm_v7` answer.
     """
-    here = platform or jax.default_backend()
+    here = jax.default_backend() if platform is None else _check.choice("platform", platform, engines.PLATFORMS)
     here = "cuda" if here == "gpu" else here
-    traced = {k: v for k, v in kwargs.items() if _is_traced(v)}
-    static = {k: v for k, v in kwargs.items() if k not in traced}
-    jaxpr = jax.make_jaxpr(lambda arrays, named: function(*arrays, **named, **static))(args, traced)
-    return Explanations(_explain_call(eqn, here) for eqn in _calls(jaxpr.jaxpr))
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [_is_array(leaf) for leaf in leaves]
+
+    def call(arrays: list[Any]) -> Any:
+        remaining = iter(arrays)
+        given = [next(remaining) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
+        positional, named = jax.tree.unflatten(tree, given)
+        return function(*positional, **named)
+
+    arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
+    return Explanations(_explain_call(eqn, here) for eqn in _calls(jax.make_jaxpr(call)(arrays).jaxpr))
 
 
-def _is_traced(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+def _is_array(leaf: Any) -> bool:
+    """Numbers, NumPy's too, are not: a stride or a size has to be known when traced."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
 
 
 def _calls(jaxpr: Any) -> Iterator[Any]:

@@ -186,6 +186,7 @@ BAD: list[Bad] = [
     ("mixed in dgrad", dgrad, {"dy": Y.astype(np.float16)}, TypeError, "`w` must have the dtype of `dy`"),
     ("mixed in wgrad", wgrad, {"dy": Y.astype(np.float16)}, TypeError, "`dy` must have the dtype of `x`"),
     ("out_dtype", conv, {"out_dtype": np.int32}, TypeError, "`out_dtype` must have one of the dtypes float32"),
+    ("mode array", conv, {"mode": np.array(["a", "b"])}, ValueError, "`mode` must be one of"),
     ("out_dtype complex", conv, {"out_dtype": np.complex64}, TypeError, "`out_dtype` must have one of the dtypes"),
     ("out_dtype nonsense", conv, {"out_dtype": "float33"}, TypeError, "`out_dtype` must be a dtype, got 'float33'"),
     ("out_dtype number", conv, {"out_dtype": 5}, TypeError, "`out_dtype` must be a dtype, got 5"),
@@ -234,7 +235,7 @@ def test_bad_input(function: Callable[..., Any], arguments: dict[str, Any], kind
     traced = {
         k: v
         for k, v in arguments.items()
-        if isinstance(v, np.ndarray) and v.dtype.kind not in "OM" and v.ndim > 0 and k not in ("activation", "shape")
+        if isinstance(v, np.ndarray) and v.dtype.kind not in "OMU" and v.ndim > 0 and k not in ("activation", "shape")
     }
     if traced:
         rest = {k: v for k, v in arguments.items() if k not in traced}

@@ -153,6 +153,15 @@ def test_explain_derivatives():
     assert [c.op for c in dnn.explain(jax.grad(loss, 1), X, W)] == ["conv", "conv_wgrad"]
 
 
+def test_explain_passes_numbers_on_as_they_are():
+    y = jnp.ones((2, 4, 4))
+    for shape in ((2, 5, 3), [np.int64(n) for n in (2, 5, 3)]):
+        assert [c.op for c in dnn.explain(dnn.conv_dgrad, y, W, shape, layout="NWC")] == ["conv_dgrad"]
+    assert [c.op for c in dnn.explain(dnn.conv_wgrad, X, y, W.shape, layout="NWC")] == ["conv_wgrad"]
+    found = dnn.explain(lambda p: dnn.conv(X, p["w"], layout="NWC", stride=p["stride"]), {"w": W, "stride": 2})
+    assert [c.result for c in found] == ["float32[2,2,4]"]
+
+
 def test_explain_nested_functions():
     def body(carry: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return carry + jnp.sum(jax.checkpoint(conv)(X, w)), None
@@ -189,6 +198,11 @@ def test_explain_another_platform():
     (found,) = dnn.explain(dnn.conv, X, W, layout="NWC", platform="cuda")
     assert found.platform == "cuda"
     assert [c.engine for c in found.candidates if c.refusal is None]
+
+
+def test_explain_refuses_unknown_platforms():
+    with pytest.raises(ValueError, match=r"`platform` must be one of 'cpu', 'cuda', got 'tpuu'\."):
+        dnn.explain(dnn.conv, X, W, layout="NWC", platform="tpuu")
 
 
 def test_explain_without_a_call():
