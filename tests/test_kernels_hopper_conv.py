@@ -6,6 +6,7 @@ the index arithmetic is checked against the definition by brute force, and every
 
 import itertools
 import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ if hopper.unavailable():
 
 from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan, conv_wgrad, pipeline, tuning
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16: Any = jnp.bfloat16
+F32: Any = jnp.float32
 LAYOUTS = {1: ("NWC", "WIO"), 2: ("NHWC", "HWIO"), 3: ("NDHWC", "DHWIO")}
 on_hopper = pytest.mark.skipif(
     jax.default_backend() != "gpu" or getattr(jax.devices()[0], "compute_capability", "") != "9.0",
@@ -29,7 +31,7 @@ on_hopper = pytest.mark.skipif(
 )
 
 #    n, sizes, c, k, taps, stride, padding, dilation, groups, flip
-CASES = {
+CASES: dict[str, Any] = {
     "3x3": (5, (13, 17), 24, 40, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1, False),
     "strided, odd": (3, (14, 15), 72, 72, (3, 2), (2, 2), ((1, 2), (0, 3)), (1, 1), 1, False),
     "dilated, flipped": (2, (9, 11), 64, 48, (3, 3), (1, 1), ((2, 2), (2, 2)), (2, 2), 1, True),
@@ -59,12 +61,12 @@ RESNET = [
 ]  # fmt: skip
 
 
-def window(case):
+def window(case: Any) -> dict[str, Any]:
     _, _, _, _, _, stride, padding, dilation, groups, flip = case
     return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, flip=flip)
 
 
-def shapes(case, outer=False):
+def shapes(case: Any, outer: bool = False) -> Any:
     """Shapes of x, w, dy."""
     n, sizes, c, k, taps, stride, padding, dilation, groups, _ = case
     geo = conv_fprop.Geometry(sizes, taps, stride, padding, dilation)
@@ -80,8 +82,8 @@ def filter_layout(case, outer):
 def kernel(op, case, outer, **more):
     """(function of two arrays, shapes of the arrays, reason why it is not served)."""
     x, w, dy = shapes(case, outer)
-    keywords = dict(window(case), filter_layout=filter_layout(case, outer), **more)
-    module = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
+    keywords: dict[str, Any] = dict(window(case), filter_layout=filter_layout(case, outer), **more)
+    module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
     run = getattr(module, f"conv_{op}")
     extra = {"fprop": {}, "dgrad": {"x_shape": x}, "wgrad": {"w_shape": w}}[op]
     operands = {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}[op]
@@ -146,7 +148,7 @@ def test_epilogue_lowers(activation):
         (dict(out_dtype=jnp.float8_e5m2), "its kernels write"),
         (dict(padding=((-1, 1), (0, 0))), "no negative padding"),
         (dict(epilogue=Epilogue(activation=("softplus", 1.0))), "no activation 'softplus'"),
-        (dict(epilogue=Epilogue(alpha=np.float32(2))), "as numbers"),
+        (dict(epilogue=Epilogue(alpha=cast(Any, np.float32(2)))), "as numbers"),
     ],
 )
 def test_reasons(change, text):
@@ -160,8 +162,8 @@ def test_reasons(change, text):
 
 def test_three_axes_take_no_stride():
     x, w = jax.ShapeDtypeStruct((1, 8, 8, 8, 32), BF16), jax.ShapeDtypeStruct((2, 2, 2, 32, 32), BF16)
-    keywords = dict(stride=(2, 1, 1), padding=((0, 0),) * 3, dilation=(1, 1, 1), filter_layout="DHWIO")
-    assert "three dimensions" in conv_fprop.supports(x, w, **keywords)
+    keywords: dict[str, Any] = dict(stride=(2, 1, 1), padding=((0, 0),) * 3, dilation=(1, 1, 1), filter_layout="DHWIO")
+    assert "three dimensions" in (conv_fprop.supports(x, w, **keywords) or "")
 
 
 # ---- index arithmetic
@@ -203,7 +205,7 @@ def test_walks_visit_what_the_definition_says(seed):
 def test_schedules_hold_every_product_once(name, outer):
     case = CASES[name]
     x, w, dy = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case, outer))
-    keywords = dict(window(case), filter_layout=filter_layout(case, outer))
+    keywords: dict[str, Any] = dict(window(case), filter_layout=filter_layout(case, outer))
     c, k, taps, groups = case[2], case[3], math.prod(case[4]), case[8]
     if not (name == "stem" and case[9]):
         forward = conv_fprop.schedule(x, w, **keywords)

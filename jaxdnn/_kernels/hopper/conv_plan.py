@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxdnn._kernels.hopper.wgmma import swizzle_transform
 
 SMEM_BYTES = 232448  # what one block may use on compute capability 9.0
 ALIGNMENT = 1024  # of every shared-memory buffer: the period of the 128-byte swizzle
@@ -131,7 +132,7 @@ def row_bytes(config: Config, dtype: Any) -> int:
 
 
 def swizzled(bytes_: int) -> tuple[Any, ...]:
-    return (plgpu.SwizzleTransform(bytes_),) if bytes_ > 16 else ()
+    return (swizzle_transform(bytes_),) if bytes_ > 16 else ()
 
 
 def a_box(problem: Problem, config: Config) -> tuple[int, ...]:
@@ -200,7 +201,7 @@ def _check_halo(problem: Problem, config: Config) -> str | None:
         return "a halo needs steps of one"
     if any(ax.first[0] or ax.tap_step != 1 for ax in problem.axes):
         return "a halo needs the taps in the filter's order"
-    part = split(config) or ()
+    part = list(split(config) or ())
     if len(part) == 2:
         return None if part[-1] % 64 == 0 else "a halo of one axis needs blocks of 64 positions"
     if part[-1] != 8 or part[-2] % 8:

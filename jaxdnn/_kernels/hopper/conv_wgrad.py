@@ -213,7 +213,7 @@ def partial_sums(x: Array, dy: Array, problem: Problem, config: Config, sms: int
     walk = _Walk(problem, config)
     consumers = config.across * config.along
     dy_boxes, x_boxes = _slot(problem, config)
-    transforms = (plgpu.SwizzleTransform(problem.swizzle),)
+    transforms = (wgmma.swizzle_transform(problem.swizzle),)
     ring = lambda boxes, box: plgpu.SMEM(
         (config.stages, boxes, *box, problem.chunk), problem.dtype, transforms=transforms
     )
@@ -373,10 +373,10 @@ def multiply_halo(acc: Array, a: Any, b: Any, problem: Problem, config: Config) 
     `a` is (chunks of k, box, chunk); `b` a halo box from the row's first pixel on, (images, ..., rows, width, chunk).
     """
     swizzle, chunk = problem.swizzle, problem.chunk
-    ref_type = lambda: plgpu.RefType((plgpu.SwizzleTransform(swizzle),))
+    ref_type = lambda: plgpu.RefType((wgmma.swizzle_transform(swizzle),))
     deep = config.block[-2] * 8  # pixels between two of which the distance is one
 
-    @plgpu.inline_mgpu(
+    @wgmma.inline_mgpu(
         arg_types=(ACCUMULATOR, ref_type(), ref_type()),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=ACCUMULATOR),
     )

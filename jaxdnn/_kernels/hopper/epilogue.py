@@ -18,11 +18,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from jaxdnn._epilogue import Epilogue
+from jaxdnn._kernels.hopper.wgmma import inline_mgpu
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
 
-ACTIVATIONS: dict[str, Callable[[Array, float | None], Array]] = {
+ACTIVATIONS: dict[str, Callable[[Array, Any], Array]] = {
     "identity": lambda z, _: z,
     "relu": lambda z, _: jnp.maximum(z, 0.0),
     "sigmoid": lambda z, _: _sigmoid(z),
@@ -83,7 +84,7 @@ def scaled(tile: Array, factor: float) -> Array:
     """factor * tile, rounded; never part of a fused multiply-add."""
     layout = plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=layout))
+    @inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=layout))
     def multiply(_: Any, tile: Any) -> Any:
         f32 = ir.F32Type.get()
         constant = mgpu_utils.c(factor, f32)
@@ -92,7 +93,7 @@ def scaled(tile: Array, factor: float) -> Array:
             size = ir.VectorType(register.type).shape[0]
             out = register
             for i in range(size):
-                product = llvm.inline_asm(
+                product: Any = llvm.inline_asm(
                     f32,
                     [vector.extract(register, dynamic_position=[], static_position=[i]), constant],
                     "mul.rn.f32 $0, $1, $2;",

@@ -41,8 +41,9 @@ from jaxdnn._kernels.hopper.conv_plan import (
     split,
     swizzled,
 )
-from jaxdnn._kernels.hopper.wgmma import finish_accumulator, multiply, start_accumulator
+from jaxdnn._kernels.hopper.wgmma import finish_accumulator, multiply, start_accumulator, tiling_transform
 
+_load: Any = plgpu.load  # typed otherwise by older JAX releases
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
@@ -163,7 +164,7 @@ class _Cut:
         return plgpu.RefUnion(
             plgpu.SMEM((self.consumers, chunks, *self.part, per), dtype, transforms=swizzle),
             plgpu.SMEM(
-                (self.consumers, chunks, self.rows, per), dtype, transforms=(plgpu.TilingTransform((8, per)), *swizzle)
+                (self.consumers, chunks, self.rows, per), dtype, transforms=(tiling_transform((8, per)), *swizzle)
             ),
         )
 
@@ -373,6 +374,7 @@ class _Block:
         slot = lax.rem(first + ks, stages)
         taps = self.cut.steps // self.problem.chunks
         cc, tap = (lax.div(ks, taps), lax.rem(ks, taps)) if halo else (None, None)
+        a_index: Any = None
         if halo:
             a_index = local * self.problem.chunks + cc
             a_slot = lax.rem(a_index, halo)
@@ -449,9 +451,7 @@ class _Block:
             bias = None
             if self.bias is not None:
                 start = place[-1] * self.config.columns + c * width
-                vector = plgpu.load(
-                    self.bias.at[pl.ds(start, width)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-                )
+                vector = _load(self.bias.at[pl.ds(start, width)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                 bias = lax.broadcast_in_dim(vector, value.shape, (1,))
             value = problem.finish(value, tiles, bias)
         plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)

@@ -22,6 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+# Not typed: their signatures differ between JAX releases; what is used here is common to 0.11 and 0.12.
+inline_mgpu: Any = plgpu.inline_mgpu
+swizzle_transform: Any = plgpu.SwizzleTransform
+tiling_transform: Any = plgpu.TilingTransform
+_one_wgmma: Any = wgmma_m64
+_create_descriptor: Any = mma_utils.create_descriptor
+_encode_descriptor: Any = mma_utils.encode_descriptor
+
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT  # the layout whose registers wgmma takes as they are
 
 
@@ -41,7 +49,7 @@ def ptx(instruction: str) -> None:
 def start_accumulator(rows: int, columns: int, dtype: Any) -> Array:
     """An accumulator of zeros that wgmma may write."""
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((rows, columns), dtype, layout=ACCUMULATOR))
+    @inline_mgpu(return_type=plgpu.ShapeDtypeStruct((rows, columns), dtype, layout=ACCUMULATOR))
     def start(_):
         element = mgpu_utils.dtype_to_ir_type(dtype)
         signed = True if jnp.issubdtype(dtype, jnp.integer) else None
@@ -53,7 +61,7 @@ def start_accumulator(rows: int, columns: int, dtype: Any) -> Array:
 def finish_accumulator(acc: Array) -> Array:
     """The accumulator's value, once every product issued so far has arrived."""
 
-    @plgpu.inline_mgpu(
+    @inline_mgpu(
         arg_types=(ACCUMULATOR,),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
@@ -71,11 +79,11 @@ def multiply(acc: Array, a: Any, b: Any, *, swizzle: int, a_major: str, b_major:
     "k"-major, cut out of a larger box at any row, which the hardware bears because it swizzles by address.
     """
     rows, columns = acc.shape
-    ref_type = lambda: plgpu.RefType((plgpu.SwizzleTransform(swizzle),))
+    ref_type = lambda: plgpu.RefType((swizzle_transform(swizzle),))
     if a_major == "window":
         return _multiply_window(acc, a, b, swizzle=swizzle, b_major=b_major)
 
-    @plgpu.inline_mgpu(
+    @inline_mgpu(
         arg_types=(ACCUMULATOR, ref_type(), ref_type()),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=ACCUMULATOR),
     )
@@ -104,14 +112,14 @@ def _multiply_window(acc: Array, a: Any, b: Any, *, swizzle: int, b_major: str) 
     """
     columns = acc.shape[1]
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR, plgpu.RefType(()), plgpu.RefType((plgpu.SwizzleTransform(swizzle),))),
+    @inline_mgpu(
+        arg_types=(ACCUMULATOR, plgpu.RefType(()), plgpu.RefType((swizzle_transform(swizzle),))),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=ACCUMULATOR),
     )
     def product(_: Any, acc: Any, a: Any, b: Any) -> Any:
         element = ir.MemRefType(b.type).element_type
         chunk = swizzle // mgpu_utils.bytewidth(element)
-        (b_base, (_, b_steps)), _, b_fastest = mma_utils.create_descriptor(
+        (b_base, (_, b_steps)), _, b_fastest = _create_descriptor(
             _operand(b, columns, b_major, swizzle, lhs=False),
             swizzle=swizzle,
             large_tile=(chunk, chunk),
@@ -126,11 +134,9 @@ def _multiply_window(acc: Array, a: Any, b: Any, *, swizzle: int, b_major: str) 
             for pair in range(chunk // 16):
                 rows = mgpu_utils.memref_slice(a, (0, *lead, mgpu_utils.ds(block * 64 + 2 * pair, 64)))
                 last = partial if pair == chunk // 16 - 1 else 0
-                registers[piece : piece + 1] = wgmma_m64(
+                registers[piece : piece + 1] = _one_wgmma(
                     registers[piece : piece + 1],
-                    mma_utils.encode_descriptor(
-                        rows, leading_byte_offset=16 + last, stride_byte_offset=128, swizzle=None
-                    ),
+                    _encode_descriptor(rows, leading_byte_offset=16 + last, stride_byte_offset=128, swizzle=None),
                     _llvm_add(b_base, mgpu_utils.c(pair * b_steps[0] >> 4, ir.IntegerType.get_signless(64))),
                     a_transpose=False,
                     b_transpose=b_fastest != mma_utils.Dim.K,
@@ -147,7 +153,7 @@ def _multiply_window(acc: Array, a: Any, b: Any, *, swizzle: int, b_major: str) 
     return product(acc, a, b)
 
 
-def _llvm_add(a: ir.Value, b: ir.Value) -> ir.Value:
+def _llvm_add(a: Any, b: Any) -> Any:
     return llvm.add(a, b, overflow_flags=llvm.IntegerOverflowFlags.none)
 
 
