@@ -55,8 +55,9 @@ class Format:
         halved = (np.frexp(size)[0] == 0.5) & (size > self.smallest_normal)
         down = np.where(halved, 0.5 * up, up)
         overflowed = np.abs(values) > self.largest
-        low = np.where(overflowed, size + up, np.where(size == 0, -up, size - down))
-        high = np.where(overflowed, np.inf, size + up)
+        with np.errstate(over="ignore"):  # beyond float64's largest number there is only infinity
+            low = np.where(overflowed, size + up, np.where(size == 0, -up, size - down))
+            high = np.where(overflowed, np.inf, size + up)
         return np.where(values < 0, -high, low), np.where(values < 0, -low, high)
 
     def round(self, values: Any) -> Values:

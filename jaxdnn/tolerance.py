@@ -48,12 +48,13 @@ class Accumulation:
     Attributes:
       kind: "float" adds in `format`, every operation rounded to nearest, in an unknown order; "tensor_core" adds
         `step` products at a time, each addend truncated to `fraction_bits` below the largest one and the sum
-        truncated to `sum_bits` of significand, the steps in an unknown order; "exact" adds integers.
+        truncated to `sum_bits` of significand, the steps in an unknown order; "exact" adds integers; "transform" is
+        a library's choice among a tensor core, float32 in any order and float32 after a fast Fourier transform.
       flush: the device reads and writes subnormal numbers of float32 as zero (XLA on CPU does).
       step: the number of products in a tensor core's step.
     """
 
-    kind: Literal["float", "tensor_core", "exact"] = "float"
+    kind: Literal["float", "tensor_core", "exact", "transform"] = "float"
     format: str = "float32"
     flush: bool = False
     step: int = 16
@@ -116,6 +117,23 @@ class Accumulation:
                 error = error + 2 * n * accumulator.smallest_normal
             return np.where(np.isfinite(error) & (reach + error <= accumulator.largest), error, np.inf)
 
+    def transform_error(self, norms: Values, channels: int, /) -> Values:
+        """E of a convolution by a fast Fourier transform in float32, which has a bound by norms only.
+
+        E = (3 η log2 L + 2 + n) u Σ_i ‖x_i‖₂ ‖w_i‖₂, over the n channels i that are added, L = 256 x 256 points at most
+
+        By Cauchy-Schwarz channel i adds at most ‖x_i‖ ‖w_i‖ to an output. Each of the three transforms has an error of
+        at most η u log2 L in the 2-norm, η = 1 + 4 √2 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+        edition, theorem 24.2, roots of unity right to u), the products add 2 u, the sum over the channels n u.
+
+        Args:
+          norms: Σ_i ‖x_i‖₂ ‖w_i‖₂ for every output, the norms over an image and over the taps.
+          channels: n.
+        """
+        eta, logarithm = 1 + 4 * math.sqrt(2), 16
+        u = FORMATS[self.format].roundoff
+        return (3 * eta * logarithm + 2 + channels) * u * np.asarray(norms, np.float64)
+
     def running_error(self, partials: Values, largest: Values, /) -> Values:
         """E where the schedule is known, from the partial sums that a run of it in float64 or in the model passed.
 
@@ -141,6 +159,8 @@ ACCUMULATIONS: dict[str, Accumulation] = {
     "float64": Accumulation(format="float64"),
     "int32": Accumulation(kind="exact"),
     "tensor_core": Accumulation(kind="tensor_core"),
+    # cuDNN through XLA: the autotuner may pick any of its algorithms.
+    "transform": Accumulation(kind="transform"),
     "tensor_core_tf32": Accumulation(kind="tensor_core", step=8),
     # Hopper's 8-bit floats, without promotion: 14 bits of accumulator.
     "tensor_core_fp8": Accumulation(kind="tensor_core", step=32, fraction_bits=13, sum_bits=14),
@@ -352,7 +372,8 @@ def compare(
     # A float64 step of ours may be off by one part in 2^52; it widens E, never narrows it.
     e = np.where(special | unchecked, 0.0, e * (1 + 2.0**-50) + np.where(e > 0, np.abs(golden) * 2.0**-52, 0.0))
     g = np.where(special, 0.0, golden)
-    low, high, nearest = o.round(g - e), o.round(g + e), o.round(g)
+    with np.errstate(over="ignore"):
+        low, high, nearest = o.round(g - e), o.round(g + e), o.round(g)
     ours = np.where(np.isnan(out), nearest, out)
 
     reachable = (low <= ours) & (ours <= high) & ~np.isnan(out)
@@ -365,7 +386,7 @@ def compare(
     # How far G is from what rounds to the result: this much of E the engine has used, at the least.
     below, above = o.rounds_to(np.where(np.isnan(ours), 0.0, ours))
     used = np.maximum(np.maximum(below - g, g - above), 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         ratio = np.where(judged & (used > 0) & ~np.isnan(out), used / e, 0.0)
     unreachable = judged & ~reachable
     bound = output_bound(g, e, o.name)

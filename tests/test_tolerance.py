@@ -470,6 +470,12 @@ def test_overflow_is_free_only_within_the_error():
         assert compare(np.array([out]).astype(np.float16), golden, np.array([e])).passed == passed
 
 
+def test_float64_at_both_ends_of_its_range():
+    values = np.array([0.0, 5e-324, -1.7976931348623157e308, 1.0])
+    for e in (np.zeros(4), np.abs(values) * 2.0**-50):
+        assert compare(values, values, e).ratio == 0
+
+
 def test_shapes_and_empty_arrays():
     assert not compare(np.zeros((2, 3), np.float32), np.zeros((3, 2)), np.ones((3, 2))).passed
     assert compare(np.zeros((0, 3), np.float32), np.zeros((0, 3)), np.zeros((0, 3))).passed

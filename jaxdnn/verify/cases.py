@@ -391,11 +391,10 @@ def find(case_id: str, seed: int) -> Case | None:
 def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
     make = ft.partial(_case, op, engine)
     yield from _quick(op, make)
-    if extent != "quick":
-        standard = _standard(op, make)
-        yield from (c for i, c in enumerate(standard) if i % 8 == 0 or extent == "full" or engine not in _SLOW)
-    if extent == "full":
-        yield from _full(op, make, seed)
+    more = [_standard(op, make)] if extent != "quick" else []
+    more += [_full(op, make, seed)] if extent == "full" else []
+    for part in more:
+        yield from itertools.islice(part, 0, None, 8 if engine in _SLOW else 1)
 
 
 def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
@@ -405,7 +404,7 @@ def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
     yield make("bf16", "plain", blend=_BLENDS[1])
 
 
-# Engines that add one product at a time get every eighth of the standard cases, but all of them in full.
+# Engines that add one product at a time get every eighth of the cases that are not quick.
 _SLOW = ("ordered",)
 # Transposed convolution is served by the engines of backward data, and a backward bias has no window at all: of the
 # lists of cases they get every third and every fourth.
@@ -437,14 +436,15 @@ def _blends(op: str) -> tuple[Blend, ...]:
 
 
 def _full(op: str, make: Callable[..., Case], seed: int) -> Iterator[Case]:
-    yield from (make(d, g) for d in DTYPES if d != "int32" for g in _FLAT)
-    for (layout, filters, geometry), dtype in itertools.product(_LAYOUTS, ("f32", "bf16", "f16", "int8", "e4m3fn")):
+    yield from (make(d, g) for d in ("bf16", "f16", "int8") for g in _FLAT[::2])
+    yield from (make(d, g) for d in ("f64", "tf32", "e4m3fn", "e5m2") for g in _FLAT[::3])
+    for (layout, filters, geometry), dtype in itertools.product(_LAYOUTS, ("f32", "bf16", "f16", "int8")):
         yield make(dtype, geometry, layout=layout, filters=filters)
-    blends = itertools.product(("f32", "bf16", "f16", "e4m3fn"), ("all", "1d", "3d-all"), _blends(op))
-    yield from (make(dtype, geometry, blend=blend) for dtype, geometry, blend in blends)
-    yield from (make(d, g, out=o) for g in ("plain", "depthwise", "1d-all") for d, o in _OUTS)
+    for i, (dtype, blend) in enumerate(itertools.product(("f32", "bf16", "f16", "e4m3fn"), _blends(op))):
+        yield make(dtype, ("all", "1d", "3d-all")[i % 3], blend=blend)
+    yield from (make(d, g, out=o) for g in ("depthwise", "1d-all") for d, o in _OUTS)
     dtypes = ("f32", "bf16", "f32", "f16", "int8", "f64", "tf32", "e5m2")
-    for index in range(80):
+    for index in range(64):
         geometry = random_geometry(seed, index)
         layouts = [name for name in _window.LAYOUTS if len(name) == len(geometry.sizes) + 2]
         yield make(dtypes[index % len(dtypes)], geometry, layout=layouts[index % 3])

@@ -9,10 +9,10 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import engines, tolerance
+from jaxdnn import tolerance
 from jaxdnn.determinism import LEVELS
 from jaxdnn.tolerance import ACCUMULATIONS, Accumulation, Comparison
-from jaxdnn.verify import data
+from jaxdnn.verify import data, norms
 from jaxdnn.verify.cases import Case
 
 MODELLED_SAMPLE = 20_000  # outputs that are run through the model of a schedule, at most
@@ -27,6 +27,7 @@ class Facts:
     accumulation: str
     schedule: Any = None
     modelled: tuple[str, ...] = ()
+    hazards: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,12 @@ def platform() -> str:
     return "cuda" if backend == "gpu" else backend
 
 
+def architectures() -> set[str]:
+    """The names under which an engine may say that its bits are predicted here: "cpu", or "cuda" and "sm_90"."""
+    capability = getattr(jax.local_devices()[0], "compute_capability", None)
+    return {platform(), f"sm_{str(capability).replace('.', '')}"} if capability else {platform()}
+
+
 def flushes_subnormals() -> bool:
     """Whether this device reads or writes subnormal float32 numbers as zero, found by trying it."""
     tiny, half = np.float32(2.0**-126), np.float32(0.5)
@@ -89,7 +96,7 @@ def facts(case: Case) -> Facts:
     found = next((c for c in explained.candidates if c.engine == case.engine), None)
     if found is None:
         return Facts(f"there is no such engine for {case.op}", "fast", "float32")
-    return Facts(found.refusal, found.level, found.accumulation, found.schedule, found.modelled)
+    return Facts(found.refusal, found.level, found.accumulation, found.schedule, found.modelled, found.hazards)
 
 
 EXACT = ACCUMULATIONS["int32"]
@@ -133,11 +140,14 @@ def run(case: Case, seed: int, *, flush: bool) -> Result:
 
 
 def _checks(case: Case, told: Facts, seed: int, flush: bool) -> list[Check]:
+    flush = flush or "flushes_subnormals" in told.hazards
     accumulation = dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush)
     checks = []
     with jax.enable_x64(case.x64):
         function = jax.jit(case.function())
         for kind in data.kinds(case):
+            if kind == "special" and "spreads_nonfinite" in told.hazards:
+                continue  # it does not promise where NaN and infinity show
             operands, extras = data.arrays(case, kind, seed, accumulation)
             out = np.asarray(function(*operands, **extras))
             checks.append(judge(case, kind, operands, extras, out, accumulation))
@@ -165,18 +175,24 @@ def judge(
     if out.shape != expected or out.dtype != case.out_dtype:
         got = f"got {out.dtype}{list(out.shape)}, expected {case.out_dtype}{list(expected)}"
         return Check(kind, "computed bound", False, got, elements=out.size)
-    exact = case.integer or (kind in data.INTEGERS and case.blend.exact_on_integers)
-    error = np.zeros(expected) if exact else error_bound(case, kind, details, extras, accumulation)
+    whole = kind in data.INTEGERS and accumulation.kind != "transform"  # a transform's terms are no integers
+    exact = case.integer or (whole and case.blend.exact_on_integers)
+    error = np.zeros(expected) if exact else error_bound(case, whole, operands, details, extras, accumulation)
     generic = kind not in (*data.INTEGERS, "subnormal")  # next to which a prior is a coarse grid
     found = tolerance.compare(out, np.asarray(details.value), error, generic=generic)
     return _check(kind, "exact integers" if exact else "computed bound", found)
 
 
-def error_bound(case: Case, kind: str, details: Any, extras: Any, accumulation: Accumulation) -> np.ndarray:
-    """E of the call: the accumulation's, what TF32 cuts off, the reference's own, through the epilogue."""
+def error_bound(
+    case: Case, whole: bool, operands: Any, details: Any, extras: Any, accumulation: Accumulation
+) -> np.ndarray:
+    """E of the call: the accumulation's, what TF32 cuts off, the reference's own, through the epilogue.
+
+    `whole`: whether the sum is one of integers, and exact up to its first rounding.
+    """
     computed = np.asarray(details.accumulated, np.float64)
     magnitude = np.asarray(details.magnitude, np.float64)
-    if accumulation.kind == "exact" or kind in data.INTEGERS:
+    if accumulation.kind == "exact" or whole:
         # Integers are added exactly; an epilogue in float32 starts by rounding the sum.
         error = np.where(np.abs(computed) > 2**24, 2.0**-24 * np.abs(computed), 0.0)
     else:
@@ -184,8 +200,10 @@ def error_bound(case: Case, kind: str, details: Any, extras: Any, accumulation: 
             *["tf32" if case.dtype == "tf32" else case.in_dtype] * 2, format=accumulation.format
         )
         error = accumulation.error(computed, magnitude, details.terms, exact_products=products)
+        if accumulation.kind == "transform":
+            error = np.maximum(error, accumulation.transform_error(*norms.of_outputs(case, operands)))
         error = error + np.asarray(details.bound, np.float64)
-    if case.dtype == "tf32" and platform() == "cuda" and kind not in data.INTEGERS:
+    if case.dtype == "tf32" and platform() == "cuda" and not whole:
         error = error + tolerance.truncated_inputs_error(magnitude)
     terms = [np.asarray(extras[name], np.float64) for name in ("residual",) if name in extras]
     if "bias" in extras:
@@ -207,8 +225,7 @@ def _is_modelled(case: Case, told: Facts) -> bool:
 
     in two ways (one rounding or two) and has no function whose last bits are the device's own.
     """
-    blend, kind = case.blend, engines.device_kind(platform()) or ""
-    here = any(architecture == platform() or architecture in kind for architecture in told.modelled)
+    blend, here = case.blend, not architectures().isdisjoint(told.modelled)
     name = blend.activation[0] if isinstance(blend.activation, tuple) else blend.activation
     joined = blend.bias or blend.residual or blend.beta
     one_way = (blend.alpha == 1 or not joined) and blend.beta in (0, 1)

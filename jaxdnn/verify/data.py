@@ -61,7 +61,8 @@ def _normal(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) 
 
 def amplitude(case: Case, accumulation: Accumulation) -> int:
     """The largest integer in the data kind "integers": sums stay exact, and inside the narrow output types."""
-    a = tolerance.integer_amplitude(4 * case.terms, accumulation, case.in_dtype)  # 4: room for the epilogue's terms
+    stored = "tf32" if case.dtype == "tf32" else case.in_dtype
+    a = tolerance.integer_amplitude(4 * case.terms, accumulation, stored)  # 4: room for the epilogue's terms
     out = tolerance.format_of(case.out_dtype)
     if out.largest < 1e6:
         a = min(a, int(math.sqrt(out.largest / math.sqrt(max(case.terms, 1)))))
