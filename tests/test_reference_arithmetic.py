@@ -250,7 +250,7 @@ def scalar_tensor_core(a: Array, b: Array, dtype: Any) -> Fraction:
 
     c = Fraction(0)
     for start in range(0, len(a), step):
-        addends = [(c, read(c, -126)[1])]
+        addends = [(c, read(c, -126)[1])] if c else []  # as measured: a zero accumulator is not aligned to
         for x, y in zip(a[start : start + step], b[start : start + step], strict=True):
             (x, ex), (y, ey) = read(cut(x), least), read(cut(y), least)
             addends.append((x * y, ex + ey))
@@ -261,6 +261,13 @@ def scalar_tensor_core(a: Array, b: Array, dtype: Any) -> Fraction:
             total = math.trunc(total / ulp) * ulp
         c = Fraction(total)
     return c
+
+
+def test_a_zero_accumulator_is_not_aligned_to():
+    """Three products of 1.5 * 2^-151 are 1.125 * 2^-149; cut to 2^-151 each, as beside a number of 2^-126, 0.75."""
+    a = np.full((1, 3), 1.5 * 2.0**-75).astype(ml_dtypes.bfloat16)
+    b = np.full((3, 1), 2.0**-76).astype(ml_dtypes.bfloat16)
+    assert reference.dot(a, b, "tensor_core")[0, 0] == np.float32(2.0**-149)
 
 
 @pytest.mark.parametrize("dtype", MODEL)
