@@ -57,6 +57,8 @@ class Engine:
       accumulation: how it adds, for the error bound: one of `jaxdnn.tolerance.ACCUMULATIONS`.
       schedule: the order of additions, where it is known.
       modelled: the architectures on which the reference was found to predict the bits from the schedule.
+      hazards: what it may do to exceptional values: "flushes_subnormals" (reads or writes them as zero),
+        "spreads_nonfinite" (NaN and infinity may show in results that they do not belong to).
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
       partition: whether the partitioner must be told how to shard the call (else XLA finds out by itself).
       notes: what a user may want to know: tensor cores, down-conversion, limits.
@@ -70,6 +72,7 @@ class Engine:
     accumulation: Callable[[Call], str] = lambda call: "float32"
     schedule: Callable[[Call], Schedule | None] = lambda call: None
     modelled: tuple[str, ...] = ()
+    hazards: Callable[[Call], tuple[str, ...]] = lambda call: ()
     workspace: Callable[[Call], int | None] = lambda call: None
     partition: Callable[[Call], bool] = lambda call: False
     notes: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ class Candidate:
     workspace: int | None
     schedule: engines.Schedule | None
     modelled: tuple[str, ...]
+    hazards: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -46,6 +47,7 @@ class Explanation:
             facts.append("schedule stated" if c.schedule is not None else "no schedule stated")
             if c.modelled:
                 facts.append(f"bits modelled on {', '.join(c.modelled)}")
+            facts += [hazard.replace("_", " ") for hazard in c.hazards]
             lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
         return "\n".join(lines)
 
@@ -153,5 +155,6 @@ def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) 
         workspace=engine.workspace(call) if able else None,
         schedule=engine.schedule(call) if able else None,
         modelled=engine.modelled,
+        hazards=engine.hazards(call),
         notes=engine.notes,
     )

@@ -26,8 +26,10 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     a, b, preferred = _compute_types(call, a, b)
     if spec.precision == "tf32" and call.platform != "cuda":
         a, b = _truncate_to_tf32(a), _truncate_to_tf32(b)
-    # HIGHEST keeps float32 products exact; DEFAULT lets an NVIDIA GPU cut float32 operands to TF32.
-    precision = lax.Precision.DEFAULT if spec.precision == "tf32" else lax.Precision.HIGHEST
+    # HIGHEST keeps float32 operands as they are; DEFAULT lets an NVIDIA GPU cut them to TF32. It is for them only:
+    # cuDNN has been found without any kernel for a grouped bfloat16 convolution that asks for HIGHEST.
+    uncut = a.dtype in (jnp.float32, jnp.float64) and spec.precision != "tf32"
+    precision = lax.Precision.HIGHEST if uncut else lax.Precision.DEFAULT
     integer = jnp.issubdtype(a.dtype, jnp.integer)
     on_gpu = call.platform == "cuda"
     problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, precision, preferred, integer and on_gpu)
@@ -65,7 +67,11 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     if call.platform != "cuda" or spec.accumulate.itemsize > 4:
         wide = _conv.wider(wide, spec.accumulate)
     rounds_once = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide
-    return a.astype(wide), b.astype(wide), wide if rounds_once else _conv.wider(wide, spec.accumulate)
+    preferred = wide if rounds_once else _conv.wider(wide, spec.accumulate)
+    narrow = call.platform == "cuda" and 1 in (a.dtype.itemsize, b.dtype.itemsize)
+    a, b = a.astype(wide), b.astype(wide)
+    # Unless it is kept from seeing the float8, XLA asks cuDNN for a float8 convolution, which it then may not have.
+    return (*(lax.optimization_barrier((a, b)) if narrow else (a, b)), preferred)
 
 
 def _narrow_float(dtype: Any) -> Any:
@@ -211,9 +217,14 @@ def _accumulation(call: engines.Call) -> str:
         return jnp.dtype(spec.accumulate).name
     if call.platform != "cuda":
         return "float32"
-    if spec.precision == "tf32":
-        return "tensor_core_tf32"
-    return "float32" if call.avals[0].dtype == jnp.float32 else "tensor_core"
+    return "transform"  # XLA's autotuner may take any of cuDNN's algorithms, and has been seen to take Fourier's
+
+
+def _hazards(call: engines.Call) -> tuple[str, ...]:
+    """cuDNN pads groups, strides and tiles with zeros, by which it multiplies: infinity becomes NaN elsewhere."""
+    if jnp.issubdtype(call.avals[0].dtype, jnp.integer):
+        return ()
+    return ("flushes_subnormals", "spreads_nonfinite") if call.platform == "cuda" else ("flushes_subnormals",)
 
 
 def _partition(call: engines.Call) -> bool:
@@ -224,5 +235,13 @@ def _partition(call: engines.Call) -> bool:
 
 for _op in _conv.ROLES:
     engines.register(
-        engines.Engine(name="xla", op=_op, run=run, level=_level, accumulation=_accumulation, partition=_partition)
+        engines.Engine(
+            name="xla",
+            op=_op,
+            run=run,
+            level=_level,
+            accumulation=_accumulation,
+            partition=_partition,
+            hazards=_hazards,
+        )
     )

@@ -38,7 +38,7 @@ EXACT_TERMS = 1024
 class Problem:
     """The static part of a convolution.
 
-    `integer_taps`: integers are added by matrix products of bfloat16, tap by tap. XLA has no integer convolution for
+    `integer_taps`: integers are added by matrix products of float32, tap by tap. XLA has no integer convolution for
     GPUs, and its products of int8 matrices there were found wrong for small or odd sizes (JAX 0.11.2, H200).
     """
 
@@ -135,8 +135,9 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
 def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Array:
     """The int32 product of int8 arrays over one axis each: sums of float32 that stay below 2^24, then sums of int32.
 
-    int8 values are exact in bfloat16, their products and 1024 of them added are integers of at most 2^24: exact in
-    float32 in any order, on a tensor core too. Sums of int32 wrap.
+    1024 products of int8 values add up to at most 2^24: exact in float32, in any order, on a tensor core too, for which
+    TF32 holds int8 values exactly. As bfloat16 they would not be safe: XLA multiplies small matrices in the operands'
+    own type, and a product needs 15 bits. Sums of int32 wrap.
     """
     ((left,), (right,)) = contract
     n, size = a.shape[left], EXACT_TERMS
@@ -144,9 +145,10 @@ def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Arr
     a, b = (_split_axis(v, axis, parts) for v, axis in ((a, left), (b, right)))
     lefts, rights = ([axis + (axis > at) for axis in axes] for axes, at in zip(batch, (left, right), strict=True))
     sums = lax.dot_general(
-        a.astype(jnp.bfloat16),
-        b.astype(jnp.bfloat16),
+        a.astype(jnp.float32),
+        b.astype(jnp.float32),
         (((left + 1,), (right + 1,)), ((left, *lefts), (right, *rights))),
+        precision=lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
     return jnp.sum(sums.astype(jnp.int32), 0, dtype=jnp.int32)
