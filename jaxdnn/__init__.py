@@ -1,5 +1,6 @@
 """jaxdnn: deep-neural-network primitives for JAX, defined exactly, fast, and reproducible to stated levels."""
 
+import jaxdnn._kernels.hopper.engine
 import jaxdnn._kernels.xla.conv
 import jaxdnn._kernels.xla.conv_ordered  # noqa: F401
 from jaxdnn._version import __version__ as __version__

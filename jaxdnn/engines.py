@@ -1,8 +1,8 @@
 """Engines: the implementations of an op, what each can serve and promises, and the rule that chooses one.
 
 The rule, when a call names no engine: of the engines that support the call on the platform it is lowered for and
-guarantee the required determinism level, the first in the order of registration, which is the measured order of
-speed. Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
+guarantee the required determinism level, the one of the lowest rank; an engine ranks itself by what was measured.
+Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
 """
 
 import dataclasses
@@ -59,6 +59,7 @@ class Engine:
       modelled: the architectures on which the reference was found to predict the bits from the schedule.
       hazards: what it may do to exceptional values: "flushes_subnormals" (reads or writes them as zero),
         "spreads_nonfinite" (NaN and infinity may show in results that they do not belong to).
+      rank: its place among an op's engines for a call, as far as measurements tell; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
       partition: whether the partitioner must be told how to shard the call (else XLA finds out by itself).
       notes: what a user may want to know: tensor cores, down-conversion, limits.
@@ -73,6 +74,7 @@ class Engine:
     schedule: Callable[[Call], Schedule | None] = lambda call: None
     modelled: tuple[str, ...] = ()
     hazards: Callable[[Call], tuple[str, ...]] = lambda call: ()
+    rank: Callable[[Call], int] = lambda call: 1
     workspace: Callable[[Call], int | None] = lambda call: None
     partition: Callable[[Call], bool] = lambda call: False
     notes: tuple[str, ...] = ()
@@ -87,8 +89,13 @@ def register(engine: Engine) -> None:
 
 
 def registered(op: str) -> tuple[Engine, ...]:
-    """The engines of an op, in the order they are tried."""
+    """The engines of an op, in the order of registration."""
     return tuple(_registry.get(op, ()))
+
+
+def ranked(call: Call) -> tuple[Engine, ...]:
+    """The engines of a call's op in the order they are tried for it."""
+    return tuple(sorted(registered(call.op), key=lambda engine: engine.rank(call)))
 
 
 def ops() -> tuple[str, ...]:
@@ -120,7 +127,7 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
 def select(call: Call) -> Engine:
     """The engine that serves a call; its spec says which engine and level are asked for."""
     reasons = []
-    for engine in registered(call.op):
+    for engine in ranked(call):
         if call.spec.engine not in (None, engine.name):
             continue
         reason = refusal(engine, call, call.spec.level)

@@ -120,11 +120,22 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
                 yield from _calls(inner)
 
 
-def _explain_call(eqn: Any, platform: str) -> Explanation:
+def traced_calls(function: Callable[..., Any], /, *operands: Any, platform: str) -> Iterator[engines.Call]:
+    """Every jaxdnn call of a function, as an engine on a platform sees it."""
+    for eqn in _calls(jax.make_jaxpr(function)(*operands).jaxpr):
+        yield _call(eqn, platform)
+
+
+def _call(eqn: Any, platform: str) -> engines.Call:
     op, spec = eqn.primitive.name.removeprefix("jaxdnn_"), eqn.params["spec"]
     avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
-    call = engines.Call(op, spec, avals, platform, engines.device_kind(platform))
-    found = [e for e in engines.registered(op)]
+    return engines.Call(op, spec, avals, platform, engines.device_kind(platform))
+
+
+def _explain_call(eqn: Any, platform: str) -> Explanation:
+    call = _call(eqn, platform)
+    op, spec, avals = call.op, call.spec, call.avals
+    found = engines.ranked(call)
     refusals = {e.name: _refusal(e, call) for e in found}
     served = next((name for name, reason in refusals.items() if reason is None), None)
     out = eqn.outvars[0].aval

@@ -150,6 +150,7 @@ for _op in _conv.ROLES:
             supports=_supports,
             level=_level,
             schedule=_schedule,
+            rank=lambda call: 3,
             modelled=("cpu", "cuda"),
             notes=(
                 "one pass over the result per product: slow",
