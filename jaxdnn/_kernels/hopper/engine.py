@@ -1,0 +1,225 @@
+"""The `hopper` engine of the convolutions: the Pallas kernels of this folder, for compute capability 9.0.
+
+Depthwise and narrow groups go to `conv_depthwise`, everything else to `conv_fprop`, `conv_dgrad` and `conv_wgrad`. The
+kernels are imported when a call first asks for them, so that importing jaxdnn does not import Pallas.
+
+The engine is chosen unasked only for convolutions that were measured faster than the best peer on this kind of device
+(`measured.json`, written by `jaxdnn bench conv`); `engine="hopper"` takes it for every call that it supports.
+"""
+
+import dataclasses
+import functools as ft
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn import _conv, engines
+from jaxdnn._conv import ConvSpec
+from jaxdnn._epilogue import Epilogue
+from jaxdnn._kernels import hopper
+
+CAPABILITY = "9.0"
+MEASURED = Path(__file__).with_name("measured.json")
+PASS = {"conv": "fprop", "conv_dgrad": "dgrad", "conv_wgrad": "wgrad"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """One kernel, bound to the static arguments of a call."""
+
+    run: Callable[..., Array]
+    refusal: str | None
+    schedule: Callable[[], engines.Schedule | None]
+    workspace: Callable[[], int]
+
+
+def _kernel(call: engines.Call) -> _Kernel:
+    """The kernel that serves a call, or the one whose refusal says why none does."""
+    narrow = _narrow(call)
+    return narrow if narrow.refusal is None else _dense(call)
+
+
+def _dense(call: engines.Call) -> _Kernel:
+    from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_wgrad
+
+    spec: ConvSpec = call.spec
+    module, kernel = {
+        "conv": (conv_fprop, conv_fprop.conv_fprop),
+        "conv_dgrad": (conv_dgrad, conv_dgrad.conv_dgrad),
+        "conv_wgrad": (conv_wgrad, conv_wgrad.conv_wgrad),
+    }[call.op]
+    shape = _conv.result_shape(call.op, spec, *call.avals[:2])
+    geometry: dict[str, Any] = {
+        "stride": spec.window.strides,
+        "padding": spec.window.padding,
+        "dilation": spec.window.dilation,
+        "groups": spec.groups,
+        "flip": spec.flip,
+        "filter_layout": "HWIO" if spec.filter.axes.endswith("IO") else "OHWI",
+        **{"conv": {}, "conv_dgrad": {"x_shape": shape}, "conv_wgrad": {"w_shape": shape}}[call.op],
+    }
+    a, b = call.avals[:2]
+    plain = spec.epilogue == Epilogue()
+    if call.op == "conv_wgrad":  # the result is small: its epilogue is XLA's
+        options = {"out_dtype": spec.out_dtype if plain else spec.accumulate}
+        refusal = module.supports(a, b, **geometry, **options)
+    else:
+        options = {"out_dtype": spec.out_dtype, "epilogue": None if plain else spec.epilogue}
+        refusal = module.supports(a, b, **geometry, **options, precision=spec.precision)
+
+    def run(a: Array, b: Array, *operands: Array) -> Array:
+        if call.op != "conv_wgrad":
+            return kernel(a, b, *operands, **geometry, **options)
+        acc = kernel(a, b, **geometry, **options)
+        return acc if plain else _conv.finish(call.op, spec, acc, *operands)
+
+    def schedule() -> engines.Schedule | None:
+        if a.dtype == jnp.int8 or (spec.flip and call.op == "conv"):
+            return None  # integers need none; the order of flipped, folded taps is not stated
+        return engines.Schedule("tensor_core", np.atleast_2d(module.schedule(a, b, **geometry)))
+
+    return _Kernel(run, refusal, schedule, lambda: module.workspace(a, b, **geometry, out_dtype=spec.out_dtype))
+
+
+def _narrow(call: engines.Call) -> _Kernel:
+    from jaxdnn._kernels.hopper import conv_depthwise
+
+    spec: ConvSpec = call.spec
+    roles = dict(zip(_conv.ROLES[call.op], (*call.avals[:2], None), strict=True))
+    result = _conv.result_shape(call.op, spec, *call.avals[:2])
+    x_shape = result if roles["x"] is None else roles["x"].shape
+    w_shape = result if roles["w"] is None else roles["w"].shape
+    a, b = call.avals[:2]
+    options = {
+        "stride": spec.window.strides,
+        "padding": spec.window.padding,
+        "dilation": spec.window.dilation,
+    }
+    told = (PASS[call.op], x_shape, w_shape, a.dtype)
+    refusal = None
+    if a.dtype != b.dtype or spec.out_dtype != a.dtype or spec.epilogue != Epilogue():
+        refusal = "its kernels for narrow groups have no epilogue and write the operands' dtype"
+    elif not spec.filter.axes.endswith("IO"):
+        refusal = "its kernels for narrow groups take filters whose input and output channels are last, as HWIO"
+    elif spec.groups == 1:
+        refusal = "its kernels for narrow groups need groups"
+    refusal = refusal or conv_depthwise.supports(*told, **options)
+
+    def reversed_taps(w: Array) -> Array:
+        return lax.rev(w, range(len(spec.taps))) if spec.flip else w
+
+    def run(a: Array, b: Array) -> Array:
+        if call.op == "conv":
+            return conv_depthwise.depthwise_fprop(a, reversed_taps(b), **options)
+        if call.op == "conv_dgrad":
+            return conv_depthwise.depthwise_dgrad(a, reversed_taps(b), x_shape, **options)
+        return reversed_taps(conv_depthwise.depthwise_wgrad(a, b, w_shape, **options))
+
+    # The order of an output differs between even and odd rows, which one schedule cannot say: none is stated.
+    return _Kernel(run, refusal, lambda: None, lambda: conv_depthwise.workspace(*told, **options))
+
+
+# ---- what the engine promises ----------------------------------------------------------------------------------------
+
+
+def _run(call: engines.Call, *operands: Array) -> Array:
+    return _kernel(call).run(*operands)
+
+
+def _supports(call: engines.Call) -> str | None:
+    spec: ConvSpec = call.spec
+    if call.platform != "cuda":
+        return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {call.platform}"
+    if reason := hopper.unavailable():
+        return reason
+    if (found := _capability()) not in (None, CAPABILITY):
+        return f"it needs compute capability {CAPABILITY}, and this device has {found}"
+    if not spec.layout.channels_last:
+        return f"its kernels take channels-last layouts, not {spec.layout.name}"
+    if not (spec.filter.axes.endswith("IO") or (spec.filter.axes[0], spec.filter.axes[-1]) == ("O", "I")):
+        return f"its kernels take filters as HWIO or OHWI, not {spec.filter.name}"
+    if spec.accumulate.itemsize > 4:
+        return f"it accumulates in float32 or int32, not {spec.accumulate.name}"
+    return _kernel(call).refusal
+
+
+@ft.lru_cache
+def _capability() -> str | None:
+    try:
+        return str(jax.local_devices(backend="cuda")[0].compute_capability)
+    except RuntimeError:
+        return None  # no device in this process: a call is lowered for another machine
+
+
+def _level(call: engines.Call) -> str:
+    if call.avals[0].dtype == jnp.int8:
+        return "portable"
+    return "run_to_run" if call.op == "conv_wgrad" else "batch_invariant"
+
+
+def _accumulation(call: engines.Call) -> str:
+    a = call.avals[0].dtype
+    if a == jnp.int8:
+        return "int32"
+    if a.itemsize == 1:
+        return "tensor_core_fp8"
+    if a == jnp.float32:
+        return "tensor_core_tf32" if call.spec.precision == "tf32" else "float32"
+    return "tensor_core"
+
+
+def _schedule(call: engines.Call) -> engines.Schedule | None:
+    return _kernel(call).schedule()
+
+
+def _workspace(call: engines.Call) -> int:
+    return _kernel(call).workspace()
+
+
+def key(call: engines.Call) -> str:
+    """What `measured.json` calls a convolution: everything but the batch."""
+    spec: ConvSpec = call.spec
+    _, c, k = _conv.channels(spec, call.op, *call.avals[:2])
+    window = spec.window
+    parts = (call.avals[0].dtype.name, spec.sizes, c, k, spec.taps, window.strides, window.padding, window.dilation)
+    return " ".join(map(str, (PASS[call.op], *parts, spec.groups))).replace(", ", ",")
+
+
+@ft.lru_cache
+def _measured() -> dict[str, Any]:
+    return json.loads(MEASURED.read_text())
+
+
+def _rank(call: engines.Call) -> int:
+    """First where it was measured faster than the best peer, for batches of half to four times the measured one."""
+    found = _measured().get(call.device_kind or "", {}).get(key(call))
+    if found is None or call.spec.engine is not None:
+        return 2
+    n, *_ = _conv.channels(call.spec, call.op, *call.avals[:2])
+    near = found["batch"] <= 2 * n <= 8 * found["batch"]
+    return 0 if near and found["speed_up"] >= 1 and call.spec.epilogue.linear else 2
+
+
+for _op in _conv.ROLES:
+    engines.register(
+        engines.Engine(
+            name="hopper",
+            op=_op,
+            run=_run,
+            supports=_supports,
+            level=_level,
+            accumulation=_accumulation,
+            schedule=_schedule,
+            modelled=("NVIDIA H200",),
+            rank=_rank,
+            workspace=_workspace,
+            partition=lambda call: True,
+            notes=("tensor cores",),
+        )
+    )
