@@ -18,7 +18,8 @@ import pytest
 
 from jaxdnn.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn.verify import checks, data
-from jaxdnn.verify.cases import Blend, Case, Geometry
+from jaxdnn.verify.cases import Case
+from jaxdnn.verify.geometries import Blend, Geometry
 
 F32 = np.float32
 OPS = ("conv", "conv_dgrad", "conv_wgrad")

@@ -16,7 +16,7 @@ from jaxdnn import engines
 from jaxdnn._kernels.xla import conv as xla_conv
 from jaxdnn.determinism import LEVELS
 from jaxdnn.tolerance import ACCUMULATIONS
-from jaxdnn.verify import cases, checks, cli, data, levels, page
+from jaxdnn.verify import cases, checks, cli, controls, data, geometries, page
 from jaxdnn.verify.cases import Case
 from jaxdnn.verify.levels import PROCEDURES
 
@@ -82,16 +82,16 @@ def test_an_id_finds_its_case_whatever_the_extent():
 
 def test_random_geometries_are_valid_and_repeat():
     for index in range(200):
-        geometry = cases.random_geometry(7, index)
-        assert geometry == cases.random_geometry(7, index)
+        geometry = geometries.random_geometry(7, index)
+        assert geometry == geometries.random_geometry(7, index)
         assert min(geometry.outputs) >= 1
-    assert cases.random_geometry(7, 0) != cases.random_geometry(8, 0)
+    assert geometries.random_geometry(7, 0) != geometries.random_geometry(8, 0)
 
 
 def test_sizes_of_a_geometry_are_distinct():
     """Axes that change places must change a shape."""
     for name in ("plain", "stride", "asymmetric", "patches", "3d-all"):
-        g = cases.GEOMETRIES[name]
+        g = geometries.GEOMETRIES[name]
         assert len({g.batch, *g.sizes}) == 1 + len(g.sizes), name
         assert g.channels != g.filters, name
 
@@ -103,7 +103,10 @@ def test_sizes_of_a_geometry_are_distinct():
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "e4m3fn", "e5m2"])
 def test_integer_data_are_integers_whose_sums_are_exact(kind: str, dtype: str):
     for op in cases.OPS:
-        case, accumulation = Case(op, "xla", dtype, "NHWC", None, cases.GEOMETRIES["all"]), ACCUMULATIONS["float32"]
+        case, accumulation = (
+            Case(op, "xla", dtype, "NHWC", None, geometries.GEOMETRIES["all"]),
+            ACCUMULATIONS["float32"],
+        )
         operands, _ = data.arrays(case, kind, 0, accumulation)
         largest = [np.abs(a.astype(np.float64)).max() for a in operands]
         assert all((a == np.rint(a)).all() for a in (v.astype(np.float64) for v in operands))
@@ -112,7 +115,7 @@ def test_integer_data_are_integers_whose_sums_are_exact(kind: str, dtype: str):
 
 
 def test_ties_are_plenty_among_the_ties():
-    case = Case("conv", "xla", "bf16", "NHWC", None, cases.GEOMETRIES["plain"])
+    case = Case("conv", "xla", "bf16", "NHWC", None, geometries.GEOMETRIES["plain"])
     operands, extras = data.arrays(case, "ties", 0, ACCUMULATIONS["float32"])
     exact = checks.golden(case, operands, extras).value
     halfway = np.abs(exact - exact.astype(case.in_dtype).astype(np.float64)) == np.ldexp(0.5, np.frexp(exact)[1] - 8)
@@ -120,7 +123,7 @@ def test_ties_are_plenty_among_the_ties():
 
 
 def test_data_depend_on_the_id_and_the_seed_alone():
-    case = Case("conv", "xla", "f32", "NHWC", None, cases.GEOMETRIES["plain"])
+    case = Case("conv", "xla", "f32", "NHWC", None, geometries.GEOMETRIES["plain"])
     first, same, other = (data.arrays(case, "normal", seed, ACCUMULATIONS["float32"])[0][0] for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, same)
     assert (first != other).any()
@@ -208,7 +211,7 @@ def test_predicted_bits_are_compared(engine: Callable[..., None]):
         told = ordered.schedule(call)
         return told and dataclasses.replace(told, order=told.order[:, ::-1])
 
-    case = Case("conv", "planted", "bf16", "NHWC", None, cases.GEOMETRIES["plain"], out="f32")
+    case = Case("conv", "planted", "bf16", "NHWC", None, geometries.GEOMETRIES["plain"], out="f32")
     for schedule, status in ((ordered.schedule, "passed"), (backwards, "failed")):
         engine(ordered.run, supports=ordered.supports, schedule=schedule, modelled=("cpu",))
         result = checks.run(case, 0, flush=True)
@@ -217,7 +220,7 @@ def test_predicted_bits_are_compared(engine: Callable[..., None]):
 
 
 def test_every_check_sees_a_wrong_shape_or_dtype():
-    case = Case("conv", "xla", "f32", "NHWC", None, cases.GEOMETRIES["plain"])
+    case = Case("conv", "xla", "f32", "NHWC", None, geometries.GEOMETRIES["plain"])
     operands, extras = data.arrays(case, "normal", 0, ACCUMULATIONS["float32"])
     right = checks.golden(case, operands, extras).value.astype(np.float32)
     for wrong in (right.astype(np.float16), right[:1], np.swapaxes(right, 1, 2)):
@@ -230,15 +233,15 @@ def test_every_check_sees_a_wrong_shape_or_dtype():
 
 
 def test_every_procedure_has_a_control_that_it_finds():
-    found = {t.procedure: t for t in levels.controls(LEVELS, 0)}
+    found = {t.procedure: t for t in controls.run(LEVELS, 0)}
     assert set(found) == {p for group in PROCEDURES.values() for p in group}
     assert {t.status for t in found.values()} == {"passed"}
     assert all(t.message.startswith("found: ") for t in found.values())
 
 
 def test_a_control_that_finds_nothing_fails(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(levels, "_off_by_one", levels._chain(0))
-    found = {t.procedure: t for t in levels.controls(["run_to_run", "portable"], 0)}
+    monkeypatch.setattr(controls, "_off_by_one", controls._chain(0))
+    found = {t.procedure: t for t in controls.run(["run_to_run", "portable"], 0)}
     assert found["definition"].status == found["recompilation"].status == "failed"
     assert "the planted fault was not found" in found["definition"].message
     assert found["repeats"].status == "passed"

@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 
 from jaxdnn.determinism import LEVELS
-from jaxdnn.verify import cases, checks, environment, levels, page, report, show
+from jaxdnn.verify import cases, checks, controls, environment, levels, page, report, show
 
 DTYPES = tuple(d for d in cases.DTYPES if d != "int32")
 
@@ -104,7 +104,7 @@ def _execute(
     trials: list[levels.Trial] = []
     wanted = tuple(arguments.level or LEVELS)
     if not arguments.case:
-        trials += _told(levels.controls(wanted, arguments.seed), arguments, console)
+        trials += _told(controls.run(wanted, arguments.seed), arguments, console)
     # Compilation takes most of the time, and XLA compiles outside of Python's lock.
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         try:

@@ -10,6 +10,7 @@ from rich.table import Table
 from jaxdnn import engines
 from jaxdnn.verify import cases, checks, environment
 from jaxdnn.verify.cases import Case
+from jaxdnn.verify.geometries import Geometry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +55,7 @@ def _grouped(op: str, engine: str) -> dict[Any, list[str]]:
     """Dtypes for which an engine says the same."""
     groups: dict[Any, list[str]] = collections.defaultdict(list)
     for dtype in (d for d in cases.DTYPES if d != "int32"):
-        case = Case(op, engine, dtype, "NHWC", None, cases.Geometry("info", 8, (56, 56), 64, 64, (3, 3), padding=1))
+        case = Case(op, engine, dtype, "NHWC", None, Geometry("info", 8, (56, 56), 64, 64, (3, 3), padding=1))
         told = checks.facts(case)
         reason = told.refusal.partition(", and these are")[0] if told.refusal else None
         groups[told.level, told.accumulation, ", ".join(told.modelled), reason].append(dtype)
