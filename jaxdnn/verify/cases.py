@@ -234,7 +234,7 @@ def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
 
 def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
     yield from (make("f32", g) for g in ("plain", "all", "pointwise", LONG[ROLES[op][-1]]))
-    yield from (make("bf16", g) for g in ("all", "depthwise"))
+    yield from (make("bf16", g) for g in ("all", "depthwise", "pixel", "outer"))
     yield from (make(d, "all") for d in ("f16", "f64", "tf32", "int8", "e4m3fn", "e5m2"))
     yield make("bf16", "plain", blend=BLENDS[1])
 

@@ -78,6 +78,8 @@ GEOMETRIES: dict[str, Geometry] = {
         Geometry("all", 2, (15, 13), 6, 4, (3, 4), (2, 3), _ASYMMETRIC, (2, 1), 2, "convolution"),
         Geometry("all-same", 3, (11, 14), 8, 12, (3, 2), (3, 2), "SAME", (1, 3), 4),
         Geometry("one", 1, (1, 1), 1, 1, (1, 1)),
+        Geometry("pixel", 1, (1, 1), 5, 7, (1, 1)),  # a filter gradient of single products: the sign of zero shows
+        Geometry("outer", 3, (5, 4), 1, 6, (1, 1)),  # likewise forward
         Geometry("thin", 1, (1, 9), 1, 3, (1, 4), padding=((0, 0), (2, 1))),
         Geometry("only-padding", 2, (3, 2), 4, 5, (2, 3), padding=4, stride=3),
         Geometry("global", 4, (6, 5), 7, 3, (6, 5)),

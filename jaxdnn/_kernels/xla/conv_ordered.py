@@ -80,7 +80,7 @@ def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], last_
         factor = lax.dynamic_slice(w, (tap, c, 0, 0), (1, 1, *w.shape[2:])).reshape(groups, k // groups)
         return acc + one * factor.reshape((1,) * len(shape) + factor.shape)
 
-    zero = jnp.zeros((*shape, groups, k // groups), jnp.float32)
+    zero = _zero((*shape, groups, k // groups))
     return lax.fori_loop(0, w.shape[0] * cg, body, zero).reshape(*shape, k)
 
 
@@ -104,9 +104,14 @@ def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
         pixel = lax.dynamic_index_in_dim(pixels, m, keepdims=False)
         return acc + taps * pixel.reshape((1,) * rank + pixel.shape)
 
-    zero = jnp.zeros((*problem.taps, cg, groups, kg), jnp.float32)
+    zero = _zero((*problem.taps, cg, groups, kg))
     total = lax.fori_loop(0, n * math.prod(outputs), body, zero) if n else zero
     return total.reshape(*problem.taps, cg, groups * kg)
+
+
+def _zero(shape: tuple[int, ...]) -> Array:
+    """What a chain starts from. The barrier keeps XLA from leaving out 0 + p, which for p = -0 is 0."""
+    return lax.optimization_barrier(jnp.zeros(shape, jnp.float32))
 
 
 # ---- what the engine promises ----------------------------------------------------------------------------------------
