@@ -5,12 +5,16 @@ import collections
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxdnn import engines
 from jaxdnn.verify import cases, checks, environment
 from jaxdnn.verify.cases import Case
 from jaxdnn.verify.geometries import Geometry
+
+# A layer of an ordinary network, whose sizes suit every engine: what an engine says of it is what it says in general.
+TYPICAL = Geometry("typical", 8, (56, 56), 64, 64, (3, 3), padding=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,44 +23,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the tables."""
+    """Prints the versions, then the engines; ops of which the engines say the same share their lines."""
     environment.choose(arguments.platform, None)
     console = Console()
     here = environment.describe(checks.flushes_subnormals())
-    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts = _columns()
     for name in ("jaxdnn", "revision", *environment.PACKAGES, "python", "system", "platform"):
         facts.add_row(name, str(here[name]))
     facts.add_row("devices", f"{len(here['devices'])} x {here['device_kind']}")
     facts.add_row("subnormals", "flushed to zero" if here["flushes_subnormals"] else "kept")
     console.print(facts)
-    for op, primitive in cases.ENGINES_OF.items():
-        if op == primitive:
-            console.print(_engines(op))
+
+    told: dict[Any, list[str]] = collections.defaultdict(list)
+    for op in dict.fromkeys(cases.ENGINES_OF.values()):
+        told[tuple((engine, line) for engine in cases.engines_of(op) for line in _lines(op, engine))].append(op)
+    for rows, ops in told.items():
+        console.print(f"\n[bold]{', '.join(ops)}[/], a {TYPICAL.taps[0]} x {TYPICAL.taps[1]} layer", highlight=False)
+        table, last = _columns(), ""
+        for engine, line in rows:
+            table.add_row("" if engine == last else engine, line)
+            last = engine
+        console.print(table)
     return 0
 
 
-def _engines(op: str) -> Table:
-    """One row an engine and dtype: whether it serves the op's plain call, what it promises, or why not."""
-    table = Table(title=op, title_justify="left", title_style="bold", header_style="dim")
-    for column in ("engine", "dtype", "serves", "determinism", "adds in", "bits predicted", "notes or reason"):
-        table.add_column(column, overflow="fold")
-    notes = {e.name: e.notes for e in engines.registered(op)}
-    for engine in cases.engines_of(op):
-        for told, dtypes in _grouped(op, engine).items():
-            level, accumulation, modelled, refusal = told
-            words = "; ".join(notes.get(engine, ())) if refusal is None else refusal
-            serves = "[green]yes[/]" if refusal is None else "[red]no[/]"
-            promised = (level, accumulation, modelled or "no") if refusal is None else ("", "", "")
-            table.add_row(engine, ", ".join(dtypes), serves, *promised, words)
+def _columns() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     return table
 
 
-def _grouped(op: str, engine: str) -> dict[Any, list[str]]:
-    """Dtypes for which an engine says the same."""
-    groups: dict[Any, list[str]] = collections.defaultdict(list)
+def _lines(op: str, engine: str) -> list[str]:
+    """What an engine says of each dtype, those of which it says the same together, and its notes."""
+    groups: dict[str, list[str]] = collections.defaultdict(list)
     for dtype in (d for d in cases.DTYPES if d != "int32"):
-        case = Case(op, engine, dtype, "NHWC", None, Geometry("info", 8, (56, 56), 64, 64, (3, 3), padding=1))
-        told = checks.facts(case)
-        reason = told.refusal.partition(", and these are")[0] if told.refusal else None
-        groups[told.level, told.accumulation, ", ".join(told.modelled), reason].append(dtype)
-    return groups
+        groups[_line(checks.facts(Case(op, engine, dtype, "NHWC", None, TYPICAL)))].append(dtype)
+    lines = [f"{' '.join(dtypes)}: {line}" for line, dtypes in groups.items()]
+    notes = next(e.notes for e in engines.registered(op) if e.name == engine)
+    return [*lines, *(f"[dim]{escape(note)}[/]" for note in notes)]
+
+
+def _line(told: checks.Facts) -> str:
+    if told.refusal is not None:
+        # Which dtypes these are stands before it already.
+        return f"[red]no[/], {escape(told.refusal.partition(', and these are')[0])}"
+    words = [f"[green]{told.level}[/]", f"adds in {told.accumulation}"]
+    words += [f"bits predicted on {', '.join(told.modelled)}"] if told.modelled else []
+    return ", ".join(words)
