@@ -20,7 +20,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, auto_axes, use_abstract_mesh
 
 from jaxdnn import engines
 
@@ -67,7 +67,8 @@ def define(
     primitive = jex.Primitive(f"jaxdnn_{op}")
 
     def bind(*operands: Any, spec: Spec) -> Array:
-        return primitive.bind(*_vary_alike(operands), spec=spec)
+        run = _in_types(ft.partial(primitive.bind, spec=spec), ft.partial(factors, spec), operands)
+        return run(*_vary_alike(operands))
 
     prim_requires_devices_during_lowering.add(primitive)
     primitive.def_impl(ft.partial(_eager, primitive))
@@ -79,6 +80,22 @@ def define(
     batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
     _register_lowerings(primitive, op, factors)
     return bind
+
+
+def _in_types(bind: Callable[..., Array], factors: Callable[..., Factors], operands: Sequence[Any]) -> Any:
+    """`bind` with its result's sharding in its type, on mesh axes that JAX follows in types (AxisType.Explicit).
+
+    `jax.make_mesh` makes such axes. The primitive itself knows none: to it they are axes that XLA shards along.
+    """
+    types = [jax.typeof(x) for x in operands]
+    meshes = [t.sharding.mesh for t in types]
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None or AxisType.Manual in mesh.axis_types:  # inside shard_map arrays are local
+        return bind
+    result = _specs(factors(*types), types, ())[1]
+    explicit = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in explicit if kind == AxisType.Explicit)
+    return auto_axes(bind, axes=axes, out_sharding=NamedSharding(mesh, result))
 
 
 def _vary_alike(operands: Sequence[Any]) -> list[Any]:
@@ -182,9 +199,11 @@ def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, arg
     operand_specs, result_spec, summed = _specs(rule, args, (result,))
 
     def lower(a: Array, b: Array, *further: Array) -> Array:
-        if not summed or rule.finish is None:
-            return _local(op, platform, spec, None, a, b, *further)
-        return rule.finish(lax.psum(_local(op, platform, rule.partial, None, a, b), summed), *further)
+        # What a device computes has no mesh any more, though this is traced inside whichever mesh the caller has set.
+        with use_abstract_mesh(AbstractMesh((), ())):
+            if not summed or rule.finish is None:
+                return _local(op, platform, spec, None, a, b, *further)
+            return rule.finish(lax.psum(_local(op, platform, rule.partial, None, a, b), summed), *further)
 
     shardings = tuple(NamedSharding(mesh, spec) for spec in operand_specs)
     return mesh, lower, NamedSharding(mesh, result_spec), shardings

@@ -4,6 +4,7 @@ With the batch sharded, forward and backward data need no communication at all, 
 the mesh. That is to hold for grouped and depthwise convolution too, which XLA by itself would gather.
 """
 
+import functools as ft
 import re
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,54 @@ def test_two_mesh_axes():
     assert found == set()
     helpers.check(case, out)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, None, "model")), 4)
+
+
+# ---- meshes whose axes JAX follows in types: what `jax.make_mesh` makes ----------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["conv", "conv_dgrad", "conv_wgrad", "conv_transpose"])
+@pytest.mark.parametrize("kind", ["dense", "grouped", "channels first", "line"])
+def test_shardings_in_types(kind: str, op: str):
+    mesh = jax.make_mesh((8,), ("d",))
+    case = cases.case(op, KINDS[kind], 6, integers=3)
+    spec = P() if op == "conv_wgrad" else P(*("d" if axis == "N" else None for axis in case.geometry.layout))
+
+    def f(*arrays: jax.Array) -> jax.Array:
+        y = helpers.call(case, *arrays)
+        assert jax.typeof(y).sharding.spec == P(*spec, *[None] * (y.ndim - len(spec)))
+        return y
+
+    with jax.set_mesh(mesh):
+        out, found = run(f, case.arrays, [batch_sharding(mesh, case, i) for i in (0, 1)])
+    assert found == ({"all-reduce"} if op == "conv_wgrad" else set())
+    helpers.check(case, jax.device_put(out, jax.devices()[0]))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_training_step_with_shardings_in_types(groups: int):
+    """A residual block, mapped, scanned over its filters, recomputed backwards, and inside shard_map."""
+    mesh = jax.make_mesh((4, 2), ("d", "e"))
+    rng = np.random.default_rng(7)
+    shapes = (16, 6, 5, 8), (3, 1, 8 // groups, 8)
+    x, w = (rng.integers(-1, 2, shape).astype(np.float32) for shape in shapes)
+
+    def block(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x + dnn.conv(x, w, padding=(1, 0), groups=groups, activation="relu")
+
+    def loss(block: Any, x: jax.Array, filters: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jax.checkpoint(block)(x, w), None), x, filters)[0].sum()
+
+    filters, arrays = jnp.stack([w, -w]), (jnp.stack([x, 2 * x]), jnp.stack([w, -w]))
+    expected = jax.vmap(jax.grad(ft.partial(loss, block), (0, 1)), (0, None))(*arrays)
+    inside = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
+    bodies = block, jax.shard_map(block, **inside), jax.shard_map(block, **inside, axis_names={"d"})
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays[0], P(None, "d")), jax.device_put(filters, P())
+        for body in bodies:
+            found = jax.jit(jax.vmap(jax.grad(ft.partial(loss, body), (0, 1)), (0, None)))(*placed)
+            assert jax.typeof(found[0]).sharding.spec == P(None, "d", None, None, None)
+            for ours, alone in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(ours, alone)
 
 
 @each_kind
