@@ -252,6 +252,16 @@ def test_filters_of_so_many_taps_that_a_loop_adds_them(geometry: str, bits: int)
             helpers.check(cases.case(op, MANY_TAPS[geometry], 1, integers=2))
 
 
+@pytest.mark.parametrize("groups", [1, 4, 20])
+def test_backward_data_of_large_strides(groups: int):
+    """More stride phases than are unrolled; 10^5 of them along an axis must not take 10^5 convolutions."""
+    plane = Geometry(n=2, c=20, k=40, sizes=(60, 47), taps=(3, 2), stride=(19, 17), padding=(5, 1), groups=groups)
+    line = Geometry(n=2, c=20, k=40, sizes=(7,), taps=(3,), stride=100_000, dilation=2, groups=groups, layout="NCW")
+    for geometry in (plane, line):
+        for op in ("conv", "conv_dgrad"):
+            helpers.check(cases.case(op, geometry, 1, integers=3))
+
+
 @each_op
 def test_tf32_truncates_the_operands(op: str):
     many = [cases.case(op, g, 1).with_options(precision="tf32") for g in cases.GEOMETRIES.values()]

@@ -28,6 +28,8 @@ from jaxdnn._window import Window
 
 # Beyond this many taps the unrolled sum would take long to compile, and a loop over the taps serves.
 UNROLLED_TAPS = 128
+# Beyond this many stride phases (16 x 16), each a convolution of its own, dy with zeros between its elements serves.
+UNROLLED_PHASES = 256
 # Below this many channels a group, XLA's grouped convolution is faster on CPUs than one product per tap.
 NARROW_GROUP = 16
 # So many products of two int8 values add up to 2^24 at most.
@@ -96,25 +98,28 @@ def backward_data(problem: Problem, dy: Array, w: Array) -> Array:
     """dx, the adjoint of `forward` in x."""
     c = w.shape[-2] * problem.groups
     if problem.is_matrix:
-        return _from_strided_pixels(problem, problem.dot(dy, w.reshape(c, -1), ((dy.ndim - 1,), (1,))))
+        pixels = problem.dot(dy, w.reshape(c, -1), ((dy.ndim - 1,), (1,)))
+        return _from_strided_pixels(problem, pixels, problem.sizes)
     if problem.is_patches:
         patches = problem.dot(dy, w.reshape(-1, w.shape[-1]), ((dy.ndim - 1,), (1,)))
         return _from_patches(problem, patches, c)
     # As a forward convolution of dy by the reversed filter with its channels exchanged within each group.
     back = exchange_channels(lax.rev(w, range(problem.rank)), problem.groups)
-    if max(problem.window.strides) > 1:
+    if 1 < math.prod(problem.window.strides) <= UNROLLED_PHASES:
         return _backward_data_by_phases(problem, dy, back)
+    reach = [(p - 1) * u + 1 for p, u in zip(problem.output_sizes, problem.window.strides, strict=True)]
+    spread = _from_strided_pixels(problem, dy, reach)
     padding = tuple(
         (extent - 1 - low, size + low - p)
         for size, p, extent, (low, _) in zip(
             problem.sizes,
-            problem.output_sizes,
+            spread.shape[1:-1],
             problem.window.extents(problem.taps),
             problem.window.padding,
             strict=True,
         )
     )
-    return _cropped_forward(problem, dy, back, padding, problem.window.dilation)
+    return _cropped_forward(problem, spread, back, padding, problem.window.dilation)
 
 
 def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
@@ -173,8 +178,9 @@ def _strided_pixels(problem: Problem, x: Array) -> Array:
     return lax.slice(x, (0,) * x.ndim, x.shape, (1, *problem.window.strides, 1))
 
 
-def _from_strided_pixels(problem: Problem, pixels: Array) -> Array:
-    spans = zip(problem.sizes, problem.output_sizes, problem.window.strides, strict=True)
+def _from_strided_pixels(problem: Problem, pixels: Array, sizes: Sequence[int]) -> Array:
+    """The adjoint of `_strided_pixels`, of these spatial sizes."""
+    spans = zip(sizes, problem.output_sizes, problem.window.strides, strict=True)
     spatial = [(0, size - 1 - (p - 1) * stride, stride - 1) for size, p, stride in spans]
     return lax.pad(pixels, _zero(pixels), [(0, 0, 0), *spatial, (0, 0, 0)])
 
