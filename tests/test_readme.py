@@ -1,12 +1,15 @@
 """The README's Python runs as it stands, its files exist, and it stays short."""
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn import engines
 from jaxdnn.determinism import LEVELS
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +40,21 @@ def test_op_table_is_complete():
 def test_level_table_is_complete():
     named = re.findall(r"^\| `(\w+)` \| [^`]+ \|$", README, flags=re.MULTILINE)
     assert tuple(named) == LEVELS
+
+
+def test_engine_table_is_complete():
+    named = re.findall(r"^\| `(\w+)` \| .* \| .*`.* \|$", README, flags=re.MULTILINE)
+    assert set(named) == set(engines.names())
+
+
+def test_speed_table_is_what_was_measured():
+    rows = json.loads((ROOT / "benchmarks/results/conv_nvidia_h200.json").read_text())["rows"]
+    for family in {row["family"] for row in rows}:
+        cells = []
+        for which in ("forward", "dgrad", "wgrad"):
+            found = [r["best_peer_over_jaxdnn"] for r in rows if (r["family"], r["pass"]) == (family, which)]
+            cells.append(f"{statistics.geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+        assert f"| {family} | {' | '.join(cells)} |" in README.splitlines()
 
 
 def test_every_make_target_exists():
