@@ -174,6 +174,11 @@ def _accumulation(call: engines.Call) -> str:
     return "tensor_core"
 
 
+def _hazards(call: engines.Call) -> tuple[str, ...]:
+    """A filter gradient multiplies by the zeros that fill its tiles of pixels, an infinite operand too: NaN."""
+    return ("spreads_nonfinite",) if call.op == "conv_wgrad" else ()
+
+
 def _schedule(call: engines.Call) -> engines.Schedule | None:
     return _kernel(call).schedule()
 
@@ -217,6 +222,7 @@ for _op in _conv.ROLES:
             accumulation=_accumulation,
             schedule=_schedule,
             modelled=("NVIDIA H200",),
+            hazards=_hazards,
             rank=_rank,
             workspace=_workspace,
             partition=lambda call: True,
