@@ -144,7 +144,8 @@ class _Cut:
     def __init__(self, problem: Problem, config: Config):
         self.problem, self.config, self.walk = problem, config, Walk(problem, config)
         part = split(config)
-        assert part is not None
+        if part is None:  # for the type checker: `check` has refused it
+            raise ValueError(f"`config` {config} cannot run: the tile does not divide among the team's warpgroups")
         self.box, self.part = (config.images, *config.block), part
         self.consumers = config.teams * config.groups
         self.rows = config.rows // config.groups
