@@ -16,12 +16,9 @@ def of_outputs(case: Case, operands: Any) -> tuple[np.ndarray, int]:
     groups = case.geometry.groups
     parts = [_norms(case, role, v, groups) for role, v in zip(case.roles, operands, strict=True)]
     if case.result_role == "w":
-        total, added = np.einsum(_SUMS["w"], *parts), parts[0].shape[0]
-        flat = total.reshape(total.shape[0], -1)
-        return _spread(case, flat, case.geometry.taps), added
-    total = np.einsum(_SUMS[case.result_role], *parts)
+        return _spread(case, np.einsum(_SUMS["w"], *parts), case.geometry.taps), parts[0].shape[0]
     sizes = case.geometry.outputs if case.result_role == "y" else _sizes(case)
-    return _spread(case, total.reshape(total.shape[0], -1), sizes), parts[0].shape[2]
+    return _spread(case, np.einsum(_SUMS[case.result_role], *parts), sizes), parts[0].shape[2]
 
 
 def _sizes(case: Case) -> tuple[int, ...]:
@@ -41,11 +38,12 @@ def _norms(case: Case, role: str, array: np.ndarray, groups: int) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         spatial = range(canonical.ndim - 2) if role == "w" else range(1, canonical.ndim - 1)
         found = np.sqrt(np.sum(canonical**2, tuple(spatial)))
-    return found.reshape(found.shape[0], groups, -1)
+    return found.reshape(found.shape[0], groups, found.shape[1] // groups)
 
 
 def _spread(case: Case, values: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     """One value for every pair of image and channel (or of channels), at every position of the result."""
+    values = values.reshape(values.shape[0], values.shape[1] * values.shape[2])
     if case.result_role == "w":
         whole = np.broadcast_to(values, (*sizes, *values.shape))
     else:

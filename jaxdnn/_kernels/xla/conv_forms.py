@@ -34,6 +34,8 @@ UNROLLED_PHASES = 256
 NARROW_GROUP = 16
 # So many products of two int8 values add up to 2^24 at most.
 EXACT_TERMS = 1024
+# Products of so few elements cost nothing in float32; XLA's own limit, below which no library is called, is lower.
+SMALL_PRODUCT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Problem:
         """A matrix product in the problem's precision."""
         if self.integer_taps:
             return _exact_integer_dot(a, b, contract, batch)
+        if a.dtype.itemsize < 4 and _is_thin(a, b, contract, batch):
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            highest = lax.Precision.HIGHEST
+            product = lax.dot_general(a, b, (contract, batch), precision=highest, preferred_element_type=jnp.float32)
+            return product.astype(self.preferred)
         return lax.dot_general(a, b, (contract, batch), precision=self.precision, preferred_element_type=self.preferred)
 
 
@@ -157,6 +164,16 @@ def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Arr
         preferred_element_type=jnp.float32,
     )
     return jnp.sum(sums.astype(jnp.int32), 0, dtype=jnp.int32)
+
+
+def _is_thin(a: Array, b: Array, contract: tuple, batch: tuple) -> bool:
+    """Whether XLA may turn a product into multiplications and sums in the operands' own type (seen on GPUs).
+
+    It does so where a side is a vector or the terms are one, and leaves small products to a loop that does the same.
+    """
+    terms = math.prod(a.shape[axis] for axis in contract[0])
+    shared = terms * math.prod(a.shape[axis] for axis in batch[0])
+    return 1 in (terms, a.size // max(shared, 1), b.size // max(shared, 1)) or a.size + b.size < SMALL_PRODUCT
 
 
 def _split_axis(v: Array, axis: int, parts: int) -> Array:
