@@ -10,10 +10,10 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _check, _conv, _epilogue, _window, engines
-from jaxdnn import determinism as levels
 from jaxdnn._conv import ConvSpec
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._window import FilterLayout, Layout
+from jaxdnn.determinism import required, satisfies
 
 MODES = ("cross_correlation", "convolution")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -161,7 +161,7 @@ def spec(
         precision=options.precision,
         out_dtype=found.out,
         engine=options.engine,
-        level=levels.required(options.determinism),
+        level=required(options.determinism),
     )
 
 
@@ -349,8 +349,8 @@ def _engines_check(op: str, spec: ConvSpec, *operands: Array) -> None:
 
 def require_sum_level(dy: Array, determinism: Any) -> None:
     """Checks the level of a plain sum over the batch: repeatable for floats, exact for integers."""
-    level, guaranteed = levels.required(determinism), "portable" if dy.dtype == _INT8 else "run_to_run"
-    if not levels.satisfies(guaranteed, level):
+    level, guaranteed = required(determinism), "portable" if dy.dtype == _INT8 else "run_to_run"
+    if not satisfies(guaranteed, level):
         raise NotImplementedError(
             f"`determinism` {level!r} is not to be had for conv_bgrad of {dy.dtype}, expected {guaranteed!r} or less: "
             "it adds over the batch."

@@ -124,7 +124,7 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
 def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The tangent of alpha * op(a, b) + beta * prior + residual + bias, in the output's dtype."""
     if not jnp.issubdtype(spec.out_dtype, jnp.inexact):
-        return ad.Zero.from_primal_value(y)
+        return _primitive.zero_tangent(y)
     (a, b), (da, db) = primals[:2], tangents[:2]
     linear = dataclasses.replace(spec, epilogue=spec.epilogue.only_alpha())
     wide = spec.wide
@@ -141,7 +141,7 @@ def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], t
             term = jnp.broadcast_to(_epilogue.along_channel(term, y.ndim, channel), y.shape)
         terms.append(term)
     if not terms:
-        return ad.Zero.from_primal_value(y)
+        return _primitive.zero_tangent(y)
     if len(terms) == 1:
         return terms[0].astype(spec.out_dtype)
     return ft.reduce(jnp.add, [term.astype(wide) for term in terms]).astype(spec.out_dtype)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 from jax import Array, lax
 
 # custom_partitioning asks for the program's devices when it is lowered. JAX collects them only for programs with a
@@ -115,6 +116,11 @@ def _result(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.ShapedArr
         return jax.core.ShapedArray(shape, dtype)
     sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=like.mat)
+
+
+def zero_tangent(y: Array) -> Any:
+    """The tangent of a result that depends on nothing that is differentiated."""
+    return ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]  (its stub hides the method)
 
 
 def is_linear_operand(operand: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdnn import determinism
+from jaxdnn.determinism import satisfies
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -119,7 +119,7 @@ def device_kind(platform: str) -> str | None:
 def refusal(engine: Engine, call: Call, level: str) -> str | None:
     """Why an engine may not serve a call at a determinism level, as a clause; None if it may."""
     reason = engine.supports(call)
-    if reason is None and not determinism.satisfies(engine.level(call), level):
+    if reason is None and not satisfies(engine.level(call), level):
         reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
     return reason
 

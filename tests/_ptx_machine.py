@@ -63,7 +63,9 @@ class Machine:
 
     @staticmethod
     def _decode(line):
-        guard, name, rest = re.fullmatch(r"(?:@(!?p\d+) )?(\S+) (.*);", line).groups()
+        match = re.fullmatch(r"(?:@(!?p\d+) )?(\S+) (.*);", line)
+        assert match, line
+        guard, name, rest = match.groups()
         operands = [
             tuple(part.strip() for part in item[1:-1].split(",")) if item[0] == "{" else item
             for item in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
@@ -119,7 +121,7 @@ class Machine:
                     << np.uint64(8 * i)
                     for i in range(4)
                 )
-                put(operands[0], out.astype(np.uint32))
+                put(operands[0], np.asarray(out, np.uint64).astype(np.uint32))
             case ["setp", "ge", "s32"]:
                 put(operands[0], get(operands[1]).view(np.int32) >= get(operands[2]).view(np.int32))
             case ["setp", "eq", "u32"]:

@@ -7,6 +7,7 @@ outside the image, store clipped tiles, add partial sums in order) and run the P
 import functools as ft
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def reference(x, w, dy, call):
                 seen = x[:, *at][..., first + i]
                 y += seen * w[r, s, i]
                 dw[r, s, i] = (seen * dy).sum((0, 1, 2))
-                np.add.at(dx[:, *at], (..., first + i), dy * w[r, s, i])
+                dx[:, *at][..., first + i] += dy * w[r, s, i]
     inside = tuple(slice(call.low[i], call.low[i] + call.size[i]) for i in range(2))
     return y, dx[:, *inside], dw.reshape(call.taps[0], -1, call.channels)
 
@@ -254,7 +255,7 @@ def test_the_schedule_has_every_product_once(case):
 
 def test_forward_order_ignores_batch_and_tiles():
     shape = (3, 3, 1, 32)
-    geometry = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+    geometry: dict[str, Any] = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
     orders = [
         conv_depthwise_plan.order("fprop", window((n, size, size, 32), shape, jnp.bfloat16, **geometry))[1].tolist()
         for n in (1, 4)
@@ -275,7 +276,7 @@ def test_a_tile_starts_at_an_even_row():
         plan_walk("fprop", call, Config(rows=7, columns=28))
 
 
-GEOMETRY = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+GEOMETRY: dict[str, Any] = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jax import Array, lax
 
@@ -50,8 +51,8 @@ class Case:
 
     def ours(self, engine: str | None) -> Callable[[Array, Array], Array]:
         """The op of jaxdnn that this case measures."""
-        op = dnn.conv_transpose if self.transposed else dnn.conv
-        extra = {"output_padding": self.stride - 1 - (self.taps - 1) % 2} if self.transposed else {}
+        op: Any = dnn.conv_transpose if self.transposed else dnn.conv
+        extra: dict[str, Any] = {"output_padding": self.stride - 1 - (self.taps - 1) % 2} if self.transposed else {}
         return lambda x, w: op(
             x,
             w,

@@ -11,14 +11,14 @@ def torch_is_here() -> bool:
     """Whether PyTorch is installed and sees a GPU."""
     if importlib.util.find_spec("torch") is None:
         return False
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
     return torch.cuda.is_available()
 
 
 def torch_times(case: Case, batch: int, dtype: str, passes: tuple[str, ...], *, repeats: int) -> dict[str, float]:
     """Milliseconds of each pass through PyTorch's convolution, by CUDA events."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False
@@ -51,7 +51,7 @@ def torch_times(case: Case, batch: int, dtype: str, passes: tuple[str, ...], *, 
 
 
 def _event_time(function: Any, repeats: int) -> float:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
     for _ in range(3):
         function()

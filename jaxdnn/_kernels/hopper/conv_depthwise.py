@@ -346,7 +346,7 @@ def _run_filter(code: str, plan: FilterPlan, carry: Any, x_tile: Any, dy_tile: A
         operands = [*_scalars(sums), *(_address(tile) for tile in tiles)]
         constraints = ",".join([*["=f"] * n, *map(str, range(n)), "r", "r", "~{memory}"])
         struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * n)})>")
-        packed = llvm.inline_asm(struct, operands, code, constraints, has_side_effects=True)
+        packed: Any = llvm.inline_asm(struct, operands, code, constraints, has_side_effects=True)
         one = ir.VectorType.get((1,), f32)
         registers = np.array([vector.broadcast(one, llvm.extractvalue(f32, packed, [i])) for i in range(n)], object)
         return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
@@ -379,7 +379,8 @@ def _add_partials(partial: Array, rows: int, columns: int, dtype: Any) -> Array:
         start = lax.min(lax.rem(at, blocks) * width, max(0, size - width))
         plgpu.copy_gmem_to_smem(terms.at[pl.ds(0, many), row, pl.ds(start, width)], tile, arrived)
         plgpu.barrier_wait(arrived)
-        load = lambda i: plgpu.load(tile.at[i], layout=plgpu.Layout.WG_STRIDED((width,), 1), optimized=False)
+        read: Any = plgpu.load  # whose second argument, an index, JAX 0.12 has no more
+        load = lambda i: read(tile.at[i], layout=plgpu.Layout.WG_STRIDED((width,), 1), optimized=False)
         total[...] = lax.fori_loop(1, many, lambda i, sums: sums + load(i), load(0)).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(total, out.at[row, pl.ds(start, width)])

@@ -71,7 +71,8 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     narrow = call.platform == "cuda" and 1 in (a.dtype.itemsize, b.dtype.itemsize)
     a, b = a.astype(wide), b.astype(wide)
     # Unless it is kept from seeing the float8, XLA asks cuDNN for a float8 convolution, which it then may not have.
-    return (*(lax.optimization_barrier((a, b)) if narrow else (a, b)), preferred)
+    a, b = lax.optimization_barrier((a, b)) if narrow else (a, b)
+    return a, b, preferred
 
 
 def _narrow_float(dtype: Any) -> Any:
@@ -108,7 +109,7 @@ def canonical(spec: ConvSpec, role: str, array: Array) -> Array:
 
 def caller_layout(spec: ConvSpec, role: str, array: Array) -> Array:
     """The inverse of `canonical`."""
-    return jnp.transpose(_unflipped(spec, role, array), np.argsort(_canonical_axes(spec, role)))
+    return jnp.transpose(_unflipped(spec, role, array), [int(i) for i in np.argsort(_canonical_axes(spec, role))])
 
 
 def _unflipped(spec: ConvSpec, role: str, array: Array) -> Array:
