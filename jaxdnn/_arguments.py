@@ -142,8 +142,10 @@ def spec(
     window = _window.window(
         stride=options.stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps
     )
+    padded = tuple(size + sum(pad) for size, pad in zip(sizes, window.padding, strict=True))
+    if max(padded) >= 2**31:
+        raise ValueError(f"`padding` must leave padded sizes below 2^31, got {padded}.")
     if min(window.output_sizes(sizes, taps)) < 1:
-        padded = tuple(size + sum(pad) for size, pad in zip(sizes, window.padding, strict=True))
         raise ValueError(
             f"`w` must fit into the padded input, got taps {taps} that span {window.extents(taps)} at dilation "
             f"{window.dilation} for padded sizes {padded}."
@@ -336,7 +338,7 @@ def _is_static(scale: Any) -> bool:
 
 def _scale(name: str, value: Any) -> Any:
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
-        return float(value)
+        return _check.as_float(name, value)
     value = _check.array(name, value)
     _check.shape(name, value, (), "a number or a scalar array")
     _check.dtype(name, value, (*FLOATS, jnp.int32, jnp.int64))

@@ -74,6 +74,16 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+def as_float(name: str, value: Any) -> float:
+    """Returns a Python or NumPy number as a float."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(
+            f"`{name}` must be a number that a float holds, got one of {len(str(value))} digits."
+        ) from error
+
+
 def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, ...]:
     """Reads an integer, or one integer per spatial axis, none below `minimum`."""
     values = tuple(value) if is_sequence(value) else (value,) * count

@@ -12,6 +12,8 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxdnn import _check
+
 # name -> the value of its parameter if the call gives none (None: the activation has no parameter).
 ACTIVATIONS: dict[str, float | None] = {
     "identity": None,
@@ -218,15 +220,16 @@ def read_activation(value: Any) -> tuple[str, float | None] | None:
     if default is None or not _is_number(parameter):
         takes = "no parameter" if default is None else "one number"
         raise ValueError(f"`activation` {name!r} takes {takes}, got {parameter!r}.")
+    parameter = _check.as_float("activation", parameter)
     if name == "leaky_relu" and not 0 <= parameter <= 1:
         raise ValueError(f"`activation` 'leaky_relu' needs a slope from 0 to 1, got {parameter!r}.")
     if name == "clipped_relu" and not parameter >= 0:
         raise ValueError(f"`activation` 'clipped_relu' needs a ceiling of at least 0, got {parameter!r}.")
     if name == "softplus" and not parameter > 0:
         raise ValueError(f"`activation` 'softplus' needs a positive parameter, got {parameter!r}.")
-    if math.isnan(parameter):
-        raise ValueError(f"`activation` {name!r} needs a parameter that is a number, got {parameter!r}.")
-    return name, float(parameter)
+    if not math.isfinite(parameter):
+        raise ValueError(f"`activation` {name!r} needs a finite parameter, got {parameter!r}.")
+    return name, parameter
 
 
 def _is_number(value: Any) -> bool:

@@ -30,12 +30,13 @@ def determinism(level: str, /) -> Iterator[None]:
     """Requires a determinism level of every jaxdnn op that is traced inside.
 
     Args:
-      level: one of `jaxdnn.determinism.LEVELS`, see the module's table.
+      level: "fast", "run_to_run", "batch_invariant", "mesh_invariant" or "portable".
 
     Returns:
       A context manager. An op inside picks an engine that guarantees the level, or raises when it is traced.
 
-    Differentiation: gradients taken inside require the level of their own engines too.
+    Differentiation: gradients taken inside require the level of their own engines too. Only the gradient in a bias,
+      XLA's sum over images and pixels, is run_to_run whatever the level; `jaxdnn.conv_bgrad` itself would raise.
 
     Numerics: the level changes which engine serves a call, hence the order of additions, never the formula.
 

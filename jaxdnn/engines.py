@@ -127,9 +127,8 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
 def select(call: Call) -> Engine:
     """The engine that serves a call; its spec says which engine and level are asked for."""
     reasons = []
-    for engine in ranked(call):
-        if call.spec.engine not in (None, engine.name):
-            continue
+    named = [engine for engine in registered(call.op) if engine.name == call.spec.engine]
+    for engine in ranked(call) if call.spec.engine is None else named:
         reason = refusal(engine, call, call.spec.level)
         if reason is None:
             return engine
