@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from scipy import special
+from scipy import fft, special
 
 from jaxdnn import _epilogue, tolerance
 from jaxdnn.tolerance import ACCUMULATIONS, FORMATS, Accumulation, Epilogue, compare
@@ -320,6 +320,31 @@ def test_hopper_fp8_loses_integers_beyond_its_limit():
         rng = np.random.default_rng(a)
         x, y = rng.integers(1, a, (2, n), endpoint=True)
         assert (tensor_core(x, y, form)[0] == int(x @ y)) == (n * a * a <= form.largest_integer)
+
+
+def by_transform(x: np.ndarray, f: np.ndarray) -> np.ndarray:
+    """Full convolutions over the last two axes, added over the first, in the precision of the arrays."""
+    shape = [n + r - 1 for n, r in zip(x.shape[1:], f.shape[1:], strict=True)]
+    spectra = [np.asarray(fft.rfft2(v, s=shape)) for v in (x, f)]
+    return np.asarray(fft.irfft2(np.sum(spectra[0] * spectra[1], 0), s=shape))
+
+
+@pytest.mark.parametrize("sizes", [((8, 8), (3, 3)), ((30, 17), (5, 2)), ((64, 64), (9, 9))])
+def test_transform_bound_holds(sizes: tuple[tuple[int, int], tuple[int, int]]):
+    """A convolution by Fourier transforms in float32; what holds for a sum in any order does not hold for it."""
+    (h, w), (r, s) = sizes
+    rng = np.random.default_rng(10)
+    for scale in (1.0, 1000.0):
+        x: np.ndarray = rng.standard_normal((4, h, w)).astype(np.float32)
+        x[:, : h // 2] *= np.float32(scale)  # small sums beside large ones
+        f = rng.standard_normal((4, r, s)).astype(np.float32)
+        got, golden = by_transform(x, f), by_transform(x.astype(np.float64), f.astype(np.float64))
+        assert got.dtype == np.float32
+        norms = np.sum(np.sqrt((x.astype(np.float64) ** 2).sum((1, 2)) * (f.astype(np.float64) ** 2).sum((1, 2))))
+        e = ACCUMULATIONS["transform"].transform_error(np.full(golden.shape, norms), 4)
+        error = np.abs(got - golden)
+        assert (error <= e).all()
+        assert (error > 1e-4 * e).any()
 
 
 # ---- epilogues -------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def of_extent(extent: str) -> dict[str, Case]:
 def test_each_extent_holds_the_one_before():
     quick, standard, full = map(of_extent, cases.EXTENTS)
     assert quick.keys() < standard.keys() < full.keys()
-    assert 250 <= len([c for c in standard.values() if c.engine == "xla"]) <= 420
+    assert 300 <= len([c for c in standard.values() if c.engine == "xla"]) <= 430  # two minutes on two cores
 
 
 def test_matrix_covers_ops_dtypes_layouts_and_settings():

@@ -28,6 +28,7 @@ from jaxdnn.verify.geometries import (
     LONG,
     NO_BLEND,
     OUTS,
+    WIDE,
     Blend,
     Geometry,
     random_geometry,
@@ -227,6 +228,7 @@ def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
     make = ft.partial(_case, op, engine)
     yield from _quick(op, make)
     more = [_standard(op, make)] if extent != "quick" else []
+    more += [_tiled(make)] if extent == "full" or (more and engine in _TILED) else []
     more += [_full(op, make, seed)] if extent == "full" else []
     for part in more:
         yield from itertools.islice(part, 0, None, 8 if engine in _SLOW else 1)
@@ -241,6 +243,8 @@ def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
 
 # Engines that add one product at a time get every eighth of the cases that are not quick.
 _SLOW = ("ordered",)
+# Engines that cut the work into tiles also get the sizes which these do not divide, in every dtype.
+_TILED = ("hopper",)
 # Transposed convolution is served by the engines of backward data, and a backward bias has no window at all: of the
 # lists of cases they get every third and every fourth.
 _STRIDE = {"conv": 1, "conv_dgrad": 1, "conv_wgrad": 1, "conv_transpose": 3, "conv_bgrad": 4}
@@ -249,7 +253,8 @@ _STRIDE = {"conv": 1, "conv_dgrad": 1, "conv_wgrad": 1, "conv_transpose": 3, "co
 def _standard(op: str, make: Callable[..., Case]) -> Iterator[Case]:
     step, long = _STRIDE[op], LONG[ROLES[op][-1]]
     yield from (make("f32", g) for g in FLAT[::step])
-    yield from (make("bf16", g) for g in (*FLAT[1 :: 4 * step], long))
+    yield from (make("bf16", g) for g in (*FLAT[1 :: 5 * step], long))
+    yield make("bf16", "wide")
     yield from (make("f16", g) for g in ("depthwise", "pointwise", long)[::step])
     yield from (make("int8", g) for g in ("depthwise", "pointwise", "empty", long)[::step])
     yield from (make(d, g) for d in ("f64", "tf32", "e4m3fn", "e5m2") for g in ("plain", long)[::step])
@@ -257,13 +262,17 @@ def _standard(op: str, make: Callable[..., Case]) -> Iterator[Case]:
         yield make(("f32", "bf16", "int8", "f16")[i % 4], geometry, layout=layout, filters=filters)
     for i, blend in enumerate(_blends(op)):
         yield make(("f32", "bf16", "f32", "e5m2", "f16")[i % 5], ("groups", "flipped")[i % 2], blend=blend)
-    yield from (make(d, "all", out=o) for d, o in OUTS[:: (step + 1) // 2])
+    yield from (make(d, "all", out=o) for d, o in OUTS[:: 1 if op == "conv" else 2])
     yield make("bf16", "plain", out="f32", accumulate="f64")
     if op in ("conv", "conv_transpose"):
         yield from (make("int8", "groups", blend=b, out=o) for b, o in INT8_BLENDS[::step])
         yield make("bf16", "vector", layout="NCHWc4", blend=EPILOGUES[2])
     if op == "conv":
         yield make("int8", "wrap", out="int32")
+
+
+def _tiled(make: Callable[..., Case]) -> Iterator[Case]:
+    return (make(d, g) for d in DTYPES if d not in ("f64", "int32") for g in WIDE)
 
 
 def _blends(op: str) -> tuple[Blend, ...]:

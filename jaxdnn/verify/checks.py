@@ -70,9 +70,11 @@ def platform() -> str:
 
 
 def architectures() -> set[str]:
-    """The names under which an engine may say that its bits are predicted here: "cpu", or "cuda" and "sm_90"."""
-    capability = getattr(jax.local_devices()[0], "compute_capability", None)
-    return {platform(), f"sm_{str(capability).replace('.', '')}"} if capability else {platform()}
+    """The names by which an engine may say that its bits are predicted here: "cuda", "NVIDIA H200", "sm_90"."""
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    names = {platform(), device.device_kind}
+    return names | {f"sm_{str(capability).replace('.', '')}"} if capability else names
 
 
 def flushes_subnormals() -> bool:

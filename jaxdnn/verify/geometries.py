@@ -94,6 +94,12 @@ GEOMETRIES: dict[str, Geometry] = {
         Geometry("3d-all", 2, (7, 6, 9), 4, 6, (3, 2, 3), (2, 1, 3), ((1, 0), (0, 2), 1), (1, 2, 2), 2, "convolution"),
         Geometry("3d-patches", 2, (4, 6, 5), 3, 7, (2, 3, 1), stride=(2, 3, 1)),
         Geometry("wrap", 1, (3,), 140_000, 2, (1,)),
+        # Sizes that the tiles of GPU kernels are made for, and do not divide.
+        Geometry("wide", 2, (19, 17), 72, 136, (3, 3), padding=1),
+        Geometry("wide-stride", 2, (22, 18), 64, 48, (3, 3), stride=2, padding=1),
+        Geometry("wide-groups", 2, (11, 9), 64, 96, (3, 3), groups=2, padding=1),
+        Geometry("wide-depthwise", 2, (19, 15), 64, 64, (3, 5), padding=(1, 2), groups=64),
+        Geometry("wide-depthwise-stride", 3, (18, 14), 64, 64, (3, 3), stride=2, padding=1, groups=64),
         Geometry("vector", 2, (7, 6), 8, 12, (3, 2), stride=(2, 1), padding=1),
         Geometry("vector-1d", 3, (11,), 4, 8, (3,), dilation=2),
         Geometry("vector-3d", 2, (5, 4, 3), 8, 4, (2, 3, 2), padding=1),
@@ -105,7 +111,8 @@ for _name, _g in GEOMETRIES.items():
         _pairs = tuple(p if isinstance(p, tuple) else (p, p) for p in _g.padding)
         GEOMETRIES[_name] = dataclasses.replace(_g, padding=_pairs)
 
-FLAT = tuple(g for g in GEOMETRIES if not g.startswith("vector") and g != "wrap")
+FLAT = tuple(g for g in GEOMETRIES if not g.startswith(("vector", "wide")) and g != "wrap")
+WIDE = tuple(g for g in GEOMETRIES if g.startswith("wide"))
 # The geometry whose sums are long, for a result in each role.
 LONG = {"x": "long-filters", "y": "long-channels", "w": "long-pixels", "b": "long-pixels"}
 CHANNELS_LAST = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
