@@ -157,7 +157,8 @@ def reference(x, w, dy, call):
                 seen = x[:, *at][..., first + i]
                 y += seen * w[r, s, i]
                 dw[r, s, i] = (seen * dy).sum((0, 1, 2))
-                dx[:, *at][..., first + i] += dy * w[r, s, i]
+                place: Any = (..., first + i)  # output channels of a group share an input channel: `at` adds them all
+                np.add.at(dx[:, *at], place, dy * w[r, s, i])
     inside = tuple(slice(call.low[i], call.low[i] + call.size[i]) for i in range(2))
     return y, dx[:, *inside], dw.reshape(call.taps[0], -1, call.channels)
 
