@@ -79,7 +79,8 @@ class Problem:
         """A matrix product in the problem's precision."""
         if self.integer_taps:
             return _exact_integer_dot(a, b, contract, batch)
-        if a.dtype.itemsize < 4 and _is_thin(a, b, contract, batch):
+        narrow = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4
+        if narrow and _is_thin(a, b, contract, batch):
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
             highest = lax.Precision.HIGHEST
             product = lax.dot_general(a, b, (contract, batch), precision=highest, preferred_element_type=jnp.float32)
