@@ -41,7 +41,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
 
 
 def _has_better_form_on_gpu(call: engines.Call, problem: Problem) -> bool:
-    """Whether a form beat cuDNN when measured on an H200, by 1.1 times (pixels) to 19 times (dilated, in groups)."""
+    """Whether a form beat cuDNN when measured on an H200 (`benchmarks/notes-xla-gpu.md`)."""
     spec: ConvSpec = call.spec
     if not spec.layout.channels_last:
         return False

@@ -1,9 +1,9 @@
 """Convolution written for XLA in the forms that it compiles well, on channels-last arrays.
 
 x is (N, sizes..., C), w is (taps..., C / G, K), y is (N, output sizes..., K), the filter not flipped. A form is chosen
-by the geometry alone. Measured on CPUs (`jaxdnn bench conv --platform cpu`): the shifted form of depthwise convolution
-is 10 to 50 times as fast as XLA's grouped convolution, the filter gradient of grouped convolution as matrix products
-40 to 190 times, stride phases of backward data up to twice as fast as `lhs_dilation`.
+by the geometry alone. Measured on two cores of a CPU (`benchmarks/results/conv_families_cpu.json`): the shifted form of
+depthwise convolution is 14 to 98 times as fast as XLA's grouped convolution (its filter gradient 1.7 to 8.5 times), the
+filter gradient of grouped convolution as matrix products 17 to 142 times, that of transposed convolution 2 to 30 times.
 
 | form | when | what it is |
 |---|---|---|
