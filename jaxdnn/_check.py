@@ -29,12 +29,6 @@ def choice(name: str, value: T, choices: Sequence[T]) -> T:
     return value
 
 
-def rank(name: str, value: Any, expected: int, why: str) -> None:
-    """Checks the number of dimensions; `why` says where the expectation comes from."""
-    if len(value.shape) != expected:
-        raise ValueError(f"`{name}` must have {expected} dimensions for {why}, got shape {tuple(value.shape)}.")
-
-
 def shape(name: str, value: Any, expected: tuple[int, ...], why: str) -> None:
     """Checks the whole shape; `why` says where the expectation comes from."""
     if tuple(value.shape) != expected:

@@ -213,7 +213,7 @@ def conv_wgrad(
 
     Differentiation: any order, in x, dy, prior, and alpha and beta if they are arrays.
 
-    Numerics: as `conv`; the sum runs over the batch, so no engine is batch invariant here, but for integers.
+    Numerics: as `conv`; the sum runs over the batch, so of floats only engine `ordered` promises more than run_to_run.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `conv`.

@@ -202,13 +202,18 @@ def _measured() -> dict[str, Any]:
 
 
 def _rank(call: engines.Call) -> int:
-    """First where it was measured faster than XLA, for batches of half to four times the measured one."""
+    """First where it was measured faster than XLA, for batches of half to four times the measured one.
+
+    Measured were filters as HWIO and results of the operands' dtype; other calls are not taken to gain as much.
+    """
     found = _measured().get(call.device_kind or "", {}).get(key(call))
     if found is None:
         return 2
     n, *_ = _conv.channels(call.spec, call.op, *call.avals[:2])
     near = found["batch"] <= 2 * n <= 8 * found["batch"]
-    return 0 if near and found["speed_up"] >= 1 and call.spec.epilogue.linear else 2
+    spec: ConvSpec = call.spec
+    alike = spec.epilogue.linear and spec.out_dtype == call.avals[0].dtype and spec.filter.axes.endswith("IO")
+    return 0 if near and alike and found["speed_up"] >= 1 else 2
 
 
 for _op in _conv.ROLES:
