@@ -19,7 +19,7 @@ Numerical Algorithms" (2002), chapter 3, for the bounds.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,17 +38,26 @@ class Schedule:
     """In which order an engine adds what.
 
     order: [segments, length] of reduction indices; -1 stands for a product 0 * 0 that a kernel pads with.
-        None is one segment in natural order.
+        None is one segment in natural order. Where it depends on the output's place, a tuple of orders.
     combine: how the segments' sums are added, in the accumulator's type and rounded to nearest:
         "sequential" is ((s0 + s1) + s2) + ...; "pairwise" adds neighbours (s0 + s1), (s2 + s3), ..., an odd
         last one passing on, until one is left.
     promote_every: the tensor core's partial sum moves into a float32 accumulator (rounded to nearest), and
         restarts from zero, after this many products of a segment and at the segment's end.
+    classes: with a tuple of orders, which of them an output has: an array with an axis for each spatial axis of
+        the result, that of the output at (p, q) is number classes[p mod its length, q mod its width].
     """
 
-    order: Array | None = None
+    order: Any = None
     combine: str = "sequential"
     promote_every: int | None = None
+    classes: Any = None
+
+    def by_class(self, place: tuple[Array, ...]) -> list[tuple[Array, "Schedule"]]:
+        """For each order the indices of the outputs, at these spatial positions, that have it; and that order alone."""
+        number = self.classes[tuple(p % n for p, n in zip(place, self.classes.shape, strict=True))]
+        present = np.unique(number) if number.size else [0]
+        return [(np.flatnonzero(number == i), replace(self, order=self.order[i], classes=None)) for i in present]
 
     def rows(self, terms: int) -> Array:
         return np.arange(terms)[None] if self.order is None else np.atleast_2d(self.order)
@@ -222,6 +231,8 @@ UNITS = {
     FLOAT8_E4M3: Unit(32, 13, 13),
     FLOAT8_E5M2: Unit(32, 13, 13),
 }
+# Below every exponent of a product: what a product that is zero, and an accumulator that is, do not exceed.
+NO_EXPONENT = np.int16(-300)
 LEAST_EXPONENT = {BFLOAT16: -126, FLOAT16: -14, FLOAT32: -126, FLOAT8_E4M3: -6, FLOAT8_E5M2: -14}
 
 
@@ -238,17 +249,17 @@ def tensor_core(a: Array, b: Array, promote_every: int | None = None) -> Sum:
     last step that is not full is filled with 0 * 0. A step adds its products to the accumulator c:
 
         e = the largest exponent among c and the products (a product's is the sum of its factors', which is
-            not normalised; subnormal numbers have their type's least exponent, a factor that is zero has -126,
-            and an accumulator that is zero takes no part)
+            not normalised; subnormal numbers have their type's least exponent; products and accumulators that
+            are zero take no part)
         t = trunc(c / 2^(e-F)) + sum_i trunc(a_i b_i / 2^(e-F))       an exact sum of integers
         c = t * 2^(e-F) truncated to 23 fraction bits (float8: 13), subnormal below 2^-126
 
     F is 25 fraction bits (float8: 13). trunc rounds towards zero, so errors are biased.
 
-    Measured equal to the hardware (H200), bit for bit, on normal, log-normal, cancelling and subnormal data; that a
-    zero accumulator takes no part was found there, the published model has -126 for it. Assumed: a step that holds an
-    infinity or a NaN gives what IEEE addition gives (NaN from NaN, inf - inf and 0 * inf), and these stay; a sum
-    of 2^128 or more becomes infinite; a sum of zero is +0.
+    Measured equal to the hardware (H200), bit for bit, on normal, log-normal, cancelling and subnormal data. That
+    zeros take no part was found there; in the published model a factor and an accumulator of zero have -126.
+    Assumed: a step that holds an infinity or a NaN gives what IEEE addition gives (NaN from NaN, inf - inf and
+    0 * inf), and these stay; a sum of 2^128 or more becomes infinite; a sum of zero is +0.
 
     The bound is the running one: a step of k products is off by at most (k + 1) 2^(e-F), the k + 1
     truncations, and one unit in the last place of the new c.
@@ -279,7 +290,7 @@ def _read(x: Array) -> tuple[Array, Array]:
 def _exponent(x: Array, least: int) -> Array:
     _, exponent = np.frexp(x)  # x = fraction * 2^exponent with 1/2 <= |fraction| < 1
     exponent = np.maximum(exponent.astype(np.int16), np.int16(least + 1)) - np.int16(1)
-    return np.where(x == 0, np.int16(-126), exponent)
+    return np.where(x == 0, np.int16(2 * NO_EXPONENT), exponent)
 
 
 def _tensor_core_step(c: Array, a: Array, b: Array, unit: Unit) -> tuple[Array, Array]:
@@ -287,8 +298,7 @@ def _tensor_core_step(c: Array, a: Array, b: Array, unit: Unit) -> tuple[Array, 
     special = _ieee_sum(c, a, b)
     if special is not None:
         a, b, c = (np.where(np.isfinite(x), x, 0.0) for x in (a, b, c))
-    # A zero accumulator takes no part in the alignment; a zero operand does (measured with subnormal results).
-    largest = np.where(c == 0, np.int16(-1000), _exponent(c, -126))
+    largest = np.maximum(_exponent(c, -126), NO_EXPONENT)
     exponent = np.empty_like(largest)
     for ea, eb in zip(exponent_a, exponent_b, strict=True):
         np.add(ea[..., None, :], eb[..., :, None], out=exponent)

@@ -125,7 +125,8 @@ def all_sums(
     for start in range(0, max(1, product.rows), height):
         row = np.arange(start, min(start + height, product.rows))
         a = product.left(row[None], group)
-        parts = sums(a, b, arithmetic, schedule, accumulate, details)
+        add = lambda at, plan, a=a: sums(a[:, at], b, arithmetic, plan, accumulate, details)
+        parts = in_classes(product, row, schedule, add, 1)
         if details:
             parts.append(np.broadcast_to(product.stored(row)[:, None], parts[0].shape))
         blocks.append([np.moveaxis(part, 0, 1).reshape(len(row), width) for part in parts])
@@ -145,9 +146,23 @@ def sums_at(
         part = slice(start, start + count)
         a = product.left(row[part], group[part])[:, None, :]
         b = product.right(column[part], group[part])[:, :, None]
-        found = [sum_[:, 0, 0] for sum_ in sums(a, b, arithmetic, schedule, accumulate, details)]
+        add = lambda at, plan, a=a, b=b: sums(a[at], b[at], arithmetic, plan, accumulate, details)
+        found = [sum_[:, 0, 0] for sum_ in in_classes(product, row[part], schedule, add, 0)]
         blocks.append([*found, product.stored(row[part])] if details else found)
     return [np.concatenate(part) for part in zip(*blocks, strict=True)]
+
+
+def in_classes(
+    product: Product, row: Array, schedule: Schedule | None, add: Callable[[Any, Any], list[Array]], axis: int
+) -> list[Array]:
+    """add(indices into `row`, their schedule), once for each order of additions; its arrays joined along `axis`."""
+    if schedule is None or schedule.classes is None:
+        return add(slice(None), schedule)
+    _, *place = np.unravel_index(row, product.shape[:-1])
+    split = schedule.by_class(tuple(place))
+    back = np.argsort(np.concatenate([at for at, _ in split]))
+    found = zip(*(add(at, plan) for at, plan in split), strict=True)
+    return [np.take(np.concatenate(part, axis), back, axis) for part in found]
 
 
 def sums(a: Array, b: Array, arithmetic: str, schedule: Schedule | None, accumulate: Any, details: bool) -> list[Array]:

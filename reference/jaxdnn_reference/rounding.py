@@ -62,6 +62,11 @@ def _round_to_odd(s: Array, e: Array) -> Array:
     return (bits + to_next * away_from_zero).view(np.float64)
 
 
+def sum_to_odd(a: Array, b: Array) -> Array:
+    """a + b in float64, rounded to odd."""
+    return _round_to_odd(*_two_sum(a, b))
+
+
 def round_to(x: Array, dtype: Any) -> Array:
     """x in `dtype` by one rounding to nearest, ties to even.
 

@@ -1,0 +1,81 @@
+"""The matrix of a convolution's patches, and its transpose.
+
+    im2col  y[n, p, (r, c)] = x[n, p * stride + r * dilation - low, c]           0 outside of x
+    col2im  x[n, h, c] = sum y[n, p, (r, c)] over p * stride + r * dilation - low = h
+
+Channel (r, c) is r * C + c in order "taps_channels" and c * R + r in "channels_taps", r counting the taps row-major;
+mode "convolution" numbers them backwards. col2im is the adjoint: <im2col(x), y> = <x, col2im(y)>.
+
+Sources: cuDNN's cudnnIm2Col, PyTorch's unfold and fold.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdnn_reference import layout as lay
+from jaxdnn_reference.conv import make_window, with_zero
+from jaxdnn_reference.tensor import finish, wide
+
+Array = np.ndarray[Any, Any]
+
+
+def im2col(
+    x: Array,
+    /,
+    *,
+    taps: int | Sequence[int] = 3,
+    stride: int | Sequence[int] = 1,
+    padding: lay.Padding = 0,
+    dilation: int | Sequence[int] = 1,
+    mode: str = "cross_correlation",
+    layout: str = "NHWC",
+    order: str | None = None,
+) -> Array:
+    """y[n, p, (r, c)] = x[n, p * stride + r * dilation - low, c]."""
+    axes = lay.image_axes(layout)
+    xc = axes.to_canonical(x)
+    n, *sizes, c = xc.shape
+    window = make_window(n, sizes, lay.per_axis(taps, len(sizes)), stride, padding, dilation, mode)
+    seen = with_zero(xc.reshape(-1, 1, c))[window.input_pixel(np.arange(window.out_pixels)), 0]  # [N P Q, R S, C]
+    seen = seen if _order(order, layout) == "taps_channels" else seen.swapaxes(-1, -2)
+    return axes.from_canonical(seen.reshape(n, *window.out_size, -1))
+
+
+def col2im(
+    y: Array,
+    x_shape: Sequence[int],
+    /,
+    *,
+    taps: int | Sequence[int] = 3,
+    stride: int | Sequence[int] = 1,
+    padding: lay.Padding = 0,
+    dilation: int | Sequence[int] = 1,
+    mode: str = "cross_correlation",
+    layout: str = "NHWC",
+    order: str | None = None,
+    out_dtype: Any = None,
+    arithmetic: str = "golden",
+) -> Array:
+    """x[n, h, c] = sum y[n, p, (r, c)] over p * stride + r * dilation - low = h, one tap after another."""
+    axes = lay.image_axes(layout)
+    yc = wide(axes.to_canonical(y), arithmetic)
+    n, *sizes, c = axes.canonical_shape(x_shape)
+    kernel = lay.per_axis(taps, len(sizes))
+    window = make_window(n, sizes, kernel, stride, padding, dilation, mode)
+    if _order(order, layout) == "taps_channels":
+        patches = yc.reshape(-1, window.taps, c)
+    else:
+        patches = yc.reshape(-1, c, window.taps).swapaxes(1, 2)
+    patches = with_zero(patches)
+    pixel = window.output_pixel(np.arange(window.in_pixels))  # [N H W, R S]
+    total = patches[pixel[:, 0], 0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for tap in range(1, window.taps):
+            total = total + patches[pixel[:, tap], tap]
+    return finish(axes.from_canonical(total.reshape(n, *sizes, c)), y.dtype, 1.0, 0.0, None, out_dtype, arithmetic)
+
+
+def _order(order: str | None, layout: str) -> str:
+    return order or ("taps_channels" if layout.endswith("C") else "channels_taps")
