@@ -1,19 +1,95 @@
 """jaxdnn: deep-neural-network primitives for JAX, defined exactly, fast, and reproducible to stated levels."""
 
 import jaxdnn._kernels.hopper.engine
+import jaxdnn._kernels.hopper.norm_engine
+import jaxdnn._kernels.hopper.pool_engine
+import jaxdnn._kernels.hopper.softmax_engine
+import jaxdnn._kernels.xla.activation
 import jaxdnn._kernels.xla.conv
-import jaxdnn._kernels.xla.conv_ordered  # noqa: F401
+import jaxdnn._kernels.xla.conv_ordered
+import jaxdnn._kernels.xla.dropout
+import jaxdnn._kernels.xla.norm
+import jaxdnn._kernels.xla.norm_ordered
+import jaxdnn._kernels.xla.pool
+import jaxdnn._kernels.xla.resample  # noqa: F401
 from jaxdnn._version import __version__ as __version__
+from jaxdnn.activation import activation, activation_dgrad
 from jaxdnn.conv import conv, conv_bgrad, conv_dgrad, conv_transpose, conv_wgrad
 from jaxdnn.determinism import determinism
+from jaxdnn.dropout import DropoutState, dropout, dropout_mask
 from jaxdnn.explain import explain
+from jaxdnn.im2col import col2im, im2col
+from jaxdnn.limits import limits
+from jaxdnn.norm import (
+    adaptive_layer_norm,
+    adaptive_layer_norm_dgrad,
+    layer_norm,
+    layer_norm_dgrad,
+    rms_norm,
+    rms_norm_dgrad,
+)
+from jaxdnn.norm_batch import batch_norm, batch_norm_dgrad, batch_norm_inference
+from jaxdnn.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
+from jaxdnn.norm_local import divisive_norm, divisive_norm_dgrad, lp_normalize, lrn, lrn_dgrad
+from jaxdnn.pool import pool, pool_dgrad, unpool
+from jaxdnn.pool_sizes import adaptive_pool, global_pool
+from jaxdnn.reduce import reduce
+from jaxdnn.resample import pixel_shuffle, pixel_unshuffle, resample, resample_dgrad
+from jaxdnn.softmax import logsumexp, softmax, softmax_dgrad
+from jaxdnn.softmax_cross_entropy import linear_cross_entropy
+from jaxdnn.tensor import add, fill, op_tensor, scale, transform
 
 __all__ = [
+    "DropoutState",
+    "activation",
+    "activation_dgrad",
+    "adaptive_layer_norm",
+    "adaptive_layer_norm_dgrad",
+    "adaptive_pool",
+    "add",
+    "batch_norm",
+    "batch_norm_dgrad",
+    "batch_norm_inference",
+    "col2im",
     "conv",
     "conv_bgrad",
     "conv_dgrad",
     "conv_transpose",
     "conv_wgrad",
     "determinism",
+    "divisive_norm",
+    "divisive_norm_dgrad",
+    "dropout",
+    "dropout_mask",
     "explain",
+    "fill",
+    "global_pool",
+    "group_norm",
+    "group_norm_dgrad",
+    "im2col",
+    "instance_norm",
+    "instance_norm_dgrad",
+    "layer_norm",
+    "layer_norm_dgrad",
+    "limits",
+    "linear_cross_entropy",
+    "logsumexp",
+    "lp_normalize",
+    "lrn",
+    "lrn_dgrad",
+    "op_tensor",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "pool",
+    "pool_dgrad",
+    "reduce",
+    "resample",
+    "resample_dgrad",
+    "rms_norm",
+    "rms_norm_dgrad",
+    "scale",
+    "softmax",
+    "softmax_dgrad",
+    "transform",
+    "unpool",
 ]

@@ -46,11 +46,20 @@ def dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
 
 def as_dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
     """Reads a dtype argument."""
+    if hasattr(value, "shape") and not isinstance(value, np.dtype | type):
+        raise TypeError(f"`{name}` must be a dtype, got an array of shape {tuple(value.shape)}.")
     try:
         found = np.dtype(value)
     except TypeError as error:
         raise TypeError(f"`{name}` must be a dtype, got {value!r}.") from error
     return dtype(name, found, choices)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns a Python or NumPy bool as a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+    return bool(value)
 
 
 def integer(name: str, value: Any) -> int:
@@ -76,6 +85,8 @@ def as_float(name: str, value: Any) -> float:
         raise ValueError(
             f"`{name}` must be a number that a float holds, got one of {len(str(value))} digits."
         ) from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.") from error
 
 
 def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, ...]:

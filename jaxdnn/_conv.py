@@ -25,6 +25,7 @@ from jax.interpreters import ad
 from jaxdnn import _epilogue, _primitive
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._window import FilterLayout, Layout, Window
+from jaxdnn.limits import Limits, current_limits
 
 ROLES = {"conv": ("x", "w", "y"), "conv_dgrad": ("y", "w", "x"), "conv_wgrad": ("x", "y", "w")}
 _LETTERS = {"x": "NGC", "w": "GCK", "y": "NGK"}
@@ -47,6 +48,7 @@ class ConvSpec:
     epilogue: Epilogue = dataclasses.field(default_factory=Epilogue)
     engine: str | None = None
     level: str = "fast"
+    limits: Limits = dataclasses.field(default_factory=current_limits)  # those that hold where the call is made
 
     @property
     def output_sizes(self) -> tuple[int, ...]:
@@ -79,6 +81,10 @@ def result_shape(op: str, spec: ConvSpec, a: Any, b: Any, *_: Any) -> tuple[int,
     if role == "w":
         return spec.filter.shape(spec.taps, c // spec.groups, k)
     return spec.layout.shape(n, spec.sizes, c) if role == "x" else spec.layout.shape(n, spec.output_sizes, k)
+
+
+def _result(op: str, spec: ConvSpec, *operands: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(result_shape(op, spec, *operands), spec.out_dtype)
 
 
 def wider(a: Any, b: Any) -> np.dtype:
@@ -247,7 +253,7 @@ def _factors(op: str, spec: ConvSpec, *avals: Any) -> _primitive.Factors:
     free = tuple(f for f in ("n", *dense) if f in result)
     return _primitive.Factors(
         operands=names,
-        result=result,
+        results=(result,),
         free=free,
         summed=summed,
         partial=dataclasses.replace(spec, epilogue=Epilogue(), out_dtype=spec.accumulate),
@@ -268,7 +274,7 @@ def _dimension_names(spec: ConvSpec, role: str) -> tuple[str, ...]:
 _BIND = {
     op: _primitive.define(
         op,
-        shape=ft.partial(result_shape, op),
+        results=ft.partial(_result, op),
         jvp=ft.partial(_jvp, op),
         transpose=ft.partial(_transpose, op),
         batch=ft.partial(_batch, op),

@@ -3,6 +3,10 @@
 An op is one primitive with one static parameter, its spec. A spec is hashable and has `engine` and `level`, what the
 call asks for. The platform is known when a primitive is lowered, so that is where the engine is chosen.
 `custom_vjp` would have no forward mode and `custom_partitioning` no derivative; a primitive has all (see tests).
+
+The derivative of an op that is not linear is a second primitive, linear in the tangent: the op's `jvp` binds it, and
+its `transpose` binds the backward op. `jvp_by_formula` and `jvp_of_linear` give such primitives derivatives of their
+own by differentiating a formula; `batch_leading` and `leading_factors` serve ops that work along trailing axes.
 """
 
 import dataclasses
@@ -12,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax import Array, lax
 
 # custom_partitioning asks for the program's devices when it is lowered. JAX collects them only for programs with a
@@ -31,7 +36,7 @@ Aval = jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """How operands and result may be sharded: a factor's name for every dimension of every operand and the result.
+    """How operands and results may be sharded: a factor's name for every dimension of every operand and result.
 
     A dimension of a factor in `free` may be sharded; one in `summed` too: then each device computes `partial` (a spec
     whose result is an accumulator) of its first two operands, these are added over the mesh axis, and
@@ -39,7 +44,7 @@ class Factors:
     """
 
     operands: tuple[tuple[str, ...], ...]
-    result: tuple[str, ...]
+    results: tuple[tuple[str, ...], ...]
     free: tuple[str, ...]
     summed: tuple[str, ...] = ()
     partial: Spec = None
@@ -49,41 +54,120 @@ class Factors:
 def define(
     op: str,
     *,
-    shape: Callable[..., tuple[int, ...]],
+    results: Callable[..., Any],
     jvp: Callable[..., Any],
-    transpose: Callable[..., Any],
     batch: Callable[..., Any],
     factors: Callable[..., Factors],
-) -> Callable[..., Array]:
+    transpose: Callable[..., Any] | None = None,
+    many: bool = False,
+) -> Callable[..., Any]:
     """Makes the primitive of an op and returns the function that binds it: `bind(*operands, spec=spec)`.
 
     Args:
       op: the op's name, under which its engines are registered.
-      shape: (spec, *operand avals) to the result's shape; its dtype is `spec.out_dtype`.
+      results: (spec, *operand avals) to the result's `jax.ShapeDtypeStruct`.
       jvp: (spec, primals, tangents) to (result, tangent), where a tangent may be an `ad.Zero`.
-      transpose: (spec, cotangent, *operands, some undefined) to a cotangent or None for each operand.
       batch: (spec, operands, batch dimensions) to (result, its batch dimension).
       factors: (spec, *operand avals) to the ways the call may be sharded.
+      transpose: (spec, cotangent, *operands, some undefined) to a cotangent or None for each operand; none for an op
+        that is linear in nothing.
+      many: whether the op has several results; then results, tangents, cotangents and batch dimensions are tuples
+        (of the cotangents some may be an `ad.Zero`), and an engine's function returns a tuple.
     """
     primitive = jex.Primitive(f"jaxdnn_{op}")
+    primitive.multiple_results = many
 
-    def bind(*operands: Any, spec: Spec) -> Array:
-        run = _in_types(ft.partial(primitive.bind, spec=spec), ft.partial(factors, spec), operands)
+    def bind(*operands: Any, spec: Spec) -> Any:
+        run = _in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
         return run(*_vary_alike(operands))
+
+    def abstract(*avals: Any, spec: Spec) -> Any:
+        found = [_result(r, avals[0]) for r in _as_tuple(results(spec, *avals))]
+        return found if many else found[0]
+
+    def transposed(ct: Any, *operands: Any, spec: Spec) -> Any:
+        if transpose is None:
+            raise NotImplementedError(f"`{op}` is linear in none of its operands, so it has no transpose.")
+        if all(isinstance(c, ad.Zero) for c in _as_tuple(ct)):
+            return [None] * len(operands)
+        return transpose(spec, tuple(ct) if many else ct, *operands)
 
     prim_requires_devices_during_lowering.add(primitive)
     primitive.def_impl(ft.partial(_eager, primitive))
-    primitive.def_abstract_eval(lambda *avals, spec: _result(shape(spec, *avals), spec.out_dtype, avals[0]))
+    primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
-    ad.primitive_transposes[primitive] = lambda ct, *operands, spec: (
-        [None] * len(operands) if isinstance(ct, ad.Zero) else transpose(spec, ct, *operands)
-    )
+    ad.primitive_transposes[primitive] = transposed
     batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
     _register_lowerings(primitive, op, factors)
     return bind
 
 
-def _in_types(bind: Callable[..., Array], factors: Callable[..., Factors], operands: Sequence[Any]) -> Any:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _bind(primitive: Any, spec: Spec, *operands: Any) -> Any:
+    found = primitive.bind(*operands, spec=spec)
+    return tuple(found) if primitive.multiple_results else found
+
+
+# ---- rules that many ops share ---------------------------------------------------------------------------------------
+
+
+def jvp_by_formula(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """A `jvp` that differentiates `formula(spec, *operands)`, for an op whose derivative needs no engine of its own."""
+
+    def jvp(spec: Spec, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return jax.jvp(ft.partial(formula, spec), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+    return jvp
+
+
+def jvp_of_linear(bind: Callable[..., Array], formula: Callable[..., Array], spec: Spec, primals: Any, tangents: Any):
+    """The `jvp` of an op of one result that is linear in its first operand: the op itself along that operand's tangent,
+    and `formula(spec, *operands)` differentiated along the others'.
+
+    Give it its first two arguments with `functools.partial`.
+    """
+    y = bind(*primals, spec=spec)
+    (v, *others), (dv, *d_others) = primals, tangents
+    terms = [] if isinstance(dv, ad.Zero) else [bind(dv, *others, spec=spec)]
+    if not all(isinstance(d, ad.Zero) for d in d_others):
+        along = tuple(map(ad.instantiate_zeros, d_others))
+        terms.append(jax.jvp(lambda *rest: formula(spec, v, *rest), tuple(others), along)[1])
+    return y, ft.reduce(jnp.add, terms) if terms else zero_tangent(y)
+
+
+def batch_leading(bind: Callable[..., Any], spec: Spec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """The `batch` of an op whose operands and results all have the same leading axes, any number: one more of them.
+
+    Give it its first argument with `functools.partial`.
+    """
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    found = bind(*moved, spec=spec)
+    return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
+
+
+def leading_factors(operands: Sequence[Any], results: Sequence[Any], leading: int) -> Factors:
+    """The `Factors` of an op whose operands and results share their first `leading` axes, which may be sharded."""
+    shared = tuple(f"l{i}" for i in range(leading))
+
+    def names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            (*shared, *(f"{kind}{i}d{j}" for j in range(len(x.shape) - leading))) for i, x in enumerate(arrays)
+        )
+
+    return Factors(operands=names("o", operands), results=names("r", results), free=shared)
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def _in_types(bind: Callable[..., Any], factors: Callable[..., Factors], operands: Sequence[Any]) -> Any:
     """`bind` with its result's sharding in its type, on mesh axes that JAX follows in types (AxisType.Explicit).
 
     `jax.make_mesh` makes such axes. The primitive itself knows none: to it they are axes that XLA shards along.
@@ -93,10 +177,11 @@ def _in_types(bind: Callable[..., Array], factors: Callable[..., Factors], opera
     mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
     if mesh is None or AxisType.Manual in mesh.axis_types:  # inside shard_map arrays are local
         return bind
-    result = _specs(factors(*types), types, ())[1]
+    rule = factors(*types)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in _specs(rule, types, ())[1])
     explicit = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in explicit if kind == AxisType.Explicit)
-    return auto_axes(bind, axes=axes, out_sharding=NamedSharding(mesh, result))
+    return auto_axes(bind, axes=axes, out_sharding=_like_results(rule, shardings))
 
 
 def _vary_alike(operands: Sequence[Any]) -> list[Any]:
@@ -110,17 +195,22 @@ def _vary_alike(operands: Sequence[Any]) -> list[Any]:
     return [lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x for x, own in pairs]
 
 
-def _result(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.ShapedArray:
-    """The result's type, which inside shard_map varies over the mesh axes that the operands vary over."""
+def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
+    """One value for every result, or the value of the only one. An op of many results never has just one."""
+    return values if len(rule.results) > 1 else values[0]
+
+
+def _result(aval: Aval, like: Any) -> jax.core.ShapedArray:
+    """A result's type, which inside shard_map varies over the mesh axes that the operands vary over."""
     if not like.mat.varying:
-        return jax.core.ShapedArray(shape, dtype)
-    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=like.mat)
+        return jax.core.ShapedArray(aval.shape, aval.dtype)
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(aval.shape)))
+    return jax.core.ShapedArray(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=like.mat)
 
 
 def zero_tangent(y: Array) -> Any:
     """The tangent of a result that depends on nothing that is differentiated."""
-    return ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]  (its stub hides the method)
+    return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
 def is_linear_operand(operand: Any) -> bool:
@@ -129,11 +219,11 @@ def is_linear_operand(operand: Any) -> bool:
 
 
 @ft.partial(jax.jit, static_argnums=0, static_argnames="spec")
-def _jitted(primitive: Any, *operands: Any, spec: Spec) -> Array:
+def _jitted(primitive: Any, *operands: Any, spec: Spec) -> Any:
     return primitive.bind(*operands, spec=spec)
 
 
-def _eager(primitive: Any, *operands: Any, spec: Spec) -> Array:
+def _eager(primitive: Any, *operands: Any, spec: Spec) -> Any:
     return _jitted(primitive, *operands, spec=spec)
 
 
@@ -145,7 +235,7 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
             automatic = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
             run = _partitioned if automatic > 1 else _local
             lowered = ft.partial(run, op, platform or "other", spec, factors)
-            return mlir.lower_fun(lowered, multiple_results=False)(ctx, *operands)
+            return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
 
@@ -155,12 +245,12 @@ def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engine
     return engines.Call(op, spec, avals, platform, engines.device_kind(platform) if platform != "other" else None)
 
 
-def _local(op: str, platform: str, spec: Spec, _: Any, *operands: Array) -> Array:
+def _local(op: str, platform: str, spec: Spec, _: Any, *operands: Array) -> Any:
     call = _call(op, platform, spec, operands)
     return engines.select(call).run(call, *operands)
 
 
-def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array) -> Array:
+def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array) -> Any:
     call = _call(op, platform, spec, operands)
     if not engines.select(call).partition(call):
         return _local(op, platform, spec, None, *operands)
@@ -168,27 +258,35 @@ def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Fact
     sharded = custom_partitioning(ft.partial(_local, op, platform, spec, None))
     sharded.def_partition(
         partition=ft.partial(_partition, rule, op, platform, spec),
-        infer_sharding_from_operands=lambda mesh, args, _: NamedSharding(mesh, _specs(rule, args, ())[1]),
+        infer_sharding_from_operands=lambda mesh, args, _: _like_results(
+            rule, tuple(NamedSharding(mesh, spec) for spec in _specs(rule, args, ())[1])
+        ),
         sharding_rule=_shardy_rule(rule),
         reduction_factors=rule.summed,
         need_replication_factors=tuple(
-            dict.fromkeys(f for dims in (*rule.operands, rule.result) for f in dims if f not in rule.free + rule.summed)
+            dict.fromkeys(
+                f for dims in (*rule.operands, *rule.results) for f in dims if f not in rule.free + rule.summed
+            )
         ),
     )
     return sharded(*operands)
 
 
 def _shardy_rule(rule: Factors) -> str:
-    return ", ".join(" ".join(dims) for dims in rule.operands) + " -> " + " ".join(rule.result)
+    return (
+        ", ".join(" ".join(dims) for dims in rule.operands)
+        + " -> "
+        + ", ".join(" ".join(dims) for dims in rule.results)
+    )
 
 
 def _specs(
-    rule: Factors, args: Sequence[Any], result: Sequence[Any]
-) -> tuple[list[PartitionSpec], PartitionSpec, tuple]:
-    """Partition specs of operands and result, and the mesh axes to sum over: the first sharding seen of a factor."""
+    rule: Factors, args: Sequence[Any], results: Sequence[Any]
+) -> tuple[list[PartitionSpec], list[PartitionSpec], tuple]:
+    """Partition specs of operands and results, and the mesh axes to sum over: the first sharding seen of a factor."""
     axes: dict[str, Any] = {}
     used: set[str] = set()
-    seen = [*zip(rule.operands, args, strict=True), *((rule.result, r) for r in result)]
+    seen = [*zip(rule.operands, args, strict=True), *zip(rule.results, results, strict=False)]
     for dims, arg in seen:
         spec = getattr(arg.sharding, "spec", ())
         for factor, axis in zip(dims, spec, strict=False):
@@ -198,18 +296,20 @@ def _specs(
                 used |= set(names)
     operand_specs = [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.operands]
     summed = tuple(axes[f] for f in rule.summed if f in axes)
-    return operand_specs, PartitionSpec(*(axes.get(f) for f in rule.result)), summed
+    return operand_specs, [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.results], summed
 
 
-def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, args: Any, result: Any) -> Any:
-    operand_specs, result_spec, summed = _specs(rule, args, (result,))
+def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, args: Any, results: Any) -> Any:
+    operand_specs, result_specs, summed = _specs(rule, args, _as_tuple(results))
 
-    def lower(a: Array, b: Array, *further: Array) -> Array:
+    def lower(*operands: Array) -> Any:
         # What a device computes has no mesh any more, though this is traced inside whichever mesh the caller has set.
         with use_abstract_mesh(AbstractMesh((), ())):
             if not summed or rule.finish is None:
-                return _local(op, platform, spec, None, a, b, *further)
+                return _local(op, platform, spec, None, *operands)
+            a, b, *further = operands
             return rule.finish(lax.psum(_local(op, platform, rule.partial, None, a, b), summed), *further)
 
     shardings = tuple(NamedSharding(mesh, spec) for spec in operand_specs)
-    return mesh, lower, NamedSharding(mesh, result_spec), shardings
+    outs = tuple(NamedSharding(mesh, spec) for spec in result_specs)
+    return mesh, lower, _like_results(rule, outs), shardings

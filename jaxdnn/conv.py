@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _arguments
-from jaxdnn._arguments import Options
+from jaxdnn import _conv_arguments, _frame
+from jaxdnn._conv_arguments import Options
 
 
 def conv(
@@ -28,7 +28,7 @@ def conv(
     filter_layout: str | None = None,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
-    activation: str | tuple[str, float] | None = None,
+    activation: str | tuple[str, float] | tuple[str, float, float, float] | None = None,
     alpha: float | ArrayLike = 1.0,
     beta: float | ArrayLike = 0.0,
     prior: ArrayLike | None = None,
@@ -63,7 +63,8 @@ def conv(
       residual: added to the accumulator, the result's shape.
       activation: None, "identity", "relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "elu", "swish", "softplus",
         "leaky_relu", "clipped_relu", or a pair of a name and its parameter: ("elu", alpha), ("swish", beta),
-        ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling).
+        ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or ("relu", lower, upper, slope); see
+        `activation`.
       alpha: scales the convolution; a number or a scalar array.
       beta: scales the prior; a number or a scalar array. Where it is zero the prior is not read: NaN in it is harmless.
       prior: the former result that is blended in, the result's shape.
@@ -103,11 +104,11 @@ def conv(
       convolve is "convolution". PyTorch's weight is KCRS, Flax's is HWIO.
     """
     options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
-    frame = _arguments.frame(layout, filter_layout)
+    frame = _frame.frame(layout, filter_layout)
     x, w = frame.array("x", x), frame.filter("w", w)
-    spec = _arguments.spec("conv", frame, options, x.shape, w.shape, {"x": x, "w": w})
+    spec = _conv_arguments.spec("conv", frame, options, x.shape, w.shape, {"x": x, "w": w})
     extras = dict(alpha=alpha, beta=beta, prior=prior, bias=bias, residual=residual, activation=activation)
-    return frame.restore(_arguments.call("conv", frame, spec, x, w, **extras))
+    return frame.restore(_conv_arguments.call("conv", frame, spec, x, w, **extras))
 
 
 def conv_dgrad(
@@ -166,12 +167,12 @@ def conv_dgrad(
     Sources: cuDNN's cudnnConvolutionBackwardData.
     """
     options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
-    frame = _arguments.frame(layout, filter_layout)
+    frame = _frame.frame(layout, filter_layout)
     dy, w = frame.array("dy", dy), frame.filter("w", w)
     shape = frame.array_shape("x_shape", x_shape)
-    spec = _arguments.spec("conv_dgrad", frame, options, shape, w.shape, {"dy": dy, "w": w})
-    _arguments.check_output("dy", spec, dy, shape, w.shape)
-    return frame.restore(_arguments.call("conv_dgrad", frame, spec, dy, w, alpha=alpha, beta=beta, prior=prior))
+    spec = _conv_arguments.spec("conv_dgrad", frame, options, shape, w.shape, {"dy": dy, "w": w})
+    _conv_arguments.check_output("dy", spec, dy, shape, w.shape)
+    return frame.restore(_conv_arguments.call("conv_dgrad", frame, spec, dy, w, alpha=alpha, beta=beta, prior=prior))
 
 
 def conv_wgrad(
@@ -228,12 +229,12 @@ def conv_wgrad(
     Sources: cuDNN's cudnnConvolutionBackwardFilter.
     """
     options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
-    frame = _arguments.frame(layout, filter_layout)
+    frame = _frame.frame(layout, filter_layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
     shape = frame.filter_shape("w_shape", w_shape)
-    spec = _arguments.spec("conv_wgrad", frame, options, x.shape, shape, {"x": x, "dy": dy})
-    _arguments.check_output("dy", spec, dy, x.shape, shape)
-    dw = _arguments.call("conv_wgrad", frame, spec, x, dy, alpha=alpha, beta=beta, prior=prior)
+    spec = _conv_arguments.spec("conv_wgrad", frame, options, x.shape, shape, {"x": x, "dy": dy})
+    _conv_arguments.check_output("dy", spec, dy, x.shape, shape)
+    dw = _conv_arguments.call("conv_wgrad", frame, spec, x, dy, alpha=alpha, beta=beta, prior=prior)
     return frame.restore_filter(dw)
 
 
@@ -277,13 +278,13 @@ def conv_bgrad(
 
     Sources: cuDNN's cudnnConvolutionBackwardBias.
     """
-    frame = _arguments.frame(layout, None)
+    frame = _frame.frame(layout, None)
     dy = frame.array("dy", dy)
-    types = _arguments.types({"dy": dy}, accumulate, None, out_dtype)
-    _arguments.require_sum_level(dy, determinism)
+    types = _conv_arguments.types({"dy": dy}, accumulate, None, out_dtype)
+    _conv_arguments.require_sum_level(dy, determinism)
     axes = tuple(axis for axis in range(dy.ndim) if axis != frame.layout.channel)
     total = jnp.sum(dy, axes, dtype=types.accumulate)
-    return _arguments.blend(total, types, alpha=alpha, beta=beta, prior=prior, like=dy)
+    return _conv_arguments.blend(total, types, alpha=alpha, beta=beta, prior=prior, like=dy)
 
 
 def conv_transpose(
@@ -301,7 +302,7 @@ def conv_transpose(
     filter_layout: str | None = None,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
-    activation: str | tuple[str, float] | None = None,
+    activation: str | tuple[str, float] | tuple[str, float, float, float] | None = None,
     alpha: float | ArrayLike = 1.0,
     beta: float | ArrayLike = 0.0,
     prior: ArrayLike | None = None,
@@ -350,10 +351,10 @@ def conv_transpose(
       op with mode "convolution" and the filter's two channel axes exchanged.
     """
     options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
-    frame = _arguments.frame(layout, filter_layout)
+    frame = _frame.frame(layout, filter_layout)
     x, w = frame.array("x", x), frame.filter("w", w)
-    shape, options = _arguments.transposed_shape(frame, options, x, w, output_padding)
-    spec = _arguments.spec("conv_dgrad", frame, options, shape, w.shape, {"x": x, "w": w})
-    _arguments.check_output("x", spec, x, shape, w.shape)
+    shape, options = _conv_arguments.transposed_shape(frame, options, x, w, output_padding)
+    spec = _conv_arguments.spec("conv_dgrad", frame, options, shape, w.shape, {"x": x, "w": w})
+    _conv_arguments.check_output("x", spec, x, shape, w.shape)
     extras = dict(alpha=alpha, beta=beta, prior=prior, bias=bias, residual=residual, activation=activation)
-    return frame.restore(_arguments.call("conv_dgrad", frame, spec, x, w, **extras))
+    return frame.restore(_conv_arguments.call("conv_dgrad", frame, spec, x, w, **extras))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxdnn.determinism import satisfies
+from jaxdnn.limits import limits_of
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -28,20 +29,24 @@ class Call:
     device_kind: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """In which order an engine adds the products of one output, enough for the reference to predict its bits.
+    """In which order an engine adds the products of an output, enough for the reference to predict its bits.
 
     Attributes:
       arithmetic: the reference's arithmetic, "ordered" or "tensor_core".
       order: integer array (partial sums, products): for each partial sum the flat indices of the reduction in the
-        order they are added, -1 for a zero that pads; the partial sums are added in float32 afterwards.
+        order they are added, -1 for a zero that pads; the partial sums are added in float32 afterwards. Where the order
+        depends on the output's place, a tuple of such arrays.
       combine: how the partial sums are added, "sequential" or "pairwise".
+      classes: with several orders, an integer array with an axis for each spatial axis of the result: the output at
+        (p, q) has order number classes[p mod its length, q mod its width].
     """
 
     arithmetic: str
-    order: np.ndarray
+    order: np.ndarray | tuple[np.ndarray, ...]
     combine: str = "sequential"
+    classes: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +122,13 @@ def device_kind(platform: str) -> str | None:
 
 
 def refusal(engine: Engine, call: Call, level: str) -> str | None:
-    """Why an engine may not serve a call at a determinism level, as a clause; None if it may."""
+    """Why an engine may not serve a call at a determinism level and within its limits, as a clause; None if it may."""
     reason = engine.supports(call)
     if reason is None and not satisfies(engine.level(call), level):
         reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
+    allowed = limits_of(call.spec).workspace
+    if reason is None and allowed is not None and (needed := engine.workspace(call) or 0) > allowed:
+        reason = f"it needs {needed} bytes of workspace, and the limit is {allowed}"
     return reason
 
 

@@ -44,12 +44,18 @@ class Explanation:
             verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
             facts = [f"guarantees {c.level}", f"adds in {c.accumulation}"]
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
-            facts.append("schedule stated" if c.schedule is not None else "no schedule stated")
+            facts.append(_schedule(c.schedule))
             if c.modelled:
                 facts.append(f"bits modelled on {', '.join(c.modelled)}")
             facts += [hazard.replace("_", " ") for hazard in c.hazards]
             lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
         return "\n".join(lines)
+
+
+def _schedule(schedule: engines.Schedule | None) -> str:
+    if schedule is None:
+        return "no schedule stated"
+    return "schedule stated" if schedule.classes is None else f"schedule stated, {len(schedule.order)} by place"
 
 
 class Explanations(tuple[Explanation, ...]):

@@ -266,6 +266,8 @@ class Epilogue:
             return self._activated(np.sum(np.broadcast_arrays(*parts), axis=0), e, u, tiny)
 
     def _activated(self, z: Values, e: Values, u: float, tiny: float) -> Values:
+        if isinstance(self.activation, tuple) and len(self.activation) == 4:
+            return _bounded_relu_error(self.activation[1:], z, e, u, tiny)
         name, parameter = self.activation if isinstance(self.activation, tuple) else (self.activation, None)
         name = name or "identity"
         if name == "identity":
@@ -279,6 +281,14 @@ class Epilogue:
         if name in ("swish", "softplus") and p != 1:  # the argument p z is rounded, and the parameter itself
             own = own + 2 * u * (size * np.minimum(p * far, 120.0) + far)
         return _largest_slope(name, p, z, e) * e + own + 4 * (1 + far) * (1 + 1 / p) * tiny
+
+
+def _bounded_relu_error(bounds: tuple[float, float, float], z: Values, e: Values, u: float, tiny: float) -> Values:
+    """Of ("relu", lower, upper, slope): three roundings of what is below `lower`, the bounds' own, e by the slope."""
+    lower, upper, slope = (float(v) for v in bounds)
+    below = abs(lower) + 2 * abs(slope) * (np.abs(z) + e + abs(lower))
+    size = np.where(z - e <= lower, below, 0.0) + np.where(z + e >= upper, abs(upper), 0.0)
+    return max(1.0, abs(slope)) * e + 3 * u * size + 4 * tiny
 
 
 def _largest_slope(name: str, p: float, z: Values, e: Values) -> Values | float:

@@ -1,0 +1,188 @@
+"""The pooling primitives: their shapes, derivatives, vmap and sharding rules.
+
+An array has spatial axes, which a window moves over, and any others, each of which it treats alike: vmap adds a
+leading one. Six primitives:
+
+| primitive | result | derivative |
+|---|---|---|
+| pool_max(x) | y | pool_pick of the tangent, at the taps of pool_max_indices |
+| pool_max_indices(x) | y, tap: which tap of its window y is, in row-major order | the same |
+| pool_pick(x, tap) | y: the chosen tap of every window of x | linear in x; its transpose is pool_max_dgrad |
+| pool_max_dgrad(dy, tap) | dx: every element adds up the dy of the windows that chose it | linear; pool_pick |
+| pool_average(x) | y: sums over windows, divided by a count if there is a divisor | linear; pool_average_dgrad |
+| pool_average_dgrad(dy) | dx | linear; pool_average |
+
+Taps are kept as uint8 if a window has at most 256: what the backward pass of max-pooling reads is dy and one byte an
+output, not x and y.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.interpreters import ad
+
+from jaxdnn import _primitive
+from jaxdnn._window import Window
+
+OPS = ("pool_max", "pool_max_indices", "pool_pick", "pool_max_dgrad", "pool_average", "pool_average_dgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """Everything about a pooling call that is known when it is traced, apart from the sizes of the other axes.
+
+    Attributes:
+      taps, window: the window and how it moves; in ceil mode the last one may reach over the high padding.
+      sizes, outputs: the spatial sizes of x and of y.
+      spatial: the spatial axes, counted from the end.
+      divisor: what a sum is divided by: None (nothing), "padded" (the window's taps in x and its padding) or "valid"
+        (those in x).
+      nan: "propagate" or "ignore", for max.
+      out_dtype: the result's dtype.
+    """
+
+    taps: tuple[int, ...]
+    window: Window
+    sizes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    spatial: tuple[int, ...]
+    out_dtype: np.dtype
+    divisor: str | None = None
+    nan: str = "propagate"
+    engine: str | None = None
+    level: str = "fast"
+
+    @property
+    def tap_dtype(self) -> np.dtype:
+        """The dtype of taps."""
+        count = math.prod(self.taps)
+        return np.dtype(np.uint8 if count <= 256 else np.uint16 if count <= 65536 else np.uint32)
+
+    def positions(self, axis: int) -> np.ndarray:
+        """[outputs, taps] along a spatial axis: p * stride + r * dilation - low, in x or its padding."""
+        stride, dilation, (low, _) = self.window.strides[axis], self.window.dilation[axis], self.window.padding[axis]
+        p, r = np.arange(self.outputs[axis]), np.arange(self.taps[axis])
+        return p[:, None] * stride + r * dilation - low
+
+    def counts(self) -> np.ndarray:
+        """What each output's sum is divided by, an integer array with the spatial axes of y."""
+        total = np.ones((), np.int64)
+        for axis, (size, (_, high)) in enumerate(zip(self.sizes, self.window.padding, strict=True)):
+            at = self.positions(axis)
+            inside = at < size + high if self.divisor == "padded" else (at >= 0) & (at < size)
+            total = total[..., None] * inside.sum(1)
+        return total
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no two windows share an element."""
+        return all(
+            extent <= stride or outputs == 1
+            for extent, stride, outputs in zip(
+                self.window.extents(self.taps), self.window.strides, self.outputs, strict=True
+            )
+        )
+
+
+def _swapped(spec: PoolSpec, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    new = list(shape)
+    for axis, size in zip(spec.spatial, sizes, strict=True):
+        new[axis] = size
+    return tuple(new)
+
+
+def x_shape(spec: PoolSpec, y_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of x, from that of y."""
+    return _swapped(spec, y_shape, spec.sizes)
+
+
+def y_shape(spec: PoolSpec, x_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of y, from that of x."""
+    return _swapped(spec, x_shape, spec.outputs)
+
+
+def _results(op: str, spec: PoolSpec, first: Any, *_: Any) -> Any:
+    shape = x_shape(spec, first.shape) if op.endswith("dgrad") else y_shape(spec, first.shape)
+    value = jax.ShapeDtypeStruct(shape, spec.out_dtype)
+    return (value, jax.ShapeDtypeStruct(shape, spec.tap_dtype)) if op == "pool_max_indices" else value
+
+
+def _factors(op: str, spec: PoolSpec, *avals: Any) -> _primitive.Factors:
+    """Every axis that is not spatial may be sharded."""
+    rank = len(avals[0].shape)
+
+    def names(array: str) -> tuple[str, ...]:
+        return tuple(f"{array}{i}" if i - rank in spec.spatial else f"a{i}" for i in range(rank))
+
+    first, last = ("y", "x") if op.endswith("dgrad") else ("x", "y")
+    operands = (names(first), names("y"))[: len(avals)]
+    results = (names(last),) * (2 if op == "pool_max_indices" else 1)
+    free = tuple(f"a{i}" for i in range(rank) if i - rank not in spec.spatial)
+    return _primitive.Factors(operands=operands, results=results, free=free)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+_TRANSPOSED = {
+    "pool_pick": "pool_max_dgrad",
+    "pool_max_dgrad": "pool_pick",
+    "pool_average": "pool_average_dgrad",
+    "pool_average_dgrad": "pool_average",
+}
+
+
+def _is_zero(tangent: Any, primal: Any) -> bool:
+    return isinstance(tangent, ad.Zero) or not jnp.issubdtype(primal.dtype, jnp.inexact)
+
+
+def _jvp_of_max(op: str, spec: PoolSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    (x,), (dx,) = primals, tangents
+    many = op == "pool_max_indices"
+    if _is_zero(dx, x):
+        found = bind(op, x, spec=spec)
+        return found, tuple(map(_primitive.zero_tangent, found)) if many else _primitive.zero_tangent(found)
+    y, tap = bind("pool_max_indices", x, spec=spec)
+    dy = bind("pool_pick", dx, tap, spec=spec)
+    return ((y, tap), (dy, _primitive.zero_tangent(tap))) if many else (y, dy)
+
+
+def _jvp_of_linear(op: str, spec: PoolSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    y = bind(op, *primals, spec=spec)
+    if _is_zero(tangents[0], primals[0]) or not jnp.issubdtype(y.dtype, jnp.inexact):
+        return y, _primitive.zero_tangent(y)
+    return y, bind(op, tangents[0], *primals[1:], spec=spec)
+
+
+def _transpose(op: str, spec: PoolSpec, ct: Array, *operands: Any) -> list[Array | None]:
+    back = dataclasses.replace(spec, out_dtype=np.dtype(operands[0].aval.dtype))
+    return [bind(_TRANSPOSED[op], ct, *operands[1:], spec=back), *[None] * (len(operands) - 1)]
+
+
+def bind(op: str, *operands: Any, spec: PoolSpec) -> Any:
+    """Binds one of the primitives."""
+    return _BIND[op](*operands, spec=spec)
+
+
+def _batch(op: str, spec: PoolSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    return _primitive.batch_leading(_BIND[op], spec, operands, dims)
+
+
+_BIND = {
+    op: _primitive.define(
+        op,
+        results=ft.partial(_results, op),
+        jvp=ft.partial(_jvp_of_linear if op in _TRANSPOSED else _jvp_of_max, op),
+        transpose=ft.partial(_transpose, op) if op in _TRANSPOSED else None,
+        batch=ft.partial(_batch, op),
+        factors=ft.partial(_factors, op),
+        many=op == "pool_max_indices",
+    )
+    for op in OPS
+}

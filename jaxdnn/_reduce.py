@@ -1,0 +1,163 @@
+"""How arrays are reduced: sums and products by XLA or on a fixed tree, extremes, and the 2-norm without overflow.
+
+x has the dtype that is computed in; the reduced axes keep length 1.
+"""
+
+import functools as ft
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn import _tensor
+
+Axes = tuple[int, ...]
+
+
+def add(x: Array, axes: Axes, fixed: bool) -> Array:
+    """The sum: on a tree, axis by axis from the last, if its order must be fixed; else XLA's."""
+    if not fixed or jnp.issubdtype(x.dtype, jnp.integer):  # integers wrap, in any order to the same
+        return jnp.sum(x, axes, keepdims=True, dtype=x.dtype)
+    return _along(jnp.add, x, axes, 0)
+
+
+def multiply(x: Array, axes: Axes, fixed: bool) -> Array:
+    """The product."""
+    if not fixed or jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.prod(x, axes, keepdims=True, dtype=x.dtype)
+    return _along(jnp.multiply, x, axes, 1)
+
+
+def _along(combine: Callable[[Array, Array], Array], x: Array, axes: Axes, nothing: int) -> Array:
+    if math.prod(x.shape[axis] for axis in axes) == 0:
+        return jnp.full([1 if a in axes else n for a, n in enumerate(x.shape)], nothing, x.dtype)
+    for axis in sorted(axes, reverse=True):
+        x = _tensor.tree(combine, x, axis)
+    return x
+
+
+def multiply_without_zeros(x: Array, axes: Axes, fixed: bool) -> Array:
+    """The product of the elements that are not zero; 1 if there are none."""
+    return multiply(jnp.where(x == 0, jnp.ones_like(x), x), axes, fixed)
+
+
+def average(x: Array, axes: Axes, fixed: bool) -> Array:
+    """The sum times the rounded reciprocal of the number of elements; integers as float32."""
+    x = _floating(x)
+    # Not a division: XLA divides by a constant in this way on some devices, and otherwise GPUs' quotients are not
+    # correctly rounded.
+    share = np.asarray(1, x.dtype) / np.asarray(math.prod(x.shape[axis] for axis in axes), x.dtype)
+    return add(x, axes, fixed) * jnp.asarray(share, x.dtype)
+
+
+def norm1(x: Array, axes: Axes, fixed: bool) -> Array:
+    """Σ |x|."""
+    return add(x * jnp.sign(x), axes, fixed)  # whose derivative at 0 is 0, which that of JAX's abs is not
+
+
+def _floating(x: Array) -> Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
+# ---- the 2-norm ------------------------------------------------------------------------------------------------------
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def norm2(x: Array, axes: Axes, fixed: bool) -> Array:
+    """√Σ x²; elements are first multiplied by a power of two, which is exact, so that no square overflows."""
+    x = _floating(x)
+    if x.size == 0:
+        return add(x, axes, fixed)
+    up, down = _powers_of_two(jnp.max(jnp.abs(x), axes, keepdims=True))
+    scaled = x * up
+    # Not a plain product, which XLA may fuse with the sum; that of a number with itself has no sign to take (_rounded).
+    squares = jnp.where(jnp.isnan(scaled), scaled, scaled * scaled)
+    return jnp.sqrt(add(squares, axes, fixed)) * down
+
+
+@norm2.defjvp
+def _norm2_jvp(axes: Axes, fixed: bool, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """d‖x‖ = Σ (x / ‖x‖) dx, and 0 where the norm is 0."""
+    (x,), (dx,) = primals, tangents
+    y = norm2(x, axes, fixed)
+    zero = y == 0
+    # Scaled, for XLA multiplies by 1 / y, which is zero for a norm whose reciprocal is subnormal.
+    up, _ = _powers_of_two(jnp.max(jnp.abs(x), axes, keepdims=True))
+    unit = jnp.where(zero, jnp.zeros_like(x), (x * up) / jnp.where(zero, jnp.ones_like(y), y * up))
+    return y, add(unit * dx, axes, fixed)
+
+
+def _powers_of_two(largest: Array) -> tuple[Array, Array]:
+    """A power of two that brings the largest magnitude near 1, and its inverse.
+
+    One of five, told by comparisons: then the largest square lies between 2^-60 and 2^60 (float64: 2^-480 and 2^480),
+    so the sum does not overflow, and what of it underflows is lost to rounding anyway.
+    """
+    unit = 8 if largest.dtype == np.float64 else 1
+    bands = [(90, -110), (30, -60), (-30, 0), (-90, 60)]  # from this exponent on, multiplied by 2 to that one
+    # Zeros are multiplied by 1: of constants, XLA in JAX 0.10 turns (0 up)² into 0 up², which is NaN if up² overflows.
+    largest = jnp.where(largest == 0, jnp.ones_like(largest), largest)
+    steps = [largest >= 2.0 ** (unit * least) for least, _ in bands]
+
+    def power(sign: int) -> Array:
+        values = [jnp.full_like(largest, 2.0 ** (unit * sign * exponent)) for _, exponent in bands]
+        return jnp.select(steps, values, jnp.full_like(largest, 2.0 ** (unit * sign * 110)))
+
+    return power(1), power(-1)
+
+
+# ---- extremes --------------------------------------------------------------------------------------------------------
+
+
+def extreme(x: Array, op: str, axes: Axes, nan: str) -> Array:
+    """The largest or smallest element, or the largest magnitude ("amax"); integers as they are."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = jnp.abs(x) if op == "amax" else x
+        return jnp.min(x, axes, keepdims=True) if op == "min" else jnp.max(x, axes, keepdims=True)
+    return _extreme(x, op, axes, nan)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extreme(x: Array, op: str, axes: Axes, nan: str) -> Array:
+    """A zero is +0: of two zeros of different signs backends choose differently."""
+    x = jnp.abs(x) if op == "amax" else x
+    missing = jnp.isnan(x)
+    if nan == "ignore":
+        x = jnp.where(missing, jnp.asarray(np.inf if op == "min" else -np.inf, x.dtype), x)
+    found = jnp.min(x, axes, keepdims=True) if op == "min" else jnp.max(x, axes, keepdims=True)
+    spoilt = (jnp.all if nan == "ignore" else jnp.any)(missing, axes, keepdims=True)
+    found = jnp.where(found == 0, jnp.zeros_like(found), found)
+    return jnp.where(spoilt, jnp.asarray(np.nan, x.dtype), found)
+
+
+@_extreme.defjvp
+def _extreme_jvp(op: str, axes: Axes, nan: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """The tangent of the first extreme element. One that is chosen, not added up: its transpose needs no scatter."""
+    (x,), (dx,) = primals, tangents
+    y = _extreme(x, op, axes, nan)
+    if op == "amax":
+        dx = dx * jnp.sign(x)
+    chosen = places(x.shape, axes) == index(x, y, op, axes)
+    return y, jnp.sum(jnp.where(chosen, dx, jnp.zeros_like(dx)), axes, keepdims=True)
+
+
+def index(x: Array, y: Array, op: str, axes: Axes) -> Array:
+    """Where the first element equal to the extreme y is: int32, flat over the reduced axes in row-major order."""
+    x = jnp.abs(x) if op == "amax" else x
+    equal = x == y
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        equal |= jnp.isnan(x) & jnp.isnan(y)
+    beyond = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
+    return jnp.min(jnp.where(equal, places(x.shape, axes), beyond), axes, keepdims=True)
+
+
+def places(shape: tuple[int, ...], axes: Axes) -> Array:
+    """The flat index of every element over the reduced axes."""
+    place, step = jnp.zeros(shape, jnp.int32), 1
+    for axis in sorted(axes, reverse=True):
+        place = place + lax.broadcasted_iota(jnp.int32, shape, axis) * jnp.asarray(step, jnp.int32)
+        step *= shape[axis]
+    return place

@@ -1,0 +1,182 @@
+"""What the tensor ops share: their dtypes, their one blend of result and prior, and sums in a fixed order.
+
+These ops need no primitive and no engine: they move data and compute element by element, which XLA does at the speed of
+memory, or add, for which a level above run_to_run takes the tree below.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn import _check, _epilogue, _rounded
+from jaxdnn.determinism import satisfies
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
+INTEGERS = (jnp.int8, jnp.uint8, jnp.int32)
+_F32, _F64, _I32 = (np.dtype(t) for t in (jnp.float32, jnp.float64, jnp.int32))
+
+
+def array(name: str, value: Any) -> Array:
+    """Reads an operand of any of the dtypes."""
+    value = _check.array(name, value)
+    _check.dtype(name, value, (*FLOATS, *INTEGERS))
+    return jnp.asarray(value)
+
+
+def same_dtype(name: str, value: Array, other_name: str, other: Array) -> None:
+    """Checks that two operands have one dtype."""
+    if value.dtype != other.dtype:
+        raise TypeError(f"`{name}` must have the dtype of `{other_name}`, {other.dtype.name}, got {value.dtype.name}.")
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """What is computed in: float32, float64 for float64, int32 for integers."""
+    dtype = np.dtype(dtype)
+    return _F64 if dtype == _F64 else _F32 if dtype in map(np.dtype, FLOATS) else _I32
+
+
+def out_dtype(value: Any, like: Array) -> np.dtype:
+    """Reads `out_dtype`; None is the operand's."""
+    if value is None:
+        return np.dtype(like.dtype)
+    found = _check.as_dtype("out_dtype", value, (*FLOATS, *INTEGERS))
+    if found == _F64 and like.dtype != _F64:
+        raise TypeError(f"`out_dtype` must not be wider than what is computed in, float32, got {found.name}.")
+    return found
+
+
+def refuse_portable(what: str, level: str) -> None:
+    """Raises where a square root would have to be the same on every device; XLA's on GPUs is not correctly rounded."""
+    if satisfies(level, "portable"):
+        raise NotImplementedError(
+            f"`determinism` 'portable' is not available for {what}, expected 'mesh_invariant' or less: XLA's square "
+            "roots differ between devices."
+        )
+
+
+def is_fixed(level: str) -> bool:
+    """Whether a level asks for sums in one order."""
+    return satisfies(level, "batch_invariant")
+
+
+def alone(x: Array) -> Array:
+    """The same numbers, but if the caller computed x as a product, it is rounded before it is added to anything."""
+    return _rounded.apart(x, x, jnp.ones_like(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def scaled(z: Array, alpha: float | Array) -> Array:
+    """alpha * z rounded to z's dtype (float32 for an integer z unless alpha is 1)."""
+    if isinstance(alpha, float) and alpha == 1:
+        return z
+    z = z.astype(_F32) if z.dtype == _I32 else z
+    return _rounded.product(z, jnp.broadcast_to(jnp.asarray(alpha).astype(z.dtype), z.shape))
+
+
+def blend(
+    computed: Array,
+    *,
+    alpha: Any,
+    beta: Any,
+    prior: Any,
+    out: np.dtype,
+    dtypes: Sequence[Any] = (),
+    name: str = "prior",
+) -> Array:
+    """alpha * computed + beta * prior in the dtype of `computed`, and the one conversion.
+
+    Reads and checks the arguments; where beta is zero the prior is not read. Integers stay integers if alpha is 1 and
+    beta 0 or 1, and else become float32.
+    """
+    alpha, beta = _epilogue.read_scale("alpha", alpha), _epilogue.read_scale("beta", beta)
+    none = isinstance(beta, float) and beta == 0
+    if prior is None and not none:
+        raise ValueError(f"`{name}` must be given when `beta` is not zero, got beta {beta!r} and no {name}.")
+    if prior is not None:
+        prior = _check.array(name, prior)
+        _check.shape(name, prior, computed.shape, "the result's")
+        _check.dtype(name, prior, sorted({np.dtype(t) for t in (computed.dtype, out, *dtypes)}, key=str))
+    integer = computed.dtype == _I32 and isinstance(alpha, float) and alpha == 1
+    if prior is None or none:
+        return _epilogue.convert(scaled(computed, alpha), out)
+    prior = jnp.asarray(prior)
+    if integer and isinstance(beta, float) and beta == 1 and jnp.issubdtype(prior.dtype, jnp.integer):
+        return _epilogue.convert(computed + prior.astype(_I32), out)
+    z = scaled(computed.astype(_F32) if computed.dtype == _I32 else computed, alpha)
+    z = alone(z) if isinstance(alpha, float) and alpha == 1 else z
+    term = prior.astype(z.dtype)
+    if not (isinstance(beta, float) and beta == 1):
+        factor = jnp.broadcast_to(jnp.asarray(beta).astype(term.dtype), term.shape)
+        term = _rounded.apart(_epilogue.scaled_prior(beta, term), term, factor)
+    else:
+        term = alone(term)
+    return _epilogue.convert(z + term, out)
+
+
+# ---- space to channels -----------------------------------------------------------------------------------------------
+
+
+def fold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> Array:
+    """(N, C, H f, W g) to (N, C f g, H, W): the new channel is (c f + i) g + j, or for "DCR" (i g + j) C + c."""
+    n, c, *sizes = x.shape
+    if any(size % f for size, f in zip(sizes, factors, strict=True)):
+        raise ValueError(f"`{name}` must divide the sizes {tuple(sizes)}, got {factors}.")
+    split = [part for size, f in zip(sizes, factors, strict=True) for part in (size // f, f)]
+    rank = len(sizes)
+    places, parts = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
+    channels = (1, *parts) if order == "CRD" else (*parts, 1)
+    y = jnp.transpose(x.reshape(n, c, *split), (0, *channels, *places))
+    return y.reshape(n, c * math.prod(factors), *split[::2])
+
+
+def unfold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> Array:
+    """(N, C f g, H, W) to (N, C, H f, W g), the inverse of `fold`."""
+    n, c, *sizes = x.shape
+    if c % math.prod(factors):
+        raise ValueError(f"`{name}` must have a product that divides the {c} channels, got {factors}.")
+    rank, kept = len(sizes), c // math.prod(factors)
+    channels = (kept, *factors) if order == "CRD" else (*factors, kept)
+    first = 2 if order == "CRD" else 1
+    spatial = [axis for i in range(rank) for axis in (2 + rank + i, first + i)]
+    y = jnp.transpose(x.reshape(n, *channels, *sizes), (0, 1 if order == "CRD" else 1 + rank, *spatial))
+    return y.reshape(n, kept, *(size * f for size, f in zip(sizes, factors, strict=True)))
+
+
+# ---- sums in a fixed order -------------------------------------------------------------------------------------------
+
+
+def tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Array:
+    """Joins the elements along an axis in a tree that depends on their number alone; the axis keeps length 1.
+
+    Of n elements the last ⌊n / 2⌋ are joined to the first ⌊n / 2⌋, element by element; of an odd number the middle one
+    passes on; and so on until one is left.
+    """
+    while (n := x.shape[axis]) > 1:
+        pairs, rest = n // 2, n - n // 2
+        joined = combine(
+            lax.slice_in_dim(x, 0, pairs, axis=axis),
+            lax.slice_in_dim(x, rest, n, axis=axis),
+        )
+        x = joined if n % 2 == 0 else lax.concatenate([joined, lax.slice_in_dim(x, pairs, rest, axis=axis)], axis)
+    return x
+
+
+def broadcast(x: Array, shape: Sequence[int], level: str) -> Array:
+    """x broadcast along its axes of length 1.
+
+    The transpose of a broadcast is a sum. Where the level asks for a fixed order, the broadcast is built by doubling,
+    so that its transpose is the tree above.
+    """
+    axes = [axis for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want]
+    if not is_fixed(level) or math.prod(shape) == 0:
+        return jnp.broadcast_to(x, shape)
+    for axis in axes:
+        sizes = [shape[axis]]
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] - sizes[-1] // 2)
+        for n in reversed(sizes[:-1]):
+            x = lax.concatenate([x, lax.slice_in_dim(x, 0, n // 2, axis=axis)], axis)
+    return x

@@ -1,0 +1,242 @@
+"""Dropout that is a function of a key and of every element's logical index."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jaxdnn import _check, _dropout, _window, engines
+from jaxdnn._dropout import BLOCK, DropoutSpec
+from jaxdnn.determinism import required
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DropoutState:
+    """A key and how much of its count has been used: what cuDNN keeps in a dropout descriptor's states.
+
+    A pytree of two arrays, so that it may be carried through jit and scan, or saved with the parameters.
+
+    Attributes:
+      key: (2,) uint32, the words of the seed, the low one first.
+      used: (2,) uint32, how many counters have been used, each worth four elements, as a 64-bit number, low word first.
+
+    The count of elements that `save` and `of_seed` speak of is taken modulo 2^64: so far a key serves.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> state = dnn.DropoutState.of_seed(1234)
+      >>> y = dnn.dropout(jnp.ones((3, 5)), state, rate=0.1)
+      >>> state = state.advance(y.size)
+      >>> state.save()
+      {'seed': 1234, 'offset': 16}
+    """
+
+    key: Array
+    used: Array
+
+    @classmethod
+    def of_seed(cls, seed: int, offset: int = 0) -> "DropoutState":
+        """The state of a seed, a number below 2^64, `offset` elements into its count, a multiple of four."""
+        seed, offset = _below_2_64("seed", seed), _below_2_64("offset", offset)
+        if offset % BLOCK:
+            raise ValueError(f"`offset` must be a multiple of {BLOCK}, got {offset}.")
+        return cls(_dropout.pair(seed), _dropout.pair(offset // BLOCK))
+
+    def advance(self, count: int) -> "DropoutState":
+        """The state after `count` elements, rounded up to a multiple of four, modulo 2^64."""
+        blocks = -(-_below_2_64("count", count) // BLOCK)
+        low, high = _dropout.plus(self.used, _dropout.pair(blocks))
+        return DropoutState(self.key, jnp.stack([low, high & jnp.uint32(2**32 // BLOCK - 1)]))
+
+    def save(self) -> dict[str, int]:
+        """The state as two numbers, from which `of_seed(**saved)` restores it."""
+        seed, used = (int(v[0]) + (int(v[1]) << 32) for v in (self.key, self.used))
+        return {"seed": seed, "offset": BLOCK * used % 2**64}
+
+
+def dropout(
+    x: ArrayLike,
+    key: ArrayLike | DropoutState,
+    /,
+    *,
+    rate: float = 0.5,
+    offset: int | ArrayLike = 0,
+    layout: str | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """Sets elements to zero at random, and scales the others.
+
+    y[e] = x[e] / (1 - rate) if word[offset + e] >= rate 2^32 else 0
+
+    word[4 b], ..., word[4 b + 3] = Philox4x32-10 of the counter (b, key), two words each
+
+    Args:
+      x: of any shape; float32, bfloat16, float16 or float64.
+      key: what the random bits are a function of: a `jax.random.key`, (2,) uint32, an integer below 2^64, or a
+        `DropoutState`, whose count is continued.
+      rate: the probability with which an element is dropped, from 0 to 1, known when traced. It is rounded to a
+        multiple of 2^-32.
+      offset: where in the key's count x begins, in elements: the second half of a batch whose first half has n
+        elements gets, with offset n, the bits it would have in the whole. A number, or a scalar array of int32, uint32,
+        int64 or uint64 (which takes a GPU nearly three times as long, since four neighbours cannot be seen to share a
+        counter). A negative element of an array cannot be refused; it counts from 2^64 backwards.
+      layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
+        counts the axes of x in their own order, which is that of the channels-last layouts.
+      engine: which implementation; None chooses, see `jaxdnn.explain`.
+      determinism: the level required, see `jaxdnn.determinism`.
+
+    Returns:
+      y, of x's shape and dtype. With rate 1 all zeros; a dropped NaN or infinity is 0.
+
+    Differentiation: linear in x, any order; the gradient is `dropout(dy, key, ...)` with the same arguments, which is
+      cuDNN's backward pass: it draws the mask again, and nothing is kept for it. vmap over x alone gives every element
+      of the batch the same mask, as a loop would; vmap over keys or offsets gives each its own.
+
+    Numerics: x times the nearest float32 to 1 / (1 - rate), in float32 (float64 for float64), then the one conversion.
+      Portable: the mask depends on key and logical index only, not on layout, batch, sharding or device, and every bit
+      equals the definition's. Inside `shard_map` x is a shard: pass its place as `offset`.
+
+    Raises:
+      ValueError: a rate outside of 0 to 1, a key of another shape, an unknown layout.
+      TypeError: a dtype that does not fit; a rate or layout that is traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> dnn.dropout(jnp.ones(6), 1234, rate=0.5).tolist()
+      [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+
+    Sources: cuDNN's cudnnDropoutForward and cudnnDropoutBackward, whose `dropout` also is the probability to drop
+      (the graph API's RNG node takes the probability to keep); Srivastava et al., JMLR 15 (2014); Salmon et al.,
+      "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Philox4x32-10 is the generator of cuDNN's graph API and
+      of PyTorch, which number the elements in other ways, by their kernels' threads: the masks are others.
+    """
+    x = _check.array("x", x)
+    _check.dtype("x", x, FLOATS)
+    x = jnp.asarray(x)
+    return _call(x, key, rate, offset, layout, engine, determinism)
+
+
+def dropout_mask(
+    key: ArrayLike | DropoutState,
+    shape: tuple[int, ...],
+    /,
+    *,
+    rate: float = 0.5,
+    offset: int | ArrayLike = 0,
+    layout: str | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """Which elements `dropout` keeps.
+
+    mask[e] = word[offset + e] >= rate 2^32
+
+    Args:
+      key: see `dropout`.
+      shape: the shape of the array that is dropped from.
+      rate, offset, layout, engine, determinism: see `dropout`.
+
+    Returns:
+      A boolean array of this shape: True where an element is kept.
+
+    Differentiation: nothing to differentiate.
+
+    Numerics: portable, see `dropout`.
+
+    Raises:
+      ValueError, TypeError: as `dropout`.
+
+    Example:
+      >>> import jaxdnn as dnn
+      >>> dnn.dropout_mask(1234, (2, 3), rate=0.5).tolist()
+      [[False, False, True], [False, False, False]]
+
+    Sources: cuDNN's reserve space of cudnnDropoutForward, and the graph API's RNG dump.
+    """
+    if not _check.is_sequence(shape):
+        raise TypeError(f"`shape` must be a shape, got {shape!r}.")
+    sizes = tuple(_check.integer("shape", s) for s in shape)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"`shape` must have no negative size, got {sizes}.")
+    return _call(jnp.ones(sizes, jnp.float32), key, rate, offset, layout, engine, determinism) != 0
+
+
+def _call(x: Array, key: Any, rate: Any, offset: Any, layout: Any, engine: Any, determinism: Any) -> Array:
+    rate, order = _rate(rate), _order(layout, x)
+    used, words = _dropout.pair(0), key
+    if isinstance(key, DropoutState):
+        used, words = key.used, key.key
+    start, shift = _start(offset, used, math.prod(x.shape))
+    limit = _dropout.threshold(rate)
+    dropped = limit >= 2**32
+    scale = 1.0 if dropped else 1 / (1 - rate)
+    spec = DropoutSpec(min(limit, 2**32 - 1), scale, order, shift, 0, engine, required(determinism))
+    operands = (x, _words(words), start)
+    engines.check("dropout", spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    return jnp.zeros_like(x) if dropped else _dropout.bind(*operands, spec=spec)
+
+
+def _rate(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"`rate` must be a number known when traced, got {type(value).__name__}.")
+    rate = _check.as_float("rate", value)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"`rate` must be from 0 to 1, got {rate!r}.")
+    return rate
+
+
+def _order(layout: Any, x: Array) -> tuple[int, ...]:
+    """The axes of x from the slowest to the fastest in the logical order."""
+    if layout is None:
+        return tuple(range(x.ndim))
+    read = _window.layout(layout)
+    order = (read.batch, *read.spatial, read.channel) + ((len(read.axes),) if read.vector else ())
+    if x.ndim != len(order):
+        raise ValueError(f"`x` must have {len(order)} dimensions for layout {read.name}, got shape {x.shape}.")
+    if read.vector and x.shape[-1] != read.vector:
+        raise ValueError(f"`x` must have {read.vector} channels innermost for layout {read.name}, got shape {x.shape}.")
+    return order
+
+
+def _start(offset: Any, used: Array, size: int) -> tuple[Array, int | None]:
+    """Where x begins in the key's count: a counter and a word of it, or, for an offset that is an array, an element."""
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+        offset = _below_2_64("offset", offset)
+        return _dropout.plus(used, _dropout.pair(offset // BLOCK)), offset % BLOCK
+    offset = _check.array("offset", offset)
+    _check.shape("offset", offset, (), "a number or a scalar array")
+    _check.dtype("offset", offset, (np.int32, np.uint32, np.int64, np.uint64))
+    return _dropout.plus(_dropout.times_block(used), _dropout.pair_of(jnp.asarray(offset))), None
+
+
+def _below_2_64(name: str, value: Any) -> int:
+    number = _check.integer(name, value)
+    if not 0 <= number < 2**64:
+        raise ValueError(f"`{name}` must be from 0 to 2^64 - 1, got {number}.")
+    return number
+
+
+def _words(key: Any) -> Array:
+    """The two words of a key."""
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        return _dropout.pair(_below_2_64("key", key))
+    if isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    key = _check.array("key", key)
+    if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
+        raise ValueError(
+            "`key` must be one jax.random.key of two words (threefry2x32), an array of two uint32 words, an integer or "
+            f"a DropoutState, got {np.dtype(key.dtype).name} of shape {tuple(key.shape)}."
+        )
+    return jnp.asarray(key)

@@ -1,0 +1,376 @@
+"""Batch normalisation: training, inference and the backward op.
+
+Letters: N batch, C channels, H, W spatial sizes; m the number of elements that a statistic is taken over: N H W
+(mode "spatial") or N ("per_activation"), times the devices where the statistics are synchronised.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxdnn import _check, _epilogue
+from jaxdnn import _norm_arguments as arguments
+from jaxdnn._norm_arguments import Extras, Options, Types, View
+
+AxisName = str | Sequence[str] | None
+
+
+def batch_norm(
+    x: ArrayLike,
+    /,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    running_mean: ArrayLike | None = None,
+    running_variance: ArrayLike | None = None,
+    momentum: float | ArrayLike = 0.1,
+    eps: float = 1e-5,
+    mode: str = "spatial",
+    axis_name: AxisName = None,
+    residual: ArrayLike | None = None,
+    activation: str | tuple[str, float] | None = None,
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
+    layout: str = "NHWC",
+    out_dtype: DTypeLike | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Batch normalisation in training: normalises by the batch's own statistics and updates the running ones.
+
+    c = (x - μ) / √(σ² + eps) scale + bias        y = act(alpha c + beta prior + residual)
+    running mean ← momentum μ + (1 - momentum) running mean
+    running variance ← momentum σ² m / (m - 1) + (1 - momentum) running variance
+
+    with μ = Σ x / m and σ² = Σ (x - μ)² / m.
+
+    Args:
+      x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
+      scale, bias: (C,), or in mode "per_activation" x's shape without N; None is 1, and 0.
+      running_mean, running_variance: the running statistics, shaped like the scale. Where neither is given the batch's
+        own mean and unbiased variance are returned for them, as a momentum of 1 would.
+      momentum: the weight of the NEW statistic, as cuDNN's exponentialAverageFactor and PyTorch's momentum; Flax and
+        Keras weigh the old one. A number or a scalar array. With 0 the new statistic is not read, with 1 the old.
+      eps: added to the variance; a number.
+      mode: "spatial", statistics over N, H and W for every channel, or "per_activation", over N alone.
+      axis_name: a mesh axis, or several, inside shard_map (or pmap, vmap): statistics are those of all its devices.
+      residual: added before the activation, x's shape.
+      activation, alpha, beta, prior: see `conv`. alpha = 1, residual and activation="relu" are cuDNN's fused
+        BN + add + relu.
+      layout: the axes of x, y, residual and prior, see `conv`.
+      out_dtype: y's dtype; None is that of x.
+      engine: None, or the name of the engine that must serve the call.
+      determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
+
+    Returns:
+      y, in x's shape; the batch's mean and 1 / √(σ² + eps), to be saved for `batch_norm_dgrad`; the new running mean
+      and the new running variance, in the dtypes of the old.
+
+    Differentiation: any order, forward and reverse, in all arrays, through all five results.
+
+    Numerics: statistics, running ones too, in float32 (float64 for float64); y is converted once. The mean is
+      subtracted before squaring. Synchronised, every device computes its own mean and centred second moment, and these
+      are merged: Σ over the devices of their moments, and of the squares of their means' distances from the mean. Every
+      element of y depends on the batch, so the level is run_to_run at most. With m = 1 the variance is 0 and there is
+      no unbiased one: the new running variance is NaN, as with cuDNN (PyTorch refuses the call). With m = 0 mean and
+      variance are NaN, and so are the new running statistics. With a momentum of 0 both stay what they were.
+
+    Raises:
+      ValueError, TypeError: arguments that do not fit.
+      NotImplementedError: no engine serves the call at the required determinism level.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> x = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1)
+      >>> y, mean, rstd, running_mean, running_variance = dnn.batch_norm(x, eps=0.0)
+      >>> y.ravel().tolist(), mean.tolist(), running_variance.tolist()
+      ([-1.0, 1.0], [2.0], [2.0])
+
+    Sources: Ioffe and Szegedy, arXiv:1502.03167; cuDNN's cudnnBatchNormalizationForwardTrainingEx, whose
+      resultSaveInvVariance is the inverse deviation returned here; PyTorch's batch_norm and SyncBatchNorm; ONNX's
+      BatchNormalization, whose momentum weighs the old statistic and whose running variance is the biased one.
+    """
+    frame = arguments.frame(layout)
+    x = frame.array("x", x)
+    found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
+    extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
+    options = Options(eps, engine, determinism, per_example=False)
+    running = _running(view, running_mean, running_variance, found)
+    wide = found.out if extras is None else found.accumulate
+    devices = 1 if axis_name is None else _devices(axis_name)
+    if axis_name is None:
+        y, mean, rstd, variance = arguments.forward(view, x, scale, bias, found, options, wide)
+    else:
+        y, mean, rstd, variance = _synchronised(view, x, scale, bias, found, options, axis_name)
+    if extras is None:
+        y = y.astype(found.out)
+    else:
+        y = _epilogue.apply(extras[0], y, extras[1], channel=frame.layout.channel, out_dtype=found.out)
+    m = _count(view) * devices
+    unbiased = variance * jnp.asarray(m / (m - 1) if m > 1 else float("nan"), variance.dtype)
+    mean, rstd, unbiased = (view.give_statistic(v) for v in (mean, rstd, unbiased))
+    return frame.restore(y), mean, rstd, *_updated(running, (mean, unbiased), momentum)
+
+
+def batch_norm_inference(
+    x: ArrayLike,
+    mean: ArrayLike,
+    variance: ArrayLike,
+    /,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    eps: float = 1e-5,
+    mode: str = "spatial",
+    residual: ArrayLike | None = None,
+    activation: str | tuple[str, float] | None = None,
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
+    layout: str = "NHWC",
+    out_dtype: DTypeLike | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """Batch normalisation by given statistics.
+
+    y = act(alpha ((x - mean) / √(variance + eps) scale + bias) + beta prior + residual)
+
+    Args:
+      x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
+      mean, variance: (C,), or in mode "per_activation" x's shape without N, as `batch_norm` keeps running ones.
+      scale, bias: likewise; None is 1, and 0.
+      eps: added to the variance; a number.
+      mode: "spatial" or "per_activation".
+      residual, activation, alpha, beta, prior, layout: see `batch_norm`.
+      out_dtype: y's dtype; None is that of x.
+      determinism: a level that is required; every element depends on its own inputs alone, so this is mesh_invariant.
+
+    Returns:
+      y, in x's shape.
+
+    Differentiation: any order, forward and reverse, in all arrays.
+
+    Numerics: element by element in float32 (float64 for float64), converted once; XLA's own formula.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `batch_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> dnn.batch_norm_inference(jnp.full((1, 1, 1, 1), 5.0), jnp.ones(1), jnp.full(1, 4.0), eps=0.0).item()
+      2.0
+
+    Sources: cuDNN's cudnnBatchNormalizationForwardInference. The graph API's batchnorm_inference takes the inverse
+      deviation in place of the variance.
+    """
+    frame = arguments.frame(layout)
+    x = frame.array("x", x)
+    found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
+    extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
+    arguments.require("batch_norm_inference", determinism, "mesh_invariant", "compilers may fuse its products and sums")
+    given = {name: view.parameter(name, v, found) for name, v in (("mean", mean), ("variance", variance))}
+    given |= {name: view.parameter(name, v, found) for name, v in (("scale", scale), ("bias", bias)) if v is not None}
+    small = jnp.asarray(arguments.epsilon(eps), found.accumulate)
+    y = (x.astype(found.accumulate) - given["mean"]) * (1 / jnp.sqrt(given["variance"] + small))
+    y = y * given["scale"] if "scale" in given else y
+    y = y + given["bias"] if "bias" in given else y
+    if extras is None:
+        return frame.restore(y.astype(found.out))
+    return frame.restore(_epilogue.apply(extras[0], y, extras[1], channel=frame.layout.channel, out_dtype=found.out))
+
+
+def batch_norm_dgrad(
+    dy: ArrayLike,
+    x: ArrayLike,
+    /,
+    *,
+    scale: ArrayLike | None = None,
+    mean: ArrayLike | None = None,
+    rstd: ArrayLike | None = None,
+    y: ArrayLike | None = None,
+    eps: float = 1e-5,
+    mode: str = "spatial",
+    axis_name: AxisName = None,
+    layout: str = "NHWC",
+    out_dtype: DTypeLike | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> tuple[Array, ...]:
+    """The gradients of batch normalisation in training, in its input, scale and bias.
+
+    dx = scale r (dy - Σ dy / m - h Σ dy h / m)        dscale = Σ dy h        dbias = Σ dy
+
+    with r = 1 / √(σ² + eps), h = (x - μ) r, and the sums over the elements of a statistic.
+
+    Args:
+      dy: the gradient in the result of `batch_norm`, x's shape.
+      x: the input of `batch_norm`.
+      scale, eps, mode, layout: as they were given to `batch_norm`.
+      mean, rstd: the saved statistics, float32 (float64 for float64); where neither is given they are computed again.
+      y: the result of `batch_norm` with activation "relu" (and a residual or none): then dy counts only where y > 0,
+        and what is left of it is the gradient in the residual.
+      axis_name: as it was given to `batch_norm`; dscale and dbias are then the sums over all devices.
+      out_dtype: dx's dtype; None is that of x.
+      engine, determinism: see `batch_norm`.
+
+    Returns:
+      dx, in x's shape; dscale and dbias, in the scale's, float32 (float64 for float64); if y is given, dresidual too,
+      in dy's dtype whatever out_dtype is.
+
+    Differentiation: any order, in dy, x, scale, mean and rstd; these two count as independent of x.
+      `mean` must be that of this x: for float32 and float64 it is found again from x, so its derivative is 0; for
+      bfloat16 and float16 it is subtracted as it is, and its derivative is that of the formula.
+
+    Numerics: as `batch_norm`; run_to_run at most.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `batch_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> dy = x = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1)
+      >>> dx, dscale, dbias = dnn.batch_norm_dgrad(dy, x, eps=0.0)
+      >>> dx.ravel().tolist(), dscale.tolist(), dbias.tolist()
+      ([0.0, 0.0], [2.0], [4.0])
+
+    Sources: cuDNN's cudnnBatchNormalizationBackwardEx, whose dz is dresidual; PyTorch's native_batch_norm_backward.
+    """
+    frame = arguments.frame(layout)
+    x, dy = frame.array("x", x), frame.array("dy", dy)
+    found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
+    dy = arguments.cotangent(dy, x, found)
+    options = Options(eps, engine, determinism, per_example=False)
+    if y is not None:
+        y = frame.array("y", y)
+        _check.shape("y", y, x.shape, "that of x")
+        _check.dtype("y", y, arguments.narrower(found.accumulate))
+        dy = jnp.where(y > 0, dy, jnp.zeros_like(dy))
+    if axis_name is None:
+        dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, found, options, found.out)
+    else:
+        dx, ds, db = _synchronised_backward(view, dy, x, scale, mean, rstd, found, options, axis_name)
+    return (frame.restore(dx), ds, db) if y is None else (frame.restore(dx), ds, db, frame.restore(dy))
+
+
+# ---- running statistics ----------------------------------------------------------------------------------------------
+
+
+def _count(view: View) -> int:
+    m = 1
+    for axis in view.axes:
+        m *= view.shape[axis]
+    return m
+
+
+def _running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Array, Array] | None:
+    if (mean is None) != (variance is None):
+        raise ValueError("`running_mean` and `running_variance` must be given both or neither, got one of them.")
+    if mean is None:
+        return None
+    read = []
+    for name, value in (("running_mean", mean), ("running_variance", variance)):
+        value = _check.array(name, value)
+        _check.shape(name, value, view.parameters, view.why)
+        _check.dtype(name, value, arguments.narrower(found.accumulate))
+        read.append(jnp.asarray(value))
+    return read[0], read[1]
+
+
+def _updated(running: tuple[Array, Array] | None, new: tuple[Array, Array], momentum: Any) -> tuple[Array, Array]:
+    """momentum new + (1 - momentum) running; what has the weight 0 does not reach the result."""
+    weight = _epilogue.read_scale("momentum", momentum)
+    if isinstance(weight, float) and not 0 <= weight <= 1:
+        raise ValueError(f"`momentum` must be a number from 0 to 1, got {weight!r}.")
+    if running is None:
+        return new
+    weight = jnp.asarray(weight).astype(new[0].dtype)
+    part = _epilogue.scaled_prior  # what has the weight 0 is not read: it may be NaN
+    blended = [part(weight, n) + part(1 - weight, old.astype(n.dtype)) for n, old in zip(new, running, strict=True)]
+    return blended[0].astype(running[0].dtype), blended[1].astype(running[1].dtype)
+
+
+# ---- statistics of several devices -----------------------------------------------------------------------------------
+
+
+def _devices(axis_name: AxisName) -> int:
+    """How many devices there are along the mesh axes; checks that these are bound."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`axis_name` must be None, the name of a mesh axis or several, got {axis_name!r}.")
+    try:
+        return int(lax.psum(1, tuple(names)))
+    except NameError as error:
+        raise ValueError(f"`axis_name` must name axes of shard_map, pmap or vmap, got {axis_name!r}.") from error
+
+
+def _gathered(v: Array, axis_name: AxisName) -> Array:
+    """The devices' arrays in the order of the mesh axis, the same on all. Each adds to zeros, so no order matters."""
+    place = jnp.arange(_devices(axis_name)) == lax.axis_index(axis_name)
+    return lax.psum(jnp.where(place.reshape(-1, *[1] * v.ndim), v[None], jnp.zeros((), v.dtype)), axis_name)
+
+
+def _synchronised(
+    view: View, x: Array, scale: Any, bias: Any, found: Types, options: Options, axis_name: AxisName
+) -> tuple[Array, Array, Array, Array]:
+    """`arguments.forward` with the statistics of all devices, which have equally many elements each."""
+    from jaxdnn._kernels.xla import norm
+
+    spec = _spec(view, scale, bias, found, options)
+    centred, mean, variance = norm.moments(norm.XLA, spec, x)
+    # A mean is held in two parts, for where it is large its rounding would move the distances between the means.
+    wide = x.dtype == found.accumulate
+    low = jnp.mean(x - mean, spec.axes, keepdims=True) if wide else jnp.zeros_like(mean)
+    means, lows, moments = _gathered(jnp.stack([mean, low, variance]), axis_name).swapaxes(0, 1)
+    distances = (means - means[:1]) + (lows - lows[:1])
+    centre = jnp.mean(distances, 0)
+    whole = means[0] + (lows[0] + centre)
+    variance = jnp.mean(moments, 0) + jnp.mean((distances - centre[None]) ** 2, 0)
+    rstd = norm.inverse_deviation(variance, spec.eps)
+    y = (centred + ((mean - means[0]) + (low - lows[0]) - centre)) * rstd
+    y = y if scale is None else y * view.parameter("scale", scale, found)
+    y = y if bias is None else y + view.parameter("bias", bias, found)
+    return y, whole, rstd, variance
+
+
+def _synchronised_backward(
+    view: View,
+    dy: Array,
+    x: Array,
+    scale: Any,
+    mean: Any,
+    rstd: Any,
+    found: Types,
+    options: Options,
+    axis_name: AxisName,
+) -> tuple[Array, Array, Array]:
+    """`arguments.backward` with every sum over all devices."""
+    from jaxdnn._kernels.xla import norm
+
+    count = _devices(axis_name)
+    if (mean is None) != (rstd is None):
+        raise ValueError("`mean` and `rstd` must be given both or neither, got one of them.")
+    if mean is None:
+        _, whole, inverse, _ = _synchronised(view, x, None, None, found, options, axis_name)
+    else:
+        whole, inverse = view.statistic("mean", mean, found), view.statistic("rstd", rstd, found)
+    spec = _spec(view, scale, None, found, options)
+    total = lambda v, axes: lax.psum(jnp.sum(v, tuple(axes), keepdims=True), axis_name)
+    devices = norm.Arithmetic(total, lambda product: product, copies=count)
+    scales = [] if scale is None else [view.parameter("scale", scale, found)]
+    dx, ds, db = norm.norm_dgrad(devices, spec, dy, x, whole, inverse, *scales)
+    return dx, ds.reshape(view.parameters), db.reshape(view.parameters)
+
+
+def _spec(view: View, scale: Any, bias: Any, found: Types, options: Options) -> Any:
+    """The spec of XLA's formula between devices; it serves no other engine and promises no more than run_to_run."""
+    if options.engine not in (None, "xla"):
+        raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {options.engine!r}.")
+    arguments.require("batch_norm with `axis_name`", options.determinism, "run_to_run", "it adds over the batch")
+    return arguments.spec(view, found, options, scale=scale is not None, bias=bias is not None, out_dtype=found.out)

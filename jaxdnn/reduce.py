@@ -1,0 +1,134 @@
+"""Reductions of an array along any of its axes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxdnn import _check, _reduce, _tensor
+from jaxdnn.determinism import required, satisfies
+from jaxdnn.tensor import NAN_RULES
+
+EXTREMES = ("min", "max", "amax")
+_SUMS = {
+    "add": _reduce.add,
+    "mul": _reduce.multiply,
+    "avg": _reduce.average,
+    "norm1": _reduce.norm1,
+    "norm2": _reduce.norm2,
+    "mul_no_zeros": _reduce.multiply_without_zeros,
+}
+OPS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros")
+
+
+def reduce(
+    x: ArrayLike,
+    /,
+    *,
+    op: str = "add",
+    axes: int | Sequence[int] | None = None,
+    keepdims: bool = False,
+    return_indices: bool = False,
+    nan: str = "propagate",
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    determinism: str | None = None,
+) -> Any:
+    """Reduces an array along axes, in one of cuDNN's nine ways.
+
+    y = alpha r + beta prior, where r over the elements x along the axes is
+
+    add  Σ x       min   the smallest       avg    Σ x / n      norm2         √Σ x²
+    mul  Π x       max   the largest        norm1  Σ |x|        mul_no_zeros  Π x over the x that are not zero
+                   amax  max |x|
+
+    Args:
+      x: any shape; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8, uint8, int32.
+      op: one of the nine.
+      axes: the axes to reduce, one integer or several, negative ones from the end; None is all of them.
+      keepdims: whether reduced axes stay, with length 1.
+      return_indices: of "min", "max" and "amax": whether the index of the extreme element is returned too.
+      nan: of "min", "max" and "amax": "propagate" gives NaN where an element is NaN; "ignore" passes over NaN, and
+        gives NaN only where all elements are.
+      alpha, beta, prior: the blend, see `jaxdnn.conv`; prior has the result's shape. alpha scales the result of the
+        reduction, not the elements.
+      out_dtype: the result's dtype; None is that of x.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
+
+    Returns:
+      y, or (y, indices): int32, the place of the first extreme element, counted over the reduced axes in row-major
+      order. Of several equal ones (+0 and -0 are equal) and of several NaN that propagate it is the first.
+
+    Differentiation: any order, in x, prior, and alpha and beta if they are arrays. The derivative of min, max and amax
+      is that of the first extreme element alone; of amax and norm1 at x = 0, and of norm2 where it is 0, it is 0.
+      Zeros that mul_no_zeros passes over have none. The gradient in x adds nothing, so it depends on no order.
+
+    Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers are added,
+      multiplied and compared in int32, which wraps; avg and norm2 of them are of float32. avg is the sum
+      times the rounded 1 / n. norm2 scales by a power of
+      two, so it overflows only if the result does. An empty sum is 0, an empty product 1, and so is mul_no_zeros of
+      zeros alone. min, max and amax give +0 for any zero. Determinism: of floats, sums and products are XLA's
+      (run_to_run); from "batch_invariant" on they are taken on a tree that only the reduced lengths decide, axis by
+      axis from the last: of n elements the last ⌊n / 2⌋ are joined to the first, and so on, which is "portable". min,
+      max and amax always are; norm2 is "mesh_invariant" at most, for GPUs' square roots are not correctly rounded.
+
+    Raises:
+      NotImplementedError: norm2 at level "portable".
+      ValueError: axes that do not exist, an unknown op or rule, an extreme or an average of nothing.
+      TypeError: a dtype that is not served.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> y, at = dnn.reduce(jnp.array([[3.0, 5.0], [5.0, 4.0]]), op="max", return_indices=True)
+      >>> float(y), int(at)
+      (5.0, 1)
+
+    Sources: cuDNN's cudnnReduceTensor (CUDNN_REDUCE_TENSOR_..., flattened 32-bit indices; its default for NaN is
+      "ignore", and it knows the axes from the result's dimensions). jax.numpy's max shares its gradient among ties.
+    """
+    x = _tensor.array("x", x)
+    _check.choice("op", op, OPS)
+    _check.choice("nan", nan, NAN_RULES)
+    keepdims, return_indices = _check.flag("keepdims", keepdims), _check.flag("return_indices", return_indices)
+    reduced = _axes(axes, x.ndim)
+    count = math.prod(x.shape[axis] for axis in reduced)
+    if op not in EXTREMES and (return_indices or nan != "propagate"):
+        name, given = ("return_indices", return_indices) if return_indices else ("nan", nan)
+        raise ValueError(f"`{name}` other than its default needs op 'min', 'max' or 'amax', got {given!r} for {op!r}.")
+    if count == 0 and op in (*EXTREMES, "avg"):
+        raise ValueError(f"`x` must have elements along the axes {reduced} for op {op!r}, got shape {x.shape}.")
+    if count > np.iinfo(np.int32).max:
+        raise ValueError(f"`axes` must hold fewer than 2^31 elements, got {count} along {reduced} of {x.shape}.")
+    level = required(determinism)
+    if op == "norm2":
+        _tensor.refuse_portable("reduce op 'norm2'", level)
+    wide = x.astype(_tensor.accumulator(x.dtype))
+    if op in EXTREMES:
+        found = _reduce.extreme(wide, op, reduced, nan)
+    else:
+        # Neither a product of the caller's is contracted into these sums, nor one of these into a sum of the caller's.
+        alone = _tensor.alone if satisfies(level, "portable") else lambda a: a
+        found = alone(_SUMS[op](alone(wide), reduced, _tensor.is_fixed(level)))
+    y = found if keepdims else jnp.squeeze(found, reduced)
+    out = _tensor.out_dtype(out_dtype, x)
+    y = _tensor.blend(y, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,))
+    if not return_indices:
+        return y
+    indices = _reduce.index(wide, found, op, reduced)
+    return y, indices if keepdims else jnp.squeeze(indices, reduced)
+
+
+def _axes(value: Any, ndim: int) -> tuple[int, ...]:
+    if value is None:
+        return tuple(range(ndim))
+    given = tuple(value) if _check.is_sequence(value) else (value,)
+    axes = tuple(_check.integer("axes", axis) for axis in given)
+    if any(not -ndim <= axis < ndim for axis in axes) or len({axis % ndim for axis in axes}) < len(axes):
+        raise ValueError(f"`axes` must be different axes of an array of {ndim} dimensions, got {value!r}.")
+    return tuple(sorted(axis % ndim for axis in axes))
