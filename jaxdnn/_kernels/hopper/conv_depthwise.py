@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
+from jaxdnn import engines
 from jaxdnn._kernels.hopper import conv_depthwise_filter as tensor_filter
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
 from jaxdnn._kernels.hopper.conv_depthwise_plan import (
@@ -43,7 +44,7 @@ from jaxdnn._kernels.hopper.conv_depthwise_plan import (
     WalkPlan,
     Window,
     ceil_div,
-    order,
+    orders,
     plan_filter,
     plan_walk,
     unsupported,
@@ -83,12 +84,18 @@ def schedule(
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
     config: Config | None = None,
-    phase: int = 0,
-    parity: int = 0,
-) -> tuple[str, np.ndarray]:
-    """The arithmetic and the order of one output's products, as `conv_depthwise_plan.order` states them."""
+    flip: bool = False,
+) -> engines.Schedule:
+    """The order of additions of every output; with `flip` of a convolution whose filter is turned round beforehand."""
     call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
-    return order(op, call, config, phase, parity)
+    arithmetic, found, classes = orders(op, call, config)
+    if flip and op != "wgrad":  # tap t of the turned filter is tap T - 1 - t of the filter
+        tap, channel = np.divmod(np.arange(math.prod(call.taps) * call.group), call.group)
+        stored = np.append((math.prod(call.taps) - 1 - tap) * call.group + channel, -1)
+        found = tuple(stored[order] for order in found)
+    if classes.size == 1:
+        return engines.Schedule(arithmetic, found[0])
+    return engines.Schedule(arithmetic, found, classes=classes if len(x_shape) == 4 else classes[0])
 
 
 def workspace(

@@ -359,35 +359,46 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
     )  # fmt: skip
 
 
-def order(
-    op: str, call: Window, config: Config | None = None, phase: int = 0, parity: int = 0
-) -> tuple[str, np.ndarray]:
-    """The arithmetic ("tensor_core" or "ordered"), and the order of one output's products.
+def orders(op: str, call: Window, config: Config | None = None) -> tuple[str, tuple[np.ndarray, ...], np.ndarray]:
+    """The arithmetic ("tensor_core" or "ordered"), the orders in which products are added, and which output has which.
 
-    Rows are partial sums, added one after the other in float32. On the tensor core sixteen indices in a row are one
-    instruction. Forward: tap*group + channel within the group; backward data: tap*group + output channel within the
-    group, of residue class `phase` (stride 1 has one); `parity` is that of the output's row within its phase (of the
-    image's index for one-dimensional calls), on which the pairing of taps depends on the tensor core; filter gradient:
-    (n*P + p)*Q + q. -1 is a product by zero.
+    In an order, rows are partial sums, added one after the other in float32; on the tensor core sixteen indices in a
+    row are one instruction. Forward: tap*group + channel within the group; backward data: tap*group + output channel
+    within the group; filter gradient: (n*P + p)*Q + q. -1 is a product by zero. An output of the image at (p, q) has
+    order number classes[p mod len(classes), q mod its width]: backward data with a stride meets other taps at each
+    residue, and on the tensor core the pairing of taps depends on whether the row, within its residue, is even.
     """
     if op == "wgrad":
-        return _filter_order(call, plan_filter(call, config))
+        arithmetic, order = _filter_order(call, plan_filter(call, config))
+        return arithmetic, (order,), np.zeros((1, 1), np.int64)
     plan = plan_walk(op, call, config)
-    chosen, group = phases(op, call)[0][phase], call.group
-    if isinstance(plan.walk, LaneWalk):
-        taps = [r * call.taps[1] + s for s, _ in chosen.column_taps for r, _ in chosen.row_taps]
-        return "ordered", np.array([taps], np.int64)
+    height, width = plan.walk.out_step
+    parities = 2 if isinstance(plan.walk, Walk) else 1
+    found = tuple(
+        _walk_order(call, plan.walk, phase, parity) for phase in plan.walk.phases for parity in range(parities)
+    )
+    row, column = np.indices((height * parities, width))
+    return _arithmetic(plan.walk), found, ((row % height) * width + column) * parities + row // height
+
+
+def _arithmetic(walk: Walk | LaneWalk | FilterWalk | LaneFilter) -> str:
+    return "tensor_core" if isinstance(walk, Walk | FilterWalk) else "ordered"
+
+
+def _walk_order(call: Window, k: Walk | LaneWalk, phase: Phase, parity: int) -> np.ndarray:
+    if isinstance(k, LaneWalk):
+        taps = [r * call.taps[1] + s for s, _ in phase.column_taps for r, _ in phase.row_taps]
+        return np.array([taps], np.int64)
     steps: list[int] = []
-    for taps in tap_steps(chosen, plan.walk.in_step[0], parity):
-        step = [(r * call.taps[1] + s) * group + i for r, s in taps for i in range(group)]
+    for taps in tap_steps(phase, k.in_step[0], parity):
+        step = [(r * call.taps[1] + s) * call.group + i for r, s in taps for i in range(call.group)]
         steps += step + [-1] * (16 - len(step))
-    return "tensor_core", np.array([steps], np.int64)
+    return np.array([steps], np.int64)
 
 
 def _filter_order(call: Window, plan: FilterPlan) -> tuple[str, np.ndarray]:
-    tensor = isinstance(plan.walk, FilterWalk)
-    rows, columns = plan.out_tile
-    if tensor:
+    arithmetic, (rows, columns) = _arithmetic(plan.walk), plan.out_tile
+    if arithmetic == "tensor_core":
         walks = [pixel_order(rows, columns)]
     else:
         walks = [[(p, q) for q in range(warp, columns, 4) for p in range(rows)] for warp in range(4)]
@@ -405,4 +416,4 @@ def _filter_order(call: Window, plan: FilterPlan) -> tuple[str, np.ndarray]:
                     line.append((n * call.out[0] + at[0]) * call.out[1] + at[1] if inside else -1)
             lines.append(line)
     longest = max(map(len, lines))
-    return ("tensor_core" if tensor else "ordered"), np.array([x + [-1] * (longest - len(x)) for x in lines], np.int64)
+    return arithmetic, np.array([x + [-1] * (longest - len(x)) for x in lines], np.int64)

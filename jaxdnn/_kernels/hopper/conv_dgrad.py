@@ -16,7 +16,6 @@ The filter is read as the user stores it, without a transposing copy, in 16-bit 
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import epilogue as ep
 from jaxdnn._kernels.hopper import pipeline, tuning
-from jaxdnn._kernels.hopper.conv_fprop import Geometry, Pads
+from jaxdnn._kernels.hopper.conv_fprop import Geometry
 from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, ceil_div
 
 NARROW = 8  # output channels under which the phases are joined
@@ -38,13 +37,7 @@ def supports(
     w: Any,
     /,
     *,
-    x_shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
     precision: str | None = None,
@@ -56,12 +49,15 @@ def supports(
     reason = reason or ep.supports(epilogue, accumulator, out_dtype)
     if reason:
         return reason
-    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
-    if epilogue is not None and epilogue.operands and any(s > 1 for s in stride):
+    if epilogue is not None and epilogue.operands and any(s > 1 for s in geo.stride):
         return "its kernel takes no further operands with a stride"
-    return fprop.shape_reason(
-        geo, dy.shape[0], dy.shape[-1] // groups, x_shape[-1] // groups, groups, jnp.dtype(dy.dtype).itemsize
-    )
+    channels, filters = fprop.channels_of(w, geo)
+    width = jnp.dtype(dy.dtype).itemsize
+    return fprop.shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width)
+
+
+def _x_shape(dy: Any, w: Any, geo: Geometry) -> tuple[int, ...]:
+    return (dy.shape[0], *geo.sizes, fprop.channels_of(w, geo)[0])
 
 
 def axes_of(geo: Geometry) -> tuple[Axis, ...]:
@@ -92,18 +88,15 @@ def _problem(
     dy: Any,
     w: Any,
     geo: Geometry,
-    x_shape: Sequence[int],
     *,
-    groups: int,
-    filter_layout: str,
     epilogue: Epilogue | None,
     extras: tuple[Any, ...],
     out_dtype: Any,
 ) -> tuple[Problem, bool, int, int]:
     """(problem, whether the filter is transposed by a copy, zero channels added to dy, to dx)."""
     width = jnp.dtype(dy.dtype).itemsize
-    reduce, columns = dy.shape[-1] // groups, x_shape[-1]
-    outer = filter_layout[0] == "O"
+    groups, outer = geo.groups, geo.outer
+    reduce, columns = dy.shape[-1] // groups, fprop.channels_of(w, geo)[0]
     chunk = min(128, max(32, reduce * width)) // width
     transpose = outer and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
     pad_reduce = -reduce % (16 // width)
@@ -128,10 +121,10 @@ def _problem(
     return problem, transpose, pad_reduce, pad_columns
 
 
-def joined(geo: Geometry, channels: int, groups: int) -> bool:
+def joined(geo: Geometry, channels: int) -> bool:
     """Whether the phases become columns of one product."""
     return (
-        groups == 1
+        geo.groups == 1
         and channels < NARROW
         and not geo.flip
         and all(s <= r for s, r in zip(geo.stride, geo.taps, strict=True))
@@ -143,42 +136,28 @@ def conv_dgrad(
     w: Array,
     /,
     *operands: Array,
-    x_shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
     config: Config | None = None,
     sms: int | None = None,
 ) -> Array:
-    """The gradient in x of shape `x_shape`, from dy (N, spatial..., K) and w as `conv_fprop` takes it.
+    """The gradient in x (N, spatial..., C), from dy (N, spatial..., K) and w as `conv_fprop` takes it.
 
     `operands` are the epilogue's, in its order (prior, bias, residual), for a stride of one.
     """
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
-    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
-    if joined(geo, x_shape[-1], groups) and not operands and any(s > 1 for s in stride):
-        return _joined_phases(dy, w, geo, x_shape, filter_layout, epilogue, out_dtype, config, sms)
+    x_shape = _x_shape(dy, w, geo)
+    if joined(geo, x_shape[-1]) and not operands and any(s > 1 for s in geo.stride):
+        return _joined_phases(dy, w, geo, epilogue, out_dtype, config, sms)
     problem, transpose, pad_reduce, pad_columns = _problem(
-        dy,
-        w,
-        geo,
-        x_shape,
-        groups=groups,
-        filter_layout=filter_layout,
-        epilogue=epilogue,
-        extras=ep.dtypes(epilogue, operands),
-        out_dtype=out_dtype,
+        dy, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype
     )
     sms = sms or tuning.multiprocessors()
     config = config or tuning.choose("dgrad", problem, sms)
     flat = geo.pointwise
     a = fprop.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
-    b = _filter(w, problem, transpose, pad_reduce, pad_columns, filter_layout)
+    b = _filter(w, geo, problem, transpose, pad_reduce, pad_columns)
     bias, extras = fprop.prepare_epilogue(epilogue, operands, problem, config, flat, pad_columns)
     dx = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
     if not flat:
@@ -186,12 +165,10 @@ def conv_dgrad(
     return dx[..., : x_shape[-1]].reshape(tuple(x_shape))
 
 
-def _filter(
-    w: Array, problem: Problem, transpose: bool, pad_reduce: int, pad_columns: int, filter_layout: str
-) -> Array:
+def _filter(w: Array, geo: Geometry, problem: Problem, transpose: bool, pad_reduce: int, pad_columns: int) -> Array:
     """The filter with its reduced axis k padded, as `problem.filter_dims` says."""
     pad = fprop._pad
-    if filter_layout[0] == "O":
+    if geo.outer:
         w = w.reshape(w.shape[0], -1, w.shape[-1])
         w = pad(w, ((0, pad_reduce if transpose else 0), (0, 0), (0, pad_columns)))
         return w.transpose(1, 2, 0) if transpose else w
@@ -203,16 +180,14 @@ def _joined_phases(
     dy: Array,
     w: Array,
     geo: Geometry,
-    x_shape: Sequence[int],
-    filter_layout: str,
     epilogue: Epilogue | None,
     out_dtype: Any,
     config: Config | None,
     sms: int | None,
 ) -> Array:
     """All phases as columns: a convolution of dy, stride one, whose filter holds each phase's taps where they fall."""
-    axes = axes_of(geo)
-    if filter_layout[0] == "O":
+    axes, x_shape = axes_of(geo), _x_shape(dy, w, geo)
+    if geo.outer:
         w = jnp.moveaxis(w, 0, -1)  # taps..., C, K
     windows = []  # by axis: for each place of the joined window and each phase, the tap there, or r for none
     tops = []
@@ -235,26 +210,13 @@ def _joined_phases(
     places = tuple(len(table) for table in windows)
     w = w.reshape(*places, -1, w.shape[-1])
     positions = tuple(ax.positions for ax in axes)
-    columns = w.shape[-2]
     # place u reads dy at i + top - u: a stride-one backward convolution with padding `top`
     pads = tuple(
         (top, p + n - 1 - top - size) for top, p, n, size in zip(tops, geo.out, places, positions, strict=True)
     )
     ones = (1,) * rank
-    shape = (x_shape[0], *positions, columns)
-    dx = conv_dgrad(
-        dy,
-        w,
-        x_shape=shape,
-        stride=ones,
-        padding=pads,
-        dilation=ones,
-        filter_layout="HWIO"[-2 - rank :],
-        epilogue=epilogue,
-        out_dtype=out_dtype,
-        config=config,
-        sms=sms,
-    )
+    joint = Geometry(positions, places, ones, pads, ones)
+    dx = conv_dgrad(dy, w, geo=joint, epilogue=epilogue, out_dtype=out_dtype, config=config, sms=sms)
     dx = dx.reshape(x_shape[0], *positions, *(ax.out_step for ax in axes), x_shape[-1])
     interleave = (0, *itertools.chain(*((1 + d, 1 + rank + d) for d in range(rank))), 2 * rank + 1)
     dx = dx.transpose(interleave).reshape(
@@ -268,28 +230,19 @@ def schedule(
     w: Any,
     /,
     *,
-    x_shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
 ) -> np.ndarray:
     """In which order the products of an output are added: flat indices tap * K + k, -1 where a zero pads.
 
     A position meets some of the taps; those it does not meet add nothing, so one order serves all positions.
     """
-    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
-    problem, _, pad_reduce, _ = _problem(
-        dy, w, geo, x_shape, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=jnp.float32
-    )
+    problem, _, pad_reduce, _ = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
     reduce = problem.reduce - pad_reduce
     taps = range(math.prod(geo.taps))
     rows = []
     for start in range(0, problem.reduce, problem.chunk):
         channel = np.arange(start, start + problem.chunk)
-        rows += [np.where(channel < reduce, tap * reduce + channel, -1) for tap in (taps[::-1] if flip else taps)]
+        rows += [np.where(channel < reduce, tap * reduce + channel, -1) for tap in (taps[::-1] if geo.flip else taps)]
     return np.concatenate(rows)[None]
 
 
@@ -298,28 +251,19 @@ def workspace(
     w: Any,
     /,
     *,
-    x_shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
     out_dtype: Any = None,
 ) -> int:
     """Bytes of device memory that the copies around the kernel take."""
-    geo = fprop.geometry(x_shape, w.shape, filter_layout, stride, padding, dilation, flip)
     out_dtype = jnp.dtype(out_dtype or dy.dtype)
-    problem, transpose, pad_reduce, pad_columns = _problem(
-        dy, w, geo, x_shape, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=out_dtype
-    )
-    width, total = jnp.dtype(dy.dtype).itemsize, 0
-    if joined(geo, x_shape[-1], groups) and any(s > 1 for s in stride):
-        cells = math.prod(ceil_div(n, s) for n, s in zip(x_shape[1:-1], stride, strict=True))
-        return x_shape[0] * cells * ceil_div(math.prod(stride) * x_shape[-1], 8) * 8 * out_dtype.itemsize
+    problem, transpose, pad_reduce, pad_columns = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=out_dtype)
+    width, total, x_shape = jnp.dtype(dy.dtype).itemsize, 0, _x_shape(dy, w, geo)
+    if joined(geo, x_shape[-1]) and any(s > 1 for s in geo.stride):
+        cells = math.prod(ceil_div(n, s) for n, s in zip(geo.sizes, geo.stride, strict=True))
+        return x_shape[0] * cells * ceil_div(math.prod(geo.stride) * x_shape[-1], 8) * 8 * out_dtype.itemsize
     if pad_reduce:
         total += math.prod(dy.shape[:-1]) * problem.reduce * width
-    if transpose or pad_reduce or (pad_columns and filter_layout[0] == "O"):
+    if transpose or pad_reduce or (pad_columns and geo.outer):
         total += math.prod(geo.taps) * problem.reduce * problem.columns * width
     longer = [ax.positions * ax.out_step for ax in problem.axes]
     if pad_columns or longer != list(x_shape[1:-1][: len(longer)]):

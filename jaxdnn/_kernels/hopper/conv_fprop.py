@@ -40,7 +40,7 @@ Pads = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The window of a convolution, by spatial axis."""
+    """What a convolution is, apart from its batch, channels and dtypes; tuples by spatial axis."""
 
     sizes: tuple[int, ...]
     taps: tuple[int, ...]
@@ -48,6 +48,8 @@ class Geometry:
     padding: tuple[tuple[int, int], ...]
     dilation: tuple[int, ...]
     flip: bool = False  # a mathematical convolution: taps in reverse
+    groups: int = 1
+    outer: bool = False  # the filter is (K, taps..., C / groups), not (taps..., C / groups, K)
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -59,20 +61,24 @@ class Geometry:
         """Every output pixel reads the one input pixel at its place."""
         return all(t == 1 for t in self.taps) and all(s == 1 for s in self.stride) and not any(map(any, self.padding))
 
+    @property
+    def without_last_taps(self) -> "Geometry":
+        """What is left to do where a copy has brought the last axis' taps to each of its outputs."""
+        return dataclasses.replace(
+            self,
+            sizes=(*self.sizes[:-1], self.out[-1]),
+            taps=(*self.taps[:-1], 1),
+            stride=(*self.stride[:-1], 1),
+            padding=(*self.padding[:-1], (0, 0)),
+            dilation=(*self.dilation[:-1], 1),
+        )
 
-def geometry(
-    x_shape: Sequence[int],
-    w_shape: Sequence[int],
-    filter_layout: str,
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    flip: bool,
-) -> Geometry:
-    rank = len(x_shape) - 2
-    taps = tuple(w_shape[1:-1] if filter_layout[0] == "O" else w_shape[:-2])
-    pads = tuple((int(low), int(high)) for low, high in padding)
-    return Geometry(tuple(x_shape[1 : 1 + rank]), taps, tuple(stride), pads, tuple(dilation), flip)
+
+def channels_of(w: Any, geo: Geometry) -> tuple[int, int]:
+    """Input channels, all groups together, and output channels of a filter."""
+    if geo.outer:
+        return w.shape[-1] * geo.groups, w.shape[0]
+    return w.shape[-2] * geo.groups, w.shape[-1]
 
 
 def operand_reason(dtype: Any, other: Any, out_dtype: Any, precision: str | None) -> str | None:
@@ -98,12 +104,7 @@ def supports(
     w: Any,
     /,
     *,
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
     precision: str | None = None,
@@ -114,17 +115,16 @@ def supports(
     reason = operand_reason(x.dtype, w.dtype, out_dtype, precision) or ep.supports(epilogue, accumulator, out_dtype)
     if reason:
         return reason
-    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
-    columns = w.shape[0] if filter_layout[0] == "O" else w.shape[-1]
-    return shape_reason(geo, x.shape[0], x.shape[-1] // groups, columns // groups, groups, jnp.dtype(x.dtype).itemsize)
+    channels, columns = channels_of(w, geo)
+    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, jnp.dtype(x.dtype).itemsize)
 
 
-def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, groups: int, width: int) -> str | None:
+def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: int) -> str | None:
     if min(batch, *geo.out, *geo.sizes, reduce, columns, 1) < 1:
         return "it has no kernel for empty arrays"
     if any(low < 0 or high < 0 for low, high in geo.padding):
         return "its kernels take no negative padding"
-    if groups > 1:
+    if geo.groups > 1:
         bytes_ = reduce * width
         if bytes_ not in (32, 64) and bytes_ % 128:
             return "its kernels take groups of 32, 64 or a multiple of 128 bytes of channels"
@@ -165,18 +165,16 @@ def plan(
     w: Any,
     geo: Geometry,
     *,
-    groups: int,
-    filter_layout: str,
     epilogue: Epilogue | None,
     extras: tuple[Any, ...],
     out_dtype: Any,
 ) -> Plan:
     dtype, width = jnp.dtype(x.dtype), jnp.dtype(x.dtype).itemsize
-    channels_last = filter_layout[0] == "O"
-    columns = w.shape[0] if channels_last else w.shape[-1]
+    groups, channels_last = geo.groups, geo.outer
+    _, columns = channels_of(w, geo)
     reduce = x.shape[-1] // groups
     flat = geo.pointwise
-    cells = cells_of(geo, reduce, groups, width)
+    cells = cells_of(geo, reduce, width)
     folded = not cells and groups == 1 and reduce * width < 32 and geo.taps[-1] > 1
     batch = x.shape[0]
     if flat:
@@ -188,14 +186,7 @@ def plan(
     if folded:
         reduce *= geo.taps[-1]
     if folded or cells:
-        geo = dataclasses.replace(
-            geo,
-            sizes=(*geo.sizes[:-1], geo.out[-1]),
-            taps=(*geo.taps[:-1], 1),
-            stride=(*geo.stride[:-1], 1),
-            padding=(*geo.padding[:-1], (0, 0)),
-            dilation=(*geo.dilation[:-1], 1),
-        )
+        geo = geo.without_last_taps
     chunk = min(128, max(32, reduce * width)) // width
     # contiguous output channels come in whole chunks of 16-bit numbers; else the filter is transposed
     transpose = not channels_last and not cells and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
@@ -228,12 +219,7 @@ def conv_fprop(
     w: Array,
     /,
     *operands: Array,
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
     config: Config | None = None,
@@ -243,33 +229,22 @@ def conv_fprop(
 
     Args:
       x: (N, spatial..., C).
-      w: (taps..., C / groups, K) for a `filter_layout` that ends in "IO", or (K, taps..., C / groups).
-      flip: whether taps are flipped (a mathematical convolution).
+      w: (taps..., C / groups, K), or (K, taps..., C / groups), as `geo` says.
       config: how to cut the work; by default the measured or modelled choice.
       sms: how many multiprocessors to use; by default all.
     """
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
-    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
-    todo = plan(
-        x,
-        w,
-        geo,
-        groups=groups,
-        filter_layout=filter_layout,
-        epilogue=epilogue,
-        extras=ep.dtypes(epilogue, operands),
-        out_dtype=out_dtype,
-    )
+    todo = plan(x, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype)
     problem = todo.problem
     sms = sms or tuning.multiprocessors()
     config = config or tuning.choose("fprop", problem, sms)
     out_shape = (x.shape[0], *geo.out, problem.columns - todo.pad_columns)
     if todo.cells:
-        x, w = in_cells(x, geo, todo.cells), _window_filter(w, geo, todo, filter_layout)
+        x, w = in_cells(x, geo, todo.cells), _window_filter(w, geo, todo)
     if todo.folded:
         x = fold_taps(x, geo)
     a = _input(x, todo)
-    b = w if todo.cells else _filter(w, geo, todo, filter_layout)
+    b = w if todo.cells else _filter(w, geo, todo)
     bias, extras = prepare_epilogue(epilogue, operands, problem, config, todo.flat, todo.pad_columns)
     y = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
     if todo.pad_columns:
@@ -277,12 +252,12 @@ def conv_fprop(
     return y.reshape(out_shape)
 
 
-def cells_of(geo: Geometry, channels: int, groups: int, width: int) -> int:
+def cells_of(geo: Geometry, channels: int, width: int) -> int:
     """How many pixels of few channels make a cell of 16 bytes, so that every output's window starts at one; 0: none.
 
     A cell is one step of the last axis' stride long; its pixels are padded with zero channels.
     """
-    if groups > 1 or width != 2 or not geo.taps or geo.flip or geo.dilation[-1] != 1:
+    if geo.groups > 1 or width != 2 or not geo.taps or geo.flip or geo.dilation[-1] != 1:
         return 0
     s = geo.stride[-1]
     fits = s in (1, 2, 4) and channels <= min(4, 8 // s) and ceil_div(geo.taps[-1], s) in (2, 4, 8)
@@ -305,9 +280,9 @@ def in_cells(x: Array, geo: Geometry, cells: int) -> Array:
     return jnp.concatenate([x, jnp.where(kept, x, jnp.zeros((), x.dtype))], axis=-2)
 
 
-def _window_filter(w: Array, geo: Geometry, todo: Plan, filter_layout: str) -> Array:
+def _window_filter(w: Array, geo: Geometry, todo: Plan) -> Array:
     """The filter as (other taps, window * 8, K), with zeros where a cell holds no channel or a window no tap."""
-    if filter_layout[0] == "O":
+    if geo.outer:
         w = jnp.moveaxis(w, 0, -1)
     problem, per = todo.problem, 8 // todo.cells
     taps = problem.window * todo.cells
@@ -348,10 +323,10 @@ def pad_axes(x: Array, axes: Sequence[Axis], pad_reduce: int) -> Array:
     return jnp.pad(x, pads) if any(map(any, pads)) else x
 
 
-def _filter(w: Array, geo: Geometry, todo: Plan, filter_layout: str) -> Array:
+def _filter(w: Array, geo: Geometry, todo: Plan) -> Array:
     columns = todo.problem.columns - todo.pad_columns
     reduce = todo.problem.reduce - todo.pad_reduce
-    if filter_layout[0] == "O":
+    if geo.outer:
         w = w.reshape(columns, -1, reduce)
         return _pad(w, ((0, todo.pad_columns), (0, 0), (0, todo.pad_reduce)))
     w = w.reshape(-1, reduce, columns)
@@ -395,16 +370,10 @@ def schedule(
     w: Any,
     /,
     *,
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
 ) -> np.ndarray:
     """In which order the products of an output are added: flat indices tap * C + c, -1 where a zero pads."""
-    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
-    todo = plan(x, w, geo, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=jnp.float32)
+    todo = plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
     reduce = todo.problem.reduce - todo.pad_reduce
     order = conv_plan.schedule_order(todo.problem)
     if todo.cells:
@@ -412,7 +381,7 @@ def schedule(
         tap, channel = np.divmod(cell, 8 // todo.cells)
         here = (tap < geo.taps[-1]) & (channel < x.shape[-1])
         return np.where(here, (row * geo.taps[-1] + tap) * x.shape[-1] + channel, -1)
-    if todo.folded and flip:
+    if todo.folded and geo.flip:
         raise NotImplementedError("the order of a flipped convolution of few channels is not stated")
     tap, channel = np.divmod(order, todo.problem.reduce)
     return np.where((order < 0) | (channel >= reduce), -1, tap * reduce + channel)
@@ -423,18 +392,12 @@ def workspace(
     w: Any,
     /,
     *,
-    stride: Sequence[int],
-    padding: Pads,
-    dilation: Sequence[int],
-    groups: int = 1,
-    flip: bool = False,
-    filter_layout: str = "HWIO",
+    geo: Geometry,
     out_dtype: Any = None,
 ) -> int:
     """Bytes of device memory that the copies around the kernel take."""
-    geo = geometry(x.shape, w.shape, filter_layout, stride, padding, dilation, flip)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    todo = plan(x, w, geo, groups=groups, filter_layout=filter_layout, epilogue=None, extras=(), out_dtype=out_dtype)
+    todo = plan(x, w, geo, epilogue=None, extras=(), out_dtype=out_dtype)
     width, total = jnp.dtype(x.dtype).itemsize, 0
 
     def prepared(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -444,7 +407,7 @@ def workspace(
     a = prepared(jax.ShapeDtypeStruct(x.shape, x.dtype))
     if math.prod(a.shape) != math.prod(x.shape) or todo.folded or todo.cells:
         total += math.prod(a.shape) * width
-    if todo.transpose or todo.pad_columns or (todo.pad_reduce and filter_layout[0] == "O"):
+    if todo.transpose or todo.pad_columns or (todo.pad_reduce and geo.outer):
         total += math.prod(geo.taps) * todo.problem.reduce * todo.problem.columns * width
     if todo.pad_columns:
         total += x.shape[0] * math.prod(geo.out) * todo.problem.columns * out_dtype.itemsize

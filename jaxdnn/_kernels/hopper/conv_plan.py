@@ -56,6 +56,7 @@ class Config:
     staged: int = 1  # buffers of 128 bytes of output channels that a warpgroup fills in turn
     halo: int = 0  # slots of a second ring whose boxes serve all taps of a chunk; 0: a box for every tap
     resident: bool = False  # the filter stays in shared memory for good
+    deal: str = "round"  # how tiles of several phases go to the multiprocessors: "round", "snake" or "together"
 
     @property
     def rows(self) -> int:
@@ -101,6 +102,16 @@ class Problem:
     @property
     def chunks(self) -> int:
         return ceil_div(self.reduce, self.chunk)
+
+    def taps(self, phase: Sequence[int]) -> int:
+        """How many taps the outputs of a phase meet."""
+        return math.prod(ax.count[a] for ax, a in zip(self.axes, phase, strict=True))
+
+    @property
+    def phases(self) -> list[tuple[int, ...]]:
+        """All phases, the longest first: dealt in this order, the multiprocessors finish level."""
+        found = product([range(ax.out_step) for ax in self.axes])
+        return sorted(found, key=lambda phase: (-self.taps(phase), phase))
 
 
 def schedule_order(problem: Problem, phase: Sequence[int] | None = None) -> np.ndarray:

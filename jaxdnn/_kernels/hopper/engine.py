@@ -46,7 +46,7 @@ def _kernel(call: engines.Call) -> _Kernel:
 
 
 def _dense(call: engines.Call) -> _Kernel:
-    from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_wgrad
+    from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_wgrad, tuning
 
     spec: ConvSpec = call.spec
     module, kernel = {
@@ -54,37 +54,41 @@ def _dense(call: engines.Call) -> _Kernel:
         "conv_dgrad": (conv_dgrad, conv_dgrad.conv_dgrad),
         "conv_wgrad": (conv_wgrad, conv_wgrad.conv_wgrad),
     }[call.op]
-    shape = _conv.result_shape(call.op, spec, *call.avals[:2])
-    geometry: dict[str, Any] = {
-        "stride": spec.window.strides,
-        "padding": spec.window.padding,
-        "dilation": spec.window.dilation,
-        "groups": spec.groups,
-        "flip": spec.flip,
-        "filter_layout": "HWIO" if spec.filter.axes.endswith("IO") else "OHWI",
-        **{"conv": {}, "conv_dgrad": {"x_shape": shape}, "conv_wgrad": {"w_shape": shape}}[call.op],
-    }
+    window = spec.window
+    geo = conv_fprop.Geometry(
+        sizes=spec.sizes,
+        taps=spec.taps,
+        stride=window.strides,
+        padding=window.padding,
+        dilation=window.dilation,
+        flip=spec.flip,
+        groups=spec.groups,
+        outer=not spec.filter.axes.endswith("IO"),
+    )
     a, b = call.avals[:2]
-    plain = spec.epilogue == Epilogue()
+    plain = dataclasses.replace(spec.epilogue, integer=False) == Epilogue()  # bare sums, of integers too
     if call.op == "conv_wgrad":  # the result is small: its epilogue is XLA's
         options = {"out_dtype": spec.out_dtype if plain else spec.accumulate}
-        refusal = module.supports(a, b, **geometry, **options)
+        refusal = module.supports(a, b, geo=geo, **options)
     else:
         options = {"out_dtype": spec.out_dtype, "epilogue": None if plain else spec.epilogue}
-        refusal = module.supports(a, b, **geometry, **options, precision=spec.precision)
+        refusal = module.supports(a, b, geo=geo, **options, precision=spec.precision)
 
     def run(a: Array, b: Array, *operands: Array) -> Array:
+        target = spec.limits.multiprocessors
+        sms = None if target is None else min(target, tuning.multiprocessors())
         if call.op != "conv_wgrad":
-            return kernel(a, b, *operands, **geometry, **options)
-        acc = kernel(a, b, **geometry, **options)
+            return kernel(a, b, *operands, geo=geo, **options, sms=sms)
+        acc = kernel(a, b, geo=geo, **options, sms=sms)
         return acc if plain else _conv.finish(call.op, spec, acc, *operands)
 
     def schedule() -> engines.Schedule | None:
         if a.dtype == jnp.int8 or (spec.flip and call.op == "conv"):
             return None  # integers need none; the order of flipped, folded taps is not stated
-        return engines.Schedule("tensor_core", np.atleast_2d(module.schedule(a, b, **geometry)))
+        return engines.Schedule("tensor_core", np.atleast_2d(module.schedule(a, b, geo=geo)))
 
-    return _Kernel(run, refusal, schedule, lambda: module.workspace(a, b, **geometry, out_dtype=spec.out_dtype))
+    written = options["out_dtype"]
+    return _Kernel(run, refusal, schedule, lambda: module.workspace(a, b, geo=geo, out_dtype=written))
 
 
 def _narrow(call: engines.Call) -> _Kernel:
@@ -121,8 +125,12 @@ def _narrow(call: engines.Call) -> _Kernel:
             return conv_depthwise.depthwise_dgrad(a, reversed_taps(b), x_shape, **options)
         return reversed_taps(conv_depthwise.depthwise_wgrad(a, b, w_shape, **options))
 
-    # The order of an output differs between even and odd rows, which one schedule cannot say: none is stated.
-    return _Kernel(run, refusal, lambda: None, lambda: conv_depthwise.workspace(*told, **options))
+    def schedule() -> engines.Schedule | None:
+        if spec.precision == "tf32" and a.dtype == jnp.float32:
+            return None  # the definition cuts the operands then, and this kernel multiplies them whole
+        return conv_depthwise.schedule(*told, **options, flip=spec.flip)
+
+    return _Kernel(run, refusal, schedule, lambda: conv_depthwise.workspace(*told, **options))
 
 
 # ---- what the engine promises ----------------------------------------------------------------------------------------
@@ -188,12 +196,13 @@ def _workspace(call: engines.Call) -> int:
 
 
 def key(call: engines.Call) -> str:
-    """What `measured.json` calls a convolution: everything but the batch."""
+    """What `measured.json` calls a convolution: everything but the batch; its epilogue by the names of its parts."""
     spec: ConvSpec = call.spec
     _, c, k = _conv.channels(spec, call.op, *call.avals[:2])
     window = spec.window
     parts = (call.avals[0].dtype.name, spec.sizes, c, k, spec.taps, window.strides, window.padding, window.dilation)
-    return " ".join(map(str, (PASS[call.op], *parts, spec.groups))).replace(", ", ",")
+    epilogue = (*spec.epilogue.operands, *(spec.epilogue.activation or ())[:1])
+    return " ".join(map(str, (PASS[call.op], *parts, spec.groups, *epilogue))).replace(", ", ",")
 
 
 @ft.lru_cache
@@ -212,7 +221,7 @@ def _rank(call: engines.Call) -> int:
     n, *_ = _conv.channels(call.spec, call.op, *call.avals[:2])
     near = found["batch"] <= 2 * n <= 8 * found["batch"]
     spec: ConvSpec = call.spec
-    alike = spec.epilogue.linear and spec.out_dtype == call.avals[0].dtype and spec.filter.axes.endswith("IO")
+    alike = spec.out_dtype == call.avals[0].dtype and spec.filter.axes.endswith("IO")
     return 0 if near and alike and found["speed_up"] >= 1 else 2
 
 

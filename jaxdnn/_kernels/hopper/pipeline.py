@@ -36,7 +36,6 @@ from jaxdnn._kernels.hopper.conv_plan import (
     b_slots,
     ceil_div,
     check,
-    product,
     row_bytes,
     split,
     swizzled,
@@ -67,11 +66,38 @@ class Walk:
         self.images = ceil_div(problem.batch, config.images)
         self.columns = ceil_div(problem.columns, config.columns)
         self.per_phase = self.images * math.prod(self.counts) * self.columns
-        phases = product([range(ax.out_step) for ax in axes])
-        taps = lambda phase: math.prod(ax.count[a] for ax, a in zip(axes, phase, strict=True))
-        self.phases = sorted(phases, key=lambda phase: (-taps(phase), phase))  # the longest first: a level finish
+        self.phases = problem.phases
         self.tiles = self.per_phase * len(self.phases)
-        self.taps = [taps(phase) for phase in self.phases]
+        self.taps = [problem.taps(phase) for phase in self.phases]
+
+    def blocks(self, sms: int) -> int:
+        """Blocks of threads on so many multiprocessors."""
+        return min(sms, self.per_phase if self.config.deal == "together" else self.tiles)
+
+    def share(self, sm: Any, sms: Any) -> Any:
+        """How many tiles a block of threads has."""
+        if self.config.deal == "together":
+            return lax.div(self.per_phase - sm + sms - 1, sms) * len(self.phases)
+        if self.config.deal == "snake":
+            rounds, rest = lax.div(self.tiles, sms), lax.rem(self.tiles, sms)
+            return rounds + jnp.int32(self._turned(rounds, sm, sms) < rest)
+        return lax.div(self.tiles - sm + sms - 1, sms)
+
+    def tile(self, local: Any, sm: Any, sms: Any) -> Any:
+        """A block's tile number `local`.
+
+        "round": in turn. "snake": in turn, every second round backwards, so that whoever had a long phase's tile gets
+        a short one. "together": all phases of a place, whose outputs lie side by side in memory.
+        """
+        if self.config.deal == "together":
+            phases = len(self.phases)
+            return lax.rem(local, phases) * self.per_phase + sm + lax.div(local, phases) * sms
+        if self.config.deal == "snake":
+            return local * sms + self._turned(local, sm, sms)
+        return sm + local * sms
+
+    def _turned(self, number: Any, sm: Any, sms: Any) -> Any:
+        return lax.select(lax.rem(number, 2) == 1, sms - 1 - sm, sm)
 
     def steps(self, tile: Any) -> Any:
         """Slots of the ring that a tile consumes."""
@@ -123,7 +149,7 @@ def run(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((*shape, problem.columns), problem.out_dtype),
-        grid=(min(sms, cut.walk.tiles),),
+        grid=(cut.walk.blocks(sms),),
         grid_names=("sm",),
         num_threads=cut.consumers + 1,
         thread_name="wg",
@@ -211,7 +237,7 @@ class _Block:
         self.a_ring, self.b_ring = scratch["a_ring"], scratch["b_ring"]
         self.out_box, self.out_matrix = scratch["out"]
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
-        self.mine = lax.div(self.walk.tiles - self.sm + self.sms - 1, self.sms)
+        self.mine = self.walk.share(self.sm, self.sms)
 
     # ---- the producer
 
@@ -238,7 +264,7 @@ class _Block:
             )
 
     def load_tile(self, local: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
-        n, at, phase, k = self.walk.place(self.sm + local * self.sms)
+        n, at, phase, k = self.walk.place(self.walk.tile(local, self.sm, self.sms))
         team = lax.rem(local, self.config.teams)
         extents = [select(p, ax.count) for p, ax in zip(phase, self.problem.axes, strict=True)]
 
@@ -340,7 +366,7 @@ class _Block:
             plgpu.barrier_wait(self.scratch["b_full"])
 
         def tile(local: Any, count: Any) -> Any:
-            index = self.sm + local * self.sms
+            index = self.walk.tile(local, self.sm, self.sms)
             steps = self.walk.steps(index)
             pl.when(lax.rem(local, config.teams) == self.team)(lambda: self.compute_tile(local, index, count, steps))
             return count + steps

@@ -162,10 +162,8 @@ def cost(problem: Problem, config: Config, sms: int) -> float:
     rows, columns, chunk = config.rows, config.columns, problem.chunk
     a_row = 16 if problem.window else chunk * width
     a_bytes, b_bytes = math.prod(conv_plan.a_box(problem, config)) * a_row, columns * chunk * width
-    phases = _phases(problem)
-    axes = problem.axes
-    taps = sum(math.prod(ax.count[a] for ax, a in zip(axes, phase, strict=True)) for phase in phases)
-    steps = taps * problem.chunks / len(phases)
+    phases, axes = problem.phases, problem.axes
+    steps = sum(problem.taps(phase) for phase in phases) * problem.chunks / len(phases)
     loaded = (a_bytes * problem.chunks / steps if config.halo else a_bytes) + b_bytes * (not config.resident)
     read = rows // 64 * (64 * chunk * width + b_bytes) / 128
     ring = _STEP_WITHOUT_RING if config.halo and config.resident else _STEP
@@ -180,10 +178,3 @@ def cost(problem: Problem, config: Config, sms: int) -> float:
     waves = _WAVES * ceil_div(tiles, sms) + (1 - _WAVES) * tiles / sms
     latency = _LATENCY / max(1.0, config.stages * loaded / 65536) * tiles / sms
     return waves * tile + epilogue + latency
-
-
-def _phases(problem: Problem) -> list[tuple[int, ...]]:
-    phases: list[tuple[int, ...]] = [()]
-    for ax in problem.axes:
-        phases = [(*head, a) for head in phases for a in range(ax.out_step)]
-    return phases

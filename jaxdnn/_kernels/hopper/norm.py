@@ -1,0 +1,138 @@
+"""Layer and RMS normalisation of rows on Hopper: rows in registers (Pallas, Mosaic GPU).
+
+Schedule. Rows lie one after the other in memory. Forward, a group of 32 to 512 threads loads a row's 16-byte vectors
+straight into registers, all before the first use, and takes mean and centred second moment from there: x is read once.
+Blocks are many and small: while some wait for memory, others compute. Backward, one block a multiprocessor stays and
+goes from row to row, for the gradients in scale and bias stay in its registers; the next row is under way while one is
+worked on. Blocks leave their sums, which XLA adds. `norm_ptx` writes the instructions and states their order.
+
+Limits. The statistics' axes are the last ones, scale and bias vary along these alone; a row's bytes are a multiple of
+16, and fit into a block's registers; bfloat16, float16 or float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from jaxdnn._kernels.hopper import norm_ptx
+from jaxdnn._kernels.hopper.norm_ptx import SIZES, VECTOR_BYTES, RowPlan
+
+PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
+NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
+MULTIPROCESSORS = 132
+
+
+def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -> RowPlan | None:
+    """How rows of a length are dealt out; None if they do not fit.
+
+    Sixteen elements of a row a thread, of four rows at a time where there are many: that is what was fastest on an H200
+    (`benchmarks/notes-hopper-norm.md`). Threads and vectors depend on the length alone, so the order of additions does.
+    """
+    vectors = length * SIZES[dtype] // VECTOR_BYTES
+    most = 2 if SIZES[dtype] == 2 else 4
+    threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), 512)
+    each = -(-vectors // threads)
+    at_once = 4 if each <= 2 and SIZES[dtype] == 2 and rows >= 16 * MULTIPROCESSORS else 1
+    return RowPlan(length, dtype, out_dtype, threads, each, max(1, 128 // threads), at_once) if each <= 8 else None
+
+
+def backward_plan(length: int, dtype: str, out_dtype: str) -> RowPlan | None:
+    """Likewise; a thread holds up to 16 elements, for it keeps sums as well, and blocks are as large as it can be."""
+    vectors = length * SIZES[dtype] // VECTOR_BYTES
+    most = 2 if SIZES[dtype] == 2 else 4
+    threads = next((t for t in (128, 256, 512) if vectors <= most * t), None)
+    if threads is None:
+        return None
+    each = -(-vectors // threads)
+    return RowPlan(length, dtype, out_dtype, threads, each, max(1, (1024 if each * 2 <= most else 512) // threads))
+
+
+def forward(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    *,
+    centred: bool,
+    eps: float,
+    out_dtype: Any,
+    config: RowPlan | None = None,
+) -> Any:
+    """y, mean, rstd and variance of x (rows, length)."""
+    rows, length = x.shape
+    plan = config or forward_plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], rows)
+    if plan is None:
+        raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
+    given = [v for v in (scale, bias) if v is not None]
+    code = norm_ptx.forward(plan, rows, centred=centred, eps=eps, scale=scale is not None, bias=bias is not None)
+    statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
+    floats = 3 * plan.slots(plan.rows)
+    return _launch(code, plan.block, -(-rows // plan.rows_a_block), floats, outs, "norm", x, *given)
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    scale: Array | None,
+    *,
+    centred: bool,
+    out_dtype: Any,
+    config: RowPlan | None = None,
+) -> tuple[Array, Array, Array]:
+    """dx, dscale and dbias of dy and x (rows, length), mean and rstd (rows,)."""
+    rows, length = x.shape
+    plan = config or backward_plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)])
+    if plan is None:
+        raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
+    blocks = min(MULTIPROCESSORS, -(-rows // plan.groups))
+    code = norm_ptx.backward(plan, rows, blocks, centred=centred, scale=scale is not None)
+    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct((blocks, 2, length), jnp.float32))
+    floats = 2 * plan.slots(3) + (2 * length if plan.groups > 1 else 0)
+    given = [dy, x, mean, rstd] + ([] if scale is None else [scale])
+    dx, sums = _launch(code, plan.block, blocks, floats, outs, "norm_dgrad", *given)
+    dscale, dbias = jnp.sum(sums, 0)
+    return dx, dscale, dbias
+
+
+def _launch(
+    code: str, block: int, blocks: int, floats: int, outs: tuple[jax.ShapeDtypeStruct, ...], name: str, *arrays: Array
+) -> Any:
+    count = len(arrays) + len(outs)
+
+    def body(*references: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (count + 1))
+        def run(_: Any, *refs: Any) -> None:
+            addresses = [llvm.ptrtoint(_integer(64), mgpu_utils.memref_ptr(ref)) for ref in refs[:-1]]
+            addresses.append(llvm.ptrtoint(_integer(32), mgpu_utils.memref_ptr(refs[-1])))
+            constraints = ",".join([*["l"] * count, "r", "~{memory}"])
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), addresses, code, constraints, has_side_effects=True)
+
+        run(*references)
+
+    threads: dict[str, Any] = {}
+    if block > 128:
+        threads = {"num_threads": block // 128, "thread_name": "warpgroup"}
+    kernel = plgpu.kernel(
+        body,
+        out_type=outs,
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((max(floats, 32),), jnp.float32)],
+        kernel_name=name,
+        compiler_params=PARAMETERS,
+        **threads,
+    )
+    return kernel(*arrays)
+
+
+def _integer(bits: int) -> ir.Type:
+    return ir.IntegerType.get_signless(bits)

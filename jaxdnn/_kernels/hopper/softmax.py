@@ -1,0 +1,106 @@
+"""Softmax, its backward pass and logsumexp on Hopper: rows in registers (Pallas, Mosaic GPU).
+
+Schedule. Rows lie one after the other in memory. Up to a warp of threads shares a short row; a long one is shared by a
+block of 128 to 512 threads, and a longer one by the blocks of a cluster, up to eight. A thread loads its 16-byte
+vectors straight into registers, all before the first use, so the row is read once; maximum and sum go by exchange
+between lanes, then through shared memory between warps, then through the cluster's between blocks. Blocks are many and
+small: while some wait for memory, others compute. A row too long for the registers of a cluster is read twice.
+`softmax_ptx` writes the instructions and states the order of additions, which follows from the row's length and dtype.
+
+Limits. The row's bytes are a multiple of 16; bfloat16, float16 or float32; the reduced axes are the last ones.
+Exponentials are 2^x by the special function unit, whose results below 2^-126 are zero.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from jaxdnn._kernels.hopper import softmax_ptx
+from jaxdnn._kernels.hopper.softmax_ptx import SIZES, VECTOR_BYTES, RowPlan
+
+PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
+NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
+VECTORS = 4  # of an operand that a thread holds at most: more registers would mean fewer blocks at a time
+CLUSTER = 8  # blocks at most, on any device
+SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 blocks
+
+
+def plan(length: int, dtype: str, out_dtype: str, operands: int) -> RowPlan:
+    """How rows of a length are dealt out to threads."""
+    vectors = length * SIZES[dtype] // VECTOR_BYTES
+    if vectors <= 32 * VECTORS // operands:
+        threads = min(32, 1 << (vectors - 1).bit_length())
+        return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), 128)
+    block = 128
+    while block < 256 and block * VECTORS < vectors:
+        block *= 2
+    cluster = 1
+    if operands == 1 and 256 * VECTORS < vectors <= 512 * VECTORS:
+        block = 512
+    while cluster < CLUSTER and cluster * block * VECTORS < vectors:
+        cluster *= 2
+    threads = cluster * block
+    if threads * VECTORS < vectors:  # read twice, the second time from the cache as far as possible
+        if operands == 1 and length <= 1 << 17:  # a block's row at a time is then small enough
+            return RowPlan(length, dtype, out_dtype, 1024, VECTORS, 1024)
+        return RowPlan(length, dtype, out_dtype, CLUSTER * 512, 2, 512, CLUSTER)
+    return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), block, cluster)
+
+
+def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | None = None) -> Array:
+    """Softmax or its logarithm of x (rows, length), or with algorithm "logsumexp" that: (rows,)."""
+    rows, length = x.shape
+    chosen = config or plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], 1)
+    code = softmax_ptx.forward(chosen, rows, algorithm)
+    shape = (rows,) if algorithm == "logsumexp" else x.shape
+    return _launch(code, chosen, rows, jax.ShapeDtypeStruct(shape, out_dtype), f"softmax_{algorithm}", x)
+
+
+def softmax_dgrad(
+    dy: Array, y: Array, /, *, algorithm: str, tangent: bool, out_dtype: Any, config: RowPlan | None = None
+) -> Array:
+    """The backward pass for dy and y (rows, length), or with `tangent` the derivative along dy."""
+    rows, length = dy.shape
+    chosen = config or plan(length, NAMES[np.dtype(dy.dtype)], NAMES[np.dtype(out_dtype)], 2)
+    code = softmax_ptx.backward(chosen, rows, algorithm, tangent)
+    return _launch(code, chosen, rows, jax.ShapeDtypeStruct(dy.shape, out_dtype), "softmax_dgrad", dy, y)
+
+
+def _launch(code: str, plan: RowPlan, rows: int, out: jax.ShapeDtypeStruct, name: str, *arrays: Array) -> Array:
+    def body(*references: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))
+        def run(_: Any, *refs: Any) -> None:
+            addresses = [llvm.ptrtoint(_integer(64), mgpu_utils.memref_ptr(ref)) for ref in refs[:-1]]
+            addresses.append(llvm.ptrtoint(_integer(32), mgpu_utils.memref_ptr(refs[-1])))
+            constraints = ",".join([*["l"] * (len(references) - 1), "r", "~{memory}"])
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), addresses, code, constraints, has_side_effects=True)
+
+        run(*references)
+
+    shape: dict[str, Any] = {}
+    if plan.block > 128:
+        shape |= {"num_threads": plan.block // 128, "thread_name": "warpgroup"}
+    if plan.cluster > 1:
+        shape |= {"cluster": (plan.cluster,), "cluster_names": ("part",)}
+    kernel = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(-(-rows // plan.rows_a_block),),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((SHARED_FLOATS,), jnp.float32)],
+        kernel_name=name,
+        compiler_params=PARAMETERS,
+        **shape,
+    )
+    return kernel(*arrays)
+
+
+def _integer(bits: int) -> ir.Type:
+    return ir.IntegerType.get_signless(bits)
