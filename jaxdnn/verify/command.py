@@ -3,6 +3,7 @@
 import argparse
 import concurrent.futures
 import difflib
+import fnmatch
 import json
 import os
 import shlex
@@ -17,16 +18,17 @@ import jax
 from rich.console import Console
 
 from jaxdnn.determinism import LEVELS
-from jaxdnn.verify import cases, checks, controls, environment, levels, page, report, show
+from jaxdnn.verify import controls, environment, families, levels, page, report, show
+from jaxdnn.verify.case import DTYPES as EVERY_DTYPE
+from jaxdnn.verify.case import Result, flushes_subnormals
 
-DTYPES = tuple(d for d in cases.DTYPES if d != "int32")
+DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn verify`."""
-    engines = tuple(dict.fromkeys(e for op in cases.OPS for e in cases.engines_of(op)))
-    parser.add_argument("--op", nargs="+", choices=cases.OPS, help="only these ops")
-    parser.add_argument("--engine", nargs="+", choices=engines, help="only these engines")
+    parser.add_argument("--op", nargs="+", choices=families.ops(), help="only these ops")
+    parser.add_argument("--engine", nargs="+", choices=families.engines(), help="only these engines")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="only these dtypes")
     parser.add_argument("--level", nargs="+", choices=LEVELS, help='only these levels\' procedures; "fast": none')
     parser.add_argument("--platform", choices=["cpu", "gpu"], help="default: the one that JAX chooses")
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     extent.add_argument("--full", dest="extent", action="store_const", const="full", help="everything, many repeats")
     parser.set_defaults(extent="standard")
     parser.add_argument("--seed", type=int, default=0, help="of all random data and geometries (default 0)")
-    parser.add_argument("--case", action="append", metavar="ID", help="only this case; may be given several times")
+    parser.add_argument(
+        "--case", action="append", metavar="ID", help="only this case, or those of a pattern; several may be given"
+    )
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was found here")
     parser.add_argument(
@@ -57,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     console, start = Console(), time.perf_counter()
     compilations = _count_compilations()
-    flush = checks.flushes_subnormals()
+    flush = flushes_subnormals()
     here = environment.describe(flush)
     console.print(_heading(here, len(chosen)), highlight=False, soft_wrap=True)
 
@@ -78,29 +82,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if document["summary"]["passed"] else 1
 
 
-def _choose(arguments: argparse.Namespace) -> tuple[list[cases.Case], list[str]]:
+def _choose(arguments: argparse.Namespace) -> tuple[list[Any], list[str]]:
     """The cases, and the ids of the determinism procedures that are asked for by id."""
     if arguments.case:
-        found = [cases.find(name, arguments.seed) for name in arguments.case]
-        return [c for c in found if c is not None], [n for n in arguments.case if n.startswith("determinism/")]
-    wanted = {"ops": arguments.op or tuple(cases.OPS), "dtypes": arguments.dtype or DTYPES}
-    matrix = cases.matrix(arguments.extent, arguments.seed, **wanted)
+        found = [c for name in arguments.case for c in families.matching(name, arguments.seed)]
+        return list(dict.fromkeys(found)), [n for n in arguments.case if n.startswith("determinism/")]
+    wanted = {"ops": arguments.op or families.ops(), "dtypes": arguments.dtype or DTYPES}
+    matrix = families.matrix(arguments.extent, arguments.seed, **wanted)
     return [c for c in matrix if not arguments.engine or c.engine in arguments.engine], []
 
 
-def _unknown(arguments: argparse.Namespace, chosen: list[cases.Case], procedures: list[str]) -> str | None:
+def _unknown(arguments: argparse.Namespace, chosen: list[Any], procedures: list[str]) -> str | None:
     known = {c.id for c in chosen} | set(procedures)
     for name in arguments.case or ():
-        if name not in known:
-            every = [c.id for c in cases.matrix("full", arguments.seed, ops=cases.OPS, dtypes=cases.DTYPES)]
+        if name not in known and not fnmatch.filter(known, name):
+            every = [c.id for c in families.matrix("full", arguments.seed, ops=families.ops(), dtypes=DTYPES)]
             close = difflib.get_close_matches(name, every, n=3, cutoff=0.3)
             return f"jaxdnn verify: `--case` must be the id of a case, got {name!r}; close ones: {', '.join(close)}."
     return None
 
 
 def _execute(
-    arguments: argparse.Namespace, chosen: list[cases.Case], procedures: list[str], flush: bool, console: Console
-) -> tuple[list[checks.Result], list[levels.Trial]]:
+    arguments: argparse.Namespace, chosen: list[Any], procedures: list[str], flush: bool, console: Console
+) -> tuple[list[Result], list[levels.Trial]]:
     trials: list[levels.Trial] = []
     wanted = tuple(arguments.level or LEVELS)
     if not arguments.case:
@@ -108,7 +112,7 @@ def _execute(
     # Compilation takes most of the time, and XLA compiles outside of Python's lock.
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         try:
-            running = [pool.submit(checks.run, case, arguments.seed, flush=flush) for case in chosen]
+            running = [pool.submit(families.run, case, arguments.seed, flush=flush) for case in chosen]
             results = []
             for future in show.progress(console, running, len(running), "cells"):
                 results.append(future.result())
@@ -128,9 +132,8 @@ def _execute(
 def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[levels.Subject]:
     if arguments.case and not procedures:
         return
-    every = tuple(dict.fromkeys(e for op in cases.OPS for e in cases.engines_of(op)))
-    given = (arguments.op or tuple(cases.OPS), arguments.engine or every, arguments.dtype or DTYPES)
-    for subject in levels.subjects(*given, arguments.extent, arguments.seed):
+    given = (arguments.op or families.ops(), arguments.engine or families.engines(), arguments.dtype or DTYPES)
+    for subject in families.subjects(*given, arguments.extent, arguments.seed, every=bool(procedures)):
         if not procedures or any(name.startswith(subject.id + "/") for name in procedures):
             yield subject
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxdnn._version import __version__
-from jaxdnn.verify import checks
+from jaxdnn.verify import case
 
 PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes")
 
@@ -40,7 +40,7 @@ def describe(flush: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
-        "platform": checks.platform(),
+        "platform": case.platform(),
         "devices": [f"{d.device_kind} {d.id}" if d.platform != "cpu" else f"cpu {d.id}" for d in jax.local_devices()],
         "device_kind": jax.local_devices()[0].device_kind,
         "flushes_subnormals": flush,

@@ -8,13 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxdnn import engines
-from jaxdnn.verify import cases, checks, environment
-from jaxdnn.verify.cases import Case
-from jaxdnn.verify.geometries import Geometry
-
-# A layer of an ordinary network, whose sizes suit every engine: what an engine says of it is what it says in general.
-TYPICAL = Geometry("typical", 8, (56, 56), 64, 64, (3, 3), padding=1)
+from jaxdnn.verify import environment, families
+from jaxdnn.verify.case import DTYPES, Facts, flushes_subnormals
+from jaxdnn.verify.families import Family
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the versions, then the engines; ops of which the engines say the same share their lines."""
     environment.choose(arguments.platform, None)
     console = Console()
-    here = environment.describe(checks.flushes_subnormals())
+    here = environment.describe(flushes_subnormals())
     facts = _columns()
     for name in ("jaxdnn", "revision", *environment.PACKAGES, "python", "system", "platform"):
         facts.add_row(name, str(here[name]))
@@ -35,10 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(facts)
 
     told: dict[Any, list[str]] = collections.defaultdict(list)
-    for op in dict.fromkeys(cases.ENGINES_OF.values()):
-        told[tuple((engine, line) for engine in cases.engines_of(op) for line in _lines(op, engine))].append(op)
-    for rows, ops in told.items():
-        console.print(f"\n[bold]{', '.join(ops)}[/], a {TYPICAL.taps[0]} x {TYPICAL.taps[1]} layer", highlight=False)
+    for op in families.ops():
+        family = families.of(op)
+        lines = tuple((engine, line) for engine in family.engines_of(op) for line in _lines(family, op, engine))
+        told[family.typical_name, lines].append(op)
+    for (typical, rows), ops in told.items():
+        console.print(f"\n[bold]{', '.join(ops)}[/], {typical}", highlight=False)
         table, last = _columns(), ""
         for engine, line in rows:
             table.add_row("" if engine == last else engine, line)
@@ -54,17 +52,21 @@ def _columns() -> Table:
     return table
 
 
-def _lines(op: str, engine: str) -> list[str]:
+def _lines(family: Family, op: str, engine: str) -> list[str]:
     """What an engine says of each dtype, those of which it says the same together, and its notes."""
     groups: dict[str, list[str]] = collections.defaultdict(list)
-    for dtype in (d for d in cases.DTYPES if d != "int32"):
-        groups[_line(checks.facts(Case(op, engine, dtype, "NHWC", None, TYPICAL)))].append(dtype)
+    notes: tuple[str, ...] = ()
+    for dtype in (d for d in DTYPES if d != "int32"):
+        case = family.typical(op, engine, dtype)
+        if case is not None:
+            told = family.facts(case)
+            groups[_line(told)].append(dtype)
+            notes = told.notes
     lines = [f"{' '.join(dtypes)}: {line}" for line, dtypes in groups.items()]
-    notes = next(e.notes for e in engines.registered(op) if e.name == engine)
     return [*lines, *(f"[dim]{escape(note)}[/]" for note in notes)]
 
 
-def _line(told: checks.Facts) -> str:
+def _line(told: Facts) -> str:
     if told.refusal is not None:
         # Which dtypes these are stands before it already.
         return f"[red]no[/], {escape(told.refusal.partition(', and these are')[0])}"

@@ -6,7 +6,7 @@
 | | under load | the same while another thread keeps the device busy |
 | | recompilation | traced and compiled anew |
 | | poisoned output | a buffer full of NaN of the result's shape is donated, so that XLA writes the result into it |
-| batch_invariant | batch sizes | one sample within batches of many sizes, at the first, a middle and the last place |
+| batch_invariant | batch sizes | one sample within batches of many sizes, at places from the first to the last |
 | | neighbours | the other samples of the batch are NaN, infinite or 1e30 |
 | | vmap | vmap over samples against a loop |
 | mesh_invariant | mesh | the batch sharded over 2, 4, 8 devices, as far as there are |
@@ -29,24 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jaxdnn_reference as reference
-from jaxdnn import _window
 from jaxdnn.determinism import LEVELS
-from jaxdnn.verify import cases, checks, data
-from jaxdnn.verify.cases import Case
-from jaxdnn.verify.checks import same_bits
-from jaxdnn.verify.geometries import Geometry
+from jaxdnn.verify.case import Case, facts, generator, platform, same_bits
 
-# Large enough that XLA splits it among a CPU's threads.
-GEOMETRY = Geometry("determinism", 8, (24, 20), 16, 32, (3, 3), (1, 2), ((1, 0), (2, 1)))
-DTYPES = ("f32", "bf16", "int8")
 SIZES = {
     "quick": (2, 5),
     "standard": (2, 3, 8, 17),
-    "full": (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257),
+    "full": (*range(2, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024),
 }
-# A transposed convolution is bound as the primitive of backward data, so what holds for that holds for it.
-OPS = tuple(op for op in cases.OPS if op != "conv_transpose")
+PLACES = {"quick": 3, "standard": 3, "full": 8}  # of the sample in the batch, from the first to the last
 PROCEDURES = {
     "run_to_run": ("repeats", "under load", "recompilation", "poisoned output"),
     "batch_invariant": ("batch sizes", "neighbours", "vmap"),
@@ -69,10 +60,12 @@ class Trial:
     runs: int
     message: str = ""
     control: bool = False
+    variant: str = ""
 
     @property
     def id(self) -> str:
-        return f"determinism/{self.op}/{self.engine}/{self.dtype}/{self.procedure.replace(' ', '-')}"
+        parts = ("determinism", self.op, self.engine, self.dtype, self.variant, self.procedure.replace(" ", "-"))
+        return "/".join(filter(None, parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +74,11 @@ class Subject:
 
     Attributes:
       function: from a batch size to the function of the arrays of such a batch.
-      operands: arrays of a batch of `GEOMETRY.batch`; batch_axes: where their batch lies; out_axis: the result's.
-      into_poison: like function(GEOMETRY.batch), but takes the donated buffer first.
+      operands: arrays of a batch of some samples; batch_axes: where their batch lies (None: they have none).
+      out_axis: where the result's batch lies; None if the result is a sum over the batch.
+      into_poison: like the function of the operands' batch, but takes the donated buffer first.
       definition: computes what "portable" promises.
+      variant: which of several subjects of an op, engine and dtype, where there are several.
     """
 
     op: str
@@ -96,14 +91,21 @@ class Subject:
     out_axis: int | None
     into_poison: Callable[..., jax.Array] | None = None
     definition: Callable[[], np.ndarray] | None = None
+    variant: str = ""
 
     @property
     def id(self) -> str:
-        return f"determinism/{self.op}/{self.engine}/{self.dtype}"
+        return "/".join(filter(None, ("determinism", self.op, self.engine, self.dtype, self.variant)))
+
+    @property
+    def batch(self) -> int:
+        """How many samples the operands are."""
+        pairs = zip(self.operands, self.batch_axes, strict=True)
+        return next((v.shape[axis] for v, axis in pairs if axis is not None), 1)
 
     def whole(self) -> Callable[..., jax.Array]:
         """The function of all samples, made anew: compiling it is a recompilation."""
-        return self.function(GEOMETRY.batch)
+        return self.function(self.batch)
 
     @ft.cached_property
     def compiled(self) -> Callable[..., jax.Array]:
@@ -120,45 +122,44 @@ class Subject:
         return np.take(np.asarray(jax.jit(self.function(1))(*_batch_of(self, 1, 0))), 0, self.out_axis)
 
 
+def subject(
+    case: Case,
+    seed: int,
+    *,
+    batch_axes: tuple[int | None, ...],
+    out_axis: int | None,
+    sized: Callable[[int], Case] | None = None,
+    result: int = 0,
+) -> Subject | None:
+    """What the procedures need to know of a case of a family made of `Case`s; None if its engine refuses it.
+
+    Args:
+      case: the case, on its "normal" data.
+      batch_axes: where the batch of each operand lies; out_axis: the result's; see `Subject`.
+      sized: from a batch size to the case of it, where the op's arguments depend on that.
+      result: which result is looked at, where the op has several.
+    """
+    told = facts(case)
+    if told.refusal is not None:
+        return None
+    operands = case.operands("normal", generator(case, "normal", seed))
+
+    def function(batch: int) -> Callable[..., jax.Array]:
+        whole = (case if sized is None else sized(batch)).function()
+        return lambda *arrays: jax.tree.leaves(whole(*arrays))[result]
+
+    def definition() -> np.ndarray:
+        bits = case.definition(operands)
+        if bits is None:
+            raise Different('it promises "portable", but has no definition')
+        return bits[result]
+
+    names = (case.op, case.engine, case.dtype, told.level)
+    return Subject(*names, function, operands, batch_axes, out_axis, definition=definition)
+
+
 class Different(Exception):
     """Raised by a procedure that found a difference."""
-
-
-def subjects(ops: Any, engine_names: Any, dtypes: Any, extent: str, seed: int) -> Iterator[Subject]:
-    """One for every op, engine and dtype that the engine serves."""
-    for op in (op for op in OPS if op in ops):
-        for engine in (e for e in cases.engines_of(op) if e in engine_names):
-            for dtype in (d for d in DTYPES[extent == "quick" :] if d in dtypes):
-                case = Case(op, engine, dtype, "NHWC", None, GEOMETRY, out="int32" if dtype == "int8" else None)
-                told = checks.facts(case)
-                if told.refusal is None:
-                    yield _subject(case, told.level, seed)
-
-
-def _subject(case: Case, level: str, seed: int) -> Subject:
-    operands, _ = data.arrays(case, "normal", seed, checks.EXACT)
-    if case.dtype != "int8":
-        # float32's 24 bits and a spread of magnitudes, so that a change of order changes bits.
-        operands = tuple((v.astype(np.float32) * np.exp2(np.sin(np.arange(v.size)).reshape(v.shape))) for v in operands)
-        operands = tuple(v.astype(case.in_dtype) for v in operands)
-    axis = _window.layout(case.layout).batch
-    return Subject(
-        case.op,
-        case.engine,
-        case.dtype,
-        level,
-        lambda batch: dataclasses.replace(case, geometry=dataclasses.replace(GEOMETRY, batch=batch)).function(),
-        operands,
-        tuple(axis if role in "xy" else None for role in case.roles),
-        axis if case.result_role in "xy" else None,
-        definition=ft.partial(_definition, case, operands),
-    )
-
-
-def _definition(case: Case, operands: tuple[np.ndarray, ...]) -> np.ndarray:
-    op = getattr(reference, case.op)
-    arguments = case.arguments() | {"out_dtype": case.out_dtype}
-    return op(*operands, *case.sizes_argument(), **arguments, arithmetic="ordered")
 
 
 def trials(subject: Subject, extent: str, levels: Any, only: Any = ()) -> Iterator[Trial]:
@@ -171,7 +172,8 @@ def trials(subject: Subject, extent: str, levels: Any, only: Any = ()) -> Iterat
 
 def trial(subject: Subject, level: str, procedure: str, extent: str, *, control: bool = False) -> Trial:
     """Runs one procedure; a control passes if the procedure finds its fault."""
-    made = ft.partial(Trial, subject.op, subject.engine, subject.dtype, subject.declared, level, procedure)
+    who = (subject.op, subject.engine, subject.dtype, subject.declared)
+    made = ft.partial(Trial, *who, level, procedure, variant=subject.variant)
     try:
         runs, why_not = _RUN[procedure](subject, extent)
     except Different as found:
@@ -193,7 +195,7 @@ def _expect(got: Any, wanted: np.ndarray, what: str) -> None:
 
 
 def _repeats(extent: str) -> int:
-    on_cpu = checks.platform() == "cpu"
+    on_cpu = platform() == "cpu"
     return {"quick": 10, "standard": 20 if on_cpu else 100, "full": 100 if on_cpu else 1000}[extent]
 
 
@@ -289,7 +291,7 @@ def _batch_sizes(subject: Subject, extent: str) -> tuple[int, str]:
     runs = 0
     for size in SIZES[extent]:
         function = jax.jit(subject.function(size))
-        for place in sorted({0, size // 2, size - 1}):
+        for place in sorted({i * (size - 1) // (PLACES[extent] - 1) for i in range(PLACES[extent])}):
             got = np.take(np.asarray(function(*_batch_of(subject, size, place))), place, subject.out_axis)
             _expect(got, subject.first_sample, f"at place {place} of a batch of {size}")
             runs += 1
@@ -310,7 +312,7 @@ def _neighbours(subject: Subject, extent: str) -> tuple[int, str]:
 
 def _vmap(subject: Subject, extent: str) -> tuple[int, str]:
     """Over samples of a batch of one each: all arrays mapped, and only the first."""
-    function, runs = subject.function(1), 0
+    function, runs, why_not = subject.function(1), 0, ""
     samples = [_batch_of(subject, 1, 0)]
     for shift in (1, 2):
         samples.append([np.roll(v, shift, -1) for v in samples[0]])
@@ -325,9 +327,14 @@ def _vmap(subject: Subject, extent: str) -> tuple[int, str]:
             np.stack(column) if m == 0 else column[0]
             for column, m in zip(zip(*samples, strict=True), mapped, strict=True)
         ]
-        _expect(jax.jit(jax.vmap(function, mapped))(*stacked), np.stack(loops), f"under vmap over {mapped}")
+        try:
+            got = jax.jit(jax.vmap(function, mapped))(*stacked)
+        except NotImplementedError as refusal:  # the mapped call is another one: more groups, say
+            why_not = str(refusal)
+            continue
+        _expect(got, np.stack(loops), f"under vmap over {mapped}")
         runs += 1
-    return runs, ""
+    return runs, "" if runs else why_not
 
 
 # ---- mesh_invariant and portable -------------------------------------------------------------------------------------
@@ -338,8 +345,8 @@ def _mesh(subject: Subject, extent: str) -> tuple[int, str]:
     if len(devices) < 2:
         return 0, "needs more than one device"
     for size in (2, 4, 8):
-        if size > len(devices):
-            break
+        if size > len(devices) or subject.batch % size:
+            continue
         mesh = Mesh(np.array(devices[:size]), ("batch",))
         placed = []
         for operand, axis in zip(subject.operands, subject.batch_axes, strict=True):
@@ -347,7 +354,7 @@ def _mesh(subject: Subject, extent: str) -> tuple[int, str]:
             placed.append(jax.device_put(operand, NamedSharding(mesh, spec)))
         _expect(subject.compiled(*placed), subject.result, f"with the batch over {size} devices")
         runs += 1
-    return runs, ""
+    return runs, "" if runs else "no number of devices here divides its batch"
 
 
 def _portable(subject: Subject, extent: str) -> tuple[int, str]:

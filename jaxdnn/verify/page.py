@@ -22,6 +22,7 @@ def render(document: dict[str, Any]) -> str:
         _tiles(document),
         _failures(document),
         _section("Error over bound", _PICTURE_TEXT, _picture(document["cells"])),
+        _section("Predicted bits", _PREDICTED_TEXT, _predicted(found["predicted"])) if found.get("predicted") else "",
         _section("Determinism", _LEVELS_TEXT, _levels(document["determinism"])) if document["determinism"] else "",
         _section("Negative controls", _CONTROLS_TEXT, _controls(document["controls"])) if document["controls"] else "",
         _section("Not served", _REFUSED_TEXT, _refused(document["cells"])) if found["cells"]["refused"] else "",
@@ -163,7 +164,8 @@ def _levels(trials: list[dict[str, Any]]) -> str:
     procedures = [p for group in PROCEDURES.values() for p in group]
     rows: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
     for t in trials:
-        rows[t["op"], t["engine"], t["dtype"], t["declared"]][t["procedure"]] = t
+        dtype = f"{t['dtype']} {t['variant']}" if t["variant"] else t["dtype"]
+        rows[t["op"], t["engine"], dtype, t["declared"]][t["procedure"]] = t
     spans = "".join(f'<th colspan="{len(group)}">{_e(level)}</th>' for level, group in PROCEDURES.items())
     names = "".join(f"<th>{_e(p)}</th>" for p in procedures)
     lines = []
@@ -173,6 +175,15 @@ def _levels(trials: list[dict[str, Any]]) -> str:
     columns = f"<tr><th>op</th><th>engine</th><th>dtype</th><th>promises</th>{names}</tr>"
     head = f'<thead><tr><th colspan="4"></th>{spans}</tr>{columns}</thead>'
     return _wide(f"{head}<tbody>{''.join(lines)}</tbody>", "levels")
+
+
+def _predicted(groups: list[dict[str, Any]]) -> str:
+    rows = []
+    for g in groups:
+        kind, mark = ("no", f"✗ {g['failed']}") if g["failed"] else ("ok", "✓")
+        words = (g["op"], g["engine"], g["dtype"], f"{g['outputs']:,}", g["cells"], ", ".join(g["data"]))
+        rows.append([f'<td class="{kind}">{mark}</td>', *(f"<td>{_e(word)}</td>" for word in words)])
+    return _table(("", "op", "engine", "dtype", "outputs", "cells", "data"), rows)
 
 
 def _mark(trial: dict[str, Any] | None) -> str:
@@ -231,6 +242,10 @@ _PICTURE_TEXT = (
     "and the data, for the worst order of additions that the engine may use; the error is what is left when the one "
     "rounding at the end is taken out. Beyond 1 is a fault. Green: every element is the definition, correctly rounded. "
     "The number is how many cells; point at a dot for its name."
+)
+_PREDICTED_TEXT = (
+    "An engine may state in which order it adds. The reference then adds in that order, as the hardware does, and "
+    "every bit of the result has to be the predicted one: how many outputs were compared. Integers: with the exact sum."
 )
 _LEVELS_TEXT = (
     "What each engine promises, and the procedures that put it to the test, with the number of runs that were compared "

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jaxdnn.verify.checks import Result
+from jaxdnn.verify import families
+from jaxdnn.verify.case import Result
 from jaxdnn.verify.levels import Trial
 
 SCHEMA = 1
@@ -46,9 +47,34 @@ def summary(cells: list[dict[str, Any]], trials: list[dict[str, Any]]) -> dict[s
         "elements": sum(k["elements"] for c in cells for k in c["checks"]),
         "worst_ratio": worst and worst["ratio"],
         "worst_cell": worst and worst["id"],
+        "predicted": predicted(cells),
         "determinism": _statuses(tested),
         "controls": _statuses(controls),
     }
+
+
+def predicted(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By op, engine and dtype: how many outputs were compared with predicted bits, on which data, and in which cells.
+
+    What is predicted is the sum by the engine's stated schedule; of integers, the exact sum.
+    """
+    groups: dict[Any, list[tuple[str, dict[str, Any]]]] = collections.defaultdict(list)
+    for c in cells:
+        for k in c["checks"]:
+            if k["rule"] == "modelled bits" or (c["dtype"] == "int8" and k["rule"] == "exact integers"):
+                groups[c["op"], c["engine"], c["dtype"]].append((c["id"], k))
+    return [
+        {
+            "op": op,
+            "engine": engine,
+            "dtype": dtype,
+            "outputs": sum(k["elements"] for _, k in found),
+            "cells": len({name for name, _ in found}),
+            "failed": sum(not k["passed"] for _, k in found),
+            "data": list(dict.fromkeys(k["data"] for _, k in found)),
+        }
+        for (op, engine, dtype), found in groups.items()
+    ]
 
 
 def _statuses(trials: list[dict[str, Any]]) -> dict[str, int]:
@@ -57,17 +83,13 @@ def _statuses(trials: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _cell(result: Result, reproduce: Any) -> dict[str, Any]:
-    case, geometry = result.case, result.case.geometry
+    case = result.case
     return {
         "id": case.id,
         "op": case.op,
         "engine": case.engine,
         "dtype": case.dtype,
-        "out": case.out or case.dtype,
-        "layout": case.layout,
-        "filter_layout": case.filter_layout,
-        "geometry": dataclasses.asdict(geometry),
-        "blend": dataclasses.asdict(case.blend),
+        **families.of(case.op).describe(case),
         "level": result.level,
         "accumulation": result.accumulation,
         "status": result.status,

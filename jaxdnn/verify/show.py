@@ -42,6 +42,8 @@ def tables(console: Console, document: dict[str, Any]) -> None:
         console.print(_matrix(document["cells"]))
     for reason, count in _refusals(document["cells"]).items():
         console.print(f"[dim]not served: {escape(reason)} ({count} cells)[/]", soft_wrap=True, highlight=False)
+    if document["summary"]["predicted"]:
+        console.print(_predicted(document["summary"]["predicted"]))
     if document["determinism"]:
         console.print(_determinism(document["determinism"]))
     controls = document["summary"]["controls"]
@@ -83,6 +85,16 @@ def _group(cells: list[dict[str, Any]]) -> str:
     return f"{len(cells)} [dim]{'0' if worst == 0 else f'{worst:.2g}':>6}[/]"
 
 
+def _predicted(groups: list[dict[str, Any]]) -> Table:
+    """How many outputs were compared bit for bit with what the stated schedule predicts."""
+    table = _plain("outputs equal to their predicted bits", "op", "engine", "dtype")
+    table.add_column("outputs", justify="right")
+    for g in groups:
+        count = f"[bold red]{g['failed']} checks failed[/]" if g["failed"] else f"{g['outputs']:,}"
+        table.add_row(g["op"], g["engine"], g["dtype"], count)
+    return table
+
+
 def _determinism(trials: list[dict[str, Any]]) -> Table:
     """One column a level: in how many runs its procedures found no difference."""
     heads = {
@@ -96,7 +108,8 @@ def _determinism(trials: list[dict[str, Any]]) -> Table:
         table.add_column(heads[level], justify="right")
     rows: dict[Any, dict[str, list[dict[str, Any]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for t in trials:
-        rows[t["op"], t["engine"], t["dtype"], t["declared"]][t["level"]].append(t)
+        dtype = f"{t['dtype']} {t['variant']}" if t["variant"] else t["dtype"]
+        rows[t["op"], t["engine"], dtype, t["declared"]][t["level"]].append(t)
     for key, by_level in rows.items():
         table.add_row(*key, *(_runs(by_level[level]) for level in PROCEDURES))
     return table

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdnn.verify.cases import Case
+from jaxdnn.verify.families.conv_cases import Case
 from jaxdnn_reference import layout as axes
 
 # Operands and result as (image, group, channel in the group) or (input channel, group, output channel).

@@ -1,7 +1,7 @@
 """One case: the op's result against the reference, by every check that the engine's description allows."""
 
 import dataclasses
-import time
+import functools as ft
 from typing import Any
 
 import jax
@@ -10,95 +10,40 @@ import numpy as np
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn import tolerance
-from jaxdnn.determinism import LEVELS
-from jaxdnn.tolerance import ACCUMULATIONS, Accumulation, Comparison
-from jaxdnn.verify import data, norms
-from jaxdnn.verify.cases import Case
+from jaxdnn.tolerance import ACCUMULATIONS, Accumulation
+from jaxdnn.verify.case import (
+    Check,
+    Facts,
+    architectures,
+    facts_of,
+    from_comparison,
+    generator,
+    platform,
+    same_bits,
+    strongest_level,
+)
+from jaxdnn.verify.families import conv_bits
+from jaxdnn.verify.families import conv_data as data
+from jaxdnn.verify.families import conv_norms as norms
+from jaxdnn.verify.families.conv_cases import Case
 
 MODELLED_SAMPLE = 20_000  # outputs that are run through the model of a schedule, at most
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What an engine says of a case: whether it serves it, what it promises, how it adds."""
-
-    refusal: str | None
-    level: str
-    accumulation: str
-    schedule: Any = None
-    modelled: tuple[str, ...] = ()
-    hazards: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One comparison: on which data, by which rule, and what came of it."""
-
-    data: str
-    rule: str  # "computed bound", "exact integers" or "modelled bits"
-    passed: bool
-    message: str
-    ratio: float = 0.0
-    elements: int = 0
-    misrounded: int = 0
-    misrounded_allowed: float = 0.0
-    unchecked: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What came of a case. status: "passed", "failed", or "refused" if the engine does not serve it."""
-
-    case: Case
-    status: str
-    level: str
-    accumulation: str
-    message: str
-    seconds: float
-    checks: tuple[Check, ...] = ()
-
-    @property
-    def ratio(self) -> float:
-        """The worst error over its bound of the data on which the result is not exact."""
-        return max((c.ratio for c in self.checks), default=0.0)
-
-
-def platform() -> str:
-    """The default backend, as engines name it."""
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
-
-
-def architectures() -> set[str]:
-    """The names by which an engine may say that its bits are predicted here: "cuda", "NVIDIA H200", "sm_90"."""
-    device = jax.local_devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    names = {platform(), device.device_kind}
-    return names | {f"sm_{str(capability).replace('.', '')}"} if capability else names
-
-
-def flushes_subnormals() -> bool:
-    """Whether this device reads or writes subnormal float32 numbers as zero, found by trying it."""
-    tiny, half = np.float32(2.0**-126), np.float32(0.5)
-    product = jax.jit(lambda a, b: a * b)(tiny, half)
-    total = jax.jit(lambda a, b: jax.lax.dot(a, b))(np.full((1, 2), tiny * half), np.full((2, 1), np.float32(2)))
-    return float(product) == 0 or float(total[0, 0]) == 0
 
 
 def facts(case: Case) -> Facts:
     """Asks `jaxdnn.explain` about a case; nothing is computed."""
     operands = [jax.ShapeDtypeStruct(case.shape(role), case.in_dtype) for role in case.roles]
-    given = data.extras(case, "normal", data.generator(case, "normal", 0))
+    given = data.extras(case, "normal", generator(case, "normal", 0))
     extras = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in given.items()}
     if case.op == "conv_bgrad":
-        return Facts(None, _strongest_level(case, operands, extras), _sum_accumulation(case))
+        return Facts(None, strongest_level(case, operands, **extras), _sum_accumulation(case))
     with jax.enable_x64(case.x64):
         # Without naming the engine, for a call that names one which cannot serve it raises.
         explained = dnn.explain(case.function(any_engine=True), *operands, **extras)[0]  # type: ignore[arg-type]
     found = next((c for c in explained.candidates if c.engine == case.engine), None)
     if found is None:
         return Facts(f"there is no such engine for {case.op}", "fast", "float32")
-    return Facts(found.refusal, found.level, found.accumulation, found.schedule, found.modelled, found.hazards)
+    return facts_of(found)
 
 
 EXACT = ACCUMULATIONS["int32"]
@@ -110,38 +55,8 @@ def _sum_accumulation(case: Case) -> str:
     return "float64" if "f64" in (case.dtype, case.accumulate) else "float32"
 
 
-def _strongest_level(case: Case, operands: Any, extras: Any) -> str:
-    """The strongest level that a call may require without being refused when it is traced."""
-    for level in reversed(LEVELS):
-        try:
-            with jax.enable_x64(case.x64):
-                jax.eval_shape(case.function(level), *operands, **extras)
-        except NotImplementedError:
-            continue
-        return level
-    return "fast"
-
-
-def run(case: Case, seed: int, *, flush: bool) -> Result:
-    """Runs a case on all of its kinds of data. An exception fails the case, never the run."""
-    start = time.perf_counter()
-    level, accumulation = "fast", ""
-    try:
-        told = facts(case)
-        level, accumulation = told.level, told.accumulation
-        if told.refusal is not None:
-            return Result(case, "refused", level, accumulation, told.refusal, time.perf_counter() - start)
-        checks = tuple(_checks(case, told, seed, flush))
-    except Exception as error:  # whatever an op raises is a finding about this case
-        message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Result(case, "failed", level, accumulation, message, time.perf_counter() - start)
-    failed = [c for c in checks if not c.passed]
-    message = f"on {failed[0].data} data, by {failed[0].rule}: {failed[0].message}" if failed else ""
-    status = "failed" if failed else "passed"
-    return Result(case, status, level, accumulation, message, time.perf_counter() - start, checks)
-
-
-def _checks(case: Case, told: Facts, seed: int, flush: bool) -> list[Check]:
+def check(case: Case, told: Facts, seed: int, flush: bool) -> list[Check]:
+    """Compares a case's result with the reference, on every kind of data."""
     flush = flush or "flushes_subnormals" in told.hazards
     accumulation = dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush)
     checks = []
@@ -154,7 +69,7 @@ def _checks(case: Case, told: Facts, seed: int, flush: bool) -> list[Check]:
             out = np.asarray(function(*operands, **extras))
             checks.append(judge(case, kind, operands, extras, out, accumulation))
             # A device that flushes subnormal numbers is outside of what the model describes.
-            if _is_modelled(case, told) and not (flush and kind == "subnormal"):
+            if _is_modelled(case, told) and not (flush and kind in data.TINY):
                 checks.append(_modelled(case, kind, operands, extras, out, told.schedule))
     return checks
 
@@ -180,9 +95,9 @@ def judge(
     whole = kind in data.INTEGERS and accumulation.kind != "transform"  # a transform's terms are no integers
     exact = case.integer or (whole and case.blend.exact_on_integers)
     error = np.zeros(expected) if exact else error_bound(case, whole, operands, details, extras, accumulation)
-    generic = kind not in (*data.INTEGERS, "subnormal")  # next to which a prior is a coarse grid
+    generic = kind not in (*data.INTEGERS, *data.TINY)  # next to which a prior is a coarse grid
     found = tolerance.compare(out, np.asarray(details.value), error, generic=generic)
-    return _check(kind, "exact integers" if exact else "computed bound", found)
+    return from_comparison(kind, "exact integers" if exact else "computed bound", found)
 
 
 def error_bound(
@@ -217,11 +132,6 @@ def error_bound(
     return blend.error(computed, error, *terms, prior=extras.get("prior"))
 
 
-def _check(kind: str, rule: str, found: Comparison) -> Check:
-    counts = (found.elements, found.misrounded, found.misrounded_allowed, found.unchecked)
-    return Check(kind, rule, found.passed, found.message, found.ratio, *counts)
-
-
 def _is_modelled(case: Case, told: Facts) -> bool:
     """Whether the reference predicts the bits: the sum's on these architectures, and an epilogue's that cannot be fused
 
@@ -236,26 +146,20 @@ def _is_modelled(case: Case, told: Facts) -> bool:
 
 def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any) -> Check:
     """The reference runs the engine's schedule; every bit has to agree, the sign of zero and NaN for NaN included."""
-    flat = out.reshape(-1)
-    at = np.arange(flat.size)
-    if at.size > MODELLED_SAMPLE:
-        at = np.sort(data.generator(case, "sample", 0).choice(flat.size, MODELLED_SAMPLE, replace=False))
-    plan = reference.Schedule(schedule.order, schedule.combine)
+    flat, at = out.reshape(-1), None
+    million = case.geometry.name.startswith(conv_bits.PREFIX)
+    if flat.size > MODELLED_SAMPLE and not million:
+        at = np.sort(generator(case, "sample", 0).choice(flat.size, MODELLED_SAMPLE, replace=False))
+        flat = flat[at]
+    plan = reference.Schedule(schedule.order, schedule.combine, classes=schedule.classes)
     settings = {"arithmetic": schedule.arithmetic, "schedule": plan, "at": at}
-    op = getattr(reference, case.op)
-    arguments = case.arguments() | {"out_dtype": case.out_dtype}
-    wanted = op(*operands, *case.sizes_argument(), **arguments, **extras, **settings)
-    different = ~same_bits(flat[at], wanted)
-    message = f"{int(different.sum())} of {at.size} differ from the model's bits"
+    arguments = case.arguments() | {"out_dtype": case.out_dtype} | extras | settings
+    model = ft.partial(getattr(reference, case.op), *operands, *case.sizes_argument(), **arguments)
+    wanted = (conv_bits.processes().submit(model).result() if million else model()).reshape(-1)
+    different = ~same_bits(flat, wanted)
+    message = f"{int(different.sum())} of {flat.size} differ from the model's bits"
     if different.any():
         i = int(different.argmax())
-        message += f"; first at {at[i]}: got {float(flat[at[i]]):.9g}, the model {float(wanted[i]):.9g}"
-    return Check(kind, "modelled bits", not different.any(), message, elements=at.size)
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Elementwise: the same bits, or NaN in both (whose payload no level promises)."""
-    unsigned = np.dtype(f"u{a.dtype.itemsize}")
-    equal = np.ascontiguousarray(a).view(unsigned) == np.ascontiguousarray(b).view(unsigned)
-    with np.errstate(invalid="ignore"):  # NumPy warns where it compares NaNs of the narrow types
-        return equal | ((a != a) & (b != b))
+        place = i if at is None else at[i]
+        message += f"; first at {place}: got {float(flat[i]):.9g}, the model {float(wanted[i]):.9g}"
+    return Check(kind, "modelled bits", not different.any(), message, elements=flat.size)

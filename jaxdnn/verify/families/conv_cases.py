@@ -1,4 +1,4 @@
-"""The matrix: which calls `jaxdnn verify` makes.
+"""The convolutions' matrix: which calls `jaxdnn verify` makes.
 
 A case is one call of one op by one engine: dtypes, layouts, geometry, epilogue. Its id names it, so that a failing
 case can be run alone: the id and the seed are all it takes.
@@ -8,16 +8,17 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 import jaxdnn as dnn
 from jaxdnn import _window, engines
-from jaxdnn.verify.geometries import (
+from jaxdnn.verify.case import DTYPES
+from jaxdnn.verify.families import conv_bits
+from jaxdnn.verify.families.conv_geometries import (
     BLENDS,
     CHANNELS_LAST,
     EPILOGUES,
@@ -44,18 +45,6 @@ OPS: dict[str, Callable[..., Any]] = {
 # Under which op an op's engines are registered; a backward bias is a sum that XLA does, without a choice.
 ENGINES_OF = {"conv": "conv", "conv_dgrad": "conv_dgrad", "conv_wgrad": "conv_wgrad", "conv_transpose": "conv_dgrad"}
 ROLES = {"conv": "xwy", "conv_dgrad": "ywx", "conv_wgrad": "xyw", "conv_bgrad": "yb", "conv_transpose": "ywx"}
-
-DTYPES: dict[str, Any] = {
-    "f32": np.float32,
-    "bf16": ml_dtypes.bfloat16,
-    "f16": np.float16,
-    "f64": np.float64,
-    "tf32": np.float32,
-    "int8": np.int8,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "int32": np.int32,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,27 +190,10 @@ def engines_of(op: str) -> tuple[str, ...]:
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
 
-EXTENTS = ("quick", "standard", "full")
 
-
-def matrix(extent: str, seed: int, *, ops: Iterable[str], dtypes: Iterable[str]) -> Iterator[Case]:
-    """The cases of an extent, each of which holds those of the extents before it."""
-    chosen = frozenset(dtypes)
-    for op in ops:
-        for engine in engines_of(op):
-            seen: set[str] = set()
-            for case in _cases(op, engine, extent, seed):
-                if case.dtype in chosen and case.id not in seen and not (op == "conv_bgrad" and case.dtype == "tf32"):
-                    seen.add(case.id)
-                    yield case
-
-
-def find(case_id: str, seed: int) -> Case | None:
-    """The case of this id, whatever the extent."""
-    op = case_id.partition("/")[0]
-    if op not in OPS:
-        return None
-    return next((c for c in matrix("full", seed, ops=[op], dtypes=DTYPES) if c.id == case_id), None)
+def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
+    """The cases of an extent."""
+    return (c for c in _cases(op, engine, extent, seed) if not (op == "conv_bgrad" and c.dtype == "tf32"))
 
 
 def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
@@ -232,6 +204,8 @@ def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
     more += [_full(op, make, seed)] if extent == "full" else []
     for part in more:
         yield from itertools.islice(part, 0, None, 8 if engine in _SLOW else 1)
+    if extent == "full" and engine in _PREDICTED:
+        yield from conv_bits.cases(op, make)
 
 
 def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
@@ -245,6 +219,8 @@ def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
 _SLOW = ("ordered",)
 # Engines that cut the work into tiles also get the sizes which these do not divide, in every dtype.
 _TILED = ("hopper",)
+# Engines whose bits are predicted on a million outputs of every op and dtype.
+_PREDICTED = ("hopper",)
 # Transposed convolution is served by the engines of backward data, and a backward bias has no window at all: of the
 # lists of cases they get every third and every fourth.
 _STRIDE = {"conv": 1, "conv_dgrad": 1, "conv_wgrad": 1, "conv_transpose": 3, "conv_bgrad": 4}

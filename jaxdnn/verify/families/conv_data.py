@@ -1,4 +1,4 @@
-"""The arrays that a case is run on: kinds of data that each show other faults.
+"""The arrays that a convolution's case is run on: kinds of data that each show other faults.
 
 | kind | what | shows |
 |---|---|---|
@@ -8,6 +8,7 @@
 | lognormal | magnitudes over five decades | low-precision accumulators, misplaced scales |
 | cancelling | products of nearly equal size and alternating sign: |G| is far below S | lost low bits, double rounding |
 | subnormal | results, or for the narrow types operands, among the subnormal numbers | flushes to zero |
+| sparse | half of the elements are zero, beside the smallest normal numbers and large ones | zeros aligned to |
 | special | some NaN, infinite and huge elements in the first operand | masks that multiply by zero, wrong maxima |
 """
 
@@ -15,30 +16,31 @@ import math
 import zlib
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation, Format
-from jaxdnn.verify.cases import Case
+from jaxdnn.verify.case import generator
+from jaxdnn.verify.families import conv_bits
+from jaxdnn.verify.families.conv_cases import Case
 
 INTEGERS = ("integers", "ties")  # sums of which are exact
+TINY = ("subnormal", "sparse")  # whose results may be subnormal
 SPECIALS = ("lognormal", "cancelling", "subnormal", "special")
 
 
 def kinds(case: Case) -> tuple[str, ...]:
     """The kinds of data for a case: the first two always, ties if the output is narrow, and one of the others in turn
 
-    by the case's id.
+    by the case's id; where a million outputs are predicted, six.
     """
+    if case.geometry.name.startswith(conv_bits.PREFIX) and case.dtype != "int8":
+        return conv_bits.KINDS
     if case.dtype == "int8":
         return ("normal",) if case.geometry.name == "wrap" else ("normal", "integers")
     special = SPECIALS[zlib.crc32(case.id.encode()) % len(SPECIALS)]
     return ("normal", "integers", *(("ties",) if case.out_dtype.itemsize <= 2 else ()), special)
-
-
-def generator(case: Case, kind: str, seed: int) -> np.random.Generator:
-    """Depends on the case's id, not on its place in the matrix."""
-    return np.random.default_rng([seed, zlib.crc32(f"{case.id}|{kind}".encode())])
 
 
 def arrays(
@@ -107,6 +109,15 @@ def _subnormal(case: Case, rng: np.random.Generator, shapes: Any, accumulation: 
     return [tiny, *(rng.standard_normal(s) for s in shapes[1:])]
 
 
+def _sparse(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) -> list[np.ndarray]:
+    """The smallest normal numbers in the first operand, up to 2^60 in the others; half of each is zero."""
+    finfo = ml_dtypes.finfo(case.in_dtype)
+    least, most = (np.frexp(float(v))[1] for v in (finfo.smallest_normal, finfo.max))
+    first = rng.choice([-1, 1], shapes[0]) * rng.uniform(1, 2, shapes[0]) * 2.0**least
+    others = [rng.standard_normal(s) * np.exp2(rng.integers(-3, min(60, int(most) - 3), s)) for s in shapes[1:]]
+    return [a * (rng.random(a.shape) < 0.5) for a in (first, *others)]
+
+
 def _special(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) -> list[np.ndarray]:
     first, *others = (rng.standard_normal(s) for s in shapes)
     values = [np.nan, np.inf, -np.inf] if case.dtype != "e4m3fn" else [np.nan]
@@ -125,6 +136,7 @@ _DRAW = {
     "lognormal": _lognormal,
     "cancelling": _cancelling,
     "subnormal": _subnormal,
+    "sparse": _sparse,
     "special": _special,
 }
 

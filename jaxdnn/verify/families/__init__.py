@@ -1,0 +1,159 @@
+"""The families of ops that `jaxdnn verify` knows: which cases and which determinism subjects each has.
+
+To add a family: a module here with a subclass of `jaxdnn.verify.case.Case`, a function that yields the cases of an
+extent, a function that yields `jaxdnn.verify.levels.Subject`s, and a `FAMILY` made with `family`; then its name in
+`_MODULES`. Ids, reproduction, tables, the report and the procedures come with it.
+"""
+
+import dataclasses
+import fnmatch
+import functools as ft
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jaxdnn.verify import case as plain
+from jaxdnn.verify.case import Case, Check, Facts, Result
+
+EXTENTS = ("quick", "standard", "full")
+_MODULES = ("conv", "norm", "norm_local", "activation", "dropout", "pool", "softmax", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family of ops.
+
+    Attributes:
+      name: its stem.
+      ops: the public ops.
+      engines_of: an op to the names of the engines it may be given.
+      cases: (op, engine, extent, seed) to the cases, each extent's among the next one's.
+      subjects: (op, engine, extent, seed) to what the determinism procedures run on.
+      typical: (op, engine, dtype) to a case whose facts are what the engine says in general; None if there is none.
+      typical_name: what such a case is, in words.
+      facts: a case to what its engine says of it.
+      check: (case, facts, seed, whether subnormals are flushed) to its checks.
+      describe: a case to what the report says of it beside its id.
+      strides: (a, b): short of the full extent, which has everything, the matrix takes every a-th of the quick cases
+        and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
+        procedures run on one subject for every sixth pair of an op and an engine.
+      facets: a case to what of it the matrix must not miss.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    engines_of: Callable[[str], tuple[str, ...]]
+    cases: Callable[[str, str, str, int], Iterable[Any]]
+    subjects: Callable[[str, str, str, int], Iterable[Any]]
+    typical: Callable[[str, str, str], Any | None]
+    typical_name: str
+    facts: Callable[[Any], Facts] = plain.facts
+    check: Callable[..., list[Check]] = plain.check
+    describe: Callable[[Any], dict[str, Any]] = lambda case: case.describe()
+    strides: tuple[int, int] = (1, 1)
+    facets: Callable[[Any], set[Any]] = lambda case: {case.dtype}
+
+    def of_extent(self, op: str, engine: str, extent: str, seed: int) -> list[Any]:
+        """The cases of an extent, each once."""
+        quick, standard = self.strides
+        every = list(self.cases(op, engine, "quick", seed))
+        found = _sample(every, quick, self.facets)
+        if extent != "quick":
+            known = {case.id for case in every}
+            found += _sample(
+                [c for c in self.cases(op, engine, "standard", seed) if c.id not in known], standard, self.facets
+            )
+        if extent == "full":
+            found += self.cases(op, engine, "full", seed)
+        return list({case.id: case for case in found}.values())
+
+
+def _sample(cases: list[Any], stride: int, facets: Callable[[Any], set[Any]]) -> list[Any]:
+    """Every `stride`-th case, and the first of each facet."""
+    kinds = [facets(c) for c in cases]
+    return [c for i, c in enumerate(cases) if i % stride == 0 or kinds[i].difference(*kinds[:i])]
+
+
+def family(
+    name: str,
+    kind: type[Case],
+    ops: Iterable[str],
+    cases: Callable[[str, str, str, int], Iterable[Case]],
+    subjects: Callable[[str, str, str, int], Iterable[Any]],
+    typical_name: str,
+    strides: tuple[int, int] = (1, 1),
+    facts: Callable[[Any], Facts] = plain.facts,
+) -> Family:
+    """A family whose cases are a subclass of `Case`."""
+
+    def typical(op: str, engine: str, dtype: str) -> Case | None:
+        return next((c for c in cases(op, engine, "full", 0) if c.dtype == dtype), None)
+
+    engines_of = ft.partial(plain.engines_of, kind)
+    return Family(name, tuple(ops), engines_of, cases, subjects, typical, typical_name, facts, strides=strides)
+
+
+@ft.cache
+def families() -> tuple[Family, ...]:
+    """All families. Loaded when asked for: some of what they import depends on the devices."""
+    return tuple(importlib.import_module(f"{__name__}.{name}").FAMILY for name in _MODULES)
+
+
+def ops() -> tuple[str, ...]:
+    """Every op of every family."""
+    return tuple(op for f in families() for op in f.ops)
+
+
+def of(op: str) -> Family:
+    """The family of an op."""
+    return next(f for f in families() if op in f.ops)
+
+
+def engines() -> tuple[str, ...]:
+    """Every engine's name."""
+    return tuple(dict.fromkeys(e for op in ops() for e in of(op).engines_of(op)))
+
+
+def matrix(extent: str, seed: int, *, ops: Iterable[str], dtypes: Iterable[str]) -> Iterator[Any]:
+    """The cases of an extent, each of which holds those of the extents before it."""
+    chosen = frozenset(dtypes)
+    for op in ops:
+        for engine in of(op).engines_of(op):
+            yield from (case for case in of(op).of_extent(op, engine, extent, seed) if case.dtype in chosen)
+
+
+def find(case_id: str, seed: int) -> Any | None:
+    """The case of this id, whatever the extent."""
+    op = case_id.partition("/")[0]
+    if op not in ops():
+        return None
+    return next((c for c in matrix("full", seed, ops=[op], dtypes=plain.DTYPES) if c.id == case_id), None)
+
+
+def matching(pattern: str, seed: int) -> list[Any]:
+    """The cases, whatever the extent, whose ids a shell's pattern matches; of a plain id the one case."""
+    if not set(pattern) & set("*?"):
+        return [case for case in (find(pattern, seed),) if case is not None]
+    every = matrix("full", seed, ops=ops(), dtypes=plain.DTYPES)
+    return [case for case in every if fnmatch.fnmatchcase(case.id, pattern)]
+
+
+def run(case: Any, seed: int, *, flush: bool) -> Result:
+    """Runs a case on all of its kinds of data."""
+    f = of(case.op)
+    return plain.run(case, seed, flush=flush, facts=f.facts, check=f.check)
+
+
+def subjects(
+    ops: Iterable[str], engine_names: Iterable[str], dtypes: Iterable[str], extent: str, seed: int, *, every: bool
+) -> Iterator[Any]:
+    """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: a sample, or `every`."""
+    names, kinds = frozenset(engine_names), frozenset(dtypes)
+    pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
+    sampled = 0
+    for op, engine in pairs:
+        found = [s for s in of(op).subjects(op, engine, extent, seed) if s.dtype in kinds]
+        if not every and extent != "full" and of(op).strides[0] != 1 and found:
+            sampled += 1
+            found = [found[sampled // 6 % len(found)]] if sampled % 6 == 1 else []
+        yield from found

@@ -1,0 +1,209 @@
+"""The poolings: their matrix, their bounds, and what the determinism procedures run on.
+
+Maxima are exact. An average errs by the additions of its tree and by two roundings more, that of 1 / count and that of
+the product; a gradient by its additions and the same two; a norm by half of what its sum errs by, and its root; each
+relative to what the same formula gives for absolute values.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn import tolerance
+from jaxdnn.tolerance import Accumulation
+from jaxdnn.verify import case as plain
+from jaxdnn.verify.case import Case, Expected, Facts
+from jaxdnn.verify.families import Family
+from jaxdnn.verify.levels import Subject, subject
+
+OPS = ("pool", "pool_dgrad")
+MODES = ("max", "average", "average_exclude_padding", "lp")
+LAYOUTS = {1: ("NWC", "NCW", "CWN"), 2: ("NHWC", "NCHW", "CHWN", "NCHWc4"), 3: ("NDHWC", "NCDHW", "CDHWN")}
+DTYPES = {"quick": ("f32", "bf16"), "standard": ("f32", "bf16", "f16", "int8"), "full": ("f64",)}
+CHANNELS = 16
+# Sizes of the spatial axes, and the window over them.
+WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "2x2": ((9, 8), {}),
+    "3x3 step 2": ((15, 12), {"window": 3, "stride": 2, "padding": 1}),
+    "3x3 dilated": ((11, 13), {"window": 3, "stride": 1, "dilation": (2, 3), "padding": (2, 3)}),
+    "ceil": ((7, 10), {"window": (3, 4), "stride": (2, 3), "padding": (1, 2), "ceil_mode": True}),
+    "same": ((7, 9), {"window": (4, 3), "stride": (3, 1), "padding": "SAME"}),
+    "line": ((21,), {"window": 5, "stride": 2, "padding": ((2, 1),)}),
+    "volume": ((5, 4, 6), {"window": (3, 2, 1), "stride": (2, 1, 3), "padding": (1, 1, 0)}),
+    "long": ((25, 9), {"window": (11, 5), "stride": (2, 1), "padding": (5, 2)}),
+    "steps over elements": ((13, 10), {"window": (2, 1), "stride": (3, 4)}),
+    "global": ((13, 11), {"window": (13, 11)}),
+}
+QUICK = ("3x3 step 2", "ceil")
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolCase(Case):
+    """A pooling or its backward pass; variant: mode, layout and window."""
+
+    mode: str = "max"
+    layout: str = "NHWC"
+    window: str = "2x2"
+    indices: bool = False
+
+    @property
+    def primitive(self) -> dict[str, str]:  # type: ignore[override]  (which one it is depends on the mode)
+        name = "pool_max" if self.mode == "max" else "pool_average"
+        return {"pool": name + "_indices" * self.indices, "pool_dgrad": name + "_dgrad"}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**WINDOWS[self.window][1], "mode": self.mode, "layout": self.layout}
+
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        if self.op == "pool":
+            return lambda x: dnn.pool(x, **self.options, return_indices=self.indices, **choices)
+        return lambda dy, x: dnn.pool_dgrad(dy, x, **self.options, **choices)
+
+    def kinds(self) -> tuple[str, ...]:
+        return (
+            ("normal", "integers") if self.mode == "lp" or self.dtype == "int8" else ("normal", "integers", "special")
+        )
+
+    def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        x = self._drawn(kind, rng, self.shape(WINDOWS[self.window][0]))
+        if self.op == "pool":
+            return (x,)
+        y = reference.pool(np.zeros(x.shape, np.float32), **self.options)
+        return self._drawn(kind, rng, y.shape), self._drawn(
+            "integers" if kind == "integers" else "normal", rng, x.shape
+        )
+
+    def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an image of these spatial sizes."""
+        axes, _, lanes = self.layout.partition("c")
+        letters = {"N": 5, "C": CHANNELS // int(lanes or 1), **dict(zip("DHW"[3 - len(sizes) :], sizes, strict=True))}
+        return (*(letters[a] for a in axes), *([int(lanes)] if lanes else []))
+
+    def _drawn(self, kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        if self.dtype == "int8":
+            return rng.integers(-128, 128, shape).astype(np.int8)
+        values = rng.integers(-4, 5, shape).astype(np.float64) if kind == "integers" else rng.normal(size=shape)
+        if kind == "special":
+            for value, share in ((np.nan, 0.02), (np.inf, 0.01), (-np.inf, 0.1), (-0.0, 0.05)):
+                values = np.where(rng.random(shape) < share, value, values)
+        return values.astype(self.in_dtype)
+
+    def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
+        with np.errstate(invalid="ignore"):
+            value, magnitude = (self._golden(operands, size) for size in (lambda a: a, np.abs))
+            indices = value[1:] if self.indices else ()
+            value, magnitude = (v[0] if self.indices else v for v in (value, magnitude))
+            error = self._relative(accumulation) * magnitude
+        if accumulation.flush and self.mode != "max":
+            error = error + self._taps * 2.0 ** (-60 if self.mode == "lp" else -126)
+        # A few numbers of eight or eleven bits over small counts: many of these fractions are ties.
+        generic = kind == "normal" and (self.mode == "lp" or self.in_dtype.itemsize > 2)
+        first = Expected(value, 0.0 if self._exact else error, self.in_dtype, generic=generic)
+        return (first, *(Expected(i, 0.0, np.int32, "indices") for i in indices))
+
+    def _golden(self, operands: tuple[np.ndarray, ...], size: Callable[[np.ndarray], np.ndarray]) -> Any:
+        """The definition, of the operands or of their absolute values (a maximum stays where it is)."""
+        if self.op == "pool":
+            return reference.pool(size(operands[0].astype(np.float64)) if not self._exact else operands[0], **self._all)
+        dy, x = operands
+        return reference.pool_dgrad(size(dy.astype(np.float64)), size(x) if self.mode == "lp" else x, **self.options)
+
+    @property
+    def _all(self) -> dict[str, Any]:
+        return {**self.options, "return_indices": self.indices}
+
+    @property
+    def _taps(self) -> int:
+        sizes, options = WINDOWS[self.window]
+        return int(np.prod(np.broadcast_to(options.get("window", 2), len(sizes))))
+
+    @property
+    def _exact(self) -> bool:
+        return self.op == "pool" and (self.mode == "max" or self.dtype == "int8")
+
+    def _relative(self, accumulation: Accumulation) -> float:
+        """How many roundings of the accumulator a result may be off by, of the formula's for absolute values."""
+        depth = math.ceil(math.log2(self._taps)) + 3  # a tree for each of up to three axes
+        steps = {"max": self._taps, "lp": 2 * depth + 12}.get(self.mode, depth + 2)
+        steps *= 2 if self.dtype == "f64" else 1  # the definition's own
+        u = tolerance.FORMATS["float64" if self.dtype == "f64" else accumulation.format].roundoff
+        return steps * u / (1 - steps * u)
+
+    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
+        if self.op == "pool":
+            return plain.as_tuple(reference.pool(*operands, **self._all, arithmetic="ordered"))
+        return (reference.pool_dgrad(*operands, **self.options, arithmetic="ordered"),)
+
+    def describe(self) -> dict[str, Any]:
+        return {"mode": self.mode, "layout": self.layout, "sizes": WINDOWS[self.window][0], **WINDOWS[self.window][1]}
+
+
+def engines_of(op: str) -> tuple[str, ...]:
+    """The engines of the poolings, which are the same for all of them."""
+    return plain.engines_of(PoolCase("pool", "xla", "f32", ""), op)  # type: ignore[arg-type]  (its primitive is asked)
+
+
+def facts(case: PoolCase) -> Facts:
+    """What the engine says; of a norm, whose powers are outside of it, what holds of the whole op."""
+    found = plain.facts(case)
+    weaker = case.mode == "lp" and found.level == "portable"
+    return dataclasses.replace(found, level="mesh_invariant") if weaker else found
+
+
+def _case(op: str, engine: str, dtype: str, mode: str, layout: str, window: str, indices: bool = False) -> PoolCase:
+    variant = "/".join((mode + "-indices" * indices, layout, window.replace(" ", "-")))
+    return PoolCase(op, engine, dtype, variant, mode, layout, window, indices)
+
+
+def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[PoolCase]:
+    """Every mode over a few windows; from "standard" on all windows in bf16, in "full" in every type and layout.
+
+    Below "full" the layouts of a window's rank take turns, but for an engine that serves channels last only.
+    """
+    extents = ("quick", "standard", "full")
+    for dtype in [d for e in extents[: extents.index(extent) + 1] for d in DTYPES[e]]:
+        windows = WINDOWS if extent == "full" or (extent == "standard" and dtype == "bf16") else QUICK
+        for window in windows:
+            layouts = LAYOUTS[len(WINDOWS[window][0])]
+            for number, mode in enumerate(MODES):
+                if dtype == "int8" and (op == "pool_dgrad" or mode == "lp"):
+                    continue
+                turn = (number + tuple(WINDOWS).index(window)) % len(layouts) if engine == "xla" else 0
+                for layout in layouts if extent == "full" else layouts[turn : turn + 1]:
+                    yield _case(op, engine, dtype, mode, layout, window)
+                if op == "pool" and mode == "max":
+                    yield _case(op, engine, dtype, mode, layouts[0], window, indices=True)
+
+
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
+    """The maximum and the average of every dtype that the engine serves."""
+    for dtype in ("f32", "bf16")[extent == "quick" :]:
+        for mode in ("max", "average"):
+            case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", "3x3 step 2"), variant=mode)
+            found = subject(case, seed, batch_axes=(0,) * (1 + (op == "pool_dgrad")), out_axis=0)
+            if found is not None:
+                yield dataclasses.replace(found, variant=mode)
+
+
+def _typical(op: str, engine: str, dtype: str) -> PoolCase | None:
+    known = [d for of_extent in DTYPES.values() for d in of_extent if not (d == "int8" and op == "pool_dgrad")]
+    return _case(op, engine, dtype, "max", "NHWC", "3x3 step 2") if dtype in known else None
+
+
+FAMILY = Family(
+    name="pool",
+    ops=OPS,
+    engines_of=engines_of,
+    cases=cases,
+    subjects=subjects,
+    typical=_typical,
+    typical_name="3 x 3 windows of every second pixel",
+    facts=facts,
+    strides=(3, 8),
+)
