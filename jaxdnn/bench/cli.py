@@ -1,4 +1,4 @@
-"""`jaxdnn bench conv`: every engine and peer on the same operands in one process, as a table and as JSON."""
+"""The command `jaxdnn bench`: every engine and peer on the same operands in one process, as a table and as JSON."""
 
 import argparse
 import collections
@@ -8,34 +8,30 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import rich
 from rich.table import Table
 
 from jaxdnn import engines
-from jaxdnn._kernels.hopper import engine as hopper
 from jaxdnn._version import __version__
 from jaxdnn.bench import cases, peers, timing
 from jaxdnn.bench.cases import Case
 from jaxdnn.explain import traced_calls
 
-PASSES = ("forward", "dgrad", "wgrad")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn bench`."""
     on_gpu = jax.default_backend() == "gpu"
-    parser.add_argument("op", choices=["conv"], help="the op family to measure")
-    parser.add_argument("--family", action="append", choices=cases.FAMILIES, help="only these (default: all)")
+    parser.add_argument("op", choices=list(cases.FAMILIES), help="what to measure")
+    parser.add_argument("--family", action="append", help="only the cases of these groups (default: all)")
     parser.add_argument("--case", action="append", help="only the cases of these names (default: all)")
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--passes", nargs="+", help="only these, such as forward (default: all)")
     parser.add_argument("--engine", action="append", choices=engines.names(), help="these (default: the chosen one)")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--batch", type=int, help="images (default: the case's own on a GPU, 2 elsewhere)")
@@ -45,37 +41,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints a table while it goes and a summary, and writes the JSON."""
+    """Measures, prints a table while it goes and a summary, and writes the JSON after every case."""
+    found = cases.load(args.op)
+    for given, known in (
+        (args.family, [case.family for case in found]),
+        (args.case, [case.name for case in found]),
+        (args.passes, [which for case in found for which in case.passes]),
+    ):
+        if unknown := sorted(set(given or ()) - set(known)):
+            choices = ", ".join(dict.fromkeys(known))
+            print(f"`bench {args.op}` knows no {', '.join(unknown)}; there are {choices}", file=sys.stderr)
+            return 2
     wanted = [
         case
-        for case in cases.CASES
+        for case in found
         if (not args.family or case.family in args.family) and (not args.case or case.name in args.case)
     ]
-    if not wanted:
-        print(f"no case is named {args.case}; there are {', '.join(c.name for c in cases.CASES)}", file=sys.stderr)
-        return 2
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in wanted:
         for row in _measure_case(case, args):
             rows.append(row)
             print(_line(row), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({**_provenance(), "rows": rows}, indent=1) + "\n")
+        if args.record:
+            _record(args.record, rows)
     _print_summary(rows)
-    if args.json:
-        args.json.write_text(json.dumps({**_provenance(), "rows": rows}, indent=1) + "\n")
-    if args.record:
-        _record(args.record, rows)
     return 0
 
 
 def _record(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds to the table of measured gains: for each convolution, the batch and XLA's time over ours.
+    """Adds to the table of measured gains: for each call that has a key, the batch and XLA's time over ours.
 
     Over XLA's, which is what would serve the call instead; a peer that JAX programs cannot call does not decide here.
     """
     table = json.loads(path.read_text()) if path.exists() else {}
     here = table.setdefault(jax.devices()[0].device_kind, {})
     for row in rows:
-        if "jaxdnn:hopper" in row["ms"]:
+        if "jaxdnn:hopper" in row["ms"] and row["key"] is not None:
             speed_up = row["ms"]["lax"] / row["ms"]["jaxdnn:hopper"]
             here[row["key"]] = {"batch": row["batch"], "speed_up": round(speed_up, 3)}
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
@@ -84,40 +87,59 @@ def _record(path: Path, rows: list[dict[str, Any]]) -> None:
 def _measure_case(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     on_gpu = jax.default_backend() == "gpu"
     batch = args.batch or (case.batch if on_gpu else 2)
-    dtype = jnp.dtype(args.dtype)
-    key = jax.random.key(0)
-    x_shape, w_shape = case.shapes(batch)
-    x, w = (jax.random.normal(jax.random.fold_in(key, i), s).astype(dtype) for i, s in enumerate((x_shape, w_shape)))
-    y = jax.eval_shape(case.lax, x, w)
-    dy = jax.random.normal(jax.random.fold_in(key, 2), y.shape).astype(dtype)
-    ours = {f"jaxdnn:{name}": case.ours(name) for name in args.engine} if args.engine else {"jaxdnn": case.ours(None)}
-    functions = {**ours, "lax": case.lax}
-    passes = tuple(args.passes)
-    torch = peers.torch_times(case, batch, args.dtype, passes, repeats=args.repeats) if peers.torch_is_here() else {}
-    for which in passes:
-        able = {n: f for n, f in functions.items() if _refusal(n, _pass(f, which), (x, w, dy)) is None}
-        times = timing.measure([_pass(f, which) for f in able.values()], (x, w, dy), repeats=args.repeats)
-        ms = dict(zip(able, times, strict=True)) | ({"torch": torch[which]} if which in torch else {})
-        mine = [t for n, t in ms.items() if n.startswith("jaxdnn")]
-        if not mine:
+    itemsize, sets = cases.itemsize(args.dtype), []
+    for which in case.passes:
+        if args.passes and which not in args.passes:
             continue
+        size = case.bytes(which, batch, itemsize)
+        rotation = max(1, timing.ROTATED_BYTES // size) if on_gpu and size else 1
+        if len(sets) != rotation:
+            sets = [case.operands(batch, args.dtype, seed) for seed in range(rotation)]
+        ours = {
+            ("jaxdnn" if name is None else f"jaxdnn:{name}"): case.ours(which, name) for name in args.engine or [None]
+        }
+        able = {name: f for name, f in ours.items() if _refusal(name, f, sets[0]) is None}
+        if not able:
+            continue
+        functions = {**able, "lax": case.xla(which)}
+        ms = dict(zip(functions, timing.measure(list(functions.values()), sets, repeats=args.repeats), strict=True))
+        if peers.torch_is_here():
+            ms |= _torch(case, which, sets, args.repeats)
+        flops = case.flops(which, batch)
         yield {
             "family": case.family,
             "case": case.name,
             "pass": which,
-            "key": _key(_pass(case.ours(None), which), (x, w, dy)),
+            "key": _key(case, which, sets[0]),
             "batch": batch,
             "dtype": args.dtype,
             "ms": ms,
-            "tflops": {name: case.flops(batch) / t / 1e9 for name, t in ms.items()},
-            "best_peer_over_jaxdnn": min(t for n, t in ms.items() if not n.startswith("jaxdnn")) / min(mine),
+            **({"tflops": {name: flops / t / 1e9 for name, t in ms.items()}} if flops else {}),
+            **(_bandwidth(size, ms) if size else {}),
+            "best_peer_over_jaxdnn": min(t for name, t in ms.items() if name not in able)
+            / min(ms[name] for name in able),
         }
+
+
+def _bandwidth(size: int, ms: dict[str, float]) -> dict[str, Any]:
+    """What a pass that memory binds reached: bytes that must move over time, alone and over that of a plain copy."""
+    rates = {name: size / t / 1e9 for name, t in ms.items()}
+    copy = timing.copy_bandwidth()
+    return {"bytes": size, "tb_per_s": rates, "of_copy": {name: rate / copy for name, rate in rates.items()}}
+
+
+def _torch(case: Case, which: str, sets: Sequence[Sequence[Any]], repeats: int) -> dict[str, float]:
+    """PyTorch's time where it serves the pass; where it raises, what it said is printed and it is no peer."""
+    try:
+        found = peers.torch_time(lambda *tensors: case.torch(which, *tensors), sets, repeats)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        print(f"torch: {case.name} {which}: {str(error).splitlines()[0]}", flush=True)
+        return {}
+    return {} if found is None else {"torch": found}
 
 
 def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | None:
     """Why one of our engines does not serve a pass; said, not hidden."""
-    if not name.startswith("jaxdnn"):
-        return None
     here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     try:
         for call in traced_calls(function, *operands, platform=here):
@@ -128,24 +150,21 @@ def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | No
     return None
 
 
-def _key(function: Callable[..., Any], operands: Any) -> str:
-    """The name of the call that a pass times, as the table of measured gains has it."""
-    calls = tuple(traced_calls(function, *operands, platform="cuda"))
-    return hopper.key(calls[-1])
-
-
-def _pass(function: Callable[..., Any], which: str) -> Callable[..., Any]:
-    if which == "forward":
-        return lambda x, w, dy: function(x, w)
-    if which == "dgrad":
-        return lambda x, w, dy: jax.vjp(lambda x: function(x, w), x)[1](dy)
-    return lambda x, w, dy: jax.vjp(lambda w: function(x, w), w)[1](dy)
+def _key(case: Case, which: str, operands: Any) -> str | None:
+    """The name of the call that a pass times, as a table of measured gains has it."""
+    calls = tuple(traced_calls(case.ours(which, None), *operands, platform="cuda"))
+    return case.key(calls[-1]) if calls else None
 
 
 def _line(row: dict[str, Any]) -> str:
     times = "  ".join(f"{name} {ms:9.4f} ms" for name, ms in row["ms"].items())
-    ratio = row["best_peer_over_jaxdnn"]
-    return f"{row['family']:10s} {row['case']:13s} {row['pass']:7s} {times}  speed-up {ratio:.2f}"
+    copy = "".join(
+        f"  {row['tb_per_s'][n]:.2f} TB/s, {share:.2f} of copy" for n, share in list(row.get("of_copy", {}).items())[:1]
+    )
+    return (
+        f"{row['family']:10s} {row['case']:13s} {row['pass']:8s} {times}  "
+        f"speed-up {row['best_peer_over_jaxdnn']:.2f}{copy}"
+    )
 
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:
@@ -174,4 +193,5 @@ def _provenance() -> dict[str, Any]:
         "torch": importlib.metadata.version("torch") if peers.torch_is_here() else None,
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
+        "copy_tb_per_s": timing.copy_bandwidth(),
     }

@@ -1,12 +1,13 @@
-"""PyTorch as a peer on a GPU, where it is installed: cuDNN with its own autotuning, channels-last."""
+"""PyTorch as a peer on a GPU, where it is installed: cuDNN with its own autotuning, on the operands that JAX made."""
 
 import importlib.util
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdnn.bench.cases import Case
+from jax import Array
 
-CALLS = 10
+CALLS = 10  # of one function in a graph, at least
 
 
 def torch_is_here() -> bool:
@@ -18,51 +19,33 @@ def torch_is_here() -> bool:
     return torch.cuda.is_available()
 
 
-def torch_times(case: Case, batch: int, dtype: str, passes: tuple[str, ...], *, repeats: int) -> dict[str, float]:
-    """Milliseconds of each pass through PyTorch's convolution, by CUDA events around a replayed CUDA graph."""
+def torch_time(make: Callable[..., Callable[[], Any] | None], sets: Sequence[Sequence[Array]], repeats: int) -> Any:
+    """Milliseconds of a call, by CUDA events around a replayed CUDA graph; None if `make` knows no such op.
+
+    `make` turns tensors into the function that is timed; the tensors are the arrays' own memory.
+    """
     import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False
-    x_shape, w_shape = case.shapes(batch)
-    kind = getattr(torch, dtype)
-    formats = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
-    memory = {"memory_format": formats[case.rank]}
-
-    def random(shape: tuple[int, ...], order: tuple[int, ...]) -> Any:
-        return torch.randn([shape[i] for i in order], device="cuda").to(kind).contiguous(**memory)
-
-    rank = case.rank
-    x = random(x_shape, (0, rank + 1, *range(1, rank + 1)))
-    w = random(w_shape, (rank + 1, rank, *range(rank)))
-    per_axis = ([case.stride] * rank, [case.padding] * rank, [case.dilation] * rank)
-    extra = case.stride - 1 - (case.taps - 1) % 2 if case.transposed else 0
-    tail = (*per_axis, case.transposed, [extra] * rank, case.groups)
-    y = torch.ops.aten.convolution(x, w, None, *tail)
-    dy = torch.randn_like(y).contiguous(**memory)
-
-    def backward(mask: list[bool]) -> Any:
-        return torch.ops.aten.convolution_backward(dy, x, w, None, *tail, mask)
-
-    runs = {
-        "forward": lambda: torch.ops.aten.convolution(x, w, None, *tail),
-        "dgrad": lambda: backward([True, False, False]),
-        "wgrad": lambda: backward([False, True, False]),
-    }
-    return {name: _event_time(runs[name], repeats) for name in passes}
+    functions = [make(*(torch.from_dlpack(a) for a in arrays)) for arrays in sets]
+    known = [f for f in functions if f is not None]
+    return _graph_time(known, repeats) if known else None
 
 
-def _event_time(function: Any, repeats: int) -> float:
-    """The median time of a call among CALLS that a CUDA graph replays back to back, so that no launch gap counts."""
+def _graph_time(functions: Sequence[Callable[[], Any]], repeats: int) -> float:
+    """The median time of a call among several that a CUDA graph replays back to back, so that no launch gap counts."""
     import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
     for _ in range(3):  # cuDNN chooses its algorithm here, outside of the capture
-        function()
+        functions[0]()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    calls = max(1, -(-CALLS // len(functions))) * len(functions)
+    graph, kept = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            function()
+        for i in range(calls):
+            # With rotating operands every call writes its own memory too.
+            kept = [*kept, functions[i % len(functions)]()] if len(functions) > 1 else [functions[0]()]
     times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,5 +53,7 @@ def _event_time(function: Any, repeats: int) -> float:
         graph.replay()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / CALLS)
+        times.append(start.elapsed_time(stop) / calls)
+    del kept, graph
+    torch.cuda.empty_cache()
     return statistics.median(times)

@@ -1,34 +1,77 @@
 """Clocks: device time by CUPTI on NVIDIA GPUs, interleaved wall time elsewhere. Medians, in milliseconds."""
 
+import functools as ft
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+ROTATED_BYTES = 4 << 30  # several times any GPU's cache: what operands that rotate take together
+Operands = Sequence[Any]
 
 
-def measure(functions: Sequence[Callable[..., Any]], operands: Sequence[Any], *, repeats: int) -> list[float]:
-    """The median time of each function on the same operands, after a warm-up that compiles it."""
+def measure(functions: Sequence[Callable[..., Any]], sets: Sequence[Operands], *, repeats: int) -> list[float]:
+    """The median time of each function on the sets of operands in turn, after a warm-up that compiles it."""
     compiled = [jax.jit(f) for f in functions]
     for f in compiled:
-        jax.block_until_ready(f(*operands))
+        jax.block_until_ready(f(*sets[0]))
     if jax.default_backend() == "gpu":
-        return [_device_time(f, operands, repeats) for f in compiled]
+        return [_device_time(f, sets, max(repeats, len(sets) if len(sets) > 1 else 0)) for f in compiled]
     times: list[list[float]] = [[] for _ in compiled]
     for repeat in range(repeats):
         # In turn, and in both directions, so that a slow moment of the machine falls on all of them.
         order = range(len(compiled)) if repeat % 2 == 0 else reversed(range(len(compiled)))
         for i in order:
             start = time.perf_counter()
-            jax.block_until_ready(compiled[i](*operands))
+            jax.block_until_ready(compiled[i](*sets[repeat % len(sets)]))
             times[i].append(1e3 * (time.perf_counter() - start))
     return [statistics.median(t) for t in times]
 
 
-def _device_time(function: Callable[..., Any], operands: Sequence[Any], repeats: int) -> float:
+def _device_time(function: Callable[..., Any], sets: Sequence[Operands], calls: int) -> float:
+    """The median over calls of the summed time of a call's kernels."""
     from jax.experimental.mosaic.gpu import profiler  # needs a GPU build of jaxlib
 
-    _, times = profiler.Cupti(finalize=False).measure(function, iterations=repeats)(*operands)
-    times = times if isinstance(times, list) else [times]
-    return float(statistics.median(t for t in times if t is not None))
+    if len(sets) == 1:
+        _, times = profiler.Cupti(finalize=False).measure(function, iterations=calls)(*sets[0])
+        times = times if isinstance(times, list) else [times]
+        return float(statistics.median(t for t in times if t is not None))
+    # `Cupti.measure` repeats one set of operands; this is what it does, over all of them.
+    cupti: Any = getattr(profiler, "mosaic_gpu_lib")._mosaic_gpu_ext  # noqa: B009  (not in its stub)
+    kept: deque[Any] = deque(maxlen=len(sets))  # so that results do not land where the last one was, in the cache
+    cupti._cupti_init()
+    try:
+        for i in range(calls):
+            kept.append(function(*sets[i % len(sets)]))
+        jax.block_until_ready(list(kept))
+    finally:
+        kernels = cupti._cupti_get_timings(False)
+    each, rest = divmod(len(kernels), calls)
+    if rest or not each:
+        raise RuntimeError(f"{len(kernels)} kernels ran in {calls} calls, which are not alike")
+    return statistics.median(sum(t for _, t in kernels[i * each : (i + 1) * each]) for i in range(calls))
+
+
+@ft.lru_cache
+def copy_bandwidth() -> float:
+    """What a plain copy in the device's memory reaches, in TB/s, bytes read and bytes written; the best of 5 rounds.
+
+    By the wall clock over many copies that queue up: a device-to-device copy is no kernel, which CUPTI would time.
+    """
+    gibibytes, copies = (2, 20) if jax.default_backend() == "gpu" else (1 / 8, 4)
+    arrays = [jnp.full(int(gibibytes * 2**28), i, jnp.int32) for i in range(2)]
+    copy = jax.jit(lambda a: a.copy())
+    best = 0.0
+    for _ in range(5):
+        jax.block_until_ready([copy(a) for a in arrays])
+        start = time.perf_counter()
+        kept: deque[Any] = deque(maxlen=2)
+        for i in range(copies):
+            kept.append(copy(arrays[i % 2]))
+        jax.block_until_ready(list(kept))
+        best = max(best, copies * 2 * arrays[0].nbytes / (time.perf_counter() - start) / 1e12)
+    return best
