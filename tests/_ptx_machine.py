@@ -1,14 +1,15 @@
 """A small machine that runs the kernels' PTX on the CPU: one warp of 32 lanes at a time over a shared memory.
 
 It knows the instructions that the depthwise kernels emit and no others: an unknown one raises. Branches must be taken
-by all lanes or none (the kernels' are). `mma` adds its products and the accumulator exactly and rounds once, so it is
-right to the bit where every sum is representable (small integers), and close otherwise.
+by all lanes or none (the kernels' are). `mma` adds as the reference's model of the matrix unit does.
 """
 
 import re
 
 import ml_dtypes
 import numpy as np
+
+from jaxdnn_reference import arithmetic
 
 LANES = np.arange(32)
 HALF = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
@@ -199,12 +200,13 @@ class Machine:
 
         a0, a1, a2, a3 = (block(n) for n in operands[1])
         b0, b1 = (block(n) for n in operands[2])
-        a = np.block([[a0, a2], [a1, a3]])
-        b = np.concatenate([b0.T, b1.T])
-        c = [registers[n].view(np.float32).astype(np.float64) for n in operands[3]]
-        with np.errstate(all="ignore"):
-            d = (a @ b).astype(np.float64)
+        a = np.block([[a0, a2], [a1, a3]]).astype(dtype)
+        b = np.concatenate([b0.T, b1.T]).astype(dtype)
+        c = np.empty((16, 8))
         for i in range(4):
-            part = d[8 * (i // 2) : 8 * (i // 2) + 8].reshape(8, 4, 2)[:, :, i % 2].reshape(32)
-            with np.errstate(all="ignore"):
-                registers[operands[0][i]] = (part + c[i]).astype(np.float32).view(np.uint32)
+            c[8 * (i // 2) : 8 * (i // 2) + 8, i % 2 :: 2] = registers[operands[3][i]].view(np.float32).reshape(8, 4)
+        with np.errstate(all="ignore"):
+            total, _ = arithmetic._tensor_core_step(c.T, a.T, b, arithmetic.UNITS[a.dtype])
+        for i in range(4):
+            part = total.T[8 * (i // 2) : 8 * (i // 2) + 8, i % 2 :: 2].reshape(32)
+            registers[operands[0][i]] = part.astype(np.float32).view(np.uint32)

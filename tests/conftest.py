@@ -1,5 +1,10 @@
-"""What every test runs under: eight simulated CPU devices, no silent promotion, 32 bits unless a test asks for more."""
+"""What every test runs under: eight simulated CPU devices, no silent promotion, 32 bits unless a test asks for more.
 
+Nearly all of a test's time is compilation, and many tests are one function of many parameters. Of these `--sample N`
+runs N, evenly spread over the list, the same ones every time; without it all are run.
+"""
+
+import collections
 import os
 from collections.abc import Iterator
 
@@ -20,6 +25,27 @@ hypothesis.settings.load_profile("jaxdnn")
 
 def pytest_report_header() -> str:
     return f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, default=0, metavar="N", help="of a function's parameters, run N (0: all)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    count = config.getoption("--sample")
+    if not count:
+        return
+    functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    kept = {
+        id(group[i * len(group) // n])
+        for group in functions.values()
+        for n in [min(count, len(group))]
+        for i in range(n)
+    }
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import jaxdnn as dnn
 from jaxdnn import _epilogue, engines
 
 ROOT = Path(__file__).parents[1] / "jaxdnn"
-SOURCES = ("_check", "_arguments", "_conv", "_window", "_epilogue", "engines", "determinism")
+SOURCES = ("_check", "_frame", "_conv_arguments", "_conv", "_window", "_epilogue", "engines", "determinism")
 E4M3 = ml_dtypes.float8_e4m3fn
 LAYOUT_CHOICES = "`layout` must be one of NWC, NCW, CWN, NHWC"
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools as ft
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import engine as hopper
-from jaxdnn.explain import traced_calls
+from jaxdnn.explain import explain, traced_calls
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
 
@@ -52,7 +53,7 @@ def extra_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_registered():
-    assert set(engines.ops()) == {"conv", "conv_dgrad", "conv_wgrad"}
+    assert {"conv", "conv_dgrad", "conv_wgrad", "pool_max", "norm", "softmax", "activation"} <= set(engines.ops())
     assert all("xla" in [engine.name for engine in engines.registered(op)] for op in engines.ops())
     assert "xla" in engines.names()
     assert engines.registered("no op") == ()
@@ -231,6 +232,29 @@ def test_ranks_decide_among_engines_that_may_serve(monkeypatch: pytest.MonkeyPat
     assert engines.ranked(call)[0].name == "xla"  # no device in sight
     gains["NVIDIA H200"][hopper.key(told)]["speed_up"] = 0.9
     assert [e.name for e in engines.ranked(told)] == ["xla", "hopper", "ordered"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernels need JAX 0.11")
+def test_hopper_serves_integers_and_states_orders_by_place():
+    def hopper_of(function: Any, *arrays: Any) -> Any:
+        found = explain(function, *arrays, platform="cuda")[0]
+        return next(c for c in found.candidates if c.engine == "hopper"), str(found)
+
+    x, w = jnp.ones((2, 5, 4, 16), jnp.int8), jnp.ones((3, 3, 16, 32), jnp.int8)
+    whole, _ = hopper_of(ft.partial(dnn.conv, out_dtype=jnp.int32), x, w)
+    assert (whole.refusal, whole.level, whole.schedule) == (None, "portable", None)
+    narrow, _ = hopper_of(ft.partial(dnn.conv, out_dtype=jnp.int32, bias=jnp.ones(32, jnp.int32)), x, w)
+    assert "no integer epilogue" in narrow.refusal
+
+    x, w = jnp.ones((2, 8, 8, 16), jnp.bfloat16), jnp.ones((3, 3, 1, 16), jnp.bfloat16)
+    strided = lambda dy, w: dnn.conv_dgrad(dy, w, (2, 16, 16, 16), stride=2, padding=1, groups=16)
+    told, printed = hopper_of(strided, x, w)
+    assert told.schedule.classes.shape == (4, 2)  # two residues of the row, each of either parity, by two of the column
+    assert len(told.schedule.order) == 8
+    assert "schedule stated, 8 by place" in printed
+    alone, _ = hopper_of(ft.partial(dnn.conv, precision="tf32", groups=16), *(v.astype(jnp.float32) for v in (x, w)))
+    assert alone.refusal is None
+    assert alone.schedule is None  # the definition cuts to TF32 there, the kernel does not
 
 
 def test_the_table_of_gains_is_of_this_form():

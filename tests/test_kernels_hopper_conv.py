@@ -4,6 +4,7 @@ Without a GPU nothing here runs a kernel: the interpreter has neither wgmma on b
 the index arithmetic is checked against the definition by brute force, and every kernel is lowered for CUDA.
 """
 
+import dataclasses
 import itertools
 import math
 from typing import Any, cast
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxdnn as dnn
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels import hopper
 
@@ -61,33 +63,26 @@ RESNET = [
 ]  # fmt: skip
 
 
-def window(case: Any) -> dict[str, Any]:
-    _, _, _, _, _, stride, padding, dilation, groups, flip = case
-    return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, flip=flip)
+def geometry(case: Any, outer: bool = False) -> conv_fprop.Geometry:
+    _, sizes, _, _, taps, stride, padding, dilation, groups, flip = case
+    return conv_fprop.Geometry(sizes, taps, stride, padding, dilation, flip, groups, outer)
 
 
 def shapes(case: Any, outer: bool = False) -> Any:
     """Shapes of x, w, dy."""
-    n, sizes, c, k, taps, stride, padding, dilation, groups, _ = case
-    geo = conv_fprop.Geometry(sizes, taps, stride, padding, dilation)
+    n, sizes, c, k, taps, _, _, _, groups, _ = case
     w = (k, *taps, c // groups) if outer else (*taps, c // groups, k)
-    return (n, *sizes, c), w, (n, *geo.out, k)
-
-
-def filter_layout(case, outer):
-    rank = len(case[1])
-    return {1: "OWI", 2: "OHWI", 3: "ODHWI"}[rank] if outer else LAYOUTS[rank][1]
+    return (n, *sizes, c), w, (n, *geometry(case).out, k)
 
 
 def kernel(op, case, outer, **more):
-    """(function of two arrays, shapes of the arrays, reason why it is not served)."""
+    """(module, function of two arrays, shapes of the arrays, what the module's functions are told besides)."""
     x, w, dy = shapes(case, outer)
-    keywords: dict[str, Any] = dict(window(case), filter_layout=filter_layout(case, outer), **more)
+    keywords: dict[str, Any] = dict(geo=geometry(case, outer), **more)
     module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
     run = getattr(module, f"conv_{op}")
-    extra = {"fprop": {}, "dgrad": {"x_shape": x}, "wgrad": {"w_shape": w}}[op]
     operands = {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}[op]
-    return module, (lambda a, b: run(a, b, **extra, **keywords)), operands, dict(extra, **keywords)
+    return module, (lambda a, b: run(a, b, **keywords)), operands, keywords
 
 
 def lowered(function, *avals):
@@ -108,8 +103,7 @@ def test_lowers(name, op, outer):
         return
     assert reason is None
     lowered(function, *avals)
-    del keywords["groups"]
-    assert module.workspace(*avals, groups=CASES[name][8], **keywords) >= 0
+    assert module.workspace(*avals, **keywords) >= 0
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
@@ -131,10 +125,11 @@ def test_epilogue_lowers(activation):
     parameter = {"leaky_relu": 0.1, "clipped_relu": 6.0, "swish": 1.0}.get(activation)
     epilogue = Epilogue(0.5, 2.0, prior=True, bias=True, residual=True, activation=(activation, parameter))
     x, w, y = ((2, 8, 8, 64), (3, 3, 64, 96), (2, 8, 8, 96))
+    geo = conv_fprop.Geometry((8, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
     avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in (x, w, y, (96,), y)]
     for out_dtype in (BF16, F32):
         function = lambda *a, out_dtype=out_dtype: conv_fprop.conv_fprop(
-            *a, stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1), epilogue=epilogue, out_dtype=out_dtype
+            *a, geo=geo, epilogue=epilogue, out_dtype=out_dtype
         )
         text = lowered(function, *avals)
         assert text.count("tensor<2x8x8x96x") >= 2
@@ -153,17 +148,18 @@ def test_epilogue_lowers(activation):
 )
 def test_reasons(change, text):
     dtype = change.pop("dtype", BF16)
-    keywords = dict(window(CASES["3x3"]), **change)
+    geo = geometry(CASES["3x3"])
+    geo = dataclasses.replace(geo, padding=change.pop("padding", geo.padding))
     x, w, _ = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(CASES["3x3"]))
-    reason = conv_fprop.supports(x, w, **keywords)
+    reason = conv_fprop.supports(x, w, geo=geo, **change)
     assert reason is not None
     assert text in reason
 
 
 def test_three_axes_take_no_stride():
     x, w = jax.ShapeDtypeStruct((1, 8, 8, 8, 32), BF16), jax.ShapeDtypeStruct((2, 2, 2, 32, 32), BF16)
-    keywords: dict[str, Any] = dict(stride=(2, 1, 1), padding=((0, 0),) * 3, dilation=(1, 1, 1), filter_layout="DHWIO")
-    assert "three dimensions" in (conv_fprop.supports(x, w, **keywords) or "")
+    geo = conv_fprop.Geometry((8, 8, 8), (2, 2, 2), (2, 1, 1), ((0, 0),) * 3, (1, 1, 1))
+    assert "three dimensions" in (conv_fprop.supports(x, w, geo=geo) or "")
 
 
 # ---- index arithmetic
@@ -205,15 +201,15 @@ def test_walks_visit_what_the_definition_says(seed):
 def test_schedules_hold_every_product_once(name, outer):
     case = CASES[name]
     x, w, dy = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case, outer))
-    keywords: dict[str, Any] = dict(window(case), filter_layout=filter_layout(case, outer))
+    geo = geometry(case, outer)
     c, k, taps, groups = case[2], case[3], math.prod(case[4]), case[8]
     if not (name == "stem" and case[9]):
-        forward = conv_fprop.schedule(x, w, **keywords)
+        forward = conv_fprop.schedule(x, w, geo=geo)
         assert sorted(forward[forward >= 0]) == list(range(taps * c // groups))
-    backward = conv_dgrad.schedule(dy, w, x_shape=x.shape, **keywords)
+    backward = conv_dgrad.schedule(dy, w, geo=geo)
     assert sorted(backward[backward >= 0]) == list(range(taps * k // groups))
     if groups == 1:
-        filters = conv_wgrad.schedule(x, dy, w_shape=w.shape, **keywords)
+        filters = conv_wgrad.schedule(x, dy, geo=geo)
         assert sorted(filters[filters >= 0]) == list(range(math.prod(dy.shape[:-1])))
 
 
@@ -224,7 +220,7 @@ def test_no_configuration_changes_the_forward_schedule(name):
     orders = []
     for batch in (1, case[0], 37):
         x, w, _ = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes((batch, *case[1:])))
-        orders.append(conv_fprop.schedule(x, w, **window(case)))
+        orders.append(conv_fprop.schedule(x, w, geo=geometry(case)))
     assert all(np.array_equal(orders[0], other) for other in orders[1:])
 
 
@@ -242,6 +238,26 @@ def test_tiles_cover_the_output_once(order):
     assert len(seen) == walk.tiles == 3 * 3 * 2 * 4 * 4
 
 
+@pytest.mark.parametrize("sms", [1, 2, 7, 132, 1000])
+@pytest.mark.parametrize("deal", ["round", "snake", "together"])
+def test_every_tile_is_dealt_once(deal, sms):
+    """Each block of threads has its own tiles; where phases are unequal, "snake" leaves none much more than another."""
+    axes = conv_dgrad.axes_of(conv_fprop.Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
+    problem = conv_plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    walk = pipeline.Walk(problem, conv_plan.Config(2, (1, 4), 64, deal=deal))
+    blocks = walk.blocks(sms)
+    assert 1 <= blocks <= sms
+    count = jnp.int32(blocks)
+    share = jax.jit(jax.vmap(lambda sm: walk.share(sm, count)))(jnp.arange(blocks, dtype=jnp.int32))
+    places = [(sm, local) for sm in range(blocks) for local in range(int(share[sm]))]
+    sm, local = jnp.asarray(places, jnp.int32).T
+    tiles = np.asarray(jax.jit(jax.vmap(lambda sm, local: walk.tile(local, sm, count)))(sm, local))
+    assert sorted(tiles) == list(range(walk.tiles))
+    if deal == "snake" and walk.tiles > 8 * blocks:
+        steps = np.bincount(np.asarray(sm), weights=np.array(walk.taps)[tiles // walk.per_phase])
+        assert steps.max() - steps.min() <= 2 * max(walk.taps)
+
+
 # ---- choices
 
 
@@ -250,11 +266,9 @@ def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride):
     """A key that changes its spelling would silently turn the measured choices off."""
     case = (128, (size, size), c, k, (taps, taps), (stride, stride), ((taps // 2,) * 2,) * 2, (1, 1), 1, False)
     x, w, dy = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case))
-    geo = conv_fprop.geometry(x.shape, w.shape, "HWIO", case[5], case[6], case[7], False)
-    plan = conv_fprop.plan(x, w, geo, groups=1, filter_layout="HWIO", epilogue=None, extras=(), out_dtype=BF16)
-    back, *_ = conv_dgrad._problem(
-        dy, w, geo, x.shape, groups=1, filter_layout="HWIO", epilogue=None, extras=(), out_dtype=BF16
-    )
+    geo = geometry(case)
+    plan = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16)
+    back, *_ = conv_dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=BF16)
     table = tuning.table("NVIDIA H200")
     for op, problem in (("fprop", plan.problem), ("dgrad", back)):
         entry = table[tuning.key(op, problem, problem.out_dtype)]
@@ -268,15 +282,13 @@ def test_candidates_lower():
     """A configuration that `check` lets through must lower: halo, resident filters, staged stores, both teams."""
     case = (4, (16, 16), 64, 64, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1, False)
     x, w, _ = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case))
-    geo = conv_fprop.geometry(x.shape, w.shape, "HWIO", case[5], case[6], case[7], False)
-    problem = conv_fprop.plan(
-        x, w, geo, groups=1, filter_layout="HWIO", epilogue=None, extras=(), out_dtype=BF16
-    ).problem
+    geo = geometry(case)
+    problem = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16).problem
     configs = list(tuning.candidates(problem))
     assert {bool(c.halo) for c in configs} == {c.resident for c in configs} == {False, True}
     assert {c.staged for c in configs} == {c.teams for c in configs} == {1, 2}
     for config in configs[:: max(1, len(configs) // 24)]:
-        lowered(lambda x, w, config=config: conv_fprop.conv_fprop(x, w, config=config, **window(case)), x, w)
+        lowered(lambda x, w, config=config: conv_fprop.conv_fprop(x, w, config=config, geo=geometry(case)), x, w)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +305,70 @@ def test_configurations_that_cannot_run(config, text):
     axes = conv_fprop.axes_of(conv_fprop.Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(4, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     assert text in conv_plan.check(problem, config)
+
+
+# ---- filter gradients that need no second pass
+
+DIRECT = {
+    "one block": dict(splits=1, columns=64),
+    "two blocks": dict(splits=2, columns=128),
+    "four blocks, rows in twos": dict(splits=4, columns=256, filters=64, across=2, stages=2),
+    "two blocks, one warpgroup of two row blocks": dict(splits=2, columns=128, filters=128, across=1),
+    "two blocks, columns in twos": dict(splits=2, columns=128, across=1, along=2),
+}
+#    two taps with ragged channels, one tap, and taps along one axis
+DIRECT_CASES: dict[str, Any] = {
+    "2x3": (6, (11, 13), 136, 200, (2, 3), (1, 1), ((0, 1), (1, 1)), (1, 1), 1, True),
+    "1x1": (9, (7, 6), 192, 72, (1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1), 1, False),
+    "strided": (5, (12, 14), 64, 128, (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), 1, False),
+}
+
+
+def direct_config(name, case):
+    rank = 0 if math.prod(case[4]) == 1 else len(case[1])
+    options: dict[str, Any] = dict(filters=64, across=2, stages=3, direct=True) | DIRECT[name]
+    return conv_wgrad.Config(64 if not rank else 4, (4,) * rank, **options)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
+@pytest.mark.parametrize("case", DIRECT_CASES)
+@pytest.mark.parametrize("name", DIRECT)
+def test_direct_results_lower(name, case, outer):
+    """One launch, a result in the filter's own layout, and no partial sums in memory."""
+    case = DIRECT_CASES[case]
+    config = direct_config(name, case)
+    _, function, operands, keywords = kernel("wgrad", case, outer, config=config)
+    avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in operands]
+    text = lowered(function, *avals)
+    w = "x".join(map(str, shapes(case, outer)[1]))
+    assert f"tensor<{w}xbf16>" in text
+    assert "f32>" not in text.split("mosaic_gpu")[0]
+    whole = case[2] % 8 == case[3] % 8 == 0 and not case[9]
+    assert (conv_wgrad.workspace(*avals, **keywords) == 0) == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (dict(splits=3, columns=192), "1, 2, 4 or 8 blocks"),
+        (dict(splits=4, columns=128), "whole chunks of columns"),
+        (dict(splits=2, columns=256, stages=4), "does not fit shared memory"),
+        (dict(splits=1, halo=True, block=(8, 8), images=1, along=3, across=1, columns=192), "no halo"),
+    ],
+)
+def test_direct_results_that_cannot_be(change, text):
+    axes = conv_fprop.axes_of(conv_fprop.Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    problem = conv_wgrad.Problem(4, 128, 128, axes, jnp.dtype(BF16))
+    options: dict[str, Any] = dict(images=1, block=(8, 8), filters=64, across=2, direct=True) | change
+    assert text in (conv_wgrad.check(problem, conv_wgrad.Config(**options)) or "")
+
+
+def test_a_direct_result_of_another_type_takes_the_other_way():
+    """The order of additions stays the configuration's; only the conversion is elsewhere."""
+    case = DIRECT_CASES["1x1"]
+    _, function, operands, _ = kernel("wgrad", case, False, config=direct_config("two blocks", case), out_dtype=F32)
+    text = lowered(function, *(jax.ShapeDtypeStruct(shape, BF16) for shape in operands))
+    assert "tensor<2x128x1x192xf32>" in text
 
 
 # ---- on the hardware: small integers, whose sums are exact
@@ -314,6 +390,12 @@ def test_exact_integers(name, op, outer):
 
 
 def definition(op, case, outer, a, b):
+    """By XLA on the CPU: on a GPU it may take an algorithm that rounds on its way, even with whole numbers."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(_definition(op, case, outer, np.asarray(a), np.asarray(b)))
+
+
+def _definition(op, case, outer, a, b):
     x_shape, w_shape, _ = shapes(case)
     rank, flip = len(case[1]), case[9]
     layout, inner = LAYOUTS[rank]
@@ -332,3 +414,58 @@ def definition(op, case, outer, a, b):
         return jax.vjp(lambda x: conv(x, w), jnp.zeros(x_shape))[1](jnp.asarray(a))[0]
     dw = jax.vjp(lambda w: conv(jnp.asarray(a), w), jnp.zeros(w_shape))[1](jnp.asarray(b))[0]
     return jnp.moveaxis(dw, -1, 0) if outer else dw
+
+
+@on_hopper
+@pytest.mark.parametrize("sms", [None, 9])
+@pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
+@pytest.mark.parametrize("case", DIRECT_CASES)
+@pytest.mark.parametrize("name", DIRECT)
+def test_direct_results_have_the_same_bits(name, case, outer, sms):
+    """A cluster's sum is the sum of the partial sums in memory, also where a cluster has several tiles in turn."""
+    case = DIRECT_CASES[case]
+    config = direct_config(name, case)
+    keys = jax.random.split(jax.random.key(5))
+    _, _, operands, _ = kernel("wgrad", case, outer)
+    a, b = (jax.random.normal(key, shape).astype(BF16) for key, shape in zip(keys, operands, strict=True))
+    found = []
+    for way in (config, dataclasses.replace(config, direct=False)):
+        _, function, _, _ = kernel("wgrad", case, outer, config=way, sms=sms)
+        found.append(np.asarray(jax.jit(function)(a, b)).view(np.uint16))
+    np.testing.assert_array_equal(*found)
+    np.testing.assert_allclose(
+        found[0].view(BF16).astype(np.float32), definition("wgrad", case, outer, a.astype(F32), b.astype(F32)),
+        rtol=2**-8, atol=2**-8 * math.sqrt(math.prod(operands[1][:-1])),
+    )  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("multiprocessors", [1, 7, 66, 131])
+@pytest.mark.parametrize("op", ["conv", "conv_dgrad", "conv_wgrad"])
+@pytest.mark.parametrize("name", ["3x3", "strided, odd", "pointwise", "stem", "pointwise, strided", "groups"])
+def test_the_number_of_multiprocessors_changes_no_bit(name, op, multiprocessors):
+    case = CASES[name]
+    if op == "conv_wgrad" and case[8] > 1:
+        pytest.skip("the filter gradient takes one group")
+    x, w, dy = (jax.random.normal(jax.random.key(i), shape).astype(BF16) for i, shape in enumerate(shapes(case)))
+    keywords: dict[str, Any] = dict(stride=case[5], padding=case[6], dilation=case[7], groups=case[8], engine="hopper")
+    arrays = {"conv": (x, w), "conv_dgrad": (dy, w, x.shape), "conv_wgrad": (x, dy, w.shape)}[op]
+    everywhere = getattr(dnn, op)(*arrays, **keywords)
+    with dnn.limits(multiprocessors=multiprocessors):
+        here = getattr(dnn, op)(*arrays, **keywords)
+    np.testing.assert_array_equal(np.asarray(everywhere).view(np.uint16), np.asarray(here).view(np.uint16))
+
+
+@on_hopper
+@pytest.mark.parametrize("deal", ["round", "snake", "together"])
+@pytest.mark.parametrize("name", ["strided, odd", "stride of three", "pointwise, strided", "stride and dilation"])
+def test_exact_however_phases_are_dealt(name, deal):
+    case = CASES[name]
+    for staged, teams, groups in ((1, 2, 1), (2, 1, 2), (3, 2, 1)):
+        config = conv_plan.Config(8, (4, 4), 64, 3, teams, groups, staged=staged, deal=deal)
+        _, function, operands, _ = kernel("dgrad", case, False, config=config, sms=5)
+        rng = np.random.default_rng(1)
+        a, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
+        got = jax.jit(function)(jnp.asarray(a, BF16), jnp.asarray(b, BF16))
+        want = np.asarray(jnp.asarray(definition("dgrad", case, False, a, b)).astype(BF16))
+        np.testing.assert_array_equal(np.asarray(got), want)

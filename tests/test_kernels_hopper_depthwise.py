@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxdnn_reference as definition
 from _ptx_machine import Machine, from_tile_bytes, tile_bytes
 from jaxdnn._kernels.hopper import conv_depthwise_filter, conv_depthwise_fma, conv_depthwise_plan
 from jaxdnn._kernels.hopper.conv_depthwise_plan import Config, plan_filter, plan_walk, unsupported, window
@@ -108,7 +109,7 @@ def run_filter(x, dy, call, config):
     dy = dy.reshape(call.images, *call.out, call.channels)
     warps, registers = 4 * plan.warpgroups, plan.walk.accumulators
     total = call.images * math.prod(plan.tiles)
-    dw = np.zeros((call.taps[0], call.taps[1] * call.group, call.channels))
+    dw = np.zeros((call.taps[0], call.taps[1] * call.group, call.channels), np.float32)
     for split in range(plan.splits):
         for block in range(math.prod(plan.tap_blocks)):
             r, s = (a * b for a, b in zip(divmod(block, plan.tap_blocks[1]), plan.tap_block, strict=True))
@@ -130,9 +131,9 @@ def run_filter(x, dy, call, config):
                 shape = (plan.parts, plan.tap_block[0], plan.tap_block[1] * call.group, plan.channels)
                 at = memory.put(np.full(shape, np.nan, np.float32))
                 memory.machine.run(store, [*sums, at], warps)
-                part = memory.get(at, np.float32, shape).astype(np.float64).sum(0)
                 to = dw[r : r + shape[1], s * call.group : s * call.group + shape[2], c : c + shape[3]]
-                to += part[: to.shape[0], : to.shape[1], : to.shape[2]]
+                for part in memory.get(at, np.float32, shape):
+                    to += part[: to.shape[0], : to.shape[1], : to.shape[2]]
     return dw
 
 
@@ -239,36 +240,96 @@ def test_the_machine_knows_no_other_instruction():
 def test_the_schedule_has_every_product_once(case):
     *_, call, config, _ = operands(case)
     everything = np.arange(math.prod(call.taps) * call.group)
-    for parity in range(2):
-        _, order = conv_depthwise_plan.order("fprop", call, config, parity=parity)
+    _, found, classes = conv_depthwise_plan.orders("fprop", call, config)
+    assert len(found) == classes.max() + 1
+    for order in found:
         np.testing.assert_array_equal(np.sort(order[order >= 0]), everything)
-        phases = math.prod(call.stride)
-        seen = [conv_depthwise_plan.order("dgrad", call, config, phase, parity)[1] for phase in range(phases)]
-        seen = np.concatenate([order[order >= 0] for order in seen])
-        np.testing.assert_array_equal(np.sort(seen), everything)
+    _, found, classes = conv_depthwise_plan.orders("dgrad", call, config)
+    np.testing.assert_array_equal(np.unique(classes), np.arange(len(found)))
+    phases, twice = math.prod(call.stride), len(found) // math.prod(call.stride)
+    for parity in range(twice):
+        seen = np.concatenate([found[phase * twice + parity].ravel() for phase in range(phases)])
+        np.testing.assert_array_equal(np.sort(seen[seen >= 0]), everything)
     if config is None:
-        _, order = conv_depthwise_plan.order("wgrad", call)
+        _, (order,), _ = conv_depthwise_plan.orders("wgrad", call)
         parts = plan_filter(call).parts
         pixels = np.sort(order[order >= 0])
         np.testing.assert_array_equal(pixels, np.arange(call.images * math.prod(call.out)))
         assert len(order) == parts * plan_filter(call).splits
 
 
+def spread(rng, shape):
+    """Magnitudes over four decades, so that the order of additions shows even in a narrow result."""
+    return rng.standard_normal(shape) * np.exp2(rng.integers(-9, 4, shape))
+
+
+@needs_newer
+@pytest.mark.parametrize("mode", ["cross_correlation", "convolution"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_schedule_predicts_every_bit(case, mode):
+    """The kernels' own instructions, on the model of the matrix unit, against the reference with the stated orders."""
+    from jaxdnn._kernels.hopper import conv_depthwise as kernels
+
+    shape, taps, group, dtype, *_ = CASES[case]
+    *_, call, config, geometry = operands(case)
+    out = (shape[0], *kernels._spatial(call.out, len(shape)), shape[-1])
+    rng = np.random.default_rng(1)
+    shapes = shape, (*taps, group, shape[-1]), out
+    x, w, dy = (spread(rng, s).astype(np.float16).astype(DTYPES[dtype]) for s in shapes)
+    turned = np.flip(w, tuple(range(len(taps)))) if mode == "convolution" else w
+    options = {**geometry, "groups": shape[-1] // group, "mode": mode, "layout": {3: "NWC", 4: "NHWC"}[x.ndim]}
+
+    def predicted(op, *arrays, **more):
+        told = kernels.schedule(
+            op, x.shape, w.shape, x.dtype, **geometry, config=config, flip=options["mode"] == "convolution"
+        )
+        plan = definition.Schedule(told.order, told.combine, classes=told.classes)
+        function = {"fprop": definition.conv, "dgrad": definition.conv_dgrad, "wgrad": definition.conv_wgrad}[op]
+        return function(*arrays, **options, arithmetic=told.arithmetic, schedule=plan, **more)
+
+    y = run_walk("fprop", x, turned, call, config)
+    np.testing.assert_array_equal(y.reshape(out), predicted("fprop", x, w))
+    dx = run_walk("dgrad", dy, turned, call, config)
+    np.testing.assert_array_equal(dx.reshape(x.shape), predicted("dgrad", dy, w, x.shape))
+    if config is None and mode == "cross_correlation":
+        dw = run_filter(x, dy, call, config)
+        np.testing.assert_array_equal(dw.reshape(w.shape), predicted("wgrad", x, dy, w.shape, out_dtype=np.float32))
+
+
+@needs_newer
+def test_orders_that_change_places_show():
+    """A negative control: even rows' order for odd rows and the other way round are not the kernel's bits."""
+    from jaxdnn._kernels.hopper import conv_depthwise as kernels
+
+    *_, call, config, geometry = operands("3x3")
+    rng = np.random.default_rng(2)
+    x, w = np.ones((2, 13, 14, 32), DTYPES["bf16"]), rng.standard_normal((3, 3, 1, 32)).astype(DTYPES["bf16"])
+    w[:2, 0] = np.array([2**18, -(2**18)])[:, None, None]  # which meet in one instruction, or the second in a later one
+    told = kernels.schedule("fprop", x.shape, w.shape, x.dtype, **geometry)
+    got = run_walk("fprop", x, w, call, config).astype(np.float32)
+    assert told.classes is not None
+    for classes, equal in ((told.classes, True), (1 - told.classes, False)):
+        plan = definition.Schedule(told.order, classes=classes)
+        wanted = definition.conv(x, w, **geometry, groups=32, arithmetic=told.arithmetic, schedule=plan)
+        assert np.array_equal(got, wanted.astype(np.float32)) is equal
+
+
 def test_forward_order_ignores_batch_and_tiles():
     shape = (3, 3, 1, 32)
     geometry: dict[str, Any] = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
-    orders = [
-        conv_depthwise_plan.order("fprop", window((n, size, size, 32), shape, jnp.bfloat16, **geometry))[1].tolist()
+    found = [
+        conv_depthwise_plan.orders("fprop", window((n, size, size, 32), shape, jnp.bfloat16, **geometry))[1]
         for n in (1, 4)
         for size in (7, 28, 56)
     ]
-    assert all(order == orders[0] for order in orders)
+    for orders in found:
+        np.testing.assert_array_equal(orders, found[0])
 
 
 def test_one_axis_order_ignores_the_image():
     call = window((4, 20, 32), (5, 1, 32), jnp.bfloat16, stride=(1,), padding=((4, 0),), dilation=(1,))
-    even, odd = (conv_depthwise_plan.order("fprop", call, parity=parity)[1].tolist() for parity in range(2))
-    assert even == odd
+    _, (even, odd), _ = conv_depthwise_plan.orders("fprop", call)
+    np.testing.assert_array_equal(even, odd)
 
 
 def test_a_tile_starts_at_an_even_row():

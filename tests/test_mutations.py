@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from jaxdnn.tolerance import ACCUMULATIONS, Accumulation
-from jaxdnn.verify import checks, data
-from jaxdnn.verify.cases import Case
-from jaxdnn.verify.geometries import Blend, Geometry
+from jaxdnn.verify.families import conv_checks as checks
+from jaxdnn.verify.families import conv_data as data
+from jaxdnn.verify.families.conv_cases import Case
+from jaxdnn.verify.families.conv_geometries import Blend, Geometry
 
 F32 = np.float32
 OPS = ("conv", "conv_dgrad", "conv_wgrad")

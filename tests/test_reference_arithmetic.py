@@ -242,7 +242,7 @@ def scalar_tensor_core(a: Array, b: Array, dtype: Any) -> Fraction:
 
     def read(value: Any, least: int) -> tuple[Fraction, int]:
         x = Fraction(float(value))
-        return (x, max(floor_log2(abs(x)), least)) if x else (x, -126)
+        return x, max(floor_log2(abs(x)), least) if x else 0
 
     def cut(value: Any) -> float:
         bits = np.float32(value).view(np.uint32) & np.uint32(0xFFFFE000)
@@ -250,10 +250,12 @@ def scalar_tensor_core(a: Array, b: Array, dtype: Any) -> Fraction:
 
     c = Fraction(0)
     for start in range(0, len(a), step):
-        addends = [(c, read(c, -126)[1])] if c else []  # as measured: a zero accumulator is not aligned to
+        addends = [(c, read(c, -126)[1])] if c else []  # as measured: zeros are not aligned to
         for x, y in zip(a[start : start + step], b[start : start + step], strict=True):
             (x, ex), (y, ey) = read(cut(x), least), read(cut(y), least)
-            addends.append((x * y, ex + ey))
+            addends += [(x * y, ex + ey)] if x * y else []
+        if not addends:
+            continue
         quantum = two_to(max(e for _, e in addends) - kept)
         total = sum(math.trunc(value / quantum) for value, _ in addends) * quantum
         if total:
@@ -268,6 +270,13 @@ def test_a_zero_accumulator_is_not_aligned_to():
     a = np.full((1, 3), 1.5 * 2.0**-75).astype(ml_dtypes.bfloat16)
     b = np.full((3, 1), 2.0**-76).astype(ml_dtypes.bfloat16)
     assert reference.dot(a, b, "tensor_core")[0, 0] == np.float32(2.0**-149)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_a_zero_product_is_not_aligned_to(dtype: Any):
+    """2^-40 + 0 * 2^120: beside an exponent of 120 - 126 = -6 the first would be cut off; on an H200 it is not."""
+    a, b = np.array([[2.0**-40, 0, 2.0**120]], dtype), np.array([[1, 2.0**120, 0]], dtype).T
+    assert reference.dot(a, b, "tensor_core")[0, 0] == np.float32(2.0**-40)
 
 
 @pytest.mark.parametrize("dtype", MODEL)

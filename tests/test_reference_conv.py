@@ -319,3 +319,28 @@ def test_schedule_reaches_the_sum():
     one: dict[str, Any] = {"layout": "NWC", "arithmetic": "ordered"}
     images = [reference.conv_wgrad(x[n : n + 1], dy[n : n + 1], (3, 2, 3), **one) for n in range(4)]
     np.testing.assert_array_equal(dw, (images[0] + images[1]) + (images[2] + images[3]))
+
+
+def test_an_order_may_depend_on_the_place():
+    """Orders by row and column of the output, against one order for all: all outputs, some, and with details."""
+    rng = np.random.default_rng(9)
+    x = rng.standard_normal((2, 7, 6, 3)).astype(np.float32)
+    w = rng.standard_normal((3, 2, 3, 5)).astype(np.float32)
+    orders = tuple(rng.permutation(18)[None] for _ in range(6))
+    classes = np.array([[0, 3], [4, 1], [2, 5]])
+    options: dict[str, Any] = {"arithmetic": "ordered"}
+    each = np.stack([reference.conv(x, w, **options, schedule=reference.Schedule(order)) for order in orders])
+    p, q = np.indices((5, 5))
+    wanted = np.moveaxis(each, 0, -1)[:, p, q, :, classes[p % 3, q % 2]]  # the indexed axes come first
+    wanted = np.moveaxis(wanted, (0, 1), (1, 2))
+    assert all((each[i] != wanted).any() for i in range(6))
+
+    plan = reference.Schedule(orders, classes=classes)
+    details = reference.conv(x, w, **options, schedule=plan, details=True)
+    np.testing.assert_array_equal(details.value, wanted)
+    at = np.array([3, 249, 0, 77, 120, 3])
+    np.testing.assert_array_equal(reference.conv(x, w, **options, schedule=plan, at=at), wanted.ravel()[at])
+    exact = reference.conv(x.astype(np.float64), w.astype(np.float64))
+    assert np.all(abs(details.accumulated - exact) <= details.bound)
+    nothing = reference.conv(x[:0], w, **options, schedule=plan)
+    assert nothing.shape == (0, 5, 5, 5)

@@ -355,7 +355,7 @@ ACTIVATIONS = [None, *_epilogue.ACTIVATIONS, ("elu", 2.5), ("swish", 1.7), ("sof
 
 def exact_activation(z: np.ndarray, activation: Any) -> np.ndarray:
     name, parameter = _epilogue.read_activation(activation) or ("identity", None)
-    p = 1.0 if parameter is None else parameter
+    p: Any = 1.0 if parameter is None else parameter
     wide = np.longdouble(z)
     functions = {
         "identity": lambda: z,

@@ -1,0 +1,92 @@
+"""The row machine for the normalisations' kernels: groups of a block may part ways, and sums lie in more shared memory.
+
+Threads whose branch leads further wait there: what is executed is always the lowest instruction that some thread has
+reached, by the threads that have. A barrier counts those that arrive. fma is computed in float64 and then rounded.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from _row_machine import U64, Rows
+
+SHARED_BYTES = 1 << 17
+
+
+class NormRows(Rows):
+    """Memory as bytes, and `run`, which runs a block of PTX for every block of threads."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.shared = np.full(SHARED_BYTES, 0xFF, np.uint8)
+
+    def run(self, text: str, operands: list[int], block_size: int, clusters: int, cluster: int = 1) -> None:
+        assert cluster == 1, "these kernels have no clusters"
+        code, labels = [], {}
+        for line in map(str.strip, text.splitlines()):
+            if line.endswith(":"):
+                labels[line[:-1]] = len(code)
+            elif line not in "{}" and not line.startswith(".reg"):
+                code.append(_decode(line))
+        self.threads, self.rank = block_size, np.zeros(block_size, U64)
+        for block in range(clusters):
+            self.registers: dict[str, Any] = {"%tid.x": np.arange(block_size, dtype=U64)}
+            self.registers["%ctaid.x"] = np.full(block_size, block, U64)
+            self.registers |= {f"${i}": np.full(block_size, value, U64) for i, value in enumerate(operands)}
+            self.shared[:] = 0xFF
+            self._block(code, labels)
+
+    def _block(self, code: list[Any], labels: dict[str, int]) -> None:
+        at = np.zeros(self.threads, np.int64)
+        while (first := int(at.min())) < len(code):
+            guard, name, arguments = code[first]
+            here = at == first
+            at[here] += 1
+            active = here
+            if guard:
+                holds = self.registers[guard.removeprefix("!")]
+                active = here & (~holds if guard[0] == "!" else holds)
+            if name[0] == "bra":
+                at[active] = labels[arguments[0]]
+            elif name[0] == "bar":
+                self._barrier(active, *arguments)
+            else:
+                self._step(name, arguments, active)
+
+    def _barrier(self, active: np.ndarray, name: str, count: str) -> None:
+        """As many threads arrive as the barrier waits for, or the device would hang."""
+        arrived = np.unique(self._bits(name)[active], return_counts=True)[1]
+        if (arrived != int(count)).any() or int(count) % 32:
+            raise RuntimeError(f"{arrived.tolist()} threads arrive at a barrier of {count}")
+
+    def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
+        bits, real = self._bits, self._real
+        put = lambda value: self._put(arguments[0], value, active)
+        with np.errstate(all="ignore"):
+            match name:
+                case ["fma", "rn", "f32"]:
+                    a, b, c = (real(v).astype(np.float64) for v in arguments[1:])
+                    put((a * b + c).astype(np.float32))
+                case ["neg", "f32"]:
+                    put(-real(arguments[1]))
+                case ["sqrt", "rn", "f32"]:
+                    put(np.sqrt(real(arguments[1])))
+                case ["xor", "b32"]:
+                    put((bits(arguments[1]) ^ bits(arguments[2])) & U64(0xFFFFFFFF))
+                case ["shfl", *_] if not active.all():
+                    raise RuntimeError("an exchange without all threads")
+                case _:
+                    super()._step(name, arguments, active)
+
+
+def _decode(line: str) -> tuple[str | None, list[str], list[Any]]:
+    match = re.fullmatch(r"(?:@(!?p\d+) )?(\S+) (.*);", line)
+    if match is None:
+        raise NotImplementedError(line)
+    guard, name, rest = match.groups()
+    arguments = [
+        tuple(part.strip() for part in item[1:-1].split(",")) if item[0] == "{" else item
+        for item in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
+    ]
+    return guard, name.split("."), arguments

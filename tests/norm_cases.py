@@ -1,0 +1,176 @@
+"""Cases of the normalisations by mean and deviation: calls, their definition, and the bound of their errors."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn import _frame, tolerance, tolerance_norm
+from jaxdnn import _norm_arguments as arguments
+
+SIZES = {"N": 3, "C": 6, "D": 2, "H": 4, "W": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """An op with its options, and the shapes of x and of its parameters."""
+
+    op: str
+    shape: tuple[int, ...]
+    parameter: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return dict(self.options)
+
+    @property
+    def centred(self) -> bool:
+        return self.op != "rms_norm"
+
+    def view(self, x: Any) -> arguments.View:
+        o = self.keywords
+        if self.op == "adaptive_layer_norm":
+            return arguments.samples(x, o.get("axis", -1))
+        if self.op in ("layer_norm", "rms_norm"):
+            return arguments.rows(x, o.get("axis", -1))
+        frame = _frame.frame(o.get("layout", "NHWC"), None)
+        plain = frame.array("x", x)
+        if self.op == "group_norm":
+            return arguments.grouped(frame, plain, o["groups"])
+        if self.op == "instance_norm":
+            return arguments.instances(frame, plain)
+        return arguments.batches(frame, plain, o.get("mode", "spatial"))
+
+    def arrays(self, seed: int, dtype: Any, mean: float = 0.5, deviation: float = 1.0) -> tuple[np.ndarray, ...]:
+        """x, scale, bias and dy."""
+        rng = np.random.default_rng([seed, len(self.shape)])
+        x = mean + deviation * rng.normal(size=self.shape)
+        others = (rng.normal(size=s) for s in (self.parameter, self.parameter, self.shape))
+        return tuple(a.astype(dtype) for a in (x, *others))
+
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        """(x, scale, bias) to y and all statistics."""
+        o = {**self.keywords, **choices}
+        if self.op == "adaptive_layer_norm":
+            return lambda x, s, b: dnn.adaptive_layer_norm(x, s, b, return_statistics=True, **o)
+        if self.op == "batch_norm":
+            return lambda x, s, b: dnn.batch_norm(x, scale=s, bias=b, **o)
+        return lambda x, s, b: getattr(dnn, self.op)(x, scale=s, bias=b, return_statistics=True, **o)
+
+    def definition(self, x: Any, s: Any, b: Any) -> Any:
+        o = self.keywords
+        if self.op == "adaptive_layer_norm":
+            return reference.adaptive_layer_norm(x, s, b, return_statistics=True, **o)
+        if self.op == "batch_norm":
+            return reference.batch_norm(x, scale=s, bias=b, **o)
+        return getattr(reference, self.op)(x, scale=s, bias=b, return_statistics=True, **o)
+
+    def gradients(self, module: Any, dy: Any, x: Any, s: Any, **choices: Any) -> Any:
+        """dx, dscale and dbias by the public backward op of the library or of the definition."""
+        o, op = {**self.keywords, **choices}, getattr(module, f"{self.op}_dgrad")
+        return op(dy, x, s, **o) if self.op == "adaptive_layer_norm" else op(dy, x, scale=s, **o)
+
+    def formula(self, x: jax.Array, s: jax.Array, b: jax.Array) -> jax.Array:
+        """y by another way: the variance as the mean of squares less the square of the mean."""
+        view = self.view(x)
+        frame = _frame.frame(self.keywords["layout"], None) if "layout" in self.keywords else None
+        plain = x if frame is None else frame.array("x", x)
+        v = plain.reshape(view.shape)
+        s, b = s.reshape(view.spread), b.reshape(view.spread)
+        s = s + 1 if self.keywords.get("zero_centred") else s
+        mean = v.mean(view.axes, keepdims=True) if self.centred else jnp.zeros((1,) * v.ndim)
+        variance = (v**2).mean(view.axes, keepdims=True) - mean**2
+        y = (v - mean) * (variance + self.eps) ** -0.5 * s + b
+        y = y.reshape(plain.shape)
+        return y if frame is None else frame.restore(y)
+
+    @property
+    def eps(self) -> float:
+        return self.keywords.get("eps", 1e-6 if self.op == "rms_norm" else 1e-5)
+
+    def problem(self, x: np.ndarray, s: Any, b: Any) -> tolerance_norm.Problem:
+        view = self.view(x)
+        layout = self.keywords.get("layout")
+        plain = x if layout is None else _devectorised(x, layout)
+        zero_centred = bool(self.keywords.get("zero_centred"))
+        views = (view.shape, view.axes, view.summed, view.spread)
+        options = {"eps": self.eps, "centred": self.centred, "zero_centred": zero_centred}
+        return tolerance_norm.problem(*views, plain, s, b, **options)
+
+
+def _devectorised(x: np.ndarray, layout: str) -> np.ndarray:
+    letters, _, lanes = layout.partition("c")
+    if not lanes:
+        return x
+    c = letters.index("C")
+    moved = np.moveaxis(x, -1, c + 1)
+    return moved.reshape(*moved.shape[:c], moved.shape[c] * moved.shape[c + 1], *moved.shape[c + 2 :])
+
+
+def _vectorised(v: np.ndarray, layout: str | None) -> np.ndarray:
+    letters, _, lanes = (layout or "").partition("c")
+    if not lanes:
+        return v
+    c, lanes = letters.index("C"), int(lanes)
+    split = v.reshape(*v.shape[:c], v.shape[c] // lanes, lanes, *v.shape[c + 1 :])
+    return np.moveaxis(split, c + 1, -1)
+
+
+def in_view(norm: Norm, v: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """An array like x in the view's shape, float64."""
+    plain = _devectorised(v, norm.keywords["layout"]) if "layout" in norm.keywords else v
+    return plain.astype(np.float64).reshape(shape)
+
+
+def as_given(norm: Norm, x: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """An array of the view in x's own shape."""
+    plain = _devectorised(x, norm.keywords["layout"]) if "layout" in norm.keywords else x
+    return _vectorised(v.reshape(plain.shape), norm.keywords.get("layout"))
+
+
+def agree(out: Any, golden: np.ndarray, error: np.ndarray, dtype: Any, what: str) -> None:
+    """The one comparison: dtype, shape, and the value within its computed bound."""
+    out = np.asarray(out)
+    assert out.dtype == np.dtype(dtype), f"{what}: dtype {out.dtype} instead of {np.dtype(dtype)}"
+    assert out.shape == golden.shape, f"{what}: shape {out.shape} instead of {golden.shape}"
+    found = tolerance.compare(out, golden.astype(np.float64), error)
+    assert found.passed, f"{what}: {found.message}"
+    assert not found.unchecked, f"{what}: {found.unchecked} elements have no bound"
+
+
+def image(letters: str) -> tuple[int, ...]:
+    return tuple(SIZES[letter] for letter in letters)
+
+
+def _cases() -> dict[str, Norm]:
+    rows = (3, 4, 7)
+    found = {
+        "layer": Norm("layer_norm", rows, (7,)),
+        "layer-axes": Norm("layer_norm", rows, (3, 7), (("axis", (0, -1)), ("zero_centred", True), ("eps", 0.1))),
+        "layer-middle": Norm("layer_norm", rows, (4,), (("axis", 1),)),
+        "rms": Norm("rms_norm", rows, (7,), (("zero_centred", True),)),
+        "rms-axes": Norm("rms_norm", rows, (4, 7), (("axis", (-2, -1)),)),
+        "adaptive": Norm("adaptive_layer_norm", rows, (3, 7), (("zero_centred", True),)),
+        "adaptive-axes": Norm("adaptive_layer_norm", rows, (3, 4, 7), (("axis", (1, 2)),)),
+    }
+    for layout in ("NHWC", "NCHW", "CHWN", "NWC", "NDHWC"):
+        shape = image(layout)
+        found[f"group-{layout}"] = Norm("group_norm", shape, (6,), (("groups", 2), ("layout", layout)))
+        found[f"instance-{layout}"] = Norm("instance_norm", shape, (6,), (("layout", layout),))
+        found[f"batch-{layout}"] = Norm("batch_norm", shape, (6,), (("layout", layout),))
+        own = tuple(size for size, letter in zip(shape, layout, strict=True) if letter != "N")
+        options = (("layout", layout), ("mode", "per_activation"), ("eps", 0.01))
+        found[f"activation-{layout}"] = Norm("batch_norm", shape, own, options)
+    for op, options in (("group_norm", (("groups", 2),)), ("instance_norm", ()), ("batch_norm", ())):
+        found[f"{op[:-5]}-NCHWc3"] = Norm(op, (3, 2, 4, 5, 3), (6,), (*options, ("layout", "NCHWc3")))
+    return found
+
+
+CASES = _cases()
+FEW = ("layer", "rms", "adaptive", "group-NCHW", "instance-NHWC", "batch-NHWC")

@@ -1,0 +1,54 @@
+"""`jaxdnn bench`: every case's functions compute the same, and the command writes what it measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdnn.bench import cases
+from jaxdnn.verify.cli import main
+
+ALL = [(family, case) for family in cases.FAMILIES for case in cases.load(family)]
+
+
+@pytest.mark.parametrize("case", [c for _, c in ALL], ids=[f"{f}-{c.family}-{c.name}" for f, c in ALL])
+def test_peers_have_our_shapes(case: Any):
+    """XLA's function of every pass gives ours' shapes and dtypes; what is timed is the same operation."""
+    operands = jax.eval_shape(lambda: case.operands(2, np.float32, 0))
+    for which in case.passes:
+        functions = case.ours(which, None), case.xla(which)
+        ours, theirs = ([(a.shape, a.dtype) for a in jax.tree.leaves(jax.eval_shape(f, *operands))] for f in functions)
+        assert ours[: len(theirs)] == theirs  # ours may also give the statistics that its gradient needs
+        assert case.flops(which, case.batch) or case.bytes(which, case.batch, 4)
+
+
+@pytest.mark.parametrize("name", ["fused-l4.up", "transposed-1d 16/8", "depthwise-mbv2_384"])
+def test_peers_compute_what_we_compute(name: str):
+    (case,) = (c for _, c in ALL if f"{c.family}-{c.name}" == name)
+    operands = case.operands(1, np.float32, 1)
+    for which in case.passes:
+        ours, theirs = (np.asarray(jax.jit(f)(*operands)) for f in (case.ours(which, None), case.xla(which)))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "found.json"
+    options = ["--case", "mbv2_384", "--passes", "forward", "--batch", "1", "--repeats", "2", "--json", str(path)]
+    assert main(["bench", "conv", *options]) == 0
+    found = json.loads(path.read_text())
+    (row,) = found["rows"]
+    assert (row["family"], row["case"], row["pass"]) == ("depthwise", "mbv2_384", "forward")
+    assert row["bytes"] == 4 * (2 * 14 * 14 * 384 + 9 * 384)
+    for name in ("jaxdnn", "lax"):
+        assert row["tb_per_s"][name] == pytest.approx(row["bytes"] / row["ms"][name] / 1e9)
+        assert row["of_copy"][name] == pytest.approx(row["tb_per_s"][name] / found["copy_tb_per_s"])
+    assert "speed-up" in capsys.readouterr().out
+
+
+def test_command_refuses_unknown_names(capsys: pytest.CaptureFixture[str]):
+    for option in ("--family", "--case", "--passes"):
+        assert main(["bench", "conv", option, "nonesuch"]) == 2
+        assert "knows no nonesuch; there are" in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""The Hopper kernels of the softmax family on the CPU: their PTX run by a small machine, and lowered for CUDA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from _row_machine import Rows
+from jaxdnn import engines, tolerance, tolerance_softmax
+from jaxdnn._kernels import hopper
+from jaxdnn._kernels.hopper import softmax_engine
+from jaxdnn._softmax import SoftmaxSpec
+from jaxdnn.tolerance import Accumulation
+
+if (reason := hopper.unavailable()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+from jaxdnn._kernels.hopper import softmax, softmax_ptx
+
+DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+RULE = Accumulation(flush=True)
+# Rows: fewer than a block works on, as many, and a ragged last block. Lengths: every way to deal out a row.
+LENGTHS = (8, 16, 128, 136, 1000, 1032, 4096, 12288, 40000, 70000, 140000)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_length = pytest.mark.parametrize("length", LENGTHS)
+
+
+def data(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng([seed, *shape]).normal(size=shape) * 3).astype(DTYPES[dtype])
+
+
+def run(code: str, plan: Any, arrays: list[np.ndarray], shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else."""
+    rows = len(arrays[0])
+    out = np.zeros(shape, DTYPES[dtype])
+    starts, size = [], 0
+    for array in (*arrays, out):
+        starts.append(size)
+        size += -(-array.nbytes // 256) * 256
+    machine = Rows(size)
+    for array, start in zip(arrays, starts, strict=False):
+        machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    machine.run(code, [*starts, 0], plan.block, -(-rows // plan.rows_a_block), plan.cluster)
+    end = starts[-1] + out.nbytes
+    assert (machine.written[starts[-1] : end] == 1).all()
+    assert machine.written.sum() == out.nbytes
+    return machine.memory[starts[-1] : end].view(DTYPES[dtype]).reshape(shape)
+
+
+def assert_right(out: np.ndarray, golden: np.ndarray, error: Any) -> None:
+    found = tolerance.compare(out, golden, error)
+    assert found.passed, found.message
+
+
+def counts(length: int) -> tuple[int, ...]:
+    return (1, 13, 32) if length < 1000 else (2,)
+
+
+@pytest.mark.parametrize("algorithm", ["accurate", "fast", "log", "logsumexp"])
+@each_dtype
+@each_length
+def test_forward(length: int, dtype: str, algorithm: str):
+    for rows in counts(length):
+        x = data((rows, length), dtype)
+        plan = softmax.plan(length, dtype, dtype, 1)
+        code = softmax_ptx.forward(plan, rows, algorithm)
+        wide = x.astype(np.float64)
+        if algorithm == "logsumexp":
+            out = run(code, plan, [x], (rows,), dtype)
+            golden = reference.logsumexp(x, out_dtype=np.float64)
+            assert_right(out, golden, tolerance_softmax.logsumexp(wide, (1,), RULE)[:, 0])
+        else:
+            out = run(code, plan, [x], x.shape, dtype)
+            golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
+            assert_right(out, golden, tolerance_softmax.softmax(wide, algorithm, (1,), RULE))
+
+
+@pytest.mark.parametrize("algorithm", ["accurate", "log"])
+@each_dtype
+@each_length
+def test_backward(length: int, dtype: str, algorithm: str):
+    for rows in counts(length):
+        dy = data((rows, length), dtype, seed=1)
+        y = reference.softmax(data((rows, length), dtype), algorithm=algorithm)
+        plan = softmax.plan(length, dtype, dtype, 2)
+        out = run(softmax_ptx.backward(plan, rows, algorithm, False), plan, [dy, y], dy.shape, dtype)
+        golden = reference.softmax_dgrad(dy, y, algorithm=algorithm, out_dtype=np.float64)
+        wide = dy.astype(np.float64), y.astype(np.float64)
+        assert_right(out, golden, tolerance_softmax.softmax_dgrad(*wide, algorithm, (1,), RULE))
+
+
+@each_dtype
+@pytest.mark.parametrize("length", [128, 40000, 70000])
+def test_tangent_of_the_logarithm(length: int, dtype: str):
+    v, y = data((2, length), dtype, seed=1), reference.softmax(data((2, length), dtype), algorithm="log")
+    plan = softmax.plan(length, dtype, "f32", 2)
+    out = run(softmax_ptx.backward(plan, 2, "log", True), plan, [v, y], v.shape, "f32")
+    wide, p = v.astype(np.float64), np.exp(y.astype(np.float64))
+    golden = wide - (p * wide).sum(1, keepdims=True)
+    # The products' exponentials and products, and the sum in any order.
+    rate = (length + 10 + 3 * np.abs(y.astype(np.float64))) * 2.0**-24
+    error = (rate * p * np.abs(wide)).sum(1, keepdims=True) * 1.01 + 2.0**-24 * np.abs(golden)
+    assert_right(out, golden, error)
+
+
+@each_dtype
+@pytest.mark.parametrize("length", [8, 1000, 40000, 70000])
+@pytest.mark.parametrize("algorithm", ["accurate", "fast", "log", "logsumexp"])
+def test_what_is_not_finite(length: int, dtype: str, algorithm: str):
+    x = data((7, length), dtype)
+    x[0] = -np.inf
+    x[1, 3] = -np.inf
+    x[2, length // 2] = np.inf
+    x[3, length - 1] = np.nan
+    x[4] = ml_dtypes.finfo(DTYPES[dtype]).min  # what some programs mask with
+    x[5, 0], x[5, 1] = np.inf, -np.inf
+    x[6, 1:] = -np.inf
+    plan = softmax.plan(length, dtype, dtype, 1)
+    code = softmax_ptx.forward(plan, len(x), algorithm)
+    wide = x.astype(np.float64)
+    with np.errstate(all="ignore"):
+        if algorithm == "logsumexp":
+            out = run(code, plan, [x], (len(x),), dtype)
+            golden = reference.logsumexp(x, out_dtype=np.float64)
+            error = tolerance_softmax.logsumexp(wide, (1,), RULE)[:, 0]
+        else:
+            out = run(code, plan, [x], x.shape, dtype)
+            golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
+            error = tolerance_softmax.softmax(wide, algorithm, (1,), RULE)
+    if algorithm == "fast":  # all exponentials are zero: in float32 0 / 0, in the definition 0 / 0 too
+        golden = np.where(np.isfinite(golden) | (golden != golden), golden, np.nan)
+    assert_right(out, golden, error)
+
+
+@each_dtype
+@pytest.mark.parametrize("length", LENGTHS[:-1])
+def test_bits_depend_on_the_row_alone(length: int, dtype: str):
+    x = data((9, length), dtype)
+    plan = softmax.plan(length, dtype, dtype, 1)
+    whole = run(softmax_ptx.forward(plan, 9, "accurate"), plan, [x], x.shape, dtype)
+    alone = run(softmax_ptx.forward(plan, 1, "accurate"), plan, [x[4:5]], (1, length), dtype)
+    np.testing.assert_array_equal(whole[4:5].view(np.uint8), alone.view(np.uint8))
+
+
+@each_dtype
+@pytest.mark.parametrize("length", [8, 128, 1000, 4096, 32768, 131072, 200000])
+def test_lowers_for_cuda(length: int, dtype: str):
+    x = jax.ShapeDtypeStruct((64, length), DTYPES[dtype])
+
+    def both(x: Any) -> Any:
+        y = softmax.softmax(x, algorithm="accurate", out_dtype=x.dtype)
+        back = softmax.softmax_dgrad(x, y, algorithm="accurate", tangent=False, out_dtype=jnp.float32)
+        return back, softmax.softmax(x, algorithm="logsumexp", out_dtype=jnp.float32)
+
+    lowered = jax.jit(both).trace(x).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 3
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+def shape_of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def explained(function: Any, *operands: Any) -> Any:
+    (told,) = dnn.explain(function, *operands, platform="cuda")
+    return told
+
+
+def candidate(function: Any, *operands: Any) -> Any:
+    return next(c for c in explained(function, *operands).candidates if c.engine == "hopper")
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "dtype", "reason"),
+    [
+        ({"axis": 0}, (8, 16), jnp.bfloat16, "its rows lie along the last axes, not along (-2,)"),
+        ({}, (8, 17), jnp.bfloat16, "its rows are multiples of 16 bytes, and these have 17 elements of bfloat16"),
+        ({}, (8, 0), jnp.bfloat16, "it has nothing to do for an empty array"),
+        ({}, (1 << 27, 8), jnp.bfloat16, "it takes at most 2^26 rows"),
+        ({"axis": (0, 1)}, (8, 16), jnp.bfloat16, None),
+        ({"out_dtype": jnp.float32}, (8, 16), jnp.float16, None),
+        ({}, (2, 3, 4), jnp.float32, None),
+    ],
+)
+def test_engine_says_what_it_serves(options: Any, shape: tuple[int, ...], dtype: Any, reason: str | None):
+    found = candidate(lambda x: dnn.softmax(x, **options), shape_of(*shape, dtype=dtype))
+    assert found.level == "batch_invariant"
+    assert (found.refusal is None) if reason is None else (reason in found.refusal)
+
+
+def test_engine_wants_one_dtype_backward():
+    found = candidate(dnn.softmax_dgrad, shape_of(8, 16), shape_of(8, 16, dtype=jnp.float32))
+    assert "its kernels take dy and y of one dtype, not bfloat16 and float32" in found.refusal
+
+
+def test_engine_does_not_serve_cpus():
+    with pytest.raises(NotImplementedError, match="and this is cpu"):
+        jax.jit(lambda x: dnn.softmax(x, engine="hopper")).lower(shape_of(8, 16))
+
+
+def test_engine_ranks_by_what_was_measured(monkeypatch: pytest.MonkeyPatch):
+    table = {
+        "softmax accurate bfloat16 128": {"batch": 1000, "speed_up": 1.2},
+        "softmax accurate bfloat16 4096": {"batch": 800, "speed_up": 1.5},
+        "softmax accurate bfloat16 8192": {"batch": 400, "speed_up": 0.9},
+    }
+    monkeypatch.setattr(softmax_engine, "_measured", lambda: {"a device": table})
+
+    def rank(rows: int, length: int, algorithm: str = "accurate", dtype: Any = jnp.bfloat16, kind: str = "a device"):
+        spec = SoftmaxSpec((-1,), np.dtype(np.float32), np.dtype(dtype), algorithm)
+        avals = (shape_of(rows, length, dtype=dtype),)
+        return softmax_engine._rank(engines.Call("softmax", spec, avals, "cuda", kind))
+
+    assert rank(800, 4096) == rank(800, 1024) == rank(100, 4096, "fast") == 0
+    assert rank(99, 4096) == rank(10, 1024) == 2  # too few to fill the device
+    assert rank(800, 64) == rank(800, 8192) == rank(800, 6000) == rank(800, 16384) == 2
+    assert rank(800, 4096, "log") == rank(800, 4096, dtype=jnp.float32) == rank(800, 4096, kind="another") == 2
+
+
+def test_call_by_name_lowers_with_its_derivatives():
+    def both(x: Any) -> Any:
+        f = lambda x: (
+            jnp.sum(dnn.softmax(x, axis=(1, 2), engine="hopper") ** 2) + jnp.sum(dnn.logsumexp(x, engine="hopper"))
+        )
+        return jax.grad(f)(x), jax.vmap(lambda x: dnn.softmax(x, algorithm="log", engine="hopper"))(x)
+
+    lowered = jax.jit(both).trace(shape_of(6, 4, 32)).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 3

@@ -1,0 +1,297 @@
+"""The normalisations against their definition, within computed bounds; running statistics; what one pass would lose."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+import norm_cases
+from jaxdnn import tolerance, tolerance_norm
+from norm_cases import CASES, FEW, Norm, agree
+
+
+def f32(values: Any) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+each_case = pytest.mark.parametrize("name", CASES)
+each_of_few = pytest.mark.parametrize("name", FEW)
+
+
+def check(norm: Norm, arrays: Any, **choices: Any) -> None:
+    """Forward and backward, by statistics that were saved and by statistics computed again."""
+    x, s, b, dy = arrays
+    p, acc = norm.problem(x, s, b), np.float64 if x.dtype == np.float64 else np.float32
+    view = norm.view(x)
+    found, wanted = jax.jit(norm.call(**choices))(x, s, b), norm.definition(x, s, b)
+    (error,) = tolerance_norm.from_definition(p)
+    agree(found[0], wanted[0], norm_cases.as_given(norm, x, error), x.dtype, "y")
+    stats, saved = tolerance_norm.normalised(p), {}
+    names = {"mean": stats.mean_error, "rstd": stats.rstd_error} if norm.centred else {"rstd": stats.rstd_error}
+    for (name, error), out, golden in zip(names.items(), found[1:], wanted[1:], strict=False):
+        agree(out, np.asarray(golden), np.asarray(view.give_statistic(jnp.asarray(error))), acc, name)
+        saved[name] = out
+    exact = norm.gradients(reference, dy, x, s)
+    bounds = tolerance_norm.from_definition(p, norm_cases.in_view(norm, dy, p.x.shape))
+    for given in (saved, {}):
+        run = jax.jit(lambda dy, x, s, given=given: norm.gradients(dnn, dy, x, s, **choices, **given))
+        dx, *parameters = run(dy, x, s)
+        agree(dx, exact[0], norm_cases.as_given(norm, x, bounds[0]), x.dtype, f"dx, saved {list(given)}")
+        for what, out, golden, error in zip(("dscale", "dbias"), parameters, exact[1:], bounds[1:], strict=True):
+            agree(out, golden, error.reshape(golden.shape), acc, f"{what}, saved {list(given)}")
+
+
+@each_case
+def test_float32(name: str):
+    check(CASES[name], CASES[name].arrays(0, np.float32))
+
+
+@each_of_few
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=str)
+def test_narrow(name: str, dtype: np.dtype):
+    check(CASES[name], CASES[name].arrays(1, dtype))
+
+
+@each_of_few
+def test_ordered(name: str):
+    check(CASES[name], CASES[name].arrays(2, np.float32), engine="ordered")
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("engine", ["xla", "ordered"])
+@each_of_few
+def test_float64_of_mean_1e8(name: str, engine: str):
+    check(CASES[name], CASES[name].arrays(3, np.float64, mean=1e8), engine=engine)
+
+
+# ---- a mean far from zero --------------------------------------------------------------------------------------------
+
+OFFSETS = [(np.dtype(np.float32), 1e4), (BF16, 100.0)]
+
+
+@pytest.mark.parametrize(("dtype", "mean"), OFFSETS, ids=str)
+@pytest.mark.parametrize("name", ["layer", "layer-axes", "group-NHWC", "group-NCHW", "instance-NCHW", "batch-NHWC"])
+def test_mean_of_many_deviations(name: str, dtype: np.dtype, mean: float):
+    """The bound has no term in mean / deviation but the rounding of the saved mean of a narrow input."""
+    check(CASES[name], CASES[name].arrays(4, dtype, mean=mean))
+
+
+@pytest.mark.parametrize("engine", ["xla", "ordered"])
+def test_float32_of_mean_1e4_is_right_to_float32(engine: str):
+    """No further off than for a mean of zero: by some units in the last place of the largest element."""
+    rng = np.random.default_rng(5)
+    x, dy = ((rng.normal(size=(4, 1000)) + m).astype(np.float32) for m in (1e4, 0))
+    y, mean, rstd = dnn.layer_norm(x, engine=engine, return_statistics=True)
+    wanted = reference.layer_norm(x)
+    assert np.abs(np.asarray(y) - wanted).max() < 16 * 2.0**-24 * np.abs(wanted).max()
+    dx, dscale, _ = dnn.layer_norm_dgrad(dy, x, mean=mean, rstd=rstd, engine=engine)
+    exact = reference.layer_norm_dgrad(dy, x)
+    assert np.abs(np.asarray(dx) - exact[0]).max() < 16 * 2.0**-24 * np.abs(exact[0]).max()
+    assert np.abs(np.asarray(dscale) - exact[1]).max() < 16 * 2.0**-24 * np.abs(exact[1]).max()
+
+
+def test_one_pass_would_be_found_out():
+    """The mean of squares less the square of the mean, in float32, breaks the bound that these ops keep."""
+    norm = Norm("layer_norm", (8, 4096), (4096,))
+    x, *_ = norm.arrays(6, np.float32, mean=1e4)
+    wide = jnp.asarray(x).astype(jnp.float32)
+    mu = wide.mean(-1, keepdims=True)
+    one_pass = (wide - mu) / jnp.sqrt(jnp.maximum((wide * wide).mean(-1, keepdims=True) - mu * mu, 0) + 1e-5)
+    golden, error = tolerance_norm.forward(norm.problem(x, None, None))
+    assert not tolerance.compare(np.asarray(one_pass), golden, error).passed
+    agree(dnn.layer_norm(x, out_dtype=jnp.float32), golden, error, np.float32, "y")
+
+
+def test_bounds_find_planted_faults():
+    norm = CASES["group-NHWC"]
+    x, s, b, _ = norm.arrays(7, np.float32)
+    p = norm.problem(x, s, b)
+    golden, error = tolerance_norm.forward(p)
+    y = np.asarray(norm.call()(x, s, b)[0])
+    faults = {
+        "unbiased variance": lambda: reference.group_norm(x, groups=2, scale=s, bias=b, eps=1e-5) * (59 / 60) ** 0.5,
+        "eps outside of the root": lambda: y * (1 + 1e-5),
+        "bias forgotten": lambda: reference.group_norm(x, groups=2, scale=s),
+        "three groups": lambda: reference.group_norm(x, groups=3, scale=s, bias=b),
+        "a shifted element": lambda: y + np.float32(1e-4) * (np.arange(y.size).reshape(y.shape) == 17),
+    }
+    assert tolerance.compare(y, golden.reshape(y.shape), error.reshape(y.shape)).passed
+    for fault, wrong in faults.items():
+        out = wrong().astype(np.float32)
+        assert not tolerance.compare(out, golden.reshape(y.shape), error.reshape(y.shape)).passed, fault
+
+
+# ---- exact cases, and the ends of what there is ----------------------------------------------------------------------
+
+
+def test_signs_are_their_own_normal_form():
+    """±1 in equal numbers: mean 0, variance 1, so with eps 0 nothing is rounded."""
+    x = np.tile(f32([1, -1, -1, 1]), (3, 2))
+    scale, bias = np.arange(8, dtype=np.float32), np.ldexp(np.float32(1), np.arange(8))
+    y, mean, rstd = dnn.layer_norm(x, scale=scale, bias=bias, eps=0.0, return_statistics=True)
+    np.testing.assert_array_equal(y, x * scale + bias)
+    np.testing.assert_array_equal(mean, np.zeros(3))
+    np.testing.assert_array_equal(rstd, np.ones(3))
+    np.testing.assert_array_equal(dnn.rms_norm(4 * x, eps=0.0), x)
+
+
+def test_constant_rows():
+    x = np.full((2, 5), 3.0, np.float32)
+    np.testing.assert_array_equal(dnn.layer_norm(x, bias=np.arange(5.0, dtype=np.float32)), [np.arange(5)] * 2)
+    assert np.isnan(np.asarray(dnn.layer_norm(x, eps=0.0))).all()  # 0 / 0
+
+
+def test_nan_stays_in_its_row():
+    x = np.ones((3, 4), np.float32)
+    x[1, 2] = np.nan
+    x[0, 0] = 5
+    y = np.asarray(dnn.layer_norm(x))
+    assert np.isnan(y[1]).all()
+    assert np.isfinite(y[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 3)])
+def test_empty(shape: tuple[int, ...]):
+    x = jnp.zeros(shape)
+    y: Any = dnn.layer_norm(x)
+    assert y.shape == shape
+    dx, dscale, dbias = dnn.layer_norm_dgrad(x, x)
+    assert dx.shape == shape
+    np.testing.assert_array_equal([dscale, dbias], np.zeros((2, shape[-1])))
+
+
+def test_result_of_another_dtype():
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    row: Any = dnn.layer_norm(x, out_dtype=jnp.float32)
+    image: Any = dnn.group_norm(x.reshape(1, 2, 1, 4), groups=2, out_dtype=jnp.float32)
+    assert row.dtype == image.dtype == jnp.float32
+    assert dnn.layer_norm_dgrad(x, x, out_dtype=jnp.float16)[0].dtype == jnp.float16
+
+
+# ---- batch normalisation ---------------------------------------------------------------------------------------------
+
+
+def test_running_statistics():
+    """momentum weighs the new statistic; the running variance is the unbiased one; 1 is what the first call needs."""
+    x = f32([1, 5]).reshape(2, 1, 1, 1)
+    old = f32([10.0])
+    _, mean, _, running_mean, running_variance = dnn.batch_norm(
+        x, running_mean=old, running_variance=old, momentum=0.25, eps=0.0
+    )
+    assert (mean[0], running_mean[0], running_variance[0]) == (3, 0.25 * 3 + 7.5, 0.25 * 8 + 7.5)
+    *_, first_mean, first_variance = dnn.batch_norm(x, running_mean=old, running_variance=old, momentum=1.0)
+    *_, own_mean, own_variance = dnn.batch_norm(x)
+    np.testing.assert_array_equal([first_mean, first_variance], [own_mean, own_variance])
+    assert own_variance[0] == 8
+
+
+def test_cumulative_average_by_a_traced_momentum():
+    batches = np.random.default_rng(8).normal(size=(4, 5, 1, 1, 2)).astype(np.float32)
+
+    def step(carry: Any, given: Any) -> Any:
+        n, x = given
+        *_, mean, variance = dnn.batch_norm(x, running_mean=carry[0], running_variance=carry[1], momentum=1 / n)
+        return (mean, variance), None
+
+    (mean, variance), _ = jax.lax.scan(step, (jnp.zeros(2), jnp.ones(2)), (jnp.arange(1.0, 5), batches))
+    np.testing.assert_allclose(mean, batches.mean((0, 1, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(variance, batches.var(1, ddof=1).mean((0, 1, 2)), rtol=1e-5)
+
+
+def test_one_element_has_no_unbiased_variance():
+    x = jnp.full((1, 1, 1, 2), 3.0)
+    y, mean, _, _, variance = dnn.batch_norm(x, bias=jnp.ones(2))
+    np.testing.assert_array_equal(y, jnp.ones_like(x))
+    np.testing.assert_array_equal(mean, [3, 3])
+    assert np.isnan(np.asarray(variance)).all()
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NCHWc3"])
+def test_fused_add_and_relu(layout: str):
+    norm = CASES[f"batch-{layout}"]
+    x, s, b, dy = norm.arrays(9, np.float32)
+    z = dy[::-1].copy()
+    extras = {"scale": s, "bias": b, "residual": z, "activation": "relu", "layout": layout}
+    y, mean, rstd, *_ = dnn.batch_norm(x, **extras)
+    p = norm.problem(x, s, b)
+    computed = norm_cases.in_view(norm, reference.batch_norm(x, scale=s, bias=b, layout=layout)[0], p.x.shape)
+    error = tolerance.Epilogue(activation="relu").error(
+        computed, tolerance_norm.from_definition(p)[0], norm_cases.in_view(norm, z, p.x.shape)
+    )
+    agree(y, reference.batch_norm(x, **extras)[0], norm_cases.as_given(norm, x, error), np.float32, "y")
+    plain = dnn.batch_norm(x, scale=s, bias=b, layout=layout)[0]
+    np.testing.assert_array_equal(y, np.maximum(plain + z, 0))
+    found = dnn.batch_norm_dgrad(dy, x, scale=s, mean=mean, rstd=rstd, y=y, layout=layout)
+    gradient = jax.vjp(
+        lambda x, s, b, z: dnn.batch_norm(x, **{**extras, "scale": s, "bias": b, "residual": z})[0], x, s, b, z
+    )
+    for ours, theirs in zip(found, gradient[1](dy), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    np.testing.assert_array_equal(found[3], np.where(np.asarray(y) > 0, dy, 0))
+
+
+def test_blend_does_not_read_the_prior():
+    x = jnp.asarray(CASES["batch-NHWC"].arrays(10, np.float32)[0])
+    nan = jnp.full_like(x, jnp.nan)
+    y = dnn.batch_norm(x)[0]
+    np.testing.assert_array_equal(dnn.batch_norm(x, prior=nan)[0], y)
+    np.testing.assert_array_equal(dnn.batch_norm(x, alpha=2.0, beta=jnp.zeros(()), prior=nan)[0], 2 * y)
+    assert np.isnan(np.asarray(dnn.batch_norm(x, beta=1.0, prior=nan)[0])).all()
+
+
+def test_inference_is_training_with_its_statistics():
+    x, s, b, _ = CASES["batch-NCHW"].arrays(11, np.float32)
+    y, mean, rstd, *_ = dnn.batch_norm(x, scale=s, bias=b, layout="NCHW")
+    again = dnn.batch_norm_inference(x, mean, 1 / rstd**2 - 1e-5, scale=s, bias=b, layout="NCHW")
+    np.testing.assert_allclose(y, again, atol=3e-6)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_synchronised_over_a_mesh_axis(mean: float):
+    """Eight devices have the statistics, results and gradients of one that has the whole batch."""
+    rng = np.random.default_rng(12)
+    x = (rng.normal(size=(16, 3, 2, 5)) + mean + np.arange(16).reshape(-1, 1, 1, 1)).astype(np.float32)
+    dy, s, b = (rng.normal(size=shape).astype(np.float32) for shape in (x.shape, 5, 5))
+    mesh, spec = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec
+    whole = dnn.batch_norm(x, scale=s, bias=b)
+
+    def forward(x: Any, s: Any, b: Any) -> Any:
+        return dnn.batch_norm(x, scale=s, bias=b, axis_name="d")
+
+    outs = (spec("d"), *[spec()] * 4)
+    spread = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=(spec("d"), spec(), spec()), out_specs=outs))
+    found = spread(x, s, b)
+    # The mean of all devices is rounded once more than the one device's own.
+    slack = 4 * 2.0**-24 * max(abs(mean), 8) * float(np.max(whole[2])) * float(np.abs(s).max()) + 1e-6
+    for ours, theirs in zip(found, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=slack)
+    gradient = jax.jit(lambda x, s, b: jax.vjp(lambda *a: spread(*a)[0], x, s, b)[1](dy))(x, s, b)
+    backward = jax.shard_map(
+        lambda dy, x, s, m, r: dnn.batch_norm_dgrad(dy, x, scale=s, mean=m, rstd=r, axis_name="d"),
+        mesh=mesh,
+        in_specs=(spec("d"), spec("d"), spec(), spec(), spec()),
+        out_specs=(spec("d"), spec(), spec()),
+    )
+    exact = reference.batch_norm_dgrad(dy, x, scale=s)
+    scales = [np.abs(e).max() for e in exact]
+    for way in (gradient, jax.jit(backward)(dy, x, s, *found[1:3])):
+        for ours, golden, size in zip(way, exact, scales, strict=True):
+            np.testing.assert_allclose(ours, golden, atol=(16 * 2.0**-24 + slack) * size * 4)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_running_statistics_of_weight_zero_are_not_read(traced: bool) -> None:
+    x, nan, old = jnp.arange(8.0).reshape(4, 1, 1, 2), jnp.full(2, jnp.nan), jnp.array([3.0, 5.0])
+    given = (lambda m: jnp.asarray(m, jnp.float32)) if traced else float
+    run = lambda x, v, m: jax.jit(lambda x, v: dnn.batch_norm(x, running_mean=v, running_variance=v, momentum=m))(x, v)
+    for found, fresh in zip(run(x, nan, given(1))[3:], dnn.batch_norm(x)[3:], strict=True):
+        np.testing.assert_array_equal(found, fresh)
+    for found in (*run(x[:1], old, given(0))[3:], *run(x * jnp.nan, old, given(0))[3:]):  # one element: NaN variance
+        np.testing.assert_array_equal(found, old)
+    assert np.isnan(dnn.batch_norm(x[:0])[1]).all()
