@@ -1,6 +1,9 @@
 # Two commands need nothing before them but Python 3.11 or newer: `make verify` and `make test`.
 PYTHON ?= python3
 WORKERS ?= 2
+# Of a test function's parameters `make test` runs so many; SAMPLE=0 runs all.
+SAMPLE ?= 6
+SAMPLE_NEWEST ?= 3
 RUN := .venv/bin/python -m
 
 # On Python 3.11 pip stops at JAX 0.10, so the tests also run where a newer Python gets the newest JAX. The first that
@@ -28,7 +31,7 @@ verify: .venv/.installed
 test: test-default test-newest
 
 test-default: .venv/.dev
-	$(RUN) pytest -n $(WORKERS)
+	$(RUN) pytest -n $(WORKERS) --sample $(SAMPLE)
 
 # Expanded in the recipe, so that only the targets that need the newer Python look for it.
 test-newest:
@@ -38,7 +41,7 @@ test-newest:
 
 .PHONY: test-with
 test-with: .venv-newest/.test
-	.venv-newest/bin/python -m pytest -n $(WORKERS)
+	.venv-newest/bin/python -m pytest -n $(WORKERS) --sample $(SAMPLE_NEWEST)
 
 lint: .venv/.dev
 	$(RUN) ruff check .
