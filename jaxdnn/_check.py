@@ -78,15 +78,15 @@ def is_sequence(value: Any) -> bool:
 
 
 def as_float(name: str, value: Any) -> float:
-    """Returns a Python or NumPy number as a float."""
+    """Returns a Python or NumPy number as a float; a bool, an array or a traced value is an error."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"`{name}` must be a number known when traced, got {value!r}.")
     try:
         return float(value)
     except OverflowError as error:
         raise ValueError(
             f"`{name}` must be a number that a float holds, got one of {len(str(value))} digits."
         ) from error
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.") from error
 
 
 def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, ...]:

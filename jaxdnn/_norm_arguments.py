@@ -93,8 +93,6 @@ def types(x: Any, out_dtype: Any, *, name: str = "x") -> Types:
 
 def epsilon(value: Any) -> float:
     """Reads `eps`: a number known when traced, not negative."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"`eps` must be a number known when traced, got {value!r}.")
     value = _check.as_float("eps", value)
     if not 0 <= value < math.inf:
         raise ValueError(f"`eps` must be a finite number of at least 0, got {value!r}.")

@@ -144,8 +144,6 @@ def _require_windows_in_x(spec: PoolSpec) -> None:
 
 def exponent(value: Any) -> float:
     """Reads `p` of mode "lp"."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"`p` must be a number, got {value!r}.")
     p = _check.as_float("p", value)
     if not 1 <= p < math.inf:
         raise ValueError(f"`p` must be at least 1 and finite, got {p!r}.")

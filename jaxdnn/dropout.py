@@ -188,8 +188,6 @@ def _call(x: Array, key: Any, rate: Any, offset: Any, layout: Any, engine: Any, 
 
 
 def _rate(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"`rate` must be a number known when traced, got {type(value).__name__}.")
     rate = _check.as_float("rate", value)
     if not 0 <= rate <= 1:
         raise ValueError(f"`rate` must be from 0 to 1, got {rate!r}.")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -374,8 +373,6 @@ def _window_of(n: Any, alpha: Any, beta: Any, k: Any, even: Any) -> _Window:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"`{name}` must be a number known when traced, got {value!r}.")
     return _check.as_float(name, value)
 
 

@@ -221,8 +221,6 @@ def _vector(name: str, value: Any, shape: tuple[int, ...], dtype: Any, wide: Any
 
 
 def _between(name: str, value: Any, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"`{name}` must be a number known when traced, got {value!r}.")
     value = _check.as_float(name, value)
     if not 0 <= value <= most or math.isinf(value):
         limits = "at least 0 and finite" if math.isinf(most) else f"from 0 to {most:g}"
@@ -254,7 +252,7 @@ def _require_level(determinism: Any) -> None:
     level = required(determinism)
     if not satisfies("run_to_run", level):
         raise NotImplementedError(
-            f"`determinism` {level!r} is not to be had for linear_cross_entropy, expected 'run_to_run' or 'fast': XLA "
+            f"`determinism` {level!r} cannot be guaranteed for linear_cross_entropy, expected 'run_to_run' or 'fast': XLA "
             "orders the sums of its matrix products."
         )
 

@@ -47,6 +47,14 @@ def transpose(x: Any = Y, w: Any = W, **options: Any) -> Any:
     return dnn.conv_transpose(x, w, **options)
 
 
+def reduce(x: Any = X, **options: Any) -> Any:
+    return dnn.reduce(x, **options)
+
+
+def dropout(x: Any = X, **options: Any) -> Any:
+    return dnn.dropout(x, 0, **options)
+
+
 def conv64(**options: Any) -> Any:
     with jax.enable_x64(True):
         return dnn.conv(jnp.asarray(X, jnp.float64), jnp.asarray(W, jnp.float64), **options)
@@ -170,7 +178,7 @@ BAD: list[Bad] = [
     ("level nobody has", conv, {"determinism": "portable"}, NotImplementedError, "`conv` on cpu cannot be served by any engine at determinism level 'portable'"),
     ("level of a named engine", conv, {"determinism": "portable", "engine": "xla"}, NotImplementedError, "cannot be served by engine 'xla' at .*xla: it guarantees 'run_to_run' here, not 'portable'"),
     ("level of wgrad", wgrad, {"determinism": "portable"}, NotImplementedError, "`conv_wgrad` on cpu cannot be served"),
-    ("level of a sum", bgrad, {"determinism": "batch_invariant"}, NotImplementedError, "`determinism` 'batch_invariant' is not to be had for conv_bgrad of float32, expected 'run_to_run' or less"),
+    ("level of a sum", bgrad, {"determinism": "batch_invariant"}, NotImplementedError, "`determinism` 'batch_invariant' cannot be guaranteed for conv_bgrad of float32, expected 'run_to_run' or less"),
     # dtypes
     ("x int32", conv, {"x": X.astype(np.int32)}, TypeError, "`x` must have one of the dtypes float32, bfloat16, .*int8, got int32"),
     ("x bool", conv, {"x": X.astype(bool)}, TypeError, "`x` must have one of the dtypes .* got bool"),
@@ -225,6 +233,10 @@ BAD: list[Bad] = [
     ("alpha None", conv, {"alpha": None}, TypeError, "`alpha` must be an array, got NoneType"),
     ("alpha complex", conv, {"alpha": 1j}, TypeError, "`alpha` must have one of the dtypes"),
     ("alpha bool", conv, {"alpha": True}, TypeError, "`alpha` must have one of the dtypes"),
+    # what `_check` says of arguments that only other families have
+    ("dtype that is an array", conv, {"out_dtype": X}, TypeError, "`out_dtype` must be a dtype, got an array of shape"),
+    ("flag", reduce, {"keepdims": 1}, TypeError, "`keepdims` must be True or False, got 1"),
+    ("number", dropout, {"rate": None}, TypeError, "`rate` must be a number known when traced, got None"),
     ("beta complex array", conv, {"beta": jnp.array(1j), "prior": Y}, TypeError, "`beta` must have one of the dtypes"),
 ]  # fmt: skip
 
@@ -238,7 +250,7 @@ def test_bad_input(function: Callable[..., Any], arguments: dict[str, Any], kind
     traced = {
         k: v
         for k, v in arguments.items()
-        if isinstance(v, np.ndarray) and v.dtype.kind not in "OMU" and v.ndim > 0 and k not in ("activation", "shape")
+        if isinstance(v, np.ndarray) and v.dtype.kind not in "OMU" and v.ndim > 0 and k not in ("activation", "shape", "out_dtype")
     }
     if traced:
         rest = {k: v for k, v in arguments.items() if k not in traced}
@@ -252,7 +264,7 @@ def _assert_one_sentence(text: str) -> None:
     assert text.startswith("`")
     assert text.endswith(".")
     assert "\n" not in text
-    assert "got" in text or "cannot be served" in text or "is not to be had" in text
+    assert "got" in text or "cannot be served" in text or "cannot be guaranteed" in text
 
 
 def test_tracer_for_a_static_argument():

@@ -500,6 +500,44 @@ def test_shard_map():
     np.testing.assert_array_equal(gradient, jax.grad(lambda x: jnp.sum(ours("max", x) ** 2))(jnp.asarray(x)))
 
 
+SMALL, LARGE = {"window": 3, "stride": 2, "padding": 1}, {"window": 12, "stride": 1}  # LARGE by a loop over the taps
+BACKWARD: dict[str, tuple[Callable[..., jax.Array], dict[str, Any]]] = {
+    **{
+        mode: (ft.partial(lambda mode, dy, x, **o: dnn.pool_dgrad(dy, x, mode=mode, **o), mode), SMALL)
+        for mode in MODES
+    },
+    "max, large": (dnn.pool_dgrad, LARGE),
+    "unpool": (lambda y, x, **o: dnn.unpool(y, dnn.pool(x, return_indices=True, **o)[1], x, **o), SMALL),
+    "unpool, large": (lambda y, x, **o: dnn.unpool(y, dnn.pool(x, return_indices=True, **o)[1], x, **o), LARGE),
+}
+
+
+@pytest.mark.parametrize("replicated", ["x", "dy"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_shard_map_of_the_backward_ops_with_one_operand_on_every_device(name: str, replicated: str):
+    f, options = BACKWARD[name]
+    f = ft.partial(f, **options)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    x = data((8, 14, 13, 2), np.float32)
+    dy = data(jax.eval_shape(ft.partial(dnn.pool, **options), x).shape, np.float32, 1)
+    first, second = (dy, x[:1]) if replicated == "x" else (dy[:1], x)
+    specs = (P("d"), P()) if replicated == "x" else (P(), P("d"))
+    every = [np.broadcast_to(a, (8, *a.shape[1:])) for a in (first, second)]
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("d")))(first, second)
+    np.testing.assert_array_equal(mapped, jax.jit(f)(*every))
+
+    def gradient(dy: jax.Array, x: jax.Array) -> Any:
+        return jax.grad(lambda dy, x: jnp.sum(f(dy, x) ** 2), (0, 1))(dy, x)
+
+    found = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs))(first, second)
+    whole = [np.asarray(g) for g in jax.jit(gradient)(*every)]
+    # The gradient in what every device has is the sum over the devices: of 8 numbers, in any order.
+    summed = 1 if replicated == "x" else 0
+    np.testing.assert_array_equal(found[1 - summed], whole[1 - summed])
+    bound = 8 * 2.0**-24 * np.abs(whole[summed]).sum(0, keepdims=True)
+    assert np.all(np.abs(found[summed] - whole[summed].astype(np.float64).sum(0, keepdims=True)) <= bound)
+
+
 # ---- levels and messages ---------------------------------------------------------------------------------------------
 
 
@@ -542,7 +580,7 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.pool(X, window=2, padding=4, dilation=7), ValueError, "window 1 of spatial axis 0 has none"),
     (lambda: dnn.pool(X, ceil_mode=ANY_ONE), TypeError, "`ceil_mode` must be True or False, got 1"),
     (lambda: dnn.pool(X, mode="lp", p=0.5), ValueError, "`p` must be at least 1 and finite, got 0.5"),
-    (lambda: dnn.pool(X, mode="lp", p=ANY_TWO), TypeError, "`p` must be a number, got '2'"),
+    (lambda: dnn.pool(X, mode="lp", p=ANY_TWO), TypeError, "`p` must be a number known when traced, got '2'"),
     (lambda: dnn.pool(X, return_indices="flat"), ValueError, "`return_indices` must be False, True or 'tap'"),
     (lambda: dnn.pool(X, mode="average", return_indices=True), ValueError, "`return_indices` must be False for mode"),
     (lambda: dnn.pool(X, out_dtype=jnp.int8), TypeError, "`out_dtype` must have one of the dtypes"),

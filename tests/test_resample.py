@@ -226,7 +226,7 @@ def test_an_empty_batch(method: str):
     ("options", "message"),
     [
         ({"antialias": "no"}, "`antialias` must be True or False, got 'no'"),
-        ({"cubic_coefficient": "steep"}, "`cubic_coefficient` must be a number, got str"),
+        ({"cubic_coefficient": "steep"}, "`cubic_coefficient` must be a number known when traced, got 'steep'"),
     ],
 )
 def test_options_of_another_type_are_refused(options: dict[str, Any], message: str):

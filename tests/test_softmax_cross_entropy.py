@@ -314,7 +314,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: loss(X, W, LABELS, determinism="batch_invariant"),
         NotImplementedError,
-        "`determinism` 'batch_invariant' is not to be had for linear_cross_entropy",
+        "`determinism` 'batch_invariant' cannot be guaranteed for linear_cross_entropy",
     ),
 ]
 
