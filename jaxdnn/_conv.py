@@ -45,6 +45,7 @@ class ConvSpec:
     accumulate: np.dtype
     precision: str | None
     out_dtype: np.dtype
+    converted: np.dtype | None = None  # what the result is converted to outside of the call, if that is known
     epilogue: Epilogue = dataclasses.field(default_factory=Epilogue)
     engine: str | None = None
     level: str = "fast"
@@ -118,7 +119,8 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
         y = bind(op, *primals, spec=spec)
         slope = _epilogue.derivative_from_output(y, name, parameter)
     else:
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.without_activation(), out_dtype=spec.wide)
+        bare = spec.epilogue.without_activation()
+        plain = dataclasses.replace(spec, epilogue=bare, out_dtype=spec.wide, converted=spec.out_dtype)
         z = bind(op, *primals, spec=plain)
         y = _epilogue.activate(z, name, parameter).astype(spec.out_dtype)
         # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
@@ -256,7 +258,7 @@ def _factors(op: str, spec: ConvSpec, *avals: Any) -> _primitive.Factors:
         results=(result,),
         free=free,
         summed=summed,
-        partial=dataclasses.replace(spec, epilogue=Epilogue(), out_dtype=spec.accumulate),
+        partial=dataclasses.replace(spec, epilogue=Epilogue(), out_dtype=spec.accumulate, converted=spec.out_dtype),
         finish=ft.partial(finish, op, spec),
     )
 

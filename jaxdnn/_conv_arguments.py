@@ -199,7 +199,7 @@ def call(
         spec = dataclasses.replace(spec, epilogue=epilogue)
         _engines_check(op, spec, a, b, *further)
         return _conv.bind(op, a, b, *further, spec=spec)
-    plain = dataclasses.replace(spec, out_dtype=spec.accumulate)
+    plain = dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype)
     _engines_check(op, plain, a, b)
     acc = _conv.bind(op, a, b, spec=plain)
     return _epilogue.apply(epilogue, acc, further, channel=spec.channel(role), out_dtype=spec.out_dtype)
@@ -264,6 +264,6 @@ def require_sum_level(dy: Array, determinism: Any) -> None:
     level, guaranteed = required(determinism), "portable" if dy.dtype == _INT8 else "run_to_run"
     if not satisfies(guaranteed, level):
         raise NotImplementedError(
-            f"`determinism` {level!r} is not to be had for conv_bgrad of {dy.dtype}, expected {guaranteed!r} or less: "
-            "it adds over the batch."
+            f"`determinism` {level!r} cannot be guaranteed for conv_bgrad of {dy.dtype}, expected {guaranteed!r} or "
+            "less: it adds over the batch."
         )

@@ -37,6 +37,9 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:
         acc = _channels_last(call.op, spec, problem, a, b)
+    if on_gpu and _becomes_float8(spec):
+        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN.
+        acc = lax.optimization_barrier(acc)
     return _conv.finish(call.op, spec, acc, *operands)
 
 
@@ -73,6 +76,12 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     # Unless it is kept from seeing the float8, XLA asks cuDNN for a float8 convolution, which it then may not have.
     a, b = lax.optimization_barrier((a, b)) if narrow else (a, b)
     return a, b, preferred
+
+
+def _becomes_float8(spec: ConvSpec) -> bool:
+    """Whether the accumulator is converted to a float8, in the call or by what follows it."""
+    found = (spec.out_dtype, spec.out_dtype if spec.converted is None else spec.converted)
+    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 for dtype in found)
 
 
 def _narrow_float(dtype: Any) -> Any:

@@ -1,0 +1,105 @@
+"""What convolutions lower to for another platform than the one that the tests run on."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxdnn as dnn
+
+E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
+PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
+
+
+def module(function: Any, *avals: Any, platform: str) -> Any:
+    return jax.jit(function).trace(*avals).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+
+
+def operations(block: Any) -> Iterator[Any]:
+    for op in block.operations:
+        yield op
+        for region in op.regions:
+            for inner in region.blocks:
+                yield from operations(inner)
+
+
+def computed_from(op: Any) -> Iterator[Any]:
+    """The operations whose results reach an operation; a barrier ends the search."""
+    seen, rest = set(), [op]
+    while rest:
+        for value in rest.pop().operands:
+            owner = value.owner
+            if hasattr(owner, "name") and owner not in seen:  # a block owns its arguments
+                seen.add(owner)
+                yield owner
+                if owner.name != "stablehlo.optimization_barrier":
+                    rest.append(owner.opview if hasattr(owner, "opview") else owner)
+
+
+def sources_of_float8(found: Any) -> list[set[str]]:
+    """For every conversion to float8: what the values come from, up to a barrier."""
+    converts = [op for op in operations(found.body) if op.operation.name == "stablehlo.convert"]
+    narrow = [op for op in converts if "f8" in str(op.operation.results[0].type)]
+    return [{source.name for source in computed_from(op.operation)} for op in narrow]
+
+
+SHAPES = {  # x, w: XLA's convolution; a matrix product; depthwise; wide groups, dilated
+    "direct": ((2, 6, 5, 4), (3, 3, 4, 8), {}),
+    "matrix": ((2, 6, 5, 16), (1, 1, 16, 8), {}),
+    "patches": ((2, 6, 4, 16), (3, 2, 16, 8), {"stride": (3, 2)}),
+    "depthwise": ((2, 6, 5, 8), (3, 3, 1, 8), {"groups": 8, "dilation": 2, "padding": 2}),
+    "groups": ((2, 6, 5, 64), (3, 3, 16, 64), {"groups": 4, "dilation": 2, "padding": 2}),
+}
+
+
+def call(op: str, name: str, dtype: Any, **more: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    x, w, options = SHAPES[name]
+    aval = lambda shape: jax.ShapeDtypeStruct(shape, dtype)
+    y = jax.eval_shape(lambda x, w: dnn.conv(x, w, **options), aval(x), aval(w)).shape
+    operands, sizes = {
+        "conv": ((x, w), ()),
+        "conv_dgrad": ((y, w), (x,)),
+        "conv_wgrad": ((x, y), (w,)),
+        "conv_transpose": ((y, w), ()),
+    }[op]
+    return lambda a, b: getattr(dnn, op)(a, b, *sizes, **options, **more), [aval(shape) for shape in operands]
+
+
+OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_transpose")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("dtype", "out"), [(E4M3, None), (E5M2, BF16), (BF16, E4M3), (F32, E5M2)])
+def test_no_product_is_converted_to_float8_without_a_barrier(op: str, name: str, dtype: Any, out: Any):
+    """XLA fuses the conversion into cuBLASLt's product otherwise, which gives 448 where NaN is due (H200)."""
+    function, avals = call(op, name, dtype, out_dtype=out)
+    narrow = jnp.dtype(out or dtype).itemsize == 1
+    sources = sources_of_float8(module(function, *avals, platform="cuda"))
+    assert bool(sources) == narrow
+    for found in sources:
+        assert "stablehlo.optimization_barrier" in found
+        assert not found & set(PRODUCTS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_barriers_are_for_float8_on_gpus_alone(op: str):
+    for dtype, out, platform in ((E4M3, None, "cpu"), (BF16, E4M3, "cpu"), (BF16, None, "cuda"), (F32, BF16, "cuda")):
+        function, avals = call(op, "direct", dtype, out_dtype=out)
+        names = {op.operation.name for op in operations(module(function, *avals, platform=platform).body)}
+        assert "stablehlo.optimization_barrier" not in names
+
+
+@pytest.mark.parametrize("name", ["direct", "matrix"])
+def test_what_is_converted_outside_of_the_call_has_a_barrier_too(name: str):
+    """With a scale that is traced, and where a derivative needs the value before the activation."""
+    function, (x, w) = call("conv", name, BF16, out_dtype=E4M3)
+    scaled = lambda x, w, alpha: call("conv", name, BF16, out_dtype=E4M3, alpha=alpha)[0](x, w)
+    curved = call("conv", name, BF16, out_dtype=E4M3, activation="gelu")[0]
+    sources = sources_of_float8(module(scaled, x, w, jax.ShapeDtypeStruct((), F32), platform="cuda"))
+    sources += sources_of_float8(module(lambda x, w: jax.jvp(curved, (x, w), (x, w)), x, w, platform="cuda"))
+    sources += sources_of_float8(module(lambda x, w: jax.jvp(function, (x, w), (x, w)), x, w, platform="cuda"))
+    assert len(sources) > 4
+    assert not any(found & set(PRODUCTS) for found in sources)
