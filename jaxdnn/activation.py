@@ -61,7 +61,7 @@ def activation(
 
     Raises:
       ValueError, TypeError: an unknown name, a parameter out of range, a dtype or shape that does not fit.
-      NotImplementedError: a determinism level that is not to be had.
+      NotImplementedError: a determinism level that cannot be guaranteed.
 
     Example:
       >>> import jax.numpy as jnp
@@ -165,7 +165,7 @@ def _call(
     precision = _activation.wide(x.dtype)
     if not alone and not satisfies("mesh_invariant", level):
         raise NotImplementedError(
-            f"`determinism` {level!r} is not to be had for {op} with a prior or a traced scale, expected "
+            f"`determinism` {level!r} cannot be guaranteed for {op} with a prior or a traced scale, expected "
             "'mesh_invariant' or less: the blend's product and sum may be fused."
         )
     # A table holds alpha act(x) rounded once. A product that is to be added to is left to the blend, which rounds it.

@@ -252,8 +252,8 @@ def _require_level(determinism: Any) -> None:
     level = required(determinism)
     if not satisfies("run_to_run", level):
         raise NotImplementedError(
-            f"`determinism` {level!r} cannot be guaranteed for linear_cross_entropy, expected 'run_to_run' or 'fast': XLA "
-            "orders the sums of its matrix products."
+            f"`determinism` {level!r} cannot be guaranteed for linear_cross_entropy, expected 'run_to_run' or 'fast': "
+            "XLA orders the sums of its matrix products."
         )
 
 

@@ -302,7 +302,7 @@ def test_levels():
     with (
         dnn.determinism("portable"),
         pytest.raises(
-            NotImplementedError, match="`determinism` 'portable' is not to be had for activation with a prior"
+            NotImplementedError, match="`determinism` 'portable' cannot be guaranteed for activation with a prior"
         ),
     ):
         dnn.activation(x, beta=2.0, prior=x)

@@ -250,7 +250,10 @@ def test_bad_input(function: Callable[..., Any], arguments: dict[str, Any], kind
     traced = {
         k: v
         for k, v in arguments.items()
-        if isinstance(v, np.ndarray) and v.dtype.kind not in "OMU" and v.ndim > 0 and k not in ("activation", "shape", "out_dtype")
+        if isinstance(v, np.ndarray)
+        and v.dtype.kind not in "OMU"
+        and v.ndim > 0
+        and k not in ("activation", "shape", "out_dtype")
     }
     if traced:
         rest = {k: v for k, v in arguments.items() if k not in traced}
