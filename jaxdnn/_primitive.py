@@ -79,7 +79,7 @@ def define(
 
     def bind(*operands: Any, spec: Spec) -> Any:
         run = _in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
-        return run(*_vary_alike(operands))
+        return run(*vary_alike(operands))
 
     def abstract(*avals: Any, spec: Spec) -> Any:
         found = [_result(r, avals[0]) for r in _as_tuple(results(spec, *avals))]
@@ -184,7 +184,7 @@ def _in_types(bind: Callable[..., Any], factors: Callable[..., Factors], operand
     return auto_axes(bind, axes=axes, out_sharding=_like_results(rule, shardings))
 
 
-def _vary_alike(operands: Sequence[Any]) -> list[Any]:
+def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Inside shard_map: operands that vary over the same mesh axes, as JAX's own ops make theirs.
 
     What is the same on all devices is marked as varying; the transpose of that mark adds the cotangents over the mesh.
@@ -235,9 +235,15 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
             automatic = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
             run = _partitioned if automatic > 1 else _local
             lowered = ft.partial(run, op, platform or "other", spec, factors)
+            ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
             return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _unvarying(aval: Any) -> Any:
+    """The type of an operand to an engine, which sees one device: inside shard_map what it computes varies alike."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype) if aval.mat.varying else aval
 
 
 def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engines.Call:

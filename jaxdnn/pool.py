@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _pool, _window
+from jaxdnn import _check, _epilogue, _pool, _primitive, _window
 from jaxdnn import _pool_arguments as arguments
 from jaxdnn._kernels.xla.pool import flat_positions
 from jaxdnn._kernels.xla.pool_gather import gather_form
@@ -238,9 +238,9 @@ def pool_dgrad(
         tap = _taps(spec, x, shape, indices, dy.shape, order)
         dx = _bind("pool_max_dgrad", _of(spec, wide), dy, tap)
     elif mode == "lp":
-        given = _given_x(x, order).astype(arguments.accumulator(dy.dtype))
-        exponent = arguments.exponent(p)
-        dx = jax.vjp(lambda v: _lp(spec, exponent, v), given)[1](dy.astype(given.dtype))[0]
+        exponent, accumulator = arguments.exponent(p), arguments.accumulator(dy.dtype)
+        given, along = _primitive.vary_alike([v.astype(accumulator) for v in (_given_x(x, order), dy)])
+        dx = jax.vjp(lambda v: _lp(spec, exponent, v), given)[1](along)[0]
     else:
         dx = _bind("pool_average_dgrad", _of(spec, wide), dy)
     return _finished(dx, alpha, beta, prior, out, dy.dtype)

@@ -1,5 +1,6 @@
 """Resampling against its definition bit for bit, against jax.image.resize where the rules agree, and known values."""
 
+import functools as ft
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.ndimage
+from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
@@ -213,6 +215,14 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_errors(call: Callable[[], Any], kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_loop_over_many_taps_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.asarray(data("float32", 8, 30, 2))
+    f = ft.partial(dnn.resample, sizes=3, method="lanczos3", antialias=True, layout="NWC")  # 60 taps
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    np.testing.assert_array_equal(jax.jit(mapped)(x), jax.jit(f)(x))
 
 
 @pytest.mark.parametrize("method", ["nearest", "linear", "cubic"])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn import _pool
+from jaxdnn import _pool, _primitive
 from jaxdnn._kernels.xla.pool_fold import Item, last_first
 from jaxdnn._pool import PoolSpec
 
@@ -142,5 +142,8 @@ def _gather_by_loop(spec: PoolSpec, dy: Item, tap: Array, join: Any) -> Item:
         return jax.tree.map(lambda a, b: jnp.where(mine, a, b), joined, total), started | mine
 
     none = jnp.zeros([n if d - rank in spec.spatial else 1 for d, n in enumerate(shape)], bool)
-    zeros = jax.tree.map(lambda a: jnp.zeros(shape, a.dtype), dy)
+    leaves, structure = jax.tree.flatten(dy)
+    # What a loop carries must vary over the same mesh axes before and after a step.
+    zeros = _primitive.vary_alike([*(jnp.zeros(shape, a.dtype) for a in leaves), *leaves, tap])[: len(leaves)]
+    zeros = jax.tree.unflatten(structure, zeros)
     return lax.fori_loop(0, math.prod(spec.taps), body, (zeros, none))[0]
