@@ -276,7 +276,45 @@ def require(op: str, determinism: Any, guaranteed: str, why: str) -> None:
         )
 
 
-# ---- the epilogue of batch normalisation -----------------------------------------------------------------------------
+# ---- blends and epilogues of batch normalisation ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Blend:
+    """alpha c + beta prior; no prior where it is not read."""
+
+    alpha: float | Array
+    beta: float | Array
+    prior: Array | None
+
+    def of(self, computed: Array, out_dtype: Any) -> Array:
+        """The blend in the precision of `computed`, then the one conversion."""
+        read = _epilogue.Epilogue(alpha=self.alpha, beta=self.beta, prior=self.prior is not None)  # type: ignore[arg-type]
+        operands = [] if self.prior is None else [self.prior]
+        return _epilogue.apply(read, computed, operands, channel=0, out_dtype=out_dtype)
+
+
+def blend(
+    frame: Frame | None,
+    names: tuple[str, str, str],
+    given: tuple[Any, Any, Any],
+    shape: Sequence[int],
+    why: str,
+    found: Types,
+) -> Blend | None:
+    """Reads two factors and a prior of a shape, in a layout if there is a frame; None if nothing is to be done."""
+    (of_alpha, of_beta, of_prior), (alpha, beta, prior) = names, given
+    alpha, beta = _epilogue.read_scale(of_alpha, alpha), _epilogue.read_scale(of_beta, beta)
+    reads = not (isinstance(beta, float) and beta == 0)
+    if prior is None and reads:
+        raise ValueError(f"`{of_prior}` must be given when `{of_beta}` is not zero, got {beta!r} and no prior.")
+    if prior is not None:
+        prior = _check.array(of_prior, prior) if frame is None else frame.array(of_prior, prior)
+        _check.shape(of_prior, prior, tuple(shape), why)
+        _check.dtype(of_prior, prior, narrower(found.accumulate))
+    if isinstance(alpha, float) and alpha == 1 and not reads:
+        return None
+    return Blend(alpha, beta, jnp.asarray(prior) if reads else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,18 +4,18 @@ Letters: N batch, C channels, H, W spatial sizes; m the number of elements that 
 (mode "spatial") or N ("per_activation"), times the devices where the statistics are synchronised.
 """
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _epilogue
 from jaxdnn import _norm_arguments as arguments
+from jaxdnn import _norm_devices as several
 from jaxdnn._norm_arguments import Extras, Options, Types, View
-
-AxisName = str | Sequence[str] | None
+from jaxdnn._norm_devices import AxisName
 
 
 def batch_norm(
@@ -102,11 +102,11 @@ def batch_norm(
     options = Options(eps, engine, determinism, per_example=False)
     running = _running(view, running_mean, running_variance, found)
     wide = found.out if extras is None else found.accumulate
-    devices = 1 if axis_name is None else _devices(axis_name)
+    devices = 1 if axis_name is None else several.devices(axis_name)
     if axis_name is None:
         y, mean, rstd, variance = arguments.forward(view, x, scale, bias, found, options, wide)
     else:
-        y, mean, rstd, variance = _synchronised(view, x, scale, bias, found, options, axis_name)
+        y, mean, rstd, variance = several.forward(view, x, scale, bias, found, options, axis_name)
     if extras is None:
         y = y.astype(found.out)
     else:
@@ -197,6 +197,13 @@ def batch_norm_dgrad(
     eps: float = 1e-5,
     mode: str = "spatial",
     axis_name: AxisName = None,
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
+    alpha_param: float | ArrayLike = 1.0,
+    beta_param: float | ArrayLike = 0.0,
+    prior_dscale: ArrayLike | None = None,
+    prior_dbias: ArrayLike | None = None,
     layout: str = "NHWC",
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -204,7 +211,8 @@ def batch_norm_dgrad(
 ) -> tuple[Array, ...]:
     """The gradients of batch normalisation in training, in its input, scale and bias.
 
-    dx = scale r (dy - Σ dy / m - h Σ dy h / m)        dscale = Σ dy h        dbias = Σ dy
+    dx = alpha scale r (dy - Σ dy / m - h Σ dy h / m) + beta prior
+    dscale = alpha_param Σ dy h + beta_param prior_dscale        dbias = alpha_param Σ dy + beta_param prior_dbias
 
     with r = 1 / √(σ² + eps), h = (x - μ) r, and the sums over the elements of a statistic.
 
@@ -215,7 +223,12 @@ def batch_norm_dgrad(
       mean, rstd: the saved statistics, float32 (float64 for float64); where neither is given they are computed again.
       y: the result of `batch_norm` with activation "relu" (and a residual or none): then dy counts only where y > 0,
         and what is left of it is the gradient in the residual.
-      axis_name: as it was given to `batch_norm`; dscale and dbias are then the sums over all devices.
+      axis_name: as it was given to `batch_norm`; dscale and dbias are then the sums over all devices, to which the
+        priors are added once.
+      alpha, beta, prior: the blend of dx, see `conv`; the prior has x's shape. alpha is not the one that was given to
+        `batch_norm`: to differentiate through that, scale dy.
+      alpha_param, beta_param, prior_dscale, prior_dbias: the blend of dscale and dbias, see `conv`; the priors have the
+        scale's shape.
       out_dtype: dx's dtype; None is that of x.
       engine, determinism: see `batch_norm`.
 
@@ -223,11 +236,13 @@ def batch_norm_dgrad(
       dx, in x's shape; dscale and dbias, in the scale's, float32 (float64 for float64); if y is given, dresidual too,
       in dy's dtype whatever out_dtype is.
 
-    Differentiation: any order, in dy, x, scale, mean and rstd; these two count as independent of x.
+    Differentiation: any order, in dy, x, scale, the priors, the blends' factors if they are arrays, mean and rstd;
+      these two count as independent of x.
       `mean` must be that of this x: for float32 and float64 it is found again from x, so its derivative is 0; for
       bfloat16 and float16 it is subtracted as it is, and its derivative is that of the formula.
 
-    Numerics: as `batch_norm`; run_to_run at most.
+    Numerics: as `batch_norm`; run_to_run at most. Blends are computed in float32 (float64 for float64) before the one
+      conversion. With a beta of 0 no prior is read.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `batch_norm`.
@@ -240,7 +255,8 @@ def batch_norm_dgrad(
       >>> dx.ravel().tolist(), dscale.tolist(), dbias.tolist()
       ([0.0, 0.0], [2.0], [4.0])
 
-    Sources: cuDNN's cudnnBatchNormalizationBackwardEx, whose dz is dresidual; PyTorch's native_batch_norm_backward.
+    Sources: cuDNN's cudnnBatchNormalizationBackwardEx, whose dz is dresidual and whose factors are alphaDataDiff,
+      betaDataDiff, alphaParamDiff and betaParamDiff; PyTorch's native_batch_norm_backward.
     """
     frame = arguments.frame(layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
@@ -252,11 +268,20 @@ def batch_norm_dgrad(
         _check.shape("y", y, x.shape, "that of x")
         _check.dtype("y", y, arguments.narrower(found.accumulate))
         dy = jnp.where(y > 0, dy, jnp.zeros_like(dy))
+    images = arguments.blend(frame, ("alpha", "beta", "prior"), (alpha, beta, prior), x.shape, "that of x", found)
+    names = ("alpha_param", "beta_param", "prior_dscale"), ("alpha_param", "beta_param", "prior_dbias")
+    given = (alpha_param, beta_param, prior_dscale), (alpha_param, beta_param, prior_dbias)
+    of_scale, of_bias = (
+        arguments.blend(None, n, g, view.parameters, view.why, found) for n, g in zip(names, given, strict=True)
+    )
+    wide = found if images is None else dataclasses.replace(found, out=found.accumulate)
     if axis_name is None:
-        dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, found, options, found.out)
+        dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, wide, options, wide.out)
     else:
-        dx, ds, db = _synchronised_backward(view, dy, x, scale, mean, rstd, found, options, axis_name)
-    return (frame.restore(dx), ds, db) if y is None else (frame.restore(dx), ds, db, frame.restore(dy))
+        dx, ds, db = several.backward(view, dy, x, scale, mean, rstd, wide, options, axis_name)
+    dx = frame.restore(dx if images is None else images.of(dx, found.out))
+    ds, db = (v if b is None else b.of(v, v.dtype) for v, b in ((ds, of_scale), (db, of_bias)))
+    return (dx, ds, db) if y is None else (dx, ds, db, frame.restore(dy))
 
 
 # ---- running statistics ----------------------------------------------------------------------------------------------
@@ -294,83 +319,3 @@ def _updated(running: tuple[Array, Array] | None, new: tuple[Array, Array], mome
     part = _epilogue.scaled_prior  # what has the weight 0 is not read: it may be NaN
     blended = [part(weight, n) + part(1 - weight, old.astype(n.dtype)) for n, old in zip(new, running, strict=True)]
     return blended[0].astype(running[0].dtype), blended[1].astype(running[1].dtype)
-
-
-# ---- statistics of several devices -----------------------------------------------------------------------------------
-
-
-def _devices(axis_name: AxisName) -> int:
-    """How many devices there are along the mesh axes; checks that these are bound."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`axis_name` must be None, the name of a mesh axis or several, got {axis_name!r}.")
-    try:
-        return int(lax.psum(1, tuple(names)))
-    except NameError as error:
-        raise ValueError(f"`axis_name` must name axes of shard_map, pmap or vmap, got {axis_name!r}.") from error
-
-
-def _gathered(v: Array, axis_name: AxisName) -> Array:
-    """The devices' arrays in the order of the mesh axis, the same on all. Each adds to zeros, so no order matters."""
-    place = jnp.arange(_devices(axis_name)) == lax.axis_index(axis_name)
-    return lax.psum(jnp.where(place.reshape(-1, *[1] * v.ndim), v[None], jnp.zeros((), v.dtype)), axis_name)
-
-
-def _synchronised(
-    view: View, x: Array, scale: Any, bias: Any, found: Types, options: Options, axis_name: AxisName
-) -> tuple[Array, Array, Array, Array]:
-    """`arguments.forward` with the statistics of all devices, which have equally many elements each."""
-    from jaxdnn._kernels.xla import norm
-
-    spec = _spec(view, scale, bias, found, options)
-    centred, mean, variance = norm.moments(norm.XLA, spec, x)
-    # A mean is held in two parts, for where it is large its rounding would move the distances between the means.
-    wide = x.dtype == found.accumulate
-    low = jnp.mean(x - mean, spec.axes, keepdims=True) if wide else jnp.zeros_like(mean)
-    means, lows, moments = _gathered(jnp.stack([mean, low, variance]), axis_name).swapaxes(0, 1)
-    distances = (means - means[:1]) + (lows - lows[:1])
-    centre = jnp.mean(distances, 0)
-    whole = means[0] + (lows[0] + centre)
-    variance = jnp.mean(moments, 0) + jnp.mean((distances - centre[None]) ** 2, 0)
-    rstd = norm.inverse_deviation(variance, spec.eps)
-    y = (centred + ((mean - means[0]) + (low - lows[0]) - centre)) * rstd
-    y = y if scale is None else y * view.parameter("scale", scale, found)
-    y = y if bias is None else y + view.parameter("bias", bias, found)
-    return y, whole, rstd, variance
-
-
-def _synchronised_backward(
-    view: View,
-    dy: Array,
-    x: Array,
-    scale: Any,
-    mean: Any,
-    rstd: Any,
-    found: Types,
-    options: Options,
-    axis_name: AxisName,
-) -> tuple[Array, Array, Array]:
-    """`arguments.backward` with every sum over all devices."""
-    from jaxdnn._kernels.xla import norm
-
-    count = _devices(axis_name)
-    if (mean is None) != (rstd is None):
-        raise ValueError("`mean` and `rstd` must be given both or neither, got one of them.")
-    if mean is None:
-        _, whole, inverse, _ = _synchronised(view, x, None, None, found, options, axis_name)
-    else:
-        whole, inverse = view.statistic("mean", mean, found), view.statistic("rstd", rstd, found)
-    spec = _spec(view, scale, None, found, options)
-    total = lambda v, axes: lax.psum(jnp.sum(v, tuple(axes), keepdims=True), axis_name)
-    devices = norm.Arithmetic(total, lambda product: product, copies=count)
-    scales = [] if scale is None else [view.parameter("scale", scale, found)]
-    dx, ds, db = norm.norm_dgrad(devices, spec, dy, x, whole, inverse, *scales)
-    return dx, ds.reshape(view.parameters), db.reshape(view.parameters)
-
-
-def _spec(view: View, scale: Any, bias: Any, found: Types, options: Options) -> Any:
-    """The spec of XLA's formula between devices; it serves no other engine and promises no more than run_to_run."""
-    if options.engine not in (None, "xla"):
-        raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {options.engine!r}.")
-    arguments.require("batch_norm with `axis_name`", options.determinism, "run_to_run", "it adds over the batch")
-    return arguments.spec(view, found, options, scale=scale is not None, bias=bias is not None, out_dtype=found.out)

@@ -1,5 +1,6 @@
 """Determinism levels of the normalisations, and the errors that bad arguments get."""
 
+import functools as ft
 import re
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,74 @@ def test_levels_are_told_and_kept():
 
 NONE: Any = None
 YES: Any = "yes"
+
+
+def _blends() -> dict[str, Any]:
+    """What is wrong with the blends of a gradient, by argument."""
+    back, short = ft.partial(dnn.batch_norm_dgrad, X, X), jnp.ones(5)
+    found: dict[str, Any] = {}
+    for name in ("alpha", "beta", "alpha_param", "beta_param"):
+        prior = (
+            {"prior": X} if name == "beta" else {"prior_dscale": C, "prior_dbias": C} if name == "beta_param" else {}
+        )
+        shape = rf"`{name}` must have shape \(\), a number or a scalar array, got \(6,\)"
+        found[f"{name} of an array"] = (ValueError, shape, ft.partial(back, **{name: C}, **prior))
+        found[f"{name} of text"] = (TypeError, rf"`{name}` must be an array", ft.partial(back, **{name: TEXT}, **prior))
+        wrong = jnp.zeros((), jnp.complex64)
+        found[f"{name} of a complex number"] = (
+            TypeError,
+            rf"`{name}` must have one of the dtypes",
+            ft.partial(back, **{name: wrong}, **prior),
+        )
+    missing = r"must be given when `beta{}` is not zero, got {} and no prior"
+    found["no prior, back"] = (ValueError, "`prior` " + missing.format("", "0.5"), ft.partial(back, beta=0.5))
+    found["no prior_dscale"] = (
+        ValueError,
+        "`prior_dscale` " + missing.format("_param", "2.0"),
+        ft.partial(back, beta_param=2, prior_dbias=C),
+    )
+    found["no prior_dbias"] = (
+        ValueError,
+        "`prior_dbias` " + missing.format("_param", "2.0"),
+        ft.partial(back, beta_param=2, prior_dscale=C),
+    )
+    found["no prior for an array"] = (
+        ValueError,
+        "`prior` must be given when `beta` is not zero",
+        ft.partial(back, beta=jnp.zeros(())),
+    )
+    for name, shape in (
+        ("prior", r"\(2, 3, 4, 6\), that of x"),
+        ("prior_dscale", r"\(6,\), one a"),
+        ("prior_dbias", r"\(6,\), one a"),
+    ):
+        # Read or not, a prior is checked.
+        found[f"shape of {name}"] = (ValueError, f"`{name}` must have ", ft.partial(back, **{name: short}))
+        full = X if name == "prior" else C
+        found[f"dtype of {name}"] = (
+            TypeError,
+            f"`{name}` must have one of the dtypes float32",
+            ft.partial(back, **{name: full.astype(jnp.int32)}),
+        )
+        found[f"{name} is no array"] = (
+            TypeError,
+            f"`{name}` must be an array, got str",
+            ft.partial(back, **{name: TEXT}),
+        )
+        if name != "prior":
+            found[f"full shape of {name}"] = (
+                ValueError,
+                f"`{name}` must have shape {shape}",
+                ft.partial(back, **{name: X}),
+            )
+    found["prior of another batch"] = (
+        ValueError,
+        r"`prior` must have shape \(2, 3, 4, 6\), that of x",
+        ft.partial(back, prior=X[:1]),
+    )
+    return found
+
+
 ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "axis": (
         ValueError,
@@ -110,6 +179,7 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: dnn.batch_norm(X, momentum=2),
     ),
     "prior": (ValueError, r"`prior` must be given when `beta` is not zero", lambda: dnn.batch_norm(X, beta=1.0)),
+    **_blends(),
     "residual": (ValueError, r"`residual` must have shape", lambda: dnn.batch_norm(X, residual=X[:1])),
     "activation": (ValueError, r"`activation` must be None, one of", lambda: dnn.batch_norm(X, activation="rellu")),
     "n": (ValueError, r"`n` must be at least 1, got 0", lambda: dnn.lrn(X, n=0)),

@@ -51,6 +51,13 @@ def of_batch(x: Array, mode: str, layout: str) -> Batch:
     return Batch(axes, plain, [a for a in range(plain.ndim) if a not in kept], own, spread)
 
 
+def _blended(c: Array, alpha: float, beta: float, prior: Array | None) -> Array:
+    """alpha c + beta prior."""
+    kind = c.dtype.type
+    y = c if alpha == 1 else kind(alpha) * c
+    return y if beta == 0 or prior is None else y + kind(beta) * prior.astype(kind)
+
+
 def _finish(
     v: Batch,
     c: Array,
@@ -62,9 +69,7 @@ def _finish(
 ) -> Array:
     """act(alpha c + beta prior + residual)."""
     kind = c.dtype.type
-    y = c if alpha == 1 else kind(alpha) * c
-    if beta != 0 and prior is not None:
-        y = y + kind(beta) * v.array(prior).astype(kind)
+    y = _blended(c, alpha, beta, None if prior is None else v.array(prior))
     if residual is not None:
         y = y + v.array(residual).astype(kind)
     return y if parse(activation)[0] == "identity" else activate(y, activation).astype(kind)
@@ -147,13 +152,26 @@ def batch_norm_dgrad(
     eps: float = 1e-5,
     mode: str = "spatial",
     axis_name: None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    prior: Array | None = None,
+    alpha_param: float = 1.0,
+    beta_param: float = 0.0,
+    prior_dscale: Array | None = None,
+    prior_dbias: Array | None = None,
     layout: str = "NHWC",
     out_dtype: Any = None,
 ) -> tuple[Array, ...]:
-    """dx, dscale, dbias of `batch_norm`; with the result y of a relu behind it, also dresidual = dy [y > 0]."""
+    """dx, dscale, dbias of `batch_norm`, blended; with the result y of a relu behind it, also dresidual = dy [y > 0].
+
+    dx <- alpha dx + beta prior        dscale <- alpha_param dscale + beta_param prior_dscale        dbias likewise
+    """
     way, v = norm.way_of(x), of_batch(x, mode, layout)
     dy = dy if y is None else np.where(y > 0, dy, np.zeros_like(dy))
     s = norm.saved(way, v.x, v.axes, eps, v.parameter(mean), v.parameter(rstd))
     dx, dscale, dbias = norm.gradients(way, v.array(dy), s, v.parameter(scale), v.axes, v.axes)
-    found = v.restore(norm.result(dx, x, out_dtype)), dscale.reshape(v.own), dbias.reshape(v.own)
+    dx = _blended(dx, alpha, beta, None if prior is None else v.array(prior))
+    parameters = ((dscale, prior_dscale), (dbias, prior_dbias))
+    dscale, dbias = (_blended(d.reshape(v.own), alpha_param, beta_param, p) for d, p in parameters)
+    found = v.restore(norm.result(dx, x, out_dtype)), dscale, dbias
     return found if y is None else (*found, dy)

@@ -1,4 +1,7 @@
-"""Normalisations by mean and deviation and their backward ops: every op, axes and layouts, means far from zero."""
+"""Normalisations by mean and deviation and their backward ops: every op, axes and layouts, means far from zero.
+
+Batch normalisation also with blends; where a beta is 0, the prior that must not be read is full of NaN.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,7 +11,7 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import _frame, tolerance_norm
+from jaxdnn import _frame, tolerance, tolerance_norm
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import levels
@@ -20,11 +23,22 @@ OPS = tuple(op + suffix for op in FORWARD for suffix in ("", "_dgrad"))
 ROWS = FORWARD[:3]
 # The mean of "far" data, whose deviation is 1: what the input's own format still resolves.
 FAR = {"f32": 1e4, "bf16": 100.0, "f16": 100.0, "f64": 1e8}
+# The factors of blends, by the backward op's names; the forward op has two. None makes ties of narrow types.
+BLENDS = {
+    "blend": {"alpha": 1.3717, "beta": -0.6931, "alpha_param": -0.5772, "beta_param": 2.6131},
+    "unread": {"alpha": -1.3717, "beta": 0.0, "alpha_param": 0.6931, "beta_param": 0.0},
+}
+
+
+def _blend_of(variant: str) -> str:
+    """The blend that a variant names, if it does."""
+    last = variant.rpartition("-")[2]
+    return last if last in BLENDS else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class NormCase(Case):
-    """One call; forward with scale and bias, backward with a scale."""
+    """One call; forward with scale and bias, backward with a scale; behind them the priors of a blend."""
 
     primitive: ClassVar[dict[str, str]] = {op: "norm_dgrad" if op.endswith("_dgrad") else "norm" for op in OPS}
 
@@ -39,6 +53,20 @@ class NormCase(Case):
     @property
     def backward(self) -> bool:
         return self.op.endswith("_dgrad")
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Those of the blend that the variant names, if it does."""
+        found = BLENDS.get(_blend_of(self.variant), {})
+        return found if self.backward else {k: v for k, v in found.items() if not k.endswith("_param")}
+
+    @property
+    def priors(self) -> dict[str, tuple[int, ...]]:
+        """The blend's priors and their shapes, in the order of the results."""
+        if not self.factors:
+            return {}
+        parameters = {"prior_dscale": self.view.parameters, "prior_dbias": self.view.parameters}
+        return {"prior": self.shape, **(parameters if self.backward else {})}
 
     @property
     def view(self) -> arguments.View:
@@ -56,15 +84,16 @@ class NormCase(Case):
         return self._function(dnn, {**dict(self.options), **choices})
 
     def _function(self, module: Any, o: dict[str, Any]) -> Callable[..., Any]:
-        op = getattr(module, self.op)
+        op, o, names = getattr(module, self.op), {**o, **self.factors}, tuple(self.priors)
+        given = lambda priors: dict(zip(names, priors, strict=True))
         if self.backward:
             if self.plain == ROWS[2]:
                 return lambda dy, x, s: op(dy, x, s, **o)
-            return lambda dy, x, s: op(dy, x, scale=s, **o)
+            return lambda dy, x, s, *priors: op(dy, x, scale=s, **given(priors), **o)
         if self.plain == ROWS[2]:
             return lambda x, s, b: op(x, s, b, **o)
         first = (lambda found: found[0]) if self.plain == "batch_norm" else (lambda found: found)
-        return lambda x, s, b: first(op(x, scale=s, bias=b, **o))
+        return lambda x, s, b, *priors: first(op(x, scale=s, bias=b, **given(priors), **o))
 
     def kinds(self) -> tuple[str, ...]:
         return ("normal", "far", "integers") if self.plain != "rms_norm" else ("normal", "integers")
@@ -77,12 +106,15 @@ class NormCase(Case):
             arrays = [rng.normal(size=shape) for shape in shapes]
             arrays[0] = arrays[0] + (FAR[self.dtype] if kind == "far" else 0.5)
         x, scale, last = (v.astype(self.in_dtype) for v in arrays)
-        return (last, x, scale) if self.backward else (x, scale, last)
+        priors = [rng.integers(-9, 10, s) if kind == "integers" else rng.normal(size=s) for s in self.priors.values()]
+        if self.factors.get("beta") == 0:
+            priors = [np.full_like(prior, np.nan, np.float64) for prior in priors]
+        return (*((last, x, scale) if self.backward else (x, scale, last)), *(p.astype(self.in_dtype) for p in priors))
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         values = self._function(reference, dict(self.options))(*operands)
         view, wide = self.view, np.float64 if self.x64 else np.float32
-        x, scale = operands[1:] if self.backward else operands[:2]
+        x, scale = operands[1:3] if self.backward else operands[:2]
         eps = {"rms_norm": 1e-6}.get(self.plain, 1e-5)
         about = (view.shape, view.axes, view.summed, view.spread)
         bias = None if self.backward else operands[2]
@@ -90,10 +122,28 @@ class NormCase(Case):
         generic = kind != "integers"
         dy = operands[0].astype(np.float64).reshape(view.shape) if self.backward else None
         names, values = (("dx", "dscale", "dbias"), values) if self.backward else (("y",), (values,))
-        found = []
-        for name, value, error in zip(names, values, tolerance_norm.from_definition(p, dy), strict=True):
+        found, bounds = [], self._blended(p, dy, dict(zip(self.priors, operands[3:], strict=True)))
+        for name, value, error in zip(names, values, bounds, strict=True):
             dtype = wide if name in ("dscale", "dbias") else self.in_dtype
             found.append(Expected(np.asarray(value, np.float64), error.reshape(value.shape), dtype, name, generic))
+        return tuple(found)
+
+    def _blended(
+        self, p: tolerance_norm.Problem, dy: np.ndarray | None, priors: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, ...]:
+        """The bounds of the results, behind the blend if there is one."""
+        bounds = tolerance_norm.from_definition(p, dy)
+        if not priors:
+            return bounds
+        o, found = self.factors, []
+        values = [
+            value for value, _ in (tolerance_norm.backward(p, dy) if dy is not None else [tolerance_norm.forward(p)])
+        ]
+        for value, error, (name, prior) in zip(values, bounds, priors.items(), strict=True):
+            suffix = "" if name == "prior" else "_param"
+            rule = tolerance.Epilogue(o["alpha" + suffix], o["beta" + suffix], format=p.format)
+            after = rule.error(value, error, prior=prior.astype(np.float64).reshape(value.shape))
+            found.append(after * (1 + tolerance_norm.definition_share(p)))
         return tuple(found)
 
     def describe(self) -> dict[str, Any]:
@@ -109,8 +159,11 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[NormCase]:
             yield NormCase(op, engine, dtype, variant, shape, options)
     if extent == "quick":
         return
-    variant, shape, options = geometries[0]
-    yield NormCase(op, engine, "f64", variant, shape, options)
+    for variant, shape, options in (geometries[0], *(g for g in geometries if _blend_of(g[0]))):
+        yield NormCase(op, engine, "f64", variant, shape, options)
+
+
+_BLENDED = (("NCHW", (5, 8, 6, 7)), ("NHWC", (5, 6, 7, 8)))
 
 
 def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]]:
@@ -131,6 +184,9 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
             ("NWC", (4, 9, 8)),
         ):
             yield "-".join(filter(None, (layout, mode))), shape, (*extra, ("layout", layout))
+    if plain == "batch_norm":
+        for (layout, shape), mode, blend in zip(_BLENDED, modes[::-1], BLENDS, strict=True):
+            yield f"{layout}-{mode}-{blend}", shape, (("mode", mode), ("layout", layout))
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
@@ -147,4 +203,11 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Su
             yield found
 
 
-FAMILY = family("norm", NormCase, OPS, cases, subjects, "one normalisation", (8, 24))
+def facets(case: NormCase) -> set[str]:
+    """A dtype, and a blend."""
+    return {case.dtype, _blend_of(case.variant)}
+
+
+FAMILY = dataclasses.replace(
+    family("norm", NormCase, OPS, cases, subjects, "one normalisation", (8, 24)), facets=facets
+)
