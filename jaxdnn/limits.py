@@ -28,9 +28,9 @@ def limits(*, workspace: int | None = None, multiprocessors: int | None = None) 
       workspace: bytes of device memory beside operands and results. An engine that states its workspace does not serve
         a call that needs more; `jaxdnn.explain` shows what each states, and the refusal. What the compiler decides
         (engine `xla`) states none and is not held to the limit.
-      multiprocessors: how many multiprocessors a kernel with a persistent grid is to use, so that another kernel finds
-        room beside it. The kernels of engine `hopper` for dense convolutions use no more (filter gradients whose blocks
-        work in pairs two at least); others use all.
+      multiprocessors: how many multiprocessors a kernel is to use, so that another kernel finds room beside it. The
+        kernels of engine `hopper` for convolutions use no more: they have so many blocks of threads at most, each with
+        many tiles in turn (filter gradients whose blocks work in pairs two at least). Other kernels use all.
 
     Returns:
       A context manager. A limit that is not given stays what it is outside.

@@ -457,6 +457,22 @@ def test_the_number_of_multiprocessors_changes_no_bit(name, op, multiprocessors)
 
 
 @on_hopper
+@pytest.mark.parametrize("multiprocessors", [1, 7, 131])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("op", ["conv", "conv_dgrad", "conv_wgrad"])
+def test_the_number_of_multiprocessors_changes_no_bit_of_a_depthwise_convolution(op, dtype, multiprocessors):
+    """Under a limit a block has several tiles in turn, in the same shared memory."""
+    shapes = ((9, 41, 37, 96), (5, 3, 1, 96), (9, 41, 37, 96))
+    x, w, dy = (jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes))
+    keywords: dict[str, Any] = dict(padding="SAME", groups=96, engine="hopper")
+    arrays = {"conv": (x, w), "conv_dgrad": (dy, w, x.shape), "conv_wgrad": (x, dy, w.shape)}[op]
+    everywhere = getattr(dnn, op)(*arrays, **keywords)
+    with dnn.limits(multiprocessors=multiprocessors):
+        here = getattr(dnn, op)(*arrays, **keywords)
+    np.testing.assert_array_equal(np.asarray(everywhere, np.float32), np.asarray(here, np.float32))
+
+
+@on_hopper
 @pytest.mark.parametrize("deal", ["round", "snake", "together"])
 @pytest.mark.parametrize("name", ["strided, odd", "stride of three", "pointwise, strided", "stride and dilation"])
 def test_exact_however_phases_are_dealt(name, deal):

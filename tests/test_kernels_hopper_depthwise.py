@@ -380,3 +380,53 @@ def test_lowers_for_cuda(case):
         assert traced.out_info.shape == shape
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in text
+
+
+@needs_newer
+@pytest.mark.parametrize("case", CASES)
+def test_a_limit_of_multiprocessors_bounds_every_grid(case, monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxdnn._kernels.hopper import conv_depthwise as kernels
+
+    grids, launch = [], plgpu.kernel
+    monkeypatch.setattr(plgpu, "kernel", lambda *a, **k: grids.append(k["grid"]) or launch(*a, **k))
+    x, w, dy, call, config, geometry = operands(case)
+    dy = dy.reshape(*x.shape[:1], *kernels._spatial(call.out, x.ndim), x.shape[-1])
+
+    def all_of_them(x, w, dy, **limit):
+        found = [kernels.depthwise_fprop(x, w, **geometry, config=config, **limit)]
+        found.append(kernels.depthwise_dgrad(dy, w, x.shape, **geometry, config=config, **limit))
+        return found if config else [*found, kernels.depthwise_wgrad(x, dy, w.shape, **geometry, **limit)]
+
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w, dy)]
+    jax.eval_shape(all_of_them, *specs)
+    everywhere = [grid[0] for grid in grids]
+    assert len(everywhere) == (2 if config else 4)  # the filter gradient's partial sums and their addition
+    for sms in (1, 2, 10**6):
+        grids.clear()
+        text = jax.jit(ft.partial(all_of_them, sms=sms)).trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text
+        assert [grid[0] for grid in grids] == [min(sms, blocks) for blocks in everywhere]
+
+
+@needs_newer
+@pytest.mark.parametrize(("items", "sms"), [(7, None), (7, 3), (6, 2), (5, 9), (6, 1)])
+def test_every_item_is_done_under_a_limit(items, sms):
+    """The loop of a block of threads, on Pallas' interpreter."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxdnn._kernels.hopper import conv_depthwise as kernels
+
+    def body(x: Any, y: Any) -> None:
+        def add_one(at: Any) -> None:
+            y[at] = x[at] + 1
+
+        kernels._each(items, sms, "block", add_one)
+
+    interpreter: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  (older releases have none)
+    run = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((items,), jnp.int32), grid=kernels._grid(items, sms), grid_names=("block",),
+        interpret=interpreter(),
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(run)(jnp.arange(items, dtype=jnp.int32)), np.arange(items) + 1)

@@ -1,5 +1,6 @@
 """`jaxdnn.limits`: who may serve under a limit of workspace, and that derivatives are under it too."""
 
+import math
 from typing import Any
 
 import jax
@@ -98,20 +99,35 @@ def test_errors(given: dict[str, Any], text: str):
         pass
 
 
-def test_multiprocessors_size_the_grid_of_the_kernels():
-    """Lowered for CUDA, the persistent grid has as many blocks as were allowed."""
+@pytest.mark.parametrize(
+    ("shapes", "groups", "kernels"),
+    [(((64, 28, 28, 128), (3, 3, 128, 128)), 1, 3), (((64, 28, 28, 96), (3, 3, 1, 96)), 96, 4)],
+    ids=["dense", "depthwise"],
+)
+def test_multiprocessors_size_the_grid_of_the_kernels(
+    shapes: tuple[tuple[int, ...], ...], groups: int, kernels: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Lowered for CUDA, the forward convolution and both gradients have as many blocks as were allowed."""
     from jaxdnn._kernels import hopper
 
     if reason := hopper.unavailable():
         pytest.skip(reason)
-    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 28, 28, 128), (3, 3, 128, 128)))
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    grids, launch = [], plgpu.kernel
+    monkeypatch.setattr(plgpu, "kernel", lambda *a, **k: grids.append(k) or launch(*a, **k))
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
 
     def step(x: jax.Array, w: jax.Array) -> Any:
-        y, back = jax.vjp(lambda x, w: dnn.conv(x, w, padding=1, engine="hopper"), x, w)
-        return back(y)
+        y, back = jax.vjp(lambda x, w: dnn.conv(x, w, padding=1, groups=groups, engine="hopper"), x, w)
+        return y, back(y)
 
     texts = []
-    for n in (24, 48):
+    for n in (24, 8):
+        grids.clear()
         with dnn.limits(multiprocessors=n):
             texts.append(jax.jit(step).trace(x, w).lower(lowering_platforms=("cuda",)).as_text())
+        blocks = [math.prod((*k["grid"], *k.get("cluster", ()))) for k in grids]
+        assert len(blocks) == kernels
+        assert max(blocks) == n
     assert texts[0] != texts[1]

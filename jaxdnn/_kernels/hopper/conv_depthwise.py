@@ -21,7 +21,7 @@ backward data keep what is not finite to the outputs that own it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -126,10 +126,11 @@ def depthwise_fprop(
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
     config: Config | None = None,
+    sms: int | None = None,
 ) -> Array:
-    """y of x (n, [h,] w, c) and w ([r,] s, c/groups, c)."""
+    """y of x (n, [h,] w, c) and w ([r,] s, c/groups, c), on at most `sms` multiprocessors."""
     call = window(x.shape, w.shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
-    y = _launch(x, w, call, plan_walk("fprop", call, config), "depthwise_fprop")
+    y = _launch(x, w, call, plan_walk("fprop", call, config), "depthwise_fprop", sms)
     return y.reshape(x.shape[0], *_spatial(call.out, x.ndim), x.shape[-1])
 
 
@@ -143,10 +144,12 @@ def depthwise_dgrad(
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
     config: Config | None = None,
+    sms: int | None = None,
 ) -> Array:
-    """dx of dy (n, [p,] q, c) and w ([r,] s, c/groups, c)."""
+    """dx of dy (n, [p,] q, c) and w ([r,] s, c/groups, c), on at most `sms` multiprocessors."""
     call = window(x_shape, w.shape, dy.dtype, stride=stride, padding=padding, dilation=dilation)
-    return _launch(dy, w, call, plan_walk("dgrad", call, config), "depthwise_dgrad").reshape(tuple(x_shape))
+    dx = _launch(dy, w, call, plan_walk("dgrad", call, config), "depthwise_dgrad", sms)
+    return dx.reshape(tuple(x_shape))
 
 
 def depthwise_wgrad(
@@ -159,12 +162,16 @@ def depthwise_wgrad(
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
     config: Config | None = None,
+    sms: int | None = None,
 ) -> Array:
-    """dw ([r,] s, c/groups, c) of x (n, [h,] w, c) and dy (n, [p,] q, c), in x's dtype."""
+    """dw ([r,] s, c/groups, c) of x (n, [h,] w, c) and dy (n, [p,] q, c), in x's dtype.
+
+    It takes at most `sms` multiprocessors. How many these are decides neither splits nor tiles, hence no bit.
+    """
     call = window(x.shape, w_shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
     plan = plan_filter(call, config)
-    partial = _filter_partials(x, dy, call, plan)
-    return _add_partials(partial, call.taps[0], call.taps[1] * call.group, x.dtype).reshape(tuple(w_shape))
+    partial = _filter_partials(x, dy, call, plan, sms)
+    return _add_partials(partial, call.taps[0], call.taps[1] * call.group, x.dtype, sms).reshape(tuple(w_shape))
 
 
 def _spatial(size: tuple[int, int], rank: int) -> tuple[int, ...]:
@@ -193,7 +200,25 @@ def _address(ref: Any) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
 
 
-def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str) -> Array:
+def _grid(items: int, sms: int | None) -> tuple[int]:
+    """A block for every item, or under a limit no more blocks than multiprocessors, each with items in turn.
+
+    Without a limit several blocks share a multiprocessor, which hides a tile's way better than a block's turns do.
+    """
+    return (items if sms is None else min(items, sms),)
+
+
+def _each(items: int, sms: int | None, name: str, do: Callable[[Any], None]) -> None:
+    """A block's items in turn. An item ends by waiting for its store, so that the next one may write shared memory."""
+    (blocks,), block = _grid(items, sms), lax.axis_index(name)
+    if blocks == items:
+        do(block)
+    else:
+        turns = lax.div(items - block + blocks - 1, blocks)
+        pl.loop(0, turns)(lambda turn: do(block + turn * blocks))
+
+
+def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str, sms: int | None) -> Array:
     """Runs a forward or backward-data walk over all tiles; x is the input of the walk."""
     tall, wide = plan.in_tile
     backward = kernel_name == "depthwise_dgrad"
@@ -204,8 +229,14 @@ def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str) 
     width, chunks = plan.channels, ceil_div(call.channels, plan.channels)
     slab = call.taps[0], plan.walk.filter_columns * call.group, width
 
-    def body(x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tile: Any, w_tile: Any, y_tile: Any, arrived: Any) -> None:
-        at = lax.axis_index("tile")
+    tiles = chunks * math.prod(plan.tiles) * call.images
+
+    def body(*refs: Any) -> None:
+        _each(tiles, sms, "tile", lambda at: compute(at, *refs))
+
+    def compute(
+        at: Any, x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tile: Any, w_tile: Any, y_tile: Any, arrived: Any
+    ) -> None:
         origin = lax.min(at, 0)  # a traced zero: JAX 0.12 rejects a box that it sees reach over an edge
         c, at = lax.rem(at, chunks) * width, lax.div(at, chunks)
         j, at = lax.rem(at, plan.tiles[1]), lax.div(at, plan.tiles[1])
@@ -225,7 +256,7 @@ def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str) 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((call.images, *target, call.channels), x.dtype),
-        grid=(chunks * math.prod(plan.tiles) * call.images,),
+        grid=_grid(tiles, sms),
         grid_names=("tile",),
         scratch_types=[
             _shared((tall, wide, width), x.dtype, plan.swizzle),
@@ -248,7 +279,7 @@ def _run_walk(code: str, swizzle: int, x_tile: Any, w_tile: Any, y_tile: Any) ->
     run(x_tile, w_tile, y_tile)
 
 
-def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Array:
+def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: int | None) -> Array:
     """Partial sums (splits, parts, r, s * group, c) in float32."""
     chunks, stages = ceil_div(call.channels, plan.channels), plan.stages
     groups, (r, s) = plan.warpgroups, plan.tap_block
@@ -260,8 +291,16 @@ def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Arr
     else:
         code, store = lanes.lane_filter(plan.walk), lanes.lane_store(plan.walk)
 
-    def body(x_hbm: Any, dy_hbm: Any, out: Any, x_tile: Any, dy_tile: Any, sums: Any, full: Any, empty: Any, done: Any):
-        at, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+    items = chunks * math.prod(plan.tap_blocks) * plan.splits
+
+    def body(*refs: Any) -> None:
+        _each(items, sms, "block", lambda at: compute(at, *refs))
+
+    def compute(
+        at: Any, x_hbm: Any, dy_hbm: Any, out: Any, x_tile: Any, dy_tile: Any, sums: Any, full: Any, empty: Any,
+        done: Any,
+    ) -> None:  # fmt: skip
+        group = lax.axis_index("warpgroup")
         c, at = lax.rem(at, chunks) * plan.channels, lax.div(at, chunks)
         blocks = math.prod(plan.tap_blocks)
         tap_block, split = lax.rem(at, blocks), lax.div(at, blocks)
@@ -320,7 +359,7 @@ def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan) -> Arr
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(plan.partial_shape(call), jnp.float32),
-        grid=(chunks * math.prod(plan.tap_blocks) * plan.splits,),
+        grid=_grid(items, sms),
         grid_names=("block",),
         num_threads=groups,
         thread_name="warpgroup",
@@ -372,15 +411,17 @@ def _run_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
     run(carry, sums)
 
 
-def _add_partials(partial: Array, rows: int, columns: int, dtype: Any) -> Array:
+def _add_partials(partial: Array, rows: int, columns: int, dtype: Any, sms: int | None) -> Array:
     """Adds partial sums (splits, parts, r, s * group, c) one after the other, and rounds: (rows, columns * c)."""
     many = partial.shape[0] * partial.shape[1]
     terms = partial.reshape(many, partial.shape[2], -1)
     size, width = columns * partial.shape[-1], 128
     blocks = ceil_div(size, width)
 
-    def body(terms: Any, out: Any, tile: Any, total: Any, arrived: Any) -> None:
-        at = lax.axis_index("block")
+    def body(*refs: Any) -> None:
+        _each(rows * blocks, sms, "block", lambda at: add(at, *refs))
+
+    def add(at: Any, terms: Any, out: Any, tile: Any, total: Any, arrived: Any) -> None:
         row = lax.div(at, blocks)
         # The last block starts earlier instead of reaching over the end; what two blocks write is the same.
         start = lax.min(lax.rem(at, blocks) * width, max(0, size - width))
@@ -396,7 +437,7 @@ def _add_partials(partial: Array, rows: int, columns: int, dtype: Any) -> Array:
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, max(size, width)), dtype),
-        grid=(rows * blocks,),
+        grid=_grid(rows * blocks, sms),
         grid_names=("block",),
         scratch_types=[
             plgpu.SMEM((many, width), jnp.float32),

@@ -118,12 +118,14 @@ def _narrow(call: engines.Call) -> _Kernel:
     def reversed_taps(w: Array) -> Array:
         return lax.rev(w, range(len(spec.taps))) if spec.flip else w
 
+    sms = spec.limits.multiprocessors
+
     def run(a: Array, b: Array) -> Array:
         if call.op == "conv":
-            return conv_depthwise.depthwise_fprop(a, reversed_taps(b), **options)
+            return conv_depthwise.depthwise_fprop(a, reversed_taps(b), **options, sms=sms)
         if call.op == "conv_dgrad":
-            return conv_depthwise.depthwise_dgrad(a, reversed_taps(b), x_shape, **options)
-        return reversed_taps(conv_depthwise.depthwise_wgrad(a, b, w_shape, **options))
+            return conv_depthwise.depthwise_dgrad(a, reversed_taps(b), x_shape, **options, sms=sms)
+        return reversed_taps(conv_depthwise.depthwise_wgrad(a, b, w_shape, **options, sms=sms))
 
     def schedule() -> engines.Schedule | None:
         if spec.precision == "tf32" and a.dtype == jnp.float32:
