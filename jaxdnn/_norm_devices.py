@@ -25,7 +25,8 @@ def devices(axis_name: AxisName) -> int:
 
 def _gathered(v: Array, axis_name: AxisName) -> Array:
     """The devices' arrays in the order of the mesh axis, the same on all. Each adds to zeros, so no order matters."""
-    place = jnp.arange(devices(axis_name)) == lax.axis_index(axis_name)
+    own = lax.axis_index(axis_name)
+    place = jnp.arange(devices(axis_name), dtype=own.dtype) == own
     return lax.psum(jnp.where(place.reshape(-1, *[1] * v.ndim), v[None], jnp.zeros((), v.dtype)), axis_name)
 
 
