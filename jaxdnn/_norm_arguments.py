@@ -272,7 +272,7 @@ def require(op: str, determinism: Any, guaranteed: str, why: str) -> None:
     level = required(determinism)
     if not satisfies(guaranteed, level):
         raise NotImplementedError(
-            f"`determinism` {level!r} is not to be had for {op}, expected {guaranteed!r} or less: {why}."
+            f"`determinism` {level!r} cannot be guaranteed for {op}, expected {guaranteed!r} or less: {why}."
         )
 
 

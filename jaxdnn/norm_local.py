@@ -65,7 +65,7 @@ def lrn(
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
-      NotImplementedError: a level that is not to be had.
+      NotImplementedError: a level that cannot be guaranteed.
 
     Example:
       >>> import jax.numpy as jnp

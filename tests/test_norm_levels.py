@@ -47,7 +47,7 @@ def test_levels_are_told_and_kept():
             dnn.batch_norm(X)
     with pytest.raises(NotImplementedError, match=r"engine 'xla' at determinism level 'batch_invariant'"):
         dnn.layer_norm(X, engine="xla", determinism="batch_invariant")
-    with pytest.raises(NotImplementedError, match=r"`determinism` 'portable' is not to be had for lrn"):
+    with pytest.raises(NotImplementedError, match=r"`determinism` 'portable' cannot be guaranteed for lrn"):
         dnn.lrn(X, determinism="portable")
     with pytest.raises(NotImplementedError, match=r"`norm` on cpu cannot be served by engine 'hopper'"):
         dnn.layer_norm(X, engine="hopper")
