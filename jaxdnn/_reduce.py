@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _tensor
+from jaxdnn._rounded import product
 
 Axes = tuple[int, ...]
 
@@ -73,9 +74,7 @@ def norm2(x: Array, axes: Axes, fixed: bool) -> Array:
         return add(x, axes, fixed)
     up, down = _powers_of_two(jnp.max(jnp.abs(x), axes, keepdims=True))
     scaled = x * up
-    # Not a plain product, which XLA may fuse with the sum; that of a number with itself has no sign to take (_rounded).
-    squares = jnp.where(jnp.isnan(scaled), scaled, scaled * scaled)
-    return jnp.sqrt(add(squares, axes, fixed)) * down
+    return jnp.sqrt(add(product(scaled, scaled), axes, fixed)) * down
 
 
 @norm2.defjvp

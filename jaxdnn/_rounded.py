@@ -1,34 +1,46 @@
-"""Products that are rounded before they are added to anything.
+"""The one fence between a product and what is made of it: what passes it is rounded to its dtype first.
 
 XLA lets LLVM and ptxas contract a * b + c into one fused multiply-add, in one program and not in another: with the bits
 of the operands equal, those of the results then depend on the shape, on what else is compiled, and on the device.
 `lax.optimization_barrier` does not prevent it on CPUs up to JAX 0.10 (XLA drops it before it fuses loops), and where it
-does it writes the product to memory. Taking the product's sign from its factors' signs says nothing new, but no
-compiler knows that, so what is added is not a product any more. It costs a few operations an element.
+does it writes the product to memory. Here a select stands between the two, of which no compiler can say that it always
+gives p: -p has other bits than p, also where p is NaN. It knows nothing of the factors, so squares may pass, of which
+compilers know the sign.
 
-By comparisons and not by bits: XLA folds `bitcast_convert_type` of a constant array that it keeps in another order of
-dimensions to wrong values (JAX 0.10 to 0.12: of `x[:, rows]` for a constant x, say).
+Narrow floats are computed in float32, and XLA may leave out the rounding in between (`xla_allow_excess_precision`), a
+select's too: these go through integers, combined with a zero that no compiler finds out, for n (n + 1) is even. In one
+dimension, for XLA folds `bitcast_convert_type` of a constant array that it keeps in another order of dimensions to
+wrong values (JAX 0.10 to 0.12: of `x[:, rows]` for a constant x, say).
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+
+_INTEGERS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def product(a: Array, b: Array) -> Array:
-    """a b for two arrays of floats of one dtype and shape, rounded to that dtype whatever it is added to."""
-    return apart(a * b, a, b)
+    """a b for two arrays of one dtype, rounded to that dtype whatever it is added to."""
+    return rounded(a * b)
+
+
+def rounded(p: Array) -> Array:
+    """The numbers of p, which no compiler joins with the operation that made them. Integers pass as they are."""
+    return _fence(p) if jnp.issubdtype(p.dtype, jnp.floating) else p
 
 
 @jax.custom_jvp
-def apart(p: Array, a: Array, b: Array) -> Array:
-    """p, which is a b, or 0 where it is not to be read."""
-    signed = jnp.where((a < 0) != (b < 0), -jnp.abs(p), jnp.abs(p))
-    return jnp.where(p == 0, p, signed)  # a zero has a sign that comparisons do not see
+def _fence(p: Array) -> Array:
+    if p.dtype.itemsize > 2:
+        return jnp.where(p == p, p, -p)
+    integers = _INTEGERS[p.dtype.itemsize]
+    n, one = lax.bitcast_convert_type(p.reshape(-1), integers), jnp.ones((), integers)
+    return lax.bitcast_convert_type(n ^ (n * (n + one) & one), p.dtype).reshape(p.shape)
 
 
-@apart.defjvp
-def _apart_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return apart(*primals), tangents[0]
+@_fence.defjvp
+def _fence_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _fence(*primals), tangents[0]

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn import _check, _epilogue, _rounded
+from jaxdnn import _check, _epilogue
+from jaxdnn._rounded import product, rounded
 from jaxdnn.determinism import satisfies
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -63,17 +64,12 @@ def is_fixed(level: str) -> bool:
     return satisfies(level, "batch_invariant")
 
 
-def alone(x: Array) -> Array:
-    """The same numbers, but if the caller computed x as a product, it is rounded before it is added to anything."""
-    return _rounded.apart(x, x, jnp.ones_like(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
 def scaled(z: Array, alpha: float | Array) -> Array:
     """alpha * z rounded to z's dtype (float32 for an integer z unless alpha is 1)."""
     if isinstance(alpha, float) and alpha == 1:
         return z
     z = z.astype(_F32) if z.dtype == _I32 else z
-    return _rounded.product(z, jnp.broadcast_to(jnp.asarray(alpha).astype(z.dtype), z.shape))
+    return product(z, jnp.asarray(alpha).astype(z.dtype))
 
 
 def blend(
@@ -106,14 +102,10 @@ def blend(
     if integer and isinstance(beta, float) and beta == 1 and jnp.issubdtype(prior.dtype, jnp.integer):
         return _epilogue.convert(computed + prior.astype(_I32), out)
     z = scaled(computed.astype(_F32) if computed.dtype == _I32 else computed, alpha)
-    z = alone(z) if isinstance(alpha, float) and alpha == 1 else z
     term = prior.astype(z.dtype)
-    if not (isinstance(beta, float) and beta == 1):
-        factor = jnp.broadcast_to(jnp.asarray(beta).astype(term.dtype), term.shape)
-        term = _rounded.apart(_epilogue.scaled_prior(beta, term), term, factor)
-    else:
-        term = alone(term)
-    return _epilogue.convert(z + term, out)
+    term = term if isinstance(beta, float) and beta == 1 else _epilogue.scaled_prior(beta, term)
+    # Rounded where nothing was scaled too: the caller may have computed x or the prior as a product.
+    return _epilogue.convert(rounded(z) + rounded(term), out)
 
 
 # ---- space to channels -----------------------------------------------------------------------------------------------

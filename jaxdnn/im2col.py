@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _epilogue, _frame, _tensor, _window
+from jaxdnn._rounded import rounded
 from jaxdnn._window import Layout, Window
 
 MODES = ("cross_correlation", "convolution")
@@ -138,7 +139,7 @@ def col2im(
     parts = _split(plain, axes.channel, math.prod(taps), _order(order, axes))
     acc, total = _tensor.accumulator(given.dtype), None
     for part, tap in zip(parts, _taps(taps, flip), strict=True):
-        spread = _spread(axes, _tensor.alone(part.astype(acc)), window, sizes, tap)
+        spread = _spread(axes, rounded(part.astype(acc)), window, sizes, tap)
         total = spread if total is None else total + spread
     found = frame.restore(total if total is not None else jnp.zeros(plain_shape, acc))
     return _epilogue.convert(found, _tensor.out_dtype(out_dtype, given))

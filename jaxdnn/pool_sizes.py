@@ -9,9 +9,10 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _pool, _rounded, _window
+from jaxdnn import _check, _pool, _window
 from jaxdnn import _pool_arguments as arguments
 from jaxdnn._pool import PoolSpec
+from jaxdnn._rounded import product
 from jaxdnn._window import Window
 from jaxdnn.determinism import required
 from jaxdnn.pool import pool
@@ -149,8 +150,7 @@ def adaptive_pool(
         one = PoolSpec((1,), Window((1,), ((0, 0),), (1,)), (1,), (1,), (axis,), y.dtype, nan=nan, engine=engine)
         y = _along_axis(dataclasses.replace(one, level=required(determinism)), mode, y, count)
     if mode == "average":
-        share = jnp.broadcast_to(_reciprocals(y, axes, sizes, outputs), y.shape)
-        y = _rounded.product(y, share)  # which the caller may add to something
+        y = product(y, _reciprocals(y, axes, sizes, outputs))  # which the caller may add to something
     return y.astype(out)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _reduce, _tensor
+from jaxdnn._rounded import rounded
 from jaxdnn.determinism import required, satisfies
 from jaxdnn.tensor import NAN_RULES
 
@@ -113,7 +114,7 @@ def reduce(
         found = _reduce.extreme(wide, op, reduced, nan)
     else:
         # Neither a product of the caller's is contracted into these sums, nor one of these into a sum of the caller's.
-        alone = _tensor.alone if satisfies(level, "portable") else lambda a: a
+        alone = rounded if satisfies(level, "portable") else lambda a: a
         found = alone(_SUMS[op](alone(wide), reduced, _tensor.is_fixed(level)))
     y = found if keepdims else jnp.squeeze(found, reduced)
     out = _tensor.out_dtype(out_dtype, x)

@@ -11,7 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _frame, _rounded, _tensor, _window
+from jaxdnn import _check, _epilogue, _frame, _tensor, _window
+from jaxdnn._rounded import product, rounded
 from jaxdnn.determinism import required
 
 OPS = ("add", "mul", "min", "max", "sqrt", "not")
@@ -280,15 +281,15 @@ def op_tensor(
 
 def _unary(op: str, a: Array) -> Array:
     if op == "not":
-        return 1 - _tensor.alone(a)
+        return 1 - rounded(a)
     return jnp.sqrt(a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.integer) else a)
 
 
 def _binary(op: str, a: Array, b: Array, nan: str) -> Array:
     if op == "add":
-        return _tensor.alone(a) + _tensor.alone(b)
+        return rounded(a) + rounded(b)
     if op == "mul":
-        return a * b if jnp.issubdtype(a.dtype, jnp.integer) else _rounded.product(a, b)
+        return product(a, b)
     # Not jnp.minimum: which zero it takes of two, and whose derivative at ties, is the backend's and JAX's choice.
     first = a <= b if op == "min" else a >= b
     if jnp.issubdtype(a.dtype, jnp.inexact):

@@ -15,12 +15,12 @@ statistics go over other than the last axes is read once for both statistics, sh
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn import engines
 from jaxdnn._norm import OPS, NormSpec
+from jaxdnn._rounded import rounded
 
 Total = Callable[[Array, Sequence[int]], Array]
 Separate = Callable[[Array], Array]
@@ -41,19 +41,6 @@ def _sum(x: Array, axes: Sequence[int]) -> Array:
     return jnp.sum(x, tuple(axes), keepdims=True)
 
 
-@jax.custom_jvp
-def separate(product: Array) -> Array:
-    """The product, bit for bit, by way of its bits: b xor (b (b + 1) mod 2), and the latter is 0."""
-    bits = lax.bitcast_convert_type(product, jnp.int64 if product.dtype.itemsize == 8 else jnp.int32)
-    zero = bits * (bits + 1) & 1
-    return lax.bitcast_convert_type(bits ^ zero, product.dtype)
-
-
-@separate.defjvp
-def _separate_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return separate(*primals), tangents[0]
-
-
 XLA = Arithmetic(_sum, lambda product: product)
 
 
@@ -72,7 +59,7 @@ def _mean(arithmetic: Arithmetic, v: Array, axes: Sequence[int], n: int) -> Arra
     second time would not be what the first subtraction left.
     """
     total = arithmetic.total(v, axes) if axes else v
-    return separate(total * jnp.asarray(1 / n if n else float("nan"), v.dtype))
+    return rounded(total * jnp.asarray(1 / n if n else float("nan"), v.dtype))
 
 
 def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Array, Array]:

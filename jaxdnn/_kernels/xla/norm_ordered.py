@@ -2,7 +2,7 @@
 
 The elements of a slice, in row-major order of its axes, are filled up with zeros to a power of two; then the second
 half is added to the first until one is left. A product that is added to something must not be fused with the addition
-in one program and not in another, which XLA does on CPUs as it sees fit, behind an optimization barrier too: `separate`
+in one program and not in another, which XLA does on CPUs as it sees fit, behind an optimization barrier too: `rounded`
 hides it from the compiler. It costs a pass over memory for every other step, hence its rank.
 """
 
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn import engines
-from jaxdnn._kernels.xla.norm import FORMULAS, Arithmetic, separate
+from jaxdnn._kernels.xla.norm import FORMULAS, Arithmetic
 from jaxdnn._norm import OPS
+from jaxdnn._rounded import rounded
 
 
 def tree(x: Array, axes: Sequence[int]) -> Array:
@@ -34,7 +35,7 @@ def tree(x: Array, axes: Sequence[int]) -> Array:
     return lines.reshape(shape)
 
 
-ORDERED = Arithmetic(lambda x, axes: tree(lax.optimization_barrier(x), axes), separate)
+ORDERED = Arithmetic(lambda x, axes: tree(lax.optimization_barrier(x), axes), rounded)
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:

@@ -24,6 +24,7 @@ from jaxdnn import _pool, engines
 from jaxdnn._kernels.xla.pool_fold import Item, fold, last_first, padded, slice_axis
 from jaxdnn._kernels.xla.pool_gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
 from jaxdnn._pool import PoolSpec
+from jaxdnn._rounded import rounded
 
 # ---- maximum ---------------------------------------------------------------------------------------------------------
 
@@ -180,21 +181,7 @@ def _average(call: engines.Call, x: Array) -> Array:
 
 def _alone(spec: PoolSpec, a: Array) -> Array:
     """Keeps XLA from contracting a neighbour's product into these sums, or these products into a neighbour's sum."""
-    return _apart(a) if spec.level == "portable" else a
-
-
-def _apart(a: Array) -> Array:
-    """The same numbers, in whose product and sum no compiler sees neighbours that it may contract.
-
-    `lax.optimization_barrier` is gone before XLA fuses for CPUs in JAX 0.10. Here the bits go through integers, which
-    are combined with a zero that no compiler finds out: n (n + 1) is even.
-    """
-    if not jnp.issubdtype(a.dtype, jnp.floating):
-        return a
-    integers = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[a.dtype.itemsize]
-    n = lax.bitcast_convert_type(a, integers)
-    one = jnp.ones((), integers)
-    return lax.bitcast_convert_type(n ^ (n * (n + one) & one), a.dtype)
+    return rounded(a) if spec.level == "portable" else a
 
 
 def _along(spec: PoolSpec, like: Array, values: np.ndarray) -> Array:
@@ -224,7 +211,7 @@ def _average_dgrad(call: engines.Call, dy: Array) -> Array:
     dx = _alone(spec, dy).astype(_accumulator(dy.dtype))
     factor = None if spec.divisor is None else _reciprocals(spec, dx)
     if factor is not None and factor.size > 1:
-        dx = _apart(dx * factor)
+        dx = rounded(dx * factor)
     for i, axis in last_first(spec):
         dx = _sum_backward(spec, i, axis, dx)
     if factor is not None and factor.size == 1:

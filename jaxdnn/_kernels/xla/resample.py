@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn import _resample, _rounded, engines
+from jaxdnn import _resample, engines
 from jaxdnn._resample import ResampleSpec
+from jaxdnn._rounded import product
 
 UNROLLED = 16  # taps; beyond, a loop runs over them in the same order
 
@@ -41,7 +42,7 @@ def _take(x: Array, rows: Array) -> Array:
 def _term(x: Array, rows: Array, factor: Array) -> Array:
     """w x, and 0 where w is 0: an element of weight 0 is not read, be it infinite or NaN."""
     factor = jnp.broadcast_to(factor, (*x.shape[:-2], factor.shape[0], x.shape[-1]))
-    return jnp.where(factor == 0, jnp.zeros_like(factor), _rounded.product(factor, _take(x, rows)))
+    return jnp.where(factor == 0, jnp.zeros_like(factor), product(factor, _take(x, rows)))
 
 
 engines.register(
