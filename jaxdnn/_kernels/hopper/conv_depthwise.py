@@ -52,6 +52,7 @@ from jaxdnn._kernels.hopper.conv_depthwise_plan import (
 )
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
 
+ROW = 128  # results of a block that adds partial sums
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
@@ -110,11 +111,13 @@ def workspace(
     dilation: Sequence[int],
     config: Config | None = None,
 ) -> int:
-    """Bytes of device memory beside operands and result: the filter gradient's partial sums."""
+    """Bytes of device memory beside operands and result: the filter gradient's partial sums, and too long rows."""
     if op != "wgrad":
         return 0
     call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
-    return 4 * math.prod(plan_filter(call, config).partial_shape(call))
+    row = call.taps[1] * call.group * call.channels
+    longer = call.taps[0] * ROW * np.dtype(dtype).itemsize if row < ROW else 0
+    return 4 * math.prod(plan_filter(call, config).partial_shape(call)) + longer
 
 
 def depthwise_fprop(
@@ -415,7 +418,7 @@ def _add_partials(partial: Array, rows: int, columns: int, dtype: Any, sms: int 
     """Adds partial sums (splits, parts, r, s * group, c) one after the other, and rounds: (rows, columns * c)."""
     many = partial.shape[0] * partial.shape[1]
     terms = partial.reshape(many, partial.shape[2], -1)
-    size, width = columns * partial.shape[-1], 128
+    size, width = columns * partial.shape[-1], ROW
     blocks = ceil_div(size, width)
 
     def body(*refs: Any) -> None:

@@ -18,6 +18,7 @@ import itertools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -27,7 +28,7 @@ from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import epilogue as ep
 from jaxdnn._kernels.hopper import pipeline, tuning
 from jaxdnn._kernels.hopper.conv_fprop import Geometry
-from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem
 
 NARROW = 8  # output channels under which the phases are joined
 
@@ -186,11 +187,29 @@ def _joined_phases(
     sms: int | None,
 ) -> Array:
     """All phases as columns: a convolution of dy, stride one, whose filter holds each phase's taps where they fall."""
-    axes, x_shape = axes_of(geo), _x_shape(dy, w, geo)
+    joint, windows = _joint(geo)
+    x_shape, rank = _x_shape(dy, w, geo), len(geo.taps)
     if geo.outer:
         w = jnp.moveaxis(w, 0, -1)  # taps..., C, K
-    windows = []  # by axis: for each place of the joined window and each phase, the tap there, or r for none
-    tops = []
+    w = jnp.pad(w, [(0, 1)] * rank + [(0, 0)] * 2)  # the tap "none" is zero
+    for d, table in enumerate(windows):  # (u, a) at axis 2d, 2d + 1
+        w = jnp.take(w, jnp.asarray(table.reshape(-1)), axis=2 * d)
+        w = w.reshape(*w.shape[: 2 * d], *table.shape, *w.shape[2 * d + 1 :])
+    order = (*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank, 2 * rank + 1)
+    w = w.transpose(order)  # u..., a..., c, k
+    w = w.reshape(*joint.taps, -1, w.shape[-1])
+    dx = conv_dgrad(dy, w, geo=joint, epilogue=epilogue, out_dtype=out_dtype, config=config, sms=sms)
+    dx = dx.reshape(x_shape[0], *joint.sizes, *geo.stride, x_shape[-1])
+    interleave = (0, *itertools.chain(*((1 + d, 1 + rank + d) for d in range(rank))), 2 * rank + 1)
+    dx = dx.transpose(interleave).reshape(
+        x_shape[0], *(p * s for p, s in zip(joint.sizes, geo.stride, strict=True)), x_shape[-1]
+    )
+    return dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
+
+
+def _joint(geo: Geometry) -> tuple[Geometry, list[np.ndarray]]:
+    """The convolution of all phases, and by axis the tap at each place of its window and phase, or r for none."""
+    windows, tops, axes = [], [], axes_of(geo)
     for ax, r in zip(axes, geo.taps, strict=True):
         top = max(o for o, n in zip(ax.offset, ax.count, strict=True) if n)
         bottom = min(o + (n - 1) * ax.move for o, n in zip(ax.offset, ax.count, strict=True) if n)
@@ -200,29 +219,14 @@ def _joined_phases(
                 table[top - (ax.offset[phase] + j * ax.move), phase] = ax.first[phase] + j * ax.tap_step
         windows.append(table)
         tops.append(top)
-    rank = len(axes)
-    w = jnp.pad(w, [(0, 1)] * rank + [(0, 0)] * 2)  # the tap "none" is zero
-    for d, table in enumerate(windows):  # (u, a) at axis 2d, 2d + 1
-        w = jnp.take(w, jnp.asarray(table.reshape(-1)), axis=2 * d)
-        w = w.reshape(*w.shape[: 2 * d], *table.shape, *w.shape[2 * d + 1 :])
-    order = (*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank, 2 * rank + 1)
-    w = w.transpose(order)  # u..., a..., c, k
     places = tuple(len(table) for table in windows)
-    w = w.reshape(*places, -1, w.shape[-1])
     positions = tuple(ax.positions for ax in axes)
     # place u reads dy at i + top - u: a stride-one backward convolution with padding `top`
     pads = tuple(
         (top, p + n - 1 - top - size) for top, p, n, size in zip(tops, geo.out, places, positions, strict=True)
     )
-    ones = (1,) * rank
-    joint = Geometry(positions, places, ones, pads, ones)
-    dx = conv_dgrad(dy, w, geo=joint, epilogue=epilogue, out_dtype=out_dtype, config=config, sms=sms)
-    dx = dx.reshape(x_shape[0], *positions, *(ax.out_step for ax in axes), x_shape[-1])
-    interleave = (0, *itertools.chain(*((1 + d, 1 + rank + d) for d in range(rank))), 2 * rank + 1)
-    dx = dx.transpose(interleave).reshape(
-        x_shape[0], *(p * ax.out_step for p, ax in zip(positions, axes, strict=True)), x_shape[-1]
-    )
-    return dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
+    ones = (1,) * len(axes)
+    return Geometry(positions, places, ones, pads, ones), windows
 
 
 def schedule(
@@ -250,22 +254,37 @@ def workspace(
     dy: Any,
     w: Any,
     /,
-    *,
+    *operands: Any,
     geo: Geometry,
+    epilogue: Epilogue | None = None,
     out_dtype: Any = None,
 ) -> int:
     """Bytes of device memory that the copies around the kernel take."""
     out_dtype = jnp.dtype(out_dtype or dy.dtype)
-    problem, transpose, pad_reduce, pad_columns = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=out_dtype)
     width, total, x_shape = jnp.dtype(dy.dtype).itemsize, 0, _x_shape(dy, w, geo)
-    if joined(geo, x_shape[-1]) and any(s > 1 for s in geo.stride):
-        cells = math.prod(ceil_div(n, s) for n, s in zip(geo.sizes, geo.stride, strict=True))
-        return x_shape[0] * cells * ceil_div(math.prod(geo.stride) * x_shape[-1], 8) * 8 * out_dtype.itemsize
-    if pad_reduce:
-        total += math.prod(dy.shape[:-1]) * problem.reduce * width
+    if joined(geo, x_shape[-1]) and not operands and any(s > 1 for s in geo.stride):
+        return _joined_workspace(dy, w, geo, epilogue, out_dtype)
+    problem, transpose, pad_reduce, pad_columns = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=out_dtype)
+    flat = jax.ShapeDtypeStruct((math.prod(dy.shape[:-1]), dy.shape[-1]) if geo.pointwise else dy.shape, dy.dtype)
+    total += fprop.copied(dy, jax.eval_shape(lambda dy: fprop.pad_axes(dy, problem.axes, pad_reduce), flat))
     if transpose or pad_reduce or (pad_columns and geo.outer):
-        total += math.prod(geo.taps) * problem.reduce * problem.columns * width
+        padded_first = transpose and (pad_reduce or pad_columns)
+        total += fprop.filter_bytes(problem, width) * (2 if padded_first else 1)
+    total += fprop.epilogue_bytes(epilogue, operands, problem, pad_columns)
     longer = [ax.positions * ax.out_step for ax in problem.axes]
     if pad_columns or longer != list(x_shape[1:-1][: len(longer)]):
         total += dy.shape[0] * math.prod(longer or dy.shape[1:-1]) * problem.columns * out_dtype.itemsize
+    return total
+
+
+def _joined_workspace(dy: Any, w: Any, geo: Geometry, epilogue: Epilogue | None, out_dtype: Any) -> int:
+    joint, _ = _joint(geo)
+    c, k, width = fprop.channels_of(w, geo)[0], dy.shape[-1], jnp.dtype(dy.dtype).itemsize
+    columns = math.prod(geo.stride) * c
+    filters = jax.ShapeDtypeStruct((*joint.taps, columns, k), w.dtype)
+    total = workspace(dy, filters, geo=joint, epilogue=epilogue, out_dtype=out_dtype)
+    total += (math.prod(r + 1 for r in geo.taps) * c * k + math.prod(filters.shape)) * width
+    *_, pad_columns = _problem(dy, filters, joint, epilogue=None, extras=(), out_dtype=out_dtype)
+    if not pad_columns:  # else what the kernel writes is counted there
+        total += dy.shape[0] * math.prod(joint.sizes) * columns * out_dtype.itemsize
     return total

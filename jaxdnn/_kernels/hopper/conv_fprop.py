@@ -19,7 +19,6 @@ no multiple of 16 bytes are padded by a copy; so are strided axes whose length t
 """
 
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -293,12 +292,24 @@ def _window_filter(w: Array, geo: Geometry, todo: Plan) -> Array:
 
 def fold_taps(x: Array, geo: Geometry) -> Array:
     """(..., X, C) to (..., Q, S * C): the last axis' taps side by side, as one copy."""
-    low, high = geo.padding[-1]
     s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
-    high = max(high, (q - 1) * s + (r - 1) * d + 1 - low - geo.sizes[-1])
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(low, high), (0, 0)])
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [_folded_padding(geo), (0, 0)])
     taps = range(r)[::-1] if geo.flip else range(r)
     return jnp.concatenate([x[..., t * d : t * d + (q - 1) * s + 1 : s, :] for t in taps], axis=-1)
+
+
+def _folded_padding(geo: Geometry) -> tuple[int, int]:
+    low, high = geo.padding[-1]
+    s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
+    return low, max(high, (q - 1) * s + (r - 1) * d + 1 - low - geo.sizes[-1])
+
+
+def folding_bytes(x: Any, geo: Geometry) -> int:
+    """Bytes of what `fold_taps` makes: the padded array, and its result."""
+    rows, c, width = math.prod(x.shape[:-2]), x.shape[-1], jnp.dtype(x.dtype).itemsize
+    low, high = _folded_padding(geo)
+    padded = low + x.shape[-2] + high if low or high else 0
+    return rows * c * width * (padded + geo.out[-1] * geo.taps[-1])
 
 
 def _input(x: Array, todo: Plan) -> Array:
@@ -391,24 +402,52 @@ def workspace(
     x: Any,
     w: Any,
     /,
-    *,
+    *operands: Any,
     geo: Geometry,
+    epilogue: Epilogue | None = None,
     out_dtype: Any = None,
 ) -> int:
     """Bytes of device memory that the copies around the kernel take."""
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     todo = plan(x, w, geo, epilogue=None, extras=(), out_dtype=out_dtype)
-    width, total = jnp.dtype(x.dtype).itemsize, 0
-
-    def prepared(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        copy = ft.partial(in_cells, cells=todo.cells) if todo.cells else fold_taps
-        return jax.eval_shape(lambda a: _input(copy(a, geo=geo) if todo.folded or todo.cells else a, todo), a)
-
-    a = prepared(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    if math.prod(a.shape) != math.prod(x.shape) or todo.folded or todo.cells:
-        total += math.prod(a.shape) * width
-    if todo.transpose or todo.pad_columns or (todo.pad_reduce and geo.outer):
-        total += math.prod(geo.taps) * todo.problem.reduce * todo.problem.columns * width
+    problem, width, total = todo.problem, jnp.dtype(x.dtype).itemsize, 0
+    if todo.cells:
+        cells = jax.eval_shape(lambda x: in_cells(x, geo, todo.cells), jax.ShapeDtypeStruct(x.shape, x.dtype))
+        # Before a row of partly masked cells is put beside them, the cells are an array of their own.
+        total += math.prod(cells.shape) * width * (3 if problem.partial else 2) // 2
+        x = cells
+    elif todo.folded:
+        total += folding_bytes(x, geo)
+        x = jax.eval_shape(lambda x: fold_taps(x, geo), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    a = jax.eval_shape(lambda x: _input(x, todo), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    total += copied(x, a)
+    if todo.cells or todo.transpose or todo.pad_columns or (todo.pad_reduce and geo.outer):
+        padded_first = todo.transpose and (todo.pad_columns or todo.pad_reduce)
+        total += filter_bytes(problem, width) * (2 if padded_first else 1)
+    total += epilogue_bytes(epilogue, operands, problem, todo.pad_columns)
     if todo.pad_columns:
-        total += x.shape[0] * math.prod(geo.out) * todo.problem.columns * out_dtype.itemsize
+        total += x.shape[0] * math.prod(geo.out) * problem.columns * out_dtype.itemsize
+    return total
+
+
+def filter_bytes(problem: Problem, width: int) -> int:
+    """Bytes of the filter as the pipeline reads it."""
+    return math.prod(ax.taps for ax in problem.axes) * problem.reduce * problem.columns * width
+
+
+def copied(before: Any, after: Any) -> int:
+    """Bytes of an array that is a longer copy of another; 0 where it is the other."""
+    if math.prod(before.shape) == math.prod(after.shape):
+        return 0
+    return math.prod(after.shape) * jnp.dtype(after.dtype).itemsize
+
+
+def epilogue_bytes(epilogue: Epilogue | None, operands: Sequence[Any], problem: Problem, pad_columns: int) -> int:
+    """Bytes of what `prepare_epilogue` makes, whatever the configuration: a tile has at most 256 columns."""
+    named = {} if epilogue is None else dict(zip(epilogue.operands, operands, strict=True))
+    total = (problem.columns + 255) * 4 if "bias" in named else 0
+    for name in ("prior", "residual"):
+        if name in named and pad_columns:
+            shape, dtype = named[name].shape, jnp.dtype(named[name].dtype)
+            total += math.prod(shape[:-1]) * problem.columns * dtype.itemsize
     return total

@@ -178,9 +178,9 @@ def workspace(
     """Bytes of device memory beside operands and result: partial sums and padded copies."""
     total = 0
     if folded(geo, x.shape[-1]):
+        total += fprop.folding_bytes(x, geo)
         x = jax.ShapeDtypeStruct((*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1]), x.dtype)
         geo = geo.without_last_taps
-        total += math.prod(x.shape) * 2
     problem = problem_of(x, dy, geo)
     config = _config(problem, config, out_dtype or x.dtype)
     if config.direct:

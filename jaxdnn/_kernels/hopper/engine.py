@@ -10,6 +10,7 @@ The engine is chosen unasked only for convolutions that were measured faster tha
 import dataclasses
 import functools as ft
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,10 @@ def _dense(call: engines.Call) -> _Kernel:
             return None  # integers need none; the order of flipped, folded taps is not stated
         return engines.Schedule("tensor_core", np.atleast_2d(module.schedule(a, b, geo=geo)))
 
-    written = options["out_dtype"]
-    return _Kernel(run, refusal, schedule, lambda: module.workspace(a, b, geo=geo, out_dtype=written))
+    def workspace() -> int:
+        return module.workspace(a, b, *(() if call.op == "conv_wgrad" else call.avals[2:]), geo=geo, **options)
+
+    return _Kernel(run, refusal, schedule, workspace)
 
 
 def _narrow(call: engines.Call) -> _Kernel:
@@ -132,7 +135,11 @@ def _narrow(call: engines.Call) -> _Kernel:
             return None  # the definition cuts the operands then, and this kernel multiplies them whole
         return conv_depthwise.schedule(*told, **options, flip=spec.flip)
 
-    return _Kernel(run, refusal, schedule, lambda: conv_depthwise.workspace(*told, **options))
+    def workspace() -> int:
+        turned = math.prod(w_shape) * a.dtype.itemsize if spec.flip else 0
+        return conv_depthwise.workspace(*told, **options) + turned
+
+    return _Kernel(run, refusal, schedule, workspace)
 
 
 # ---- what the engine promises ----------------------------------------------------------------------------------------
