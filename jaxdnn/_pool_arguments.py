@@ -167,7 +167,7 @@ def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
     for holds, what in ((mode == "lp", "mode 'lp'"), (fused, "a blend of two scaled terms")):
         if holds and not satisfies("mesh_invariant", spec.level):
             raise NotImplementedError(
-                f"`determinism` {spec.level!r} is not available for {what}, expected 'mesh_invariant' or less."
+                f"`determinism` {spec.level!r} cannot be guaranteed for {what}, expected 'mesh_invariant' or less."
             )
 
 

@@ -366,8 +366,7 @@ def fill(x: ArrayLike, /, *, value: float | ArrayLike = 0.0, out_dtype: DTypeLik
     if isinstance(number, Array):
         return jnp.full_like(x, _epilogue.convert(number, out), dtype=out)
     if not jnp.issubdtype(out, jnp.integer):
-        wide = jnp.asarray(number, _tensor.accumulator(out))
-        return jnp.full_like(x, _epilogue.convert(wide, out), dtype=out)
+        return jnp.full_like(x, _tensor.nearest(number, out), dtype=out)
     # Saturated here, for float32 does not hold every int32.
     whole = int(np.clip(np.nan_to_num(np.rint(number), nan=0.0), jnp.iinfo(out).min, jnp.iinfo(out).max))
     return jnp.full_like(x, whole, dtype=out)

@@ -557,7 +557,7 @@ def test_batch_invariance():
 def test_levels():
     x = jnp.ones((1, 4, 4, 1))
     assert dnn.explain(ft.partial(dnn.pool, determinism="portable"), x)[0].engine == "xla"
-    with pytest.raises(NotImplementedError, match=r"`determinism` 'portable' is not available for mode 'lp'"):
+    with pytest.raises(NotImplementedError, match=r"`determinism` 'portable' cannot be guaranteed for mode 'lp'"):
         dnn.pool(x, mode="lp", determinism="portable")
     with pytest.raises(NotImplementedError, match=r"for a blend of two scaled terms, expected 'mesh_invariant'"):
         dnn.pool(x, alpha=0.5, beta=1.5, prior=jnp.ones((1, 2, 2, 1)), determinism="portable")

@@ -121,6 +121,29 @@ def test_fill(dtype: str):
     np.testing.assert_array_equal(dnn.fill(jnp.ones(3), value=jnp.float32(2.5)), [2.5] * 3)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "even", "odd"),
+    [
+        ("bfloat16", 1.0, 1 + 2.0**-7),
+        ("bfloat16", 1 + 2.0**-6, 1 + 2.0**-7),
+        ("bfloat16", 0.0, 2.0**-133),
+        ("float16", 1.0, 1 + 2.0**-10),
+        ("float16", 2048.0, 2046.0 + 1),
+        ("float16", 0.0, 2.0**-24),
+        ("float8_e4m3fn", 1.0, 1.125),
+        ("float8_e5m2", 1.0, 1.25),
+    ],
+)
+def test_fill_rounds_a_number_once(dtype: str, even: float, odd: float):
+    """The double next to the middle of two neighbours becomes the nearer one; in float32 it is the middle itself."""
+    middle = (even + odd) / 2
+    for value, expected in ((middle, even), (np.nextafter(middle, even), even), (np.nextafter(middle, odd), odd)):
+        assert np.float32(value) == middle
+        for sign in (1, -1):
+            found = agree("fill", np.zeros(2, jnp.dtype(dtype)), value=sign * float(value))
+            assert np.asarray(found, np.float32).tolist() == [sign * expected] * 2
+
+
 def test_prior_is_not_read_when_beta_is_zero():
     x, garbage = data("float32", *X), np.full(X, np.nan, np.float32)
     for beta in (0.0, jnp.float32(0)):
@@ -165,7 +188,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: dnn.op_tensor(jnp.ones(2), None, op="sqrt", determinism="portable"),
         NotImplementedError,
-        "`determinism` 'portable' is not available for op_tensor op 'sqrt', expected 'mesh_invariant' or less",
+        "`determinism` 'portable' cannot be guaranteed for op_tensor op 'sqrt', expected 'mesh_invariant' or less",
     ),
     (lambda: dnn.transform(ONES, fold=5), ValueError, r"`fold` must divide the sizes \(6, 4\), got \(5, 5\)"),
     (lambda: dnn.transform(ONES, unfold=2), ValueError, "`unfold` must have a product that divides the 3"),
