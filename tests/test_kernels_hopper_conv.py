@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import jaxdnn as dnn
+import jaxdnn_reference as definition_of_all
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels import hopper
 
@@ -203,8 +204,8 @@ def test_schedules_hold_every_product_once(name, outer):
     x, w, dy = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case, outer))
     geo = geometry(case, outer)
     c, k, taps, groups = case[2], case[3], math.prod(case[4]), case[8]
-    if not (name == "stem" and case[9]):
-        forward = conv_fprop.schedule(x, w, geo=geo)
+    for flip in (False, True):
+        forward = conv_fprop.schedule(x, w, geo=dataclasses.replace(geo, flip=flip))
         assert sorted(forward[forward >= 0]) == list(range(taps * c // groups))
     backward = conv_dgrad.schedule(dy, w, geo=geo)
     assert sorted(backward[backward >= 0]) == list(range(taps * k // groups))
@@ -222,6 +223,41 @@ def test_no_configuration_changes_the_forward_schedule(name):
         x, w, _ = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes((batch, *case[1:])))
         orders.append(conv_fprop.schedule(x, w, geo=geometry(case)))
     assert all(np.array_equal(orders[0], other) for other in orders[1:])
+
+
+def by_the_model(x: Any, w: Any, geo: conv_fprop.Geometry, **options: Any) -> np.ndarray:
+    """What the definition makes of the stated schedule, on the model of the tensor core, in float32."""
+    layout, inner = LAYOUTS[len(geo.sizes)]
+    told = definition_of_all.Schedule(conv_fprop.schedule(x, w, geo=geo))
+    return definition_of_all.conv(
+        x, w, stride=geo.stride, padding=geo.padding, dilation=geo.dilation, groups=geo.groups, layout=layout,
+        filter_layout=inner, mode="convolution" if geo.flip else "cross_correlation", arithmetic="tensor_core",
+        schedule=told, out_dtype=np.float32, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["3x3", "dilated, flipped", "one axis, strided, flipped", "three axes", "stem"])
+def test_the_schedule_of_a_flipped_filter(name):
+    """Its bits are those of the kernel's own walk: of the turned filter's, or of the copy that made taps channels."""
+    case = CASES[name]
+    geo = dataclasses.replace(geometry(case), flip=True)
+    rng = np.random.default_rng(3)
+    spread = lambda shape: (rng.standard_normal(shape) * np.exp2(rng.integers(-9, 4, shape))).astype(BF16)
+    x, w = map(spread, shapes((2, *case[1:]))[:2])
+    found = by_the_model(x, w, geo)
+    todo = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=F32)
+    assert todo.folded == (name == "stem")
+    if todo.folded:  # the remaining taps are still flipped
+        folded = np.asarray(conv_fprop.fold_taps(jnp.asarray(x), geo))
+        rest = w.reshape(*w.shape[:-3], 1, w.shape[-3] * w.shape[-2], w.shape[-1])
+        same = by_the_model(folded, rest, geo.without_last_taps)
+    else:
+        same = by_the_model(x, np.flip(w, range(len(geo.taps))), dataclasses.replace(geo, flip=False))
+    np.testing.assert_array_equal(found, same)
+    plain = definition_of_all.Schedule(conv_fprop.schedule(x, w, geo=dataclasses.replace(geo, flip=False)))
+    with pytest.MonkeyPatch.context() as patch:  # a negative control: the order of the filter that is not flipped
+        patch.setattr(conv_fprop, "schedule", lambda *_, **__: plain.order)
+        assert not np.array_equal(found, by_the_model(x, w, geo))
 
 
 @pytest.mark.parametrize("order", ["k", "kp", "n", "p"])

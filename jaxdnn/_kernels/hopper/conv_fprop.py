@@ -383,7 +383,11 @@ def schedule(
     *,
     geo: Geometry,
 ) -> np.ndarray:
-    """In which order the products of an output are added: flat indices tap * C + c, -1 where a zero pads."""
+    """In which order the products of an output are added: flat indices tap * C + c, -1 where a zero pads.
+
+    Taps are numbered as the filter lies. Windows are walked forwards, so that of a flipped filter the last tap comes
+    first; taps that a copy made channels come in the filter's own order, flipped or not.
+    """
     todo = plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
     reduce = todo.problem.reduce - todo.pad_reduce
     order = conv_plan.schedule_order(todo.problem)
@@ -392,8 +396,6 @@ def schedule(
         tap, channel = np.divmod(cell, 8 // todo.cells)
         here = (tap < geo.taps[-1]) & (channel < x.shape[-1])
         return np.where(here, (row * geo.taps[-1] + tap) * x.shape[-1] + channel, -1)
-    if todo.folded and geo.flip:
-        raise NotImplementedError("the order of a flipped convolution of few channels is not stated")
     tap, channel = np.divmod(order, todo.problem.reduce)
     return np.where((order < 0) | (channel >= reduce), -1, tap * reduce + channel)
 

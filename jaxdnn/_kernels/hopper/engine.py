@@ -84,8 +84,8 @@ def _dense(call: engines.Call) -> _Kernel:
         return acc if plain else _conv.finish(call.op, spec, acc, *operands)
 
     def schedule() -> engines.Schedule | None:
-        if a.dtype == jnp.int8 or (spec.flip and call.op == "conv"):
-            return None  # integers need none; the order of flipped, folded taps is not stated
+        if a.dtype == jnp.int8:
+            return None  # integers need none
         return engines.Schedule("tensor_core", np.atleast_2d(module.schedule(a, b, geo=geo)))
 
     def workspace() -> int:

@@ -27,6 +27,8 @@ DENSE = (
     Geometry("bits-thin", 6, (16, 24), 88, 24, (2, 3)),
     Geometry("bits-1d", 5, (64,), 48, 72, (5,), padding=4, dilation=2),
     Geometry("bits-3d", 2, (6, 8, 10), 32, 48, (3, 3, 3), padding=1),
+    Geometry("bits-flipped", 2, (15, 19), 72, 56, (2, 3), padding=1, mode="convolution"),
+    Geometry("bits-flipped-stem", 2, (34, 38), 3, 64, (7, 7), stride=2, padding=3, mode="convolution"),
 )
 NARROW = (
     Geometry("bits-depthwise", 3, (30, 22), 64, 64, (7, 7), padding=3, groups=64),
