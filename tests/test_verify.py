@@ -17,7 +17,7 @@ from jaxdnn._kernels.xla import conv as xla_conv
 from jaxdnn.determinism import LEVELS
 from jaxdnn.explain import explain
 from jaxdnn.tolerance import ACCUMULATIONS
-from jaxdnn.verify import cli, controls, families, page
+from jaxdnn.verify import cli, controls, families, page, report
 from jaxdnn.verify.case import DTYPES
 from jaxdnn.verify.families import conv_cases as cases
 from jaxdnn.verify.families import conv_checks as checks
@@ -376,6 +376,7 @@ def document() -> dict[str, Any]:
             "comparisons": 4,
             "elements": 120,
             "worst_ratio": 0.25,
+            "worst_cell": "conv/near",
             "determinism": statuses,
             "controls": statuses,
         },
@@ -400,6 +401,16 @@ def test_page_stands_alone_and_shows_everything(document: dict[str, Any]):
     ):
         assert text in html
     assert "<nan>" not in html
+
+
+def test_largest_error_is_that_of_a_failed_cell_too(document: dict[str, Any]):
+    found = report.summary(document["cells"], [])
+    assert (found["worst_cell"], found["worst_ratio"]) == ("conv/wrong", None)
+    assert '<div title="conv/wrong"><b>∞</b><span>largest error' in page.render(document | {"summary": found})
+    assert '<div title="conv/near"><b>0.25</b><span>largest error' in page.render(document)
+    nothing = report.summary([], [])
+    assert (nothing["worst_cell"], nothing["worst_ratio"]) == (None, None)
+    assert "<div><b>–</b><span>largest error" in page.render(document | {"summary": nothing})
 
 
 def test_page_puts_a_ratio_where_the_axis_says(document: dict[str, Any]):

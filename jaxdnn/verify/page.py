@@ -51,24 +51,30 @@ def _header(document: dict[str, Any]) -> str:
     verdict = '<span class="pill good">passed</span>' if passed else '<span class="pill bad">failed</span>'
     devices = f"{len(here['devices'])} × {here['device_kind']}"
     words = [devices, f"jaxdnn {here['jaxdnn']}", f"jax {here['jax']}", here["date"].replace("T", " ")[:16] + " UTC"]
-    return f'<header><h1>jaxdnn verify {verdict}</h1><p class="dim">{" · ".join(map(_e, words))}</p></header>'
+    line = f'<p class="dim">{" · ".join(map(_e, words))}</p>'
+    return f"<header><h1>jaxdnn verify {verdict}</h1>{line}<p>{_HEADER_TEXT}</p></header>"
 
 
 def _tiles(document: dict[str, Any]) -> str:
     found, took = document["summary"], document["run"]
     cells, bits, controls = found["cells"], found["determinism"], found["controls"]
     tested, planted = bits["passed"] + bits["failed"], controls["passed"] + controls["failed"]
-    worst = "–" if found["worst_ratio"] is None else f"{found['worst_ratio']:.3g}"
+    cell, ratio = found["worst_cell"], found["worst_ratio"]
+    worst = "–" if cell is None else "∞" if ratio is None else f"{ratio:.3g}"
     tiles = [
         (f"{cells['passed']} / {cells['passed'] + cells['failed']}", "cells passed"),
         (f"{found['elements']:,}", f"elements in {found['comparisons']:,} comparisons"),
-        (worst, "largest error / bound"),
+        (worst, "largest error / bound", cell),
         (f"{bits['passed']} / {tested}", "determinism procedures passed") if tested else None,
         (f"{controls['passed']} / {planted}", "planted faults found") if planted else None,
         (f"{took['seconds']:.0f} s", f"{took['compilations']} compilations"),
     ]
-    shown = "".join(f"<div><b>{_e(t[0])}</b><span>{_e(t[1])}</span></div>" for t in tiles if t)
-    return f'<div class="tiles">{shown}</div>'
+    return f'<div class="tiles">{"".join(_tile(*tile) for tile in tiles if tile)}</div>'
+
+
+def _tile(value: str, name: str, of: str | None = None) -> str:
+    title = f' title="{_e(of)}"' if of else ""
+    return f"<div{title}><b>{_e(value)}</b><span>{_e(name)}</span></div>"
 
 
 def _failures(document: dict[str, Any]) -> str:
@@ -237,6 +243,10 @@ def _environment(document: dict[str, Any]) -> str:
     return f'<table class="facts">{"".join(f"<tr>{r[0]}</tr>" for r in rows)}</table>'
 
 
+_HEADER_TEXT = (
+    "Every op compared with its definition in NumPy. A cell is one call: an op on an engine, of a dtype, layout and "
+    "shape, on several kinds of data."
+)
 _PICTURE_TEXT = (
     "One dot a cell: its largest error over its bound. The bound is computed for every element from the op, the dtypes "
     "and the data, for the worst order of additions that the engine may use; the error is what is left when the one "
@@ -249,7 +259,8 @@ _PREDICTED_TEXT = (
 )
 _LEVELS_TEXT = (
     "What each engine promises, and the procedures that put it to the test, with the number of runs that were compared "
-    "bit for bit. A level includes those to its left; an empty field is not promised."
+    "bit for bit. A level includes those to its left; an empty field is not promised, and where a dash is nothing was "
+    "run: point at it for the reason. Short of <code>--full</code> only a sample of the ops is put to the test."
 )
 _CONTROLS_TEXT = (
     "Each procedure on a function with a planted fault of the kind it is there to find. "

@@ -38,7 +38,8 @@ def summary(cells: list[dict[str, Any]], trials: list[dict[str, Any]]) -> dict[s
     counts = collections.Counter(c["status"] for c in cells)
     tested = [t for t in trials if not t["control"]]
     controls = [t for t in trials if t["control"]]
-    worst = max((c for c in cells if c["status"] == "passed"), key=lambda c: c["ratio"], default=None)
+    ran = [c for c in cells if c["status"] != "refused"]
+    worst = max(ran, key=lambda c: math.inf if c["ratio"] is None else c["ratio"], default=None)
     failed = counts["failed"] + sum(t["status"] == "failed" for t in trials)
     return {
         "passed": failed == 0,
