@@ -1,4 +1,17 @@
-"""jaxdnn: deep-neural-network primitives for JAX, defined exactly, fast, and reproducible to stated levels."""
+"""jaxdnn: deep-neural-network primitives for JAX, defined exactly, fast, and reproducible to stated levels.
+
+Arrays are positional, everything else is given by keyword. In every op that takes them these mean the same:
+
+  layout           the letters of the axes: NHWC, NCHW, CHWN, NCHWc32, ...; one op serves one to three spatial axes
+  alpha, beta, prior   result = alpha computed + beta prior, in the accumulator; with beta 0 the prior is not read
+  out_dtype        the result's dtype; None is that of the input
+  engine           None, or the name of the implementation that must serve the call
+  determinism      the level that the implementation must guarantee; around many calls: `with determinism(level):`
+
+An op whose name ends in dgrad, wgrad or bgrad is a backward pass, for programs that call it by itself; `jax.grad` finds
+it without being told. `explain(op, *arguments)` says which engine would serve a call and what it promises. The package
+`jaxdnn_reference` has the definition of every op in NumPy, with the same name and arguments.
+"""
 
 import jaxdnn._kernels.hopper.engine
 import jaxdnn._kernels.hopper.norm_engine

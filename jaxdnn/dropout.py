@@ -82,8 +82,9 @@ def dropout(
 
     Args:
       x: of any shape; float32, bfloat16, float16 or float64.
-      key: what the random bits are a function of: a `jax.random.key`, (2,) uint32, an integer below 2^64, or a
-        `DropoutState`, whose count is continued.
+      key: what the random bits are a function of: a `jax.random.key` of two words (threefry2x32, JAX's default), (2,)
+        uint32, as of `jax.random.PRNGKey`, a Python or NumPy integer below 2^64 (a traced one is an array, and none of
+        these), or a `DropoutState`, whose count is continued.
       rate: the probability with which an element is dropped, from 0 to 1, known when traced. It is rounded to a
         multiple of 2^-32.
       offset: where in the key's count x begins, in elements: the second half of a batch whose first half has n
@@ -91,7 +92,8 @@ def dropout(
         int64 or uint64 (which takes a GPU nearly three times as long, since four neighbours cannot be seen to share a
         counter). A negative element of an array cannot be refused; it counts from 2^64 backwards.
       layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
-        counts the axes of x in their own order, which is that of the channels-last layouts.
+        counts the axes of x in their own order, which is that of the channels-last layouts. Of a vectorised layout the
+        channels that fill up the last vector count too.
       engine: which implementation; None chooses, see `jaxdnn.explain`.
       determinism: the level required, see `jaxdnn.determinism`.
 

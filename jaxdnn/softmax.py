@@ -52,7 +52,8 @@ def softmax(
       mode: None, or cuDNN's names for the axes: "channel" (a row is the channels at one place) or "instance" (a row is
         all of one example).
       layout: the axes of x for `mode`: NWC, NCW, CWN, NHWC, NCHW, CHWN, NDHWC, NCDHW, CDHWN, or with channels in
-        vectors NCWc32, NCHWc32, NCDHWc32.
+        vectors NCWc32, NCHWc32, NCDHWc32. The zeros that fill up a last vector are channels like others: exp(0) is in
+        the sum, unless `where` leaves them out.
       where: booleans that broadcast to x's shape: what is False is left out of its row, and its result is 0 (log:
         -inf) before the blend. A row of which nothing is left is 0 (log: -inf) altogether.
       alpha: scales the softmax; a number or a scalar array.
