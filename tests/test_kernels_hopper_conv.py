@@ -252,7 +252,7 @@ def test_the_schedule_of_a_flipped_filter(name):
         rest = w.reshape(*w.shape[:-3], 1, w.shape[-3] * w.shape[-2], w.shape[-1])
         same = by_the_model(folded, rest, geo.without_last_taps)
     else:
-        same = by_the_model(x, np.flip(w, range(len(geo.taps))), dataclasses.replace(geo, flip=False))
+        same = by_the_model(x, np.flip(w, tuple(range(len(geo.taps)))), dataclasses.replace(geo, flip=False))
     np.testing.assert_array_equal(found, same)
     plain = definition_of_all.Schedule(conv_fprop.schedule(x, w, geo=dataclasses.replace(geo, flip=False)))
     with pytest.MonkeyPatch.context() as patch:  # a negative control: the order of the filter that is not flipped
