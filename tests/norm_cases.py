@@ -84,9 +84,9 @@ class Norm:
         v = plain.reshape(view.shape)
         s, b = s.reshape(view.spread), b.reshape(view.spread)
         s = s + 1 if self.keywords.get("zero_centred") else s
-        mean = v.mean(view.axes, keepdims=True) if self.centred else jnp.zeros((1,) * v.ndim)
+        mean = v.mean(view.axes, keepdims=True) if self.centred else jnp.zeros((1,) * v.ndim, v.dtype)
         variance = (v**2).mean(view.axes, keepdims=True) - mean**2
-        y = (v - mean) * (variance + self.eps) ** -0.5 * s + b
+        y = (v - mean) / jnp.sqrt(variance + self.eps) * s + b
         y = y.reshape(plain.shape)
         return y if frame is None else frame.restore(y)
 
@@ -102,6 +102,21 @@ class Norm:
         views = (view.shape, view.axes, view.summed, view.spread)
         options = {"eps": self.eps, "centred": self.centred, "zero_centred": zero_centred}
         return tolerance_norm.problem(*views, plain, s, b, **options)
+
+    def definition_errors(self, x: np.ndarray, s: Any, b: Any, dy: Any = None) -> tuple[np.ndarray, ...]:
+        """How far the definition's results may be off: y and the statistics, or with dy the gradients."""
+        p = self.problem(x, s, b)
+        share = tolerance_norm.definition_share(p)
+        if dy is not None:
+            found = [error * share for _, error in tolerance_norm.backward(p, in_view(self, dy, p.x.shape))]
+            return as_given(self, x, found[0]), *(e.reshape(self.parameter) for e in found[1:])
+        own, view = tolerance_norm.normalised(p), self.view(x)
+        errors = [own.mean_error, own.rstd_error] if self.centred else [own.rstd_error]
+        if self.op == "batch_norm":  # running statistics without old ones: the mean, and the unbiased variance
+            m = p.count
+            errors += [own.mean_error, (own.variance_error + 4 * p.roundoff * own.variance) * m / (m - 1)]
+        given = [np.asarray(view.give_statistic(jnp.asarray(e))) * share for e in errors]
+        return as_given(self, x, tolerance_norm.forward(p)[1] * share), *given
 
 
 def _devectorised(x: np.ndarray, layout: str) -> np.ndarray:

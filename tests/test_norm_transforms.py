@@ -1,4 +1,7 @@
-"""The normalisations under every transformation, in float64, against the same transformation of another formula."""
+"""The normalisations under every transformation, in float64, against the same transformation of another formula.
+
+Two routes to a result may lie as far from each other as the bounds of their own rounding errors together allow.
+"""
 
 import functools as ft
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+import running_error
 from norm_cases import CASES, FEW, Norm
 
 each_of_few = pytest.mark.parametrize("name", FEW)
@@ -26,15 +30,25 @@ def both(name: str) -> tuple[tuple[Op, Op], tuple[jax.Array, ...]]:
     return (lambda *a: norm.call()(*a)[0], norm.formula), arrays
 
 
-def same(transformed: Callable[[Op], Any], ops: tuple[Op, Op], rtol: float = 1e-9) -> None:
-    ours, theirs = jax.jit(lambda: [transformed(op) for op in ops])()
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max(initial=0)))
+def same(transformed: Callable[[Op], Any], ops: tuple[Op, Op], bounded: Callable[[Op], Any] | None = None) -> None:
+    """The transformation of the op and that of the other formula agree; `bounded` is the same without loops."""
+    results = jax.jit(lambda: [transformed(op) for op in ops])()
+    errors = [running_error.bounds(ft.partial(bounded or transformed, op))[1] for op in ops]
+    for a, b, of_a, of_b in zip(*map(jax.tree.leaves, (*results, *errors)), strict=True):
+        running_error.agree(a, b, of_a, of_b)
+
+
+def alike(op: Op, another: Op, *arrays: Any) -> None:
+    """Two ways to run what is the same but for the order of its additions."""
+    errors = jax.tree.leaves(running_error.bounds(op, *arrays)[1])
+    for a, b, error in zip(jax.tree.leaves(another(*arrays)), jax.tree.leaves(op(*arrays)), errors, strict=True):
+        running_error.agree(a, b, 2 * error)
 
 
 def scalar(op: Op, *arrays: jax.Array) -> jax.Array:
     y = op(*arrays)
-    return jnp.sum(jnp.sin(y) * (jnp.arange(y.size, dtype=y.dtype) % 5 - 1.5).reshape(y.shape))
+    weights = (np.arange(y.size) % 5 - 1.5).reshape(y.shape)
+    return jnp.sum((y - y * y * y) * jnp.asarray(weights, y.dtype))
 
 
 @each_of_few
@@ -44,7 +58,7 @@ def test_derivatives(name: str):
 
     def run(op: Op) -> Any:
         gradient = jax.grad(ft.partial(scalar, op), (0, 1, 2))
-        inner = lambda *a: sum(jnp.vdot(g, t) for g, t in zip(gradient(*a), along, strict=True))
+        inner = lambda *a: sum(jnp.sum(g * t) for g, t in zip(gradient(*a), along, strict=True))
         return {
             "grad": gradient(x, s, b),
             "jvp": jax.jvp(op, (x, s, b), along),
@@ -91,13 +105,15 @@ def test_scan_and_cond(name: str):
     ops, (x, s, b, weights) = both(name)
     many = jnp.stack([s, s + 1, s * 2])
 
-    def run(op: Op) -> Any:
+    def run(op: Op, scan: Callable[..., Any] = jax.lax.scan) -> Any:
         def looped(x: jax.Array, b: jax.Array) -> jax.Array:
-            return (jax.lax.scan(lambda c, s: (op(c, s, b), None), x, many)[0] * weights).sum()
+            return (scan(lambda c, s: (op(c, s, b), None), x, many)[0] * weights).sum()
 
         return jax.grad(looped, (0, 1))(x, b), jax.lax.cond(x.sum() > 1e9, lambda: 2 * op(x, s, b), lambda: op(x, s, b))
 
-    same(run, ops, rtol=1e-6)
+    steps = list(map(jnp.asarray, np.asarray(many)))
+    unrolled = lambda step, x, _: ft.reduce(lambda carry, s: (step(carry[0], s)[0], None), steps, (x, None))
+    same(run, ops, ft.partial(run, scan=unrolled))
 
 
 @each_of_few
@@ -105,38 +121,49 @@ def test_statistics_are_differentiated(name: str):
     """Through the saved mean and inverse deviation, and through running statistics, by finite differences."""
     norm = CASES[name]
     x, s, b, _ = norm.arrays(2, np.float64)
-    direction = np.random.default_rng(3).normal(size=x.shape)
-    tangents = jax.jvp(lambda x: norm.call()(x, s, b), (jnp.asarray(x),), (jnp.asarray(direction),))[1]
-    h = 1e-5
-    up, down = (norm.definition(x + sign * h * direction, s, b) for sign in (1, -1))
-    for tangent, high, low in zip(tangents, up, down, strict=True):
-        np.testing.assert_allclose(tangent, (high - low).astype(np.float64) / (2 * h), rtol=2e-6, atol=1e-6)
+    x, direction = running_error.coarse(x, np.random.default_rng(3).normal(size=x.shape))
+    run = lambda x: jax.jvp(lambda x: norm.call()(x, s, b), (x,), (jnp.asarray(direction),))[1]
+    tangents, errors = run(jnp.asarray(x)), running_error.bounds(run, jnp.asarray(x))[1]
+    own = norm.definition_errors(x, s, b)
+    for i, (tangent, error, off) in enumerate(zip(tangents, errors, own, strict=True)):
+        ends, apart = running_error.slope(lambda h, i=i: norm.definition(x + h * direction, s, b)[i], off)
+        running_error.agree(tangent, ends, error, apart)
 
 
 @each_of_few
 def test_backward_ops_are_the_gradients(name: str):
     """And are differentiable themselves: in dy linear, in x and scale by finite differences of the definition."""
     norm = CASES[name]
-    x, s, b, dy = norm.arrays(4, np.float64)
-    gradient = jax.vjp(lambda *a: norm.call()(*a)[0], *map(jnp.asarray, (x, s, b)))[1](jnp.asarray(dy))
-    for ours, theirs in zip(norm.gradients(dnn, dy, x, s), gradient, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    x, s, b, dy = running_error.coarse(*norm.arrays(4, np.float64))
+    own = lambda dy, x, s, b: norm.gradients(dnn, dy, x, s)
+    pulled = lambda dy, x, s, b: jax.vjp(lambda *a: norm.call()(*a)[0], x, s, b)[1](dy)
+    given = tuple(map(jnp.asarray, (dy, x, s, b)))
+    found = [(f(*given), running_error.bounds(f, *given)[1]) for f in (own, pulled)]
+    for ours, error, theirs, another in zip(*found[0], *found[1], strict=True):
+        running_error.agree(ours, theirs, error, another)
     rng = np.random.default_rng(5)
-    along = [rng.normal(size=a.shape) for a in (dy, x, s)]
+    along = running_error.coarse(*(rng.normal(size=a.shape) for a in (dy, x, s)))
     run = lambda dy, x, s: norm.gradients(dnn, dy, x, s)
-    tangents = jax.jvp(run, tuple(map(jnp.asarray, (dy, x, s))), tuple(map(jnp.asarray, along)))[1]
-    h = 1e-5
-    ends = [
-        norm.gradients(reference, *(a + sign * h * t for a, t in zip((dy, x, s), along, strict=True)))
-        for sign in (1, -1)
-    ]
-    for tangent, high, low in zip(tangents, *ends, strict=True):
-        np.testing.assert_allclose(tangent, (high - low).astype(np.float64) / (2 * h), rtol=2e-6, atol=2e-6)
-    transposed = jax.linear_transpose(lambda dy: norm.gradients(dnn, dy, x, s), jnp.asarray(dy))
-    cotangents = tuple(map(jnp.asarray, (along[1], *(rng.normal(size=s.shape) for _ in range(2)))))
-    left = jnp.vdot(transposed(cotangents)[0], along[0])
-    right = sum(jnp.vdot(c, g) for c, g in zip(cotangents, run(along[0], x, s), strict=True))
-    np.testing.assert_allclose(left, right, rtol=1e-9)
+    pushed = lambda *a: jax.jvp(run, a, tuple(map(jnp.asarray, along)))[1]
+    tangents, errors = pushed(*given[:3]), running_error.bounds(pushed, *given[:3])[1]
+    for i, (tangent, error, off) in enumerate(zip(tangents, errors, norm.definition_errors(x, s, b, dy), strict=True)):
+        at = lambda h, i=i: norm.gradients(reference, *(a + h * t for a, t in zip((dy, x, s), along, strict=True)))[i]
+        value, apart = running_error.slope(at, off)
+        running_error.agree(tangent, value, apart, error)
+
+
+@each_of_few
+def test_backward_ops_are_transposed(name: str):
+    """<transpose(c), t> = <c, run(t)>, both sums with their own bounds."""
+    norm = CASES[name]
+    x, s, _, dy = norm.arrays(5, np.float64)
+    rng = np.random.default_rng(5)
+    along, *cotangents = (jnp.asarray(rng.normal(size=shape)) for shape in (dy.shape, x.shape, s.shape, s.shape))
+    run = lambda dy: norm.gradients(dnn, dy, jnp.asarray(x), jnp.asarray(s))
+    left = lambda t: jnp.sum(jax.linear_transpose(run, jnp.asarray(dy))(tuple(cotangents))[0] * t)
+    right = lambda t: sum(jnp.sum(c * g) for c, g in zip(cotangents, run(t), strict=True))
+    errors = [running_error.bounds(side, along)[1] for side in (left, right)]
+    running_error.agree(left(along), right(along), *errors)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -153,8 +180,9 @@ def test_sharded_jit(name: str, kind: AxisType):
     run = jax.jit(lambda x, dy: (wide.call()(x, s, b)[0], wide.gradients(dnn, dy, x, s)))
     with jax.set_mesh(mesh):
         found = run(*spread)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run(x, dy)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    errors = jax.tree.leaves(running_error.bounds(run, jnp.asarray(x), jnp.asarray(dy))[1])
+    for ours, theirs, error in zip(jax.tree.leaves(found), jax.tree.leaves(run(x, dy)), errors, strict=True):
+        running_error.agree(ours, theirs, 2 * error)
 
 
 @pytest.mark.parametrize("name", ["layer", "rms", "group-NCHW"])
@@ -166,10 +194,23 @@ def test_shard_map_over_the_batch(name: str):
     specs = (PartitionSpec("d"), PartitionSpec(), PartitionSpec())
     op = lambda *a: wide.call()(*a)[0]
     mapped = jax.jit(jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("d")))
-    np.testing.assert_allclose(mapped(x, s, b), op(x, s, b), rtol=1e-12)
-    for ours, theirs in zip(
-        jax.grad(ft.partial(scalar, mapped), (0, 1, 2))(x, s, b),
-        jax.grad(ft.partial(scalar, op), (0, 1, 2))(x, s, b),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    alike(op, mapped, x, s, b)
+    alike(*(jax.grad(ft.partial(scalar, f), (0, 1, 2)) for f in (op, mapped)), x, s, b)
+
+
+@each_of_few
+def test_a_fault_in_a_derivative_would_be_seen(name: str):
+    """A gradient that is wrong by a billionth; the bounds hold in float32 too, where the exact values are at hand."""
+    norm = CASES[name]
+    x, s, b, _ = map(jnp.asarray, norm.arrays(8, np.float64))
+    run = jax.grad(ft.partial(scalar, norm.formula), (0, 1, 2))
+    errors = running_error.bounds(run, x, s, b)[1]
+    ours = jax.grad(lambda *a: scalar(lambda *a: norm.call()(*a)[0], *a), (0, 1, 2))(x, s, b)
+    for good, error in zip(ours, errors, strict=True):
+        with pytest.raises(AssertionError, match="apart"):
+            running_error.agree(good * (1 + 1e-9), good, 2 * error)
+    narrow = [a.astype(jnp.float32) for a in (x, s, b)]
+    values, errors = running_error.bounds(run, *narrow)
+    for found, exact, error in zip(jax.jit(run)(*narrow), values, errors, strict=True):
+        running_error.agree(found, exact, error)
+        assert np.abs(np.asarray(found, np.float64) - exact).max() > 0
