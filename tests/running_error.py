@@ -185,8 +185,8 @@ def _reduce_sum(eqn: Any, v: Any, e: Any) -> Pair:
 
 
 def _convert(eqn: Any, v: Any, e: Any) -> Pair:
-    given, out = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if jnp.promote_types(given, out) == out:
+    given, out = (jnp.finfo(x.aval.dtype) for x in (eqn.invars[0], eqn.outvars[0]))
+    if given.nmant <= out.nmant and given.maxexp <= out.maxexp:
         return v[0], e[0]
     return _rounded(eqn, v[0], e[0])
 

@@ -11,6 +11,7 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 import norm_cases
+import running_error
 from jaxdnn import tolerance, tolerance_norm
 from norm_cases import CASES, FEW, Norm, agree
 
@@ -94,6 +95,46 @@ def test_float32_of_mean_1e4_is_right_to_float32(engine: str):
     exact = reference.layer_norm_dgrad(dy, x)
     assert np.abs(np.asarray(dx) - exact[0]).max() < 16 * 2.0**-24 * np.abs(exact[0]).max()
     assert np.abs(np.asarray(dscale) - exact[1]).max() < 16 * 2.0**-24 * np.abs(exact[1]).max()
+
+
+EVERY = {
+    "layer": Norm("layer_norm", (6, 5, 257), (257,)),
+    "layer-first-axes": Norm("layer_norm", (64, 9, 5), (64, 9), (("axis", (0, 1)),)),
+    "adaptive": Norm("adaptive_layer_norm", (6, 5, 257), (6, 257)),
+    "adaptive-middle": Norm("adaptive_layer_norm", (6, 65, 5), (6, 65), (("axis", 1),)),
+    "group-NHWC": Norm("group_norm", (3, 17, 9, 6), (6,), (("groups", 2), ("layout", "NHWC"))),
+    "group-NCHW": Norm("group_norm", (3, 6, 17, 9), (6,), (("groups", 3), ("layout", "NCHW"))),
+    "instance-NHWC": Norm("instance_norm", (3, 17, 9, 6), (6,), (("layout", "NHWC"),)),
+    "instance-NCHW": Norm("instance_norm", (3, 6, 17, 9), (6,), (("layout", "NCHW"),)),
+    "batch-NHWC": Norm("batch_norm", (33, 5, 4, 6), (6,), (("layout", "NHWC"),)),
+    "batch-NCHW": Norm("batch_norm", (33, 6, 5, 4), (6,), (("layout", "NCHW"),)),
+    "activation-NHWC": Norm("batch_norm", (257, 2, 3, 4), (2, 3, 4), (("layout", "NHWC"), ("mode", "per_activation"))),
+}
+
+
+@pytest.mark.parametrize("engine", ["xla", "ordered"])
+@pytest.mark.parametrize(("dtype", "mean"), OFFSETS, ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_variances_far_from_zero_are_those_of_float32(name: str, dtype: np.dtype, mean: float, engine: str):
+    """Under jit, from the inverse deviation, and of batches from the running variance too.
+
+    γ is what adding n float32 numbers costs, and 64 what a shift by a sample's mean may at worst (`norm.sample_of`).
+    One pass without a shift would cost the squares of these means, 10⁴ and 10⁸.
+    """
+    norm = EVERY[name]
+    x, s, b, _ = norm.arrays(32, dtype, mean=mean)
+    p = norm.problem(x, s, b)
+    exact = tolerance_norm.normalised(p)
+    gamma = p.growth(p.count)
+    assert (exact.variance_error <= 64 * gamma * exact.variance).all()
+    rstd, *running = jax.jit(norm.call(engine=engine))(x, s, b)[2:]
+    variance = np.asarray(rstd, np.float64) ** -2.0 - norm.eps
+    golden, error = (np.asarray(v).reshape(variance.shape) for v in (exact.variance, exact.variance_error))
+    own = 32 * p.roundoff * (golden + error)  # what 8 u in the inverse deviation are in its square, and as much again
+    assert (np.abs(variance - golden) <= error + own).all()
+    if norm.op == "batch_norm":
+        unbiased, m = running[1], p.count / (p.count - 1)
+        assert (np.abs(np.asarray(unbiased, np.float64) - golden * m) <= (error + 4 * p.roundoff * golden) * m).all()
 
 
 def test_one_pass_would_be_found_out():
@@ -200,8 +241,18 @@ def test_cumulative_average_by_a_traced_momentum():
         return (mean, variance), None
 
     (mean, variance), _ = jax.lax.scan(step, (jnp.zeros(2), jnp.ones(2)), (jnp.arange(1.0, 5), batches))
-    np.testing.assert_allclose(mean, batches.mean((0, 1, 2, 3)), rtol=1e-5)
-    np.testing.assert_allclose(variance, batches.var(1, ddof=1).mean((0, 1, 2)), rtol=1e-5)
+    wide = batches.astype(np.float64)
+    golden = wide.mean((0, 1, 2, 3)), wide.var(1, ddof=1).mean((0, 1, 2))
+
+    def unrolled(*each: Any) -> Any:
+        carry: Any = (jnp.zeros(2), jnp.ones(2))
+        for n, x in enumerate(each, 1):
+            carry, _ = step(carry, (jnp.float32(n), x))
+        return carry
+
+    errors = running_error.bounds(unrolled, *map(jnp.asarray, batches))[1]
+    for found, exact, error in zip((mean, variance), golden, errors, strict=True):
+        running_error.agree(found, exact, error)
 
 
 def test_one_element_has_no_unbiased_variance():
@@ -228,11 +279,13 @@ def test_fused_add_and_relu(layout: str):
     plain = dnn.batch_norm(x, scale=s, bias=b, layout=layout)[0]
     np.testing.assert_array_equal(y, np.maximum(plain + z, 0))
     found = dnn.batch_norm_dgrad(dy, x, scale=s, mean=mean, rstd=rstd, y=y, layout=layout)
-    gradient = jax.vjp(
-        lambda x, s, b, z: dnn.batch_norm(x, **{**extras, "scale": s, "bias": b, "residual": z})[0], x, s, b, z
-    )
-    for ours, theirs in zip(found, gradient[1](dy), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    forward = lambda x, s, b, z: dnn.batch_norm(x, **{**extras, "scale": s, "bias": b, "residual": z})[0]
+    pulled = lambda dy, *a: jax.vjp(forward, *a)[1](dy)
+    backward = lambda dy, x, s: dnn.batch_norm_dgrad(dy, x, scale=s, y=y, layout=layout)
+    given = tuple(map(jnp.asarray, (dy, x, s, b, z)))
+    errors = running_error.bounds(backward, *given[:3])[1], running_error.bounds(pulled, *given)[1]
+    for ours, theirs, *both in zip(found, pulled(*given), *errors, strict=True):
+        running_error.agree(ours, theirs, *both)
     np.testing.assert_array_equal(found[3], np.where(np.asarray(y) > 0, dy, 0))
 
 
@@ -248,8 +301,13 @@ def test_blend_does_not_read_the_prior():
 def test_inference_is_training_with_its_statistics():
     x, s, b, _ = CASES["batch-NCHW"].arrays(11, np.float32)
     y, mean, rstd, *_ = dnn.batch_norm(x, scale=s, bias=b, layout="NCHW")
-    again = dnn.batch_norm_inference(x, mean, 1 / rstd**2 - 1e-5, scale=s, bias=b, layout="NCHW")
-    np.testing.assert_allclose(y, again, atol=3e-6)
+    by = lambda x, mean, rstd, s, b: dnn.batch_norm_inference(
+        x, mean, 1 / rstd**2 - 1e-5, scale=s, bias=b, layout="NCHW"
+    )
+    again = lambda x, s, b: by(x, *dnn.batch_norm(x, scale=s, bias=b, layout="NCHW")[1:3], s, b)
+    whole = lambda x, s, b: dnn.batch_norm(x, scale=s, bias=b, layout="NCHW")[0]
+    errors = [running_error.bounds(f, *map(jnp.asarray, (x, s, b)))[1] for f in (again, whole)]
+    running_error.agree(by(x, mean, rstd, s, b), y, *errors)
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e4])

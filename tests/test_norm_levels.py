@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
+import jaxdnn_reference as reference
+import running_error
 
 X = jnp.zeros((2, 3, 4, 6))
 FLOAT: Any = 1.0
@@ -223,6 +225,15 @@ def test_the_derivative_in_a_saved_mean(dtype: Any) -> None:
     _, mean, rstd = dnn.layer_norm(x, return_statistics=True)
     run = lambda mean: dnn.layer_norm_dgrad(dy, x, mean=mean, rstd=rstd, out_dtype=jnp.float32)[0]
     tangent = jax.jvp(run, (mean,), (jnp.ones_like(mean),))[1]
-    slope = (run(mean + 0.01) - run(mean - 0.01)) / 0.02
-    np.testing.assert_allclose(tangent, slope, atol=1e-3)
-    assert (jnp.abs(tangent).max() < 1e-6) == (dtype == jnp.float32)
+    definition = lambda h: reference.layer_norm_dgrad(
+        np.asarray(dy), np.asarray(x), mean=np.asarray(mean, np.float64) + h, rstd=np.asarray(rstd)
+    )[0]
+    if dtype == jnp.float32:
+        np.testing.assert_array_equal(tangent, jnp.zeros_like(tangent))
+        return
+    pushed = lambda mean: jax.jvp(run, (mean,), (jnp.ones_like(mean),))[1]
+    # The definition is quadratic in the mean, so central differences have no error but float64's.
+    size = float(np.abs(definition(0.5)).max() + np.abs(definition(-0.5)).max())
+    slope = (definition(0.5) - definition(-0.5)).astype(np.float64)
+    running_error.agree(tangent, slope, running_error.bounds(pushed, mean)[1], 64 * 2.0**-53 * size)
+    assert np.abs(slope).max() > 0.01
