@@ -150,6 +150,18 @@ def exponent(value: Any) -> float:
     return p
 
 
+def wants_indices(value: Any, mode: str, choices: Sequence[Any]) -> bool:
+    """Reads `return_indices`: False, or one of the choices."""
+    if isinstance(value, bool | np.bool_):
+        value = bool(value)
+    if value is not False and not any(value is c or (isinstance(value, str) and value == c) for c in choices):
+        names = ", ".join(map(repr, (False, *choices[:-1])))
+        raise ValueError(f"`return_indices` must be {names} or {choices[-1]!r}, got {value!r}.")
+    if value is not False and mode != "max":
+        raise ValueError(f"`return_indices` must be False for mode {mode!r}, expected mode 'max', got {mode!r}.")
+    return value is not False
+
+
 def check(op: str, spec: PoolSpec, *operands: Any) -> None:
     """Raises if no engine serves the call."""
     engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
@@ -172,9 +184,9 @@ def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
 
 
 def finish(y: Array, alpha: Any, beta: Any, prior: Any, out: np.dtype, dtype: Any) -> Array:
-    """alpha * y + beta * prior in the accumulator's precision, where that is more than y."""
+    """alpha * y + beta * prior in the accumulator's precision, where that is more than y, and the one conversion."""
     if is_plain(alpha, beta) and prior is None:
-        return y
+        return _epilogue.convert(y, out)
     wide = y.astype(accumulator(y.dtype))
     dtypes = (dtype,) if dtype is not None else ()
     return _epilogue.blend(wide, alpha=alpha, beta=beta, prior=prior, out_dtype=out, dtypes=dtypes)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _pool, _primitive, _window
+from jaxdnn import _check, _pool, _pool_norm, _primitive, _window
 from jaxdnn import _pool_arguments as arguments
 from jaxdnn._kernels.xla.pool import flat_positions
 from jaxdnn._kernels.xla.pool_gather import gather_form
@@ -111,16 +111,12 @@ def pool(
     out = arguments.result_dtype(mode, "x", x.dtype, out_dtype)
     spec = arguments.spec(found, order, x.shape, out)
     arguments.require_level(spec, mode, alpha, beta)
-    if not (isinstance(return_indices, bool) or return_indices == "tap"):
-        raise ValueError(f"`return_indices` must be False, True or 'tap', got {return_indices!r}.")
-    if return_indices and mode != "max":
-        raise ValueError(f"`return_indices` must be False for mode {mode!r}, expected mode 'max', got {mode!r}.")
-    if return_indices:
+    if arguments.wants_indices(return_indices, mode, (True, "tap")):
         y, tap = _bind("pool_max_indices", _of(spec, x.dtype), x)
         indices = tap if return_indices == "tap" else flat_positions(spec, tap)
-        return _finished(y, alpha, beta, prior, out, x.dtype), indices
+        return arguments.finish(y, alpha, beta, prior, out, x.dtype), indices
     y = _computed(spec, mode, p, x, arguments.is_plain(alpha, beta))
-    return _finished(y, alpha, beta, prior, out, x.dtype)
+    return arguments.finish(y, alpha, beta, prior, out, x.dtype)
 
 
 def _of(spec: PoolSpec, dtype: Any) -> PoolSpec:
@@ -143,18 +139,7 @@ def _computed(spec: PoolSpec, mode: str, p: Any, x: Array, plain: bool) -> Array
 
 
 def _lp(spec: PoolSpec, p: float, x: Array) -> Array:
-    """(Σ |x|^p)^(1/p), whose derivative at zero is zero."""
-    size = x * jnp.sign(x)  # whose derivative at zero is 0, which that of JAX's abs is not
-    power = size if p == 1 else x * x if p == 2 else jnp.power(size, jnp.asarray(p, x.dtype))
-    total = _bind("pool_average", _of(spec, x.dtype), power)
-    positive = total > 0
-    safe = jnp.where(positive, total, jnp.ones_like(total))
-    root = safe if p == 1 else jnp.sqrt(safe) if p == 2 else jnp.power(safe, jnp.asarray(1 / p, x.dtype))
-    return jnp.where(positive, root, total)
-
-
-def _finished(y: Array, alpha: Any, beta: Any, prior: Any, out: np.dtype, dtype: Any) -> Array:
-    return _epilogue.convert(arguments.finish(y, alpha, beta, prior, out, dtype), out)
+    return _pool_norm.root(p, _bind("pool_average", _of(spec, x.dtype), _pool_norm.powers(p, x)))
 
 
 def pool_dgrad(
@@ -243,7 +228,7 @@ def pool_dgrad(
         dx = jax.vjp(lambda v: _lp(spec, exponent, v), given)[1](along)[0]
     else:
         dx = _bind("pool_average_dgrad", _of(spec, wide), dy)
-    return _finished(dx, alpha, beta, prior, out, dy.dtype)
+    return arguments.finish(dx, alpha, beta, prior, out, dy.dtype)
 
 
 def _given_x(x: Any, order: _window.Layout) -> Array:

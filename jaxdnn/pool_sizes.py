@@ -3,14 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _pool, _window
+from jaxdnn import _check, _pool, _pool_norm, _window
 from jaxdnn import _pool_arguments as arguments
+from jaxdnn._kernels.xla.pool import rounded_quotient
 from jaxdnn._pool import PoolSpec
 from jaxdnn._rounded import product
 from jaxdnn._window import Window
@@ -26,13 +28,14 @@ def global_pool(
     layout: str = "NHWC",
     p: float = 2.0,
     nan: str = "propagate",
+    return_indices: bool | str = False,
     alpha: float | ArrayLike = 1.0,
     beta: float | ArrayLike = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
     determinism: str | None = None,
-) -> Array:
+) -> Any:
     """Pools all spatial axes to one element each.
 
     y[n,0,0,c] = the maximum, average or p-norm of x[n,h,w,c] over all h and w
@@ -40,10 +43,10 @@ def global_pool(
     Args:
       x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
       mode: "average", "max" or "lp".
-      layout, p, nan, alpha, beta, prior, out_dtype, engine, determinism: as for `jaxdnn.pool`.
+      layout, p, nan, return_indices, alpha, beta, prior, out_dtype, engine, determinism: as for `jaxdnn.pool`.
 
     Returns:
-      y, (N, 1, 1, C) for layout NHWC.
+      y, (N, 1, 1, C) for layout NHWC; with `return_indices` the pair of y and the indices.
 
     Differentiation: as that of `jaxdnn.pool`.
 
@@ -75,6 +78,7 @@ def global_pool(
         layout=layout,
         p=p,
         nan=nan,
+        return_indices=return_indices,
         alpha=alpha,
         beta=beta,
         prior=prior,
@@ -91,30 +95,38 @@ def adaptive_pool(
     output_sizes: int | Sequence[int] = 1,
     mode: str = "average",
     layout: str = "NHWC",
+    p: float = 2.0,
     nan: str = "propagate",
+    return_indices: bool = False,
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
     determinism: str | None = None,
-) -> Array:
+) -> Any:
     """Pools to given spatial sizes, by windows that follow from them.
 
-    y[n,p,q,c] = the maximum or average of x[n,h,w,c] over ⌊p H / P⌋ ≤ h < ⌈(p + 1) H / P⌉ and w alike
+    o[n,p,q,c] = the maximum, average or p-norm of x[n,h,w,c] over ⌊p H / P⌋ ≤ h < ⌈(p + 1) H / P⌉ and w alike
+    y = alpha o + beta prior
 
     Args:
-      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
+      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
       output_sizes: P and Q, one integer or one per spatial axis; they may exceed H and W.
-      mode: "average" or "max".
-      layout, nan, out_dtype, engine, determinism: as for `jaxdnn.pool`.
+      mode: "average", "max" or "lp".
+      return_indices: for "max", whether to return where the maxima are too, as flat spatial positions in x, int32.
+        There are no taps here as of `jaxdnn.pool`: the windows have different sizes.
+      layout, p, nan, alpha, beta, prior, out_dtype, engine, determinism: as for `jaxdnn.pool`.
 
     Returns:
-      y, (N, P, Q, C) for layout NHWC.
+      y, (N, P, Q, C) for layout NHWC; with `return_indices` the pair of y and the indices.
 
-    Differentiation: any order, forward and reverse, in x. Of equal maxima the first in row-major order has the whole
-      derivative.
+    Differentiation: any order, forward and reverse, in x, prior, and alpha and beta if they are arrays. Of equal maxima
+      the first in row-major order has the whole derivative. At a window of zeros that of "lp" is 0.
 
-    Numerics: as those of `jaxdnn.pool` with each window by itself: sums in float32 (float64 for float64), along the
-      last spatial axis first, neighbours before neighbouring sums, multiplied by 1 / count. Determinism: portable, its
-      gradients mesh_invariant.
+    Numerics: as those of `jaxdnn.pool` with each window by itself: sums in float32 (float64 for float64, int32 for
+      int8), along the last spatial axis first, neighbours before neighbouring sums, multiplied by 1 / count (int8 to
+      int8: divided exactly, ties to even). Determinism: portable, its gradients mesh_invariant; "lp" is mesh_invariant.
 
     Raises:
       ValueError: an input without elements along a spatial axis, or an argument out of range.
@@ -127,61 +139,118 @@ def adaptive_pool(
       >>> dnn.adaptive_pool(jnp.arange(5.0).reshape(1, 5, 1), output_sizes=2, layout="NWC").ravel().tolist()
       [1.0, 3.0]
 
-    Sources: PyTorch's adaptive_avg_pool2d and adaptive_max_pool2d, whose windows these are.
+    Sources: PyTorch's adaptive_avg_pool2d and adaptive_max_pool2d, whose windows and indices these are.
     """
     order = _window.layout(layout)
     x = arguments.array("x", x, order)
-    _check.dtype("x", x, arguments.FLOATS)
-    _check.choice("mode", mode, ("average", "max"))
+    _check.choice("mode", mode, ("average", "max", "lp"))
     out = arguments.result_dtype(mode, "x", x.dtype, out_dtype)
+    indices = arguments.wants_indices(return_indices, mode, (True,))
     axes = arguments.spatial_axes(order)
     sizes = [x.shape[axis] for axis in axes]
     outputs = _check.integers("output_sizes", output_sizes, len(sizes), minimum=1)
     if min(sizes) < 1:
         raise ValueError(f"`x` must have at least one element along every spatial axis, got shape {x.shape}.")
+    blend = {"alpha": alpha, "beta": beta, "prior": prior}
     if all(size % count == 0 for size, count in zip(sizes, outputs, strict=True)):
+        same = {"layout": layout, "p": p, "nan": nan, "engine": engine, "determinism": determinism, "out_dtype": out}
         window = [size // count for size, count in zip(sizes, outputs, strict=True)]
-        return pool(
-            x, window=window, mode=mode, layout=layout, nan=nan, out_dtype=out, engine=engine, determinism=determinism
-        )
+        return pool(x, window=window, mode=mode, return_indices=indices, **same, **blend)
     _check.choice("nan", nan, ("propagate", "ignore"))
-    y = x if mode == "max" else x.astype(arguments.accumulator(x.dtype))
-    for axis, count in list(zip(axes, outputs, strict=True))[::-1]:
-        one = PoolSpec((1,), Window((1,), ((0, 0),), (1,)), (1,), (1,), (axis,), y.dtype, nan=nan, engine=engine)
-        y = _along_axis(dataclasses.replace(one, level=required(determinism)), mode, y, count)
-    if mode == "average":
-        y = product(y, _reciprocals(y, axes, sizes, outputs))  # which the caller may add to something
-    return y.astype(out)
+    spec = PoolSpec((1,), Window((1,), ((0, 0),), (1,)), (1,), (1,), (-1,), x.dtype, nan=nan, engine=engine)
+    spec = dataclasses.replace(spec, level=required(determinism))
+    arguments.require_level(spec, mode, alpha, beta)
+    pairs = list(zip(axes, outputs, strict=True))
+    if mode == "max":
+        y, at = _maxima(spec, x, pairs, indices)
+        y = arguments.finish(y, alpha, beta, prior, out, x.dtype)
+        return (y, at) if indices else y
+    if mode == "lp":
+        exponent, wide = arguments.exponent(p), x.astype(arguments.accumulator(x.dtype))
+        y = _pool_norm.root(exponent, _sums(spec, _pool_norm.powers(exponent, wide), pairs))
+    else:
+        y = _averages(spec, x, pairs, out if arguments.is_plain(alpha, beta) else None)
+    return arguments.finish(y, alpha, beta, prior, out, x.dtype)
 
 
-def _along_axis(spec: PoolSpec, mode: str, x: Array, count: int) -> Array:
-    """Maxima or sums over the windows of one axis.
+Pairs = Sequence[tuple[int, int]]  # a spatial axis, counted from the end, and how many windows there are along it
+
+
+def _maxima(spec: PoolSpec, x: Array, pairs: Pairs, indices: bool) -> tuple[Array, Array | None]:
+    """The maxima, and where they are: of a window's rows the first that has the maximum, and in it the first."""
+    at = _positions(x, [axis for axis, _ in pairs]) if indices else None
+    for axis, count in reversed(pairs):
+        kinds = _kinds(x.shape[axis], count)
+        if at is None:
+            x = _joined([_bind("pool_max", spec, axis, kind, x)[0] for kind in kinds], axis)
+            continue
+        found = [_bind("pool_max_indices", spec, axis, kind, x) for kind in kinds]
+        chosen = [_bind("pool_pick", spec, axis, kind, at, tap)[0] for kind, (_, tap) in zip(kinds, found, strict=True)]
+        x, at = _joined([y for y, _ in found], axis), _joined(chosen, axis)
+    return x, at
+
+
+def _positions(x: Array, axes: Sequence[int]) -> Array:
+    """The flat spatial position of every element, int32."""
+    flat = jnp.zeros(x.shape, jnp.int32)
+    for axis in axes:
+        flat = flat * x.shape[axis] + lax.broadcasted_iota(jnp.int32, x.shape, x.ndim + axis)
+    return flat
+
+
+def _sums(spec: PoolSpec, x: Array, pairs: Pairs) -> Array:
+    for axis, count in reversed(pairs):
+        x = _joined([_bind("pool_average", spec, axis, kind, x)[0] for kind in _kinds(x.shape[axis], count)], axis)
+    return x
+
+
+def _averages(spec: PoolSpec, x: Array, pairs: Pairs, out: np.dtype | None) -> Array:
+    """Sums over counts; in whole numbers if integers shall become integers of dtype `out`."""
+    counts = np.ones((1,) * x.ndim, np.int64)
+    for axis, count in pairs:
+        taps = [taps for _, taps in _windows(x.shape[axis], count)]
+        counts = counts * np.reshape(taps, [count if d == x.ndim + axis else 1 for d in range(x.ndim)])
+    integer = jnp.issubdtype(x.dtype, jnp.integer)
+    total = _sums(spec, x.astype(jnp.int32 if integer else arguments.accumulator(x.dtype)), pairs)
+    if integer and out is not None and jnp.issubdtype(out, jnp.integer):
+        return rounded_quotient(total, jnp.asarray(counts, jnp.int32))
+    total = total.astype(arguments.accumulator(x.dtype))
+    share = jnp.asarray((1.0 / counts).astype(total.dtype))  # rounded once: a quotient differs between devices
+    return product(total, share)  # which the caller may add to something
+
+
+def _windows(size: int, count: int) -> list[tuple[int, int]]:
+    """Where each window of an axis starts, and its taps."""
+    return [(i * size // count, -(-(i + 1) * size // count) - i * size // count) for i in range(count)]
+
+
+Kind = tuple[int, int, int, int]  # where the first window starts, taps, stride, how many windows
+
+
+def _kinds(size: int, count: int) -> list[Kind]:
+    """The windows of an axis as several poolings.
 
     With g = gcd(H, P), window i + P / g is window i moved on by H / g: P / g kinds of windows, each a pooling.
     """
-    axis = spec.spatial[0]
-    size, at = x.shape[axis], x.ndim + axis
     common = math.gcd(size, count)
-    kinds, stride = count // common, size // common
-    parts = []
-    for i in range(kinds):
-        start, taps = i * size // count, -(-(i + 1) * size // count) - i * size // count
-        reach = (common - 1) * stride + taps
-        window = Window((stride,), ((0, 0),), (1,))
-        one = dataclasses.replace(spec, taps=(taps,), window=window, sizes=(reach,), outputs=(common,))
-        part = lax.slice_in_dim(x, start, start + reach, 1, at)
-        op = "pool_max" if mode == "max" else "pool_average"
-        arguments.check(op, one, part)
-        parts.append(_pool.bind(op, part, spec=one))
+    return [(*window, size // common, common) for window in _windows(size, count)[: count // common]]
+
+
+def _bind(op: str, spec: PoolSpec, axis: int, kind: Kind, x: Array, *others: Array) -> tuple[Array, ...]:
+    """A pooling primitive along one axis, over the windows of one kind."""
+    start, taps, stride, count = kind
+    reach, window = (count - 1) * stride + taps, Window((stride,), ((0, 0),), (1,))
+    part = lax.slice_in_dim(x, start, start + reach, 1, x.ndim + axis)
+    one = dataclasses.replace(
+        spec, taps=(taps,), window=window, sizes=(reach,), outputs=(count,), spatial=(axis,), out_dtype=x.dtype
+    )
+    arguments.check(op, one, part, *others)
+    found = _pool.bind(op, part, *others, spec=one)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _joined(parts: Sequence[Array], axis: int) -> Array:
+    """The windows of all kinds in their order."""
     shape = list(parts[0].shape)
-    shape[at] = count
-    return jnp.stack(parts, at + 1).reshape(shape)
-
-
-def _reciprocals(like: Array, axes: Sequence[int], sizes: Sequence[int], outputs: Sequence[int]) -> Array:
-    """1 / count of every window, rounded once."""
-    counts = np.ones((1,) * like.ndim)
-    for axis, size, count in zip(axes, sizes, outputs, strict=True):
-        ends = [-(-(i + 1) * size // count) - i * size // count for i in range(count)]
-        counts = counts * np.reshape(ends, [count if d == like.ndim + axis else 1 for d in range(like.ndim)])
-    return jnp.asarray((1.0 / counts).astype(like.dtype))
+    shape[axis] *= len(parts)
+    return jnp.stack(parts, parts[0].ndim + axis + 1).reshape(shape)

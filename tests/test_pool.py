@@ -355,27 +355,88 @@ def test_global_pool(mode: str):
     np.testing.assert_allclose(np.asarray(ours)[:, 0, 0], by_hand(x), rtol=1e-6, atol=1e-7)
 
 
+OUTPUTS = [1, (3, 2), (4, 6), (9, 12), (5, 7), (13, 25)]
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("mode", ["average", "max"])
-@pytest.mark.parametrize("outputs", [1, (3, 2), (4, 6), (9, 12), (5, 7), (13, 25)])
 def test_adaptive_pool(mode: str, outputs: Any):
-    for dtype in DTYPES.values():
-        x = data((2, 9, 12, 3), dtype)
+    whole = np.random.default_rng(1).integers(-128, 128, (2, 9, 12, 3)).astype(np.int8)
+    for x in (whole, *(data(whole.shape, dtype) for dtype in DTYPES.values())):
         ours = dnn.adaptive_pool(x, output_sizes=outputs, mode=mode)
         assert_bits(ours, reference.adaptive_pool(x, output_sizes=outputs, mode=mode, arithmetic="ordered"))
-    x = jnp.asarray(np.random.default_rng(0).permutation(648).reshape(2, 9, 12, 3) / 8, jnp.float32)
-    dy = data(jax.eval_shape(ft.partial(dnn.adaptive_pool, output_sizes=outputs), x).shape, np.float32)
-    f = ft.partial(dnn.adaptive_pool, output_sizes=outputs, mode=mode)
-    gradient = np.asarray(jax.vjp(f, x)[1](jnp.asarray(dy))[0]).astype(np.float64)
-    direction = data(x.shape, np.float32, 4)
-    tangent = np.asarray(jax.jvp(f, (x,), (jnp.asarray(direction),))[1]).astype(np.float64)
+    wide = dnn.adaptive_pool(whole, output_sizes=outputs, mode=mode, out_dtype=np.float32, alpha=0.5)
+    exact = reference.adaptive_pool(whole, output_sizes=outputs, mode=mode)
+    np.testing.assert_allclose(wide, 0.5 * exact, rtol=2**-22)
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("mode", ["average", "max", "lp"])
+def test_derivatives_of_adaptive_pool(mode: str, outputs: Any):
+    x = jnp.asarray(np.random.default_rng(0).permutation(648).reshape(2, 9, 12, 3) / 8 - 40.0625, jnp.float32)
+    f = ft.partial(dnn.adaptive_pool, output_sizes=outputs, mode=mode, p=3.0)
+    y, linear = jax.linearize(f, x)
+    dy, direction = data(y.shape, np.float32), data(x.shape, np.float32, 4)
+    tangent = np.asarray(linear(jnp.asarray(direction))).astype(np.float64)
+    gradient = np.asarray(jax.linear_transpose(linear, x)(jnp.asarray(dy))[0]).astype(np.float64)
     np.testing.assert_allclose(np.sum(gradient * direction), np.sum(tangent * dy), rtol=1e-4, atol=1e-3)
-    moved = [
-        reference.adaptive_pool(
-            np.asarray(x) + s * 2.0**-9 * direction.astype(np.float64), output_sizes=outputs, mode=mode
-        )
-        for s in (1, -1)
-    ]
+    definition = ft.partial(reference.adaptive_pool, output_sizes=outputs, mode=mode, p=3.0)
+    moved = [definition(np.asarray(x) + s * 2.0**-9 * direction.astype(np.float64)) for s in (1, -1)]
     np.testing.assert_allclose(tangent, (moved[0] - moved[1]) * 2.0**8, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "layout"), [*((outputs, "NHWC") for outputs in OUTPUTS[:-1]), ((4, 6), "CHWN"), ((4, 6), "NCHWc4")]
+)
+def test_indices_of_adaptive_pool(outputs: Any, layout: str):
+    x = data(shape_of(layout, 2, (9, 12), 8), np.float32)
+    x = np.where(np.random.default_rng(2).random(x.shape) < 0.05, np.nan, x).astype(np.float32)
+    for nan in ("propagate", "ignore"):
+        options: dict[str, Any] = {"output_sizes": outputs, "mode": "max", "layout": layout, "nan": nan}
+        y, indices = jax.jit(ft.partial(dnn.adaptive_pool, return_indices=True, **options))(x)
+        expected, places = reference.adaptive_pool(x, return_indices=True, arithmetic="ordered", **options)
+        np.testing.assert_array_equal(y, expected)
+        np.testing.assert_array_equal(y, dnn.adaptive_pool(x, **options))
+        assert_bits(indices, places)
+    options = {"output_sizes": outputs, "mode": "max", "layout": layout}
+    f = ft.partial(dnn.adaptive_pool, return_indices=True, **options)
+    _, indices = f(x)
+    many = jax.vmap(f)(jnp.stack([x, -x]))
+    np.testing.assert_array_equal(many[1][0], indices)
+    gradients = [
+        jax.grad(lambda x, f=f: jnp.nansum(jax.tree.leaves(f(x))[0] ** 2))(jnp.asarray(x))
+        for f in (f, ft.partial(dnn.adaptive_pool, **options))
+    ]
+    np.testing.assert_array_equal(*gradients)
+
+
+def test_indices_of_global_pool():
+    x = data((2, 9, 13, 3), np.float32)
+    for kind in (True, "tap"):
+        found = dnn.global_pool(x, mode="max", return_indices=kind)
+        expected = reference.global_pool(x, mode="max", return_indices=kind, arithmetic="ordered")
+        for ours, definition in zip(found, expected, strict=True):
+            assert_bits(ours, definition)
+        assert np.array_equal(np.asarray(found[1])[:, 0, 0], x.reshape(2, -1, 3).argmax(1))
+
+
+@pytest.mark.parametrize("mode", ["average", "max", "lp"])
+@pytest.mark.parametrize("outputs", [(3, 2), (5, 7)])
+def test_blend_of_adaptive_pool(mode: str, outputs: Any):
+    x = data((2, 9, 12, 3), ml_dtypes.bfloat16)
+    prior = data((2, *outputs, 3), np.float32, 7)
+    options: dict[str, Any] = {"output_sizes": outputs, "mode": mode}
+    blend: dict[str, Any] = {"alpha": -1.5, "beta": 0.5, "prior": prior, "out_dtype": np.float32}
+    ours, golden = dnn.adaptive_pool(x, **options, **blend), reference.adaptive_pool(x, **options, **blend)
+    np.testing.assert_allclose(ours, golden, rtol=1e-6, atol=1e-6)
+    unread = np.full(prior.shape, np.nan, ml_dtypes.bfloat16)
+    traced = jax.jit(lambda a, b: dnn.adaptive_pool(x, **options, alpha=a, beta=b, prior=unread))(1.0, 0.0)
+    np.testing.assert_array_equal(traced, dnn.adaptive_pool(x, **options))
+    derivatives = jax.grad(
+        lambda a, b: dnn.adaptive_pool(x, **options, **{**blend, "alpha": a, "beta": b}).sum(), (0, 1)
+    )(-1.5, 0.5)
+    sums = [np.sum(reference.adaptive_pool(x, **options)), np.sum(prior.astype(np.float64))]
+    np.testing.assert_allclose(derivatives, sums, rtol=1e-5, atol=1e-4)
 
 
 # ---- transformations, by an independent formula ----------------------------------------------------------------------
@@ -565,6 +626,7 @@ def test_levels():
 
 ANY_ONE: Any = 1
 ANY_TWO: Any = "2"
+ANY_TAP: Any = "tap"
 MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.pool(jnp.ones((4, 4))), ValueError, r"`x` must have 4 dimensions for layout NHWC, got shape \(4, 4\)"),
     (
@@ -599,7 +661,23 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.unpool(Y, X.astype(jnp.int32), (1, 4, 4, 1)), ValueError, "`indices` must have shape"),
     (lambda: dnn.global_pool(jnp.ones((1, 0, 4, 1))), ValueError, "`x` must have at least one element along every"),
     (lambda: dnn.adaptive_pool(X, output_sizes=0), ValueError, "`output_sizes` must be at least 1"),
-    (lambda: dnn.adaptive_pool(X, mode="lp"), ValueError, "`mode` must be one of 'average', 'max', got 'lp'"),
+    (lambda: dnn.adaptive_pool(X, mode="min"), ValueError, "`mode` must be one of 'average', 'max', 'lp', got 'min'"),
+    (lambda: dnn.adaptive_pool(X.astype(jnp.int8), mode="lp"), TypeError, "`x` must have one of the dtypes float32"),
+    (lambda: dnn.adaptive_pool(X, output_sizes=3, mode="lp", p=0.5), ValueError, "`p` must be at least 1 and finite"),
+    (lambda: dnn.adaptive_pool(X, output_sizes=3, beta=1.0), ValueError, "`prior` must be given when `beta` is not"),
+    (lambda: dnn.adaptive_pool(X, output_sizes=3, prior=Y), ValueError, r"`prior` must have shape \(1, 3, 3, 1\)"),
+    (
+        lambda: dnn.adaptive_pool(X, output_sizes=3, mode="max", return_indices=ANY_TAP),
+        ValueError,
+        "`return_indices` must be False or True, got 'tap'",
+    ),
+    (lambda: dnn.adaptive_pool(X, return_indices=True), ValueError, "`return_indices` must be False for mode 'average"),
+    (lambda: dnn.global_pool(X, return_indices=True), ValueError, "`return_indices` must be False for mode 'average'"),
+    (
+        lambda: dnn.adaptive_pool(X, output_sizes=3, mode="lp", determinism="portable"),
+        NotImplementedError,
+        "`determinism` 'portable' cannot be guaranteed for mode 'lp'",
+    ),
     (lambda: dnn.adaptive_pool(X, output_sizes=3, nan="keep"), ValueError, "`nan` must be one of"),
 ]
 X, Y = jnp.ones((1, 4, 4, 1)), jnp.ones((1, 2, 2, 1))

@@ -369,26 +369,38 @@ def adaptive_pool(
     output_sizes: Any = 1,
     mode: str = "average",
     layout: str = "NHWC",
+    p: float = 2.0,
     nan: str = "propagate",
+    return_indices: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    prior: Array | None = None,
     out_dtype: Any = None,
     arithmetic: str = "golden",
-) -> Array:
-    """y[i] = the average or the maximum of x[floor(i H / P)], ..., x[ceil((i + 1) H / P) - 1] for i < P."""
+) -> Any:
+    """alpha * o + beta * prior, o[i] being the pooling of x[floor(i H / P)], ..., x[ceil((i + 1) H / P) - 1], i < P.
+
+    return_indices: also the flat spatial positions of the maxima in x, int32.
+    """
     axes = lay.image_axes(layout)
     xc = axes.to_canonical(x)
-    exact = arithmetic == "golden"
-    outputs = lay.per_axis(output_sizes, xc.ndim - 2)
-    ends = [
-        [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
-        for size, count in zip(xc.shape[1:-1], outputs, strict=True)
-    ]
-    y = np.empty((xc.shape[0], *outputs, xc.shape[-1]), FLOAT64 if exact or x.dtype == FLOAT64 else FLOAT32)
+    sizes, outputs = xc.shape[1:-1], lay.per_axis(output_sizes, xc.ndim - 2)
+    prior_c = None if prior is None or beta == 0 else axes.to_canonical(prior)
+    shape = (xc.shape[0], *outputs, xc.shape[-1])
+    dtype = finished(np.zeros(1), x.dtype, out_dtype, arithmetic == "golden").dtype
+    y, indices = np.empty(shape, dtype), np.empty(shape, np.int32)
     for place in itertools.product(*map(range, outputs)):
-        bounds = [ends[axis][i] for axis, i in enumerate(place)]
-        part = xc[:, *(slice(low, high) for low, high in bounds)]
-        windows = make_windows(part.shape[1:-1], part.shape[1:-1], None, 0, 1, False)
+        first = [i * size // count for i, size, count in zip(place, sizes, outputs, strict=True)]
+        last = [-(-(i + 1) * size // count) for i, size, count in zip(place, sizes, outputs, strict=True)]
+        part = xc[:, *(slice(low, high) for low, high in zip(first, last, strict=True))]
+        here = (slice(None), *(slice(i, i + 1) for i in place))
+        options = {"layout": "N" + "DHW"[3 - len(sizes) :] + "C", "p": p, "nan": nan, "alpha": alpha, "beta": beta}
+        options |= {"prior": None if prior_c is None else prior_c[here], "out_dtype": out_dtype}
+        found = global_pool(part, mode=mode, return_indices=mode == "max", arithmetic=arithmetic, **options)
+        y[here] = found[0] if mode == "max" else found
         if mode == "max":
-            y[:, *place] = maximum(part, windows, nan)[0].reshape(xc.shape[0], -1)
-        else:
-            y[:, *place] = average(part, windows, "average", exact, False).reshape(xc.shape[0], -1)
-    return axes.from_canonical(finished(y, x.dtype, out_dtype, exact))
+            within = np.unravel_index(found[1], part.shape[1:-1])
+            moved = [low + at for low, at in zip(first, within, strict=True)]
+            indices[here] = np.ravel_multi_index(moved, sizes)
+    y = axes.from_canonical(y)
+    return (y, axes.from_canonical(indices)) if return_indices else y

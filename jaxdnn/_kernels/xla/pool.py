@@ -174,7 +174,7 @@ def _average(call: engines.Call, x: Array) -> Array:
     if spec.divisor is None:
         return _alone(spec, y.astype(spec.out_dtype))
     if jnp.issubdtype(spec.out_dtype, jnp.integer):
-        return _rounded_quotient(y, _along(spec, y, spec.counts().astype(np.int32))).astype(spec.out_dtype)
+        return rounded_quotient(y, _along(spec, y, spec.counts().astype(np.int32))).astype(spec.out_dtype)
     y = y.astype(jnp.float32) if jnp.issubdtype(y.dtype, jnp.integer) else y
     return _alone(spec, (y * _reciprocals(spec, y)).astype(spec.out_dtype))
 
@@ -199,7 +199,7 @@ def _reciprocals(spec: PoolSpec, like: Array) -> Array:
     return _along(spec, like, (1.0 / spec.counts()).astype(like.dtype))
 
 
-def _rounded_quotient(total: Array, count: Array) -> Array:
+def rounded_quotient(total: Array, count: Array) -> Array:
     """total / count to the nearest integer, ties to even, in integers."""
     quotient = (2 * total + count) // (2 * count)
     tie = (2 * total + count) % (2 * count) == 0

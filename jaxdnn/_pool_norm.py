@@ -1,0 +1,18 @@
+"""The two halves of the p-norm of a window, between which its terms are added: (Σ |x|^p)^(1/p)."""
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def powers(p: float, x: Array) -> Array:
+    """|x|^p, whose derivative at 0 is 0, which that of JAX's abs is not."""
+    size = x * jnp.sign(x)
+    return size if p == 1 else x * x if p == 2 else jnp.power(size, jnp.asarray(p, x.dtype))
+
+
+def root(p: float, total: Array) -> Array:
+    """total^(1/p), whose derivative at 0 is 0."""
+    positive = total > 0
+    safe = jnp.where(positive, total, jnp.ones_like(total))
+    found = safe if p == 1 else jnp.sqrt(safe) if p == 2 else jnp.power(safe, jnp.asarray(1 / p, total.dtype))
+    return jnp.where(positive, found, total)
