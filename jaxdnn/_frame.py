@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, export
 
 from jaxdnn import _check, _window
 from jaxdnn._window import FilterLayout, Layout
@@ -66,11 +66,16 @@ def frame(layout: Any, filter_layout: Any) -> Frame:
 def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str, channel: int) -> tuple[int, ...]:
     if not isinstance(shape, str) and not _check.is_sequence(shape):
         raise TypeError(f"`{name}` must be a shape, got {shape!r}.")
-    sizes = tuple(_check.integer(name, s) for s in shape)
+    # `jax.export` may trace a call for batches of any size; every other size decides the program.
+    batch = layout.batch if isinstance(layout, Layout) else None
+    given: Any = shape
+    sizes: tuple[Any, ...] = tuple(
+        s if i == batch and export.is_symbolic_dim(s) else _check.integer(name, s) for i, s in enumerate(given)
+    )
     expected = len(layout.axes) + (layout.vector is not None)
     if len(sizes) != expected:
         raise ValueError(f"`{name}` must have {expected} dimensions for {why}, got shape {sizes}.")
-    if min(sizes) < 0:
+    if any(s < 0 for s in sizes):
         raise ValueError(f"`{name}` must have no negative size, got {sizes}.")
     if layout.vector is None:
         return sizes

@@ -47,6 +47,7 @@ def conv(
 
     Args:
       x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8.
+        N, and it alone, may be a symbolic dimension of `jax.export`.
       w: the filter, (R, S, C/G, K) for filter layout HWIO; the dtype of x, or the other float8.
       stride: steps between windows, one integer or one per spatial axis.
       padding: zeros around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, export, lax
 
 from jaxdnn import _conv, engines
 from jaxdnn._conv import ConvSpec
@@ -157,6 +157,8 @@ def _supports(call: engines.Call) -> str | None:
         return reason
     if (found := _capability()) not in (None, CAPABILITY):
         return f"it needs compute capability {CAPABILITY}, and this device has {found}"
+    if any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
+        return "its kernels are cut for a batch that is known when traced"
     if not spec.layout.channels_last:
         return f"its kernels take channels-last layouts, not {spec.layout.name}"
     if not (spec.filter.axes.endswith("IO") or (spec.filter.axes[0], spec.filter.axes[-1]) == ("O", "I")):
@@ -225,7 +227,7 @@ def _rank(call: engines.Call) -> int:
     Measured were filters as HWIO and results of the operands' dtype; other calls are not taken to gain as much.
     """
     found = _measured().get(call.device_kind or "", {}).get(key(call))
-    if found is None:
+    if found is None or any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
         return 2
     n, *_ = _conv.channels(call.spec, call.op, *call.avals[:2])
     near = found["batch"] <= 2 * n <= 8 * found["batch"]

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, export, lax
 
 from jaxdnn._window import Window
 
@@ -140,7 +140,7 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     if _is_depthwise(problem, c):
         return _shifted_backward_filter(problem, x, dy)
     # XLA's backward-filter convolution is for images large against the channels; small ones are matrix products.
-    if problem.groups > 1 or problem.integer_taps or math.prod(dy.shape[:-1]) < 8 * c:
+    if problem.groups > 1 or problem.integer_taps or _is_less(math.prod(dy.shape[:-1]), 8 * c):
         return _taps_backward_filter(problem, x, dy)
     return _direct_backward_filter(problem, x, dy)
 
@@ -154,7 +154,7 @@ def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Arr
     """
     ((left,), (right,)) = contract
     n, size = a.shape[left], EXACT_TERMS
-    parts = -(-n // size) if n > size else 1
+    parts = 1 if _is_less(n, size + 1) else -(-n // size)
     a, b = (_split_axis(v, axis, parts) for v, axis in ((a, left), (b, right)))
     lefts, rights = ([axis + (axis > at) for axis in axes] for axes, at in zip(batch, (left, right), strict=True))
     sums = lax.dot_general(
@@ -174,7 +174,14 @@ def _is_thin(a: Array, b: Array, contract: tuple, batch: tuple) -> bool:
     """
     terms = math.prod(a.shape[axis] for axis in contract[0])
     shared = terms * math.prod(a.shape[axis] for axis in batch[0])
+    if any(map(export.is_symbolic_dim, (a.size, b.size))):  # then it may be: the batch is known when it is compiled
+        return True
     return 1 in (terms, a.size // max(shared, 1), b.size // max(shared, 1)) or a.size + b.size < SMALL_PRODUCT
+
+
+def _is_less(size: Any, least: int) -> bool:
+    """Whether a size is below a number; one with a batch that is not known when traced is taken for large."""
+    return not export.is_symbolic_dim(size) and size < least
 
 
 def _split_axis(v: Array, axis: int, parts: int) -> Array:

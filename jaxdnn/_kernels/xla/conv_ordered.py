@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, export, lax
 
 from jaxdnn import _conv, engines
 from jaxdnn._conv import ConvSpec
@@ -105,7 +105,7 @@ def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
         return acc + taps * pixel.reshape((1,) * rank + pixel.shape)
 
     zero = _zero((*problem.taps, cg, groups, kg))
-    total = lax.fori_loop(0, n * math.prod(outputs), body, zero) if n else zero
+    total = zero if isinstance(n, int) and n == 0 else lax.fori_loop(0, n * math.prod(outputs), body, zero)
     return total.reshape(*problem.taps, cg, groups * kg)
 
 
@@ -142,6 +142,8 @@ def _schedule(call: engines.Call) -> engines.Schedule | None:
         return None
     n, c, k = _conv.channels(spec, call.op, *call.avals[:2])
     per_tap = {"conv": c // spec.groups, "conv_dgrad": k // spec.groups}
+    if call.op not in per_tap and export.is_symbolic_dim(n):
+        return None
     count = math.prod(spec.taps) * per_tap[call.op] if call.op in per_tap else n * math.prod(spec.output_sizes)
     return engines.Schedule("ordered", np.arange(count)[None])
 
