@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export, lax
@@ -25,7 +24,6 @@ from jaxdnn._conv import ConvSpec
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels import hopper
 
-CAPABILITY = "9.0"
 MEASURED = Path(__file__).with_name("measured.json")
 PASS = {"conv": "fprop", "conv_dgrad": "dgrad", "conv_wgrad": "wgrad"}
 
@@ -152,11 +150,11 @@ def _run(call: engines.Call, *operands: Array) -> Array:
 def _supports(call: engines.Call) -> str | None:
     spec: ConvSpec = call.spec
     if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {call.platform}"
+        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
     if reason := hopper.unavailable():
         return reason
-    if (found := _capability()) not in (None, CAPABILITY):
-        return f"it needs compute capability {CAPABILITY}, and this device has {found}"
+    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
+        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
     if any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
         return "its kernels are cut for a batch that is known when traced"
     if not spec.layout.channels_last:
@@ -166,14 +164,6 @@ def _supports(call: engines.Call) -> str | None:
     if spec.accumulate.itemsize > 4:
         return f"it accumulates in float32 or int32, not {spec.accumulate.name}"
     return _kernel(call).refusal
-
-
-@ft.lru_cache
-def _capability() -> str | None:
-    try:
-        return str(jax.local_devices(backend="cuda")[0].compute_capability)
-    except RuntimeError:
-        return None  # no device in this process: a call is lowered for another machine
 
 
 def _level(call: engines.Call) -> str:

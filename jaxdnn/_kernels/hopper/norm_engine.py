@@ -12,7 +12,6 @@ from jax import Array
 
 from jaxdnn import engines
 from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper.engine import CAPABILITY, _capability  # the device's
 from jaxdnn._norm import NormSpec
 
 _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -32,11 +31,11 @@ def _length(call: engines.Call) -> int:
 
 def _supports(call: engines.Call) -> str | None:
     if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {call.platform}"
+        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
     if reason := hopper.unavailable():
         return reason
-    if (found := _capability()) not in (None, CAPABILITY):
-        return f"it needs compute capability {CAPABILITY}, and this device has {found}"
+    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
+        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
     return _unsupported(call)
 
 

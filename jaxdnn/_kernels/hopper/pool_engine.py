@@ -9,7 +9,6 @@ from jax import Array
 
 from jaxdnn import _pool, engines
 from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper.engine import CAPABILITY, _capability  # the device's
 from jaxdnn._kernels.hopper.pool_ptx import Shape
 from jaxdnn._pool import PoolSpec
 
@@ -48,11 +47,11 @@ def _counted(spec: PoolSpec, pad: Any) -> Any:
 
 def _supports(call: engines.Call) -> str | None:
     if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {call.platform}"
+        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
     if reason := hopper.unavailable():
         return reason
-    if (found := _capability()) not in (None, CAPABILITY):
-        return f"it needs compute capability {CAPABILITY}, and this device has {found}"
+    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
+        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
     return _unsupported(call)
 
 

@@ -16,8 +16,6 @@ from jax import Array
 
 from jaxdnn import engines
 from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper.engine import CAPABILITY
-from jaxdnn._kernels.hopper.engine import _capability as capability
 from jaxdnn._softmax import OPS, SoftmaxSpec
 
 MEASURED = Path(__file__).with_name("softmax_measured.json")
@@ -49,11 +47,11 @@ def _run(call: engines.Call, *operands: Array) -> Array:
 def _supports(call: engines.Call) -> str | None:
     spec: SoftmaxSpec = call.spec
     if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {call.platform}"
+        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
     if reason := hopper.unavailable():
         return reason
-    if (found := capability()) not in (None, CAPABILITY):
-        return f"it needs compute capability {CAPABILITY}, and this device has {found}"
+    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
+        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
     dtypes = [v.dtype for v in call.avals]
     if any(dtype.name not in NAMES for dtype in (*dtypes, np.dtype(spec.out_dtype))):
         return f"its kernels take and give {', '.join(NAMES)}, not {dtypes[0].name} and {spec.out_dtype.name}"
