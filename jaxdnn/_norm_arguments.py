@@ -132,6 +132,8 @@ def samples(x: Any, axis: Any) -> View:
 def _axes(axis: Any, rank: int) -> tuple[int, ...]:
     given = tuple(axis) if _check.is_sequence(axis) else (axis,)
     found = [_check.integer("axis", a) for a in given]
+    if not rank:
+        raise ValueError("`x` must have axes to be normalised along, got a scalar.")
     if not found or any(not -rank <= a < rank for a in found):
         raise ValueError(f"`axis` must be one or more axes from {-rank} to {rank - 1} of x, got {axis!r}.")
     positive = sorted(a % rank for a in found)

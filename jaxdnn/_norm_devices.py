@@ -17,6 +17,8 @@ def devices(axis_name: AxisName) -> int:
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"`axis_name` must be None, the name of a mesh axis or several, got {axis_name!r}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"`axis_name` must name an axis once, got {axis_name!r}.")
     try:
         return int(lax.psum(1, tuple(names)))
     except NameError as error:
@@ -67,6 +69,7 @@ def backward(
     """`arguments.backward` with every sum over all devices."""
     from jaxdnn._kernels.xla import norm
 
+    copies = devices(axis_name)
     if (mean is None) != (rstd is None):
         raise ValueError("`mean` and `rstd` must be given both or neither, got one of them.")
     if mean is None:
@@ -75,7 +78,7 @@ def backward(
         whole, inverse = view.statistic("mean", mean, found), view.statistic("rstd", rstd, found)
     spec = _spec(view, scale, None, found, options)
     total = lambda v, axes: lax.psum(jnp.sum(v, tuple(axes), keepdims=True), axis_name)
-    added = norm.Arithmetic(total, lambda product: product, copies=devices(axis_name))
+    added = norm.Arithmetic(total, lambda product: product, copies=copies)
     scales = [] if scale is None else [view.parameter("scale", scale, found)]
     dx, ds, db = norm.norm_dgrad(added, spec, dy, x, whole, inverse, *scales)
     return dx, ds.reshape(view.parameters), db.reshape(view.parameters)

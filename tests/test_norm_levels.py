@@ -19,6 +19,7 @@ FLOAT: Any = 1.0
 TEXT: Any = "2"
 ARRAY: Any = jnp.ones(6)
 INTEGER: Any = 1
+NAMES: Any = {"d"}
 ROW, C, SAMPLES = jnp.ones(6), jnp.ones(6), jnp.ones((2, 6))
 
 
@@ -191,6 +192,18 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "axis_name": (TypeError, r"`axis_name` must be None, the name of", lambda: dnn.batch_norm(X, axis_name=INTEGER)),
     "unbound": (ValueError, r"`axis_name` must name axes of .*'foo'", lambda: dnn.batch_norm(X, axis_name="foo")),
     "unbound, back": (ValueError, r"`axis_name` must name", lambda: dnn.batch_norm_dgrad(X, X, axis_name="foo")),
+    "unhashable": (TypeError, r"`axis_name` must be None", lambda: dnn.batch_norm_dgrad(X, X, axis_name=NAMES)),
+    "traced": (
+        TypeError,
+        r"`axis_name` must be None, the name of a mesh axis or several, got \w*Tracer",
+        lambda: jax.jit(lambda name: dnn.batch_norm_dgrad(X, X, axis_name=name))(X),
+    ),
+    "named twice": (
+        ValueError,
+        r"`axis_name` must name an axis once, got \('d', 'd'\)",
+        lambda: jax.vmap(lambda x: dnn.batch_norm(x, axis_name=("d", "d")), axis_name="d")(X[None]),
+    ),
+    "scalar": (ValueError, r"`x` must have axes to be normalised along, got a scalar", lambda: dnn.layer_norm(2.0)),
     "return_statistics": (
         TypeError,
         r"`return_statistics` must be True or False, got 'yes'",
