@@ -1,5 +1,6 @@
 """`jaxdnn bench`: every case's functions compute the same, and the command writes what it measured."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,21 @@ def test_peers_compute_what_we_compute(name: str):
     for which in case.passes:
         ours, theirs = (np.asarray(jax.jit(f)(*operands)) for f in (case.ours(which, None), case.xla(which)))
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+TENSOR = cases.load("tensor")
+
+
+@pytest.mark.parametrize("case", TENSOR, ids=[c.name for c in TENSOR])
+def test_tensor_peers_compute_the_same_bits(case: Any):
+    """Of small whole numbers every sum and every bilinear weight is exact, so no tolerance is needed."""
+    small = dataclasses.replace(case, size=6, c=8)
+    rng = np.random.default_rng(5)
+    operands = [rng.integers(-4, 5, shape).astype(np.float32) for shape in small.shapes(2)]
+    for which in small.passes:
+        ours, theirs = (np.asarray(jax.jit(f)(*operands)) for f in (small.ours(which, None), small.xla(which)))
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.any(ours != ours.flat[0]) or ours.size == 1
 
 
 def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -19,6 +19,7 @@ FAMILIES = {
     "conv": "jaxdnn.bench.conv",
     "norm": "jaxdnn.bench.norm",
     "dropout": "jaxdnn.bench.dropout",
+    "tensor": "jaxdnn.bench.tensor",
 }
 Function = Callable[..., Any]
 
