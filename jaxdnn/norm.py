@@ -38,7 +38,7 @@ def layer_norm(
 
     Args:
       x: float32, bfloat16, float16 or float64, of any shape.
-      axis: the axes A, one or several.
+      axis: the axes A, one or several. Every element along them counts, zeros that only fill channels up too.
       scale: S, the sizes of x along A in ascending order of the axes; None is 1. Of x's dtype or any that the
         accumulator holds.
       bias: likewise; None is 0.

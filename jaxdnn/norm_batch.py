@@ -61,7 +61,8 @@ def batch_norm(
       residual: added before the activation, x's shape.
       activation, alpha, beta, prior: see `conv`. alpha = 1, residual and activation="relu" are cuDNN's fused
         BN + add + relu.
-      layout: the axes of x, y, residual and prior, see `conv`.
+      layout: the axes of x, y, residual and prior, see `conv`. Channels that only fill the last vector up are among the
+        C: each has statistics of its own.
       out_dtype: y's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.
       determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.

@@ -3,16 +3,59 @@
 Letters: N batch, C channels, G groups, H, W spatial sizes; n the number of elements that a statistic is taken over.
 """
 
-from jax import Array
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxdnn import _check
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._frame import Frame
 from jaxdnn._norm_arguments import Options, View
 
 
+@dataclasses.dataclass(frozen=True)
+class _Images:
+    """Arrays in a layout, without the channels that only fill the last vector up: of `stored` the first `channels`."""
+
+    frame: Frame
+    stored: int
+    channels: int
+
+    def array(self, v: Array) -> Array:
+        return lax.slice_in_dim(v, 0, self.channels, axis=self.frame.layout.channel) if self.filled else v
+
+    def restore(self, v: Array) -> Array:
+        widths = [(0, self.filled if a == self.frame.layout.channel else 0) for a in range(v.ndim)]
+        return self.frame.restore(jnp.pad(v, widths) if self.filled else v)
+
+    @property
+    def filled(self) -> int:
+        return self.stored - self.channels
+
+
+def _images(frame: Frame, x: Array, channels: Any) -> _Images:
+    """Reads `channels`, which an array with channel vectors does not tell."""
+    stored, vector = x.shape[frame.layout.channel], frame.given.vector
+    if vector is None:
+        if channels is not None and _check.integer("channels", channels) != stored:
+            raise ValueError(f"`channels` must be None or the {stored} that x has, got {channels}.")
+        return _Images(frame, stored, stored)
+    if channels is None:
+        raise ValueError(
+            f"`channels` must be given for layout {frame.given.name}, where zeros may fill the last vector up: how "
+            f"many of the {stored} channels of x there are, got None."
+        )
+    count, least = _check.integer("channels", channels), max(stored - vector + 1, 0)
+    if not least <= count <= stored:
+        raise ValueError(f"`channels` must be from {least} to {stored} for x, got {count}.")
+    return _Images(frame, stored, count)
+
+
 def _forward(
-    frame: Frame,
+    images: _Images | Frame,
     view: View,
     x: Array,
     scale: ArrayLike | None,
@@ -22,13 +65,13 @@ def _forward(
 ) -> tuple[Array, Array, Array]:
     found = arguments.types(x, out)
     y, mean, rstd, _ = arguments.forward(view, x, scale, bias, found, options, found.out)
-    return frame.restore(y), view.give_statistic(mean), view.give_statistic(rstd)
+    return images.restore(y), view.give_statistic(mean), view.give_statistic(rstd)
 
 
 def _backward(
-    frame: Frame,
+    images: _Images | Frame,
     view: View,
-    dy: ArrayLike,
+    dy: Array,
     x: Array,
     scale: ArrayLike | None,
     statistics: tuple[ArrayLike | None, ArrayLike | None],
@@ -36,8 +79,8 @@ def _backward(
     out: DTypeLike | None,
 ) -> tuple[Array, Array, Array]:
     found = arguments.types(x, out)
-    dx, ds, db = arguments.backward(view, frame.array("dy", dy), x, scale, *statistics, found, options, found.out)
-    return frame.restore(dx), ds, db
+    dx, ds, db = arguments.backward(view, dy, x, scale, *statistics, found, options, found.out)
+    return images.restore(dx), ds, db
 
 
 def group_norm(
@@ -45,6 +88,7 @@ def group_norm(
     /,
     *,
     groups: int = 32,
+    channels: int | None = None,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-5,
@@ -61,6 +105,8 @@ def group_norm(
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
       groups: G, which divides C.
+      channels: C. A vectorised layout needs it, for its array does not tell it: further channels fill the last vector
+        up. They are not read, and are 0 in the result. Of any other layout None is what x has.
       scale, bias: (C,); None is 1, and 0.
       eps: added to the variance; a number.
       layout: the axes of x and y, see `conv`.
@@ -93,8 +139,10 @@ def group_norm(
     """
     frame = arguments.frame(layout)
     x = frame.array("x", x)
+    images = _images(frame, x, channels)
+    x = images.array(x)
     view = arguments.grouped(frame, x, groups)
-    y, mean, rstd = _forward(frame, view, x, scale, bias, Options(eps, engine, determinism), out_dtype)
+    y, mean, rstd = _forward(images, view, x, scale, bias, Options(eps, engine, determinism), out_dtype)
     return (y, mean, rstd) if arguments.statistics(return_statistics) else y
 
 
@@ -104,6 +152,7 @@ def group_norm_dgrad(
     /,
     *,
     groups: int = 32,
+    channels: int | None = None,
     scale: ArrayLike | None = None,
     mean: ArrayLike | None = None,
     rstd: ArrayLike | None = None,
@@ -122,7 +171,7 @@ def group_norm_dgrad(
     Args:
       dy: the gradient in the result of `group_norm`, x's shape.
       x: the input of `group_norm`.
-      groups, scale, eps, layout: as they were given to `group_norm`.
+      groups, channels, scale, eps, layout: as they were given to `group_norm`.
       mean, rstd: the saved statistics, (N, G), float32 (float64 for float64); where neither is given they are computed
         again.
       out_dtype: dx's dtype; None is that of x.
@@ -150,9 +199,12 @@ def group_norm_dgrad(
     Sources: PyTorch's native_group_norm_backward.
     """
     frame = arguments.frame(layout)
-    x = frame.array("x", x)
+    x, dy = frame.array("x", x), frame.array("dy", dy)
+    _check.shape("dy", dy, x.shape, "that of x")
+    images = _images(frame, x, channels)
+    x, dy = images.array(x), images.array(dy)
     view = arguments.grouped(frame, x, groups)
-    return _backward(frame, view, dy, x, scale, (mean, rstd), Options(eps, engine, determinism), out_dtype)
+    return _backward(images, view, dy, x, scale, (mean, rstd), Options(eps, engine, determinism), out_dtype)
 
 
 def instance_norm(
@@ -176,7 +228,8 @@ def instance_norm(
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
       scale, bias: (C,); None is 1, and 0.
       eps: added to the variance; a number.
-      layout: the axes of x and y, see `conv`.
+      layout: the axes of x and y, see `conv`. Channels that only fill the last vector up are among the C: each has
+        statistics of its own, and is its bias in the result.
       return_statistics: whether to return the mean and the inverse deviation too, for `instance_norm_dgrad`.
       out_dtype: y's dtype; None is that of x.
       engine, determinism: see `group_norm`.
@@ -255,6 +308,6 @@ def instance_norm_dgrad(
     Sources: cuDNN's norm_backward, mode INSTANCE.
     """
     frame = arguments.frame(layout)
-    x = frame.array("x", x)
+    x, dy = frame.array("x", x), frame.array("dy", dy)
     view = arguments.instances(frame, x)
     return _backward(frame, view, dy, x, scale, (mean, rstd), Options(eps, engine, determinism), out_dtype)

@@ -52,7 +52,7 @@ def lrn(
       even: on which side of c a window of even width has one channel more: "high" as cuDNN and ONNX define it, "low"
         as PyTorch does.
       alpha, beta, prior: the blend, see `conv`.
-      layout: the axes of x and y, see `conv`.
+      layout: the axes of x and y, see `conv`. Zeros that only fill the last vector up change no other channel.
       out_dtype: y's dtype; None is that of x.
       determinism: a level that is required; this is mesh_invariant.
 

@@ -39,13 +39,16 @@ class Norm:
             return arguments.samples(x, o.get("axis", -1))
         if self.op in ("layer_norm", "rms_norm"):
             return arguments.rows(x, o.get("axis", -1))
-        frame = _frame.frame(o.get("layout", "NHWC"), None)
-        plain = frame.array("x", x)
+        frame, plain = _frame.frame(o.get("layout", "NHWC"), None), self.plain(x)
         if self.op == "group_norm":
             return arguments.grouped(frame, plain, o["groups"])
         if self.op == "instance_norm":
             return arguments.instances(frame, plain)
         return arguments.batches(frame, plain, o.get("mode", "spatial"))
+
+    def plain(self, x: Any) -> Any:
+        """x without channel vectors, and without the channels that only fill the last one up."""
+        return _devectorised(x, self.keywords.get("layout"), self.keywords.get("channels"))
 
     def arrays(self, seed: int, dtype: Any, mean: float = 0.5, deviation: float = 1.0) -> tuple[np.ndarray, ...]:
         """x, scale, bias and dy."""
@@ -95,9 +98,7 @@ class Norm:
         return self.keywords.get("eps", 1e-6 if self.op == "rms_norm" else 1e-5)
 
     def problem(self, x: np.ndarray, s: Any, b: Any) -> tolerance_norm.Problem:
-        view = self.view(x)
-        layout = self.keywords.get("layout")
-        plain = x if layout is None else _devectorised(x, layout)
+        view, plain = self.view(x), self.plain(x)
         zero_centred = bool(self.keywords.get("zero_centred"))
         views = (view.shape, view.axes, view.summed, view.spread)
         options = {"eps": self.eps, "centred": self.centred, "zero_centred": zero_centred}
@@ -119,34 +120,34 @@ class Norm:
         return as_given(self, x, tolerance_norm.forward(p)[1] * share), *given
 
 
-def _devectorised(x: np.ndarray, layout: str) -> np.ndarray:
-    letters, _, lanes = layout.partition("c")
+def _devectorised(x: Any, layout: str | None, channels: int | None = None) -> Any:
+    letters, _, lanes = (layout or "").partition("c")
     if not lanes:
         return x
     c = letters.index("C")
     moved = np.moveaxis(x, -1, c + 1)
-    return moved.reshape(*moved.shape[:c], moved.shape[c] * moved.shape[c + 1], *moved.shape[c + 2 :])
+    plain = moved.reshape(*moved.shape[:c], moved.shape[c] * moved.shape[c + 1], *moved.shape[c + 2 :])
+    return plain if channels is None else plain.take(range(channels), c)
 
 
-def _vectorised(v: np.ndarray, layout: str | None) -> np.ndarray:
+def _vectorised(x: np.ndarray, layout: str | None) -> np.ndarray:
+    """With zeros that fill the last vector up."""
     letters, _, lanes = (layout or "").partition("c")
     if not lanes:
-        return v
-    c, lanes = letters.index("C"), int(lanes)
-    split = v.reshape(*v.shape[:c], v.shape[c] // lanes, lanes, *v.shape[c + 1 :])
-    return np.moveaxis(split, c + 1, -1)
+        return x
+    c, size = letters.index("C"), int(lanes)
+    full = np.pad(x, [(0, -x.shape[c] % size * (a == c)) for a in range(x.ndim)])
+    return np.moveaxis(full.reshape(*x.shape[:c], full.shape[c] // size, size, *x.shape[c + 1 :]), c + 1, -1)
 
 
 def in_view(norm: Norm, v: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """An array like x in the view's shape, float64."""
-    plain = _devectorised(v, norm.keywords["layout"]) if "layout" in norm.keywords else v
-    return plain.astype(np.float64).reshape(shape)
+    return norm.plain(v).astype(np.float64).reshape(shape)
 
 
 def as_given(norm: Norm, x: np.ndarray, v: np.ndarray) -> np.ndarray:
     """An array of the view in x's own shape."""
-    plain = _devectorised(x, norm.keywords["layout"]) if "layout" in norm.keywords else x
-    return _vectorised(v.reshape(plain.shape), norm.keywords.get("layout"))
+    return _vectorised(v.reshape(norm.plain(x).shape), norm.keywords.get("layout"))
 
 
 def agree(out: Any, golden: np.ndarray, error: np.ndarray, dtype: Any, what: str) -> None:
@@ -182,8 +183,10 @@ def _cases() -> dict[str, Norm]:
         own = tuple(size for size, letter in zip(shape, layout, strict=True) if letter != "N")
         options = (("layout", layout), ("mode", "per_activation"), ("eps", 0.01))
         found[f"activation-{layout}"] = Norm("batch_norm", shape, own, options)
-    for op, options in (("group_norm", (("groups", 2),)), ("instance_norm", ()), ("batch_norm", ())):
+    for op, options in (("group_norm", (("groups", 2), ("channels", 6))), ("instance_norm", ()), ("batch_norm", ())):
         found[f"{op[:-5]}-NCHWc3"] = Norm(op, (3, 2, 4, 5, 3), (6,), (*options, ("layout", "NCHWc3")))
+    filled = (("groups", 2), ("channels", 4), ("layout", "NCHWc3"))
+    found["group-NCHWc3-filled"] = Norm("group_norm", (3, 2, 4, 5, 3), (4,), filled)
     return found
 
 

@@ -207,6 +207,30 @@ def test_empty(shape: tuple[int, ...]):
     np.testing.assert_array_equal([dscale, dbias], np.zeros((2, shape[-1])))
 
 
+def test_channels_that_only_fill_a_vector_up():
+    """48 channels in two vectors of 32: in no group, whatever they hold, and 0 in the results."""
+    x, dy = np.random.default_rng(13).normal(size=(2, 2, 3, 5, 48)).astype(np.float32)
+    stored = [np.array(dnn.transform(a, out_layout="NCHWc32")) for a in (x, dy)]
+    for a in stored:
+        a[:, 1, ..., 16:] = np.nan
+    options: Any = {"groups": 4, "channels": 48, "layout": "NCHWc32"}
+    y, mean, rstd = dnn.group_norm(stored[0], return_statistics=True, **options)
+    dx, *parameters = dnn.group_norm_dgrad(stored[1], stored[0], mean=mean, rstd=rstd, **options)
+    pulled = jax.vjp(lambda x: dnn.group_norm(x, **options), stored[0])[1](stored[1])[0]
+    rule = Norm("group_norm", x.shape, (48,), (("groups", 4),))
+    p = rule.problem(x, None, None)
+    (error,), errors = tolerance_norm.from_definition(p), tolerance_norm.from_definition(p, dy.reshape(p.x.shape))
+    golden = reference.group_norm_dgrad(dy, x, groups=4)
+    plain = lambda v: np.moveaxis(np.asarray(v), -1, 2).reshape(2, 64, 3, 5)[:, :48].transpose(0, 2, 3, 1)
+    agree(plain(y), reference.group_norm(x, groups=4), error.reshape(x.shape), np.float32, "y")
+    for v in (dx, pulled):
+        agree(plain(v), golden[0], errors[0].reshape(x.shape), np.float32, "dx")
+    for ours, wanted, off in zip(parameters, golden[1:], errors[1:], strict=True):
+        agree(ours, wanted, off.reshape(48), np.float32, "parameters")
+    for v in (y, dx, pulled):
+        assert not np.asarray(v)[:, 1, ..., 16:].any()
+
+
 def test_result_of_another_dtype():
     x = jnp.ones((2, 4), jnp.bfloat16)
     row: Any = dnn.layer_norm(x, out_dtype=jnp.float32)

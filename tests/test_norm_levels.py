@@ -15,6 +15,7 @@ import jaxdnn_reference as reference
 import running_error
 
 X = jnp.zeros((2, 3, 4, 6))
+VECTORS = jnp.zeros((2, 4, 1, 2, 3))
 FLOAT: Any = 1.0
 TEXT: Any = "2"
 ARRAY: Any = jnp.ones(6)
@@ -161,6 +162,21 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: dnn.rms_norm(X, zero_centred=INTEGER),
     ),
     "groups": (ValueError, r"`groups` must divide the 6 channels of x, got 4", lambda: dnn.group_norm(X, groups=4)),
+    "channels": (
+        ValueError,
+        r"`channels` must be given for layout NCHWc3, .* how many of the 12 channels of x there are, got None",
+        lambda: dnn.group_norm(VECTORS, groups=2, layout="NCHWc3"),
+    ),
+    "channels of other vectors": (
+        ValueError,
+        r"`channels` must be from 10 to 12 for x, got 9",
+        lambda: dnn.group_norm_dgrad(VECTORS, VECTORS, groups=3, channels=9, layout="NCHWc3"),
+    ),
+    "channels of x": (
+        ValueError,
+        r"`channels` must be None or the 6 that x has, got 5",
+        lambda: dnn.group_norm(X, groups=2, channels=5),
+    ),
     "layout": (ValueError, r"`layout` must be one of NWC", lambda: dnn.instance_norm(X, layout="HWC")),
     "rank": (ValueError, r"`x` must have 3 dimensions for layout NWC", lambda: dnn.instance_norm(X, layout="NWC")),
     "dy": (ValueError, r"`dy` must have shape \(2, 3, 4, 6\), that of x", lambda: dnn.layer_norm_dgrad(X[0], X)),

@@ -71,6 +71,15 @@ def test_window_of_ten_is_asymmetric():
         assert np.flatnonzero(s[0, 0] > 1.5).tolist() == list(reached)
 
 
+def test_zeros_that_fill_a_vector_up_change_no_channel():
+    x, dy, _ = arrays((2, 3, 4, 7), np.float32)
+    filled = [dnn.transform(a, out_layout="NCHWc4") for a in (x, dy)]
+    for op, given, plain in ((dnn.lrn, filled[:1], (x,)), (dnn.lrn_dgrad, filled[::-1], (dy, x))):
+        found = op(*given, layout="NCHWc4", **STRONG)
+        wanted = dnn.transform(op(*plain, **STRONG), out_layout="NCHWc4")
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("op", norm_local.OPS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])

@@ -2,7 +2,8 @@
 
     y[n, p, c] = (x[n, p, c] - mean[n, g]) r[n, g] scale[c] + bias[c]        g = floor(c G / C)
 
-Instance normalisation has as many groups as channels. Statistics have the shape (N, G).
+Instance normalisation has as many groups as channels. Statistics have the shape (N, G). Channels that only fill the
+last vector of a layout up belong to no group: they are not read, and are 0 in the result.
 
 Sources: Wu and He, arXiv:1803.08494; Ulyanov, Vedaldi and Lempitsky, arXiv:1607.08022.
 """
@@ -18,7 +19,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Groups(NamedTuple):
-    """x as (..., G, C / G, ...), where the statistics' axes are, and how parameters and statistics broadcast to it."""
+    """x as (..., G, C / G, ...), where the statistics' axes are, and how parameters and statistics broadcast to it.
+
+    `filled` channels of the array are not among the C.
+    """
 
     layout: lay.Axes
     x: Array
@@ -27,13 +31,16 @@ class Groups(NamedTuple):
     parameters: tuple[int, ...]
     batch: int
     channel: int
+    filled: int
 
     def array(self, v: Array) -> Array:
-        return self.layout.to_canonical(v).reshape(self.x.shape)
+        plain = self.layout.to_canonical(v)
+        return plain.take(range(plain.shape[self.channel] - self.filled), self.channel).reshape(self.x.shape)
 
     def restore(self, v: Array) -> Array:
         c = self.channel
-        return self.layout.from_canonical(v.reshape(*v.shape[:c], v.shape[c] * v.shape[c + 1], *v.shape[c + 2 :]))
+        plain = v.reshape(*v.shape[:c], v.shape[c] * v.shape[c + 1], *v.shape[c + 2 :])
+        return self.layout.from_canonical(np.pad(plain, [(0, self.filled * (a == c)) for a in range(plain.ndim)]))
 
     def statistic(self, v: Array | None) -> Array | None:
         """(N, G) as it broadcasts to x."""
@@ -54,10 +61,12 @@ def as_it_lies(layout: str) -> lay.Axes:
     return lay.Axes(axes.letters, axes.letters, axes.lanes)
 
 
-def in_groups(x: Array, groups: int | None, layout: str) -> Groups:
+def in_groups(x: Array, groups: int | None, channels: int | None, layout: str) -> Groups:
     axes = as_it_lies(layout)
     plain = axes.to_canonical(x)
     c, n = axes.letters.index("C"), axes.letters.index("N")
+    filled = 0 if channels is None else plain.shape[c] - channels
+    plain = plain.take(range(plain.shape[c] - filled), c)
     g = plain.shape[c] if groups is None else groups
     split = plain.reshape(*plain.shape[:c], g, plain.shape[c] // g, *plain.shape[c + 1 :])
     batch = n + (n > c)
@@ -69,13 +78,14 @@ def in_groups(x: Array, groups: int | None, layout: str) -> Groups:
         tuple(size if a in (c, c + 1) else 1 for a, size in enumerate(split.shape)),
         batch,
         c,
+        filled,
     )
 
 
 def _forward(
-    x: Array, groups: int | None, scale: Any, bias: Any, eps: float, layout: str, out_dtype: Any
+    x: Array, groups: int | None, channels: int | None, scale: Any, bias: Any, eps: float, layout: str, out_dtype: Any
 ) -> tuple[Array, Array, Array]:
-    way, v = norm.way_of(x), in_groups(x, groups, layout)
+    way, v = norm.way_of(x), in_groups(x, groups, channels, layout)
     s = norm.statistics(way, v.x, v.axes, eps)
     scale, bias = (None if p is None else p.reshape(v.parameters) for p in (scale, bias))
     y = norm.result(norm.normalise(way, s, scale, bias), x, out_dtype)
@@ -86,6 +96,7 @@ def _backward(
     dy: Array,
     x: Array,
     groups: int | None,
+    channels: int | None,
     scale: Any,
     mean: Any,
     rstd: Any,
@@ -93,7 +104,7 @@ def _backward(
     layout: str,
     out_dtype: Any,
 ) -> tuple[Array, Array, Array]:
-    way, v = norm.way_of(x), in_groups(x, groups, layout)
+    way, v = norm.way_of(x), in_groups(x, groups, channels, layout)
     s = norm.saved(way, v.x, v.axes, eps, v.statistic(mean), v.statistic(rstd))
     factor = None if scale is None else scale.reshape(v.parameters)
     dx, dscale, dbias = norm.gradients(way, v.array(dy), s, factor, v.axes, v.same)
@@ -105,6 +116,7 @@ def group_norm(
     /,
     *,
     groups: int = 32,
+    channels: int | None = None,
     scale: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
@@ -113,7 +125,7 @@ def group_norm(
     out_dtype: Any = None,
 ) -> Any:
     """y = (x - mean[n, g]) r[n, g] scale[c] + bias[c]; with `return_statistics` (y, mean, r)."""
-    found = _forward(x, groups, scale, bias, eps, layout, out_dtype)
+    found = _forward(x, groups, channels, scale, bias, eps, layout, out_dtype)
     return found if return_statistics else found[0]
 
 
@@ -123,6 +135,7 @@ def group_norm_dgrad(
     /,
     *,
     groups: int = 32,
+    channels: int | None = None,
     scale: Array | None = None,
     mean: Array | None = None,
     rstd: Array | None = None,
@@ -131,7 +144,7 @@ def group_norm_dgrad(
     out_dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
     """dx, dscale, dbias of `group_norm`."""
-    return _backward(dy, x, groups, scale, mean, rstd, eps, layout, out_dtype)
+    return _backward(dy, x, groups, channels, scale, mean, rstd, eps, layout, out_dtype)
 
 
 def instance_norm(
@@ -146,7 +159,7 @@ def instance_norm(
     out_dtype: Any = None,
 ) -> Any:
     """y = (x - mean[n, c]) r[n, c] scale[c] + bias[c]; with `return_statistics` (y, mean, r)."""
-    found = _forward(x, None, scale, bias, eps, layout, out_dtype)
+    found = _forward(x, None, None, scale, bias, eps, layout, out_dtype)
     return found if return_statistics else found[0]
 
 
@@ -163,4 +176,4 @@ def instance_norm_dgrad(
     out_dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
     """dx, dscale, dbias of `instance_norm`."""
-    return _backward(dy, x, None, scale, mean, rstd, eps, layout, out_dtype)
+    return _backward(dy, x, None, None, scale, mean, rstd, eps, layout, out_dtype)
