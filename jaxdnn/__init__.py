@@ -43,7 +43,8 @@ from jaxdnn.norm import (
 )
 from jaxdnn.norm_batch import batch_norm, batch_norm_dgrad, batch_norm_inference
 from jaxdnn.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
-from jaxdnn.norm_local import divisive_norm, divisive_norm_dgrad, lp_normalize, lrn, lrn_dgrad
+from jaxdnn.norm_local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
+from jaxdnn.norm_lp import lp_normalize
 from jaxdnn.pool import pool, pool_dgrad, unpool
 from jaxdnn.pool_sizes import adaptive_pool, global_pool
 from jaxdnn.reduce import reduce

@@ -21,7 +21,8 @@ from jaxdnn_reference.norm import (
 )
 from jaxdnn_reference.norm_batch import batch_norm, batch_norm_dgrad, batch_norm_inference
 from jaxdnn_reference.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
-from jaxdnn_reference.norm_local import divisive_norm, divisive_norm_dgrad, lp_normalize, lrn, lrn_dgrad
+from jaxdnn_reference.norm_local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
+from jaxdnn_reference.norm_lp import lp_normalize
 from jaxdnn_reference.pool import adaptive_pool, global_pool, pool, pool_dgrad, unpool
 from jaxdnn_reference.product import Details
 from jaxdnn_reference.reduce import reduce

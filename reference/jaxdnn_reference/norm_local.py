@@ -1,8 +1,7 @@
-"""Normalisations by a neighbourhood, and by a vector's norm.
+"""Normalisations by a neighbourhood.
 
     lrn             s[c] = k + lrn_alpha / n sum_i x[i]^2          i the n channels around c       y = x s^-lrn_beta
     divisive_norm   s = k + lrn_alpha / n^D sum_j (x - means)[j]^2      j the n^D pixels around a pixel, in its channel
-    lp_normalize    y = x / max((sum |x|^p)^(1/p), eps)
 
 A window reaches from floor((n - 1) / 2) below to n - 1 - floor((n - 1) / 2) above (even="high", as cuDNN and ONNX
 have it) or, for even n, from n / 2 below to n / 2 - 1 above (even="low", as PyTorch has it). Nothing is added for what
@@ -14,7 +13,7 @@ lies outside. The gradients, with i in the window of j:
 Then everything is blended: alpha y + beta prior, and the prior not read with beta = 0.
 
 Sources: Krizhevsky, Sutskever and Hinton (2012); cudnnLRNCrossChannelForward, cudnnDivisiveNormalizationForward and
-their Backward; ONNX's LRN and LpNormalization, PyTorch's local_response_norm and normalize.
+their Backward; ONNX's LRN, PyTorch's local_response_norm.
 """
 
 from collections.abc import Sequence
@@ -158,16 +157,3 @@ def _gradients(
     back = window_sum(g * x * s ** (-exponent - 1), axes, n, even, mirrored=True)
     t = 2 * rate * exponent / n ** len(axes) * v * back
     return g * s**-exponent - t, t
-
-
-def lp_normalize(
-    x: Array, /, *, p: float = 2.0, axis: int | Sequence[int] = -1, eps: float = 1e-12, out_dtype: Any = None
-) -> Array:
-    """y = x / max((sum |x|^p)^(1/p), eps); p = inf is the largest |x|."""
-    v = x.astype(norm.way_of(x).dtype)
-    axes = tuple(np.atleast_1d(axis).tolist())
-    size = np.abs(v)
-    largest = size.max(axes, keepdims=True, initial=0)
-    unit = np.where(largest == 0, 1, largest)  # float64's squares overflow too
-    powers = largest if np.isinf(p) else ((size / unit) ** p).sum(axes, keepdims=True) ** (1 / p) * unit
-    return norm.result(v / np.maximum(powers, eps), x, out_dtype)
