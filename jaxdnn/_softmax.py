@@ -81,7 +81,7 @@ def _logsumexp_jvp(spec: SoftmaxSpec, primals: Sequence[Any], tangents: Sequence
     # Not softmax(x): its gradient would be a second reduction where this is element by element.
     add, exp = formulas.for_derivative(spec)
     p = exp(x.astype(spec.accumulate) - jnp.expand_dims(wide, axes))
-    total = add(p * v.astype(spec.accumulate), spec.axes)
+    total = add(p, v.astype(spec.accumulate), spec.axes)
     return y, jnp.squeeze(total, axes).astype(spec.out_dtype)
 
 

@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdnn._rounded import product, rounded
+import jaxdnn as dnn
+from jaxdnn._kernels.xla import softmax as formulas
+from jaxdnn._rounded import product, product_along, rounded
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
@@ -72,3 +74,43 @@ def test_derivatives_and_vmap():
     np.testing.assert_array_equal(gradients[1], c * a)
     np.testing.assert_array_equal(jax.jvp(rounded, (a,), (b,))[1], b)
     np.testing.assert_array_equal(jax.vmap(product, 1)(a, b), (a * b).T)
+
+
+def test_a_product_with_a_tangent_is_rounded_and_linear():
+    a, v, c = drawn(np.float32)
+    found = jax.jit(lambda a, v, c: product_along(a, v) + c)(*map(jnp.asarray, (a, v, c)))
+    same_bits(found, a * v + c)
+    along = jnp.asarray(a)
+    (transposed,) = jax.linear_transpose(lambda v: product_along(along, v), along)(jnp.asarray(c))
+    same_bits(transposed, a * c)
+
+
+def halved(x: np.ndarray) -> np.ndarray:
+    """The sum along the first axis, of a power of two of elements, as the engine `ordered` adds."""
+    while len(x) > 1:
+        x = x[: len(x) // 2] + x[len(x) // 2 :]
+    return x
+
+
+@pytest.mark.parametrize("rows", [2, 16, 64])
+def test_ordered_softmax_rounds_its_products(rows: int):
+    """Exponentials are taken as they come; every product and sum after them is NumPy's, also before a caller's sum."""
+    level = {"axis": 0, "determinism": "mesh_invariant"}
+    x, dy, c = drawn(np.float32, (rows, 9))
+    exp = jax.jit(lambda z: formulas.steady(jnp.exp, z))
+
+    @jax.jit
+    def run(x: Any, dy: Any, c: Any) -> Any:
+        back = dnn.softmax_dgrad(dy, x, **level), dnn.softmax_dgrad(dy, x, algorithm="log", **level)
+        with dnn.determinism("mesh_invariant"):
+            y, along = jax.jvp(lambda v: dnn.logsumexp(v, axis=0), (x,), (dy,))
+        return dnn.softmax(x, **level), dnn.softmax(x, **level) + c, *back, y, along
+
+    y, added, back, back_log, logsumexp, along = map(np.asarray, run(*map(jnp.asarray, (x, dy, c))))
+    e = np.asarray(exp(x - x.max(0)))
+    expected = e * (np.float32(1) / halved(e))
+    same_bits(y, expected)
+    same_bits(added, expected + c)
+    same_bits(back, x * (dy - halved(x * dy)))
+    same_bits(back_log, dy - np.asarray(exp(x)) * halved(dy))
+    same_bits(along, halved(np.asarray(exp(x - logsumexp)) * dy)[0])

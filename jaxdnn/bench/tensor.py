@@ -89,7 +89,7 @@ class Transform(Tensor):
         return dnn.transform(*operands, layout=self.layout, out_layout=self.out_layout)
 
     def run_xla(self, *operands: Array) -> Array:
-        return jnp.transpose(*operands, self.order)
+        return jnp.transpose(operands[0], self.order)
 
     def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
         return lambda: tensors[0].permute(self.order).contiguous()
@@ -106,7 +106,8 @@ class OpTensor(Tensor):
         return dnn.op_tensor(*operands, op="add")
 
     def run_xla(self, *operands: Array) -> Array:
-        return jnp.add(*operands)
+        a, b = operands
+        return a + b
 
     def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
         return lambda: tensors[0] + tensors[1]

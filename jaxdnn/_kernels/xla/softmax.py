@@ -4,9 +4,9 @@ Engine `xla` leaves the order of a sum to XLA, so it promises the same bits from
 
 Engine `ordered` lays the elements of a row side by side, in row-major order of the reduced axes, fills them up with
 zeros to a power of two, and then adds the second half to the first until one is left. The tree depends on the row's
-length alone. Products and exponentials stand apart behind optimisation barriers, so no compiler fuses them with
-what follows; maxima are exact in any order; everything else is element by element. It costs a pass over memory for
-every third level of the tree and, on CPUs, a loop for the exponentials, of which XLA has several there.
+length alone. Products are rounded before anything is added to them, here and by the caller, so no compiler contracts
+the two; maxima are exact in any order; everything else is element by element. It costs a pass over memory for every
+third level of the tree and, on CPUs, a loop for the exponentials, of which XLA has several there.
 """
 
 import functools as ft
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn import engines
+from jaxdnn._rounded import product_along, rounded
 from jaxdnn.determinism import satisfies
 
 Sum = Callable[[Array, tuple[int, ...]], Array]
-Apart = Callable[[Array], Array]  # keeps a step apart from the next: fused, it may have other bits
+Apart = Callable[[Array], Array]  # keeps a step apart from the next: contracted, it has other bits
 LEVELS_A_PASS = 3
 LINE = 1024
 
@@ -32,12 +33,15 @@ def xla_sum(x: Array, axes: tuple[int, ...]) -> Array:
 
 def tree_sum(x: Array, axes: tuple[int, ...]) -> Array:
     """The sum along `axes`, which stay with length 1, on a tree that depends on their lengths alone."""
+    return _tree(rounded(x), axes)  # x may be a product
+
+
+def _tree(x: Array, axes: tuple[int, ...]) -> Array:
     axes = tuple(sorted(axis % x.ndim for axis in axes))
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
     if x.size == 0:
         return jnp.zeros(shape, x.dtype)
-    x = lax.optimization_barrier(x)  # a product that x may be is rounded before it is added
     lines = x.transpose(*axes, *kept).reshape(-1, *(x.shape[axis] for axis in kept))
     levels = (len(lines) - 1).bit_length()
     lines = lax.pad(lines, jnp.zeros((), x.dtype), [(0, (1 << levels) - len(lines), 0), *[(0, 0, 0)] * len(kept)])
@@ -95,14 +99,14 @@ def _by_lines(function: Callable[[Array], Array], x: Array) -> Array:
 
 def _share(e: Array, s: Array, apart: Apart) -> Array:
     """e / s; where steps are kept apart by the reciprocal, which XLA takes for some shapes and not for others."""
-    return e / s if apart is _plain else e * apart(1 / s)
+    return e / s if apart is _plain else apart(e * apart(1 / s))
 
 
 def softmax_dgrad(spec: Any, dy: Array, y: Array, total: Sum = xla_sum, apart: Apart = _plain) -> Array:
     """The derivative's transpose along dy, or for `spec.tangent` the derivative, in the result's dtype."""
     dy, y = dy.astype(spec.accumulate), y.astype(spec.accumulate)
     if spec.algorithm != "log":
-        dx = y * (dy - total(y * dy, spec.axes))
+        dx = apart(y * (dy - total(y * dy, spec.axes)))
     elif spec.tangent:
         dx = dy - total(_exp(y, apart) * dy, spec.axes)
     else:
@@ -124,10 +128,11 @@ def row_max(x: Array, axes: Sequence[int]) -> Array:
     return jnp.max(x, tuple(axes), keepdims=True, initial=-jnp.inf)
 
 
-def for_derivative(spec: Any) -> tuple[Sum, Callable[[Array], Array]]:
-    """The sum and the exponential of a derivative that is a formula: with fixed bits where the call asks for them."""
-    fixed = spec.engine == "ordered" or satisfies(spec.level, "batch_invariant")
-    return (tree_sum, lambda x: _exp(x, lax.optimization_barrier)) if fixed else (xla_sum, jnp.exp)
+def for_derivative(spec: Any) -> tuple[Callable[[Array, Array, tuple[int, ...]], Array], Callable[[Array], Array]]:
+    """Σ a v, linear in v, and the exponential of a derivative that is a formula: of fixed bits where the call asks."""
+    if spec.engine == "ordered" or satisfies(spec.level, "batch_invariant"):
+        return lambda a, v, axes: _tree(product_along(a, v), axes), lambda x: _exp(x, rounded)
+    return lambda a, v, axes: xla_sum(a * v, axes), jnp.exp
 
 
 FORMULAS: dict[str, Callable[..., Array]] = {
@@ -145,7 +150,7 @@ def _run(call: engines.Call, *operands: Array) -> Array:
 
 
 def _run_ordered(call: engines.Call, *operands: Array) -> Array:
-    return FORMULAS[call.op](call.spec, *operands, total=tree_sum, apart=lax.optimization_barrier)
+    return FORMULAS[call.op](call.spec, *operands, total=tree_sum, apart=rounded)
 
 
 def _accumulation(call: engines.Call) -> str:
