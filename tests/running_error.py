@@ -242,3 +242,12 @@ def slope(f: Callable[[float], Any], error: float | np.ndarray, h: float = 2.0**
     difference = lambda h: (wide(f(h)) - wide(f(-h))) / np.longdouble(2 * h)
     rough, fine = difference(h), difference(h / 2)
     return fine, np.abs(fine - rough) + np.asarray(error) * 4 / h
+
+
+def dual(gradient: Any, off: Any, direction: Any, dy: Any, f: Callable[[float], Any], error: Any) -> None:
+    """<gradient, direction> is <dy, f'(0)>, where the gradient may be off by `off` and f by `error`."""
+    along, apart = slope(f, error)
+    terms = [np.asarray(a, np.longdouble) * b for a, b in ((gradient, direction), (along, dy))]
+    eps = float(np.finfo(np.longdouble).eps)
+    sums = sum((t.size + 1) * eps * np.abs(t).sum() for t in terms)
+    agree(terms[0].sum(), terms[1].sum(), (off * np.abs(direction)).sum(), (apart * np.abs(dy)).sum(), sums)
