@@ -3,29 +3,42 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 T = TypeVar("T")
+LONG = 200  # characters of a value that an error shows
 LARGEST = 2**31 - 1  # of a stride, a padding, a dilation: beyond, sizes overflow in XLA
 
 
-def array(name: str, value: Any) -> Any:
-    """Returns `value` as an array, for anything that has a shape and a dtype or that NumPy can read as an array."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        if getattr(value.dtype, "kind", "O") in "OSUMm":  # the narrow floats are of kind "V"
-            raise TypeError(f"`{name}` must be an array of numbers, got one of {value.dtype}.")
-        return value
+def array(name: str, value: Any) -> Array:
+    """Returns `value` as JAX's array; outside the 64-bit mode float64 and int64 become float32 and int32."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and getattr(value.dtype, "kind", "O") in "OSUMm":
+        raise TypeError(f"`{name}` must be an array of numbers, got one of {value.dtype}.")
     try:
         return jnp.asarray(value)
+    except OverflowError as error:
+        raise TypeError(f"`{name}` must be an array, got an integer that JAX's integers do not hold.") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` must be an array, got {type(value).__name__}.") from error
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: an array's dtype and shape, and of what is long only the beginning."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        kind = "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
+        return f"{kind} of {value.dtype} of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONG else f"{text[:LONG]}..."
 
 
 def choice(name: str, value: T, choices: Sequence[T]) -> T:
     """Returns `value` if it is one of `choices`: names, or None."""
     if not (value is None or isinstance(value, str)) or value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {shown(value)}.")
     return value
 
 
@@ -51,14 +64,14 @@ def as_dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
     try:
         found = np.dtype(value)
     except TypeError as error:
-        raise TypeError(f"`{name}` must be a dtype, got {value!r}.") from error
+        raise TypeError(f"`{name}` must be a dtype, got {shown(value)}.") from error
     return dtype(name, found, choices)
 
 
 def flag(name: str, value: Any) -> bool:
     """Returns a Python or NumPy bool as a bool."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+        raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
     return bool(value)
 
 
@@ -66,7 +79,7 @@ def integer(name: str, value: Any) -> int:
     """Returns a Python or NumPy integer as an int; a bool, a float or a traced value is an error."""
     value = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`{name}` must be made of integers known when traced, got {value!r}.")
+        raise TypeError(f"`{name}` must be made of integers known when traced, got {shown(value)}.")
     return int(value)
 
 
@@ -80,7 +93,7 @@ def is_sequence(value: Any) -> bool:
 def as_float(name: str, value: Any) -> float:
     """Returns a Python or NumPy number as a float; a bool, an array or a traced value is an error."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"`{name}` must be a number known when traced, got {value!r}.")
+        raise TypeError(f"`{name}` must be a number known when traced, got {shown(value)}.")
     try:
         return float(value)
     except OverflowError as error:
@@ -93,10 +106,10 @@ def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, .
     """Reads an integer, or one integer per spatial axis, none below `minimum`."""
     values = tuple(value) if is_sequence(value) else (value,) * count
     if len(values) != count:
-        raise ValueError(f"`{name}` must be an integer or {count} integers, one per spatial axis, got {value!r}.")
+        raise ValueError(f"`{name}` must be an integer or {count} integers, one per spatial axis, got {shown(value)}.")
     result = tuple(integer(name, v) for v in values)
     if min(result) < minimum:
-        raise ValueError(f"`{name}` must be at least {minimum} along every axis, got {value!r}.")
+        raise ValueError(f"`{name}` must be at least {minimum} along every axis, got {shown(value)}.")
     if max(result) > LARGEST:
-        raise ValueError(f"`{name}` must be at most {LARGEST} along every axis, got {value!r}.")
+        raise ValueError(f"`{name}` must be at most {LARGEST} along every axis, got {shown(value)}.")
     return result

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, export
 
 from jaxdnn import _check, _window
@@ -64,8 +65,9 @@ def frame(layout: Any, filter_layout: Any) -> Frame:
 
 
 def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str, channel: int) -> tuple[int, ...]:
-    if not isinstance(shape, str) and not _check.is_sequence(shape):
-        raise TypeError(f"`{name}` must be a shape, got {shape!r}.")
+    vector = isinstance(shape, np.ndarray) and shape.ndim == 1
+    if not isinstance(shape, str) and not vector and (hasattr(shape, "shape") or not _check.is_sequence(shape)):
+        raise TypeError(f"`{name}` must be a shape, got {_check.shown(shape)}.")
     # `jax.export` may trace a call for batches of any size; every other size decides the program.
     batch = layout.batch if isinstance(layout, Layout) else None
     given: Any = shape

@@ -54,12 +54,13 @@ class DropoutState:
     def advance(self, count: int) -> "DropoutState":
         """The state after `count` elements, rounded up to a multiple of four, modulo 2^64."""
         blocks = -(-_below_2_64("count", count) // BLOCK)
-        low, high = _dropout.plus(self.used, _dropout.pair(blocks))
-        return DropoutState(self.key, jnp.stack([low, high & jnp.uint32(2**32 // BLOCK - 1)]))
+        low, high = _dropout.plus(_state_words("used", self.used), _dropout.pair(blocks))
+        return DropoutState(_state_words("key", self.key), jnp.stack([low, high & jnp.uint32(2**32 // BLOCK - 1)]))
 
     def save(self) -> dict[str, int]:
         """The state as two numbers, from which `of_seed(**saved)` restores it."""
-        seed, used = (int(v[0]) + (int(v[1]) << 32) for v in (self.key, self.used))
+        words = _state_words("key", self.key), _state_words("used", self.used)
+        seed, used = (int(v[0]) + (int(v[1]) << 32) for v in words)
         return {"seed": seed, "offset": BLOCK * used % 2**64}
 
 
@@ -125,7 +126,6 @@ def dropout(
     """
     x = _check.array("x", x)
     _check.dtype("x", x, FLOATS)
-    x = jnp.asarray(x)
     return _call(x, key, rate, offset, layout, engine, determinism)
 
 
@@ -178,7 +178,7 @@ def _call(x: Array, key: Any, rate: Any, offset: Any, layout: Any, engine: Any, 
     rate, order = _rate(rate), _order(layout, x)
     used, words = _dropout.pair(0), key
     if isinstance(key, DropoutState):
-        used, words = key.used, key.key
+        used, words = _state_words("used", key.used), _state_words("key", key.key)
     start, shift = _start(offset, used, math.prod(x.shape))
     limit = _dropout.threshold(rate)
     dropped = limit >= 2**32
@@ -211,13 +211,14 @@ def _order(layout: Any, x: Array) -> tuple[int, ...]:
 
 def _start(offset: Any, used: Array, size: int) -> tuple[Array, int | None]:
     """Where x begins in the key's count: a counter and a word of it, or, for an offset that is an array, an element."""
-    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+    known = isinstance(offset, np.ndarray) and offset.ndim == 0 and offset.dtype.kind in "iu"
+    if known or (isinstance(offset, int | np.integer) and not isinstance(offset, bool)):
         offset = _below_2_64("offset", offset)
         return _dropout.plus(used, _dropout.pair(offset // BLOCK)), offset % BLOCK
     offset = _check.array("offset", offset)
     _check.shape("offset", offset, (), "a number or a scalar array")
     _check.dtype("offset", offset, (np.int32, np.uint32, np.int64, np.uint64))
-    return _dropout.plus(_dropout.times_block(used), _dropout.pair_of(jnp.asarray(offset))), None
+    return _dropout.plus(_dropout.times_block(used), _dropout.pair_of(offset)), None
 
 
 def _below_2_64(name: str, value: Any) -> int:
@@ -236,7 +237,18 @@ def _words(key: Any) -> Array:
     key = _check.array("key", key)
     if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
         raise ValueError(
-            "`key` must be one jax.random.key of two words (threefry2x32), an array of two uint32 words, an integer or "
-            f"a DropoutState, got {np.dtype(key.dtype).name} of shape {tuple(key.shape)}."
+            "`key` must be one jax.random.key of two words (threefry2x32), an array of two uint32 words, an integer "
+            f"known when traced or a DropoutState, got {_check.shown(key)}."
         )
-    return jnp.asarray(key)
+    return key
+
+
+def _state_words(field: str, value: Any) -> Array:
+    """A field of a state. Checked where it is read: JAX makes states of other things, such as vmap's `in_axes`."""
+    value = _check.array(field, value)
+    if tuple(value.shape) != (2,) or np.dtype(value.dtype) != np.uint32:
+        raise ValueError(
+            f"`{field}` of a DropoutState must be two uint32 words, as DropoutState.of_seed makes them, "
+            f"got {_check.shown(value)}."
+        )
+    return value

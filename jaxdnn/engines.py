@@ -5,13 +5,16 @@ guarantee the required determinism level, the one of the lowest rank; an engine 
 Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxdnn import _check
 from jaxdnn.determinism import satisfies
 from jaxdnn.limits import limits_of
 
@@ -86,6 +89,17 @@ class Engine:
 
 
 _registry: dict[str, list[Engine]] = {}
+_called: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
+
+
+@contextlib.contextmanager
+def called(op: str) -> Iterator[None]:
+    """Within it errors name this public op: several share a primitive, as all normalisations do."""
+    token = _called.set(op)
+    try:
+        yield
+    finally:
+        _called.reset(token)
 
 
 def register(engine: Engine) -> None:
@@ -142,16 +156,16 @@ def select(call: Call) -> Engine:
             return engine
         reasons.append(f"{engine.name}: {reason}")
     asked = f"engine {call.spec.engine!r}" if call.spec.engine else "any engine"
+    op = _called.get() or call.op
     why = "; ".join(reasons) or "it has no such engine"
     raise NotImplementedError(
-        f"`{call.op}` on {call.platform} cannot be served by {asked} at determinism level {call.spec.level!r} ({why})."
+        f"`{op}` on {call.platform} cannot be served by {asked} at determinism level {call.spec.level!r} ({why})."
     )
 
 
 def check(op: str, spec: Any, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
     """Raises, when a call is traced, if no platform it could be lowered for has an engine for it."""
-    if spec.engine is not None and spec.engine not in names():
-        raise ValueError(f"`engine` must be None or one of {', '.join(map(repr, names()))}, got {spec.engine!r}.")
+    _check.choice("engine", spec.engine, (None, *names()))
     here = jax.default_backend()
     here = "cuda" if here == "gpu" else here
     errors = []

@@ -164,7 +164,6 @@ def softmax_dgrad(
     y = _check.array("y", y)
     _check.dtype("y", y, FLOATS)
     _check.shape("y", y, dy.shape, "that of dy")
-    y = jnp.asarray(y)
     wide = _F64 if np.dtype(y.dtype) == _F64 else spec.accumulate
     spec = _with(spec, algorithm=_check.choice("algorithm", algorithm, ALGORITHMS), accumulate=wide)
     if _is_plain(alpha, beta, prior):
@@ -243,7 +242,6 @@ def _read(
     _check.choice("mode", mode, MODES)
     _window.layout(layout)  # a wrong one is refused where no mode reads it, too
     axes = _axes(axis, name, len(x.shape)) if mode is None else _mode_axes(mode, layout, name, x.shape)
-    x = jnp.asarray(x)
     wide = _F64 if x.dtype == _F64 else _F32
     out = dtype if out_dtype is None else _check.as_dtype("out_dtype", out_dtype, FLOATS)
     if out == _F64 and wide != _F64:
@@ -257,6 +255,8 @@ def _with(spec: SoftmaxSpec, **changes: Any) -> SoftmaxSpec:
 
 def _axes(axis: Any, name: str, rank: int) -> tuple[int, ...]:
     """The axes of a row, from the last: negative, ascending."""
+    if not rank:
+        raise ValueError(f"`{name}` must have an axis to be reduced, got a scalar.")
     given = tuple(axis) if _check.is_sequence(axis) else (axis,)
     axes = tuple(_check.integer("axis", a) for a in given)
     if not axes or any(not -rank <= a < rank for a in axes):

@@ -345,7 +345,7 @@ CHOICES = "must be None, one of 'identity', .* a pair of a name and its paramete
         ({"out_dtype": np.float64}, TypeError, "`out_dtype` must not be wider than float32 unless x is float64"),
         ({"beta": 1.0}, ValueError, "`prior` must be given when `beta` is not zero"),
         ({"beta": 1.0, "prior": np.ones(4, np.float32)}, ValueError, "`prior` must have shape .3,., the result's"),
-        ({"engine": "fastest"}, ValueError, "`engine` must be None or one of .*, got 'fastest'"),
+        ({"engine": "fastest"}, ValueError, "`engine` must be one of None, .*, got 'fastest'"),
         ({"engine": "hopper"}, NotImplementedError, "`activation` on .* cannot be served by engine 'hopper'"),
         ({"determinism": "bitwise"}, ValueError, "`determinism` must be one of .*, got 'bitwise'"),
     ],

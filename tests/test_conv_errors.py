@@ -96,6 +96,10 @@ BAD: list[Bad] = [
     ("dgrad None", dgrad, {"shape": None}, TypeError, "`x_shape` must be a shape, got None"),
     ("dgrad floats", dgrad, {"shape": (2, 6.0, 5, 4)}, TypeError, f"`x_shape` {INTEGERS} 6.0"),
     ("dgrad scalar array", dgrad, {"shape": np.array(3)}, TypeError, "`x_shape` must be a shape, got"),
+    ("dgrad x", dgrad, {"shape": X}, TypeError, r"`x_shape` must be a shape, got an array of float32 of shape \(2, 6, 5, 4\)\."),
+    ("dgrad x of JAX", dgrad, {"shape": jnp.asarray(X)}, TypeError, r"`x_shape` must be a shape, got an array of float32 of shape \(2,"),
+    ("wgrad w", wgrad, {"shape": W}, TypeError, r"`w_shape` must be a shape, got an array of float32 of shape \(3, 2, 4, 7\)\."),
+    ("dgrad list", dgrad, {"shape": X.tolist()}, TypeError, r"`x_shape` must be made of integers known when traced, got .{200}\.\.\.\."),
     ("dgrad negative", dgrad, {"shape": (2, -6, 5, 4)}, ValueError, "`x_shape` must have no negative size"),
     ("dgrad string", dgrad, {"shape": "NHWC"}, TypeError, f"`x_shape` {INTEGERS} 'N'"),
     ("wgrad shape", wgrad, {"shape": (3, 3, 4, 7)}, ValueError, r"`dy` must have shape \(2, 4, 3, 7\)"),
@@ -171,8 +175,9 @@ BAD: list[Bad] = [
     ("activation array", conv, {"activation": np.array(["relu", "relu"])}, ValueError, "`activation` must be None"),
     ("precision", conv, {"precision": "bf16"}, ValueError, "`precision` must be one of None, 'tf32', got 'bf16'"),
     ("precision dtype", conv, {"precision": "tf32", "x": X.astype(np.float16), "w": W.astype(np.float16)}, TypeError, "`precision` 'tf32' needs float32 operands and accumulator, got float16"),
-    ("engine", conv, {"engine": "cudnn"}, ValueError, "`engine` must be None or one of .*'xla', 'ordered', got 'cudnn'"),
-    ("engine list", conv, {"engine": ["xla"]}, ValueError, "`engine` must be None or one of"),
+    ("engine", conv, {"engine": "cudnn"}, ValueError, "`engine` must be one of None, .*'xla', 'ordered', got 'cudnn'"),
+    ("engine array", conv, {"engine": np.array(["xla", "xla"])}, ValueError, "`engine` must be one of None, .*, got an array of <U3 of shape"),
+    ("engine list", conv, {"engine": ["xla"]}, ValueError, "`engine` must be one of None"),
     ("level", conv, {"determinism": "always"}, ValueError, "`determinism` must be one of 'fast', 'run_to_run'"),
     ("level of bgrad", bgrad, {"determinism": "always"}, ValueError, "`determinism` must be one of"),
     ("level nobody has", conv, {"determinism": "portable"}, NotImplementedError, "`conv` on cpu cannot be served by any engine at determinism level 'portable'"),
@@ -189,6 +194,10 @@ BAD: list[Bad] = [
     ("x random key", conv, {"x": jax.random.key(0)}, TypeError, "`x` must be an array of numbers, got one of key"),
     ("x string", conv, {"x": "image"}, TypeError, "`x` must be an array, got str"),
     ("x None", conv, {"x": None}, TypeError, "`x` must be an array, got NoneType"),
+    ("x huge", conv, {"x": 10**400}, TypeError, "`x` must be an array, got an integer that JAX's integers do not hold"),
+    ("x huge in a list", conv, {"x": [2**70]}, TypeError, "`x` must be an array, got an integer that JAX's"),
+    ("x masked", conv, {"x": np.ma.masked_array(X, X > 0)}, TypeError, "`x` must be an array, got MaskedArray"),
+    ("x without values", conv, {"x": jax.ShapeDtypeStruct(X.shape, X.dtype)}, TypeError, "`x` must be an array, got ShapeDtypeStruct"),
     ("x ragged", conv, {"x": [[1.0], [1.0, 2.0]]}, TypeError, "`x` must be an array, got list"),
     ("w int32", conv, {"w": W.astype(np.int32)}, TypeError, "`w` must have one of the dtypes"),
     ("mixed floats", conv, {"w": W.astype(np.float16)}, TypeError, "`w` must have the dtype of `x` or both must be float8, got float16 and float32"),
@@ -251,9 +260,10 @@ def test_bad_input(function: Callable[..., Any], arguments: dict[str, Any], kind
         k: v
         for k, v in arguments.items()
         if isinstance(v, np.ndarray)
+        and not isinstance(v, np.ma.MaskedArray)
         and v.dtype.kind not in "OMU"
         and v.ndim > 0
-        and k not in ("activation", "shape", "out_dtype")
+        and k not in ("activation", "engine", "shape", "out_dtype")
     }
     if traced:
         rest = {k: v for k, v in arguments.items() if k not in traced}

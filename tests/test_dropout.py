@@ -323,7 +323,7 @@ def test_level():
 
 
 X = np.ones((2, 3, 4, 5), np.float32)
-KEY = "`key` must be one jax.random.key of two words .* an integer or a DropoutState, got"
+KEY = "`key` must be one jax.random.key of two words .* an integer known when traced or a DropoutState, got an array of"
 
 
 @pytest.mark.parametrize(
@@ -367,6 +367,25 @@ def test_errors_of_operands():
         dnn.DropoutState.of_seed(0, 3)
     with pytest.raises(ValueError, match=r"`seed` must be from 0 to 2.64 - 1, got 18446744073709551616"):
         dnn.DropoutState.of_seed(2**64)
+
+
+def test_errors_of_states():
+    state: Any = dnn.DropoutState(1, 2)  # type: ignore[arg-type]
+    message = "of a DropoutState must be two uint32 words, as DropoutState.of_seed makes them, got an array of int32"
+    for call in (lambda: dnn.dropout(X, state), state.save, lambda: state.advance(4)):
+        with pytest.raises(ValueError, match=f"^`(key|used)` {message} of shape"):
+            call()
+    # JAX itself makes states of what is no array.
+    states = jax.tree.map(lambda *v: jnp.stack(v), *(dnn.DropoutState.of_seed(s) for s in (1, 2)))
+    mapped = jax.vmap(lambda s: dnn.dropout(X, s), in_axes=(dnn.DropoutState(0, 0),))(states)  # type: ignore[arg-type]
+    same(mapped[1], ordered(X, 2))
+    with pytest.raises(ValueError, match=f"{KEY.removesuffix('an array of')}a traced array of int32 of shape"):
+        jax.jit(lambda key: dnn.dropout(X, key))(3)
+
+
+def test_an_offset_of_numpy_keeps_its_64_bits():
+    x = np.ones(32, np.float32)
+    same(dnn.dropout(x, SEED, offset=np.array(2**40 + 5)), ordered(x, SEED, offset=2**40 + 5))
 
 
 def test_a_state_at_the_end_of_its_count_round_trips() -> None:

@@ -651,7 +651,7 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.pool(X, beta=1.0), ValueError, "`prior` must be given when `beta` is not zero"),
     (lambda: dnn.pool(X, layout="NCHWc4"), ValueError, "`x` must have 5 dimensions for layout NCHWc4"),
     (lambda: dnn.pool(X[None], layout="NCHWc4"), ValueError, "`x` must have 4 channels innermost for layout NCHWc4"),
-    (lambda: dnn.pool(X, engine="fastest"), ValueError, "`engine` must be None or one of"),
+    (lambda: dnn.pool(X, engine="fastest"), ValueError, "`engine` must be one of None"),
     (lambda: dnn.pool_dgrad(Y, (1, 4, 4)), ValueError, "`x` must have 4 dimensions"),
     (lambda: dnn.pool_dgrad(Y, 4), TypeError, "`x` must be an array or a shape, got 4"),
     (lambda: dnn.pool_dgrad(Y, (1, 4, 4, 1)), ValueError, "`x` must be the input of the pooling where its values"),
