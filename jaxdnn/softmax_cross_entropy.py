@@ -102,15 +102,7 @@ def linear_cross_entropy(
         x, w, labels, bias, weights, ignore_index, label_smoothing, z_loss, reduction, chunk, precision
     )
     _require_level(determinism)
-
-    def compute(*arrays: Array) -> Array:
-        x, w, bias, weights, labels, keep = _flat(spec, *arrays)
-        if reduction == "none":
-            return (weights * _rows(spec, x, w, bias, labels, keep)).reshape(spec.leading)
-        total: Any = _total(spec, x, w, bias, weights, labels, keep)
-        return total if reduction == "sum" else total / jnp.sum(weights)
-
-    return _automatic(compute, arrays, reduction)(*arrays)
+    return _compiled(spec, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +113,7 @@ class _Spec:
     label_smoothing: float
     z_loss: float
     chunk: int
+    reduction: str
     precision: lax.Precision
     accumulate: np.dtype
     ignored: int | None
@@ -147,7 +140,7 @@ def _read(
     reduction: Any,
     chunk: Any,
     precision: Any,
-) -> tuple[tuple[Array, ...], _Spec]:
+) -> tuple[tuple[Array | None, ...], _Spec]:
     x, w, labels = (_check.array(name, v) for name, v in (("x", x), ("w", w), ("labels", labels)))
     dtype = _check.dtype("x", x, FLOATS)
     _check.dtype("w", w, (dtype,))
@@ -168,14 +161,33 @@ def _read(
         label_smoothing=_between("label_smoothing", label_smoothing, 1.0),
         z_loss=_between("z_loss", z_loss, math.inf),
         chunk=_chunk(chunk, rows, w.shape[1]),
+        reduction=reduction,
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
         accumulate=wide,
         ignored=None if ignore_index is None else _check.integer("ignore_index", ignore_index),
         weighted=weights is not None,
     )
-    bias = jnp.zeros(w.shape[1:], wide) if bias is None else _vector("bias", bias, w.shape[1:], dtype, wide)
-    weights = jnp.ones(leading, wide) if weights is None else _vector("weights", weights, tuple(leading), dtype, wide)
-    return (jnp.asarray(x), jnp.asarray(w), bias, weights, jnp.asarray(labels)), spec
+    bias = None if bias is None else _vector("bias", bias, w.shape[1:], dtype, wide)
+    weights = None if weights is None else _vector("weights", weights, tuple(leading), dtype, wide)
+    return (x, w, labels, bias, weights), spec
+
+
+# Compiled as one: an eager call would compile the loop over the chunks anew every time.
+@ft.partial(jax.jit, static_argnums=0)
+def _compiled(spec: _Spec, x: Array, w: Array, labels: Array, bias: Array | None, weights: Array | None) -> Array:
+    wide = spec.accumulate
+    bias = jnp.zeros(w.shape[1:], wide) if bias is None else bias.astype(wide)
+    weights = jnp.ones(spec.leading, wide) if weights is None else weights.astype(wide)
+    arrays = (x, w, bias, weights, labels)
+    return _automatic(ft.partial(_reduced, spec), arrays, spec.reduction)(*arrays)
+
+
+def _reduced(spec: _Spec, *arrays: Array) -> Array:
+    x, w, bias, weights, labels, keep = _flat(spec, *arrays)
+    if spec.reduction == "none":
+        return (weights * _rows(spec, x, w, bias, labels, keep)).reshape(spec.leading)
+    total: Any = _total(spec, x, w, bias, weights, labels, keep)
+    return total if spec.reduction == "sum" else total / jnp.sum(weights)
 
 
 def _flat(spec: _Spec, x: Array, w: Array, bias: Array, weights: Array, labels: Array) -> tuple[Array, ...]:
@@ -217,7 +229,7 @@ def _vector(name: str, value: Any, shape: tuple[int, ...], dtype: Any, wide: Any
     value = _check.array(name, value)
     _check.shape(name, value, tuple(shape), "a word each" if name == "bias" else "one for every row of x")
     _check.dtype(name, value, tuple(dict.fromkeys((np.dtype(dtype), np.dtype(wide)))))
-    return jnp.asarray(value).astype(wide)
+    return value
 
 
 def _between(name: str, value: Any, most: float) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn import softmax_cross_entropy as ce
 
+COMPILATION = "/jax/core/compile/backend_compile_duration"
 RANDOM = np.random.default_rng(11)
 X = RANDOM.normal(size=(3, 7, 12)).astype(np.float32)
 W = RANDOM.normal(size=(12, 50)).astype(np.float32)
@@ -283,6 +285,30 @@ def test_explicit_axes(reduction: str):
         found = run(jax.device_put(x, rows), W, jax.device_put(labels, rows))
     assert found[0].sharding.spec == (P("d") if reduction == "none" else P())
     jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+def test_an_equal_call_compiles_nothing_anew():
+    counted: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: counted.append(event))
+    f = lambda x, w, **options: jnp.sum(dnn.linear_cross_entropy(x, w, LABELS, chunk=4, **options))
+    for reduction in ("mean", "none"):
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.125}
+        for run in (f, jax.grad(f, (0, 1)), lambda *a, **o: jax.jvp(ft.partial(f, **o), a, a)):
+            x, w = jnp.asarray(X), jnp.asarray(W)
+            jax.block_until_ready(run(x, w, **options))
+            assert COMPILATION in counted
+            counted.clear()
+            jax.block_until_ready(run(x, w, **options))
+            assert COMPILATION not in counted
+
+
+def test_numpy_arrays_of_64_bits():
+    arrays = X, W, LABELS, BIAS, WEIGHTS
+    wide = [a.astype(np.float64 if a.dtype == np.float32 else np.int64) for a in arrays]
+    call = lambda x, w, labels, bias, weights: dnn.linear_cross_entropy(x, w, labels, bias=bias, weights=weights)
+    found, wanted = call(*wide), call(*arrays)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, wanted)
 
 
 loss: Any = dnn.linear_cross_entropy
