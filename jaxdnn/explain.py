@@ -1,13 +1,23 @@
 """Which engine serves each call of a function, which would not and why."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools as ft
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from jaxdnn import _check, engines
+from jaxdnn.determinism import LEVELS, determinism
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Whether `explain` is tracing. JAX keys its tracing caches on this value, so what was traced before is traced anew.
+_explaining = jax.make_user_context(False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +68,36 @@ def _schedule(schedule: engines.Schedule | None) -> str:
     return "schedule stated" if schedule.classes is None else f"schedule stated, {len(schedule.order)} by place"
 
 
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """An op without engines, which XLA's formula serves, and the strongest level that its calls may require.
+
+    That is the level of the call itself; the op's docstring says what its derivatives have.
+    """
+
+    op: str
+    level: str
+
+    def __str__(self) -> str:
+        return f"{self.op}\n  served by XLA's formula, without a choice of engines (guarantees {self.level})"
+
+
 class Explanations(tuple[Explanation, ...]):
-    """The calls of a function in the order they are traced; prints as a table."""
+    """The calls of ops with engines in the order they are traced; prints as a table.
+
+    Attributes:
+      formulas: a `Formula` for every op without engines that the function calls, at each level it has.
+    """
+
+    formulas: tuple[Formula, ...]
+
+    def __new__(cls, calls: Iterable[Explanation], formulas: Iterable[Formula] = ()) -> "Explanations":
+        found = super().__new__(cls, calls)
+        found.formulas = tuple(formulas)
+        return found
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, self)) if self else "no jaxdnn call"
+        return "\n".join(map(str, (*self, *self.formulas))) or "no jaxdnn call that computes anything"
 
     __str__ = __repr__
 
@@ -78,7 +113,8 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
       kwargs: its keyword arguments.
 
     Returns:
-      A tuple with one `Explanation` a call, in the order of tracing; it prints as text.
+      A tuple with one `Explanation` a call of an op with engines, in the order of tracing; it prints as text. Its
+      attribute `formulas` has the ops without engines, which XLA's formula serves, and the level each guarantees.
 
     Differentiation: explain `jax.grad(f)` to see the engines of the backward ops.
 
@@ -108,7 +144,41 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
         return function(*positional, **named)
 
     arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
-    return Explanations(_explain_call(eqn, here) for eqn in _calls(jax.make_jaxpr(call)(arrays).jaxpr))
+    with _explaining(True):
+        jaxpr = jax.make_jaxpr(call)(arrays).jaxpr
+    return Explanations((_explain_call(eqn, here) for eqn in _calls(jaxpr)), _formulas(jaxpr))
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """A public op that errors, traces and profiles name; `explain` finds by that name an op that has no primitive."""
+    op = function.__name__
+
+    @ft.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with engines.called(op):
+            level = _level_of_formula(lambda: function(*args, **kwargs)) if _explaining.value else None
+            with jax.named_scope(f"jaxdnn.{op}" if level is None else f"jaxdnn.{op}:{level}"):
+                return function(*args, **kwargs)
+
+    call.__module__ = "jaxdnn"  # where pickle finds it
+    return call
+
+
+def _level_of_formula(call: Callable[[], Any]) -> str | None:
+    """The strongest level that a call may require without being refused; None for a call that has engines."""
+    if any(_calls(jax.make_jaxpr(call)().jaxpr)):
+        return None
+    for level in reversed(LEVELS):
+        with contextlib.suppress(NotImplementedError), determinism(level):
+            jax.make_jaxpr(call)()
+            return level
+    return None
+
+
+def _formulas(jaxpr: Any) -> tuple[Formula, ...]:
+    stacks = dict.fromkeys(str(eqn.source_info.name_stack) for eqn in _equations(jaxpr))
+    found = [pair for stack in stacks for pair in re.findall(r"jaxdnn\.(\w+):(\w+)", stack)]
+    return tuple(Formula(op, level) for op, level in dict.fromkeys(found))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -117,13 +187,17 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _calls(jaxpr: Any) -> Iterator[Any]:
+    return (eqn for eqn in _equations(jaxpr) if eqn.primitive.name.startswith("jaxdnn_"))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program and of those within it."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name.startswith("jaxdnn_"):
-            yield eqn
+        yield eqn
         for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(param, "jaxpr", param)
             if hasattr(inner, "eqns"):
-                yield from _calls(inner)
+                yield from _equations(inner)
 
 
 def traced_calls(function: Callable[..., Any], /, *operands: Any, platform: str) -> Iterator[engines.Call]:

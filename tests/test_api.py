@@ -3,6 +3,7 @@
 import ast
 import doctest
 import inspect
+import pickle
 import re
 import sys
 import types
@@ -10,6 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,6 +35,7 @@ ONLY_DEFINITION = {"arithmetic", "schedule", "at", "details"}
 RANDOM = np.random.default_rng(0)
 X, W, DY = (RANDOM.normal(size=shape) for shape in ((2, 5, 4, 3), (3, 2, 3, 7), (2, 3, 3, 7)))
 MANY = RANDOM.normal(size=(2, 1, 2, 32))  # channels
+COMPILATION = "/jax/core/compile/backend_compile_duration"
 ARRAYS = {
     "activation": (X,),
     "activation_dgrad": (X, X),
@@ -82,6 +87,14 @@ ARRAYS = {
     "pixel_unshuffle": (X[:, :4],),
 }
 
+# What an op's defaults leave open.
+NEEDED: dict[str, dict[str, Any]] = {"resample": {"scale": 2}}
+
+_compilations: list[float] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration_secs, **_: _compilations.append(duration_secs) if event == COMPILATION else None
+)
+
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 each_op = pytest.mark.parametrize("name", OPS)
 
@@ -127,6 +140,46 @@ def test_definition_takes_the_same_arguments_and_defaults(name: str):
 def several(results: Any) -> tuple[Any, ...]:
     """The results of an op that has one or several."""
     return results if isinstance(results, tuple) else (results,)
+
+
+def narrow(arrays: tuple[Any, ...]) -> list[Any]:
+    """The arrays of float64 as float32."""
+    return [v.astype(np.float32) if isinstance(v, np.ndarray) and v.dtype == np.float64 else v for v in arrays]
+
+
+@each_op
+def test_an_equal_call_compiles_nothing_anew(name: str):
+    arrays = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in narrow(ARRAYS[name])]
+    call = lambda: getattr(dnn, name)(*arrays, **NEEDED.get(name, {}))
+    jax.clear_caches()
+    before = len(_compilations)
+    jax.block_until_ready(call())
+    first = len(_compilations)
+    jax.block_until_ready(call())
+    assert len(_compilations) == first
+    assert first > before or name == "scale", "compilations are not counted"  # `scale` by 1 is x itself
+
+
+@each_op
+def test_numpy_arrays_of_64_bits_are_read_as_jax_reads_them(name: str):
+    """Without a word: a warning is an error here."""
+    options = NEEDED.get(name, {})
+    found, wanted = (getattr(dnn, name)(*arrays, **options) for arrays in (ARRAYS[name], narrow(ARRAYS[name])))
+    for a, b in zip(several(found), several(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@each_op
+def test_explain_knows_every_op(name: str):
+    found = dnn.explain(getattr(dnn, name), *ARRAYS[name], **NEEDED.get(name, {}))
+    assert bool(found) != bool(found.formulas) or name == "scale"
+    assert all(formula.op == name for formula in found.formulas)
+
+
+@each_op
+def test_pickle_finds_every_op(name: str):
+    assert pickle.loads(pickle.dumps(getattr(dnn, name))) is getattr(dnn, name)
 
 
 @each_function

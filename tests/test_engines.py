@@ -18,6 +18,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import engine as hopper
+from jaxdnn.determinism import LEVELS
 from jaxdnn.explain import explain, traced_calls
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
@@ -79,7 +80,7 @@ def test_a_named_engine_fails_loudly(extra_engines: None):
         conv(engine="picky")
     with pytest.raises(NotImplementedError, match="picky: it guarantees 'fast' here, not 'run_to_run'"):
         conv(X[:1], engine="picky", determinism="run_to_run")
-    with pytest.raises(ValueError, match=r"`engine` must be None or one of 'picky', .*'xla', .*'strict', got 'Picky'"):
+    with pytest.raises(ValueError, match=r"`engine` must be one of None, 'picky', .*'xla', .*'strict', got 'Picky'"):
         conv(engine="Picky")
 
 
@@ -211,8 +212,43 @@ def test_explain_refuses_unknown_platforms():
 
 
 def test_explain_without_a_call():
-    assert repr(dnn.explain(jnp.sum, X)) == "no jaxdnn call"
+    assert repr(dnn.explain(jnp.sum, X)) == "no jaxdnn call that computes anything"
+    assert dnn.explain(jnp.sum, X).formulas == ()
     assert len(dnn.explain(jnp.sum, X)) == 0
+
+
+def test_explain_names_ops_that_xlas_formulas_serve():
+    """Under jit too, whose trace JAX keeps; each level is the strongest that a call may require."""
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        return jnp.sum(dnn.reduce(conv(x), axes=1)) + jnp.sum(dnn.lp_normalize(x)) + jnp.sum(dnn.reduce(x, axes=2))
+
+    step(X)
+    for function, x in ((step, X), (jax.grad(step), X), (jax.vmap(step), X[None]), (step, X)):
+        found = dnn.explain(function, x)
+        assert {f.op for f in found.formulas} == {"reduce", "lp_normalize"}
+        assert "conv" in [call.op for call in found]
+    for formula, op in zip(dnn.explain(step, X).formulas, (dnn.reduce, dnn.lp_normalize), strict=True):
+        level: Any = formula.level
+        op(X, determinism=level)
+        stronger = LEVELS[LEVELS.index(level) + 1 :]
+        for refused in stronger:
+            with pytest.raises(NotImplementedError, match="cannot be guaranteed"):
+                op(X, determinism=refused)
+    text = "reduce\n  served by XLA's formula, without a choice of engines (guarantees portable)"
+    assert repr(dnn.explain(dnn.reduce, X)) == text
+    with pytest.raises(NotImplementedError, match="`determinism` 'portable' cannot be guaranteed for lp_normalize"):
+        dnn.explain(lambda x: dnn.lp_normalize(x, determinism="portable"), X)
+
+
+def test_errors_name_the_op_that_was_called():
+    image = jnp.ones((2, 5, 4, 3))
+    ops = (dnn.batch_norm, dnn.layer_norm, dnn.pool, dnn.global_pool, dnn.conv_transpose)
+    for op in ops:
+        arrays = (image, jnp.ones((2, 2, 4, 3))) if op is dnn.conv_transpose else (image,)
+        with pytest.raises(NotImplementedError, match=f"^`{op.__name__}` on cpu cannot be served by engine 'hopper'"):
+            op(*arrays, engine="hopper")
 
 
 def test_explain_raises_what_the_call_raises():

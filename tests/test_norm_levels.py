@@ -47,13 +47,13 @@ def test_levels_are_told_and_kept():
     with dnn.determinism("batch_invariant"):
         calls = dnn.explain(dnn.layer_norm, X)
         assert [call.engine for call in calls] == ["ordered"]
-        with pytest.raises(NotImplementedError, match=r"`norm` on cpu cannot be served .*'run_to_run' here"):
+        with pytest.raises(NotImplementedError, match=r"`batch_norm` on cpu cannot be served .*'run_to_run' here"):
             dnn.batch_norm(X)
     with pytest.raises(NotImplementedError, match=r"engine 'xla' at determinism level 'batch_invariant'"):
         dnn.layer_norm(X, engine="xla", determinism="batch_invariant")
     with pytest.raises(NotImplementedError, match=r"`determinism` 'portable' cannot be guaranteed for lrn"):
         dnn.lrn(X, determinism="portable")
-    with pytest.raises(NotImplementedError, match=r"`norm` on cpu cannot be served by engine 'hopper'"):
+    with pytest.raises(NotImplementedError, match=r"`layer_norm` on cpu cannot be served by engine 'hopper'"):
         dnn.layer_norm(X, engine="hopper")
 
 
