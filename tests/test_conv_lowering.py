@@ -1,10 +1,12 @@
 """What convolutions lower to for another platform than the one that the tests run on."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxdnn as dnn
@@ -103,3 +105,40 @@ def test_what_is_converted_outside_of_the_call_has_a_barrier_too(name: str):
     sources += sources_of_float8(module(lambda x, w: jax.jvp(function, (x, w), (x, w)), x, w, platform="cuda"))
     assert len(sources) > 4
     assert not any(found & set(PRODUCTS) for found in sources)
+
+
+LAYOUTS = [(layout, names) for layout in ("NHWC", "NCHW", "CHWN", "NCHWc32") for names in ("HWIO", "OIHW", "OHWI")]
+
+
+@pytest.mark.parametrize(("layout", "filter_layout"), LAYOUTS)
+def test_integers_of_every_layout_reach_the_cpu_library_of_channels_last(layout: str, filter_layout: str):
+    """XLA folds a transpose into an integer convolution, and then has a loop for it, 30 times as slow."""
+    rng = np.random.default_rng(3)
+    x, w = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((2, 9, 8, 64), (3, 3, 64, 32)))
+    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (1, 2))
+    wanted = np.einsum("nhwcrs,rsck->nhwk", windows, w, dtype=np.int64)
+    function = jax.jit(
+        lambda x, w: dnn.conv(x, w, padding=1, layout=layout, filter_layout=filter_layout, out_dtype=jnp.int32)
+    )
+    operands = _as_layout(x, layout), np.transpose(w, ["HWIO".index(axis) for axis in filter_layout])
+    np.testing.assert_array_equal(function(*operands), _as_layout(wanted, layout))
+
+    lowered = function.lower(*operands)
+    (convolution,) = [line for line in lowered.as_text().splitlines() if "stablehlo.convolution" in line]
+    assert "dim_numbers = [b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]" in convolution
+    plain = jax.jit(lambda x, w: dnn.conv(x, w, padding=1, out_dtype=jnp.int32)).lower(x, w)
+    ours, best = (_types_multiplied(str(v.compile().as_text())) for v in (lowered, plain))
+    assert ours == best
+
+
+def _as_layout(x: np.ndarray, layout: str) -> np.ndarray:
+    axes, _, lanes = layout.partition("c")
+    y = np.transpose(x, ["NHWC".index(axis) for axis in axes])
+    return np.moveaxis(y.reshape(len(y), -1, int(lanes), *y.shape[2:]), 2, -1) if lanes else y
+
+
+def _types_multiplied(compiled: str) -> set[tuple[str, ...]]:
+    """The operands' types of the convolutions in a compiled program: int8, or int32 where XLA has converted them."""
+    types = dict(re.findall(r"%(\S+) = (\w+)\[", compiled))
+    return {tuple(types[name] for name in found) for found in re.findall(r" convolution\(%(\S+), %(\S+)\)", compiled)}
