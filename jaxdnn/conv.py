@@ -48,7 +48,8 @@ def conv(
     Args:
       x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8.
         N, and it alone, may be a symbolic dimension of `jax.export`.
-      w: the filter, (R, S, C/G, K) for filter layout HWIO; the dtype of x, or the other float8.
+      w: the filter, (R, S, C/G, K) for filter layout HWIO; the dtype of x, or the other float8. Vectors of channels in
+        `layout` do not oblige it to have any: OIHW or KCRS, say, serve every layout.
       stride: steps between windows, one integer or one per spatial axis.
       padding: zeros around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
         "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side).
@@ -57,6 +58,8 @@ def conv(
       mode: "cross_correlation", or "convolution", which reverses the filter's spatial taps and nothing else.
       layout: the axes of x, prior, residual and the result: NWC, NCW, CWN, NHWC, NCHW, CHWN, NDHWC, NCDHW, CDHWN, or
         with channels in vectors of 32 (any number), NC/32HW32: NCWc32, NCHWc32, NCDHWc32, of shape (N, C/32, H, W, 32).
+        Their C and K must be multiples of 32. With groups=1 fill them up with zeros: channels of x, input channels of w
+        (so that both say the same C), and output channels of w; the surplus channels of y are to be dropped.
       filter_layout: the axes of w in cuDNN's letters (K C T R S, as in KCRS) or JAX's (O I D H W, as in HWIO), in any
         order; KCRSc32 is (K, C/32, R, S, 32). None: HWIO (WIO, DHWIO) for channels last, KCRSc32 for vectors, else
         OIHW.
@@ -66,7 +69,8 @@ def conv(
         "leaky_relu", "clipped_relu", or a pair of a name and its parameter: ("elu", alpha), ("swish", beta),
         ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or ("relu", lower, upper, slope); see
         `activation`.
-      alpha: scales the convolution; a number or a scalar array.
+      alpha: scales the convolution; a number or a scalar array. One scale per output channel, as int8 filters have,
+        is applied afterwards: `conv(x, w, out_dtype=jnp.float32) * scales` with channels last, which adds in int32.
       beta: scales the prior; a number or a scalar array. Where it is zero the prior is not read: NaN in it is harmless.
       prior: the former result that is blended in, the result's shape.
       accumulate: the accumulator's dtype: None is float32 (float64 for float64, int32 for int8); may be a wider float.
