@@ -504,3 +504,16 @@ def test_float64_at_both_ends_of_its_range():
 def test_shapes_and_empty_arrays():
     assert not compare(np.zeros((2, 3), np.float32), np.zeros((3, 2)), np.ones((3, 2))).passed
     assert compare(np.zeros((0, 3), np.float32), np.zeros((0, 3)), np.zeros((0, 3))).passed
+
+
+@each_narrow_dtype
+def test_signalling_nans_are_compared_without_a_warning(dtype: Any):
+    """A result may hold them: a copy keeps the payload of its operand. Warnings are errors in these tests."""
+    kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    every = np.arange(2 ** (8 * kind.itemsize), dtype=kind).view(dtype)
+    with np.errstate(invalid="ignore"):
+        nans = every[np.isnan(every)]
+    golden = np.full(nans.shape, np.nan)
+    assert compare(nans, golden, np.zeros(nans.shape)).passed
+    found = compare(nans, np.ones(nans.shape), np.zeros(nans.shape))
+    assert found.unreachable == found.outside == nans.size
