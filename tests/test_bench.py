@@ -68,3 +68,10 @@ def test_command_refuses_unknown_names(capsys: pytest.CaptureFixture[str]):
     for option in ("--family", "--case", "--passes"):
         assert main(["bench", "conv", option, "nonesuch"]) == 2
         assert "knows no nonesuch; there are" in capsys.readouterr().err
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--dtype DTYPE of the operands (default: float32 here)" in words
+    assert "--repeats REPEATS timings, of which the median counts (default: 15 here)" in words

@@ -297,7 +297,65 @@ def test_a_control_that_finds_nothing_fails(monkeypatch: pytest.MonkeyPatch):
     assert found["repeats"].status == "passed"
 
 
+@pytest.mark.parametrize("op", families.ops())
+def test_every_level_that_is_promised_is_put_to_its_procedures(op: str):
+    """In the full extent, on eight devices: nothing about a subject keeps a procedure of its level from running."""
+    of_op = families.of(op)
+    for engine in of_op.engines_of(op):
+        found = list(of_op.subjects(op, engine, "full", 0))
+        serves = any(of_op.facts(c).refusal is None for c in of_op.cases(op, engine, "quick", 0) if c.dtype == "bf16")
+        assert bool(found) == serves, engine
+        for s in found:
+            promised = LEVELS[: LEVELS.index(s.declared) + 1]
+            # What is a sum over the batch has no samples; every other op's are compared one by one.
+            sums = ("conv_wgrad", "conv_bgrad")
+            assert s.out_axis is not None or op in sums or "batch_invariant" not in promised, s.id
+            assert s.batch % 8 == 0 or "mesh_invariant" not in promised, s.id
+            assert s.definition is not None or "portable" not in promised, s.id
+
+
+def test_named_ops_have_all_of_their_subjects_tested():
+    def ids(ops: Any, *, every: bool) -> set[str]:
+        given = (ops, families.engines(), DTYPES)
+        return {s.id for s in families.subjects(*given, "standard", 0, every=every)}
+
+    named = ["pool", "activation", "conv_transpose"]
+    sample, every = ids(named, every=False), ids(named, every=True)
+    assert sample < every
+    assert {i.split("/")[1] for i in every} == set(named)
+    status, found = verify("--quick", "--op", "pool", "--dtype", "bf16", "--level", "mesh_invariant", "portable")
+    assert status == 0
+    kinds = {(t["variant"], t["procedure"], t["status"]) for t in found["determinism"]}
+    assert kinds == {(v, p, "passed") for v in ("max", "average") for p in ("mesh", "definition")}
+    assert {t["runs"] for t in found["determinism"] if t["procedure"] == "mesh"} == {3}  # on 2, 4 and 8 devices
+
+
+def test_a_pattern_names_procedures_too():
+    status, found = verify("--case", "determinism/pool/xla/bf16/*/mesh", "--case", "determinism/conv/xla/int8/def*")
+    assert status == 0
+    names = {"pool/xla/bf16/max/mesh", "pool/xla/bf16/average/mesh", "conv/xla/int8/definition"}
+    assert {t["id"] for t in found["determinism"]} == {f"determinism/{name}" for name in names}
+
+
+def test_a_control_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    one = jax.local_devices()[:1]
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: one)
+    assert verify("--quick", "--op", "dropout", "--dtype", "bf16", "--level", "mesh_invariant")[0] == 0
+    printed = capsys.readouterr().out
+    assert "negative control of mesh: not run here, needs more than one device" in printed
+    assert "negative controls, 1 x 1 convolutions whatever was asked for: 0 of 0" in printed
+    assert "The functions are 1 x 1 convolutions" in Path("jaxdnn-report.html").read_text()
+
+
 # ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_help_says_every_choice_once(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["verify", "--help"]) == 0
+    words = capsys.readouterr().out.split()
+    assert "conv_wgrad" not in words
+    assert words.count("e4m3fn,") == words.count("batch_invariant,") == words.count("ordered") == 1
+    assert "`jaxdnn info` lists them" in " ".join(words)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +398,9 @@ def test_info_shows_versions_and_engines(capsys: pytest.CaptureFixture[str]):
     assert jax.__version__ in printed
     assert "conv_wgrad" in printed
     assert "ordered" in printed
+    lines = [line for line in printed.splitlines() if line.startswith("hopper") and "f32" in line]
+    assert any(len(line) > 80 for line in lines)  # whole where it is not a terminal that reads
+    assert not any(line.endswith(" ") for line in lines)
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -33,9 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", action="append", help="only the cases of these names (default: all)")
     parser.add_argument("--passes", nargs="+", help="only these, such as forward (default: all)")
     parser.add_argument("--engine", action="append", choices=engines.names(), help="these (default: the chosen one)")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser.add_argument(
+        "--dtype", default="bfloat16" if on_gpu else "float32", help="of the operands (default: %(default)s here)"
+    )
     parser.add_argument("--batch", type=int, help="images (default: the case's own on a GPU, 2 elsewhere)")
-    parser.add_argument("--repeats", type=int, default=9 if on_gpu else 15)
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9 if on_gpu else 15,
+        help="timings, of which the median counts (default: %(default)s here)",
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--record", type=Path, help="merge into this table what engine hopper gained: it ranks by it")
 

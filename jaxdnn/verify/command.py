@@ -27,10 +27,14 @@ DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn verify`."""
-    parser.add_argument("--op", nargs="+", choices=families.ops(), help="only these ops")
-    parser.add_argument("--engine", nargs="+", choices=families.engines(), help="only these engines")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="only these dtypes")
-    parser.add_argument("--level", nargs="+", choices=LEVELS, help='only these levels\' procedures; "fast": none')
+    several = {
+        "op": (families.ops(), "only these ops, and all that they promise; `jaxdnn info` lists them"),
+        "engine": (families.engines(), f"only these engines: {', '.join(families.engines())}"),
+        "dtype": (DTYPES, f"only these dtypes: {', '.join(DTYPES)}"),
+        "level": (LEVELS, f"only these levels' procedures: {', '.join(LEVELS[1:])}; or {LEVELS[0]}: none"),
+    }
+    for name, (choices, text) in several.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, metavar=name.upper(), help=text)
     parser.add_argument("--platform", choices=["cpu", "gpu"], help="default: the one that JAX chooses")
     parser.add_argument("--devices", type=int, metavar="N", help="how many devices a CPU simulates (default 2)")
     extent = parser.add_mutually_exclusive_group()
@@ -39,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(extent="standard")
     parser.add_argument("--seed", type=int, default=0, help="of all random data and geometries (default 0)")
     parser.add_argument(
-        "--case", action="append", metavar="ID", help="only this case, or those of a pattern; several may be given"
+        "--case",
+        action="append",
+        metavar="ID",
+        help="only this case or determinism procedure, or those of a pattern; several may be given",
     )
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was found here")
@@ -59,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown:
         print(unknown, file=sys.stderr)
         return 2
-    console, start = Console(), time.perf_counter()
+    # A file is no terminal of 80 columns: its tables keep their words whole.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    console, start = Console(width=width), time.perf_counter()
     compilations = _count_compilations()
     flush = flushes_subnormals()
     here = environment.describe(flush)
@@ -133,8 +142,9 @@ def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[
     if arguments.case and not procedures:
         return
     given = (arguments.op or families.ops(), arguments.engine or families.engines(), arguments.dtype or DTYPES)
-    for subject in families.subjects(*given, arguments.extent, arguments.seed, every=bool(procedures)):
-        if not procedures or any(name.startswith(subject.id + "/") for name in procedures):
+    every = bool(procedures or arguments.op)  # whoever names ops wants all that they promise tested, not a sample
+    for subject in families.subjects(*given, arguments.extent, arguments.seed, every=every):
+        if not procedures or any(levels.is_named(subject, procedure, procedures) for procedure in levels.EVERY):
             yield subject
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,12 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
     environment.choose(arguments.platform, None)
     console = Console()
     here = environment.describe(flushes_subnormals())
-    facts = _columns()
-    for name in ("jaxdnn", "revision", *environment.PACKAGES, "python", "system", "platform"):
-        facts.add_row(name, str(here[name]))
-    facts.add_row("devices", f"{len(here['devices'])} x {here['device_kind']}")
-    facts.add_row("subnormals", "flushed to zero" if here["flushes_subnormals"] else "kept")
-    console.print(facts)
+    names = ("jaxdnn", "revision", *environment.PACKAGES, "python", "system", "platform")
+    facts = [(name, str(here[name])) for name in names]
+    facts.append(("devices", f"{len(here['devices'])} x {here['device_kind']}"))
+    facts.append(("subnormals", "flushed to zero" if here["flushes_subnormals"] else "kept"))
+    _print(console, facts)
 
     told: dict[Any, list[str]] = collections.defaultdict(list)
     for op in families.ops():
@@ -36,20 +36,28 @@ def run(arguments: argparse.Namespace) -> int:
         lines = tuple((engine, line) for engine in family.engines_of(op) for line in _lines(family, op, engine))
         told[family.typical_name, lines].append(op)
     for (typical, rows), ops in told.items():
-        console.print(f"\n[bold]{', '.join(ops)}[/], {typical}", highlight=False)
-        table, last = _columns(), ""
-        for engine, line in rows:
-            table.add_row("" if engine == last else engine, line)
-            last = engine
-        console.print(table)
+        console.print(f"\n[bold]{', '.join(ops)}[/], {typical}", highlight=False, soft_wrap=True)
+        before = ["", *(engine for engine, _ in rows)]
+        _print(
+            console,
+            [("" if engine == last else engine, line) for (engine, line), last in zip(rows, before, strict=False)],
+        )
     return 0
 
 
-def _columns() -> Table:
+def _print(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Two columns; lines are wrapped for a terminal only, and whole for whatever else reads them."""
+    if not console.is_terminal:
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, line in rows:
+            console.print(f"{name:{width}}  {line}", highlight=False, soft_wrap=True)
+        return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    return table
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _lines(family: Family, op: str, engine: str) -> list[str]:

@@ -19,9 +19,10 @@ Every procedure has a negative control, see `controls`.
 """
 
 import dataclasses
+import fnmatch
 import functools as ft
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ PROCEDURES = {
     "mesh_invariant": ("mesh",),
     "portable": ("definition",),
 }
+EVERY = tuple(procedure for group in PROCEDURES.values() for procedure in group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +165,16 @@ class Different(Exception):
 
 
 def trials(subject: Subject, extent: str, levels: Any, only: Any = ()) -> Iterator[Trial]:
-    """Runs the procedures of every level that the subject declares, or of them those of the ids in `only`."""
+    """Runs the procedures of every level that the subject declares, or of them those that `only` names."""
     for level in LEVELS[1 : LEVELS.index(subject.declared) + 1]:
         for procedure in PROCEDURES[level] if level in levels else ():
-            if not only or f"{subject.id}/{procedure.replace(' ', '-')}" in only:
+            if not only or is_named(subject, procedure, only):
                 yield trial(subject, level, procedure, extent)
+
+
+def is_named(subject: Subject, procedure: str, names: Iterable[str]) -> bool:
+    """Whether the id of a procedure on a subject is among these, or fits a shell's pattern that is."""
+    return any(fnmatch.fnmatchcase(f"{subject.id}/{procedure.replace(' ', '-')}", name) for name in names)
 
 
 def trial(subject: Subject, level: str, procedure: str, extent: str, *, control: bool = False) -> Trial:

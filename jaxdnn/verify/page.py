@@ -260,10 +260,12 @@ _PREDICTED_TEXT = (
 _LEVELS_TEXT = (
     "What each engine promises, and the procedures that put it to the test, with the number of runs that were compared "
     "bit for bit. A level includes those to its left; an empty field is not promised, and where a dash is nothing was "
-    "run: point at it for the reason. Short of <code>--full</code> only a sample of the ops is put to the test."
+    "run: point at it for the reason. Of ops named by <code>--op</code> all is put to the test; else, short of "
+    "<code>--full</code>, a sample."
 )
 _CONTROLS_TEXT = (
     "Each procedure on a function with a planted fault of the kind it is there to find. "
+    "The functions are 1 x 1 convolutions, whatever ops were asked for: it is the procedures that are tried here. "
     "A fault that stays hidden fails the run."
 )
 _REFUSED_TEXT = "Calls that an engine does not serve here, with its reason. Another engine serves them."

@@ -49,7 +49,11 @@ def tables(console: Console, document: dict[str, Any]) -> None:
     controls = document["summary"]["controls"]
     if any(controls.values()):
         found = f"{controls['passed']} of {controls['passed'] + controls['failed']}"
-        console.print(f"negative controls: {found} planted faults found, {controls['not run']} not run here")
+        text = f"negative controls, 1 x 1 convolutions whatever was asked for: {found} planted faults found"
+        console.print(text, soft_wrap=True, highlight=False)
+    for control in (c for c in document["controls"] if c["status"] == "not run"):
+        text = f"negative control of {control['procedure']}: not run here, {control['message']}"
+        console.print(f"[dim]{escape(text)}[/]", soft_wrap=True, highlight=False)
 
 
 def _refusals(cells: list[dict[str, Any]]) -> dict[str, int]:

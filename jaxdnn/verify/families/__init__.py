@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 import functools as ft
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxdnn.verify import case as plain
@@ -38,6 +38,8 @@ class Family:
         and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
         procedures run on one subject for every sixth pair of an op and an engine.
       facets: a case to what of it the matrix must not miss.
+      bound_as: an op to another that is bound as the same primitive, so that what holds for that holds for it: the
+        determinism procedures run on it in the full extent, and where it is named.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Family:
     describe: Callable[[Any], dict[str, Any]] = lambda case: case.describe()
     strides: tuple[int, int] = (1, 1)
     facets: Callable[[Any], set[Any]] = lambda case: {case.dtype}
+    bound_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def of_extent(self, op: str, engine: str, extent: str, seed: int) -> list[Any]:
         """The cases of an extent, each once."""
@@ -150,10 +153,12 @@ def subjects(
     """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: a sample, or `every`."""
     names, kinds = frozenset(engine_names), frozenset(dtypes)
     pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
-    sampled = 0
+    every, sampled = every or extent == "full", 0
     for op, engine in pairs:
+        if op in of(op).bound_as and not every:
+            continue
         found = [s for s in of(op).subjects(op, engine, extent, seed) if s.dtype in kinds]
-        if not every and extent != "full" and of(op).strides[0] != 1 and found:
+        if not every and of(op).strides[0] != 1 and found:
             sampled += 1
             found = [found[sampled // 6 % len(found)]] if sampled % 6 == 1 else []
         yield from found

@@ -27,8 +27,6 @@ TYPICAL = Geometry("a 3 x 3 layer", 8, (56, 56), 64, 64, (3, 3), padding=1)
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """One for every dtype that the engine serves, of each of its kernels."""
-    if op == "conv_transpose":  # bound as the primitive of backward data, so what holds for that holds for it
-        return
     geometries = (GEOMETRY, DEPTHWISE) if engine in NARROW else (GEOMETRY,)
     for geometry, dtype in itertools.product(geometries, DTYPES[extent == "quick" :]):
         case = Case(op, engine, dtype, "NHWC", None, geometry, out="int32" if dtype == "int8" else None)
@@ -88,4 +86,5 @@ FAMILY = Family(
     describe=describe,
     strides=(1, 3),
     facets=lambda case: {case.dtype, case.layout, ("out", case.out), min(case.geometry.batch, 2)},
+    bound_as={"conv_transpose": "conv_dgrad"},
 )

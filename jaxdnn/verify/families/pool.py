@@ -50,6 +50,7 @@ class PoolCase(Case):
     layout: str = "NHWC"
     window: str = "2x2"
     indices: bool = False
+    batch: int = 5
 
     @property
     def primitive(self) -> dict[str, str]:  # type: ignore[override]  (which one it is depends on the mode)
@@ -82,7 +83,11 @@ class PoolCase(Case):
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of an image of these spatial sizes."""
         axes, _, lanes = self.layout.partition("c")
-        letters = {"N": 5, "C": CHANNELS // int(lanes or 1), **dict(zip("DHW"[3 - len(sizes) :], sizes, strict=True))}
+        letters = {
+            "N": self.batch,
+            "C": CHANNELS // int(lanes or 1),
+            **dict(zip("DHW"[3 - len(sizes) :], sizes, strict=True)),
+        }
         return (*(letters[a] for a in axes), *([int(lanes)] if lanes else []))
 
     def _drawn(self, kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -182,10 +187,10 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[PoolCase]:
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
-    """The maximum and the average of every dtype that the engine serves."""
+    """The maximum and the average of every dtype that the engine serves, of a batch that eight devices divide."""
     for dtype in ("f32", "bf16")[extent == "quick" :]:
         for mode in ("max", "average"):
-            case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", "3x3 step 2"), variant=mode)
+            case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", "3x3 step 2"), variant=mode, batch=8)
             found = subject(case, seed, batch_axes=(0,) * (1 + (op == "pool_dgrad")), out_axis=0)
             if found is not None:
                 yield dataclasses.replace(found, variant=mode)

@@ -212,13 +212,13 @@ def _case(
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
-    """One for every dtype."""
+    """One for every dtype, of a batch that eight devices divide."""
     for dtype in ("f32", "bf16", "f16"):
         if op == "linear_cross_entropy":
             loss = LossCase(op, engine, dtype, "rows12-chunk5", chunk=5)
             found = levels.subject(loss, seed, batch_axes=(0, None, 0), out_axis=0)
         else:
-            case = _case(op, engine, dtype, (6, 1000), (-1,), "accurate")
+            case = _case(op, engine, dtype, (8, 1000), (-1,), "accurate")
             found = levels.subject(case, seed, batch_axes=(0,) * case.count, out_axis=0)
         if found is not None:
             yield found
