@@ -39,7 +39,7 @@ def value(spec: ActivationSpec, x: Array) -> Array:
     """alpha act(x) by the formula; for narrow types the engines look it up instead."""
     z = x.astype(wide(x.dtype))
     y = formulas.activate(z, spec.name, spec.parameter)
-    return (y if spec.alpha == 1 else spec.alpha * y).astype(spec.out_dtype)
+    return _rounded.nearest(y if spec.alpha == 1 else spec.alpha * y, spec.out_dtype)
 
 
 def backward(spec: ActivationSpec, dy: Array, x: Array) -> Array:
@@ -47,7 +47,7 @@ def backward(spec: ActivationSpec, dy: Array, x: Array) -> Array:
     precision = wide(x.dtype)
     slope = formulas.derivative(x.astype(precision), spec.name, spec.parameter)
     slope = slope if spec.alpha == 1 else spec.alpha * slope
-    return _rounded.product(dy.astype(precision), slope).astype(spec.out_dtype)
+    return _rounded.nearest(_rounded.product(dy.astype(precision), slope), spec.out_dtype)
 
 
 def _jvp(spec: ActivationSpec, primals: Any, tangents: Any) -> tuple[Array, Array]:

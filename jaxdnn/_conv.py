@@ -122,7 +122,7 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
         bare = spec.epilogue.without_activation()
         plain = dataclasses.replace(spec, epilogue=bare, out_dtype=spec.wide, converted=spec.out_dtype)
         z = bind(op, *primals, spec=plain)
-        y = _epilogue.activate(z, name, parameter).astype(spec.out_dtype)
+        y = _epilogue.convert(_epilogue.activate(z, name, parameter), spec.out_dtype)
         # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
         slope = _epilogue.derivative(z, name, parameter).astype(spec.out_dtype)
     tangent = _linear_tangent(op, spec, y, primals, tangents)

@@ -18,6 +18,7 @@ from jaxdnn._activation_formulas import Parameter, activate
 from jaxdnn._activation_formulas import derivative as derivative
 from jaxdnn._activation_formulas import derivative_from_output as derivative_from_output
 from jaxdnn._activation_formulas import read_activation as read_activation
+from jaxdnn._rounded import nearest
 
 # What a scale that is an array may be.
 SCALES = (
@@ -140,9 +141,9 @@ def along_channel(bias: Array, ndim: int, channel: int) -> Array:
 
 
 def convert(z: Array, dtype: Any) -> Array:
-    """The one conversion: nearest even; integers saturate."""
+    """The one conversion: nearest even, rounded once; integers saturate."""
     if not jnp.issubdtype(dtype, jnp.integer) or z.dtype == dtype:
-        return z.astype(dtype)
+        return nearest(z, dtype)
     limits = jnp.iinfo(dtype)
     if jnp.issubdtype(z.dtype, jnp.floating):
         z = jnp.round(z)

@@ -1,4 +1,6 @@
-"""The one fence between a product and what is made of it: what passes it is rounded to its dtype first.
+"""Roundings that compilers would leave out, or make twice: the fence behind a product, and the one conversion.
+
+What passes the fence is rounded to its dtype before anything is made of it.
 
 XLA lets LLVM and ptxas contract a * b + c into one fused multiply-add, in one program and not in another: with the bits
 of the operands equal, those of the results then depend on the shape, on what else is compiled, and on the device.
@@ -13,10 +15,13 @@ dimension, for XLA folds `bitcast_convert_type` of a constant array that it keep
 wrong values (JAX 0.10 to 0.12: of `x[:, rows]` for a constant x, say).
 """
 
+import functools as ft
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 _INTEGERS = {1: jnp.uint8, 2: jnp.uint16}
@@ -50,3 +55,54 @@ def _fence(p: Array) -> Array:
 @_fence.defjvp
 def _fence_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _fence(*primals), tangents[0]
+
+
+# ---- the one conversion ----------------------------------------------------------------------------------------------
+
+
+def nearest(x: Array, dtype: Any) -> Array:
+    """x in another dtype, of floats the nearest number, ties to even, rounded once.
+
+    XLA on CPUs, as NumPy, converts float64 and int32 to the narrow types by way of float32 and so rounds twice: to
+    bfloat16, 1 + 2^-8 + 2^-40 would become 1. A tangent is converted by XLA.
+    """
+    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize <= 2
+    if narrow and x.dtype == np.float64:
+        return _narrowed(x, np.dtype(dtype))
+    if narrow and x.dtype == np.int32:
+        # Of what float32 does not hold, the low byte is one bit: to which side of the middle of two numbers x lies.
+        sticky = jnp.where(x & 255 == 0, x, (x | 511) - 255)
+        x = jnp.where((x < 2**24) & (x > -(2**24)), x, sticky)
+    return x.astype(dtype)
+
+
+def nearest_number(x: float, dtype: Any) -> np.ndarray:
+    """The same of a Python number."""
+    with np.errstate(over="ignore", under="ignore"):
+        if np.dtype(dtype).itemsize <= 2 and math.isfinite(x) and x:
+            digits, least = _digits(dtype)
+            unit = 2.0 ** (max(math.frexp(x)[1] - 1, least) - digits)
+            x = math.copysign(round(x / unit) * unit, x)
+        return np.asarray(x, dtype)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _narrowed(x: Array, dtype: np.dtype) -> Array:
+    """In float64: the digits cut by XLA where x is normal in the narrow dtype, and below by adding a large number."""
+    digits, least = _digits(dtype)
+    x = rounded(x)
+    large = jnp.asarray(1.5 * 2.0 ** (52 + least - digits), x.dtype)  # its last place is the least subnormal number
+    below = rounded(jnp.abs(x) + large) - large  # XLA in JAX 0.10 would make one sum of the two
+    normal = lax.reduce_precision(x, 11, digits)
+    return jnp.where(jnp.abs(x) < 2.0**least, jnp.where(jnp.signbit(x), -below, below), normal).astype(dtype)
+
+
+@_narrowed.defjvp
+def _narrowed_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _narrowed(*primals, dtype), tangents[0].astype(dtype)
+
+
+def _digits(dtype: Any) -> tuple[int, int]:
+    """The digits behind the point of a significand, and the exponent of the least normal number."""
+    info = jnp.finfo(dtype)
+    return info.nmant, int(info.minexp)

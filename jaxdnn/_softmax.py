@@ -24,6 +24,7 @@ from jax.interpreters import ad
 
 from jaxdnn import _primitive, engines
 from jaxdnn._kernels.xla import softmax as formulas
+from jaxdnn._rounded import nearest
 
 OPS = ("softmax", "softmax_dgrad", "logsumexp")
 
@@ -74,7 +75,7 @@ def _dgrad_transpose(spec: SoftmaxSpec, ct: Array, dy: Any, y: Any) -> list[Arra
 def _logsumexp_jvp(spec: SoftmaxSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
     x, v = primals[0], tangents[0]
     wide = _BIND["logsumexp"](x, spec=spec.as_dtype(spec.accumulate))
-    y = wide.astype(spec.out_dtype)
+    y = nearest(wide, spec.out_dtype)
     if isinstance(v, ad.Zero):
         return y, _primitive.zero_tangent(y)
     axes = tuple(axis % x.ndim for axis in spec.axes)

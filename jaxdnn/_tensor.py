@@ -50,22 +50,6 @@ def out_dtype(value: Any, like: Array) -> np.dtype:
     return found
 
 
-def nearest(number: float, dtype: Any) -> np.ndarray:
-    """A Python number in a float dtype, rounded once.
-
-    NumPy's casts to the narrow types go through float32. There the number is rounded to odd, that is to whichever of
-    its two neighbours has an odd last bit: after that the second rounding comes out as if it were the only one.
-    """
-    with np.errstate(over="ignore", under="ignore"):
-        if np.dtype(dtype).itemsize > 2:
-            return np.asarray(number, dtype)
-        near = np.asarray(number, np.float32)
-        rest = number - float(near)  # not number != near, for which NumPy would round the number too
-        if rest and np.isfinite(near) and near.view(np.uint32) % 2 == 0:
-            near = np.nextafter(near, np.float32(np.copysign(np.inf, rest)))
-        return near.astype(dtype)
-
-
 def refuse_portable(what: str, level: str) -> None:
     """Raises where a square root would have to be the same on every device; XLA's on GPUs is not correctly rounded."""
     if satisfies(level, "portable"):

@@ -16,6 +16,7 @@ from jaxdnn import _norm_arguments as arguments
 from jaxdnn import _norm_devices as several
 from jaxdnn._norm_arguments import Extras, Options, Types, View
 from jaxdnn._norm_devices import AxisName
+from jaxdnn._rounded import nearest
 
 
 def batch_norm(
@@ -109,7 +110,7 @@ def batch_norm(
     else:
         y, mean, rstd, variance = several.forward(view, x, scale, bias, found, options, axis_name)
     if extras is None:
-        y = y.astype(found.out)
+        y = nearest(y, found.out)
     else:
         y = _epilogue.apply(extras[0], y, extras[1], channel=frame.layout.channel, out_dtype=found.out)
     m = _count(view) * devices
@@ -182,7 +183,7 @@ def batch_norm_inference(
     y = y * given["scale"] if "scale" in given else y
     y = y + given["bias"] if "bias" in given else y
     if extras is None:
-        return frame.restore(y.astype(found.out))
+        return frame.restore(nearest(y, found.out))
     return frame.restore(_epilogue.apply(extras[0], y, extras[1], channel=frame.layout.channel, out_dtype=found.out))
 
 

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check
 from jaxdnn import _norm_arguments as arguments
+from jaxdnn._rounded import nearest
 from jaxdnn.determinism import required, satisfies
 
 
@@ -63,7 +64,7 @@ def lp_normalize(
     wide = x.astype(found.accumulate)
     scaled, unit = _scaled_by_power_of_two(wide, view.axes)
     norm = _norm_of(scaled, p, view.axes, required(determinism))
-    return (scaled / jnp.maximum(norm, jnp.asarray(small, wide.dtype) * unit)).astype(found.out)
+    return nearest(scaled / jnp.maximum(norm, jnp.asarray(small, wide.dtype) * unit), found.out)
 
 
 def _scaled_by_power_of_two(x: Array, axes: Sequence[int]) -> tuple[Array, Array]:

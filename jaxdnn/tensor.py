@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _epilogue, _frame, _tensor, _window
-from jaxdnn._rounded import product, rounded
+from jaxdnn._rounded import nearest_number, product, rounded
 from jaxdnn.determinism import required
 
 OPS = ("add", "mul", "min", "max", "sqrt", "not")
@@ -366,7 +366,7 @@ def fill(x: ArrayLike, /, *, value: float | ArrayLike = 0.0, out_dtype: DTypeLik
     if isinstance(number, Array):
         return jnp.full_like(x, _epilogue.convert(number, out), dtype=out)
     if not jnp.issubdtype(out, jnp.integer):
-        return jnp.full_like(x, _tensor.nearest(number, out), dtype=out)
+        return jnp.full_like(x, nearest_number(number, out), dtype=out)
     # Saturated here, for float32 does not hold every int32.
     whole = int(np.clip(np.nan_to_num(np.rint(number), nan=0.0), jnp.iinfo(out).min, jnp.iinfo(out).max))
     return jnp.full_like(x, whole, dtype=out)

@@ -11,7 +11,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._kernels.xla import softmax as formulas
-from jaxdnn._rounded import product, product_along, rounded
+from jaxdnn._rounded import nearest, nearest_number, product, product_along, rounded
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
@@ -114,3 +114,92 @@ def test_ordered_softmax_rounds_its_products(rows: int):
     same_bits(back, x * (dy - halved(x * dy)))
     same_bits(back_log, dy - np.asarray(exp(x)) * halved(dy))
     same_bits(along, halved(np.asarray(exp(x - logsumexp)) * dy)[0])
+
+
+# ---- the one conversion ----------------------------------------------------------------------------------------------
+
+NARROW = [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+
+
+def ties(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Every middle of two neighbours, the doubles next to it, and what they round to; none that CPUs take for zero."""
+    words = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    numbers = np.arange(1 << 8 * words.itemsize, dtype=np.uint32).astype(words).view(dtype)
+    numbers = numbers[np.isfinite(numbers.astype(np.float32))]
+    numbers = numbers[np.argsort(numbers.astype(np.float64), kind="stable")]
+    values = numbers.astype(np.float64)
+    low, high = values[:-1], values[1:]
+    middle = (low + high) / 2
+    even = np.where(numbers[:-1].view(words) % 2 == 0, low, high)
+    x = np.concatenate([middle, np.nextafter(middle, low), np.nextafter(middle, high)])
+    expected = np.concatenate([even, low, high])
+    kept = (np.tile(low < high, 3)) & (np.abs(x) > 2.0**-125)
+    return x[kept], np.copysign(expected, x)[kept]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_float64_becomes_the_nearest_number(dtype: Any):
+    x, expected = ties(dtype)
+    assert np.any(x.astype(np.float32).astype(dtype).astype(np.float64) != expected)  # by way of float32 it is not
+    same_bits(jax.jit(lambda x: nearest(x, dtype))(x), expected.astype(dtype))
+    same_bits(jax.vmap(lambda x: nearest(x, dtype))(jnp.asarray(x)), expected.astype(dtype))
+    at_once = np.asarray([nearest_number(float(v), dtype) for v in x[::97]])
+    same_bits(at_once, expected[::97].astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_what_is_no_finite_number_is_converted_as_by_the_type_itself(dtype: Any):
+    x = np.asarray([0.0, -0.0, np.inf, -np.inf, np.nan, 1e300, -1e300, 1e-300])
+    with np.errstate(over="ignore", under="ignore"):
+        expected = x.astype(dtype).astype(np.float64)
+    for found in (jax.jit(lambda x: nearest(x, dtype))(x), np.asarray([nearest_number(float(v), dtype) for v in x])):
+        np.testing.assert_array_equal(np.asarray(found).astype(np.float64), expected)
+        assert np.signbit(np.asarray(found).astype(np.float64))[:2].tolist() == [False, True]
+
+
+def test_int32_becomes_the_nearest_bfloat16():
+    near = (2**30 + np.arange(-3, 4)[:, None] + 2**22 * np.arange(1, 128)).reshape(-1)
+    x = np.concatenate([near, -near, [2**24 + 2**16 + 1, 2**24 - 1, 2**31 - 1, -(2**31), 0, -7]]).astype(np.int32)
+    found = jax.jit(lambda x: nearest(x, jnp.bfloat16))(x)
+    same_bits(found, np.asarray([nearest_number(float(v), jnp.bfloat16) for v in x]))
+
+
+def test_derivatives_of_a_conversion():
+    x, v = (jnp.asarray(a[:5]) for a in drawn(np.float64, (5,))[1:])
+    tangent = jax.jvp(lambda x: nearest(x, jnp.bfloat16), (x,), (v,))[1]
+    same_bits(tangent, np.asarray(v.astype(jnp.bfloat16)))
+    (back,) = jax.vjp(lambda x: nearest(x, jnp.bfloat16), x)[1](tangent)
+    same_bits(back, np.asarray(tangent.astype(jnp.float64)))
+
+
+TIE = 1 + 2.0**-8 + 2.0**-40  # bfloat16's 1 + 2^-7, and its 1 where float32 comes in between
+LEVEL = {"out_dtype": jnp.bfloat16}
+ROUTES: dict[str, Callable[[Any], Any]] = {
+    "conv": lambda x: dnn.conv(x, jnp.ones((1, 1, 1, 1)), **LEVEL),
+    "conv, blended": lambda x: dnn.conv(x, jnp.ones((1, 1, 1, 1)), alpha=0.5, beta=0.5, prior=x, **LEVEL),
+    "transform": lambda x: dnn.transform(x, **LEVEL),
+    "scale": lambda x: dnn.scale(x / 2, alpha=2, **LEVEL),
+    "add": lambda x: dnn.add(jnp.zeros((1, 1, 1, 1)), x, **LEVEL),
+    "fill": lambda x: dnn.fill(x, value=x[0, 0, 0, 0], **LEVEL),
+    "reduce": lambda x: dnn.reduce(x, axes=3, keepdims=True, **LEVEL),
+    "resample": lambda x: dnn.resample(x, sizes=(2, 3), **LEVEL),
+    "col2im": lambda x: dnn.col2im(x, x.shape, taps=1, **LEVEL),
+    "pool max": lambda x: dnn.pool(x, window=1, **LEVEL),
+    "pool average": lambda x: dnn.pool(x, window=1, mode="average", **LEVEL),
+    "pool_dgrad": lambda x: dnn.pool_dgrad(x, x, window=1, **LEVEL),
+    "pool_dgrad average": lambda x: dnn.pool_dgrad(x, x, window=1, mode="average", **LEVEL),
+    "adaptive_pool": lambda x: dnn.adaptive_pool(x, output_sizes=(2, 3), mode="average", **LEVEL),
+    "activation": lambda x: dnn.activation(x, **LEVEL),
+    "activation_dgrad": lambda x: dnn.activation_dgrad(x, x, **LEVEL),
+    "softmax": lambda x: dnn.softmax(jnp.append(-512 * x, 0 * x, 3), algorithm="log", **LEVEL)[..., :1] / -512,
+    "softmax, blended": lambda x: dnn.softmax(0 * x, alpha=x[0, 0, 0, 0], **LEVEL),
+    "logsumexp": lambda x: dnn.logsumexp(x, axis=3, **LEVEL),
+    "norm": lambda x: dnn.layer_norm(jnp.zeros(x.shape), bias=x[0, 0, 0], **LEVEL),
+    "batch_norm_inference": lambda x: dnn.batch_norm_inference(x, jnp.zeros(1), jnp.ones(1), eps=0.0, **LEVEL),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_rounds_float64_once(route: str):
+    found = np.asarray(jax.jit(ROUTES[route])(np.full((1, 2, 3, 1), TIE))).astype(np.float64)
+    assert np.all(found == 1 + 2.0**-7)

@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from jaxdnn import engines
 from jaxdnn._norm import OPS, NormSpec
-from jaxdnn._rounded import rounded
+from jaxdnn._rounded import nearest, rounded
 
 Total = Callable[[Array, Sequence[int]], Array]
 Separate = Callable[[Array], Array]
@@ -114,7 +114,7 @@ def norm(arithmetic: Arithmetic, spec: NormSpec, x: Array, *parameters: Array) -
         y = y * scale
     if bias is not None:
         y = arithmetic.separate(y) + bias
-    return y.astype(spec.out_dtype), mean, rstd, variance
+    return nearest(y, spec.out_dtype), mean, rstd, variance
 
 
 def _normalised(arithmetic: Arithmetic, spec: NormSpec, x: Array, mean: Array, rstd: Array) -> Array:
@@ -149,7 +149,7 @@ def norm_dgrad(
     inner = g if scale is None else separate(g * scale)
     inner = inner - of_g if spec.centred else inner
     dx = rstd * (inner - separate(h * of_gh))
-    return dx.astype(spec.out_dtype), ds, db
+    return nearest(dx, spec.out_dtype), ds, db
 
 
 def _total_unless_none(arithmetic: Arithmetic, v: Array, axes: Sequence[int]) -> Array:
@@ -174,7 +174,7 @@ def norm_tangent(arithmetic: Arithmetic, spec: NormSpec, *operands: Array) -> Ar
     result = terms[0]
     for term in terms[1:]:
         result = separate(result) + separate(term)
-    return result.astype(spec.out_dtype)
+    return nearest(result, spec.out_dtype)
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {"norm": norm, "norm_tangent": norm_tangent, "norm_dgrad": norm_dgrad}

@@ -24,7 +24,7 @@ from jaxdnn import _pool, engines
 from jaxdnn._kernels.xla.pool_fold import Item, fold, last_first, padded, slice_axis
 from jaxdnn._kernels.xla.pool_gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
 from jaxdnn._pool import PoolSpec
-from jaxdnn._rounded import rounded
+from jaxdnn._rounded import nearest, rounded
 
 # ---- maximum ---------------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ def _is_in_x(spec: PoolSpec, tap: Array) -> Array:
 def _max_dgrad(call: engines.Call, dy: Array, tap: Array) -> Array:
     spec: PoolSpec = call.spec
     wide = dy.astype(_accumulator(dy.dtype))
-    return gather_form(spec, wide, tap, jnp.add).astype(spec.out_dtype)
+    return nearest(gather_form(spec, wide, tap, jnp.add), spec.out_dtype)
 
 
 # ---- average ---------------------------------------------------------------------------------------------------------
@@ -172,11 +172,11 @@ def _average(call: engines.Call, x: Array) -> Array:
     for i, axis in last_first(spec):
         y = fold(y, axis, spec.taps[i], spec.window.strides[i], spec.window.dilation[i], spec.outputs[i], _add)
     if spec.divisor is None:
-        return _alone(spec, y.astype(spec.out_dtype))
+        return _alone(spec, nearest(y, spec.out_dtype))
     if jnp.issubdtype(spec.out_dtype, jnp.integer):
         return rounded_quotient(y, _along(spec, y, spec.counts().astype(np.int32))).astype(spec.out_dtype)
     y = y.astype(jnp.float32) if jnp.issubdtype(y.dtype, jnp.integer) else y
-    return _alone(spec, (y * _reciprocals(spec, y)).astype(spec.out_dtype))
+    return _alone(spec, nearest(y * _reciprocals(spec, y), spec.out_dtype))
 
 
 def _alone(spec: PoolSpec, a: Array) -> Array:
@@ -216,7 +216,7 @@ def _average_dgrad(call: engines.Call, dy: Array) -> Array:
         dx = _sum_backward(spec, i, axis, dx)
     if factor is not None and factor.size == 1:
         dx = dx * factor
-    return _alone(spec, dx.astype(spec.out_dtype))
+    return _alone(spec, nearest(dx, spec.out_dtype))
 
 
 def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:

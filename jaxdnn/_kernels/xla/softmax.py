@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn import engines
-from jaxdnn._rounded import product_along, rounded
+from jaxdnn._rounded import nearest, product_along, rounded
 from jaxdnn.determinism import satisfies
 
 Sum = Callable[[Array, tuple[int, ...]], Array]
@@ -65,12 +65,12 @@ def softmax(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain) ->
     x = x.astype(spec.accumulate)
     if spec.algorithm == "fast":
         e = _exp(x, apart)
-        return _share(e, total(e, spec.axes), apart).astype(spec.out_dtype)
+        return nearest(_share(e, total(e, spec.axes), apart), spec.out_dtype)
     shifted = x - row_max(x, spec.axes)
     e = _exp(shifted, apart)
     if spec.algorithm == "log":
-        return (shifted - _log(total(e, spec.axes), apart)).astype(spec.out_dtype)
-    return _share(e, total(e, spec.axes), apart).astype(spec.out_dtype)
+        return nearest(shifted - _log(total(e, spec.axes), apart), spec.out_dtype)
+    return nearest(_share(e, total(e, spec.axes), apart), spec.out_dtype)
 
 
 def _exp(x: Array, apart: Apart) -> Array:
@@ -111,7 +111,7 @@ def softmax_dgrad(spec: Any, dy: Array, y: Array, total: Sum = xla_sum, apart: A
         dx = dy - total(_exp(y, apart) * dy, spec.axes)
     else:
         dx = dy - apart(_exp(y, apart) * total(dy, spec.axes))
-    return dx.astype(spec.out_dtype)
+    return nearest(dx, spec.out_dtype)
 
 
 def logsumexp(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain) -> Array:
@@ -120,7 +120,7 @@ def logsumexp(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain) 
     m = row_max(x, spec.axes)
     m = jnp.where(jnp.isfinite(m), m, jnp.zeros_like(m))
     y = m + _log(total(_exp(x - m, apart), spec.axes), apart)
-    return lax.squeeze(y, [axis % x.ndim for axis in spec.axes]).astype(spec.out_dtype)
+    return nearest(lax.squeeze(y, [axis % x.ndim for axis in spec.axes]), spec.out_dtype)
 
 
 def row_max(x: Array, axes: Sequence[int]) -> Array:
