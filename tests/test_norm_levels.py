@@ -248,6 +248,27 @@ def test_gradients_of_integers_are_refused_where_they_are_read():
         dnn.layer_norm_dgrad(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3)))
 
 
+def test_numpy_float64_is_read_as_jax_reads_it():
+    x, c = np.random.default_rng(6).normal(size=(2, 2, 3, 4, 6)).astype(np.float32), np.arange(1.0, 7)
+    calls = {
+        "batch": lambda x, dy, c: dnn.batch_norm(x, scale=c, bias=c, running_mean=c, running_variance=c, residual=dy),
+        "batch, back": lambda x, dy, c: dnn.batch_norm_dgrad(
+            dy, x, scale=c, mean=c, rstd=c, y=x, prior_dscale=c, prior_dbias=c, beta_param=1.0
+        ),
+        "inference": lambda x, dy, c: dnn.batch_norm_inference(x, c, c, prior=dy, beta=1.0),
+        "layer": lambda x, dy, c: dnn.layer_norm(x, scale=c, bias=c),
+        "layer, back": lambda x, dy, c: dnn.layer_norm_dgrad(dy, x, scale=c, mean=dy[..., 0], rstd=dy[..., 1]),
+        "group": lambda x, dy, c: dnn.group_norm(x, groups=2, scale=c, bias=c),
+        "group, back": lambda x, dy, c: dnn.group_norm_dgrad(dy, x, groups=6, mean=dy[:, 0, 0], rstd=dy[:, 0, 1]),
+        "divisive": lambda x, dy, c: dnn.divisive_norm(x, means=dy, prior=dy, beta=1.0),
+    }
+    for name, call in calls.items():
+        wide, narrow = (jax.tree.leaves(call(*(v.astype(t) for v in (*x, c)))) for t in (np.float64, np.float32))
+        for ours, theirs in zip(wide, narrow, strict=True):
+            assert ours.dtype == jnp.float32, name
+            np.testing.assert_array_equal(ours, theirs, name)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_derivative_in_a_saved_mean(dtype: Any) -> None:
     dy, x = (jax.random.normal(jax.random.key(i), (2, 5)).astype(dtype) for i in (1, 2))
