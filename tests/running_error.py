@@ -6,6 +6,7 @@ products fused to sums or not. u is the unit roundoff of the value's dtype, X th
 
     x + y    e + f               x y    X f + Y e              x / y    (e + |x / y| f) / (|y| - f)
     √x       e / (√x + √(x - e))        Σ x    Σ e + γ(n) Σ X         and behind each u (|z| + e)
+    x^y      by `norm_local.power_error`, and a factor exp(f |log x|)
 
 Comparisons choose by the values, so a program is bounded where its choices do not hang on a rounding. The norms' own
 primitives are interpreted as the formulas that XLA gets.
@@ -21,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdnn._kernels.xla import norm
+from jaxdnn.verify.families.norm_local import power_error
 
 OWN = ("jaxdnn_norm", "jaxdnn_norm_tangent", "jaxdnn_norm_dgrad")
-INNER = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+INNER = ("jit", "pjit", "call", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 Values = np.ndarray
 Pair = tuple[Values, Values]
 
@@ -71,7 +73,15 @@ def _apply(eqn: Any, given: list[Pair]) -> list[Pair]:
     values, errors = [z for z, _ in given], [e for _, e in given]
     if name == "optimization_barrier":
         return given
-    if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars):  # counters, and what is made of choices
+    if name == "call_hi_primitive":  # the newest JAX's ways to powers of two, which are exact
+        name = type(params["_prim"]).__name__
+        if name == "Ldexp":
+            return [(np.ldexp(values[0], values[1]), np.ldexp(errors[0], values[1]))]
+        if name == "Frexp":
+            mantissa, exponent = np.frexp(values[0])
+            return [(mantissa, np.ldexp(errors[0], -exponent)), _exact(exponent)]
+    # Counters, what is made of choices, and bits, which choices are made of.
+    if name == "bitcast_convert_type" or not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars):
         read = [jnp.asarray(z, v.aval.dtype) for z, v in zip(values, eqn.invars, strict=True)]
         return [_exact(eqn.primitive.bind(*read, **params))]
     if name == "split":
@@ -124,6 +134,7 @@ _SHAPES: dict[str, Callable[..., Values]] = {
     "pad": _pad,
     "copy": lambda p, x: x,
     "copy_p": lambda p, x: x,
+    "stop_gradient": lambda p, x: x,
 }
 _CHOICES: dict[str, Callable[..., Values]] = {
     "eq": np.equal,
@@ -177,6 +188,17 @@ def _integer_pow(eqn: Any, v: Any, e: Any) -> Pair:
     return (z, off) if y >= 0 else _div(eqn, (np.ones_like(z), z), (np.zeros_like(z), off))
 
 
+def _pow(eqn: Any, v: Any, e: Any) -> Pair:
+    """Zero, if it is exact, to a positive power is zero."""
+    u, tiny = _limits(eqn)
+    t, q, zero = *v, (v[0] == 0) & (e[0] == 0) & (v[1] > e[1])
+    t, off = np.where(zero, 1, t), np.where(zero, 0, e[0] / t)
+    share = 1 + power_error(t, off, q, u)
+    share = share * np.exp(e[1] * (np.abs(np.log(t)) - np.log1p(-off))) - 1
+    z = np.where(zero, 0, t**q)
+    return z, np.where((t > 0) & (off < 1), np.abs(z) * share + tiny, np.inf)
+
+
 def _reduce_sum(eqn: Any, v: Any, e: Any) -> Pair:
     axes, (u, tiny) = tuple(eqn.params["axes"]), _limits(eqn)
     n = math.prod(v[0].shape[a] for a in axes)
@@ -205,7 +227,9 @@ _RULES: dict[str, Callable[..., Pair]] = {
     "div": _div,
     "sqrt": _sqrt,
     "integer_pow": _integer_pow,
+    "pow": _pow,
     "reduce_sum": _reduce_sum,
+    "reduce_max": lambda eqn, v, e: (v[0].max(eqn.params["axes"]), e[0].max(eqn.params["axes"])),
     "convert_element_type": _convert,
     "neg": _steady(np.negative),
     "abs": _steady(np.abs),

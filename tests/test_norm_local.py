@@ -1,5 +1,6 @@
 """Local response and divisive normalisation, and division by a p-norm: values, windows, gradients, transformations."""
 
+import functools as ft
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+import running_error
 from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify.families import norm_local
@@ -35,8 +37,20 @@ def agree(out: Any, golden: Any, error: Any) -> None:
     assert not found.unchecked
 
 
-def window(x: np.ndarray, axes: list[int], n: int, even: str, exponent: float = 0.75) -> norm_local.Window:
-    return norm_local.Window(x.astype(np.float64), axes, n, even, 0.7, exponent, 1.5, "float32")
+# The definition's roundoff for float64, over that of float64.
+SHARE = float(np.finfo(np.longdouble).eps) * 2.0**52
+
+
+def window(x: np.ndarray, axes: list[int], n: int, even: str, format: str = "float32") -> norm_local.Window:
+    return norm_local.Window(x.astype(np.float64), axes, n, even, 0.7, 0.75, 1.5, format)
+
+
+def alike(transformed: Any, by: Any, *arrays: Any) -> None:
+    """Two programs agree within the bounds of their own roundings."""
+    errors = [jax.tree.leaves(running_error.bounds(f, *arrays)[1]) for f in (transformed, by)]
+    results = [jax.tree.leaves(f(*arrays)) for f in (transformed, by)]
+    for a, b, *both in zip(*results, *errors, strict=True):
+        running_error.agree(a, b, *both)
 
 
 def loops(x: np.ndarray, n: int, even: str, k: float, rate: float, exponent: float) -> np.ndarray:
@@ -54,9 +68,8 @@ def test_windows(n: int, even: str):
     x = arrays((4, 7))[0]
     x = x.astype(np.float32).astype(np.float64)
     expected = loops(x, n, even, 1.5, 0.7, 0.75)
-    np.testing.assert_allclose(
-        reference.lrn(x[:, None], layout="NWC", n=n, even=even, **STRONG)[:, 0], expected, rtol=1e-12
-    )
+    defined = reference.lrn(x[:, None], layout="NWC", n=n, even=even, **STRONG)[:, 0]
+    running_error.agree(defined, expected, 2 * window(x, [1], n, even, "float64").forward(x)[0][1])
     found = dnn.lrn(x[:, None].astype(np.float32), layout="NWC", n=n, even=even, **STRONG)
     agree(found[:, 0], expected, window(x, [1], n, even).forward(x)[0][1])
 
@@ -147,40 +160,41 @@ def test_powers_keep_half_of_what_the_bounds_allow(dtype: Any, exponent: float):
 
 def test_backward_definitions_are_derivatives():
     """Central differences of the definition, in x and in the means."""
-    x, dy, means = arrays((2, 4, 5, 3))
-    direction, h = np.random.default_rng(9).normal(size=x.shape), 1e-6
-    change = lambda f: np.sum(dy * (f(h * direction) - f(-h * direction))) / (2 * h)
-    np.testing.assert_allclose(
-        np.sum(reference.lrn_dgrad(dy, x, n=4, **STRONG) * direction),
-        change(lambda d: reference.lrn(x + d, n=4, **STRONG)),
-        rtol=1e-7,
+    x, dy, means, d = running_error.coarse(*arrays((2, 4, 5, 3)), np.random.default_rng(9).normal(size=(2, 4, 5, 3)))
+    rule = window(x, [3], 4, "high", "float64")
+    y, (off, _) = rule.forward(x)[0][1] * SHARE, ((e * SHARE for _, e in rule.backward(dy, x)))
+    running_error.dual(
+        reference.lrn_dgrad(dy, x, n=4, **STRONG), off, d, dy, lambda h: reference.lrn(x + h * d, n=4, **STRONG), y
     )
-    dx, dmeans = reference.divisive_norm_dgrad(dy, x, means=means, n=2, **STRONG)
-    for gradient, f in (
-        (dx, lambda d: reference.divisive_norm(x + d, means=means, n=2, **STRONG)),
-        (dmeans, lambda d: reference.divisive_norm(x, means=means + d, n=2, **STRONG)),
-    ):
-        np.testing.assert_allclose(np.sum(gradient * direction), change(f), rtol=1e-7)
+    rule = window(x - means, [1, 2], 2, "high", "float64")
+    y, errors = rule.forward(x)[0][1] * SHARE, [e * SHARE for _, e in rule.backward(dy, x)]
+    gradients = reference.divisive_norm_dgrad(dy, x, means=means, n=2, **STRONG)
+    moved = lambda dx, dm: reference.divisive_norm(x + dx, means=means + dm, n=2, **STRONG)
+    for gradient, off, f in zip(gradients, errors, (lambda h: moved(h * d, 0), lambda h: moved(0, h * d)), strict=True):
+        running_error.dual(gradient, off, d, dy, f, y)
 
 
 @pytest.mark.usefixtures("x64")
 def test_transformations():
     """Gradients of any order are those of the public backward ops; vmap is a loop."""
-    x, dy, means = map(jnp.asarray, arrays((2, 3, 4, 6)))
-    forward = lambda x, m: dnn.divisive_norm(x, means=m, n=3, **STRONG)
-    for ours, theirs in zip(
-        jax.vjp(forward, x, means)[1](dy), dnn.divisive_norm_dgrad(dy, x, means=means, n=3, **STRONG), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
-    local = lambda x: dnn.lrn(x, n=3, **STRONG)
-    np.testing.assert_allclose(jax.vjp(local, x)[1](dy)[0], dnn.lrn_dgrad(dy, x, n=3, **STRONG), rtol=1e-9, atol=1e-12)
-    second = jax.jvp(jax.grad(lambda x: jnp.vdot(local(x), dy)), (x,), (means,))[1]
-    h = 1e-6
-    ends = [reference.lrn_dgrad(np.asarray(dy), np.asarray(x + s * h * means), n=3, **STRONG) for s in (1, -1)]
-    np.testing.assert_allclose(second, (ends[0] - ends[1]).astype(float) / (2 * h), rtol=1e-5, atol=1e-8)
-    many = jnp.stack([x, dy])
-    np.testing.assert_allclose(jax.vmap(local)(many), jnp.stack([local(x), local(dy)]), rtol=1e-12)
-    np.testing.assert_allclose(jax.lax.map(local, many), jax.jit(jax.vmap(local))(many), rtol=1e-12)
+    x, dy, means = running_error.coarse(*arrays((2, 3, 4, 6)))
+    local, divisive = ft.partial(dnn.lrn, n=3, **STRONG), ft.partial(dnn.divisive_norm, n=3, **STRONG)
+    pulled = lambda f: lambda dy, *given: jax.vjp(f, *given)[1](dy)
+    alike(
+        pulled(lambda x, m: divisive(x, means=m)),
+        lambda dy, x, m: dnn.divisive_norm_dgrad(dy, x, means=m, n=3, **STRONG),
+        *map(jnp.asarray, (dy, x, means)),
+    )
+    alike(pulled(local), lambda dy, x: [dnn.lrn_dgrad(dy, x, n=3, **STRONG)], jnp.asarray(dy), jnp.asarray(x))
+    second = lambda x, d: jax.jvp(jax.grad(lambda x: jnp.sum(local(x) * dy)), (x,), (d,))[1]
+    ends = lambda h: reference.lrn_dgrad(dy, x + h * means, n=3, **STRONG)
+    off = window(x, [3], 3, "high", "float64").backward(dy, x)[0][1] * SHARE
+    error = running_error.bounds(second, jnp.asarray(x), jnp.asarray(means))[1]
+    running_error.agree(second(jnp.asarray(x), jnp.asarray(means)), *running_error.slope(ends, off), error)
+    many = jnp.stack([jnp.asarray(x), jnp.asarray(dy)])
+    mapped, error = jax.jit(jax.vmap(local))(many), running_error.bounds(jax.vmap(local), many)[1]
+    for looped in (jax.lax.map(local, many), jnp.stack([local(many[0]), local(many[1])])):
+        running_error.agree(looped, mapped, 2 * error)
 
 
 @pytest.mark.parametrize("p", [1, 1.5, 2, 3.0, np.inf])
@@ -190,9 +204,11 @@ def test_p_norms(p: float, axis: Any):
     y = np.asarray(dnn.lp_normalize(x, p=p, axis=axis))
     error = norm_local.vector_error(x.astype(np.float64), p, axis, 1e-12, "float32")
     agree(y, reference.lp_normalize(x, p=p, axis=axis), error)
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    lines = np.moveaxis(y, axes, range(len(axes))).reshape(-1, y.size // np.prod([y.shape[a] for a in axes])).T
-    np.testing.assert_allclose([np.linalg.norm(line, p) for line in lines], np.ones(len(lines)), rtol=2e-6)
+    wide = x.astype(np.float64)
+    total, root = (np.sum, 1 / p) if p < np.inf else (np.max, 1)
+    norms = total(np.abs(wide) ** (p if p < np.inf else 1), axis, keepdims=True) ** root
+    twice = 2 * norm_local.vector_error(wide, p, axis, 1e-12, "float64")
+    running_error.agree(reference.lp_normalize(x, p=p, axis=axis), wide / norms, twice)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3.0, np.inf])
@@ -200,11 +216,11 @@ def test_p_norms_of_extremes(p: float):
     """Neither overflow nor underflow; zero stays zero, and so do its derivatives."""
     for size in (2e-38, 1e-20, 1.0, 1e20, 3e38):
         x = f32([size, -size])
-        y = dnn.lp_normalize(x, p=p, eps=0.0)
-        np.testing.assert_allclose(y, [2 ** (-1 / p), -(2 ** (-1 / p))], rtol=1e-6)
+        error = norm_local.vector_error(x.astype(np.float64), p, -1, 0.0, "float32")
+        agree(dnn.lp_normalize(x, p=p, eps=0.0), 2 ** (-1 / p) * np.sign(x), error)
     zero = jnp.zeros(3)
     np.testing.assert_array_equal(dnn.lp_normalize(zero, p=p), zero)
-    np.testing.assert_allclose(jax.jacobian(lambda x: dnn.lp_normalize(x, p=p, eps=0.5))(zero), 2 * np.eye(3))
+    np.testing.assert_array_equal(jax.jacobian(lambda x: dnn.lp_normalize(x, p=p, eps=0.5))(zero), 2 * np.eye(3))
     halves = jnp.asarray([0.25, 0.0], ml_dtypes.bfloat16)
     np.testing.assert_array_equal(dnn.lp_normalize(halves, p=p, eps=0.5).astype(jnp.float32), [0.5, 0])
 
@@ -212,11 +228,11 @@ def test_p_norms_of_extremes(p: float):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("p", [1, 1.5, 2, 3.0])
 def test_p_norms_derivatives(p: float):
-    x, direction, _ = arrays((3, 5))
-    h = 1e-6
-    tangent = jax.jvp(lambda x: dnn.lp_normalize(x, p=p), (jnp.asarray(x),), (jnp.asarray(direction),))[1]
-    ends = [reference.lp_normalize(x + s * h * direction, p=p) for s in (1, -1)]
-    np.testing.assert_allclose(tangent, (ends[0] - ends[1]).astype(float) / (2 * h), rtol=1e-5, atol=1e-8)
+    x, direction, _ = running_error.coarse(*arrays((3, 5)))
+    run = lambda x: jax.jvp(lambda x: dnn.lp_normalize(x, p=p), (x,), (jnp.asarray(direction),))[1]
+    off = norm_local.vector_error(x, p, -1, 1e-12, "float64") * SHARE
+    along = running_error.slope(lambda h: reference.lp_normalize(x + h * direction, p=p), off)
+    running_error.agree(run(jnp.asarray(x)), *along, running_error.bounds(run, jnp.asarray(x))[1])
     second = jax.grad(lambda x: jnp.vdot(jax.grad(lambda x: dnn.lp_normalize(x, p=p)[0, 0])(x), direction))(
         jnp.asarray(x)
     )
@@ -233,6 +249,8 @@ def test_p_norms_of_rows_do_not_depend_on_the_batch():
 @pytest.mark.parametrize("p", [126.0, 127.0, 1000.0, 1e6])
 def test_lp_normalize_of_a_large_p(p: float) -> None:
     x = jnp.array([[1.0, 0.5], [-0.75, 0.75], [0.501, -0.5]], jnp.float32)
-    np.testing.assert_allclose(dnn.lp_normalize(x, p=p), reference.lp_normalize(np.asarray(x), p=p), rtol=2e-6)
+    wide = np.asarray(x, np.float64)
+    error = norm_local.vector_error(wide, p, -1, 1e-12, "float32")
+    agree(dnn.lp_normalize(x, p=p), reference.lp_normalize(np.asarray(x), p=p), error)
     slope = jax.grad(lambda x: dnn.lp_normalize(x, p=p)[1])(jnp.array([1.0, 0.5], jnp.float32))
-    np.testing.assert_allclose(slope, [-0.5, 1.0], rtol=1e-5)
+    np.testing.assert_array_equal(slope, [-0.5, 1.0])

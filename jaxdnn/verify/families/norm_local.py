@@ -8,6 +8,7 @@ The bounds, with u the accumulator's unit roundoff and γ(m) = m u / (1 - m u) w
   device's error, in which that of the rounded exponent is contained.
 * Products and sums follow, each rounded once. Whatever may be subnormal is off by the smallest normal number besides.
 * y = v / max(‖v‖, ε): the norm is a sum of powers and a root of it, γ(n) and two powers, or a maximum, which is exact.
+  For p other than 1 and 2 the powers are of quotients by the largest, each off by u.
 
 The definition's own error, in float64 or np.longdouble, is the same bound times the quotient of the roundoffs.
 """
@@ -225,12 +226,13 @@ def vector_error(x: Values, p: float, axis: Any, eps: float, format: str) -> Val
     off: Any = 0.0
     norm = largest * unit
     if not math.isinf(p):
-        scaled = np.where(size > 0, size, largest) * unit
+        divisor = 1 / unit if p in (1, 2) else np.where(largest > 0, largest, 1)
+        scaled = np.where(size > 0, size, divisor) / divisor
         powers = np.where(size > 0, scaled**p, 0)
-        own = 0.0 if p == 1 else u if p == 2 else power_error(scaled, 0.0, p, u)
+        own = 0.0 if p == 1 else u if p == 2 else power_error(scaled, np.where(scaled == 1, 0, u), p, u)
         total = powers.sum(axes, keepdims=True)
         off = ((powers * own).sum(axes, keepdims=True) + n * tiny) / total * (1 + _growth(n, u)) + _growth(n, u)
-        norm = total ** (1 / p)
+        norm = total ** (1 / p) * divisor * unit
         off = off if p == 1 else power_error(total, off, 1 / p, u)
     y = size * unit / np.maximum(norm, eps * unit)
     return y * ((1 + _growth(5, u)) / (1 - off) - 1) + tiny * (1 + 1 / np.maximum(norm, eps * unit))
