@@ -87,6 +87,8 @@ def _apply(eqn: Any, given: list[Pair]) -> list[Pair]:
     if name == "split":
         cuts = np.cumsum(params["sizes"])[:-1]
         return list(zip(*(np.split(v[0], cuts, params["axis"]) for v in (values, errors)), strict=True))
+    if name == "unstack":
+        return list(zip(*(np.moveaxis(v[0], params["axis"], 0) for v in (values, errors)), strict=True))
     if name in _SHAPES:
         return [(_SHAPES[name](params, *values), _SHAPES[name](params, *errors))]
     if name in _CHOICES:
@@ -130,6 +132,7 @@ _SHAPES: dict[str, Callable[..., Values]] = {
     "expand_dims": lambda p, x: np.expand_dims(x, tuple(p["dimensions"])),
     "rev": lambda p, x: np.flip(x, tuple(p["dimensions"])),
     "concatenate": lambda p, *x: np.concatenate(x, p["dimension"]),
+    "stack": lambda p, *x: np.stack(x, p["axis"]),
     "slice": _slice,
     "pad": _pad,
     "copy": lambda p, x: x,
@@ -229,6 +232,7 @@ _RULES: dict[str, Callable[..., Pair]] = {
     "integer_pow": _integer_pow,
     "pow": _pow,
     "reduce_sum": _reduce_sum,
+    "psum": _reduce_sum,  # over axes that vmap has given numbers
     "reduce_max": lambda eqn, v, e: (v[0].max(eqn.params["axes"]), e[0].max(eqn.params["axes"])),
     "convert_element_type": _convert,
     "neg": _steady(np.negative),

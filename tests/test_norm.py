@@ -334,37 +334,85 @@ def test_inference_is_training_with_its_statistics():
     running_error.agree(by(x, mean, rstd, s, b), y, *errors)
 
 
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-def test_synchronised_over_a_mesh_axis(mean: float):
-    """Eight devices have the statistics, results and gradients of one that has the whole batch."""
-    rng = np.random.default_rng(12)
-    x = (rng.normal(size=(16, 3, 2, 5)) + mean + np.arange(16).reshape(-1, 1, 1, 1)).astype(np.float32)
-    dy, s, b = (rng.normal(size=shape).astype(np.float32) for shape in (x.shape, 5, 5))
-    mesh, spec = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec
-    whole = dnn.batch_norm(x, scale=s, bias=b)
+ACROSS, ALIKE = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("dtype", "mean"), [(np.float32, 0.0), (np.float64, 1e4)])
+def test_synchronised_over_a_mesh_axis(dtype: Any, mean: float):
+    """Eight devices have the statistics, results and gradients of one that has the whole batch.
+
+    vmap over the devices is the same program for `running_error`.
+    """
+    norm = Norm("batch_norm", (16, 3, 2, 5), (5,))
+    x, s, b, dy = norm.arrays(12, dtype, mean=mean)
+    x = x + np.arange(16, dtype=dtype).reshape(-1, 1, 1, 1)
 
     def forward(x: Any, s: Any, b: Any) -> Any:
         return dnn.batch_norm(x, scale=s, bias=b, axis_name="d")
 
-    outs = (spec("d"), *[spec()] * 4)
-    spread = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=(spec("d"), spec(), spec()), out_specs=outs))
+    def backward(dy: Any, x: Any, s: Any, m: Any, r: Any) -> Any:
+        return dnn.batch_norm_dgrad(dy, x, scale=s, mean=m, rstd=r, axis_name="d")
+
+    spread = on_devices(forward, (ACROSS, ALIKE, ALIKE), (ACROSS, *[ALIKE] * 4))
+    mapped = jax.vmap(forward, (0, None, None), axis_name="d")
+    apart = lambda v: jnp.asarray(v.reshape(8, 2, *v.shape[1:]))
+    like = lambda v, golden: v.reshape(golden.shape) if v.size == golden.size else v[0]
+
+    def agreed(found: Any, exact: Any, errors: Any, own: Any) -> None:
+        for ours, golden, error, off in zip(found, exact, errors, own, strict=True):
+            assert ours.dtype == dtype
+            running_error.agree(ours, golden, like(error, golden), off)
+
     found = spread(x, s, b)
-    # The mean of all devices is rounded once more than the one device's own.
-    slack = 4 * 2.0**-24 * max(abs(mean), 8) * float(np.max(whole[2])) * float(np.abs(s).max()) + 1e-6
-    for ours, theirs in zip(found, whole, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=slack)
-    gradient = jax.jit(lambda x, s, b: jax.vjp(lambda *a: spread(*a)[0], x, s, b)[1](dy))(x, s, b)
-    backward = jax.shard_map(
-        lambda dy, x, s, m, r: dnn.batch_norm_dgrad(dy, x, scale=s, mean=m, rstd=r, axis_name="d"),
-        mesh=mesh,
-        in_specs=(spec("d"), spec("d"), spec(), spec(), spec()),
-        out_specs=(spec("d"), spec(), spec()),
-    )
-    exact = reference.batch_norm_dgrad(dy, x, scale=s)
-    scales = [np.abs(e).max() for e in exact]
-    for way in (gradient, jax.jit(backward)(dy, x, s, *found[1:3])):
-        for ours, golden, size in zip(way, exact, scales, strict=True):
-            np.testing.assert_allclose(ours, golden, atol=(16 * 2.0**-24 + slack) * size * 4)
+    errors = running_error.bounds(mapped, apart(x), s, b)[1]
+    agreed(found, norm.definition(x, s, b), errors, norm.definition_errors(x, s, b))
+    exact, own = norm.gradients(reference, dy, x, s), norm.definition_errors(x, s, b, dy)
+    pulled = lambda f: lambda dy, *given: jax.vjp(lambda *a: f(*a)[0], *given)[1](dy)
+    errors = running_error.bounds(pulled(mapped), apart(dy), apart(x), s, b)[1]
+    agreed(jax.jit(pulled(spread))(dy, x, s, b), exact, errors, own)
+    saved = on_devices(backward, (ACROSS, ACROSS, ALIKE, ALIKE, ALIKE), (ACROSS, ALIKE, ALIKE))(dy, x, s, *found[1:3])
+    back = jax.vmap(backward, (0, 0, None, 0, 0), axis_name="d")
+    whole = lambda dy, x, s, b: back(dy, x, s, *mapped(x, s, b)[1:3])
+    agreed(saved, exact, running_error.bounds(whole, apart(dy), apart(x), s, b)[1], own)
+
+
+def on_devices(f: Any, given: Any, results: Any) -> Any:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=results))
+
+
+@pytest.mark.parametrize(("dtype", "mean"), OFFSETS, ids=str)
+def test_synchronised_variances_far_from_zero_are_those_of_float32(dtype: np.dtype, mean: float):
+    """Merged from eight devices' means and second moments, each within the bound of its own.
+
+    A device's mean is held in two parts if x is wide; a distance t between means that is off by e moves the variance by
+    2 |t| e + e².
+    """
+    norm = Norm("batch_norm", (64, 4, 3, 5), (5,))
+    x, s, b, dy = norm.arrays(33, np.float64, mean=mean)
+    x = (x + np.repeat(np.arange(8) / 4, 8).reshape(-1, 1, 1, 1)).astype(dtype)
+    s, b, dy = (v.astype(dtype) for v in (s, b, dy))
+    found = on_devices(norm.call(axis_name="d"), (ACROSS, ALIKE, ALIKE), (ACROSS, *[ALIKE] * 4))(x, s, b)
+    p, parts = norm.problem(x, s, b), [norm.problem(part, s, b) for part in np.split(x, 8)]
+    exact, own = tolerance_norm.normalised(p), [tolerance_norm.normalised(part) for part in parts]
+    t = np.stack([n.mean - exact.mean for n in own])
+    u = p.roundoff
+    held = np.stack([n.mean_error - (2 * u * np.abs(n.mean) if p.wide else 0) for n in own])
+    size = np.abs(t) + np.abs(t[:1]) + np.stack([n.mean_error for n in own])  # of distances and of the means' low parts
+    e = held + held[:1] + 4 * u * size
+    e = e + e.mean(0) + p.growth(8) * (size + e)
+    moments, off = (np.stack([getattr(n, name) for n in own]).mean(0) for name in ("variance", "variance_error"))
+    error = off + (2 * np.abs(t) * e + e**2).mean(0)
+    error = error + p.growth(8) * (moments + off + ((np.abs(t) + e) ** 2).mean(0))
+    golden, error = exact.variance.ravel(), error.ravel()
+    assert (error <= 64 * p.growth(p.count) * golden).all()
+    variance = np.asarray(found[2], np.float64) ** -2.0 - norm.eps
+    assert (np.abs(variance - golden) <= error + 32 * u * (golden + error)).all()
+    unbiased, m = np.asarray(found[4], np.float64), p.count / (p.count - 1)
+    assert (np.abs(unbiased - golden * m) <= (error + 4 * u * (golden + error)) * m).all()
+    mean_error = (held[0] + e.mean(0) + 4 * u * (np.abs(exact.mean) + size.max(0))).ravel()
+    running_error.agree(found[1], exact.mean.ravel(), mean_error)
 
 
 @pytest.mark.parametrize("traced", [False, True])
