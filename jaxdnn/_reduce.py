@@ -68,13 +68,47 @@ def _floating(x: Array) -> Array:
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def norm2(x: Array, axes: Axes, fixed: bool) -> Array:
-    """√Σ x²; elements are first multiplied by a power of two, which is exact, so that no square overflows."""
-    x = _floating(x)
-    if x.size == 0:
-        return add(x, axes, fixed)
+    """√Σ x² of an x of its own dtype, in the accumulator's; a square overflows only if the result does."""
+    if x.size == 0 or not _squares_may_leave(x.dtype):
+        return jnp.sqrt(_squares(_wide(x), axes, fixed))
+    # Another pass costs a CPU as much as all others; on a GPU the choice whether to take it costs more than it does.
+    once = ft.partial(_norm2_in_one_pass, axes=axes, fixed=fixed)
+    return lax.platform_dependent(x, cpu=once, default=ft.partial(_scaled_norm2, axes=axes, fixed=fixed))
+
+
+def _norm2_in_one_pass(x: Array, *, axes: Axes, fixed: bool) -> Array:
+    """Without scaling for the sums that show that nothing has overflowed, or underflowed that rounding would keep.
+
+    Which of the two an element of the result is taken from depends on its own elements of x alone.
+    """
+    plain = _squares(_wide(x), axes, fixed)
+    good = (plain >= (2.0**-480 if plain.dtype == np.float64 else 2.0**-60)) & (plain < np.inf)
+    scaled = ft.partial(_scaled_norm2, axes=axes, fixed=fixed)
+    other = lax.cond(jnp.all(good), lambda x: jnp.zeros_like(scaled(x)), scaled, x)
+    return jnp.where(good, jnp.sqrt(plain), other)
+
+
+def _scaled_norm2(x: Array, *, axes: Axes, fixed: bool) -> Array:
+    """Elements are first multiplied by a power of two, which is exact."""
+    x = _wide(x)
     up, down = _powers_of_two(jnp.max(jnp.abs(x), axes, keepdims=True))
-    scaled = x * up
-    return jnp.sqrt(add(product(scaled, scaled), axes, fixed)) * down
+    return jnp.sqrt(_squares(x * up, axes, fixed)) * down
+
+
+def _squares(x: Array, axes: Axes, fixed: bool) -> Array:
+    return add(product(x, x) if fixed else x * x, axes, fixed)
+
+
+def _squares_may_leave(dtype: np.dtype) -> bool:
+    """Whether squares of such numbers may overflow or underflow in the accumulator; those of narrow exponents do not.
+
+    Those of float16 and float8 lie between 2^-48 and 2^32, those of int32 below 2^63.
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp > 16
+
+
+def _wide(x: Array) -> Array:
+    return _floating(x.astype(_tensor.accumulator(x.dtype)))
 
 
 @norm2.defjvp
@@ -82,7 +116,7 @@ def _norm2_jvp(axes: Axes, fixed: bool, primals: tuple[Array], tangents: tuple[A
     """d‖x‖ = Σ (x / ‖x‖) dx, and 0 where the norm is 0."""
     (x,), (dx,) = primals, tangents
     y = norm2(x, axes, fixed)
-    zero = y == 0
+    x, dx, zero = x.astype(y.dtype), dx.astype(y.dtype), y == 0
     # Scaled, for XLA multiplies by 1 / y, which is zero for a norm whose reciprocal is subnormal.
     up, _ = _powers_of_two(jnp.max(jnp.abs(x), axes, keepdims=True))
     unit = jnp.where(zero, jnp.zeros_like(x), (x * up) / jnp.where(zero, jnp.ones_like(y), y * up))

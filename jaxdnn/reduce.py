@@ -71,12 +71,14 @@ def reduce(
 
     Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers are added,
       multiplied and compared in int32, which wraps; avg and norm2 of them are of float32. avg is the sum
-      times the rounded 1 / n. norm2 scales by a power of
-      two, so it overflows only if the result does. An empty sum is 0, an empty product 1, and so is mul_no_zeros of
-      zeros alone. min, max and amax give +0 for any zero. Determinism: of floats, sums and products are XLA's
-      (run_to_run); from "batch_invariant" on they are taken on a tree that only the reduced lengths decide, axis by
-      axis from the last: of n elements the last ⌊n / 2⌋ are joined to the first, and so on, which is "portable". min,
-      max and amax always are; norm2 is "mesh_invariant" at most, for GPUs' square roots are not correctly rounded.
+      times the rounded 1 / n. norm2 overflows only if the result does, and loses nothing of tiny numbers: elements are
+      scaled by a power of two, told by the largest. That is a second pass over x in float32, bfloat16 and float64; on
+      CPUs it is taken only if some norm needs it, as one of zeros does. An empty sum is 0, an empty product 1, and so
+      is mul_no_zeros of zeros alone. min, max and amax give +0 for any zero. Determinism: of floats, sums and products
+      are XLA's (run_to_run); from "batch_invariant" on they are taken on a tree that only the reduced lengths decide,
+      axis by axis from the last: of n elements the last ⌊n / 2⌋ are joined to the first, and so on, which is
+      "portable". min, max and amax always are; norm2 is "mesh_invariant" at most, for GPUs' square roots are not
+      correctly rounded.
 
     Raises:
       NotImplementedError: norm2 at level "portable".
@@ -115,7 +117,8 @@ def reduce(
     else:
         # Neither a product of the caller's is contracted into these sums, nor one of these into a sum of the caller's.
         alone = rounded if satisfies(level, "portable") else lambda a: a
-        found = alone(_SUMS[op](alone(wide), reduced, _tensor.is_fixed(level)))
+        given = x if op == "norm2" else alone(wide)  # which is taken from x itself, and is never portable
+        found = alone(_SUMS[op](given, reduced, _tensor.is_fixed(level)))
     y = found if keepdims else jnp.squeeze(found, reduced)
     out = _tensor.out_dtype(out_dtype, x)
     y = _tensor.blend(y, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,))
@@ -131,5 +134,5 @@ def _axes(value: Any, ndim: int) -> tuple[int, ...]:
     given = tuple(value) if _check.is_sequence(value) else (value,)
     axes = tuple(_check.integer("axes", axis) for axis in given)
     if any(not -ndim <= axis < ndim for axis in axes) or len({axis % ndim for axis in axes}) < len(axes):
-        raise ValueError(f"`axes` must be different axes of an array of {ndim} dimensions, got {value!r}.")
+        raise ValueError(f"`axes` must be different axes of an array of {ndim} dimensions, got {_check.shown(value)}.")
     return tuple(sorted(axis % ndim for axis in axes))

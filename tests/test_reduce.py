@@ -157,11 +157,38 @@ def test_constants_are_folded_rightly():
         np.testing.assert_array_equal(folded, dnn.reduce(x[:, rows], op=op, axes=2, **ordered(op)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "float16", "float8_e5m2", "int32"])
+def test_norm2_of_rows_of_any_size(dtype: str, x64: None):
+    """Rows that need scaling beside rows that do not: of each alone the bits are the same, and right to its bound."""
+    info = jnp.finfo(dtype) if dtype != "int32" else None
+    least, most = (float(info.tiny), float(info.max) / 64) if info else (1.0, 2.0**27)
+    base = np.random.default_rng(2).uniform(1, 2, (7, 33))
+    sizes = np.asarray([1.0, 2 * least, most, 0.0, 3.0, least**0.5, most**0.5])
+    x = np.asarray(base * sizes[:, None]).astype(jnp.dtype(dtype))
+    norm = {
+        level: jax.jit(lambda x, level=level: dnn.reduce(x, op="norm2", axes=1, determinism=level))
+        for level in ("run_to_run", "mesh_invariant")
+    }
+    wide = x.astype(np.longdouble) if dtype == "float64" else x.astype(np.float64)
+    exact = np.sqrt((wide * wide).sum(1))
+    # 33 roundings of a square and of sums, half of which a root keeps, the root's own, and that of a conversion.
+    unit = float(jnp.finfo("float64" if dtype == "float64" else "float32").eps) / 2
+    bound = exact * (18 * unit / (1 - 18 * unit))
+    if dtype not in ("float32", "float64"):
+        bound += (exact + bound) * (float(info.eps) / 2) if info else 0.5
+    for of_level in norm.values():
+        assert np.all(np.abs(np.asarray(of_level(x)).astype(exact.dtype) - exact) <= bound)
+    found, mapped = norm["mesh_invariant"], jax.vmap(lambda row: norm["mesh_invariant"](row[None])[0])
+    np.testing.assert_array_equal(mapped(jnp.asarray(x)), found(x))
+    for i in range(len(x)):
+        np.testing.assert_array_equal(found(x[i : i + 1])[0], found(x)[i])
+
+
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: dnn.reduce(jnp.ones(2), op="norm2", **PORTABLE),
         NotImplementedError,
-        "`determinism` 'portable' is",
+        "`determinism` 'portable' cannot be guaranteed",
     ),
     (lambda: dnn.reduce(jnp.ones(2), op="median"), ValueError, "`op` must be one of 'add', .*, got 'median'"),
     (
