@@ -125,7 +125,7 @@ def blend(computed: Array, *, alpha: Any, beta: Any, prior: Any, out_dtype: Any,
     """
     alpha, beta = read_scale("alpha", alpha), read_scale("beta", beta)
     if prior is None and not (isinstance(beta, float) and beta == 0):
-        raise ValueError(f"`prior` must be given when `beta` is not zero, got beta {beta!r} and no prior.")
+        raise ValueError(f"`prior` must be given when `beta` is not zero, got beta {_check.shown(beta)} and no prior.")
     if prior is not None:
         prior = _check.array("prior", prior)
         _check.shape("prior", prior, computed.shape, "the result's")

@@ -74,8 +74,8 @@ def spatial_axes(layout: Layout) -> tuple[int, ...]:
 
 
 def result_dtype(mode: str, name: str, dtype: Any, out_dtype: Any) -> np.dtype:
-    """Checks the dtype of an operand, and reads that of the result."""
-    integers = (jnp.int8,) if mode != "lp" else ()
+    """Checks the mode and the dtype of an operand, and reads that of the result."""
+    integers = (jnp.int8,) if _check.choice("mode", mode, MODES) != "lp" else ()
     found = _check.dtype(name, dtype, (*FLOATS, *integers))
     if out_dtype is None:
         return found
@@ -98,6 +98,7 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
     stride = taps if options.stride is None else options.stride
     window = _window.window(stride=stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps)
     mode = _check.choice("mode", options.mode, MODES)
+    exponent(options.p)
     found = PoolSpec(
         taps=taps,
         window=window,
@@ -143,7 +144,7 @@ def _require_windows_in_x(spec: PoolSpec) -> None:
 
 
 def exponent(value: Any) -> float:
-    """Reads `p` of mode "lp"."""
+    """Reads `p`, which mode "lp" alone uses; a wrong one is refused in every mode."""
     p = _check.as_float("p", value)
     if not 1 <= p < math.inf:
         raise ValueError(f"`p` must be at least 1 and finite, got {p!r}.")
@@ -156,7 +157,7 @@ def wants_indices(value: Any, mode: str, choices: Sequence[Any]) -> bool:
         value = bool(value)
     if value is not False and not any(value is c or (isinstance(value, str) and value == c) for c in choices):
         names = ", ".join(map(repr, (False, *choices[:-1])))
-        raise ValueError(f"`return_indices` must be {names} or {choices[-1]!r}, got {value!r}.")
+        raise ValueError(f"`return_indices` must be {names} or {choices[-1]!r}, got {_check.shown(value)}.")
     if value is not False and mode != "max":
         raise ValueError(f"`return_indices` must be False for mode {mode!r}, expected mode 'max', got {mode!r}.")
     return value is not False
@@ -169,12 +170,16 @@ def check(op: str, spec: PoolSpec, *operands: Any) -> None:
 
 def is_plain(alpha: Any, beta: Any) -> bool:
     """Whether there is nothing to blend: then the op's own result is the call's."""
-    return isinstance(alpha, int | float) and isinstance(beta, int | float) and alpha == 1 and beta == 0
+    return _is_number(alpha) and _is_number(beta) and alpha == 1 and beta == 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
     """What is computed outside of the engines is a power, or a product and a sum that a compiler may fuse."""
-    static = isinstance(alpha, int | float) and isinstance(beta, int | float)
+    static = _is_number(alpha) and _is_number(beta)
     fused = not static or (beta != 0 and (alpha != 1 or beta != 1))
     for holds, what in ((mode == "lp", "mode 'lp'"), (fused, "a blend of two scaled terms")):
         if holds and not satisfies("mesh_invariant", spec.level):

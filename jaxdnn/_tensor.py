@@ -90,7 +90,9 @@ def blend(
     alpha, beta = _epilogue.read_scale("alpha", alpha), _epilogue.read_scale("beta", beta)
     none = isinstance(beta, float) and beta == 0
     if prior is None and not none:
-        raise ValueError(f"`{name}` must be given when `beta` is not zero, got beta {beta!r} and no {name}.")
+        raise ValueError(
+            f"`{name}` must be given when `beta` is not zero, got beta {_check.shown(beta)} and no {name}."
+        )
     if prior is not None:
         prior = _check.array(name, prior)
         _check.shape(name, prior, computed.shape, "the result's")

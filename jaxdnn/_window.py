@@ -109,13 +109,13 @@ def _letters_and_lanes(value: Any) -> re.Match[str] | None:
     return re.fullmatch(r"([A-Z]+)(?:c([1-9][0-9]*))?", value) if isinstance(value, str) else None
 
 
-def layout(value: Any) -> Layout:
+def layout(value: Any, name: str = "layout") -> Layout:
     """Reads a layout such as "NHWC", "NCW", "CDHWN" or the vectorised "NCHWc32"."""
     match = _letters_and_lanes(value)
     if match and match[1] in LAYOUTS and (match[2] is None or match[1].startswith("NC")):
         return Layout(match[1], int(match[2]) if match[2] else None)
     raise ValueError(
-        f"`layout` must be one of {', '.join(LAYOUTS)}, or a vectorised NCWc32, NCHWc32, NCDHWc32 "
+        f"`{name}` must be one of {', '.join(LAYOUTS)}, or a vectorised NCWc32, NCHWc32, NCDHWc32 "
         f"(any number of channels for 32), got {value!r}."
     )
 

@@ -144,7 +144,7 @@ def adaptive_pool(
     order = _window.layout(layout)
     x = arguments.array("x", x, order)
     _check.choice("mode", mode, ("average", "max", "lp"))
-    out = arguments.result_dtype(mode, "x", x.dtype, out_dtype)
+    out, exponent = arguments.result_dtype(mode, "x", x.dtype, out_dtype), arguments.exponent(p)
     indices = arguments.wants_indices(return_indices, mode, (True,))
     axes = arguments.spatial_axes(order)
     sizes = [x.shape[axis] for axis in axes]
@@ -166,7 +166,7 @@ def adaptive_pool(
         y = arguments.finish(y, alpha, beta, prior, out, x.dtype)
         return (y, at) if indices else y
     if mode == "lp":
-        exponent, wide = arguments.exponent(p), x.astype(arguments.accumulator(x.dtype))
+        wide = x.astype(arguments.accumulator(x.dtype))
         y = _pool_norm.root(exponent, _sums(spec, _pool_norm.powers(exponent, wide), pairs))
     else:
         y = _averages(spec, x, pairs, out if arguments.is_plain(alpha, beta) else None)

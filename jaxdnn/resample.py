@@ -205,7 +205,9 @@ def _check_dtype(x: Array, method: Any) -> None:
 def _sizes(before: tuple[int, ...], sizes: Any, scale: Any) -> tuple[tuple[int, ...], tuple[Fraction, ...]]:
     """The sizes of the result, and the distance of two results in elements of x."""
     if (sizes is None) == (scale is None):
-        raise ValueError(f"`sizes` or `scale` must be given, not both, got {sizes!r} and {scale!r}.")
+        raise ValueError(
+            f"`sizes` or `scale` must be given, not both, got {_check.shown(sizes)} and {_check.shown(scale)}."
+        )
     if min(before) < 1:
         raise ValueError(f"`x` must have at least one element along every spatial axis, got {before}.")
     if sizes is not None:
@@ -213,20 +215,25 @@ def _sizes(before: tuple[int, ...], sizes: Any, scale: Any) -> tuple[tuple[int, 
         return after, tuple(Fraction(n, m) for n, m in zip(before, after, strict=True))
     values = tuple(scale) if _check.is_sequence(scale) else (scale,) * len(before)
     if len(values) != len(before):
-        raise ValueError(f"`scale` must be a number or {len(before)} numbers, one per spatial axis, got {scale!r}.")
+        raise ValueError(
+            f"`scale` must be a number or {len(before)} numbers, one per spatial axis, got {_check.shown(scale)}."
+        )
     factors = tuple(map(_fraction, values))
     after = tuple(math.floor(n * f) for n, f in zip(before, factors, strict=True))
     if min(after) < 1 or max(after) > _check.LARGEST:
-        raise ValueError(f"`scale` must leave sizes from 1 to {_check.LARGEST}, got {after} for sizes {before}.")
+        raise ValueError(
+            f"`scale` must leave sizes from 1 to {_check.LARGEST}, got {_check.shown(after)} for sizes {before}."
+        )
     return after, tuple(1 / f for f in factors)
 
 
 def _fraction(value: Any) -> Fraction:
     if isinstance(value, Fraction | int | float | np.integer | np.floating) and not isinstance(value, bool):
-        number = value if isinstance(value, Fraction) else float(value)
-        if math.isfinite(number) and number > 0:
+        exact = isinstance(value, Fraction | int)  # of any size, which a float need not hold
+        number = value if exact else float(value)
+        if (exact or math.isfinite(number)) and number > 0:
             return Fraction(number)
-    raise ValueError(f"`scale` must be made of finite numbers above zero, got {value!r}.")
+    raise ValueError(f"`scale` must be made of finite numbers above zero, got {_check.shown(value)}.")
 
 
 def _rules(

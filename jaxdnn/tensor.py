@@ -100,7 +100,7 @@ def transform(
 
 
 def _out_layout(value: Any, source: _frame.Frame) -> _window.Layout:
-    found = _window.layout(value)
+    found = _window.layout(value, "out_layout")
     if found.rank != source.given.rank:
         raise ValueError(f"`out_layout` must have the spatial axes of layout {source.given.name}, got {found.name}.")
     return found
@@ -117,7 +117,7 @@ def _pads(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
     if len(pairs) != rank or any(len(pair) != 2 for pair in pairs):
         raise ValueError(
             f"`padding` must be an integer, {rank} integers or {rank} (low, high) pairs, one per spatial axis, "
-            f"got {padding!r}."
+            f"got {_check.shown(padding)}."
         )
     return tuple((_check.integer("padding", low), _check.integer("padding", high)) for low, high in pairs)
 
@@ -125,7 +125,10 @@ def _pads(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
 def _pad(x: Array, pads: tuple[tuple[int, int], ...]) -> Array:
     sizes = tuple(n + low + high for n, (low, high) in zip(x.shape[2:], pads, strict=True))
     if min(sizes) < 1 or max(sizes) > _check.LARGEST:
-        raise ValueError(f"`padding` must leave sizes from 1 to {_check.LARGEST}, got {sizes} for padding {pads}.")
+        raise ValueError(
+            f"`padding` must leave sizes from 1 to {_check.LARGEST}, got {_check.shown(sizes)} for padding "
+            f"{_check.shown(pads)}."
+        )
     if not any(map(any, pads)):
         return x
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pads)])
@@ -136,6 +139,8 @@ def _with_channels(x: Array, channels: Any, vector: int) -> Array:
     wanted = x.shape[1] if channels is None else _check.integer("channels", channels)
     if wanted < 1:
         raise ValueError(f"`channels` must be None or at least 1, got {wanted}.")
+    if wanted > _check.LARGEST:
+        raise ValueError(f"`channels` must be at most {_check.LARGEST}, got {_check.shown(wanted)}.")
     kept = x[:, :wanted]
     filled = -(-wanted // vector) * vector - kept.shape[1]
     return jnp.pad(kept, [(0, 0), (0, filled), *[(0, 0)] * (x.ndim - 2)]) if filled else kept

@@ -679,6 +679,23 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "`determinism` 'portable' cannot be guaranteed for mode 'lp'",
     ),
     (lambda: dnn.adaptive_pool(X, output_sizes=3, nan="keep"), ValueError, "`nan` must be one of"),
+    *[
+        (ft.partial(call, **wrong), kind, message)
+        for call in (
+            lambda **options: dnn.pool(X, **options),
+            lambda **options: dnn.pool_dgrad(Y, X, **options),
+            lambda **options: dnn.global_pool(X, **options),
+            lambda **options: dnn.adaptive_pool(X, output_sizes=3, **options),
+        )
+        for wrong, kind, message in (
+            ({"mode": np.ones(3)}, ValueError, "`mode` must be one of .*, got an array of float64"),
+            ({"engine": np.ones(3)}, ValueError, "`engine` must be one of .*, got an array of float64"),
+            ({"mode": "max", "p": "no"}, TypeError, "`p` must be a number known when traced, got 'no'"),
+            ({"mode": "average", "p": 0.5}, ValueError, "`p` must be at least 1 and finite, got 0.5"),
+            ({"alpha": True}, TypeError, "`alpha` must have one of the dtypes .*, got bool"),
+            ({"beta": False}, TypeError, "`beta` must have one of the dtypes .*, got bool"),
+        )
+    ],
 ]
 X, Y = jnp.ones((1, 4, 4, 1)), jnp.ones((1, 2, 2, 1))
 

@@ -4,7 +4,7 @@ import functools as ft
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +193,17 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.resample(jnp.ones(X)), ValueError, "`sizes` or `scale` must be given, not both, got None and None"),
     (lambda: dnn.resample(jnp.ones(X), sizes=0), ValueError, "`sizes` must be at least 1 along every axis, got 0"),
     (lambda: dnn.resample(jnp.ones(X), scale=0.1), ValueError, r"`scale` must leave sizes from 1 to .*, got \(0, 0\)"),
+    (lambda: dnn.resample(jnp.ones(X), scale=10**400), ValueError, r"`scale` must leave sizes from 1 to .*, got \(\d+"),
+    (
+        lambda: dnn.resample(jnp.ones(X), scale=cast(Any, jnp.ones(3))),
+        ValueError,
+        r"`scale` must be made of finite numbers above zero, got an array of float32 of shape \(3,\)",
+    ),
+    (
+        lambda: dnn.resample_dgrad(jnp.ones(X), cast(Any, jnp.ones(X))),
+        TypeError,
+        "`x_shape` must be a shape, got an array of float32",
+    ),
     (lambda: dnn.resample(jnp.ones(X), scale=-1), ValueError, "`scale` must be made of finite numbers above zero"),
     (lambda: dnn.resample(jnp.ones(X), scale=(2, 2, 2)), ValueError, "`scale` must be a number or 2 numbers"),
     (lambda: dnn.resample(jnp.ones(X), sizes=3, method="area"), ValueError, "`method` must be one of 'nearest', "),

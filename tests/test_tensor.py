@@ -203,6 +203,8 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "`padding` must be an integer, 2 integers",
     ),
     (lambda: dnn.transform(ONES, channels=0), ValueError, "`channels` must be None or at least 1, got 0"),
+    (lambda: dnn.transform(ONES, channels=10**400), ValueError, "`channels` must be at most 2147483647, got 1000"),
+    (lambda: dnn.transform(ONES, out_layout="NQQ"), ValueError, "`out_layout` must be one of NWC, .*, got 'NQQ'"),
     (lambda: dnn.transform(ONES, out_layout="NWC"), ValueError, "`out_layout` must have the spatial axes of"),
     (lambda: dnn.transform(ONES, beta=1.0), ValueError, "`prior` must be given when `beta` is not zero"),
     (
