@@ -21,7 +21,7 @@ from jaxdnn.verify.case import Case, Expected, Facts
 from jaxdnn.verify.families import Family
 from jaxdnn.verify.levels import Subject, subject
 
-OPS = ("pool", "pool_dgrad")
+OPS = ("pool", "pool_dgrad", "global_pool", "adaptive_pool")
 MODES = ("max", "average", "average_exclude_padding", "lp")
 LAYOUTS = {1: ("NWC", "NCW", "CWN"), 2: ("NHWC", "NCHW", "CHWN", "NCHWc4"), 3: ("NDHWC", "NCDHW", "CDHWN")}
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f32", "bf16", "f16", "int8"), "full": ("f64",)}
@@ -39,6 +39,11 @@ WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "steps over elements": ((13, 10), {"window": (2, 1), "stride": (3, 4)}),
     "global": ((13, 11), {"window": (13, 11)}),
 }
+# The same for the ops that choose their windows by themselves.
+CHOSEN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "global_pool": ("all", (13, 11), {}),
+    "adaptive_pool": ("5 x 4", (13, 11), {"output_sizes": (5, 4)}),
+}
 QUICK = ("3x3 step 2", "ceil")
 
 
@@ -55,16 +60,26 @@ class PoolCase(Case):
     @property
     def primitive(self) -> dict[str, str]:  # type: ignore[override]  (which one it is depends on the mode)
         name = "pool_max" if self.mode == "max" else "pool_average"
-        return {"pool": name + "_indices" * self.indices, "pool_dgrad": name + "_dgrad"}
+        return {op: name + ("_dgrad" if op == "pool_dgrad" else "_indices" * self.indices) for op in OPS}
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**WINDOWS[self.window][1], "mode": self.mode, "layout": self.layout}
+        return {**self._geometry[1], "mode": self.mode, "layout": self.layout}
+
+    @property
+    def _geometry(self) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The sizes of the spatial axes, and what decides the windows."""
+        return CHOSEN[self.op][1:] if self.op in CHOSEN else WINDOWS[self.window]
+
+    @property
+    def forward(self) -> bool:
+        return self.op != "pool_dgrad"
 
     def call(self, **choices: Any) -> Callable[..., Any]:
-        if self.op == "pool":
-            return lambda x: dnn.pool(x, **self.options, return_indices=self.indices, **choices)
-        return lambda dy, x: dnn.pool_dgrad(dy, x, **self.options, **choices)
+        function = getattr(dnn, self.op)
+        if self.forward:
+            return lambda x: function(x, **self.options, return_indices=self.indices, **choices)
+        return lambda dy, x: function(dy, x, **self.options, **choices)
 
     def kinds(self) -> tuple[str, ...]:
         return (
@@ -72,8 +87,8 @@ class PoolCase(Case):
         )
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        x = self._drawn(kind, rng, self.shape(WINDOWS[self.window][0]))
-        if self.op == "pool":
+        x = self._drawn(kind, rng, self.shape(self._geometry[0]))
+        if self.forward:
             return (x,)
         y = reference.pool(np.zeros(x.shape, np.float32), **self.options)
         return self._drawn(kind, rng, y.shape), self._drawn(
@@ -114,8 +129,9 @@ class PoolCase(Case):
 
     def _golden(self, operands: tuple[np.ndarray, ...], size: Callable[[np.ndarray], np.ndarray]) -> Any:
         """The definition, of the operands or of their absolute values (a maximum stays where it is)."""
-        if self.op == "pool":
-            return reference.pool(size(operands[0].astype(np.float64)) if not self._exact else operands[0], **self._all)
+        if self.forward:
+            x = operands[0] if self._exact else size(operands[0].astype(np.float64))
+            return getattr(reference, self.op)(x, **self._all)
         dy, x = operands
         return reference.pool_dgrad(size(dy.astype(np.float64)), size(x) if self.mode == "lp" else x, **self.options)
 
@@ -125,12 +141,16 @@ class PoolCase(Case):
 
     @property
     def _taps(self) -> int:
-        sizes, options = WINDOWS[self.window]
+        sizes, options = self._geometry
+        if self.op in CHOSEN:  # at most: an adaptive window may begin and end within an element
+            return math.prod(
+                min(-(-n // options["output_sizes"][i]) + 1, n) if options else n for i, n in enumerate(sizes)
+            )
         return int(np.prod(np.broadcast_to(options.get("window", 2), len(sizes))))
 
     @property
     def _exact(self) -> bool:
-        return self.op == "pool" and (self.mode == "max" or self.dtype == "int8")
+        return self.forward and (self.mode == "max" or self.dtype == "int8")
 
     def _relative(self, accumulation: Accumulation) -> float:
         """How many roundings of the accumulator a result may be off by, of the formula's for absolute values."""
@@ -141,16 +161,18 @@ class PoolCase(Case):
         return steps * u / (1 - steps * u)
 
     def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
-        if self.op == "pool":
-            return plain.as_tuple(reference.pool(*operands, **self._all, arithmetic="ordered"))
+        if self.forward:
+            return plain.as_tuple(getattr(reference, self.op)(*operands, **self._all, arithmetic="ordered"))
         return (reference.pool_dgrad(*operands, **self.options, arithmetic="ordered"),)
 
     def describe(self) -> dict[str, Any]:
-        return {"mode": self.mode, "layout": self.layout, "sizes": WINDOWS[self.window][0], **WINDOWS[self.window][1]}
+        return {"mode": self.mode, "layout": self.layout, "sizes": self._geometry[0], **self._geometry[1]}
 
 
 def engines_of(op: str) -> tuple[str, ...]:
-    """The engines of the poolings, which are the same for all of them."""
+    """The engines of the poolings, which are the same for all of them; of those that bind several calls, XLA's."""
+    if op in CHOSEN:
+        return ("xla",)
     return plain.engines_of(PoolCase("pool", "xla", "f32", ""), op)  # type: ignore[arg-type]  (its primitive is asked)
 
 
@@ -172,6 +194,10 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[PoolCase]:
     Below "full" the layouts of a window's rank take turns, but for an engine that serves channels last only.
     """
     extents = ("quick", "standard", "full")
+    if op in CHOSEN:
+        if engine == "xla":
+            yield from _chosen(op, engine, extent)
+        return
     for dtype in [d for e in extents[: extents.index(extent) + 1] for d in DTYPES[e]]:
         windows = WINDOWS if extent == "full" or (extent == "standard" and dtype == "bf16") else QUICK
         for window in windows:
@@ -186,19 +212,38 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[PoolCase]:
                     yield _case(op, engine, dtype, mode, layouts[0], window, indices=True)
 
 
+def _chosen(op: str, engine: str, extent: str) -> Iterator[PoolCase]:
+    """The average of an op that chooses its windows by itself; in "full" every mode and type."""
+    if extent != "full":
+        yield _case(op, engine, "bf16", "average", "NHWC", CHOSEN[op][0])
+        return
+    for dtype in [d for of_extent in DTYPES.values() for d in of_extent]:
+        for mode in ("average", "max", "lp")[: 2 if dtype == "int8" else 3]:
+            yield _case(op, engine, dtype, mode, "NHWC", CHOSEN[op][0])
+            if mode == "max":
+                yield _case(op, engine, dtype, mode, "NCHW", CHOSEN[op][0], indices=True)
+
+
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """The maximum and the average of every dtype that the engine serves, of a batch that eight devices divide."""
     for dtype in ("f32", "bf16")[extent == "quick" :]:
         for mode in ("max", "average"):
-            case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", "3x3 step 2"), variant=mode, batch=8)
+            window = CHOSEN[op][0] if op in CHOSEN else "3x3 step 2"
+            case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", window), variant=mode, batch=8)
             found = subject(case, seed, batch_axes=(0,) * (1 + (op == "pool_dgrad")), out_axis=0)
             if found is not None:
                 yield dataclasses.replace(found, variant=mode)
 
 
 def _typical(op: str, engine: str, dtype: str) -> PoolCase | None:
+    if op in CHOSEN and engine != "xla":
+        return None
     known = [d for of_extent in DTYPES.values() for d in of_extent if not (d == "int8" and op == "pool_dgrad")]
-    return _case(op, engine, dtype, "max", "NHWC", "3x3 step 2") if dtype in known else None
+    return (
+        _case(op, engine, dtype, "max", "NHWC", CHOSEN[op][0] if op in CHOSEN else "3x3 step 2")
+        if dtype in known
+        else None
+    )
 
 
 FAMILY = Family(
