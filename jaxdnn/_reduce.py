@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _tensor
-from jaxdnn._rounded import product
+from jaxdnn._rounded import product, real
 
 Axes = tuple[int, ...]
 
@@ -60,7 +60,7 @@ def norm1(x: Array, axes: Axes, fixed: bool) -> Array:
 
 
 def _floating(x: Array) -> Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+    return real(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
 
 # ---- the 2-norm ------------------------------------------------------------------------------------------------------

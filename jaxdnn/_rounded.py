@@ -7,7 +7,7 @@ of the operands equal, those of the results then depend on the shape, on what el
 `lax.optimization_barrier` does not prevent it on CPUs up to JAX 0.10 (XLA drops it before it fuses loops), and where it
 does it writes the product to memory. Here a select stands between the two, of which no compiler can say that it always
 gives p: -p has other bits than p, also where p is NaN. It knows nothing of the factors, so squares may pass, of which
-compilers know the sign.
+compilers know the sign; but of a float that was an integer they know that it is not NaN, hence `real`.
 
 Narrow floats are computed in float32, and XLA may leave out the rounding in between (`xla_allow_excess_precision`), a
 select's too: these go through integers, combined with a zero that no compiler finds out, for n (n + 1) is even. In one
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-_INTEGERS = {1: jnp.uint8, 2: jnp.uint16}
+_INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def product(a: Array, b: Array) -> Array:
@@ -43,10 +43,19 @@ def rounded(p: Array) -> Array:
     return _fence(p) if jnp.issubdtype(p.dtype, jnp.floating) else p
 
 
+def real(x: Array, dtype: Any) -> Array:
+    """x in a float dtype. Integers so that no compiler knows that they are numbers, which would open the fence."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return _by_bits(x.astype(dtype))
+    return x.astype(dtype)
+
+
 @jax.custom_jvp
 def _fence(p: Array) -> Array:
-    if p.dtype.itemsize > 2:
-        return jnp.where(p == p, p, -p)
+    return _by_bits(p) if p.dtype.itemsize <= 2 else jnp.where(p == p, p, -p)
+
+
+def _by_bits(p: Array) -> Array:
     integers = _INTEGERS[p.dtype.itemsize]
     n, one = lax.bitcast_convert_type(p.reshape(-1), integers), jnp.ones((), integers)
     return lax.bitcast_convert_type(n ^ (n * (n + one) & one), p.dtype).reshape(p.shape)

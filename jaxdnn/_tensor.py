@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _check, _epilogue
-from jaxdnn._rounded import product, rounded
+from jaxdnn._rounded import product, real, rounded
 from jaxdnn.determinism import satisfies
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -68,7 +68,7 @@ def scaled(z: Array, alpha: float | Array) -> Array:
     """alpha * z rounded to z's dtype (float32 for an integer z unless alpha is 1)."""
     if isinstance(alpha, float) and alpha == 1:
         return z
-    z = z.astype(_F32) if z.dtype == _I32 else z
+    z = real(z, _F32) if z.dtype == _I32 else z
     return product(z, jnp.asarray(alpha).astype(z.dtype))
 
 
@@ -103,8 +103,8 @@ def blend(
     prior = jnp.asarray(prior)
     if integer and isinstance(beta, float) and beta == 1 and jnp.issubdtype(prior.dtype, jnp.integer):
         return _epilogue.convert(computed + prior.astype(_I32), out)
-    z = scaled(computed.astype(_F32) if computed.dtype == _I32 else computed, alpha)
-    term = prior.astype(z.dtype)
+    z = scaled(real(computed, _F32) if computed.dtype == _I32 else computed, alpha)
+    term = real(prior, z.dtype)
     term = term if isinstance(beta, float) and beta == 1 else _epilogue.scaled_prior(beta, term)
     # Rounded where nothing was scaled too: the caller may have computed x or the prior as a product.
     return _epilogue.convert(rounded(z) + rounded(term), out)

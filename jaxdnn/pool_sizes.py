@@ -14,7 +14,7 @@ from jaxdnn import _check, _pool, _pool_norm, _window
 from jaxdnn import _pool_arguments as arguments
 from jaxdnn._kernels.xla.pool import rounded_quotient
 from jaxdnn._pool import PoolSpec
-from jaxdnn._rounded import product
+from jaxdnn._rounded import product, real
 from jaxdnn._window import Window
 from jaxdnn.determinism import required
 from jaxdnn.pool import pool
@@ -214,7 +214,7 @@ def _averages(spec: PoolSpec, x: Array, pairs: Pairs, out: np.dtype | None) -> A
     total = _sums(spec, x.astype(jnp.int32 if integer else arguments.accumulator(x.dtype)), pairs)
     if integer and out is not None and jnp.issubdtype(out, jnp.integer):
         return rounded_quotient(total, jnp.asarray(counts, jnp.int32))
-    total = total.astype(arguments.accumulator(x.dtype))
+    total = real(total, arguments.accumulator(x.dtype))
     share = jnp.asarray((1.0 / counts).astype(total.dtype))  # rounded once: a quotient differs between devices
     return product(total, share)  # which the caller may add to something
 

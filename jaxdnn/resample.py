@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _frame, _resample, _tensor, engines
 from jaxdnn._resample import ResampleSpec, Rule
+from jaxdnn._rounded import real
 from jaxdnn.determinism import required
 
 ORDERS = ("CRD", "DCR")
@@ -184,7 +185,7 @@ def _along_axes(
     acc = _tensor.accumulator(x.dtype)
     if np.issubdtype(acc, np.integer) and rules[0].method != "nearest":
         acc = np.dtype(np.float32)
-    x = x.astype(acc)
+    x = real(x, acc) if jnp.issubdtype(acc, jnp.floating) else x.astype(acc)
     pairs = list(zip(frame.layout.spatial, rules, strict=True))
     for axis, rule in reversed(pairs) if transposed else pairs:
         spec = ResampleSpec(rule, transposed, engine, required(determinism))

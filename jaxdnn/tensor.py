@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _epilogue, _frame, _tensor, _window
-from jaxdnn._rounded import nearest_number, product, rounded
+from jaxdnn._rounded import nearest_number, product, real, rounded
 from jaxdnn.determinism import required
 
 OPS = ("add", "mul", "min", "max", "sqrt", "not")
@@ -280,7 +280,7 @@ def op_tensor(
         other = _tensor.broadcast(other.astype(acc), a.shape, level)
         second = _tensor.scaled(other, _epilogue.read_scale("alpha2", alpha2))
         common = first.dtype if first.dtype == second.dtype else jnp.float32  # int32 and a scaled one
-        computed = _binary(op, first.astype(common), second.astype(common), nan)
+        computed = _binary(op, *(v if v.dtype == common else real(v, common) for v in (first, second)), nan)
     return _tensor.blend(computed, alpha=1.0, beta=beta, prior=prior, out=out, dtypes=(a.dtype, acc))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._kernels.xla import softmax as formulas
-from jaxdnn._rounded import nearest, nearest_number, product, product_along, rounded
+from jaxdnn._rounded import nearest, nearest_number, product, product_along, real, rounded
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
@@ -44,6 +44,15 @@ def test_products_are_rounded_before_they_are_added(dtype: Any, form: str):
     operands = drawn(dtype)
     found = jax.jit(lambda *v: FORMS[form](rounded, *v))(*map(jnp.asarray, operands))
     same_bits(found, FORMS[form](lambda v: v, *operands))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_products_of_whole_numbers_are_rounded_too(dtype: Any):
+    """Of a float that was an integer compilers know that it is not NaN, so they see through a select on that."""
+    n, m = (np.random.default_rng(i).integers(-128, 128, (37, 65)).astype(np.int8) for i in range(2))
+    third, fifth = np.asarray(1 / 3, dtype), np.asarray(1 / 5, dtype)
+    found = jax.jit(lambda n, m: product(real(n, dtype), third) + product(real(m, dtype), fifth))(n, m)
+    same_bits(found, n.astype(dtype) * third + m.astype(dtype) * fifth)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.int32])

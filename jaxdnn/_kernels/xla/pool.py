@@ -24,7 +24,7 @@ from jaxdnn import _pool, engines
 from jaxdnn._kernels.xla.pool_fold import Item, fold, last_first, padded, slice_axis
 from jaxdnn._kernels.xla.pool_gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
 from jaxdnn._pool import PoolSpec
-from jaxdnn._rounded import nearest, rounded
+from jaxdnn._rounded import nearest, real, rounded
 
 # ---- maximum ---------------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ def _average(call: engines.Call, x: Array) -> Array:
         return _alone(spec, nearest(y, spec.out_dtype))
     if jnp.issubdtype(spec.out_dtype, jnp.integer):
         return rounded_quotient(y, _along(spec, y, spec.counts().astype(np.int32))).astype(spec.out_dtype)
-    y = y.astype(jnp.float32) if jnp.issubdtype(y.dtype, jnp.integer) else y
+    y = real(y, jnp.float32) if jnp.issubdtype(y.dtype, jnp.integer) else y
     return _alone(spec, nearest(y * _reciprocals(spec, y), spec.out_dtype))
 
 
