@@ -280,7 +280,8 @@ def op_tensor(
         other = _tensor.broadcast(other.astype(acc), a.shape, level)
         second = _tensor.scaled(other, _epilogue.read_scale("alpha2", alpha2))
         common = first.dtype if first.dtype == second.dtype else jnp.float32  # int32 and a scaled one
-        computed = _binary(op, *(v if v.dtype == common else real(v, common) for v in (first, second)), nan)
+        first, second = (v if v.dtype == common else real(v, common) for v in (first, second))
+        computed = _binary(op, first, second, nan)
     return _tensor.blend(computed, alpha=1.0, beta=beta, prior=prior, out=out, dtypes=(a.dtype, acc))
 
 

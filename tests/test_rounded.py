@@ -51,7 +51,11 @@ def test_products_of_whole_numbers_are_rounded_too(dtype: Any):
     """Of a float that was an integer compilers know that it is not NaN, so they see through a select on that."""
     n, m = (np.random.default_rng(i).integers(-128, 128, (37, 65)).astype(np.int8) for i in range(2))
     third, fifth = np.asarray(1 / 3, dtype), np.asarray(1 / 5, dtype)
-    found = jax.jit(lambda n, m: product(real(n, dtype), third) + product(real(m, dtype), fifth))(n, m)
+
+    def sums(n: Any, m: Any) -> Any:
+        return product(real(n, dtype), jnp.asarray(third)) + product(real(m, dtype), jnp.asarray(fifth))
+
+    found = jax.jit(sums)(n, m)
     same_bits(found, n.astype(dtype) * third + m.astype(dtype) * fifth)
 
 
