@@ -302,7 +302,7 @@ def read_activation(value: Any, argument: str = "activation") -> tuple[str, Para
     default = ACTIVATIONS[name]
     if parameter is None:
         return name, default
-    if default is None or not _is_number(parameter):
+    if default is None or not _check.is_number(parameter):
         takes = "no parameter" if default is None else "one number"
         raise ValueError(f"`{argument}` {name!r} takes {takes}, got {parameter!r}.")
     parameter = _check.as_float(argument, parameter) + 0.0  # -0 and 0 are equal, so they must not differ
@@ -320,7 +320,7 @@ def read_activation(value: Any, argument: str = "activation") -> tuple[str, Para
 
 
 def _read_bounds(value: tuple[Any, ...], argument: str) -> tuple[str, Parameter]:
-    if not all(_is_number(v) for v in value[1:]):
+    if not all(_check.is_number(v) for v in value[1:]):
         raise ValueError(f"`{argument}` ('relu', lower, upper, slope) takes three numbers, got {value[1:]!r}.")
     lower, upper, slope = (_check.as_float(argument, v) + 0.0 for v in value[1:])
     if not (math.isfinite(lower) and math.isfinite(slope) and lower <= upper):
@@ -336,7 +336,3 @@ def _read_bounds(value: tuple[Any, ...], argument: str) -> tuple[str, Parameter]
     if lower == 0 and slope == 0:
         return "clipped_relu", upper
     return BOUNDED_RELU, (lower, upper, slope)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

@@ -90,9 +90,14 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a Python or NumPy number; a bool and an array are none."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def as_float(name: str, value: Any) -> float:
     """Returns a Python or NumPy number as a float; a bool, an array or a traced value is an error."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    if not is_number(value):
         raise TypeError(f"`{name}` must be a number known when traced, got {shown(value)}.")
     try:
         return float(value)

@@ -110,7 +110,7 @@ _scaled_unless_zero.defjvp(_scaled_unless_zero_jvp, symbolic_zeros=True)
 
 def read_scale(name: str, value: Any) -> float | Array:
     """Reads `alpha` or `beta`: a number known when traced, or a scalar array."""
-    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+    if _check.is_number(value):
         return _check.as_float(name, value)
     value = _check.array(name, value)
     _check.shape(name, value, (), "a number or a scalar array")

@@ -170,16 +170,12 @@ def check(op: str, spec: PoolSpec, *operands: Any) -> None:
 
 def is_plain(alpha: Any, beta: Any) -> bool:
     """Whether there is nothing to blend: then the op's own result is the call's."""
-    return _is_number(alpha) and _is_number(beta) and alpha == 1 and beta == 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return _check.is_number(alpha) and _check.is_number(beta) and alpha == 1 and beta == 0
 
 
 def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
     """What is computed outside of the engines is a power, or a product and a sum that a compiler may fuse."""
-    static = _is_number(alpha) and _is_number(beta)
+    static = _check.is_number(alpha) and _check.is_number(beta)
     fused = not static or (beta != 0 and (alpha != 1 or beta != 1))
     for holds, what in ((mode == "lp", "mode 'lp'"), (fused, "a blend of two scaled terms")):
         if holds and not satisfies("mesh_invariant", spec.level):

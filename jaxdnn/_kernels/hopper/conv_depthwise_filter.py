@@ -13,8 +13,9 @@ first, then the group of 2 x 4 pixels where four columns are left over; in a gro
 
 import dataclasses
 
-from jaxdnn._kernels.hopper.conv_depthwise_ptx import Emitter, Fragments, Lanes, SwizzledTile, matrix_multiply
+from jaxdnn._kernels.hopper.conv_depthwise_ptx import Fragments, Lanes, SwizzledTile, matrix_multiply
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Kind, kinds
+from jaxdnn._kernels.hopper.ptx import Emitter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ own sum for every tap.
 
 import dataclasses
 
-from jaxdnn._kernels.hopper.conv_depthwise_ptx import Emitter, Lanes
+from jaxdnn._kernels.hopper.conv_depthwise_ptx import Lanes
 from jaxdnn._kernels.hopper.conv_depthwise_walk import UNROLLED_COLUMNS, Phase
+from jaxdnn._kernels.hopper.ptx import Emitter
 
 PIXEL_BYTES = 128  # one pixel of the tile: 32 lanes of 4 bytes
 

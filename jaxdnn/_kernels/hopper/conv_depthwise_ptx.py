@@ -6,71 +6,9 @@ its own: it declares its registers, reads its operands ($0, $1, ...) once at the
 memory or in the operands that are results.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
-
-class Emitter:
-    """Collects instructions and counts the registers they need."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._counts = {"r": 0, "f": 0, "p": 0, "h": 0}
-        self._labels = 0
-
-    def new(self, kind: str = "r") -> str:
-        self._counts[kind] += 1
-        return f"{kind}{self._counts[kind] - 1}"
-
-    def op(self, instruction: str, *operands: object, when: str = "") -> None:
-        guard = f"@{when} " if when else ""
-        self._lines.append(f"{guard}{instruction} {', '.join(map(str, operands))};")
-
-    def r(self, instruction: str, *operands: object) -> str:
-        out = self.new("r")
-        self.op(instruction, out, *operands)
-        return out
-
-    def f(self, instruction: str, *operands: object) -> str:
-        out = self.new("f")
-        self.op(instruction, out, *operands)
-        return out
-
-    def p(self, instruction: str, *operands: object) -> str:
-        out = self.new("p")
-        self.op(instruction, out, *operands)
-        return out
-
-    def label(self) -> str:
-        self._labels += 1
-        return f"L{self._labels - 1}"
-
-    def place(self, label: str) -> None:
-        self._lines.append(f"{label}:")
-
-    @contextlib.contextmanager
-    def loop(self, start: object, stop: object, step: object) -> Iterator[str]:
-        """for (i = start; i < stop; i += step), none at all where start >= stop."""
-        head, end = self.label(), self.label()
-        index = self.r("mov.b32", start)
-        self.place(head)
-        self.op("bra", end, when=self.p("setp.ge.s32", index, stop))
-        yield index
-        self.op("add.s32", index, index, step)
-        self.op("bra", head)
-        self.place(end)
-
-    def scaled(self, index: str, factor: int, plus: object = 0) -> str:
-        return self.r("mad.lo.s32", index, factor, plus)
-
-    def text(self) -> str:
-        declared = [
-            f".reg .{width} {kind}<{count}>;"
-            for (kind, count), width in zip(self._counts.items(), ("b32", "f32", "pred", "b16"), strict=True)
-            if count
-        ]
-        return "\n".join(["{", *declared, *self._lines, "}"])
+from jaxdnn._kernels.hopper.ptx import Emitter
 
 
 class Lanes:

@@ -18,7 +18,8 @@ time, with everything else masked: same instructions, same order, same bits, and
 
 import dataclasses
 
-from jaxdnn._kernels.hopper.conv_depthwise_ptx import Emitter, Fragments, Lanes, SwizzledTile, matrix_multiply
+from jaxdnn._kernels.hopper.conv_depthwise_ptx import Fragments, Lanes, SwizzledTile, matrix_multiply
+from jaxdnn._kernels.hopper.ptx import Emitter
 
 UNROLLED_COLUMNS = 8  # filters with more tap columns than this loop over them
 

@@ -16,15 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from jaxdnn._kernels.hopper import norm_ptx
-from jaxdnn._kernels.hopper.norm_ptx import SIZES, VECTOR_BYTES, RowPlan
+from jaxdnn._kernels.hopper.launch import launch
+from jaxdnn._kernels.hopper.norm_ptx import RowPlan
+from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
 
-PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 MULTIPROCESSORS = 132
 
@@ -74,7 +71,8 @@ def forward(
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
     floats = 3 * plan.slots(plan.rows)
-    return _launch(code, plan.block, -(-rows // plan.rows_a_block), floats, outs, "norm", x, *given)
+    blocks = -(-rows // plan.rows_a_block)
+    return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=max(floats, 32))
 
 
 def backward(
@@ -98,41 +96,6 @@ def backward(
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct((blocks, 2, length), jnp.float32))
     floats = 2 * plan.slots(3) + (2 * length if plan.groups > 1 else 0)
     given = [dy, x, mean, rstd] + ([] if scale is None else [scale])
-    dx, sums = _launch(code, plan.block, blocks, floats, outs, "norm_dgrad", *given)
+    dx, sums = launch(code, given, outs, name="norm_dgrad", blocks=blocks, threads=plan.block, floats=max(floats, 32))
     dscale, dbias = jnp.sum(sums, 0)
     return dx, dscale, dbias
-
-
-def _launch(
-    code: str, block: int, blocks: int, floats: int, outs: tuple[jax.ShapeDtypeStruct, ...], name: str, *arrays: Array
-) -> Any:
-    count = len(arrays) + len(outs)
-
-    def body(*references: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (count + 1))
-        def run(_: Any, *refs: Any) -> None:
-            addresses = [llvm.ptrtoint(_integer(64), mgpu_utils.memref_ptr(ref)) for ref in refs[:-1]]
-            addresses.append(llvm.ptrtoint(_integer(32), mgpu_utils.memref_ptr(refs[-1])))
-            constraints = ",".join([*["l"] * count, "r", "~{memory}"])
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), addresses, code, constraints, has_side_effects=True)
-
-        run(*references)
-
-    threads: dict[str, Any] = {}
-    if block > 128:
-        threads = {"num_threads": block // 128, "thread_name": "warpgroup"}
-    kernel = plgpu.kernel(
-        body,
-        out_type=outs,
-        grid=(blocks,),
-        grid_names=("block",),
-        scratch_types=[plgpu.SMEM((max(floats, 32),), jnp.float32)],
-        kernel_name=name,
-        compiler_params=PARAMETERS,
-        **threads,
-    )
-    return kernel(*arrays)
-
-
-def _integer(bits: int) -> ir.Type:
-    return ir.IntegerType.get_signless(bits)

@@ -10,22 +10,13 @@ The gradients in scale and bias are added over a group's rows one after the othe
 over the blocks outside of the kernel.
 """
 
-import contextlib
 import dataclasses
 import functools as ft
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from jaxdnn._kernels.hopper.conv_depthwise_ptx import Emitter
+from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
 
-VECTOR_BYTES = 16
-SIZES = {"bf16": 2, "f16": 2, "f32": 4}
 _ALL_GROUPS = 15  # the barrier of a whole block; those of groups are 1, 2, ...
-
-
-def real(value: float) -> str:
-    """A float32 constant."""
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 ZERO = real(0.0)
@@ -79,38 +70,11 @@ class RowPlan:
         return values * self.groups * self.warps
 
 
-class _Code(Emitter):
-    """An emitter that knows 64-bit addresses too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts["d"] = 0
-
-    def d(self, instruction: str, *operands: object) -> str:
-        out = self.new("d")
-        self.op(instruction, out, *operands)
-        return out
-
-    def text(self) -> str:
-        widths = {"r": "b32", "f": "f32", "p": "pred", "h": "b16", "d": "b64"}
-        declared = [f".reg .{widths[kind]} {kind}<{count}>;" for kind, count in self._counts.items() if count]
-        return "\n".join(["{", *declared, *self._lines, "}"])
-
-    @contextlib.contextmanager
-    def only_if(self, instruction: str, *operands: object) -> Iterator[None]:
-        """What is emitted inside runs where the comparison holds."""
-        end = self.label()
-        holds = self.p(instruction, *operands)
-        self.op("bra", end, when="!" + holds)
-        yield
-        self.place(end)
-
-
 class _Kernel:
     """What the kernels share. `operands` names the addresses $0, $1, ...; shared memory's is the last."""
 
     def __init__(self, plan: RowPlan, rows: int, operands: Sequence[str]) -> None:
-        self.plan, self.rows, self.e = plan, rows, _Code()
+        self.plan, self.rows, self.e = plan, rows, Emitter()
         e = self.e
         self.base = {name: e.d("mov.b64", f"${i}") for i, name in enumerate(operands)}
         self.shared = e.r("mov.b32", f"${len(operands)}")
@@ -159,19 +123,7 @@ class _Kernel:
 
     def unpack(self, words: Sequence[str]) -> list[str]:
         """The elements of a vector in float32."""
-        e, dtype = self.e, self.plan.dtype
-        if dtype == "f32":
-            return [e.f("mov.b32", word) for word in words]
-        found = []
-        for word in words:
-            if dtype == "bf16":
-                found.append(e.f("mov.b32", e.r("shl.b32", word, 16)))
-                found.append(e.f("mov.b32", e.r("and.b32", word, "0xFFFF0000")))
-            else:
-                halves = e.new("h"), e.new("h")
-                e.op("mov.b32", "{" + ", ".join(halves) + "}", word)
-                found += [e.f("cvt.f32.f16", half) for half in halves]
-        return found
+        return self.e.unpack(self.plan.dtype, words)
 
     def parameter(self, address: str, j: int) -> list[str]:
         """The elements of scale or bias, float32, that stand at the thread's vector j; 0 beyond the row."""
@@ -187,11 +139,7 @@ class _Kernel:
         """Rounds a vector of results and writes it."""
         e, plan = self.e, self.plan
         guard = self.both(self.inside[j], exists)
-        if plan.out_dtype == "f32":
-            words = [e.r("mov.b32", value) for value in values]
-        else:
-            convert = f"cvt.rn.{plan.out_dtype}x2.f32"
-            words = [e.r(convert, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+        words = e.pack(plan.out_dtype, values)
         start = j * plan.threads * plan.elements * SIZES[plan.out_dtype]
         while words:  # of 8, 16 or 32 bytes
             part, words = words[:4], words[4:]

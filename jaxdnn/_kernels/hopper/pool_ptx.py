@@ -17,9 +17,8 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from jaxdnn._kernels.hopper import conv_depthwise_ptx
+from jaxdnn._kernels.hopper import ptx
+from jaxdnn._kernels.hopper.ptx import real
 
 THREADS = 128  # of a block
 _KINDS = {"bf16": "bf16x2", "f16": "f16x2", "f32": "f32"}
@@ -72,22 +71,8 @@ class Shape:
         return self.images * math.prod(-(-h // u) for h, u in zip(self.size, self.stride, strict=True)) * self.vectors
 
 
-class Emitter(conv_depthwise_ptx.Emitter):
-    """With 64-bit registers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._longs = 0
-
-    def d(self, instruction: str, *operands: object) -> str:
-        self._longs += 1
-        out = f"d{self._longs - 1}"
-        self.op(instruction, out, *operands)
-        return out
-
-    def text(self) -> str:
-        head, *rest = super().text().split("\n")
-        return "\n".join([head, f".reg .b64 d<{self._longs}>;", *rest])
+class Emitter(ptx.Emitter):
+    """With what pooling needs besides."""
 
     def quotient(self, value: str, divisor: int) -> tuple[str, str]:
         """value // divisor and value % divisor."""
@@ -163,32 +148,6 @@ def _pairwise(e: Emitter, items: list[list[str]]) -> list[str]:
     return items[0]
 
 
-def _floats(e: Emitter, dtype: str, words: Sequence[str]) -> list[str]:
-    """The values in registers of float32."""
-    if dtype == "f32":
-        return [e.f("mov.b32", word) for word in words]
-    found = []
-    for word in words:
-        if dtype == "bf16":
-            found += [e.f("mov.b32", e.r("shl.b32", word, 16)), e.f("mov.b32", e.r("and.b32", word, "0xffff0000"))]
-        else:
-            halves = e.new("h"), e.new("h")
-            e.op("mov.b32", "{" + ", ".join(halves) + "}", word)
-            found += [e.f("cvt.f32.f16", half) for half in halves]
-    return found
-
-
-def _rounded(e: Emitter, dtype: str, values: Sequence[str]) -> list[str]:
-    if dtype == "f32":
-        return [e.r("mov.b32", value) for value in values]
-    pairs = zip(values[::2], values[1::2], strict=True)
-    return [e.r(f"cvt.rn.{dtype}x2.f32", high, low) for low, high in pairs]
-
-
-def _float(value: float) -> str:
-    return f"0f{int(np.float32(value).view(np.uint32)):08X}"
-
-
 def _count(e: Emitter, k: Shape, axis: int, output: str) -> str:
     """How many taps along an axis of an output's window are counted, at least one."""
     low, high = (k.counted or ((0, 0), (0, 0)))[axis]
@@ -202,7 +161,7 @@ def _count(e: Emitter, k: Shape, axis: int, output: str) -> str:
 
 def _reciprocal(e: Emitter, down: str, across: str) -> str:
     """1 / (down * across), rounded to nearest."""
-    return e.f("div.rn.f32", _float(1.0), e.f("cvt.rn.f32.u32", e.r("mul.lo.u32", down, across)))
+    return e.f("div.rn.f32", real(1.0), e.f("cvt.rn.f32.u32", e.r("mul.lo.u32", down, across)))
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -321,18 +280,18 @@ def average(k: Shape, *, factor: float | None, rows: int) -> str:
         if down not in lines:
             for s in range(k.taps[1]):
                 at = down, s * k.dilation[1]
-                values[at] = _floats(e, k.dtype, x.get(*at))
+                values[at] = e.unpack(k.dtype, x.get(*at))
             lines[down] = _pairwise(e, [values[down, s * k.dilation[1]] for s in range(k.taps[1])])
         return lines[down]
 
     columns = _count(e, k, 1, x.column) if k.counted else ""
     for j in range(rows):
         total = _pairwise(e, [line(j * k.stride[0] + r * k.dilation[0]) for r in range(k.taps[0])])
-        scale = None if factor is None else _float(factor)
+        scale = None if factor is None else real(factor)
         if k.counted:
             scale = _reciprocal(e, _count(e, k, 0, e.r("add.u32", x.row, j)), columns)
         total = total if scale is None else [e.f("mul.rn.f32", v, scale) for v in total]
-        e.store(_rounded(e, k.dtype, total), _place(y, 16 * k.vectors * j * k.out[1]), x.stores(j))
+        e.store(e.pack(k.dtype, total), _place(y, 16 * k.vectors * j * k.out[1]), x.stores(j))
     return e.text()
 
 
@@ -409,10 +368,10 @@ def maximum_backward(k: Shape) -> str:
         if len(terms) < 2:
             values[a, b] = terms[0] if terms else [e.r("mov.b32", 0)] * 4
             continue
-        total = _floats(e, k.dtype, terms[0])
+        total = e.unpack(k.dtype, terms[0])
         for term in terms[1:]:
-            total = [e.f("add.rn.f32", x, y) for x, y in zip(total, _floats(e, k.dtype, term), strict=True)]
-        values[a, b] = _rounded(e, k.dtype, total)
+            total = [e.f("add.rn.f32", x, y) for x, y in zip(total, e.unpack(k.dtype, term), strict=True)]
+        values[a, b] = e.pack(k.dtype, total)
     cell.write(values)
     return e.text()
 
@@ -425,7 +384,7 @@ def average_backward(k: Shape, *, factor: float | None) -> str:
 
     def dy(down: int, across: int) -> list[str]:
         if (down, across) not in floats:
-            found = _floats(e, k.dtype, cell.get(down, across)[0])
+            found = e.unpack(k.dtype, cell.get(down, across)[0])
             if k.counted:
                 shifted = (e.r("add.s32", at, shift) for at, shift in zip(cell.at, (down, across), strict=True))
                 scale = _reciprocal(e, *(_count(e, k, axis, at) for axis, at in enumerate(shifted)))
@@ -441,7 +400,7 @@ def average_backward(k: Shape, *, factor: float | None) -> str:
             values[a, b] = [e.r("mov.b32", 0)] * 4
             continue
         total = _pairwise(e, [line(down, columns) for _, down in rows])
-        total = total if factor is None else [e.f("mul.rn.f32", v, _float(factor)) for v in total]
-        values[a, b] = _rounded(e, k.dtype, total)
+        total = total if factor is None else [e.f("mul.rn.f32", v, real(factor)) for v in total]
+        values[a, b] = e.pack(k.dtype, total)
     cell.write(values)
     return e.text()

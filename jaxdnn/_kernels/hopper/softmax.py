@@ -17,15 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from jaxdnn._kernels.hopper import softmax_ptx
-from jaxdnn._kernels.hopper.softmax_ptx import SIZES, VECTOR_BYTES, RowPlan
+from jaxdnn._kernels.hopper.launch import launch
+from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
+from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 
-PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 VECTORS = 4  # of an operand that a thread holds at most: more registers would mean fewer blocks at a time
 CLUSTER = 8  # blocks at most, on any device
@@ -60,7 +57,7 @@ def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | No
     chosen = config or plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], 1)
     code = softmax_ptx.forward(chosen, rows, algorithm)
     shape = (rows,) if algorithm == "logsumexp" else x.shape
-    return _launch(code, chosen, rows, jax.ShapeDtypeStruct(shape, out_dtype), f"softmax_{algorithm}", x)
+    return _rows(code, chosen, [x], jax.ShapeDtypeStruct(shape, out_dtype), f"softmax_{algorithm}")
 
 
 def softmax_dgrad(
@@ -70,37 +67,10 @@ def softmax_dgrad(
     rows, length = dy.shape
     chosen = config or plan(length, NAMES[np.dtype(dy.dtype)], NAMES[np.dtype(out_dtype)], 2)
     code = softmax_ptx.backward(chosen, rows, algorithm, tangent)
-    return _launch(code, chosen, rows, jax.ShapeDtypeStruct(dy.shape, out_dtype), "softmax_dgrad", dy, y)
+    return _rows(code, chosen, [dy, y], jax.ShapeDtypeStruct(dy.shape, out_dtype), "softmax_dgrad")
 
 
-def _launch(code: str, plan: RowPlan, rows: int, out: jax.ShapeDtypeStruct, name: str, *arrays: Array) -> Array:
-    def body(*references: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))
-        def run(_: Any, *refs: Any) -> None:
-            addresses = [llvm.ptrtoint(_integer(64), mgpu_utils.memref_ptr(ref)) for ref in refs[:-1]]
-            addresses.append(llvm.ptrtoint(_integer(32), mgpu_utils.memref_ptr(refs[-1])))
-            constraints = ",".join([*["l"] * (len(references) - 1), "r", "~{memory}"])
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), addresses, code, constraints, has_side_effects=True)
-
-        run(*references)
-
-    shape: dict[str, Any] = {}
-    if plan.block > 128:
-        shape |= {"num_threads": plan.block // 128, "thread_name": "warpgroup"}
-    if plan.cluster > 1:
-        shape |= {"cluster": (plan.cluster,), "cluster_names": ("part",)}
-    kernel = plgpu.kernel(
-        body,
-        out_type=out,
-        grid=(-(-rows // plan.rows_a_block),),
-        grid_names=("block",),
-        scratch_types=[plgpu.SMEM((SHARED_FLOATS,), jnp.float32)],
-        kernel_name=name,
-        compiler_params=PARAMETERS,
-        **shape,
-    )
-    return kernel(*arrays)
-
-
-def _integer(bits: int) -> ir.Type:
-    return ir.IntegerType.get_signless(bits)
+def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStruct, name: str) -> Array:
+    blocks = -(-len(arrays[0]) // plan.rows_a_block)
+    shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": SHARED_FLOATS}
+    return launch(code, arrays, [out], name=name, **shape)[0]

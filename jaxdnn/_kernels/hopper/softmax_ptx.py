@@ -17,20 +17,12 @@ exp(d) is ex2.approx(d log2 e), with d = x - m rounded first; log(s) is lg2.appr
 import contextlib
 import dataclasses
 import functools as ft
-import struct
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxdnn._kernels.hopper.conv_depthwise_ptx import Emitter
+from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
 
-VECTOR_BYTES = 16
-SIZES = {"bf16": 2, "f16": 2, "f32": 4}
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 _NEGATIVE_INFINITY = {"bf16": 0xFF80FF80, "f16": 0xFC00FC00, "f32": 0xFF800000}
-
-
-def real(value: float) -> str:
-    """A float32 constant."""
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 LARGEST, LOWEST, ZERO = real(3.4028234663852886e38), real(-3.4028234663852886e38), real(0.0)
@@ -84,24 +76,6 @@ class RowPlan:
         return max(1, min(self.threads, self.block) // 32)
 
 
-class _Code(Emitter):
-    """An emitter that knows 64-bit addresses too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts["d"] = 0
-
-    def d(self, instruction: str, *operands: object) -> str:
-        out = self.new("d")
-        self.op(instruction, out, *operands)
-        return out
-
-    def text(self) -> str:
-        widths = {"r": "b32", "f": "f32", "p": "pred", "h": "b16", "d": "b64"}
-        declared = [f".reg .{widths[kind]} {kind}<{count}>;" for kind, count in self._counts.items() if count]
-        return "\n".join(["{", *declared, *self._lines, "}"])
-
-
 # From a vector's number to the guard of its load, and by how many bytes the round's first vector lies behind the row's
 # first, in the input and in the output: registers, or "".
 Vector = Callable[[int], tuple[str, str, str]]
@@ -124,7 +98,7 @@ class _Kernel:
     """What the kernels share: addresses, loads, sums over a row's threads, stores."""
 
     def __init__(self, plan: RowPlan, row_count: int, operands: int, *, reduced: bool = False) -> None:
-        self.plan, self.e = plan, _Code()
+        self.plan, self.e = plan, Emitter()
         e = self.e
         inputs = [e.d("mov.b64", f"${i}") for i in range(operands)]
         output = e.d("mov.b64", f"${operands}")
@@ -197,29 +171,13 @@ class _Kernel:
 
     def unpack(self, words: Sequence[str]) -> list[str]:
         """The elements of a vector in float32."""
-        e, dtype = self.e, self.plan.dtype
-        if dtype == "f32":
-            return [e.f("mov.b32", word) for word in words]
-        found = []
-        for word in words:
-            if dtype == "bf16":
-                found.append(e.f("mov.b32", e.r("shl.b32", word, 16)))
-                found.append(e.f("mov.b32", e.r("and.b32", word, "0xFFFF0000")))
-            else:
-                halves = e.new("h"), e.new("h")
-                e.op("mov.b32", "{" + ", ".join(halves) + "}", word)
-                found += [e.f("cvt.f32.f16", half) for half in halves]
-        return found
+        return self.e.unpack(self.plan.dtype, words)
 
     def store(self, vector: Vector, j: int, values: Sequence[str]) -> None:
         """Rounds a vector of results and writes it."""
         e, plan, row = self.e, self.plan, self.row
         guard, _, moved = vector(j)
-        if plan.out_dtype == "f32":
-            words = [e.r("mov.b32", value) for value in values]
-        else:
-            convert = f"cvt.rn.{plan.out_dtype}x2.f32"
-            words = [e.r(convert, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+        words = e.pack(plan.out_dtype, values)
         target = e.d("add.s64", row.target, moved) if moved else row.target
         start = j * plan.threads * plan.elements * SIZES[plan.out_dtype]
         while words:  # of 8, 16 or 32 bytes

@@ -1,0 +1,112 @@
+"""PTX text: instructions, the registers they need, and vectors of 16 bytes.
+
+A kernel is one block of PTX, a scope of its own: it declares its registers, and reads its operands ($0, $1, ...) at the
+top.
+"""
+
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+
+VECTOR_BYTES = 16
+SIZES = {"bf16": 2, "f16": 2, "f32": 4}
+_WIDTHS = {"r": "b32", "f": "f32", "p": "pred", "h": "b16", "d": "b64"}  # of the kinds of registers
+
+
+def real(value: float) -> str:
+    """A float32 constant."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+class Emitter:
+    """Collects instructions and counts the registers they need."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._counts = dict.fromkeys(_WIDTHS, 0)
+        self._labels = 0
+
+    def new(self, kind: str = "r") -> str:
+        self._counts[kind] += 1
+        return f"{kind}{self._counts[kind] - 1}"
+
+    def op(self, instruction: str, *operands: object, when: str = "") -> None:
+        guard = f"@{when} " if when else ""
+        self._lines.append(f"{guard}{instruction} {', '.join(map(str, operands))};")
+
+    def r(self, instruction: str, *operands: object) -> str:
+        out = self.new("r")
+        self.op(instruction, out, *operands)
+        return out
+
+    def f(self, instruction: str, *operands: object) -> str:
+        out = self.new("f")
+        self.op(instruction, out, *operands)
+        return out
+
+    def p(self, instruction: str, *operands: object) -> str:
+        out = self.new("p")
+        self.op(instruction, out, *operands)
+        return out
+
+    def d(self, instruction: str, *operands: object) -> str:
+        out = self.new("d")
+        self.op(instruction, out, *operands)
+        return out
+
+    def label(self) -> str:
+        self._labels += 1
+        return f"L{self._labels - 1}"
+
+    def place(self, label: str) -> None:
+        self._lines.append(f"{label}:")
+
+    @contextlib.contextmanager
+    def loop(self, start: object, stop: object, step: object) -> Iterator[str]:
+        """for (i = start; i < stop; i += step), none at all where start >= stop."""
+        head, end = self.label(), self.label()
+        index = self.r("mov.b32", start)
+        self.place(head)
+        self.op("bra", end, when=self.p("setp.ge.s32", index, stop))
+        yield index
+        self.op("add.s32", index, index, step)
+        self.op("bra", head)
+        self.place(end)
+
+    @contextlib.contextmanager
+    def only_if(self, instruction: str, *operands: object) -> Iterator[None]:
+        """What is emitted inside runs where the comparison holds."""
+        end = self.label()
+        holds = self.p(instruction, *operands)
+        self.op("bra", end, when="!" + holds)
+        yield
+        self.place(end)
+
+    def unpack(self, dtype: str, words: Sequence[str]) -> list[str]:
+        """The values in words of 32 bits, in registers of float32."""
+        if dtype == "f32":
+            return [self.f("mov.b32", word) for word in words]
+        found = []
+        for word in words:
+            if dtype == "bf16":
+                found.append(self.f("mov.b32", self.r("shl.b32", word, 16)))
+                found.append(self.f("mov.b32", self.r("and.b32", word, "0xFFFF0000")))
+            else:
+                halves = self.new("h"), self.new("h")
+                self.op("mov.b32", "{" + ", ".join(halves) + "}", word)
+                found += [self.f("cvt.f32.f16", half) for half in halves]
+        return found
+
+    def pack(self, dtype: str, values: Sequence[str]) -> list[str]:
+        """Words of 32 bits of float32 values, each rounded to nearest even."""
+        if dtype == "f32":
+            return [self.r("mov.b32", value) for value in values]
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [self.r(f"cvt.rn.{dtype}x2.f32", high, low) for low, high in pairs]
+
+    def scaled(self, index: str, factor: int, plus: object = 0) -> str:
+        return self.r("mad.lo.s32", index, factor, plus)
+
+    def text(self) -> str:
+        declared = [f".reg .{_WIDTHS[kind]} {kind}<{count}>;" for kind, count in self._counts.items() if count]
+        return "\n".join(["{", *declared, *self._lines, "}"])
