@@ -62,19 +62,23 @@ class Family:
         every = list(self.cases(op, engine, "quick", seed))
         found = _sample(every, quick, self.facets)
         if extent != "quick":
-            known = {case.id for case in every}
-            found += _sample(
-                [c for c in self.cases(op, engine, "standard", seed) if c.id not in known], standard, self.facets
-            )
+            ids = {case.id for case in every}
+            further = [c for c in self.cases(op, engine, "standard", seed) if c.id not in ids]
+            found += _sample(further, standard, self.facets, known=every)
         if extent == "full":
             found += self.cases(op, engine, "full", seed)
         return list({case.id: case for case in found}.values())
 
 
-def _sample(cases: list[Any], stride: int, facets: Callable[[Any], set[Any]]) -> list[Any]:
-    """Every `stride`-th case, and the first of each facet."""
-    kinds = [facets(c) for c in cases]
-    return [c for i, c in enumerate(cases) if i % stride == 0 or kinds[i].difference(*kinds[:i])]
+def _sample(cases: list[Any], stride: int, facets: Callable[[Any], set[Any]], known: Iterable[Any] = ()) -> list[Any]:
+    """Every `stride`-th case, and the first of each facet that no `known` case has."""
+    seen: set[Any] = set().union(*map(facets, known))
+    found = []
+    for i, case in enumerate(cases):
+        if i % stride == 0 or facets(case) - seen:
+            found.append(case)
+        seen |= facets(case)
+    return found
 
 
 def family(
