@@ -14,10 +14,12 @@ from jax import Array
 
 from jaxdnn import engines
 from jaxdnn._kernels import hopper
+from jaxdnn._kernels.hopper.norm_batches import BATCHES
+from jaxdnn._kernels.hopper.norm_images import IMAGES
 from jaxdnn._kernels.hopper.norm_kind import SIZES, Kind, x_of
 from jaxdnn._kernels.hopper.norm_rows import ROWS
 
-KINDS = (ROWS,)
+KINDS = (ROWS, IMAGES, BATCHES)
 MEASURED_ON = "NVIDIA H200"
 
 
