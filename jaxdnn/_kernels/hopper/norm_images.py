@@ -1,0 +1,97 @@
+"""Images of the `hopper` engine: group and instance normalisation, channels last, by the kernels of `norm_group`.
+
+x is (images..., pixels..., groups, channels of a group), or (images..., pixels..., channels) with groups of one.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from jaxdnn import engines
+from jaxdnn._kernels.hopper import norm_group
+from jaxdnn._kernels.hopper.norm_kind import Kind, marks, unlike, x_of
+from jaxdnn._norm import NormSpec
+
+LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
+
+
+class _Sizes(NamedTuple):
+    images: int
+    pixels: int
+    channels: int
+    groups: int
+
+
+def _own(call: engines.Call) -> tuple[int, ...]:
+    """The axes of the channels."""
+    return (-2, -1) if marks(call).endswith("kr") else (-1,)
+
+
+def _sizes(call: engines.Call) -> _Sizes:
+    shape, axes = x_of(call).shape, marks(call)
+    first, own = axes.index("r"), len(_own(call))
+    last = len(shape) - own
+    return _Sizes(math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:]), shape[last])
+
+
+def _unsupported(call: engines.Call) -> str | None:
+    spec: NormSpec = call.spec
+    x, size = x_of(call), _sizes(call)
+    if not spec.centred:
+        return "its kernels for images subtract the mean"
+    if reason := unlike(call, "the channels", _own(call)):
+        return reason
+    if size.channels * x.dtype.itemsize % 16:
+        return f"its kernels take channels that fill vectors of 16 bytes, not {size.channels} of {x.dtype}"
+    if size.pixels * size.channels * max(x.dtype.itemsize, spec.out_dtype.itemsize) >= LARGEST:
+        return f"its kernels take images of less than {LARGEST} bytes, not {size.pixels} pixels of {size.channels}"
+    if _plan(call) is None:
+        return (
+            f"its kernels take groups that fit into a block, not {size.channels // size.groups} channels of {x.dtype}"
+        )
+    return None
+
+
+def _plan(call: engines.Call) -> Any:
+    size = _sizes(call)
+    names = [norm_group.NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype)]
+    arrays = 1 if call.op == "norm" else 2
+    return norm_group.plan(size.pixels, size.channels, size.channels // size.groups, names[0], names[1], arrays)
+
+
+def _run(call: engines.Call, *operands: Array) -> Any:
+    spec: NormSpec = call.spec
+    shape, size = x_of(call).shape, _sizes(call)
+    flat = lambda v: v.reshape(size.images, size.pixels, size.channels)
+    options: dict[str, Any] = {"groups": size.groups, "out_dtype": spec.out_dtype}
+    if call.op == "norm":
+        x, *parameters = operands
+        scale, bias = spec.split([p.reshape(size.channels) for p in parameters])
+        y, *statistics = norm_group.forward(flat(x), scale, bias, eps=spec.eps, **options)
+        reduced = tuple(1 if a - len(shape) in spec.axes else n for a, n in enumerate(shape))
+        return y.reshape(shape), *(s.reshape(reduced) for s in statistics)
+    dy, x, mean, rstd, *parameters = operands
+    scale = parameters[0].reshape(size.channels) if parameters else None
+    mean, rstd = (v.reshape(size.images, size.groups) for v in (mean, rstd))
+    dx, *gradients = norm_group.backward(flat(dy), flat(x), mean, rstd, scale, **options)
+    own = tuple(n if a - len(shape) in _own(call) else 1 for a, n in enumerate(shape))
+    return dx.reshape(shape), *(g.reshape(own) for g in gradients)
+
+
+def _workspace(call: engines.Call) -> int | None:
+    """The blocks' sums for the gradients in scale and bias."""
+    if call.op != "norm_dgrad":
+        return None
+    size = _sizes(call)
+    return 8 * size.images * _plan(call).cluster * size.channels
+
+
+IMAGES = Kind(
+    axes="the pixels of an image and the channels of a group, channels last",
+    pattern="k+r+kr?",
+    unsupported=_unsupported,
+    run=_run,
+    measured=lambda call: False,
+    workspace=_workspace,
+)

@@ -1,0 +1,78 @@
+"""The row machine for the kernels of images: clusters whose threads may part ways, and copies that arrive late.
+
+A copy into shared memory is carried out when it is waited for, not before: what is read earlier is NaN.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from _norm_machine import NormRows, _decode
+from _row_machine import U64
+
+SHARED_BYTES = 1 << 18  # of a block
+
+
+class Images(NormRows):
+    """Memory as bytes, and `run`, which runs a block of PTX for every cluster of blocks."""
+
+    def run(self, text: str, operands: list[int], block_size: int, clusters: int, cluster: int = 1) -> None:
+        code, labels = [], {}
+        for line in map(str.strip, text.splitlines()):
+            if line.endswith(":"):
+                labels[line[:-1]] = len(code)
+            elif line not in "{}" and not line.startswith(".reg"):
+                code.append(_decode(line))
+        self.threads, self.cluster, self.block_size = block_size * cluster, cluster, block_size
+        self.rank = np.arange(self.threads, dtype=U64) // U64(block_size)
+        for index in range(clusters):
+            self.shared = np.full(cluster * SHARED_BYTES, 0xFF, np.uint8)
+            self.copies: list[list[Any]] = [[]]
+            self.waiting = False  # for the cluster
+            self.registers: dict[str, Any] = {"%tid.x": np.arange(self.threads, dtype=U64) % U64(block_size)}
+            self.registers |= {"%cluster_ctarank": self.rank, "%clusterid.x": np.full(self.threads, index, U64)}
+            self.registers["%ctaid.x"] = U64(index * cluster) + self.rank
+            self.registers |= {f"${i}": np.full(self.threads, value, U64) for i, value in enumerate(operands)}
+            self._block(code, labels)
+            assert not any(self.copies), "copies that nothing waits for"
+
+    def _barrier(self, active: np.ndarray, name: str, count: str = "") -> None:
+        """Of a block, with the number of its threads, or of a warp, with its lanes alone."""
+        if not active.all() or (name, count) not in (("1", str(self.block_size)), ("0xffffffff", "")):
+            raise RuntimeError(f"a barrier {name} of {count or 'a warp'} without all threads")
+
+    def _own(self, space: str) -> Any:
+        return self.rank.astype(np.int64)[:, None] * SHARED_BYTES if space == "shared" else 0
+
+    def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
+        bits, real = self._bits, self._real
+        put = lambda value: self._put(arguments[0], value, active)
+        low = lambda x: bits(x) & U64(0xFFFFFFFF)
+        match name:
+            case ["barrier", "cluster", which, *_]:
+                if not active.all() or self.waiting != (which == "wait"):
+                    raise RuntimeError("a barrier of the cluster out of turn")
+                self.waiting = which == "arrive"
+            case ["cp", "async", "cg", "shared", "global"]:
+                to = self._places(arguments[0], 16) + self._own("shared")
+                self.copies[-1].append((to[active], self._places(arguments[1], 16)[active]))
+                if any((places[:, 0] % 16).any() for places in self.copies[-1][-1]):
+                    raise RuntimeError("a copy is not aligned")
+            case ["cp", "async", "commit_group"]:
+                self.copies.append([])
+            case ["cp", "async", "wait_group"]:
+                ready = len(self.copies) - 1 - int(arguments[0])
+                for group in self.copies[: max(ready, 0)]:
+                    for to, here in group:
+                        self.shared[to] = self.memory[here]
+                self.copies = self.copies[max(ready, 0) :]
+            case ["div", "u32"]:
+                put(low(arguments[1]) // low(arguments[2]))
+            case ["max", "NaN", "f32"]:
+                put(np.maximum(real(arguments[1]), real(arguments[2])))
+            case ["mapa", "shared::cluster", "u32"]:
+                if (low(arguments[2])[active] >= self.cluster).any():
+                    raise RuntimeError("there is no such block")
+                put(low(arguments[1]) + low(arguments[2]) * U64(SHARED_BYTES))
+            case _:
+                super()._step(name, arguments, active)

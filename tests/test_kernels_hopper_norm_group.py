@@ -1,0 +1,400 @@
+"""The Hopper kernels of group and instance normalisation on the CPU: their PTX run by a small machine, and lowered."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from _image_machine import SHARED_BYTES, Images
+from jaxdnn import _norm, engines, tolerance_norm
+from jaxdnn._kernels import hopper
+from norm_cases import Norm, agree, in_view
+
+if (reason := hopper.unavailable()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+from jaxdnn._kernels.hopper import norm_group, norm_group_plan, norm_group_ptx
+from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
+
+DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+# Images (pixels, channels) and channels of a group. A vector has 4 or 8 channels: it is a part of a group, several
+# groups, or neither; there are several parts, threads without a row, columns that are no power of two, or one pixel.
+SIZES: dict[str, tuple[int, int, int]] = {
+    "vectors": (50, 64, 8),
+    "group of vectors": (21, 128, 32),
+    "one group": (30, 64, 64),
+    "groups of two": (37, 64, 2),
+    "channels": (49, 48, 1),
+    "across vectors": (50, 48, 3),
+    "odd across vectors": (31, 96, 12),
+    "parts": (19, 320, 40),
+    "wide": (3, 2080, 1040),
+    "a pixel": (1, 32, 16),
+}
+each_size = pytest.mark.parametrize("size", SIZES)
+# What is replaced in a plan: several blocks, ragged rounds, little or nothing kept, threads that are no power of two.
+PLANS: dict[str, dict[str, Any]] = {
+    "two blocks": {"cluster": 2},
+    "four blocks": {"cluster": 4, "threads": 256},
+    "eight blocks": {"cluster": 8},
+    "nothing kept": {"cluster": 2, "kept": 0, "unroll": 3},
+    "some kept": {"cluster": 2, "kept": 5},
+    "all but the ragged round kept": {"cluster": 2, "kept": 9, "unroll": 4},
+    "384 threads": {"threads": 384},
+}
+
+
+def norm_of(pixels: int, channels: int, group: int, images: int = 2) -> Norm:
+    shape = (images, pixels, channels)
+    if group == 1:
+        return Norm("instance_norm", shape, (channels,), (("layout", "NWC"),))
+    return Norm("group_norm", shape, (channels,), (("groups", channels // group), ("layout", "NWC")))
+
+
+def arrays_of(n: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
+    """x and dy in the dtype, scale and bias in float32, which is what the kernels take."""
+    x, _, _, dy = n.arrays(3, DTYPES[dtype], mean=mean)
+    _, s, b, _ = n.arrays(4, np.float32)
+    return x, s, b, dy
+
+
+def run(
+    code: str, plan: ImagePlan, images: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
+) -> list[np.ndarray]:
+    """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else."""
+    results = [np.zeros(shape, dtype) for shape, dtype in outs]
+    starts, size = [], 0
+    for array in (*arrays, *results):
+        starts.append(size)
+        size += -(-array.nbytes // 256) * 256 + 256  # what lies between may be neither used nor written
+    machine = Images(size)
+    for array, start in zip(arrays, starts, strict=False):
+        machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    machine.run(code, [*starts, 0], plan.threads, images * plan.parts, plan.cluster)
+    found = []
+    for result, start in zip(results, starts[len(arrays) :], strict=True):
+        end = start + result.nbytes
+        assert (machine.written[start:end] == 1).all()
+        found.append(machine.memory[start:end].view(result.dtype).reshape(result.shape))
+    assert machine.written.sum() == sum(v.nbytes for v in results)
+    return found
+
+
+def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **changed: Any) -> ImagePlan:
+    _, pixels, channels = x.shape
+    plan = norm_group_plan.plan(pixels, channels, group, names[0], names[1], arrays)
+    assert plan is not None
+    plan = dataclasses.replace(plan, **changed)
+    assert 4 * plan.floats(arrays) <= SHARED_BYTES
+    return plan
+
+
+def forward(
+    x: np.ndarray, s: Any, b: Any, group: int, names: tuple[str, str], eps: float, **changed: Any
+) -> list[np.ndarray]:
+    """y, mean, rstd and variance by the kernel."""
+    plan = plan_of(x, group, names, 1, **changed)
+    code = norm_group_ptx.forward(plan, eps=eps, scale=s is not None, bias=b is not None)
+    statistic = ((len(x), x.shape[2] // group), np.float32)
+    given = [x, *(v for v in (s, b) if v is not None)]
+    return run(code, plan, len(x), given, [(x.shape, DTYPES[names[1]]), *[statistic] * 3])
+
+
+def backward(
+    dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, s: Any, group: int, names: tuple[str, str], **changed: Any
+) -> list[np.ndarray]:
+    """dx, dscale and dbias by the kernel, the blocks' sums added up here."""
+    plan = plan_of(x, group, names, 2, **changed)
+    code = norm_group_ptx.backward(plan, scale=s is not None)
+    given = [dy, x, mean, rstd, *([] if s is None else [s])]
+    outs = [(x.shape, DTYPES[names[1]]), ((len(x) * plan.cluster, 2, x.shape[2]), np.float32)]
+    dx, sums = run(code, plan, len(x), given, outs)
+    return [dx, *sums.sum(0, dtype=np.float32)]
+
+
+def check(size: tuple[int, int, int], names: tuple[str, str], mean: float = 0.5, **changed: Any) -> None:
+    """Both kernels within the computed bounds, forward and, from the statistics that it saved, backward."""
+    n, group = norm_of(*size), size[2]
+    x, s, b, dy = arrays_of(n, names[0], mean)
+    out = DTYPES[names[1]]
+    y, *saved = forward(x, s, b, group, names, n.eps, **changed)
+    p, wanted = n.problem(x, s, b), n.definition(x, s, b)
+    agree(y, np.asarray(wanted[0]), tolerance_norm.from_definition(p)[0].reshape(y.shape), out, "y")
+    stats = tolerance_norm.normalised(p)
+    errors = {"mean": stats.mean_error, "rstd": stats.rstd_error, "variance": stats.variance_error}
+    goldens = {"mean": stats.mean, "rstd": stats.rstd, "variance": stats.variance}
+    for name, found in zip(errors, saved, strict=True):
+        agree(found, goldens[name].reshape(found.shape), errors[name].reshape(found.shape), np.float32, name)
+    grads = backward(dy, x, saved[0], saved[1], s, group, names, **changed)
+    bounds = tolerance_norm.from_definition(p, in_view(n, dy, p.x.shape))
+    exact = n.gradients(reference, dy, x, s)
+    for name, found, golden, error in zip(("dx", "dscale", "dbias"), grads, exact, bounds, strict=True):
+        agree(found, golden, error.reshape(golden.shape), out if name == "dx" else np.float32, name)
+
+
+@each_dtype
+@each_size
+def test_images(size: str, dtype: str):
+    check(SIZES[size], (dtype, dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("size", [(300, 64, 8), (161, 96, 12), (301, 64, 1)])
+def test_however_an_image_is_dealt_out(size: tuple[int, int, int], plan: str, dtype: str):
+    check(size, (dtype, dtype), **PLANS[plan])
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@each_dtype
+def test_result_of_another_dtype(dtype: str, out_dtype: str):
+    check((37, 64, 4), (dtype, out_dtype))
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [("f32", 1e4), ("bf16", 100.0), ("f16", 100.0)])
+@pytest.mark.parametrize("size", ["vectors", "one group", "channels", "across vectors"])
+def test_mean_far_from_zero(size: str, dtype: str, mean: float):
+    check(SIZES[size], (dtype, dtype), mean)
+    check(SIZES[size], (dtype, dtype), mean, cluster=4)
+
+
+@each_dtype
+def test_what_is_constant_is_its_bias(dtype: str):
+    x = np.full((2, 45, 64), 3.14159, DTYPES[dtype])
+    _, s, b, _ = arrays_of(norm_of(45, 64, 8), dtype, 0.5)
+    y, mean, rstd, variance = forward(x, s, b, 8, (dtype, dtype), 1e-5)
+    np.testing.assert_array_equal(y.astype(np.float32), np.broadcast_to(b.astype(y.dtype), y.shape).astype(np.float32))
+    np.testing.assert_array_equal(mean, np.full_like(mean, x[0, 0, 0]))
+    np.testing.assert_array_equal(variance, np.zeros_like(variance))
+    np.testing.assert_allclose(rstd, 1e-5**-0.5, rtol=4 * 2**-24)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_without_parameters(group: int):
+    n = norm_of(49, 64, group)
+    x, _, _, dy = arrays_of(n, "f32", 0.5)
+    y, *saved = forward(x, None, None, group, ("f32", "f32"), n.eps)
+    p = n.problem(x, None, None)
+    golden, error = (v.reshape(x.shape) for v in tolerance_norm.forward(p))
+    agree(y, golden, error, np.float32, "y")
+    grads = backward(dy, x, saved[0], saved[1], None, group, ("f32", "f32"))
+    for found, (golden, error) in zip(grads, tolerance_norm.backward(p, in_view(n, dy, p.x.shape)), strict=True):
+        agree(found, golden.reshape(found.shape), error.reshape(found.shape), np.float32, "a gradient")
+
+
+@each_dtype
+@pytest.mark.parametrize("size", ["vectors", "channels", "across vectors"])
+def test_bits_depend_on_the_image_alone(size: str, dtype: str):
+    """The promise of batch_invariant: of y, of the statistics, and of dx, for however many images."""
+    pixels, channels, group = SIZES[size]
+    n, names = norm_of(pixels, channels, group, 3), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    assert plan_of(x, group, names, 1) == plan_of(x[1:2], group, names, 1)
+    whole, alone = (forward(v, s, b, group, names, n.eps) for v in (x, x[1:2]))
+    for one, images in zip(alone, whole, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), images[1:2].view(np.uint8))
+    dx = backward(dy, x, whole[1], whole[2], s, group, names)[0]
+    one = backward(dy[1:2], x[1:2], alone[1], alone[2], s, group, names)[0]
+    np.testing.assert_array_equal(one.view(np.uint8), dx[1:2].view(np.uint8))
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [3, 8])
+def test_what_is_not_finite_stays_in_its_group(group: int, dtype: str):
+    n, names = norm_of(70, 48, group, 3), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    clean = forward(x, s, b, group, names, n.eps)[0].astype(np.float32)
+    x[1, 3, 0], x[2, 69, 47] = np.nan, np.inf
+    y, mean, rstd, variance = forward(x, s, b, group, names, n.eps)
+    hit = np.zeros(x.shape, bool)
+    hit[1, :, :group] = hit[2, :, -group:] = True
+    assert np.isnan(y.astype(np.float32)[hit]).all()
+    np.testing.assert_array_equal(y.astype(np.float32)[~hit], clean[~hit])
+    of_group = hit[:, 0, ::group]
+    for found in (mean, rstd, variance):
+        np.testing.assert_array_equal(np.isfinite(found), ~of_group)
+    dx, dscale, dbias = backward(dy, x, mean, rstd, s, group, names)
+    np.testing.assert_array_equal(np.isnan(dx.astype(np.float32)), hit)
+    np.testing.assert_array_equal(np.isnan(dscale), hit.any((0, 1)))
+    assert np.isfinite(dbias).all()
+
+
+def test_a_copy_that_is_not_waited_for_shows():
+    """A planted fault: the last wait is missing, or comes when all is over."""
+    n = norm_of(50, 64, 8)
+    x, _, _, _ = arrays_of(n, "bf16", 0.5)
+    plan = plan_of(x, 8, ("bf16", "bf16"), 1)
+    code = norm_group_ptx.forward(plan, eps=1e-5, scale=False, bias=False)
+    outs = [(x.shape, x.dtype), *[((2, 8), np.float32)] * 3]
+    wait = "cp.async.wait_group 0;\n"
+    assert code.count(wait) == 1
+    early = code.replace(wait, "")
+    with pytest.raises(AssertionError, match="copies that nothing waits for"):
+        run(early, plan, 2, [x], outs)
+    y = run(early.removesuffix("}") + wait + "}", plan, 2, [x], outs)[0]
+    assert np.isnan(y.astype(np.float32)).all()
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("arrays", [1, 2])
+def test_plans_fit_the_device(arrays: int, dtype: str):
+    for pixels in (1, 49, 196, 784, 3136, 12544, 50176, 1 << 20):
+        for channels, group in ((8, 8), (64, 2), (256, 8), (320, 10), (2048, 64), (4096, 4096), (1000, 125)):
+            plan = norm_group_plan.plan(pixels, channels, group, dtype, dtype, arrays)
+            assert plan is not None
+            assert plan.channels % plan.part == plan.part % plan.group == plan.part % plan.elements == 0
+            assert plan.columns <= plan.threads <= 1024
+            assert plan.threads % 128 == 0
+            assert plan.cluster in (1, 2, 4, 8)
+            assert 4 * plan.floats(arrays) <= norm_group_plan.WHOLE
+            kept = min(plan.kept, plan.rounds)
+            assert kept == plan.rounds or (plan.cluster == 8 and 4 * plan.floats(arrays) <= norm_group_plan.HALF)
+
+
+def test_channels_that_do_not_fit_are_refused():
+    x = jnp.zeros((2, 9, 12), jnp.bfloat16)
+    message = "`x` must have channels that fill vectors and fit into a block, got 12 of bfloat16"
+    with pytest.raises(ValueError, match=message):
+        norm_group.forward(x, None, None, groups=4, eps=1e-5, out_dtype=x.dtype)
+    statistic = jnp.zeros((2, 4))
+    with pytest.raises(ValueError, match=message):
+        norm_group.backward(x, x, statistic, statistic, None, groups=4, out_dtype=x.dtype)
+
+
+# ---- lowered for CUDA ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@each_dtype
+@pytest.mark.parametrize("size", [(49, 64, 1), (3136, 256, 8), (50176, 64, 32)])
+def test_lowers_for_cuda(size: tuple[int, int, int], dtype: str, out_dtype: str):
+    pixels, channels, group = size
+    x = jax.ShapeDtypeStruct((4, pixels, channels), DTYPES[dtype])
+    row = jax.ShapeDtypeStruct((channels,), jnp.float32)
+
+    def both(x: Any, s: Any, b: Any) -> Any:
+        options: dict[str, Any] = {"groups": channels // group, "out_dtype": np.dtype(DTYPES[out_dtype])}
+        y, mean, rstd, _ = norm_group.forward(x, s, b, eps=1e-5, **options)
+        plain = norm_group.forward(x, None, None, eps=0.0, **options)
+        gradients = norm_group.backward(x, x, mean, rstd, s, **options)
+        return y, plain, gradients, norm_group.backward(x, x, mean, rstd, None, **options)
+
+    lowered = jax.jit(both).trace(x, row, row).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 4
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+def shape_of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def candidates(function: Any, *operands: Any) -> list[Any]:
+    """What the engine says, of every call that is made."""
+    told = dnn.explain(function, *operands, platform="cuda")
+    return [c for call in told for c in call.candidates if c.engine == "hopper"]
+
+
+def grouped(**options: Any) -> Any:
+    return lambda x: dnn.group_norm(x, groups=2, **options)
+
+
+SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
+    "groups": (grouped(), (shape_of(2, 4, 4, 16),), None),
+    "one group": (lambda x: dnn.group_norm(x, groups=1), (shape_of(2, 4, 4, 16),), None),
+    "three axes of pixels": (grouped(layout="NDHWC"), (shape_of(2, 3, 4, 5, 16),), None),
+    "instances": (dnn.instance_norm, (shape_of(2, 4, 4, 8),), None),
+    "many images": (lambda x: jax.vmap(dnn.instance_norm)(x), (shape_of(3, 2, 4, 4, 8),), None),
+    "another dtype out": (lambda x: dnn.instance_norm(x, out_dtype=jnp.float32), (shape_of(2, 4, 4, 8),), None),
+    "backward": (
+        lambda dy, x: dnn.group_norm_dgrad(dy, x, groups=2, scale=jnp.ones(16)),
+        (shape_of(2, 4, 4, 16),) * 2,
+        None,
+    ),
+    "channels first, with a scale": (
+        lambda x: dnn.instance_norm(x, scale=jnp.ones(8), layout="NCHW"),
+        (shape_of(2, 8, 4, 4),),
+        "its kernels take parameters that vary along the last axes alone, not of shape (1, 8, 1, 1)",
+    ),
+    "batch last": (
+        lambda x: dnn.group_norm(x, groups=2, scale=jnp.ones(8), layout="CHWN"),
+        (shape_of(8, 4, 4, 16),),
+        "its kernels take parameters that vary along the channels alone, not of shape (2, 4, 1, 1, 1)",
+    ),
+    "odd channels": (
+        grouped(),
+        (shape_of(2, 4, 4, 12),),
+        "its kernels take channels that fill vectors of 16 bytes, not 12 of bfloat16",
+    ),
+    "no images": (grouped(), (shape_of(0, 4, 4, 16),), "its kernels take arrays with elements"),
+    "a group that is too large": (
+        lambda x: dnn.group_norm(x, groups=1),
+        (shape_of(2, 2, 2, 8200),),
+        "its kernels take groups that fit into a block, not 8200 channels of bfloat16",
+    ),
+    "an image that is too large": (
+        grouped(),
+        (shape_of(1, 1 << 13, 1 << 13, 16),),
+        "its kernels take images of less than 2147483648 bytes, not 67108864 pixels of 16",
+    ),
+    "not centred": (
+        lambda x: dnn.rms_norm(x, axis=1),
+        (shape_of(2, 4, 8),),
+        "its kernels for images subtract the mean",
+    ),
+    "gradients of two dtypes": (
+        lambda dy, x: dnn.group_norm_dgrad(dy, x, groups=2),
+        (shape_of(2, 4, 4, 16, dtype=jnp.float32), shape_of(2, 4, 4, 16)),
+        "its kernels take a gradient of x's dtype bfloat16, not float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_engine_says_what_it_serves(name: str):
+    function, operands, reason = SERVED[name]
+    found = candidates(function, *operands)[-1]
+    assert found.level == "batch_invariant"
+    assert (found.refusal is None) if reason is None else (reason in found.refusal)
+
+
+def test_call_by_name_lowers_with_its_derivatives():
+    def both(x: Any, s: Any) -> Any:
+        def f(x: Any, s: Any) -> Any:
+            y: Any = dnn.group_norm(x, groups=4, scale=s, engine="hopper")
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        many: Any = jax.vmap(lambda x: dnn.instance_norm(x, scale=s, engine="hopper"))
+        return jax.grad(f, (0, 1))(x, s), many(x[None])
+
+    x, row = shape_of(3, 6, 4, 64), shape_of(64, dtype=jnp.float32)
+    lowered = jax.jit(both).trace(x, row).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 3
+
+
+def test_workspace_is_the_sums_of_the_blocks():
+    x = shape_of(4, 56, 56, 256)
+    told = dnn.explain(lambda dy, x: dnn.group_norm_dgrad(dy, x, groups=32), x, x, platform="cuda")
+    (call,) = [call for call in told if call.op == "norm_dgrad"]
+    assert call
+    plan = norm_group_plan.plan(56 * 56, 256, 8, "bf16", "bf16", 2)
+    assert plan is not None
+    statistic = jax.ShapeDtypeStruct((4, 1, 1, 32, 1), jnp.float32)
+    view = shape_of(4, 56, 56, 32, 8)
+    float32 = np.dtype(np.float32)
+    spec = _norm.NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, float32, np.dtype(jnp.bfloat16))
+    (engine,) = (e for e in engines.registered("norm_dgrad") if e.name == "hopper")
+    asked = engines.Call("norm_dgrad", spec, (view, view, statistic, statistic), "cuda")
+    assert engine.supports(asked) is None
+    assert engine.workspace(asked) == 4 * plan.cluster * 2 * 256 * 4
