@@ -20,7 +20,8 @@ from jaxdnn.verify.families import family
 
 FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "instance_norm", "batch_norm")
 OPS = tuple(op + suffix for op in FORWARD for suffix in ("", "_dgrad"))
-ROWS = FORWARD[:3]
+ROWS, IMAGES = FORWARD[:3], FORWARD[3:5]
+LARGE = "NHWC-large"  # an image that a kernel may share among several blocks
 # The mean of "far" data, whose deviation is 1: what the input's own format still resolves.
 FAR = {"f32": 1e4, "bf16": 100.0, "f16": 100.0, "f64": 1e8}
 # The factors of blends, by the backward op's names; the forward op has two. None makes ties of narrow types.
@@ -184,6 +185,8 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
             ("NWC", (4, 9, 8)),
         ):
             yield "-".join(filter(None, (layout, mode))), shape, (*extra, ("layout", layout))
+    if plain in IMAGES:
+        yield LARGE, (2, 45, 46, 64), (*groups, ("layout", "NHWC"))
     if plain == "batch_norm":
         for (layout, shape), mode, blend in zip(_BLENDED, modes[::-1], BLENDS, strict=True):
             yield f"{layout}-{mode}-{blend}", shape, (("mode", mode), ("layout", layout))
@@ -204,8 +207,9 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Su
 
 
 def facets(case: NormCase) -> set[str]:
-    """A dtype, and a blend."""
-    return {case.dtype, _blend_of(case.variant)}
+    """A dtype, a blend, and a large image: of every dtype for the engine whose kernels may share it."""
+    large = f"{case.dtype if case.engine == 'hopper' else ''} {LARGE}" if case.variant == LARGE else ""
+    return {case.dtype, _blend_of(case.variant), large}
 
 
 FAMILY = dataclasses.replace(
