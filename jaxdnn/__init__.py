@@ -45,6 +45,7 @@ from jaxdnn.norm_batch import batch_norm, batch_norm_dgrad, batch_norm_inference
 from jaxdnn.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
 from jaxdnn.norm_local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
 from jaxdnn.norm_lp import lp_normalize
+from jaxdnn.norm_stats import bn_finalize, genstats
 from jaxdnn.pool import pool, pool_dgrad, unpool
 from jaxdnn.pool_sizes import adaptive_pool, global_pool
 from jaxdnn.reduce import reduce
@@ -64,6 +65,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_dgrad",
     "batch_norm_inference",
+    "bn_finalize",
     "col2im",
     "conv",
     "conv_bgrad",
@@ -77,6 +79,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "fill",
+    "genstats",
     "global_pool",
     "group_norm",
     "group_norm_dgrad",

@@ -102,7 +102,7 @@ def batch_norm(
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
     options = Options(eps, engine, determinism, per_example=False)
-    running = _running(view, running_mean, running_variance, found)
+    running = read_running(view, running_mean, running_variance, found)
     wide = found.out if extras is None else found.accumulate
     devices = 1 if axis_name is None else several.devices(axis_name)
     if axis_name is None:
@@ -116,7 +116,7 @@ def batch_norm(
     m = _count(view) * devices
     unbiased = variance * jnp.asarray(m / (m - 1) if m > 1 else float("nan"), variance.dtype)
     mean, rstd, unbiased = (view.give_statistic(v) for v in (mean, rstd, unbiased))
-    return frame.restore(y), mean, rstd, *_updated(running, (mean, unbiased), momentum)
+    return frame.restore(y), mean, rstd, *updated_running(running, (mean, unbiased), momentum)
 
 
 def batch_norm_inference(
@@ -296,7 +296,7 @@ def _count(view: View) -> int:
     return m
 
 
-def _running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Array, Array] | None:
+def read_running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Array, Array] | None:
     if (mean is None) != (variance is None):
         raise ValueError("`running_mean` and `running_variance` must be given both or neither, got one of them.")
     if mean is None:
@@ -310,7 +310,9 @@ def _running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Array,
     return read[0], read[1]
 
 
-def _updated(running: tuple[Array, Array] | None, new: tuple[Array, Array], momentum: Any) -> tuple[Array, Array]:
+def updated_running(
+    running: tuple[Array, Array] | None, new: tuple[Array, Array], momentum: Any
+) -> tuple[Array, Array]:
     """momentum new + (1 - momentum) running; what has the weight 0 does not reach the result."""
     weight = _epilogue.read_scale("momentum", momentum)
     if isinstance(weight, float) and not 0 <= weight <= 1:

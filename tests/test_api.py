@@ -57,6 +57,8 @@ ARRAYS = {
     "batch_norm": (X,),
     "batch_norm_dgrad": (X, X),
     "batch_norm_inference": (X, X[0, 0, 0], X[0, 0, 1] ** 2),
+    "genstats": (X,),
+    "bn_finalize": (X[0, 0, 0], 9 * X[0, 0, 0] ** 2, 8),
     "lrn": (X,),
     "lrn_dgrad": (X, X),
     "divisive_norm": (X,),

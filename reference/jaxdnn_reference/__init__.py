@@ -23,6 +23,7 @@ from jaxdnn_reference.norm_batch import batch_norm, batch_norm_dgrad, batch_norm
 from jaxdnn_reference.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
 from jaxdnn_reference.norm_local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
 from jaxdnn_reference.norm_lp import lp_normalize
+from jaxdnn_reference.norm_stats import bn_finalize, genstats
 from jaxdnn_reference.pool import adaptive_pool, global_pool, pool, pool_dgrad, unpool
 from jaxdnn_reference.product import Details
 from jaxdnn_reference.reduce import reduce
@@ -47,6 +48,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_dgrad",
     "batch_norm_inference",
+    "bn_finalize",
     "col2im",
     "conv",
     "conv_bgrad",
@@ -62,6 +64,7 @@ __all__ = [
     "dropout_mask",
     "fill",
     "fma",
+    "genstats",
     "global_pool",
     "group_norm",
     "group_norm_dgrad",

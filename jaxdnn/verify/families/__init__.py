@@ -16,7 +16,7 @@ from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Check, Facts, Result
 
 EXTENTS = ("quick", "standard", "full")
-_MODULES = ("conv", "norm", "norm_local", "activation", "dropout", "pool", "softmax", "tensor")
+_MODULES = ("conv", "norm", "norm_local", "norm_stats", "activation", "dropout", "pool", "softmax", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)

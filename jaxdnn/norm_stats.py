@@ -1,0 +1,139 @@
+"""Batch normalisation in pieces: sums of a tensor's channels, and what normalises it as one product and one sum.
+
+Letters: N batch, C channels, H, W spatial sizes; m the number of elements that were added.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jaxdnn import _check, _epilogue
+from jaxdnn import _norm_arguments as arguments
+from jaxdnn._norm_arguments import Types, View
+from jaxdnn.norm_batch import read_running, updated_running
+
+
+def genstats(x: ArrayLike, /, *, layout: str = "NHWC", determinism: str | None = None) -> tuple[Array, Array]:
+    """Sum and sum of squares of every channel, over batch and pixels.
+
+    total_c = Σ x        squares_c = Σ x²
+
+    Args:
+      x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
+      layout: the axes of x, see `conv`. Channels that only fill the last vector up are among the C.
+      determinism: a level that is required: run_to_run at most.
+
+    Returns:
+      total and squares, (C,), float32 (float64 for float64).
+
+    Differentiation: any order, forward and reverse.
+
+    Numerics: in float32 (float64 for float64), in XLA's order; squares are not protected: a variance that is made of
+      them loses the digits that σ² lies below the squared mean, which `batch_norm` does not.
+
+    Raises:
+      ValueError, TypeError: arguments that do not fit.
+      NotImplementedError: the determinism level cannot be guaranteed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> total, squares = dnn.genstats(jnp.array([1.0, -3.0]).reshape(2, 1, 1, 1))
+      >>> total.tolist(), squares.tolist()
+      ([-2.0], [10.0])
+
+    Sources: cuDNN's graph operation genstats, whose results are SUM and SQSUM.
+    """
+    frame = arguments.frame(layout)
+    x = frame.array("x", x)
+    found = arguments.types(x, None)
+    arguments.require("genstats", determinism, "run_to_run", "it adds over the batch")
+    axes = tuple(a for a in range(x.ndim) if a != frame.layout.channel)
+    wide = x.astype(found.accumulate)
+    return jnp.sum(wide, axes), jnp.sum(wide * wide, axes)
+
+
+def bn_finalize(
+    total: ArrayLike,
+    squares: ArrayLike,
+    count: int | ArrayLike,
+    /,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    running_mean: ArrayLike | None = None,
+    running_variance: ArrayLike | None = None,
+    momentum: float | ArrayLike = 0.1,
+    eps: float = 1e-5,
+    determinism: str | None = None,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """What the sums of `genstats` say about normalising: factor and summand of every channel, and the statistics.
+
+    μ = total / m        σ² = max(squares / m - μ², 0)        r = 1 / √(σ² + eps)
+    factor = r scale        summand = bias - μ factor
+    running mean ← momentum μ + (1 - momentum) running mean
+    running variance ← momentum σ² m / (m - 1) + (1 - momentum) running variance
+
+    with m the count; x factor + summand is then `batch_norm` of x.
+
+    Args:
+      total, squares: Σ x and Σ x² of every channel, (C,), float32 or float64.
+      count: m, how many elements were added; a number, or an array of one without axes.
+      scale, bias: (C,); None is 1, and 0.
+      running_mean, running_variance, momentum, eps: see `batch_norm`.
+      determinism: a level that is required: run_to_run at most.
+
+    Returns:
+      factor and summand; the mean and 1 / √(σ² + eps), to be saved for `batch_norm_dgrad`; the new running mean and
+      the new running variance, in the dtypes of the old. All (C,), float32 (float64 for float64).
+
+    Differentiation: any order, forward and reverse, in all arrays; where σ² is 0 by the maximum alone, in neither sum.
+
+    Numerics: in float32 (float64 for float64). σ² is a difference: its error is that of the sums, a few roundings of
+      squares / m, which where μ² is 10⁴ σ² leaves float32 three digits of σ², and none where it is 10⁷ σ². `batch_norm`
+      loses nothing so. With m = 1 the new running variance is NaN, as with `batch_norm`.
+
+    Raises:
+      ValueError, TypeError: arguments that do not fit.
+      NotImplementedError: the determinism level cannot be guaranteed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> factor, summand, mean, rstd, *_ = dnn.bn_finalize(jnp.array([4.0]), jnp.array([16.0]), 2, eps=0.0)
+      >>> factor.tolist(), summand.tolist(), mean.tolist()
+      ([0.5], [-1.0], [2.0])
+
+    Sources: cuDNN's graph operation bn_finalize in training (CUDNN_FUSED_BN_FINALIZE_STATISTICS_TRAINING), whose
+      ACCUM_COUNT is the count and whose EQ_SCALE and EQ_BIAS are factor and summand.
+    """
+    total, squares = _check.array("total", total), _check.array("squares", squares)
+    if total.ndim != 1:
+        raise ValueError(f"`total` must have one axis, the channels, got shape {total.shape}.")
+    accumulate = _check.dtype("total", total, (jnp.float32, jnp.float64))
+    _check.shape("squares", squares, total.shape, "that of total")
+    _check.dtype("squares", squares, (accumulate,))
+    found, channels = Types(accumulate, accumulate), total.shape
+    view = View(channels, (), channels, channels, channels, "one a channel")
+    m = _count(count, accumulate)
+    running = read_running(view, running_mean, running_variance, found)
+    small = jnp.asarray(arguments.epsilon(eps), accumulate)
+    arguments.require("bn_finalize", determinism, "run_to_run", "compilers fuse its products and sums as they see fit")
+    mean = jnp.asarray(total) / m
+    difference = jnp.asarray(squares) / m - mean * mean
+    variance = jnp.where(difference <= 0, jnp.zeros_like(difference), difference)  # NaN stays NaN
+    rstd = 1 / jnp.sqrt(variance + small)
+    factor = rstd if scale is None else rstd * view.parameter("scale", scale, found)
+    summand = -(mean * factor) if bias is None else view.parameter("bias", bias, found) - mean * factor
+    unbiased = variance * (m / jnp.where(m > 1, m - 1, jnp.full_like(m, float("nan"))))
+    return factor, summand, mean, rstd, *updated_running(running, (mean, unbiased), momentum)
+
+
+def _count(value: Any, accumulate: Any) -> Array:
+    """Reads `count`: a number of at least 1, or an array without axes."""
+    if _check.is_number(value) and not value >= 1:
+        raise ValueError(f"`count` must be a number of at least 1, got {value!r}.")
+    count = _epilogue.read_scale("count", value)
+    return jnp.asarray(count).astype(accumulate)

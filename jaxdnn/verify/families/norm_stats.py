@@ -1,0 +1,164 @@
+"""Batch normalisation in pieces: the sums of channels, and what is made of them.
+
+The bounds, with u the accumulator's unit roundoff and γ(k) = k u / (1 - k u) what k roundings come to:
+
+* Adding n terms in any order is off by γ(n) Σ |x|, and γ(n + 1) Σ x² with the roundings of the squares.
+* The sums, as `bn_finalize` reads them, are exact. A mean and squares / m are off by 2 u of themselves: XLA divides, or
+  multiplies with a rounded 1 / m. μ² is off by 2 |μ| 2 u |μ| + (2 u μ)² and a rounding, the difference by both and a
+  rounding; a maximum adds nothing.
+* r is off by the factor 1 / √(1 - E / V), with V = σ² + eps and E the error of that, and 8 u, as in `tolerance_norm`.
+* Then products and sums follow, each rounded once. A running statistic is off by what its new one is, and γ(6) of the
+  magnitudes: of the weights, the quotient m / (m - 1), the products and their sum.
+
+The definition's own error, in float64 or np.longdouble, is the same bound times the quotient of the roundoffs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn import tolerance
+from jaxdnn.tolerance import Accumulation
+from jaxdnn.verify import case as plain
+from jaxdnn.verify.case import Case, Expected
+from jaxdnn.verify.families import family
+from jaxdnn.verify.levels import Subject, subject
+from jaxdnn_reference.norm_batch import of_batch
+
+Values = np.ndarray
+SHAPES = {"NHWC": (5, 6, 7, 8), "NCHW": (5, 8, 6, 7), "CHWN": (8, 3, 5, 6), "NCHWc4": (3, 2, 5, 6, 4), "NWC": (4, 9, 8)}
+FINALIZE: dict[str, dict[str, Any]] = {
+    "parameters-running": {"momentum": 0.3, "eps": 0.01},
+    "plain": {},
+    "cumulative": {"momentum": 1.0},
+}
+VARIANTS: dict[str, tuple[str, ...]] = {"genstats": tuple(SHAPES), "bn_finalize": tuple(FINALIZE)}
+COUNT, CHANNELS = 210, 13
+RESULTS = {
+    "genstats": ("total", "squares"),
+    "bn_finalize": ("factor", "summand", "mean", "rstd", "running_mean", "running_variance"),
+}
+GIVEN = ("scale", "bias", "running_mean", "running_variance")
+
+
+@dataclasses.dataclass(frozen=True)
+class StatsCase(Case):
+    """One call; `bn_finalize` with the sums of so many numbers a channel, with parameters unless it is plain."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the operands are."""
+        if self.op == "genstats":
+            return ("x",)
+        return ("total", "squares", *(() if self.variant == "plain" else GIVEN))
+
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        return self._function(dnn, **choices)
+
+    def _function(self, module: Any, **choices: Any) -> Callable[..., Any]:
+        if self.op == "genstats":
+            return lambda x: module.genstats(x, layout=self.variant, **choices)
+        options = {**FINALIZE[self.variant], **choices}
+        named = lambda given: dict(zip(GIVEN, given, strict=False))
+        return lambda t, q, *given: module.bn_finalize(t, q, COUNT, **named(given), **options)
+
+    def kinds(self) -> tuple[str, ...]:
+        return ("normal", "integers")
+
+    def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        draw = lambda *s: rng.integers(-4, 5, s).astype(np.float64) if kind == "integers" else rng.normal(0.5, 1, s)
+        if self.op == "genstats":
+            return (draw(*SHAPES[self.variant]).astype(self.in_dtype),)
+        x = draw(COUNT, CHANNELS)
+        arrays = [x.sum(0), (x * x).sum(0), *(draw(CHANNELS) for _ in self.names[2:])]
+        if len(arrays) > 2:
+            arrays[-1] = np.abs(arrays[-1])
+        return tuple(v.astype(self.in_dtype) for v in arrays)
+
+    def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
+        values = self._function(reference)(*operands)
+        rule = tolerance.FORMATS[accumulation.format]
+        if self.op == "genstats":
+            errors = sums_error(operands[0], self.variant, accumulation.format)
+        else:
+            named = dict(zip(self.names, (v.astype(np.float64) for v in operands), strict=True))
+            options = {"eps": 1e-5, "momentum": 0.1, **FINALIZE[self.variant]}
+            errors = finalize_error(named, COUNT, **options, format=accumulation.format)
+        share = float(np.finfo(np.longdouble if self.x64 else np.float64).eps) / 2 / rule.roundoff
+        wide = np.float64 if self.x64 else np.float32
+        found = zip(RESULTS[self.op], values, errors, strict=True)
+        generic = kind != "integers"
+        return tuple(Expected(np.asarray(v, np.float64), e * (1 + share), wide, n, generic) for n, v, e in found)
+
+    def describe(self) -> dict[str, Any]:
+        if self.op == "genstats":
+            return {"shape": SHAPES[self.variant], "layout": self.variant}
+        return {"channels": CHANNELS, "count": COUNT, **FINALIZE[self.variant]}
+
+
+def sums_error(x: Values, layout: str, format: str) -> tuple[Values, Values]:
+    """How far the sums of `genstats` may be off."""
+    rule, v = tolerance.FORMATS[format], of_batch(x.astype(np.float64), "spatial", layout)
+    axes, n = tuple(v.axes), v.x.size // v.own[0]
+    growth = lambda k: k * rule.roundoff / (1 - k * rule.roundoff)
+    return growth(n) * np.abs(v.x).sum(axes), growth(n + 1) * (v.x**2).sum(axes) + n * rule.smallest_normal
+
+
+def finalize_error(given: dict[str, Values], m: int, *, eps: float, momentum: float, format: str) -> tuple[Values, ...]:
+    """How far the results of `bn_finalize` may be off."""
+    rule = tolerance.FORMATS[format]
+    u, tiny = rule.roundoff, 8 * rule.smallest_normal
+    growth = 6 * u / (1 - 6 * u)
+    mean, second = given["total"] / m, given["squares"] / m
+    mean_error = 2 * u * np.abs(mean) + tiny
+    square_error = 2 * np.abs(mean) * mean_error + mean_error**2
+    square_error = square_error + u * (mean**2 + square_error) + 2 * u * second + tiny
+    difference = second - mean**2
+    error = square_error + u * (np.abs(difference) + square_error)
+    variance = np.maximum(difference, 0)
+    v = variance + eps
+    off = error + u * (v + error) + u * eps
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(off < v, 1 / np.sqrt(1 - np.minimum(off / v, 1)) - 1 + 8 * u, np.inf)
+        rstd = 1 / np.sqrt(v)
+    scale, bias = (np.abs(given.get(name, default)) for name, default in (("scale", 1.0), ("bias", 0.0)))
+    factor = scale * rstd
+    factor_error = factor * relative * (1 + u) + u * factor + tiny
+    product = np.abs(mean) * factor
+    product_error = np.abs(mean) * factor_error + mean_error * (factor + factor_error)
+    product_error = product_error + u * (product + product_error) + tiny
+    summand_error = product_error + u * (product + product_error + bias) + tiny
+    unbiased, unbiased_error = variance * m / (m - 1), error * m / (m - 1)
+    found = [factor_error, summand_error, mean_error, rstd * relative]
+    for new, own, name in ((np.abs(mean), mean_error, GIVEN[2]), (unbiased, unbiased_error, GIVEN[3])):
+        weight = momentum if name in given else 1.0
+        old = np.abs(given.get(name, 0.0))
+        found.append(weight * own + growth * (weight * (new + own) + abs(1 - weight) * old) + tiny)
+    return tuple(found)
+
+
+def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[StatsCase]:
+    """Every layout, and the sums with and without parameters; sums are wide."""
+    variants = VARIANTS[op]
+    for dtype in ("f32", "bf16", "f16") if op == "genstats" else ("f32",):
+        for variant in variants[:1] if extent == "quick" else variants:
+            yield StatsCase(op, engine, dtype, variant)
+    for variant in variants if extent == "full" else ():
+        yield StatsCase(op, engine, "f64", variant)
+
+
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
+    """Whole calls: sums are over the batch, and what is made of them has none."""
+    case = StatsCase(op, engine, "f32", VARIANTS[op][0])
+    found = subject(case, seed, batch_axes=(None,) * len(case.names), out_axis=None)
+    if found is not None:
+        yield found
+
+
+FAMILY = family(
+    "norm_stats", StatsCase, tuple(VARIANTS), cases, subjects, "the first of its variants", (2, 3), plain.facts
+)

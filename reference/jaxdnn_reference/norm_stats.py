@@ -1,0 +1,54 @@
+"""Batch normalisation in pieces: the sums of every channel, and what they say about normalising.
+
+    total = sum x        squares = sum x^2        over batch and pixels, m elements
+    mean = total / m        variance = max(squares / m - mean^2, 0)        r = 1 / sqrt(variance + eps)
+    factor = r scale        summand = bias - mean factor        so that batch_norm(x) = x factor + summand
+
+Running statistics as in `norm_batch`.
+
+Sources: the operations genstats and bn_finalize of cuDNN's graph API.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from jaxdnn_reference import norm
+from jaxdnn_reference.norm_batch import of_batch
+
+Array = np.ndarray[Any, Any]
+
+
+def genstats(x: Array, /, *, layout: str = "NHWC") -> tuple[Array, Array]:
+    """(total, squares)."""
+    way, v = norm.way_of(x), of_batch(x, "spatial", layout)
+    wide = v.x.astype(way.dtype)
+    return way.total(wide, v.axes).reshape(v.own), way.total(wide * wide, v.axes).reshape(v.own)
+
+
+def bn_finalize(
+    total: Array,
+    squares: Array,
+    count: float,
+    /,
+    *,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    running_mean: Array | None = None,
+    running_variance: Array | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """(factor, summand, mean, r, running mean, running variance). Without running statistics momentum is 1."""
+    kind = np.result_type(total, norm.way_of(total).dtype).type  # what `genstats` returns may be wider than float64
+    m = kind(count)
+    mean = total.astype(kind) / m
+    variance = np.maximum(squares.astype(kind) / m - mean * mean, kind(0))
+    rstd = 1 / np.sqrt(variance + kind(eps))
+    factor = rstd if scale is None else rstd * scale.astype(kind)
+    summand = -mean * factor if bias is None else bias.astype(kind) - mean * factor
+    unbiased = variance * (m / (m - 1) if m > 1 else kind(np.nan))
+    if running_mean is None or running_variance is None:
+        return factor, summand, mean, rstd, mean, unbiased
+    f, pairs = kind(momentum), ((mean, running_mean), (unbiased, running_variance))
+    return factor, summand, mean, rstd, *(f * new + (1 - f) * old.astype(kind) for new, old in pairs)
