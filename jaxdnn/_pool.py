@@ -114,7 +114,7 @@ def _results(op: str, spec: PoolSpec, first: Any, *_: Any) -> Any:
     return (value, jax.ShapeDtypeStruct(shape, spec.tap_dtype)) if op == "pool_max_indices" else value
 
 
-def _factors(op: str, spec: PoolSpec, *avals: Any) -> _primitive.Factors:
+def factors(op: str, spec: PoolSpec, *avals: Any) -> _primitive.Factors:
     """Every axis that is not spatial may be sharded."""
     rank = len(avals[0].shape)
 
@@ -181,7 +181,7 @@ _BIND = {
         jvp=ft.partial(_jvp_of_linear if op in _TRANSPOSED else _jvp_of_max, op),
         transpose=ft.partial(_transpose, op) if op in _TRANSPOSED else None,
         batch=ft.partial(_batch, op),
-        factors=ft.partial(_factors, op),
+        factors=ft.partial(factors, op),
         many=op == "pool_max_indices",
     )
     for op in OPS

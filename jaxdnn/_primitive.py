@@ -26,7 +26,16 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, auto_axes, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    auto_axes,
+    get_abstract_mesh,
+    reshard,
+    use_abstract_mesh,
+)
 
 from jaxdnn import engines
 
@@ -78,7 +87,7 @@ def define(
     primitive.multiple_results = many
 
     def bind(*operands: Any, spec: Spec) -> Any:
-        run = _in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
+        run = in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
         return run(*vary_alike(operands))
 
     def abstract(*avals: Any, spec: Spec) -> Any:
@@ -167,21 +176,37 @@ def leading_factors(operands: Sequence[Any], results: Sequence[Any], leading: in
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
-def _in_types(bind: Callable[..., Any], factors: Callable[..., Factors], operands: Sequence[Any]) -> Any:
-    """`bind` with its result's sharding in its type, on mesh axes that JAX follows in types (AxisType.Explicit).
+def in_types(function: Callable[..., Any], factors: Callable[..., Factors], operands: Sequence[Any]) -> Any:
+    """`function` with its result's sharding in its type, on mesh axes that JAX follows in types (AxisType.Explicit).
 
-    `jax.make_mesh` makes such axes. The primitive itself knows none: to it they are axes that XLA shards along.
+    `jax.make_mesh` makes such axes. Within, they are axes that XLA shards along. Operands on no mesh are on the one
+    that the caller has set, as those of JAX's own ops are.
     """
     types = [jax.typeof(x) for x in operands]
-    meshes = [t.sharding.mesh for t in types]
+    meshes = [*(t.sharding.mesh for t in types), get_abstract_mesh()]
     mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
     if mesh is None or AxisType.Manual in mesh.axis_types:  # inside shard_map arrays are local
-        return bind
+        return function
     rule = factors(*types)
     shardings = tuple(NamedSharding(mesh, spec) for spec in _specs(rule, types, ())[1])
     explicit = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in explicit if kind == AxisType.Explicit)
-    return auto_axes(bind, axes=axes, out_sharding=_like_results(rule, shardings))
+    run = auto_axes(function, axes=axes, out_sharding=_like_results(rule, shardings))
+    if get_abstract_mesh().empty:
+        return run
+    # An operand's tangent may name no mesh even so (that of a NumPy array); a transpose needs one to come back to.
+    return lambda *given: run(*(reshard(x, _on(mesh, x)) for x in given))
+
+
+def _on(mesh: AbstractMesh, x: Any) -> NamedSharding:
+    """An operand's sharding on a mesh."""
+    return NamedSharding(mesh, PartitionSpec(*jax.typeof(x).sharding.spec))
+
+
+def placed_like(x: Array, like: Array) -> Array:
+    """x sharded as an array of its shape is, where shardings are in types; for ops whose operands may not differ."""
+    sharding = jax.typeof(like).sharding
+    return reshard(x, sharding) if AxisType.Explicit in sharding.mesh.axis_types else x
 
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
@@ -201,10 +226,15 @@ def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
 
 
 def _result(aval: Aval, like: Any) -> jax.core.ShapedArray:
-    """A result's type, which inside shard_map varies over the mesh axes that the operands vary over."""
-    if not like.mat.varying:
+    """A result's type, which inside shard_map varies over the mesh axes that the operands vary over.
+
+    It names the mesh, as the results of JAX's own ops do: where `in_types` leaves a mesh for XLA to shard along, an
+    eager transpose brings the cotangent back to the mesh that is named here.
+    """
+    mesh = like.sharding.mesh
+    if not like.mat.varying and not all(kind == AxisType.Auto for kind in mesh.axis_types):
         return jax.core.ShapedArray(aval.shape, aval.dtype)
-    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(aval.shape)))
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape)))
     return jax.core.ShapedArray(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=like.mat)
 
 

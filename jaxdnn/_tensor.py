@@ -4,6 +4,7 @@ These ops need no primitive and no engine: they move data and compute element by
 memory, or add, for which a level above run_to_run takes the tree below.
 """
 
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn import _check, _epilogue
+from jaxdnn import _check, _epilogue, _primitive
 from jaxdnn._rounded import product, real, rounded
 from jaxdnn.determinism import satisfies
 
@@ -115,9 +116,28 @@ def blend(
 
 def fold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> Array:
     """(N, C, H f, W g) to (N, C f g, H, W): the new channel is (c f + i) g + j, or for "DCR" (i g + j) C + c."""
-    n, c, *sizes = x.shape
+    sizes = x.shape[2:]
     if any(size % f for size, f in zip(sizes, factors, strict=True)):
         raise ValueError(f"`{name}` must divide the sizes {tuple(sizes)}, got {factors}.")
+    return _primitive.in_types(ft.partial(_folded, factors, order), ft.partial(_moves, ()), (x,))(x)
+
+
+def unfold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> Array:
+    """(N, C f g, H, W) to (N, C, H f, W g), the inverse of `fold`."""
+    if (c := x.shape[1]) % math.prod(factors):
+        raise ValueError(f"`{name}` must have a product that divides the {c} channels, got {factors}.")
+    spatial = tuple(f"s{i}" for i in range(len(factors)))
+    return _primitive.in_types(ft.partial(_unfolded, factors, order), ft.partial(_moves, spatial), (x,))(x)
+
+
+def _moves(free: tuple[str, ...], x: Any) -> _primitive.Factors:
+    """The batch may be sharded, and the spatial axes in `free`: those that become longer, so that they stay even."""
+    spatial = tuple(f"s{i}" for i in range(x.ndim - 2))
+    return _primitive.Factors(operands=(("n", "c", *spatial),), results=(("n", "k", *spatial),), free=("n", *free))
+
+
+def _folded(factors: tuple[int, ...], order: str, x: Array) -> Array:
+    n, c, *sizes = x.shape
     split = [part for size, f in zip(sizes, factors, strict=True) for part in (size // f, f)]
     rank = len(sizes)
     places, parts = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
@@ -126,11 +146,8 @@ def fold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> A
     return y.reshape(n, c * math.prod(factors), *split[::2])
 
 
-def unfold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> Array:
-    """(N, C f g, H, W) to (N, C, H f, W g), the inverse of `fold`."""
+def _unfolded(factors: tuple[int, ...], order: str, x: Array) -> Array:
     n, c, *sizes = x.shape
-    if c % math.prod(factors):
-        raise ValueError(f"`{name}` must have a product that divides the {c} channels, got {factors}.")
     rank, kept = len(sizes), c // math.prod(factors)
     channels = (kept, *factors) if order == "CRD" else (*factors, kept)
     first = 2 if order == "CRD" else 1

@@ -5,6 +5,7 @@ written for two spatial axes; the others drop an axis or add one.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -300,4 +301,5 @@ def unpool(
     tap = arguments.taps_of(spec, indices, y.shape)
     # The first tap that matches belongs to the last window. A flag tells a value of zero from none.
     first = lambda a, b: (jnp.where(a[1], a[0], b[0]), a[1] | b[1])
-    return gather_form(spec, (y, jnp.ones(y.shape, bool)), tap, first)[0]
+    place = lambda y, tap: gather_form(spec, (y, jnp.ones(y.shape, bool)), tap, first)[0]
+    return _primitive.in_types(place, ft.partial(_pool.factors, "pool_max_dgrad", spec), (y, tap))(y, tap)

@@ -1,14 +1,16 @@
 """Reductions of an array along any of its axes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _reduce, _tensor
+from jaxdnn import _check, _primitive, _reduce, _tensor
 from jaxdnn._rounded import rounded
 from jaxdnn.determinism import required, satisfies
 from jaxdnn.tensor import NAN_RULES
@@ -113,19 +115,32 @@ def reduce(
         _tensor.refuse_portable("reduce op 'norm2'", level)
     wide = x.astype(_tensor.accumulator(x.dtype))
     if op in EXTREMES:
-        found = _reduce.extreme(wide, op, reduced, nan)
+        found = _sharded(lambda a: _reduce.extreme(a, op, reduced, nan), reduced, wide)
     else:
         # Neither a product of the caller's is contracted into these sums, nor one of these into a sum of the caller's.
         alone = rounded if satisfies(level, "portable") else lambda a: a
         given = x if op == "norm2" else alone(wide)  # which is taken from x itself, and is never portable
-        found = alone(_SUMS[op](given, reduced, _tensor.is_fixed(level)))
+        found = alone(_sharded(lambda a: _SUMS[op](a, reduced, _tensor.is_fixed(level)), reduced, given))
     y = found if keepdims else jnp.squeeze(found, reduced)
     out = _tensor.out_dtype(out_dtype, x)
     y = _tensor.blend(y, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,))
     if not return_indices:
         return y
-    indices = _reduce.index(wide, found, op, reduced)
+    indices = _sharded(lambda a, y: _reduce.index(a, y, op, reduced), reduced, wide, found)
     return y, indices if keepdims else jnp.squeeze(indices, reduced)
+
+
+def _sharded(function: Callable[..., Array], reduced: tuple[int, ...], *operands: Array) -> Array:
+    """`function(*operands)`; where shardings are in types, its reduced axes may be sharded, but nothing within is."""
+    if not any(jax.typeof(operands[0]).sharding.spec[axis] for axis in reduced):
+        return function(*operands)
+
+    def factors(*arrays: Any) -> _primitive.Factors:
+        names = tuple(f"{'r' if axis in reduced else 'l'}{axis}" for axis in range(arrays[0].ndim))
+        free = tuple(name for name in names if name[0] == "l")
+        return _primitive.Factors(operands=(names,) * len(arrays), results=(names,), free=free)
+
+    return _primitive.in_types(function, factors, operands)(*operands)
 
 
 def _axes(value: Any, ndim: int) -> tuple[int, ...]:

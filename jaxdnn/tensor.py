@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _frame, _tensor, _window
+from jaxdnn import _check, _epilogue, _frame, _primitive, _tensor, _window
 from jaxdnn._rounded import nearest_number, product, real, rounded
 from jaxdnn.determinism import required
 
@@ -300,7 +300,7 @@ def _binary(op: str, a: Array, b: Array, nan: str) -> Array:
     first = a <= b if op == "min" else a >= b
     if jnp.issubdtype(a.dtype, jnp.inexact):
         first |= jnp.isnan(a) if nan == "propagate" else jnp.isnan(b)
-    return jnp.where(first, a, b)
+    return jnp.where(first, _primitive.placed_like(a, first), _primitive.placed_like(b, first))
 
 
 def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLike | None = None) -> Array:
