@@ -120,8 +120,7 @@ def plan(pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arr
     vectors = part // elements
     if vectors > 1024:
         return None
-    most = 256 if arrays == 2 else 512
-    threads = next((t for t in (128, 256, 512) if min(t, most) == t and pixels * vectors <= 8 * t), most)
+    threads = 128 if pixels * vectors <= 8 * 128 else 256
     while threads < vectors:
         threads *= 2
     fitted = ImagePlan(pixels, channels, group, dtype, out_dtype, part, threads, 1, 1 << 30)
