@@ -78,6 +78,9 @@ def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Ar
         variance = jnp.maximum(square - arithmetic.separate(rest * rest), 0)
         return wide - (shift + rest), shift + rest, variance
     mean = mean_of(wide)
+    if x.dtype == spec.accumulate:
+        # One mean for all who subtract it: XLA on GPUs would add its last few terms again in every kernel, in other orders.
+        mean = lax.optimization_barrier(mean)
     centred = wide - mean
     if x.dtype == spec.accumulate:
         rest = mean_of(centred)
