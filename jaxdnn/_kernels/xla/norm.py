@@ -79,7 +79,7 @@ def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Ar
         return wide - (shift + rest), shift + rest, variance
     mean = mean_of(wide)
     if x.dtype == spec.accumulate:
-        # One mean for all who subtract it: XLA on GPUs would add its last few terms again in every kernel, in other orders.
+        # One mean for all that subtract it: XLA on GPUs would add its last terms in every kernel anew, in other orders.
         mean = lax.optimization_barrier(mean)
     centred = wide - mean
     if x.dtype == spec.accumulate:
