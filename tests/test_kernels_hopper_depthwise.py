@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 import jaxdnn_reference as definition
+from _norm_machine import NormRows
 from _ptx_machine import Machine, from_tile_bytes, tile_bytes
 from jaxdnn._kernels.hopper import conv_depthwise_filter, conv_depthwise_fma, conv_depthwise_plan
+from jaxdnn._kernels.hopper.conv_depthwise_add import THREADS, Terms, add_terms
 from jaxdnn._kernels.hopper.conv_depthwise_plan import Config, plan_filter, plan_walk, unsupported, window
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
 
@@ -68,6 +70,12 @@ class Memory:
         self._end = address + -(-values.nbytes // 1024) * 1024
         return address
 
+    def put_slot(self, values, slot, slots, swizzle=0):
+        """One of several tiles that lie one behind the other; the swizzle goes by the address. The slot's address."""
+        tiles = np.full((slots, *values.shape), np.nan, values.dtype)
+        tiles[slot] = values
+        return self.put(tiles, swizzle) + slot * values.nbytes
+
     def get(self, address, dtype, shape, swizzle=0):
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return from_tile_bytes(self.machine.shared[address : address + size], dtype, shape, swizzle)
@@ -115,7 +123,9 @@ def run_filter(x, dy, call, config):
             r, s = (a * b for a, b in zip(divmod(block, plan.tap_blocks[1]), plan.tap_block, strict=True))
             for c in range(0, call.channels, plan.channels):
                 sums = [np.zeros((warps, 32), np.float32) for _ in range(registers)]
-                for tile in range(split * plan.per_split, min(total, (split + 1) * plan.per_split)):
+                start_tile = split * plan.per_split
+                for tile in range(start_tile, min(total, start_tile + plan.per_split)):
+                    slot = (tile - start_tile) % plan.stages
                     n, rest = divmod(tile, math.prod(plan.tiles))
                     p, q = (a * b for a, b in zip(divmod(rest, plan.tiles[1]), plan.out_tile, strict=True))
                     start = (
@@ -124,8 +134,9 @@ def run_filter(x, dy, call, config):
                         c,
                     )
                     memory = Memory()
-                    x_at = memory.put(box(x[n], start, (*plan.in_tile, plan.channels)), plan.swizzle)
-                    dy_at = memory.put(box(dy[n], (p, q, c), (*plan.out_tile, plan.channels)), plan.swizzle)
+                    x_tile = box(x[n], start, (*plan.in_tile, plan.channels))
+                    dy_tile = box(dy[n], (p, q, c), (*plan.out_tile, plan.channels))
+                    x_at, dy_at = (memory.put_slot(t, slot, plan.stages, plan.swizzle) for t in (x_tile, dy_tile))
                     memory.machine.run(body, [*sums, *[0] * registers, x_at, dy_at], warps)
                 memory = Memory()
                 shape = (plan.parts, plan.tap_block[0], plan.tap_block[1] * call.group, plan.channels)
@@ -185,6 +196,20 @@ def test_small_integers_are_exact(case):
         np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
 
 
+@pytest.mark.parametrize("taps", [(2, 2), (3, 3), (4, 1), (8, 5)])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_tiles_in_flight_are_read_where_they_lie(taps, stages):
+    """An even number of tap rows makes tiles of an odd number of rows, whose bytes the swizzle's period divides not."""
+    shape, config = (4, 9, 11, 32), Config(splits=1, stages=stages)
+    w_shape = (*taps, 1, 32)
+    call = window(shape, w_shape, jnp.bfloat16, stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+    assert plan_filter(call, config).per_split == 4
+    rng = np.random.default_rng(3)
+    draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES["bf16"])
+    x, w, dy = draw(shape), draw(w_shape), draw((4, *call.out, 32))
+    np.testing.assert_array_equal(run_filter(x, dy, call, config), reference(x, w, dy, call)[2])
+
+
 @pytest.mark.parametrize("case", ["3x3", "groups of four", "groups of eight, stride 2", "many tap columns"])
 @pytest.mark.parametrize("poison", [np.inf, np.nan])
 def test_an_output_does_not_see_what_it_does_not_own(case, poison):
@@ -222,6 +247,39 @@ def test_an_unswizzled_store_that_overhangs_is_never_one_piece_of_memory(columns
         assert rows % plan.tap_block[0] == 0
         assert width % plan.tap_block[1] == 0
         assert channels == 32
+
+
+class Adder(NormRows):
+    """With the instruction that the addition of partial sums needs besides."""
+
+    def _step(self, name, arguments, active):
+        if name == ["div", "u32"]:
+            low = [self._bits(x) & np.uint64(0xFFFFFFFF) for x in arguments[1:]]
+            self._put(arguments[0], low[0] // low[1], active)
+        else:
+            super()._step(name, arguments, active)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("partial", "rows", "width", "blocks"),
+    [((5, 2, 3, 40), 2, 40, 1), ((33, 1, 4, 96), 3, 88, 2), ((70, 1, 8, 64), 7, 40, 3), ((1, 1, 1, 8), 1, 8, 1)],
+)
+def test_partial_sums_are_added_in_order(dtype, partial, rows, width, blocks):
+    """Into memory in which nothing else is written, and every element once, whatever the number of blocks."""
+    many, to = partial[0] * partial[1], np.dtype(DTYPES[dtype])
+    rng = np.random.default_rng(4)
+    terms = (rng.standard_normal(partial) * np.exp2(rng.integers(-9, 4, partial))).astype(np.float32)
+    terms = terms.reshape(many, *partial[2:])
+    want = ft.reduce(np.add, terms)[:rows, :width].astype(to)
+    machine = Adder(terms.nbytes + want.nbytes + 512)
+    machine.memory[: terms.nbytes] = terms.view(np.uint8).ravel()
+    at = -(-terms.nbytes // 128) * 128
+    text = add_terms(Terms(many, math.prod(partial[2:]), partial[3], rows, width, dtype), blocks)
+    machine.run(text, [0, at], THREADS, blocks)
+    written = np.flatnonzero(machine.written)
+    assert (written[0], written[-1] + 1, machine.written.max()) == (at, at + want.nbytes, 1)
+    np.testing.assert_array_equal(machine.memory[at : at + want.nbytes].view(to).reshape(rows, width), want)
 
 
 def test_a_planted_fault_shows():

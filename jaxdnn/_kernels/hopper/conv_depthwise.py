@@ -5,9 +5,10 @@ fetches the input tile with its halo (outside the image it writes zeros, so padd
 filter slab; four warps, eight channels each, walk the tile in shared memory (`conv_depthwise_walk` on the tensor core
 for bfloat16 and float16, `conv_depthwise_fma` in float32) and leave the outputs in shared memory, from where one copy
 stores them, clipped to the image. Several blocks share a multiprocessor: while one waits for its tile, another
-computes. Backward data is the same walk over dy with the taps turned round; a stride makes one phase per residue of
+computes; and a block that takes several tiles in turn fetches the next one while it computes. Backward data is the same walk over dy with the taps turned round; a stride makes one phase per residue of
 the output position, all from one input tile. Backward filter keeps its sums in registers over the tiles of a split
-(`conv_depthwise_filter`), leaves each split's partial sum in memory and adds the partial sums in order; no atomics.
+(`conv_depthwise_filter`) and leaves each split's partial sum in memory; a launch of its own adds the partial sums in
+order (`conv_depthwise_add`); no atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial
 axes; rows of 16 bytes (channels divisible by 8, in float32 by 4). `supports` says so, or returns None.
@@ -20,6 +21,7 @@ own channel group into NaN that are finite by the formula (a zero that pads a ti
 backward data keep what is not finite to the outputs that own it.
 """
 
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +40,9 @@ from jaxlib.mlir.dialects import llvm, vector
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import conv_depthwise_filter as tensor_filter
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
+from jaxdnn._kernels.hopper.conv_depthwise_add import THREADS, Terms, add_terms
 from jaxdnn._kernels.hopper.conv_depthwise_plan import (
+    DTYPES,
     Config,
     FilterPlan,
     WalkPlan,
@@ -51,8 +55,8 @@ from jaxdnn._kernels.hopper.conv_depthwise_plan import (
     window,
 )
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
+from jaxdnn._kernels.hopper.launch import launch
 
-ROW = 128  # results of a block that adds partial sums
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
@@ -111,13 +115,11 @@ def workspace(
     dilation: Sequence[int],
     config: Config | None = None,
 ) -> int:
-    """Bytes of device memory beside operands and result: the filter gradient's partial sums, and too long rows."""
+    """Bytes of device memory beside operands and result: the filter gradient's partial sums."""
     if op != "wgrad":
         return 0
     call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
-    row = call.taps[1] * call.group * call.channels
-    longer = call.taps[0] * ROW * np.dtype(dtype).itemsize if row < ROW else 0
-    return 4 * math.prod(plan_filter(call, config).partial_shape(call)) + longer
+    return 4 * math.prod(plan_filter(call, config).partial_shape(call))
 
 
 def depthwise_fprop(
@@ -233,39 +235,70 @@ def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str, 
     slab = call.taps[0], plan.walk.filter_columns * call.group, width
 
     tiles = chunks * math.prod(plan.tiles) * call.images
+    stages = plan.stages
+    (blocks,) = _grid(tiles, sms if stages == 1 else (sms or plan.blocks))
 
-    def body(*refs: Any) -> None:
-        _each(tiles, sms, "tile", lambda at: compute(at, *refs))
+    def body(x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tiles: Any, w_tiles: Any, y_tile: Any, arrived: Any) -> None:
+        block = lax.axis_index("tile")
+        turns = 1 if blocks == tiles else lax.div(tiles - block + blocks - 1, blocks)
+        origin = lax.min(block, 0)  # a traced zero: JAX 0.12 rejects a box that it sees reach over an edge
 
-    def compute(
-        at: Any, x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tile: Any, w_tile: Any, y_tile: Any, arrived: Any
-    ) -> None:
-        origin = lax.min(at, 0)  # a traced zero: JAX 0.12 rejects a box that it sees reach over an edge
-        c, at = lax.rem(at, chunks) * width, lax.div(at, chunks)
-        j, at = lax.rem(at, plan.tiles[1]), lax.div(at, plan.tiles[1])
-        i, n = lax.rem(at, plan.tiles[0]), lax.div(at, plan.tiles[0])
-        rows = pl.ds(i * plan.advance[0] + plan.first[0], tall)
-        columns = pl.ds(j * plan.advance[1] + plan.first[1], wide)
-        plgpu.copy_gmem_to_smem(x_hbm.at[n, rows, columns, pl.ds(c, width)], x_tile, arrived)
-        plgpu.copy_gmem_to_smem(w_hbm.at[:, pl.ds(origin, slab[1]), pl.ds(c, width)], w_tile, arrived)
-        plgpu.barrier_wait(arrived)
-        _run_walk(code, plan.swizzle, x_tile, w_tile, y_tile)
-        plgpu.commit_smem()
-        rows = pl.ds(i * plan.out_tile[0], plan.out_tile[0])
-        columns = pl.ds(j * plan.out_tile[1], plan.out_tile[1])
-        plgpu.copy_smem_to_gmem(y_tile, y_hbm.at[n, rows, columns, pl.ds(c, width)])
+        def place(at: Any) -> tuple[Any, Any, Any, Any]:
+            c, at = lax.rem(at, chunks) * width, lax.div(at, chunks)
+            j, at = lax.rem(at, plan.tiles[1]), lax.div(at, plan.tiles[1])
+            return lax.div(at, plan.tiles[0]), lax.rem(at, plan.tiles[0]), j, pl.ds(c, width)
+
+        def fetch(turn: Any) -> None:
+            slot = lax.rem(turn, stages)
+            n, i, j, channels = place(block + turn * blocks)
+            rows = pl.ds(i * plan.advance[0] + plan.first[0], tall)
+            columns = pl.ds(j * plan.advance[1] + plan.first[1], wide)
+            plgpu.copy_gmem_to_smem(x_hbm.at[n, rows, columns, channels], x_tiles.at[slot], arrived.at[slot])
+            filters = w_hbm.at[:, pl.ds(origin, slab[1]), channels]
+            plgpu.copy_gmem_to_smem(filters, w_tiles.at[slot], arrived.at[slot])
+
+        def step(turn: Any) -> None:
+            slot = lax.rem(turn, stages)
+            if stages > 1:  # the tile before the last one has been read: its slot is free
+
+                @pl.when(turn + stages - 1 < turns)
+                def _() -> None:
+                    fetch(turn + stages - 1)
+
+            plgpu.barrier_wait(arrived.at[slot])
+            if blocks != tiles:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _run_walk(code, plan.swizzle, x_tiles.at[slot], w_tiles.at[slot], y_tile)
+            plgpu.commit_smem()
+            n, i, j, channels = place(block + turn * blocks)
+            rows = pl.ds(i * plan.out_tile[0], plan.out_tile[0])
+            columns = pl.ds(j * plan.out_tile[1], plan.out_tile[1])
+            plgpu.copy_smem_to_gmem(y_tile, y_hbm.at[n, rows, columns, channels])
+            if stages == 1 and blocks != tiles:
+
+                @pl.when(turn + 1 < turns)
+                def _() -> None:
+                    fetch(turn + 1)
+
+        fetch(0)
+        for turn in range(1, stages - 1):
+            pl.when(turn < turns)(ft.partial(fetch, turn))
+        if blocks == tiles:
+            step(0)
+        else:
+            pl.loop(0, turns)(step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((call.images, *target, call.channels), x.dtype),
-        grid=_grid(tiles, sms),
+        grid=(blocks,),
         grid_names=("tile",),
         scratch_types=[
-            _shared((tall, wide, width), x.dtype, plan.swizzle),
-            _shared(slab, x.dtype, 0),
+            _shared((stages, tall, wide, width), x.dtype, plan.swizzle),
+            _shared((stages, *slab), x.dtype, 0),
             _shared((*plan.out_tile, width), x.dtype, plan.swizzle),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ],
         kernel_name=kernel_name,
         compiler_params=PARAMETERS,
@@ -357,7 +390,7 @@ def _filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: i
             plgpu.barrier_wait(done)
             taps = pl.ds(row_tap, r), pl.ds(column_tap * call.group, s * call.group)
             plgpu.copy_smem_to_gmem(sums, out.at[split, pl.ds(0, plan.parts), *taps, pl.ds(c, plan.channels)])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,
@@ -416,38 +449,10 @@ def _run_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
 
 def _add_partials(partial: Array, rows: int, columns: int, dtype: Any, sms: int | None) -> Array:
     """Adds partial sums (splits, parts, r, s * group, c) one after the other, and rounds: (rows, columns * c)."""
-    many = partial.shape[0] * partial.shape[1]
-    terms = partial.reshape(many, partial.shape[2], -1)
-    size, width = columns * partial.shape[-1], ROW
-    blocks = ceil_div(size, width)
-
-    def body(*refs: Any) -> None:
-        _each(rows * blocks, sms, "block", lambda at: add(at, *refs))
-
-    def add(at: Any, terms: Any, out: Any, tile: Any, total: Any, arrived: Any) -> None:
-        row = lax.div(at, blocks)
-        # The last block starts earlier instead of reaching over the end; what two blocks write is the same.
-        start = lax.min(lax.rem(at, blocks) * width, max(0, size - width))
-        plgpu.copy_gmem_to_smem(terms.at[pl.ds(0, many), row, pl.ds(start, width)], tile, arrived)
-        plgpu.barrier_wait(arrived)
-        read: Any = plgpu.load  # whose second argument, an index, JAX 0.12 has no more
-        load = lambda i: read(tile.at[i], layout=plgpu.Layout.WG_STRIDED((width,), 1), optimized=False)
-        total[...] = lax.fori_loop(1, many, lambda i, sums: sums + load(i), load(0)).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(total, out.at[row, pl.ds(start, width)])
-        plgpu.wait_smem_to_gmem(0)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((rows, max(size, width)), dtype),
-        grid=_grid(rows * blocks, sms),
-        grid_names=("block",),
-        scratch_types=[
-            plgpu.SMEM((many, width), jnp.float32),
-            plgpu.SMEM((width,), dtype),
-            plgpu.Barrier(),
-        ],
-        kernel_name="depthwise_add_partials",
-        compiler_params=PARAMETERS,
-    )
-    return kernel(terms)[:, :size]
+    splits, parts, _, wide, channels = partial.shape
+    width, name = columns * channels, DTYPES[np.dtype(dtype).name]
+    terms = Terms(splits * parts, math.prod(partial.shape[2:]), wide * channels, rows, width, name)
+    (blocks,) = _grid(ceil_div(rows * width, THREADS), sms)
+    result = jax.ShapeDtypeStruct((rows, width), dtype)
+    code = add_terms(terms, blocks)
+    return launch(code, [partial], [result], name="depthwise_add_partials", blocks=blocks, threads=THREADS)[0]

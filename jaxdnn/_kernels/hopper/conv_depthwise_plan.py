@@ -30,7 +30,7 @@ class Config:
       channels: channels of a tile (16, 32 or 64 on the tensor core; 128 bytes' worth otherwise).
       rows, columns: outputs of a tile; rows even, columns a multiple of 4 (times the stride for backward data).
       splits: filter gradient: parts of the sum over pixels, at most.
-      stages: filter gradient: tiles in flight in one block.
+      stages: tiles in flight in one block; more than one: the blocks are few, and take tiles in turn.
     """
 
     unit: str | None = None
@@ -69,6 +69,14 @@ def whole_copies(columns: int, pixel_bytes: int) -> int:
     """Columns rounded up so that a tile's bytes divide by 128, as a copy by one warpgroup needs."""
     many = max(1, 128 // pixel_bytes)
     return ceil_div(columns, many) * many
+
+
+def whole_pattern(tall: int, wide: int) -> int:
+    """Rows added until a tile's pixels divide by 8: there the pattern repeats in which the pixels' chunks lie.
+
+    The pattern follows the address, so a tile behind another one must start where it starts.
+    """
+    return next(rows for rows in range(tall, tall + 8) if rows * wide % 8 == 0)
 
 
 def window(
@@ -197,13 +205,15 @@ class WalkPlan:
     first: tuple[int, int]  # of the first tile
     tiles: tuple[int, int]
     swizzle: int  # bytes, 0 for none
+    stages: int = 1  # tiles in flight in one block
+    blocks: int = 0  # with stages, at most so many, which take tiles in turn
 
     def shared_bytes(self, filter_rows: int, itemsize: int) -> int:
-        pixels = math.prod(self.in_tile), filter_rows, math.prod(self.out_tile)
+        pixels = self.stages * math.prod(self.in_tile), self.stages * filter_rows, math.prod(self.out_tile)
         return sum(_aligned(n * self.channels * itemsize) for n in pixels) + 1024
 
 
-def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
+def plan_walk(op: str, call: Window, config: Config | None = None, multiprocessors: int = 132) -> WalkPlan:
     """The tiles of a forward ("fprop") or backward-data ("dgrad") call.
 
     Raises:
@@ -222,6 +232,7 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
     columns = config.columns // out_step[1] if config.columns else _best(extent[1], (28, 32, 24, 20, 16, 12, 8, 4))
     if unit == "fma" and columns * out_step[1] == target[1]:
         columns += 4  # a store as wide as the image would be one piece of memory, and not be clipped at its last row
+    stages = config.stages or 1
     widths = [config.channels] if config.channels else [32, 16] if unit == "tensor" else [128 // itemsize]
     reach = [
         max((offset for phase in grid for _, offset in (phase.row_taps, phase.column_taps)[i]), default=0)
@@ -232,7 +243,8 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
         for channels in widths:
             tall, wide = (rows - 1) * in_step[0] + reach[0] + 1, (columns - 1) * in_step[1] + reach[1] + 1
             tall += tall % 2 if unit == "tensor" else 0  # input rows are read in pairs
-            in_tile = tall, whole_copies(wide, channels * itemsize)
+            wide = whole_copies(wide, channels * itemsize)
+            in_tile = whole_pattern(tall, wide) if stages > 1 else tall, wide
             filter_columns = whole_copies(call.taps[1], channels * itemsize)
             out_tile = rows * out_step[0], columns * out_step[1]
             common: dict[str, Any] = dict(
@@ -259,11 +271,13 @@ def plan_walk(op: str, call: Window, config: Config | None = None) -> WalkPlan:
                 first,
                 (ceil_div(target[0], out_tile[0]), ceil_div(target[1], out_tile[1])),
                 2 * channels if unit == "tensor" else 0,
+                stages,
             )
             size = plan.shared_bytes(call.taps[0] * filter_columns * call.group, itemsize)
             boxes = (*in_tile, *out_tile, call.taps[0], filter_columns * call.group)
             if size <= SHARED_BYTES and max(boxes) <= 256:
-                return plan
+                resident = min(SHARED_BYTES // (size + 1024), 4)
+                return plan if stages == 1 else dataclasses.replace(plan, blocks=multiprocessors * resident)
         if config.rows or config.columns or (rows <= 2 and columns <= 4):
             raise _NoTile(f"a tile of {size} bytes and {max(boxes)} pixels a side is over {SHARED_BYTES} bytes or 256")
         if columns > 8 or rows <= 2:
@@ -323,7 +337,8 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
         tall, wide = (
             (n - 1) * call.stride[i] + (block[i] - 1) * call.dilation[i] + 1 for i, n in enumerate((rows, columns))
         )
-        in_tile = tall, whole_copies(wide, 32 * itemsize)
+        wide = whole_copies(wide, 32 * itemsize)
+        in_tile = whole_pattern(tall, wide) if stages > 1 else tall, wide
         sums = parts * math.prod(block) * call.group * 32 * 4
         size = stages * sum(_aligned(math.prod(t) * 32 * itemsize) for t in (in_tile, (rows, columns)))
         size += _aligned(sums) + 1024
