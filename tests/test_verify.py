@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdnn import engines
+from jaxdnn import engines, tolerance
 from jaxdnn._kernels.xla import conv as xla_conv
 from jaxdnn.determinism import LEVELS
 from jaxdnn.explain import explain
@@ -328,6 +328,39 @@ def test_named_ops_have_all_of_their_subjects_tested():
     kinds = {(t["variant"], t["procedure"], t["status"]) for t in found["determinism"]}
     assert kinds == {(v, p, "passed") for v in ("max", "average") for p in ("mesh", "definition")}
     assert {t["runs"] for t in found["determinism"] if t["procedure"] == "mesh"} == {3}  # on 2, 4 and 8 devices
+
+
+def test_determinism_is_sampled_over_dtypes():
+    """Of the memory-bound families every extent samples a narrow float and an integer, and "full" has every dtype."""
+    wanted = {"f32", "bf16", "f16", "int8"}
+    for extent in families.EXTENTS:
+        found = families.subjects(families.ops(), families.engines(), DTYPES, extent, 0, every=False)
+        of_family = [(families.of(s.op).name, s.dtype) for s in found]
+        sampled = {dtype for name, dtype in of_family if name not in ("conv", "norm_local", "norm_stats")}
+        assert sampled == wanted, extent
+        if extent == "full":
+            for name in ("pool", "tensor"):
+                assert {dtype for of, dtype in of_family if of == name} == wanted
+
+
+def test_channels_that_fill_up_a_vector_are_not_read_and_are_zero():
+    """Group normalisation of NC/xHWx: the standard matrix has it, its operands hold NaN there, and a fault is found."""
+    standard = {c.id for c in families.matrix("standard", 0, ops=["group_norm", "group_norm_dgrad"], dtypes=DTYPES)}
+    for op in ("group_norm", "group_norm_dgrad"):
+        name = f"{op}/xla/f32/NCHWc8-filled"
+        assert name in standard
+        case = families.find(name, 0)
+        assert case is not None
+        operands = case.operands("normal", np.random.default_rng(0))
+        filler = np.isnan(operands[0])
+        assert filler.mean() == 1 / 4
+        assert filler[:, 1, :, :, 4:].all()
+        golden = case.expected("normal", operands, ACCUMULATIONS["float32"])[0]
+        assert not golden.value[filler].any()
+        assert not golden.error[filler].any()
+        assert families.run(case, 0, flush=False).status == "passed"
+        spoilt = np.where(filler, np.float64(1e-30), golden.value)
+        assert not tolerance.compare(spoilt, golden.value, golden.error).passed
 
 
 def test_a_pattern_names_procedures_too():

@@ -5,6 +5,7 @@ extent, a function that yields `jaxdnn.verify.levels.Subject`s, and a `FAMILY` m
 `_MODULES`. Ids, reproduction, tables, the report and the procedures come with it.
 """
 
+import collections
 import dataclasses
 import fnmatch
 import functools as ft
@@ -36,7 +37,7 @@ class Family:
       describe: a case to what the report says of it beside its id.
       strides: (a, b): short of the full extent, which has everything, the matrix takes every a-th of the quick cases
         and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
-        procedures run on one subject for every sixth pair of an op and an engine.
+        procedures run on one subject for every fifth pair of an op and an engine.
       facets: a case to what of it the matrix must not miss.
       bound_as: an op to another that is bound as the same primitive, so that what holds for that holds for it: the
         determinism procedures run on it in the full extent, and where it is named.
@@ -157,12 +158,13 @@ def subjects(
     """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: a sample, or `every`."""
     names, kinds = frozenset(engine_names), frozenset(dtypes)
     pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
-    every, sampled = every or extent == "full", 0
+    every, sampled, seen = every or extent == "full", 0, collections.Counter[str]()
     for op, engine in pairs:
         if op in of(op).bound_as and not every:
             continue
         found = [s for s in of(op).subjects(op, engine, extent, seed) if s.dtype in kinds]
         if not every and of(op).strides[0] != 1 and found:
             sampled += 1
-            found = [found[sampled // 6 % len(found)]] if sampled % 6 == 1 else []
+            found = [min(found, key=lambda s: seen[s.dtype])] if sampled % 5 == 1 else []  # least seen, else first
+            seen.update(s.dtype for s in found)
         yield from found

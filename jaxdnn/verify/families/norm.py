@@ -22,6 +22,7 @@ FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "insta
 OPS = tuple(op + suffix for op in FORWARD for suffix in ("", "_dgrad"))
 ROWS, IMAGES = FORWARD[:3], FORWARD[3:5]
 LARGE = "NHWC-large"  # an image that a kernel may share among several blocks
+VECTORS = "NCHWc8-filled"  # channel vectors, the last of which further channels fill up
 # The mean of "far" data, whose deviation is 1: what the input's own format still resolves.
 FAR = {"f32": 1e4, "bf16": 100.0, "f16": 100.0, "f64": 1e8}
 # The factors of blends, by the backward op's names; the forward op has two. None makes ties of narrow types.
@@ -71,7 +72,7 @@ class NormCase(Case):
 
     @property
     def view(self) -> arguments.View:
-        o, x = dict(self.options), np.empty(self.shape, np.float32)
+        o, x = dict(self.options), np.empty(self._plain(np.empty(self.shape, bool)).shape, np.float32)
         if self.plain in ROWS:
             return (arguments.samples if self.plain == ROWS[2] else arguments.rows)(x, o.get("axis", -1))
         frame = _frame.frame(o["layout"], None)
@@ -80,6 +81,25 @@ class NormCase(Case):
         return (
             arguments.instances(frame, x) if self.plain == "instance_norm" else arguments.batches(frame, x, o["mode"])
         )
+
+    def _plain(self, v: np.ndarray) -> np.ndarray:
+        """An array like x without channel vectors and the channels that fill up the last one."""
+        layout = _frame.frame(dict(self.options).get("layout", "NHWC"), None).given
+        if layout.vector is None:
+            return v
+        c = layout.channel
+        moved = np.moveaxis(v, -1, c + 1)
+        stored = moved.reshape(*moved.shape[:c], -1, *moved.shape[c + 2 :])
+        return stored.take(range(dict(self.options)["channels"]), c)
+
+    def _as_given(self, v: np.ndarray) -> np.ndarray:
+        """A plain array in x's layout; 0 in the channels that fill up."""
+        layout = _frame.frame(dict(self.options).get("layout", "NHWC"), None).given
+        if layout.vector is None:
+            return v
+        c, lanes = layout.channel, layout.vector
+        full = np.pad(v, [(0, -v.shape[c] % lanes * (axis == c)) for axis in range(v.ndim)])
+        return np.moveaxis(full.reshape(*v.shape[:c], -1, lanes, *v.shape[c + 1 :]), c + 1, -1)
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         return self._function(dnn, {**dict(self.options), **choices})
@@ -106,6 +126,8 @@ class NormCase(Case):
         else:
             arrays = [rng.normal(size=shape) for shape in shapes]
             arrays[0] = arrays[0] + (FAR[self.dtype] if kind == "far" else 0.5)
+        kept = self._as_given(np.ones(self._plain(arrays[0]).shape, bool))  # the other channels are not read
+        arrays = [np.where(kept, v, np.nan) if v.shape == self.shape else v for v in arrays]
         x, scale, last = (v.astype(self.in_dtype) for v in arrays)
         priors = [rng.integers(-9, 10, s) if kind == "integers" else rng.normal(size=s) for s in self.priors.values()]
         if self.factors.get("beta") == 0:
@@ -116,17 +138,20 @@ class NormCase(Case):
         values = self._function(reference, dict(self.options))(*operands)
         view, wide = self.view, np.float64 if self.x64 else np.float32
         x, scale = operands[1:3] if self.backward else operands[:2]
+        x = self._plain(x)
         eps = {"rms_norm": 1e-6}.get(self.plain, 1e-5)
         about = (view.shape, view.axes, view.summed, view.spread)
         bias = None if self.backward else operands[2]
         p = tolerance_norm.problem(*about, x, scale, bias, eps=eps, centred=self.plain != "rms_norm")
         generic = kind != "integers"
-        dy = operands[0].astype(np.float64).reshape(view.shape) if self.backward else None
+        dy = self._plain(operands[0]).astype(np.float64).reshape(view.shape) if self.backward else None
         names, values = (("dx", "dscale", "dbias"), values) if self.backward else (("y",), (values,))
         found, bounds = [], self._blended(p, dy, dict(zip(self.priors, operands[3:], strict=True)))
         for name, value, error in zip(names, values, bounds, strict=True):
             dtype = wide if name in ("dscale", "dbias") else self.in_dtype
-            found.append(Expected(np.asarray(value, np.float64), error.reshape(value.shape), dtype, name, generic))
+            about_x = name in ("y", "dx")
+            error = self._as_given(error.reshape(x.shape)) if about_x else error.reshape(value.shape)
+            found.append(Expected(np.asarray(value, np.float64), error, dtype, name, generic))
         return tuple(found)
 
     def _blended(
@@ -187,6 +212,8 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
             yield "-".join(filter(None, (layout, mode))), shape, (*extra, ("layout", layout))
     if plain in IMAGES:
         yield LARGE, (2, 45, 46, 64), (*groups, ("layout", "NHWC"))
+    if plain == "group_norm":
+        yield VECTORS, (5, 2, 6, 7, 8), (("groups", 4), ("channels", 12), ("layout", "NCHWc8"))
     if plain == "batch_norm":
         for (layout, shape), mode, blend in zip(_BLENDED, modes[::-1], BLENDS, strict=True):
             yield f"{layout}-{mode}-{blend}", shape, (("mode", mode), ("layout", layout))
@@ -207,9 +234,9 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Su
 
 
 def facets(case: NormCase) -> set[str]:
-    """A dtype, a blend, and a large image: of every dtype for the engine whose kernels may share it."""
+    """A dtype, a blend, channel vectors; a large image of every dtype for the engine whose kernels may share it."""
     large = f"{case.dtype if case.engine == 'hopper' else ''} {LARGE}" if case.variant == LARGE else ""
-    return {case.dtype, _blend_of(case.variant), large}
+    return {case.dtype, _blend_of(case.variant), large, case.variant if case.variant == VECTORS else ""}
 
 
 FAMILY = dataclasses.replace(

@@ -225,14 +225,21 @@ def _chosen(op: str, engine: str, extent: str) -> Iterator[PoolCase]:
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
-    """The maximum and the average of every dtype that the engine serves, of a batch that eight devices divide."""
-    for dtype in ("f32", "bf16")[extent == "quick" :]:
-        for mode in ("max", "average"):
-            window = CHOSEN[op][0] if op in CHOSEN else "3x3 step 2"
-            case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", window), variant=mode, batch=8)
-            found = subject(case, seed, batch_axes=(0,) * (1 + (op == "pool_dgrad")), out_axis=0)
-            if found is not None:
-                yield dataclasses.replace(found, variant=mode)
+    """The maximum and the average, of a batch that eight devices divide; below "full" f16 and int8 take one in turn."""
+    modes = ("max", "average")
+    wanted = [("bf16", mode) for mode in modes]
+    if extent != "quick":
+        wanted = [("f32", modes[0]), ("int8", modes[1]), ("f16", modes[0]), *wanted, ("f32", modes[1])]
+    if extent == "full":
+        wanted += [("int8", modes[0]), ("f16", modes[1])]
+    for dtype, mode in wanted:
+        if dtype == "int8" and op == "pool_dgrad":
+            continue
+        window = CHOSEN[op][0] if op in CHOSEN else "3x3 step 2"
+        case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", window), variant=mode, batch=8)
+        found = subject(case, seed, batch_axes=(0,) * (1 + (op == "pool_dgrad")), out_axis=0)
+        if found is not None:
+            yield dataclasses.replace(found, variant=mode)
 
 
 def _typical(op: str, engine: str, dtype: str) -> PoolCase | None:

@@ -205,19 +205,24 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[TensorCase]:
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
-    """The variants in which an image is a result of its own: all but a layout that has the batch elsewhere."""
-    for variant, options in VARIANTS[op].items():
+    """The variants in which an image is a result of its own: all but a layout that has the batch elsewhere.
+
+    Each of every dtype in "full"; else the dtypes take turns.
+    """
+    kinds = [d for d in ("f32", "bf16", "f16", "int8") if (op, d) != ("resample_dgrad", "int8")]
+    for number, (variant, options) in enumerate(VARIANTS[op].items(), OPS.index(op)):
         if options.get("out_layout") == "CHWN" or (op == "reduce" and variant.endswith("-any")):
             continue
-        case = TensorCase(op, engine, "f32", variant)
-        axes = {"add": (None, 0), "op_tensor": (0, None, 0)}.get(op, (0,))
+        for dtype in kinds if extent == "full" else kinds[number % len(kinds) :][:1]:
+            case = TensorCase(op, engine, dtype, variant)
+            axes = {"add": (None, 0), "op_tensor": (0, None, 0)}.get(op, (0,))
 
-        def sized(batch: int, case: TensorCase = case) -> TensorCase:
-            return dataclasses.replace(case, batch=batch)
+            def sized(batch: int, case: TensorCase = case) -> TensorCase:
+                return dataclasses.replace(case, batch=batch)
 
-        found = subject(case, seed, batch_axes=axes, out_axis=0, sized=sized)
-        if found is not None:
-            yield dataclasses.replace(found, variant=variant)
+            found = subject(case, seed, batch_axes=axes, out_axis=0, sized=sized)
+            if found is not None:
+                yield dataclasses.replace(found, variant=variant)
 
 
 FAMILY = family("tensor", TensorCase, OPS, cases, subjects, "the first of its variants", (3, 4), facts)
