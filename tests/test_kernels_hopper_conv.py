@@ -47,6 +47,20 @@ CASES: dict[str, Any] = {
     "one axis": (3, (40,), 48, 96, (7,), (1,), ((3, 3),), (2,), 1, False),
     "one axis, strided, flipped": (3, (41,), 64, 64, (4,), (2,), ((1, 2),), (1,), 1, True),
     "three axes": (2, (7, 9, 10), 32, 64, (3, 3, 3), (1, 1, 1), ((1, 1),) * 3, (1, 1, 1), 1, False),
+    "three axes, strided": (3, (9, 8, 11), 64, 72, (3, 2, 3), (2, 2, 2), ((1, 1), (0, 1), (2, 1)), (1, 1, 1), 1, False),
+    "three axes, one strided": (
+        2,
+        (5, 12, 9),
+        32,
+        48,
+        (2, 3, 1),
+        (1, 3, 1),
+        ((0, 1), (1, 1), (0, 0)),
+        (2, 1, 1),
+        1,
+        True,
+    ),
+    "three axes, stem": (2, (6, 9, 140), 3, 32, (3, 3, 4), (2, 2, 2), ((1, 1), (1, 1), (1, 2)), (1, 1, 1), 1, False),
     "groups": (2, (14, 13), 256, 128, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 4, False),
     "narrow groups, strided": (2, (14, 14), 64, 64, (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), 4, False),
     "whole image": (1, (8, 8), 64, 64, (8, 8), (1, 1), ((0, 0), (0, 0)), (1, 1), 1, False),
@@ -62,6 +76,7 @@ RESNET = [
     (256, 256, 14, 3, 1), (1024, 256, 14, 1, 1), (512, 512, 14, 3, 2), (512, 512, 7, 3, 1), (512, 2048, 7, 1, 1),
     (1024, 2048, 14, 1, 2),
 ]  # fmt: skip
+VOLUME = (32, 64, 64, 3, 1, 2, 3)  # and the batch and the number of axes
 
 
 def geometry(case: Any, outer: bool = False) -> conv_fprop.Geometry:
@@ -99,8 +114,8 @@ def test_lowers(name, op, outer):
     module, function, operands, keywords = kernel(op, CASES[name], outer)
     avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in operands]
     reason = module.supports(*avals, **keywords)
-    if op == "wgrad" and CASES[name][8] > 1:
-        assert "one group" in reason
+    if op == "wgrad" and reason is not None:
+        assert CASES[name][8] > 1 or len(CASES[name][4]) == 3
         return
     assert reason is None
     lowered(function, *avals)
@@ -157,10 +172,12 @@ def test_reasons(change, text):
     assert text in reason
 
 
-def test_three_axes_take_no_stride():
-    x, w = jax.ShapeDtypeStruct((1, 8, 8, 8, 32), BF16), jax.ShapeDtypeStruct((2, 2, 2, 32, 32), BF16)
-    geo = conv_fprop.Geometry((8, 8, 8), (2, 2, 2), (2, 1, 1), ((0, 0),) * 3, (1, 1, 1))
-    assert "three dimensions" in (conv_fprop.supports(x, w, geo=geo) or "")
+def test_a_stride_in_three_dimensions_takes_one_image_a_tile():
+    geo = geometry(CASES["three axes, strided"])
+    for axes in (conv_fprop.axes_of(geo), conv_dgrad.axes_of(geo)):
+        problem = conv_plan.Problem(3, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+        assert "one image" in (conv_plan.check(problem, conv_plan.Config(2, (2, 4, 4), 64)) or "")
+        assert {config.images for config in tuning.candidates(problem)} == {1}
 
 
 # ---- index arithmetic
@@ -297,10 +314,13 @@ def test_every_tile_is_dealt_once(deal, sms):
 # ---- choices
 
 
-@pytest.mark.parametrize(("c", "k", "size", "taps", "stride"), RESNET)
-def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride):
+@pytest.mark.parametrize(
+    ("c", "k", "size", "taps", "stride", "batch", "rank"), [*((*shape, 128, 2) for shape in RESNET), VOLUME]
+)
+def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride, batch, rank):
     """A key that changes its spelling would silently turn the measured choices off."""
-    case = (128, (size, size), c, k, (taps, taps), (stride, stride), ((taps // 2,) * 2,) * 2, (1, 1), 1, False)
+    padding = ((taps // 2,) * 2,) * rank
+    case = (batch, (size,) * rank, c, k, (taps,) * rank, (stride,) * rank, padding, (1,) * rank, 1, False)
     x, w, dy = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case))
     geo = geometry(case)
     plan = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16)
@@ -309,18 +329,22 @@ def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride):
     for op, problem in (("fprop", plan.problem), ("dgrad", back)):
         entry = table[tuning.key(op, problem, problem.out_dtype)]
         assert conv_plan.check(problem, conv_plan.Config(**{**entry, "block": tuple(entry["block"])})) is None
+    if rank == 3:
+        return
     problem = conv_wgrad.problem_of(x, dy, geo)
     entry = table[conv_wgrad.key(problem)]
     assert conv_wgrad.check(problem, conv_wgrad.Config(**{**entry, "block": tuple(entry["block"])})) is None
 
 
-def test_candidates_lower():
+@pytest.mark.parametrize(("channels", "rank"), [(64, 2), (16, 2), (32, 3)])
+def test_candidates_lower(channels, rank):
     """A configuration that `check` lets through must lower: halo, resident filters, staged stores, both teams."""
-    case = (4, (16, 16), 64, 64, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1, False)
+    case = (4, (16,) * rank, channels, 64, (3,) * rank, (1,) * rank, ((1, 1),) * rank, (1,) * rank, 1, False)
     x, w, _ = (jax.ShapeDtypeStruct(shape, BF16) for shape in shapes(case))
     geo = geometry(case)
     problem = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16).problem
     configs = list(tuning.candidates(problem))
+    configs += [dataclasses.replace(c, unroll=False) for c in configs if c.unroll]
     assert {bool(c.halo) for c in configs} == {c.resident for c in configs} == {False, True}
     assert {c.staged for c in configs} == {c.teams for c in configs} == {1, 2}
     for config in configs[:: max(1, len(configs) // 24)]:
@@ -335,12 +359,57 @@ def test_candidates_lower():
         (conv_plan.Config(2, (8, 8), 128, 9), "does not fit shared memory"),
         (conv_plan.Config(2, (8, 8), 32), "whole chunks"),
         (conv_plan.Config(2, (4, 16), 64, halo=2), "8k x 8"),
+        (conv_plan.Config(2, (8, 8), 64, halo=2, unroll=True), "a resident filter"),
     ],
 )
 def test_configurations_that_cannot_run(config, text):
     axes = conv_fprop.axes_of(conv_fprop.Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(4, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     assert text in conv_plan.check(problem, config)
+
+
+class Indexed:
+    """What a reference was indexed with."""
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("op", ["fprop", "dgrad"])
+@pytest.mark.parametrize("block", [(2, 8, 8), (1, 16, 8)])
+def test_a_halo_holds_what_every_tap_reads(block, op, unroll):
+    """A tap's rows in the box that is loaded once are those that a load of its own would bring."""
+    geo = conv_fprop.Geometry((7, 40, 23), (2, 3, 4), (1, 1, 1), ((1, 0), (2, 1), (3, 3)), (2, 1, 2))
+    axes = (conv_fprop if op == "fprop" else conv_dgrad).axes_of(geo)
+    dims = "tcj" if op == "fprop" else "tjc"
+    problem = conv_plan.Problem(4, 32, 32, axes, dims, jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    config = conv_plan.Config(1, block, 32, 2, 1, 2, halo=2, resident=True, unroll=unroll)
+    walker: Any = object.__new__(pipeline._Block)
+    walker.problem, walker.config, walker.cut, walker.a_ring = (
+        problem,
+        config,
+        pipeline._Cut(problem, config),
+        Indexed(),
+    )
+    lowest = [min(ax.offset[0], ax.offset[0] + (ax.taps - 1) * ax.move) for ax in axes]
+    box = conv_plan.a_box(problem, config)[1:]
+    for number, taps in enumerate(itertools.product(*(range(ax.taps) for ax in axes))):
+        for member in range(config.groups):
+            walker.member = member
+            told = (number // geo.taps[-1], taps[-1]) if unroll else (number,)
+            slot, images, *found = walker.halo_view(jnp.int32(1), *map(jnp.int32, told[:1]), *told[1:])
+            assert (int(slot), int(images.start), images.size) == (1, 0, 1)
+            for d, (ax, tap, cut) in enumerate(zip(axes, taps, found, strict=True), 1):
+                whole, piece = walker.cut.box[d], walker.cut.part[d]
+                first = member * piece if whole != piece else 0
+                assert int(cut.start) + lowest[d - 1] == first + ax.offset[0] + tap * ax.move
+                assert cut.size == piece
+                assert 0 <= int(cut.start) <= box[d - 1] - piece
 
 
 # ---- filter gradients that need no second pass
@@ -409,6 +478,58 @@ def test_a_direct_result_of_another_type_takes_the_other_way():
 
 # ---- on the hardware: small integers, whose sums are exact
 
+HALOS: dict[str, Any] = {
+    "16 channels": (3, (17, 21), 16, 64, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1, False),
+    "32 channels": (3, (17, 21), 32, 64, (3, 5), (1, 1), ((1, 1), (2, 2)), (1, 1), 1, False),
+    "64 channels, two chunks": (5, (19, 9), 128, 128, (2, 3), (1, 1), ((1, 0), (1, 1)), (1, 1), 1, False),
+    "three axes": (2, (5, 11, 13), 32, 64, (3, 3, 3), (1, 1, 1), ((1, 1), (0, 2), (2, 1)), (1, 1, 1), 1, False),
+    "three axes, dilated": (
+        2,
+        (9, 11, 13),
+        32,
+        64,
+        (2, 3, 2),
+        (1, 1, 1),
+        ((1, 1), (2, 2), (2, 1)),
+        (1, 2, 3),
+        1,
+        False,
+    ),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
+@pytest.mark.parametrize("op", ["fprop", "dgrad"])
+@pytest.mark.parametrize("name", HALOS)
+def test_exact_with_a_halo(name, op, outer):
+    """Every way to cut the work that shares a load among taps, with the filter in a ring or in memory for good."""
+    case = HALOS[name]
+    _, _, operands, keywords = kernel(op, case, outer)
+    module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad}[op]
+    a, b = (jax.ShapeDtypeStruct(shape, BF16) for shape in operands)
+    if op == "fprop":
+        problem = conv_fprop.plan(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16).problem
+    else:
+        problem, *_ = conv_dgrad._problem(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16)
+    rng = np.random.default_rng(2)
+    x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
+    want = np.asarray(jnp.asarray(definition(op, case, outer, x, w)).astype(BF16))
+    configs = [
+        conv_plan.Config(1, (*lead, 8, 8), columns, stages, teams, groups, "p", halo=halo, resident=res, unroll=unroll)
+        for lead in (((2,), (1,), (4,)) if len(case[1]) == 3 else ((),))
+        for columns, (teams, groups), halo in itertools.product((32, 64), ((2, 1), (1, 2)), (2, 3))
+        for stages, res, unroll in ((3, False, False), (4, True, False), (4, True, True))
+    ]
+    configs += [dataclasses.replace(c, images=2) for c in configs]
+    served = [c for c in configs if conv_plan.check(problem, c) is None]
+    assert {c.unroll for c in served} == {False, True}
+    for config in served[:: max(1, len(served) // 6)]:
+        got = jax.jit(lambda a, b, c=config: getattr(module, f"conv_{op}")(a, b, config=c, **keywords))(
+            jnp.asarray(x, BF16), jnp.asarray(w, BF16)
+        )
+        np.testing.assert_array_equal(np.asarray(got), want, err_msg=str(config))
+
 
 @on_hopper
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
@@ -416,9 +537,10 @@ def test_a_direct_result_of_another_type_takes_the_other_way():
 @pytest.mark.parametrize("name", CASES)
 def test_exact_integers(name, op, outer):
     case = CASES[name]
-    _, function, operands, _ = kernel(op, case, outer, out_dtype=F32)
-    if op == "wgrad" and case[8] > 1:
-        pytest.skip("the filter gradient takes one group")
+    module, function, operands, keywords = kernel(op, case, outer, out_dtype=F32)
+    if reason := module.supports(*(jax.ShapeDtypeStruct(shape, BF16) for shape in operands), **keywords):
+        assert op == "wgrad"
+        pytest.skip(reason)
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
     got = jax.jit(function)(jnp.asarray(a, BF16), jnp.asarray(b, BF16))
@@ -482,7 +604,7 @@ def test_direct_results_have_the_same_bits(name, case, outer, sms):
 def test_the_number_of_multiprocessors_changes_no_bit(name, op, multiprocessors):
     case = CASES[name]
     if op == "conv_wgrad" and case[8] > 1:
-        pytest.skip("the filter gradient takes one group")
+        pytest.skip("which filter gradients of groups are served is a matter of their own tests")
     x, w, dy = (jax.random.normal(jax.random.key(i), shape).astype(BF16) for i, shape in enumerate(shapes(case)))
     keywords: dict[str, Any] = dict(stride=case[5], padding=case[6], dilation=case[7], groups=case[8], engine="hopper")
     arrays = {"conv": (x, w), "conv_dgrad": (dy, w, x.shape), "conv_wgrad": (x, dy, w.shape)}[op]

@@ -15,7 +15,7 @@ then tap by tap of the remaining axes, and (last tap, channel) inside, which is 
 
 Limits: bfloat16, float16; float8 and int8; float32 by TF32 (truncated operands) on request. Channels whose rows are
 no multiple of 16 bytes are padded by a copy; so are strided axes whose length the stride does not divide. Groups need
-16, 32 or a multiple of 64 channels each (bfloat16). A 3-d convolution has stride one on all axes or a copy of x.
+16, 32 or a multiple of 64 channels each (bfloat16). With a stride in three dimensions a tile is of one image.
 """
 
 import dataclasses
@@ -115,10 +115,14 @@ def supports(
     if reason:
         return reason
     channels, columns = channels_of(w, geo)
-    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, jnp.dtype(x.dtype).itemsize)
+    width = jnp.dtype(x.dtype).itemsize
+    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, width, volumes=True)
 
 
-def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: int) -> str | None:
+def shape_reason(
+    geo: Geometry, batch: int, reduce: int, columns: int, width: int, *, volumes: bool = False
+) -> str | None:
+    """Why no kernel takes such shapes, or None; `volumes` says whether it takes strides in three dimensions."""
     if min(batch, *geo.out, *geo.sizes, reduce, columns, 1) < 1:
         return "it has no kernel for empty arrays"
     if any(low < 0 or high < 0 for low, high in geo.padding):
@@ -129,8 +133,8 @@ def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: in
             return "its kernels take groups of 32, 64 or a multiple of 128 bytes of channels"
         if columns % 16:
             return "its kernels take groups of a multiple of 16 output channels"
-    if len(geo.sizes) == 3 and any(s > 1 for s in geo.stride):
-        return "its kernels take no stride in three dimensions"
+    if not volumes and len(geo.sizes) == 3 and any(s > 1 for s in geo.stride):
+        return "its kernel takes no stride in three dimensions"
     return None
 
 

@@ -56,6 +56,7 @@ class Config:
     staged: int = 1  # buffers of 128 bytes of output channels that a warpgroup fills in turn
     halo: int = 0  # slots of a second ring whose boxes serve all taps of a chunk; 0: a box for every tap
     resident: bool = False  # the filter stays in shared memory for good
+    unroll: bool = False  # all taps of the last axis in one turn of the loop; for a halo with a resident filter
     deal: str = "round"  # how tiles of several phases go to the multiprocessors: "round", "snake" or "together"
 
     @property
@@ -102,6 +103,11 @@ class Problem:
     @property
     def chunks(self) -> int:
         return ceil_div(self.reduce, self.chunk)
+
+    @property
+    def one_image(self) -> bool:
+        """Whether a tile is of one image: TMA has five dimensions, and a split axis takes the batch's of a volume."""
+        return len(self.axes) == 3 and any(ax.in_step > 1 or ax.out_step > 1 for ax in self.axes)
 
     def taps(self, phase: Sequence[int]) -> int:
         """How many taps the outputs of a phase meet."""
@@ -201,6 +207,10 @@ def check(problem: Problem, config: Config) -> str | None:
         return "a resident filter needs all its columns in one tile, and one phase"
     if problem.window and (config.block[-1] % 64 or config.halo or part[-1] != config.block[-1]):
         return "windows of cells need blocks of 64 positions along the last axis"
+    if problem.one_image and config.images > 1:
+        return "a stride in three dimensions needs tiles of one image"
+    if config.unroll and not (config.halo and config.resident):
+        return "taps are unrolled where a halo and a resident filter hold them all"
     if config.halo:
         return _check_halo(problem, config)
     return None

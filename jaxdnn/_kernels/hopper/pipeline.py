@@ -40,90 +40,11 @@ from jaxdnn._kernels.hopper.conv_plan import (
     split,
     swizzled,
 )
+from jaxdnn._kernels.hopper.conv_walk import Walk, select
 from jaxdnn._kernels.hopper.wgmma import finish_accumulator, multiply, start_accumulator, tiling_transform
 
 _load: Any = plgpu.load  # typed otherwise by older JAX releases
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-
-
-def select(index: Any, values: Sequence[int]) -> Any:
-    """values[index] for a traced index and few static values."""
-    if len(set(values)) == 1:
-        return values[0]
-    out = jnp.int32(values[-1])
-    for i, value in enumerate(values[:-1]):
-        out = lax.select(index == i, jnp.int32(value), out)
-    return out
-
-
-class Walk:
-    """Which tile is what: the same arithmetic for the producer and the consumers."""
-
-    def __init__(self, problem: Problem, config: Config):
-        self.problem, self.config = problem, config
-        axes = problem.axes
-        self.counts = [ceil_div(ax.positions, b) for ax, b in zip(axes, config.block, strict=True)]
-        self.images = ceil_div(problem.batch, config.images)
-        self.columns = ceil_div(problem.columns, config.columns)
-        self.per_phase = self.images * math.prod(self.counts) * self.columns
-        self.phases = problem.phases
-        self.tiles = self.per_phase * len(self.phases)
-        self.taps = [problem.taps(phase) for phase in self.phases]
-
-    def blocks(self, sms: int) -> int:
-        """Blocks of threads on so many multiprocessors."""
-        return min(sms, self.per_phase if self.config.deal == "together" else self.tiles)
-
-    def share(self, sm: Any, sms: Any) -> Any:
-        """How many tiles a block of threads has."""
-        if self.config.deal == "together":
-            return lax.div(self.per_phase - sm + sms - 1, sms) * len(self.phases)
-        if self.config.deal == "snake":
-            rounds, rest = lax.div(self.tiles, sms), lax.rem(self.tiles, sms)
-            return rounds + jnp.int32(self._turned(rounds, sm, sms) < rest)
-        return lax.div(self.tiles - sm + sms - 1, sms)
-
-    def tile(self, local: Any, sm: Any, sms: Any) -> Any:
-        """A block's tile number `local`.
-
-        "round": in turn. "snake": in turn, every second round backwards, so that whoever had a long phase's tile gets
-        a short one. "together": all phases of a place, whose outputs lie side by side in memory.
-        """
-        if self.config.deal == "together":
-            phases = len(self.phases)
-            return lax.rem(local, phases) * self.per_phase + sm + lax.div(local, phases) * sms
-        if self.config.deal == "snake":
-            return local * sms + self._turned(local, sm, sms)
-        return sm + local * sms
-
-    def _turned(self, number: Any, sm: Any, sms: Any) -> Any:
-        return lax.select(lax.rem(number, 2) == 1, sms - 1 - sm, sm)
-
-    def steps(self, tile: Any) -> Any:
-        """Slots of the ring that a tile consumes."""
-        return select(lax.div(tile, self.per_phase), self.taps) * self.problem.chunks
-
-    def place(self, tile: Any) -> tuple[Any, list[Any], list[Any], Any]:
-        """(image, positions, phase numbers by axis, column) of a tile, in tiles."""
-        number = lax.div(tile, self.per_phase)
-        phase = [select(number, [p[i] for p in self.phases]) for i in range(len(self.problem.axes))]
-        rest = lax.rem(tile, self.per_phase)
-        sizes = {"k": self.columns, "n": self.images}
-        spatial = [f"{i}" for i in range(len(self.counts))][::-1]
-        sizes.update({name: self.counts[int(name)] for name in spatial})
-        order = {
-            "k": ["k", "n", *spatial],
-            "kp": ["k", *spatial, "n"],
-            "n": ["n", *spatial, "k"],
-            "p": [*spatial, "n", "k"],
-        }[self.config.order]
-        at: dict[str, Any] = {}
-        for name in order:
-            if sizes[name] == 1:
-                at[name] = jnp.int32(0)
-                continue
-            at[name], rest = lax.rem(rest, sizes[name]), lax.div(rest, sizes[name])
-        return at["n"], [at[f"{i}"] for i in range(len(self.counts))], phase, at["k"]
 
 
 def run(
@@ -238,6 +159,7 @@ class _Block:
         self.out_box, self.out_matrix = scratch["out"]
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
         self.mine = self.walk.share(self.sm, self.sms)
+        self.image = (0,) if cut.problem.one_image else ()  # indexes the axis of images of a box that holds one
 
     # ---- the producer
 
@@ -317,7 +239,7 @@ class _Block:
         slot = lax.rem(count, stages)
         signal = self.scratch["full"].at[team * stages + slot]
         pl.when(count >= stages)(lambda: plgpu.barrier_wait(self.scratch["empty"].at[slot]))
-        index: list[Any] = [pl.ds(n * self.config.images, self.config.images)]
+        index: list[Any] = [self.images(n)]
         tap: Any = jnp.int32(0)
         for d, (ax, block, p, i, jj) in enumerate(
             zip(self.problem.axes, self.config.block, phase, at, j, strict=True), 1
@@ -333,15 +255,19 @@ class _Block:
                 index += [pl.ds(i * block + high, block), lax.rem(offset + shift, ax.in_step)]
         if self.cut.a_loads:
             index.append(self.channels(cc, k))
-            target = self.a_ring.at[slot, 0] if self.problem.window else self.a_ring.at[slot]
+            target = self.a_ring.at[(slot, *((0,) if self.problem.window else ()), *self.image)]
             plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], target, signal)
             if self.problem.partial:
                 block = self.config.block[-1]
                 index[-2] = pl.ds(self.a.shape[-2] // 2 + at[-1] * block, block + 8)
-                plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], self.a_ring.at[slot, 1], signal)
+                plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], self.a_ring.at[(slot, 1, *self.image)], signal)
         if self.cut.b_ringed:
             self.load_b(cc, tap, k, team, slot, signal)
         return count + 1, a_count
+
+    def images(self, n: Any) -> Any:
+        """A tile's images, as copies name them."""
+        return n if self.problem.one_image else pl.ds(n * self.config.images, self.config.images)
 
     def load_b(self, cc: Any, tap: Any, k: Any, team: Any, slot: Any, signal: Any) -> None:
         problem, chunk = self.problem, self.problem.chunk
@@ -379,7 +305,11 @@ class _Block:
         self.request_extras(place)
         stages = self.config.stages
         acc = start_accumulator(self.cut.rows, self.config.columns, self.problem.accumulator)
-        step = ft.partial(self.multiply_step, local=local, first=first)
+        if self.config.unroll:
+            steps = self.cut.steps // self.problem.axes[-1].taps
+            step = ft.partial(self.multiply_row, local=local)
+        else:
+            step = ft.partial(self.multiply_step, local=local, first=first)
         acc = finish_accumulator(lax.fori_loop(0, steps, step, acc))
         if self.cut.ringed:
             pl.when(steps > 0)(
@@ -422,6 +352,22 @@ class _Block:
             )
         return acc
 
+    def multiply_row(self, row: Any, acc: Array, *, local: Any) -> Array:
+        """All taps of the last axis of one chunk, from a halo and a resident filter."""
+        halo, taps = self.config.halo, self.problem.axes[-1].taps
+        rows = self.cut.steps // self.problem.chunks // taps
+        index, tap = local * self.problem.chunks + lax.div(row, rows), lax.rem(row, rows)
+        slot = lax.rem(index, halo)
+        pl.when(tap == 0)(lambda: plgpu.barrier_wait(self.scratch["a_full"].at[self.team * halo + slot]))
+        for last in range(taps):
+            a, b = self.halo_view(slot, tap, last), self.b_ring.at[row * taps + last]
+            acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major="halo", b_major=self.cut.b_major)
+        plgpu.wgmma_wait(taps)
+        pl.when((tap == 0) & (row > 0))(
+            lambda: plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(index - 1, halo)])
+        )
+        return acc
+
     def member_part(self, slot: Any) -> Any:
         """This warpgroup's rows of an input box."""
         box, part = self.cut.box, self.cut.part
@@ -433,10 +379,13 @@ class _Block:
         rows = pl.ds(self.member * part[cut[0]], part[cut[0]])
         return self.a_ring.at[(slot, *([slice(None)] * cut[0]), rows)]
 
-    def halo_view(self, slot: Any, tap: Any) -> Any:
-        """This warpgroup's rows of a halo box, shifted by a tap."""
+    def halo_view(self, slot: Any, tap: Any, last: int | None = None) -> Any:
+        """This warpgroup's rows of a halo box, shifted by a tap, whose place on the last axis may be told apart."""
         index: list[Any] = []
         for ax in reversed(self.problem.axes):
+            if not index and last is not None:
+                index.append((ax.taps - 1 - last) * -ax.move if ax.move < 0 else last * ax.move)
+                continue
             j = lax.rem(tap, ax.taps) if len(index) + 1 < len(self.problem.axes) else tap
             tap = lax.div(tap, ax.taps)
             index.append((ax.taps - 1 - j) * -ax.move if ax.move < 0 else j * ax.move)
@@ -450,6 +399,9 @@ class _Block:
         n, at, phase, _ = place
         index: list[Any] = []
         for d, (start, whole, piece) in enumerate(zip((n, *at), self.cut.box, self.cut.part, strict=True)):
+            if not d and self.problem.one_image:
+                index.append(n)
+                continue
             index.append(pl.ds(start * whole + (self.member * piece if whole != piece else 0), piece))
             if d and self.problem.axes[d - 1].out_step > 1:
                 index.append(phase[d - 1])
@@ -464,7 +416,7 @@ class _Block:
             for c in range(chunks):
                 plgpu.copy_gmem_to_smem(
                     gmem.at[self.position(place, base + c * per, per)],
-                    box.at[self.wg, c],
+                    box.at[(self.wg, c, *self.image)],
                     self.scratch["extra_full"].at[self.wg],
                 )
 
@@ -485,7 +437,7 @@ class _Block:
         self.out_matrix[self.wg, buffer] = value.astype(problem.out_dtype)
         plgpu.commit_smem()
         where = self.position(place, place[-1] * self.config.columns + c * width, width)
-        plgpu.copy_smem_to_gmem(self.out_box.at[self.wg, buffer], self.y.at[where])
+        plgpu.copy_smem_to_gmem(self.out_box.at[(self.wg, buffer, *self.image)], self.y.at[where])
 
 
 def drain(empty: Any, total: Any, slots: int) -> None:

@@ -29,6 +29,7 @@ _STEP, _STEP_WITHOUT_RING = 234.0, 70.0  # what waiting and releasing cost where
 _EPILOGUE, _EPILOGUE_ROW = 166.0, 17.0  # of a tile, and per row and 64 columns of a warpgroup's part
 _STORE_RATE, _LOAD_RATE = 18.9, 33.7
 _LATENCY = 180.0  # of a tile, with 64 KiB in flight
+_UNROLLED = 4  # taps of the last axis whose products are one turn of the loop, where they need no load in between
 _WAVES = 0.36  # how much a last wave that is not full costs of a whole one
 
 
@@ -122,11 +123,13 @@ def _with_filter_or_halo(problem: Problem, columns: int, order: str) -> Iterator
         if resident:
             for images, block in _boxes(problem, rows)[:2]:
                 yield from _deepest(problem, Config(images, block, columns, 6, teams, groups, order, resident=True))
-    unit = len(problem.axes) == 2 and all(abs(ax.move) == 1 for ax in problem.axes)
-    if not unit or problem.window or problem.swizzle != 128 or math.prod(ax.taps for ax in problem.axes) == 1:
+    rank, unit = len(problem.axes), all(abs(ax.move) == 1 for ax in problem.axes)
+    if rank < 2 or not unit or problem.window or math.prod(ax.taps for ax in problem.axes) == 1:
         return
-    for images, (teams, groups), halo in itertools.product((4, 2, 1), ((2, 1), (1, 2)), (3, 2)):
-        base = Config(images, (8, 8), columns, 4, teams, groups, order, halo=halo)
+    lead = [(images, ()) for images in (4, 2, 1)] if rank == 2 else [(1, (4,)), (1, (2,)), (2, (1,)), (1, (1,))]
+    unroll = resident and problem.axes[-1].taps <= _UNROLLED
+    for (images, outer), (teams, groups), halo in itertools.product(lead, ((2, 1), (1, 2)), (3, 2)):
+        base = Config(images, (*outer, 8, 8), columns, 4, teams, groups, order, halo=halo, unroll=unroll)
         yield from _deepest(problem, dataclasses.replace(base, resident=resident))
 
 
@@ -142,7 +145,7 @@ def _boxes(problem: Problem, rows: int) -> list[tuple[int, tuple[int, ...]]]:
     found = []
     for block in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), repeat=len(problem.axes)):
         images, rest = divmod(rows, math.prod(block))
-        if rest or not images or (problem.window and block[-1] % 64):
+        if rest or not images or (problem.window and block[-1] % 64) or (problem.one_image and images > 1):
             continue
         found.append((images, block))
     return sorted(found, key=lambda box: _waste(problem, *box))

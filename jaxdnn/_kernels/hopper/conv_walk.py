@@ -1,0 +1,90 @@
+"""Which tile of a convolution is what, and which block of threads computes it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdnn._kernels.hopper.conv_plan import Config, Problem, ceil_div
+
+
+def select(index: Any, values: Sequence[int]) -> Any:
+    """values[index] for a traced index and few static values."""
+    if len(set(values)) == 1:
+        return values[0]
+    out = jnp.int32(values[-1])
+    for i, value in enumerate(values[:-1]):
+        out = lax.select(index == i, jnp.int32(value), out)
+    return out
+
+
+class Walk:
+    """Which tile is what: the same arithmetic for the producer and the consumers."""
+
+    def __init__(self, problem: Problem, config: Config):
+        self.problem, self.config = problem, config
+        axes = problem.axes
+        self.counts = [ceil_div(ax.positions, b) for ax, b in zip(axes, config.block, strict=True)]
+        self.images = ceil_div(problem.batch, config.images)
+        self.columns = ceil_div(problem.columns, config.columns)
+        self.per_phase = self.images * math.prod(self.counts) * self.columns
+        self.phases = problem.phases
+        self.tiles = self.per_phase * len(self.phases)
+        self.taps = [problem.taps(phase) for phase in self.phases]
+
+    def blocks(self, sms: int) -> int:
+        """Blocks of threads on so many multiprocessors."""
+        return min(sms, self.per_phase if self.config.deal == "together" else self.tiles)
+
+    def share(self, sm: Any, sms: Any) -> Any:
+        """How many tiles a block of threads has."""
+        if self.config.deal == "together":
+            return lax.div(self.per_phase - sm + sms - 1, sms) * len(self.phases)
+        if self.config.deal == "snake":
+            rounds, rest = lax.div(self.tiles, sms), lax.rem(self.tiles, sms)
+            return rounds + jnp.int32(self._turned(rounds, sm, sms) < rest)
+        return lax.div(self.tiles - sm + sms - 1, sms)
+
+    def tile(self, local: Any, sm: Any, sms: Any) -> Any:
+        """A block's tile number `local`.
+
+        "round": in turn. "snake": in turn, every second round backwards, so that whoever had a long phase's tile gets
+        a short one. "together": all phases of a place, whose outputs lie side by side in memory.
+        """
+        if self.config.deal == "together":
+            phases = len(self.phases)
+            return lax.rem(local, phases) * self.per_phase + sm + lax.div(local, phases) * sms
+        if self.config.deal == "snake":
+            return local * sms + self._turned(local, sm, sms)
+        return sm + local * sms
+
+    def _turned(self, number: Any, sm: Any, sms: Any) -> Any:
+        return lax.select(lax.rem(number, 2) == 1, sms - 1 - sm, sm)
+
+    def steps(self, tile: Any) -> Any:
+        """Slots of the ring that a tile consumes."""
+        return select(lax.div(tile, self.per_phase), self.taps) * self.problem.chunks
+
+    def place(self, tile: Any) -> tuple[Any, list[Any], list[Any], Any]:
+        """(image, positions, phase numbers by axis, column) of a tile, in tiles."""
+        number = lax.div(tile, self.per_phase)
+        phase = [select(number, [p[i] for p in self.phases]) for i in range(len(self.problem.axes))]
+        rest = lax.rem(tile, self.per_phase)
+        sizes = {"k": self.columns, "n": self.images}
+        spatial = [f"{i}" for i in range(len(self.counts))][::-1]
+        sizes.update({name: self.counts[int(name)] for name in spatial})
+        order = {
+            "k": ["k", "n", *spatial],
+            "kp": ["k", *spatial, "n"],
+            "n": ["n", *spatial, "k"],
+            "p": [*spatial, "n", "k"],
+        }[self.config.order]
+        at: dict[str, Any] = {}
+        for name in order:
+            if sizes[name] == 1:
+                at[name] = jnp.int32(0)
+                continue
+            at[name], rest = lax.rem(rest, sizes[name]), lax.div(rest, sizes[name])
+        return at["n"], [at[f"{i}"] for i in range(len(self.counts))], phase, at["k"]
