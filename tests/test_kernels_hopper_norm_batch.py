@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
+import jaxdnn_reference as reference
 from _norm_machine import NormRows
 from _row_machine import U32, U64
-from jaxdnn import _norm, engines, tolerance_norm
+from jaxdnn import engines, tolerance_norm
 from jaxdnn._kernels import hopper
 from norm_cases import Norm, agree
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm_batch, norm_batch_ptx, norm_batches
-from jaxdnn._kernels.hopper.norm_batch_ptx import LANES, ColumnPlan
+from jaxdnn._kernels.hopper import norm_batch, norm_batch_dgrad_ptx, norm_batch_ptx, norm_batches
+from jaxdnn._kernels.hopper.norm_batch_ptx import LANES
+from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -82,20 +84,25 @@ def run(code: str, block: int, blocks: int, arrays: list[np.ndarray], outs: list
     return found
 
 
-def statistics(x: np.ndarray, plan: ColumnPlan, eps: float = 1e-5) -> list[np.ndarray]:
-    """Mean, inverse deviation, variance and the two parts of the mean, by both kernels."""
+def statistics(
+    x: np.ndarray, plan: ColumnPlan, eps: float = 1e-5, scale: np.ndarray | None = None
+) -> norm_batch.Statistics:
+    """What both kernels find."""
     columns = x.shape[1]
     shapes: list[tuple[int, ...]] = [(plan.columns,), (plan.splits, 2, plan.columns)]
     base, sums = run(norm_batch_ptx.statistics(plan), plan.threads, plan.blocks, [x], shapes)
     threads, batch = norm_batch.MERGE_THREADS, norm_batch.MERGE_BATCH
-    code = norm_batch_ptx.merge(plan, threads, batch, eps=eps)
-    mean, rstd, variance, offset = run(code, threads, -(-columns // LANES), [base, sums], [(columns,)] * 4)
-    return [mean, rstd, variance, base[:columns], offset]
+    code = norm_batch_ptx.merge(plan, threads, batch, eps=eps, scale=scale is not None)
+    given = [base, sums, *([] if scale is None else [scale])]
+    count = 4 if scale is None else 5
+    mean, rstd, variance, offset, *factor = run(code, threads, -(-columns // LANES), given, [(columns,)] * count)
+    found: list[Any] = [mean, rstd, variance, base[:columns], offset, factor[0] if factor else rstd]
+    return norm_batch.Statistics(*found)
 
 
 def plan_of(rows: int, columns: int, dtype: str, **other: int) -> ColumnPlan:
     """How a call is dealt out, or in another way."""
-    found = norm_batch.plan(rows, columns, dtype)
+    found = norm_batch.forward_plan(rows, columns, dtype)
     assert found is not None
     found = dataclasses.replace(found, **other)
     return dataclasses.replace(found, splits=max(1, min(found.splits, found.full)))
@@ -107,15 +114,17 @@ def problem(x: np.ndarray, eps: float = 1e-5) -> tolerance_norm.Problem:
     return dataclasses.replace(found, wide=True, sample=None)
 
 
-def check(x: np.ndarray, plan: ColumnPlan) -> list[np.ndarray]:
+def check(x: np.ndarray, plan: ColumnPlan) -> norm_batch.Statistics:
     """The statistics within their computed bounds."""
-    mean, rstd, variance, base, offset = found = statistics(x, plan)
+    scale = np.linspace(-1, 2, x.shape[1]).astype(np.float32)
+    found = statistics(x, plan, scale=scale)
     wanted = tolerance_norm.normalised(problem(x))
-    pairs = {"mean": mean, "rstd": rstd, "variance": variance}
-    for name, value in pairs.items():
+    for name in ("mean", "rstd", "variance"):
+        value = getattr(found, name)
         agree(value, getattr(wanted, name)[0], getattr(wanted, f"{name}_error")[0], np.float32, name)
-    np.testing.assert_array_equal(base, x[0].astype(np.float32))
-    np.testing.assert_array_equal(mean, base + offset)
+    np.testing.assert_array_equal(found.base, x[0].astype(np.float32))
+    np.testing.assert_array_equal(found.mean, found.base + found.offset)
+    np.testing.assert_array_equal(found.factor, found.rstd * scale)
     return found
 
 
@@ -128,7 +137,7 @@ def normal(rows: int, columns: int, dtype: str, mean: float = 0.5) -> np.ndarray
 @pytest.mark.parametrize("size", SIZES)
 def test_statistics(size: str, dtype: str):
     rows, columns = SIZES[size]
-    if norm_batch.plan(rows, columns, dtype) is None:
+    if norm_batch.forward_plan(rows, columns, dtype) is None:
         rows -= rows % 8
     check(normal(rows, columns, dtype), plan_of(rows, columns, dtype))
 
@@ -168,8 +177,8 @@ def test_a_constant_column_has_no_variance(value: float, dtype: str):
     x = normal(700, 24, dtype)
     x[:, 5] = value
     found = check(x, plan_of(700, 24, dtype, threads=128, chunk=2, splits=2))
-    assert found[2][5] == 0
-    assert found[0][5] == x[0, 5]
+    assert found.variance[5] == 0
+    assert found.mean[5] == x[0, 5]
 
 
 @each_dtype
@@ -181,11 +190,11 @@ def test_what_is_not_finite_stays_in_its_column(rows: int, dtype: str):
     x[1, 3], x[rows - 1, 4], x[0, 5], x[0, 6] = np.nan, np.inf, -np.inf, np.nan
     found = statistics(x, plan)
     touched = np.isin(np.arange(24), [3, 4, 5, 6])
-    for value, before in zip(found, clean, strict=True):
+    for name in ("mean", "rstd", "variance", "base", "offset"):
+        value, before = (np.asarray(getattr(v, name)) for v in (found, clean))
         np.testing.assert_array_equal(value[~touched], before[~touched])
-    for value in found[:3]:
-        assert not np.isfinite(value[touched]).any()
-    assert np.isnan(found[1][touched]).all()
+        assert name == "base" or not np.isfinite(value[touched]).any()
+    assert np.isnan(np.asarray(found.rstd)[touched]).all()
 
 
 def test_plans_cover_all_rows_and_columns():
@@ -196,7 +205,7 @@ def test_plans_cover_all_rows_and_columns():
             assert plan.rows * plan.columns == rows * columns
             assert plan.across * plan.width >= plan.row_vectors
             assert 1 <= plan.splits <= max(1, plan.full)
-            assert plan.floats * 4 <= 48 << 10
+            assert 4 * plan.floats(norm_batch_ptx.values_of(plan)) <= 48 << 10
             assert plan.tile * plan.row_bytes < 1 << 32
 
 
@@ -204,11 +213,11 @@ def test_plans_cover_all_rows_and_columns():
 
 
 def call_of(function: Any, *operands: Any) -> engines.Call:
-    """The call that the first normalisation of a function makes on a GPU."""
+    """The call that the only normalisation of a function makes on a GPU."""
     jaxpr = jax.make_jaxpr(function)(*operands).jaxpr
-    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "jaxdnn_norm"]
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name.startswith("jaxdnn_norm")]
     avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
-    return engines.Call("norm", eqn.params["spec"], avals, "cuda")
+    return engines.Call(eqn.primitive.name.removeprefix("jaxdnn_"), eqn.params["spec"], avals, "cuda")
 
 
 @each_dtype
@@ -223,21 +232,92 @@ def test_results_from_the_kernels(
     s, b = (None, None) if op == "plain" else (s.astype(np.float32), b.astype(np.float32))
     call = call_of(lambda x: dnn.batch_norm(x, scale=s, bias=b, out_dtype=out_dtype)[0], x)
 
-    def emulated(x: jax.Array, *, eps: float) -> list[jax.Array]:
-        rows, columns = x.shape
-        return [jnp.asarray(v) for v in statistics(np.asarray(x), plan_of(rows, columns, dtype), eps)]
-
-    monkeypatch.setattr(norm_batch, "statistics", emulated)
+    monkeypatch.setattr(norm_batch, "statistics", emulated_statistics)
     assert norm_batches.BATCHES.unsupported(call) is None
     parameters = [jnp.asarray(v).reshape(1, 1, 1, 8) for v in (s, b) if v is not None]
     found = norm_batches.BATCHES.run(call, jnp.asarray(x), *parameters)
     p = n.problem(x, s, b)
-    p = dataclasses.replace(p, wide=True, sample=None)
     out = np.dtype(out_dtype or DTYPES[dtype])
     agree(found[0], *tolerance_norm.forward(p), out, "y")
-    wanted = tolerance_norm.normalised(p)
+    wanted = tolerance_norm.normalised(dataclasses.replace(p, wide=True, sample=None))
     for value, name in zip(found[1:], ("mean", "rstd", "variance"), strict=True):
         agree(value, getattr(wanted, name), getattr(wanted, f"{name}_error"), np.float32, name)
+
+
+def emulated_statistics(x: Any, scale: Any, *, eps: float) -> norm_batch.Statistics:
+    x = np.asarray(x)
+    rows, columns = x.shape
+    plan = plan_of(rows, columns, norm_batch.NAMES[x.dtype])
+    found = statistics(x, plan, eps, None if scale is None else np.asarray(scale))
+    return norm_batch.Statistics(*map(jnp.asarray, dataclasses.astuple(found)))
+
+
+def emulated_sums(dy: Any, x: Any, mean: Any, config: ColumnPlan | None = None) -> jax.Array:
+    """The sums of the kernel's splits, added up as the engine does."""
+    dy, x, mean = (np.asarray(v) for v in (dy, x, mean))
+    rows, columns = x.shape
+    plan = config or norm_batch.backward_plan(rows, columns, norm_batch.NAMES[x.dtype])
+    assert plan is not None
+    count = norm_batch_dgrad_ptx.sums_of(plan)
+    shape = (plan.splits, count, plan.columns)
+    (parts,) = run(norm_batch_dgrad_ptx.sums(plan), plan.threads, plan.blocks, [dy, x, mean], [shape])
+    return jnp.asarray(parts).reshape(plan.splits, count, plan.fold, x.shape[1]).sum((0, 2))
+
+
+@each_dtype
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+@pytest.mark.parametrize(("op", "mean"), [("plain", 0.5), ("parameters", 0.5), ("parameters", 100.0)])
+def test_gradients_from_the_kernels(
+    op: str, mean: float, out_dtype: str | None, dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    """dx, dscale and dbias as the engine makes them of what the kernels find, run by the machine."""
+    n = Norm("batch_norm", (5, 6, 7, 8), (8,), (("layout", "NHWC"),))
+    x, s, _, dy = n.arrays(9, DTYPES[dtype], mean=mean)
+    s = None if op == "plain" else s.astype(np.float32)
+    mean_, rstd = (np.asarray(v, np.float32) for v in reference.batch_norm(x)[1:3])
+    options: dict[str, Any] = {"mean": mean_, "rstd": rstd, "out_dtype": out_dtype}
+    call = call_of(lambda dy, x: dnn.batch_norm_dgrad(dy, x, scale=s, **options), dy, x)
+    monkeypatch.setattr(norm_batch, "sums", emulated_sums)
+    assert norm_batches.BATCHES.unsupported(call) is None
+    operands = [jnp.asarray(v) for v in (dy, x)]
+    operands += [jnp.asarray(v).reshape(1, 1, 1, 8) for v in (mean_, rstd, *([] if s is None else [s]))]
+    found = norm_batches.BATCHES.run(call, *operands)
+    wanted = tolerance_norm.backward(n.problem(x, s, None), dy.astype(np.float64))
+    dtypes = (np.dtype(out_dtype or DTYPES[dtype]), np.float32, np.float32)
+    for value, (golden, error), out, name in zip(found, wanted, dtypes, ("dx", "dscale", "dbias"), strict=True):
+        agree(value, golden, error, out, name)
+
+
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+def test_sums(size: str, dtype: str):
+    """In any order: Σ |terms| (rows + 2) roundings."""
+    rows, columns = SIZES[size]
+    if norm_batch.backward_plan(rows, columns, dtype) is None:
+        rows -= rows % 8
+    x, dy = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1)
+    mean = x.astype(np.float64).mean(0).astype(np.float32)
+    check_sums(dy, x, mean, None)
+
+
+@each_dtype
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("chunk", "splits"), [(1, 3), (2, 5)])
+def test_sums_of_splits_and_chunks(chunk: int, splits: int, stages: int, dtype: str):
+    rows, columns = 4 * 128 * 3 + 5, 24
+    plan = plan_of(rows, columns, dtype, threads=128, chunk=chunk, splits=splits, stages=stages)
+    x, dy = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1)
+    check_sums(dy, x, np.linspace(-1, 2, columns).astype(np.float32), plan)
+
+
+def check_sums(dy: np.ndarray, x: np.ndarray, mean: np.ndarray, plan: ColumnPlan | None) -> None:
+    found = np.asarray(emulated_sums(dy, x, mean, plan))
+    g, c = dy.astype(np.float64), x.astype(np.float64) - mean
+    terms = [g, g * c, c][: len(found)]
+    rate = (len(x) + 2) * 2.0**-24
+    growth = rate / (1 - rate)
+    for value, term, name in zip(found, terms, ("dy", "dy (x - mean)", "x - mean"), strict=False):
+        agree(value, term.sum(0), growth * np.abs(term).sum(0), np.float32, name)
 
 
 def shape_of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -266,8 +346,17 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
         (IMAGES,),
         "its kernels over the first axes are those of batch normalisation",
     ),
-    "many batches": (jax.vmap(dnn.batch_norm), (shape_of(2, 4, 6, 6, 16),), "not axes (-4, -3, -2)"),
-    "backward": (dnn.batch_norm_dgrad, (IMAGES, IMAGES), "it has no kernel for gradients over the first axes"),
+    "backward": (dnn.batch_norm_dgrad, (IMAGES, IMAGES), None),
+    "backward, odd sizes": (
+        dnn.batch_norm_dgrad,
+        (shape_of(3, 5, 5, 3), shape_of(3, 5, 5, 3)),
+        "its kernels take batches of whole vectors of 16 bytes, not 75 rows of 3 bfloat16",
+    ),
+    "gradients of two dtypes": (
+        dnn.batch_norm_dgrad,
+        (shape_of(4, 6, 6, 16, dtype=jnp.float32), IMAGES),
+        "its kernels take a gradient of x's dtype bfloat16, not float32",
+    ),
 }
 
 
@@ -301,14 +390,28 @@ def test_lowers_for_cuda(shape: tuple[int, ...], out_dtype: str, dtype: str):
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 2
 
 
+@each_dtype
+def test_lowers_for_cuda_with_its_gradient(dtype: str):
+    x, s = shape_of(4, 6, 6, 16, dtype=DTYPES[dtype]), shape_of(16, dtype=jnp.float32)
+
+    def f(x: Any, s: Any) -> Any:
+        return jnp.sum(dnn.batch_norm(x, scale=s, engine="hopper")[0].astype(jnp.float32) ** 2)
+
+    lowered = jax.jit(jax.grad(f, (0, 1))).trace(x, s).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 3
+
+
 def test_rows_that_make_no_vectors_are_refused():
     with pytest.raises(ValueError, match="`x` must have rows that make whole vectors of 16 bytes, got \\(75, 3\\)"):
-        norm_batch.statistics(jnp.zeros((75, 3), jnp.bfloat16), eps=1e-5)
+        norm_batch.statistics(jnp.zeros((75, 3), jnp.bfloat16), None, eps=1e-5)
 
 
 def test_workspace_is_what_the_kernels_take():
-    """The pairs, the base and the second part of the mean."""
-    call = call_of(dnn.batch_norm, IMAGES)
+    """The pairs, the base, the second part of the mean and the factor; backward the sums."""
     plan = plan_of(144, 16, "bf16")
-    assert norm_batches.BATCHES.workspace(call) == 4 * 16 * (2 * plan.splits + 2)
-    assert isinstance(call.spec, _norm.NormSpec)
+    assert norm_batches.BATCHES.workspace(call_of(dnn.batch_norm, IMAGES)) == 4 * 16 * (2 * plan.splits + 3)
+    mean = shape_of(16, dtype=jnp.float32)
+    call = call_of(lambda dy, x, m: dnn.batch_norm_dgrad(dy, x, mean=m, rstd=m), IMAGES, IMAGES, mean)
+    backward = norm_batch.backward_plan(144, 16, "bf16")
+    assert backward is not None
+    assert norm_batches.BATCHES.workspace(call) == 4 * 16 * 2 * backward.splits

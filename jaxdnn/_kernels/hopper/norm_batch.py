@@ -1,85 +1,143 @@
-"""Batch normalisation's statistics on Hopper: columns of rows, in one reading (Pallas, Mosaic GPU).
+"""Batch normalisation's sums on Hopper: over the columns of rows, in one reading (Pallas, Mosaic GPU).
 
 Schedule. x is seen as rows of columns. Two blocks stay on every multiprocessor; a thread keeps mean and second moment
 of a vector of columns in registers and goes down its share of the rows, with many loads under way. The blocks leave
-their pairs, half a megabyte, which a second, tiny kernel makes one of. What follows, x - μ times what, is left to XLA's
-formula, which joins an activation or a sum behind it to the same pass over memory. `norm_batch_ptx` writes the
-instructions and states their order.
+their pairs, half a megabyte, which a second, tiny kernel makes one of. Backward likewise, with two arrays and sums. The
+pass that follows is left to XLA, which joins an activation or a sum behind it to the same pass over memory.
+`norm_batch_walk`, `norm_batch_ptx` and `norm_batch_dgrad_ptx` write the instructions and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
 the number of rows (3 channels: 8 pixels); bfloat16, float16 or float32.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import norm_batch_ptx
+from jaxdnn._kernels.hopper import norm_batch_dgrad_ptx, norm_batch_ptx
 from jaxdnn._kernels.hopper.launch import launch
-from jaxdnn._kernels.hopper.norm_batch_ptx import LANES, ColumnPlan
+from jaxdnn._kernels.hopper.norm_batch_ptx import LANES
+from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
 
 NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 MULTIPROCESSORS = 132
 BLOCKS = 2  # on a multiprocessor
-THREADS, CHUNK, STAGES = 256, 8, 2
-MERGE_THREADS, MERGE_BATCH = 512, 8
+THREADS, CHUNK, STAGES = 256, 4, 2
+BACKWARD_CHUNK, BACKWARD_STAGES = 2, 2
+MERGE_THREADS, MERGE_BATCH = 1024, 9
 
 
-def plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
+def forward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
     """How columns are dealt out, from the shape and dtype alone; None if rows do not make whole vectors."""
+    return _plan(rows, columns, dtype, CHUNK, STAGES)
+
+
+def backward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
+    """Likewise; of two arrays there are twice as many loads under way."""
+    return _plan(rows, columns, dtype, BACKWARD_CHUNK, BACKWARD_STAGES)
+
+
+def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> ColumnPlan | None:
     elements = VECTOR_BYTES // SIZES[dtype]
     fold = elements // math.gcd(columns, elements)
     if rows % fold:
         return None
     rows, columns = rows // fold, columns * fold
     vectors = columns // elements
-    width = min(vectors, THREADS)
-    lines, across = THREADS // width, -(-vectors // width)
-    # A tile's bytes are a factor of 32 bits.
-    chunk = next((k for k in (CHUNK, 4, 2, 1) if k * lines * vectors * VECTOR_BYTES < 1 << 31), None)
-    if chunk is None:
-        return None
+    across = -(-vectors // THREADS)
+    width = -(-vectors // across)
+    lines = THREADS // width
+    while chunk * lines * vectors * VECTOR_BYTES >= 1 << 31:  # a tile's bytes are a factor of 32 bits
+        chunk //= 2
+        if not chunk:
+            return None
     splits = max(1, min(BLOCKS * MULTIPROCESSORS // across, rows // (lines * chunk)))
-    return ColumnPlan(rows, columns, fold, dtype, THREADS, width, chunk, STAGES, splits)
+    return ColumnPlan(rows, columns, fold, dtype, THREADS, width, chunk, stages, splits)
 
 
-def statistics(x: Array, *, eps: float, config: ColumnPlan | None = None) -> tuple[Array, Array, Array, Array, Array]:
-    """Mean, inverse deviation and variance of the columns of x (rows, columns), and the mean as a sum of two numbers.
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Of the columns of x, (columns,) each.
 
-    The first of the two is a row of x, so what it is subtracted from loses nothing where it is near.
+    Attributes:
+      mean, rstd, variance: as the op returns them.
+      base, offset: two numbers whose sum is the mean; the base is a row of x, so x - base loses nothing that matters.
+      factor: rstd times the scale.
     """
-    rows, columns = x.shape
-    found = config or plan(rows, columns, NAMES[np.dtype(x.dtype)])
-    if found is None:
-        raise ValueError(f"`x` must have rows that make whole vectors of 16 bytes, got {x.shape} of {x.dtype}.")
-    base, sums = _pairs(x, found)
-    number = jax.ShapeDtypeStruct((columns,), jnp.float32)
-    mean, rstd, variance, offset = launch(
-        norm_batch_ptx.merge(found, MERGE_THREADS, MERGE_BATCH, eps=eps),
-        [base, sums],
-        (number,) * 4,
+
+    mean: Array
+    rstd: Array
+    variance: Array
+    base: Array
+    offset: Array
+    factor: Array
+
+
+def statistics(x: Array, scale: Array | None, *, eps: float, config: ColumnPlan | None = None) -> Statistics:
+    """The statistics of the columns of x (rows, columns); scale (columns,)."""
+    found = config or _found(forward_plan, x)
+    columns = x.shape[1]
+    pairs = ((found.columns,), (found.splits, 2, found.columns))
+    base, sums = _walked(
+        norm_batch_ptx.statistics(found),
+        [x.reshape(found.rows, found.columns)],
+        pairs,
+        found,
+        norm_batch_ptx.values_of(found),
+        "norm_columns",
+    )
+    results = launch(
+        norm_batch_ptx.merge(found, MERGE_THREADS, MERGE_BATCH, eps=eps, scale=scale is not None),
+        [base, sums, *([] if scale is None else [scale])],
+        (jax.ShapeDtypeStruct((columns,), jnp.float32),) * (4 if scale is None else 5),
         name="norm_merge",
         blocks=-(-columns // LANES),
         threads=MERGE_THREADS,
-        floats=2 * MERGE_THREADS,
+        floats=MERGE_THREADS + LANES,
     )
-    return mean, rstd, variance, base[:columns], offset
+    mean, rstd, variance, offset, *factor = results
+    return Statistics(mean, rstd, variance, base[:columns], offset, factor[0] if factor else rstd)
 
 
-def _pairs(x: Array, found: ColumnPlan) -> tuple[Array, Array]:
-    """The base and the splits' pairs."""
-    columns = jax.ShapeDtypeStruct((found.columns,), jnp.float32)
-    pairs = jax.ShapeDtypeStruct((found.splits, 2, found.columns), jnp.float32)
+def sums(dy: Array, x: Array, mean: Array, config: ColumnPlan | None = None) -> Array:
+    """Σ dy, Σ dy (x - mean) and, of float32, Σ (x - mean) of the columns of dy and x, (rows, columns) both."""
+    found = config or _found(backward_plan, x)
+    count = norm_batch_dgrad_ptx.sums_of(found)
+    shapes = ((found.splits, count, found.columns),)
+    (parts,) = _walked(
+        norm_batch_dgrad_ptx.sums(found),
+        [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean],
+        shapes,
+        found,
+        count * found.elements,
+        "norm_columns_dgrad",
+    )
+    return jnp.sum(parts.reshape(found.splits, count, found.fold, x.shape[1]), (0, 2))
+
+
+def _found(plan: Callable[..., ColumnPlan | None], x: Array) -> ColumnPlan:
+    found = plan(*x.shape, NAMES[np.dtype(x.dtype)])
+    if found is None:
+        raise ValueError(f"`x` must have rows that make whole vectors of 16 bytes, got {x.shape} of {x.dtype}.")
+    return found
+
+
+def _walked(
+    code: str, arrays: Sequence[Array], outs: Sequence[tuple[int, ...]], found: ColumnPlan, values: int, name: str
+) -> Sequence[Array]:
+    """What a kernel that goes down the columns writes."""
     return launch(
-        norm_batch_ptx.statistics(found),
-        [x.reshape(found.rows, found.columns)],
-        (columns, pairs),
-        name="norm_columns",
+        code,
+        arrays,
+        tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in outs),
+        name=name,
         blocks=found.blocks,
         threads=found.threads,
-        floats=max(found.floats, 32),
+        floats=max(found.floats(values), 32),
     )

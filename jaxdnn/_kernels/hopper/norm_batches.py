@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from jaxdnn import engines
 from jaxdnn._kernels.hopper.norm_kind import Kind, unlike, x_of
@@ -18,43 +19,89 @@ def _sizes(call: engines.Call) -> tuple[int, int]:
     return rows, math.prod(x.shape) // rows
 
 
-def _unsupported(call: engines.Call) -> str | None:
+def _plan(call: engines.Call) -> Any:
+    """How the kernels of a call deal it out, None if they cannot."""
     from jaxdnn._kernels.hopper import norm_batch
 
+    plan = norm_batch.forward_plan if call.op == "norm" else norm_batch.backward_plan
+    return plan(*_sizes(call), norm_batch.NAMES[x_of(call).dtype])
+
+
+def _unsupported(call: engines.Call) -> str | None:
     x, spec = x_of(call), call.spec
-    if call.op == "norm_dgrad":
-        return "it has no kernel for gradients over the first axes"
     if not spec.centred or spec.per_example:
         return "its kernels over the first axes are those of batch normalisation"
     if reason := unlike(call, "the last axes", tuple(a for a in range(-len(x.shape), 0) if a not in spec.axes)):
         return reason
-    rows, columns = _sizes(call)
-    if norm_batch.plan(rows, columns, norm_batch.NAMES[x.dtype]) is None:
+    if _plan(call) is None:
+        rows, columns = _sizes(call)
         return f"its kernels take batches of whole vectors of 16 bytes, not {rows} rows of {columns} {x.dtype}"
     return None
 
 
-def _run(call: engines.Call, x: Array, *parameters: Array) -> Any:
-    """y by XLA from the kernel's statistics: ((x - a) - b) r s + b', the mean being a + b."""
+def _run(call: engines.Call, *operands: Array) -> Any:
+    """What the kernels find, and XLA's pass over memory behind it."""
+    return _forward(call, *operands) if call.op == "norm" else _backward(call, *operands)
+
+
+def _kept(call: engines.Call) -> tuple[int, ...]:
+    """The shape of statistics."""
+    shape = x_of(call).shape
+    return tuple(1 if a - len(shape) in call.spec.axes else size for a, size in enumerate(shape))
+
+
+def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
+    """y = (x - μ) (r s) + b; where x is as wide as μ, in two steps, the mean being base + offset."""
     from jaxdnn._kernels.hopper import norm_batch
 
     spec: NormSpec = call.spec
-    kept = tuple(1 if a - x.ndim in spec.axes else size for a, size in enumerate(x.shape))
-    found = norm_batch.statistics(x.reshape(_sizes(call)), eps=spec.eps)
-    mean, rstd, variance, base, offset = (v.reshape(kept) for v in found)
     scale, bias = spec.split(parameters)
-    y = ((x.astype(spec.accumulate) - base) - offset) * rstd
-    y = y if scale is None else y * scale
+    rows, columns = _sizes(call)
+    flat = None if scale is None else scale.reshape(columns)
+    found = norm_batch.statistics(x.reshape(rows, columns), flat, eps=spec.eps)
+    spread = lambda v: v.reshape(_kept(call))
+    wide = x.astype(spec.accumulate)
+    if x.dtype == spec.accumulate:
+        centred = (wide - spread(found.base)) - spread(found.offset)
+    else:
+        centred = wide - spread(found.mean)
+    y = centred * spread(found.factor)
     y = y if bias is None else y + bias
-    return nearest(y, spec.out_dtype), mean, rstd, variance
+    return nearest(y, spec.out_dtype), spread(found.mean), spread(found.rstd), spread(found.variance)
+
+
+def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array, *scales: Array) -> Any:
+    """dx = (r s) dy - (r s) Σ dy / n - (x - μ) (r r s) Σ dy h / n, ds = Σ dy h and db = Σ dy, with h = (x - μ) r.
+
+    Where x is as wide as μ, Σ (x - μ) / n, what rounding the saved mean has cost, is subtracted too.
+    """
+    from jaxdnn._kernels.hopper import norm_batch
+
+    spec: NormSpec = call.spec
+    rows, columns = _sizes(call)
+    found = norm_batch.sums(dy.reshape(rows, columns), x.reshape(rows, columns), mean.reshape(columns))
+    total, along, *rest = (v.reshape(mean.shape) for v in found)
+    share = jnp.asarray(1 / rows, spec.accumulate)
+    less = rest[0] * share if rest else None
+    ds = rstd * (along if less is None else along - less * total)
+    factor = rstd * scales[0] if scales else rstd
+    # Made once: in the pass over memory that follows every element would make them again, from more numbers.
+    made = (factor, factor * (total * share), rstd * factor * (ds * share))
+    factor, of_g, of_gh = lax.optimization_barrier(made)
+    centred = x.astype(spec.accumulate) - mean
+    centred = centred if less is None else centred - less
+    dx = (dy.astype(spec.accumulate) * factor - of_g) - centred * of_gh
+    return nearest(dx, spec.out_dtype), ds, total
 
 
 def _workspace(call: engines.Call) -> int | None:
-    from jaxdnn._kernels.hopper import norm_batch
-
-    rows, columns = _sizes(call)
-    found = norm_batch.plan(rows, columns, norm_batch.NAMES[x_of(call).dtype])
-    return None if found is None else 4 * found.columns * (2 * found.splits + 2)
+    """The splits' sums, and columns beside the results."""
+    found = _plan(call)
+    if found is None:
+        return None
+    if call.op == "norm":
+        return 4 * found.columns * (2 * found.splits + 3)
+    return 4 * found.columns * found.splits * (3 if x_of(call).dtype == call.spec.accumulate else 2)
 
 
 BATCHES = Kind(
