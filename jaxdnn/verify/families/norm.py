@@ -21,7 +21,7 @@ from jaxdnn.verify.families import family
 FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "instance_norm", "batch_norm")
 OPS = tuple(op + suffix for op in FORWARD for suffix in ("", "_dgrad"))
 ROWS, IMAGES = FORWARD[:3], FORWARD[3:5]
-LARGE = "NHWC-large"  # an image that a kernel may share among several blocks
+LARGE = "NHWC-large"  # an image, or a batch, that a kernel may share among several blocks
 VECTORS = "NCHWc8-filled"  # channel vectors, the last of which further channels fill up
 # The mean of "far" data, whose deviation is 1: what the input's own format still resolves.
 FAR = {"f32": 1e4, "bf16": 100.0, "f16": 100.0, "f64": 1e8}
@@ -215,6 +215,7 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
     if plain == "group_norm":
         yield VECTORS, (5, 2, 6, 7, 8), (("groups", 4), ("channels", 12), ("layout", "NCHWc8"))
     if plain == "batch_norm":
+        yield LARGE, (13, 16, 15, 24), (("mode", modes[0]), ("layout", "NHWC"))
         for (layout, shape), mode, blend in zip(_BLENDED, modes[::-1], BLENDS, strict=True):
             yield f"{layout}-{mode}-{blend}", shape, (("mode", mode), ("layout", layout))
 
@@ -222,7 +223,8 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
     """Rows and images, by y or dx; batch statistics, like gradients in scale and bias, are of the whole batch."""
     plain = op.removesuffix("_dgrad")
-    variant, shape, options = next(_geometries(plain))
+    shared = engine == "hopper" and plain == "batch_norm"  # a small batch would be one block's
+    variant, shape, options = next(g for g in _geometries(plain) if not shared or g[0] == LARGE)
     parameter = 0 if plain == ROWS[2] else None
     axes = (0, 0, parameter) if op.endswith("_dgrad") else (0, parameter, parameter)
     whole = plain == "batch_norm"
