@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import export
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
@@ -320,7 +321,7 @@ def check_sums(dy: np.ndarray, x: np.ndarray, mean: np.ndarray, plan: ColumnPlan
         agree(value, term.sum(0), growth * np.abs(term).sum(0), np.float32, name)
 
 
-def shape_of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def shape_of(*shape: Any, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -365,6 +366,15 @@ def test_engine_says_what_it_serves(name: str):
     function, operands, reason = SERVED[name]
     found = refusal(function, *operands)
     assert (found is None) if reason is None else (reason in (found or ""))
+
+
+def test_engine_does_not_serve_sizes_that_are_not_known():
+    """The dimension's name is what a call is traced with where a program is exported for any batch."""
+    call = call_of(dnn.batch_norm, IMAGES)
+    (batch,) = export.symbolic_shape("b")
+    call = dataclasses.replace(call, avals=(shape_of(batch, 6, 6, 16),))
+    (engine,) = [e for e in engines.registered("norm") if e.name == "hopper"]
+    assert "sizes that are known when they are traced" in (engine.supports(call) or "")
 
 
 def test_engine_adds_over_the_batch():

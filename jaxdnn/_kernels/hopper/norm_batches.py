@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, export, lax
 
 from jaxdnn import engines
 from jaxdnn._kernels.hopper.norm_kind import Kind, unlike, x_of
@@ -29,6 +29,8 @@ def _plan(call: engines.Call) -> Any:
 
 def _unsupported(call: engines.Call) -> str | None:
     x, spec = x_of(call), call.spec
+    if any(map(export.is_symbolic_dim, x.shape)):
+        return "its kernels over the first axes take sizes that are known when they are traced"
     if not spec.centred or spec.per_example:
         return "its kernels over the first axes are those of batch normalisation"
     if reason := unlike(call, "the last axes", tuple(a for a in range(-len(x.shape), 0) if a not in spec.axes)):
