@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from _races import Races
 from _row_machine import U64, Rows
 
 SHARED_BYTES = 1 << 17
@@ -18,7 +19,7 @@ class NormRows(Rows):
     """Memory as bytes, and `run`, which runs a block of PTX for every block of threads."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(size)
+        super().__init__(size, SHARED_BYTES)
         self.shared = np.full(SHARED_BYTES, 0xFF, np.uint8)
 
     def run(self, text: str, operands: list[int], block_size: int, clusters: int, cluster: int = 1) -> None:
@@ -35,6 +36,7 @@ class NormRows(Rows):
             self.registers["%ctaid.x"] = np.full(block_size, block, U64)
             self.registers |= {f"${i}": np.full(block_size, value, U64) for i, value in enumerate(operands)}
             self.shared[:] = 0xFF
+            self.races, self.barriers = Races(block_size, len(self.shared)), {}
             self._block(code, labels)
 
     def _block(self, code: list[Any], labels: dict[str, int]) -> None:
@@ -56,12 +58,16 @@ class NormRows(Rows):
 
     def _barrier(self, active: np.ndarray, name: str, count: str) -> None:
         """As many threads arrive as the barrier waits for, or the device would hang."""
-        arrived = np.unique(self._bits(name)[active], return_counts=True)[1]
+        names = self._bits(name)
+        arrived = np.unique(names[active], return_counts=True)[1]
         if (arrived != int(count)).any() or int(count) % 32:
             raise RuntimeError(f"{arrived.tolist()} threads arrive at a barrier of {count}")
+        if self.races:
+            for one in np.unique(names[active]):
+                self.races.meet(np.flatnonzero(active & (names == one)))
 
     def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
-        bits, real = self._bits, self._real
+        real = self._real
         put = lambda value: self._put(arguments[0], value, active)
         with np.errstate(all="ignore"):
             match name:
@@ -72,10 +78,8 @@ class NormRows(Rows):
                     put(-real(arguments[1]))
                 case ["sqrt", "rn", "f32"]:
                     put(np.sqrt(real(arguments[1])))
-                case ["xor", "b32"]:
-                    put((bits(arguments[1]) ^ bits(arguments[2])) & U64(0xFFFFFFFF))
-                case ["shfl", *_] if not active.all():
-                    raise RuntimeError("an exchange without all threads")
+                case ["shfl", *_] if (active.reshape(-1, 32).any(1) != active.reshape(-1, 32).all(1)).any():
+                    raise RuntimeError("an exchange without all threads of a warp")
                 case _:
                     super()._step(name, arguments, active)
 

@@ -2,7 +2,9 @@
 
 It knows the instructions that those kernels emit and no others: an unknown one raises. A cluster's threads run in step
 like one block's. Branches must be taken by all of them or none (the kernels' are), so a barrier has nothing to wait
-for. ex2 and lg2 are exact here.
+for, but accesses to shared memory that the step alone puts in order are an error (`_races`). A bulk copy is done at
+once, the worst for a kernel that asks for it while the place is still read; who waits for bytes that nothing has been
+asked to bring fails. ex2 and lg2 are exact here.
 """
 
 import re
@@ -11,19 +13,39 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from _races import Races
+
 HALF = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 WIDTHS = {"b16": 2, "b32": 4, "f32": 4}
 U32, U64 = np.uint32, np.uint64
 SHARED = 4096  # bytes of a block
 
 
+class _Barrier:
+    """A phase is over when all have arrived, and all bytes have come that were said to."""
+
+    def __init__(self, count: int, moment: np.ndarray) -> None:
+        self.count = self.due = count
+        self.phases = self.bytes = 0
+        self.coming = self.moment = moment
+
+    def come(self, count: int, arrivals: int, moment: np.ndarray) -> None:
+        self.bytes, self.due, self.coming = self.bytes + count, self.due - arrivals, np.maximum(self.coming, moment)
+        if self.due < 0:
+            raise RuntimeError("more arrive than a barrier waits for")
+        if not self.bytes and not self.due:
+            self.phases, self.due, self.moment = self.phases + 1, self.count, self.coming
+
+
 class Rows:
     """Memory as bytes, and `run`, which runs a block of PTX for every block of threads."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, shared: int = SHARED) -> None:
         self.memory = np.full(size, 0xFF, np.uint8)  # NaN in every float format: what is read unwritten shows
         self.written = np.zeros(size, np.uint8)  # how often
-        self.shared = np.full(8 * SHARED, 0xFF, np.uint8)
+        self.shared_bytes = shared
+        self.races: Races | None = None  # made for each cluster; a machine without one does not look for them
+        self.shared = np.full(8 * shared, 0xFF, np.uint8)
 
     def run(self, text: str, operands: list[int], block_size: int, clusters: int, cluster: int = 1) -> None:
         threads = block_size * cluster
@@ -41,16 +63,24 @@ class Rows:
             self.registers |= {f"${i}": np.full(threads, value, U64) for i, value in enumerate(operands)}
             self.threads = threads
             self.shared[:] = 0xFF
+            self.races = races = Races(threads, len(self.shared))
+            self.barriers: dict[int, _Barrier] = {}
             at = 0
             while at < len(code):
                 guard, name, arguments = code[at]
                 at += 1
-                active = self.registers[guard] if guard else np.ones(threads, bool)
+                active = np.ones(threads, bool)
+                if guard:
+                    holds = self.registers[guard.removeprefix("!")]
+                    active = ~holds if guard[0] == "!" else holds
                 if name[0] == "bra":
                     if active.any() != active.all():
                         raise RuntimeError("threads of one block part ways")
                     at = labels[arguments[0]] if active.all() else at
-                elif name[0] not in ("bar", "barrier"):
+                elif name[0] == "bar" or name[:3] == ["barrier", "cluster", "wait"]:
+                    for rank in range(cluster) if name[0] == "bar" else [slice(None)]:
+                        races.meet(np.arange(threads).reshape(cluster, -1)[rank].ravel())
+                elif name[0] != "barrier":
                     self._step(name, arguments, active)
 
     def _bits(self, operand: str) -> np.ndarray:
@@ -74,7 +104,49 @@ class Rows:
 
     def _own(self, space: str) -> Any:
         """Where a block's own shared memory starts among its cluster's."""
-        return self.rank.astype(np.int64)[:, None] * SHARED if space == "shared" else 0
+        return self.rank.astype(np.int64)[:, None] * self.shared_bytes if space == "shared" else 0
+
+    def _mbarrier(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
+        assert self.races is not None
+        where = self._places(arguments[1 if name[1] in ("arrive", "try_wait") else 0], 1) + self._own("shared")
+        barriers = where[active, 0].tolist()
+        if name[1] == "init":
+            for barrier, count in zip(barriers, self._bits(arguments[1])[active], strict=True):
+                self.barriers[barrier] = _Barrier(int(count), self.races.nothing())
+        elif name[1:3] == ["arrive", "expect_tx"]:
+            for thread, barrier, count in zip(
+                np.flatnonzero(active), barriers, self._bits(arguments[2])[active], strict=True
+            ):
+                self.barriers[barrier].come(int(count), 1, self.races.left(int(thread)))
+        else:
+            parity = self._bits(arguments[2]).astype(int)[active]
+            over = [self.barriers[b].phases % 2 != p for b, p in zip(barriers, parity, strict=True)]
+            if not all(over):
+                raise RuntimeError("a wait for what does not come")
+            self._put(arguments[0], active.copy(), active)
+            for thread, barrier in zip(np.flatnonzero(active)[::32], barriers[::32], strict=True):
+                self.races.told(int(thread), self.barriers[barrier].moment)
+
+    def _bulk_copy(self, arguments: list[Any], active: np.ndarray) -> None:
+        assert self.races is not None
+        to, source, barrier = (self._places(arguments[i], 1)[:, 0] for i in (0, 1, 3))
+        for thread in np.flatnonzero(active):
+            size, own = int(self._bits(arguments[2])[thread]), int(self.rank[thread]) * self.shared_bytes
+            if size % 16 or to[thread] % 16 or source[thread] % 16 or to[thread] + size > self.shared_bytes:
+                raise RuntimeError("a copy is not aligned, or too long")
+            start = own + int(to[thread])
+            self.shared[start : start + size] = self.memory[source[thread] : source[thread] + size]
+            self.barriers[own + int(barrier[thread])].come(-size, 0, self.races.copy(int(thread), start, size))
+
+    def _store_to_cluster(self, arguments: list[Any], active: np.ndarray) -> None:
+        """An asynchronous store, which the barrier beside it is told of."""
+        assert self.races is not None
+        to = self._places(arguments[0], 4 * len(arguments[1]))[active]
+        self.races.store(np.flatnonzero(active), to)
+        raw = np.stack([self._bits(v).astype("<u4") for v in arguments[1]], 1).view(np.uint8)
+        self.shared[to] = raw[active]
+        for thread, barrier in zip(np.flatnonzero(active), self._places(arguments[2], 1)[active, 0], strict=True):
+            self.barriers[int(barrier)].come(-4 * len(arguments[1]), 0, self.races.left(int(thread)))
 
     def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
         bits, real = self._bits, self._real
@@ -91,8 +163,15 @@ class Rows:
                     put(low(arguments[1]))
                 case ["add", "s64"]:
                     put(bits(arguments[1]) + bits(arguments[2]))
-                case ["add", "s32"]:
-                    put((bits(arguments[1]) + bits(arguments[2])) & U64(0xFFFFFFFF))
+                case ["add" | "sub" as way, "s32"]:
+                    put(
+                        (np.add if way == "add" else np.subtract)(bits(arguments[1]), bits(arguments[2]))
+                        & U64(0xFFFFFFFF)
+                    )
+                case ["min", "s32"]:
+                    put(np.minimum(*(low(x).astype(U32).view(np.int32) for x in arguments[1:])).view(U32).astype(U64))
+                case ["xor", "b32"]:
+                    put((bits(arguments[1]) ^ bits(arguments[2])) & U64(0xFFFFFFFF))
                 case ["mul", "lo", "s32"]:
                     put((bits(arguments[1]) * bits(arguments[2])) & U64(0xFFFFFFFF))
                 case ["mul", "wide", "u32"]:
@@ -119,6 +198,10 @@ class Rows:
                     put(np.abs(real(arguments[1])))
                 case ["max" | "min" as which, "f32"]:  # of a number and NaN, the number
                     put((np.fmax if which == "max" else np.fmin)(real(arguments[1]), real(arguments[2])))
+                case ["max", "bf16x2" | "f16x2" as kind]:  # likewise
+                    halves = (low(x).astype(U32).view(HALF[kind[:-2]]) for x in arguments[1:])
+                    a, b = (half.astype(np.float32) for half in halves)
+                    put(np.fmax(a, b).astype(HALF[kind[:-2]]).view(U32).astype(U64))
                 case ["add" | "sub" | "mul" as which, "rn", "f32"]:
                     a, b = real(arguments[1]), real(arguments[2])
                     put({"add": a + b, "sub": a - b, "mul": a * b}[which])
@@ -140,13 +223,23 @@ class Rows:
                 case ["cvt", "rn", "bf16" | "f16" as kind, "f32"]:
                     put(real(arguments[1]).astype(HALF[kind]).view(np.uint16).astype(U64))
                 case ["mapa", "shared::cluster", "u32"]:
-                    put(low(arguments[1]) + bits(arguments[2]) * U64(SHARED))
+                    put(low(arguments[1]) + bits(arguments[2]) * U64(self.shared_bytes))
+                case ["fence", *_]:
+                    pass
+                case ["mbarrier", *_]:
+                    self._mbarrier(name, arguments, active)
+                case ["cp", "async", "bulk", *_]:
+                    self._bulk_copy(arguments, active)
+                case ["st", "async", *_]:
+                    self._store_to_cluster(arguments, active)
                 case ["ld", space, *_, width]:
                     memory = self.shared if space == "shared" else self.memory
                     targets = arguments[0] if isinstance(arguments[0], tuple) else (arguments[0],)
                     places = (self._places(arguments[1], 4 * len(targets)) + self._own(space))[active]
                     if not width[1:] == "32" or (places[:, 0] % (4 * len(targets))).any():
                         raise RuntimeError("an access is not aligned")
+                    if self.races and space == "shared":
+                        self.races.load(np.flatnonzero(active), places)
                     words = np.zeros((self.threads, len(targets)), U32)
                     words[active] = memory[places].view(U32)
                     for i, target in enumerate(targets):
@@ -157,6 +250,8 @@ class Rows:
                     places = (self._places(arguments[0], size * len(values)) + self._own(space))[active]
                     if (places[:, 0] % (size * len(values))).any():
                         raise RuntimeError("an access is not aligned")
+                    if self.races and space != "global":
+                        self.races.store(np.flatnonzero(active), places)
                     raw = np.stack([bits(v).astype(f"<u{size}") for v in values], 1).view(np.uint8)[active]
                     (self.memory if space == "global" else self.shared)[places] = raw
                     if space == "global":
@@ -166,7 +261,7 @@ class Rows:
 
 
 def _decode(line: str) -> tuple[str | None, list[str], list[Any]]:
-    match = re.fullmatch(r"(?:@(p\d+) )?(\S+) (.*);", line)
+    match = re.fullmatch(r"(?:@(!?p\d+) )?(\S+) ?(.*);", line)
     if match is None:
         raise NotImplementedError(line)
     guard, name, rest = match.groups()

@@ -18,7 +18,9 @@ from norm_cases import Norm, agree, in_view
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm, norm_ptx
+from jaxdnn._kernels.hopper import norm, norm_dgrad_ptx, norm_ptx
+from jaxdnn._kernels.hopper.norm_ptx import RowPlan
+from jaxdnn._kernels.hopper.ptx import SIZES
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 # One vector a row, part of a warp's, ragged ends, several warps, as many vectors a thread as there may be.
@@ -56,26 +58,45 @@ def run(code: str, block: int, blocks: int, arrays: list[np.ndarray], outs: list
 
 
 def forward(
-    x: np.ndarray, s: Any, b: Any, names: tuple[str, str], eps: float, *, centred: bool, many: int = 1
+    x: np.ndarray,
+    s: Any,
+    b: Any,
+    names: tuple[str, str],
+    eps: float,
+    *,
+    centred: bool,
+    many: int = 1,
+    plan: RowPlan | None = None,
+    blocks: int = 2,
 ) -> list[np.ndarray]:
     """y, mean, rstd and variance by the kernel; `many` stands for a call of that many rows when it is planned."""
     rows, length = x.shape
-    plan = norm.forward_plan(length, *names, many)
+    plan = plan or norm.forward_plan(length, *names, many)
     assert plan is not None
-    code = norm_ptx.forward(plan, rows, centred=centred, eps=eps, scale=s is not None, bias=b is not None)
+    blocks = min(blocks if plan.places else rows, -(-rows // plan.rows_a_block))
+    code = norm_ptx.forward(plan, rows, blocks, centred=centred, eps=eps, scale=s is not None, bias=b is not None)
     given = [x, *(v for v in (s, b) if v is not None)]
     outs = [(x.shape, DTYPES[names[1]]), *[((rows,), np.float32)] * 3]
-    return run(code, plan.block, -(-rows // plan.rows_a_block), given, outs)
+    return run(code, plan.block, blocks, given, outs)
 
 
 def backward(
-    dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, s: Any, names: tuple[str, str], *, centred: bool, blocks: int
+    dy: np.ndarray,
+    x: np.ndarray,
+    mean: Any,
+    rstd: Any,
+    s: Any,
+    names: tuple[str, str],
+    *,
+    centred: bool,
+    blocks: int,
+    plan: RowPlan | None = None,
 ) -> list[np.ndarray]:
     """dx, dscale and dbias by the kernel, the blocks' sums added up here."""
     rows, length = x.shape
-    plan = norm.backward_plan(length, *names)
+    plan = plan or norm.backward_plan(length, *names)
     assert plan is not None
-    code = norm_ptx.backward(plan, rows, blocks, centred=centred, scale=s is not None)
+    code = norm_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=s is not None)
     given = [dy, x, mean, rstd, *([] if s is None else [s])]
     outs = [(x.shape, DTYPES[names[1]]), ((blocks, 2, length), np.float32)]
     dx, sums = run(code, plan.block, blocks, given, outs)
@@ -87,7 +108,8 @@ def check(op: str, rows: int, length: int, names: tuple[str, str], mean: float =
     n = Norm(op, (rows, length), (length,))
     x, s, b, dy = arrays_of(n, names[0], mean)
     out = DTYPES[names[1]]
-    y, *saved = forward(x, s, b, names, n.eps, centred=n.centred, many=plans.get("many", 1))
+    many, plan = plans.get("many", 1), plans.get("forward")
+    y, *saved = forward(x, s, b, names, n.eps, centred=n.centred, many=many, plan=plan)
     p, wanted = n.problem(x, s, b), n.definition(x, s, b)
     agree(y, np.asarray(wanted[0]), tolerance_norm.from_definition(p)[0], out, "y")
     stats = tolerance_norm.normalised(p)
@@ -95,7 +117,8 @@ def check(op: str, rows: int, length: int, names: tuple[str, str], mean: float =
     goldens = {"mean": stats.mean, "rstd": stats.rstd, "variance": stats.variance}
     for name, found in zip(errors, saved, strict=True):
         agree(found, goldens[name][:, 0], errors[name][:, 0], np.float32, name)
-    grads = backward(dy, x, saved[0], saved[1], s, names, centred=n.centred, blocks=plans.get("blocks", 1))
+    options: dict[str, Any] = {"blocks": plans.get("blocks", 1), "plan": plans.get("backward")}
+    grads = backward(dy, x, saved[0], saved[1], s, names, centred=n.centred, **options)
     bounds = tolerance_norm.from_definition(p, in_view(n, dy, p.x.shape))
     exact = n.gradients(reference, dy, x, s)
     for name, found, golden, error in zip(("dx", "dscale", "dbias"), grads, exact, bounds, strict=True):
@@ -133,6 +156,28 @@ def test_several_rows_at_once(length: int, dtype: str, op: str):
     assert plan is not None
     assert plan.rows == 4
     check(op, plan.rows_a_block + 3, length, (dtype, dtype), many=1 << 20)
+
+
+@each_op
+@each_dtype
+@pytest.mark.parametrize(("length", "threads", "groups"), [(504, 64, 2), (2048, 512, 1)])
+def test_rows_on_their_way_through_shared_memory(length: int, threads: int, groups: int, dtype: str, op: str):
+    """Two blocks, more rows than they have places for and fewer, and a last set that not all groups have."""
+    vectors = -(-length * SIZES[dtype] // 16 // threads)
+    for rows, places in ((1, 3), (2, 2)):
+        plan = RowPlan(length, dtype, dtype, threads, vectors, groups, rows, places)
+        for count in (2 * plan.rows_a_block * places * 2 + 3, 1):
+            check(op, count, length, (dtype, dtype), forward=plan)
+
+
+@each_op
+@each_dtype
+@pytest.mark.parametrize(("length", "threads", "groups"), [(512, 32, 4), (504, 64, 2), (2048, 512, 1)])
+def test_scale_in_registers_backward(length: int, threads: int, groups: int, dtype: str, op: str):
+    """Two blocks, several rows each, the last of which not all groups have."""
+    vectors = -(-length * SIZES[dtype] // 16 // threads)
+    plan = RowPlan(length, dtype, dtype, threads, vectors, groups, keeps=True)
+    check(op, 4 * groups + 3, length, (dtype, dtype), backward=plan, blocks=2)
 
 
 @each_op
@@ -228,7 +273,7 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
     "first axis": (
         lambda x: dnn.layer_norm(x, axis=0),
         (shape_of(64, 8),),
-        "its kernels take statistics over the last axes, not axes (-2,)",
+        "its kernels over the first axes are those of batch normalisation",
     ),
     "channels last": (
         lambda x: dnn.group_norm(x, groups=2),

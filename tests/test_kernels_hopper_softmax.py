@@ -20,12 +20,15 @@ from jaxdnn.tolerance import Accumulation
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import softmax, softmax_ptx
+from jaxdnn._kernels.hopper import softmax, softmax_ptx, softmax_stream_ptx
+from jaxdnn._kernels.hopper.ptx import SIZES
+from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 RULE = Accumulation(flush=True)
 # Rows: fewer than a block works on, as many, and a ragged last block. Lengths: every way to deal out a row.
 LENGTHS = (8, 16, 128, 136, 1000, 1032, 4096, 12288, 40000, 70000, 140000)
+CLUSTERS = 2  # of blocks that stay
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_length = pytest.mark.parametrize("length", LENGTHS)
 
@@ -42,10 +45,11 @@ def run(code: str, plan: Any, arrays: list[np.ndarray], shape: tuple[int, ...], 
     for array in (*arrays, out):
         starts.append(size)
         size += -(-array.nbytes // 256) * 256
-    machine = Rows(size)
+    blocks = -(-rows // plan.rows_a_block)
+    machine = Rows(size, softmax_stream_ptx.shared_bytes(plan)) if plan.stages else Rows(size)
     for array, start in zip(arrays, starts, strict=False):
         machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    machine.run(code, [*starts, 0], plan.block, -(-rows // plan.rows_a_block), plan.cluster)
+    machine.run(code, [*starts, 0], plan.block, min(blocks, CLUSTERS) if plan.stages else blocks, plan.cluster)
     end = starts[-1] + out.nbytes
     assert (machine.written[starts[-1] : end] == 1).all()
     assert machine.written.sum() == out.nbytes
@@ -69,6 +73,32 @@ def test_forward(length: int, dtype: str, algorithm: str):
         x = data((rows, length), dtype)
         plan = softmax.plan(length, dtype, dtype, 1)
         code = softmax_ptx.forward(plan, rows, algorithm)
+        wide = x.astype(np.float64)
+        if algorithm == "logsumexp":
+            out = run(code, plan, [x], (rows,), dtype)
+            golden = reference.logsumexp(x, out_dtype=np.float64)
+            assert_right(out, golden, tolerance_softmax.logsumexp(wide, (1,), RULE)[:, 0])
+        else:
+            out = run(code, plan, [x], x.shape, dtype)
+            golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
+            assert_right(out, golden, tolerance_softmax.softmax(wide, algorithm, (1,), RULE))
+
+
+def streamed(length: int, dtype: str, out_dtype: str, block: int, cluster: int, stages: int) -> RowPlan:
+    each = -(-(length * SIZES[dtype] // 16) // cluster)
+    vectors = -(-each // block)
+    return RowPlan(length, dtype, out_dtype, block * cluster, vectors, block, cluster, stages=stages)
+
+
+@pytest.mark.parametrize("algorithm", ["accurate", "fast", "log", "logsumexp"])
+@each_dtype
+@pytest.mark.parametrize(("length", "block", "cluster"), [(8192, 128, 1), (9000, 256, 2), (16384, 128, 4)])
+def test_rows_on_their_way_through_shared_memory(length: int, block: int, cluster: int, dtype: str, algorithm: str):
+    """Two clusters, some rows more than they have places for, and fewer rows than that; slices of two lengths."""
+    for rows, stages in ((2 * CLUSTERS * 3 + 1, 3), (3, 2), (1, 1)):
+        plan = streamed(length, dtype, dtype, block, cluster, stages)
+        x = data((rows, length), dtype)
+        code = softmax_stream_ptx.forward(plan, rows, min(rows, CLUSTERS), algorithm)
         wide = x.astype(np.float64)
         if algorithm == "logsumexp":
             out = run(code, plan, [x], (rows,), dtype)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import norm_ptx
+from jaxdnn._kernels.hopper import norm_dgrad_ptx, norm_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.norm_ptx import RowPlan
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
@@ -44,11 +44,18 @@ def backward_plan(length: int, dtype: str, out_dtype: str) -> RowPlan | None:
     """Likewise; a thread holds up to 16 elements, for it keeps sums as well, and blocks are as large as it can be."""
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     most = 2 if SIZES[dtype] == 2 else 4
-    threads = next((t for t in (128, 256, 512) if vectors <= most * t), None)
+    threads = next((t for t in (32, 128, 256, 512) if vectors <= most * t), None)
     if threads is None:
         return None
     each = -(-vectors // threads)
+    if threads == 32:  # no barrier: a warp goes through its rows by itself
+        return RowPlan(length, dtype, out_dtype, threads, each, 16, keeps=True)
     return RowPlan(length, dtype, out_dtype, threads, each, max(1, (1024 if each * 2 <= most else 512) // threads))
+
+
+def forward_blocks(plan: RowPlan, rows: int) -> int:
+    blocks = -(-rows // plan.rows_a_block)
+    return min(MULTIPROCESSORS, blocks) if plan.places else blocks
 
 
 def forward(
@@ -67,11 +74,12 @@ def forward(
     if plan is None:
         raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
     given = [v for v in (scale, bias) if v is not None]
-    code = norm_ptx.forward(plan, rows, centred=centred, eps=eps, scale=scale is not None, bias=bias is not None)
+    blocks = forward_blocks(plan, rows)
+    options: dict[str, Any] = {"centred": centred, "eps": eps}
+    code = norm_ptx.forward(plan, rows, blocks, scale=scale is not None, bias=bias is not None, **options)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
-    floats = 3 * plan.slots(plan.rows)
-    blocks = -(-rows // plan.rows_a_block)
+    floats = plan.forward_bytes // 4
     return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=max(floats, 32))
 
 
@@ -92,9 +100,9 @@ def backward(
     if plan is None:
         raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
     blocks = min(MULTIPROCESSORS, -(-rows // plan.groups))
-    code = norm_ptx.backward(plan, rows, blocks, centred=centred, scale=scale is not None)
+    code = norm_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=scale is not None)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct((blocks, 2, length), jnp.float32))
-    floats = 2 * plan.slots(3) + (2 * length if plan.groups > 1 else 0)
+    floats = 2 * plan.slots(3) + (2 * length * plan.groups if plan.groups > 1 else 0)
     given = [dy, x, mean, rstd] + ([] if scale is None else [scale])
     dx, sums = launch(code, given, outs, name="norm_dgrad", blocks=blocks, threads=plan.block, floats=max(floats, 32))
     dscale, dbias = jnp.sum(sums, 0)

@@ -1,4 +1,4 @@
-"""The PTX of the row normalisations: a row in the registers of the threads that share it.
+"""The PTX of the row normalisations, forward: a row in the registers of the threads that share it.
 
 A vector is 16 bytes of a row. Vector j of a row belongs to thread j mod T of the T threads, a group, that share the
 row; a block has several groups, each with a row of its own. Sums go by exchange between the lanes of a warp and, where
@@ -6,18 +6,14 @@ a row has several warps, through shared memory, behind a barrier of the group al
 
 Order of additions, from the row's length and dtype alone: in a vector one element after the other, a thread's vectors
 pairwise, then the threads of a warp by exchange over lane distances 16, 8, 4, 2, 1, then the warps of a row likewise.
-The gradients in scale and bias are added over a group's rows one after the other, then over the groups of a block, and
-over the blocks outside of the kernel.
 """
 
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
-
-_ALL_GROUPS = 15  # the barrier of a whole block; those of groups are 1, 2, ...
-
+from jaxdnn._kernels.hopper.ring_ptx import Ring
 
 ZERO = real(0.0)
 
@@ -29,10 +25,14 @@ class RowPlan:
     Attributes:
       length: elements of a row; its bytes are a multiple of 16.
       dtype, out_dtype: "bf16", "f16" or "f32".
-      threads: T, that share a row: a power of two from 32 to 512.
+      threads: T, that share a row: a power of two from 32 to 1024.
       vectors: that a thread holds of a row.
       groups: of threads in a block.
       rows: that a group works on at the same time, forward: it loads scale and bias once for them.
+      places: in shared memory, forward, for so many times these rows, into which the copy engine brings them while
+        others are worked on. Blocks then go from row to row, with their part of scale and bias in registers. 0: a
+        group has one set of rows, which go straight into registers.
+      keeps: whether scale stays in registers, backward, where blocks go from row to row in any case.
     """
 
     length: int
@@ -42,6 +42,8 @@ class RowPlan:
     vectors: int
     groups: int
     rows: int = 1
+    places: int = 0
+    keeps: bool = False
 
     @property
     def elements(self) -> int:
@@ -65,12 +67,31 @@ class RowPlan:
     def rows_a_block(self) -> int:
         return self.groups * self.rows
 
+    @property
+    def row_bytes(self) -> int:
+        return self.length * SIZES[self.dtype]
+
     def slots(self, values: int) -> int:
         """Floats of shared memory that one exchange of so many values takes."""
         return values * self.groups * self.warps
 
+    @property
+    def barriers_at(self) -> int:
+        """Where the barriers of the places start, behind two rows' exchanges."""
+        return -(-2 * 4 * 3 * self.slots(self.rows) // 8) * 8
 
-class _Kernel:
+    @property
+    def ring_at(self) -> int:
+        return -(-(self.barriers_at + 8 * self.groups * self.places) // 128) * 128
+
+    @property
+    def forward_bytes(self) -> int:
+        """Of shared memory."""
+        places = self.groups * self.places * self.rows * self.row_bytes
+        return self.ring_at + places if places else 4 * 3 * self.slots(self.rows)
+
+
+class Kernel:
     """What the kernels share. `operands` names the addresses $0, $1, ...; shared memory's is the last."""
 
     def __init__(self, plan: RowPlan, rows: int, operands: Sequence[str]) -> None:
@@ -87,6 +108,7 @@ class _Kernel:
         block = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), plan.groups, self.group)
         self.first = block if plan.rows == 1 else e.r("mul.lo.s32", block, plan.rows)
         self.leads = e.p("setp.eq.u32", self.at, 0)
+        self.met: Callable[[], None] | None = None  # what follows a group's next barrier
         self.inside = [self._inside(j) for j in range(plan.vectors)]
 
     def _inside(self, j: int) -> str:
@@ -111,7 +133,7 @@ class _Kernel:
         start = e.d("mad.wide.u32", row, plan.length * size, self.base[name])
         return e.d("add.s64", start, e.d("mul.wide.u32", self.at, plan.elements * size))
 
-    def load(self, words: Sequence[Sequence[str]], address: str, exists: str) -> None:
+    def load(self, words: Sequence[Sequence[str]], address: str, exists: str, space: str = "global.nc") -> None:
         """A row's vectors into registers; zeros where there is nothing."""
         for j, registers in enumerate(words):
             guard = self.both(self.inside[j], exists)
@@ -119,7 +141,7 @@ class _Kernel:
                 for register in registers:
                     self.e.op("mov.b32", register, 0)
             place = f"[{address}+{j * self.plan.threads * VECTOR_BYTES}]"
-            self.e.op("ld.global.nc.v4.b32", "{" + ", ".join(registers) + "}", place, when=guard)
+            self.e.op(f"ld.{space}.v4.b32", "{" + ", ".join(registers) + "}", place, when=guard)
 
     def unpack(self, words: Sequence[str]) -> list[str]:
         """The elements of a vector in float32."""
@@ -185,9 +207,16 @@ class _Kernel:
         for i, value in enumerate(values):
             e.op("st.shared.f32", f"[{mine}+{4 * i}]", value, when=first)
         e.op("bar.sync", self.barrier, plan.threads)
+        if self.met:
+            self.met()
+            self.met = None
         other = e.scaled(e.r("and.b32", self.lane, plan.warps - 1), 4 * count, start)
         found = [e.f("ld.shared.f32", f"[{other}+{4 * i}]") for i in range(count)]
         return [self._over_lanes(v, plan.warps) for v in found]
+
+    def behind(self, slot: object, size: int) -> object:
+        """The byte so far behind another, a constant or a register."""
+        return slot + size if isinstance(slot, int) else self.e.r("add.s32", slot, size)
 
     def _over_lanes(self, value: str, lanes: int) -> str:
         e, distance = self.e, lanes // 2
@@ -207,176 +236,119 @@ class _Kernel:
 
 
 @ft.lru_cache
-def forward(plan: RowPlan, rows: int, *, centred: bool, eps: float, scale: bool, bias: bool) -> str:
+def forward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, eps: float, scale: bool, bias: bool) -> str:
     """The PTX of the forward op; operands: x, [scale], [bias], y, mean, rstd, variance, shared memory."""
     parameters = ["scale"] * scale + ["bias"] * bias
-    k = _Kernel(plan, rows, ["x", *parameters, "y", "mean", "rstd", "variance"])
-    e, share, count = k.e, real(1 / plan.length), plan.rows
-    row = [k.first, *(e.r("add.s32", k.first, i) for i in range(1, count))]
-    exists = [k.exists(r, rows % plan.rows_a_block == 0) for r in row]
-    words = [[[e.new() for _ in range(4)] for _ in range(plan.vectors)] for _ in row]
-    for held, r, there in zip(words, row, exists, strict=True):
-        k.load(held, k.row_address("x", r, SIZES[plan.dtype]), there)
-    d = [[k.unpack(v) for v in held] for held in words]
-    mean, exchange = [ZERO] * count, 4 * plan.slots(count)
-    if centred:
-        mean = _means(k, [k.dot(v, None) for v in d], 0, share)
-        d = [k.less(v, m) for v, m in zip(d, mean, strict=True)]
-        if plan.dtype == "f32":  # what rounding the mean has cost
-            rest = _means(k, [k.dot(v, None) for v in d], exchange, share)
-            d = [k.less(v, m) for v, m in zip(d, rest, strict=True)]
-            mean = [e.f("add.rn.f32", *pair) for pair in zip(mean, rest, strict=True)]
-    variance = _means(k, [k.dot(v, v) for v in d], 2 * exchange, share)
-    root = [e.f("sqrt.rn.f32", e.f("add.rn.f32", v, real(eps))) for v in variance]
-    rstd = [e.f("rcp.rn.f32", v) for v in root]
-    of_thread = e.d("mul.wide.u32", k.at, 4 * plan.elements)
-    place = {name: e.d("add.s64", k.base[name], of_thread) for name in parameters}
-    targets = [k.row_address("y", r, SIZES[plan.out_dtype]) for r in row]
-    for j in range(plan.vectors):
-        given = {name: k.parameter(where, j) for name, where in place.items()}
-        for i, target in enumerate(targets):
-            y = [e.f("mul.rn.f32", value, rstd[i]) for value in d[i][j]]
-            for name, instruction in (("scale", "mul.rn.f32"), ("bias", "add.rn.f32")):
-                if name in given:
-                    y = [e.f(instruction, *pair) for pair in zip(y, given[name], strict=True)]
-            k.store(target, j, y, exists[i])
-    for i, r in enumerate(row):
-        for name, value in (("mean", mean[i]), ("rstd", rstd[i]), ("variance", variance[i])):
-            where = e.d("mad.wide.u32", r, 4, k.base[name])
-            e.op("st.global.f32", f"[{where}]", value, when=k.both(k.leads, exists[i]))
-    return e.text()
+    k = Kernel(plan, rows, ["x", *parameters, "y", "mean", "rstd", "variance"])
+    f = _Forward(k, parameters, centred, eps)
+    if plan.places:
+        _go_from_row_to_row(k, f, blocks)
+        return k.e.text()
+    held, always = f.registers(), rows % plan.rows_a_block == 0
+    for words, (row, exists) in zip(held, f.numbered(k.first, always), strict=True):
+        k.load(words, k.row_address("x", row, SIZES[plan.dtype]), exists)
+    f.rows(held, k.first, always, 0)
+    return k.e.text()
 
 
-def _means(k: _Kernel, parts: Sequence[str], slot: int, share: str) -> list[str]:
+def _go_from_row_to_row(k: Kernel, f: "_Forward", blocks: int) -> None:
+    e, plan, step = k.e, k.plan, blocks * k.plan.rows_a_block
+    f.keep()
+    place = plan.rows * plan.row_bytes
+    start = e.scaled(k.group, plan.places * place, e.r("add.s32", k.shared, plan.ring_at))
+    barriers = e.scaled(k.group, 8 * plan.places, e.r("add.s32", k.shared, plan.barriers_at))
+    ring = Ring(e, plan.places, place, start=start, barriers=barriers, leads=k.leads)
+
+    def ask(row: str, to: str = "") -> None:
+        """Has the rows from this one on brought, as many as there are."""
+        size: object = place
+        if k.rows % plan.rows:
+            size = e.r("mul.lo.s32", e.r("min.s32", e.r("sub.s32", k.rows, row), plan.rows), plan.row_bytes)
+        source = e.d("mad.wide.u32", row, plan.row_bytes, k.base["x"])
+        ring.ask(source, size, e.p("setp.lt.s32", row, k.rows), to)
+
+    for i in range(plan.places):
+        ask(e.r("add.s32", k.first, i * step), e.r("mov.b32", i))
+    e.op("bar.sync", k.barrier, plan.threads)  # the ring's barriers are made
+    parity = e.r("mov.b32", 0)
+    with e.loop(k.first, k.rows, step) as row:
+        ring.wait()
+        held, here = f.registers(), e.scaled(k.at, VECTOR_BYTES, ring.address())
+        for i, words in enumerate(held):
+            k.load(words, e.r("add.s32", here, i * plan.row_bytes), "", "shared")
+        following = e.r("add.s32", row, plan.places * step)
+        k.met = lambda: ask(following)
+        f.rows(held, row, k.rows % plan.rows == 0, parity)
+        ring.advance()
+        e.op("xor.b32", parity, parity, 4 * 3 * plan.slots(plan.rows))
+
+
+Held = list[list[list[str]]]  # the registers of rows: of each its vectors, four words each
+
+
+class _Forward:
+    """What a group does with the rows that it works on at the same time."""
+
+    def __init__(self, k: Kernel, parameters: Sequence[str], centred: bool, eps: float) -> None:
+        self.k, self.parameters, self.centred, self.eps = k, parameters, centred, eps
+        of_thread = k.e.d("mul.wide.u32", k.at, 4 * k.plan.elements)
+        self.place = {name: k.e.d("add.s64", k.base[name], of_thread) for name in parameters}
+        self.kept: list[dict[str, list[str]]] = []
+
+    def keep(self) -> None:
+        """Scale and bias into registers, for all rows to come."""
+        self.kept = [self._parameters(j) for j in range(self.k.plan.vectors)]
+
+    def _parameters(self, j: int) -> dict[str, list[str]]:
+        return {name: self.k.parameter(where, j) for name, where in self.place.items()}
+
+    def registers(self) -> Held:
+        plan = self.k.plan
+        return [[[self.k.e.new() for _ in range(4)] for _ in range(plan.vectors)] for _ in range(plan.rows)]
+
+    def numbered(self, first: str, always: bool) -> list[tuple[str, str]]:
+        """The rows from `first` on, and the predicates that they are there."""
+        k = self.k
+        found = [first, *(k.e.r("add.s32", first, i) for i in range(1, k.plan.rows))]
+        return [(row, k.exists(row, always)) for row in found]
+
+    def rows(self, held: Held, first: str, always: bool, slot: object) -> None:
+        """Statistics and results of the rows; `slot` is where their shared floats lie, for three exchanges."""
+        k, plan = self.k, self.k.plan
+        numbered = self.numbered(first, always)
+        d, mean, rstd, variance = self._statistics(held, slot)
+        targets = [k.row_address("y", row, SIZES[plan.out_dtype]) for row, _ in numbered]
+        for j in range(plan.vectors):
+            given = self.kept[j] if self.kept else self._parameters(j)
+            for i, target in enumerate(targets):
+                y = [k.e.f("mul.rn.f32", value, rstd[i]) for value in d[i][j]]
+                for name, instruction in (("scale", "mul.rn.f32"), ("bias", "add.rn.f32")):
+                    if name in given:
+                        y = [k.e.f(instruction, *pair) for pair in zip(y, given[name], strict=True)]
+                k.store(target, j, y, numbered[i][1])
+        for i, (row, exists) in enumerate(numbered):
+            for name, value in (("mean", mean[i]), ("rstd", rstd[i]), ("variance", variance[i])):
+                where = k.e.d("mad.wide.u32", row, 4, k.base[name])
+                k.e.op("st.global.f32", f"[{where}]", value, when=k.both(k.leads, exists))
+
+    def _statistics(self, held: Held, slot: object) -> tuple[Held, list[str], list[str], list[str]]:
+        """x - mean, mean, 1 / sqrt(variance + eps) and variance of each row."""
+        k, plan = self.k, self.k.plan
+        e, exchange = k.e, 4 * plan.slots(plan.rows)
+        d = [[k.unpack(words) for words in vectors] for vectors in held]
+        mean = [ZERO] * plan.rows
+        if self.centred:
+            mean = _means(k, [k.dot(v, None) for v in d], slot)
+            d = [k.less(v, m) for v, m in zip(d, mean, strict=True)]
+            if plan.dtype == "f32":  # what rounding the mean has cost
+                rest = _means(k, [k.dot(v, None) for v in d], k.behind(slot, exchange))
+                d = [k.less(v, m) for v, m in zip(d, rest, strict=True)]
+                mean = [e.f("add.rn.f32", *pair) for pair in zip(mean, rest, strict=True)]
+        variance = _means(k, [k.dot(v, v) for v in d], k.behind(slot, 2 * exchange))
+        root = [e.f("sqrt.rn.f32", e.f("add.rn.f32", v, real(self.eps))) for v in variance]
+        return d, mean, [e.f("rcp.rn.f32", v) for v in root], variance
+
+
+def _means(k: Kernel, parts: Sequence[str], slot: object) -> list[str]:
     """A group's sums over its rows, each times 1 / n."""
-    return [k.e.f("mul.rn.f32", total, share) for total in k.over_row(parts, slot)]
-
-
-@ft.lru_cache
-def backward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, scale: bool) -> str:
-    """The PTX of the backward op; operands: dy, x, mean, rstd, [scale], dx, the blocks' sums, shared memory.
-
-    A group works on row after row; while it computes one, the next is on its way into registers.
-    """
-    k = _Kernel(plan, rows, ["dy", "x", "mean", "rstd", *["scale"] * scale, "dx", "sums"])
-    e, step = k.e, blocks * plan.groups
-    sets = [_Row(k) for _ in range(2)]
-    sums = [[[e.f("mov.f32", ZERO) for _ in range(plan.elements)] for _ in range(plan.vectors)] for _ in range(2)]
-    scale_at = e.d("add.s64", k.base["scale"], e.d("mul.wide.u32", k.at, 4 * plan.elements)) if scale else ""
-    sets[0].load(k, k.first, k.exists(k.first, blocks * plan.groups <= rows))
-    row, parity = e.r("mov.b32", k.first), e.r("mov.b32", 0)
-    with e.loop(0, -(-rows // step), 1):
-        following = e.r("add.s32", row, step)
-        sets[1].load(k, following, e.p("setp.lt.s32", following, rows))
-        _backward_row(k, sets[0], row, parity, scale_at, sums, centred)
-        sets[0].take(k, sets[1])
-        e.op("mov.b32", row, following)
-        e.op("xor.b32", parity, parity, 4 * plan.slots(3))
-    _add_groups(k, sums)
-    return e.text()
-
-
-class _Row:
-    """The registers that hold a row of dy and x, and its statistics."""
-
-    def __init__(self, k: _Kernel) -> None:
-        e, plan = k.e, k.plan
-        self.words = {name: [[e.new() for _ in range(4)] for _ in range(plan.vectors)] for name in ("dy", "x")}
-        self.statistics = {name: e.new("f") for name in ("mean", "rstd")}
-
-    def load(self, k: _Kernel, row: str, exists: str) -> None:
-        for name, words in self.words.items():
-            k.load(words, k.row_address(name, row, SIZES[k.plan.dtype]), exists)
-        for name, value in self.statistics.items():
-            k.e.op("mov.f32", value, ZERO)
-            where = k.e.d("mad.wide.u32", row, 4, k.base[name])
-            k.e.op("ld.global.nc.f32", value, f"[{where}]", when=exists)
-
-    def take(self, k: _Kernel, other: "_Row") -> None:
-        for name, words in self.words.items():
-            for mine, theirs in zip(words, other.words[name], strict=True):
-                for a, b in zip(mine, theirs, strict=True):
-                    k.e.op("mov.b32", a, b)
-        for name, value in self.statistics.items():
-            k.e.op("mov.f32", value, other.statistics[name])
-
-
-def _backward_row(
-    k: _Kernel, held: _Row, row: str, parity: str, scale_at: str, sums: Sequence[Sequence[list[str]]], centred: bool
-) -> None:
-    e, plan, share = k.e, k.plan, real(1 / k.plan.length)
-    mean, rstd = held.statistics["mean"], held.statistics["rstd"]
-
-    def less_mean(j: int) -> list[str]:
-        x = k.unpack(held.words["x"][j])
-        return [e.f("sub.rn.f32", value, mean) for value in x] if centred else x
-
-    def scaled(j: int) -> list[str]:
-        dy = k.unpack(held.words["dy"][j])
-        if not scale_at:
-            return dy
-        return [e.f("mul.rn.f32", a, b) for a, b in zip(dy, k.parameter(scale_at, j), strict=True)]
-
-    # Beyond the row's end dy is 0, so g is; x - mean is not, and only counts in Σ (x - mean).
-    parts: list[list[str]] = [[], [], []]
-    for j in range(plan.vectors):
-        g, d = scaled(j), less_mean(j)
-        parts[0].append(k.dot([g], [d]))
-        if centred:
-            parts[1].append(k.dot([g], None))
-        if centred and plan.dtype == "f32":
-            inside = k.inside[j]
-            masked = [e.f("selp.f32", value, ZERO, inside) for value in d] if inside else d
-            parts[2].append(k.dot([masked], None))
-    found = k.over_row([k.pairwise(p) for p in parts if p], parity)
-    along, total, rest = [*found, ZERO, ZERO][:3]
-    if len(found) > 2:  # what rounding the saved mean has cost
-        rest = e.f("mul.rn.f32", rest, share)
-        along = e.f("fma.rn.f32", e.f("neg.f32", rest), total, along)
-    of_g = e.f("mul.rn.f32", total, share)
-    of_gh = e.f("mul.rn.f32", e.f("mul.rn.f32", along, rstd), share)
-    exists = e.p("setp.lt.s32", row, k.rows)
-    target = k.row_address("dx", row, SIZES[plan.out_dtype])
-    for j in range(plan.vectors):
-        d = less_mean(j)
-        d = [e.f("sub.rn.f32", value, rest) for value in d] if len(found) > 2 else d
-        h = [e.f("mul.rn.f32", value, rstd) for value in d]
-        for i, dy in enumerate(k.unpack(held.words["dy"][j])):
-            e.op("fma.rn.f32", sums[0][j][i], dy, h[i], sums[0][j][i])
-            e.op("add.rn.f32", sums[1][j][i], sums[1][j][i], dy)
-        g = scaled(j)
-        g = [e.f("sub.rn.f32", value, of_g) for value in g] if centred else g
-        less = e.f("neg.f32", of_gh)
-        inner = [e.f("fma.rn.f32", a, less, b) for a, b in zip(h, g, strict=True)]
-        k.store(target, j, [e.f("mul.rn.f32", value, rstd) for value in inner], exists)
-
-
-def _add_groups(k: _Kernel, sums: Sequence[Sequence[list[str]]]) -> None:
-    """The groups' sums, one after the other through shared memory; the last group writes them, (blocks, 2, length)."""
-    e, plan = k.e, k.plan
-    local = e.scaled(k.at, 4 * plan.elements, e.r("add.s32", k.shared, 8 * plan.slots(3)))
-    block = e.r("mov.u32", "%ctaid.x")
-    far = e.d("mad.wide.u32", block, 8 * plan.length, k.base["sums"])
-    far = e.d("add.s64", far, e.d("mul.wide.u32", k.at, 4 * plan.elements))
-    for group in range(plan.groups):
-        with e.only_if("setp.eq.s32", k.group, group):
-            for which, vectors in enumerate(sums):
-                for j, values in enumerate(vectors):
-                    for part in range(0, plan.elements, 4):
-                        start = 4 * (which * plan.length + j * plan.threads * plan.elements + part)
-                        total, names = values[part : part + 4], "{" + ", ".join(values[part : part + 4]) + "}"
-                        if group:
-                            before = [e.new("f") for _ in range(4)]
-                            e.op(
-                                "ld.shared.v4.f32",
-                                "{" + ", ".join(before) + "}",
-                                f"[{local}+{start}]",
-                                when=k.inside[j],
-                            )
-                            total = [e.f("add.rn.f32", a, b) for a, b in zip(before, total, strict=True)]
-                            names = "{" + ", ".join(total) + "}"
-                        last = group == plan.groups - 1
-                        where = f"[{far}+{start}]" if last else f"[{local}+{start}]"
-                        e.op(f"st.{'global' if last else 'shared'}.v4.f32", where, names, when=k.inside[j])
-        if plan.groups > 1:
-            e.op("bar.sync", _ALL_GROUPS, plan.block)
+    return [k.e.f("mul.rn.f32", total, real(1 / k.plan.length)) for total in k.over_row(parts, slot)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import softmax_ptx
+from jaxdnn._kernels.hopper import softmax_ptx, softmax_stream_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
 from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
@@ -26,6 +26,9 @@ from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 VECTORS = 4  # of an operand that a thread holds at most: more registers would mean fewer blocks at a time
 CLUSTER = 8  # blocks at most, on any device
+# Clusters of so many blocks, each a multiprocessor's, that an H200 has at a time; of 4 and 8 one fewer than the one
+# that was asked, for which multiprocessors are switched off differs from chip to chip.
+CLUSTERS = {1: 132, 2: 66, 4: 29, 8: 14}
 SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 blocks
 
 
@@ -55,9 +58,13 @@ def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | No
     """Softmax or its logarithm of x (rows, length), or with algorithm "logsumexp" that: (rows,)."""
     rows, length = x.shape
     chosen = config or plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], 1)
+    out = jax.ShapeDtypeStruct((rows,) if algorithm == "logsumexp" else x.shape, out_dtype)
+    if chosen.stages:
+        clusters = min(rows, CLUSTERS[chosen.cluster])
+        code = softmax_stream_ptx.forward(chosen, rows, clusters, algorithm)
+        return _rows(code, chosen, [x], out, f"softmax_{algorithm}", clusters)
     code = softmax_ptx.forward(chosen, rows, algorithm)
-    shape = (rows,) if algorithm == "logsumexp" else x.shape
-    return _rows(code, chosen, [x], jax.ShapeDtypeStruct(shape, out_dtype), f"softmax_{algorithm}")
+    return _rows(code, chosen, [x], out, f"softmax_{algorithm}", -(-rows // chosen.rows_a_block))
 
 
 def softmax_dgrad(
@@ -67,10 +74,11 @@ def softmax_dgrad(
     rows, length = dy.shape
     chosen = config or plan(length, NAMES[np.dtype(dy.dtype)], NAMES[np.dtype(out_dtype)], 2)
     code = softmax_ptx.backward(chosen, rows, algorithm, tangent)
-    return _rows(code, chosen, [dy, y], jax.ShapeDtypeStruct(dy.shape, out_dtype), "softmax_dgrad")
+    out = jax.ShapeDtypeStruct(dy.shape, out_dtype)
+    return _rows(code, chosen, [dy, y], out, "softmax_dgrad", -(-rows // chosen.rows_a_block))
 
 
-def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStruct, name: str) -> Array:
-    blocks = -(-len(arrays[0]) // plan.rows_a_block)
-    shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": SHARED_FLOATS}
+def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStruct, name: str, blocks: int) -> Array:
+    floats = softmax_stream_ptx.shared_bytes(plan) // 4 if plan.stages else SHARED_FLOATS
+    shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": floats}
     return launch(code, arrays, [out], name=name, **shape)[0]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-_NEGATIVE_INFINITY = {"bf16": 0xFF80FF80, "f16": 0xFC00FC00, "f32": 0xFF800000}
+NEGATIVE_INFINITY = {"bf16": 0xFF80FF80, "f16": 0xFC00FC00, "f32": 0xFF800000}
 
 
 LARGEST, LOWEST, ZERO = real(3.4028234663852886e38), real(-3.4028234663852886e38), real(0.0)
@@ -39,6 +39,8 @@ class RowPlan:
       vectors: that a thread holds of a row at a time.
       block: threads of a block.
       cluster: blocks that share a row.
+      stages: rows that a cluster has places for in shared memory, into which the copy engine brings them while others
+        are worked on (`softmax_stream_ptx`), forward only; 0: rows go straight into registers.
       packed: whether 16-bit elements stay as they are in the registers, and their exponentials are computed twice.
     """
 
@@ -50,6 +52,7 @@ class RowPlan:
     block: int
     cluster: int = 1
     packed: bool = False
+    stages: int = 0
 
     @property
     def elements(self) -> int:
@@ -82,7 +85,7 @@ Vector = Callable[[int], tuple[str, str, str]]
 
 
 @dataclasses.dataclass
-class _Row:
+class Row:
     """The row that a thread works on: where its first vector lies, and the predicate that it is in the array.
 
     That is "" if it always is.
@@ -94,7 +97,7 @@ class _Row:
     exists: str
 
 
-class _Kernel:
+class Kernel:
     """What the kernels share: addresses, loads, sums over a row's threads, stores."""
 
     def __init__(self, plan: RowPlan, row_count: int, operands: int, *, reduced: bool = False) -> None:
@@ -113,11 +116,12 @@ class _Kernel:
         group = 0 if self.rank else e.r("shr.u32", thread, plan.threads.bit_length() - 1)
         row = e.r("mad.lo.s32", block, plan.rows_a_block, group)
         self.used, self.started = 0, False
-        if self.rank:  # waited for before the first store into another block's memory: by then it runs
+        self.stride = plan.threads  # between vectors of one thread
+        if self.rank and not plan.stages:  # waited for before the first store into another block: by then it runs
             e.op("barrier.cluster.arrive.relaxed.aligned")
         self.row = self._row(inputs, output, row, row_count, reduced)
 
-    def _row(self, inputs: list[str], output: str, row: str, row_count: int, reduced: bool) -> _Row:
+    def _row(self, inputs: list[str], output: str, row: str, row_count: int, reduced: bool) -> Row:
         e, plan = self.e, self.plan
         out_vector = plan.elements * SIZES[plan.out_dtype]
         place, out_place = (e.d("mul.wide.u32", self.at, size) for size in (VECTOR_BYTES, out_vector))
@@ -129,7 +133,7 @@ class _Kernel:
         scalar = e.d("mad.wide.u32", row, out_row, output)
         target = e.d("add.s64", scalar, out_place)
         exists = e.p("setp.lt.s32", row, row_count) if row_count % plan.rows_a_block else ""
-        return _Row(sources, target, scalar, exists)
+        return Row(sources, target, scalar, exists)
 
     @contextlib.contextmanager
     def rounds(self) -> Iterator[Vector]:
@@ -164,7 +168,7 @@ class _Kernel:
             guard, moved, _ = vector(j)
             words = [e.r("mov.b32", f"0x{fill:08X}") if guard else e.new() for _ in range(4)]
             source = e.d("add.s64", row.sources[operand], moved) if moved else row.sources[operand]
-            place = f"[{source}+{j * plan.threads * VECTOR_BYTES}]"
+            place = f"[{source}+{j * self.stride * VECTOR_BYTES}]"
             e.op("ld.global.nc.v4.b32", "{" + ", ".join(words) + "}", place, when=guard)
             found.append(words)
         return found
@@ -179,7 +183,7 @@ class _Kernel:
         guard, _, moved = vector(j)
         words = e.pack(plan.out_dtype, values)
         target = e.d("add.s64", row.target, moved) if moved else row.target
-        start = j * plan.threads * plan.elements * SIZES[plan.out_dtype]
+        start = j * self.stride * plan.elements * SIZES[plan.out_dtype]
         while words:  # of 8, 16 or 32 bytes
             part, words = words[:4], words[4:]
             registers = "{" + ", ".join(part) + "}"
@@ -217,7 +221,7 @@ class _Kernel:
         return value
 
     def over_block(self, instruction: str, value: str) -> str:
-        """The value of those threads joined that share a row within a block."""
+        """The value of those threads joined that share a row finite a block."""
         e, plan = self.e, self.plan
         value = self.over_lanes(instruction, value, min(plan.threads, 32))
         if plan.warps_a_row == 1:
@@ -282,9 +286,9 @@ class _Kernel:
 @ft.lru_cache
 def forward(plan: RowPlan, row_count: int, algorithm: str) -> str:
     """The PTX of softmax ("accurate", "fast", "log") or of "logsumexp"; operands: x, the result, shared memory."""
-    k = _Kernel(plan, row_count, 1, reduced=algorithm == "logsumexp")
+    k = Kernel(plan, row_count, 1, reduced=algorithm == "logsumexp")
     way = _forward_twice if plan.rounds > 1 else _forward_cluster if _is_joined(plan, algorithm) else _forward_once
-    way(k, algorithm, _NEGATIVE_INFINITY[plan.dtype])
+    way(k, algorithm, NEGATIVE_INFINITY[plan.dtype])
     return k.e.text()
 
 
@@ -293,7 +297,7 @@ def _is_joined(plan: RowPlan, algorithm: str) -> bool:
     return plan.cluster > 1 and algorithm != "fast"
 
 
-def _forward_once(k: _Kernel, algorithm: str, fill: int) -> None:
+def _forward_once(k: Kernel, algorithm: str, fill: int) -> None:
     e, plan = k.e, k.plan
     with k.rounds() as vector:
         words = k.load(0, vector, fill)
@@ -303,29 +307,29 @@ def _forward_once(k: _Kernel, algorithm: str, fill: int) -> None:
             m = k.finite_or_zero(m) if algorithm == "logsumexp" else m
         parts, held = [], []
         for v in words:
-            terms = [k.exp(d) for d in _shifted(k, v, m)]
+            terms = [k.exp(d) for d in shifted(k, v, m)]
             parts.append(k.pairwise("add.rn.f32", terms))
             held.append(terms)
         s = k.over_row("add.rn.f32", k.pairwise("add.rn.f32", parts))
-        finish = _finish(k, algorithm, s)
+        finish = finisher(k, algorithm, s)
         if algorithm == "logsumexp":
             k.store_scalar(e.f("add.rn.f32", m, finish("")))
             return
         for j, (v, terms) in enumerate(zip(words, held, strict=True)):
             if algorithm == "log":
-                terms = _shifted(k, v, m)
+                terms = shifted(k, v, m)
             elif plan.packed:
-                terms = [k.exp(d) for d in _shifted(k, v, m)]
+                terms = [k.exp(d) for d in shifted(k, v, m)]
             k.store(vector, j, [finish(term) for term in terms])
 
 
-def _shifted(k: _Kernel, words: Sequence[str], m: str) -> list[str]:
+def shifted(k: Kernel, words: Sequence[str], m: str) -> list[str]:
     """x - m; for an empty m, x."""
     x = k.unpack(words)
     return [k.e.f("sub.rn.f32", value, m) for value in x] if m else x
 
 
-def _finish(k: _Kernel, algorithm: str, s: str) -> Callable[[str], str]:
+def finisher(k: Kernel, algorithm: str, s: str) -> Callable[[str], str]:
     """From exp(d), or for "log" from d, to the result; for "logsumexp" the logarithm of the sum alone."""
     if algorithm in ("log", "logsumexp"):
         log = k.log(s)
@@ -334,21 +338,21 @@ def _finish(k: _Kernel, algorithm: str, s: str) -> Callable[[str], str]:
     return lambda e: k.e.f("mul.rn.f32", e, reciprocal)
 
 
-def _finite(k: _Kernel, algorithm: str, m: str) -> str:
+def bounded(k: Kernel, algorithm: str, m: str) -> str:
     """What is subtracted before the row's largest element is known: -inf minus it is -inf, and not NaN."""
     above = k.e.f("max.f32", m, LOWEST)
     return k.e.f("min.f32", above, LARGEST) if algorithm == "logsumexp" else above
 
 
-def _forward_cluster(k: _Kernel, algorithm: str, fill: int) -> None:
+def _forward_cluster(k: Kernel, algorithm: str, fill: int) -> None:
     """Exponentials by a block's own largest element b; then the cluster's m, s = sum of the blocks' s exp(b - m)."""
     e, plan = k.e, k.plan
-    finite = ft.partial(_finite, k, algorithm)
+    finite = ft.partial(bounded, k, algorithm)
     with k.rounds() as vector:
         words = k.load(0, vector, fill)
         own = k.over_block("max.f32", k.pairwise("max.f32", [k.pairwise("max.f32", k.unpack(v)) for v in words]))
         shift = finite(own)
-        held = [[k.exp(d) for d in _shifted(k, v, shift)] for v in words]
+        held = [[k.exp(d) for d in shifted(k, v, shift)] for v in words]
         parts = [k.pairwise("add.rn.f32", terms) for terms in held]
         s = k.over_block("add.rn.f32", k.pairwise("add.rn.f32", parts))
         slots = k.to_cluster(own, s)
@@ -356,22 +360,22 @@ def _forward_cluster(k: _Kernel, algorithm: str, fill: int) -> None:
         m = k.over_lanes("max.f32", theirs, plan.cluster)
         m = finite(m) if algorithm == "logsumexp" else m
         s = e.f("mul.rn.f32", s, k.exp(e.f("sub.rn.f32", finite(theirs), m)))
-        finish = _finish(k, algorithm, k.over_lanes("add.rn.f32", s, plan.cluster))
+        finish = finisher(k, algorithm, k.over_lanes("add.rn.f32", s, plan.cluster))
         if algorithm == "logsumexp":
             k.store_scalar(e.f("add.rn.f32", m, finish("")))
             return
         share = "" if algorithm == "log" else finish(k.exp(e.f("sub.rn.f32", shift, m)))
         for j, (v, terms) in enumerate(zip(words, held, strict=True)):
             if algorithm == "log":
-                k.store(vector, j, [finish(d) for d in _shifted(k, v, m)])
+                k.store(vector, j, [finish(d) for d in shifted(k, v, m)])
                 continue
-            terms = [k.exp(d) for d in _shifted(k, v, shift)] if plan.packed else terms
+            terms = [k.exp(d) for d in shifted(k, v, shift)] if plan.packed else terms
             k.store(vector, j, [e.f("mul.rn.f32", term, share) for term in terms])
 
 
-def _forward_twice(k: _Kernel, algorithm: str, fill: int) -> None:
+def _forward_twice(k: Kernel, algorithm: str, fill: int) -> None:
     """First the largest element and the sum together, the sum rescaled when a larger element comes; then the rest."""
-    e, finite = k.e, ft.partial(_finite, k, algorithm)
+    e, finite = k.e, ft.partial(bounded, k, algorithm)
     m, s = ("" if algorithm == "fast" else e.f("mov.f32", real(float("-inf")))), e.f("mov.f32", ZERO)
     with k.rounds() as vector:
         words, shift = k.load(0, vector, fill), ""
@@ -380,19 +384,19 @@ def _forward_twice(k: _Kernel, algorithm: str, fill: int) -> None:
             shift = finite(larger)
             e.op("mul.rn.f32", s, s, k.exp(e.f("sub.rn.f32", finite(m), shift)))
             e.op("mov.f32", m, larger)
-        terms = [k.pairwise("add.rn.f32", [k.exp(d) for d in _shifted(k, v, shift)]) for v in words]
+        terms = [k.pairwise("add.rn.f32", [k.exp(d) for d in shifted(k, v, shift)]) for v in words]
         e.op("add.rn.f32", s, s, k.pairwise("add.rn.f32", terms))
     if m:
         largest = k.over_row("max.f32", m)
         s = e.f("mul.rn.f32", s, k.exp(e.f("sub.rn.f32", finite(m), finite(largest))))
         m = finite(largest) if algorithm == "logsumexp" else largest
-    finish = _finish(k, algorithm, k.over_row("add.rn.f32", s))
+    finish = finisher(k, algorithm, k.over_row("add.rn.f32", s))
     if algorithm == "logsumexp":
         k.store_scalar(e.f("add.rn.f32", m, finish("")))
         return
     with k.rounds() as vector:
         for j, v in enumerate(k.load(0, vector, fill)):
-            k.store(vector, j, [finish(d if algorithm == "log" else k.exp(d)) for d in _shifted(k, v, m)])
+            k.store(vector, j, [finish(d if algorithm == "log" else k.exp(d)) for d in shifted(k, v, m)])
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -401,7 +405,7 @@ def _forward_twice(k: _Kernel, algorithm: str, fill: int) -> None:
 @ft.lru_cache
 def backward(plan: RowPlan, row_count: int, algorithm: str, tangent: bool) -> str:
     """The PTX of softmax_dgrad; operands: dy, y, the result, shared memory."""
-    k = _Kernel(plan, row_count, 2)
+    k = Kernel(plan, row_count, 2)
     rule = "share" if algorithm != "log" else "tangent" if tangent else "log"
     if plan.rounds == 1:
         with k.rounds() as vector:
@@ -419,7 +423,7 @@ def backward(plan: RowPlan, row_count: int, algorithm: str, tangent: bool) -> st
     return k.e.text()
 
 
-def _backward_sum(k: _Kernel, rule: str, dy: list[list[str]], y: list[list[str]]) -> str:
+def _backward_sum(k: Kernel, rule: str, dy: list[list[str]], y: list[list[str]]) -> str:
     """A thread's part of the sum of y dy, of exp(y) dy, or of dy."""
     parts = []
     for words, others in zip(dy, y, strict=True):
@@ -432,7 +436,7 @@ def _backward_sum(k: _Kernel, rule: str, dy: list[list[str]], y: list[list[str]]
     return k.pairwise("add.rn.f32", parts)
 
 
-def _backward_store(k: _Kernel, rule: str, vector: Vector, dy: list[list[str]], y: list[list[str]], total: str) -> None:
+def _backward_store(k: Kernel, rule: str, vector: Vector, dy: list[list[str]], y: list[list[str]], total: str) -> None:
     e = k.e
     for j, (words, others) in enumerate(zip(dy, y, strict=True)):
         results = []
