@@ -39,6 +39,7 @@ CASES = {
     "strides and dilation": ((1, 14, 12, 32), (3, 2), 1, "bf16", (3, 2), ((2, 2), (2, 2)), (2, 3), None),
     "many tap columns": ((1, 6, 16, 16), (2, 9), 1, "bf16", (1, 1), ((1, 0), (4, 4)), (1, 1), None),
     "one axis": ((5, 20, 32), (4,), 1, "bf16", (1,), ((3, 0),), (1,), None),
+    "tiles in flight": ((3, 13, 14, 32), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(stages=2)),
     "64 channels": ((1, 8, 9, 64), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(channels=64)),
     "fma": ((2, 9, 10, 36), (3, 3), 1, "f32", (1, 1), ((1, 1), (1, 1)), (1, 1), None),
     "fma, stride 2": ((1, 9, 10, 32), (3, 3), 1, "f32", (2, 2), ((1, 1), (1, 1)), (1, 1), None),
@@ -93,10 +94,11 @@ def run_walk(op, source, w, call, config, change=lambda text: text):
         for i in range(plan.tiles[0]):
             for j in range(plan.tiles[1]):
                 for c in range(0, call.channels, plan.channels):
-                    memory = Memory()
+                    memory, slot = Memory(), (n + i + j) % plan.stages
                     start = (i * plan.advance[0] + plan.first[0], j * plan.advance[1] + plan.first[1], c)
-                    x_at = memory.put(box(source[n], start, (*plan.in_tile, plan.channels)), plan.swizzle)
-                    w_at = memory.put(box(w, (0, 0, c), slab))
+                    x_tile = box(source[n], start, (*plan.in_tile, plan.channels))
+                    x_at = memory.put_slot(x_tile, slot, plan.stages, plan.swizzle)
+                    w_at = memory.put_slot(box(w, (0, 0, c), slab), slot, plan.stages)
                     shape = (*plan.out_tile, plan.channels)
                     y_at = memory.put(np.full(shape, np.nan, y.dtype))
                     memory.machine.run(text, [x_at, w_at, y_at], 4)
@@ -194,6 +196,20 @@ def test_small_integers_are_exact(case):
     np.testing.assert_array_equal(run_walk("dgrad", dy, w, call, config), dx.astype(x.dtype))
     if config is None:
         np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("channels", [16, 32, 64])
+def test_a_walk_reads_its_tile_in_flight_where_it_lies(channels, stages):
+    """With 10 x 18 input pixels a tile alone is no whole number of the swizzle's periods."""
+    shape, w_shape = (2, 9, 16, 64), (3, 3, 1, 64)
+    call = window(shape, w_shape, jnp.bfloat16, **GEOMETRY)
+    config = Config(channels=channels, rows=8, columns=16, stages=stages)
+    rng = np.random.default_rng(5)
+    x, w, dy = (rng.integers(-2, 3, s).astype(DTYPES["bf16"]) for s in (shape, w_shape, shape))
+    y, dx, _ = reference(x, w, dy, call)
+    np.testing.assert_array_equal(run_walk("fprop", x, w, call, config), y.astype(x.dtype))
+    np.testing.assert_array_equal(run_walk("dgrad", dy, w, call, config), dx.astype(x.dtype))
 
 
 @pytest.mark.parametrize("taps", [(2, 2), (3, 3), (4, 1), (8, 5)])

@@ -5,10 +5,11 @@ fetches the input tile with its halo (outside the image it writes zeros, so padd
 filter slab; four warps, eight channels each, walk the tile in shared memory (`conv_depthwise_walk` on the tensor core
 for bfloat16 and float16, `conv_depthwise_fma` in float32) and leave the outputs in shared memory, from where one copy
 stores them, clipped to the image. Several blocks share a multiprocessor: while one waits for its tile, another
-computes; and a block that takes several tiles in turn fetches the next one while it computes. Backward data is the same walk over dy with the taps turned round; a stride makes one phase per residue of
-the output position, all from one input tile. Backward filter keeps its sums in registers over the tiles of a split
-(`conv_depthwise_filter`) and leaves each split's partial sum in memory; a launch of its own adds the partial sums in
-order (`conv_depthwise_add`); no atomics.
+computes; and a block that takes several tiles in turn fetches the next one while it computes. Backward data is the
+same walk over dy with the taps turned round; a stride makes one phase per residue of the output position, all from one
+input tile. Backward filter keeps its sums in registers over the tiles of a split (`conv_depthwise_filter`) and leaves
+each split's partial sum in memory; a launch of its own adds the partial sums in order (`conv_depthwise_add`); no
+atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial
 axes; rows of 16 bytes (channels divisible by 8, in float32 by 4). `supports` says so, or returns None.
@@ -236,7 +237,7 @@ def _launch(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str, 
 
     tiles = chunks * math.prod(plan.tiles) * call.images
     stages = plan.stages
-    (blocks,) = _grid(tiles, sms if stages == 1 else (sms or plan.blocks))
+    (blocks,) = _grid(tiles, sms if stages == 1 else min(sms or plan.blocks, plan.blocks))
 
     def body(x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tiles: Any, w_tiles: Any, y_tile: Any, arrived: Any) -> None:
         block = lax.axis_index("tile")
