@@ -1,6 +1,7 @@
 """The row machine for the kernels of images: clusters whose threads may part ways, and copies that arrive late.
 
-A copy into shared memory is carried out when it is waited for, not before: what is read earlier is NaN.
+A copy into shared memory is carried out when it is waited for, not before: what is read earlier is NaN. Accesses to
+shared memory that the step alone puts in order are an error (`_races`).
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from _norm_machine import NormRows, _decode
+from _races import Races
 from _row_machine import U64
 
 SHARED_BYTES = 1 << 18  # of a block
@@ -27,6 +29,7 @@ class Images(NormRows):
         self.rank = np.arange(self.threads, dtype=U64) // U64(block_size)
         for index in range(clusters):
             self.shared = np.full(cluster * SHARED_BYTES, 0xFF, np.uint8)
+            self.races = Races(self.threads, len(self.shared))
             self.copies: list[list[Any]] = [[]]
             self.waiting = False  # for the cluster
             self.registers: dict[str, Any] = {"%tid.x": np.arange(self.threads, dtype=U64) % U64(block_size)}
@@ -40,6 +43,9 @@ class Images(NormRows):
         """Of a block, with the number of its threads, or of a warp, with its lanes alone."""
         if not active.all() or (name, count) not in (("1", str(self.block_size)), ("0xffffffff", "")):
             raise RuntimeError(f"a barrier {name} of {count or 'a warp'} without all threads")
+        assert self.races is not None
+        for threads in np.split(np.arange(self.threads), self.cluster) if count else ():
+            self.races.meet(threads)
 
     def _own(self, space: str) -> Any:
         return self.rank.astype(np.int64)[:, None] * SHARED_BYTES if space == "shared" else 0
@@ -48,22 +54,27 @@ class Images(NormRows):
         bits, real = self._bits, self._real
         put = lambda value: self._put(arguments[0], value, active)
         low = lambda x: bits(x) & U64(0xFFFFFFFF)
+        assert self.races is not None
         match name:
-            case ["barrier", "cluster", which, *_]:
+            case ["barrier", "cluster", which, *how]:
                 if not active.all() or self.waiting != (which == "wait"):
                     raise RuntimeError("a barrier of the cluster out of turn")
                 self.waiting = which == "arrive"
+                if how[0] == "acquire":
+                    self.races.meet(np.arange(self.threads))
             case ["cp", "async", "cg", "shared", "global"]:
                 to = self._places(arguments[0], 16) + self._own("shared")
-                self.copies[-1].append((to[active], self._places(arguments[1], 16)[active]))
-                if any((places[:, 0] % 16).any() for places in self.copies[-1][-1]):
+                here = self._places(arguments[1], 16)
+                if (to[active, 0] % 16).any() or (here[active, 0] % 16).any():
                     raise RuntimeError("a copy is not aligned")
+                self.copies[-1].append((np.flatnonzero(active), to[active], here[active]))
             case ["cp", "async", "commit_group"]:
                 self.copies.append([])
             case ["cp", "async", "wait_group"]:
                 ready = len(self.copies) - 1 - int(arguments[0])
                 for group in self.copies[: max(ready, 0)]:
-                    for to, here in group:
+                    for threads, to, here in group:
+                        self.races.store(threads, to)
                         self.shared[to] = self.memory[here]
                 self.copies = self.copies[max(ready, 0) :]
             case ["div", "u32"]:

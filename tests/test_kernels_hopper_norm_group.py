@@ -242,6 +242,21 @@ def test_a_copy_that_is_not_waited_for_shows():
     assert np.isnan(y.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_missing_barrier_shows(which: int):
+    """A planted fault: threads read sums that others may still write."""
+    n = norm_of(50, 64, 8)
+    x, _, _, _ = arrays_of(n, "bf16", 0.5)
+    plan = plan_of(x, 8, ("bf16", "bf16"), 1)
+    parts = norm_group_ptx.forward(plan, eps=1e-5, scale=False, bias=False).split(f"bar.sync 1, {plan.threads};\n")
+    assert len(parts) == 5
+    barrier = [f"bar.sync 1, {plan.threads};\n"] * 4
+    barrier[which] = ""
+    code = "".join(part + bar for part, bar in zip(parts, [*barrier, ""], strict=True))
+    with pytest.raises(RuntimeError, match=r"warps \d+ and \d+ race for shared byte"):
+        run(code, plan, 2, [x], [(x.shape, x.dtype), *[((2, 8), np.float32)] * 3])
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 

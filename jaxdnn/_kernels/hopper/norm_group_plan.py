@@ -5,10 +5,14 @@ import math
 
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
 
-PART_BYTES = 128  # of a pixel that a cluster takes, or a few more: a line of the cache
-CLUSTER = 8  # blocks at most, on any device
+THREADS = 1024  # of a block, at most
+CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster; any device has 8
+ALL = 1 << 30  # rounds: none has so many
 # Bytes of shared memory that a block may have where two, or one, share a multiprocessor.
 HALF, WHOLE = 113 << 10, 226 << 10
+# At least so many bytes of a pixel for a cluster, in so much memory of a block, the fastest first: a line of the cache,
+# two blocks a multiprocessor. Of a plan in which all is kept the smallest cluster is taken.
+PREFERRED = ((128, HALF), (64, HALF), (128, WHOLE), (64, WHOLE), (32, HALF), (32, WHOLE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,39 +100,40 @@ class ImagePlan:
         """Bytes of shared memory for the vectors of so many arrays."""
         return arrays * min(self.kept, self.rounds) * self.threads * VECTOR_BYTES
 
-    @property
-    def exchanged(self) -> int:
-        """Floats of shared memory in which a cluster's blocks leave their sums, three for each group, to 16 bytes."""
-        return -(-3 * self.cluster * self.groups // 4) * 4
+    def quantities(self, arrays: int) -> int:
+        """How many sums of a group the kernel takes: forward in two turns, backward in one."""
+        return 3 if arrays == 1 or self.dtype == "f32" else 2
+
+    def exchanged(self, arrays: int) -> int:
+        """Floats of shared memory in which a cluster's blocks leave their sums of groups, to 16 bytes."""
+        return -(-self.quantities(arrays) * self.cluster * self.groups // 4) * 4
 
     def floats(self, arrays: int) -> int:
         """Floats of a block's shared memory: vectors, what blocks exchange, threads' sums, and those of channels."""
-        cells = self.cells if arrays == 1 else self.elements
-        quantities = 2 if arrays == 1 or self.dtype != "f32" else 3
-        return self.data(arrays) // 4 + self.exchanged + quantities * self.columns * cells * (self.summands + 1)
+        cells, at_once = (self.cells, 2) if arrays == 1 else (self.elements, self.quantities(arrays))
+        return self.data(arrays) // 4 + self.exchanged(arrays) + at_once * self.columns * cells * (self.summands + 1)
 
 
 def plan(pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arrays: int) -> ImagePlan | None:
     """How an image of so many pixels and channels is dealt out, of which so many arrays are kept; None if it is not."""
     elements = VECTOR_BYTES // SIZES[dtype]
-    if channels % elements:
-        return None
     least = math.lcm(group, elements)
-    wanted = PART_BYTES // SIZES[dtype]
-    count = channels // least
-    part = least * next((d for d in range(1, count + 1) if count % d == 0 and least * d >= wanted), count)
-    vectors = part // elements
-    if vectors > 1024:
+    if channels % elements or least // elements > THREADS:
         return None
-    threads = 128 if pixels * vectors <= 8 * 128 else 256
-    while threads < vectors:
-        threads *= 2
-    fitted = ImagePlan(pixels, channels, group, dtype, out_dtype, part, threads, 1, 1 << 30)
-    for room, blocks in ((HALF, (1, 2, 4, 8)), (WHOLE, (CLUSTER,))):
-        for cluster in blocks:
-            fitted = dataclasses.replace(fitted, cluster=cluster)
-            if 4 * fitted.floats(arrays) <= room:
-                return fitted
-    empty = dataclasses.replace(fitted, kept=0)
-    kept = (HALF - 4 * empty.floats(arrays)) // (arrays * threads * VECTOR_BYTES)
-    return dataclasses.replace(fitted, kept=max(kept, 0))
+
+    def dealt(part_bytes: int, cluster: int) -> ImagePlan:
+        count = channels // least
+        enough = (d for d in range(1, count + 1) if count % d == 0 and least * d * SIZES[dtype] >= part_bytes)
+        part = least * next(enough, count)
+        threads = 128 if pixels * part <= 8 * 128 * elements else 256
+        while threads < part // elements:
+            threads *= 2
+        return ImagePlan(pixels, channels, group, dtype, out_dtype, part, threads, cluster, ALL)
+
+    for part_bytes, room in PREFERRED:
+        for cluster in CLUSTERS:
+            if 4 * (found := dealt(part_bytes, cluster)).floats(arrays) <= room:
+                return found
+    found = dealt(PREFERRED[0][0], CLUSTERS[-1])
+    left = HALF - 4 * dataclasses.replace(found, kept=0).floats(arrays)
+    return dataclasses.replace(found, kept=max(left // (arrays * found.threads * VECTOR_BYTES), 0))

@@ -134,7 +134,7 @@ class Sums(Walk):
         cells, count = plan.columns * len(values[0]), len(values)
         exchange = e.r("add.s32", self.shared, self.area + 4 * self.exchanged * plan.cluster * plan.groups)
         self.exchanged += count  # none is used twice: threads may still read the last one
-        scratch = e.r("add.s32", self.shared, self.area + 4 * plan.exchanged)
+        scratch = e.r("add.s32", self.shared, self.area + 4 * plan.exchanged(len(self.arrays)))
         self._leave(values, scratch)
         self.sums = e.r("add.s32", scratch, 4 * count * cells * plan.summands)
         e.op("bar.sync", _BARRIER, plan.threads)
