@@ -1,7 +1,7 @@
 """Normalisations: rows of transformers, and the images of residual networks; statistics are saved and handed back.
 
-Bytes: rows are read once and written once; batch and group normalisation read an image twice and write it once (their
-sums come first), and read x and dy twice backward. Kernels that keep an image between would move fewer.
+Bytes, those that must move: x is read once and y written once, backward dy and x read and dx written. Batch
+normalisation reads twice, for its sums go over the whole batch, which no cache holds.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Norm(cases.Case):
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         x, c = (batch, *self.size), (self.size[-1],)
-        statistic = {"group_norm": (batch, 32), "batch_norm": c}.get(self.op, (batch,))
+        statistic = {"group_norm": (batch, 32), "instance_norm": (batch, *c), "batch_norm": c}.get(self.op, (batch,))
         return x, x, c, c, statistic, statistic
 
     def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
@@ -47,11 +47,10 @@ class Norm(cases.Case):
             return jnp.zeros_like(rstd), rstd
         if self.op == "batch_norm":
             return dnn.batch_norm(x)[1:3]
-        op = dnn.layer_norm if self.op == "layer_norm" else dnn.group_norm
-        return op(x, return_statistics=True)[1:]
+        return getattr(dnn, self.op)(x, return_statistics=True)[1:]
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int:
-        moves = {"forward": 2, "backward": 3} if self.op in ROWS else {"forward": 3, "backward": 5}
+        moves = {"forward": 3, "backward": 5} if self.op == "batch_norm" else {"forward": 2, "backward": 3}
         return moves[which] * itemsize * batch * math.prod(self.size)
 
     def ours(self, which: str, engine: str | None) -> Function:
@@ -73,7 +72,7 @@ class Norm(cases.Case):
         h = x.astype(jnp.float32)
         if self.op == "group_norm":
             h = h.reshape(len(x), -1, 32, x.shape[-1] // 32)
-        axes = {"batch_norm": (0, 1, 2), "group_norm": (1, 3)}.get(self.op, (-1,))
+        axes = {"batch_norm": (0, 1, 2), "group_norm": (1, 3), "instance_norm": (1, 2)}.get(self.op, (-1,))
         mean = h.mean(axes, keepdims=True)
         if self.op == "rms_norm":
             y = h * lax.rsqrt((h * h).mean(axes, keepdims=True) + EPS)
@@ -111,5 +110,8 @@ CASES: tuple[Norm, ...] = (
     ),
     Norm("rows", "layer_norm 8192", "layer_norm", (8192,), 4096),
     Norm("images", "batch_norm 56x56x256", "batch_norm", (56, 56, 256), 128),
+    Norm("images", "batch_norm 14x14x1024", "batch_norm", (14, 14, 1024), 128),
     Norm("images", "group_norm 56x56x256", "group_norm", (56, 56, 256), 128),
+    Norm("images", "group_norm 64x64x320", "group_norm", (64, 64, 320), 64),
+    Norm("images", "instance_norm 56x56x256", "instance_norm", (56, 56, 256), 128),
 )
