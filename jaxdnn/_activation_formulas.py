@@ -275,11 +275,13 @@ def bits(x: Array) -> Array:
     """The bits of a narrow type as uint16.
 
     XLA (JAX 0.10 to 0.12) folds the bitcast of a constant array that it keeps in another order of dimensions to wrong
-    values, such as that of `x[:, rows]` for a constant x. So its operand is made to depend on an iota, which XLA does
-    not fold; LLVM does, so that it costs nothing.
+    values, such as that of `x[:, rows]` for a constant x. So its operand is made to depend on iotas, which XLA does not
+    fold; LLVM does, so that it costs nothing. On those of all axes, or XLA computes a row of them in a kernel of its
+    own.
     """
     if x.ndim:
-        always = (lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1) | jnp.uint32(1)) != 0
+        iotas = (lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in range(x.ndim))
+        always = (ft.reduce(jnp.bitwise_or, iotas) | jnp.uint32(1)) != 0
         x = jnp.where(always, x, jnp.zeros_like(x))
     return lax.bitcast_convert_type(x, jnp.uint16)
 
