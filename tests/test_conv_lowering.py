@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
+import helpers
 import jaxdnn as dnn
+import jaxdnn_reference as reference
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
@@ -130,6 +133,36 @@ def test_integers_of_every_layout_reach_the_cpu_library_of_channels_last(layout:
     plain = jax.jit(lambda x, w: dnn.conv(x, w, padding=1, out_dtype=jnp.int32)).lower(x, w)
     ours, best = (_types_multiplied(str(v.compile().as_text())) for v in (lowered, plain))
     assert ours == best
+
+
+INTEGER_LOOPS = {
+    "line": ("conv", {"sizes": (19,), "taps": (3,), "padding": 1}),
+    "line-strided": ("conv_dgrad", {"sizes": (19,), "taps": (5,), "stride": 2, "padding": 2}),
+    "line-grouped": ("conv", {"sizes": (19,), "taps": (3,), "groups": 4}),
+    "line-many-taps": ("conv", {"sizes": (60,), "taps": (40,), "padding": 20}),
+    "line-filter": ("conv_wgrad", {"sizes": (90,), "taps": (3,), "dilation": 2}),
+    "image-filter": ("conv_wgrad", {"sizes": (19, 18), "taps": (3, 2), "stride": (2, 1), "padding": 1}),
+    "image-many-taps-filter": ("conv_wgrad", {"sizes": (17, 15), "taps": (7, 6), "padding": 3}),
+    "volume": ("conv", {"sizes": (5, 4, 6), "taps": (2, 4, 3), "padding": 1}),
+    "volume-strided": ("conv_dgrad", {"sizes": (5, 4, 6), "taps": (2, 4, 3), "stride": 2, "padding": 1}),
+    "volume-filter": ("conv_wgrad", {"sizes": (5, 4, 6), "taps": (2, 4, 3), "padding": 1}),
+}
+
+
+@pytest.mark.parametrize("name", INTEGER_LOOPS)
+def test_integers_that_have_no_cpu_library_are_products_tap_by_tap(name: str):
+    """XLA's library has forward convolutions of two spatial axes; for the others it has a loop, 10 times as slow."""
+    op, options = INTEGER_LOOPS[name]
+    geometry = cases.Geometry(
+        n=3, c=24, k=16, layout={1: "NWC", 2: "NHWC", 3: "NDHWC"}[len(options["sizes"])], **options
+    )
+    case = cases.case(op, geometry, 5, dtype=np.int8)
+    rng = np.random.default_rng(5)
+    operands = [rng.integers(-128, 128, a.shape).astype(np.int8) for a in case.arrays]
+    function = jax.jit(lambda *a: helpers.call(case.with_options(out_dtype="int32"), *a))
+    wanted = getattr(reference, op)(*(a.astype(np.float64) for a in operands), *case.static, **case.options)
+    np.testing.assert_array_equal(function(*operands), wanted)
+    assert "stablehlo.convolution" not in function.lower(*operands).as_text()
 
 
 def _as_layout(x: np.ndarray, layout: str) -> np.ndarray:
