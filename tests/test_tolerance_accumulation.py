@@ -1,4 +1,4 @@
-"""The bounds of sums: they hold for every order that they claim to cover, tensor cores too, and are tight if they can."""
+"""The bounds of sums: they hold for every order that they claim to cover, tensor cores too, and are tight if possible."""
 
 import math
 from fractions import Fraction
