@@ -1,6 +1,7 @@
 """The Hopper kernels of batch normalisation on the CPU: their PTX run by a small machine, and lowered for CUDA."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -196,6 +197,26 @@ def test_what_is_not_finite_stays_in_its_column(rows: int, dtype: str):
         np.testing.assert_array_equal(value[~touched], before[~touched])
         assert name == "base" or not np.isfinite(value[touched]).any()
     assert np.isnan(np.asarray(found.rstd)[touched]).all()
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("kernel", ["statistics", "merge"])
+def test_one_barrier_less_is_a_race(kernel: str, which: int):
+    """Each of the first three; those behind order the threads of one warp."""
+    x, plan = normal(999, 24, "f32"), plan_of(999, 24, "f32", threads=128, chunk=1, splits=2)
+    whole = norm_batch_ptx.statistics(plan)
+    arrays, shapes = [x], [(plan.columns,), (plan.splits, 2, plan.columns)]
+    block, blocks = plan.threads, plan.blocks
+    if kernel == "merge":
+        arrays, shapes = run(whole, block, blocks, arrays, shapes), [(24,)] * 4
+        block, blocks = norm_batch.MERGE_THREADS, 1
+        whole = norm_batch_ptx.merge(plan, block, norm_batch.MERGE_BATCH, eps=1e-5, scale=False)
+    parts = re.split(r"(?m)^bar\.sync .*\n", whole)
+    barrier = f"bar.sync 0, {block};\n"
+    run(barrier.join(parts), block, blocks, arrays, shapes)
+    code = barrier.join(parts[: which + 1]) + barrier.join(parts[which + 1 :])
+    with pytest.raises(RuntimeError, match="race for shared byte"):
+        run(code, block, blocks, arrays, shapes)
 
 
 def test_plans_cover_all_rows_and_columns():

@@ -140,6 +140,9 @@ class _Merge:
         self.inside = e.p("setp.lt.s32", own, self.columns)
         self.column = e.r("min.s32", own, self.columns - 1)
         self.lane_at = e.scaled(lane, 4, self.shared)
+        self.base, *self.scale = (
+            e.f("ld.global.nc.f32", f"[{self._of_column(name)}]") for name in operands if name in ("base", "scale")
+        )
         self.entries = plan.splits * plan.fold
         self.batch = min(batch, -(-self.entries // self.warps))
         self.once = self._pairs(self.warp) if self.entries <= self.batch * self.warps else None
@@ -203,15 +206,16 @@ class _Merge:
 
     def _finish(self, variance: str, offset: str, eps: float) -> None:
         e = self.e
-        read = lambda name: e.f("ld.global.nc.f32", f"[{e.d('mad.wide.u32', self.column, 4, self.at[name])}]")
         rstd = e.f("rcp.rn.f32", e.f("sqrt.rn.f32", e.f("add.rn.f32", variance, real(eps))))
-        mean = e.f("add.rn.f32", read("base"), offset)
+        mean = e.f("add.rn.f32", self.base, offset)
         found = {"mean": mean, "rstd": rstd, "variance": variance, "offset": offset}
-        if "scale" in self.at:
-            found["factor"] = e.f("mul.rn.f32", rstd, read("scale"))
+        for scale in self.scale:
+            found["factor"] = e.f("mul.rn.f32", rstd, scale)
         for name, value in found.items():
-            where = e.d("mad.wide.u32", self.column, 4, self.at[name])
-            e.op("st.global.f32", f"[{where}]", value, when=self.inside)
+            e.op("st.global.f32", f"[{self._of_column(name)}]", value, when=self.inside)
+
+    def _of_column(self, name: str) -> str:
+        return self.e.d("mad.wide.u32", self.column, 4, self.at[name])
 
 
 def _rows_of(e: Emitter, plan: ColumnPlan, split: str) -> str:

@@ -224,7 +224,8 @@ class Walk(abc.ABC):
             above = min(plan.lines, 2 * half) - half
             upper = e.r("sub.s32", self.line, half)
             writes = e.p("and.pred", e.p("setp.ge.s32", upper, 0), e.p("setp.lt.s32", upper, above))
-            e.op("bar.sync", 0, plan.threads)  # what was written before has been read
+            if half < plan.half:
+                e.op("bar.sync", 0, plan.threads)  # what was written before has been read
             to = e.scaled(e.scaled(upper, plan.width, self.place), 4, self.shared)
             for i, value in enumerate(self.values):
                 e.op("st.shared.f32", f"[{to}+{i * apart}]", value, when=writes)
