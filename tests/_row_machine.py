@@ -108,24 +108,24 @@ class Rows:
 
     def _mbarrier(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
         assert self.races is not None
-        where = self._places(arguments[1 if name[1] in ("arrive", "try_wait") else 0], 1) + self._own("shared")
-        barriers = where[active, 0].tolist()
+        operand = arguments[1 if name[1] in ("arrive", "try_wait") else 0]
+        where = self._places(operand, 1) + (0 if "shared::cluster" in name else self._own("shared"))
+        threads, barriers = np.flatnonzero(active).tolist(), where[active, 0].tolist()
         if name[1] == "init":
             for barrier, count in zip(barriers, self._bits(arguments[1])[active], strict=True):
                 self.barriers[barrier] = _Barrier(int(count), self.races.nothing())
-        elif name[1:3] == ["arrive", "expect_tx"]:
-            for thread, barrier, count in zip(
-                np.flatnonzero(active), barriers, self._bits(arguments[2])[active], strict=True
-            ):
-                self.barriers[barrier].come(int(count), 1, self.races.left(int(thread)))
+        elif name[1] == "arrive":
+            counts = self._bits(arguments[2]) if name[2] == "expect_tx" else np.zeros(self.threads, U64)
+            for thread, barrier in zip(threads, barriers, strict=True):
+                self.barriers[barrier].come(int(counts[thread]), 1, self.races.left(thread))
         else:
             parity = self._bits(arguments[2]).astype(int)[active]
             over = [self.barriers[b].phases % 2 != p for b, p in zip(barriers, parity, strict=True)]
             if not all(over):
                 raise RuntimeError("a wait for what does not come")
             self._put(arguments[0], active.copy(), active)
-            for thread, barrier in zip(np.flatnonzero(active)[::32], barriers[::32], strict=True):
-                self.races.told(int(thread), self.barriers[barrier].moment)
+            for thread, barrier in zip(threads[::32], barriers[::32], strict=True):
+                self.races.told(thread, self.barriers[barrier].moment)
 
     def _bulk_copy(self, arguments: list[Any], active: np.ndarray) -> None:
         assert self.races is not None

@@ -37,7 +37,9 @@ def data(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng([seed, *shape]).normal(size=shape) * 3).astype(DTYPES[dtype])
 
 
-def run(code: str, plan: Any, arrays: list[np.ndarray], shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def run(
+    code: str, plan: Any, arrays: list[np.ndarray], shape: tuple[int, ...], dtype: str, blocks: int = 0
+) -> np.ndarray:
     """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else."""
     rows = len(arrays[0])
     out = np.zeros(shape, DTYPES[dtype])
@@ -45,11 +47,11 @@ def run(code: str, plan: Any, arrays: list[np.ndarray], shape: tuple[int, ...], 
     for array in (*arrays, out):
         starts.append(size)
         size += -(-array.nbytes // 256) * 256
-    blocks = -(-rows // plan.rows_a_block)
+    blocks = blocks or softmax.clusters(plan, rows)
     machine = Rows(size, softmax_stream_ptx.shared_bytes(plan)) if plan.stages else Rows(size)
     for array, start in zip(arrays, starts, strict=False):
         machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    machine.run(code, [*starts, 0], plan.block, min(blocks, CLUSTERS) if plan.stages else blocks, plan.cluster)
+    machine.run(code, [*starts, 0], plan.block, blocks, plan.cluster)
     end = starts[-1] + out.nbytes
     assert (machine.written[starts[-1] : end] == 1).all()
     assert machine.written.sum() == out.nbytes
@@ -72,7 +74,7 @@ def test_forward(length: int, dtype: str, algorithm: str):
     for rows in counts(length):
         x = data((rows, length), dtype)
         plan = softmax.plan(length, dtype, dtype, 1)
-        code = softmax_ptx.forward(plan, rows, algorithm)
+        code = softmax.forward_code(plan, rows, algorithm)
         wide = x.astype(np.float64)
         if algorithm == "logsumexp":
             out = run(code, plan, [x], (rows,), dtype)
@@ -98,14 +100,15 @@ def test_rows_on_their_way_through_shared_memory(length: int, block: int, cluste
     for rows, stages in ((2 * CLUSTERS * 3 + 1, 3), (3, 2), (1, 1)):
         plan = streamed(length, dtype, dtype, block, cluster, stages)
         x = data((rows, length), dtype)
-        code = softmax_stream_ptx.forward(plan, rows, min(rows, CLUSTERS), algorithm)
+        blocks = min(rows, CLUSTERS)
+        code = softmax_stream_ptx.forward(plan, rows, blocks, algorithm)
         wide = x.astype(np.float64)
         if algorithm == "logsumexp":
-            out = run(code, plan, [x], (rows,), dtype)
+            out = run(code, plan, [x], (rows,), dtype, blocks)
             golden = reference.logsumexp(x, out_dtype=np.float64)
             assert_right(out, golden, tolerance_softmax.logsumexp(wide, (1,), RULE)[:, 0])
         else:
-            out = run(code, plan, [x], x.shape, dtype)
+            out = run(code, plan, [x], x.shape, dtype, blocks)
             golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
             assert_right(out, golden, tolerance_softmax.softmax(wide, algorithm, (1,), RULE))
 
@@ -151,7 +154,7 @@ def test_what_is_not_finite(length: int, dtype: str, algorithm: str):
     x[5, 0], x[5, 1] = np.inf, -np.inf
     x[6, 1:] = -np.inf
     plan = softmax.plan(length, dtype, dtype, 1)
-    code = softmax_ptx.forward(plan, len(x), algorithm)
+    code = softmax.forward_code(plan, len(x), algorithm)
     wide = x.astype(np.float64)
     with np.errstate(all="ignore"):
         if algorithm == "logsumexp":
@@ -172,8 +175,8 @@ def test_what_is_not_finite(length: int, dtype: str, algorithm: str):
 def test_bits_depend_on_the_row_alone(length: int, dtype: str):
     x = data((9, length), dtype)
     plan = softmax.plan(length, dtype, dtype, 1)
-    whole = run(softmax_ptx.forward(plan, 9, "accurate"), plan, [x], x.shape, dtype)
-    alone = run(softmax_ptx.forward(plan, 1, "accurate"), plan, [x[4:5]], (1, length), dtype)
+    whole = run(softmax.forward_code(plan, 9, "accurate"), plan, [x], x.shape, dtype)
+    alone = run(softmax.forward_code(plan, 1, "accurate"), plan, [x[4:5]], (1, length), dtype)
     np.testing.assert_array_equal(whole[4:5].view(np.uint8), alone.view(np.uint8))
 
 

@@ -44,13 +44,12 @@ def backward_plan(length: int, dtype: str, out_dtype: str) -> RowPlan | None:
     """Likewise; a thread holds up to 16 elements, for it keeps sums as well, and blocks are as large as it can be."""
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     most = 2 if SIZES[dtype] == 2 else 4
-    threads = next((t for t in (32, 128, 256, 512) if vectors <= most * t), None)
+    threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), None)
     if threads is None:
         return None
     each = -(-vectors // threads)
-    if threads == 32:  # no barrier: a warp goes through its rows by itself
-        return RowPlan(length, dtype, out_dtype, threads, each, 16, keeps=True)
-    return RowPlan(length, dtype, out_dtype, threads, each, max(1, (1024 if each * 2 <= most else 512) // threads))
+    groups = (1024 if each * 2 <= most else 512) // threads
+    return RowPlan(length, dtype, out_dtype, threads, each, groups, keeps=threads <= (64 if most == 2 else 32))
 
 
 def forward_blocks(plan: RowPlan, rows: int) -> int:

@@ -59,12 +59,19 @@ def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | No
     rows, length = x.shape
     chosen = config or plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], 1)
     out = jax.ShapeDtypeStruct((rows,) if algorithm == "logsumexp" else x.shape, out_dtype)
-    if chosen.stages:
-        clusters = min(rows, CLUSTERS[chosen.cluster])
-        code = softmax_stream_ptx.forward(chosen, rows, clusters, algorithm)
-        return _rows(code, chosen, [x], out, f"softmax_{algorithm}", clusters)
-    code = softmax_ptx.forward(chosen, rows, algorithm)
-    return _rows(code, chosen, [x], out, f"softmax_{algorithm}", -(-rows // chosen.rows_a_block))
+    return _rows(forward_code(chosen, rows, algorithm), chosen, [x], out, f"softmax_{algorithm}")
+
+
+def forward_code(plan: RowPlan, rows: int, algorithm: str) -> str:
+    """The kernel's PTX, for the clusters that `clusters` says."""
+    if plan.stages:
+        return softmax_stream_ptx.forward(plan, rows, clusters(plan, rows), algorithm)
+    return softmax_ptx.forward(plan, rows, algorithm)
+
+
+def clusters(plan: RowPlan, rows: int) -> int:
+    """Blocks, or clusters of them: as many as the rows need, or of those that stay as many as there are at a time."""
+    return min(rows, CLUSTERS[plan.cluster]) if plan.stages else -(-rows // plan.rows_a_block)
 
 
 def softmax_dgrad(
@@ -75,10 +82,11 @@ def softmax_dgrad(
     chosen = config or plan(length, NAMES[np.dtype(dy.dtype)], NAMES[np.dtype(out_dtype)], 2)
     code = softmax_ptx.backward(chosen, rows, algorithm, tangent)
     out = jax.ShapeDtypeStruct(dy.shape, out_dtype)
-    return _rows(code, chosen, [dy, y], out, "softmax_dgrad", -(-rows // chosen.rows_a_block))
+    return _rows(code, chosen, [dy, y], out, "softmax_dgrad")
 
 
-def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStruct, name: str, blocks: int) -> Array:
+def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStruct, name: str) -> Array:
+    blocks = clusters(plan, len(arrays[0]))
     floats = softmax_stream_ptx.shared_bytes(plan) // 4 if plan.stages else SHARED_FLOATS
     shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": floats}
     return launch(code, arrays, [out], name=name, **shape)[0]
