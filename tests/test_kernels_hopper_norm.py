@@ -275,11 +275,6 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
         (shape_of(64, 8),),
         "its kernels over the first axes are those of batch normalisation",
     ),
-    "channels last": (
-        lambda x: dnn.group_norm(x, groups=2),
-        (shape_of(2, 4, 4, 8),),
-        "its kernels take statistics over the last axes",
-    ),
     "a scale for every sample": (
         dnn.adaptive_layer_norm,
         (shape_of(4, 6, 64), shape_of(4, 64), shape_of(4, 64)),
