@@ -1,4 +1,4 @@
-"""The bounds of sums: they hold for every order that they claim to cover, tensor cores too, and are tight if possible."""
+"""The bounds of sums: they hold for every order that they claim to cover, also on tensor cores, tight if possible."""
 
 import math
 from fractions import Fraction
