@@ -132,6 +132,76 @@ def test_the_mask_does_not_depend_on_the_layout(layout: str):
     np.testing.assert_array_equal(np.asarray(kept).transpose(order), dnn.dropout_mask(SEED, logical.shape))
 
 
+# ---- what GPUs do where the four elements of a counter are no neighbours, here on a CPU ------------------------------
+
+
+@pytest.fixture
+def mask_first(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has CPUs do as GPUs; the sizes of what is drawn."""
+    drawn: list[int] = []
+    philox_ = kernel.philox
+    monkeypatch.setattr(kernel, "MASK_FIRST", ("cpu",))
+    monkeypatch.setattr(kernel, "philox", lambda c, *key: drawn.append(c[0].size) or philox_(c, *key))
+    jax.clear_caches()
+    return drawn
+
+
+@each_dtype
+@pytest.mark.parametrize("offset", [0, 8, 2**34 - 8])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [("NCHW", (3, 8, 4, 5)), ("CHWN", (8, 4, 5, 3)), ("NCW", (2, 4, 7)), ("CDHWN", (12, 2, 4, 1, 3))],
+)
+def test_a_counter_for_four_elements_that_are_apart(
+    mask_first: list[int], layout: str, shape: tuple[int, ...], offset: int, dtype: Any
+):
+    x = inputs(shape, 5, dtype)
+    same(
+        dnn.dropout(x, SEED, rate=0.4, offset=offset, layout=layout),
+        ordered(x, SEED, rate=0.4, offset=offset, layout=layout),
+    )
+    assert mask_first == [x.size // 4]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "offset"),
+    [("NCHW", (2, 6, 3, 5), 0), ("NCHW", (2, 8, 3, 5), 2), ("NCW", (2, 8, 1), 0), ("NHWC", (2, 3, 5, 8), 0)],
+)
+def test_others_are_drawn_one_by_one(mask_first: list[int], layout: str, shape: tuple[int, ...], offset: int):
+    x = inputs(shape, 5)
+    same(dnn.dropout(x, SEED, offset=offset, layout=layout), ordered(x, SEED, offset=offset, layout=layout))
+    assert mask_first == [x.size]
+
+
+def test_vmap_of_elements_that_are_apart(mask_first: list[int]):
+    x = jnp.asarray(inputs((2, 3, 8, 5), 6))
+    keys = jax.random.split(jax.random.key(2), 2)
+    op = ft.partial(dnn.dropout, rate=0.4, layout="NCW")
+    want = jnp.stack([op(v, k) for v, k in zip(x, keys, strict=True)])
+    np.testing.assert_array_equal(jax.vmap(op)(x, keys), want)
+    np.testing.assert_array_equal(jax.vmap(op, (0, None))(x, keys[0]), jnp.stack([op(v, keys[0]) for v in x]))
+    assert set(mask_first) == {x[0].size // 4}
+
+
+@pytest.mark.usefixtures("mask_first")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, None, ("a", "b")), P(None, "b", "a")], ids=str)
+def test_the_sharding_of_elements_that_are_apart(kind: Any, spec: P):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    x = inputs((8, 16, 24), 10)
+    there = NamedSharding(mesh, spec)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, there)
+        compiled: Any = jax.jit(lambda v: dnn.dropout(v, SEED, rate=0.3, layout="NCW")).lower(placed).compile()
+        out = compiled(placed)
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
+    assert out.sharding.is_equivalent_to(there, out.ndim)
+    same(out, ordered(x, SEED, rate=0.3, layout="NCW"))
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("sizes", [(8, 8), (1, 15), (3, 2, 11)])
 def test_the_mask_does_not_depend_on_the_split_of_a_batch(sizes: tuple[int, ...]):
     x = inputs((16, 3, 5), 6)
