@@ -73,7 +73,7 @@ def forward(
     rows, length = x.shape
     plan = plan or norm.forward_plan(length, *names, many)
     assert plan is not None
-    blocks = min(blocks if plan.places else rows, -(-rows // plan.rows_a_block))
+    blocks = min(blocks if plan.stays else rows, -(-rows // plan.rows_a_block))
     code = norm_ptx.forward(plan, rows, blocks, centred=centred, eps=eps, scale=s is not None, bias=b is not None)
     given = [x, *(v for v in (s, b) if v is not None)]
     outs = [(x.shape, DTYPES[names[1]]), *[((rows,), np.float32)] * 3]
@@ -160,14 +160,31 @@ def test_several_rows_at_once(length: int, dtype: str, op: str):
 
 @each_op
 @each_dtype
-@pytest.mark.parametrize(("length", "threads", "groups"), [(504, 64, 2), (2048, 512, 1)])
-def test_rows_on_their_way_through_shared_memory(length: int, threads: int, groups: int, dtype: str, op: str):
-    """Two blocks, more rows than they have places for and fewer, and a last set that not all groups have."""
+@pytest.mark.parametrize(("length", "threads", "groups"), [(512, 32, 4), (504, 64, 2), (2048, 512, 1)])
+def test_blocks_that_stay(length: int, threads: int, groups: int, dtype: str, op: str):
+    """Two blocks, several rounds of rows, the last of which not all groups have; and fewer rows than blocks."""
     vectors = -(-length * SIZES[dtype] // 16 // threads)
-    for rows, places in ((1, 3), (2, 2)):
-        plan = RowPlan(length, dtype, dtype, threads, vectors, groups, rows, places)
-        for count in (2 * plan.rows_a_block * places * 2 + 3, 1):
+    for rows in (1, 2):
+        plan = RowPlan(length, dtype, dtype, threads, vectors, groups, rows, stays=True)
+        for count in (4 * plan.rows_a_block + 3, 1):
             check(op, count, length, (dtype, dtype), forward=plan)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("length", [6152, 8192, 16384])
+def test_long_rows_of_16_bits(length: int, dtype: str):
+    """Forward with as many rows at a time as many calls have; the bits are those of a call of one row."""
+    plan, lone = (norm.forward_plan(length, dtype, dtype, many) for many in (1 << 20, 1))
+    assert plan is not None
+    assert lone is not None
+    assert plan.stays
+    n = Norm("layer_norm", (7, length), (length,))
+    x, s, b, _ = arrays_of(n, dtype, 0.5)
+    y, *saved = forward(x, s, b, (dtype, dtype), n.eps, centred=True, plan=plan)
+    agree(y, np.asarray(n.definition(x, s, b)[0]), tolerance_norm.from_definition(n.problem(x, s, b))[0], x.dtype, "y")
+    alone = forward(x[4:5], s, b, (dtype, dtype), n.eps, centred=True, plan=lone)
+    for one, whole in zip(alone, [y, *saved], strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), whole[4:5].view(np.uint8))
 
 
 @each_op

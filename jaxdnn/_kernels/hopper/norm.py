@@ -2,9 +2,10 @@
 
 Schedule. Rows lie one after the other in memory. Forward, a group of 32 to 512 threads loads a row's 16-byte vectors
 straight into registers, all before the first use, and takes mean and centred second moment from there: x is read once.
-Blocks are many and small: while some wait for memory, others compute. Backward, one block a multiprocessor stays and
-goes from row to row, for the gradients in scale and bias stay in its registers; the next row is under way while one is
-worked on. Blocks leave their sums, which XLA adds. `norm_ptx` writes the instructions and states their order.
+Blocks are many and small: while some wait for memory, others compute. For long rows, and backward, one block a
+multiprocessor stays and goes from row to row, for scale and bias, or the gradients in them, stay in its registers; the
+next row is under way while one is worked on. Blocks leave their sums, which XLA adds. `norm_ptx` and `norm_dgrad_ptx`
+write the instructions and state their order.
 
 Limits. The statistics' axes are the last ones, scale and bias vary along these alone; a row's bytes are a multiple of
 16, and fit into a block's registers; bfloat16, float16 or float32.
@@ -30,9 +31,14 @@ def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -
     """How rows of a length are dealt out; None if they do not fit.
 
     Sixteen elements of a row a thread, of four rows at a time where there are many: that is what was fastest on an H200
-    (`benchmarks/notes-hopper-norm.md`). Threads and vectors depend on the length alone, so the order of additions does.
+    (`benchmarks/notes-hopper-norm.md`). Beyond 4096 elements of 16 bits that is too many registers for two blocks at a
+    time, and one stays. Threads and vectors depend on the length alone, so the order of additions does.
     """
     vectors = length * SIZES[dtype] // VECTOR_BYTES
+    if SIZES[dtype] == 2 and 512 < vectors <= 2048:
+        threads = 512 if vectors <= 1024 else 1024
+        at_once = 2 if threads == 512 and rows >= 4 * MULTIPROCESSORS else 1
+        return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), 1, at_once, stays=True)
     most = 2 if SIZES[dtype] == 2 else 4
     threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), 512)
     each = -(-vectors // threads)
@@ -54,7 +60,7 @@ def backward_plan(length: int, dtype: str, out_dtype: str) -> RowPlan | None:
 
 def forward_blocks(plan: RowPlan, rows: int) -> int:
     blocks = -(-rows // plan.rows_a_block)
-    return min(MULTIPROCESSORS, blocks) if plan.places else blocks
+    return min(MULTIPROCESSORS, blocks) if plan.stays else blocks
 
 
 def forward(
@@ -78,7 +84,7 @@ def forward(
     code = norm_ptx.forward(plan, rows, blocks, scale=scale is not None, bias=bias is not None, **options)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
-    floats = plan.forward_bytes // 4
+    floats = 3 * plan.slots(plan.rows) * (2 if plan.stays else 1)  # exchanges; rows take turns
     return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=max(floats, 32))
 
 

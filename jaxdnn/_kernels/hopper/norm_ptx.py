@@ -10,10 +10,9 @@ pairwise, then the threads of a warp by exchange over lane distances 16, 8, 4, 2
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
-from jaxdnn._kernels.hopper.ring_ptx import Ring
 
 ZERO = real(0.0)
 
@@ -29,9 +28,8 @@ class RowPlan:
       vectors: that a thread holds of a row.
       groups: of threads in a block.
       rows: that a group works on at the same time, forward: it loads scale and bias once for them.
-      places: in shared memory, forward, for so many times these rows, into which the copy engine brings them while
-        others are worked on. Blocks then go from row to row, with their part of scale and bias in registers. 0: a
-        group has one set of rows, which go straight into registers.
+      stays: whether blocks go from row to row, forward, with their part of scale and bias in registers, and the next
+        rows under way while some are worked on. Without it a group has one set of rows.
       keeps: whether scale stays in registers, backward, where blocks go from row to row in any case.
     """
 
@@ -42,7 +40,7 @@ class RowPlan:
     vectors: int
     groups: int
     rows: int = 1
-    places: int = 0
+    stays: bool = False
     keeps: bool = False
 
     @property
@@ -67,28 +65,9 @@ class RowPlan:
     def rows_a_block(self) -> int:
         return self.groups * self.rows
 
-    @property
-    def row_bytes(self) -> int:
-        return self.length * SIZES[self.dtype]
-
     def slots(self, values: int) -> int:
         """Floats of shared memory that one exchange of so many values takes."""
         return values * self.groups * self.warps
-
-    @property
-    def barriers_at(self) -> int:
-        """Where the barriers of the places start, behind two rows' exchanges."""
-        return -(-2 * 4 * 3 * self.slots(self.rows) // 8) * 8
-
-    @property
-    def ring_at(self) -> int:
-        return -(-(self.barriers_at + 8 * self.groups * self.places) // 128) * 128
-
-    @property
-    def forward_bytes(self) -> int:
-        """Of shared memory."""
-        places = self.groups * self.places * self.rows * self.row_bytes
-        return self.ring_at + places if places else 4 * 3 * self.slots(self.rows)
 
 
 class Kernel:
@@ -108,7 +87,6 @@ class Kernel:
         block = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), plan.groups, self.group)
         self.first = block if plan.rows == 1 else e.r("mul.lo.s32", block, plan.rows)
         self.leads = e.p("setp.eq.u32", self.at, 0)
-        self.met: Callable[[], None] | None = None  # what follows a group's next barrier
         self.inside = [self._inside(j) for j in range(plan.vectors)]
 
     def _inside(self, j: int) -> str:
@@ -133,7 +111,7 @@ class Kernel:
         start = e.d("mad.wide.u32", row, plan.length * size, self.base[name])
         return e.d("add.s64", start, e.d("mul.wide.u32", self.at, plan.elements * size))
 
-    def load(self, words: Sequence[Sequence[str]], address: str, exists: str, space: str = "global.nc") -> None:
+    def load(self, words: Sequence[Sequence[str]], address: str, exists: str) -> None:
         """A row's vectors into registers; zeros where there is nothing."""
         for j, registers in enumerate(words):
             guard = self.both(self.inside[j], exists)
@@ -141,7 +119,7 @@ class Kernel:
                 for register in registers:
                     self.e.op("mov.b32", register, 0)
             place = f"[{address}+{j * self.plan.threads * VECTOR_BYTES}]"
-            self.e.op(f"ld.{space}.v4.b32", "{" + ", ".join(registers) + "}", place, when=guard)
+            self.e.op("ld.global.nc.v4.b32", "{" + ", ".join(registers) + "}", place, when=guard)
 
     def unpack(self, words: Sequence[str]) -> list[str]:
         """The elements of a vector in float32."""
@@ -207,9 +185,6 @@ class Kernel:
         for i, value in enumerate(values):
             e.op("st.shared.f32", f"[{mine}+{4 * i}]", value, when=first)
         e.op("bar.sync", self.barrier, plan.threads)
-        if self.met:
-            self.met()
-            self.met = None
         other = e.scaled(e.r("and.b32", self.lane, plan.warps - 1), 4 * count, start)
         found = [e.f("ld.shared.f32", f"[{other}+{4 * i}]") for i in range(count)]
         return [self._over_lanes(v, plan.warps) for v in found]
@@ -241,12 +216,11 @@ def forward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, eps: float,
     parameters = ["scale"] * scale + ["bias"] * bias
     k = Kernel(plan, rows, ["x", *parameters, "y", "mean", "rstd", "variance"])
     f = _Forward(k, parameters, centred, eps)
-    if plan.places:
+    if plan.stays:
         _go_from_row_to_row(k, f, blocks)
         return k.e.text()
     held, always = f.registers(), rows % plan.rows_a_block == 0
-    for words, (row, exists) in zip(held, f.numbered(k.first, always), strict=True):
-        k.load(words, k.row_address("x", row, SIZES[plan.dtype]), exists)
+    f.load(held, k.first, always)
     f.rows(held, k.first, always, 0)
     return k.e.text()
 
@@ -254,36 +228,24 @@ def forward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, eps: float,
 def _go_from_row_to_row(k: Kernel, f: "_Forward", blocks: int) -> None:
     e, plan, step = k.e, k.plan, blocks * k.plan.rows_a_block
     f.keep()
-    place = plan.rows * plan.row_bytes
-    start = e.scaled(k.group, plan.places * place, e.r("add.s32", k.shared, plan.ring_at))
-    barriers = e.scaled(k.group, 8 * plan.places, e.r("add.s32", k.shared, plan.barriers_at))
-    ring = Ring(e, plan.places, place, start=start, barriers=barriers, leads=k.leads)
-
-    def ask(row: str, to: str = "") -> None:
-        """Has the rows from this one on brought, as many as there are."""
-        size: object = place
-        if k.rows % plan.rows:
-            size = e.r("mul.lo.s32", e.r("min.s32", e.r("sub.s32", k.rows, row), plan.rows), plan.row_bytes)
-        source = e.d("mad.wide.u32", row, plan.row_bytes, k.base["x"])
-        ring.ask(source, size, e.p("setp.lt.s32", row, k.rows), to)
-
-    for i in range(plan.places):
-        ask(e.r("add.s32", k.first, i * step), e.r("mov.b32", i))
-    e.op("bar.sync", k.barrier, plan.threads)  # the ring's barriers are made
-    parity = e.r("mov.b32", 0)
-    with e.loop(k.first, k.rows, step) as row:
-        ring.wait()
-        held, here = f.registers(), e.scaled(k.at, VECTOR_BYTES, ring.address())
-        for i, words in enumerate(held):
-            k.load(words, e.r("add.s32", here, i * plan.row_bytes), "", "shared")
-        following = e.r("add.s32", row, plan.places * step)
-        k.met = lambda: ask(following)
-        f.rows(held, row, k.rows % plan.rows == 0, parity)
-        ring.advance()
+    held, under_way = f.registers(), f.registers()
+    f.load(held, k.first, step <= k.rows)
+    row, parity = e.r("mov.b32", k.first), e.r("mov.b32", 0)
+    with e.loop(0, -(-k.rows // step), 1):
+        following = e.r("add.s32", row, step)
+        f.load(under_way, following, False)
+        f.rows(held, row, k.rows % step == 0, parity)
+        for mine, theirs in zip(_words(held), _words(under_way), strict=True):
+            e.op("mov.b32", mine, theirs)
+        e.op("mov.b32", row, following)
         e.op("xor.b32", parity, parity, 4 * 3 * plan.slots(plan.rows))
 
 
 Held = list[list[list[str]]]  # the registers of rows: of each its vectors, four words each
+
+
+def _words(held: Held) -> list[str]:
+    return [word for vectors in held for words in vectors for word in words]
 
 
 class _Forward:
@@ -306,16 +268,20 @@ class _Forward:
         plan = self.k.plan
         return [[[self.k.e.new() for _ in range(4)] for _ in range(plan.vectors)] for _ in range(plan.rows)]
 
-    def numbered(self, first: str, always: bool) -> list[tuple[str, str]]:
+    def _numbered(self, first: str, always: bool) -> list[tuple[str, str]]:
         """The rows from `first` on, and the predicates that they are there."""
         k = self.k
         found = [first, *(k.e.r("add.s32", first, i) for i in range(1, k.plan.rows))]
         return [(row, k.exists(row, always)) for row in found]
 
+    def load(self, held: Held, first: str, always: bool) -> None:
+        for words, (row, exists) in zip(held, self._numbered(first, always), strict=True):
+            self.k.load(words, self.k.row_address("x", row, SIZES[self.k.plan.dtype]), exists)
+
     def rows(self, held: Held, first: str, always: bool, slot: object) -> None:
         """Statistics and results of the rows; `slot` is where their shared floats lie, for three exchanges."""
         k, plan = self.k, self.k.plan
-        numbered = self.numbered(first, always)
+        numbered = self._numbered(first, always)
         d, mean, rstd, variance = self._statistics(held, slot)
         targets = [k.row_address("y", row, SIZES[plan.out_dtype]) for row, _ in numbered]
         for j in range(plan.vectors):

@@ -10,7 +10,7 @@ from jaxdnn._kernels.hopper.norm_kind import Kind, unlike, x_of
 from jaxdnn._norm import NormSpec
 
 # op -> bytes of an element -> the row lengths between which it was measured faster, and of how many elements at least.
-MEASURED = {"norm": {2: (512, 4096), 4: (4096, 4096)}, "norm_dgrad": {2: (512, 8192), 4: (4096, 4096)}}
+MEASURED = {"norm": {2: (512, 8192), 4: (4096, 4096)}, "norm_dgrad": {2: (512, 8192), 4: (4096, 4096)}}
 MEASURED_ELEMENTS = 1 << 24
 
 
