@@ -57,6 +57,7 @@ class Config:
     halo: int = 0  # slots of a second ring whose boxes serve all taps of a chunk; 0: a box for every tap
     resident: bool = False  # the filter stays in shared memory for good
     unroll: bool = False  # all taps of the last axis in one turn of the loop; for a halo with a resident filter
+    blank: int = 0  # positions of the last axis in a store of zeros, which phases without taps get; 0: they are tiles
     deal: str = "round"  # how tiles of several phases go to the multiprocessors: "round", "snake" or "together"
 
     @property
@@ -108,6 +109,24 @@ class Problem:
     def one_image(self) -> bool:
         """Whether a tile is of one image: TMA has five dimensions, and a split axis takes the batch's of a volume."""
         return len(self.axes) == 3 and any(ax.in_step > 1 or ax.out_step > 1 for ax in self.axes)
+
+    @property
+    def blank_rows(self) -> list[tuple[int, ...]]:
+        """The phases of all axes but the last whose outputs meet no tap: whole rows of zeros."""
+        leading = product([range(ax.out_step) for ax in self.axes[:-1]])
+        return [p for p in leading if not all(ax.count[a] for ax, a in zip(self.axes, p, strict=False))]
+
+    @property
+    def blank_phases(self) -> list[tuple[int, ...]]:
+        """The other phases that meet no tap, for the last axis' sake."""
+        rows = self.blank_rows
+        return [p for p in product([range(ax.out_step) for ax in self.axes]) if not self.taps(p) and p[:-1] not in rows]
+
+    @property
+    def blank_columns(self) -> int:
+        """Output channels in a store of zeros to such a phase: a part of all, for a box has at most 256."""
+        cell = 16 // np.dtype(self.out_dtype).itemsize
+        return max(n for n in range(cell, 257, cell) if self.columns % n == 0)
 
     def taps(self, phase: Sequence[int]) -> int:
         """How many taps the outputs of a phase meet."""
@@ -209,10 +228,26 @@ def check(problem: Problem, config: Config) -> str | None:
         return "windows of cells need blocks of 64 positions along the last axis"
     if problem.one_image and config.images > 1:
         return "a stride in three dimensions needs tiles of one image"
+    if config.blank and (reason := _check_blank(problem, config)):
+        return reason
     if config.unroll and not (config.halo and config.resident):
         return "taps are unrolled where a halo and a resident filter hold them all"
     if config.halo:
         return _check_halo(problem, config)
+    return None
+
+
+def _check_blank(problem: Problem, config: Config) -> str | None:
+    """Zeros are stored from the memory of the output tiles, by each warpgroup from its share of it."""
+    if not problem.axes or all(map(problem.taps, problem.phases)) or problem.finish is not None:
+        return "no phase of the output is zero throughout"
+    last = problem.axes[-1]
+    piece = config.blank * last.out_step * problem.columns
+    if last.positions % config.blank or piece % 512:  # a warpgroup writes eight bytes a thread
+        return "rows do not divide into such stores of zeros"
+    width = np.dtype(problem.out_dtype).itemsize
+    if piece * width > config.staged * config.rows // config.groups * row_bytes(config, problem.out_dtype):
+        return "a store of zeros does not fit the memory of an output tile"
     return None
 
 

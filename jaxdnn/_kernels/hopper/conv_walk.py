@@ -20,6 +20,15 @@ def select(index: Any, values: Sequence[int]) -> Any:
     return out
 
 
+def digits(number: Any, sizes: Sequence[int]) -> list[Any]:
+    """A number's digits, the lowest first, each below its size; and the rest."""
+    found = []
+    for size in sizes:
+        found.append(lax.rem(number, size))
+        number = lax.div(number, size)
+    return [*found, number]
+
+
 class Walk:
     """Which tile is what: the same arithmetic for the producer and the consumers."""
 
@@ -30,9 +39,47 @@ class Walk:
         self.images = ceil_div(problem.batch, config.images)
         self.columns = ceil_div(problem.columns, config.columns)
         self.per_phase = self.images * math.prod(self.counts) * self.columns
-        self.phases = problem.phases
+        self.phases = [phase for phase in problem.phases if problem.taps(phase) or not config.blank]
         self.tiles = self.per_phase * len(self.phases)
         self.taps = [problem.taps(phase) for phase in self.phases]
+
+    def blank_rows(self) -> int:
+        """How many stores of zeros write the rows that meet no tap."""
+        *axes, last = self.problem.axes
+        rows = self.problem.batch * math.prod(ax.positions for ax in axes) * len(self.problem.blank_rows)
+        return rows * (last.positions // self.config.blank)
+
+    def blank_row(self, number: Any) -> list[Any]:
+        """Where such a store lies: the image, position and phase along every axis but the last, which piece of it."""
+        *axes, last = self.problem.axes
+        rows = self.problem.blank_rows
+        sizes = (last.positions // self.config.blank, len(rows), *(ax.positions for ax in axes[::-1]))
+        piece, row, *places, image = digits(number, sizes)
+        phase = [select(row, [p[d] for p in rows]) for d in range(len(axes))]
+        return [*self._output(image, places[::-1], phase), piece]
+
+    def blank_pieces(self) -> int:
+        """How many stores of zeros write the other phases without taps."""
+        *axes, last = self.problem.axes
+        places = self.problem.batch * math.prod(ax.positions for ax in axes) * len(self.problem.blank_phases)
+        return places * (last.positions // self.config.blank) * (self.problem.columns // self.problem.blank_columns)
+
+    def blank_piece(self, number: Any) -> list[Any]:
+        """As `blank_row`, and the phase of the last axis and which part of the channels."""
+        problem = self.problem
+        *axes, last = problem.axes
+        parts, phases = problem.columns // problem.blank_columns, problem.blank_phases
+        sizes = (parts, last.positions // self.config.blank, len(phases), *(ax.positions for ax in axes[::-1]))
+        part, piece, row, *places, image = digits(number, sizes)
+        phase = [select(row, [p[d] for p in phases]) for d in range(len(problem.axes))]
+        return [*self._output(image, places[::-1], phase), piece, phase[-1], part]
+
+    def _output(self, image: Any, places: Sequence[Any], phase: Sequence[Any]) -> list[Any]:
+        """The image, and the position and phase along every axis but the last, as the output's axes are split."""
+        index = [image]
+        for ax, place, p in zip(self.problem.axes[:-1], places, phase, strict=False):
+            index += [place, p] if ax.out_step > 1 else [place]
+        return index
 
     def blocks(self, sms: int) -> int:
         """Blocks of threads on so many multiprocessors."""

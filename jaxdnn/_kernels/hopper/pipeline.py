@@ -104,7 +104,17 @@ class _Cut:
         self.ringed = self.a_loads or self.b_ringed
         self.steps = math.prod(ax.taps for ax in problem.axes) * problem.chunks  # slots that a resident filter takes
 
-    def staging(self, dtype: Any, chunks: int) -> Any:
+    def blank(self) -> list[Any]:
+        """The output tiles' memory as zeros, a piece of a row of the output for each warpgroup."""
+        if not self.config.blank:
+            return []
+        problem, per, step = self.problem, self.config.blank, self.problem.axes[-1].out_step
+        row = (per, step, problem.columns) if step > 1 else (per, problem.columns)
+        pieces = step * problem.columns // problem.blank_columns
+        shapes = [row, (pieces, per, problem.blank_columns)]
+        return [plgpu.SMEM((self.consumers, *shape), problem.out_dtype) for shape in shapes]
+
+    def staging(self, dtype: Any, chunks: int, others: Sequence[Any] = ()) -> Any:
         """One buffer, written or read by TMA as boxes and by the warpgroup as a tiled matrix."""
         bytes_ = row_bytes(self.config, dtype)
         per = bytes_ // np.dtype(dtype).itemsize
@@ -114,6 +124,7 @@ class _Cut:
             plgpu.SMEM(
                 (self.consumers, chunks, self.rows, per), dtype, transforms=(tiling_transform((8, per)), *swizzle)
             ),
+            *others,
         )
 
     def scratch(self) -> dict[str, Any]:
@@ -127,7 +138,7 @@ class _Cut:
                 transforms=() if problem.window else swizzle,
             ),
             "b_ring": plgpu.SMEM((b_slots(problem, config), *b_box), problem.dtype, transforms=swizzle),
-            "out": self.staging(problem.out_dtype, config.staged),
+            "out": self.staging(problem.out_dtype, config.staged, self.blank()),
         }
         teams, stages = config.teams, config.stages
         if self.ringed:
@@ -137,6 +148,8 @@ class _Cut:
         if config.halo:
             refs["a_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=teams * config.halo)
             refs["a_empty"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.halo)
+        if config.blank:
+            refs["blank"] = plgpu.Barrier(num_arrivals=self.consumers)
         if config.resident:
             refs["b_full"] = plgpu.Barrier(num_arrivals=self.steps * self.b_pieces)
         if problem.extras:
@@ -156,7 +169,7 @@ class _Block:
         self.extras, self.y = rest[:-1], rest[-1]
         self.scratch = scratch
         self.a_ring, self.b_ring = scratch["a_ring"], scratch["b_ring"]
-        self.out_box, self.out_matrix = scratch["out"]
+        self.out_box, self.out_matrix, *self.zeros = scratch["out"]
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
         self.mine = self.walk.share(self.sm, self.sms)
         self.image = (0,) if cut.problem.one_image else ()  # indexes the axis of images of a box that holds one
@@ -298,6 +311,8 @@ class _Block:
             return count + steps
 
         lax.fori_loop(0, self.mine, tile, jnp.int32(0))
+        if config.blank:
+            self.write_zeros()
         plgpu.wait_smem_to_gmem(0)
 
     def compute_tile(self, local: Any, tile: Any, first: Any, steps: Any) -> None:
@@ -438,6 +453,32 @@ class _Block:
         plgpu.commit_smem()
         where = self.position(place, place[-1] * self.config.columns + c * width, width)
         plgpu.copy_smem_to_gmem(self.out_box.at[(self.wg, buffer, *self.image)], self.y.at[where])
+
+    def write_zeros(self) -> None:
+        """The outputs that meet no tap: rows whole where they can be, and after all tiles, reads and writes apart."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.scratch["blank"])  # the zeros lie over the tiles of other warpgroups
+        plgpu.barrier_wait(self.scratch["blank"])
+        row, pieces = self.zeros
+        row[self.wg] = jnp.zeros(row.shape[1:], self.problem.out_dtype)
+        plgpu.commit_smem()
+        per, width, walk = self.config.blank, self.problem.blank_columns, self.walk
+        here, workers = self.sm * self.cut.consumers + self.wg, self.sms * self.cut.consumers
+        share = lambda total: lax.div(total - here + workers - 1, workers)
+
+        def write_piece(local: Any) -> None:
+            *index, first, phase, part = walk.blank_piece(here + local * workers)
+            where = (*index, pl.ds(first * per, per), phase, pl.ds(part * width, width))
+            plgpu.copy_smem_to_gmem(pieces.at[self.wg, 0], self.y.at[where])
+
+        def write_row(local: Any) -> None:
+            *index, first = walk.blank_row(here + local * workers)
+            plgpu.copy_smem_to_gmem(row.at[self.wg], self.y.at[(*index, pl.ds(first * per, per))])
+
+        if self.problem.blank_phases:
+            pl.loop(0, share(walk.blank_pieces()))(write_piece)
+        if self.problem.blank_rows:
+            pl.loop(0, share(walk.blank_rows()))(write_row)
 
 
 def drain(empty: Any, total: Any, slots: int) -> None:

@@ -70,8 +70,10 @@ def choose(op: str, problem: Problem, sms: int) -> Config:
     """The configuration for a problem: the table's, else the cheapest by `cost`."""
     entry = _measured(op, problem)
     if entry is not None:
-        for stages in range(entry.stages, 1, -1):  # an epilogue's operands take memory from the ring
-            config = dataclasses.replace(entry, stages=stages)
+        # An epilogue's operands take memory from the ring, and zeros may not stay zeros under one.
+        blanks = dict.fromkeys((entry.blank, 0))
+        for blank, stages in itertools.product(blanks, range(entry.stages, 1, -1)):
+            config = dataclasses.replace(entry, stages=stages, blank=blank)
             if conv_plan.check(problem, config) is None:
                 return config
     configs = list(candidates(problem))

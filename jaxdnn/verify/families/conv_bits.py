@@ -27,6 +27,7 @@ DENSE = (
     Geometry("bits-thin", 6, (16, 24), 88, 24, (2, 3)),
     Geometry("bits-1d", 5, (64,), 48, 72, (5,), padding=4, dilation=2),
     Geometry("bits-3d", 2, (6, 8, 10), 32, 48, (3, 3, 3), padding=1),
+    Geometry("bits-3d-stride", 2, (7, 8, 11), 24, 40, (2, 3, 3), stride=(2, 1, 2), padding=1),
     Geometry("bits-flipped", 2, (15, 19), 72, 56, (2, 3), padding=1, mode="convolution"),
     Geometry("bits-flipped-stem", 2, (34, 38), 3, 64, (7, 7), stride=2, padding=3, mode="convolution"),
 )
