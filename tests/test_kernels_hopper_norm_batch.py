@@ -97,8 +97,9 @@ def statistics(
     code = norm_batch_ptx.merge(plan, threads, batch, eps=eps, scale=scale is not None)
     given = [base, sums, *([] if scale is None else [scale])]
     count = 4 if scale is None else 5
-    mean, rstd, variance, offset, *factor = run(code, threads, -(-columns // LANES), given, [(columns,)] * count)
-    found: list[Any] = [mean, rstd, variance, base[:columns], offset, factor[0] if factor else rstd]
+    mean, rstd, variance, rest, *factor = run(code, threads, -(-columns // LANES), given, [(columns,)] * count)
+    np.testing.assert_array_equal(base[:columns], x[0].astype(np.float32))
+    found: list[Any] = [mean, rstd, variance, rest, factor[0] if factor else rstd]
     return norm_batch.Statistics(*found)
 
 
@@ -124,8 +125,7 @@ def check(x: np.ndarray, plan: ColumnPlan) -> norm_batch.Statistics:
     for name in ("mean", "rstd", "variance"):
         value = getattr(found, name)
         agree(value, getattr(wanted, name)[0], getattr(wanted, f"{name}_error")[0], np.float32, name)
-    np.testing.assert_array_equal(found.base, x[0].astype(np.float32))
-    np.testing.assert_array_equal(found.mean, found.base + found.offset)
+    np.testing.assert_array_equal(found.mean, found.mean + found.rest)
     np.testing.assert_array_equal(found.factor, found.rstd * scale)
     return found
 
@@ -173,6 +173,21 @@ def test_a_row_far_from_the_others(row: int, dtype: str):
     check(x, plan_of(2100, 24, dtype, threads=128, chunk=2, splits=4))
 
 
+def test_a_first_row_far_away_costs_the_others_no_digits():
+    """x - μ of the other rows, of which x less the first row has lost all but a few."""
+    x = normal(3000, 8, "f32")
+    x[0] = 1e6
+    found = statistics(x, plan_of(3000, 8, "f32"))
+    exact = x.astype(np.float64) - x.astype(np.float64).mean(0)
+    centred = (x - found.mean) - found.rest
+    # Distances from the first row, each rounded, are added up; here by no more than 64 roundings of a partial sum. What
+    # is subtracted from x is 1000 at most, and rounded twice.
+    distances = np.abs(x.astype(np.float64) - x[0]).mean(0)
+    assert (np.abs(centred - exact)[1:] <= 2.0**-24 * (64 * distances + 2 * 1000)).all()
+    through_the_base = (x - x[0]) - (found.mean.astype(np.float64) - x[0]).astype(np.float32)
+    assert np.ptp((through_the_base - exact)[1:], 0).max() > 4 * np.ptp((centred - exact)[1:], 0).max()
+
+
 @each_dtype
 @pytest.mark.parametrize("value", [0.0, 1e4, -0.3])
 def test_a_constant_column_has_no_variance(value: float, dtype: str):
@@ -192,10 +207,10 @@ def test_what_is_not_finite_stays_in_its_column(rows: int, dtype: str):
     x[1, 3], x[rows - 1, 4], x[0, 5], x[0, 6] = np.nan, np.inf, -np.inf, np.nan
     found = statistics(x, plan)
     touched = np.isin(np.arange(24), [3, 4, 5, 6])
-    for name in ("mean", "rstd", "variance", "base", "offset"):
+    for name in ("mean", "rstd", "variance", "rest"):
         value, before = (np.asarray(getattr(v, name)) for v in (found, clean))
         np.testing.assert_array_equal(value[~touched], before[~touched])
-        assert name == "base" or not np.isfinite(value[touched]).any()
+        assert not np.isfinite(value[touched]).any()
     assert np.isnan(np.asarray(found.rstd)[touched]).all()
 
 
@@ -361,18 +376,23 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
     "odd sizes": (
         dnn.batch_norm,
         (shape_of(3, 5, 5, 3),),
-        "its kernels take batches of whole vectors of 16 bytes, not 75 rows of 3 bfloat16",
+        "its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns, not 75 rows of 3 bfloat16",
     ),
     "another op": (
         lambda x: dnn.layer_norm(x, axis=(0, 1, 2)),
         (IMAGES,),
         "its kernels over the first axes are those of batch normalisation",
     ),
+    "many columns": (
+        lambda x: dnn.batch_norm(x, mode="per_activation"),
+        (shape_of(2, 1 << 12, 1 << 13, 8),),
+        "of fewer than 2^28 columns, not 2 rows of 268435456 bfloat16",
+    ),
     "backward": (dnn.batch_norm_dgrad, (IMAGES, IMAGES), None),
     "backward, odd sizes": (
         dnn.batch_norm_dgrad,
         (shape_of(3, 5, 5, 3), shape_of(3, 5, 5, 3)),
-        "its kernels take batches of whole vectors of 16 bytes, not 75 rows of 3 bfloat16",
+        "its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns, not 75 rows of 3 bfloat16",
     ),
     "gradients of two dtypes": (
         dnn.batch_norm_dgrad,
@@ -435,6 +455,20 @@ def test_lowers_for_cuda_with_its_gradient(dtype: str):
 def test_rows_that_make_no_vectors_are_refused():
     with pytest.raises(ValueError, match="`x` must have rows that make whole vectors of 16 bytes, got \\(75, 3\\)"):
         norm_batch.statistics(jnp.zeros((75, 3), jnp.bfloat16), None, eps=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank"),
+    [((128, 56, 56, 256), 0), ((32, 7, 7, 512), 0), ((4, 6, 6, 16), 2), ((128, 7, 7, 4096), 2), ((1568, 1, 1, 512), 0)],
+)
+def test_chosen_unasked_like_what_was_measured(shape: tuple[int, ...], rank: int, monkeypatch: pytest.MonkeyPatch):
+    call = dataclasses.replace(call_of(dnn.batch_norm, shape_of(*shape)), device_kind="NVIDIA H200")
+    (engine,) = [e for e in engines.registered("norm") if e.name == "hopper"]
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    assert engine.rank(call) == rank
+    assert engine.rank(dataclasses.replace(call, device_kind="another")) == 2
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert engine.rank(call) == 2
 
 
 def test_workspace_is_what_the_kernels_take():

@@ -46,7 +46,7 @@ def backward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
 def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> ColumnPlan | None:
     elements = VECTOR_BYTES // SIZES[dtype]
     fold = elements // math.gcd(columns, elements)
-    if rows % fold:
+    if rows % fold or columns * fold >= 1 << 28:  # what the kernels multiply columns by leaves factors of 32 bits
         return None
     rows, columns = rows // fold, columns * fold
     vectors = columns // elements
@@ -67,15 +67,14 @@ class Statistics:
 
     Attributes:
       mean, rstd, variance: as the op returns them.
-      base, offset: two numbers whose sum is the mean; the base is a row of x, so x - base loses nothing that matters.
+      rest: what rounding the mean has cost, to be subtracted behind it.
       factor: rstd times the scale.
     """
 
     mean: Array
     rstd: Array
     variance: Array
-    base: Array
-    offset: Array
+    rest: Array
     factor: Array
 
 
@@ -101,8 +100,8 @@ def statistics(x: Array, scale: Array | None, *, eps: float, config: ColumnPlan 
         threads=MERGE_THREADS,
         floats=MERGE_THREADS + LANES,
     )
-    mean, rstd, variance, offset, *factor = results
-    return Statistics(mean, rstd, variance, base[:columns], offset, factor[0] if factor else rstd)
+    mean, rstd, variance, rest, *factor = results
+    return Statistics(mean, rstd, variance, rest, factor[0] if factor else rstd)
 
 
 def sums(dy: Array, x: Array, mean: Array, config: ColumnPlan | None = None) -> Array:

@@ -120,7 +120,8 @@ class _Statistics(Walk):
 def merge(plan: ColumnPlan, threads: int, batch: int, *, eps: float, scale: bool) -> str:
     """The PTX that makes one of the splits' pairs.
 
-    Operands: base, the pairs, [scale], mean, rstd, variance, δ, [rstd scale], shared memory.
+    Operands: base, the pairs, [scale], mean, rstd, variance, rest, [rstd scale], shared memory. Mean and rest are
+    base + δ as two numbers, the rest what rounding the mean has cost.
 
     A block has 32 columns; its warps take the pairs in turn, at most `batch` of them under way. δ = Σ n_b δ_b / n
     first, then σ² = Σ (M_b + n_b (δ_b - δ)²) / n: in a warp one after the other, then over the warps likewise.
@@ -132,7 +133,7 @@ class _Merge:
     def __init__(self, plan: ColumnPlan, threads: int, batch: int, scale: bool) -> None:
         self.plan, self.threads, self.warps, self.e = plan, threads, threads // LANES, Emitter()
         e = self.e
-        operands = ["base", "sums", *["scale"] * scale, "mean", "rstd", "variance", "offset", *["factor"] * scale]
+        operands = ["base", "sums", *["scale"] * scale, "mean", "rstd", "variance", "rest", *["factor"] * scale]
         self.at = {name: e.d("mov.b64", f"${i}") for i, name in enumerate(operands)}
         self.shared, self.columns = e.r("mov.b32", f"${len(operands)}"), plan.columns // plan.fold
         self.warp, lane = divided(e, e.r("mov.u32", "%tid.x"), LANES)
@@ -207,12 +208,20 @@ class _Merge:
     def _finish(self, variance: str, offset: str, eps: float) -> None:
         e = self.e
         rstd = e.f("rcp.rn.f32", e.f("sqrt.rn.f32", e.f("add.rn.f32", variance, real(eps))))
-        mean = e.f("add.rn.f32", self.base, offset)
-        found = {"mean": mean, "rstd": rstd, "variance": variance, "offset": offset}
+        mean, rest = self._two_sum(self.base, offset)
+        found = {"mean": mean, "rstd": rstd, "variance": variance, "rest": rest}
         for scale in self.scale:
             found["factor"] = e.f("mul.rn.f32", rstd, scale)
         for name, value in found.items():
             e.op("st.global.f32", f"[{self._of_column(name)}]", value, when=self.inside)
+
+    def _two_sum(self, a: str, b: str) -> tuple[str, str]:
+        """The rounded sum, and the number that rounding has taken from it (Knuth's TwoSum)."""
+        e = self.e
+        total = e.f("add.rn.f32", a, b)
+        of_b = e.f("sub.rn.f32", total, a)
+        left = e.f("sub.rn.f32", a, e.f("sub.rn.f32", total, of_b)), e.f("sub.rn.f32", b, of_b)
+        return total, e.f("add.rn.f32", *left)
 
     def _of_column(self, name: str) -> str:
         return self.e.d("mad.wide.u32", self.column, 4, self.at[name])

@@ -173,7 +173,9 @@ class Walk(abc.ABC):
     def _load(self, words: Words, address: str, exist: Sequence[str]) -> None:
         step = self.plan.lines * self.plan.row_bytes
         for i, (vector, exists) in enumerate(zip(words, exist, strict=True)):
-            self.e.op("ld.global.nc.v4.b32", group(vector), f"[{address}+{i * step}]", when=exists)
+            # Nothing is read twice, so the first-level cache keeps none of it.
+            instruction = "ld.global.nc.L1::no_allocate.v4.b32"
+            self.e.op(instruction, group(vector), f"[{address}+{i * step}]", when=exists)
 
     def _add_rest(self, chunks: Sequence[Words]) -> None:
         """The rows behind the last whole tile: a thread has some of them, all or none."""

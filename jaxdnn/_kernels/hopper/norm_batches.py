@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, export, lax
 
@@ -11,12 +12,14 @@ from jaxdnn._kernels.hopper.norm_kind import Kind, unlike, x_of
 from jaxdnn._norm import NormSpec
 from jaxdnn._rounded import nearest
 
+# How many columns, and how many rows and elements at least, the calls had that were measured (three dtypes).
+MEASURED_COLUMNS, MEASURED_ROWS, MEASURED_ELEMENTS = (3, 2048), 1568, 802816
+
 
 def _sizes(call: engines.Call) -> tuple[int, int]:
     """Rows and columns: how many elements a statistic is taken over, and how many statistics there are."""
-    x = x_of(call)
-    rows = math.prod(x.shape[a] for a in call.spec.axes)
-    return rows, math.prod(x.shape) // rows
+    shape, over = x_of(call).shape, len(call.spec.axes)
+    return math.prod(shape[:over]), math.prod(shape[over:])
 
 
 def _plan(call: engines.Call) -> Any:
@@ -37,7 +40,8 @@ def _unsupported(call: engines.Call) -> str | None:
         return reason
     if _plan(call) is None:
         rows, columns = _sizes(call)
-        return f"its kernels take batches of whole vectors of 16 bytes, not {rows} rows of {columns} {x.dtype}"
+        given = f"{rows} rows of {columns} {x.dtype}"
+        return f"its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns, not {given}"
     return None
 
 
@@ -53,7 +57,7 @@ def _kept(call: engines.Call) -> tuple[int, ...]:
 
 
 def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
-    """y = (x - μ) (r s) + b; where x is as wide as μ, in two steps, the mean being base + offset."""
+    """y = (x - μ) (r s) + b; where x is as wide as μ, what rounding the mean has cost is subtracted too."""
     from jaxdnn._kernels.hopper import norm_batch
 
     spec: NormSpec = call.spec
@@ -62,11 +66,9 @@ def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
     flat = None if scale is None else scale.reshape(columns)
     found = norm_batch.statistics(x.reshape(rows, columns), flat, eps=spec.eps)
     spread = lambda v: v.reshape(_kept(call))
-    wide = x.astype(spec.accumulate)
+    centred = x.astype(spec.accumulate) - spread(found.mean)
     if x.dtype == spec.accumulate:
-        centred = (wide - spread(found.base)) - spread(found.offset)
-    else:
-        centred = wide - spread(found.mean)
+        centred = centred - spread(found.rest)
     y = centred * spread(found.factor)
     y = y if bias is None else y + bias
     return nearest(y, spec.out_dtype), spread(found.mean), spread(found.rstd), spread(found.variance)
@@ -106,12 +108,21 @@ def _workspace(call: engines.Call) -> int | None:
     return 4 * found.columns * found.splits * (3 if x_of(call).dtype == call.spec.accumulate else 2)
 
 
+def _measured(call: engines.Call) -> bool:
+    """Faster than XLA's formula, both ways, wherever it was measured; on one device, where nothing is gathered."""
+    if any(map(export.is_symbolic_dim, x_of(call).shape)):
+        return False
+    rows, columns = _sizes(call)
+    alike = MEASURED_COLUMNS[0] <= columns <= MEASURED_COLUMNS[1] and rows >= MEASURED_ROWS
+    return alike and rows * columns >= MEASURED_ELEMENTS and jax.local_device_count() == 1
+
+
 BATCHES = Kind(
     axes="the first axes",
     pattern="r+k+",
     unsupported=_unsupported,
     run=_run,
-    measured=lambda call: False,
+    measured=_measured,
     workspace=_workspace,
     notes=("batch normalisation, an array that is sharded over the batch is gathered first",),
 )
