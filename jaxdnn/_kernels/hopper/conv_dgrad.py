@@ -7,9 +7,10 @@ each tap in order that meets the position, the chunk's channels in order. `batch
 
 Tiling: with stride one, the forward kernel with the taps moving the other way. With a stride, positions of one phase
 (i mod s) meet the same taps, so every phase is a small convolution of stride one; all phases run in one launch, those
-with most taps first, and their outputs interleave through TMA. Phases that meet no tap are written as zeros:
-as tiles like the others, or after these in whole rows (`Config.blank`). An output of very few channels (an RGB stem) would waste the tensor cores phase by phase; there all phases become columns
-of one product over the union of their windows, and one copy interleaves them.
+with most taps first, and their outputs interleave through TMA. Phases that meet no tap are written as zeros: as tiles
+like the others, or after these in whole rows (`Config.blank`). An output of very few channels (an RGB stem) would waste
+the tensor cores phase by phase; there all phases become columns of one product over the union of their windows, and
+one copy interleaves them.
 
 The filter is read as the user stores it, without a transposing copy, in 16-bit types.
 """
