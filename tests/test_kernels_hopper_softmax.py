@@ -73,7 +73,7 @@ def counts(length: int) -> tuple[int, ...]:
 def test_forward(length: int, dtype: str, algorithm: str):
     for rows in counts(length):
         x = data((rows, length), dtype)
-        plan = softmax.plan(length, dtype, dtype, 1)
+        plan = softmax.plan(length, dtype, dtype, 1, algorithm)
         code = softmax.forward_code(plan, rows, algorithm)
         wide = x.astype(np.float64)
         if algorithm == "logsumexp":
@@ -153,7 +153,7 @@ def test_what_is_not_finite(length: int, dtype: str, algorithm: str):
     x[4] = ml_dtypes.finfo(DTYPES[dtype]).min  # what some programs mask with
     x[5, 0], x[5, 1] = np.inf, -np.inf
     x[6, 1:] = -np.inf
-    plan = softmax.plan(length, dtype, dtype, 1)
+    plan = softmax.plan(length, dtype, dtype, 1, algorithm)
     code = softmax.forward_code(plan, len(x), algorithm)
     wide = x.astype(np.float64)
     with np.errstate(all="ignore"):

@@ -4,13 +4,15 @@ Schedule. Rows lie one after the other in memory. Up to a warp of threads shares
 block of 128 to 512 threads, and a longer one by the blocks of a cluster, up to eight. A thread loads its 16-byte
 vectors straight into registers, all before the first use, so the row is read once; maximum and sum go by exchange
 between lanes, then through shared memory between warps, then through the cluster's between blocks. Blocks are many and
-small: while some wait for memory, others compute. A row too long for the registers of a cluster is read twice.
+small: while some wait for memory, others compute. Forward, for rows of more than 32 KB, blocks of 1024 threads stay,
+and rows come through shared memory (`softmax_stream_ptx`). A row too long for a cluster's registers is read twice.
 `softmax_ptx` writes the instructions and states the order of additions, which follows from the row's length and dtype.
 
 Limits. The row's bytes are a multiple of 16; bfloat16, float16 or float32; the reduced axes are the last ones.
 Exponentials are 2^x by the special function unit, whose results below 2^-126 are zero.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -29,12 +31,17 @@ CLUSTER = 8  # blocks at most, on any device
 # Clusters of so many blocks, each a multiprocessor's, that an H200 has at a time; of 4 and 8 one fewer than the one
 # that was asked, for which multiprocessors are switched off differs from chip to chip.
 CLUSTERS = {1: 132, 2: 66, 4: 29, 8: 14}
+SLICE = 64 << 10  # bytes of a row at most for a block that stays: four vectors for each of its 1024 threads
+SHARED_BYTES = 200 << 10  # of a block, at most
 SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 blocks
 
 
-def plan(length: int, dtype: str, out_dtype: str, operands: int) -> RowPlan:
-    """How rows of a length are dealt out to threads."""
+def plan(length: int, dtype: str, out_dtype: str, operands: int, algorithm: str = "") -> RowPlan:
+    """How rows of a length are dealt out to threads, forward with the algorithm."""
     vectors = length * SIZES[dtype] // VECTOR_BYTES
+    low, high = _streamed_bytes(algorithm, SIZES[dtype])
+    if operands == 1 and low < vectors * VECTOR_BYTES <= high:
+        return _streamed(length, dtype, out_dtype)
     if vectors <= 32 * VECTORS // operands:
         threads = min(32, 1 << (vectors - 1).bit_length())
         return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), 128)
@@ -54,10 +61,27 @@ def plan(length: int, dtype: str, out_dtype: str, operands: int) -> RowPlan:
     return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), block, cluster)
 
 
+def _streamed_bytes(algorithm: str, size: int) -> tuple[int, int]:
+    """Of rows for which blocks stay: longer than the first, up to the second (`benchmarks/notes-softmax.md`)."""
+    low = 16 << 10 if algorithm == "log" and size == 2 else 32 << 10
+    return low, 4 * SLICE if algorithm != "logsumexp" and size == 2 else SLICE
+
+
+def _streamed(length: int, dtype: str, out_dtype: str) -> RowPlan:
+    """Blocks that stay, as few to a cluster as can hold a row, with as many places for rows as fit."""
+    vectors, cluster, block = length * SIZES[dtype] // VECTOR_BYTES, 1, 1024
+    while cluster * SLICE < vectors * VECTOR_BYTES:
+        cluster *= 2
+    each = -(-vectors // cluster)
+    one = RowPlan(length, dtype, out_dtype, cluster * block, -(-each // block), block, cluster, stages=1)
+    own = softmax_stream_ptx.shared_bytes(one) - each * VECTOR_BYTES
+    return dataclasses.replace(one, stages=(SHARED_BYTES - own - 128) // (each * VECTOR_BYTES))
+
+
 def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | None = None) -> Array:
     """Softmax or its logarithm of x (rows, length), or with algorithm "logsumexp" that: (rows,)."""
     rows, length = x.shape
-    chosen = config or plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], 1)
+    chosen = config or plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], 1, algorithm)
     out = jax.ShapeDtypeStruct((rows,) if algorithm == "logsumexp" else x.shape, out_dtype)
     return _rows(forward_code(chosen, rows, algorithm), chosen, [x], out, f"softmax_{algorithm}")
 

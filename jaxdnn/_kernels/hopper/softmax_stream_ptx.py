@@ -3,8 +3,8 @@
 Each block of a cluster has one slice of the row, contiguous. Rows come by the bulk copy engine into a ring of as many
 places as fit into shared memory, and while one is worked on the next are under way. A warp takes its own part's largest
 element m and sum s of exp(x - m), and leaves the two in the shared memory of all blocks, asynchronously: one trip, for
-which a barrier there counts bytes. Who has all of them knows that all warps have read the row, so its place is free.
-Warps meet nowhere else.
+which a barrier there counts bytes (arrivals, where one block has the row). Who has all of them knows that all warps
+have read the row, so its place is free. Warps meet nowhere else.
 
 Order of additions: vector i of a block's slice belongs to thread i modulo its threads. In a vector the elements
 pairwise, a thread's vectors pairwise, the threads of a warp by exchange over lane distances 16, 8, 4, 2, 1; then, each
@@ -98,7 +98,12 @@ class _Stream(softmax_ptx.Kernel):
         self.turn, self.phase = e.r("mov.b32", 0), e.r("mov.b32", 0)  # 0 or 1; the phase of this turn's barrier
         self.sums = e.r("add.s32", self.shared, 2 * _exchange_bytes(plan))
         for i in range(2):
-            e.op("mbarrier.init.shared::cta.b64", f"[{self.sums}+{8 * i}]", 1, when=self.leads)
+            e.op(
+                "mbarrier.init.shared::cta.b64",
+                f"[{self.sums}+{8 * i}]",
+                1 if self.rank else plan.block // 32,
+                when=self.leads,
+            )
         start = e.r("add.s32", self.shared, _ring_at(plan))
         size = self.slice * VECTOR_BYTES
         self.ring = Ring(e, plan.stages, size, start=start, barriers=e.r("add.s32", self.sums, 16), leads=self.leads)
@@ -119,8 +124,9 @@ class _Stream(softmax_ptx.Kernel):
         with e.loop(first, self.row_count, self.clusters) as row:
             self.row = self._row_at(row)
             self.following = e.r("add.s32", row, plan.stages * self.clusters)
-            expected = plan.block // 32 * plan.cluster * _PAIR
-            e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", self._barrier(), expected, when=self.leads)
+            expected = _exchange_bytes(plan)
+            if self.rank:
+                e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", self._barrier(), expected, when=self.leads)
             self.ring.wait()
             yield
             self.ring.advance()
@@ -174,17 +180,18 @@ class _Stream(softmax_ptx.Kernel):
         return self.pairwise("max.f32", self.unpack(flat))
 
     def send(self, m: str, s: str) -> None:
-        """A warp's pair to all blocks, a lane for each."""
+        """A warp's pair to all blocks, a lane for each. Outside of a cluster there is no asynchronous store."""
         e, plan = self.e, self.plan
         pair = e.scaled(self.turn, _exchange_bytes(plan), e.scaled(self.warp, _PAIR, self.shared))
         barrier = e.scaled(self.turn, 8, self.sums)
-        if self.rank:
-            pair = e.scaled(self.rank, plan.block // 32 * _PAIR, pair)
-            pair, barrier = (e.r("mapa.shared::cluster.u32", where, self.lane) for where in (pair, barrier))
-        e.op(_STORE, f"[{pair}]", "{" + f"{m}, {s}" + "}", f"[{barrier}]", when=self._lane_of_a_block())
-
-    def _lane_of_a_block(self) -> str:
-        return self.e.p("setp.lt.s32", self.lane, self.plan.cluster)
+        values, when = "{" + f"{m}, {s}" + "}", e.p("setp.lt.s32", self.lane, plan.cluster)
+        if not self.rank:
+            e.op("st.shared.v2.f32", f"[{pair}]", values, when=when)
+            e.op("mbarrier.arrive.shared::cta.b64", "_", f"[{barrier}]", when=when)
+            return
+        pair = e.scaled(self.rank, plan.block // 32 * _PAIR, pair)
+        pair, barrier = (e.r("mapa.shared::cluster.u32", where, self.lane) for where in (pair, barrier))
+        e.op(_STORE, f"[{pair}]", values, f"[{barrier}]", when=when)
 
     def receive(self) -> tuple[list[str], list[str]]:
         """For lane i, the largest elements and the sums of warp i modulo the warps of a block, of all blocks."""
