@@ -177,6 +177,10 @@ def reference(x, w, dy, call):
     return y, dx[:, *inside], dw.reshape(call.taps[0], -1, call.channels)
 
 
+def has_filter_gradient(config):
+    return config is None or config.unit is None
+
+
 def operands(case, seed=0):
     shape, taps, group, dtype, stride, padding, dilation, config = CASES[case]
     rng = np.random.default_rng(seed)
@@ -194,7 +198,7 @@ def test_small_integers_are_exact(case):
     y, dx, dw = reference(x, w, dy, call)
     np.testing.assert_array_equal(run_walk("fprop", x, w, call, config), y.astype(x.dtype))
     np.testing.assert_array_equal(run_walk("dgrad", dy, w, call, config), dx.astype(x.dtype))
-    if config is None:
+    if has_filter_gradient(config):
         np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
 
 
@@ -213,16 +217,16 @@ def test_a_walk_reads_its_tile_in_flight_where_it_lies(channels, stages):
 
 
 @pytest.mark.parametrize("taps", [(2, 2), (3, 3), (4, 1), (8, 5)])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_tiles_in_flight_are_read_where_they_lie(taps, stages):
+@pytest.mark.parametrize(("channels", "stages"), [(32, 1), (32, 2), (32, 3), (64, 2)])
+def test_tiles_in_flight_are_read_where_they_lie(taps, channels, stages):
     """An even number of tap rows makes tiles of an odd number of rows, whose bytes the swizzle's period divides not."""
-    shape, config = (4, 9, 11, 32), Config(splits=1, stages=stages)
-    w_shape = (*taps, 1, 32)
+    shape, config = (4, 9, 11, 64), Config(splits=1, channels=channels, stages=stages)
+    w_shape = (*taps, 1, 64)
     call = window(shape, w_shape, jnp.bfloat16, stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
     assert plan_filter(call, config).per_split == 4
     rng = np.random.default_rng(3)
     draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES["bf16"])
-    x, w, dy = draw(shape), draw(w_shape), draw((4, *call.out, 32))
+    x, w, dy = draw(shape), draw(w_shape), draw((4, *call.out, 64))
     np.testing.assert_array_equal(run_filter(x, dy, call, config), reference(x, w, dy, call)[2])
 
 
@@ -324,12 +328,12 @@ def test_the_schedule_has_every_product_once(case):
     for parity in range(twice):
         seen = np.concatenate([found[phase * twice + parity].ravel() for phase in range(phases)])
         np.testing.assert_array_equal(np.sort(seen[seen >= 0]), everything)
-    if config is None:
-        _, (order,), _ = conv_depthwise_plan.orders("wgrad", call)
-        parts = plan_filter(call).parts
+    if has_filter_gradient(config):
+        _, (order,), _ = conv_depthwise_plan.orders("wgrad", call, config)
+        plan = plan_filter(call, config)
         pixels = np.sort(order[order >= 0])
         np.testing.assert_array_equal(pixels, np.arange(call.images * math.prod(call.out)))
-        assert len(order) == parts * plan_filter(call).splits
+        assert len(order) == plan.parts * plan.splits
 
 
 def spread(rng, shape):
@@ -365,7 +369,7 @@ def test_the_schedule_predicts_every_bit(case, mode):
     np.testing.assert_array_equal(y.reshape(out), predicted("fprop", x, w))
     dx = run_walk("dgrad", dy, turned, call, config)
     np.testing.assert_array_equal(dx.reshape(x.shape), predicted("dgrad", dy, w, x.shape))
-    if config is None and mode == "cross_correlation":
+    if has_filter_gradient(config) and mode == "cross_correlation":
         dw = run_filter(x, dy, call, config)
         np.testing.assert_array_equal(dw.reshape(w.shape), predicted("wgrad", x, dy, w.shape, out_dtype=np.float32))
 
@@ -398,6 +402,28 @@ def test_forward_order_ignores_batch_and_tiles():
     ]
     for orders in found:
         np.testing.assert_array_equal(orders, found[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "taps", "walk", "filter_gradient"),
+    [
+        ((128, 14, 14, 384), 3, (32, 2), (64, 2)),
+        ((128, 7, 7, 960), 3, (32, 2), (64, 3)),
+        ((2, 14, 14, 384), 3, (32, 1), (32, 2)),  # too few tiles to take in turn
+        ((128, 14, 14, 144), 3, (32, 2), (32, 2)),  # 64 channels do not divide them
+        ((128, 56, 56, 144), 3, (32, 1), (32, 2)),
+        ((64, 28, 28, 384), 7, (32, 1), (32, 2)),
+    ],
+)
+def test_channels_and_tiles_in_flight_are_those_that_were_measured(shape, taps, walk, filter_gradient):
+    low = (taps // 2,) * 2
+    call = window(shape, (taps, taps, 1, shape[-1]), jnp.bfloat16, stride=(1, 1), padding=(low, low), dilation=(1, 1))
+    for op in ("fprop", "dgrad"):
+        plan = plan_walk(op, call)
+        assert (plan.channels, plan.stages) == walk
+        fixed = plan_walk(op, call, Config(rows=plan.out_tile[0], columns=plan.out_tile[1]))
+        assert (fixed.stages, fixed.out_tile) == (1, plan.out_tile)
+    assert (plan_filter(call).channels, plan_filter(call).stages) == filter_gradient
 
 
 def test_one_axis_order_ignores_the_image():
@@ -445,8 +471,9 @@ def test_lowers_for_cuda(case):
         "fprop": (ft.partial(kernels.depthwise_fprop, **geometry, config=config), (x, w), dy.shape),
         "dgrad": (lambda dy, w: kernels.depthwise_dgrad(dy, w, x.shape, **geometry, config=config), (dy, w), x.shape),
     }
-    if config is None:
-        calls["wgrad"] = (lambda x, dy: kernels.depthwise_wgrad(x, dy, w.shape, **geometry), (x, dy), w.shape)
+    if has_filter_gradient(config):
+        wgrad = lambda x, dy: kernels.depthwise_wgrad(x, dy, w.shape, **geometry, config=config)
+        calls["wgrad"] = (wgrad, (x, dy), w.shape)
     for op, (function, arrays, shape) in calls.items():
         assert kernels.supports(op, x.shape, w.shape, x.dtype, **geometry, config=config) is None
         specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]

@@ -1,6 +1,6 @@
 """Depthwise and narrow-group convolution on Hopper: forward, backward data, backward filter (Pallas, Mosaic GPU).
 
-Schedule. A block of threads takes one tile: up to 14 x 28 outputs of 32 channels. The tensor memory accelerator
+Schedule. A block of threads takes one tile: up to 14 x 28 outputs of 32 channels (or 64). The tensor memory accelerator
 fetches the input tile with its halo (outside the image it writes zeros, so padding costs nothing) and the tile's
 filter slab; four warps, eight channels each, walk the tile in shared memory (`conv_depthwise_walk` on the tensor core
 for bfloat16 and float16, `conv_depthwise_fma` in float32) and leave the outputs in shared memory, from where one copy

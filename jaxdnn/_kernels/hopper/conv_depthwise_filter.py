@@ -29,9 +29,10 @@ class FilterWalk:
       in_step: steps between the inputs of neighbouring outputs.
       dilation: steps between taps.
       row_taps: tap rows in the block.
-      column_taps: tap columns that one warpgroup sums; warpgroup g has g*column_taps to (g+1)*column_taps - 1.
-      warpgroups: warpgroups that share the tile.
+      column_taps: tap columns that one group of warps sums; group g has g*column_taps to (g+1)*column_taps - 1.
+      warpgroups: groups of warps, one for each eight channels, that share the tap columns.
       rows, columns: outputs of the tile.
+      channels: channels of the tile: 32 or 64.
     """
 
     dtype: str
@@ -53,9 +54,10 @@ class FilterWalk:
         return 4 * self.row_taps * ((self.column_taps + 1) // 2)
 
 
-def _chunk(e: Emitter, lanes: Lanes) -> tuple[str, str]:
-    """The warp's eight channels, and its warpgroup."""
-    return e.r("and.b32", lanes.warp, 3), e.r("shr.u32", lanes.warp, 2)
+def _chunk(e: Emitter, k: FilterWalk, lanes: Lanes) -> tuple[str, str]:
+    """The warp's eight channels, and its group."""
+    chunks = k.channels // 8
+    return e.r("and.b32", lanes.warp, chunks - 1), e.r("shr.u32", lanes.warp, chunks.bit_length() - 1)
 
 
 def filter_walk(k: FilterWalk) -> str:
@@ -65,7 +67,7 @@ def filter_walk(k: FilterWalk) -> str:
     sums = [e.f("mov.f32", f"${i}") for i in range(n)]
     x, dy = (e.r("mov.b32", f"${2 * n + i}") for i in range(2))
     lanes = Lanes(e)
-    chunk, warpgroup = _chunk(e, lanes)
+    chunk, warpgroup = _chunk(e, k, lanes)
     shift = e.scaled(warpgroup, k.column_taps * k.dilation[1])
     for kind in kinds(k.columns):
         rows = _fragment_rows(kind, k.rows)
@@ -132,7 +134,7 @@ def filter_store(k: FilterWalk) -> str:
     sums = [e.f("mov.f32", f"${i}") for i in range(n)]
     out = e.r("mov.b32", f"${n}")
     lanes = Lanes(e)
-    chunk, warpgroup = _chunk(e, lanes)
+    chunk, warpgroup = _chunk(e, k, lanes)
     shift = {1: 0, 2: 1, 4: 2, 8: 3}[k.group]
     line = 4 * k.channels
     own = e.r("shr.u32", lanes.row, shift)

@@ -19,6 +19,7 @@ from jaxdnn._kernels.hopper.conv_depthwise_walk import Phase, Walk, tap_steps
 SHARED_BYTES = 232448  # of one block, at most
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 GROUPS = (1, 2, 4, 8)
+IN_TURN = 4  # blocks of a multiprocessor that take tiles in turn, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Config:
 
     Attributes:
       unit: "tensor" (mma, 16-bit) or "fma" (float32 fused multiply-adds, depthwise only).
-      channels: channels of a tile (16, 32 or 64 on the tensor core; 128 bytes' worth otherwise).
+      channels: channels of a tile (16, 32 or 64 on the tensor core, filter gradient 32 or 64; else 128 bytes' worth).
       rows, columns: outputs of a tile; rows even, columns a multiple of 4 (times the stride for backward data).
       splits: filter gradient: parts of the sum over pixels, at most.
       stages: tiles in flight in one block; more than one: the blocks are few, and take tiles in turn.
@@ -216,10 +217,23 @@ class WalkPlan:
 def plan_walk(op: str, call: Window, config: Config | None = None, multiprocessors: int = 132) -> WalkPlan:
     """The tiles of a forward ("fprop") or backward-data ("dgrad") call.
 
+    Measured: on the tensor core blocks that take tiles in turn, two in flight, win where four of them fit into a
+    multiprocessor, and lose where two or three do.
+
     Raises:
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
     """
     config = config or Config()
+    plan = _plan_walk(op, call, config, multiprocessors)
+    if config.stages or config.rows or config.columns or not isinstance(plan.walk, Walk):
+        return plan
+    turns = _plan_walk(op, call, dataclasses.replace(config, stages=2), multiprocessors)
+    tiles = ceil_div(call.channels, plan.channels) * math.prod(plan.tiles) * call.images
+    same = (turns.out_tile, turns.channels) == (plan.out_tile, plan.channels)
+    return turns if same and turns.blocks == IN_TURN * multiprocessors and tiles > turns.blocks else plan
+
+
+def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int) -> WalkPlan:
     _check_tile(config, (1, 1) if op == "fprop" else call.stride)
     grid, first = phases(op, call)
     forward = op == "fprop"
@@ -276,7 +290,7 @@ def plan_walk(op: str, call: Window, config: Config | None = None, multiprocesso
             size = plan.shared_bytes(call.taps[0] * filter_columns * call.group, itemsize)
             boxes = (*in_tile, *out_tile, call.taps[0], filter_columns * call.group)
             if size <= SHARED_BYTES and max(boxes) <= 256:
-                resident = min(SHARED_BYTES // (size + 1024), 4)
+                resident = min(SHARED_BYTES // (size + 1024), IN_TURN)
                 return plan if stages == 1 else dataclasses.replace(plan, blocks=multiprocessors * resident)
         if config.rows or config.columns or (rows <= 2 and columns <= 4):
             raise _NoTile(f"a tile of {size} bytes and {max(boxes)} pixels a side is over {SHARED_BYTES} bytes or 256")
@@ -316,10 +330,26 @@ class FilterPlan:
 def plan_filter(call: Window, config: Config | None = None, multiprocessors: int = 132) -> FilterPlan:
     """The tiles and splits of a filter gradient.
 
+    Measured: depthwise, 3x3, stride 1 and a tile for a whole image, tiles of 64 channels win, whose rows in memory are
+    twice as long: three in flight where two such blocks fit into a multiprocessor, else two.
+
     Raises:
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
     """
     config = config or Config()
+    plan, _ = _plan_filter(call, config, multiprocessors)
+    measured = isinstance(plan.walk, FilterWalk) and call.group == 1 and max(call.taps) <= 3 and call.stride == (1, 1)
+    if config != Config() or not measured or call.channels % 64 or plan.tiles != (1, 1):
+        return plan
+    for stages, resident in ((3, 2), (2, 1)):
+        wide, fit = _plan_filter(call, Config(channels=64, stages=stages), multiprocessors)
+        if wide.out_tile == plan.out_tile and fit >= resident and wide.per_split >= 4:
+            return wide
+    return plan
+
+
+def _plan_filter(call: Window, config: Config, multiprocessors: int) -> tuple[FilterPlan, int]:
+    """A plan, and how many of its blocks a multiprocessor is taken to hold."""
     _check_tile(config, (1, 1))
     unit = config.unit or default_unit(call.dtype)
     itemsize = 4 if call.dtype == "f32" else 2
@@ -331,16 +361,19 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
     rows = config.rows or _best(call.out[0], (4, 2) if warpgroups == 2 else (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns or _best(call.out[1], (28, 32, 24, 20, 16, 12, 8, 4))
     stages = config.stages or (2 if unit == "tensor" else 1)
+    channels = config.channels or 32
+    if channels not in ((32, 64) if unit == "tensor" else (32,)) or (channels > 32 and call.channels % channels):
+        raise _NoTile(f"a filter gradient's tiles have 32 channels, or 64 that divide all, got {channels}")
     parts = 1 if unit == "tensor" else 4
     tap_blocks = ceil_div(call.taps[0], block[0]), ceil_div(call.taps[1], block[1])
     while True:
         tall, wide = (
             (n - 1) * call.stride[i] + (block[i] - 1) * call.dilation[i] + 1 for i, n in enumerate((rows, columns))
         )
-        wide = whole_copies(wide, 32 * itemsize)
+        wide = whole_copies(wide, channels * itemsize)
         in_tile = whole_pattern(tall, wide) if stages > 1 else tall, wide
-        sums = parts * math.prod(block) * call.group * 32 * 4
-        size = stages * sum(_aligned(math.prod(t) * 32 * itemsize) for t in (in_tile, (rows, columns)))
+        sums = parts * math.prod(block) * call.group * channels * 4
+        size = stages * sum(_aligned(math.prod(t) * channels * itemsize) for t in (in_tile, (rows, columns)))
         size += _aligned(sums) + 1024
         if size <= SHARED_BYTES and max(*in_tile, block[1] * call.group) <= 256:
             break
@@ -355,23 +388,32 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
             rows = max(2, rows // 4 * 2)
     tiles = ceil_div(call.out[0], rows), ceil_div(call.out[1], columns)
     total = call.images * math.prod(tiles)
-    blocks = ceil_div(call.channels, 32) * math.prod(tap_blocks)
-    resident = multiprocessors * max(1, min(SHARED_BYTES // (size + 1024), 4 // warpgroups))
-    splits = min(config.splits or max(1, resident // blocks), total, 256 // parts)
+    blocks = ceil_div(call.channels, channels) * math.prod(tap_blocks)
+    groups = warpgroups * channels // 32
+    resident = max(1, min(SHARED_BYTES // (size + 1024), 4 // groups))
+    splits = min(config.splits or max(1, multiprocessors * resident // blocks), total, 256 // parts)
     per_split = ceil_div(total, splits)
     common: dict[str, Any] = dict(
         in_pitch=in_tile[1], out_pitch=columns, in_step=call.stride, dilation=call.dilation,
         row_taps=block[0], rows=rows, columns=columns,
     )  # fmt: skip
     walk = (
-        FilterWalk(dtype=call.dtype, group=call.group, column_taps=per_group, warpgroups=warpgroups, **common)
+        FilterWalk(
+            dtype=call.dtype,
+            group=call.group,
+            column_taps=per_group,
+            warpgroups=warpgroups,
+            channels=channels,
+            **common,
+        )
         if unit == "tensor"
         else LaneFilter(column_taps=block[1], **common)
     )
-    return FilterPlan(
-        walk, 32, (in_tile[0], in_tile[1]), (rows, columns), block, tap_blocks, tiles, per_split,
-        ceil_div(total, per_split), stages, parts, warpgroups, 64 if unit == "tensor" else 0,
+    plan = FilterPlan(
+        walk, channels, (in_tile[0], in_tile[1]), (rows, columns), block, tap_blocks, tiles, per_split,
+        ceil_div(total, per_split), stages, parts, groups, 2 * channels if unit == "tensor" else 0,
     )  # fmt: skip
+    return plan, resident
 
 
 def orders(op: str, call: Window, config: Config | None = None) -> tuple[str, tuple[np.ndarray, ...], np.ndarray]:
