@@ -129,8 +129,9 @@ def test_lowers(name, op, outer):
     [("float16", "float16"), ("float32", "float32"), ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "float32"),
      ("int8", "int32")],
 )  # fmt: skip
-def test_lowers_in_every_dtype(dtype, out_dtype, op, outer):
-    module, function, operands, keywords = kernel(op, CASES["3x3"], outer, out_dtype=jnp.dtype(out_dtype))
+@pytest.mark.parametrize("name", ["3x3", "three axes", "three axes, strided"])
+def test_lowers_in_every_dtype(name, dtype, out_dtype, op, outer):
+    module, function, operands, keywords = kernel(op, CASES[name], outer, out_dtype=jnp.dtype(out_dtype))
     avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in operands]
     assert module.supports(*avals, precision="tf32" if dtype == "float32" else None, **keywords) is None
     lowered(function, *avals)
