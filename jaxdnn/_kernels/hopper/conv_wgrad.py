@@ -13,7 +13,10 @@ which wgmma can do in 16-bit types only. With `halo`, the pixels of x that all t
 loaded once, each warpgroup takes one row of the filter, and the taps of a row are one operand whose column blocks
 overlap in memory, one pixel apart.
 
-Limits: bfloat16 and float16. One group, or groups whose channels fill whole tiles. No stride in three dimensions.
+Groups: a tile lies in one group. Narrow ones are taken together until they fill chunks of 64 channels and 64 filters.
+
+Limits: bfloat16 and float16; the types that wgmma reads along the reduction only go to `conv_wgrad_transposed`. With a
+stride in three dimensions a box is of one image.
 """
 
 import dataclasses
@@ -27,6 +30,7 @@ from jax import Array
 
 from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import conv_wgrad_kernel as kernel
+from jaxdnn._kernels.hopper import conv_wgrad_transposed as transposed
 from jaxdnn._kernels.hopper import tuning
 from jaxdnn._kernels.hopper.conv_fprop import Geometry
 from jaxdnn._kernels.hopper.conv_plan import ceil_div
@@ -53,24 +57,44 @@ def supports(
     *,
     geo: Geometry,
     out_dtype: Any = None,
+    precision: str | None = None,
 ) -> str | None:
     """Why `conv_wgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
-    if jnp.dtype(x.dtype).name not in ("bfloat16", "float16") or x.dtype != dy.dtype:
-        return "its kernel takes two operands of bfloat16 or of float16, the types whose products read either order"
+    if not _either_order(x):
+        return transposed.supports(x, dy, geo=geo, out_dtype=out_dtype, precision=precision)
+    if x.dtype != dy.dtype:
+        return "its kernels take operands of one dtype"
     if jnp.dtype(out_dtype or x.dtype).name not in ("bfloat16", "float16", "float32"):
         return "its kernel writes bfloat16, float16 and float32"
-    if geo.groups > 1:
-        return "its kernel takes one group"
-    return fprop.shape_reason(geo, x.shape[0], x.shape[-1], dy.shape[-1], 2)
+    one = dataclasses.replace(geo, groups=1)  # any groups are served: narrow ones are taken together
+    return fprop.shape_reason(one, x.shape[0], x.shape[-1], dy.shape[-1], 2, volumes=True)
+
+
+def _either_order(x: Any) -> bool:
+    """Whether wgmma reads operands of this dtype along the reduction or across it."""
+    return jnp.dtype(x.dtype).name in ("bfloat16", "float16")
 
 
 def problem_of(x: Any, dy: Any, geo: Geometry) -> Problem:
     even = lambda n: n + -n % 8
     c, k, outer = even(x.shape[-1]), even(dy.shape[-1]), geo.outer
+    groups = geo.groups // together(geo.groups, x.shape[-1], dy.shape[-1])
     if geo.pointwise:
-        return Problem(math.prod(x.shape[:-1]), c, k, (), jnp.dtype(x.dtype), outer)
+        return Problem(math.prod(x.shape[:-1]), c // groups, k, (), jnp.dtype(x.dtype), outer, groups)
     axes = fprop.axes_of(dataclasses.replace(geo, flip=False))
-    return Problem(x.shape[0], c, k, axes, jnp.dtype(x.dtype), outer)
+    return Problem(x.shape[0], c // groups, k, axes, jnp.dtype(x.dtype), outer, groups)
+
+
+def together(groups: int, channels: int, filters: int) -> int:
+    """How many groups are taken as one, so that it has whole chunks of 64 channels and of 64 filters; else all.
+
+    What is computed between two different groups of them is not part of the result.
+    """
+    for count in range(1, groups):
+        whole = channels // groups * count % 64 == filters // groups * count % 64 == 0
+        if whole and groups % count == 0:
+            return count
+    return groups
 
 
 def conv_wgrad(
@@ -84,18 +108,23 @@ def conv_wgrad(
     sms: int | None = None,
 ) -> Array:
     """The gradient in w, laid out as `geo` says, from x (N, spatial..., C) and dy (N, spatial..., K)."""
+    if not _either_order(x):
+        return transposed.conv_wgrad(x, dy, geo=geo, out_dtype=out_dtype, sms=sms)
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if folded(geo, x.shape[-1]):
         return _folded(x, dy, geo, out_dtype, config, sms)
     problem = problem_of(x, dy, geo)
-    config = _config(problem, config, out_dtype)
+    config = _config(problem, config, out_dtype, geo)
     if geo.pointwise:
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     c, k = x.shape[-1], dy.shape[-1]
-    x = fprop.pad_axes(x, problem.axes, problem.channels - c)
+    x = fprop.pad_axes(x, problem.axes, problem.channels * problem.groups - c)
     dy = fprop._pad(dy, ((0, 0),) * (dy.ndim - 1) + ((0, problem.filters - k),))
     dw = kernel.run(x, dy, problem, config, sms or tuning.multiprocessors())
     outer = geo.outer
+    if geo.groups > 1:
+        dw = _own_channels(dw[:, :k], geo.groups, problem.groups, c // geo.groups)
+        c //= geo.groups
     if config.direct:
         dw = dw[:k, :, :c] if outer else dw[:, :c, :k]
         dw = dw.reshape((k, *geo.taps, c) if outer else (*geo.taps, c, k))
@@ -109,22 +138,32 @@ def conv_wgrad(
     return jnp.flip(total, _tap_axes(geo)) if geo.flip else total
 
 
+def _own_channels(parts: Array, groups: int, tiled: int, channels: int) -> Array:
+    """(splits, K, taps, channels of the groups taken together) to (splits, K, taps, C / groups)."""
+    count = groups // tiled
+    parts = parts[..., : count * channels]
+    splits, k, taps, _ = parts.shape
+    parts = parts.reshape(splits, tiled, count, k // groups, taps, count, channels)
+    own = jnp.stack([parts[:, :, i, :, :, i] for i in range(count)], axis=2)
+    return own.reshape(splits, k, taps, channels)
+
+
 def _tap_axes(geo: Geometry) -> range:
     return range(geo.outer, geo.outer + len(geo.taps))
 
 
-def _config(problem: Problem, config: Config | None, out_dtype: Any) -> Config:
+def _config(problem: Problem, config: Config | None, out_dtype: Any, geo: Geometry) -> Config:
     """The configuration that runs. It decides the order of additions, so that it depends on the device alone.
 
-    A result of another type than the operands' has no direct way out; the order is the same the other way.
+    A result of another type than the operands' has no direct way out, nor has one of groups; the order is the same.
     """
     config = config or choose(problem, tuning.multiprocessors())
-    direct = config.direct and jnp.dtype(out_dtype) == problem.dtype
+    direct = config.direct and jnp.dtype(out_dtype) == problem.dtype and geo.groups == 1
     return dataclasses.replace(config, direct=direct)
 
 
 def folded(geo: Geometry, channels: int) -> bool:
-    return channels * 2 < 32 and geo.taps[-1] > 1
+    return channels * 2 < 32 and geo.taps[-1] > 1 and geo.groups == 1
 
 
 def _folded(x: Array, dy: Array, geo: Geometry, out_dtype: Any, config: Config | None, sms: int | None) -> Array:
@@ -145,6 +184,8 @@ def schedule(
     sms: int | None = None,
 ) -> np.ndarray:
     """Flat pixel numbers of dy, a row for each partial sum, in the order of addition; -1 where a box runs over."""
+    if not _either_order(x):
+        return transposed.schedule(x, dy, geo=geo)
     if folded(geo, x.shape[-1]):
         shape = (*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1])
         x = jax.ShapeDtypeStruct(shape, x.dtype)
@@ -176,13 +217,15 @@ def workspace(
     sms: int | None = None,
 ) -> int:
     """Bytes of device memory beside operands and result: partial sums and padded copies."""
+    if not _either_order(x):
+        return transposed.workspace(x, dy, geo=geo)
     total = 0
     if folded(geo, x.shape[-1]):
         total += fprop.folding_bytes(x, geo)
         x = jax.ShapeDtypeStruct((*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1]), x.dtype)
         geo = geo.without_last_taps
     problem = problem_of(x, dy, geo)
-    config = _config(problem, config, out_dtype or x.dtype)
+    config = _config(problem, config, out_dtype or x.dtype, geo)
     if config.direct:
         exact = (problem.filters, problem.channels) == (dy.shape[-1], x.shape[-1])
         total += 0 if exact and not geo.flip else problem.filters * problem.taps * problem.channels * 2
@@ -190,7 +233,7 @@ def workspace(
         rows = Walk(problem, config).rows * config.filters * config.across
         total += config.splits * rows * problem.taps * problem.chunks * problem.chunk * 4
     padded = jax.eval_shape(
-        lambda a: fprop.pad_axes(a, problem.axes, problem.channels - x.shape[-1]),
+        lambda a: fprop.pad_axes(a, problem.axes, problem.channels * problem.groups - x.shape[-1]),
         jax.ShapeDtypeStruct((problem.batch, *x.shape[1:]) if problem.axes else (problem.batch, x.shape[-1]), x.dtype),
     )
     if math.prod(padded.shape) != math.prod(x.shape):

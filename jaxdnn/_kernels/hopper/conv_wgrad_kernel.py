@@ -141,11 +141,14 @@ class _Block:
         return lax.fori_loop(0, boxes, lambda i, count: self.load_box(row, tile, first + i, count), count)
 
     def load_box(self, row: Any, tile: Any, number: Any, count: Any) -> Any:
-        config, chunk = self.config, self.problem.chunk
+        problem, config, chunk = self.problem, self.config, self.problem.chunk
         slot = lax.rem(count, config.stages)
         pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
         at = self.walk.box(number)
-        images = pl.ds(at[0] * config.images, config.images)
+        left, right = slot_boxes(problem, config)
+        group = lax.div(row * left * chunk, problem.filters // problem.groups) if problem.groups > 1 else 0
+        images = at[0] if problem.one_image else pl.ds(at[0] * config.images, config.images)
+        image = (0,) if problem.one_image else ()  # indexes the axis of images of a box that holds one
         positions = [pl.ds(i * b, b) for i, b in zip(at[1:], config.block, strict=True)]
 
         def load_dy(block: Any, target: Any) -> None:
@@ -154,15 +157,15 @@ class _Block:
 
         def load_x(block: Any, target: Any) -> None:
             tap, c = self.column(block)
-            index = (images, *self.x_positions(at[1:], tap), pl.ds(c * chunk, chunk))
+            channels = pl.ds(group * problem.channels + c * chunk, chunk)
+            index = (images, *self.x_positions(at[1:], tap), channels)
             plgpu.copy_gmem_to_smem(self.x.at[index], target, self.full.at[slot])
 
-        left, right = slot_boxes(self.problem, config)
         load_left, load_right = (load_x, load_dy) if self.walk.x_left else (load_dy, load_x)
         for j in range(left):
-            load_left(row * left + j, self.left_ring.at[slot, j])
+            load_left(row * left + j, self.left_ring.at[(slot, j, *image)])
         for j in range(right):
-            load_right(tile * right + j, self.right_ring.at[slot, j])
+            load_right(tile * right + j, self.right_ring.at[(slot, j, *image)])
         return count + 1
 
     def column(self, block: Any) -> tuple[Any, Any]:
@@ -263,7 +266,7 @@ class _DirectBlock(_Block):
             cluster.prepare(self.scratch["barriers"])
             plgpu.barrier_arrive(self.scratch["ready"].at[0])
         super().consume()
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # memory may be given back once it was read
         if self.config.splits > 1:  # a block must not end before the others' last arrivals have come
             plgpu.barrier_wait(self.scratch["ready"].at[0])
 

@@ -56,15 +56,21 @@ class Config:
 @dataclasses.dataclass(frozen=True)
 class Problem:
     batch: int
-    channels: int
-    filters: int
+    channels: int  # of one group
+    filters: int  # of all groups
     axes: tuple[Axis, ...]
     dtype: Any
     outer: bool = True  # the filter is (K, taps, C), not (taps, C, K)
+    groups: int = 1
+
+    @property
+    def one_image(self) -> bool:
+        """Whether a box is of one image: TMA has five dimensions, and a split axis takes the batch's of a volume."""
+        return len(self.axes) == 3 and any(ax.in_step > 1 for ax in self.axes)
 
     @property
     def swizzle(self) -> int:
-        bytes_ = min(self.channels, self.filters) * 2
+        bytes_ = min(self.channels, self.filters // self.groups) * 2
         return 128 if bytes_ > 64 else 64  # no less: its 32 columns of float32 are whole cache lines
 
     @property
@@ -90,12 +96,19 @@ def check(problem: Problem, config: Config) -> str | None:
     consumers = config.consumers
     if consumers not in REGISTERS:
         return "there are one to three consumer warpgroups"
-    if max(config.images, *config.block, 1) > 256 or config.pixels % 16:
-        return "a box has at most 256 positions along an axis and a multiple of 16 pixels"
+    if max(config.images, *config.block, 1) > 256 or config.pixels % problem.chunk:
+        return f"a box has at most 256 positions along an axis and a multiple of {problem.chunk} pixels"
     if config.filters * config.columns > 128 * (REGISTERS[consumers][1] - 40) or config.columns > 256:
         return "the accumulator does not fit the registers"
     if config.filters % 64 or config.columns % problem.chunk:
         return "a warpgroup takes blocks of 64 filters and whole chunks of columns"
+    if problem.one_image and config.images > 1:
+        return "a stride in three dimensions needs boxes of one image"
+    if problem.groups > 1:
+        if problem.channels % problem.chunk or problem.filters // problem.groups % (config.filters * config.across):
+            return "a group must divide into whole tiles of filters and whole chunks of channels"
+        if config.direct:
+            return "a direct result is of one group"
     if config.halo and (reason := _check_halo(problem, config)):
         return reason
     if config.direct and (reason := _check_direct(problem, config)):
@@ -205,7 +218,9 @@ def choose(problem: Problem, sms: int) -> Config:
 def key(problem: Problem) -> str:
     """A problem's name in the table."""
     axes = ",".join(f"{ax.size}>{ax.out}k{ax.taps}i{ax.in_step}m{ax.move}" for ax in problem.axes)
-    return f"wgrad n{problem.batch} c{problem.channels} k{problem.filters} {axes or 'flat'} {problem.dtype.name}"
+    groups = f"g{problem.groups}" if problem.groups > 1 else ""
+    sizes = f"n{problem.batch} c{problem.channels} k{problem.filters}{groups}"
+    return f"wgrad {sizes} {axes or 'flat'} {problem.dtype.name}"
 
 
 def ranked(problem: Problem, sms: int, top: int = 1) -> list[Config]:
@@ -285,6 +300,8 @@ def _boxes(problem: Problem, pixels: int) -> list[tuple[int, tuple[int, ...]]]:
             part *= 2
 
     for images, *block in divide(pixels, len(problem.axes)):
+        if problem.one_image and images > 1:
+            continue
         config = Config(images, tuple(block), 1)
         waste = math.prod(problem.counts(config)) * pixels
         found.append((waste, -(block[-1] if block else 0), images, tuple(block)))

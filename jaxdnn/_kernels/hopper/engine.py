@@ -68,10 +68,9 @@ def _dense(call: engines.Call) -> _Kernel:
     plain = dataclasses.replace(spec.epilogue, integer=False) == Epilogue()  # bare sums, of integers too
     if call.op == "conv_wgrad":  # the result is small: its epilogue is XLA's
         options = {"out_dtype": spec.out_dtype if plain else spec.accumulate}
-        refusal = module.supports(a, b, geo=geo, **options)
     else:
         options = {"out_dtype": spec.out_dtype, "epilogue": None if plain else spec.epilogue}
-        refusal = module.supports(a, b, geo=geo, **options, precision=spec.precision)
+    refusal = module.supports(a, b, geo=geo, **options, precision=spec.precision)
 
     def run(a: Array, b: Array, *operands: Array) -> Array:
         target = spec.limits.multiprocessors
