@@ -1,6 +1,8 @@
 """The Hopper kernels of group and instance normalisation on the CPU: their PTX run by a small machine, and lowered."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from norm_cases import Norm, agree, in_view
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm_group, norm_group_plan, norm_group_ptx
+from jaxdnn._kernels.hopper import norm_engine, norm_group, norm_group_plan, norm_group_ptx
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
@@ -39,12 +41,12 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "a pixel": (1, 32, 16),
 }
 each_size = pytest.mark.parametrize("size", SIZES)
-# What is replaced in a plan: several blocks, ragged rounds, little or nothing kept, threads that are no power of two.
+# What is replaced in a plan: several blocks, ragged rounds, little kept, threads that are no power of two.
 PLANS: dict[str, dict[str, Any]] = {
     "two blocks": {"cluster": 2},
     "four blocks": {"cluster": 4, "threads": 256},
     "eight blocks": {"cluster": 8},
-    "nothing kept": {"cluster": 2, "kept": 0, "unroll": 3},
+    "one round kept": {"cluster": 2, "kept": 1, "unroll": 3},
     "some kept": {"cluster": 2, "kept": 5},
     "all but the ragged round kept": {"cluster": 2, "kept": 9, "unroll": 4},
     "384 threads": {"threads": 384},
@@ -260,20 +262,38 @@ def test_a_missing_barrier_shows(which: int):
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
+def channels_and_groups(dtype: str) -> Iterator[tuple[int, int]]:
+    """Powers of two, and numbers that few parts divide."""
+    yield from ((8, 8), (64, 2), (256, 8), (320, 10), (2048, 64), (4096, 4096), (1000, 125))
+    vector = 16 // norm_group_plan.SIZES[dtype]
+    for prime in (3, 31, 127, 401, 1021, 1031):
+        yield from ((vector * prime, group) for group in (1, vector, prime, vector * prime))
+
+
 @each_dtype
 @pytest.mark.parametrize("arrays", [1, 2])
 def test_plans_fit_the_device(arrays: int, dtype: str):
-    for pixels in (1, 49, 196, 784, 3136, 12544, 50176, 1 << 20):
-        for channels, group in ((8, 8), (64, 2), (256, 8), (320, 10), (2048, 64), (4096, 4096), (1000, 125)):
+    vector = 16 // norm_group_plan.SIZES[dtype]
+    for pixels in (1, 4, 49, 196, 784, 3136, 12544, 50176, 1 << 20):
+        for channels, group in channels_and_groups(dtype):
             plan = norm_group_plan.plan(pixels, channels, group, dtype, dtype, arrays)
+            if math.lcm(group, vector) // vector > 1024:  # no part is smaller, and no block has as many threads
+                assert plan is None
+                continue
             assert plan is not None
             assert plan.channels % plan.part == plan.part % plan.group == plan.part % plan.elements == 0
-            assert plan.columns <= plan.threads <= 1024
+            assert plan.columns <= plan.threads <= norm_group_plan.THREADS == 1024
             assert plan.threads % 128 == 0
-            assert plan.cluster in (1, 2, 4, 8)
-            assert 4 * plan.floats(arrays) <= norm_group_plan.WHOLE
-            kept = min(plan.kept, plan.rounds)
-            assert kept == plan.rounds or (plan.cluster == 8 and 4 * plan.floats(arrays) <= norm_group_plan.HALF)
+            assert plan.cluster in norm_group_plan.CLUSTERS
+            assert 4 * plan.floats(arrays) <= norm_group_plan.WHOLE < 227 << 10
+            assert min(plan.kept, plan.rounds) >= 1
+
+
+def test_channels_that_no_part_divides_are_dealt_out_in_vectors():
+    """As many clusters as there are vectors in a pixel."""
+    plan = norm_group_plan.plan(4096, 3208, 1, "bf16", "bf16", 1)
+    assert plan is not None
+    assert (plan.part, plan.kept >= plan.rounds) == (8, True)
 
 
 def test_channels_that_do_not_fit_are_refused():
@@ -356,7 +376,12 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
     "a group that is too large": (
         lambda x: dnn.group_norm(x, groups=1),
         (shape_of(2, 2, 2, 8200),),
-        "its kernels take groups that fit into a block, not 8200 channels of bfloat16",
+        "its kernels take groups that fit into a block, not 8200 of 8200 channels of bfloat16",
+    ),
+    "an eps that float32 does not hold": (
+        grouped(eps=1e39),
+        (shape_of(2, 4, 4, 16),),
+        "its kernels take an eps that float32 holds, not 1e+39",
     ),
     "an image that is too large": (
         grouped(),
@@ -398,18 +423,49 @@ def test_call_by_name_lowers_with_its_derivatives():
     assert lowered.as_text().count("mosaic_gpu") >= 3
 
 
+def call_of(op: str, images: int, size: int, channels: int, groups: int, dtype: Any = jnp.bfloat16) -> engines.Call:
+    """A call on square images, by a device that was measured."""
+    view = shape_of(images, size, size, groups, channels // groups, dtype=dtype)
+    statistic = shape_of(images, 1, 1, groups, 1, dtype=jnp.float32)
+    kinds = (np.dtype(np.float32), np.dtype(dtype))
+    spec = _norm.NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, *kinds)
+    operands = (view,) if op == "norm" else (view, view, statistic, statistic)
+    return engines.Call(op, spec, operands, "cuda", norm_engine.MEASURED_ON)
+
+
+def engine_of(op: str) -> engines.Engine:
+    (found,) = (engine for engine in engines.registered(op) if engine.name == "hopper")
+    return found
+
+
 def test_workspace_is_the_sums_of_the_blocks():
-    x = shape_of(4, 56, 56, 256)
-    told = dnn.explain(lambda dy, x: dnn.group_norm_dgrad(dy, x, groups=32), x, x, platform="cuda")
-    (call,) = [call for call in told if call.op == "norm_dgrad"]
-    assert call
     plan = norm_group_plan.plan(56 * 56, 256, 8, "bf16", "bf16", 2)
     assert plan is not None
-    statistic = jax.ShapeDtypeStruct((4, 1, 1, 32, 1), jnp.float32)
-    view = shape_of(4, 56, 56, 32, 8)
-    float32 = np.dtype(np.float32)
-    spec = _norm.NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, float32, np.dtype(jnp.bfloat16))
-    (engine,) = (e for e in engines.registered("norm_dgrad") if e.name == "hopper")
-    asked = engines.Call("norm_dgrad", spec, (view, view, statistic, statistic), "cuda")
-    assert engine.supports(asked) is None
-    assert engine.workspace(asked) == 4 * plan.cluster * 2 * 256 * 4
+    call = call_of("norm_dgrad", 4, 56, 256, 32)
+    assert engine_of("norm_dgrad").supports(call) is None
+    assert engine_of("norm_dgrad").workspace(call) == 4 * plan.cluster * 2 * 256 * 4
+    assert engine_of("norm").workspace(call_of("norm", 4, 56, 256, 32)) == 0
+    wide = call_of("norm", 4, 56, 256, 32, np.float64)
+    assert engine_of("norm").supports(wide) is not None
+    assert engine_of("norm").workspace(wide) is None
+
+
+@pytest.mark.parametrize("op", ["norm", "norm_dgrad"])
+def test_engine_is_first_where_it_was_measured_faster(op: str, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of(op)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert engine.rank(call_of(op, 128, 56, 256, 32)) == (0 if op == "norm" else 2)  # what is sharded is gathered
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        call = call_of(op, 128, 56, 256, 32, dtype)
+        assert engines.ranked(call)[0].name == "hopper"
+        assert engines.ranked(dataclasses.replace(call, device_kind="another"))[0].name == "xla"
+    assert engine.rank(call_of(op, 8, 256, 128, 32, jnp.float32)) == 2  # an image that does not stay
+    assert engine.rank(call_of(op, 4, 64, 3208, 3208)) == 2  # a vector of a pixel at a time
+    assert engine.rank(call_of(op, 1, 4, 256, 32)) == 2  # few elements
+    assert engine.rank(call_of(op, 2, 56, 64, 32)) == 2  # few clusters
+    assert engine.rank(call_of(op, 128, 56, 256, 32, jnp.float16)) == 2
+    call = call_of(op, 128, 56, 256, 32)
+    batch = dataclasses.replace(call.spec, per_example=False)
+    assert engine.rank(dataclasses.replace(call, spec=batch)) == 2  # batch normalisation under vmap
+    assert engine.rank(call_of(op, 128, 56, 252, 9)) == 2  # no whole vectors

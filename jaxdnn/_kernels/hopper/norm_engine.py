@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from jaxdnn import engines
@@ -21,6 +22,7 @@ from jaxdnn._kernels.hopper.norm_rows import ROWS
 
 KINDS = (ROWS, IMAGES, BATCHES)
 MEASURED_ON = "NVIDIA H200"
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def _kind(call: engines.Call) -> Kind | None:
@@ -45,6 +47,8 @@ def _unsupported(call: engines.Call) -> str | None:
     for dtype in (x.dtype, spec.out_dtype):
         if dtype.name not in SIZES:
             return f"its kernels take and write {', '.join(SIZES)}, not {dtype}"
+    if spec.eps > LARGEST:
+        return f"its kernels take an eps that float32 holds, not {spec.eps}"
     if call.op == "norm_dgrad" and call.avals[0].dtype != x.dtype:
         return f"its kernels take a gradient of x's dtype {x.dtype}, not {call.avals[0].dtype}"
     kind = _kind(call)
@@ -69,15 +73,16 @@ def _level(call: engines.Call) -> str:
 
 def _rank(call: engines.Call) -> int:
     """First where it was measured faster than XLA; backward on one device only, for it gathers what is sharded."""
+    if call.device_kind != MEASURED_ON or _unsupported(call) is not None:
+        return 2
     kind = _kind(call)
-    alike = kind is not None and call.op != "norm_tangent" and kind.measured(call)
     alone = call.op == "norm" or jax.local_device_count() == 1
-    return 0 if call.device_kind == MEASURED_ON and alike and alone else 2
+    return 0 if kind is not None and kind.measured(call) and alone else 2
 
 
 def _workspace(call: engines.Call) -> int | None:
     kind = _kind(call)
-    return kind.workspace(call) if kind else None
+    return kind.workspace(call) if kind is not None and _unsupported(call) is None else None
 
 
 for _op in ("norm", "norm_tangent", "norm_dgrad"):

@@ -1,16 +1,16 @@
 """Group and instance normalisation on Hopper, channels last: parts of images in shared memory.
 
-Schedule. A cluster of 1 to 8 blocks takes one image, and of its channels a part: whole groups, 128 bytes of a pixel or
-more. Its threads copy the part into their blocks' shared memory, all at once, so that many bytes are on their way, and
+Schedule. A cluster of 1 to 8 blocks takes one image, and of its channels a part: whole groups, as a rule 128 bytes of a
+pixel. Its threads copy the part into their blocks' shared memory, all at once, so that many bytes are on their way, and
 add up as they arrive. From shared memory then come the sums about the mean, and then the result: what is normalised is
 read from device memory once, and written once. Two blocks share a multiprocessor, so that one loads while the other
 stores. Backward, x and dy are kept likewise. The sums of a group go through shared memory, in the end that of the whole
 cluster. `norm_group_walk` states which thread has what, `norm_group_sums` the order of additions, which one image's
 shape, the groups and the dtype alone decide.
 
-Limits. The axes are an image's pixels, then its channels; these fill whole vectors of 16 bytes, and a part of a pixel
-has as many as a block has threads, 1024, or fewer. What does not fit into the shared memory of 8 blocks is read from
-device memory again each time. bfloat16, float16 or float32.
+Limits. The axes are an image's pixels, then its channels; these fill whole vectors of 16 bytes, and the smallest part
+of a pixel that holds whole groups has at most 1024 of them. Of a part that does not fit into 8 blocks the first pixels
+are kept, and the others read twice. bfloat16, float16 or float32.
 """
 
 from typing import Any

@@ -1,18 +1,24 @@
 """How the kernels of group and instance normalisation deal an image out to blocks and threads."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable, Sequence
 
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
 
 THREADS = 1024  # of a block, at most
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster; any device has 8
 ALL = 1 << 30  # rounds: none has so many
-# Bytes of shared memory that a block may have where two, or one, share a multiprocessor.
-HALF, WHOLE = 113 << 10, 226 << 10
+# Bytes of shared memory that a block may have where two, or one, share a multiprocessor, less what else it needs.
+HALF, WHOLE = 111 << 10, 226 << 10
 # At least so many bytes of a pixel for a cluster, in so much memory of a block, the fastest first: a line of the cache,
 # two blocks a multiprocessor. Of a plan in which all is kept the smallest cluster is taken.
 PREFERRED = ((128, HALF), (64, HALF), (128, WHOLE), (64, WHOLE), (32, HALF), (32, WHOLE))
+NARROW = ((16, HALF), (16, WHOLE))  # slower than to read twice
+# An image that does not stay is read twice: with little of it kept more blocks share a multiprocessor, and have more
+# bytes under way. Forward what is kept is the sample from whose mean is measured: a 32nd at least.
+STREAMED_KEPT, STREAMED_UNROLL, SAMPLE = 6, 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +32,7 @@ class ImagePlan:
       part: channels that a cluster works on: a divisor of `channels`, a multiple of `group` and of a vector's elements.
       threads: of a block, at least as many as a part of a pixel has vectors.
       cluster: blocks of a cluster: 1, 2, 4 or 8.
-      kept: rounds whose vectors stay in shared memory.
+      kept: rounds, one or more, whose vectors stay in shared memory.
       unroll: rounds whose vectors are loaded before the first is used.
     """
 
@@ -70,6 +76,11 @@ class ImagePlan:
         return -(-self.pixels // self.step)
 
     @property
+    def sample(self) -> int:
+        """Pixels whose vectors are kept."""
+        return min(self.kept * self.step, self.pixels)
+
+    @property
     def parts(self) -> int:
         """Of a pixel."""
         return self.channels // self.part
@@ -96,6 +107,11 @@ class ImagePlan:
         """Sums of one column that a block has to add."""
         return self.threads // 32 if self.folds else self.rows
 
+    @property
+    def pitch(self) -> int:
+        """Floats from one column's sums to the next one's: an odd number, so that lanes store to different banks."""
+        return self.summands | 1
+
     def data(self, arrays: int) -> int:
         """Bytes of shared memory for the vectors of so many arrays."""
         return arrays * min(self.kept, self.rounds) * self.threads * VECTOR_BYTES
@@ -111,29 +127,54 @@ class ImagePlan:
     def floats(self, arrays: int) -> int:
         """Floats of a block's shared memory: vectors, what blocks exchange, threads' sums, and those of channels."""
         cells, at_once = (self.cells, 2) if arrays == 1 else (self.elements, self.quantities(arrays))
-        return self.data(arrays) // 4 + self.exchanged(arrays) + at_once * self.columns * cells * (self.summands + 1)
+        return self.data(arrays) // 4 + self.exchanged(arrays) + at_once * self.columns * cells * (self.pitch + 1)
+
+
+Fit = Callable[[ImagePlan, int, int], ImagePlan | None]  # a plan, the arrays, the room: the plan that fits
 
 
 def plan(pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arrays: int) -> ImagePlan | None:
-    """How an image of so many pixels and channels is dealt out, of which so many arrays are kept; None if it is not."""
+    """How an image of so many pixels and channels is dealt out, of which so many arrays are kept; None if it cannot."""
     elements = VECTOR_BYTES // SIZES[dtype]
     least = math.lcm(group, elements)
-    if channels % elements or least // elements > THREADS:
+    if channels % elements:
         return None
 
-    def dealt(part_bytes: int, cluster: int) -> ImagePlan:
+    def dealt(part_bytes: int, cluster: int) -> ImagePlan | None:
         count = channels // least
         enough = (d for d in range(1, count + 1) if count % d == 0 and least * d * SIZES[dtype] >= part_bytes)
         part = least * next(enough, count)
+        if part // elements > THREADS:
+            return None
         threads = 128 if pixels * part <= 8 * 128 * elements else 256
         while threads < part // elements:
             threads *= 2
         return ImagePlan(pixels, channels, group, dtype, out_dtype, part, threads, cluster, ALL)
 
-    for part_bytes, room in PREFERRED:
-        for cluster in CLUSTERS:
-            if 4 * (found := dealt(part_bytes, cluster)).floats(arrays) <= room:
+    def first(tries: Sequence[tuple[int, int]], clusters: Sequence[int], fit: Fit) -> ImagePlan | None:
+        for (part_bytes, room), cluster in itertools.product(tries, clusters):
+            found = dealt(part_bytes, cluster)
+            if found is not None and (found := fit(found, arrays, room)) is not None:
                 return found
-    found = dealt(PREFERRED[0][0], CLUSTERS[-1])
-    left = HALF - 4 * dataclasses.replace(found, kept=0).floats(arrays)
-    return dataclasses.replace(found, kept=max(left // (arrays * found.threads * VECTOR_BYTES), 0))
+        return None
+
+    return (
+        first(PREFERRED, CLUSTERS, _kept)
+        or first([t for t in PREFERRED if t[1] == HALF], CLUSTERS[-1:], _streamed)
+        or first(NARROW, CLUSTERS, _kept)
+        or first((*PREFERRED, *NARROW), CLUSTERS[::-1], _streamed)
+    )
+
+
+def _kept(found: ImagePlan, arrays: int, room: int) -> ImagePlan | None:
+    """The plan itself, if there is room."""
+    return found if 4 * found.floats(arrays) <= room else None
+
+
+def _streamed(found: ImagePlan, arrays: int, room: int) -> ImagePlan | None:
+    """The plan with as many rounds kept as it should have; None if there is no room for one."""
+    left = room - 4 * dataclasses.replace(found, kept=0).floats(arrays)
+    most = left // (arrays * found.threads * VECTOR_BYTES)
+    sample = found.rounds // SAMPLE if arrays == 1 else 0
+    kept = min(most, max(STREAMED_KEPT // arrays, sample))
+    return dataclasses.replace(found, kept=kept, unroll=STREAMED_UNROLL) if kept > 0 else None

@@ -11,6 +11,7 @@ of a block, which are added outside.
 
 import contextlib
 import functools as ft
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
@@ -48,9 +49,29 @@ class Sums(Walk):
         number = e.r("mad.lo.s32", self.unit, plan.groups, group)
         return e.d("mad.wide.u32", number, 4, self.base[name])
 
+    @property
+    def alike(self) -> Iterator[tuple[slice, str, str]]:
+        """The thread's cells, those together that are neighbouring groups: which, and the first as in `groups`."""
+        plan = self.plan
+        size = math.gcd(4, plan.cells) if plan.elements % plan.group == 0 else 1
+        for start in range(0, plan.cells, size):
+            yield slice(start, start + size), *self.groups[start]
+
+    def load(self, space: str, place: str, count: int) -> list[str]:
+        """1, 2 or 4 floats."""
+        found = [self.e.new("f") for _ in range(count)]
+        if count == 1:
+            self.e.op(f"ld.{space}.f32", found[0], place)
+        else:
+            self.e.op(f"ld.{space}.v{count}.f32", "{" + ", ".join(found) + "}", place)
+        return found
+
     def statistic(self, name: str) -> list[str]:
         """A saved statistic of the thread's cells."""
-        return [self.e.f("ld.global.nc.f32", f"[{self.of_group(name, group)}]") for group, _ in self.groups]
+        found = []
+        for cells, group, _ in self.alike:
+            found += self.load("global.nc", f"[{self.of_group(name, group)}]", cells.stop - cells.start)
+        return found
 
     def of(self, cells: Sequence[str], i: int) -> str:
         """What the cell of the thread's channel i has."""
@@ -67,11 +88,14 @@ class Sums(Walk):
     def store_statistics(self, statistics: dict[str, list[str]]) -> None:
         """Each by the thread of the cluster's first row that has the first cell of the group."""
         e = self.e
-        for i, (group, place) in enumerate(self.groups):
+        for cells, group, place in self.alike:
             first = e.p("setp.eq.u32", self.pixel, 0)
             first = e.p("and.pred", first, e.p("setp.eq.u32", place, 0))
             for name, values in statistics.items():
-                e.op("st.global.f32", f"[{self.of_group(name, group)}]", values[i], when=first)
+                some = values[cells]
+                kind = "f32" if len(some) == 1 else f"v{len(some)}.f32"
+                stored = some[0] if len(some) == 1 else "{" + ", ".join(some) + "}"
+                e.op(f"st.global.{kind}", f"[{self.of_group(name, group)}]", stored, when=first)
 
     def weigher(self, name: str) -> Weigh:
         """Multiplies the first two sums of a channel by its scale, if there is one."""
@@ -136,22 +160,22 @@ class Sums(Walk):
         self.exchanged += count  # none is used twice: threads may still read the last one
         scratch = e.r("add.s32", self.shared, self.area + 4 * plan.exchanged(len(self.arrays)))
         self._leave(values, scratch)
-        self.sums = e.r("add.s32", scratch, 4 * count * cells * plan.summands)
+        self.sums = e.r("add.s32", scratch, 4 * count * cells * plan.pitch)
         e.op("bar.sync", _BARRIER, plan.threads)
         if plan.cluster > 1 and not self.started:
             e.op("barrier.cluster.wait.aligned")
             self.started = True
         each = cells // plan.groups  # of a group
         if each == 1 and weigh is None:
-            with self._added(scratch, cells, plan.summands, count) as (cell, lane, exists, found):
+            with self._added(scratch, cells, plan.summands, plan.pitch, count) as (cell, lane, exists, found):
                 self._send(exchange, cell, lane, exists, found)
         else:
-            with self._added(scratch, cells, plan.summands, count) as (cell, lane, exists, found):
+            with self._added(scratch, cells, plan.summands, plan.pitch, count) as (cell, lane, exists, found):
                 first = self._both(e.p("setp.eq.u32", lane, 0), exists)
                 for i, value in enumerate(found):
                     e.op("st.shared.f32", f"[{e.scaled(cell, 4, self.sums)}+{4 * i * cells}]", value, when=first)
             e.op("bar.sync", _BARRIER, plan.threads)
-            with self._added(self.sums, plan.groups, each, count, weigh) as (group, lane, exists, found):
+            with self._added(self.sums, plan.groups, each, each, count, weigh) as (group, lane, exists, found):
                 self._send(exchange, group, lane, exists, found)
         if plan.cluster > 1:
             e.op("barrier.cluster.arrive.release.aligned")
@@ -161,18 +185,18 @@ class Sums(Walk):
         return self._received(exchange, count)
 
     def _leave(self, values: Sequence[Sequence[str]], scratch: str) -> None:
-        """Threads' sums into shared memory, (quantities, cells, summands); rows of one warp are added before."""
+        """Threads' sums into shared memory, (quantities, cells, pitch); rows of one warp are added before."""
         e, plan = self.e, self.plan
         many, guard = len(values[0]), self.mine
         if plan.folds:
             values = [[self._over_lanes(v, 16, plan.columns) for v in quantity] for quantity in values]
             guard = e.p("setp.lt.s32", self.lane, plan.columns) if plan.columns < 32 else ""
-        start = e.r("mul.lo.s32", self.column, many * plan.summands)
+        start = e.r("mul.lo.s32", self.column, many * plan.pitch)
         start = e.r("add.s32", start, self.warp if plan.folds else self.row)
         here = e.scaled(start, 4, scratch)
         for i, quantity in enumerate(values):
             for j, value in enumerate(quantity):
-                place = 4 * (i * plan.columns * many + j) * plan.summands
+                place = 4 * (i * plan.columns * many + j) * plan.pitch
                 e.op("st.shared.f32", f"[{here}+{place}]", value, when=guard)
 
     def _over_lanes(self, value: str, distance: int, least: int) -> str:
@@ -185,9 +209,9 @@ class Sums(Walk):
 
     @contextlib.contextmanager
     def _added(
-        self, start: str, items: int, terms: int, count: int, weigh: Weigh | None = None
+        self, start: str, items: int, terms: int, pitch: int, count: int, weigh: Weigh | None = None
     ) -> Iterator[tuple[str, str, str, list[str]]]:
-        """Sums of (count, items, terms) floats over the terms; yields an item, a lane, whether it exists, its sums.
+        """Sums of (count, items, pitch) floats over the terms; yields an item, a lane, whether it exists, its sums.
 
         Several lanes, at least as many as the cluster has blocks, have the same item, one after the other.
         """
@@ -198,13 +222,13 @@ class Sums(Walk):
             item = e.r("shr.u32", index, lanes.bit_length() - 1)
             lane = e.r("and.b32", index, lanes - 1)
             exists = e.p("setp.lt.s32", item, items) if turns * plan.threads > items * lanes else ""
-            here = e.scaled(e.r("mad.lo.s32", item, terms, lane), 4, start)
+            here = e.scaled(e.r("mad.lo.s32", item, pitch, lane), 4, start)
             totals: list[str] = []
             for j in range(0, terms, lanes):
                 guard = self._both(exists, e.p("setp.lt.s32", lane, terms - j) if j + lanes > terms else "")
                 found = [e.f("mov.f32", ZERO) if guard else e.new("f") for _ in range(count)]
                 for i, value in enumerate(found):
-                    e.op("ld.shared.f32", value, f"[{here}+{4 * (i * items * terms + j)}]", when=guard)
+                    e.op("ld.shared.f32", value, f"[{here}+{4 * (i * items * pitch + j)}]", when=guard)
                 if weigh is not None:
                     found = weigh(e.r("mad.lo.s32", item, terms, e.r("add.s32", lane, j)), found, guard)
                 totals = [e.f("add.rn.f32", *pair) for pair in zip(totals, found, strict=True)] if totals else found
@@ -236,12 +260,16 @@ class Sums(Walk):
     def _received(self, exchange: str, count: int) -> list[list[str]]:
         e, plan = self.e, self.plan
         found: list[list[str]] = [[] for _ in range(count)]
-        for group, _ in self.groups:
+        for cells, group, _ in self.alike:
             here = e.scaled(group, 4, exchange)
-            for i in range(count):
+            for i, totals in enumerate(found):
                 each = [
-                    e.f("ld.shared.f32", f"[{here}+{4 * (i * plan.cluster + block) * plan.groups}]")
+                    self.load(
+                        "shared",
+                        f"[{here}+{4 * (i * plan.cluster + block) * plan.groups}]",
+                        cells.stop - cells.start,
+                    )
                     for block in range(plan.cluster)
                 ]
-                found[i].append(ft.reduce(lambda a, b: e.f("add.rn.f32", a, b), each))
+                totals += [ft.reduce(lambda a, b: e.f("add.rn.f32", a, b), sums) for sums in zip(*each, strict=True)]
         return found

@@ -7,7 +7,7 @@ row: pixel p belongs to block p div R mod K of the K blocks of the cluster and t
 of that block. A step of the cluster is K R pixels, and a round of a thread is its vector of one step.
 
 A thread copies its vectors into shared memory asynchronously, all before the first use, and reads them from there as
-often as it takes. Rounds for which there is no room there are read from device memory every time.
+often as it takes. Rounds for which there is no room there, the later ones, are read from device memory each time.
 """
 
 import contextlib
@@ -106,8 +106,8 @@ class Walk:
         """Bytes from a vector of the thread to that of the next round."""
         return self.plan.step * self.plan.channels * size
 
-    def walk(self, body: Body, *, arriving: bool = False) -> None:
-        """Calls `body` for all vectors of the thread, in order; `arriving`: waits for their copies."""
+    def walk(self, body: Body, *, arriving: bool = False, kept_only: bool = False) -> None:
+        """Calls `body` for the thread's vectors, all or those that are kept, in order; `arriving`: when they come."""
         plan = self.plan
         with self.where(self.mine):
             for number, (first, last) in enumerate(self._chunks() if arriving else [(0, self.kept)]):
@@ -116,9 +116,10 @@ class Walk:
                 self._rounds(body, self._from_shared, first, min(last, plan.full))
                 if first < last and last > plan.full:
                     self._last(body, self._from_shared)
-            self._rounds(body, self._from_global, self.kept, plan.full)
-            if self.kept <= plan.full < plan.rounds:
-                self._last(body, self._from_global)
+            if not kept_only:
+                self._rounds(body, self._from_global, self.kept, plan.full)
+                if self.kept <= plan.full < plan.rounds:
+                    self._last(body, self._from_global)
         if self.mine or self.last:
             self.e.op("bar.warp.sync", "0xffffffff")
 

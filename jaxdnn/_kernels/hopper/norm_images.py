@@ -6,14 +6,17 @@ x is (images..., pixels..., groups, channels of a group), or (images..., pixels.
 import math
 from typing import Any, NamedTuple
 
-from jax import Array
+from jax import Array, export
 
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import norm_group
+from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
 from jaxdnn._kernels.hopper.norm_kind import Kind, marks, unlike, x_of
 from jaxdnn._norm import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
+# What was measured faster: dtypes of x and the result; elements, clusters, and a cluster's bytes of a pixel at least.
+MEASURED_DTYPES, MEASURED_ELEMENTS, MEASURED_CLUSTERS, MEASURED_BYTES = ("bfloat16", "float32"), 1 << 16, 4, 32
 
 
 class _Sizes(NamedTuple):
@@ -37,7 +40,10 @@ def _sizes(call: engines.Call) -> _Sizes:
 
 def _unsupported(call: engines.Call) -> str | None:
     spec: NormSpec = call.spec
-    x, size = x_of(call), _sizes(call)
+    x = x_of(call)
+    if any(map(export.is_symbolic_dim, x.shape)):
+        return "its kernels for images take sizes that are known when they are traced"
+    size = _sizes(call)
     if not spec.centred:
         return "its kernels for images subtract the mean"
     if reason := unlike(call, "the channels", _own(call)):
@@ -47,17 +53,16 @@ def _unsupported(call: engines.Call) -> str | None:
     if size.pixels * size.channels * max(x.dtype.itemsize, spec.out_dtype.itemsize) >= LARGEST:
         return f"its kernels take images of less than {LARGEST} bytes, not {size.pixels} pixels of {size.channels}"
     if _plan(call) is None:
-        return (
-            f"its kernels take groups that fit into a block, not {size.channels // size.groups} channels of {x.dtype}"
-        )
+        group = size.channels // size.groups
+        return f"its kernels take groups that fit into a block, not {group} of {size.channels} channels of {x.dtype}"
     return None
 
 
-def _plan(call: engines.Call) -> Any:
+def _plan(call: engines.Call) -> ImagePlan | None:
     size = _sizes(call)
-    names = [norm_group.NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype)]
+    dtype, out_dtype = (norm_group.NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype))
     arrays = 1 if call.op == "norm" else 2
-    return norm_group.plan(size.pixels, size.channels, size.channels // size.groups, names[0], names[1], arrays)
+    return norm_group.plan(size.pixels, size.channels, size.channels // size.groups, dtype, out_dtype, arrays)
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
@@ -79,12 +84,23 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 
 
+def _measured(call: engines.Call) -> bool:
+    """An image that stays in shared memory, in parts not too narrow; enough of them; of a dtype that was measured."""
+    found, x = _plan(call), x_of(call)
+    if found is None or found.kept < found.rounds or not call.spec.per_example:
+        return False
+    alike = x.dtype.name in MEASURED_DTYPES and x.dtype == call.spec.out_dtype
+    alike = alike and found.part * x.dtype.itemsize >= MEASURED_BYTES
+    clusters = _sizes(call).images * found.parts
+    return alike and clusters >= MEASURED_CLUSTERS and math.prod(x.shape) >= MEASURED_ELEMENTS
+
+
 def _workspace(call: engines.Call) -> int | None:
     """The blocks' sums for the gradients in scale and bias."""
-    if call.op != "norm_dgrad":
+    found, size = _plan(call), _sizes(call)
+    if found is None:
         return None
-    size = _sizes(call)
-    return 8 * size.images * _plan(call).cluster * size.channels
+    return 0 if call.op == "norm" else 8 * size.images * found.cluster * size.channels
 
 
 IMAGES = Kind(
@@ -92,6 +108,6 @@ IMAGES = Kind(
     pattern="k+r+kr?",
     unsupported=_unsupported,
     run=_run,
-    measured=lambda call: False,
+    measured=_measured,
     workspace=_workspace,
 )
