@@ -9,19 +9,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxdnn import _check, _epilogue
+from jaxdnn import _check
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._norm_arguments import Types, View
 from jaxdnn.norm_batch import read_running, updated_running
 
 
-def genstats(x: ArrayLike, /, *, layout: str = "NHWC", determinism: str | None = None) -> tuple[Array, Array]:
+def genstats(
+    x: ArrayLike, /, *, shift: ArrayLike | None = None, layout: str = "NHWC", determinism: str | None = None
+) -> tuple[Array, Array]:
     """Sum and sum of squares of every channel, over batch and pixels.
 
-    total_c = Σ x        squares_c = Σ x²
+    total_c = Σ (x - shift)        squares_c = Σ (x - shift)²
 
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
+      shift: (C,), subtracted first, such as the running mean; None is 0, as cuDNN has it. To be given to `bn_finalize`.
       layout: the axes of x, see `conv`. Channels that only fill the last vector up are among the C.
       determinism: a level that is required: run_to_run at most.
 
@@ -30,8 +33,9 @@ def genstats(x: ArrayLike, /, *, layout: str = "NHWC", determinism: str | None =
 
     Differentiation: any order, forward and reverse.
 
-    Numerics: in float32 (float64 for float64), in XLA's order; squares are not protected: a variance that is made of
-      them loses the digits that σ² lies below the squared mean, which `batch_norm` does not.
+    Numerics: in float32 (float64 for float64), in XLA's order. A variance that is made of the sums loses the digits by
+      which σ² lies below (μ - shift)²: with a mean of 10⁴ deviations, float32 and no shift, all. `batch_norm` loses
+      none.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
@@ -52,6 +56,9 @@ def genstats(x: ArrayLike, /, *, layout: str = "NHWC", determinism: str | None =
     arguments.require("genstats", determinism, "run_to_run", "it adds over the batch")
     axes = tuple(a for a in range(x.ndim) if a != frame.layout.channel)
     wide = x.astype(found.accumulate)
+    if shift is not None:
+        view = arguments.batches(frame, x, "spatial")
+        wide = wide - view.parameter("shift", shift, found)
     return jnp.sum(wide, axes), jnp.sum(wide * wide, axes)
 
 
@@ -67,11 +74,12 @@ def bn_finalize(
     running_variance: ArrayLike | None = None,
     momentum: float | ArrayLike = 0.1,
     eps: float = 1e-5,
+    shift: ArrayLike | None = None,
     determinism: str | None = None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """What the sums of `genstats` say about normalising: factor and summand of every channel, and the statistics.
 
-    μ = total / m        σ² = max(squares / m - μ², 0)        r = 1 / √(σ² + eps)
+    d = total / m        μ = shift + d        σ² = max(squares / m - d², 0)        r = 1 / √(σ² + eps)
     factor = r scale        summand = bias - μ factor
     running mean ← momentum μ + (1 - momentum) running mean
     running variance ← momentum σ² m / (m - 1) + (1 - momentum) running variance
@@ -79,21 +87,24 @@ def bn_finalize(
     with m the count; x factor + summand is then `batch_norm` of x.
 
     Args:
-      total, squares: Σ x and Σ x² of every channel, (C,), float32 or float64.
-      count: m, how many elements were added; a number, or an array of one without axes.
+      total, squares: the sums of every channel, (C,), float32 or float64.
+      count: m, how many elements were added; a number, or an array without axes of float32, float64, int32 or int64,
+        whose value is not checked: 0 gives NaN.
       scale, bias: (C,); None is 1, and 0.
-      running_mean, running_variance, momentum, eps: see `batch_norm`.
+      running_mean, running_variance, momentum, eps: see `batch_norm`. A statistic of weight 0 is not read.
+      shift: as it was given to `genstats`.
       determinism: a level that is required: run_to_run at most.
 
     Returns:
       factor and summand; the mean and 1 / √(σ² + eps), to be saved for `batch_norm_dgrad`; the new running mean and
-      the new running variance, in the dtypes of the old. All (C,), float32 (float64 for float64).
+      the new running variance, in the dtypes of the old; without old ones, μ and σ² m / (m - 1). All (C,), float32
+      (float64 for float64).
 
     Differentiation: any order, forward and reverse, in all arrays; where σ² is 0 by the maximum alone, in neither sum.
 
     Numerics: in float32 (float64 for float64). σ² is a difference: its error is that of the sums, a few roundings of
-      squares / m, which where μ² is 10⁴ σ² leaves float32 three digits of σ², and none where it is 10⁷ σ². `batch_norm`
-      loses nothing so. With m = 1 the new running variance is NaN, as with `batch_norm`.
+      squares / m, which where d² is 10⁴ σ² leaves float32 three digits of σ², and none where it is 10⁷ σ². A shift near
+      the mean, or `batch_norm`, loses nothing so. With m = 1 the new running variance is NaN, as with `batch_norm`.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
@@ -107,7 +118,9 @@ def bn_finalize(
       ([0.5], [-1.0], [2.0])
 
     Sources: cuDNN's graph operation bn_finalize in training (CUDNN_FUSED_BN_FINALIZE_STATISTICS_TRAINING), whose
-      ACCUM_COUNT is the count and whose EQ_SCALE and EQ_BIAS are factor and summand.
+      ACCUM_COUNT is the count and whose EQ_SCALE and EQ_BIAS are factor and summand. It has no shift. Its inference
+      phase, factor and summand of running statistics, is `batch_norm_inference`; its dbn_weight, the backward op in
+      pieces, is `batch_norm_dgrad`, which does it whole.
     """
     total, squares = _check.array("total", total), _check.array("squares", squares)
     if total.ndim != 1:
@@ -123,6 +136,7 @@ def bn_finalize(
     arguments.require("bn_finalize", determinism, "run_to_run", "compilers fuse its products and sums as they see fit")
     mean = jnp.asarray(total) / m
     difference = jnp.asarray(squares) / m - mean * mean
+    mean = mean if shift is None else view.parameter("shift", shift, found) + mean
     variance = jnp.where(difference <= 0, jnp.zeros_like(difference), difference)  # NaN stays NaN
     rstd = 1 / jnp.sqrt(variance + small)
     factor = rstd if scale is None else rstd * view.parameter("scale", scale, found)
@@ -133,7 +147,12 @@ def bn_finalize(
 
 def _count(value: Any, accumulate: Any) -> Array:
     """Reads `count`: a number of at least 1, or an array without axes."""
-    if _check.is_number(value) and not value >= 1:
-        raise ValueError(f"`count` must be a number of at least 1, got {value!r}.")
-    count = _epilogue.read_scale("count", value)
-    return jnp.asarray(count).astype(accumulate)
+    if _check.is_number(value):
+        count = _check.as_float("count", value)
+        if not 1 <= count <= float(jnp.finfo(accumulate).max):
+            raise ValueError(f"`count` must be a number of at least 1 that {accumulate.name} holds, got {value!r}.")
+        return jnp.asarray(count, accumulate)
+    value = _check.array("count", value)
+    _check.shape("count", value, (), "a number or a scalar array")
+    _check.dtype("count", value, (jnp.float32, jnp.float64, jnp.int32, jnp.int64))
+    return jnp.asarray(value).astype(accumulate)

@@ -167,6 +167,61 @@ def test_momentum_of_zero_reads_nothing_new_and_of_one_nothing_old():
         np.testing.assert_array_equal(value, wanted)
 
 
+def test_a_weight_of_zero_reads_nothing_in_the_definitions_too():
+    total, squares, *_ = (v.astype(np.float64) for v in sums())
+    nan: dict[str, Any] = dict.fromkeys(("running_mean", "running_variance"), np.full_like(total, np.nan))
+    x = arrays("NHWC")[0][..., :1]
+    one: dict[str, Any] = dict.fromkeys(("running_mean", "running_variance"), np.full(1, np.nan))
+    for found in (
+        reference.bn_finalize(total, squares, 50, **nan, momentum=1.0),
+        reference.batch_norm(x, **one, momentum=1.0),
+        dnn.batch_norm(x, **one, momentum=1.0),
+    ):
+        assert all(np.isfinite(v).all() for v in found)
+
+
+def test_a_shift_near_the_mean_keeps_the_digits():
+    """A mean of 10⁴ deviations: nothing is left of the variance without a shift, and all within the bounds with one."""
+    x = arrays("NHWC", np.float32, 1e4)[0]
+    shift = np.full(8, 1e4 + 2, np.float32)
+    total, squares = dnn.genstats(x, shift=shift)
+    bounds = [norm_stats.sums_error(x, "NHWC", f, shift) for f in ("float32", "float64")]
+    agree((total, squares), reference.genstats(x, shift=shift), [a + b for a, b in zip(*bounds, strict=True)])
+    given = {"total": np.asarray(total), "squares": np.asarray(squares), "shift": shift}
+    found = check_finalize(given, x.size // 8)
+    exact, m = x.astype(np.float64).reshape(-1, 8), x.size // 8
+    of_total, of_squares = (v / m for v in bounds[0])
+    wide = {name: v.astype(np.float64) for name, v in given.items()}
+    own = norm_stats.finalize_error(wide, m, eps=1e-5, momentum=0.1, format="float32")
+    d = np.abs(wide["total"] / m)
+    allowed = own[5] + (of_squares + 2 * d * of_total + of_total**2) * m / (m - 1)
+    assert (np.abs(found[5] - exact.var(0, ddof=1)) <= allowed).all()
+    assert (np.abs(found[2] - exact.mean(0)) <= own[2] + of_total).all()
+    plain = np.asarray(dnn.bn_finalize(*dnn.genstats(x), m)[5])
+    assert (np.abs(plain - exact.var(0, ddof=1)) > allowed).any()
+
+
+def test_sums_of_devices_add_up():
+    """Inside shard_map by psum, and in a program that XLA shards; integers, so that no order shows."""
+    x = np.random.default_rng(4).integers(-4, 5, (8, 3, 2, 5)).astype(np.float32)
+    mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, none = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+    wanted = dnn.bn_finalize(*dnn.genstats(x), x.size // 5)
+
+    def local(x: Any) -> Any:
+        total, squares = jax.lax.psum(dnn.genstats(x), "d")
+        return dnn.bn_finalize(total, squares, x.size * mesh.size // 5)
+
+    manual = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=none))
+    automatic = jax.jit(lambda x: dnn.bn_finalize(*dnn.genstats(x), x.size // 5))
+    named = {n: np.asarray(v, np.float64) for n, v in zip(NAMES, dnn.genstats(x), strict=False)}
+    errors = norm_stats.finalize_error(named, x.size // 5, eps=1e-5, momentum=0.1, format="float32")
+    for program in (manual, automatic):
+        found = program(jax.device_put(x, jax.sharding.NamedSharding(mesh, rows)))
+        for a, b, error in zip(found, wanted, errors, strict=True):
+            running_error.agree(a, b, error, error)
+
+
 def test_count_may_be_an_array():
     total, squares, *_ = sums()
     run = jax.jit(lambda n: dnn.bn_finalize(total, squares, n))
@@ -247,7 +302,28 @@ CALLS: dict[str, tuple[type[Exception], str, Any]] = {
     ),
     "narrow": (TypeError, r"`total` must have one of", lambda: dnn.bn_finalize(ONE.astype(np.float16), ONE, 2)),
     "sizes": (ValueError, r"`squares` must have shape \(3,\)", lambda: dnn.bn_finalize(ONE, ONE[:2], 2)),
-    "count": (ValueError, r"`count` must be a number of at least 1, got 0", lambda: dnn.bn_finalize(ONE, ONE, 0)),
+    "count": (
+        ValueError,
+        r"`count` must be a number of at least 1 that float32 holds, got 0",
+        lambda: dnn.bn_finalize(ONE, ONE, 0),
+    ),
+    "count of infinity": (
+        ValueError,
+        r"`count` must be a number of at least 1 that float32 holds, got inf",
+        lambda: dnn.bn_finalize(ONE, ONE, float("inf")),
+    ),
+    "large count": (ValueError, r"that float32 holds, got 1e\+39", lambda: dnn.bn_finalize(ONE, ONE, 1e39)),
+    "narrow count": (
+        TypeError,
+        r"`count` must have one of",
+        lambda: dnn.bn_finalize(ONE, ONE, np.array(8, np.float16)),
+    ),
+    "shift": (ValueError, r"`shift` must have shape \(3,\)", lambda: dnn.bn_finalize(ONE, ONE, 2, shift=ONE[:2])),
+    "shift of sums": (
+        ValueError,
+        r"`shift` must have shape \(2,\)",
+        lambda: dnn.genstats(np.ones((1, 1, 1, 2), np.float32), shift=ONE),
+    ),
     "counts": (ValueError, r"`count` must have shape \(\)", lambda: dnn.bn_finalize(ONE, ONE, ONE)),
     "scale": (ValueError, r"`scale` must have shape \(3,\)", lambda: dnn.bn_finalize(ONE, ONE, 2, scale=ONE[:2])),
     "half": (ValueError, r"must be given both or neither", lambda: dnn.bn_finalize(ONE, ONE, 2, running_mean=ONE)),

@@ -109,8 +109,13 @@ def batch_norm(
     if running_mean is None or running_variance is None:
         return v.restore(y), mean, rstd, mean, unbiased
     f = way.dtype(momentum)
-    new = (f * n + (1 - f) * old.astype(way.dtype) for n, old in ((mean, running_mean), (unbiased, running_variance)))
-    return v.restore(y), mean, rstd, *new
+    return v.restore(y), mean, rstd, moved(f, mean, running_mean), moved(f, unbiased, running_variance)
+
+
+def moved(f: Any, new: Array, old: Array) -> Array:
+    """f new + (1 - f) old; a term of weight 0 is left out, for it may be NaN."""
+    terms = [weight * v.astype(type(f)) for weight, v in ((f, new), (1 - f, old)) if weight != 0]
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
 def batch_norm_inference(

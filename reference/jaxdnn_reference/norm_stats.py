@@ -1,7 +1,7 @@
 """Batch normalisation in pieces: the sums of every channel, and what they say about normalising.
 
-    total = sum x        squares = sum x^2        over batch and pixels, m elements
-    mean = total / m        variance = max(squares / m - mean^2, 0)        r = 1 / sqrt(variance + eps)
+    total = sum (x - shift)        squares = sum (x - shift)^2        over batch and pixels, m elements
+    d = total / m     mean = shift + d     variance = max(squares / m - d^2, 0)     r = 1 / sqrt(variance + eps)
     factor = r scale        summand = bias - mean factor        so that batch_norm(x) = x factor + summand
 
 Running statistics as in `norm_batch`.
@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from jaxdnn_reference import norm
-from jaxdnn_reference.norm_batch import of_batch
+from jaxdnn_reference.norm_batch import moved, of_batch
 
 Array = np.ndarray[Any, Any]
 
 
-def genstats(x: Array, /, *, layout: str = "NHWC") -> tuple[Array, Array]:
+def genstats(x: Array, /, *, shift: Array | None = None, layout: str = "NHWC") -> tuple[Array, Array]:
     """(total, squares)."""
     way, v = norm.way_of(x), of_batch(x, "spatial", layout)
     wide = v.x.astype(way.dtype)
+    wide = wide if shift is None else wide - np.asarray(shift).astype(way.dtype).reshape(v.spread)
     return way.total(wide, v.axes).reshape(v.own), way.total(wide * wide, v.axes).reshape(v.own)
 
 
@@ -38,6 +39,7 @@ def bn_finalize(
     running_variance: Array | None = None,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    shift: Array | None = None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """(factor, summand, mean, r, running mean, running variance). Without running statistics momentum is 1."""
     kind = np.result_type(total, norm.way_of(total).dtype).type  # what `genstats` returns may be wider than float64
@@ -45,10 +47,11 @@ def bn_finalize(
     mean = total.astype(kind) / m
     variance = np.maximum(squares.astype(kind) / m - mean * mean, kind(0))
     rstd = 1 / np.sqrt(variance + kind(eps))
+    mean = mean if shift is None else shift.astype(kind) + mean
     factor = rstd if scale is None else rstd * scale.astype(kind)
     summand = -mean * factor if bias is None else bias.astype(kind) - mean * factor
     unbiased = variance * (m / (m - 1) if m > 1 else kind(np.nan))
     if running_mean is None or running_variance is None:
         return factor, summand, mean, rstd, mean, unbiased
-    f, pairs = kind(momentum), ((mean, running_mean), (unbiased, running_variance))
-    return factor, summand, mean, rstd, *(f * new + (1 - f) * old.astype(kind) for new, old in pairs)
+    f = kind(momentum)
+    return factor, summand, mean, rstd, moved(f, mean, running_mean), moved(f, unbiased, running_variance)

@@ -7,6 +7,7 @@ The bounds, with u the accumulator's unit roundoff and γ(k) = k u / (1 - k u) w
   multiplies with a rounded 1 / m. μ² is off by 2 |μ| 2 u |μ| + (2 u μ)² and a rounding, the difference by both and a
   rounding; a maximum adds nothing.
 * r is off by the factor 1 / √(1 - E / V), with V = σ² + eps and E the error of that, and 8 u, as in `tolerance_norm`.
+* A shift is subtracted from each number, and added to the mean, with one rounding.
 * Then products and sums follow, each rounded once. A running statistic is off by what its new one is, and γ(6) of the
   magnitudes: of the weights, the quotient m / (m - 1), the products and their sum.
 
@@ -35,8 +36,14 @@ FINALIZE: dict[str, dict[str, Any]] = {
     "parameters-running": {"momentum": 0.3, "eps": 0.01},
     "plain": {},
     "cumulative": {"momentum": 1.0},
+    "shifted": {},
 }
-VARIANTS: dict[str, tuple[str, ...]] = {"genstats": tuple(SHAPES), "bn_finalize": tuple(FINALIZE)}
+SHIFTED = "NHWC-shifted"  # numbers far from zero, less others that are
+FAR = 100.0
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "genstats": (next(iter(SHAPES)), SHIFTED, *list(SHAPES)[1:]),
+    "bn_finalize": tuple(FINALIZE),
+}
 COUNT, CHANNELS = 210, 13
 RESULTS = {
     "genstats": ("total", "squares"),
@@ -52,18 +59,28 @@ class StatsCase(Case):
     @property
     def names(self) -> tuple[str, ...]:
         """What the operands are."""
+        shift = ("shift",) if self.shifted else ()
         if self.op == "genstats":
-            return ("x",)
-        return ("total", "squares", *(() if self.variant == "plain" else GIVEN))
+            return ("x", *shift)
+        return ("total", "squares", *shift, *(() if self.variant == "plain" else GIVEN))
+
+    @property
+    def shifted(self) -> bool:
+        return self.variant.endswith("shifted")
+
+    @property
+    def layout(self) -> str:
+        return self.variant.removesuffix("-shifted")
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         return self._function(dnn, **choices)
 
     def _function(self, module: Any, **choices: Any) -> Callable[..., Any]:
         if self.op == "genstats":
-            return lambda x: module.genstats(x, layout=self.variant, **choices)
+            named = lambda given: dict(zip(self.names[1:], given, strict=True))
+            return lambda x, *given: module.genstats(x, layout=self.layout, **named(given), **choices)
         options = {**FINALIZE[self.variant], **choices}
-        named = lambda given: dict(zip(GIVEN, given, strict=False))
+        named = lambda given: dict(zip(self.names[2:], given, strict=True))
         return lambda t, q, *given: module.bn_finalize(t, q, COUNT, **named(given), **options)
 
     def kinds(self) -> tuple[str, ...]:
@@ -72,10 +89,14 @@ class StatsCase(Case):
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         draw = lambda *s: rng.integers(-4, 5, s).astype(np.float64) if kind == "integers" else rng.normal(0.5, 1, s)
         if self.op == "genstats":
-            return (draw(*SHAPES[self.variant]).astype(self.in_dtype),)
+            x = draw(*SHAPES[self.layout]) + FAR * self.shifted
+            shifts = [draw(x.shape[-1]) + FAR] * self.shifted
+            return tuple(v.astype(self.in_dtype) for v in (x, *shifts))
         x = draw(COUNT, CHANNELS)
         arrays = [x.sum(0), (x * x).sum(0), *(draw(CHANNELS) for _ in self.names[2:])]
-        if len(arrays) > 2:
+        if self.shifted:
+            arrays[2] += FAR
+        if len(arrays) > 3:
             arrays[-1] = np.abs(arrays[-1])
         return tuple(v.astype(self.in_dtype) for v in arrays)
 
@@ -83,7 +104,7 @@ class StatsCase(Case):
         values = self._function(reference)(*operands)
         rule = tolerance.FORMATS[accumulation.format]
         if self.op == "genstats":
-            errors = sums_error(operands[0], self.variant, accumulation.format)
+            errors = sums_error(operands[0], self.layout, accumulation.format, *operands[1:])
         else:
             named = dict(zip(self.names, (v.astype(np.float64) for v in operands), strict=True))
             options = {"eps": 1e-5, "momentum": 0.1, **FINALIZE[self.variant]}
@@ -96,16 +117,18 @@ class StatsCase(Case):
 
     def describe(self) -> dict[str, Any]:
         if self.op == "genstats":
-            return {"shape": SHAPES[self.variant], "layout": self.variant}
+            return {"shape": SHAPES[self.layout], "layout": self.layout}
         return {"channels": CHANNELS, "count": COUNT, **FINALIZE[self.variant]}
 
 
-def sums_error(x: Values, layout: str, format: str) -> tuple[Values, Values]:
-    """How far the sums of `genstats` may be off."""
+def sums_error(x: Values, layout: str, format: str, shift: Values | None = None) -> tuple[Values, Values]:
+    """How far the sums of `genstats` may be off; of numbers less a shift each number by one rounding more."""
     rule, v = tolerance.FORMATS[format], of_batch(x.astype(np.float64), "spatial", layout)
-    axes, n = tuple(v.axes), v.x.size // v.own[0]
+    axes, n, extra = tuple(v.axes), v.x.size // v.own[0], 0 if shift is None else 1
+    size = np.abs(v.x if shift is None else v.x - shift.astype(np.float64).reshape(v.spread))
     growth = lambda k: k * rule.roundoff / (1 - k * rule.roundoff)
-    return growth(n) * np.abs(v.x).sum(axes), growth(n + 1) * (v.x**2).sum(axes) + n * rule.smallest_normal
+    squares = growth(n + 1 + 2 * extra) * (size**2).sum(axes) + n * rule.smallest_normal
+    return growth(n + extra) * size.sum(axes), squares
 
 
 def finalize_error(given: dict[str, Values], m: int, *, eps: float, momentum: float, format: str) -> tuple[Values, ...]:
@@ -119,6 +142,9 @@ def finalize_error(given: dict[str, Values], m: int, *, eps: float, momentum: fl
     square_error = square_error + u * (mean**2 + square_error) + 2 * u * second + tiny
     difference = second - mean**2
     error = square_error + u * (np.abs(difference) + square_error)
+    if "shift" in given:
+        mean = given["shift"] + mean
+        mean_error = mean_error + u * (np.abs(mean) + mean_error)
     variance = np.maximum(difference, 0)
     v = variance + eps
     off = error + u * (v + error) + u * eps
