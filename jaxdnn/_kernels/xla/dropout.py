@@ -3,6 +3,7 @@
 Four neighbours share a counter. The code says nothing of it: each element runs the generator and picks its word. But
 where a GPU's thread computes four neighbours, the compiler finds that their counters are one and runs it once, as long
 as it can see that the first of them starts a counter; so the elements are numbered by one iota over the whole array.
+Where the four are not neighbours in memory (channels first), a GPU makes the mask before it uses it, a counter once.
 The 64-bit products of Philox are one instruction each on a GPU and on a CPU; without 64-bit types XLA would need ten.
 
 The generator's own key is fixed, and the call's key takes two words of the counter. So the keys of the rounds are
