@@ -11,7 +11,7 @@ THREADS = 1024  # of a block, at most
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster; any device has 8
 ALL = 1 << 30  # rounds: none has so many
 # Bytes of shared memory that a block may have where two, or one, share a multiprocessor, less what else it needs.
-HALF, WHOLE = 111 << 10, 226 << 10
+HALF, WHOLE = 110 << 10, 226 << 10
 # At least so many bytes of a pixel for a cluster, in so much memory of a block, the fastest first: a line of the cache,
 # two blocks a multiprocessor. Of a plan in which all is kept the smallest cluster is taken.
 PREFERRED = ((128, HALF), (64, HALF), (128, WHOLE), (64, WHOLE), (32, HALF), (32, WHOLE))
