@@ -61,9 +61,7 @@ def _unsupported(call: engines.Call) -> str | None:
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
-    kind = _kind(call)
-    assert kind is not None, "a call that is not supported is not run"
-    return kind.run(call, *operands)
+    return next(kind for kind in KINDS if kind.has(call)).run(call, *operands)
 
 
 def _level(call: engines.Call) -> str:
@@ -73,7 +71,7 @@ def _level(call: engines.Call) -> str:
 
 def _rank(call: engines.Call) -> int:
     """First where it was measured faster than XLA; backward on one device only, for it gathers what is sharded."""
-    if call.device_kind != MEASURED_ON or _unsupported(call) is not None:
+    if call.device_kind != MEASURED_ON or _supports(call) is not None:
         return 2
     kind = _kind(call)
     alone = call.op == "norm" or jax.local_device_count() == 1
