@@ -257,6 +257,8 @@ def _check_halo(problem: Problem, config: Config) -> str | None:
         return "a halo needs steps of one"
     if any(ax.first[0] or ax.tap_step != 1 for ax in problem.axes):
         return "a halo needs the taps in the filter's order"
+    if math.prod(a_box(problem, config)) * problem.chunk * np.dtype(problem.dtype).itemsize % 128:
+        return "a copy is of whole 128 bytes, and a halo box is not"
     part = list(split(config) or ())
     if len(part) == 2:
         return None if part[-1] % 64 == 0 else "a halo of one axis needs blocks of 64 positions"
