@@ -61,7 +61,7 @@ def test_speed_table_is_what_was_measured():
         assert f"| {family} | {' | '.join(cells)} |" in README.splitlines()
 
 
-@pytest.mark.parametrize("family", ["pool", "norm", "softmax", "activation", "dropout"])
+@pytest.mark.parametrize("family", ["pool", "norm", "softmax", "activation", "dropout", "tensor"])
 def test_table_of_what_memory_binds_is_what_was_measured(family: str):
     rows = json.loads((ROOT / f"benchmarks/results/{family}_nvidia_h200.json").read_text())["rows"]
     cells = []

@@ -199,17 +199,8 @@ class Im2col(Tensor):
         padded, n = jnp.pad(x, ((0, 0), pad, pad, (0, 0))), self.size
         return jnp.concatenate([padded[:, r : r + n, s : s + n] for r in range(TAPS) for s in range(TAPS)], -1)
 
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
-        """(N, C, H, W) to (N, C R S, H W), which is channels first however the memory lies."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
-        x, dy = tensors
-        taps, dilation, padding, stride = [TAPS] * 2, [1] * 2, [TAPS // 2] * 2, [1] * 2
-        if which == "forward":
-            seen = x.permute(0, 3, 1, 2)
-            return ft.partial(torch.ops.aten.im2col, seen, taps, dilation, padding, stride)
-        columns = dy.flatten(1, 2).permute(0, 2, 1)
-        return ft.partial(torch.ops.aten.col2im, columns, [self.size] * 2, taps, dilation, padding, stride)
+    def torch(self, which: str, *tensors: Any) -> None:
+        """None: PyTorch 2.11 fails when a CUDA graph captures aten::im2col, after which the device serves nobody."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ x is (N, sizes..., C), w is (taps..., C / G, K), y is (N, output sizes..., K), t
 by the geometry alone. Measured on two cores of a CPU (`benchmarks/results/conv_families_cpu.json`): the shifted form of
 depthwise convolution is 14 to 98 times as fast as XLA's grouped convolution (its filter gradient 1.7 to 8.5 times), the
 filter gradient of grouped convolution as matrix products 17 to 142 times, that of transposed convolution 2 to 30 times.
-Integers tap by tap are 2 to 39 times as fast as XLA's loop in 1-D, 1 to 29 in 3-D, their filter gradients 2 to 37.
+Integers tap by tap are faster than XLA's loop over 1-D, 3-D and filter gradients, up to tens of times.
 
 | form | when | what it is |
 |---|---|---|
