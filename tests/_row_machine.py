@@ -8,6 +8,7 @@ asked to bring fails. ex2 and lg2 are exact here.
 """
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -270,3 +271,35 @@ def _decode(line: str) -> tuple[str | None, list[str], list[Any]]:
         for item in re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
     ]
     return guard, name.split("."), arguments
+
+
+def on_arrays(
+    make: Callable[[int], Rows],
+    code: str,
+    arrays: Sequence[np.ndarray],
+    outs: Sequence[tuple[tuple[int, ...], Any]],
+    block: int,
+    blocks: int,
+    cluster: int = 1,
+) -> list[np.ndarray]:
+    """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else.
+
+    `make` makes a machine with so many bytes of memory, `outs` are the results' shapes and dtypes, `blocks` counts
+    clusters where blocks form some.
+    """
+    results = [np.zeros(shape, dtype) for shape, dtype in outs]
+    starts, size = [], 0
+    for array in (*arrays, *results):
+        starts.append(size)
+        size += -(-array.nbytes // 256) * 256 + 256  # what lies between may be neither used nor written
+    machine = make(size)
+    for array, start in zip(arrays, starts, strict=False):
+        machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    machine.run(code, [*starts, 0], block, blocks, cluster)
+    found = []
+    for result, start in zip(results, starts[len(arrays) :], strict=True):
+        end = start + result.nbytes
+        assert (machine.written[start:end] == 1).all()
+        found.append(machine.memory[start:end].view(result.dtype).reshape(result.shape))
+    assert machine.written.sum() == sum(v.nbytes for v in results)
+    return found

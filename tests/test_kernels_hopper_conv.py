@@ -17,6 +17,7 @@ from jax import lax
 
 import jaxdnn as dnn
 import jaxdnn_reference as definition_of_all
+from _hopper import on_hopper
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels import hopper
 
@@ -28,10 +29,6 @@ from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan, conv_wgrad
 BF16: Any = jnp.bfloat16
 F32: Any = jnp.float32
 LAYOUTS = {1: ("NWC", "WIO"), 2: ("NHWC", "HWIO"), 3: ("NDHWC", "DHWIO")}
-on_hopper = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or getattr(jax.devices()[0], "compute_capability", "") != "9.0",
-    reason="needs a GPU of compute capability 9.0",
-)
 
 #    n, sizes, c, k, taps, stride, padding, dilation, groups, flip
 CASES: dict[str, Any] = {

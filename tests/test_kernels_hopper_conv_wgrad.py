@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import jaxdnn_reference as definition_of_all
+from _hopper import on_hopper
 from jaxdnn._kernels import hopper
 
 if hopper.unavailable():
@@ -26,10 +27,6 @@ from jaxdnn._kernels.hopper import conv_wgrad_transposed as transposed
 BF16: Any = jnp.bfloat16
 F32: Any = jnp.float32
 LAYOUTS = {1: ("NWC", "WIO"), 2: ("NHWC", "HWIO"), 3: ("NDHWC", "DHWIO")}
-on_hopper = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or getattr(jax.devices()[0], "compute_capability", "") != "9.0",
-    reason="needs a GPU of compute capability 9.0",
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from _norm_machine import NormRows
+from _row_machine import on_arrays
 from jaxdnn import tolerance_norm
 from jaxdnn._kernels import hopper
 from norm_cases import Norm, agree, in_view
@@ -38,23 +39,7 @@ def arrays_of(norm_of: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
 
 
 def run(code: str, block: int, blocks: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]) -> list[np.ndarray]:
-    """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else."""
-    results = [np.zeros(shape, dtype) for shape, dtype in outs]
-    starts, size = [], 0
-    for array in (*arrays, *results):
-        starts.append(size)
-        size += -(-array.nbytes // 256) * 256 + 256  # what lies between may be neither used nor written
-    machine = NormRows(size)
-    for array, start in zip(arrays, starts, strict=False):
-        machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    machine.run(code, [*starts, 0], block, blocks)
-    found = []
-    for result, start in zip(results, starts[len(arrays) :], strict=True):
-        end = start + result.nbytes
-        assert (machine.written[start:end] == 1).all()
-        found.append(machine.memory[start:end].view(result.dtype).reshape(result.shape))
-    assert machine.written.sum() == sum(v.nbytes for v in results)
-    return found
+    return on_arrays(NormRows, code, arrays, outs, block, blocks)
 
 
 def forward(

@@ -14,7 +14,7 @@ from jax import export
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from _norm_machine import NormRows
-from _row_machine import U32, U64
+from _row_machine import U32, U64, on_arrays
 from jaxdnn import engines, tolerance_norm
 from jaxdnn._kernels import hopper
 from norm_cases import Norm, agree
@@ -25,6 +25,7 @@ if (reason := hopper.unavailable()) is not None:
 from jaxdnn._kernels.hopper import norm_batch, norm_batch_dgrad_ptx, norm_batch_ptx, norm_batches
 from jaxdnn._kernels.hopper.norm_batch_ptx import LANES
 from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
+from jaxdnn._kernels.hopper.ptx import NAMES
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -67,23 +68,7 @@ class Columns(NormRows):
 
 
 def run(code: str, block: int, blocks: int, arrays: list[np.ndarray], outs: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else."""
-    results = [np.zeros(shape, np.float32) for shape in outs]
-    starts, size = [], 0
-    for array in (*arrays, *results):
-        starts.append(size)
-        size += -(-array.nbytes // 256) * 256 + 256  # what lies between may be neither used nor written
-    machine = Columns(size)
-    for array, start in zip(arrays, starts, strict=False):
-        machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    machine.run(code, [*starts, 0], block, blocks)
-    found = []
-    for result, start in zip(results, starts[len(arrays) :], strict=True):
-        end = start + result.nbytes
-        assert (machine.written[start:end] == 1).all()
-        found.append(machine.memory[start:end].view(np.float32).reshape(result.shape))
-    assert machine.written.sum() == sum(v.nbytes for v in results)
-    return found
+    return on_arrays(Columns, code, arrays, [(shape, np.float32) for shape in outs], block, blocks)
 
 
 def statistics(
@@ -284,7 +269,7 @@ def test_results_from_the_kernels(
 def emulated_statistics(x: Any, scale: Any, *, eps: float) -> norm_batch.Statistics:
     x = np.asarray(x)
     rows, columns = x.shape
-    plan = plan_of(rows, columns, norm_batch.NAMES[x.dtype])
+    plan = plan_of(rows, columns, NAMES[x.dtype])
     found = statistics(x, plan, eps, None if scale is None else np.asarray(scale))
     return norm_batch.Statistics(*map(jnp.asarray, dataclasses.astuple(found)))
 
@@ -293,7 +278,7 @@ def emulated_sums(dy: Any, x: Any, mean: Any, config: ColumnPlan | None = None) 
     """The sums of the kernel's splits, added up as the engine does."""
     dy, x, mean = (np.asarray(v) for v in (dy, x, mean))
     rows, columns = x.shape
-    plan = config or norm_batch.backward_plan(rows, columns, norm_batch.NAMES[x.dtype])
+    plan = config or norm_batch.backward_plan(rows, columns, NAMES[x.dtype])
     assert plan is not None
     count = norm_batch_dgrad_ptx.sums_of(plan)
     shape = (plan.splits, count, plan.columns)

@@ -14,6 +14,7 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from _image_machine import SHARED_BYTES, Images
+from _row_machine import on_arrays
 from jaxdnn import _norm, engines, tolerance_norm
 from jaxdnn._kernels import hopper
 from norm_cases import Norm, agree, in_view
@@ -70,23 +71,7 @@ def arrays_of(n: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
 def run(
     code: str, plan: ImagePlan, images: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
 ) -> list[np.ndarray]:
-    """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else."""
-    results = [np.zeros(shape, dtype) for shape, dtype in outs]
-    starts, size = [], 0
-    for array in (*arrays, *results):
-        starts.append(size)
-        size += -(-array.nbytes // 256) * 256 + 256  # what lies between may be neither used nor written
-    machine = Images(size)
-    for array, start in zip(arrays, starts, strict=False):
-        machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    machine.run(code, [*starts, 0], plan.threads, images * plan.parts, plan.cluster)
-    found = []
-    for result, start in zip(results, starts[len(arrays) :], strict=True):
-        end = start + result.nbytes
-        assert (machine.written[start:end] == 1).all()
-        found.append(machine.memory[start:end].view(result.dtype).reshape(result.shape))
-    assert machine.written.sum() == sum(v.nbytes for v in results)
-    return found
+    return on_arrays(Images, code, arrays, outs, plan.threads, images * plan.parts, plan.cluster)
 
 
 def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **changed: Any) -> ImagePlan:

@@ -10,7 +10,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from _row_machine import Rows
+from _row_machine import Rows, on_arrays
 from jaxdnn import engines, tolerance, tolerance_softmax
 from jaxdnn._kernels import hopper
 from jaxdnn._kernels.hopper import softmax_engine
@@ -40,22 +40,10 @@ def data(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 def run(
     code: str, plan: Any, arrays: list[np.ndarray], shape: tuple[int, ...], dtype: str, blocks: int = 0
 ) -> np.ndarray:
-    """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else."""
-    rows = len(arrays[0])
-    out = np.zeros(shape, DTYPES[dtype])
-    starts, size = [], 0
-    for array in (*arrays, out):
-        starts.append(size)
-        size += -(-array.nbytes // 256) * 256
-    blocks = blocks or softmax.clusters(plan, rows)
-    machine = Rows(size, softmax_stream_ptx.shared_bytes(plan)) if plan.stages else Rows(size)
-    for array, start in zip(arrays, starts, strict=False):
-        machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    machine.run(code, [*starts, 0], plan.block, blocks, plan.cluster)
-    end = starts[-1] + out.nbytes
-    assert (machine.written[starts[-1] : end] == 1).all()
-    assert machine.written.sum() == out.nbytes
-    return machine.memory[starts[-1] : end].view(DTYPES[dtype]).reshape(shape)
+    shared = (softmax_stream_ptx.shared_bytes(plan),) if plan.stages else ()
+    make = lambda size: Rows(size, *shared)
+    blocks = blocks or softmax.clusters(plan, len(arrays[0]))
+    return on_arrays(make, code, arrays, [(shape, DTYPES[dtype])], plan.block, blocks, plan.cluster)[0]
 
 
 def assert_right(out: np.ndarray, golden: np.ndarray, error: Any) -> None:

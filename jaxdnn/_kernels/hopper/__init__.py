@@ -6,6 +6,7 @@ import jax
 
 MINIMUM_JAX = (0, 11)
 CAPABILITY = "9.0"
+MULTIPROCESSORS = 132  # of an H100 or H200; also what is cut by a number that no device may change
 
 
 def unavailable() -> str | None:
@@ -13,6 +14,17 @@ def unavailable() -> str | None:
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
     if version < MINIMUM_JAX:
         return f"the Hopper kernels need JAX 0.11 or newer, this is {jax.__version__}"
+    return None
+
+
+def no_device(platform: str) -> str | None:
+    """Why no kernel runs on the platform that a call is lowered for, or on the device that is here; or None."""
+    if platform != "cuda":
+        return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {platform}"
+    if reason := unavailable():
+        return reason
+    if (found := capability()) not in (None, CAPABILITY):
+        return f"it needs compute capability {CAPABILITY}, and this device has {found}"
     return None
 
 

@@ -55,7 +55,7 @@ def supports(
         return "its kernel takes no further operands with a stride"
     channels, filters = fprop.channels_of(w, geo)
     width = jnp.dtype(dy.dtype).itemsize
-    return fprop.shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width, volumes=True)
+    return fprop.shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width)
 
 
 def _x_shape(dy: Any, w: Any, geo: Geometry) -> tuple[int, ...]:

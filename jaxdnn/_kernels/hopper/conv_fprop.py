@@ -116,13 +116,11 @@ def supports(
         return reason
     channels, columns = channels_of(w, geo)
     width = jnp.dtype(x.dtype).itemsize
-    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, width, volumes=True)
+    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, width)
 
 
-def shape_reason(
-    geo: Geometry, batch: int, reduce: int, columns: int, width: int, *, volumes: bool = False
-) -> str | None:
-    """Why no kernel takes such shapes, or None; `volumes` says whether it takes strides in three dimensions."""
+def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: int) -> str | None:
+    """Why no kernel takes such shapes, or None."""
     if min(batch, *geo.out, *geo.sizes, reduce, columns, 1) < 1:
         return "it has no kernel for empty arrays"
     if any(low < 0 or high < 0 for low, high in geo.padding):
@@ -133,8 +131,6 @@ def shape_reason(
             return "its kernels take groups of 32, 64 or a multiple of 128 bytes of channels"
         if columns % 16:
             return "its kernels take groups of a multiple of 16 output channels"
-    if not volumes and len(geo.sizes) == 3 and any(s > 1 for s in geo.stride):
-        return "its kernel takes no stride in three dimensions"
     return None
 
 

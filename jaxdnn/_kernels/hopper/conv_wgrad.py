@@ -67,7 +67,7 @@ def supports(
     if jnp.dtype(out_dtype or x.dtype).name not in ("bfloat16", "float16", "float32"):
         return "its kernel writes bfloat16, float16 and float32"
     one = dataclasses.replace(geo, groups=1)  # any groups are served: narrow ones are taken together
-    return fprop.shape_reason(one, x.shape[0], x.shape[-1], dy.shape[-1], 2, volumes=True)
+    return fprop.shape_reason(one, x.shape[0], x.shape[-1], dy.shape[-1], 2)
 
 
 def _either_order(x: Any) -> bool:

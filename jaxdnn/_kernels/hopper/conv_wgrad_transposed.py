@@ -45,7 +45,7 @@ def supports(
         return reason
     if geo.groups > 1:
         return f"its kernel takes groups in 16-bit types, not in {jnp.dtype(x.dtype).name}"
-    return fprop.shape_reason(geo, x.shape[0], x.shape[-1], dy.shape[-1], jnp.dtype(x.dtype).itemsize, volumes=True)
+    return fprop.shape_reason(geo, x.shape[0], x.shape[-1], dy.shape[-1], jnp.dtype(x.dtype).itemsize)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,12 +148,8 @@ def _run(call: engines.Call, *operands: Array) -> Array:
 
 def _supports(call: engines.Call) -> str | None:
     spec: ConvSpec = call.spec
-    if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
-    if reason := hopper.unavailable():
+    if reason := hopper.no_device(call.platform):
         return reason
-    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
-        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
     if any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
         return "its kernels are cut for a batch that is known when traced"
     if not spec.layout.channels_last:

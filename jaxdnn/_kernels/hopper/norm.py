@@ -18,13 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import norm_dgrad_ptx, norm_ptx
+from jaxdnn._kernels.hopper import MULTIPROCESSORS, norm_dgrad_ptx, norm_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.norm_ptx import RowPlan
-from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
-
-NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
-MULTIPROCESSORS = 132
+from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 
 
 def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -> RowPlan | None:

@@ -19,14 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import norm_batch_dgrad_ptx, norm_batch_ptx
+from jaxdnn._kernels.hopper import MULTIPROCESSORS, norm_batch_dgrad_ptx, norm_batch_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.norm_batch_ptx import LANES
 from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
-from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
+from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 
-NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
-MULTIPROCESSORS = 132
 BLOCKS = 2  # on a multiprocessor
 THREADS, CHUNK, STAGES = 256, 4, 2
 BACKWARD_CHUNK, BACKWARD_STAGES = 2, 2

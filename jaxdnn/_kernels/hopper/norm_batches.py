@@ -9,6 +9,7 @@ from jax import Array, export, lax
 
 from jaxdnn import engines
 from jaxdnn._kernels.hopper.norm_kind import Kind, unlike, x_of
+from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._norm import NormSpec
 from jaxdnn._rounded import nearest
 
@@ -27,7 +28,7 @@ def _plan(call: engines.Call) -> Any:
     from jaxdnn._kernels.hopper import norm_batch
 
     plan = norm_batch.forward_plan if call.op == "norm" else norm_batch.backward_plan
-    return plan(*_sizes(call), norm_batch.NAMES[x_of(call).dtype])
+    return plan(*_sizes(call), NAMES[x_of(call).dtype])
 
 
 def _unsupported(call: engines.Call) -> str | None:

@@ -17,8 +17,9 @@ from jaxdnn import engines
 from jaxdnn._kernels import hopper
 from jaxdnn._kernels.hopper.norm_batches import BATCHES
 from jaxdnn._kernels.hopper.norm_images import IMAGES
-from jaxdnn._kernels.hopper.norm_kind import SIZES, Kind, x_of
+from jaxdnn._kernels.hopper.norm_kind import Kind, x_of
 from jaxdnn._kernels.hopper.norm_rows import ROWS
+from jaxdnn._kernels.hopper.ptx import NAMES
 
 KINDS = (ROWS, IMAGES, BATCHES)
 MEASURED_ON = "NVIDIA H200"
@@ -30,13 +31,7 @@ def _kind(call: engines.Call) -> Kind | None:
 
 
 def _supports(call: engines.Call) -> str | None:
-    if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
-    if reason := hopper.unavailable():
-        return reason
-    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
-        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
-    return _unsupported(call)
+    return hopper.no_device(call.platform) or _unsupported(call)
 
 
 def _unsupported(call: engines.Call) -> str | None:
@@ -45,8 +40,8 @@ def _unsupported(call: engines.Call) -> str | None:
     if call.op == "norm_tangent":
         return "it has no kernel for the derivative along a tangent"
     for dtype in (x.dtype, spec.out_dtype):
-        if dtype.name not in SIZES:
-            return f"its kernels take and write {', '.join(SIZES)}, not {dtype}"
+        if dtype not in NAMES:
+            return f"its kernels take and write {', '.join(map(str, NAMES))}, not {dtype}"
     if spec.eps > LARGEST:
         return f"its kernels take an eps that float32 holds, not {spec.eps}"
     if call.op == "norm_dgrad" and call.avals[0].dtype != x.dtype:

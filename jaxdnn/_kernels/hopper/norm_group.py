@@ -21,9 +21,9 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._kernels.hopper import norm_group_ptx
+from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan, plan
-
-NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
+from jaxdnn._kernels.hopper.ptx import NAMES
 
 
 def forward(
@@ -37,8 +37,6 @@ def forward(
     config: ImagePlan | None = None,
 ) -> Any:
     """y, and mean, rstd and variance (images, groups), of x (images, pixels, channels)."""
-    from jaxdnn._kernels.hopper.launch import launch
-
     images = x.shape[0]
     chosen = config or _plan(x, groups, out_dtype, 1)
     given = [v for v in (scale, bias) if v is not None]
@@ -60,8 +58,6 @@ def backward(
     config: ImagePlan | None = None,
 ) -> tuple[Array, Array, Array]:
     """dx, dscale and dbias of dy and x (images, pixels, channels), mean and rstd (images, groups)."""
-    from jaxdnn._kernels.hopper.launch import launch
-
     images, _, channels = x.shape
     chosen = config or _plan(x, groups, out_dtype, 2)
     code = norm_group_ptx.backward(chosen, scale=scale is not None)

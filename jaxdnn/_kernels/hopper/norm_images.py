@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from jax import Array, export
 
 from jaxdnn import engines
-from jaxdnn._kernels.hopper import norm_group
+from jaxdnn._kernels.hopper import norm_group_plan
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
 from jaxdnn._kernels.hopper.norm_kind import Kind, marks, unlike, x_of
+from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._norm import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
@@ -60,12 +61,14 @@ def _unsupported(call: engines.Call) -> str | None:
 
 def _plan(call: engines.Call) -> ImagePlan | None:
     size = _sizes(call)
-    dtype, out_dtype = (norm_group.NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype))
+    dtype, out_dtype = (NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype))
     arrays = 1 if call.op == "norm" else 2
-    return norm_group.plan(size.pixels, size.channels, size.channels // size.groups, dtype, out_dtype, arrays)
+    return norm_group_plan.plan(size.pixels, size.channels, size.channels // size.groups, dtype, out_dtype, arrays)
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
+    from jaxdnn._kernels.hopper import norm_group
+
     spec: NormSpec = call.spec
     shape, size = x_of(call).shape, _sizes(call)
     flat = lambda v: v.reshape(size.images, size.pixels, size.channels)

@@ -14,8 +14,6 @@ from jax import Array
 
 from jaxdnn import engines
 
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of the dtypes that kernels take and write
-
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -27,7 +25,7 @@ class Kind:
       unsupported: why the kernels do not serve a call over such axes, as a clause; None if they do.
       run: a call and its operands to its results.
       measured: whether a call is like those that were measured faster than XLA's formula on `MEASURED_ON`.
-      workspace: bytes of device memory beside operands and results; None for next to nothing.
+      workspace: bytes of device memory beside operands and results; None of a call that no kernel serves.
       notes: what a user may want to know.
     """
 

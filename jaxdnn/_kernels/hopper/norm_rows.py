@@ -6,7 +6,9 @@ from typing import Any
 from jax import Array
 
 from jaxdnn import engines
+from jaxdnn._kernels.hopper import MULTIPROCESSORS
 from jaxdnn._kernels.hopper.norm_kind import Kind, unlike, x_of
+from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._norm import NormSpec
 
 # op -> bytes of an element -> the row lengths between which it was measured faster, and of how many elements at least.
@@ -31,7 +33,7 @@ def _unsupported(call: engines.Call) -> str | None:
 def _too_long(call: engines.Call) -> str | None:
     from jaxdnn._kernels.hopper import norm
 
-    names = [norm.NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype)]
+    names = [NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype)]
     plan = (norm.forward_plan if call.op == "norm" else norm.backward_plan)(_length(call), names[0], names[1])
     return None if plan else f"its kernels take rows that fit into registers, not {_length(call)} elements"
 
@@ -68,5 +70,5 @@ ROWS = Kind(
     unsupported=_unsupported,
     run=_run,
     measured=_measured,
-    workspace=lambda call: None if call.op != "norm_dgrad" else 132 * 8 * _length(call),
+    workspace=lambda call: 0 if call.op == "norm" else MULTIPROCESSORS * 8 * _length(call),
 )

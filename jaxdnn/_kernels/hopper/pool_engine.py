@@ -46,13 +46,7 @@ def _counted(spec: PoolSpec, pad: Any) -> Any:
 
 
 def _supports(call: engines.Call) -> str | None:
-    if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
-    if reason := hopper.unavailable():
-        return reason
-    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
-        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
-    return _unsupported(call)
+    return hopper.no_device(call.platform) or _unsupported(call)
 
 
 def _unsupported(call: engines.Call) -> str | None:

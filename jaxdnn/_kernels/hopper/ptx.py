@@ -8,7 +8,11 @@ import contextlib
 import struct
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+import numpy as np
+
 VECTOR_BYTES = 16
+NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 SIZES = {"bf16": 2, "f16": 2, "f32": 4}
 _WIDTHS = {"r": "b32", "f": "f32", "p": "pred", "h": "b16", "d": "b64"}  # of the kinds of registers
 

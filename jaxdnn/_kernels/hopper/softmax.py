@@ -16,16 +16,14 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxdnn._kernels.hopper import softmax_ptx, softmax_stream_ptx
 from jaxdnn._kernels.hopper.launch import launch
-from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
+from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 
-NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 VECTORS = 4  # of an operand that a thread holds at most: more registers would mean fewer blocks at a time
 CLUSTER = 8  # blocks at most, on any device
 # Clusters of so many blocks, each a multiprocessor's, that an H200 has at a time; of 4 and 8 one fewer than the one

@@ -16,10 +16,10 @@ from jax import Array
 
 from jaxdnn import engines
 from jaxdnn._kernels import hopper
+from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._softmax import OPS, SoftmaxSpec
 
 MEASURED = Path(__file__).with_name("softmax_measured.json")
-NAMES = ("bfloat16", "float16", "float32")
 FEWER = 8  # so many times fewer rows than were measured may be taken to gain as much
 
 
@@ -46,15 +46,11 @@ def _run(call: engines.Call, *operands: Array) -> Array:
 
 def _supports(call: engines.Call) -> str | None:
     spec: SoftmaxSpec = call.spec
-    if call.platform != "cuda":
-        return f"it runs on NVIDIA GPUs of compute capability {hopper.CAPABILITY}, and this is {call.platform}"
-    if reason := hopper.unavailable():
+    if reason := hopper.no_device(call.platform):
         return reason
-    if (found := hopper.capability()) not in (None, hopper.CAPABILITY):
-        return f"it needs compute capability {hopper.CAPABILITY}, and this device has {found}"
     dtypes = [v.dtype for v in call.avals]
-    if any(dtype.name not in NAMES for dtype in (*dtypes, np.dtype(spec.out_dtype))):
-        return f"its kernels take and give {', '.join(NAMES)}, not {dtypes[0].name} and {spec.out_dtype.name}"
+    if any(dtype not in NAMES for dtype in (*dtypes, np.dtype(spec.out_dtype))):
+        return f"its kernels take and give {', '.join(map(str, NAMES))}, not {dtypes[0].name} and {spec.out_dtype.name}"
     if len(set(dtypes)) > 1:
         return f"its kernels take dy and y of one dtype, not {dtypes[0].name} and {dtypes[1].name}"
     if spec.axes != tuple(range(-len(spec.axes), 0)):

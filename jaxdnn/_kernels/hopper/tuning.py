@@ -16,10 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxdnn._kernels.hopper import conv_plan
+from jaxdnn._kernels.hopper import MULTIPROCESSORS, conv_plan
 from jaxdnn._kernels.hopper.conv_plan import Config, Problem, ceil_div
-
-DEFAULT_SMS = 132
 
 # The model's constants, fitted to 800 measured configurations of the ResNet-50 convolutions on an H200: its choice
 # among them is 2.3 % slower than the best on average, 9 % at worst. Cycles, bytes per cycle and multiprocessor.
@@ -36,7 +34,7 @@ _WAVES = 0.36  # how much a last wave that is not full costs of a whole one
 def multiprocessors() -> int:
     """The device's number of multiprocessors; where there is no GPU, the H100's and H200's."""
     device = jax.devices()[0]
-    return getattr(device, "core_count", DEFAULT_SMS) if device.platform == "gpu" else DEFAULT_SMS
+    return getattr(device, "core_count", MULTIPROCESSORS) if device.platform == "gpu" else MULTIPROCESSORS
 
 
 def device_kind() -> str:
