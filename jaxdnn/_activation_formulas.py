@@ -289,16 +289,16 @@ def bits(x: Array) -> Array:
 # ---- reading the argument --------------------------------------------------------------------------------------------
 
 
-def read_activation(value: Any, argument: str = "activation") -> tuple[str, Parameter] | None:
+def read_activation(value: Any) -> tuple[str, Parameter] | None:
     """Reads an activation: None, a name, (name, parameter), or ("relu", lower, upper, slope)."""
     if value is None or (isinstance(value, str) and value == "identity"):
         return None
     if isinstance(value, tuple) and len(value) == 4 and value[0] == "relu":
-        return _read_bounds(value, argument)
+        return _read_bounds(value)
     name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(
-            f"`{argument}` must be None, one of {', '.join(map(repr, ACTIVATIONS))}, a pair of a name and its "
+            f"`activation` must be None, one of {', '.join(map(repr, ACTIVATIONS))}, a pair of a name and its "
             f"parameter, or ('relu', lower, upper, slope), got {value!r}."
         )
     default = ACTIVATIONS[name]
@@ -306,28 +306,28 @@ def read_activation(value: Any, argument: str = "activation") -> tuple[str, Para
         return name, default
     if default is None or not _check.is_number(parameter):
         takes = "no parameter" if default is None else "one number"
-        raise ValueError(f"`{argument}` {name!r} takes {takes}, got {parameter!r}.")
-    parameter = _check.as_float(argument, parameter) + 0.0  # -0 and 0 are equal, so they must not differ
+        raise ValueError(f"`activation` {name!r} takes {takes}, got {parameter!r}.")
+    parameter = _check.as_float("activation", parameter) + 0.0  # -0 and 0 are equal, so they must not differ
     if name == "leaky_relu" and not 0 <= parameter <= 1:
-        raise ValueError(f"`{argument}` 'leaky_relu' needs a slope from 0 to 1, got {parameter!r}.")
+        raise ValueError(f"`activation` 'leaky_relu' needs a slope from 0 to 1, got {parameter!r}.")
     if name == "leaky_relu" and parameter == 0:
         return "relu", None
     if name == "clipped_relu" and not parameter >= 0:
-        raise ValueError(f"`{argument}` 'clipped_relu' needs a ceiling of at least 0, got {parameter!r}.")
+        raise ValueError(f"`activation` 'clipped_relu' needs a ceiling of at least 0, got {parameter!r}.")
     if name == "softplus" and not parameter > 0:
-        raise ValueError(f"`{argument}` 'softplus' needs a positive parameter, got {parameter!r}.")
+        raise ValueError(f"`activation` 'softplus' needs a positive parameter, got {parameter!r}.")
     if not math.isfinite(parameter):
-        raise ValueError(f"`{argument}` {name!r} needs a finite parameter, got {parameter!r}.")
+        raise ValueError(f"`activation` {name!r} needs a finite parameter, got {parameter!r}.")
     return name, parameter
 
 
-def _read_bounds(value: tuple[Any, ...], argument: str) -> tuple[str, Parameter]:
+def _read_bounds(value: tuple[Any, ...]) -> tuple[str, Parameter]:
     if not all(_check.is_number(v) for v in value[1:]):
-        raise ValueError(f"`{argument}` ('relu', lower, upper, slope) takes three numbers, got {value[1:]!r}.")
-    lower, upper, slope = (_check.as_float(argument, v) + 0.0 for v in value[1:])
+        raise ValueError(f"`activation` ('relu', lower, upper, slope) takes three numbers, got {value[1:]!r}.")
+    lower, upper, slope = (_check.as_float("activation", v) + 0.0 for v in value[1:])
     if not (math.isfinite(lower) and math.isfinite(slope) and lower <= upper):
         raise ValueError(
-            f"`{argument}` ('relu', lower, upper, slope) needs a finite lower bound of at most the upper one and a "
+            f"`activation` ('relu', lower, upper, slope) needs a finite lower bound of at most the upper one and a "
             f"finite slope, got {value[1:]!r}."
         )
     if lower == 0 and upper == math.inf:

@@ -14,14 +14,14 @@ from jaxdnn._activation import ActivationSpec
 from jaxdnn.determinism import required, satisfies
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
-Name = str | tuple[str, float] | tuple[str, float, float, float] | None
+Activation = str | tuple[str, float] | tuple[str, float, float, float] | None
 
 
 def activation(
     x: ArrayLike,
     /,
     *,
-    name: Name = "relu",
+    activation: Activation = "relu",
     alpha: float | ArrayLike = 1.0,
     beta: float | ArrayLike = 0.0,
     prior: ArrayLike | None = None,
@@ -35,9 +35,9 @@ def activation(
 
     Args:
       x: of any shape; float32, bfloat16, float16 or float64.
-      name: what the convolutions take as `activation`: "identity" (or None), "relu", "sigmoid", "tanh", "gelu" (by
-        erf), "gelu_tanh", "elu", "swish", "softplus", "leaky_relu", "clipped_relu"; a pair with its parameter,
-        ("elu", alpha), ("swish", beta), ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or
+      activation: as in the convolutions: "identity" (or None), "relu", "sigmoid", "tanh", "gelu" (by erf), "gelu_tanh",
+        "elu", "swish", "softplus", "leaky_relu", "clipped_relu"; a pair with its parameter, ("elu", alpha),
+        ("swish", beta), ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or
         ("relu", lower, upper, slope): lower + slope (x - lower) below `lower`, `upper` above `upper`, x between.
       alpha, beta: numbers, or scalar arrays, which may be traced and differentiated.
       prior: of x's shape; of the dtype of x, of the result, or float32. With beta 0 it is not read.
@@ -66,7 +66,7 @@ def activation(
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxdnn as dnn
-      >>> dnn.activation(jnp.array([-1.0, 0.5, 9.0]), name=("relu", 0.0, 6.0, 0.25)).tolist()
+      >>> dnn.activation(jnp.array([-1.0, 0.5, 9.0]), activation=("relu", 0.0, 6.0, 0.25)).tolist()
       [-0.25, 0.5, 6.0]
 
     Sources: cuDNN's cudnnActivationForward (its seven modes) and the graph API's pointwise modes RELU to
@@ -76,7 +76,7 @@ def activation(
     x = _operand("x", x)
     out = _out_dtype(out_dtype, x)
     run = lambda spec: _activation.bind("activation", x, spec=spec)
-    return _call("activation", (x,), run, name, alpha, beta, prior, out, engine, determinism)
+    return _call("activation", (x,), run, activation, alpha, beta, prior, out, engine, determinism)
 
 
 def activation_dgrad(
@@ -84,7 +84,7 @@ def activation_dgrad(
     x: ArrayLike,
     /,
     *,
-    name: Name = "relu",
+    activation: Activation = "relu",
     alpha: float | ArrayLike = 1.0,
     beta: float | ArrayLike = 0.0,
     prior: ArrayLike | None = None,
@@ -99,7 +99,7 @@ def activation_dgrad(
     Args:
       dy: the gradient in the activation's result, of x's shape; dtypes as x.
       x: the activation's input.
-      name: see `activation`.
+      activation: see `activation`.
       alpha, beta, prior: the blend, see `activation`; prior may also have dy's dtype.
       out_dtype, engine, determinism: see `activation`.
 
@@ -119,7 +119,7 @@ def activation_dgrad(
       >>> import jax.numpy as jnp
       >>> import jaxdnn as dnn
       >>> x = jnp.array([-1.0, 0.0, 2.0])
-      >>> dnn.activation_dgrad(jnp.ones(3), x, name="relu").tolist()
+      >>> dnn.activation_dgrad(jnp.ones(3), x, activation="relu").tolist()
       [0.0, 0.0, 1.0]
 
     Sources: cuDNN's cudnnActivationBackward, which takes y as well, and the graph API's pointwise modes RELU_BWD to
@@ -129,7 +129,7 @@ def activation_dgrad(
     _check.shape("dy", dy, x.shape, "that of x")
     out = _out_dtype(out_dtype, x)
     run = lambda spec: _activation.bind("activation_dgrad", dy, x, spec=spec)
-    return _call("activation_dgrad", (dy, x), run, name, alpha, beta, prior, out, engine, determinism)
+    return _call("activation_dgrad", (dy, x), run, activation, alpha, beta, prior, out, engine, determinism)
 
 
 def _operand(name: str, value: Any) -> Array:
@@ -149,7 +149,7 @@ def _call(
     op: str,
     operands: tuple[Array, ...],
     run: Any,
-    name: Any,
+    activation: Any,
     alpha: Any,
     beta: Any,
     prior: Any,
@@ -158,7 +158,7 @@ def _call(
     determinism: Any,
 ) -> Array:
     alpha, beta = _epilogue.read_scale("alpha", alpha), _epilogue.read_scale("beta", beta)
-    act, parameter = formulas.read_activation(name, "name") or ("identity", None)
+    act, parameter = formulas.read_activation(activation) or ("identity", None)
     alone = isinstance(alpha, float) and isinstance(beta, float) and beta == 0
     level = required(determinism)
     x = operands[-1]

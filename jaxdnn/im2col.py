@@ -24,7 +24,7 @@ def im2col(
     x: ArrayLike,
     /,
     *,
-    taps: int | Sequence[int] = 3,
+    window: int | Sequence[int] = 3,
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
     dilation: int | Sequence[int] = 1,
@@ -42,7 +42,7 @@ def im2col(
     Args:
       x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8,
         uint8, int32.
-      taps: R and S, one integer or one per spatial axis.
+      window: R and S, one integer or one per spatial axis: the taps of the filter.
       stride, padding, dilation, mode: as for `jaxdnn.conv`; mode "convolution" numbers the taps backwards.
       layout: the axes of x and of the result, see `jaxdnn.conv`.
       order: how taps and channels are numbered together; None is "taps_channels" for channels last, else
@@ -57,14 +57,14 @@ def im2col(
       Determinism level: "portable".
 
     Raises:
-      ValueError: taps that do not fit into the padded input, or an argument out of range.
+      ValueError: a window that does not fit into the padded input, or an argument out of range.
       TypeError: a dtype that is not served.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxdnn as dnn
       >>> x, w = jnp.ones((2, 5, 4, 3)), jnp.ones((3, 2, 3, 7))
-      >>> (dnn.im2col(x, taps=(3, 2)) @ w.reshape(18, 7)).shape
+      >>> (dnn.im2col(x, window=(3, 2)) @ w.reshape(18, 7)).shape
       (2, 3, 3, 7)
 
     Sources: cuDNN's cudnnIm2Col. PyTorch's unfold has order "channels_taps" and P Q as one axis.
@@ -73,13 +73,13 @@ def im2col(
     given = _tensor.array("x", x)
     plain = frame.array("x", given)
     sizes = tuple(plain.shape[axis] for axis in frame.layout.spatial)
-    window, taps, outputs = _geometry(sizes, taps, stride, padding, dilation)
+    geometry, taps, outputs = _geometry(sizes, window, stride, padding, dilation)
     flip = _check.choice("mode", mode, MODES) == "convolution"
     if jnp.issubdtype(given.dtype, jnp.inexact):  # exact, and makes the gradient's sums float32's
         plain = plain.astype(_tensor.accumulator(given.dtype))
-    pads = _along_spatial(frame.layout, [(low, high, 0) for low, high in window.padding], (0, 0, 0))
+    pads = _along_spatial(frame.layout, [(low, high, 0) for low, high in geometry.padding], (0, 0, 0))
     padded = lax.pad(plain, jnp.zeros((), plain.dtype), pads)
-    seen = [_shift(frame.layout, padded, window, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
+    seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
     return frame.restore(_join(seen, frame.layout.channel, _order(order, frame.layout)))
 
 
@@ -88,7 +88,7 @@ def col2im(
     x_shape: Sequence[int],
     /,
     *,
-    taps: int | Sequence[int] = 3,
+    window: int | Sequence[int] = 3,
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
     dilation: int | Sequence[int] = 1,
@@ -104,7 +104,7 @@ def col2im(
     Args:
       y: the patches, (N, P, Q, R S C) for layout NHWC; dtypes as for `im2col`.
       x_shape: the shape of x in `layout`; several sizes of x give the same size of y.
-      taps, stride, padding, dilation, mode, layout, order: those of `im2col`.
+      window, stride, padding, dilation, mode, layout, order: those of `im2col`.
       out_dtype: the result's dtype; None is that of y.
 
     Returns:
@@ -131,7 +131,7 @@ def col2im(
     plain, plain_shape = frame.array("y", given), frame.array_shape("x_shape", x_shape)
     axes = frame.layout
     sizes = tuple(plain_shape[axis] for axis in axes.spatial)
-    window, taps, outputs = _geometry(sizes, taps, stride, padding, dilation)
+    geometry, taps, outputs = _geometry(sizes, window, stride, padding, dilation)
     features = plain_shape[axes.channel] * math.prod(taps)
     expected = axes.shape(plain_shape[axes.batch], outputs, features)
     _check.shape("y", plain, expected, f"as im2col of {plain_shape} has (axes {axes.name})")
@@ -139,25 +139,25 @@ def col2im(
     parts = _split(plain, axes.channel, math.prod(taps), _order(order, axes))
     acc, total = _tensor.accumulator(given.dtype), None
     for part, tap in zip(parts, _taps(taps, flip), strict=True):
-        spread = _spread(axes, rounded(part.astype(acc)), window, sizes, tap)
+        spread = _spread(axes, rounded(part.astype(acc)), geometry, sizes, tap)
         total = spread if total is None else total + spread
     found = frame.restore(total if total is not None else jnp.zeros(plain_shape, acc))
     return _epilogue.convert(found, _tensor.out_dtype(out_dtype, given))
 
 
 def _geometry(
-    sizes: tuple[int, ...], taps: Any, stride: Any, padding: Any, dilation: Any
+    sizes: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any
 ) -> tuple[Window, tuple[int, ...], tuple[int, ...]]:
-    taps = _check.integers("taps", taps, len(sizes), minimum=1)
-    window = _window.window(stride=stride, padding=padding, dilation=dilation, sizes=sizes, taps=taps)
-    outputs = window.output_sizes(sizes, taps)
+    taps = _check.integers("window", window, len(sizes), minimum=1)
+    found = _window.window(stride=stride, padding=padding, dilation=dilation, sizes=sizes, taps=taps)
+    outputs = found.output_sizes(sizes, taps)
     if min(outputs) < 1:
-        padded = tuple(n + sum(pad) for n, pad in zip(sizes, window.padding, strict=True))
+        padded = tuple(n + sum(pad) for n, pad in zip(sizes, found.padding, strict=True))
         raise ValueError(
-            f"`taps` must fit into the padded input, got taps {taps} that span {window.extents(taps)} at dilation "
-            f"{window.dilation} for padded sizes {padded}."
+            f"`window` must fit into the padded input, got {taps} that spans {found.extents(taps)} at dilation "
+            f"{found.dilation} for padded sizes {padded}."
         )
-    return window, taps, outputs
+    return found, taps, outputs
 
 
 def _order(value: Any, layout: Layout) -> str:

@@ -32,7 +32,7 @@ def reduce(
     /,
     *,
     op: str = "add",
-    axes: int | Sequence[int] | None = None,
+    axis: int | Sequence[int] | None = None,
     keepdims: bool = False,
     return_indices: bool = False,
     nan: str = "propagate",
@@ -53,7 +53,7 @@ def reduce(
     Args:
       x: any shape; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8, uint8, int32.
       op: one of the nine.
-      axes: the axes to reduce, one integer or several, negative ones from the end; None is all of them.
+      axis: the axis to reduce, or several, negative ones from the end; None is all of them.
       keepdims: whether reduced axes stay, with length 1.
       return_indices: of "min", "max" and "amax": whether the index of the extreme element is returned too.
       nan: of "min", "max" and "amax": "propagate" gives NaN where an element is NaN; "ignore" passes over NaN, and
@@ -101,7 +101,7 @@ def reduce(
     _check.choice("op", op, OPS)
     _check.choice("nan", nan, NAN_RULES)
     keepdims, return_indices = _check.flag("keepdims", keepdims), _check.flag("return_indices", return_indices)
-    reduced = _axes(axes, x.ndim)
+    reduced = _axes(axis, x.ndim)
     count = math.prod(x.shape[axis] for axis in reduced)
     if op not in EXTREMES and (return_indices or nan != "propagate"):
         name, given = ("return_indices", return_indices) if return_indices else ("nan", nan)
@@ -109,7 +109,7 @@ def reduce(
     if count == 0 and op in (*EXTREMES, "avg"):
         raise ValueError(f"`x` must have elements along the axes {reduced} for op {op!r}, got shape {x.shape}.")
     if count > np.iinfo(np.int32).max:
-        raise ValueError(f"`axes` must hold fewer than 2^31 elements, got {count} along {reduced} of {x.shape}.")
+        raise ValueError(f"`axis` must hold fewer than 2^31 elements, got {count} along {reduced} of {x.shape}.")
     level = required(determinism)
     if op == "norm2":
         _tensor.refuse_portable("reduce op 'norm2'", level)
@@ -147,7 +147,7 @@ def _axes(value: Any, ndim: int) -> tuple[int, ...]:
     if value is None:
         return tuple(range(ndim))
     given = tuple(value) if _check.is_sequence(value) else (value,)
-    axes = tuple(_check.integer("axes", axis) for axis in given)
+    axes = tuple(_check.integer("axis", a) for a in given)
     if any(not -ndim <= axis < ndim for axis in axes) or len({axis % ndim for axis in axes}) < len(axes):
-        raise ValueError(f"`axes` must be different axes of an array of {ndim} dimensions, got {_check.shown(value)}.")
+        raise ValueError(f"`axis` must be different axes of an array of {ndim} dimensions, got {_check.shown(value)}.")
     return tuple(sorted(axis % ndim for axis in axes))

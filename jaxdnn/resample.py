@@ -28,7 +28,7 @@ def resample(
     x: ArrayLike,
     /,
     *,
-    sizes: int | Sequence[int] | None = None,
+    output_sizes: int | Sequence[int] | None = None,
     scale: float | Fraction | Sequence[float | Fraction] | None = None,
     method: str = "linear",
     coordinates: str = "half_pixel",
@@ -55,8 +55,8 @@ def resample(
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64; for "nearest" also float8_e4m3fn,
         float8_e5m2, int8, uint8, int32; for the others also int8 and uint8.
-      sizes: the spatial sizes of the result, one integer or one per spatial axis.
-      scale: the sizes as multiples instead, numbers above zero (`fractions.Fraction` is exact): out = ⌊in scale⌋.
+      output_sizes: the spatial sizes of the result, one integer or one per spatial axis.
+      scale: instead, multiples of the sizes of x, numbers above zero (`fractions.Fraction` is exact): out = ⌊in scale⌋.
       method: "nearest", x[round(s_i)]; "linear", k(v) = max(1 - |v|, 0), which is bilinear over two axes and trilinear
         over three; "cubic", k(v) = (a + 2)|v|³ - (a + 3)|v|² + 1 up to 1 and a|v|³ - 5a|v|² + 8a|v| - 4a up to 2;
         "lanczos3", k(v) = sinc(v) sinc(v / 3) up to 3.
@@ -84,13 +84,13 @@ def resample(
       is rounded before it is added: determinism level "portable", the gradient's too.
 
     Raises:
-      ValueError: sizes, a scale or an option out of range. TypeError: a dtype that is not served.
+      ValueError: output_sizes, a scale or an option out of range. TypeError: a dtype that is not served.
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxdnn as dnn
-      >>> dnn.resample(jnp.array([[[0.0], [8.0]]]), sizes=4, layout="NWC")[0, :, 0].tolist()
+      >>> dnn.resample(jnp.array([[[0.0], [8.0]]]), output_sizes=4, layout="NWC")[0, :, 0].tolist()
       [0.0, 2.0, 6.0, 8.0]
 
     Sources: cuDNN's resample forward operation (nearest, bilinear). PyTorch's interpolate: mode "nearest" is "nearest"
@@ -105,7 +105,7 @@ def resample(
     plain = frame.array("x", given)
     _check_dtype(given, method)
     before = tuple(plain.shape[axis] for axis in frame.layout.spatial)
-    after, ratios = _sizes(before, sizes, scale)
+    after, ratios = _sizes(before, output_sizes, scale)
     options = (method, coordinates, rounding, cubic_coefficient, antialias, boundary)
     rules = _rules(before, after, ratios, options)
     y = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=False))
@@ -140,7 +140,7 @@ def resample_dgrad(
     Args:
       dy: the gradient in the result, (N, H', W', C) for layout NHWC; float32, bfloat16, float16, float64.
       x_shape: the shape of x in `layout`.
-      scale: as it was given to `resample`; None if sizes were.
+      scale: as it was given to `resample`; None if output_sizes were.
       method, coordinates, rounding, cubic_coefficient, antialias, boundary, layout: those of `resample`.
       alpha, beta, prior: the blend; prior has x's shape.
       out_dtype, engine, determinism: see `resample`.
@@ -207,12 +207,12 @@ def _sizes(before: tuple[int, ...], sizes: Any, scale: Any) -> tuple[tuple[int, 
     """The sizes of the result, and the distance of two results in elements of x."""
     if (sizes is None) == (scale is None):
         raise ValueError(
-            f"`sizes` or `scale` must be given, not both, got {_check.shown(sizes)} and {_check.shown(scale)}."
+            f"`output_sizes` or `scale` must be given, not both, got {_check.shown(sizes)} and {_check.shown(scale)}."
         )
     if min(before) < 1:
         raise ValueError(f"`x` must have at least one element along every spatial axis, got {before}.")
     if sizes is not None:
-        after = _check.integers("sizes", sizes, len(before), minimum=1)
+        after = _check.integers("output_sizes", sizes, len(before), minimum=1)
         return after, tuple(Fraction(n, m) for n, m in zip(before, after, strict=True))
     values = tuple(scale) if _check.is_sequence(scale) else (scale,) * len(before)
     if len(values) != len(before):

@@ -60,7 +60,7 @@ class TensorCase:
 def _matrix(rows: int, columns: int, **options: Any) -> np.ndarray:
     """The matrix of a resampling along one axis, column by column, from the definition."""
     eye = np.eye(columns)[:, :, None]  # N = columns images, each with one pixel set
-    sizes = {} if "scale" in options else {"sizes": rows}
+    sizes = {} if "scale" in options else {"output_sizes": rows}
     return reference.resample(eye, layout="NWC", **sizes, **options)[:, :, 0].T.astype(np.float64)
 
 
@@ -77,7 +77,7 @@ def _patches(x: jax.Array) -> jax.Array:
     return jnp.concatenate(rows, axis=-1)
 
 
-PATCHES = {"taps": (3, 2), "stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
+PATCHES = {"window": (3, 2), "stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
 X = (2, 6, 4, 3)
 
 
@@ -109,7 +109,7 @@ def _reductions() -> list[TensorCase]:
             f"reduce-{op}-{level}",
             "reduce",
             ((2, 3, 2, 3),),
-            {"op": op, "axes": (1, 2), "determinism": level},
+            {"op": op, "axis": (1, 2), "determinism": level},
             formula,
             distinct=op in distinct,
         )
@@ -177,7 +177,7 @@ CASES = [
             f"resample-{name}",
             "resample",
             (X,),
-            {"sizes": (9, 3), **options},
+            {"output_sizes": (9, 3), **options},
             ft.partial(_resampled, rows=9, columns=3, **{k: v for k, v in options.items() if k != "determinism"}),
         )
         for name, options in {

@@ -59,21 +59,25 @@ def agree(out: Any, golden: np.ndarray, error: np.ndarray) -> None:
 @each_activation
 def test_float32_within_the_computed_bound(name: Any):
     x, dy = inputs((40, 25, 30), 1), inputs((40, 25, 30), 2)
-    agree(dnn.activation(x, name=name), reference.activation(x, name=name), tolerance_activation.value_error(name, x))
+    agree(
+        dnn.activation(x, activation=name),
+        reference.activation(x, activation=name),
+        tolerance_activation.value_error(name, x),
+    )
     slope = reference.derivative(x.astype(np.float64), name)
-    golden = reference.activation_dgrad(dy, x, name=name)
+    golden = reference.activation_dgrad(dy, x, activation=name)
     error = np.abs(dy) * slope_error(name, x) * (1 + 2.0**-20) + 2.0**-24 * np.abs(golden)
-    agree(dnn.activation_dgrad(dy, x, name=name), golden, error + 2.0**-125 * (1 + np.abs(dy) + np.abs(slope)))
+    agree(dnn.activation_dgrad(dy, x, activation=name), golden, error + 2.0**-125 * (1 + np.abs(dy) + np.abs(slope)))
 
 
 @pytest.mark.usefixtures("x64")
 @each_activation
 def test_float64(name: Any):
     x = inputs((7, 50), 3, np.float64)
-    y, dx = dnn.activation(x, name=name), dnn.activation_dgrad(np.ones_like(x), x, name=name)
+    y, dx = dnn.activation(x, activation=name), dnn.activation_dgrad(np.ones_like(x), x, activation=name)
     # Twice the bound: the definition is computed in float64 as well.
     value, slope = (rule(name, x, format="float64") for rule in (tolerance_activation.value_error, slope_error))
-    assert (np.abs(y - reference.activation(x, name=name)) <= 2 * value).all()
+    assert (np.abs(y - reference.activation(x, activation=name)) <= 2 * value).all()
     assert (np.abs(dx - reference.derivative(x, name)) <= 2 * slope).all()
     assert dx.dtype == np.float64
 
@@ -82,7 +86,7 @@ def test_float64(name: Any):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=lambda d: np.dtype(d).name)
 def test_nan_stays_and_infinity_gives_the_limit(name: Any, dtype: Any):
     x = np.array([-np.inf, np.inf, np.nan], np.float64).astype(dtype)
-    y, dx = dnn.activation(x, name=name), dnn.activation_dgrad(jnp.ones_like(jnp.asarray(x)), x, name=name)
+    y, dx = dnn.activation(x, activation=name), dnn.activation_dgrad(jnp.ones_like(jnp.asarray(x)), x, activation=name)
     far = np.array([-1e4, 1e4])
     for found, golden in ((y, reference.activate), (dx, reference.derivative)):
         limit = golden(far, name)
@@ -94,7 +98,7 @@ def test_nan_stays_and_infinity_gives_the_limit(name: Any, dtype: Any):
 
 def test_kinks():
     x = jnp.array([-1.0, -0.0, 0.0, 2.0, 6.0])
-    slope = lambda name: dnn.activation_dgrad(jnp.ones(5), x, name=name).tolist()
+    slope = lambda name: dnn.activation_dgrad(jnp.ones(5), x, activation=name).tolist()
     assert slope("relu") == [0, 0, 0, 1, 1]
     assert slope("clipped_relu") == [0, 0, 0, 1, 0]
     assert slope(("leaky_relu", 0.25)) == [0.25, 0.25, 0.25, 1, 1]
@@ -105,7 +109,7 @@ def test_kinks():
 def test_bounded_relu_is_named_by_what_it_is():
     """The graph API's relu with a bound, or with a slope, is the activation of its own name."""
     x = inputs((500,), 4)
-    same = lambda a, b: np.testing.assert_array_equal(dnn.activation(x, name=a), dnn.activation(x, name=b))
+    same = lambda a, b: np.testing.assert_array_equal(dnn.activation(x, activation=a), dnn.activation(x, activation=b))
     same(("relu", 0, np.inf, 0), "relu")
     same(("relu", 0, 6, 0), "clipped_relu")
     same(("relu", 0, np.inf, 0.01), "leaky_relu")
@@ -117,7 +121,7 @@ def test_epilogue_of_a_convolution_is_the_same_function(name: Any):
     """A one-tap convolution by 1 with `activation=` and the op of its result: the same formula."""
     x = inputs((1, 50, 20, 1), 5)
     fused = dnn.conv(x, np.ones((1, 1, 1, 1), np.float32), activation=name)
-    golden = reference.activation(x, name=name)
+    golden = reference.activation(x, activation=name)
     agree(fused, golden, tolerance_activation.value_error(name, x) + 2.0**-125)
 
 
@@ -132,7 +136,7 @@ def test_blend(dtype: Any, traced: bool):
 
     def run(x: Any, dy: Any, prior: Any) -> Any:
         scales = {"alpha": wrap(0.75), "beta": wrap(-1.5), "prior": prior, "out_dtype": np.float32}
-        return dnn.activation(x, name="gelu", **scales), dnn.activation_dgrad(dy, x, name="gelu", **scales)
+        return dnn.activation(x, activation="gelu", **scales), dnn.activation_dgrad(dy, x, activation="gelu", **scales)
 
     y, dx = jax.jit(run)(x, dy, prior)
     given = {"alpha": 0.75, "beta": -1.5, "prior": prior}
@@ -141,19 +145,19 @@ def test_blend(dtype: Any, traced: bool):
     # At most three roundings of either term and of the sum, beside the function's own.
     own = 0.75 * tolerance_activation.value_error("gelu", x64)
     size = np.abs(0.75 * value) + np.abs(1.5 * prior64)
-    agree(y, reference.activation(x, name="gelu", **given), own + 2.0**-22 * size + 2.0**-124)
+    agree(y, reference.activation(x, activation="gelu", **given), own + 2.0**-22 * size + 2.0**-124)
     own = 0.75 * np.abs(dy64) * slope_error("gelu", x64)
     size = np.abs(0.75 * dy64 * slope) + np.abs(1.5 * prior64)
-    agree(dx, reference.activation_dgrad(dy, x, name="gelu", **given), own + 2.0**-22 * size + 2.0**-124)
+    agree(dx, reference.activation_dgrad(dy, x, activation="gelu", **given), own + 2.0**-22 * size + 2.0**-124)
 
 
 def test_prior_is_not_read_where_beta_is_zero():
     x = inputs((30,), 9)
     nan = np.full_like(x, np.nan)
     for beta in (0.0, jnp.float32(0)):
-        found = jax.jit(ft.partial(dnn.activation, name="tanh", beta=beta))(x, prior=nan)
-        np.testing.assert_array_equal(found, dnn.activation(x, name="tanh"))
-    assert np.isnan(dnn.activation(x, name="tanh", beta=1e-30, prior=nan)).all()
+        found = jax.jit(ft.partial(dnn.activation, activation="tanh", beta=beta))(x, prior=nan)
+        np.testing.assert_array_equal(found, dnn.activation(x, activation="tanh"))
+    assert np.isnan(dnn.activation(x, activation="tanh", beta=1e-30, prior=nan)).all()
 
 
 # ---- transformations -------------------------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ def test_prior_is_not_read_where_beta_is_zero():
 def test_derivatives_of_every_order_and_mode(name: Any):
     """Against JAX's derivatives of the function written differently, in float64 precision on float32 values."""
     x, t = (jnp.asarray(np.random.default_rng(s).normal(size=12).astype(np.float32)) for s in (10, 11))
-    ours = lambda v: jnp.sum(jnp.sin(dnn.activation(v, name=name)))
+    ours = lambda v: jnp.sum(jnp.sin(dnn.activation(v, activation=name)))
     theirs = lambda v: jnp.sum(jnp.sin(PLAIN[name](v)))
     transformed = {
         "jvp": lambda f: jax.jvp(f, (x,), (t,)),
@@ -186,8 +190,8 @@ def test_gradient_is_the_backward_op(dtype: Any):
     x, dy, ddx = (jnp.asarray(inputs((4, 60), seed, dtype)) for seed in (12, 13, 14))
     for name in CASES:
         for alpha in (1.0, -0.5):
-            op = ft.partial(dnn.activation, name=name, alpha=alpha)
-            back = ft.partial(dnn.activation_dgrad, name=name, alpha=alpha)
+            op = ft.partial(dnn.activation, activation=name, alpha=alpha)
+            back = ft.partial(dnn.activation_dgrad, activation=name, alpha=alpha)
             np.testing.assert_array_equal(jax.vjp(op, x)[1](dy)[0], back(dy, x), err_msg=str(name))
             np.testing.assert_array_equal(jax.jvp(op, (x,), (dy,))[1], back(dy, x), err_msg=str(name))
             linear = lambda v, back=back: back(v, x)
@@ -200,14 +204,14 @@ def test_finite_differences_of_the_definition():
     for name in CASES:
         h = 2.0**-17
         difference = (reference.activate(x + h, name) - reference.activate(x - h, name)) / (2 * h)
-        found = jax.grad(lambda v, name=name: jnp.sum(dnn.activation(v, name=name)))(jnp.asarray(x, jnp.float32))
+        found = jax.grad(lambda v, name=name: jnp.sum(dnn.activation(v, activation=name)))(jnp.asarray(x, jnp.float32))
         np.testing.assert_allclose(found, difference, rtol=0, atol=1e-6, err_msg=str(name))
 
 
 def test_the_backward_pass_keeps_x_alone():
     x = jnp.ones((8, 16), jnp.bfloat16)
     for name in ("gelu", "swish", ("elu", 0.5)):
-        _, pull = jax.vjp(ft.partial(dnn.activation, name=name), x)
+        _, pull = jax.vjp(ft.partial(dnn.activation, activation=name), x)
         kept = [v for v in jax.tree.leaves(pull) if getattr(v, "size", 0) >= x.size]
         assert [(v.shape, v.dtype) for v in kept] == [(x.shape, x.dtype)]
 
@@ -216,9 +220,9 @@ def test_the_backward_pass_keeps_x_alone():
 def test_vmap(dtype: Any):
     x, dy = (jnp.asarray(inputs((3, 4, 5), seed, dtype)) for seed in (16, 17))
     for axis in (0, 1, 2):
-        op = ft.partial(dnn.activation, name="gelu")
+        op = ft.partial(dnn.activation, activation="gelu")
         np.testing.assert_array_equal(jax.vmap(op, axis, axis)(x), op(x))
-        back = ft.partial(dnn.activation_dgrad, name="gelu")
+        back = ft.partial(dnn.activation_dgrad, activation="gelu")
         np.testing.assert_array_equal(jax.vmap(back, axis, axis)(dy, x), back(dy, x))
     one = jax.vmap(back, (0, None))(dy, x[0])
     np.testing.assert_array_equal(one, jnp.stack([back(d, x[0]) for d in dy]))
@@ -233,8 +237,8 @@ def test_sharded_without_communication(kind: Any, dtype: Any):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
     x, dy = (inputs((8, 6, 4), seed, dtype) for seed in (18, 19))
     there = NamedSharding(mesh, P("a", None, "b"))
-    loss = lambda x, dy: jax.vjp(ft.partial(dnn.activation, name="gelu"), x)[1](dy)[0]
-    for function, arrays in ((ft.partial(dnn.activation, name="gelu"), (x,)), (loss, (x, dy))):
+    loss = lambda x, dy: jax.vjp(ft.partial(dnn.activation, activation="gelu"), x)[1](dy)[0]
+    for function, arrays in ((ft.partial(dnn.activation, activation="gelu"), (x,)), (loss, (x, dy))):
         placed = [jax.device_put(v, there) for v in arrays]
         with jax.set_mesh(mesh):
             compiled: Any = jax.jit(function).lower(*placed).compile()
@@ -247,10 +251,10 @@ def test_sharded_without_communication(kind: Any, dtype: Any):
 def test_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     x = jnp.asarray(inputs((16, 5), 20, np.float16))
-    local = jax.shard_map(ft.partial(dnn.activation, name="swish"), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
-    np.testing.assert_array_equal(jax.jit(local)(x), dnn.activation(x, name="swish"))
+    local = jax.shard_map(ft.partial(dnn.activation, activation="swish"), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    np.testing.assert_array_equal(jax.jit(local)(x), dnn.activation(x, activation="swish"))
     gradient = jax.grad(lambda v: jnp.sum(local(v).astype(jnp.float32)))(x)
-    np.testing.assert_array_equal(gradient, dnn.activation_dgrad(jnp.ones_like(x), x, name="swish"))
+    np.testing.assert_array_equal(gradient, dnn.activation_dgrad(jnp.ones_like(x), x, activation="swish"))
 
 
 @each_narrow
@@ -258,7 +262,7 @@ def test_constants_that_xla_folds(dtype: Any):
     """XLA folds the bitcast of a constant array that it keeps in another order of dimensions to wrong values."""
     x, rows = inputs((6, 5, 4, 3), 22, dtype), np.array([3, 1, 0, 2, 4])
     for name in ("gelu", "relu"):
-        op, back = ft.partial(dnn.activation, name=name), ft.partial(dnn.activation_dgrad, name=name)
+        op, back = ft.partial(dnn.activation, activation=name), ft.partial(dnn.activation_dgrad, activation=name)
         np.testing.assert_array_equal(jax.jit(lambda op=op: op(jnp.asarray(x)[:, rows]))(), op(x[:, rows]))
         ones = jnp.ones_like(jnp.asarray(x))
         found = jax.jit(lambda back=back, ones=ones: back(ones, jnp.asarray(x)[:, rows]))()
@@ -293,12 +297,16 @@ def test_levels():
     level = lambda op, *a, **k: dnn.explain(ft.partial(op, **k), *a)[0].candidates[0].level
     for dtype in (jnp.bfloat16, jnp.float16):
         x = jnp.ones(3, dtype)
-        assert level(dnn.activation, x, name="gelu") == level(dnn.activation_dgrad, x, x, name="gelu") == "portable"
+        assert (
+            level(dnn.activation, x, activation="gelu")
+            == level(dnn.activation_dgrad, x, x, activation="gelu")
+            == "portable"
+        )
     x = jnp.ones(3)
-    assert level(dnn.activation, x, name="relu") == "portable"
-    assert level(dnn.activation, x, name="gelu") == "mesh_invariant"
+    assert level(dnn.activation, x, activation="relu") == "portable"
+    assert level(dnn.activation, x, activation="gelu") == "mesh_invariant"
     with pytest.raises(NotImplementedError, match="'mesh_invariant' here, not 'portable'"):
-        dnn.activation(x, name="gelu", determinism="portable")
+        dnn.activation(x, activation="gelu", determinism="portable")
     with (
         dnn.determinism("portable"),
         pytest.raises(
@@ -312,7 +320,7 @@ def test_levels():
 def test_an_element_depends_on_nothing_but_itself(size: int):
     x = inputs((1000,), 21)
     for name in ("gelu", "tanh", "softplus", "swish", "elu"):
-        op = jax.jit(ft.partial(dnn.activation, name=name))
+        op = jax.jit(ft.partial(dnn.activation, activation=name))
         np.testing.assert_array_equal(op(x[:size]), op(x)[:size])
         np.testing.assert_array_equal(op(x[-size:]), op(x)[-size:])
 
@@ -328,16 +336,16 @@ CHOICES = "must be None, one of 'identity', .* a pair of a name and its paramete
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"name": "gelo"}, ValueError, f"`name` {CHOICES}, got 'gelo'"),
-        ({"name": ("relu", 1)}, ValueError, "`name` 'relu' takes no parameter, got 1"),
-        ({"name": ("elu", "1")}, ValueError, "`name` 'elu' takes one number, got '1'"),
-        ({"name": ("leaky_relu", 2)}, ValueError, "`name` 'leaky_relu' needs a slope from 0 to 1, got 2.0"),
-        ({"name": ("clipped_relu", -1)}, ValueError, "'clipped_relu' needs a ceiling of at least 0, got -1.0"),
-        ({"name": ("softplus", 0)}, ValueError, "`name` 'softplus' needs a positive parameter, got 0.0"),
-        ({"name": ("swish", np.inf)}, ValueError, "`name` 'swish' needs a finite parameter, got inf"),
-        ({"name": ("relu", 0, 1, "2")}, ValueError, "slope. takes three numbers, got .0, 1, '2'."),
+        ({"activation": "gelo"}, ValueError, f"`activation` {CHOICES}, got 'gelo'"),
+        ({"activation": ("relu", 1)}, ValueError, "`activation` 'relu' takes no parameter, got 1"),
+        ({"activation": ("elu", "1")}, ValueError, "`activation` 'elu' takes one number, got '1'"),
+        ({"activation": ("leaky_relu", 2)}, ValueError, "`activation` 'leaky_relu' needs a slope from 0 to 1, got 2.0"),
+        ({"activation": ("clipped_relu", -1)}, ValueError, "'clipped_relu' needs a ceiling of at least 0, got -1.0"),
+        ({"activation": ("softplus", 0)}, ValueError, "`activation` 'softplus' needs a positive parameter, got 0.0"),
+        ({"activation": ("swish", np.inf)}, ValueError, "`activation` 'swish' needs a finite parameter, got inf"),
+        ({"activation": ("relu", 0, 1, "2")}, ValueError, "slope. takes three numbers, got .0, 1, '2'."),
         (
-            {"name": ("relu", 2, 1, 0)},
+            {"activation": ("relu", 2, 1, 0)},
             ValueError,
             "needs a finite lower bound of at most the upper one .* got .2, 1, 0.",
         ),
@@ -372,7 +380,7 @@ def test_the_products_of_a_blend_are_rounded_whatever_the_shape(op: str, traced:
     x, dy, prior = (np.random.default_rng(5).normal(size=(3, 257)) * 3).astype(np.float32)
     alpha, beta = np.float32(0.7), np.float32(-1.3)
     operands = (x,) if op == "activation" else (dy, x)
-    call = ft.partial(getattr(dnn, op), name="swish", determinism="mesh_invariant")
+    call = ft.partial(getattr(dnn, op), activation="swish", determinism="mesh_invariant")
     alone = np.asarray(jax.jit(call)(*operands))
     wanted = alpha * alone + beta * prior
     for n in (1, 2, 3, 7, 33, 257):
@@ -388,9 +396,9 @@ def test_the_products_of_a_blend_are_rounded_whatever_the_shape(op: str, traced:
 def test_limits_at_infinity() -> None:
     x = jnp.array([-jnp.inf, jnp.inf])
     one = jnp.ones(2)
-    np.testing.assert_array_equal(dnn.activation(x, name=("swish", 0.0)), x)
-    np.testing.assert_array_equal(dnn.activation_dgrad(one, x, name=("swish", 0.0)), [0.5, 0.5])
-    np.testing.assert_array_equal(dnn.activation(x, name=("leaky_relu", 0.0)), [0, np.inf])
-    np.testing.assert_array_equal(dnn.activation_dgrad(one, x, name=("leaky_relu", 0.0)), [0, 1])
-    np.testing.assert_array_equal(dnn.activation_dgrad(one, x, name=("relu", 0.0, np.inf, -0.5)), [-0.5, 1])
-    assert np.isnan(dnn.activation_dgrad(one, x * jnp.nan, name=("swish", 0.0))).all()
+    np.testing.assert_array_equal(dnn.activation(x, activation=("swish", 0.0)), x)
+    np.testing.assert_array_equal(dnn.activation_dgrad(one, x, activation=("swish", 0.0)), [0.5, 0.5])
+    np.testing.assert_array_equal(dnn.activation(x, activation=("leaky_relu", 0.0)), [0, np.inf])
+    np.testing.assert_array_equal(dnn.activation_dgrad(one, x, activation=("leaky_relu", 0.0)), [0, 1])
+    np.testing.assert_array_equal(dnn.activation_dgrad(one, x, activation=("relu", 0.0, np.inf, -0.5)), [-0.5, 1])
+    assert np.isnan(dnn.activation_dgrad(one, x * jnp.nan, activation=("swish", 0.0))).all()

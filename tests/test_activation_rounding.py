@@ -39,7 +39,7 @@ def numbers(dtype: Any) -> np.ndarray:
 def computed(name: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """The op and, with dy = 1, its backward op, on all numbers."""
     x = numbers(dtype)
-    run = lambda x: (dnn.activation(x, name=name), dnn.activation_dgrad(jnp.ones_like(x), x, name=name))
+    run = lambda x: (dnn.activation(x, activation=name), dnn.activation_dgrad(jnp.ones_like(x), x, activation=name))
     y, dx = jax.jit(run)(x)
     return np.asarray(y), np.asarray(dx)
 
@@ -59,8 +59,8 @@ def assert_same_bits(found: np.ndarray, wanted: np.ndarray, x: np.ndarray) -> No
 def test_bits_are_the_definitions(name: Any, dtype: Any):
     x = numbers(dtype)
     y, dx = computed(name, dtype)
-    assert_same_bits(y, reference.activation(x, name=name, arithmetic="ordered"), x)
-    assert_same_bits(dx, reference.activation_dgrad(np.ones_like(x), x, name=name, arithmetic="ordered"), x)
+    assert_same_bits(y, reference.activation(x, activation=name, arithmetic="ordered"), x)
+    assert_same_bits(dx, reference.activation_dgrad(np.ones_like(x), x, activation=name, arithmetic="ordered"), x)
     with np.errstate(invalid="ignore"):
         slopes = reference.derivative(x.astype(np.float64), name)
     assert_same_bits(dx, reference.round_to(slopes, dtype), x)
@@ -103,7 +103,7 @@ def test_a_planted_misrounding_is_found(dtype: Any):
     y = computed("gelu", dtype)[0].copy()
     y.view(np.uint16)[np.flatnonzero(x == 1.5)] += 1
     with pytest.raises(AssertionError, match="1 differ: at"):
-        assert_same_bits(y, reference.activation(x, name="gelu", arithmetic="ordered"), x)
+        assert_same_bits(y, reference.activation(x, activation="gelu", arithmetic="ordered"), x)
 
 
 @each_dtype
@@ -116,8 +116,8 @@ def test_scale_and_result_type_round_once(dtype: Any):
     )
     for options in many:
         for name in ("gelu", "swish", ("elu", 0.5), "relu"):
-            found = np.asarray(jax.jit(ft.partial(dnn.activation, name=name, **options))(x))
-            assert_same_bits(found, reference.activation(x, name=name, arithmetic="ordered", **options), x)
+            found = np.asarray(jax.jit(ft.partial(dnn.activation, activation=name, **options))(x))
+            assert_same_bits(found, reference.activation(x, activation=name, arithmetic="ordered", **options), x)
 
 
 @each_dtype
@@ -125,8 +125,8 @@ def test_backward_multiplies_by_the_slope_in_float32(dtype: Any):
     x = numbers(dtype)
     dy = np.random.default_rng(3).normal(size=x.shape).astype(dtype)
     for name in CASES:
-        found = np.asarray(jax.jit(ft.partial(dnn.activation_dgrad, name=name))(dy, x))
-        wanted = reference.activation_dgrad(dy, x, name=name, arithmetic="ordered")
+        found = np.asarray(jax.jit(ft.partial(dnn.activation_dgrad, activation=name))(dy, x))
+        wanted = reference.activation_dgrad(dy, x, activation=name, arithmetic="ordered")
         # XLA on CPU reads and writes float32's subnormal numbers as 0, and bfloat16's are among them.
         with np.errstate(invalid="ignore"):
             factors = (dy.astype(np.float64), reference.derivative(x.astype(np.float64), name), wanted)

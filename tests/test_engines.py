@@ -222,7 +222,7 @@ def test_explain_names_ops_that_xlas_formulas_serve():
 
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
-        return jnp.sum(dnn.reduce(conv(x), axes=1)) + jnp.sum(dnn.lp_normalize(x)) + jnp.sum(dnn.reduce(x, axes=2))
+        return jnp.sum(dnn.reduce(conv(x), axis=1)) + jnp.sum(dnn.lp_normalize(x)) + jnp.sum(dnn.reduce(x, axis=2))
 
     step(X)
     for function, x in ((step, X), (jax.grad(step), X), (jax.vmap(step), X[None]), (step, X)):

@@ -14,14 +14,14 @@ from tensor_data import DTYPES, data
 
 WINDOW = {"stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
 CASES: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
-    ("NHWC", (2, 7, 6, 3), {"taps": (3, 2), **WINDOW}),
-    ("NHWC", (2, 7, 6, 3), {"taps": (3, 2), **WINDOW, "mode": "convolution", "order": "channels_taps"}),
-    ("NCHW", (2, 3, 7, 6), {"taps": (3, 2), **WINDOW}),
-    ("NCHW", (2, 3, 7, 6), {"taps": 2, "padding": "SAME", "stride": 3, "order": "taps_channels"}),
-    ("CHWN", (3, 7, 6, 2), {"taps": (3, 2), **WINDOW, "mode": "convolution"}),
-    ("NCHWc4", (2, 2, 7, 6, 4), {"taps": (3, 2), **WINDOW}),
-    ("NWC", (2, 9, 3), {"taps": 4, "stride": 5}),
-    ("NCDHW", (2, 3, 5, 6, 4), {"taps": (2, 3, 1), "padding": 1, "dilation": 2}),
+    ("NHWC", (2, 7, 6, 3), {"window": (3, 2), **WINDOW}),
+    ("NHWC", (2, 7, 6, 3), {"window": (3, 2), **WINDOW, "mode": "convolution", "order": "channels_taps"}),
+    ("NCHW", (2, 3, 7, 6), {"window": (3, 2), **WINDOW}),
+    ("NCHW", (2, 3, 7, 6), {"window": 2, "padding": "SAME", "stride": 3, "order": "taps_channels"}),
+    ("CHWN", (3, 7, 6, 2), {"window": (3, 2), **WINDOW, "mode": "convolution"}),
+    ("NCHWc4", (2, 2, 7, 6, 4), {"window": (3, 2), **WINDOW}),
+    ("NWC", (2, 9, 3), {"window": 4, "stride": 5}),
+    ("NCDHW", (2, 3, 5, 6, 4), {"window": (2, 3, 1), "padding": 1, "dilation": 2}),
 ]
 each_case = pytest.mark.parametrize(("layout", "shape", "options"), CASES)
 
@@ -56,10 +56,10 @@ def test_each_is_the_others_transpose(layout: str, shape: tuple[int, ...], optio
 def test_convolution_is_a_matrix_product(mode: str):
     rng = np.random.default_rng(0)
     x, w = rng.integers(-3, 4, (2, 7, 6, 3)).astype(np.float32), rng.integers(-3, 4, (3, 2, 3, 5)).astype(np.float32)
-    patches = dnn.im2col(x, taps=(3, 2), mode=mode, **WINDOW)
+    patches = dnn.im2col(x, window=(3, 2), mode=mode, **WINDOW)
     np.testing.assert_array_equal(patches @ w.reshape(18, 5), dnn.conv(x, w, mode=mode, **WINDOW))
     first, kcrs = {"layout": "NCHW", "mode": mode, **WINDOW}, w.transpose(3, 2, 0, 1)
-    patches = dnn.im2col(x.transpose(0, 3, 1, 2), taps=(3, 2), **first)
+    patches = dnn.im2col(x.transpose(0, 3, 1, 2), window=(3, 2), **first)
     found = jnp.einsum("kf,nfpq->nkpq", kcrs.reshape(5, 18), patches)
     np.testing.assert_array_equal(found, dnn.conv(x.transpose(0, 3, 1, 2), kcrs, **first))
 
@@ -73,8 +73,8 @@ def test_gradient_adds_in_float32():
 
 
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: dnn.im2col(jnp.ones((1, 2, 2, 1))), ValueError, "`taps` must fit into the padded input, got taps"),
-    (lambda: dnn.im2col(jnp.ones((1, 2, 2, 1)), taps=0), ValueError, "`taps` must be at least 1 along every axis"),
+    (lambda: dnn.im2col(jnp.ones((1, 2, 2, 1))), ValueError, "`window` must fit into the padded input, got"),
+    (lambda: dnn.im2col(jnp.ones((1, 2, 2, 1)), window=0), ValueError, "`window` must be at least 1 along every axis"),
     (lambda: dnn.im2col(jnp.ones((1, 4, 4, 1)), order="RSC"), ValueError, "`order` must be one of 'taps_channels', "),
     (lambda: dnn.im2col(jnp.ones((1, 4, 4, 1)), mode="conv"), ValueError, "`mode` must be one of 'cross_correlation'"),
     (lambda: dnn.im2col(jnp.ones((4, 4, 1))), ValueError, "`x` must have 4 dimensions for layout NHWC"),

@@ -31,16 +31,16 @@ each_op = pytest.mark.parametrize("op", OPS)
 def test_bits_at_the_strongest_level(op: str, dtype: str):
     x = data(dtype, *X)
     for axes in (None, 0, (1, 2), -1, (3, 1), ()):
-        agree("reduce", x, op=op, axes=axes, choices=ordered(op))
-    agree("reduce", x, op=op, axes=(1, 3), keepdims=True, alpha=0.3, out_dtype=np.float32, choices=ordered(op))
-    agree("reduce", x, op=op, axes=1, beta=-0.7, prior=data(dtype, 2, 4, 3), choices=ordered(op))
+        agree("reduce", x, op=op, axis=axes, choices=ordered(op))
+    agree("reduce", x, op=op, axis=(1, 3), keepdims=True, alpha=0.3, out_dtype=np.float32, choices=ordered(op))
+    agree("reduce", x, op=op, axis=1, beta=-0.7, prior=data(dtype, 2, 4, 3), choices=ordered(op))
 
 
 @pytest.mark.parametrize("op", ["add", "avg", "norm1", "norm2", "mul", "mul_no_zeros"])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000])
 def test_bits_of_many_lengths(op: str, n: int):
     for shape, axes in (((n, 5), 0), ((3, n), 1)):
-        agree("reduce", data("float32", *shape, seed=n), op=op, axes=axes, choices=ordered(op))
+        agree("reduce", data("float32", *shape, seed=n), op=op, axis=axes, choices=ordered(op))
 
 
 @pytest.mark.parametrize("op", EXTREMES)
@@ -48,14 +48,14 @@ def test_bits_of_many_lengths(op: str, n: int):
 def test_extremes_and_indices(op: str, dtype: str):
     x = data(dtype, 5, 8, 6)
     for axes in (None, (0, 2), 1, (1, 2)):
-        agree("reduce", x, op=op, axes=axes, return_indices=True)
-        agree("reduce", x, op=op, axes=axes, return_indices=True, keepdims=True)
+        agree("reduce", x, op=op, axis=axes, return_indices=True)
+        agree("reduce", x, op=op, axis=axes, return_indices=True, keepdims=True)
 
 
 @pytest.mark.parametrize("op", EXTREMES)
 def test_indices_are_numpys(op: str):
     x = np.random.default_rng(0).integers(-9, 9, (4, 30)).astype(np.float32)
-    _, at = dnn.reduce(x, op=op, axes=1, return_indices=True)
+    _, at = dnn.reduce(x, op=op, axis=1, return_indices=True)
     wanted = {"min": x.argmin(1), "max": x.argmax(1), "amax": abs(x).argmax(1)}[op]
     np.testing.assert_array_equal(at, wanted)
     assert at.dtype == np.int32
@@ -65,7 +65,7 @@ def test_indices_are_numpys(op: str):
 @pytest.mark.parametrize("nan", ["propagate", "ignore"])
 def test_nan_rules(op: str, nan: str):
     x = np.array([[3, np.nan, 5, -7], [np.nan] * 4, [1, 2, 2, -2], [-np.inf, 0, -0.0, np.inf]], np.float32)
-    y, at = agree("reduce", x, op=op, axes=1, nan=nan, return_indices=True)
+    y, at = agree("reduce", x, op=op, axis=1, nan=nan, return_indices=True)
     if nan == "propagate":
         assert np.isnan(y[:2]).all()
         assert at[:2].tolist() == [1, 0]
@@ -81,7 +81,7 @@ def test_nan_rules(op: str, nan: str):
 def test_default_is_within_its_bound(op: str, dtype: str):
     """Sums by the bound for an unknown order; products by (1 + u)^n - 1; square roots and quotients by u more."""
     x = data(dtype, 4, 300) if "mul" not in op else data(dtype, 4, 20)
-    golden = reference.reduce(x, op=op, axes=1)
+    golden = reference.reduce(x, op=op, axis=1)
     wide, n, u = x.astype(np.float64), x.shape[1], 2.0**-24
     rule = tolerance.ACCUMULATIONS["float32"]
     if op in EXTREMES:
@@ -94,7 +94,7 @@ def test_default_is_within_its_bound(op: str, dtype: str):
     else:
         total, size = {"add": (wide.sum(1), 1), "norm1": (abs(wide).sum(1), 1), "avg": (wide.sum(1), n)}[op]
         error = rule.error(total, abs(wide).sum(1), n, exact_products=True) / size + u * abs(golden) * (size > 1)
-    found = tolerance.compare(np.asarray(dnn.reduce(x, op=op, axes=1)), golden, error)
+    found = tolerance.compare(np.asarray(dnn.reduce(x, op=op, axis=1)), golden, error)
     assert found.passed, found.message
 
 
@@ -131,20 +131,20 @@ def test_products_with_zeros_have_their_derivative():
 
 def test_nothing_to_reduce():
     x = jnp.ones((0, 3))
-    assert [float(dnn.reduce(x, op=op, axes=0)[0]) for op in ("add", "mul", "norm1", "norm2")] == [0, 1, 0, 0]
-    assert dnn.reduce(x, axes=0, determinism="portable").tolist() == [0, 0, 0]
-    assert dnn.reduce(x, axes=1).shape == (0,)
+    assert [float(dnn.reduce(x, op=op, axis=0)[0]) for op in ("add", "mul", "norm1", "norm2")] == [0, 1, 0, 0]
+    assert dnn.reduce(x, axis=0, determinism="portable").tolist() == [0, 0, 0]
+    assert dnn.reduce(x, axis=1).shape == (0,)
 
 
 @pytest.mark.parametrize("op", ["add", "avg", "norm2"])
 def test_rows_do_not_depend_on_each_other(op: str):
     x = data("float32", 33, 129)
-    whole = dnn.reduce(x, op=op, axes=1, **ordered(op))
+    whole = dnn.reduce(x, op=op, axis=1, **ordered(op))
     spoilt = np.where(np.arange(33)[:, None] == 5, x, np.nan).astype(np.float32)
-    assert dnn.reduce(spoilt, op=op, axes=1, **ordered(op))[5] == whole[5]
+    assert dnn.reduce(spoilt, op=op, axis=1, **ordered(op))[5] == whole[5]
     for rows in (1, 2, 7, 32):
         np.testing.assert_array_equal(
-            jax.jit(lambda x: dnn.reduce(x, op=op, axes=1, **ordered(op)))(x[:rows]), whole[:rows]
+            jax.jit(lambda x: dnn.reduce(x, op=op, axis=1, **ordered(op)))(x[:rows]), whole[:rows]
         )
     np.testing.assert_array_equal(jax.vmap(lambda x: dnn.reduce(x, op=op, **ordered(op)))(x), whole)
 
@@ -153,8 +153,8 @@ def test_constants_are_folded_rightly():
     """XLA folds what is made of constants, and does so wrongly for the bits of some arrays."""
     x, rows = data("float32", 2, 6, 2), np.array([0, 1, 1, 5])
     for op in OPS:
-        folded = jax.jit(lambda op=op: dnn.reduce(jnp.asarray(x)[:, rows], op=op, axes=2, **ordered(op)))()
-        np.testing.assert_array_equal(folded, dnn.reduce(x[:, rows], op=op, axes=2, **ordered(op)))
+        folded = jax.jit(lambda op=op: dnn.reduce(jnp.asarray(x)[:, rows], op=op, axis=2, **ordered(op)))()
+        np.testing.assert_array_equal(folded, dnn.reduce(x[:, rows], op=op, axis=2, **ordered(op)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "float16", "float8_e5m2", "int32"])
@@ -166,7 +166,7 @@ def test_norm2_of_rows_of_any_size(dtype: str, x64: None):
     sizes = np.asarray([1.0, 2 * least, most, 0.0, 3.0, least**0.5, most**0.5])
     x = np.asarray(base * sizes[:, None]).astype(jnp.dtype(dtype))
     norm = {
-        level: jax.jit(lambda x, level=level: dnn.reduce(x, op="norm2", axes=1, determinism=level))
+        level: jax.jit(lambda x, level=level: dnn.reduce(x, op="norm2", axis=1, determinism=level))
         for level in ("run_to_run", "mesh_invariant")
     }
     wide = x.astype(np.longdouble) if dtype == "float64" else x.astype(np.float64)
@@ -192,11 +192,11 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: dnn.reduce(jnp.ones(2), op="median"), ValueError, "`op` must be one of 'add', .*, got 'median'"),
     (
-        lambda: dnn.reduce(jnp.ones(2), axes=1),
+        lambda: dnn.reduce(jnp.ones(2), axis=1),
         ValueError,
-        "`axes` must be different axes of an array of 1",
+        "`axis` must be different axes of an array of 1",
     ),
-    (lambda: dnn.reduce(jnp.ones((2, 2)), axes=(0, -2)), ValueError, "`axes` must be different axes"),
+    (lambda: dnn.reduce(jnp.ones((2, 2)), axis=(0, -2)), ValueError, "`axis` must be different axes"),
     (
         lambda: dnn.reduce(jnp.ones(2), return_indices=True),
         ValueError,
@@ -209,7 +209,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: dnn.reduce(jnp.ones(2), op="max", nan="no"), ValueError, "`nan` must be one of 'propagate', 'ignore'"),
     (
-        lambda: dnn.reduce(jnp.ones((0, 2)), op="max", axes=0),
+        lambda: dnn.reduce(jnp.ones((0, 2)), op="max", axis=0),
         ValueError,
         "`x` must have elements along the axes",
     ),
@@ -232,7 +232,7 @@ def test_the_derivative_of_norm1_at_zero_is_zero():
 @pytest.mark.parametrize("size", [1e38, 3e37, 1.0, 1e-30])
 def test_the_gradient_of_norm2_depends_on_no_scale(size: float):
     x = jnp.array([[0.6, 0.8], [-0.8, 0.6]]) * size
-    got = jax.jit(jax.grad(lambda x: dnn.reduce(x, op="norm2", axes=1).sum()))(x)
+    got = jax.jit(jax.grad(lambda x: dnn.reduce(x, op="norm2", axis=1).sum()))(x)
     np.testing.assert_allclose(got, [[0.6, 0.8], [-0.8, 0.6]], rtol=1e-6)
 
 

@@ -240,20 +240,20 @@ def test_errors(call: Callable[[], Any], kind: type[Exception], message: str):
 
 AMID_OTHERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "reduce add": (
-        lambda v: dnn.reduce(v, axes=(1, 2), determinism="portable"),
-        lambda v: reference.reduce(v, axes=(1, 2), arithmetic="ordered"),
+        lambda v: dnn.reduce(v, axis=(1, 2), determinism="portable"),
+        lambda v: reference.reduce(v, axis=(1, 2), arithmetic="ordered"),
     ),
     "reduce avg": (
-        lambda v: dnn.reduce(v, op="avg", axes=(1, 2), determinism="portable"),
-        lambda v: reference.reduce(v, op="avg", axes=(1, 2), arithmetic="ordered"),
+        lambda v: dnn.reduce(v, op="avg", axis=(1, 2), determinism="portable"),
+        lambda v: reference.reduce(v, op="avg", axis=(1, 2), arithmetic="ordered"),
     ),
     "adaptive_pool": (
         lambda v: dnn.adaptive_pool(v, output_sizes=3, determinism="portable"),
         lambda v: reference.adaptive_pool(v, output_sizes=3, arithmetic="ordered"),
     ),
     "col2im": (
-        lambda v: dnn.col2im(v, (2, 9, 10, 1), taps=3),
-        lambda v: reference.col2im(v, (2, 9, 10, 1), taps=3, arithmetic="ordered"),
+        lambda v: dnn.col2im(v, (2, 9, 10, 1), window=3),
+        lambda v: reference.col2im(v, (2, 9, 10, 1), window=3, arithmetic="ordered"),
     ),
     "add": (lambda v: dnn.add(v, jnp.ones(v.shape)), lambda v: v + np.float32(1)),
     "op_tensor add": (lambda v: dnn.op_tensor(v, jnp.ones(v.shape)), lambda v: v + np.float32(1)),

@@ -43,8 +43,8 @@ class Activation(cases.Case):
 
     def ours(self, which: str, engine: str | None) -> Function:
         if which == "forward":
-            return lambda x, dy: dnn.activation(x, name=self.name, engine=engine)
-        return lambda x, dy: dnn.activation_dgrad(dy, x, name=self.name, engine=engine)
+            return lambda x, dy: dnn.activation(x, activation=self.name, engine=engine)
+        return lambda x, dy: dnn.activation_dgrad(dy, x, activation=self.name, engine=engine)
 
     def xla(self, which: str) -> Function:
         plain = PLAIN[self.name]

@@ -63,7 +63,7 @@ class Fused(Dropout):
 
     def ours(self, which: str, engine: str | None) -> Function:
         def run(x: Array, residual: Array, bias: Array, key: Array) -> Array:
-            y = dnn.activation(x + bias[None], name="gelu")
+            y = dnn.activation(x + bias[None], activation="gelu")
             return residual + dnn.dropout(y, key, rate=RATE, engine=engine)
 
         return run

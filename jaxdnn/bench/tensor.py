@@ -140,7 +140,7 @@ class Reduce(Tensor):
     axes: tuple[int, ...] = (0, 1, 2, 3)
 
     def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.reduce(*operands, op=self.op, axes=self.axes)
+        return dnn.reduce(*operands, op=self.op, axis=self.axes)
 
     def run_xla(self, *operands: Array) -> Array:
         if self.op == "add":
@@ -163,7 +163,7 @@ class Resample(Tensor):
     passes: tuple[str, ...] = ("forward", "backward")
 
     def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.resample(*operands, sizes=2 * self.size, engine=engine)
+        return dnn.resample(*operands, output_sizes=2 * self.size, engine=engine)
 
     def run_xla(self, *operands: Array) -> Array:
         (x,) = operands
@@ -187,7 +187,7 @@ class Im2col(Tensor):
     order: str = "taps_channels"
 
     def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.im2col(*operands, taps=TAPS, padding=TAPS // 2, order=self.order)
+        return dnn.im2col(*operands, window=TAPS, padding=TAPS // 2, order=self.order)
 
     def run_xla(self, *operands: Array) -> Array:
         """Shifted copies side by side; channels first is what `jax.lax` has a function for."""

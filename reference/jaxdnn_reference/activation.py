@@ -40,7 +40,7 @@ def activation(
     x: Array,
     /,
     *,
-    name: Activation = "relu",
+    activation: Activation = "relu",
     alpha: float = 1.0,
     beta: float = 0.0,
     prior: Array | None = None,
@@ -53,12 +53,13 @@ def activation(
     once to `out_dtype`, or else to the type of x; for a float32 x with the activation's parameter in float32.
     """
     if arithmetic == "ordered" and x.dtype == FLOAT32:
-        kind, parameters = parse(name)
-        name = (kind, *(float(FLOAT32.type(p)) for p in parameters)) if parameters else kind  # type: ignore[assignment]
+        kind, parameters = parse(activation)
+        rounded = (kind, *(float(FLOAT32.type(p)) for p in parameters)) if parameters else kind
+        activation = rounded  # type: ignore[assignment]
     with np.errstate(invalid="ignore", over="ignore"):
-        wide = np.asarray(alpha * activate(x.astype(FLOAT64), name))
+        wide = np.asarray(alpha * activate(x.astype(FLOAT64), activation))
     if arithmetic == "ordered":
-        return round_to(beside_ties(x, wide, alpha, name), x.dtype if out_dtype is None else out_dtype)
+        return round_to(beside_ties(x, wide, alpha, activation), x.dtype if out_dtype is None else out_dtype)
     return _blend(wide, beta, prior, out_dtype)
 
 
@@ -67,7 +68,7 @@ def activation_dgrad(
     x: Array,
     /,
     *,
-    name: Activation = "relu",
+    activation: Activation = "relu",
     alpha: float = 1.0,
     beta: float = 0.0,
     prior: Array | None = None,
@@ -80,7 +81,7 @@ def activation_dgrad(
     in float32, the product with dy in float32, then `out_dtype`, or else the type of x; for a float64 x all in float64.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        slope = np.asarray(alpha * derivative(x.astype(FLOAT64), name))
+        slope = np.asarray(alpha * derivative(x.astype(FLOAT64), activation))
     if arithmetic == "ordered":
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             if x.dtype == FLOAT64:

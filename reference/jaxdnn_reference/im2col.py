@@ -25,7 +25,7 @@ def im2col(
     x: Array,
     /,
     *,
-    taps: int | Sequence[int] = 3,
+    window: int | Sequence[int] = 3,
     stride: int | Sequence[int] = 1,
     padding: lay.Padding = 0,
     dilation: int | Sequence[int] = 1,
@@ -37,10 +37,10 @@ def im2col(
     axes = lay.image_axes(layout)
     xc = axes.to_canonical(x)
     n, *sizes, c = xc.shape
-    window = make_window(n, sizes, lay.per_axis(taps, len(sizes)), stride, padding, dilation, mode)
-    seen = with_zero(xc.reshape(-1, 1, c))[window.input_pixel(np.arange(window.out_pixels)), 0]  # [N P Q, R S, C]
+    found = make_window(n, sizes, lay.per_axis(window, len(sizes)), stride, padding, dilation, mode)
+    seen = with_zero(xc.reshape(-1, 1, c))[found.input_pixel(np.arange(found.out_pixels)), 0]  # [N P Q, R S, C]
     seen = seen if _order(order, layout) == "taps_channels" else seen.swapaxes(-1, -2)
-    return axes.from_canonical(seen.reshape(n, *window.out_size, -1))
+    return axes.from_canonical(seen.reshape(n, *found.out_size, -1))
 
 
 def col2im(
@@ -48,7 +48,7 @@ def col2im(
     x_shape: Sequence[int],
     /,
     *,
-    taps: int | Sequence[int] = 3,
+    window: int | Sequence[int] = 3,
     stride: int | Sequence[int] = 1,
     padding: lay.Padding = 0,
     dilation: int | Sequence[int] = 1,
@@ -62,17 +62,17 @@ def col2im(
     axes = lay.image_axes(layout)
     yc = wide(axes.to_canonical(y), arithmetic)
     n, *sizes, c = axes.canonical_shape(x_shape)
-    kernel = lay.per_axis(taps, len(sizes))
-    window = make_window(n, sizes, kernel, stride, padding, dilation, mode)
+    kernel = lay.per_axis(window, len(sizes))
+    found = make_window(n, sizes, kernel, stride, padding, dilation, mode)
     if _order(order, layout) == "taps_channels":
-        patches = yc.reshape(-1, window.taps, c)
+        patches = yc.reshape(-1, found.taps, c)
     else:
-        patches = yc.reshape(-1, c, window.taps).swapaxes(1, 2)
+        patches = yc.reshape(-1, c, found.taps).swapaxes(1, 2)
     patches = with_zero(patches)
-    pixel = window.output_pixel(np.arange(window.in_pixels))  # [N H W, R S]
+    pixel = found.output_pixel(np.arange(found.in_pixels))  # [N H W, R S]
     total = patches[pixel[:, 0], 0]
     with np.errstate(invalid="ignore", over="ignore"):
-        for tap in range(1, window.taps):
+        for tap in range(1, found.taps):
             total = total + patches[pixel[:, tap], tap]
     return finish(axes.from_canonical(total.reshape(n, *sizes, c)), y.dtype, 1.0, 0.0, None, out_dtype, arithmetic)
 

@@ -29,7 +29,7 @@ def reduce(
     /,
     *,
     op: str = "add",
-    axes: int | Sequence[int] | None = None,
+    axis: int | Sequence[int] | None = None,
     keepdims: bool = False,
     return_indices: bool = False,
     nan: str = "propagate",
@@ -40,8 +40,8 @@ def reduce(
     arithmetic: str = "golden",
 ) -> Any:
     """alpha * r + beta * prior; with return_indices also where the first extreme element is, counted over the axes."""
-    given = range(x.ndim) if axes is None else np.atleast_1d(np.asarray(axes, int))
-    along = tuple(sorted(int(axis) % x.ndim for axis in given))
+    given = range(x.ndim) if axis is None else np.atleast_1d(np.asarray(axis, int))
+    along = tuple(sorted(int(a) % x.ndim for a in given))
     w = wide(x, arithmetic)
     if op in ("avg", "norm2") and w.dtype.kind == "i":
         w = w.astype(np.float64 if arithmetic == "golden" else np.float32)

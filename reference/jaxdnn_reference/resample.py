@@ -44,7 +44,7 @@ def resample(
     x: Array,
     /,
     *,
-    sizes: int | Sequence[int] | None = None,
+    output_sizes: int | Sequence[int] | None = None,
     scale: Scale | None = None,
     method: str = "linear",
     coordinates: str = "half_pixel",
@@ -63,7 +63,7 @@ def resample(
     axes = lay.image_axes(layout)
     xc = axes.to_canonical(x)
     before = xc.shape[1:-1]
-    after, distances = _sizes(before, sizes, scale)
+    after, distances = _sizes(before, output_sizes, scale)
     r = wide(xc, arithmetic)
     for axis, (n, m, g) in enumerate(zip(before, after, distances, strict=True)):
         w = matrix(n, m, g, method, coordinates, rounding, cubic_coefficient, antialias, boundary)

@@ -38,7 +38,7 @@ class ActivationCase(Case):
     beta: float = 0.0
 
     def arguments(self) -> dict[str, Any]:
-        return {"name": self.name, "alpha": self.alpha, "beta": self.beta}
+        return {"activation": self.name, "alpha": self.alpha, "beta": self.beta}
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         op: Any = getattr(dnn, self.op)

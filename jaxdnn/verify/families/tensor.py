@@ -23,7 +23,7 @@ from jaxdnn.verify.levels import Subject, subject
 
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f32", "bf16", "f16", "int8"), "full": ("f64",)}
 SIZES = (7, 6, 5)  # H, W, C
-PATCHES = {"taps": (3, 2), "stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
+PATCHES = {"window": (3, 2), "stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
 PORTABLE, ORDERED = {"determinism": "portable"}, {"determinism": "mesh_invariant"}
 # op -> variant -> its options. Those of reduce and op_tensor name the level that they are asked for.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -38,19 +38,19 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         for op in ("add", "mul", "min", "max", "sqrt", "not")
     },
     "reduce": {
-        f"{op}-{name}": {"op": op, "axes": (1, 2), **level}
+        f"{op}-{name}": {"op": op, "axis": (1, 2), **level}
         for op in ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros")
         for name, level in (("any", {}), ("ordered", ORDERED if op == "norm2" else PORTABLE))
     },
     "im2col": {"patches": PATCHES},
     "col2im": {"patches": PATCHES},
     "resample": {
-        "nearest": {"sizes": (9, 4), "method": "nearest"},
-        "linear": {"sizes": (9, 4)},
+        "nearest": {"output_sizes": (9, 4), "method": "nearest"},
+        "linear": {"output_sizes": (9, 4)},
         "corners": {"scale": (0.6, 1.7), "coordinates": "align_corners"},
-        "antialias": {"sizes": (3, 13), "antialias": True},
-        "cubic": {"sizes": (9, 4), "method": "cubic"},
-        "lanczos": {"sizes": (3, 8), "method": "lanczos3", "antialias": True},
+        "antialias": {"output_sizes": (3, 13), "antialias": True},
+        "cubic": {"output_sizes": (9, 4), "method": "cubic"},
+        "lanczos": {"output_sizes": (3, 8), "method": "lanczos3", "antialias": True},
     },
     "resample_dgrad": {
         "nearest": {"method": "nearest"},
@@ -169,7 +169,7 @@ class TensorCase(Case):
         module = importlib.import_module("jaxdnn_reference.resample")
         options = {"method": "linear", "coordinates": "half_pixel", "rounding": "half_up", "antialias": False}
         options |= {k: v for k, v in self.formula.items() if k in options}
-        after = self.formula.get("sizes", (9, 4)) if "scale" not in self.formula else (4, 10)
+        after = self.formula.get("output_sizes", (9, 4)) if "scale" not in self.formula else (4, 10)
         for axis, (n, m) in enumerate(zip(SIZES[:2], after, strict=True), 1):
             ratio = module.Fraction(n, m)
             w = np.abs(module.matrix(n, m, ratio, cubic_coefficient=-0.75, boundary=None, **options))
