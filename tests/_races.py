@@ -45,16 +45,6 @@ class Races:
         self.stores[0][words], self.stores[1][words] = self.engine, moment[self.engine]
         return moment
 
-    def copy_from(self, thread: int, start: int, size: int) -> np.ndarray:
-        """The copy engine loads for a thread, until a moment that the thread is told of if it waits."""
-        moment = self.clocks[thread // 32].copy()
-        words = np.arange(start // 4, (start + size) // 4)
-        self._ordered(np.full(len(words), thread // 32), words, self.stores)
-        self.clocks[self.engine, self.engine] += 1
-        moment[self.engine] = self.clocks[self.engine, self.engine]
-        self.loads[0][words], self.loads[1][words] = self.engine, moment[self.engine]
-        return moment
-
     def nothing(self) -> np.ndarray:
         """A moment that tells of nothing."""
         return np.zeros(len(self.clocks), np.int64)

@@ -82,7 +82,6 @@ def forward(
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
     floats = 3 * plan.slots(plan.rows) * (2 if plan.stays else 1)  # exchanges; rows take turns
-    floats += plan.length * len(given) if plan.shared else 0
     return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=max(floats, 32))
 
 

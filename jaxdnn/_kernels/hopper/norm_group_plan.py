@@ -34,7 +34,6 @@ class ImagePlan:
       cluster: blocks of a cluster: 1, 2, 4 or 8.
       kept: rounds, one or more, whose vectors stay in shared memory.
       unroll: rounds whose vectors are loaded before the first is used.
-      sampled: rounds, all that are kept at most, from whose mean forward is measured.
     """
 
     pixels: int
@@ -47,7 +46,6 @@ class ImagePlan:
     cluster: int
     kept: int
     unroll: int = 2
-    sampled: int = ALL
 
     @property
     def elements(self) -> int:
@@ -79,8 +77,8 @@ class ImagePlan:
 
     @property
     def sample(self) -> int:
-        """Pixels from whose mean is measured."""
-        return min(self.kept * self.step, self.sampled * self.step, self.pixels)
+        """Pixels whose vectors are kept."""
+        return min(self.kept * self.step, self.pixels)
 
     @property
     def parts(self) -> int:
@@ -93,20 +91,11 @@ class ImagePlan:
         return self.part // self.group
 
     @property
-    def offsets(self) -> list[int]:
-        """Of each column, the number of its first channel within a group."""
-        return [column * self.elements % self.group for column in range(self.columns)]
-
-    @property
     def cells(self) -> int:
-        """Of how many groups a vector has channels, at most."""
-        return (max(self.offsets) + self.elements - 1) // self.group + 1
-
-    @property
-    def spans(self) -> list[int]:
-        """Of each group of the part, how many columns have channels."""
-        starts = range(0, self.part, self.group)
-        return [(start + self.group - 1) // self.elements - start // self.elements + 1 for start in starts]
+        """Into how many sets of neighbouring channels a vector falls, each of one group alone, all of one size."""
+        if self.group % self.elements == 0:
+            return 1
+        return self.elements // self.group if self.elements % self.group == 0 else self.elements
 
     @property
     def folds(self) -> bool:
@@ -119,9 +108,9 @@ class ImagePlan:
         return self.threads // 32 if self.folds else self.rows
 
     @property
-    def pitches(self) -> tuple[int, int]:
-        """Floats from the sums of one channel, or group, to the next one's: odd, so that lanes store to other banks."""
-        return self.summands | 1, max(self.spans) * self.summands | 1
+    def pitch(self) -> int:
+        """Floats from one column's sums to the next one's: an odd number, so that lanes store to different banks."""
+        return self.summands | 1
 
     def data(self, arrays: int) -> int:
         """Bytes of shared memory for the vectors of so many arrays."""
@@ -137,11 +126,8 @@ class ImagePlan:
 
     def floats(self, arrays: int) -> int:
         """Floats of a block's shared memory: vectors, what blocks exchange, threads' sums, and those of channels."""
-        of_channel, of_group = self.pitches
-        sums = 2 * self.groups * of_group
-        if arrays > 1:
-            sums = self.quantities(arrays) * self.part * (of_channel + 1)
-        return self.data(arrays) // 4 + self.exchanged(arrays) + sums
+        cells, at_once = (self.cells, 2) if arrays == 1 else (self.elements, self.quantities(arrays))
+        return self.data(arrays) // 4 + self.exchanged(arrays) + at_once * self.columns * cells * (self.pitch + 1)
 
 
 Fit = Callable[[ImagePlan, int, int], ImagePlan | None]  # a plan, the arrays, the room: the plan that fits

@@ -28,11 +28,9 @@ class RowPlan:
       vectors: that a thread holds of a row.
       groups: of threads in a block.
       rows: that a group works on at the same time, forward: it loads scale and bias once for them.
-      stays: whether blocks go from row to row, forward, with scale and bias kept, and the next rows under way while
-        some are worked on. Without it a group has one set of rows.
+      stays: whether blocks go from row to row, forward, with their part of scale and bias in registers, and the next
+        rows under way while some are worked on. Without it a group has one set of rows.
       keeps: whether scale stays in registers, backward, where blocks go from row to row in any case.
-      shared: whether blocks that stay keep scale and bias in shared memory, once for all groups, or in registers.
-      once: whether the warps of a row meet once for its statistics (see `_Forward`), for elements of 16 bits.
     """
 
     length: int
@@ -44,8 +42,6 @@ class RowPlan:
     rows: int = 1
     stays: bool = False
     keeps: bool = False
-    shared: bool = False
-    once: bool = False
 
     @property
     def elements(self) -> int:
@@ -89,7 +85,7 @@ class Kernel:
         self.barrier = e.r("add.s32", self.group, 1)
         self.warp = e.r("shr.u32", self.at, 5)
         block = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), plan.groups, self.group)
-        self.first = block if plan.rows == 1 or plan.stays else e.r("mul.lo.s32", block, plan.rows)
+        self.first = block if plan.rows == 1 else e.r("mul.lo.s32", block, plan.rows)
         self.leads = e.p("setp.eq.u32", self.at, 0)
         self.inside = [self._inside(j) for j in range(plan.vectors)]
 
@@ -177,14 +173,11 @@ class Kernel:
 
     def over_row(self, values: Sequence[str], slot: object) -> list[str]:
         """The sums of all threads of a group, the same in each; `slot` is the byte at which their shared floats lie."""
+        e, plan = self.e, self.plan
         values = [self._over_lanes(v, 32) for v in values]
-        if self.plan.warps == 1:
+        if plan.warps == 1:
             return values
-        return [self._over_lanes(v, self.plan.warps) for v in self.meet(values, slot)]
-
-    def meet(self, values: Sequence[str], slot: object) -> list[str]:
-        """What the warps of a group have, of lane i's warp modulo their number."""
-        e, plan, count = self.e, self.plan, len(values)
+        count = len(values)
         start = e.r("add.s32", self.shared, slot)
         start = e.scaled(self.group, 4 * count * plan.warps, start)
         mine = e.scaled(self.warp, 4 * count, start)
@@ -193,7 +186,8 @@ class Kernel:
             e.op("st.shared.f32", f"[{mine}+{4 * i}]", value, when=first)
         e.op("bar.sync", self.barrier, plan.threads)
         other = e.scaled(e.r("and.b32", self.lane, plan.warps - 1), 4 * count, start)
-        return [e.f("ld.shared.f32", f"[{other}+{4 * i}]") for i in range(count)]
+        found = [e.f("ld.shared.f32", f"[{other}+{4 * i}]") for i in range(count)]
+        return [self._over_lanes(v, plan.warps) for v in found]
 
     def behind(self, slot: object, size: int) -> object:
         """The byte so far behind another, a constant or a register."""
@@ -227,27 +221,31 @@ def forward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, eps: float,
         return k.e.text()
     held, always = f.registers(), rows % plan.rows_a_block == 0
     f.load(held, k.first, always)
-    f.rows(f.unpacked(held), k.first, always, 0)
+    f.rows(held, k.first, always, 0)
     return k.e.text()
 
 
 def _go_from_row_to_row(k: Kernel, f: "_Forward", blocks: int) -> None:
-    """A group's rows, as many at a time as the plan says, each a row of every group apart from the next."""
-    e, plan = k.e, k.plan
-    f.apart = blocks * plan.groups
-    step = f.apart * plan.rows
-    held = f.registers()
-    f.load(held, k.first, step <= k.rows)
+    e, plan, step = k.e, k.plan, blocks * k.plan.rows_a_block
     f.keep()
-    parity = e.r("mov.b32", 0)
-    with e.loop(k.first, k.rows, step) as row:
-        x = f.unpacked(held)
-        f.load(held, e.r("add.s32", row, step), False)
-        f.rows(x, row, plan.rows == 1 or k.rows % step == 0, parity)
+    held, under_way = f.registers(), f.registers()
+    f.load(held, k.first, step <= k.rows)
+    row, parity = e.r("mov.b32", k.first), e.r("mov.b32", 0)
+    with e.loop(0, -(-k.rows // step), 1):
+        following = e.r("add.s32", row, step)
+        f.load(under_way, following, False)
+        f.rows(held, row, k.rows % step == 0, parity)
+        for mine, theirs in zip(_words(held), _words(under_way), strict=True):
+            e.op("mov.b32", mine, theirs)
+        e.op("mov.b32", row, following)
         e.op("xor.b32", parity, parity, 4 * 3 * plan.slots(plan.rows))
 
 
-Held = list[list[list[str]]]  # the registers of rows: of each its vectors, four words or all elements of each
+Held = list[list[list[str]]]  # the registers of rows: of each its vectors, four words each
+
+
+def _words(held: Held) -> list[str]:
+    return [word for vectors in held for words in vectors for word in words]
 
 
 class _Forward:
@@ -255,72 +253,16 @@ class _Forward:
 
     def __init__(self, k: Kernel, parameters: Sequence[str], centred: bool, eps: float) -> None:
         self.k, self.parameters, self.centred, self.eps = k, parameters, centred, eps
-        self.apart = 1  # rows from one of those to the next
+        of_thread = k.e.d("mul.wide.u32", k.at, 4 * k.plan.elements)
+        self.place = {name: k.e.d("add.s64", k.base[name], of_thread) for name in parameters}
         self.kept: list[dict[str, list[str]]] = []
-        plan, e = k.plan, k.e
-        if plan.shared:
-            self.lying = e.r("mov.b32", k.shared)
-            k.shared = e.r("add.s32", k.shared, 4 * plan.length * len(parameters))
-        else:
-            of_thread = e.d("mul.wide.u32", k.at, 4 * plan.elements)
-            self.place = {name: e.d("add.s64", k.base[name], of_thread) for name in parameters}
-        if plan.once:
-            self._count()
-
-    def _count(self) -> None:
-        """How many elements of a row the thread's warp has, and the warp that its lane stands for at the exchange."""
-        k, plan, e = self.k, self.k.plan, self.k.e
-        lane = e.r("and.b32", k.lane, plan.warps - 1)
-        self.numbers, self.shares = [], []
-        for warp in (k.warp, lane):
-            total = e.r("mov.b32", 0)
-            start = e.scaled(warp, -32, plan.row_vectors)  # vectors from the warp's first on
-            for j in range(plan.vectors):
-                left = e.r("min.s32", e.r("add.s32", start, -j * plan.threads), 32)
-                total = e.r("add.s32", total, e.r("max.s32", left, 0))
-            number = e.f("cvt.rn.f32.s32", e.r("mul.lo.s32", total, plan.elements))
-            self.numbers.append(number)
-            self.shares.append(e.f("rcp.rn.f32", e.f("max.f32", number, real(1.0))))
 
     def keep(self) -> None:
-        """Scale and bias where they stay, for all rows to come."""
-        k, plan, e = self.k, self.k.plan, self.k.e
-        if not plan.shared:
-            self.kept = [self._parameters(j) for j in range(plan.vectors)]
-            return
-        thread = e.r("mov.u32", "%tid.x")
-        quads = plan.length // 4
-        parts = plan.elements // 4
-        found = []
-        for i, name in enumerate(self.parameters):
-            for start in range(0, quads, plan.block):
-                at = e.r("add.s32", thread, start)
-                there = "" if start + plan.block <= quads else e.p("setp.lt.s32", at, quads)
-                registers = "{" + ", ".join(e.new("f") for _ in range(4)) + "}"
-                source = e.d("mad.wide.u32", at, 16, k.base[name])
-                e.op("ld.global.nc.v4.f32", registers, f"[{source}]", when=there)
-                vector, part = (e.r("shr.u32", at, 1), e.r("and.b32", at, 1)) if parts == 2 else (at, None)
-                to = e.scaled(vector, 16, self.lying)
-                to = to if part is None else e.scaled(part, 16 * plan.row_vectors, to)
-                found.append((f"[{to}+{4 * i * plan.length}]", registers, there))
-        for to, registers, there in found:
-            e.op("st.shared.v4.f32", to, registers, when=there)
-        e.op("bar.sync", 0, plan.block)
-        self.mine = e.scaled(k.at, 16, self.lying)
+        """Scale and bias into registers, for all rows to come."""
+        self.kept = [self._parameters(j) for j in range(self.k.plan.vectors)]
 
     def _parameters(self, j: int) -> dict[str, list[str]]:
-        k, plan, e = self.k, self.k.plan, self.k.e
-        if not plan.shared:
-            return {name: k.parameter(where, j) for name, where in self.place.items()}
-        found = {}
-        for i, name in enumerate(self.parameters):
-            found[name] = []
-            for part in range(plan.elements // 4):
-                names = [e.f("mov.f32", ZERO) if k.inside[j] else e.new("f") for _ in range(4)]
-                place = 4 * i * plan.length + 16 * (part * plan.row_vectors + j * plan.threads)
-                e.op("ld.shared.v4.f32", "{" + ", ".join(names) + "}", f"[{self.mine}+{place}]", when=k.inside[j])
-                found[name] += names
-        return found
+        return {name: self.k.parameter(where, j) for name, where in self.place.items()}
 
     def registers(self) -> Held:
         plan = self.k.plan
@@ -329,79 +271,48 @@ class _Forward:
     def _numbered(self, first: str, always: bool) -> list[tuple[str, str]]:
         """The rows from `first` on, and the predicates that they are there."""
         k = self.k
-        found = [first, *(k.e.r("add.s32", first, i * self.apart) for i in range(1, k.plan.rows))]
+        found = [first, *(k.e.r("add.s32", first, i) for i in range(1, k.plan.rows))]
         return [(row, k.exists(row, always)) for row in found]
 
     def load(self, held: Held, first: str, always: bool) -> None:
         for words, (row, exists) in zip(held, self._numbered(first, always), strict=True):
             self.k.load(words, self.k.row_address("x", row, SIZES[self.k.plan.dtype]), exists)
 
-    def unpacked(self, held: Held) -> Held:
-        return [[self.k.unpack(words) for words in vectors] for vectors in held]
-
-    def rows(self, x: Held, first: str, always: bool, slot: object) -> None:
+    def rows(self, held: Held, first: str, always: bool, slot: object) -> None:
         """Statistics and results of the rows; `slot` is where their shared floats lie, for three exchanges."""
         k, plan = self.k, self.k.plan
         numbered = self._numbered(first, always)
-        d, mean, rstd, variance = self._statistics(x, slot)
+        d, mean, rstd, variance = self._statistics(held, slot)
         targets = [k.row_address("y", row, SIZES[plan.out_dtype]) for row, _ in numbered]
         for j in range(plan.vectors):
             given = self.kept[j] if self.kept else self._parameters(j)
             for i, target in enumerate(targets):
                 y = [k.e.f("mul.rn.f32", value, rstd[i]) for value in d[i][j]]
-                if "scale" in given and "bias" in given:
-                    y = [k.e.f("fma.rn.f32", *v) for v in zip(y, given["scale"], given["bias"], strict=True)]
-                elif given:
-                    (name,) = given
-                    y = [
-                        k.e.f("mul.rn.f32" if name == "scale" else "add.rn.f32", *pair)
-                        for pair in zip(y, given[name], strict=True)
-                    ]
+                for name, instruction in (("scale", "mul.rn.f32"), ("bias", "add.rn.f32")):
+                    if name in given:
+                        y = [k.e.f(instruction, *pair) for pair in zip(y, given[name], strict=True)]
                 k.store(target, j, y, numbered[i][1])
         for i, (row, exists) in enumerate(numbered):
             for name, value in (("mean", mean[i]), ("rstd", rstd[i]), ("variance", variance[i])):
                 where = k.e.d("mad.wide.u32", row, 4, k.base[name])
                 k.e.op("st.global.f32", f"[{where}]", value, when=k.both(k.leads, exists))
 
-    def _statistics(self, d: Held, slot: object) -> tuple[Held, list[str], list[str], list[str]]:
+    def _statistics(self, held: Held, slot: object) -> tuple[Held, list[str], list[str], list[str]]:
         """x - mean, mean, 1 / sqrt(variance + eps) and variance of each row."""
         k, plan = self.k, self.k.plan
         e, exchange = k.e, 4 * plan.slots(plan.rows)
+        d = [[k.unpack(words) for words in vectors] for vectors in held]
         mean = [ZERO] * plan.rows
-        if self.centred and plan.once:
-            mean, variance = self._at_once(d, slot)
+        if self.centred:
+            mean = _means(k, [k.dot(v, None) for v in d], slot)
             d = [k.less(v, m) for v, m in zip(d, mean, strict=True)]
-        else:
-            if self.centred:
-                mean = _means(k, [k.dot(v, None) for v in d], slot)
-                d = [k.less(v, m) for v, m in zip(d, mean, strict=True)]
-                if plan.dtype == "f32":  # what rounding the mean has cost
-                    rest = _means(k, [k.dot(v, None) for v in d], k.behind(slot, exchange))
-                    d = [k.less(v, m) for v, m in zip(d, rest, strict=True)]
-                    mean = [e.f("add.rn.f32", *pair) for pair in zip(mean, rest, strict=True)]
-            variance = _means(k, [k.dot(v, v) for v in d], k.behind(slot, 2 * exchange))
+            if plan.dtype == "f32":  # what rounding the mean has cost
+                rest = _means(k, [k.dot(v, None) for v in d], k.behind(slot, exchange))
+                d = [k.less(v, m) for v, m in zip(d, rest, strict=True)]
+                mean = [e.f("add.rn.f32", *pair) for pair in zip(mean, rest, strict=True)]
+        variance = _means(k, [k.dot(v, v) for v in d], k.behind(slot, 2 * exchange))
         root = [e.f("sqrt.rn.f32", e.f("add.rn.f32", v, real(self.eps))) for v in variance]
         return d, mean, [e.f("rcp.rn.f32", v) for v in root], variance
-
-    def _at_once(self, x: Held, slot: object) -> tuple[list[str], list[str]]:
-        """Mean and variance of each row: of every warp's elements first, then of the warps, which meet once for it."""
-        k, e, plan = self.k, self.k.e, self.k.plan
-        share = real(1 / plan.length)
-        totals = [k._over_lanes(k.dot(v, None), 32) for v in x]
-        own = [e.f("mul.rn.f32", total, self.shares[0]) for total in totals]
-        apart = [k.less(v, m) for v, m in zip(x, own, strict=True)]
-        moments = [k._over_lanes(k.dot(v, v), 32) for v in apart]
-        if plan.warps == 1:
-            return own, [e.f("mul.rn.f32", m, share) for m in moments]
-        found = k.meet([v for pair in zip(totals, moments, strict=True) for v in pair], slot)
-        means, variances = [], []
-        for total, moment in zip(found[::2], found[1::2], strict=True):
-            mean = e.f("mul.rn.f32", k._over_lanes(total, plan.warps), share)
-            off = e.f("sub.rn.f32", e.f("mul.rn.f32", total, self.shares[1]), mean)
-            moment = e.f("fma.rn.f32", e.f("mul.rn.f32", off, off), self.numbers[1], moment)
-            variances.append(e.f("mul.rn.f32", k._over_lanes(moment, plan.warps), share))
-            means.append(mean)
-        return means, variances
 
 
 def _means(k: Kernel, parts: Sequence[str], slot: object) -> list[str]:

@@ -1,14 +1,10 @@
-"""A ring of places in shared memory that the bulk copy engine fills and empties in turn, in PTX.
+"""A ring of places in shared memory that the bulk copy engine fills in turn, in PTX.
 
 Each place has a barrier that counts the bytes on their way to it. One thread asks for them; all who read wait. A place
-may be asked for again once all have read it, and once the engine has, if it was to bring the place back to memory: of
-the first a barrier must have told who asks, for the second he waits himself.
+may be asked for again once all have read it, which a barrier of theirs must have said.
 """
 
 from jaxdnn._kernels.hopper.ptx import Emitter
-
-_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-_STORE = "cp.async.bulk.global.shared::cta.bulk_group"
 
 
 class Ring:
@@ -27,18 +23,11 @@ class Ring:
         """Has so many bytes copied into a place, without another the one that is read, if the predicate holds."""
         e = self.e
         place = place or self.place
-        there = e.p("and.pred", self.leads, when)
+        there = e.p("and.pred", self.leads, when) if when else self.leads
         barrier = self._barrier(place)
         e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", barrier, size, when=there)
-        e.op(_LOAD, f"[{self.address(place)}]", f"[{source}]", size, barrier, when=there)
-
-    def before(self) -> str:
-        """The place that was read before the one that is read now."""
-        e = self.e
-        first = e.p("setp.eq.s32", self.place, 0)
-        before = e.r("sub.s32", self.place, 1)
-        e.op("mov.b32", before, self.places - 1, when=first)
-        return before
+        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        e.op(copy, f"[{self.address(place)}]", f"[{source}]", size, barrier, when=there)
 
     def address(self, place: str = "") -> str:
         return self.e.scaled(place or self.place, self.size, self.start)
@@ -50,18 +39,6 @@ class Ring:
         e.place(again)
         come = e.p("mbarrier.try_wait.parity.shared::cta.b64", barrier, self.phase)
         e.op("bra", again, when="!" + come)
-
-    def bring_back(self, target: str, size: object) -> None:
-        """Has so many bytes of the place that is read now, written by the threads of one warp, copied to memory."""
-        e = self.e
-        e.op("fence.proxy.async.shared::cta")
-        e.op("bar.warp.sync", "0xffffffff")
-        e.op(_STORE, f"[{target}]", f"[{self.address()}]", size, when=self.leads)
-        e.op("cp.async.bulk.commit_group", when=self.leads)
-
-    def wait_until_read(self) -> None:
-        """Until all places that were to be copied to memory have been read, and may be filled again."""
-        self.e.op("cp.async.bulk.wait_group.read", 0, when=self.leads)
 
     def advance(self) -> None:
         e = self.e
