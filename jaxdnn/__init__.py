@@ -13,6 +13,7 @@ it without being told. `explain(op, *arguments)` says which engine would serve a
 `jaxdnn_reference` has the definition of every op in NumPy, with the same name and arguments.
 """
 
+import jaxdnn._kernels.hopper.dropout_engine
 import jaxdnn._kernels.hopper.engine
 import jaxdnn._kernels.hopper.norm_engine
 import jaxdnn._kernels.hopper.pool_engine
@@ -45,7 +46,7 @@ from jaxdnn.norm_batch import batch_norm, batch_norm_dgrad, batch_norm_inference
 from jaxdnn.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
 from jaxdnn.norm_local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
 from jaxdnn.norm_lp import lp_normalize
-from jaxdnn.norm_stats import bn_finalize, genstats
+from jaxdnn.norm_stats import bn_finalize, bn_finalize_inference, dbn_weight, genstats
 from jaxdnn.pool import pool, pool_dgrad, unpool
 from jaxdnn.pool_sizes import adaptive_pool, global_pool
 from jaxdnn.reduce import reduce
@@ -66,12 +67,14 @@ __all__ = [
     "batch_norm_dgrad",
     "batch_norm_inference",
     "bn_finalize",
+    "bn_finalize_inference",
     "col2im",
     "conv",
     "conv_bgrad",
     "conv_dgrad",
     "conv_transpose",
     "conv_wgrad",
+    "dbn_weight",
     "determinism",
     "divisive_norm",
     "divisive_norm_dgrad",

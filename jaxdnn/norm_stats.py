@@ -1,8 +1,9 @@
-"""Batch normalisation in pieces: sums of a tensor's channels, and what normalises it as one product and one sum.
+"""Batch normalisation in pieces: sums of a tensor's channels, what normalises it as one product and one sum, and back.
 
 Letters: N batch, C channels, H, W spatial sizes; m the number of elements that were added.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -119,8 +120,7 @@ def bn_finalize(
 
     Sources: cuDNN's graph operation bn_finalize in training (CUDNN_FUSED_BN_FINALIZE_STATISTICS_TRAINING), whose
       ACCUM_COUNT is the count and whose EQ_SCALE and EQ_BIAS are factor and summand. It has no shift. Its inference
-      phase, factor and summand of running statistics, is `batch_norm_inference`; its dbn_weight, the backward op in
-      pieces, is `batch_norm_dgrad`, which does it whole.
+      phase is `bn_finalize_inference`.
     """
     total, squares = _check.array("total", total), _check.array("squares", squares)
     if total.ndim != 1:
@@ -143,6 +143,135 @@ def bn_finalize(
     summand = -(mean * factor) if bias is None else view.parameter("bias", bias, found) - mean * factor
     unbiased = variance * (m / jnp.where(m > 1, m - 1, jnp.full_like(m, float("nan"))))
     return factor, summand, mean, rstd, *updated_running(running, (mean, unbiased), momentum)
+
+
+def bn_finalize_inference(
+    mean: ArrayLike,
+    variance: ArrayLike,
+    /,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    eps: float = 1e-5,
+    determinism: str | None = None,
+) -> tuple[Array, Array]:
+    """What given statistics say about normalising: factor and summand of every channel.
+
+    factor = scale / √(variance + eps)        summand = bias - mean factor
+
+    x factor + summand is then `batch_norm_inference` of x.
+
+    Args:
+      mean, variance: (C,), as `batch_norm` keeps running ones; float32, bfloat16, float16 or float64, of one dtype.
+      scale, bias: (C,); None is 1, and 0.
+      eps: added to the variance; a number.
+      determinism: a level that is required; every element depends on its own inputs alone, so this is mesh_invariant.
+
+    Returns:
+      factor and summand, (C,), float32 (float64 for float64).
+
+    Differentiation: any order, forward and reverse, in all arrays.
+
+    Numerics: in float32 (float64 for float64). Where the mean is many deviations from 0, x factor and the summand are
+      both large, and their sum loses the digits by which σ lies below μ; `batch_norm_inference` loses none.
+
+    Raises:
+      ValueError, TypeError: arguments that do not fit.
+      NotImplementedError: the determinism level cannot be guaranteed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> factor, summand = dnn.bn_finalize_inference(jnp.array([3.0]), jnp.array([4.0]), eps=0.0)
+      >>> factor.tolist(), summand.tolist()
+      ([0.5], [-1.5])
+
+    Sources: cuDNN's graph operation bn_finalize in inference (CUDNN_FUSED_BN_FINALIZE_STATISTICS_INFERENCE).
+    """
+    mean, variance = _check.array("mean", mean), _check.array("variance", variance)
+    if mean.ndim != 1:
+        raise ValueError(f"`mean` must have one axis, the channels, got shape {mean.shape}.")
+    found = arguments.types(mean, None, name="mean")
+    _check.shape("variance", variance, mean.shape, "that of mean")
+    _check.dtype("variance", variance, (found.out,))
+    view = View(mean.shape, (), mean.shape, mean.shape, mean.shape, "one a channel")
+    small = jnp.asarray(arguments.epsilon(eps), found.accumulate)
+    why = "compilers may fuse its products and sums"
+    arguments.require("bn_finalize_inference", determinism, "mesh_invariant", why)
+    wide = lambda name, value: view.parameter(name, value, found)
+    factor = 1 / jnp.sqrt(wide("variance", variance) + small)
+    factor = factor if scale is None else factor * wide("scale", scale)
+    less = wide("mean", mean) * factor
+    return factor, -less if bias is None else wide("bias", bias) - less
+
+
+def dbn_weight(
+    dy: ArrayLike,
+    x: ArrayLike,
+    mean: ArrayLike,
+    rstd: ArrayLike,
+    /,
+    *,
+    scale: ArrayLike | None = None,
+    layout: str = "NHWC",
+    determinism: str | None = None,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The gradients of batch normalisation in scale and bias, and what makes the one in its input of dy and x.
+
+    dscale = Σ dy (x - mean) rstd        dbias = Σ dy
+    factor_dy = scale rstd                            factor_x = -factor_dy rstd dscale / m
+    summand = -factor_dy dbias / m - mean factor_x
+
+    so that dx = factor_dy dy + factor_x x + summand, which what follows can take in as it reads dy and x, such as the
+    backward ops of the convolution before.
+
+    Args:
+      dy: (N, H, W, C) for layout NHWC, the gradient in the normalised tensor; x's dtype, or another that the
+        accumulator holds.
+      x: what was normalised, dy's shape; float32, bfloat16, float16 or float64.
+      mean, rstd: (C,), its statistics, as `batch_norm` or `bn_finalize` returns them; float32 (float64 for float64).
+      scale: (C,); None is 1.
+      layout: the axes of dy and x, see `conv`. Channels that only fill the last vector up are among the C.
+      determinism: a level that is required: run_to_run at most.
+
+    Returns:
+      dscale, dbias, factor_dy, factor_x and summand, (C,), float32 (float64 for float64).
+
+    Differentiation: any order, forward and reverse, in all arrays; mean and rstd count as independent of x.
+
+    Numerics: in float32 (float64 for float64), in XLA's order. The mean is subtracted before anything is multiplied, so
+      dscale loses no digits to it. In dx, factor_x x and the summand cancel where the mean is many deviations from 0;
+      `batch_norm_dgrad` loses nothing so.
+
+    Raises:
+      ValueError, TypeError: arguments that do not fit.
+      NotImplementedError: the determinism level cannot be guaranteed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> dy, x = (jnp.array(v).reshape(3, 1, 1, 1) for v in ([1.0, 2.0, 6.0], [-1.0, 0.0, 1.0]))
+      >>> found = dnn.dbn_weight(dy, x, jnp.zeros(1), jnp.ones(1))
+      >>> [round(v.item(), 3) for v in found]
+      [5.0, 9.0, 1.0, -1.667, -3.0]
+
+    Sources: cuDNN's graph operation dbn_weight, whose EQ_SCALE_DY, EQ_SCALE_X and EQ_BIAS are factor_dy, factor_x and
+      summand.
+    """
+    frame = arguments.frame(layout)
+    x, dy = frame.array("x", x), frame.array("dy", dy)
+    found, view = arguments.types(x, None), arguments.batches(frame, x, "spatial")
+    dy = arguments.cotangent(dy, x, found).astype(found.accumulate)
+    center, inverse = (view.statistic(name, v, found) for name, v in (("mean", mean), ("rstd", rstd)))
+    arguments.require("dbn_weight", determinism, "run_to_run", "it adds over the batch")
+    channels = lambda v: v.reshape(view.parameters)
+    dscale = channels(jnp.sum(dy * (x.astype(found.accumulate) - center), view.axes)) * channels(inverse)
+    dbias = channels(jnp.sum(dy, view.axes))
+    m = x.size // max(1, math.prod(view.parameters))
+    factor_dy = channels(inverse if scale is None else inverse * view.parameter("scale", scale, found))
+    factor_x = -(factor_dy * channels(inverse)) * (dscale / m)
+    summand = -(factor_dy * (dbias / m)) - channels(center) * factor_x
+    return dscale, dbias, factor_dy, factor_x, summand
 
 
 def _count(value: Any, accumulate: Any) -> Array:

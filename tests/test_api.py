@@ -59,6 +59,8 @@ ARRAYS = {
     "batch_norm_inference": (X, X[0, 0, 0], X[0, 0, 1] ** 2),
     "genstats": (X,),
     "bn_finalize": (X[0, 0, 0], 9 * X[0, 0, 0] ** 2, 8),
+    "bn_finalize_inference": (X[0, 0, 0], X[0, 0, 1] ** 2),
+    "dbn_weight": (X, X, X[0, 0, 0], X[0, 0, 1] ** 2),
     "lrn": (X,),
     "lrn_dgrad": (X, X),
     "divisive_norm": (X,),

@@ -123,6 +123,32 @@ def test_finalize(given: tuple[str, ...], momentum: float, eps: float):
     check_finalize({n: v for n, v in named.items() if n in NAMES[:2] + given}, 50, momentum=momentum, eps=eps)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("scale", "bias")])
+def test_finalize_inference(given: tuple[str, ...], dtype: str):
+    _, _, scale, bias, mean, variance = (v.astype(DTYPES[dtype]) for v in sums())
+    named: dict[str, Any] = {name: v for name, v in (("scale", scale), ("bias", bias)) if name in given}
+    format = "float64" if dtype == "f64" else "float32"
+    found = dnn.bn_finalize_inference(mean, variance, **named, eps=0.01)
+    assert [v.dtype for v in found] == [np.dtype(format)] * 2
+    wide = {n: v.astype(np.float64) for n, v in {"mean": mean, "variance": variance, **named}.items()}
+    bounds = [norm_stats.inference_error(wide, eps=0.01, format=f) for f in (format, "float64")]
+    golden = reference.bn_finalize_inference(mean, variance, **named, eps=0.01)
+    agree(found, golden, [a + b for a, b in zip(*bounds, strict=True)])
+
+
+@pytest.mark.parametrize("module", [reference, dnn])
+def test_pieces_make_batch_norm_inference(module: Any):
+    """Of powers of two and whole numbers, of which nothing is rounded."""
+    rng = np.random.default_rng(6)
+    x, mean, scale, bias = (rng.integers(-9, 10, s).astype(np.float32) for s in ((4, 5, 6, 3), 3, 3, 3))
+    variance = np.array([0.25, 1.0, 16.0], np.float32)
+    given: dict[str, Any] = {"scale": scale, "bias": bias, "eps": 0.0}
+    factor, summand = map(np.asarray, module.bn_finalize_inference(mean, variance, **given))
+    np.testing.assert_array_equal(x * factor + summand, module.batch_norm_inference(x, mean, variance, **given))
+
+
 def test_a_difference_below_zero_is_no_variance():
     total, squares = (
         np.array([6, 3], np.float32),
@@ -323,6 +349,22 @@ CALLS: dict[str, tuple[type[Exception], str, Any]] = {
         ValueError,
         r"`shift` must have shape \(2,\)",
         lambda: dnn.genstats(np.ones((1, 1, 1, 2), np.float32), shift=ONE),
+    ),
+    "axes in inference": (
+        ValueError,
+        r"`mean` must have one axis, the channels, got shape",
+        lambda: dnn.bn_finalize_inference(ONE[None], ONE),
+    ),
+    "variance": (ValueError, r"`variance` must have shape", lambda: dnn.bn_finalize_inference(ONE, ONE[:2])),
+    "two dtypes": (
+        TypeError,
+        r"`variance` must have",
+        lambda: dnn.bn_finalize_inference(ONE, ONE.astype(np.float16)),
+    ),
+    "level, inference": (
+        NotImplementedError,
+        r"cannot be guaranteed for bn_finalize_inference, expected 'mesh_invariant' or less",
+        lambda: dnn.bn_finalize_inference(ONE, ONE, determinism="portable"),
     ),
     "counts": (ValueError, r"`count` must have shape \(\)", lambda: dnn.bn_finalize(ONE, ONE, ONE)),
     "scale": (ValueError, r"`scale` must have shape \(3,\)", lambda: dnn.bn_finalize(ONE, ONE, 2, scale=ONE[:2])),

@@ -23,7 +23,7 @@ from jaxdnn_reference.norm_batch import batch_norm, batch_norm_dgrad, batch_norm
 from jaxdnn_reference.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
 from jaxdnn_reference.norm_local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
 from jaxdnn_reference.norm_lp import lp_normalize
-from jaxdnn_reference.norm_stats import bn_finalize, genstats
+from jaxdnn_reference.norm_stats import bn_finalize, bn_finalize_inference, dbn_weight, genstats
 from jaxdnn_reference.pool import adaptive_pool, global_pool, pool, pool_dgrad, unpool
 from jaxdnn_reference.product import Details
 from jaxdnn_reference.reduce import reduce
@@ -49,12 +49,14 @@ __all__ = [
     "batch_norm_dgrad",
     "batch_norm_inference",
     "bn_finalize",
+    "bn_finalize_inference",
     "col2im",
     "conv",
     "conv_bgrad",
     "conv_dgrad",
     "conv_transpose",
     "conv_wgrad",
+    "dbn_weight",
     "derivative",
     "divisive_norm",
     "divisive_norm_dgrad",

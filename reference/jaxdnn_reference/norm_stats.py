@@ -4,9 +4,13 @@
     d = total / m     mean = shift + d     variance = max(squares / m - d^2, 0)     r = 1 / sqrt(variance + eps)
     factor = r scale        summand = bias - mean factor        so that batch_norm(x) = x factor + summand
 
-Running statistics as in `norm_batch`.
+    dscale = sum dy (x - mean) r        dbias = sum dy
+    factor_dy = r scale        factor_x = -factor_dy r dscale / m        summand = -factor_dy dbias / m - mean factor_x
+    so that batch_norm_dgrad(dy, x) = factor_dy dy + factor_x x + summand
 
-Sources: the operations genstats and bn_finalize of cuDNN's graph API.
+Running statistics as in `norm_batch`; in inference they are mean and variance.
+
+Sources: the operations genstats, bn_finalize and dbn_weight of cuDNN's graph API.
 """
 
 from typing import Any
@@ -55,3 +59,41 @@ def bn_finalize(
         return factor, summand, mean, rstd, mean, unbiased
     f = kind(momentum)
     return factor, summand, mean, rstd, moved(f, mean, running_mean), moved(f, unbiased, running_variance)
+
+
+def bn_finalize_inference(
+    mean: Array,
+    variance: Array,
+    /,
+    *,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+) -> tuple[Array, Array]:
+    """(factor, summand)."""
+    kind = norm.way_of(mean).dtype
+    factor = 1 / np.sqrt(variance.astype(kind) + kind(eps))
+    factor = factor if scale is None else factor * scale.astype(kind)
+    summand = -mean.astype(kind) * factor
+    return factor, summand if bias is None else bias.astype(kind) + summand
+
+
+def dbn_weight(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    /,
+    *,
+    scale: Array | None = None,
+    layout: str = "NHWC",
+) -> tuple[Array, Array, Array, Array, Array]:
+    """(dscale, dbias, factor_dy, factor_x, summand)."""
+    way, v = norm.way_of(x), of_batch(x, "spatial", layout)
+    kind = way.dtype
+    g, c = v.array(dy).astype(kind), v.x.astype(kind) - mean.astype(kind).reshape(v.spread)
+    m, r = kind(v.x.size // v.own[0]), rstd.astype(kind)
+    dscale, dbias = way.total(g * c, v.axes).reshape(v.own) * r, way.total(g, v.axes).reshape(v.own)
+    factor_dy = r if scale is None else r * scale.astype(kind)
+    factor_x = -factor_dy * r * dscale / m
+    return dscale, dbias, factor_dy, factor_x, -factor_dy * dbias / m - mean.astype(kind) * factor_x

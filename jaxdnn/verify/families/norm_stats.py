@@ -10,6 +10,8 @@ The bounds, with u the accumulator's unit roundoff and γ(k) = k u / (1 - k u) w
 * A shift is subtracted from each number, and added to the mean, with one rounding.
 * Then products and sums follow, each rounded once. A running statistic is off by what its new one is, and γ(6) of the
   magnitudes: of the weights, the quotient m / (m - 1), the products and their sum.
+* r of a given variance is off by γ(4): the addition, the root and the quotient, of which XLA's rsqrt rounds two.
+* Σ dy (x - mean) has two roundings a term beside the adding, times r one more.
 
 The definition's own error, in float64 or np.longdouble, is the same bound times the quotient of the roundoffs.
 """
@@ -43,82 +45,116 @@ FAR = 100.0
 VARIANTS: dict[str, tuple[str, ...]] = {
     "genstats": (next(iter(SHAPES)), SHIFTED, *list(SHAPES)[1:]),
     "bn_finalize": tuple(FINALIZE),
+    "bn_finalize_inference": ("parameters", "plain"),
+    "dbn_weight": tuple(SHAPES),
 }
 COUNT, CHANNELS = 210, 13
 RESULTS = {
     "genstats": ("total", "squares"),
     "bn_finalize": ("factor", "summand", "mean", "rstd", "running_mean", "running_variance"),
+    "bn_finalize_inference": ("factor", "summand"),
+    "dbn_weight": ("dscale", "dbias", "factor_dy", "factor_x", "summand"),
+}
+POSITIONAL = {
+    "genstats": ("x",),
+    "bn_finalize": ("total", "squares"),
+    "bn_finalize_inference": ("mean", "variance"),
+    "dbn_weight": ("dy", "x", "mean", "rstd"),
 }
 GIVEN = ("scale", "bias", "running_mean", "running_variance")
 
 
 @dataclasses.dataclass(frozen=True)
 class StatsCase(Case):
-    """One call; `bn_finalize` with the sums of so many numbers a channel, with parameters unless it is plain."""
+    """One call, with parameters unless it is plain; `bn_finalize` with the sums of so many numbers a channel."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """What the operands are."""
+        return (*POSITIONAL[self.op], *self._named)
+
+    @property
+    def _named(self) -> tuple[str, ...]:
         shift = ("shift",) if self.shifted else ()
-        if self.op == "genstats":
-            return ("x", *shift)
-        return ("total", "squares", *shift, *(() if self.variant == "plain" else GIVEN))
+        parameters = {"bn_finalize": GIVEN, "bn_finalize_inference": GIVEN[:2], "dbn_weight": GIVEN[:1]}
+        return (*shift, *(() if self.variant == "plain" else parameters.get(self.op, ())))
 
     @property
     def shifted(self) -> bool:
         return self.variant.endswith("shifted")
 
     @property
-    def layout(self) -> str:
-        return self.variant.removesuffix("-shifted")
+    def options(self) -> dict[str, Any]:
+        """What is given beside operands."""
+        if self.op in ("genstats", "dbn_weight"):
+            return {"layout": self.variant.removesuffix("-shifted")}
+        return FINALIZE[self.variant] if self.op == "bn_finalize" else {}
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         return self._function(dnn, **choices)
 
     def _function(self, module: Any, **choices: Any) -> Callable[..., Any]:
-        if self.op == "genstats":
-            named = lambda given: dict(zip(self.names[1:], given, strict=True))
-            return lambda x, *given: module.genstats(x, layout=self.layout, **named(given), **choices)
-        options = {**FINALIZE[self.variant], **choices}
-        named = lambda given: dict(zip(self.names[2:], given, strict=True))
-        return lambda t, q, *given: module.bn_finalize(t, q, COUNT, **named(given), **options)
+        function, options = getattr(module, self.op), {**self.options, **choices}
+        count, extra = len(POSITIONAL[self.op]), (COUNT,) if self.op == "bn_finalize" else ()
+        named = lambda given: dict(zip(self._named, given, strict=True))
+        return lambda *v: function(*v[:count], *extra, **named(v[count:]), **options)
 
     def kinds(self) -> tuple[str, ...]:
         return ("normal", "integers")
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         draw = lambda *s: rng.integers(-4, 5, s).astype(np.float64) if kind == "integers" else rng.normal(0.5, 1, s)
-        if self.op == "genstats":
-            x = draw(*SHAPES[self.layout]) + FAR * self.shifted
-            shifts = [draw(x.shape[-1]) + FAR] * self.shifted
-            return tuple(v.astype(self.in_dtype) for v in (x, *shifts))
+        if "layout" in self.options:
+            return self._images(draw)
         x = draw(COUNT, CHANNELS)
-        arrays = [x.sum(0), (x * x).sum(0), *(draw(CHANNELS) for _ in self.names[2:])]
+        made = {"total": x.sum(0), "squares": (x * x).sum(0)}
+        arrays = [made[name] if name in made else draw(CHANNELS) for name in self.names]
         if self.shifted:
             arrays[2] += FAR
-        if len(arrays) > 3:
-            arrays[-1] = np.abs(arrays[-1])
+        arrays = [np.abs(v) if name.endswith("variance") else v for name, v in zip(self.names, arrays, strict=True)]
         return tuple(v.astype(self.in_dtype) for v in arrays)
+
+    def _images(self, draw: Callable[..., np.ndarray]) -> tuple[np.ndarray, ...]:
+        """x, and dy, and numbers of every channel; statistics are wide, r a power of two where numbers are whole."""
+        shape = SHAPES[self.options["layout"]]
+        channels = of_batch(np.empty(shape), "spatial", self.options["layout"]).own
+        if self.op == "genstats":
+            x = draw(*shape) + FAR * self.shifted
+            arrays = [x, *[draw(*channels) + FAR] * self.shifted]
+            return tuple(v.astype(self.in_dtype) for v in arrays)
+        wide = np.float64 if self.x64 else np.float32
+        images, (mean, scale) = (draw(*shape), draw(*shape)), (draw(*channels), draw(*channels))
+        rstd = 2.0 ** np.round(np.abs(mean))
+        return (
+            *(v.astype(self.in_dtype) for v in images),
+            mean.astype(wide),
+            rstd.astype(wide),
+            scale.astype(self.in_dtype),
+        )
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         values = self._function(reference)(*operands)
-        rule = tolerance.FORMATS[accumulation.format]
+        format = accumulation.format
+        named = dict(zip(self.names, (v.astype(np.float64) for v in operands), strict=True))
         if self.op == "genstats":
-            errors = sums_error(operands[0], self.layout, accumulation.format, *operands[1:])
+            errors = sums_error(operands[0], self.options["layout"], format, *operands[1:])
+        elif self.op == "dbn_weight":
+            errors = weight_error(named, self.options["layout"], format=format)
+        elif self.op == "bn_finalize_inference":
+            errors = inference_error(named, eps=1e-5, format=format)
         else:
-            named = dict(zip(self.names, (v.astype(np.float64) for v in operands), strict=True))
-            options = {"eps": 1e-5, "momentum": 0.1, **FINALIZE[self.variant]}
-            errors = finalize_error(named, COUNT, **options, format=accumulation.format)
-        share = float(np.finfo(np.longdouble if self.x64 else np.float64).eps) / 2 / rule.roundoff
+            errors = finalize_error(named, COUNT, **{"eps": 1e-5, "momentum": 0.1, **self.options}, format=format)
+        share = float(np.finfo(np.longdouble if self.x64 else np.float64).eps) / 2 / tolerance.FORMATS[format].roundoff
         wide = np.float64 if self.x64 else np.float32
         found = zip(RESULTS[self.op], values, errors, strict=True)
         generic = kind != "integers"
         return tuple(Expected(np.asarray(v, np.float64), e * (1 + share), wide, n, generic) for n, v, e in found)
 
     def describe(self) -> dict[str, Any]:
-        if self.op == "genstats":
-            return {"shape": SHAPES[self.layout], "layout": self.layout}
-        return {"channels": CHANNELS, "count": COUNT, **FINALIZE[self.variant]}
+        if "layout" in self.options:
+            return {"shape": SHAPES[self.options["layout"]], **self.options}
+        count = {"count": COUNT} if self.op == "bn_finalize" else {}
+        return {"channels": CHANNELS, **count, **self.options}
 
 
 def sums_error(x: Values, layout: str, format: str, shift: Values | None = None) -> tuple[Values, Values]:
@@ -167,10 +203,44 @@ def finalize_error(given: dict[str, Values], m: int, *, eps: float, momentum: fl
     return tuple(found)
 
 
+def inference_error(given: dict[str, Values], *, eps: float, format: str) -> tuple[Values, Values]:
+    """How far the results of `bn_finalize_inference` may be off."""
+    rule = tolerance.FORMATS[format]
+    u, tiny = rule.roundoff, 8 * rule.smallest_normal
+    growth = lambda k: k * u / (1 - k * u)
+    scale, bias = (np.abs(given.get(name, default)) for name, default in (("scale", 1.0), ("bias", 0.0)))
+    factor = scale / np.sqrt(given["variance"] + eps)
+    product = np.abs(given["mean"]) * factor
+    summand = growth(6) * product + tiny
+    return growth(5) * factor + tiny, summand + u * (product + bias + summand)
+
+
+def weight_error(given: dict[str, Values], layout: str, *, format: str) -> tuple[Values, ...]:
+    """How far the results of `dbn_weight` may be off."""
+    rule, v = tolerance.FORMATS[format], of_batch(given["x"], "spatial", layout)
+    axes, m = tuple(v.axes), v.x.size // v.own[0]
+    u, tiny = rule.roundoff, 8 * m * rule.smallest_normal
+    growth = lambda k: k * u / (1 - k * u)
+    dy, c = np.abs(v.array(given["dy"])), np.abs(v.x - given["mean"].reshape(v.spread))
+    r, mean = np.abs(given["rstd"]), np.abs(given["mean"])
+    along, total = (dy * c).sum(axes), dy.sum(axes)
+    factor = r * np.abs(given.get("scale", 1.0))
+    # Magnitudes, before anything cancels, of what the factor of x and the summand are products and sums of.
+    of_x, of_dy = factor * r * r * along / m, factor * total / m
+    spare = tiny * (1 + r) * (1 + factor * (1 + r) * (1 + mean))  # what results below the normal numbers may lose
+    return (
+        growth(m + 3) * r * along + spare,
+        growth(m) * total + spare,
+        growth(1) * factor + spare,
+        growth(m + 9) * of_x + spare,
+        growth(m + 11) * (of_dy + mean * of_x) + spare,
+    )
+
+
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[StatsCase]:
     """Every layout, and the sums with and without parameters; sums are wide."""
     variants = VARIANTS[op]
-    for dtype in ("f32", "bf16", "f16") if op == "genstats" else ("f32",):
+    for dtype in ("f32",) if op == "bn_finalize" else ("f32", "bf16", "f16"):
         for variant in variants[:1] if extent == "quick" else variants:
             yield StatsCase(op, engine, dtype, variant)
     for variant in variants if extent == "full" else ():
