@@ -12,7 +12,7 @@ import numpy as np
 from _races import Races
 from _row_machine import U64, Rows
 
-SHARED_BYTES = 1 << 17
+SHARED_BYTES = 1 << 18
 
 
 class NormRows(Rows):
@@ -74,6 +74,11 @@ class NormRows(Rows):
                 case ["fma", "rn", "f32"]:
                     a, b, c = (real(v).astype(np.float64) for v in arguments[1:])
                     put((a * b + c).astype(np.float32))
+                case ["max", "s32"]:
+                    a, b = (self._bits(v).astype(np.uint32).view(np.int32) for v in arguments[1:])
+                    put(np.maximum(a, b).view(np.uint32).astype(U64))
+                case ["cvt", "rn", "f32", "s32"]:
+                    put(self._bits(arguments[1]).astype(np.uint32).view(np.int32).astype(np.float32))
                 case ["neg", "f32"]:
                     put(-real(arguments[1]))
                 case ["sqrt", "rn", "f32"]:
