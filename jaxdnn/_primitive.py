@@ -48,8 +48,8 @@ class Factors:
     """How operands and results may be sharded: a factor's name for every dimension of every operand and result.
 
     A dimension of a factor in `free` may be sharded; one in `summed` too: then each device computes `partial` (a spec
-    whose result is an accumulator) of its first two operands, these are added over the mesh axis, and
-    `finish(accumulator, *further operands)` makes the result. Every other dimension is gathered.
+    whose result is an accumulator) of its first two operands, `join(accumulator, mesh axes)` adds these or makes one of
+    them otherwise, and `finish(accumulator, *further operands)` makes the result. Every other dimension is gathered.
     """
 
     operands: tuple[tuple[str, ...], ...]
@@ -58,6 +58,7 @@ class Factors:
     summed: tuple[str, ...] = ()
     partial: Spec = None
     finish: Callable[..., Array] | None = None
+    join: Callable[[Array, tuple[str, ...]], Array] = lax.psum
 
 
 def define(
@@ -326,13 +327,18 @@ def _specs(
     for dims, arg in seen:
         spec = getattr(arg.sharding, "spec", ())
         for factor, axis in zip(dims, spec, strict=False):
-            names = (axis,) if isinstance(axis, str) else tuple(axis or ())
+            names = _names(axis)
             if names and factor in rule.free + rule.summed and factor not in axes and not used & set(names):
                 axes[factor] = axis
                 used |= set(names)
     operand_specs = [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.operands]
-    summed = tuple(axes[f] for f in rule.summed if f in axes)
-    return operand_specs, [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.results], summed
+    summed = [axes[f] for f in rule.summed if f in axes]
+    return operand_specs, [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.results], _names(*summed)
+
+
+def _names(*axes: Any) -> tuple[str, ...]:
+    """Of the mesh axes that the parts of a partition spec name: each is a name, some of them, or None."""
+    return tuple(name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis or ()))
 
 
 def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, args: Any, results: Any) -> Any:
@@ -343,8 +349,8 @@ def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, arg
         with use_abstract_mesh(AbstractMesh((), ())):
             if not summed or rule.finish is None:
                 return _local(op, platform, spec, None, *operands)
-            a, b, *further = operands
-            return rule.finish(lax.psum(_local(op, platform, rule.partial, None, a, b), summed), *further)
+            partial = _local(op, platform, rule.partial, None, *operands[:2])
+            return rule.finish(rule.join(partial, summed), *operands[2:])
 
     shardings = tuple(NamedSharding(mesh, spec) for spec in operand_specs)
     outs = tuple(NamedSharding(mesh, spec) for spec in result_specs)

@@ -19,12 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.interpreters import ad
 
 from jaxdnn import _primitive, engines
 from jaxdnn._kernels.xla import softmax as formulas
 from jaxdnn._rounded import nearest
+from jaxdnn.determinism import satisfies
 
 OPS = ("softmax", "softmax_dgrad", "logsumexp")
 
@@ -100,14 +101,30 @@ def _reduced(spec: SoftmaxSpec, x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _factors(op: str, spec: SoftmaxSpec, *avals: Any) -> _primitive.Factors:
-    """Every axis but those of the rows may be sharded."""
+    """Every axis but those of the rows may be sharded; a row of logsumexp too, where its bits may depend on that."""
     rank = len(avals[0].shape)
     rows = {axis % rank for axis in spec.axes}
     names = tuple(f"r{axis}" if axis in rows else f"l{axis}" for axis in range(rank))
     free = tuple(name for name in names if name.startswith("l"))
+    if op != "logsumexp":
+        return _primitive.Factors(operands=(names,) * len(avals), results=(names,), free=free)
+    summed = () if satisfies(spec.level, "batch_invariant") else tuple(names[axis] for axis in sorted(rows))
     return _primitive.Factors(
-        operands=(names,) * len(avals), results=(free if op == "logsumexp" else names,), free=free
+        operands=(names,),
+        results=(free,),
+        free=free,
+        summed=summed,
+        partial=spec.as_dtype(spec.accumulate),
+        finish=lambda lse: nearest(lse, spec.out_dtype),
+        join=_joined,
     )
+
+
+def _joined(lse: Array, axes: tuple[str, ...]) -> Array:
+    """The logsumexp of rows from those of their parts on the devices along mesh axes."""
+    m = lax.pmax(lse, axes)
+    m = jnp.where(jnp.isfinite(m), m, jnp.zeros_like(m))
+    return m + jnp.log(lax.psum(jnp.exp(lse - m), axes))
 
 
 _RULES: dict[str, dict[str, Any]] = {

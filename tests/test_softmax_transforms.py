@@ -1,5 +1,6 @@
 """Softmax, its backward pass and logsumexp under every transformation, and on meshes."""
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn import engines
 from softmax_cases import ALGORITHMS, ENGINES, data, each_engine, rows, wide
 
 # ---- transformations -------------------------------------------------------------------------------------------------
@@ -187,6 +189,29 @@ def test_sharded_rows_and_sharded_batches(kind: Any, engine: str):
                     np.testing.assert_array_equal(a, b)
                 else:
                     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(None, ("a", "b"))])
+def test_sharded_rows_of_an_engine_that_sees_one_device(monkeypatch: pytest.MonkeyPatch, spec: Any):
+    """As a kernel does: a row's parts are joined; where bits may not depend on the mesh they are gathered."""
+    (xla,) = (engine for engine in engines.registered("logsumexp") if engine.name == "xla")
+    kernel = dataclasses.replace(
+        xla, name="kernel", partition=lambda call: True, level=lambda call: "batch_invariant", rank=lambda call: -1
+    )
+    registry = {op: list(engines.registered(op)) for op in engines.ops()}
+    monkeypatch.setattr(engines, "_registry", registry | {"logsumexp": [kernel]})
+    x = np.array(data((8, 24)))
+    x[1], x[2, 3], x[3, 23] = -np.inf, np.inf, np.nan
+    x[4, :12] = -np.inf
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    operand = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    whole, golden = spec == P("a"), reference.logsumexp(x)
+    for level, gathers in ((None, False), ("batch_invariant", not whole)):
+        run = jax.jit(ft.partial(dnn.logsumexp, determinism=level)).lower(operand).compile()
+        text = run.as_text() or ""
+        assert ("all-gather" in text, "all-reduce" in text) == (gathers, not gathers and not whole)
+        found = run(jax.device_put(x, operand.sharding))
+        np.testing.assert_allclose(found, golden, rtol=1e-6)
 
 
 def test_shard_map():
