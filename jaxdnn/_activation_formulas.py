@@ -299,14 +299,14 @@ def read_activation(value: Any) -> tuple[str, Parameter] | None:
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(
             f"`activation` must be None, one of {', '.join(map(repr, ACTIVATIONS))}, a pair of a name and its "
-            f"parameter, or ('relu', lower, upper, slope), got {value!r}."
+            f"parameter, or ('relu', lower, upper, slope), got {_check.shown(value)}."
         )
     default = ACTIVATIONS[name]
     if parameter is None:
         return name, default
     if default is None or not _check.is_number(parameter):
         takes = "no parameter" if default is None else "one number"
-        raise ValueError(f"`activation` {name!r} takes {takes}, got {parameter!r}.")
+        raise ValueError(f"`activation` {name!r} takes {takes}, got {_check.shown(parameter)}.")
     parameter = _check.as_float("activation", parameter) + 0.0  # -0 and 0 are equal, so they must not differ
     if name == "leaky_relu" and not 0 <= parameter <= 1:
         raise ValueError(f"`activation` 'leaky_relu' needs a slope from 0 to 1, got {parameter!r}.")
@@ -323,7 +323,9 @@ def read_activation(value: Any) -> tuple[str, Parameter] | None:
 
 def _read_bounds(value: tuple[Any, ...]) -> tuple[str, Parameter]:
     if not all(_check.is_number(v) for v in value[1:]):
-        raise ValueError(f"`activation` ('relu', lower, upper, slope) takes three numbers, got {value[1:]!r}.")
+        raise ValueError(
+            f"`activation` ('relu', lower, upper, slope) takes three numbers, got {_check.shown(value[1:])}."
+        )
     lower, upper, slope = (_check.as_float("activation", v) + 0.0 for v in value[1:])
     if not (math.isfinite(lower) and math.isfinite(slope) and lower <= upper):
         raise ValueError(

@@ -28,7 +28,7 @@ def array(name: str, value: Any) -> Array:
 
 def shown(value: Any) -> str:
     """A value as an error shows it: an array's dtype and shape, and of what is long only the beginning."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
         kind = "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
         return f"{kind} of {value.dtype} of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
@@ -117,4 +117,17 @@ def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, .
         raise ValueError(f"`{name}` must be at least {minimum} along every axis, got {shown(value)}.")
     if max(result) > LARGEST:
         raise ValueError(f"`{name}` must be at most {LARGEST} along every axis, got {shown(value)}.")
+    return result
+
+
+def axes(of: str, value: Any, rank: int, *, minimum: int = 1) -> tuple[int, ...]:
+    """Reads `axis`, at least `minimum` different axes of the array `of`, and returns them counted from 0, ascending."""
+    found = [integer("axis", a) for a in (value if is_sequence(value) else (value,))]
+    if found and not rank:
+        raise ValueError(f"`{of}` must have at least one axis, got a scalar.")
+    if len(found) < minimum or any(not -rank <= a < rank for a in found):
+        raise ValueError(f"`axis` must be made of axes from {-rank} to {rank - 1} of `{of}`, got {shown(value)}.")
+    result = tuple(sorted(a % rank for a in found))
+    if len(set(result)) < len(result):
+        raise ValueError(f"`axis` must name every axis once, got {shown(value)}.")
     return result

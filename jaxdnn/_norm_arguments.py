@@ -101,9 +101,7 @@ def epsilon(value: Any) -> float:
 
 def statistics(value: Any) -> bool:
     """Reads `return_statistics`."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`return_statistics` must be True or False, got {value!r}.")
-    return bool(value)
+    return _check.flag("return_statistics", value)
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -111,7 +109,7 @@ def statistics(value: Any) -> bool:
 
 def rows(x: Any, axis: Any) -> View:
     """Statistics over the given axes, for every index of the others."""
-    axes = _axes(axis, len(x.shape))
+    axes = _check.axes("x", axis, len(x.shape))
     parameters = tuple(x.shape[a] for a in axes)
     spread = tuple(size if a in axes else 1 for a, size in enumerate(x.shape))
     statistics = tuple(size for a, size in enumerate(x.shape) if a not in axes)
@@ -123,23 +121,10 @@ def samples(x: Any, axis: Any) -> View:
     """As `rows`, with a scale and a bias for every index of the first axis."""
     view = rows(x, axis)
     if -len(x.shape) in view.axes:
-        raise ValueError(f"`axis` must leave the first axis, along which the scale differs, got {axis!r}.")
+        raise ValueError(f"`axis` must leave the first axis, along which the scale differs, got {_check.shown(axis)}.")
     why = f"the first size of x and {view.why}"
     shape = (x.shape[0], *view.parameters)
     return dataclasses.replace(view, parameters=shape, spread=(x.shape[0], *view.spread[1:]), why=why)
-
-
-def _axes(axis: Any, rank: int) -> tuple[int, ...]:
-    given = tuple(axis) if _check.is_sequence(axis) else (axis,)
-    found = [_check.integer("axis", a) for a in given]
-    if not rank:
-        raise ValueError("`x` must have axes to be normalised along, got a scalar.")
-    if not found or any(not -rank <= a < rank for a in found):
-        raise ValueError(f"`axis` must be one or more axes from {-rank} to {rank - 1} of x, got {axis!r}.")
-    positive = sorted(a % rank for a in found)
-    if len(set(positive)) != len(positive):
-        raise ValueError(f"`axis` must name an axis once, got {axis!r}.")
-    return tuple(positive)
 
 
 def grouped(frame: Frame, x: Any, groups: int) -> View:
@@ -214,12 +199,11 @@ def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool,
 
 def scale_of(view: View, value: Any, found: Types, options: Options) -> list[Array]:
     """The scale, if it is given, plus one if it is stored as its distance from one."""
-    if not isinstance(options.zero_centred, bool):
-        raise TypeError(f"`zero_centred` must be True or False, got {options.zero_centred!r}.")
+    zero_centred = _check.flag("zero_centred", options.zero_centred)
     if value is None:
         return []
     scale = view.parameter("scale", value, found)
-    return [1 + scale] if options.zero_centred else [scale]
+    return [1 + scale] if zero_centred else [scale]
 
 
 def forward(

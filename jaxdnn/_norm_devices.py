@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxdnn import _check
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._norm_arguments import Options, Types, View
 
@@ -16,7 +17,7 @@ def devices(axis_name: AxisName) -> int:
     """How many devices there are along the mesh axes; checks that these are bound."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`axis_name` must be None, the name of a mesh axis or several, got {axis_name!r}.")
+        raise TypeError(f"`axis_name` must be None, the name of a mesh axis or several, got {_check.shown(axis_name)}.")
     if len(set(names)) < len(names):
         raise ValueError(f"`axis_name` must name an axis once, got {axis_name!r}.")
     try:

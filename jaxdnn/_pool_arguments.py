@@ -50,7 +50,7 @@ def shape_of(name: str, value: Any, layout: Layout) -> tuple[int, ...]:
     if hasattr(value, "shape"):
         value = value.shape
     elif not _check.is_sequence(value):
-        raise TypeError(f"`{name}` must be an array or a shape, got {value!r}.")
+        raise TypeError(f"`{name}` must be an array or a shape, got {_check.shown(value)}.")
     return _shape(name, tuple(_check.integer(name, v) for v in value), layout)
 
 

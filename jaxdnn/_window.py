@@ -116,7 +116,7 @@ def layout(value: Any, name: str = "layout") -> Layout:
         return Layout(match[1], int(match[2]) if match[2] else None)
     raise ValueError(
         f"`{name}` must be one of {', '.join(LAYOUTS)}, or a vectorised NCWc32, NCHWc32, NCDHWc32 "
-        f"(any number of channels for 32), got {value!r}."
+        f"(any number of channels for 32), got {_check.shown(value)}."
     )
 
 
@@ -134,7 +134,7 @@ def filter_layout(value: Any, of: Layout) -> FilterLayout:
     taps = {1: "S", 2: "RS", 3: "TRS"}[of.rank]
     raise ValueError(
         f"`filter_layout` must be the letters KC{taps} (cuDNN) or OI{spatial} (JAX) in the order of the filter's axes "
-        f"for layout {of.name}, with c32 or so behind if vectorised, got {value!r}."
+        f"for layout {of.name}, with c32 or so behind if vectorised, got {_check.shown(value)}."
     )
 
 
@@ -178,7 +178,7 @@ def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
     if len(padding) != rank:
         raise ValueError(
             f"`padding` must be an integer, {rank} integers or {rank} (low, high) pairs, one per spatial axis, "
-            f'or "SAME" or "VALID", got {padding!r}.'
+            f'or "SAME" or "VALID", got {_check.shown(padding)}.'
         )
     pairs = (_check.integers("padding", axis, 2, minimum=0) for axis in padding)
     return tuple((low, high) for low, high in pairs)

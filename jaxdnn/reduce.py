@@ -101,7 +101,7 @@ def reduce(
     _check.choice("op", op, OPS)
     _check.choice("nan", nan, NAN_RULES)
     keepdims, return_indices = _check.flag("keepdims", keepdims), _check.flag("return_indices", return_indices)
-    reduced = _axes(axis, x.ndim)
+    reduced = tuple(range(x.ndim)) if axis is None else _check.axes("x", axis, x.ndim, minimum=0)
     count = math.prod(x.shape[axis] for axis in reduced)
     if op not in EXTREMES and (return_indices or nan != "propagate"):
         name, given = ("return_indices", return_indices) if return_indices else ("nan", nan)
@@ -141,13 +141,3 @@ def _sharded(function: Callable[..., Array], reduced: tuple[int, ...], *operands
         return _primitive.Factors(operands=(names,) * len(arrays), results=(names,), free=free)
 
     return _primitive.in_types(function, factors, operands)(*operands)
-
-
-def _axes(value: Any, ndim: int) -> tuple[int, ...]:
-    if value is None:
-        return tuple(range(ndim))
-    given = tuple(value) if _check.is_sequence(value) else (value,)
-    axes = tuple(_check.integer("axis", a) for a in given)
-    if any(not -ndim <= axis < ndim for axis in axes) or len({axis % ndim for axis in axes}) < len(axes):
-        raise ValueError(f"`axis` must be different axes of an array of {ndim} dimensions, got {_check.shown(value)}.")
-    return tuple(sorted(axis % ndim for axis in axes))

@@ -223,8 +223,7 @@ def logsumexp(
     Sources: PyTorch's logsumexp, ONNX's ReduceLogSumExp, `jax.nn.logsumexp`.
     """
     x, spec = _read(x, axis, mode, layout, out_dtype, engine, determinism)
-    if not isinstance(keepdims, bool):
-        raise TypeError(f"`keepdims` must be True or False, got {keepdims!r}.")
+    keepdims = _check.flag("keepdims", keepdims)
     if where is not None:
         x = jnp.where(_mask(where, x.shape), x, jnp.full((), -jnp.inf, x.dtype))
     y = _softmax.bind("logsumexp", x, spec=spec)
@@ -255,16 +254,7 @@ def _with(spec: SoftmaxSpec, **changes: Any) -> SoftmaxSpec:
 
 def _axes(axis: Any, name: str, rank: int) -> tuple[int, ...]:
     """The axes of a row, from the last: negative, ascending."""
-    if not rank:
-        raise ValueError(f"`{name}` must have an axis to be reduced, got a scalar.")
-    given = tuple(axis) if _check.is_sequence(axis) else (axis,)
-    axes = tuple(_check.integer("axis", a) for a in given)
-    if not axes or any(not -rank <= a < rank for a in axes):
-        raise ValueError(f"`axis` must be one or more of the {rank} axes of `{name}`, got {axis!r}.")
-    found = tuple(sorted(a % rank - rank for a in axes))
-    if len(set(found)) < len(found):
-        raise ValueError(f"`axis` must name every axis once, got {axis!r}.")
-    return found
+    return tuple(a - rank for a in _check.axes(name, axis, rank))
 
 
 def _mode_axes(mode: str, layout: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

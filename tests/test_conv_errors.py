@@ -245,6 +245,10 @@ BAD: list[Bad] = [
     # what `_check` says of arguments that only other families have
     ("dtype that is an array", conv, {"out_dtype": X}, TypeError, "`out_dtype` must be a dtype, got an array of shape"),
     ("flag", reduce, {"keepdims": 1}, TypeError, "`keepdims` must be True or False, got 1"),
+    ("class", reduce, {"keepdims": np.float32}, TypeError, "`keepdims` must be True or False, got <class 'numpy.float32'>"),
+    ("axis", reduce, {"axis": (0, 4)}, ValueError, r"`axis` must be made of axes from -4 to 3 of `x`, got \(0, 4\)"),
+    ("axis twice", reduce, {"axis": (3, -1)}, ValueError, r"`axis` must name every axis once, got \(3, -1\)"),
+    ("axis of a scalar", reduce, {"x": 1.0, "axis": 0}, ValueError, "`x` must have at least one axis, got a scalar"),
     ("number", dropout, {"rate": None}, TypeError, "`rate` must be a number known when traced, got None"),
     ("beta complex array", conv, {"beta": jnp.array(1j), "prior": Y}, TypeError, "`beta` must have one of the dtypes"),
 ]  # fmt: skip

@@ -130,11 +130,15 @@ def _blends() -> dict[str, Any]:
 ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "axis": (
         ValueError,
-        r"`axis` must be one or more axes from -4 to 3 of x, got 4",
+        r"`axis` must be made of axes from -4 to 3 of `x`, got 4",
         lambda: dnn.layer_norm(X, axis=4),
     ),
-    "axis twice": (ValueError, r"`axis` must name an axis once, got \(3, -1\)", lambda: dnn.rms_norm(X, axis=(3, -1))),
-    "no axis": (ValueError, r"`axis` must be one or more axes", lambda: dnn.rms_norm(X, axis=())),
+    "axis twice": (
+        ValueError,
+        r"`axis` must name every axis once, got \(3, -1",
+        lambda: dnn.rms_norm(X, axis=(3, -1)),
+    ),
+    "no axis": (ValueError, r"`axis` must be made of axes", lambda: dnn.rms_norm(X, axis=())),
     "axis of floats": (TypeError, r"`axis` must be made of integers", lambda: dnn.layer_norm(X, axis=FLOAT)),
     "first axis": (
         ValueError,
@@ -219,7 +223,7 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         r"`axis_name` must name an axis once, got \('d', 'd'\)",
         lambda: jax.vmap(lambda x: dnn.batch_norm(x, axis_name=("d", "d")), axis_name="d")(X[None]),
     ),
-    "scalar": (ValueError, r"`x` must have axes to be normalised along, got a scalar", lambda: dnn.layer_norm(2.0)),
+    "scalar": (ValueError, r"`x` must have at least one axis, got a scalar", lambda: dnn.layer_norm(2.0)),
     "return_statistics": (
         TypeError,
         r"`return_statistics` must be True or False, got 'yes'",

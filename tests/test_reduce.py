@@ -194,9 +194,9 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: dnn.reduce(jnp.ones(2), axis=1),
         ValueError,
-        "`axis` must be different axes of an array of 1",
+        "`axis` must be made of axes from -1 to 0 of `x`, got 1",
     ),
-    (lambda: dnn.reduce(jnp.ones((2, 2)), axis=(0, -2)), ValueError, "`axis` must be different axes"),
+    (lambda: dnn.reduce(jnp.ones((2, 2)), axis=(0, -2)), ValueError, "`axis` must name every axis once"),
     (
         lambda: dnn.reduce(jnp.ones(2), return_indices=True),
         ValueError,
