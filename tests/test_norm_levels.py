@@ -215,7 +215,7 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "unhashable": (TypeError, r"`axis_name` must be None", lambda: dnn.batch_norm_dgrad(X, X, axis_name=NAMES)),
     "traced": (
         TypeError,
-        r"`axis_name` must be None, the name of a mesh axis or several, got \w*Tracer",
+        r"`axis_name` must be None, the name of a mesh axis or several, got a traced array of float32",
         lambda: jax.jit(lambda name: dnn.batch_norm_dgrad(X, X, axis_name=name))(X),
     ),
     "named twice": (
