@@ -244,8 +244,10 @@ def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int) -> W
     extent = [ceil_div(target[i], out_step[i]) for i in range(2)]
     rows = config.rows // out_step[0] if config.rows else _best(extent[0], (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns // out_step[1] if config.columns else _best(extent[1], (28, 32, 24, 20, 16, 12, 8, 4))
-    if unit == "fma" and columns * out_step[1] == target[1]:
-        columns += 4  # a store as wide as the image would be one piece of memory, and not be clipped at its last row
+    least = 4
+    if unit == "fma":  # a store as wide as the image would be one piece of memory, and not be clipped at its last row
+        columns += 4 if columns * out_step[1] == target[1] else 0
+        least += 4 if least * out_step[1] == target[1] else 0
     stages = config.stages or 1
     widths = [config.channels] if config.channels else [32, 16] if unit == "tensor" else [128 // itemsize]
     reach = [
@@ -292,10 +294,10 @@ def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int) -> W
             if size <= SHARED_BYTES and max(boxes) <= 256:
                 resident = min(SHARED_BYTES // (size + 1024), IN_TURN)
                 return plan if stages == 1 else dataclasses.replace(plan, blocks=multiprocessors * resident)
-        if config.rows or config.columns or (rows <= 2 and columns <= 4):
+        if config.rows or config.columns or (rows <= 2 and columns <= least):
             raise _NoTile(f"a tile of {size} bytes and {max(boxes)} pixels a side is over {SHARED_BYTES} bytes or 256")
         if columns > 8 or rows <= 2:
-            columns = max(4, columns // 8 * 4)
+            columns = max(least, columns // 8 * 4)
         else:
             rows = max(2, rows // 4 * 2)
 

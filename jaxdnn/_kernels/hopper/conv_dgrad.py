@@ -10,13 +10,15 @@ Tiling: with stride one, the forward kernel with the taps moving the other way. 
 with most taps first, and their outputs interleave through TMA. Phases that meet no tap are written as zeros: as tiles
 like the others, or after these in whole rows (`Config.blank`). An output of very few channels (an RGB stem) would waste
 the tensor cores phase by phase; there all phases become columns of one product over the union of their windows, and
-one copy interleaves them.
+one copy interleaves them. Taps that a phase does not have are zeros there: a NaN or an infinity of dy may show in a
+neighbour that it does not belong to (`spreads_nonfinite`).
 
 The filter is read as the user stores it, without a transposing copy, in 16-bit types.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,7 +40,7 @@ def supports(
     dy: Any,
     w: Any,
     /,
-    *,
+    *operands: Any,
     geo: Geometry,
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
@@ -55,7 +57,8 @@ def supports(
         return "its kernel takes no further operands with a stride"
     channels, filters = fprop.channels_of(w, geo)
     width = jnp.dtype(dy.dtype).itemsize
-    return fprop.shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width)
+    least = fprop.narrowest(out_dtype, ep.dtypes(epilogue, operands))
+    return fprop.shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width, least)
 
 
 def _x_shape(dy: Any, w: Any, geo: Geometry) -> tuple[int, ...]:
@@ -102,7 +105,7 @@ def _problem(
     chunk = min(128, max(32, reduce * width)) // width
     transpose = outer and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
     pad_reduce = -reduce % (16 // width)
-    align = max(16 // jnp.dtype(out_dtype).itemsize, 8 if outer and not transpose else 1)
+    align = max(16 // fprop.narrowest(out_dtype, extras), 8 if outer and not transpose else 1)
     pad_columns = -columns % align
     flat = geo.pointwise
     problem = Problem(
@@ -123,14 +126,24 @@ def _problem(
     return problem, transpose, pad_reduce, pad_columns
 
 
-def joined(geo: Geometry, channels: int) -> bool:
+def joined(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
     """Whether the phases become columns of one product."""
     return (
-        geo.groups == 1
+        any(s > 1 for s in geo.stride)
+        and not operands
+        and geo.groups == 1
         and channels < NARROW
         and not geo.flip
         and all(s <= r for s, r in zip(geo.stride, geo.taps, strict=True))
     )
+
+
+def spreads_nonfinite(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
+    """Whether a NaN of dy may show in positions that it does not belong to: where zeros fill up the joined filter."""
+    if not joined(geo, channels, operands):
+        return False
+    _, windows = _joint(geo)
+    return any((table == r).any() for table, r in zip(windows, geo.taps, strict=True))
 
 
 def conv_dgrad(
@@ -150,7 +163,7 @@ def conv_dgrad(
     """
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
     x_shape = _x_shape(dy, w, geo)
-    if joined(geo, x_shape[-1]) and not operands and any(s > 1 for s in geo.stride):
+    if joined(geo, x_shape[-1], operands):
         return _joined_phases(dy, w, geo, epilogue, out_dtype, config, sms)
     problem, transpose, pad_reduce, pad_columns = _problem(
         dy, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype
@@ -263,9 +276,12 @@ def workspace(
     """Bytes of device memory that the copies around the kernel take."""
     out_dtype = jnp.dtype(out_dtype or dy.dtype)
     width, total, x_shape = jnp.dtype(dy.dtype).itemsize, 0, _x_shape(dy, w, geo)
-    if joined(geo, x_shape[-1]) and not operands and any(s > 1 for s in geo.stride):
+    if joined(geo, x_shape[-1], operands):
         return _joined_workspace(dy, w, geo, epilogue, out_dtype)
-    problem, transpose, pad_reduce, pad_columns = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=out_dtype)
+    extras = ep.dtypes(epilogue, operands)
+    problem, transpose, pad_reduce, pad_columns = _problem(
+        dy, w, geo, epilogue=None, extras=extras, out_dtype=out_dtype
+    )
     flat = jax.ShapeDtypeStruct((math.prod(dy.shape[:-1]), dy.shape[-1]) if geo.pointwise else dy.shape, dy.dtype)
     total += fprop.copied(dy, jax.eval_shape(lambda dy: fprop.pad_axes(dy, problem.axes, pad_reduce), flat))
     if transpose or pad_reduce or (pad_columns and geo.outer):

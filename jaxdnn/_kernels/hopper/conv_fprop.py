@@ -102,7 +102,7 @@ def supports(
     x: Any,
     w: Any,
     /,
-    *,
+    *operands: Any,
     geo: Geometry,
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
@@ -116,21 +116,29 @@ def supports(
         return reason
     channels, columns = channels_of(w, geo)
     width = jnp.dtype(x.dtype).itemsize
-    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, width)
+    least = narrowest(out_dtype, ep.dtypes(epilogue, operands))
+    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, width, least)
 
 
-def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: int) -> str | None:
-    """Why no kernel takes such shapes, or None."""
+def narrowest(out_dtype: Any, extras: Sequence[Any]) -> int:
+    """Bytes of the smallest element that an epilogue reads or writes in the output's shape."""
+    return min(jnp.dtype(dtype).itemsize for dtype in (out_dtype, *extras))
+
+
+def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: int, least: int = 2) -> str | None:
+    """Why no kernel takes such shapes, or None; `width` and `least` are bytes of an element, at either end."""
     if min(batch, *geo.out, *geo.sizes, reduce, columns, 1) < 1:
         return "it has no kernel for empty arrays"
     if any(low < 0 or high < 0 for low, high in geo.padding):
         return "its kernels take no negative padding"
+    if geo.pointwise and batch * math.prod(geo.sizes) >= 2**31:
+        return "its kernels number the pixels of a matrix product in 32 bits"
     if geo.groups > 1:
         bytes_ = reduce * width
         if bytes_ not in (32, 64) and bytes_ % 128:
             return "its kernels take groups of 32, 64 or a multiple of 128 bytes of channels"
-        if columns % 16:
-            return "its kernels take groups of a multiple of 16 output channels"
+        if columns % (tile := max(16, 32 // least)):
+            return f"its kernels take groups of a multiple of {tile} output channels"
     return None
 
 
@@ -191,7 +199,7 @@ def plan(
     transpose = not channels_last and not cells and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
     pad_reduce = -reduce % (16 // width)
     mn_major = cells or not (channels_last or transpose)
-    align = max(16 // jnp.dtype(out_dtype).itemsize, 8 if mn_major else 1)
+    align = max(16 // narrowest(out_dtype, extras), 8 if mn_major else 1)
     pad_columns = -columns % align
     integer = dtype == jnp.int8
     problem = Problem(
@@ -411,7 +419,7 @@ def workspace(
 ) -> int:
     """Bytes of device memory that the copies around the kernel take."""
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    todo = plan(x, w, geo, epilogue=None, extras=(), out_dtype=out_dtype)
+    todo = plan(x, w, geo, epilogue=None, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype)
     problem, width, total = todo.problem, jnp.dtype(x.dtype).itemsize, 0
     if todo.cells:
         cells = jax.eval_shape(lambda x: in_cells(x, geo, todo.cells), jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -106,6 +106,11 @@ class Problem:
         return ceil_div(self.reduce, self.chunk)
 
     @property
+    def epilogue_widths(self) -> list[int]:
+        """Bytes of an element of the result and of each output-shaped operand of the epilogue."""
+        return [np.dtype(dtype).itemsize for dtype in (self.out_dtype, *self.extras)]
+
+    @property
     def one_image(self) -> bool:
         """Whether a tile is of one image: TMA has five dimensions, and a split axis takes the batch's of a volume."""
         return len(self.axes) == 3 and any(ax.in_step > 1 or ax.out_step > 1 for ax in self.axes)
@@ -167,6 +172,11 @@ def row_bytes(config: Config, dtype: Any) -> int:
     return min(128, config.columns * np.dtype(dtype).itemsize)
 
 
+def out_columns(problem: Problem, config: Config) -> int:
+    """Output channels that the epilogue takes at a time: a row of the widest of what it reads and writes."""
+    return min(128 // max(problem.epilogue_widths), config.columns)
+
+
 def swizzled(bytes_: int) -> tuple[Any, ...]:
     return (swizzle_transform(bytes_),) if bytes_ > 16 else ()
 
@@ -194,12 +204,14 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     up = lambda n: ceil_div(n, ALIGNMENT) * ALIGNMENT
     width = np.dtype(problem.dtype).itemsize
     warpgroups = config.teams * config.groups
-    staged = lambda dtype, chunks: up(warpgroups * chunks * config.rows // config.groups * row_bytes(config, dtype))
+    staged = lambda row, chunks: up(warpgroups * chunks * config.rows // config.groups * row)
     a_row = 16 if problem.window else problem.chunk * width
     ring = up(a_slots(config) * math.prod(a_box(problem, config)) * a_row)
     ring += up(b_slots(problem, config) * config.columns * problem.chunk * width)
-    extras = [staged(d, config.columns * np.dtype(d).itemsize // row_bytes(config, d)) for d in problem.extras]
-    return ring + staged(problem.out_dtype, config.staged) + sum(extras)
+    rows = [row_bytes(config, d) for d in problem.extras]
+    extras = [staged(r, config.columns * np.dtype(d).itemsize // r) for d, r in zip(problem.extras, rows, strict=True)]
+    out = out_columns(problem, config) * np.dtype(problem.out_dtype).itemsize
+    return ring + staged(out, config.staged) + sum(extras)
 
 
 def check(problem: Problem, config: Config) -> str | None:
@@ -207,14 +219,14 @@ def check(problem: Problem, config: Config) -> str | None:
     rows = config.rows
     if rows % (64 * config.groups):
         return f"{rows} rows do not divide into {config.groups} warpgroups of multiples of 64"
-    if max(config.images, *config.block, config.columns) > 256:
+    if max(config.images, *config.block, config.columns, *a_box(problem, config)) > 256:
         return "a box has at most 256 elements along an axis"
     if rows // config.groups * config.columns > 128 * 208:
         return "the accumulator does not fit the registers"
     part = split(config)
     if part is None:
         return "the tile does not divide among the team's warpgroups"
-    if min(row_bytes(config, dtype) for dtype in (problem.out_dtype, *problem.extras)) < 32:
+    if config.columns * min(problem.epilogue_widths) < 32:
         return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
     if shared_bytes(problem, config) > SMEM_BYTES - 2048:
         return "the ring does not fit shared memory"
@@ -262,11 +274,7 @@ def _check_halo(problem: Problem, config: Config) -> str | None:
     part = list(split(config) or ())
     if len(part) == 2:
         return None if part[-1] % 64 == 0 else "a halo of one axis needs blocks of 64 positions"
-    if part[-1] != 8 or part[-2] % 8:
-        return "a halo needs blocks of 8k x 8 positions"
-    if max(a_box(problem, config)) > 256:
-        return "a box has at most 256 elements along an axis"
-    return None
+    return None if part[-1] == 8 and part[-2] % 8 == 0 else "a halo needs blocks of 8k x 8 positions"
 
 
 def split(config: Config) -> tuple[int, ...] | None:

@@ -218,7 +218,7 @@ def workspace(
 ) -> int:
     """Bytes of device memory beside operands and result: partial sums and padded copies."""
     if not _either_order(x):
-        return transposed.workspace(x, dy, geo=geo)
+        return transposed.workspace(x, dy, geo=geo, out_dtype=out_dtype)
     total = 0
     if folded(geo, x.shape[-1]):
         total += fprop.folding_bytes(x, geo)
@@ -232,6 +232,8 @@ def workspace(
     else:
         rows = Walk(problem, config).rows * config.filters * config.across
         total += config.splits * rows * problem.taps * problem.chunks * problem.chunk * 4
+        if geo.groups > 1:  # XLA has been seen to write the groups' own channels before it turns them to (taps, C, K)
+            total += dy.shape[-1] * problem.taps * (x.shape[-1] // geo.groups) * 4
     padded = jax.eval_shape(
         lambda a: fprop.pad_axes(a, problem.axes, problem.channels * problem.groups - x.shape[-1]),
         jax.ShapeDtypeStruct((problem.batch, *x.shape[1:]) if problem.axes else (problem.batch, x.shape[-1]), x.dtype),

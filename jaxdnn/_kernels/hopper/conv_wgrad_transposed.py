@@ -100,14 +100,12 @@ def conv_wgrad(
     sms: int | None = None,
 ) -> Array:
     """The gradient in w, laid out as `geo` says, from x (N, spatial..., C) and dy (N, spatial..., K)."""
-    integer = x.dtype == jnp.int8
-    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if integer else x.dtype))
     todo, k = plan(x, dy, geo), dy.shape[-1]
+    partial, out_dtype = _types(x, todo, out_dtype)
     images, filters = _turn(x, todo), _turn(dy, todo)
     if todo.runs > 1:  # the runs' filters side by side
         filters = filters.reshape(*filters.shape[:-1], todo.runs, todo.images)
         filters = jnp.moveaxis(filters, -2, 0).reshape(-1, *filters.shape[1:-2], todo.images)
-    partial = out_dtype if todo.runs == 1 else jnp.int32 if integer else jnp.float32
     parts = fprop.conv_fprop(images, filters, geo=todo.geo, out_dtype=partial, sms=sms)
     parts = parts.reshape(*parts.shape[:-1], todo.runs, k)
     total = parts[..., 0, :]
@@ -117,6 +115,13 @@ def conv_wgrad(
     if geo.flip:
         total = jnp.flip(total, range(len(geo.taps)))
     return jnp.moveaxis(total, -1, 0) if geo.outer else total
+
+
+def _types(x: Any, todo: Plan, out_dtype: Any) -> tuple[Any, Any]:
+    """The dtypes of a partial sum and of the result."""
+    accumulator = jnp.dtype(jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
+    out_dtype = jnp.dtype(out_dtype or (accumulator if x.dtype == jnp.int8 else x.dtype))
+    return out_dtype if todo.runs == 1 else accumulator, out_dtype
 
 
 def schedule(x: Any, dy: Any, /, *, geo: Geometry) -> np.ndarray:
@@ -137,10 +142,11 @@ def _avals(x: Any, dy: Any, todo: Plan) -> tuple[Any, Any]:
     return a, jax.ShapeDtypeStruct((todo.runs * k, *dy.shape[1:-1], todo.images), dy.dtype)
 
 
-def workspace(x: Any, dy: Any, /, *, geo: Geometry) -> int:
+def workspace(x: Any, dy: Any, /, *, geo: Geometry, out_dtype: Any = None) -> int:
     """Bytes of device memory beside operands and result: transposed copies and partial sums."""
     todo, width = plan(x, dy, geo), jnp.dtype(x.dtype).itemsize
     a, b = _avals(x, dy, todo)
-    inner = fprop.workspace(a, b, geo=todo.geo, out_dtype=jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
-    results = x.shape[-1] * math.prod(geo.taps) * todo.runs * dy.shape[-1] * 4
+    partial, _ = _types(x, todo, out_dtype)
+    inner = fprop.workspace(a, b, geo=todo.geo, out_dtype=partial)
+    results = x.shape[-1] * math.prod(geo.taps) * todo.runs * dy.shape[-1] * partial.itemsize
     return 2 * (math.prod(a.shape) + math.prod(b.shape)) * width + results + inner

@@ -36,6 +36,7 @@ class _Kernel:
     refusal: str | None
     schedule: Callable[[], engines.Schedule | None]
     workspace: Callable[[], int]
+    spreads_nonfinite: Callable[[], bool]
 
 
 def _kernel(call: engines.Call) -> _Kernel:
@@ -70,7 +71,8 @@ def _dense(call: engines.Call) -> _Kernel:
         options = {"out_dtype": spec.out_dtype if plain else spec.accumulate}
     else:
         options = {"out_dtype": spec.out_dtype, "epilogue": None if plain else spec.epilogue}
-    refusal = module.supports(a, b, geo=geo, **options, precision=spec.precision)
+    further = () if call.op == "conv_wgrad" else call.avals[2:]
+    refusal = module.supports(a, b, *further, geo=geo, **options, precision=spec.precision)
 
     def run(a: Array, b: Array, *operands: Array) -> Array:
         target = spec.limits.multiprocessors
@@ -86,9 +88,14 @@ def _dense(call: engines.Call) -> _Kernel:
         return engines.Schedule("tensor_core", np.atleast_2d(module.schedule(a, b, geo=geo)))
 
     def workspace() -> int:
-        return module.workspace(a, b, *(() if call.op == "conv_wgrad" else call.avals[2:]), geo=geo, **options)
+        return module.workspace(a, b, *further, geo=geo, **options)
 
-    return _Kernel(run, refusal, schedule, workspace)
+    def spreads_nonfinite() -> bool:
+        if call.op != "conv_dgrad":
+            return call.op == "conv_wgrad"
+        return conv_dgrad.spreads_nonfinite(geo, conv_fprop.channels_of(b, geo)[0], further)
+
+    return _Kernel(run, refusal, schedule, workspace, spreads_nonfinite)
 
 
 def _narrow(call: engines.Call) -> _Kernel:
@@ -136,7 +143,7 @@ def _narrow(call: engines.Call) -> _Kernel:
         turned = math.prod(w_shape) * a.dtype.itemsize if spec.flip else 0
         return conv_depthwise.workspace(*told, **options) + turned
 
-    return _Kernel(run, refusal, schedule, workspace)
+    return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
 
 
 # ---- what the engine promises ----------------------------------------------------------------------------------------
@@ -179,8 +186,8 @@ def _accumulation(call: engines.Call) -> str:
 
 
 def _hazards(call: engines.Call) -> tuple[str, ...]:
-    """A filter gradient multiplies by the zeros that fill its tiles of pixels, an infinite operand too: NaN."""
-    return ("spreads_nonfinite",) if call.op == "conv_wgrad" else ()
+    """Zeros fill up a filter gradient's tiles of pixels, and the filter where phases are joined; 0 * inf is NaN."""
+    return ("spreads_nonfinite",) if _kernel(call).spreads_nonfinite() else ()
 
 
 def _schedule(call: engines.Call) -> engines.Schedule | None:

@@ -36,6 +36,7 @@ from jaxdnn._kernels.hopper.conv_plan import (
     b_slots,
     ceil_div,
     check,
+    out_columns,
     row_bytes,
     split,
     swizzled,
@@ -98,7 +99,7 @@ class _Cut:
         self.rows = config.rows // config.groups
         self.b_major = "mn" if problem.filter_dims[-1] == "j" else "k"
         self.b_pieces = config.columns // problem.chunk if self.b_major == "mn" else 1
-        self.out_chunk = row_bytes(config, problem.out_dtype) // np.dtype(problem.out_dtype).itemsize
+        self.out_chunk = out_columns(problem, config)
         self.extra_chunks = [config.columns * np.dtype(d).itemsize // row_bytes(config, d) for d in problem.extras]
         self.a_loads, self.b_ringed = not config.halo, not config.resident  # what the common ring holds
         self.ringed = self.a_loads or self.b_ringed
@@ -114,11 +115,9 @@ class _Cut:
         shapes = [row, (pieces, per, problem.blank_columns)]
         return [plgpu.SMEM((self.consumers, *shape), problem.out_dtype) for shape in shapes]
 
-    def staging(self, dtype: Any, chunks: int, others: Sequence[Any] = ()) -> Any:
-        """One buffer, written or read by TMA as boxes and by the warpgroup as a tiled matrix."""
-        bytes_ = row_bytes(self.config, dtype)
-        per = bytes_ // np.dtype(dtype).itemsize
-        swizzle = swizzled(bytes_)
+    def staging(self, dtype: Any, chunks: int, per: int, others: Sequence[Any] = ()) -> Any:
+        """Buffers of `per` columns, written or read by TMA as boxes and by the warpgroup as a tiled matrix."""
+        swizzle = swizzled(per * np.dtype(dtype).itemsize)
         return plgpu.RefUnion(
             plgpu.SMEM((self.consumers, chunks, *self.part, per), dtype, transforms=swizzle),
             plgpu.SMEM(
@@ -138,7 +137,7 @@ class _Cut:
                 transforms=() if problem.window else swizzle,
             ),
             "b_ring": plgpu.SMEM((b_slots(problem, config), *b_box), problem.dtype, transforms=swizzle),
-            "out": self.staging(problem.out_dtype, config.staged, self.blank()),
+            "out": self.staging(problem.out_dtype, config.staged, self.out_chunk, self.blank()),
         }
         teams, stages = config.teams, config.stages
         if self.ringed:
@@ -153,7 +152,8 @@ class _Cut:
         if config.resident:
             refs["b_full"] = plgpu.Barrier(num_arrivals=self.steps * self.b_pieces)
         if problem.extras:
-            refs["extra"] = tuple(self.staging(d, n) for d, n in zip(problem.extras, self.extra_chunks, strict=True))
+            chunks = zip(problem.extras, self.extra_chunks, strict=True)
+            refs["extra"] = tuple(self.staging(d, n, config.columns // n) for d, n in chunks)
             refs["extra_full"] = plgpu.Barrier(num_arrivals=sum(self.extra_chunks), num_barriers=self.consumers)
         return refs
 

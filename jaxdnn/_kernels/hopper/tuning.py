@@ -93,7 +93,7 @@ def _measured(op: str, problem: Problem) -> Config | None:
 def candidates(problem: Problem) -> Iterator[Config]:
     """Configurations that can run, over row boxes, column tiles and ways to divide the work among warpgroups."""
     per_group = problem.columns // problem.groups
-    narrowest = 32 // jax.numpy.dtype(problem.out_dtype).itemsize  # bytes of a swizzle
+    narrowest = 32 // min(problem.epilogue_widths)  # bytes of a swizzle
     least = max(problem.chunk if problem.filter_dims[-1] == "j" else 8, narrowest)
     for columns in (256, 128, 64, 32, 16, 8):
         if columns > max(least, 2 * per_group - 1) or (problem.groups > 1 and per_group % columns):
