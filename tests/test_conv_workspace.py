@@ -20,7 +20,7 @@ from jaxdnn.explain import traced_calls
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
-import test_kernels_hopper_conv as dense
+import hopper_conv_cases as dense
 import test_kernels_hopper_depthwise as narrow
 
 KERNEL, PAD, SLICE = "stablehlo.custom_call", "stablehlo.pad", "stablehlo.slice"
@@ -93,15 +93,14 @@ def check(function: Any, *avals: Any) -> None:
 
 
 def dense_call(op: str, case: Any, dtype: Any, outer: bool, **more: Any) -> tuple[Any, ...]:
-    _, sizes, _, _, _, stride, padding, dilation, groups, flip = case
-    spatial = {1: "W", 2: "HW", 3: "DHW"}[len(sizes)]
+    spatial = {1: "W", 2: "HW", 3: "DHW"}[len(case.sizes)]
     keywords = dict(
-        stride=stride, padding=padding, dilation=dilation, groups=groups, layout=f"N{spatial}C", engine="hopper",
-        filter_layout=f"O{spatial}I" if outer else f"{spatial}IO", **more,
+        stride=case.stride, padding=case.padding, dilation=case.dilation, groups=case.groups, layout=f"N{spatial}C",
+        engine="hopper", filter_layout=f"O{spatial}I" if outer else f"{spatial}IO", **more,
     )  # fmt: skip
-    if flip:
+    if case.flip:
         keywords["mode"] = "convolution"
-    x, w, dy = dense.shapes(case, outer)
+    x, w, dy = case.x, case.w(outer), case.dy
     operands = {"conv": (x, w), "conv_wgrad": (x, dy)}.get(op, (dy, w))
     static = {"conv_dgrad": (x,), "conv_wgrad": (w,)}.get(op, ())
     result = {"conv": dy, "conv_wgrad": w}.get(op, x)
@@ -129,25 +128,25 @@ OPS = ("conv", "conv_dgrad", "conv_wgrad")
 def test_dense(types: str, name: str, outer: bool, op: str):
     case = dense.CASES[name]
     keywords, avals, static, _ = dense_call(op, case, outer=outer, **TYPES[types])
-    if op == "conv_wgrad" and case[8] > 1 and not types.startswith("bf16"):
+    if op == "conv_wgrad" and case.groups > 1 and not types.startswith("bf16"):
         pytest.skip("the filter gradient takes groups in 16 bits")
-    if avals[0].dtype.itemsize == 1 and case[8] > 1 and case[2] // case[8] < 32:
+    if avals[0].dtype.itemsize == 1 and case.groups > 1 and case.c // case.groups < 32:
         pytest.skip("groups are of 32 bytes of channels at least")
     check(lambda a, b: getattr(dnn, op)(a, b, *static, **keywords), *avals)
 
 
+@pytest.mark.parametrize("like", [jnp.bfloat16, jnp.float32], ids=["prior bf16", "prior f32"])
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("op", ["conv", "conv_transpose", "conv_wgrad"])
 @pytest.mark.parametrize("name", ["3x3", "dilated, flipped", "pointwise", "one row", "few channels, dilated", "groups"])
 @pytest.mark.parametrize("odd", [False, True], ids=["whole rows of 16 bytes", "odd rows"])
-def test_dense_with_an_epilogue(odd: bool, name: str, op: str, out: Any):
+def test_dense_with_an_epilogue(odd: bool, name: str, op: str, out: Any, like: Any):
     case = dense.CASES[name]
-    if odd and case[8] > 1:
+    if odd and case.groups > 1:
         pytest.skip("a group has whole tiles")
-    n, sizes, c, k, *rest = case
-    here = (n, sizes, c + (odd and op == "conv_transpose"), k + (odd and op != "conv_transpose"), *rest)
+    here = case._replace(c=case.c + (odd and op == "conv_transpose"), k=case.k + (odd and op != "conv_transpose"))
     keywords, avals, static, result = dense_call(op, here, jnp.bfloat16, outer=True, out_dtype=out)
-    like = jax.ShapeDtypeStruct(result, out)
+    like = jax.ShapeDtypeStruct(result, like)
     if op == "conv_wgrad":
         check(lambda a, b, prior: dnn.conv_wgrad(a, b, *static, prior=prior, beta=1.0, **keywords), *avals, like)
         return
@@ -158,6 +157,13 @@ def test_dense_with_an_epilogue(odd: bool, name: str, op: str, out: Any):
         ),
         *avals, like, bias, like,
     )  # fmt: skip
+
+
+def test_a_filter_gradient_in_one_run_of_images_writes_its_result():
+    """Padded to rows of 16 bytes in the result's own type: here one float8 filter to eight bfloat16 columns."""
+    case = dense.Case(5, (7, 20), 1, 1, (1, 1), (1, 2), ((5, 0), (5, 1)), (1, 1))
+    keywords, avals, static, _ = dense_call("conv_wgrad", case, outer=True, **TYPES["e4m3"])
+    check(lambda a, b: dnn.conv_wgrad(a, b, *static, **keywords), *avals)
 
 
 @pytest.mark.parametrize("mode", ["cross_correlation", "convolution"])

@@ -269,6 +269,19 @@ def test_an_unswizzled_store_that_overhangs_is_never_one_piece_of_memory(columns
         assert channels == 32
 
 
+def test_no_tile_is_made_so_narrow_that_its_store_is_one_piece_of_memory():
+    """Four columns are the whole width here; with a dilation of 19 no wider tile fits, and the call is refused."""
+    shape, taps = (2, 11, 4, 32), (3, 3, 1, 32)
+    for dilation, columns in ((18, 8), (19, None)):
+        geometry: dict[str, Any] = dict(stride=(1, 1), padding=((dilation,) * 2,) * 2, dilation=(dilation,) * 2)
+        reason = unsupported("fprop", shape, taps, np.float32, **geometry)
+        if columns is None:
+            assert "over 232448 bytes" in (reason or "")
+        else:
+            assert reason is None
+            assert plan_walk("fprop", window(shape, taps, np.float32, **geometry)).out_tile[1] == columns
+
+
 class Adder(NormRows):
     """With the instruction that the addition of partial sums needs besides."""
 
