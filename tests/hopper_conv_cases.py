@@ -14,6 +14,7 @@ if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
 from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_wgrad
+from jaxdnn._kernels.hopper.conv_geometry import Geometry
 
 BF16: Any = jnp.bfloat16
 F32: Any = jnp.float32
@@ -34,10 +35,8 @@ class Case(NamedTuple):
     groups: int = 1
     flip: bool = False
 
-    def geometry(self, outer: bool = False) -> conv_fprop.Geometry:
-        return conv_fprop.Geometry(
-            self.sizes, self.taps, self.stride, self.padding, self.dilation, self.flip, self.groups, outer
-        )
+    def geometry(self, outer: bool = False) -> Geometry:
+        return Geometry(self.sizes, self.taps, self.stride, self.padding, self.dilation, self.flip, self.groups, outer)
 
     @property
     def x(self) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from _hopper import on_hopper
 from hopper_conv_cases import BF16, CASES, F32, Case, kernel, lowered
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan
+from jaxdnn._kernels.hopper.conv_geometry import Geometry
+from jaxdnn._kernels.hopper.epilogue import ACTIVATIONS
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
@@ -50,12 +52,12 @@ def test_lowers_in_every_dtype(name, dtype, out_dtype, op, outer):
     lowered(function, *avals)
 
 
-@pytest.mark.parametrize("activation", conv_fprop.ep.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogue_lowers(activation):
     parameter = {"leaky_relu": 0.1, "clipped_relu": 6.0, "swish": 1.0}.get(activation)
     epilogue = Epilogue(0.5, 2.0, prior=True, bias=True, residual=True, activation=(activation, parameter))
     x, w, y = ((2, 8, 8, 64), (3, 3, 64, 96), (2, 8, 8, 96))
-    geo = conv_fprop.Geometry((8, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
+    geo = Geometry((8, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
     avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in (x, w, y, (96,), y)]
     for out_dtype in (BF16, F32):
         function = lambda *a, out_dtype=out_dtype: conv_fprop.conv_fprop(
@@ -84,6 +86,25 @@ def test_an_epilogue_of_other_types_lowers(op, dtype, out_dtype, other, channels
     options: dict[str, Any] = dict(geo=case.geometry(outer), epilogue=epilogue, out_dtype=jnp.dtype(out_dtype))
     assert module.supports(*avals, *likes, **options) is None
     lowered(lambda *a: getattr(module, f"conv_{op}")(*a, **options), *avals, *likes)
+
+
+STRIDED = ["strided, odd", "stride of three", "stem", "one axis, strided, flipped", "three axes, strided"]
+
+
+def with_an_epilogue(name: str) -> tuple[Case, Any, Any]:
+    """A strided case, its backward data with a prior, a bias and relu, and the epilogue's operands."""
+    case = CASES[name]
+    epilogue = Epilogue(0.5, 2.0, prior=True, bias=True, activation=("relu", None))
+    options: dict[str, Any] = dict(geo=case.geometry(), epilogue=epilogue, out_dtype=F32)
+    like = [jax.ShapeDtypeStruct(case.x, BF16), jax.ShapeDtypeStruct((case.c,), BF16)]
+    assert conv_dgrad.supports(*case.avals("dgrad"), *like, **options) is None
+    return case, lambda *a: conv_dgrad.conv_dgrad(*a, **options), like
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_backward_data_with_an_epilogue_lowers(name):
+    case, function, like = with_an_epilogue(name)
+    lowered(function, *case.avals("dgrad"), *like)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +206,18 @@ def test_exact_integers(name, op, outer):
     a, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
     got = jax.jit(function)(jnp.asarray(a, BF16), jnp.asarray(b, BF16))
     np.testing.assert_array_equal(np.asarray(got), case.definition(op, a, b, outer))
+
+
+@on_hopper
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_backward_data_with_an_epilogue_is_exact(name):
+    case, function, like = with_an_epilogue(name)
+    rng = np.random.default_rng(6)
+    dy, w = case.whole_numbers("dgrad")
+    prior, bias = (rng.integers(-9, 10, operand.shape).astype(np.float32) for operand in like)
+    got = jax.jit(function)(*(jnp.asarray(v, BF16) for v in (dy, w, prior, bias)))
+    want = np.maximum(0.5 * case.definition("dgrad", dy, w) + 2 * prior + bias, 0)
+    np.testing.assert_array_equal(np.asarray(got), want)
 
 
 @on_hopper

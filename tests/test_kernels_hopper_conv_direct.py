@@ -12,6 +12,7 @@ import pytest
 from _hopper import on_hopper
 from hopper_conv_cases import BF16, F32, Case, kernel, lowered
 from jaxdnn._kernels.hopper import conv_fprop, conv_wgrad
+from jaxdnn._kernels.hopper.conv_geometry import Geometry
 
 DIRECT = {
     "one block": dict(splits=1, columns=64),
@@ -61,7 +62,7 @@ def test_direct_results_lower(name, case, outer):
     ],
 )
 def test_direct_results_that_cannot_be(change, text):
-    axes = conv_fprop.axes_of(conv_fprop.Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    axes = conv_fprop.axes_of(Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_wgrad.Problem(4, 128, 128, axes, jnp.dtype(BF16))
     options: dict[str, Any] = dict(images=1, block=(8, 8), filters=64, across=2, direct=True) | change
     assert text in (conv_wgrad.check(problem, conv_wgrad.Config(**options)) or "")

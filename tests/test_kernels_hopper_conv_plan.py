@@ -9,6 +9,7 @@ import pytest
 from hopper_conv_cases import BF16, CASES, F32, Case, lowered
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan, conv_wgrad, tuning
+from jaxdnn._kernels.hopper.conv_geometry import Geometry
 
 RESNET = [
     (64, 64, 56, 1, 1), (64, 64, 56, 3, 1), (64, 256, 56, 1, 1), (256, 64, 56, 1, 1), (256, 128, 56, 1, 1),
@@ -84,7 +85,7 @@ def test_candidates_lower(channels, rank):
     ],
 )
 def test_configurations_that_cannot_run(config, text):
-    axes = conv_fprop.axes_of(conv_fprop.Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    axes = conv_fprop.axes_of(Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(4, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     assert text in conv_plan.check(problem, config)
 
@@ -97,7 +98,7 @@ def test_a_box_with_what_its_taps_reach_has_256_positions_at_most():
     assert problem.window
     assert "256 elements" in (conv_plan.check(problem, conv_plan.Config(1, (1, 256), 32)) or "")
     assert conv_plan.check(problem, conv_plan.Config(1, (1, 192), 32)) is None
-    axes = conv_fprop.axes_of(conv_fprop.Geometry((600,), (3,), (1,), ((99, 99),), (99,)))
+    axes = conv_fprop.axes_of(Geometry((600,), (3,), (1,), ((99, 99),), (99,)))
     problem = conv_plan.Problem(1, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     assert "256 elements" in (conv_plan.check(problem, conv_plan.Config(1, (64,), 64, 2, halo=2)) or "")
 

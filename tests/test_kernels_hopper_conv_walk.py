@@ -14,7 +14,8 @@ import jaxdnn as dnn
 import jaxdnn_reference as definition_of_all
 from hopper_conv_cases import BF16, CASES, F32, LAYOUTS, Case, lowered
 from jaxdnn import engines
-from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan, conv_wgrad, pipeline
+from jaxdnn._kernels.hopper import conv_copies, conv_dgrad, conv_fprop, conv_plan, conv_wgrad, pipeline
+from jaxdnn._kernels.hopper.conv_geometry import Geometry
 from jaxdnn.explain import traced_calls
 
 
@@ -38,7 +39,7 @@ def test_walks_visit_what_the_definition_says(seed):
     low, high = rng.integers(0, 5, 2)
     high = int(max(high, dilation * (taps - 1) + 1 - size - low, 0))
     flip = bool(rng.integers(2))
-    geo = conv_fprop.Geometry((int(size),), (int(taps),), (int(stride),), ((int(low), high),), (int(dilation),), flip)
+    geo = Geometry((int(size),), (int(taps),), (int(stride),), ((int(low), high),), (int(dilation),), flip)
     place = lambda tap: taps - 1 - tap if flip else tap
     (out,) = geo.out
     want = {(p, t, p * stride - low + place(t) * dilation) for p in range(out) for t in range(taps)}
@@ -77,7 +78,7 @@ def test_no_configuration_changes_the_forward_schedule(name):
     assert all(np.array_equal(orders[0], other) for other in orders[1:])
 
 
-def by_the_model(x: Any, w: Any, geo: conv_fprop.Geometry, **options: Any) -> np.ndarray:
+def by_the_model(x: Any, w: Any, geo: Geometry, **options: Any) -> np.ndarray:
     """What the definition makes of the stated schedule, on the model of the tensor core, in float32."""
     layout, inner = LAYOUTS[len(geo.sizes)]
     told = definition_of_all.Schedule(conv_fprop.schedule(x, w, geo=geo))
@@ -100,7 +101,7 @@ def test_the_schedule_of_a_flipped_filter(name):
     todo = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=F32)
     assert todo.folded == (name == "stem")
     if todo.folded:  # the remaining taps are still flipped
-        folded = np.asarray(conv_fprop.fold_taps(jnp.asarray(x), geo))
+        folded = np.asarray(conv_copies.fold_taps(jnp.asarray(x), geo))
         rest = w.reshape(*w.shape[:-3], 1, w.shape[-3] * w.shape[-2], w.shape[-1])
         same = by_the_model(folded, rest, geo.without_last_taps)
     else:
@@ -114,7 +115,7 @@ def test_the_schedule_of_a_flipped_filter(name):
 
 @pytest.mark.parametrize("order", ["k", "kp", "n", "p"])
 def test_tiles_cover_the_output_once(order):
-    axes = conv_dgrad.axes_of(conv_fprop.Geometry((9, 7), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
+    axes = conv_dgrad.axes_of(Geometry((9, 7), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(5, 64, 200, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     walk = pipeline.Walk(problem, conv_plan.Config(2, (2, 2), 64, order=order))
     seen = set()
@@ -130,7 +131,7 @@ def test_tiles_cover_the_output_once(order):
 @pytest.mark.parametrize("deal", ["round", "snake", "together"])
 def test_every_tile_is_dealt_once(deal, sms):
     """Each block of threads has its own tiles; where phases are unequal, "snake" leaves none much more than another."""
-    axes = conv_dgrad.axes_of(conv_fprop.Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
+    axes = conv_dgrad.axes_of(Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     walk = pipeline.Walk(problem, conv_plan.Config(2, (1, 4), 64, deal=deal))
     blocks = walk.blocks(sms)
@@ -149,10 +150,10 @@ def test_every_tile_is_dealt_once(deal, sms):
 @pytest.mark.parametrize(
     ("geo", "block", "blank", "columns"),
     [
-        (conv_fprop.Geometry((8, 11), (1, 1), (2, 2), ((1, 0), (0, 2)), (1, 1)), (4, 4), 3, 256),
-        (conv_fprop.Geometry((9, 16), (2, 1), (3, 1), ((0, 0), (0, 0)), (1, 1)), (2, 8), 8, 64),
-        (conv_fprop.Geometry((9, 16), (3, 1), (1, 2), ((1, 1), (0, 0)), (1, 1)), (4, 4), 8, 320),
-        (conv_fprop.Geometry((8, 9, 10), (1, 1, 1), (2, 1, 3), ((0, 0),) * 3, (1, 1, 1)), (4, 4, 4), 4, 128),
+        (Geometry((8, 11), (1, 1), (2, 2), ((1, 0), (0, 2)), (1, 1)), (4, 4), 3, 256),
+        (Geometry((9, 16), (2, 1), (3, 1), ((0, 0), (0, 0)), (1, 1)), (2, 8), 8, 64),
+        (Geometry((9, 16), (3, 1), (1, 2), ((1, 1), (0, 0)), (1, 1)), (4, 4), 8, 320),
+        (Geometry((8, 9, 10), (1, 1, 1), (2, 1, 3), ((0, 0),) * 3, (1, 1, 1)), (4, 4, 4), 4, 128),
     ],
 )
 def test_rows_without_taps_are_written_once(geo, block, blank, columns):
@@ -213,7 +214,7 @@ class Indexed:
 @pytest.mark.parametrize("block", [(2, 8, 8), (1, 16, 8)])
 def test_a_halo_holds_what_every_tap_reads(block, op, unroll):
     """A tap's rows in the box that is loaded once are those that a load of its own would bring."""
-    geo = conv_fprop.Geometry((7, 40, 23), (2, 3, 4), (1, 1, 1), ((1, 0), (2, 1), (3, 3)), (2, 1, 2))
+    geo = Geometry((7, 40, 23), (2, 3, 4), (1, 1, 1), ((1, 0), (2, 1), (3, 3)), (2, 1, 2))
     axes = (conv_fprop if op == "fprop" else conv_dgrad).axes_of(geo)
     dims = "tcj" if op == "fprop" else "tjc"
     problem = conv_plan.Problem(4, 32, 32, axes, dims, jnp.dtype(BF16), jnp.dtype(BF16), F32)

@@ -27,10 +27,10 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._epilogue import Epilogue
-from jaxdnn._kernels.hopper import conv_fprop as fprop
+from jaxdnn._kernels.hopper import conv_copies as copies
 from jaxdnn._kernels.hopper import epilogue as ep
 from jaxdnn._kernels.hopper import pipeline, tuning
-from jaxdnn._kernels.hopper.conv_fprop import Geometry
+from jaxdnn._kernels.hopper.conv_geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
 from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem
 
 NARROW = 8  # output channels under which the phases are joined
@@ -49,20 +49,18 @@ def supports(
     """Why `conv_dgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
     accumulator = jnp.int32 if dy.dtype == jnp.int8 else jnp.float32
-    reason = fprop.operand_reason(dy.dtype, w.dtype, out_dtype, precision)
+    reason = operand_reason(dy.dtype, w.dtype, out_dtype, precision)
     reason = reason or ep.supports(epilogue, accumulator, out_dtype)
     if reason:
         return reason
-    if epilogue is not None and epilogue.operands and any(s > 1 for s in geo.stride):
-        return "its kernel takes no further operands with a stride"
-    channels, filters = fprop.channels_of(w, geo)
+    channels, filters = channels_of(w, geo)
     width = jnp.dtype(dy.dtype).itemsize
-    least = fprop.narrowest(out_dtype, ep.dtypes(epilogue, operands))
-    return fprop.shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width, least)
+    least = narrowest(out_dtype, ep.dtypes(epilogue, operands))
+    return shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width, least)
 
 
 def _x_shape(dy: Any, w: Any, geo: Geometry) -> tuple[int, ...]:
-    return (dy.shape[0], *geo.sizes, fprop.channels_of(w, geo)[0])
+    return (dy.shape[0], *geo.sizes, channels_of(w, geo)[0])
 
 
 def axes_of(geo: Geometry) -> tuple[Axis, ...]:
@@ -101,11 +99,11 @@ def _problem(
     """(problem, whether the filter is transposed by a copy, zero channels added to dy, to dx)."""
     width = jnp.dtype(dy.dtype).itemsize
     groups, outer = geo.groups, geo.outer
-    reduce, columns = dy.shape[-1] // groups, fprop.channels_of(w, geo)[0]
+    reduce, columns = dy.shape[-1] // groups, channels_of(w, geo)[0]
     chunk = min(128, max(32, reduce * width)) // width
     transpose = outer and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
     pad_reduce = -reduce % (16 // width)
-    align = max(16 // fprop.narrowest(out_dtype, extras), 8 if outer and not transpose else 1)
+    align = max(16 // narrowest(out_dtype, extras), 8 if outer and not transpose else 1)
     pad_columns = -columns % align
     flat = geo.pointwise
     problem = Problem(
@@ -159,7 +157,7 @@ def conv_dgrad(
 ) -> Array:
     """The gradient in x (N, spatial..., C), from dy (N, spatial..., K) and w as `conv_fprop` takes it.
 
-    `operands` are the epilogue's, in its order (prior, bias, residual), for a stride of one.
+    `operands` are the epilogue's, in its order (prior, bias, residual).
     """
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
     x_shape = _x_shape(dy, w, geo)
@@ -171,9 +169,9 @@ def conv_dgrad(
     sms = sms or tuning.multiprocessors()
     config = config or tuning.choose("dgrad", problem, sms)
     flat = geo.pointwise
-    a = fprop.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
+    a = copies.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
     b = _filter(w, geo, problem, transpose, pad_reduce, pad_columns)
-    bias, extras = fprop.prepare_epilogue(epilogue, operands, problem, config, flat, pad_columns)
+    bias, extras = copies.prepare_epilogue(epilogue, operands, problem, config, flat, pad_columns)
     dx = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
     if not flat:
         dx = dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
@@ -182,13 +180,12 @@ def conv_dgrad(
 
 def _filter(w: Array, geo: Geometry, problem: Problem, transpose: bool, pad_reduce: int, pad_columns: int) -> Array:
     """The filter with its reduced axis k padded, as `problem.filter_dims` says."""
-    pad = fprop._pad
     if geo.outer:
         w = w.reshape(w.shape[0], -1, w.shape[-1])
-        w = pad(w, ((0, pad_reduce if transpose else 0), (0, 0), (0, pad_columns)))
+        w = copies.pad(w, ((0, pad_reduce if transpose else 0), (0, 0), (0, pad_columns)))
         return w.transpose(1, 2, 0) if transpose else w
     w = w.reshape(-1, w.shape[-2], w.shape[-1])
-    return pad(w, ((0, 0), (0, 0), (0, pad_reduce)))
+    return copies.pad(w, ((0, 0), (0, 0), (0, pad_reduce)))
 
 
 def _joined_phases(
@@ -283,11 +280,11 @@ def workspace(
         dy, w, geo, epilogue=None, extras=extras, out_dtype=out_dtype
     )
     flat = jax.ShapeDtypeStruct((math.prod(dy.shape[:-1]), dy.shape[-1]) if geo.pointwise else dy.shape, dy.dtype)
-    total += fprop.copied(dy, jax.eval_shape(lambda dy: fprop.pad_axes(dy, problem.axes, pad_reduce), flat))
+    total += copies.copied(dy, jax.eval_shape(lambda dy: copies.pad_axes(dy, problem.axes, pad_reduce), flat))
     if transpose or pad_reduce or (pad_columns and geo.outer):
         padded_first = transpose and (pad_reduce or pad_columns)
-        total += fprop.filter_bytes(problem, width) * (2 if padded_first else 1)
-    total += fprop.epilogue_bytes(epilogue, operands, problem, pad_columns)
+        total += copies.filter_bytes(problem, width) * (2 if padded_first else 1)
+    total += copies.epilogue_bytes(epilogue, operands, problem, pad_columns)
     longer = [ax.positions * ax.out_step for ax in problem.axes]
     if pad_columns or longer != list(x_shape[1:-1][: len(longer)]):
         total += dy.shape[0] * math.prod(longer or dy.shape[1:-1]) * problem.columns * out_dtype.itemsize
@@ -296,7 +293,7 @@ def workspace(
 
 def _joined_workspace(dy: Any, w: Any, geo: Geometry, epilogue: Epilogue | None, out_dtype: Any) -> int:
     joint, _ = _joint(geo)
-    c, k, width = fprop.channels_of(w, geo)[0], dy.shape[-1], jnp.dtype(dy.dtype).itemsize
+    c, k, width = channels_of(w, geo)[0], dy.shape[-1], jnp.dtype(dy.dtype).itemsize
     columns = math.prod(geo.stride) * c
     filters = jax.ShapeDtypeStruct((*joint.taps, columns, k), w.dtype)
     total = workspace(dy, filters, geo=joint, epilogue=epilogue, out_dtype=out_dtype)

@@ -28,11 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxdnn._kernels.hopper import conv_copies as copies
 from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import conv_wgrad_kernel as kernel
 from jaxdnn._kernels.hopper import conv_wgrad_transposed as transposed
 from jaxdnn._kernels.hopper import tuning
-from jaxdnn._kernels.hopper.conv_fprop import Geometry
+from jaxdnn._kernels.hopper.conv_geometry import Geometry, shape_reason
 from jaxdnn._kernels.hopper.conv_plan import ceil_div
 from jaxdnn._kernels.hopper.conv_wgrad_plan import Config, Problem, Walk, check, choose, key, ranked
 
@@ -67,7 +68,7 @@ def supports(
     if jnp.dtype(out_dtype or x.dtype).name not in ("bfloat16", "float16", "float32"):
         return "its kernel writes bfloat16, float16 and float32"
     one = dataclasses.replace(geo, groups=1)  # any groups are served: narrow ones are taken together
-    return fprop.shape_reason(one, x.shape[0], x.shape[-1], dy.shape[-1], 2)
+    return shape_reason(one, x.shape[0], x.shape[-1], dy.shape[-1], 2)
 
 
 def _either_order(x: Any) -> bool:
@@ -118,8 +119,8 @@ def conv_wgrad(
     if geo.pointwise:
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     c, k = x.shape[-1], dy.shape[-1]
-    x = fprop.pad_axes(x, problem.axes, problem.channels * problem.groups - c)
-    dy = fprop._pad(dy, ((0, 0),) * (dy.ndim - 1) + ((0, problem.filters - k),))
+    x = copies.pad_axes(x, problem.axes, problem.channels * problem.groups - c)
+    dy = copies.pad(dy, ((0, 0),) * (dy.ndim - 1) + ((0, problem.filters - k),))
     dw = kernel.run(x, dy, problem, config, sms or tuning.multiprocessors())
     outer = geo.outer
     if geo.groups > 1:
@@ -170,7 +171,7 @@ def _folded(x: Array, dy: Array, geo: Geometry, out_dtype: Any, config: Config |
     """Few input channels: the last axis' taps become channels by one copy, as in the forward kernel."""
     c, k = x.shape[-1], dy.shape[-1]
     rest = geo.without_last_taps
-    dw = conv_wgrad(fprop.fold_taps(x, geo), dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)
+    dw = conv_wgrad(copies.fold_taps(x, geo), dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)
     return dw.reshape((k, *geo.taps, c) if geo.outer else (*geo.taps, c, k))
 
 
@@ -221,7 +222,7 @@ def workspace(
         return transposed.workspace(x, dy, geo=geo, out_dtype=out_dtype)
     total = 0
     if folded(geo, x.shape[-1]):
-        total += fprop.folding_bytes(x, geo)
+        total += copies.folding_bytes(x, geo)
         x = jax.ShapeDtypeStruct((*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1]), x.dtype)
         geo = geo.without_last_taps
     problem = problem_of(x, dy, geo)
@@ -235,7 +236,7 @@ def workspace(
         if geo.groups > 1:  # XLA has been seen to write the groups' own channels before it turns them to (taps, C, K)
             total += dy.shape[-1] * problem.taps * (x.shape[-1] // geo.groups) * 4
     padded = jax.eval_shape(
-        lambda a: fprop.pad_axes(a, problem.axes, problem.channels * problem.groups - x.shape[-1]),
+        lambda a: copies.pad_axes(a, problem.axes, problem.channels * problem.groups - x.shape[-1]),
         jax.ShapeDtypeStruct((problem.batch, *x.shape[1:]) if problem.axes else (problem.batch, x.shape[-1]), x.dtype),
     )
     if math.prod(padded.shape) != math.prod(x.shape):

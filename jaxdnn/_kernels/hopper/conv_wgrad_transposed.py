@@ -23,8 +23,8 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._kernels.hopper import conv_fprop as fprop
-from jaxdnn._kernels.hopper import tuning
-from jaxdnn._kernels.hopper.conv_fprop import Geometry
+from jaxdnn._kernels.hopper import conv_plan, tuning
+from jaxdnn._kernels.hopper.conv_geometry import Geometry, operand_reason, shape_reason
 from jaxdnn._kernels.hopper.conv_plan import ceil_div
 
 TILE = 128  # rows of a tile, and about its columns: what the runs of images are chosen by
@@ -41,11 +41,11 @@ def supports(
 ) -> str | None:
     """Why `conv_wgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
-    if reason := fprop.operand_reason(x.dtype, dy.dtype, out_dtype, precision):
+    if reason := operand_reason(x.dtype, dy.dtype, out_dtype, precision):
         return reason
     if geo.groups > 1:
         return f"its kernel takes groups in 16-bit types, not in {jnp.dtype(x.dtype).name}"
-    return fprop.shape_reason(geo, x.shape[0], x.shape[-1], dy.shape[-1], jnp.dtype(x.dtype).itemsize)
+    return shape_reason(geo, x.shape[0], x.shape[-1], dy.shape[-1], jnp.dtype(x.dtype).itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def schedule(x: Any, dy: Any, /, *, geo: Geometry) -> np.ndarray:
     """Flat pixel numbers of dy, a row for each partial sum, in the order of addition; -1 where an image is missing."""
     todo, pixels = plan(x, dy, geo), math.prod(geo.out)
     problem = fprop.plan(*_avals(x, dy, todo), todo.geo, epilogue=None, extras=(), out_dtype=jnp.float32).problem
-    order = fprop.conv_plan.schedule_order(problem)
+    order = conv_plan.schedule_order(problem)
     pixel, image = np.divmod(order, todo.images)
     run = np.arange(todo.runs)[:, None] * todo.images
     here = (order >= 0) & (image + run < x.shape[0])

@@ -46,7 +46,7 @@ def _kernel(call: engines.Call) -> _Kernel:
 
 
 def _dense(call: engines.Call) -> _Kernel:
-    from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_wgrad, tuning
+    from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_geometry, conv_wgrad, tuning
 
     spec: ConvSpec = call.spec
     module, kernel = {
@@ -55,7 +55,7 @@ def _dense(call: engines.Call) -> _Kernel:
         "conv_wgrad": (conv_wgrad, conv_wgrad.conv_wgrad),
     }[call.op]
     window = spec.window
-    geo = conv_fprop.Geometry(
+    geo = conv_geometry.Geometry(
         sizes=spec.sizes,
         taps=spec.taps,
         stride=window.strides,
@@ -93,7 +93,7 @@ def _dense(call: engines.Call) -> _Kernel:
     def spreads_nonfinite() -> bool:
         if call.op != "conv_dgrad":
             return call.op == "conv_wgrad"
-        return conv_dgrad.spreads_nonfinite(geo, conv_fprop.channels_of(b, geo)[0], further)
+        return conv_dgrad.spreads_nonfinite(geo, conv_geometry.channels_of(b, geo)[0], further)
 
     return _Kernel(run, refusal, schedule, workspace, spreads_nonfinite)
 

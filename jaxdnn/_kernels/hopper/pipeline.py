@@ -81,6 +81,7 @@ def run(
         ),
         kernel_name="jaxdnn_conv",
     )
+    extras = [extra.reshape(*shape, problem.columns) for extra in extras]
     operands = [split_steps(a, problem.axes), b, *([bias] if bias is not None else []), *extras]
     y = kernel(*operands)
     return y.reshape(problem.batch, *(ax.positions * ax.out_step for ax in problem.axes), problem.columns)

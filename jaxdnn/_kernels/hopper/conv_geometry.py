@@ -1,0 +1,93 @@
+"""What a convolution is for the dense Hopper kernels: its geometry, and which dtypes and shapes they take."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+FLOATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """What a convolution is, apart from its batch, channels and dtypes; tuples by spatial axis."""
+
+    sizes: tuple[int, ...]
+    taps: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    flip: bool = False  # a mathematical convolution: taps in reverse
+    groups: int = 1
+    outer: bool = False  # the filter is (K, taps..., C / groups), not (taps..., C / groups, K)
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        axes = zip(self.sizes, self.taps, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((x + low + high - d * (r - 1) - 1) // s + 1 for x, r, s, (low, high), d in axes)
+
+    @property
+    def pointwise(self) -> bool:
+        """Every output pixel reads the one input pixel at its place."""
+        return all(t == 1 for t in self.taps) and all(s == 1 for s in self.stride) and not any(map(any, self.padding))
+
+    @property
+    def without_last_taps(self) -> "Geometry":
+        """What is left to do where a copy has brought the last axis' taps to each of its outputs."""
+        return dataclasses.replace(
+            self,
+            sizes=(*self.sizes[:-1], self.out[-1]),
+            taps=(*self.taps[:-1], 1),
+            stride=(*self.stride[:-1], 1),
+            padding=(*self.padding[:-1], (0, 0)),
+            dilation=(*self.dilation[:-1], 1),
+        )
+
+
+def channels_of(w: Any, geo: Geometry) -> tuple[int, int]:
+    """Input channels, all groups together, and output channels of a filter."""
+    if geo.outer:
+        return w.shape[-1] * geo.groups, w.shape[0]
+    return w.shape[-2] * geo.groups, w.shape[-1]
+
+
+def operand_reason(dtype: Any, other: Any, out_dtype: Any, precision: str | None) -> str | None:
+    """Why two operand dtypes cannot be multiplied by the tensor cores, or None."""
+    name = jnp.dtype(dtype).name
+    if name == "float32":
+        if precision != "tf32":
+            return "the tensor cores have no float32 products; `precision='tf32'` asks for truncated ones"
+    elif name == "int8":
+        if jnp.dtype(out_dtype).name not in ("int32",):
+            return "its int8 kernel writes int32"
+    elif name not in FLOATS:
+        return f"its kernels take bfloat16, float16, float8, int8 and (as TF32) float32, not {name}"
+    if jnp.dtype(dtype) != jnp.dtype(other):
+        return "its kernels take operands of one dtype"
+    if name != "int8" and jnp.dtype(out_dtype).name not in ("bfloat16", "float16", "float32"):
+        return f"its kernels write bfloat16, float16 and float32, not {jnp.dtype(out_dtype).name}"
+    return None
+
+
+def narrowest(out_dtype: Any, extras: Sequence[Any]) -> int:
+    """Bytes of the smallest element that an epilogue reads or writes in the output's shape."""
+    return min(jnp.dtype(dtype).itemsize for dtype in (out_dtype, *extras))
+
+
+def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: int, least: int = 2) -> str | None:
+    """Why no kernel takes such shapes, or None; `width` and `least` are bytes of an element, at either end."""
+    if min(batch, *geo.out, *geo.sizes, reduce, columns, 1) < 1:
+        return "it has no kernel for empty arrays"
+    if any(low < 0 or high < 0 for low, high in geo.padding):
+        return "its kernels take no negative padding"
+    if geo.pointwise and batch * math.prod(geo.sizes) >= 2**31:
+        return "its kernels number the pixels of a matrix product in 32 bits"
+    if geo.groups > 1:
+        bytes_ = reduce * width
+        if bytes_ not in (32, 64) and bytes_ % 128:
+            return "its kernels take groups of 32, 64 or a multiple of 128 bytes of channels"
+        if columns % (tile := max(16, 32 // least)):
+            return f"its kernels take groups of a multiple of {tile} output channels"
+    return None
