@@ -14,8 +14,11 @@ import jaxdnn as dnn
 import jaxdnn_reference as definition_of_all
 from hopper_conv_cases import BF16, CASES, F32, LAYOUTS, Case, lowered
 from jaxdnn import engines
-from jaxdnn._kernels.hopper import conv_copies, conv_dgrad, conv_fprop, conv_plan, conv_wgrad, pipeline
+from jaxdnn._kernels.hopper import conv_copies, conv_dgrad, conv_fprop, conv_plan, conv_wgrad
 from jaxdnn._kernels.hopper.conv_geometry import Geometry
+from jaxdnn._kernels.hopper.conv_walk import Walk
+from jaxdnn._kernels.hopper.pipeline_block import Cut
+from jaxdnn._kernels.hopper.pipeline_consumer import Consumer
 from jaxdnn.explain import traced_calls
 
 
@@ -117,7 +120,7 @@ def test_the_schedule_of_a_flipped_filter(name):
 def test_tiles_cover_the_output_once(order):
     axes = conv_dgrad.axes_of(Geometry((9, 7), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(5, 64, 200, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = pipeline.Walk(problem, conv_plan.Config(2, (2, 2), 64, order=order))
+    walk = Walk(problem, conv_plan.Config(2, (2, 2), 64, order=order))
     seen = set()
     for tile in range(walk.tiles):
         n, at, phase, k = walk.place(jnp.int32(tile))
@@ -133,7 +136,7 @@ def test_every_tile_is_dealt_once(deal, sms):
     """Each block of threads has its own tiles; where phases are unequal, "snake" leaves none much more than another."""
     axes = conv_dgrad.axes_of(Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = pipeline.Walk(problem, conv_plan.Config(2, (1, 4), 64, deal=deal))
+    walk = Walk(problem, conv_plan.Config(2, (1, 4), 64, deal=deal))
     blocks = walk.blocks(sms)
     assert 1 <= blocks <= sms
     count = jnp.int32(blocks)
@@ -163,7 +166,7 @@ def test_rows_without_taps_are_written_once(geo, block, blank, columns):
     images = 1 if len(axes) == 3 else 4
     config = conv_plan.Config(images, block, 64, staged=4, blank=blank)
     assert conv_plan.check(problem, config) is None
-    walk = pipeline.Walk(problem, config)
+    walk = Walk(problem, config)
     shape = [problem.batch, *itertools.chain(*((ax.positions, ax.out_step) for ax in axes))]
     written = np.zeros(shape, int)
     for tile in range(0, walk.tiles, walk.columns):  # in the order "k" the column tiles of a place are neighbours
@@ -219,13 +222,8 @@ def test_a_halo_holds_what_every_tap_reads(block, op, unroll):
     dims = "tcj" if op == "fprop" else "tjc"
     problem = conv_plan.Problem(4, 32, 32, axes, dims, jnp.dtype(BF16), jnp.dtype(BF16), F32)
     config = conv_plan.Config(1, block, 32, 2, 1, 2, halo=2, resident=True, unroll=unroll)
-    walker: Any = object.__new__(pipeline._Block)
-    walker.problem, walker.config, walker.cut, walker.a_ring = (
-        problem,
-        config,
-        pipeline._Cut(problem, config),
-        Indexed(),
-    )
+    walker: Any = object.__new__(Consumer)
+    walker.problem, walker.config, walker.cut, walker.a_ring = problem, config, Cut(problem, config), Indexed()
     lowest = [min(ax.offset[0], ax.offset[0] + (ax.taps - 1) * ax.move) for ax in axes]
     box = conv_plan.a_box(problem, config)[1:]
     for number, taps in enumerate(itertools.product(*(range(ax.taps) for ax in axes))):

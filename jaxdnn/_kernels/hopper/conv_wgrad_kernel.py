@@ -32,6 +32,7 @@ from jaxdnn._kernels.hopper.conv_wgrad_plan import (
     slot_boxes,
     x_box,
 )
+from jaxdnn._kernels.hopper.pipeline_block import drain
 from jaxdnn._kernels.hopper.wgmma import ACCUMULATOR
 
 
@@ -134,7 +135,7 @@ class _Block:
     def produce(self) -> None:
         plgpu.set_max_registers(self.registers[0], action="decrease")
         count = lax.fori_loop(0, self.mine, self.load_item, jnp.int32(0))
-        pipeline.drain(self.empty, count, self.config.stages)
+        drain(self.empty, count, self.config.stages)
 
     def load_item(self, local: Any, count: Any) -> Any:
         row, tile, _, first, boxes = self.place(local)
