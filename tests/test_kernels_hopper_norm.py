@@ -1,5 +1,6 @@
 """The Hopper kernels of the normalisations on the CPU: their PTX run by a small machine, and lowered for CUDA."""
 
+import re
 from typing import Any
 
 import jax
@@ -150,9 +151,10 @@ def test_blocks_that_stay(length: int, threads: int, groups: int, dtype: str, op
     """Two blocks, several rounds of rows, the last of which not all groups have; and fewer rows than blocks."""
     vectors = -(-length * SIZES[dtype] // 16 // threads)
     for rows in (1, 2):
-        plan = RowPlan(length, dtype, dtype, threads, vectors, groups, rows, stays=True)
-        for count in (4 * plan.rows_a_block + 3, 1):
-            check(op, count, length, (dtype, dtype), forward=plan)
+        for shared in (False, True):
+            plan = RowPlan(length, dtype, dtype, threads, vectors, groups, rows, stays=True, shared=shared)
+            for count in (4 * plan.rows_a_block + 3, 1):
+                check(op, count, length, (dtype, dtype), forward=plan)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -180,6 +182,31 @@ def test_scale_in_registers_backward(length: int, threads: int, groups: int, dty
     vectors = -(-length * SIZES[dtype] // 16 // threads)
     plan = RowPlan(length, dtype, dtype, threads, vectors, groups, keeps=True)
     check(op, 4 * groups + 3, length, (dtype, dtype), backward=plan, blocks=2)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_one_barrier_less_is_a_race(which: int):
+    """Of those behind scale and bias, mean and variance."""
+    plan = RowPlan(504, "bf16", "bf16", 64, 1, 2, 2, stays=True, shared=True)
+    x, s, b, _ = arrays_of(Norm("layer_norm", (9, 504), (504,)), "bf16", 0.5)
+    whole = norm_ptx.forward(plan, 9, 2, centred=True, eps=1e-5, scale=True, bias=True)
+    barriers = list(re.finditer(r"(?m)^bar\.sync .*\n", whole))
+    assert len(barriers) == 3
+    code = whole[: barriers[which].start()] + whole[barriers[which].end() :]
+    outs = [(x.shape, x.dtype), *[((9,), np.float32)] * 3]
+    with pytest.raises(RuntimeError, match="race for shared byte"):
+        run(code, plan.block, 2, [x, s, b], outs)
+
+
+@pytest.mark.parametrize("kept", ["not", "registers", "shared"])
+@pytest.mark.parametrize("given", [(), ("scale",), ("bias",)])
+def test_without_all_parameters(given: tuple[str, ...], kept: str):
+    n = Norm("layer_norm", (5, 136), (136,))
+    x, s, b, _ = arrays_of(n, "bf16", 0.5)
+    s, b = s if "scale" in given else None, b if "bias" in given else None
+    plan = RowPlan(136, "bf16", "f32", 32, 1, 4, 1, stays=kept != "not", shared=kept == "shared")
+    y, *_ = forward(x, s, b, ("bf16", "f32"), n.eps, centred=True, plan=plan)
+    agree(y, *tolerance_norm.forward(n.problem(x, s, b)), np.float32, "y")
 
 
 @each_op

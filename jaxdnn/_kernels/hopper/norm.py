@@ -1,11 +1,11 @@
 """Layer and RMS normalisation of rows on Hopper: rows in registers (Pallas, Mosaic GPU).
 
-Schedule. Rows lie one after the other in memory. Forward, a group of 32 to 512 threads loads a row's 16-byte vectors
+Schedule. Rows lie one after the other in memory. Forward, a group of 32 to 1024 threads loads a row's 16-byte vectors
 straight into registers, all before the first use, and takes mean and centred second moment from there: x is read once.
 Blocks are many and small: while some wait for memory, others compute. For long rows, and backward, one block a
-multiprocessor stays and goes from row to row, for scale and bias, or the gradients in them, stay in its registers; the
-next row is under way while one is worked on. Blocks leave their sums, which XLA adds. `norm_ptx` and `norm_dgrad_ptx`
-write the instructions and state their order.
+multiprocessor stays and goes from row to row, for scale and bias, or the gradients in them, stay with it, in registers
+or in shared memory; the next row is under way while one is worked on. Blocks leave their sums, which XLA adds.
+`norm_ptx` and `norm_dgrad_ptx` write the instructions and state their order.
 
 Limits. The statistics' axes are the last ones, scale and bias vary along these alone; a row's bytes are a multiple of
 16, and fit into a block's registers; bfloat16, float16 or float32.
@@ -29,13 +29,15 @@ def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -
 
     Sixteen elements of a row a thread, of four rows at a time where there are many: that is what was fastest on an H200
     (`benchmarks/notes-hopper-norm.md`). Beyond 4096 elements of 16 bits that is too many registers for two blocks at a
-    time, and one stays. Threads and vectors depend on the length alone, so the order of additions does.
+    time, and one stays; beyond 8192 it has no registers left for scale and bias. Threads and vectors depend on the
+    length alone, so the order of additions does.
     """
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     if SIZES[dtype] == 2 and 512 < vectors <= 2048:
-        threads = 512 if vectors <= 1024 else 1024
-        at_once = 2 if threads == 512 and rows >= 4 * MULTIPROCESSORS else 1
-        return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), 1, at_once, stays=True)
+        threads, shared = (512, False) if vectors <= 1024 else (1024, True)
+        at_once = 2 if not shared and rows >= 4 * MULTIPROCESSORS else 1
+        each = -(-vectors // threads)
+        return RowPlan(length, dtype, out_dtype, threads, each, 1, at_once, stays=True, shared=shared)
     most = 2 if SIZES[dtype] == 2 else 4
     threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), 512)
     each = -(-vectors // threads)
@@ -82,6 +84,7 @@ def forward(
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
     floats = 3 * plan.slots(plan.rows) * (2 if plan.stays else 1)  # exchanges; rows take turns
+    floats += plan.length * len(given) if plan.shared else 0
     return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=max(floats, 32))
 
 

@@ -28,9 +28,10 @@ class RowPlan:
       vectors: that a thread holds of a row.
       groups: of threads in a block.
       rows: that a group works on at the same time, forward: it loads scale and bias once for them.
-      stays: whether blocks go from row to row, forward, with their part of scale and bias in registers, and the next
-        rows under way while some are worked on. Without it a group has one set of rows.
+      stays: whether blocks go from row to row, forward, with scale and bias kept, and the next rows under way while
+        some are worked on. Without it a group has one set of rows.
       keeps: whether scale stays in registers, backward, where blocks go from row to row in any case.
+      shared: whether blocks that stay keep scale and bias in shared memory, once for all groups, in place of registers.
     """
 
     length: int
@@ -42,6 +43,7 @@ class RowPlan:
     rows: int = 1
     stays: bool = False
     keeps: bool = False
+    shared: bool = False
 
     @property
     def elements(self) -> int:
@@ -85,7 +87,7 @@ class Kernel:
         self.barrier = e.r("add.s32", self.group, 1)
         self.warp = e.r("shr.u32", self.at, 5)
         block = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), plan.groups, self.group)
-        self.first = block if plan.rows == 1 else e.r("mul.lo.s32", block, plan.rows)
+        self.first = block if plan.rows == 1 or plan.stays else e.r("mul.lo.s32", block, plan.rows)
         self.leads = e.p("setp.eq.u32", self.at, 0)
         self.inside = [self._inside(j) for j in range(plan.vectors)]
 
@@ -213,56 +215,104 @@ class Kernel:
 @ft.lru_cache
 def forward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, eps: float, scale: bool, bias: bool) -> str:
     """The PTX of the forward op; operands: x, [scale], [bias], y, mean, rstd, variance, shared memory."""
-    parameters = ["scale"] * scale + ["bias"] * bias
-    k = Kernel(plan, rows, ["x", *parameters, "y", "mean", "rstd", "variance"])
-    f = _Forward(k, parameters, centred, eps)
+    names = ["scale"] * scale + ["bias"] * bias
+    k = Kernel(plan, rows, ["x", *names, "y", "mean", "rstd", "variance"])
+    f = _Forward(k, _Shared(k, names) if plan.shared else _Parameters(k, names), centred, eps)
     if plan.stays:
         _go_from_row_to_row(k, f, blocks)
         return k.e.text()
     held, always = f.registers(), rows % plan.rows_a_block == 0
     f.load(held, k.first, always)
-    f.rows(held, k.first, always, 0)
+    f.rows(f.unpacked(held), k.first, always, 0)
     return k.e.text()
 
 
 def _go_from_row_to_row(k: Kernel, f: "_Forward", blocks: int) -> None:
-    e, plan, step = k.e, k.plan, blocks * k.plan.rows_a_block
-    f.keep()
-    held, under_way = f.registers(), f.registers()
+    """While a group works on rows the next ones are on their way into the registers that held them.
+
+    Between rows that are worked on at the same time lies one of every other group, so that no block has two to do
+    where another has none.
+    """
+    e, plan = k.e, k.plan
+    f.apart = blocks * plan.groups
+    step = f.apart * plan.rows
+    held = f.registers()
     f.load(held, k.first, step <= k.rows)
-    row, parity = e.r("mov.b32", k.first), e.r("mov.b32", 0)
-    with e.loop(0, -(-k.rows // step), 1):
-        following = e.r("add.s32", row, step)
-        f.load(under_way, following, False)
-        f.rows(held, row, k.rows % step == 0, parity)
-        for mine, theirs in zip(_words(held), _words(under_way), strict=True):
-            e.op("mov.b32", mine, theirs)
-        e.op("mov.b32", row, following)
+    f.parameters.keep()
+    parity = e.r("mov.b32", 0)
+    with e.loop(k.first, k.rows, step) as row:
+        x = f.unpacked(held)
+        f.load(held, e.r("add.s32", row, step), False)
+        f.rows(x, row, plan.rows == 1 or k.rows % step == 0, parity)
         e.op("xor.b32", parity, parity, 4 * 3 * plan.slots(plan.rows))
 
 
-Held = list[list[list[str]]]  # the registers of rows: of each its vectors, four words each
+class _Parameters:
+    """Scale and bias, read from memory whenever they are needed, or kept in registers."""
+
+    def __init__(self, k: Kernel, names: Sequence[str]) -> None:
+        self.k, self.names = k, names
+        of_thread = k.e.d("mul.wide.u32", k.at, 4 * k.plan.elements)
+        self._place = {name: k.e.d("add.s64", k.base[name], of_thread) for name in names}
+        self._kept: list[dict[str, list[str]]] = []
+
+    def keep(self) -> None:
+        """For all rows to come."""
+        self._kept = [self.of_vector(j) for j in range(self.k.plan.vectors)]
+
+    def of_vector(self, j: int) -> dict[str, list[str]]:
+        if self._kept:
+            return self._kept[j]
+        return {name: self.k.parameter(where, j) for name, where in self._place.items()}
 
 
-def _words(held: Held) -> list[str]:
-    return [word for vectors in held for words in vectors for word in words]
+class _Shared(_Parameters):
+    """Scale and bias in shared memory, in front of all else: of 16 bits, first the first half of each vector's."""
+
+    def __init__(self, k: Kernel, names: Sequence[str]) -> None:
+        super().__init__(k, names)
+        self._start = k.shared
+        k.shared = k.e.r("add.s32", k.shared, 4 * k.plan.length * len(names))
+        self._mine = k.e.scaled(k.at, 16, self._start)
+
+    def keep(self) -> None:
+        k, e, plan = self.k, self.k.e, self.k.plan
+        thread, quads, parts = e.r("mov.u32", "%tid.x"), plan.length // 4, plan.elements // 4
+        stores = []
+        for i, name in enumerate(self.names):
+            for first in range(0, quads, plan.block):
+                quad = e.r("add.s32", thread, first)
+                there = "" if first + plan.block <= quads else e.p("setp.lt.s32", quad, quads)
+                values = "{" + ", ".join(e.new("f") for _ in range(4)) + "}"
+                e.op("ld.global.nc.v4.f32", values, f"[{e.d('mad.wide.u32', quad, 16, k.base[name])}]", when=there)
+                part = e.r("and.b32", quad, parts - 1)
+                to = e.scaled(e.r("shr.u32", quad, parts - 1), 16, self._start)
+                stores.append((f"[{e.scaled(part, 16 * plan.row_vectors, to)}+{4 * i * plan.length}]", values, there))
+        for to, values, there in stores:
+            e.op("st.shared.v4.f32", to, values, when=there)
+        e.op("bar.sync", 0, plan.block)
+
+    def of_vector(self, j: int) -> dict[str, list[str]]:
+        e, plan, inside = self.k.e, self.k.plan, self.k.inside[j]
+        found: dict[str, list[str]] = {name: [] for name in self.names}
+        for i, name in enumerate(self.names):
+            for part in range(plan.elements // 4):
+                values = [e.f("mov.f32", ZERO) if inside else e.new("f") for _ in range(4)]
+                place = 4 * i * plan.length + 16 * (part * plan.row_vectors + j * plan.threads)
+                e.op("ld.shared.v4.f32", "{" + ", ".join(values) + "}", f"[{self._mine}+{place}]", when=inside)
+                found[name] += values
+        return found
+
+
+Held = list[list[list[str]]]  # the registers of rows: of each its vectors, four words or all elements of each
 
 
 class _Forward:
     """What a group does with the rows that it works on at the same time."""
 
-    def __init__(self, k: Kernel, parameters: Sequence[str], centred: bool, eps: float) -> None:
+    def __init__(self, k: Kernel, parameters: _Parameters, centred: bool, eps: float) -> None:
         self.k, self.parameters, self.centred, self.eps = k, parameters, centred, eps
-        of_thread = k.e.d("mul.wide.u32", k.at, 4 * k.plan.elements)
-        self.place = {name: k.e.d("add.s64", k.base[name], of_thread) for name in parameters}
-        self.kept: list[dict[str, list[str]]] = []
-
-    def keep(self) -> None:
-        """Scale and bias into registers, for all rows to come."""
-        self.kept = [self._parameters(j) for j in range(self.k.plan.vectors)]
-
-    def _parameters(self, j: int) -> dict[str, list[str]]:
-        return {name: self.k.parameter(where, j) for name, where in self.place.items()}
+        self.apart = 1  # from one of those rows to the next
 
     def registers(self) -> Held:
         plan = self.k.plan
@@ -271,37 +321,48 @@ class _Forward:
     def _numbered(self, first: str, always: bool) -> list[tuple[str, str]]:
         """The rows from `first` on, and the predicates that they are there."""
         k = self.k
-        found = [first, *(k.e.r("add.s32", first, i) for i in range(1, k.plan.rows))]
+        found = [first, *(k.e.r("add.s32", first, i * self.apart) for i in range(1, k.plan.rows))]
         return [(row, k.exists(row, always)) for row in found]
 
     def load(self, held: Held, first: str, always: bool) -> None:
         for words, (row, exists) in zip(held, self._numbered(first, always), strict=True):
             self.k.load(words, self.k.row_address("x", row, SIZES[self.k.plan.dtype]), exists)
 
-    def rows(self, held: Held, first: str, always: bool, slot: object) -> None:
+    def unpacked(self, held: Held) -> Held:
+        return [[self.k.unpack(words) for words in vectors] for vectors in held]
+
+    def rows(self, x: Held, first: str, always: bool, slot: object) -> None:
         """Statistics and results of the rows; `slot` is where their shared floats lie, for three exchanges."""
         k, plan = self.k, self.k.plan
         numbered = self._numbered(first, always)
-        d, mean, rstd, variance = self._statistics(held, slot)
+        d, mean, rstd, variance = self._statistics(x, slot)
         targets = [k.row_address("y", row, SIZES[plan.out_dtype]) for row, _ in numbered]
         for j in range(plan.vectors):
-            given = self.kept[j] if self.kept else self._parameters(j)
+            given = self.parameters.of_vector(j)
             for i, target in enumerate(targets):
                 y = [k.e.f("mul.rn.f32", value, rstd[i]) for value in d[i][j]]
-                for name, instruction in (("scale", "mul.rn.f32"), ("bias", "add.rn.f32")):
-                    if name in given:
-                        y = [k.e.f(instruction, *pair) for pair in zip(y, given[name], strict=True)]
-                k.store(target, j, y, numbered[i][1])
+                k.store(target, j, self._scaled(y, given), numbered[i][1])
         for i, (row, exists) in enumerate(numbered):
             for name, value in (("mean", mean[i]), ("rstd", rstd[i]), ("variance", variance[i])):
                 where = k.e.d("mad.wide.u32", row, 4, k.base[name])
                 k.e.op("st.global.f32", f"[{where}]", value, when=k.both(k.leads, exists))
 
-    def _statistics(self, held: Held, slot: object) -> tuple[Held, list[str], list[str], list[str]]:
+    def _scaled(self, h: Sequence[str], given: dict[str, list[str]]) -> Sequence[str]:
+        """h scale + bias, of those that are given."""
+        e = self.k.e
+        match given:
+            case {"scale": scale, "bias": bias}:
+                return [e.f("fma.rn.f32", *v) for v in zip(h, scale, bias, strict=True)]
+            case {"scale": scale}:
+                return [e.f("mul.rn.f32", *v) for v in zip(h, scale, strict=True)]
+            case {"bias": bias}:
+                return [e.f("add.rn.f32", *v) for v in zip(h, bias, strict=True)]
+        return h
+
+    def _statistics(self, d: Held, slot: object) -> tuple[Held, list[str], list[str], list[str]]:
         """x - mean, mean, 1 / sqrt(variance + eps) and variance of each row."""
         k, plan = self.k, self.k.plan
         e, exchange = k.e, 4 * plan.slots(plan.rows)
-        d = [[k.unpack(words) for words in vectors] for vectors in held]
         mean = [ZERO] * plan.rows
         if self.centred:
             mean = _means(k, [k.dot(v, None) for v in d], slot)
