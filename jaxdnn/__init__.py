@@ -22,6 +22,7 @@ import jaxdnn._kernels.xla.activation
 import jaxdnn._kernels.xla.conv
 import jaxdnn._kernels.xla.conv_ordered
 import jaxdnn._kernels.xla.dropout
+import jaxdnn._kernels.xla.dropout_fused
 import jaxdnn._kernels.xla.norm
 import jaxdnn._kernels.xla.norm_ordered
 import jaxdnn._kernels.xla.pool

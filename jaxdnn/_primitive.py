@@ -288,9 +288,10 @@ def _local(op: str, platform: str, spec: Spec, _: Any, *operands: Array) -> Any:
 
 
 def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array) -> Any:
-    call = _call(op, platform, spec, operands)
-    if not engines.select(call).partition(call):
-        return _local(op, platform, spec, None, *operands)
+    call = dataclasses.replace(_call(op, platform, spec, operands), dealt=True)
+    engine = engines.select(call)
+    if not engine.partition(call):
+        return engine.run(call, *operands)
     rule = factors(spec, *call.avals)
     sharded = custom_partitioning(ft.partial(_local, op, platform, spec, None))
     sharded.def_partition(

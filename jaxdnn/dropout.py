@@ -1,17 +1,20 @@
 """Dropout that is a function of a key and of every element's logical index."""
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax.typing import ArrayLike
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _dropout, _window, engines
+from jaxdnn import _check, _dropout, _dropout_fused, _rounded, _window, engines
+from jaxdnn._activation_formulas import read_activation
 from jaxdnn._dropout import BLOCK, DropoutSpec
+from jaxdnn._dropout_fused import FusedSpec
 from jaxdnn.determinism import required
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
@@ -72,12 +75,16 @@ def dropout(
     rate: float = 0.5,
     offset: int | ArrayLike = 0,
     layout: str | None = None,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    activation: str | tuple[str, float] | tuple[str, float, float, float] | None = None,
+    out_dtype: DTypeLike | None = None,
     engine: str | None = None,
     determinism: str | None = None,
 ) -> Array:
-    """Sets elements to zero at random, and scales the others.
+    """Sets elements to zero at random, and scales the others; with what stands around it in a transformer, if given.
 
-    y[e] = x[e] / (1 - rate) if word[offset + e] >= rate 2^32 else 0
+    y[e] = residual[e] + (act(x[e] + bias[e]) / (1 - rate) if word[offset + e] >= rate 2^32 else 0)
 
     word[4 b], ..., word[4 b + 3] = Philox4x32-10 of the counter (b, key), two words each
 
@@ -95,29 +102,46 @@ def dropout(
       layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
         counts the axes of x in their own order, which is that of the channels-last layouts. Of a vectorised layout the
         channels that fill up the last vector count too.
+      bias: (C,), C the channels of the layout, without one the size of x's last axis; or of as many dimensions as x,
+        each of x's size or 1. Fewer dimensions are refused: there is no guessing which are meant.
+      residual: of x's shape; what is not dropped is added to it. bias and residual have any of x's dtypes, but float64
+        only beside a float64 x.
+      activation: see `activation`; None for none.
+      out_dtype: the result's dtype; None: that of x, whatever the residual's.
       engine: which implementation; None chooses, see `jaxdnn.explain`.
       determinism: the level required, see `jaxdnn.determinism`.
 
     Returns:
-      y, of x's shape and dtype. With rate 1 all zeros; a dropped NaN or infinity is 0.
+      y, of x's shape. With rate 1 all zeros, or the residual; a dropped NaN or infinity is 0.
 
-    Differentiation: linear in x, any order; the gradient is `dropout(dy, key, ...)` with the same arguments, which is
-      cuDNN's backward pass: it draws the mask again, and nothing is kept for it. vmap over x alone gives every element
-      of the batch the same mask, as a loop would; vmap over keys or offsets gives each its own.
+    Differentiation: in x, bias and residual, any order. The gradient draws the mask again: of dropout alone it is
+      `dropout(dy, key, ...)` with the same arguments, which is cuDNN's backward pass, and nothing is kept for it; with
+      an activation x and bias are kept. Kinks as `activation` says. The gradient in the bias is summed in float32
+      before anything is rounded. vmap over x alone gives every element of the batch the same mask, as a loop would;
+      vmap over keys or offsets gives each its own.
 
-    Numerics: x times the nearest float32 to 1 / (1 - rate), in float32 (float64 for float64), then the one conversion.
+    Numerics: all in float32 (float64 for float64), each operation rounded, then the one conversion. 1 / (1 - rate) is
+      rounded to float32. For bfloat16 and float16, activations other than identity, relu, leaky_relu and clipped_relu
+      are looked up: x + bias is rounded to the type of x, and act / (1 - rate) once, to float32.
       Portable: the mask depends on key and logical index only, not on layout, batch, sharding or device, and every bit
-      equals the definition's. Inside `shard_map` x is a shard: pass its place as `offset`.
+      equals the definition's; of a float32 or float64 x with one of the other activations mesh_invariant. Gradients as
+      their op, but that in the bias, which adds over the batch: run_to_run, or mesh_invariant where more than
+      run_to_run is required. Inside `shard_map` x is a shard: pass its place as `offset`.
 
     Raises:
-      ValueError: a rate outside of 0 to 1, a key of another shape, an unknown layout.
+      ValueError: a rate outside of 0 to 1, a key of another shape, an unknown layout or activation, a bias or residual
+        of a shape that does not fit.
       TypeError: a dtype that does not fit; a rate or layout that is traced.
+      NotImplementedError: a determinism level or an engine that the call cannot have.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxdnn as dnn
       >>> dnn.dropout(jnp.ones(6), 1234, rate=0.5).tolist()
       [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+      >>> x = jnp.array([[-1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+      >>> dnn.dropout(x, 1234, rate=0.5, bias=jnp.ones(3), residual=10 * x, activation="relu").tolist()
+      [[-10.0, 20.0, 38.0], [40.0, 50.0, 60.0]]
 
     Sources: cuDNN's cudnnDropoutForward and cudnnDropoutBackward, whose `dropout` also is the probability to drop
       (the graph API's RNG node takes the probability to keep); Srivastava et al., JMLR 15 (2014); Salmon et al.,
@@ -126,7 +150,14 @@ def dropout(
     """
     x = _check.array("x", x)
     _check.dtype("x", x, FLOATS)
-    return _call(x, key, rate, offset, layout, engine, determinism)
+    arrays = _arrays(x, bias, residual, layout)
+    act, parameter = read_activation(activation) or ("identity", None)
+    out = x.dtype if out_dtype is None else _check.as_dtype("out_dtype", out_dtype, FLOATS)
+    if out == np.float64 and x.dtype != np.float64:
+        raise TypeError(f"`out_dtype` must not be wider than float32 unless x is float64, got {out.name}.")
+    alone = not arrays and act == "identity" and out == x.dtype
+    given = None if alone else (arrays, act, parameter, np.dtype(out))
+    return _call(x, key, rate, offset, layout, engine, determinism, given)
 
 
 def dropout_mask(
@@ -167,26 +198,83 @@ def dropout_mask(
     Sources: cuDNN's reserve space of cudnnDropoutForward, and the graph API's RNG dump.
     """
     if not _check.is_sequence(shape):
-        raise TypeError(f"`shape` must be a shape, got {shape!r}.")
+        raise TypeError(f"`shape` must be a shape, got {_check.shown(shape)}.")
     sizes = tuple(_check.integer("shape", s) for s in shape)
     if min(sizes, default=0) < 0:
         raise ValueError(f"`shape` must have no negative size, got {sizes}.")
     return _call(jnp.ones(sizes, jnp.float32), key, rate, offset, layout, engine, determinism) != 0
 
 
-def _call(x: Array, key: Any, rate: Any, offset: Any, layout: Any, engine: Any, determinism: Any) -> Array:
+def _call(
+    x: Array, key: Any, rate: Any, offset: Any, layout: Any, engine: Any, determinism: Any, fused: Any = None
+) -> Array:
+    """Dropout alone, or with what is to be fused: arrays by name, the activation and its parameter, the dtype."""
     rate, order = _rate(rate), _order(layout, x)
-    used, words = _dropout.pair(0), key
+    used, words = None, key
     if isinstance(key, DropoutState):
         used, words = _state_words("used", key.used), _state_words("key", key.key)
-    start, shift = _start(offset, used, math.prod(x.shape))
+    start, shift = _start(offset, used)
     limit = _dropout.threshold(rate)
     dropped = limit >= 2**32
     scale = 1.0 if dropped else 1 / (1 - rate)
-    spec = DropoutSpec(min(limit, 2**32 - 1), scale, order, shift, 0, engine, required(determinism))
-    operands = (x, _words(words), start)
-    engines.check("dropout", spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
-    return jnp.zeros_like(x) if dropped else _dropout.bind(*operands, spec=spec)
+    spec: Any = DropoutSpec(min(limit, 2**32 - 1), scale, order, shift, 0, engine, required(determinism))
+    arrays: dict[str, Array] = {}
+    op, bind = "dropout", _dropout.bind
+    if fused is not None:
+        arrays, act, parameter, out = fused
+        present: dict[str, Any] = {name: name in arrays for name in ("bias", "residual")}
+        spec = FusedSpec(**dataclasses.asdict(spec), activation=act, parameter=parameter, out_dtype=out, **present)
+        op, bind = "fused_dropout", ft.partial(_dropout_fused.bind, "fused_dropout")
+    operands = (x, *arrays.values(), _words(words), start)
+    engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    if not dropped:
+        return bind(*operands, spec=spec)
+    zeros = jnp.zeros_like(x)
+    return zeros if fused is None else _all_dropped(zeros, arrays.get("residual"), fused[-1])
+
+
+def _all_dropped(zeros: Array, residual: Array | None, out: np.dtype) -> Array:
+    """residual + 0, by zeros that XLA does not know: it would leave the sum out, and with it that -0 becomes 0."""
+    if residual is None:
+        return zeros.astype(out)
+    zero, one = (jnp.asarray(v, residual.dtype) for v in (0, 1))
+    return _rounded.nearest(residual + jnp.where(residual == residual, zero, one), out)
+
+
+def _arrays(x: Array, bias: Any, residual: Any, layout: Any) -> dict[str, Array]:
+    """Bias and residual, if they are given, checked; the bias with the rank of x."""
+    found: dict[str, Array] = {}
+    for name, value in (("bias", bias), ("residual", residual)):
+        if value is not None:
+            value = _check.array(name, value)
+            _check.dtype(name, value, FLOATS)
+            if value.dtype == np.float64 and x.dtype != np.float64:
+                raise TypeError(f"`{name}` must not be float64 unless x is, got x of {x.dtype}.")
+            found[name] = value
+    if "bias" in found:
+        found["bias"] = _bias(found["bias"], x, layout)
+    if "residual" in found:
+        _check.shape("residual", found["residual"], x.shape, "that of x")
+    return found
+
+
+def _bias(bias: Array, x: Array, layout: Any) -> Array:
+    """The bias with the rank of x, with 1 where it is the same."""
+    if bias.ndim == x.ndim and all(n in (1, m) for n, m in zip(bias.shape, x.shape, strict=True)):
+        return bias
+    axes = tuple(_order(layout, x))[-1:]
+    if layout is not None:
+        read = _window.layout(layout)
+        axes = (read.channel, *((len(read.axes),) if read.vector else ()))
+    sizes = tuple(x.shape[a] for a in axes)
+    if bias.ndim != 1 or not axes or bias.size != math.prod(sizes):
+        raise ValueError(
+            f"`bias` must have shape ({math.prod(sizes) if axes else ''},), one element for each channel, or "
+            f"{x.ndim} dimensions that are 1 or those of x {x.shape}, got {bias.shape}."
+        )
+    if len(axes) > 1:
+        bias = bias.reshape(sizes)
+    return lax.expand_dims(bias, [axis for axis in range(x.ndim) if axis not in axes])
 
 
 def _rate(value: Any) -> float:
@@ -209,16 +297,21 @@ def _order(layout: Any, x: Array) -> tuple[int, ...]:
     return order
 
 
-def _start(offset: Any, used: Array, size: int) -> tuple[Array, int | None]:
-    """Where x begins in the key's count: a counter and a word of it, or, for an offset that is an array, an element."""
+def _start(offset: Any, used: Array | None) -> tuple[Array, int | None]:
+    """Where x begins in the key's count: a counter and a word of it, or, for an offset that is an array, an element.
+
+    `used` counters of the key lie before the offset.
+    """
     known = isinstance(offset, np.ndarray) and offset.ndim == 0 and offset.dtype.kind in "iu"
     if known or (isinstance(offset, int | np.integer) and not isinstance(offset, bool)):
         offset = _below_2_64("offset", offset)
-        return _dropout.plus(used, _dropout.pair(offset // BLOCK)), offset % BLOCK
+        start = _dropout.pair(offset // BLOCK)
+        return (start if used is None else _dropout.plus(used, start)), offset % BLOCK
     offset = _check.array("offset", offset)
     _check.shape("offset", offset, (), "a number or a scalar array")
     _check.dtype("offset", offset, (np.int32, np.uint32, np.int64, np.uint64))
-    return _dropout.plus(_dropout.times_block(used), _dropout.pair_of(offset)), None
+    start = _dropout.pair_of(offset)
+    return (start if used is None else _dropout.plus(_dropout.times_block(used), start)), None
 
 
 def _below_2_64(name: str, value: Any) -> int:

@@ -23,13 +23,17 @@ PLATFORMS = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of an op, as an engine sees it: static arguments, operand shapes and dtypes, and where it will run."""
+    """One call of an op, as an engine sees it: static arguments, operand shapes and dtypes, and where it will run.
+
+    `dealt` says that the program is one for several devices, among which XLA deals the call out.
+    """
 
     op: str
     spec: Any
     avals: tuple[jax.ShapeDtypeStruct, ...]
     platform: str
     device_kind: str | None = None
+    dealt: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

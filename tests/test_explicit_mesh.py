@@ -53,6 +53,10 @@ EXACT: dict[str, Case] = {
     "activation": (lambda x: dnn.activation(x, activation="relu"), (IMAGE,)),
     "activation_dgrad": (lambda dy, x: dnn.activation_dgrad(dy, x, activation="relu"), (IMAGE, OTHER)),
     "dropout": (lambda x: dnn.dropout(x, jax.random.key(3)), (IMAGE,)),
+    "dropout-fused": (
+        lambda x, b, r: dnn.dropout(x, jax.random.key(3), bias=b, residual=r, activation="relu"),
+        (IMAGE, (16,), IMAGE),
+    ),
     "transform": (lambda x: dnn.transform(x, out_layout="NCHWc4", alpha=2.0), (IMAGE,)),
     "transform-fold": (lambda x: dnn.transform(x, fold=2), (IMAGE,)),
     "transform-unfold": (lambda x: dnn.transform(x, unfold=2), (IMAGE,)),

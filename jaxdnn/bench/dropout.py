@@ -52,34 +52,60 @@ class Dropout(cases.Case):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Dropout):
-    """residual + dropout(gelu(x + bias)): ours in sequence, which XLA fuses."""
+    """residual + dropout(gelu(x + bias)). Backward, the gradients in x and bias, with the residual as dy."""
+
+    activation: str | None = "gelu"
+    passes: tuple[str, ...] = ("forward", "backward")
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """x, residual and bias."""
         return (batch, WIDTH), (batch, WIDTH), (WIDTH,)
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int:
-        return 3 * itemsize * math.prod(self.shapes(batch)[0])
+        """Backward without an activation x is not read."""
+        arrays = 3 if which == "forward" or self.activation else 2
+        return arrays * itemsize * math.prod(self.shapes(batch)[0])
 
     def ours(self, which: str, engine: str | None) -> Function:
-        def run(x: Array, residual: Array, bias: Array, key: Array) -> Array:
-            y = dnn.activation(x + bias[None], activation="gelu")
-            return residual + dnn.dropout(y, key, rate=RATE, engine=engine)
+        def run(x: Array, residual: Array | None, bias: Array, key: Array) -> Array:
+            given: dict[str, Any] = {"bias": bias, "residual": residual, "activation": self.activation}
+            return dnn.dropout(x, key, rate=RATE, engine=engine, **given)
 
-        return run
+        return run if which == "forward" else _gradients(run)
 
     def xla(self, which: str) -> Function:
-        def run(x: Array, residual: Array, bias: Array, key: Array) -> Array:
-            return residual + _with_jax_random(jax.nn.gelu(x + bias[None], approximate=False), key)
+        def run(x: Array, residual: Array | None, bias: Array, key: Array) -> Array:
+            z = x + bias[None]
+            y = _with_jax_random(jax.nn.gelu(z, approximate=False) if self.activation else z, key)
+            return y if residual is None else residual + y
 
-        return run
+        return run if which == "forward" else _gradients(run)
 
     def torch(self, which: str, *tensors: Any) -> Any:
+        """Its own kernels, one after the other; backward those that autograd runs."""
         import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
         x, residual, bias, _ = tensors
         functional = torch.nn.functional
-        return lambda: residual + functional.dropout(functional.gelu(x + bias), RATE)
+
+        def run(x: Any, bias: Any) -> Any:
+            z = x + bias
+            return residual + functional.dropout(functional.gelu(z) if self.activation else z, RATE)
+
+        if which == "forward":
+            return lambda: run(x, bias)
+        wanted = [v.detach().requires_grad_() for v in (x, bias)]
+        y = run(*wanted)
+        return lambda: torch.autograd.grad(y, wanted, residual, retain_graph=True)
+
+
+def _gradients(run: Function) -> Function:
+    """In x and bias; what is added to is not read."""
+
+    def backward(x: Array, dy: Array, bias: Array, key: Array) -> Any:
+        return jax.vjp(lambda x, bias: run(x, None, bias, key), x, bias)[1](dy)
+
+    return backward
 
 
 def _with_jax_random(x: Array, key: Array) -> Array:
@@ -91,4 +117,5 @@ CASES: tuple[Dropout, ...] = (
     Dropout("dropout", "rows"),
     Dropout("dropout", "images, channels first", "NCHW"),
     Fused("dropout", "bias, gelu, dropout, residual"),
+    Fused("dropout", "bias, dropout, residual", activation=None),
 )

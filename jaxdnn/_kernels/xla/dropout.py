@@ -33,14 +33,18 @@ def run(call: engines.Call, x: Array, key: Array, start: Array) -> Array:
     """x * scale where the random word reaches the threshold, 0 elsewhere."""
     spec: DropoutSpec = call.spec
     with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
-        shape = x.shape[spec.leading :]
-        if call.platform in MASK_FIRST and _apart(spec, shape):
-            kept = _kept_by_counters(spec, shape, key, start)
-        else:
-            kept = _words(spec, shape, key, start) >= np.uint32(spec.threshold)
         wide = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
         scaled = (x.astype(wide) * wide.type(spec.scale)).astype(x.dtype)
-        return jnp.where(kept, scaled, jnp.zeros((), x.dtype))
+        return jnp.where(kept(call, x.shape, key, start), scaled, jnp.zeros((), x.dtype))
+
+
+def kept(call: engines.Call, shape: tuple[int, ...], key: Array, start: Array) -> Array:
+    """The mask of an array of this shape, leading axes and all; 64-bit types must be on."""
+    spec: DropoutSpec = call.spec
+    shape = shape[spec.leading :]
+    if call.platform in MASK_FIRST and _apart(spec, shape):
+        return _kept_by_counters(spec, shape, key, start)
+    return _words(spec, shape, key, start) >= np.uint32(spec.threshold)
 
 
 def _apart(spec: DropoutSpec, shape: tuple[int, ...]) -> bool:
@@ -53,7 +57,7 @@ def _kept_by_counters(spec: DropoutSpec, shape: tuple[int, ...], key: Array, sta
     """The mask, for which a counter's four words are drawn at once, and what they decide is four bits of a byte."""
     last = spec.order[-1]
     blocks = tuple(n // BLOCK if axis == last else n for axis, n in enumerate(shape))
-    block = _numbers(spec, blocks, np.uint32 if math.prod(blocks) < 2**32 else np.uint64)
+    block = _numbers(spec, blocks, _count(math.prod(blocks)))
     bits = jnp.zeros((), np.uint8)
     for i, words in enumerate(_draw(block, key, start, len(shape))):
         bits = bits | (words >= np.uint32(spec.threshold)).astype(np.uint8) << np.uint8(i)
@@ -62,6 +66,11 @@ def _kept_by_counters(spec: DropoutSpec, shape: tuple[int, ...], key: Array, sta
     bits = fours.reshape(*bits.shape[:at], shape[last], *bits.shape[at + 1 :])
     word = (lax.broadcasted_iota(np.uint32, (1,) * spec.leading + shape, at) & np.uint32(BLOCK - 1)).astype(np.uint8)
     return (bits >> word) & np.uint8(1) != 0
+
+
+def _count(size: Any) -> Any:
+    """The type in which elements are numbered; of a size that is known only when the program runs, the wide one."""
+    return np.uint32 if isinstance(size, int) and size < 2**32 else np.uint64
 
 
 def _numbers(spec: DropoutSpec, shape: tuple[int, ...], count: Any) -> Array:
@@ -83,7 +92,7 @@ def _draw(block: Array, key: Array, start: Array, rank: int) -> tuple[Array, ...
 
 def _words(spec: DropoutSpec, shape: tuple[int, ...], key: Array, start: Array) -> Array:
     """The random word of every element, with the leading axes of key and start."""
-    count = np.uint32 if math.prod(shape) + BLOCK < 2**32 else np.uint64
+    count = _count(math.prod(shape) + BLOCK)
     index = _numbers(spec, shape, count)
     if spec.shift is None:
         low, high = (_column(start, i, len(shape)).astype(np.uint64) for i in (0, 1))
@@ -117,7 +126,7 @@ def _multiply(multiplier: int, x: Array) -> tuple[Any, Any]:
     return (product >> np.uint64(32)).astype(np.uint32), product.astype(np.uint32)
 
 
-def _hazards(call: engines.Call) -> tuple[str, ...]:
+def hazards(call: engines.Call) -> tuple[str, ...]:
     # XLA's CPU code reads and writes float32's subnormal numbers as zero; bfloat16 products are float32's.
     return ("flushes_subnormals",) if call.platform == "cpu" else ()
 
@@ -128,7 +137,7 @@ engines.register(
         "dropout",
         run,
         level=lambda call: "portable",
-        hazards=_hazards,
+        hazards=hazards,
         notes=("Philox4x32-10, drawn again for the backward pass",),
     )
 )

@@ -17,7 +17,18 @@ from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Check, Facts, Result
 
 EXTENTS = ("quick", "standard", "full")
-_MODULES = ("conv", "norm", "norm_local", "norm_stats", "activation", "dropout", "pool", "softmax", "tensor")
+_MODULES = (
+    "conv",
+    "norm",
+    "norm_local",
+    "norm_stats",
+    "activation",
+    "dropout",
+    "dropout_fused",
+    "pool",
+    "softmax",
+    "tensor",
+)
 
 
 @dataclasses.dataclass(frozen=True)

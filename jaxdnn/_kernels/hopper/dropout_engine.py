@@ -1,0 +1,199 @@
+"""The `hopper` engine of dropout, alone or with bias, activation and residual: the Pallas kernels of `dropout`.
+
+A kernel is opaque to XLA, which fuses dropout alone with what stands before and after it: so that is taken by name
+only, and what is fused already unasked where it was measured faster (`benchmarks/notes-activation.md`).
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn import _activation_formulas as formulas
+from jaxdnn import _dropout_fused, engines
+from jaxdnn._dropout_fused import FusedSpec
+from jaxdnn._kernels import hopper
+from jaxdnn._kernels.hopper.dropout_ptx import Plan, columns_plan
+from jaxdnn._kernels.hopper.ptx import NAMES
+
+LARGEST = 1 << 30  # groups of elements that one key counts
+
+
+def _operand_names(call: engines.Call) -> tuple[str, ...]:
+    spec = call.spec
+    if not isinstance(spec, FusedSpec):
+        return ("x", "key", "start")
+    if call.op == "fused_dropout":
+        return ("x", *["bias"] * spec.bias, *["residual"] * spec.residual, "key", "start")
+    at = ("x", *["bias"] * spec.bias) if spec.slopes else ()
+    return ("dy", *["dbias"] * (spec.dbias and call.op == "fused_dropout_tangent"), *at, "key", "start")
+
+
+def _operands(call: engines.Call) -> dict[str, Any]:
+    return dict(zip(_operand_names(call), call.avals, strict=True))
+
+
+def _supports(call: engines.Call) -> str | None:
+    return hopper.no_device(call.platform) or _unsupported(call)
+
+
+def _unsupported(call: engines.Call) -> str | None:
+    """Why no kernel serves a call, whatever the device."""
+    spec, operands = call.spec, _operands(call)
+    if call.dealt:
+        return "it counts from the first element of an array: in a program for several devices XLA deals out its own"
+    if "dbias" in operands:
+        return "it has no kernel for the derivative along a tangent of the bias"
+    arrays = {name: v for name, v in operands.items() if name not in ("key", "start")}
+    dtypes = [*(v.dtype for v in arrays.values()), _out_dtype(call)]
+    if odd := [dtype for dtype in dtypes if dtype not in NAMES]:
+        return f"its kernels take and write {', '.join(map(str, NAMES))}, not {odd[0]}"
+    if _activation(spec) == "table" and operands["x"].dtype not in formulas.NARROW:
+        return f"its kernels look activations such as {spec.activation} up, which serves 16 bits, not {dtypes[0]}"
+    if not math.prod(call.avals[0].shape):
+        return "it has nothing to do for an empty array"
+    if spec.shift != 0:
+        return "its kernels start at a counter's first element: at an `offset` known when traced, a multiple of four"
+    return _misplaced(call, operands)
+
+
+def _misplaced(call: engines.Call, operands: dict[str, Any]) -> str | None:
+    """Why the arrays do not lie as the kernels read them."""
+    spec: Any = call.spec
+    leads, shape = _split(call)
+    long = [axis for axis in spec.order if shape[axis] > 1]
+    if long != sorted(long):
+        return "its kernels take elements that lie in memory in the order in which they are counted: channels last"
+    for name in ("bias", "key", "start"):
+        lead = operands[name].shape[: spec.leading] if name in operands else ()
+        if math.prod(lead) not in (1, leads):
+            return f"under vmap its kernels take a {name} for each example or one for all"
+    if "bias" in operands and _width(call, operands) is None:
+        return f"its kernels take a bias along the last axes, not of shape {operands['bias'].shape[spec.leading :]}"
+    if call.op == "fused_dropout_dgrad":
+        rows = tuple(range(len(shape) - len(_own_axes(call))))
+        if [a for a in range(len(shape)) if a in spec.summed and shape[a] > 1] != [a for a in rows if shape[a] > 1]:
+            return f"its kernels add the gradient in a bias along the last axes, not the sum over {spec.summed}"
+        if leads > 1:
+            return "under vmap it has no kernel for the gradient in the bias"
+    plan = _plan(call)
+    for what, size in (("elements", plan.size), ("elements of the bias", plan.width)):
+        if size % plan.elements:
+            return f"its kernels take whole groups of {plan.elements} elements, not {size} {what}"
+    if plan.groups > LARGEST:
+        return f"its kernels take at most {LARGEST * plan.elements} elements, not {plan.size}"
+    return None
+
+
+def _split(call: engines.Call) -> tuple[int, tuple[int, ...]]:
+    """How many examples, and the shape of one."""
+    shape, leading = call.avals[0].shape, call.spec.leading
+    return math.prod(shape[:leading]), tuple(shape[leading:])
+
+
+def _own_axes(call: engines.Call) -> tuple[int, ...]:
+    """Of `fused_dropout_dgrad`, the axes along which the bias varies."""
+    _, shape = _split(call)
+    return tuple(a for a in range(len(shape)) if a not in call.spec.summed)
+
+
+def _width(call: engines.Call, operands: dict[str, Any]) -> int | None:
+    """Elements of the bias, if it varies along the last axes alone."""
+    _, shape = _split(call)
+    own = operands["bias"].shape[call.spec.leading :]
+    width = math.prod(own)
+    for axis in range(len(shape)):
+        if math.prod(own[axis:]) == math.prod(shape[axis:]) == width:
+            return width
+    return None
+
+
+def _activation(spec: Any) -> str:
+    """What a kernel calls it: an activation of one formula, or a table."""
+    name = spec.activation if isinstance(spec, FusedSpec) else "identity"
+    return name if name in formulas.PIECEWISE else "table"
+
+
+def _out_dtype(call: engines.Call) -> np.dtype:
+    return np.dtype(call.spec.out_dtype if isinstance(call.spec, FusedSpec) else call.avals[0].dtype)
+
+
+def _plan(call: engines.Call) -> Plan:
+    spec, operands = call.spec, _operands(call)
+    leads, shape = _split(call)
+    size = math.prod(shape)
+    arrays = tuple((name, NAMES[np.dtype(v.dtype)]) for name, v in operands.items() if name not in ("key", "start"))
+    width = math.prod(operands["bias"].shape[spec.leading :]) if "bias" in operands else 0
+    if call.op == "fused_dropout_dgrad":
+        width = math.prod(shape[a] for a in _own_axes(call))
+    mapped = [n for n in ("bias", "key", "start") if n in operands and math.prod(operands[n].shape[: spec.leading]) > 1]
+    parameter = getattr(spec, "parameter", None)
+    return Plan(
+        backward=call.op in ("fused_dropout_tangent", "fused_dropout_dgrad"),
+        arrays=arrays,
+        result=NAMES[_out_dtype(call)],
+        activation=_activation(spec),
+        parameter=float(np.float32(parameter)) if isinstance(parameter, float) else 0.0,
+        limit=spec.threshold,
+        scale=float(np.float32(spec.scale)),
+        size=size,
+        width=width,
+        leads=leads,
+        mapped=tuple(mapped),
+    )
+
+
+def _table(call: engines.Call) -> Array:
+    """The activation or its slope, times the scale."""
+    spec: FusedSpec = call.spec
+    dtype, scale = np.dtype(_operands(call)["x"].dtype), float(np.float32(spec.scale))
+    if call.op == "fused_dropout":
+        return jnp.asarray(formulas.table(spec.activation, spec.parameter, scale, dtype, np.dtype(np.float32)))
+    return jnp.asarray(formulas.slope_table(spec.activation, spec.parameter, scale, dtype))
+
+
+def _run(call: engines.Call, *operands: Array) -> Any:
+    from jaxdnn._kernels.hopper import dropout
+
+    plan, shape, dtype = _plan(call), call.avals[0].shape, _out_dtype(call)
+    given = dict(zip(_operand_names(call), operands, strict=True))
+    if plan.activation == "table":
+        given["table"] = _table(call)
+    ordered = [given[name] for name in plan.operands]
+    if call.op != "fused_dropout_dgrad":
+        return dropout.run(plan, ordered, shape, dtype)
+    dx, total = dropout.run_columns(plan, ordered, shape, dtype)
+    return dx, total.reshape([1 if a in call.spec.summed else n for a, n in enumerate(shape)])
+
+
+def _level(call: engines.Call) -> str:
+    """Element by element; the gradient in a bias adds over the batch."""
+    return "run_to_run" if call.op == "fused_dropout_dgrad" else "portable"
+
+
+def _workspace(call: engines.Call) -> int | None:
+    from jaxdnn._kernels.hopper.dropout import BLOCKS
+
+    if _unsupported(call) is not None:
+        return None
+    if call.op != "fused_dropout_dgrad":
+        return 0
+    plan = _plan(call)
+    return 4 * plan.width * columns_plan(plan, BLOCKS).splits
+
+
+for _op in ("dropout", *_dropout_fused.OPS):
+    engines.register(
+        engines.Engine(
+            name="hopper",
+            op=_op,
+            run=_run,
+            supports=_supports,
+            level=_level,
+            rank=lambda call: 2,
+            workspace=_workspace,
+            notes=("Philox4x32-10, drawn again for the backward pass",),
+        )
+    )
