@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 
 from jaxdnn import _check, _epilogue, _pool, _window, engines
 from jaxdnn._pool import PoolSpec
@@ -47,11 +47,14 @@ def array(name: str, value: Any, layout: Layout) -> Array:
 
 def shape_of(name: str, value: Any, layout: Layout) -> tuple[int, ...]:
     """Reads an array or a shape, and returns the shape."""
-    if hasattr(value, "shape"):
+    if hasattr(value, "shape") and not isinstance(value, type):
         value = value.shape
     elif not _check.is_sequence(value):
         raise TypeError(f"`{name}` must be an array or a shape, got {_check.shown(value)}.")
-    return _shape(name, tuple(_check.integer(name, v) for v in value), layout)
+    # `jax.export` may trace a call for batches of any size.
+    sizes: Any = value
+    free = lambda i, v: i == layout.batch and export.is_symbolic_dim(v)
+    return _shape(name, tuple(v if free(i, v) else _check.integer(name, v) for i, v in enumerate(sizes)), layout)
 
 
 def _shape(name: str, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:

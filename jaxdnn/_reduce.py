@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, export, lax
 
 from jaxdnn import _tensor
 from jaxdnn._rounded import product, real
@@ -50,7 +50,10 @@ def average(x: Array, axes: Axes, fixed: bool) -> Array:
     x = _floating(x)
     # Not a division: XLA divides by a constant in this way on some devices, and otherwise GPUs' quotients are not
     # correctly rounded.
-    share = np.asarray(1, x.dtype) / np.asarray(math.prod(x.shape[axis] for axis in axes), x.dtype)
+    count = math.prod(x.shape[axis] for axis in axes)
+    if export.is_symbolic_dim(count):
+        return add(x, axes, fixed) / jnp.asarray(count, x.dtype)
+    share = np.asarray(1, x.dtype) / np.asarray(count, x.dtype)
     return add(x, axes, fixed) * jnp.asarray(share, x.dtype)
 
 

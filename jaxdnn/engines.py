@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import export
 
 from jaxdnn import _check
 from jaxdnn.determinism import satisfies
@@ -65,6 +66,7 @@ class Engine:
       op: the op it implements.
       run: the implementation: a call and its operands to the result.
       supports: a call to None, or to the reason (a clause) why the engine cannot serve it.
+      needs_sizes: whether its program depends on the batch, which `jax.export` may leave open.
       level: the determinism level that it guarantees for a call.
       accumulation: how it adds, for the error bound: one of `jaxdnn.tolerance.ACCUMULATIONS`.
       schedule: the order of additions, where it is known.
@@ -81,6 +83,7 @@ class Engine:
     op: str
     run: Callable[..., jax.Array]
     supports: Callable[[Call], str | None] = lambda call: None
+    needs_sizes: Callable[[Call], bool] = lambda call: False
     level: Callable[[Call], str] = lambda call: "fast"
     accumulation: Callable[[Call], str] = lambda call: "float32"
     schedule: Callable[[Call], Schedule | None] = lambda call: None
@@ -118,7 +121,9 @@ def registered(op: str) -> tuple[Engine, ...]:
 
 def ranked(call: Call) -> tuple[Engine, ...]:
     """The engines of a call's op in the order they are tried for it."""
-    return tuple(sorted(registered(call.op), key=lambda engine: engine.rank(call)))
+    able = [engine for engine in registered(call.op) if not _lacks_sizes(engine, call)]
+    rest = [engine for engine in registered(call.op) if _lacks_sizes(engine, call)]
+    return (*sorted(able, key=lambda engine: engine.rank(call)), *rest)
 
 
 def ops() -> tuple[str, ...]:
@@ -141,6 +146,8 @@ def device_kind(platform: str) -> str | None:
 
 def refusal(engine: Engine, call: Call, level: str) -> str | None:
     """Why an engine may not serve a call at a determinism level and within its limits, as a clause; None if it may."""
+    if _lacks_sizes(engine, call):
+        return "it needs every size when a call is traced, and the batch is symbolic"
     reason = engine.supports(call)
     if reason is None and not satisfies(engine.level(call), level):
         reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
@@ -148,6 +155,11 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
     if reason is None and allowed is not None and (needed := engine.workspace(call) or 0) > allowed:
         reason = f"it needs {needed} bytes of workspace, and the limit is {allowed}"
     return reason
+
+
+def _lacks_sizes(engine: Engine, call: Call) -> bool:
+    symbolic = any(export.is_symbolic_dim(n) for aval in call.avals for n in aval.shape)
+    return symbolic and engine.needs_sizes(call)
 
 
 def select(call: Call) -> Engine:

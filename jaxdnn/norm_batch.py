@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _epilogue
@@ -113,8 +113,7 @@ def batch_norm(
         y = nearest(y, found.out)
     else:
         y = _epilogue.apply(extras[0], y, extras[1], channel=frame.layout.channel, out_dtype=found.out)
-    m = _count(view) * devices
-    unbiased = variance * jnp.asarray(m / (m - 1) if m > 1 else float("nan"), variance.dtype)
+    unbiased = variance * _bessel(_count(view) * devices, variance.dtype)
     mean, rstd, unbiased = (view.give_statistic(v) for v in (mean, rstd, unbiased))
     return frame.restore(y), mean, rstd, *updated_running(running, (mean, unbiased), momentum)
 
@@ -294,6 +293,14 @@ def _count(view: View) -> int:
     for axis in view.axes:
         m *= view.shape[axis]
     return m
+
+
+def _bessel(m: Any, dtype: Any) -> Array:
+    """m / (m - 1), which makes a variance of m elements unbiased; NaN for one element."""
+    if export.is_symbolic_dim(m):
+        several = jnp.asarray(m, dtype)
+        return several / jnp.where(several > 1, several - 1, jnp.full_like(several, float("nan")))
+    return jnp.asarray(m / (m - 1) if m > 1 else float("nan"), dtype)
 
 
 def read_running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Array, Array] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _primitive, _reduce, _tensor
@@ -102,7 +102,8 @@ def reduce(
     _check.choice("nan", nan, NAN_RULES)
     keepdims, return_indices = _check.flag("keepdims", keepdims), _check.flag("return_indices", return_indices)
     reduced = tuple(range(x.ndim)) if axis is None else _check.axes("x", axis, x.ndim, minimum=0)
-    count = math.prod(x.shape[axis] for axis in reduced)
+    symbolic = any(export.is_symbolic_dim(x.shape[axis]) for axis in reduced)
+    count = math.prod(x.shape[axis] for axis in reduced if not export.is_symbolic_dim(x.shape[axis]))
     if op not in EXTREMES and (return_indices or nan != "propagate"):
         name, given = ("return_indices", return_indices) if return_indices else ("nan", nan)
         raise ValueError(f"`{name}` other than its default needs op 'min', 'max' or 'amax', got {given!r} for {op!r}.")
@@ -111,6 +112,10 @@ def reduce(
     if count > np.iinfo(np.int32).max:
         raise ValueError(f"`axis` must hold fewer than 2^31 elements, got {count} along {reduced} of {x.shape}.")
     level = required(determinism)
+    if symbolic and op not in EXTREMES and _tensor.is_fixed(level):
+        raise NotImplementedError(
+            f"`x` must have known sizes along the axes {reduced} at determinism level {level!r}, got shape {x.shape}."
+        )
     if op == "norm2":
         _tensor.refuse_portable("reduce op 'norm2'", level)
     wide = x.astype(_tensor.accumulator(x.dtype))

@@ -85,6 +85,7 @@ for _op in ("norm", "norm_tangent", "norm_dgrad"):
             op=_op,
             run=_run,
             supports=_supports,
+            needs_sizes=lambda call: True,
             level=_level,
             rank=_rank,
             workspace=_workspace,

@@ -115,6 +115,7 @@ for _op in _pool.OPS:
             op=_op,
             run=_run,
             supports=_supports,
+            needs_sizes=lambda call: True,
             level=lambda call: "portable",
             # Measured no slower than XLA's formula for any shape that it serves: benchmarks/notes-pool.md.
             rank=lambda call: 0,

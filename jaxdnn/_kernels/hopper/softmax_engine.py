@@ -101,6 +101,7 @@ for _op in OPS:
             op=_op,
             run=_run,
             supports=_supports,
+            needs_sizes=lambda call: True,
             level=lambda call: "batch_invariant",
             accumulation=lambda call: "float32",
             hazards=lambda call: ("flushes_subnormals",),

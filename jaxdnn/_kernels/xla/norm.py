@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, export, lax
 
 from jaxdnn import engines
 from jaxdnn._norm import OPS, NormSpec
@@ -98,7 +98,10 @@ def sample_of(x: Any, axes: Sequence[int]) -> tuple[int, int] | None:
     rank = len(x.shape)
     if sorted(axes) == list(range(-len(axes), 0)):
         return None
-    axis = min(axes) + rank
+    known = [axis for axis in axes if not export.is_symbolic_dim(x.shape[axis])]
+    if not known:
+        return None
+    axis = min(known) + rank
     return (axis, max(1, x.shape[axis] // 32)) if x.shape[axis] > 1 else None
 
 

@@ -53,6 +53,7 @@ for _op in OPS:
             name="ordered",
             op=_op,
             run=_run,
+            needs_sizes=lambda call: call.op != "norm" or not call.spec.per_example,
             level=_level,
             accumulation=lambda call: call.spec.accumulate.name,
             hazards=lambda call: ("flushes_subnormals",) if call.platform == "cpu" else (),

@@ -178,6 +178,7 @@ for _op in FORMULAS:
             name="ordered",
             op=_op,
             run=_run_ordered,
+            needs_sizes=lambda call: True,
             level=lambda call: "mesh_invariant",
             accumulation=_accumulation,
             hazards=_flushes,
