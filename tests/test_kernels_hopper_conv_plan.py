@@ -90,6 +90,24 @@ def test_configurations_that_cannot_run(config, text):
     assert text in conv_plan.check(problem, config)
 
 
+@pytest.mark.parametrize(("batch", "size", "images", "block"), [(1, (9, 9), 2, (8, 8)), (3, (1, 80), 1, (2, 64))])
+def test_a_tile_is_not_cut_along_an_axis_of_one_position(batch, size, images, block):
+    """The second warpgroup's part lies beyond it, and would be stored in the first one's place."""
+    axes = conv_fprop.axes_of(Geometry(size, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    problem = conv_plan.Problem(batch, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    config = conv_plan.Config(images, block, 64, 2, teams=1, groups=2)
+    assert "has but one" in (conv_plan.check(problem, config) or "")
+    larger = dataclasses.replace(problem, batch=batch + 1)
+    for served, cut in (
+        (problem, dataclasses.replace(config, teams=2, groups=1)),
+        (problem, dataclasses.replace(config, images=4, block=(4, 8))),
+        *([(larger, config)] if batch == 1 else []),
+    ):
+        assert conv_plan.check(served, cut) is None
+    parts = [conv_plan.split(c) or () for c in tuning.candidates(problem) if batch == 1 < c.images]
+    assert all(part[0] > 1 for part in parts)
+
+
 def test_a_box_with_what_its_taps_reach_has_256_positions_at_most():
     """Windows reach eight cells further than the tile, and a halo as far as its taps."""
     stem = Case(2, (9, 600), 3, 16, (7, 7), (2, 2), ((3, 3), (3, 3)), (1, 1))

@@ -226,6 +226,10 @@ def check(problem: Problem, config: Config) -> str | None:
     part = split(config)
     if part is None:
         return "the tile does not divide among the team's warpgroups"
+    sizes = (problem.batch, *(ax.positions for ax in problem.axes))
+    if any(n == p == 1 < whole for n, p, whole in zip(sizes, part, (config.images, *config.block), strict=True)):
+        # TMA drops an axis of one position under a box of one, and with it the clipping of what lies beyond.
+        return "a tile is not cut to single positions along an axis that has but one"
     if config.columns * min(problem.epilogue_widths) < 32:
         return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
     if shared_bytes(problem, config) > SMEM_BYTES - 2048:
