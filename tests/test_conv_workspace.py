@@ -21,7 +21,7 @@ if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
 import hopper_conv_cases as dense
-import test_kernels_hopper_depthwise as narrow
+import hopper_depthwise_cases as narrow
 from jaxdnn._kernels.hopper import conv_copies
 
 KERNEL, PAD, SLICE = "stablehlo.custom_call", "stablehlo.pad", "stablehlo.slice"

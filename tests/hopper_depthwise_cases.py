@@ -1,0 +1,188 @@
+"""Depthwise and narrow-group convolutions for the tests of their kernels, and what runs a kernel's PTX without a GPU.
+
+Pallas' interpreter cannot run inline PTX. So this does what the frame around it does (fetch tiles with zeros outside
+the image, store clipped tiles, add partial sums in order) and runs the PTX itself on `_ptx_machine`.
+"""
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from _ptx_machine import Machine, from_tile_bytes, tile_bytes
+from jaxdnn._kernels import hopper
+from jaxdnn._kernels.hopper import conv_depthwise_filter, conv_depthwise_fma
+from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import plan_filter
+from jaxdnn._kernels.hopper.conv_depthwise_plan import plan_walk
+from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
+from jaxdnn._kernels.hopper.conv_depthwise_window import Config, window
+
+needs_newer = pytest.mark.skipif(hopper.unavailable() is not None, reason=hopper.unavailable() or "")
+DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+GEOMETRY: dict[str, Any] = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+
+#        x               taps    group dtype   stride  padding           dilation config
+CASES = {
+    "3x3": ((2, 13, 14, 32), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), None),
+    "7x7 ragged channels": ((1, 15, 12, 40), (7, 7), 1, "bf16", (1, 1), ((3, 3), (3, 3)), (1, 1), None),
+    "5x4 asymmetric": ((1, 9, 11, 16), (5, 4), 1, "f16", (1, 1), ((2, 1), (0, 3)), (1, 1), None),
+    "pairs of channels": ((1, 9, 10, 32), (3, 5), 2, "f16", (1, 1), ((1, 1), (2, 2)), (1, 1), None),
+    "groups of four": ((1, 10, 9, 32), (3, 3), 4, "bf16", (1, 1), ((1, 0), (1, 2)), (1, 1), None),
+    "groups of eight, stride 2": ((1, 11, 13, 32), (3, 3), 8, "bf16", (2, 2), ((0, 1), (0, 1)), (1, 1), None),
+    "stride 2": ((1, 12, 10, 32), (3, 3), 1, "bf16", (2, 2), ((1, 1), (1, 1)), (1, 1), None),
+    "strides and dilation": ((1, 14, 12, 32), (3, 2), 1, "bf16", (3, 2), ((2, 2), (2, 2)), (2, 3), None),
+    "many tap columns": ((1, 6, 16, 16), (2, 9), 1, "bf16", (1, 1), ((1, 0), (4, 4)), (1, 1), None),
+    "one axis": ((5, 20, 32), (4,), 1, "bf16", (1,), ((3, 0),), (1,), None),
+    "tiles in flight": ((3, 13, 14, 32), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(stages=2)),
+    "64 channels": ((1, 8, 9, 64), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(channels=64)),
+    "fma": ((2, 9, 10, 36), (3, 3), 1, "f32", (1, 1), ((1, 1), (1, 1)), (1, 1), None),
+    "fma, stride 2": ((1, 9, 10, 32), (3, 3), 1, "f32", (2, 2), ((1, 1), (1, 1)), (1, 1), None),
+    "fma, one axis": ((3, 13, 32), (4,), 1, "f32", (1,), ((3, 0),), (2,), None),
+    "fma in bf16": ((1, 8, 9, 64), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(unit="fma")),
+    "fma in f16": ((1, 8, 9, 64), (2, 9), 1, "f16", (1, 1), ((1, 0), (4, 4)), (1, 1), Config(unit="fma")),
+}
+
+
+def box(array, start, shape):
+    """What a TMA copy fetches: zeros outside the array."""
+    out = np.zeros(shape, array.dtype)
+    inside = [slice(max(0, s), max(0, min(n, s + k))) for s, n, k in zip(start, array.shape, shape, strict=True)]
+    if all(part.stop > part.start for part in inside):
+        target = tuple(slice(p.start - s, p.stop - s) for p, s in zip(inside, start, strict=True))
+        out[target] = array[tuple(inside)]
+    return out
+
+
+class Memory:
+    """Buffers in a machine's shared memory, one after the other, aligned as Mosaic aligns them."""
+
+    def __init__(self):
+        self.machine, self._end = Machine(1 << 18), 1024
+
+    def put(self, values, swizzle=0):
+        address = self._end
+        self.machine.shared[address : address + values.nbytes] = tile_bytes(values, swizzle)
+        self._end = address + -(-values.nbytes // 1024) * 1024
+        return address
+
+    def put_slot(self, values, slot, slots, swizzle=0):
+        """One of several tiles that lie one behind the other; the swizzle goes by the address. The slot's address."""
+        tiles = np.full((slots, *values.shape), np.nan, values.dtype)
+        tiles[slot] = values
+        return self.put(tiles, swizzle) + slot * values.nbytes
+
+    def get(self, address, dtype, shape, swizzle=0):
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        return from_tile_bytes(self.machine.shared[address : address + size], dtype, shape, swizzle)
+
+
+def run_walk(op, source, w, call, config, change=lambda text: text):
+    plan = plan_walk(op, call, config)
+    text = change(walk(plan.walk) if isinstance(plan.walk, Walk) else conv_depthwise_fma.lane_walk(plan.walk))
+    inputs, outputs = (call.size, call.out) if op == "fprop" else (call.out, call.size)
+    source = source.reshape(call.images, *inputs, call.channels)
+    w = w.reshape(call.taps[0], call.taps[1] * call.group, call.channels)
+    y = np.full((call.images, *outputs, call.channels), np.nan, source.dtype)
+    slab = (call.taps[0], plan.walk.filter_columns * call.group, plan.channels)
+    for n in range(call.images):
+        for i in range(plan.tiles[0]):
+            for j in range(plan.tiles[1]):
+                for c in range(0, call.channels, plan.channels):
+                    memory, slot = Memory(), (n + i + j) % plan.stages
+                    start = (i * plan.advance[0] + plan.first[0], j * plan.advance[1] + plan.first[1], c)
+                    x_tile = box(source[n], start, (*plan.in_tile, plan.channels))
+                    x_at = memory.put_slot(x_tile, slot, plan.stages, plan.swizzle)
+                    w_at = memory.put_slot(box(w, (0, 0, c), slab), slot, plan.stages)
+                    shape = (*plan.out_tile, plan.channels)
+                    y_at = memory.put(np.full(shape, np.nan, y.dtype))
+                    memory.machine.run(text, [x_at, w_at, y_at], 4)
+                    tile = memory.get(y_at, y.dtype, shape, plan.swizzle)
+                    p, q = i * plan.out_tile[0], j * plan.out_tile[1]
+                    to = y[n, p : p + shape[0], q : q + shape[1], c : c + shape[2]]
+                    to[...] = tile[: to.shape[0], : to.shape[1], : to.shape[2]]
+    return y
+
+
+def run_filter(x, dy, call, config):
+    plan = plan_filter(call, config)
+    tensor = isinstance(plan.walk, conv_depthwise_filter.FilterWalk)
+    module = conv_depthwise_filter if tensor else conv_depthwise_fma
+    names = ("filter_walk", "filter_store") if tensor else ("lane_filter", "lane_store")
+    body, store = (getattr(module, name)(plan.walk) for name in names)
+    x = x.reshape(call.images, *call.size, call.channels)
+    dy = dy.reshape(call.images, *call.out, call.channels)
+    warps, registers = 4 * plan.warpgroups, plan.walk.accumulators
+    total = call.images * math.prod(plan.tiles)
+    dw = np.zeros((call.taps[0], call.taps[1] * call.group, call.channels), np.float32)
+    for split in range(plan.splits):
+        for block in range(math.prod(plan.tap_blocks)):
+            r, s = (a * b for a, b in zip(divmod(block, plan.tap_blocks[1]), plan.tap_block, strict=True))
+            for c in range(0, call.channels, plan.channels):
+                sums = [np.zeros((warps, 32), np.float32) for _ in range(registers)]
+                start_tile = split * plan.per_split
+                for tile in range(start_tile, min(total, start_tile + plan.per_split)):
+                    slot = (tile - start_tile) % plan.stages
+                    n, rest = divmod(tile, math.prod(plan.tiles))
+                    p, q = (a * b for a, b in zip(divmod(rest, plan.tiles[1]), plan.out_tile, strict=True))
+                    start = (
+                        p * call.stride[0] + r * call.dilation[0] - call.low[0],
+                        q * call.stride[1] + s * call.dilation[1] - call.low[1],
+                        c,
+                    )
+                    memory = Memory()
+                    x_tile = box(x[n], start, (*plan.in_tile, plan.channels))
+                    dy_tile = box(dy[n], (p, q, c), (*plan.out_tile, plan.channels))
+                    x_at, dy_at = (memory.put_slot(t, slot, plan.stages, plan.swizzle) for t in (x_tile, dy_tile))
+                    memory.machine.run(body, [*sums, *[0] * registers, x_at, dy_at], warps)
+                memory = Memory()
+                shape = (plan.parts, plan.tap_block[0], plan.tap_block[1] * call.group, plan.channels)
+                at = memory.put(np.full(shape, np.nan, np.float32))
+                memory.machine.run(store, [*sums, at], warps)
+                to = dw[r : r + shape[1], s * call.group : s * call.group + shape[2], c : c + shape[3]]
+                for part in memory.get(at, np.float32, shape):
+                    to += part[: to.shape[0], : to.shape[1], : to.shape[2]]
+    return dw
+
+
+def reference(x, w, dy, call):
+    """Output, input gradient and filter gradient in float64, by loops over taps and channels of a group."""
+    images, group = call.images, call.group
+    x = x.astype(np.float64).reshape(images, *call.size, -1)
+    dy = dy.astype(np.float64).reshape(images, *call.out, -1)
+    w = w.astype(np.float64).reshape(*call.taps, group, -1)
+    reach = [(call.out[i] - 1) * call.stride[i] + (call.taps[i] - 1) * call.dilation[i] + 1 for i in range(2)]
+    after = [max(0, reach[i] - call.size[i] - call.low[i]) for i in range(2)]
+    x = np.pad(x, ((0, 0), *((call.low[i], after[i]) for i in range(2)), (0, 0)))
+    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    first = np.arange(call.channels) // group * group
+    for r in range(call.taps[0]):
+        for s in range(call.taps[1]):
+            at = tuple(
+                slice(t * d, t * d + (n - 1) * step + 1, step)
+                for t, d, n, step in zip((r, s), call.dilation, call.out, call.stride, strict=True)
+            )
+            for i in range(group):
+                seen = x[:, *at][..., first + i]
+                y += seen * w[r, s, i]
+                dw[r, s, i] = (seen * dy).sum((0, 1, 2))
+                place: Any = (..., first + i)  # output channels of a group share an input channel: `at` adds them all
+                np.add.at(dx[:, *at], place, dy * w[r, s, i])
+    inside = tuple(slice(call.low[i], call.low[i] + call.size[i]) for i in range(2))
+    return y, dx[:, *inside], dw.reshape(call.taps[0], -1, call.channels)
+
+
+def has_filter_gradient(config):
+    return config is None or config.unit is None
+
+
+def operands(case, seed=0):
+    shape, taps, group, dtype, stride, padding, dilation, config = CASES[case]
+    rng = np.random.default_rng(seed)
+    w_shape = (*taps, group, shape[-1])
+    geometry = dict(stride=stride, padding=padding, dilation=dilation)
+    call = window(shape, w_shape, DTYPES[dtype], **geometry)
+    draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES[dtype])
+    x, w, dy = draw(shape), draw(w_shape), draw((call.images, *call.out, call.channels))
+    return x, w, dy, call, config, geometry
