@@ -20,7 +20,7 @@ from jax import Array, lax
 from jaxdnn import _conv, engines
 from jaxdnn._conv import ConvSpec
 from jaxdnn._kernels.xla import conv_forms
-from jaxdnn._kernels.xla.conv_forms import Problem
+from jaxdnn._kernels.xla.conv_problem import Problem
 
 
 def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:

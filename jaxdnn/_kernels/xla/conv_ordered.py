@@ -18,9 +18,9 @@ from jax import Array, export, lax
 
 from jaxdnn import _conv, engines
 from jaxdnn._conv import ConvSpec
-from jaxdnn._kernels.xla import conv_forms
+from jaxdnn._kernels.xla import conv_forms, conv_taps
 from jaxdnn._kernels.xla.conv import caller_layout, canonical
-from jaxdnn._kernels.xla.conv_forms import Problem
+from jaxdnn._kernels.xla.conv_problem import Problem
 
 _NARROW = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
 
@@ -40,9 +40,9 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
 
 
 def _forward(problem: Problem, x: Array, w: Array, *, last_tap_first: bool) -> Array:
-    padded = conv_forms.padded(problem, x)
+    padded = conv_taps.padded(problem, x)
     shape = (x.shape[0], *problem.output_sizes)
-    return _chain(problem, lambda tap: conv_forms.shift(problem, padded, tap), w, shape, last_tap_first)
+    return _chain(problem, lambda tap: conv_taps.shift(problem, padded, tap), w, shape, last_tap_first)
 
 
 def _backward_data(problem: Problem, dy: Array, w: Array, *, last_tap_first: bool) -> Array:
@@ -73,9 +73,9 @@ def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], last_
     w = w.reshape(-1, cg, groups, k // groups)
 
     def body(i: Array, acc: Array) -> Array:
-        tap, c = conv_forms.divmod_index(i, cg)
+        tap, c = conv_taps.divmod_index(i, cg)
         tap = w.shape[0] - 1 - tap if last_tap_first else tap
-        pixels = shift(conv_forms.traced_start(problem, tap)).reshape(*shape, groups, cg)
+        pixels = shift(conv_taps.traced_start(problem, tap)).reshape(*shape, groups, cg)
         one = lax.dynamic_slice_in_dim(pixels, c, 1, pixels.ndim - 1)
         factor = lax.dynamic_slice(w, (tap, c, 0, 0), (1, 1, *w.shape[2:])).reshape(groups, k // groups)
         return acc + one * factor.reshape((1,) * len(shape) + factor.shape)
@@ -86,7 +86,7 @@ def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], last_
 
 def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     """acc = acc + x[window of the pixel] * dy[pixel], over the images and then the pixels, in row-major order."""
-    padded = conv_forms.padded(problem, x)
+    padded = conv_taps.padded(problem, x)
     window, rank, groups = problem.window, problem.rank, problem.groups
     n, outputs = dy.shape[0], problem.output_sizes
     cg, kg = x.shape[-1] // groups, dy.shape[-1] // groups
@@ -96,7 +96,7 @@ def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     def body(m: Array, acc: Array) -> Array:
         start, rest = [], m
         for p, stride in zip(reversed(outputs), reversed(window.strides), strict=True):
-            rest, place = conv_forms.divmod_index(rest, p)
+            rest, place = conv_taps.divmod_index(rest, p)
             start.append(place * stride)
         block = lax.dynamic_slice(padded, (rest, *start[::-1], 0), (1, *extents, x.shape[-1]))
         seen = lax.slice(block, (0,) * block.ndim, block.shape, (1, *window.dilation, 1))
