@@ -39,11 +39,10 @@ def activation(
         "elu", "swish", "softplus", "leaky_relu", "clipped_relu"; a pair with its parameter, ("elu", alpha),
         ("swish", beta), ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or
         ("relu", lower, upper, slope): lower + slope (x - lower) below `lower`, `upper` above `upper`, x between.
-      alpha, beta: numbers, or scalar arrays, which may be traced and differentiated.
-      prior: of x's shape; of the dtype of x, of the result, or float32. With beta 0 it is not read.
-      out_dtype: the result's dtype; None: that of x.
-      engine: which implementation; None chooses, see `jaxdnn.explain`.
-      determinism: the level required, see `jaxdnn.determinism`.
+      alpha, beta, prior: the blend, see `conv`; prior has x's shape, and the dtype of x, of the result, or float32.
+      out_dtype: the result's dtype; None is that of x.
+      engine: None, or the name of the engine that must serve the call.
+      determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
 
     Returns:
       y, of x's shape.

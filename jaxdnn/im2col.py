@@ -1,6 +1,6 @@
 """The matrix of a convolution's patches, and its transpose.
 
-Letters as in `jaxdnn.conv`: N batch, C channels, H, W spatial sizes of x, P, Q of the convolution's result, R, S taps.
+Letters as in `conv`: N batch, C channels, H, W spatial sizes of x, P, Q of the convolution's result, R, S taps.
 """
 
 import itertools
@@ -43,8 +43,8 @@ def im2col(
       x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8,
         uint8, int32.
       window: R and S, one integer or one per spatial axis: the taps of the filter.
-      stride, padding, dilation, mode: as for `jaxdnn.conv`; mode "convolution" numbers the taps backwards.
-      layout: the axes of x and of the result, see `jaxdnn.conv`.
+      stride, padding, dilation, mode: as for `conv`; mode "convolution" numbers the taps backwards.
+      layout: the axes of x and of the result, see `conv`.
       order: how taps and channels are numbered together; None is "taps_channels" for channels last, else
         "channels_taps": the orders of the filter layouts HWIO and OIHW.
 

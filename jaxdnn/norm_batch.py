@@ -64,7 +64,7 @@ def batch_norm(
         BN + add + relu.
       layout: the axes of x, y, residual and prior, see `conv`. Channels that only fill the last vector up are among the
         C: each has statistics of its own.
-      out_dtype: y's dtype; None is that of x.
+      out_dtype: the result's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.
       determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
 
@@ -148,8 +148,9 @@ def batch_norm_inference(
       eps: added to the variance; a number.
       mode: "spatial" or "per_activation".
       residual, activation, alpha, beta, prior, layout: see `batch_norm`.
-      out_dtype: y's dtype; None is that of x.
-      determinism: a level that is required; every element depends on its own inputs alone, so this is mesh_invariant.
+      out_dtype: the result's dtype; None is that of x.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`; every element depends on its own
+        inputs alone, so this is mesh_invariant.
 
     Returns:
       y, in x's shape.

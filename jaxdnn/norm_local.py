@@ -52,8 +52,8 @@ def lrn(
         as PyTorch does.
       alpha, beta, prior: the blend, see `conv`.
       layout: the axes of x and y, see `conv`. Zeros that only fill the last vector up change no other channel.
-      out_dtype: y's dtype; None is that of x.
-      determinism: a level that is required; this is mesh_invariant.
+      out_dtype: the result's dtype; None is that of x.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`; this is mesh_invariant.
 
     Returns:
       y, in x's shape.
@@ -178,7 +178,7 @@ def divisive_norm(
       even: where a window of even width has one pixel more, see `lrn`.
       alpha, beta, prior: the blend, see `conv`.
       layout: the axes of x and y, see `conv`.
-      out_dtype: y's dtype; None is that of x.
+      out_dtype: the result's dtype; None is that of x.
       determinism: see `lrn`.
 
     Returns:

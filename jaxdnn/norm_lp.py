@@ -32,8 +32,9 @@ def lp_normalize(
       p: at least 1; infinity is the largest magnitude.
       axis: the axes that the norm is taken over, one or several.
       eps: the least divisor, so that a vector of zeros stays one; a number.
-      out_dtype: y's dtype; None is that of x.
-      determinism: a level that is required: run_to_run, or batch_invariant by a fixed tree of additions.
+      out_dtype: the result's dtype; None is that of x.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`; batch_invariant comes by a fixed
+        tree of additions.
 
     Returns:
       y, in x's shape.

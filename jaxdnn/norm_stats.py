@@ -27,7 +27,7 @@ def genstats(
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
       shift: (C,), subtracted first, such as the running mean; None is 0, as cuDNN has it. To be given to `bn_finalize`.
       layout: the axes of x, see `conv`. Channels that only fill the last vector up are among the C.
-      determinism: a level that is required: run_to_run at most.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`: run_to_run at most.
 
     Returns:
       total and squares, (C,), float32 (float64 for float64).
@@ -94,7 +94,7 @@ def bn_finalize(
       scale, bias: (C,); None is 1, and 0.
       running_mean, running_variance, momentum, eps: see `batch_norm`. A statistic of weight 0 is not read.
       shift: as it was given to `genstats`.
-      determinism: a level that is required: run_to_run at most.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`: run_to_run at most.
 
     Returns:
       factor and summand; the mean and 1 / √(σ² + eps), to be saved for `batch_norm_dgrad`; the new running mean and
@@ -165,7 +165,8 @@ def bn_finalize_inference(
       mean, variance: (C,), as `batch_norm` keeps running ones; float32, bfloat16, float16 or float64, of one dtype.
       scale, bias: (C,); None is 1, and 0.
       eps: added to the variance; a number.
-      determinism: a level that is required; every element depends on its own inputs alone, so this is mesh_invariant.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`; every element depends on its own
+        inputs alone, so this is mesh_invariant.
 
     Returns:
       factor and summand, (C,), float32 (float64 for float64).
@@ -232,7 +233,7 @@ def dbn_weight(
       mean, rstd: (C,), its statistics, as `batch_norm` or `bn_finalize` returns them; float32 (float64 for float64).
       scale: (C,); None is 1.
       layout: the axes of dy and x, see `conv`. Channels that only fill the last vector up are among the C.
-      determinism: a level that is required: run_to_run at most.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`: run_to_run at most.
 
     Returns:
       dscale, dbias, factor_dy, factor_x and summand, (C,), float32 (float64 for float64).

@@ -63,15 +63,13 @@ def pool(
       dilation: steps between the taps of a window, one integer or one per spatial axis.
       ceil_mode: rounds the number of windows up, as long as the last one starts in x or its low padding. What the last
         window reaches beyond x and `padding` is in no count.
-      layout: order of the axes: NWC, NCW, CWN, NHWC, NCHW, CHWN, NDHWC, NCDHW, CDHWN, or vectorised NCHWc32 and such.
+      layout: the axes of x, prior and the result, see `conv`.
       p: the exponent of mode "lp", at least 1.
       nan: "propagate": the first NaN of a window is its maximum; "ignore": NaN only where a window has nothing else.
       return_indices: for "max", whether to return where the maxima are too: True, as flat spatial positions in x
         without padding, int32; "tap", as positions in the window, in row-major order, uint8 (uint16, uint32 where a
         window has more than 2^8, 2^16 taps).
-      alpha: scales the result of the pooling; a number or a scalar array.
-      beta: scales the prior; a number or a scalar array. Where it is zero the prior is not read.
-      prior: the former result that is blended in, the result's shape.
+      alpha, beta, prior: the blend, see `conv`; prior has the result's shape.
       out_dtype: the result's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.
       determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
@@ -174,12 +172,10 @@ def pool_dgrad(
     Args:
       dy: the gradient in y, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16 or float64.
       x: the input of the pooling. For an average, or with `indices`, its shape is enough.
-      window, mode, stride, padding, dilation, ceil_mode, layout, p, nan: of the pooling; see `jaxdnn.pool`.
-      indices: for "max", what `jaxdnn.pool` returned as indices, flat positions (int32) or taps (unsigned), so that the
+      window, mode, stride, padding, dilation, ceil_mode, layout, p, nan: of the pooling; see `pool`.
+      indices: for "max", what `pool` returned as indices, flat positions (int32) or taps (unsigned), so that the
         maxima are not sought again. A position outside its window receives nothing.
-      alpha: scales the gradient; a number or a scalar array.
-      beta: scales the prior; a number or a scalar array. Where it is zero the prior is not read.
-      prior: the former result that is blended in, the shape of x.
+      alpha, beta, prior: the blend of dx, see `conv`; prior has x's shape.
       out_dtype: the result's dtype; None is that of dy.
       engine: None, or the name of the engine that must serve the call.
       determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
@@ -191,7 +187,7 @@ def pool_dgrad(
       too, in which those of the other modes are constant.
 
     Numerics: added in float32 (float64 for float64) in a fixed order: for "max" the taps of the windows that an element
-      lies in, in row-major order, one after the other; for averages as in `jaxdnn.pool`, multiplied by 1 / count after
+      lies in, in row-major order, one after the other; for averages as in `pool`, multiplied by 1 / count after
       the sum where all counts are alike, else before. Determinism: portable; "lp" is mesh_invariant.
 
     Raises:
@@ -265,10 +261,10 @@ def unpool(
 
     Args:
       y: values to place, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16, float64 or int8.
-      indices: what `jaxdnn.pool` returned as indices, flat positions (int32) or taps (unsigned), the shape of y. A
+      indices: what `pool` returned as indices, flat positions (int32) or taps (unsigned), the shape of y. A
         position outside its window is placed nowhere.
       x_shape: the shape of the result, or an array of it.
-      window, stride, padding, dilation, ceil_mode, layout: of the pooling; see `jaxdnn.pool`.
+      window, stride, padding, dilation, ceil_mode, layout: of the pooling; see `pool`.
 
     Returns:
       x, of shape x_shape and y's dtype.

@@ -43,14 +43,14 @@ def global_pool(
     Args:
       x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
       mode: "average", "max" or "lp".
-      layout, p, nan, return_indices, alpha, beta, prior, out_dtype, engine, determinism: as for `jaxdnn.pool`.
+      layout, p, nan, return_indices, alpha, beta, prior, out_dtype, engine, determinism: as for `pool`.
 
     Returns:
       y, (N, 1, 1, C) for layout NHWC; with `return_indices` the pair of y and the indices.
 
-    Differentiation: as that of `jaxdnn.pool`.
+    Differentiation: as that of `pool`.
 
-    Numerics: as those of `jaxdnn.pool`, whose window is all of the spatial axes here. Determinism: portable; "lp" is
+    Numerics: as those of `pool`, whose window is all of the spatial axes here. Determinism: portable; "lp" is
       mesh_invariant.
 
     Raises:
@@ -115,8 +115,8 @@ def adaptive_pool(
       output_sizes: P and Q, one integer or one per spatial axis; they may exceed H and W.
       mode: "average", "max" or "lp".
       return_indices: for "max", whether to return where the maxima are too, as flat spatial positions in x, int32.
-        There are no taps here as of `jaxdnn.pool`: the windows have different sizes.
-      layout, p, nan, alpha, beta, prior, out_dtype, engine, determinism: as for `jaxdnn.pool`.
+        There are no taps here as of `pool`: the windows have different sizes.
+      layout, p, nan, alpha, beta, prior, out_dtype, engine, determinism: as for `pool`.
 
     Returns:
       y, (N, P, Q, C) for layout NHWC; with `return_indices` the pair of y and the indices.
@@ -124,7 +124,7 @@ def adaptive_pool(
     Differentiation: any order, forward and reverse, in x, prior, and alpha and beta if they are arrays. Of equal maxima
       the first in row-major order has the whole derivative. At a window of zeros that of "lp" is 0.
 
-    Numerics: as those of `jaxdnn.pool` with each window by itself: sums in float32 (float64 for float64, int32 for
+    Numerics: as those of `pool` with each window by itself: sums in float32 (float64 for float64, int32 for
       int8), along the last spatial axis first, neighbours before neighbouring sums, multiplied by 1 / count (int8 to
       int8: divided exactly, ties to even). Determinism: portable, its gradients mesh_invariant; "lp" is mesh_invariant.
 

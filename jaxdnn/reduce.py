@@ -58,7 +58,7 @@ def reduce(
       return_indices: of "min", "max" and "amax": whether the index of the extreme element is returned too.
       nan: of "min", "max" and "amax": "propagate" gives NaN where an element is NaN; "ignore" passes over NaN, and
         gives NaN only where all elements are.
-      alpha, beta, prior: the blend, see `jaxdnn.conv`; prior has the result's shape. alpha scales the result of the
+      alpha, beta, prior: the blend, see `conv`; prior has the result's shape. alpha scales the result of the
         reduction, not the elements.
       out_dtype: the result's dtype; None is that of x.
       determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.

@@ -66,8 +66,8 @@ def resample(
       antialias: whether the kernel widens where there are fewer results than elements; needs "half_pixel".
       boundary: what stands outside of x: "edge", its nearest element; "renormalise", nothing, and the weights within
         are scaled to a sum of 1; "zero". None is "edge", or with antialias "renormalise".
-      layout: the axes of x, prior and the result, see `jaxdnn.conv`.
-      alpha, beta, prior: the blend, see `jaxdnn.conv`; prior has the result's shape.
+      layout: the axes of x, prior and the result, see `conv`.
+      alpha, beta, prior: the blend, see `conv`; prior has the result's shape.
       out_dtype: the result's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.
       determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
@@ -142,7 +142,7 @@ def resample_dgrad(
       x_shape: the shape of x in `layout`.
       scale: as it was given to `resample`; None if output_sizes were.
       method, coordinates, rounding, cubic_coefficient, antialias, boundary, layout: those of `resample`.
-      alpha, beta, prior: the blend; prior has x's shape.
+      alpha, beta, prior: the blend of dx, see `conv`; prior has x's shape.
       out_dtype, engine, determinism: see `resample`.
 
     Returns:
@@ -274,10 +274,10 @@ def pixel_shuffle(
     y[n, h f + i, w g + j, c] = x[n, h, w, (i g + j) C + c]     order "DCR", C channels of y
 
     Args:
-      x: (N, H, W, C f g) for layout NHWC; dtypes as for `jaxdnn.transform`.
+      x: (N, H, W, C f g) for layout NHWC; dtypes as for `transform`.
       factor: f and g, one integer or one per spatial axis.
       order: "CRD" or "DCR".
-      layout: the axes of x and of the result, see `jaxdnn.conv`.
+      layout: the axes of x and of the result, see `conv`.
 
     Returns:
       y, (N, H f, W g, C) for NHWC.
@@ -310,10 +310,10 @@ def pixel_unshuffle(
     y[n, h, w, (i g + j) C + c] = x[n, h f + i, w g + j, c]     order "DCR"
 
     Args:
-      x: (N, H f, W g, C) for layout NHWC; dtypes as for `jaxdnn.transform`.
+      x: (N, H f, W g, C) for layout NHWC; dtypes as for `transform`.
       factor: f and g, one integer or one per spatial axis; must divide the sizes.
       order: "CRD" or "DCR".
-      layout: the axes of x and of the result, see `jaxdnn.conv`.
+      layout: the axes of x and of the result, see `conv`.
 
     Returns:
       y, (N, H, W, C f g) for NHWC.

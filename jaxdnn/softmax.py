@@ -56,9 +56,7 @@ def softmax(
         the sum, unless `where` leaves them out.
       where: booleans that broadcast to x's shape: what is False is left out of its row, and its result is 0 (log:
         -inf) before the blend. A row of which nothing is left is 0 (log: -inf) altogether.
-      alpha: scales the softmax; a number or a scalar array.
-      beta: scales the prior; a number or a scalar array. Where it is zero the prior is not read: NaN in it is harmless.
-      prior: the former result that is blended in, the result's shape.
+      alpha, beta, prior: the blend, see `conv`; prior has the result's shape.
       out_dtype: the result's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.
       determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
@@ -81,7 +79,7 @@ def softmax(
       ValueError: an unknown algorithm, mode or layout; an axis that x has not or has twice; a mask or prior of another
         shape; beta without prior.
       TypeError: a dtype that is not among the above; a mask that is not boolean.
-      NotImplementedError: no engine serves the call at the determinism level asked for.
+      NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
       >>> import jax.numpy as jnp
@@ -131,7 +129,7 @@ def softmax_dgrad(
       dy: the gradient in y; float32, bfloat16, float16, float64.
       y: what `softmax` returned (for alpha 1 and beta 0), the shape of dy; any of the dtypes.
       algorithm, axis, mode, layout: those of the forward pass.
-      alpha, beta, prior: as in `softmax`, for dx.
+      alpha, beta, prior: the blend of dx, see `conv`; prior has the shape of dy.
       out_dtype: the result's dtype; None is that of dy.
       engine: None, or the name of the engine that must serve the call.
       determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
@@ -149,7 +147,7 @@ def softmax_dgrad(
       ValueError: an unknown algorithm, mode or layout; an axis that dy has not or has twice; a y or prior of another
         shape; beta without prior.
       TypeError: a dtype that is not among the above.
-      NotImplementedError: no engine serves the call at the determinism level asked for.
+      NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
       >>> import jax.numpy as jnp
@@ -212,7 +210,7 @@ def logsumexp(
     Raises:
       ValueError: an unknown mode or layout; an axis that x has not or has twice; a mask of another shape.
       TypeError: a dtype that is not among the above; a mask that is not boolean; a `keepdims` that is no bool.
-      NotImplementedError: no engine serves the call at the determinism level asked for.
+      NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
       >>> import jax.numpy as jnp

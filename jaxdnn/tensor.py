@@ -47,7 +47,7 @@ def transform(
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8, uint8,
         int32.
-      layout: the axes of x, see `jaxdnn.conv`: also CHWN, the vectorised NCHWc32 (NC/32HW32), one to three
+      layout: the axes of x, see `conv`: also CHWN, the vectorised NCHWc32 (NC/32HW32), one to three
         spatial axes.
       out_layout: the axes of the result and of prior; None is `layout`.
       padding: elements around x: one integer, one per spatial axis, or a (low, high) pair per spatial axis; negative
@@ -57,7 +57,7 @@ def transform(
       unfold: the inverse of fold, before the padding; the product must divide the channels.
       channels: how many channels the result has; None is as many as there are. A vectorised layout has further zero
         channels that fill up the last vector.
-      alpha, beta, prior: the blend, see `jaxdnn.conv`; prior has the result's shape and layout.
+      alpha, beta, prior: the blend, see `conv`; prior has the result's shape and layout.
       out_dtype: the result's dtype; None is that of x.
 
     Returns:
@@ -232,7 +232,7 @@ def op_tensor(
       b: of as many dimensions as a, each of a's size or 1, and of its dtype; None for sqrt and not, which read none.
       op: "add", "mul", "min", "max", "sqrt" or "not".
       alpha1, alpha2: the scales of a and b, numbers or scalar arrays.
-      beta, prior: the blend, see `jaxdnn.conv`; prior has a's shape.
+      beta, prior: the blend, see `conv`; prior has a's shape.
       nan: of "min" and "max": "propagate" gives NaN where an operand is NaN, "ignore" the other operand.
       out_dtype: the result's dtype; None is that of a.
       determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
