@@ -31,6 +31,7 @@ class DropoutSpec:
       order: the counted axes in logical order, the slowest first; numbered from the first counted axis.
       shift: the first element is word `shift` of counter `start`; None: `start` counts elements, not counters.
       leading: how many leading axes x, key and start have; those of key and start may be 1.
+      start: the counter, if it is known when traced; then the operand is not read, and the key stands in its place.
     """
 
     threshold: int
@@ -40,6 +41,7 @@ class DropoutSpec:
     leading: int = 0
     engine: str | None = None
     level: str = "fast"
+    start: int | None = None
 
 
 def _jvp(spec: DropoutSpec, primals: Any, tangents: Any) -> tuple[Array, Any]:

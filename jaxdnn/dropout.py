@@ -213,11 +213,12 @@ def _call(
     used, words = None, key
     if isinstance(key, DropoutState):
         used, words = _state_words("used", key.used), _state_words("key", key.key)
-    start, shift = _start(offset, used)
+    words = _words(words)
+    start, shift, counter = _start(offset, used, words)
     limit = _dropout.threshold(rate)
     dropped = limit >= 2**32
     scale = 1.0 if dropped else 1 / (1 - rate)
-    spec: Any = DropoutSpec(min(limit, 2**32 - 1), scale, order, shift, 0, engine, required(determinism))
+    spec: Any = DropoutSpec(min(limit, 2**32 - 1), scale, order, shift, 0, engine, required(determinism), counter)
     arrays: dict[str, Array] = {}
     op, bind = "dropout", _dropout.bind
     if fused is not None:
@@ -225,7 +226,7 @@ def _call(
         present: dict[str, Any] = {name: name in arrays for name in ("bias", "residual")}
         spec = FusedSpec(**dataclasses.asdict(spec), activation=act, parameter=parameter, out_dtype=out, **present)
         op, bind = "fused_dropout", ft.partial(_dropout_fused.bind, "fused_dropout")
-    operands = (x, *arrays.values(), _words(words), start)
+    operands = (x, *arrays.values(), words, start)
     engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
     if not dropped:
         return bind(*operands, spec=spec)
@@ -297,21 +298,23 @@ def _order(layout: Any, x: Array) -> tuple[int, ...]:
     return order
 
 
-def _start(offset: Any, used: Array | None) -> tuple[Array, int | None]:
-    """Where x begins in the key's count: a counter and a word of it, or, for an offset that is an array, an element.
+def _start(offset: Any, used: Array | None, words: Array) -> tuple[Array, int | None, int | None]:
+    """Where x begins in the key's count: a counter and a word of it, or, for an offset that is an array, an element;
+    and the counter if it is known: then the key's words stand for it, since XLA fills a constant in a kernel.
 
     `used` counters of the key lie before the offset.
     """
     known = isinstance(offset, np.ndarray) and offset.ndim == 0 and offset.dtype.kind in "iu"
     if known or (isinstance(offset, int | np.integer) and not isinstance(offset, bool)):
-        offset = _below_2_64("offset", offset)
-        start = _dropout.pair(offset // BLOCK)
-        return (start if used is None else _dropout.plus(used, start)), offset % BLOCK
+        counter, shift = divmod(_below_2_64("offset", offset), BLOCK)
+        if used is None:
+            return words, shift, counter
+        return _dropout.plus(used, _dropout.pair(counter)), shift, None
     offset = _check.array("offset", offset)
     _check.shape("offset", offset, (), "a number or a scalar array")
     _check.dtype("offset", offset, (np.int32, np.uint32, np.int64, np.uint64))
     start = _dropout.pair_of(offset)
-    return (start if used is None else _dropout.plus(_dropout.times_block(used), start)), None
+    return (start if used is None else _dropout.plus(_dropout.times_block(used), start)), None, None
 
 
 def _below_2_64(name: str, value: Any) -> int:

@@ -105,6 +105,7 @@ def dropout_dgrad(
     layout: Any = None,
     bias: Array | None = None,
     activation: Activation = None,
+    out_dtype: Any = None,
     arithmetic: str = "golden",
 ) -> tuple[Array, Array]:
     """The gradients of `dropout` in x and in the bias: dx = act'(x + bias) dy / (1 - rate) where kept, 0 elsewhere.
@@ -123,7 +124,7 @@ def dropout_dgrad(
         v = np.where(kept, dy.astype(wide) * slope, wide.type(0))
         axes = tuple(a for a, (n, m) in enumerate(zip(spread.shape, x.shape, strict=True)) if n != m)
         total = v.sum(axes, keepdims=True, dtype=FLOAT64)
-    return v if arithmetic == "golden" else round_to(v, x.dtype), total
+    return v if arithmetic == "golden" and out_dtype is None else round_to(v, out_dtype or x.dtype), total
 
 
 def _scaled(z: Array, scale: Any, activation: Activation, dtype: Any) -> Array:

@@ -35,6 +35,7 @@ class Plan:
       parameter: of "leaky_relu" the slope, of "clipped_relu" the ceiling.
       limit: an element is kept whose random word is at least this; 0 keeps all and draws nothing.
       scale: what is kept is multiplied by this.
+      start: the counter of the first group, if it is known; else an operand.
       size: elements that one key counts.
       width: elements after which the bias begins anew.
       leads: how often `size` elements follow each other, each with a mask of its own where the key is mapped.
@@ -52,6 +53,7 @@ class Plan:
     scale: float
     size: int
     width: int = 0
+    start: int | None = None
     leads: int = 1
     mapped: tuple[str, ...] = ()
     threads: int = 256
@@ -84,7 +86,7 @@ class Plan:
     @property
     def operands(self) -> tuple[str, ...]:
         """The kernel's operands in order, but for the results."""
-        drawn = ("key", "start") if self.limit else ()
+        drawn = ("key", *(("start",) if self.start is None else ())) if self.limit else ()
         return (*self.dtypes, *drawn, *(("table",) if self.activation == "table" else ()))
 
 
@@ -199,10 +201,11 @@ def _in_turn(k: "_Kernel", thread: str, first: str, count: int, step: int, group
             offset += k.plan.threads * VECTOR_BYTES
 
     def fetch(index: str, to: str) -> None:
-        at = group(e.r("min.u32", index, count - 1))
+        at, exists = group(index), e.p("setp.lt.u32", index, count)
         far = {name: e.d("mad.wide.u32", at, sizes[name], k.base[name]) for name in names}
         for name, part, place in places:
-            e.op("cp.async.cg.shared.global", f"[{to}+{place}]", f"[{far[name]}+{part}]", VECTOR_BYTES)
+            copied = f"[{to}+{place}]", f"[{far[name]}+{part}]", VECTOR_BYTES
+            e.op("cp.async.cg.shared.global", *copied, when=exists)
         e.op("cp.async.commit_group")
 
     def following(to: str) -> str:
@@ -272,7 +275,9 @@ class _Kernel:
                 self.base[name] = e.d("add.s64", self.base[name], offset)
 
     def load_key(self) -> None:
-        for name in ("key", "start") if self.plan.limit else ():
+        for name in ("key", "start"):
+            if name not in self.base:
+                continue
             self.words[name] = [self.e.r("ld.global.nc.b32", f"[{self.base[name]}+{4 * i}]") for i in range(2)]
 
     def load(self, name: str, group: str) -> list[str]:
@@ -312,15 +317,25 @@ class _Kernel:
         e, plan = self.e, self.plan
         if not plan.limit:
             return []
-        (k0, k1), (low, high) = self.words["key"], self.words["start"]
+        k0, k1 = self.words["key"]
         found, counters = [], plan.elements // 4
         first = e.r("shl.b32", group, counters - 1) if counters > 1 else group
         for i in range(counters):
-            c0 = e.r("add.s32", low, e.r("add.s32", first, i) if i else first)
-            c1 = e.r("selp.b32", 1, 0, e.p("setp.lt.u32", c0, low))
-            words = _philox(e, (c0, e.r("add.s32", high, c1), k0, k1))
+            words = _philox(e, (*self._counter(e.r("add.s32", first, i) if i else first), k0, k1))
             found += [e.p("setp.ge.u32", word, plan.limit) for word in words]
         return found
+
+    def _counter(self, index: str) -> tuple[str, str]:
+        """The two words of the start and an index below 2^32."""
+        e, plan = self.e, self.plan
+        if plan.start is None:
+            low, high = self.words["start"]
+        else:
+            low, high = (e.r("mov.b32", word) for word in (plan.start & 0xFFFFFFFF, plan.start >> 32))
+            if (plan.start & 0xFFFFFFFF) + plan.size // 4 < 2**32:
+                return e.r("add.s32", low, index), high
+        total = e.r("add.s32", low, index)
+        return total, e.r("add.s32", high, e.r("selp.b32", 1, 0, e.p("setp.lt.u32", total, low)))
 
     def value(self, words: dict[str, list[str]], kept: list[str]) -> list[str]:
         """y or dx, in float32."""

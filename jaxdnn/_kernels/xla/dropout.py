@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import engines
-from jaxdnn._dropout import BLOCK, DropoutSpec
+from jaxdnn._dropout import BLOCK, DropoutSpec, pair
 
 ROUNDS = 10
 # Where the mask of elements that share a counter, and are not neighbours, is made before it is used. On a CPU it is
@@ -42,6 +42,8 @@ def kept(call: engines.Call, shape: tuple[int, ...], key: Array, start: Array) -
     """The mask of an array of this shape, leading axes and all; 64-bit types must be on."""
     spec: DropoutSpec = call.spec
     shape = shape[spec.leading :]
+    if spec.start is not None:
+        start = pair(spec.start).reshape((1,) * spec.leading + (2,))
     if call.platform in MASK_FIRST and _apart(spec, shape):
         return _kept_by_counters(spec, shape, key, start)
     return _words(spec, shape, key, start) >= np.uint32(spec.threshold)
