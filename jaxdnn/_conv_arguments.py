@@ -49,7 +49,7 @@ class Types:
 
 
 def spec(
-    op: str, frame: Frame, options: Options, x_shape: tuple[int, ...], w_shape: tuple[int, ...], arrays: Mapping
+    frame: Frame, options: Options, x_shape: tuple[int, ...], w_shape: tuple[int, ...], arrays: Mapping
 ) -> ConvSpec:
     """The spec of a call, without its epilogue, from the shapes of x and w."""
     layout, filt = frame.layout, frame.filter_layout

@@ -31,11 +31,6 @@ _INIT = "mbarrier.init.shared::cta.b64 [m], 1; fence.mbarrier_init.release.clust
 _STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
 
 
-def received_bytes(rows: int, columns: int, blocks: int) -> int:
-    """What one warpgroup receives: the bytes of its slots."""
-    return (blocks - 1) * rows * columns // blocks * 4
-
-
 def prepare(barriers: Any) -> None:
     """Makes this warpgroup's barrier; all its threads know, and after an arrival that follows the cluster does."""
 

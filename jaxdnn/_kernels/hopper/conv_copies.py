@@ -13,7 +13,8 @@ from jax import Array, lax
 
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels.hopper.conv_geometry import Geometry
-from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 
 def pad(a: Array, pads: Sequence[tuple[int, int]]) -> Array:

@@ -18,8 +18,9 @@ from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
 from jaxdnn._kernels.hopper.conv_depthwise_add import THREADS, Terms, add_terms
 from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import FilterPlan
 from jaxdnn._kernels.hopper.conv_depthwise_launch import address, as_images, each, grid, ref_type, shared
-from jaxdnn._kernels.hopper.conv_depthwise_window import DTYPES, Window, ceil_div
+from jaxdnn._kernels.hopper.conv_depthwise_window import DTYPES, Window
 from jaxdnn._kernels.hopper.launch import PARAMETERS, launch
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 
 def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: int | None) -> Array:

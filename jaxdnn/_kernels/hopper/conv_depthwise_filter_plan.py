@@ -7,18 +7,16 @@ from typing import Any
 from jaxdnn._kernels.hopper.conv_depthwise_filter import FilterWalk
 from jaxdnn._kernels.hopper.conv_depthwise_fma import LaneFilter
 from jaxdnn._kernels.hopper.conv_depthwise_window import (
-    SHARED_BYTES,
     Config,
     NoTile,
     Window,
-    aligned,
     best,
-    ceil_div,
     check_tile,
     default_unit,
     whole_copies,
     whole_pattern,
 )
+from jaxdnn._kernels.hopper.sizes import MULTIPROCESSORS, SHARED_BYTES, aligned, ceil_div
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +46,7 @@ class FilterPlan:
         return self.splits, self.parts, rows, columns * call.group, call.channels
 
 
-def plan_filter(call: Window, config: Config | None = None, multiprocessors: int = 132) -> FilterPlan:
+def plan_filter(call: Window, config: Config | None = None, multiprocessors: int = MULTIPROCESSORS) -> FilterPlan:
     """The tiles and splits of a filter gradient.
 
     Measured: depthwise, 3x3, stride 1 and a tile for a whole image, tiles of 64 channels win, whose rows in memory are

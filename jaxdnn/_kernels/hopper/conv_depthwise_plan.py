@@ -15,19 +15,17 @@ from jaxdnn._kernels.hopper.conv_depthwise_fma import LaneWalk
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Phase, Walk
 from jaxdnn._kernels.hopper.conv_depthwise_window import (
     DTYPES,
-    SHARED_BYTES,
     Config,
     NoTile,
     Window,
-    aligned,
     best,
-    ceil_div,
     check_tile,
     default_unit,
     whole_copies,
     whole_pattern,
     window,
 )
+from jaxdnn._kernels.hopper.sizes import MULTIPROCESSORS, SHARED_BYTES, aligned, ceil_div
 
 GROUPS = (1, 2, 4, 8)
 IN_TURN = 4  # blocks of a multiprocessor that take tiles in turn, at most
@@ -121,7 +119,7 @@ class WalkPlan:
         return sum(aligned(n * self.channels * itemsize) for n in pixels) + 1024
 
 
-def plan_walk(op: str, call: Window, config: Config | None = None, multiprocessors: int = 132) -> WalkPlan:
+def plan_walk(op: str, call: Window, config: Config | None = None, multiprocessors: int = MULTIPROCESSORS) -> WalkPlan:
     """The tiles of a forward ("fprop") or backward-data ("dgrad") call.
 
     Measured: on the tensor core blocks that take tiles in turn, two in flight, win where four of them fit into a

@@ -15,8 +15,9 @@ from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
 from jaxdnn._kernels.hopper.conv_depthwise_launch import address, as_images, grid, ref_type, shared
 from jaxdnn._kernels.hopper.conv_depthwise_plan import WalkPlan
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
-from jaxdnn._kernels.hopper.conv_depthwise_window import Window, ceil_div
+from jaxdnn._kernels.hopper.conv_depthwise_window import Window
 from jaxdnn._kernels.hopper.launch import PARAMETERS
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 
 def run_walk(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str, sms: int | None) -> Array:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-SHARED_BYTES = 232448  # of one block, at most
+from jaxdnn._kernels.hopper.sizes import ceil_div
+
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -48,14 +49,6 @@ class Window:
     low: tuple[int, int]
     dilation: tuple[int, int]
     dtype: str
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def aligned(size: int) -> int:
-    return ceil_div(size, 1024) * 1024
 
 
 def whole_copies(columns: int, pixel_bytes: int) -> int:

@@ -50,7 +50,7 @@ def supports(
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
     accumulator = jnp.int32 if dy.dtype == jnp.int8 else jnp.float32
     reason = operand_reason(dy.dtype, w.dtype, out_dtype, precision)
-    reason = reason or ep.supports(epilogue, accumulator, out_dtype)
+    reason = reason or ep.supports(epilogue, accumulator)
     if reason:
         return reason
     channels, filters = channels_of(w, geo)

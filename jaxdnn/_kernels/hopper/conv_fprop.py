@@ -32,7 +32,8 @@ from jaxdnn._kernels.hopper import conv_copies as copies
 from jaxdnn._kernels.hopper import conv_plan, pipeline, tuning
 from jaxdnn._kernels.hopper import epilogue as ep
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
-from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 
 def supports(
@@ -48,7 +49,7 @@ def supports(
     """Why `conv_fprop` cannot serve a call on arrays of these shapes and dtypes, or None."""
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
     accumulator = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    reason = operand_reason(x.dtype, w.dtype, out_dtype, precision) or ep.supports(epilogue, accumulator, out_dtype)
+    reason = operand_reason(x.dtype, w.dtype, out_dtype, precision) or ep.supports(epilogue, accumulator)
     if reason:
         return reason
     channels, columns = channels_of(w, geo)

@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+from jaxdnn._kernels.hopper.sizes import SHARED_BYTES, aligned, ceil_div
 from jaxdnn._kernels.hopper.wgmma import swizzle_transform
-
-SMEM_BYTES = 232448  # what one block may use on compute capability 9.0
-ALIGNMENT = 1024  # of every shared-memory buffer: the period of the 128-byte swizzle
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,13 +195,12 @@ def b_slots(problem: Problem, config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Shared memory that a configuration takes, barriers left out (they fit the slack that `check` keeps)."""
-    up = lambda n: ceil_div(n, ALIGNMENT) * ALIGNMENT
     width = np.dtype(problem.dtype).itemsize
     warpgroups = config.teams * config.groups
-    staged = lambda row, chunks: up(warpgroups * chunks * config.rows // config.groups * row)
+    staged = lambda row, chunks: aligned(warpgroups * chunks * config.rows // config.groups * row)
     a_row = 16 if problem.window else problem.chunk * width
-    ring = up(a_slots(config) * math.prod(a_box(problem, config)) * a_row)
-    ring += up(b_slots(problem, config) * config.columns * problem.chunk * width)
+    ring = aligned(a_slots(config) * math.prod(a_box(problem, config)) * a_row)
+    ring += aligned(b_slots(problem, config) * config.columns * problem.chunk * width)
     rows = [row_bytes(config, d) for d in problem.extras]
     extras = [staged(r, config.columns * np.dtype(d).itemsize // r) for d, r in zip(problem.extras, rows, strict=True)]
     out = out_columns(problem, config) * np.dtype(problem.out_dtype).itemsize
@@ -232,7 +225,7 @@ def check(problem: Problem, config: Config) -> str | None:
         return "a tile is not cut to single positions along an axis that has but one"
     if config.columns * min(problem.epilogue_widths) < 32:
         return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
-    if shared_bytes(problem, config) > SMEM_BYTES - 2048:
+    if shared_bytes(problem, config) > SHARED_BYTES - 2048:
         return "the ring does not fit shared memory"
     if problem.filter_dims[-1] == "j" and config.columns % problem.chunk:
         return "a filter that is contiguous in its output channels needs tiles of whole chunks"

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdnn._kernels.hopper.conv_plan import Config, Problem, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Config, Problem
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 
 def select(index: Any, values: Sequence[int]) -> Any:

@@ -34,8 +34,8 @@ from jaxdnn._kernels.hopper import conv_wgrad_kernel as kernel
 from jaxdnn._kernels.hopper import conv_wgrad_transposed as transposed
 from jaxdnn._kernels.hopper import tuning
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, shape_reason
-from jaxdnn._kernels.hopper.conv_plan import ceil_div
 from jaxdnn._kernels.hopper.conv_wgrad_plan import Config, Problem, Walk, check, choose, key, ranked
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 __all__ = [
     "Config",
@@ -182,7 +182,6 @@ def schedule(
     *,
     geo: Geometry,
     config: Config | None = None,
-    sms: int | None = None,
 ) -> np.ndarray:
     """Flat pixel numbers of dy, a row for each partial sum, in the order of addition; -1 where a box runs over."""
     if not _either_order(x):
@@ -215,7 +214,6 @@ def workspace(
     geo: Geometry,
     out_dtype: Any = None,
     config: Config | None = None,
-    sms: int | None = None,
 ) -> int:
     """Bytes of device memory beside operands and result: partial sums and padded copies."""
     if not _either_order(x):

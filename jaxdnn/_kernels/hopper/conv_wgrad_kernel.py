@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from jaxdnn._kernels.hopper import cluster, pipeline, wgmma
-from jaxdnn._kernels.hopper.conv_plan import ceil_div
 from jaxdnn._kernels.hopper.conv_wgrad_plan import (
     REGISTERS,
     STAGED,
@@ -33,6 +32,7 @@ from jaxdnn._kernels.hopper.conv_wgrad_plan import (
     x_box,
 )
 from jaxdnn._kernels.hopper.pipeline_block import drain
+from jaxdnn._kernels.hopper.sizes import ceil_div
 from jaxdnn._kernels.hopper.wgmma import ACCUMULATOR
 
 

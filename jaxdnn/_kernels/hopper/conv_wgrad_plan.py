@@ -13,7 +13,8 @@ from typing import Any
 from jax import lax
 
 from jaxdnn._kernels.hopper import tuning
-from jaxdnn._kernels.hopper.conv_plan import ALIGNMENT, SMEM_BYTES, Axis, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Axis
+from jaxdnn._kernels.hopper.sizes import ALIGNMENT, SHARED_BYTES, aligned, ceil_div
 
 STAGED = 2  # buffers of 64 x 64 results that a warpgroup fills in turn
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # by consumers: the producer's, a consumer's
@@ -113,7 +114,7 @@ def check(problem: Problem, config: Config) -> str | None:
         return reason
     if config.direct and (reason := _check_direct(problem, config)):
         return reason
-    if shared_bytes(problem, config) > SMEM_BYTES - 2048:
+    if shared_bytes(problem, config) > SHARED_BYTES - 2048:
         return "the ring does not fit shared memory"
     return None
 
@@ -152,12 +153,11 @@ def slot_boxes(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    up = lambda n: ceil_div(n, ALIGNMENT) * ALIGNMENT
     left, right = slot_boxes(problem, config)
     box = x_box(problem, config) if config.halo else (config.pixels,)
-    ring = lambda pixels: up(config.stages * pixels * problem.swizzle)
+    ring = lambda pixels: aligned(config.stages * pixels * problem.swizzle)
     staged = config.consumers * STAGED * 64 * 128 if config.direct else 0
-    exchanged = up(config.exchanged_bytes) + ALIGNMENT if config.exchanged_bytes else 0  # and its barriers
+    exchanged = aligned(config.exchanged_bytes) + ALIGNMENT if config.exchanged_bytes else 0  # and its barriers
     return ring(left * config.pixels) + ring(right * math.prod(box)) + staged + exchanged
 
 

@@ -25,7 +25,7 @@ from jax import Array
 from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import conv_plan, tuning
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, operand_reason, shape_reason
-from jaxdnn._kernels.hopper.conv_plan import ceil_div
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 TILE = 128  # rows of a tile, and about its columns: what the runs of images are chosen by
 

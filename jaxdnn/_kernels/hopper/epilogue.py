@@ -40,7 +40,7 @@ def _sigmoid(z: Array) -> Array:
     return 1.0 / (1.0 + jnp.exp(-z))
 
 
-def supports(epilogue: Epilogue | None, accumulator: Any, out_dtype: Any) -> str | None:
+def supports(epilogue: Epilogue | None, accumulator: Any) -> str | None:
     """Why the kernels cannot run an epilogue, or None."""
     if epilogue is None:
         return None

@@ -58,6 +58,7 @@ class Consumer(Block):
             plgpu.barrier_wait(self.scratch["extra_full"].at[self.wg])
         chunks = self.config.columns // self.cut.out_chunk
         for c in range(chunks):
+            # Buffers rotate over tiles too: with a chunk a tile, the next tile must not write what TMA still reads.
             buffer = lax.rem(lax.div(local, self.config.teams) * chunks + c, self.config.staged)
             self.finish_chunk(c, acc, place, buffer)
 
@@ -79,7 +80,7 @@ class Consumer(Block):
             plgpu.barrier_wait(self.scratch["full"].at[self.team * stages + slot])
         b = self.b_ring.at[ks if config.resident else slot]
         acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major=major, b_major=self.cut.b_major)
-        plgpu.wgmma_wait(1)
+        plgpu.wgmma_wait(1)  # the products before these: the tensor core goes on while a slot is given back
         if self.cut.ringed:
             pl.when(ks > 0)(lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + ks - 1, stages)]))
         if halo:
@@ -98,7 +99,7 @@ class Consumer(Block):
         for last in range(taps):
             a, b = self.halo_view(slot, tap, last), self.b_ring.at[row * taps + last]
             acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major="halo", b_major=self.cut.b_major)
-        plgpu.wgmma_wait(taps)
+        plgpu.wgmma_wait(taps)  # what the row before issued
         pl.when((tap == 0) & (row > 0))(
             lambda: plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(index - 1, halo)])
         )

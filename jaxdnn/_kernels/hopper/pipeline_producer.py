@@ -8,9 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxdnn._kernels.hopper.conv_plan import a_box, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import a_box
 from jaxdnn._kernels.hopper.conv_walk import select
 from jaxdnn._kernels.hopper.pipeline_block import Block, drain
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 REGISTERS = 40
 
@@ -36,9 +37,7 @@ class Producer(Block):
 
         @pl.loop(0, self.cut.steps)
         def _(step: Any) -> None:
-            self.load_b(
-                lax.div(step, taps), lax.rem(step, taps), jnp.int32(0), jnp.int32(0), step, self.scratch["b_full"]
-            )
+            self.load_b(lax.div(step, taps), lax.rem(step, taps), jnp.int32(0), step, self.scratch["b_full"])
 
     def load_tile(self, local: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
         n, at, phase, k = self.walk.place(self.walk.tile(local, self.sm, self.sms))
@@ -105,26 +104,27 @@ class Producer(Block):
                 wide = self.problem.window and d == len(self.problem.axes)
                 index.append(pl.ds(i * block + offset, block + 8 if wide else block))
             else:
-                shift = ax.in_step * ceil_div(max(0, -min(ax.offset)), ax.in_step)  # division of what is not negative
+                # lax.div and lax.rem round towards zero; of what is not negative they round down.
+                shift = ax.in_step * ceil_div(max(0, -min(ax.offset)), ax.in_step)
                 high = lax.div(offset + shift, ax.in_step) - shift // ax.in_step
                 index += [pl.ds(i * block + high, block), lax.rem(offset + shift, ax.in_step)]
         if self.cut.a_loads:
             index.append(self.channels(cc, k))
             target = self.a_ring.at[(slot, *((0,) if self.problem.window else ()), *self.image)]
             plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], target, signal)
-            if self.problem.partial:
+            if self.problem.partial:  # the same cells with zeros where no tap is, which lie behind all others
                 block = self.config.block[-1]
                 index[-2] = pl.ds(self.a.shape[-2] // 2 + at[-1] * block, block + 8)
                 plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], self.a_ring.at[(slot, 1, *self.image)], signal)
         if self.cut.b_ringed:
-            self.load_b(cc, tap, k, team, slot, signal)
+            self.load_b(cc, tap, k, slot, signal)
         return count + 1, a_count
 
     def images(self, n: Any) -> Any:
         """A tile's images, as copies name them."""
         return n if self.problem.one_image else pl.ds(n * self.config.images, self.config.images)
 
-    def load_b(self, cc: Any, tap: Any, k: Any, team: Any, slot: Any, signal: Any) -> None:
+    def load_b(self, cc: Any, tap: Any, k: Any, slot: Any, signal: Any) -> None:
         problem, chunk = self.problem, self.problem.chunk
         first, reduced = k * self.config.columns, cc * chunk
         if problem.groups > 1 and problem.grouped == "c":

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from jaxdnn._kernels.hopper import MULTIPROCESSORS, conv_plan
-from jaxdnn._kernels.hopper.conv_plan import Config, Problem, ceil_div
+from jaxdnn._kernels.hopper.conv_plan import Config, Problem
+from jaxdnn._kernels.hopper.sizes import ceil_div
 
 # The model's constants, fitted to 800 measured configurations of the ResNet-50 convolutions on an H200: its choice
 # among them is 2.3 % slower than the best on average, 9 % at worst. Cycles, bytes per cycle and multiprocessor.
