@@ -13,14 +13,14 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from _norm_machine import NormRows
 from _row_machine import on_arrays
-from jaxdnn import tolerance_norm
+from jaxdnn import _norm, engines, tolerance_norm
 from jaxdnn._kernels import hopper
 from norm_cases import Norm, agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm, norm_dgrad_ptx, norm_ptx
+from jaxdnn._kernels.hopper import norm, norm_dgrad_ptx, norm_engine, norm_ptx
 from jaxdnn._kernels.hopper.norm_ptx import RowPlan
 from jaxdnn._kernels.hopper.ptx import SIZES
 
@@ -351,6 +351,28 @@ def test_engine_has_no_kernel_for_tangents():
     x = shape_of(6, 64)
     found = candidates(lambda x, t: jax.jvp(dnn.layer_norm, (x,), (t,))[1], x, x)
     assert any("it has no kernel for the derivative along a tangent" in (c.refusal or "") for c in found)
+
+
+@pytest.mark.parametrize("op", ["norm", "norm_dgrad"])
+def test_engine_is_first_where_it_was_measured_faster(op: str, monkeypatch: pytest.MonkeyPatch):
+    (engine,) = (e for e in engines.registered(op) if e.name == "hopper")
+
+    def rank(rows: int, length: int, dtype: Any) -> int:
+        kinds = (np.dtype(np.float32), np.dtype(dtype))
+        spec = _norm.NormSpec((-1,), (-2,), True, 1e-5, False, False, True, *kinds)
+        x, statistic = shape_of(rows, length, dtype=dtype), shape_of(rows, 1, dtype=jnp.float32)
+        operands = (x,) if op == "norm" else (x, x, statistic, statistic)
+        return engine.rank(engines.Call(op, spec, operands, "cuda", norm_engine.MEASURED_ON))
+
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert {rank(1 << 25 - i, 1 << i, dtype) for i in (9, 10, 12, 13)} == {0}
+        assert rank(512, 8192, dtype) == 2  # few elements
+        assert rank(1 << 18, 128, dtype) == 2
+    assert rank(2048, 16384, jnp.bfloat16) == (0 if op == "norm" else 2)
+    assert rank(2048, 16384, jnp.float32) == 2
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert rank(4096, 8192, jnp.bfloat16) == (0 if op == "norm" else 2)  # what is sharded is gathered
 
 
 def test_engine_does_not_serve_cpus():

@@ -27,6 +27,7 @@ from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 
 BLOCKS = 2  # on a multiprocessor
 THREADS, CHUNK, STAGES = 256, 4, 2
+WIDTH = 32  # vectors of a row that a block covers, at most: the fewer, the fewer blocks leave pairs of one column
 BACKWARD_CHUNK, BACKWARD_STAGES = 2, 2
 MERGE_THREADS, MERGE_BATCH = 1024, 9
 
@@ -48,7 +49,7 @@ def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> Colum
         return None
     rows, columns = rows // fold, columns * fold
     vectors = columns // elements
-    across = -(-vectors // THREADS)
+    across = -(-vectors // WIDTH)
     width = -(-vectors // across)
     lines = THREADS // width
     while chunk * lines * vectors * VECTOR_BYTES >= 1 << 31:  # a tile's bytes are a factor of 32 bits

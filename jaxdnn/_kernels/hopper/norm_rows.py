@@ -11,8 +11,11 @@ from jaxdnn._kernels.hopper.norm_kind import Kind, unlike, x_of
 from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._norm import NormSpec
 
-# op -> bytes of an element -> the row lengths between which it was measured faster, and of how many elements at least.
-MEASURED = {"norm": {2: (512, 8192), 4: (4096, 4096)}, "norm_dgrad": {2: (512, 8192), 4: (4096, 4096)}}
+# op -> dtype -> the row lengths between which it was measured faster, and of how many elements at least.
+MEASURED = {
+    "norm": {"bf16": (256, 16384), "f16": (512, 8192), "f32": (256, 8192)},
+    "norm_dgrad": {"bf16": (256, 8192), "f16": (512, 8192), "f32": (256, 8192)},
+}
 MEASURED_ELEMENTS = 1 << 24
 
 
@@ -60,7 +63,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 
 def _measured(call: engines.Call) -> bool:
-    low, high = MEASURED.get(call.op, {}).get(x_of(call).dtype.itemsize, (1, 0))
+    low, high = MEASURED.get(call.op, {}).get(NAMES[x_of(call).dtype], (1, 0))
     return low <= _length(call) <= high and math.prod(x_of(call).shape) >= MEASURED_ELEMENTS
 
 
