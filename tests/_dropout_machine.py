@@ -66,6 +66,9 @@ class DropoutRows(NormRows):
                     put(a < b if relation == "lt" else a > b)
                 case ["setp", "nan", "f32"]:
                     put(np.isnan(real(arguments[1])) | np.isnan(real(arguments[2])))
+                case ["prmt", "b32"] if arguments[1] == arguments[2]:
+                    bytes_ = [low(arguments[1]) >> U64(8 * int(n)) & U64(0xFF) for n in reversed(arguments[3][2:])]
+                    put(sum((v << U64(8 * i) for i, v in enumerate(bytes_)), U64(0)))
                 case ["selp", "b32"]:
                     put(np.where(bits(arguments[3]), low(arguments[1]), low(arguments[2])))
                 case ["max" | "min" as which, "NaN", "f32"]:

@@ -183,6 +183,35 @@ def test_widths_of_the_bias(width: int):
     check(problem("bf16", "x bias", (1, 3, width), activation="relu"), threads=128, per=2)
 
 
+@pytest.mark.parametrize("other", ["bf16", "f32"])
+@pytest.mark.parametrize("shape", [(1, 4, 8), (3, 12, 40)])
+@each_dtype
+@each_activation
+def test_channels_first(activation: Any, dtype: str, shape: tuple[int, ...], other: str):
+    """Forward and backward: the elements of a counter are those of four planes."""
+    if activation == "gelu" and dtype == "f32":
+        pytest.skip("what is looked up has 16 bits")
+    rng = np.random.default_rng(4)
+    draw = lambda size, dtype: rng.normal(size=size).astype(DTYPES[dtype])
+    x, dy, r, b = draw(shape, dtype), draw(shape, dtype), draw(shape, other), draw(shape[1], other)
+    options: dict[str, Any] = {"activation": activation, "rate": 0.3, "layout": "NCW", "offset": 4 * START}
+    plane = {"size": x.size, "width": shape[1], "leads": 1, "plane": shape[2], "channels": shape[1], "threads": 128}
+    for rate in (0.3, 0.0):
+        options["rate"] = rate
+        p = Problem({"x": x, "bias": b, "residual": r}, activation, rate)
+        wanted = reference.dropout(x, KEY, bias=b, residual=r, arithmetic="ordered", **options)
+        same(run_planes(p, plane), wanted)
+        p = Problem({"dy": dy, "x": x, "bias": b} if activation else {"dy": dy}, activation, rate)
+        same(run_planes(p, plane), dropout_dgrad(dy, x, KEY, bias=b, arithmetic="ordered", **options)[0])
+
+
+def run_planes(p: Problem, plane: dict[str, int]) -> np.ndarray:
+    plan, first = dataclasses.replace(p.plan(), **plane), next(iter(p.arrays.values()))
+    blocks = -(-plan.groups // (4 * plan.threads))
+    outs = [(first.shape, first.dtype)]
+    return on_arrays(DropoutRows, dropout_ptx.planes(plan), p.operands(plan), outs, plan.threads, blocks)[0]
+
+
 @each_dtype
 @each_activation
 def test_backward(activation: Any, dtype: str):
@@ -265,10 +294,23 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
         (WIDE,),
         "its kernels look activations such as gelu up, which serves 16 bits, not float32",
     ),
-    "channels first": (
-        fused(layout="NCW", activation="relu"),
-        (shape_of(2, 8, 16),),
-        "its kernels take elements that lie in memory in the order in which they are counted: channels last",
+    "channels first": (fused(layout="NCW", activation="gelu"), (shape_of(2, 8, 16), shape_of(8)), None),
+    "channels first, alone": (fused(layout="NCHW"), (shape_of(2, 4, 2, 12),), None),
+    "channels before the batch": (
+        fused(layout="CHWN"),
+        (shape_of(8, 4, 4, 8),),
+        "its kernels take channels last, or channels first behind the batch, and no channel vectors",
+    ),
+    "channels first, odd": (
+        fused(layout="NCHW"),
+        (shape_of(2, 6, 4, 4),),
+        "takes fours of channels and whole groups of 8 elements of a plane, not 6 planes of 16",
+    ),
+    "channels first, odd planes": (fused(layout="NCHW"), (shape_of(2, 8, 3, 3),), "not 8 planes of 9"),
+    "channels first, another bias": (
+        fused(layout="NCW"),
+        (shape_of(2, 8, 16), shape_of(1, 1, 16)),
+        "its kernel of channels first takes a bias along the channels, not of shape (1, 1, 16)",
     ),
     "channels first, one channel": (fused(layout="NCW", activation="relu"), (shape_of(2, 1, 16),), None),
     "bias along the rows": (

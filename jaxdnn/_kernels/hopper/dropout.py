@@ -26,9 +26,11 @@ BLOCKS = 4 * MULTIPROCESSORS  # that stay
 def run(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Array:
     """y or dx; the operands are those that the plan names."""
     out = jax.ShapeDtypeStruct(shape, dtype)
-    blocks = plan.leads * plan.blocks_a_lead
+    code, blocks = dropout_ptx.flat(plan), plan.leads * plan.blocks_a_lead
+    if plan.plane:
+        code, blocks = dropout_ptx.planes(plan), -(-plan.groups // (4 * plan.threads))
     name = "dropout_dgrad" if plan.backward else "dropout"
-    return launch(dropout_ptx.flat(plan), operands, [out], name=name, blocks=blocks, threads=plan.threads)[0]
+    return launch(code, operands, [out], name=name, blocks=blocks, threads=plan.threads)[0]
 
 
 def run_stream(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any, blocks: int) -> Array:

@@ -5,6 +5,7 @@ only, and what is fused already unasked where it was measured faster (`benchmark
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import Array
 
 from jaxdnn import _activation_formulas as formulas
 from jaxdnn import _dropout_fused, engines
+from jaxdnn._dropout import BLOCK
 from jaxdnn._dropout_fused import FusedSpec
 from jaxdnn._kernels import hopper
 from jaxdnn._kernels.hopper.dropout_ptx import Plan, columns_plan
@@ -63,9 +65,8 @@ def _misplaced(call: engines.Call, operands: dict[str, Any]) -> str | None:
     """Why the arrays do not lie as the kernels read them."""
     spec: Any = call.spec
     leads, shape = _split(call)
-    long = [axis for axis in spec.order if shape[axis] > 1]
-    if long != sorted(long):
-        return "its kernels take elements that lie in memory in the order in which they are counted: channels last"
+    if not _is_sorted(call, spec.order):
+        return _unlike_planes(call, operands)
     for name in ("bias", "key", "start"):
         lead = operands[name].shape[: spec.leading] if name in operands else ()
         if math.prod(lead) not in (1, leads):
@@ -82,6 +83,40 @@ def _misplaced(call: engines.Call, operands: dict[str, Any]) -> str | None:
     for what, size in (("elements", plan.size), ("elements of the bias", plan.width)):
         if size % plan.elements:
             return f"its kernels take whole groups of {plan.elements} elements, not {size} {what}"
+    return _too_large(plan)
+
+
+def _is_sorted(call: engines.Call, axes: Sequence[int]) -> bool:
+    """Whether axes follow each other as in memory; those of length 1 lie anywhere."""
+    _, shape = _split(call)
+    long = [axis for axis in axes if shape[axis] > 1]
+    return long == sorted(long)
+
+
+def _unlike_planes(call: engines.Call, operands: dict[str, Any]) -> str | None:
+    """Why an array is not one of planes, a plane a channel, as the kernel of channels first reads them."""
+    spec: Any = call.spec
+    leads, shape = _split(call)
+    if not _is_sorted(call, spec.order[:-1]):
+        return "its kernels take channels last, or channels first behind the batch, and no channel vectors"
+    if leads > 1:
+        return "under vmap it has no kernel for channels first"
+    if call.op == "fused_dropout_dgrad":
+        return "it has no kernel for the gradient in the bias of channels first"
+    channel = spec.order[-1]
+    own = tuple(n if axis == channel else 1 for axis, n in enumerate(shape))
+    if "bias" in operands and operands["bias"].shape[spec.leading :] != own:
+        return f"its kernel of channels first takes a bias along the channels, not of shape {operands['bias'].shape}"
+    plan = _plan(call)
+    if plan.channels % BLOCK or plan.plane % plan.elements:
+        return (
+            f"its kernel of channels first takes fours of channels and whole groups of {plan.elements} elements of a "
+            f"plane, not {plan.channels} planes of {plan.plane}"
+        )
+    return _too_large(plan)
+
+
+def _too_large(plan: Plan) -> str | None:
     if plan.groups > LARGEST:
         return f"its kernels take at most {LARGEST * plan.elements} elements, not {plan.size}"
     return None
@@ -128,6 +163,8 @@ def _plan(call: engines.Call) -> Plan:
     width = math.prod(operands["bias"].shape[spec.leading :]) if "bias" in operands else 0
     if call.op == "fused_dropout_dgrad":
         width = math.prod(shape[a] for a in _own_axes(call))
+    channel = spec.order[-1] if shape else 0
+    apart = not _is_sorted(call, spec.order)
     mapped = [n for n in ("bias", "key", "start") if n in operands and math.prod(operands[n].shape[: spec.leading]) > 1]
     parameter = getattr(spec, "parameter", None)
     return Plan(
@@ -140,6 +177,9 @@ def _plan(call: engines.Call) -> Plan:
         scale=float(np.float32(spec.scale)),
         size=size,
         width=width,
+        start=spec.start,
+        plane=math.prod(shape[channel + 1 :]) if apart else 0,
+        channels=shape[channel] if apart else 0,
         leads=leads,
         mapped=tuple(mapped),
     )
@@ -194,6 +234,7 @@ for _op in ("dropout", *_dropout_fused.OPS):
             level=_level,
             rank=lambda call: 2,
             workspace=_workspace,
+            needs_sizes=lambda call: True,
             notes=("Philox4x32-10, drawn again for the backward pass",),
         )
     )

@@ -38,6 +38,7 @@ class Plan:
       start: the counter of the first group, if it is known; else an operand.
       size: elements that one key counts.
       width: elements after which the bias begins anew.
+      plane, channels: of channels first, elements that lie together and planes; 0 of channels last.
       leads: how often `size` elements follow each other, each with a mask of its own where the key is mapped.
       mapped: those of "bias", "key" and "start" that differ from one to the next.
       threads, per: of a block, and groups that a thread of `flat` works on at a time.
@@ -54,6 +55,8 @@ class Plan:
     size: int
     width: int = 0
     start: int | None = None
+    plane: int = 0
+    channels: int = 0
     leads: int = 1
     mapped: tuple[str, ...] = ()
     threads: int = 256
@@ -132,6 +135,37 @@ def flat(plan: Plan) -> str:
         if "bias" in plan.dtypes:
             words["bias"] = k.load("bias", k.column(v))
         k.store(v, k.value(words, k.kept(v)), exists)
+    return e.text()
+
+
+@ft.lru_cache
+def planes(plan: Plan) -> str:
+    """Operands: those of the plan, then the result. Channels first: a thread has a vector of each of four planes, whose
+    elements share a counter; the count goes on along the planes' elements, and the channels are counted first."""
+    k = _Kernel(plan, ("result",))
+    e, inner, quads = k.e, plan.plane // plan.elements, plan.channels // 4
+    k.load_key()
+    first = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), plan.threads, e.r("mov.u32", "%tid.x"))
+    exists = e.p("setp.lt.u32", first, plan.groups // 4)
+    v = e.r("min.u32", first, plan.groups // 4 - 1)
+    above = e.r("div.u32", v, inner)  # which four planes
+    along = e.r("sub.s32", v, e.r("mul.lo.s32", above, inner))
+    outer = e.r("div.u32", above, quads)
+    quad = e.r("sub.s32", above, e.r("mul.lo.s32", outer, quads))
+    groups = [e.r("mad.lo.s32", e.r("mad.lo.s32", above, 4, j), inner, along) for j in range(4)]
+    names = [name for name in plan.dtypes if name != "bias"]
+    held = [{name: k.load(name, group) for name in names} for group in groups]
+    if "bias" in plan.dtypes:
+        for words, bias in zip(held, k.channel_biases(quad), strict=True):
+            words["bias"] = bias
+    values = [k.before_dropout(words) for words in held]
+    element = e.r("mad.lo.s32", outer, plan.plane, e.r("mul.lo.s32", along, plan.elements))
+    for i in range(plan.elements if plan.limit else 0):
+        index = e.r("mad.lo.s32", e.r("add.s32", element, i) if i else element, quads, quad)
+        for own, word in zip(values, k.draw(index), strict=True):
+            own[i] = e.f("selp.f32", own[i], ZERO, e.p("setp.ge.u32", word, plan.limit))
+    for group, own, words in zip(groups, values, held, strict=True):
+        k.store(group, k.after_dropout(own, words), exists)
     return e.text()
 
 
@@ -317,13 +351,17 @@ class _Kernel:
         e, plan = self.e, self.plan
         if not plan.limit:
             return []
-        k0, k1 = self.words["key"]
         found, counters = [], plan.elements // 4
         first = e.r("shl.b32", group, counters - 1) if counters > 1 else group
         for i in range(counters):
-            words = _philox(e, (*self._counter(e.r("add.s32", first, i) if i else first), k0, k1))
+            words = self.draw(e.r("add.s32", first, i) if i else first)
             found += [e.p("setp.ge.u32", word, plan.limit) for word in words]
         return found
+
+    def draw(self, index: str) -> tuple[str, ...]:
+        """The four random words of a counter, numbered from the start."""
+        k0, k1 = self.words["key"]
+        return _philox(self.e, (*self._counter(index), k0, k1))
 
     def _counter(self, index: str) -> tuple[str, str]:
         """The two words of the start and an index below 2^32."""
@@ -339,12 +377,27 @@ class _Kernel:
 
     def value(self, words: dict[str, list[str]], kept: list[str]) -> list[str]:
         """y or dx, in float32."""
-        values = self._backward(words) if self.plan.backward else self._forward(words)
+        values = self.before_dropout(words)
         if kept:
             values = [self.e.f("selp.f32", v, ZERO, p) for v, p in zip(values, kept, strict=True)]
-        if "residual" in words:
-            values = self._add(values, self._unpack("residual", words))
-        return values
+        return self.after_dropout(values, words)
+
+    def before_dropout(self, words: dict[str, list[str]]) -> list[str]:
+        return self._backward(words) if self.plan.backward else self._forward(words)
+
+    def after_dropout(self, values: list[str], words: dict[str, list[str]]) -> list[str]:
+        return self._add(values, self._unpack("residual", words)) if "residual" in words else values
+
+    def channel_biases(self, quad: str) -> list[list[str]]:
+        """The words of a group of the same bias, for each of four channels."""
+        e, dtype = self.e, self.plan.dtypes["bias"]
+        where = e.d("mad.wide.u32", quad, 4 * SIZES[dtype], self.base["bias"])
+        words = [e.new() for _ in range(SIZES[dtype])]
+        e.op(f"ld.global.nc.v{len(words)}.b32", _vector(words), f"[{where}+0]")
+        if dtype == "f32":
+            return [[word] * self.plan.elements for word in words]
+        both = [e.r("prmt.b32", word, word, picks) for word in words for picks in ("0x1010", "0x3232")]
+        return [[word] * (self.plan.elements // 2) for word in both]
 
     def _forward(self, words: dict[str, list[str]]) -> list[str]:
         """The activation of x + bias, times the scale."""
