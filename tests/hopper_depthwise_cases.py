@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from _ptx_machine import Machine, from_tile_bytes, tile_bytes
+from _races import Races
 from jaxdnn._kernels import hopper
 from jaxdnn._kernels.hopper import conv_depthwise_filter, conv_depthwise_fma
 from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import plan_filter
@@ -55,11 +56,38 @@ def box(array, start, shape):
     return out
 
 
+class Watched(Machine):
+    """A machine on which two warps may not meet in a word that one of them stores: a walk has no barrier inside."""
+
+    def run(self, text: str, operands: list[Any], warps: int) -> None:
+        self.races, self.current = Races(32 * warps, self.shared.size), 0
+        super().run(text, operands, warps)
+
+    def _warp(self, code: Any, labels: Any, registers: Any) -> None:
+        self.current = int(registers["%tid.x"][0])
+        super()._warp(code, labels, registers)
+
+    def _step(self, name: Any, operands: Any, registers: Any, active: Any) -> None:
+        match name:
+            case ["ld" | "st", "shared", width]:
+                place = operands[name[0] == "ld"]
+                self._seen(name[0], self._address(registers, place)[active], int(width[1:]) // 8)
+            case ["ldmatrix" | "stmatrix", _, _, _, count, *_]:
+                place = operands[name[0] == "ldmatrix"]
+                self._seen(name[0], self._address(registers, place)[: 8 * int(count[1])], 16)
+        super()._step(name, operands, registers, active)
+
+    def _seen(self, name: str, starts: np.ndarray, size: int) -> None:
+        places = starts[:, None] + np.arange(size)
+        note = self.races.load if name.startswith("ld") else self.races.store
+        note(np.full(len(places), self.current), places)
+
+
 class Memory:
     """Buffers in a machine's shared memory, one after the other, aligned as Mosaic aligns them."""
 
     def __init__(self):
-        self.machine, self._end = Machine(1 << 18), 1024
+        self.machine, self._end = Watched(1 << 18), 1024
 
     def put(self, values, swizzle=0):
         address = self._end

@@ -2,6 +2,7 @@
 
 import functools as ft
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -119,6 +120,15 @@ def test_a_planted_fault_shows():
     want = reference(x, w, dy, call)[0].astype(x.dtype)
     swap = lambda text: text.replace("0x2210", "0x1022", 1)
     assert not np.array_equal(run_walk("fprop", x, w, call, config, swap), want)
+
+
+@pytest.mark.parametrize("case", ["3x3", "strides and dilation", "fma"])
+def test_a_race_shows(case):
+    """Pairs of warps that do the same work store to the same words; as they are, no case has such a word."""
+    x, w, _, call, config, _ = operands(case)
+    same = lambda text: re.sub(r"(shr\.u32 r\d+, r\d+), 5;", r"\1, 6;", text, count=1)
+    with pytest.raises(RuntimeError, match="race for shared byte"):
+        run_walk("fprop", x, w, call, config, same)
 
 
 def test_the_machine_knows_no_other_instruction():
