@@ -6,6 +6,7 @@ index arithmetic is checked by brute force in test_kernels_hopper_conv_walk.py.
 
 import dataclasses
 import itertools
+import re
 from typing import Any, cast
 
 import jax
@@ -16,10 +17,12 @@ import pytest
 import jaxdnn as dnn
 from _hopper import on_hopper
 from hopper_conv_cases import BF16, CASES, F32, Case, kernel, lowered
+from jaxdnn import engines
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan
 from jaxdnn._kernels.hopper.conv_geometry import Geometry
 from jaxdnn._kernels.hopper.epilogue import ACTIVATIONS
+from jaxdnn.explain import traced_calls
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
@@ -136,6 +139,25 @@ def test_groups_hold_whole_tiles_of_narrow_operands():
     assert conv_fprop.supports(x, w, **options) is None
     reason = conv_fprop.supports(x, w, like, epilogue=Epilogue(residual=True), **options)
     assert reason == "its kernels take groups of a multiple of 32 output channels"
+
+
+@pytest.mark.parametrize(
+    ("channels", "options", "text"),
+    [
+        (24, dict(bias=jax.ShapeDtypeStruct((24,), BF16)), "for narrow groups its kernels have no epilogue"),
+        (24, dict(filter_layout="OHWI"), "for narrow groups its kernels take filters whose input and output"),
+        (20, dict(), "for narrow groups the copy engine needs rows of 16 bytes"),
+    ],
+)
+def test_a_refusal_of_narrow_groups_says_both_reasons(channels, options, text):
+    filters = (channels, 3, 3, 1) if "filter_layout" in options else (3, 3, 1, channels)
+    arrays = {name: value for name, value in options.items() if name == "bias"}
+    rest = {name: value for name, value in options.items() if name != "bias"}
+    avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((2, 9, 9, channels), filters)]
+    run = lambda x, w, extra: dnn.conv(x, w, groups=channels, **rest, **extra)
+    (call,) = traced_calls(run, *avals, arrays, platform="cuda")
+    (engine,) = (engine for engine in engines.registered("conv") if engine.name == "hopper")
+    assert re.match(rf"its kernels take groups of 32.*, and {text}", engine.supports(call) or "")
 
 
 @pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])

@@ -40,9 +40,14 @@ class _Kernel:
 
 
 def _kernel(call: engines.Call) -> _Kernel:
-    """The kernel that serves a call, or the one whose refusal says why none does."""
+    """The kernel that serves a call, or one whose refusal says why none does."""
     narrow = _narrow(call)
-    return narrow if narrow.refusal is None else _dense(call)
+    if narrow.refusal is None:
+        return narrow
+    dense = _dense(call)
+    if dense.refusal is None or call.spec.groups == 1:
+        return dense
+    return dataclasses.replace(dense, refusal=f"{dense.refusal}, and for narrow groups {narrow.refusal}")
 
 
 def _dense(call: engines.Call) -> _Kernel:
@@ -115,9 +120,9 @@ def _narrow(call: engines.Call) -> _Kernel:
     told = (PASS[call.op], x_shape, w_shape, a.dtype)
     refusal = None
     if a.dtype != b.dtype or spec.out_dtype != a.dtype or spec.epilogue != Epilogue():
-        refusal = "its kernels for narrow groups have no epilogue and write the operands' dtype"
+        refusal = "its kernels have no epilogue and write the operands' dtype"
     elif not spec.filter.axes.endswith("IO"):
-        refusal = "its kernels for narrow groups take filters whose input and output channels are last, as HWIO"
+        refusal = "its kernels take filters whose input and output channels are last, as HWIO"
     elif spec.groups == 1:
         refusal = "its kernels for narrow groups need groups"
     refusal = refusal or conv_depthwise.supports(*told, **options)
