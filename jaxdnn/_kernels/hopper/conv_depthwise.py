@@ -12,7 +12,8 @@ each split's partial sum in memory; a launch of its own adds the partial sums in
 atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial
-axes; rows of 16 bytes (channels divisible by 8, in float32 by 4). `supports` says so, or returns None.
+axes; rows of 16 bytes (channels divisible by 8, in float32 by 4); tiles that fit shared memory, which forward and
+backward data of 31x31 taps do in 16 bits with one or two channels per group. `supports` says so, or returns None.
 
 Bits. `schedule` gives the order of additions. An output depends on its own inputs, and its order of additions on
 nothing but the filter, the stride and (on the tensor core, two spatial axes) whether its row is even or odd: forward

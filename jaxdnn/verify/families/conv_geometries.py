@@ -70,6 +70,7 @@ GEOMETRIES: dict[str, Geometry] = {
         Geometry("asymmetric", 3, (7, 8), 6, 4, (5, 2), padding=_ASYMMETRIC),
         Geometry("pointwise", 3, (7, 5), 13, 11, (1, 1)),
         Geometry("pointwise-stride", 2, (9, 8), 11, 7, (1, 1), stride=2),
+        Geometry("stem", 2, (12, 13), 3, 8, (3, 5), stride=2, padding=1),
         Geometry("patches", 2, (13, 10), 5, 6, (4, 3), stride=(4, 3)),
         Geometry("groups", 2, (8, 7), 6, 9, (3, 4), groups=3, padding=1),
         Geometry("depthwise", 3, (9, 11), 6, 6, (3, 5), groups=6, padding=(1, 2)),
