@@ -143,7 +143,7 @@ def test_forward(activation: Any, dtype: str):
         pytest.skip("what is looked up has 16 bits")
     p = problem(dtype, "x bias residual", activation=activation)
     check(p, threads=128)
-    check(p, threads=128, per=2)
+    check(p, threads=256, stages=3)
 
 
 @pytest.mark.parametrize("names", ["x", "x bias", "x residual"])
@@ -180,7 +180,7 @@ def test_leading_axes(mapped: tuple[str, ...]):
 @pytest.mark.parametrize("width", [8, 64, 1024, 1032])
 def test_widths_of_the_bias(width: int):
     """One group, powers of two, and not."""
-    check(problem("bf16", "x bias", (1, 3, width), activation="relu"), threads=128, per=2)
+    check(problem("bf16", "x bias", (1, 3, width), activation="relu"), threads=128)
 
 
 @pytest.mark.parametrize("other", ["bf16", "f32"])
@@ -231,7 +231,12 @@ def test_columns(rows: int, width: int, most: int):
 
 def check_sums(p: Problem, most: int) -> None:
     """dx to the bit; the sums within the bound of so many additions, NaN where a term is."""
-    plan, (wanted,) = p.plan(), p.wanted()
+    for stages in (2, 3):
+        check_sums_of(p, p.plan(stages=stages), most)
+
+
+def check_sums_of(p: Problem, plan: Plan, most: int) -> None:
+    (wanted,) = p.wanted()
     columns = dropout_ptx.columns_plan(plan, most)
     outs = [(wanted.shape, wanted.dtype), ((columns.splits, plan.width), np.float32)]
     code, blocks = dropout_ptx.walk(plan, columns), columns.tiles * columns.splits
@@ -347,8 +352,7 @@ def test_engine_tells_the_workspace_of_its_sums():
     gradient = lambda x, b: jax.grad(lambda x, b: jnp.sum(fused(activation="gelu")(x, b)), (0, 1))(x, b)
     found = [c for c in dnn.explain(gradient, x, b, platform="cuda")[-1].candidates if c.engine == "hopper"]
     plan = Plan(True, (("dy", "bf16"), ("x", "bf16"), ("bias", "bf16")), "bf16", "table", 0.0, 1, 1.0, 1 << 25, 4096)
-    splits = dropout_ptx.columns_plan(plan, dropout.BLOCKS).splits
-    assert (found[0].level, found[0].workspace) == ("run_to_run", 4 * 4096 * splits)
+    assert (found[0].level, found[0].workspace) == ("run_to_run", 4 * 4096 * dropout.columns(plan)[1].splits)
 
 
 @pytest.mark.usefixtures("x64")

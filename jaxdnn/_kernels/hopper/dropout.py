@@ -1,14 +1,17 @@
 """Bias, activation, dropout and residual on Hopper: one pass over memory, 16 bytes a thread (Pallas, Mosaic GPU).
 
-Schedule. Forward, and backward without a gradient in the bias, a block of 256 threads takes groups of elements that lie
-one after the other, and is gone: while some blocks wait for memory, others draw. With a gradient in the bias, blocks
-of 32 groups of columns and eight rows side by side stay, and go down the rows; they leave their sums, which XLA adds.
-Rows are dealt out by the shape alone. `dropout_ptx` writes the instructions.
+Schedule. Blocks of 128 threads take groups of elements that lie one after the other, and are gone: while some wait for
+memory, others draw (`flat`). Where an activation is looked up, a group takes so long that blocks which stay, with the
+next group on its way to shared memory, are faster (`stream`). With a gradient in the bias blocks stay as well, each
+with 32 groups of columns and eight rows side by side, and go down the rows; they leave their sums, which XLA adds
+(`walk`). Channels first a thread has a vector of each of four planes (`planes`). `dropout_ptx` writes the instructions.
 
-Limits. Elements lie in memory in the order in which they are counted; their number, and a row of the bias, is a
-multiple of the elements of 16 bytes; the count starts at a counter's first element; bfloat16, float16 and float32.
+Limits. Elements lie in memory in the order in which they are counted, or channels first behind the batch; their number,
+and a row of the bias or a plane, is a multiple of the elements of 16 bytes; the count starts at a counter's first
+element; bfloat16, float16 and float32.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,44 +20,52 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._kernels.hopper import MULTIPROCESSORS, dropout_ptx
-from jaxdnn._kernels.hopper.dropout_ptx import Plan
+from jaxdnn._kernels.hopper.dropout_ptx import ColumnsPlan, Plan
 from jaxdnn._kernels.hopper.launch import launch
 
-BLOCKS = 4 * MULTIPROCESSORS  # that stay
+STAY = 4 * MULTIPROCESSORS  # blocks of 256 threads
 
 
 def run(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Array:
     """y or dx; the operands are those that the plan names."""
+    plan, code, blocks, floats = _program(plan)
     out = jax.ShapeDtypeStruct(shape, dtype)
-    code, blocks = dropout_ptx.flat(plan), plan.leads * plan.blocks_a_lead
-    if plan.plane:
-        code, blocks = dropout_ptx.planes(plan), -(-plan.groups // (4 * plan.threads))
     name = "dropout_dgrad" if plan.backward else "dropout"
-    return launch(code, operands, [out], name=name, blocks=blocks, threads=plan.threads)[0]
+    return launch(code, operands, [out], name=name, blocks=blocks, threads=plan.threads, floats=floats)[0]
 
 
-def run_stream(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any, blocks: int) -> Array:
-    out = jax.ShapeDtypeStruct(shape, dtype)
-    code = dropout_ptx.stream(plan, blocks)
-    floats = plan.stages * plan.stage_bytes // 4
-    return launch(code, operands, [out], name="dropout", blocks=blocks, threads=plan.threads, floats=floats)[0]
+def _program(plan: Plan) -> tuple[Plan, str, int, int]:
+    """The kernel that was fastest on an H200 (`benchmarks/notes-activation.md`), its blocks and their shared memory."""
+    if plan.leads == 1 and not plan.plane and plan.activation == "table" and plan.narrow:
+        plan = dataclasses.replace(plan, threads=256, stages=2)
+        if plan.groups >= 4 * STAY * plan.threads:
+            return plan, dropout_ptx.stream(plan, STAY), STAY, plan.stages * plan.stage_bytes // 4
+    plan = dataclasses.replace(plan, threads=128)
+    if plan.plane:
+        return plan, dropout_ptx.planes(plan), -(-plan.groups // (4 * plan.threads)), 0
+    return plan, dropout_ptx.flat(plan), plan.leads * plan.blocks_a_lead, 0
 
 
-def run_columns(
-    plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any, most: int = BLOCKS
-) -> tuple[Array, Array]:
+def columns(plan: Plan) -> tuple[Plan, ColumnsPlan]:
+    """How the rows are dealt out where the bias has a gradient: by the shape alone."""
+    looked_up = plan.activation == "table"
+    plan = dataclasses.replace(plan, threads=256, stages=2 if looked_up else 3)
+    return plan, dropout_ptx.columns_plan(plan, (3 if looked_up else 4) * MULTIPROCESSORS)
+
+
+def run_columns(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
     """dx, and its sums over rows in float32, (width,)."""
-    columns = dropout_ptx.columns_plan(plan, most)
+    plan, dealt = columns(plan)
     outs = [
         jax.ShapeDtypeStruct(shape, dtype),
-        jax.ShapeDtypeStruct((columns.splits, plan.width), jnp.float32),
+        jax.ShapeDtypeStruct((dealt.splits, plan.width), jnp.float32),
     ]
     dx, sums = launch(
-        dropout_ptx.walk(plan, columns),
+        dropout_ptx.walk(plan, dealt),
         operands,
         outs,
         name="dropout_dgrad_columns",
-        blocks=columns.tiles * columns.splits,
+        blocks=dealt.tiles * dealt.splits,
         threads=plan.threads,
         floats=max(plan.threads * plan.elements, plan.stages * plan.stage_bytes // 4),
     )

@@ -17,7 +17,7 @@ from jaxdnn import _dropout_fused, engines
 from jaxdnn._dropout import BLOCK
 from jaxdnn._dropout_fused import FusedSpec
 from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper.dropout_ptx import Plan, columns_plan
+from jaxdnn._kernels.hopper.dropout_ptx import Plan
 from jaxdnn._kernels.hopper.ptx import NAMES
 
 LARGEST = 1 << 30  # groups of elements that one key counts
@@ -214,14 +214,14 @@ def _level(call: engines.Call) -> str:
 
 
 def _workspace(call: engines.Call) -> int | None:
-    from jaxdnn._kernels.hopper.dropout import BLOCKS
+    from jaxdnn._kernels.hopper.dropout import columns
 
     if _unsupported(call) is not None:
         return None
     if call.op != "fused_dropout_dgrad":
         return 0
-    plan = _plan(call)
-    return 4 * plan.width * columns_plan(plan, BLOCKS).splits
+    plan, dealt = columns(_plan(call))
+    return 4 * plan.width * dealt.splits
 
 
 for _op in ("dropout", *_dropout_fused.OPS):

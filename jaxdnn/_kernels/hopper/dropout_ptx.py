@@ -4,8 +4,8 @@ A group is 16 bytes of the narrowest operand, four or eight neighbours, which sh
 and products are rounded one by one (`.rn`, which ptxas does not contract), so the bits are those of the definition.
 An activation of bfloat16 or float16 is looked up in a table of float32 that the scale of what is kept is in already.
 
-`flat` deals groups out one after the other. `walk`, backward with a gradient in the bias, gives a thread one group of
-columns and row after row, so that it adds the columns up as it goes.
+`flat` gives a thread one group, `stream` one after the other; `walk`, backward with a gradient in the bias, one group
+of columns and row after row, so that it adds the columns up as it goes; `planes` four groups of four planes.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ class Plan:
       plane, channels: of channels first, elements that lie together and planes; 0 of channels last.
       leads: how often `size` elements follow each other, each with a mask of its own where the key is mapped.
       mapped: those of "bias", "key" and "start" that differ from one to the next.
-      threads, per: of a block, and groups that a thread of `flat` works on at a time.
-      stages: groups that a thread of the others has on their way, or works on.
+      threads: of a block.
+      stages: groups that a thread of a block that stays has on their way, or works on.
     """
 
     backward: bool
@@ -60,8 +60,7 @@ class Plan:
     leads: int = 1
     mapped: tuple[str, ...] = ()
     threads: int = 256
-    per: int = 1
-    stages: int = 3
+    stages: int = 2
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -74,6 +73,11 @@ class Plan:
         return VECTOR_BYTES // min(SIZES[dtype] for dtype in (*streams, self.result))
 
     @property
+    def narrow(self) -> bool:
+        """Whether all that is streamed has 16 bits."""
+        return all(SIZES[dtype] == 2 for dtype in (*(d for name, d in self.arrays if name != "bias"), self.result))
+
+    @property
     def stage_bytes(self) -> int:
         """Of shared memory, for a group a thread."""
         return self.threads * self.elements * sum(SIZES[dtype] for name, dtype in self.arrays if name != "bias")
@@ -84,7 +88,7 @@ class Plan:
 
     @property
     def blocks_a_lead(self) -> int:
-        return -(-self.groups // (self.threads * self.per))
+        return -(-self.groups // self.threads)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -109,7 +113,7 @@ def columns_plan(plan: Plan, most: int) -> ColumnsPlan:
     tile = min(32, 1 << max(0, wide - 1).bit_length())
     tiles, rows = -(-wide // tile), plan.size // plan.width
     beside = plan.threads // tile
-    return ColumnsPlan(tile, tiles, max(1, min(-(-rows // (beside * plan.per)), most // tiles)), rows)
+    return ColumnsPlan(tile, tiles, max(1, min(-(-rows // beside), most // tiles)), rows)
 
 
 @ft.lru_cache
@@ -123,18 +127,14 @@ def flat(plan: Plan) -> str:
         block = e.r("sub.s32", block, e.r("mul.lo.s32", lead, plan.blocks_a_lead))
         k.move_to(lead)
     k.load_key()
-    first = e.r("mad.lo.s32", block, plan.threads * plan.per, e.r("mov.u32", "%tid.x"))
-    ragged = plan.groups % (plan.threads * plan.per) != 0
-    at = [e.r("add.s32", first, j * plan.threads) if j else first for j in range(plan.per)]
-    inside = [e.p("setp.lt.u32", v, plan.groups) if ragged else "" for v in at]
-    if ragged:  # what lies beyond reads the last group, and writes nothing
-        at = [e.r("min.u32", v, plan.groups - 1) for v in at]
-    streams = [name for name in plan.dtypes if name != "bias"]
-    held = [{name: k.load(name, v) for name in streams} for v in at]
-    for v, words, exists in zip(at, held, inside, strict=True):
-        if "bias" in plan.dtypes:
-            words["bias"] = k.load("bias", k.column(v))
-        k.store(v, k.value(words, k.kept(v)), exists)
+    first = e.r("mad.lo.s32", block, plan.threads, e.r("mov.u32", "%tid.x"))
+    ragged = plan.groups % plan.threads != 0  # what lies beyond reads the last group, and writes nothing
+    exists = e.p("setp.lt.u32", first, plan.groups) if ragged else ""
+    group = e.r("min.u32", first, plan.groups - 1) if ragged else first
+    words = {name: k.load(name, group) for name in plan.dtypes if name != "bias"}
+    if "bias" in plan.dtypes:
+        words["bias"] = k.load("bias", k.column(group))
+    k.store(group, k.value(words, k.kept(group)), exists)
     return e.text()
 
 
