@@ -257,6 +257,18 @@ def test_sharded_rows_stay_where_they_are():
     assert f"f32[16,{words}]" in text  # a chunk's logits: 16 of its 128 rows a device
 
 
+def test_a_sharded_vocabulary_stays_where_it_is():
+    """Logsumexp and the label's logit of a row are put together from the devices' parts, forward and backward."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    rows, words = 64, 1024
+    x, labels = jax.ShapeDtypeStruct((rows, 16), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    w = jax.ShapeDtypeStruct((16, words), jnp.float32, sharding=NamedSharding(mesh, P(None, "d")))
+    f = jax.value_and_grad(lambda *a: dnn.linear_cross_entropy(*a, chunk=16), (0, 1))
+    text = jax.jit(f, out_shardings=(None, (None, w.sharding))).lower(x, w, labels).compile().as_text() or ""
+    assert "all-gather" not in text
+    assert f"f32[16,{words}]" not in text  # a chunk's logits
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_shard_map(reduction: str):
     mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
