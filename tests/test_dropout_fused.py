@@ -17,6 +17,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn import tolerance_activation
 from jaxdnn._dropout_fused import FusedSpec
+from jaxdnn._kernels.xla import dropout_fused as kernel
 from jaxdnn.verify import families
 from jaxdnn.verify.families import dropout_fused
 from jaxdnn_reference.dropout import dropout_dgrad
@@ -129,6 +130,23 @@ def test_cells_of_verify(op: str):
     for case in dropout_fused.cases(op, "xla", "standard", 0):
         found = families.run(case, 0, flush=True)
         assert found.status == "passed", (case.id, found.message)
+
+
+@pytest.mark.parametrize("fault", ["scale", "mask", "bias", "conversion"])
+def test_cells_of_verify_find_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str):
+    name, wrong = {
+        "scale": ("product", lambda a, b: a),
+        "mask": ("_kept", lambda call, shape, key, start: ~kept(call, shape, key, start)),
+        "bias": ("_sum", lambda x, bias, wide: x.astype(wide)),
+        "conversion": ("nearest", lambda x, dtype: (x * np.float32(1 + 2**-20)).astype(dtype)),
+    }[fault]
+    kept = kernel._kept
+    monkeypatch.setattr(kernel, name, wrong)
+    jax.clear_caches()
+    cases = [c for c in dropout_fused.cases("fused_dropout", "xla", "quick", 0) if c.dtype == "f32"]
+    found = {c.variant: families.run(c, 0, flush=True).status for c in cases}
+    jax.clear_caches()
+    assert [v for v, status in found.items() if status == "failed"] == list(found)
 
 
 LAYOUTS = {

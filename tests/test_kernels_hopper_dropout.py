@@ -21,7 +21,7 @@ if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 from jaxdnn._kernels.hopper import dropout, dropout_ptx
-from jaxdnn._kernels.hopper.dropout_ptx import Plan
+from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
 from jaxdnn._kernels.hopper.ptx import NAMES
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}

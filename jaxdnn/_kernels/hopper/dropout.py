@@ -4,7 +4,8 @@ Schedule. Blocks of 128 threads take groups of elements that lie one after the o
 memory, others draw (`flat`). Where an activation is looked up, a group takes so long that blocks which stay, with the
 next group on its way to shared memory, are faster (`stream`). With a gradient in the bias blocks stay as well, each
 with 32 groups of columns and eight rows side by side, and go down the rows; they leave their sums, which XLA adds
-(`walk`). Channels first a thread has a vector of each of four planes (`planes`). `dropout_ptx` writes the instructions.
+(`walk`). Channels first a thread has a vector of each of four planes (`planes`). `dropout_ptx` and
+`dropout_group_ptx` write the instructions.
 
 Limits. Elements lie in memory in the order in which they are counted, or channels first behind the batch; their number,
 and a row of the bias or a plane, is a multiple of the elements of 16 bytes; the count starts at a counter's first
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._kernels.hopper import MULTIPROCESSORS, dropout_ptx
-from jaxdnn._kernels.hopper.dropout_ptx import ColumnsPlan, Plan
+from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
+from jaxdnn._kernels.hopper.dropout_ptx import ColumnsPlan
 from jaxdnn._kernels.hopper.launch import launch
 
 STAY = 4 * MULTIPROCESSORS  # blocks of 256 threads

@@ -17,7 +17,7 @@ from jaxdnn import _dropout_fused, engines
 from jaxdnn._dropout import BLOCK
 from jaxdnn._dropout_fused import FusedSpec
 from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper.dropout_ptx import Plan
+from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
 from jaxdnn._kernels.hopper.ptx import NAMES
 
 LARGEST = 1 << 30  # groups of elements that one key counts
