@@ -94,3 +94,4 @@ def test_an_empty_batch(order: str):
     y = dnn.im2col(x, layout="NCHW", order=order)
     assert y.shape == (0, 18, 2, 2)
     assert dnn.col2im(y, x.shape, layout="NCHW", order=order).shape == x.shape
+    assert reference.im2col(np.asarray(x), layout="NCHW", order=order).shape == y.shape

@@ -212,6 +212,13 @@ def test_p_norms(p: float, axis: Any):
 
 
 @pytest.mark.parametrize("p", [1, 2, 3.0, np.inf])
+def test_lp_normalize_beside_infinity_is_zero(p: float) -> None:
+    x = np.array([[2.0, np.inf, -3.0], [0.0, 4.0, 0.0]], np.float32)
+    for y in (dnn.lp_normalize(x, p=p), reference.lp_normalize(x, p=p)):
+        np.testing.assert_array_equal(y, [[0, np.nan, 0], [0, 1, 0]])
+
+
+@pytest.mark.parametrize("p", [1, 2, 3.0, np.inf])
 def test_p_norms_of_extremes(p: float):
     """Neither overflow nor underflow; zero stays zero, and so do its derivatives."""
     for size in (2e-38, 1e-20, 1.0, 1e20, 3e38):

@@ -40,7 +40,7 @@ def im2col(
     found = make_window(n, sizes, lay.per_axis(window, len(sizes)), stride, padding, dilation, mode)
     seen = with_zero(xc.reshape(-1, 1, c))[found.input_pixel(np.arange(found.out_pixels)), 0]  # [N P Q, R S, C]
     seen = seen if _order(order, layout) == "taps_channels" else seen.swapaxes(-1, -2)
-    return axes.from_canonical(seen.reshape(n, *found.out_size, -1))
+    return axes.from_canonical(seen.reshape(n, *found.out_size, found.taps * c))
 
 
 def col2im(

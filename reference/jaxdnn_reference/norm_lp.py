@@ -21,6 +21,6 @@ def lp_normalize(
     axes = tuple(np.atleast_1d(axis).tolist())
     size = np.abs(v)
     largest = size.max(axes, keepdims=True, initial=0)
-    unit = np.where(largest == 0, 1, largest)  # float64's squares overflow too
+    unit = np.where((largest == 0) | np.isinf(largest), 1, largest)  # float64's squares overflow too
     powers = largest if np.isinf(p) else ((size / unit) ** p).sum(axes, keepdims=True) ** (1 / p) * unit
     return norm.result(v / np.maximum(powers, eps), x, out_dtype)
