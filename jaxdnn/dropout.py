@@ -270,8 +270,8 @@ def _bias(bias: Array, x: Array, layout: Any) -> Array:
     sizes = tuple(x.shape[a] for a in axes)
     if bias.ndim != 1 or not axes or bias.size != math.prod(sizes):
         raise ValueError(
-            f"`bias` must have shape ({math.prod(sizes) if axes else ''},), one element for each channel, or "
-            f"{x.ndim} dimensions that are 1 or those of x {x.shape}, got {bias.shape}."
+            f"`bias` must have shape {(math.prod(sizes),) if axes else ()}, one element for each channel, or {x.ndim} "
+            f"dimensions that are 1 or those of x {x.shape}, got {bias.shape}."
         )
     if len(axes) > 1:
         bias = bias.reshape(sizes)

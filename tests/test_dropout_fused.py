@@ -188,6 +188,10 @@ def test_of_one_dimension_and_of_none():
     same(dnn.dropout(x, 3, bias=x, residual=x), ordered(x, 3, bias=x, residual=x))
     one = np.full((), 2, np.float32)
     same(dnn.dropout(one, 3, bias=one, rate=0.0), ordered(one, 3, bias=one, rate=0.0))
+    with pytest.raises(
+        ValueError, match=re.escape("`bias` must have shape (), one element for each channel, or 0 dim")
+    ):
+        dnn.dropout(one, 3, bias=np.ones(1, np.float32))
     assert dnn.dropout(np.ones((0, 4), np.float32), 3, bias=np.ones(4, np.float32)).shape == (0, 4)
 
 
