@@ -70,7 +70,6 @@ GEOMETRIES: dict[str, Geometry] = {
         Geometry("asymmetric", 3, (7, 8), 6, 4, (5, 2), padding=_ASYMMETRIC),
         Geometry("pointwise", 3, (7, 5), 13, 11, (1, 1)),
         Geometry("pointwise-stride", 2, (9, 8), 11, 7, (1, 1), stride=2),
-        Geometry("stem", 2, (12, 13), 3, 8, (3, 5), stride=2, padding=1),
         Geometry("patches", 2, (13, 10), 5, 6, (4, 3), stride=(4, 3)),
         Geometry("groups", 2, (8, 7), 6, 9, (3, 4), groups=3, padding=1),
         Geometry("depthwise", 3, (9, 11), 6, 6, (3, 5), groups=6, padding=(1, 2)),
@@ -95,12 +94,13 @@ GEOMETRIES: dict[str, Geometry] = {
         Geometry("3d-all", 2, (7, 6, 9), 4, 6, (3, 2, 3), (2, 1, 3), ((1, 0), (0, 2), 1), (1, 2, 2), 2, "convolution"),
         Geometry("3d-patches", 2, (4, 6, 5), 3, 7, (2, 3, 1), stride=(2, 3, 1)),
         Geometry("wrap", 1, (3,), 140_000, 2, (1,)),
-        # Sizes that the tiles of GPU kernels are made for, and do not divide.
+        # Sizes that the tiles of GPU kernels are made for, and do not divide; a stem has a way of its own backwards.
         Geometry("wide", 2, (19, 17), 72, 136, (3, 3), padding=1),
         Geometry("wide-stride", 2, (22, 18), 64, 48, (3, 3), stride=2, padding=1),
         Geometry("wide-groups", 2, (11, 9), 64, 96, (3, 3), groups=2, padding=1),
         Geometry("wide-depthwise", 2, (19, 15), 64, 64, (3, 5), padding=(1, 2), groups=64),
         Geometry("wide-depthwise-stride", 3, (18, 14), 64, 64, (3, 3), stride=2, padding=1, groups=64),
+        Geometry("wide-stem", 2, (12, 13), 3, 8, (3, 5), stride=2, padding=1),
         Geometry("vector", 2, (7, 6), 8, 12, (3, 2), stride=(2, 1), padding=1),
         Geometry("vector-1d", 3, (11,), 4, 8, (3,), dilation=2),
         Geometry("vector-3d", 2, (5, 4, 3), 8, 4, (2, 3, 2), padding=1),
