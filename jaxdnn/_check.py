@@ -1,5 +1,6 @@
 """The only validators: each raises one sentence that names the argument, what was expected and what was got."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -81,6 +82,13 @@ def integer(name: str, value: Any) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be made of integers known when traced, got {shown(value)}.")
     return int(value)
+
+
+def countable(name: str, sizes: Sequence[int]) -> None:
+    """Checks that arrays of these sizes have fewer than 2^63 elements: XLA ends the process where they have more."""
+    known = [size for size in sizes if isinstance(size, int)]  # the batch may be symbolic
+    if math.prod(known) >= 2**63:
+        raise ValueError(f"`{name}` must leave fewer than 2^63 elements, got shape {shown(tuple(sizes))}.")
 
 
 def is_sequence(value: Any) -> bool:

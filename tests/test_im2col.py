@@ -75,6 +75,11 @@ def test_gradient_adds_in_float32():
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.im2col(jnp.ones((1, 2, 2, 1))), ValueError, "`window` must fit into the padded input, got"),
     (lambda: dnn.im2col(jnp.ones((1, 2, 2, 1)), window=0), ValueError, "`window` must be at least 1 along every axis"),
+    (
+        lambda: dnn.im2col(jnp.ones((2, 4, 4, 2)), padding=2**30),
+        ValueError,
+        r"`padding` must leave fewer than 2\^63 elements, got shape \(2, 2147483652, 2147483652, 2\)",
+    ),
     (lambda: dnn.im2col(jnp.ones((1, 4, 4, 1)), order="RSC"), ValueError, "`order` must be one of 'taps_channels', "),
     (lambda: dnn.im2col(jnp.ones((1, 4, 4, 1)), mode="conv"), ValueError, "`mode` must be one of 'cross_correlation'"),
     (lambda: dnn.im2col(jnp.ones((4, 4, 1))), ValueError, "`x` must have 4 dimensions for layout NHWC"),
