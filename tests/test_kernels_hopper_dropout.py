@@ -14,13 +14,14 @@ import jaxdnn_reference as reference
 from _dropout_machine import DropoutRows
 from _row_machine import on_arrays
 from jaxdnn import _activation_formulas as formulas
+from jaxdnn import engines
 from jaxdnn._kernels import hopper
 from jaxdnn_reference.dropout import dropout_dgrad
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import dropout, dropout_ptx
+from jaxdnn._kernels.hopper import dropout, dropout_engine, dropout_ptx
 from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
 from jaxdnn._kernels.hopper.ptx import NAMES
 
@@ -345,6 +346,51 @@ def test_engine_says_what_it_serves(name: str):
     (found,) = (c for c in call.candidates if c.engine == "hopper")
     assert found.level == "portable"
     assert (found.refusal is None) if reason is None else (found.refusal is not None and reason in found.refusal)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, function: Any, *operands: Any) -> list[str | None]:
+    """The engines that serve a function's calls on the device that was measured."""
+    monkeypatch.setattr(engines, "device_kind", lambda platform: dropout_engine.MEASURED_ON)
+    return [call.engine for call in dnn.explain(function, *operands, platform="cuda")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "options", "engine"),
+    [
+        ("bf16", 1024, {"activation": "gelu"}, "hopper"),
+        ("f16", 1024, {}, "hopper"),
+        ("bf16", 512, {"activation": "gelu"}, "xla"),
+        ("bf16", 1024, {"activation": "gelu", "rate": 0.0}, "xla"),
+        ("bf16", 1024, {"activation": "gelu", "out_dtype": jnp.float32}, "xla"),
+        ("bf16", 1024, {"offset": 1}, "xla"),
+        ("bf16", 1024, {"determinism": "portable"}, "hopper"),
+        ("f32", 8192, {"activation": "relu"}, "xla"),
+    ],
+)
+def test_chosen_unasked(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int, options: Any, engine: str):
+    """Where the whole is one op: forward what was measured faster, dropout alone never."""
+    x, b = shape_of(rows, 4096, dtype=DTYPES[dtype]), shape_of(4096)
+    assert chosen(monkeypatch, fused(**options), x, b) == [engine]
+    assert chosen(monkeypatch, fused(), x) == ["xla"]
+
+
+def test_chosen_unasked_backward(monkeypatch: pytest.MonkeyPatch):
+    x, b, wide = shape_of(256, 4096), shape_of(4096), shape_of(8192, 4096, dtype=jnp.float32)
+    total = lambda x, b: jnp.sum(fused(activation="relu")(x, b), dtype=jnp.float32)
+    assert chosen(monkeypatch, jax.grad(total, (0, 1)), x, b) == ["xla", "hopper"]
+    assert chosen(monkeypatch, jax.grad(total), x, b) == ["xla", "xla"]
+    assert chosen(monkeypatch, jax.grad(total, (0, 1)), wide, b) == ["xla", "hopper"]
+    assert chosen(monkeypatch, jax.grad(total), shape_of(8192, 4096), b) == ["hopper", "hopper"]
+
+
+def test_a_program_for_several_devices_is_xla_s():
+    """XLA deals its own program out; the kernel would count from each shard's first element."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    x = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=there)
+    call = jax.jit(lambda x: dnn.dropout(x, 7, activation="relu", engine="hopper"))
+    with pytest.raises(NotImplementedError, match="in a program for several devices XLA deals out its own"):
+        call.trace(x).lower(lowering_platforms=("cuda",))
 
 
 def test_engine_tells_the_workspace_of_its_sums():
