@@ -27,8 +27,8 @@ from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -> RowPlan | None:
     """How rows of a length are dealt out; None if they do not fit.
 
-    Sixteen elements of a row a thread, of four rows at a time where there are many: that is what was fastest on an H200
-    (`benchmarks/notes-hopper-norm.md`). Beyond 4096 elements of 16 bits that is too many registers for two blocks at a
+    Sixteen elements of a row a thread, of four rows at a time where there are many, or in blocks of 256 threads where
+    elements have 32 bits: that is what was fastest on an H200 (`benchmarks/notes-hopper-norm.md`). Beyond 4096 elements of 16 bits that is too many registers for two blocks at a
     time, and one stays; beyond 8192 it has no registers left for scale and bias. Threads and vectors depend on the
     length alone, so the order of additions does.
     """
@@ -42,7 +42,8 @@ def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -
     threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), 512)
     each = -(-vectors // threads)
     at_once = 4 if each <= 2 and SIZES[dtype] == 2 and rows >= 16 * MULTIPROCESSORS else 1
-    return RowPlan(length, dtype, out_dtype, threads, each, max(1, 128 // threads), at_once) if each <= 8 else None
+    block = 128 if SIZES[dtype] == 2 else 256
+    return RowPlan(length, dtype, out_dtype, threads, each, max(1, block // threads), at_once) if each <= 8 else None
 
 
 def backward_plan(length: int, dtype: str, out_dtype: str) -> RowPlan | None:

@@ -13,7 +13,7 @@ from jaxdnn._norm import NormSpec
 
 # op -> dtype -> the row lengths between which it was measured faster, and of how many elements at least.
 MEASURED = {
-    "norm": {"bf16": (256, 16384), "f16": (512, 8192), "f32": (256, 8192)},
+    "norm": {"bf16": (256, 16384), "f16": (256, 16384), "f32": (256, 8192)},
     "norm_dgrad": {"bf16": (256, 8192), "f16": (512, 8192), "f32": (256, 8192)},
 }
 MEASURED_ELEMENTS = 1 << 24
