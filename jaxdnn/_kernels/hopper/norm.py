@@ -28,9 +28,9 @@ def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -
     """How rows of a length are dealt out; None if they do not fit.
 
     Sixteen elements of a row a thread, of four rows at a time where there are many, or in blocks of 256 threads where
-    elements have 32 bits: that is what was fastest on an H200 (`benchmarks/notes-hopper-norm.md`). Beyond 4096 elements of 16 bits that is too many registers for two blocks at a
-    time, and one stays; beyond 8192 it has no registers left for scale and bias. Threads and vectors depend on the
-    length alone, so the order of additions does.
+    elements have 32 bits: that is what was fastest on an H200 (`benchmarks/notes-hopper-norm.md`). Beyond 4096 elements
+    of 16 bits that is too many registers for two blocks at a time, and one stays; beyond 8192 it has no registers left
+    for scale and bias. Threads and vectors depend on the length alone, so the order of additions does.
     """
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     if SIZES[dtype] == 2 and 512 < vectors <= 2048:
