@@ -72,11 +72,22 @@ def _floating(x: Array) -> Array:
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def norm2(x: Array, axes: Axes, fixed: bool) -> Array:
     """√Σ x² of an x of its own dtype, in the accumulator's; a square overflows only if the result does."""
+    if fixed and x.dtype != np.float64:
+        return _norm2_in_float64(x, axes=axes, fixed=True)
     if x.size == 0 or not _squares_may_leave(x.dtype):
         return jnp.sqrt(_squares(_wide(x), axes, fixed))
-    # Another pass costs a CPU as much as all others; on a GPU the choice whether to take it costs more than it does.
-    once = ft.partial(_norm2_in_one_pass, axes=axes, fixed=fixed)
-    return lax.platform_dependent(x, cpu=once, default=ft.partial(_scaled_norm2, axes=axes, fixed=fixed))
+    # On GPUs float64 costs no more than reading x. On CPUs it costs several times as much, and another reading as much
+    # as all the rest: there the sums tell whether to take it, which on a GPU costs more than it.
+    there = _scaled_norm2 if x.dtype == np.float64 else _norm2_in_float64
+    here, there = (ft.partial(f, axes=axes, fixed=fixed) for f in (_norm2_in_one_pass, there))
+    return lax.platform_dependent(x, cpu=here, default=there)
+
+
+def _norm2_in_float64(x: Array, *, axes: Axes, fixed: bool) -> Array:
+    """Of narrower numbers, whose squares float64 holds exactly (int32's all but): one reading, nothing to scale."""
+    with jax.enable_x64(True):
+        wide = real(x, np.float64) if jnp.issubdtype(x.dtype, jnp.integer) else lax.convert_element_type(x, np.float64)
+        return lax.convert_element_type(jnp.sqrt(_squares(wide, axes, fixed)), np.float32)
 
 
 def _norm2_in_one_pass(x: Array, *, axes: Axes, fixed: bool) -> Array:
@@ -121,7 +132,7 @@ def _norm2_jvp(axes: Axes, fixed: bool, primals: tuple[Array], tangents: tuple[A
     y = norm2(x, axes, fixed)
     x, dx, zero = x.astype(y.dtype), dx.astype(y.dtype), y == 0
     # Scaled, for XLA multiplies by 1 / y, which is zero for a norm whose reciprocal is subnormal.
-    up, _ = _powers_of_two(jnp.max(jnp.abs(x), axes, keepdims=True))
+    up, _ = _powers_of_two(y)
     unit = jnp.where(zero, jnp.zeros_like(x), (x * up) / jnp.where(zero, jnp.ones_like(y), y * up))
     return y, add(unit * dx, axes, fixed)
 

@@ -72,18 +72,18 @@ def reduce(
       Zeros that mul_no_zeros passes over have none. The gradient in x adds nothing, so it depends on no order.
 
     Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers are added,
-      multiplied and compared in int32, which wraps; avg and norm2 of them are of float32. avg is the sum
-      times the rounded 1 / n. norm2 overflows only if the result does, and loses nothing of tiny numbers: elements are
-      scaled by a power of two, told by the largest. That is a second pass over x in float32, bfloat16 and float64; on
-      CPUs it is taken only if some norm needs it, as one of zeros does. An empty sum is 0, an empty product 1, and so
+      multiplied and compared in int32, which wraps; avg of them is of float32. avg is the sum
+      times the rounded 1 / n. norm2 overflows only if the result does, and loses nothing of tiny numbers: squares are
+      added in float64, which costs a GPU nothing beside reading x; those of float64 are scaled by a power of two, told
+      by the largest in a second pass over x. (CPUs add squares in float32 unless the order is fixed, and take that
+      second pass if some norm needs it, as one of zeros does.) An empty sum is 0, an empty product 1, and so
       is mul_no_zeros of zeros alone. min, max and amax give +0 for any zero. Determinism: of floats, sums and products
       are XLA's (run_to_run); from "batch_invariant" on they are taken on a tree that only the reduced lengths decide,
       axis by axis from the last: of n elements the last ⌊n / 2⌋ are joined to the first, and so on, which is
-      "portable". min, max and amax always are; norm2 is "mesh_invariant" at most, for GPUs' square roots are not
-      correctly rounded.
+      "portable". min, max and amax always are.
 
     Raises:
-      NotImplementedError: norm2 at level "portable".
+      NotImplementedError: a level that fixes the order, over a batch that `jax.export` leaves open.
       ValueError: axes that do not exist, an unknown op or rule, an extreme or an average of nothing.
       TypeError: a dtype that is not served.
 
@@ -116,15 +116,13 @@ def reduce(
         raise NotImplementedError(
             f"`x` must have known sizes along the axes {reduced} at determinism level {level!r}, got shape {x.shape}."
         )
-    if op == "norm2":
-        _tensor.refuse_portable("reduce op 'norm2'", level)
     wide = x.astype(_tensor.accumulator(x.dtype))
     if op in EXTREMES:
         found = _sharded(lambda a: _reduce.extreme(a, op, reduced, nan), reduced, wide)
     else:
         # Neither a product of the caller's is contracted into these sums, nor one of these into a sum of the caller's.
         alone = rounded if satisfies(level, "portable") else lambda a: a
-        given = x if op == "norm2" else alone(wide)  # which is taken from x itself, and is never portable
+        given = x if op == "norm2" else alone(wide)  # which is taken from x itself, and squares it in float64
         found = alone(_sharded(lambda a: _SUMS[op](a, reduced, _tensor.is_fixed(level)), reduced, given))
     y = found if keepdims else jnp.squeeze(found, reduced)
     out = _tensor.out_dtype(out_dtype, x)

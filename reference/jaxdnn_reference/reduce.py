@@ -8,8 +8,8 @@ y = alpha * r + beta * prior, where r over the elements along the axes is
 arithmetic "golden" is float64's. "ordered" joins in float32 (float64 for float64), correctly rounded at each step, on a
 tree: along the last of the axes, then the one before it, and so on, of n elements the last floor(n / 2) are joined to
 the first floor(n / 2), element by element; an odd middle one passes on; until one is left. avg multiplies the tree's
-sum by 1 / n, which is rounded. norm2 multiplies x by 2^-e first, rounds the squares, and multiplies the root by 2^e,
-2^e the power of two below max |x|. A zero that min or max finds is +0.
+sum by 1 / n, which is rounded. norm2 squares, adds and takes the root in float64, then rounds to float32; float64 is
+multiplied by 2^-e first, and the root by 2^e, 2^e the power of two below max |x|. A zero that min or max finds is +0.
 
 Source: cuDNN's cudnnReduceTensor.
 """
@@ -43,10 +43,14 @@ def reduce(
     given = range(x.ndim) if axis is None else np.atleast_1d(np.asarray(axis, int))
     along = tuple(sorted(int(a) % x.ndim for a in given))
     w = wide(x, arithmetic)
-    if op in ("avg", "norm2") and w.dtype.kind == "i":
+    if op == "norm2":
+        w = x.astype(np.float64)
+    elif op == "avg" and w.dtype.kind == "i":
         w = w.astype(np.float64 if arithmetic == "golden" else np.float32)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         found = _reduced(w, op, along, nan, _plain if arithmetic == "golden" else _tree)
+        if op == "norm2" and arithmetic == "ordered" and x.dtype != np.float64:
+            found = found.astype(np.float32)
     r = np.asarray(found if keepdims else found.squeeze(along))
     y = finish(r, x.dtype, alpha, beta, prior, out_dtype, arithmetic)
     if not return_indices:
@@ -74,8 +78,7 @@ def _reduced(x: Array, op: str, axes: tuple[int, ...], nan: str, join: Join) -> 
         return join(np.add, np.abs(x), axes)
     largest = np.max(np.abs(x), axis=axes, keepdims=True, initial=0)
     _, exponent = np.frexp(np.where(np.isfinite(largest), largest, np.finfo(x.dtype).max))
-    lowest, highest = (-126, 126) if x.dtype == np.float32 else (-1022, 1022)
-    e = np.clip(exponent - 1, lowest, highest)
+    e = np.clip(exponent - 1, -1022, 1022)
     scaled = np.ldexp(x, -e)
     return np.ldexp(np.sqrt(join(np.add, scaled * scaled, axes)), e)
 
