@@ -166,7 +166,10 @@ def run(case: Any, seed: int, *, flush: bool) -> Result:
 def subjects(
     ops: Iterable[str], engine_names: Iterable[str], dtypes: Iterable[str], extent: str, seed: int, *, every: bool
 ) -> Iterator[Any]:
-    """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: a sample, or `every`."""
+    """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: `every`, or a sample.
+
+    The sample has of the memory-bound families every fifth pair of op and engine, and the first with a dtype not seen.
+    """
     names, kinds = frozenset(engine_names), frozenset(dtypes)
     pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
     every, sampled, seen = every or extent == "full", 0, collections.Counter[str]()
@@ -176,6 +179,7 @@ def subjects(
         found = [s for s in of(op).subjects(op, engine, extent, seed) if s.dtype in kinds]
         if not every and of(op).strides[0] != 1 and found:
             sampled += 1
-            found = [min(found, key=lambda s: seen[s.dtype])] if sampled % 5 == 1 else []  # least seen, else first
+            least = min(found, key=lambda s: seen[s.dtype])  # the first of those whose dtype was seen least
+            found = [least] if sampled % 5 == 1 or not seen[least.dtype] else []
             seen.update(s.dtype for s in found)
         yield from found
