@@ -186,9 +186,9 @@ def pool_dgrad(
     Differentiation: any order, forward and reverse, in dy, prior, and alpha and beta if they are arrays; for "lp" in x
       too, in which those of the other modes are constant.
 
-    Numerics: added in float32 (float64 for float64) in a fixed order: for "max" the taps of the windows that an element
-      lies in, in row-major order, one after the other; for averages as in `pool`, multiplied by 1 / count after
-      the sum where all counts are alike, else before. Determinism: portable; "lp" is mesh_invariant.
+    Numerics: added in float32 (float64 for float64) in a fixed order: for "max", from +0, the taps of the windows that
+      an element lies in, in row-major order, one after the other; for averages as in `pool`, multiplied by 1 / count
+      after the sum where all counts are alike, else before. Determinism: portable; "lp" is mesh_invariant.
 
     Raises:
       ValueError: shapes that do not fit, or an argument out of range.

@@ -14,8 +14,10 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper import pool_ptx
+from jaxdnn._kernels.hopper import pool_ptx, pool_scatter_ptx, pool_tile_ptx
 from jaxdnn._kernels.hopper.pool_ptx import THREADS, Shape
+from jaxdnn._kernels.hopper.pool_scatter_ptx import Strip
+from jaxdnn._kernels.hopper.pool_tile_ptx import Tile
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 FLOAT = {"bf16x2": DTYPES["bf16"], "f16x2": DTYPES["f16"], "f32": DTYPES["f32"]}
@@ -23,6 +25,9 @@ SIGNED, UNSIGNED = np.int32, np.uint32
 COMPARISONS = {
     "ge": np.greater_equal,
     "eq": np.equal,
+    "ne": np.not_equal,
+    "neu": np.not_equal,
+    "lt": np.less,
     "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }
 # Sizes of x and the window over it.
@@ -37,8 +42,13 @@ WINDOWS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 class Machine:
-    """Runs a block of PTX for all threads of a grid at once, over one device memory of bytes. It knows the instructions
-    that the pooling kernels emit and no others, and raises where an access lies outside of the arrays."""
+    """Runs a block of PTX for all threads of a grid, over one device memory of bytes.
+
+    It knows the instructions that the pooling kernels emit and no others, and raises where an access lies outside of
+    the arrays, where two threads store to one place and where one loads what is stored: threads are in no order.
+
+    Of threads that part ways those that are furthest behind go on.
+    """
 
     def __init__(self, arrays: list[np.ndarray]):
         self.starts, at = [], 4096  # gaps of poison between the arrays
@@ -46,6 +56,7 @@ class Machine:
             self.starts.append(at)
             at += -(-array.nbytes // 16) * 16 + 4096
         self.memory, self.owned = np.full(at, 0xFF, np.uint8), np.zeros(at, bool)
+        self.loaded, self.writer = np.zeros(at, bool), np.full(at, -1)
         for start, array in zip(self.starts, arrays, strict=True):
             self.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
             self.owned[start : start + array.nbytes] = True
@@ -54,36 +65,59 @@ class Machine:
         start = self.starts[number]
         return self.memory[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
 
-    def run(self, text: str, threads: int) -> None:
-        blocks = -(-threads // THREADS)
+    def run(self, text: str, threads: int, block: int = THREADS, floats: int = 0) -> None:
+        blocks = -(-threads // block)
+        self.count = blocks * block
         self.registers: dict[str, Any] = {
-            "%ctaid.x": np.repeat(np.arange(blocks, dtype=UNSIGNED), THREADS),
-            "%tid.x": np.tile(np.arange(THREADS, dtype=UNSIGNED), blocks),
+            "%ctaid.x": np.repeat(np.arange(blocks, dtype=UNSIGNED), block),
+            "%tid.x": np.tile(np.arange(block, dtype=UNSIGNED), blocks),
         }
-        self.count = blocks * THREADS
         for i, start in enumerate(self.starts):
             self.registers[f"${i}"] = np.full(self.count, start, np.int64)
+        if floats:
+            self.registers[f"${len(self.starts)}"] = np.full(self.count, 1024, UNSIGNED)
+        self.block = self.registers["%ctaid.x"].astype(np.int64)
+        self.shared = np.full((blocks, 256 + floats), 0xFFFFFFFF, UNSIGNED)
+        # Of a word of shared memory since the last barrier: who stored it, who loaded it last.
+        self.stored, self.read = (np.full(self.shared.shape, -1) for _ in range(2))
+        code: list[str] = []
+        labels: dict[str, int] = {}
         for line in text.splitlines():
-            if line not in "{}" and not line.startswith(".reg"):
-                self._step(line)
+            if line.endswith(":"):
+                labels[line[:-1]] = len(code)
+            elif line not in "{}" and not line.startswith((".reg", ".pragma")):
+                code.append(line)
+        at = np.zeros(self.count, np.int64)
+        while (now := int(at.min())) < len(code):
+            here = at == now
+            at[here] += 1
+            self._step(code[now], here, at, labels)
 
-    def _step(self, line: str) -> None:
-        match = re.fullmatch(r"(?:@(p\d+) )?(\S+) (.*);", line)
+    def _step(self, line: str, here: np.ndarray, at: np.ndarray, labels: dict[str, int]) -> None:
+        match = re.fullmatch(r"(?:@(!?)(p\d+) )?(\S+) (.*);", line)
         assert match, line
-        guard, name, rest = match.groups()
+        negated, guard, name, rest = match.groups()
         given = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
-        active = self.registers[guard] if guard else np.ones(self.count, bool)
+        active = here & (self.registers[guard] ^ bool(negated)) if guard else here
         parts = name.split(".")
         if parts[:2] in (["ld", "global"], ["st", "global"]):
-            return self._access(parts, given, active)
-        assert guard is None, line
-        if parts[0] == "mov" and given[0].startswith("{"):
+            self._access(parts, given, active)
+        elif parts[1:2] == ["shared"]:
+            self._share(parts, given, active)
+        elif parts[0] == "bar":
+            assert here.all(), "threads pass a barrier without others"
+            self.stored[:], self.read[:] = -1, -1
+        elif parts[0] == "bra":
+            at[active] = labels[given[0]]
+        elif parts[0] == "mov" and given[0].startswith("{"):
             word = self._get(given[1])
             for i, half in enumerate(given[0][1:-1].split(",")):
-                self.registers[half.strip()] = (word >> UNSIGNED(16 * i)) & UNSIGNED(0xFFFF)
-            return None
-        self.registers[given[0]] = self._value(parts, given[1:])
-        return None
+                self._put(half.strip(), (word >> UNSIGNED(16 * i)) & UNSIGNED(0xFFFF), active)
+        elif "|" in given[0]:
+            for i, predicate in enumerate(given[0].split("|")):
+                self._put(predicate, self._value(parts, given[1:])[i], active)
+        else:
+            self._put(given[0], self._value(parts, given[1:]), active)
 
     def _get(self, operand: str) -> Any:
         if operand in self.registers:
@@ -91,21 +125,54 @@ class Machine:
         bits = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0) & 0xFFFFFFFF
         return np.full(self.count, bits, UNSIGNED)
 
+    def _put(self, register: str, value: np.ndarray, active: np.ndarray) -> None:
+        old = self.registers.get(register)
+        self.registers[register] = value if old is None or active.all() else np.where(active, value, old)
+
     def _access(self, parts: list[str], given: list[str], active: np.ndarray) -> None:
         names, place = given if parts[0] == "ld" else given[::-1]
         base, _, offset = place[1:-1].partition("+")
         registers = [n.strip() for n in names.strip("{}").split(",")]
+        size = int(parts[-1][1:]) // 8
+        kind = np.dtype(f"u{size}")
         for i, register in enumerate(registers):
-            at = (self.registers[base] + int(offset) + 4 * i)[active]
-            assert np.all(at % (4 * len(registers)) == 4 * i), "unaligned"
-            where = at[:, None] + np.arange(4)
+            at = (self.registers[base] + int(offset) + size * i)[active]
+            assert np.all(at % (size * len(registers)) == size * i), "unaligned"
+            where = at[:, None] + np.arange(size)
             assert self.owned[where].all(), "outside of the arrays"
             if parts[0] == "ld":
+                assert (self.writer[where] < 0).all(), "loads what is stored"
+                self.loaded[where] = True
                 value = self.registers.get(register, np.zeros(self.count, UNSIGNED)).copy()
-                value[active] = self.memory[where].view(UNSIGNED)[:, 0]
+                value[active] = self.memory[where].view(kind)[:, 0]
                 self.registers[register] = value
             else:
-                self.memory[where] = np.ascontiguousarray(self._get(register)[active]).view(np.uint8).reshape(-1, 4)
+                threads = np.flatnonzero(active)[:, None]
+                assert not self.loaded[where].any(), "stores what was loaded"
+                assert ((self.writer[where] < 0) | (self.writer[where] == threads)).all(), "two threads store"
+                assert np.unique(at).size == at.size, "two threads store"
+                self.writer[where] = threads
+                self.memory[where] = self._get(register)[active].astype(kind).view(np.uint8).reshape(-1, size)
+
+    def _share(self, parts: list[str], given: list[str], active: np.ndarray) -> None:
+        register, place = given if parts[0] == "ld" else given[::-1]
+        base, _, offset = place[1:-1].partition("+")
+        at = (self.registers[base].astype(np.int64) + int(offset or 0))[active]
+        word, block, threads = at // 4, self.block[active], np.flatnonzero(active)
+        assert np.all(at % 4 == 0), "unaligned"
+        assert np.all((word >= 256) & (word < self.shared.shape[1])), "outside of shared memory"
+        others = lambda owners: np.any((owners[block, word] >= 0) & (owners[block, word] != threads))
+        assert not others(self.stored), "a race: another thread stored here"
+        if parts[0] == "ld":
+            value = self.registers.get(register, np.zeros(self.count, UNSIGNED)).copy()
+            value[active] = self.shared[block, word]
+            self.registers[register] = value
+            self.read[block, word] = threads
+        else:
+            assert not others(self.read), "a race: another thread loaded this"
+            assert np.unique(block * self.shared.shape[1] + word).size == word.size, "two threads store"
+            self.shared[block, word] = self._get(register)[active]
+            self.stored[block, word] = threads
 
     def _value(self, parts: list[str], given: list[str]) -> Any:
         get = [self._get(g) for g in given if not g.startswith("p")]
@@ -117,17 +184,25 @@ class Machine:
                 return get[0]
             case ["add", "s32" | "u32"]:
                 return get[0] + get[1]
-            case ["max", "u32"]:
-                return np.maximum(get[0], get[1])
+            case ["min" | "max", "u32"]:
+                return (np.minimum if parts[0] == "min" else np.maximum)(get[0], get[1])
+            case ["add", "s64"]:
+                return get[0].astype(np.int64) + signed(get[1]).astype(np.int64)
+            case ["min" | "max", "s32" | "s16x2" | "u16x2" as kind]:
+                dtype = {"s32": SIGNED, "s16x2": np.int16, "u16x2": np.uint16}[kind]
+                a, b = (np.ascontiguousarray(v).view(dtype) for v in get)
+                return (np.minimum if parts[0] == "min" else np.maximum)(a, b).view(UNSIGNED)
+            case ["mad", "wide", "u32"]:
+                return get[0].astype(np.int64) * get[1].astype(np.int64) + get[2]
             case ["cvt", "rn", "f32", "u32"]:
                 return get[0].astype(np.float32).view(UNSIGNED)
             case ["div", "rn", "f32"]:
                 return (get[0].view(np.float32) / get[1].view(np.float32)).view(UNSIGNED)
-            case ["sub", "u32"]:
+            case ["sub", "s32" | "u32"]:
                 return get[0] - get[1]
             case ["mul", "lo", "u32"]:
                 return get[0] * get[1]
-            case ["mad", "lo", "s32"]:
+            case ["mad", "lo", "s32" | "u32"]:
                 return get[0] * get[1] + get[2]
             case ["mad", "wide", "s32"]:
                 return signed(get[0]).astype(np.int64) * signed(get[1]).astype(np.int64) + get[2]
@@ -141,9 +216,16 @@ class Machine:
                 return get[0] | get[1]
             case ["shl", "b32"]:
                 return get[0] << get[1]
-            case ["setp", "lt", "u32"]:
-                return get[0] < get[1]
-            case ["selp", "b32"]:
+            case ["shr", "u32"]:
+                return get[0] >> get[1]
+            case ["setp", comparison, "u32"]:
+                return COMPARISONS[comparison](get[0], get[1])
+            case ["setp", comparison, "s32"]:
+                return COMPARISONS[comparison](signed(get[0]), signed(get[1]))
+            case ["setp", "eq", "f16x2"]:
+                a, b = (np.ascontiguousarray(v).view(np.float16).reshape(self.count, 2) for v in get)
+                return (a == b).T
+            case ["selp", "b32" | "f32"]:
                 return np.where(self.registers[given[2]], get[0], get[1])
             case ["lop3", "b32"]:
                 table, out = int(given[3], 0), np.zeros(self.count, UNSIGNED)
@@ -163,20 +245,33 @@ class Machine:
                     found = COMPARISONS[comparison](a, b)
                 whole = np.dtype(f"u{FLOAT[kind].itemsize}").type
                 return np.where(found, whole(np.iinfo(whole).max), whole(0)).view(UNSIGNED)[:, 0]
-            case ["add" | "mul", "rn", "f32"]:
-                a, b = (v.view(np.float32) for v in get)
+            case ["add" | "mul", "rn", "f32" | "bf16x2" | "f16x2" as kind]:
+                a, b = (np.ascontiguousarray(v).view(FLOAT[kind]) for v in get)
                 with np.errstate(all="ignore"):
                     return (a + b if parts[0] == "add" else a * b).view(UNSIGNED)
             case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
                 high, low = (v.view(np.float32).astype(FLOAT[kind]).view(np.uint16).astype(UNSIGNED) for v in get)
                 return high << UNSIGNED(16) | low
+            case ["cvt", "u32", "u16"]:
+                return get[0] & UNSIGNED(0xFFFF)
             case ["cvt", "f32", "f16"]:
                 return get[0].astype(np.uint16).view(np.float16).astype(np.float32).view(UNSIGNED)
         raise NotImplementedError(".".join(parts))
 
 
+# Windows that move by one element, and tiles of rows and columns of a thread: in whole and cut at the edges.
+STEPS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "3 x 3": ((5, 4), {"window": 3, "stride": 1, "padding": 1}),
+    "2 x 3": ((5, 4), {"window": (2, 3), "stride": 1, "padding": ((0, 1), (2, 0))}),
+    "5 x 5": ((7, 9), {"window": 5, "stride": 1, "padding": 2}),
+    "one row": ((1, 9), {"window": (1, 4), "stride": 1}),
+    "one column": ((6, 1), {"window": (3, 1), "stride": 1, "padding": ((2, 1), (0, 0))}),
+}
+TILES = [(2, 2, 2), (4, 2, 1), (3, 1, 4), (1, 4, 2)]  # rows, columns, vectors
+
+
 def shape_of(name: str, dtype: str, vectors: int) -> tuple[Shape, dict[str, Any]]:
-    size, options = WINDOWS[name]
+    size, options = (WINDOWS | STEPS)[name]
     per_axis = lambda v: tuple(np.broadcast_to(v, 2).tolist())
     taps = per_axis(options.get("window", 2))
     stride, pads = per_axis(options.get("stride", taps)), options.get("padding", 0)
@@ -233,6 +328,17 @@ def test_maximum_backward(name: str, dtype: str):
     agree(machine.array(2, dx), dx)
 
 
+def counted_of(k: Shape, options: dict[str, Any]) -> tuple[Shape, float | None]:
+    """What the average's kernels are told of its counts: the positions that are counted, or one factor."""
+    pads, exclude = options.get("padding", 0), options["mode"] == "average_exclude_padding"
+    if pads == 0 or not (exclude or "ceil_mode" in options):
+        return k, 1.0 / np.prod(k.taps)
+    high = (pads, pads) if isinstance(pads, int) else tuple(p[1] for p in pads)
+    sides = ((0, 0), (0, 0)) if exclude else tuple(zip(k.low, high, strict=True))
+    counted: Any = tuple((-low, n + high) for (low, high), n in zip(sides, k.size, strict=True))
+    return dataclasses.replace(k, counted=counted), None
+
+
 @each[0]
 @each[1]
 @pytest.mark.parametrize("mode", ["average", "average_exclude_padding"])
@@ -241,14 +347,7 @@ def test_average_and_its_backward(name: str, dtype: str, mode: str):
     x = data((2, *k.size, 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 4)
     options = {**options, "mode": mode}
     y = reference.pool(x, **options, arithmetic="ordered")
-    several = options.get("padding", 0) != 0 and (mode != "average" or "ceil_mode" in options)
-    factor = None if several else 1.0 / np.prod(k.taps)
-    if several:
-        pads = options["padding"]
-        high = (pads, pads) if isinstance(pads, int) else tuple(p[1] for p in pads)
-        sides = ((0, 0), (0, 0)) if mode != "average" else tuple(zip(k.low, high, strict=True))
-        counted: Any = tuple((-low, n + high) for (low, high), n in zip(sides, k.size, strict=True))
-        k = dataclasses.replace(k, counted=counted)
+    k, factor = counted_of(k, options)
     for rows in (1, 2):
         machine = Machine([x, np.full_like(y, np.nan)])
         machine.run(pool_ptx.average(k, factor=factor, rows=rows), k.forward_threads(rows))
@@ -258,6 +357,125 @@ def test_average_and_its_backward(name: str, dtype: str, mode: str):
     machine = Machine([dy, np.full_like(dx, np.nan)])
     machine.run(pool_ptx.average_backward(k, factor=factor), k.backward_threads())
     agree(machine.array(1, dx), dx)
+
+
+tiled = [
+    pytest.mark.parametrize("name", STEPS),
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("tile", TILES, ids=lambda t: "x".join(map(str, t))),
+]
+
+
+def tile_of(k: Shape, size: tuple[int, int], tile: tuple[int, int, int], threads: int = 128) -> Tile:
+    return Tile(min(tile[0], size[0]), min(tile[1], size[1]), tile[2], threads)
+
+
+@tiled[0]
+@tiled[1]
+@tiled[2]
+@pytest.mark.parametrize("special", [False, True], ids=["numbers", "with NaN"])
+def test_maximum_of_tiles(name: str, dtype: str, tile: tuple[int, int, int], special: bool):
+    k, options = shape_of(name, dtype, 4)
+    t = tile_of(k, k.out, tile)
+    x = data((2, *k.size, 4 * 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 6, special=special)
+    y, tap = reference.pool(x, **options, return_indices="tap", arithmetic="ordered")
+    for indices in (False, True):
+        machine = Machine([x, np.full_like(y, np.nan), np.full_like(tap, 77)][: 2 + indices])
+        machine.run(pool_tile_ptx.maximum(k, t, indices=indices), t.count(k, k.out))
+        agree(machine.array(1, y), y)
+        if indices:
+            agree(machine.array(2, tap), tap)
+
+
+ZEROS = ["+0", "some -0", "-0 throughout"]
+
+
+def outputs_of(name: str, dtype: str, zeros: str, vectors: int) -> tuple[Shape, np.ndarray, np.ndarray, np.ndarray]:
+    """A shape, dy, taps and the definition's dx, whose sums are from +0."""
+    k, options = shape_of(name, dtype, vectors)
+    x = data((2, *k.size, vectors * 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 7)
+    tap = reference.pool(x, **options, return_indices="tap")[1]
+    dy = data(tap.shape, DTYPES[dtype], 8)
+    dy = {"+0": dy + DTYPES[dtype].type(0.0), "some -0": dy, "-0 throughout": np.full_like(dy, -0.0)}[zeros]
+    return k, dy, tap, reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
+
+
+@tiled[0]
+@tiled[1]
+@pytest.mark.parametrize("strip", [(3, 4), (7, 9, 256)], ids=str)
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_maximum_backward_by_scattering(name: str, dtype: str, strip: tuple[int, ...], zeros: str):
+    k, dy, tap, dx = outputs_of(name, dtype, zeros, 3)
+    agree(scattered(k, dy, tap, dx, Strip(*strip)), dx)
+
+
+def scattered(k: Shape, dy: np.ndarray, tap: np.ndarray, dx: np.ndarray, strip: Strip, change: Any = str) -> np.ndarray:
+    machine = Machine([dy, tap, np.full_like(dx, np.nan)])
+    code = change(pool_scatter_ptx.maximum_backward(k, strip))
+    machine.run(code, strip.count(k), strip.threads, strip.floats(k))
+    return machine.array(2, dx)
+
+
+@tiled[0]
+@tiled[1]
+def test_scattering_taps_that_are_none(name: str, dtype: str):
+    """Any byte may stand for a tap: those that are none, or lie in the padding, add nothing and reach nothing else."""
+    k, dy, tap, dx = outputs_of(name, dtype, "some -0", 3)
+    tap = np.random.default_rng(9).integers(0, 256, tap.shape).astype(np.uint8) % np.uint8(2 * np.prod(k.taps))
+    machine = Machine([dy, tap, np.full_like(dx, np.nan)])
+    machine.run(pool_ptx.maximum_backward(k), k.backward_threads())
+    agree(scattered(k, dy, tap, dx, Strip(2, 3)), machine.array(2, dx))
+
+
+def test_the_machine_finds_races():
+    k, dy, tap, dx = outputs_of("3 x 3", "bf16", "+0", 3)
+    without = lambda code: code.replace("bar.sync 0;\n", "")
+    with pytest.raises(AssertionError, match="a race"):
+        scattered(k, dy, tap, dx, Strip(2, 3), without)
+    # The sums of neighbouring threads overlap.
+    shared = lambda code: re.sub(r"(mad.lo.u32 r\d+, r0), 4, \$3;", r"\1, 0, $3;", code, count=1)
+    with pytest.raises(AssertionError, match="two threads store"):
+        scattered(k, dy, tap, dx, Strip(2, 3), shared)
+
+
+@tiled[0]
+@tiled[1]
+@tiled[2]
+@pytest.mark.parametrize("mode", ["average", "average_exclude_padding"])
+def test_average_of_tiles_and_its_backward(name: str, dtype: str, tile: tuple[int, int, int], mode: str):
+    k, options = shape_of(name, dtype, 4)
+    options = {**options, "mode": mode}
+    x = data((2, *k.size, 4 * 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 4)
+    y = reference.pool(x, **options, arithmetic="ordered")
+    k, factor = counted_of(k, options)
+    t = tile_of(k, k.out, tile, 256)
+    machine = Machine([x, np.full_like(y, np.nan)])
+    machine.run(pool_tile_ptx.average(k, t, factor=factor), t.count(k, k.out), 256)
+    agree(machine.array(1, y), y)
+    dy = data(y.shape, DTYPES[dtype], 5)
+    dx = reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
+    t = tile_of(k, k.size, tile)
+    machine = Machine([dy, np.full_like(dx, np.nan)])
+    machine.run(pool_tile_ptx.average_backward(k, t, factor=factor), t.count(k, k.size))
+    agree(machine.array(1, dx), dx)
+
+
+@pytest.mark.parametrize("taps", range(1, 9))
+@pytest.mark.parametrize("count", range(1, 9))
+def test_sliding_windows(count: int, taps: int):
+    """Every window joins its items once each and in their order; neighbouring windows share what they have joined."""
+    joins = []
+
+    def join(a: str, b: str) -> str:
+        joins.append((a, b))
+        return a + b
+
+    find: Any = pool_tile_ptx.sliding
+    assert list(find(count, taps, "abcdefghijklmnop".__getitem__, join)) == [
+        "abcdefghijklmnop"[i : i + taps] for i in range(count)
+    ]
+    separately = count * (taps - 1)
+    assert len(joins) <= separately if count == 1 or taps < 3 else len(joins) < separately
 
 
 def test_the_machine_finds_accesses_outside():
@@ -309,3 +527,44 @@ def test_lowers_for_hopper(mode: str, shape: tuple[int, ...]):
     assert [e.engine for e in dnn.explain(function, x, platform="cuda")] == ["hopper", "hopper"]
     text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 2
+
+
+@pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("window", [2, 3, 5, 8])
+def test_windows_that_move_by_one_lower_for_hopper(window: int, dtype: str):
+    def step(x: jax.Array) -> Any:
+        found = []
+        for mode in ("max", "average", "average_exclude_padding"):
+            y, back = jax.vjp(lambda x, m=mode: dnn.pool(x, window=window, stride=1, padding=window // 2, mode=m), x)
+            found.append((y, back(y)[0]))
+        return found, dnn.pool(x, window=window, stride=1, padding=window // 2)
+
+    x = jnp.zeros((2, 10, 9, 24), dtype)
+    assert {e.engine for e in dnn.explain(step, x, platform="cuda")} == {"hopper"}
+    text = jax.jit(step).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 7
+
+
+@pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
+@pytest.mark.parametrize("taps", [(1, 1), (1, 3), (3, 3), (5, 5), (7, 7), (8, 8), (64, 1), (1, 64)])
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (20, 20), (28, 28), (112, 112), (1, 4096)])
+@pytest.mark.parametrize("images", [1, 128])
+def test_plans_fit(images: int, size: tuple[int, int], taps: tuple[int, int]):
+    """Tiles and strips cover the array with vectors that are there, in the shared memory there is."""
+    from jaxdnn._kernels.hopper import pool as kernels
+
+    for vectors in (1, 3, 24):
+        k = Shape("bf16", images, vectors, size, size, taps, (1, 1), (taps[0] // 2, taps[1] // 2), (1, 1))
+        tile, strip = kernels.tile_of(k, size), kernels.strip_of(k)
+        assert (tile is None) == (strip is None) == (min(taps) < 3)
+        if tile is None or strip is None:
+            continue
+        assert vectors % tile.vectors == 0
+        assert 4 * strip.floats(k) <= 232_448
+        for part in (tile, strip):
+            assert part.rows <= size[0]
+            assert part.columns <= size[1]
+        for change in ({"stride": (1, 2)}, {"dilation": (2, 1)}):
+            other = dataclasses.replace(k, **change)
+            assert kernels.tile_of(other, size) is kernels.strip_of(other) is None

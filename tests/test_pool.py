@@ -35,6 +35,20 @@ def test_bits_of_maximum(name: str, dtype: str):
     assert_bits(dnn.pool(x, **options, return_indices="tap")[1], reference.pool(x, **options, return_indices="tap")[1])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("window", [2, 3, 12], ids=["disjoint", "of slices", "by a loop"])
+def test_the_gradient_of_a_maximum_is_summed_from_plus_zero(window: int, dtype: str):
+    """So that it is never -0, though every window hands one back; whether another one did not makes no difference."""
+    options: dict[str, Any] = {"window": window, "stride": 2 if window == 2 else 1}
+    x = np.random.default_rng(1).integers(-2, 3, (2, 13, 14, 3)).astype(DTYPES[dtype])
+    y = reference.pool(x, **options)
+    for share in (0.6, 1.0):
+        dy = np.where(np.random.default_rng(2).random(y.shape) < share, -0.0, y.astype(float)).astype(x.dtype)
+        dx = np.asarray(jax.jit(ft.partial(dnn.pool_dgrad, **options))(dy, x))
+        assert_bits(dx, reference.pool_dgrad(dy, x, **options, arithmetic="ordered"))
+        assert not np.signbit(dx[dx == 0]).any()
+
+
 @each_kind
 @pytest.mark.parametrize("mode", ["average", "average_exclude_padding"])
 def test_bits_of_average(name: str, mode: str, dtype: str):

@@ -21,9 +21,9 @@ Arithmetic. "golden" computes in float64 and rounds only to a given out_dtype. "
 float32 (float64 for float64; int8 exactly), taps along the last axis first, then along those before it; along one
 axis neighbours are added, then neighbouring sums and so on, an odd one out going up unchanged; a sum is multiplied by
 1 / count, rounded once (int8 to int8: divided, ties to even). The gradient of an average adds the same way, its taps
-in ascending order, and multiplies afterwards where all counts are alike, else before. That of a maximum adds the
-taps that an element can be of a window, in row-major order, one after the other, a window that chose another counting
-as zero. lp has no ordered arithmetic.
+in ascending order, and multiplies afterwards where all counts are alike, else before. That of a maximum adds, from +0,
+the taps that an element can be of a window, in row-major order, one after the other, a window that chose another
+counting as zero. lp has no ordered arithmetic.
 
 Sources: the cuDNN developer guide, cudnnPoolingForward and cudnnPoolingBackward; PyTorch's max_pool2d and avg_pool2d
 for ceil mode, its divisor and the flat indices; ONNX's MaxPool, AveragePool and LpPool.
@@ -303,10 +303,10 @@ def window_sums(gradient: Array, windows: Sequence[Windows]) -> Array:
 
 
 def chosen_sums(gradient: Array, flat: Array, shape: Sequence[int], windows: Sequence[Windows]) -> Array:
-    """Every element's sum over the windows whose index it is, one after the other in the order of the taps."""
+    """Every element's sum, from +0, over the windows whose index it is, in the order of the taps."""
     here = np.arange(math.prod(shape[1:-1])).reshape((*shape[1:-1], 1))
     taps = [seen_by(w) for w in windows]
-    total, started = np.zeros(shape, gradient.dtype), np.zeros((*shape[1:-1], 1), bool)
+    total = np.zeros(shape, gradient.dtype)
     for place in places(windows):
         value, index, fits, there = gradient, flat, np.ones((), bool), np.ones((), bool)
         for axis, r in enumerate(place):
@@ -315,8 +315,7 @@ def chosen_sums(gradient: Array, flat: Array, shape: Sequence[int], windows: Seq
             fits, there = fits[..., None] & fits_here, there[..., None] & there_here
         term = np.where(there[..., None] & (index == here), value, np.zeros_like(value))
         with np.errstate(invalid="ignore", over="ignore"):
-            joined = np.where(started, total + term, term)
-        total, started = np.where(fits[..., None], joined, total), started | fits[..., None]
+            total = np.where(fits[..., None], total + term, total)
     return total
 
 

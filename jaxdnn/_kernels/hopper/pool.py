@@ -1,4 +1,4 @@
-"""Pooling of channels-last arrays on compute capability 9.0: launches of the PTX of `pool_ptx`."""
+"""Pooling of channels-last arrays on compute capability 9.0: which kernel takes a call, and its launch."""
 
 from typing import Any
 
@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._kernels.hopper import pool_ptx
+from jaxdnn._kernels.hopper import pool_ptx, pool_scatter_ptx, pool_tile_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.pool_ptx import THREADS, Shape
+from jaxdnn._kernels.hopper.pool_scatter_ptx import Strip
+from jaxdnn._kernels.hopper.pool_tile_ptx import Tile
 
+SHARED_TAPS = 3  # along both axes: from here on tiles and strips were measured faster, benchmarks/notes-pool.md
+MOST_ROWS = 14  # and columns
+MOST_SHARED = 110 << 10  # bytes of a block, for two of them on a multiprocessor
+MANY_THREADS = 1 << 15  # about 250 for each multiprocessor
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -20,39 +26,86 @@ def forward_rows(k: Shape) -> int:
     return 2 if shares and loads <= 16 and k.out[0] > 1 else 1
 
 
-def maximum(x: Array, k: Shape, *, indices: bool, rows: int | None = None) -> Any:
+def _shares_much(k: Shape) -> bool:
+    # Offsets from a tile's first element are constants of an instruction.
+    reach = 16 * k.vectors * max(k.size[1], k.out[1]) * (k.taps[0] + 4)
+    return k.stride == (1, 1) and k.dilation == (1, 1) and min(k.taps) >= SHARED_TAPS and reach < 2**31
+
+
+def tile_of(k: Shape, size: tuple[int, int]) -> Tile | None:
+    """The tile of a thread for an array of so many rows and columns, where windows share much."""
+    if not _shares_much(k):
+        return None
+    vectors = next((v for v in (8, 4) if k.vectors % v == 0), k.vectors)
+    return Tile(rows=min(4, size[0]), columns=min(2, size[1]), vectors=vectors, threads=THREADS)
+
+
+def strip_of(k: Shape) -> Strip | None:
+    """What a thread makes of max-pooling's gradient, where windows share much and the sums have room."""
+    if not _shares_much(k):
+        return None
+    down, across = (-(-size // MOST_ROWS) for size in k.size)
+    part = lambda axis, parts: -(-k.size[axis] // parts)
+    while 4 * (strip := Strip(part(0, down), part(1, across))).floats(k) > MOST_SHARED:
+        if strip.columns == 1:
+            return None
+        across += 1
+    while strip.count(k) < MANY_THREADS and strip.rows > k.taps[0]:
+        down += 1
+        strip = Strip(part(0, down), strip.columns)
+    return strip
+
+
+def maximum(x: Array, k: Shape, *, indices: bool, rows: int | None = None, tile: Tile | None = None) -> Any:
     """y of x (n, h, w, c), and with indices the taps."""
-    rows = forward_rows(k) if rows is None else rows
     shape = (k.images, *k.out, x.shape[-1])
     results = [jax.ShapeDtypeStruct(shape, x.dtype)] + [jax.ShapeDtypeStruct(shape, jnp.uint8)] * indices
-    code = pool_ptx.maximum(k, indices=indices, rows=rows)
-    found = launch(code, [x], results, name="pool_max", blocks=_blocks(k.forward_threads(rows)), threads=THREADS)
+    rows, tile = rows or forward_rows(k), tile or (None if rows else tile_of(k, k.out))
+    if tile is None:
+        code, grid = pool_ptx.maximum(k, indices=indices, rows=rows), _blocks(k.forward_threads(rows))
+    else:
+        code, grid = pool_tile_ptx.maximum(k, tile, indices=indices), _tiles(k, tile, k.out)
+    found = launch(code, [x], results, name="pool_max", **grid)
     return found if indices else found[0]
 
 
-def average(x: Array, k: Shape, *, factor: float | None, rows: int | None = None) -> Array:
+def average(x: Array, k: Shape, *, factor: float | None, rows: int | None = None, tile: Tile | None = None) -> Array:
     """y of x (n, h, w, c): sums times a factor."""
-    rows = forward_rows(k) if rows is None else rows
     result = jax.ShapeDtypeStruct((k.images, *k.out, x.shape[-1]), x.dtype)
-    code = pool_ptx.average(k, factor=factor, rows=rows)
-    return launch(code, [x], [result], name="pool_average", blocks=_blocks(k.forward_threads(rows)), threads=THREADS)[0]
+    rows, tile = rows or forward_rows(k), tile or (None if rows else tile_of(k, k.out))
+    if tile is None:
+        code, grid = pool_ptx.average(k, factor=factor, rows=rows), _blocks(k.forward_threads(rows))
+    else:
+        code, grid = pool_tile_ptx.average(k, tile, factor=factor), _tiles(k, tile, k.out)
+    return launch(code, [x], [result], name="pool_average", **grid)[0]
 
 
-def maximum_backward(dy: Array, taps: Array, k: Shape) -> Array:
+def maximum_backward(dy: Array, taps: Array, k: Shape, *, strip: Strip | None = None) -> Array:
     """dx of dy and taps (n, p, q, c)."""
     result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
-    code, blocks = pool_ptx.maximum_backward(k), _blocks(k.backward_threads())
-    return launch(code, [dy, taps], [result], name="pool_max_dgrad", blocks=blocks, threads=THREADS)[0]
+    strip = strip or strip_of(k)
+    if strip is None:
+        code, grid = pool_ptx.maximum_backward(k), _blocks(k.backward_threads())
+    else:
+        code = pool_scatter_ptx.maximum_backward(k, strip)
+        grid = {"blocks": -(-strip.count(k) // strip.threads), "threads": strip.threads, "floats": strip.floats(k)}
+    return launch(code, [dy, taps], [result], name="pool_max_dgrad", **grid)[0]
 
 
-def average_backward(dy: Array, k: Shape, *, factor: float | None) -> Array:
+def average_backward(dy: Array, k: Shape, *, factor: float | None, tile: Tile | None = None) -> Array:
     """dx of dy (n, p, q, c)."""
     result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
-    code = pool_ptx.average_backward(k, factor=factor)
-    return launch(
-        code, [dy], [result], name="pool_average_dgrad", blocks=_blocks(k.backward_threads()), threads=THREADS
-    )[0]
+    tile = tile or tile_of(k, k.size)
+    if tile is None:
+        code, grid = pool_ptx.average_backward(k, factor=factor), _blocks(k.backward_threads())
+    else:
+        code, grid = pool_tile_ptx.average_backward(k, tile, factor=factor), _tiles(k, tile, k.size)
+    return launch(code, [dy], [result], name="pool_average_dgrad", **grid)[0]
 
 
-def _blocks(threads: int) -> int:
-    return -(-threads // THREADS)
+def _blocks(threads: int) -> dict[str, int]:
+    return {"blocks": -(-threads // THREADS), "threads": THREADS}
+
+
+def _tiles(k: Shape, tile: Tile, size: tuple[int, int]) -> dict[str, int]:
+    return {"blocks": -(-tile.count(k, size) // tile.threads), "threads": tile.threads}

@@ -12,17 +12,18 @@ makes one cell of dx, stride by stride elements, which all see the same few outp
 Order of additions: that of `jaxdnn._kernels.xla.pool`, so the bits are the same.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxdnn._kernels.hopper import ptx
 from jaxdnn._kernels.hopper.ptx import real
 
 THREADS = 128  # of a block
-_KINDS = {"bf16": "bf16x2", "f16": "f16x2", "f32": "f32"}
-_LOWEST = {"bf16": "0xff80ff80", "f16": "0xfc00fc00", "f32": "0xff800000"}
+KINDS = {"bf16": "bf16x2", "f16": "f16x2", "f32": "f32"}
+LOWEST = {"bf16": "0xff80ff80", "f16": "0xfc00fc00", "f32": "0xff800000"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,16 @@ class Emitter(ptx.Emitter):
         quotient = self.r("div.u32", value, divisor)
         return quotient, self.r("sub.u32", value, self.r("mul.lo.u32", quotient, divisor))
 
+    @contextlib.contextmanager
+    def rolled(self, count: int) -> Iterator[str]:
+        """A loop from 0 to count - 1 that ptxas does not unroll: for what seldom runs."""
+        head, index = self.label(), self.r("mov.b32", 0)
+        self.place(head)
+        self.op('.pragma "nounroll"')
+        yield index
+        self.op("add.s32", index, index, 1)
+        self.op("bra", head, when=self.p("setp.lt.s32", index, count))
+
     def lop3(self, a: str, b: object, c: str, table: int) -> str:
         return self.r("lop3.b32", a, b, c, hex(table))
 
@@ -107,11 +118,11 @@ def _vector(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else "{" + ", ".join(names) + "}"
 
 
-def _place(base: str, offset: int) -> str:
+def address(base: str, offset: int) -> str:
     return f"[{base}+{offset}]" if offset >= 0 else f"[{base}+-{-offset}]"
 
 
-def _pointer(e: Emitter, operand: int, index: str, size: int) -> str:
+def pointer(e: Emitter, operand: int, index: str, size: int) -> str:
     """The global address of the element `index`, a signed number, of an operand whose elements take `size` bytes."""
     base = e.d("cvta.to.global.u64", f"${operand}")
     return e.d("mad.wide.s32", index, size, base)
@@ -124,20 +135,20 @@ def _thread(e: Emitter, count: int) -> tuple[str, str]:
     return number, e.p("setp.lt.u32", number, count)
 
 
-def _index(e: Emitter, image: str, row: str, column: str, vector: str, size: tuple[int, int], vectors: int) -> str:
+def flat_index(e: Emitter, image: str, row: str, column: str, vector: str, size: tuple[int, int], vectors: int) -> str:
     line = e.r("mad.lo.s32", image, size[0], row)
     pixel = e.r("mad.lo.s32", line, size[1], column)
     return e.r("mad.lo.s32", pixel, vectors, vector)
 
 
-def _both(e: Emitter, *predicates: str) -> str:
+def both(e: Emitter, *predicates: str) -> str:
     found = [p for p in predicates if p]
     while len(found) > 1:
         found = [e.p("and.pred", found[0], found[1]), *found[2:]]
     return found[0] if found else ""
 
 
-def _pairwise(e: Emitter, items: list[list[str]]) -> list[str]:
+def pairwise(e: Emitter, items: list[list[str]]) -> list[str]:
     """Adds neighbours, then neighbouring sums; an odd one goes up unchanged."""
     while len(items) > 1:
         joined = [
@@ -148,7 +159,7 @@ def _pairwise(e: Emitter, items: list[list[str]]) -> list[str]:
     return items[0]
 
 
-def _count(e: Emitter, k: Shape, axis: int, output: str) -> str:
+def count(e: Emitter, k: Shape, axis: int, output: str) -> str:
     """How many taps along an axis of an output's window are counted, at least one."""
     low, high = (k.counted or ((0, 0), (0, 0)))[axis]
     start = e.r("mad.lo.s32", output, k.stride[axis], -k.low[axis] - low)
@@ -159,7 +170,7 @@ def _count(e: Emitter, k: Shape, axis: int, output: str) -> str:
     return e.r("max.u32", total, 1)
 
 
-def _reciprocal(e: Emitter, down: str, across: str) -> str:
+def reciprocal(e: Emitter, down: str, across: str) -> str:
     """1 / (down * across), rounded to nearest."""
     return e.f("div.rn.f32", real(1.0), e.f("cvt.rn.f32.u32", e.r("mul.lo.u32", down, across)))
 
@@ -181,7 +192,7 @@ class _Inputs:
             e.r("mad.lo.s32", at, stride, -low)
             for at, stride, low in zip((self.row, self.column), k.stride, k.low, strict=True)
         ]
-        self.base = _pointer(e, operand, _index(e, self.image, down, across, self.vector, k.size, k.vectors), 16)
+        self.base = pointer(e, operand, flat_index(e, self.image, down, across, self.vector, k.size, k.vectors), 16)
         self._inside: dict[tuple[int, int], str] = {}
         self._held: dict[tuple[int, int], list[str]] = {}
         self._valid: dict[tuple[int, int], str] = {}
@@ -198,33 +209,33 @@ class _Inputs:
 
     def inside(self, down: int, across: int) -> str:
         if (down, across) not in self._valid:
-            found = _both(self.e, self._along(0, down), self._along(1, across))
+            found = both(self.e, self._along(0, down), self._along(1, across))
             self._valid[down, across] = found
         return self._valid[down, across]
 
     def get(self, down: int, across: int) -> list[str]:
         if (down, across) not in self._held:
-            place = _place(self.base, 16 * self.k.vectors * (down * self.k.size[1] + across))
-            when = _both(self.e, self.works, self.inside(down, across))
+            place = address(self.base, 16 * self.k.vectors * (down * self.k.size[1] + across))
+            when = both(self.e, self.works, self.inside(down, across))
             self._held[down, across] = self.e.load(4, place, when, self.fill)
         return self._held[down, across]
 
     def result(self, operand: int, size: int) -> str:
-        at = _index(self.e, self.image, self.row, self.column, self.vector, self.k.out, self.k.vectors)
-        return _pointer(self.e, operand, at, size)
+        at = flat_index(self.e, self.image, self.row, self.column, self.vector, self.k.out, self.k.vectors)
+        return pointer(self.e, operand, at, size)
 
     def stores(self, j: int) -> str:
         """Whether the thread's j-th output exists."""
         if j == 0:
             return self.works
         row = self.e.p("setp.lt.u32", self.e.r("add.u32", self.row, j), self.k.out[0])
-        return _both(self.e, self.works, row)
+        return both(self.e, self.works, row)
 
 
 def maximum(k: Shape, *, indices: bool, rows: int) -> str:
     """Operands: x, y and, with indices, taps (uint8)."""
     e = Emitter()
-    x = _Inputs(e, k, 0, rows, _LOWEST[k.dtype])
+    x = _Inputs(e, k, 0, rows, LOWEST[k.dtype])
     y = x.result(1, 16)
     taps = x.result(2, 4 if k.wide else 8) if indices else ""
     places = list(enumerate(itertools.product(range(k.taps[0]), range(k.taps[1]))))
@@ -233,24 +244,24 @@ def maximum(k: Shape, *, indices: bool, rows: int) -> str:
         tap: list[str] = []
         for t, (r, s) in reversed(places):
             at = j * k.stride[0] + r * k.dilation[0], s * k.dilation[1]
-            best, tap = _compare(e, k, best, tap, x.get(*at), t, x.inside(*at) if indices else "")
+            number = str(t if k.wide else t * 0x10001)
+            best, tap = compare(e, k, best, tap, x.get(*at), number, x.inside(*at) if indices else "")
         when = x.stores(j)
-        e.store(best, _place(y, 16 * k.vectors * j * k.out[1]), when)
+        e.store(best, address(y, 16 * k.vectors * j * k.out[1]), when)
         if indices:
             width = 4 if k.wide else 8
-            e.store(_bytes(e, k, tap), _place(taps, width * k.vectors * j * k.out[1]), when)
+            e.store(as_bytes(e, k, tap), address(taps, width * k.vectors * j * k.out[1]), when)
     return e.text()
 
 
-def _compare(
-    e: Emitter, k: Shape, best: list[str], tap: list[str], values: list[str], t: int, valid: str
+def compare(
+    e: Emitter, k: Shape, best: list[str], tap: list[str], values: list[str], number: str, valid: str
 ) -> tuple[list[str], list[str]]:
-    """The larger of best and values, of equal ones values; a NaN among values always."""
-    number = str(t if k.wide else t * 0x10001)
+    """The larger of best and values, of equal ones values; a NaN among values always. `number`: the tap of values."""
     if not best:
         return values, [number] * len(values)
     mask = e.r("selp.b32", "0xffffffff", "0", valid) if valid else ""
-    kind = _KINDS[k.dtype]
+    kind = KINDS[k.dtype]
     found: tuple[list[str], list[str]] = ([], [])
     for v, b, i in zip(values, best, tap, strict=True):
         more, nan = e.r(f"set.ge.u32.{kind}", v, b), e.r(f"set.nan.u32.{kind}", v, v)
@@ -260,7 +271,7 @@ def _compare(
     return found
 
 
-def _bytes(e: Emitter, k: Shape, lanes: list[str]) -> list[str]:
+def as_bytes(e: Emitter, k: Shape, lanes: list[str]) -> list[str]:
     """Taps of 16 or 32 bits each, as bytes."""
     if not k.wide:
         return [e.r("prmt.b32", a, b, "0x6420") for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
@@ -281,17 +292,17 @@ def average(k: Shape, *, factor: float | None, rows: int) -> str:
             for s in range(k.taps[1]):
                 at = down, s * k.dilation[1]
                 values[at] = e.unpack(k.dtype, x.get(*at))
-            lines[down] = _pairwise(e, [values[down, s * k.dilation[1]] for s in range(k.taps[1])])
+            lines[down] = pairwise(e, [values[down, s * k.dilation[1]] for s in range(k.taps[1])])
         return lines[down]
 
-    columns = _count(e, k, 1, x.column) if k.counted else ""
+    columns = count(e, k, 1, x.column) if k.counted else ""
     for j in range(rows):
-        total = _pairwise(e, [line(j * k.stride[0] + r * k.dilation[0]) for r in range(k.taps[0])])
+        total = pairwise(e, [line(j * k.stride[0] + r * k.dilation[0]) for r in range(k.taps[0])])
         scale = None if factor is None else real(factor)
         if k.counted:
-            scale = _reciprocal(e, _count(e, k, 0, e.r("add.u32", x.row, j)), columns)
+            scale = reciprocal(e, count(e, k, 0, e.r("add.u32", x.row, j)), columns)
         total = total if scale is None else [e.f("mul.rn.f32", v, scale) for v in total]
-        e.store(e.pack(k.dtype, total), _place(y, 16 * k.vectors * j * k.out[1]), x.stores(j))
+        e.store(e.pack(k.dtype, total), address(y, 16 * k.vectors * j * k.out[1]), x.stores(j))
     return e.text()
 
 
@@ -309,9 +320,9 @@ class _Cell:
         rest, column = e.quotient(rest, cells[1])
         self.image, row = e.quotient(rest, cells[0])
         self.at = row, column
-        index = _index(e, self.image, row, column, self.vector, k.out, k.vectors)
-        self.dy = _pointer(e, 0, index, 16)
-        self.taps = _pointer(e, 1, index, 4 if k.wide else 8) if taps else ""
+        index = flat_index(e, self.image, row, column, self.vector, k.out, k.vectors)
+        self.dy = pointer(e, 0, index, 16)
+        self.taps = pointer(e, 1, index, 4 if k.wide else 8) if taps else ""
         self._held: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
         self._inside: dict[tuple[int, int], str] = {}
 
@@ -325,12 +336,12 @@ class _Cell:
         """dy, and the taps in as many bits as dy's numbers have."""
         if (down, across) not in self._held:
             e, k = self.e, self.k
-            when = _both(e, self.works, self._along(0, down), self._along(1, across))
+            when = both(e, self.works, self._along(0, down), self._along(1, across))
             offset = k.vectors * (down * k.out[1] + across)
-            dy = e.load(4, _place(self.dy, 16 * offset), when, "0")
+            dy = e.load(4, address(self.dy, 16 * offset), when, "0")
             taps: list[str] = []
             if self.taps:
-                words = e.load(1 if k.wide else 2, _place(self.taps, (4 if k.wide else 8) * offset), when, "0")
+                words = e.load(1 if k.wide else 2, address(self.taps, (4 if k.wide else 8) * offset), when, "0")
                 picks = [f"0x444{i}" for i in range(4)] if k.wide else ["0x4140", "0x4342"]
                 taps = [e.r("prmt.b32", word, "0", pick) for word in words for pick in picks]
             self._held[down, across] = dy, taps
@@ -341,15 +352,15 @@ class _Cell:
         e, k = self.e, self.k
         row, column = (e.r("mul.lo.u32", at, u) for at, u in zip(self.at, k.stride, strict=True))
         operand = 2 if self.taps else 1
-        dx = _pointer(e, operand, _index(e, self.image, row, column, self.vector, k.size, k.vectors), 16)
+        dx = pointer(e, operand, flat_index(e, self.image, row, column, self.vector, k.size, k.vectors), 16)
         ragged = [h % u > 0 for h, u in zip(k.size, k.stride, strict=True)]
         for (a, b), words in values.items():
             inside = [
                 e.p("setp.lt.u32", e.r("add.u32", start, shift), size) if cut and shift else ""
                 for start, shift, size, cut in zip((row, column), (a, b), k.size, ragged, strict=True)
             ]
-            place = _place(dx, 16 * k.vectors * (a * k.size[1] + b))
-            e.store(words, place, _both(e, self.works, *inside))
+            place = address(dx, 16 * k.vectors * (a * k.size[1] + b))
+            e.store(words, place, both(e, self.works, *inside))
 
 
 def maximum_backward(k: Shape) -> str:
@@ -366,9 +377,13 @@ def maximum_backward(k: Shape) -> str:
             number = e.r("mov.b32", t)
             terms.append([e.r("and.b32", v, e.r(compare, i, number)) for v, i in zip(dy, taps, strict=True)])
         if len(terms) < 2:
-            values[a, b] = terms[0] if terms else [e.r("mov.b32", 0)] * 4
+            kind, zero = KINDS[k.dtype], e.r("mov.b32", 0)
+            # -0 becomes +0.
+            values[a, b] = (
+                [e.r("and.b32", v, e.r(f"set.neu.u32.{kind}", v, zero)) for v in terms[0]] if terms else [zero] * 4
+            )
             continue
-        total = e.unpack(k.dtype, terms[0])
+        total = [e.f("add.rn.f32", v, real(0.0)) for v in e.unpack(k.dtype, terms[0])]
         for term in terms[1:]:
             total = [e.f("add.rn.f32", x, y) for x, y in zip(total, e.unpack(k.dtype, term), strict=True)]
         values[a, b] = e.pack(k.dtype, total)
@@ -387,19 +402,19 @@ def average_backward(k: Shape, *, factor: float | None) -> str:
             found = e.unpack(k.dtype, cell.get(down, across)[0])
             if k.counted:
                 shifted = (e.r("add.s32", at, shift) for at, shift in zip(cell.at, (down, across), strict=True))
-                scale = _reciprocal(e, *(_count(e, k, axis, at) for axis, at in enumerate(shifted)))
+                scale = reciprocal(e, *(count(e, k, axis, at) for axis, at in enumerate(shifted)))
                 found = [e.f("mul.rn.f32", v, scale) for v in found]
             floats[down, across] = found
         return floats[down, across]
 
     values = {}
     line: Callable[[int, list[tuple[int, int]]], list[str]]
-    line = lambda down, columns: _pairwise(e, [dy(down, across) for _, across in columns])
+    line = lambda down, columns: pairwise(e, [dy(down, across) for _, across in columns])
     for (a, rows), (b, columns) in itertools.product(*(enumerate(k.phases(axis)) for axis in (0, 1))):
         if not rows or not columns:
             values[a, b] = [e.r("mov.b32", 0)] * 4
             continue
-        total = _pairwise(e, [line(down, columns) for _, down in rows])
+        total = pairwise(e, [line(down, columns) for _, down in rows])
         total = total if factor is None else [e.f("mul.rn.f32", v, real(factor)) for v in total]
         values[a, b] = e.pack(k.dtype, total)
     cell.write(values)
