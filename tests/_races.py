@@ -15,6 +15,7 @@ class Races:
         self.clocks = np.zeros((self.engine + 1, self.engine + 1), np.int64)
         np.fill_diagonal(self.clocks, 1)
         self.stores, self.loads = ((np.full(size // 4, -1), np.zeros(size // 4, np.int64)) for _ in range(2))
+        self.unfenced = np.zeros(size // 4, bool)  # stored by threads, and not yet shown to the copy engine
 
     def load(self, threads: np.ndarray, places: np.ndarray) -> None:
         """Each thread loads the bytes in its row of `places`."""
@@ -27,6 +28,11 @@ class Races:
         self._ordered(warps, words, self.stores)
         self._ordered(warps, words, self.loads)
         self.stores[0][words], self.stores[1][words] = warps, self.clocks[warps, warps]
+        self.unfenced[words] = True
+
+    def fence(self, threads: np.ndarray) -> None:
+        """What these threads' warps have stored the copy engine may load."""
+        self.unfenced &= ~np.isin(self.stores[0], np.unique(threads // 32))
 
     def meet(self, threads: np.ndarray) -> None:
         """A barrier of these threads."""
@@ -43,6 +49,18 @@ class Races:
         self.clocks[self.engine, self.engine] += 1
         moment[self.engine] = self.clocks[self.engine, self.engine]
         self.stores[0][words], self.stores[1][words] = self.engine, moment[self.engine]
+        return moment
+
+    def copy_from(self, thread: int, start: int, size: int) -> np.ndarray:
+        """The copy engine loads for a thread, until a moment that the thread is told of if it waits."""
+        moment = self.clocks[thread // 32].copy()
+        words = np.arange(start // 4, (start + size) // 4)
+        self._ordered(np.full(len(words), thread // 32), words, self.stores)
+        if self.unfenced[words].any():
+            raise RuntimeError(f"the copy engine loads what no fence has shown it, from shared byte {start} on")
+        self.clocks[self.engine, self.engine] += 1
+        moment[self.engine] = self.clocks[self.engine, self.engine]
+        self.loads[0][words], self.loads[1][words] = self.engine, moment[self.engine]
         return moment
 
     def nothing(self) -> np.ndarray:

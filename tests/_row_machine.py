@@ -2,9 +2,10 @@
 
 It knows the instructions that those kernels emit and no others: an unknown one raises. A cluster's threads run in step
 like one block's. Branches must be taken by all of them or none (the kernels' are), so a barrier has nothing to wait
-for, but accesses to shared memory that the step alone puts in order are an error (`_races`). A bulk copy is done at
-once, the worst for a kernel that asks for it while the place is still read; who waits for bytes that nothing has been
-asked to bring fails. ex2 and lg2 are exact here.
+for, but accesses to shared memory that the step alone puts in order are an error (`_races`). A bulk copy to shared
+memory is done at once, the worst for a kernel that asks for it while the place is still read, and one from shared
+memory at the last moment, when the thread that asked for it waits; who waits for bytes that nothing has been asked to
+bring fails. ex2 and lg2 are exact here.
 """
 
 import re
@@ -66,6 +67,7 @@ class Rows:
             self.shared[:] = 0xFF
             self.races = races = Races(threads, len(self.shared))
             self.barriers: dict[int, _Barrier] = {}
+            self.leaving: dict[bool, list[tuple[int, int, int, int, np.ndarray]]] = {False: [], True: []}  # committed?
             at = 0
             while at < len(code):
                 guard, name, arguments = code[at]
@@ -78,11 +80,15 @@ class Rows:
                     if active.any() != active.all():
                         raise RuntimeError("threads of one block part ways")
                     at = labels[arguments[0]] if active.all() else at
+                elif name[:2] == ["bar", "warp"]:
+                    pass
                 elif name[0] == "bar" or name[:3] == ["barrier", "cluster", "wait"]:
                     for rank in range(cluster) if name[0] == "bar" else [slice(None)]:
                         races.meet(np.arange(threads).reshape(cluster, -1)[rank].ravel())
                 elif name[0] != "barrier":
                     self._step(name, arguments, active)
+            if any(self.leaving.values()):
+                raise RuntimeError("shared memory is gone before all of it has been copied")
 
     def _bits(self, operand: str) -> np.ndarray:
         if operand in self.registers:
@@ -138,6 +144,29 @@ class Rows:
             start = own + int(to[thread])
             self.shared[start : start + size] = self.memory[source[thread] : source[thread] + size]
             self.barriers[own + int(barrier[thread])].come(-size, 0, self.races.copy(int(thread), start, size))
+
+    def _bulk_store(self, arguments: list[Any], active: np.ndarray) -> None:
+        assert self.races is not None
+        to, source = (self._places(arguments[i], 1)[:, 0] for i in (0, 1))
+        for thread in np.flatnonzero(active):
+            size, own = int(self._bits(arguments[2])[thread]), int(self.rank[thread]) * self.shared_bytes
+            if size <= 0 or size % 16 or to[thread] % 16 or source[thread] % 16:
+                raise RuntimeError("a copy is not aligned, or empty")
+            start = own + int(source[thread])
+            moment = self.races.copy_from(int(thread), start, size)
+            self.leaving[False].append((int(thread), int(to[thread]), start, size, moment))
+
+    def _commit(self, active: np.ndarray) -> None:
+        self.leaving[True] += [store for store in self.leaving[False] if active[store[0]]]
+        self.leaving[False] = [store for store in self.leaving[False] if not active[store[0]]]
+
+    def _wait_for_bulk_stores(self, active: np.ndarray) -> None:
+        assert self.races is not None
+        for thread, to, start, size, moment in [store for store in self.leaving[True] if active[store[0]]]:
+            self.memory[to : to + size] = self.shared[start : start + size]
+            self.written[to : to + size] += 1
+            self.races.told(thread, moment)
+        self.leaving[True] = [store for store in self.leaving[True] if not active[store[0]]]
 
     def _store_to_cluster(self, arguments: list[Any], active: np.ndarray) -> None:
         """An asynchronous store, which the barrier beside it is told of."""
@@ -225,10 +254,19 @@ class Rows:
                     put(real(arguments[1]).astype(HALF[kind]).view(np.uint16).astype(U64))
                 case ["mapa", "shared::cluster", "u32"]:
                     put(low(arguments[1]) + bits(arguments[2]) * U64(self.shared_bytes))
+                case ["fence", "proxy", "async", *_]:
+                    assert self.races is not None
+                    self.races.fence(np.flatnonzero(active))
                 case ["fence", *_]:
                     pass
                 case ["mbarrier", *_]:
                     self._mbarrier(name, arguments, active)
+                case ["cp", "async", "bulk", "global", *_]:
+                    self._bulk_store(arguments, active)
+                case ["cp", "async", "bulk", "commit_group"]:
+                    self._commit(active)
+                case ["cp", "async", "bulk", "wait_group", "read"] if arguments == ["0"]:
+                    self._wait_for_bulk_stores(active)
                 case ["cp", "async", "bulk", *_]:
                     self._bulk_copy(arguments, active)
                 case ["st", "async", *_]:

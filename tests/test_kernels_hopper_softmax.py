@@ -1,5 +1,6 @@
 """The Hopper kernels of the softmax family on the CPU: their PTX run by a small machine, and lowered for CUDA."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxdnn.tolerance import Accumulation
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import softmax, softmax_ptx, softmax_stream_ptx
+from jaxdnn._kernels.hopper import softmax, softmax_dgrad_ptx, softmax_stream_ptx
 from jaxdnn._kernels.hopper.ptx import SIZES
 from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 
@@ -74,19 +75,23 @@ def test_forward(length: int, dtype: str, algorithm: str):
             assert_right(out, golden, tolerance_softmax.softmax(wide, algorithm, (1,), RULE))
 
 
-def streamed(length: int, dtype: str, out_dtype: str, block: int, cluster: int, stages: int) -> RowPlan:
-    each = -(-(length * SIZES[dtype] // 16) // cluster)
-    vectors = -(-each // block)
-    return RowPlan(length, dtype, out_dtype, block * cluster, vectors, block, cluster, stages=stages)
+def streamed(
+    length: int, dtype: str, out_dtype: str, block: int, cluster: int, places: int, pieces: int = 1
+) -> RowPlan:
+    part = -(-(length * SIZES[dtype] // 16) // (block * cluster // 32))
+    vectors = -(-part // (32 * pieces))
+    plan = RowPlan(length, dtype, out_dtype, block * cluster, vectors, block, cluster, stages=places)
+    assert softmax_stream_ptx.pieces(plan) == pieces
+    return plan
 
 
 @pytest.mark.parametrize("algorithm", ["accurate", "fast", "log", "logsumexp"])
 @each_dtype
 @pytest.mark.parametrize(("length", "block", "cluster"), [(8192, 128, 1), (9000, 256, 2), (16384, 128, 4)])
 def test_rows_on_their_way_through_shared_memory(length: int, block: int, cluster: int, dtype: str, algorithm: str):
-    """Two clusters, some rows more than they have places for, and fewer rows than that; slices of two lengths."""
-    for rows, stages in ((2 * CLUSTERS * 3 + 1, 3), (3, 2), (1, 1)):
-        plan = streamed(length, dtype, dtype, block, cluster, stages)
+    """One row, more than there are places for, and as many as clusters; slices and parts of two lengths."""
+    for rows, places in ((2 * CLUSTERS * 3 + 1, 3), (3, 2), (1, 2), (CLUSTERS, 5)):
+        plan = streamed(length, dtype, dtype, block, cluster, places)
         x = data((rows, length), dtype)
         blocks = min(rows, CLUSTERS)
         code = softmax_stream_ptx.forward(plan, rows, blocks, algorithm)
@@ -101,6 +106,88 @@ def test_rows_on_their_way_through_shared_memory(length: int, block: int, cluste
             assert_right(out, golden, tolerance_softmax.softmax(wide, algorithm, (1,), RULE))
 
 
+@each_dtype
+@pytest.mark.parametrize(
+    ("length", "block", "cluster", "pieces"), [(9000, 128, 1, 2), (24576, 128, 1, 3), (24584, 128, 2, 4)]
+)
+def test_logsumexp_of_rows_in_pieces(length: int, block: int, cluster: int, pieces: int, dtype: str):
+    """Fewer places than a row has pieces, and more."""
+    for rows, places in ((7, 2), (7, 5), (1, 1)):
+        plan = streamed(length, dtype, dtype, block, cluster, places, pieces)
+        x = data((rows, length), dtype)
+        x[rows // 2, : length // 2] = -np.inf
+        code = softmax_stream_ptx.forward(plan, rows, min(rows, CLUSTERS), "logsumexp")
+        out = run(code, plan, [x], (rows,), dtype, min(rows, CLUSTERS))
+        golden = reference.logsumexp(x, out_dtype=np.float64)
+        assert_right(out, golden, tolerance_softmax.logsumexp(x.astype(np.float64), (1,), RULE)[:, 0])
+
+
+@pytest.mark.parametrize(("algorithm", "pieces"), [("accurate", 1), ("logsumexp", 3)])
+def test_bits_depend_on_neither_places_nor_clusters(algorithm: str, pieces: int):
+    x = data((9, 9000), "bf16")
+    first = streamed(9000, "bf16", "bf16", 256, 2, 2, pieces)
+    shape = (9,) if algorithm == "logsumexp" else x.shape
+    runs = [
+        run(softmax_stream_ptx.forward(plan, 9, clusters, algorithm), plan, [x], shape, "bf16", clusters)
+        for plan, clusters in ((first, 2), (dataclasses.replace(first, stages=4), 2), (first, 5))
+    ]
+    for found in runs[1:]:
+        np.testing.assert_array_equal(found.view(np.uint8), runs[0].view(np.uint8))
+
+
+@pytest.mark.parametrize(("vectors", "places", "length"), [(4, 3, 1032), (2, 3, 9000), (3, 1, 9000)])
+def test_a_plan_that_the_kernel_cannot_follow(vectors: int, places: int, length: int):
+    """A warp without elements; more than lanes hold; no place for the next row beside this one."""
+    plan = RowPlan(length, "bf16", "bf16", 512, vectors, 512, stages=places)
+    with pytest.raises(ValueError, match="a plan that leaves a warp"):
+        softmax_stream_ptx.forward(plan, 2, 1, "accurate")
+
+
+@pytest.mark.parametrize("algorithm", ["accurate", "log", "logsumexp"])
+@each_dtype
+def test_every_plan_can_be_followed(dtype: str, algorithm: str):
+    lengths = {*range(8192, 300_000, 4096), *(8 * int(n) for n in np.random.default_rng(3).integers(1000, 40_000, 60))}
+    plans = [softmax.plan(length, dtype, dtype, 1, algorithm) for length in sorted(lengths)]
+    streams = [plan for plan in plans if plan.stages]
+    assert 0 < len(streams) < len(plans)
+    for plan in streams:
+        softmax_stream_ptx.check(plan, algorithm)
+        assert softmax_stream_ptx.shared_bytes(plan) <= softmax.SHARED_BYTES * plan.block // softmax.THREADS
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("bf16", "f32"), ("f32", "bf16"), ("f16", "bf16")])
+def test_results_narrower_or_wider_than_elements(dtype: str, out_dtype: str):
+    """Only results as wide as the elements take the elements' place in shared memory."""
+    x = data((7, 9000), dtype)
+    plan = streamed(9000, dtype, out_dtype, 256, 2, 3)
+    out = run(softmax_stream_ptx.forward(plan, 7, CLUSTERS, "accurate"), plan, [x], x.shape, out_dtype, CLUSTERS)
+    golden = reference.softmax(x, out_dtype=np.float64)
+    assert_right(out, golden, tolerance_softmax.softmax(x.astype(np.float64), "accurate", (1,), RULE))
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("cp.async.bulk.wait_group.read", "race for shared byte"),
+        ("cp.async.bulk.commit_group", "race for shared byte"),
+        ("fence.proxy.async", "no fence has shown"),
+        ("mbarrier.arrive.shared::cta", "a wait for what does not come"),
+        ("st.async", "a wait for what does not come"),
+        ("cp.async.bulk.shared::cluster", "a wait for what does not come"),
+    ],
+)
+def test_a_lost_instruction_shows(lost: str, message: str):
+    """The machine that runs the kernels sees what the device would only at times."""
+    plan = streamed(9000, "bf16", "bf16", 256, 2 if lost == "st.async" else 1, 2)
+    x = data((7, 9000), "bf16")
+    whole = softmax_stream_ptx.forward(plan, 7, CLUSTERS, "accurate")
+    code = "\n".join(line for line in whole.splitlines() if lost not in line)
+    assert code != whole
+    run(whole, plan, [x], x.shape, "bf16", CLUSTERS)
+    with pytest.raises(RuntimeError, match=message):
+        run(code, plan, [x], x.shape, "bf16", CLUSTERS)
+
+
 @pytest.mark.parametrize("algorithm", ["accurate", "log"])
 @each_dtype
 @each_length
@@ -109,7 +196,7 @@ def test_backward(length: int, dtype: str, algorithm: str):
         dy = data((rows, length), dtype, seed=1)
         y = reference.softmax(data((rows, length), dtype), algorithm=algorithm)
         plan = softmax.plan(length, dtype, dtype, 2)
-        out = run(softmax_ptx.backward(plan, rows, algorithm, False), plan, [dy, y], dy.shape, dtype)
+        out = run(softmax_dgrad_ptx.backward(plan, rows, algorithm, False), plan, [dy, y], dy.shape, dtype)
         golden = reference.softmax_dgrad(dy, y, algorithm=algorithm, out_dtype=np.float64)
         wide = dy.astype(np.float64), y.astype(np.float64)
         assert_right(out, golden, tolerance_softmax.softmax_dgrad(*wide, algorithm, (1,), RULE))
@@ -120,7 +207,7 @@ def test_backward(length: int, dtype: str, algorithm: str):
 def test_tangent_of_the_logarithm(length: int, dtype: str):
     v, y = data((2, length), dtype, seed=1), reference.softmax(data((2, length), dtype), algorithm="log")
     plan = softmax.plan(length, dtype, "f32", 2)
-    out = run(softmax_ptx.backward(plan, 2, "log", True), plan, [v, y], v.shape, "f32")
+    out = run(softmax_dgrad_ptx.backward(plan, 2, "log", True), plan, [v, y], v.shape, "f32")
     wide, p = v.astype(np.float64), np.exp(y.astype(np.float64))
     golden = wide - (p * wide).sum(1, keepdims=True)
     # The products' exponentials and products, and the sum in any order.

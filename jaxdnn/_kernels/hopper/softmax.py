@@ -4,8 +4,8 @@ Schedule. Rows lie one after the other in memory. Up to a warp of threads shares
 block of 128 to 512 threads, and a longer one by the blocks of a cluster, up to eight. A thread loads its 16-byte
 vectors straight into registers, all before the first use, so the row is read once; maximum and sum go by exchange
 between lanes, then through shared memory between warps, then through the cluster's between blocks. Blocks are many and
-small: while some wait for memory, others compute. Forward, for rows of more than 32 KB, blocks of 1024 threads stay,
-and rows come through shared memory (`softmax_stream_ptx`). A row too long for a cluster's registers is read twice.
+small: while some wait for memory, others compute. Forward, for rows of more than 32 KB, blocks stay, and rows come and
+go through shared memory (`softmax_stream_ptx`). A row too long for a cluster's registers is read twice.
 `softmax_ptx` writes the instructions and states the order of additions, which follows from the row's length and dtype.
 
 Limits. The row's bytes are a multiple of 16; bfloat16, float16 or float32; the reduced axes are the last ones.
@@ -19,18 +19,21 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import softmax_ptx, softmax_stream_ptx
+from jaxdnn._kernels.hopper import softmax_dgrad_ptx, softmax_ptx, softmax_stream_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 
 VECTORS = 4  # of an operand that a thread holds at most: more registers would mean fewer blocks at a time
 CLUSTER = 8  # blocks at most, on any device
+# Where blocks stay: how many threads of them a multiprocessor has, the bytes of a row that these hold at most (eight
+# vectors a thread), and their shared memory.
+THREADS = 512
+SLICE = 64 << 10
+SHARED_BYTES = 226 << 10
 # Clusters of so many blocks, each a multiprocessor's, that an H200 has at a time; of 4 and 8 one fewer than the one
 # that was asked, for which multiprocessors are switched off differs from chip to chip.
 CLUSTERS = {1: 132, 2: 66, 4: 29, 8: 14}
-SLICE = 64 << 10  # bytes of a row at most for a block that stays: four vectors for each of its 1024 threads
-SHARED_BYTES = 200 << 10  # of a block, at most
 SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 blocks
 
 
@@ -39,7 +42,7 @@ def plan(length: int, dtype: str, out_dtype: str, operands: int, algorithm: str 
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     low, high = _streamed_bytes(algorithm, SIZES[dtype])
     if operands == 1 and low < vectors * VECTOR_BYTES <= high:
-        return _streamed(length, dtype, out_dtype)
+        return _streamed(length, dtype, out_dtype, algorithm)
     if vectors <= 32 * VECTORS // operands:
         threads = min(32, 1 << (vectors - 1).bit_length())
         return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), 128)
@@ -61,19 +64,25 @@ def plan(length: int, dtype: str, out_dtype: str, operands: int, algorithm: str 
 
 def _streamed_bytes(algorithm: str, size: int) -> tuple[int, int]:
     """Of rows for which blocks stay: longer than the first, up to the second (`benchmarks/notes-softmax.md`)."""
-    low = 16 << 10 if algorithm == "log" and size == 2 else 32 << 10
-    return low, 4 * SLICE if algorithm != "logsumexp" and size == 2 else SLICE
+    if algorithm == "logsumexp":
+        return SLICE // 2, 2 * SLICE
+    return SLICE // (4 if algorithm == "log" and size == 2 else 2), CLUSTER * SLICE
 
 
-def _streamed(length: int, dtype: str, out_dtype: str) -> RowPlan:
+def _streamed(length: int, dtype: str, out_dtype: str, algorithm: str) -> RowPlan:
     """Blocks that stay, as few to a cluster as can hold a row, with as many places for rows as fit."""
-    vectors, cluster, block = length * SIZES[dtype] // VECTOR_BYTES, 1, 1024
-    while cluster * SLICE < vectors * VECTOR_BYTES:
+    row, reduced = length * SIZES[dtype], algorithm == "logsumexp"
+    block, cluster, shared = THREADS, 1, SHARED_BYTES
+    if reduced or 2 * row <= SLICE:  # two blocks to a multiprocessor
+        block, shared = block // 2, shared // 2
+    while not reduced and cluster * SLICE < row:
         cluster *= 2
-    each = -(-vectors // cluster)
-    one = RowPlan(length, dtype, out_dtype, cluster * block, -(-each // block), block, cluster, stages=1)
-    own = softmax_stream_ptx.shared_bytes(one) - each * VECTOR_BYTES
-    return dataclasses.replace(one, stages=(SHARED_BYTES - own - 128) // (each * VECTOR_BYTES))
+    plan = RowPlan(length, dtype, out_dtype, cluster * block, VECTORS, block, cluster, stages=2)
+    part = softmax_stream_ptx.part_vectors(plan)
+    pieces = -(-part // (32 * VECTORS)) if reduced else 1
+    plan = dataclasses.replace(plan, vectors=-(-part // (32 * pieces)))
+    places = (dataclasses.replace(plan, stages=count) for count in range(2, 9))
+    return [each for each in places if softmax_stream_ptx.shared_bytes(each) <= shared][-1]
 
 
 def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | None = None) -> Array:
@@ -93,7 +102,8 @@ def forward_code(plan: RowPlan, rows: int, algorithm: str) -> str:
 
 def clusters(plan: RowPlan, rows: int) -> int:
     """Blocks, or clusters of them: as many as the rows need, or of those that stay as many as there are at a time."""
-    return min(rows, CLUSTERS[plan.cluster]) if plan.stages else -(-rows // plan.rows_a_block)
+    at_a_time = CLUSTERS[plan.cluster] * (THREADS // plan.block)
+    return min(rows, at_a_time) if plan.stages else -(-rows // plan.rows_a_block)
 
 
 def softmax_dgrad(
@@ -102,7 +112,7 @@ def softmax_dgrad(
     """The backward pass for dy and y (rows, length), or with `tangent` the derivative along dy."""
     rows, length = dy.shape
     chosen = config or plan(length, NAMES[np.dtype(dy.dtype)], NAMES[np.dtype(out_dtype)], 2)
-    code = softmax_ptx.backward(chosen, rows, algorithm, tangent)
+    code = softmax_dgrad_ptx.backward(chosen, rows, algorithm, tangent)
     out = jax.ShapeDtypeStruct(dy.shape, out_dtype)
     return _rows(code, chosen, [dy, y], out, "softmax_dgrad")
 

@@ -39,9 +39,8 @@ class RowPlan:
       vectors: that a thread holds of a row at a time.
       block: threads of a block.
       cluster: blocks that share a row.
-      stages: rows that a cluster has places for in shared memory, into which the copy engine brings them while others
+      stages: places that a warp has in shared memory, into which the copy engine brings its parts of rows while others
         are worked on (`softmax_stream_ptx`), forward only; 0: rows go straight into registers.
-      packed: whether 16-bit elements stay as they are in the registers, and their exponentials are computed twice.
     """
 
     length: int
@@ -51,7 +50,6 @@ class RowPlan:
     vectors: int
     block: int
     cluster: int = 1
-    packed: bool = False
     stages: int = 0
 
     @property
@@ -221,7 +219,7 @@ class Kernel:
         return value
 
     def over_block(self, instruction: str, value: str) -> str:
-        """The value of those threads joined that share a row finite a block."""
+        """The value of those threads joined that share a row in a block."""
         e, plan = self.e, self.plan
         value = self.over_lanes(instruction, value, min(plan.threads, 32))
         if plan.warps_a_row == 1:
@@ -298,7 +296,7 @@ def _is_joined(plan: RowPlan, algorithm: str) -> bool:
 
 
 def _forward_once(k: Kernel, algorithm: str, fill: int) -> None:
-    e, plan = k.e, k.plan
+    e = k.e
     with k.rounds() as vector:
         words = k.load(0, vector, fill)
         m = ""
@@ -316,10 +314,7 @@ def _forward_once(k: Kernel, algorithm: str, fill: int) -> None:
             k.store_scalar(e.f("add.rn.f32", m, finish("")))
             return
         for j, (v, terms) in enumerate(zip(words, held, strict=True)):
-            if algorithm == "log":
-                terms = shifted(k, v, m)
-            elif plan.packed:
-                terms = [k.exp(d) for d in shifted(k, v, m)]
+            terms = shifted(k, v, m) if algorithm == "log" else terms
             k.store(vector, j, [finish(term) for term in terms])
 
 
@@ -368,9 +363,8 @@ def _forward_cluster(k: Kernel, algorithm: str, fill: int) -> None:
         for j, (v, terms) in enumerate(zip(words, held, strict=True)):
             if algorithm == "log":
                 k.store(vector, j, [finish(d) for d in shifted(k, v, m)])
-                continue
-            terms = [k.exp(d) for d in shifted(k, v, shift)] if plan.packed else terms
-            k.store(vector, j, [e.f("mul.rn.f32", term, share) for term in terms])
+            else:
+                k.store(vector, j, [e.f("mul.rn.f32", term, share) for term in terms])
 
 
 def _forward_twice(k: Kernel, algorithm: str, fill: int) -> None:
@@ -397,54 +391,3 @@ def _forward_twice(k: Kernel, algorithm: str, fill: int) -> None:
     with k.rounds() as vector:
         for j, v in enumerate(k.load(0, vector, fill)):
             k.store(vector, j, [finish(d if algorithm == "log" else k.exp(d)) for d in shifted(k, v, m)])
-
-
-# ---- backward --------------------------------------------------------------------------------------------------------
-
-
-@ft.lru_cache
-def backward(plan: RowPlan, row_count: int, algorithm: str, tangent: bool) -> str:
-    """The PTX of softmax_dgrad; operands: dy, y, the result, shared memory."""
-    k = Kernel(plan, row_count, 2)
-    rule = "share" if algorithm != "log" else "tangent" if tangent else "log"
-    if plan.rounds == 1:
-        with k.rounds() as vector:
-            dy, y = k.load(0, vector, 0), k.load(1, vector, 0)
-            _backward_store(k, rule, vector, dy, y, k.over_row("add.rn.f32", _backward_sum(k, rule, dy, y)))
-        return k.e.text()
-    total = k.e.f("mov.f32", ZERO)
-    with k.rounds() as vector:
-        y = [[]] * plan.vectors if rule == "log" else k.load(1, vector, 0)
-        k.e.op("add.rn.f32", total, total, _backward_sum(k, rule, k.load(0, vector, 0), y))
-    total = k.over_row("add.rn.f32", total)
-    with k.rounds() as vector:
-        dy, y = k.load(0, vector, 0), k.load(1, vector, 0)
-        _backward_store(k, rule, vector, dy, y, total)
-    return k.e.text()
-
-
-def _backward_sum(k: Kernel, rule: str, dy: list[list[str]], y: list[list[str]]) -> str:
-    """A thread's part of the sum of y dy, of exp(y) dy, or of dy."""
-    parts = []
-    for words, others in zip(dy, y, strict=True):
-        terms = k.unpack(words)
-        if rule != "log":
-            factors = k.unpack(others)
-            factors = [k.exp(f) for f in factors] if rule == "tangent" else factors
-            terms = [k.e.f("mul.rn.f32", f, t) for f, t in zip(factors, terms, strict=True)]
-        parts.append(k.pairwise("add.rn.f32", terms))
-    return k.pairwise("add.rn.f32", parts)
-
-
-def _backward_store(k: Kernel, rule: str, vector: Vector, dy: list[list[str]], y: list[list[str]], total: str) -> None:
-    e = k.e
-    for j, (words, others) in enumerate(zip(dy, y, strict=True)):
-        results = []
-        for value, other in zip(k.unpack(words), k.unpack(others), strict=True):
-            if rule == "share":
-                results.append(e.f("mul.rn.f32", other, e.f("sub.rn.f32", value, total)))
-            elif rule == "tangent":
-                results.append(e.f("sub.rn.f32", value, total))
-            else:
-                results.append(e.f("sub.rn.f32", value, e.f("mul.rn.f32", k.exp(other), total)))
-        k.store(vector, j, results)
