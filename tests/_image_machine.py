@@ -32,6 +32,7 @@ class Images(NormRows):
             self.races = Races(self.threads, len(self.shared))
             self.copies: list[list[Any]] = [[]]
             self.waiting = False  # for the cluster
+            self.barriers = {}
             self.registers: dict[str, Any] = {"%tid.x": np.arange(self.threads, dtype=U64) % U64(block_size)}
             self.registers |= {"%cluster_ctarank": self.rank, "%clusterid.x": np.full(self.threads, index, U64)}
             self.registers["%ctaid.x"] = U64(index * cluster) + self.rank
@@ -56,18 +57,24 @@ class Images(NormRows):
         low = lambda x: bits(x) & U64(0xFFFFFFFF)
         assert self.races is not None
         match name:
+            case ["barrier", "cluster", *_] if not active.any():
+                pass
             case ["barrier", "cluster", which, *how]:
                 if not active.all() or self.waiting != (which == "wait"):
                     raise RuntimeError("a barrier of the cluster out of turn")
                 self.waiting = which == "arrive"
                 if how[0] == "acquire":
                     self.races.meet(np.arange(self.threads))
+            case ["st", "async", *_]:
+                self._store_to_cluster([arguments[0], (arguments[1],), arguments[2]], active)
             case ["cp", "async", "cg", "shared", "global"]:
                 to = self._places(arguments[0], 16) + self._own("shared")
                 here = self._places(arguments[1], 16)
                 if (to[active, 0] % 16).any() or (here[active, 0] % 16).any():
                     raise RuntimeError("a copy is not aligned")
-                self.copies[-1].append((np.flatnonzero(active), to[active], here[active]))
+                if active.any():
+                    self.copies[-1].append((np.flatnonzero(active), to[active], here[active]))
+                self.shared[to[active]] = 0xFF
             case ["cp", "async", "commit_group"]:
                 self.copies.append([])
             case ["cp", "async", "wait_group"]:
@@ -77,6 +84,8 @@ class Images(NormRows):
                         self.races.store(threads, to)
                         self.shared[to] = self.memory[here]
                 self.copies = self.copies[max(ready, 0) :]
+            case ["selp", "b32"]:
+                put(np.where(bits(arguments[3]), low(arguments[1]), low(arguments[2])))
             case ["div", "u32"]:
                 put(low(arguments[1]) // low(arguments[2]))
             case ["max", "NaN", "f32"]:

@@ -2,22 +2,22 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jaxdnn as dnn
-import jaxdnn_reference as reference
 from _image_machine import SHARED_BYTES, Images
+from _norm_images import DTYPES, arrays_of, check_backward, check_forward, norm_of
 from _row_machine import on_arrays
 from jaxdnn import _norm, engines, tolerance_norm
 from jaxdnn._kernels import hopper
-from norm_cases import Norm, agree, in_view
+from norm_cases import agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -25,7 +25,6 @@ if (reason := hopper.unavailable()) is not None:
 from jaxdnn._kernels.hopper import norm_engine, norm_group, norm_group_plan, norm_group_ptx
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
 
-DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # Images (pixels, channels) and channels of a group. A vector has 4 or 8 channels: it is a part of a group, several
 # groups, or neither; there are several parts, threads without a row, columns that are no power of two, or one pixel.
@@ -37,6 +36,8 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "channels": (49, 48, 1),
     "across vectors": (50, 48, 3),
     "odd across vectors": (31, 96, 12),
+    "parts of tens": (13, 320, 10),
+    "thirty": (11, 240, 30),
     "parts": (19, 320, 40),
     "wide": (3, 2080, 1040),
     "a pixel": (1, 32, 16),
@@ -51,27 +52,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "some kept": {"cluster": 2, "kept": 5},
     "all but the ragged round kept": {"cluster": 2, "kept": 9, "unroll": 4},
     "384 threads": {"threads": 384},
+    "a sample": {"cluster": 2, "sampled": 2},
+    "a sample of what is kept": {"cluster": 2, "kept": 5, "sampled": 1, "unroll": 4},
 }
 
 
-def norm_of(pixels: int, channels: int, group: int, images: int = 2) -> Norm:
-    shape = (images, pixels, channels)
-    if group == 1:
-        return Norm("instance_norm", shape, (channels,), (("layout", "NWC"),))
-    return Norm("group_norm", shape, (channels,), (("groups", channels // group), ("layout", "NWC")))
-
-
-def arrays_of(n: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
-    """x and dy in the dtype, scale and bias in float32, which is what the kernels take."""
-    x, _, _, dy = n.arrays(3, DTYPES[dtype], mean=mean)
-    _, s, b, _ = n.arrays(4, np.float32)
-    return x, s, b, dy
-
-
 def run(
-    code: str, plan: ImagePlan, images: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
+    code: str, plan: ImagePlan, clusters: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
 ) -> list[np.ndarray]:
-    return on_arrays(Images, code, arrays, outs, plan.threads, images * plan.parts, plan.cluster)
+    return on_arrays(Images, code, arrays, outs, plan.threads, clusters, plan.cluster)
 
 
 def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **changed: Any) -> ImagePlan:
@@ -84,25 +73,35 @@ def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **ch
 
 
 def forward(
-    x: np.ndarray, s: Any, b: Any, group: int, names: tuple[str, str], eps: float, **changed: Any
+    x: np.ndarray, s: Any, b: Any, group: int, names: tuple[str, str], eps: float, clusters: int = 0, **changed: Any
 ) -> list[np.ndarray]:
     """y, mean, rstd and variance by the kernel."""
     plan = plan_of(x, group, names, 1, **changed)
-    code = norm_group_ptx.forward(plan, eps=eps, scale=s is not None, bias=b is not None)
+    turns = {"images": len(x), "clusters": clusters} if clusters else {}
+    code = norm_group_ptx.forward(plan, eps=eps, scale=s is not None, bias=b is not None, **turns)
     statistic = ((len(x), x.shape[2] // group), np.float32)
     given = [x, *(v for v in (s, b) if v is not None)]
-    return run(code, plan, len(x), given, [(x.shape, DTYPES[names[1]]), *[statistic] * 3])
+    return run(code, plan, clusters or len(x) * plan.parts, given, [(x.shape, DTYPES[names[1]]), *[statistic] * 3])
 
 
 def backward(
-    dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, s: Any, group: int, names: tuple[str, str], **changed: Any
+    dy: np.ndarray,
+    x: np.ndarray,
+    mean: Any,
+    rstd: Any,
+    s: Any,
+    group: int,
+    names: tuple[str, str],
+    clusters: int = 0,
+    **changed: Any,
 ) -> list[np.ndarray]:
     """dx, dscale and dbias by the kernel, the blocks' sums added up here."""
     plan = plan_of(x, group, names, 2, **changed)
-    code = norm_group_ptx.backward(plan, scale=s is not None)
+    turns = {"images": len(x), "clusters": clusters} if clusters else {}
+    code = norm_group_ptx.backward(plan, scale=s is not None, **turns)
     given = [dy, x, mean, rstd, *([] if s is None else [s])]
     outs = [(x.shape, DTYPES[names[1]]), ((len(x) * plan.cluster, 2, x.shape[2]), np.float32)]
-    dx, sums = run(code, plan, len(x), given, outs)
+    dx, sums = run(code, plan, clusters or len(x) * plan.parts, given, outs)
     return [dx, *sums.sum(0, dtype=np.float32)]
 
 
@@ -112,18 +111,8 @@ def check(size: tuple[int, int, int], names: tuple[str, str], mean: float = 0.5,
     x, s, b, dy = arrays_of(n, names[0], mean)
     out = DTYPES[names[1]]
     y, *saved = forward(x, s, b, group, names, n.eps, **changed)
-    p, wanted = n.problem(x, s, b), n.definition(x, s, b)
-    agree(y, np.asarray(wanted[0]), tolerance_norm.from_definition(p)[0].reshape(y.shape), out, "y")
-    stats = tolerance_norm.normalised(p)
-    errors = {"mean": stats.mean_error, "rstd": stats.rstd_error, "variance": stats.variance_error}
-    goldens = {"mean": stats.mean, "rstd": stats.rstd, "variance": stats.variance}
-    for name, found in zip(errors, saved, strict=True):
-        agree(found, goldens[name].reshape(found.shape), errors[name].reshape(found.shape), np.float32, name)
-    grads = backward(dy, x, saved[0], saved[1], s, group, names, **changed)
-    bounds = tolerance_norm.from_definition(p, in_view(n, dy, p.x.shape))
-    exact = n.gradients(reference, dy, x, s)
-    for name, found, golden, error in zip(("dx", "dscale", "dbias"), grads, exact, bounds, strict=True):
-        agree(found, golden, error.reshape(golden.shape), out if name == "dx" else np.float32, name)
+    check_forward(n, x, s, b, out, y, saved)
+    check_backward(n, x, s, b, dy, out, backward(dy, x, saved[0], saved[1], s, group, names, **changed))
 
 
 @each_dtype
@@ -153,9 +142,23 @@ def test_mean_far_from_zero(size: str, dtype: str, mean: float):
 
 
 @each_dtype
+@pytest.mark.parametrize("group", [1, 8])
+def test_a_sample_unlike_the_rest(group: int, dtype: str):
+    """The quarter from whose mean is measured lies ten deviations off; the bounds are those of a mean taken first."""
+    n, names = norm_of(400, 64, group), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    plan = plan_of(x, group, names, 1)
+    assert 1 < plan.sampled < plan.rounds
+    x[:, : plan.sample] += x.dtype.type(10)
+    y, *saved = forward(x, s, b, group, names, n.eps)
+    check_forward(n, x, s, b, DTYPES[dtype], y, saved)
+    check_backward(n, x, s, b, dy, DTYPES[dtype], backward(dy, x, saved[0], saved[1], s, group, names))
+
+
+@each_dtype
 def test_what_is_constant_is_its_bias(dtype: str):
-    x = np.full((2, 45, 64), 3.14159, DTYPES[dtype])
-    _, s, b, _ = arrays_of(norm_of(45, 64, 8), dtype, 0.5)
+    x = np.full((2, 245, 64), 3.14159, DTYPES[dtype])
+    _, s, b, _ = arrays_of(norm_of(245, 64, 8), dtype, 0.5)
     y, mean, rstd, variance = forward(x, s, b, 8, (dtype, dtype), 1e-5)
     np.testing.assert_array_equal(y.astype(np.float32), np.broadcast_to(b.astype(y.dtype), y.shape).astype(np.float32))
     np.testing.assert_array_equal(mean, np.full_like(mean, x[0, 0, 0]))
@@ -190,6 +193,33 @@ def test_bits_depend_on_the_image_alone(size: str, dtype: str):
     dx = backward(dy, x, whole[1], whole[2], s, group, names)[0]
     one = backward(dy[1:2], x[1:2], alone[1], alone[2], s, group, names)[0]
     np.testing.assert_array_equal(one.view(np.uint8), dx[1:2].view(np.uint8))
+
+
+IN_TURN: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "one block": ((50, 64, 8), {}),
+    "tens in two blocks": ((300, 320, 10), {"cluster": 2}),
+    "a ragged round in four blocks": ((161, 96, 12), {"cluster": 4, "unroll": 3}),
+    "eight blocks": ((37, 48, 3), {"cluster": 8}),
+    "rounds in a loop": ((641, 64, 1), {"cluster": 2}),
+    "not all kept": ((300, 64, 8), {"cluster": 2, "kept": 5}),
+    "384 threads": ((161, 80, 10), {"cluster": 2, "threads": 384}),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("case", IN_TURN)
+@pytest.mark.parametrize("clusters", [1, 2])
+def test_images_in_turn_have_the_same_bits(clusters: int, case: str, dtype: str):
+    """One cluster has all parts of three images, or two have each second."""
+    (pixels, channels, group), changed = IN_TURN[case]
+    n, names = norm_of(pixels, channels, group, 3), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    alone = forward(x, s, b, group, names, n.eps, **changed)
+    in_turn = forward(x, s, b, group, names, n.eps, clusters, **changed)
+    alone += backward(dy, x, alone[1], alone[2], s, group, names, **changed)
+    in_turn += backward(dy, x, in_turn[1], in_turn[2], s, group, names, clusters, **changed)
+    for one, other in zip(alone, in_turn, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 @each_dtype
@@ -244,6 +274,43 @@ def test_a_missing_barrier_shows(which: int):
         run(code, plan, 2, [x], [(x.shape, x.dtype), *[((2, 8), np.float32)] * 3])
 
 
+def in_turn() -> tuple[list[np.ndarray], ImagePlan, str, list[tuple[Any, Any]]]:
+    """The backward kernel of four blocks for three images, and what it takes and returns."""
+    x, _, _, dy = arrays_of(norm_of(150, 64, 8, 3), "bf16", 0.5)
+    plan = plan_of(x, 8, ("bf16", "bf16"), 2, cluster=4)
+    code = norm_group_ptx.backward(plan, scale=False, images=3, clusters=1)
+    statistic = np.ones((3, 8), np.float32)
+    return [dy, x, statistic, statistic], plan, code, [(x.shape, x.dtype), ((12, 2, 64), np.float32)]
+
+
+def test_the_next_image_that_is_not_waited_for_shows():
+    """A planted fault: a thread waits for one set of copies less, so it may read what has not come."""
+    given, plan, code, outs = in_turn()
+    assert np.isfinite(run(code, plan, 1, given, outs)[0].astype(np.float32)).all()
+    code = code.replace("cp.async.wait_group 0;", "cp.async.wait_group 1;")
+    early = code.removesuffix("}") + "cp.async.wait_group 0;\n}"
+    assert np.isnan(run(early, plan, 1, given, outs)[0].astype(np.float32)).any()
+
+
+def test_a_block_that_is_an_image_ahead_shows():
+    """A planted fault: it leaves its sums where another still reads those of the last image."""
+    given, plan, code, outs = in_turn()
+    size = 4 * plan.quantities(2) * plan.cluster * plan.groups
+    code, count = re.subn(rf"mad.lo.s32 (r\d+), r\d+, {size}, (r\d+);", r"mov.b32 \1, \2;", code)  # one place, not two
+    assert count == 1
+    with pytest.raises(RuntimeError, match=r"warps \d+ and \d+ race for shared byte"):
+        run(code, plan, 1, given, outs)
+
+
+def test_sums_that_are_not_waited_for_show():
+    """A planted fault: a thread reads what other blocks leave before it is told that they have."""
+    given, plan, code, outs = in_turn()
+    code, count = re.subn(r"mbarrier.try_wait.*;\n@!p\d+ bra L\d+;\n", "", code)
+    assert count == 1
+    with pytest.raises(RuntimeError, match=r"warps \d+ and \d+ race for shared byte"):
+        run(code, plan, 1, given, outs)
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +339,35 @@ def test_plans_fit_the_device(arrays: int, dtype: str):
             assert plan.cluster in norm_group_plan.CLUSTERS
             assert 4 * plan.floats(arrays) <= norm_group_plan.WHOLE < 227 << 10
             assert min(plan.kept, plan.rounds) >= 1
+
+
+def test_parts_in_turn_are_more_than_run_at_once():
+    """Where a block has a multiprocessor alone, unless there are few parts or not all of them stays."""
+    plan = norm_group_plan.plan(4096, 320, 10, "bf16", "bf16", 2)
+    assert plan is not None
+    assert 4 * plan.floats(2) > norm_group_plan.HALF
+    at_once = norm_group_plan.AT_ONCE[plan.cluster]
+    assert (plan.parts, plan.turns(at_once // plan.parts, 2)) == (4, 0)
+    assert plan.turns(at_once // plan.parts + 1, 2) == at_once
+    assert plan.turns(64, 2) == 2 * at_once
+    assert dataclasses.replace(plan, kept=plan.rounds - 1).turns(64, 2) == 0
+    half = norm_group_plan.plan(4096, 320, 10, "bf16", "bf16", 1)
+    assert half is not None
+    assert (half.turns(64, 1), half.turns(7, 1)) == (2 * at_once, 0)
+    even = norm_group_plan.plan(3136, 256, 8, "bf16", "bf16", 1)
+    assert even is not None
+    assert even.turns(128, 1) == 0
+
+
+def test_parts_are_whole_sectors_where_these_fit():
+    """80 bytes of a pixel, the least that 8 groups of 10 fill, straddle the caches' sectors of 32."""
+    for channels, group in ((320, 10), (640, 20), (1280, 40)):
+        for arrays in (1, 2):
+            plan = norm_group_plan.plan(
+                4096 * 320 // channels // (channels // 320), channels, group, "bf16", "bf16", arrays
+            )
+            assert plan is not None
+            assert plan.part * 2 % norm_group_plan.SECTOR == 0
 
 
 def test_channels_that_no_part_divides_are_dealt_out_in_vectors():
@@ -430,6 +526,12 @@ def test_workspace_is_the_sums_of_the_blocks():
     assert engine_of("norm_dgrad").supports(call) is None
     assert engine_of("norm_dgrad").workspace(call) == 4 * plan.cluster * 2 * 256 * 4
     assert engine_of("norm").workspace(call_of("norm", 4, 56, 256, 32)) == 0
+    slices = norm_group_plan.in_slices(256 * 256, 128, 4, "bf16", "bf16", 2)
+    assert slices is not None
+    merged = 256 * 256 // slices.statistics.pixels
+    wanted = 2 * merged * 4 * (2 * 32 + slices.statistics.cluster * 2 * 128)
+    assert engine_of("norm_dgrad").workspace(call_of("norm_dgrad", 2, 256, 128, 32)) == wanted
+    assert engine_of("norm").workspace(call_of("norm", 2, 256, 128, 32)) == 2 * merged * 4 * 3 * 32
     wide = call_of("norm", 4, 56, 256, 32, np.float64)
     assert engine_of("norm").supports(wide) is not None
     assert engine_of("norm").workspace(wide) is None
@@ -441,15 +543,17 @@ def test_engine_is_first_where_it_was_measured_faster(op: str, monkeypatch: pyte
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     assert engine.rank(call_of(op, 128, 56, 256, 32)) == (0 if op == "norm" else 2)  # what is sharded is gathered
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    for dtype in (jnp.bfloat16, jnp.float32):
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         call = call_of(op, 128, 56, 256, 32, dtype)
         assert engines.ranked(call)[0].name == "hopper"
         assert engines.ranked(dataclasses.replace(call, device_kind="another"))[0].name == "xla"
-    assert engine.rank(call_of(op, 8, 256, 128, 32, jnp.float32)) == 2  # an image that does not stay
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert engine.rank(call_of(op, 1, 256, 128, 32, dtype)) == 0  # an image in slices
+    assert engine.rank(call_of(op, 1, 248, 128, 32)) == 2  # one of few bytes
+    assert engine.rank(call_of(op, 8, 257, 128, 32)) == 2  # one that has no slices
     assert engine.rank(call_of(op, 4, 64, 3208, 3208)) == 2  # a vector of a pixel at a time
     assert engine.rank(call_of(op, 1, 4, 256, 32)) == 2  # few elements
     assert engine.rank(call_of(op, 1, 56, 64, 32)) == 2  # few clusters
-    assert engine.rank(call_of(op, 128, 56, 256, 32, jnp.float16)) == 2
     call = call_of(op, 128, 56, 256, 32)
     batch = dataclasses.replace(call.spec, per_example=False)
     assert engine.rank(dataclasses.replace(call, spec=batch)) == 2  # batch normalisation under vmap

@@ -8,6 +8,9 @@ of that block. A step of the cluster is K R pixels, and a round of a thread is i
 
 A thread copies its vectors into shared memory asynchronously, all before the first use, and reads them from there as
 often as it takes. Rounds for which there is no room there, the later ones, are read from device memory each time.
+
+A cluster has one part of an image, or several in turn: then the copies of the next one's vectors start, each as soon
+as the thread has read the vector in whose place it comes for the last time, while the results are being written.
 """
 
 import contextlib
@@ -25,10 +28,23 @@ Body = Callable[[Words, str, int], None]  # the words of a vector of each array;
 
 
 class Walk:
-    """What the kernels share. `operands` names the addresses $0, $1, ...; shared memory's is the last."""
+    """What the kernels share. `operands` names the addresses $0, $1, ...; shared memory's is the last.
 
-    def __init__(self, plan: ImagePlan, operands: Sequence[str], arrays: Sequence[str]) -> None:
+    A cluster has one part of an image, or each `clusters`-th of those of the `images`; or, if there are as many as
+    `reverse`, the first cluster has the last one, and so on.
+    """
+
+    def __init__(
+        self,
+        plan: ImagePlan,
+        operands: Sequence[str],
+        arrays: Sequence[str],
+        images: int = 0,
+        clusters: int = 0,
+        reverse: int = 0,
+    ) -> None:
         self.plan, self.arrays, self.e = plan, list(arrays), Emitter()
+        self.units, self.clusters = images * plan.parts, clusters
         e = self.e
         self.base = {name: e.d("mov.b64", f"${i}") for i, name in enumerate(operands)}
         self.shared = e.r("mov.b32", f"${len(operands)}")
@@ -36,7 +52,6 @@ class Walk:
         self.lane, self.warp = e.r("and.b32", self.thread, 31), e.r("shr.u32", self.thread, 5)
         self.rank = e.r("mov.u32", "%cluster_ctarank") if plan.cluster > 1 else e.r("mov.b32", 0)
         self.unit = e.r("mov.u32", "%clusterid.x" if plan.cluster > 1 else "%ctaid.x")
-        self.image, self.place = self.divided(self.unit, plan.parts)
         self.row, self.column = self.divided(self.thread, plan.columns)
         self.pixel = e.r("mad.lo.s32", self.rank, plan.rows, self.row)
         self.mine = ""  # whether the thread has a row
@@ -45,16 +60,14 @@ class Walk:
         self.last = ""  # whether it has a vector in the last, ragged round
         if plan.rounds > plan.full:
             self.last = e.p("setp.lt.s32", self.pixel, plan.pixels - plan.full * plan.step)
-        self.channel = e.r("mad.lo.s32", self.place, plan.part, e.r("mul.lo.s32", self.column, plan.elements))
-        # For each of the thread's cells the number of its group in the part, and of the cell in the group.
-        first = e.r("mul.lo.s32", self.column, plan.cells)
-        each = plan.group * plan.columns * plan.cells // plan.part
-        self.groups = [self.divided(e.r("add.s32", first, i), each) for i in range(plan.cells)]
         self.slot = e.scaled(self.thread, VECTOR_BYTES, self.shared)
         self.kept = min(plan.kept, plan.rounds)
         self.area = plan.data(len(self.arrays))  # where the sums start
-        if plan.cluster > 1:  # waited for before the first store into another block's memory: by then it runs
-            e.op("barrier.cluster.arrive.relaxed.aligned")
+        if reverse:
+            self.unit = e.r("sub.s32", reverse - 1, self.unit)
+        self.image, self.place, self.channel, self.source = self._found(self.unit)
+        self.following: dict[str, str] = {}  # where the next part's vectors lie
+        self.more = ""  # whether there is one
 
     def divided(self, value: str, by: int) -> tuple[str, str]:
         """The quotient and the remainder."""
@@ -66,12 +79,23 @@ class Walk:
         quotient = e.r("div.u32", value, by)
         return quotient, e.r("mad.lo.s32", quotient, -by, value)
 
+    def _found(self, unit: str) -> tuple[str, str, str, dict[str, str]]:
+        """A part's image, its place in there, the thread's first channel, and where its vectors lie."""
+        e, plan = self.e, self.plan
+        image, place = self.divided(unit, plan.parts)
+        channel = e.r("mad.lo.s32", place, plan.part, e.r("mul.lo.s32", self.column, plan.elements))
+        source = {name: self._vectors(name, SIZES[plan.dtype], image, channel) for name in self.arrays}
+        return image, place, channel, source
+
+    def _vectors(self, name: str, size: int, image: str, channel: str) -> str:
+        e, plan = self.e, self.plan
+        first = e.r("mad.lo.s32", self.pixel, plan.channels, channel)
+        start = e.d("mad.wide.u32", image, plan.pixels * plan.channels * size, self.base[name])
+        return e.d("mad.wide.u32", first, size, start)
+
     def address(self, name: str, size: int) -> str:
         """Where the thread's first vector lies, of an array with elements of `size` bytes."""
-        e, plan = self.e, self.plan
-        first = e.r("mad.lo.s32", self.pixel, plan.channels, self.channel)
-        image = e.d("mad.wide.u32", self.image, plan.pixels * plan.channels * size, self.base[name])
-        return e.d("mad.wide.u32", first, size, image)
+        return self._vectors(name, size, self.image, self.channel)
 
     @contextlib.contextmanager
     def where(self, predicate: str) -> Iterator[None]:
@@ -84,51 +108,92 @@ class Walk:
         yield
         self.e.place(end)
 
+    @contextlib.contextmanager
+    def each_part(self) -> Iterator[None]:
+        """What is emitted inside is done for each part that the cluster has; the first is being copied."""
+        if not self.clusters:
+            yield
+            return
+        e, head = self.e, self.e.label()
+        e.place(head)
+        following = e.r("add.s32", self.unit, self.clusters)
+        self.more = e.p("setp.lt.s32", following, self.units)
+        image, place, channel, self.following = self._found(following)
+        yield
+        for old, new in ((self.unit, following), (self.place, place), (self.channel, channel)):
+            e.op("mov.b32", old, new)
+        if self.image != self.unit:
+            e.op("mov.b32", self.image, image)
+        for name, here in self.source.items():
+            e.op("mov.b64", here, self.following[name])
+        e.op("bra", head, when=self.more)
+
     # ---- the thread's vectors ----------------------------------------------------------------------------------------
 
     def copy(self) -> None:
-        """Starts the copies into shared memory, in `_CHUNKS` sets to be waited for one after the other."""
-        e, plan = self.e, self.plan
-        self.source = {name: self.address(name, SIZES[plan.dtype]) for name in self.arrays}
+        """Starts the copies into shared memory, in sets (`chunks`) to be waited for one after the other."""
         with self.where(self.mine):
-            for first, last in self._chunks():
+            for first, last in self.chunks:
                 for k in range(first, last):
-                    for number, name in enumerate(self.arrays):
-                        to = f"[{self.slot}+{(number * self.kept + k) * plan.threads * VECTOR_BYTES}]"
-                        here = f"[{self.source[name]}+{k * self._stride(SIZES[plan.dtype])}]"
-                        e.op("cp.async.cg.shared.global", to, here, 16, when=self.last if k >= plan.full else "")
-                e.op("cp.async.commit_group")
+                    self._copy(self.source, "", k, self.last if k >= self.plan.full else "")
+                self.e.op("cp.async.commit_group")
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        return list(itertools.pairwise(self.kept * i // _CHUNKS for i in range(_CHUNKS + 1)))
+    def _copy(self, source: dict[str, str], index: str, k: int, guard: str) -> None:
+        e, stride, size = self.e, self._stride(SIZES[self.plan.dtype]), self.plan.threads * VECTOR_BYTES
+        slot = e.scaled(index, size, self.slot) if index else self.slot
+        for number, name in enumerate(self.arrays):
+            here = e.d("mad.wide.u32", index, stride, source[name]) if index else source[name]
+            to = f"[{slot}+{(number * self.kept + k) * size}]"
+            e.op("cp.async.cg.shared.global", to, f"[{here}+{k * stride}]", 16, when=guard)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """The rounds that are waited for together: first those whose mean is taken, if these are not all."""
+        sampled = self.plan.sampled
+        if sampled >= self.kept:
+            return list(itertools.pairwise(self.kept * i // _CHUNKS for i in range(_CHUNKS + 1)))
+        rest, count = self.kept - sampled, _CHUNKS - 1
+        return [(0, sampled), *itertools.pairwise(sampled + rest * i // count for i in range(count + 1))]
 
     def _stride(self, size: int) -> int:
         """Bytes from a vector of the thread to that of the next round."""
         return self.plan.step * self.plan.channels * size
 
-    def walk(self, body: Body, *, arriving: bool = False, kept_only: bool = False) -> None:
-        """Calls `body` for the thread's vectors, all or those that are kept, in order; `arriving`: when they come."""
-        plan = self.plan
+    def walk(self, body: Body, *, arrived: int = 0, sample_only: bool = False, refill: bool = False) -> None:
+        """Calls `body` for the thread's vectors in order; `arrived`: how many sets of copies were waited for.
+
+        `sample_only`: for those from whose mean is measured. `refill`: for the last time, so that the next part's
+        vectors may come.
+        """
+        plan, chunks = self.plan, self.chunks
+        if sample_only and plan.sampled < self.kept:
+            chunks = chunks[:1]
         with self.where(self.mine):
-            for number, (first, last) in enumerate(self._chunks() if arriving else [(0, self.kept)]):
-                if arriving:
+            for number, (first, last) in enumerate(chunks):
+                if number >= arrived:
                     self.e.op("cp.async.wait_group", _CHUNKS - 1 - number)
-                self._rounds(body, self._from_shared, first, min(last, plan.full))
+                self._rounds(body, self._from_shared, first, min(last, plan.full), refill and bool(self.clusters))
                 if first < last and last > plan.full:
-                    self._last(body, self._from_shared)
-            if not kept_only:
+                    self._last(body, self._from_shared, refill and bool(self.clusters))
+                if refill and self.clusters:
+                    self.e.op("cp.async.commit_group")
+            if not sample_only:
                 self._rounds(body, self._from_global, self.kept, plan.full)
                 if self.kept <= plan.full < plan.rounds:
                     self._last(body, self._from_global)
         if self.mine or self.last:
             self.e.op("bar.warp.sync", "0xffffffff")
 
-    def _rounds(self, body: Body, load: Callable[[str, int], Words], first: int, last: int) -> None:
+    def _rounds(
+        self, body: Body, load: Callable[[str, int], Words], first: int, last: int, refill: bool = False
+    ) -> None:
         unroll, e = self.plan.unroll, self.e
 
         def together(index: str, numbers: range) -> None:
             found = [load(index, number) for number in numbers]
             for number, words in zip(numbers, found, strict=True):
+                if refill:
+                    self._copy(self.following, index, number, self.more)
                 body(words, index, number)
 
         if last - first > _UNROLLED:
@@ -139,9 +204,12 @@ class Walk:
         for start in range(first, last, unroll):
             together("", range(start, min(start + unroll, last)))
 
-    def _last(self, body: Body, load: Callable[[str, int], Words]) -> None:
+    def _last(self, body: Body, load: Callable[[str, int], Words], refill: bool = False) -> None:
         with self.where(self.last):
-            body(load("", self.plan.full), "", self.plan.full)
+            words = load("", self.plan.full)
+            if refill:
+                self._copy(self.following, "", self.plan.full, self.more)
+            body(words, "", self.plan.full)
 
     def _from_shared(self, index: str, number: int) -> Words:
         stride, found = self.plan.threads * VECTOR_BYTES, {}

@@ -10,14 +10,16 @@ from jax import Array, export
 
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import norm_group_plan
-from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
+from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan, SlicePlan
 from jaxdnn._kernels.hopper.norm_kind import Kind, marks, unlike, x_of
 from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._norm import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
-# What was measured faster: dtypes of x and the result; elements, clusters, and a cluster's bytes of a pixel at least.
-MEASURED_DTYPES, MEASURED_ELEMENTS, MEASURED_CLUSTERS, MEASURED_BYTES = ("bfloat16", "float32"), 1 << 16, 4, 32
+# What was measured faster: dtypes of x and the result; elements, clusters, and a cluster's bytes of a pixel at least;
+# bytes at least where images go in slices.
+MEASURED_DTYPES, MEASURED_ELEMENTS, MEASURED_CLUSTERS = ("bfloat16", "float16", "float32"), 1 << 16, 4
+MEASURED_BYTES, MEASURED_SLICED = 32, 1 << 24
 
 
 class _Sizes(NamedTuple):
@@ -59,11 +61,11 @@ def _unsupported(call: engines.Call) -> str | None:
     return None
 
 
-def _plan(call: engines.Call) -> ImagePlan | None:
+def _plan(call: engines.Call) -> ImagePlan | SlicePlan | None:
     size = _sizes(call)
     dtype, out_dtype = (NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype))
     arrays = 1 if call.op == "norm" else 2
-    return norm_group_plan.plan(size.pixels, size.channels, size.channels // size.groups, dtype, out_dtype, arrays)
+    return norm_group_plan.best(size.pixels, size.channels, size.channels // size.groups, dtype, out_dtype, arrays)
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
@@ -88,22 +90,23 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 
 def _measured(call: engines.Call) -> bool:
-    """An image that stays in shared memory, in parts not too narrow; enough of them; of a dtype that was measured."""
+    """An image that stays, in parts not too narrow, or has slices; enough of them; of a dtype that was measured."""
     found, x = _plan(call), x_of(call)
-    if found is None or found.kept < found.rounds or not call.spec.per_example:
+    if found is None or not call.spec.per_example:
         return False
-    alike = x.dtype.name in MEASURED_DTYPES and x.dtype == call.spec.out_dtype
-    alike = alike and found.part * x.dtype.itemsize >= MEASURED_BYTES
+    if x.dtype.name not in MEASURED_DTYPES or x.dtype != call.spec.out_dtype:
+        return False
+    if isinstance(found, SlicePlan):
+        return math.prod(x.shape) * x.dtype.itemsize >= MEASURED_SLICED
     clusters = _sizes(call).images * found.parts
-    return alike and clusters >= MEASURED_CLUSTERS and math.prod(x.shape) >= MEASURED_ELEMENTS
+    wide = found.stays and found.part * x.dtype.itemsize >= MEASURED_BYTES
+    return wide and clusters >= MEASURED_CLUSTERS and math.prod(x.shape) >= MEASURED_ELEMENTS
 
 
 def _workspace(call: engines.Call) -> int | None:
-    """The blocks' sums for the gradients in scale and bias."""
-    found, size = _plan(call), _sizes(call)
-    if found is None:
-        return None
-    return 0 if call.op == "norm" else 8 * size.images * found.cluster * size.channels
+    """What kernels leave for each other, and the blocks' sums for the gradients in scale and bias."""
+    found = _plan(call)
+    return None if found is None else found.workspace(_sizes(call).images, 1 if call.op == "norm" else 2)
 
 
 IMAGES = Kind(
