@@ -17,7 +17,7 @@ from jaxdnn._kernels.xla import conv as xla_conv
 from jaxdnn.determinism import LEVELS
 from jaxdnn.explain import explain
 from jaxdnn.tolerance import ACCUMULATIONS
-from jaxdnn.verify import cli, controls, families, page, report
+from jaxdnn.verify import cli, controls, families, levels, page, report
 from jaxdnn.verify.case import DTYPES
 from jaxdnn.verify.families import conv_cases as cases
 from jaxdnn.verify.families import conv_checks as checks
@@ -511,3 +511,17 @@ def test_page_puts_a_ratio_where_the_axis_says(document: dict[str, Any]):
     assert page._at(1e-9) == page._at(1e-4) < page._at(0.01) < page._at(1) < page._at(10) == page._at(1e9)
     steps = np.diff([page._at(10.0**p) for p in range(page.LOWEST, page.HIGHEST + 1)])
     np.testing.assert_allclose(steps, steps[0])
+
+
+def test_an_engine_for_programs_of_one_device_is_not_run_on_a_mesh(monkeypatch):
+    """A refusal of what is dealt out over devices is no failure: the report has its reason."""
+
+    def refuse(*arrays):
+        raise NotImplementedError("hopper: it counts from the first element")
+
+    x = np.ones((4, 3), np.float32)
+    subject = levels.Subject("dropout", "hopper", "f32", "portable", lambda batch: jax.numpy.abs, (x,), (0,), 0)
+    assert levels.trial(subject, "mesh_invariant", "mesh", "quick").status == "passed"
+    monkeypatch.setitem(subject.__dict__, "compiled", refuse)
+    trial = levels.trial(subject, "mesh_invariant", "mesh", "quick")
+    assert (trial.status, trial.message) == ("not run", "hopper: it counts from the first element")
