@@ -27,10 +27,10 @@ from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 VECTORS = 4  # of an operand that a thread holds at most: more registers would mean fewer blocks at a time
 CLUSTER = 8  # blocks at most, on any device
 # Where blocks stay: how many threads of them a multiprocessor has, the bytes of a row that these hold at most (eight
-# vectors a thread), and their shared memory.
+# vectors a thread), and the shared memory of a block, beside which Pallas and the device take a KB each.
 THREADS = 512
 SLICE = 64 << 10
-SHARED_BYTES = 226 << 10
+SHARED_BYTES = {512: 226 << 10, 256: 112 << 10}
 # Clusters of so many blocks, each a multiprocessor's, that an H200 has at a time; of 4 and 8 one fewer than the one
 # that was asked, for which multiprocessors are switched off differs from chip to chip.
 CLUSTERS = {1: 132, 2: 66, 4: 29, 8: 14}
@@ -72,9 +72,7 @@ def _streamed_bytes(algorithm: str, size: int) -> tuple[int, int]:
 def _streamed(length: int, dtype: str, out_dtype: str, algorithm: str) -> RowPlan:
     """Blocks that stay, as few to a cluster as can hold a row, with as many places for rows as fit."""
     row, reduced = length * SIZES[dtype], algorithm == "logsumexp"
-    block, cluster, shared = THREADS, 1, SHARED_BYTES
-    if reduced or 2 * row <= SLICE:  # two blocks to a multiprocessor
-        block, shared = block // 2, shared // 2
+    block, cluster = THREADS // 2 if reduced else THREADS, 1
     while not reduced and cluster * SLICE < row:
         cluster *= 2
     plan = RowPlan(length, dtype, out_dtype, cluster * block, VECTORS, block, cluster, stages=2)
@@ -82,7 +80,7 @@ def _streamed(length: int, dtype: str, out_dtype: str, algorithm: str) -> RowPla
     pieces = -(-part // (32 * VECTORS)) if reduced else 1
     plan = dataclasses.replace(plan, vectors=-(-part // (32 * pieces)))
     places = (dataclasses.replace(plan, stages=count) for count in range(2, 9))
-    return [each for each in places if softmax_stream_ptx.shared_bytes(each) <= shared][-1]
+    return [each for each in places if softmax_stream_ptx.shared_bytes(each) <= SHARED_BYTES[block]][-1]
 
 
 def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | None = None) -> Array:

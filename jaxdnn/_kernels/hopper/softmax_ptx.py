@@ -7,9 +7,9 @@ as -inf (forward) or 0 (backward), which adds nothing.
 Order of additions, from the row's length and dtype alone: in a vector the elements pairwise, ((0+1)+(2+3))+...; a
 thread's vectors pairwise too; then the threads of a warp by exchange over lane distances T/2 or 16, ..., 2, 1; then
 the warps of a block likewise, and then the blocks of a cluster (in the forward pass each block's sum belongs to its own
-largest element, and is rescaled to the row's). A row that does not fit into the registers of a cluster
-is read twice, in rounds of a few vectors a thread: the sums of the rounds are added one after the other, rescaled to
-the largest element so far.
+largest element, and is rescaled to the row's). A row that does not fit into the registers of a cluster is read twice,
+in rounds of a few vectors a thread: the sums of the rounds are added one after the other, rescaled to the largest
+element so far.
 
 exp(d) is ex2.approx(d log2 e), with d = x - m rounded first; log(s) is lg2.approx(s) / log2 e.
 """
@@ -23,8 +23,6 @@ from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NEGATIVE_INFINITY = {"bf16": 0xFF80FF80, "f16": 0xFC00FC00, "f32": 0xFF800000}
-
-
 LARGEST, LOWEST, ZERO = real(3.4028234663852886e38), real(-3.4028234663852886e38), real(0.0)
 
 

@@ -141,21 +141,22 @@ class _Stream(softmax_ptx.Kernel):
             e.op("bar.sync", 1, plan.block)
         for _ in range(asked - first):
             self.ask()
-        self.m = "" if algorithm == "fast" else e.f("mov.f32", real(float("-inf")))
-        self.s = e.f("mov.f32", ZERO)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def reduce_rows(self) -> None:
         """Rows of which nothing is written but the logarithm of their sum."""
         e = self.e
+        m_start, s_start = real(float("-inf")), ZERO
+        own_m, own_s = e.f("mov.f32", m_start), e.f("mov.f32", s_start)
         with e.loop(self.begin, self.row_count, self.clusters) as row:
             with self.each_piece() as at:
                 words = self.come(at)
-                e.op("bar.warp.sync", "0xffffffff")  # all lanes have read
-                self.ask()
-                self.add(words)
-            m, s = self.over_all()
+                self.fill()
+                self.add(words, own_m, own_s)
+            m, s = self.over_all(own_m, own_s)
+            e.op("mov.f32", own_m, m_start)
+            e.op("mov.f32", own_s, s_start)
             scalar = e.d("mad.wide.u32", row, SIZES[self.plan.out_dtype], self.output)
             self.row = softmax_ptx.Row([], "", scalar, "")
             self.store_scalar(e.f("add.rn.f32", m, finisher(self, self.algorithm, s)("")))
@@ -163,11 +164,10 @@ class _Stream(softmax_ptx.Kernel):
     def write_rows(self) -> None:
         """Rows whose exponentials stay in registers until the row's sum is known."""
         e, log = self.e, self.algorithm == "log"
-        at = e.r("mov.b32", 0)
         with e.loop(self.begin, self.row_count, self.clusters) as row:
-            words = self.come(at)
+            words = self.come(e.r("mov.b32", 0))
             own, shift = ZERO, ""
-            if self.m:
+            if self.algorithm != "fast":
                 own = self.over_lanes("max.f32", self.largest(words), 32)
                 shift = bounded(self, self.algorithm, own)
             terms = [[self.exp(d) for d in shifted(self, v, shift)] for v in words]
@@ -180,7 +180,7 @@ class _Stream(softmax_ptx.Kernel):
                 share = finish(self.exp(e.f("sub.rn.f32", shift, m)) if shift else real(1.0))
                 finish = lambda term: e.f("mul.rn.f32", term, share)
             results = (shifted(self, v, m) for v in words) if log else terms
-            self.write(row, at, ([finish(value) for value in v] for v in results))
+            self.write(row, ([finish(value) for value in v] for v in results))
         if self.in_place:
             self.ring.wait_until_brought()
 
@@ -237,40 +237,36 @@ class _Stream(softmax_ptx.Kernel):
         self.ring.have_read()
         return words
 
-    def add(self, words: list[list[str]]) -> None:
-        """Takes a piece into the lane's largest element and its sum."""
-        e, shift = self.e, ""
-        if self.m:
-            larger = e.f("max.f32", self.m, self.largest(words))
-            shift = bounded(self, self.algorithm, larger)
-            less = e.f("sub.rn.f32", bounded(self, self.algorithm, self.m), shift)
-            e.op("mul.rn.f32", self.s, self.s, self.exp(less))
-            e.op("mov.f32", self.m, larger)
+    def add(self, words: list[list[str]], m: str, s: str) -> None:
+        """Takes a piece into a lane's largest element m and its sum s."""
+        e, finite = self.e, ft.partial(bounded, self, self.algorithm)
+        larger = e.f("max.f32", m, self.largest(words))
+        shift = finite(larger)
+        e.op("mul.rn.f32", s, s, self.exp(e.f("sub.rn.f32", finite(m), shift)))
+        e.op("mov.f32", m, larger)
         terms = [self.pairwise("add.rn.f32", [self.exp(d) for d in shifted(self, v, shift)]) for v in words]
-        e.op("add.rn.f32", self.s, self.s, self.pairwise("add.rn.f32", terms))
+        e.op("add.rn.f32", s, s, self.pairwise("add.rn.f32", terms))
 
-    def write(self, row: str, at: str, results: Iterable[list[str]]) -> None:
-        """Writes the results of a piece that is in the ring still, vector by vector."""
+    def write(self, row: str, results: Iterable[list[str]]) -> None:
+        """Writes a part's results, vector by vector."""
         e, plan = self.e, self.plan
         out_vector = plan.elements * SIZES[plan.out_dtype]
         target = e.d("mad.wide.u32", row, plan.row_vectors * out_vector, self.target)
-        target = e.d("mad.wide.u32", at, out_vector, target)
         self.row = softmax_ptx.Row([], e.d("mad.wide.u32", self.lane, out_vector, target), "", "")
-        place, count = self.ring.address(self.ring.written), self.vectors_from(at)
-        own = e.scaled(self.lane, VECTOR_BYTES, place)
+        place = e.scaled(self.lane, VECTOR_BYTES, self.ring.address(self.ring.written))
         for j, values in enumerate(results):
-            guard = self.guard(j, count)
+            guard = self.guard(j, self.mine)
             if self.in_place:
                 words = "{" + ", ".join(e.pack(plan.out_dtype, values)) + "}"
-                e.op("st.shared.v4.b32", f"[{own}+{j * self.stride * VECTOR_BYTES}]", words, when=guard)
+                e.op("st.shared.v4.b32", f"[{place}+{j * self.stride * VECTOR_BYTES}]", words, when=guard)
             else:
                 self.store(lambda _, guard=guard: (guard, "", ""), j, values)
         if self.in_place:
-            self.ring.bring_back(target, e.r("mul.lo.s32", count, VECTOR_BYTES))
+            self.ring.bring_back(target, e.r("mul.lo.s32", self.mine, VECTOR_BYTES))
         self.ring.leave()
 
     def fill(self) -> None:
-        """Asks for the next piece, in the place that has been free for the longest time or will be presently."""
+        """Asks for the next piece: in the place of the last row where that goes back to memory, else in this one's."""
         if self.in_place:
             self.ring.wait_until_brought()
         else:
@@ -287,26 +283,21 @@ class _Stream(softmax_ptx.Kernel):
 
     # ---- sums over the row -------------------------------------------------------------------------------------------
 
-    def over_all(self) -> tuple[str, str]:
-        """The row's largest element and the sum of exp(x - m); the lane's start anew."""
+    def over_all(self, m: str, s: str) -> tuple[str, str]:
+        """The row's largest element and its sum, from those of all lanes."""
         e, finite = self.e, ft.partial(bounded, self, self.algorithm)
-        own, s = ZERO, self.s
-        if self.m:
-            own = self.over_lanes("max.f32", self.m, 32)
-            s = e.f("mul.rn.f32", s, self.exp(e.f("sub.rn.f32", finite(self.m), finite(own))))
+        own = self.over_lanes("max.f32", m, 32)
+        s = e.f("mul.rn.f32", s, self.exp(e.f("sub.rn.f32", finite(m), finite(own))))
         self.send(own, self.over_lanes("add.rn.f32", s, 32))
-        if self.m:
-            e.op("mov.f32", self.m, real(float("-inf")))
-        e.op("mov.f32", self.s, ZERO)
         return self.joined(*self.receive())
 
     def joined(self, theirs: list[str], sums: list[str]) -> tuple[str, str]:
         """The row's largest element and its sum, from a lane's share of what the warps have sent."""
-        e, m = self.e, ""
-        if self.m:
+        e, m, finite = self.e, "", ft.partial(bounded, self, self.algorithm)
+        if self.algorithm != "fast":
             m = self.over_lanes("max.f32", self.pairwise("max.f32", theirs), self.warps)
-            m = bounded(self, self.algorithm, m) if self.algorithm == "logsumexp" else m
-            factors = [self.exp(e.f("sub.rn.f32", bounded(self, self.algorithm, value), m)) for value in theirs]
+            m = finite(m) if self.algorithm == "logsumexp" else m
+            factors = [self.exp(e.f("sub.rn.f32", finite(value), m)) for value in theirs]
             sums = [e.f("mul.rn.f32", *pair) for pair in zip(sums, factors, strict=True)]
         return m, self.over_lanes("add.rn.f32", self.pairwise("add.rn.f32", sums), self.warps)
 
