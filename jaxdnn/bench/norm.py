@@ -112,5 +112,6 @@ CASES: tuple[Norm, ...] = (
     Norm("images", "batch_norm 14x14x1024", "batch_norm", (14, 14, 1024), 128),
     Norm("images", "group_norm 56x56x256", "group_norm", (56, 56, 256), 128),
     Norm("images", "group_norm 64x64x320", "group_norm", (64, 64, 320), 64),
+    Norm("images", "group_norm 256x256x128", "group_norm", (256, 256, 128), 8),
     Norm("images", "instance_norm 56x56x256", "instance_norm", (56, 56, 256), 128),
 )
