@@ -22,7 +22,7 @@ from norm_cases import agree, in_view
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm_engine, norm_group, norm_group_plan, norm_group_ptx
+from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE, norm_engine, norm_group, norm_group_plan, norm_group_ptx
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -346,7 +346,7 @@ def test_parts_in_turn_are_more_than_run_at_once():
     plan = norm_group_plan.plan(4096, 320, 10, "bf16", "bf16", 2)
     assert plan is not None
     assert 4 * plan.floats(2) > norm_group_plan.HALF
-    at_once = norm_group_plan.AT_ONCE[plan.cluster]
+    at_once = CLUSTERS_AT_ONCE[plan.cluster]
     assert (plan.parts, plan.turns(at_once // plan.parts, 2)) == (4, 0)
     assert plan.turns(at_once // plan.parts + 1, 2) == at_once
     assert plan.turns(64, 2) == 2 * at_once

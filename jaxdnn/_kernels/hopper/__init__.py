@@ -7,6 +7,9 @@ import jax
 MINIMUM_JAX = (0, 11)
 CAPABILITY = "9.0"
 MULTIPROCESSORS = 132  # of an H100 or H200; also what is cut by a number that no device may change
+# Clusters of 1, 2, 4 or 8 blocks, each with a multiprocessor alone, that an H200 was seen to run at once. Which
+# multiprocessors are switched off differs from chip to chip: one that runs fewer gives the same results, later.
+CLUSTERS_AT_ONCE = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}
 
 
 def unavailable() -> str | None:

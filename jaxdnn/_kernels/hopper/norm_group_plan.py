@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES
 
 THREADS = 1024  # of a block, at most
@@ -12,9 +13,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster; any device has 8
 ALL = 1 << 30  # rounds: none has so many
 # Bytes of shared memory that a block may have where two, or one, share a multiprocessor, less what else it needs.
 HALF, WHOLE = 110 << 10, 226 << 10
-# Clusters of 1, 2, 4 or 8 blocks that an H200 was seen to run at once, where a block has a multiprocessor alone. Each
-# has at least so many parts of images in turn, or all of them.
-AT_ONCE, IN_TURN = {1: 132, 2: 66, 4: 30, 8: 15}, 6
+IN_TURN = 6  # parts of images: a cluster has at least so many in turn, or all of them
 BARRIERS = 16  # bytes of a cluster's
 SECTOR = 32  # bytes that the caches move at least
 # At least so many bytes of a pixel for a cluster, in so much memory of a block, the fastest first: a line of the cache,
@@ -171,7 +170,7 @@ class ImagePlan:
         alone = 4 * self.floats(arrays) > HALF
         across = self.group % self.elements != 0 and self.elements % self.group != 0
         shared = arrays == 1 and across and self.cluster == 8 and self.dtype != "f32"
-        at_once, parts = AT_ONCE[self.cluster] * (1 if alone else 2), images * self.parts
+        at_once, parts = CLUSTERS_AT_ONCE[self.cluster] * (1 if alone else 2), images * self.parts
         if not (alone or shared) or not self.stays or parts <= at_once:
             return 0
         return at_once * (max(1, parts // (IN_TURN * at_once)) if alone else 1)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import softmax_dgrad_ptx, softmax_ptx, softmax_stream_ptx
+from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE, softmax_dgrad_ptx, softmax_ptx, softmax_stream_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
@@ -31,9 +31,6 @@ CLUSTER = 8  # blocks at most, on any device
 THREADS = 512
 SLICE = 64 << 10
 SHARED_BYTES = {512: 226 << 10, 256: 112 << 10}
-# Clusters of so many blocks, each a multiprocessor's, that an H200 has at a time; of 4 and 8 one fewer than the one
-# that was asked, for which multiprocessors are switched off differs from chip to chip.
-CLUSTERS = {1: 132, 2: 66, 4: 29, 8: 14}
 SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 blocks
 
 
@@ -100,7 +97,7 @@ def forward_code(plan: RowPlan, rows: int, algorithm: str) -> str:
 
 def clusters(plan: RowPlan, rows: int) -> int:
     """Blocks, or clusters of them: as many as the rows need, or of those that stay as many as there are at a time."""
-    at_a_time = CLUSTERS[plan.cluster] * (THREADS // plan.block)
+    at_a_time = CLUSTERS_AT_ONCE[plan.cluster] * (THREADS // plan.block)
     return min(rows, at_a_time) if plan.stages else -(-rows // plan.rows_a_block)
 
 
