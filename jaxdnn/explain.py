@@ -246,6 +246,6 @@ def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) 
         workspace=engine.workspace(call) if able else None,
         schedule=engine.schedule(call) if able else None,
         modelled=engine.modelled,
-        hazards=engine.hazards(call),
+        hazards=engine.hazards(call) if able else (),
         notes=engine.notes,
     )

@@ -149,10 +149,8 @@ def _is_in_x(spec: PoolSpec, tap: Array) -> Array:
 def _max_dgrad(call: engines.Call, dy: Array, tap: Array) -> Array:
     spec: PoolSpec = call.spec
     wide = dy.astype(_accumulator(dy.dtype))
-    total = gather_form(spec, wide, tap, jnp.add)
-    # Sums are from +0, so that they need not know how many windows chose another element.
-    total = jnp.where(total == 0, jnp.zeros_like(total), total)
-    return nearest(total, spec.out_dtype)
+    wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # sums are from +0; done first, it costs no pass
+    return nearest(gather_form(spec, wide, tap, jnp.add), spec.out_dtype)
 
 
 # ---- average ---------------------------------------------------------------------------------------------------------
