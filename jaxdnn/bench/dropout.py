@@ -82,21 +82,26 @@ class Fused(Dropout):
         return run if which == "forward" else _gradients(run)
 
     def torch(self, which: str, *tensors: Any) -> Any:
-        """Its own kernels, one after the other; backward those that autograd runs."""
+        """Its own kernels, one after the other; backward those that autograd calls, with the mask kept."""
         import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
         x, residual, bias, _ = tensors
-        functional = torch.nn.functional
+        functional, aten = torch.nn.functional, torch.ops.aten
 
-        def run(x: Any, bias: Any) -> Any:
+        def forward() -> Any:
             z = x + bias
             return residual + functional.dropout(functional.gelu(z) if self.activation else z, RATE)
 
         if which == "forward":
-            return lambda: run(x, bias)
-        wanted = [v.detach().requires_grad_() for v in (x, bias)]
-        y = run(*wanted)
-        return lambda: torch.autograd.grad(y, wanted, residual, retain_graph=True)
+            return forward
+        z, mask = x + bias, torch.rand(x.shape, device=x.device) >= RATE
+
+        def backward() -> Any:
+            dz = aten.native_dropout_backward(residual, mask, 1 / (1 - RATE))
+            dz = aten.gelu_backward(dz, z) if self.activation else dz
+            return dz, dz.sum(0)
+
+        return backward
 
 
 def _gradients(run: Function) -> Function:
