@@ -25,10 +25,11 @@ from jax import Array
 from jax.interpreters import ad
 
 from jaxdnn import _activation_formulas as formulas
-from jaxdnn import _dropout, _primitive, _rounded
+from jaxdnn import _dropout, _primitive, _reduce, _rounded
 from jaxdnn._activation_formulas import Parameter
 from jaxdnn._dropout import DropoutSpec
 from jaxdnn._primitive import Factors
+from jaxdnn.determinism import satisfies
 
 OPS = ("fused_dropout", "fused_dropout_tangent", "fused_dropout_dgrad")
 X, BIAS, WORDS = "x", "bias", "words"  # what an operand is: of x's shape, of the bias's, or two words
@@ -103,6 +104,11 @@ def _dgrad_results(spec: FusedSpec, dy: Any, *operands: Any) -> tuple[jax.ShapeD
     return _result(spec, dy), jax.ShapeDtypeStruct(shape, precision(spec, (dy, *operands)))
 
 
+def is_fixed(spec: FusedSpec) -> bool:
+    """Whether the gradient in the bias is added on a tree, for more than run_to_run is required."""
+    return not satisfies("run_to_run", spec.level)
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +126,7 @@ def _jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
         linear = dataclasses.replace(spec, residual=False, bias=spec.bias and spec.slopes, dbias=has_bias)
         terms.append(bind("fused_dropout_tangent", *along, *at, *primals[-2:], spec=linear))
     if d_residual is not None and not isinstance(d_residual, ad.Zero):
-        terms.append(_rounded.nearest(d_residual, spec.out_dtype))
+        terms.append(d_residual.astype(spec.out_dtype))
     return y, ft.reduce(jnp.add, terms) if terms else _primitive.zero_tangent(y)
 
 
@@ -140,7 +146,8 @@ def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
     first = _rounded.nearest(v, spec.out_dtype)
     if op == "fused_dropout_tangent":
         return first
-    return first, jnp.sum(v, [spec.leading + axis for axis in spec.summed], keepdims=True)
+    axes = tuple(spec.leading + axis for axis in spec.summed)
+    return first, _reduce.add(v, axes, is_fixed(spec))
 
 
 def _along_at(op: str, spec: FusedSpec, linear: int, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -190,8 +197,8 @@ def _tangent_transpose(spec: FusedSpec, ct: Array, *operands: Any) -> list[Array
     summed = tuple(a - spec.leading for a in counted if aval.shape[a] != ct.shape[a])
     first, second = bind("fused_dropout_dgrad", ct, *rest, spec=dataclasses.replace(back, summed=summed))
     axes = tuple(a for a, (size, into) in enumerate(zip(second.shape, aval.shape, strict=True)) if size != into)
-    second = jnp.sum(second, axes, keepdims=True) if axes else second
-    return [first if ad.is_undefined_primal(dx) else None, _rounded.nearest(second, aval.dtype), *nothing]
+    second = _reduce.add(second, axes, is_fixed(spec)) if axes else second
+    return [first if ad.is_undefined_primal(dx) else None, second.astype(aval.dtype), *nothing]
 
 
 def _dgrad_transpose(spec: FusedSpec, cts: Sequence[Any], *operands: Any) -> list[Array | None]:

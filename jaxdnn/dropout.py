@@ -102,12 +102,14 @@ def dropout(
       layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
         counts the axes of x in their own order, which is that of the channels-last layouts. Of a vectorised layout the
         channels that fill up the last vector count too.
-      bias: (C,), C the channels of the layout, without one the size of x's last axis; or of as many dimensions as x,
-        each of x's size or 1. Fewer dimensions are refused: there is no guessing which are meant.
-      residual: of x's shape; what is not dropped is added to it. bias and residual have any of x's dtypes, but float64
-        only beside a float64 x.
+      bias: (C,), C the channels of the layout (of a vectorised one also those that fill up the last vector), without
+        one the size of x's last axis; or of as many dimensions as x, each of x's size or 1. Fewer dimensions are
+        refused: there is no guessing which are meant.
+      residual: of x's shape; added to the result of dropout, so that where that is 0 the residual remains (-0 as 0).
+        bias and residual have any of x's dtypes, but float64 only beside a float64 x.
       activation: see `activation`; None for none.
-      out_dtype: the result's dtype; None: that of x, whatever the residual's.
+      out_dtype: the result's dtype; None: that of x, also beside a wider residual, which to stay wide needs its own
+        here.
       engine: which implementation; None chooses, see `jaxdnn.explain`.
       determinism: the level required, see `jaxdnn.determinism`.
 
@@ -118,7 +120,8 @@ def dropout(
       `dropout(dy, key, ...)` with the same arguments, which is cuDNN's backward pass, and nothing is kept for it; with
       an activation x and bias are kept. Kinks as `activation` says. The gradient in the bias is summed in float32
       before anything is rounded. vmap over x alone gives every element of the batch the same mask, as a loop would;
-      vmap over keys or offsets gives each its own.
+      vmap over keys or offsets gives each its own. The engine `hopper` has no kernel for forward derivatives in the
+      bias (jvp, hessian): named, it refuses them.
 
     Numerics: all in float32 (float64 for float64), each operation rounded, then the one conversion. 1 / (1 - rate) is
       rounded to float32. For bfloat16 and float16, activations other than identity, relu, leaky_relu and clipped_relu

@@ -268,7 +268,7 @@ def dbn_weight(
     channels = lambda v: v.reshape(view.parameters)
     dscale = channels(jnp.sum(dy * (x.astype(found.accumulate) - center), view.axes)) * channels(inverse)
     dbias = channels(jnp.sum(dy, view.axes))
-    m = x.size // max(1, math.prod(view.parameters))
+    m = jnp.asarray(x.size // max(1, math.prod(view.parameters)), found.accumulate)
     factor_dy = channels(inverse if scale is None else inverse * view.parameter("scale", scale, found))
     factor_x = -(factor_dy * channels(inverse)) * (dscale / m)
     summand = -(factor_dy * (dbias / m)) - channels(center) * factor_x

@@ -125,6 +125,29 @@ def test_float64(activation: Any):
     assert (np.abs(np.asarray(db) - total.ravel()) <= 2 * rows * 2.0**-53 * np.abs(wanted).sum((0, 1))).all()
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_gradients_of_float64_through_a_narrower_result(out_dtype: Any):
+    x, b, r, _ = arrays(4, np.float64)
+    f = lambda x, b, r: dnn.dropout(x, SEED, rate=0.3, bias=b, residual=r, activation="gelu", out_dtype=out_dtype)
+    total = lambda x, b, r: jnp.sum(f(x, b, r).astype(jnp.float32))
+    dx, db, dr = jax.grad(total, (0, 1, 2))(x, b, r)
+    assert {v.dtype for v in (dx, db, dr)} == {np.dtype(np.float64)}
+    assert (dr == 1).all()
+    along = jax.jvp(total, (x, b, r), (np.zeros_like(x), np.zeros_like(b), np.ones_like(r)))[1]
+    assert float(along) == dr.size
+
+
+def test_gradient_of_a_shared_bias_under_vmap_is_mesh_invariant():
+    """The sum over the examples too is added in an order that does not depend on where they are."""
+    x = jax.random.normal(jax.random.key(0), (64, 40, 16))
+    f = lambda x, b: dnn.dropout(x, SEED, bias=b, activation="gelu", determinism="mesh_invariant")
+    gradient = jax.jit(jax.grad(lambda b, x: jnp.sum(jax.vmap(f, (0, None))(x, b) * x)))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    there = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
+    same(gradient(jnp.zeros(16), there), np.asarray(gradient(jnp.zeros(16), x)))
+
+
 @pytest.mark.parametrize("op", dropout_fused.OPS)
 def test_cells_of_verify(op: str):
     for case in dropout_fused.cases(op, "xla", "standard", 0):
@@ -212,7 +235,7 @@ def test_the_mask_is_that_of_dropout():
     kept = dnn.dropout_mask(SEED, SHAPE, rate=0.3, offset=7)
     y = dnn.dropout(x, SEED, rate=0.3, offset=7, bias=b, residual=r, activation="gelu")
     np.testing.assert_array_equal(np.asarray(y)[~np.asarray(kept)], r[~np.asarray(kept)])
-    same(dnn.dropout(x, SEED, rate=0.3, activation=None), dnn.dropout(x, SEED, rate=0.3).__array__())
+    same(dnn.dropout(x, SEED, rate=0.3, activation="identity"), np.asarray(dnn.dropout(x, SEED, rate=0.3)))
     state = dnn.DropoutState.of_seed(SEED, 8)
     same(dnn.dropout(x, state, bias=b), ordered(x, bias=b, offset=8))
 

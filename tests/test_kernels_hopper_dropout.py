@@ -375,12 +375,25 @@ def test_chosen_unasked(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int, 
 
 
 def test_chosen_unasked_backward(monkeypatch: pytest.MonkeyPatch):
-    x, b, wide = shape_of(256, 4096), shape_of(4096), shape_of(8192, 4096, dtype=jnp.float32)
+    x, b, wide = shape_of(1024, 1024), shape_of(1024), shape_of(8192, 4096, dtype=jnp.float32)
     total = lambda x, b: jnp.sum(fused(activation="relu")(x, b), dtype=jnp.float32)
     assert chosen(monkeypatch, jax.grad(total, (0, 1)), x, b) == ["xla", "hopper"]
     assert chosen(monkeypatch, jax.grad(total), x, b) == ["xla", "xla"]
-    assert chosen(monkeypatch, jax.grad(total, (0, 1)), wide, b) == ["xla", "hopper"]
-    assert chosen(monkeypatch, jax.grad(total), shape_of(8192, 4096), b) == ["hopper", "hopper"]
+    assert chosen(monkeypatch, jax.grad(total, (0, 1)), wide, shape_of(4096)) == ["xla", "hopper"]
+    assert chosen(monkeypatch, jax.grad(total), shape_of(8192, 4096), shape_of(4096)) == ["hopper", "hopper"]
+
+
+def test_not_chosen_unasked_far_from_what_was_measured(monkeypatch: pytest.MonkeyPatch):
+    """A narrow bias, few rows to a bias, and many short examples, of as many elements as elsewhere."""
+    total = lambda x, b: jnp.sum(fused(activation="relu")(x, b), dtype=jnp.float32)
+    for x, b in (((1 << 18, 8), (8,)), ((1, 1024, 4096), (1, 1024, 4096)), ((256, 4096), (4096,))):
+        assert chosen(monkeypatch, jax.grad(total, (0, 1)), shape_of(*x), shape_of(*b))[-1] == "xla"
+    examples = jax.vmap(lambda x, b, key: dnn.dropout(x, key, bias=b, activation="relu"), (0, None, 0))
+    for count, engine in ((64, "hopper"), (1 << 14, "xla")):
+        keys = shape_of(count, 2, dtype=jnp.uint32)
+        assert chosen(
+            monkeypatch, examples, shape_of(count, (1 << 26) // count), shape_of((1 << 26) // count), keys
+        ) == [engine]
 
 
 def test_a_program_for_several_devices_is_xla_s():

@@ -546,6 +546,15 @@ def test_windows_that_move_by_one_lower_for_hopper(window: int, dtype: str):
     assert text.count("mosaic_gpu") >= 7
 
 
+def test_strips_count_pairs_in_32_bits():
+    """Of a larger array the gradient is another kernel's, which counts vectors."""
+    from jaxdnn._kernels.hopper import pool as kernels
+
+    for images, served in ((128, True), (1024, False)):
+        k = Shape("bf16", images, 32, (128, 130), (128, 130), (3, 3), (1, 1), (1, 1), (1, 1))
+        assert (kernels.strip_of(k) is not None) == served
+
+
 @pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
 @pytest.mark.parametrize("taps", [(1, 1), (1, 3), (3, 3), (5, 5), (7, 7), (8, 8), (64, 1), (1, 64)])
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (20, 20), (28, 28), (112, 112), (1, 4096)])

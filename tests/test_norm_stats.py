@@ -379,3 +379,15 @@ def test_bad_arguments(name: str):
     kind, message, call = CALLS[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_dbn_weight_of_more_elements_than_an_int32_counts():
+    x = jax.ShapeDtypeStruct((2048, 1024, 1024, 1), jnp.bfloat16)
+    c = jax.ShapeDtypeStruct((1,), jnp.float32)
+    assert [v.shape for v in jax.eval_shape(dnn.dbn_weight, x, x, c, c)] == [(1,)] * 5
+
+
+def test_dbn_weight_without_channels_is_empty():
+    x, c = np.zeros((2, 3, 3, 0), np.float32), np.zeros(0, np.float32)
+    assert [v.shape for v in dnn.dbn_weight(x, x, c, c)] == [(0,)] * 5
+    assert [v.shape for v in reference.dbn_weight(x, x, c, c)] == [(0,)] * 5

@@ -92,7 +92,7 @@ def dbn_weight(
     way, v = norm.way_of(x), of_batch(x, "spatial", layout)
     kind = way.dtype
     g, c = v.array(dy).astype(kind), v.x.astype(kind) - mean.astype(kind).reshape(v.spread)
-    m, r = kind(v.x.size // v.own[0]), rstd.astype(kind)
+    m, r = kind(v.x.size // max(1, v.own[0])), rstd.astype(kind)
     dscale, dbias = way.total(g * c, v.axes).reshape(v.own) * r, way.total(g, v.axes).reshape(v.own)
     factor_dy = r if scale is None else r * scale.astype(kind)
     factor_x = -factor_dy * r * dscale / m

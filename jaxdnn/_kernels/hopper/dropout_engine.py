@@ -27,6 +27,8 @@ MEASURED = {
     "fused_dropout_tangent": {2: 1 << 25},
     "fused_dropout_dgrad": {2: 1 << 20, 4: 1 << 25},
 }
+MEASURED_ROWS, MEASURED_WIDTH = 1024, 768  # the fewest rows, and the narrowest bias whose gradient was measured
+MEASURED_EXAMPLE = 1 << 19  # elements of an example under vmap
 LARGEST = 1 << 30  # groups of elements that one key counts
 
 
@@ -126,6 +128,8 @@ def _unlike_planes(call: engines.Call, operands: dict[str, Any]) -> str | None:
 def _too_large(plan: Plan) -> str | None:
     if plan.groups > LARGEST:
         return f"its kernels take at most {LARGEST * plan.elements} elements, not {plan.size}"
+    if plan.leads * plan.blocks_a_lead >= 2**31:
+        return f"a grid has fewer than 2^31 blocks, too few for {plan.leads} examples of {plan.size} elements"
     return None
 
 
@@ -226,8 +230,15 @@ def _rank(call: engines.Call) -> int:
         return 2
     arrays = {name: v.dtype for name, v in _operands(call).items() if name not in ("bias", "dbias", "key", "start")}
     widest = max(np.dtype(dtype).itemsize for dtype in (*arrays.values(), _out_dtype(call)))
+    size, (leads, _) = math.prod(call.avals[0].shape), _split(call)
+    if leads > 1 and size // leads < MEASURED_EXAMPLE:
+        return 2
+    if call.op == "fused_dropout_dgrad":
+        width = _plan(call).width
+        if width < MEASURED_WIDTH or size // width < MEASURED_ROWS:
+            return 2
     least = MEASURED.get(call.op, {}).get(widest)
-    return 0 if least is not None and math.prod(call.avals[0].shape) >= least else 2
+    return 0 if least is not None and size >= least else 2
 
 
 def _workspace(call: engines.Call) -> int | None:

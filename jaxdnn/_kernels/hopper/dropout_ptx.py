@@ -23,7 +23,7 @@ class ColumnsPlan:
 
 
 def columns_plan(plan: Plan, most: int) -> ColumnsPlan:
-    """At most so many blocks; the order of additions follows from the shape alone."""
+    """About so many blocks, one for each tile at least; the order of additions follows from the shape alone."""
     wide = plan.width // plan.elements
     tile = min(32, 1 << max(0, wide - 1).bit_length())
     tiles, rows = -(-wide // tile), plan.size // plan.width

@@ -13,7 +13,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster; any device has 8
 ALL = 1 << 30  # rounds: none has so many
 # Bytes of shared memory that a block may have where two, or one, share a multiprocessor, less what else it needs.
 HALF, WHOLE = 110 << 10, 226 << 10
-IN_TURN = 6  # parts of images: a cluster has at least so many in turn, or all of them
+IN_TURN = 6  # parts of images that a cluster has in turn at least, where there are enough and a block is alone
 BARRIERS = 16  # bytes of a cluster's
 SECTOR = 32  # bytes that the caches move at least
 # At least so many bytes of a pixel for a cluster, in so much memory of a block, the fastest first: a line of the cache,

@@ -1,5 +1,6 @@
 """Pooling of channels-last arrays on compute capability 9.0: which kernel takes a call, and its launch."""
 
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ SHARED_TAPS = 3  # along both axes: from here on tiles and strips were measured 
 MOST_ROWS = 14  # and columns
 MOST_SHARED = 110 << 10  # bytes of a block, for two of them on a multiprocessor
 MANY_THREADS = 1 << 15  # about 250 for each multiprocessor
-DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def forward_rows(k: Shape) -> int:
@@ -42,7 +42,8 @@ def tile_of(k: Shape, size: tuple[int, int]) -> Tile | None:
 
 def strip_of(k: Shape) -> Strip | None:
     """What a thread makes of max-pooling's gradient, where windows share much and the sums have room."""
-    if not _shares_much(k):
+    most = k.images * pool_scatter_ptx.pairs(k) * max(math.prod(k.size), math.prod(k.out))
+    if not _shares_much(k) or most >= 2**31:  # pairs are counted in 32 bits
         return None
     down, across = (-(-size // MOST_ROWS) for size in k.size)
     part = lambda axis, parts: -(-k.size[axis] // parts)

@@ -15,10 +15,9 @@ from jax import Array
 
 from jaxdnn import _activation_formulas as formulas
 from jaxdnn import _reduce, engines
-from jaxdnn._dropout_fused import OPS, FusedSpec, precision
+from jaxdnn._dropout_fused import OPS, FusedSpec, is_fixed, precision
 from jaxdnn._kernels.xla import dropout
 from jaxdnn._rounded import nearest, product
-from jaxdnn.determinism import satisfies
 
 
 def run(call: engines.Call, x: Array, *operands: Array) -> Array:
@@ -49,7 +48,7 @@ def run_dgrad(call: engines.Call, dy: Array, *operands: Array) -> tuple[Array, A
     spec: FusedSpec = call.spec
     v = _dropped(call, (dy,), operands)
     axes = tuple(spec.leading + axis for axis in spec.summed)
-    return nearest(v, spec.out_dtype), _reduce.add(v, axes, _fixed(call))
+    return nearest(v, spec.out_dtype), _reduce.add(v, axes, is_fixed(spec))
 
 
 def _dropped(call: engines.Call, tangents: Any, operands: Any) -> Array:
@@ -88,11 +87,6 @@ def _kept(call: engines.Call, shape: tuple[int, ...], key: Array, start: Array) 
         return dropout.kept(call, shape, key, start)
 
 
-def _fixed(call: engines.Call) -> bool:
-    """Whether the gradient in the bias is added on a tree, for more than run_to_run is required."""
-    return not satisfies("run_to_run", call.spec.level)
-
-
 def _portable(call: engines.Call) -> bool:
     """Whether every bit is the definition's: nothing is computed that devices compute differently."""
     spec: FusedSpec = call.spec
@@ -103,7 +97,7 @@ def _portable(call: engines.Call) -> bool:
 def _level(call: engines.Call) -> str:
     """Element by element; a gradient in the bias adds over the batch."""
     if call.op == "fused_dropout_dgrad":
-        return "mesh_invariant" if _fixed(call) else "run_to_run"
+        return "mesh_invariant" if is_fixed(call.spec) else "run_to_run"
     return "portable" if _portable(call) else "mesh_invariant"
 
 
@@ -114,6 +108,7 @@ for _op, _run in _RUN.items():
             "xla",
             _op,
             _run,
+            needs_sizes=lambda call: call.op == "fused_dropout_dgrad" and is_fixed(call.spec),  # a tree's
             level=_level,
             accumulation=lambda call: precision(call.spec, call.avals).name,
             hazards=dropout.hazards,
