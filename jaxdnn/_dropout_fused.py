@@ -33,6 +33,7 @@ from jaxdnn.determinism import satisfies
 
 OPS = ("fused_dropout", "fused_dropout_tangent", "fused_dropout_dgrad")
 X, BIAS, WORDS = "x", "bias", "words"  # what an operand is: of x's shape, of the bias's, or two words
+ROLES = {"x": X, "dy": X, "residual": X, "bias": BIAS, "dbias": BIAS, "key": WORDS, "start": WORDS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +72,17 @@ class FusedSpec(DropoutSpec):
         return DropoutSpec(**{name: getattr(self, name) for name in names})
 
 
+def operand_names(op: str, spec: FusedSpec) -> tuple[str, ...]:
+    """The operands in their order; dy is what the derivatives are linear in, a tangent of x or a cotangent of y."""
+    if op == "fused_dropout":
+        return ("x", *["bias"] * spec.bias, *["residual"] * spec.residual, "key", "start")
+    at = ("x", *["bias"] * spec.bias) if spec.slopes else ()
+    return ("dy", *["dbias"] * (spec.dbias and op == "fused_dropout_tangent"), *at, "key", "start")
+
+
 def roles(op: str, spec: FusedSpec) -> tuple[str, ...]:
     """What each operand is."""
-    bias = (BIAS,) * spec.bias
-    if op == "fused_dropout":
-        return (X, *bias, *(X,) * spec.residual, WORDS, WORDS)
-    at = (X, *bias) if spec.slopes else ()
-    return (X, *(BIAS,) * (spec.dbias and op == "fused_dropout_tangent"), *at, WORDS, WORDS)
+    return tuple(ROLES[name] for name in operand_names(op, spec))
 
 
 def bind(op: str, *operands: Any, spec: FusedSpec) -> Any:

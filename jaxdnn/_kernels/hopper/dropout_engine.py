@@ -33,13 +33,9 @@ LARGEST = 1 << 30  # groups of elements that one key counts
 
 
 def _operand_names(call: engines.Call) -> tuple[str, ...]:
-    spec = call.spec
-    if not isinstance(spec, FusedSpec):
-        return ("x", "key", "start")
-    if call.op == "fused_dropout":
-        return ("x", *["bias"] * spec.bias, *["residual"] * spec.residual, "key", "start")
-    at = ("x", *["bias"] * spec.bias) if spec.slopes else ()
-    return ("dy", *["dbias"] * (spec.dbias and call.op == "fused_dropout_tangent"), *at, "key", "start")
+    if isinstance(call.spec, FusedSpec):
+        return _dropout_fused.operand_names(call.op, call.spec)
+    return ("x", "key", "start")
 
 
 def _operands(call: engines.Call) -> dict[str, Any]:
@@ -158,8 +154,9 @@ def _width(call: engines.Call, operands: dict[str, Any]) -> int | None:
 
 def _activation(spec: Any) -> str:
     """What a kernel calls it: an activation of one formula, or a table."""
-    name = spec.activation if isinstance(spec, FusedSpec) else "identity"
-    return name if name in formulas.PIECEWISE else "table"
+    if not isinstance(spec, FusedSpec):
+        return "identity"
+    return "table" if spec.looked_up else spec.activation
 
 
 def _out_dtype(call: engines.Call) -> np.dtype:
