@@ -217,7 +217,7 @@ def pool_dgrad(
         raise ValueError(f"`indices` must be None for mode {mode!r}, expected mode 'max', got {mode!r}.")
     wide = out if arguments.is_plain(alpha, beta) else arguments.accumulator(dy.dtype)
     if mode == "max":
-        tap = _taps(spec, x, shape, indices, dy.shape, order)
+        tap = _taps(spec, x, indices, dy.shape, order)
         dx = _bind("pool_max_dgrad", _of(spec, wide), dy, tap)
     elif mode == "lp":
         exponent, accumulator = arguments.exponent(p), arguments.accumulator(dy.dtype)
@@ -234,7 +234,7 @@ def _given_x(x: Any, order: _window.Layout) -> Array:
     return arguments.array("x", x, order)
 
 
-def _taps(spec: PoolSpec, x: Any, shape: tuple[int, ...], indices: Any, y_shape: Any, order: _window.Layout) -> Array:
+def _taps(spec: PoolSpec, x: Any, indices: Any, y_shape: Any, order: _window.Layout) -> Array:
     if indices is not None:
         return arguments.taps_of(spec, indices, tuple(y_shape))
     given = _given_x(x, order)

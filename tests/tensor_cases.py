@@ -213,4 +213,3 @@ CASES = [
     ),
     *_reductions(),
 ]
-BY_NAME = {case.name: case for case in CASES}

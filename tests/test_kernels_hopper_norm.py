@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jaxdnn as dnn
-import jaxdnn_reference as reference
+from _norm_calls import DTYPES, arrays_of, check_backward, check_forward
 from _norm_machine import NormRows
 from _row_machine import on_arrays
 from jaxdnn import _norm, engines, tolerance_norm
@@ -24,19 +23,11 @@ from jaxdnn._kernels.hopper import norm, norm_dgrad_ptx, norm_engine, norm_ptx
 from jaxdnn._kernels.hopper.norm_ptx import RowPlan
 from jaxdnn._kernels.hopper.ptx import SIZES
 
-DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 # One vector a row, part of a warp's, ragged ends, several warps, as many vectors a thread as there may be.
 LENGTHS = (8, 128, 136, 1000, 2056, 8192)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_length = pytest.mark.parametrize("length", LENGTHS)
 each_op = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-
-
-def arrays_of(norm_of: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
-    """x and dy in the dtype, scale and bias in float32, which is what the kernels take."""
-    x, _, _, dy = norm_of.arrays(3, DTYPES[dtype], mean=mean)
-    _, s, b, _ = norm_of.arrays(4, np.float32)
-    return x, s, b, dy
 
 
 def run(code: str, block: int, blocks: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]) -> list[np.ndarray]:
@@ -96,19 +87,10 @@ def check(op: str, rows: int, length: int, names: tuple[str, str], mean: float =
     out = DTYPES[names[1]]
     many, plan = plans.get("many", 1), plans.get("forward")
     y, *saved = forward(x, s, b, names, n.eps, centred=n.centred, many=many, plan=plan)
-    p, wanted = n.problem(x, s, b), n.definition(x, s, b)
-    agree(y, np.asarray(wanted[0]), tolerance_norm.from_definition(p)[0], out, "y")
-    stats = tolerance_norm.normalised(p)
-    errors = {"mean": stats.mean_error, "rstd": stats.rstd_error, "variance": stats.variance_error}
-    goldens = {"mean": stats.mean, "rstd": stats.rstd, "variance": stats.variance}
-    for name, found in zip(errors, saved, strict=True):
-        agree(found, goldens[name][:, 0], errors[name][:, 0], np.float32, name)
+    check_forward(n, x, s, b, out, y, saved)
     options: dict[str, Any] = {"blocks": plans.get("blocks", 1), "plan": plans.get("backward")}
     grads = backward(dy, x, saved[0], saved[1], s, names, centred=n.centred, **options)
-    bounds = tolerance_norm.from_definition(p, in_view(n, dy, p.x.shape))
-    exact = n.gradients(reference, dy, x, s)
-    for name, found, golden, error in zip(("dx", "dscale", "dbias"), grads, exact, bounds, strict=True):
-        agree(found, golden, error.reshape(golden.shape), out if name == "dx" else np.float32, name)
+    check_backward(n, x, s, b, dy, out, grads)
 
 
 @each_op

@@ -13,7 +13,7 @@ import pytest
 
 import jaxdnn as dnn
 from _image_machine import SHARED_BYTES, Images
-from _norm_images import DTYPES, arrays_of, check_backward, check_forward, norm_of
+from _norm_calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
 from _row_machine import on_arrays
 from jaxdnn import _norm, engines, tolerance_norm
 from jaxdnn._kernels import hopper

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from _image_machine import Images
-from _norm_images import DTYPES, arrays_of, check_backward, check_forward, norm_of
+from _norm_calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
 from _row_machine import on_arrays
 from jaxdnn._kernels import hopper
 

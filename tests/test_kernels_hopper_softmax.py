@@ -152,7 +152,7 @@ def test_every_plan_can_be_followed(dtype: str, algorithm: str):
     assert 0 < len(streams) < len(plans)
     for plan in streams:
         softmax_stream_ptx.check(plan, algorithm)
-        assert softmax_stream_ptx.shared_bytes(plan) <= softmax.SHARED_BYTES[plan.block]
+        assert softmax_stream_ptx.shared_bytes(plan) <= softmax.ROOM[plan.block]
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("bf16", "f32"), ("f32", "bf16"), ("f16", "bf16")])
@@ -240,8 +240,6 @@ def test_what_is_not_finite(length: int, dtype: str, algorithm: str):
             out = run(code, plan, [x], x.shape, dtype)
             golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
             error = tolerance_softmax.softmax(wide, algorithm, (1,), RULE)
-    if algorithm == "fast":  # all exponentials are zero: in float32 0 / 0, in the definition 0 / 0 too
-        golden = np.where(np.isfinite(golden) | (golden != golden), golden, np.nan)
     assert_right(out, golden, error)
 
 

@@ -121,7 +121,7 @@ def gradients(
     return s.rstd * (inner - h * of_gh), way.total(sum_gh, same), way.total(sum_g, same)
 
 
-def result(y: Array, x: Array, out_dtype: Any) -> Array:
+def result(y: Array, out_dtype: Any) -> Array:
     """y, rounded if a dtype is given."""
     return y if out_dtype is None else round_to(y, out_dtype)
 
@@ -174,7 +174,7 @@ def _forward(
     s = statistics(way, x, r.axes, eps, centred)
     factor = factor_of(scale, r.parameters, zero_centred, way)
     y = normalise(way, s, factor, None if bias is None else bias.reshape(r.parameters))
-    return result(y, x, out_dtype), s.mean.reshape(r.statistics), s.rstd.reshape(r.statistics)
+    return result(y, out_dtype), s.mean.reshape(r.statistics), s.rstd.reshape(r.statistics)
 
 
 def _backward(
@@ -197,7 +197,7 @@ def _backward(
     factor = factor_of(scale, r.parameters, zero_centred, way)
     dx, dscale, dbias = gradients(way, dy, s, factor, r.axes, r.same, centred)
     shape = tuple(size for a, size in enumerate(x.shape) if a not in r.same)
-    return result(dx, x, out_dtype), dscale.reshape(shape), dbias.reshape(shape)
+    return result(dx, out_dtype), dscale.reshape(shape), dbias.reshape(shape)
 
 
 def layer_norm(

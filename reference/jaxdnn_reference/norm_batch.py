@@ -102,7 +102,7 @@ def batch_norm(
     way, v = norm.way_of(x), of_batch(x, mode, layout)
     s = norm.statistics(way, v.x, v.axes, eps)
     c = norm.normalise(way, s, v.parameter(scale), v.parameter(bias))
-    y = norm.result(_finish(v, c, residual, activation, alpha, beta, prior), x, out_dtype)
+    y = norm.result(_finish(v, c, residual, activation, alpha, beta, prior), out_dtype)
     m = int(np.prod([v.x.shape[a] for a in v.axes]))
     unbiased = s.variance * way.dtype(m / (m - 1) if m > 1 else np.nan)
     mean, rstd, unbiased = (value.reshape(v.own) for value in (s.mean, s.rstd, unbiased))
@@ -142,7 +142,7 @@ def batch_norm_inference(
     rstd = 1 / np.sqrt(variance + way.dtype(eps))
     s = norm.Statistics(v.x.astype(way.dtype) - mean, mean, variance, rstd)
     c = norm.normalise(way, s, v.parameter(scale), v.parameter(bias))
-    return v.restore(norm.result(_finish(v, c, residual, activation, alpha, beta, prior), x, out_dtype))
+    return v.restore(norm.result(_finish(v, c, residual, activation, alpha, beta, prior), out_dtype))
 
 
 def batch_norm_dgrad(
@@ -178,5 +178,5 @@ def batch_norm_dgrad(
     dx = _blended(dx, alpha, beta, None if prior is None else v.array(prior))
     parameters = ((dscale, prior_dscale), (dbias, prior_dbias))
     dscale, dbias = (_blended(d.reshape(v.own), alpha_param, beta_param, p) for d, p in parameters)
-    found = v.restore(norm.result(dx, x, out_dtype)), dscale, dbias
+    found = v.restore(norm.result(dx, out_dtype)), dscale, dbias
     return found if y is None else (*found, dy)

@@ -88,7 +88,7 @@ def _forward(
     way, v = norm.way_of(x), in_groups(x, groups, channels, layout)
     s = norm.statistics(way, v.x, v.axes, eps)
     scale, bias = (None if p is None else p.reshape(v.parameters) for p in (scale, bias))
-    y = norm.result(norm.normalise(way, s, scale, bias), x, out_dtype)
+    y = norm.result(norm.normalise(way, s, scale, bias), out_dtype)
     return v.restore(y), v.give_statistic(s.mean), v.give_statistic(s.rstd)
 
 
@@ -108,7 +108,7 @@ def _backward(
     s = norm.saved(way, v.x, v.axes, eps, v.statistic(mean), v.statistic(rstd))
     factor = None if scale is None else scale.reshape(v.parameters)
     dx, dscale, dbias = norm.gradients(way, v.array(dy), s, factor, v.axes, v.same)
-    return v.restore(norm.result(dx, x, out_dtype)), dscale.reshape(-1), dbias.reshape(-1)
+    return v.restore(norm.result(dx, out_dtype)), dscale.reshape(-1), dbias.reshape(-1)
 
 
 def group_norm(

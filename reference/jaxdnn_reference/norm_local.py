@@ -50,7 +50,7 @@ def blended(y: Array, alpha: float, beta: float, prior: Array | None, x: Array, 
     y = alpha * y
     if beta != 0 and prior is not None:
         y = y + beta * prior.astype(y.dtype)
-    return norm.result(y, x, out_dtype)
+    return norm.result(y, out_dtype)
 
 
 def lrn(

@@ -24,4 +24,4 @@ def lp_normalize(
     unit = np.where((largest == 0) | np.isinf(largest), 1, largest)  # float64's squares overflow too
     powers = largest if np.isinf(p) else ((size / unit) ** p).sum(axes, keepdims=True) ** (1 / p) * unit
     with np.errstate(invalid="ignore"):  # infinity over infinity
-        return norm.result(v / np.maximum(powers, eps), x, out_dtype)
+        return norm.result(v / np.maximum(powers, eps), out_dtype)

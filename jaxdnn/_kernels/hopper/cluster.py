@@ -36,7 +36,7 @@ def prepare(barriers: Any) -> None:
 
     @inline_mgpu(arg_types=(plgpu.RefType(()),))
     def make(_: Any, barriers: Any) -> None:
-        _void([_address(barriers)], _block([*_own_barrier("$0"), *_first_thread(_INIT)]), "r,~{memory}")
+        _void([address(barriers)], _block([*_own_barrier("$0"), *_first_thread(_INIT)]), "r,~{memory}")
         mgpu_utils.warpgroup_barrier()
 
     make(barriers)
@@ -50,7 +50,7 @@ def send(acc: Array, slots: Any, barriers: Any, blocks: int) -> None:
     @inline_mgpu(arg_types=(_LAYOUT, plgpu.RefType(()), plgpu.RefType(())))
     def store(_: Any, acc: Any, slots: Any, barriers: Any) -> None:
         for to in range(blocks):
-            registers = _scalars(acc[:, to * share : (to + 1) * share])
+            registers = scalars(acc[:, to * share : (to + 1) * share])
             count = len(registers)
             lines = [
                 *_own_barrier(f"${count + 1}"),
@@ -63,7 +63,7 @@ def send(acc: Array, slots: Any, barriers: Any, blocks: int) -> None:
                 names = ", ".join(f"${i + d}" for d in range(4))
                 lines.append(f"@p {_STORE} [a+{i * 4 * THREADS}], {{{names}}}, [m];")
             constraints = ",".join([*["f"] * count, "r", "r", "~{memory}"])
-            _void([*registers, _address(slots), _address(barriers)], _block(lines), constraints)
+            _void([*registers, address(slots), address(barriers)], _block(lines), constraints)
 
     store(acc, slots, barriers)
 
@@ -82,16 +82,16 @@ def receive(acc: Array, slots: Any, barriers: Any, blocks: int) -> Array:
         expect = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [m], {(blocks - 1) * size};"
         lines = [*_own_barrier("$0"), *_first_thread(expect), ".reg .pred w;", "WAIT:"]
         lines += ["mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 w, [m], 0;", "@!w bra WAIT;"]
-        _void([_address(barriers)], _block(lines), "r,~{memory}")
+        _void([address(barriers)], _block(lines), "r,~{memory}")
         parts = [acc[:, j * share : (j + 1) * share] for j in range(blocks)]
-        registers = [_scalars(part) for part in parts]
+        registers = [scalars(part) for part in parts]
         sums: list[Any] = []
         for start in range(0, len(registers[0]), 4):
             own = [[values[start + d] for d in range(4)] for values in registers]
-            sums += _add_four(own, _address(slots), start * 4 * THREADS, blocks, size)
+            sums += _add_four(own, address(slots), start * 4 * THREADS, blocks, size)
         mgpu_utils.warpgroup_barrier()  # all its threads have waited and read
         again = f"mbarrier.inval.shared::cta.b64 [m]; {_INIT}"
-        _void([_address(barriers)], _block([*_own_barrier("$0"), *_first_thread(again)]), "r,~{memory}")
+        _void([address(barriers)], _block([*_own_barrier("$0"), *_first_thread(again)]), "r,~{memory}")
         mgpu_utils.warpgroup_barrier()
         return _like(parts[0], sums)
 
@@ -153,11 +153,12 @@ def _void(operands: list[ir.Value], code: str, constraints: str) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
 
 
-def _address(ref: Any) -> ir.Value:
+def address(ref: Any) -> ir.Value:
+    """The 32-bit shared address of a reference."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
 
 
-def _scalars(array: Any) -> list[ir.Value]:
+def scalars(array: Any) -> list[ir.Value]:
     """A fragment's registers as single numbers, in the order of the array."""
     out = []
     for register in array.registers.flat:

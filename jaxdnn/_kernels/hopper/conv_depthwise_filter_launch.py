@@ -15,9 +15,10 @@ from jaxlib.mlir.dialects import llvm, vector
 
 from jaxdnn._kernels.hopper import conv_depthwise_filter as tensor_filter
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
+from jaxdnn._kernels.hopper.cluster import address, scalars
 from jaxdnn._kernels.hopper.conv_depthwise_add import THREADS, Terms, add_terms
 from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import FilterPlan
-from jaxdnn._kernels.hopper.conv_depthwise_launch import address, as_images, each, grid, ref_type, shared
+from jaxdnn._kernels.hopper.conv_depthwise_launch import as_images, each, grid, ref_type, shared
 from jaxdnn._kernels.hopper.conv_depthwise_window import DTYPES, Window
 from jaxdnn._kernels.hopper.launch import PARAMETERS, launch
 from jaxdnn._kernels.hopper.sizes import ceil_div
@@ -121,10 +122,6 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
     return kernel(as_images(x, call.size), as_images(dy, call.out))
 
 
-def _scalars(array: Any) -> list[ir.Value]:
-    return [vector.extract(v, dynamic_position=[], static_position=[0]) for v in array.registers]
-
-
 def _inline_filter(code: str, plan: FilterPlan, carry: Any, x_tile: Any, dy_tile: Any, layout: Any) -> Any:
     n = plan.walk.accumulators
     refs = (ref_type(plan.swizzle),) * 2
@@ -133,7 +130,7 @@ def _inline_filter(code: str, plan: FilterPlan, carry: Any, x_tile: Any, dy_tile
     @plgpu.inline_mgpu(arg_types=(layout, *refs), return_type=result)
     def run(_: Any, sums: Any, *tiles: Any) -> Any:
         f32 = ir.F32Type.get()
-        operands = [*_scalars(sums), *(address(tile) for tile in tiles)]
+        operands = [*scalars(sums), *(address(tile) for tile in tiles)]
         constraints = ",".join([*["=f"] * n, *map(str, range(n)), "r", "r", "~{memory}"])
         struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * n)})>")
         packed: Any = llvm.inline_asm(struct, operands, code, constraints, has_side_effects=True)
@@ -148,7 +145,7 @@ def _inline_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(layout, ref_type(0)))
     def run(_: Any, *arrays: Any) -> None:
         values, tile = arrays
-        operands = [*_scalars(values), address(tile)]
+        operands = [*scalars(values), address(tile)]
         constraints = ",".join([*["f"] * len(values.registers), "r", "~{memory}"])
         llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
 

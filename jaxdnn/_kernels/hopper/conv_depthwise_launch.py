@@ -5,10 +5,7 @@ from typing import Any
 
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 
 def as_images(x: Array, size: tuple[int, int]) -> Array:
@@ -26,11 +23,6 @@ def shared(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 
 def ref_type(swizzle: int) -> Any:
     return plgpu.RefType(_transforms(swizzle))
-
-
-def address(ref: Any) -> ir.Value:
-    """The 32-bit shared address of a reference."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
 
 
 def grid(items: int, sms: int | None) -> tuple[int]:

@@ -12,7 +12,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
-from jaxdnn._kernels.hopper.conv_depthwise_launch import address, as_images, grid, ref_type, shared
+from jaxdnn._kernels.hopper.cluster import address
+from jaxdnn._kernels.hopper.conv_depthwise_launch import as_images, grid, ref_type, shared
 from jaxdnn._kernels.hopper.conv_depthwise_plan import WalkPlan
 from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
 from jaxdnn._kernels.hopper.conv_depthwise_window import Window

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._kernels.hopper.sizes import ceil_div
 
-DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+DTYPES = {dtype.name: name for dtype, name in NAMES.items()}
 
 
 @dataclasses.dataclass(frozen=True)

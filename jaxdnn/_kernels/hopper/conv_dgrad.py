@@ -170,7 +170,7 @@ def conv_dgrad(
     config = config or tuning.choose("dgrad", problem, sms)
     flat = geo.pointwise
     a = copies.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
-    b = _filter(w, geo, problem, transpose, pad_reduce, pad_columns)
+    b = _filter(w, geo, transpose, pad_reduce, pad_columns)
     bias, extras = copies.prepare_epilogue(epilogue, operands, problem, config, flat, pad_columns)
     dx = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
     if not flat:
@@ -178,8 +178,8 @@ def conv_dgrad(
     return dx[..., : x_shape[-1]].reshape(tuple(x_shape))
 
 
-def _filter(w: Array, geo: Geometry, problem: Problem, transpose: bool, pad_reduce: int, pad_columns: int) -> Array:
-    """The filter with its reduced axis k padded, as `problem.filter_dims` says."""
+def _filter(w: Array, geo: Geometry, transpose: bool, pad_reduce: int, pad_columns: int) -> Array:
+    """The filter with its reduced axis k padded, in the order of `Problem.filter_dims`."""
     if geo.outer:
         w = w.reshape(w.shape[0], -1, w.shape[-1])
         w = copies.pad(w, ((0, pad_reduce if transpose else 0), (0, 0), (0, pad_columns)))

@@ -20,8 +20,9 @@ SECTOR = 32  # bytes that the caches move at least
 # two blocks a multiprocessor. Of a plan in which all is kept the smallest cluster is taken.
 PREFERRED = ((128, HALF), (64, HALF), (128, WHOLE), (64, WHOLE), (32, HALF), (32, WHOLE))
 NARROW = ((16, HALF), (16, WHOLE))  # slower than to read twice
-# An image that does not stay is dealt out to two kernels, if its pixels have divisors: so many slices of it, the fewest
-# that stay, whose statistics are merged, and so many that are written, of a block with so much memory.
+# An image that does not stay, or backward in narrow parts alone, is dealt out to two kernels, if its pixels have
+# divisors: so many slices of it, the fewest that stay, whose statistics are merged, and so many that are written, of a
+# block with so much memory.
 MERGED, APPLIED, SLICE = (32, 128), (64, 4096), 54 << 10
 # Else one kernel reads it twice: with little of it kept more blocks share a multiprocessor, and have more bytes under
 # way. Forward what is kept is the sample from whose mean is measured: a 32nd at least.

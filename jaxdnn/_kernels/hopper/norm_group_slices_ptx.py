@@ -1,4 +1,5 @@
-"""The PTX of group and instance normalisation in two kernels: for images that no cluster's shared memory holds.
+"""The PTX of group and instance normalisation in two kernels: for images that no cluster's shared memory holds,
+and backward for those of which it holds narrow parts alone.
 
 The first kernel leaves the sums of slices of an image, which its clusters' shared memory does hold. Each block of the
 second merges those of its image, in the same order whatever the slice, while its vectors are on their way. It has

@@ -57,11 +57,11 @@ def strip_of(k: Shape) -> Strip | None:
     return strip
 
 
-def maximum(x: Array, k: Shape, *, indices: bool, rows: int | None = None, tile: Tile | None = None) -> Any:
+def maximum(x: Array, k: Shape, *, indices: bool) -> Any:
     """y of x (n, h, w, c), and with indices the taps."""
     shape = (k.images, *k.out, x.shape[-1])
     results = [jax.ShapeDtypeStruct(shape, x.dtype)] + [jax.ShapeDtypeStruct(shape, jnp.uint8)] * indices
-    rows, tile = rows or forward_rows(k), tile or (None if rows else tile_of(k, k.out))
+    rows, tile = forward_rows(k), tile_of(k, k.out)
     if tile is None:
         code, grid = pool_ptx.maximum(k, indices=indices, rows=rows), _blocks(k.forward_threads(rows))
     else:
@@ -70,10 +70,10 @@ def maximum(x: Array, k: Shape, *, indices: bool, rows: int | None = None, tile:
     return found if indices else found[0]
 
 
-def average(x: Array, k: Shape, *, factor: float | None, rows: int | None = None, tile: Tile | None = None) -> Array:
+def average(x: Array, k: Shape, *, factor: float | None) -> Array:
     """y of x (n, h, w, c): sums times a factor."""
     result = jax.ShapeDtypeStruct((k.images, *k.out, x.shape[-1]), x.dtype)
-    rows, tile = rows or forward_rows(k), tile or (None if rows else tile_of(k, k.out))
+    rows, tile = forward_rows(k), tile_of(k, k.out)
     if tile is None:
         code, grid = pool_ptx.average(k, factor=factor, rows=rows), _blocks(k.forward_threads(rows))
     else:
@@ -81,10 +81,10 @@ def average(x: Array, k: Shape, *, factor: float | None, rows: int | None = None
     return launch(code, [x], [result], name="pool_average", **grid)[0]
 
 
-def maximum_backward(dy: Array, taps: Array, k: Shape, *, strip: Strip | None = None) -> Array:
+def maximum_backward(dy: Array, taps: Array, k: Shape) -> Array:
     """dx of dy and taps (n, p, q, c)."""
     result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
-    strip = strip or strip_of(k)
+    strip = strip_of(k)
     if strip is None:
         code, grid = pool_ptx.maximum_backward(k), _blocks(k.backward_threads())
     else:
@@ -93,10 +93,10 @@ def maximum_backward(dy: Array, taps: Array, k: Shape, *, strip: Strip | None = 
     return launch(code, [dy, taps], [result], name="pool_max_dgrad", **grid)[0]
 
 
-def average_backward(dy: Array, k: Shape, *, factor: float | None, tile: Tile | None = None) -> Array:
+def average_backward(dy: Array, k: Shape, *, factor: float | None) -> Array:
     """dx of dy (n, p, q, c)."""
     result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
-    tile = tile or tile_of(k, k.size)
+    tile = tile_of(k, k.size)
     if tile is None:
         code, grid = pool_ptx.average_backward(k, factor=factor), _blocks(k.backward_threads())
     else:

@@ -5,16 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxdnn import _pool, engines
 from jaxdnn._kernels import hopper
 from jaxdnn._kernels.hopper.pool_ptx import Shape
+from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._pool import PoolSpec
 
 MOST_TAPS = 64
 MOST_LOADS = 64  # of 16 bytes by one thread
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def _shape(call: engines.Call) -> Shape:
@@ -25,7 +26,7 @@ def _shape(call: engines.Call) -> Shape:
     several = spec.divisor is not None and len(set(spec.counts().flat)) > 1
     leading = first.shape[: len(first.shape) - len(spec.spatial) - 1]
     return Shape(
-        dtype=_DTYPES[first.dtype.name],
+        dtype=NAMES[np.dtype(first.dtype)],
         images=math.prod(leading),
         vectors=first.shape[-1] * first.dtype.itemsize // 16,
         size=pad(spec.sizes, 1),
@@ -55,8 +56,8 @@ def _unsupported(call: engines.Call) -> str | None:
     first = call.avals[0]
     if call.op == "pool_pick":
         return "it has no kernel for the derivative along a tangent"
-    if first.dtype.name not in _DTYPES:
-        return f"its kernels take {', '.join(_DTYPES)}, not {first.dtype}"
+    if np.dtype(first.dtype) not in NAMES:
+        return f"its kernels take {', '.join(map(str, NAMES))}, not {first.dtype}"
     if spec.out_dtype != first.dtype:
         return f"its kernels write the operand's dtype {first.dtype}, not {spec.out_dtype}"
     if spec.spatial not in ((-2,), (-3, -2)):

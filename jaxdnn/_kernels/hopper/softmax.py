@@ -30,7 +30,7 @@ CLUSTER = 8  # blocks at most, on any device
 # vectors a thread), and the shared memory of a block, beside which Pallas and the device take a KB each.
 THREADS = 512
 SLICE = 64 << 10
-SHARED_BYTES = {512: 226 << 10, 256: 112 << 10}
+ROOM = {512: 226 << 10, 256: 112 << 10}
 SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 blocks
 
 
@@ -77,7 +77,7 @@ def _streamed(length: int, dtype: str, out_dtype: str, algorithm: str) -> RowPla
     pieces = -(-part // (32 * VECTORS)) if reduced else 1
     plan = dataclasses.replace(plan, vectors=-(-part // (32 * pieces)))
     places = (dataclasses.replace(plan, stages=count) for count in range(2, 9))
-    return [each for each in places if softmax_stream_ptx.shared_bytes(each) <= SHARED_BYTES[block]][-1]
+    return [each for each in places if softmax_stream_ptx.shared_bytes(each) <= ROOM[block]][-1]
 
 
 def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | None = None) -> Array:

@@ -6,10 +6,9 @@ as -inf (forward) or 0 (backward), which adds nothing.
 
 Order of additions, from the row's length and dtype alone: in a vector the elements pairwise, ((0+1)+(2+3))+...; a
 thread's vectors pairwise too; then the threads of a warp by exchange over lane distances T/2 or 16, ..., 2, 1; then
-the warps of a block likewise, and then the blocks of a cluster (in the forward pass each block's sum belongs to its own
-largest element, and is rescaled to the row's). A row that does not fit into the registers of a cluster is read twice,
-in rounds of a few vectors a thread: the sums of the rounds are added one after the other, rescaled to the largest
-element so far.
+the warps of a block likewise, and then the blocks of a cluster. A row that does not fit into the registers of a cluster
+is read twice, in rounds of a few vectors a thread: the sums of the rounds are added one after the other, rescaled to
+the largest element so far.
 
 exp(d) is ex2.approx(d log2 e), with d = x - m rounded first; log(s) is lg2.approx(s) / log2 e.
 """
@@ -209,12 +208,8 @@ class Kernel:
 
     def over_row(self, instruction: str, value: str) -> str:
         """The value of all threads of a row joined, the same in each of them."""
-        plan = self.plan
         value = self.over_block(instruction, value)
-        if plan.cluster > 1:
-            (slot,) = self.to_cluster(value)
-            value = self.over_lanes(instruction, self.from_cluster(slot), plan.cluster)
-        return value
+        return self.over_cluster(instruction, value) if self.plan.cluster > 1 else value
 
     def over_block(self, instruction: str, value: str) -> str:
         """The value of those threads joined that share a row in a block."""
@@ -230,25 +225,20 @@ class Kernel:
         there = e.f("ld.shared.f32", f"[{e.scaled(mine, 4, slot)}]")
         return self.over_lanes(instruction, there, plan.warps_a_row)
 
-    def to_cluster(self, *values: str) -> list[str]:
-        """Leaves values of each block of the cluster in the shared memory of all; returns where they start there."""
+    def over_cluster(self, instruction: str, value: str) -> str:
+        """The values of the cluster's blocks joined: each leaves its own in the shared memory of all."""
         e, plan = self.e, self.plan
-        slots = [self._slot(plan.cluster) for _ in values]
+        slot = self._slot(plan.cluster)
         if not self.started:
             e.op("barrier.cluster.wait.aligned")
             self.started = True
-        mine = e.p("setp.lt.s32", e.scaled(self.warp, 32, self.lane), plan.cluster)  # a thread for each block
-        for slot, value in zip(slots, values, strict=True):
-            there = e.r("mapa.shared::cluster.u32", e.scaled(self.rank, 4, slot), self.lane)
-            e.op("st.shared::cluster.f32", f"[{there}]", value, when=mine)
+        block = e.p("setp.lt.s32", e.scaled(self.warp, 32, self.lane), plan.cluster)  # a thread for each
+        there = e.r("mapa.shared::cluster.u32", e.scaled(self.rank, 4, slot), self.lane)
+        e.op("st.shared::cluster.f32", f"[{there}]", value, when=block)
         e.op("barrier.cluster.arrive.release.aligned")
         e.op("barrier.cluster.wait.acquire.aligned")
-        return slots
-
-    def from_cluster(self, slot: str) -> str:
-        """What lane i modulo the number of blocks needs: block i's value."""
-        mine = self.e.r("and.b32", self.lane, self.plan.cluster - 1)
-        return self.e.f("ld.shared.f32", f"[{self.e.scaled(mine, 4, slot)}]")
+        mine = e.r("and.b32", self.lane, plan.cluster - 1)
+        return self.over_lanes(instruction, e.f("ld.shared.f32", f"[{e.scaled(mine, 4, slot)}]"), plan.cluster)
 
     def _slot(self, count: int) -> str:
         """Shared memory for so many floats; none is used twice, so every exchange needs one barrier only."""
@@ -283,14 +273,9 @@ class Kernel:
 def forward(plan: RowPlan, row_count: int, algorithm: str) -> str:
     """The PTX of softmax ("accurate", "fast", "log") or of "logsumexp"; operands: x, the result, shared memory."""
     k = Kernel(plan, row_count, 1, reduced=algorithm == "logsumexp")
-    way = _forward_twice if plan.rounds > 1 else _forward_cluster if _is_joined(plan, algorithm) else _forward_once
+    way = _forward_twice if plan.rounds > 1 else _forward_once
     way(k, algorithm, NEGATIVE_INFINITY[plan.dtype])
     return k.e.text()
-
-
-def _is_joined(plan: RowPlan, algorithm: str) -> bool:
-    """Whether a cluster's blocks each take their own largest element, to speak to one another once instead of twice."""
-    return plan.cluster > 1 and algorithm != "fast"
 
 
 def _forward_once(k: Kernel, algorithm: str, fill: int) -> None:
@@ -335,34 +320,6 @@ def bounded(k: Kernel, algorithm: str, m: str) -> str:
     """What is subtracted before the row's largest element is known: -inf minus it is -inf, and not NaN."""
     above = k.e.f("max.f32", m, LOWEST)
     return k.e.f("min.f32", above, LARGEST) if algorithm == "logsumexp" else above
-
-
-def _forward_cluster(k: Kernel, algorithm: str, fill: int) -> None:
-    """Exponentials by a block's own largest element b; then the cluster's m, s = sum of the blocks' s exp(b - m)."""
-    e, plan = k.e, k.plan
-    finite = ft.partial(bounded, k, algorithm)
-    with k.rounds() as vector:
-        words = k.load(0, vector, fill)
-        own = k.over_block("max.f32", k.pairwise("max.f32", [k.pairwise("max.f32", k.unpack(v)) for v in words]))
-        shift = finite(own)
-        held = [[k.exp(d) for d in shifted(k, v, shift)] for v in words]
-        parts = [k.pairwise("add.rn.f32", terms) for terms in held]
-        s = k.over_block("add.rn.f32", k.pairwise("add.rn.f32", parts))
-        slots = k.to_cluster(own, s)
-        theirs, s = (k.from_cluster(slot) for slot in slots)
-        m = k.over_lanes("max.f32", theirs, plan.cluster)
-        m = finite(m) if algorithm == "logsumexp" else m
-        s = e.f("mul.rn.f32", s, k.exp(e.f("sub.rn.f32", finite(theirs), m)))
-        finish = finisher(k, algorithm, k.over_lanes("add.rn.f32", s, plan.cluster))
-        if algorithm == "logsumexp":
-            k.store_scalar(e.f("add.rn.f32", m, finish("")))
-            return
-        share = "" if algorithm == "log" else finish(k.exp(e.f("sub.rn.f32", shift, m)))
-        for j, (v, terms) in enumerate(zip(words, held, strict=True)):
-            if algorithm == "log":
-                k.store(vector, j, [finish(d) for d in shifted(k, v, m)])
-            else:
-                k.store(vector, j, [e.f("mul.rn.f32", term, share) for term in terms])
 
 
 def _forward_twice(k: Kernel, algorithm: str, fill: int) -> None:

@@ -1,4 +1,4 @@
-"""Images for the Hopper kernels of group and instance normalisation, and whether results are within the bounds."""
+"""Calls of the Hopper kernels of normalisation, and whether their results are within the bounds."""
 
 from collections.abc import Sequence
 from typing import Any
