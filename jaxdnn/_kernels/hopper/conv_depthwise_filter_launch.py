@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
+from jaxdnn._kernels.hopper import branches
 from jaxdnn._kernels.hopper import conv_depthwise_filter as tensor_filter
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
 from jaxdnn._kernels.hopper.cluster import address, scalars
@@ -101,6 +102,18 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
             plgpu.copy_smem_to_gmem(sums, out.at[split, pl.ds(0, plan.parts), *taps, pl.ds(c, plan.channels)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    branches.record(
+        "depthwise filter",
+        operands=call.dtype,
+        group=call.group,
+        channels=plan.channels,
+        stages=stages,
+        warpgroups=groups,
+        tap_blocks="one" if plan.tap_blocks == (1, 1) else "several",
+        splits="one" if plan.splits == 1 else "several",
+        tail_of_channels=bool(call.channels % plan.channels),
+        tail_of_positions=any(size % part for size, part in zip(call.out, plan.out_tile, strict=True)),
+    )
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(plan.partial_shape(call), jnp.float32),

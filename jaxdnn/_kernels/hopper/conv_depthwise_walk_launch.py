@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from jaxdnn._kernels.hopper import branches
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
 from jaxdnn._kernels.hopper.cluster import address
 from jaxdnn._kernels.hopper.conv_depthwise_launch import as_images, grid, ref_type, shared
@@ -35,6 +36,19 @@ def run_walk(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str,
     tiles = chunks * math.prod(plan.tiles) * call.images
     stages = plan.stages
     (blocks,) = grid(tiles, sms if stages == 1 else min(sms or plan.blocks, plan.blocks))
+    branches.record(
+        "depthwise walk",
+        operands=call.dtype,
+        pass_="dgrad" if backward else "fprop",
+        group=call.group,
+        channels=width,
+        stages=stages,
+        phases="one" if len(plan.walk.phases) == 1 else "several",
+        stride=max(call.stride) > 1,
+        tail_of_channels=bool(call.channels % width),
+        tail_of_positions=any(size % part for size, part in zip(target, plan.out_tile, strict=True)),
+        tiles_in_turn=blocks < tiles,
+    )
 
     def body(x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tiles: Any, w_tiles: Any, y_tile: Any, arrived: Any) -> None:
         block = lax.axis_index("tile")

@@ -27,9 +27,9 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._epilogue import Epilogue
+from jaxdnn._kernels.hopper import branches, pipeline, tuning
 from jaxdnn._kernels.hopper import conv_copies as copies
 from jaxdnn._kernels.hopper import epilogue as ep
-from jaxdnn._kernels.hopper import pipeline, tuning
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
 from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem
 
@@ -162,12 +162,16 @@ def conv_dgrad(
     out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
     x_shape = _x_shape(dy, w, geo)
     if joined(geo, x_shape[-1], operands):
+        branches.record("dgrad", copies="joined phases")
         return _joined_phases(dy, w, geo, epilogue, out_dtype, config, sms)
     problem, transpose, pad_reduce, pad_columns = _problem(
         dy, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype
     )
     sms = sms or tuning.multiprocessors()
     config = config or tuning.choose("dgrad", problem, sms)
+    made = {"padded channels": pad_reduce, "padded columns": pad_columns, "transposed filter": transpose, "none": True}
+    for name in filter(made.get, made):
+        branches.record("dgrad", copies=name)
     flat = geo.pointwise
     a = copies.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
     b = _filter(w, geo, transpose, pad_reduce, pad_columns)

@@ -28,8 +28,8 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._epilogue import Epilogue
+from jaxdnn._kernels.hopper import branches, conv_plan, pipeline, tuning
 from jaxdnn._kernels.hopper import conv_copies as copies
-from jaxdnn._kernels.hopper import conv_plan, pipeline, tuning
 from jaxdnn._kernels.hopper import epilogue as ep
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
 from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem
@@ -161,6 +161,10 @@ def conv_fprop(
     problem = todo.problem
     sms = sms or tuning.multiprocessors()
     config = config or tuning.choose("fprop", problem, sms)
+    made = {"padded channels": todo.pad_reduce, "padded columns": todo.pad_columns, "transposed filter": todo.transpose}
+    made |= {"folded taps": todo.folded, "cells": todo.cells, "none": True}
+    for name in filter(made.get, made):
+        branches.record("fprop", copies=name)
     out_shape = (x.shape[0], *geo.out, problem.columns - todo.pad_columns)
     if todo.cells:
         x, w = copies.in_cells(x, geo, todo.cells), _window_filter(w, geo, todo)

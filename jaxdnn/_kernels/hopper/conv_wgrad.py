@@ -28,11 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxdnn._kernels.hopper import branches, tuning
 from jaxdnn._kernels.hopper import conv_copies as copies
 from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import conv_wgrad_kernel as kernel
 from jaxdnn._kernels.hopper import conv_wgrad_transposed as transposed
-from jaxdnn._kernels.hopper import tuning
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, shape_reason
 from jaxdnn._kernels.hopper.conv_wgrad_plan import Config, Problem, Walk, check, choose, key, ranked
 from jaxdnn._kernels.hopper.sizes import ceil_div
@@ -121,7 +121,9 @@ def conv_wgrad(
     c, k = x.shape[-1], dy.shape[-1]
     x = copies.pad_axes(x, problem.axes, problem.channels * problem.groups - c)
     dy = copies.pad(dy, ((0, 0),) * (dy.ndim - 1) + ((0, problem.filters - k),))
-    dw = kernel.run(x, dy, problem, config, sms or tuning.multiprocessors())
+    sms = sms or tuning.multiprocessors()
+    _record(problem, config, geo, sms)
+    dw = kernel.run(x, dy, problem, config, sms)
     outer = geo.outer
     if geo.groups > 1:
         dw = _own_channels(dw[:, :k], geo.groups, problem.groups, c // geo.groups)
@@ -137,6 +139,34 @@ def conv_wgrad(
     total = total.astype(out_dtype).reshape(k, *geo.taps, c)
     total = total if outer else jnp.moveaxis(total, 0, -1)
     return jnp.flip(total, _tap_axes(geo)) if geo.flip else total
+
+
+def _record(problem: Problem, config: Config, geo: Geometry, sms: int) -> None:
+    walk, axes = Walk(problem, config), problem.axes
+    left, right = config.filters * config.across, config.columns * config.along
+    of_filters, of_columns = problem.filters // problem.groups, problem.taps * problem.chunks * problem.chunk
+    rows, columns = (of_columns, of_filters) if walk.x_left else (of_filters, of_columns)
+    pairs = zip((problem.batch, *(ax.out for ax in axes)), (config.images, *config.block), strict=True)
+    branches.record(
+        "wgrad",
+        operands=problem.dtype.name,
+        axes=len(axes) or "flat",
+        filters=config.filters,
+        columns=config.columns,
+        warpgroups=f"{config.across} x {config.along}",
+        stages=config.stages,
+        splits="one" if config.splits == 1 else "several",
+        halo=config.halo,
+        direct=("1 block" if config.splits == 1 else f"{config.splits} blocks") if config.direct else "no",
+        rows="taps" if walk.x_left else "filters",
+        swizzle=problem.swizzle,
+        groups="one" if geo.groups == 1 else "whole" if problem.groups == geo.groups else "together",
+        strided_input=any(ax.in_step > 1 for ax in axes),
+        tail_of_positions=any(size % part for size, part in pairs),
+        tail_of_filters=bool(rows % left),
+        tail_of_columns=bool(columns % right) and not config.halo,
+        tiles_in_turn=walk.items // (config.splits if config.direct else 1) > walk.blocks(sms),
+    )
 
 
 def _own_channels(parts: Array, groups: int, tiled: int, channels: int) -> Array:
@@ -169,6 +199,7 @@ def folded(geo: Geometry, channels: int) -> bool:
 
 def _folded(x: Array, dy: Array, geo: Geometry, out_dtype: Any, config: Config | None, sms: int | None) -> Array:
     """Few input channels: the last axis' taps become channels by one copy, as in the forward kernel."""
+    branches.record("wgrad", folded_taps=True)
     c, k = x.shape[-1], dy.shape[-1]
     rest = geo.without_last_taps
     dw = conv_wgrad(copies.fold_taps(x, geo), dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax import lax
 
-from jaxdnn._kernels.hopper import tuning
+from jaxdnn._kernels.hopper import branches, tuning
 from jaxdnn._kernels.hopper.conv_plan import Axis
 from jaxdnn._kernels.hopper.sizes import ALIGNMENT, SHARED_BYTES, aligned, ceil_div
 
@@ -204,6 +204,8 @@ class Walk:
 
 def choose(problem: Problem, sms: int) -> Config:
     """The measured configuration, else the cheapest by the model."""
+    if pick := branches.picker():
+        return pick(problem, list(_possible(problem, sms)))
     entry = tuning.table(tuning.device_kind()).get(key(problem))
     if entry is not None:
         config = Config(**{**entry, "block": tuple(entry["block"])})
@@ -265,6 +267,17 @@ def _candidates(problem: Problem, sms: int) -> Iterator[Config]:
                 if check(problem, base) is None:
                     yield from _splits(problem, base, sms)
                     break
+
+
+def _possible(problem: Problem, sms: int) -> Iterator[Config]:
+    """Candidates, and beside each what was not the fastest wherever it was measured: larger clusters, other splits."""
+    for base in _candidates(problem, sms):
+        yield base
+        changes = [{"splits": splits, "stages": 2} for splits in (4, 8)] if base.direct else [{"splits": 3}]
+        for change in changes:
+            config = dataclasses.replace(base, **change)
+            if check(problem, config) is None and config.splits <= Walk(problem, config).boxes:
+                yield config
 
 
 def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:

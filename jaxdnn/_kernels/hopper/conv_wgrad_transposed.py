@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxdnn._kernels.hopper import branches, conv_plan, tuning
 from jaxdnn._kernels.hopper import conv_fprop as fprop
-from jaxdnn._kernels.hopper import conv_plan, tuning
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, operand_reason, shape_reason
 from jaxdnn._kernels.hopper.sizes import ceil_div
 
@@ -101,6 +101,8 @@ def conv_wgrad(
 ) -> Array:
     """The gradient in w, laid out as `geo` says, from x (N, spatial..., C) and dy (N, spatial..., K)."""
     todo, k = plan(x, dy, geo), dy.shape[-1]
+    runs = "one" if todo.runs == 1 else "several"
+    branches.record("wgrad, images last", operands=jnp.dtype(x.dtype).name, runs=runs)
     partial, out_dtype = _types(x, todo, out_dtype)
     images, filters = _turn(x, todo), _turn(dy, todo)
     if todo.runs > 1:  # the runs' filters side by side

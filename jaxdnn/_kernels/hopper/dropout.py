@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._kernels.hopper import MULTIPROCESSORS, dropout_ptx
+from jaxdnn._kernels.hopper import MULTIPROCESSORS, branches, dropout_ptx
 from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
 from jaxdnn._kernels.hopper.dropout_ptx import ColumnsPlan
 from jaxdnn._kernels.hopper.launch import launch
@@ -31,6 +31,7 @@ STAY = 4 * MULTIPROCESSORS  # blocks of 256 threads
 def run(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Array:
     """y or dx; the operands are those that the plan names."""
     plan, code, blocks, floats = _program(plan)
+    _record("planes" if plan.plane else "stream" if floats else "flat", plan)
     out = jax.ShapeDtypeStruct(shape, dtype)
     name = "dropout_dgrad" if plan.backward else "dropout"
     return launch(code, operands, [out], name=name, blocks=blocks, threads=plan.threads, floats=floats)[0]
@@ -58,6 +59,7 @@ def columns(plan: Plan) -> tuple[Plan, ColumnsPlan]:
 def run_columns(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
     """dx, and its sums over rows in float32, (width,)."""
     plan, dealt = columns(plan)
+    _record("walk", plan)
     outs = [
         jax.ShapeDtypeStruct(shape, dtype),
         jax.ShapeDtypeStruct((dealt.splits, plan.width), jnp.float32),
@@ -72,3 +74,16 @@ def run_columns(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], d
         floats=max(plan.threads * plan.elements, plan.stages * plan.stage_bytes // 4),
     )
     return dx, jnp.sum(sums, 0)
+
+
+def _record(kernel: str, plan: Plan) -> None:
+    formula = "none" if plan.activation == "identity" else "formula"
+    branches.record(
+        "dropout",
+        operands=plan.dtypes["x"] if "x" in plan.dtypes else plan.result,
+        kernel=kernel,
+        pass_="backward" if plan.backward else "forward",
+        activation="table" if plan.activation == "table" else formula,
+        bias=bool(plan.width),
+        residual="residual" in plan.dtypes,
+    )

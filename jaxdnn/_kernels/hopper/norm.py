@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import MULTIPROCESSORS, norm_dgrad_ptx, norm_ptx
+from jaxdnn._kernels.hopper import MULTIPROCESSORS, branches, norm_dgrad_ptx, norm_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.norm_ptx import RowPlan
 from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
@@ -78,6 +78,7 @@ def forward(
     plan = config or forward_plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], rows)
     if plan is None:
         raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
+    _record("forward", plan)
     given = [v for v in (scale, bias) if v is not None]
     blocks = forward_blocks(plan, rows)
     options: dict[str, Any] = {"centred": centred, "eps": eps}
@@ -105,6 +106,7 @@ def backward(
     plan = config or backward_plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)])
     if plan is None:
         raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
+    _record("backward", plan)
     blocks = min(MULTIPROCESSORS, -(-rows // plan.groups))
     code = norm_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=scale is not None)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct((blocks, 2, length), jnp.float32))
@@ -113,3 +115,9 @@ def backward(
     dx, sums = launch(code, given, outs, name="norm_dgrad", blocks=blocks, threads=plan.block, floats=max(floats, 32))
     dscale, dbias = jnp.sum(sums, 0)
     return dx, dscale, dbias
+
+
+def _record(which: str, plan: RowPlan) -> None:
+    decided: dict[str, Any] = {"stays": plan.stays, "keeps": plan.keeps, "shared": plan.shared}
+    threads = {"threads": plan.threads, "rows_at_once": plan.rows}
+    branches.record("norm rows", operands=plan.dtype, pass_=which, **threads, **decided)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import MULTIPROCESSORS, norm_batch_dgrad_ptx, norm_batch_ptx
+from jaxdnn._kernels.hopper import MULTIPROCESSORS, branches, norm_batch_dgrad_ptx, norm_batch_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.norm_batch_ptx import LANES
 from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
@@ -130,6 +130,14 @@ def _walked(
     code: str, arrays: Sequence[Array], outs: Sequence[tuple[int, ...]], found: ColumnPlan, values: int, name: str
 ) -> Sequence[Array]:
     """What a kernel that goes down the columns writes."""
+    branches.record(
+        "norm batches",
+        operands=found.dtype,
+        pass_="backward" if name.endswith("dgrad") else "forward",
+        fold="one row" if found.fold == 1 else "several rows",
+        splits="one" if found.splits == 1 else "several",
+        columns="one block" if found.row_vectors <= found.width else "several blocks",
+    )
     return launch(
         code,
         arrays,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import norm_group_ptx, norm_group_slices_ptx
+from jaxdnn._kernels.hopper import branches, norm_group_ptx, norm_group_slices_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan, SlicePlan, best
 from jaxdnn._kernels.hopper.ptx import NAMES
@@ -42,6 +42,7 @@ def forward(
     """y, and mean, rstd and variance (images, groups), of x (images, pixels, channels)."""
     images = x.shape[0]
     chosen = config or _plan(x, groups, out_dtype, 1)
+    _record("forward", chosen, images)
     if isinstance(chosen, SlicePlan):
         return _forward_in_slices(x, scale, bias, groups, eps, out_dtype, chosen)
     turns = chosen.turns(images, 1)
@@ -91,6 +92,7 @@ def backward(
     """dx, dscale and dbias of dy and x (images, pixels, channels), mean and rstd (images, groups)."""
     images, _, channels = x.shape
     chosen = config or _plan(x, groups, out_dtype, 2)
+    _record("backward", chosen, images)
     if isinstance(chosen, SlicePlan):
         return _backward_in_slices(dy, x, mean, rstd, scale, groups, out_dtype, chosen)
     turns = chosen.turns(images, 2)
@@ -150,6 +152,27 @@ def _plan(x: Array, groups: int, out_dtype: Any, arrays: int) -> ImagePlan | Sli
     if found is None:
         raise ValueError(f"`x` must have channels that fill vectors and fit into a block, got {channels} of {x.dtype}.")
     return found
+
+
+def _record(which: str, chosen: ImagePlan | SlicePlan, images: int) -> None:
+    kind, plans = "in slices", [chosen]
+    if isinstance(chosen, SlicePlan):
+        plans = [chosen.statistics, chosen.applied]
+    elif chosen.stays:
+        kind = "stays, in turn" if chosen.turns(images, 1 + (which == "backward")) else "stays"
+    else:
+        kind = "read twice"
+    for plan in plans:
+        whole = "of one group" if plan.group % plan.elements == 0 else "of several groups"
+        branches.record(
+            "norm images",
+            operands=plan.dtype,
+            pass_=which,
+            image=kind,
+            cluster=plan.cluster,
+            vector=whole if 0 in (plan.group % plan.elements, plan.elements % plan.group) else "across groups",
+            threads=plan.threads,
+        )
 
 
 def _shape(chosen: ImagePlan, clusters: int, arrays: int, in_turn: bool = False) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._kernels.hopper import pool_ptx, pool_scatter_ptx, pool_tile_ptx
+from jaxdnn._kernels.hopper import branches, pool_ptx, pool_scatter_ptx, pool_tile_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.pool_ptx import THREADS, Shape
 from jaxdnn._kernels.hopper.pool_scatter_ptx import Strip
@@ -66,6 +66,7 @@ def maximum(x: Array, k: Shape, *, indices: bool) -> Any:
         code, grid = pool_ptx.maximum(k, indices=indices, rows=rows), _blocks(k.forward_threads(rows))
     else:
         code, grid = pool_tile_ptx.maximum(k, tile, indices=indices), _tiles(k, tile, k.out)
+    _record("max and indices" if indices else "max", k, tile, rows)
     found = launch(code, [x], results, name="pool_max", **grid)
     return found if indices else found[0]
 
@@ -78,6 +79,7 @@ def average(x: Array, k: Shape, *, factor: float | None) -> Array:
         code, grid = pool_ptx.average(k, factor=factor, rows=rows), _blocks(k.forward_threads(rows))
     else:
         code, grid = pool_tile_ptx.average(k, tile, factor=factor), _tiles(k, tile, k.out)
+    _record("average", k, tile, rows)
     return launch(code, [x], [result], name="pool_average", **grid)[0]
 
 
@@ -90,6 +92,7 @@ def maximum_backward(dy: Array, taps: Array, k: Shape) -> Array:
     else:
         code = pool_scatter_ptx.maximum_backward(k, strip)
         grid = {"blocks": -(-strip.count(k) // strip.threads), "threads": strip.threads, "floats": strip.floats(k)}
+    _record("max backward", k, strip)
     return launch(code, [dy, taps], [result], name="pool_max_dgrad", **grid)[0]
 
 
@@ -101,6 +104,7 @@ def average_backward(dy: Array, k: Shape, *, factor: float | None) -> Array:
         code, grid = pool_ptx.average_backward(k, factor=factor), _blocks(k.backward_threads())
     else:
         code, grid = pool_tile_ptx.average_backward(k, tile, factor=factor), _tiles(k, tile, k.size)
+    _record("average backward", k, tile)
     return launch(code, [dy], [result], name="pool_average_dgrad", **grid)[0]
 
 
@@ -110,3 +114,11 @@ def _blocks(threads: int) -> dict[str, int]:
 
 def _tiles(k: Shape, tile: Tile, size: tuple[int, int]) -> dict[str, int]:
     return {"blocks": -(-tile.count(k, size) // tile.threads), "threads": tile.threads}
+
+
+def _record(which: str, k: Shape, shared: Tile | Strip | None, rows: int = 1) -> None:
+    kernel = (
+        "strips" if isinstance(shared, Strip) else "tiles" if shared else f"a thread {('an', 'two')[rows - 1]} output"
+    )
+    kernel += "s" * (kernel.endswith("output") and rows > 1)
+    branches.record("pool", operands=k.dtype, pass_=which, kernel=kernel, counts="several" if k.counted else "one")

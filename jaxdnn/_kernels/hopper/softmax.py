@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE, softmax_dgrad_ptx, softmax_ptx, softmax_stream_ptx
+from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE, branches, softmax_dgrad_ptx, softmax_ptx, softmax_stream_ptx
 from jaxdnn._kernels.hopper.launch import launch
 from jaxdnn._kernels.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
@@ -113,6 +113,15 @@ def softmax_dgrad(
 
 
 def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStruct, name: str) -> Array:
+    of_block = "lanes" if plan.threads < 32 else "warp" if plan.threads == 32 else "block"
+    branches.record(
+        "softmax",
+        operands=plan.dtype,
+        pass_="backward" if len(arrays) == 2 else name.removeprefix("softmax_"),
+        row_shared_by=of_block if plan.cluster == 1 else f"cluster of {plan.cluster}",
+        read="streamed" if plan.stages else "once" if plan.rounds == 1 else "twice",
+        stages=plan.stages,
+    )
     blocks = clusters(plan, len(arrays[0]))
     floats = softmax_stream_ptx.shared_bytes(plan) // 4 if plan.stages else SHARED_FLOATS
     shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": floats}

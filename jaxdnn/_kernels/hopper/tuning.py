@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxdnn._kernels.hopper import MULTIPROCESSORS, conv_plan
+from jaxdnn._kernels.hopper import MULTIPROCESSORS, branches, conv_plan
 from jaxdnn._kernels.hopper.conv_plan import Config, Problem
 from jaxdnn._kernels.hopper.sizes import ceil_div
 
@@ -67,6 +67,8 @@ def _name(dtype: Any) -> str:
 
 def choose(op: str, problem: Problem, sms: int) -> Config:
     """The configuration for a problem: the table's, else the cheapest by `cost`."""
+    if pick := branches.picker():
+        return pick(problem, list(possible(problem)))
     entry = _measured(op, problem)
     if entry is not None:
         # An epilogue's operands take memory from the ring, and zeros may not stay zeros under one.
@@ -106,6 +108,21 @@ def candidates(problem: Problem) -> Iterator[Config]:
                 yield from _deepest(problem, base)
                 yield from _deepest(problem, dataclasses.replace(base, staged=2))
         yield from _with_filter_or_halo(problem, columns, order)
+
+
+def possible(problem: Problem) -> Iterator[Config]:
+    """Candidates, and beside each what only tuning chooses: another order, another way with phases, more buffers."""
+    for base in candidates(problem):
+        yield base
+        changes: list[dict[str, Any]] = [{"order": order} for order in ("k", "kp", "n", "p") if order != base.order]
+        changes += [{"staged": count, "stages": stages} for count in (3, 4) for stages in range(2, base.stages)]
+        if len(problem.phases) > 1:
+            changes += [{"deal": deal} for deal in ("snake", "together")]
+            changes += [{"blank": problem.axes[-1].positions // parts} for parts in (1, 2, 4)]
+        for change in changes:
+            config = dataclasses.replace(base, **change)
+            if conv_plan.check(problem, config) is None:
+                yield config
 
 
 def _deepest(problem: Problem, base: Config) -> Iterator[Config]:

@@ -1,0 +1,178 @@
+"""Which branches of the kernels' planners a program takes, and another choice of configuration than the planner's.
+
+A planner decides from shapes and dtypes how a kernel cuts the work. `record` stands where a kernel is launched and
+names what was decided; who traces a program within `recorded` learns which branches it takes. `EVERY` lists all of
+them, so that those never taken can be told.
+
+The planner of the convolutions picks among many configurations that give the same bits (of a filter gradient, other
+bits, which its schedule states). Which one depends on measurements, and changes with them: within `picking` a
+configuration is drawn among all that can run, so that a kernel is known to be right for each.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+YES_NO = ("no", "yes")
+# kernel -> what is decided -> the values that it may have.
+EVERY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "pipeline": {
+        "operands": ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"),
+        "result": ("bfloat16", "float16", "float32", "int32"),
+        "axes": ("flat", 1, 2, 3),
+        "rows": (64, 128, 192, 256),
+        "columns": (8, 16, 32, 64, 128, 256),
+        "teams": ("1 x 2", "2 x 1"),
+        "stages": (2, 3, 4, 5, 6, 7, 8),
+        "staged": (1, 2, 3, 4),
+        "order": ("k", "kp", "n", "p"),
+        "deal": ("round", "snake", "together"),
+        "halo": (0, 2, 3),
+        "resident": YES_NO,
+        "unroll": YES_NO,
+        "blank": YES_NO,
+        "window": YES_NO,
+        "masked window": YES_NO,
+        "filter": ("ctj", "jtc", "tcj", "tjc"),
+        "swizzle": (32, 64, 128),
+        "groups": YES_NO,
+        "strided input": YES_NO,
+        "phases": ("one", "several", "some without taps"),
+        "tail of positions": YES_NO,
+        "tail of columns": YES_NO,
+        "tail of channels": YES_NO,
+        "epilogue": ("none", "function", "function, bias", "function, arrays", "function, bias, arrays"),
+        "tiles in turn": YES_NO,
+    },
+    "fprop": {"copies": ("none", "padded channels", "padded columns", "transposed filter", "folded taps", "cells")},
+    "dgrad": {"copies": ("none", "padded channels", "padded columns", "transposed filter", "joined phases")},
+    "wgrad": {
+        "operands": ("bfloat16", "float16"),
+        "axes": ("flat", 1, 2, 3),
+        "filters": (64, 128),
+        "columns": (32, 64, 96, 128, 192, 256),
+        "warpgroups": ("1 x 1", "1 x 2", "1 x 3", "2 x 1"),
+        "stages": (2, 3, 4, 5, 6),
+        "splits": ("one", "several"),
+        "halo": YES_NO,
+        "direct": ("no", "1 block", "2 blocks", "4 blocks", "8 blocks"),
+        "rows": ("filters", "taps"),
+        "swizzle": (64, 128),
+        "groups": ("one", "whole", "together"),
+        "strided input": YES_NO,
+        "tail of positions": YES_NO,
+        "tail of filters": YES_NO,
+        "tail of columns": YES_NO,
+        "tiles in turn": YES_NO,
+        "folded taps": YES_NO,
+    },
+    "wgrad, images last": {"operands": ("float32", "float8_e4m3fn", "float8_e5m2", "int8"), "runs": ("one", "several")},
+    "depthwise walk": {
+        "operands": ("bf16", "f16", "f32"),
+        "pass": ("fprop", "dgrad"),
+        "group": (1, 2, 4, 8),
+        "channels": (16, 32),
+        "stages": (1, 2),
+        "phases": ("one", "several"),
+        "stride": YES_NO,
+        "tail of channels": YES_NO,
+        "tail of positions": YES_NO,
+        "tiles in turn": YES_NO,
+    },
+    "depthwise filter": {
+        "operands": ("bf16", "f16", "f32"),
+        "group": (1, 2, 4, 8),
+        "channels": (32, 64),
+        "stages": (1, 2, 3),
+        "warpgroups": (1, 2, 4),
+        "tap blocks": ("one", "several"),
+        "splits": ("one", "several"),
+        "tail of channels": YES_NO,
+        "tail of positions": YES_NO,
+    },
+    "softmax": {
+        "operands": ("bf16", "f16", "f32"),
+        "pass": ("accurate", "log", "fast", "logsumexp", "backward"),
+        "row shared by": ("lanes", "warp", "block", "cluster of 2", "cluster of 4", "cluster of 8"),
+        "read": ("once", "twice", "streamed"),
+        "stages": (0, 2, 3, 4, 5, 6, 7, 8),
+    },
+    "norm rows": {
+        "operands": ("bf16", "f16", "f32"),
+        "pass": ("forward", "backward"),
+        "threads": (32, 64, 128, 256, 512, 1024),
+        "rows at once": (1, 2, 4),
+        "stays": YES_NO,
+        "keeps": YES_NO,
+        "shared": YES_NO,
+    },
+    "norm images": {
+        "operands": ("bf16", "f16", "f32"),
+        "pass": ("forward", "backward"),
+        "image": ("stays", "stays, in turn", "in slices", "read twice"),
+        "cluster": (1, 2, 4, 8),
+        "vector": ("of one group", "across groups", "of several groups"),
+        "threads": (128, 256, 512, 1024),
+    },
+    "norm batches": {
+        "operands": ("bf16", "f16", "f32"),
+        "pass": ("forward", "backward"),
+        "fold": ("one row", "several rows"),
+        "splits": ("one", "several"),
+        "columns": ("one block", "several blocks"),
+    },
+    "pool": {
+        "operands": ("bf16", "f16", "f32"),
+        "pass": ("max", "max and indices", "average", "max backward", "average backward"),
+        "kernel": ("a thread an output", "a thread two outputs", "tiles", "strips"),
+        "counts": ("one", "several"),
+    },
+    "dropout": {
+        "operands": ("bf16", "f16", "f32"),
+        "kernel": ("flat", "stream", "walk", "planes"),
+        "pass": ("forward", "backward"),
+        "activation": ("none", "formula", "table"),
+        "bias": YES_NO,
+        "residual": YES_NO,
+    },
+}
+
+_taken: contextvars.ContextVar[set[tuple[str, str, Any]] | None] = contextvars.ContextVar("taken", default=None)
+_pick: contextvars.ContextVar[Callable[[Any, Sequence[Any]], Any] | None] = contextvars.ContextVar("pick", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[set[tuple[str, str, Any]]]:
+    """The branches that are taken by what is lowered within it: (kernel, what is decided, its value)."""
+    token = _taken.set(set())
+    try:
+        found = _taken.get()
+        assert found is not None
+        yield found
+    finally:
+        _taken.reset(token)
+
+
+def record(kernel: str, /, **decided: Any) -> None:
+    """Tells who records which branches a launch takes; a word of several is written with underscores."""
+    found = _taken.get()
+    if found is not None:
+        for name, value in decided.items():
+            value = YES_NO[value] if isinstance(value, bool) else value
+            found.add((kernel, name.replace("_", " ").removesuffix(" "), value))
+
+
+@contextlib.contextmanager
+def picking(pick: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
+    """Within it a function of a problem and of the configurations that can run says which of these runs."""
+    token = _pick.set(pick)
+    try:
+        yield
+    finally:
+        _pick.reset(token)
+
+
+def picker() -> Callable[[Any, Sequence[Any]], Any] | None:
+    """The function that `picking` has set; None for the planner's own choice."""
+    return _pick.get()
