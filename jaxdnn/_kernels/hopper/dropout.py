@@ -80,7 +80,7 @@ def _record(kernel: str, plan: Plan) -> None:
     formula = "none" if plan.activation == "identity" else "formula"
     branches.record(
         "dropout",
-        operands=plan.dtypes["x"] if "x" in plan.dtypes else plan.result,
+        operands=plan.dtypes.get("x", plan.result),
         kernel=kernel,
         pass_="backward" if plan.backward else "forward",
         activation="table" if plan.activation == "table" else formula,

@@ -155,13 +155,13 @@ def _plan(x: Array, groups: int, out_dtype: Any, arrays: int) -> ImagePlan | Sli
 
 
 def _record(which: str, chosen: ImagePlan | SlicePlan, images: int) -> None:
-    kind, plans = "in slices", [chosen]
     if isinstance(chosen, SlicePlan):
-        plans = [chosen.statistics, chosen.applied]
+        kind, plans = "in slices", [chosen.statistics, chosen.applied]
     elif chosen.stays:
-        kind = "stays, in turn" if chosen.turns(images, 1 + (which == "backward")) else "stays"
+        in_turn = chosen.turns(images, 1 + (which == "backward")) > 0
+        kind, plans = "stays, in turn" if in_turn else "stays", [chosen]
     else:
-        kind = "read twice"
+        kind, plans = "read twice", [chosen]
     for plan in plans:
         whole = "of one group" if plan.group % plan.elements == 0 else "of several groups"
         branches.record(

@@ -117,8 +117,6 @@ def _tiles(k: Shape, tile: Tile, size: tuple[int, int]) -> dict[str, int]:
 
 
 def _record(which: str, k: Shape, shared: Tile | Strip | None, rows: int = 1) -> None:
-    kernel = (
-        "strips" if isinstance(shared, Strip) else "tiles" if shared else f"a thread {('an', 'two')[rows - 1]} output"
-    )
-    kernel += "s" * (kernel.endswith("output") and rows > 1)
+    of_outputs = "a thread two outputs" if rows > 1 else "a thread an output"
+    kernel = "strips" if isinstance(shared, Strip) else "tiles" if shared else of_outputs
     branches.record("pool", operands=k.dtype, pass_=which, kernel=kernel, counts="several" if k.counted else "one")
