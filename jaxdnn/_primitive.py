@@ -255,7 +255,8 @@ def _jitted(primitive: Any, *operands: Any, spec: Spec) -> Any:
 
 
 def _eager(primitive: Any, *operands: Any, spec: Spec) -> Any:
-    return _jitted(primitive, *operands, spec=spec)
+    with jax.disable_jit(False):  # inside the user's `disable_jit` too, where `_jitted` would only bind once more
+        return _jitted(primitive, *operands, spec=spec)
 
 
 def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]) -> None:
