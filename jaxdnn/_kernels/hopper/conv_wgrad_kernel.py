@@ -216,7 +216,7 @@ class _Block:
         acc = wgmma.start_accumulator(config.filters, config.columns, jnp.float32)
         acc = wgmma.finish_accumulator(lax.fori_loop(0, boxes, step, acc))
         pl.when(boxes > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + boxes - 1, config.stages)]))
-        self.store(acc, row, tile, split)
+        self.store(acc, local, row, tile, split)
         return count + boxes
 
     def multiply(self, acc: Array, slot: Any) -> Array:
@@ -231,7 +231,8 @@ class _Block:
         first = pl.ds(self.along * problem.axes[-2].move, config.block[-2])
         return multiply_halo(acc, a, self.right_ring.at[(slot, 0, *lead, first)], problem, config)
 
-    def store(self, acc: Array, row: Any, tile: Any, split: Any) -> None:
+    def store(self, acc: Array, local: Any, row: Any, tile: Any, split: Any) -> None:
+        del local  # partial sums go to memory from registers
         config, problem = self.config, self.problem
         chunk = problem.chunk
         rows = pl.ds((row * config.across + self.across) * config.filters, config.filters)
@@ -271,17 +272,17 @@ class _DirectBlock(_Block):
         if self.config.splits > 1:  # a block must not end before the others' last arrivals have come
             plgpu.barrier_wait(self.scratch["ready"].at[0])
 
-    def store(self, acc: Array, row: Any, tile: Any, split: Any) -> None:
+    def store(self, acc: Array, local: Any, row: Any, tile: Any, split: Any) -> None:
         config = self.config
         value = self.exchange(acc) if config.splits > 1 else acc
         row_block = (row * config.across + self.across) * (config.filters // 64)
         column_block = ((tile * config.along + self.along) * config.columns + split * config.share) // 64
-        count = 0
-        for i in range(config.filters // 64):
-            for j in range(config.share // 64):
-                part = value[i * 64 : (i + 1) * 64, j * 64 : (j + 1) * 64]
-                self.store_block(part, row_block + i, column_block + j, count % STAGED)
-                count += 1
+        blocks = list(np.ndindex(config.filters // 64, config.share // 64))
+        for turn, (i, j) in enumerate(blocks):
+            # Buffers take turns over tiles too: the next tile must not write what the copy engine still reads.
+            buffer = lax.rem(local * len(blocks) + turn, STAGED) if len(blocks) % STAGED else turn % STAGED
+            part = value[i * 64 : (i + 1) * 64, j * 64 : (j + 1) * 64]
+            self.store_block(part, row_block + i, column_block + j, buffer)
 
     def exchange(self, acc: Array) -> Array:
         """This block's share of the columns, added over the cluster in the order of the splits."""
@@ -292,7 +293,8 @@ class _DirectBlock(_Block):
         plgpu.barrier_arrive(ready.at[0])
         return total
 
-    def store_block(self, value: Array, row: Any, column: Any, buffer: int) -> None:
+    def store_block(self, value: Array, row: Any, column: Any, buffer: Any) -> None:
+        """Stores 64 x 64 results. Every call commits one group, since the wait before a buffer's next turn counts them."""
         problem = self.problem
         plgpu.wait_smem_to_gmem(STAGED - 1, wait_read_only=True)
         self.out_matrix[self.wg, buffer] = value.astype(problem.dtype)
@@ -302,10 +304,10 @@ class _DirectBlock(_Block):
         filters, channels = pl.ds(k * 64, 64), pl.ds(c * 64, 64)
         where = (filters, tap, channels) if problem.outer else (tap, channels, filters)
 
-        # A filter of one tap has no axis of taps for TMA, which would take any tap for that one.
-        @pl.when(tap < problem.taps)
-        def _() -> None:
-            plgpu.copy_smem_to_gmem(self.out_box.at[self.wg, buffer], self.out.at[where])
+        # Beyond the filter the group is empty. TMA alone would not see to it: a filter of one tap has no axis of taps
+        # there, so that any tap would be taken for that one.
+        inside = tap < problem.taps
+        plgpu.copy_smem_to_gmem(self.out_box.at[self.wg, buffer], self.out.at[where], predicate=inside)
 
 
 def multiply_halo(acc: Array, a: Any, b: Any, problem: Problem, config: Config) -> Array:
