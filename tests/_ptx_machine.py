@@ -40,6 +40,13 @@ class Machine:
 
     def __init__(self, size):
         self.shared = np.full(size, 0xFF, np.uint8)  # NaN in every float format: what is read unwritten shows
+        self.allocated = np.zeros(size, bool)  # bytes that the kernel may use: any other one raises
+
+    def _allowed(self, places):
+        if (places < 0).any() or (places >= len(self.allocated)).any() or not self.allocated[places].all():
+            wrong = next(int(p) for p in places.ravel() if not 0 <= p < len(self.allocated) or not self.allocated[p])
+            raise RuntimeError(f"shared byte {wrong} lies in no buffer")
+        return places
 
     def run(self, text, operands, warps):
         """operands: ints (the same for all threads) or arrays (warps, 32) of float32; returns those arrays updated."""
@@ -145,13 +152,15 @@ class Machine:
                 put(operands[0], half.astype(np.float32).view(np.uint32))
             case ["ld", "shared", width]:
                 size = int(width[1:]) // 8
-                raw = self.shared[self._address(registers, operands[1])[:, None] + np.arange(size)]
+                where = self._address(registers, operands[1])[:, None] + np.arange(size)
+                raw = np.zeros(where.shape, np.uint8)
+                raw[active] = self.shared[self._allowed(where[active])]
                 put(operands[0], raw.copy().view(f"<u{size}")[:, 0].astype(np.uint32))
             case ["st", "shared", width]:
                 size = int(width[1:]) // 8
                 where = self._address(registers, operands[0])[:, None] + np.arange(size)
                 raw = np.ascontiguousarray(get(operands[1])).view(np.uint8).reshape(32, 4)[:, :size]
-                self.shared[where[active]] = raw[active]
+                self.shared[self._allowed(where[active])] = raw[active]
             case ["ldmatrix", "sync", "aligned", "m8n8", count, *rest]:
                 self._load_matrices(registers, operands, int(count[1]), "trans" in rest)
             case ["stmatrix", "sync", "aligned", "m8n8", count, "trans", *_]:
@@ -180,7 +189,7 @@ class Machine:
         address = self._address(registers, operands[1])
         for i in range(count):
             rows = address[8 * i : 8 * i + 8, None] + np.arange(16)
-            matrix = np.ascontiguousarray(self.shared[rows]).view(np.uint16).reshape(8, 8)
+            matrix = np.ascontiguousarray(self.shared[self._allowed(rows)]).view(np.uint16).reshape(8, 8)
             if transposed:
                 matrix = np.ascontiguousarray(matrix.T)
             registers[operands[0][i]] = np.ascontiguousarray(matrix).view(np.uint32).reshape(32)
@@ -191,7 +200,7 @@ class Machine:
         for i in range(count):
             matrix = registers[operands[1][i]].view(np.uint16).reshape(8, 8)
             rows = address[8 * i : 8 * i + 8, None] + np.arange(16)
-            self.shared[rows] = np.ascontiguousarray(matrix.T).view(np.uint8).reshape(8, 16)
+            self.shared[self._allowed(rows)] = np.ascontiguousarray(matrix.T).view(np.uint8).reshape(8, 16)
 
     @staticmethod
     def _multiply(registers, operands, dtype):

@@ -36,6 +36,11 @@ CASES = {
     "strides and dilation": ((1, 14, 12, 32), (3, 2), 1, "bf16", (3, 2), ((2, 2), (2, 2)), (2, 3), None),
     "many tap columns": ((1, 6, 16, 16), (2, 9), 1, "bf16", (1, 1), ((1, 0), (4, 4)), (1, 1), None),
     "one axis": ((5, 20, 32), (4,), 1, "bf16", (1,), ((3, 0),), (1,), None),
+    "one tap": ((2, 5, 6, 40), (1, 1), 1, "bf16", (1, 1), ((0, 0), (0, 0)), (1, 1), None),
+    "one axis, two rows left over": ((2, 50, 16), (2,), 8, "bf16", (2,), ((0, 2),), (1,), None),
+    "one axis, far taps": ((1, 60, 16), (3,), 1, "f16", (1,), ((16, 16),), (16,), None),
+    "two rows": ((3, 2, 2, 16), (3, 3), 1, "bf16", (2, 2), ((1, 1), (1, 1)), (1, 1), None),
+    "six rows by four": ((2, 6, 4, 16), (5, 3), 2, "bf16", (1, 1), ((2, 2), (1, 1)), (1, 1), None),
     "tiles in flight": ((3, 13, 14, 32), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(stages=2)),
     "64 channels": ((1, 8, 9, 64), (3, 3), 1, "bf16", (1, 1), ((1, 1), (1, 1)), (1, 1), Config(channels=64)),
     "fma": ((2, 9, 10, 36), (3, 3), 1, "f32", (1, 1), ((1, 1), (1, 1)), (1, 1), None),
@@ -84,22 +89,23 @@ class Watched(Machine):
 
 
 class Memory:
-    """Buffers in a machine's shared memory, one after the other, aligned as Mosaic aligns them."""
+    """Buffers in a machine's shared memory, aligned as Mosaic aligns them; no access may touch what lies between."""
 
     def __init__(self):
-        self.machine, self._end = Watched(1 << 18), 1024
+        self.machine, self._end = Watched(1 << 20), 1024
 
     def put(self, values, swizzle=0):
-        address = self._end
-        self.machine.shared[address : address + values.nbytes] = tile_bytes(values, swizzle)
-        self._end = address + -(-values.nbytes // 1024) * 1024
-        return address
+        return self.put_slot(values, 0, 1, swizzle)
 
     def put_slot(self, values, slot, slots, swizzle=0):
         """One of several tiles that lie one behind the other; the swizzle goes by the address. The slot's address."""
         tiles = np.full((slots, *values.shape), np.nan, values.dtype)
         tiles[slot] = values
-        return self.put(tiles, swizzle) + slot * values.nbytes
+        self.machine.shared[self._end : self._end + tiles.nbytes] = tile_bytes(tiles, swizzle)
+        address = self._end + slot * values.nbytes
+        self.machine.allocated[address : address + values.nbytes] = True
+        self._end += -(-tiles.nbytes // 1024) * 1024 + 1024
+        return address
 
     def get(self, address, dtype, shape, swizzle=0):
         size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -133,12 +139,45 @@ def run_walk(op, source, w, call, config, change=lambda text: text):
     return y
 
 
-def run_filter(x, dy, call, config):
-    plan = plan_filter(call, config)
+def filter_code(plan):
     tensor = isinstance(plan.walk, conv_depthwise_filter.FilterWalk)
     module = conv_depthwise_filter if tensor else conv_depthwise_fma
     names = ("filter_walk", "filter_store") if tensor else ("lane_filter", "lane_store")
-    body, store = (getattr(module, name)(plan.walk) for name in names)
+    return [getattr(module, name)(plan.walk) for name in names]
+
+
+def run_a_tile(op, call, config):
+    """One tile of zeros in the last slot: every access must lie in a buffer, and all of the result is written."""
+    memory, dtype = Memory(), DTYPES[call.dtype]
+    plan: Any = plan_filter(call, config) if op == "wgrad" else plan_walk(op, call, config)
+    put = lambda shape, swizzle: memory.put_slot(np.zeros(shape, dtype), plan.stages - 1, plan.stages, swizzle)
+    x_at = put((*plan.in_tile, plan.channels), plan.swizzle)
+    if op == "wgrad":
+        body, store = filter_code(plan)
+        warps = 4 * plan.warpgroups
+        sums = [np.zeros((warps, 32), np.float32) for _ in range(plan.walk.accumulators)]
+        dy_at = put((*plan.out_tile, plan.channels), plan.swizzle)
+        memory.machine.run(body, [*sums, *[0] * len(sums), x_at, dy_at], warps)
+        memory, shape, dtype, swizzle = (
+            Memory(),
+            (plan.parts, *plan.tap_block, call.group, plan.channels),
+            np.float32,
+            0,
+        )
+        at = memory.put(np.full(shape, np.nan, np.float32))
+        memory.machine.run(store, [*sums, at], warps)
+    else:
+        text = walk(plan.walk) if isinstance(plan.walk, Walk) else conv_depthwise_fma.lane_walk(plan.walk)
+        w_at = put((call.taps[0], plan.walk.filter_columns * call.group, plan.channels), 0)
+        shape, swizzle = (*plan.out_tile, plan.channels), plan.swizzle
+        at = memory.put(np.full(shape, np.nan, dtype))
+        memory.machine.run(text, [x_at, w_at, at], 4)
+    np.testing.assert_array_equal(memory.get(at, dtype, shape, swizzle), np.zeros(shape, dtype))
+
+
+def run_filter(x, dy, call, config):
+    plan = plan_filter(call, config)
+    body, store = filter_code(plan)
     x = x.reshape(call.images, *call.size, call.channels)
     dy = dy.reshape(call.images, *call.out, call.channels)
     warps, registers = 4 * plan.warpgroups, plan.walk.accumulators

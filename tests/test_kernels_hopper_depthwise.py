@@ -3,6 +3,7 @@
 import functools as ft
 import math
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +20,13 @@ from hopper_depthwise_cases import (
     needs_newer,
     operands,
     reference,
+    run_a_tile,
     run_filter,
     run_walk,
 )
 from jaxdnn._kernels.hopper.conv_depthwise_add import THREADS, Terms, add_terms
 from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import plan_filter
+from jaxdnn._kernels.hopper.conv_depthwise_plan import unsupported
 from jaxdnn._kernels.hopper.conv_depthwise_window import Config, spatial, window
 
 
@@ -35,6 +38,26 @@ def test_small_integers_are_exact(case):
     np.testing.assert_array_equal(run_walk("dgrad", dy, w, call, config), dx.astype(x.dtype))
     if has_filter_gradient(config):
         np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
+
+
+@pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_access_is_beyond_a_tile(op, seed):
+    """For drawn windows: which rows and columns of a tile are left over, and what the taps reach, is in the plan."""
+    rng, served = np.random.default_rng(seed), 0
+    while served < 3:
+        rank = int(rng.integers(1, 3))
+        draw = lambda low, high, rank=rank: tuple(map(int, rng.integers(low, high, rank)))
+        size, taps, stride, dilation = draw(1, 34), draw(1, 6), draw(1, 4), draw(1, 4)
+        padding = [tuple(map(int, rng.integers(0, (t - 1) * d + 2, 2))) for t, d in zip(taps, dilation, strict=True)]
+        dtype, config = rng.choice(list(DTYPES)), [None, Config(stages=2)][int(rng.integers(2))]
+        group = 1 if dtype == "f32" else int(rng.choice([1, 1, 2, 4, 8]))
+        shape, filters = (int(rng.integers(1, 5)), *size, 32), (*taps, group, 32)
+        geometry = dict[str, Any](stride=stride, padding=padding, dilation=dilation)
+        if unsupported(op, shape, filters, DTYPES[dtype], **geometry, config=config):
+            continue
+        served += 1
+        run_a_tile(op, window(shape, filters, DTYPES[dtype], **geometry), config)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -55,6 +55,21 @@ def test_no_tile_is_made_so_narrow_that_its_store_is_one_piece_of_memory():
             assert plan_walk("fprop", window(shape, taps, np.float32, **geometry)).out_tile[1] == columns
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+@pytest.mark.parametrize("taps", [(1, 1), (1, 3), (3, 1)])
+def test_a_split_stores_its_partial_sums_into_its_own_part(taps, dtype):
+    """One tap's channels are one piece of memory, whose plain bulk copy would run on into the next split's part."""
+    for channels in range(8, 200, 8):
+        geometry: dict[str, Any] = dict(stride=(1, 1), padding=((0, 0),) * 2, dilation=(1, 1))
+        call = window((8, 16, 16, channels), (*taps, 1, channels), dtype, **geometry)
+        plan = plan_filter(call)
+        assert plan.splits > 1
+        _, _, rows, width, stored = plan.partial_shape(call)
+        piece = plan.parts * rows * width == 1 or stored == plan.channels
+        assert not piece or stored % plan.channels == 0
+        assert stored >= channels
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_schedule_has_every_product_once(case):
     *_, call, config, _ = operands(case)

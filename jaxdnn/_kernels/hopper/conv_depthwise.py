@@ -156,4 +156,5 @@ def depthwise_wgrad(
     call = window(x.shape, w_shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
     plan = plan_filter(call, config)
     partial = filter_partials(x, dy, call, plan, sms)
-    return add_partials(partial, call.taps[0], call.taps[1] * call.group, x.dtype, sms).reshape(tuple(w_shape))
+    width = call.taps[1] * call.group * call.channels
+    return add_partials(partial, call.taps[0], width, x.dtype, sms).reshape(tuple(w_shape))

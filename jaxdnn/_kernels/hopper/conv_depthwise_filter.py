@@ -49,6 +49,11 @@ class FilterWalk:
     channels: int = 32
 
     @property
+    def in_rows(self) -> int:
+        """Rows of the input tile that the taps reach; the tile may have more."""
+        return (self.rows - 1) * self.in_step[0] + (self.row_taps - 1) * self.dilation[0] + 1
+
+    @property
     def accumulators(self) -> int:
         """Float32 sums that a thread holds."""
         return 4 * self.row_taps * ((self.column_taps + 1) // 2)
@@ -75,10 +80,7 @@ def filter_walk(k: FilterWalk) -> str:
             pixel = kind.lane_pixel(e, lanes.source, k.in_step, k.in_pitch, apart=1)
             pixel = e.scaled(group, 8 * k.in_step[1], e.r("add.s32", pixel, shift))
             pixel = e.r("add.s32", pixel, kind.first_column * k.in_step[1])
-            # Four matrices at once: two column taps of this row of pixels, then of the next.
-            pixel = e.scaled(e.r("and.b32", lanes.matrix, 1), k.dilation[1], pixel)
-            pixel = e.scaled(e.r("shr.u32", lanes.matrix, 1), rows.step * k.in_step[0] * k.in_pitch, pixel)
-            inputs = SwizzledTile(e, x, k.channels, pixel, chunk)
+            inputs = _Inputs(e, k, kind, lanes, rows.step * k.in_step[0], x, pixel, chunk)
             pixel = kind.lane_pixel(e, lanes.source, (1, 1), k.out_pitch, apart=1)
             pixel = e.scaled(lanes.matrix, rows.step * k.out_pitch, pixel)
             pixel = e.r("add.s32", e.scaled(group, 8, pixel), kind.first_column)
@@ -95,7 +97,40 @@ def _fragment_rows(kind: Kind, rows: int) -> range:
     return range(0, rows, 2 if kind.half else 1)
 
 
-def _group(e: Emitter, k: FilterWalk, rows: range, inputs: SwizzledTile, gradients: Fragments, sums: list[str]) -> None:
+class _Inputs:
+    """Input pixels of eight columns, as ldmatrix reads them: two neighbouring column taps of one row, or of two.
+
+    An odd number of column taps leaves one without a neighbour. What is read beside it is not part of the result, and
+    where nothing lies beside it any more, at the tile's end, that tap is read twice.
+    """
+
+    def __init__(
+        self, e: Emitter, k: FilterWalk, kind: Kind, lanes: Lanes, apart: int, x: str, pixel: str, chunk: str
+    ) -> None:
+        """`pixel` is the lane's in the first of the four matrices, `apart` the input rows to the other two."""
+        self._e, self._k, self._apart = e, k, apart
+        pixel = e.scaled(e.r("shr.u32", lanes.matrix, 1), apart * k.in_pitch, pixel)
+        second = e.r("and.b32", lanes.matrix, 1)
+        tile = lambda taps: SwizzledTile(e, x, k.channels, e.scaled(second, taps * k.dilation[1], pixel), chunk)
+        self._two, self._one = tile(1), tile(0) if k.column_taps % 2 else None
+        within = int(kind.half), kind.first_column + (4 if kind.half else 8 * kind.groups) - 1
+        self._last = tuple(n * step for n, step in zip(within, k.in_step, strict=True))  # of the pixels of all lanes
+
+    def read(self, line: int, pair: int, rows: int) -> list[str]:
+        """The matrices of the pair of column taps in the tile's row `line`, and with two `rows` in the one apart."""
+        k, names = self._k, [self._e.new() for _ in range(2 * rows)]
+        row = line + self._last[0] + (rows - 1) * self._apart
+        column = self._last[1] + ((k.warpgroups - 1) * k.column_taps + 2 * pair + 1) * k.dilation[1]
+        inside = row * k.in_pitch + column < k.in_rows * k.in_pitch
+        tile = self._two if inside else self._one
+        assert tile is not None
+        place = tile.at(line * k.in_pitch + 2 * pair * k.dilation[1])
+        matrices = "{" + ", ".join(names) + "}"
+        self._e.op(f"ldmatrix.sync.aligned.m8n8.x{len(names)}.trans.shared.b16", matrices, place)
+        return names
+
+
+def _group(e: Emitter, k: FilterWalk, rows: range, inputs: _Inputs, gradients: Fragments, sums: list[str]) -> None:
     """Eight columns: an input fragment of two rows and two column taps meets every tap row that needs it at once."""
     zero = e.r("mov.b32", 0)
     apart = rows.step * k.in_step[0]  # input rows from one fragment of an instruction to the other
@@ -103,28 +138,25 @@ def _group(e: Emitter, k: FilterWalk, rows: range, inputs: SwizzledTile, gradien
     for i in range(0, len(rows), 2):
         for r in range(k.row_taps):
             meeting.setdefault(rows[i] * k.in_step[0] + r * k.dilation[0], []).append((i, r))
+    alone = lambda i: i + 1 == len(rows)  # the last fragment of an odd number has no partner
     for pair in range((k.column_taps + 1) // 2):
         held: dict[int, list[str]] = {}
 
         def fetch(line: int, held: dict[int, list[str]] = held, pair: int = pair) -> list[str]:
             if line not in held:
-                held[line] = [e.new() for _ in range(4)]
-                place = inputs.at(line * k.in_pitch + 2 * pair * k.dilation[1])
-                matrices = "{" + ", ".join(held[line]) + "}"
-                e.op("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", matrices, place)
+                held[line] = inputs.read(line, pair, 1 if all(alone(i) for i, _ in meeting[line]) else 2)
             return held[line]
 
         for line in sorted(meeting):
             # Every other one is made of its neighbours' halves: moves are cheaper than reading twice.
-            if (line // apart) % 2 and line - apart in held and line + apart in meeting:
+            if (line // apart) % 2 and len(held.get(line - apart, ())) == 4 and line + apart in meeting:
                 a = [e.r("mov.b32", half) for half in (*held[line - apart][2:], *fetch(line + apart)[:2])]
             else:
                 a = fetch(line)
             for i, r in meeting[line]:
-                alone = i + 1 == len(rows)  # the last fragment of an odd number has no partner
-                b = [gradients.get(rows[i], 0), zero if alone else gradients.get(rows[i + 1], 0)]
+                b = [gradients.get(rows[i], 0), zero if alone(i) else gradients.get(rows[i + 1], 0)]
                 first = 4 * (pair * k.row_taps + r)
-                matrix_multiply(e, k.dtype, sums[first : first + 4], [*a[:2], zero, zero] if alone else a, b)
+                matrix_multiply(e, k.dtype, sums[first : first + 4], [*a[:2], zero, zero] if alone(i) else a, b)
 
 
 def filter_store(k: FilterWalk) -> str:

@@ -165,11 +165,13 @@ def _inline_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
     run(carry, sums)
 
 
-def add_partials(partial: Array, rows: int, columns: int, dtype: Any, sms: int | None) -> Array:
-    """Adds partial sums (splits, parts, r, s * group, c) one after the other, and rounds: (rows, columns * c)."""
-    splits, parts, _, wide, channels = partial.shape
-    width, name = columns * channels, DTYPES[np.dtype(dtype).name]
-    terms = Terms(splits * parts, math.prod(partial.shape[2:]), wide * channels, rows, width, name)
+def add_partials(partial: Array, rows: int, width: int, dtype: Any, sms: int | None) -> Array:
+    """Adds partial sums (splits, parts, r, s * group, c) one after the other, and rounds: (rows, width).
+
+    A row of the result is what a row of s * group * c begins with.
+    """
+    splits, parts, *rest = partial.shape
+    terms = Terms(splits * parts, math.prod(rest), math.prod(rest[1:]), rows, width, DTYPES[np.dtype(dtype).name])
     (blocks,) = grid(ceil_div(rows * width, THREADS), sms)
     result = jax.ShapeDtypeStruct((rows, width), dtype)
     code = add_terms(terms, blocks)

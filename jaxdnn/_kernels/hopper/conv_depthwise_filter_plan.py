@@ -40,10 +40,13 @@ class FilterPlan:
     def partial_shape(self, call: Window) -> tuple[int, int, int, int, int]:
         """(splits, parts, r, s * group, c) of the partial sums, in whole blocks of taps.
 
-        An unswizzled copy that is one piece of memory is not clipped (JAX 0.11), so none may reach over an edge.
+        An unswizzled copy that is one piece of memory is clipped at the array's end alone (JAX 0.11), so none may reach
+        over an edge. The channels of one tap are such a piece, and come in whole tiles.
         """
         rows, columns = (n * b for n, b in zip(self.tap_blocks, self.tap_block, strict=True))
-        return self.splits, self.parts, rows, columns * call.group, call.channels
+        piece = self.parts * rows * columns * call.group == 1
+        channels = ceil_div(call.channels, self.channels) * self.channels if piece else call.channels
+        return self.splits, self.parts, rows, columns * call.group, channels
 
 
 def plan_filter(call: Window, config: Config | None = None, multiprocessors: int = MULTIPROCESSORS) -> FilterPlan:

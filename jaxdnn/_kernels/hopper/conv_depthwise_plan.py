@@ -154,7 +154,11 @@ def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int) -> W
         columns += 4 if columns * out_step[1] == target[1] else 0
         least += 4 if least * out_step[1] == target[1] else 0
     stages = config.stages or 1
-    widths = [config.channels] if config.channels else [32, 16] if unit == "tensor" else [128 // itemsize]
+    widths = [32, 16] if unit == "tensor" else [128 // itemsize]
+    if config.channels:
+        if unit == "fma" and config.channels not in widths:
+            raise NoTile(f"by fused multiply-adds a tile has {widths[0]} channels, got {config.channels}")
+        widths = [config.channels]
     reach = [
         max((offset for phase in grid for _, offset in (phase.row_taps, phase.column_taps)[i]), default=0)
         for i in range(2)

@@ -149,14 +149,15 @@ class _Filter:
 class Kind:
     """How eight pixels lie: eight in a row, or four in each of two rows, where four columns are left over.
 
-    The two rows are two apart: their neighbours in between are the other half of the same instruction.
+    The two rows are two apart: their neighbours in between are the other half of the same instruction. A block of two
+    rows has no such other two, and both fours are the same.
     """
 
     half: bool
     first_column: int
     groups: int
 
-    def lane_pixel(self, e: Emitter, lane8: str, step: tuple[int, int], pitch: int, apart: int = 2) -> str:
+    def lane_pixel(self, e: Emitter, lane8: str, step: tuple[int, int], pitch: int, apart: int) -> str:
         if not self.half:
             return e.scaled(lane8, step[1])
         across = e.scaled(e.r("and.b32", lane8, 3), step[1])
@@ -195,9 +196,9 @@ class _Section:
         self.looped = len(phase.column_taps) > UNROLLED_COLUMNS
         self.pairs = row_pairs(phase, k.in_step[0]) if phase.column_taps else []
         self.rows = {offset: r for r, offset in phase.row_taps}
-        self.sets = -(-k.block // kind.tall)
-        self.between = kind.tall // 2 * k.in_step[0]  # pairs of input rows from one set of sums to the next
-        self.ragged = kind.half and k.block % 4 == 2  # the last set's second rows lie below the block
+        # Each set's first output row. The last set ends with the block: it may hold rows of the one before it again.
+        self.sets = [min(row, max(0, k.block - kind.tall)) for row in range(0, k.block, kind.tall)]
+        self.apart = 2 if k.block >= kind.tall else 0
 
     def emit(self, x: str, y: str, dealt: int) -> int:
         """Emits the section; the warps take its items in turn where `dealt` earlier items left off. Its items."""
@@ -219,7 +220,7 @@ class _Section:
     def _source(self, block: str, group: str) -> str:
         """The input pixel that this lane addresses for ldmatrix, tap offsets apart."""
         e, k, kind = self.e, self.k, self.kind
-        pixel = kind.lane_pixel(e, self.lanes.source, k.in_step, k.in_pitch)
+        pixel = kind.lane_pixel(e, self.lanes.source, k.in_step, k.in_pitch, self.apart)
         pixel = e.scaled(self.lanes.matrix, k.in_pitch, pixel)
         pixel = e.scaled(block, k.block * k.in_step[0] * k.in_pitch, pixel)
         pixel = e.scaled(group, 8 * k.in_step[1], pixel)
@@ -236,7 +237,7 @@ class _Section:
     def _sums(self, x: str, source: str, chunk: str, mask: str, only: int | None) -> list[list[str]]:
         """Sums of each set: [even row's two pixels, odd row's two pixels]; `only` one of the rows, if given."""
         e = self.e
-        sums = [[e.f("mov.f32", "0f00000000") for _ in range(4)] for _ in range(self.sets)]
+        sums = [[e.f("mov.f32", "0f00000000") for _ in range(4)] for _ in self.sets]
         columns = self.phase.column_taps
         if not self.pairs:
             return sums
@@ -262,7 +263,7 @@ class _Section:
     ) -> None:
         e, k = self.e, self.k
         first = 2 * self.pairs[0]
-        count = 2 * (self.pairs[-1] + (self.sets - 1) * self.between) + 2 - first
+        count = 2 * self.pairs[-1] + self.sets[-1] * k.in_step[0] + 2 - first
         tile = SwizzledTile(e, x, k.channels, source, chunk)
         taken = Fragments(e, tile, k.in_pitch, first, 1, count, mask=mask)
         zero = e.r("mov.b32", 0)
@@ -280,8 +281,8 @@ class _Section:
             for q in self.pairs:
                 taps = [[self.rows.get(2 * q + v - u * k.in_step[0]) for u in range(2)] for v in range(2)]
                 a = [self.blocks.block(r, s, copy) for copy, two in enumerate(taps) for r in two]
-                for m, accumulators in enumerate(sums):
-                    row = 2 * (q + m * self.between)
+                for start, accumulators in zip(self.sets, sums, strict=True):
+                    row = 2 * q + start * k.in_step[0]
                     seen = [only is None or taps[v][only] is not None for v in range(2)]
                     b = [taken.get(row + v, across) if seen[v] else zero for v in range(2)]
                     matrix_multiply(e, k.dtype, accumulators, a, b)
@@ -289,7 +290,7 @@ class _Section:
     def _store(self, y: str, block: str, group: str, chunk: str, sums: list[list[str]]) -> None:
         """Rounds and stores, two sets at a time: stmatrix turns (channel, pixel) into (pixel, channel)."""
         e, k, lanes = self.e, self.k, self.lanes
-        pixel = self.kind.lane_pixel(e, lanes.source, k.out_step, k.out_pitch)
+        pixel = self.kind.lane_pixel(e, lanes.source, k.out_step, k.out_pitch, self.apart)
         line = k.out_step[0] * k.out_pitch
         if self.kind.half:  # matrices: even rows, odd rows of a set of four rows, then of the next
             pixel = e.scaled(e.r("and.b32", lanes.matrix, 1), line, pixel)
@@ -297,18 +298,15 @@ class _Section:
         else:
             pixel = e.scaled(lanes.matrix, line, pixel)
         target = self._target(y, pixel, block, group, chunk)
-        whole = self.sets - self.ragged
-        for m in range(0, whole, 2):
-            words = [self._packed(sums[i], u) for i in range(m, min(m + 2, whole)) for u in range(2)]
-            e.op(
-                f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16",
-                target.at(m * self.kind.tall * line),
-                "{" + ", ".join(words) + "}",
-            )
-        if self.ragged:
-            upper = e.p("setp.ge.s32", 3, lanes.pair)
-            for u in range(2):
-                self._store_row(y, block, group, chunk, sums, self.sets - 1, u, upper)
+        whole = max(1, k.block // self.kind.tall)  # sets that lie one behind the other
+        for two in (*(range(whole)[m : m + 2] for m in range(0, whole, 2)), range(whole, len(sums))):
+            words = [self._packed(sums[m], u) for m in two for u in range(2)]
+            if words:
+                e.op(
+                    f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16",
+                    target.at(self.sets[two[0]] * line),
+                    "{" + ", ".join(words) + "}",
+                )
 
     def _packed(self, sums: list[str], u: int) -> str:
         return self.e.r(f"cvt.rn.{self.k.dtype}x2.f32", sums[2 * u + 1], sums[2 * u])
@@ -322,9 +320,9 @@ class _Section:
         within = e.scaled(lanes.row, 2, y)
         for j in range(2):
             lane8 = e.r("add.u32", lanes.pair, j)
-            pixel = self.kind.lane_pixel(e, lane8, k.out_step, k.out_pitch)
+            pixel = self.kind.lane_pixel(e, lane8, k.out_step, k.out_pitch, self.apart)
             target = self._target(within, pixel, block, group, chunk)
-            place = target.at((m * self.kind.tall + u) * k.out_step[0] * k.out_pitch)
+            place = target.at((self.sets[m] + u) * k.out_step[0] * k.out_pitch)
             e.op("st.shared.u16", place, e.r("shr.u32", word, 16 * j), when=when)
 
     def _repair(self, x: str, y: str, source: str, block: str, group: str, chunk: str, sums: list[list[str]]) -> None:
@@ -332,12 +330,8 @@ class _Section:
         e, k, lanes = self.e, self.k, self.lanes
         zero = "0f00000000"
         probe = e.f("mov.f32", zero)
-        upper = e.p("setp.ge.s32", 3, lanes.pair)
-        for m, four in enumerate(sums):
-            for value in four:
-                if self.ragged and m == self.sets - 1:  # what lies below the block is nobody's
-                    value = e.f("selp.f32", value, zero, upper)
-                e.op("fma.rn.f32", probe, value, zero, probe)  # stays 0 unless a value is infinite or NaN
+        for value in (value for four in sums for value in four):
+            e.op("fma.rn.f32", probe, value, zero, probe)  # stays 0 unless a value is infinite or NaN
         bad = e.p("vote.sync.any.pred", e.p("setp.nan.f32", probe, probe), "0xffffffff")
         done = e.label()
         e.op("bra", done, when=f"!{bad}")
@@ -349,9 +343,6 @@ class _Section:
             mask = e.r("or.b32", mask, e.r("selp.b32", "0xffff0000", 0, of(second)))
             for u in range(2):
                 again = self._sums(x, source, chunk, mask, u)
-                for m in range(self.sets):
-                    own = of(lanes.row)
-                    if self.ragged and m == self.sets - 1:
-                        own = e.p("and.pred", own, upper)
-                    self._store_row(y, block, group, chunk, again, m, u, own)
+                for m in range(len(self.sets)):
+                    self._store_row(y, block, group, chunk, again, m, u, of(lanes.row))
         e.place(done)

@@ -294,7 +294,7 @@ class _DirectBlock(_Block):
         return total
 
     def store_block(self, value: Array, row: Any, column: Any, buffer: Any) -> None:
-        """Stores 64 x 64 results. Every call commits one group, since the wait before a buffer's next turn counts them."""
+        """Stores 64 x 64 results. Every call commits one group: the wait before a buffer's next turn counts them."""
         problem = self.problem
         plgpu.wait_smem_to_gmem(STAGED - 1, wait_read_only=True)
         self.out_matrix[self.wg, buffer] = value.astype(problem.dtype)
