@@ -61,6 +61,9 @@ class Schedule:
 class Engine:
     """One implementation of one op.
 
+    `schedule`, `hazards` and `workspace` are asked of calls that it supports alone, the others of every call: they give
+    an answer and do not raise, whatever the dtypes.
+
     Attributes:
       name: what `engine=` calls it.
       op: the op it implements.

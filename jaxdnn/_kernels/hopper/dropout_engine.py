@@ -141,6 +141,12 @@ def _own_axes(call: engines.Call) -> tuple[int, ...]:
     return tuple(a for a in range(len(shape)) if a not in call.spec.summed)
 
 
+def _own_width(call: engines.Call) -> int:
+    """Of `fused_dropout_dgrad`, elements of the bias."""
+    _, shape = _split(call)
+    return math.prod(shape[a] for a in _own_axes(call))
+
+
 def _width(call: engines.Call, operands: dict[str, Any]) -> int | None:
     """Elements of the bias, if it varies along the last axes alone."""
     _, shape = _split(call)
@@ -170,7 +176,7 @@ def _plan(call: engines.Call) -> Plan:
     arrays = tuple((name, NAMES[np.dtype(v.dtype)]) for name, v in operands.items() if name not in ("key", "start"))
     width = math.prod(operands["bias"].shape[spec.leading :]) if "bias" in operands else 0
     if call.op == "fused_dropout_dgrad":
-        width = math.prod(shape[a] for a in _own_axes(call))
+        width = _own_width(call)
     channel = spec.order[-1] if shape else 0
     apart = not _is_sorted(call, spec.order)
     mapped = [n for n in ("bias", "key", "start") if n in operands and math.prod(operands[n].shape[: spec.leading]) > 1]
@@ -231,18 +237,16 @@ def _rank(call: engines.Call) -> int:
     if leads > 1 and size // leads < MEASURED_EXAMPLE:
         return 2
     if call.op == "fused_dropout_dgrad":
-        width = _plan(call).width
+        width = _own_width(call)
         if width < MEASURED_WIDTH or size // width < MEASURED_ROWS:
             return 2
     least = MEASURED.get(call.op, {}).get(widest)
     return 0 if least is not None and size >= least else 2
 
 
-def _workspace(call: engines.Call) -> int | None:
+def _workspace(call: engines.Call) -> int:
     from jaxdnn._kernels.hopper.dropout import columns
 
-    if _unsupported(call) is not None:
-        return None
     if call.op != "fused_dropout_dgrad":
         return 0
     plan, dealt = columns(_plan(call))
