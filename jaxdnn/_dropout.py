@@ -19,6 +19,7 @@ from jaxdnn import _primitive
 from jaxdnn._primitive import Factors
 
 BLOCK = 4  # random words that one counter gives
+COUNTERS = 2**64 // BLOCK  # elements are numbered modulo 2^64, and begin anew with counter 0
 
 
 @dataclasses.dataclass(frozen=True)

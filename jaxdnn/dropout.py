@@ -98,7 +98,8 @@ def dropout(
       offset: where in the key's count x begins, in elements: the second half of a batch whose first half has n
         elements gets, with offset n, the bits it would have in the whole. A number, or a scalar array of int32, uint32,
         int64 or uint64 (which takes a GPU nearly three times as long, since four neighbours cannot be seen to share a
-        counter). A negative element of an array cannot be refused; it counts from 2^64 backwards.
+        counter). Elements are counted modulo 2^64 however the offset is given: behind element 2^64 - 1 comes element 0.
+        A negative element of an array cannot be refused; it counts from 2^64 backwards.
       layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
         counts the axes of x in their own order, which is that of the channels-last layouts. Of a vectorised layout the
         channels that fill up the last vector count too.

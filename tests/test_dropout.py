@@ -465,6 +465,22 @@ def test_a_state_at_the_end_of_its_count_round_trips() -> None:
     np.testing.assert_array_equal(restored.used, state.used)
 
 
+@pytest.mark.parametrize("offset", [2**64 - 8, 2**64 - 7, 2**64 - 1])
+@pytest.mark.parametrize("layout", ["NWC", "NCW"])
+def test_a_count_begins_anew_behind_its_last_element(mask_first: list[int], layout: str, offset: int):
+    """Whether the offset is a number, an array or a state's."""
+    x = inputs((2, 8, 12), 4)
+    whole = ordered(x, SEED, offset=offset, layout=layout)
+    after = np.asarray(reference.dropout_mask(SEED, (x.size,)))
+    order = {"NWC": (0, 1, 2), "NCW": (0, 2, 1)}[layout]
+    mask = reference.dropout_mask(SEED, x.shape, offset=offset, layout=layout).transpose(order).reshape(-1)
+    np.testing.assert_array_equal(mask[2**64 - offset :], after[: x.size - (2**64 - offset)])
+    same(dnn.dropout(x, SEED, offset=offset, layout=layout), whole)
+    same(dnn.dropout(x, SEED, offset=jnp.int32(offset - 2**64), layout=layout), whole)
+    state = dnn.DropoutState.of_seed(SEED, 2**64 - 8)
+    same(dnn.dropout(x, state, offset=offset - (2**64 - 8), layout=layout), whole)
+
+
 def test_offsets_that_are_arrays_of_64_bits_or_negative() -> None:
     x = np.ones(32, np.float32)
     with jax.enable_x64(True):
@@ -472,4 +488,4 @@ def test_offsets_that_are_arrays_of_64_bits_or_negative() -> None:
             same(dnn.dropout(x, SEED, offset=jnp.asarray(offset, jnp.int64)), ordered(x, SEED, offset=offset))
             same(dnn.dropout(x, SEED, offset=jnp.asarray(offset, jnp.uint64)), ordered(x, SEED, offset=offset))
     whole = ordered(x, SEED, offset=2**64 - 8)
-    same(dnn.dropout(x[:8], SEED, offset=jnp.asarray(-8, jnp.int32)), whole[:8])
+    same(dnn.dropout(x, SEED, offset=jnp.asarray(-8, jnp.int32)), whole)

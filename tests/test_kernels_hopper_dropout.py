@@ -165,9 +165,9 @@ def test_every_mix_of_dtypes(dtype: str, other: str, out: str):
     check(p, threads=128)
 
 
-@pytest.mark.parametrize("start", [0, 5, 2**32 - 5, START, 2**62 - 1000])
+@pytest.mark.parametrize("start", [0, 5, 2**32 - 5, START, 2**62 - 1000, 2**62 - 100])
 def test_starts_that_are_known(start: int):
-    """Whether the low word overflows or not."""
+    """Whether the low word overflows or not, or the count does."""
     p = problem("bf16", "x", start=start)
     check(p, start=start, threads=128)
     check(p, threads=128)

@@ -3,7 +3,7 @@
 Philox4x32-10 maps a counter of four 32-bit words and a key of two to four random words. Here the call's key is part of
 the counter, and the generator's own key is 0. Element e of the count has word e mod 4 of the counter (e div 4, as two
 words, the low one first; the two words of the key), and is kept if that word is at least rate 2^32, rounded to an
-integer. e is the element's row-major index over the logical axes N, spatial, C, plus an offset.
+integer. e is the element's row-major index over the logical axes N, spatial, C, plus an offset, modulo 2^64.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -36,9 +36,9 @@ def philox(counter: Array, key: tuple[int, int] = (0, 0)) -> Array:
 
 
 def random_words(key: Any, count: int, offset: int = 0) -> Array:
-    """The random words of elements offset, offset + 1, ..., offset + count - 1."""
+    """The random words of elements offset, offset + 1, ..., offset + count - 1, modulo 2^64."""
     first, last = offset // 4, (offset + count + 3) // 4
-    block = (first + np.arange(last - first, dtype=np.uint64)).astype(np.uint64)
+    block = (np.uint64(first) + np.arange(last - first, dtype=np.uint64)) % np.uint64(2**62)
     k0, k1 = (np.full_like(block, word) for word in words_of(key))
     words = philox(np.stack([block & LOW, block >> 32, k0, k1], -1)).reshape(-1)
     return words[offset - 4 * first :][:count]

@@ -9,6 +9,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxdnn._dropout import BLOCK, COUNTERS
 from jaxdnn._kernels.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
 
 ZERO = real(0.0)
@@ -170,7 +171,7 @@ class Kernel:
         return _philox(self.e, (*self._counter(index), k0, k1))
 
     def _counter(self, index: str) -> tuple[str, str]:
-        """The two words of the start and an index below 2^32."""
+        """The two words of the start and an index below 2^32, modulo as many counters as 2^64 elements have."""
         e, plan = self.e, self.plan
         if plan.start is None:
             low, high = self.words["start"]
@@ -179,7 +180,9 @@ class Kernel:
             if (plan.start & 0xFFFFFFFF) + plan.size // 4 < 2**32:
                 return e.r("add.s32", low, index), high
         total = e.r("add.s32", low, index)
-        return total, e.r("add.s32", high, e.r("selp.b32", 1, 0, e.p("setp.lt.u32", total, low)))
+        high = e.r("add.s32", high, e.r("selp.b32", 1, 0, e.p("setp.lt.u32", total, low)))
+        known = plan.start is not None and plan.start + plan.size // BLOCK <= COUNTERS
+        return total, high if known else e.r("and.b32", high, (COUNTERS - 1) >> 32)
 
     def value(self, words: dict[str, list[str]], kept: list[str]) -> list[str]:
         """y or dx, in float32."""

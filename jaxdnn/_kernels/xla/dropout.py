@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import engines
-from jaxdnn._dropout import BLOCK, DropoutSpec, pair
+from jaxdnn._dropout import BLOCK, COUNTERS, DropoutSpec, pair
 
 ROUNDS = 10
 # Where the mask of elements that share a counter, and are not neighbours, is made before it is used. On a CPU it is
@@ -61,7 +61,7 @@ def _kept_by_counters(spec: DropoutSpec, shape: tuple[int, ...], key: Array, sta
     blocks = tuple(n // BLOCK if axis == last else n for axis, n in enumerate(shape))
     block = _numbers(spec, blocks, _count(math.prod(blocks)))
     bits = jnp.zeros((), np.uint8)
-    for i, words in enumerate(_draw(block, key, start, len(shape))):
+    for i, words in enumerate(_draw(spec, block, key, start)):
         bits = bits | (words >= np.uint32(spec.threshold)).astype(np.uint8) << np.uint8(i)
     at = spec.leading + last
     fours = jnp.broadcast_to(jnp.expand_dims(bits, at + 1), (*bits.shape[: at + 1], BLOCK, *bits.shape[at + 1 :]))
@@ -81,12 +81,14 @@ def _numbers(spec: DropoutSpec, shape: tuple[int, ...], count: Any) -> Array:
     return index.transpose(np.argsort(spec.order)).reshape((1,) * spec.leading + shape)
 
 
-def _draw(block: Array, key: Array, start: Array, rank: int) -> tuple[Array, ...]:
+def _draw(spec: DropoutSpec, block: Array, key: Array, start: Array) -> tuple[Array, ...]:
     """The four words of the counters `start` + block."""
-    k0, k1, low, high = (_column(v, i, rank) for v in (key, start) for i in (0, 1))
+    k0, k1, low, high = (_column(v, i, len(spec.order)) for v in (key, start) for i in (0, 1))
     first, low = low, low + block.astype(np.uint32)
     high = high + (low < first).astype(np.uint32)
     high = high + (block >> np.uint64(32)).astype(np.uint32) if block.dtype == np.uint64 else high
+    if not (spec.start is not None and isinstance(block.size, int) and spec.start + block.size < COUNTERS):
+        high = high & np.uint32((COUNTERS - 1) >> 32)
     # Always k0, as LLVM sees and XLA does not: that would multiply the one number k0 in a kernel of its own.
     k0 = jnp.where((block.astype(np.uint32) | np.uint32(1)) != 0, k0, np.uint32(0))
     return philox((low, high, k0, k1))
@@ -104,7 +106,7 @@ def _words(spec: DropoutSpec, shape: tuple[int, ...], key: Array, start: Array) 
     else:
         element = index + count(spec.shift)
         block, word = element >> count(2), (element & count(3)).astype(np.uint32)
-    c0, c1, c2, c3 = _draw(block, key, start, len(shape))
+    c0, c1, c2, c3 = _draw(spec, block, key, start)
     return jnp.where(word < 2, jnp.where(word == 0, c0, c1), jnp.where(word == 2, c2, c3))
 
 
