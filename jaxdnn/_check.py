@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from jaxdnn._compat import Tracer
 
 T = TypeVar("T")
 LONG = 200  # characters of a value that an error shows
@@ -30,7 +30,7 @@ def array(name: str, value: Any) -> Array:
 def shown(value: Any) -> str:
     """A value as an error shows it: an array's dtype and shape, and of what is long only the beginning."""
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
-        kind = "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
+        kind = "a traced array" if isinstance(value, Tracer) else "an array"
         return f"{kind} of {value.dtype} of shape {tuple(value.shape)}"
     text = " ".join(repr(value).split())
     return text if len(text) <= LONG else f"{text[:LONG]}..."

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.interpreters import ad
 
 from jaxdnn import _epilogue, _primitive
+from jaxdnn._compat import ad
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._window import FilterLayout, Layout, Window
 from jaxdnn.limits import Limits, current_limits

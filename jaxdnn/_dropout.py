@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.interpreters import ad
 
 from jaxdnn import _primitive
+from jaxdnn._compat import ad
 from jaxdnn._primitive import Factors
 
 BLOCK = 4  # random words that one counter gives

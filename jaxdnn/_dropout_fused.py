@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.interpreters import ad
 
 from jaxdnn import _activation_formulas as formulas
 from jaxdnn import _dropout, _primitive, _reduce, _rounded
 from jaxdnn._activation_formulas import Parameter
+from jaxdnn._compat import ad
 from jaxdnn._dropout import DropoutSpec
 from jaxdnn._primitive import Factors
 from jaxdnn.determinism import satisfies

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.interpreters import ad
 
 from jaxdnn import _primitive
+from jaxdnn._compat import ad
 
 OPS = ("norm", "norm_tangent", "norm_dgrad")
 LINEAR = ("x", "scale", "bias")

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.interpreters import ad
 
 from jaxdnn import _primitive
+from jaxdnn._compat import ad
 from jaxdnn._window import Window
 
 OPS = ("pool_max", "pool_max_indices", "pool_pick", "pool_max_dgrad", "pool_average", "pool_average_dgrad")

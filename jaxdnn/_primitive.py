@@ -15,17 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
-
-# custom_partitioning asks for the program's devices when it is lowered. JAX collects them only for programs with a
-# primitive in this set, and cannot see a custom_partitioning that appears within the lowering of ours. There is no
-# public way to say so; JAX's own cuDNN attention says it in the same way.
-from jax._src.dispatch import prim_requires_devices_during_lowering
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -37,7 +28,8 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxdnn import engines
+from jaxdnn import _compat, engines
+from jaxdnn._compat import Primitive, ShapedArray, ad, batching, mlir, varying
 
 Spec = Any
 Aval = jax.ShapeDtypeStruct
@@ -84,7 +76,7 @@ def define(
       many: whether the op has several results; then results, tangents, cotangents and batch dimensions are tuples
         (of the cotangents some may be an `ad.Zero`), and an engine's function returns a tuple.
     """
-    primitive = jex.Primitive(f"jaxdnn_{op}")
+    primitive = Primitive(f"jaxdnn_{op}")
     primitive.multiple_results = many
 
     def bind(*operands: Any, spec: Spec) -> Any:
@@ -102,7 +94,7 @@ def define(
             return [None] * len(operands)
         return transpose(spec, tuple(ct) if many else ct, *operands)
 
-    prim_requires_devices_during_lowering.add(primitive)
+    _compat.may_need_devices(primitive)
     primitive.def_impl(ft.partial(_eager, primitive))
     primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
@@ -215,9 +207,9 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
     What is the same on all devices is marked as varying; the transpose of that mark adds the cotangents over the mesh.
     """
-    varying = [jax.typeof(x).mat.varying for x in operands]
-    union = frozenset[str]().union(*varying)
-    pairs = zip(operands, varying, strict=True)
+    axes = [varying(jax.typeof(x)) for x in operands]
+    union = frozenset[str]().union(*axes)
+    pairs = zip(operands, axes, strict=True)
     return [lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x for x, own in pairs]
 
 
@@ -226,17 +218,17 @@ def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
     return values if len(rule.results) > 1 else values[0]
 
 
-def _result(aval: Aval, like: Any) -> jax.core.ShapedArray:
+def _result(aval: Aval, like: Any) -> ShapedArray:
     """A result's type, which inside shard_map varies over the mesh axes that the operands vary over.
 
     It names the mesh, as the results of JAX's own ops do: where `in_types` leaves a mesh for XLA to shard along, an
     eager transpose brings the cotangent back to the mesh that is named here.
     """
     mesh = like.sharding.mesh
-    if not like.mat.varying and not all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return jax.core.ShapedArray(aval.shape, aval.dtype)
+    if not varying(like) and not all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return ShapedArray(aval.shape, aval.dtype)
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape)))
-    return jax.core.ShapedArray(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=like.mat)
+    return _compat.typed(aval.shape, aval.dtype, sharding, like)
 
 
 def zero_tangent(y: Array) -> Any:
@@ -264,8 +256,7 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
 
         def rule(ctx: Any, *operands: Any, spec: Spec, platform: str | None = platform) -> Any:
             # Only in a program for several devices that XLA shards by itself; inside shard_map shapes are local.
-            automatic = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
-            run = _partitioned if automatic > 1 else _local
+            run = _partitioned if _compat.automatic_devices(ctx) > 1 else _local
             lowered = ft.partial(run, op, platform or "other", spec, factors)
             ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
             return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
@@ -275,7 +266,7 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
 
 def _unvarying(aval: Any) -> Any:
     """The type of an operand to an engine, which sees one device: inside shard_map what it computes varies alike."""
-    return jax.core.ShapedArray(aval.shape, aval.dtype) if aval.mat.varying else aval
+    return ShapedArray(aval.shape, aval.dtype) if varying(aval) else aval
 
 
 def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engines.Call:
@@ -291,10 +282,10 @@ def _local(op: str, platform: str, spec: Spec, _: Any, *operands: Array) -> Any:
 def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array) -> Any:
     call = dataclasses.replace(_call(op, platform, spec, operands), dealt=True)
     engine = engines.select(call)
-    if not engine.partition(call):
+    if not engine.partition(call) or _compat.lacking(_compat.SHARDING):
         return engine.run(call, *operands)
     rule = factors(spec, *call.avals)
-    sharded = custom_partitioning(ft.partial(_local, op, platform, spec, None))
+    sharded = _compat.custom_partitioning(ft.partial(_local, op, platform, spec, None))
     sharded.def_partition(
         partition=ft.partial(_partition, rule, op, platform, spec),
         infer_sharding_from_operands=lambda mesh, args, _: _like_results(

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from jax.interpreters import ad
 
 from jaxdnn import _primitive
+from jaxdnn._compat import ad
 
 RADIUS = {"linear": 1, "cubic": 2, "lanczos3": 3}  # of the kernel, in source elements
 TINY = 2.0**-45  # a weight below is 0 but for the rounding of sin(πv)

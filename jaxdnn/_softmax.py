@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.interpreters import ad
 
 from jaxdnn import _primitive, engines
+from jaxdnn._compat import ad
 from jaxdnn._kernels.xla import softmax as formulas
 from jaxdnn._rounded import nearest
 from jaxdnn.determinism import satisfies

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import export
 
-from jaxdnn import _check
+from jaxdnn import _check, _compat
 from jaxdnn.determinism import satisfies
 from jaxdnn.limits import limits_of
 
@@ -78,6 +78,7 @@ class Engine:
         "spreads_nonfinite" (NaN and infinity may show in results that they do not belong to).
       rank: its place among an op's engines for a call, as far as measurements tell; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
+      measured_on: the kinds of device on which its ranks were measured; None where they hold on every device.
       partition: whether the partitioner must be told how to shard the call (else XLA finds out by itself).
       notes: what a user may want to know: tensor cores, down-conversion, limits.
     """
@@ -94,6 +95,7 @@ class Engine:
     hazards: Callable[[Call], tuple[str, ...]] = lambda call: ()
     rank: Callable[[Call], int] = lambda call: 1
     workspace: Callable[[Call], int | None] = lambda call: None
+    measured_on: tuple[str, ...] | None = None
     partition: Callable[[Call], bool] = lambda call: False
     notes: tuple[str, ...] = ()
 
@@ -126,7 +128,19 @@ def ranked(call: Call) -> tuple[Engine, ...]:
     """The engines of a call's op in the order they are tried for it."""
     able = [engine for engine in registered(call.op) if not _lacks_sizes(engine, call)]
     rest = [engine for engine in registered(call.op) if _lacks_sizes(engine, call)]
-    return (*sorted(able, key=lambda engine: engine.rank(call)), *rest)
+    return (*sorted(able, key=lambda engine: _place(engine, call)), *rest)
+
+
+def _place(engine: Engine, call: Call) -> int:
+    """An engine's rank; on a device where it was not measured it is tried behind XLA's."""
+    return 2 if unmeasured(engine, call) else engine.rank(call)
+
+
+def unmeasured(engine: Engine, call: Call) -> str | None:
+    """Why nothing is known of an engine's time on the device of a call, as a clause; None where it was measured."""
+    if engine.measured_on is None or call.device_kind in engine.measured_on:
+        return None
+    return f"it was measured on {', '.join(engine.measured_on)}, not on {call.device_kind or 'one that is not here'}"
 
 
 def ops() -> tuple[str, ...]:
@@ -151,13 +165,25 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
     """Why an engine may not serve a call at a determinism level and within its limits, as a clause; None if it may."""
     if _lacks_sizes(engine, call):
         return "it needs every size when a call is traced, and the batch is symbolic"
-    reason = engine.supports(call)
+    reason = engine.supports(call) or _unshardable(engine, call, level)
     if reason is None and not satisfies(engine.level(call), level):
         reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
     allowed = limits_of(call.spec).workspace
     if reason is None and allowed is not None and (needed := engine.workspace(call) or 0) > allowed:
         reason = f"it needs {needed} bytes of workspace, and the limit is {allowed}"
     return reason
+
+
+def _unshardable(engine: Engine, call: Call, level: str) -> str | None:
+    """Why an engine that has to say how its calls are sharded cannot; XLA finds a way of its own, of another order."""
+    if (
+        not call.dealt
+        or not engine.partition(call)
+        or (engine.name == "xla" and not satisfies(level, "mesh_invariant"))
+    ):
+        return None
+    lack = _compat.lacking(_compat.SHARDING)
+    return lack and f"{lack}, which tells XLA how to shard it"
 
 
 def _lacks_sizes(engine: Engine, call: Call) -> bool:
@@ -194,4 +220,6 @@ def check(op: str, spec: Any, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
             return
         except NotImplementedError as error:
             errors.append(error)
+    for other in errors[1:]:  # what `jax.export` lowers is not for the platform that is here
+        errors[0].add_note(str(other))
     raise errors[0]

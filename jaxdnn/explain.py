@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxdnn import _check, engines
+from jaxdnn import _check, _compat, engines
 from jaxdnn.determinism import LEVELS, determinism
 
 P = ParamSpec("P")
@@ -22,10 +22,14 @@ _explaining = jax.make_user_context(False)
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One engine, seen from one call: why it is refused (None: it could serve), and what it would promise."""
+    """One engine, seen from one call: why it is refused (None: it could serve), and what it would promise.
+
+    `unmeasured` says why it is tried behind XLA's engine where no engine is named; None where it was measured.
+    """
 
     engine: str
     refusal: str | None
+    unmeasured: str | None
     level: str
     accumulation: str
     workspace: int | None
@@ -52,6 +56,8 @@ class Explanation:
         lines = [head, f"  served by {self.engine}" if self.engine else "  served by no engine: it raises"]
         for c in self.candidates:
             verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
+            if c.refusal is None and c.unmeasured:
+                verdict += f"; unasked after XLA's, for {c.unmeasured}"
             facts = [f"guarantees {c.level}", f"adds in {c.accumulation}"]
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
             facts.append(_schedule(c.schedule))
@@ -176,7 +182,7 @@ def _level_of_formula(call: Callable[[], Any]) -> str | None:
 
 
 def _formulas(jaxpr: Any) -> tuple[Formula, ...]:
-    stacks = dict.fromkeys(str(eqn.source_info.name_stack) for eqn in _equations(jaxpr))
+    stacks = dict.fromkeys(_compat.scope(eqn) for eqn in _equations(jaxpr))
     found = [pair for stack in stacks for pair in re.findall(r"jaxdnn\.(\w+):(\w+)", stack)]
     return tuple(Formula(op, level) for op, level in dict.fromkeys(found))
 
@@ -241,6 +247,7 @@ def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) 
     return Candidate(
         engine=engine.name,
         refusal=refusal,
+        unmeasured=engines.unmeasured(engine, call),
         level=engine.level(call),
         accumulation=engine.accumulation(call),
         workspace=engine.workspace(call) if able else None,

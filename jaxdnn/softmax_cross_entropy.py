@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 from jax.typing import ArrayLike
 
 from jaxdnn import _check, _softmax
+from jaxdnn._primitive import vary_alike
 from jaxdnn.determinism import required, satisfies
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
@@ -201,18 +202,9 @@ def _flat(spec: _Spec, x: Array, w: Array, bias: Array, weights: Array, labels: 
         keep = labels != spec.ignored
         x = jnp.where(jnp.expand_dims(keep, 1), x, jnp.zeros_like(x))
         weights = jnp.where(keep, weights, jnp.zeros_like(weights))
-    return _vary_alike(x, w, bias, weights, _words(labels, w.shape[1]), keep)
-
-
-def _vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Inside shard_map: the arrays as ones that vary over the same mesh axes, as what a loop carries has to.
-
-    So the gradient of an array that is the same on all devices is added over the mesh once, after the loop.
-    """
-    varying = [jax.typeof(a).mat.varying for a in arrays]
-    union = frozenset[str]().union(*varying)
-    pairs = zip(arrays, varying, strict=True)
-    return tuple(lax.pcast(a, tuple(sorted(union - own)), to="varying") if union - own else a for a, own in pairs)
+    # What a loop carries varies over the same mesh axes throughout: so the gradient of an array that is the same on all
+    # devices is added over the mesh once, after the loop.
+    return tuple(vary_alike((x, w, bias, weights, _words(labels, w.shape[1]), keep)))
 
 
 def _automatic(compute: Callable[..., Array], arrays: Sequence[Array], reduction: str) -> Callable[..., Array]:

@@ -15,6 +15,9 @@ import hypothesis
 import jax
 import pytest
 
+from jaxdnn import engines
+from jaxdnn._kernels.hopper import MEASURED_ON
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -46,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lowered for CUDA is for an H200, the device on which the kernels were measured."""
+    monkeypatch.setattr(engines, "device_kind", lambda platform: MEASURED_ON[0])
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ def test_other_sizes_must_be_known(shape: str):
 
 
 @pytest.mark.skipif(hopper.unavailable() is not None, reason="the Hopper kernels need a newer JAX")
+@pytest.mark.usefixtures("h200")
 def test_hopper_needs_to_know_the_batch():
     function, shapes = call("conv", "many channels")
     (found,) = dnn.explain(function, *of_any_batch("conv", shapes, BF16), platform="cuda")

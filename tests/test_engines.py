@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,17 +11,20 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import export
 
 import cases
 import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn import engines
+from jaxdnn._kernels import hopper as kernels
 from jaxdnn._kernels.hopper import engine as hopper
 from jaxdnn.determinism import LEVELS
 from jaxdnn.explain import explain, traced_calls
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
+needs_kernels = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 
 
 def conv(x: jax.Array = X, w: jax.Array = W, **options: object) -> jax.Array:
@@ -260,17 +263,77 @@ def test_ranks_decide_among_engines_that_may_serve(monkeypatch: pytest.MonkeyPat
     """On the device where it was measured faster the hopper engine is taken unasked; elsewhere XLA's, then by level."""
     x, w = jnp.ones((8, 5, 4, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 32), jnp.bfloat16)
     call = next(traced_calls(ft.partial(dnn.conv, padding=1), x, w, platform="cuda"))
-    call = dataclasses.replace(call, device_kind=None)
+    call = dataclasses.replace(call, device_kind=None)  # no device in sight
     told = dataclasses.replace(call, device_kind="NVIDIA H200")
     gains = {"NVIDIA H200": {hopper.key(told): {"batch": 8, "speed_up": 1.2}}}
     monkeypatch.setattr(hopper, "_measured", lambda: gains)
     assert engines.ranked(told)[0].name == "hopper"
-    assert engines.ranked(call)[0].name == "xla"  # no device in sight
+    assert engines.ranked(call)[0].name == "xla"
     gains["NVIDIA H200"][hopper.key(told)]["speed_up"] = 0.9
     assert [e.name for e in engines.ranked(told)] == ["xla", "hopper", "ordered"]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernels need JAX 0.11")
+X_LARGE = jax.ShapeDtypeStruct((32, 56, 56, 64), jnp.bfloat16)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, str | None], None]:
+    """Simulates a GPU of this kind and compute capability, or none."""
+
+    def simulate(kind: str | None, capability: str | None) -> None:
+        monkeypatch.setattr(engines, "device_kind", lambda platform: kind)
+        monkeypatch.setattr(kernels, "capability", lambda: capability)
+
+    return simulate
+
+
+def served(function: Any, *arrays: Any, **options: Any) -> tuple[str | None, Any, str]:
+    """The engine, the candidate `hopper` and the text of an explanation for CUDA."""
+    found = explain(ft.partial(function, **options), *arrays, platform="cuda")
+    return found[0].engine, next(c for c in found[0].candidates if c.engine == "hopper"), str(found)
+
+
+@needs_kernels
+def test_a_kernel_is_chosen_unasked_only_where_it_was_measured(device: Callable[..., None]):
+    device("NVIDIA H200", "9.0")
+    assert served(dnn.pool, X_LARGE)[0] == "hopper"
+    device("NVIDIA H100 80GB HBM3", "9.0")  # can run it, but nobody knows how fast
+    for function in (dnn.pool, dnn.softmax, dnn.layer_norm):
+        engine, kernel, text = served(function, X_LARGE)
+        assert (engine, kernel.refusal) == ("xla", None)
+        assert "unasked after XLA's, for it was measured on NVIDIA H200, not on NVIDIA H100 80GB HBM3" in text
+        assert served(function, X_LARGE, engine="hopper")[0] == "hopper"
+    assert served(dnn.softmax, X_LARGE, determinism="batch_invariant")[0] == "hopper"  # XLA does not promise that
+    for kind, capability in (("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA B200", "10.0")):
+        device(kind, capability)
+        engine, kernel, _ = served(dnn.pool, X_LARGE)
+        assert engine == "xla"
+        assert kernel.refusal == f"it needs compute capability 9.0, and {kind} has {capability}"
+        with pytest.raises(NotImplementedError, match=r"it needs compute capability 9\.0"):
+            lowered(dnn.pool, engine="hopper")
+
+
+@needs_kernels
+def test_what_is_exported_without_a_gpu_has_a_kernel_only_if_it_is_named(device: Callable[..., None]):
+    device(None, None)
+    for function in (dnn.pool, dnn.softmax, dnn.layer_norm):
+        engine, kernel, _ = served(function, X_LARGE)
+        assert engine == "xla"
+        assert kernel.refusal == "no GPU is here to choose it for: for one elsewhere, name engine='hopper'"
+        assert "mosaic_gpu" not in lowered(function)
+        assert served(function, X_LARGE, engine="hopper")[0] == "hopper"
+    assert "mosaic_gpu" in lowered(dnn.pool, engine="hopper")
+    assert served(dnn.softmax, X_LARGE, determinism="batch_invariant")[0] == "ordered"
+    assert "mosaic_gpu" not in lowered(dnn.softmax, determinism="batch_invariant")
+
+
+def lowered(function: Any, **options: Any) -> str:
+    """The program for CUDA."""
+    return export.export(jax.jit(ft.partial(function, **options)), platforms=["cuda"])(X_LARGE).mlir_module()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("h200")
 def test_hopper_serves_integers_and_states_orders_by_place():
     def hopper_of(function: Any, *arrays: Any) -> Any:
         found = explain(function, *arrays, platform="cuda")[0]

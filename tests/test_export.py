@@ -10,7 +10,6 @@ import pytest
 from jax import export
 
 import jaxdnn as dnn
-from jaxdnn import engines
 from jaxdnn._kernels import hopper
 from test_api import ARRAYS, NEEDED, OPS, narrow, several
 
@@ -63,11 +62,6 @@ def test_batch_of_any_size(name: str):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200")
-
-
 def specs(shapes: tuple[tuple[int, ...], ...]) -> list[jax.ShapeDtypeStruct]:
     (b,) = export.symbolic_shape("b")
     return [jax.ShapeDtypeStruct((b, *shape), jnp.bfloat16) for shape in shapes]
@@ -85,7 +79,7 @@ def test_for_a_gpu(name: str):
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("name", BIG)
 def test_a_named_kernel_says_what_it_needs(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hopper, "no_device", lambda platform: None)
+    monkeypatch.setattr(hopper, "no_device", lambda call: None)
     function, shapes = BIG[name]
     with pytest.raises(NotImplementedError, match=r"hopper: .* the batch is symbolic"):
         jax.eval_shape(lambda *arrays: function(*arrays, engine="hopper"), *specs(shapes))

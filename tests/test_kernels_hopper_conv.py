@@ -24,6 +24,8 @@ from jaxdnn._kernels.hopper.conv_geometry import Geometry
 from jaxdnn._kernels.hopper.epilogue import ACTIVATIONS
 from jaxdnn.explain import traced_calls
 
+pytestmark = pytest.mark.usefixtures("h200")
+
 
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
 @pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])

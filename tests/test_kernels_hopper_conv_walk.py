@@ -21,6 +21,8 @@ from jaxdnn._kernels.hopper.pipeline_block import Cut
 from jaxdnn._kernels.hopper.pipeline_consumer import Consumer
 from jaxdnn.explain import traced_calls
 
+pytestmark = pytest.mark.usefixtures("h200")
+
 
 def reads(axes):
     """All (output position, tap, input position) that a walk over some axes visits, one axis at a time."""

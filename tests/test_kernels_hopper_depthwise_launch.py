@@ -14,8 +14,7 @@ from jaxdnn._kernels import hopper
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
+from jaxdnn._compat import plgpu
 from jaxdnn._kernels.hopper import conv_depthwise as kernels
 from jaxdnn._kernels.hopper.conv_depthwise_launch import each, grid
 from jaxdnn._kernels.hopper.conv_depthwise_window import spatial

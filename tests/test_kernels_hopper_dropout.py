@@ -21,9 +21,11 @@ from jaxdnn_reference.dropout import dropout_dgrad
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import dropout, dropout_engine, dropout_ptx
+from jaxdnn._kernels.hopper import dropout, dropout_ptx
 from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
 from jaxdnn._kernels.hopper.ptx import NAMES
+
+pytestmark = pytest.mark.usefixtures("h200")
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 PIECEWISE = (None, "relu", ("leaky_relu", 0.3), ("clipped_relu", 0.75))
@@ -350,7 +352,7 @@ def test_engine_says_what_it_serves(name: str):
 
 def chosen(monkeypatch: pytest.MonkeyPatch, function: Any, *operands: Any) -> list[str | None]:
     """The engines that serve a function's calls on the device that was measured."""
-    monkeypatch.setattr(engines, "device_kind", lambda platform: dropout_engine.MEASURED_ON)
+    monkeypatch.setattr(engines, "device_kind", lambda platform: hopper.MEASURED_ON[0])
     return [call.engine for call in dnn.explain(function, *operands, platform="cuda")]
 
 

@@ -19,9 +19,11 @@ from norm_cases import Norm, agree, in_view
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm, norm_dgrad_ptx, norm_engine, norm_ptx
+from jaxdnn._kernels.hopper import norm, norm_dgrad_ptx, norm_ptx
 from jaxdnn._kernels.hopper.norm_ptx import RowPlan
 from jaxdnn._kernels.hopper.ptx import SIZES
+
+pytestmark = pytest.mark.usefixtures("h200")
 
 # One vector a row, part of a warp's, ragged ends, several warps, as many vectors a thread as there may be.
 LENGTHS = (8, 128, 136, 1000, 2056, 8192)
@@ -344,7 +346,7 @@ def test_engine_is_first_where_it_was_measured_faster(op: str, monkeypatch: pyte
         spec = _norm.NormSpec((-1,), (-2,), True, 1e-5, False, False, True, *kinds)
         x, statistic = shape_of(rows, length, dtype=dtype), shape_of(rows, 1, dtype=jnp.float32)
         operands = (x,) if op == "norm" else (x, x, statistic, statistic)
-        return engine.rank(engines.Call(op, spec, operands, "cuda", norm_engine.MEASURED_ON))
+        return engine.rank(engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0]))
 
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):

@@ -22,8 +22,10 @@ from norm_cases import agree, in_view
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE, norm_engine, norm_group, norm_group_plan, norm_group_ptx
+from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE, norm_group, norm_group_plan, norm_group_ptx
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
+
+pytestmark = pytest.mark.usefixtures("h200")
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # Images (pixels, channels) and channels of a group. A vector has 4 or 8 channels: it is a part of a group, several
@@ -511,7 +513,7 @@ def call_of(op: str, images: int, size: int, channels: int, groups: int, dtype: 
     kinds = (np.dtype(np.float32), np.dtype(dtype))
     spec = _norm.NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, *kinds)
     operands = (view,) if op == "norm" else (view, view, statistic, statistic)
-    return engines.Call(op, spec, operands, "cuda", norm_engine.MEASURED_ON)
+    return engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0])
 
 
 def engine_of(op: str) -> engines.Engine:

@@ -19,6 +19,8 @@ if (reason := hopper.unavailable()) is not None:
 from jaxdnn._kernels.hopper import norm_group, norm_group_plan, norm_group_slices_ptx
 from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan, SlicePlan
 
+pytestmark = pytest.mark.usefixtures("h200")
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # Images (pixels, channels, channels of a group), their slices whose statistics are merged and those written, and
 # blocks of a cluster.

@@ -19,6 +19,8 @@ from jaxdnn._kernels.hopper.pool_ptx import THREADS, Shape
 from jaxdnn._kernels.hopper.pool_scatter_ptx import Strip
 from jaxdnn._kernels.hopper.pool_tile_ptx import Tile
 
+pytestmark = pytest.mark.usefixtures("h200")
+
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 FLOAT = {"bf16x2": DTYPES["bf16"], "f16x2": DTYPES["f16"], "f32": DTYPES["f32"]}
 SIGNED, UNSIGNED = np.int32, np.uint32

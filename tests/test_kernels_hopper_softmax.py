@@ -25,6 +25,8 @@ from jaxdnn._kernels.hopper import softmax, softmax_dgrad_ptx, softmax_stream_pt
 from jaxdnn._kernels.hopper.ptx import SIZES
 from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
 
+pytestmark = pytest.mark.usefixtures("h200")
+
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 RULE = Accumulation(flush=True)
 # Rows: fewer than a block works on, as many, and a ragged last block. Lengths: every way to deal out a row.

@@ -112,7 +112,7 @@ def test_multiprocessors_size_the_grid_of_the_kernels(
 
     if reason := hopper.unavailable():
         pytest.skip(reason)
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxdnn._compat import plgpu
 
     grids, launch = [], plgpu.kernel
     monkeypatch.setattr(plgpu, "kernel", lambda *a, **k: grids.append(k) or launch(*a, **k))

@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
+from jaxdnn._compat import ir, llvm, mgpu, pl, plgpu, vector
 from jaxdnn._kernels.hopper import branches
 from jaxdnn._kernels.hopper import conv_depthwise_filter as tensor_filter
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes

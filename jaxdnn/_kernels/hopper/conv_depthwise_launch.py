@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxdnn._compat import pl, plgpu
 
 
 def as_images(x: Array, size: tuple[int, int]) -> Array:

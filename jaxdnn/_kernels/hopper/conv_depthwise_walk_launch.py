@@ -6,11 +6,8 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
+from jaxdnn._compat import ir, llvm, pl, plgpu
 from jaxdnn._kernels.hopper import branches
 from jaxdnn._kernels.hopper import conv_depthwise_fma as lanes
 from jaxdnn._kernels.hopper.cluster import address

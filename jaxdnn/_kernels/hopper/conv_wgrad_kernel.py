@@ -13,13 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array as fa
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
+from jaxdnn._compat import fa, ir, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._kernels.hopper import cluster, pipeline, wgmma
 from jaxdnn._kernels.hopper.conv_wgrad_plan import (
     REGISTERS,

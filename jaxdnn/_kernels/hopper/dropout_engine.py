@@ -20,7 +20,6 @@ from jaxdnn._kernels import hopper
 from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
 from jaxdnn._kernels.hopper.ptx import NAMES
 
-MEASURED_ON = "NVIDIA H200"
 # op -> bytes of the widest of its large arrays -> of how many elements on it was measured faster than XLA's program.
 MEASURED = {
     "fused_dropout": {2: 1 << 22},
@@ -43,7 +42,7 @@ def _operands(call: engines.Call) -> dict[str, Any]:
 
 
 def _supports(call: engines.Call) -> str | None:
-    return hopper.no_device(call.platform) or _unsupported(call)
+    return hopper.no_device(call) or _unsupported(call)
 
 
 def _unsupported(call: engines.Call) -> str | None:
@@ -229,7 +228,7 @@ def _level(call: engines.Call) -> str:
 
 def _rank(call: engines.Call) -> int:
     """First where it was measured faster than XLA; where all is kept nothing is drawn, and XLA's program is as fast."""
-    if call.device_kind != MEASURED_ON or not call.spec.threshold:
+    if not call.spec.threshold:
         return 2
     arrays = {name: v.dtype for name, v in _operands(call).items() if name not in ("bias", "dbias", "key", "start")}
     widest = max(np.dtype(dtype).itemsize for dtype in (*arrays.values(), _out_dtype(call)))
@@ -257,6 +256,7 @@ for _op in ("dropout", *_dropout_fused.OPS):
     engines.register(
         engines.Engine(
             name="hopper",
+            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             supports=_supports,

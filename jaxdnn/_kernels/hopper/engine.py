@@ -160,7 +160,7 @@ def _run(call: engines.Call, *operands: Array) -> Array:
 
 def _supports(call: engines.Call) -> str | None:
     spec: ConvSpec = call.spec
-    if reason := hopper.no_device(call.platform):
+    if reason := hopper.no_device(call):
         return reason
     if any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
         return "its kernels are cut for a batch that is known when traced"
@@ -237,13 +237,14 @@ for _op in _conv.ROLES:
     engines.register(
         engines.Engine(
             name="hopper",
+            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             supports=_supports,
             level=_level,
             accumulation=_accumulation,
             schedule=_schedule,
-            modelled=("NVIDIA H200",),
+            modelled=hopper.MEASURED_ON,
             hazards=_hazards,
             rank=_rank,
             workspace=_workspace,

@@ -11,12 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
+from jaxdnn._compat import ir, llvm, mgpu, mgpu_utils, plgpu, vector
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._kernels.hopper.wgmma import inline_mgpu
 

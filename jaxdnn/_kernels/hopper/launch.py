@@ -5,10 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+
+from jaxdnn._compat import ir, llvm, mgpu_utils, plgpu
 
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 

@@ -22,7 +22,6 @@ from jaxdnn._kernels.hopper.norm_rows import ROWS
 from jaxdnn._kernels.hopper.ptx import NAMES
 
 KINDS = (ROWS, IMAGES, BATCHES)
-MEASURED_ON = "NVIDIA H200"
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -31,7 +30,7 @@ def _kind(call: engines.Call) -> Kind | None:
 
 
 def _supports(call: engines.Call) -> str | None:
-    return hopper.no_device(call.platform) or _unsupported(call)
+    return hopper.no_device(call) or _unsupported(call)
 
 
 def _unsupported(call: engines.Call) -> str | None:
@@ -66,7 +65,7 @@ def _level(call: engines.Call) -> str:
 
 def _rank(call: engines.Call) -> int:
     """First where it was measured faster than XLA; backward on one device only, for it gathers what is sharded."""
-    if call.device_kind != MEASURED_ON or _supports(call) is not None:
+    if _supports(call) is not None:
         return 2
     kind = _kind(call)
     alone = call.op == "norm" or jax.local_device_count() == 1
@@ -82,6 +81,7 @@ for _op in ("norm", "norm_tangent", "norm_dgrad"):
     engines.register(
         engines.Engine(
             name="hopper",
+            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             supports=_supports,

@@ -24,7 +24,7 @@ class Kind:
       pattern: a regular expression over x's axes, k for one that is kept, r for one that statistics are taken over.
       unsupported: why the kernels do not serve a call over such axes, as a clause; None if they do.
       run: a call and its operands to its results.
-      measured: whether a call is like those that were measured faster than XLA's formula on `MEASURED_ON`.
+      measured: whether a call is like those that were measured faster than XLA's formula on `hopper.MEASURED_ON`.
       workspace: bytes of device memory beside operands and results; None of a call that no kernel serves.
       notes: what a user may want to know.
     """

@@ -20,9 +20,8 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxdnn._compat import pl, plgpu
 from jaxdnn._kernels.hopper import branches
 from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, check
 from jaxdnn._kernels.hopper.conv_walk import Walk

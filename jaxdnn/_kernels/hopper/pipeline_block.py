@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxdnn._compat import pl, plgpu
 from jaxdnn._kernels.hopper.conv_plan import (
     Config,
     Problem,

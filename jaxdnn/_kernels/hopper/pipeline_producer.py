@@ -5,9 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxdnn._compat import pl, plgpu
 from jaxdnn._kernels.hopper.conv_plan import a_box
 from jaxdnn._kernels.hopper.conv_walk import select
 from jaxdnn._kernels.hopper.pipeline_block import Block, drain

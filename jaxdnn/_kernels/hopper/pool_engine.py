@@ -47,7 +47,7 @@ def _counted(spec: PoolSpec, pad: Any) -> Any:
 
 
 def _supports(call: engines.Call) -> str | None:
-    return hopper.no_device(call.platform) or _unsupported(call)
+    return hopper.no_device(call) or _unsupported(call)
 
 
 def _unsupported(call: engines.Call) -> str | None:
@@ -113,6 +113,7 @@ for _op in _pool.OPS:
     engines.register(
         engines.Engine(
             name="hopper",
+            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             supports=_supports,

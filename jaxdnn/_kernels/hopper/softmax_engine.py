@@ -46,7 +46,7 @@ def _run(call: engines.Call, *operands: Array) -> Array:
 
 def _supports(call: engines.Call) -> str | None:
     spec: SoftmaxSpec = call.spec
-    if reason := hopper.no_device(call.platform):
+    if reason := hopper.no_device(call):
         return reason
     dtypes = [v.dtype for v in call.avals]
     if any(dtype not in NAMES for dtype in (*dtypes, np.dtype(spec.out_dtype))):
@@ -98,6 +98,7 @@ for _op in OPS:
     engines.register(
         engines.Engine(
             name="hopper",
+            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             supports=_supports,

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxdnn._kernels.hopper import MULTIPROCESSORS, branches, conv_plan
+from jaxdnn._kernels.hopper import MEASURED_ON, MULTIPROCESSORS, branches, conv_plan
 from jaxdnn._kernels.hopper.conv_plan import Config, Problem
 from jaxdnn._kernels.hopper.sizes import ceil_div
 
@@ -40,7 +40,7 @@ def multiprocessors() -> int:
 
 def device_kind() -> str:
     device = jax.devices()[0]
-    return device.device_kind if device.platform == "gpu" else "NVIDIA H200"
+    return device.device_kind if device.platform == "gpu" else MEASURED_ON[0]
 
 
 @ft.cache

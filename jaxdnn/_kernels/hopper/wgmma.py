@@ -13,14 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array as fa
-from jax.experimental.mosaic.gpu import mma_utils
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+
+from jaxdnn._compat import fa, ir, llvm, mgpu, mgpu_utils, mma_utils, plgpu, wgmma_m64
 
 # Not typed: their signatures differ between JAX releases; what is used here is common to 0.11 and 0.12.
 inline_mgpu: Any = plgpu.inline_mgpu

@@ -1,0 +1,269 @@
+"""Everything that jaxdnn takes from JAX beyond what JAX's compatibility policy covers, in one file.
+
+https://docs.jax.dev/en/latest/api_compatibility.html: `jax._src`, `jax.core`, `jax.extend`, `jax.interpreters`,
+`jax.experimental` and `jaxlib` may change with any release. Other files import such names from here, and a test looks
+at their imports. There are three kinds of them:
+
+* What every primitive is made of. Without it there is no op, so it is imported with jaxdnn.
+* `SHARDING`: without it the partitioner cannot be told how to shard a call. Kernels then refuse programs that XLA
+  shards over several devices, and XLA shards its own program as it sees fit.
+* `KERNELS`: what kernels are written in. Pallas is imported when a kernel is first asked for, so that `import jaxdnn`
+  does not import it. Without one of these names an engine refuses, with the name as its reason, and XLA serves.
+"""
+
+import dataclasses
+import functools as ft
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+# JAX's tutorial on new primitives teaches these; `lower_fun` and `ad.Zero`'s helpers stand beside them.
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+if TYPE_CHECKING:
+    from jax.experimental import pallas as pl
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+    from jax.experimental.mosaic.gpu import mma_utils, profiler
+    from jax.experimental.mosaic.gpu import utils as mgpu_utils
+    from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+__all__ = (
+    "Primitive",
+    "ShapedArray",
+    "Tracer",
+    "ad",
+    "batching",
+    "custom_partitioning",
+    "fa",
+    "ir",
+    "llvm",
+    "mgpu",
+    "mgpu_utils",
+    "mlir",
+    "mma_utils",
+    "pl",
+    "plgpu",
+    "profiler",
+    "vector",
+    "wgmma_m64",
+)
+
+_PALLAS, _MOSAIC, _MLIR = "jax.experimental.pallas", "jax.experimental.mosaic.gpu", "jaxlib.mlir"
+# What is imported when it is first used; a test holds these against the imports above.
+LAZY = {
+    "custom_partitioning": "jax.experimental.custom_partitioning:custom_partitioning",
+    "pl": _PALLAS,
+    "plgpu": f"{_PALLAS}.mosaic_gpu",
+    "mgpu": _MOSAIC,
+    "mgpu_utils": f"{_MOSAIC}.utils",
+    "wgmma_m64": f"{_MOSAIC}.wgmma:wgmma_m64",
+    "mma_utils": f"{_MOSAIC}.mma_utils",
+    "fa": f"{_MOSAIC}.fragmented_array",
+    "profiler": f"{_MOSAIC}.profiler",  # what `jaxdnn bench` times kernels with
+    "ir": f"{_MLIR}.ir",
+    "llvm": f"{_MLIR}.dialects.llvm",
+    "vector": f"{_MLIR}.dialects.vector",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = LAZY[name].partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """A name within a module, what it is used for, and the parameters that it is called with by name."""
+
+    module: str
+    attribute: str
+    why: str
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    def lacking(self) -> str | None:
+        """What the installed JAX lacks of it."""
+        found: Any
+        try:
+            found = importlib.import_module(self.module)
+        except ImportError:
+            return self.module
+        for part in self.attribute.split("."):
+            if not hasattr(found, part):
+                return str(self)
+            found = getattr(found, part)
+        known = inspect.signature(found).parameters if self.parameters else {}
+        unknown = [name for name in self.parameters if name not in known]
+        return f"`{unknown[0]}` of {self}" if unknown else None
+
+
+def _names(module: str, why: str, *attributes: str) -> tuple[Name, ...]:
+    """Names of one module and one use; "name(a, b)" is called with parameters a and b."""
+    found = []
+    for attribute in attributes:
+        name, _, parameters = attribute.rstrip(")").partition("(")
+        found.append(Name(module, name, why, tuple(parameters.split(", ")) if parameters else ()))
+    return tuple(found)
+
+
+SHARDING = (
+    # JAX collects a program's devices, which custom_partitioning asks for when it is lowered, only for programs with a
+    # primitive in this set, and cannot see a custom_partitioning that appears within the lowering of ours. There is no
+    # public way to say so; JAX's own cuDNN attention says it in the same way.
+    *_names(
+        "jax._src.dispatch",
+        "lets a primitive's lowering use custom_partitioning",
+        "prim_requires_devices_during_lowering",
+    ),
+    *_names("jax.experimental.custom_partitioning", "a rule for the partitioner", "custom_partitioning"),
+)
+
+KERNELS = (
+    *_names(_PALLAS, "control flow and slices of a kernel", "ds", "loop", "when"),
+    *_names(
+        f"{_PALLAS}.mosaic_gpu",
+        "a launch: its grid, shared memory and barriers",
+        "kernel(out_type, scratch_types, compiler_params, grid, grid_names, cluster, cluster_names, num_threads, "
+        "thread_name)",
+        "CompilerParams(lowering_semantics, unsafe_no_auto_barriers)",
+        "LoweringSemantics.Lane",
+        "SMEM",
+        "RefUnion",
+        "Barrier(num_arrivals, num_barriers)",
+        "ClusterBarrier(collective_axes, num_barriers, num_arrivals)",
+        "SwizzleTransform",
+        "TilingTransform",
+    ),
+    *_names(
+        f"{_PALLAS}.mosaic_gpu",
+        "copies, waits and registers of a pipeline",
+        "barrier_arrive",
+        "barrier_wait",
+        "commit_smem",
+        "copy_gmem_to_smem",
+        "copy_smem_to_gmem(commit_group)",
+        "wait_smem_to_gmem(wait_read_only)",
+        "wgmma_wait",
+        "set_max_registers(action)",
+        "load(layout, optimized)",
+        "layout_cast",
+        "Layout.WGMMA",
+        "Layout.WG_STRIDED",
+    ),
+    *_names(
+        f"{_PALLAS}.mosaic_gpu",
+        "PTX and Mosaic's own code within a kernel",
+        "inline_mgpu(arg_types, return_type)",
+        "RefType",
+        "ShapeDtypeStruct",
+        "Layout._WGMMA_ACC_32BIT",  # the accumulator's registers as wgmma leaves them: Pallas' own would be copied
+    ),
+    *_names(
+        _MOSAIC,
+        "values in registers: Pallas has no wgmma of overlapping rows, of halos, or that stays in flight between calls",
+        "FragmentedArray(_registers, _layout, _is_signed)",
+        "WGMMAAccumulator(_value, _original_layout, _sync)",
+        "WGMMAAccumulator.zero(is_signed)",
+        "wgmma(swizzle)",
+    ),
+    *_names(f"{_MOSAIC}.fragmented_array", "the accumulator's layout", "WGMMA_LAYOUT", "optimization_barrier"),
+    *_names(
+        f"{_MOSAIC}.mma_utils",
+        "wgmma's descriptors of operands that lie unlike Pallas' own",
+        "create_descriptor(swizzle, large_tile, group_size, logical_k_major)",
+        "encode_descriptor(leading_byte_offset, stride_byte_offset, swizzle)",
+        "Dim.K",
+    ),
+    *_names(
+        f"{_MOSAIC}.wgmma",
+        "one instruction of the product of overlapping rows",
+        "wgmma_m64(a_transpose, b_transpose, a_k_stride, b_k_stride, n, swizzle, a_element_type, b_element_type)",
+    ),
+    *_names(
+        f"{_MOSAIC}.utils",
+        "addresses and slices of shared memory for PTX",
+        "bytewidth",
+        "c",
+        "ds",
+        "dtype_to_ir_type",
+        "memref_ptr",
+        "memref_slice",
+        "ptr_as_memref",
+        "warpgroup_barrier",
+    ),
+    *_names(
+        f"{_MLIR}.ir",
+        "types of PTX's operands",
+        "F32Type.get",
+        "IntegerType.get_signless",
+        "MemRefType.get",
+        "StridedLayoutAttr.get",
+        "Type.parse",
+        "Value",
+        "VectorType.get",
+    ),
+    *_names(
+        f"{_MLIR}.dialects.llvm",
+        "a block of PTX and its operands",
+        "IntegerOverflowFlags.none",
+        "add",
+        "extractvalue",
+        "inline_asm(has_side_effects)",
+        "ptrtoint",
+    ),
+    *_names(
+        f"{_MLIR}.dialects.vector",
+        "single registers of a value",
+        "broadcast",
+        "extract(dynamic_position, static_position)",
+        "from_elements",
+        "insert(dynamic_position, static_position)",
+    ),
+)
+
+
+@ft.cache
+def lacking(names: tuple[Name, ...]) -> str | None:
+    """The first of the names that the installed JAX lacks, as a clause; None if it has all."""
+    missing = next(filter(None, (name.lacking() for name in names)), None)
+    return None if missing is None else f"JAX {jax.__version__} lacks {missing}"
+
+
+def may_need_devices(primitive: Any) -> None:
+    """Says that a primitive's lowering may use custom_partitioning."""
+    if lacking(SHARDING[:1]) is None:
+        importlib.import_module("jax._src.dispatch").prim_requires_devices_during_lowering.add(primitive)
+
+
+def automatic_devices(ctx: Any) -> int:
+    """Among how many devices XLA itself shards the program that a primitive is lowered in; 1 inside shard_map."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+
+
+def varying(type_: Any) -> frozenset[str]:
+    """The mesh axes that an array of a type varies over inside shard_map."""
+    return type_.mat.varying
+
+
+def typed(shape: tuple[int, ...], dtype: Any, sharding: Any, like: Any) -> ShapedArray:
+    """A type of this shape, dtype and sharding that varies as another does."""
+    return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=like.mat)
+
+
+def scope(equation: Any) -> str:
+    """The names of the scopes that an equation was traced in."""
+    return str(equation.source_info.name_stack)
