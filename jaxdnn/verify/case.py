@@ -249,22 +249,27 @@ def run(
     return Result(case, status, level, accumulation, message, time.perf_counter() - start, checks)
 
 
-def check(case: Case, told: Facts, seed: int, flush: bool) -> list[Check]:
-    """Compares a case's results with what is expected, on every kind of data, and with the definition's bits."""
-    flush = flush or "flushes_subnormals" in told.hazards
-    accumulation = dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush)
-    checks = []
-    with jax.enable_x64(case.x64):
-        function = jax.jit(case.function())
-        for kind in case.kinds():
-            if kind == "special" and "spreads_nonfinite" in told.hazards:
-                continue  # it does not promise where NaN and infinity show
-            operands = case.operands(kind, generator(case, kind, seed))
-            outs = as_tuple(function(*operands))
-            wanted = case.expected(kind, operands, accumulation)
-            checks += [judge(kind, out, e) for out, e in zip(outs, wanted, strict=True)]
-            if told.level == "portable" and not (flush and kind == "subnormal"):
-                checks += _bits(kind, outs, case.definition(operands))
+def arrays(
+    case: Case, kind: str, seed: int, accumulation: Accumulation
+) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """The operands of a case for a kind of data, and its operands by name, of which such a case has none."""
+    return case.operands(kind, generator(case, kind, seed)), {}
+
+
+def accumulation_of(told: Facts, flush: bool) -> Accumulation:
+    """How the engine adds, on a device that flushes subnormal numbers or does not."""
+    return dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush or "flushes_subnormals" in told.hazards)
+
+
+def judge_all(
+    case: Case, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation
+) -> list[Check]:
+    """Compares the results of a case with what is expected, and with the definition's bits where these are promised."""
+    found = as_tuple(outs)
+    wanted = case.expected(kind, operands, accumulation)
+    checks = [judge(kind, out, e) for out, e in zip(found, wanted, strict=True)]
+    if told.level == "portable" and not (accumulation.flush and kind == "subnormal"):
+        checks += _bits(kind, found, case.definition(operands))
     return checks
 
 

@@ -18,7 +18,7 @@ import jax
 from rich.console import Console
 
 from jaxdnn.determinism import LEVELS
-from jaxdnn.verify import controls, environment, families, levels, page, report, show
+from jaxdnn.verify import controls, environment, families, levels, page, random, report, show
 from jaxdnn.verify.case import DTYPES as EVERY_DTYPE
 from jaxdnn.verify.case import Result, flushes_subnormals
 
@@ -48,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="only this case or determinism procedure, or those of a pattern; several may be given",
     )
+    parser.add_argument("--random", type=int, metavar="N", help="N calls drawn at random in place of the matrix")
+    parser.add_argument("--index", type=int, default=0, help="the first random call's number (default 0)")
+    parser.add_argument("--towards", metavar="BRANCH", help="random calls that take this branch of a planner")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that run random calls")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was found here")
     parser.add_argument(
@@ -58,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs what the arguments ask for. Returns 0, 1 if anything failed, 2 for an unknown case."""
     environment.choose(arguments.platform, arguments.devices)
+    if arguments.random:
+        return _run_random(arguments)
     chosen, procedures = _choose(arguments)
     if arguments.list:
         print("\n".join([c.id for c in chosen] + procedures))
@@ -89,6 +95,39 @@ def run(arguments: argparse.Namespace) -> int:
     show.tables(console, document)
     _write(arguments, document, console)
     return 0 if document["summary"]["passed"] else 1
+
+
+def _run_random(arguments: argparse.Namespace) -> int:
+    """Runs calls drawn at random. Returns 0, or 1 if one failed."""
+    # What this process asks of a GPU is what it is; the memory is for the processes that run the calls.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    console, start = Console(width=width), time.perf_counter()
+    here = environment.describe(flushes_subnormals())
+    console.print(_heading(here, arguments.random, "random calls"), highlight=False, soft_wrap=True)
+    found = []
+    for call in show.progress(console, random.run(arguments, here), arguments.random, "calls"):
+        found.append(call)
+        if call["status"] == "failed":
+            name = f"{call['index']} {call['id']}"
+            show.failure(console, name, call["message"], _reproduce_random(arguments, call))
+    words = ["jaxdnn", "verify", "--random", str(arguments.random), *_words(arguments)]
+    words += ["--index", str(arguments.index)] if arguments.index else []
+    words += ["--towards", arguments.towards] if arguments.towards else []
+    document = {"command": shlex.join(words), "environment": here, "seconds": round(time.perf_counter() - start, 1)}
+    document |= random.summary(found)
+    for failed in document["failed"]:
+        failed["reproduce"] = _reproduce_random(arguments, failed)
+    show.random(console, document)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if document["failed"] else 0
+
+
+def _reproduce_random(arguments: argparse.Namespace, call: dict[str, Any]) -> str:
+    words = ["jaxdnn", "verify", "--random", "1", "--index", str(call["index"]), *_words(arguments)]
+    return shlex.join([*words, *(["--towards", call["towards"]] if call["towards"] else [])])
 
 
 def _choose(arguments: argparse.Namespace) -> tuple[list[Any], list[str]]:
@@ -177,10 +216,10 @@ def _count_compilations() -> list[None]:
     return seen
 
 
-def _heading(here: dict[str, Any], count: int) -> str:
+def _heading(here: dict[str, Any], count: int, what: str = "cells") -> str:
     device = f"{len(here['devices'])} x {here['device_kind']}"
     versions = f"jaxdnn {here['jaxdnn']}, jax {here['jax']}, numpy {here['numpy']}, Python {here['python']}"
-    return f"[bold]jaxdnn verify[/] on {device}: {count} cells ({versions})"
+    return f"[bold]jaxdnn verify[/] on {device}: {count} {what} ({versions})"
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:

@@ -56,6 +56,29 @@ def tables(console: Console, document: dict[str, Any]) -> None:
         console.print(f"[dim]{escape(text)}[/]", soft_wrap=True, highlight=False)
 
 
+def random(console: Console, document: dict[str, Any]) -> None:
+    """Random calls by op and engine, and the branches of planners that none of them took."""
+    table = _plain("random calls", "op and engine")
+    for status in ("passed", "failed", "refused"):
+        table.add_column(status, justify="right")
+    table.add_column("dtypes")
+    for name, counts in document["by_op"].items():
+        words = ", ".join(f"{dtype} {count}" for dtype, count in counts["dtypes"].items())
+        table.add_row(name, *(str(counts.get(status, "")) for status in ("passed", "failed", "refused")), words)
+    console.print(table)
+    if any(document["branches"].values()):
+        rare = {name: count for name, count in document["branches"].items() if 0 < count < 3}
+        taken = sum(map(bool, document["branches"].values()))
+        console.print(f"{taken} of {len(document['branches'])} branches of planners taken", highlight=False)
+        for what, names in (("never taken", document["never_taken"]), ("taken once or twice", list(rare))):
+            if names:
+                console.print(f"[dim]{what}: {escape(', '.join(names))}[/]", soft_wrap=True, highlight=False)
+    counts = document["calls"]
+    verdict = "[bold red]FAILED[/]" if document["failed"] else "[bold green]passed[/]"
+    text = ", ".join(f"{counts.get(status, 0)} {status}" for status in ("passed", "failed", "refused"))
+    console.print(f"{verdict}: {text}; {document['seconds']} s", highlight=False)
+
+
 def _refusals(cells: list[dict[str, Any]]) -> dict[str, int]:
     return collections.Counter(f"{c['engine']}: {c['message']}" for c in cells if c["status"] == "refused")
 

@@ -165,6 +165,7 @@ def _record(problem: Problem, config: Config, geo: Geometry, sms: int) -> None:
         tail_of_positions=any(size % part for size, part in pairs),
         tail_of_filters=bool(rows % left),
         tail_of_columns=bool(columns % right) and not config.halo,
+        folded_taps=False,
         tiles_in_turn=walk.items // (config.splits if config.direct else 1) > walk.blocks(sms),
     )
 

@@ -273,7 +273,7 @@ def _possible(problem: Problem, sms: int) -> Iterator[Config]:
     """Candidates, and beside each what was not the fastest wherever it was measured: larger clusters, other splits."""
     for base in _candidates(problem, sms):
         yield base
-        changes = [{"splits": splits, "stages": 2} for splits in (4, 8)] if base.direct else [{"splits": 3}]
+        changes = [{"splits": splits, "stages": 2} for splits in (2, 4)] if base.direct else [{"splits": 3}]
         for change in changes:
             config = dataclasses.replace(base, **change)
             if check(problem, config) is None and config.splits <= Walk(problem, config).boxes:

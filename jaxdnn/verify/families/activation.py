@@ -16,7 +16,7 @@ from jaxdnn.tolerance import Epilogue as Blend
 from jaxdnn.verify import case as plain
 from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 
 OPS = ("activation", "activation_dgrad")
 NARROW = ("bf16", "f16")
@@ -36,6 +36,7 @@ class ActivationCase(Case):
     name: Any = "relu"
     alpha: float = 1.0
     beta: float = 0.0
+    shape: tuple[int, ...] = SHAPE
 
     def arguments(self) -> dict[str, Any]:
         return {"activation": self.name, "alpha": self.alpha, "beta": self.beta}
@@ -63,9 +64,9 @@ class ActivationCase(Case):
             x = np.arange(1 << 16, dtype=np.uint16).view(self.in_dtype)
             others = (np.ones_like(x),) * (self.count - 1) + (np.zeros_like(x),) * (self.beta != 0)
             return (*others[: self.count - 1], x, *others[self.count - 1 :])
-        arrays = [rng.normal(size=SHAPE) for _ in range(self.count + (self.beta != 0))]
+        arrays = [rng.normal(size=self.shape) for _ in range(self.count + (self.beta != 0))]
         if kind == "magnitudes":
-            arrays = [v * np.exp2(rng.integers(-20, 5, SHAPE)) for v in arrays]
+            arrays = [v * np.exp2(rng.integers(-20, 5, self.shape)) for v in arrays]
             if self.op == "activation_dgrad":  # beyond, slopes vanish
                 arrays[1] = np.clip(arrays[1], -8, 8)
         return tuple(v.astype(self.in_dtype) for v in arrays)
@@ -151,6 +152,13 @@ def facts(case: ActivationCase) -> Facts:
     return dataclasses.replace(told, level="mesh_invariant") if case.beta else told
 
 
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ActivationCase:
+    """Every activation with every blend, of any shape."""
+    activation = drawn.pick(rng, dict.fromkeys((*NAMES, *PARAMETERS, *BOUNDED), 1))
+    shape = drawn.axes(rng, int(rng.integers(1, 5)), 2**16, 300)
+    return ActivationCase(op, engine, drawn.pick(rng, drawn.WIDER), name, activation, *drawn.blend(rng), shape)
+
+
 FAMILY = dataclasses.replace(
-    family("activation", ActivationCase, OPS, cases, subjects, "an activation", (3, 6)), facts=facts
+    family("activation", ActivationCase, OPS, cases, subjects, "an activation", (3, 6)), facts=facts, draw=draw
 )

@@ -10,9 +10,9 @@ import numpy as np
 
 import jaxdnn_reference as reference
 from jaxdnn import _window
-from jaxdnn.verify.families import Family, conv_cases, conv_checks, conv_data
+from jaxdnn.verify.families import Family, conv_cases, conv_checks, conv_data, conv_draw
 from jaxdnn.verify.families.conv_cases import Case
-from jaxdnn.verify.families.conv_geometries import Geometry
+from jaxdnn.verify.families.conv_geometries import NO_BLEND, Geometry
 from jaxdnn.verify.levels import Subject
 
 # Large enough that XLA splits it among a CPU's threads.
@@ -62,6 +62,14 @@ def _definition(case: Case, operands: tuple[np.ndarray, ...]) -> np.ndarray:
     return op(*operands, *case.sizes_argument(), **arguments, arithmetic="ordered")
 
 
+def samples(case: Case) -> tuple[tuple[int | None, ...], int] | None:
+    """The batch's axis of images; a filter's gradient is of all."""
+    axis = _window.layout(case.layout).batch
+    if case.result_role not in "xy" or case.geometry.batch < 2 or case.blend != NO_BLEND:
+        return None
+    return tuple(axis if role in "xy" else None for role in case.roles), axis
+
+
 def describe(case: Case) -> dict[str, Any]:
     """What the report says of a case."""
     return {
@@ -82,7 +90,11 @@ FAMILY = Family(
     typical=lambda op, engine, dtype: Case(op, engine, dtype, "NHWC", None, TYPICAL),
     typical_name=TYPICAL.name,
     facts=conv_checks.facts,
-    check=conv_checks.check,
+    kinds=conv_data.kinds,
+    arrays=conv_data.arrays,
+    judge=conv_checks.judge_all,
+    draw=conv_draw.draw,
+    samples=samples,
     describe=describe,
     strides=(1, 3),
     facets=lambda case: {case.dtype, case.layout, ("out", case.out), min(case.geometry.batch, 2)},

@@ -1,6 +1,5 @@
 """One case: the op's result against the reference, by every check that the engine's description allows."""
 
-import dataclasses
 import functools as ft
 from typing import Any
 
@@ -55,22 +54,15 @@ def _sum_accumulation(case: Case) -> str:
     return "float64" if "f64" in (case.dtype, case.accumulate) else "float32"
 
 
-def check(case: Case, told: Facts, seed: int, flush: bool) -> list[Check]:
-    """Compares a case's result with the reference, on every kind of data."""
-    flush = flush or "flushes_subnormals" in told.hazards
-    accumulation = dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush)
-    checks = []
-    with jax.enable_x64(case.x64):
-        function = jax.jit(case.function())
-        for kind in data.kinds(case):
-            if kind == "special" and "spreads_nonfinite" in told.hazards:
-                continue  # it does not promise where NaN and infinity show
-            operands, extras = data.arrays(case, kind, seed, accumulation)
-            out = np.asarray(function(*operands, **extras))
-            checks.append(judge(case, kind, operands, extras, out, accumulation))
-            # A device that flushes subnormal numbers is outside of what the model describes.
-            if _is_modelled(case, told) and not (flush and kind in data.TINY):
-                checks.append(_modelled(case, kind, operands, extras, out, told.schedule))
+def judge_all(
+    case: Case, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation
+) -> list[Check]:
+    """Compares a case's result with the reference, and its bits with those of the schedule where they are predicted."""
+    out = np.asarray(outs)
+    checks = [judge(case, kind, operands, extras, out, accumulation)]
+    # A device that flushes subnormal numbers is outside of what the model describes.
+    if _is_modelled(case, told) and not (accumulation.flush and kind in data.TINY):
+        checks.append(_modelled(case, kind, operands, extras, out, told.schedule))
     return checks
 
 

@@ -1,6 +1,7 @@
 """Dropout: its bits, in every layout, at offsets of 64 bits, from keys that are operands."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import jaxdnn_reference as reference
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Expected
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 
 OPS = ("dropout",)
 SHAPES = {
@@ -34,6 +35,7 @@ class DropoutCase(Case):
     rate: float = 0.5
     offset: int = 0
     layout: str | None = None
+    shape: tuple[int, ...] | None = None  # in place of the layout's own
 
     def arguments(self) -> dict[str, Any]:
         return {"rate": self.rate, "offset": self.offset, "layout": self.layout}
@@ -45,7 +47,7 @@ class DropoutCase(Case):
         return ("normal", "magnitudes", "special")
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        x = rng.normal(size=SHAPES[self.layout])
+        x = rng.normal(size=self.shape or SHAPES[self.layout])
         if kind == "magnitudes":
             x = x * np.exp2(rng.integers(-12, 12, x.shape))
         x = x.astype(self.in_dtype)
@@ -103,4 +105,22 @@ class BySample(DropoutCase):
         return (np.stack([f[0] for f in found if f is not None]),)
 
 
-FAMILY = family("dropout", DropoutCase, OPS, cases, subjects, "rate 0.1", (1, 6))
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> DropoutCase:
+    """Any rate, offsets of 64 bits, every layout."""
+    dtype = drawn.pick(rng, drawn.FLOATS if engine == "hopper" else drawn.WIDER)
+    rate = drawn.pick(rng, {0.0: 1, 0.1: 4, 0.5: 4, 0.99: 1, round(float(rng.random()), 3): 4})
+    offset = int(drawn.pick(rng, {0: 6, int(rng.integers(1, 100)): 2, 4 * int(rng.integers(1, 2**60)): 2}))
+    if rng.random() < 0.4:
+        c = drawn.channels(rng, 640)
+        return DropoutCase(op, engine, dtype, name, rate, offset, None, (*drawn.axes(rng, 2, 2**19 / c, 500), c))
+    rank = int(rng.integers(1, 4))
+    layout = drawn.layout(rng, rank, last=engine == "hopper" and rng.random() < 0.5)
+    c = -(-drawn.channels(rng, 640) // 32) * 32 if "c" in layout else drawn.channels(rng, 640)
+    sizes = drawn.axes(rng, rank, 2**17 / c)
+    if engine == "hopper":  # planes of whole vectors
+        sizes = (*sizes[:-1], -(-sizes[-1] // 8) * 8)
+    shape = drawn.laid_out(layout, drawn.batch(rng, 2**19 / (c * math.prod(sizes))), c, sizes)
+    return DropoutCase(op, engine, dtype, name, rate, offset, layout, shape)
+
+
+FAMILY = family("dropout", DropoutCase, OPS, cases, subjects, "rate 0.1", (1, 6), draw=draw)

@@ -14,7 +14,7 @@ from jaxdnn._activation_formulas import PIECEWISE
 from jaxdnn.tolerance import FORMATS, Accumulation, Epilogue
 from jaxdnn.verify import levels
 from jaxdnn.verify.case import DTYPES, Case, Expected
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 from jaxdnn_reference.dropout import dropout_dgrad
 from jaxdnn_reference.rounding import round_to
 
@@ -38,6 +38,7 @@ class FusedCase(Case):
     bias: str | None = None  # its dtype
     residual: str | None = None
     out: str | None = None
+    shape: tuple[int, ...] = SHAPE
 
     @property
     def backward(self) -> bool:
@@ -83,12 +84,12 @@ class FusedCase(Case):
                 v.reshape(-1)[::31], v.reshape(-1)[1::37] = np.nan, -np.inf
             return v.astype(dtype)
 
-        arrays = [draw(SHAPE, self._out_dtype())] if self.backward else []
-        arrays.append(draw(SHAPE, self.in_dtype))
+        arrays = [draw(self.shape, self._out_dtype())] if self.backward else []
+        arrays.append(draw(self.shape, self.in_dtype))
         if self.bias is not None:
-            arrays.append(draw(SHAPE[-1:], DTYPES[self.bias]))
+            arrays.append(draw(self.shape[-1:], DTYPES[self.bias]))
         if self.residual is not None:
-            arrays.append(draw(SHAPE, DTYPES[self.residual]))
+            arrays.append(draw(self.shape, DTYPES[self.residual]))
         return (*arrays, rng.integers(0, 2**32, 2, dtype=np.uint32))
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
@@ -215,4 +216,21 @@ class BySample(FusedCase):
         return (np.stack(found),)
 
 
-FAMILY = family("dropout_fused", FusedCase, OPS, cases, subjects, "gelu, rate 0.1", (1, 6))
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> FusedCase:
+    """Every activation, with and without bias and residual, of the same or of wider types; seldom large arrays."""
+    dtype = drawn.pick(rng, drawn.FLOATS if engine == "hopper" else drawn.WIDER)
+    wide = dtype if dtype == "f64" or rng.random() < 0.8 else "f32"
+    bias = wide if op == "fused_dropout_dgrad" or rng.random() < 0.7 else None
+    residual = wide if op == "fused_dropout" and rng.random() < 0.6 else None
+    activation = drawn.pick(rng, dict.fromkeys((None, "gelu", "relu", *FULL), 1))
+    if bias is None and residual is None and activation is None:
+        activation = "gelu"
+    rate = drawn.pick(rng, {0.0: 1, 0.1: 4, 0.5: 4, round(float(rng.random()), 3): 2})
+    c = -(-drawn.channels(rng, 1280) // 8) * 8
+    shape = (*drawn.axes(rng, int(rng.integers(1, 3)), 2**19 / c, 4000), c)
+    if rng.random() < 0.04:  # more than blocks that stay have at a time
+        shape = (-(-(2**22 + 2**20) // c), c)
+    return FusedCase(op, engine, dtype, name, activation, rate, bias, residual, wide if wide != dtype else None, shape)
+
+
+FAMILY = family("dropout_fused", FusedCase, OPS, cases, subjects, "gelu, rate 0.1", (1, 6), draw=draw)

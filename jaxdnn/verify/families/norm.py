@@ -4,6 +4,7 @@ Batch normalisation also with blends; where a beta is 0, the prior that must not
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from jaxdnn import _norm_arguments as arguments
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Expected
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 
 FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "instance_norm", "batch_norm")
 OPS = tuple(op + suffix for op in FORWARD for suffix in ("", "_dgrad"))
@@ -90,7 +91,7 @@ class NormCase(Case):
         c = layout.channel
         moved = np.moveaxis(v, -1, c + 1)
         stored = moved.reshape(*moved.shape[:c], -1, *moved.shape[c + 2 :])
-        return stored.take(range(dict(self.options)["channels"]), c)
+        return stored.take(range(dict(self.options).get("channels", stored.shape[c])), c)
 
     def _as_given(self, v: np.ndarray) -> np.ndarray:
         """A plain array in x's layout; 0 in the channels that fill up."""
@@ -235,6 +236,52 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Su
             yield found
 
 
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
+    """Rows of up to 20,000 elements; images and batches in every layout, groups that divide the channels."""
+    plain, dtype = op.removesuffix("_dgrad"), drawn.pick(rng, drawn.FLOATS if engine == "hopper" else drawn.WIDER)
+    if plain in ROWS:
+        length = drawn.between(rng, 1, 320) * int(drawn.pick(rng, {1: 1, 4: 1, 8: 4, 64: 4}))
+        if rng.random() < 0.1:
+            length = 8 * int(rng.integers(256, 2049))
+        elements = 2**22 if rng.random() < 0.15 else 2**19  # rows enough that a group takes several at a time
+        rows = drawn.axes(rng, int(rng.integers(1, 3)), elements / length, 300 if elements < 2**20 else 4000)
+        shape: tuple[int, ...] = (*rows, length)
+        if engine != "hopper" and len(shape) > 2 and rng.random() < 0.3:
+            axis = (1, -1) if plain == ROWS[2] or rng.random() < 0.5 else (0,)
+            return NormCase(op, engine, dtype, name, shape, (("axis", axis),))
+        return NormCase(op, engine, dtype, name, shape, ())
+    rank = int(drawn.pick(rng, {1: 2, 2: 5, 3: 1}))
+    layout = drawn.layout(rng, rank, last=engine == "hopper")
+    large = rng.random() < 0.25  # more than a block, a cluster, a round of what stays can hold
+    wide = rng.random() < 0.1  # parts of a pixel that need many threads
+    c = drawn.channels(rng, 10240 if wide else 320 if large else 1280)
+    c = -(-c // 32) * 32 if "c" in layout else c
+    options: dict[str, Any] = {"layout": layout}
+    if "c" in layout and plain in IMAGES:
+        options["channels"] = c
+    if plain == "group_norm":
+        options["groups"] = int(rng.choice([1, *(g for g in range(1, min(c, 64) + 1) if c % g == 0)]))
+    if plain == "batch_norm":
+        options["mode"] = "spatial" if rng.random() < 0.8 else "per_activation"
+    sizes = drawn.axes(rng, rank, 2**17 / c)
+    if large:
+        pixels = drawn.between(rng, 1500, 60000)
+        across = drawn.between(rng, 1, 200) if rank > 1 else pixels
+        sizes = (*(1,) * (rank - 2), *(pixels // across,) * (rank > 1), across)
+    n = drawn.batch(rng, (2**22 if large else 2**19) / (c * math.prod(sizes)))
+    return NormCase(op, engine, dtype, name, drawn.laid_out(layout, n, c, sizes), tuple(options.items()))
+
+
+def samples(case: NormCase) -> tuple[tuple[int | None, ...], int] | None:
+    """The first axis of rows, and the batch of images; statistics of a batch have no samples."""
+    o = dict(case.options)
+    axis = 0 if case.plain in ROWS else o["layout"].index("N")
+    if case.plain == "batch_norm" or "axis" in o or case.shape[axis] < 2 or case.priors:
+        return None
+    parameter = 0 if case.plain == ROWS[2] else None
+    return ((axis, axis, parameter) if case.backward else (axis, parameter, parameter)), axis
+
+
 def facets(case: NormCase) -> set[str]:
     """A dtype, a blend, channel vectors; a large image of every dtype for the engine whose kernels may share it."""
     large = f"{case.dtype if case.engine == 'hopper' else ''} {LARGE}" if case.variant == LARGE else ""
@@ -242,5 +289,8 @@ def facets(case: NormCase) -> set[str]:
 
 
 FAMILY = dataclasses.replace(
-    family("norm", NormCase, OPS, cases, subjects, "one normalisation", (8, 24)), facets=facets
+    family("norm", NormCase, OPS, cases, subjects, "one normalisation", (8, 24)),
+    facets=facets,
+    draw=draw,
+    samples=samples,
 )

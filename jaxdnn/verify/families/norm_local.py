@@ -26,7 +26,7 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation, Epilogue
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 from jaxdnn.verify.levels import Subject, subject
 from jaxdnn_reference.norm_group import as_it_lies
 from jaxdnn_reference.norm_local import window_sum
@@ -64,13 +64,15 @@ OPS = tuple(VARIANTS)
 class LocalCase(Case):
     """One call; divisive normalisation with means."""
 
+    given: tuple[tuple[int, ...], tuple[tuple[str, Any], ...]] | None = None  # shape and options, if not a variant's
+
     @property
     def shape(self) -> tuple[int, ...]:
-        return VARIANTS[self.op][self.variant][0]
+        return VARIANTS[self.op][self.variant][0] if self.given is None else self.given[0]
 
     @property
     def options(self) -> dict[str, Any]:
-        return VARIANTS[self.op][self.variant][1]
+        return VARIANTS[self.op][self.variant][1] if self.given is None else dict(self.given[1])
 
     @property
     def backward(self) -> bool:
@@ -268,4 +270,26 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
             yield found
 
 
-FAMILY = family("norm_local", LocalCase, OPS, cases, subjects, "the first of its variants", (3, 8), facts)
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> LocalCase:
+    """Windows of 1 to 16 neighbours in every layout; vectors by several norms."""
+    dtype = drawn.pick(rng, drawn.WIDER)
+    if op == "lp_normalize":
+        shape = drawn.axes(rng, 3, 2**15, 400)
+        options: dict[str, Any] = {"p": drawn.pick(rng, {2.0: 3, 1.0: 1, 1.5: 1, 3.0: 1, math.inf: 1})}
+        options["axis"] = drawn.pick(rng, {-1: 3, 1: 1, (0, 2): 1})
+        if rng.random() < 0.5:
+            options["determinism"] = "batch_invariant"
+        return LocalCase(op, engine, dtype, name, (shape, tuple(options.items())))
+    rank = int(drawn.pick(rng, {1: 1, 2: 4, 3: 1}))
+    layout, c = drawn.layout(rng, rank, last=False), drawn.channels(rng, 128)
+    c = -(-c // 32) * 32 if "c" in layout else c
+    sizes = drawn.axes(rng, rank, 2**13 / c, 12)
+    shape = drawn.laid_out(layout, drawn.batch(rng, 2**15 / (c * math.prod(sizes))), c, sizes)
+    options = {"layout": layout, "n": int(rng.integers(1, 17)), "even": str(rng.choice(["high", "low"]))}
+    options |= {"lrn_alpha": float(rng.choice([0.7, 1e-4])), "lrn_beta": float(rng.choice([0.5, 0.75, 1.5])), "k": 1.5}
+    alpha, beta = drawn.blend(rng)
+    blended = {"alpha": alpha, "beta": beta} if beta else {}
+    return LocalCase(op, engine, dtype, name, (shape, tuple((options | blended).items())))
+
+
+FAMILY = family("norm_local", LocalCase, OPS, cases, subjects, "the first of its variants", (3, 8), facts, draw=draw)

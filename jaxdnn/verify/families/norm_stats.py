@@ -17,6 +17,7 @@ The definition's own error, in float64 or np.longdouble, is the same bound times
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 from jaxdnn.verify.levels import Subject, subject
 from jaxdnn_reference.norm_batch import of_batch
 
@@ -68,6 +69,8 @@ GIVEN = ("scale", "bias", "running_mean", "running_variance")
 class StatsCase(Case):
     """One call, with parameters unless it is plain; `bn_finalize` with the sums of so many numbers a channel."""
 
+    given: tuple[str, tuple[int, ...]] | None = None  # layout and shape, if not the variant's
+
     @property
     def names(self) -> tuple[str, ...]:
         """What the operands are."""
@@ -80,6 +83,10 @@ class StatsCase(Case):
         return (*shift, *(() if self.variant == "plain" else parameters.get(self.op, ())))
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.given[1] if self.given else SHAPES[self.options["layout"]]
+
+    @property
     def shifted(self) -> bool:
         return self.variant.endswith("shifted")
 
@@ -87,7 +94,7 @@ class StatsCase(Case):
     def options(self) -> dict[str, Any]:
         """What is given beside operands."""
         if self.op in ("genstats", "dbn_weight"):
-            return {"layout": self.variant.removesuffix("-shifted")}
+            return {"layout": self.given[0] if self.given else self.variant.removesuffix("-shifted")}
         return FINALIZE[self.variant] if self.op == "bn_finalize" else {}
 
     def call(self, **choices: Any) -> Callable[..., Any]:
@@ -116,7 +123,7 @@ class StatsCase(Case):
 
     def _images(self, draw: Callable[..., np.ndarray]) -> tuple[np.ndarray, ...]:
         """x, and dy, and numbers of every channel; statistics are wide, r a power of two where numbers are whole."""
-        shape = SHAPES[self.options["layout"]]
+        shape = self.shape
         channels = of_batch(np.empty(shape), "spatial", self.options["layout"]).own
         if self.op == "genstats":
             x = draw(*shape) + FAR * self.shifted
@@ -152,7 +159,7 @@ class StatsCase(Case):
 
     def describe(self) -> dict[str, Any]:
         if "layout" in self.options:
-            return {"shape": SHAPES[self.options["layout"]], **self.options}
+            return {"shape": self.shape, **self.options}
         count = {"count": COUNT} if self.op == "bn_finalize" else {}
         return {"channels": CHANNELS, **count, **self.options}
 
@@ -255,6 +262,27 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
         yield found
 
 
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> StatsCase:
+    """Sums over images in every layout, with and without a shift; what is made of sums in each of its ways."""
+    if not op.startswith(("genstats", "dbn")):
+        return StatsCase(op, engine, "f32", str(rng.choice(VARIANTS[op])))
+    rank = int(drawn.pick(rng, {1: 1, 2: 4, 3: 1}))
+    layout, c = drawn.layout(rng, rank, last=False), drawn.channels(rng, 640)
+    c = -(-c // 32) * 32 if "c" in layout else c
+    sizes = drawn.axes(rng, rank, 2**15 / c)
+    shape = drawn.laid_out(layout, drawn.batch(rng, 2**18 / (c * math.prod(sizes))), c, sizes)
+    variant = f"{name}-shifted" if op == "genstats" and rng.random() < 0.5 else name
+    return StatsCase(op, engine, drawn.pick(rng, drawn.WIDER), variant, (layout, shape))
+
+
 FAMILY = family(
-    "norm_stats", StatsCase, tuple(VARIANTS), cases, subjects, "the first of its variants", (2, 3), plain.facts
+    "norm_stats",
+    StatsCase,
+    tuple(VARIANTS),
+    cases,
+    subjects,
+    "the first of its variants",
+    (2, 3),
+    plain.facts,
+    draw=draw,
 )

@@ -18,7 +18,7 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import Family
+from jaxdnn.verify.families import Family, drawn
 from jaxdnn.verify.levels import Subject, subject
 
 OPS = ("pool", "pool_dgrad", "global_pool", "adaptive_pool")
@@ -56,6 +56,8 @@ class PoolCase(Case):
     window: str = "2x2"
     indices: bool = False
     batch: int = 5
+    channels: int = CHANNELS
+    given: tuple[tuple[int, ...], tuple[tuple[str, Any], ...]] | None = None  # sizes and options, if not a window's
 
     @property
     def primitive(self) -> dict[str, str]:  # type: ignore[override]  (which one it is depends on the mode)
@@ -69,6 +71,8 @@ class PoolCase(Case):
     @property
     def _geometry(self) -> tuple[tuple[int, ...], dict[str, Any]]:
         """The sizes of the spatial axes, and what decides the windows."""
+        if self.given is not None:
+            return self.given[0], dict(self.given[1])
         return CHOSEN[self.op][1:] if self.op in CHOSEN else WINDOWS[self.window]
 
     @property
@@ -97,13 +101,7 @@ class PoolCase(Case):
 
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of an image of these spatial sizes."""
-        axes, _, lanes = self.layout.partition("c")
-        letters = {
-            "N": self.batch,
-            "C": CHANNELS // int(lanes or 1),
-            **dict(zip("DHW"[3 - len(sizes) :], sizes, strict=True)),
-        }
-        return (*(letters[a] for a in axes), *([int(lanes)] if lanes else []))
+        return drawn.laid_out(self.layout, self.batch, self.channels, sizes)
 
     def _drawn(self, kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         if self.dtype == "int8":
@@ -253,8 +251,67 @@ def _typical(op: str, engine: str, dtype: str) -> PoolCase | None:
     )
 
 
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> PoolCase:
+    """Windows of up to 64 taps with every stride, padding and dilation; whole images; bins."""
+    dtype = drawn.pick(rng, drawn.FLOATS if engine == "hopper" else drawn.WIDER | {"int8": 1})
+    modes = (
+        {"max": 4, "average": 3}
+        | ({} if op in CHOSEN else {"average_exclude_padding": 2})
+        | ({} if engine == "hopper" else {"lp": 1})
+    )
+    mode = drawn.pick(rng, modes)
+    if dtype == "int8" and (op == "pool_dgrad" or mode == "lp"):
+        dtype = "f32"
+    rank = int(drawn.pick(rng, {1: 2, 2: 6} | ({} if engine == "hopper" else {3: 1})))
+    layout = drawn.layout(rng, rank, last=engine == "hopper")
+    c = drawn.channels(rng, 640)
+    c = -(-c // 32) * 32 if "c" in layout else -(-c // 8) * 8 if engine == "hopper" and rng.random() < 0.95 else c
+    sizes = drawn.axes(rng, rank, 2**17 / c)
+    n = drawn.batch(rng, 2**19 / (c * math.prod(sizes)))
+    options: dict[str, Any] = {}
+    if engine == "hopper" and rng.random() < 0.3:  # windows that share much
+        sizes = tuple(max(size, 7) for size in sizes)
+    if op == "adaptive_pool":
+        options["output_sizes"] = tuple(int(rng.integers(1, size + 1)) for size in sizes)
+    elif op != "global_pool":
+        options = _window(rng, sizes)
+    indices = op != "pool_dgrad" and mode == "max" and rng.random() < 0.4
+    given = (sizes, tuple(options.items()))
+    return PoolCase(op, engine, dtype, name, mode, layout, name, indices, n, c, given)
+
+
+def samples(case: PoolCase) -> tuple[tuple[int | None, ...], int] | None:
+    """The batch's axis."""
+    axis = case.layout.index("N")
+    return ((axis,) * (1 if case.forward else 2), axis) if case.batch > 1 else None
+
+
+def _window(rng: drawn.Generator, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A window that fits somewhere on every axis, and whose padding is less than it reaches."""
+    if rng.random() < 0.4:  # stride 1, square, from three taps on: windows share much
+        edge = int(rng.integers(3, 8))
+        if min(sizes) >= edge:
+            return {"window": edge, "stride": 1, "padding": edge // 2}
+    window, stride, padding, dilation = [], [], [], []
+    for size in sizes:
+        r = int(rng.integers(1, min(size, 8) + 1))
+        d = int(rng.integers(1, 4)) if (r - 1) * 3 < size and rng.random() < 0.3 else 1
+        reach = d * (r - 1)
+        pads = rng.integers(0, min(reach, r) // 2 + 1, 2) if rng.random() < 0.6 else (0, 0)
+        window.append(r)
+        dilation.append(d)
+        stride.append(int(rng.integers(1, 5)))
+        padding.append(tuple(int(v) for v in pads))
+    options = {"window": tuple(window), "stride": tuple(stride), "dilation": tuple(dilation)}
+    if rng.random() < 0.15:
+        return options | {"padding": "SAME"}
+    return options | {"padding": tuple(padding), "ceil_mode": bool(rng.random() < 0.2)}
+
+
 FAMILY = Family(
     name="pool",
+    draw=draw,
+    samples=samples,
     ops=OPS,
     engines_of=engines_of,
     cases=cases,

@@ -16,7 +16,7 @@ from jaxdnn.tolerance import Epilogue as Blend
 from jaxdnn.verify import case as plain
 from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Expected
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 
 ROWS = ("softmax", "softmax_dgrad", "logsumexp")
 OPS = (*ROWS, "linear_cross_entropy")
@@ -224,4 +224,40 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Su
             yield found
 
 
-FAMILY = family("softmax", SoftmaxCase, OPS, cases, subjects, "rows of 128", (6, 15))
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
+    """Rows of 1 to 200,000 elements, several axes, every algorithm, blends; and losses."""
+    dtype = drawn.pick(rng, drawn.FLOATS if engine == "hopper" else drawn.WIDER)
+    if op == "linear_cross_entropy":
+        return LossCase(
+            op,
+            engine,
+            dtype,
+            name,
+            rows=drawn.between(rng, 1, 64),
+            width=drawn.channels(rng, 320),
+            words=drawn.between(rng, 1, 3000),
+            chunk=int(rng.integers(1, 2000)) if rng.random() < 0.7 else None,
+            reduction=str(rng.choice(["none", "mean", "sum"])),
+            label_smoothing=float(rng.choice([0.0, 0.1])),
+            z_loss=float(rng.choice([0.0, 0.01])),
+        )
+    length = drawn.between(rng, 1, 37500) * int(drawn.pick(rng, {1: 1, 8: 9 if engine == "hopper" else 2}))
+    rows = drawn.axes(rng, int(rng.integers(1, 3)), 2**20 / length, 3000)
+    shape, axis = (*rows, length), (-1,)
+    if rng.random() < 0.15 or (engine != "hopper" and rng.random() < 0.5):
+        shape = (*rows, *drawn.axes(rng, 2, 2000, 60))
+        axis = (-2, -1) if engine == "hopper" else drawn.pick(rng, {(-2, -1): 1, (0,): 1, (-2,): 1, (0, -1): 1})
+    algorithm = "accurate" if op == "logsumexp" else str(rng.choice(["accurate", "log", "fast"]))
+    alpha, beta = (1.0, 0.0) if op == "logsumexp" else drawn.blend(rng)
+    return SoftmaxCase(op, engine, dtype, name, shape, axis, algorithm, alpha, beta)
+
+
+def samples(case: Any) -> tuple[tuple[int | None, ...], int] | None:
+    """The first axis, where no row lies along it; of losses that are not added up, the rows."""
+    if isinstance(case, LossCase):
+        return ((0, None, 0), 0) if case.reduction == "none" and case.rows > 1 else None
+    apart = 0 not in case.axes and case.shape[0] > 1 and not case.beta
+    return ((0,) * case.count, 0) if apart else None
+
+
+FAMILY = family("softmax", SoftmaxCase, OPS, cases, subjects, "rows of 128", (6, 15), draw=draw, samples=samples)

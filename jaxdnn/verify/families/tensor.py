@@ -18,11 +18,12 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import family
+from jaxdnn.verify.families import drawn, family
 from jaxdnn.verify.levels import Subject, subject
 
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f32", "bf16", "f16", "int8"), "full": ("f64",)}
 SIZES = (7, 6, 5)  # H, W, C
+RESAMPLED = (9, 4)  # of what comes back from a resampled image
 PATCHES = {"window": (3, 2), "stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
 PORTABLE, ORDERED = {"determinism": "portable"}, {"determinism": "mesh_invariant"}
 # op -> variant -> its options. Those of reduce and op_tensor name the level that they are asked for.
@@ -70,12 +71,14 @@ class TensorCase(Case):
     """A tensor op on images of 7 by 6 pixels with 5 channels."""
 
     batch: int = 8
+    sizes: tuple[int, int, int] = SIZES
+    given: tuple[tuple[str, Any], ...] | None = None  # options, if not the variant's
 
     primitive = {"resample": "resample", "resample_dgrad": "resample"}  # noqa: RUF012
 
     @property
     def options(self) -> dict[str, Any]:
-        return VARIANTS[self.op][self.variant]
+        return VARIANTS[self.op][self.variant] if self.given is None else dict(self.given)
 
     @property
     def formula(self) -> dict[str, Any]:
@@ -84,7 +87,7 @@ class TensorCase(Case):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.batch, *SIZES)
+        return (self.batch, *self.sizes)
 
     @property
     def static(self) -> tuple[Any, ...]:
@@ -109,14 +112,17 @@ class TensorCase(Case):
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         shapes: list[tuple[int, ...]] = [self.shape]
-        if self.op in ("col2im", "resample_dgrad"):
-            shapes = [(self.batch, 4, 5, 30) if self.op == "col2im" else (self.batch, 9, 4, SIZES[-1])]
+        h, w, c = self.sizes
+        if self.op == "col2im":
+            shapes = [reference.im2col(np.zeros(self.shape, np.float32), **self.formula).shape]
+        elif self.op == "resample_dgrad":
+            shapes = [(self.batch, *RESAMPLED, c)]
         elif self.op == "add":
-            shapes = [(1, 1, 1, SIZES[-1]), self.shape]
+            shapes = [(1, 1, 1, c), self.shape]
         elif self.op == "op_tensor":
-            shapes = [self.shape, (1, *SIZES[:1], 1, SIZES[-1]), self.shape]
+            shapes = [self.shape, (1, h, 1, c), self.shape]
         elif self.options.get("beta"):
-            shapes += [(SIZES[-1], *SIZES[:-1], self.batch)]
+            shapes += [(c, h, w, self.batch)]
         drawn = [self._drawn(rng, shape) for shape in shapes]
         return tuple(abs(v) if self.options.get("op") == "sqrt" else v for v in drawn)
 
@@ -149,7 +155,7 @@ class TensorCase(Case):
             return 2 * (16 + 3)
         if whole and op not in ("avg", "norm2"):
             return 0
-        return {"reduce": SIZES[0] * SIZES[1] + 4, "col2im": 6}.get(self.op, 8)
+        return {"reduce": self.sizes[0] * self.sizes[1] + 4, "col2im": 6}.get(self.op, 8)
 
     def _magnitude(self, operands: tuple[np.ndarray, ...], golden: np.ndarray) -> np.ndarray:
         """What the formula gives for absolute values of operands and scales, or what bounds it."""
@@ -169,8 +175,8 @@ class TensorCase(Case):
         module = importlib.import_module("jaxdnn_reference.resample")
         options = {"method": "linear", "coordinates": "half_pixel", "rounding": "half_up", "antialias": False}
         options |= {k: v for k, v in self.formula.items() if k in options}
-        after = self.formula.get("output_sizes", (9, 4)) if "scale" not in self.formula else (4, 10)
-        for axis, (n, m) in enumerate(zip(SIZES[:2], after, strict=True), 1):
+        after = self.formula.get("output_sizes", RESAMPLED) if "scale" not in self.formula else (4, 10)
+        for axis, (n, m) in enumerate(zip(self.sizes[:2], after, strict=True), 1):
             ratio = module.Fraction(n, m)
             w = np.abs(module.matrix(n, m, ratio, cubic_coefficient=-0.75, boundary=None, **options))
             w = w.T if self.op == "resample_dgrad" else w
@@ -225,4 +231,28 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
                 yield dataclasses.replace(found, variant=variant)
 
 
-FAMILY = family("tensor", TensorCase, OPS, cases, subjects, "the first of its variants", (3, 4), facts)
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> TensorCase:
+    """The variants of an op on images of other sizes, resampled to others, reduced over the same axes."""
+    variant = str(rng.choice(list(VARIANTS[op])))
+    options, dtype = dict(VARIANTS[op][variant]), drawn.pick(rng, drawn.WIDER | {"int8": 1})
+    if dtype == "int8" and op == "resample_dgrad":
+        dtype = "f32"
+    h, w = drawn.axes(rng, 2, 1000)
+    c = -(-drawn.channels(rng, 320) // 4) * 4
+    if op in ("im2col", "col2im"):
+        h, w, c = max(h, 3), max(w, 2), min(c, 16)
+    if op.startswith("pixel_"):
+        factor = options["factor"]
+        h, w = (h * factor[0], w * factor[1]) if op == "pixel_unshuffle" else (h, w)
+        c *= 5
+    if "fold" in options:
+        h, w = 2 * h - 1, 3 * w
+    if "output_sizes" in options:
+        options["output_sizes"] = drawn.axes(rng, 2, 2000, 60)
+    if "scale" in options:  # (0.6, 1.7) of these are the sizes that the bound knows
+        h, w = SIZES[:2]
+    n = drawn.batch(rng, 2**16 / (h * w * c))
+    return TensorCase(op, engine, dtype, f"{name}-{variant}", n, (h, w, c), tuple(options.items()))
+
+
+FAMILY = family("tensor", TensorCase, OPS, cases, subjects, "the first of its variants", (3, 4), facts, draw=draw)

@@ -1,0 +1,214 @@
+"""`jaxdnn verify --random N`: random calls in processes of their own, and which branches of planners they took.
+
+Processes compile at the same time, so that a GPU always has something to do. One that dies, or does not answer in
+time, fails its call and is started again. After most of the calls, the rest are steered to the branches taken least.
+"""
+
+import argparse
+import collections
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from jaxdnn._kernels.hopper import branches
+from jaxdnn.verify import case
+
+SECONDS = 180  # that a call may take, compilation included
+STEERED = 0.25  # the share of calls that are steered
+RECYCLED = 400  # calls after which a process is started anew: compiled programs stay in memory
+MEMORY = 3 << 30  # bytes of a GPU for each process
+GPU_WORKERS = 24  # processes at most
+Branch = tuple[str, str, str]
+
+
+class Worker:
+    """A process that runs calls."""
+
+    def __init__(self, arguments: argparse.Namespace, number: int, gpus: int, share: float):
+        words = [sys.executable, "-m", "jaxdnn.verify.random_worker", "--seed", str(arguments.seed)]
+        for name, values in (("--ops", arguments.op), ("--engines", arguments.engine)):
+            words += [name, *values] if values else []
+        environment = {
+            **os.environ,
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.4f}",
+        }
+        if gpus > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        if gpus == 0:
+            environment["JAX_PLATFORMS"] = "cpu"
+        self.calls, self.errors = 0, collections.deque[str](maxlen=5)
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        )
+        threading.Thread(target=self._drain, daemon=True).start()
+        self._read()
+
+    def _drain(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line.strip()[:300])
+
+    def _read(self) -> dict[str, Any]:
+        """The process's next answer; raises EOFError where it ends or gives none in time."""
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], SECONDS)[0]:
+            self.process.kill()
+            raise EOFError(f"no answer in {SECONDS} s")
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait()
+            raise EOFError(f"the process ended with status {status}: {' | '.join(self.errors)}")
+        return json.loads(line)
+
+    def run(self, index: int, towards: Branch | None) -> dict[str, Any]:
+        """What came of a call."""
+        assert self.process.stdin is not None
+        self.calls += 1
+        print(json.dumps({"index": index, "towards": towards}), file=self.process.stdin, flush=True)
+        return self._read()
+
+    def stop(self) -> None:
+        """Ends the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+class Calls:
+    """The calls that are still to be run: first as they come, then steered to branches that were taken least."""
+
+    def __init__(self, first: int, count: int, towards: Branch | None, steer: bool):
+        self.next, self.end, self.towards = first, first + count, towards
+        self.steered_from = self.end - int(count * STEERED) if steer else self.end
+        self.taken, self.asked = collections.Counter[Branch](), collections.Counter[Branch]()
+        self.lock = threading.Lock()
+
+    def take(self) -> tuple[int, Branch | None] | None:
+        """The next call; None if there is none."""
+        with self.lock:
+            if self.next >= self.end:
+                return None
+            index, self.next = self.next, self.next + 1
+            if index < self.steered_from:
+                return index, self.towards
+            wanted = min(every(), key=lambda b: (self.asked[b] + min(self.taken[b], 20), b))
+            self.asked[wanted] += 1
+            return index, wanted
+
+    def tell(self, report: dict[str, Any]) -> None:
+        """Counts the branches that a call took."""
+        if report["status"] == "passed":
+            with self.lock:
+                self.taken.update(tuple(branch) for branch in report.get("branches", ()))
+
+
+def every() -> list[Branch]:
+    """All branches of all planners."""
+    decided = [(kernel, what, values) for kernel, found in branches.EVERY.items() for what, values in found.items()]
+    return [(kernel, what, str(value)) for kernel, what, values in decided for value in values]
+
+
+def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Runs the calls that the arguments ask for, and yields a report for each as it ends."""
+    on_gpu = case.platform() == "cuda"
+    gpus = len(here["devices"]) if on_gpu else 0
+    workers = arguments.workers or (min(GPU_WORKERS * gpus, max((os.cpu_count() or 2) - 1, 1)) if on_gpu else 1)
+    workers = min(workers, arguments.random)
+    chosen = arguments.towards or arguments.op or arguments.engine
+    steer = on_gpu and not chosen and arguments.random >= 400
+    calls = Calls(arguments.index, arguments.random, _branch(arguments.towards), steer)
+    done: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    share = MEMORY / _gpu_bytes() if on_gpu else 0.1
+    for number in range(workers):
+        threading.Thread(
+            target=_serve, args=(arguments, calls, done, number, gpus, share), daemon=True, name=f"worker {number}"
+        ).start()
+    ended = 0
+    while ended < workers:
+        report = done.get()
+        if report is None:
+            ended += 1
+        else:
+            yield report
+
+
+def _gpu_bytes() -> int:
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats["bytes_limit"] / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")))
+
+
+def _branch(text: str | None) -> Branch | None:
+    if text is None:
+        return None
+    kernel, what, value = text.split("/")
+    return kernel, what, value
+
+
+def _serve(
+    arguments: argparse.Namespace, calls: Calls, done: "queue.Queue[Any]", number: int, gpus: int, share: float
+) -> None:
+    """One thread: keeps a process busy, and starts another when it has ended."""
+    worker = None
+    try:
+        while (call := calls.take()) is not None:
+            index, towards = call
+            try:
+                worker = worker or Worker(arguments, number, gpus, share)
+                report = worker.run(index, towards)
+            except (EOFError, OSError) as error:
+                report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "status": "failed"}
+                report["message"] = f"the process that ran it ended: {error}"
+                worker = None
+            report["towards"] = "/".join(towards) if towards else None
+            calls.tell(report)
+            done.put(report)
+            if worker is not None and (report.get("fatal") or worker.calls >= RECYCLED):
+                worker.stop()
+                worker = None
+        if worker is not None:
+            worker.stop()
+    finally:
+        done.put(None)
+
+
+# ---- what was found --------------------------------------------------------------------------------------------------
+
+
+def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts by op and engine, and of branches; the calls that failed."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    dtypes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    taken = collections.Counter[Branch]()
+    for r in reports:
+        name = f"{r['op']} {r['engine']}"
+        counts[name][r["status"]] += 1
+        if r["status"] != "refused":
+            dtypes[name][r["dtype"]] += 1
+            taken.update(tuple(branch) for branch in r.get("branches", ()))
+    failed = [r for r in reports if r["status"] == "failed"]
+    return {
+        "calls": dict(collections.Counter(r["status"] for r in reports)),
+        "by_op": {name: dict(c) | {"dtypes": dict(dtypes[name])} for name, c in sorted(counts.items())},
+        "branches": {"/".join(branch): taken[branch] for branch in every()},
+        "unknown_branches": sorted("/".join(branch) for branch in set(taken) - set(every())),
+        "never_taken": sorted("/".join(branch) for branch in every() if not taken[branch]),
+        "largest_ratio": max((r.get("ratio") or 0 for r in reports), default=0),
+        "seconds_in_processes": {
+            what: round(sum(r.get("seconds", {}).get(what, 0) for r in reports), 1) for what in ("drawing", "running")
+        },
+        "failed": [{k: v for k, v in r.items() if k != "branches"} for r in failed],
+    }

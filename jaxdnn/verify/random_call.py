@@ -1,0 +1,251 @@
+"""One random call: drawn from a seed and an index, run in guarded memory three times, compared, put to a procedure."""
+
+import contextlib
+import dataclasses
+import time
+import traceback
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxdnn as dnn
+from jaxdnn._kernels.hopper import branches
+from jaxdnn.verify import case as plain
+from jaxdnn.verify import families, levels
+from jaxdnn.verify.families.drawn import pick
+from jaxdnn.verify.guards import PATTERNS, Arena
+
+# How often a pair of an op and an engine is drawn; others once.
+WEIGHTS = {("conv", "hopper"): 24, ("conv_dgrad", "hopper"): 24, ("conv_wgrad", "hopper"): 26}
+HOPPER, ENGINES = 3, {"ordered": 0.5}
+# Which kernels' branches an op can take.
+KERNELS = {
+    "conv": ("pipeline", "fprop", "depthwise walk"),
+    "conv_transpose": ("pipeline", "dgrad", "depthwise walk"),
+    "conv_dgrad": ("pipeline", "dgrad", "depthwise walk"),
+    "conv_wgrad": ("wgrad", "wgrad, images last", "depthwise filter"),
+    "norm": ("norm rows", "norm images", "norm batches"),
+    "softmax": ("softmax",),
+    "pool": ("pool",),
+    "dropout": ("dropout",),
+    "dropout_fused": ("dropout",),
+}
+REDRAWN, TRIED = 30, 25  # how often for a call that the engine serves, and for one that takes a branch
+MULTIPROCESSORS = {None: 6, 1: 1, 3: 1, 20: 1, 100: 1}
+PROCEDURE_EVERY = 10
+# Those that need no other threads or devices; each call is compared with the definition's bits in any case.
+PROCEDURES = {
+    "run_to_run": ("repeats", "recompilation", "poisoned output"),
+    "batch_invariant": ("batch sizes", "neighbours", "vmap"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A call, as a seed and an index say it.
+
+    Attributes:
+      case: the call; its facts; the kind of data that it runs on.
+      picks: seeds the choice of configurations in the planner's place; None leaves it to the planner.
+      multiprocessors: how many its kernels may use; None: all.
+      towards: a branch, (kernel, what, value), that the configurations are to be picked for.
+    """
+
+    case: Any
+    facts: plain.Facts
+    kind: str
+    picks: int | None
+    multiprocessors: int | None
+    towards: tuple[str, str, str] | None = None
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """Within it the call is traced."""
+        with contextlib.ExitStack() as stack:
+            if self.multiprocessors:
+                stack.enter_context(dnn.limits(multiprocessors=self.multiprocessors))
+            if self.picks is not None:
+                stack.enter_context(branches.picking(self._pick))
+            yield
+
+    def _pick(self, problem: Any, configs: Sequence[Any]) -> Any:
+        """One of the configurations, the same whenever it is asked for; rare settings as often as common ones."""
+        rng = np.random.default_rng([self.picks or 0, zlib.crc32(repr(problem).encode())])
+        if self.towards:
+            _, what, value = self.towards
+            wanted = [c for c in configs if str(getattr(c, what.replace(" ", "_"), None)) == value]
+            configs = wanted or configs
+        fields = [f.name for f in dataclasses.fields(configs[0])]
+        for name in rng.permutation(fields)[:3]:
+            values = sorted({repr(getattr(c, name)) for c in configs})
+            value = values[int(rng.integers(len(values)))]
+            configs = [c for c in configs if repr(getattr(c, name)) == value]
+        return configs[int(rng.integers(len(configs)))]
+
+
+def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tuple[str, str], float]:
+    """The pairs of an op and an engine that calls are drawn for, by weight; `hopper` where it runs or is named."""
+    found: dict[tuple[str, str], float] = {}
+    named = engines or [e for e in families.engines() if e != "hopper" or plain.platform() == "cuda"]
+    for op in ops or families.ops():
+        for engine in families.of(op).engines_of(op):
+            if engine in named and families.of(op).draw is not None:
+                weight = HOPPER if engine == "hopper" else ENGINES.get(engine, 1)
+                found[op, engine] = WEIGHTS.get((op, engine), weight)
+    return found
+
+
+def draw(
+    seed: int, index: int, among: dict[tuple[str, str], float], towards: tuple[str, str, str] | None = None
+) -> Drawn:
+    """The call of an index: one that its engine serves, if one was found; with `towards` one that takes that branch."""
+    rng = np.random.default_rng([seed, index])
+    if towards:
+        among = {pair: 1 for pair in among if pair[1] == "hopper" and towards[0] in _kernels(pair[0])} or among
+    attempt = 0
+    while True:
+        op, engine = pick(rng, among)
+        found = _served(op, engine, rng, f"random-{seed}-{index}" + (f"-{attempt}" if attempt else ""), towards)
+        attempt += 1
+        if not towards or attempt == TRIED or _takes(found, towards):
+            return found
+
+
+def _kernels(op: str) -> tuple[str, ...]:
+    return KERNELS.get(op) or KERNELS.get(families.of(op).name, ())
+
+
+def _served(op: str, engine: str, rng: np.random.Generator, name: str, towards: Any) -> Drawn:
+    family = families.of(op)
+    assert family.draw is not None
+    picks = int(rng.integers(1 << 30)) if engine == "hopper" and (towards or rng.random() < 0.5) else None
+    redrawn = 0
+    while True:
+        case = family.draw(op, engine, rng, f"{name}.{redrawn}" if redrawn else name)
+        found = Drawn(case, plain.Facts(None, "fast"), "", picks, pick(rng, MULTIPROCESSORS), towards)
+        with found.settings():
+            found = dataclasses.replace(found, facts=family.facts(case))
+        redrawn += 1
+        if found.facts.refusal is None:
+            kinds = family.kinds_of(case, found.facts)
+            return dataclasses.replace(found, kind=str(rng.choice([*kinds, *kinds[:2]])))
+        if redrawn == REDRAWN:
+            return found
+
+
+def _takes(found: Drawn, towards: tuple[str, str, str]) -> bool:
+    """Whether the call takes a branch: lowered for a GPU, nothing is compiled."""
+    if found.facts.refusal is not None:
+        return False
+    operands, extras = _arrays(found, 0)
+    with jax.enable_x64(found.case.x64), found.settings(), branches.recorded() as taken:
+        jax.jit(found.case.function()).trace(*operands, **extras).lower(lowering_platforms=("cuda",))
+    return towards in {(kernel, what, str(value)) for kernel, what, value in taken}
+
+
+def _arrays(found: Drawn, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    family = families.of(found.case.op)
+    return family.arrays(found.case, found.kind, seed, plain.accumulation_of(found.facts, False))
+
+
+def run(found: Drawn, seed: int, index: int, *, flush: bool, arena: Arena | None) -> dict[str, Any]:
+    """Runs a call and says what came of it: `status` is "passed", "failed" or "refused"."""
+    case, told = found.case, found.facts
+    report = {"index": index, "id": case.id, "op": case.op, "engine": case.engine, "dtype": case.dtype}
+    report |= {"level": told.level, "kind": found.kind, "picked": found.picks is not None, "call": repr(case)}
+    report |= {"multiprocessors": found.multiprocessors, "status": "refused", "message": told.refusal or ""}
+    if told.refusal is not None:
+        return report
+    with branches.recorded() as taken:
+        try:
+            message, ratio = _problem(found, seed, index, flush, arena)
+        except Exception as error:  # whatever an op raises is a finding about this call
+            message, ratio = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 0.0
+            report["fatal"] = "CUDA" in str(error) or "INTERNAL" in str(error)
+    report |= {"status": "failed" if message else "passed", "message": message, "ratio": ratio}
+    return report | {"branches": sorted((kernel, what, str(value)) for kernel, what, value in taken)}
+
+
+def _problem(found: Drawn, seed: int, index: int, flush: bool, arena: Arena | None) -> tuple[str, float]:
+    """What is wrong with a call, "" if nothing is, and its largest error over the bound."""
+    case, family = found.case, families.of(found.case.op)
+    accumulation = plain.accumulation_of(found.facts, flush)
+    operands, extras = family.arrays(case, found.kind, seed, accumulation)
+    with jax.enable_x64(case.x64), found.settings():
+        compiled = jax.jit(case.function()).lower(*operands, **extras).compile()
+        results = _repeated(compiled, operands, extras, arena)
+        if isinstance(results, str):
+            return results, 0.0
+        checks = family.judge(case, found.facts, found.kind, operands, extras, results, accumulation)
+        failed = next((c for c in checks if not c.passed), None)
+        ratio = max((c.ratio for c in checks), default=0.0)
+        if failed:
+            return f"on {failed.data} data, by {failed.rule}: {failed.message}", ratio
+        if index % PROCEDURE_EVERY == 0:
+            return _put_to_a_procedure(found, seed, index), ratio
+    return "", ratio
+
+
+def _repeated(compiled: Any, operands: Any, extras: Any, arena: Arena | None) -> Any:
+    """The results of a call, or what differs when it is repeated on memory full of another pattern, or is damaged."""
+    there, named = jax.device_put((operands, extras))
+    workspace = compiled.memory_analysis().temp_size_in_bytes
+    first = None
+    for pattern in PATTERNS:
+        if arena is not None:
+            jax.block_until_ready((there, named))
+            arena.fill(pattern)
+        outs = jax.block_until_ready(compiled(*there, **named))
+        if arena is not None and (damage := arena.damage(jax.tree.leaves((there, named, outs)), workspace, pattern)):
+            return damage
+        arrays = [np.asarray(out) for out in jax.tree.leaves(outs)]
+        if first is None:
+            first = outs = jax.tree.map(np.asarray, outs)
+            continue
+        for number, (a, b) in enumerate(zip(arrays, jax.tree.leaves(first), strict=True)):
+            if different := int((~plain.same_bits(a, b)).sum()):
+                return f"{different} of {a.size} elements of result {number} have other bits when it is repeated"
+        del outs
+    for given, here in zip(jax.tree.leaves((operands, extras)), jax.tree.leaves((there, named)), strict=True):
+        if not plain.same_bits(np.asarray(here), np.asarray(given)).all():
+            return "an operand was written to"
+    return first
+
+
+def _put_to_a_procedure(found: Drawn, seed: int, index: int) -> str:
+    """Runs one procedure of the level that the engine declares; "" if the level holds."""
+    case, family = found.case, families.of(found.case.op)
+    operands, extras = _arrays(found, seed)
+    if extras:
+        return ""  # the procedures know of no operands by name
+    axes, out_axis = family.samples(case) or ((None,) * len(operands), None)
+    sized = lambda batch: case
+    if hasattr(case, "geometry"):  # the gradient in x is told the shape of x
+        sized = lambda batch: dataclasses.replace(case, geometry=dataclasses.replace(case.geometry, batch=batch))
+    function = lambda batch: lambda *arrays: jax.tree.leaves(sized(batch).function()(*arrays))[0]
+    names = (case.op, case.engine, case.dtype, found.facts.level)
+    subject = levels.Subject(*names, function, operands, axes, out_axis)
+    tested = ("run_to_run",) if out_axis is None else ("run_to_run", "batch_invariant")
+    declared = [level for level in levels.LEVELS[1 : levels.LEVELS.index(subject.declared) + 1] if level in tested]
+    choices = [(level, procedure) for level in declared for procedure in PROCEDURES[level]]
+    if not choices:
+        return ""
+    trial = levels.trial(subject, *choices[index // PROCEDURE_EVERY % len(choices)], "quick")
+    return f"{trial.level}, {trial.procedure}: {trial.message}" if trial.status == "failed" else ""
+
+
+def timed(seed: int, index: int, among: Any, towards: Any, *, flush: bool, arena: Arena | None) -> dict[str, Any]:
+    """Draws and runs a call; with the seconds that it took."""
+    start = time.perf_counter()
+    try:
+        found = draw(seed, index, among, towards)
+    except Exception:  # to describe a call asks the library about it, which must not raise
+        report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "status": "failed"}
+        return report | {"message": f"while it was drawn: {traceback.format_exc(limit=-3)}"}
+    drawn = time.perf_counter()
+    report = run(found, seed, index, flush=flush, arena=arena)
+    seconds = {"drawing": round(drawn - start, 3), "running": round(time.perf_counter() - drawn, 3)}
+    return report | {"seconds": seconds}
