@@ -1,7 +1,7 @@
 """Guards around the memory of a call: what it may not touch is full of a pattern, before and after.
 
-On a GPU whose memory JAX takes in one piece when it starts (the worker of `random_worker` sees to that), all of the
-piece that holds no array is filled with a pattern before a call. So results and workspaces start out as the pattern,
+On a GPU whose memory JAX takes in one piece when it starts (`random` sees to that), what lies behind the call's operands
+is filled with a pattern before the call. So results and workspaces start out as the pattern,
 and around each of them lies the pattern. After the call everything but its operands, its results and one block of the
 size of its workspace has to be as it was; the bytes between an array's end and the end of its last 256, too.
 
@@ -23,54 +23,69 @@ from jax import lax
 PATTERNS = (0x7FC07FC0, 0x3F803F80, 0xFFFFFFFF)
 CHUNK = 256  # bytes, of which the allocator gives out multiples
 WORDS = CHUNK // 4
-LEAST = 1 << 12  # bytes of a free piece of memory that is filled
+LEAST = 1 << 12  # bytes that are worth filling
+SPARE = 32 << 20  # bytes that are left to what the device needs besides
 
 
 class Arena:
-    """The memory that JAX has taken from the first GPU."""
+    """The memory that JAX has taken from the first GPU, all but the last of it."""
 
     def __init__(self) -> None:
         self.device = jax.local_devices()[0]
-        free = self._free() // (8 * CHUNK) * (8 * CHUNK)
-        whole = jnp.zeros(free // 4, jnp.uint32)
-        self.start, self.bytes = whole.unsafe_buffer_pointer(), free
+        jax.block_until_ready(_full(WORDS, PATTERNS[0]))  # now the memory has been taken
+        stats = self.device.memory_stats() or {}
+        free = int(stats["pool_bytes"] - stats["bytes_in_use"])
+        self.bytes = (free - SPARE) // CHUNK * CHUNK
+        whole = jax.block_until_ready(_full(self.bytes // 4, PATTERNS[0]))
+        self.start = whole.unsafe_buffer_pointer()
         whole.delete()
-        self.touched = jnp.zeros(free // CHUNK, jnp.bool_)
-        self.words: jax.Array = jnp.asarray(_Memory(self.start, free // 4), copy=False)
+        self.map = jax.block_until_ready(jnp.zeros(self.bytes // CHUNK, jnp.bool_))
+        self.before = np.zeros(0, bool)
+        self.words: jax.Array = jnp.asarray(_Memory(self.start, self.bytes // 4), copy=False)
         if self.words.unsafe_buffer_pointer() != self.start:
             raise RuntimeError("JAX has copied the memory that is to be looked at.")
 
-    def _free(self) -> int:
-        stats = self.device.memory_stats() or {}
-        return int(stats["largest_free_block_bytes"])
-
-    def fill(self, pattern: int) -> None:
-        """Fills all memory that no array has."""
-        blocks = []
-        while (free := self._free()) >= LEAST:
-            size = 1 << (free.bit_length() - 1)
+    def fill(self, arrays: Iterable[jax.Array], pattern: int) -> None:
+        """Fills the memory behind these arrays, which are all there are."""
+        last = max(at + size for at, size in self._ranges(arrays))
+        left, blocks = self.bytes - last - SPARE, []
+        while left >= LEAST:
+            size = 1 << (left.bit_length() - 1)
             blocks.append(_full(size // 4, pattern))
+            left -= size
         jax.block_until_ready(blocks)
         for block in blocks:
             block.delete()
+        self.before = self._touched(pattern)
 
     def damage(self, arrays: Iterable[jax.Array], workspace: int, pattern: int) -> str | None:
-        """What was written that lies in none of these arrays, nor in one block of so many bytes; None if nothing."""
-        live = [*arrays, self.touched]
-        ranges = [(v.unsafe_buffer_pointer() - self.start, v.nbytes) for v in live]
-        self.touched = _touched(self.words, jnp.uint32(pattern), self.touched)
-        touched = np.array(self.touched)
+        """What was written since that lies in no array, nor in one block of so many bytes; None if nothing."""
+        ranges = self._ranges(arrays)
+        touched = self._touched(pattern) & ~self.before
         for at, size in ranges:
-            if 0 <= at < self.bytes:
-                touched[at // CHUNK : -(-(at + size) // CHUNK)] = False
+            touched[at // CHUNK : -(-(at + size) // CHUNK)] = False
         found = np.flatnonzero(touched)
         if found.size and (found[-1] + 1 - found[0]) * CHUNK > -(-workspace // CHUNK) * CHUNK:
             places = ", ".join(self._near(int(i) * CHUNK, ranges) for i in (found[0], found[-1]))
-            return f"{found.size} pieces of {CHUNK} bytes were written outside of every array, {places}"
-        for at, size in ranges[:-1]:
-            if 0 <= at < self.bytes and size % CHUNK and (message := self._after(at, size, pattern)):
+            beside = f" and of a workspace of {workspace} bytes" if workspace else ""
+            return f"{found.size} pieces of {CHUNK} bytes were written outside of every array{beside}: {places}"
+        for at, size in ranges:
+            if size % CHUNK and not self.before[at // CHUNK] and (message := self._after(at, size, pattern)):
                 return message
         return None
+
+    def _ranges(self, arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
+        """Where arrays lie, the map's own among them, counted from the first byte that is looked at."""
+        places = [(v.unsafe_buffer_pointer() - self.start, v.nbytes) for v in (*arrays, self.map)]
+        return [(at, size) for at, size in places if at >= 0 and at + size <= self.bytes]
+
+    def _touched(self, pattern: int) -> np.ndarray:
+        """Which pieces hold something else than the pattern."""
+        place = self.map.unsafe_buffer_pointer()
+        self.map = _touched(self.words, jnp.uint32(pattern), self.map)
+        if self.map.unsafe_buffer_pointer() != place:
+            raise RuntimeError("XLA did not write the map into its own memory.")
+        return np.array(self.map)
 
     def _near(self, at: int, ranges: list[tuple[int, int]]) -> str:
         """Where a piece lies, told by the array that ends or begins next to it."""
@@ -105,7 +120,7 @@ def _full(count: int, pattern: Any) -> jax.Array:
     return jnp.full(count, jnp.asarray(pattern, jnp.uint32))
 
 
-@ft.partial(jax.jit, donate_argnums=2)
+@ft.partial(jax.jit, donate_argnums=2, keep_unused=True)
 def _touched(words: jax.Array, pattern: jax.Array, into: jax.Array) -> jax.Array:
     """Which pieces have a word that is not the pattern; in memory of its own, so that nothing is overwritten."""
     return (words.reshape(-1, WORDS) != pattern).any(1)

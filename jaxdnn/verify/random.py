@@ -22,7 +22,7 @@ from jaxdnn.verify import case
 SECONDS = 180  # that a call may take, compilation included
 STEERED = 0.25  # the share of calls that are steered
 RECYCLED = 400  # calls after which a process is started anew: compiled programs stay in memory
-MEMORY = 3 << 30  # bytes of a GPU for each process
+MEMORY = 3 << 29  # bytes of a GPU for each process
 GPU_WORKERS = 24  # processes at most
 Branch = tuple[str, str, str]
 
@@ -50,7 +50,10 @@ class Worker:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
         )
         threading.Thread(target=self._drain, daemon=True).start()
-        self._read()
+        try:
+            self._read()
+        except EOFError as error:
+            raise RuntimeError(f"a process for random calls does not start: {error}") from None
 
     def _drain(self) -> None:
         assert self.process.stderr is not None
@@ -129,7 +132,7 @@ def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[dict[st
     chosen = arguments.towards or arguments.op or arguments.engine
     steer = on_gpu and not chosen and arguments.random >= 400
     calls = Calls(arguments.index, arguments.random, _branch(arguments.towards), steer)
-    done: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    done: queue.Queue[dict[str, Any] | RuntimeError | None] = queue.Queue()
     share = MEMORY / _gpu_bytes() if on_gpu else 0.1
     for number in range(workers):
         threading.Thread(
@@ -138,6 +141,8 @@ def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[dict[st
     ended = 0
     while ended < workers:
         report = done.get()
+        if isinstance(report, RuntimeError):
+            raise report
         if report is None:
             ended += 1
         else:
@@ -173,6 +178,9 @@ def _serve(
                 report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "status": "failed"}
                 report["message"] = f"the process that ran it ended: {error}"
                 worker = None
+            except RuntimeError as error:
+                done.put(error)
+                return
             report["towards"] = "/".join(towards) if towards else None
             calls.tell(report)
             done.put(report)

@@ -197,7 +197,7 @@ def _repeated(compiled: Any, operands: Any, extras: Any, arena: Arena | None) ->
     for pattern in PATTERNS:
         if arena is not None:
             jax.block_until_ready((there, named))
-            arena.fill(pattern)
+            arena.fill(jax.tree.leaves((there, named)), pattern)
         outs = jax.block_until_ready(compiled(*there, **named))
         if arena is not None and (damage := arena.damage(jax.tree.leaves((there, named, outs)), workspace, pattern)):
             return damage
