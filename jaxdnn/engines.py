@@ -102,6 +102,21 @@ class Engine:
 
 _registry: dict[str, list[Engine]] = {}
 _called: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
+# What errors call primitives that are no public op, where no public op is being called: in a derivative.
+_IN_WORDS = {
+    "fused_dropout": "`dropout`",
+    "fused_dropout_tangent": "A derivative of `dropout`",
+    "fused_dropout_dgrad": "The gradient of `dropout` in its bias",
+    "norm": "A normalisation",
+    "norm_tangent": "The derivative of a normalisation along a tangent",
+    "norm_dgrad": "The gradient of a normalisation",
+    "pool_max": "`pool` of mode 'max'",
+    "pool_max_indices": "`pool` of mode 'max', with the places of its maxima for its gradient,",
+    "pool_max_dgrad": "The gradient of `pool` of mode 'max'",
+    "pool_pick": "The derivative of `pool` of mode 'max' along a tangent",
+    "pool_average": "Average pooling",
+    "pool_average_dgrad": "The gradient of average pooling",
+}
 
 
 @contextlib.contextmanager
@@ -201,10 +216,11 @@ def select(call: Call) -> Engine:
             return engine
         reasons.append(f"{engine.name}: {reason}")
     asked = f"engine {call.spec.engine!r}" if call.spec.engine else "any engine"
-    op = _called.get() or call.op
+    public = _called.get()
+    op = f"`{public}`" if public else _IN_WORDS.get(call.op, f"`{call.op}`")
     why = "; ".join(reasons) or "it has no such engine"
     raise NotImplementedError(
-        f"`{op}` on {call.platform} cannot be served by {asked} at determinism level {call.spec.level!r} ({why})."
+        f"{op} on {call.platform} cannot be served by {asked} at determinism level {call.spec.level!r} ({why})."
     )
 
 

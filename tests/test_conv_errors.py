@@ -184,9 +184,9 @@ BAD: list[Bad] = [
     ("engine list", conv, {"engine": ["xla"]}, ValueError, "`engine` must be one of None"),
     ("level", conv, {"determinism": "always"}, ValueError, "`determinism` must be one of 'fast', 'run_to_run'"),
     ("level of bgrad", bgrad, {"determinism": "always"}, ValueError, "`determinism` must be one of"),
-    ("level nobody has", conv, {"determinism": "portable"}, NotImplementedError, "`conv` on cpu cannot be served by any engine at determinism level 'portable'"),
+    ("level nobody has", conv, {"activation": "tanh", "determinism": "portable"}, NotImplementedError, "`conv` on cpu cannot be served by any engine at determinism level 'portable'"),
     ("level of a named engine", conv, {"determinism": "portable", "engine": "xla"}, NotImplementedError, "cannot be served by engine 'xla' at .*xla: it guarantees 'run_to_run' here, not 'portable'"),
-    ("level of wgrad", wgrad, {"determinism": "portable"}, NotImplementedError, "`conv_wgrad` on cpu cannot be served"),
+    ("level of wgrad", wgrad, {"alpha": 0.1, "beta": 0.1, "prior": W, "determinism": "portable"}, NotImplementedError, "`conv_wgrad` on cpu cannot be served"),
     ("level of a sum", bgrad, {"determinism": "batch_invariant"}, NotImplementedError, "`determinism` 'batch_invariant' cannot be guaranteed for conv_bgrad of float32, expected 'run_to_run' or less"),
     # dtypes
     ("x int32", conv, {"x": X.astype(np.int32)}, TypeError, "`x` must have one of the dtypes float32, bfloat16, .*int8, got int32"),
@@ -301,7 +301,7 @@ def test_tracer_for_a_static_argument():
 
 def test_level_is_required_by_the_context_too():
     with dnn.determinism("portable"), pytest.raises(NotImplementedError, match="at determinism level 'portable'"):
-        jax.eval_shape(conv)
+        jax.eval_shape(lambda: conv(activation="tanh"))
     with pytest.raises(ValueError, match="`level` must be one of 'fast', .* got 'always'"), dnn.determinism("always"):
         pass
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -89,7 +89,7 @@ def test_a_named_engine_fails_loudly(extra_engines: None):
 
 def test_all_reasons_are_given(extra_engines: None):
     with pytest.raises(NotImplementedError) as error:
-        conv(determinism="portable")
+        conv(activation="tanh", determinism="portable")
     for reason in ("picky: it serves no batch of 2", "xla: it guarantees 'run_to_run'", "strict: it guarantees"):
         assert reason in str(error.value)
 
@@ -113,6 +113,71 @@ def test_ordered_gives_the_bits_of_the_definition(op: str):
         options = {k: v for k, v in case.options.items() if k != "determinism"}
         golden = getattr(reference, op)(*case.arrays, *case.static, **options, arithmetic="ordered")
         np.testing.assert_array_equal(out, golden, err_msg=str(case))
+
+
+def test_ordered_rounds_a_fused_multiply_add_once():
+    """1 + 2^-23 and a product a little below 2^-24: float64 rounds their sum to the middle of two numbers of float32,
+    which lies next to an even one."""
+    x = np.array([1, 2.0**-23, 2.0**-24 + 2.0**-47], np.float32)
+    w = np.array([1, 1, 1 - 2.0**-23], np.float32)
+    for sign in (1, -1):
+        y = dnn.conv(sign * x[None, None], w[None, :, None], layout="NWC", engine="ordered")
+        assert y.item() == sign * (1 + 2.0**-23)
+        assert y.item() == reference.conv(sign * x[None, None], w[None, :, None], layout="NWC", arithmetic="ordered")
+
+
+def spread(arrays: Iterable[np.ndarray], seed: int) -> tuple[np.ndarray, ...]:
+    """Of wide exponents in float32, so that sums of products cancel, and take digits beyond those of float64."""
+    rng = np.random.default_rng(seed)
+    return tuple(np.ldexp(rng.normal(size=a.shape), rng.integers(-30, 31, a.shape)).astype(np.float32) for a in arrays)
+
+
+@pytest.mark.parametrize("op", cases.RANDOM_OPS)
+def test_ordered_gives_the_bits_of_the_definition_in_float32(op: str):
+    """Every fused multiply-add is rounded once; TF32 is cut first."""
+    many = [cases.random_case(op, 700 + i) for i in range(4)]
+    many = [dataclasses.replace(c, arrays=spread(c.arrays, i)) for i, c in enumerate(many)]
+    many = [c.with_options(engine="ordered", precision=(None, "tf32")[i % 2]) for i, c in enumerate(many)]
+    for case, out in zip(many, helpers.compute_all(many), strict=True):
+        options = {k: v for k, v in case.options.items() if k != "engine"}
+        golden = getattr(reference, op)(*case.arrays, *case.static, **options, arithmetic="ordered")
+        np.testing.assert_array_equal(out, golden, err_msg=str(case))
+
+
+@pytest.mark.parametrize(
+    "dtype", [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn], ids=lambda d: np.dtype(d).name
+)
+def test_gradients_of_a_result_wider_than_the_operands_are_the_definitions(dtype: Any):
+    """Bit by bit: the cotangent is float32 there, and the other operand is not."""
+    for i in range(2):
+        case = cases.random_case("conv", 720 + i, dtype=dtype)
+        x, w = case.arrays
+        ours = lambda x, w, o=case.options: dnn.conv(x, w, **o, out_dtype="float32", determinism="portable")
+        y, pullback = jax.vjp(ours, jnp.asarray(x), jnp.asarray(w))
+        (dy,) = spread([np.asarray(y)], i)
+        dx, dw = pullback(jnp.asarray(dy))
+        options = {**case.options, "arithmetic": "ordered", "out_dtype": dtype}
+        golden = (
+            reference.conv_dgrad(dy, w.astype(np.float32), x.shape, **options),
+            reference.conv_wgrad(x.astype(np.float32), dy, w.shape, **options),
+        )
+        for found, wanted in zip((dx, dw), golden, strict=True):
+            assert found.dtype == wanted.dtype
+            np.testing.assert_array_equal(np.asarray(found).astype(np.float32), wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("op", cases.RANDOM_OPS)
+@pytest.mark.parametrize(("dtype", "out"), [("bfloat16", "float32"), ("float8_e5m2", "float16")])
+def test_gradients_keep_every_level_that_the_call_has(op: str, dtype: str, out: str):
+    """In the operands and the prior, whatever the result's dtype; refusals come when a program is lowered."""
+    case = cases.case(op, cases.GROUPED, 2, dtype=np.dtype(dtype)).with_epilogue(1, beta=1.0, prior=True)
+    case = case.with_options(out_dtype=out)
+    for level in ("batch_invariant", "portable"):
+        given = cases.as_jax(case)
+        call = lambda *a, at=level: helpers.call(case.with_options(determinism=at), *a)
+        y, pullback = jax.vjp(call, *given)
+        for array, gradient in zip(given, jax.jit(pullback).lower(y).out_info, strict=True):
+            assert (gradient.shape, gradient.dtype) == (array.shape, array.dtype)
 
 
 @pytest.mark.usefixtures("x64")
@@ -252,6 +317,25 @@ def test_errors_name_the_op_that_was_called():
         arrays = (image, jnp.ones((2, 2, 4, 3))) if op is dnn.conv_transpose else (image,)
         with pytest.raises(NotImplementedError, match=f"^`{op.__name__}` on cpu cannot be served by engine 'hopper'"):
             op(*arrays, engine="hopper")
+
+
+def test_errors_of_a_gradient_speak_of_what_was_called():
+    """Not of a primitive that no user has heard of."""
+    x, bias = jnp.ones((2, 4)), jnp.ones(4)
+    loss = lambda b: jnp.sum(dnn.dropout(x, 7, bias=b, determinism="portable"))
+    dnn.explain(loss, bias)
+    with pytest.raises(
+        NotImplementedError, match=r"^The gradient of `dropout` in its bias on cpu cannot be served by any"
+    ):
+        jax.grad(loss)(bias)
+
+
+@pytest.mark.parametrize("op", sorted(set(engines.ops()) - set(dnn.__all__)))
+def test_every_primitive_is_a_public_op_or_has_words(op: str):
+    call = engines.Call(op, dataclasses.make_dataclass("Spec", ["engine", "level"])("none", "fast"), (), "cpu")
+    with pytest.raises(NotImplementedError, match=r"on cpu cannot be served") as error:
+        engines.select(call)
+    assert f"`{op}`" not in str(error.value)
 
 
 def test_explain_raises_what_the_call_raises():

@@ -119,9 +119,9 @@ def ask(engine: engines.Engine, call: engines.Call) -> str | None:
     assert isinstance(engine.partition(call), bool)
     assert isinstance(engine.needs_sizes(call), bool)
     if reason is None:
-        assert engine.schedule(call) is None or engine.schedule(call).order is not None
+        assert isinstance(engine.schedule(call), engines.Schedule | None)
         assert all(isinstance(hazard, str) for hazard in engine.hazards(call))
-        assert engine.workspace(call) is None or engine.workspace(call) >= 0
+        assert (engine.workspace(call) or 0) >= 0
     return reason
 
 

@@ -181,7 +181,7 @@ def fma_chain(a: Array, b: Array, accumulate: Any = None) -> Sum:
     The bound is the running one: a sum rounded to nearest is off by at most u |acc|, so
     |error| <= u sum_t |acc_t|, and half the smallest subnormal number a step.
     """
-    dtype = np.dtype(accumulate) if accumulate is not None else (FLOAT64 if a.dtype == FLOAT64 else FLOAT32)
+    dtype = np.dtype(accumulate) if accumulate is not None else (FLOAT64 if FLOAT64 in (a.dtype, b.dtype) else FLOAT32)
     step = _multiply_then_add if dtype == FLOAT32 and _products_are_exact(a, b) else fma
     a, b = a.astype(dtype), b.astype(dtype)
     acc = np.zeros((*b.shape[1:], a.shape[-1]), dtype)
@@ -201,11 +201,12 @@ def _multiply_then_add(a: Array, b: Array, c: Array) -> Array:
 def _products_are_exact(a: Array, b: Array) -> bool:
     """Whether float32 holds every product, so that rounding it changes nothing.
 
-    float16 and float8: always. bfloat16: 16 bits of significand fit, so only the exponent's range matters.
+    float16 and float8: always. bfloat16: the significand's bits fit, so only the exponent's range matters.
     """
-    if a.dtype in (FLOAT16, FLOAT8_E4M3, FLOAT8_E5M2):
+    dtypes = {a.dtype, b.dtype}
+    if dtypes <= {FLOAT16, FLOAT8_E4M3, FLOAT8_E5M2}:
         return True
-    if a.dtype != BFLOAT16:
+    if not dtypes <= {BFLOAT16, FLOAT16, FLOAT8_E4M3, FLOAT8_E5M2}:
         return False
     x, y = (np.abs(v.astype(np.float64)) for v in (a, b))
     least = np.min(x, where=x > 0, initial=np.inf) * np.min(y, where=y > 0, initial=np.inf)

@@ -28,7 +28,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     spec: ConvSpec = call.spec
     a, b, preferred = _compute_types(call, a, b)
     if spec.precision == "tf32" and call.platform != "cuda":
-        a, b = _truncate_to_tf32(a), _truncate_to_tf32(b)
+        a, b = truncate_to_tf32(a), truncate_to_tf32(b)
     # HIGHEST keeps float32 operands as they are; DEFAULT lets an NVIDIA GPU cut them to TF32. It is for them only:
     # cuDNN has been found without any kernel for a grouped bfloat16 convolution that asks for HIGHEST.
     uncut = a.dtype in (jnp.float32, jnp.float64) and spec.precision != "tf32"
@@ -92,7 +92,8 @@ def _narrow_float(dtype: Any) -> Any:
     return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
 
 
-def _truncate_to_tf32(x: Array) -> Array:
+def truncate_to_tf32(x: Array) -> Array:
+    """float32 with its fraction cut to TF32's 10 bits."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
     return lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -1,17 +1,20 @@
 """The `ordered` engine of the convolutions: the definition's own order of additions, one product at a time.
 
-Every element is a chain acc = acc + a * b in float32, in the order that the reference's arithmetic "ordered" states:
-taps in row-major order and then channels for `conv` and `conv_dgrad`, images and then pixels for `conv_wgrad`. The
-operands have at most 11 significant bits, so products are exact in float32, and a compiler that fuses multiply and
-add (XLA does on CPUs, not always on GPUs) cannot change a bit. That is why float32 operands are refused.
+Every element is a chain acc = fma(a, b, acc) in float32, in the order that the reference's arithmetic "ordered" states:
+taps in row-major order and then channels for `conv` and `conv_dgrad`, images and then pixels for `conv_wgrad`. Where
+both operands have at most 11 significant bits, products are exact in float32, and a compiler that fuses multiply and
+add (XLA does on CPUs, not always on GPUs) cannot change a bit. Where one is float32, as the cotangent of a result that
+is wider than the operands, products are exact in float64, and so is the one rounding of their sum (`_fma`).
 
 It is slow by nature: a pass over the result for every product of an element. It is there for those who need the same
 bits everywhere, and as the yardstick for faster engines.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export, lax
@@ -19,10 +22,11 @@ from jax import Array, export, lax
 from jaxdnn import _conv, engines
 from jaxdnn._conv import ConvSpec
 from jaxdnn._kernels.xla import conv_forms, conv_taps
-from jaxdnn._kernels.xla.conv import caller_layout, canonical
+from jaxdnn._kernels.xla.conv import caller_layout, canonical, truncate_to_tf32
 from jaxdnn._kernels.xla.conv_problem import Problem
 
 _NARROW = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
+Add = Callable[[Array, Array, Array], Array]
 
 
 def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
@@ -30,22 +34,25 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     spec: ConvSpec = call.spec
     roles = _conv.ROLES[call.op]
     a, b = (canonical(spec, role, v).astype(jnp.float32) for role, v in zip(roles, (a, b), strict=False))
+    if spec.precision == "tf32":
+        a, b = truncate_to_tf32(a), truncate_to_tf32(b)
+    add = _add_exact if _products_are_exact(call) else _fma
     problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
     if roles[2] == "w":
-        result = _backward_filter(problem, a, b)
+        result = _backward_filter(problem, a, b, add)
     else:
         # `canonical` has turned the taps of mode "convolution" around; the order is that of the filter as it lies.
-        result = (_forward if roles[2] == "y" else _backward_data)(problem, a, b, last_tap_first=spec.flip)
+        result = (_forward if roles[2] == "y" else _backward_data)(problem, a, b, add, last_tap_first=spec.flip)
     return _conv.finish(call.op, spec, caller_layout(spec, roles[2], result), *operands)
 
 
-def _forward(problem: Problem, x: Array, w: Array, *, last_tap_first: bool) -> Array:
+def _forward(problem: Problem, x: Array, w: Array, add: Add, *, last_tap_first: bool) -> Array:
     padded = conv_taps.padded(problem, x)
     shape = (x.shape[0], *problem.output_sizes)
-    return _chain(problem, lambda tap: conv_taps.shift(problem, padded, tap), w, shape, last_tap_first)
+    return _chain(problem, lambda tap: conv_taps.shift(problem, padded, tap), w, shape, add, last_tap_first)
 
 
-def _backward_data(problem: Problem, dy: Array, w: Array, *, last_tap_first: bool) -> Array:
+def _backward_data(problem: Problem, dy: Array, w: Array, add: Add, *, last_tap_first: bool) -> Array:
     """The chain over taps (r, s) and output channels k of dy[(h + a - r d) / u, ...] w, where that divides."""
     window = problem.window
     extents = window.extents(problem.taps)
@@ -64,11 +71,11 @@ def _backward_data(problem: Problem, dy: Array, w: Array, *, last_tap_first: boo
         return lax.dynamic_slice(spread, (0, *start, 0), (*shape, dy.shape[-1]))
 
     exchanged = conv_forms.exchange_channels(w, problem.groups)
-    return _chain(problem, shift, exchanged, shape, last_tap_first)
+    return _chain(problem, shift, exchanged, shape, add, last_tap_first)
 
 
-def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], last_tap_first: bool) -> Array:
-    """acc = acc + shift(tap)[..., c] * w[tap, c], over the taps and then the group's channels."""
+def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], add: Add, last_tap_first: bool) -> Array:
+    """acc = fma(shift(tap)[..., c], w[tap, c], acc), over the taps and then the group's channels."""
     groups, (cg, k) = problem.groups, w.shape[-2:]
     w = w.reshape(-1, cg, groups, k // groups)
 
@@ -78,14 +85,14 @@ def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], last_
         pixels = shift(conv_taps.traced_start(problem, tap)).reshape(*shape, groups, cg)
         one = lax.dynamic_slice_in_dim(pixels, c, 1, pixels.ndim - 1)
         factor = lax.dynamic_slice(w, (tap, c, 0, 0), (1, 1, *w.shape[2:])).reshape(groups, k // groups)
-        return acc + one * factor.reshape((1,) * len(shape) + factor.shape)
+        return add(one, factor.reshape((1,) * len(shape) + factor.shape), acc)
 
     zero = _zero((*shape, groups, k // groups))
     return lax.fori_loop(0, w.shape[0] * cg, body, zero).reshape(*shape, k)
 
 
-def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
-    """acc = acc + x[window of the pixel] * dy[pixel], over the images and then the pixels, in row-major order."""
+def _backward_filter(problem: Problem, x: Array, dy: Array, add: Add) -> Array:
+    """acc = fma(x[window of the pixel], dy[pixel], acc), over the images and then the pixels, in row-major order."""
     padded = conv_taps.padded(problem, x)
     window, rank, groups = problem.window, problem.rank, problem.groups
     n, outputs = dy.shape[0], problem.output_sizes
@@ -102,7 +109,7 @@ def _backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
         seen = lax.slice(block, (0,) * block.ndim, block.shape, (1, *window.dilation, 1))
         taps = jnp.swapaxes(seen.reshape(*problem.taps, groups, cg), rank, rank + 1)[..., None]
         pixel = lax.dynamic_index_in_dim(pixels, m, keepdims=False)
-        return acc + taps * pixel.reshape((1,) * rank + pixel.shape)
+        return add(taps, pixel.reshape((1,) * rank + pixel.shape), acc)
 
     zero = _zero((*problem.taps, cg, groups, kg))
     total = zero if isinstance(n, int) and n == 0 else lax.fori_loop(0, n * math.prod(outputs), body, zero)
@@ -114,14 +121,40 @@ def _zero(shape: tuple[int, ...]) -> Array:
     return lax.optimization_barrier(jnp.zeros(shape, jnp.float32))
 
 
+def _add_exact(a: Array, b: Array, c: Array) -> Array:
+    """a b + c of factors whose product float32 holds."""
+    return c + a * b
+
+
+def _fma(a: Array, b: Array, c: Array) -> Array:
+    """a b + c with one rounding. The product is exact in float64, and the sum's error comes out exactly (Knuth). To
+    force the last bit of a sum that is not exact to one (round to odd) makes the rounding to float32 the only one.
+    """
+    with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
+        p, c = a.astype(jnp.float64) * b.astype(jnp.float64), c.astype(jnp.float64)
+        s = p + c
+        t = s - p
+        error = (p - (s - t)) + (c - t)
+        bits = lax.bitcast_convert_type(s.reshape(-1), jnp.int64).reshape(s.shape)
+        even = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+        outwards = jnp.where((error > 0) == (s > 0), jnp.int64(1), jnp.int64(-1))
+        odd = jnp.where(even, bits + outwards, bits)
+        return lax.bitcast_convert_type(odd.reshape(-1), jnp.float64).reshape(s.shape).astype(jnp.float32)
+
+
+def _products_are_exact(call: engines.Call) -> bool:
+    """Whether float32 holds every product; TF32 has 11 significant bits too."""
+    return call.spec.precision == "tf32" or all(v.dtype in _NARROW for v in call.avals[:2])
+
+
 # ---- what the engine promises ----------------------------------------------------------------------------------------
 
 
 def _supports(call: engines.Call) -> str | None:
     found = [v.dtype for v in call.avals[:2]]
-    if any(dtype not in _NARROW for dtype in found):
+    if any(dtype not in (*_NARROW, jnp.float32) for dtype in found):
         names = " and ".join(dict.fromkeys(dtype.name for dtype in found))
-        return f"it adds exact products only, of bfloat16, float16 or float8 operands, and these are {names}"
+        return f"it takes operands of float32, bfloat16, float16 or float8, and these are {names}"
     if call.spec.accumulate != jnp.float32:
         return f"it accumulates in float32, not {call.spec.accumulate}"
     return None
