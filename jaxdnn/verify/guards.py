@@ -1,7 +1,7 @@
 """Guards around the memory of a call: what it may not touch is full of a pattern, before and after.
 
-On a GPU whose memory JAX takes in one piece when it starts (`random` sees to that), what lies behind the call's operands
-is filled with a pattern before the call. So results and workspaces start out as the pattern,
+On a GPU whose memory JAX takes in one piece when it starts (`random` sees to that), what lies behind the operands of a
+call is filled with a pattern before the call. So results and workspaces start out as the pattern,
 and around each of them lies the pattern. After the call everything but its operands, its results and one block of the
 size of its workspace has to be as it was; the bytes between an array's end and the end of its last 256, too.
 
@@ -24,7 +24,8 @@ PATTERNS = (0x7FC07FC0, 0x3F803F80, 0xFFFFFFFF)
 CHUNK = 256  # bytes, of which the allocator gives out multiples
 WORDS = CHUNK // 4
 LEAST = 1 << 12  # bytes that are worth filling
-SPARE = 32 << 20  # bytes that are left to what the device needs besides
+# Bytes at the end that stay free: the allocator gives away a piece whole where less than 128 MiB of it would be left.
+SPARE, MARGIN = 256 << 20, 8 << 20
 
 
 class Arena:
@@ -48,7 +49,7 @@ class Arena:
     def fill(self, arrays: Iterable[jax.Array], pattern: int) -> None:
         """Fills the memory behind these arrays, which are all there are."""
         last = max(at + size for at, size in self._ranges(arrays))
-        left, blocks = self.bytes - last - SPARE, []
+        left, blocks = self.bytes - last - MARGIN, []
         while left >= LEAST:
             size = 1 << (left.bit_length() - 1)
             blocks.append(_full(size // 4, pattern))

@@ -24,16 +24,14 @@ STEERED = 0.25  # the share of calls that are steered
 RECYCLED = 400  # calls after which a process is started anew: compiled programs stay in memory
 MEMORY = 3 << 29  # bytes of a GPU for each process
 GPU_WORKERS = 24  # processes at most
+ENOUGH = 100  # failures after which no further call is run
 Branch = tuple[str, str, str]
 
 
 class Worker:
     """A process that runs calls."""
 
-    def __init__(self, arguments: argparse.Namespace, number: int, gpus: int, share: float):
-        words = [sys.executable, "-m", "jaxdnn.verify.random_worker", "--seed", str(arguments.seed)]
-        for name, values in (("--ops", arguments.op), ("--engines", arguments.engine)):
-            words += [name, *values] if values else []
+    def __init__(self, words: list[str], number: int, gpus: int, share: float):
         environment = {
             **os.environ,
             "OPENBLAS_NUM_THREADS": "1",
@@ -96,7 +94,7 @@ class Calls:
         self.next, self.end, self.towards = first, first + count, towards
         self.steered_from = self.end - int(count * STEERED) if steer else self.end
         self.taken, self.asked = collections.Counter[Branch](), collections.Counter[Branch]()
-        self.lock = threading.Lock()
+        self.lock, self.failed = threading.Lock(), 0
 
     def take(self) -> tuple[int, Branch | None] | None:
         """The next call; None if there is none."""
@@ -111,9 +109,12 @@ class Calls:
             return index, wanted
 
     def tell(self, report: dict[str, Any]) -> None:
-        """Counts the branches that a call took."""
-        if report["status"] == "passed":
-            with self.lock:
+        """Counts the branches that a call took; ends the run when there are failures enough."""
+        with self.lock:
+            self.failed += report["status"] == "failed"
+            if self.failed >= ENOUGH:
+                self.next = self.end
+            if report["status"] == "passed":
                 self.taken.update(tuple(branch) for branch in report.get("branches", ()))
 
 
@@ -136,7 +137,10 @@ def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[dict[st
     share = MEMORY / _gpu_bytes() if on_gpu else 0.1
     for number in range(workers):
         threading.Thread(
-            target=_serve, args=(arguments, calls, done, number, gpus, share), daemon=True, name=f"worker {number}"
+            target=_serve,
+            args=(_words(arguments), calls, done, number, gpus, share),
+            daemon=True,
+            name=f"worker {number}",
         ).start()
     ended = 0
     while ended < workers:
@@ -163,16 +167,22 @@ def _branch(text: str | None) -> Branch | None:
     return kernel, what, value
 
 
-def _serve(
-    arguments: argparse.Namespace, calls: Calls, done: "queue.Queue[Any]", number: int, gpus: int, share: float
-) -> None:
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """The command of a process."""
+    words = [sys.executable, "-m", "jaxdnn.verify.random_worker", "--seed", str(arguments.seed)]
+    for name, values in (("--ops", arguments.op), ("--engines", arguments.engine)):
+        words += [name, *values] if values else []
+    return words
+
+
+def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int, gpus: int, share: float) -> None:
     """One thread: keeps a process busy, and starts another when it has ended."""
     worker = None
     try:
         while (call := calls.take()) is not None:
             index, towards = call
             try:
-                worker = worker or Worker(arguments, number, gpus, share)
+                worker = worker or Worker(words, number, gpus, share)
                 report = worker.run(index, towards)
             except (EOFError, OSError) as error:
                 report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "status": "failed"}

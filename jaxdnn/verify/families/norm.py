@@ -257,7 +257,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
     c = drawn.channels(rng, 10240 if wide else 320 if large else 1280)
     c = -(-c // 32) * 32 if "c" in layout else c
     options: dict[str, Any] = {"layout": layout}
-    if "c" in layout and plain in IMAGES:
+    if "c" in layout and plain == "group_norm":
         options["channels"] = c
     if plain == "group_norm":
         options["groups"] = int(rng.choice([1, *(g for g in range(1, min(c, 64) + 1) if c % g == 0)]))
