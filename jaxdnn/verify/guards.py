@@ -33,11 +33,11 @@ class Arena:
 
     def __init__(self) -> None:
         self.device = jax.local_devices()[0]
-        jax.block_until_ready(_full(WORDS, PATTERNS[0]))  # now the memory has been taken
+        jax.block_until_ready(_full(WORDS, _word(0)))  # now the memory has been taken
         stats = self.device.memory_stats() or {}
         free = int(stats["pool_bytes"] - stats["bytes_in_use"])
         self.bytes = (free - SPARE) // CHUNK * CHUNK
-        whole = jax.block_until_ready(_full(self.bytes // 4, PATTERNS[0]))
+        whole = jax.block_until_ready(_full(self.bytes // 4, _word(0)))
         self.start = whole.unsafe_buffer_pointer()
         whole.delete()
         self.map = jax.block_until_ready(jnp.zeros(self.bytes // CHUNK, jnp.bool_))
@@ -45,6 +45,7 @@ class Arena:
         self.words: jax.Array = jnp.asarray(_Memory(self.start, self.bytes // 4), copy=False)
         if self.words.unsafe_buffer_pointer() != self.start:
             raise RuntimeError("JAX has copied the memory that is to be looked at.")
+        self._touched(0)  # to compile it, XLA tries it out on memory that is free
 
     def fill(self, arrays: Iterable[jax.Array], pattern: int) -> None:
         """Fills the memory behind these arrays, which are all there are."""
@@ -52,7 +53,7 @@ class Arena:
         left, blocks = self.bytes - last - MARGIN, []
         while left >= LEAST:
             size = 1 << (left.bit_length() - 1)
-            blocks.append(_full(size // 4, pattern))
+            blocks.append(_full(size // 4, _word(pattern)))
             left -= size
         jax.block_until_ready(blocks)
         for block in blocks:
@@ -83,7 +84,7 @@ class Arena:
     def _touched(self, pattern: int) -> np.ndarray:
         """Which pieces hold something else than the pattern."""
         place = self.map.unsafe_buffer_pointer()
-        self.map = _touched(self.words, jnp.uint32(pattern), self.map)
+        self.map = _touched(self.words, _word(pattern), self.map)
         if self.map.unsafe_buffer_pointer() != place:
             raise RuntimeError("XLA did not write the map into its own memory.")
         return np.array(self.map)
@@ -117,8 +118,12 @@ class _Memory:
 
 
 @ft.partial(jax.jit, static_argnums=0)
-def _full(count: int, pattern: Any) -> jax.Array:
-    return jnp.full(count, jnp.asarray(pattern, jnp.uint32))
+def _full(count: int, pattern: jax.Array) -> jax.Array:
+    return jnp.full(count, pattern)
+
+
+def _word(pattern: int) -> np.ndarray:
+    return np.array(pattern, np.uint32)
 
 
 @ft.partial(jax.jit, donate_argnums=2, keep_unused=True)
