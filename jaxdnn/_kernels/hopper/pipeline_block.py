@@ -113,7 +113,10 @@ class Block:
 
 
 def drain(empty: Any, total: Any, slots: int) -> None:
-    """Waits until every slot has been read: memory must not be given back while the tensor cores read it."""
+    """Waits until every slot has been given back, so that the producer ends after all reads of what it loaded.
+
+    Nothing hangs on it while consumers wait for their products before they end: a block's memory is theirs until then.
+    """
 
     @pl.loop(lax.max(total - slots, 0), total)
     def _(count: Any) -> None:

@@ -1,0 +1,621 @@
+"""Whether a kernel's accesses to shared memory are ordered, whatever the timing: for kernels whose frame is Pallas.
+
+A kernel is traced to its jaxpr, which is what is lowered, and the jaxpr is interpreted with numbers for the scalars and
+nothing for the arrays, one cluster of blocks after the other, one generator for each warpgroup. What orders two
+accesses is not the moment at which the interpreter comes to them but a clock of who knows of what. Every one of these
+is an agent with a component in the clock, which counts its moments:
+
+* a warpgroup's first thread, which issues copies, and the rest of its threads; a barrier of the warpgroup joins them;
+* its tensor core, which reads operands until `wgmma_wait` tells of the group;
+* its stores by the copy engine, which read shared memory until `wait_smem_to_gmem` tells of the group;
+* every barrier, for the loads that count on it: a phase tells of them, and of what was known to who arrived;
+* its stores to other blocks of the cluster.
+
+An access must come after all accesses to the same bytes that it conflicts with, to its issuer's knowledge. A fault is
+also: a read of what nothing wrote, an index beyond a buffer, a store by the copy engine of what no fence has shown to
+it, an arrival that does not know the last phase to be over, a barrier that may complete a phase before a wait for the
+last one has returned, shared memory given back while it is in use, a wait without an end, and in the result's memory an
+element that is not written exactly once, or a copy in one piece that no edge clips.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import source_info_util
+from jax.extend.core import Literal
+
+Run = Generator[None, None, list[Any]]
+
+
+class Fault(Exception):
+    """What a protocol lacks."""
+
+
+def _quotient(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+SCALARS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
+    "div": _quotient, "rem": lambda a, b: a - b * _quotient(a, b), "max": max, "min": min,
+    "sign": lambda a: (a > 0) - (a < 0), "and": operator.and_, "or": operator.or_, "not": operator.not_,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "convert_element_type": lambda a: a, "select_n": lambda which, *cases: cases[int(which)],
+}  # fmt: skip
+ORDERING = {"barrier_wait", "barrier_arrive", "wait_smem_to_gmem", "wgmma_wait", "commit_smem"}
+FINISH = "finish_accumulator"
+
+
+class Memory:
+    """Bytes of shared memory, and who last used them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.uses: list[tuple[int, int, int, int, bool, bool]] = []  # from, to, agent, moment, stored, not yet fenced
+
+    def use(self, part: tuple[int, int], agent: int, moment: int, clock: np.ndarray, kind: str) -> None:
+        """`kind` is "load" or "store" by threads, "read" or "write" by the copy engine or the tensor core."""
+        low, high = part
+        stores, kept, written = kind in ("store", "write"), [], []
+        for use in self.uses:
+            start, end, other, then, stored, unfenced = use
+            if end <= low or high <= start:
+                kept.append(use)
+                continue
+            if (stores or stored) and clock[other] < then:
+                raise Fault(f"bytes {low} to {high}: a {kind} is not ordered after a {'store' if stored else 'load'}")
+            if unfenced and kind == "read":
+                raise Fault(f"bytes {low} to {high}: no fence shows the copy engine what threads have stored")
+            written += [(start, end)] if stored else []
+            same = (start, end, other, stored) == (low, high, agent, stores)
+            if not same and not (stores and low <= start and end <= high):
+                kept.append(use)
+        if not stores:
+            for start, end in sorted(written):
+                low = max(low, end) if start <= low else low
+            if low < high:
+                raise Fault(f"byte {low}: a {kind} of what nothing wrote")
+        self.uses = [*kept, (*part, agent, moment, stores, kind == "store")]
+
+    def fence(self, agent: int) -> None:
+        self.uses = [(*use[:5], use[5] and use[2] != agent) for use in self.uses]
+
+
+class Barrier:
+    def __init__(self, agent: int, arrivals: int, agents: int) -> None:
+        self.agent, self.arrivals, self.due = agent, arrivals, arrivals
+        self.coming, self.over = np.zeros(agents, int), list[np.ndarray]()
+        self.waits: dict[int, list[int]] = {}  # by warpgroup, its moments when they returned
+
+    def arrive(self, clock: np.ndarray) -> None:
+        if clock[self.agent] < len(self.over):
+            raise Fault("an arrival does not know that the last phase is over")
+        self.coming, self.due = np.maximum(self.coming, clock), self.due - 1
+        if not self.due:
+            self.due, phase = self.arrivals, self.coming.copy()
+            phase[self.agent] = len(self.over) + 1
+            self.over.append(phase)
+
+    def check(self) -> None:
+        """A wait takes a phase by its parity: the next one must not be over before the wait has returned."""
+        for agent, moments in self.waits.items():
+            if any(phase[agent] < moment for moment, phase in zip(moments, self.over[1:], strict=False)):
+                raise Fault("a phase may be over before a wait for the last one returns")
+
+
+class Block:
+    """A block's shared memory, by the variable that holds the reference."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.buffers: dict[Any, Any] = {}
+        self.came: dict[int, list[np.ndarray]] = {}  # what other blocks knew when they stored, by warpgroup
+        self.visits: list[tuple[int, int]] = []  # other blocks' arrivals: agent and moment
+
+    def memories(self) -> Iterator[Memory]:
+        return (buffer for buffer in self.buffers.values() if isinstance(buffer, Memory))
+
+    def barriers(self) -> Iterator[Barrier]:
+        return itertools.chain(*(buffer for buffer in self.buffers.values() if isinstance(buffer, list)))
+
+
+class Result:
+    """The kernel's array in global memory: how often each element is written."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape, self.times = tuple(shape), np.zeros(shape, np.int32)
+
+    def write(self, starts: Sequence[int], sizes: Sequence[int], piece: bool) -> None:
+        """`piece`: as one piece of memory where it is contiguous, which is clipped at the array's end alone."""
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        dense = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+        over = [start + size > n or start < 0 for start, size, n in zip(starts, sizes, self.shape, strict=True)]
+        if piece and any(over) and all(n == 1 or s == d for n, s, d in zip(sizes, strides, dense, strict=True)):
+            raise Fault(f"a copy in one piece, {tuple(sizes)} at {tuple(starts)} of {self.shape}, runs over an edge")
+        if any(n == 1 == size and start for start, size, n in zip(starts, sizes, self.shape, strict=True)):
+            raise Fault("the copy engine drops an axis of one position, and takes any index there for 0")
+        self.times[tuple(slice(max(0, s), max(0, s + n)) for s, n in zip(starts, sizes, strict=True))] += 1
+
+
+class View:
+    """A part of a buffer: a buffer, where it starts, and (stride, size) of every axis, all in elements."""
+
+    def __init__(self, buffer: Any, shape: Sequence[int], width: int, offset: int = 0) -> None:
+        self.buffer, self.shape, self.width, self.offset = buffer, tuple(shape), width, offset  # offset in bytes
+        self.axes = [(math.prod(shape[d + 1 :]), n) for d, n in enumerate(shape)]
+        self.starts, self.sizes, self.swizzled = [0] * len(shape), list(shape), False
+
+    def transformed(self, transforms: Sequence[Any]) -> "View":
+        view, indexed = self, False
+        for transform in transforms:
+            name = type(transform).__name__
+            if name == "ExtractAliasedRef":
+                shape, width = transform.shape, np.dtype(transform.dtype).itemsize
+                view = View(view.buffer, shape, width, view.offset + transform.offset)
+                if view.offset + math.prod(shape) * width > self.buffer.size:
+                    raise Fault("a reference to more than its buffer")
+            elif name == "UnswizzleRef":
+                view.swizzled = True
+            elif name == "UntilingTransform":  # of the innermost axes; what comes before them lies as it was
+                tiled = len(transform.tiling)
+                (*lead,) = view.shape[: len(view.shape) - 2 * tiled]
+                inner = [a * b for a, b in zip(view.shape[-2 * tiled : -tiled], view.shape[-tiled:], strict=True)]
+                view, swizzled = View(view.buffer, (*lead, *inner), view.width, view.offset), view.swizzled
+                view.swizzled = swizzled
+            elif name == "NDIndexer" and not indexed:
+                view, indexed = view._indexed(transform.indices), True
+            else:
+                raise NotImplementedError(f"{name} of a reference")
+        return view
+
+    def _indexed(self, indices: Sequence[Any]) -> "View":
+        view = View(self.buffer, self.shape, self.width, self.offset)
+        view.swizzled = self.swizzled
+        view.starts = [int(i.start) if hasattr(i, "start") else int(i) for i in indices]
+        view.sizes = [int(i.size) if hasattr(i, "start") else 1 for i in indices]
+        return view
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """From its first byte to its last."""
+        for start, size, n in zip(self.starts, self.sizes, self.shape, strict=True):
+            if start < 0 or start + size > n:
+                raise Fault(f"positions {start} to {start + size} of a buffer of {n}")
+        first = sum(start * stride for start, (stride, _) in zip(self.starts, self.axes, strict=True))
+        last = first + sum((size - 1) * stride for size, (stride, _) in zip(self.sizes, self.axes, strict=True))
+        return self.offset + first * self.width, self.offset + (last + 1) * self.width
+
+
+class Warpgroup:
+    """One warpgroup's way through the kernel."""
+
+    def __init__(self, kernel: "Kernel", cluster: list[Block], rank: int, number: int, names: dict[str, int]) -> None:
+        self.kernel, self.cluster, self.block, self.rank = kernel, cluster, cluster[rank], rank
+        self.number, self.names = number, names
+        self.agents = [5 * (rank * kernel.warpgroups + number) + i for i in range(5)]
+        self.first, self.rest, self.tensor, self.stores, self.sends = self.agents
+        self.clocks = [np.zeros(kernel.agents, int) for _ in range(2)]  # of the first thread, and of the rest
+        for clock, agent in zip(self.clocks, self.agents, strict=False):
+            clock[agent] = 1
+        self.products = self.groups = self.rounds = 0
+
+    # ---- what is known
+
+    def told(self, clock: np.ndarray) -> None:
+        for own in self.clocks:
+            np.maximum(own, clock, out=own)
+
+    def knows(self, agent: int, moment: int) -> None:
+        for own in self.clocks:
+            own[agent] = max(own[agent], moment)
+
+    def leave(self) -> np.ndarray:
+        """All that its threads know and did, and a new moment."""
+        clock = np.maximum(*self.clocks)
+        for own, agent in zip(self.clocks, self.agents, strict=False):
+            own[agent] += 1
+        return clock
+
+    def meet(self) -> None:
+        self.told(self.leave())
+
+    def threads(self, view: View, kind: str) -> None:
+        clock = self.clocks[1]
+        view.buffer.use(view.part, self.rest, clock[self.rest], clock, kind)
+
+    # ---- the jaxpr
+
+    def run(self, jaxpr: Any, arguments: Sequence[Any]) -> Run:
+        constants, steps, results = self.kernel.program(jaxpr)
+        values = [*arguments, *constants]
+        for scalar, sources, equation in steps:
+            given = [values[i] for i in sources]
+            if scalar is not None:
+                values.append(scalar(*given))
+            else:
+                values += yield from self.step(equation, given)
+        return [values[i] for i in results]
+
+    def step(self, equation: Any, given: list[Any]) -> Run:
+        name, params = equation.primitive.name, equation.params
+        if equation is self.kernel.missing:
+            return [None] * len(equation.outvars)
+        allowed = params.get("n", 0) + (equation is self.kernel.early)
+        match name:
+            case "cond":
+                return (yield from self.run(_open(params["branches"][given[0]]), given[1:]))
+            case "while":
+                count = params["cond_nconsts"]
+                body, carry = count + params["body_nconsts"], given[count + params["body_nconsts"] :]
+                while (yield from self.run(_open(params["cond_jaxpr"]), [*given[:count], *carry]))[0]:
+                    carry = yield from self.run(_open(params["body_jaxpr"]), [*given[count:body], *carry])
+                return carry
+            case "scan":
+                inner = _open(params["jaxpr"])
+                consts, carry, rest = params["ft_in"].update(given).unpack()
+                assert not list(rest), "a loop over an array"
+                consts, carry = list(consts), list(carry)
+                for _ in range(params["length"]):
+                    carry = yield from self.run(inner, [*consts, *carry])
+                return carry
+            case "jit" | "pjit" | "closed_call" | "core_call" | "custom_jvp_call":
+                inner = next(params[key] for key in ("jaxpr", "call_jaxpr") if key in params)
+                return (yield from self.run(_open(inner), given))
+            case "run_scoped":
+                inner = params["jaxpr"]
+                made = [self.kernel.buffer(self.block, v) for v in inner.invars]
+                return (yield from self.run(inner, [*given, *made]))
+            case "axis_index":
+                return [self.names[params["axis_name"]]]
+            case "barrier_wait":
+                yield from self.wait(self.barriers(given, params["transforms_treedef"])[0])
+            case "barrier_arrive":
+                assert not params["has_user_predicate"]
+                self.arrive(given, params["transforms_treedef"])
+            case "copy_gmem_to_smem":
+                self.fetch(given, params)
+            case "copy_smem_to_gmem":
+                self.send_out(given, params)
+            case "wait_smem_to_gmem":
+                self.knows(self.stores, self.groups - allowed)
+                self.meet()
+            case "wgmma_wait":
+                self.knows(self.tensor, self.products - allowed)
+            case "commit_smem":
+                for memory in self.block.memories():
+                    memory.fence(self.rest)
+                self.meet()
+            case "swap" | "get" | "load":
+                self.access(name, given, params)
+            case "inline_mgpu":
+                yield from self.inline(given, params)
+            case "set_max_registers":
+                pass
+            case _ if any(isinstance(v, View | list | tuple) for v in given):
+                raise NotImplementedError(f"{name} of a reference")
+            case _ if any(v.aval.shape == () and v.aval.dtype in (np.int32, np.bool_) for v in equation.outvars):
+                raise NotImplementedError(f"{name} of scalars")
+        return [None] * len(equation.outvars)
+
+    # ---- barriers
+
+    def barriers(self, given: Sequence[Any], treedef: Any) -> list[Barrier]:
+        """The barrier that is named, in every block that has a copy of it; this block's first."""
+        (key, _), *flat = given[0], *given[1:]
+        indexers = treedef.unflatten(flat)
+        number = int(indexers[0].indices[0]) if indexers else 0
+        kind = self.kernel.kinds[key]
+        others = (
+            [block for block in self.cluster if block is not self.block] if hasattr(kind, "collective_axes") else []
+        )
+        return [self.kernel.barriers(block, key)[number] for block in (self.block, *others)]
+
+    def arrive(self, given: Sequence[Any], treedef: Any) -> None:
+        clock = self.leave()
+        own, *others = self.barriers(given, treedef)
+        own.arrive(clock)
+        for barrier, block in zip(others, (b for b in self.cluster if b is not self.block), strict=bool(others)):
+            barrier.arrive(clock)
+            block.visits += [(agent, clock[agent]) for agent in (self.first, self.rest)]
+
+    def wait(self, barrier: Barrier) -> Run:
+        moments = barrier.waits.setdefault(self.rest, [])
+        while len(barrier.over) <= len(moments):
+            yield
+        self.told(barrier.over[len(moments)])
+        moments.append(int(self.clocks[1][self.rest]))
+        self.leave()
+        return []
+
+    # ---- copies
+
+    def fetch(self, given: Sequence[Any], params: dict[str, Any]) -> None:
+        assert not params["has_user_predicate"]
+        assert params["collective_axes"] is None
+        source, target, barrier, *flat = given
+        trees = [params[f"{name}_transforms_treedef"] for name in ("src", "dst", "barrier")]
+        views, at = [], 0
+        for tree in trees:
+            views.append(flat[at : at + tree.num_leaves])
+            at += tree.num_leaves
+        source.transformed(trees[0].unflatten(views[0]))
+        target = target.transformed(trees[1].unflatten(views[1]))
+        (barrier,) = self.barriers([barrier, *views[2]], trees[2])
+        clock = self.clocks[0]
+        moment = len(barrier.over) + 1
+        if clock[barrier.agent] < len(barrier.over):
+            raise Fault("a load does not know that its barrier's last phase is over")
+        target.buffer.use(target.part, barrier.agent, moment, clock, "write")
+        barrier.arrive(self.leave())
+
+    def send_out(self, given: Sequence[Any], params: dict[str, Any]) -> None:
+        source, target, *flat = given
+        asked = flat.pop() if params["has_user_predicate"] else True
+        trees = [params[f"{name}_transforms_treedef"] for name in ("src", "dst")]
+        count = trees[0].num_leaves
+        source = source.transformed(trees[0].unflatten(flat[:count]))
+        target = target.transformed(trees[1].unflatten(flat[count:]))
+        assert params["commit_group"]
+        self.groups += 1
+        if asked:
+            source.buffer.use(source.part, self.stores, self.groups, self.clocks[0], "read")
+            target.buffer.write(target.starts, target.sizes, not source.swizzled)
+
+    # ---- threads' own accesses, and blocks of PTX
+
+    def access(self, name: str, given: Sequence[Any], params: dict[str, Any]) -> None:
+        tree: Any = params.get("tree", params.get("args_tree"))
+        view = given[0]
+        if name == "load":
+            transforms = tree.unflatten(given[1:])
+        else:
+            transforms = tree.unflatten(given[2:] if name == "swap" else given[1:])
+        view = view.transformed(transforms)
+        if isinstance(view.buffer, Memory):
+            self.threads(view, "store" if name == "swap" else "load")
+        elif name == "swap":
+            view.buffer.write(view.starts, view.sizes, piece=False)
+
+    def inline(self, given: Sequence[Any], params: dict[str, Any]) -> Run:
+        """The functions that emit what Pallas has no name for, each with what it does to its references."""
+        name, count = params["mgpu_fn"].__qualname__.split(".")[0], params["pytree_args"].num_leaves
+        transforms = params["pytree_ref_transforms"].unflatten(given[count:])
+        views = [
+            v.transformed(t) for v, t in zip(given[:count], transforms, strict=True) if isinstance(v, View)
+        ]  # an accumulator has no transforms
+        match name:
+            case "multiply" | "_multiply_window" | "multiply_halo":
+                self.products += 1
+                for view in views:
+                    view.buffer.use(view.part, self.tensor, self.products, self.clocks[1], "read")
+            case "finish_accumulator":
+                if self.kernel.missing != FINISH:
+                    self.knows(self.tensor, self.products)
+            case "start_accumulator" | "scaled":
+                pass
+            case "prepare":
+                self.threads(self.own_barrier(views[0]), "store")
+                self.meet()
+            case "send":
+                self.send(*views)
+            case "receive":
+                yield from self.receive(*views)
+            case "_inline_walk":
+                for view, kind in zip(views, ("load", "load", "store"), strict=True):
+                    self.threads(view, kind)
+            case "_inline_filter":
+                for view in views:
+                    self.threads(view, "load")
+            case "_inline_filter_store":
+                self.threads(views[0], "store")
+            case _:
+                raise NotImplementedError(f"{name} has no meaning here")
+        return []
+
+    # ---- sums over a cluster (`cluster.py`)
+
+    def own_barrier(self, barriers: View, block: Block | None = None) -> View:
+        view = View(self.kernel.in_block(barriers, block or self.block), barriers.shape, barriers.width)
+        view.starts, view.sizes = [2 * self.number], [2]
+        return view
+
+    def slot(self, slots: View, block: Block, number: int) -> View:
+        """Slot `number` of this warpgroup's."""
+        blocks = len(self.cluster)
+        consumers = self.kernel.warpgroups - 1
+        size = slots.shape[0] // consumers // (blocks - 1)
+        view = View(self.kernel.in_block(slots, block), slots.shape, slots.width)
+        view.starts, view.sizes = [(self.number * (blocks - 1) + number) * size], [size]
+        return view
+
+    def send(self, slots: View, barriers: View) -> None:
+        self.rounds += 1
+        clock = self.clocks[1]
+        for to, block in enumerate(self.cluster):
+            if block is not self.block:
+                target = self.slot(slots, block, (to - self.rank) % len(self.cluster) - 1)
+                target.buffer.use(target.part, self.sends, self.rounds, clock, "write")
+                barrier = self.own_barrier(barriers, block)
+                barrier.buffer.use(barrier.part, self.sends, self.rounds, clock, "load")
+                block.came.setdefault(self.number, []).append(clock.copy())
+
+    def receive(self, slots: View, barriers: View) -> Run:
+        others = [rank for rank in range(len(self.cluster)) if rank != self.rank]
+        while len(self.block.came.get(self.number, ())) < len(others) * self.rounds:
+            yield
+        for clock in self.block.came[self.number]:
+            self.told(clock)
+        for rank in others:
+            self.knows(5 * (rank * self.kernel.warpgroups + self.number) + 4, self.rounds)
+        for number in range(len(others)):
+            self.threads(self.slot(slots, self.block, number), "load")
+        self.meet()
+        self.threads(self.own_barrier(barriers), "store")
+        self.meet()
+        return []
+
+
+def _plain(value: Any) -> Any:
+    return np.asarray(value).item() if np.ndim(value) == 0 else None
+
+
+def _open(jaxpr: Any) -> Any:
+    return jaxpr.jaxpr if hasattr(jaxpr, "consts") else jaxpr
+
+
+class Kernel:
+    """One launch of a traced function."""
+
+    def __init__(self, equation: Any) -> None:
+        (mesh,), (self.jaxpr,) = equation.params["meshes"], equation.params["jaxprs"]
+        self.name = mesh.kernel_name
+        (self.blocks,), (self.grid_name,) = mesh.grid, mesh.grid_names
+        self.cluster, (self.cluster_name,) = math.prod(mesh.cluster), mesh.cluster_names or (None,)
+        self.warpgroups, self.thread_name = mesh.num_threads or 1, mesh.thread_name
+        self.missing: Any = None  # an equation that is left out
+        self.early: Any = None  # a wait for groups that lets one more be under way
+        self._programs: dict[int, Any] = {}
+        scoped = [e for e in _equations(self.jaxpr) if e.primitive.name == "run_scoped"]
+        self.kinds = {v: v.aval.inner_aval.dtype for e in scoped for v in e.params["jaxpr"].invars}
+        self.counts = {v: math.prod(v.aval.shape) for v, kind in self.kinds.items() if hasattr(kind, "num_arrivals")}
+        self.firsts = dict(zip(self.counts, itertools.accumulate(self.counts.values(), initial=0), strict=False))
+        self.threads = 5 * self.cluster * self.warpgroups  # agents that are parts of warpgroups
+        self.agents = self.threads + self.cluster * sum(self.counts.values())
+
+    def program(self, jaxpr: Any) -> tuple[list[Any], list[tuple[Any, list[int], Any]], list[int]]:
+        """A jaxpr with its variables numbered: constants that follow the arguments, steps, and what it returns."""
+        if id(jaxpr) not in self._programs:
+            places = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+            constants: list[Any] = []
+            literals = [v for e in jaxpr.eqns for v in e.invars if isinstance(v, Literal)]
+            for v in (*literals, *(v for v in jaxpr.outvars if isinstance(v, Literal))):
+                places[id(v)] = len(jaxpr.constvars) + len(jaxpr.invars) + len(constants)
+                constants.append(_plain(v.val))
+            place = lambda v: places[id(v) if isinstance(v, Literal) else v]
+            steps, last = [], len(jaxpr.constvars) + len(jaxpr.invars) + len(constants)
+            for equation in jaxpr.eqns:
+                (*_, out) = equation.outvars or (None,)
+                plain = out is not None and out.aval.shape == () and all(v.aval.shape == () for v in equation.invars)
+                scalar = SCALARS.get(equation.primitive.name) if plain else None
+                steps.append((scalar, [place(v) for v in equation.invars], equation))
+                for v in equation.outvars:
+                    places[v], last = last, last + 1
+            self._programs[id(jaxpr)] = constants, steps, [place(v) for v in jaxpr.outvars]
+        return self._programs[id(jaxpr)]
+
+    def ordering(self) -> list[Any]:
+        """The equations that order accesses, `FINISH` for the wait in `finish_accumulator` among them."""
+        found = [e for e in _equations(self.jaxpr) if e.primitive.name in ORDERING]
+        waits = any(_emits(e, FINISH) for e in _equations(self.jaxpr))
+        return [*{id(e): e for e in found}.values(), *([FINISH] if waits else [])]
+
+    def buffer(self, block: Block, var: Any) -> Any:
+        if var in self.counts:
+            self.barriers(block, var)
+            return var, None
+        shape, width = var.aval.shape, np.dtype(var.aval.inner_aval.dtype).itemsize
+        if var not in block.buffers:
+            block.buffers[var] = Memory(math.prod(shape) * width)
+        return View(block.buffers[var], shape, width)
+
+    def barriers(self, block: Block, var: Any) -> list[Barrier]:
+        if var not in block.buffers:
+            kind, ranks = self.kinds[var], self.cluster if hasattr(self.kinds[var], "collective_axes") else 1
+            first = self.threads + block.rank * sum(self.counts.values()) + self.firsts[var]
+            block.buffers[var] = [
+                Barrier(first + i, kind.num_arrivals * ranks, self.agents) for i in range(self.counts[var])
+            ]
+        return block.buffers[var]
+
+    def in_block(self, view: View, block: Block) -> Memory:
+        """The buffer of another block of the cluster that is where the view's is in its own."""
+        for own in self.running:
+            for var, buffer in own.buffers.items():
+                if buffer is view.buffer:
+                    return self.buffer(block, var).buffer
+        raise AssertionError("no such buffer")
+
+    def run(self) -> None:
+        """Interprets the launch; raises a `Fault`."""
+        arrays = [Result(v.aval.shape) for v in self.jaxpr.invars]
+        views = [View(array, array.shape, 1) for array in arrays]
+        for number in range(self.blocks):
+            self.run_cluster(number, views)
+        *_, result = arrays
+        if (result.times != 1).any():
+            where = tuple(int(i[0]) for i in np.nonzero(result.times != 1))
+            raise Fault(f"element {where} of the result is written {result.times[where]} times")
+
+    def run_cluster(self, number: int, views: Sequence[View]) -> None:
+        self.running = cluster = [Block(rank) for rank in range(self.cluster)]
+        warpgroups = []
+        for rank in range(self.cluster):
+            for thread in range(self.warpgroups):
+                names = {self.grid_name: number, self.cluster_name: rank, self.thread_name: thread}
+                warpgroups.append(Warpgroup(self, cluster, rank, thread, names))
+        active = [(w, w.run(self.jaxpr, views)) for w in warpgroups]
+        before = None
+        while active:
+            active = [(w, run) for w, run in active if _goes_on(run)]
+            now = len(active), *_progress(cluster)
+            if active and now == before:
+                raise Fault(f"warpgroups {[(w.rank, w.number) for w, _ in active]} wait without an end")
+            before = now
+        for rank, block in enumerate(cluster):
+            clock = np.maximum.reduce([w.leave() for w in warpgroups if w.rank == rank])
+            for memory in block.memories():
+                if any(clock[use[2]] < use[3] for use in memory.uses):
+                    raise Fault("shared memory is given back while it is in use")
+            if any(clock[agent] < moment for agent, moment in block.visits):
+                raise Fault("a block ends before another one's arrival has come")
+            for barrier in block.barriers():
+                barrier.check()
+
+
+def _progress(cluster: list[Block]) -> Iterator[Any]:
+    for block in cluster:
+        yield sum(map(len, block.came.values()))
+        yield from ((len(b.over), b.due, *map(len, b.waits.values())) for b in block.barriers())
+
+
+def _goes_on(run: Run) -> bool:
+    try:
+        next(run)
+    except StopIteration:
+        return False
+    return True
+
+
+def _emits(equation: Any, name: str) -> bool:
+    return equation.primitive.name == "inline_mgpu" and equation.params["mgpu_fn"].__qualname__.startswith(name)
+
+
+def place_of(equation: Any) -> str:
+    """The function that an equation stands in."""
+    if isinstance(equation, str):
+        return equation
+    frame = source_info_util.user_frame(equation.source_info.traceback)
+    return frame.function_name if frame else ""
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, those of inner jaxprs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = _open(inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def kernels(function: Callable[..., Any], *avals: Any) -> list[Kernel]:
+    """The launches of a function that have a frame to check: those of which PTX is not all."""
+    traced = jax.make_jaxpr(function)(*avals).jaxpr
+    launches = [Kernel(e) for e in _equations(traced) if e.primitive.name == "mpmd_map"]
+    return [kernel for kernel in launches if kernel.counts]
