@@ -101,6 +101,12 @@ def bind(op: str, *operands: Any, spec: ConvSpec) -> Array:
     return _BIND[op](*operands, spec=spec)
 
 
+def sum_of_nothing(op: str, spec: ConvSpec, a: Array, b: Array) -> Array | None:
+    """The accumulator of a call in which nothing is added up, zeros if anything; None of any other call."""
+    shape = result_shape(op, spec, a, b)
+    return jnp.zeros(shape, spec.accumulate) if 0 in (*a.shape, *b.shape, *shape) else None
+
+
 def finish(op: str, spec: ConvSpec, acc: Array, *operands: Array) -> Array:
     """Runs a call's epilogue on its accumulator."""
     channel = spec.channel(ROLES[op][2])

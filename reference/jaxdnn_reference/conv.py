@@ -29,6 +29,7 @@ cudnnConvolutionBackwardFilter, cudnnConvolutionBackwardBias; Dumoulin and Visin
 transposed convolution.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def conv(
     window = make_window(xc.shape[0], xc.shape[1:-1], wc.shape[:-2], stride, padding, dilation, mode)
     c, k = wc.shape[-2] * groups, wc.shape[-1]
     cg, kg = c // groups, k // groups
-    pixels = with_zero(xc.reshape(-1, groups, cg))
+    pixels = with_zero(in_pixels(xc, groups, cg))
     taps_of_filter = np.ascontiguousarray(wc.reshape(window.taps * cg, k).T)
 
     def left(row: Array, group: Array) -> Array:
@@ -110,7 +111,7 @@ def conv_dgrad(
     window = make_window(shape[0], shape[1:-1], wc.shape[:-2], stride, padding, dilation, mode)
     cg, k = wc.shape[-2:]
     kg = k // groups
-    pixels = with_zero(dyc.reshape(-1, groups, kg))
+    pixels = with_zero(in_pixels(dyc, groups, kg))
     taps_of_filter = np.ascontiguousarray(wc.reshape(window.taps, cg, groups, kg).transpose(2, 1, 0, 3))
 
     def left(row: Array, group: Array) -> Array:
@@ -154,9 +155,9 @@ def conv_wgrad(
     window = make_window(xc.shape[0], xc.shape[1:-1], shape[:-2], stride, padding, dilation, mode)
     cg, k = shape[-2:]
     kg = k // groups
-    pixels = np.ascontiguousarray(with_zero(xc.reshape(-1, groups, cg)).transpose(1, 2, 0))
+    pixels = np.ascontiguousarray(with_zero(in_pixels(xc, groups, cg)).transpose(1, 2, 0))
     input_pixel = np.ascontiguousarray(window.input_pixel(np.arange(window.out_pixels)).T)  # [taps, N P Q]
-    gradient = np.ascontiguousarray(dyc.reshape(-1, k).T)
+    gradient = np.ascontiguousarray(in_pixels(dyc, k).T)
 
     def left(row: Array, group: Array) -> Array:
         tap, c = np.divmod(row, cg)
@@ -177,7 +178,7 @@ def conv_bgrad(dy: Array, /, *, layout: str = "NHWC", **options: Any) -> Any:
     options: see `product.finish`. Returns db [K] (cudnnConvolutionBackwardBias).
     """
     dyc = lay.image_axes(layout).to_canonical(dy)
-    gradient = dyc.reshape(-1, dyc.shape[-1]).T
+    gradient = in_pixels(dyc, dyc.shape[-1]).T
     k, terms = gradient.shape
 
     def right(column: Array, group: Array) -> Array:
@@ -230,6 +231,11 @@ def conv_transpose(
 def operand(x: Array, precision: str | None) -> Array:
     """precision="tf32" cuts float32 to TF32's 10 fraction bits; None multiplies the stored values."""
     return truncate_to_tf32(x) if precision == "tf32" and x.dtype == FLOAT32 else x
+
+
+def in_pixels(x: Array, *channels: int) -> Array:
+    """[N P..., channels]: an image's pixels in a row; without channels as many, of no elements."""
+    return x.reshape(math.prod(x.shape[:-1]), *channels)
 
 
 def with_zero(pixels: Array) -> Array:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxdnn_reference import layout as lay
-from jaxdnn_reference.conv import make_window, with_zero
+from jaxdnn_reference.conv import in_pixels, make_window, with_zero
 from jaxdnn_reference.tensor import finish, wide
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ def im2col(
     xc = axes.to_canonical(x)
     n, *sizes, c = xc.shape
     found = make_window(n, sizes, lay.per_axis(window, len(sizes)), stride, padding, dilation, mode)
-    seen = with_zero(xc.reshape(-1, 1, c))[found.input_pixel(np.arange(found.out_pixels)), 0]  # [N P Q, R S, C]
+    seen = with_zero(in_pixels(xc, 1, c))[found.input_pixel(np.arange(found.out_pixels)), 0]  # [N P Q, R S, C]
     seen = seen if _order(order, layout) == "taps_channels" else seen.swapaxes(-1, -2)
     return axes.from_canonical(seen.reshape(n, *found.out_size, found.taps * c))
 
@@ -65,9 +65,9 @@ def col2im(
     kernel = lay.per_axis(window, len(sizes))
     found = make_window(n, sizes, kernel, stride, padding, dilation, mode)
     if _order(order, layout) == "taps_channels":
-        patches = yc.reshape(-1, found.taps, c)
+        patches = in_pixels(yc, found.taps, c)
     else:
-        patches = yc.reshape(-1, c, found.taps).swapaxes(1, 2)
+        patches = in_pixels(yc, c, found.taps).swapaxes(1, 2)
     patches = with_zero(patches)
     pixel = found.output_pixel(np.arange(found.in_pixels))  # [N H W, R S]
     total = patches[pixel[:, 0], 0]

@@ -67,8 +67,8 @@ def in_groups(x: Array, groups: int | None, channels: int | None, layout: str) -
     c, n = axes.letters.index("C"), axes.letters.index("N")
     filled = 0 if channels is None else plain.shape[c] - channels
     plain = plain.take(range(plain.shape[c] - filled), c)
-    g = plain.shape[c] if groups is None else groups
-    split = plain.reshape(*plain.shape[:c], g, plain.shape[c] // g, *plain.shape[c + 1 :])
+    g, each = (plain.shape[c], 1) if groups is None else (groups, plain.shape[c] // groups)
+    split = plain.reshape(*plain.shape[:c], g, each, *plain.shape[c + 1 :])
     batch = n + (n > c)
     return Groups(
         axes,

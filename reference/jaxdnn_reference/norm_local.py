@@ -34,10 +34,11 @@ def window_sum(v: Array, axes: Sequence[int], n: int, even: str, *, mirrored: bo
     if mirrored:
         low, high = high, low
     for axis in axes:
-        size = v.shape[axis]
         lines = np.moveaxis(v, axis, 0)
-        summed = [lines[max(c - low, 0) : c + high + 1].sum(0) for c in range(size)]
-        v = np.moveaxis(np.stack(summed), 0, axis)
+        summed = np.empty_like(lines)
+        for c in range(len(lines)):
+            summed[c] = lines[max(c - low, 0) : c + high + 1].sum(0)
+        v = np.moveaxis(summed, 0, axis)
     return v
 
 

@@ -32,6 +32,8 @@ Add = Callable[[Array, Array, Array], Array]
 def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     """Serves a call of any of the three ops."""
     spec: ConvSpec = call.spec
+    if (nothing := _conv.sum_of_nothing(call.op, spec, a, b)) is not None:
+        return _conv.finish(call.op, spec, nothing, *operands)
     roles = _conv.ROLES[call.op]
     a, b = (canonical(spec, role, v).astype(jnp.float32) for role, v in zip(roles, (a, b), strict=False))
     if spec.precision == "tf32":
@@ -112,8 +114,7 @@ def _backward_filter(problem: Problem, x: Array, dy: Array, add: Add) -> Array:
         return add(taps, pixel.reshape((1,) * rank + pixel.shape), acc)
 
     zero = _zero((*problem.taps, cg, groups, kg))
-    total = zero if isinstance(n, int) and n == 0 else lax.fori_loop(0, n * math.prod(outputs), body, zero)
-    return total.reshape(*problem.taps, cg, groups * kg)
+    return lax.fori_loop(0, n * math.prod(outputs), body, zero).reshape(*problem.taps, cg, groups * kg)
 
 
 def _zero(shape: tuple[int, ...]) -> Array:

@@ -6,6 +6,7 @@ in one program and not in another, which XLA does on CPUs as it sees fit, behind
 hides it from the compiler. It costs a pass over memory for every other step, hence its rank.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ def tree(x: Array, axes: Sequence[int]) -> Array:
     axes = tuple(sorted(a % x.ndim for a in axes))
     kept = [a for a in range(x.ndim) if a not in axes]
     shape = tuple(1 if a in axes else size for a, size in enumerate(x.shape))
-    lines = jnp.transpose(x, (*axes, *kept)).reshape(-1, *(x.shape[a] for a in kept))
-    length = len(lines)
+    length = math.prod(x.shape[a] for a in axes)
+    lines = jnp.transpose(x, (*axes, *kept)).reshape(length, *(x.shape[a] for a in kept))
     if length == 0:
         return jnp.zeros(shape, x.dtype)
     size = 1 << (length - 1).bit_length()
