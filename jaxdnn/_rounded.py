@@ -73,7 +73,8 @@ def nearest(x: Array, dtype: Any) -> Array:
     """x in another dtype, of floats the nearest number, ties to even, rounded once.
 
     XLA on CPUs, as NumPy, converts float64 and int32 to the narrow types by way of float32 and so rounds twice: to
-    bfloat16, 1 + 2^-8 + 2^-40 would become 1. A tangent is converted by XLA.
+    bfloat16, 1 + 2^-8 + 2^-40 would become 1. On GPUs it gives float8 the largest number where NaN (e4m3fn) or infinity
+    (e5m2) is due. A tangent is converted by XLA.
     """
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize <= 2
     if narrow and x.dtype == np.float64:
@@ -82,6 +83,8 @@ def nearest(x: Array, dtype: Any) -> Array:
         # Of what float32 does not hold, the low byte is one bit: to which side of the middle of two numbers x lies.
         sticky = jnp.where(x & 255 == 0, x, (x | 511) - 255)
         x = jnp.where((x < 2**24) & (x > -(2**24)), x, sticky)
+    if narrow and np.dtype(dtype).itemsize == 1 and x.dtype != dtype:
+        return _overflowing(x, np.dtype(dtype))
     return x.astype(dtype)
 
 
@@ -109,6 +112,23 @@ def _narrowed(x: Array, dtype: np.dtype) -> Array:
 @_narrowed.defjvp
 def _narrowed_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _narrowed(*primals, dtype), tangents[0].astype(dtype)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _overflowing(x: Array, dtype: np.dtype) -> Array:
+    """In a float8 type: NaN or infinity where x rounds to no number of it; a tie goes to the even significand."""
+    info = jnp.finfo(dtype)
+    half = 2.0 ** (info.maxexp - 2 - info.nmant)  # of the distance from the largest number to the next one
+    limit, size = float(info.max) + half, jnp.abs(x.astype(np.float32))
+    odd = np.asarray(info.max, dtype).view(np.uint8) & 1
+    beyond = size >= limit if odd else size > limit
+    over = jnp.where(jnp.signbit(x), -jnp.inf, jnp.inf).astype(dtype)  # NaN where there is no infinity
+    return jnp.where(beyond, over, x.astype(dtype))
+
+
+@_overflowing.defjvp
+def _overflowing_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _overflowing(*primals, dtype), tangents[0].astype(dtype)
 
 
 def _digits(dtype: Any) -> tuple[int, int]:

@@ -132,6 +132,25 @@ def test_tiles_cover_the_output_once(order):
     assert len(seen) == walk.tiles == 3 * 3 * 2 * 4 * 4
 
 
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("taps", [(3,), (2, 5), (1, 3), (4, 2, 3)])
+def test_a_resident_filter_lies_as_its_taps_are_met(taps, backward, flip):
+    """The producer loads slot after slot what the input's boxes come in the order of, which the schedule states."""
+    one = (1,) * len(taps)
+    geo = Geometry((8,) * len(taps), taps, one, ((1, 1),) * len(taps), one, flip=flip)
+    x = jax.ShapeDtypeStruct((2, *geo.sizes, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((*taps, 64, 64), jnp.bfloat16)
+    dy = jax.ShapeDtypeStruct((2, *geo.out, 64), jnp.bfloat16)
+    if backward:
+        problem = conv_dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16)[0]
+    else:
+        problem = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16).problem
+    walk = Walk(problem, conv_plan.Config(1, (8,) * len(taps), 64, resident=True))
+    order = conv_plan.schedule_order(problem).reshape(-1, problem.reduce)
+    assert [int(walk.tap(number)) for number in range(len(order))] == list(order[:, 0] // problem.reduce)
+
+
 @pytest.mark.parametrize("sms", [1, 2, 7, 132, 1000])
 @pytest.mark.parametrize("deal", ["round", "snake", "together"])
 def test_every_tile_is_dealt_once(deal, sms):

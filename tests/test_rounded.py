@@ -216,3 +216,16 @@ ROUTES: dict[str, Callable[[Any], Any]] = {
 def test_every_route_rounds_float64_once(route: str):
     found = np.asarray(jax.jit(ROUTES[route])(np.full((1, 2, 3, 1), TIE))).astype(np.float64)
     assert np.all(found == 1 + 2.0**-7)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_float8_overflows_to_nan_or_infinity(dtype):
+    """As ml_dtypes has it. XLA's own conversion on GPUs stops at the largest number, found by random calls."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    x = np.array([1, 1.03, 1.03574, 1.0715, 2, 1e30, np.inf, np.nan, 0, 0.3], np.float32) * np.float32(largest)
+    x = np.concatenate([x, -x, np.float32([464, 464.1, 61440, 61439])])
+    with np.errstate(over="ignore"):
+        expected = x.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(nearest(jnp.asarray(x), dtype)).astype(np.float32), expected)
+    tangent = jax.jvp(lambda v: nearest(v, dtype), (jnp.asarray(x),), (jnp.ones_like(jnp.asarray(x)),))[1]
+    np.testing.assert_array_equal(np.asarray(tangent).astype(np.float32), 1)

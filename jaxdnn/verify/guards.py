@@ -72,7 +72,7 @@ class Arena:
             beside = f" and of a workspace of {workspace} bytes" if workspace else ""
             return f"{found.size} pieces of {CHUNK} bytes were written outside of every array{beside}: {places}"
         for at, size in ranges:
-            if size % CHUNK and not self.before[at // CHUNK] and (message := self._after(at, size, pattern)):
+            if size % CHUNK and not self.before[(at + size) // CHUNK] and (message := self._after(at, size, pattern)):
                 return message
         return None
 

@@ -6,6 +6,7 @@ time, fails its call and is started again. After most of the calls, the rest are
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -20,7 +21,7 @@ from jaxdnn._kernels.hopper import branches
 from jaxdnn.verify import case
 
 SECONDS = 180  # that a call may take, compilation included
-STEERED = 0.25  # the share of calls that are steered
+STEERED, OFTEN = 0.15, 6  # the share of calls that are steered, and how often a branch is then to be taken
 RECYCLED = 400  # calls after which a process is started anew: compiled programs stay in memory
 MEMORY = 3 << 29  # bytes of a GPU for each process
 GPU_WORKERS = 24  # processes at most
@@ -47,10 +48,12 @@ class Worker:
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
         )
-        threading.Thread(target=self._drain, daemon=True).start()
+        self.drained = threading.Thread(target=self._drain, daemon=True)
+        self.drained.start()
         try:
             self._read()
         except EOFError as error:
+            self.end()
             raise RuntimeError(f"a process for random calls does not start: {error}") from None
 
     def _drain(self) -> None:
@@ -67,6 +70,7 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()
+            self.drained.join()
             raise EOFError(f"the process ended with status {status}: {' | '.join(self.errors)}")
         return json.loads(line)
 
@@ -77,14 +81,21 @@ class Worker:
         print(json.dumps({"index": index, "towards": towards}), file=self.process.stdin, flush=True)
         return self._read()
 
-    def stop(self) -> None:
-        """Ends the process."""
+    def end(self) -> None:
+        """Ends the process, if it has not ended by itself when there is nothing more to read for it."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
+        self.drained.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
 
 
 class Calls:
@@ -104,7 +115,9 @@ class Calls:
             index, self.next = self.next, self.next + 1
             if index < self.steered_from:
                 return index, self.towards
-            wanted = min(every(), key=lambda b: (self.asked[b] + min(self.taken[b], 20), b))
+            wanted = min(every(), key=lambda b: (self.asked[b] + self.taken[b], b))
+            if self.asked[wanted] + self.taken[wanted] >= OFTEN:
+                return index, self.towards
             self.asked[wanted] += 1
             return index, wanted
 
@@ -187,7 +200,9 @@ def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int
             except (EOFError, OSError) as error:
                 report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "status": "failed"}
                 report["message"] = f"the process that ran it ended: {error}"
-                worker = None
+                if worker is not None:
+                    worker.end()
+                    worker = None
             except RuntimeError as error:
                 done.put(error)
                 return
@@ -195,10 +210,10 @@ def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int
             calls.tell(report)
             done.put(report)
             if worker is not None and (report.get("fatal") or worker.calls >= RECYCLED):
-                worker.stop()
+                worker.end()
                 worker = None
         if worker is not None:
-            worker.stop()
+            worker.end()
     finally:
         done.put(None)
 

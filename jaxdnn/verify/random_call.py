@@ -33,7 +33,7 @@ KERNELS = {
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
 }
-REDRAWN, TRIED = 30, 25  # how often for a call that the engine serves, and for one that takes a branch
+REDRAWN, TRIED = 30, 12  # how often for a call that the engine serves, and for one that takes a branch
 MULTIPROCESSORS = {None: 6, 1: 1, 3: 1, 20: 1, 100: 1}
 PROCEDURE_EVERY = 10
 # Those that need no other threads or devices; each call is compared with the definition's bits in any case.
@@ -176,7 +176,7 @@ def _problem(found: Drawn, seed: int, index: int, flush: bool, arena: Arena | No
     operands, extras = family.arrays(case, found.kind, seed, accumulation)
     with jax.enable_x64(case.x64), found.settings():
         compiled = jax.jit(case.function()).lower(*operands, **extras).compile()
-        results = _repeated(compiled, operands, extras, arena)
+        results = _repeated(compiled, operands, extras, arena, repeats=found.facts.level != "fast")
         if isinstance(results, str):
             return results, 0.0
         checks = family.judge(case, found.facts, found.kind, operands, extras, results, accumulation)
@@ -189,7 +189,7 @@ def _problem(found: Drawn, seed: int, index: int, flush: bool, arena: Arena | No
     return "", ratio
 
 
-def _repeated(compiled: Any, operands: Any, extras: Any, arena: Arena | None) -> Any:
+def _repeated(compiled: Any, operands: Any, extras: Any, arena: Arena | None, *, repeats: bool) -> Any:
     """The results of a call, or what differs when it is repeated on memory full of another pattern, or is damaged."""
     there, named = jax.device_put((operands, extras))
     workspace = compiled.memory_analysis().temp_size_in_bytes
@@ -206,7 +206,7 @@ def _repeated(compiled: Any, operands: Any, extras: Any, arena: Arena | None) ->
             first = outs = jax.tree.map(np.asarray, outs)
             continue
         for number, (a, b) in enumerate(zip(arrays, jax.tree.leaves(first), strict=True)):
-            if different := int((~plain.same_bits(a, b)).sum()):
+            if repeats and (different := int((~plain.same_bits(a, b)).sum())):
                 return f"{different} of {a.size} elements of result {number} have other bits when it is repeated"
         del outs
     for given, here in zip(jax.tree.leaves((operands, extras)), jax.tree.leaves((there, named)), strict=True):

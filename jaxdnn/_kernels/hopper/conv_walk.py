@@ -111,6 +111,16 @@ class Walk:
     def _turned(self, number: Any, sm: Any, sms: Any) -> Any:
         return lax.select(lax.rem(number, 2) == 1, sms - 1 - sm, sm)
 
+    def tap(self, number: Any) -> Any:
+        """The filter's tap that the only phase meets at this number: of a turned filter the last one first."""
+        axes = self.problem.axes
+        if all(ax.first[0] == 0 and ax.tap_step == 1 for ax in axes):
+            return number
+        tap: Any = 0
+        for ax, j in zip(axes, digits(number, [ax.taps for ax in axes[::-1]])[-2::-1], strict=True):
+            tap = tap * ax.taps + ax.first[0] + j * ax.tap_step
+        return tap
+
     def steps(self, tile: Any) -> Any:
         """Slots of the ring that a tile consumes."""
         return select(lax.div(tile, self.per_phase), self.taps) * self.problem.chunks

@@ -36,7 +36,8 @@ class Producer(Block):
 
         @pl.loop(0, self.cut.steps)
         def _(step: Any) -> None:
-            self.load_b(lax.div(step, taps), lax.rem(step, taps), jnp.int32(0), step, self.scratch["b_full"])
+            tap = self.walk.tap(lax.rem(step, taps))
+            self.load_b(lax.div(step, taps), tap, jnp.int32(0), step, self.scratch["b_full"])
 
     def load_tile(self, local: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
         n, at, phase, k = self.walk.place(self.walk.tile(local, self.sm, self.sms))
