@@ -1,8 +1,9 @@
 # Two commands need nothing before them but Python 3.11 or newer: `make verify` and `make test`.
 PYTHON ?= python3
 WORKERS ?= 2
-# Of a test function's parameters `make test` runs so many, for ten minutes on two cores; SAMPLE=0 runs all, over 7,000.
-SAMPLE ?= 2
+# Of a test function's parameters `make test` runs so many, and every facet, for ten minutes on two cores (tests/_sample.py
+# says which); 0 runs all, over 10,000.
+SAMPLE ?= 1
 RUN := .venv/bin/python -m
 
 # On Python 3.11 pip stops at JAX 0.10, so the tests also run where a newer Python gets the newest JAX. The first that
@@ -14,11 +15,12 @@ NEWER_PYTHON ?= $(shell \
     "$$python" -c "$$is_newer" 2>/dev/null && { echo "$$python"; break; }; \
   done)
 
-.PHONY: help verify test test-default test-newest lint format types bench notebooks clean
+.PHONY: help verify test test-all test-default test-newest lint format types bench notebooks clean
 
 help:
 	@echo 'make verify     set up, compare every op with its definition on the CPU, write the report'
 	@echo 'make test       set up, run the tests (also on the newest JAX where a Python >= 3.12 is found)'
+	@echo 'make test-all   the tests with every parameter, and how long they took'
 	@echo 'make lint       ruff: rules and format       make format     let ruff mend what it can'
 	@echo 'make types      pyright                      make bench      measure the engines and their peers'
 	@echo 'make notebooks  execute the notebooks again, in place'
@@ -28,6 +30,13 @@ verify: .venv/.installed
 	$(RUN) jaxdnn verify --platform cpu
 
 test: test-default test-newest
+
+# Goes on with the newer Python where the other one's tests failed.
+test-all:
+	@start=$$(date +%s); \
+	$(MAKE) --no-print-directory --keep-going SAMPLE=0 test; status=$$?; \
+	echo "test-all: $$((($$(date +%s) - start) / 60)) minutes with $(WORKERS) workers"; \
+	exit $$status
 
 test-default: .venv/.dev
 	$(RUN) pytest -n $(WORKERS) --sample $(SAMPLE)

@@ -1,10 +1,8 @@
 """What every test runs under: eight simulated CPU devices, no silent promotion, 32 bits unless a test asks for more.
 
-Nearly all of a test's time is compilation, and many tests are one function of many parameters. Of these `--sample N`
-runs N, evenly spread over the list, the same ones every time; without it all are run.
+With `--sample N` a run takes a part of the tests, which the header names (`_sample`).
 """
 
-import collections
 import os
 from collections.abc import Iterator
 
@@ -15,6 +13,7 @@ import hypothesis
 import jax
 import pytest
 
+import _sample
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import MEASURED_ON
 
@@ -26,29 +25,37 @@ hypothesis.settings.register_profile("jaxdnn", deadline=None, derandomize="CI" i
 hypothesis.settings.load_profile("jaxdnn")
 
 
-def pytest_report_header() -> str:
-    return f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", type=int, default=0, metavar="N", help="of a function's parameters, run N (0: all)")
+    said = "of a function's parameters run N, or a part if that is more, and every facet (0: all)"
+    parser.addoption("--sample", type=int, default=0, metavar="N", help=said)
+    said = f"which sample, from 0 to {_sample.SLICES - 1}; without it that of the commit"
+    parser.addoption("--slice", type=int, choices=range(_sample.SLICES), default=None, metavar="N", help=said)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.slice is None:  # here, so that all workers of a run have the same
+        config.option.slice = _sample.current()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    count, slice_ = config.option.sample, config.option.slice
+    tests = f"; repeat this sample with --sample {count} --slice {slice_}" if count else ""
+    return f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices{tests}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    count = config.getoption("--sample")
-    if not count:
+    if not config.option.sample:
         return
-    functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
-    for item in items:
-        functions[item.nodeid.partition("[")[0]].append(item)
-    kept = {
-        id(group[i * len(group) // n])
-        for group in functions.values()
-        for n in [min(count, len(group))]
-        for i in range(n)
-    }
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    tests = {item.nodeid: getattr(getattr(item, "callspec", None), "params", {}) for item in items}
+    kept = _sample.chosen(tests, config.option.sample, config.option.slice)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a module compiled is of no use to the next, and ten thousand tests' programs exhaust a process's memory."""
+    if nextitem is not None and nextitem.path != item.path:
+        jax.clear_caches()
 
 
 @pytest.fixture
