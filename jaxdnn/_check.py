@@ -84,11 +84,11 @@ def integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def countable(name: str, sizes: Sequence[int]) -> None:
+def countable(what: str, sizes: Sequence[int]) -> None:
     """Checks that arrays of these sizes have fewer than 2^63 elements: XLA ends the process where they have more."""
     known = [size for size in sizes if isinstance(size, int)]  # the batch may be symbolic
     if math.prod(known) >= 2**63:
-        raise ValueError(f"`{name}` must leave fewer than 2^63 elements, got shape {shown(tuple(sizes))}.")
+        raise ValueError(f"{what} must give fewer than 2^63 elements, got shape {shown(tuple(sizes))}.")
 
 
 def is_sequence(value: Any) -> bool:

@@ -79,6 +79,7 @@ def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str,
         raise ValueError(f"`{name}` must have {expected} dimensions for {why}, got shape {sizes}.")
     if any(s < 0 for s in sizes):
         raise ValueError(f"`{name}` must have no negative size, got {sizes}.")
+    _check.countable(f"`{name}`", sizes)
     if layout.vector is None:
         return sizes
     if sizes[-1] != layout.vector:

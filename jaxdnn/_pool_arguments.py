@@ -67,6 +67,7 @@ def _shape(name: str, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
         raise ValueError(
             f"`{name}` must have {layout.vector} channels innermost for layout {layout.name}, got {tuple(shape)}."
         )
+    _check.countable(f"`{name}`", shape)
     return tuple(shape)
 
 

@@ -28,7 +28,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxdnn import _compat, engines
+from jaxdnn import _check, _compat, engines
 from jaxdnn._compat import Primitive, ShapedArray, ad, batching, mlir, varying
 
 Spec = Any
@@ -85,6 +85,8 @@ def define(
 
     def abstract(*avals: Any, spec: Spec) -> Any:
         found = [_result(r, avals[0]) for r in _as_tuple(results(spec, *avals))]
+        for aval in found:
+            _check.countable(engines.in_words(op), aval.shape)
         return found if many else found[0]
 
     def transposed(ct: Any, *operands: Any, spec: Spec) -> Any:

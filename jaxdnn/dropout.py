@@ -206,6 +206,7 @@ def dropout_mask(
     sizes = tuple(_check.integer("shape", s) for s in shape)
     if min(sizes, default=0) < 0:
         raise ValueError(f"`shape` must have no negative size, got {sizes}.")
+    _check.countable("`shape`", sizes)
     return _call(jnp.ones(sizes, jnp.float32), key, rate, offset, layout, engine, determinism) != 0
 
 

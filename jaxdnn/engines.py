@@ -163,6 +163,12 @@ def ops() -> tuple[str, ...]:
     return tuple(_registry)
 
 
+def in_words(op: str) -> str:
+    """What errors call an op: the public one that is being called, or a derivative's primitive."""
+    public = _called.get()
+    return f"`{public}`" if public else _IN_WORDS.get(op, f"`{op}`")
+
+
 def names() -> tuple[str, ...]:
     """Every engine's name."""
     return tuple(dict.fromkeys(engine.name for engines in _registry.values() for engine in engines))
@@ -216,11 +222,10 @@ def select(call: Call) -> Engine:
             return engine
         reasons.append(f"{engine.name}: {reason}")
     asked = f"engine {call.spec.engine!r}" if call.spec.engine else "any engine"
-    public = _called.get()
-    op = f"`{public}`" if public else _IN_WORDS.get(call.op, f"`{call.op}`")
     why = "; ".join(reasons) or "it has no such engine"
     raise NotImplementedError(
-        f"{op} on {call.platform} cannot be served by {asked} at determinism level {call.spec.level!r} ({why})."
+        f"{in_words(call.op)} on {call.platform} cannot be served by {asked} at determinism level "
+        f"{call.spec.level!r} ({why})."
     )
 
 

@@ -164,7 +164,10 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         with engines.called(op):
             level = _level_of_formula(lambda: function(*args, **kwargs)) if _explaining.value else None
             with jax.named_scope(f"jaxdnn.{op}" if level is None else f"jaxdnn.{op}:{level}"):
-                return function(*args, **kwargs)
+                found = function(*args, **kwargs)
+        for result in jax.tree.leaves(found):
+            _check.countable(f"`{op}`", result.shape)
+        return found
 
     call.__module__ = "jaxdnn"  # where pickle finds it
     return call

@@ -78,7 +78,7 @@ def im2col(
     if jnp.issubdtype(given.dtype, jnp.inexact):  # exact, and makes the gradient's sums float32's
         plain = plain.astype(_tensor.accumulator(given.dtype))
     pads = _along_spatial(frame.layout, [(low, high, 0) for low, high in geometry.padding], (0, 0, 0))
-    _check.countable("padding", [n + low + high for n, (low, high, _) in zip(plain.shape, pads, strict=True)])
+    _check.countable("`padding`", [n + low + high for n, (low, high, _) in zip(plain.shape, pads, strict=True)])
     padded = lax.pad(plain, jnp.zeros((), plain.dtype), pads)
     seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
     return frame.restore(_join(seen, frame.layout.channel, _order(order, frame.layout)))

@@ -149,6 +149,7 @@ def adaptive_pool(
     axes = arguments.spatial_axes(order)
     sizes = [x.shape[axis] for axis in axes]
     outputs = _check.integers("output_sizes", output_sizes, len(sizes), minimum=1)
+    _check.countable("`output_sizes`", (*outputs, *(n for axis, n in enumerate(x.shape) if axis not in axes)))
     if min(sizes) < 1:
         raise ValueError(f"`x` must have at least one element along every spatial axis, got shape {x.shape}.")
     blend = {"alpha": alpha, "beta": beta, "prior": prior}

@@ -106,6 +106,7 @@ def resample(
     _check_dtype(given, method)
     before = tuple(plain.shape[axis] for axis in frame.layout.spatial)
     after, ratios = _sizes(before, output_sizes, scale)
+    _check.countable("`resample`", (plain.shape[frame.layout.batch], *after, plain.shape[frame.layout.channel]))
     options = (method, coordinates, rounding, cubic_coefficient, antialias, boundary)
     rules = _rules(before, after, ratios, options)
     y = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=False))

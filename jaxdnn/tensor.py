@@ -129,7 +129,7 @@ def _pad(x: Array, pads: tuple[tuple[int, int], ...]) -> Array:
             f"`padding` must leave sizes from 1 to {_check.LARGEST}, got {_check.shown(sizes)} for padding "
             f"{_check.shown(pads)}."
         )
-    _check.countable("padding", x.shape[:2] + sizes)
+    _check.countable("`padding`", x.shape[:2] + sizes)
     if not any(map(any, pads)):
         return x
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pads)])

@@ -253,7 +253,7 @@ BAD: list[Bad] = [
     ("axis", reduce, {"axis": (0, 4)}, ValueError, r"`axis` must be made of axes from -4 to 3 of `x`, got \(0, 4\)"),
     ("axis twice", reduce, {"axis": (3, -1)}, ValueError, r"`axis` must name every axis once, got \(3, -1\)"),
     ("axis of a scalar", reduce, {"x": 1.0, "axis": 0}, ValueError, "`x` must have at least one axis, got a scalar"),
-    ("elements", transform, {"padding": 2**29, "x": np.ones((2, 4, 4, 9))}, ValueError, r"`padding` must leave fewer than 2\^63 elements"),
+    ("elements", transform, {"padding": 2**29, "x": np.ones((2, 4, 4, 9))}, ValueError, r"`padding` must give fewer than 2\^63 elements"),
     ("number", dropout, {"rate": None}, TypeError, "`rate` must be a number known when traced, got None"),
     ("beta complex array", conv, {"beta": jnp.array(1j), "prior": Y}, TypeError, "`beta` must have one of the dtypes"),
 ]  # fmt: skip

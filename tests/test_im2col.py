@@ -78,7 +78,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: dnn.im2col(jnp.ones((2, 4, 4, 2)), padding=2**30),
         ValueError,
-        r"`padding` must leave fewer than 2\^63 elements, got shape \(2, 2147483652, 2147483652, 2\)",
+        r"`padding` must give fewer than 2\^63 elements, got shape \(2, 2147483652, 2147483652, 2\)",
     ),
     (lambda: dnn.im2col(jnp.ones((1, 4, 4, 1)), order="RSC"), ValueError, "`order` must be one of 'taps_channels', "),
     (lambda: dnn.im2col(jnp.ones((1, 4, 4, 1)), mode="conv"), ValueError, "`mode` must be one of 'cross_correlation'"),
