@@ -91,17 +91,21 @@ def _kernel_weights(rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     widening = max(rule.ratio, Fraction(1)) if rule.antialias else Fraction(1)
     reach = math.ceil(RADIUS[rule.method] * widening)
     floor = (s // d).astype(np.int64)
-    rest = ((s - (s // d) * d) / d).astype(np.float64)  # of exact integers: rounded once
     offsets = np.arange(1 - reach, reach + 1)
-    weights = _kernel(rule, (offsets - rest[:, None]) / float(widening))
+    distances = np.abs(offsets.astype(object) * d - (s - (s // d) * d)[:, None]) / d  # of exact integers: rounded once
+    weights = _kernel(rule, distances.astype(np.float64) / float(widening))
     weights[np.abs(weights) < TINY] = 0.0
     if rule.antialias or rule.method == "lanczos3":
-        weights /= weights.sum(1, keepdims=True)
+        weights /= _sums(weights)
     return floor + offsets[0], weights
 
 
+def _sums(weights: np.ndarray) -> np.ndarray:
+    """Those of rows, each rounded once."""
+    return np.array([math.fsum(row) for row in weights]).reshape(-1, 1)
+
+
 def _kernel(rule: Rule, t: np.ndarray) -> np.ndarray:
-    t = np.abs(t)
     if rule.method == "linear":
         return np.maximum(1 - t, 0)
     if rule.method == "lanczos3":
@@ -119,7 +123,7 @@ def _inside(rule: Rule, first: np.ndarray, weights: np.ndarray) -> Band:
     if rule.boundary != "edge":
         weights = np.where((place >= 0) & (place < n), weights, 0.0)
     if rule.boundary == "renormalise":
-        total = weights.sum(1, keepdims=True)
+        total = _sums(weights)
         weights = np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
     start = np.clip(first, 0, n - taps)
     within = np.zeros((rule.outputs, taps))

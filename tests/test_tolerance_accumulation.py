@@ -270,3 +270,11 @@ def test_transform_bound_holds(sizes: tuple[tuple[int, int], tuple[int, int]]):
         error = np.abs(got - golden)
         assert (error <= e).all()
         assert (error > 1e-4 * e).any()
+
+
+def test_where_cut_digits_may_be_more_than_the_sum_there_is_no_bound():
+    """Found by random calls: 1 - r had become negative, and the bound with it."""
+    rule = ACCUMULATIONS["tensor_core_fp8"]
+    error = rule.error(np.zeros(3), np.ones(3), np.array([64, 1000, 6000]), exact_products=True)
+    assert 0 < error[0] < error[1]
+    assert error[2] == np.inf

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", type=int, default=0, help="the first random call's number (default 0)")
     parser.add_argument("--towards", metavar="BRANCH", help="random calls that take this branch of a planner")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that run random calls")
+    parser.add_argument("--under", metavar="COMMAND", help="what runs them: compute-sanitizer --log-file PATH, say")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was found here")
     parser.add_argument(
@@ -114,6 +115,7 @@ def _run_random(arguments: argparse.Namespace) -> int:
     words = ["jaxdnn", "verify", "--random", str(arguments.random), *_words(arguments)]
     words += ["--index", str(arguments.index)] if arguments.index else []
     words += ["--towards", arguments.towards] if arguments.towards else []
+    words += ["--under", arguments.under] if arguments.under else []
     document = {"command": shlex.join(words), "environment": here, "seconds": round(time.perf_counter() - start, 1)}
     document |= random.summary(found)
     for failed in document["failed"]:

@@ -11,6 +11,7 @@ pattern is not a number in float32, bfloat16 and float16, and a call is repeated
 """
 
 import functools as ft
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ WORDS = CHUNK // 4
 LEAST = 1 << 12  # bytes that are worth filling
 # Bytes at the end that stay free: the allocator gives away a piece whole where less than 128 MiB of it would be left.
 SPARE, MARGIN = 256 << 20, 8 << 20
+MOST = 1 << 30  # bytes that are looked at: what is allocated lies at the lowest address that is free
 
 
 class Arena:
@@ -36,7 +38,7 @@ class Arena:
         jax.block_until_ready(_full(WORDS, _word(0)))  # now the memory has been taken
         stats = self.device.memory_stats() or {}
         free = int(stats["pool_bytes"] - stats["bytes_in_use"])
-        self.bytes = (free - SPARE) // CHUNK * CHUNK
+        self.bytes = min(free - SPARE, MOST) // CHUNK * CHUNK
         whole = jax.block_until_ready(_full(self.bytes // 4, _word(0)))
         self.start = whole.unsafe_buffer_pointer()
         whole.delete()
@@ -50,7 +52,10 @@ class Arena:
     def fill(self, arrays: Iterable[jax.Array], pattern: int) -> None:
         """Fills the memory behind these arrays, which are all there are."""
         last = max(at + size for at, size in self._ranges(arrays))
-        left, blocks = self.bytes - last - MARGIN, []
+        # A result of an earlier call may still be there, in a cycle of Python's or on its way out.
+        if self._free() < self.bytes - last:
+            gc.collect()
+        left, blocks = min(self.bytes - last, self._free() - SPARE) - MARGIN, []
         while left >= LEAST:
             size = 1 << (left.bit_length() - 1)
             blocks.append(_full(size // 4, _word(pattern)))
@@ -75,6 +80,10 @@ class Arena:
             if size % CHUNK and not self.before[(at + size) // CHUNK] and (message := self._after(at, size, pattern)):
                 return message
         return None
+
+    def _free(self) -> int:
+        """Bytes of the largest piece of memory that no array has."""
+        return int((self.device.memory_stats() or {})["largest_free_block_bytes"])
 
     def _ranges(self, arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
         """Where arrays lie, the map's own among them, counted from the first byte that is looked at."""

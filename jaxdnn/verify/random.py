@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import select
+import shlex
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from jaxdnn.verify import case
 SECONDS = 180  # that a call may take, compilation included
 STEERED, OFTEN = 0.15, 6  # the share of calls that are steered, and how often a branch is then to be taken
 RECYCLED = 400  # calls after which a process is started anew: compiled programs stay in memory
-MEMORY = 3 << 29  # bytes of a GPU for each process
+MEMORY = 5 << 29  # bytes of a GPU for each process
 GPU_WORKERS = 24  # processes at most
 ENOUGH = 100  # failures after which no further call is run
 Branch = tuple[str, str, str]
@@ -40,6 +41,8 @@ class Worker:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.4f}",
         }
+        if "--unguarded" in words:  # each array is then an allocation of its own, which a checker of memory sees
+            environment["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
         if gpus > 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         if gpus == 0:
@@ -182,7 +185,9 @@ def _branch(text: str | None) -> Branch | None:
 
 def _words(arguments: argparse.Namespace) -> list[str]:
     """The command of a process."""
-    words = [sys.executable, "-m", "jaxdnn.verify.random_worker", "--seed", str(arguments.seed)]
+    under = shlex.split(arguments.under or "")
+    words = [*under, sys.executable, "-m", "jaxdnn.verify.random_worker", "--seed", str(arguments.seed)]
+    words += ["--unguarded"] if under else []
     for name, values in (("--ops", arguments.op), ("--engines", arguments.engine)):
         words += [name, *values] if values else []
     return words

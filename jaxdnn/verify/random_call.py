@@ -73,7 +73,7 @@ class Drawn:
 
     def _pick(self, problem: Any, configs: Sequence[Any]) -> Any:
         """One of the configurations, the same whenever it is asked for; rare settings as often as common ones."""
-        rng = np.random.default_rng([self.picks or 0, zlib.crc32(repr(problem).encode())])
+        rng = np.random.default_rng([self.picks or 0, zlib.crc32(f"{problem} {len(configs)}".encode())])
         if self.towards:
             _, what, value = self.towards
             wanted = [c for c in configs if str(getattr(c, what.replace(" ", "_"), None)) == value]
@@ -223,7 +223,7 @@ def _put_to_a_procedure(found: Drawn, seed: int, index: int) -> str:
         return ""  # the procedures know of no operands by name
     axes, out_axis = family.samples(case) or ((None,) * len(operands), None)
     sized = lambda batch: case
-    if hasattr(case, "geometry"):  # the gradient in x is told the shape of x
+    if hasattr(case, "geometry") and out_axis is not None:  # the gradient in x is told the shape of x
         sized = lambda batch: dataclasses.replace(case, geometry=dataclasses.replace(case.geometry, batch=batch))
     function = lambda batch: lambda *arrays: jax.tree.leaves(sized(batch).function()(*arrays))[0]
     names = (case.op, case.engine, case.dtype, found.facts.level)

@@ -13,7 +13,8 @@ antialias and else 1, divided by the row's sum with antialias and for lanczos3, 
     cubic     k(v) = (a + 2)|v|^3 - (a + 3)|v|^2 + 1 for |v| <= 1,  a|v|^3 - 5a|v|^2 + 8a|v| - 4a for 1 < |v| < 2
     lanczos3  k(v) = sinc(v) sinc(v / 3) for |v| < 3
 
-Weights below 2^-45, which are 0 but for the rounding of a sine, are 0.
+Weights are numbers of float64: a distance |j - s| and a sum are rounded once, the kernel is computed as it stands in
+`_kernel`. Weights below 2^-45, which are 0 but for the rounding of a sine, are 0.
 
 Boundary "edge" adds the weights of j < 0 to j = 0 and those of j >= in to the last; "zero" drops them; "renormalise"
 drops them and divides the row by its sum.
@@ -143,12 +144,12 @@ def matrix(
         k = np.array([_kernel(method, abs(float(j - s)) / float(t), cubic_coefficient) for j in js])
         k[np.abs(k) < 2.0**-45] = 0.0
         if antialias or method == "lanczos3":
-            k = k / k.sum()
+            k = k / math.fsum(k)
         for j, weight in zip(js, k, strict=True):
             if boundary == "edge" or 0 <= j < n:
                 w[i, min(max(j, 0), n - 1)] += weight
         if boundary == "renormalise" and w[i].sum() != 0:
-            w[i] /= w[i].sum()
+            w[i] /= math.fsum(w[i])
     return w
 
 
@@ -168,8 +169,8 @@ def _kernel(method: str, v: float, a: float) -> float:
     if method == "lanczos3":
         return float(np.sinc(v) * np.sinc(v / 3)) if v < 3 else 0.0
     if v <= 1:
-        return (a + 2) * v**3 - (a + 3) * v**2 + 1
-    return a * v**3 - 5 * a * v**2 + 8 * a * v - 4 * a if v < 2 else 0.0
+        return ((a + 2) * v - (a + 3)) * v * v + 1
+    return a * (((v - 5) * v + 8) * v - 4) if v < 2 else 0.0
 
 
 def _sizes(

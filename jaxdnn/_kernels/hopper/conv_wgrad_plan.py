@@ -205,7 +205,8 @@ class Walk:
 def choose(problem: Problem, sms: int) -> Config:
     """The measured configuration, else the cheapest by the model."""
     if pick := branches.picker():
-        return pick(problem, list(_possible(problem, sms)))
+        base = pick(problem, list(_candidates(problem, sms)))
+        return pick(problem, [base, *_beside(problem, base)])
     entry = tuning.table(tuning.device_kind()).get(key(problem))
     if entry is not None:
         config = Config(**{**entry, "block": tuple(entry["block"])})
@@ -269,15 +270,12 @@ def _candidates(problem: Problem, sms: int) -> Iterator[Config]:
                     break
 
 
-def _possible(problem: Problem, sms: int) -> Iterator[Config]:
-    """Candidates, and beside each what was not the fastest wherever it was measured: larger clusters, other splits."""
-    for base in _candidates(problem, sms):
-        yield base
-        changes = [{"splits": splits, "stages": 2} for splits in (2, 4)] if base.direct else [{"splits": 3}]
-        for change in changes:
-            config = dataclasses.replace(base, **change)
-            if check(problem, config) is None and config.splits <= Walk(problem, config).boxes:
-                yield config
+def _beside(problem: Problem, base: Config) -> Iterator[Config]:
+    """What was not the fastest wherever it was measured: larger clusters, other splits."""
+    for change in [{"splits": splits, "stages": 2} for splits in (2, 4)] if base.direct else [{"splits": 3}]:
+        config = dataclasses.replace(base, **change)
+        if check(problem, config) is None and config.splits <= Walk(problem, config).boxes:
+            yield config
 
 
 def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:

@@ -68,7 +68,8 @@ def _name(dtype: Any) -> str:
 def choose(op: str, problem: Problem, sms: int) -> Config:
     """The configuration for a problem: the table's, else the cheapest by `cost`."""
     if pick := branches.picker():
-        return pick(problem, list(possible(problem)))
+        base = pick(problem, list(candidates(problem)))
+        return pick(problem, [base, *beside(problem, base)])
     entry = _measured(op, problem)
     if entry is not None:
         # An epilogue's operands take memory from the ring, and zeros may not stay zeros under one.
@@ -110,19 +111,17 @@ def candidates(problem: Problem) -> Iterator[Config]:
         yield from _with_filter_or_halo(problem, columns, order)
 
 
-def possible(problem: Problem) -> Iterator[Config]:
-    """Candidates, and beside each what only tuning chooses: another order, another way with phases, more buffers."""
-    for base in candidates(problem):
-        yield base
-        changes: list[dict[str, Any]] = [{"order": order} for order in ("k", "kp", "n", "p") if order != base.order]
-        changes += [{"staged": count, "stages": stages} for count in (3, 4) for stages in range(2, base.stages)]
-        if len(problem.phases) > 1:
-            changes += [{"deal": deal} for deal in ("snake", "together")]
-            changes += [{"blank": problem.axes[-1].positions // parts} for parts in (1, 2, 4)]
-        for change in changes:
-            config = dataclasses.replace(base, **change)
-            if conv_plan.check(problem, config) is None:
-                yield config
+def beside(problem: Problem, base: Config) -> Iterator[Config]:
+    """What only tuning chooses in a candidate's place: another order, other ways with phases, more buffers."""
+    changes: list[dict[str, Any]] = [{"order": order} for order in ("k", "kp", "n", "p") if order != base.order]
+    changes += [{"staged": count, "stages": stages} for count in (3, 4) for stages in range(2, base.stages)]
+    if len(problem.phases) > 1:
+        changes += [{"deal": deal} for deal in ("snake", "together")]
+        changes += [{"blank": problem.axes[-1].positions // parts} for parts in (1, 2, 4)]
+    for change in changes:
+        config = dataclasses.replace(base, **change)
+        if conv_plan.check(problem, config) is None:
+            yield config
 
 
 def _deepest(problem: Problem, base: Config) -> Iterator[Config]:
