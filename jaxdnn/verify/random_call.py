@@ -19,7 +19,7 @@ from jaxdnn.verify.families.drawn import pick
 from jaxdnn.verify.guards import PATTERNS, Arena
 
 # How often a pair of an op and an engine is drawn; others once.
-WEIGHTS = {("conv", "hopper"): 24, ("conv_dgrad", "hopper"): 24, ("conv_wgrad", "hopper"): 26}
+WEIGHTS = {("conv", "hopper"): 33, ("conv_dgrad", "hopper"): 33, ("conv_wgrad", "hopper"): 35}
 HOPPER, ENGINES = 3, {"ordered": 0.5}
 # Which kernels' branches an op can take.
 KERNELS = {

@@ -24,7 +24,10 @@ def main() -> int:
     import jax
 
     from jaxdnn.verify import case, random_call
+    from jaxdnn.verify.families import conv_checks
     from jaxdnn.verify.guards import Arena
+
+    conv_checks.MODELLED_SAMPLE = 1_000  # outputs of a call, for there are thousands of calls
 
     flush = case.flushes_subnormals()
     among = random_call.pairs(given.ops, given.engines)
