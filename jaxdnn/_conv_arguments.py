@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn import _check, _conv, _epilogue, _window, engines
 from jaxdnn._conv import ConvSpec
@@ -137,21 +137,26 @@ def check_output(name: str, spec: ConvSpec, y: Array, x_shape: tuple[int, ...], 
     _check.shape(name, y, expected, f"as a convolution of {x_shape} and {w_shape} has (axes {layout.name})")
 
 
-def transposed_shape(
+def transposed(
     frame: Frame, options: Options, x: Array, w: Array, output_padding: Any
-) -> tuple[tuple[int, ...], Options]:
-    """The shape of the result of a transposed convolution, and the options with its padding as numbers."""
+) -> tuple[Array, tuple[int, ...], Options]:
+    """Of a transposed convolution x, with zeros behind it where the result is longer than x alone would make it, the
+    shape of the result, and the options with the padding as numbers.
+    """
     layout, filt = frame.layout, frame.filter_layout
     sizes, taps = [x.shape[a] for a in layout.spatial], [w.shape[a] for a in filt.spatial]
     rank = len(sizes)
     extra = _check.integers("output_padding", output_padding, rank, minimum=0)
     strides = _check.integers("stride", options.stride, rank, minimum=1)
-    if any(e >= s for e, s in zip(extra, strides, strict=True)):
-        raise ValueError(f"`output_padding` must be smaller than the stride {strides}, got {extra}.")
     targets = [size * stride for size, stride in zip(sizes, strides, strict=True)]
     window = _window.window(
         stride=strides, padding=options.padding, dilation=options.dilation, sizes=targets, taps=taps
     )
+    if any(e >= max(u, d) for e, u, d in zip(extra, strides, window.dilation, strict=True)):
+        raise ValueError(
+            f"`output_padding` must be smaller than the stride {strides} or the dilation {window.dilation}, "
+            f"got {extra}."
+        )
     spans = zip(sizes, strides, window.padding, window.extents(taps), extra, strict=True)
     result = [(p - 1) * u - low - high + extent + e for p, u, (low, high), extent, e in spans]
     if isinstance(options.padding, str) and options.padding == "SAME":
@@ -162,7 +167,10 @@ def transposed_shape(
         raise ValueError(f"`padding` must leave a result, got sizes {tuple(result)} for padding {window.padding}.")
     groups = _check.integer("groups", options.groups)
     shape = layout.shape(x.shape[layout.batch], result, w.shape[filt.input] * max(groups, 1))
-    return shape, dataclasses.replace(options, padding=window.padding)
+    longer = dict(zip(layout.spatial, (e // u for e, u in zip(extra, strides, strict=True)), strict=True))
+    if any(longer.values()):
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, longer.get(axis, 0), 0) for axis in range(x.ndim)])
+    return x, shape, dataclasses.replace(options, padding=window.padding)
 
 
 # ---- the epilogue ----------------------------------------------------------------------------------------------------

@@ -326,7 +326,8 @@ def conv_transpose(
       x: the input, (N, P, Q, K) for layout NHWC: it stands where the transposed convolution's result stood.
       w: the filter of the convolution that this transposes, (R, S, C/G, K) for filter layout HWIO: its output channels
         K are this op's input channels, its input channels C this op's output channels.
-      output_padding: how many elements longer the result is than the shortest possible, from 0 to stride - 1.
+      output_padding: how many elements longer the result is than the shortest possible, from 0 and smaller than stride
+        or dilation; from stride on as if zeros stood behind x.
       stride, padding, dilation, groups, mode: those of the convolution that this transposes, see `conv`. Padding
         shortens the result; "SAME" makes it size times stride, "VALID" is no padding.
       layout, filter_layout: see `conv`.
@@ -358,7 +359,7 @@ def conv_transpose(
     options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
     frame = _frame.frame(layout, filter_layout)
     x, w = frame.array("x", x), frame.filter("w", w)
-    shape, options = _conv_arguments.transposed_shape(frame, options, x, w, output_padding)
+    x, shape, options = _conv_arguments.transposed(frame, options, x, w, output_padding)
     spec = _conv_arguments.spec(frame, options, shape, w.shape, {"x": x, "w": w})
     _conv_arguments.check_output("x", spec, x, shape, w.shape)
     extras = dict(alpha=alpha, beta=beta, prior=prior, bias=bias, residual=residual, activation=activation)

@@ -15,6 +15,7 @@ from scipy import signal
 import cases
 import helpers
 import jaxdnn as dnn
+import jaxdnn_reference as reference
 from cases import Case, Geometry
 
 each_op = pytest.mark.parametrize("op", cases.RANDOM_OPS)
@@ -170,6 +171,33 @@ def test_transposed_convolution_is_that_of_lax():
     ).arrays
     theirs = lax.conv_transpose(x, w.swapaxes(2, 3), (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     np.testing.assert_array_equal(dnn.conv_transpose(x, w, stride=2, mode="convolution"), theirs)
+
+
+@pytest.mark.parametrize(
+    ("stride", "dilation", "padding"), [(1, 4, 0), (2, 3, 1), (2, 5, 4), (3, 4, (0, 7)), (3, 2, 2)]
+)
+@pytest.mark.parametrize("layout", ["NWC", "NCW"])
+def test_output_padding_below_stride_or_dilation(layout: str, stride: int, dilation: int, padding: Any):
+    """As PyTorch and ONNX allow it: each element of x is added where the filter puts it, as long as the result is."""
+    rng, (low, high) = np.random.default_rng(5), (padding, padding) if isinstance(padding, int) else padding
+    x, w, bias = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((2, 6, 4), (3, 5, 4), (5,)))
+    for extra in {min(stride, max(stride, dilation) - 1), max(stride, dilation) - 1}:
+        size = 5 * stride - low - high + 2 * dilation + 1 + extra
+        expected = np.broadcast_to(bias, (2, size, 5)).copy()
+        for p, r in np.ndindex(6, 3):
+            if 0 <= (h := p * stride + r * dilation - low) < size:
+                expected[:, h] += x[:, p] @ w[r].T
+        options: dict[str, Any] = {"stride": stride, "dilation": dilation, "padding": ((low, high),)}
+        options |= {"output_padding": extra, "layout": layout, "filter_layout": "WIO", "bias": bias}
+        given = x if layout == "NWC" else x.transpose(0, 2, 1)
+        for y in (dnn.conv_transpose(given, w, **options), reference.conv_transpose(given, w, **options)):
+            np.testing.assert_array_equal(np.asarray(y if layout == "NWC" else y.transpose(0, 2, 1)), expected)
+        loss = lambda x, o=options: jnp.sum(dnn.conv_transpose(x, w, **o) ** 2) / 2
+        dy = jnp.asarray(y, jnp.float32)
+        back = {k: v for k, v in options.items() if k not in ("output_padding", "bias")}
+        wanted = dnn.conv(dy, w, **back)
+        wanted = wanted[:, :6] if layout == "NWC" else wanted[..., :6]
+        np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(given)), wanted)
 
 
 def test_transposed_convolution_undoes_shapes():

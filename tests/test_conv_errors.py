@@ -142,7 +142,7 @@ BAD: list[Bad] = [
     ("padding bool", conv, {"padding": (True, 1)}, TypeError, f"`padding` {INTEGERS} True"),
     ("padding dict", conv, {"padding": {0: 1}}, TypeError, f"`padding` {INTEGERS}"),
     ("padding huge", conv, {"padding": 2**62}, ValueError, "`padding` must be"),
-    ("output_padding", transpose, {"output_padding": 1}, ValueError, r"`output_padding` must be smaller than the stride \(1, 1\)"),
+    ("output_padding", transpose, {"output_padding": 1}, ValueError, r"`output_padding` must be smaller than the stride \(1, 1\) or the dilation \(1, 1\), got \(1, 1\)"),
     ("output_padding negative", transpose, {"output_padding": -1}, ValueError, "`output_padding` must be at least 0"),
     ("output_padding SAME", transpose, {"output_padding": 1, "stride": 2, "padding": "SAME"}, ValueError, '`output_padding` must be 0 for padding "SAME"'),
     ("transpose stride", transpose, {"stride": 0}, ValueError, "`stride` must be at least 1"),

@@ -211,6 +211,8 @@ def conv_transpose(
 
     H = (P - 1) * stride - low - high + dilation (R - 1) + 1 + output_padding        "SAME": H = P * stride
 
+    From output_padding = stride on such a convolution gives more than x has: there zeros follow x.
+
     w is the filter of the convolution that this transposes: its K is the number of x's channels, its C (in the
     filter C / G) that of the output's, as in cudnnConvolutionBackwardData and PyTorch's ConvTranspose.
     """
@@ -221,6 +223,8 @@ def conv_transpose(
     out_size = lay.transposed_output_size(in_size, kernel, stride, padding, dilation, extra)
     pads = lay.transposed_pad_amounts(padding, kernel, stride, dilation)
     window = {"stride": stride, "padding": pads, "dilation": dilation, "groups": groups}
+    longer = [(0, e // u) for e, u in zip(extra, stride, strict=True)]
+    x = x_axes.from_canonical(np.pad(x_axes.to_canonical(x), [(0, 0), *longer, (0, 0)]))
     y_shape = x_axes.shape((n, *out_size, cg * groups))
     return conv_dgrad(x, w, y_shape, layout=layout, filter_layout=filter_layout, **window, **options)
 
