@@ -95,7 +95,7 @@ _READY = 'import json, sys; print(json.dumps({"ready": 1}), flush=True); '
     [("sys.stdin.readline(); import os; os._exit(9)", "status 9"), ("import time; time.sleep(60)", "no answer in 1 s")],
 )
 def test_a_process_that_dies_or_hangs_fails_its_call(monkeypatch, body, text):
-    calls = random.Calls(7, 2, None, steer=False)
+    calls = random.Calls(7, 2, None, 0)
     done: Any = random.queue.Queue()
     seconds = random.SECONDS
     monkeypatch.setattr(random, "SECONDS", 30 if "9" in text else 1)
@@ -109,7 +109,7 @@ def test_a_process_that_dies_or_hangs_fails_its_call(monkeypatch, body, text):
 def test_a_process_that_does_not_start_ends_the_run():
     done: Any = random.queue.Queue()
     random._serve(
-        [sys.executable, "-c", "raise ImportError('no device')"], random.Calls(0, 5, None, False), done, 0, 0, 0.1
+        [sys.executable, "-c", "raise ImportError('no device')"], random.Calls(0, 5, None, 0), done, 0, 0, 0.1
     )
     assert "no device" in str(done.get())
 
@@ -142,7 +142,7 @@ def test_the_command_reports_and_reproduces(tmp_path, capsys):
 
 
 def test_calls_are_steered_to_the_branches_taken_least():
-    calls = random.Calls(0, 1000, None, steer=True)
+    calls = random.Calls(0, 1000, None, random.STEERED)
     every = random.every()
     rare = ("pool", "kernel", "strips")
     assert rare in every
@@ -154,8 +154,23 @@ def test_calls_are_steered_to_the_branches_taken_least():
     assert calls.take() is None
 
 
+def test_under_a_checker_each_branch_is_taken_once():
+    calls, every = random.Calls(0, 1000, None, 1.0), random.every()
+    calls.tell({"status": "passed", "branches": [list(b) for b in every[3:]]})
+    assert [calls.take() for _ in range(4)] == [(i, branch) for i, branch in enumerate(sorted(every[:3]))] + [None]
+
+
+def test_what_a_process_runs_under_may_fail_it():
+    done: Any = random.queue.Queue()
+    body = "[print(json.dumps({'status': 'passed'}), flush=True) for _ in sys.stdin]; sys.exit(99)"
+    random._serve([sys.executable, "-c", _READY + body], random.Calls(0, 2, None, 0), done, 0, 0, 0.1)
+    reports = [done.get() for _ in range(4)]
+    assert [r and r["status"] for r in reports] == ["passed", "passed", "failed", None]
+    assert "status 99" in reports[2]["message"]
+
+
 def test_a_run_ends_at_many_failures():
-    calls = random.Calls(0, 10_000, None, steer=False)
+    calls = random.Calls(0, 10_000, None, 0)
     for _ in range(random.ENOUGH):
         calls.take()
         calls.tell({"status": "failed"})

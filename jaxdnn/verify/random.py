@@ -33,13 +33,13 @@ Branch = tuple[str, str, str]
 class Worker:
     """A process that runs calls."""
 
-    def __init__(self, words: list[str], number: int, gpus: int, share: float):
+    def __init__(self, words: list[str], number: int, gpus: int, memory: float):
         environment = {
             **os.environ,
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.4f}",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.4f}",
         }
         if "--unguarded" in words:  # each array is then an allocation of its own, which a checker of memory sees
             environment["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
@@ -84,8 +84,8 @@ class Worker:
         print(json.dumps({"index": index, "towards": towards}), file=self.process.stdin, flush=True)
         return self._read()
 
-    def end(self) -> None:
-        """Ends the process, if it has not ended by itself when there is nothing more to read for it."""
+    def end(self) -> int:
+        """Ends the process, which has nothing more to read; its exit status."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -99,14 +99,19 @@ class Worker:
         self.drained.join()
         self.process.stdout.close()
         self.process.stderr.close()
+        return self.process.returncode
 
 
 class Calls:
-    """The calls that are still to be run: first as they come, then steered to branches that were taken least."""
+    """The calls that are still to be run: first as they come, then steered to branches that were taken least.
 
-    def __init__(self, first: int, count: int, towards: Branch | None, steer: bool):
+    `share` of them are steered; if all are, there are no more than it takes to take each branch once, as far as can be.
+    """
+
+    def __init__(self, first: int, count: int, towards: Branch | None, share: float):
         self.next, self.end, self.towards = first, first + count, towards
-        self.steered_from = self.end - int(count * STEERED) if steer else self.end
+        self.steered_from = self.end - int(count * share)
+        self.once = share == 1
         self.taken, self.asked = collections.Counter[Branch](), collections.Counter[Branch]()
         self.lock, self.failed = threading.Lock(), 0
 
@@ -115,14 +120,19 @@ class Calls:
         with self.lock:
             if self.next >= self.end:
                 return None
+            wanted = self._wanted() if self.next >= self.steered_from else None
+            if self.once and wanted is None:
+                return None
             index, self.next = self.next, self.next + 1
-            if index < self.steered_from:
-                return index, self.towards
-            wanted = min(every(), key=lambda b: (self.asked[b] + self.taken[b], b))
-            if self.asked[wanted] + self.taken[wanted] >= OFTEN:
-                return index, self.towards
-            self.asked[wanted] += 1
-            return index, wanted
+            return index, wanted or self.towards
+
+    def _wanted(self) -> Branch | None:
+        """The branch that was taken least, if not often enough."""
+        wanted = min(every(), key=lambda b: (self.asked[b] + self.taken[b], b))
+        if self.asked[wanted] + self.taken[wanted] >= (1 if self.once else OFTEN):
+            return None
+        self.asked[wanted] += 1
+        return wanted
 
     def tell(self, report: dict[str, Any]) -> None:
         """Counts the branches that a call took; ends the run when there are failures enough."""
@@ -147,14 +157,14 @@ def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[dict[st
     workers = arguments.workers or (min(GPU_WORKERS * gpus, max((os.cpu_count() or 2) - 1, 1)) if on_gpu else 1)
     workers = min(workers, arguments.random)
     chosen = arguments.towards or arguments.op or arguments.engine
-    steer = on_gpu and not chosen and arguments.random >= 400
-    calls = Calls(arguments.index, arguments.random, _branch(arguments.towards), steer)
+    share = 0.0 if chosen or not on_gpu or arguments.random < 400 else 1.0 if arguments.under else STEERED
+    calls = Calls(arguments.index, arguments.random, _branch(arguments.towards), share)
     done: queue.Queue[dict[str, Any] | RuntimeError | None] = queue.Queue()
-    share = MEMORY / _gpu_bytes() if on_gpu else 0.1
+    memory = MEMORY / _gpu_bytes() if on_gpu else 0.1
     for number in range(workers):
         threading.Thread(
             target=_serve,
-            args=(_words(arguments), calls, done, number, gpus, share),
+            args=(_words(arguments), calls, done, number, gpus, memory),
             daemon=True,
             name=f"worker {number}",
         ).start()
@@ -193,18 +203,17 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int, gpus: int, share: float) -> None:
+def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int, gpus: int, memory: float) -> None:
     """One thread: keeps a process busy, and starts another when it has ended."""
-    worker = None
+    worker, index = None, 0
     try:
         while (call := calls.take()) is not None:
             index, towards = call
             try:
-                worker = worker or Worker(words, number, gpus, share)
+                worker = worker or Worker(words, number, gpus, memory)
                 report = worker.run(index, towards)
             except (EOFError, OSError) as error:
-                report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "status": "failed"}
-                report["message"] = f"the process that ran it ended: {error}"
+                report = _lost(index, f"the process that ran it ended: {error}")
                 if worker is not None:
                     worker.end()
                     worker = None
@@ -214,13 +223,30 @@ def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int
             report["towards"] = "/".join(towards) if towards else None
             calls.tell(report)
             done.put(report)
-            if worker is not None and (report.get("fatal") or worker.calls >= RECYCLED):
+            if worker is not None and report.get("fatal"):
                 worker.end()
                 worker = None
+            elif worker is not None and worker.calls >= RECYCLED:
+                _finish(worker, index, done)
+                worker = None
         if worker is not None:
-            worker.end()
+            _finish(worker, index, done)
     finally:
         done.put(None)
+
+
+def _lost(index: int, message: str) -> dict[str, Any]:
+    """The report of a call that gave none."""
+    report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "towards": None}
+    return report | {"status": "failed", "message": message}
+
+
+def _finish(worker: Worker, index: int, done: "queue.Queue[Any]") -> None:
+    """Ends a process. What it runs under may have found something, and says so by its exit status."""
+    if status := worker.end():
+        done.put(
+            _lost(index, f"a process, this its last call, ended with status {status}: {' | '.join(worker.errors)}")
+        )
 
 
 # ---- what was found --------------------------------------------------------------------------------------------------
