@@ -299,6 +299,11 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
         "its kernels take rows of whole vectors of 16 bytes, not 12 of bfloat16",
     ),
     "no rows": (dnn.layer_norm, (shape_of(0, 64),), "its kernels take arrays with elements"),
+    "too many rows": (
+        dnn.layer_norm,
+        (shape_of((1 << 30) + 1, 8),),
+        "its kernels take at most 1073741824 rows, which they number in 32 bits, not 1073741825",
+    ),
     "too long": (
         dnn.layer_norm,
         (shape_of(2, 1 << 17),),

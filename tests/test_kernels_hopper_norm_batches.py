@@ -111,7 +111,7 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
     "odd sizes": (
         dnn.batch_norm,
         (shape_of(3, 5, 5, 3),),
-        "its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns, not 75 rows of 3 bfloat16",
+        "of fewer than 2^28 columns and at most 2^30 rows, not 75 rows of 3 bfloat16",
     ),
     "another op": (
         lambda x: dnn.layer_norm(x, axis=(0, 1, 2)),
@@ -121,13 +121,18 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
     "many columns": (
         lambda x: dnn.batch_norm(x, mode="per_activation"),
         (shape_of(2, 1 << 12, 1 << 13, 8),),
-        "of fewer than 2^28 columns, not 2 rows of 268435456 bfloat16",
+        "of fewer than 2^28 columns and at most 2^30 rows, not 2 rows of 268435456 bfloat16",
+    ),
+    "many rows": (
+        dnn.batch_norm,
+        (shape_of(1 << 24, 1 << 7, 1, 8),),
+        "and at most 2^30 rows, not 2147483648 rows of 8 bfloat16",
     ),
     "backward": (dnn.batch_norm_dgrad, (IMAGES, IMAGES), None),
     "backward, odd sizes": (
         dnn.batch_norm_dgrad,
         (shape_of(3, 5, 5, 3), shape_of(3, 5, 5, 3)),
-        "its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns, not 75 rows of 3 bfloat16",
+        "of fewer than 2^28 columns and at most 2^30 rows, not 75 rows of 3 bfloat16",
     ),
     "gradients of two dtypes": (
         dnn.batch_norm_dgrad,

@@ -471,6 +471,11 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
         (shape_of(1, 1 << 13, 1 << 13, 16),),
         "its kernels take images of less than 2147483648 bytes, not 67108864 pixels of 16",
     ),
+    "statistics beyond 32 bits": (
+        lambda x: dnn.instance_norm(x),
+        (shape_of(1 << 28, 1, 2, 8),),
+        "fewer than 2147483648 groups and slices, which they number in 32 bits, not 2147483648",
+    ),
     "not centred": (
         lambda x: dnn.rms_norm(x, axis=1),
         (shape_of(2, 4, 8),),

@@ -29,7 +29,7 @@ from jaxdnn._kernels.hopper.conv_depthwise_window import Config as Cut
 from jaxdnn._kernels.hopper.conv_depthwise_window import spatial, window
 from jaxdnn._kernels.hopper.conv_plan import Config as Cuts
 
-DTYPES = ["bfloat16"] * 4 + ["float16", "float8_e4m3fn", "int8", "float32"]
+DTYPES = ["bfloat16"] * 6 + ["float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32"]
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -54,13 +54,13 @@ def drawn_call(op: str, rng: np.random.Generator) -> Launch | None:
         case = case._replace(sizes=tuple(min(n, 5) for n in case.sizes), c=16, k=groups * one_of(16, 48))
         if min(case.geometry().out) < 1:
             return None
-    out_dtype = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype.name, one_of(dtype.name, "float32"))
+    out_dtype = {"int8": "int32", "float8_e4m3fn": "bfloat16", "float8_e5m2": "float32"}.get(dtype.name, one_of(dtype.name, "float32"))
     module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
     options: dict[str, Any] = dict(geo=case.geometry(outer), out_dtype=jnp.dtype(out_dtype))
     avals = case.avals(op, dtype, outer)
     if op != "wgrad" and one_of(False, False, True) and dtype != jnp.int8:
         options["epilogue"] = Epilogue(0.5, 2.0, prior=one_of(False, True), bias=one_of(False, True),
-                                       residual=True, activation=("relu", None))  # fmt: skip
+                                       residual=one_of(False, True), activation=("relu", None))  # fmt: skip
         shape = case.dy if op == "fprop" else case.x
         shapes = {"prior": shape, "bias": shape[-1:], "residual": shape}
         other = jnp.dtype(one_of("float32", dtype.name))

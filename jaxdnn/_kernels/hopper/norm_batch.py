@@ -45,7 +45,8 @@ def backward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
 def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> ColumnPlan | None:
     elements = VECTOR_BYTES // SIZES[dtype]
     fold = elements // math.gcd(columns, elements)
-    if rows % fold or columns * fold >= 1 << 28:  # what the kernels multiply columns by leaves factors of 32 bits
+    # Rows are numbers of 32 bits, and what the kernels multiply columns by leaves factors of 32 bits.
+    if rows % fold or columns * fold >= 1 << 28 or rows > 1 << 30:
         return None
     rows, columns = rows // fold, columns * fold
     vectors = columns // elements

@@ -16,6 +16,7 @@ from jaxdnn._kernels.hopper.ptx import NAMES
 from jaxdnn._norm import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
+STATISTICS = 1 << 31  # of all images, or of their slices
 # What was measured faster: dtypes of x and the result; elements, clusters, and a cluster's bytes of a pixel at least;
 # bytes at least where images go in slices.
 MEASURED_DTYPES, MEASURED_ELEMENTS, MEASURED_CLUSTERS = ("bfloat16", "float16", "float32"), 1 << 16, 4
@@ -55,7 +56,11 @@ def _unsupported(call: engines.Call) -> str | None:
         return f"its kernels take channels that fill vectors of 16 bytes, not {size.channels} of {x.dtype}"
     if size.pixels * size.channels * max(x.dtype.itemsize, spec.out_dtype.itemsize) >= LARGEST:
         return f"its kernels take images of less than {LARGEST} bytes, not {size.pixels} pixels of {size.channels}"
-    if _plan(call) is None:
+    plan = _plan(call)
+    slices = size.pixels // min(plan.statistics.pixels, plan.applied.pixels) if isinstance(plan, SlicePlan) else 1
+    if (count := size.images * slices * size.groups) >= STATISTICS:
+        return f"its kernels take fewer than {STATISTICS} groups and slices, which they number in 32 bits, not {count}"
+    if plan is None:
         group = size.channels // size.groups
         return f"its kernels take groups that fit into a block, not {group} of {size.channels} channels of {x.dtype}"
     return None

@@ -17,6 +17,7 @@ MEASURED = {
     "norm_dgrad": {"bf16": (256, 8192), "f16": (512, 8192), "f32": (256, 8192)},
 }
 MEASURED_ELEMENTS = 1 << 24
+ROWS_MOST = 1 << 30
 
 
 def _length(call: engines.Call) -> int:
@@ -30,6 +31,8 @@ def _unsupported(call: engines.Call) -> str | None:
         return reason
     if _length(call) * x.dtype.itemsize % 16:
         return f"its kernels take rows of whole vectors of 16 bytes, not {_length(call)} of {x.dtype}"
+    if (rows := math.prod(x.shape) // _length(call)) > ROWS_MOST:
+        return f"its kernels take at most {ROWS_MOST} rows, which they number in 32 bits, not {rows}"
     return _too_long(call)
 
 

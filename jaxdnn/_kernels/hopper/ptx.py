@@ -36,6 +36,8 @@ class Emitter:
 
     def op(self, instruction: str, *operands: object, when: str = "") -> None:
         guard = f"@{when} " if when else ""
+        if any(isinstance(n, int) and not -(2**31) <= n < 2**32 for n in operands) and "64" not in instruction:
+            raise OverflowError(f"a constant of more than 32 bits: {instruction} {operands}")
         self._lines.append(f"{guard}{instruction} {', '.join(map(str, operands))};")
 
     def r(self, instruction: str, *operands: object) -> str:

@@ -60,6 +60,8 @@ def _supports(call: engines.Call) -> str | None:
         return "it has nothing to do for an empty array"
     if length * dtypes[0].itemsize % 16:
         return f"its rows are multiples of 16 bytes, and these have {length} elements of {dtypes[0].name}"
+    if length * max(*(dtype.itemsize for dtype in dtypes), np.dtype(spec.out_dtype).itemsize) >= 2**32:
+        return f"its rows are shorter than 2^32 bytes, a factor of 32 bits, and these have {length} elements"
     if rows > 2**26:
         return f"it takes at most 2^26 rows, not {rows}"
     return None
