@@ -39,14 +39,25 @@ class Columns(NormRows):
                 put(bits(arguments[1]) & U64(0xFFFF))
             case ["ld", "global", "nc", "b16"]:
                 words = np.zeros(self.threads, np.uint16)
-                words[active] = self.memory[self._places(arguments[1], 2)[active]].view(np.uint16)[:, 0]
+                words[active] = self.memory[self._global(arguments[1], 2, active)[active]].view(np.uint16)[:, 0]
                 put(words.astype(U64))
             case _:
                 super()._step(name, arguments, active)
 
 
-def run(code: str, block: int, blocks: int, arrays: list[np.ndarray], outs: list[tuple[int, ...]]) -> list[np.ndarray]:
-    return on_arrays(Columns, code, arrays, [(shape, np.float32) for shape in outs], block, blocks)
+def run(
+    code: str, floats: int, block: int, blocks: int, arrays: list[np.ndarray], outs: list[tuple[int, ...]]
+) -> list[np.ndarray]:
+    return on_arrays(Columns, code, arrays, [(shape, np.float32) for shape in outs], block, blocks, floats=floats)
+
+
+MERGE_FLOATS = norm_batch.MERGE_THREADS + LANES
+
+
+def walked_floats(plan: ColumnPlan, backward: bool = False) -> int:
+    """Of a block that goes down the columns."""
+    values = norm_batch_dgrad_ptx.sums_of(plan) * plan.elements if backward else norm_batch_ptx.values_of(plan)
+    return max(plan.floats(values), 32)
 
 
 def statistics(
@@ -55,12 +66,14 @@ def statistics(
     """What both kernels find."""
     columns = x.shape[1]
     shapes: list[tuple[int, ...]] = [(plan.columns,), (plan.splits, 2, plan.columns)]
-    base, sums = run(norm_batch_ptx.statistics(plan), plan.threads, plan.blocks, [x], shapes)
+    base, sums = run(norm_batch_ptx.statistics(plan), walked_floats(plan), plan.threads, plan.blocks, [x], shapes)
     threads, batch = norm_batch.MERGE_THREADS, norm_batch.MERGE_BATCH
     code = norm_batch_ptx.merge(plan, threads, batch, eps=eps, scale=scale is not None)
     given = [base, sums, *([] if scale is None else [scale])]
     count = 4 if scale is None else 5
-    mean, rstd, variance, rest, *factor = run(code, threads, -(-columns // LANES), given, [(columns,)] * count)
+    mean, rstd, variance, rest, *factor = run(
+        code, MERGE_FLOATS, threads, -(-columns // LANES), given, [(columns,)] * count
+    )
     np.testing.assert_array_equal(base[:columns], x[0].astype(np.float32))
     found: list[Any] = [mean, rstd, variance, rest, factor[0] if factor else rstd]
     return norm_batch.Statistics(*found)
@@ -82,5 +95,7 @@ def sums(dy: Any, x: Any, mean: Any, config: ColumnPlan | None = None) -> jax.Ar
     assert plan is not None
     count = norm_batch_dgrad_ptx.sums_of(plan)
     shape = (plan.splits, count, plan.columns)
-    (parts,) = run(norm_batch_dgrad_ptx.sums(plan), plan.threads, plan.blocks, [dy, x, mean], [shape])
+    (parts,) = run(
+        norm_batch_dgrad_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, [dy, x, mean], [shape]
+    )
     return jnp.asarray(parts).reshape(plan.splits, count, plan.fold, x.shape[1]).sum((0, 2))

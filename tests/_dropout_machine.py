@@ -23,7 +23,7 @@ class DropoutRows(NormRows):
 
     def _copy(self, arguments: list[Any], active: np.ndarray) -> None:
         size = int(arguments[2])
-        to, source = (self._places(arguments[i], size)[active] for i in (0, 1))
+        to, source = self._shared(arguments[0], size, active)[active], self._global(arguments[1], size, active)[active]
         if (to[:, 0] % size).any() or (source[:, 0] % size).any():
             raise RuntimeError("a copy is not aligned")
         self.shared[to] = 0xFF  # what was there is lost at once

@@ -12,8 +12,6 @@ from _norm_machine import NormRows, _decode
 from _races import Races
 from _row_machine import U64
 
-SHARED_BYTES = 1 << 18  # of a block
-
 
 class Images(NormRows):
     """Memory as bytes, and `run`, which runs a block of PTX for every cluster of blocks."""
@@ -28,7 +26,7 @@ class Images(NormRows):
         self.threads, self.cluster, self.block_size = block_size * cluster, cluster, block_size
         self.rank = np.arange(self.threads, dtype=U64) // U64(block_size)
         for index in range(clusters):
-            self.shared = np.full(cluster * SHARED_BYTES, 0xFF, np.uint8)
+            self.shared = np.full(cluster * self.shared_bytes, 0xFF, np.uint8)
             self.races = Races(self.threads, len(self.shared))
             self.copies: list[list[Any]] = [[]]
             self.waiting = False  # for the cluster
@@ -48,9 +46,6 @@ class Images(NormRows):
         for threads in np.split(np.arange(self.threads), self.cluster) if count else ():
             self.races.meet(threads)
 
-    def _own(self, space: str) -> Any:
-        return self.rank.astype(np.int64)[:, None] * SHARED_BYTES if space == "shared" else 0
-
     def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
         bits, real = self._bits, self._real
         put = lambda value: self._put(arguments[0], value, active)
@@ -68,8 +63,8 @@ class Images(NormRows):
             case ["st", "async", *_]:
                 self._store_to_cluster([arguments[0], (arguments[1],), arguments[2]], active)
             case ["cp", "async", "cg", "shared", "global"]:
-                to = self._places(arguments[0], 16) + self._own("shared")
-                here = self._places(arguments[1], 16)
+                to = self._shared(arguments[0], 16, active)
+                here = self._global(arguments[1], 16, active)
                 if (to[active, 0] % 16).any() or (here[active, 0] % 16).any():
                     raise RuntimeError("a copy is not aligned")
                 if active.any():
@@ -93,6 +88,6 @@ class Images(NormRows):
             case ["mapa", "shared::cluster", "u32"]:
                 if (low(arguments[2])[active] >= self.cluster).any():
                     raise RuntimeError("there is no such block")
-                put(low(arguments[1]) + low(arguments[2]) * U64(SHARED_BYTES))
+                put(low(arguments[1]) + low(arguments[2]) * U64(self.shared_bytes))
             case _:
                 super()._step(name, arguments, active)

@@ -1,7 +1,7 @@
 """The row machine for the normalisations' kernels: groups of a block may part ways, and sums lie in more shared memory.
 
 Threads whose branch leads further wait there: what is executed is always the lowest instruction that some thread has
-reached, by the threads that have. A barrier counts those that arrive. fma is computed in float64 and then rounded.
+reached, by the threads that have.
 """
 
 import re
@@ -11,16 +11,11 @@ import numpy as np
 
 from _races import Races
 from _row_machine import U64, Rows
-
-SHARED_BYTES = 1 << 18
+from jaxdnn_reference import rounding
 
 
 class NormRows(Rows):
     """Memory as bytes, and `run`, which runs a block of PTX for every block of threads."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, SHARED_BYTES)
-        self.shared = np.full(SHARED_BYTES, 0xFF, np.uint8)
 
     def run(self, text: str, operands: list[int], block_size: int, clusters: int, cluster: int = 1) -> None:
         assert cluster == 1, "these kernels have no clusters"
@@ -31,6 +26,7 @@ class NormRows(Rows):
             elif line not in "{}" and not line.startswith(".reg"):
                 code.append(_decode(line))
         self.threads, self.rank = block_size, np.zeros(block_size, U64)
+        self.shared = np.full(self.shared_bytes, 0xFF, np.uint8)
         for block in range(clusters):
             self.registers: dict[str, Any] = {"%tid.x": np.arange(block_size, dtype=U64)}
             self.registers["%ctaid.x"] = np.full(block_size, block, U64)
@@ -56,24 +52,13 @@ class NormRows(Rows):
             else:
                 self._step(name, arguments, active)
 
-    def _barrier(self, active: np.ndarray, name: str, count: str) -> None:
-        """As many threads arrive as the barrier waits for, or the device would hang."""
-        names = self._bits(name)
-        arrived = np.unique(names[active], return_counts=True)[1]
-        if (arrived != int(count)).any() or int(count) % 32:
-            raise RuntimeError(f"{arrived.tolist()} threads arrive at a barrier of {count}")
-        if self.races:
-            for one in np.unique(names[active]):
-                self.races.meet(np.flatnonzero(active & (names == one)))
-
     def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
         real = self._real
         put = lambda value: self._put(arguments[0], value, active)
         with np.errstate(all="ignore"):
             match name:
                 case ["fma", "rn", "f32"]:
-                    a, b, c = (real(v).astype(np.float64) for v in arguments[1:])
-                    put((a * b + c).astype(np.float32))
+                    put(rounding.fma(*(real(v) for v in arguments[1:])))
                 case ["max", "s32"]:
                     a, b = (self._bits(v).astype(np.uint32).view(np.int32) for v in arguments[1:])
                     put(np.maximum(a, b).view(np.uint32).astype(U64))

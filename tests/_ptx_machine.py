@@ -9,7 +9,7 @@ import re
 import ml_dtypes
 import numpy as np
 
-from jaxdnn_reference import arithmetic
+from jaxdnn_reference import arithmetic, rounding
 
 LANES = np.arange(32)
 HALF = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
@@ -141,9 +141,8 @@ class Machine:
             case ["vote", "sync", "any", "pred"]:
                 put(operands[0], np.full(32, registers[operands[1]].any()))
             case ["fma", "rn", "f32"]:
-                a, b, c = (real(x).astype(np.float64) for x in operands[1:])
                 with np.errstate(all="ignore"):
-                    put(operands[0], (a * b + c).astype(np.float32).view(np.uint32))
+                    put(operands[0], rounding.fma(*(real(x) for x in operands[1:])).view(np.uint32))
             case ["cvt", "rn", "bf16x2" | "f16x2", "f32"]:
                 high, low = (real(x).astype(HALF[name[2][:-2]]).view(np.uint16).astype(np.uint32) for x in operands[1:])
                 put(operands[0], high << np.uint32(16) | low)

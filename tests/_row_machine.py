@@ -2,7 +2,8 @@
 
 It knows the instructions that those kernels emit and no others: an unknown one raises. A cluster's threads run in step
 like one block's. Branches must be taken by all of them or none (the kernels' are), so a barrier has nothing to wait
-for, but accesses to shared memory that the step alone puts in order are an error (`_races`). A bulk copy to shared
+for, but it counts who arrives, and accesses to shared memory that the step alone puts in order are an error (`_races`).
+So is an access beyond what the launch gives a block, or outside of the arrays. A bulk copy to shared
 memory is done at once, the worst for a kernel that asks for it while the place is still read, and one from shared
 memory at the last moment, when the thread that asked for it waits; who waits for bytes that nothing has been asked to
 bring fails. ex2 and lg2 are exact here.
@@ -20,7 +21,6 @@ from _races import Races
 HALF = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 WIDTHS = {"b16": 2, "b32": 4, "f32": 4}
 U32, U64 = np.uint32, np.uint64
-SHARED = 4096  # bytes of a block
 
 
 class _Barrier:
@@ -42,12 +42,14 @@ class _Barrier:
 class Rows:
     """Memory as bytes, and `run`, which runs a block of PTX for every block of threads."""
 
-    def __init__(self, size: int, shared: int = SHARED) -> None:
+    def __init__(self, size: int, shared: int = 0) -> None:
+        """`shared` are the bytes that a block of the launch has."""
         self.memory = np.full(size, 0xFF, np.uint8)  # NaN in every float format: what is read unwritten shows
+        self.arrays = np.ones(size, bool)  # bytes that an operand or a result has
         self.written = np.zeros(size, np.uint8)  # how often
-        self.shared_bytes = shared
+        self.limit, self.shared_bytes = shared, -(-shared // 128) * 128  # of a block, and to the next one of a cluster
         self.races: Races | None = None  # made for each cluster; a machine without one does not look for them
-        self.shared = np.full(8 * shared, 0xFF, np.uint8)
+        self.shared = np.full(8 * self.shared_bytes, 0xFF, np.uint8)
 
     def run(self, text: str, operands: list[int], block_size: int, clusters: int, cluster: int = 1) -> None:
         threads = block_size * cluster
@@ -82,9 +84,10 @@ class Rows:
                     at = labels[arguments[0]] if active.all() else at
                 elif name[:2] == ["bar", "warp"]:
                     pass
-                elif name[0] == "bar" or name[:3] == ["barrier", "cluster", "wait"]:
-                    for rank in range(cluster) if name[0] == "bar" else [slice(None)]:
-                        races.meet(np.arange(threads).reshape(cluster, -1)[rank].ravel())
+                elif name[0] == "bar":
+                    self._barrier(active, *arguments)
+                elif name[:3] == ["barrier", "cluster", "wait"]:
+                    races.meet(np.arange(threads))
                 elif name[0] != "barrier":
                     self._step(name, arguments, active)
             if any(self.leaving.values()):
@@ -109,14 +112,36 @@ class Rows:
         base, _, offset = operand[1:-1].partition("+")
         return self._bits(base).astype(np.int64)[:, None] + int(offset or 0) + np.arange(size)
 
-    def _own(self, space: str) -> Any:
-        """Where a block's own shared memory starts among its cluster's."""
-        return self.rank.astype(np.int64)[:, None] * self.shared_bytes if space == "shared" else 0
+    def _barrier(self, active: np.ndarray, name: str, count: str) -> None:
+        """Of each block, as many threads arrive as the barrier waits for, or the device would hang."""
+        barriers = self.rank * U64(16) + self._bits(name)
+        for one, arrived in zip(*np.unique(barriers[active], return_counts=True), strict=True):
+            if arrived != int(count) or arrived % 32:
+                raise RuntimeError(f"{arrived} threads arrive at a barrier of {count}")
+            if self.races:
+                self.races.meet(np.flatnonzero(active & (barriers == one)))
+
+    def _shared(self, operand: str, size: int, active: np.ndarray, space: str = "shared") -> np.ndarray:
+        """Bytes among those of all blocks of a cluster; of a thread's own block, or as an address says."""
+        places = self._places(operand, size)
+        within = places if space == "shared" else places % max(1, self.shared_bytes)
+        here = within[active, 0]
+        if (here < 0).any() or (here + size > self.limit).any() or (places[active, 0] >= len(self.shared)).any():
+            raise RuntimeError(f"bytes {here.min()} to {here.max() + size} of shared memory of {self.limit}")
+        return places + (self.rank.astype(np.int64)[:, None] * self.shared_bytes if space == "shared" else 0)
+
+    def _global(self, operand: str, size: int, active: np.ndarray) -> np.ndarray:
+        places = self._places(operand, size)
+        here = places[active, 0]
+        inside = self.arrays.take(here, mode="clip") & self.arrays.take(here + size - 1, mode="clip")
+        if (here < 0).any() or (here + size > len(self.arrays)).any() or not inside.all():
+            raise RuntimeError("an access outside of the arrays")
+        return places
 
     def _mbarrier(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
         assert self.races is not None
         operand = arguments[1 if name[1] in ("arrive", "try_wait") else 0]
-        where = self._places(operand, 1) + (0 if "shared::cluster" in name else self._own("shared"))
+        where = self._shared(operand, 8, active, "shared::cluster" if "shared::cluster" in name else "shared")
         threads, barriers = np.flatnonzero(active).tolist(), where[active, 0].tolist()
         if name[1] == "init":
             for barrier, count in zip(barriers, self._bits(arguments[1])[active], strict=True):
@@ -139,8 +164,10 @@ class Rows:
         to, source, barrier = (self._places(arguments[i], 1)[:, 0] for i in (0, 1, 3))
         for thread in np.flatnonzero(active):
             size, own = int(self._bits(arguments[2])[thread]), int(self.rank[thread]) * self.shared_bytes
-            if size % 16 or to[thread] % 16 or source[thread] % 16 or to[thread] + size > self.shared_bytes:
+            if size % 16 or to[thread] % 16 or source[thread] % 16 or to[thread] + size > self.limit:
                 raise RuntimeError("a copy is not aligned, or too long")
+            if not self.arrays[source[thread] : source[thread] + size].all():
+                raise RuntimeError("an access outside of the arrays")
             start = own + int(to[thread])
             self.shared[start : start + size] = self.memory[source[thread] : source[thread] + size]
             self.barriers[own + int(barrier[thread])].come(-size, 0, self.races.copy(int(thread), start, size))
@@ -152,6 +179,8 @@ class Rows:
             size, own = int(self._bits(arguments[2])[thread]), int(self.rank[thread]) * self.shared_bytes
             if size <= 0 or size % 16 or to[thread] % 16 or source[thread] % 16:
                 raise RuntimeError("a copy is not aligned, or empty")
+            if source[thread] + size > self.limit:
+                raise RuntimeError(f"bytes up to {source[thread] + size} of shared memory of {self.limit}")
             start = own + int(source[thread])
             moment = self.races.copy_from(int(thread), start, size)
             self.leaving[False].append((int(thread), int(to[thread]), start, size, moment))
@@ -171,7 +200,7 @@ class Rows:
     def _store_to_cluster(self, arguments: list[Any], active: np.ndarray) -> None:
         """An asynchronous store, which the barrier beside it is told of."""
         assert self.races is not None
-        to = self._places(arguments[0], 4 * len(arguments[1]))[active]
+        to = self._shared(arguments[0], 4 * len(arguments[1]), active, "shared::cluster")[active]
         self.races.store(np.flatnonzero(active), to)
         raw = np.stack([self._bits(v).astype("<u4") for v in arguments[1]], 1).view(np.uint8)
         self.shared[to] = raw[active]
@@ -217,8 +246,8 @@ class Rows:
                 case ["shl" | "shr" as way, _]:
                     shift = np.left_shift if way == "shl" else np.right_shift
                     put(shift(low(arguments[1]), bits(arguments[2])) & U64(0xFFFFFFFF))
-                case ["setp", relation, "s32" | "u32"]:
-                    a, b = (bits(x).astype(U32).view(np.int32) for x in arguments[1:])
+                case ["setp", relation, "s32" | "u32" as kind]:
+                    a, b = (bits(x).astype(U32).view(np.int32 if kind == "s32" else U32) for x in arguments[1:])
                     put({"lt": a < b, "ge": a >= b, "eq": a == b}[relation])
                 case ["setp", "eq", "f32"]:
                     put(real(arguments[1]) == real(arguments[2]))
@@ -272,9 +301,10 @@ class Rows:
                 case ["st", "async", *_]:
                     self._store_to_cluster(arguments, active)
                 case ["ld", space, *_, width]:
-                    memory = self.shared if space == "shared" else self.memory
                     targets = arguments[0] if isinstance(arguments[0], tuple) else (arguments[0],)
-                    places = (self._places(arguments[1], 4 * len(targets)) + self._own(space))[active]
+                    memory = self.shared if space == "shared" else self.memory
+                    found = self._shared if space == "shared" else self._global
+                    places = found(arguments[1], 4 * len(targets), active)[active]
                     if not width[1:] == "32" or (places[:, 0] % (4 * len(targets))).any():
                         raise RuntimeError("an access is not aligned")
                     if self.races and space == "shared":
@@ -286,7 +316,10 @@ class Rows:
                 case ["st", space, *_, width]:
                     values = arguments[1] if isinstance(arguments[1], tuple) else (arguments[1],)
                     size = WIDTHS[width]
-                    places = (self._places(arguments[0], size * len(values)) + self._own(space))[active]
+                    of_global = (arguments[0], size * len(values), active)
+                    places = (self._global(*of_global) if space == "global" else self._shared(*of_global, space))[
+                        active
+                    ]
                     if (places[:, 0] % (size * len(values))).any():
                         raise RuntimeError("an access is not aligned")
                     if self.races and space != "global":
@@ -312,25 +345,30 @@ def _decode(line: str) -> tuple[str | None, list[str], list[Any]]:
 
 
 def on_arrays(
-    make: Callable[[int], Rows],
+    make: Callable[[int, int], Rows],
     code: str,
     arrays: Sequence[np.ndarray],
     outs: Sequence[tuple[tuple[int, ...], Any]],
     block: int,
     blocks: int,
     cluster: int = 1,
+    *,
+    floats: int,
 ) -> list[np.ndarray]:
     """Runs a kernel on arrays that lie one after the other; it must write every result once, and nothing else.
 
-    `make` makes a machine with so many bytes of memory, `outs` are the results' shapes and dtypes, `blocks` counts
-    clusters where blocks form some.
+    `make` makes a machine with so many bytes of memory, and of a block's shared memory; `outs` are the results' shapes
+    and dtypes, `blocks` counts clusters where blocks form some, and `floats` are those of the launch.
     """
     results = [np.zeros(shape, dtype) for shape, dtype in outs]
     starts, size = [], 0
     for array in (*arrays, *results):
         starts.append(size)
         size += -(-array.nbytes // 256) * 256 + 256  # what lies between may be neither used nor written
-    machine = make(size)
+    machine = make(size, 4 * floats)
+    machine.arrays[:] = False
+    for array, start in zip((*arrays, *results), starts, strict=True):
+        machine.arrays[start : start + array.nbytes] = True
     for array, start in zip(arrays, starts, strict=False):
         machine.memory[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     machine.run(code, [*starts, 0], block, blocks, cluster)

@@ -130,12 +130,13 @@ def check(p: Problem, **options: Any) -> None:
 
 def check_plan(p: Problem, plan: Plan) -> None:
     (wanted,) = p.wanted()
-    codes = [(dropout_ptx.flat(plan), plan.leads * plan.blocks_a_lead)]
+    codes = [(dropout_ptx.flat(plan), plan.leads * plan.blocks_a_lead, 0)]
     if plan.leads == 1:
-        codes += [(dropout_ptx.stream(plan, blocks), blocks) for blocks in (1, 3)]
-    for code, blocks in codes:
+        floats = plan.stages * plan.stage_bytes // 4
+        codes += [(dropout_ptx.stream(plan, blocks), blocks, floats) for blocks in (1, 3)]
+    for code, blocks, floats in codes:
         outs = [(wanted.shape, wanted.dtype)]
-        (found,) = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks)
+        (found,) = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks, floats=floats)
         same(found, wanted)
 
 
@@ -212,7 +213,7 @@ def run_planes(p: Problem, plane: dict[str, int]) -> np.ndarray:
     plan, first = dataclasses.replace(p.plan(), **plane), next(iter(p.arrays.values()))
     blocks = -(-plan.groups // (4 * plan.threads))
     outs = [(first.shape, first.dtype)]
-    return on_arrays(DropoutRows, dropout_ptx.planes(plan), p.operands(plan), outs, plan.threads, blocks)[0]
+    return on_arrays(DropoutRows, dropout_ptx.planes(plan), p.operands(plan), outs, plan.threads, blocks, floats=0)[0]
 
 
 @each_dtype
@@ -243,7 +244,8 @@ def check_sums_of(p: Problem, plan: Plan, most: int) -> None:
     columns = dropout_ptx.columns_plan(plan, most)
     outs = [(wanted.shape, wanted.dtype), ((columns.splits, plan.width), np.float32)]
     code, blocks = dropout_ptx.walk(plan, columns), columns.tiles * columns.splits
-    dx, sums = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks)
+    floats = dropout.column_floats(plan)
+    dx, sums = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks, floats=floats)
     same(dx, wanted)
     with np.errstate(invalid="ignore"):
         terms = p.terms()

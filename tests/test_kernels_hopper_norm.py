@@ -32,8 +32,13 @@ each_length = pytest.mark.parametrize("length", LENGTHS)
 each_op = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 
 
-def run(code: str, block: int, blocks: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]) -> list[np.ndarray]:
-    return on_arrays(NormRows, code, arrays, outs, block, blocks)
+def run(
+    code: str, plan: RowPlan, blocks: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
+) -> list[np.ndarray]:
+    """Forward of x and parameters, or backward of dy, x and what follows."""
+    backward = len(arrays) > 3
+    floats = norm.backward_floats(plan) if backward else norm.forward_floats(plan, len(arrays) - 1)
+    return on_arrays(NormRows, code, arrays, outs, plan.block, blocks, floats=floats)
 
 
 def forward(
@@ -56,7 +61,7 @@ def forward(
     code = norm_ptx.forward(plan, rows, blocks, centred=centred, eps=eps, scale=s is not None, bias=b is not None)
     given = [x, *(v for v in (s, b) if v is not None)]
     outs = [(x.shape, DTYPES[names[1]]), *[((rows,), np.float32)] * 3]
-    return run(code, plan.block, blocks, given, outs)
+    return run(code, plan, blocks, given, outs)
 
 
 def backward(
@@ -78,7 +83,7 @@ def backward(
     code = norm_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=s is not None)
     given = [dy, x, mean, rstd, *([] if s is None else [s])]
     outs = [(x.shape, DTYPES[names[1]]), ((blocks, 2, length), np.float32)]
-    dx, sums = run(code, plan.block, blocks, given, outs)
+    dx, sums = run(code, plan, blocks, given, outs)
     return [dx, *sums.sum(0, dtype=np.float32)]
 
 
@@ -179,7 +184,7 @@ def test_one_barrier_less_is_a_race(which: int):
     code = whole[: barriers[which].start()] + whole[barriers[which].end() :]
     outs = [(x.shape, x.dtype), *[((9,), np.float32)] * 3]
     with pytest.raises(RuntimeError, match="race for shared byte"):
-        run(code, plan.block, 2, [x, s, b], outs)
+        run(code, plan, 2, [x, s, b], outs)
 
 
 @pytest.mark.parametrize("kept", ["not", "registers", "shared"])

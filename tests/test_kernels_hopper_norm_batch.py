@@ -13,7 +13,7 @@ from norm_cases import agree
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from _column_machine import DTYPES, plan_of, run, statistics, sums
+from _column_machine import DTYPES, MERGE_FLOATS, plan_of, run, statistics, sums, walked_floats
 from jaxdnn._kernels.hopper import norm_batch, norm_batch_ptx
 from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
 
@@ -156,17 +156,17 @@ def test_one_barrier_less_is_a_race(kernel: str, which: int):
     x, plan = normal(999, 24, "f32"), plan_of(999, 24, "f32", threads=128, chunk=1, splits=2)
     whole = norm_batch_ptx.statistics(plan)
     arrays, shapes = [x], [(plan.columns,), (plan.splits, 2, plan.columns)]
-    block, blocks = plan.threads, plan.blocks
+    floats, block, blocks = walked_floats(plan), plan.threads, plan.blocks
     if kernel == "merge":
-        arrays, shapes = run(whole, block, blocks, arrays, shapes), [(24,)] * 4
-        block, blocks = norm_batch.MERGE_THREADS, 1
+        arrays, shapes = run(whole, floats, block, blocks, arrays, shapes), [(24,)] * 4
+        floats, block, blocks = MERGE_FLOATS, norm_batch.MERGE_THREADS, 1
         whole = norm_batch_ptx.merge(plan, block, norm_batch.MERGE_BATCH, eps=1e-5, scale=False)
     parts = re.split(r"(?m)^bar\.sync .*\n", whole)
     barrier = f"bar.sync 0, {block};\n"
-    run(barrier.join(parts), block, blocks, arrays, shapes)
+    run(barrier.join(parts), floats, block, blocks, arrays, shapes)
     code = barrier.join(parts[: which + 1]) + barrier.join(parts[which + 1 :])
     with pytest.raises(RuntimeError, match="race for shared byte"):
-        run(code, block, blocks, arrays, shapes)
+        run(code, floats, block, blocks, arrays, shapes)
 
 
 def test_plans_cover_all_rows_and_columns():

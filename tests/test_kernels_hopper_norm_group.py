@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
-from _image_machine import SHARED_BYTES, Images
+from _image_machine import Images
 from _norm_calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
 from _row_machine import on_arrays
 from jaxdnn import _norm, engines, tolerance_norm
@@ -62,7 +62,9 @@ PLANS: dict[str, dict[str, Any]] = {
 def run(
     code: str, plan: ImagePlan, clusters: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
 ) -> list[np.ndarray]:
-    return on_arrays(Images, code, arrays, outs, plan.threads, clusters, plan.cluster)
+    images = [v for v in arrays if v.ndim == 3]  # x, or backward dy and x
+    floats = plan.floats(len(images), clusters < len(images[0]) * plan.parts)
+    return on_arrays(Images, code, arrays, outs, plan.threads, clusters, plan.cluster, floats=floats)
 
 
 def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **changed: Any) -> ImagePlan:
@@ -70,7 +72,7 @@ def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **ch
     plan = norm_group_plan.plan(pixels, channels, group, names[0], names[1], arrays)
     assert plan is not None
     plan = dataclasses.replace(plan, **changed)
-    assert 4 * plan.floats(arrays) <= SHARED_BYTES
+    assert 4 * plan.floats(arrays) <= norm_group_plan.WHOLE
     return plan
 
 

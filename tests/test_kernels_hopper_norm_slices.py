@@ -47,7 +47,8 @@ def plans_of(size: str, names: tuple[str, str], arrays: int) -> SlicePlan:
 
 
 def run(code: str, plan: ImagePlan, slices: int, arrays: list[Any], outs: list[tuple[Any, Any]]) -> list[np.ndarray]:
-    return on_arrays(Images, code, arrays, outs, plan.threads, slices * plan.parts, plan.cluster)
+    floats, clusters = plan.floats(sum(v.ndim == 3 for v in arrays)), slices * plan.parts
+    return on_arrays(Images, code, arrays, outs, plan.threads, clusters, plan.cluster, floats=floats)
 
 
 def forward(x: np.ndarray, s: Any, b: Any, plans: SlicePlan, eps: float) -> list[np.ndarray]:

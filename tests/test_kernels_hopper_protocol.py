@@ -54,7 +54,9 @@ def drawn_call(op: str, rng: np.random.Generator) -> Launch | None:
         case = case._replace(sizes=tuple(min(n, 5) for n in case.sizes), c=16, k=groups * one_of(16, 48))
         if min(case.geometry().out) < 1:
             return None
-    out_dtype = {"int8": "int32", "float8_e4m3fn": "bfloat16", "float8_e5m2": "float32"}.get(dtype.name, one_of(dtype.name, "float32"))
+    out_dtype = {"int8": "int32", "float8_e4m3fn": "bfloat16", "float8_e5m2": "float32"}.get(
+        dtype.name, one_of(dtype.name, "float32")
+    )
     module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
     options: dict[str, Any] = dict(geo=case.geometry(outer), out_dtype=jnp.dtype(out_dtype))
     avals = case.avals(op, dtype, outer)

@@ -43,10 +43,8 @@ def data(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 def run(
     code: str, plan: Any, arrays: list[np.ndarray], shape: tuple[int, ...], dtype: str, blocks: int = 0
 ) -> np.ndarray:
-    shared = (softmax_stream_ptx.shared_bytes(plan),) if plan.stages else ()
-    make = lambda size: Rows(size, *shared)
-    blocks = blocks or softmax.clusters(plan, len(arrays[0]))
-    return on_arrays(make, code, arrays, [(shape, DTYPES[dtype])], plan.block, blocks, plan.cluster)[0]
+    blocks, floats = blocks or softmax.clusters(plan, len(arrays[0])), softmax.floats(plan)
+    return on_arrays(Rows, code, arrays, [(shape, DTYPES[dtype])], plan.block, blocks, plan.cluster, floats=floats)[0]
 
 
 def assert_right(out: np.ndarray, golden: np.ndarray, error: Any) -> None:

@@ -56,6 +56,11 @@ def columns(plan: Plan) -> tuple[Plan, ColumnsPlan]:
     return plan, dropout_ptx.columns_plan(plan, (3 if looked_up else 4) * MULTIPROCESSORS)
 
 
+def column_floats(plan: Plan) -> int:
+    """Of a block's shared memory."""
+    return max(plan.threads * plan.elements, plan.stages * plan.stage_bytes // 4)
+
+
 def run_columns(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
     """dx, and its sums over rows in float32, (width,)."""
     plan, dealt = columns(plan)
@@ -71,7 +76,7 @@ def run_columns(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], d
         name="dropout_dgrad_columns",
         blocks=dealt.tiles * dealt.splits,
         threads=plan.threads,
-        floats=max(plan.threads * plan.elements, plan.stages * plan.stage_bytes // 4),
+        floats=column_floats(plan),
     )
     return dx, jnp.sum(sums, 0)
 

@@ -85,9 +85,14 @@ def forward(
     code = norm_ptx.forward(plan, rows, blocks, scale=scale is not None, bias=bias is not None, **options)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
+    floats = forward_floats(plan, len(given))
+    return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=floats)
+
+
+def forward_floats(plan: RowPlan, parameters: int) -> int:
+    """Of a block's shared memory."""
     floats = 3 * plan.slots(plan.rows) * (2 if plan.stays else 1)  # exchanges; rows take turns
-    floats += plan.length * len(given) if plan.shared else 0
-    return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=max(floats, 32))
+    return max(floats + (plan.length * parameters if plan.shared else 0), 32)
 
 
 def backward(
@@ -110,11 +115,16 @@ def backward(
     blocks = min(MULTIPROCESSORS, -(-rows // plan.groups))
     code = norm_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=scale is not None)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct((blocks, 2, length), jnp.float32))
-    floats = 2 * plan.slots(3) + (2 * length * plan.groups if plan.groups > 1 else 0)
+    floats = backward_floats(plan)
     given = [dy, x, mean, rstd] + ([] if scale is None else [scale])
-    dx, sums = launch(code, given, outs, name="norm_dgrad", blocks=blocks, threads=plan.block, floats=max(floats, 32))
+    dx, sums = launch(code, given, outs, name="norm_dgrad", blocks=blocks, threads=plan.block, floats=floats)
     dscale, dbias = jnp.sum(sums, 0)
     return dx, dscale, dbias
+
+
+def backward_floats(plan: RowPlan) -> int:
+    """Of a block's shared memory."""
+    return max(2 * plan.slots(3) + (2 * plan.length * plan.groups if plan.groups > 1 else 0), 32)
 
 
 def _record(which: str, plan: RowPlan) -> None:

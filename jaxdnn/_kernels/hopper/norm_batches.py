@@ -42,7 +42,9 @@ def _unsupported(call: engines.Call) -> str | None:
     if _plan(call) is None:
         rows, columns = _sizes(call)
         given = f"{rows} rows of {columns} {x.dtype}"
-        return f"its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns and at most 2^30 rows, not {given}"
+        return (
+            f"its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns and at most 2^30 rows, not {given}"
+        )
     return None
 
 

@@ -101,6 +101,11 @@ def clusters(plan: RowPlan, rows: int) -> int:
     return min(rows, at_a_time) if plan.stages else -(-rows // plan.rows_a_block)
 
 
+def floats(plan: RowPlan) -> int:
+    """Of a block's shared memory."""
+    return softmax_stream_ptx.shared_bytes(plan) // 4 if plan.stages else SHARED_FLOATS
+
+
 def softmax_dgrad(
     dy: Array, y: Array, /, *, algorithm: str, tangent: bool, out_dtype: Any, config: RowPlan | None = None
 ) -> Array:
@@ -123,6 +128,5 @@ def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStru
         stages=plan.stages,
     )
     blocks = clusters(plan, len(arrays[0]))
-    floats = softmax_stream_ptx.shared_bytes(plan) // 4 if plan.stages else SHARED_FLOATS
-    shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": floats}
+    shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": floats(plan)}
     return launch(code, arrays, [out], name=name, **shape)[0]
