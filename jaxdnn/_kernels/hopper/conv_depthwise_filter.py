@@ -122,8 +122,7 @@ class _Inputs:
         row = line + self._last[0] + (rows - 1) * self._apart
         column = self._last[1] + ((k.warpgroups - 1) * k.column_taps + 2 * pair + 1) * k.dilation[1]
         inside = row * k.in_pitch + column < k.in_rows * k.in_pitch
-        tile = self._two if inside else self._one
-        assert tile is not None
+        tile = self._two if inside or self._one is None else self._one
         place = tile.at(line * k.in_pitch + 2 * pair * k.dilation[1])
         matrices = "{" + ", ".join(names) + "}"
         self._e.op(f"ldmatrix.sync.aligned.m8n8.x{len(names)}.trans.shared.b16", matrices, place)
