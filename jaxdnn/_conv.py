@@ -21,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn import _epilogue, _primitive
+from jaxdnn import _activation, _epilogue, _primitive
 from jaxdnn._compat import ad
 from jaxdnn._epilogue import Epilogue
+from jaxdnn._rounded import at_edges
 from jaxdnn._window import FilterLayout, Layout, Window
+from jaxdnn.determinism import is_fixed
 from jaxdnn.limits import Limits, current_limits
 
 ROLES = {"conv": ("x", "w", "y"), "conv_dgrad": ("y", "w", "x"), "conv_wgrad": ("x", "y", "w")}
@@ -110,7 +112,7 @@ def sum_of_nothing(op: str, spec: ConvSpec, a: Array, b: Array) -> Array | None:
 def finish(op: str, spec: ConvSpec, acc: Array, *operands: Array) -> Array:
     """Runs a call's epilogue on its accumulator."""
     channel = spec.channel(ROLES[op][2])
-    return _epilogue.apply(spec.epilogue, acc, operands, channel=channel, out_dtype=spec.out_dtype)
+    return _epilogue.apply(spec.epilogue, acc, operands, channel=channel, out_dtype=spec.out_dtype, level=spec.level)
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
@@ -122,17 +124,20 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
         return y, _linear_tangent(op, spec, y, primals, tangents)
     name, parameter = spec.epilogue.activation
     if name in _epilogue.DERIVATIVE_FROM_OUTPUT:
-        y = bind(op, *primals, spec=spec)
-        slope = _epilogue.derivative_from_output(y, name, parameter)
+        z = y = bind(op, *primals, spec=spec)
     else:
         bare = spec.epilogue.without_activation()
         plain = dataclasses.replace(spec, epilogue=bare, out_dtype=spec.wide, converted=spec.out_dtype)
         z = bind(op, *primals, spec=plain)
-        y = _epilogue.convert(_epilogue.activate(z, name, parameter), spec.out_dtype)
-        # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
-        slope = _epilogue.derivative(z, name, parameter).astype(spec.out_dtype)
+        y = _epilogue.convert(_epilogue.activated(z, name, parameter, spec.level), spec.out_dtype)
     tangent = _linear_tangent(op, spec, y, primals, tangents)
-    return y, tangent if isinstance(tangent, ad.Zero) else slope * tangent
+    if isinstance(tangent, ad.Zero):
+        return y, tangent
+    if is_fixed(spec.level):  # by the op, of which nothing is joined with what stands around it
+        along = _epilogue.activation_spec(name, parameter, spec.out_dtype, spec.level)
+        return y, _activation.bind("activation_dgrad", tangent, z, spec=along)
+    # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
+    return y, _epilogue.derivative(z, name, parameter).astype(spec.out_dtype) * tangent
 
 
 def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -141,24 +146,23 @@ def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], t
         return _primitive.zero_tangent(y)
     (a, b), (da, db) = primals[:2], tangents[:2]
     linear = dataclasses.replace(spec, epilogue=spec.epilogue.only_alpha())
-    wide = spec.wide
+    wide, edge = spec.wide, ft.partial(at_edges, spec.level)
     terms = [bind(op, da, b, spec=linear)] if not isinstance(da, ad.Zero) else []
     terms += [bind(op, a, db, spec=linear)] if not isinstance(db, ad.Zero) else []
     for name, tangent in zip(spec.epilogue.operands, tangents[2:], strict=True):
         if isinstance(tangent, ad.Zero):
             continue
-        term = tangent.astype(wide)
+        term = edge(tangent).astype(wide)
         if name == "prior":
-            term = jnp.asarray(spec.epilogue.beta, wide) * term
+            term = _epilogue.scaled_prior(spec.epilogue.beta, term)
         elif name == "bias":
             channel = spec.channel(ROLES[op][2])
             term = jnp.broadcast_to(_epilogue.along_channel(term, y.ndim, channel), y.shape)
         terms.append(term)
     if not terms:
         return _primitive.zero_tangent(y)
-    if len(terms) == 1:
-        return terms[0].astype(spec.out_dtype)
-    return ft.reduce(jnp.add, [term.astype(wide) for term in terms]).astype(spec.out_dtype)
+    total = terms[0] if len(terms) == 1 else ft.reduce(jnp.add, [term.astype(wide) for term in terms])
+    return edge(total.astype(spec.out_dtype))
 
 
 def _transpose(op: str, spec: ConvSpec, ct: Array, a: Any, b: Any, *further: Any) -> list[Array | None]:

@@ -11,14 +11,15 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxdnn import _check
+from jaxdnn import _activation, _check
 from jaxdnn._activation_formulas import ACTIVATIONS as ACTIVATIONS
 from jaxdnn._activation_formulas import DERIVATIVE_FROM_OUTPUT as DERIVATIVE_FROM_OUTPUT
 from jaxdnn._activation_formulas import Parameter, activate
 from jaxdnn._activation_formulas import derivative as derivative
 from jaxdnn._activation_formulas import derivative_from_output as derivative_from_output
 from jaxdnn._activation_formulas import read_activation as read_activation
-from jaxdnn._rounded import nearest
+from jaxdnn._rounded import nearest, product
+from jaxdnn.determinism import LEVELS, is_fixed
 
 # What a scale that is an array may be.
 SCALES = (
@@ -55,15 +56,17 @@ class Epilogue:
         return dataclasses.replace(self, activation=None)
 
 
-def apply(epilogue: Epilogue, acc: Array, operands: Sequence[Array], *, channel: int, out_dtype: Any) -> Array:
-    """Runs the epilogue on an accumulator; `channel` is the axis the bias lies along.
+def apply(
+    epilogue: Epilogue, acc: Array, operands: Sequence[Array], *, channel: int, out_dtype: Any, level: str = "fast"
+) -> Array:
+    """Runs the epilogue on an accumulator; `channel` is the axis the bias lies along. Products are rounded.
 
     `epilogue.alpha` and `epilogue.beta` may be traced scalars here; a traced beta of zero does not read the prior.
     """
     extras = dict(zip(epilogue.operands, operands, strict=True))
     if jnp.issubdtype(acc.dtype, jnp.integer) and not epilogue.integer:
         acc = acc.astype(jnp.float32)
-    z = acc if _is_one(epilogue.alpha) else acc * jnp.asarray(epilogue.alpha).astype(acc.dtype)
+    z = acc if _is_one(epilogue.alpha) else product(acc, jnp.asarray(epilogue.alpha).astype(acc.dtype))
     if "prior" in extras:
         z = z + scaled_prior(epilogue.beta, extras["prior"].astype(z.dtype))
     if "residual" in extras:
@@ -71,8 +74,21 @@ def apply(epilogue: Epilogue, acc: Array, operands: Sequence[Array], *, channel:
     if "bias" in extras:
         z = z + along_channel(extras["bias"].astype(z.dtype), z.ndim, channel)
     if epilogue.activation is not None:
-        z = jnp.maximum(z, 0) if epilogue.integer else activate(z, *epilogue.activation)
+        z = jnp.maximum(z, 0) if epilogue.integer else activated(z, *epilogue.activation, level)
     return convert(z, out_dtype)
+
+
+def activated(z: Array, name: str, parameter: Parameter, level: str) -> Array:
+    """act(z) in z's own precision; where the level fixes bits, as an op that nothing around it is joined with."""
+    if not is_fixed(level):
+        return activate(z, name, parameter)
+    return _activation.bind("activation", z, spec=activation_spec(name, parameter, z.dtype, level))
+
+
+def activation_spec(name: str, parameter: Parameter, dtype: Any, level: str) -> _activation.ActivationSpec:
+    """The spec of an activation alone, whose result has this dtype; its engine guarantees mesh_invariant for any."""
+    own = min(level, "mesh_invariant", key=LEVELS.index)
+    return _activation.ActivationSpec(name, parameter, 1.0, np.dtype(dtype), None, own)
 
 
 def _is_one(alpha: Any) -> bool:
@@ -82,12 +98,12 @@ def _is_one(alpha: Any) -> bool:
 def scaled_prior(beta: Any, prior: Array) -> Array:
     """beta * prior, not read where beta is a traced zero."""
     if isinstance(beta, int | float):  # zero is decided when traced: then there is no prior here
-        return jnp.asarray(beta).astype(prior.dtype) * prior
+        return prior if beta == 1 else product(prior, jnp.asarray(beta).astype(prior.dtype))
     return _scaled_unless_zero(jnp.asarray(beta).astype(prior.dtype), prior)
 
 
 def _product_or_zero(scale: Array, prior: Array) -> Array:
-    return scale * jnp.where(scale == 0, jnp.zeros_like(prior), prior)
+    return product(scale, jnp.where(scale == 0, jnp.zeros_like(prior), prior))
 
 
 @jax.custom_jvp
@@ -100,7 +116,7 @@ def _scaled_unless_zero_jvp(primals: Any, tangents: Any) -> tuple[Array, Any]:
     """The product's derivative. The one in the scale is the prior, also where the scale is zero."""
     (scale, prior), (d_scale, d_prior) = primals, tangents
     y = _scaled_unless_zero(scale, prior)
-    terms = [] if isinstance(d_scale, SymbolicZero) else [d_scale * prior]
+    terms = [] if isinstance(d_scale, SymbolicZero) else [product(d_scale, prior)]
     terms += [] if isinstance(d_prior, SymbolicZero) else [_product_or_zero(scale, d_prior)]
     return y, ft.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
 
@@ -116,23 +132,6 @@ def read_scale(name: str, value: Any) -> float | Array:
     _check.shape(name, value, (), "a number or a scalar array")
     _check.dtype(name, value, SCALES)
     return jnp.asarray(value)
-
-
-def blend(computed: Array, *, alpha: Any, beta: Any, prior: Any, out_dtype: Any, dtypes: Sequence[Any] = ()) -> Array:
-    """alpha * computed + beta * prior in the precision of `computed`, then the one conversion, for ops without bias.
-
-    Reads and checks the three arguments; the prior may have the dtype of `computed`, of the result, or of `dtypes`.
-    """
-    alpha, beta = read_scale("alpha", alpha), read_scale("beta", beta)
-    if prior is None and not (isinstance(beta, float) and beta == 0):
-        raise ValueError(f"`prior` must be given when `beta` is not zero, got beta {_check.shown(beta)} and no prior.")
-    if prior is not None:
-        prior = _check.array("prior", prior)
-        _check.shape("prior", prior, computed.shape, "the result's")
-        _check.dtype("prior", prior, sorted({np.dtype(t) for t in (computed.dtype, out_dtype, *dtypes)}, key=str))
-    reads = prior is not None and not (isinstance(beta, float) and beta == 0)
-    epilogue = Epilogue(alpha=alpha, beta=beta, prior=reads)  # type: ignore[arg-type]  (traced scalars serve in `apply`)
-    return apply(epilogue, computed, [jnp.asarray(prior)] if reads else [], channel=0, out_dtype=out_dtype)
 
 
 def along_channel(bias: Array, ndim: int, channel: int) -> Array:

@@ -13,6 +13,7 @@ from jax import Array
 from jaxdnn import _check, _epilogue, _frame, _norm, engines
 from jaxdnn._frame import Frame
 from jaxdnn._norm import NormSpec
+from jaxdnn._rounded import rounded
 from jaxdnn.determinism import required, satisfies
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
@@ -61,7 +62,7 @@ class View:
         value = _check.array(name, value)
         _check.shape(name, value, self.parameters, self.why)
         _check.dtype(name, value, narrower(types.accumulate))
-        return jnp.asarray(value).astype(types.accumulate).reshape(self.spread)
+        return rounded(jnp.asarray(value)).astype(types.accumulate).reshape(self.spread)
 
     def statistic(self, name: str, value: Any, types: Types) -> Array:
         """Reads a saved statistic."""

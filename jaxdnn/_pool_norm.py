@@ -3,16 +3,19 @@
 import jax.numpy as jnp
 from jax import Array
 
+from jaxdnn import _rounded
+from jaxdnn._rounded import product
+
 
 def powers(p: float, x: Array) -> Array:
     """|x|^p, whose derivative at 0 is 0, which that of JAX's abs is not."""
-    size = x * jnp.sign(x)
-    return size if p == 1 else x * x if p == 2 else jnp.power(size, jnp.asarray(p, x.dtype))
+    size = product(x, jnp.sign(x))
+    return size if p == 1 else product(x, x) if p == 2 else _rounded.power(size, p)
 
 
 def root(p: float, total: Array) -> Array:
     """total^(1/p), whose derivative at 0 is 0."""
     positive = total > 0
     safe = jnp.where(positive, total, jnp.ones_like(total))
-    found = safe if p == 1 else jnp.sqrt(safe) if p == 2 else jnp.power(safe, jnp.asarray(1 / p, total.dtype))
+    found = safe if p == 1 else _rounded.root(safe) if p == 2 else _rounded.power(safe, 1 / p)
     return jnp.where(positive, found, total)

@@ -30,6 +30,7 @@ from jax.sharding import (
 
 from jaxdnn import _check, _compat, engines
 from jaxdnn._compat import Primitive, ShapedArray, ad, batching, mlir, varying
+from jaxdnn._rounded import at_edges
 
 Spec = Any
 Aval = jax.ShapeDtypeStruct
@@ -278,16 +279,24 @@ def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engine
 
 def _local(op: str, platform: str, spec: Spec, _: Any, *operands: Array) -> Any:
     call = _call(op, platform, spec, operands)
-    return engines.select(call).run(call, *operands)
+    return _run(engines.select(call), call, operands)
+
+
+def _run(engine: engines.Engine, call: engines.Call, operands: Sequence[Array]) -> Any:
+    """Where a level fixes bits, XLA joins nothing of the engine's program with what stands around it."""
+    if not engine.fused:
+        return engine.run(call, *operands)
+    return at_edges(call.spec.level, engine.run(call, *at_edges(call.spec.level, operands)))
 
 
 def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array) -> Any:
     call = dataclasses.replace(_call(op, platform, spec, operands), dealt=True)
     engine = engines.select(call)
     if not engine.partition(call) or _compat.lacking(_compat.SHARDING):
-        return engine.run(call, *operands)
+        return _run(engine, call, operands)
     rule = factors(spec, *call.avals)
-    sharded = _compat.custom_partitioning(ft.partial(_local, op, platform, spec, None))
+    # Jitted, or its constants would stand outside of what is partitioned, which may have none.
+    sharded = _compat.custom_partitioning(jax.jit(ft.partial(_local, op, platform, spec, None)))
     sharded.def_partition(
         partition=ft.partial(_partition, rule, op, platform, spec),
         infer_sharding_from_operands=lambda mesh, args, _: _like_results(

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, export, lax
 
 from jaxdnn import _tensor
-from jaxdnn._rounded import product, real
+from jaxdnn._rounded import product, real, reciprocal
 
 Axes = tuple[int, ...]
 
@@ -29,7 +29,7 @@ def multiply(x: Array, axes: Axes, fixed: bool) -> Array:
     """The product."""
     if not fixed or jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.prod(x, axes, keepdims=True, dtype=x.dtype)
-    return _along(jnp.multiply, x, axes, 1)
+    return _along(product, x, axes, 1)
 
 
 def _along(combine: Callable[[Array, Array], Array], x: Array, axes: Axes, nothing: int) -> Array:
@@ -54,12 +54,12 @@ def average(x: Array, axes: Axes, fixed: bool) -> Array:
     if export.is_symbolic_dim(count):
         return add(x, axes, fixed) / jnp.asarray(count, x.dtype)
     share = np.asarray(1, x.dtype) / np.asarray(count, x.dtype)
-    return add(x, axes, fixed) * jnp.asarray(share, x.dtype)
+    return product(add(x, axes, fixed), jnp.asarray(share, x.dtype))
 
 
 def norm1(x: Array, axes: Axes, fixed: bool) -> Array:
     """Σ |x|."""
-    return add(x * jnp.sign(x), axes, fixed)  # whose derivative at 0 is 0, which that of JAX's abs is not
+    return add(product(x, jnp.sign(x)), axes, fixed)  # whose derivative at 0 is 0, which that of JAX's abs is not
 
 
 def _floating(x: Array) -> Array:
@@ -133,8 +133,9 @@ def _norm2_jvp(axes: Axes, fixed: bool, primals: tuple[Array], tangents: tuple[A
     x, dx, zero = x.astype(y.dtype), dx.astype(y.dtype), y == 0
     # Scaled, for XLA multiplies by 1 / y, which is zero for a norm whose reciprocal is subnormal.
     up, _ = _powers_of_two(y)
-    unit = jnp.where(zero, jnp.zeros_like(x), (x * up) / jnp.where(zero, jnp.ones_like(y), y * up))
-    return y, add(unit * dx, axes, fixed)
+    scaled = product(x * up, reciprocal(jnp.where(zero, jnp.ones_like(y), y * up)))
+    unit = jnp.where(zero, jnp.zeros_like(x), scaled)
+    return y, add(product(unit, dx), axes, fixed)
 
 
 def _powers_of_two(largest: Array) -> tuple[Array, Array]:

@@ -9,6 +9,11 @@ does it writes the product to memory. Here a select stands between the two, of w
 gives p: -p has other bits than p, also where p is NaN. It knows nothing of the factors, so squares may pass, of which
 compilers know the sign; but of a float that was an integer they know that it is not NaN, hence `real`.
 
+Derivatives are made of products and sums too. So the fence is a primitive whose tangents and cotangents pass it as
+well, `product` is one whose derivatives are such products again, and `root`, `reciprocal`, `quotient` and `power` have
+theirs by `product`. A formula that is written with these and with sums of a fixed order has fixed bits, and so has its
+gradient. `at_edges` keeps what stands around a formula apart from it.
+
 Narrow floats are computed in float32, and XLA may leave out the rounding in between (`xla_allow_excess_precision`), a
 select's too: these go through integers, combined with a zero that no compiler finds out, for n (n + 1) is even. In one
 dimension, for XLA folds `bitcast_convert_type` of a constant array that it keeps in another order of dimensions to
@@ -17,30 +22,37 @@ wrong values (JAX 0.10 to 0.12: of `x[:, rows]` for a constant x, say).
 
 import functools as ft
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxdnn._compat import Primitive, ad, batching, mlir
+from jaxdnn.determinism import is_fixed
+
+_Arrays = TypeVar("_Arrays")
 _INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def product(a: Array, b: Array) -> Array:
-    """a b for two arrays of one dtype, rounded to that dtype whatever it is added to."""
-    return rounded(a * b)
+    """a b for two arrays of one dtype, rounded to that dtype whatever it is added to, and so in its derivatives."""
+    if not jnp.issubdtype(jnp.result_type(a, b), jnp.floating):
+        return a * b
+    from jaxdnn._primitive import vary_alike  # which imports engines, and these this
 
-
-def product_along(a: Array, v: Array) -> Array:
-    """The same of a tangent v, in which it is linear: what JAX transposes holds no `rounded`. float32 and float64."""
-    p = a * v
-    return jnp.where(a == a, p, -p)
+    return _product.bind(*vary_alike(jnp.broadcast_arrays(a, b)))
 
 
 def rounded(p: Array) -> Array:
     """The numbers of p, which no compiler joins with the operation that made them. Integers pass as they are."""
-    return _fence(p) if jnp.issubdtype(p.dtype, jnp.floating) else p
+    return _fence.bind(p) if jnp.issubdtype(p.dtype, jnp.floating) else p
+
+
+def at_edges(level: str, arrays: _Arrays) -> _Arrays:
+    """Operands or results of a call, which at a level that fixes bits pass the fence."""
+    return jax.tree.map(rounded, arrays) if is_fixed(level) else arrays
 
 
 def real(x: Array, dtype: Any) -> Array:
@@ -50,8 +62,7 @@ def real(x: Array, dtype: Any) -> Array:
     return x.astype(dtype)
 
 
-@jax.custom_jvp
-def _fence(p: Array) -> Array:
+def _hidden(p: Array) -> Array:
     return _by_bits(p) if p.dtype.itemsize <= 2 else jnp.where(p == p, p, -p)
 
 
@@ -61,9 +72,71 @@ def _by_bits(p: Array) -> Array:
     return lax.bitcast_convert_type(n ^ (n * (n + one) & one), p.dtype).reshape(p.shape)
 
 
-@_fence.defjvp
-def _fence_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _fence(*primals), tangents[0]
+_fence = Primitive("rounded")
+_fence.def_impl(lambda p: p)  # an operation of its own has nothing to be joined with
+_fence.def_abstract_eval(lambda p: p)
+ad.deflinear2(_fence, lambda ct, _: [_fence.bind(ct)])
+batching.defvectorized(_fence)
+mlir.register_lowering(_fence, mlir.lower_fun(_hidden, multiple_results=False))
+
+_product = Primitive("rounded_product")
+_product.def_impl(lax.mul_p.bind)
+_product.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
+ad.defbilinear(_product, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
+batching.defbroadcasting(_product)
+mlir.register_lowering(_product, mlir.lower_fun(lambda a, b: _hidden(a * b), multiple_results=False))
+
+
+# ---- functions of one element ----------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def root(x: Any) -> Any:
+    """√x, of which XLA cannot make a reciprocal root with what comes after it."""
+    return rounded(jnp.sqrt(x))
+
+
+@root.defjvp
+def _root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y = root(*primals)
+    return y, product(tangents[0], reciprocal(y + y))
+
+
+@jax.custom_jvp
+def reciprocal(x: Any) -> Any:
+    """1 / x. XLA makes products by it of some quotients, those by a broadcast array among them, and not of others."""
+    return rounded(1 / rounded(x))
+
+
+@reciprocal.defjvp
+def _reciprocal_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y = reciprocal(*primals)
+    return y, product(tangents[0], -product(y, y))
+
+
+@jax.custom_jvp
+def quotient(a: Any, b: Any) -> Any:
+    """a / b of two arrays of one shape, rounded once."""
+    return rounded(a / rounded(b))
+
+
+@quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y, inverse = quotient(*primals), reciprocal(primals[1])
+    return y, product(tangents[0], inverse) - product(tangents[1], product(y, inverse))
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def power(x: Any, exponent: float) -> Any:
+    """x^exponent, always as a power: of an exponent that it knows, such as 3 or -1/2, XLA makes products and roots."""
+    e = jnp.asarray(exponent, x.dtype)
+    return rounded(x ** jnp.where(x == x, e, -e))
+
+
+@power.defjvp
+def _power_jvp(exponent: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    slope = product(power(*primals, exponent - 1), jnp.asarray(exponent, primals[0].dtype))
+    return power(*primals, exponent), product(tangents[0], slope)
 
 
 # ---- the one conversion ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from jaxdnn import _check, _epilogue, _primitive
 from jaxdnn._rounded import product, real, rounded
-from jaxdnn.determinism import satisfies
+from jaxdnn.determinism import is_fixed, satisfies
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
 INTEGERS = (jnp.int8, jnp.uint8, jnp.int32)
@@ -23,10 +23,10 @@ _F32, _F64, _I32 = (np.dtype(t) for t in (jnp.float32, jnp.float64, jnp.int32))
 
 
 def array(name: str, value: Any) -> Array:
-    """Reads an operand of any of the dtypes."""
+    """Reads an operand of any of the dtypes, and keeps what made it apart from what is made of it."""
     value = _check.array(name, value)
     _check.dtype(name, value, (*FLOATS, *INTEGERS))
-    return jnp.asarray(value)
+    return rounded(jnp.asarray(value))
 
 
 def same_dtype(name: str, value: Array, other_name: str, other: Array) -> None:
@@ -60,11 +60,6 @@ def refuse_portable(what: str, level: str) -> None:
         )
 
 
-def is_fixed(level: str) -> bool:
-    """Whether a level asks for sums in one order."""
-    return satisfies(level, "batch_invariant")
-
-
 def scaled(z: Array, alpha: float | Array) -> Array:
     """alpha * z rounded to z's dtype (float32 for an integer z unless alpha is 1)."""
     if isinstance(alpha, float) and alpha == 1:
@@ -86,7 +81,7 @@ def blend(
     """alpha * computed + beta * prior in the dtype of `computed`, and the one conversion.
 
     Reads and checks the arguments; where beta is zero the prior is not read. Integers stay integers if alpha is 1 and
-    beta 0 or 1, and else become float32.
+    beta 0 or 1, and else become float32. Every step is rounded, whatever stands before and after.
     """
     alpha, beta = _epilogue.read_scale("alpha", alpha), _epilogue.read_scale("beta", beta)
     none = isinstance(beta, float) and beta == 0
@@ -100,15 +95,14 @@ def blend(
         _check.dtype(name, prior, sorted({np.dtype(t) for t in (computed.dtype, out, *dtypes)}, key=str))
     integer = computed.dtype == _I32 and isinstance(alpha, float) and alpha == 1
     if prior is None or none:
-        return _epilogue.convert(scaled(computed, alpha), out)
-    prior = jnp.asarray(prior)
+        return rounded(_epilogue.convert(scaled(computed, alpha), out))
+    prior = rounded(jnp.asarray(prior))
     if integer and isinstance(beta, float) and beta == 1 and jnp.issubdtype(prior.dtype, jnp.integer):
         return _epilogue.convert(computed + prior.astype(_I32), out)
     z = scaled(real(computed, _F32) if computed.dtype == _I32 else computed, alpha)
     term = real(prior, z.dtype)
-    term = term if isinstance(beta, float) and beta == 1 else _epilogue.scaled_prior(beta, term)
     # Rounded where nothing was scaled too: the caller may have computed x or the prior as a product.
-    return _epilogue.convert(rounded(z) + rounded(term), out)
+    return rounded(_epilogue.convert(rounded(z) + rounded(_epilogue.scaled_prior(beta, term)), out))
 
 
 # ---- space to channels -----------------------------------------------------------------------------------------------

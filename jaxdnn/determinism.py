@@ -8,7 +8,9 @@
 | `"mesh_invariant"` | and not on how the arrays are sharded |
 | `"portable"` | and it equals the NumPy definition (`arithmetic="ordered"`, or exact integers) on every device |
 
-Each level includes those above it. `jaxdnn.explain` shows which level an engine guarantees for a call.
+Each level includes those above it. `jaxdnn.explain` shows which level an engine guarantees for a call that requires it:
+from `"batch_invariant"` on, nothing of a call is joined with the operations around it, so it has the same bits called
+alone, within `jit`, and on any mesh.
 """
 
 import contextlib
@@ -35,8 +37,10 @@ def determinism(level: str, /) -> Iterator[None]:
     Returns:
       A context manager. An op inside picks an engine that guarantees the level, or raises when it is traced.
 
-    Differentiation: gradients taken inside require the level of their own engines too. Only the gradient in a bias,
-      XLA's sum over images and pixels, is run_to_run whatever the level; `jaxdnn.conv_bgrad` itself would raise.
+    Differentiation: first derivatives taken inside require the level of their own engines too. Run_to_run whatever the
+      level are sums over the batch, XLA's: the gradients in a bias (`jaxdnn.conv_bgrad` itself would raise), in other
+      parameters that images share, and in alpha and beta; and what differentiates a backward op in more than the
+      gradient that it is linear in.
 
     Numerics: the level changes which engine serves a call, hence the order of additions, never the formula.
 
@@ -68,3 +72,8 @@ def required(level: str | None = None) -> str:
 def satisfies(guaranteed: str, level: str) -> bool:
     """Whether a guarantee covers a requirement."""
     return LEVELS.index(guaranteed) >= LEVELS.index(level)
+
+
+def is_fixed(level: str) -> bool:
+    """Whether a level fixes the bits of an element beyond one program: sums have one order, products are rounded."""
+    return satisfies(level, "batch_invariant")

@@ -70,7 +70,7 @@ class Engine:
       run: the implementation: a call and its operands to the result.
       supports: a call to None, or to the reason (a clause) why the engine cannot serve it.
       needs_sizes: whether its program depends on the batch, which `jax.export` may leave open.
-      level: the determinism level that it guarantees for a call.
+      level: the determinism level that it guarantees for a call which requires it.
       accumulation: how it adds, for the error bound: one of `jaxdnn.tolerance.ACCUMULATIONS`.
       schedule: the order of additions, where it is known.
       modelled: the architectures on which the reference was found to predict the bits from the schedule.
@@ -79,6 +79,7 @@ class Engine:
       rank: its place among an op's engines for a call, as far as measurements tell; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
       measured_on: the kinds of device on which its ranks were measured; None where they hold on every device.
+      fused: whether XLA sees what it computes, and may join it with what stands around the call.
       partition: whether the partitioner must be told how to shard the call (else XLA finds out by itself).
       notes: what a user may want to know: tensor cores, down-conversion, limits.
     """
@@ -96,6 +97,7 @@ class Engine:
     rank: Callable[[Call], int] = lambda call: 1
     workspace: Callable[[Call], int | None] = lambda call: None
     measured_on: tuple[str, ...] | None = None
+    fused: bool = True
     partition: Callable[[Call], bool] = lambda call: False
     notes: tuple[str, ...] = ()
 

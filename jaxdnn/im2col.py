@@ -81,7 +81,7 @@ def im2col(
     _check.countable("`padding`", [n + low + high for n, (low, high, _) in zip(plain.shape, pads, strict=True)])
     padded = lax.pad(plain, jnp.zeros((), plain.dtype), pads)
     seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
-    return frame.restore(_join(seen, frame.layout.channel, _order(order, frame.layout)))
+    return rounded(frame.restore(_join(seen, frame.layout.channel, _order(order, frame.layout))))
 
 
 def col2im(
@@ -140,10 +140,10 @@ def col2im(
     parts = _split(plain, axes.channel, math.prod(taps), _order(order, axes))
     acc, total = _tensor.accumulator(given.dtype), None
     for part, tap in zip(parts, _taps(taps, flip), strict=True):
-        spread = _spread(axes, rounded(part.astype(acc)), geometry, sizes, tap)
+        spread = _spread(axes, part.astype(acc), geometry, sizes, tap)
         total = spread if total is None else total + spread
     found = frame.restore(total if total is not None else jnp.zeros(plain_shape, acc))
-    return _epilogue.convert(found, _tensor.out_dtype(out_dtype, given))
+    return rounded(_epilogue.convert(found, _tensor.out_dtype(out_dtype, given)))
 
 
 def _geometry(

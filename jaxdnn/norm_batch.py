@@ -5,6 +5,7 @@ Letters: N batch, C channels, H, W spatial sizes; m the number of elements that 
 """
 
 import dataclasses
+import functools as ft
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from jaxdnn import _norm_arguments as arguments
 from jaxdnn import _norm_devices as several
 from jaxdnn._norm_arguments import Extras, Options, Types, View
 from jaxdnn._norm_devices import AxisName
-from jaxdnn._rounded import nearest
+from jaxdnn._rounded import at_edges, nearest, product, reciprocal, root
+from jaxdnn.determinism import required
 
 
 def batch_norm(
@@ -178,13 +180,16 @@ def batch_norm_inference(
     arguments.require("batch_norm_inference", determinism, "mesh_invariant", "compilers may fuse its products and sums")
     given = {name: view.parameter(name, v, found) for name, v in (("mean", mean), ("variance", variance))}
     given |= {name: view.parameter(name, v, found) for name, v in (("scale", scale), ("bias", bias)) if v is not None}
-    small = jnp.asarray(arguments.epsilon(eps), found.accumulate)
-    y = (x.astype(found.accumulate) - given["mean"]) * (1 / jnp.sqrt(given["variance"] + small))
-    y = y * given["scale"] if "scale" in given else y
+    small, level = jnp.asarray(arguments.epsilon(eps), found.accumulate), required(determinism)
+    edge = ft.partial(at_edges, level)
+    y = product(edge(x).astype(found.accumulate) - given["mean"], reciprocal(root(given["variance"] + small)))
+    y = product(y, given["scale"]) if "scale" in given else y
     y = y + given["bias"] if "bias" in given else y
-    if extras is None:
-        return frame.restore(nearest(y, found.out))
-    return frame.restore(_epilogue.apply(extras[0], y, extras[1], channel=frame.layout.channel, out_dtype=found.out))
+    if extras is not None:
+        y = _epilogue.apply(
+            extras[0], y, edge(extras[1]), channel=frame.layout.channel, out_dtype=found.out, level=level
+        )
+    return frame.restore(edge(nearest(y, found.out)))
 
 
 def batch_norm_dgrad(

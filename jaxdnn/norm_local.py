@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue
+from jaxdnn import _check, _tensor
 from jaxdnn import _norm_arguments as arguments
+from jaxdnn._rounded import at_edges, power, product, reciprocal
+from jaxdnn.determinism import required
 
 _SIDES = ("high", "low")
 _WHY = "its powers are the device's"
@@ -76,12 +78,12 @@ def lrn(
       these are; PyTorch's local_response_norm, ONNX's LRN.
     """
     frame = arguments.frame(layout)
-    x = frame.array("x", x)
+    x = at_edges(required(determinism), frame.array("x", x))
     found = arguments.types(x, out_dtype)
     arguments.require("lrn", determinism, "mesh_invariant", _WHY)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
-    y = wide * window.powers(wide, (frame.layout.channel,))[0]
+    y = product(wide, window.powers(wide, (frame.layout.channel,))[0])
     return frame.restore(_blended(frame, y, alpha, beta, prior, found))
 
 
@@ -136,7 +138,7 @@ def lrn_dgrad(
     Sources: cuDNN's cudnnLRNCrossChannelBackward, which takes y too and does not need it.
     """
     frame = arguments.frame(layout)
-    x, dy = frame.array("x", x), frame.array("dy", dy)
+    x, dy = at_edges(required(determinism), (frame.array("x", x), frame.array("dy", dy)))
     found = arguments.types(x, out_dtype)
     arguments.require("lrn_dgrad", determinism, "mesh_invariant", _WHY)
     dy = arguments.cotangent(dy, x, found).astype(found.accumulate)
@@ -202,12 +204,12 @@ def divisive_norm(
       Kavukcuoglu, Ranzato and LeCun (2009) for local contrast normalisation, of which this is the division.
     """
     frame = arguments.frame(layout)
-    x = frame.array("x", x)
+    x = at_edges(required(determinism), frame.array("x", x))
     found = arguments.types(x, out_dtype)
     arguments.require("divisive_norm", determinism, "mesh_invariant", _WHY)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
-    y = wide * window.powers(wide - _means(frame, means, x, found), frame.layout.spatial)[0]
+    y = product(wide, window.powers(wide - _means(frame, means, x, found), frame.layout.spatial)[0])
     return frame.restore(_blended(frame, y, alpha, beta, prior, found))
 
 
@@ -264,14 +266,14 @@ def divisive_norm_dgrad(
     Sources: cuDNN's cudnnDivisiveNormalizationBackward.
     """
     frame = arguments.frame(layout)
-    x, dy = frame.array("x", x), frame.array("dy", dy)
+    x, dy = at_edges(required(determinism), (frame.array("x", x), frame.array("dy", dy)))
     found = arguments.types(x, out_dtype)
     arguments.require("divisive_norm_dgrad", determinism, "mesh_invariant", _WHY)
     dy = arguments.cotangent(dy, x, found).astype(found.accumulate)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
     dx, dmeans = window.gradient(dy, wide, wide - _means(frame, means, x, found), frame.layout.spatial)
-    scaled = _epilogue.blend(dmeans, alpha=alpha, beta=0.0, prior=None, out_dtype=found.out)
+    scaled = _tensor.blend(dmeans, alpha=alpha, beta=0.0, prior=None, out=found.out)
     return frame.restore(_blended(frame, dx, alpha, beta, prior, found)), frame.restore(scaled)
 
 
@@ -287,20 +289,20 @@ class _Window:
 
     def powers(self, v: Array, axes: Sequence[int]) -> tuple[Array, Array]:
         """s^-beta and s^(-beta - 1)."""
-        total = _summed(v * v, axes, self.low, self.high)
+        total = _summed(product(v, v), axes, self.low, self.high)
         rate = self.alpha / self.n ** len(axes)
-        s = jnp.asarray(self.k, v.dtype) + jnp.asarray(rate, v.dtype) * total
-        power = s ** jnp.asarray(-self.beta, v.dtype)
-        return power, power / s
+        s = jnp.asarray(self.k, v.dtype) + product(total, jnp.asarray(rate, v.dtype))
+        found = power(s, -self.beta)
+        return found, product(found, reciprocal(s))
 
     def gradient(self, dy: Array, x: Array, v: Array, axes: Sequence[int]) -> tuple[Array, Array]:
         """dx without, and with the opposite sign the part that comes through v, which is x less something."""
-        power, next_power = self.powers(v, axes)
+        first, second = self.powers(v, axes)
         # A pixel lies in the windows of those pixels that the mirrored window around it holds.
-        gathered = _summed(dy * x * next_power, axes, self.high, self.low)
+        gathered = _summed(product(product(dy, x), second), axes, self.high, self.low)
         rate = 2 * self.alpha * self.beta / self.n ** len(axes)
-        through = jnp.asarray(rate, v.dtype) * v * gathered
-        return dy * power - through, through
+        through = product(product(v, jnp.asarray(rate, v.dtype)), gathered)
+        return product(dy, first) - through, through
 
 
 def _window_of(n: Any, alpha: Any, beta: Any, k: Any, even: Any) -> _Window:
@@ -342,4 +344,4 @@ def _means(frame: Any, means: Any, x: Array, found: Any) -> Array:
 def _blended(frame: Any, computed: Array, alpha: Any, beta: Any, prior: Any, found: Any) -> Array:
     prior = None if prior is None else frame.array("prior", prior)
     dtypes = arguments.narrower(found.accumulate)
-    return _epilogue.blend(computed, alpha=alpha, beta=beta, prior=prior, out_dtype=found.out, dtypes=dtypes)
+    return _tensor.blend(computed, alpha=alpha, beta=beta, prior=prior, out=found.out, dtypes=dtypes)

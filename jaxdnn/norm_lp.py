@@ -1,5 +1,6 @@
 """Division by the norm of a vector."""
 
+import functools as ft
 import math
 from collections.abc import Sequence
 
@@ -7,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check
+from jaxdnn import _check, _reduce, _tensor
 from jaxdnn import _norm_arguments as arguments
-from jaxdnn._rounded import nearest
-from jaxdnn.determinism import required, satisfies
+from jaxdnn._rounded import at_edges, nearest, power, product, quotient, root
+from jaxdnn.determinism import is_fixed, required
 
 
 def lp_normalize(
@@ -62,10 +63,13 @@ def lp_normalize(
     if not p >= 1:
         raise ValueError(f"`p` must be a number of at least 1, got {p!r}.")
     arguments.require("lp_normalize", determinism, "batch_invariant", "its powers are the device's")
-    wide = x.astype(found.accumulate)
+    level = required(determinism)
+    edge = ft.partial(at_edges, level)
+    wide = edge(x).astype(found.accumulate)
     scaled, unit = _scaled_by_power_of_two(wide, view.axes)
-    norm = _norm_of(scaled, p, view.axes, required(determinism))
-    return nearest(scaled / jnp.maximum(norm, jnp.asarray(small, wide.dtype) * unit), found.out)
+    axes = tuple(axis % x.ndim for axis in view.axes)
+    divisor = jnp.maximum(_norm_of(scaled, p, axes, is_fixed(level)), jnp.asarray(small, wide.dtype) * unit)
+    return edge(nearest(quotient(scaled, _tensor.broadcast(divisor, scaled.shape, level)), found.out))
 
 
 def _scaled_by_power_of_two(x: Array, axes: Sequence[int]) -> tuple[Array, Array]:
@@ -77,29 +81,21 @@ def _scaled_by_power_of_two(x: Array, axes: Sequence[int]) -> tuple[Array, Array
     return x * unit, unit
 
 
-def _norm_of(v: Array, p: float, axes: Sequence[int], level: str) -> Array:
+def _norm_of(v: Array, p: float, axes: tuple[int, ...], fixed: bool) -> Array:
     """The p-norm. Its derivative at zero is zero, not the NaN of a root's infinite slope."""
     size = jnp.abs(v)
     largest = jnp.max(size, tuple(axes), keepdims=True, initial=0)
     if math.isinf(p):
         return largest
     if p == 1:
-        return _total(size, axes, level)
+        return _reduce.add(size, axes, fixed)
     if p == 2:
-        total = _total(v * v, axes, level)
-        return jnp.where(total == 0, total, jnp.sqrt(jnp.where(total == 0, jnp.ones_like(total), total)))
+        total = _reduce.add(product(v, v), axes, fixed)
+        return jnp.where(total == 0, total, root(jnp.where(total == 0, jnp.ones_like(total), total)))
     # The largest quotient is 1, whose power does not vanish for any p. The result does not depend on the divisor, which
     # therefore counts as constant.
     largest = lax.stop_gradient(largest)
     divisor = jnp.where((largest == 0) | jnp.isinf(largest), jnp.ones_like(largest), largest)
-    total = _total((size / divisor) ** jnp.asarray(p, v.dtype), axes, level)
+    total = _reduce.add(power(quotient(size, jnp.broadcast_to(divisor, v.shape)), p), axes, fixed)
     some = jnp.where(total == 0, jnp.ones_like(total), total)
-    return jnp.where(total == 0, total, divisor * some ** jnp.asarray(1 / p, v.dtype))
-
-
-def _total(v: Array, axes: Sequence[int], level: str) -> Array:
-    if satisfies("run_to_run", level):
-        return jnp.sum(v, tuple(axes), keepdims=True)
-    from jaxdnn._kernels.xla.norm_ordered import tree
-
-    return tree(lax.optimization_barrier(v), axes)
+    return jnp.where(total == 0, total, product(divisor, power(some, 1 / p)))

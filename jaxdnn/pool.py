@@ -21,6 +21,7 @@ from jaxdnn._kernels.xla.pool import flat_positions
 from jaxdnn._kernels.xla.pool_gather import gather_form
 from jaxdnn._pool import PoolSpec
 from jaxdnn._pool_arguments import Options
+from jaxdnn._rounded import at_edges
 
 Padding = int | Sequence[int] | Sequence[tuple[int, int]] | str
 
@@ -110,6 +111,7 @@ def pool(
     out = arguments.result_dtype(mode, "x", x.dtype, out_dtype)
     spec = arguments.spec(found, order, x.shape, out)
     arguments.require_level(spec, mode, alpha, beta)
+    x = at_edges(spec.level, x)
     if arguments.wants_indices(return_indices, mode, (True, "tap")):
         y, tap = _bind("pool_max_indices", _of(spec, x.dtype), x)
         indices = tap if return_indices == "tap" else flat_positions(spec, tap)
@@ -213,6 +215,7 @@ def pool_dgrad(
     spec = arguments.spec(found, order, shape, out)
     arguments.like_y("dy", spec, dy, shape)
     arguments.require_level(spec, mode, alpha, beta)
+    dy = at_edges(spec.level, dy)
     if indices is not None and mode != "max":
         raise ValueError(f"`indices` must be None for mode {mode!r}, expected mode 'max', got {mode!r}.")
     wide = out if arguments.is_plain(alpha, beta) else arguments.accumulator(dy.dtype)
@@ -221,7 +224,8 @@ def pool_dgrad(
         dx = _bind("pool_max_dgrad", _of(spec, wide), dy, tap)
     elif mode == "lp":
         exponent, accumulator = arguments.exponent(p), arguments.accumulator(dy.dtype)
-        given, along = _primitive.vary_alike([v.astype(accumulator) for v in (_given_x(x, order), dy)])
+        given = at_edges(spec.level, _given_x(x, order))
+        given, along = _primitive.vary_alike([v.astype(accumulator) for v in (given, dy)])
         dx = jax.vjp(lambda v: _lp(spec, exponent, v), given)[1](along)[0]
     else:
         dx = _bind("pool_average_dgrad", _of(spec, wide), dy)

@@ -14,7 +14,7 @@ from jaxdnn import _check, _pool, _pool_norm, _window
 from jaxdnn import _pool_arguments as arguments
 from jaxdnn._kernels.xla.pool import rounded_quotient
 from jaxdnn._pool import PoolSpec
-from jaxdnn._rounded import product, real
+from jaxdnn._rounded import at_edges, product, real
 from jaxdnn._window import Window
 from jaxdnn.determinism import required
 from jaxdnn.pool import pool
@@ -160,6 +160,7 @@ def adaptive_pool(
     _check.choice("nan", nan, ("propagate", "ignore"))
     spec = PoolSpec((1,), Window((1,), ((0, 0),), (1,)), (1,), (1,), (-1,), x.dtype, nan=nan, engine=engine)
     spec = dataclasses.replace(spec, level=required(determinism))
+    x = at_edges(spec.level, x)
     arguments.require_level(spec, mode, alpha, beta)
     pairs = list(zip(axes, outputs, strict=True))
     if mode == "max":

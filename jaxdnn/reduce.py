@@ -1,5 +1,6 @@
 """Reductions of an array along any of its axes."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _primitive, _reduce, _tensor
-from jaxdnn._rounded import rounded
-from jaxdnn.determinism import required, satisfies
+from jaxdnn._rounded import at_edges
+from jaxdnn.determinism import is_fixed, required
 from jaxdnn.tensor import NAN_RULES
 
 EXTREMES = ("min", "max", "amax")
@@ -97,6 +98,8 @@ def reduce(
     Sources: cuDNN's cudnnReduceTensor (CUDNN_REDUCE_TENSOR_..., flattened 32-bit indices; its default for NaN is
       "ignore", and it knows the axes from the result's dimensions). jax.numpy's max shares its gradient among ties.
     """
+    level = required(determinism)
+    edge = ft.partial(at_edges, level)
     x = _tensor.array("x", x)
     _check.choice("op", op, OPS)
     _check.choice("nan", nan, NAN_RULES)
@@ -111,8 +114,7 @@ def reduce(
         raise ValueError(f"`x` must have elements along the axes {reduced} for op {op!r}, got shape {x.shape}.")
     if count > np.iinfo(np.int32).max:
         raise ValueError(f"`axis` must hold fewer than 2^31 elements, got {count} along {reduced} of {x.shape}.")
-    level = required(determinism)
-    if symbolic and op not in EXTREMES and _tensor.is_fixed(level):
+    if symbolic and op not in EXTREMES and is_fixed(level):
         raise NotImplementedError(
             f"`x` must have known sizes along the axes {reduced} at determinism level {level!r}, got shape {x.shape}."
         )
@@ -120,13 +122,11 @@ def reduce(
     if op in EXTREMES:
         found = _sharded(lambda a: _reduce.extreme(a, op, reduced, nan), reduced, wide)
     else:
-        # Neither a product of the caller's is contracted into these sums, nor one of these into a sum of the caller's.
-        alone = rounded if satisfies(level, "portable") else lambda a: a
-        given = x if op == "norm2" else alone(wide)  # which is taken from x itself, and squares it in float64
-        found = alone(_sharded(lambda a: _SUMS[op](a, reduced, _tensor.is_fixed(level)), reduced, given))
+        given = x if op == "norm2" else wide  # which is taken from x itself, and squares it in float64
+        found = _sharded(lambda a: _SUMS[op](a, reduced, is_fixed(level)), reduced, given)
     y = found if keepdims else jnp.squeeze(found, reduced)
     out = _tensor.out_dtype(out_dtype, x)
-    y = _tensor.blend(y, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,))
+    y = edge(_tensor.blend(edge(y), alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,)))
     if not return_indices:
         return y
     indices = _sharded(lambda a, y: _reduce.index(a, y, op, reduced), reduced, wide, found)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _softmax, _window
+from jaxdnn import _check, _softmax, _tensor, _window
 from jaxdnn._softmax import SoftmaxSpec
 from jaxdnn.determinism import required
 
@@ -100,7 +100,7 @@ def softmax(
     y = _softmax.bind("softmax", x, spec=spec.as_dtype(spec.accumulate))
     if mask is not None:
         y = jnp.where(mask, y, jnp.full((), -jnp.inf if algorithm == "log" else 0, y.dtype))
-    return _epilogue.blend(y, alpha=alpha, beta=beta, prior=prior, out_dtype=spec.out_dtype, dtypes=(x.dtype,))
+    return _tensor.blend(y, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=(x.dtype,))
 
 
 def softmax_dgrad(
@@ -168,7 +168,7 @@ def softmax_dgrad(
         return _softmax.bind("softmax_dgrad", dy, y, spec=spec)
     dx = _softmax.bind("softmax_dgrad", dy, y, spec=spec.as_dtype(spec.accumulate))
     dtypes = (dy.dtype, y.dtype)
-    return _epilogue.blend(dx, alpha=alpha, beta=beta, prior=prior, out_dtype=spec.out_dtype, dtypes=dtypes)
+    return _tensor.blend(dx, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=dtypes)
 
 
 def logsumexp(
@@ -283,7 +283,7 @@ def _mask(where: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _is_plain(alpha: Any, beta: Any, prior: Any) -> bool:
-    """Whether there is nothing to blend; a number that is not one is left for `_epilogue.blend` to refuse."""
+    """Whether there is nothing to blend; a number that is not one is left for `_tensor.blend` to refuse."""
     return prior is None and alpha is not True and isinstance(alpha, int | float) and alpha == 1 and _is_zero(beta)
 
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _epilogue, _frame, _primitive, _tensor, _window
-from jaxdnn._rounded import nearest_number, product, real, rounded
+from jaxdnn._rounded import nearest_number, product, real, root, rounded
 from jaxdnn.determinism import required
 
 OPS = ("add", "mul", "min", "max", "sqrt", "not")
@@ -289,7 +289,7 @@ def op_tensor(
 def _unary(op: str, a: Array) -> Array:
     if op == "not":
         return 1 - rounded(a)
-    return jnp.sqrt(a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.integer) else a)
+    return root(a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.integer) else a)
 
 
 def _binary(op: str, a: Array, b: Array, nan: str) -> Array:

@@ -138,6 +138,7 @@ _SHAPES: dict[str, Callable[..., Values]] = {
     "copy": lambda p, x: x,
     "copy_p": lambda p, x: x,
     "stop_gradient": lambda p, x: x,
+    "rounded": lambda p, x: x,
 }
 _CHOICES: dict[str, Callable[..., Values]] = {
     "eq": np.equal,
@@ -226,6 +227,7 @@ _RULES: dict[str, Callable[..., Pair]] = {
     "add_any": _added(1),
     "sub": _added(-1),
     "mul": _mul,
+    "rounded_product": _mul,
     "square": lambda eqn, v, e: _mul(eqn, (v[0], v[0]), (e[0], e[0])),
     "div": _div,
     "sqrt": _sqrt,

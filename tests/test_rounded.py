@@ -11,7 +11,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._kernels.xla import softmax as formulas
-from jaxdnn._rounded import nearest, nearest_number, product, product_along, real, rounded
+from jaxdnn._rounded import nearest, nearest_number, power, product, quotient, real, reciprocal, root, rounded
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
@@ -89,12 +89,58 @@ def test_derivatives_and_vmap():
     np.testing.assert_array_equal(jax.vmap(product, 1)(a, b), (a * b).T)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_derivatives_are_rounded_too(dtype: Any):
+    """Forward and backward, and before what the caller adds to a tangent or a cotangent."""
+    a, b, c = drawn(dtype)
+
+    @jax.jit
+    def run(a: Any, b: Any, c: Any) -> Any:
+        pull = jax.vjp(product, a, b)[1]
+        return [v + c for v in pull(a)], jax.jvp(product, (a, b), (c, a))[1], jax.vjp(rounded, a)[1](a * b)[0] + c
+
+    (of_a, of_b), tangent, through = run(*map(jnp.asarray, (a, b, c)))
+    same_bits(of_a, a * b + c)
+    same_bits(of_b, a * a + c)
+    same_bits(tangent, c * b + a * a)
+    same_bits(through, a * b + c)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "root": (root, lambda a, b: np.sqrt(a), lambda a, b: (0.5 / np.sqrt(a), 0 * b)),
+    "reciprocal": (reciprocal, lambda a, b: 1 / a, lambda a, b: (-1 / a**2, 0 * b)),
+    "quotient": (quotient, lambda a, b: a / b, lambda a, b: (1 / b, -a / b**2)),
+    "square": (lambda a: power(a, 2.0), lambda a, b: a**2, lambda a, b: (2 * a, 0 * b)),
+    "power": (lambda a: power(a, -0.75), lambda a, b: a**-0.75, lambda a, b: (-0.75 * a**-1.75, 0 * b)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_one_element(name: str):
+    """Values and slopes, the same bits from one operation after another and in one program."""
+    ours, theirs, slopes = FUNCTIONS[name]
+    a, b = (np.abs(v) + 0.1 for v in drawn(np.float64)[:2])
+    given = (a, b) if name == "quotient" else (a,)
+
+    def run(*arrays: Any) -> Any:
+        y, pull = jax.vjp(ours, *arrays)
+        return y, pull(y)
+
+    y, found = jax.jit(run)(*given)
+    np.testing.assert_allclose(y, theirs(a, b), rtol=1e-14)
+    for one, other in zip(found, slopes(a, b), strict=False):
+        np.testing.assert_allclose(one, theirs(a, b) * other, rtol=1e-13)
+    narrow = [jnp.asarray(v, jnp.float32) for v in given]
+    for one, other in zip(jax.tree.leaves(jax.jit(run)(*narrow)), jax.tree.leaves(run(*narrow)), strict=True):
+        same_bits(one, np.asarray(other))
+
+
 def test_a_product_with_a_tangent_is_rounded_and_linear():
     a, v, c = drawn(np.float32)
-    found = jax.jit(lambda a, v, c: product_along(a, v) + c)(*map(jnp.asarray, (a, v, c)))
+    found = jax.jit(lambda a, v, c: product(a, v) + c)(*map(jnp.asarray, (a, v, c)))
     same_bits(found, a * v + c)
     along = jnp.asarray(a)
-    (transposed,) = jax.linear_transpose(lambda v: product_along(along, v), along)(jnp.asarray(c))
+    (transposed,) = jax.linear_transpose(lambda v: product(along, v), along)(jnp.asarray(c))
     same_bits(transposed, a * c)
 
 

@@ -156,7 +156,7 @@ def test_a_sound_library_passes(capsys: pytest.CaptureFixture[str]):
     assert Path(printed.splitlines()[-1].removeprefix("report: ")).exists()
     levels_tested = {t["level"] for t in found["determinism"]}
     assert levels_tested == set(PROCEDURES)
-    assert found["summary"]["controls"] == {"passed": 9, "failed": 0, "not run": 0}
+    assert found["summary"]["controls"] == {"passed": 12, "failed": 0, "not run": 0}
 
 
 def off_by_one(call: engines.Call, *operands: jax.Array) -> jax.Array:
@@ -203,12 +203,21 @@ def test_a_refusal_is_no_failure(engine: Callable[..., None]):
 
 
 def test_a_promise_that_is_not_kept_fails(engine: Callable[..., None]):
-    """XLA's float32 convolution, declared portable: its bits are not the definition's."""
-    engine(xla_conv.run, level=lambda call: "portable")
-    words = ("--case", "determinism/conv/planted/f32/definition", "--case", "determinism/conv/planted/f32/repeats")
-    status, found = verify(*words)
-    assert status == 1
-    assert {t["procedure"]: t["status"] for t in found["determinism"]} == {"definition": "failed", "repeats": "passed"}
+    """The definition's bits, declared portable, and the same with one last bit changed: on any CPU only that fails."""
+    ordered = next(e for e in engines.registered("conv") if e.name == "ordered")
+
+    def last_bit(call: engines.Call, *operands: jax.Array) -> jax.Array:
+        y = ordered.run(call, *operands)
+        bits = jax.lax.bitcast_convert_type(y[(0,) * y.ndim], np.uint16) ^ np.uint16(1)
+        return y.at[(0,) * y.ndim].set(jax.lax.bitcast_convert_type(bits, y.dtype))
+
+    words = [f"determinism/conv/planted/bf16/{procedure}" for procedure in ("definition", "repeats")]
+    for run, status, definition in ((ordered.run, 0, "passed"), (last_bit, 1, "failed")):
+        engine(run, supports=ordered.supports, level=lambda call: "portable")
+        found = verify(*(word for name in words for word in ("--case", name)))
+        assert found[0] == status
+        outcomes = {t["procedure"]: t["status"] for t in found[1]["determinism"]}
+        assert outcomes == {"definition": definition, "repeats": "passed"}
 
 
 def test_predicted_bits_are_compared(engine: Callable[..., None]):
@@ -326,8 +335,14 @@ def test_named_ops_have_all_of_their_subjects_tested():
     status, found = verify("--quick", "--op", "pool", "--dtype", "bf16", "--level", "mesh_invariant", "portable")
     assert status == 0
     kinds = {(t["variant"], t["procedure"], t["status"]) for t in found["determinism"]}
-    assert kinds == {(v, p, "passed") for v in ("max", "average") for p in ("mesh", "definition")}
-    assert {t["runs"] for t in found["determinism"] if t["procedure"] == "mesh"} == {3}  # on 2, 4 and 8 devices
+    assert {k for k in kinds if k[0] in ("max", "average")} == {
+        (v, p, "passed") for v in ("max", "average") for p in ("mesh", "definition")
+    }
+    forms = {f"{mode}/{form}" for mode in ("max", "average") for form in ("gradient", "alpha", "blend/gradient")}
+    assert {(v, "mesh", "passed") for v in forms} <= kinds
+    assert {t["runs"] for t in found["determinism"] if t["procedure"] == "mesh"} == {
+        3
+    }  # the batch, a row of pixels, channels
 
 
 def test_determinism_is_sampled_over_dtypes():
@@ -366,8 +381,10 @@ def test_channels_that_fill_up_a_vector_are_not_read_and_are_zero():
 def test_a_pattern_names_procedures_too():
     status, found = verify("--case", "determinism/pool/xla/bf16/*/mesh", "--case", "determinism/conv/xla/int8/def*")
     assert status == 0
-    names = {"pool/xla/bf16/max/mesh", "pool/xla/bf16/average/mesh", "conv/xla/int8/definition"}
-    assert {t["id"] for t in found["determinism"]} == {f"determinism/{name}" for name in names}
+    names = {"pool/xla/bf16/max/mesh", "pool/xla/bf16/average/gradient/mesh", "conv/xla/int8/definition"}
+    found_names = {t["id"] for t in found["determinism"]}
+    assert {f"determinism/{name}" for name in names} <= found_names
+    assert {name.rpartition("/")[2] for name in found_names} == {"mesh", "definition"}
 
 
 def test_a_control_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

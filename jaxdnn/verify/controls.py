@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdnn import _compat
+from jaxdnn._rounded import product
 from jaxdnn.verify.levels import PROCEDURES, Subject, Trial, trial
 
 BATCH, SIZES, CHANNELS, FILTERS = 8, (24, 20), 16, 32  # of x; large enough that XLA splits it among a CPU's threads
@@ -19,7 +22,7 @@ def run(levels: Any, seed: int) -> Iterator[Trial]:
     """Every procedure on a function that has the fault which the procedure is there to find.
 
     Around it stands an honest function, which the procedure must pass: a chain of additions over the channels in a
-    fixed order, of products that are exact in float32.
+    fixed order, of products that are rounded before they are added. No fault is left to what XLA makes of a program.
     """
     rng = np.random.default_rng(seed)
     shapes = ((BATCH, *SIZES, CHANNELS), (CHANNELS, FILTERS))
@@ -35,10 +38,13 @@ def run(levels: Any, seed: int) -> Iterator[Trial]:
         "under load": faulty("every third result is off by a last bit", lambda batch: _sometimes()),
         "recompilation": faulty("every second compilation is off by a last bit", _every_second()),
         "poisoned output": faulty("leaves an element unwritten", honest.function, into_poison=_unwritten),
+        "alone": faulty("starts the sum at a channel that depends on the batch size", _chain),
         "batch sizes": faulty("starts the sum at a channel that depends on the batch size", _chain),
         "neighbours": faulty("adds 0 times the mean over the batch", lambda batch: _leaking),
         "vmap": faulty("adds in another order under vmap", lambda batch: _other_under_vmap()),
-        "mesh": faulty("adds over the batch in float32", lambda batch: _sum_over_batch),
+        "eager": faulty("adds in another order where it is traced", lambda batch: _other_where_traced),
+        "company": faulty("adds in another order where it is traced", lambda batch: _other_where_traced),
+        "mesh": faulty("is off by a last bit where it is sharded", lambda batch: _other_where_sharded()),
         "definition": faulty("one element is off by a last bit", lambda batch: _off_by_one),
     }
     for level in levels:
@@ -56,7 +62,7 @@ def _chain(first: int) -> Callable[..., jax.Array]:
         total = jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32)
         for c in range(len(w)):
             i = (first + c) % len(w)
-            total = total + x[..., i, None] * lax.expand_dims(w[i], range(x.ndim - 1))
+            total = total + product(x[..., i, None], lax.expand_dims(w[i], range(x.ndim - 1)))
         return total
 
     return chain
@@ -112,5 +118,21 @@ def _other_under_vmap() -> Callable[..., jax.Array]:
     return faulty
 
 
-def _sum_over_batch(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.einsum("nhwc,nhwd->cd", x * jnp.float32(1.1), x)
+def _other_where_traced(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _chain(5 if isinstance(x, _compat.Tracer) else 0)(x, w)
+
+
+def _other_where_sharded() -> Callable[..., jax.Array]:
+    faulty = _compat.custom_partitioning(_chain(0))
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        placed = tuple(operand.sharding for operand in operands)
+        return mesh, lambda x, w: _flip_last_bit(_chain(0)(x, w)), result.sharding, placed
+
+    faulty.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, operands, result: NamedSharding(mesh, PartitionSpec("d")),
+        sharding_rule="n h w c, c d -> n h w d",
+        need_replication_factors=("c",),
+    )
+    return faulty

@@ -6,14 +6,20 @@
 | | under load | the same while another thread keeps the device busy |
 | | recompilation | traced and compiled anew |
 | | poisoned output | a buffer full of NaN of the result's shape is donated, so that XLA writes the result into it |
-| batch_invariant | batch sizes | one sample within batches of many sizes, at places from the first to the last |
+| batch_invariant | alone | the first sample of the batch in one of its own |
+| | batch sizes | one sample within batches of many sizes, at places from the first to the last |
 | | neighbours | the other samples of the batch are NaN, infinite or 1e30 |
 | | vmap | vmap over samples against a loop |
-| mesh_invariant | mesh | the batch sharded over 2, 4, 8 devices, as far as there are |
+| | eager | operation by operation against one compiled program |
+| | company | the same, between operations that make its operands and use its result |
+| mesh_invariant | mesh | the batch sharded over 2, 4, 8 devices, as far as there are, and every other axis |
 | portable | definition | equal to the reference's arithmetic "ordered", for integers to the exact sum |
 
 A level includes those above it. N repeats without a difference bound the chance of one by 3 / N (at 95 %). XLA offers
 no way to poison an op's workspace; buffers that are freed before a call, full of NaN, stand in for it.
+
+What is put to them is an op within the context that requires the level; its blend of static and of traced factors with
+a prior, where it has one; and the gradients of both in the arrays that have a batch (see `variants`).
 
 Every procedure has a negative control, see `controls`.
 """
@@ -21,7 +27,9 @@ Every procedure has a negative control, see `controls`.
 import dataclasses
 import fnmatch
 import functools as ft
+import inspect
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,7 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdnn.determinism import LEVELS
+import jaxdnn as dnn
+from jaxdnn.determinism import LEVELS, is_fixed
 from jaxdnn.verify.case import Case, facts, generator, platform, same_bits
 
 SIZES = {
@@ -41,11 +50,15 @@ SIZES = {
 PLACES = {"quick": 3, "standard": 3, "full": 8}  # of the sample in the batch, from the first to the last
 PROCEDURES = {
     "run_to_run": ("repeats", "under load", "recompilation", "poisoned output"),
-    "batch_invariant": ("batch sizes", "neighbours", "vmap"),
+    "batch_invariant": ("alone", "batch sizes", "neighbours", "vmap", "eager", "company"),
     "mesh_invariant": ("mesh",),
     "portable": ("definition",),
 }
 EVERY = tuple(procedure for group in PROCEDURES.values() for procedure in group)
+
+
+class Different(Exception):
+    """Raised by a procedure that found a difference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,25 +88,27 @@ class Subject:
     """What a procedure needs to know of what it tests.
 
     Attributes:
-      function: from a batch size to the function of the arrays of such a batch.
+      function: from a batch size to the function of the arrays of such a batch, to an array or several.
       operands: arrays of a batch of some samples; batch_axes: where their batch lies (None: they have none).
-      out_axis: where the result's batch lies; None if the result is a sum over the batch.
+      out_axis: where the batch of every result lies; None if the result is a sum over the batch.
       into_poison: like the function of the operands' batch, but takes the donated buffer first.
       definition: computes what "portable" promises.
       variant: which of several subjects of an op, engine and dtype, where there are several.
+      blends: the same call with what it may be blended with.
     """
 
     op: str
     engine: str
     dtype: str
     declared: str
-    function: Callable[[int], Callable[..., jax.Array]]
+    function: Callable[[int], Callable[..., Any]]
     operands: tuple[np.ndarray, ...]
     batch_axes: tuple[int | None, ...]
     out_axis: int | None
-    into_poison: Callable[..., jax.Array] | None = None
+    into_poison: Callable[..., Any] | None = None
     definition: Callable[[], np.ndarray] | None = None
     variant: str = ""
+    blends: tuple["Subject", ...] = ()
 
     @property
     def id(self) -> str:
@@ -105,23 +120,37 @@ class Subject:
         pairs = zip(self.operands, self.batch_axes, strict=True)
         return next((v.shape[axis] for v, axis in pairs if axis is not None), 1)
 
-    def whole(self) -> Callable[..., jax.Array]:
+    def required(self, batch: int) -> Callable[..., list[jax.Array]]:
+        """The function of so many samples, made anew, within the context that requires the declared level."""
+        function = self.function(batch)
+
+        def run(*arrays: Any) -> list[jax.Array]:
+            with dnn.determinism(self.declared):
+                return jax.tree.leaves(function(*arrays))
+
+        return run
+
+    def whole(self) -> Callable[..., list[jax.Array]]:
         """The function of all samples, made anew: compiling it is a recompilation."""
-        return self.function(self.batch)
+        return self.required(self.batch)
 
     @ft.cached_property
-    def compiled(self) -> Callable[..., jax.Array]:
+    def compiled(self) -> Callable[..., list[jax.Array]]:
         return jax.jit(self.whole())
 
     @ft.cached_property
-    def result(self) -> np.ndarray:
+    def result(self) -> list[np.ndarray]:
         """What every other run has to equal."""
-        return np.asarray(self.compiled(*self.operands))
+        return list(map(np.asarray, self.compiled(*self.operands)))
+
+    def sample(self, results: Iterable[Any], place: int) -> list[np.ndarray]:
+        """The results of one sample of a batch."""
+        return [np.take(np.asarray(v), place, self.out_axis) for v in results]
 
     @ft.cached_property
-    def first_sample(self) -> np.ndarray:
-        """The result of the first sample in a batch of its own."""
-        return np.take(np.asarray(jax.jit(self.function(1))(*_batch_of(self, 1, 0))), 0, self.out_axis)
+    def first_sample(self) -> list[np.ndarray]:
+        """The results of the first sample in a batch of its own."""
+        return self.sample(jax.jit(self.required(1))(*_batch_of(self, 1, 0)), 0)
 
 
 def subject(
@@ -132,6 +161,7 @@ def subject(
     out_axis: int | None,
     sized: Callable[[int], Case] | None = None,
     result: int = 0,
+    blended: bool = False,
 ) -> Subject | None:
     """What the procedures need to know of a case of a family made of `Case`s; None if its engine refuses it.
 
@@ -140,6 +170,7 @@ def subject(
       batch_axes: where the batch of each operand lies; out_axis: the result's; see `Subject`.
       sized: from a batch size to the case of it, where the op's arguments depend on that.
       result: which result is looked at, where the op has several.
+      blended: whether the case has a blend of its own.
     """
     told = facts(case)
     if told.refusal is not None:
@@ -157,11 +188,123 @@ def subject(
         return bits[result]
 
     names = (case.op, case.engine, case.dtype, told.level)
-    return Subject(*names, function, operands, batch_axes, out_axis, definition=definition)
+    found = Subject(*names, function, operands, batch_axes, out_axis, definition=definition)
+    op = getattr(dnn, case.op, None)
+    named = inspect.signature(op).parameters if op is not None else {}
+    if blended or not is_fixed(told.level) or not {"alpha", "beta", "prior"} <= named.keys():
+        return found
+    return dataclasses.replace(found, blends=_blends(found, case if sized is None else sized))
 
 
-class Different(Exception):
-    """Raised by a procedure that found a difference."""
+# ---- blends and gradients --------------------------------------------------------------------------------------------
+
+ALPHA, BETA = np.float32(0.3), np.float32(-0.7)  # whose products are rounded
+
+
+def _blends(plain: Subject, case: Any) -> tuple[Subject, ...]:
+    """The call's first result scaled, and scaled and added to a scaled prior, by factors that are static or traced."""
+    sized: Callable[[int], Any] = case if callable(case) else lambda batch: case
+    first = jax.eval_shape(plain.function(plain.batch), *plain.operands)
+    drawn = np.random.default_rng(zlib.crc32(plain.id.encode())).normal(size=first.shape).astype(first.dtype)
+    names = {"engine"} & inspect.signature(getattr(dnn, plain.op)).parameters.keys()
+    engine: dict[str, Any] = dict.fromkeys(names, plain.engine)
+    axis = plain.out_axis
+
+    def scaled(batch: int) -> Callable[..., Any]:
+        call = sized(batch).call(alpha=float(ALPHA), **engine)
+        return lambda *arrays: jax.tree.leaves(call(*arrays))[0]
+
+    def static(batch: int) -> Callable[..., Any]:
+        factors = {"alpha": float(ALPHA), "beta": float(BETA), **engine}
+        return lambda *arrays: jax.tree.leaves(sized(batch).call(prior=arrays[-1], **factors)(*arrays[:-1]))[0]
+
+    def traced(batch: int) -> Callable[..., Any]:
+        def run(*arrays: Any) -> Any:
+            *rest, prior, alpha, beta = arrays
+            call = sized(batch).call(alpha=alpha, beta=beta, prior=prior, **engine)
+            return jax.tree.leaves(call(*rest))[0]
+
+        return run
+
+    blended = (*plain.operands, drawn), (*plain.batch_axes, axis)
+    forms = {
+        "alpha": (scaled, plain.operands, plain.batch_axes),
+        "blend": (static, *blended),
+        "traced blend": (traced, (*blended[0], ALPHA, BETA), (*blended[1], None, None)),
+    }
+    found = []
+    for name, (function, operands, axes) in forms.items():
+        made = Subject(plain.op, plain.engine, plain.dtype, plain.declared, function, operands, axes, axis)
+        declared = min(strongest(made), "mesh_invariant", key=LEVELS.index)
+        if is_fixed(declared):
+            found.append(dataclasses.replace(made, declared=declared, variant=name.replace(" ", "-")))
+    return tuple(found)
+
+
+def strongest(subject: Subject) -> str:
+    """The strongest level up to the declared one at which the subject can be traced."""
+    for level in reversed(LEVELS[: LEVELS.index(subject.declared) + 1]):
+        try:
+            jax.eval_shape(dataclasses.replace(subject, declared=level).whole(), *subject.operands)
+        except NotImplementedError:
+            continue
+        return level
+    return "fast"
+
+
+def gradient(subject: Subject) -> Subject | None:
+    """The results with the gradients of the floating ones in those arrays that have a batch where they have theirs.
+
+    None where there are none, or where these fix no bits.
+    """
+    axis = subject.out_axis
+    is_float = lambda v: jnp.issubdtype(v.dtype, jnp.floating)
+    which = [i for i, v in enumerate(subject.operands) if subject.batch_axes[i] == axis and is_float(v)]
+    which = which[:1] if "_dgrad" in subject.op else which  # in the others it is a second derivative
+    results = [v for v in jax.eval_shape(subject.whole(), *subject.operands) if is_float(v)]
+    if axis is None or not which or not results:
+        return None
+    rng = np.random.default_rng(zlib.crc32(subject.id.encode()))
+    along = tuple(rng.normal(size=v.shape).astype(v.dtype) for v in results)
+
+    def function(batch: int) -> Callable[..., Any]:
+        forward = subject.function(batch)
+
+        def run(*operands: Any) -> Any:
+            arrays = list(operands[len(along) :])
+
+            def of(*some: Any) -> Any:
+                for i, value in zip(which, some, strict=True):
+                    arrays[i] = value
+                return [v for v in jax.tree.leaves(forward(*arrays)) if is_float(v)]
+
+            found, pull = jax.vjp(of, *(arrays[i] for i in which))
+            return found, pull(list(operands[: len(along)]))
+
+        return run
+
+    made = dataclasses.replace(
+        subject,
+        function=function,
+        operands=(*along, *subject.operands),
+        batch_axes=(*(axis,) * len(along), *subject.batch_axes),
+        variant="/".join(filter(None, (subject.variant, "gradient"))),
+        definition=None,
+        blends=(),
+    )
+    declared = min(strongest(made), "mesh_invariant", key=LEVELS.index)
+    return dataclasses.replace(made, declared=declared) if is_fixed(declared) else None
+
+
+def variants(subject: Subject) -> Iterator[Subject]:
+    """The subject; where its level fixes bits, its blends, and the gradients of all."""
+    prefix = f"{subject.variant}/" if subject.variant else ""
+    blends = [dataclasses.replace(blend, variant=prefix + blend.variant) for blend in subject.blends]
+    for one in (subject, *blends):
+        yield one
+        found = gradient(one) if is_fixed(one.declared) else None
+        if found is not None:
+            yield found
 
 
 def trials(subject: Subject, extent: str, levels: Any, only: Any = ()) -> Iterator[Trial]:
@@ -195,10 +338,11 @@ def trial(subject: Subject, level: str, procedure: str, extent: str, *, control:
     return made("passed", runs, "", control)
 
 
-def _expect(got: Any, wanted: np.ndarray, what: str) -> None:
-    different = ~same_bits(np.asarray(got), wanted)
-    if different.any():
-        raise Different(f"{int(different.sum())} of {different.size} elements have other bits {what}")
+def _expect(got: Iterable[Any], wanted: Iterable[np.ndarray], what: str) -> None:
+    for one, other in zip(map(np.asarray, got), wanted, strict=True):
+        different = ~same_bits(one, other)
+        if different.any():
+            raise Different(f"{int(different.sum())} of {different.size} elements have other bits {what}")
 
 
 def _repeats(extent: str) -> int:
@@ -256,16 +400,16 @@ def _recompiled(subject: Subject, extent: str) -> tuple[int, str]:
 
 
 def _poisoned(subject: Subject, extent: str) -> tuple[int, str]:
-    wanted, count = subject.result, max(2, _repeats(extent) // 10)
+    wanted, count = subject.result[0], max(2, _repeats(extent) // 10)
     whole = subject.whole()
-    into = subject.into_poison or (lambda poison, *operands: whole(*operands))
+    into = subject.into_poison or (lambda poison, *operands: whole(*operands)[0])
     function = jax.jit(into, donate_argnums=0, keep_unused=True)
     reused = 0
     for _ in range(count):
         poison = jnp.asarray(np.full(wanted.shape, 0x7F if subject.dtype == "int8" else np.nan, wanted.dtype))
         address = poison.unsafe_buffer_pointer()
         out = function(poison, *subject.operands)
-        _expect(out, wanted, "in a poisoned buffer")
+        _expect([out], [wanted], "in a poisoned buffer")
         reused += out.unsafe_buffer_pointer() == address
     return reused, "" if reused else "XLA did not write into the donated buffer"
 
@@ -292,14 +436,21 @@ def _batch_of(subject: Subject, size: int, place: int, neighbour: float | None =
     return batch
 
 
+def _alone(subject: Subject, extent: str) -> tuple[int, str]:
+    if subject.out_axis is None:
+        return 0, "the result is a sum over the batch"
+    _expect(subject.first_sample, subject.sample(subject.result, 0), "in a batch of its own")
+    return 1, ""
+
+
 def _batch_sizes(subject: Subject, extent: str) -> tuple[int, str]:
     if subject.out_axis is None:
         return 0, "the result is a sum over the batch"
     runs = 0
     for size in SIZES[extent]:
-        function = jax.jit(subject.function(size))
+        function = jax.jit(subject.required(size))
         for place in sorted({i * (size - 1) // (PLACES[extent] - 1) for i in range(PLACES[extent])}):
-            got = np.take(np.asarray(function(*_batch_of(subject, size, place))), place, subject.out_axis)
+            got = subject.sample(function(*_batch_of(subject, size, place)), place)
             _expect(got, subject.first_sample, f"at place {place} of a batch of {size}")
             runs += 1
     return runs, ""
@@ -309,25 +460,25 @@ def _neighbours(subject: Subject, extent: str) -> tuple[int, str]:
     if subject.out_axis is None:
         return 0, "the result is a sum over the batch"
     size = 5
-    function = jax.jit(subject.function(size))
+    function = jax.jit(subject.required(size))
     values = (127.0, -128.0) if subject.dtype == "int8" else (np.nan, np.inf, 1e30)
     for value in values:
-        got = np.take(np.asarray(function(*_batch_of(subject, size, 2, value))), 2, subject.out_axis)
+        got = subject.sample(function(*_batch_of(subject, size, 2, value)), 2)
         _expect(got, subject.first_sample, f"beside samples of {value}")
     return len(values), ""
 
 
 def _vmap(subject: Subject, extent: str) -> tuple[int, str]:
     """Over samples of a batch of one each: all arrays mapped, and only the first."""
-    function, runs, why_not = subject.function(1), 0, ""
+    function, runs, why_not = subject.required(1), 0, ""
     samples = [_batch_of(subject, 1, 0)]
     for shift in (1, 2):
-        samples.append([np.roll(v, shift, -1) for v in samples[0]])
+        samples.append([np.roll(v, shift, -1) if v.ndim else v for v in samples[0]])
     one = jax.jit(function)
     first_only = (0, *(None for _ in samples[0][1:]))
     for mapped in dict.fromkeys([(0,) * len(samples[0]), first_only]):
         loops = [
-            np.asarray(one(*(s if m == 0 else first for s, first, m in zip(sample, samples[0], mapped, strict=True))))
+            one(*(s if m == 0 else first for s, first, m in zip(sample, samples[0], mapped, strict=True)))
             for sample in samples
         ]
         stacked = [
@@ -339,9 +490,28 @@ def _vmap(subject: Subject, extent: str) -> tuple[int, str]:
         except NotImplementedError as refusal:  # the mapped call is another one: more groups, say
             why_not = str(refusal)
             continue
-        _expect(got, np.stack(loops), f"under vmap over {mapped}")
+        _expect(got, [np.stack(parts) for parts in zip(*loops, strict=True)], f"under vmap over {mapped}")
         runs += 1
     return runs, "" if runs else why_not
+
+
+def _eager(subject: Subject, extent: str) -> tuple[int, str]:
+    _expect(subject.whole()(*subject.operands), subject.result, "operation by operation")
+    return 1, ""
+
+
+def _in_company(subject: Subject, extent: str) -> tuple[int, str]:
+    """Operands that are products, results that are widened and added to: what XLA would join with the op."""
+    whole = subject.whole()
+
+    def run(factor: jax.Array, term: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        made = [v * factor.astype(v.dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v for v in operands]
+        found = [v.astype(np.float32) if v.dtype.itemsize < 4 else v for v in whole(*made)]
+        return [v + term.astype(v.dtype) for v in found]
+
+    operands = [jnp.asarray(v) for v in (np.float32(0.7), np.float32(0.1), *subject.operands)]
+    _expect(jax.jit(run)(*operands), list(map(np.asarray, run(*operands))), "among other operations")
+    return 1, ""
 
 
 # ---- mesh_invariant and portable -------------------------------------------------------------------------------------
@@ -351,28 +521,44 @@ def _mesh(subject: Subject, extent: str) -> tuple[int, str]:
     devices, runs, why_not = jax.local_devices(), 0, "no number of devices here divides its batch"
     if len(devices) < 2:
         return 0, "needs more than one device"
-    for size in (2, 4, 8):
-        if size > len(devices) or subject.batch % size:
-            continue
-        mesh = Mesh(np.array(devices[:size]), ("batch",))
+    for what, size, axes in _shardings(subject, len(devices), extent):
+        mesh = Mesh(np.array(devices[:size]), ("d",))
         placed = []
-        for operand, axis in zip(subject.operands, subject.batch_axes, strict=True):
-            spec = PartitionSpec(*("batch" if i == axis else None for i in range(operand.ndim)))
+        for operand, axis in zip(subject.operands, axes, strict=True):
+            spec = PartitionSpec(*("d" if i == axis else None for i in range(operand.ndim)))
             placed.append(jax.device_put(operand, NamedSharding(mesh, spec)))
         try:
             got = subject.compiled(*placed)
         except NotImplementedError as refusal:  # the engine serves programs for one device
             why_not = str(refusal)
             continue
-        _expect(got, subject.result, f"with the batch over {size} devices")
+        _expect(got, subject.result, f"with {what} over {size} devices")
         runs += 1
     return runs, "" if runs else why_not
+
+
+def _shardings(subject: Subject, devices: int, extent: str) -> Iterator[tuple[str, int, list[int | None]]]:
+    """What is sharded, over how many devices, and along which axis of each operand.
+
+    The batch over 2, 4 and 8 (in the quick extent the most of these); any other axis of the largest operand, and of all
+    that have its shape, over the most devices that divide it.
+    """
+    counts = [n for n in (2, 4, 8) if n <= devices]
+    fitting = [n for n in counts if subject.batch % n == 0]
+    for count in fitting[-1:] if extent == "quick" else fitting:
+        yield "the batch", count, list(subject.batch_axes)
+    largest = max(subject.operands, key=lambda v: v.size)
+    where = next(i for i, v in enumerate(subject.operands) if v is largest)
+    for axis, length in enumerate(largest.shape):
+        divisors = [n for n in counts if length % n == 0]
+        if axis != subject.batch_axes[where] and divisors:
+            yield f"axis {axis}", divisors[-1], [axis if v.shape == largest.shape else None for v in subject.operands]
 
 
 def _portable(subject: Subject, extent: str) -> tuple[int, str]:
     if subject.definition is None:
         return 0, "it has no definition"
-    _expect(subject.result, subject.definition(), "than the definition")
+    _expect(subject.result, [subject.definition()], "than the definition")
     return 1, ""
 
 
@@ -381,9 +567,12 @@ _RUN: dict[str, Callable[[Subject, str], tuple[int, str]]] = {
     "under load": _under_load,
     "recompilation": _recompiled,
     "poisoned output": _poisoned,
+    "alone": _alone,
     "batch sizes": _batch_sizes,
     "neighbours": _neighbours,
     "vmap": _vmap,
+    "eager": _eager,
+    "company": _in_company,
     "mesh": _mesh,
     "definition": _portable,
 }

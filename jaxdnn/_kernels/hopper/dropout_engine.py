@@ -259,6 +259,7 @@ for _op in ("dropout", *_dropout_fused.OPS):
             measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
+            fused=False,
             supports=_supports,
             level=_level,
             rank=_rank,

@@ -240,6 +240,7 @@ for _op in _conv.ROLES:
             measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
+            fused=False,
             supports=_supports,
             level=_level,
             accumulation=_accumulation,

@@ -84,6 +84,7 @@ for _op in ("norm", "norm_tangent", "norm_dgrad"):
             measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
+            fused=False,
             supports=_supports,
             needs_sizes=lambda call: True,
             level=_level,

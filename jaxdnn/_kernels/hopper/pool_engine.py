@@ -116,6 +116,7 @@ for _op in _pool.OPS:
             measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
+            fused=False,
             supports=_supports,
             needs_sizes=lambda call: True,
             level=lambda call: "portable",

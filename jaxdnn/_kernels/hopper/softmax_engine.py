@@ -103,6 +103,7 @@ for _op in OPS:
             measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
+            fused=False,
             supports=_supports,
             needs_sizes=lambda call: True,
             level=lambda call: "batch_invariant",

@@ -25,6 +25,7 @@ from jaxdnn._kernels.xla.pool_fold import Item, fold, last_first, padded, slice_
 from jaxdnn._kernels.xla.pool_gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
 from jaxdnn._pool import PoolSpec
 from jaxdnn._rounded import nearest, real, rounded
+from jaxdnn.determinism import is_fixed
 
 # ---- maximum ---------------------------------------------------------------------------------------------------------
 
@@ -168,21 +169,15 @@ def _add(a: Array, b: Array, _: int) -> Array:
 
 def _average(call: engines.Call, x: Array) -> Array:
     spec: PoolSpec = call.spec
-    x = _alone(spec, x)
     y = padded(spec, x.astype(_accumulator(x.dtype)), 0)
     for i, axis in last_first(spec):
         y = fold(y, axis, spec.taps[i], spec.window.strides[i], spec.window.dilation[i], spec.outputs[i], _add)
     if spec.divisor is None:
-        return _alone(spec, nearest(y, spec.out_dtype))
+        return nearest(y, spec.out_dtype)
     if jnp.issubdtype(spec.out_dtype, jnp.integer):
         return rounded_quotient(y, _along(spec, y, spec.counts().astype(np.int32))).astype(spec.out_dtype)
     y = real(y, jnp.float32) if jnp.issubdtype(y.dtype, jnp.integer) else y
-    return _alone(spec, nearest(y * _reciprocals(spec, y), spec.out_dtype))
-
-
-def _alone(spec: PoolSpec, a: Array) -> Array:
-    """Keeps XLA from contracting a neighbour's product into these sums, or these products into a neighbour's sum."""
-    return rounded(a) if spec.level == "portable" else a
+    return nearest(y * _reciprocals(spec, y), spec.out_dtype)
 
 
 def _along(spec: PoolSpec, like: Array, values: np.ndarray) -> Array:
@@ -209,7 +204,7 @@ def rounded_quotient(total: Array, count: Array) -> Array:
 
 def _average_dgrad(call: engines.Call, dy: Array) -> Array:
     spec: PoolSpec = call.spec
-    dx = _alone(spec, dy).astype(_accumulator(dy.dtype))
+    dx = dy.astype(_accumulator(dy.dtype))
     factor = None if spec.divisor is None else _reciprocals(spec, dx)
     if factor is not None and factor.size > 1:
         dx = rounded(dx * factor)
@@ -217,7 +212,7 @@ def _average_dgrad(call: engines.Call, dy: Array) -> Array:
         dx = _sum_backward(spec, i, axis, dx)
     if factor is not None and factor.size == 1:
         dx = dx * factor
-    return _alone(spec, nearest(dx, spec.out_dtype))
+    return nearest(dx, spec.out_dtype)
 
 
 def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
@@ -271,6 +266,8 @@ for _op in _pool.OPS:
             run=_RUN[_op],
             level=lambda call: "portable",
             accumulation=_accumulation,
+            # XLA moves what is sharded along a window's axis by sums over the mesh, in which -0 becomes +0.
+            partition=lambda call: is_fixed(call.spec.level),
             notes=("XLA takes subnormal numbers for zero on CPUs, so portability is for normal ones",),
         )
     )

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn import engines
-from jaxdnn._rounded import nearest, product_along, rounded
-from jaxdnn.determinism import satisfies
+from jaxdnn._rounded import nearest, product, rounded
+from jaxdnn.determinism import is_fixed
 
 Sum = Callable[[Array, tuple[int, ...]], Array]
 Apart = Callable[[Array], Array]  # keeps a step apart from the next: contracted, it has other bits
@@ -130,8 +130,8 @@ def row_max(x: Array, axes: Sequence[int]) -> Array:
 
 def for_derivative(spec: Any) -> tuple[Callable[[Array, Array, tuple[int, ...]], Array], Callable[[Array], Array]]:
     """Σ a v, linear in v, and the exponential of a derivative that is a formula: of fixed bits where the call asks."""
-    if spec.engine == "ordered" or satisfies(spec.level, "batch_invariant"):
-        return lambda a, v, axes: _tree(product_along(a, v), axes), lambda x: _exp(x, rounded)
+    if spec.engine == "ordered" or is_fixed(spec.level):
+        return lambda a, v, axes: _tree(product(a, v), axes), lambda x: _exp(x, rounded)
     return lambda a, v, axes: xla_sum(a * v, axes), jnp.exp
 
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxdnn.verify import case as plain
+from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Check, Facts, Result
 
 EXTENTS = ("quick", "standard", "full")
@@ -198,7 +199,8 @@ def subjects(
 ) -> Iterator[Any]:
     """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: `every`, or a sample.
 
-    The sample has of the memory-bound families every fifth pair of op and engine, and the first with a dtype not seen.
+    The sample has of the memory-bound families every fifth pair of op and engine, and the first with a dtype not seen:
+    the call, its blends and its gradients in turn.
     """
     names, kinds = frozenset(engine_names), frozenset(dtypes)
     pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
@@ -212,4 +214,9 @@ def subjects(
             least = min(found, key=lambda s: seen[s.dtype])  # the first of those whose dtype was seen least
             found = [least] if sampled % 5 == 1 or not seen[least.dtype] else []
             seen.update(s.dtype for s in found)
-        yield from found
+            for one in found:
+                forms = list(levels.variants(one))
+                yield forms[sampled % len(forms)]
+            continue
+        for one in found:
+            yield from levels.variants(one) if every else (one,)

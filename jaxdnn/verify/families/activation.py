@@ -43,7 +43,8 @@ class ActivationCase(Case):
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         op: Any = getattr(dnn, self.op)
-        return lambda *arrays: op(*arrays[: self.count], **self._prior(arrays), **self.arguments(), **choices)
+        given = {**self.arguments(), **choices}
+        return lambda *arrays: op(*arrays[: self.count], **self._prior(arrays), **given)
 
     @property
     def count(self) -> int:

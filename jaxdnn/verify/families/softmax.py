@@ -53,7 +53,8 @@ class SoftmaxCase(Case):
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         op: Any = getattr(dnn, self.op)
-        return lambda *arrays: op(*arrays[: self.count], **self._prior(arrays), **self.arguments(), **choices)
+        given = {**self.arguments(), **choices}
+        return lambda *arrays: op(*arrays[: self.count], **self._prior(arrays), **given)
 
     def kinds(self) -> tuple[str, ...]:
         return ("normal", "wide") if self.op == "softmax_dgrad" or self.beta else ("normal", "wide", "special")

@@ -226,7 +226,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
             def sized(batch: int, case: TensorCase = case) -> TensorCase:
                 return dataclasses.replace(case, batch=batch)
 
-            found = subject(case, seed, batch_axes=axes, out_axis=0, sized=sized)
+            found = subject(case, seed, batch_axes=axes, out_axis=0, sized=sized, blended=True)
             if found is not None:
                 yield dataclasses.replace(found, variant=variant)
 
