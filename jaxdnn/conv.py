@@ -90,7 +90,9 @@ def conv(
     Numerics: everything up to the last step is done in the accumulator's dtype, then converted once, to nearest even.
       int8 products are added in int32, which wraps; if alpha is 1, beta 0 or 1, bias, residual and prior are integers
       and the activation is None or relu, so is the rest, else the rest is done in float32. Results of int8 saturate;
-      float8 results overflow to NaN (e4m3fn) or infinity (e5m2). Determinism: see `jaxdnn.explain`.
+      float8 results overflow to NaN (e4m3fn) or infinity (e5m2). Padding is zeros that are multiplied too, so that an
+      infinite w makes NaN of them, except by engines of which `jaxdnn.explain` says that they leave out padding.
+      Determinism: see `jaxdnn.explain`.
 
     Raises:
       ValueError: shapes that do not fit, or an argument out of range.

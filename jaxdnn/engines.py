@@ -75,7 +75,8 @@ class Engine:
       schedule: the order of additions, where it is known.
       modelled: the architectures on which the reference was found to predict the bits from the schedule.
       hazards: what it may do to exceptional values: "flushes_subnormals" (reads or writes them as zero),
-        "spreads_nonfinite" (NaN and infinity may show in results that they do not belong to).
+        "spreads_nonfinite" (NaN and infinity may show in results that they do not belong to), "leaves_out_padding"
+        (products with the zeros of padding may be left out, which are NaN where the other factor is infinite).
       rank: its place among an op's engines for a call, as far as measurements tell; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
       measured_on: the kinds of device on which its ranks were measured; None where they hold on every device.

@@ -334,6 +334,23 @@ def test_float8_results_overflow_as_their_format_says():
     np.testing.assert_array_equal(np.asarray(dnn.conv(x, w, layout="NWC"), np.float32), -np.inf)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("op", ["conv", "conv_dgrad", "conv_wgrad"])
+def test_infinities_that_meet_the_padding(op: str, dtype: Any):
+    """They are NaN by the definition. Engine `ordered` gives that; XLA's states that it may leave them out."""
+    case = cases.case(op, cases.GROUPED, 1, dtype=dtype, integers=2)
+    case.arrays[1].reshape(-1)[1] = np.inf
+    golden = getattr(reference, op)(*case.arrays, *case.static, **case.options).astype(np.float64)
+    assert np.isnan(golden).any()
+    (found,) = dnn.explain(lambda *a: helpers.call(case, *a), *case.arrays)
+    assert {c.engine for c in found.candidates if "leaves_out_padding" in c.hazards} == {"xla"}
+    ours = np.asarray(helpers.call(case), np.float64)
+    np.testing.assert_array_equal(np.where(np.isnan(golden), np.nan, ours), golden)
+    if dtype == np.float32:
+        np.testing.assert_array_equal(helpers.call(case.with_options(engine="ordered")), golden)
+
+
 def test_nan_and_infinity_reach_their_windows_only():
     x = np.ones((1, 7, 1), np.float32)
     x[0, 1], x[0, 5] = np.nan, np.inf

@@ -191,8 +191,12 @@ def _accumulation(call: engines.Call) -> str:
 
 
 def _hazards(call: engines.Call) -> tuple[str, ...]:
-    """Zeros fill up a filter gradient's tiles of pixels, and the filter where phases are joined; 0 * inf is NaN."""
-    return ("spreads_nonfinite",) if _kernel(call).spreads_nonfinite() else ()
+    """Zeros fill up a filter gradient's tiles of pixels, and the filter where phases are joined; 0 * inf is NaN. The
+    phases of a stride, and tiles at an array's end, pass over what lies outside.
+    """
+    if call.avals[0].dtype == jnp.int8:
+        return ()
+    return (*(("spreads_nonfinite",) if _kernel(call).spreads_nonfinite() else ()), "leaves_out_padding")
 
 
 def _schedule(call: engines.Call) -> engines.Schedule | None:

@@ -255,10 +255,14 @@ def _accumulation(call: engines.Call) -> str:
 
 
 def _hazards(call: engines.Call) -> tuple[str, ...]:
-    """cuDNN pads groups, strides and tiles with zeros, by which it multiplies: infinity becomes NaN elsewhere."""
+    """cuDNN pads groups, strides and tiles with zeros, by which it multiplies: infinity becomes NaN elsewhere.
+
+    XLA's own loops (those of float64 all) and the phases of a stride pass over what lies outside of an array.
+    """
     if jnp.issubdtype(call.avals[0].dtype, jnp.integer):
         return ()
-    return ("flushes_subnormals", "spreads_nonfinite") if call.platform == "cuda" else ("flushes_subnormals",)
+    spreads = ("spreads_nonfinite",) if call.platform == "cuda" else ()
+    return ("flushes_subnormals", *spreads, "leaves_out_padding")
 
 
 def _partition(call: engines.Call) -> bool:

@@ -96,7 +96,7 @@ class Family:
     def kinds_of(self, case: Any, told: Facts) -> tuple[str, ...]:
         """The kinds of data of a case; where an engine does not promise where NaN and infinity show, none with them."""
         spreads = "spreads_nonfinite" in told.hazards
-        return tuple(kind for kind in self.kinds(case) if not (spreads and kind == "special"))
+        return tuple(kind for kind in self.kinds(case) if not (spreads and kind in ("special", "infinite")))
 
     def of_extent(self, op: str, engine: str, extent: str, seed: int) -> list[Any]:
         """The cases of an extent, each once."""

@@ -59,6 +59,11 @@ def judge_all(
 ) -> list[Check]:
     """Compares a case's result with the reference, and its bits with those of the schedule where they are predicted."""
     out = np.asarray(outs)
+    if kind == "infinite" and "leaves_out_padding" in told.hazards:  # where it is NaN it may be anything
+        details = golden(case, operands, extras)
+        undecided = np.isnan(np.asarray(details.value, np.float64))
+        out = np.where(undecided, np.asarray(details.value).astype(out.dtype), out)
+        return [judge(case, kind, operands, extras, out, accumulation, details)]
     checks = [judge(case, kind, operands, extras, out, accumulation)]
     # A device that flushes subnormal numbers is outside of what the model describes.
     if _is_modelled(case, told) and not (accumulation.flush and kind in data.TINY):

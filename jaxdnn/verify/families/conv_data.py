@@ -10,6 +10,7 @@
 | subnormal | results, or for the narrow types operands, among the subnormal numbers | flushes to zero |
 | sparse | half of the elements are zero, beside the smallest normal numbers and large ones | zeros aligned to |
 | special | some NaN, infinite and huge elements in the first operand | masks that multiply by zero, wrong maxima |
+| infinite | infinite elements in the second operand, which padding multiplies by zero | products that are left out |
 """
 
 import math
@@ -40,7 +41,8 @@ def kinds(case: Case) -> tuple[str, ...]:
     if case.dtype == "int8":
         return ("normal",) if case.geometry.name == "wrap" else ("normal", "integers")
     special = SPECIALS[zlib.crc32(case.id.encode()) % len(SPECIALS)]
-    return ("normal", "integers", *(("ties",) if case.out_dtype.itemsize <= 2 else ()), special)
+    infinite = ("infinite",) if special == "special" and case.dtype != "e4m3fn" and len(case.roles) > 1 else ()
+    return ("normal", "integers", *(("ties",) if case.out_dtype.itemsize <= 2 else ()), special, *infinite)
 
 
 def arrays(
@@ -118,6 +120,14 @@ def _sparse(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) 
     return [a * (rng.random(a.shape) < 0.5) for a in (first, *others)]
 
 
+def _infinite(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) -> list[np.ndarray]:
+    """Two at least, of either sign, so that most results are finite or NaN by padding alone."""
+    first, second = (rng.standard_normal(s) for s in shapes)
+    places = rng.choice(second.size, min(second.size, 2), replace=False)
+    second.reshape(-1)[places] = rng.choice([np.inf, -np.inf], places.size)
+    return [first, second]
+
+
 def _special(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) -> list[np.ndarray]:
     first, *others = (rng.standard_normal(s) for s in shapes)
     values = [np.nan, np.inf, -np.inf] if case.dtype != "e4m3fn" else [np.nan]
@@ -138,6 +148,7 @@ _DRAW = {
     "subnormal": _subnormal,
     "sparse": _sparse,
     "special": _special,
+    "infinite": _infinite,
 }
 
 
