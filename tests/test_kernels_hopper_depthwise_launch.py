@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hopper_depthwise_cases import CASES, has_filter_gradient, operands
+from _hopper import on_hopper
+from hopper_depthwise_cases import CASES, DTYPES, has_filter_gradient, operands, reference
 from jaxdnn._kernels import hopper
 
 if hopper.unavailable():
@@ -17,7 +18,7 @@ if hopper.unavailable():
 from jaxdnn._compat import plgpu
 from jaxdnn._kernels.hopper import conv_depthwise as kernels
 from jaxdnn._kernels.hopper.conv_depthwise_launch import each, grid
-from jaxdnn._kernels.hopper.conv_depthwise_window import spatial
+from jaxdnn._kernels.hopper.conv_depthwise_window import spatial, window
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,3 +80,33 @@ def test_every_item_is_done_under_a_limit(items, sms):
         interpret=interpreter(),
     )  # fmt: skip
     np.testing.assert_array_equal(jax.jit(run)(jnp.arange(items, dtype=jnp.int32)), np.arange(items) + 1)
+
+
+# x, taps, channels of a group, stride, padding: a tile of two rows left over, whose reads ended in an illegal address;
+# and partial sums of one tap, which a split stored over its neighbour's.
+SEEN: list[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], tuple[tuple[int, int], ...]]] = [
+    ((1, 600, 96), (2,), 8, (2,), ((0, 2),)),
+    ((8, 16, 16, 40), (1, 1), 1, (1, 1), ((0, 0), (0, 0))),
+    ((2, 30, 28, 40), (3, 3), 1, (1, 1), ((1, 1), (1, 1))),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("sms", [None, 3])
+@pytest.mark.parametrize(("shape", "taps", "group", "stride", "padding"), SEEN)
+def test_whole_numbers_are_exact(shape, taps, group, stride, padding, sms):
+    w_shape, rng = (*taps, group, shape[-1]), np.random.default_rng(0)
+    geometry: dict[str, Any] = dict(stride=stride, padding=padding, dilation=(1,) * len(taps))
+    call = window(shape, w_shape, jnp.bfloat16, **geometry)
+    draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES["bf16"])
+    x, w, dy = draw(shape), draw(w_shape), draw((shape[0], *spatial(call.out, len(shape)), shape[-1]))
+    for want, got in zip(
+        reference(x, w, dy, call),
+        (
+            kernels.depthwise_fprop(x, w, **geometry, sms=sms),
+            kernels.depthwise_dgrad(dy, w, shape, **geometry, sms=sms),
+            kernels.depthwise_wgrad(x, dy, w_shape, **geometry, sms=sms),
+        ),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(got).reshape(want.shape), want.astype(x.dtype))
