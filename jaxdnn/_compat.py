@@ -100,7 +100,7 @@ class Name:
         found: Any
         try:
             found = importlib.import_module(self.module)
-        except ImportError:
+        except (ImportError, AttributeError):  # JAX's own modules may lack each other's names
             return self.module
         for part in self.attribute.split("."):
             if not hasattr(found, part):

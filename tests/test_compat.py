@@ -161,6 +161,15 @@ def test_a_parameter_that_went_is_found_too(monkeypatch: pytest.MonkeyPatch):
     assert Name("jax.experimental.no_such_module", "x", "").lacking() == "jax.experimental.no_such_module"
 
 
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+def test_a_module_that_cannot_be_imported_lacks(error: type[Exception], monkeypatch: pytest.MonkeyPatch):
+    def fail(name: str) -> None:
+        raise error(name)
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    assert KERNELS[0].lacking() == KERNELS[0].module
+
+
 PROGRAM = """
 import importlib, os, sys, types
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
