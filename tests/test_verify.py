@@ -260,6 +260,7 @@ def test_every_output_of_the_large_predicted_cases_is_compared(
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernels need JAX 0.11")
+@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("op", ["conv", "conv_dgrad", "conv_wgrad"])
 def test_a_million_outputs_of_every_op_and_dtype_are_predicted(op: str):
     counts: dict[Any, int] = {}
