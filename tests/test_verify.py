@@ -313,13 +313,13 @@ def test_every_level_that_is_promised_is_put_to_its_procedures(op: str):
     of_op = families.of(op)
     for engine in of_op.engines_of(op):
         found = list(of_op.subjects(op, engine, "full", 0))
-        serves = any(of_op.facts(c).refusal is None for c in of_op.cases(op, engine, "quick", 0) if c.dtype == "bf16")
+        serves = any(of_op.facts(c).refusal is None for c in of_op.cases(op, engine, "quick", 0))
         assert bool(found) == serves, engine
         for s in found:
             promised = LEVELS[: LEVELS.index(s.declared) + 1]
-            # What is a sum over the batch has no samples; every other op's are compared one by one.
-            sums = ("conv_wgrad", "conv_bgrad")
-            assert s.out_axis is not None or op in sums or "batch_invariant" not in promised, s.id
+            # What is a sum over the batch has no samples, nor has what takes no batch; others' are compared one by one.
+            whole = ("conv_wgrad", "conv_bgrad", "bn_finalize_inference")
+            assert s.out_axis is not None or op in whole or "batch_invariant" not in promised, s.id
             assert s.batch % 8 == 0 or "mesh_invariant" not in promised, s.id
             assert s.definition is not None or "portable" not in promised, s.id
 
