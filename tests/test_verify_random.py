@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxdnn_reference as reference
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import branches
+from jaxdnn.tolerance import ACCUMULATIONS
 from jaxdnn.verify import case as plain
 from jaxdnn.verify import families, random, random_call
 from jaxdnn.verify.cli import main
+from jaxdnn.verify.families import conv_checks, conv_data
+from jaxdnn.verify.families.conv_cases import Case
+from jaxdnn.verify.families.conv_geometries import Geometry
 
 PAIRS = [(op, e) for f in families.families() for op in f.ops for e in f.engines_of(op) if e != "hopper"]
 
@@ -245,3 +250,21 @@ def test_summary_counts_and_names_what_was_never_taken():
     assert "pool/kernel/strips" in found["never_taken"]
     assert [r["index"] for r in found["failed"]] == [1]
     assert np.all([isinstance(v, int) for v in found["branches"].values()])
+
+
+# ---- what they found, and no other test had --------------------------------------------------------------------------
+
+
+def test_bounds_of_subnormal_operands_hold_for_the_tensor_core(monkeypatch):
+    """A tensor core aligns a subnormal float16 by its type's least exponent, and so cuts off more of it."""
+    geometry = Geometry("subnormal", 64, (9, 8), 2, 16, (1, 1))
+    case = Case("conv", "hopper", "f16", "NHWC", None, geometry, out="f32")
+    rule = ACCUMULATIONS["tensor_core"]
+    operands, extras = conv_data.arrays(case, "subnormal", 0, rule)
+    out = np.asarray(
+        reference.conv(*operands, **case.arguments(), arithmetic="tensor_core", schedule=reference.Schedule())
+    )
+    found = conv_checks.judge(case, "subnormal", operands, extras, out, rule)
+    assert found.passed, found.message
+    monkeypatch.setattr(conv_checks, "_of_least_exponents", lambda *given: given[-1])
+    assert not conv_checks.judge(case, "subnormal", operands, extras, out, rule).passed

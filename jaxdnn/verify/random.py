@@ -51,6 +51,10 @@ class Worker:
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
         )
+        stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        if stdin is None or stdout is None or stderr is None:  # for the type checker: all three are pipes
+            raise RuntimeError("a process for random calls has no pipes")
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         self.drained = threading.Thread(target=self._drain, daemon=True)
         self.drained.start()
         try:
@@ -60,17 +64,15 @@ class Worker:
             raise RuntimeError(f"a process for random calls does not start: {error}") from None
 
     def _drain(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self.stderr:
             self.errors.append(line.strip()[:300])
 
     def _read(self) -> dict[str, Any]:
         """The process's next answer; raises EOFError where it ends or gives none in time."""
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], SECONDS)[0]:
+        if not select.select([self.stdout], [], [], SECONDS)[0]:
             self.process.kill()
             raise EOFError(f"no answer in {SECONDS} s")
-        line = self.process.stdout.readline()
+        line = self.stdout.readline()
         if not line:
             status = self.process.wait()
             self.drained.join()
@@ -79,26 +81,22 @@ class Worker:
 
     def run(self, index: int, towards: Branch | None) -> dict[str, Any]:
         """What came of a call."""
-        assert self.process.stdin is not None
         self.calls += 1
-        print(json.dumps({"index": index, "towards": towards}), file=self.process.stdin, flush=True)
+        print(json.dumps({"index": index, "towards": towards}), file=self.stdin, flush=True)
         return self._read()
 
     def end(self) -> int:
         """Ends the process, which has nothing more to read; its exit status."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self.stdin.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.drained.join()
-        self.process.stdout.close()
-        self.process.stderr.close()
+        self.stdout.close()
+        self.stderr.close()
         return self.process.returncode
 
 

@@ -33,7 +33,7 @@ KERNELS = {
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
 }
-REDRAWN, TRIED = 30, 12  # how often for a call that the engine serves, and for one that takes a branch
+REDRAWN, TRIED = 30, 20  # how often for a call that the engine serves, and for one that takes a branch
 MULTIPROCESSORS = {None: 6, 1: 1, 3: 1, 20: 1, 100: 1}
 PROCEDURE_EVERY = 10
 # Those that need no other threads or devices; each call is compared with the definition's bits in any case.
@@ -76,7 +76,8 @@ class Drawn:
         rng = np.random.default_rng([self.picks or 0, zlib.crc32(f"{problem} {len(configs)}".encode())])
         if self.towards:
             _, what, value = self.towards
-            wanted = [c for c in configs if str(getattr(c, what.replace(" ", "_"), None)) == value]
+            settings = [getattr(c, what.replace(" ", "_"), None) for c in configs]
+            wanted = [c for c, v in zip(configs, settings, strict=True) if value in (str(v), branches.YES_NO[bool(v)])]
             configs = wanted or configs
         fields = [f.name for f in dataclasses.fields(configs[0])]
         for name in rng.permutation(fields)[:3]:
@@ -92,7 +93,7 @@ def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tupl
     named = engines or [e for e in families.engines() if e != "hopper" or plain.platform() == "cuda"]
     for op in ops or families.ops():
         for engine in families.of(op).engines_of(op):
-            if engine in named and families.of(op).draw is not None:
+            if engine in named:
                 weight = HOPPER if engine == "hopper" else ENGINES.get(engine, 1)
                 found[op, engine] = WEIGHTS.get((op, engine), weight)
     return found
@@ -120,7 +121,6 @@ def _kernels(op: str) -> tuple[str, ...]:
 
 def _served(op: str, engine: str, rng: np.random.Generator, name: str, towards: Any) -> Drawn:
     family = families.of(op)
-    assert family.draw is not None
     picks = int(rng.integers(1 << 30)) if engine == "hopper" and (towards or rng.random() < 0.5) else None
     redrawn = 0
     while True:

@@ -205,8 +205,8 @@ class Walk:
 def choose(problem: Problem, sms: int) -> Config:
     """The measured configuration, else the cheapest by the model."""
     if pick := branches.picker():
-        base = pick(problem, list(_candidates(problem, sms)))
-        return pick(problem, [base, *_beside(problem, base)])
+        configs = [config for base in _candidates(problem, sms) for config in (base, *_beside(problem, base))]
+        return pick(problem, configs)
     entry = tuning.table(tuning.device_kind()).get(key(problem))
     if entry is not None:
         config = Config(**{**entry, "block": tuple(entry["block"])})
@@ -271,11 +271,10 @@ def _candidates(problem: Problem, sms: int) -> Iterator[Config]:
 
 
 def _beside(problem: Problem, base: Config) -> Iterator[Config]:
-    """What was not the fastest wherever it was measured: larger clusters, other splits."""
-    for change in [{"splits": splits, "stages": 2} for splits in (2, 4)] if base.direct else [{"splits": 3}]:
-        config = dataclasses.replace(base, **change)
-        if check(problem, config) is None and config.splits <= Walk(problem, config).boxes:
-            yield config
+    """A larger cluster, which was not the fastest wherever it was measured."""
+    larger = dataclasses.replace(base, splits=4, stages=2)
+    if base.direct and check(problem, larger) is None and Walk(problem, larger).boxes >= larger.splits:
+        yield larger
 
 
 def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:

@@ -78,7 +78,7 @@ class Family:
     strides: tuple[int, int] = (1, 1)
     facets: Callable[[Any], set[Any]] = lambda case: {case.dtype}
     bound_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    draw: Callable[[str, str, np.random.Generator, str], Any] | None = None
+    draw: Callable[[str, str, np.random.Generator, str], Any] = lambda *_: None
     samples: Callable[[Any], tuple[tuple[int | None, ...], int] | None] = lambda case: None
 
     def check(self, case: Any, told: Facts, seed: int, flush: bool) -> list[Check]:

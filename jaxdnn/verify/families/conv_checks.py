@@ -4,6 +4,7 @@ import functools as ft
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 import jaxdnn as dnn
@@ -113,7 +114,11 @@ def error_bound(
         products = case.op == "conv_bgrad" or tolerance.products_are_exact(
             *["tf32" if case.dtype == "tf32" else case.in_dtype] * 2, format=accumulation.format
         )
-        error = accumulation.error(computed, magnitude, details.terms, exact_products=products)
+        reach = magnitude
+        if accumulation.kind == "tensor_core":
+            # What is cut off is counted from the largest exponent, and a subnormal number has its type's least one.
+            reach = magnitude + 2 * (_of_least_exponents(case, operands, extras, magnitude) - magnitude)
+        error = accumulation.error(computed, reach, details.terms, exact_products=products)
         if accumulation.kind == "transform":
             error = np.maximum(error, accumulation.transform_error(*norms.of_outputs(case, operands)))
         error = error + np.asarray(details.bound, np.float64)
@@ -127,6 +132,16 @@ def error_bound(
     if blend == tolerance.Epilogue(format=wide) and not terms:
         return error
     return blend.error(computed, error, *terms, prior=extras.get("prior"))
+
+
+def _of_least_exponents(case: Case, operands: Any, extras: Any, magnitude: np.ndarray) -> np.ndarray:
+    """S with every subnormal number taken for the smallest normal one; a zero takes no part."""
+    least = 2.0 ** float(ml_dtypes.finfo(case.in_dtype).minexp)
+    sizes = [np.abs(v.astype(np.float64)) for v in operands]
+    if all(((v == 0) | (v >= least) | np.isnan(v)).all() for v in sizes):
+        return magnitude
+    raised = [np.where(v > 0, np.maximum(v, least), v).astype(case.in_dtype) for v in sizes]
+    return np.asarray(golden(case, raised, extras).magnitude, np.float64)
 
 
 def _is_modelled(case: Case, told: Facts) -> bool:

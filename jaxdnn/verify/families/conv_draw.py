@@ -113,7 +113,7 @@ def _axis(longest: int, rng: Generator) -> tuple[int, int, int, tuple[int, int],
     """Size, taps, stride, padding and dilation of an axis on which a window fits."""
     r = min(int(pick(rng, {1: 3, 2: 2, 3: 8, 4: 1, 5: 2, 7: 1})), longest)
     if longest > 7 and rng.random() < 0.7:
-        r = int(rng.integers(1, longest + 1))
+        r = longest if rng.random() < 0.3 else int(rng.integers(1, longest + 1))
     u = int(pick(rng, {1: 60, 2: 28, 3: 8, 4: 4}))
     d = int(pick(rng, {1: 80, 2: 12, 3: 5, 5: 3}))
     reach = d * (r - 1)

@@ -255,12 +255,13 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
     large = rng.random() < 0.25  # more than a block, a cluster, a round of what stays can hold
     wide = rng.random() < 0.1  # parts of a pixel that need many threads
     c = drawn.channels(rng, 10240 if wide else 320 if large else 1280)
+    c = 8 * int(rng.integers(256, 1280)) if wide and rng.random() < 0.5 else c
     c = -(-c // 32) * 32 if "c" in layout else c
     options: dict[str, Any] = {"layout": layout}
     if "c" in layout and plain == "group_norm":
         options["channels"] = c
     if plain == "group_norm":
-        options["groups"] = int(rng.choice([1, *(g for g in range(1, min(c, 64) + 1) if c % g == 0)]))
+        options["groups"] = 1 if wide else int(rng.choice([1, *(g for g in range(1, min(c, 64) + 1) if c % g == 0)]))
     if plain == "batch_norm":
         options["mode"] = "spatial" if rng.random() < 0.8 else "per_activation"
     sizes = drawn.axes(rng, rank, 2**17 / c)
