@@ -24,6 +24,13 @@ def array(name: str, value: Any) -> Array:
     except OverflowError as error:
         raise TypeError(f"`{name}` must be an array, got an integer that JAX's integers do not hold.") from error
     except (TypeError, ValueError) as error:
+        if isinstance(value, np.ndarray) and not value.dtype.isnative:
+            raise TypeError(
+                f"`{name}` must have the byte order of this machine, got {value.dtype}; "
+                f"`{name}.astype({name}.dtype.newbyteorder('='))` has it."
+            ) from error
+        if type(value) is np.ndarray:
+            raise TypeError(f"`{name}` must be an array of a dtype that JAX has, got {value.dtype}.") from error
         raise TypeError(f"`{name}` must be an array, got {type(value).__name__}.") from error
 
 

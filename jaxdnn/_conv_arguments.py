@@ -51,13 +51,14 @@ class Types:
 def spec(
     frame: Frame, options: Options, x_shape: tuple[int, ...], w_shape: tuple[int, ...], arrays: Mapping
 ) -> ConvSpec:
-    """The spec of a call, without its epilogue, from the shapes of x and w."""
+    """The spec of a call, without its epilogue, from the shapes of x and w: those of arrays, or given themselves."""
     layout, filt = frame.layout, frame.filter_layout
     sizes = tuple(x_shape[axis] for axis in layout.spatial)
     taps = tuple(w_shape[axis] for axis in filt.spatial)
-    groups = _groups(options.groups, x_shape[layout.channel], w_shape[filt.input], w_shape[filt.output])
+    x, w = (name if name in arrays else f"{name}_shape" for name in "xw")
+    groups = _groups(options.groups, x, x_shape[layout.channel], w, w_shape[filt.input], w_shape[filt.output])
     if min(taps) < 1:
-        raise ValueError(f"`w` must have at least one tap along every axis, got {taps}.")
+        raise ValueError(f"`{w}` must have at least one tap along every axis, got {taps}.")
     window = _window.window(
         stride=options.stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps
     )
@@ -65,9 +66,10 @@ def spec(
     if max(padded) >= 2**31:
         raise ValueError(f"`padding` must leave padded sizes below 2^31, got {padded}.")
     if min(window.output_sizes(sizes, taps)) < 1:
+        fit = f"`{w}` must fit into the padded input" if x == "x" else f"`{x}` must have room for w when padded"
         raise ValueError(
-            f"`w` must fit into the padded input, got taps {taps} that span {window.extents(taps)} at dilation "
-            f"{window.dilation} for padded sizes {padded}."
+            f"{fit}, got taps {taps} that span {window.extents(taps)} at dilation {window.dilation} for padded sizes "
+            f"{padded}."
         )
     found = types(arrays, options.accumulate, options.precision, options.out_dtype)
     return ConvSpec(
@@ -86,16 +88,24 @@ def spec(
     )
 
 
-def _groups(value: Any, c: int, i: int, k: int) -> int:
-    groups = _check.integer("groups", value)
-    if groups < 1:
-        raise ValueError(f"`groups` must be at least 1, got {groups}.")
+def _groups(value: Any, x: str, c: int, w: str, i: int, k: int) -> int:
+    """Reads `groups` for an x of c channels, and a w of i input and k output channels."""
+    groups = _positive_groups(value)
     if c % groups or k % groups:
         raise ValueError(f"`groups` must divide the {c} input and {k} output channels, got {groups}.")
     if c != i * groups:
+        if x != "x":
+            raise ValueError(f"`{x}` must have {i * groups} channels, {i} in w for each of {groups} groups, got {c}.")
         raise ValueError(
-            f"`w` must have {c // groups} input channels for {c} channels of x in {groups} groups, got {i}."
+            f"`{w}` must have {c // groups} input channels for {c} channels of x in {groups} groups, got {i}."
         )
+    return groups
+
+
+def _positive_groups(value: Any) -> int:
+    groups = _check.integer("groups", value)
+    if groups < 1:
+        raise ValueError(f"`groups` must be at least 1, got {groups}.")
     return groups
 
 
@@ -165,8 +175,17 @@ def transposed(
         result = targets
     if min(result) < 1:
         raise ValueError(f"`padding` must leave a result, got sizes {tuple(result)} for padding {window.padding}.")
-    groups = _check.integer("groups", options.groups)
-    shape = layout.shape(x.shape[layout.batch], result, w.shape[filt.input] * max(groups, 1))
+    if max(size + sum(pad) for size, pad in zip(result, window.padding, strict=True)) >= 2**31:
+        raise ValueError(f"`stride` must leave sizes below 2^31 before the padding is cut off, got {strides}.")
+    groups, k = _positive_groups(options.groups), x.shape[layout.channel]
+    if k % groups:
+        raise ValueError(f"`groups` must divide the {k} channels of x, got {groups}.")
+    if w.shape[filt.output] != k:
+        raise ValueError(
+            f"`w` must have {k} output channels, which are the channels of a transposed convolution's x, got "
+            f"{w.shape[filt.output]} (filter layout {filt.name})."
+        )
+    shape = layout.shape(x.shape[layout.batch], result, w.shape[filt.input] * groups)
     longer = dict(zip(layout.spatial, (e // u for e, u in zip(extra, strides, strict=True)), strict=True))
     if any(longer.values()):
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, longer.get(axis, 0), 0) for axis in range(x.ndim)])
@@ -230,9 +249,7 @@ def _like(name: str, value: Any, shape: tuple[int, ...], why: str) -> Array:
 def _epilogue_of(
     types: Types, operands: dict[str, Any], alpha: Any, beta: Any, activation: Any, operand_dtype: Any
 ) -> tuple[Epilogue, list[Array]]:
-    alpha, beta = _epilogue.read_scale("alpha", alpha), _epilogue.read_scale("beta", beta)
-    if operands["prior"] is None and not (_is_static(beta) and beta == 0):
-        raise ValueError(f"`prior` must be given when `beta` is not zero, got beta {beta!r} and no prior.")
+    alpha, beta = _epilogue.read_scales(alpha, beta, operands["prior"])
     allowed = {np.dtype(operand_dtype), types.accumulate, types.out}
     allowed |= {_F32} if types.accumulate == _INT32 else set()
     for name, value in operands.items():
@@ -246,7 +263,8 @@ def _epilogue_of(
     if types.out == _INT32 and not integer:
         raise TypeError(
             "`out_dtype` int32 needs an integer epilogue, expected alpha 1, beta 0 or 1, integer bias, residual and "
-            f"prior and activation None or 'relu', got alpha {alpha!r}, beta {beta!r}, activation {activation!r}."
+            f"prior and activation None or 'relu', got alpha {_check.shown(alpha)}, beta {_check.shown(beta)}, "
+            f"activation {activation!r}."
         )
     fields = {name: name in given for name in ("prior", "bias", "residual")}
     epilogue = Epilogue(alpha=alpha, beta=beta, activation=act, integer=integer, **fields)

@@ -124,6 +124,20 @@ def _scaled_unless_zero_jvp(primals: Any, tangents: Any) -> tuple[Array, Any]:
 _scaled_unless_zero.defjvp(_scaled_unless_zero_jvp, symbolic_zeros=True)
 
 
+def read_scales(
+    alpha: Any, beta: Any, prior: Any, names: tuple[str, str, str] = ("alpha", "beta", "prior")
+) -> tuple[float | Array, float | Array]:
+    """Reads the two scales of a blend; with a beta that is not zero there must be a prior."""
+    of_alpha, of_beta, of_prior = names
+    alpha, beta = read_scale(of_alpha, alpha), read_scale(of_beta, beta)
+    if prior is None and not (isinstance(beta, float) and beta == 0):
+        raise ValueError(
+            f"`{of_prior}` must be given when `{of_beta}` is not zero, got {of_beta} {_check.shown(beta)} and no "
+            f"{of_prior}."
+        )
+    return alpha, beta
+
+
 def read_scale(name: str, value: Any) -> float | Array:
     """Reads `alpha` or `beta`: a number known when traced, or a scalar array."""
     if _check.is_number(value):

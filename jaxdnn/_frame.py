@@ -24,7 +24,7 @@ class Frame:
 
     @property
     def filter_layout(self) -> FilterLayout:
-        return FilterLayout(self.given_filter.axes)
+        return FilterLayout(self.given_filter.axes, name=self.given_filter.name)
 
     def array(self, name: str, value: Any) -> Array:
         """Reads an input or output array."""

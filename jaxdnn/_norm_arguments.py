@@ -290,11 +290,10 @@ def blend(
     found: Types,
 ) -> Blend | None:
     """Reads two factors and a prior of a shape, in a layout if there is a frame; None if nothing is to be done."""
-    (of_alpha, of_beta, of_prior), (alpha, beta, prior) = names, given
-    alpha, beta = _epilogue.read_scale(of_alpha, alpha), _epilogue.read_scale(of_beta, beta)
+    *_, of_prior = names
+    alpha, beta, prior = given
+    alpha, beta = _epilogue.read_scales(alpha, beta, prior, names)
     reads = not (isinstance(beta, float) and beta == 0)
-    if prior is None and reads:
-        raise ValueError(f"`{of_prior}` must be given when `{of_beta}` is not zero, got {beta!r} and no prior.")
     if prior is not None:
         prior = _check.array(of_prior, prior) if frame is None else frame.array(of_prior, prior)
         _check.shape(of_prior, prior, tuple(shape), why)
@@ -316,10 +315,8 @@ class Extras:
 
     def read(self, frame: Frame, x: Array, found: Types) -> "tuple[_epilogue.Epilogue, list[Array]] | None":
         """The epilogue and its operands; None if there is nothing to do."""
-        alpha, beta = _epilogue.read_scale("alpha", self.alpha), _epilogue.read_scale("beta", self.beta)
+        alpha, beta = _epilogue.read_scales(self.alpha, self.beta, self.prior)
         static = isinstance(beta, float)
-        if self.prior is None and not (static and beta == 0):
-            raise ValueError(f"`prior` must be given when `beta` is not zero, got beta {beta!r} and no prior.")
         activation = _epilogue.read_activation(self.activation)
         operands = {}
         for name, value in (("prior", self.prior), ("residual", self.residual)):

@@ -83,12 +83,8 @@ def blend(
     Reads and checks the arguments; where beta is zero the prior is not read. Integers stay integers if alpha is 1 and
     beta 0 or 1, and else become float32. Every step is rounded, whatever stands before and after.
     """
-    alpha, beta = _epilogue.read_scale("alpha", alpha), _epilogue.read_scale("beta", beta)
+    alpha, beta = _epilogue.read_scales(alpha, beta, prior, ("alpha", "beta", name))
     none = isinstance(beta, float) and beta == 0
-    if prior is None and not none:
-        raise ValueError(
-            f"`{name}` must be given when `beta` is not zero, got beta {_check.shown(beta)} and no {name}."
-        )
     if prior is not None:
         prior = _check.array(name, prior)
         _check.shape(name, prior, computed.shape, "the result's")

@@ -56,14 +56,14 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class FilterLayout:
-    """The axes of a filter in JAX's letters; `vector` input channels are innermost if it is not None."""
+    """The axes of a filter in JAX's letters; `vector` input channels are innermost if it is not None.
+
+    `name` is what the user calls it, in cuDNN's letters maybe.
+    """
 
     axes: str
     vector: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.axes + (f"c{self.vector}" if self.vector else "")
+    name: str = dataclasses.field(default="", compare=False)
 
     @property
     def output(self) -> int:
@@ -124,13 +124,13 @@ def filter_layout(value: Any, of: Layout) -> FilterLayout:
     """Reads a filter layout in cuDNN's (K C [T R] S) or JAX's (O I [D H] W) letters; None follows the layout `of` x."""
     spatial = SPATIAL[of.rank]
     if value is None:
-        return FilterLayout(spatial + "IO" if of.channels_last else "OI" + spatial, of.vector)
+        value = (spatial + "IO" if of.channels_last else "OI" + spatial) + (f"c{of.vector}" if of.vector else "")
     match = _letters_and_lanes(value)
     if match:
         cudnn = set(match[1]) <= set("KCTRS")
         axes = match[1].translate(_CUDNN_FILTER_LETTERS) if cudnn else match[1]
         if sorted(axes) == sorted("OI" + spatial):
-            return FilterLayout(axes, int(match[2]) if match[2] else None)
+            return FilterLayout(axes, int(match[2]) if match[2] else None, value)
     taps = {1: "S", 2: "RS", 3: "TRS"}[of.rank]
     raise ValueError(
         f"`filter_layout` must be the letters KC{taps} (cuDNN) or OI{spatial} (JAX) in the order of the filter's axes "
