@@ -109,7 +109,9 @@ def activation_dgrad(
 
     Numerics: at kinks as `activation` says; NaN in x gives NaN. For a bfloat16 or float16 x the slope alpha act'(x)
       comes from a table in float32 and is multiplied by dy in float32, before the one conversion; where dy is 1 the
-      result is correctly rounded. The levels are those of `activation`.
+      result is correctly rounded. On CPUs that holds of bfloat16 down to 2^-126, its least normal number: XLA's code
+      there takes smaller numbers of float32 for zero, so a dy, slope or result below may count, or come out, as zero.
+      The levels are those of `activation`, for numbers that are not below.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `activation`.

@@ -121,6 +121,25 @@ def test_scale_and_result_type_round_once(dtype: Any):
 
 
 @each_dtype
+@each_curved
+def test_slopes_are_rounded_once_down_to_the_least_normal_float32(name: Any, dtype: Any):
+    """With a dy of 1 that is known to no compiler, compiled and not; below, a zero of the slope's sign may be."""
+    x = numbers(dtype)
+    with np.errstate(invalid="ignore"):
+        x = x[np.isfinite(x.astype(np.float64))]
+    slopes = reference.derivative(x.astype(np.float64), name)
+    wanted = reference.round_to(slopes, dtype)
+    below = np.abs(slopes) < 2.0**-126
+    assert (below & (wanted != 0)).any() == (np.dtype(dtype) == ml_dtypes.bfloat16)
+    back = ft.partial(dnn.activation_dgrad, activation=name)
+    for run in (back, jax.jit(back)):
+        found = np.asarray(run(jnp.ones_like(jnp.asarray(x)), jnp.asarray(x)))
+        assert_same_bits(found[~below], wanted[~below], x[~below])
+        right = found.view(np.uint16) == wanted.view(np.uint16)
+        assert (right | (found == 0))[below].all()
+
+
+@each_dtype
 def test_backward_multiplies_by_the_slope_in_float32(dtype: Any):
     x = numbers(dtype)
     dy = np.random.default_rng(3).normal(size=x.shape).astype(dtype)
