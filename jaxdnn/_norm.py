@@ -29,6 +29,7 @@ from jaxdnn import _primitive
 from jaxdnn._compat import ad
 
 OPS = ("norm", "norm_tangent", "norm_dgrad")
+RANGE = "squared deviations must add up to less than 2^128: beyond, their inverse root is 0 or NaN, and shows it"
 LINEAR = ("x", "scale", "bias")
 
 

@@ -278,7 +278,7 @@ class Blend:
         """The blend in the precision of `computed`, then the one conversion."""
         read = _epilogue.Epilogue(alpha=self.alpha, beta=self.beta, prior=self.prior is not None)  # type: ignore[arg-type]
         operands = [] if self.prior is None else [self.prior]
-        return _epilogue.apply(read, computed, operands, channel=0, out_dtype=out_dtype)
+        return _epilogue.apply(read, rounded(computed), operands, channel=0, out_dtype=out_dtype)
 
 
 def blend(

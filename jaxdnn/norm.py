@@ -56,7 +56,11 @@ def layer_norm(
       the batch, so their level is run_to_run. Second derivatives are XLA's, run_to_run too.
 
     Numerics: in float32 (float64 for float64), converted once. The mean is subtracted before squaring, for float32
-      and float64 twice, so a mean of 10⁴ deviations costs y no digit; the saved mean is rounded.
+      and float64 twice, so a mean of 10⁴ deviations costs y no digit; the saved mean is rounded. Squares are added as
+      they are (a scale for each row would take another reduction, `lp_normalize` has one): Σ (x - μ)² must lie below
+      2^128, so deviations below 1.8e19 / √n. Beyond, the inverse deviation is 0 or NaN, y the bias alone or NaN, and dx
+      and dscale are 0 or NaN. With an eps of 0 deviations must be above 2^-62, or their squares may count as 0 and y is
+      not finite; a variance far below eps counts nothing anyway. In float64 the limits are 2^1024 and 2^-510.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
@@ -169,7 +173,7 @@ def rms_norm(
 
     Differentiation: any order, forward and reverse, in x, scale and bias; levels as `layer_norm`.
 
-    Numerics: in float32 (float64 for float64), converted once.
+    Numerics: in float32 (float64 for float64), converted once. Σ x² has the range of Σ (x - μ)² in `layer_norm`.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `layer_norm`.

@@ -17,7 +17,7 @@ from jaxdnn import _norm_arguments as arguments
 from jaxdnn import _norm_devices as several
 from jaxdnn._norm_arguments import Extras, Options, Types, View
 from jaxdnn._norm_devices import AxisName
-from jaxdnn._rounded import at_edges, nearest, product, reciprocal, root
+from jaxdnn._rounded import at_edges, nearest, product, reciprocal, root, rounded
 from jaxdnn.determinism import required
 
 
@@ -77,7 +77,8 @@ def batch_norm(
     Differentiation: any order, forward and reverse, in all arrays, through all five results.
 
     Numerics: statistics, running ones too, in float32 (float64 for float64); y is converted once. The mean is
-      subtracted before squaring. Synchronised, every device computes its own mean and centred second moment, and these
+      subtracted before squaring; deviations have the range that they have in `layer_norm`.
+      Synchronised, every device computes its own mean and centred second moment, and these
       are merged: Σ over the devices of their moments, and of the squares of their means' distances from the mean. Every
       element of y depends on the batch, so the level is run_to_run at most. With m = 1 the variance is 0 and there is
       no unbiased one: the new running variance is NaN, as with cuDNN (PyTorch refuses the call). With m = 0 mean and
@@ -114,7 +115,7 @@ def batch_norm(
     if extras is None:
         y = nearest(y, found.out)
     else:
-        y = _epilogue.apply(extras[0], y, extras[1], channel=frame.layout.channel, out_dtype=found.out)
+        y = _epilogue.apply(extras[0], rounded(y), extras[1], channel=frame.layout.channel, out_dtype=found.out)
     unbiased = variance * _bessel(_count(view) * devices, variance.dtype)
     mean, rstd, unbiased = (view.give_statistic(v) for v in (mean, rstd, unbiased))
     return frame.restore(y), mean, rstd, *updated_running(running, (mean, unbiased), momentum)

@@ -120,7 +120,7 @@ def group_norm(
 
     Differentiation: any order, forward and reverse, in x, scale and bias; levels as `layer_norm`.
 
-    Numerics: as `layer_norm`.
+    Numerics: as `layer_norm`, the range of deviations too.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
@@ -239,7 +239,7 @@ def instance_norm(
 
     Differentiation: any order, forward and reverse, in x, scale and bias; levels as `layer_norm`.
 
-    Numerics: as `layer_norm`. An image of one pixel has no variance: y is the bias.
+    Numerics: as `layer_norm`, the range of deviations too. An image of one pixel has no variance: y is the bias.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `group_norm`.

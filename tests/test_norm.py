@@ -425,3 +425,25 @@ def test_running_statistics_of_weight_zero_are_not_read(traced: bool) -> None:
     for found in (*run(x[:1], old, given(0))[3:], *run(x * jnp.nan, old, given(0))[3:]):  # one element: NaN variance
         np.testing.assert_array_equal(found, old)
     assert np.isnan(dnn.batch_norm(x[:0])[1]).all()
+
+
+@each_of_few
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["float32", "bfloat16"])
+def test_the_range_of_deviations_is_the_one_that_is_told(name: str, dtype: Any):
+    """Within it a power of two changes no bit; above y is the bias or NaN, and below, without an eps, not finite."""
+    norm = CASES[name]
+    x, s, b, dy = norm.arrays(3, dtype)
+    run = jax.jit(lambda x: norm.call(eps=0.0)(x, s, b)[0])
+    back = jax.jit(lambda x: norm.gradients(dnn, dy, x, s, eps=0.0)[:2])
+    y, gradients = run(x), back(x)
+    for exponent in (50, -50):
+        scale = np.asarray(2.0**exponent, dtype)
+        np.testing.assert_array_equal(run(x * scale), y)
+        np.testing.assert_array_equal(back(x * scale)[0] * scale, gradients[0])
+        np.testing.assert_array_equal(back(x * scale)[1], gradients[1])
+    large = x * np.asarray(2.0**100, dtype)
+    above, bias = np.asarray(run(large), np.float32), np.asarray(jax.jit(norm.call())(0 * x, s, b)[0], np.float32)
+    assert (np.isnan(above) | (above == bias)).all()
+    for v in back(large):
+        assert (np.isnan(v) | (np.asarray(v) == 0)).all()
+    assert not np.isfinite(np.asarray(run(x * np.asarray(2.0**-80, dtype)), np.float32)).any()

@@ -20,6 +20,7 @@ from jaxdnn._kernels.hopper.norm_images import IMAGES
 from jaxdnn._kernels.hopper.norm_kind import Kind, x_of
 from jaxdnn._kernels.hopper.norm_rows import ROWS
 from jaxdnn._kernels.hopper.ptx import NAMES
+from jaxdnn._norm import RANGE
 
 KINDS = (ROWS, IMAGES, BATCHES)
 LARGEST = float(np.finfo(np.float32).max)
@@ -95,6 +96,7 @@ for _op in ("norm", "norm_tangent", "norm_dgrad"):
                 "gradients in scale and bias add over the batch: run_to_run",
                 "backward, an array that is sharded over rows is gathered first; not within shard_map",
                 *(note for kind in KINDS for note in kind.notes),
+                RANGE,
             ),
         )
     )

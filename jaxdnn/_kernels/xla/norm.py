@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, export, lax
 
 from jaxdnn import engines
-from jaxdnn._norm import OPS, NormSpec
+from jaxdnn._norm import OPS, RANGE, NormSpec
 from jaxdnn._rounded import nearest, rounded
 
 Total = Callable[[Array, Sequence[int]], Array]
@@ -199,5 +199,6 @@ for _op in OPS:
             level=lambda call: "run_to_run",
             accumulation=lambda call: call.spec.accumulate.name,
             hazards=lambda call: ("flushes_subnormals",) if call.platform == "cpu" else (),
+            notes=(RANGE,),
         )
     )

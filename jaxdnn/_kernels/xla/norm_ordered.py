@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from jaxdnn import engines
 from jaxdnn._kernels.xla.norm import FORMULAS, Arithmetic
-from jaxdnn._norm import OPS
+from jaxdnn._norm import OPS, RANGE
 from jaxdnn._rounded import rounded
 
 
@@ -59,6 +59,6 @@ for _op in OPS:
             accumulation=lambda call: call.spec.accumulate.name,
             hazards=lambda call: ("flushes_subnormals",) if call.platform == "cpu" else (),
             rank=lambda call: 3,
-            notes=("a pass over memory for every doubling of the length that is added: slow",),
+            notes=("a pass over memory for every doubling of the length that is added: slow", RANGE),
         )
     )

@@ -1,6 +1,8 @@
 """Normalisations by mean and deviation and their backward ops: every op, axes and layouts, means far from zero.
 
-Batch normalisation also with blends; where a beta is 0, the prior that must not be read is full of NaN.
+Batch normalisation also with blends; where a beta is 0, the prior that must not be read is full of NaN. "Large" data
+are as large as the accumulator's range allows, "beyond" are larger: there a result is not wrong unseen, but that of no
+deviation (the bias alone, a gradient of 0) or NaN.
 """
 
 import dataclasses
@@ -15,8 +17,9 @@ import jaxdnn_reference as reference
 from jaxdnn import _frame, tolerance, tolerance_norm
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn.tolerance import Accumulation
+from jaxdnn.verify import case as common
 from jaxdnn.verify import levels
-from jaxdnn.verify.case import Case, Expected
+from jaxdnn.verify.case import Case, Check, Expected, Facts
 from jaxdnn.verify.families import drawn, family
 
 FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "instance_norm", "batch_norm")
@@ -118,7 +121,15 @@ class NormCase(Case):
         return lambda x, s, b, *priors: first(op(x, scale=s, bias=b, **given(priors), **o))
 
     def kinds(self) -> tuple[str, ...]:
-        return ("normal", "far", "integers") if self.plain != "rms_norm" else ("normal", "integers")
+        far = ("far",) if self.plain != "rms_norm" else ()
+        large = () if self.dtype == "f16" else ("large",) if self.factors else ("large", "beyond")
+        return ("normal", *far, "integers", *large)
+
+    def _largest(self, kind: str) -> float:
+        """A power of two: the magnitudes of x at which squares fit into the accumulator's sums, or those do not."""
+        top = 1024 if self.x64 else 128
+        n = math.prod(self.view.shape[axis] for axis in self.view.axes)
+        return 2.0 ** (top * 3 // 4 if kind == "beyond" else (top - 10 - math.ceil(math.log2(n))) // 2)
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         shapes = [self.shape, self.view.parameters, self.shape if self.backward else self.view.parameters]
@@ -127,6 +138,8 @@ class NormCase(Case):
         else:
             arrays = [rng.normal(size=shape) for shape in shapes]
             arrays[0] = arrays[0] + (FAR[self.dtype] if kind == "far" else 0.5)
+        if kind in ("large", "beyond"):
+            arrays[0] = arrays[0] / 8 * self._largest(kind)
         kept = self._as_given(np.ones(self._plain(arrays[0]).shape, bool))  # the other channels are not read
         arrays = [np.where(kept, v, np.nan) if v.shape == self.shape else v for v in arrays]
         x, scale, last = (v.astype(self.in_dtype) for v in arrays)
@@ -289,8 +302,27 @@ def facets(case: NormCase) -> set[str]:
     return {case.dtype, _blend_of(case.variant), large, case.variant if case.variant == VECTORS else ""}
 
 
+def judge(
+    case: NormCase, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation
+) -> list[Check]:
+    """As every family; beyond the range, each result is NaN or what an inverse deviation of 0 gives."""
+    if kind != "beyond":
+        return common.judge_all(case, told, kind, operands, extras, outs, accumulation)
+    without = list(operands)
+    x = operands[case.backward]
+    without[case.backward] = np.where(np.isnan(x), x, np.zeros_like(x))
+    checks = []
+    for out, expected in zip(common.as_tuple(outs), case.expected("normal", tuple(without), accumulation), strict=True):
+        zero = case.backward and expected.name != "dbias"
+        wanted = dataclasses.replace(expected, value=np.zeros_like(expected.value), error=0.0) if zero else expected
+        known = np.where(np.isnan(out), np.asarray(wanted.value).astype(out.dtype), out)
+        checks.append(common.judge(kind, known, wanted))
+    return checks
+
+
 FAMILY = dataclasses.replace(
     family("norm", NormCase, OPS, cases, subjects, "one normalisation", (8, 24)),
+    judge=judge,
     facets=facets,
     draw=draw,
     samples=samples,
