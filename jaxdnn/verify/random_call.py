@@ -19,7 +19,7 @@ from jaxdnn.verify.families.drawn import pick
 from jaxdnn.verify.guards import PATTERNS, Arena
 
 # How often a pair of an op and an engine is drawn; others once.
-WEIGHTS = {("conv", "hopper"): 33, ("conv_dgrad", "hopper"): 33, ("conv_wgrad", "hopper"): 35}
+WEIGHTS = {("conv", "hopper"): 46, ("conv_dgrad", "hopper"): 45, ("conv_wgrad", "hopper"): 45}
 HOPPER, ENGINES = 3, {"ordered": 0.5}
 # Which kernels' branches an op can take.
 KERNELS = {
