@@ -136,7 +136,7 @@ def test_the_command_reports_and_reproduces(tmp_path, capsys):
     assert main(arguments) == 0
     assert "2 passed, 0 failed" in capsys.readouterr().out
     given = argparse.Namespace(op=None, engine=None, dtype=None, level=None, case=None, extent="standard", seed=4)
-    given.platform, given.devices = "cpu", None
+    given.platform, given.devices, given.under = "cpu", None, None
     from jaxdnn.verify import command
 
     line = command._reproduce_random(given, {"index": 12, "towards": "pool/kernel/tiles"})
@@ -229,6 +229,33 @@ def test_a_picked_configuration_is_the_same_each_time():
     assert picked == set(configs)
     towards = random_call.Drawn(None, found.facts, "", 5, None, ("pipeline", "columns", "256"))
     assert towards._pick("problem", configs).columns == 256
+
+
+@pytest.mark.parametrize("arguments", [["--random", "0"], ["--random", "1", "--workers", "-1"]])
+def test_no_run_without_calls_or_processes(arguments, capsys):
+    assert main(["verify", *arguments]) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_a_run_of_refused_calls_has_not_passed(capsys):
+    assert main(["verify", "--platform", "cpu", "--random", "1", "--op", "softmax", "--engine", "hopper"]) == 1
+    assert "FAILED: 0 passed, 0 failed, 1 refused; 0 in guarded memory" in capsys.readouterr().out
+
+
+def test_a_branch_that_is_none_is_told():
+    with pytest.raises(ValueError, match="close ones: pool/kernel/strips"):
+        random._branch("pool/kernel/strip")
+
+
+def test_a_pick_does_not_depend_on_where_an_epilogue_lies():
+    """An address in a function's name had made another choice in every process."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Problem:
+        finish: Any = None
+
+    assert random_call._name(Problem(lambda: 1), [1, 2]) == random_call._name(Problem(lambda: 2), [1, 2])
+    assert b"0x" not in random_call._name(Problem(lambda: 1), [1, 2])
 
 
 def test_summary_counts_and_names_what_was_never_taken():

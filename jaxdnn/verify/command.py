@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="only this case or determinism procedure, or those of a pattern; several may be given",
     )
-    parser.add_argument("--random", type=int, metavar="N", help="N calls drawn at random in place of the matrix")
+    parser.add_argument("--random", type=_count, metavar="N", help="N calls drawn at random in place of the matrix")
     parser.add_argument("--index", type=int, default=0, help="the first random call's number (default 0)")
     parser.add_argument("--towards", metavar="BRANCH", help="random calls that take this branch of a planner")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that run random calls")
+    parser.add_argument("--workers", type=_count, metavar="N", help="processes that run random calls")
     parser.add_argument("--under", metavar="COMMAND", help="what runs them: compute-sanitizer --log-file PATH, say")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was found here")
@@ -60,10 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _count(text: str) -> int:
+    """A number of calls or processes."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs what the arguments ask for. Returns 0, 1 if anything failed, 2 for an unknown case."""
     environment.choose(arguments.platform, arguments.devices)
-    if arguments.random:
+    if arguments.random is not None:
         return _run_random(arguments)
     chosen, procedures = _choose(arguments)
     if arguments.list:
@@ -120,15 +127,18 @@ def _run_random(arguments: argparse.Namespace) -> int:
     document |= random.summary(found)
     for failed in document["failed"]:
         failed["reproduce"] = _reproduce_random(arguments, failed)
+    # A call whose process was lost is reported too; a run that ended at many failures has failed anyhow.
+    document["passed"] = not document["failed"] and bool(document["calls"].get("passed"))
     show.random(console, document)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if document["failed"] else 0
+    return 0 if document["passed"] else 1
 
 
 def _reproduce_random(arguments: argparse.Namespace, call: dict[str, Any]) -> str:
     words = ["jaxdnn", "verify", "--random", "1", "--index", str(call["index"]), *_words(arguments)]
+    words += ["--under", arguments.under] if arguments.under else []
     return shlex.join([*words, *(["--towards", call["towards"]] if call["towards"] else [])])
 
 

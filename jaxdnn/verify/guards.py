@@ -3,11 +3,13 @@
 On a GPU whose memory JAX takes in one piece when it starts (`random` sees to that), what lies behind the operands of a
 call is filled with a pattern before the call. So results and workspaces start out as the pattern,
 and around each of them lies the pattern. After the call everything but its operands, its results and one block of the
-size of its workspace has to be as it was; the bytes between an array's end and the end of its last 256, too.
+size of its workspace has to be as it was; the bytes between a result's end and the end of its last 256, too.
 
-What this cannot see: a kernel that writes from one workspace of its program into another, for XLA puts them into one
-block. Its results would have to be wrong to show it. A read beyond an array is seen only by what comes of it: the
-pattern is not a number in float32, bfloat16 and float16, and a call is repeated on other patterns.
+What this cannot see: a kernel that writes from one workspace of its program into another, for XLA puts them in one
+block; nor, in a program with a workspace, a write outside of it that together with it is no longer than it is large. Its
+results would have to be wrong to show it. Of an operand's last 256 bytes the rest is not looked at. A read beyond an
+array is seen only by what comes of it: the pattern is not a number in float32, bfloat16 and float16, and a call is
+repeated on other patterns.
 """
 
 import functools as ft
@@ -25,6 +27,7 @@ PATTERNS = (0x7FC07FC0, 0x3F803F80, 0xFFFFFFFF)
 CHUNK = 256  # bytes, of which the allocator gives out multiples
 WORDS = CHUNK // 4
 LEAST = 1 << 12  # bytes that are worth filling
+LEAST_GUARDED = 1 << 26  # bytes behind the operands, most of which have to be filled
 # Bytes at the end that stay free: the allocator gives away a piece whole where less than 128 MiB of it would be left.
 SPARE, MARGIN = 256 << 20, 8 << 20
 MOST = 1 << 30  # bytes that are looked at: what is allocated lies at the lowest address that is free
@@ -49,8 +52,8 @@ class Arena:
             raise RuntimeError("JAX has copied the memory that is to be looked at.")
         self._touched(0)  # to compile it, XLA tries it out on memory that is free
 
-    def fill(self, arrays: Iterable[jax.Array], pattern: int) -> None:
-        """Fills the memory behind these arrays, which are all there are."""
+    def fill(self, arrays: Iterable[jax.Array], pattern: int) -> bool:
+        """Fills the memory behind these arrays, which are all there are. Returns whether that guards a call."""
         last = max(at + size for at, size in self._ranges(arrays))
         # A result of an earlier call may still be there, in a cycle of Python's or on its way out.
         if self._free() < self.bytes - last:
@@ -64,6 +67,8 @@ class Arena:
         for block in blocks:
             block.delete()
         self.before = self._touched(pattern)
+        behind = self.before[-(-last // CHUNK) :]
+        return behind.size * CHUNK >= LEAST_GUARDED and float(behind.mean()) < 0.5
 
     def damage(self, arrays: Iterable[jax.Array], workspace: int, pattern: int) -> str | None:
         """What was written since that lies in no array, nor in one block of so many bytes; None if nothing."""

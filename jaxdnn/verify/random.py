@@ -7,11 +7,13 @@ time, fails its call and is started again. After most of the calls, the rest are
 import argparse
 import collections
 import contextlib
+import difflib
 import json
 import os
 import queue
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -49,7 +51,13 @@ class Worker:
             environment["JAX_PLATFORMS"] = "cpu"
         self.calls, self.errors = 0, collections.deque[str](maxlen=5)
         self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+            start_new_session=True,
         )
         stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
         if stdin is None or stdout is None or stderr is None:  # for the type checker: all three are pipes
@@ -70,20 +78,28 @@ class Worker:
     def _read(self) -> dict[str, Any]:
         """The process's next answer; raises EOFError where it ends or gives none in time."""
         if not select.select([self.stdout], [], [], SECONDS)[0]:
-            self.process.kill()
+            self._kill()
             raise EOFError(f"no answer in {SECONDS} s")
         line = self.stdout.readline()
         if not line:
             status = self.process.wait()
-            self.drained.join()
+            self.drained.join(5)
             raise EOFError(f"the process ended with status {status}: {' | '.join(self.errors)}")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except json.JSONDecodeError:
+            raise EOFError(f"an answer that is none: {line[:200]!r}") from None
 
     def run(self, index: int, towards: Branch | None) -> dict[str, Any]:
         """What came of a call."""
         self.calls += 1
         print(json.dumps({"index": index, "towards": towards}), file=self.stdin, flush=True)
         return self._read()
+
+    def _kill(self) -> None:
+        """Ends the process and those that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> int:
         """Ends the process, which has nothing more to read; its exit status."""
@@ -92,9 +108,9 @@ class Worker:
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self._kill()
             self.process.wait()
-        self.drained.join()
+        self.drained.join(5)
         self.stdout.close()
         self.stderr.close()
         return self.process.returncode
@@ -126,9 +142,11 @@ class Calls:
 
     def _wanted(self) -> Branch | None:
         """The branch that was taken least, if not often enough."""
-        wanted = min(every(), key=lambda b: (self.asked[b] + self.taken[b], b))
-        if self.asked[wanted] + self.taken[wanted] >= (1 if self.once else OFTEN):
+        enough = 1 if self.once else OFTEN
+        left = [b for b in every() if self.taken[b] < enough and self.asked[b] < enough]
+        if not left:
             return None
+        wanted = min(left, key=lambda b: (self.asked[b] + self.taken[b], b))
         self.asked[wanted] += 1
         return wanted
 
@@ -187,8 +205,11 @@ def _gpu_bytes() -> int:
 def _branch(text: str | None) -> Branch | None:
     if text is None:
         return None
-    kernel, what, value = text.split("/")
-    return kernel, what, value
+    known = {"/".join(branch): branch for branch in every()}
+    if text not in known:
+        close = ", ".join(difflib.get_close_matches(text, known, n=3, cutoff=0.3))
+        raise ValueError(f"`--towards` must be a branch of a planner, got {text!r}; close ones: {close}.")
+    return known[text]
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:
@@ -215,8 +236,10 @@ def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int
                 if worker is not None:
                     worker.end()
                     worker = None
-            except RuntimeError as error:
-                done.put(error)
+            except Exception as error:  # of this harness, not of a call: it ends the run
+                if worker is not None:
+                    worker.end()
+                done.put(RuntimeError(str(error)))
                 return
             report["towards"] = "/".join(towards) if towards else None
             calls.tell(report)
@@ -260,6 +283,7 @@ def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
         counts[name][r["status"]] += 1
         if r["status"] != "refused":
             dtypes[name][r["dtype"]] += 1
+        if r["status"] == "passed":
             taken.update(tuple(branch) for branch in r.get("branches", ()))
     failed = [r for r in reports if r["status"] == "failed"]
     return {
@@ -268,6 +292,7 @@ def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "branches": {"/".join(branch): taken[branch] for branch in every()},
         "unknown_branches": sorted("/".join(branch) for branch in set(taken) - set(every())),
         "never_taken": sorted("/".join(branch) for branch in every() if not taken[branch]),
+        "guarded": sum(bool(r.get("guarded")) for r in reports),
         "largest_ratio": max((r.get("ratio") or 0 for r in reports), default=0),
         "seconds_in_processes": {
             what: round(sum(r.get("seconds", {}).get(what, 0) for r in reports), 1) for what in ("drawing", "running")

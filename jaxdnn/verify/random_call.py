@@ -73,7 +73,7 @@ class Drawn:
 
     def _pick(self, problem: Any, configs: Sequence[Any]) -> Any:
         """One of the configurations, the same whenever it is asked for; rare settings as often as common ones."""
-        rng = np.random.default_rng([self.picks or 0, zlib.crc32(f"{problem} {len(configs)}".encode())])
+        rng = np.random.default_rng([self.picks or 0, zlib.crc32(_name(problem, configs))])
         if self.towards:
             _, what, value = self.towards
             settings = [getattr(c, what.replace(" ", "_"), None) for c in configs]
@@ -85,6 +85,13 @@ class Drawn:
             value = values[int(rng.integers(len(values)))]
             configs = [c for c in configs if repr(getattr(c, name)) == value]
         return configs[int(rng.integers(len(configs)))]
+
+
+def _name(problem: Any, configs: Sequence[Any]) -> bytes:
+    """What a choice is drawn for, the same in every process: an epilogue's function has an address in its name."""
+    if dataclasses.is_dataclass(problem) and getattr(problem, "finish", None):
+        problem = dataclasses.replace(problem, finish=None)  # type: ignore[type-var]
+    return f"{problem} {len(configs)}".encode()
 
 
 def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tuple[str, str], float]:
@@ -102,7 +109,7 @@ def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tupl
 def draw(
     seed: int, index: int, among: dict[tuple[str, str], float], towards: tuple[str, str, str] | None = None
 ) -> Drawn:
-    """The call of an index: one that its engine serves, if one was found; with `towards` one that takes that branch."""
+    """The call of an index: one that its engine serves, and that takes the branch `towards`, if one is found soon."""
     rng = np.random.default_rng([seed, index])
     if towards:
         among = {pair: 1 for pair in among if pair[1] == "hopper" and towards[0] in _kernels(pair[0])} or among
@@ -159,60 +166,71 @@ def run(found: Drawn, seed: int, index: int, *, flush: bool, arena: Arena | None
     report |= {"multiprocessors": found.multiprocessors, "status": "refused", "message": told.refusal or ""}
     if told.refusal is not None:
         return report
-    with branches.recorded() as taken:
-        try:
-            message, ratio = _problem(found, seed, index, flush, arena)
-        except Exception as error:  # whatever an op raises is a finding about this call
-            message, ratio = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 0.0
-            report["fatal"] = "CUDA" in str(error) or "INTERNAL" in str(error)
-    report |= {"status": "failed" if message else "passed", "message": message, "ratio": ratio}
-    return report | {"branches": sorted((kernel, what, str(value)) for kernel, what, value in taken)}
+    report["guarded"] = arena is not None
+    try:
+        message, ratio = _problem(found, seed, index, flush, arena, report)
+    except Exception as error:  # whatever an op raises is a finding about this call
+        message, ratio = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 0.0
+    report["fatal"] = any(word in message for word in ("CUDA", "INTERNAL"))  # the device is of no use any more
+    return report | {"status": "failed" if message else "passed", "message": message, "ratio": ratio}
 
 
-def _problem(found: Drawn, seed: int, index: int, flush: bool, arena: Arena | None) -> tuple[str, float]:
-    """What is wrong with a call, "" if nothing is, and its largest error over the bound."""
+def _problem(
+    found: Drawn, seed: int, index: int, flush: bool, arena: Arena | None, report: dict[str, Any]
+) -> tuple[str, float]:
+    """What is wrong with a call, "" if nothing is, and its largest error over the bound; reports its branches."""
     case, family = found.case, families.of(found.case.op)
     accumulation = plain.accumulation_of(found.facts, flush)
     operands, extras = family.arrays(case, found.kind, seed, accumulation)
     with jax.enable_x64(case.x64), found.settings():
-        compiled = jax.jit(case.function()).lower(*operands, **extras).compile()
-        results = _repeated(compiled, operands, extras, arena, repeats=found.facts.level != "fast")
-        if isinstance(results, str):
-            return results, 0.0
-        checks = family.judge(case, found.facts, found.kind, operands, extras, results, accumulation)
-        failed = next((c for c in checks if not c.passed), None)
-        ratio = max((c.ratio for c in checks), default=0.0)
-        if failed:
-            return f"on {failed.data} data, by {failed.rule}: {failed.message}", ratio
+        with branches.recorded() as taken:
+            compiled = jax.jit(case.function()).lower(*operands, **extras).compile()
+        report["branches"] = sorted((kernel, what, str(value)) for kernel, what, value in taken)
+        runs = _repeated(compiled, operands, extras, arena, report, repeats=found.facts.level != "fast")
+        if isinstance(runs, str):
+            return runs, 0.0
+        ratio = 0.0
+        for results in runs:
+            checks = family.judge(case, found.facts, found.kind, operands, extras, results, accumulation)
+            ratio = max([ratio, *(c.ratio for c in checks)])
+            if failed := next((c for c in checks if not c.passed), None):
+                return f"on {failed.data} data, by {failed.rule}: {failed.message}", ratio
         if index % PROCEDURE_EVERY == 0:
             return _put_to_a_procedure(found, seed, index), ratio
     return "", ratio
 
 
-def _repeated(compiled: Any, operands: Any, extras: Any, arena: Arena | None, *, repeats: bool) -> Any:
-    """The results of a call, or what differs when it is repeated on memory full of another pattern, or is damaged."""
+def _repeated(
+    compiled: Any, operands: Any, extras: Any, arena: Arena | None, report: dict[str, Any], *, repeats: bool
+) -> Any:
+    """The results that differ, of runs on memory full of each pattern; or what is wrong with one, as a sentence.
+
+    `repeats`: whether bits have to repeat, so that one result stands for all.
+    """
     there, named = jax.device_put((operands, extras))
     workspace = compiled.memory_analysis().temp_size_in_bytes
-    first = None
+    runs = []
     for pattern in PATTERNS:
         if arena is not None:
             jax.block_until_ready((there, named))
-            arena.fill(jax.tree.leaves((there, named)), pattern)
+            report["guarded"] &= arena.fill(jax.tree.leaves((there, named)), pattern)
         outs = jax.block_until_ready(compiled(*there, **named))
         if arena is not None and (damage := arena.damage(jax.tree.leaves((there, named, outs)), workspace, pattern)):
             return damage
-        arrays = [np.asarray(out) for out in jax.tree.leaves(outs)]
-        if first is None:
-            first = outs = jax.tree.map(np.asarray, outs)
-            continue
-        for number, (a, b) in enumerate(zip(arrays, jax.tree.leaves(first), strict=True)):
-            if repeats and (different := int((~plain.same_bits(a, b)).sum())):
-                return f"{different} of {a.size} elements of result {number} have other bits when it is repeated"
+        here = jax.tree.map(np.asarray, outs)
         del outs
+        different = [
+            int((~plain.same_bits(a, b)).sum())
+            for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(runs[0] if runs else here), strict=True)
+        ]
+        if repeats and any(different):
+            return f"{sum(different)} elements have other bits when it is repeated"
+        if not runs or any(different):
+            runs.append(here)
     for given, here in zip(jax.tree.leaves((operands, extras)), jax.tree.leaves((there, named)), strict=True):
         if not plain.same_bits(np.asarray(here), np.asarray(given)).all():
             return "an operand was written to"
-    return first
+    return runs
 
 
 def _put_to_a_procedure(found: Drawn, seed: int, index: int) -> str:

@@ -74,9 +74,10 @@ def random(console: Console, document: dict[str, Any]) -> None:
             if names:
                 console.print(f"[dim]{what}: {escape(', '.join(names))}[/]", soft_wrap=True, highlight=False)
     counts = document["calls"]
-    verdict = "[bold red]FAILED[/]" if document["failed"] else "[bold green]passed[/]"
+    verdict = "[bold green]passed[/]" if document["passed"] else "[bold red]FAILED[/]"
     text = ", ".join(f"{counts.get(status, 0)} {status}" for status in ("passed", "failed", "refused"))
-    console.print(f"{verdict}: {text}; {document['seconds']} s", highlight=False)
+    guarded = f"{document['guarded']} in guarded memory"
+    console.print(f"{verdict}: {text}; {guarded}; {document['seconds']} s", highlight=False)
 
 
 def _refusals(cells: list[dict[str, Any]]) -> dict[str, int]:
