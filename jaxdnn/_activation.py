@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _activation_formulas as formulas
-from jaxdnn import _primitive, _rounded
+from jaxdnn import _partition, _primitive, _rounded
 from jaxdnn._activation_formulas import Parameter
 
 OPS = ("activation", "activation_dgrad")
@@ -64,9 +64,8 @@ def _result(spec: ActivationSpec, *operands: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(operands[0].shape, spec.out_dtype)
 
 
-def _factors(spec: ActivationSpec, *operands: Any) -> _primitive.Factors:
-    result = _result(spec, *operands)
-    return _primitive.leading_factors(operands, (result,), len(result.shape))
+def _factors(spec: ActivationSpec, *operands: Any) -> _partition.Factors:
+    return _partition.elementwise(*operands)
 
 
 def bind(op: str, *operands: Any, spec: ActivationSpec) -> Array:

@@ -249,6 +249,16 @@ def may_need_devices(primitive: Any) -> None:
         importlib.import_module("jax._src.dispatch").prim_requires_devices_during_lowering.add(primitive)
 
 
+def is_exported(ctx: Any) -> bool:
+    """Whether the program that a primitive is lowered in is for `jax.export`, which keeps no partitioning rule."""
+    return getattr(ctx.module_context.lowering_parameters, "for_export", False)
+
+
+def automatic_mesh(ctx: Any) -> Any:
+    """The mesh of such a program; None if JAX does not know it."""
+    return getattr(ctx.module_context.axis_context, "abstract_mesh", None)
+
+
 def automatic_devices(ctx: Any) -> int:
     """Among how many devices XLA itself shards the program that a primitive is lowered in; 1 inside shard_map."""
     return getattr(ctx.module_context.axis_context, "num_devices", None) or 1

@@ -24,6 +24,7 @@ from jax import Array
 from jaxdnn import _activation, _epilogue, _primitive
 from jaxdnn._compat import ad
 from jaxdnn._epilogue import Epilogue
+from jaxdnn._partition import Axes, Factors, Run, Windows
 from jaxdnn._rounded import at_edges
 from jaxdnn._window import FilterLayout, Layout, Window
 from jaxdnn.determinism import is_fixed
@@ -256,31 +257,73 @@ def _unfold(spec: ConvSpec, role: str, y: Array, letter: str, size: int) -> tupl
 # ---- sharding --------------------------------------------------------------------------------------------------------
 
 
-def _factors(op: str, spec: ConvSpec, *avals: Any) -> _primitive.Factors:
-    """The batch may be sharded; the filter gradient adds over it. Channels too, if there is one group."""
-    names = tuple(_dimension_names(spec, role) for role in _operand_roles(op, spec))
-    result = _dimension_names(spec, ROLES[op][2])
-    dense = ("c", "k") if spec.groups == 1 else ()
-    summed = ("n",) if op == "conv_wgrad" else ()
-    free = tuple(f for f in ("n", *dense) if f in result)
-    return _primitive.Factors(
-        operands=names,
+def _factors(op: str, spec: ConvSpec, *avals: Any) -> Factors:
+    """What is not contracted may be sharded, groups whole and windows with their neighbours; the rest is added up."""
+    _, c, k = channels(spec, op, *avals[:2])
+    windows = {f"s{i}": w.dims(f"s{i}") for i, w in enumerate(_windows(spec))}
+    sizes = {name: size for *_, found in windows.values() for name, size in found.items()}
+    if spec.groups > 1:
+        sizes |= {"g": spec.groups, "c": c // spec.groups, "k": k // spec.groups}
+    operands = tuple(_dims(spec, role, windows) for role in _operand_roles(op, spec))
+    result = _dims(spec, ROLES[op][2], windows)
+    even = tuple(name for name, (x, y, _) in windows.items() if x.split()[0] == y)
+    kept = tuple(dim.split()[0] for dim in result)
+    within = ("c", "k") if spec.groups == 1 else ()  # a group's channels stay together
+    return Factors(
+        operands=operands,
         results=(result,),
-        free=free,
-        summed=summed,
-        partial=dataclasses.replace(spec, epilogue=Epilogue(), out_dtype=spec.accumulate, converted=spec.out_dtype),
-        finish=ft.partial(finish, op, spec),
+        free=tuple(f for f in ("n", *within) if f in kept),
+        placed=tuple(f for f in ("g", *even) if f in kept or f in even),
+        summed=tuple(f for f in ("n", *within, *even) if f not in kept),
+        sizes=sizes,
+        local=ft.partial(_on_device, op, spec),
+        exact=jnp.issubdtype(spec.accumulate, jnp.integer),
     )
 
 
-def _dimension_names(spec: ConvSpec, role: str) -> tuple[str, ...]:
-    """A name for every dimension; sizes that differ have different names, so spatial ones are by role."""
+def _windows(spec: ConvSpec) -> list[Windows]:
+    axes = zip(spec.sizes, spec.output_sizes, spec.window.strides, spec.window.extents(spec.taps), strict=True)
+    return [Windows(*axis, low) for axis, (low, _) in zip(axes, spec.window.padding, strict=True)]
+
+
+def _dims(spec: ConvSpec, role: str, windows: Any) -> tuple[str, ...]:
+    """The factors of an array's dimensions; the taps, and sizes that do not fit together, have names of their own."""
+    grouped = lambda name: f"g {name}" if spec.groups > 1 else name
     if role.startswith("bias"):
-        return ({"x": "c", "y": "k"}[role[-1]],)
+        return (grouped({"x": "c", "y": "k"}[role[-1]]),)
     if role == "w":
-        return tuple({"I": "i" if spec.groups > 1 else "c", "O": "k"}.get(a, f"w{a.lower()}") for a in spec.filter.axes)
-    channel = "c" if role == "x" else "k"
-    return tuple({"N": "n", "C": channel}.get(a, f"{role}{a.lower()}") for a in spec.layout.axes)
+        return tuple({"I": "c", "O": grouped("k")}.get(a, f"tap{a.lower()}") for a in spec.filter.axes)
+    names = {"N": "n", "C": grouped("c" if role == "x" else "k")}
+    names |= {spec.layout.axes[axis]: windows[f"s{i}"][role == "y"] for i, axis in enumerate(spec.layout.spatial)}
+    return tuple(names[letter] for letter in spec.layout.axes)
+
+
+def _on_device(op: str, spec: ConvSpec, run: Run, axes: Axes, a: Array, b: Array, *operands: Array) -> Array:
+    """A device's part: its groups; its positions, with the rows that its windows share with other devices; its terms.
+
+    Rows beyond the ends of x are its padding, so no part is padded but where the op gives dx.
+    """
+    out = ROLES[op][2]
+    arrays = dict(zip(ROLES[op], (a, b), strict=False))
+    sizes, padding = list(spec.sizes), list(spec.window.padding)
+    for i, (axis, window) in enumerate(zip(spec.layout.spatial, _windows(spec), strict=True)):
+        if (devices := axes.get(f"s{i}")) is None:
+            continue
+        if out == "x":
+            arrays["y"], padding[i] = window.around_outputs(arrays["y"], axis, devices)
+            sizes[i] //= devices.count
+        else:
+            arrays["x"] = window.around_inputs(arrays["x"], axis, devices)
+            sizes[i], padding[i] = arrays["x"].shape[axis], (0, 0)
+    groups = spec.groups // axes["g"].count if "g" in axes else spec.groups
+    window = dataclasses.replace(spec.window, padding=tuple(padding))
+    part = dataclasses.replace(spec, window=window, sizes=tuple(sizes), groups=groups)
+    given = [arrays[role] for role in ROLES[op][:2]]
+    kept = {"g", *(() if out == "w" else axes.keys() - {"n", "c", "k"})}
+    if not (summed := tuple(n for factor, devices in axes.items() if factor not in kept for n in devices.names)):
+        return run(part, *given, *operands)
+    bare = dataclasses.replace(part, epilogue=Epilogue(), out_dtype=spec.accumulate, converted=spec.out_dtype)
+    return finish(op, spec, jax.lax.psum(run(bare, *given), summed), *operands)
 
 
 _BIND = {

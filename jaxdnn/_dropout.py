@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxdnn import _primitive
 from jaxdnn._compat import ad
-from jaxdnn._primitive import Factors
+from jaxdnn._partition import Factors
 
 BLOCK = 4  # random words that one counter gives
 COUNTERS = 2**64 // BLOCK  # elements are numbered modulo 2^64, and begin anew with counter 0
@@ -60,13 +60,14 @@ def _batch(spec: DropoutSpec, operands: Sequence[Any], dims: Sequence[int | None
 
 
 def _factors(spec: DropoutSpec, x: Any, key: Any, start: Any) -> Factors:
+    """Any axis may be sharded by XLA; an engine that it cannot divide would have to know its part's place."""
     axes = tuple(f"x{i}" for i in range(len(x.shape)))
 
     def names(kind: str, aval: Any) -> tuple[str, ...]:
         shared = zip(aval.shape[: spec.leading], x.shape, axes, strict=False)
         return (*(a if n == m else f"{kind}{a}" for n, m, a in shared), f"{kind}words")
 
-    return Factors(operands=(axes, names("k", key), names("s", start)), results=(axes,), free=axes)
+    return Factors(operands=(axes, names("k", key), names("s", start)), results=(axes,), free=(), placed=axes)
 
 
 bind = _primitive.define(

@@ -28,7 +28,7 @@ from jaxdnn import _dropout, _primitive, _reduce, _rounded
 from jaxdnn._activation_formulas import Parameter
 from jaxdnn._compat import ad
 from jaxdnn._dropout import DropoutSpec
-from jaxdnn._primitive import Factors
+from jaxdnn._partition import Factors
 from jaxdnn.determinism import satisfies
 
 OPS = ("fused_dropout", "fused_dropout_tangent", "fused_dropout_dgrad")
@@ -247,7 +247,8 @@ def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
             dims(f"o{i}", v.shape, role == WORDS) for i, (v, role) in enumerate(zip(avals, kinds, strict=True))
         ),
         results=tuple(dims(f"r{i}", v.shape, False) for i, v in enumerate(results)),
-        free=tuple(a for i, a in enumerate(axes) if i not in summed),
+        free=(),
+        placed=tuple(a for i, a in enumerate(axes) if i not in summed),
     )
 
 

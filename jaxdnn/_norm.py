@@ -17,6 +17,7 @@ through these comes from the derivatives of `norm`'s own results.
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from jax import Array
 
 from jaxdnn import _primitive
 from jaxdnn._compat import ad
+from jaxdnn._partition import Axes, Factors, Run
 
 OPS = ("norm", "norm_tangent", "norm_dgrad")
 RANGE = "squared deviations must add up to less than 2^128: beyond, their inverse root is 0 or NaN, and shows it"
@@ -227,14 +229,13 @@ def _batch(op: str, spec: NormSpec, operands: Sequence[Any], dims: Sequence[int 
 # ---- sharding --------------------------------------------------------------------------------------------------------
 
 
-def _factors(op: str, spec: NormSpec, *avals: Any) -> _primitive.Factors:
-    """Axes that nothing is added over may be sharded: neither those of the statistics nor, backward, summed ones."""
+def _factors(op: str, spec: NormSpec, *avals: Any) -> Factors:
+    """Along the axes of the statistics and, backward, those that gradients are summed over, devices add up."""
     roles = _roles(op, spec)
     x = next(a for a, role in zip(avals, roles, strict=True) if role == "x")
     rank = len(x.shape)
     added = {*spec.axes, *(spec.summed if op == "norm_dgrad" else ())}
     names = [f"d{axis}" for axis in range(rank)]
-    free = tuple(name for axis, name in enumerate(names) if axis - rank not in added)
 
     def dims(shape: tuple[int, ...], own: str) -> tuple[str, ...]:
         """Axes of length 1 where x's is longer have a name of their own: they are not sharded."""
@@ -243,11 +244,31 @@ def _factors(op: str, spec: NormSpec, *avals: Any) -> _primitive.Factors:
 
     results = {"norm": _norm_results, "norm_tangent": _tangent_result, "norm_dgrad": _dgrad_results}[op](spec, *avals)
     found = results if isinstance(results, tuple) else (results,)
-    return _primitive.Factors(
+    return Factors(
         operands=tuple(dims(a.shape, f"o{i}") for i, a in enumerate(avals)),
         results=tuple(dims(r.shape, f"r{i}") for i, r in enumerate(found)),
-        free=free,
+        free=tuple(name for axis, name in enumerate(names) if axis - rank not in added),
+        summed=tuple(name for axis, name in enumerate(names) if axis - rank in added),
+        local=ft.partial(_on_device, op, spec, rank),
     )
+
+
+def _on_device(op: str, spec: NormSpec, rank: int, run: Run, axes: Axes, *operands: Array) -> Any:
+    """A device's part: where only parameters' gradients go over the mesh, the engine's sums of them are added up; where
+    statistics do, XLA's formula is taken, with every sum over the mesh."""
+    devices = lambda of: [axes[f"d{axis % rank}"] for axis in of if f"d{axis % rank}" in axes]
+    along = lambda of: tuple(name for found in devices(of) for name in found.names)
+    if not (statistics := devices(spec.axes)):
+        dx, *gradients = run(spec, *operands)
+        return dx, *(jax.lax.psum(v, along(spec.summed)) for v in gradients)
+    from jaxdnn._kernels.xla import norm
+
+    def total(v: Array, of: Sequence[int]) -> Array:
+        added = norm.XLA.total(v, of)
+        return jax.lax.psum(added, along(of)) if along(of) else added
+
+    everywhere = norm.XLA._replace(total=total, copies=math.prod(found.count for found in statistics))
+    return norm.FORMULAS[op](everywhere, spec, *operands)
 
 
 _BIND = {

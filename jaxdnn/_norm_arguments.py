@@ -238,7 +238,8 @@ def backward(
     operands = (dy.reshape(view.shape), x.reshape(view.shape), mean_, rstd_, *scales)
     check("norm_dgrad", read, operands)
     dx, ds, db = _norm.bind("norm_dgrad", *operands, spec=read)
-    return dx.reshape(x.shape), ds.reshape(view.parameters), db.reshape(view.parameters)
+    ds, db = (jnp.squeeze(v, view.summed).reshape(view.parameters) for v in (ds, db))
+    return dx.reshape(x.shape), ds, db
 
 
 def cotangent(dy: Any, x: Array, found: Types) -> Array:

@@ -25,10 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn import _primitive
 from jaxdnn._compat import ad
+from jaxdnn._partition import Axes, Devices, Factors, Run, Windows
 from jaxdnn._window import Window
 
 OPS = ("pool_max", "pool_max_indices", "pool_pick", "pool_max_dgrad", "pool_average", "pool_average_dgrad")
@@ -81,6 +82,18 @@ class PoolSpec:
         return total
 
     @property
+    def whole(self) -> bool:
+        """Whether all taps of every window count."""
+        return bool((self.counts() == math.prod(self.taps)).all())
+
+    def first_taps(self) -> np.ndarray:
+        """Each output's first tap in x, an integer array with the spatial axes of y."""
+        first = np.zeros((), np.int64)
+        for axis, taps in enumerate(self.taps):
+            first = first[..., None] * taps + (self.positions(axis) >= 0).argmax(1)
+        return first
+
+    @property
     def disjoint(self) -> bool:
         """Whether no two windows share an element."""
         return all(
@@ -114,18 +127,80 @@ def _results(op: str, spec: PoolSpec, first: Any, *_: Any) -> Any:
     return (value, jax.ShapeDtypeStruct(shape, spec.tap_dtype)) if op == "pool_max_indices" else value
 
 
-def factors(op: str, spec: PoolSpec, *avals: Any) -> _primitive.Factors:
-    """Every axis that is not spatial may be sharded."""
+def factors(op: str, spec: PoolSpec, *avals: Any) -> Factors:
+    """All axes may be sharded, spatial ones where windows are as many as the stride goes into the sizes."""
     rank = len(avals[0].shape)
+    windows = {axis + rank: w.dims(f"a{axis + rank}") for axis, w in zip(spec.spatial, _windows(spec), strict=True)}
 
-    def names(array: str) -> tuple[str, ...]:
-        return tuple(f"{array}{i}" if i - rank in spec.spatial else f"a{i}" for i in range(rank))
+    pairs = {i: (x, y) for i, (x, y, _) in windows.items()}
+
+    def names(role: str) -> tuple[str, ...]:
+        return tuple(pairs[i][role == "y"] if i in pairs else f"a{i}" for i in range(rank))
 
     first, last = ("y", "x") if op.endswith("dgrad") else ("x", "y")
-    operands = (names(first), names("y"))[: len(avals)]
-    results = (names(last),) * (2 if op == "pool_max_indices" else 1)
-    free = tuple(f"a{i}" for i in range(rank) if i - rank not in spec.spatial)
-    return _primitive.Factors(operands=operands, results=results, free=free)
+    return Factors(
+        operands=(names(first), names("y"))[: len(avals)],
+        results=(names(last),) * (2 if op == "pool_max_indices" else 1),
+        free=tuple(f"a{i}" for i in range(rank) if i not in windows),
+        placed=tuple(f"a{i}" for i, (x, y, _) in windows.items() if x.split()[0] == y),
+        sizes={name: size for *_, sizes in windows.values() for name, size in sizes.items()},
+        local=ft.partial(_on_device, op, spec),
+    )
+
+
+def _windows(spec: PoolSpec) -> list[Windows]:
+    axes = zip(spec.sizes, spec.outputs, spec.window.strides, spec.window.extents(spec.taps), strict=True)
+    return [Windows(*axis, low) for axis, (low, _) in zip(axes, spec.window.padding, strict=True)]
+
+
+def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *further: Array) -> Any:
+    """A device's part, with the rows that its windows share with other devices; beyond the ends of x lies its padding.
+
+    What depends on a window's place is computed here, for the engine does not know the place: the numbers that sums
+    are divided by where they differ, and the taps of windows whose maximum padding ties with. Then XLA's formula
+    serves, which has the bits of the kernels.
+    """
+    from jaxdnn._kernels.xla import pool
+
+    placed = [axes.get(f"a{axis + first.ndim}") for axis in spec.spatial]
+    backward, here = op.endswith("dgrad"), ft.partial(_here, spec, placed)
+    part, divided_after = spec if spec.divisor is None else dataclasses.replace(spec, divisor="padded"), False
+    if spec.divisor is not None and not spec.whole:
+        divided_after = not backward or len(set(spec.counts().flat)) == 1
+        out = pool.accumulator(first.dtype) if divided_after else spec.out_dtype
+        part = dataclasses.replace(spec, divisor=None, out_dtype=out, engine="xla")
+        first = first if divided_after else pool.shares(spec, first, here)
+    operands = [first, *further]
+    sizes, outputs, padding = list(spec.sizes), list(spec.outputs), list(spec.window.padding)
+    for i, (axis, window, devices) in enumerate(zip(spec.spatial, _windows(spec), placed, strict=True)):
+        if devices is None:
+            continue
+        at = axis + first.ndim
+        if backward:
+            found = [window.around_outputs(v, at, devices) for v in operands]
+            operands, padding[i] = [v for v, _ in found], found[0][1]
+            sizes[i] //= devices.count
+            outputs[i] = operands[0].shape[at]
+        else:
+            fill = pool.least(spec, first.dtype) if op.startswith("pool_max") else 0
+            operands[0] = window.around_inputs(operands[0], at, devices, fill)
+            sizes[i], padding[i] = operands[0].shape[at], (0, 0)
+            outputs[i] //= devices.count
+    moves = dataclasses.replace(spec.window, padding=tuple(padding))
+    part = dataclasses.replace(part, window=moves, sizes=tuple(sizes), outputs=tuple(outputs))
+    found = run(part, *operands)
+    if divided_after:
+        return pool.averaged(spec, found, here)
+    return pool.without_padding(spec, found, here) if op == "pool_max_indices" else found
+
+
+def _here(spec: PoolSpec, placed: Sequence[Devices | None], full: Array) -> Array:
+    """Of an array for all places of a window, those of this device."""
+    for axis, devices in zip(spec.spatial, placed, strict=True):
+        if devices is not None and full.shape[axis] > 1:
+            count = full.shape[axis] // devices.count
+            full = lax.dynamic_slice_in_dim(full, devices.index() * count, count, full.ndim + axis)
+    return full
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ call asks for. The platform is known when a primitive is lowered, so that is whe
 
 The derivative of an op that is not linear is a second primitive, linear in the tangent: the op's `jvp` binds it, and
 its `transpose` binds the backward op. `jvp_by_formula` and `jvp_of_linear` give such primitives derivatives of their
-own by differentiating a formula; `batch_leading` and `leading_factors` serve ops that work along trailing axes.
+own by differentiating a formula; `batch_leading` serves ops that work along trailing axes.
 """
 
 import dataclasses
@@ -30,28 +30,12 @@ from jax.sharding import (
 
 from jaxdnn import _check, _compat, engines
 from jaxdnn._compat import Primitive, ShapedArray, ad, batching, mlir, varying
+from jaxdnn._partition import Factors
 from jaxdnn._rounded import at_edges
+from jaxdnn.determinism import satisfies
 
 Spec = Any
 Aval = jax.ShapeDtypeStruct
-
-
-@dataclasses.dataclass(frozen=True)
-class Factors:
-    """How operands and results may be sharded: a factor's name for every dimension of every operand and result.
-
-    A dimension of a factor in `free` may be sharded; one in `summed` too: then each device computes `partial` (a spec
-    whose result is an accumulator) of its first two operands, `join(accumulator, mesh axes)` adds these or makes one of
-    them otherwise, and `finish(accumulator, *further operands)` makes the result. Every other dimension is gathered.
-    """
-
-    operands: tuple[tuple[str, ...], ...]
-    results: tuple[tuple[str, ...], ...]
-    free: tuple[str, ...]
-    summed: tuple[str, ...] = ()
-    partial: Spec = None
-    finish: Callable[..., Array] | None = None
-    join: Callable[[Array, tuple[str, ...]], Array] = lax.psum
 
 
 def define(
@@ -157,18 +141,6 @@ def batch_leading(bind: Callable[..., Any], spec: Spec, operands: Sequence[Any],
     return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
 
 
-def leading_factors(operands: Sequence[Any], results: Sequence[Any], leading: int) -> Factors:
-    """The `Factors` of an op whose operands and results share their first `leading` axes, which may be sharded."""
-    shared = tuple(f"l{i}" for i in range(leading))
-
-    def names(kind: str, arrays: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            (*shared, *(f"{kind}{i}d{j}" for j in range(len(x.shape) - leading))) for i, x in enumerate(arrays)
-        )
-
-    return Factors(operands=names("o", operands), results=names("r", results), free=shared)
-
-
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +156,7 @@ def in_types(function: Callable[..., Any], factors: Callable[..., Factors], oper
     if mesh is None or AxisType.Manual in mesh.axis_types:  # inside shard_map arrays are local
         return function
     rule = factors(*types)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in _specs(rule, types, ())[1])
+    shardings = tuple(NamedSharding(mesh, spec) for spec in rule.specs(mesh, types)[1])
     explicit = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in explicit if kind == AxisType.Explicit)
     run = auto_axes(function, axes=axes, out_sharding=_like_results(rule, shardings))
@@ -192,6 +164,16 @@ def in_types(function: Callable[..., Any], factors: Callable[..., Factors], oper
         return run
     # An operand's tangent may name no mesh even so (that of a NumPy array); a transpose needs one to come back to.
     return lambda *given: run(*(reshard(x, _on(mesh, x)) for x in given))
+
+
+def composed(function: Callable[..., Any], factors: Callable[..., Factors], *operands: Array) -> Any:
+    """`function(*operands)` of an op that is no primitive, with its result's sharding in its type.
+
+    Where `in_types` has work to do it is computed again in the backward pass: outside of jit what would be kept of it
+    is of the mesh within, where nothing else is.
+    """
+    run = in_types(function, factors, operands)
+    return function(*operands) if run is function else jax.checkpoint(run)(*operands)
 
 
 def _on(mesh: AbstractMesh, x: Any) -> NamedSharding:
@@ -259,8 +241,9 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
 
         def rule(ctx: Any, *operands: Any, spec: Spec, platform: str | None = platform) -> Any:
             # Only in a program for several devices that XLA shards by itself; inside shard_map shapes are local.
-            run = _partitioned if _compat.automatic_devices(ctx) > 1 else _local
-            lowered = ft.partial(run, op, platform or "other", spec, factors)
+            lowered = ft.partial(_local, op, platform or "other", spec)
+            if _compat.automatic_devices(ctx) > 1:
+                lowered = ft.partial(_partitioned, ctx, op, platform or "other", spec, factors)
             ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
             return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
 
@@ -277,7 +260,7 @@ def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engine
     return engines.Call(op, spec, avals, platform, engines.device_kind(platform) if platform != "other" else None)
 
 
-def _local(op: str, platform: str, spec: Spec, _: Any, *operands: Array) -> Any:
+def _local(op: str, platform: str, spec: Spec, *operands: Array) -> Any:
     call = _call(op, platform, spec, operands)
     return _run(engines.select(call), call, operands)
 
@@ -289,72 +272,54 @@ def _run(engine: engines.Engine, call: engines.Call, operands: Sequence[Array]) 
     return at_edges(call.spec.level, engine.run(call, *at_edges(call.spec.level, operands)))
 
 
-def _partitioned(op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array) -> Any:
+def _partitioned(
+    ctx: Any, op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array
+) -> Any:
     call = dataclasses.replace(_call(op, platform, spec, operands), dealt=True)
     engine = engines.select(call)
-    if not engine.partition(call) or _compat.lacking(_compat.SHARDING):
+    if not engine.partition(call):
         return _run(engine, call, operands)
     rule = factors(spec, *call.avals)
-    # Jitted, or its constants would stand outside of what is partitioned, which may have none.
-    sharded = _compat.custom_partitioning(jax.jit(ft.partial(_local, op, platform, spec, None)))
+    if rule.local is None:
+        rule = dataclasses.replace(rule, placed=(), summed=())
+    if engine.adds_in_order or (satisfies(engine.level(call), "mesh_invariant") and not rule.exact):
+        rule = rule.in_order
+    if _compat.is_exported(ctx) or _compat.lacking(_compat.SHARDING):
+        loose = zip(operands, rule.loose_specs(), strict=True)
+        return _run(engine, call, [_loosened(ctx, x, spec) for x, spec in loose])
+    # Of this function JAX takes the results' types alone: what is computed is what `_partition` lowers.
+    sharded = _compat.custom_partitioning(
+        lambda *_: _like_results(rule, tuple(jnp.zeros(r.shape, r.dtype) for r in ctx.avals_out))
+    )
     sharded.def_partition(
         partition=ft.partial(_partition, rule, op, platform, spec),
         infer_sharding_from_operands=lambda mesh, args, _: _like_results(
-            rule, tuple(NamedSharding(mesh, spec) for spec in _specs(rule, args, ())[1])
+            rule, tuple(NamedSharding(mesh, spec) for spec in rule.specs(mesh, args)[1])
         ),
-        sharding_rule=_shardy_rule(rule),
-        reduction_factors=rule.summed,
-        need_replication_factors=tuple(
-            dict.fromkeys(
-                f for dims in (*rule.operands, *rule.results) for f in dims if f not in rule.free + rule.summed
-            )
-        ),
+        sharding_rule=lambda mesh, *_: rule.shardy_rule(mesh),
     )
     return sharded(*operands)
 
 
-def _shardy_rule(rule: Factors) -> str:
-    return (
-        ", ".join(" ".join(dims) for dims in rule.operands)
-        + " -> "
-        + ", ".join(" ".join(dims) for dims in rule.results)
-    )
-
-
-def _specs(
-    rule: Factors, args: Sequence[Any], results: Sequence[Any]
-) -> tuple[list[PartitionSpec], list[PartitionSpec], tuple]:
-    """Partition specs of operands and results, and the mesh axes to sum over: the first sharding seen of a factor."""
-    axes: dict[str, Any] = {}
-    used: set[str] = set()
-    seen = [*zip(rule.operands, args, strict=True), *zip(rule.results, results, strict=False)]
-    for dims, arg in seen:
-        spec = getattr(arg.sharding, "spec", ())
-        for factor, axis in zip(dims, spec, strict=False):
-            names = _names(axis)
-            if names and factor in rule.free + rule.summed and factor not in axes and not used & set(names):
-                axes[factor] = axis
-                used |= set(names)
-    operand_specs = [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.operands]
-    summed = [axes[f] for f in rule.summed if f in axes]
-    return operand_specs, [PartitionSpec(*(axes.get(f) for f in dims)) for dims in rule.results], _names(*summed)
-
-
-def _names(*axes: Any) -> tuple[str, ...]:
-    """Of the mesh axes that the parts of a partition spec name: each is a name, some of them, or None."""
-    return tuple(name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis or ()))
+def _loosened(ctx: Any, x: Array, spec: PartitionSpec) -> Array:
+    """x where XLA alone shards, as in exported programs: whole along axes of windows, which XLA may get wrong."""
+    mesh = _compat.automatic_mesh(ctx)
+    return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, args: Any, results: Any) -> Any:
-    operand_specs, result_specs, summed = _specs(rule, args, _as_tuple(results))
+    operand_specs, result_specs, axes = rule.specs(mesh, args, _as_tuple(results))
+    special = {factor: names for factor, names in axes.items() if factor not in rule.free}
+
+    def run(spec: Spec, *operands: Array) -> Any:
+        return _local(op, platform, spec, *operands)
 
     def lower(*operands: Array) -> Any:
         # What a device computes has no mesh any more, though this is traced inside whichever mesh the caller has set.
         with use_abstract_mesh(AbstractMesh((), ())):
-            if not summed or rule.finish is None:
-                return _local(op, platform, spec, None, *operands)
-            partial = _local(op, platform, rule.partial, None, *operands[:2])
-            return rule.finish(rule.join(partial, summed), *operands[2:])
+            if rule.local is None or not special:
+                return run(spec, *operands)
+            return at_edges(spec.level, rule.local(run, special, *operands))
 
     shardings = tuple(NamedSharding(mesh, spec) for spec in operand_specs)
     outs = tuple(NamedSharding(mesh, spec) for spec in result_specs)

@@ -1,6 +1,6 @@
 """The resampling primitive: one axis, as a banded matrix of constant weights, and its transpose in the same form.
 
-An array of shape (..., n, inner) becomes (..., m, inner): y[i] = Σ_k w[i, k] x[start[i] + k]. The transpose of such a
+An axis of n elements becomes one of m: y[i] = Σ_k w[i, k] x[start[i] + k]. The transpose of such a
 matrix is banded too, because the bands move in one direction; so the gradient gathers as well, and adds in one order.
 XLA would transpose the gather into a scatter, which on GPUs adds with atomics.
 """
@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn import _primitive
 from jaxdnn._compat import ad
+from jaxdnn._partition import Axes, Factors, Run, exchange
 
 RADIUS = {"linear": 1, "cubic": 2, "lanczos3": 3}  # of the kernel, in source elements
 TINY = 2.0**-45  # a weight below is 0 but for the rounding of sin(πv)
@@ -47,7 +48,10 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class ResampleSpec:
+    """One axis, counted from the end, and how it is resampled."""
+
     rule: Rule
+    axis: int
     transposed: bool = False
     engine: str | None = None
     level: str = "fast"
@@ -150,8 +154,8 @@ def _transpose(of: Band, inputs: int) -> Band:
 
 
 def _results(spec: ResampleSpec, x: Any) -> jax.ShapeDtypeStruct:
-    rows = spec.rule.inputs if spec.transposed else spec.rule.outputs
-    return jax.ShapeDtypeStruct((*x.shape[:-2], rows, x.shape[-1]), x.dtype)
+    rows, axis = spec.rule.inputs if spec.transposed else spec.rule.outputs, spec.axis % len(x.shape)
+    return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
 
 
 def _jvp(spec: ResampleSpec, primals: Any, tangents: Any) -> tuple[Array, Any]:
@@ -164,11 +168,37 @@ def _backward(spec: ResampleSpec, ct: Array, _: Any) -> list[Array]:
     return [bind(ct, spec=dataclasses.replace(spec, transposed=not spec.transposed))]
 
 
-def _factors(spec: ResampleSpec, x: Any) -> _primitive.Factors:
-    leading = tuple(f"l{i}" for i in range(len(x.shape) - 2))
-    return _primitive.Factors(
-        operands=((*leading, "n", "inner"),), results=((*leading, "m", "inner"),), free=(*leading, "inner")
+def _factors(spec: ResampleSpec, x: Any) -> Factors:
+    """The axis itself may be sharded where one of its lengths divides the other: then a device has matching parts."""
+    axis, inputs, outputs = spec.axis % len(x.shape), x.shape[spec.axis], _results(spec, x).shape[spec.axis]
+    ratio = max(inputs, outputs) // max(min(inputs, outputs), 1)
+    even = ratio > 0 and ratio * min(inputs, outputs) == max(inputs, outputs)
+    long = "n ratio" if ratio > 1 else "n"
+    own = ("n" if inputs <= outputs else long, long if inputs <= outputs else "n") if even else ("in", "out")
+    named = lambda name: tuple(name if i == axis else f"a{i}" for i in range(len(x.shape)))
+    return Factors(
+        operands=(named(own[0]),),
+        results=(named(own[1]),),
+        free=tuple(f"a{i}" for i in range(len(x.shape)) if i != axis),
+        placed=("n",) if even else (),
+        sizes={"n": min(inputs, outputs), "ratio": ratio} if even and ratio > 1 else {},
+        local=ft.partial(_on_device, spec),
     )
+
+
+def _on_device(spec: ResampleSpec, run: Run, axes: Axes, x: Array) -> Array:
+    """A device's part, with the elements of other devices that its results are made of."""
+    from jaxdnn._kernels.xla import resample
+
+    devices, axis = axes["n"], spec.axis % x.ndim
+    start, weights = band(spec.rule, spec.transposed)
+    rows, count = x.shape[axis], len(start) // devices.count
+    first = np.arange(devices.count) * rows
+    places = np.where(weights.any(1), start - np.repeat(first, count), 0).reshape(devices.count, count)
+    before = max(int(-places.min()), 0)
+    x = exchange(x, axis, devices, before, max(int(places.max()) + weights.shape[1] - rows, 0))
+    here = lambda full: lax.dynamic_slice_in_dim(full, devices.index() * count, count)
+    return resample.banded(x, axis, (places + before).astype(np.int32).reshape(-1), weights, here)
 
 
 def _batch(spec: ResampleSpec, operands: Any, dims: Any) -> Any:

@@ -24,8 +24,8 @@ from jax import Array, lax
 from jaxdnn import _primitive, engines
 from jaxdnn._compat import ad
 from jaxdnn._kernels.xla import softmax as formulas
+from jaxdnn._partition import Axes, Factors, Run
 from jaxdnn._rounded import nearest
-from jaxdnn.determinism import satisfies
 
 OPS = ("softmax", "softmax_dgrad", "logsumexp")
 
@@ -80,9 +80,11 @@ def _logsumexp_jvp(spec: SoftmaxSpec, primals: Sequence[Any], tangents: Sequence
     if isinstance(v, ad.Zero):
         return y, _primitive.zero_tangent(y)
     axes = tuple(axis % x.ndim for axis in spec.axes)
-    # Not softmax(x): its gradient would be a second reduction where this is element by element.
-    add, exp = formulas.for_derivative(spec)
-    p = exp(x.astype(spec.accumulate) - jnp.expand_dims(wide, axes))
+    add, fixed = formulas.for_derivative(spec)
+    # Where no order is fixed not softmax(x): its gradient would be a second reduction where this is element by element.
+    same = dataclasses.replace(spec, algorithm="accurate", out_dtype=spec.accumulate, engine="ordered")
+    shifted = lambda: jnp.exp(x.astype(spec.accumulate) - jnp.expand_dims(wide, axes))
+    p = _BIND["softmax"](x, spec=same) if fixed else shifted()
     total = add(p, v.astype(spec.accumulate), spec.axes)
     return y, jnp.squeeze(total, axes).astype(spec.out_dtype)
 
@@ -100,31 +102,29 @@ def _reduced(spec: SoftmaxSpec, x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, spec.out_dtype)
 
 
-def _factors(op: str, spec: SoftmaxSpec, *avals: Any) -> _primitive.Factors:
-    """Every axis but those of the rows may be sharded; a row of logsumexp too, where its bits may depend on that."""
+def _factors(op: str, spec: SoftmaxSpec, *avals: Any) -> Factors:
+    """Every axis but those of the rows may be sharded; a row too, where its bits may depend on that."""
     rank = len(avals[0].shape)
-    rows = {axis % rank for axis in spec.axes}
+    rows = sorted(axis % rank for axis in spec.axes)
     names = tuple(f"r{axis}" if axis in rows else f"l{axis}" for axis in range(rank))
     free = tuple(name for name in names if name.startswith("l"))
-    if op != "logsumexp":
-        return _primitive.Factors(operands=(names,) * len(avals), results=(names,), free=free)
-    summed = () if satisfies(spec.level, "batch_invariant") else tuple(names[axis] for axis in sorted(rows))
-    return _primitive.Factors(
-        operands=(names,),
-        results=(free,),
+    return Factors(
+        operands=(names,) * len(avals),
+        results=(free if op == "logsumexp" else names,),
         free=free,
-        summed=summed,
-        partial=spec.as_dtype(spec.accumulate),
-        finish=lambda lse: nearest(lse, spec.out_dtype),
-        join=_joined,
+        summed=tuple(names[axis] for axis in rows),
+        local=ft.partial(_on_device, op, spec),
     )
 
 
-def _joined(lse: Array, axes: tuple[str, ...]) -> Array:
-    """The logsumexp of rows from those of their parts on the devices along mesh axes."""
-    m = lax.pmax(lse, axes)
-    m = jnp.where(jnp.isfinite(m), m, jnp.zeros_like(m))
-    return m + jnp.log(lax.psum(jnp.exp(lse - m), axes))
+def _on_device(op: str, spec: SoftmaxSpec, run: Run, axes: Axes, *operands: Array) -> Array:
+    """A device's part of rows that are split: XLA's formula, with the largest element and the sum over the mesh."""
+    names = tuple(name for devices in axes.values() for name in devices.names)
+    total = lambda x, along: lax.psum(formulas.xla_sum(x, along), names)
+    if op == "softmax_dgrad":
+        return formulas.softmax_dgrad(spec, *operands, total=total)
+    largest = lambda x, along: lax.pmax(formulas.row_max(x, along), names)
+    return formulas.FORMULAS[op](spec, *operands, total=total, largest=largest)
 
 
 _RULES: dict[str, dict[str, Any]] = {

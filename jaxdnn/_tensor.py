@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _check, _epilogue, _primitive
+from jaxdnn._partition import Factors
 from jaxdnn._rounded import product, real, rounded
 from jaxdnn.determinism import is_fixed, satisfies
 
@@ -120,10 +121,10 @@ def unfold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") ->
     return _primitive.in_types(ft.partial(_unfolded, factors, order), ft.partial(_moves, spatial), (x,))(x)
 
 
-def _moves(free: tuple[str, ...], x: Any) -> _primitive.Factors:
+def _moves(free: tuple[str, ...], x: Any) -> Factors:
     """The batch may be sharded, and the spatial axes in `free`: those that become longer, so that they stay even."""
     spatial = tuple(f"s{i}" for i in range(x.ndim - 2))
-    return _primitive.Factors(operands=(("n", "c", *spatial),), results=(("n", "k", *spatial),), free=("n", *free))
+    return Factors(operands=(("n", "c", *spatial),), results=(("n", "k", *spatial),), free=("n", *free))
 
 
 def _folded(factors: tuple[int, ...], order: str, x: Array) -> Array:

@@ -81,7 +81,8 @@ class Engine:
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
       measured_on: the kinds of device on which its ranks were measured; None where they hold on every device.
       fused: whether XLA sees what it computes, and may join it with what stands around the call.
-      partition: whether the partitioner must be told how to shard the call (else XLA finds out by itself).
+      partition: whether a call is divided among devices as its primitive declares (else XLA finds out by itself).
+      adds_in_order: whether the order of its additions is part of what it promises, so that no sum is split.
       notes: what a user may want to know: tensor cores, down-conversion, limits.
     """
 
@@ -100,6 +101,7 @@ class Engine:
     measured_on: tuple[str, ...] | None = None
     fused: bool = True
     partition: Callable[[Call], bool] = lambda call: False
+    adds_in_order: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -189,7 +191,7 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
     """Why an engine may not serve a call at a determinism level and within its limits, as a clause; None if it may."""
     if _lacks_sizes(engine, call):
         return "it needs every size when a call is traced, and the batch is symbolic"
-    reason = engine.supports(call) or _unshardable(engine, call, level)
+    reason = engine.supports(call) or _unshardable(engine, call)
     if reason is None and not satisfies(engine.level(call), level):
         reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
     allowed = limits_of(call.spec).workspace
@@ -198,13 +200,9 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
     return reason
 
 
-def _unshardable(engine: Engine, call: Call, level: str) -> str | None:
-    """Why an engine that has to say how its calls are sharded cannot; XLA finds a way of its own, of another order."""
-    if (
-        not call.dealt
-        or not engine.partition(call)
-        or (engine.name == "xla" and not satisfies(level, "mesh_invariant"))
-    ):
+def _unshardable(engine: Engine, call: Call) -> str | None:
+    """Why an engine that has to say how its calls are sharded cannot; XLA finds a way of its own for its operations."""
+    if not call.dealt or not engine.partition(call) or engine.name in ("xla", "ordered"):
         return None
     lack = _compat.lacking(_compat.SHARDING)
     return lack and f"{lack}, which tells XLA how to shard it"

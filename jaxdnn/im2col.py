@@ -3,6 +3,7 @@
 Letters as in `conv`: N batch, C channels, H, W spatial sizes of x, P, Q of the convolution's result, R, S taps.
 """
 
+import functools as ft
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _frame, _tensor, _window
+from jaxdnn import _check, _epilogue, _frame, _primitive, _tensor, _window
+from jaxdnn._partition import Factors, Windows
 from jaxdnn._rounded import rounded
 from jaxdnn._window import Layout, Window
 
@@ -79,9 +81,16 @@ def im2col(
         plain = plain.astype(_tensor.accumulator(given.dtype))
     pads = _along_spatial(frame.layout, [(low, high, 0) for low, high in geometry.padding], (0, 0, 0))
     _check.countable("`padding`", [n + low + high for n, (low, high, _) in zip(plain.shape, pads, strict=True)])
-    padded = lax.pad(plain, jnp.zeros((), plain.dtype), pads)
-    seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
-    return rounded(frame.restore(_join(seen, frame.layout.channel, _order(order, frame.layout))))
+
+    def patches(x: Array) -> Array:
+        padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
+        seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
+        return _join(seen, frame.layout.channel, _order(order, frame.layout))
+
+    axes = zip(sizes, outputs, geometry.strides, geometry.extents(taps), strict=True)
+    windows = [Windows(*axis, low) for axis, (low, _) in zip(axes, geometry.padding, strict=True)]
+    factors = ft.partial(_factors, frame.layout, windows)
+    return rounded(frame.restore(_primitive.composed(patches, factors, plain)))
 
 
 def col2im(
@@ -159,6 +168,20 @@ def _geometry(
             f"{found.dilation} for padded sizes {padded}."
         )
     return found, taps, outputs
+
+
+def _factors(layout: Layout, windows: Sequence[Windows], x: Any) -> Factors:
+    """All axes may be sharded, spatial ones with as many patches as the stride goes into the size.
+
+    Features of a device's channels are not neighbours in the result, whose parts are exchanged once more.
+    """
+    pairs = [window.dims(f"s{i}")[:2] for i, window in enumerate(windows)]
+    sizes = {name: size for i, window in enumerate(windows) for name, size in window.dims(f"s{i}")[2].items()}
+    named = [_along_spatial(layout, along, "c") for along in zip(*pairs, strict=True)]
+    for names in named:
+        names[layout.batch] = "n"
+    free = ("n", "c", *(y for x, y in pairs if x.split()[0] == y))
+    return Factors(operands=(tuple(named[0]),), results=(tuple(named[1]),), free=free, sizes=sizes)
 
 
 def _order(value: Any, layout: Layout) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _tensor
+from jaxdnn import _check, _partition, _primitive, _tensor
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._rounded import at_edges, power, product, reciprocal
 from jaxdnn.determinism import required
@@ -321,6 +321,10 @@ def _window_of(n: Any, alpha: Any, beta: Any, k: Any, even: Any) -> _Window:
 
 def _summed(v: Array, axes: Sequence[int], low: int, high: int) -> Array:
     """Σ of v over a window around every element, zero outside: term by term, one axis after the other."""
+    return _primitive.composed(ft.partial(_added, axes=axes, low=low, high=high), _partition.elementwise, v)
+
+
+def _added(v: Array, *, axes: Sequence[int], low: int, high: int) -> Array:
     for axis in axes:
         size = v.shape[axis]
         # What lies further away than the axis is long is zero.

@@ -5,13 +5,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _check, _primitive, _reduce, _tensor
+from jaxdnn._partition import Factors
 from jaxdnn._rounded import at_edges
 from jaxdnn.determinism import is_fixed, required
 from jaxdnn.tensor import NAN_RULES
@@ -135,12 +135,10 @@ def reduce(
 
 def _sharded(function: Callable[..., Array], reduced: tuple[int, ...], *operands: Array) -> Array:
     """`function(*operands)`; where shardings are in types, its reduced axes may be sharded, but nothing within is."""
-    if not any(jax.typeof(operands[0]).sharding.spec[axis] for axis in reduced):
-        return function(*operands)
 
-    def factors(*arrays: Any) -> _primitive.Factors:
+    def factors(*arrays: Any) -> Factors:
         names = tuple(f"{'r' if axis in reduced else 'l'}{axis}" for axis in range(arrays[0].ndim))
         free = tuple(name for name in names if name[0] == "l")
-        return _primitive.Factors(operands=(names,) * len(arrays), results=(names,), free=free)
+        return Factors(operands=(names,) * len(arrays), results=(names,), free=free)
 
-    return _primitive.in_types(function, factors, operands)(*operands)
+    return _primitive.composed(function, factors, *operands)

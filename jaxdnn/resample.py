@@ -182,19 +182,16 @@ def resample_dgrad(
 def _along_axes(
     frame: _frame.Frame, x: Array, rules: list[Rule], engine: Any, determinism: Any, *, transposed: bool
 ) -> Array:
-    """Binds the primitive for each axis that changes; what is in front of the axis leads, what is behind is inner."""
+    """Binds the primitive for each axis that changes."""
     acc = _tensor.accumulator(x.dtype)
     if np.issubdtype(acc, np.integer) and rules[0].method != "nearest":
         acc = np.dtype(np.float32)
     x = real(x, acc) if jnp.issubdtype(acc, jnp.floating) else x.astype(acc)
     pairs = list(zip(frame.layout.spatial, rules, strict=True))
     for axis, rule in reversed(pairs) if transposed else pairs:
-        spec = ResampleSpec(rule, transposed, engine, required(determinism))
-        folded = x.reshape(*x.shape[: axis + 1], math.prod(x.shape[axis + 1 :]))
-        engines.check("resample", spec, (jax.ShapeDtypeStruct(folded.shape, folded.dtype),))
-        if not rule.is_identity:
-            size = rule.inputs if transposed else rule.outputs
-            x = _resample.bind(folded, spec=spec).reshape(*x.shape[:axis], size, *x.shape[axis + 1 :])
+        spec = ResampleSpec(rule, axis - x.ndim, transposed, engine, required(determinism))
+        engines.check("resample", spec, (jax.ShapeDtypeStruct(x.shape, x.dtype),))
+        x = x if rule.is_identity else _resample.bind(x, spec=spec)
     return x
 
 

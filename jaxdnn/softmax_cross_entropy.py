@@ -3,7 +3,6 @@
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 from jax.typing import ArrayLike
 
 from jaxdnn import _check, _softmax
-from jaxdnn._primitive import vary_alike
+from jaxdnn._partition import Factors
+from jaxdnn._primitive import composed, in_types, vary_alike
 from jaxdnn.determinism import required, satisfies
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
@@ -182,7 +181,10 @@ def _compiled(spec: _Spec, x: Array, w: Array, labels: Array, bias: Array | None
     bias = jnp.zeros(w.shape[1:], wide) if bias is None else bias.astype(wide)
     weights = jnp.ones(spec.leading, wide) if weights is None else weights.astype(wide)
     arrays = (x, w, bias, weights, labels)
-    return _automatic(ft.partial(_reduced, spec), arrays, spec.reduction)(*arrays)
+    factors = ft.partial(_factors, len(spec.leading), spec.reduction)
+    if spec.reduction == "none":
+        return composed(ft.partial(_reduced, spec), factors, *arrays)
+    return in_types(ft.partial(_reduced, spec), factors, arrays)(*arrays)  # whose derivative keeps no more than these
 
 
 def _reduced(spec: _Spec, *arrays: Array) -> Array:
@@ -207,16 +209,11 @@ def _flat(spec: _Spec, x: Array, w: Array, bias: Array, weights: Array, labels: 
     return tuple(vary_alike((x, w, bias, weights, _words(labels, w.shape[1]), keep)))
 
 
-def _automatic(compute: Callable[..., Array], arrays: Sequence[Array], reduction: str) -> Callable[..., Array]:
-    """`compute` on mesh axes that JAX follows in types (AxisType.Explicit): within, XLA shards along them."""
-    shardings = [jax.typeof(a).sharding for a in arrays]
-    mesh = next((s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
-    if mesh is None or AxisType.Manual in mesh.axis_types:  # inside shard_map arrays are local
-        return compute
-    axes = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
-    spec = PartitionSpec(*shardings[0].spec[:-1]) if reduction == "none" else PartitionSpec()
-    found: Any = auto_axes(compute, axes=axes, out_sharding=NamedSharding(mesh, spec))
-    return found
+def _factors(leading: int, reduction: str, *arrays: Any) -> Factors:
+    """Every dimension may be sharded: XLA shards along them."""
+    rows = tuple(f"l{i}" for i in range(leading))
+    operands = ((*rows, "d"), ("d", "v"), ("v",), rows, rows)
+    return Factors(operands=operands, results=(rows if reduction == "none" else (),), free=(*rows, "d", "v"))
 
 
 def _vector(name: str, value: Any, shape: tuple[int, ...], dtype: Any, wide: Any) -> Array:

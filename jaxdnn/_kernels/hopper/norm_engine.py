@@ -9,7 +9,6 @@ it for all that it serves.
 import math
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -65,12 +64,11 @@ def _level(call: engines.Call) -> str:
 
 
 def _rank(call: engines.Call) -> int:
-    """First where it was measured faster than XLA; backward on one device only, for it gathers what is sharded."""
+    """First where it was measured faster than XLA."""
     if _supports(call) is not None:
         return 2
     kind = _kind(call)
-    alone = call.op == "norm" or jax.local_device_count() == 1
-    return 0 if kind is not None and kind.measured(call) and alone else 2
+    return 0 if kind is not None and kind.measured(call) else 2
 
 
 def _workspace(call: engines.Call) -> int | None:
@@ -94,7 +92,7 @@ for _op in ("norm", "norm_tangent", "norm_dgrad"):
             partition=lambda call: True,
             notes=(
                 "gradients in scale and bias add over the batch: run_to_run",
-                "backward, an array that is sharded over rows is gathered first; not within shard_map",
+                "where statistics go over an axis that is sharded, XLA's formula serves, with its sums over the mesh",
                 *(note for kind in KINDS for note in kind.notes),
                 RANGE,
             ),

@@ -112,6 +112,9 @@ for _op in OPS:
             rank=_rank,
             workspace=lambda call: 0,
             partition=lambda call: True,
-            notes=("exponentials by the special function unit",),
+            notes=(
+                "exponentials by the special function unit",
+                "where rows are sharded, XLA's formula serves, with its maxima and sums over the mesh",
+            ),
         )
     )

@@ -192,6 +192,8 @@ for _op in _conv.ROLES:
             level=_level,
             schedule=_schedule,
             rank=lambda call: 3,
+            partition=lambda call: True,
+            adds_in_order=True,
             modelled=("cpu", "cuda"),
             notes=(
                 "one pass over the result per product: slow",

@@ -72,7 +72,7 @@ def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Ar
     if (sample := sample_of(x, spec.axes)) and x.dtype != spec.accumulate:
         axis, size = sample
         some = lax.slice_in_dim(wide, 0, size, axis=axis)
-        shift = _mean(arithmetic, some, spec.axes, count(some, spec.axes))
+        shift = _mean(arithmetic, some, spec.axes, arithmetic.copies * count(some, spec.axes))
         shifted = wide - shift
         rest, square = mean_of(shifted), mean_of(arithmetic.separate(shifted * shifted))
         variance = jnp.maximum(square - arithmetic.separate(rest * rest), 0)
@@ -169,7 +169,7 @@ def norm_tangent(arithmetic: Arithmetic, spec: NormSpec, *operands: Array) -> Ar
     h = _normalised(arithmetic, spec, x, mean, rstd)
     separate, terms = arithmetic.separate, []
     if "x" in tangents:
-        v, n = tangents["x"].astype(spec.accumulate), count(x, spec.axes)
+        v, n = tangents["x"].astype(spec.accumulate), arithmetic.copies * count(x, spec.axes)
         inner = v - _mean(arithmetic, v, spec.axes, n) if spec.centred else v
         inner = inner - separate(h * _mean(arithmetic, separate(v * h), spec.axes, n))
         terms.append(rstd * inner if scale is None else rstd * inner * scale)

@@ -14,6 +14,7 @@ are kept apart: the bits are those of the definition.
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from jaxdnn._kernels.xla.pool_fold import Item, fold, last_first, padded, slice_
 from jaxdnn._kernels.xla.pool_gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
 from jaxdnn._pool import PoolSpec
 from jaxdnn._rounded import nearest, real, rounded
-from jaxdnn.determinism import is_fixed
+
+Here = Callable[[Array], Array]
 
 # ---- maximum ---------------------------------------------------------------------------------------------------------
 
@@ -43,7 +45,7 @@ def _is_nan(a: Array) -> Array:
     return a != a
 
 
-def _least(spec: PoolSpec, dtype: Any) -> Any:
+def least(spec: PoolSpec, dtype: Any) -> Any:
     """What padding holds: it is not above any number. Where NaN is ignored it is NaN, which any number beats."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.iinfo(dtype).min
@@ -52,7 +54,7 @@ def _least(spec: PoolSpec, dtype: Any) -> Any:
 
 def _max(call: engines.Call, x: Array) -> Array:
     spec: PoolSpec = call.spec
-    y = padded(spec, x, _least(spec, x.dtype))
+    y = padded(spec, x, least(spec, x.dtype))
 
     def join(a: Array, b: Array, _: int) -> Array:
         return jnp.where(_better(spec, b, a), b, a)
@@ -64,7 +66,7 @@ def _max(call: engines.Call, x: Array) -> Array:
 
 def _max_indices(call: engines.Call, x: Array) -> tuple[Array, Array]:
     spec: PoolSpec = call.spec
-    y, tap, weight = padded(spec, x, _least(spec, x.dtype)), None, 1
+    y, tap, weight = padded(spec, x, least(spec, x.dtype)), None, 1
     for i, axis in last_first(spec):
         tap = jnp.zeros(y.shape, spec.tap_dtype) if tap is None else tap
         item = {"y": y, "tap": tap, "inside": _inside(spec, i, axis, y)}
@@ -97,6 +99,17 @@ def _inside(spec: PoolSpec, i: int, axis: int, padded: Array) -> Array | None:
     shape = [1] * padded.ndim
     shape[axis] = -1
     return jnp.asarray(inside.reshape(shape))
+
+
+def without_padding(spec: PoolSpec, found: tuple[Array, Array], here: Here) -> tuple[Array, Array]:
+    """A result of windows whose padding was in x: where it ties with the maximum, the first tap that is not padding."""
+    if not any(map(any, spec.window.padding)):
+        return found
+    y, tap = found
+    lowest = jnp.asarray(least(spec, y.dtype), y.dtype)
+    ties = (y == lowest) | (_is_nan(y) & _is_nan(lowest))
+    first = here(_along(spec, y, spec.first_taps().astype(spec.tap_dtype)))
+    return y, jnp.where(ties, first, tap)
 
 
 def _pick(call: engines.Call, x: Array, tap: Array) -> Array:
@@ -149,7 +162,7 @@ def _is_in_x(spec: PoolSpec, tap: Array) -> Array:
 
 def _max_dgrad(call: engines.Call, dy: Array, tap: Array) -> Array:
     spec: PoolSpec = call.spec
-    wide = dy.astype(_accumulator(dy.dtype))
+    wide = dy.astype(accumulator(dy.dtype))
     wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # sums are from +0; done first, it costs no pass
     return nearest(gather_form(spec, wide, tap, jnp.add), spec.out_dtype)
 
@@ -157,7 +170,7 @@ def _max_dgrad(call: engines.Call, dy: Array, tap: Array) -> Array:
 # ---- average ---------------------------------------------------------------------------------------------------------
 
 
-def _accumulator(dtype: Any) -> np.dtype:
+def accumulator(dtype: Any) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(np.int32)
     return np.dtype(np.float64 if dtype == jnp.float64 else np.float32)
@@ -169,15 +182,20 @@ def _add(a: Array, b: Array, _: int) -> Array:
 
 def _average(call: engines.Call, x: Array) -> Array:
     spec: PoolSpec = call.spec
-    y = padded(spec, x.astype(_accumulator(x.dtype)), 0)
+    y = padded(spec, x.astype(accumulator(x.dtype)), 0)
     for i, axis in last_first(spec):
         y = fold(y, axis, spec.taps[i], spec.window.strides[i], spec.window.dilation[i], spec.outputs[i], _add)
+    return averaged(spec, y)
+
+
+def averaged(spec: PoolSpec, y: Array, here: Here = lambda full: full) -> Array:
+    """Sums, divided; `here` takes what belongs to a device's windows out of an array for all."""
     if spec.divisor is None:
         return nearest(y, spec.out_dtype)
     if jnp.issubdtype(spec.out_dtype, jnp.integer):
-        return rounded_quotient(y, _along(spec, y, spec.counts().astype(np.int32))).astype(spec.out_dtype)
+        return rounded_quotient(y, here(_along(spec, y, spec.counts().astype(np.int32)))).astype(spec.out_dtype)
     y = real(y, jnp.float32) if jnp.issubdtype(y.dtype, jnp.integer) else y
-    return nearest(y * _reciprocals(spec, y), spec.out_dtype)
+    return nearest(y * here(_reciprocals(spec, y)), spec.out_dtype)
 
 
 def _along(spec: PoolSpec, like: Array, values: np.ndarray) -> Array:
@@ -204,15 +222,21 @@ def rounded_quotient(total: Array, count: Array) -> Array:
 
 def _average_dgrad(call: engines.Call, dy: Array) -> Array:
     spec: PoolSpec = call.spec
-    dx = dy.astype(_accumulator(dy.dtype))
+    dx = dy.astype(accumulator(dy.dtype))
     factor = None if spec.divisor is None else _reciprocals(spec, dx)
     if factor is not None and factor.size > 1:
-        dx = rounded(dx * factor)
+        dx = shares(spec, dy)
     for i, axis in last_first(spec):
         dx = _sum_backward(spec, i, axis, dx)
     if factor is not None and factor.size == 1:
         dx = dx * factor
     return nearest(dx, spec.out_dtype)
+
+
+def shares(spec: PoolSpec, dy: Array, here: Here = lambda full: full) -> Array:
+    """What each element of a window gets of dy, where the counts differ."""
+    wide = dy.astype(accumulator(dy.dtype))
+    return rounded(wide * here(_reciprocals(spec, wide)))
 
 
 def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
@@ -266,8 +290,7 @@ for _op in _pool.OPS:
             run=_RUN[_op],
             level=lambda call: "portable",
             accumulation=_accumulation,
-            # XLA moves what is sharded along a window's axis by sums over the mesh, in which -0 becomes +0.
-            partition=lambda call: is_fixed(call.spec.level),
+            partition=lambda call: True,
             notes=("XLA takes subnormal numbers for zero on CPUs, so portability is for normal ones",),
         )
     )

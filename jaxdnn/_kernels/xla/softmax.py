@@ -31,6 +31,11 @@ def xla_sum(x: Array, axes: tuple[int, ...]) -> Array:
     return jnp.sum(x, axes, keepdims=True)
 
 
+def row_max(x: Array, axes: Sequence[int]) -> Array:
+    """The largest element along `axes`, which stay with length 1: NaN if there is one, -inf if there are none."""
+    return jnp.max(x, tuple(axes), keepdims=True, initial=-jnp.inf)
+
+
 def tree_sum(x: Array, axes: tuple[int, ...]) -> Array:
     """The sum along `axes`, which stay with length 1, on a tree that depends on their lengths alone."""
     return _tree(rounded(x), axes)  # x may be a product
@@ -60,13 +65,13 @@ def _plain(x: Array) -> Array:
 # ---- the formulas ----------------------------------------------------------------------------------------------------
 
 
-def softmax(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain) -> Array:
+def softmax(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain, largest: Sum = row_max) -> Array:
     """y, in the result's dtype."""
     x = x.astype(spec.accumulate)
     if spec.algorithm == "fast":
         e = _exp(x, apart)
         return nearest(_share(e, total(e, spec.axes), apart), spec.out_dtype)
-    shifted = x - row_max(x, spec.axes)
+    shifted = x - largest(x, spec.axes)
     e = _exp(shifted, apart)
     if spec.algorithm == "log":
         return nearest(shifted - _log(total(e, spec.axes), apart), spec.out_dtype)
@@ -114,25 +119,20 @@ def softmax_dgrad(spec: Any, dy: Array, y: Array, total: Sum = xla_sum, apart: A
     return nearest(dx, spec.out_dtype)
 
 
-def logsumexp(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain) -> Array:
+def logsumexp(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain, largest: Sum = row_max) -> Array:
     """log Σ exp(x) with the reduced axes gone; infinities are not subtracted from one another."""
     x = x.astype(spec.accumulate)
-    m = row_max(x, spec.axes)
+    m = largest(x, spec.axes)
     m = jnp.where(jnp.isfinite(m), m, jnp.zeros_like(m))
     y = m + _log(total(_exp(x - m, apart), spec.axes), apart)
     return nearest(lax.squeeze(y, [axis % x.ndim for axis in spec.axes]), spec.out_dtype)
 
 
-def row_max(x: Array, axes: Sequence[int]) -> Array:
-    """The largest element along `axes`, which stay with length 1: NaN if there is one, -inf if there are none."""
-    return jnp.max(x, tuple(axes), keepdims=True, initial=-jnp.inf)
-
-
-def for_derivative(spec: Any) -> tuple[Callable[[Array, Array, tuple[int, ...]], Array], Callable[[Array], Array]]:
-    """Σ a v, linear in v, and the exponential of a derivative that is a formula: of fixed bits where the call asks."""
+def for_derivative(spec: Any) -> tuple[Callable[[Array, Array, tuple[int, ...]], Array], bool]:
+    """Σ a v, linear in v, for a derivative that is a formula, and whether its bits are fixed, as the call asks."""
     if spec.engine == "ordered" or is_fixed(spec.level):
-        return lambda a, v, axes: _tree(product(a, v), axes), lambda x: _exp(x, rounded)
-    return lambda a, v, axes: xla_sum(a * v, axes), jnp.exp
+        return lambda a, v, axes: _tree(product(a, v), axes), True
+    return lambda a, v, axes: xla_sum(a * v, axes), False
 
 
 FORMULAS: dict[str, Callable[..., Array]] = {
@@ -183,6 +183,8 @@ for _op in FORMULAS:
             accumulation=_accumulation,
             hazards=_flushes,
             rank=lambda call: 3,
+            partition=lambda call: True,
+            adds_in_order=True,
             notes=("a pass over memory for every third level of the tree: slow",),
         )
     )
