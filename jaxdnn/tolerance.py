@@ -254,7 +254,8 @@ class Epilogue:
             for scale, value, off in ((self.alpha, computed, error), (self.beta, prior, 0.0)):
                 if value is None or (value is prior and self.beta == 0):
                     continue
-                parts.append(scale * np.asarray(value, np.float64))
+                value = np.asarray(value, np.float64)  # in float16 what follows would be zero
+                parts.append(scale * value)
                 e = e + abs(scale) * off
                 if scale != 1:  # the scale as the format holds it, the product's rounding, a tiny product's flush
                     stored = abs(scale - float(accumulator.round(scale)))

@@ -13,7 +13,7 @@ import pytest
 import jaxdnn_reference as reference
 from jaxdnn import engines
 from jaxdnn._kernels.hopper import branches
-from jaxdnn.tolerance import ACCUMULATIONS
+from jaxdnn.tolerance import ACCUMULATIONS, Epilogue
 from jaxdnn.verify import case as plain
 from jaxdnn.verify import families, random, random_call
 from jaxdnn.verify.cli import main
@@ -295,3 +295,11 @@ def test_bounds_of_subnormal_operands_hold_for_the_tensor_core(monkeypatch):
     assert found.passed, found.message
     monkeypatch.setattr(conv_checks, "_of_least_exponents", lambda *given: given[-1])
     assert not conv_checks.judge(case, "subnormal", operands, extras, out, rule).passed
+
+
+def test_bounds_of_a_blend_do_not_depend_on_the_priors_dtype():
+    """A bound that was computed in the prior's float16 had lost the rounding of its product."""
+    rule, prior = Epilogue(alpha=1.3717, beta=-0.6931), np.array([0.267, 1e-5, 3.0], np.float16)
+    wide = rule.error(np.zeros(3), np.zeros(3), prior=prior.astype(np.float64))
+    np.testing.assert_array_equal(rule.error(np.zeros(3), np.zeros(3), prior=prior), wide)
+    assert (wide > 2.0**-25 * np.abs(prior.astype(np.float64))).all()

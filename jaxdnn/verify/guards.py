@@ -1,14 +1,14 @@
 """Guards around the memory of a call: what it may not touch is full of a pattern, before and after.
 
 On a GPU whose memory JAX takes in one piece when it starts (`random` sees to that), what lies behind the operands of a
-call is filled with a pattern before the call. So results and workspaces start out as the pattern,
-and around each of them lies the pattern. After the call everything but its operands, its results and one block of the
-size of its workspace has to be as it was; the bytes between a result's end and the end of its last 256, too.
+call is filled with a pattern before the call. So results and workspaces start out as the pattern, and around each of
+them lies the pattern. After the call all but its operands, its results and one block of the size of its workspace
+has to be as it was; the bytes between a result's end and the end of its last 256, too.
 
 What this cannot see: a kernel that writes from one workspace of its program into another, for XLA puts them in one
-block; nor, in a program with a workspace, a write outside of it that together with it is no longer than it is large. Its
-results would have to be wrong to show it. Of an operand's last 256 bytes the rest is not looked at. A read beyond an
-array is seen only by what comes of it: the pattern is not a number in float32, bfloat16 and float16, and a call is
+block; nor, in a program with a workspace, a write outside of it that together with it is no longer than it is large.
+Its results would have to be wrong to show it. Of an operand's last 256 bytes the rest is not looked at. A read beyond
+an array is seen only by what comes of it: the pattern is not a number in float32, bfloat16 and float16, and a call is
 repeated on other patterns.
 """
 

@@ -153,7 +153,10 @@ def _is_modelled(case: Case, told: Facts) -> bool:
     name = blend.activation[0] if isinstance(blend.activation, tuple) else blend.activation
     joined = blend.bias or blend.residual or blend.beta
     one_way = (blend.alpha == 1 or not joined) and blend.beta in (0, 1)
-    return here and told.schedule is not None and one_way and name in (None, "relu", "clipped_relu", "leaky_relu")
+    parameter = float(blend.activation[1]) if isinstance(blend.activation, tuple) else 0.0
+    stored = parameter == float(np.float32(parameter))  # else the device multiplies with another number
+    known = name in (None, "relu", "clipped_relu", "leaky_relu") and stored
+    return here and told.schedule is not None and one_way and known
 
 
 def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any) -> Check:
