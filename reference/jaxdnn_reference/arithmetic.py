@@ -109,7 +109,8 @@ def dot_with_bound(
 def magnitude(a: Array, b: Array, /) -> Array:
     """S = sum |a| |b|, which every bound that does not know the order is a multiple of."""
     wide = _wide(a.dtype)
-    return np.matmul(np.abs(a.astype(wide)), np.abs(b.astype(wide)))
+    with np.errstate(invalid="ignore"):  # 0 * inf is NaN here as in the sum
+        return np.matmul(np.abs(a.astype(wide)), np.abs(b.astype(wide)))
 
 
 def _wide(dtype: np.dtype) -> Any:
