@@ -269,7 +269,7 @@ def test_float8_overflows_to_nan_or_infinity(dtype):
     """As ml_dtypes has it. XLA's own conversion on GPUs stops at the largest number, found by random calls."""
     largest = float(ml_dtypes.finfo(dtype).max)
     x = np.array([1, 1.03, 1.03574, 1.0715, 2, 1e30, np.inf, np.nan, 0, 0.3], np.float32) * np.float32(largest)
-    x = np.concatenate([x, -x, np.float32([464, 464.1, 61440, 61439])])
+    x = np.concatenate([x, -x, np.array([464, 464.1, 61440, 61439], np.float32)])
     with np.errstate(over="ignore"):
         expected = x.astype(dtype).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(nearest(jnp.asarray(x), dtype)).astype(np.float32), expected)
