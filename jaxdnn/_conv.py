@@ -322,7 +322,8 @@ def _on_device(op: str, spec: ConvSpec, run: Run, axes: Axes, a: Array, b: Array
     kept = {"g", *(() if out == "w" else axes.keys() - {"n", "c", "k"})}
     if not (summed := tuple(n for factor, devices in axes.items() if factor not in kept for n in devices.names)):
         return run(part, *given, *operands)
-    bare = dataclasses.replace(part, epilogue=Epilogue(), out_dtype=spec.accumulate, converted=spec.out_dtype)
+    sums = Epilogue(integer=jnp.issubdtype(spec.accumulate, jnp.integer))
+    bare = dataclasses.replace(part, epilogue=sums, out_dtype=spec.accumulate, converted=spec.out_dtype)
     return finish(op, spec, jax.lax.psum(run(bare, *given), summed), *operands)
 
 

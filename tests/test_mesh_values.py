@@ -199,3 +199,18 @@ def test_ties_with_padding_on_a_mesh():
             function(jax.device_put(x, NamedSharding(mesh, P(None, "a")))), function(x), strict=True
         ):
             np.testing.assert_array_equal(ours, alone)
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.int32, jnp.float32])
+def test_integers_are_added_over_devices_as_integers(out_dtype: Any):
+    """A device's part of the channels is a sum in int32, beyond the whole numbers that float32 holds."""
+    rng = np.random.default_rng(5)
+    x, w = (rng.integers(90, 128, shape).astype(np.int8) for shape in ((2, 4, 4, 16384), (1, 1, 16384, 8)))
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    sharded = (
+        jax.device_put(v, NamedSharding(mesh, P(*s))) for v, s in ((x, (None, None, None, "a")), (w, (None, None, "a")))
+    )
+    call = jax.jit(ft.partial(dnn.conv, out_dtype=out_dtype))
+    sums = x.reshape(32, 16384).astype(np.int64) @ w.reshape(16384, 8).astype(np.int64)
+    assert sums.min() > 8 * 2**24
+    np.testing.assert_array_equal(np.asarray(call(*sharded)).reshape(32, 8), sums.astype(out_dtype))

@@ -193,20 +193,19 @@ def test_sharded_rows_and_sharded_batches(kind: Any, engine: str):
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(None, ("a", "b"))])
 def test_sharded_rows_of_an_engine_that_sees_one_device(monkeypatch: pytest.MonkeyPatch, spec: Any):
-    """As a kernel does: a row's parts are joined; where bits may not depend on the mesh they are gathered."""
+    """As a kernel does: a row's parts are joined; where its bits do not depend on the mesh they are gathered."""
     (xla,) = (engine for engine in engines.registered("logsumexp") if engine.name == "xla")
-    kernel = dataclasses.replace(
-        xla, name="kernel", partition=lambda call: True, level=lambda call: "batch_invariant", rank=lambda call: -1
-    )
     registry = {op: list(engines.registered(op)) for op in engines.ops()}
-    monkeypatch.setattr(engines, "_registry", registry | {"logsumexp": [kernel]})
     x = np.array(data((8, 24)))
     x[1], x[2, 3], x[3, 23] = -np.inf, np.inf, np.nan
     x[4, :12] = -np.inf
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     operand = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     whole, golden = spec == P("a"), reference.logsumexp(x)
-    for level, gathers in ((None, False), ("batch_invariant", not whole)):
+    for level, gathers in (("batch_invariant", False), ("mesh_invariant", not whole)):
+        own = {"partition": lambda call: True, "level": lambda call, level=level: level, "rank": lambda call: -1}
+        kernel = dataclasses.replace(xla, name="kernel", **own)
+        monkeypatch.setattr(engines, "_registry", registry | {"logsumexp": [kernel]})
         run = jax.jit(ft.partial(dnn.logsumexp, determinism=level)).lower(operand).compile()
         text = run.as_text() or ""
         assert ("all-gather" in text, "all-reduce" in text) == (gathers, not gathers and not whole)
