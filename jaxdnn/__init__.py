@@ -34,7 +34,7 @@ from jaxdnn.activation import activation, activation_dgrad
 from jaxdnn.conv import conv, conv_bgrad, conv_dgrad, conv_transpose, conv_wgrad
 from jaxdnn.determinism import determinism
 from jaxdnn.dropout import DropoutState, dropout, dropout_mask
-from jaxdnn.explain import explain, public
+from jaxdnn.explain import explain
 from jaxdnn.im2col import col2im, im2col
 from jaxdnn.limits import limits
 from jaxdnn.norm import (
@@ -116,7 +116,3 @@ __all__ = [
     "transform",
     "unpool",
 ]
-
-for _op in set(__all__) - {"DropoutState", "determinism", "explain", "limits"}:
-    globals()[_op] = public(globals()[_op])
-del public

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn import _activation, _epilogue, _primitive
+from jaxdnn import _activation, _blending, _epilogue, _primitive
+from jaxdnn._activation_formulas import DERIVATIVE_FROM_OUTPUT, derivative
 from jaxdnn._compat import ad
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._partition import Axes, Factors, Run, Windows
@@ -124,13 +125,13 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
         y = bind(op, *primals, spec=spec)
         return y, _linear_tangent(op, spec, y, primals, tangents)
     name, parameter = spec.epilogue.activation
-    if name in _epilogue.DERIVATIVE_FROM_OUTPUT:
+    if name in DERIVATIVE_FROM_OUTPUT:
         z = y = bind(op, *primals, spec=spec)
     else:
         bare = spec.epilogue.without_activation()
         plain = dataclasses.replace(spec, epilogue=bare, out_dtype=spec.wide, converted=spec.out_dtype)
         z = bind(op, *primals, spec=plain)
-        y = _epilogue.convert(_epilogue.activated(z, name, parameter, spec.level), spec.out_dtype)
+        y = _blending.convert(_epilogue.activated(z, name, parameter, spec.level), spec.out_dtype)
     tangent = _linear_tangent(op, spec, y, primals, tangents)
     if isinstance(tangent, ad.Zero):
         return y, tangent
@@ -138,7 +139,7 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
         along = _epilogue.activation_spec(name, parameter, spec.out_dtype, spec.level)
         return y, _activation.bind("activation_dgrad", tangent, z, spec=along)
     # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
-    return y, _epilogue.derivative(z, name, parameter).astype(spec.out_dtype) * tangent
+    return y, derivative(z, name, parameter).astype(spec.out_dtype) * tangent
 
 
 def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -155,10 +156,10 @@ def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], t
             continue
         term = edge(tangent).astype(wide)
         if name == "prior":
-            term = _epilogue.scaled_prior(spec.epilogue.beta, term)
+            term = _blending.scaled_prior(spec.epilogue.beta, term)
         elif name == "bias":
             channel = spec.channel(ROLES[op][2])
-            term = jnp.broadcast_to(_epilogue.along_channel(term, y.ndim, channel), y.shape)
+            term = jnp.broadcast_to(_blending.along_channel(term, y.ndim, channel), y.shape)
         terms.append(term)
     if not terms:
         return _primitive.zero_tangent(y)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn import _check, _conv, _epilogue, _window, engines
+from jaxdnn import _blending, _check, _conv, _epilogue, _window, engines
+from jaxdnn._activation_formulas import read_activation
 from jaxdnn._conv import ConvSpec
 from jaxdnn._epilogue import Epilogue
 from jaxdnn._frame import Frame
@@ -249,7 +250,7 @@ def _like(name: str, value: Any, shape: tuple[int, ...], why: str) -> Array:
 def _epilogue_of(
     types: Types, operands: dict[str, Any], alpha: Any, beta: Any, activation: Any, operand_dtype: Any
 ) -> tuple[Epilogue, list[Array]]:
-    alpha, beta = _epilogue.read_scales(alpha, beta, operands["prior"])
+    alpha, beta = _blending.read_scales(alpha, beta, operands["prior"])
     allowed = {np.dtype(operand_dtype), types.accumulate, types.out}
     allowed |= {_F32} if types.accumulate == _INT32 else set()
     for name, value in operands.items():
@@ -258,7 +259,7 @@ def _epilogue_of(
     if _is_static(beta) and beta == 0:
         operands = {**operands, "prior": None}  # not read
     given = {name: value for name, value in operands.items() if value is not None}
-    act = _epilogue.read_activation(activation)
+    act = read_activation(activation)
     integer = types.accumulate == _INT32 and _is_integer_epilogue(alpha, beta, act, given)
     if types.out == _INT32 and not integer:
         raise TypeError(

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn import _check, _epilogue, _frame, _norm, engines
+from jaxdnn import _blending, _check, _epilogue, _frame, _norm, engines
+from jaxdnn._activation_formulas import read_activation
 from jaxdnn._frame import Frame
 from jaxdnn._norm import NormSpec
 from jaxdnn._rounded import rounded
@@ -293,7 +294,7 @@ def blend(
     """Reads two factors and a prior of a shape, in a layout if there is a frame; None if nothing is to be done."""
     *_, of_prior = names
     alpha, beta, prior = given
-    alpha, beta = _epilogue.read_scales(alpha, beta, prior, names)
+    alpha, beta = _blending.read_scales(alpha, beta, prior, names)
     reads = not (isinstance(beta, float) and beta == 0)
     if prior is not None:
         prior = _check.array(of_prior, prior) if frame is None else frame.array(of_prior, prior)
@@ -316,9 +317,9 @@ class Extras:
 
     def read(self, frame: Frame, x: Array, found: Types) -> "tuple[_epilogue.Epilogue, list[Array]] | None":
         """The epilogue and its operands; None if there is nothing to do."""
-        alpha, beta = _epilogue.read_scales(self.alpha, self.beta, self.prior)
+        alpha, beta = _blending.read_scales(self.alpha, self.beta, self.prior)
         static = isinstance(beta, float)
-        activation = _epilogue.read_activation(self.activation)
+        activation = read_activation(self.activation)
         operands = {}
         for name, value in (("prior", self.prior), ("residual", self.residual)):
             if value is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 
-from jaxdnn import _check, _epilogue, _pool, _tensor, _window, engines
+from jaxdnn import _blending, _check, _pool, _window, engines
 from jaxdnn._pool import PoolSpec
 from jaxdnn._rounded import rounded
 from jaxdnn._window import Layout, Window
@@ -192,10 +192,10 @@ def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
 def finish(y: Array, alpha: Any, beta: Any, prior: Any, out: np.dtype, dtype: Any) -> Array:
     """alpha * y + beta * prior in the accumulator's precision, where that is more than y, and the one conversion."""
     if is_plain(alpha, beta) and prior is None:
-        return rounded(_epilogue.convert(y, out))
+        return rounded(_blending.convert(y, out))
     wide = y.astype(accumulator(y.dtype))
     dtypes = (dtype,) if dtype is not None else ()
-    return _tensor.blend(wide, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=dtypes)
+    return _blending.blend(wide, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=dtypes)
 
 
 def taps_of(spec: PoolSpec, indices: Any, y_shape: tuple[int, ...]) -> Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export, lax
 
-from jaxdnn import _tensor
+from jaxdnn import _blending, _trees
 from jaxdnn._rounded import product, real, reciprocal
 
 Axes = tuple[int, ...]
@@ -36,7 +36,7 @@ def _along(combine: Callable[[Array, Array], Array], x: Array, axes: Axes, nothi
     if math.prod(x.shape[axis] for axis in axes) == 0:
         return jnp.full([1 if a in axes else n for a, n in enumerate(x.shape)], nothing, x.dtype)
     for axis in sorted(axes, reverse=True):
-        x = _tensor.tree(combine, x, axis)
+        x = _trees.tree(combine, x, axis)
     return x
 
 
@@ -122,7 +122,7 @@ def _squares_may_leave(dtype: np.dtype) -> bool:
 
 
 def _wide(x: Array) -> Array:
-    return _floating(x.astype(_tensor.accumulator(x.dtype)))
+    return _floating(x.astype(_blending.accumulator(x.dtype)))
 
 
 @norm2.defjvp

@@ -8,15 +8,17 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _activation, _check, _epilogue, _tensor, engines
+from jaxdnn import _activation, _blending, _check, engines
 from jaxdnn import _activation_formulas as formulas
 from jaxdnn._activation import ActivationSpec
 from jaxdnn.determinism import required, satisfies
+from jaxdnn.explain import public
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 Activation = str | tuple[str, float] | tuple[str, float, float, float] | None
 
 
+@public
 def activation(
     x: ArrayLike,
     /,
@@ -78,6 +80,7 @@ def activation(
     return _call("activation", (x,), run, activation, alpha, beta, prior, out, engine, determinism)
 
 
+@public
 def activation_dgrad(
     dy: ArrayLike,
     x: ArrayLike,
@@ -158,7 +161,7 @@ def _call(
     engine: Any,
     determinism: Any,
 ) -> Array:
-    alpha, beta = _epilogue.read_scale("alpha", alpha), _epilogue.read_scale("beta", beta)
+    alpha, beta = _blending.read_scale("alpha", alpha), _blending.read_scale("beta", beta)
     act, parameter = formulas.read_activation(activation) or ("identity", None)
     alone = isinstance(alpha, float) and isinstance(beta, float) and beta == 0
     level = required(determinism)
@@ -179,4 +182,4 @@ def _call(
     rest = 1.0 if inside else alpha
     computed = run(spec)
     dtypes = tuple(np.dtype(v.dtype) for v in operands)
-    return _tensor.blend(computed, alpha=rest, beta=beta, prior=prior, out=out, dtypes=(*dtypes, precision))
+    return _blending.blend(computed, alpha=rest, beta=beta, prior=prior, out=out, dtypes=(*dtypes, precision))

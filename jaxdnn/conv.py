@@ -12,8 +12,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn import _conv_arguments, _frame
 from jaxdnn._conv_arguments import Options
+from jaxdnn.explain import public
 
 
+@public
 def conv(
     x: ArrayLike,
     w: ArrayLike,
@@ -118,6 +120,7 @@ def conv(
     return frame.restore(_conv_arguments.call("conv", frame, spec, x, w, **extras))
 
 
+@public
 def conv_dgrad(
     dy: ArrayLike,
     w: ArrayLike,
@@ -182,6 +185,7 @@ def conv_dgrad(
     return frame.restore(_conv_arguments.call("conv_dgrad", frame, spec, dy, w, alpha=alpha, beta=beta, prior=prior))
 
 
+@public
 def conv_wgrad(
     x: ArrayLike,
     dy: ArrayLike,
@@ -245,6 +249,7 @@ def conv_wgrad(
     return frame.restore_filter(dw)
 
 
+@public
 def conv_bgrad(
     dy: ArrayLike,
     /,
@@ -294,6 +299,7 @@ def conv_bgrad(
     return _conv_arguments.blend(total, types, alpha=alpha, beta=beta, prior=prior, like=dy)
 
 
+@public
 def conv_transpose(
     x: ArrayLike,
     w: ArrayLike,

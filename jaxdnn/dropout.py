@@ -16,6 +16,7 @@ from jaxdnn._activation_formulas import read_activation
 from jaxdnn._dropout import BLOCK, DropoutSpec
 from jaxdnn._dropout_fused import FusedSpec
 from jaxdnn.determinism import required
+from jaxdnn.explain import public
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 
@@ -67,6 +68,7 @@ class DropoutState:
         return {"seed": seed, "offset": BLOCK * used % 2**64}
 
 
+@public
 def dropout(
     x: ArrayLike,
     key: ArrayLike | DropoutState,
@@ -164,6 +166,7 @@ def dropout(
     return _call(x, key, rate, offset, layout, engine, determinism, given)
 
 
+@public
 def dropout_mask(
     key: ArrayLike | DropoutState,
     shape: tuple[int, ...],

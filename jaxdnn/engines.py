@@ -134,6 +134,11 @@ def called(op: str) -> Iterator[None]:
         _called.reset(token)
 
 
+def is_called() -> bool:
+    """Whether a public op is being called."""
+    return _called.get() is not None
+
+
 def register(engine: Engine) -> None:
     """Adds an engine behind those its op already has."""
     _registry.setdefault(engine.op, []).append(engine)

@@ -156,11 +156,16 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """A public op that errors, traces and profiles name; `explain` finds by that name an op that has no primitive."""
+    """A public op that errors, traces and profiles name; `explain` finds by that name an op that has no primitive.
+
+    An op that a public op calls is part of that one.
+    """
     op = function.__name__
 
     @ft.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if engines.is_called():
+            return function(*args, **kwargs)
         with engines.called(op):
             level = _level_of_formula(lambda: function(*args, **kwargs)) if _explaining.value else None
             with jax.named_scope(f"jaxdnn.{op}" if level is None else f"jaxdnn.{op}:{level}"):

@@ -13,15 +13,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _frame, _primitive, _tensor, _window
+from jaxdnn import _blending, _check, _frame, _primitive, _window
 from jaxdnn._partition import Factors, Windows
 from jaxdnn._rounded import rounded
 from jaxdnn._window import Layout, Window
+from jaxdnn.explain import public
 
 MODES = ("cross_correlation", "convolution")
 ORDERS = ("taps_channels", "channels_taps")
 
 
+@public
 def im2col(
     x: ArrayLike,
     /,
@@ -72,13 +74,13 @@ def im2col(
     Sources: cuDNN's cudnnIm2Col. PyTorch's unfold has order "channels_taps" and P Q as one axis.
     """
     frame = _frame.frame(layout, None)
-    given = _tensor.array("x", x)
+    given = _blending.array("x", x)
     plain = frame.array("x", given)
     sizes = tuple(plain.shape[axis] for axis in frame.layout.spatial)
     geometry, taps, outputs = _geometry(sizes, window, stride, padding, dilation)
     flip = _check.choice("mode", mode, MODES) == "convolution"
     if jnp.issubdtype(given.dtype, jnp.inexact):  # exact, and makes the gradient's sums float32's
-        plain = plain.astype(_tensor.accumulator(given.dtype))
+        plain = plain.astype(_blending.accumulator(given.dtype))
     pads = _along_spatial(frame.layout, [(low, high, 0) for low, high in geometry.padding], (0, 0, 0))
     _check.countable("`padding`", [n + low + high for n, (low, high, _) in zip(plain.shape, pads, strict=True)])
 
@@ -93,6 +95,7 @@ def im2col(
     return rounded(frame.restore(_primitive.composed(patches, factors, plain)))
 
 
+@public
 def col2im(
     y: ArrayLike,
     x_shape: Sequence[int],
@@ -137,7 +140,7 @@ def col2im(
     Sources: PyTorch's fold, ONNX's Col2Im. cuDNN has it only within its backward-data algorithms.
     """
     frame = _frame.frame(layout, None)
-    given = _tensor.array("y", y)
+    given = _blending.array("y", y)
     plain, plain_shape = frame.array("y", given), frame.array_shape("x_shape", x_shape)
     axes = frame.layout
     sizes = tuple(plain_shape[axis] for axis in axes.spatial)
@@ -147,12 +150,12 @@ def col2im(
     _check.shape("y", plain, expected, f"as im2col of {plain_shape} has (axes {axes.name})")
     flip = _check.choice("mode", mode, MODES) == "convolution"
     parts = _split(plain, axes.channel, math.prod(taps), _order(order, axes))
-    acc, total = _tensor.accumulator(given.dtype), None
+    acc, total = _blending.accumulator(given.dtype), None
     for part, tap in zip(parts, _taps(taps, flip), strict=True):
         spread = _spread(axes, part.astype(acc), geometry, sizes, tap)
         total = spread if total is None else total + spread
     found = frame.restore(total if total is not None else jnp.zeros(plain_shape, acc))
-    return rounded(_epilogue.convert(found, _tensor.out_dtype(out_dtype, given)))
+    return rounded(_blending.convert(found, _blending.out_dtype(out_dtype, given)))
 
 
 def _geometry(

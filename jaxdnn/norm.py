@@ -12,12 +12,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn import _check
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._norm_arguments import Options
+from jaxdnn.explain import public
 
 
 def _read(name: str, value: ArrayLike) -> Array:
     return jnp.asarray(_check.array(name, value))
 
 
+@public
 def layer_norm(
     x: ArrayLike,
     /,
@@ -82,6 +84,7 @@ def layer_norm(
     return (y, view.give_statistic(mean), view.give_statistic(rstd)) if arguments.statistics(return_statistics) else y
 
 
+@public
 def layer_norm_dgrad(
     dy: ArrayLike,
     x: ArrayLike,
@@ -140,6 +143,7 @@ def layer_norm_dgrad(
     return arguments.backward(view, dy, x, scale, mean, rstd, found, options, found.out)
 
 
+@public
 def rms_norm(
     x: ArrayLike,
     /,
@@ -194,6 +198,7 @@ def rms_norm(
     return (y, view.give_statistic(rstd)) if arguments.statistics(return_statistics) else y
 
 
+@public
 def rms_norm_dgrad(
     dy: ArrayLike,
     x: ArrayLike,
@@ -246,6 +251,7 @@ def rms_norm_dgrad(
     return arguments.backward(view, dy, x, scale, None, rstd, found, options, found.out)
 
 
+@public
 def adaptive_layer_norm(
     x: ArrayLike,
     scale: ArrayLike,
@@ -301,6 +307,7 @@ def adaptive_layer_norm(
     return (y, view.give_statistic(mean), view.give_statistic(rstd)) if arguments.statistics(return_statistics) else y
 
 
+@public
 def adaptive_layer_norm_dgrad(
     dy: ArrayLike,
     x: ArrayLike,

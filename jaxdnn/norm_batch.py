@@ -12,15 +12,17 @@ import jax.numpy as jnp
 from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue
+from jaxdnn import _blending, _check, _epilogue
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn import _norm_devices as several
 from jaxdnn._norm_arguments import Extras, Options, Types, View
 from jaxdnn._norm_devices import AxisName
 from jaxdnn._rounded import at_edges, nearest, product, reciprocal, root, rounded
 from jaxdnn.determinism import required
+from jaxdnn.explain import public
 
 
+@public
 def batch_norm(
     x: ArrayLike,
     /,
@@ -121,6 +123,7 @@ def batch_norm(
     return frame.restore(y), mean, rstd, *updated_running(running, (mean, unbiased), momentum)
 
 
+@public
 def batch_norm_inference(
     x: ArrayLike,
     mean: ArrayLike,
@@ -193,6 +196,7 @@ def batch_norm_inference(
     return frame.restore(edge(nearest(y, found.out)))
 
 
+@public
 def batch_norm_dgrad(
     dy: ArrayLike,
     x: ArrayLike,
@@ -328,12 +332,12 @@ def updated_running(
     running: tuple[Array, Array] | None, new: tuple[Array, Array], momentum: Any
 ) -> tuple[Array, Array]:
     """momentum new + (1 - momentum) running; what has the weight 0 does not reach the result."""
-    weight = _epilogue.read_scale("momentum", momentum)
+    weight = _blending.read_scale("momentum", momentum)
     if isinstance(weight, float) and not 0 <= weight <= 1:
         raise ValueError(f"`momentum` must be a number from 0 to 1, got {weight!r}.")
     if running is None:
         return new
     weight = jnp.asarray(weight).astype(new[0].dtype)
-    part = _epilogue.scaled_prior  # what has the weight 0 is not read: it may be NaN
+    part = _blending.scaled_prior  # what has the weight 0 is not read: it may be NaN
     blended = [part(weight, n) + part(1 - weight, old.astype(n.dtype)) for n, old in zip(new, running, strict=True)]
     return blended[0].astype(running[0].dtype), blended[1].astype(running[1].dtype)

@@ -14,6 +14,7 @@ from jaxdnn import _check
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._frame import Frame
 from jaxdnn._norm_arguments import Options, View
+from jaxdnn.explain import public
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,7 @@ def _backward(
     return images.restore(dx), ds, db
 
 
+@public
 def group_norm(
     x: ArrayLike,
     /,
@@ -146,6 +148,7 @@ def group_norm(
     return (y, mean, rstd) if arguments.statistics(return_statistics) else y
 
 
+@public
 def group_norm_dgrad(
     dy: ArrayLike,
     x: ArrayLike,
@@ -207,6 +210,7 @@ def group_norm_dgrad(
     return _backward(images, view, dy, x, scale, (mean, rstd), Options(eps, engine, determinism), out_dtype)
 
 
+@public
 def instance_norm(
     x: ArrayLike,
     /,
@@ -260,6 +264,7 @@ def instance_norm(
     return (y, mean, rstd) if arguments.statistics(return_statistics) else y
 
 
+@public
 def instance_norm_dgrad(
     dy: ArrayLike,
     x: ArrayLike,

@@ -13,15 +13,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _partition, _primitive, _tensor
+from jaxdnn import _blending, _check, _partition, _primitive
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._rounded import at_edges, power, product, reciprocal
 from jaxdnn.determinism import required
+from jaxdnn.explain import public
 
 _SIDES = ("high", "low")
 _WHY = "its powers are the device's"
 
 
+@public
 def lrn(
     x: ArrayLike,
     /,
@@ -87,6 +89,7 @@ def lrn(
     return frame.restore(_blended(frame, y, alpha, beta, prior, found))
 
 
+@public
 def lrn_dgrad(
     dy: ArrayLike,
     x: ArrayLike,
@@ -148,6 +151,7 @@ def lrn_dgrad(
     return frame.restore(_blended(frame, dx, alpha, beta, prior, found))
 
 
+@public
 def divisive_norm(
     x: ArrayLike,
     /,
@@ -213,6 +217,7 @@ def divisive_norm(
     return frame.restore(_blended(frame, y, alpha, beta, prior, found))
 
 
+@public
 def divisive_norm_dgrad(
     dy: ArrayLike,
     x: ArrayLike,
@@ -273,7 +278,7 @@ def divisive_norm_dgrad(
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
     dx, dmeans = window.gradient(dy, wide, wide - _means(frame, means, x, found), frame.layout.spatial)
-    scaled = _tensor.blend(dmeans, alpha=alpha, beta=0.0, prior=None, out=found.out)
+    scaled = _blending.blend(dmeans, alpha=alpha, beta=0.0, prior=None, out=found.out)
     return frame.restore(_blended(frame, dx, alpha, beta, prior, found)), frame.restore(scaled)
 
 
@@ -348,4 +353,4 @@ def _means(frame: Any, means: Any, x: Array, found: Any) -> Array:
 def _blended(frame: Any, computed: Array, alpha: Any, beta: Any, prior: Any, found: Any) -> Array:
     prior = None if prior is None else frame.array("prior", prior)
     dtypes = arguments.narrower(found.accumulate)
-    return _tensor.blend(computed, alpha=alpha, beta=beta, prior=prior, out=found.out, dtypes=dtypes)
+    return _blending.blend(computed, alpha=alpha, beta=beta, prior=prior, out=found.out, dtypes=dtypes)

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _reduce, _tensor
+from jaxdnn import _check, _reduce, _trees
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._rounded import at_edges, nearest, power, product, quotient, root
 from jaxdnn.determinism import is_fixed, required
+from jaxdnn.explain import public
 
 
+@public
 def lp_normalize(
     x: ArrayLike,
     /,
@@ -69,7 +71,7 @@ def lp_normalize(
     scaled, unit = _scaled_by_power_of_two(wide, view.axes)
     axes = tuple(axis % x.ndim for axis in view.axes)
     divisor = jnp.maximum(_norm_of(scaled, p, axes, is_fixed(level)), jnp.asarray(small, wide.dtype) * unit)
-    return edge(nearest(quotient(scaled, _tensor.broadcast(divisor, scaled.shape, level)), found.out))
+    return edge(nearest(quotient(scaled, _trees.broadcast(divisor, scaled.shape, level)), found.out))
 
 
 def _scaled_by_power_of_two(x: Array, axes: Sequence[int]) -> tuple[Array, Array]:

@@ -13,9 +13,11 @@ from jax.typing import ArrayLike
 from jaxdnn import _check
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._norm_arguments import Types, View
+from jaxdnn.explain import public
 from jaxdnn.norm_batch import read_running, updated_running
 
 
+@public
 def genstats(
     x: ArrayLike, /, *, shift: ArrayLike | None = None, layout: str = "NHWC", determinism: str | None = None
 ) -> tuple[Array, Array]:
@@ -63,6 +65,7 @@ def genstats(
     return jnp.sum(wide, axes), jnp.sum(wide * wide, axes)
 
 
+@public
 def bn_finalize(
     total: ArrayLike,
     squares: ArrayLike,
@@ -145,6 +148,7 @@ def bn_finalize(
     return factor, summand, mean, rstd, *updated_running(running, (mean, unbiased), momentum)
 
 
+@public
 def bn_finalize_inference(
     mean: ArrayLike,
     variance: ArrayLike,
@@ -206,6 +210,7 @@ def bn_finalize_inference(
     return factor, -less if bias is None else wide("bias", bias) - less
 
 
+@public
 def dbn_weight(
     dy: ArrayLike,
     x: ArrayLike,

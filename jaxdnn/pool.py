@@ -22,10 +22,12 @@ from jaxdnn._kernels.xla.pool_gather import gather_form
 from jaxdnn._pool import PoolSpec
 from jaxdnn._pool_arguments import Options
 from jaxdnn._rounded import at_edges
+from jaxdnn.explain import public
 
 Padding = int | Sequence[int] | Sequence[tuple[int, int]] | str
 
 
+@public
 def pool(
     x: ArrayLike,
     /,
@@ -143,6 +145,7 @@ def _lp(spec: PoolSpec, p: float, x: Array) -> Array:
     return _pool_norm.root(p, _bind("pool_average", _of(spec, x.dtype), _pool_norm.powers(p, x)))
 
 
+@public
 def pool_dgrad(
     dy: ArrayLike,
     x: ArrayLike | Sequence[int],
@@ -246,6 +249,7 @@ def _taps(spec: PoolSpec, x: Any, indices: Any, y_shape: Any, order: _window.Lay
     return _bind("pool_max_indices", _of(spec, given.dtype), given)[1]
 
 
+@public
 def unpool(
     y: ArrayLike,
     indices: ArrayLike,

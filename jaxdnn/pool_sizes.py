@@ -17,9 +17,11 @@ from jaxdnn._pool import PoolSpec
 from jaxdnn._rounded import at_edges, product, real
 from jaxdnn._window import Window
 from jaxdnn.determinism import required
+from jaxdnn.explain import public
 from jaxdnn.pool import pool
 
 
+@public
 def global_pool(
     x: ArrayLike,
     /,
@@ -88,6 +90,7 @@ def global_pool(
     )
 
 
+@public
 def adaptive_pool(
     x: ArrayLike,
     /,

@@ -10,10 +10,11 @@ import numpy as np
 from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _primitive, _reduce, _tensor
+from jaxdnn import _blending, _check, _primitive, _reduce
 from jaxdnn._partition import Factors
 from jaxdnn._rounded import at_edges
 from jaxdnn.determinism import is_fixed, required
+from jaxdnn.explain import public
 from jaxdnn.tensor import NAN_RULES
 
 EXTREMES = ("min", "max", "amax")
@@ -28,6 +29,7 @@ _SUMS = {
 OPS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros")
 
 
+@public
 def reduce(
     x: ArrayLike,
     /,
@@ -100,7 +102,7 @@ def reduce(
     """
     level = required(determinism)
     edge = ft.partial(at_edges, level)
-    x = _tensor.array("x", x)
+    x = _blending.array("x", x)
     _check.choice("op", op, OPS)
     _check.choice("nan", nan, NAN_RULES)
     keepdims, return_indices = _check.flag("keepdims", keepdims), _check.flag("return_indices", return_indices)
@@ -118,15 +120,15 @@ def reduce(
         raise NotImplementedError(
             f"`x` must have known sizes along the axes {reduced} at determinism level {level!r}, got shape {x.shape}."
         )
-    wide = x.astype(_tensor.accumulator(x.dtype))
+    wide = x.astype(_blending.accumulator(x.dtype))
     if op in EXTREMES:
         found = _sharded(lambda a: _reduce.extreme(a, op, reduced, nan), reduced, wide)
     else:
         given = x if op == "norm2" else wide  # which is taken from x itself, and squares it in float64
         found = _sharded(lambda a: _SUMS[op](a, reduced, is_fixed(level)), reduced, given)
     y = found if keepdims else jnp.squeeze(found, reduced)
-    out = _tensor.out_dtype(out_dtype, x)
-    y = edge(_tensor.blend(edge(y), alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,)))
+    out = _blending.out_dtype(out_dtype, x)
+    y = edge(_blending.blend(edge(y), alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,)))
     if not return_indices:
         return y
     indices = _sharded(lambda a, y: _reduce.index(a, y, op, reduced), reduced, wide, found)

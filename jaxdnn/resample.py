@@ -15,15 +15,17 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _frame, _resample, _tensor, engines
+from jaxdnn import _blending, _check, _folding, _frame, _resample, engines
 from jaxdnn._resample import ResampleSpec, Rule
 from jaxdnn._rounded import real
 from jaxdnn.determinism import required
+from jaxdnn.explain import public
 
 ORDERS = ("CRD", "DCR")
-_FLOATS = _tensor.FLOATS[:4]
+_FLOATS = _blending.FLOATS[:4]
 
 
+@public
 def resample(
     x: ArrayLike,
     /,
@@ -101,7 +103,7 @@ def resample(
       processing".
     """
     frame = _frame.frame(layout, None)
-    given = _tensor.array("x", x)
+    given = _blending.array("x", x)
     plain = frame.array("x", given)
     _check_dtype(given, method)
     before = tuple(plain.shape[axis] for axis in frame.layout.spatial)
@@ -110,10 +112,11 @@ def resample(
     options = (method, coordinates, rounding, cubic_coefficient, antialias, boundary)
     rules = _rules(before, after, ratios, options)
     y = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=False))
-    out = _tensor.out_dtype(out_dtype, given)
-    return _tensor.blend(y, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+    out = _blending.out_dtype(out_dtype, given)
+    return _blending.blend(y, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
 
 
+@public
 def resample_dgrad(
     dy: ArrayLike,
     x_shape: Sequence[int],
@@ -165,7 +168,7 @@ def resample_dgrad(
     Sources: cuDNN's resample backward operation. PyTorch's has no deterministic form on GPUs.
     """
     frame = _frame.frame(layout, None)
-    given = _tensor.array("dy", dy)
+    given = _blending.array("dy", dy)
     _check.dtype("dy", given, _FLOATS)
     plain, shape = frame.array("dy", given), frame.array_shape("x_shape", x_shape)
     axes = frame.layout
@@ -175,15 +178,15 @@ def resample_dgrad(
     options = (method, coordinates, rounding, cubic_coefficient, antialias, boundary)
     rules = _rules(before, after, ratios, options)
     dx = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=True))
-    out = _tensor.out_dtype(out_dtype, given)
-    return _tensor.blend(dx, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+    out = _blending.out_dtype(out_dtype, given)
+    return _blending.blend(dx, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
 
 
 def _along_axes(
     frame: _frame.Frame, x: Array, rules: list[Rule], engine: Any, determinism: Any, *, transposed: bool
 ) -> Array:
     """Binds the primitive for each axis that changes."""
-    acc = _tensor.accumulator(x.dtype)
+    acc = _blending.accumulator(x.dtype)
     if np.issubdtype(acc, np.integer) and rules[0].method != "nearest":
         acc = np.dtype(np.float32)
     x = real(x, acc) if jnp.issubdtype(acc, jnp.floating) else x.astype(acc)
@@ -263,6 +266,7 @@ def _rules(
     ]
 
 
+@public
 def pixel_shuffle(
     x: ArrayLike, /, *, factor: int | Sequence[int] = 2, order: str = "CRD", layout: str = "NHWC"
 ) -> Array:
@@ -296,9 +300,10 @@ def pixel_shuffle(
     Sources: PyTorch's pixel_shuffle and ONNX's DepthToSpace in mode CRD are "CRD"; TensorFlow's depth_to_space and
       ONNX's mode DCR are "DCR".
     """
-    return _shuffle(x, factor, order, layout, _tensor.unfold)
+    return _shuffle(x, factor, order, layout, _folding.unfold)
 
 
+@public
 def pixel_unshuffle(
     x: ArrayLike, /, *, factor: int | Sequence[int] = 2, order: str = "CRD", layout: str = "NHWC"
 ) -> Array:
@@ -331,12 +336,12 @@ def pixel_unshuffle(
 
     Sources: PyTorch's pixel_unshuffle is "CRD"; TensorFlow's space_to_depth and ONNX's SpaceToDepth are "DCR".
     """
-    return _shuffle(x, factor, order, layout, _tensor.fold)
+    return _shuffle(x, factor, order, layout, _folding.fold)
 
 
 def _shuffle(x: Any, factor: Any, order: Any, layout: Any, move: Any) -> Array:
     frame = _frame.frame(layout, None)
-    plain = frame.array("x", _tensor.array("x", x))
+    plain = frame.array("x", _blending.array("x", x))
     factors = _check.integers("factor", factor, frame.layout.rank, minimum=1)
     _check.choice("order", order, ORDERS)
     canonical = (frame.layout.batch, frame.layout.channel, *frame.layout.spatial)

@@ -8,9 +8,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _softmax, _tensor, _window
+from jaxdnn import _blending, _check, _softmax, _window
 from jaxdnn._softmax import SoftmaxSpec
 from jaxdnn.determinism import required
+from jaxdnn.explain import public
 
 ALGORITHMS = ("accurate", "fast", "log")
 MODES = (None, "channel", "instance")
@@ -18,6 +19,7 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
+@public
 def softmax(
     x: ArrayLike,
     /,
@@ -100,9 +102,10 @@ def softmax(
     y = _softmax.bind("softmax", x, spec=spec.as_dtype(spec.accumulate))
     if mask is not None:
         y = jnp.where(mask, y, jnp.full((), -jnp.inf if algorithm == "log" else 0, y.dtype))
-    return _tensor.blend(y, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=(x.dtype,))
+    return _blending.blend(y, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=(x.dtype,))
 
 
+@public
 def softmax_dgrad(
     dy: ArrayLike,
     y: ArrayLike,
@@ -168,9 +171,10 @@ def softmax_dgrad(
         return _softmax.bind("softmax_dgrad", dy, y, spec=spec)
     dx = _softmax.bind("softmax_dgrad", dy, y, spec=spec.as_dtype(spec.accumulate))
     dtypes = (dy.dtype, y.dtype)
-    return _tensor.blend(dx, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=dtypes)
+    return _blending.blend(dx, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=dtypes)
 
 
+@public
 def logsumexp(
     x: ArrayLike,
     /,
@@ -283,7 +287,7 @@ def _mask(where: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _is_plain(alpha: Any, beta: Any, prior: Any) -> bool:
-    """Whether there is nothing to blend; a number that is not one is left for `_tensor.blend` to refuse."""
+    """Whether there is nothing to blend; a number that is not one is left for `_blending.blend` to refuse."""
     return prior is None and alpha is not True and isinstance(alpha, int | float) and alpha == 1 and _is_zero(beta)
 
 

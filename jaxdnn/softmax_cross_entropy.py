@@ -16,6 +16,7 @@ from jaxdnn import _check, _softmax
 from jaxdnn._partition import Factors
 from jaxdnn._primitive import composed, in_types, vary_alike
 from jaxdnn.determinism import required, satisfies
+from jaxdnn.explain import public
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -23,6 +24,7 @@ CHUNK_LOGITS = 1 << 27  # logits that exist at once: 512 MiB in float32
 _F64 = np.dtype(np.float64)
 
 
+@public
 def linear_cross_entropy(
     x: ArrayLike,
     w: ArrayLike,

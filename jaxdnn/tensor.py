@@ -11,14 +11,16 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _epilogue, _frame, _primitive, _tensor, _window
+from jaxdnn import _blending, _check, _folding, _frame, _primitive, _trees, _window
 from jaxdnn._rounded import nearest_number, product, real, root, rounded
 from jaxdnn.determinism import required
+from jaxdnn.explain import public
 
 OPS = ("add", "mul", "min", "max", "sqrt", "not")
 NAN_RULES = ("propagate", "ignore")
 
 
+@public
 def transform(
     x: ArrayLike,
     /,
@@ -85,18 +87,18 @@ def transform(
     """
     source = _frame.frame(layout, None)
     target = source if out_layout is None else _frame.Frame(_out_layout(out_layout, source), source.given_filter)
-    given = _tensor.array("x", x)
+    given = _blending.array("x", x)
     plain = source.array("x", given)
     moved = jnp.transpose(plain, [source.layout.axes.index(a) for a in _canonical(source)])
     rank = source.layout.rank
     folds = {name: _check.integers(name, v, rank, minimum=1) for name, v in (("fold", fold), ("unfold", unfold))}
-    moved = _pad(_tensor.unfold("unfold", moved, folds["unfold"]), _pads(padding, rank))
-    moved = _with_channels(_tensor.fold("fold", moved, folds["fold"]), channels, target.given.vector or 1)
+    moved = _pad(_folding.unfold("unfold", moved, folds["unfold"]), _pads(padding, rank))
+    moved = _with_channels(_folding.fold("fold", moved, folds["fold"]), channels, target.given.vector or 1)
     moved = jnp.transpose(moved, [_canonical(source).index(a) for a in target.layout.axes])
     moved = target.restore(moved)
-    out = _tensor.out_dtype(out_dtype, given)
-    computed = moved.astype(_tensor.accumulator(given.dtype))
-    return _tensor.blend(computed, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+    out = _blending.out_dtype(out_dtype, given)
+    computed = moved.astype(_blending.accumulator(given.dtype))
+    return _blending.blend(computed, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
 
 
 def _out_layout(value: Any, source: _frame.Frame) -> _window.Layout:
@@ -147,6 +149,7 @@ def _with_channels(x: Array, channels: Any, vector: int) -> Array:
     return jnp.pad(kept, [(0, 0), (0, filled), *[(0, 0)] * (x.ndim - 2)]) if filled else kept
 
 
+@public
 def add(
     a: ArrayLike,
     c: ArrayLike,
@@ -189,14 +192,14 @@ def add(
     Sources: cuDNN's cudnnAddTensor, whose beta scales C, so that the default here is 1. NumPy's broadcasting would also
       prepend axes and widen c; this does not.
     """
-    c, a = _tensor.array("c", c), _tensor.array("a", a)
-    acc = _tensor.accumulator(c.dtype)
+    c, a = _blending.array("c", c), _blending.array("a", a)
+    acc = _blending.accumulator(c.dtype)
     if a.dtype != acc:
-        _tensor.same_dtype("a", a, "c", c)
+        _blending.same_dtype("a", a, "c", c)
     _broadcasts("a", a, "c", c)
-    out, level = _tensor.out_dtype(out_dtype, c), required(determinism)
-    computed = _tensor.broadcast(a.astype(acc), c.shape, level)
-    return _tensor.blend(computed, alpha=alpha, beta=beta, prior=c, out=out, dtypes=(c.dtype,), name="c")
+    out, level = _blending.out_dtype(out_dtype, c), required(determinism)
+    computed = _trees.broadcast(a.astype(acc), c.shape, level)
+    return _blending.blend(computed, alpha=alpha, beta=beta, prior=c, out=out, dtypes=(c.dtype,), name="c")
 
 
 def _broadcasts(name: str, value: Array, other_name: str, other: Array) -> None:
@@ -208,6 +211,7 @@ def _broadcasts(name: str, value: Array, other_name: str, other: Array) -> None:
         )
 
 
+@public
 def op_tensor(
     a: ArrayLike,
     b: ArrayLike | None,
@@ -260,30 +264,30 @@ def op_tensor(
 
     Sources: cuDNN's cudnnOpTensor (CUDNN_OP_TENSOR_...; its default for NaN is "ignore").
     """
-    a = _tensor.array("a", a)
+    a = _blending.array("a", a)
     _check.choice("op", op, OPS)
     _check.choice("nan", nan, NAN_RULES)
     if nan != "propagate" and op not in ("min", "max"):
         raise ValueError(f"`nan` must be 'propagate' except for op 'min' and 'max', got {nan!r} for op {op!r}.")
-    out, level = _tensor.out_dtype(out_dtype, a), required(determinism)
-    acc = _tensor.accumulator(a.dtype)
-    first = _tensor.scaled(a.astype(acc), _epilogue.read_scale("alpha1", alpha1))
+    out, level = _blending.out_dtype(out_dtype, a), required(determinism)
+    acc = _blending.accumulator(a.dtype)
+    first = _blending.scaled(a.astype(acc), _blending.read_scale("alpha1", alpha1))
     if op == "sqrt":
-        _tensor.refuse_portable("op_tensor op 'sqrt'", level)
+        _blending.refuse_portable("op_tensor op 'sqrt'", level)
     if op in ("sqrt", "not"):
         computed = _unary(op, first)
     else:
         if b is None:
             raise ValueError(f"`b` must be an array for op {op!r}, got None.")
-        other = _tensor.array("b", b)
-        _tensor.same_dtype("b", other, "a", a)
+        other = _blending.array("b", b)
+        _blending.same_dtype("b", other, "a", a)
         _broadcasts("b", other, "a", a)
-        other = _tensor.broadcast(other.astype(acc), a.shape, level)
-        second = _tensor.scaled(other, _epilogue.read_scale("alpha2", alpha2))
+        other = _trees.broadcast(other.astype(acc), a.shape, level)
+        second = _blending.scaled(other, _blending.read_scale("alpha2", alpha2))
         common = first.dtype if first.dtype == second.dtype else jnp.float32  # int32 and a scaled one
         first, second = (v if v.dtype == common else real(v, common) for v in (first, second))
         computed = _binary(op, first, second, nan)
-    return _tensor.blend(computed, alpha=1.0, beta=beta, prior=prior, out=out, dtypes=(a.dtype, acc))
+    return _blending.blend(computed, alpha=1.0, beta=beta, prior=prior, out=out, dtypes=(a.dtype, acc))
 
 
 def _unary(op: str, a: Array) -> Array:
@@ -304,6 +308,7 @@ def _binary(op: str, a: Array, b: Array, nan: str) -> Array:
     return jnp.where(first, _primitive.placed_like(a, first), _primitive.placed_like(b, first))
 
 
+@public
 def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLike | None = None) -> Array:
     """Scales an array.
 
@@ -333,12 +338,13 @@ def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLi
 
     Sources: cuDNN's cudnnScaleTensor.
     """
-    x = _tensor.array("x", x)
-    out = _tensor.out_dtype(out_dtype, x)
-    computed = x.astype(_tensor.accumulator(x.dtype))
-    return _tensor.blend(computed, alpha=alpha, beta=0.0, prior=None, out=out)
+    x = _blending.array("x", x)
+    out = _blending.out_dtype(out_dtype, x)
+    computed = x.astype(_blending.accumulator(x.dtype))
+    return _blending.blend(computed, alpha=alpha, beta=0.0, prior=None, out=out)
 
 
+@public
 def fill(x: ArrayLike, /, *, value: float | ArrayLike = 0.0, out_dtype: DTypeLike | None = None) -> Array:
     """An array like another one, with one value everywhere.
 
@@ -367,11 +373,11 @@ def fill(x: ArrayLike, /, *, value: float | ArrayLike = 0.0, out_dtype: DTypeLik
 
     Sources: cuDNN's cudnnSetTensor.
     """
-    x = _tensor.array("x", x)
-    out = _tensor.out_dtype(out_dtype, x)
-    number = _epilogue.read_scale("value", value)
+    x = _blending.array("x", x)
+    out = _blending.out_dtype(out_dtype, x)
+    number = _blending.read_scale("value", value)
     if isinstance(number, Array):
-        return jnp.full_like(x, _epilogue.convert(number, out), dtype=out)
+        return jnp.full_like(x, _blending.convert(number, out), dtype=out)
     if not jnp.issubdtype(out, jnp.integer):
         return jnp.full_like(x, nearest_number(number, out), dtype=out)
     # Saturated here, for float32 does not hold every int32.

@@ -10,6 +10,7 @@ import pytest
 from scipy import special
 
 from jaxdnn import _epilogue, tolerance
+from jaxdnn._activation_formulas import ACTIVATIONS, read_activation
 from jaxdnn.tolerance import FORMATS, Epilogue, compare
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -90,11 +91,11 @@ def test_unknown_format():
 # ---- epilogues -------------------------------------------------------------------------------------------------------
 
 EXACT_ACTIVATIONS = (None, "identity", "relu", "clipped_relu")
-ACTIVATIONS = [None, *_epilogue.ACTIVATIONS, ("elu", 2.5), ("swish", 1.7), ("softplus", 3.0), ("leaky_relu", 0.3)]
+ACTIVATIONS = [None, *ACTIVATIONS, ("elu", 2.5), ("swish", 1.7), ("softplus", 3.0), ("leaky_relu", 0.3)]
 
 
 def exact_activation(z: np.ndarray, activation: Any) -> np.ndarray:
-    name, parameter = _epilogue.read_activation(activation) or ("identity", None)
+    name, parameter = read_activation(activation) or ("identity", None)
     p: Any = 1.0 if parameter is None else parameter
     wide = np.longdouble(z)
     functions = {
@@ -125,9 +126,7 @@ def test_epilogue_bound_holds_on_this_platform(activation: Any):
     prior, residual, bias = (rng.standard_normal(c.size).astype(np.float32) for _ in range(3))
     flush = 2 * FORMATS["float32"].smallest_normal
     for alpha, beta, terms in ((1.0, 0.0, ()), (1.7, 0.0, ()), (-0.3, 0.6, (residual, bias))):
-        spec = _epilogue.Epilogue(
-            alpha, beta, beta != 0, bool(terms), bool(terms), _epilogue.read_activation(activation)
-        )
+        spec = _epilogue.Epilogue(alpha, beta, beta != 0, bool(terms), bool(terms), read_activation(activation))
         operands = (*((prior,) if beta else ()), *terms[::-1])
         out = jax.jit(lambda *a, s=spec: apply(s, *a))(computed, *operands)
         z = alpha * c + (beta * prior.astype(np.float64) if beta else 0.0) + sum(t.astype(np.float64) for t in terms)
