@@ -4,6 +4,10 @@ Nearly all of a test's time is compilation, and many tests are one function of m
 function runs N of them, or a `SLICES`th part if that is more. Which ones is the slice's number: as many consecutive
 slices as there are hold every parameter of every function. Besides, each slice holds the facets of every module: each
 value of each parameter that has few (dtypes, layouts, engines, ops, algorithms, kinds of plan), in some test of it.
+
+Where the suite runs twice, on two releases of JAX, one of the runs is `beside` the other: it has every function too, of
+other parameters, half of all slices away, and leaves the facets to the other run, on the newest JAX, where all kernels
+run. So every release meets every function each time, and every parameter in as many runs as there are slices.
 """
 
 import collections
@@ -22,16 +26,20 @@ PLANS = {"block", "case", "cluster", "length", "name", "plan", "size", "splits",
 KERNELS = "test_kernels_"
 
 
-def current() -> int:
+def current(beside: bool = False) -> int:
     """The slice of this commit: commits in a row have slices in a row. Without git, that of the day."""
+    return (_counted() + beside * SLICES // 2) % SLICES
+
+
+def _counted() -> int:
     command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
     try:
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) % SLICES
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError):
-        return datetime.date.today().toordinal() % SLICES
+        return datetime.date.today().toordinal()
 
 
-def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int) -> set[str]:
+def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, beside: bool = False) -> set[str]:
     """Of tests, each an id with the values of its parameters, those that a slice runs."""
     functions: dict[str, list[str]] = collections.defaultdict(list)
     for test in tests:
@@ -39,6 +47,8 @@ def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int) -> s
     kept: dict[str, None] = {}
     for group in functions.values():
         kept |= dict.fromkeys(_part(group, count, slice_))
+    if beside:
+        return set(kept)
     facets = _facets(functions, tests)
     held: dict[str, set[Any]] = collections.defaultdict(set)
     for test in kept:

@@ -30,16 +30,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=int, default=0, metavar="N", help=said)
     said = f"which sample, from 0 to {_sample.SLICES - 1}; without it that of the commit"
     parser.addoption("--slice", type=int, choices=range(_sample.SLICES), default=None, metavar="N", help=said)
+    said = "a run beside another one that holds the facets: other parameters than that, and no facets of its own"
+    parser.addoption("--beside", action="store_true", help=said)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.slice is None:  # here, so that all workers of a run have the same
-        config.option.slice = _sample.current()
+        config.option.slice = _sample.current(config.option.beside)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     count, slice_ = config.option.sample, config.option.slice
-    tests = f"; repeat this sample with --sample {count} --slice {slice_}" if count else ""
+    beside = " --beside" if config.option.beside else ""
+    tests = f"; repeat this sample with --sample {count} --slice {slice_}{beside}" if count else ""
     return f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices{tests}"
 
 
@@ -47,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.sample:
         return
     tests = {item.nodeid: getattr(getattr(item, "callspec", None), "params", {}) for item in items}
-    kept = _sample.chosen(tests, config.option.sample, config.option.slice)
+    kept = _sample.chosen(tests, config.option.sample, config.option.slice, config.option.beside)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 

@@ -24,11 +24,17 @@ def data(dtype: str, *shape: int, seed: int = 0) -> np.ndarray:
     return values.astype(np.float32).astype(getattr(ml_dtypes, dtype, dtype))
 
 
-def agree(name: str, *arrays: Any, choices: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Asserts the definition's bits, signs of zeros included, eagerly and compiled, and its golden value by a bound."""
-    found = getattr(dnn, name)(*arrays, **options, **(choices or {}))
-    definition = getattr(reference, name)
-    wanted = definition(*arrays, **options, arithmetic="ordered")
+def agree(name: str, *arrays: Any, choices: dict[str, Any] | None = None, eager: bool = False, **options: Any) -> Any:
+    """Asserts the definition's bits, signs of zeros included; of a compiled call, which is one program, not dozens."""
+    given = {i: v for i, v in enumerate(arrays) if isinstance(v, np.ndarray)}
+    named = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    static = {k: v for k, v in options.items() if k not in named} | (choices or {})
+
+    def call(given: dict[int, Any], named: dict[str, Any]) -> Any:
+        return getattr(dnn, name)(*(given.get(i, v) for i, v in enumerate(arrays)), **named, **static)
+
+    found = (call if eager else jax.jit(call))(given, named)
+    wanted = getattr(reference, name)(*arrays, **options, arithmetic="ordered")
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_array_equal(np.asarray(a, np.float64), b.astype(np.float64))

@@ -31,6 +31,11 @@ def test_bits_at_the_strongest_level(op: str, dtype: str):
     agree("reduce", x, op=op, axis=1, beta=-0.7, prior=data(dtype, 2, 4, 3), choices=PORTABLE)
 
 
+@each_op
+def test_bits_operation_by_operation(op: str):
+    agree("reduce", data("bfloat16", *X), op=op, axis=(3, 1), choices=PORTABLE, eager=True)
+
+
 @pytest.mark.parametrize("op", ["add", "avg", "norm1", "norm2", "mul", "mul_no_zeros"])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000])
 def test_bits_of_many_lengths(op: str, n: int):

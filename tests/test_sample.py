@@ -48,6 +48,22 @@ def test_slices_in_a_row_hold_everything(count: int, first: int):
     assert set().union(*(_sample.chosen(TESTS, count, s) for s in slices[: _sample.SLICES // 2])) != set(TESTS)
 
 
+@pytest.mark.parametrize("slice_", [0, 5, _sample.SLICES - 1])
+def test_a_run_beside_another_holds_every_function_once(slice_: int):
+    kept = _sample.chosen(TESTS, 1, slice_, beside=True)
+    assert kept < _sample.chosen(TESTS, 1, slice_)
+    functions = [test.partition("[")[0] for test in kept]
+    assert set(functions) == {test.partition("[")[0] for test in TESTS}
+    many = {"test_a.py::test_forward": 270, "test_c.py::test_errors": 500}
+    assert all(functions.count(f) == -(-many.get(f, 1) // _sample.SLICES) for f in functions)
+    slices = [(slice_ + i) % _sample.SLICES for i in range(_sample.SLICES)]
+    assert set().union(*(_sample.chosen(TESTS, 1, s, beside=True) for s in slices)) == set(TESTS)
+
+
+def test_two_runs_side_by_side_take_other_parameters():
+    assert (_sample.current(beside=True) - _sample.current()) % _sample.SLICES == _sample.SLICES // 2
+
+
 def test_a_sample_does_not_depend_on_the_order_of_the_tests():
     mixed = list(TESTS)
     random.Random(0).shuffle(mixed)
