@@ -19,7 +19,7 @@ from jaxdnn import _activation_formulas as formulas
 from jaxdnn import tolerance, tolerance_activation
 from jaxdnn._activation_formulas import ACTIVATIONS
 from jaxdnn.tolerance_activation import slope_error
-from jaxdnn.verify import families
+from jaxdnn.verify import matrix
 
 CASES = [a for a in helpers.ACTIVATIONS if a is not None]
 CASES += [("relu", -1.0, 2.0, 0.5), ("relu", 0.0, 6.0, 0.1), ("relu", 0.0, np.inf, 0.25), ("relu", 1.0, 3.0, 0.0)]
@@ -274,8 +274,8 @@ def test_verify_finds_a_wrong_entry(monkeypatch: pytest.MonkeyPatch):
 
     def run(op: str) -> str:
         jax.clear_caches()
-        (case,) = (c for c in families.matrix("quick", 0, ops=[op], dtypes=["bf16"]) if c.name == "swish")
-        return families.run(case, 0, flush=True).status
+        (case,) = (c for c in matrix.cases("quick", 0, ops=[op], dtypes=["bf16"]) if c.name == "swish")
+        return matrix.run(case, 0, flush=True).status
 
     def off(entries: np.ndarray) -> np.ndarray:
         entries = entries.copy()

@@ -18,7 +18,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn import _dropout
 from jaxdnn._kernels.xla import dropout as kernel
-from jaxdnn.verify import families
+from jaxdnn.verify import matrix
 from jaxdnn_reference.dropout import philox, random_words
 
 SEED = 1234567890123
@@ -375,9 +375,7 @@ def test_verify_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
     else:  # the axes in their own order whatever the layout
         monkeypatch.setattr(sys.modules["jaxdnn.dropout"], "_order", lambda layout, x: tuple(range(x.ndim)))
     jax.clear_caches()
-    found = [
-        families.run(c, 0, flush=True).status for c in families.matrix("quick", 0, ops=["dropout"], dtypes=["f32"])
-    ]
+    found = [matrix.run(c, 0, flush=True).status for c in matrix.cases("quick", 0, ops=["dropout"], dtypes=["f32"])]
     assert found.count("failed") == {"rounds": 3, "scale": 3, "index": 1}[fault]
     jax.clear_caches()
 

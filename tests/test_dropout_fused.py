@@ -18,7 +18,7 @@ import jaxdnn_reference as reference
 from jaxdnn import tolerance_activation
 from jaxdnn._dropout_fused import FusedSpec
 from jaxdnn._kernels.xla import dropout_fused as kernel
-from jaxdnn.verify import families
+from jaxdnn.verify import matrix
 from jaxdnn.verify.families import dropout_fused
 from jaxdnn_reference.dropout import dropout_dgrad
 
@@ -151,7 +151,7 @@ def test_gradient_of_a_shared_bias_under_vmap_is_mesh_invariant():
 @pytest.mark.parametrize("op", dropout_fused.OPS)
 def test_cells_of_verify(op: str):
     for case in dropout_fused.cases(op, "xla", "standard", 0):
-        found = families.run(case, 0, flush=True)
+        found = matrix.run(case, 0, flush=True)
         assert found.status == "passed", (case.id, found.message)
 
 
@@ -167,7 +167,7 @@ def test_cells_of_verify_find_planted_faults(monkeypatch: pytest.MonkeyPatch, fa
     monkeypatch.setattr(kernel, name, wrong)
     jax.clear_caches()
     cases = [c for c in dropout_fused.cases("fused_dropout", "xla", "quick", 0) if c.dtype == "f32"]
-    found = {c.variant: families.run(c, 0, flush=True).status for c in cases}
+    found = {c.variant: matrix.run(c, 0, flush=True).status for c in cases}
     jax.clear_caches()
     assert [v for v, status in found.items() if status == "failed"] == list(found)
 

@@ -14,17 +14,18 @@ import pytest
 import level_calls
 from jaxdnn.determinism import is_fixed
 from jaxdnn.verify import levels
+from jaxdnn.verify.subject import Subject, gradient, strongest
 from level_calls import LevelCall
 
 SEED = 11
 
 
-def subject(call: LevelCall) -> levels.Subject:
+def subject(call: LevelCall) -> Subject:
     """The call with its gradient; without it where that fixes no bits."""
     batch = call.batch or (None,) * len(call.arrays)
-    plain = levels.Subject(call.name, "any", "f32", "portable", lambda _: call.function, call.arrays, batch, call.out)
-    plain = dataclasses.replace(plain, declared=levels.strongest(plain))
-    return (levels.gradient(plain) if is_fixed(plain.declared) else None) or plain
+    plain = Subject(call.name, "any", "f32", "portable", lambda _: call.function, call.arrays, batch, call.out)
+    plain = dataclasses.replace(plain, declared=strongest(plain))
+    return (gradient(plain) if is_fixed(plain.declared) else None) or plain
 
 
 def found(call: LevelCall) -> Iterator[str]:

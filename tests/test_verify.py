@@ -17,14 +17,16 @@ from jaxdnn._kernels.xla import conv as xla_conv
 from jaxdnn.determinism import LEVELS
 from jaxdnn.explain import explain
 from jaxdnn.tolerance import ACCUMULATIONS
-from jaxdnn.verify import cli, controls, families, levels, page, report
+from jaxdnn.verify import cli, controls, levels, matrix, page, report
 from jaxdnn.verify.case import DTYPES
 from jaxdnn.verify.families import conv_cases as cases
 from jaxdnn.verify.families import conv_checks as checks
 from jaxdnn.verify.families import conv_data as data
 from jaxdnn.verify.families import conv_geometries as geometries
 from jaxdnn.verify.families.conv_cases import Case
+from jaxdnn.verify.family import EXTENTS
 from jaxdnn.verify.levels import PROCEDURES
+from jaxdnn.verify.subject import Subject
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +58,11 @@ def verify(*words: str) -> tuple[int, dict[str, Any]]:
 
 
 def of_extent(extent: str) -> dict[str, Case]:
-    return {c.id: c for c in families.matrix(extent, 0, ops=cases.OPS, dtypes=DTYPES)}
+    return {c.id: c for c in matrix.cases(extent, 0, ops=cases.OPS, dtypes=DTYPES)}
 
 
 def test_each_extent_holds_the_one_before():
-    quick, standard, full = map(of_extent, families.EXTENTS)
+    quick, standard, full = map(of_extent, EXTENTS)
     assert quick.keys() < standard.keys() < full.keys()
     assert (
         180 <= len([c for c in standard.values() if c.engine == "xla"]) <= 260
@@ -83,9 +85,9 @@ def test_matrix_covers_ops_dtypes_layouts_and_settings():
 
 def test_an_id_finds_its_case_whatever_the_extent():
     for name, case in list(of_extent("full").items())[::97]:
-        assert families.find(name, 0) == case
-    assert families.find("conv/xla/f32/NHWC/no-such-geometry", 0) is None
-    assert families.find("nothing", 0) is None
+        assert matrix.find(name, 0) == case
+    assert matrix.find("conv/xla/f32/NHWC/no-such-geometry", 0) is None
+    assert matrix.find("nothing", 0) is None
 
 
 def test_random_geometries_are_valid_and_repeat():
@@ -231,7 +233,7 @@ def test_predicted_bits_are_compared(engine: Callable[..., None]):
     case = Case("conv", "planted", "bf16", "NHWC", None, geometries.GEOMETRIES["plain"], out="f32")
     for schedule, status in ((ordered.schedule, "passed"), (backwards, "failed")):
         engine(ordered.run, supports=ordered.supports, schedule=schedule, modelled=("cpu",))
-        result = families.run(case, 0, flush=True)
+        result = matrix.run(case, 0, flush=True)
         assert "modelled bits" in {c.rule for c in result.checks}
         assert result.status == status, result.message
 
@@ -307,10 +309,10 @@ def test_a_control_that_finds_nothing_fails(monkeypatch: pytest.MonkeyPatch):
     assert found["repeats"].status == "passed"
 
 
-@pytest.mark.parametrize("op", families.ops())
+@pytest.mark.parametrize("op", matrix.ops())
 def test_every_level_that_is_promised_is_put_to_its_procedures(op: str):
     """In the full extent, on eight devices: nothing about a subject keeps a procedure of its level from running."""
-    of_op = families.of(op)
+    of_op = matrix.of(op)
     for engine in of_op.engines_of(op):
         found = list(of_op.subjects(op, engine, "full", 0))
         serves = any(of_op.facts(c).refusal is None for c in of_op.cases(op, engine, "quick", 0))
@@ -326,8 +328,8 @@ def test_every_level_that_is_promised_is_put_to_its_procedures(op: str):
 
 def test_named_ops_have_all_of_their_subjects_tested():
     def ids(ops: Any, *, every: bool) -> set[str]:
-        given = (ops, families.engines(), DTYPES)
-        return {s.id for s in families.subjects(*given, "standard", 0, every=every)}
+        given = (ops, matrix.engines(), DTYPES)
+        return {s.id for s in matrix.subjects(*given, "standard", 0, every=every)}
 
     named = ["pool", "activation", "conv_transpose"]
     sample, every = ids(named, every=False), ids(named, every=True)
@@ -349,9 +351,9 @@ def test_named_ops_have_all_of_their_subjects_tested():
 def test_determinism_is_sampled_over_dtypes():
     """Of the memory-bound families every extent samples a narrow float and an integer, and "full" has every dtype."""
     wanted = {"f32", "bf16", "f16", "int8"}
-    for extent in families.EXTENTS:
-        found = families.subjects(families.ops(), families.engines(), DTYPES, extent, 0, every=False)
-        of_family = [(families.of(s.op).name, s.dtype) for s in found]
+    for extent in EXTENTS:
+        found = matrix.subjects(matrix.ops(), matrix.engines(), DTYPES, extent, 0, every=False)
+        of_family = [(matrix.of(s.op).name, s.dtype) for s in found]
         sampled = {dtype for name, dtype in of_family if name not in ("conv", "norm_local", "norm_stats")}
         assert sampled == wanted, extent
         if extent == "full":
@@ -361,11 +363,11 @@ def test_determinism_is_sampled_over_dtypes():
 
 def test_channels_that_fill_up_a_vector_are_not_read_and_are_zero():
     """Group normalisation of NC/xHWx: the standard matrix has it, its operands hold NaN there, and a fault is found."""
-    standard = {c.id for c in families.matrix("standard", 0, ops=["group_norm", "group_norm_dgrad"], dtypes=DTYPES)}
+    standard = {c.id for c in matrix.cases("standard", 0, ops=["group_norm", "group_norm_dgrad"], dtypes=DTYPES)}
     for op in ("group_norm", "group_norm_dgrad"):
         name = f"{op}/xla/f32/NCHWc8-filled"
         assert name in standard
-        case = families.find(name, 0)
+        case = matrix.find(name, 0)
         assert case is not None
         operands = case.operands("normal", np.random.default_rng(0))
         filler = np.isnan(operands[0])
@@ -374,7 +376,7 @@ def test_channels_that_fill_up_a_vector_are_not_read_and_are_zero():
         golden = case.expected("normal", operands, ACCUMULATIONS["float32"])[0]
         assert not golden.value[filler].any()
         assert not golden.error[filler].any()
-        assert families.run(case, 0, flush=False).status == "passed"
+        assert matrix.run(case, 0, flush=False).status == "passed"
         spoilt = np.where(filler, np.float64(1e-30), golden.value)
         assert not tolerance.compare(spoilt, golden.value, golden.error).passed
 
@@ -431,7 +433,7 @@ def test_list_prints_ids_and_runs_nothing(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["verify", "--list", "--quick", "--op", "conv_dgrad", "--dtype", "f64"]) == 0
     printed = capsys.readouterr().out.split()
     assert printed
-    assert all(name.startswith("conv_dgrad/") and families.find(name, 0) for name in printed)
+    assert all(name.startswith("conv_dgrad/") and matrix.find(name, 0) for name in printed)
     assert not list(Path().iterdir())
 
 
@@ -538,7 +540,7 @@ def test_an_engine_for_programs_of_one_device_is_not_run_on_a_mesh(monkeypatch):
         raise NotImplementedError("hopper: it counts from the first element")
 
     x = np.ones((4, 3), np.float32)
-    subject = levels.Subject("dropout", "hopper", "f32", "portable", lambda batch: jax.numpy.abs, (x,), (0,), 0)
+    subject = Subject("dropout", "hopper", "f32", "portable", lambda batch: jax.numpy.abs, (x,), (0,), 0)
     assert levels.trial(subject, "mesh_invariant", "mesh", "quick").status == "passed"
     monkeypatch.setitem(subject.__dict__, "compiled", refuse)
     trial = levels.trial(subject, "mesh_invariant", "mesh", "quick")

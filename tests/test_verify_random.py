@@ -15,13 +15,13 @@ from jaxdnn import engines
 from jaxdnn._kernels.hopper import branches
 from jaxdnn.tolerance import ACCUMULATIONS, Epilogue
 from jaxdnn.verify import case as plain
-from jaxdnn.verify import families, random, random_call
+from jaxdnn.verify import matrix, random, random_call
 from jaxdnn.verify.cli import main
 from jaxdnn.verify.families import conv_checks, conv_data
 from jaxdnn.verify.families.conv_cases import Case
 from jaxdnn.verify.families.conv_geometries import Geometry
 
-PAIRS = [(op, e) for f in families.families() for op in f.ops for e in f.engines_of(op) if e != "hopper"]
+PAIRS = [(op, e) for f in matrix.families() for op in f.ops for e in f.engines_of(op) if e != "hopper"]
 
 
 @pytest.mark.parametrize(("op", "engine"), PAIRS, ids=lambda v: v)
@@ -46,7 +46,7 @@ def test_a_seed_and_an_index_are_one_call():
 
 
 def test_ops_are_all_drawn():
-    assert {op for op, _ in random_call.pairs(None, None)} == set(families.ops())
+    assert {op for op, _ in random_call.pairs(None, None)} == set(matrix.ops())
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

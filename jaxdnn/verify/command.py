@@ -18,9 +18,10 @@ import jax
 from rich.console import Console
 
 from jaxdnn.determinism import LEVELS
-from jaxdnn.verify import controls, environment, families, levels, page, random, report, show
+from jaxdnn.verify import controls, environment, levels, matrix, page, random, report, show
 from jaxdnn.verify.case import DTYPES as EVERY_DTYPE
 from jaxdnn.verify.case import Result, flushes_subnormals
+from jaxdnn.verify.subject import Subject
 
 DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
 
@@ -28,8 +29,8 @@ DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn verify`."""
     several = {
-        "op": (families.ops(), "only these ops, and all that they promise; `jaxdnn info` lists them"),
-        "engine": (families.engines(), f"only these engines: {', '.join(families.engines())}"),
+        "op": (matrix.ops(), "only these ops, and all that they promise; `jaxdnn info` lists them"),
+        "engine": (matrix.engines(), f"only these engines: {', '.join(matrix.engines())}"),
         "dtype": (DTYPES, f"only these dtypes: {', '.join(DTYPES)}"),
         "level": (LEVELS, f"only these levels' procedures: {', '.join(LEVELS[1:])}; or {LEVELS[0]}: none"),
     }
@@ -145,18 +146,18 @@ def _reproduce_random(arguments: argparse.Namespace, call: dict[str, Any]) -> st
 def _choose(arguments: argparse.Namespace) -> tuple[list[Any], list[str]]:
     """The cases, and the ids of the determinism procedures that are asked for by id."""
     if arguments.case:
-        found = [c for name in arguments.case for c in families.matching(name, arguments.seed)]
+        found = [c for name in arguments.case for c in matrix.matching(name, arguments.seed)]
         return list(dict.fromkeys(found)), [n for n in arguments.case if n.startswith("determinism/")]
-    wanted = {"ops": arguments.op or families.ops(), "dtypes": arguments.dtype or DTYPES}
-    matrix = families.matrix(arguments.extent, arguments.seed, **wanted)
-    return [c for c in matrix if not arguments.engine or c.engine in arguments.engine], []
+    wanted = {"ops": arguments.op or matrix.ops(), "dtypes": arguments.dtype or DTYPES}
+    every = matrix.cases(arguments.extent, arguments.seed, **wanted)
+    return [c for c in every if not arguments.engine or c.engine in arguments.engine], []
 
 
 def _unknown(arguments: argparse.Namespace, chosen: list[Any], procedures: list[str]) -> str | None:
     known = {c.id for c in chosen} | set(procedures)
     for name in arguments.case or ():
         if name not in known and not fnmatch.filter(known, name):
-            every = [c.id for c in families.matrix("full", arguments.seed, ops=families.ops(), dtypes=DTYPES)]
+            every = [c.id for c in matrix.cases("full", arguments.seed, ops=matrix.ops(), dtypes=DTYPES)]
             close = difflib.get_close_matches(name, every, n=3, cutoff=0.3)
             return f"jaxdnn verify: `--case` must be the id of a case, got {name!r}; close ones: {', '.join(close)}."
     return None
@@ -172,7 +173,7 @@ def _execute(
     # Compilation takes most of the time, and XLA compiles outside of Python's lock.
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         try:
-            running = [pool.submit(families.run, case, arguments.seed, flush=flush) for case in chosen]
+            running = [pool.submit(matrix.run, case, arguments.seed, flush=flush) for case in chosen]
             results = []
             for future in show.progress(console, running, len(running), "cells"):
                 results.append(future.result())
@@ -189,17 +190,17 @@ def _execute(
     return results, trials
 
 
-def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[levels.Subject]:
+def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[Subject]:
     if arguments.case and not procedures:
         return
-    given = (arguments.op or families.ops(), arguments.engine or families.engines(), arguments.dtype or DTYPES)
+    given = (arguments.op or matrix.ops(), arguments.engine or matrix.engines(), arguments.dtype or DTYPES)
     every = bool(procedures or arguments.op)  # whoever names ops wants all that they promise tested, not a sample
-    for subject in families.subjects(*given, arguments.extent, arguments.seed, every=every):
+    for subject in matrix.subjects(*given, arguments.extent, arguments.seed, every=every):
         if not procedures or any(levels.is_named(subject, procedure, procedures) for procedure in levels.EVERY):
             yield subject
 
 
-def _trials(subject: levels.Subject, extent: str, wanted: tuple[str, ...], only: list[str]) -> list[levels.Trial]:
+def _trials(subject: Subject, extent: str, wanted: tuple[str, ...], only: list[str]) -> list[levels.Trial]:
     return list(levels.trials(subject, extent, wanted, only))
 
 

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdnn import _compat
 from jaxdnn._rounded import product
-from jaxdnn.verify.levels import PROCEDURES, Subject, Trial, trial
+from jaxdnn.verify.levels import PROCEDURES, Trial, trial
+from jaxdnn.verify.subject import Subject
 
 BATCH, SIZES, CHANNELS, FILTERS = 8, (24, 20), 16, 32  # of x; large enough that XLA splits it among a CPU's threads
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxdnn.verify import environment, families
+from jaxdnn.verify import environment, matrix
 from jaxdnn.verify.case import DTYPES, Facts, flushes_subnormals
-from jaxdnn.verify.families import Family
+from jaxdnn.verify.family import Family
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     _print(console, facts)
 
     told: dict[Any, list[str]] = collections.defaultdict(list)
-    for op in families.ops():
-        family = families.of(op)
+    for op in matrix.ops():
+        family = matrix.of(op)
         lines = tuple((engine, line) for engine in family.engines_of(op) for line in _lines(family, op, engine))
         told[family.typical_name, lines].append(op)
     for (typical, rows), ops in told.items():

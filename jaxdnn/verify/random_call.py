@@ -14,9 +14,10 @@ import numpy as np
 import jaxdnn as dnn
 from jaxdnn._kernels.hopper import branches
 from jaxdnn.verify import case as plain
-from jaxdnn.verify import families, levels
+from jaxdnn.verify import levels, matrix
 from jaxdnn.verify.families.drawn import pick
 from jaxdnn.verify.guards import PATTERNS, Arena
+from jaxdnn.verify.subject import Subject
 
 # How often a pair of an op and an engine is drawn; others once.
 WEIGHTS = {("conv", "hopper"): 46, ("conv_dgrad", "hopper"): 45, ("conv_wgrad", "hopper"): 45}
@@ -97,9 +98,9 @@ def _name(problem: Any, configs: Sequence[Any]) -> bytes:
 def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tuple[str, str], float]:
     """The pairs of an op and an engine that calls are drawn for, by weight; `hopper` where it runs or is named."""
     found: dict[tuple[str, str], float] = {}
-    named = engines or [e for e in families.engines() if e != "hopper" or plain.platform() == "cuda"]
-    for op in ops or families.ops():
-        for engine in families.of(op).engines_of(op):
+    named = engines or [e for e in matrix.engines() if e != "hopper" or plain.platform() == "cuda"]
+    for op in ops or matrix.ops():
+        for engine in matrix.of(op).engines_of(op):
             if engine in named:
                 weight = HOPPER if engine == "hopper" else ENGINES.get(engine, 1)
                 found[op, engine] = WEIGHTS.get((op, engine), weight)
@@ -123,11 +124,11 @@ def draw(
 
 
 def _kernels(op: str) -> tuple[str, ...]:
-    return KERNELS.get(op) or KERNELS.get(families.of(op).name, ())
+    return KERNELS.get(op) or KERNELS.get(matrix.of(op).name, ())
 
 
 def _served(op: str, engine: str, rng: np.random.Generator, name: str, towards: Any) -> Drawn:
-    family = families.of(op)
+    family = matrix.of(op)
     picks = int(rng.integers(1 << 30)) if engine == "hopper" and (towards or rng.random() < 0.5) else None
     redrawn = 0
     while True:
@@ -154,7 +155,7 @@ def _takes(found: Drawn, towards: tuple[str, str, str]) -> bool:
 
 
 def _arrays(found: Drawn, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    family = families.of(found.case.op)
+    family = matrix.of(found.case.op)
     return family.arrays(found.case, found.kind, seed, plain.accumulation_of(found.facts, False))
 
 
@@ -179,7 +180,7 @@ def _problem(
     found: Drawn, seed: int, index: int, flush: bool, arena: Arena | None, report: dict[str, Any]
 ) -> tuple[str, float]:
     """What is wrong with a call, "" if nothing is, and its largest error over the bound; reports its branches."""
-    case, family = found.case, families.of(found.case.op)
+    case, family = found.case, matrix.of(found.case.op)
     accumulation = plain.accumulation_of(found.facts, flush)
     operands, extras = family.arrays(case, found.kind, seed, accumulation)
     with jax.enable_x64(case.x64), found.settings():
@@ -235,7 +236,7 @@ def _repeated(
 
 def _put_to_a_procedure(found: Drawn, seed: int, index: int) -> str:
     """Runs one procedure of the level that the engine declares; "" if the level holds."""
-    case, family = found.case, families.of(found.case.op)
+    case, family = found.case, matrix.of(found.case.op)
     operands, extras = _arrays(found, seed)
     if extras:
         return ""  # the procedures know of no operands by name
@@ -245,7 +246,7 @@ def _put_to_a_procedure(found: Drawn, seed: int, index: int) -> str:
         sized = lambda batch: dataclasses.replace(case, geometry=dataclasses.replace(case.geometry, batch=batch))
     function = lambda batch: lambda *arrays: jax.tree.leaves(sized(batch).function()(*arrays))[0]
     names = (case.op, case.engine, case.dtype, found.facts.level)
-    subject = levels.Subject(*names, function, operands, axes, out_axis)
+    subject = Subject(*names, function, operands, axes, out_axis)
     tested = ("run_to_run",) if out_axis is None else ("run_to_run", "batch_invariant")
     declared = [level for level in levels.LEVELS[1 : levels.LEVELS.index(subject.declared) + 1] if level in tested]
     choices = [(level, procedure) for level in declared for procedure in PROCEDURES[level]]

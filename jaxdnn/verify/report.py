@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jaxdnn.verify import families
+from jaxdnn.verify import matrix
 from jaxdnn.verify.case import Result
 from jaxdnn.verify.levels import Trial
 
@@ -90,7 +90,7 @@ def _cell(result: Result, reproduce: Any) -> dict[str, Any]:
         "op": case.op,
         "engine": case.engine,
         "dtype": case.dtype,
-        **families.of(case.op).describe(case),
+        **matrix.of(case.op).describe(case),
         "level": result.level,
         "accumulation": result.accumulation,
         "status": result.status,

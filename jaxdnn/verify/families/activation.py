@@ -14,9 +14,10 @@ from jaxdnn._activation_formulas import ACTIVATIONS, PIECEWISE
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.tolerance import Epilogue as Blend
 from jaxdnn.verify import case as plain
-from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import drawn, family
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 
 OPS = ("activation", "activation_dgrad")
 NARROW = ("bf16", "f16")
@@ -138,11 +139,11 @@ def _case(op: str, engine: str, dtype: str, name: Any, alpha: float = 1.0, beta:
     return ActivationCase(op, engine, dtype, variant, name, alpha, beta)
 
 
-def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """One for every dtype; float32 with a function that has something to compute."""
     for dtype in ("f32", "bf16", "f16"):
         case = _case(op, engine, dtype, "gelu")
-        found = levels.subject(case, seed, batch_axes=(0,) * case.count, out_axis=0)
+        found = subject(case, seed, batch_axes=(0,) * case.count, out_axis=0)
         if found is not None:
             yield found
 

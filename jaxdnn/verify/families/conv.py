@@ -10,10 +10,11 @@ import numpy as np
 
 import jaxdnn_reference as reference
 from jaxdnn import _window
-from jaxdnn.verify.families import Family, conv_cases, conv_checks, conv_data, conv_draw
+from jaxdnn.verify.families import conv_cases, conv_checks, conv_data, conv_draw
 from jaxdnn.verify.families.conv_cases import Case
 from jaxdnn.verify.families.conv_geometries import NO_BLEND, Geometry
-from jaxdnn.verify.levels import Subject
+from jaxdnn.verify.family import Family
+from jaxdnn.verify.subject import Subject
 
 # Large enough that XLA splits it among a CPU's threads.
 GEOMETRY = Geometry("determinism", 8, (24, 20), 16, 32, (3, 3), (1, 2), ((1, 0), (2, 1)))

@@ -11,9 +11,10 @@ import numpy as np
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn.tolerance import Accumulation
-from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Expected
-from jaxdnn.verify.families import drawn, family
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 
 OPS = ("dropout",)
 SHAPES = {
@@ -81,11 +82,11 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[DropoutCase]
             yield DropoutCase(op, engine, dtype, layout, 0.3, 0, layout)
 
 
-def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """A sample's place in the batch is part of its logical index, so each is a batch of one: vmap's, not the op's."""
     for dtype in ("f32", "bf16", "f16"):
         case = BySample(op, engine, dtype, "by-sample", 0.3)
-        found = levels.subject(case, seed, batch_axes=(0, None), out_axis=0)
+        found = subject(case, seed, batch_axes=(0, None), out_axis=0)
         if found is not None:
             yield found
 

@@ -12,9 +12,10 @@ import jaxdnn_reference as reference
 from jaxdnn import tolerance_activation
 from jaxdnn._activation_formulas import PIECEWISE
 from jaxdnn.tolerance import FORMATS, Accumulation, Epilogue
-from jaxdnn.verify import levels
 from jaxdnn.verify.case import DTYPES, Case, Expected
-from jaxdnn.verify.families import drawn, family
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 from jaxdnn_reference.dropout import dropout_dgrad
 from jaxdnn_reference.rounding import round_to
 
@@ -186,14 +187,14 @@ def _case(op: str, engine: str, dtype: str, activation: Any, **options: Any) -> 
     return FusedCase(op, engine, dtype, variant, activation, **options)
 
 
-def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """Samples share a mask, by vmap, as in `dropout`'s; but a gradient in the bias is a sum over the batch."""
     for dtype in ("f32", "bf16", "f16"):
         options: dict[str, Any] = {"bias": dtype, "residual": dtype if op == "fused_dropout" else None}
         whole = op == "fused_dropout_dgrad"
         case = (FusedCase if whole else BySample)(op, engine, dtype, "by-sample", "gelu", **options)
         axes = (0, 0, None, None) if case.backward else (0, None, 0, None)
-        found = levels.subject(case, seed, batch_axes=axes, out_axis=None if whole else 0, result=1 if whole else 0)
+        found = subject(case, seed, batch_axes=axes, out_axis=None if whole else 0, result=1 if whole else 0)
         if found is not None:
             yield found
 

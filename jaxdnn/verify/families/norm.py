@@ -18,9 +18,10 @@ from jaxdnn import _frame, tolerance, tolerance_norm
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import case as common
-from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Check, Expected, Facts
-from jaxdnn.verify.families import drawn, family
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 
 FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "instance_norm", "batch_norm")
 OPS = tuple(op + suffix for op in FORWARD for suffix in ("", "_dgrad"))
@@ -234,7 +235,7 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
             yield f"{layout}-{mode}-{blend}", shape, (("mode", mode), ("layout", layout))
 
 
-def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """Rows and images, by y or dx; batch statistics, like gradients in scale and bias, are of the whole batch."""
     plain = op.removesuffix("_dgrad")
     shared = engine == "hopper" and plain == "batch_norm"  # a small batch would be one block's
@@ -244,7 +245,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Su
     whole = plain == "batch_norm"
     for dtype in ("f32", "bf16"):
         case = NormCase(op, engine, dtype, variant, shape, options)
-        found = levels.subject(case, seed, batch_axes=(None,) * 3 if whole else axes, out_axis=None if whole else 0)
+        found = subject(case, seed, batch_axes=(None,) * 3 if whole else axes, out_axis=None if whole else 0)
         if found is not None:
             yield found
 

@@ -26,8 +26,9 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation, Epilogue
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import drawn, family
-from jaxdnn.verify.levels import Subject, subject
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 from jaxdnn_reference.norm_group import as_it_lies
 from jaxdnn_reference.norm_local import window_sum
 

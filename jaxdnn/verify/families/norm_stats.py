@@ -29,8 +29,9 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected
-from jaxdnn.verify.families import drawn, family
-from jaxdnn.verify.levels import Subject, subject
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 from jaxdnn_reference.norm_batch import of_batch
 
 Values = np.ndarray

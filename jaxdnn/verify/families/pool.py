@@ -18,8 +18,9 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import Family, drawn
-from jaxdnn.verify.levels import Subject, subject
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import Family
+from jaxdnn.verify.subject import Subject, subject
 
 OPS = ("pool", "pool_dgrad", "global_pool", "adaptive_pool")
 MODES = ("max", "average", "average_exclude_padding", "lp")

@@ -14,9 +14,10 @@ from jaxdnn import tolerance_softmax
 from jaxdnn.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn.tolerance import Epilogue as Blend
 from jaxdnn.verify import case as plain
-from jaxdnn.verify import levels
 from jaxdnn.verify.case import Case, Expected
-from jaxdnn.verify.families import drawn, family
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 
 ROWS = ("softmax", "softmax_dgrad", "logsumexp")
 OPS = (*ROWS, "linear_cross_entropy")
@@ -212,15 +213,15 @@ def _case(
     return SoftmaxCase(op, engine, dtype, variant, shape, axis, algorithm, alpha, beta)
 
 
-def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[levels.Subject]:
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """One for every dtype, of a batch that eight devices divide."""
     for dtype in ("f32", "bf16", "f16"):
         if op == "linear_cross_entropy":
             loss = LossCase(op, engine, dtype, "rows12-chunk5", chunk=5)
-            found = levels.subject(loss, seed, batch_axes=(0, None, 0), out_axis=0)
+            found = subject(loss, seed, batch_axes=(0, None, 0), out_axis=0)
         else:
             case = _case(op, engine, dtype, (8, 1000), (-1,), "accurate")
-            found = levels.subject(case, seed, batch_axes=(0,) * case.count, out_axis=0)
+            found = subject(case, seed, batch_axes=(0,) * case.count, out_axis=0)
         if found is not None:
             yield found
 

@@ -18,8 +18,9 @@ from jaxdnn import tolerance
 from jaxdnn.tolerance import Accumulation
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Expected, Facts
-from jaxdnn.verify.families import drawn, family
-from jaxdnn.verify.levels import Subject, subject
+from jaxdnn.verify.families import drawn
+from jaxdnn.verify.family import family
+from jaxdnn.verify.subject import Subject, subject
 
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f32", "bf16", "f16", "int8"), "full": ("f64",)}
 SIZES = (7, 6, 5)  # H, W, C

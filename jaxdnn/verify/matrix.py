@@ -1,0 +1,105 @@
+"""The matrix of `jaxdnn verify`: the cases of all families, by extent and by id, and the subjects of the procedures."""
+
+import collections
+import fnmatch
+import functools as ft
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxdnn.verify import case as plain
+from jaxdnn.verify.case import Result
+from jaxdnn.verify.family import Family
+from jaxdnn.verify.subject import variants
+
+_MODULES = (
+    "conv",
+    "norm",
+    "norm_local",
+    "norm_stats",
+    "activation",
+    "dropout",
+    "dropout_fused",
+    "pool",
+    "softmax",
+    "tensor",
+)
+
+
+@ft.cache
+def families() -> tuple[Family, ...]:
+    """All families. Loaded when asked for: some of what they import depends on the devices."""
+    return tuple(importlib.import_module(f"jaxdnn.verify.families.{name}").FAMILY for name in _MODULES)
+
+
+def ops() -> tuple[str, ...]:
+    """Every op of every family."""
+    return tuple(op for f in families() for op in f.ops)
+
+
+def of(op: str) -> Family:
+    """The family of an op."""
+    return next(f for f in families() if op in f.ops)
+
+
+def engines() -> tuple[str, ...]:
+    """Every engine's name."""
+    return tuple(dict.fromkeys(e for op in ops() for e in of(op).engines_of(op)))
+
+
+def cases(extent: str, seed: int, *, ops: Iterable[str], dtypes: Iterable[str]) -> Iterator[Any]:
+    """The cases of an extent, each of which holds those of the extents before it."""
+    chosen = frozenset(dtypes)
+    for op in ops:
+        for engine in of(op).engines_of(op):
+            yield from (case for case in of(op).of_extent(op, engine, extent, seed) if case.dtype in chosen)
+
+
+def find(case_id: str, seed: int) -> Any | None:
+    """The case of this id, whatever the extent."""
+    op = case_id.partition("/")[0]
+    if op not in ops():
+        return None
+    return next((c for c in cases("full", seed, ops=[op], dtypes=plain.DTYPES) if c.id == case_id), None)
+
+
+def matching(pattern: str, seed: int) -> list[Any]:
+    """The cases, whatever the extent, whose ids a shell's pattern matches; of a plain id the one case."""
+    if not set(pattern) & set("*?"):
+        return [case for case in (find(pattern, seed),) if case is not None]
+    every = cases("full", seed, ops=ops(), dtypes=plain.DTYPES)
+    return [case for case in every if fnmatch.fnmatchcase(case.id, pattern)]
+
+
+def run(case: Any, seed: int, *, flush: bool) -> Result:
+    """Runs a case on all of its kinds of data."""
+    f = of(case.op)
+    return plain.run(case, seed, flush=flush, facts=f.facts, check=f.check)
+
+
+def subjects(
+    ops: Iterable[str], engine_names: Iterable[str], dtypes: Iterable[str], extent: str, seed: int, *, every: bool
+) -> Iterator[Any]:
+    """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: `every`, or a sample.
+
+    The sample has of the memory-bound families every fifth pair of op and engine, and the first with a dtype not seen:
+    the call, its blends and its gradients in turn.
+    """
+    names, kinds = frozenset(engine_names), frozenset(dtypes)
+    pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
+    every, sampled, seen = every or extent == "full", 0, collections.Counter[str]()
+    for op, engine in pairs:
+        if op in of(op).bound_as and not every:
+            continue
+        found = [s for s in of(op).subjects(op, engine, extent, seed) if s.dtype in kinds]
+        if not every and of(op).strides[0] != 1 and found:
+            sampled += 1
+            least = min(found, key=lambda s: seen[s.dtype])  # the first of those whose dtype was seen least
+            found = [least] if sampled % 5 == 1 or not seen[least.dtype] else []
+            seen.update(s.dtype for s in found)
+            for one in found:
+                forms = list(variants(one))
+                yield forms[sampled % len(forms)]
+            continue
+        for one in found:
+            yield from variants(one) if every else (one,)
