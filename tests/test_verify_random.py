@@ -2,24 +2,35 @@
 
 import argparse
 import dataclasses
+import itertools
+import json
+import os
+import queue
+import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jaxdnn_reference as reference
 from jaxdnn import engines
-from jaxdnn._kernels.hopper import branches
+from jaxdnn._kernels import hopper
+from jaxdnn._kernels.hopper import branches, tuning
+from jaxdnn._kernels.hopper.conv_plan import Axis, Problem
+from jaxdnn._kernels.hopper.conv_walk import decided
 from jaxdnn.tolerance import ACCUMULATIONS, Epilogue
 from jaxdnn.verify import case as plain
-from jaxdnn.verify import matrix, random, random_call
+from jaxdnn.verify import command, levels, matrix, random, random_call, random_report, show
 from jaxdnn.verify.cli import main
 from jaxdnn.verify.families import conv_checks, conv_data
 from jaxdnn.verify.families.conv_cases import Case
 from jaxdnn.verify.families.conv_geometries import Geometry
+from jaxdnn.verify.random_report import Report
 
 PAIRS = [(op, e) for f in matrix.families() for op in f.ops for e in f.engines_of(op) if e != "hopper"]
 
@@ -28,8 +39,8 @@ PAIRS = [(op, e) for f in matrix.families() for op in f.ops for e in f.engines_o
 def test_a_drawn_call_passes(op, engine):
     """In this process, as a worker runs it; index 10 is put to a procedure of its level as well."""
     found = random_call.draw(3, 10, {(op, engine): 1.0})
-    report = random_call.run(found, 3, 10, flush=plain.flushes_subnormals(), arena=None)
-    assert report["status"] == "passed", report
+    report = random_call.run(found, 3, 10, flush=plain.flushes_subnormals(), guards=None)
+    assert report.status == "passed", report
 
 
 def test_a_seed_and_an_index_are_one_call():
@@ -77,81 +88,215 @@ class _Faulty:
     [("wrong", "no rounding of a value"), ("sometimes", "other bits when it is repeated"), ("dies", "ILLEGAL_ADDRESS")],
 )
 def test_faults_fail(monkeypatch, fault, text):
-    repeated = random_call._repeated
+    repeated = random_call._Run.repeated
     monkeypatch.setattr(
-        random_call,
-        "_repeated",
-        lambda compiled, *rest, **options: repeated(_Faulty(compiled, fault), *rest, **options),
+        random_call._Run, "repeated", lambda self, compiled, *rest: repeated(self, _Faulty(compiled, fault), *rest)
     )
     found = random_call.draw(3, 1, {("conv", "xla"): 1.0})
     if fault == "sometimes":  # a level that promises that bits repeat
         found = dataclasses.replace(found, facts=dataclasses.replace(found.facts, level="run_to_run"))
-    report = random_call.run(found, 3, 1, flush=plain.flushes_subnormals(), arena=None)
-    assert report["status"] == "failed"
-    assert text in report["message"]
-    assert report.get("fatal", False) == (fault == "dies")
+    report = random_call.run(found, 3, 1, flush=plain.flushes_subnormals(), guards=None)
+    assert report.status == "failed"
+    assert text in report.message
+    assert report.fatal == (fault == "dies")
 
 
-_READY = 'import json, sys; print(json.dumps({"ready": 1}), flush=True); '
+@pytest.mark.parametrize("message", ["INTERNAL: CUDA_ERROR_LAUNCH_FAILED", "other bits"])
+def test_a_procedure_that_fails_fails_its_call(monkeypatch, message):
+    """What leaves the device of no use in a procedure is told before it, with the call, and as fatal after it."""
+
+    def die(subject, extent):
+        raise RuntimeError(message)
+
+    for procedure in levels.EVERY:
+        monkeypatch.setitem(levels._RUN, procedure, die)
+    told: list[Report] = []
+    found = random_call.draw(3, 10, {("layer_norm", "xla"): 1.0})
+    report = random_call.run(found, 3, 10, flush=plain.flushes_subnormals(), guards=None, tell=told.append)
+    assert (report.status, report.fatal) == ("failed", "CUDA" in message)
+    assert report.procedure in report.message
+    assert message in report.message
+    assert [r.status for r in told] == ["running"] * 2
+    assert all(r.id == found.case.id and r.call == repr(found.case) for r in told)
+    assert told[1].message == f"in the procedure {report.procedure}"
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+_START = f"""
+import json, os, sys, time
+def answer(found): print({random.ANSWER!r} + json.dumps(found), flush=True)
+def tell(**known): answer(json.loads({json.dumps(dataclasses.asdict(Report(0)))!r}) | known)
+def calls():
+    for line in sys.stdin:
+        yield json.loads(line)["index"]
+answer({{"ready": 1}})
+"""
+
+
+def _served(body: str, count: int, *, under: bool = False, towards: Any = None) -> list[Any]:
+    """What is reported of so many calls that processes of this program run."""
+    done: Any = queue.Queue()
+    words = [sys.executable, "-c", _START + textwrap.dedent(body)]
+    random._Serving(words, under, random.Calls(7, count, towards, 0), done).serve(random.Device())
+    return list(done.queue)
 
 
 @pytest.mark.parametrize(
     ("body", "text"),
-    [("sys.stdin.readline(); import os; os._exit(9)", "status 9"), ("import time; time.sleep(60)", "no answer in 1 s")],
-)
+    [("os._exit(9)", "while it ran, the process that ran it ended: the process ended with status 9"),
+     ("time.sleep(60)", "no answer in 2 s")],
+)  # fmt: skip
 def test_a_process_that_dies_or_hangs_fails_its_call(monkeypatch, body, text):
-    calls = random.Calls(7, 2, None, 0)
-    done: Any = random.queue.Queue()
-    seconds = random.SECONDS
-    monkeypatch.setattr(random, "SECONDS", 30 if "9" in text else 1)
-    random._serve([sys.executable, "-c", _READY + body], calls, done, 0, 0, 0.1)
-    reports = [done.get() for _ in range(3)]
-    assert [r and r["index"] for r in reports] == [7, 8, None]
-    assert all(text in r["message"] and r["status"] == "failed" for r in reports[:2])
-    assert seconds > 1
+    monkeypatch.setattr(random, "SECONDS", 30 if "9" in text else 2)
+    towards = ("pool", "kernel", "tiles")
+    body = f"for i in calls():\n  tell(index=i, id='conv/a', message='while it ran', towards='x')\n  {body}"
+    *reports, last = _served(body, 2, towards=towards)
+    assert last is None
+    assert [(r.index, r.id, r.status, r.towards) for r in reports] == [(i, "conv/a", "failed", "x") for i in (7, 8)]
+    assert all(text in r.message for r in reports)
 
 
 def test_a_process_that_does_not_start_ends_the_run():
-    done: Any = random.queue.Queue()
-    random._serve(
-        [sys.executable, "-c", "raise ImportError('no device')"], random.Calls(0, 5, None, 0), done, 0, 0, 0.1
-    )
+    done: Any = queue.Queue()
+    words = [sys.executable, "-c", "raise ImportError('no device')"]
+    random._Serving(words, False, random.Calls(0, 5, None, 0), done).serve(random.Device())
     assert "no device" in str(done.get())
+    assert done.get() is None
+
+
+def test_a_process_that_ends_late_fails_no_call(monkeypatch):
+    """It is ended, and that is all."""
+    monkeypatch.setattr(random, "ENDING", 0.3)
+    reports = _served("for i in calls(): tell(index=i, status='passed')\ntime.sleep(60)", 2)
+    assert [r and r.status for r in reports] == ["passed", "passed", None]
+
+
+def test_what_a_process_runs_under_names_the_call():
+    """A tool that says something while a call runs, on either stream; what it says before and after is of no call."""
+    body = """
+    print("========= COMPUTE-SANITIZER", flush=True)
+    for i in calls():
+        tell(index=i, message="while it ran")
+        if i in (8, 9):
+            stream = (sys.stdout, sys.stderr)[i - 8]
+            print("========= Invalid __global__ write of size 4 bytes", file=stream, flush=True)
+        tell(index=i, status="passed")
+    print("========= ERROR SUMMARY: 2 errors")
+    sys.exit(99)
+    """
+    *reports, last = _served(body, 4, under=True)
+    assert last is None
+    assert [(r.index, r.status) for r in reports] == [(7, "passed"), (8, "failed"), (9, "failed"), (10, "passed")]
+    assert "said: Invalid __global__ write of size 4 bytes" in reports[1].message
+
+
+def test_a_process_that_ends_badly_under_a_tool_has_its_call_looked_for():
+    """Where the tool says nothing but by its status, each call runs alone until it is found."""
+    body = """
+    bad = False
+    for i in calls():
+        bad |= i == 8
+        tell(index=i, status="passed", towards="a/b/c")
+    sys.exit(99 if bad else 0)
+    """
+    *reports, last = _served(body, 4, under=True)
+    assert last is None
+    assert [r.status for r in reports] == ["passed"] * 4 + ["failed"]
+    assert (reports[-1].index, reports[-1].towards) == (8, "a/b/c")
+    assert "status 99" in reports[-1].message
+    *reports, last = _served(body, 4)  # without a tool nobody asks
+    assert "a process that ran calls 7 to 10 ended with status 99" in reports[-1].message
+
+
+def _asked(**given: Any) -> Any:
+    return argparse.Namespace(**{"workers": None, "random": 1000} | given)
+
+
+def test_processes_share_the_visible_gpus_and_their_memory(monkeypatch):
+    monkeypatch.setattr(random.os, "cpu_count", lambda: 100)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    large = random._devices(_asked(), 2, 140 << 30)
+    assert len(large) == 48
+    assert [d.visible for d in large[:3]] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-1f")
+    assert [d.visible for d in random._devices(_asked(workers=3), 2, 140 << 30)] == ["5", "GPU-1f", "5"]
+    assert random._devices(_asked(workers=2), 1, 140 << 30)[0].visible == ""  # the one that this process sees
+    for gpus, workers, size in itertools.product((1, 2), (None, 1, 4), (8 << 30, 24 << 30, 140 << 30)):
+        devices = random._devices(_asked(workers=workers), gpus, size)
+        sharing = -(-len(devices) // gpus)
+        assert sum(d.memory for d in devices[::gpus]) * size + sharing * random.CONTEXT <= size
+        assert devices[0].memory * size <= random.MEMORY
+    assert random._devices(_asked(random=2), 0, 0) == [random.Device()]
+    with pytest.raises(ValueError, match="at most 4, for which the memory suffices, got 9"):
+        random._devices(_asked(workers=9), 1, 8 << 30)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_reports_and_reproduces(tmp_path, capsys):
-    arguments = [
-        "verify",
-        "--platform",
-        "cpu",
-        "--random",
-        "2",
-        "--seed",
-        "4",
-        "--op",
-        "add",
-        "--json",
-        str(tmp_path / "r"),
-    ]
-    assert main(arguments) == 0
+    path = tmp_path / "r"
+    given = ["--platform", "cpu", "--random", "2", "--index", "9", "--seed", "4", "--op", "add", "--json", str(path)]
+    assert main(["verify", *given]) == 0
     assert "2 passed, 0 failed" in capsys.readouterr().out
-    given = argparse.Namespace(op=None, engine=None, dtype=None, level=None, case=None, extent="standard", seed=4)
+    document = json.loads(path.read_text())
+    assert (document["finished"], document["passed"]) == (True, True)
+    assert document["procedures"] == {"run_to_run, recompilation": 1}  # of index 10
+    assert document["command"] == "jaxdnn verify --random 2 --op add --seed 4 --platform cpu --index 9"
+    given = argparse.Namespace(op=["add"], engine=None, dtype=None, level=None, case=None, extent="standard", seed=4)
     given.platform, given.devices, given.under = "cpu", None, None
-    from jaxdnn.verify import command
+    line = command._reproduce_random(given, 12, "pool/kernel/tiles")
+    assert line == "jaxdnn verify --random 1 --index 12 --op add --seed 4 --platform cpu --towards pool/kernel/tiles"
 
-    line = command._reproduce_random(given, {"index": 12, "towards": "pool/kernel/tiles"})
-    assert line == "jaxdnn verify --random 1 --index 12 --seed 4 --platform cpu --towards pool/kernel/tiles"
+
+def test_a_run_that_is_cut_off_has_written_what_it_found(tmp_path, monkeypatch):
+    """Whoever reads the file finds a whole document, which says that the run had not finished."""
+    path = tmp_path / "r.json"
+
+    def cut_off(arguments, here):
+        yield Report(3, status="failed", message="wrong", op="add", engine="xla", dtype="f32", ratio=np.inf)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(random, "run", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        main(["verify", "--platform", "cpu", "--random", "5", "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert (document["finished"], document["passed"], document["calls"]) == (False, False, {"failed": 1})
+    assert document["failed"][0]["reproduce"] == "jaxdnn verify --random 1 --index 3 --seed 0 --platform cpu"
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--random", "1", "--dtype", "f32"], "`--dtype` is for the matrix"),
+        (["--random", "1", "--level", "run_to_run"], "`--level` is for the matrix"),
+        (["--random", "1", "--full"], "`--full` is for the matrix"),
+        (["--random", "1", "--list"], "`--list` is for the matrix"),
+        (["--towards", "pool/kernel/tiles"], "`--towards` is for random calls"),
+        (["--random", "1", "--under", "tool --log-file x"], "leave `--log-file` out"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_arguments_that_do_not_go_together_are_refused(arguments, text, capsys):
+    assert main(["verify", *arguments]) == 2
+    assert text in capsys.readouterr().err
 
 
 # ---- branches --------------------------------------------------------------------------------------------------------
 
 
+def _passed(*taken: branches.Branch) -> Report:
+    return Report(0, status="passed", branches=taken)
+
+
 def test_calls_are_steered_to_the_branches_taken_least():
-    calls = random.Calls(0, 1000, None, random.STEERED)
-    every = random.every()
+    calls, every = random.Calls(0, 1000, None, random.STEERED), branches.every()
     rare = ("pool", "kernel", "strips")
-    assert rare in every
-    calls.tell({"status": "passed", "branches": [list(b) for b in every if b != rare] * random.OFTEN})
+    for _ in range(random.OFTEN):
+        calls.tell(_passed(*(b for b in every if b != rare)), None)
     taken = [calls.take() for _ in range(1000)]
     towards = [call[1] for call in taken if call is not None]
     assert towards[: calls.steered_from] == [None] * calls.steered_from
@@ -159,26 +304,35 @@ def test_calls_are_steered_to_the_branches_taken_least():
     assert calls.take() is None
 
 
+def test_a_branch_counts_when_it_was_taken_not_when_it_was_asked_for():
+    """Calls that miss it, are refused or fail are asked for again, so often; then it is given up."""
+    calls, every = random.Calls(0, 1000, None, 1.0), branches.every()
+    rare = ("pool", "kernel", "strips")
+    calls.tell(_passed(*(b for b in every if b != rare)), None)
+    assert calls.take() == (0, rare)
+    assert calls.take() is None  # one is enough, and under way
+    calls.tell(_passed(), rare)
+    assert calls.take() == (1, rare)
+    calls.tell(Report(1, status="failed", branches=(rare,)), rare)
+    assert calls.take() is None
+    calls = random.Calls(0, 1000, None, 1.0)
+    calls.tell(_passed(*(b for b in every if b != rare)), None)
+    assert calls.take() == (0, rare)
+    calls.tell(_passed(rare), rare)
+    assert calls.take() is None
+
+
 def test_under_a_checker_each_branch_is_taken_once():
-    calls, every = random.Calls(0, 1000, None, 1.0), random.every()
-    calls.tell({"status": "passed", "branches": [list(b) for b in every[3:]]})
+    calls, every = random.Calls(0, 1000, None, 1.0), branches.every()
+    calls.tell(_passed(*every[3:]), None)
     assert [calls.take() for _ in range(4)] == [(i, branch) for i, branch in enumerate(sorted(every[:3]))] + [None]
-
-
-def test_what_a_process_runs_under_may_fail_it():
-    done: Any = random.queue.Queue()
-    body = "[print(json.dumps({'status': 'passed'}), flush=True) for _ in sys.stdin]; sys.exit(99)"
-    random._serve([sys.executable, "-c", _READY + body], random.Calls(0, 2, None, 0), done, 0, 0, 0.1)
-    reports = [done.get() for _ in range(4)]
-    assert [r and r["status"] for r in reports] == ["passed", "passed", "failed", None]
-    assert "status 99" in reports[2]["message"]
 
 
 def test_a_run_ends_at_many_failures():
     calls = random.Calls(0, 10_000, None, 0)
-    for _ in range(random.ENOUGH):
+    for i in range(random.ENOUGH):
         calls.take()
-        calls.tell({"status": "failed"})
+        calls.tell(Report(i, status="failed"), None)
     assert calls.take() is None
 
 
@@ -192,18 +346,21 @@ KERNEL_OPS = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNEL_OPS)
-def test_every_branch_taken_is_listed(monkeypatch, kernel):
-    """Calls that an H200 would be given, lowered here; whatever their planners say, `EVERY` knows of."""
-    from jaxdnn._kernels import hopper
-
+@pytest.fixture
+def as_on_h200(monkeypatch):
+    """Calls are drawn and lowered as on an H200; nothing runs."""
     if reason := hopper.unavailable():
         pytest.skip(reason)
     monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200" if platform == "cuda" else "cpu")
     monkeypatch.setattr(plain, "platform", lambda: "cuda")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.parametrize("kernel", KERNEL_OPS)
+def test_every_branch_taken_is_listed(as_on_h200, kernel):
+    """Calls that an H200 would be given, lowered here; whatever their planners say, `EVERY` knows of."""
     among = {(op, "hopper"): 1.0 for op in KERNEL_OPS[kernel]}
-    taken: set[tuple[str, str, str]] = set()
+    taken: set[branches.Branch] = set()
     for index in range(12):
         found = random_call.draw(1, index, among)
         assert found.facts.refusal is None, found
@@ -211,9 +368,20 @@ def test_every_branch_taken_is_listed(monkeypatch, kernel):
         with jax.enable_x64(found.case.x64), found.settings(), branches.recorded() as here:
             jax.jit(found.case.function()).trace(*operands, **extras).lower(lowering_platforms=("cuda",))
         assert here
-        taken |= {(k, what, str(value)) for k, what, value in here}
-    assert taken <= set(random.every())
+        taken |= here
+    assert taken <= set(branches.every())
     assert len(taken) > 10
+
+
+LED = sorted({branch for f in matrix.families() for _, branch in f.leads})
+# What is named otherwise by configurations than by branches, and is found among them all the same.
+NAMED = [("pipeline", "teams", "2 x 1"), ("wgrad", "warpgroups", "1 x 3"), ("pipeline", "tiles in turn", "yes")]
+
+
+@pytest.mark.parametrize("branch", [*LED, *NAMED], ids="/".join)
+def test_a_rare_branch_is_taken_by_a_call_that_is_drawn_for_it(as_on_h200, branch):
+    found = random_call.draw(7, 1, random_call.pairs(None, None), branch)
+    assert random_call.takes(found, branch), found
 
 
 def test_a_picked_configuration_is_the_same_each_time():
@@ -223,12 +391,59 @@ def test_a_picked_configuration_is_the_same_each_time():
         rows: int
 
     configs = [Config(c, r) for c in (64, 128, 256) for r in (64, 128)]
+    taken = lambda config: branches.named("pipeline", columns=config.columns, tail_of_columns=config.columns > 64)
     found = random_call.Drawn(None, plain.Facts(None, "fast"), "", 5, None)
-    assert found._pick("problem", configs) == found._pick("problem", configs)
-    picked = {random_call.Drawn(None, found.facts, "", i, None)._pick("problem", configs) for i in range(60)}
+    assert found._pick("problem", configs, taken) == found._pick("problem", configs, taken)
+    picked = {random_call.Drawn(None, found.facts, "", i, None)._pick("problem", configs, taken) for i in range(60)}
     assert picked == set(configs)
-    towards = random_call.Drawn(None, found.facts, "", 5, None, ("pipeline", "columns", "256"))
-    assert towards._pick("problem", configs).columns == 256
+    for branch in (("pipeline", "columns", "64"), ("pipeline", "tail of columns", "no")):
+        towards = random_call.Drawn(None, found.facts, "", 5, None, branch)
+        assert towards._pick("problem", configs, taken).columns == 64
+
+
+def test_what_a_configuration_decides_is_what_is_listed():
+    """Of every configuration that the planners of convolutions may pick for some problems, by the one function."""
+    axis = Axis(24, 24, 3, 1, 1, (0,), (3,), (-1,), 1, 1)
+    sparse = Axis(8, 16, 1, 1, 2, (0, 1), (1, 0), (0, 0), 1, 0)
+    dtype, every, found = jnp.dtype(jnp.bfloat16), set(branches.every()), set()
+    for axes in ((), (axis,), (axis, axis), (sparse, sparse)):
+        problem = Problem(8, 128, 128, axes, "tjc", dtype, dtype, jnp.float32)
+        for base in tuning.candidates(problem):
+            for config in (base, *tuning.beside(problem, base)):
+                found |= branches.named("pipeline", **decided(problem, config, 132))
+    assert found <= every
+    for what, value in (("teams", "1 x 2"), ("teams", "2 x 1"), ("blank", "yes"), ("groups", "no"), ("halo", "2")):
+        assert ("pipeline", what, value) in found
+
+
+def test_an_index_is_one_call_in_every_process():
+    """With kernels' configurations, whatever a process hashes, where its functions lie, and without a GPU."""
+    program = """
+    import jax, sys
+    from jaxdnn import engines
+    from jaxdnn._kernels import hopper
+    from jaxdnn.verify import case, random_call
+    engines.device_kind = lambda platform: "NVIDIA H200" if platform == "cuda" else "cpu"
+    case.platform, jax.default_backend = lambda: "cuda", lambda: "gpu"
+    hopper.unavailable = lambda: None
+    waste = [lambda: i for i in range(int(sys.argv[1]))]
+    for among in (random_call.pairs(None, None), random_call.pairs(["conv", "conv_wgrad"], ["hopper"])):
+        for index in range(25):
+            found = random_call.draw(5, index, among)
+            print(found.case, found.facts.refusal, found.kind, found.picks, found.multiprocessors)
+    """
+    draws = [
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program), seed],
+            env={**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2000")
+    ]
+    assert draws[0] == draws[1]
+    assert draws[0].count("hopper") > 30
 
 
 @pytest.mark.parametrize("arguments", [["--random", "0"], ["--random", "1", "--workers", "-1"]])
@@ -242,9 +457,9 @@ def test_a_run_of_refused_calls_has_not_passed(capsys):
     assert "FAILED: 0 passed, 0 failed, 1 refused; 0 in guarded memory" in capsys.readouterr().out
 
 
-def test_a_branch_that_is_none_is_told():
-    with pytest.raises(ValueError, match="close ones: pool/kernel/strips"):
-        random._branch("pool/kernel/strip")
+def test_a_branch_that_is_none_is_told(capsys):
+    assert main(["verify", "--platform", "cpu", "--random", "1", "--towards", "pool/kernel/strip"]) == 2
+    assert "close ones: pool/kernel/strips" in capsys.readouterr().err
 
 
 def test_a_pick_does_not_depend_on_where_an_epilogue_lies():
@@ -259,24 +474,38 @@ def test_a_pick_does_not_depend_on_where_an_epilogue_lies():
 
 
 def test_summary_counts_and_names_what_was_never_taken():
+    tiles = ("pool", "kernel", "tiles")
+    told = {"op": "conv", "engine": "hopper", "branches": (tiles,)}
+    tried = {"procedure": "batch_invariant, eager", "tried": True}
     reports = [
-        {
-            "op": "conv",
-            "engine": "hopper",
-            "status": "passed",
-            "dtype": "bf16",
-            "branches": [["pool", "kernel", "tiles"]],
-        },
-        {"op": "conv", "engine": "hopper", "status": "failed", "dtype": "f16", "message": "", "index": 1},
+        Report(0, status="passed", dtype="bf16", **told, **tried),
+        Report(1, status="failed", dtype="f16", **told),
+        Report(2, status="passed", dtype="f16", **told, procedure="run_to_run, poisoned output"),
     ]
-    found = random.summary(reports)
-    assert found["calls"] == {"passed": 1, "failed": 1}
-    assert found["by_op"]["conv hopper"]["dtypes"] == {"bf16": 1, "f16": 1}
-    assert found["branches"]["pool/kernel/tiles"] == 1
+    found = random_report.summary(reports)
+    assert found["calls"] == {"passed": 2, "failed": 1}
+    assert found["by_op"]["conv hopper"]["dtypes"] == {"bf16": 1, "f16": 2}
+    assert found["branches"]["pool/kernel/tiles"] == 2
     assert "pool/kernel/tiles" not in found["never_taken"]
     assert "pool/kernel/strips" in found["never_taken"]
     assert [r["index"] for r in found["failed"]] == [1]
-    assert np.all([isinstance(v, int) for v in found["branches"].values()])
+    assert (found["procedures"], found["procedures_not_run"]) == ({"batch_invariant, eager": 1}, 1)
+    assert not found["passed"]
+
+
+def test_a_branch_that_is_not_listed_fails_the_run(capsys):
+    passed = Report(0, status="passed", op="pool", engine="hopper", branches=(("pool", "kernel", "carpets"),))
+    found = random_report.summary([passed])
+    assert (found["unknown_branches"], found["passed"]) == (["pool/kernel/carpets"], False)
+    show.random(Console(width=200), found | {"seconds": 1})
+    shown = capsys.readouterr().out
+    assert "branches that are not listed: pool/kernel/carpets" in shown
+    assert "FAILED" in shown
+
+
+def test_a_report_is_read_as_it_was_written():
+    report = Report(3, status="passed", branches=(("pool", "kernel", "tiles"),), seconds={"running": 1.5})
+    assert Report.read(json.loads(json.dumps(dataclasses.asdict(report)))) == report
 
 
 # ---- what they found, and no other test had --------------------------------------------------------------------------

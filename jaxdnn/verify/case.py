@@ -33,6 +33,9 @@ DTYPES: dict[str, Any] = {
 }
 
 
+MODELLED = 20_000  # outputs that are compared with predicted bits, at most
+
+
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What an engine says of a case: whether it serves it, what it promises, how it adds."""
@@ -262,9 +265,20 @@ def accumulation_of(told: Facts, flush: bool) -> Accumulation:
 
 
 def judge_all(
-    case: Case, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation
+    case: Case,
+    told: Facts,
+    kind: str,
+    operands: Any,
+    extras: Any,
+    outs: Any,
+    accumulation: Accumulation,
+    *,
+    modelled: int = MODELLED,
 ) -> list[Check]:
-    """Compares the results of a case with what is expected, and with the definition's bits where these are promised."""
+    """Compares the results of a case with what is expected, and with the definition's bits where these are promised.
+
+    `modelled` is for families whose engines' bits a model predicts, which takes long: at most so many are.
+    """
     found = as_tuple(outs)
     wanted = case.expected(kind, operands, accumulation)
     checks = [judge(kind, out, e) for out, e in zip(found, wanted, strict=True)]

@@ -18,12 +18,14 @@ import jax
 from rich.console import Console
 
 from jaxdnn.determinism import LEVELS
-from jaxdnn.verify import controls, environment, levels, matrix, page, random, report, show
+from jaxdnn.verify import controls, environment, levels, matrix, page, random, random_report, report, show
 from jaxdnn.verify.case import DTYPES as EVERY_DTYPE
 from jaxdnn.verify.case import Result, flushes_subnormals
+from jaxdnn.verify.random_report import Report
 from jaxdnn.verify.subject import Subject
 
 DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
+WRITTEN_EVERY = 3.0  # seconds, while random calls run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", type=int, default=0, help="the first random call's number (default 0)")
     parser.add_argument("--towards", metavar="BRANCH", help="random calls that take this branch of a planner")
     parser.add_argument("--workers", type=_count, metavar="N", help="processes that run random calls")
-    parser.add_argument("--under", metavar="COMMAND", help="what runs them: compute-sanitizer --log-file PATH, say")
+    parser.add_argument("--under", metavar="COMMAND", help="a tool that they run under: compute-sanitizer, say")
     parser.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was found here")
     parser.add_argument(
@@ -70,6 +72,9 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs what the arguments ask for. Returns 0, 1 if anything failed, 2 for an unknown case."""
+    if reason := _misplaced(arguments):
+        print(f"jaxdnn verify: {reason}", file=sys.stderr)
+        return 2
     environment.choose(arguments.platform, arguments.devices)
     if arguments.random is not None:
         return _run_random(arguments)
@@ -114,33 +119,62 @@ def _run_random(arguments: argparse.Namespace) -> int:
     console, start = Console(width=width), time.perf_counter()
     here = environment.describe(flushes_subnormals())
     console.print(_heading(here, arguments.random, "random calls"), highlight=False, soft_wrap=True)
-    found = []
-    for call in show.progress(console, random.run(arguments, here), arguments.random, "calls"):
-        found.append(call)
-        if call["status"] == "failed":
-            name = f"{call['index']} {call['id']}"
-            show.failure(console, name, call["message"], _reproduce_random(arguments, call))
     words = ["jaxdnn", "verify", "--random", str(arguments.random), *_words(arguments)]
     words += ["--index", str(arguments.index)] if arguments.index else []
     words += ["--towards", arguments.towards] if arguments.towards else []
     words += ["--under", arguments.under] if arguments.under else []
-    document = {"command": shlex.join(words), "environment": here, "seconds": round(time.perf_counter() - start, 1)}
-    document |= random.summary(found)
-    for failed in document["failed"]:
-        failed["reproduce"] = _reproduce_random(arguments, failed)
-    # A call whose process was lost is reported too; a run that ended at many failures has failed anyhow.
-    document["passed"] = not document["failed"] and bool(document["calls"].get("passed"))
-    show.random(console, document)
+    found: list[Report] = []
+
+    def document(*, finished: bool) -> dict[str, Any]:
+        seconds = round(time.perf_counter() - start, 1)
+        made = {"command": shlex.join(words), "environment": here, "seconds": seconds, "finished": finished}
+        made |= random_report.summary(found)
+        for failed in made["failed"]:
+            failed["reproduce"] = _reproduce_random(arguments, failed["index"], failed["towards"])
+        return made
+
+    try:
+        calls = random.run(arguments, here)
+    except ValueError as error:
+        print(f"jaxdnn verify: {error}", file=sys.stderr)
+        return 2
+    written = -WRITTEN_EVERY
+    for call in show.progress(console, calls, arguments.random, "calls"):
+        found.append(call)
+        if call.status == "failed":
+            line = _reproduce_random(arguments, call.index, call.towards)
+            show.failure(console, f"{call.index} {call.id}", call.message, line)
+        if arguments.json and time.perf_counter() - written > WRITTEN_EVERY:  # a run may be cut off at any time
+            _write_json(arguments.json, document(finished=False))
+            written = time.perf_counter()
+    made = document(finished=True)
+    show.random(console, made)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if document["passed"] else 1
+        _write_json(arguments.json, made)
+    return 0 if made["passed"] else 1
 
 
-def _reproduce_random(arguments: argparse.Namespace, call: dict[str, Any]) -> str:
-    words = ["jaxdnn", "verify", "--random", "1", "--index", str(call["index"]), *_words(arguments)]
+def _reproduce_random(arguments: argparse.Namespace, index: int, towards: str | None) -> str:
+    words = ["jaxdnn", "verify", "--random", "1", "--index", str(index), *_words(arguments)]
     words += ["--under", arguments.under] if arguments.under else []
-    return shlex.join([*words, *(["--towards", call["towards"]] if call["towards"] else [])])
+    return shlex.join([*words, *(["--towards", towards] if towards else [])])
+
+
+def _misplaced(arguments: argparse.Namespace) -> str | None:
+    """Why arguments do not go together: those of random calls and those of the matrix."""
+    of_random = [n for n in ("index", "towards", "workers", "under") if getattr(arguments, n)]
+    if arguments.random is None:
+        return f"`--{of_random[0]}` is for random calls: it needs `--random N`." if of_random else None
+    given = [n for n in ("dtype", "level", "case", "list", "html") if getattr(arguments, n)]
+    given += [arguments.extent] if arguments.extent != "standard" else []
+    if given:
+        return f"`--{given[0]}` is for the matrix: of random calls `--op` and `--engine` select."
+    if arguments.under and "--log-file" in arguments.under:
+        return (
+            "`--under` must be a tool that writes to its standard streams, which tell the call that was running: "
+            "leave `--log-file` out."
+        )
+    return None
 
 
 def _choose(arguments: argparse.Namespace) -> tuple[list[Any], list[str]]:
@@ -259,10 +293,17 @@ def _reproduce(arguments: argparse.Namespace, name: str) -> str:
     return shlex.join(["jaxdnn", "verify", "--case", name, *extent, *_setting(arguments)])
 
 
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    """Puts the document in the file's place at once, so that whoever stops this process finds a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    written.replace(path)
+
+
 def _write(arguments: argparse.Namespace, document: dict[str, Any], console: Console) -> None:
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        _write_json(arguments.json, document)
     found = document["summary"]
     counts, bits = found["cells"], found["determinism"]
     verdict = "[bold green]passed[/]" if found["passed"] else "[bold red]FAILED[/]"

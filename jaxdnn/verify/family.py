@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdnn._kernels.hopper.branches import Branch
 from jaxdnn.verify import case as plain
 from jaxdnn.verify.case import Case, Check, Facts
 
@@ -29,7 +30,8 @@ class Family:
       facts: a case to what its engine says of it.
       kinds: a case to the kinds of data that it runs on.
       arrays: (case, kind, seed, accumulation) to its operands, and those that it takes by name.
-      judge: (case, facts, kind, operands, operands by name, results, accumulation) to its checks.
+      judge: (case, facts, kind, operands, operands by name, results, accumulation) to its checks; by the name
+        `modelled`, how many outputs are compared with predicted bits at most.
       describe: a case to what the report says of it beside its id.
       strides: (a, b): short of the full extent, which has everything, the matrix takes every a-th of the quick cases
         and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
@@ -38,6 +40,8 @@ class Family:
       bound_as: an op to another that is bound as the same primitive, so that what holds for that holds for it: the
         determinism procedures run on it in the full extent, and where it is named.
       draw: (op, engine, generator, name) to a case drawn at random, which the name makes unique.
+      leads: an op and a branch of a planner that calls drawn freely seldom take, to a function like `draw` whose calls
+        are of the kind that takes it.
       samples: a drawn case to the axes of its operands and of its first result along which its samples lie; None if a
         result is of all samples, or there is one.
     """
@@ -58,6 +62,7 @@ class Family:
     facets: Callable[[Any], set[Any]] = lambda case: {case.dtype}
     bound_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
     draw: Callable[[str, str, np.random.Generator, str], Any] = lambda *_: None
+    leads: Mapping[tuple[str, Branch], Callable[..., Any]] = dataclasses.field(default_factory=dict)
     samples: Callable[[Any], tuple[tuple[int | None, ...], int] | None] = lambda case: None
 
     def check(self, case: Any, told: Facts, seed: int, flush: bool) -> list[Check]:

@@ -2,20 +2,25 @@
 
 On a GPU whose memory JAX takes in one piece when it starts (`random` sees to that), what lies behind the operands of a
 call is filled with a pattern before the call. So results and workspaces start out as the pattern, and around each of
-them lies the pattern. After the call all but its operands, its results and one block of the size of its workspace
-has to be as it was; the bytes between a result's end and the end of its last 256, too.
+them lies the pattern. After the call all but its operands, its results and its workspace has to be as it was; the bytes
+between a result's end and the end of its last 256, too.
+
+The allocator gives out the smallest free piece that suffices, from its beginning. So that a workspace does not lie
+right behind a result, where a write beyond the result would not show, there is a free piece for each result, a little
+larger than it, between fences that nothing may write to. Where the workspace lies nobody says; but it is one block, of
+a size that is known, it lies in no array and it starts where something else ends. All that was written elsewhere has to
+lie in one such block.
 
 What this cannot see: a kernel that writes from one workspace of its program into another, for XLA puts them in one
-block; nor, in a program with a workspace, a write outside of it that together with it is no longer than it is large.
-Its results would have to be wrong to show it. Of an operand's last 256 bytes the rest is not looked at. A read beyond
-an array is seen only by what comes of it: the pattern is not a number in float32, bfloat16 and float16, and a call is
-repeated on other patterns.
+block; nor a write beyond a result of up to 256 bytes into a workspace, if the allocator puts it there. Of an operand's
+last 256 bytes the rest is not looked at. A read beyond an array is seen only by what comes of it: the pattern is not a
+number in float32, bfloat16 and float16, and a call is repeated on other patterns.
 """
 
 import functools as ft
 import gc
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +36,106 @@ LEAST_GUARDED = 1 << 26  # bytes behind the operands, most of which have to be f
 # Bytes at the end that stay free: the allocator gives away a piece whole where less than 128 MiB of it would be left.
 SPARE, MARGIN = 256 << 20, 8 << 20
 MOST = 1 << 30  # bytes that are looked at: what is allocated lies at the lowest address that is free
+GUARD = 1 << 16  # bytes behind a result, at most
+Range = tuple[int, int]  # the first byte, and how many
 
 
-class Arena:
-    """The memory that JAX has taken from the first GPU, all but the last of it."""
+class Memory(Protocol):
+    """Memory that can be filled and looked at, in pieces of `CHUNK` bytes."""
+
+    bytes: int
+
+    def ranges(self, arrays: Iterable[Any]) -> list[Range]:
+        """Where arrays lie, and whatever else the memory's owner has in it."""
+        ...
+
+    def fill(self, last: int, pattern: int, holes: Sequence[int]) -> list[Range]:
+        """Fills what is free from a byte on. Of it, so many bytes each stay free between fences; where these lie."""
+        ...
+
+    def touched(self, pattern: int) -> np.ndarray:
+        """Which pieces hold something else than the pattern."""
+        ...
+
+    def piece(self, number: int) -> np.ndarray:
+        """A piece's bytes."""
+        ...
+
+
+class Guards:
+    """What surrounds the arrays of a call in a memory, and has to stay as it is."""
+
+    def __init__(self, memory: Memory):
+        self.memory, self.before, self.fences = memory, np.zeros(0, bool), list[Range]()
+
+    def fill(self, arrays: Iterable[Any], results: Sequence[int], pattern: int) -> bool:
+        """Fills the memory behind these arrays, which are all there are, for results of so many bytes.
+
+        Returns whether that guards a call.
+        """
+        last = max((at + size for at, size in self.memory.ranges(arrays)), default=0)
+        self.fences = self.memory.fill(last, pattern, _holes(results))
+        self.before = self.memory.touched(pattern)
+        behind = self.before[-(-last // CHUNK) :]
+        return behind.size * CHUNK >= min(LEAST_GUARDED, self.memory.bytes // 2) and float(behind.mean()) < 0.5
+
+    def damage(self, arrays: Iterable[Any], workspace: int, pattern: int) -> str | None:
+        """What was written since that lies in no array, nor in the workspace of so many bytes; None if nothing."""
+        ranges = self.memory.ranges(arrays)
+        owned = self._pieces(ranges)
+        found = np.flatnonzero(self.memory.touched(pattern) & ~self.before & ~owned)
+        kept = owned | self._pieces(self.fences)
+        if found.size and not _is_workspace(found, kept, self.before, -(-workspace // CHUNK)):
+            places = ", ".join(_near(int(i) * CHUNK, ranges) for i in dict.fromkeys((found[0], found[-1])))
+            beside = f" and of a workspace of {workspace} bytes" if workspace else ""
+            return f"{found.size} pieces of {CHUNK} bytes were written outside of every array{beside}: {places}"
+        for at, size in ranges:
+            if size % CHUNK and not self.before[(at + size) // CHUNK]:
+                wanted = np.full(WORDS, pattern, np.uint32).view(np.uint8)
+                changed = int((self.memory.piece((at + size) // CHUNK) != wanted)[size % CHUNK :].sum())
+                if changed:
+                    return f"{changed} bytes right after an array of {size} bytes were written"
+        return None
+
+    def _pieces(self, ranges: Iterable[Range]) -> np.ndarray:
+        """Which pieces they cover."""
+        covered = np.zeros(self.before.size, bool)
+        for at, size in ranges:
+            covered[at // CHUNK : -(-(at + size) // CHUNK)] = True
+        return covered
+
+
+def _holes(results: Sequence[int]) -> list[int]:
+    """Bytes of a free piece for each result, and for the table that XLA makes of several.
+
+    What is behind a result is less than it: then the allocator gives the piece away whole, and no other array into it.
+    """
+    sizes = [-(-size // CHUNK) * CHUNK for size in results if size]
+    return [size + min(GUARD, size - CHUNK) for size in sizes] + [CHUNK] * (len(results) > 1)
+
+
+def _is_workspace(found: np.ndarray, kept: np.ndarray, before: np.ndarray, pieces: int) -> bool:
+    """Whether all pieces that were found lie in one block of so many that can be the workspace.
+
+    It starts where what is free begins: behind an array or a fence, or behind memory that was in use and not filled.
+    """
+    used = kept | before
+    starts = np.flatnonzero(~used & np.concatenate([[True], used[:-1]]))
+    starts = starts[(starts <= found[0]) & (found[-1] < starts + pieces)]
+    return any(not kept[start : start + pieces].any() for start in starts)
+
+
+def _near(at: int, ranges: list[Range]) -> str:
+    """Where a piece lies, told by the array that ends or begins next to it."""
+    number, distance = min(
+        ((i, at - start - size if at >= start + size else at - start) for i, (start, size) in enumerate(ranges)),
+        key=lambda found: abs(found[1]),
+    )
+    return f"{distance} bytes from array {number}"
+
+
+class DeviceMemory:
+    """The memory that JAX has taken from the first GPU, all but the last of it. For CUDA alone."""
 
     def __init__(self) -> None:
         self.device = jax.local_devices()[0]
@@ -42,23 +143,40 @@ class Arena:
         stats = self.device.memory_stats() or {}
         free = int(stats["pool_bytes"] - stats["bytes_in_use"])
         self.bytes = min(free - SPARE, MOST) // CHUNK * CHUNK
+        if self.bytes <= LEAST_GUARDED:
+            raise RuntimeError(f"of the device's memory {free} bytes are free for this process, too few for guards.")
         whole = jax.block_until_ready(_full(self.bytes // 4, _word(0)))
         self.start = whole.unsafe_buffer_pointer()
         whole.delete()
         self.map = jax.block_until_ready(jnp.zeros(self.bytes // CHUNK, jnp.bool_))
-        self.before = np.zeros(0, bool)
-        self.words: jax.Array = jnp.asarray(_Memory(self.start, self.bytes // 4), copy=False)
+        self.fences: list[jax.Array] = []
+        self.words: jax.Array = jnp.asarray(_Words(self.start, self.bytes // 4), copy=False)
         if self.words.unsafe_buffer_pointer() != self.start:
             raise RuntimeError("JAX has copied the memory that is to be looked at.")
-        self._touched(0)  # to compile it, XLA tries it out on memory that is free
+        self.touched(0)  # to compile it, XLA tries it out on memory that is free
 
-    def fill(self, arrays: Iterable[jax.Array], pattern: int) -> bool:
-        """Fills the memory behind these arrays, which are all there are. Returns whether that guards a call."""
-        last = max(at + size for at, size in self._ranges(arrays))
+    def ranges(self, arrays: Iterable[jax.Array]) -> list[Range]:
+        """Where arrays lie, the map's own among them, counted from the first byte that is looked at."""
+        return self._places([*arrays, self.map])
+
+    def _places(self, arrays: Iterable[jax.Array]) -> list[Range]:
+        places = [(v.unsafe_buffer_pointer() - self.start, v.nbytes) for v in arrays]
+        return [(at, size) for at, size in places if at >= 0 and at + size <= self.bytes]
+
+    def fill(self, last: int, pattern: int, holes: Sequence[int]) -> list[Range]:
+        """Fills what is free, but for `SPARE` and `MARGIN` at the end, by blocks that are freed at once."""
+        self.fences.clear()
         # A result of an earlier call may still be there, in a cycle of Python's or on its way out.
         if self._free() < self.bytes - last:
             gc.collect()
-        left, blocks = min(self.bytes - last, self._free() - SPARE) - MARGIN, []
+        blocks = []
+        for size in holes:  # copied, for each size would be compiled
+            blocks.append(jax.device_put(np.full(size // 4, pattern, np.uint32), self.device))
+            self.fences.append(jax.device_put(np.full(WORDS, pattern, np.uint32), self.device))
+        jax.block_until_ready(self.fences)
+        fences = self._places(self.fences)
+        last = max([last, *(at + size for at, size in fences)])
+        left = min(self.bytes - last, self._free() - SPARE) - MARGIN
         while left >= LEAST:
             size = 1 << (left.bit_length() - 1)
             blocks.append(_full(size // 4, _word(pattern)))
@@ -66,36 +184,9 @@ class Arena:
         jax.block_until_ready(blocks)
         for block in blocks:
             block.delete()
-        self.before = self._touched(pattern)
-        behind = self.before[-(-last // CHUNK) :]
-        return behind.size * CHUNK >= LEAST_GUARDED and float(behind.mean()) < 0.5
+        return fences
 
-    def damage(self, arrays: Iterable[jax.Array], workspace: int, pattern: int) -> str | None:
-        """What was written since that lies in no array, nor in one block of so many bytes; None if nothing."""
-        ranges = self._ranges(arrays)
-        touched = self._touched(pattern) & ~self.before
-        for at, size in ranges:
-            touched[at // CHUNK : -(-(at + size) // CHUNK)] = False
-        found = np.flatnonzero(touched)
-        if found.size and (found[-1] + 1 - found[0]) * CHUNK > -(-workspace // CHUNK) * CHUNK:
-            places = ", ".join(self._near(int(i) * CHUNK, ranges) for i in (found[0], found[-1]))
-            beside = f" and of a workspace of {workspace} bytes" if workspace else ""
-            return f"{found.size} pieces of {CHUNK} bytes were written outside of every array{beside}: {places}"
-        for at, size in ranges:
-            if size % CHUNK and not self.before[(at + size) // CHUNK] and (message := self._after(at, size, pattern)):
-                return message
-        return None
-
-    def _free(self) -> int:
-        """Bytes of the largest piece of memory that no array has."""
-        return int((self.device.memory_stats() or {})["largest_free_block_bytes"])
-
-    def _ranges(self, arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
-        """Where arrays lie, the map's own among them, counted from the first byte that is looked at."""
-        places = [(v.unsafe_buffer_pointer() - self.start, v.nbytes) for v in (*arrays, self.map)]
-        return [(at, size) for at, size in places if at >= 0 and at + size <= self.bytes]
-
-    def _touched(self, pattern: int) -> np.ndarray:
+    def touched(self, pattern: int) -> np.ndarray:
         """Which pieces hold something else than the pattern."""
         place = self.map.unsafe_buffer_pointer()
         self.map = _touched(self.words, _word(pattern), self.map)
@@ -103,22 +194,16 @@ class Arena:
             raise RuntimeError("XLA did not write the map into its own memory.")
         return np.array(self.map)
 
-    def _near(self, at: int, ranges: list[tuple[int, int]]) -> str:
-        """Where a piece lies, told by the array that ends or begins next to it."""
-        number, distance = min(
-            ((i, at - start - size if at >= start + size else at - start) for i, (start, size) in enumerate(ranges)),
-            key=lambda found: abs(found[1]),
-        )
-        return f"{distance} bytes from array {number}"
+    def piece(self, number: int) -> np.ndarray:
+        """A piece's bytes."""
+        return np.asarray(lax.dynamic_slice(self.words, (number * WORDS,), (WORDS,))).view(np.uint8)
 
-    def _after(self, at: int, size: int, pattern: int) -> str | None:
-        last = np.asarray(lax.dynamic_slice(self.words, ((at + size) // CHUNK * WORDS,), (WORDS,))).view(np.uint8)
-        wanted = np.full(WORDS, pattern, np.uint32).view(np.uint8)
-        changed = int((last != wanted)[size % CHUNK :].sum())
-        return f"{changed} bytes right after an array of {size} bytes were written" if changed else None
+    def _free(self) -> int:
+        """Bytes of the largest piece of memory that no array has."""
+        return int((self.device.memory_stats() or {})["largest_free_block_bytes"])
 
 
-class _Memory:
+class _Words:
     """So many words of device memory, for JAX to make an array of."""
 
     def __init__(self, start: int, count: int):

@@ -2,54 +2,88 @@
 
 Processes compile at the same time, so that a GPU always has something to do. One that dies, or does not answer in
 time, fails its call and is started again. After most of the calls, the rest are steered to the branches taken least.
+
+On CUDA the memory around a call's arrays is guarded (`guards`). In place of that a process may run under a tool that
+checks memory; what the tool says while a call runs fails that call.
 """
 
 import argparse
 import collections
 import contextlib
+import dataclasses
 import difflib
 import json
 import os
 import queue
-import select
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from jaxdnn._kernels.hopper import branches
+from jaxdnn._kernels.hopper.branches import Branch
 from jaxdnn.verify import case
+from jaxdnn.verify.random_report import Report
+from jaxdnn.verify.random_worker import ANSWER
 
-SECONDS = 180  # that a call may take, compilation included
+SECONDS, SECONDS_UNDER = 180, 1200  # that a call may take, compilation included; under a tool
+ENDING = 20  # seconds that a process may take to end, without a tool
+LATE = 0.2  # seconds that a tool's words may come behind a call's answer
 STEERED, OFTEN = 0.15, 6  # the share of calls that are steered, and how often a branch is then to be taken
-RECYCLED = 400  # calls after which a process is started anew: compiled programs stay in memory
-MEMORY = 5 << 29  # bytes of a GPU for each process
+RECYCLED, RECYCLED_UNDER = 400, 20  # calls after which a process is started anew: compiled programs stay in memory
+# Bytes of a GPU for each process, and at least; what CUDA takes beside them; the share of a GPU's memory that is used.
+MEMORY, LEAST_MEMORY, CONTEXT, USED = 5 << 29, 5 << 28, 1 << 29, 0.95
 GPU_WORKERS = 24  # processes at most
 ENOUGH = 100  # failures after which no further call is run
-Branch = tuple[str, str, str]
+# How a line of a tool starts: compute-sanitizer's "=========", valgrind's "==123==".
+TOOL = re.compile(r"={2,}(\d+={2,})? +\S")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where a process computes.
+
+    Attributes:
+      visible: of which GPUs it is told, as CUDA_VISIBLE_DEVICES says it; "" for all; None for the CPU.
+      memory: the share of the GPU's memory that it takes.
+    """
+
+    visible: str | None = None
+    memory: float = 0.1
 
 
 class Worker:
-    """A process that runs calls."""
+    """A process that runs calls.
 
-    def __init__(self, words: list[str], number: int, gpus: int, memory: float):
+    Attributes:
+      last: the latest report of the call that it runs or has run.
+      ran: these calls.
+      accused: whether the tool that it runs under has accused one.
+    """
+
+    def __init__(self, words: list[str], device: Device, *, under: bool = False):
         environment = {
             **os.environ,
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.4f}",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{device.memory:.4f}",
         }
-        if "--unguarded" in words:  # each array is then an allocation of its own, which a checker of memory sees
+        if under:  # each array is then an allocation of its own, which a checker of memory sees
             environment["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
-        if gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
-        if gpus == 0:
+        if device.visible:
+            environment["CUDA_VISIBLE_DEVICES"] = device.visible
+        if device.visible is None:
             environment["JAX_PLATFORMS"] = "cpu"
-        self.calls, self.errors = 0, collections.deque[str](maxlen=5)
+        self.under, self.last, self.accused = under, Report(-1), False
+        self.ran: list[tuple[int, Branch | None]] = []
+        self.errors, self.said = collections.deque[str](maxlen=5), list[str]()
+        self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -57,76 +91,101 @@ class Worker:
             stderr=subprocess.PIPE,
             env=environment,
             text=True,
+            errors="replace",
             start_new_session=True,
         )
         stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
         if stdin is None or stdout is None or stderr is None:  # for the type checker: all three are pipes
             raise RuntimeError("a process for random calls has no pipes")
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
-        self.drained = threading.Thread(target=self._drain, daemon=True)
-        self.drained.start()
+        self.stdin = stdin
+        self.listeners = [
+            threading.Thread(target=self._listen, args=(stream, stream is stdout), daemon=True)
+            for stream in (stdout, stderr)
+        ]
+        for listener in self.listeners:
+            listener.start()
         try:
             self._read()
         except EOFError as error:
             self.end()
             raise RuntimeError(f"a process for random calls does not start: {error}") from None
 
-    def _drain(self) -> None:
-        for line in self.stderr:
-            self.errors.append(line.strip()[:300])
+    def _listen(self, stream: IO[str], answers: bool) -> None:
+        """Passes answers on, and keeps what else is said: the last lines, and those of the tool."""
+        with contextlib.suppress(ValueError), stream:  # it may be closed while it is read
+            for line in stream:
+                if answers and line.startswith(ANSWER):
+                    self.answers.put(json.loads(line.removeprefix(ANSWER)))
+                    continue
+                self.errors.append(line.strip()[:300])
+                if TOOL.match(line):
+                    self.said.append(line.strip("= \n")[:300])
+        if answers:
+            self.answers.put(None)
 
     def _read(self) -> dict[str, Any]:
         """The process's next answer; raises EOFError where it ends or gives none in time."""
-        if not select.select([self.stdout], [], [], SECONDS)[0]:
-            self._kill()
-            raise EOFError(f"no answer in {SECONDS} s")
-        line = self.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self.drained.join(5)
-            raise EOFError(f"the process ended with status {status}: {' | '.join(self.errors)}")
+        seconds = SECONDS_UNDER if self.under else SECONDS
         try:
-            return json.loads(line)
-        except json.JSONDecodeError:
-            raise EOFError(f"an answer that is none: {line[:200]!r}") from None
+            answer = self.answers.get(timeout=seconds)
+        except queue.Empty:
+            self._kill()
+            raise EOFError(f"no answer in {seconds} s") from None
+        if answer is None:
+            status = self.end()
+            raise EOFError(f"the process ended with status {status}: {' | '.join(self.errors)}")
+        return answer
 
-    def run(self, index: int, towards: Branch | None) -> dict[str, Any]:
-        """What came of a call."""
-        self.calls += 1
-        print(json.dumps({"index": index, "towards": towards}), file=self.stdin, flush=True)
-        return self._read()
+    def run(self, index: int, towards: Branch | None) -> Report:
+        """What came of a call. Raises EOFError where the process ends; `last` then says what it was doing."""
+        self.ran.append((index, towards))
+        self.said.clear()
+        self.last = Report(index, towards="/".join(towards) if towards else None, message="before it was drawn")
+        try:
+            print(json.dumps({"index": index, "towards": towards}), file=self.stdin, flush=True)
+        except OSError as error:
+            raise EOFError(f"the process has ended with status {self.end()}: {error}") from None
+        while self.last.status == "running":
+            self.last = Report.read(self._read())
+        if self.under:
+            time.sleep(LATE)
+            if self.said:
+                self.accused = True
+                return self.last.failed(f"while it ran, what it ran under said: {self.said[0]}")
+        return self.last
 
     def _kill(self) -> None:
         """Ends the process and those that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def end(self) -> int:
-        """Ends the process, which has nothing more to read; its exit status."""
+    def end(self) -> int | None:
+        """Ends the process, which has nothing more to read; its exit status, None if it had to be killed."""
         with contextlib.suppress(OSError):
             self.stdin.close()
+        status = None
         try:
-            self.process.wait(20)
+            status = self.process.wait(SECONDS_UNDER if self.under else ENDING)
         except subprocess.TimeoutExpired:
             self._kill()
             self.process.wait()
-        self.drained.join(5)
-        self.stdout.close()
-        self.stderr.close()
-        return self.process.returncode
+        for listener in self.listeners:
+            listener.join(5)
+        return status
 
 
 class Calls:
     """The calls that are still to be run: first as they come, then steered to branches that were taken least.
 
     `share` of them are steered; if all are, there are no more than it takes to take each branch once, as far as can be.
+    A branch counts as taken by calls that passed; after twice as many calls in vain as were wanted it is given up.
     """
 
     def __init__(self, first: int, count: int, towards: Branch | None, share: float):
         self.next, self.end, self.towards = first, first + count, towards
         self.steered_from = self.end - int(count * share)
         self.once = share == 1
-        self.taken, self.asked = collections.Counter[Branch](), collections.Counter[Branch]()
+        self.taken, self.under_way, self.in_vain = (collections.Counter[Branch]() for _ in range(3))
         self.lock, self.failed = threading.Lock(), 0
 
     def take(self) -> tuple[int, Branch | None] | None:
@@ -137,55 +196,54 @@ class Calls:
             wanted = self._wanted() if self.next >= self.steered_from else None
             if self.once and wanted is None:
                 return None
+            if wanted:
+                self.under_way[wanted] += 1
             index, self.next = self.next, self.next + 1
             return index, wanted or self.towards
 
     def _wanted(self) -> Branch | None:
-        """The branch that was taken least, if not often enough."""
+        """The branch that was taken least, if not often enough, with the calls that are under way to it."""
         enough = 1 if self.once else OFTEN
-        left = [b for b in every() if self.taken[b] < enough and self.asked[b] < enough]
-        if not left:
-            return None
-        wanted = min(left, key=lambda b: (self.asked[b] + self.taken[b], b))
-        self.asked[wanted] += 1
-        return wanted
+        tried = lambda b: self.taken[b] + self.under_way[b]
+        left = [b for b in branches.every() if tried(b) < enough and self.in_vain[b] < 2 * enough]
+        return min(left, key=lambda b: (tried(b) + self.in_vain[b], b), default=None)
 
-    def tell(self, report: dict[str, Any]) -> None:
+    def tell(self, report: Report, towards: Branch | None) -> None:
         """Counts the branches that a call took; ends the run when there are failures enough."""
         with self.lock:
-            self.failed += report["status"] == "failed"
+            self.failed += report.status == "failed"
             if self.failed >= ENOUGH:
                 self.next = self.end
-            if report["status"] == "passed":
-                self.taken.update(tuple(branch) for branch in report.get("branches", ()))
+            passed = report.status == "passed"
+            if passed:
+                self.taken.update(report.branches)
+            if towards and self.under_way[towards]:
+                self.under_way[towards] -= 1
+                self.in_vain[towards] += not (passed and towards in report.branches)
 
 
-def every() -> list[Branch]:
-    """All branches of all planners."""
-    decided = [(kernel, what, values) for kernel, found in branches.EVERY.items() for what, values in found.items()]
-    return [(kernel, what, str(value)) for kernel, what, values in decided for value in values]
+def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[Report]:
+    """Runs the calls that the arguments ask for: a report for each as it ends.
 
-
-def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Runs the calls that the arguments ask for, and yields a report for each as it ends."""
+    Raises:
+      ValueError: there is no such branch, or so many processes do not fit a GPU's memory.
+    """
     on_gpu = case.platform() == "cuda"
     gpus = len(here["devices"]) if on_gpu else 0
-    workers = arguments.workers or (min(GPU_WORKERS * gpus, max((os.cpu_count() or 2) - 1, 1)) if on_gpu else 1)
-    workers = min(workers, arguments.random)
+    devices = _devices(arguments, gpus, _gpu_bytes() if on_gpu else 0)
     chosen = arguments.towards or arguments.op or arguments.engine
     share = 0.0 if chosen or not on_gpu or arguments.random < 400 else 1.0 if arguments.under else STEERED
     calls = Calls(arguments.index, arguments.random, _branch(arguments.towards), share)
-    done: queue.Queue[dict[str, Any] | RuntimeError | None] = queue.Queue()
-    memory = MEMORY / _gpu_bytes() if on_gpu else 0.1
-    for number in range(workers):
-        threading.Thread(
-            target=_serve,
-            args=(_words(arguments), calls, done, number, gpus, memory),
-            daemon=True,
-            name=f"worker {number}",
-        ).start()
+    return _reports(arguments, calls, devices)
+
+
+def _reports(arguments: argparse.Namespace, calls: Calls, devices: list[Device]) -> Iterator[Report]:
+    done: queue.Queue[Report | RuntimeError | None] = queue.Queue()
+    serving = _Serving(_words(arguments), bool(arguments.under), calls, done)
+    for number, device in enumerate(devices):
+        threading.Thread(target=serving.serve, args=(device,), daemon=True, name=f"worker {number}").start()
     ended = 0
-    while ended < workers:
+    while ended < len(devices):
         report = done.get()
         if isinstance(report, RuntimeError):
             raise report
@@ -193,6 +251,23 @@ def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[dict[st
             ended += 1
         else:
             yield report
+
+
+def _devices(arguments: argparse.Namespace, gpus: int, gpu_bytes: int) -> list[Device]:
+    """Where each process computes: GPUs in turn, of those that are visible, whose memory they share."""
+    if not gpus:
+        return [Device()] * min(arguments.workers or 1, arguments.random)
+    used = int(USED * gpu_bytes)
+    fit, most = max(used // (MEMORY + CONTEXT), 1), used // (LEAST_MEMORY + CONTEXT)
+    workers = arguments.workers or min(GPU_WORKERS * gpus, fit * gpus, max((os.cpu_count() or 2) - 1, 1))
+    workers = min(workers, arguments.random)
+    sharing = -(-workers // gpus)
+    if sharing > most:
+        raise ValueError(f"`--workers` must be at most {most * gpus}, for which the memory suffices, got {workers}.")
+    memory = min(MEMORY, used // sharing - CONTEXT) / gpu_bytes
+    told = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in told.split(",")] if told else [str(i) for i in range(gpus)]
+    return [Device(names[i % gpus] if gpus > 1 else "", memory) for i in range(workers)]
 
 
 def _gpu_bytes() -> int:
@@ -205,7 +280,7 @@ def _gpu_bytes() -> int:
 def _branch(text: str | None) -> Branch | None:
     if text is None:
         return None
-    known = {"/".join(branch): branch for branch in every()}
+    known = {"/".join(branch): branch for branch in branches.every()}
     if text not in known:
         close = ", ".join(difflib.get_close_matches(text, known, n=3, cutoff=0.3))
         raise ValueError(f"`--towards` must be a branch of a planner, got {text!r}; close ones: {close}.")
@@ -222,80 +297,67 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def _serve(words: list[str], calls: Calls, done: "queue.Queue[Any]", number: int, gpus: int, memory: float) -> None:
-    """One thread: keeps a process busy, and starts another when it has ended."""
-    worker, index = None, 0
-    try:
-        while (call := calls.take()) is not None:
-            index, towards = call
-            try:
-                worker = worker or Worker(words, number, gpus, memory)
-                report = worker.run(index, towards)
-            except (EOFError, OSError) as error:
-                report = _lost(index, f"the process that ran it ended: {error}")
-                if worker is not None:
+class _Serving:
+    """What threads do that keep a process busy each."""
+
+    def __init__(self, words: list[str], under: bool, calls: Calls, done: "queue.Queue[Any]"):
+        self.words, self.under, self.calls, self.done = words, under, calls, done
+
+    def serve(self, device: Device) -> None:
+        """Runs calls while there are any, and starts another process when one has ended."""
+        worker, recycled = None, RECYCLED_UNDER if self.under else RECYCLED
+        try:
+            while (call := self.calls.take()) is not None:
+                worker = worker or self._start(device)
+                try:
+                    report = worker.run(*call)
+                except EOFError as error:
+                    last = worker.last
+                    said = f"; what it ran under said: {worker.said[0]}" if worker.said else ""
+                    report = last.failed(f"{last.message}, the process that ran it ended: {error}{said}")
                     worker.end()
                     worker = None
-            except Exception as error:  # of this harness, not of a call: it ends the run
-                if worker is not None:
-                    worker.end()
-                done.put(RuntimeError(str(error)))
-                return
-            report["towards"] = "/".join(towards) if towards else None
-            calls.tell(report)
-            done.put(report)
-            if worker is not None and report.get("fatal"):
+                self.calls.tell(report, call[1])
+                self.done.put(report)
+                if worker is not None and (report.fatal or len(worker.ran) >= recycled):
+                    self._finish(worker, device)
+                    worker = None
+            if worker is not None:
+                self._finish(worker, device)
+        except Exception as error:  # of this harness, not of a call: it ends the run
+            if worker is not None:
                 worker.end()
-                worker = None
-            elif worker is not None and worker.calls >= RECYCLED:
-                _finish(worker, index, done)
-                worker = None
-        if worker is not None:
-            _finish(worker, index, done)
-    finally:
-        done.put(None)
+            self.done.put(RuntimeError(str(error)))
+        finally:
+            self.done.put(None)
 
+    def _start(self, device: Device) -> Worker:
+        return Worker(self.words, device, under=self.under)
 
-def _lost(index: int, message: str) -> dict[str, Any]:
-    """The report of a call that gave none."""
-    report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "towards": None}
-    return report | {"status": "failed", "message": message}
+    def _finish(self, worker: Worker, device: Device) -> None:
+        """Ends a process. Of one that ends badly, for no reason that a call's report gives, the call is looked for.
 
+        One that had to be killed has ended late, which is no failure of a call.
+        """
+        status = worker.end()
+        if not status or worker.accused or worker.last.fatal:
+            return
+        report, ended = worker.last, f"status {status}: {' | '.join(worker.errors)}"
+        first, last = worker.ran[0][0], worker.ran[-1][0]
+        message = f"a process that ran calls {first} to {last} ended with {ended}"
+        if self.under:
+            named = next(filter(None, (self._alone(call, device) for call in worker.ran)), None)
+            report, message = named or (report, f"{message}; none of them does when it runs alone")
+        report = report.failed(message)
+        self.calls.tell(report, None)
+        self.done.put(report)
 
-def _finish(worker: Worker, index: int, done: "queue.Queue[Any]") -> None:
-    """Ends a process. What it runs under may have found something, and says so by its exit status."""
-    if status := worker.end():
-        done.put(
-            _lost(index, f"a process, this its last call, ended with status {status}: {' | '.join(worker.errors)}")
-        )
-
-
-# ---- what was found --------------------------------------------------------------------------------------------------
-
-
-def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts by op and engine, and of branches; the calls that failed."""
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    dtypes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    taken = collections.Counter[Branch]()
-    for r in reports:
-        name = f"{r['op']} {r['engine']}"
-        counts[name][r["status"]] += 1
-        if r["status"] != "refused":
-            dtypes[name][r["dtype"]] += 1
-        if r["status"] == "passed":
-            taken.update(tuple(branch) for branch in r.get("branches", ()))
-    failed = [r for r in reports if r["status"] == "failed"]
-    return {
-        "calls": dict(collections.Counter(r["status"] for r in reports)),
-        "by_op": {name: dict(c) | {"dtypes": dict(dtypes[name])} for name, c in sorted(counts.items())},
-        "branches": {"/".join(branch): taken[branch] for branch in every()},
-        "unknown_branches": sorted("/".join(branch) for branch in set(taken) - set(every())),
-        "never_taken": sorted("/".join(branch) for branch in every() if not taken[branch]),
-        "guarded": sum(bool(r.get("guarded")) for r in reports),
-        "largest_ratio": max((r.get("ratio") or 0 for r in reports), default=0),
-        "seconds_in_processes": {
-            what: round(sum(r.get("seconds", {}).get(what, 0) for r in reports), 1) for what in ("drawing", "running")
-        },
-        "failed": [{k: v for k, v in r.items() if k != "branches"} for r in failed],
-    }
+    def _alone(self, call: tuple[int, Branch | None], device: Device) -> tuple[Report, str] | None:
+        """A call in a process of its own: its report and what is wrong, None if the process ends well."""
+        worker = self._start(device)
+        try:
+            worker.run(*call)
+        except EOFError as error:
+            return worker.last, f"the process that ran it alone ended: {error}"
+        status = worker.end()
+        return (worker.last, f"its process ended with status {status}: {' | '.join(worker.errors)}") if status else None

@@ -1,11 +1,15 @@
-"""One random call: drawn from a seed and an index, run in guarded memory three times, compared, put to a procedure."""
+"""One random call: drawn from a seed and an index, run three times, compared, put to a procedure.
+
+On CUDA it runs in guarded memory, unless its process runs under a tool that checks memory itself.
+"""
 
 import contextlib
 import dataclasses
+import math
 import time
 import traceback
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +17,12 @@ import numpy as np
 
 import jaxdnn as dnn
 from jaxdnn._kernels.hopper import branches
+from jaxdnn._kernels.hopper.branches import Branch
 from jaxdnn.verify import case as plain
 from jaxdnn.verify import levels, matrix
 from jaxdnn.verify.families.drawn import pick
-from jaxdnn.verify.guards import PATTERNS, Arena
+from jaxdnn.verify.guards import PATTERNS, Guards
+from jaxdnn.verify.random_report import Report
 from jaxdnn.verify.subject import Subject
 
 # How often a pair of an op and an engine is drawn; others once.
@@ -34,14 +40,17 @@ KERNELS = {
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
 }
-REDRAWN, TRIED = 30, 20  # how often for a call that the engine serves, and for one that takes a branch
+# How often for a call that the engine serves, and for one that takes a branch: of those that may, and of all.
+REDRAWN, TRIED, DRAWN = 30, 20, 200
 MULTIPROCESSORS = {None: 6, 1: 1, 3: 1, 20: 1, 100: 1}
 PROCEDURE_EVERY = 10
 # Those that need no other threads or devices; each call is compared with the definition's bits in any case.
 PROCEDURES = {
     "run_to_run": ("repeats", "recompilation", "poisoned output"),
-    "batch_invariant": ("batch sizes", "neighbours", "vmap"),
+    "batch_invariant": ("alone", "batch sizes", "neighbours", "vmap", "eager", "company"),
 }
+MODELLED = 1_000  # outputs of a call that are compared with predicted bits, for there are thousands of calls
+Tell = Callable[[Report], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Drawn:
       case: the call; its facts; the kind of data that it runs on.
       picks: seeds the choice of configurations in the planner's place; None leaves it to the planner.
       multiprocessors: how many its kernels may use; None: all.
-      towards: a branch, (kernel, what, value), that the configurations are to be picked for.
+      towards: a branch that the configurations are to be picked for.
     """
 
     case: Any
@@ -60,7 +69,7 @@ class Drawn:
     kind: str
     picks: int | None
     multiprocessors: int | None
-    towards: tuple[str, str, str] | None = None
+    towards: Branch | None = None
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
@@ -72,14 +81,11 @@ class Drawn:
                 stack.enter_context(branches.picking(self._pick))
             yield
 
-    def _pick(self, problem: Any, configs: Sequence[Any]) -> Any:
+    def _pick(self, problem: Any, configs: Sequence[Any], taken: Callable[[Any], set[Branch]]) -> Any:
         """One of the configurations, the same whenever it is asked for; rare settings as often as common ones."""
         rng = np.random.default_rng([self.picks or 0, zlib.crc32(_name(problem, configs))])
         if self.towards:
-            _, what, value = self.towards
-            settings = [getattr(c, what.replace(" ", "_"), None) for c in configs]
-            wanted = [c for c, v in zip(configs, settings, strict=True) if value in (str(v), branches.YES_NO[bool(v)])]
-            configs = wanted or configs
+            configs = [c for c in configs if self.towards in taken(c)] or configs
         fields = [f.name for f in dataclasses.fields(configs[0])]
         for name in rng.permutation(fields)[:3]:
             values = sorted({repr(getattr(c, name)) for c in configs})
@@ -107,32 +113,38 @@ def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tupl
     return found
 
 
-def draw(
-    seed: int, index: int, among: dict[tuple[str, str], float], towards: tuple[str, str, str] | None = None
-) -> Drawn:
+def draw(seed: int, index: int, among: dict[tuple[str, str], float], towards: Branch | None = None) -> Drawn:
     """The call of an index: one that its engine serves, and that takes the branch `towards`, if one is found soon."""
     rng = np.random.default_rng([seed, index])
     if towards:
-        among = {pair: 1 for pair in among if pair[1] == "hopper" and towards[0] in _kernels(pair[0])} or among
-    attempt = 0
+        able = {pair: 1.0 for pair in among if pair[1] == "hopper" and towards[0] in _kernels(pair[0])}
+        led = {(op, engine): 1.0 for op, engine in able if (op, towards) in matrix.of(op).leads}
+        among = led or able or among
+    attempt = tried = 0
     while True:
         op, engine = pick(rng, among)
         found = _served(op, engine, rng, f"random-{seed}-{index}" + (f"-{attempt}" if attempt else ""), towards)
         attempt += 1
-        if not towards or attempt == TRIED or _takes(found, towards):
+        if not towards or attempt == DRAWN:
             return found
+        if _may_take(found, towards):
+            tried += 1
+            if tried == TRIED or takes(found, towards):
+                return found
 
 
 def _kernels(op: str) -> tuple[str, ...]:
     return KERNELS.get(op) or KERNELS.get(matrix.of(op).name, ())
 
 
-def _served(op: str, engine: str, rng: np.random.Generator, name: str, towards: Any) -> Drawn:
+def _served(op: str, engine: str, rng: np.random.Generator, name: str, towards: Branch | None) -> Drawn:
+    """A call that the engine serves, if one is found soon; for a branch that calls seldom take, of those that do."""
     family = matrix.of(op)
+    drawing = family.leads.get((op, towards), family.draw) if towards and engine == "hopper" else family.draw
     picks = int(rng.integers(1 << 30)) if engine == "hopper" and (towards or rng.random() < 0.5) else None
     redrawn = 0
     while True:
-        case = family.draw(op, engine, rng, f"{name}.{redrawn}" if redrawn else name)
+        case = drawing(op, engine, rng, f"{name}.{redrawn}" if redrawn else name)
         found = Drawn(case, plain.Facts(None, "fast"), "", picks, pick(rng, MULTIPROCESSORS), towards)
         with found.settings():
             found = dataclasses.replace(found, facts=family.facts(case))
@@ -144,14 +156,22 @@ def _served(op: str, engine: str, rng: np.random.Generator, name: str, towards: 
             return found
 
 
-def _takes(found: Drawn, towards: tuple[str, str, str]) -> bool:
+def _may_take(found: Drawn, branch: Branch) -> bool:
+    """Whether the call's dtypes are those of a branch, which is told at once."""
+    _, what, value = branch
+    if what == "operands":
+        return value in (found.case.dtype, found.case.in_dtype.name)
+    return what != "result" or value == np.dtype(found.case.out_dtype).name
+
+
+def takes(found: Drawn, branch: Branch) -> bool:
     """Whether the call takes a branch: lowered for a GPU, nothing is compiled."""
     if found.facts.refusal is not None:
         return False
     operands, extras = _arrays(found, 0)
     with jax.enable_x64(found.case.x64), found.settings(), branches.recorded() as taken:
         jax.jit(found.case.function()).trace(*operands, **extras).lower(lowering_platforms=("cuda",))
-    return towards in {(kernel, what, str(value)) for kernel, what, value in taken}
+    return branch in taken
 
 
 def _arrays(found: Drawn, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -159,87 +179,125 @@ def _arrays(found: Drawn, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return family.arrays(found.case, found.kind, seed, plain.accumulation_of(found.facts, False))
 
 
-def run(found: Drawn, seed: int, index: int, *, flush: bool, arena: Arena | None) -> dict[str, Any]:
-    """Runs a call and says what came of it: `status` is "passed", "failed" or "refused"."""
+def run(
+    found: Drawn, seed: int, index: int, *, flush: bool, guards: Guards | None, tell: Tell = lambda report: None
+) -> Report:
+    """Runs a call; `tell` is given its report before it runs and before each step that may end the process."""
     case, told = found.case, found.facts
-    report = {"index": index, "id": case.id, "op": case.op, "engine": case.engine, "dtype": case.dtype}
-    report |= {"level": told.level, "kind": found.kind, "picked": found.picks is not None, "call": repr(case)}
-    report |= {"multiprocessors": found.multiprocessors, "status": "refused", "message": told.refusal or ""}
+    report = Report(
+        index,
+        towards="/".join(found.towards) if found.towards else None,
+        id=case.id,
+        op=case.op,
+        engine=case.engine,
+        dtype=case.dtype,
+        level=told.level,
+        kind=found.kind,
+        call=repr(case),
+        picked=found.picks is not None,
+        multiprocessors=found.multiprocessors,
+    )
     if told.refusal is not None:
-        return report
-    report["guarded"] = arena is not None
+        return dataclasses.replace(report, status="refused", message=told.refusal)
+    one = _Run(found, seed, dataclasses.replace(report, message="while it ran"), flush, guards, tell)
     try:
-        message, ratio = _problem(found, seed, index, flush, arena, report)
+        message = one.problem()
     except Exception as error:  # whatever an op raises is a finding about this call
-        message, ratio = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 0.0
-    report["fatal"] = any(word in message for word in ("CUDA", "INTERNAL"))  # the device is of no use any more
-    return report | {"status": "failed" if message else "passed", "message": message, "ratio": ratio}
+        message = f"{one.report.message}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    fatal = any(word in message for word in ("CUDA", "INTERNAL"))  # the device is of no use any more
+    return dataclasses.replace(one.report, status="failed" if message else "passed", message=message, fatal=fatal)
 
 
-def _problem(
-    found: Drawn, seed: int, index: int, flush: bool, arena: Arena | None, report: dict[str, Any]
-) -> tuple[str, float]:
-    """What is wrong with a call, "" if nothing is, and its largest error over the bound; reports its branches."""
-    case, family = found.case, matrix.of(found.case.op)
-    accumulation = plain.accumulation_of(found.facts, flush)
-    operands, extras = family.arrays(case, found.kind, seed, accumulation)
-    with jax.enable_x64(case.x64), found.settings():
-        with branches.recorded() as taken:
-            compiled = jax.jit(case.function()).lower(*operands, **extras).compile()
-        report["branches"] = sorted((kernel, what, str(value)) for kernel, what, value in taken)
-        runs = _repeated(compiled, operands, extras, arena, report, repeats=found.facts.level != "fast")
-        if isinstance(runs, str):
-            return runs, 0.0
-        ratio = 0.0
-        for results in runs:
-            checks = family.judge(case, found.facts, found.kind, operands, extras, results, accumulation)
-            ratio = max([ratio, *(c.ratio for c in checks)])
-            if failed := next((c for c in checks if not c.passed), None):
-                return f"on {failed.data} data, by {failed.rule}: {failed.message}", ratio
-        if index % PROCEDURE_EVERY == 0:
-            return _put_to_a_procedure(found, seed, index), ratio
-    return "", ratio
+class _Run:
+    """A call that is run; its report grows as it goes."""
+
+    def __init__(self, found: Drawn, seed: int, report: Report, flush: bool, guards: Guards | None, tell: Tell):
+        self.found, self.seed, self.report, self.guards, self.tell = found, seed, report, guards, tell
+        self.family = matrix.of(found.case.op)
+        self.accumulation = plain.accumulation_of(found.facts, flush)
+
+    def grow(self, **known: Any) -> None:
+        self.report = dataclasses.replace(self.report, **known)
+
+    def problem(self) -> str:
+        """What is wrong with the call, "" if nothing is."""
+        found, case = self.found, self.found.case
+        self.tell(self.report)
+        operands, extras = self.family.arrays(case, found.kind, self.seed, self.accumulation)
+        with jax.enable_x64(case.x64), found.settings():
+            with branches.recorded() as taken:
+                lowered = jax.jit(case.function()).lower(*operands, **extras)
+                compiled = lowered.compile()
+            self.grow(branches=tuple(sorted(taken)))
+            results = [math.prod(v.shape) * v.dtype.itemsize for v in jax.tree.leaves(lowered.out_info)]
+            runs = self.repeated(compiled, results, operands, extras)
+            if isinstance(runs, str):
+                return runs
+            for results in runs:
+                given = (case, found.facts, found.kind, operands, extras, results, self.accumulation)
+                checks = self.family.judge(*given, modelled=MODELLED)
+                self.grow(ratio=max([self.report.ratio, *(c.ratio for c in checks)]))
+                if failed := next((c for c in checks if not c.passed), None):
+                    return f"on {failed.data} data, by {failed.rule}: {failed.message}"
+            return self.procedure() if self.report.index % PROCEDURE_EVERY == 0 else ""
+
+    def repeated(self, compiled: Any, sizes: Sequence[int], operands: Any, extras: Any) -> Any:
+        """The results that differ, of runs on memory full of each pattern; or what is wrong with one, as a sentence.
+
+        Where bits have to repeat one result stands for all. `sizes`: of the results, in bytes.
+        """
+        guards, repeats = self.guards, self.found.facts.level != "fast"
+        there, named = jax.device_put((operands, extras))
+        workspace = compiled.memory_analysis().temp_size_in_bytes
+        runs, guarded = [], guards is not None
+        for pattern in PATTERNS:
+            if guards is not None:
+                jax.block_until_ready((there, named))
+                guarded &= guards.fill(jax.tree.leaves((there, named)), sizes, pattern)
+            outs = jax.block_until_ready(compiled(*there, **named))
+            if guards is not None:
+                self.grow(guarded=guarded)
+                if damage := guards.damage(jax.tree.leaves((there, named, outs)), workspace, pattern):
+                    return damage
+            here = jax.tree.map(np.asarray, outs)
+            del outs
+            different = [
+                int((~plain.same_bits(a, b)).sum())
+                for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(runs[0] if runs else here), strict=True)
+            ]
+            if repeats and any(different):
+                return f"{sum(different)} elements have other bits when it is repeated"
+            if not runs or any(different):
+                runs.append(here)
+        for given, here in zip(jax.tree.leaves((operands, extras)), jax.tree.leaves((there, named)), strict=True):
+            if not plain.same_bits(np.asarray(here), np.asarray(given)).all():
+                return "an operand was written to"
+        return runs
+
+    def procedure(self) -> str:
+        """Runs one procedure of the level that the engine declares; "" if the level holds."""
+        chosen = _subject(self.found, self.seed)
+        if chosen is None:
+            return ""
+        subject, tested = chosen
+        declared = [level for level in levels.LEVELS[1 : levels.LEVELS.index(subject.declared) + 1] if level in tested]
+        choices = [(level, procedure) for level in declared for procedure in PROCEDURES[level]]
+        if not choices:
+            return ""
+        level, procedure = choices[self.report.index // PROCEDURE_EVERY % len(choices)]
+        self.grow(procedure=f"{level}, {procedure}", message=f"in the procedure {level}, {procedure}")
+        self.tell(self.report)
+        trial = levels.trial(subject, level, procedure, "quick")
+        self.grow(tried=trial.status != "not run")
+        return f"{self.report.procedure}: {trial.message}" if trial.status == "failed" else ""
 
 
-def _repeated(
-    compiled: Any, operands: Any, extras: Any, arena: Arena | None, report: dict[str, Any], *, repeats: bool
-) -> Any:
-    """The results that differ, of runs on memory full of each pattern; or what is wrong with one, as a sentence.
-
-    `repeats`: whether bits have to repeat, so that one result stands for all.
-    """
-    there, named = jax.device_put((operands, extras))
-    workspace = compiled.memory_analysis().temp_size_in_bytes
-    runs = []
-    for pattern in PATTERNS:
-        if arena is not None:
-            jax.block_until_ready((there, named))
-            report["guarded"] &= arena.fill(jax.tree.leaves((there, named)), pattern)
-        outs = jax.block_until_ready(compiled(*there, **named))
-        if arena is not None and (damage := arena.damage(jax.tree.leaves((there, named, outs)), workspace, pattern)):
-            return damage
-        here = jax.tree.map(np.asarray, outs)
-        del outs
-        different = [
-            int((~plain.same_bits(a, b)).sum())
-            for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(runs[0] if runs else here), strict=True)
-        ]
-        if repeats and any(different):
-            return f"{sum(different)} elements have other bits when it is repeated"
-        if not runs or any(different):
-            runs.append(here)
-    for given, here in zip(jax.tree.leaves((operands, extras)), jax.tree.leaves((there, named)), strict=True):
-        if not plain.same_bits(np.asarray(here), np.asarray(given)).all():
-            return "an operand was written to"
-    return runs
-
-
-def _put_to_a_procedure(found: Drawn, seed: int, index: int) -> str:
-    """Runs one procedure of the level that the engine declares; "" if the level holds."""
+def _subject(found: Drawn, seed: int) -> tuple[Subject, tuple[str, ...]] | None:
+    """What procedures run on, and the levels that can be tested; None for operands by name, which they know not of."""
     case, family = found.case, matrix.of(found.case.op)
     operands, extras = _arrays(found, seed)
     if extras:
-        return ""  # the procedures know of no operands by name
+        return None
     axes, out_axis = family.samples(case) or ((None,) * len(operands), None)
     sized = lambda batch: case
     if hasattr(case, "geometry") and out_axis is not None:  # the gradient in x is told the shape of x
@@ -247,24 +305,21 @@ def _put_to_a_procedure(found: Drawn, seed: int, index: int) -> str:
     function = lambda batch: lambda *arrays: jax.tree.leaves(sized(batch).function()(*arrays))[0]
     names = (case.op, case.engine, case.dtype, found.facts.level)
     subject = Subject(*names, function, operands, axes, out_axis)
-    tested = ("run_to_run",) if out_axis is None else ("run_to_run", "batch_invariant")
-    declared = [level for level in levels.LEVELS[1 : levels.LEVELS.index(subject.declared) + 1] if level in tested]
-    choices = [(level, procedure) for level in declared for procedure in PROCEDURES[level]]
-    if not choices:
-        return ""
-    trial = levels.trial(subject, *choices[index // PROCEDURE_EVERY % len(choices)], "quick")
-    return f"{trial.level}, {trial.procedure}: {trial.message}" if trial.status == "failed" else ""
+    return subject, ("run_to_run",) if out_axis is None else ("run_to_run", "batch_invariant")
 
 
-def timed(seed: int, index: int, among: Any, towards: Any, *, flush: bool, arena: Arena | None) -> dict[str, Any]:
+def timed(
+    seed: int, index: int, among: Any, towards: Branch | None, *, flush: bool, guards: Guards | None, tell: Tell
+) -> Report:
     """Draws and runs a call; with the seconds that it took."""
     start = time.perf_counter()
+    report = Report(index, towards="/".join(towards) if towards else None, message="while it was drawn")
+    tell(report)
     try:
         found = draw(seed, index, among, towards)
     except Exception:  # to describe a call asks the library about it, which must not raise
-        report = {"index": index, "id": "", "op": "", "engine": "", "dtype": "", "status": "failed"}
-        return report | {"message": f"while it was drawn: {traceback.format_exc(limit=-3)}"}
+        return report.failed(f"while it was drawn: {traceback.format_exc(limit=-3)}")
     drawn = time.perf_counter()
-    report = run(found, seed, index, flush=flush, arena=arena)
+    report = run(found, seed, index, flush=flush, guards=guards, tell=tell)
     seconds = {"drawing": round(drawn - start, 3), "running": round(time.perf_counter() - drawn, 3)}
-    return report | {"seconds": seconds}
+    return dataclasses.replace(report, seconds=seconds)

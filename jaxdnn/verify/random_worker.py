@@ -1,13 +1,18 @@
 """A process that runs random calls: `python -m jaxdnn.verify.random_worker`, which `random` starts.
 
-It reads one line of JSON a call, {"index", "towards"}, and answers by one line. A call may end the process: `random`
-starts another. Everything else that is printed goes to the standard error stream.
+It reads one line of JSON a call, {"index", "towards"}, and answers by lines that start with `ANSWER`: reports of what
+it is about to do, and at last of what came of the call. A call may end the process: `random` starts another. Everything
+else that is printed goes to the standard error stream.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+from typing import Any
+
+ANSWER = "jaxdnn random call: "
 
 
 def main() -> int:
@@ -24,22 +29,23 @@ def main() -> int:
     import jax
 
     from jaxdnn.verify import case, random_call
-    from jaxdnn.verify.families import conv_checks
-    from jaxdnn.verify.guards import Arena
+    from jaxdnn.verify.guards import DeviceMemory, Guards
 
-    conv_checks.MODELLED_SAMPLE = 1_000  # outputs of a call, for there are thousands of calls
+    def answer(found: dict[str, Any]) -> None:
+        print(ANSWER + json.dumps(found), file=answers, flush=True)
 
     # Finding out takes a product, whose library a checker of memory reads for minutes; GPUs flush nothing.
     flush = False if given.unguarded else case.flushes_subnormals()
     among = random_call.pairs(given.ops, given.engines)
-    arena = Arena() if case.platform() == "cuda" and not given.unguarded else None
-    print(json.dumps({"ready": jax.local_devices()[0].device_kind}), file=answers, flush=True)
+    guards = Guards(DeviceMemory()) if case.platform() == "cuda" and not given.unguarded else None
+    answer({"ready": jax.local_devices()[0].device_kind})
+    tell = lambda report: answer(dataclasses.asdict(report))
     for line in sys.stdin:
         asked = json.loads(line)
         towards = tuple(asked["towards"]) if asked["towards"] else None
-        found = random_call.timed(given.seed, asked["index"], among, towards, flush=flush, arena=arena)
-        print(json.dumps(found), file=answers, flush=True)
-        if found.get("fatal"):
+        found = random_call.timed(given.seed, asked["index"], among, towards, flush=flush, guards=guards, tell=tell)
+        tell(found)
+        if found.fatal:
             return 3
     return 0
 

@@ -57,7 +57,7 @@ def tables(console: Console, document: dict[str, Any]) -> None:
 
 
 def random(console: Console, document: dict[str, Any]) -> None:
-    """Random calls by op and engine, and the branches of planners that none of them took."""
+    """Random calls by op and engine, the branches of planners that none of them took, and procedures of levels."""
     table = _plain("random calls", "op and engine")
     for status in ("passed", "failed", "refused"):
         table.add_column(status, justify="right")
@@ -73,6 +73,13 @@ def random(console: Console, document: dict[str, Any]) -> None:
         for what, names in (("never taken", document["never_taken"]), ("taken once or twice", list(rare))):
             if names:
                 console.print(f"[dim]{what}: {escape(', '.join(names))}[/]", soft_wrap=True, highlight=False)
+    if document["unknown_branches"]:
+        names = escape(", ".join(document["unknown_branches"]))
+        console.print(f"[bold red]branches that are not listed[/]: {names}", soft_wrap=True, highlight=False)
+    if document["procedures"]:
+        words = ", ".join(f"{name} {count}" for name, count in document["procedures"].items())
+        others = f"; {document['procedures_not_run']} could not be run" if document["procedures_not_run"] else ""
+        console.print(f"procedures of levels: {escape(words)}{others}", soft_wrap=True, highlight=False)
     counts = document["calls"]
     verdict = "[bold green]passed[/]" if document["passed"] else "[bold red]FAILED[/]"
     text = ", ".join(f"{counts.get(status, 0)} {status}" for status in ("passed", "failed", "refused"))

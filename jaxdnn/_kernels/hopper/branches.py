@@ -2,7 +2,8 @@
 
 A planner decides from shapes and dtypes how a kernel cuts the work. `record` stands where a kernel is launched and
 names what was decided; who traces a program within `recorded` learns which branches it takes. `EVERY` lists all of
-them, so that those never taken can be told.
+them, so that those never taken can be told. Of a kernel whose configuration may be picked, one function (`decided`, in
+`conv_walk` and `conv_wgrad_plan`) says which branches a configuration takes: who records it and who picks it ask that.
 
 The planner of the convolutions picks among many configurations that give the same bits (of a filter gradient, other
 bits, which its schedule states). Which one depends on measurements, and changes with them: within `picking` a
@@ -13,6 +14,10 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+Branch = tuple[str, str, str]  # a kernel, what is decided, its value
+# (a problem, the configurations that can run, a configuration to the branches that it takes) to one of them.
+Pick = Callable[[Any, Sequence[Any], Callable[[Any], set[Branch]]], Any]
 
 YES_NO = ("no", "yes")
 # kernel -> what is decided -> the values that it may have.
@@ -138,14 +143,32 @@ EVERY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 
-_taken: contextvars.ContextVar[set[tuple[str, str, Any]] | None] = contextvars.ContextVar("taken", default=None)
-_pick: contextvars.ContextVar[Callable[[Any, Sequence[Any]], Any] | None] = contextvars.ContextVar("pick", default=None)
+_taken: contextvars.ContextVar[set[Branch] | None] = contextvars.ContextVar("taken", default=None)
+_pick: contextvars.ContextVar[Pick | None] = contextvars.ContextVar("pick", default=None)
+
+
+def every() -> list[Branch]:
+    """All branches of all planners."""
+    return [b for kernel, found in EVERY.items() for what, values in found.items() for b in _each(kernel, what, values)]
+
+
+def _each(kernel: str, what: str, values: Sequence[Any]) -> list[Branch]:
+    return [(kernel, what, str(value)) for value in values]
+
+
+def named(kernel: str, /, **decided: Any) -> set[Branch]:
+    """What was decided for a launch as branches; a word of several is written with underscores."""
+    found: set[Branch] = set()
+    for name, value in decided.items():
+        value = YES_NO[value] if isinstance(value, bool) else str(value)
+        found.add((kernel, name.replace("_", " ").removesuffix(" "), value))
+    return found
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[set[tuple[str, str, Any]]]:
-    """The branches that are taken by what is lowered within it: (kernel, what is decided, its value)."""
-    found: set[tuple[str, str, Any]] = set()
+def recorded() -> Iterator[set[Branch]]:
+    """The branches that are taken by what is lowered within it."""
+    found: set[Branch] = set()
     token = _taken.set(found)
     try:
         yield found
@@ -154,17 +177,15 @@ def recorded() -> Iterator[set[tuple[str, str, Any]]]:
 
 
 def record(kernel: str, /, **decided: Any) -> None:
-    """Tells who records which branches a launch takes; a word of several is written with underscores."""
+    """Tells who records which branches a launch takes, see `named`."""
     found = _taken.get()
     if found is not None:
-        for name, value in decided.items():
-            value = YES_NO[value] if isinstance(value, bool) else value
-            found.add((kernel, name.replace("_", " ").removesuffix(" "), value))
+        found |= named(kernel, **decided)
 
 
 @contextlib.contextmanager
-def picking(pick: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
-    """Within it a function of a problem and of the configurations that can run says which of these runs."""
+def picking(pick: Pick) -> Iterator[None]:
+    """Within it a function says which of the configurations that can run does."""
     token = _pick.set(pick)
     try:
         yield
@@ -172,6 +193,6 @@ def picking(pick: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
         _pick.reset(token)
 
 
-def picker() -> Callable[[Any, Sequence[Any]], Any] | None:
+def picker() -> Pick | None:
     """The function that `picking` has set; None for the planner's own choice."""
     return _pick.get()

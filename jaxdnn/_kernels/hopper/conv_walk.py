@@ -146,3 +146,39 @@ class Walk:
                 continue
             at[name], rest = lax.rem(rest, sizes[name]), lax.div(rest, sizes[name])
         return at["n"], [at[f"{i}"] for i in range(len(self.counts))], phase, at["k"]
+
+
+def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
+    """What a pipeline of this configuration takes of each of its planner's branches, as `branches.EVERY` names them."""
+    walk = Walk(problem, config)
+    axes, taps = problem.axes, [problem.taps(phase) for phase in problem.phases]
+    sizes = zip((problem.batch, *(ax.positions for ax in axes)), (config.images, *config.block), strict=True)
+    given = ["function"] * (problem.finish is not None) + ["bias"] * problem.bias + ["arrays"] * bool(problem.extras)
+    return dict(
+        operands=problem.dtype.name,
+        result=problem.out_dtype.name,
+        axes=len(axes) or "flat",
+        rows=config.rows,
+        columns=config.columns,
+        teams=f"{config.teams} x {config.groups}",
+        stages=config.stages,
+        staged=config.staged,
+        order=config.order,
+        deal=config.deal,
+        halo=config.halo,
+        resident=config.resident,
+        unroll=config.unroll,
+        blank=bool(config.blank),
+        window=bool(problem.window),
+        masked_window=problem.partial,
+        filter=problem.filter_dims,
+        swizzle=problem.swizzle,
+        groups=problem.groups > 1,
+        strided_input=any(ax.in_step > 1 for ax in axes),
+        phases="one" if len(taps) == 1 else "several" if all(taps) else "some without taps",
+        tail_of_positions=any(size % part for size, part in sizes),
+        tail_of_columns=bool(problem.columns % config.columns),
+        tail_of_channels=bool(problem.reduce % problem.chunk),
+        epilogue=", ".join(given) or "none",
+        tiles_in_turn=walk.tiles > walk.blocks(sms),
+    )

@@ -34,7 +34,7 @@ from jaxdnn._kernels.hopper import conv_fprop as fprop
 from jaxdnn._kernels.hopper import conv_wgrad_kernel as kernel
 from jaxdnn._kernels.hopper import conv_wgrad_transposed as transposed
 from jaxdnn._kernels.hopper.conv_geometry import Geometry, shape_reason
-from jaxdnn._kernels.hopper.conv_wgrad_plan import Config, Problem, Walk, check, choose, key, ranked
+from jaxdnn._kernels.hopper.conv_wgrad_plan import Config, Problem, Walk, check, choose, decided, key, ranked
 from jaxdnn._kernels.hopper.sizes import ceil_div
 
 __all__ = [
@@ -122,7 +122,7 @@ def conv_wgrad(
     x = copies.pad_axes(x, problem.axes, problem.channels * problem.groups - c)
     dy = copies.pad(dy, ((0, 0),) * (dy.ndim - 1) + ((0, problem.filters - k),))
     sms = sms or tuning.multiprocessors()
-    _record(problem, config, geo, sms)
+    branches.record("wgrad", **decided(problem, config, sms), folded_taps=False, groups=_groups(problem, geo))
     dw = kernel.run(x, dy, problem, config, sms)
     outer = geo.outer
     if geo.groups > 1:
@@ -141,33 +141,9 @@ def conv_wgrad(
     return jnp.flip(total, _tap_axes(geo)) if geo.flip else total
 
 
-def _record(problem: Problem, config: Config, geo: Geometry, sms: int) -> None:
-    walk, axes = Walk(problem, config), problem.axes
-    left, right = config.filters * config.across, config.columns * config.along
-    of_filters, of_columns = problem.filters // problem.groups, problem.taps * problem.chunks * problem.chunk
-    rows, columns = (of_columns, of_filters) if walk.x_left else (of_filters, of_columns)
-    pairs = zip((problem.batch, *(ax.out for ax in axes)), (config.images, *config.block), strict=True)
-    branches.record(
-        "wgrad",
-        operands=problem.dtype.name,
-        axes=len(axes) or "flat",
-        filters=config.filters,
-        columns=config.columns,
-        warpgroups=f"{config.across} x {config.along}",
-        stages=config.stages,
-        splits="one" if config.splits == 1 else "several",
-        halo=config.halo,
-        direct=("1 block" if config.splits == 1 else f"{config.splits} blocks") if config.direct else "no",
-        rows="taps" if walk.x_left else "filters",
-        swizzle=problem.swizzle,
-        groups="one" if geo.groups == 1 else "whole" if problem.groups == geo.groups else "together",
-        strided_input=any(ax.in_step > 1 for ax in axes),
-        tail_of_positions=any(size % part for size, part in pairs),
-        tail_of_filters=bool(rows % left),
-        tail_of_columns=bool(columns % right) and not config.halo,
-        folded_taps=False,
-        tiles_in_turn=walk.items // (config.splits if config.direct else 1) > walk.blocks(sms),
-    )
+def _groups(problem: Problem, geo: Geometry) -> str:
+    """How the groups of a call are taken, as `branches.EVERY` names it."""
+    return "one" if geo.groups == 1 else "whole" if problem.groups == geo.groups else "together"
 
 
 def _own_channels(parts: Array, groups: int, tiled: int, channels: int) -> Array:

@@ -204,9 +204,9 @@ class Walk:
 
 def choose(problem: Problem, sms: int) -> Config:
     """The measured configuration, else the cheapest by the model."""
-    if pick := branches.picker():
-        configs = [config for base in _candidates(problem, sms) for config in (base, *_beside(problem, base))]
-        return pick(problem, configs)
+    if (pick := branches.picker()) and (bases := list(_candidates(problem, sms))):
+        configs = [config for base in bases for config in (base, *_beside(problem, base))]
+        return pick(problem, configs, lambda config: branches.named("wgrad", **decided(problem, config, sms)))
     entry = tuning.table(tuning.device_kind()).get(key(problem))
     if entry is not None:
         config = Config(**{**entry, "block": tuple(entry["block"])})
@@ -216,6 +216,36 @@ def choose(problem: Problem, sms: int) -> Config:
     if not best:
         raise NotImplementedError(f"no tile of the filter-gradient kernel fits {problem}")
     return best[0]
+
+
+def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
+    """What a kernel of this configuration takes of its planner's branches, as `branches.EVERY` names them.
+
+    All but what the call decides: how its groups are taken, and whether taps were folded.
+    """
+    walk, axes = Walk(problem, config), problem.axes
+    left, right = config.filters * config.across, config.columns * config.along
+    of_filters, of_columns = problem.filters // problem.groups, problem.taps * problem.chunks * problem.chunk
+    rows, columns = (of_columns, of_filters) if walk.x_left else (of_filters, of_columns)
+    pairs = zip((problem.batch, *(ax.out for ax in axes)), (config.images, *config.block), strict=True)
+    return dict(
+        operands=problem.dtype.name,
+        axes=len(axes) or "flat",
+        filters=config.filters,
+        columns=config.columns,
+        warpgroups=f"{config.across} x {config.along}",
+        stages=config.stages,
+        splits="one" if config.splits == 1 else "several",
+        halo=config.halo,
+        direct=("1 block" if config.splits == 1 else f"{config.splits} blocks") if config.direct else "no",
+        rows="taps" if walk.x_left else "filters",
+        swizzle=problem.swizzle,
+        strided_input=any(ax.in_step > 1 for ax in axes),
+        tail_of_positions=any(size % part for size, part in pairs),
+        tail_of_filters=bool(rows % left),
+        tail_of_columns=bool(columns % right) and not config.halo,
+        tiles_in_turn=walk.items // (config.splits if config.direct else 1) > walk.blocks(sms),
+    )
 
 
 def key(problem: Problem) -> str:

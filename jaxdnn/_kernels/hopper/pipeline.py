@@ -24,7 +24,7 @@ from jax import Array
 from jaxdnn._compat import pl, plgpu
 from jaxdnn._kernels.hopper import branches
 from jaxdnn._kernels.hopper.conv_plan import Axis, Config, Problem, check
-from jaxdnn._kernels.hopper.conv_walk import Walk
+from jaxdnn._kernels.hopper.conv_walk import decided
 from jaxdnn._kernels.hopper.pipeline_block import Cut
 from jaxdnn._kernels.hopper.pipeline_consumer import Consumer
 from jaxdnn._kernels.hopper.pipeline_producer import Producer
@@ -41,7 +41,7 @@ def run(
     if reason is not None:
         raise ValueError(f"`config` {config} cannot run: {reason}")
     cut = Cut(problem, config)
-    _record(problem, config, cut.walk, sms)
+    branches.record("pipeline", **decided(problem, config, sms))
     shape = [problem.batch]
     for ax in problem.axes:
         shape += [ax.positions, ax.out_step] if ax.out_step > 1 else [ax.out]
@@ -68,41 +68,6 @@ def run(
     operands = [split_steps(a, problem.axes), b, *([bias] if bias is not None else []), *extras]
     y = kernel(*operands)
     return y.reshape(problem.batch, *(ax.positions * ax.out_step for ax in problem.axes), problem.columns)
-
-
-def _record(problem: Problem, config: Config, walk: Walk, sms: int) -> None:
-    axes, taps = problem.axes, [problem.taps(phase) for phase in problem.phases]
-    sizes = zip((problem.batch, *(ax.positions for ax in axes)), (config.images, *config.block), strict=True)
-    given = ["function"] * (problem.finish is not None) + ["bias"] * problem.bias + ["arrays"] * bool(problem.extras)
-    branches.record(
-        "pipeline",
-        operands=problem.dtype.name,
-        result=problem.out_dtype.name,
-        axes=len(axes) or "flat",
-        rows=config.rows,
-        columns=config.columns,
-        teams=f"{config.teams} x {config.groups}",
-        stages=config.stages,
-        staged=config.staged,
-        order=config.order,
-        deal=config.deal,
-        halo=config.halo,
-        resident=config.resident,
-        unroll=config.unroll,
-        blank=bool(config.blank),
-        window=bool(problem.window),
-        masked_window=problem.partial,
-        filter=problem.filter_dims,
-        swizzle=problem.swizzle,
-        groups=problem.groups > 1,
-        strided_input=any(ax.in_step > 1 for ax in axes),
-        phases="one" if len(taps) == 1 else "several" if all(taps) else "some without taps",
-        tail_of_positions=any(size % part for size, part in sizes),
-        tail_of_columns=bool(problem.columns % config.columns),
-        tail_of_channels=bool(problem.reduce % problem.chunk),
-        epilogue=", ".join(given) or "none",
-        tiles_in_turn=walk.tiles > walk.blocks(sms),
-    )
 
 
 class _Block(Producer, Consumer):

@@ -18,6 +18,7 @@ import jax
 
 from jaxdnn._kernels.hopper import MEASURED_ON, MULTIPROCESSORS, branches, conv_plan
 from jaxdnn._kernels.hopper.conv_plan import Config, Problem
+from jaxdnn._kernels.hopper.conv_walk import decided
 from jaxdnn._kernels.hopper.sizes import ceil_div
 
 # The model's constants, fitted to 800 measured configurations of the ResNet-50 convolutions on an H200: its choice
@@ -67,9 +68,9 @@ def _name(dtype: Any) -> str:
 
 def choose(op: str, problem: Problem, sms: int) -> Config:
     """The configuration for a problem: the table's, else the cheapest by `cost`."""
-    if pick := branches.picker():
-        base = pick(problem, list(candidates(problem)))
-        return pick(problem, [base, *beside(problem, base)])
+    if (pick := branches.picker()) and (bases := list(candidates(problem))):
+        configs = [config for base in bases for config in (base, *beside(problem, base))]
+        return pick(problem, configs, lambda config: branches.named("pipeline", **decided(problem, config, sms)))
     entry = _measured(op, problem)
     if entry is not None:
         # An epilogue's operands take memory from the ring, and zeros may not stay zeros under one.

@@ -95,6 +95,7 @@ FAMILY = Family(
     arrays=conv_data.arrays,
     judge=conv_checks.judge_all,
     draw=conv_draw.draw,
+    leads=conv_draw.LEADS,
     samples=samples,
     describe=describe,
     strides=(1, 3),

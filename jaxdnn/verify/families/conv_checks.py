@@ -12,6 +12,7 @@ import jaxdnn_reference as reference
 from jaxdnn import tolerance
 from jaxdnn.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn.verify.case import (
+    MODELLED,
     Check,
     Facts,
     architectures,
@@ -26,8 +27,6 @@ from jaxdnn.verify.families import conv_bits
 from jaxdnn.verify.families import conv_data as data
 from jaxdnn.verify.families import conv_norms as norms
 from jaxdnn.verify.families.conv_cases import Case
-
-MODELLED_SAMPLE = 20_000  # outputs that are run through the model of a schedule, at most
 
 
 def facts(case: Case) -> Facts:
@@ -56,9 +55,20 @@ def _sum_accumulation(case: Case) -> str:
 
 
 def judge_all(
-    case: Case, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation
+    case: Case,
+    told: Facts,
+    kind: str,
+    operands: Any,
+    extras: Any,
+    outs: Any,
+    accumulation: Accumulation,
+    *,
+    modelled: int = MODELLED,
 ) -> list[Check]:
-    """Compares a case's result with the reference, and its bits with those of the schedule where they are predicted."""
+    """Compares a case's result with the reference, and its bits with those of the schedule where they are predicted.
+
+    At most `modelled` outputs are run through the model of the schedule.
+    """
     out = np.asarray(outs)
     if kind == "infinite" and "leaves_out_padding" in told.hazards:  # where it is NaN it may be anything
         details = golden(case, operands, extras)
@@ -68,7 +78,7 @@ def judge_all(
     checks = [judge(case, kind, operands, extras, out, accumulation)]
     # A device that flushes subnormal numbers is outside of what the model describes.
     if _is_modelled(case, told) and not (accumulation.flush and kind in data.TINY):
-        checks.append(_modelled(case, kind, operands, extras, out, told.schedule))
+        checks.append(_modelled(case, kind, operands, extras, out, told.schedule, modelled))
     return checks
 
 
@@ -159,12 +169,12 @@ def _is_modelled(case: Case, told: Facts) -> bool:
     return here and told.schedule is not None and one_way and known
 
 
-def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any) -> Check:
+def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any, most: int) -> Check:
     """The reference runs the engine's schedule; every bit has to agree, the sign of zero and NaN for NaN included."""
     flat, at = out.reshape(-1), None
     million = case.geometry.name.startswith(conv_bits.PREFIX)
-    if flat.size > MODELLED_SAMPLE and not million:
-        at = np.sort(generator(case, "sample", 0).choice(flat.size, MODELLED_SAMPLE, replace=False))
+    if flat.size > most and not million:
+        at = np.sort(generator(case, "sample", 0).choice(flat.size, most, replace=False))
         flat = flat[at]
     plan = reference.Schedule(schedule.order, schedule.combine, classes=schedule.classes)
     settings = {"arithmetic": schedule.arithmetic, "schedule": plan, "at": at}

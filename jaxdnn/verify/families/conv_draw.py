@@ -1,10 +1,12 @@
 """Random convolutions: ordinary sizes, all settings combined freely, small enough that thousands run in minutes."""
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any
 
 from jaxdnn import _window
+from jaxdnn._kernels.hopper.branches import Branch
 from jaxdnn.verify.families.conv_cases import Case
 from jaxdnn.verify.families.conv_geometries import (
     BLENDS,
@@ -26,6 +28,7 @@ DTYPES = {
     "ordered": {"bf16": 50, "f16": 30, "e4m3fn": 10, "e5m2": 10},
 }
 # What a geometry is drawn as: kernels treat few input channels, narrow groups and single taps in ways of their own.
+# "skipped": strides beyond the window; "wide": depthwise, of so many taps that a tile has half of the channels.
 SHAPES = {
     "any": 35,
     "layer": 20,
@@ -35,29 +38,44 @@ SHAPES = {
     "narrow groups": 16,
     "groups": 8,
     "taps": 4,
+    "skipped": 2,
+    "wide": 1,
 }
 
 
-def draw(op: str, engine: str, rng: Generator, name: str) -> Case:
-    """A convolution for an op and an engine; the engine may refuse it."""
+def draw(op: str, engine: str, rng: Generator, name: str, *, lead: str = "") -> Case:
+    """A convolution for an op and an engine, of a kind of `SHAPES` if it is given; the engine may refuse it."""
     dtype = pick(rng, DTYPES[engine])
     if op == "conv_bgrad" and dtype == "tf32":
         dtype = "f32"
-    kind = pick(rng, SHAPES)
-    if dtype == "f32" and engine == "hopper":
+    kind = str(lead or pick(rng, SHAPES))
+    if dtype == "f32" and engine == "hopper" and not lead:
         kind = "narrow groups"  # what its kernels serve in float32
-    rank = int(pick(rng, {1: 20, 2: 55, 3: 25 if kind != "narrow groups" else 0}))
+    rank = 2 if kind == "wide" else int(pick(rng, {1: 20, 2: 55, 3: 25 if kind != "narrow groups" else 0}))
     layout, filters = _layouts(engine, rank, rng, kind)
     vector = _window.layout(layout).vector or 1
     geometry = _small(_geometry(kind, rank, rng, name, vector), rng, vector)
     case = Case(op, engine, dtype, layout, None if op == "conv_bgrad" else filters, geometry)
-    return _with_epilogue(case, rng, plain=kind == "narrow groups" and engine == "hopper")
+    return _with_epilogue(case, rng, plain=bool(lead) or (kind in ("narrow groups", "wide") and engine == "hopper"))
+
+
+def _leads() -> dict[tuple[str, Branch], Any]:
+    """Kinds of geometries that lead to branches which others seldom take, see `Family.leads`."""
+    backward = ("conv_dgrad", "conv_transpose")
+    found = {(op, ("pipeline", "blank", "yes")): ft.partial(draw, lead="skipped") for op in backward}
+    for blocks in (2, 4):
+        found["conv_wgrad", ("wgrad", "direct", f"{blocks} blocks")] = ft.partial(draw, lead="layer")
+    wide = ft.partial(draw, lead="wide")
+    return found | {(op, ("depthwise walk", "channels", "16")): wide for op in ("conv", *backward)}
+
+
+LEADS = _leads()
 
 
 def _layouts(engine: str, rank: int, rng: Generator, kind: str) -> tuple[str, str | None]:
     last = CHANNELS_LAST[rank]
     if engine == "hopper":
-        outer = rng.random() < 0.35 and kind != "narrow groups"
+        outer = rng.random() < 0.35 and kind not in ("narrow groups", "wide")
         return last, "O" + "DHW"[3 - rank :] + "I" if outer else None
     first = "NC" + "DHW"[3 - rank :]
     layout = str(rng.choice([*(n for n in _window.LAYOUTS if len(n) == rank + 2), first + "c4", first + "c32"]))
@@ -69,6 +87,10 @@ def _layouts(engine: str, rank: int, rng: Generator, kind: str) -> tuple[str, st
 
 
 def _geometry(kind: str, rank: int, rng: Generator, name: str, vector: int) -> Geometry:
+    if kind == "skipped":
+        return _skipped(rank, rng, name, vector)
+    if kind == "wide" and vector == 1:
+        return _wide(rng, name)
     c, k, groups = channels(rng), channels(rng), 1
     if kind == "few channels":
         c = int(rng.integers(1, 5 if rng.random() < 0.6 else 17))
@@ -99,6 +121,23 @@ def _geometry(kind: str, rank: int, rng: Generator, name: str, vector: int) -> G
         groups = c = k = 64 * int(rng.integers(12, 33))
         sizes, taps, strides, padding, dilations, batch = (7, 7), (3, 3), (1, 1), 1, (1, 1), 64
     return Geometry(name, batch, sizes, c, k, taps, strides, padding, dilations, groups, mode)
+
+
+def _skipped(rank: int, rng: Generator, name: str, vector: int) -> Geometry:
+    """Strides longer than the window's reach, so that pixels of the input meet no tap: their gradient is zero."""
+    strides = tuple(int(v) for v in rng.integers(2, 5, rank))
+    taps = tuple(int(rng.integers(1, s)) for s in strides)
+    sizes = tuple(s * int(2 ** rng.integers(0, 5)) for s in strides)
+    c, k = (vector * (-(-64 // vector)) * between(rng, 1, 8) for _ in range(2))
+    return Geometry(name, between(rng, 1, 16), sizes, c, k, taps, strides, 0)
+
+
+def _wide(rng: Generator, name: str) -> Geometry:
+    """Depthwise windows of 25 to 31 taps a side."""
+    sizes, taps = (tuple(int(v) for v in rng.integers(low, high, 2)) for low, high in ((28, 33), (25, 32)))
+    padding = tuple((r // 2, r - 1 - r // 2) for r in taps)
+    c = int(rng.choice([32, 40]))
+    return Geometry(name, 1, sizes, c, c, taps, (1, 1), padding, groups=c)
 
 
 def _group_width(rng: Generator) -> int:

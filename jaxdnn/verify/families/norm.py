@@ -6,6 +6,7 @@ deviation (the bias alone, a gradient of 0) or NaN.
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -287,6 +288,29 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
     return NormCase(op, engine, dtype, name, drawn.laid_out(layout, n, c, sizes), tuple(options.items()))
 
 
+def _long_rows(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
+    """So many rows, of so many elements of 16 bits, that a group of threads has two at once."""
+    rows, length = int(rng.integers(528, 700)), 8 * int(rng.integers(513, 1025))
+    return NormCase(op, engine, str(rng.choice(["bf16", "f16"])), name, (rows, length), ())
+
+
+def _wide_pixels(op: str, engine: str, rng: drawn.Generator, name: str, *, threads: int) -> NormCase:
+    """One group of all channels, of whose vectors a pixel has more than half as many as there are threads."""
+    dtype, rank = drawn.pick(rng, drawn.FLOATS), int(rng.integers(1, 3))
+    c = (4 if dtype == "f32" else 8) * int(rng.integers(threads // 2 + 1, threads + 1))
+    sizes = drawn.axes(rng, rank, 64)
+    layout = f"N{'DHW'[3 - rank :]}C"
+    shape = drawn.laid_out(layout, drawn.between(rng, 1, 4), c, sizes)
+    return NormCase(op, engine, dtype, name, shape, (("layout", layout), ("groups", 1)))
+
+
+LEADS = {(op, ("norm rows", "rows at once", "2")): _long_rows for op in ROWS[:2]} | {
+    (op, ("norm images", "threads", str(threads))): ft.partial(_wide_pixels, threads=threads)
+    for op in ("group_norm", "group_norm_dgrad")
+    for threads in (512, 1024)
+}
+
+
 def samples(case: NormCase) -> tuple[tuple[int | None, ...], int] | None:
     """The first axis of rows, and the batch of images; statistics of a batch have no samples."""
     o = dict(case.options)
@@ -304,7 +328,7 @@ def facets(case: NormCase) -> set[str]:
 
 
 def judge(
-    case: NormCase, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation
+    case: NormCase, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation, **_: Any
 ) -> list[Check]:
     """As every family; beyond the range, each result is NaN or what an inverse deviation of 0 gives."""
     if kind != "beyond":
@@ -326,5 +350,6 @@ FAMILY = dataclasses.replace(
     judge=judge,
     facets=facets,
     draw=draw,
+    leads=LEADS,
     samples=samples,
 )
