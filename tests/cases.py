@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -319,8 +319,8 @@ def _keywords(options: dict[str, Any]) -> str:
 
 
 def as_jax(case: Case) -> tuple[Any, ...]:
-    """The arrays of a call, positional ones first."""
-    return tuple(jnp.asarray(a) for a in itertools.chain(case.arrays, case.named.values()))
+    """The arrays of a call, positional ones first; `jnp.asarray` would compile a program for each shape."""
+    return tuple(jax.device_put(a) for a in itertools.chain(case.arrays, case.named.values()))
 
 
 # ---- the cases for the transformations -------------------------------------------------------------------------------

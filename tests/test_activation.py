@@ -181,30 +181,39 @@ def test_derivatives_of_every_order_and_mode(name: Any):
         "scan": lambda f: jax.grad(lambda v: jax.lax.scan(lambda c, e: (c + f(e[None]), c), 0.0, v)[0])(x),
     }
     for what, run in transformed.items():
-        for mine, other in zip(jax.tree.leaves(run(ours)), jax.tree.leaves(run(theirs)), strict=True):
+        found = jax.jit(lambda run=run: (run(ours), run(theirs)))()
+        for mine, other in zip(*map(jax.tree.leaves, found), strict=True):
             np.testing.assert_allclose(mine, other, rtol=2e-4, atol=2e-5, err_msg=what)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
 def test_gradient_is_the_backward_op(dtype: Any):
     x, dy, ddx = (jnp.asarray(inputs((4, 60), seed, dtype)) for seed in (12, 13, 14))
-    for name in CASES:
-        for alpha in (1.0, -0.5):
-            op = ft.partial(dnn.activation, activation=name, alpha=alpha)
-            back = ft.partial(dnn.activation_dgrad, activation=name, alpha=alpha)
-            np.testing.assert_array_equal(jax.vjp(op, x)[1](dy)[0], back(dy, x), err_msg=str(name))
-            np.testing.assert_array_equal(jax.jvp(op, (x,), (dy,))[1], back(dy, x), err_msg=str(name))
-            linear = lambda v, back=back: back(v, x)
-            np.testing.assert_array_equal(jax.linear_transpose(linear, dy)(ddx)[0], back(ddx, x), err_msg=str(name))
+    calls = [{"activation": name, "alpha": alpha} for name in CASES for alpha in (1.0, -0.5)]
+    backward = lambda options, dy, x: dnn.activation_dgrad(dy, x, **options)
+    forms = {
+        "backward": backward,
+        "vjp": lambda options, dy, x: jax.vjp(lambda x: dnn.activation(x, **options), x)[1](dy)[0],
+        "jvp": lambda options, dy, x: jax.jvp(lambda x: dnn.activation(x, **options), (x,), (dy,))[1],
+        "transpose": lambda options, dy, x: jax.linear_transpose(lambda v: backward(options, v, x), dy)(dy)[0],
+    }
+    # A program for each form of all calls: one by one they compile for ten times as long.
+    run = {what: jax.jit(lambda dy, x, form=form: [form(o, dy, x) for o in calls]) for what, form in forms.items()}
+    for along in (dy, ddx):
+        wanted = run["backward"](along, x)
+        for what in ("vjp", "jvp", "transpose"):
+            for found, right, options in zip(run[what](along, x), wanted, calls, strict=True):
+                np.testing.assert_array_equal(found, right, err_msg=f"{what} of {options}")
 
 
 def test_finite_differences_of_the_definition():
     x = np.random.default_rng(15).normal(size=50)
     x = x[np.abs(x) > 1e-3]
-    for name in CASES:
+    total = lambda v, name: jnp.sum(dnn.activation(v, activation=name))
+    slopes = jax.jit(lambda v: [jax.grad(total)(v, name) for name in CASES])(jnp.asarray(x, jnp.float32))
+    for name, found in zip(CASES, slopes, strict=True):
         h = 2.0**-17
         difference = (reference.activate(x + h, name) - reference.activate(x - h, name)) / (2 * h)
-        found = jax.grad(lambda v, name=name: jnp.sum(dnn.activation(v, activation=name)))(jnp.asarray(x, jnp.float32))
         np.testing.assert_allclose(found, difference, rtol=0, atol=1e-6, err_msg=str(name))
 
 

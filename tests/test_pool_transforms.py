@@ -65,7 +65,7 @@ TRANSFORMATIONS: dict[str, Callable[[Callable[[jax.Array], jax.Array], jax.Array
 def test_transformations(mode: str, transformation: str):
     x, v = (jnp.asarray(data((2, 5, 6, 3), np.float32, seed)) for seed in (0, 1))
     run = TRANSFORMATIONS[transformation]
-    found, expected = (run(ft.partial(f, mode), x, v) for f in (ours, theirs))
+    found, expected = jax.jit(lambda x, v: [run(ft.partial(f, mode), x, v) for f in (ours, theirs)])(x, v)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
@@ -76,13 +76,18 @@ def test_derivatives_of_the_backward_op():
     for mode in ("max", "average"):
         back = ft.partial(dnn.pool_dgrad, mode=mode, **options)
         along = data(x.shape, np.float32, 9)
+
+        @jax.jit
+        def run(x: Any, dy: Any, along: Any, mode: str = mode, back: Any = back) -> Any:
+            forward = jax.jvp(ft.partial(dnn.pool, mode=mode, **options), (x,), (along,))[1]
+            transposed = jax.vjp(lambda d: back(d, x), dy)[1](along)[0]
+            tangent = jax.jvp(lambda d: back(d, x), (dy,), (2 * dy,))[1]
+            return forward, transposed, tangent, jax.vmap(back)(jnp.stack([dy, -dy]), jnp.stack([x, 2 * x]))
+
+        forward, transposed, tangent, many = run(x, dy, along)
         # Linear in dy, and its transpose is the tangent of the pooling.
-        forward = jax.jvp(ft.partial(dnn.pool, mode=mode, **options), (jnp.asarray(x),), (jnp.asarray(along),))[1]
-        np.testing.assert_allclose(
-            jax.vjp(lambda d, b=back: b(d, x), jnp.asarray(dy))[1](jnp.asarray(along))[0], forward
-        )
-        np.testing.assert_allclose(jax.jvp(lambda d, b=back: b(d, x), (dy,), (2 * dy,))[1], 2 * back(dy, x))
-        many = jax.vmap(back)(jnp.stack([dy, -dy]), jnp.stack([x, 2 * x]))
+        np.testing.assert_allclose(transposed, forward)
+        np.testing.assert_allclose(tangent, 2 * back(dy, x))
         np.testing.assert_array_equal(many[1], -back(dy, 2 * x))
 
 
@@ -107,7 +112,7 @@ def test_residuals_of_max_pooling_are_one_byte_an_output():
 @pytest.mark.parametrize("options", [{"window": (9, 17), "stride": (3, 2)}])
 def test_a_loop_over_the_taps_where_jax_has_integers_of_64_bits(options: dict[str, Any]):
     x = np.random.default_rng(3).permutation(12 * 21).reshape(1, 12, 21, 1).astype(np.float32)
-    gradient = jax.grad(lambda a: dnn.pool(a, **options).sum())
+    gradient = jax.jit(jax.grad(lambda a: dnn.pool(a, **options).sum()))
     expected = gradient(jnp.asarray(x))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(gradient(jnp.asarray(x)), expected)
@@ -121,7 +126,7 @@ def test_the_gradient_in_dy_of_an_index_outside_its_window_is_zero(window: int, 
     y = dnn.pool(x, **options)
     at = jnp.full(y.shape, indices, jnp.int32).at[0, 1, 0, 0].set(14 + 1)  # one that is inside
     weights = jnp.arange(1.0, x.size + 1).reshape(x.shape)
-    got = jax.grad(lambda dy: (dnn.pool_dgrad(dy, x.shape, indices=at, **options) * weights).sum())(y)
+    got = jax.jit(jax.grad(lambda dy: (dnn.pool_dgrad(dy, x.shape, indices=at, **options) * weights).sum()))(y)
     np.testing.assert_array_equal(got, jnp.zeros(y.shape).at[0, 1, 0, 0].set(16.0))
 
 

@@ -335,21 +335,25 @@ def test_named_ops_have_all_of_their_subjects_tested():
     sample, every = ids(named, every=False), ids(named, every=True)
     assert sample < every
     assert {i.split("/")[1] for i in every} == set(named)
-    status, found = verify("--quick", "--op", "pool", "--dtype", "bf16", "--level", "mesh_invariant", "portable")
+    status, found = verify("--quick", "--op", "activation", "--dtype", "bf16", "--level", "mesh_invariant", "portable")
     assert status == 0
     kinds = {(t["variant"], t["procedure"], t["status"]) for t in found["determinism"]}
-    assert {k for k in kinds if k[0] in ("max", "average")} == {
-        (v, p, "passed") for v in ("max", "average") for p in ("mesh", "definition")
-    }
-    forms = {f"{mode}/{form}" for mode in ("max", "average") for form in ("gradient", "alpha", "blend/gradient")}
-    assert {(v, "mesh", "passed") for v in forms} <= kinds
-    assert {t["runs"] for t in found["determinism"] if t["procedure"] == "mesh"} == {
-        3
-    }  # the batch, a row of pixels, channels
+    forms = [first + last for first in ("", "alpha/", "blend/", "traced-blend/") for last in ("", "gradient")]
+    meshes = {(form.removesuffix("/"), "mesh", "passed") for form in forms}
+    assert kinds == meshes | {("", "definition", "passed")}
 
 
-def test_determinism_is_sampled_over_dtypes():
+def test_meshes_shard_the_batch_and_every_axis_that_devices_divide():
+    (found, *_) = matrix.subjects(["pool"], ["xla"], ["bf16"], "standard", 0, every=True)
+    assert found.operands[0].shape == (8, 15, 12, 16)
+    said = [(what, devices) for what, devices, _ in levels._shardings(found, 8, "standard")]
+    assert said == [("the batch", 2), ("the batch", 4), ("the batch", 8), ("axis 2", 4), ("axis 3", 8)]
+    assert len(list(levels._shardings(found, 8, "quick"))) == 3
+
+
+def test_determinism_is_sampled_over_dtypes(monkeypatch: pytest.MonkeyPatch):
     """Of the memory-bound families every extent samples a narrow float and an integer, and "full" has every dtype."""
+    monkeypatch.setattr(matrix, "variants", lambda subject: (subject,))  # whose forms have its dtype
     wanted = {"f32", "bf16", "f16", "int8"}
     for extent in EXTENTS:
         found = matrix.subjects(matrix.ops(), matrix.engines(), DTYPES, extent, 0, every=False)
@@ -381,10 +385,12 @@ def test_channels_that_fill_up_a_vector_are_not_read_and_are_zero():
         assert not tolerance.compare(spoilt, golden.value, golden.error).passed
 
 
-def test_a_pattern_names_procedures_too():
-    status, found = verify("--case", "determinism/pool/xla/bf16/*/mesh", "--case", "determinism/conv/xla/int8/def*")
+def test_a_pattern_names_procedures_too(monkeypatch: pytest.MonkeyPatch):
+    two = jax.local_devices()[:2]
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: two)
+    status, found = verify("--case", "determinism/acti*n/xla/f32/*/mesh", "--case", "determinism/conv/xla/int8/def*")
     assert status == 0
-    names = {"pool/xla/bf16/max/mesh", "pool/xla/bf16/average/gradient/mesh", "conv/xla/int8/definition"}
+    names = {"activation/xla/f32/alpha/mesh", "activation/xla/f32/blend/gradient/mesh", "conv/xla/int8/definition"}
     found_names = {t["id"] for t in found["determinism"]}
     assert {f"determinism/{name}" for name in names} <= found_names
     assert {name.rpartition("/")[2] for name in found_names} == {"mesh", "definition"}

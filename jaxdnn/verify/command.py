@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import json
 import os
+import re
 import shlex
 import sys
 import threading
@@ -227,11 +228,19 @@ def _execute(
 def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[Subject]:
     if arguments.case and not procedures:
         return
-    given = (arguments.op or matrix.ops(), arguments.engine or matrix.engines(), arguments.dtype or DTYPES)
+    ops = [op for op in arguments.op or matrix.ops() if not procedures or any(_may_be_of(op, p) for p in procedures)]
+    given = (ops, arguments.engine or matrix.engines(), arguments.dtype or DTYPES)
     every = bool(procedures or arguments.op)  # whoever names ops wants all that they promise tested, not a sample
     for subject in matrix.subjects(*given, arguments.extent, arguments.seed, every=every):
         if not procedures or any(levels.is_named(subject, procedure, procedures) for procedure in levels.EVERY):
             yield subject
+
+
+def _may_be_of(op: str, procedure: str) -> bool:
+    """Whether an id or a pattern of procedures may be of an op: that is so if they agree up to its first wildcard."""
+    said = re.split(r"[*?[]", procedure)[0]
+    begins = f"determinism/{op}/"
+    return said.startswith(begins) or begins.startswith(said)
 
 
 def _trials(subject: Subject, extent: str, wanted: tuple[str, ...], only: list[str]) -> list[levels.Trial]:

@@ -31,7 +31,7 @@ class Subject:
       into_poison: like the function of the operands' batch, but takes the donated buffer first.
       definition: computes what "portable" promises.
       variant: which of several subjects of an op, engine and dtype, where there are several.
-      blends: the same call with what it may be blended with.
+      blends: makes the same call with what it may be blended with; each is traced, which few who list subjects need.
     """
 
     op: str
@@ -45,7 +45,7 @@ class Subject:
     into_poison: Callable[..., Any] | None = None
     definition: Callable[[], np.ndarray] | None = None
     variant: str = ""
-    blends: tuple["Subject", ...] = ()
+    blends: Callable[[], tuple["Subject", ...]] = tuple
 
     @property
     def id(self) -> str:
@@ -130,7 +130,7 @@ def subject(
     named = inspect.signature(op).parameters if op is not None else {}
     if blended or not is_fixed(told.level) or not {"alpha", "beta", "prior"} <= named.keys():
         return found
-    return dataclasses.replace(found, blends=_blends(found, case if sized is None else sized))
+    return dataclasses.replace(found, blends=lambda: _blends(found, case if sized is None else sized))
 
 
 def batch_of(subject: Subject, size: int, place: int, neighbour: float | None = None) -> list[np.ndarray]:
@@ -246,7 +246,7 @@ def gradient(subject: Subject) -> Subject | None:
         batch_axes=(*(axis,) * len(along), *subject.batch_axes),
         variant="/".join(filter(None, (subject.variant, "gradient"))),
         definition=None,
-        blends=(),
+        blends=tuple,
     )
     declared = min(strongest(made), "mesh_invariant", key=LEVELS.index)
     return dataclasses.replace(made, declared=declared) if is_fixed(declared) else None
@@ -255,7 +255,7 @@ def gradient(subject: Subject) -> Subject | None:
 def variants(subject: Subject) -> Iterator[Subject]:
     """The subject; where its level fixes bits, its blends, and the gradients of all."""
     prefix = f"{subject.variant}/" if subject.variant else ""
-    blends = [dataclasses.replace(blend, variant=prefix + blend.variant) for blend in subject.blends]
+    blends = [dataclasses.replace(blend, variant=prefix + blend.variant) for blend in subject.blends()]
     for one in (subject, *blends):
         yield one
         found = gradient(one) if is_fixed(one.declared) else None
