@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
+from jaxdnn.verify import guards
 from jaxdnn.verify.guards import CHUNK, PATTERNS, Guards, Range
 
 PIECES = 4096
@@ -83,11 +84,11 @@ ORDERS = ("out other table work", "work out other", "out work other", "other out
 def _call(order: str, fault: str | None, workspace: int, *, hole: bool = False, pattern: int = PATTERNS[0]):
     """What guards find of a call that writes its results and some of its workspace, and a fault."""
     memory = Memory()
-    guards = Guards(memory)
+    guarding = Guards(memory)
     x, between, w = memory.give(1000), memory.give(40 * CHUNK), memory.give(3 * CHUNK)
     if hole:  # what was freed before the operands' end has not been filled
         memory.blocks.remove(between)
-    assert guards.fill([x, w], [OUT, OTHER], pattern)
+    assert guarding.fill([x, w], [OUT, OTHER], pattern)
     sizes = {"out": OUT, "other": OTHER, "work": workspace, "table": 16}
     given = {name: memory.give(sizes[name]) for name in order.split()}
     out, other, work = given["out"], given["other"], given.get("work", Block(CHUNK * 2000, 0))
@@ -97,7 +98,7 @@ def _call(order: str, fault: str | None, workspace: int, *, hole: bool = False, 
         memory.write(work.at + workspace // 3, workspace // 4)  # no program writes all of it
     if fault:
         memory.write(*FAULTS[fault](out, other, work))
-    return guards.damage([x, w, out, other], workspace, pattern)
+    return guarding.damage([x, w, out, other], workspace, pattern)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=hex)
@@ -121,9 +122,18 @@ def test_what_a_program_may_not_write_is_found(order, fault):
     assert _call(order.replace("work", ""), fault, 0) is not None
 
 
+@pytest.mark.parametrize(
+    ("at", "size", "wanted"),
+    [(512, 256, (512, 256)), (-256, 512, (0, 256)), (3840, 1000, (3840, 256)), (4096, 8, None), (-512, 512, None)],
+)
+def test_an_array_that_reaches_beyond_what_is_looked_at_is_one_all_the_same(at, size, wanted):
+    """Left out, what it holds had been reported as a whole block written by nobody."""
+    assert guards._within(at, size, 4096) == wanted
+
+
 def test_memory_that_is_not_filled_guards_nothing():
     memory = Memory()
     memory.give(PIECES // 2 * CHUNK)
-    guards = Guards(memory)
+    guarding = Guards(memory)
     memory.fill = lambda last, pattern, holes: []
-    assert not guards.fill([Block(0, 8)], [], PATTERNS[0])
+    assert not guarding.fill([Block(0, 8)], [], PATTERNS[0])

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import queue
 import subprocess
@@ -135,10 +136,10 @@ answer({{"ready": 1}})
 """
 
 
-def _served(body: str, count: int, *, under: bool = False, towards: Any = None) -> list[Any]:
+def _served(body: str, count: int, *, under: bool = False, towards: Any = None, first: str = "") -> list[Any]:
     """What is reported of so many calls that processes of this program run."""
     done: Any = queue.Queue()
-    words = [sys.executable, "-c", _START + textwrap.dedent(body)]
+    words = [sys.executable, "-c", first + _START + textwrap.dedent(body)]
     random._Serving(words, under, random.Calls(7, count, towards, 0), done).serve(random.Device())
     return list(done.queue)
 
@@ -176,7 +177,6 @@ def test_a_process_that_ends_late_fails_no_call(monkeypatch):
 def test_what_a_process_runs_under_names_the_call():
     """A tool that says something while a call runs, on either stream; what it says before and after is of no call."""
     body = """
-    print("========= COMPUTE-SANITIZER", flush=True)
     for i in calls():
         tell(index=i, message="while it ran")
         if i in (8, 9):
@@ -186,7 +186,7 @@ def test_what_a_process_runs_under_names_the_call():
     print("========= ERROR SUMMARY: 2 errors")
     sys.exit(99)
     """
-    *reports, last = _served(body, 4, under=True)
+    *reports, last = _served(body, 4, under=True, first="print('========= COMPUTE-SANITIZER')\n")
     assert last is None
     assert [(r.index, r.status) for r in reports] == [(7, "passed"), (8, "failed"), (9, "failed"), (10, "passed")]
     assert "said: Invalid __global__ write of size 4 bytes" in reports[1].message
@@ -371,6 +371,20 @@ def test_every_branch_taken_is_listed(as_on_h200, kernel):
         taken |= here
     assert taken <= set(branches.every())
     assert len(taken) > 10
+
+
+def test_drawn_arrays_are_small():
+    """With guards, workspaces and what is made on the way a call has to fit a process's share of a GPU's memory."""
+    rng, largest = np.random.default_rng(0), dict[str, int]()
+    for family, number in itertools.product(matrix.families(), range(150)):
+        for op in (op for op in family.ops if "hopper" in family.engines_of(op)):
+            leads = [lead for (of, _), lead in family.leads.items() if of == op]
+            drawing = leads[number % len(leads)] if leads and number % 3 == 0 else family.draw
+            shape = getattr(drawing(op, "hopper", rng, "small"), "shape", ())
+            if isinstance(shape, tuple):  # a convolution has roles, and bounds of its own
+                largest[op] = max(largest.get(op, 0), math.prod(shape))
+    assert max(largest.values()) <= 2**23, largest
+    assert largest["batch_norm_dgrad"] > 2**20
 
 
 LED = sorted({branch for f in matrix.families() for _, branch in f.leads})

@@ -125,6 +125,15 @@ def _is_workspace(found: np.ndarray, kept: np.ndarray, before: np.ndarray, piece
     return any(not kept[start : start + pieces].any() for start in starts)
 
 
+def _within(at: int, size: int, most: int) -> Range | None:
+    """The part of an array that lies in the bytes that are looked at; None if it has none.
+
+    What reaches beyond them is an array all the same: left out, what it holds would count as written by nobody.
+    """
+    first, last = max(at, 0), min(at + size, most)
+    return (first, last - first) if first < last else None
+
+
 def _near(at: int, ranges: list[Range]) -> str:
     """Where a piece lies, told by the array that ends or begins next to it."""
     number, distance = min(
@@ -161,7 +170,7 @@ class DeviceMemory:
 
     def _places(self, arrays: Iterable[jax.Array]) -> list[Range]:
         places = [(v.unsafe_buffer_pointer() - self.start, v.nbytes) for v in arrays]
-        return [(at, size) for at, size in places if at >= 0 and at + size <= self.bytes]
+        return list(filter(None, (_within(at, size, self.bytes) for at, size in places)))
 
     def fill(self, last: int, pattern: int, holes: Sequence[int]) -> list[Range]:
         """Fills what is free, but for `SPARE` and `MARGIN` at the end, by blocks that are freed at once."""

@@ -34,14 +34,16 @@ KERNELS = {
     "conv_transpose": ("pipeline", "dgrad", "depthwise walk"),
     "conv_dgrad": ("pipeline", "dgrad", "depthwise walk"),
     "conv_wgrad": ("wgrad", "wgrad, images last", "depthwise filter"),
-    "norm": ("norm rows", "norm images", "norm batches"),
+    **dict.fromkeys(("group_norm", "instance_norm", "group_norm_dgrad", "instance_norm_dgrad"), ("norm images",)),
+    **dict.fromkeys(("batch_norm", "batch_norm_dgrad"), ("norm batches",)),
+    "norm": ("norm rows",),
     "softmax": ("softmax",),
     "pool": ("pool",),
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
 }
 # How often for a call that the engine serves, and for one that takes a branch: of those that may, and of all.
-REDRAWN, TRIED, DRAWN = 30, 20, 200
+REDRAWN, TRIED, DRAWN = 30, 40, 400
 MULTIPROCESSORS = {None: 6, 1: 1, 3: 1, 20: 1, 100: 1}
 PROCEDURE_EVERY = 10
 # Those that need no other threads or devices; each call is compared with the definition's bits in any case.

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from jaxdnn import _window
+from jaxdnn._kernels.hopper import branches
 from jaxdnn._kernels.hopper.branches import Branch
 from jaxdnn.verify.families.conv_cases import Case
 from jaxdnn.verify.families.conv_geometries import (
@@ -28,7 +29,8 @@ DTYPES = {
     "ordered": {"bf16": 50, "f16": 30, "e4m3fn": 10, "e5m2": 10},
 }
 # What a geometry is drawn as: kernels treat few input channels, narrow groups and single taps in ways of their own.
-# "skipped": strides beyond the window; "wide": depthwise, of so many taps that a tile has half of the channels.
+# "skipped": strides beyond the window; "wide": depthwise, of so many taps that a tile has half of the channels; "small
+# images": depthwise, a tile holds a whole image.
 SHAPES = {
     "any": 35,
     "layer": 20,
@@ -38,9 +40,14 @@ SHAPES = {
     "narrow groups": 16,
     "groups": 8,
     "taps": 4,
+    "narrow layer": 4,
     "skipped": 2,
     "wide": 1,
+    "small images": 3,
 }
+
+
+DEPTHWISE = ("narrow groups", "wide", "small images")
 
 
 def draw(op: str, engine: str, rng: Generator, name: str, *, lead: str = "") -> Case:
@@ -51,22 +58,44 @@ def draw(op: str, engine: str, rng: Generator, name: str, *, lead: str = "") -> 
     kind = str(lead or pick(rng, SHAPES))
     if dtype == "f32" and engine == "hopper" and not lead:
         kind = "narrow groups"  # what its kernels serve in float32
-    rank = 2 if kind == "wide" else int(pick(rng, {1: 20, 2: 55, 3: 25 if kind != "narrow groups" else 0}))
+    rank = 2 if kind in DEPTHWISE[1:] else int(pick(rng, {1: 20, 2: 55, 3: 25 if kind != "narrow groups" else 0}))
     layout, filters = _layouts(engine, rank, rng, kind)
     vector = _window.layout(layout).vector or 1
     geometry = _small(_geometry(kind, rank, rng, name, vector), rng, vector)
     case = Case(op, engine, dtype, layout, None if op == "conv_bgrad" else filters, geometry)
-    return _with_epilogue(case, rng, plain=bool(lead) or (kind in ("narrow groups", "wide") and engine == "hopper"))
+    return _with_epilogue(case, rng, plain=bool(lead) or (kind in DEPTHWISE and engine == "hopper"))
+
+
+# The kernel, what is decided, its values, the kind of geometry that leads there, by which ops.
+_LEADS = (
+    ("pipeline", "blank", ("yes",), "skipped", ("conv_dgrad", "conv_transpose")),
+    ("pipeline", "window", ("yes",), "few channels", ("conv",)),
+    ("pipeline", "masked window", ("yes",), "few channels", ("conv",)),
+    ("pipeline", "unroll", ("yes",), "narrow layer", ("conv", "conv_dgrad", "conv_transpose")),
+    ("pipeline", "resident", ("yes",), "narrow layer", ("conv", "conv_dgrad", "conv_transpose")),
+    ("pipeline", "swizzle", ("32", "64"), "narrow layer", ("conv", "conv_dgrad", "conv_transpose")),
+    ("fprop", "copies", ("cells", "folded taps"), "few channels", ("conv",)),
+    ("dgrad", "copies", ("joined phases",), "few channels", ("conv_dgrad",)),
+    ("wgrad", "direct", ("2 blocks", "4 blocks"), "layer", ("conv_wgrad",)),
+    ("wgrad", "rows", ("taps",), "layer", ("conv_wgrad",)),
+    ("wgrad", "halo", ("yes",), "layer", ("conv_wgrad",)),
+    ("wgrad", "groups", ("whole", "together"), "groups", ("conv_wgrad",)),
+    ("depthwise walk", "channels", ("16",), "wide", ("conv", "conv_dgrad", "conv_transpose")),
+    ("depthwise walk", "tail of positions", ("no",), "small images", ("conv", "conv_dgrad", "conv_transpose")),
+    ("depthwise filter", "tail of positions", ("no",), "small images", ("conv_wgrad",)),
+    ("depthwise filter", "channels", ("64",), "small images", ("conv_wgrad",)),
+    ("depthwise filter", "stages", ("3",), "small images", ("conv_wgrad",)),
+)
 
 
 def _leads() -> dict[tuple[str, Branch], Any]:
     """Kinds of geometries that lead to branches which others seldom take, see `Family.leads`."""
-    backward = ("conv_dgrad", "conv_transpose")
-    found = {(op, ("pipeline", "blank", "yes")): ft.partial(draw, lead="skipped") for op in backward}
-    for blocks in (2, 4):
-        found["conv_wgrad", ("wgrad", "direct", f"{blocks} blocks")] = ft.partial(draw, lead="layer")
-    wide = ft.partial(draw, lead="wide")
-    return found | {(op, ("depthwise walk", "channels", "16")): wide for op in ("conv", *backward)}
+    ops = {"depthwise walk": ("conv", "conv_dgrad", "conv_transpose"), "depthwise filter": ("conv_wgrad",)}
+    narrow = ft.partial(draw, lead="narrow groups")
+    found = {(op, branch): narrow for branch in branches.every() for op in ops.get(branch[0], ())}
+    for kernel, what, values, kind, taken_by in _LEADS:
+        found |= {(op, (kernel, what, v)): ft.partial(draw, lead=kind) for v in values for op in taken_by}
+    return found
 
 
 LEADS = _leads()
@@ -75,7 +104,7 @@ LEADS = _leads()
 def _layouts(engine: str, rank: int, rng: Generator, kind: str) -> tuple[str, str | None]:
     last = CHANNELS_LAST[rank]
     if engine == "hopper":
-        outer = rng.random() < 0.35 and kind not in ("narrow groups", "wide")
+        outer = rng.random() < 0.35 and kind not in DEPTHWISE
         return last, "O" + "DHW"[3 - rank :] + "I" if outer else None
     first = "NC" + "DHW"[3 - rank :]
     layout = str(rng.choice([*(n for n in _window.LAYOUTS if len(n) == rank + 2), first + "c4", first + "c32"]))
@@ -91,11 +120,15 @@ def _geometry(kind: str, rank: int, rng: Generator, name: str, vector: int) -> G
         return _skipped(rank, rng, name, vector)
     if kind == "wide" and vector == 1:
         return _wide(rng, name)
+    if kind == "small images" and vector == 1:
+        return _small_images(rng, name)
     c, k, groups = channels(rng), channels(rng), 1
     if kind == "few channels":
         c = int(rng.integers(1, 5 if rng.random() < 0.6 else 17))
     elif kind == "few results":
         k = int(rng.integers(1, 17))
+    elif kind == "narrow layer":
+        c, k = (8 * between(rng, 1, 8) for _ in range(2))
     elif kind == "narrow groups":
         width = int(pick(rng, {1: 6, 2: 2, 4: 2, 8: 2}))
         groups = max(1, channels(rng, 2560 if rng.random() < 0.2 else 1024) // width)
@@ -106,7 +139,7 @@ def _geometry(kind: str, rank: int, rng: Generator, name: str, vector: int) -> G
     c, k = (-(-n // (vector * groups)) * vector * groups for n in (c, k))
     longest = {"pointwise": 1, "taps": 31 if rank == 1 else 11}.get(kind, 7 if rank < 3 else 5)
     longest = 31 if kind == "narrow groups" and rng.random() < 0.15 else longest
-    axes = [_of_layer(rng) if kind == "layer" else _axis(longest, rng) for _ in range(rank)]
+    axes = [_of_layer(rng) if kind in ("layer", "narrow layer") else _axis(longest, rng) for _ in range(rank)]
     sizes, taps, strides, pads, dilations = map(tuple, zip(*axes, strict=True))
     padding: Any = pads
     if kind == "pointwise" and rng.random() < 0.6:
@@ -115,11 +148,6 @@ def _geometry(kind: str, rank: int, rng: Generator, name: str, vector: int) -> G
         padding = "SAME"
     mode = "convolution" if rng.random() < 0.15 else "cross_correlation"
     batch = between(rng, 1, 64)
-    if (
-        kind == "narrow groups" and rank == 2 and vector == 1 and rng.random() < 0.15
-    ):  # many small images of many channels
-        groups = c = k = 64 * int(rng.integers(12, 33))
-        sizes, taps, strides, padding, dilations, batch = (7, 7), (3, 3), (1, 1), 1, (1, 1), 64
     return Geometry(name, batch, sizes, c, k, taps, strides, padding, dilations, groups, mode)
 
 
@@ -138,6 +166,13 @@ def _wide(rng: Generator, name: str) -> Geometry:
     padding = tuple((r // 2, r - 1 - r // 2) for r in taps)
     c = int(rng.choice([32, 40]))
     return Geometry(name, 1, sizes, c, c, taps, (1, 1), padding, groups=c)
+
+
+def _small_images(rng: Generator, name: str) -> Geometry:
+    """Depthwise, many images of one tile each, of multiples of 64 channels."""
+    sizes = int(rng.choice([4, 6, 7, 8])), int(rng.choice([4, 7, 8, 12]))
+    c = 64 * between(rng, 1, min(1800 // math.prod(sizes), 40))
+    return Geometry(name, 64, sizes, c, c, (3, 3), (1, 1), 1, groups=c)
 
 
 def _group_width(rng: Generator) -> int:

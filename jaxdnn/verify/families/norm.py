@@ -281,11 +281,14 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
         options["mode"] = "spatial" if rng.random() < 0.8 else "per_activation"
     sizes = drawn.axes(rng, rank, 2**17 / c)
     if large:
-        pixels = drawn.between(rng, 1500, 60000)
+        pixels = min(drawn.between(rng, 1500, 60000), ELEMENTS // c)
         across = drawn.between(rng, 1, 200) if rank > 1 else pixels
         sizes = (*(1,) * (rank - 2), *(pixels // across,) * (rank > 1), across)
     n = drawn.batch(rng, (2**22 if large else 2**19) / (c * math.prod(sizes)))
     return NormCase(op, engine, dtype, name, drawn.laid_out(layout, n, c, sizes), tuple(options.items()))
+
+
+ELEMENTS = 1 << 23  # of any array, so that a call with all of its arrays and guards fits a share of a GPU's memory
 
 
 def _long_rows(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:

@@ -247,11 +247,24 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
     rows = drawn.axes(rng, int(rng.integers(1, 3)), 2**20 / length, 3000)
     shape, axis = (*rows, length), (-1,)
     if rng.random() < 0.15 or (engine != "hopper" and rng.random() < 0.5):
-        shape = (*rows, *drawn.axes(rng, 2, 2000, 60))
+        inner = drawn.axes(rng, 2, 2000, 60)
+        shape = (*drawn.axes(rng, len(rows), 2**20 / math.prod(inner), 3000), *inner)
         axis = (-2, -1) if engine == "hopper" else drawn.pick(rng, {(-2, -1): 1, (0,): 1, (-2,): 1, (0, -1): 1})
     algorithm = "accurate" if op == "logsumexp" else str(rng.choice(["accurate", "log", "fast"]))
     alpha, beta = (1.0, 0.0) if op == "logsumexp" else drawn.blend(rng)
     return SoftmaxCase(op, engine, dtype, name, shape, axis, algorithm, alpha, beta)
+
+
+def _long_rows(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
+    """Rows of 16 to 512 KiB, for blocks that stay and for clusters of blocks."""
+    dtype, bytes_ = drawn.pick(rng, drawn.FLOATS), drawn.between(rng, 16 << 10, 512 << 10)
+    length = bytes_ // 16 * (4 if dtype == "f32" else 8)
+    algorithm = "accurate" if op == "logsumexp" else str(rng.choice(["accurate", "log", "fast"]))
+    return SoftmaxCase(op, engine, dtype, name, (drawn.between(rng, 1, 8), length), (-1,), algorithm)
+
+
+LED = {"row shared by": [f"cluster of {n}" for n in (2, 4, 8)], "stages": [str(n) for n in range(3, 9)]}
+LEADS = {(op, ("softmax", what, value)): _long_rows for op in ROWS for what, values in LED.items() for value in values}
 
 
 def samples(case: Any) -> tuple[tuple[int | None, ...], int] | None:
@@ -262,4 +275,6 @@ def samples(case: Any) -> tuple[tuple[int | None, ...], int] | None:
     return ((0,) * case.count, 0) if apart else None
 
 
-FAMILY = family("softmax", SoftmaxCase, OPS, cases, subjects, "rows of 128", (6, 15), draw=draw, samples=samples)
+FAMILY = family(
+    "softmax", SoftmaxCase, OPS, cases, subjects, "rows of 128", (6, 15), draw=draw, leads=LEADS, samples=samples
+)
