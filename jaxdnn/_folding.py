@@ -2,13 +2,14 @@
 
 import functools as ft
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _primitive
-from jaxdnn._partition import Factors
+from jaxdnn._partition import Dims, Factors
 
 
 def fold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> Array:
@@ -16,21 +17,31 @@ def fold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> A
     sizes = x.shape[2:]
     if any(size % f for size, f in zip(sizes, factors, strict=True)):
         raise ValueError(f"`{name}` must divide the sizes {tuple(sizes)}, got {factors}.")
-    return _primitive.in_types(ft.partial(_folded, factors, order), ft.partial(_moves, ()), (x,))(x)
+    wide, narrow = _dims(len(sizes), order)
+    rule = ft.partial(_factors, wide, narrow, x.shape[1], [size // f for size, f in zip(sizes, factors, strict=True)])
+    return _primitive.in_types(ft.partial(_folded, factors, order), rule, (x,))(x)
 
 
 def unfold(name: str, x: Array, factors: tuple[int, ...], order: str = "CRD") -> Array:
     """(N, C f g, H, W) to (N, C, H f, W g), the inverse of `fold`."""
     if (c := x.shape[1]) % math.prod(factors):
         raise ValueError(f"`{name}` must have a product that divides the {c} channels, got {factors}.")
-    spatial = tuple(f"s{i}" for i in range(len(factors)))
-    return _primitive.in_types(ft.partial(_unfolded, factors, order), ft.partial(_moves, spatial), (x,))(x)
+    wide, narrow = _dims(len(factors), order)
+    rule = ft.partial(_factors, narrow, wide, c // math.prod(factors), x.shape[2:])
+    return _primitive.in_types(ft.partial(_unfolded, factors, order), rule, (x,))(x)
 
 
-def _moves(free: tuple[str, ...], x: Any) -> Factors:
-    """The batch may be sharded, and the spatial axes in `free`: those that become longer, so that they stay even."""
-    spatial = tuple(f"s{i}" for i in range(x.ndim - 2))
-    return Factors(operands=(("n", "c", *spatial),), results=(("n", "k", *spatial),), free=("n", *free))
+def _dims(rank: int, order: str) -> tuple[Dims, Dims]:
+    """The factors of the array with the longer spatial axes, and of that with more channels."""
+    spatial = [f"s{i}" for i in range(rank)]
+    return ("n", "c", *(f"{s} part" for s in spatial)), ("n", "c parts" if order == "CRD" else "parts c", *spatial)
+
+
+def _factors(operand: Dims, result: Dims, channels: int, sizes: Sequence[int], x: Any) -> Factors:
+    """Whole runs of neighbours and of channels stay on a device; by "DCR" a channel's parts lie apart."""
+    sizes_of = {"c": channels, **{f"s{i}": size for i, size in enumerate(sizes)}}
+    free = ("n", *(f for f in sizes_of if f != "c" or "parts c" not in (*operand, *result)))
+    return Factors(operands=(operand,), results=(result,), free=free, sizes=sizes_of)
 
 
 def _folded(factors: tuple[int, ...], order: str, x: Array) -> Array:

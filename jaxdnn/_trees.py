@@ -1,10 +1,12 @@
 """Sums in a fixed order: a tree that depends on the number of elements alone, and a broadcast whose transpose it is."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import AxisType, reshard
 
 from jaxdnn.determinism import is_fixed
 
@@ -25,19 +27,21 @@ def tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Array
     return x
 
 
-def broadcast(x: Array, shape: Sequence[int], level: str) -> Array:
-    """x broadcast along its axes of length 1.
+def broadcast(x: Array, like: Array, level: str) -> Array:
+    """x broadcast along its axes of length 1 to the shape of another array, and sharded as that is.
 
     The transpose of a broadcast is a sum. Where the level asks for a fixed order, the broadcast is built by doubling,
     so that its transpose is the tree above.
     """
-    axes = [axis for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want]
+    shape, sharding = like.shape, jax.typeof(like).sharding
+    placed = sharding if AxisType.Explicit in sharding.mesh.axis_types else None
     if not is_fixed(level) or math.prod(shape) == 0:
-        return jnp.broadcast_to(x, shape)
+        return jnp.broadcast_to(x, shape, out_sharding=placed)
+    axes = [axis for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want]
     for axis in axes:
         sizes = [shape[axis]]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] - sizes[-1] // 2)
         for n in reversed(sizes[:-1]):
             x = lax.concatenate([x, lax.slice_in_dim(x, 0, n // 2, axis=axis)], axis)
-    return x
+    return x if placed is None else reshard(x, placed)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn import _check, _reduce, _trees
+from jaxdnn import _check, _partition, _primitive, _reduce, _trees
 from jaxdnn import _norm_arguments as arguments
 from jaxdnn._rounded import at_edges, nearest, power, product, quotient, root
 from jaxdnn.determinism import is_fixed, required
@@ -66,12 +66,17 @@ def lp_normalize(
         raise ValueError(f"`p` must be a number of at least 1, got {p!r}.")
     arguments.require("lp_normalize", determinism, "batch_invariant", "its powers are the device's")
     level = required(determinism)
+    normalized = ft.partial(_normalized, p=p, eps=small, view=view, found=found, level=level)
+    return _primitive.composed(normalized, _partition.elementwise, x)
+
+
+def _normalized(x: Array, *, p: float, eps: float, view: arguments.View, found: arguments.Types, level: str) -> Array:
     edge = ft.partial(at_edges, level)
     wide = edge(x).astype(found.accumulate)
     scaled, unit = _scaled_by_power_of_two(wide, view.axes)
     axes = tuple(axis % x.ndim for axis in view.axes)
-    divisor = jnp.maximum(_norm_of(scaled, p, axes, is_fixed(level)), jnp.asarray(small, wide.dtype) * unit)
-    return edge(nearest(quotient(scaled, _trees.broadcast(divisor, scaled.shape, level)), found.out))
+    divisor = jnp.maximum(_norm_of(scaled, p, axes, is_fixed(level)), jnp.asarray(eps, wide.dtype) * unit)
+    return edge(nearest(quotient(scaled, _trees.broadcast(divisor, scaled, level)), found.out))
 
 
 def _scaled_by_power_of_two(x: Array, axes: Sequence[int]) -> tuple[Array, Array]:

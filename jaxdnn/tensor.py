@@ -198,7 +198,7 @@ def add(
         _blending.same_dtype("a", a, "c", c)
     _broadcasts("a", a, "c", c)
     out, level = _blending.out_dtype(out_dtype, c), required(determinism)
-    computed = _trees.broadcast(a.astype(acc), c.shape, level)
+    computed = _trees.broadcast(a.astype(acc), c, level)
     return _blending.blend(computed, alpha=alpha, beta=beta, prior=c, out=out, dtypes=(c.dtype,), name="c")
 
 
@@ -282,7 +282,7 @@ def op_tensor(
         other = _blending.array("b", b)
         _blending.same_dtype("b", other, "a", a)
         _broadcasts("b", other, "a", a)
-        other = _trees.broadcast(other.astype(acc), a.shape, level)
+        other = _trees.broadcast(other.astype(acc), a, level)
         second = _blending.scaled(other, _blending.read_scale("alpha2", alpha2))
         common = first.dtype if first.dtype == second.dtype else jnp.float32  # int32 and a scaled one
         first, second = (v if v.dtype == common else real(v, common) for v in (first, second))

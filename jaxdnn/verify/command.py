@@ -19,7 +19,7 @@ import jax
 from rich.console import Console
 
 from jaxdnn.determinism import LEVELS
-from jaxdnn.verify import controls, environment, levels, matrix, page, random, random_report, report, show
+from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, random, random_report, report, show
 from jaxdnn.verify.case import DTYPES as EVERY_DTYPE
 from jaxdnn.verify.case import Result, flushes_subnormals
 from jaxdnn.verify.random_report import Report
@@ -53,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only this case or determinism procedure, or those of a pattern; several may be given",
     )
     parser.add_argument("--random", type=_count, metavar="N", help="N calls drawn at random in place of the matrix")
+    parser.add_argument(
+        "--mesh",
+        action="store_true",
+        help="in place of the matrix: every op sharded over all devices, with one device's",
+    )
     parser.add_argument("--index", type=int, default=0, help="the first random call's number (default 0)")
     parser.add_argument("--towards", metavar="BRANCH", help="random calls that take this branch of a planner")
     parser.add_argument("--workers", type=_count, metavar="N", help="processes that run random calls")
@@ -79,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     environment.choose(arguments.platform, arguments.devices)
     if arguments.random is not None:
         return _run_random(arguments)
+    if arguments.mesh:
+        return _run_mesh(arguments)
     chosen, procedures = _choose(arguments)
     if arguments.list:
         print("\n".join([c.id for c in chosen] + procedures))
@@ -162,7 +169,10 @@ def _reproduce_random(arguments: argparse.Namespace, index: int, towards: str | 
 
 
 def _misplaced(arguments: argparse.Namespace) -> str | None:
-    """Why arguments do not go together: those of random calls and those of the matrix."""
+    """Why arguments do not go together: those of random calls, of meshes and of the matrix."""
+    if arguments.mesh:
+        given = [n for n in ("random", "engine", "dtype", "html") if getattr(arguments, n)]
+        return f"`--{given[0]}` does not go with `--mesh`: `--op`, `--level` and `--case` select." if given else None
     of_random = [n for n in ("index", "towards", "workers", "under") if getattr(arguments, n)]
     if arguments.random is None:
         return f"`--{of_random[0]}` is for random calls: it needs `--random N`." if of_random else None
@@ -176,6 +186,55 @@ def _misplaced(arguments: argparse.Namespace) -> str | None:
             "leave `--log-file` out."
         )
     return None
+
+
+def _run_mesh(arguments: argparse.Namespace) -> int:
+    """Runs every op on meshes of all devices. Returns 0, 1 if something failed, 2 if there is nothing to run."""
+    chosen = mesh.trials()
+    for name in ("op", "level"):
+        wanted = getattr(arguments, name)
+        chosen = [t for t in chosen if not wanted or getattr(t, name) in wanted]
+    patterns = arguments.case or ["*"]
+    chosen = [t for t in chosen if any(fnmatch.fnmatchcase(t.id, pattern) for pattern in patterns)]
+    if arguments.list:
+        print("\n".join(t.id for t in chosen))
+        return 0
+    if not chosen or jax.device_count() < 2:
+        why = "needs two devices or more" if chosen else "has no line that was asked for"
+        print(f"jaxdnn verify: `--mesh` {why}.", file=sys.stderr)
+        return 2
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    console, start = Console(width=width), time.perf_counter()
+    here = environment.describe(flushes_subnormals())
+    console.print(_heading(here, len(chosen), "shardings"), highlight=False, soft_wrap=True)
+    outcomes = []
+    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        try:
+            for outcome in show.progress(console, pool.map(mesh.run, chosen), len(chosen), "shardings"):
+                outcomes.append(outcome)
+                if outcome.status == "failed":
+                    name = outcome.trial.id
+                    show.failure(console, name, outcome.message, _reproduce_mesh(arguments, name))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    words = ["jaxdnn", "verify", "--mesh", *_words(arguments)]
+    document = {
+        "command": shlex.join(words),
+        "environment": here,
+        "seconds": round(time.perf_counter() - start, 1),
+        **mesh.summary(outcomes),
+    }
+    for failed in document["failed"]:
+        failed["reproduce"] = _reproduce_mesh(arguments, failed["id"])
+    show.mesh(console, document)
+    if arguments.json:
+        _write_json(arguments.json, document)
+    return 0 if document["passed"] else 1
+
+
+def _reproduce_mesh(arguments: argparse.Namespace, name: str) -> str:
+    return shlex.join(["jaxdnn", "verify", "--mesh", "--case", name, *_setting(arguments)])
 
 
 def _choose(arguments: argparse.Namespace) -> tuple[list[Any], list[str]]:

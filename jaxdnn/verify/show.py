@@ -87,6 +87,43 @@ def random(console: Console, document: dict[str, Any]) -> None:
     console.print(f"{verdict}: {text}; {guarded}; {document['seconds']} s", highlight=False)
 
 
+def mesh(console: Console, document: dict[str, Any]) -> None:
+    """By line of the table: what each sharded axis makes the op and its pullback communicate, by level and mesh."""
+    title = "collectives, forward/backward, by sharded axis: - none, h neighbours, + sum, g gather, t all to all"
+    by_line: dict[str, dict[Any, Any]] = collections.defaultdict(dict)
+    for line in document["lines"]:
+        by_line[line["line"]][line["kind"], line["level"], line["dtype"]] = line
+    variants = list(dict.fromkeys(key for found in by_line.values() for key in found))
+    table = _plain(title, "op", "needs", *(" ".join(variant) for variant in variants))
+    for name, found in by_line.items():
+        table.add_row(name, _signs(next(iter(found.values()))["needs"]), *(_cell(found.get(v)) for v in variants))
+    console.print(table)
+    for reason, count in document["refusals"].items():
+        console.print(f"[dim]not promised: {escape(reason)} ({count})[/]", soft_wrap=True, highlight=False)
+    verdict = "[bold green]passed[/]" if document["passed"] else "[bold red]FAILED[/]"
+    counts = ", ".join(f"{count} {status}" for status, count in document["counts"].items())
+    console.print(f"{verdict}: {counts}; {document['seconds']} s", highlight=False)
+
+
+def _signs(by_letter: dict[str, str]) -> str:
+    """Letters that communicate alike, together: "NC -/- HW h/h"."""
+    groups: dict[str, str] = collections.defaultdict(str)
+    for letter, signs in by_letter.items():
+        groups[signs] += letter
+    return " ".join(f"{letters} {signs}" for signs, letters in groups.items())
+
+
+def _cell(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    if line["status"] == "failed":
+        return f"[bold red]{escape(_signs(line['found']))}[/]"
+    if line["status"] == "refused":
+        return "[dim]not promised[/]"
+    same = all(line["needs"].get(letter) == signs for letter, signs in line["found"].items())
+    return "[green]as needed[/]" if same else _signs(line["found"])
+
+
 def _refusals(cells: list[dict[str, Any]]) -> dict[str, int]:
     return collections.Counter(f"{c['engine']}: {c['message']}" for c in cells if c["status"] == "refused")
 

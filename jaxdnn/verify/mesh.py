@@ -1,0 +1,258 @@
+"""`jaxdnn verify --mesh`: every line of `mesh_table` on the devices that there are.
+
+Of a line's op and of its pullback three things are compared: what the compiled programs communicate, with the table;
+how results are sharded, with the operands; and what they are, with one device's: bit for bit where sums of whole
+numbers are exact or the level promises it.
+"""
+
+import collections
+import dataclasses
+import functools as ft
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxdnn as dnn
+from jaxdnn.determinism import is_fixed, satisfies
+from jaxdnn.verify import case
+from jaxdnn.verify.case import same_bits
+from jaxdnn.verify.mesh_table import ROWS, SIGNS, SIZES, Row, X
+
+AXIS = "d"
+STATISTICS = "batch_norm-statistics"
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+# Where XLA shards by itself, where shardings are in types, and at the level that promises bits; GPUs' kernels too.
+VARIANTS = (("auto", "fast", "float32"), ("explicit", "fast", "float32"), ("auto", "mesh_invariant", "float32"))
+KERNELS = ("auto", "batch_invariant", "bfloat16")
+_COLLECTIVES = {**{name: sign for sign, name in SIGNS.items()}, "reduce-scatter": "+", "collective-broadcast": "b"}
+
+
+def mesh_of(kind: str) -> Mesh:
+    """All devices along one axis, or as many of them as divide the sizes."""
+    count = max(n for n in (1, 2, 4, 8) if n <= jax.device_count())
+    return jax.make_mesh((count,), (AXIS,), axis_types=(KINDS[kind],), devices=jax.devices()[:count])
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A line of the table with the axes of a letter sharded."""
+
+    row: str
+    letter: str
+    kind: str
+    level: str
+    dtype: str
+
+    @property
+    def op(self) -> str:
+        return self.row.partition("-")[0]
+
+    @property
+    def id(self) -> str:
+        return "/".join(("mesh", self.row, self.letter, self.kind, self.level, self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a trial found. status: "passed", "failed", "refused" (no engine serves it: the message says why)."""
+
+    trial: Trial
+    status: str
+    forward: str = ""
+    backward: str = ""
+    message: str = ""
+
+
+def trials() -> list[Trial]:
+    """Every line of the table, letter and variant, and batch norm's statistics."""
+    variants = VARIANTS if case.platform() == "cpu" else (*VARIANTS, KERNELS)
+    lines = [Trial(r.name, letter, *variant) for r in ROWS.values() for variant in variants for letter in r.needs]
+    return lines + [Trial(STATISTICS, "N", kind, "fast", "float32") for kind in ("auto", "manual")]
+
+
+def collectives(compiled: Any) -> str:
+    """The signs of what a compiled program communicates."""
+    text = compiled.as_text()
+    found = {sign for name, sign in _COLLECTIVES.items() if re.search(rf" {name}(-start)?\(", text)}
+    return "".join(sorted(found)) or "-"
+
+
+def run(trial: Trial) -> Outcome:
+    """Compiles a trial's two programs, runs them, and compares. Whatever an op raises is a finding about it."""
+    try:
+        return _statistics(trial) if trial.row == STATISTICS else _line(trial)
+    except NotImplementedError as refusal:
+        return Outcome(trial, "refused", message=str(refusal))
+    except Exception as error:
+        return Outcome(trial, "failed", message=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
+def _line(trial: Trial) -> Outcome:
+    row, mesh = ROWS[trial.row], mesh_of(trial.kind)
+    alone = _alone(trial.row, trial.level, trial.dtype)
+    forward, backward = _programs(row, trial.level)
+    at = lambda axes: NamedSharding(mesh, P(*(AXIS if s else None for s in row.sharded(axes, trial.letter))))
+    with jax.set_mesh(mesh):
+        operands = [jax.device_put(v, at(axes)) for v, axes in zip(alone.operands, row.operands, strict=True)]
+        first = jax.jit(forward).lower(*operands).compile()
+        results = first(*operands)
+        cotangents = [jax.device_put(v, y.sharding) for v, y in zip(alone.cotangents, results, strict=True)]
+        # Gradients are wanted as the operands are sharded, which on explicit meshes is in their types.
+        wanted = [v.sharding for v in operands] if trial.kind == "auto" else None
+        second = jax.jit(backward, out_shardings=wanted).lower(*cotangents, *operands).compile()
+        gradients = second(*cotangents, *operands)
+    signs = collectives(first), collectives(second)
+    needed, fixed = _needed(row.needs[trial.letter]), is_fixed(trial.level)
+    faults = []
+    added = "+" in "".join(needed)  # of a sum in a fixed order the transpose moves data too, and the other way round
+    for i, name in enumerate(("forward", "backward")):
+        if not _as_needed(signs[i], needed[i], fixed and added):
+            faults.append(f"{name}: communicates {signs[i]}, needs {needed[i]}")
+    bits = satisfies(trial.level, "mesh_invariant")
+    for i, (axes, y, one) in enumerate(zip(row.results, results, alone.results, strict=True)):
+        faults += _differences(f"result {i}", row, y, one, None if axes == "?" else at(axes), bits)
+    for i, (axes, x, one) in enumerate(zip(row.operands, gradients, alone.gradients, strict=True)):
+        # Of gradients a level fixes the first derivatives in arrays with a batch; those in others are sums over it.
+        promised = bits and "N" in axes and (i == 0 or "_dgrad" not in row.op)
+        faults += _differences(f"gradient {i}", row, x, one, at(axes), promised)
+    return Outcome(trial, "failed" if faults else "passed", *signs, message="; ".join(faults))
+
+
+def _statistics(trial: Trial) -> Outcome:
+    """Batch norm's statistics of whole numbers: those of the whole batch, which no device's part has.
+
+    On manual meshes devices add theirs up as `axis_name` asks.
+    """
+    mesh, rng = mesh_of("auto"), np.random.default_rng(0)
+    half = rng.integers(-3, 4, (SIZES["N"] // 2, *X[1:])) + 2
+    x = np.concatenate([3 + half, 3 - half]).astype(trial.dtype)
+    zeros = np.zeros(X[-1:], np.float32)
+    given = dict(running_mean=zeros, running_variance=zeros, momentum=1.0, eps=0.0)
+    function = ft.partial(dnn.batch_norm, **given)
+    if trial.kind == "manual":
+        named = ft.partial(function, axis_name=AXIS)
+        function = jax.shard_map(named, mesh=mesh, in_specs=P(AXIS), out_specs=(P(AXIS), *(P(),) * 4))
+    placed = jax.device_put(x, NamedSharding(mesh, P(AXIS)))
+    compiled = jax.jit(function).lower(placed).compile()
+    y, mean, rstd, *running = map(np.asarray, compiled(placed))
+    wide, axes = x.astype(np.float64), (0, 1, 2)
+    deviation = np.sqrt(np.var(wide, axes))
+    faults = [] if (mean == 3).all() and (running[0] == 3).all() else ["the mean is not that of the whole batch"]
+    for name, found, wanted in (
+        ("rstd", rstd, 1 / deviation),
+        ("running_variance", running[1], np.var(wide, axes, ddof=1)),
+        ("y", y, (wide - 3) / deviation),
+    ):
+        # The sums are exact: a root, a quotient and a product are rounded, each by half a unit, or two of a GPU.
+        if not (np.abs(found - wanted) <= 6 * np.finfo(np.float32).eps * np.abs(wanted)).all():
+            faults.append(f"{name} is not that of the whole batch")
+    return Outcome(trial, "failed" if faults else "passed", collectives(compiled), "", "; ".join(faults))
+
+
+def _needed(signs: tuple[str, str]) -> tuple[str, str]:
+    """What a line says of its two programs, on this platform."""
+    of_cpus = "+" if case.platform() == "cpu" else "-"
+    return signs[0].replace("c", of_cpus), signs[1].replace("c", of_cpus)
+
+
+def _as_needed(found: str, needed: str, movable: bool) -> bool:
+    """Whether a program communicates what it needs. What is added in a fixed order may be moved in any way."""
+    return found == "".join(sorted(needed)) or (movable and set(found) <= {*needed, *"-+ght"})
+
+
+def _differences(name: str, row: Row, ours: Any, alone: Any, sharding: Any, fixed: bool) -> Iterator[str]:
+    if sharding is not None and not ours.sharding.is_equivalent_to(sharding, ours.ndim):
+        yield f"{name} is sharded {ours.sharding.spec}, not {sharding.spec}"
+    ours, alone = np.asarray(ours), np.asarray(alone)
+    if row.exact or fixed:
+        if (different := ~same_bits(ours, alone)).any():
+            yield f"{name} has other bits in {int(different.sum())} of {different.size} elements"
+        return
+    error, bound = _error(ours, alone), _bound(row, ours.dtype)
+    if not error <= bound:
+        yield f"{name} differs by {error:.3g} of the largest element, bound {bound:.3g}"
+
+
+def _error(ours: np.ndarray, alone: np.ndarray) -> float:
+    wide = alone.astype(np.float64)
+    return float(np.max(np.abs(ours - wide)) / max(np.max(np.abs(wide)), np.finfo(np.float32).tiny))
+
+
+def _bound(row: Row, dtype: Any) -> float:
+    """Of sums of up to all elements in float32 in any two orders, and of the rounding of both results."""
+    terms = max(int(np.prod(shape)) for shape in row.shapes)
+    return terms * 2.0**-24 + 2 * float(jax.numpy.finfo(dtype).eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alone:
+    """Data, and what both programs make of it on one device."""
+
+    operands: Sequence[Any]
+    cotangents: Sequence[Any]
+    results: Sequence[Any]
+    gradients: Sequence[Any]
+
+
+def _programs(row: Row, level: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The op, and its pullback: (*cotangents, *operands) to the operands' cotangents."""
+
+    def forward(*operands: Any) -> Any:
+        with dnn.determinism(level):
+            return jax.tree.leaves(row.call(*operands))
+
+    def backward(*arguments: Any) -> Any:
+        count = len(arguments) - len(row.operands)
+        return list(jax.vjp(forward, *arguments[count:])[1](list(arguments[:count])))
+
+    return forward, backward
+
+
+@ft.lru_cache(maxsize=64)
+def _alone(name: str, level: str, dtype: str) -> _Alone:
+    row = ROWS[name]
+    forward, backward = (jax.jit(program) for program in _programs(row, level))
+    whole = level != "mesh_invariant" or row.exact
+    operands = [_data(i, shape, dtype, whole) for i, shape in enumerate(row.shapes)]
+    results = forward(*operands)
+    cotangents = [_data(9 + i, y.shape, y.dtype, whole) for i, y in enumerate(results)]
+    return _Alone(operands, cotangents, results, backward(*cotangents, *operands))
+
+
+def _data(seed: int, shape: Sequence[int], dtype: Any, whole: bool) -> np.ndarray:
+    """Whole numbers of few bits, or reals; positive those of one axis, of which some are variances."""
+    rng = np.random.default_rng(seed)
+    data = rng.integers(1, 4, shape) if whole else rng.uniform(0.5, 2, shape)
+    return (data * rng.choice((-1, 1), shape) if len(shape) > 1 else data).astype(dtype)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What a run found, by line and variant: for each letter what both programs communicate."""
+    lines: dict[tuple[str, ...], dict[str, Any]] = {}
+    for o in outcomes:
+        t = o.trial
+        line = lines.setdefault((t.row, t.kind, t.level, t.dtype), {"found": {}, "status": []})
+        line["found"][t.letter] = f"{o.forward}/{o.backward}" if o.forward else o.status
+        line["status"].append(o.status)
+    names = ("line", "kind", "level", "dtype")
+    told = [
+        dict(zip(names, key, strict=True)) | line | {"status": _worst(line["status"])} for key, line in lines.items()
+    ]
+    for line in told:
+        row = ROWS.get(line["line"])
+        line["needs"] = {a: "/".join(_needed(signs)) for a, signs in row.needs.items()} if row else {}
+        line["why"] = row.why if row else "the whole batch's"
+    refusals = collections.Counter(o.message for o in outcomes if o.status == "refused")
+    counts = dict(collections.Counter(o.status for o in outcomes))
+    failed = [{"id": o.trial.id, "message": o.message} for o in outcomes if o.status == "failed"]
+    passed = not failed and bool(counts.get("passed"))
+    return {"passed": passed, "counts": counts, "failed": failed, "refusals": dict(refusals), "lines": told}
+
+
+def _worst(statuses: Sequence[str]) -> str:
+    return next(s for s in ("failed", "refused", "passed") if s in statuses)

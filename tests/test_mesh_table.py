@@ -1,0 +1,92 @@
+"""The table of collectives: every op, every axis sharded in turn, forward and backward, on eight simulated devices."""
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxdnn as dnn
+from jaxdnn.verify import cli, mesh
+from jaxdnn.verify.mesh_table import CALLS, ROWS
+
+NO_OPS = {"determinism", "explain", "limits"}
+NO_ARRAYS = {"dropout_mask"}  # what is computed of no array has no sharding
+
+
+@pytest.mark.parametrize("trial", mesh.trials(), ids=lambda trial: trial.id)
+def test_a_line_of_the_table(trial: mesh.Trial):
+    outcome = mesh.run(trial)
+    if outcome.status == "refused":
+        assert trial.level != "fast"
+        pytest.skip(outcome.message)
+    assert outcome.status == "passed", f"{outcome.message}\njaxdnn verify --mesh --devices 8 --case {trial.id}"
+
+
+def test_every_op_is_in_the_table():
+    public = {name for name in dnn.__all__ if inspect.isfunction(getattr(dnn, name))}
+    assert {row.op for row in ROWS.values()} == public - NO_OPS - NO_ARRAYS
+    assert set(CALLS) <= set(ROWS)
+
+
+def found_of(call: Callable[..., Any], letter: str, monkeypatch: pytest.MonkeyPatch) -> mesh.Outcome:
+    """Of a call in place of `scale`, which communicates nothing."""
+    monkeypatch.setitem(CALLS, "scale", call)
+    mesh._alone.cache_clear()
+    try:
+        return mesh.run(mesh.Trial("scale", letter, "auto", "fast", "float32"))
+    finally:
+        mesh._alone.cache_clear()
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh.mesh_of("auto"), P()))
+
+
+@pytest.mark.parametrize(
+    ("call", "letter", "message"),
+    [
+        (lambda x: jnp.flip(x, 1), "H", "forward: communicates h, needs -"),
+        (replicated, "C", "forward: communicates g, needs -"),
+        (replicated, "N", "result 0 is sharded PartitionSpec"),
+        (lambda x: x + len(traced.append(x) or traced), "W", "result 0 has other bits in 65536 of 65536"),
+    ],
+    ids=["neighbours", "gather", "sharding", "values"],
+)
+def test_planted_faults_are_found(call: Any, letter: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    outcome = found_of(call, letter, monkeypatch)
+    assert outcome.status == "failed"
+    assert message in outcome.message
+
+
+traced: list[Any] = []  # a call that adds how often it was traced gives other values on the mesh
+
+
+def test_statistics_of_each_device_alone_are_found(monkeypatch: pytest.MonkeyPatch):
+    batch_norm = dnn.batch_norm
+    monkeypatch.setattr(dnn, "batch_norm", lambda x, *, axis_name=None, **given: batch_norm(x, **given))
+    outcome = mesh.run(mesh.Trial(mesh.STATISTICS, "N", "manual", "fast", "float32"))
+    assert outcome.status == "failed"
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "found.json"
+    words = ["verify", "--mesh", "--platform", "cpu", "--json", str(path), "--case"]
+    assert cli.main([*words, "mesh/scale/H/auto/*"]) == 0
+    document = json.loads(path.read_text())
+    assert document["passed"]
+    assert document["lines"][0]["found"] == {"H": "-/-"}
+    assert "as needed" in capsys.readouterr().out
+    monkeypatch.setitem(CALLS, "scale", lambda x: jnp.flip(x, 1))
+    mesh._alone.cache_clear()
+    assert cli.main([*words, "mesh/scale/H/auto/fast/*"]) == 1
+    mesh._alone.cache_clear()
+    assert "--mesh --case mesh/scale/H/auto/fast/float32" in capsys.readouterr().out
+    assert json.loads(path.read_text())["failed"][0]["id"] == "mesh/scale/H/auto/fast/float32"
+    assert cli.main([*words, "mesh/nothing/*"]) == 2
