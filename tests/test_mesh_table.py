@@ -54,7 +54,7 @@ def replicated(x: jax.Array) -> jax.Array:
     [
         (lambda x: jnp.flip(x, 1), "H", "forward: communicates h, needs -"),
         (replicated, "C", "forward: communicates g, needs -"),
-        (replicated, "N", "result 0 is sharded PartitionSpec"),
+        (replicated, "N", "result 0 is sharded P"),
         (lambda x: x + len(traced.append(x) or traced), "W", "result 0 has other bits in 65536 of 65536"),
     ],
     ids=["neighbours", "gather", "sharding", "values"],
