@@ -174,7 +174,8 @@ def _row(line: str) -> Row:
     words = needs.split()
     pairs = [(letters, signs.partition("/")) for letters, signs in zip(words[::2], words[1::2], strict=True)]
     found = {letter: (forward, backward) for letters, (forward, _, backward) in pairs for letter in letters}
-    return Row(name.rstrip("*"), tuple(operands.split()), tuple(results.split()), found, why, name.endswith("*"))
+    arrays = tuple(results.split()) or ("",)  # a scalar has no axes
+    return Row(name.rstrip("*"), tuple(operands.split()), arrays, found, why, name.endswith("*"))
 
 
 ROWS = {row.name: row for row in map(_row, TABLE.strip().splitlines())}
