@@ -22,14 +22,17 @@ wrong values (JAX 0.10 to 0.12: of `x[:, rows]` for a constant x, say).
 
 import functools as ft
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxdnn._compat import Primitive, ad, batching, mlir
+from jaxdnn import _compat
+from jaxdnn._compat import Primitive, ShapedArray, ad, batching, mlir
 from jaxdnn.determinism import is_fixed
 
 _Arrays = TypeVar("_Arrays")
@@ -72,19 +75,55 @@ def _by_bits(p: Array) -> Array:
     return lax.bitcast_convert_type(n ^ (n * (n + one) & one), p.dtype).reshape(p.shape)
 
 
+def _lowered(function: Callable[..., Array]) -> Callable[..., Any]:
+    """The lowering of a function of arrays of one shape, element by element.
+
+    In one dimension XLA would not shard narrow floats as they are. So each device takes the bits of its own part.
+    """
+
+    def rule(ctx: Any, *operands: Any) -> Any:
+        run, out = function, ctx.avals_out[0]
+        narrow = out.dtype.itemsize <= 2 and out.ndim > 1 and _compat.automatic_devices(ctx) > 1
+        if narrow and not _compat.is_exported(ctx) and not _compat.lacking(_compat.SHARDING):
+            run = _on_each_device(function, len(operands), out.ndim)
+            ctx = ctx.replace(avals_in=[ShapedArray(out.shape, out.dtype)] * len(operands))
+        return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+    return rule
+
+
+def _on_each_device(function: Callable[..., Array], operands: int, rank: int) -> Callable[..., Any]:
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        def run(*arrays: Array) -> Array:
+            with use_abstract_mesh(AbstractMesh((), ())):
+                return function(*arrays)
+
+        return mesh, run, result.sharding, (result.sharding,) * operands
+
+    sharded, axes = _compat.custom_partitioning(function), " ".join(f"a{i}" for i in range(rank))
+    sharded.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, args, _: args[0].sharding,
+        sharding_rule=f"{', '.join([axes] * operands)} -> {axes}",
+    )
+    return sharded
+
+
 _fence = Primitive("rounded")
 _fence.def_impl(lambda p: p)  # an operation of its own has nothing to be joined with
 _fence.def_abstract_eval(lambda p: p)
 ad.deflinear2(_fence, lambda ct, _: [_fence.bind(ct)])
 batching.defvectorized(_fence)
-mlir.register_lowering(_fence, mlir.lower_fun(_hidden, multiple_results=False))
+mlir.register_lowering(_fence, _lowered(_hidden))
 
 _product = Primitive("rounded_product")
 _product.def_impl(lax.mul_p.bind)
 _product.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
 ad.defbilinear(_product, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
 batching.defbroadcasting(_product)
-mlir.register_lowering(_product, mlir.lower_fun(lambda a, b: _hidden(a * b), multiple_results=False))
+mlir.register_lowering(_product, _lowered(lambda a, b: _hidden(a * b)))
+for _primitive in (_fence, _product):
+    _compat.may_need_devices(_primitive)
 
 
 # ---- functions of one element ----------------------------------------------------------------------------------------

@@ -29,6 +29,13 @@ def test_a_line_of_the_table(trial: mesh.Trial):
     assert outcome.status == "passed", f"{outcome.message}\njaxdnn verify --mesh --devices 8 --case {trial.id}"
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("name", ["scale", "op_tensor", "transform", "pool", "resample", "im2col", "pixel_shuffle"])
+def test_narrow_floats_are_rounded_where_they_are(name: str, kind: str):
+    """Their bits are taken in one dimension, which no mesh that shards a later axis has."""
+    assert mesh.run(mesh.Trial(name, "H", kind, "fast", "bfloat16")).message == ""
+
+
 def test_every_op_is_in_the_table():
     public = {name for name in dnn.__all__ if inspect.isfunction(getattr(dnn, name))}
     assert {row.op for row in ROWS.values()} == public - NO_OPS - NO_ARRAYS
