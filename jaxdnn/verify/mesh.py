@@ -218,7 +218,9 @@ def _alone(name: str, level: str, dtype: str) -> _Alone:
     row = ROWS[name]
     forward, backward = (jax.jit(program) for program in _programs(row, level))
     whole = level != "mesh_invariant" or row.exact
-    operands = [_data(i, shape, dtype, whole) for i, shape in enumerate(row.shapes)]
+    # Parameters and statistics, which have one axis, are float32 whatever x is.
+    dtypes = (dtype if len(shape) > 1 else "float32" for shape in row.shapes)
+    operands = [_data(i, *of, whole) for i, of in enumerate(zip(row.shapes, dtypes, strict=True))]
     results = forward(*operands)
     cotangents = [_data(9 + i, y.shape, y.dtype, whole) for i, y in enumerate(results)]
     return _Alone(operands, cotangents, results, backward(*cotangents, *operands))
