@@ -15,29 +15,20 @@ then passed over. The package `jaxdnn_reference` has the definition of every op 
 arguments.
 """
 
-import jaxdnn._kernels.hopper.dropout_engine
-import jaxdnn._kernels.hopper.engine
-import jaxdnn._kernels.hopper.norm_engine
-import jaxdnn._kernels.hopper.pool_engine
-import jaxdnn._kernels.hopper.softmax_engine
-import jaxdnn._kernels.xla.activation
-import jaxdnn._kernels.xla.conv
-import jaxdnn._kernels.xla.conv_ordered
-import jaxdnn._kernels.xla.dropout
-import jaxdnn._kernels.xla.dropout_fused
-import jaxdnn._kernels.xla.norm
-import jaxdnn._kernels.xla.norm_ordered
-import jaxdnn._kernels.xla.pool
-import jaxdnn._kernels.xla.resample  # noqa: F401
-from jaxdnn._version import __version__ as __version__
-from jaxdnn.activation import activation, activation_dgrad
-from jaxdnn.conv import conv, conv_bgrad, conv_dgrad, conv_transpose, conv_wgrad
-from jaxdnn.determinism import determinism
-from jaxdnn.dropout import DropoutState, dropout, dropout_mask
-from jaxdnn.explain import explain
-from jaxdnn.im2col import col2im, im2col
-from jaxdnn.limits import limits
-from jaxdnn.norm import (
+from jaxdnn import engines as engines
+from jaxdnn import tolerance as tolerance
+from jaxdnn._src import families as _families
+from jaxdnn._src.activation.api import activation, activation_dgrad
+from jaxdnn._src.conv.api import conv, conv_bgrad, conv_dgrad, conv_transpose, conv_wgrad
+from jaxdnn._src.core.determinism import determinism
+from jaxdnn._src.core.explain import explain
+from jaxdnn._src.core.limits import limits
+from jaxdnn._src.dropout.api import DropoutState, dropout, dropout_mask
+from jaxdnn._src.norm.batch import batch_norm, batch_norm_dgrad, batch_norm_inference
+from jaxdnn._src.norm.group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
+from jaxdnn._src.norm.local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
+from jaxdnn._src.norm.lp import lp_normalize
+from jaxdnn._src.norm.rows import (
     adaptive_layer_norm,
     adaptive_layer_norm_dgrad,
     layer_norm,
@@ -45,18 +36,18 @@ from jaxdnn.norm import (
     rms_norm,
     rms_norm_dgrad,
 )
-from jaxdnn.norm_batch import batch_norm, batch_norm_dgrad, batch_norm_inference
-from jaxdnn.norm_group import group_norm, group_norm_dgrad, instance_norm, instance_norm_dgrad
-from jaxdnn.norm_local import divisive_norm, divisive_norm_dgrad, lrn, lrn_dgrad
-from jaxdnn.norm_lp import lp_normalize
-from jaxdnn.norm_stats import bn_finalize, bn_finalize_inference, dbn_weight, genstats
-from jaxdnn.pool import pool, pool_dgrad, unpool
-from jaxdnn.pool_sizes import adaptive_pool, global_pool
-from jaxdnn.reduce import reduce
-from jaxdnn.resample import pixel_shuffle, pixel_unshuffle, resample, resample_dgrad
-from jaxdnn.softmax import logsumexp, softmax, softmax_dgrad
-from jaxdnn.softmax_cross_entropy import linear_cross_entropy
-from jaxdnn.tensor import add, fill, op_tensor, scale, transform
+from jaxdnn._src.norm.stats import bn_finalize, bn_finalize_inference, dbn_weight, genstats
+from jaxdnn._src.pool.api import pool, pool_dgrad, unpool
+from jaxdnn._src.pool.sizes import adaptive_pool, global_pool
+from jaxdnn._src.resample.api import pixel_shuffle, pixel_unshuffle, resample, resample_dgrad
+from jaxdnn._src.softmax.api import logsumexp, softmax, softmax_dgrad
+from jaxdnn._src.softmax.cross_entropy import linear_cross_entropy
+from jaxdnn._src.tensor.api import add, fill, op_tensor, scale, transform
+from jaxdnn._src.tensor.im2col import col2im, im2col
+from jaxdnn._src.tensor.reduce import reduce
+from jaxdnn._version import __version__ as __version__
+
+_families.load_engines()
 
 __all__ = [
     "DropoutState",

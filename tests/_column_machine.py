@@ -13,10 +13,11 @@ import numpy as np
 
 from _norm_machine import NormRows
 from _row_machine import U32, U64, on_arrays
-from jaxdnn._kernels.hopper import norm_batch, norm_batch_dgrad_ptx, norm_batch_ptx
-from jaxdnn._kernels.hopper.norm_batch_ptx import LANES
-from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
-from jaxdnn._kernels.hopper.ptx import NAMES
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm.hopper import batch as norm_batch
+from jaxdnn._src.norm.hopper import batch_dgrad_ptx, batch_ptx
+from jaxdnn._src.norm.hopper.batch_ptx import LANES
+from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 
@@ -56,7 +57,7 @@ MERGE_FLOATS = norm_batch.MERGE_THREADS + LANES
 
 def walked_floats(plan: ColumnPlan, backward: bool = False) -> int:
     """Of a block that goes down the columns."""
-    values = norm_batch_dgrad_ptx.sums_of(plan) * plan.elements if backward else norm_batch_ptx.values_of(plan)
+    values = batch_dgrad_ptx.sums_of(plan) * plan.elements if backward else batch_ptx.values_of(plan)
     return max(plan.floats(values), 32)
 
 
@@ -66,9 +67,9 @@ def statistics(
     """What both kernels find."""
     columns = x.shape[1]
     shapes: list[tuple[int, ...]] = [(plan.columns,), (plan.splits, 2, plan.columns)]
-    base, sums = run(norm_batch_ptx.statistics(plan), walked_floats(plan), plan.threads, plan.blocks, [x], shapes)
+    base, sums = run(batch_ptx.statistics(plan), walked_floats(plan), plan.threads, plan.blocks, [x], shapes)
     threads, batch = norm_batch.MERGE_THREADS, norm_batch.MERGE_BATCH
-    code = norm_batch_ptx.merge(plan, threads, batch, eps=eps, scale=scale is not None)
+    code = batch_ptx.merge(plan, threads, batch, eps=eps, scale=scale is not None)
     given = [base, sums, *([] if scale is None else [scale])]
     count = 4 if scale is None else 5
     mean, rstd, variance, rest, *factor = run(
@@ -93,9 +94,9 @@ def sums(dy: Any, x: Any, mean: Any, config: ColumnPlan | None = None) -> jax.Ar
     rows, columns = x.shape
     plan = config or norm_batch.backward_plan(rows, columns, NAMES[x.dtype])
     assert plan is not None
-    count = norm_batch_dgrad_ptx.sums_of(plan)
+    count = batch_dgrad_ptx.sums_of(plan)
     shape = (plan.splits, count, plan.columns)
     (parts,) = run(
-        norm_batch_dgrad_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, [dy, x, mean], [shape]
+        batch_dgrad_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, [dy, x, mean], [shape]
     )
     return jnp.asarray(parts).reshape(plan.splits, count, plan.fold, x.shape[1]).sum((0, 2))

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 import jaxdnn_reference as reference
-from jaxdnn import tolerance_norm
+from jaxdnn._src.norm import bounds as norm_bounds
 from norm_cases import Norm, agree, in_view
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
@@ -30,8 +30,8 @@ def arrays_of(n: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
 def check_forward(n: Norm, x: Any, s: Any, b: Any, out: Any, y: np.ndarray, saved: Sequence[np.ndarray]) -> None:
     """y and the saved mean, inverse deviation and variance."""
     p, wanted = n.problem(x, s, b), n.definition(x, s, b)
-    agree(y, np.asarray(wanted[0]), tolerance_norm.from_definition(p)[0].reshape(y.shape), out, "y")
-    stats = tolerance_norm.normalised(p)
+    agree(y, np.asarray(wanted[0]), norm_bounds.from_definition(p)[0].reshape(y.shape), out, "y")
+    stats = norm_bounds.normalised(p)
     errors = {"mean": stats.mean_error, "rstd": stats.rstd_error, "variance": stats.variance_error}
     goldens = {"mean": stats.mean, "rstd": stats.rstd, "variance": stats.variance}
     for name, found in zip(errors, saved, strict=True):
@@ -41,7 +41,7 @@ def check_forward(n: Norm, x: Any, s: Any, b: Any, out: Any, y: np.ndarray, save
 def check_backward(n: Norm, x: Any, s: Any, b: Any, dy: Any, out: Any, grads: Sequence[np.ndarray]) -> None:
     """dx, dscale and dbias."""
     p = n.problem(x, s, b)
-    bounds = tolerance_norm.from_definition(p, in_view(n, dy, p.x.shape))
+    bounds = norm_bounds.from_definition(p, in_view(n, dy, p.x.shape))
     exact = n.gradients(reference, dy, x, s)
     for name, found, golden, error in zip(("dx", "dscale", "dbias"), grads, exact, bounds, strict=True):
         agree(found, golden, error.reshape(golden.shape), out if name == "dx" else np.float32, name)

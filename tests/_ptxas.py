@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from jaxdnn._compat import llvm
+from jaxdnn._src.core.compat import llvm
 
 TARGET = "sm_90a"
 VERSION = "8.6"  # of PTX: CUDA 12.7; the copies that Mosaic emits need it, the kernels' own instructions 8.1

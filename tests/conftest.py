@@ -14,8 +14,8 @@ import jax
 import pytest
 
 import _sample
-from jaxdnn import engines
-from jaxdnn._kernels.hopper import MEASURED_ON
+from jaxdnn._src.core import engines
+from jaxdnn._src.hopper import MEASURED_ON
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -16,7 +16,7 @@ import cases
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from cases import Case, Geometry
-from jaxdnn import tolerance
+from jaxdnn._src.core import tolerance
 
 ACTIVATIONS = (
     None,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
 
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
-from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_wgrad
-from jaxdnn._kernels.hopper.conv_geometry import Geometry
+from jaxdnn._src.conv.hopper import dgrad, fprop, wgrad
+from jaxdnn._src.conv.hopper.geometry import Geometry
 
 BF16: Any = jnp.bfloat16
 F32: Any = jnp.float32
@@ -138,7 +138,7 @@ CASES: dict[str, Case] = {
 def kernel(op: str, case: Case, outer: bool, **more: Any) -> tuple[Any, Any, tuple[Any, Any], dict[str, Any]]:
     """(module, function of two arrays, shapes of the arrays, what the module's functions are told besides)."""
     keywords: dict[str, Any] = dict(geo=case.geometry(outer), **more)
-    module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
+    module: Any = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}[op]
     run = getattr(module, f"conv_{op}")
     return module, (lambda a, b: run(a, b, **keywords)), case.operands(op, outer), keywords
 

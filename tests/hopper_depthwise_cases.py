@@ -13,12 +13,12 @@ import pytest
 
 from _ptx_machine import Machine, from_tile_bytes, tile_bytes
 from _races import Races
-from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper import conv_depthwise_filter, conv_depthwise_fma
-from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import plan_filter
-from jaxdnn._kernels.hopper.conv_depthwise_plan import plan_walk
-from jaxdnn._kernels.hopper.conv_depthwise_walk import Walk, walk
-from jaxdnn._kernels.hopper.conv_depthwise_window import Config, window
+from jaxdnn._src import hopper
+from jaxdnn._src.conv.hopper.depthwise import filter, fma
+from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
+from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
+from jaxdnn._src.conv.hopper.depthwise.walk import Walk, walk
+from jaxdnn._src.conv.hopper.depthwise.window import Config, window
 
 needs_newer = pytest.mark.skipif(hopper.unavailable() is not None, reason=hopper.unavailable() or "")
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
@@ -114,7 +114,7 @@ class Memory:
 
 def run_walk(op, source, w, call, config, change=lambda text: text):
     plan = plan_walk(op, call, config)
-    text = change(walk(plan.walk) if isinstance(plan.walk, Walk) else conv_depthwise_fma.lane_walk(plan.walk))
+    text = change(walk(plan.walk) if isinstance(plan.walk, Walk) else fma.lane_walk(plan.walk))
     inputs, outputs = (call.size, call.out) if op == "fprop" else (call.out, call.size)
     source = source.reshape(call.images, *inputs, call.channels)
     w = w.reshape(call.taps[0], call.taps[1] * call.group, call.channels)
@@ -140,8 +140,8 @@ def run_walk(op, source, w, call, config, change=lambda text: text):
 
 
 def filter_code(plan):
-    tensor = isinstance(plan.walk, conv_depthwise_filter.FilterWalk)
-    module = conv_depthwise_filter if tensor else conv_depthwise_fma
+    tensor = isinstance(plan.walk, filter.FilterWalk)
+    module = filter if tensor else fma
     names = ("filter_walk", "filter_store") if tensor else ("lane_filter", "lane_store")
     return [getattr(module, name)(plan.walk) for name in names]
 
@@ -167,7 +167,7 @@ def run_a_tile(op, call, config):
         at = memory.put(np.full(shape, np.nan, np.float32))
         memory.machine.run(store, [*sums, at], warps)
     else:
-        text = walk(plan.walk) if isinstance(plan.walk, Walk) else conv_depthwise_fma.lane_walk(plan.walk)
+        text = walk(plan.walk) if isinstance(plan.walk, Walk) else fma.lane_walk(plan.walk)
         w_at = put((call.taps[0], plan.walk.filter_columns * call.group, plan.channels), 0)
         shape, swizzle = (*plan.out_tile, plan.channels), plan.swizzle
         at = memory.put(np.full(shape, np.nan, dtype))

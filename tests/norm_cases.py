@@ -10,8 +10,9 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import _frame, tolerance, tolerance_norm
-from jaxdnn import _norm_arguments as arguments
+from jaxdnn._src.core import frames, tolerance
+from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import bounds
 
 SIZES = {"N": 3, "C": 6, "D": 2, "H": 4, "W": 5}
 
@@ -39,7 +40,7 @@ class Norm:
             return arguments.samples(x, o.get("axis", -1))
         if self.op in ("layer_norm", "rms_norm"):
             return arguments.rows(x, o.get("axis", -1))
-        frame, plain = _frame.frame(o.get("layout", "NHWC"), None), self.plain(x)
+        frame, plain = frames.frame(o.get("layout", "NHWC"), None), self.plain(x)
         if self.op == "group_norm":
             return arguments.grouped(frame, plain, o["groups"])
         if self.op == "instance_norm":
@@ -82,7 +83,7 @@ class Norm:
     def formula(self, x: jax.Array, s: jax.Array, b: jax.Array) -> jax.Array:
         """y by another way: the variance as the mean of squares less the square of the mean."""
         view = self.view(x)
-        frame = _frame.frame(self.keywords["layout"], None) if "layout" in self.keywords else None
+        frame = frames.frame(self.keywords["layout"], None) if "layout" in self.keywords else None
         plain = x if frame is None else frame.array("x", x)
         v = plain.reshape(view.shape)
         s, b = s.reshape(view.spread), b.reshape(view.spread)
@@ -97,27 +98,27 @@ class Norm:
     def eps(self) -> float:
         return self.keywords.get("eps", 1e-6 if self.op == "rms_norm" else 1e-5)
 
-    def problem(self, x: np.ndarray, s: Any, b: Any) -> tolerance_norm.Problem:
+    def problem(self, x: np.ndarray, s: Any, b: Any) -> bounds.Problem:
         view, plain = self.view(x), self.plain(x)
         zero_centred = bool(self.keywords.get("zero_centred"))
         views = (view.shape, view.axes, view.summed, view.spread)
         options = {"eps": self.eps, "centred": self.centred, "zero_centred": zero_centred}
-        return tolerance_norm.problem(*views, plain, s, b, **options)
+        return bounds.problem(*views, plain, s, b, **options)
 
     def definition_errors(self, x: np.ndarray, s: Any, b: Any, dy: Any = None) -> tuple[np.ndarray, ...]:
         """How far the definition's results may be off: y and the statistics, or with dy the gradients."""
         p = self.problem(x, s, b)
-        share = tolerance_norm.definition_share(p)
+        share = bounds.definition_share(p)
         if dy is not None:
-            found = [error * share for _, error in tolerance_norm.backward(p, in_view(self, dy, p.x.shape))]
+            found = [error * share for _, error in bounds.backward(p, in_view(self, dy, p.x.shape))]
             return as_given(self, x, found[0]), *(e.reshape(self.parameter) for e in found[1:])
-        own, view = tolerance_norm.normalised(p), self.view(x)
+        own, view = bounds.normalised(p), self.view(x)
         errors = [own.mean_error, own.rstd_error] if self.centred else [own.rstd_error]
         if self.op == "batch_norm":  # running statistics without old ones: the mean, and the unbiased variance
             m = p.count
             errors += [own.mean_error, (own.variance_error + 4 * p.roundoff * own.variance) * m / (m - 1)]
         given = [np.asarray(view.give_statistic(jnp.asarray(e))) * share for e in errors]
-        return as_given(self, x, tolerance_norm.forward(p)[1] * share), *given
+        return as_given(self, x, bounds.forward(p)[1] * share), *given
 
 
 def _devectorised(x: Any, layout: str | None, channels: int | None = None) -> Any:

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdnn._kernels.xla import norm
-from jaxdnn.verify.families.norm_local import power_error
+from jaxdnn._src.norm import xla
+from jaxdnn._src.norm.cases_local import power_error
 
 OWN = ("jaxdnn_norm", "jaxdnn_norm_tangent", "jaxdnn_norm_dgrad")
 INNER = ("jit", "pjit", "call", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
@@ -62,7 +62,7 @@ def _closed(program: Any, given: list[Pair]) -> list[Pair]:
 def _apply(eqn: Any, given: list[Pair]) -> list[Pair]:
     name, params = eqn.primitive.name, eqn.params
     if name in OWN:
-        formula = ft.partial(norm.FORMULAS[name.removeprefix("jaxdnn_")], norm.XLA, params["spec"])
+        formula = ft.partial(xla.FORMULAS[name.removeprefix("jaxdnn_")], xla.XLA, params["spec"])
         return _closed(
             jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)), given
         )

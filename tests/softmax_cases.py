@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdnn import tolerance
-from jaxdnn.tolerance import Accumulation
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.core.tolerance import Accumulation
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 ENGINES = ("xla", "ordered")

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import _activation_formulas as formulas
-from jaxdnn import tolerance, tolerance_activation
-from jaxdnn._activation_formulas import ACTIVATIONS
-from jaxdnn.tolerance_activation import slope_error
+from jaxdnn._src.activation import bounds
+from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation.bounds import slope_error
+from jaxdnn._src.activation.formulas import ACTIVATIONS
+from jaxdnn._src.core import tolerance
 from jaxdnn.verify import matrix
 
 CASES = [a for a in helpers.ACTIVATIONS if a is not None]
@@ -62,7 +63,7 @@ def test_float32_within_the_computed_bound(name: Any):
     agree(
         dnn.activation(x, activation=name),
         reference.activation(x, activation=name),
-        tolerance_activation.value_error(name, x),
+        bounds.value_error(name, x),
     )
     slope = reference.derivative(x.astype(np.float64), name)
     golden = reference.activation_dgrad(dy, x, activation=name)
@@ -76,7 +77,7 @@ def test_float64(name: Any):
     x = inputs((7, 50), 3, np.float64)
     y, dx = dnn.activation(x, activation=name), dnn.activation_dgrad(np.ones_like(x), x, activation=name)
     # Twice the bound: the definition is computed in float64 as well.
-    value, slope = (rule(name, x, format="float64") for rule in (tolerance_activation.value_error, slope_error))
+    value, slope = (rule(name, x, format="float64") for rule in (bounds.value_error, slope_error))
     assert (np.abs(y - reference.activation(x, activation=name)) <= 2 * value).all()
     assert (np.abs(dx - reference.derivative(x, name)) <= 2 * slope).all()
     assert dx.dtype == np.float64
@@ -122,7 +123,7 @@ def test_epilogue_of_a_convolution_is_the_same_function(name: Any):
     x = inputs((1, 50, 20, 1), 5)
     fused = dnn.conv(x, np.ones((1, 1, 1, 1), np.float32), activation=name)
     golden = reference.activation(x, activation=name)
-    agree(fused, golden, tolerance_activation.value_error(name, x) + 2.0**-125)
+    agree(fused, golden, bounds.value_error(name, x) + 2.0**-125)
 
 
 # ---- the blend -------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def test_blend(dtype: Any, traced: bool):
     x64, dy64, prior64 = (v.astype(np.float64) for v in (x, dy, prior))
     value, slope = (f(x64, "gelu") for f in (reference.activate, reference.derivative))
     # At most three roundings of either term and of the sum, beside the function's own.
-    own = 0.75 * tolerance_activation.value_error("gelu", x64)
+    own = 0.75 * bounds.value_error("gelu", x64)
     size = np.abs(0.75 * value) + np.abs(1.5 * prior64)
     agree(y, reference.activation(x, activation="gelu", **given), own + 2.0**-22 * size + 2.0**-124)
     own = 0.75 * np.abs(dy64) * slope_error("gelu", x64)

@@ -19,7 +19,7 @@ import exact_activations
 import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import tolerance
+from jaxdnn._src.core import tolerance
 from jaxdnn_reference.activation import parse
 
 CASES = [a for a in helpers.ACTIVATIONS if a is not None]

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdnn.bench import cases
+from jaxdnn._src import families
 from jaxdnn.verify.cli import main
 
-ALL = [(family, case) for family in cases.FAMILIES for case in cases.load(family)]
+ALL = [(family, case) for family in families.with_timed() for case in families.timed(family)]
 
 
 @pytest.mark.parametrize("case", [c for _, c in ALL], ids=[f"{f}-{c.family}-{c.name}" for f, c in ALL])
@@ -35,7 +35,7 @@ def test_peers_compute_what_we_compute(name: str):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
-TENSOR = cases.load("tensor")
+TENSOR = families.timed("tensor")
 
 
 @pytest.mark.parametrize("case", TENSOR, ids=[c.name for c in TENSOR])

@@ -20,10 +20,10 @@ import pytest
 from jax import export
 
 import jaxdnn as dnn
-from jaxdnn import _compat, engines
-from jaxdnn._compat import KERNELS, SHARDING, Name
-from jaxdnn._kernels import hopper
-from jaxdnn.explain import traced_calls
+from jaxdnn._src import hopper
+from jaxdnn._src.core import compat, engines
+from jaxdnn._src.core.compat import KERNELS, SHARDING, Name
+from jaxdnn._src.core.explain import traced_calls
 
 ROOT = Path(__file__).parents[1]
 PRIVATE = re.compile(r"(jax\.(_src|core|experimental|extend|interpreters)|jaxlib)(\.|$)")
@@ -62,7 +62,7 @@ def test_private_names_are_imported_in_one_file():
     elsewhere = {
         f"{path.relative_to(ROOT)}: {name}"
         for path, tree in SOURCES.items()
-        if path.name != "_compat.py"
+        if path.name != "compat.py"
         for name in [*(full for full, _ in imports(tree)), *map(dotted, ast.walk(tree))]
         if PRIVATE.match(name)
     }
@@ -70,22 +70,24 @@ def test_private_names_are_imported_in_one_file():
 
 
 def test_what_is_imported_late_is_what_a_type_checker_sees():
-    (tree,) = (tree for path, tree in SOURCES.items() if path.name == "_compat.py")
+    (tree,) = (tree for path, tree in SOURCES.items() if path.name == "compat.py")
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {called: full for full, called in imports(ast.Module(block.body, []))}
-    assert seen == {name: where.replace(":", ".") for name, where in _compat.LAZY.items()}
+    assert seen == {name: where.replace(":", ".") for name, where in compat.LAZY.items()}
 
 
 def test_every_name_that_kernels_use_is_probed():
     """And every probed name is used."""
     used = set()
     for tree in SOURCES.values():
-        lazy = {called for full, called in imports(tree) if full.startswith("jaxdnn._compat.")} & set(_compat.LAZY)
-        used |= {_compat.LAZY[alias].replace(":", ".") for alias in lazy if ":" in _compat.LAZY[alias]}
+        lazy = {called for full, called in imports(tree) if full.startswith("jaxdnn._src.core.compat.")} & set(
+            compat.LAZY
+        )
+        used |= {compat.LAZY[alias].replace(":", ".") for alias in lazy if ":" in compat.LAZY[alias]}
         for name in map(dotted, ast.walk(tree)):
             alias, _, attribute = name.partition(".")
             if alias in lazy - {"profiler"} and attribute:
-                used.add(f"{_compat.LAZY[alias]}.{attribute}")
+                used.add(f"{compat.LAZY[alias]}.{attribute}")
     probed = {str(name) for name in KERNELS}
     assert {name for name in probed if not any(f"{u}.".startswith(f"{name}.") for u in used)} == set()
     assert {u for u in used if not any(f"{u}.".startswith(f"{n}.") or n.startswith(f"{u}.") for n in probed)} == set()
@@ -93,8 +95,8 @@ def test_every_name_that_kernels_use_is_probed():
 
 @newer_jax
 def test_nothing_lacks_here():
-    assert _compat.lacking(KERNELS) is None
-    assert _compat.lacking(SHARDING) is None
+    assert compat.lacking(KERNELS) is None
+    assert compat.lacking(SHARDING) is None
     assert all(name.why for name in (*KERNELS, *SHARDING))
 
 
@@ -125,11 +127,11 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Name], None]]
             monkeypatch.setattr(module, owner, Lacking(getattr(module, owner), member))
         else:
             monkeypatch.delattr(module, owner)
-        _compat.lacking.cache_clear()
+        compat.lacking.cache_clear()
 
     yield remove
     monkeypatch.undo()
-    _compat.lacking.cache_clear()
+    compat.lacking.cache_clear()
 
 
 @newer_jax
@@ -154,7 +156,7 @@ def test_without_a_name_of_the_kernels_xla_serves(
 
 @newer_jax
 def test_a_parameter_that_went_is_found_too(monkeypatch: pytest.MonkeyPatch):
-    plgpu = _compat.plgpu
+    plgpu = compat.plgpu
     kernel = next(name for name in KERNELS if name.attribute == "kernel")
     monkeypatch.setattr(plgpu, "kernel", lambda body, *, out_shape, **rest: None)
     assert kernel.lacking() == "`out_type` of jax.experimental.pallas.mosaic_gpu.kernel"

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn import engines
-from jaxdnn._activation_formulas import ACTIVATIONS
+from jaxdnn._src.activation.formulas import ACTIVATIONS
+from jaxdnn._src.core import engines
 
-ROOT = Path(__file__).parents[1] / "jaxdnn"
-SOURCES = ("_check", "_frame", "_conv_arguments", "_conv", "_window", "_epilogue", "engines", "determinism")
+ROOT = Path(__file__).parents[1] / "jaxdnn" / "_src"
+SOURCES = (
+    *("core/checks", "core/frames", "core/windows", "core/engines", "core/determinism"),
+    *("conv/arguments", "conv/primitive", "activation/epilogues"),
+)
 E4M3 = ml_dtypes.float8_e4m3fn
 LAYOUT_CHOICES = "`layout` must be one of NWC, NCW, CWN, NHWC"
 

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 import jaxdnn as dnn
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
 
 BF16, F32, I8 = jnp.bfloat16, jnp.float32, jnp.int8
 #    x without its batch, w, options

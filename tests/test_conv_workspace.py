@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn import engines
-from jaxdnn._kernels import hopper
-from jaxdnn.explain import traced_calls
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.explain import traced_calls
 
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
 import hopper_conv_cases as dense
 import hopper_depthwise_cases as narrow
-from jaxdnn._kernels.hopper import conv_copies
+from jaxdnn._src.conv.hopper import copies
 
 KERNEL, PAD, SLICE = "stablehlo.custom_call", "stablehlo.pad", "stablehlo.slice"
 
@@ -198,6 +198,6 @@ def test_the_count_sees_what_is_not_stated(monkeypatch: pytest.MonkeyPatch):
     found = temporaries(run, *avals)
     assert sorted(value.made_by for value in found) == [KERNEL, PAD, PAD]
     check(run, *avals)
-    monkeypatch.setattr(conv_copies, "copied", lambda before, after: 0)
+    monkeypatch.setattr(copies, "copied", lambda before, after: 0)
     with pytest.raises(AssertionError, match=r"stablehlo\.pad tensor<4x12x12x32xbf16>"):
         check(run, *avals)

@@ -8,7 +8,7 @@ import pytest
 import cases
 import helpers
 import jaxdnn as dnn
-from jaxdnn.determinism import LEVELS, required, satisfies
+from jaxdnn._src.core.determinism import LEVELS, required, satisfies
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
 

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import _dropout
-from jaxdnn._kernels.xla import dropout as kernel
+from jaxdnn._src.dropout import primitive
+from jaxdnn._src.dropout import xla as kernel
 from jaxdnn.verify import matrix
 from jaxdnn_reference.dropout import philox, random_words
 
@@ -98,14 +98,14 @@ def test_offsets_of_64_bits(offset: int):
 
 def test_indices_beyond_32_bits_in_one_array(monkeypatch: pytest.MonkeyPatch):
     """The 64-bit index, which an array of 2^32 elements takes, on a small one; and that such an array lowers."""
-    x, key, start = jnp.ones((6, 7)), _dropout.pair(SEED), _dropout.pair(2**32 - 3)
-    spec = _dropout.DropoutSpec(2**31, 2.0, (0, 1), 3)
-    narrow = _dropout.bind(x, key, start, spec=spec)
+    x, key, start = jnp.ones((6, 7)), primitive.pair(SEED), primitive.pair(2**32 - 3)
+    spec = primitive.DropoutSpec(2**31, 2.0, (0, 1), 3)
+    narrow = primitive.bind(x, key, start, spec=spec)
     monkeypatch.setattr(kernel, "BLOCK", 2**32)
-    wide = _dropout.bind(x, key, start, spec=_dropout.DropoutSpec(2**31, 2.0, (0, 1), 3, engine="xla"))
+    wide = primitive.bind(x, key, start, spec=primitive.DropoutSpec(2**31, 2.0, (0, 1), 3, engine="xla"))
     np.testing.assert_array_equal(wide, narrow)
     huge = jax.ShapeDtypeStruct((2**17, 2**17), jnp.bfloat16)
-    assert "ui64" in jax.jit(ft.partial(dnn.dropout, rate=0.5)).lower(huge, _dropout.pair(1)).as_text()
+    assert "ui64" in jax.jit(ft.partial(dnn.dropout, rate=0.5)).lower(huge, primitive.pair(1)).as_text()
 
 
 @pytest.mark.parametrize("key", [0, 7, 2**64 - 1])
@@ -370,11 +370,11 @@ def test_verify_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
     if fault == "rounds":
         monkeypatch.setattr(kernel, "ROUNDS", 9)
     elif fault == "scale":  # by one part in 2^23
-        make = _dropout.DropoutSpec
+        make = primitive.DropoutSpec
         scaled = lambda limit, scale, *rest: make(limit, scale * (1 + 2.0**-23), *rest)
-        monkeypatch.setattr(sys.modules["jaxdnn.dropout"], "DropoutSpec", scaled)
+        monkeypatch.setattr(sys.modules["jaxdnn._src.dropout.api"], "DropoutSpec", scaled)
     else:  # the axes in their own order whatever the layout
-        monkeypatch.setattr(sys.modules["jaxdnn.dropout"], "_order", lambda layout, x: tuple(range(x.ndim)))
+        monkeypatch.setattr(sys.modules["jaxdnn._src.dropout.api"], "_order", lambda layout, x: tuple(range(x.ndim)))
     jax.clear_caches()
     found = [matrix.run(c, 0, flush=True).status for c in matrix.cases("quick", 0, ops=["dropout"], dtypes=["f32"])]
     assert found.count("failed") == {"rounds": 3, "scale": 3, "index": 1}[fault]
@@ -385,7 +385,7 @@ def test_verify_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_level():
-    found = dnn.explain(ft.partial(dnn.dropout, rate=0.5), np.ones(3, np.float32), _dropout.pair(3))
+    found = dnn.explain(ft.partial(dnn.dropout, rate=0.5), np.ones(3, np.float32), primitive.pair(3))
     assert found[0].candidates[0].level == "portable"
     with dnn.determinism("portable"):
         dnn.dropout(np.ones(3, np.float32), 3)

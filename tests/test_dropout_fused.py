@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import tolerance_activation
-from jaxdnn._dropout_fused import FusedSpec
-from jaxdnn._kernels.xla import dropout_fused as kernel
+from jaxdnn._src.activation import bounds
+from jaxdnn._src.dropout import cases_fused
+from jaxdnn._src.dropout import xla_fused as kernel
+from jaxdnn._src.dropout.fused import FusedSpec
 from jaxdnn.verify import matrix
-from jaxdnn.verify.families import dropout_fused
 from jaxdnn_reference.dropout import dropout_dgrad
 
 SEED = 1234567890123
@@ -104,7 +104,7 @@ def test_float32_within_the_bound_of_its_activation(activation: Any):
     got = jax.vjp(lambda x: dnn.dropout(x, SEED, bias=b, rate=0.1, activation=activation), x)[1](jnp.asarray(dy))[0]
     z, u = x.astype(np.float64) + b, 2.0**-24
     wanted, _ = dropout_dgrad(dy, z, SEED, rate=0.1, activation=activation)
-    slope = tolerance_activation.slope_error(activation, z) + u * np.abs(z)  # of slope at most 1, these
+    slope = bounds.slope_error(activation, z) + u * np.abs(z)  # of slope at most 1, these
     bound = 1.01 * (np.abs(dy) * slope / 0.9 + 3 * u * np.abs(wanted)) + 2.0**-120
     assert (np.abs(np.asarray(got, np.float64) - wanted) <= bound).all()
 
@@ -149,9 +149,9 @@ def test_gradient_of_a_shared_bias_under_vmap_is_mesh_invariant():
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "f64"])
-@pytest.mark.parametrize("op", dropout_fused.OPS)
+@pytest.mark.parametrize("op", cases_fused.OPS)
 def test_cells_of_verify(op: str, dtype: str):
-    for case in (c for c in dropout_fused.cases(op, "xla", "standard", 0) if c.dtype == dtype):
+    for case in (c for c in cases_fused.cases(op, "xla", "standard", 0) if c.dtype == dtype):
         found = matrix.run(case, 0, flush=True)
         assert found.status == "passed", (case.id, found.message)
 
@@ -167,7 +167,7 @@ def test_cells_of_verify_find_planted_faults(monkeypatch: pytest.MonkeyPatch, fa
     kept = kernel._kept
     monkeypatch.setattr(kernel, name, wrong)
     jax.clear_caches()
-    cases = [c for c in dropout_fused.cases("fused_dropout", "xla", "quick", 0) if c.dtype == "f32"]
+    cases = [c for c in cases_fused.cases("fused_dropout", "xla", "quick", 0) if c.dtype == "f32"]
     found = {c.variant: matrix.run(c, 0, flush=True).status for c in cases}
     jax.clear_caches()
     assert [v for v, status in found.items() if status == "failed"] == list(found)

@@ -17,11 +17,11 @@ import cases
 import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import engines
-from jaxdnn._kernels import hopper as kernels
-from jaxdnn._kernels.hopper import engine as hopper
-from jaxdnn.determinism import LEVELS
-from jaxdnn.explain import explain, traced_calls
+from jaxdnn._src import hopper as kernels
+from jaxdnn._src.conv.hopper import engine as hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.determinism import LEVELS
+from jaxdnn._src.core.explain import explain, traced_calls
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
 needs_kernels = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn import engines
-from jaxdnn._kernels import hopper
-from jaxdnn.determinism import LEVELS
-from jaxdnn.explain import traced_calls
-from jaxdnn.tolerance import ACCUMULATIONS
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.determinism import LEVELS
+from jaxdnn._src.core.explain import traced_calls
+from jaxdnn._src.core.tolerance import ACCUMULATIONS
 from test_api import ARRAYS, NEEDED
 
 DTYPES = [np.dtype(name) for name in ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")]

@@ -14,7 +14,7 @@ import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from cases import Geometry
-from jaxdnn._activation_formulas import ACTIVATIONS
+from jaxdnn._src.activation.formulas import ACTIVATIONS
 
 BF16 = ml_dtypes.bfloat16
 SMALL = Geometry(n=2, c=3, k=4, sizes=(7, 5), taps=(2, 1), stride=(2, 1), padding=((1, 0), (0, 1)), groups=1)

@@ -10,7 +10,7 @@ import pytest
 from jax import export
 
 import jaxdnn as dnn
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
 from test_api import ARRAYS, NEEDED, OPS, narrow, several
 
 WITHOUT_BATCH = {"batch_norm_inference", "bn_finalize", "bn_finalize_inference", "dropout_mask"}

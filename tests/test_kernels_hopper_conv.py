@@ -17,12 +17,12 @@ import pytest
 import jaxdnn as dnn
 from _hopper import on_hopper
 from hopper_conv_cases import BF16, CASES, F32, Case, kernel, lowered
-from jaxdnn import engines
-from jaxdnn._epilogue import Epilogue
-from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan
-from jaxdnn._kernels.hopper.conv_geometry import Geometry
-from jaxdnn._kernels.hopper.epilogue import ACTIVATIONS
-from jaxdnn.explain import traced_calls
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.hopper import dgrad, fprop, plan
+from jaxdnn._src.conv.hopper.epilogue import ACTIVATIONS
+from jaxdnn._src.conv.hopper.geometry import Geometry
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.explain import traced_calls
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -65,9 +65,7 @@ def test_epilogue_lowers(activation):
     geo = Geometry((8, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
     avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in (x, w, y, (96,), y)]
     for out_dtype in (BF16, F32):
-        function = lambda *a, out_dtype=out_dtype: conv_fprop.conv_fprop(
-            *a, geo=geo, epilogue=epilogue, out_dtype=out_dtype
-        )
+        function = lambda *a, out_dtype=out_dtype: fprop.conv_fprop(*a, geo=geo, epilogue=epilogue, out_dtype=out_dtype)
         text = lowered(function, *avals)
         assert text.count("tensor<2x8x8x96x") >= 2
 
@@ -102,8 +100,8 @@ def with_an_epilogue(name: str) -> tuple[Case, Any, Any]:
     epilogue = Epilogue(0.5, 2.0, prior=True, bias=True, activation=("relu", None))
     options: dict[str, Any] = dict(geo=case.geometry(), epilogue=epilogue, out_dtype=F32)
     like = [jax.ShapeDtypeStruct(case.x, BF16), jax.ShapeDtypeStruct((case.c,), BF16)]
-    assert conv_dgrad.supports(*case.avals("dgrad"), *like, **options) is None
-    return case, lambda *a: conv_dgrad.conv_dgrad(*a, **options), like
+    assert dgrad.supports(*case.avals("dgrad"), *like, **options) is None
+    return case, lambda *a: dgrad.conv_dgrad(*a, **options), like
 
 
 @pytest.mark.parametrize("name", STRIDED)
@@ -128,7 +126,7 @@ def test_reasons(change, text):
     geo = CASES["3x3"].geometry()
     geo = dataclasses.replace(geo, padding=change.pop("padding", geo.padding))
     x, w = CASES["3x3"].avals("fprop", dtype)
-    reason = conv_fprop.supports(x, w, geo=geo, **change)
+    reason = fprop.supports(x, w, geo=geo, **change)
     assert reason is not None
     assert text in reason
 
@@ -138,8 +136,8 @@ def test_groups_hold_whole_tiles_of_narrow_operands():
     x, w = case.avals("fprop", jnp.float8_e5m2)
     like = jax.ShapeDtypeStruct(case.dy, jnp.float8_e5m2)
     options: dict[str, Any] = dict(geo=case.geometry(), out_dtype=BF16)
-    assert conv_fprop.supports(x, w, **options) is None
-    reason = conv_fprop.supports(x, w, like, epilogue=Epilogue(residual=True), **options)
+    assert fprop.supports(x, w, **options) is None
+    reason = fprop.supports(x, w, like, epilogue=Epilogue(residual=True), **options)
     assert reason == "its kernels take groups of a multiple of 32 output channels"
 
 
@@ -191,23 +189,23 @@ def test_exact_with_a_halo(name, op, outer):
     """Every way to cut the work that shares a load among taps, with the filter in a ring or in memory for good."""
     case = HALOS[name]
     _, _, operands, keywords = kernel(op, case, outer)
-    module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad}[op]
+    module: Any = {"fprop": fprop, "dgrad": dgrad}[op]
     a, b = (jax.ShapeDtypeStruct(shape, BF16) for shape in operands)
     if op == "fprop":
-        problem = conv_fprop.plan(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16).problem
+        problem = fprop.plan(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16).problem
     else:
-        problem, *_ = conv_dgrad._problem(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16)
+        problem, *_ = dgrad._problem(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16)
     rng = np.random.default_rng(2)
     x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
     want = np.asarray(jnp.asarray(case.definition(op, x, w, outer)).astype(BF16))
     configs = [
-        conv_plan.Config(1, (*lead, 8, 8), columns, stages, teams, groups, "p", halo=halo, resident=res, unroll=unroll)
+        plan.Config(1, (*lead, 8, 8), columns, stages, teams, groups, "p", halo=halo, resident=res, unroll=unroll)
         for lead in (((2,), (1,), (4,)) if len(case.sizes) == 3 else ((),))
         for columns, (teams, groups), halo in itertools.product((32, 64, 128), ((2, 1), (1, 2)), (2, 3))
         for stages, res, unroll in ((3, False, False), (4, True, False), (4, True, True))
     ]
     configs += [dataclasses.replace(c, images=2) for c in configs]
-    served = [c for c in configs if conv_plan.check(problem, c) is None]
+    served = [c for c in configs if plan.check(problem, c) is None]
     assert served
     for config in (served[i] for i in rng.permutation(len(served))[:6]):
         got = jax.jit(lambda a, b, c=config: getattr(module, f"conv_{op}")(a, b, config=c, **keywords))(
@@ -287,7 +285,7 @@ def test_the_number_of_multiprocessors_changes_no_bit_of_a_depthwise_convolution
 def test_rows_without_taps_are_zero(padding, deal):
     """Also where the memory of the result held something else."""
     case = Case(5, (8, 12), 256, 128, (1, 1), (2, 2), padding, (1, 1))
-    config = conv_plan.Config(4, (4, 4), 128, 3, staged=2, blank=3, deal=deal)
+    config = plan.Config(4, (4, 4), 128, 3, staged=2, blank=3, deal=deal)
     _, function, operands, _ = kernel("dgrad", case, False, config=config, sms=5)
     rng = np.random.default_rng(4)
     a, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
@@ -305,7 +303,7 @@ def test_rows_without_taps_are_zero(padding, deal):
 def test_exact_however_phases_are_dealt(name, deal):
     case = CASES[name]
     for staged, teams, groups in ((1, 2, 1), (2, 1, 2), (3, 2, 1)):
-        config = conv_plan.Config(8, (4, 4), 64, 3, teams, groups, staged=staged, deal=deal)
+        config = plan.Config(8, (4, 4), 64, 3, teams, groups, staged=staged, deal=deal)
         _, function, operands, _ = kernel("dgrad", case, False, config=config, sms=5)
         rng = np.random.default_rng(1)
         a, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)

@@ -11,8 +11,8 @@ import pytest
 
 from _hopper import on_hopper
 from hopper_conv_cases import BF16, F32, Case, kernel, lowered
-from jaxdnn._kernels.hopper import conv_fprop, conv_wgrad
-from jaxdnn._kernels.hopper.conv_geometry import Geometry
+from jaxdnn._src.conv.hopper import fprop, wgrad
+from jaxdnn._src.conv.hopper.geometry import Geometry
 
 DIRECT = {
     "one block": dict(splits=1, columns=64),
@@ -32,7 +32,7 @@ DIRECT_CASES: dict[str, Case] = {
 def direct_config(name, case):
     rank = 0 if math.prod(case.taps) == 1 else len(case.sizes)
     options: dict[str, Any] = dict(filters=64, across=2, stages=3, direct=True) | DIRECT[name]
-    return conv_wgrad.Config(64 if not rank else 4, (4,) * rank, **options)
+    return wgrad.Config(64 if not rank else 4, (4,) * rank, **options)
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
@@ -49,7 +49,7 @@ def test_direct_results_lower(name, case, outer):
     assert f"tensor<{w}xbf16>" in text
     assert "f32>" not in text.split("mosaic_gpu")[0]
     whole = case.c % 8 == case.k % 8 == 0 and not case.flip
-    assert (conv_wgrad.workspace(*avals, **keywords) == 0) == whole
+    assert (wgrad.workspace(*avals, **keywords) == 0) == whole
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_direct_results_lower(name, case, outer):
     ],
 )
 def test_direct_results_that_cannot_be(change, text):
-    axes = conv_fprop.axes_of(Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
-    problem = conv_wgrad.Problem(4, 128, 128, axes, jnp.dtype(BF16))
+    axes = fprop.axes_of(Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    problem = wgrad.Problem(4, 128, 128, axes, jnp.dtype(BF16))
     options: dict[str, Any] = dict(images=1, block=(8, 8), filters=64, across=2, direct=True) | change
-    assert text in (conv_wgrad.check(problem, conv_wgrad.Config(**options)) or "")
+    assert text in (wgrad.check(problem, wgrad.Config(**options)) or "")
 
 
 def test_a_direct_result_of_another_type_takes_the_other_way():

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from hopper_conv_cases import BF16, CASES, F32, Case, lowered
-from jaxdnn._epilogue import Epilogue
-from jaxdnn._kernels.hopper import conv_dgrad, conv_fprop, conv_plan, conv_wgrad, tuning
-from jaxdnn._kernels.hopper.conv_geometry import Geometry
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.hopper import dgrad, fprop, tuning, wgrad
+from jaxdnn._src.conv.hopper import plan as conv_plan
+from jaxdnn._src.conv.hopper.geometry import Geometry
 
 RESNET = [
     (64, 64, 56, 1, 1), (64, 64, 56, 3, 1), (64, 256, 56, 1, 1), (256, 64, 56, 1, 1), (256, 128, 56, 1, 1),
@@ -29,17 +30,17 @@ def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride, b
     case = Case(batch, (size,) * rank, c, k, (taps,) * rank, (stride,) * rank, padding, (1,) * rank)
     x, w, dy = (jax.ShapeDtypeStruct(shape, BF16) for shape in (case.x, case.w(), case.dy))
     geo = case.geometry()
-    plan = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16)
-    back, *_ = conv_dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=BF16)
+    plan = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16)
+    back, *_ = dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=BF16)
     table = tuning.table("NVIDIA H200")
     for op, problem in (("fprop", plan.problem), ("dgrad", back)):
         entry = table[tuning.key(op, problem, problem.out_dtype)]
         assert conv_plan.check(problem, conv_plan.Config(**{**entry, "block": tuple(entry["block"])})) is None
     if rank == 3:
         return
-    problem = conv_wgrad.problem_of(x, dy, geo)
-    entry = table[conv_wgrad.key(problem)]
-    assert conv_wgrad.check(problem, conv_wgrad.Config(**{**entry, "block": tuple(entry["block"])})) is None
+    problem = wgrad.problem_of(x, dy, geo)
+    entry = table[wgrad.key(problem)]
+    assert wgrad.check(problem, wgrad.Config(**{**entry, "block": tuple(entry["block"])})) is None
 
 
 def test_zeros_are_stored_apart_where_they_stay_zeros():
@@ -48,7 +49,7 @@ def test_zeros_are_stored_apart_where_they_stay_zeros():
     dy, w = case.avals("dgrad")
     blanks = []
     for epilogue, out_dtype in ((None, BF16), (Epilogue(activation=("sigmoid", None)), BF16), (None, F32)):
-        problem, *_ = conv_dgrad._problem(
+        problem, *_ = dgrad._problem(
             dy, w, case.geometry(), epilogue=epilogue, extras=(), out_dtype=jnp.dtype(out_dtype)
         )
         config = tuning.choose("dgrad", problem, 132)
@@ -63,13 +64,13 @@ def test_candidates_lower(channels, rank):
     case = Case(4, (16,) * rank, channels, 64, (3,) * rank, (1,) * rank, ((1, 1),) * rank, (1,) * rank)
     x, w = case.avals("fprop")
     geo = case.geometry()
-    problem = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16).problem
+    problem = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16).problem
     configs = list(tuning.candidates(problem))
     configs += [dataclasses.replace(c, unroll=False) for c in configs if c.unroll]
     assert {bool(c.halo) for c in configs} == {c.resident for c in configs} == {False, True}
     assert {c.staged for c in configs} == {c.teams for c in configs} == {1, 2}
     for config in configs[:: max(1, len(configs) // 24)]:
-        lowered(lambda x, w, config=config: conv_fprop.conv_fprop(x, w, config=config, geo=case.geometry()), x, w)
+        lowered(lambda x, w, config=config: fprop.conv_fprop(x, w, config=config, geo=case.geometry()), x, w)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_candidates_lower(channels, rank):
     ],
 )
 def test_configurations_that_cannot_run(config, text):
-    axes = conv_fprop.axes_of(Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    axes = fprop.axes_of(Geometry((16, 16), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(4, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     assert text in conv_plan.check(problem, config)
 
@@ -93,7 +94,7 @@ def test_configurations_that_cannot_run(config, text):
 @pytest.mark.parametrize(("batch", "size", "images", "block"), [(1, (9, 9), 2, (8, 8)), (3, (1, 80), 1, (2, 64))])
 def test_a_tile_is_not_cut_along_an_axis_of_one_position(batch, size, images, block):
     """The second warpgroup's part lies beyond it, and would be stored in the first one's place."""
-    axes = conv_fprop.axes_of(Geometry(size, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    axes = fprop.axes_of(Geometry(size, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
     problem = conv_plan.Problem(batch, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     config = conv_plan.Config(images, block, 64, 2, teams=1, groups=2)
     assert "has but one" in (conv_plan.check(problem, config) or "")
@@ -112,18 +113,18 @@ def test_a_box_with_what_its_taps_reach_has_256_positions_at_most():
     """Windows reach eight cells further than the tile, and a halo as far as its taps."""
     stem = Case(2, (9, 600), 3, 16, (7, 7), (2, 2), ((3, 3), (3, 3)), (1, 1))
     x, w = stem.avals("fprop")
-    problem = conv_fprop.plan(x, w, stem.geometry(), epilogue=None, extras=(), out_dtype=BF16).problem
+    problem = fprop.plan(x, w, stem.geometry(), epilogue=None, extras=(), out_dtype=BF16).problem
     assert problem.window
     assert "256 elements" in (conv_plan.check(problem, conv_plan.Config(1, (1, 256), 32)) or "")
     assert conv_plan.check(problem, conv_plan.Config(1, (1, 192), 32)) is None
-    axes = conv_fprop.axes_of(Geometry((600,), (3,), (1,), ((99, 99),), (99,)))
+    axes = fprop.axes_of(Geometry((600,), (3,), (1,), ((99, 99),), (99,)))
     problem = conv_plan.Problem(1, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     assert "256 elements" in (conv_plan.check(problem, conv_plan.Config(1, (64,), 64, 2, halo=2)) or "")
 
 
 def test_a_stride_in_three_dimensions_takes_one_image_a_tile():
     geo = CASES["three axes, strided"].geometry()
-    for axes in (conv_fprop.axes_of(geo), conv_dgrad.axes_of(geo)):
+    for axes in (fprop.axes_of(geo), dgrad.axes_of(geo)):
         problem = conv_plan.Problem(3, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
         assert "one image" in (conv_plan.check(problem, conv_plan.Config(2, (2, 4, 4), 64)) or "")
         assert {config.images for config in tuning.candidates(problem)} == {1}

@@ -13,13 +13,13 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as definition_of_all
 from hopper_conv_cases import BF16, CASES, F32, LAYOUTS, Case, lowered
-from jaxdnn import engines
-from jaxdnn._kernels.hopper import conv_copies, conv_dgrad, conv_fprop, conv_plan, conv_wgrad
-from jaxdnn._kernels.hopper.conv_geometry import Geometry
-from jaxdnn._kernels.hopper.conv_walk import Walk
-from jaxdnn._kernels.hopper.pipeline_block import Cut
-from jaxdnn._kernels.hopper.pipeline_consumer import Consumer
-from jaxdnn.explain import traced_calls
+from jaxdnn._src.conv.hopper import copies, dgrad, fprop, plan, wgrad
+from jaxdnn._src.conv.hopper.geometry import Geometry
+from jaxdnn._src.conv.hopper.pipeline_block import Cut
+from jaxdnn._src.conv.hopper.pipeline_consumer import Consumer
+from jaxdnn._src.conv.hopper.walk import Walk
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.explain import traced_calls
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -48,9 +48,9 @@ def test_walks_visit_what_the_definition_says(seed):
     place = lambda tap: taps - 1 - tap if flip else tap
     (out,) = geo.out
     want = {(p, t, p * stride - low + place(t) * dilation) for p in range(out) for t in range(taps)}
-    (forward,) = reads(conv_fprop.axes_of(geo))
+    (forward,) = reads(fprop.axes_of(geo))
     assert forward == want
-    (backward,) = reads(conv_dgrad.axes_of(geo))
+    (backward,) = reads(dgrad.axes_of(geo))
     inside = {(i, t, p) for i, t, p in backward if i < size and 0 <= p < out}
     assert inside == {(i, t, p) for p, t, i in want if 0 <= i < size}
 
@@ -63,12 +63,12 @@ def test_schedules_hold_every_product_once(name, outer):
     geo = case.geometry(outer)
     c, k, taps, groups = case.c, case.k, math.prod(case.taps), case.groups
     for flip in (False, True):
-        forward = conv_fprop.schedule(x, w, geo=dataclasses.replace(geo, flip=flip))
+        forward = fprop.schedule(x, w, geo=dataclasses.replace(geo, flip=flip))
         assert sorted(forward[forward >= 0]) == list(range(taps * c // groups))
-    backward = conv_dgrad.schedule(dy, w, geo=geo)
+    backward = dgrad.schedule(dy, w, geo=geo)
     assert sorted(backward[backward >= 0]) == list(range(taps * k // groups))
     if groups == 1:
-        filters = conv_wgrad.schedule(x, dy, geo=geo)
+        filters = wgrad.schedule(x, dy, geo=geo)
         assert sorted(filters[filters >= 0]) == list(range(math.prod(dy.shape[:-1])))
 
 
@@ -79,14 +79,14 @@ def test_no_configuration_changes_the_forward_schedule(name):
     orders = []
     for batch in (1, case.n, 37):
         x, w = case._replace(n=batch).avals("fprop")
-        orders.append(conv_fprop.schedule(x, w, geo=case.geometry()))
+        orders.append(fprop.schedule(x, w, geo=case.geometry()))
     assert all(np.array_equal(orders[0], other) for other in orders[1:])
 
 
 def by_the_model(x: Any, w: Any, geo: Geometry, **options: Any) -> np.ndarray:
     """What the definition makes of the stated schedule, on the model of the tensor core, in float32."""
     layout, inner = LAYOUTS[len(geo.sizes)]
-    told = definition_of_all.Schedule(conv_fprop.schedule(x, w, geo=geo))
+    told = definition_of_all.Schedule(fprop.schedule(x, w, geo=geo))
     return definition_of_all.conv(
         x, w, stride=geo.stride, padding=geo.padding, dilation=geo.dilation, groups=geo.groups, layout=layout,
         filter_layout=inner, mode="convolution" if geo.flip else "cross_correlation", arithmetic="tensor_core",
@@ -103,26 +103,26 @@ def test_the_schedule_of_a_flipped_filter(name):
     spread = lambda shape: (rng.standard_normal(shape) * np.exp2(rng.integers(-9, 4, shape))).astype(BF16)
     x, w = map(spread, case._replace(n=2).operands("fprop"))
     found = by_the_model(x, w, geo)
-    todo = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=F32)
+    todo = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=F32)
     assert todo.folded == (name == "stem")
     if todo.folded:  # the remaining taps are still flipped
-        folded = np.asarray(conv_copies.fold_taps(jnp.asarray(x), geo))
+        folded = np.asarray(copies.fold_taps(jnp.asarray(x), geo))
         rest = w.reshape(*w.shape[:-3], 1, w.shape[-3] * w.shape[-2], w.shape[-1])
         same = by_the_model(folded, rest, geo.without_last_taps)
     else:
         same = by_the_model(x, np.flip(w, tuple(range(len(geo.taps)))), dataclasses.replace(geo, flip=False))
     np.testing.assert_array_equal(found, same)
-    plain = definition_of_all.Schedule(conv_fprop.schedule(x, w, geo=dataclasses.replace(geo, flip=False)))
+    plain = definition_of_all.Schedule(fprop.schedule(x, w, geo=dataclasses.replace(geo, flip=False)))
     with pytest.MonkeyPatch.context() as patch:  # a negative control: the order of the filter that is not flipped
-        patch.setattr(conv_fprop, "schedule", lambda *_, **__: plain.order)
+        patch.setattr(fprop, "schedule", lambda *_, **__: plain.order)
         assert not np.array_equal(found, by_the_model(x, w, geo))
 
 
 @pytest.mark.parametrize("order", ["k", "kp", "n", "p"])
 def test_tiles_cover_the_output_once(order):
-    axes = conv_dgrad.axes_of(Geometry((9, 7), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
-    problem = conv_plan.Problem(5, 64, 200, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = Walk(problem, conv_plan.Config(2, (2, 2), 64, order=order))
+    axes = dgrad.axes_of(Geometry((9, 7), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
+    problem = plan.Problem(5, 64, 200, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    walk = Walk(problem, plan.Config(2, (2, 2), 64, order=order))
     seen = set()
     for tile in range(walk.tiles):
         n, at, phase, k = walk.place(jnp.int32(tile))
@@ -143,11 +143,11 @@ def test_a_resident_filter_lies_as_its_taps_are_met(taps, backward, flip):
     w = jax.ShapeDtypeStruct((*taps, 64, 64), jnp.bfloat16)
     dy = jax.ShapeDtypeStruct((2, *geo.out, 64), jnp.bfloat16)
     if backward:
-        problem = conv_dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16)[0]
+        problem = dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16)[0]
     else:
-        problem = conv_fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16).problem
-    walk = Walk(problem, conv_plan.Config(1, (8,) * len(taps), 64, resident=True))
-    order = conv_plan.schedule_order(problem).reshape(-1, problem.reduce)
+        problem = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16).problem
+    walk = Walk(problem, plan.Config(1, (8,) * len(taps), 64, resident=True))
+    order = plan.schedule_order(problem).reshape(-1, problem.reduce)
     assert [int(walk.tap(number)) for number in range(len(order))] == list(order[:, 0] // problem.reduce)
 
 
@@ -155,9 +155,9 @@ def test_a_resident_filter_lies_as_its_taps_are_met(taps, backward, flip):
 @pytest.mark.parametrize("deal", ["round", "snake", "together"])
 def test_every_tile_is_dealt_once(deal, sms):
     """Each block of threads has its own tiles; where phases are unequal, "snake" leaves none much more than another."""
-    axes = conv_dgrad.axes_of(Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
-    problem = conv_plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = Walk(problem, conv_plan.Config(2, (1, 4), 64, deal=deal))
+    axes = dgrad.axes_of(Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
+    problem = plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    walk = Walk(problem, plan.Config(2, (1, 4), 64, deal=deal))
     blocks = walk.blocks(sms)
     assert 1 <= blocks <= sms
     count = jnp.int32(blocks)
@@ -182,11 +182,11 @@ def test_every_tile_is_dealt_once(deal, sms):
 )
 def test_rows_without_taps_are_written_once(geo, block, blank, columns):
     """Tiles and stores of zeros write every output once, and zeros only what meets no tap."""
-    axes = conv_dgrad.axes_of(geo)
-    problem = conv_plan.Problem(3, 64, columns, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    axes = dgrad.axes_of(geo)
+    problem = plan.Problem(3, 64, columns, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
     images = 1 if len(axes) == 3 else 4
-    config = conv_plan.Config(images, block, 64, staged=4, blank=blank)
-    assert conv_plan.check(problem, config) is None
+    config = plan.Config(images, block, 64, staged=4, blank=blank)
+    assert plan.check(problem, config) is None
     walk = Walk(problem, config)
     shape = [problem.batch, *itertools.chain(*((ax.positions, ax.out_step) for ax in axes))]
     written = np.zeros(shape, int)
@@ -217,7 +217,7 @@ def test_rows_without_taps_are_written_once(geo, block, blank, columns):
     assert np.array_equal(zeros.any(-1), ~met)
     assert np.array_equal(zeros.all(-1), ~met)
     lowered(
-        lambda dy, w: conv_dgrad.conv_dgrad(dy, w, geo=geo, config=config),
+        lambda dy, w: dgrad.conv_dgrad(dy, w, geo=geo, config=config),
         jax.ShapeDtypeStruct((3, *geo.out, 64), BF16), jax.ShapeDtypeStruct((*geo.taps, columns, 64), BF16),
     )  # fmt: skip
 
@@ -239,14 +239,14 @@ class Indexed:
 def test_a_halo_holds_what_every_tap_reads(block, op, unroll):
     """A tap's rows in the box that is loaded once are those that a load of its own would bring."""
     geo = Geometry((7, 40, 23), (2, 3, 4), (1, 1, 1), ((1, 0), (2, 1), (3, 3)), (2, 1, 2))
-    axes = (conv_fprop if op == "fprop" else conv_dgrad).axes_of(geo)
+    axes = (fprop if op == "fprop" else dgrad).axes_of(geo)
     dims = "tcj" if op == "fprop" else "tjc"
-    problem = conv_plan.Problem(4, 32, 32, axes, dims, jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    config = conv_plan.Config(1, block, 32, 2, 1, 2, halo=2, resident=True, unroll=unroll)
+    problem = plan.Problem(4, 32, 32, axes, dims, jnp.dtype(BF16), jnp.dtype(BF16), F32)
+    config = plan.Config(1, block, 32, 2, 1, 2, halo=2, resident=True, unroll=unroll)
     walker: Any = object.__new__(Consumer)
     walker.problem, walker.config, walker.cut, walker.a_ring = problem, config, Cut(problem, config), Indexed()
     lowest = [min(ax.offset[0], ax.offset[0] + (ax.taps - 1) * ax.move) for ax in axes]
-    box = conv_plan.a_box(problem, config)[1:]
+    box = plan.a_box(problem, config)[1:]
     for number, taps in enumerate(itertools.product(*(range(ax.taps) for ax in axes))):
         for member in range(config.groups):
             walker.member = member
@@ -278,13 +278,13 @@ JOINED: dict[str, tuple[Case, bool]] = {  # and whether zeros fill up the filter
 def test_joined_phases_say_where_they_spread_what_is_not_finite(name, outer, monkeypatch):
     """With XLA's convolution in the kernel's place, every place of dy infinite in turn."""
     case, filled = JOINED[name]
-    geo, run = case.geometry(outer), conv_dgrad.conv_dgrad
+    geo, run = case.geometry(outer), dgrad.conv_dgrad
 
     def kernel(dy, w, *, geo, **_):
         joint = Case(dy.shape[0], geo.sizes, w.shape[-2], w.shape[-1], geo.taps, geo.stride, geo.padding, geo.dilation)
         return jnp.asarray(joint.definition("dgrad", dy, w))
 
-    monkeypatch.setattr(conv_dgrad, "conv_dgrad", kernel)
+    monkeypatch.setattr(dgrad, "conv_dgrad", kernel)
     dy, w = case.whole_numbers("dgrad", outer)
     w = np.where(w == 0, np.float32(1), w)
     clean = case.definition("dgrad", dy, w, outer)
@@ -300,9 +300,9 @@ def test_joined_phases_say_where_they_spread_what_is_not_finite(name, outer, mon
         assert not np.isfinite(got[owned]).any()
         spread.append(not np.isfinite(got[~owned]).all())
     assert any(spread) == filled
-    assert conv_dgrad.spreads_nonfinite(geo, case.c) == filled
-    assert not conv_dgrad.spreads_nonfinite(geo, conv_dgrad.NARROW)
-    assert not conv_dgrad.spreads_nonfinite(geo, case.c, operands=["prior"])
+    assert dgrad.spreads_nonfinite(geo, case.c) == filled
+    assert not dgrad.spreads_nonfinite(geo, dgrad.NARROW)
+    assert not dgrad.spreads_nonfinite(geo, case.c, operands=["prior"])
 
 
 def test_the_engine_states_what_joined_phases_do():

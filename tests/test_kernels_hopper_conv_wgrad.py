@@ -17,8 +17,8 @@ from jax import lax
 import jaxdnn_reference as definition_of_all
 from _hopper import on_hopper
 from hopper_conv_cases import BF16, F32, LAYOUTS, Case, lowered
-from jaxdnn._kernels.hopper import conv_wgrad
-from jaxdnn._kernels.hopper import conv_wgrad_transposed as transposed
+from jaxdnn._src.conv.hopper import wgrad
+from jaxdnn._src.conv.hopper import wgrad_transposed as transposed
 
 
 def ones(rank: int) -> tuple[int, ...]:
@@ -60,10 +60,10 @@ TURNED: dict[str, Case] = {
 def test_groups_and_volumes_lower(name, dtype, outer):
     case = (GROUPS | VOLUMES)[name]
     avals, geo = case.avals("wgrad", jnp.dtype(dtype)), case.geometry(outer)
-    assert conv_wgrad.supports(*avals, geo=geo) is None
-    assert jax.eval_shape(lambda a, b: conv_wgrad.conv_wgrad(a, b, geo=geo), *avals).shape == case.w(outer)
-    lowered(lambda a, b: conv_wgrad.conv_wgrad(a, b, geo=geo), *avals)
-    filters = conv_wgrad.schedule(*avals, geo=geo)
+    assert wgrad.supports(*avals, geo=geo) is None
+    assert jax.eval_shape(lambda a, b: wgrad.conv_wgrad(a, b, geo=geo), *avals).shape == case.w(outer)
+    lowered(lambda a, b: wgrad.conv_wgrad(a, b, geo=geo), *avals)
+    filters = wgrad.schedule(*avals, geo=geo)
     assert sorted(filters[filters >= 0]) == list(range(math.prod(case.dy[:-1])))
 
 
@@ -74,11 +74,11 @@ def test_other_types_lower(name, dtype, out_dtype, outer):
     case = TURNED[name]
     avals, options = case.avals("wgrad", jnp.dtype(dtype)), dict[str, Any](geo=case.geometry(outer))
     options |= dict(out_dtype=jnp.dtype(out_dtype))
-    assert conv_wgrad.supports(*avals, **options, precision="tf32" if dtype == "float32" else None) is None
-    out = jax.eval_shape(lambda a, b: conv_wgrad.conv_wgrad(a, b, **options), *avals)
+    assert wgrad.supports(*avals, **options, precision="tf32" if dtype == "float32" else None) is None
+    out = jax.eval_shape(lambda a, b: wgrad.conv_wgrad(a, b, **options), *avals)
     assert (out.shape, out.dtype.name) == (case.w(outer), out_dtype)
-    lowered(lambda a, b: conv_wgrad.conv_wgrad(a, b, **options), *avals)
-    assert conv_wgrad.workspace(*avals, geo=case.geometry(outer)) > 0
+    lowered(lambda a, b: wgrad.conv_wgrad(a, b, **options), *avals)
+    assert wgrad.workspace(*avals, geo=case.geometry(outer)) > 0
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_other_types_lower(name, dtype, out_dtype, outer):
 def test_reasons(change, text):
     case = TURNED["3x3"]._replace(**{k: v for k, v in change.items() if k in ("padding", "groups")})
     avals = case.avals("wgrad", change.get("dtype", BF16))
-    assert text in (conv_wgrad.supports(*avals, geo=case.geometry(), out_dtype=change.get("out_dtype")) or "")
+    assert text in (wgrad.supports(*avals, geo=case.geometry(), out_dtype=change.get("out_dtype")) or "")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_reasons(change, text):
     ],
 )
 def test_cuts_that_cannot_be(case: Case, change: dict[str, Any], text: str):
-    problem = conv_wgrad.problem_of(*case.avals("wgrad"), case.geometry())
-    config = conv_wgrad.Config(64, (1, 1), 1, columns=64, across=1, stages=2)
-    assert text in (conv_wgrad.check(problem, dataclasses.replace(config, **change)) or "")
+    problem = wgrad.problem_of(*case.avals("wgrad"), case.geometry())
+    config = wgrad.Config(64, (1, 1), 1, columns=64, across=1, stages=2)
+    assert text in (wgrad.check(problem, dataclasses.replace(config, **change)) or "")
 
 
 # ---- index arithmetic
@@ -121,14 +121,14 @@ def test_cuts_that_cannot_be(case: Case, change: dict[str, Any], text: str):
     [(32, 256, 256, 8), (4, 256, 128, 2), (2, 256, 128, 1), (3, 60, 30, 3), (6, 96, 96, 6), (6, 192, 384, 2)],
 )
 def test_groups_taken_together(groups, channels, filters, count):
-    assert conv_wgrad.together(groups, channels, filters) == count
+    assert wgrad.together(groups, channels, filters) == count
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_own_channels_of_groups_taken_together(name):
     """From the gradient of the filter between all channels of the groups taken together to the groups' own."""
     case = GROUPS[name]
-    count = conv_wgrad.together(case.groups, case.c, case.k)
+    count = wgrad.together(case.groups, case.c, case.k)
     tiled, inner, taps = case.groups // count, case.c // case.groups, 2
     parts = np.zeros((1, case.k, taps, count * inner), np.float32)
     want = np.random.default_rng(0).standard_normal((case.k, taps, inner)).astype(np.float32)
@@ -136,7 +136,7 @@ def test_own_channels_of_groups_taken_together(name):
         own = k // (case.k // case.groups) % count
         parts[0, k] = np.nan
         parts[0, k, :, own * inner : (own + 1) * inner] = want[k]
-    got = conv_wgrad._own_channels(jnp.asarray(parts), case.groups, tiled, inner)
+    got = wgrad._own_channels(jnp.asarray(parts), case.groups, tiled, inner)
     np.testing.assert_array_equal(np.asarray(got)[0], want)
 
 
@@ -172,11 +172,11 @@ def test_a_filter_gradient_is_the_forward_convolution_of_turned_operands(name, o
 def test_the_groups_own_channels_are_memory_too():
     """Seen on an H200: partial sums, and the result once more before its axes change places."""
     case = Case(2, (2, 7, 3), 64, 32, (5, 1, 3), ones(3), ((5, 0), (0, 1), (0, 0)), ones(3), 2)
-    problem = conv_wgrad.problem_of(*case.avals("wgrad"), case.geometry())
-    config = conv_wgrad.choose(problem, 132)
+    problem = wgrad.problem_of(*case.avals("wgrad"), case.geometry())
+    config = wgrad.choose(problem, 132)
     partial = config.splits * case.k * problem.taps * problem.channels
     needed = 4 * partial + 2 * math.prod(case.w())
-    assert conv_wgrad.workspace(*case.avals("wgrad"), geo=case.geometry()) >= needed
+    assert wgrad.workspace(*case.avals("wgrad"), geo=case.geometry()) >= needed
 
 
 # ---- on the hardware
@@ -188,7 +188,7 @@ def test_the_groups_own_channels_are_memory_too():
 def test_groups_and_volumes_are_exact(name, outer):
     case = (GROUPS | VOLUMES)[name]
     a, b = case.whole_numbers("wgrad", seed=1)
-    run = jax.jit(lambda a, b: conv_wgrad.conv_wgrad(a, b, geo=case.geometry(outer), out_dtype=F32))
+    run = jax.jit(lambda a, b: wgrad.conv_wgrad(a, b, geo=case.geometry(outer), out_dtype=F32))
     got = run(jnp.asarray(a, BF16), jnp.asarray(b, BF16))
     np.testing.assert_array_equal(np.asarray(got), case.definition("wgrad", a, b, outer))
 
@@ -199,7 +199,7 @@ def test_groups_and_volumes_are_exact(name, outer):
 def test_other_types_are_exact(name, dtype, out_dtype):
     case = TURNED[name]
     a, b = case.whole_numbers("wgrad", seed=1)
-    run = jax.jit(lambda a, b: conv_wgrad.conv_wgrad(a, b, geo=case.geometry(), out_dtype=jnp.dtype(out_dtype)))
+    run = jax.jit(lambda a, b: wgrad.conv_wgrad(a, b, geo=case.geometry(), out_dtype=jnp.dtype(out_dtype)))
     got = run(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
     want = jnp.asarray(case.definition("wgrad", a, b)).astype(out_dtype)
     np.testing.assert_array_equal(np.asarray(got, np.float64), np.asarray(want, np.float64))
@@ -215,7 +215,7 @@ PREDICTED: dict[str, tuple[Case, str]] = {
 def predicted(name: str, a: Any, b: Any, at: np.ndarray) -> np.ndarray:
     """What the definition makes of the stated schedule with Hopper's arithmetic, at some places of the result."""
     case, dtype = PREDICTED[name]
-    order = conv_wgrad.schedule(*case.avals("wgrad", jnp.dtype(dtype)), geo=case.geometry())
+    order = wgrad.schedule(*case.avals("wgrad", jnp.dtype(dtype)), geo=case.geometry())
     found = definition_of_all.conv_wgrad(
         np.asarray(a), np.asarray(b), case.w(False), stride=case.stride, padding=case.padding, dilation=case.dilation,
         groups=case.groups, mode="convolution" if case.flip else "cross_correlation",
@@ -241,7 +241,7 @@ def test_bits_are_predicted(name):
     case, dtype = PREDICTED[name]
     rng = np.random.default_rng(3)
     a, b = (jnp.asarray(rng.standard_normal(shape), F32).astype(dtype) for shape in (case.x, case.dy))
-    run = jax.jit(lambda a, b: conv_wgrad.conv_wgrad(a, b, geo=case.geometry(), out_dtype=F32))
+    run = jax.jit(lambda a, b: wgrad.conv_wgrad(a, b, geo=case.geometry(), out_dtype=F32))
     got = np.asarray(run(a, b)).reshape(-1)
     at = np.sort(rng.choice(got.size, min(300, got.size), replace=False))
     np.testing.assert_array_equal(got[at].view(np.uint32), predicted(name, a, b, at).view(np.uint32))

@@ -24,10 +24,10 @@ from hopper_depthwise_cases import (
     run_filter,
     run_walk,
 )
-from jaxdnn._kernels.hopper.conv_depthwise_add import THREADS, Terms, add_terms
-from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import plan_filter
-from jaxdnn._kernels.hopper.conv_depthwise_plan import unsupported
-from jaxdnn._kernels.hopper.conv_depthwise_window import Config, spatial, window
+from jaxdnn._src.conv.hopper.depthwise.add import THREADS, Terms, add_terms
+from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
+from jaxdnn._src.conv.hopper.depthwise.plan import unsupported
+from jaxdnn._src.conv.hopper.depthwise.window import Config, spatial, window
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -169,7 +169,7 @@ def spread(rng, shape):
 @pytest.mark.parametrize("case", CASES)
 def test_the_schedule_predicts_every_bit(case, mode):
     """The kernels' own instructions, on the model of the matrix unit, against the reference with the stated orders."""
-    from jaxdnn._kernels.hopper import conv_depthwise as kernels
+    from jaxdnn._src.conv.hopper import depthwise as kernels
 
     shape, taps, group, dtype, *_ = CASES[case]
     *_, call, config, geometry = operands(case)
@@ -200,7 +200,7 @@ def test_the_schedule_predicts_every_bit(case, mode):
 @needs_newer
 def test_orders_that_change_places_show():
     """A negative control: even rows' order for odd rows and the other way round are not the kernel's bits."""
-    from jaxdnn._kernels.hopper import conv_depthwise as kernels
+    from jaxdnn._src.conv.hopper import depthwise as kernels
 
     *_, call, config, geometry = operands("3x3")
     rng = np.random.default_rng(2)

@@ -10,15 +10,15 @@ import pytest
 
 from _hopper import on_hopper
 from hopper_depthwise_cases import CASES, DTYPES, has_filter_gradient, operands, reference
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
 
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
-from jaxdnn._compat import plgpu
-from jaxdnn._kernels.hopper import conv_depthwise as kernels
-from jaxdnn._kernels.hopper.conv_depthwise_launch import each, grid
-from jaxdnn._kernels.hopper.conv_depthwise_window import spatial, window
+from jaxdnn._src.conv.hopper import depthwise as kernels
+from jaxdnn._src.conv.hopper.depthwise.launch import each, grid
+from jaxdnn._src.conv.hopper.depthwise.window import spatial, window
+from jaxdnn._src.core.compat import plgpu
 
 
 @pytest.mark.parametrize("case", CASES)

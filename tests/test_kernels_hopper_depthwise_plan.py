@@ -14,10 +14,10 @@ from hopper_depthwise_cases import (
     has_filter_gradient,
     operands,
 )
-from jaxdnn._kernels.hopper.conv_depthwise_filter_plan import plan_filter
-from jaxdnn._kernels.hopper.conv_depthwise_order import orders
-from jaxdnn._kernels.hopper.conv_depthwise_plan import plan_walk, unsupported
-from jaxdnn._kernels.hopper.conv_depthwise_window import Config, window
+from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
+from jaxdnn._src.conv.hopper.depthwise.order import orders
+from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk, unsupported
+from jaxdnn._src.conv.hopper.depthwise.window import Config, window
 
 
 @pytest.mark.parametrize("columns", [4, 8, 12, 16, 28, 32])

@@ -13,17 +13,17 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from _dropout_machine import DropoutRows
 from _row_machine import on_arrays
-from jaxdnn import _activation_formulas as formulas
-from jaxdnn import engines
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
+from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.core import engines
 from jaxdnn_reference.dropout import dropout_dgrad
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import dropout, dropout_ptx
-from jaxdnn._kernels.hopper.dropout_group_ptx import Plan
-from jaxdnn._kernels.hopper.ptx import NAMES
+from jaxdnn._src.dropout.hopper import calls, ptx
+from jaxdnn._src.dropout.hopper.group_ptx import Plan
+from jaxdnn._src.hopper.ptx import NAMES
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -130,10 +130,10 @@ def check(p: Problem, **options: Any) -> None:
 
 def check_plan(p: Problem, plan: Plan) -> None:
     (wanted,) = p.wanted()
-    codes = [(dropout_ptx.flat(plan), plan.leads * plan.blocks_a_lead, 0)]
+    codes = [(ptx.flat(plan), plan.leads * plan.blocks_a_lead, 0)]
     if plan.leads == 1:
         floats = plan.stages * plan.stage_bytes // 4
-        codes += [(dropout_ptx.stream(plan, blocks), blocks, floats) for blocks in (1, 3)]
+        codes += [(ptx.stream(plan, blocks), blocks, floats) for blocks in (1, 3)]
     for code, blocks, floats in codes:
         outs = [(wanted.shape, wanted.dtype)]
         (found,) = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks, floats=floats)
@@ -213,7 +213,7 @@ def run_planes(p: Problem, plane: dict[str, int]) -> np.ndarray:
     plan, first = dataclasses.replace(p.plan(), **plane), next(iter(p.arrays.values()))
     blocks = -(-plan.groups // (4 * plan.threads))
     outs = [(first.shape, first.dtype)]
-    return on_arrays(DropoutRows, dropout_ptx.planes(plan), p.operands(plan), outs, plan.threads, blocks, floats=0)[0]
+    return on_arrays(DropoutRows, ptx.planes(plan), p.operands(plan), outs, plan.threads, blocks, floats=0)[0]
 
 
 @each_dtype
@@ -241,10 +241,10 @@ def check_sums(p: Problem, most: int) -> None:
 
 def check_sums_of(p: Problem, plan: Plan, most: int) -> None:
     (wanted,) = p.wanted()
-    columns = dropout_ptx.columns_plan(plan, most)
+    columns = ptx.columns_plan(plan, most)
     outs = [(wanted.shape, wanted.dtype), ((columns.splits, plan.width), np.float32)]
-    code, blocks = dropout_ptx.walk(plan, columns), columns.tiles * columns.splits
-    floats = dropout.column_floats(plan)
+    code, blocks = ptx.walk(plan, columns), columns.tiles * columns.splits
+    floats = calls.column_floats(plan)
     dx, sums = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks, floats=floats)
     same(dx, wanted)
     with np.errstate(invalid="ignore"):
@@ -415,7 +415,7 @@ def test_engine_tells_the_workspace_of_its_sums():
     gradient = lambda x, b: jax.grad(lambda x, b: jnp.sum(fused(activation="gelu")(x, b)), (0, 1))(x, b)
     found = [c for c in dnn.explain(gradient, x, b, platform="cuda")[-1].candidates if c.engine == "hopper"]
     plan = Plan(True, (("dy", "bf16"), ("x", "bf16"), ("bias", "bf16")), "bf16", "table", 0.0, 1, 1.0, 1 << 25, 4096)
-    assert (found[0].level, found[0].workspace) == ("run_to_run", 4 * 4096 * dropout.columns(plan)[1].splits)
+    assert (found[0].level, found[0].workspace) == ("run_to_run", 4 * 4096 * calls.columns(plan)[1].splits)
 
 
 @pytest.mark.usefixtures("x64")

@@ -12,16 +12,18 @@ import jaxdnn as dnn
 from _norm_calls import DTYPES, arrays_of, check_backward, check_forward
 from _norm_machine import NormRows
 from _row_machine import on_arrays
-from jaxdnn import _norm, engines, tolerance_norm
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.norm import bounds, primitive
 from norm_cases import Norm, agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm, norm_dgrad_ptx, norm_ptx
-from jaxdnn._kernels.hopper.norm_ptx import RowPlan
-from jaxdnn._kernels.hopper.ptx import SIZES
+from jaxdnn._src.hopper.ptx import SIZES
+from jaxdnn._src.norm.hopper import rows as norm
+from jaxdnn._src.norm.hopper import rows_dgrad_ptx, rows_ptx
+from jaxdnn._src.norm.hopper.rows_ptx import RowPlan
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -58,7 +60,7 @@ def forward(
     plan = plan or norm.forward_plan(length, *names, many)
     assert plan is not None
     blocks = min(blocks if plan.stays else rows, -(-rows // plan.rows_a_block))
-    code = norm_ptx.forward(plan, rows, blocks, centred=centred, eps=eps, scale=s is not None, bias=b is not None)
+    code = rows_ptx.forward(plan, rows, blocks, centred=centred, eps=eps, scale=s is not None, bias=b is not None)
     given = [x, *(v for v in (s, b) if v is not None)]
     outs = [(x.shape, DTYPES[names[1]]), *[((rows,), np.float32)] * 3]
     return run(code, plan, blocks, given, outs)
@@ -80,7 +82,7 @@ def backward(
     rows, length = x.shape
     plan = plan or norm.backward_plan(length, *names)
     assert plan is not None
-    code = norm_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=s is not None)
+    code = rows_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=s is not None)
     given = [dy, x, mean, rstd, *([] if s is None else [s])]
     outs = [(x.shape, DTYPES[names[1]]), ((blocks, 2, length), np.float32)]
     dx, sums = run(code, plan, blocks, given, outs)
@@ -157,7 +159,7 @@ def test_long_rows_of_16_bits(length: int, dtype: str):
     n = Norm("layer_norm", (7, length), (length,))
     x, s, b, _ = arrays_of(n, dtype, 0.5)
     y, *saved = forward(x, s, b, (dtype, dtype), n.eps, centred=True, plan=plan)
-    agree(y, np.asarray(n.definition(x, s, b)[0]), tolerance_norm.from_definition(n.problem(x, s, b))[0], x.dtype, "y")
+    agree(y, np.asarray(n.definition(x, s, b)[0]), bounds.from_definition(n.problem(x, s, b))[0], x.dtype, "y")
     alone = forward(x[4:5], s, b, (dtype, dtype), n.eps, centred=True, plan=lone)
     for one, whole in zip(alone, [y, *saved], strict=True):
         np.testing.assert_array_equal(one.view(np.uint8), whole[4:5].view(np.uint8))
@@ -178,7 +180,7 @@ def test_one_barrier_less_is_a_race(which: int):
     """Of those behind scale and bias, mean and variance."""
     plan = RowPlan(504, "bf16", "bf16", 64, 1, 2, 2, stays=True, shared=True)
     x, s, b, _ = arrays_of(Norm("layer_norm", (9, 504), (504,)), "bf16", 0.5)
-    whole = norm_ptx.forward(plan, 9, 2, centred=True, eps=1e-5, scale=True, bias=True)
+    whole = rows_ptx.forward(plan, 9, 2, centred=True, eps=1e-5, scale=True, bias=True)
     barriers = list(re.finditer(r"(?m)^bar\.sync .*\n", whole))
     assert len(barriers) == 3
     code = whole[: barriers[which].start()] + whole[barriers[which].end() :]
@@ -195,7 +197,7 @@ def test_without_all_parameters(given: tuple[str, ...], kept: str):
     s, b = s if "scale" in given else None, b if "bias" in given else None
     plan = RowPlan(136, "bf16", "f32", 32, 1, 4, 1, stays=kept != "not", shared=kept == "shared")
     y, *_ = forward(x, s, b, ("bf16", "f32"), n.eps, centred=True, plan=plan)
-    agree(y, *tolerance_norm.forward(n.problem(x, s, b)), np.float32, "y")
+    agree(y, *bounds.forward(n.problem(x, s, b)), np.float32, "y")
 
 
 @each_op
@@ -204,9 +206,9 @@ def test_without_parameters(op: str):
     x, _, _, dy = arrays_of(n, "f32", 0.5)
     y, *saved = forward(x, None, None, ("f32", "f32"), n.eps, centred=n.centred)
     p = n.problem(x, None, None)
-    agree(y, tolerance_norm.forward(p)[0], tolerance_norm.forward(p)[1], np.float32, "y")
+    agree(y, bounds.forward(p)[0], bounds.forward(p)[1], np.float32, "y")
     grads = backward(dy, x, saved[0], saved[1], None, ("f32", "f32"), centred=n.centred, blocks=1)
-    for found, (golden, error) in zip(grads, tolerance_norm.backward(p, in_view(n, dy, p.x.shape)), strict=True):
+    for found, (golden, error) in zip(grads, bounds.backward(p, in_view(n, dy, p.x.shape)), strict=True):
         agree(found, golden.reshape(found.shape), error.reshape(found.shape), np.float32, "a gradient")
 
 
@@ -353,7 +355,7 @@ def test_engine_is_first_where_it_was_measured_faster(op: str):
 
     def rank(rows: int, length: int, dtype: Any) -> int:
         kinds = (np.dtype(np.float32), np.dtype(dtype))
-        spec = _norm.NormSpec((-1,), (-2,), True, 1e-5, False, False, True, *kinds)
+        spec = primitive.NormSpec((-1,), (-2,), True, 1e-5, False, False, True, *kinds)
         x, statistic = shape_of(rows, length, dtype=dtype), shape_of(rows, 1, dtype=jnp.float32)
         operands = (x,) if op == "norm" else (x, x, statistic, statistic)
         return engine.rank(engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0]))

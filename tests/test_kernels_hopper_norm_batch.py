@@ -6,16 +6,16 @@ import re
 import numpy as np
 import pytest
 
-from jaxdnn import tolerance_norm
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
+from jaxdnn._src.norm import bounds
 from norm_cases import agree
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 from _column_machine import DTYPES, MERGE_FLOATS, plan_of, run, statistics, sums, walked_floats
-from jaxdnn._kernels.hopper import norm_batch, norm_batch_ptx
-from jaxdnn._kernels.hopper.norm_batch_walk import ColumnPlan
+from jaxdnn._src.norm.hopper import batch, batch_ptx
+from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # Rows and columns: less than a tile, one row, lines that are no power of two, threads left over, a row that takes
@@ -32,17 +32,17 @@ SIZES = {
 }
 
 
-def problem(x: np.ndarray, eps: float = 1e-5) -> tolerance_norm.Problem:
+def problem(x: np.ndarray, eps: float = 1e-5) -> bounds.Problem:
     """The bound of accurate statistics: what is left of a mean when it is subtracted is subtracted too."""
-    found = tolerance_norm.problem(x.shape, (-2,), (-2,), (1, x.shape[1]), x, None, None, eps=eps, centred=True)
+    found = bounds.problem(x.shape, (-2,), (-2,), (1, x.shape[1]), x, None, None, eps=eps, centred=True)
     return dataclasses.replace(found, wide=True, sample=None)
 
 
-def check(x: np.ndarray, plan: ColumnPlan) -> norm_batch.Statistics:
+def check(x: np.ndarray, plan: ColumnPlan) -> batch.Statistics:
     """The statistics within their computed bounds."""
     scale = np.linspace(-1, 2, x.shape[1]).astype(np.float32)
     found = statistics(x, plan, scale=scale)
-    wanted = tolerance_norm.normalised(problem(x))
+    wanted = bounds.normalised(problem(x))
     for name in ("mean", "rstd", "variance"):
         value = getattr(found, name)
         agree(value, getattr(wanted, name)[0], getattr(wanted, f"{name}_error")[0], np.float32, name)
@@ -60,7 +60,7 @@ def normal(rows: int, columns: int, dtype: str, mean: float = 0.5) -> np.ndarray
 @pytest.mark.parametrize("size", SIZES)
 def test_statistics(size: str, dtype: str):
     rows, columns = SIZES[size]
-    if norm_batch.forward_plan(rows, columns, dtype) is None:
+    if batch.forward_plan(rows, columns, dtype) is None:
         rows -= rows % 8
     check(normal(rows, columns, dtype), plan_of(rows, columns, dtype))
 
@@ -103,7 +103,7 @@ def roundings(plan: ColumnPlan) -> int:
     chunk = plan.chunk + 6  # two differences, and the mean's own sum
     chunks = -(-plan.full // plan.splits) + (plan.rest > 0)
     lines = 5 * (plan.lines - 1).bit_length()  # a difference, a share of two roundings, a product, a sum
-    warps = norm_batch.MERGE_THREADS // norm_batch_ptx.LANES
+    warps = batch.MERGE_THREADS // batch_ptx.LANES
     merge = -(-plan.splits * plan.fold // warps) + warps + 2  # products are fused with sums; 1 / n, and its product
     return first + chunks * chunk + lines + merge
 
@@ -154,13 +154,13 @@ def test_what_is_not_finite_stays_in_its_column(rows: int, dtype: str):
 def test_one_barrier_less_is_a_race(kernel: str, which: int):
     """Each of the first three; those behind order the threads of one warp."""
     x, plan = normal(999, 24, "f32"), plan_of(999, 24, "f32", threads=128, chunk=1, splits=2)
-    whole = norm_batch_ptx.statistics(plan)
+    whole = batch_ptx.statistics(plan)
     arrays, shapes = [x], [(plan.columns,), (plan.splits, 2, plan.columns)]
     floats, block, blocks = walked_floats(plan), plan.threads, plan.blocks
     if kernel == "merge":
         arrays, shapes = run(whole, floats, block, blocks, arrays, shapes), [(24,)] * 4
-        floats, block, blocks = MERGE_FLOATS, norm_batch.MERGE_THREADS, 1
-        whole = norm_batch_ptx.merge(plan, block, norm_batch.MERGE_BATCH, eps=1e-5, scale=False)
+        floats, block, blocks = MERGE_FLOATS, batch.MERGE_THREADS, 1
+        whole = batch_ptx.merge(plan, block, batch.MERGE_BATCH, eps=1e-5, scale=False)
     parts = re.split(r"(?m)^bar\.sync .*\n", whole)
     barrier = f"bar.sync 0, {block};\n"
     run(barrier.join(parts), floats, block, blocks, arrays, shapes)
@@ -177,7 +177,7 @@ def test_plans_cover_all_rows_and_columns():
             assert plan.rows * plan.columns == rows * columns
             assert plan.across * plan.width >= plan.row_vectors
             assert 1 <= plan.splits <= max(1, plan.full)
-            assert 4 * plan.floats(norm_batch_ptx.values_of(plan)) <= 48 << 10
+            assert 4 * plan.floats(batch_ptx.values_of(plan)) <= 48 << 10
             assert plan.tile * plan.row_bytes < 1 << 32
 
 
@@ -186,7 +186,7 @@ def test_plans_cover_all_rows_and_columns():
 def test_sums(size: str, dtype: str):
     """In any order: Σ |terms| (rows + 2) roundings."""
     rows, columns = SIZES[size]
-    if norm_batch.backward_plan(rows, columns, dtype) is None:
+    if batch.backward_plan(rows, columns, dtype) is None:
         rows -= rows % 8
     x, dy = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1)
     mean = x.astype(np.float64).mean(0).astype(np.float32)

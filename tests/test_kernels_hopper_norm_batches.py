@@ -11,16 +11,18 @@ from jax import export
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import engines, tolerance_norm
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.norm import bounds
 from norm_cases import Norm, agree
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 from _column_machine import DTYPES, plan_of, statistics, sums
-from jaxdnn._kernels.hopper import norm_batch, norm_batches
-from jaxdnn._kernels.hopper.ptx import NAMES
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm.hopper import batch as norm_batch
+from jaxdnn._src.norm.hopper import batch_engine
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -49,13 +51,13 @@ def test_results_from_the_kernels(
     call = call_of(lambda x: dnn.batch_norm(x, scale=s, bias=b, out_dtype=out_dtype)[0], x)
 
     monkeypatch.setattr(norm_batch, "statistics", emulated_statistics)
-    assert norm_batches.BATCHES.unsupported(call) is None
+    assert batch_engine.BATCHES.unsupported(call) is None
     parameters = [jnp.asarray(v).reshape(1, 1, 1, 8) for v in (s, b) if v is not None]
-    found = norm_batches.BATCHES.run(call, jnp.asarray(x), *parameters)
+    found = batch_engine.BATCHES.run(call, jnp.asarray(x), *parameters)
     p = n.problem(x, s, b)
     out = np.dtype(out_dtype or DTYPES[dtype])
-    agree(found[0], *tolerance_norm.forward(p), out, "y")
-    wanted = tolerance_norm.normalised(dataclasses.replace(p, wide=True, sample=None))
+    agree(found[0], *bounds.forward(p), out, "y")
+    wanted = bounds.normalised(dataclasses.replace(p, wide=True, sample=None))
     for value, name in zip(found[1:], ("mean", "rstd", "variance"), strict=True):
         agree(value, getattr(wanted, name), getattr(wanted, f"{name}_error"), np.float32, name)
 
@@ -82,11 +84,11 @@ def test_gradients_from_the_kernels(
     options: dict[str, Any] = {"mean": mean_, "rstd": rstd, "out_dtype": out_dtype}
     call = call_of(lambda dy, x: dnn.batch_norm_dgrad(dy, x, scale=s, **options), dy, x)
     monkeypatch.setattr(norm_batch, "sums", sums)
-    assert norm_batches.BATCHES.unsupported(call) is None
+    assert batch_engine.BATCHES.unsupported(call) is None
     operands = [jnp.asarray(v) for v in (dy, x)]
     operands += [jnp.asarray(v).reshape(1, 1, 1, 8) for v in (mean_, rstd, *([] if s is None else [s]))]
-    found = norm_batches.BATCHES.run(call, *operands)
-    wanted = tolerance_norm.backward(n.problem(x, s, None), dy.astype(np.float64))
+    found = batch_engine.BATCHES.run(call, *operands)
+    wanted = bounds.backward(n.problem(x, s, None), dy.astype(np.float64))
     dtypes = (np.dtype(out_dtype or DTYPES[dtype]), np.float32, np.float32)
     for value, (golden, error), out, name in zip(found, wanted, dtypes, ("dx", "dscale", "dbias"), strict=True):
         agree(value, golden, error, out, name)
@@ -211,9 +213,9 @@ def test_chosen_unasked_like_what_was_measured(shape: tuple[int, ...], rank: int
 def test_workspace_is_what_the_kernels_take():
     """The pairs, the base, the second part of the mean and the factor; backward the sums."""
     plan = plan_of(144, 16, "bf16")
-    assert norm_batches.BATCHES.workspace(call_of(dnn.batch_norm, IMAGES)) == 4 * 16 * (2 * plan.splits + 3)
+    assert batch_engine.BATCHES.workspace(call_of(dnn.batch_norm, IMAGES)) == 4 * 16 * (2 * plan.splits + 3)
     mean = shape_of(16, dtype=jnp.float32)
     call = call_of(lambda dy, x, m: dnn.batch_norm_dgrad(dy, x, mean=m, rstd=m), IMAGES, IMAGES, mean)
     backward = norm_batch.backward_plan(144, 16, "bf16")
     assert backward is not None
-    assert norm_batches.BATCHES.workspace(call) == 4 * 16 * 2 * backward.splits
+    assert batch_engine.BATCHES.workspace(call) == 4 * 16 * 2 * backward.splits

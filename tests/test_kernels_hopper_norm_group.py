@@ -15,15 +15,18 @@ import jaxdnn as dnn
 from _image_machine import Images
 from _norm_calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
 from _row_machine import on_arrays
-from jaxdnn import _norm, engines, tolerance_norm
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.norm import bounds, primitive
 from norm_cases import agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import CLUSTERS_AT_ONCE, norm_group, norm_group_plan, norm_group_ptx
-from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan
+from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
+from jaxdnn._src.norm.hopper import group as norm_group
+from jaxdnn._src.norm.hopper import group_plan, group_ptx
+from jaxdnn._src.norm.hopper.group_plan import ImagePlan
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -69,10 +72,10 @@ def run(
 
 def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **changed: Any) -> ImagePlan:
     _, pixels, channels = x.shape
-    plan = norm_group_plan.plan(pixels, channels, group, names[0], names[1], arrays)
+    plan = group_plan.plan(pixels, channels, group, names[0], names[1], arrays)
     assert plan is not None
     plan = dataclasses.replace(plan, **changed)
-    assert 4 * plan.floats(arrays) <= norm_group_plan.WHOLE
+    assert 4 * plan.floats(arrays) <= group_plan.WHOLE
     return plan
 
 
@@ -82,7 +85,7 @@ def forward(
     """y, mean, rstd and variance by the kernel."""
     plan = plan_of(x, group, names, 1, **changed)
     turns = {"images": len(x), "clusters": clusters} if clusters else {}
-    code = norm_group_ptx.forward(plan, eps=eps, scale=s is not None, bias=b is not None, **turns)
+    code = group_ptx.forward(plan, eps=eps, scale=s is not None, bias=b is not None, **turns)
     statistic = ((len(x), x.shape[2] // group), np.float32)
     given = [x, *(v for v in (s, b) if v is not None)]
     return run(code, plan, clusters or len(x) * plan.parts, given, [(x.shape, DTYPES[names[1]]), *[statistic] * 3])
@@ -102,7 +105,7 @@ def backward(
     """dx, dscale and dbias by the kernel, the blocks' sums added up here."""
     plan = plan_of(x, group, names, 2, **changed)
     turns = {"images": len(x), "clusters": clusters} if clusters else {}
-    code = norm_group_ptx.backward(plan, scale=s is not None, **turns)
+    code = group_ptx.backward(plan, scale=s is not None, **turns)
     given = [dy, x, mean, rstd, *([] if s is None else [s])]
     outs = [(x.shape, DTYPES[names[1]]), ((len(x) * plan.cluster, 2, x.shape[2]), np.float32)]
     dx, sums = run(code, plan, clusters or len(x) * plan.parts, given, outs)
@@ -176,10 +179,10 @@ def test_without_parameters(group: int):
     x, _, _, dy = arrays_of(n, "f32", 0.5)
     y, *saved = forward(x, None, None, group, ("f32", "f32"), n.eps)
     p = n.problem(x, None, None)
-    golden, error = (v.reshape(x.shape) for v in tolerance_norm.forward(p))
+    golden, error = (v.reshape(x.shape) for v in bounds.forward(p))
     agree(y, golden, error, np.float32, "y")
     grads = backward(dy, x, saved[0], saved[1], None, group, ("f32", "f32"))
-    for found, (golden, error) in zip(grads, tolerance_norm.backward(p, in_view(n, dy, p.x.shape)), strict=True):
+    for found, (golden, error) in zip(grads, bounds.backward(p, in_view(n, dy, p.x.shape)), strict=True):
         agree(found, golden.reshape(found.shape), error.reshape(found.shape), np.float32, "a gradient")
 
 
@@ -252,7 +255,7 @@ def test_a_copy_that_is_not_waited_for_shows():
     n = norm_of(50, 64, 8)
     x, _, _, _ = arrays_of(n, "bf16", 0.5)
     plan = plan_of(x, 8, ("bf16", "bf16"), 1)
-    code = norm_group_ptx.forward(plan, eps=1e-5, scale=False, bias=False)
+    code = group_ptx.forward(plan, eps=1e-5, scale=False, bias=False)
     outs = [(x.shape, x.dtype), *[((2, 8), np.float32)] * 3]
     wait = "cp.async.wait_group 0;\n"
     assert code.count(wait) == 1
@@ -269,7 +272,7 @@ def test_a_missing_barrier_shows(which: int):
     n = norm_of(50, 64, 8)
     x, _, _, _ = arrays_of(n, "bf16", 0.5)
     plan = plan_of(x, 8, ("bf16", "bf16"), 1)
-    parts = norm_group_ptx.forward(plan, eps=1e-5, scale=False, bias=False).split(f"bar.sync 1, {plan.threads};\n")
+    parts = group_ptx.forward(plan, eps=1e-5, scale=False, bias=False).split(f"bar.sync 1, {plan.threads};\n")
     assert len(parts) == 5
     barrier = [f"bar.sync 1, {plan.threads};\n"] * 4
     barrier[which] = ""
@@ -282,7 +285,7 @@ def in_turn() -> tuple[list[np.ndarray], ImagePlan, str, list[tuple[Any, Any]]]:
     """The backward kernel of four blocks for three images, and what it takes and returns."""
     x, _, _, dy = arrays_of(norm_of(150, 64, 8, 3), "bf16", 0.5)
     plan = plan_of(x, 8, ("bf16", "bf16"), 2, cluster=4)
-    code = norm_group_ptx.backward(plan, scale=False, images=3, clusters=1)
+    code = group_ptx.backward(plan, scale=False, images=3, clusters=1)
     statistic = np.ones((3, 8), np.float32)
     return [dy, x, statistic, statistic], plan, code, [(x.shape, x.dtype), ((12, 2, 64), np.float32)]
 
@@ -321,7 +324,7 @@ def test_sums_that_are_not_waited_for_show():
 def channels_and_groups(dtype: str) -> Iterator[tuple[int, int]]:
     """Powers of two, and numbers that few parts divide."""
     yield from ((8, 8), (64, 2), (256, 8), (320, 10), (2048, 64), (4096, 4096), (1000, 125))
-    vector = 16 // norm_group_plan.SIZES[dtype]
+    vector = 16 // group_plan.SIZES[dtype]
     for prime in (3, 31, 127, 401, 1021, 1031):
         yield from ((vector * prime, group) for group in (1, vector, prime, vector * prime))
 
@@ -329,36 +332,36 @@ def channels_and_groups(dtype: str) -> Iterator[tuple[int, int]]:
 @each_dtype
 @pytest.mark.parametrize("arrays", [1, 2])
 def test_plans_fit_the_device(arrays: int, dtype: str):
-    vector = 16 // norm_group_plan.SIZES[dtype]
+    vector = 16 // group_plan.SIZES[dtype]
     for pixels in (1, 4, 49, 196, 784, 3136, 12544, 50176, 1 << 20):
         for channels, group in channels_and_groups(dtype):
-            plan = norm_group_plan.plan(pixels, channels, group, dtype, dtype, arrays)
+            plan = group_plan.plan(pixels, channels, group, dtype, dtype, arrays)
             if math.lcm(group, vector) // vector > 1024:  # no part is smaller, and no block has as many threads
                 assert plan is None
                 continue
             assert plan is not None
             assert plan.channels % plan.part == plan.part % plan.group == plan.part % plan.elements == 0
-            assert plan.columns <= plan.threads <= norm_group_plan.THREADS == 1024
+            assert plan.columns <= plan.threads <= group_plan.THREADS == 1024
             assert plan.threads % 128 == 0
-            assert plan.cluster in norm_group_plan.CLUSTERS
-            assert 4 * plan.floats(arrays) <= norm_group_plan.WHOLE < 227 << 10
+            assert plan.cluster in group_plan.CLUSTERS
+            assert 4 * plan.floats(arrays) <= group_plan.WHOLE < 227 << 10
             assert min(plan.kept, plan.rounds) >= 1
 
 
 def test_parts_in_turn_are_more_than_run_at_once():
     """Where a block has a multiprocessor alone, unless there are few parts or not all of them stays."""
-    plan = norm_group_plan.plan(4096, 320, 10, "bf16", "bf16", 2)
+    plan = group_plan.plan(4096, 320, 10, "bf16", "bf16", 2)
     assert plan is not None
-    assert 4 * plan.floats(2) > norm_group_plan.HALF
+    assert 4 * plan.floats(2) > group_plan.HALF
     at_once = CLUSTERS_AT_ONCE[plan.cluster]
     assert (plan.parts, plan.turns(at_once // plan.parts, 2)) == (4, 0)
     assert plan.turns(at_once // plan.parts + 1, 2) == at_once
     assert plan.turns(64, 2) == 2 * at_once
     assert dataclasses.replace(plan, kept=plan.rounds - 1).turns(64, 2) == 0
-    half = norm_group_plan.plan(4096, 320, 10, "bf16", "bf16", 1)
+    half = group_plan.plan(4096, 320, 10, "bf16", "bf16", 1)
     assert half is not None
     assert (half.turns(64, 1), half.turns(7, 1)) == (2 * at_once, 0)
-    even = norm_group_plan.plan(3136, 256, 8, "bf16", "bf16", 1)
+    even = group_plan.plan(3136, 256, 8, "bf16", "bf16", 1)
     assert even is not None
     assert even.turns(128, 1) == 0
 
@@ -367,16 +370,14 @@ def test_parts_are_whole_sectors_where_these_fit():
     """80 bytes of a pixel, the least that 8 groups of 10 fill, straddle the caches' sectors of 32."""
     for channels, group in ((320, 10), (640, 20), (1280, 40)):
         for arrays in (1, 2):
-            plan = norm_group_plan.plan(
-                4096 * 320 // channels // (channels // 320), channels, group, "bf16", "bf16", arrays
-            )
+            plan = group_plan.plan(4096 * 320 // channels // (channels // 320), channels, group, "bf16", "bf16", arrays)
             assert plan is not None
-            assert plan.part * 2 % norm_group_plan.SECTOR == 0
+            assert plan.part * 2 % group_plan.SECTOR == 0
 
 
 def test_channels_that_no_part_divides_are_dealt_out_in_vectors():
     """As many clusters as there are vectors in a pixel."""
-    plan = norm_group_plan.plan(4096, 3208, 1, "bf16", "bf16", 1)
+    plan = group_plan.plan(4096, 3208, 1, "bf16", "bf16", 1)
     assert plan is not None
     assert (plan.part, plan.kept >= plan.rounds) == (8, True)
 
@@ -518,7 +519,7 @@ def call_of(op: str, images: int, size: int, channels: int, groups: int, dtype: 
     view = shape_of(images, size, size, groups, channels // groups, dtype=dtype)
     statistic = shape_of(images, 1, 1, groups, 1, dtype=jnp.float32)
     kinds = (np.dtype(np.float32), np.dtype(dtype))
-    spec = _norm.NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, *kinds)
+    spec = primitive.NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, *kinds)
     operands = (view,) if op == "norm" else (view, view, statistic, statistic)
     return engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0])
 
@@ -529,13 +530,13 @@ def engine_of(op: str) -> engines.Engine:
 
 
 def test_workspace_is_the_sums_of_the_blocks():
-    plan = norm_group_plan.plan(56 * 56, 256, 8, "bf16", "bf16", 2)
+    plan = group_plan.plan(56 * 56, 256, 8, "bf16", "bf16", 2)
     assert plan is not None
     call = call_of("norm_dgrad", 4, 56, 256, 32)
     assert engine_of("norm_dgrad").supports(call) is None
     assert engine_of("norm_dgrad").workspace(call) == 4 * plan.cluster * 2 * 256 * 4
     assert engine_of("norm").workspace(call_of("norm", 4, 56, 256, 32)) == 0
-    slices = norm_group_plan.in_slices(256 * 256, 128, 4, "bf16", "bf16", 2)
+    slices = group_plan.in_slices(256 * 256, 128, 4, "bf16", "bf16", 2)
     assert slices is not None
     merged = 256 * 256 // slices.statistics.pixels
     wanted = 2 * merged * 4 * (2 * 32 + slices.statistics.cluster * 2 * 128)

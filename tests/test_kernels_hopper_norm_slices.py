@@ -11,13 +11,14 @@ import pytest
 from _image_machine import Images
 from _norm_calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
 from _row_machine import on_arrays
-from jaxdnn._kernels import hopper
+from jaxdnn._src import hopper
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import norm_group, norm_group_plan, norm_group_slices_ptx
-from jaxdnn._kernels.hopper.norm_group_plan import ImagePlan, SlicePlan
+from jaxdnn._src.norm.hopper import group as norm_group
+from jaxdnn._src.norm.hopper import group_plan, group_slices_ptx
+from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -35,7 +36,7 @@ each_size = pytest.mark.parametrize("size", SIZES)
 
 
 def plan_of(pixels: int, channels: int, group: int, names: tuple[str, str], arrays: int, cluster: int) -> ImagePlan:
-    plan = norm_group_plan.plan(pixels, channels, group, *names, arrays)
+    plan = group_plan.plan(pixels, channels, group, *names, arrays)
     assert plan is not None
     return dataclasses.replace(plan, cluster=cluster)
 
@@ -57,9 +58,9 @@ def forward(x: np.ndarray, s: Any, b: Any, plans: SlicePlan, eps: float) -> list
     first, second = plans.statistics, plans.applied
     merged, slices, groups = pixels // first.pixels, pixels // second.pixels, channels // first.group
     of_slices, of_images = (((count, groups), np.float32) for count in (images * merged, images))
-    found = run(norm_group_slices_ptx.statistics(first), first, images * merged, [x], [of_slices] * 3)
+    found = run(group_slices_ptx.statistics(first), first, images * merged, [x], [of_slices] * 3)
     has = {"scale": s is not None, "bias": b is not None}
-    code = norm_group_slices_ptx.apply(second, images, slices, merged, eps=eps, **has)
+    code = group_slices_ptx.apply(second, images, slices, merged, eps=eps, **has)
     given = [x, *found, *(v for v in (s, b) if v is not None)]
     return run(code, second, images * slices, given, [(x.shape, DTYPES[second.out_dtype]), *[of_images] * 3])
 
@@ -69,12 +70,12 @@ def backward(dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, s: Any, plans:
     images, pixels, channels = x.shape
     first, second = plans.statistics, plans.applied
     merged, slices, groups = pixels // first.pixels, pixels // second.pixels, channels // first.group
-    names, scale = norm_group_slices_ptx.sums_of_groups(first.dtype), [] if s is None else [s]
+    names, scale = group_slices_ptx.sums_of_groups(first.dtype), [] if s is None else [s]
     of_slices, of_images = (((count, groups), np.float32) for count in (images * merged, images))
     outs = [((images * merged * first.cluster, 2, channels), np.float32), *[of_slices] * len(names)]
-    code = norm_group_slices_ptx.gradient_sums(first, merged, scale=s is not None)
+    code = group_slices_ptx.gradient_sums(first, merged, scale=s is not None)
     each, *sums = run(code, first, images * merged, [dy, x, mean, *scale], outs)
-    code = norm_group_slices_ptx.apply_gradients(second, images, slices, merged, scale=s is not None)
+    code = group_slices_ptx.apply_gradients(second, images, slices, merged, scale=s is not None)
     outs = [(x.shape, DTYPES[second.out_dtype]), *[of_images] * (first.dtype == "f32")]
     dx, *rest = run(code, second, images * slices, [dy, x, mean, rstd, *scale, *sums], outs)
     dscale, dbias = norm_group.merged_gradients(*map(jnp.asarray, (each, rstd, *rest)))
@@ -174,10 +175,8 @@ def test_a_missing_barrier_shows():
     n = norm_of(*SIZES[size][0])
     x, _, _, _ = arrays_of(n, "bf16", 0.5)
     plans = plans_of(size, names, 1)
-    found = run(
-        norm_group_slices_ptx.statistics(plans.statistics), plans.statistics, 64, [x], [((64, 4), np.float32)] * 3
-    )
-    code = norm_group_slices_ptx.apply(plans.applied, 2, 64, 32, eps=n.eps, scale=False, bias=False)
+    found = run(group_slices_ptx.statistics(plans.statistics), plans.statistics, 64, [x], [((64, 4), np.float32)] * 3)
+    code = group_slices_ptx.apply(plans.applied, 2, 64, 32, eps=n.eps, scale=False, bias=False)
     barrier = f"bar.sync 1, {plans.applied.threads};\n"
     assert code.count(barrier) == 1
     outs = [(x.shape, x.dtype), *[((2, 4), np.float32)] * 3]
@@ -192,17 +191,17 @@ def test_a_missing_barrier_shows():
 @pytest.mark.parametrize("arrays", [1, 2])
 @pytest.mark.parametrize("size", [(256 * 256, 128, 4), (512 * 512, 128, 4), (384 * 640, 256, 8), (96 * 96, 512, 16)])
 def test_slices_stay_and_divide_the_image(size: tuple[int, int, int], arrays: int, dtype: str):
-    plans = norm_group_plan.in_slices(*size, dtype, dtype, arrays)
+    plans = group_plan.in_slices(*size, dtype, dtype, arrays)
     assert plans is not None
     for plan in (plans.statistics, plans.applied):
         assert size[0] % plan.pixels == 0
         assert plan.kept >= plan.rounds
-        assert 4 * plan.floats(arrays) <= norm_group_plan.HALF
+        assert 4 * plan.floats(arrays) <= group_plan.HALF
     assert plans.applied.cluster == 1
 
 
 def test_slices_are_for_what_does_not_stay_or_is_narrow():
-    best = lambda pixels, arrays: type(norm_group_plan.best(pixels, 128, 4, "bf16", "bf16", arrays))
+    best = lambda pixels, arrays: type(group_plan.best(pixels, 128, 4, "bf16", "bf16", arrays))
     assert [best(64 * 64, arrays) for arrays in (1, 2)] == [ImagePlan, ImagePlan]
     assert [best(128 * 128, arrays) for arrays in (1, 2)] == [ImagePlan, SlicePlan]
     assert [best(256 * 256, arrays) for arrays in (1, 2)] == [SlicePlan, SlicePlan]
@@ -210,7 +209,7 @@ def test_slices_are_for_what_does_not_stay_or_is_narrow():
 
 
 def test_an_image_that_nothing_divides_has_no_slices():
-    assert norm_group_plan.in_slices(65537, 128, 4, "bf16", "bf16", 1) is None
+    assert group_plan.in_slices(65537, 128, 4, "bf16", "bf16", 1) is None
 
 
 # ---- lowered for CUDA ------------------------------------------------------------------------------------------------
@@ -222,9 +221,7 @@ def test_lowers_for_cuda(dtype: str, out_dtype: str):
     pixels, channels, groups = 256 * 256, 128, 32
     x = jax.ShapeDtypeStruct((2, pixels, channels), DTYPES[dtype])
     row = jax.ShapeDtypeStruct((channels,), jnp.float32)
-    plans = [
-        norm_group_plan.in_slices(pixels, channels, channels // groups, dtype, out_dtype, arrays) for arrays in (1, 2)
-    ]
+    plans = [group_plan.in_slices(pixels, channels, channels // groups, dtype, out_dtype, arrays) for arrays in (1, 2)]
 
     def both(x: Any, s: Any, b: Any) -> Any:
         options: dict[str, Any] = {"groups": groups, "out_dtype": np.dtype(DTYPES[out_dtype])}

@@ -13,11 +13,11 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper import pool_ptx, pool_scatter_ptx, pool_tile_ptx
-from jaxdnn._kernels.hopper.pool_ptx import THREADS, Shape
-from jaxdnn._kernels.hopper.pool_scatter_ptx import Strip
-from jaxdnn._kernels.hopper.pool_tile_ptx import Tile
+from jaxdnn._src import hopper
+from jaxdnn._src.pool.hopper import ptx, scatter_ptx, tile_ptx
+from jaxdnn._src.pool.hopper.ptx import THREADS, Shape
+from jaxdnn._src.pool.hopper.scatter_ptx import Strip
+from jaxdnn._src.pool.hopper.tile_ptx import Tile
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -311,7 +311,7 @@ def test_maximum(name: str, dtype: str, rows: int):
         machine = Machine([x, y, tap] if indices else [x, y])
         for number, like in ((1, y), (2, tap))[: 1 + indices]:
             machine.array(number, like).view(np.uint8)[:] = 0x5A
-        machine.run(pool_ptx.maximum(k, indices=indices, rows=rows), k.forward_threads(rows))
+        machine.run(ptx.maximum(k, indices=indices, rows=rows), k.forward_threads(rows))
         agree(machine.array(1, y), y)
         if indices:
             agree(machine.array(2, tap), tap)
@@ -326,7 +326,7 @@ def test_maximum_backward(name: str, dtype: str):
     dy = data(tap.shape, DTYPES[dtype], 3)
     dx = reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
     machine = Machine([dy, tap, np.full_like(dx, np.nan)])
-    machine.run(pool_ptx.maximum_backward(k), k.backward_threads())
+    machine.run(ptx.maximum_backward(k), k.backward_threads())
     agree(machine.array(2, dx), dx)
 
 
@@ -352,12 +352,12 @@ def test_average_and_its_backward(name: str, dtype: str, mode: str):
     k, factor = counted_of(k, options)
     for rows in (1, 2):
         machine = Machine([x, np.full_like(y, np.nan)])
-        machine.run(pool_ptx.average(k, factor=factor, rows=rows), k.forward_threads(rows))
+        machine.run(ptx.average(k, factor=factor, rows=rows), k.forward_threads(rows))
         agree(machine.array(1, y), y)
     dy = data(y.shape, DTYPES[dtype], 5)
     dx = reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
     machine = Machine([dy, np.full_like(dx, np.nan)])
-    machine.run(pool_ptx.average_backward(k, factor=factor), k.backward_threads())
+    machine.run(ptx.average_backward(k, factor=factor), k.backward_threads())
     agree(machine.array(1, dx), dx)
 
 
@@ -383,7 +383,7 @@ def test_maximum_of_tiles(name: str, dtype: str, tile: tuple[int, int, int], spe
     y, tap = reference.pool(x, **options, return_indices="tap", arithmetic="ordered")
     for indices in (False, True):
         machine = Machine([x, np.full_like(y, np.nan), np.full_like(tap, 77)][: 2 + indices])
-        machine.run(pool_tile_ptx.maximum(k, t, indices=indices), t.count(k, k.out))
+        machine.run(tile_ptx.maximum(k, t, indices=indices), t.count(k, k.out))
         agree(machine.array(1, y), y)
         if indices:
             agree(machine.array(2, tap), tap)
@@ -413,7 +413,7 @@ def test_maximum_backward_by_scattering(name: str, dtype: str, strip: tuple[int,
 
 def scattered(k: Shape, dy: np.ndarray, tap: np.ndarray, dx: np.ndarray, strip: Strip, change: Any = str) -> np.ndarray:
     machine = Machine([dy, tap, np.full_like(dx, np.nan)])
-    code = change(pool_scatter_ptx.maximum_backward(k, strip))
+    code = change(scatter_ptx.maximum_backward(k, strip))
     machine.run(code, strip.count(k), strip.threads, strip.floats(k))
     return machine.array(2, dx)
 
@@ -425,7 +425,7 @@ def test_scattering_taps_that_are_none(name: str, dtype: str):
     k, dy, tap, dx = outputs_of(name, dtype, "some -0", 3)
     tap = np.random.default_rng(9).integers(0, 256, tap.shape).astype(np.uint8) % np.uint8(2 * np.prod(k.taps))
     machine = Machine([dy, tap, np.full_like(dx, np.nan)])
-    machine.run(pool_ptx.maximum_backward(k), k.backward_threads())
+    machine.run(ptx.maximum_backward(k), k.backward_threads())
     agree(scattered(k, dy, tap, dx, Strip(2, 3)), machine.array(2, dx))
 
 
@@ -452,13 +452,13 @@ def test_average_of_tiles_and_its_backward(name: str, dtype: str, tile: tuple[in
     k, factor = counted_of(k, options)
     t = tile_of(k, k.out, tile, 256)
     machine = Machine([x, np.full_like(y, np.nan)])
-    machine.run(pool_tile_ptx.average(k, t, factor=factor), t.count(k, k.out), 256)
+    machine.run(tile_ptx.average(k, t, factor=factor), t.count(k, k.out), 256)
     agree(machine.array(1, y), y)
     dy = data(y.shape, DTYPES[dtype], 5)
     dx = reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
     t = tile_of(k, k.size, tile)
     machine = Machine([dy, np.full_like(dx, np.nan)])
-    machine.run(pool_tile_ptx.average_backward(k, t, factor=factor), t.count(k, k.size))
+    machine.run(tile_ptx.average_backward(k, t, factor=factor), t.count(k, k.size))
     agree(machine.array(1, dx), dx)
 
 
@@ -472,7 +472,7 @@ def test_sliding_windows(count: int, taps: int):
         joins.append((a, b))
         return a + b
 
-    find: Any = pool_tile_ptx.sliding
+    find: Any = tile_ptx.sliding
     assert list(find(count, taps, "abcdefghijklmnop".__getitem__, join)) == [
         "abcdefghijklmnop"[i : i + taps] for i in range(count)
     ]
@@ -483,7 +483,7 @@ def test_sliding_windows(count: int, taps: int):
 def test_the_machine_finds_accesses_outside():
     k, _ = shape_of("resnet", "f32", 1)
     x = np.zeros((2, *k.size, 4), np.float32)
-    code = pool_ptx.maximum(k, indices=False, rows=1)
+    code = ptx.maximum(k, indices=False, rows=1)
     with pytest.raises(AssertionError, match="outside of the arrays"):
         Machine([x[:1], np.zeros((2, *k.out, 4), np.float32)]).run(code, k.forward_threads(1))
     with pytest.raises(AssertionError, match="outside of the arrays"):
@@ -550,7 +550,7 @@ def test_windows_that_move_by_one_lower_for_hopper(window: int, dtype: str):
 
 def test_strips_count_pairs_in_32_bits():
     """Of a larger array the gradient is another kernel's, which counts vectors."""
-    from jaxdnn._kernels.hopper import pool as kernels
+    from jaxdnn._src.pool.hopper import calls as kernels
 
     for images, served in ((128, True), (1024, False)):
         k = Shape("bf16", images, 32, (128, 130), (128, 130), (3, 3), (1, 1), (1, 1), (1, 1))
@@ -562,7 +562,7 @@ def test_strips_count_pairs_in_32_bits():
 @pytest.mark.parametrize("images", [1, 128])
 def test_plans_fit(images: int, size: tuple[int, int], taps: tuple[int, int]):
     """Tiles and strips cover the array with vectors that are there, in the shared memory there is."""
-    from jaxdnn._kernels.hopper import pool as kernels
+    from jaxdnn._src.pool.hopper import calls as kernels
 
     for vectors in (1, 3, 24):
         k = Shape("bf16", images, vectors, size, size, taps, (1, 1), (taps[0] // 2, taps[1] // 2), (1, 1))

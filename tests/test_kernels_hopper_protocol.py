@@ -16,18 +16,19 @@ import pytest
 
 from hopper_conv_cases import BF16, Case
 from hopper_depthwise_cases import GEOMETRY
-from jaxdnn._epilogue import Epilogue
-from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper import branches
+from jaxdnn._src import hopper
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.hopper import branches
 
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
 from _protocol import Fault, kernels, place_of
-from jaxdnn._kernels.hopper import conv_depthwise, conv_dgrad, conv_fprop, conv_wgrad
-from jaxdnn._kernels.hopper.conv_depthwise_window import Config as Cut
-from jaxdnn._kernels.hopper.conv_depthwise_window import spatial, window
-from jaxdnn._kernels.hopper.conv_plan import Config as Cuts
+from jaxdnn._src.conv.hopper import depthwise as conv_depthwise
+from jaxdnn._src.conv.hopper import dgrad, fprop, wgrad
+from jaxdnn._src.conv.hopper.depthwise.window import Config as Cut
+from jaxdnn._src.conv.hopper.depthwise.window import spatial, window
+from jaxdnn._src.conv.hopper.plan import Config as Cuts
 
 DTYPES = ["bfloat16"] * 6 + ["float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32"]
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -57,7 +58,7 @@ def drawn_call(op: str, rng: np.random.Generator) -> Launch | None:
     out_dtype = {"int8": "int32", "float8_e4m3fn": "bfloat16", "float8_e5m2": "float32"}.get(
         dtype.name, one_of(dtype.name, "float32")
     )
-    module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
+    module: Any = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}[op]
     options: dict[str, Any] = dict(geo=case.geometry(outer), out_dtype=jnp.dtype(out_dtype))
     avals = case.avals(op, dtype, outer)
     if op != "wgrad" and one_of(False, False, True) and dtype != jnp.int8:
@@ -105,7 +106,7 @@ def any_configuration(rng: np.random.Generator) -> Iterator[None]:
     """One kind of configuration is as likely as another, however many there are of it."""
     fields = ("halo", "resident", "unroll", "blank", "direct", "staged", "deal", "splits", "stages")
 
-    def pick(_: Any, configs: Sequence[Any]) -> Any:
+    def pick(_: Any, configs: Sequence[Any], decided: Any) -> Any:
         for name in rng.permutation(fields):
             values = sorted({getattr(config, name, None) for config in configs}, key=str)
             value = values[int(rng.integers(len(values)))]
@@ -149,9 +150,9 @@ def test_accesses_are_ordered(op, draw, seed):
 def test_results_stored_by_a_cluster_leave_no_buffer_before_it_was_read(columns, filters, across, splits, outer):
     """Tiles of one, two, three and four turns of two buffers, the last of which lie beyond the filter's five blocks."""
     case = Case(2, (8, 8), 320, 320, (3, 1), (1, 1), ((1, 1), (0, 0)), (1, 1))
-    config = conv_wgrad.Config(1, (8, 8), splits, filters, columns, across, 1, 2, direct=True)
+    config = wgrad.Config(1, (8, 8), splits, filters, columns, across, 1, 2, direct=True)
     options: dict[str, Any] = dict(geo=case.geometry(outer), config=config, sms=3 * splits)
-    (launch,) = kernels(ft.partial(conv_wgrad.conv_wgrad, **options), *case.avals("wgrad"))
+    (launch,) = kernels(ft.partial(wgrad.conv_wgrad, **options), *case.avals("wgrad"))
     launch.run()
 
 
@@ -159,7 +160,7 @@ def test_results_stored_by_a_cluster_leave_no_buffer_before_it_was_read(columns,
 
 
 def with_config(op: str, case: Case, config: Any, **options: Any) -> Launch:
-    module: Any = {"fprop": conv_fprop, "dgrad": conv_dgrad, "wgrad": conv_wgrad}[op]
+    module: Any = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}[op]
     options = dict(geo=case.geometry(), config=config, sms=1) | options
     avals = case.avals(op)
     if "epilogue" in options:
@@ -182,12 +183,10 @@ PROTOCOLS: dict[str, Callable[[], Launch]] = {
     "unrolled": lambda: with_config("fprop", NARROW, Cuts(1, (8, 8), 64, 3, 1, 1, halo=2, resident=True, unroll=True)),
     "backward": lambda: with_config("dgrad", PLAIN, Cuts(1, (8, 8), 128, 3, 2, 1)),
     "zeros": lambda: with_config("dgrad", STRIDED, Cuts(4, (4, 4), 64, 3, 2, 1, staged=2, blank=2)),
-    "partial sums": lambda: with_config("wgrad", PLAIN, conv_wgrad.Config(1, (8, 8), 2, 64, 128, 2, 1, 3)),
-    "rows of the filter": lambda: with_config(
-        "wgrad", PLAIN, conv_wgrad.Config(1, (8, 8), 1, 64, 192, 1, 3, 2, halo=True)
-    ),
-    "direct": lambda: with_config("wgrad", PLAIN, conv_wgrad.Config(1, (8, 8), 1, 64, 192, 2, 1, 2, direct=True)),
-    "cluster": lambda: with_config("wgrad", PLAIN, conv_wgrad.Config(1, (8, 8), 2, 64, 128, 2, 1, 2, direct=True)),
+    "partial sums": lambda: with_config("wgrad", PLAIN, wgrad.Config(1, (8, 8), 2, 64, 128, 2, 1, 3)),
+    "rows of the filter": lambda: with_config("wgrad", PLAIN, wgrad.Config(1, (8, 8), 1, 64, 192, 1, 3, 2, halo=True)),
+    "direct": lambda: with_config("wgrad", PLAIN, wgrad.Config(1, (8, 8), 1, 64, 192, 2, 1, 2, direct=True)),
+    "cluster": lambda: with_config("wgrad", PLAIN, wgrad.Config(1, (8, 8), 2, 64, 128, 2, 1, 2, direct=True)),
     "depthwise": lambda: depthwise("fprop", *TILES, **GEOMETRY, config=Cut(stages=1), sms=1),
     "depthwise, in flight": lambda: depthwise("fprop", *TILES, **GEOMETRY, config=Cut(stages=2), sms=1),
     "depthwise, backward": lambda: depthwise("dgrad", *TILES, **GEOMETRY, config=Cut(stages=3), sms=1),

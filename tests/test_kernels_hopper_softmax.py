@@ -12,18 +12,20 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from _row_machine import Rows, on_arrays
-from jaxdnn import engines, tolerance, tolerance_softmax
-from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper import softmax_engine
-from jaxdnn._softmax import SoftmaxSpec
-from jaxdnn.tolerance import Accumulation
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines, tolerance
+from jaxdnn._src.core.tolerance import Accumulation
+from jaxdnn._src.softmax import bounds
+from jaxdnn._src.softmax.hopper import engine
+from jaxdnn._src.softmax.primitive import SoftmaxSpec
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._kernels.hopper import softmax, softmax_dgrad_ptx, softmax_stream_ptx
-from jaxdnn._kernels.hopper.ptx import SIZES
-from jaxdnn._kernels.hopper.softmax_ptx import RowPlan
+from jaxdnn._src.hopper.ptx import SIZES
+from jaxdnn._src.softmax.hopper import dgrad_ptx, stream_ptx
+from jaxdnn._src.softmax.hopper import rows as softmax
+from jaxdnn._src.softmax.hopper.ptx import RowPlan
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -68,11 +70,11 @@ def test_forward(length: int, dtype: str, algorithm: str):
         if algorithm == "logsumexp":
             out = run(code, plan, [x], (rows,), dtype)
             golden = reference.logsumexp(x, out_dtype=np.float64)
-            assert_right(out, golden, tolerance_softmax.logsumexp(wide, (1,), RULE)[:, 0])
+            assert_right(out, golden, bounds.logsumexp(wide, (1,), RULE)[:, 0])
         else:
             out = run(code, plan, [x], x.shape, dtype)
             golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
-            assert_right(out, golden, tolerance_softmax.softmax(wide, algorithm, (1,), RULE))
+            assert_right(out, golden, bounds.softmax(wide, algorithm, (1,), RULE))
 
 
 def streamed(
@@ -81,7 +83,7 @@ def streamed(
     part = -(-(length * SIZES[dtype] // 16) // (block * cluster // 32))
     vectors = -(-part // (32 * pieces))
     plan = RowPlan(length, dtype, out_dtype, block * cluster, vectors, block, cluster, stages=places)
-    assert softmax_stream_ptx.pieces(plan) == pieces
+    assert stream_ptx.pieces(plan) == pieces
     return plan
 
 
@@ -94,16 +96,16 @@ def test_rows_on_their_way_through_shared_memory(length: int, block: int, cluste
         plan = streamed(length, dtype, dtype, block, cluster, places)
         x = data((rows, length), dtype)
         blocks = min(rows, CLUSTERS)
-        code = softmax_stream_ptx.forward(plan, rows, blocks, algorithm)
+        code = stream_ptx.forward(plan, rows, blocks, algorithm)
         wide = x.astype(np.float64)
         if algorithm == "logsumexp":
             out = run(code, plan, [x], (rows,), dtype, blocks)
             golden = reference.logsumexp(x, out_dtype=np.float64)
-            assert_right(out, golden, tolerance_softmax.logsumexp(wide, (1,), RULE)[:, 0])
+            assert_right(out, golden, bounds.logsumexp(wide, (1,), RULE)[:, 0])
         else:
             out = run(code, plan, [x], x.shape, dtype, blocks)
             golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
-            assert_right(out, golden, tolerance_softmax.softmax(wide, algorithm, (1,), RULE))
+            assert_right(out, golden, bounds.softmax(wide, algorithm, (1,), RULE))
 
 
 @each_dtype
@@ -116,10 +118,10 @@ def test_logsumexp_of_rows_in_pieces(length: int, block: int, cluster: int, piec
         plan = streamed(length, dtype, dtype, block, cluster, places, pieces)
         x = data((rows, length), dtype)
         x[rows // 2, : length // 2] = -np.inf
-        code = softmax_stream_ptx.forward(plan, rows, min(rows, CLUSTERS), "logsumexp")
+        code = stream_ptx.forward(plan, rows, min(rows, CLUSTERS), "logsumexp")
         out = run(code, plan, [x], (rows,), dtype, min(rows, CLUSTERS))
         golden = reference.logsumexp(x, out_dtype=np.float64)
-        assert_right(out, golden, tolerance_softmax.logsumexp(x.astype(np.float64), (1,), RULE)[:, 0])
+        assert_right(out, golden, bounds.logsumexp(x.astype(np.float64), (1,), RULE)[:, 0])
 
 
 @pytest.mark.parametrize(("algorithm", "pieces"), [("accurate", 1), ("logsumexp", 3)])
@@ -128,7 +130,7 @@ def test_bits_depend_on_neither_places_nor_clusters(algorithm: str, pieces: int)
     first = streamed(9000, "bf16", "bf16", 256, 2, 2, pieces)
     shape = (9,) if algorithm == "logsumexp" else x.shape
     runs = [
-        run(softmax_stream_ptx.forward(plan, 9, clusters, algorithm), plan, [x], shape, "bf16", clusters)
+        run(stream_ptx.forward(plan, 9, clusters, algorithm), plan, [x], shape, "bf16", clusters)
         for plan, clusters in ((first, 2), (dataclasses.replace(first, stages=4), 2), (first, 5))
     ]
     for found in runs[1:]:
@@ -140,7 +142,7 @@ def test_a_plan_that_the_kernel_cannot_follow(vectors: int, places: int, length:
     """A warp without elements; more than lanes hold; no place for the next row beside this one."""
     plan = RowPlan(length, "bf16", "bf16", 512, vectors, 512, stages=places)
     with pytest.raises(ValueError, match="a plan that leaves a warp"):
-        softmax_stream_ptx.forward(plan, 2, 1, "accurate")
+        stream_ptx.forward(plan, 2, 1, "accurate")
 
 
 @pytest.mark.parametrize("algorithm", ["accurate", "log", "logsumexp"])
@@ -151,8 +153,8 @@ def test_every_plan_can_be_followed(dtype: str, algorithm: str):
     streams = [plan for plan in plans if plan.stages]
     assert 0 < len(streams) < len(plans)
     for plan in streams:
-        softmax_stream_ptx.check(plan, algorithm)
-        assert softmax_stream_ptx.shared_bytes(plan) <= softmax.ROOM[plan.block]
+        stream_ptx.check(plan, algorithm)
+        assert stream_ptx.shared_bytes(plan) <= softmax.ROOM[plan.block]
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("bf16", "f32"), ("f32", "bf16"), ("f16", "bf16")])
@@ -160,9 +162,9 @@ def test_results_narrower_or_wider_than_elements(dtype: str, out_dtype: str):
     """Only results as wide as the elements take the elements' place in shared memory."""
     x = data((7, 9000), dtype)
     plan = streamed(9000, dtype, out_dtype, 256, 2, 3)
-    out = run(softmax_stream_ptx.forward(plan, 7, CLUSTERS, "accurate"), plan, [x], x.shape, out_dtype, CLUSTERS)
+    out = run(stream_ptx.forward(plan, 7, CLUSTERS, "accurate"), plan, [x], x.shape, out_dtype, CLUSTERS)
     golden = reference.softmax(x, out_dtype=np.float64)
-    assert_right(out, golden, tolerance_softmax.softmax(x.astype(np.float64), "accurate", (1,), RULE))
+    assert_right(out, golden, bounds.softmax(x.astype(np.float64), "accurate", (1,), RULE))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_a_lost_instruction_shows(lost: str, message: str):
     """The machine that runs the kernels sees what the device would only at times."""
     plan = streamed(9000, "bf16", "bf16", 256, 2 if lost == "st.async" else 1, 2)
     x = data((7, 9000), "bf16")
-    whole = softmax_stream_ptx.forward(plan, 7, CLUSTERS, "accurate")
+    whole = stream_ptx.forward(plan, 7, CLUSTERS, "accurate")
     code = "\n".join(line for line in whole.splitlines() if lost not in line)
     assert code != whole
     run(whole, plan, [x], x.shape, "bf16", CLUSTERS)
@@ -196,10 +198,10 @@ def test_backward(length: int, dtype: str, algorithm: str):
         dy = data((rows, length), dtype, seed=1)
         y = reference.softmax(data((rows, length), dtype), algorithm=algorithm)
         plan = softmax.plan(length, dtype, dtype, 2)
-        out = run(softmax_dgrad_ptx.backward(plan, rows, algorithm, False), plan, [dy, y], dy.shape, dtype)
+        out = run(dgrad_ptx.backward(plan, rows, algorithm, False), plan, [dy, y], dy.shape, dtype)
         golden = reference.softmax_dgrad(dy, y, algorithm=algorithm, out_dtype=np.float64)
         wide = dy.astype(np.float64), y.astype(np.float64)
-        assert_right(out, golden, tolerance_softmax.softmax_dgrad(*wide, algorithm, (1,), RULE))
+        assert_right(out, golden, bounds.softmax_dgrad(*wide, algorithm, (1,), RULE))
 
 
 @each_dtype
@@ -207,7 +209,7 @@ def test_backward(length: int, dtype: str, algorithm: str):
 def test_tangent_of_the_logarithm(length: int, dtype: str):
     v, y = data((2, length), dtype, seed=1), reference.softmax(data((2, length), dtype), algorithm="log")
     plan = softmax.plan(length, dtype, "f32", 2)
-    out = run(softmax_dgrad_ptx.backward(plan, 2, "log", True), plan, [v, y], v.shape, "f32")
+    out = run(dgrad_ptx.backward(plan, 2, "log", True), plan, [v, y], v.shape, "f32")
     wide, p = v.astype(np.float64), np.exp(y.astype(np.float64))
     golden = wide - (p * wide).sum(1, keepdims=True)
     # The products' exponentials and products, and the sum in any order.
@@ -235,11 +237,11 @@ def test_what_is_not_finite(length: int, dtype: str, algorithm: str):
         if algorithm == "logsumexp":
             out = run(code, plan, [x], (len(x),), dtype)
             golden = reference.logsumexp(x, out_dtype=np.float64)
-            error = tolerance_softmax.logsumexp(wide, (1,), RULE)[:, 0]
+            error = bounds.logsumexp(wide, (1,), RULE)[:, 0]
         else:
             out = run(code, plan, [x], x.shape, dtype)
             golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
-            error = tolerance_softmax.softmax(wide, algorithm, (1,), RULE)
+            error = bounds.softmax(wide, algorithm, (1,), RULE)
     assert_right(out, golden, error)
 
 
@@ -320,12 +322,12 @@ def test_engine_ranks_by_what_was_measured(monkeypatch: pytest.MonkeyPatch):
         "softmax accurate bfloat16 4096": {"batch": 800, "speed_up": 1.5},
         "softmax accurate bfloat16 8192": {"batch": 400, "speed_up": 0.9},
     }
-    monkeypatch.setattr(softmax_engine, "_measured", lambda: {"a device": table})
+    monkeypatch.setattr(engine, "_measured", lambda: {"a device": table})
 
     def rank(rows: int, length: int, algorithm: str = "accurate", dtype: Any = jnp.bfloat16, kind: str = "a device"):
         spec = SoftmaxSpec((-1,), np.dtype(np.float32), np.dtype(dtype), algorithm)
         avals = (shape_of(rows, length, dtype=dtype),)
-        return softmax_engine._rank(engines.Call("softmax", spec, avals, "cuda", kind))
+        return engine._rank(engines.Call("softmax", spec, avals, "cuda", kind))
 
     assert rank(800, 4096) == rank(800, 1024) == rank(100, 4096, "fast") == 0
     assert rank(99, 4096) == rank(10, 1024) == 2  # too few to fill the device

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import level_calls
-from jaxdnn.determinism import is_fixed
+from jaxdnn._src.cases.subject import Subject, gradient, strongest
+from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn.verify import levels
-from jaxdnn.verify.subject import Subject, gradient, strongest
 from level_calls import LevelCall
 
 SEED = 11

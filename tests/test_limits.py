@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn import engines
-from jaxdnn.explain import traced_calls
-from jaxdnn.limits import Limits, current_limits, limits_of
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.explain import traced_calls
+from jaxdnn._src.core.limits import Limits, current_limits, limits_of
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
 
@@ -108,11 +108,11 @@ def test_multiprocessors_size_the_grid_of_the_kernels(
     shapes: tuple[tuple[int, ...], ...], groups: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Lowered for CUDA, the forward convolution and both gradients have as many blocks as were allowed."""
-    from jaxdnn._kernels import hopper
+    from jaxdnn._src import hopper
 
     if reason := hopper.unavailable():
         pytest.skip(reason)
-    from jaxdnn._compat import plgpu
+    from jaxdnn._src.core.compat import plgpu
 
     grids, launch = [], plgpu.kernel
     monkeypatch.setattr(plgpu, "kernel", lambda *a, **k: grids.append(k) or launch(*a, **k))

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
-from jaxdnn import engines
+from jaxdnn._src.core import engines
 
 MESHES = ((8,), (4, 2), (2, 2, 2))
 X, W, DY = (8, 16, 8, 16), (3, 3, 16, 24), (8, 16, 8, 24)

@@ -16,11 +16,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdnn.tolerance import ACCUMULATIONS, Accumulation
-from jaxdnn.verify.families import conv_checks as checks
-from jaxdnn.verify.families import conv_data as data
-from jaxdnn.verify.families.conv_cases import Case
-from jaxdnn.verify.families.conv_geometries import Blend, Geometry
+from jaxdnn._src.conv.cases import checks as checks
+from jaxdnn._src.conv.cases import data as data
+from jaxdnn._src.conv.cases.case import Case
+from jaxdnn._src.conv.cases.geometries import Blend, Geometry
+from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
 
 F32 = np.float32
 OPS = ("conv", "conv_dgrad", "conv_wgrad")

@@ -12,7 +12,8 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 import norm_cases
 import running_error
-from jaxdnn import tolerance, tolerance_norm
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.norm import bounds as norm_bounds
 from norm_cases import CASES, FEW, Norm, agree
 
 
@@ -31,15 +32,15 @@ def check(norm: Norm, arrays: Any, **choices: Any) -> None:
     p, acc = norm.problem(x, s, b), np.float64 if x.dtype == np.float64 else np.float32
     view = norm.view(x)
     found, wanted = jax.jit(norm.call(**choices))(x, s, b), norm.definition(x, s, b)
-    (error,) = tolerance_norm.from_definition(p)
+    (error,) = norm_bounds.from_definition(p)
     agree(found[0], wanted[0], norm_cases.as_given(norm, x, error), x.dtype, "y")
-    stats, saved = tolerance_norm.normalised(p), {}
+    stats, saved = norm_bounds.normalised(p), {}
     names = {"mean": stats.mean_error, "rstd": stats.rstd_error} if norm.centred else {"rstd": stats.rstd_error}
     for (name, error), out, golden in zip(names.items(), found[1:], wanted[1:], strict=False):
         agree(out, np.asarray(golden), np.asarray(view.give_statistic(jnp.asarray(error))), acc, name)
         saved[name] = out
     exact = norm.gradients(reference, dy, x, s)
-    bounds = tolerance_norm.from_definition(p, norm_cases.in_view(norm, dy, p.x.shape))
+    bounds = norm_bounds.from_definition(p, norm_cases.in_view(norm, dy, p.x.shape))
     for given in (saved, {}):
         run = jax.jit(lambda dy, x, s, given=given: norm.gradients(dnn, dy, x, s, **choices, **given))
         dx, *parameters = run(dy, x, s)
@@ -124,7 +125,7 @@ def test_variances_far_from_zero_are_those_of_float32(name: str, dtype: np.dtype
     norm = EVERY[name]
     x, s, b, _ = norm.arrays(32, dtype, mean=mean)
     p = norm.problem(x, s, b)
-    exact = tolerance_norm.normalised(p)
+    exact = norm_bounds.normalised(p)
     gamma = p.growth(p.count)
     assert (exact.variance_error <= 64 * gamma * exact.variance).all()
     rstd, *running = jax.jit(norm.call(engine=engine))(x, s, b)[2:]
@@ -144,7 +145,7 @@ def test_one_pass_would_be_found_out():
     wide = jnp.asarray(x).astype(jnp.float32)
     mu = wide.mean(-1, keepdims=True)
     one_pass = (wide - mu) / jnp.sqrt(jnp.maximum((wide * wide).mean(-1, keepdims=True) - mu * mu, 0) + 1e-5)
-    golden, error = tolerance_norm.forward(norm.problem(x, None, None))
+    golden, error = norm_bounds.forward(norm.problem(x, None, None))
     assert not tolerance.compare(np.asarray(one_pass), golden, error).passed
     agree(dnn.layer_norm(x, out_dtype=jnp.float32), golden, error, np.float32, "y")
 
@@ -153,7 +154,7 @@ def test_bounds_find_planted_faults():
     norm = CASES["group-NHWC"]
     x, s, b, _ = norm.arrays(7, np.float32)
     p = norm.problem(x, s, b)
-    golden, error = tolerance_norm.forward(p)
+    golden, error = norm_bounds.forward(p)
     y = np.asarray(norm.call()(x, s, b)[0])
     faults = {
         "unbiased variance": lambda: reference.group_norm(x, groups=2, scale=s, bias=b, eps=1e-5) * (59 / 60) ** 0.5,
@@ -219,7 +220,7 @@ def test_channels_that_only_fill_a_vector_up():
     pulled = jax.vjp(lambda x: dnn.group_norm(x, **options), stored[0])[1](stored[1])[0]
     rule = Norm("group_norm", x.shape, (48,), (("groups", 4),))
     p = rule.problem(x, None, None)
-    (error,), errors = tolerance_norm.from_definition(p), tolerance_norm.from_definition(p, dy.reshape(p.x.shape))
+    (error,), errors = norm_bounds.from_definition(p), norm_bounds.from_definition(p, dy.reshape(p.x.shape))
     golden = reference.group_norm_dgrad(dy, x, groups=4)
     plain = lambda v: np.moveaxis(np.asarray(v), -1, 2).reshape(2, 64, 3, 5)[:, :48].transpose(0, 2, 3, 1)
     agree(plain(y), reference.group_norm(x, groups=4), error.reshape(x.shape), np.float32, "y")
@@ -297,7 +298,7 @@ def test_fused_add_and_relu(layout: str):
     p = norm.problem(x, s, b)
     computed = norm_cases.in_view(norm, reference.batch_norm(x, scale=s, bias=b, layout=layout)[0], p.x.shape)
     error = tolerance.Epilogue(activation="relu").error(
-        computed, tolerance_norm.from_definition(p)[0], norm_cases.in_view(norm, z, p.x.shape)
+        computed, norm_bounds.from_definition(p)[0], norm_cases.in_view(norm, z, p.x.shape)
     )
     agree(y, reference.batch_norm(x, **extras)[0], norm_cases.as_given(norm, x, error), np.float32, "y")
     plain = dnn.batch_norm(x, scale=s, bias=b, layout=layout)[0]
@@ -395,7 +396,7 @@ def test_synchronised_variances_far_from_zero_are_those_of_float32(dtype: np.dty
     s, b, dy = (v.astype(dtype) for v in (s, b, dy))
     found = on_devices(norm.call(axis_name="d"), (ACROSS, ALIKE, ALIKE), (ACROSS, *[ALIKE] * 4))(x, s, b)
     p, parts = norm.problem(x, s, b), [norm.problem(part, s, b) for part in np.split(x, 8)]
-    exact, own = tolerance_norm.normalised(p), [tolerance_norm.normalised(part) for part in parts]
+    exact, own = norm_bounds.normalised(p), [norm_bounds.normalised(part) for part in parts]
     t = np.stack([n.mean - exact.mean for n in own])
     u = p.roundoff
     held = np.stack([n.mean_error - (2 * u * np.abs(n.mean) if p.wide else 0) for n in own])

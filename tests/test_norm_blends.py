@@ -12,9 +12,10 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 import norm_cases
-from jaxdnn import tolerance, tolerance_norm
-from jaxdnn.verify.case import generator
-from jaxdnn.verify.families import norm as family
+from jaxdnn._src.cases.case import generator
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.norm import bounds as norm_bounds
+from jaxdnn._src.norm import cases as family
 from norm_cases import CASES, agree
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -49,14 +50,14 @@ def check_gradients(name: str, dtype: Any, traced: bool, relu: bool) -> None:
     masked = np.where(behind["y"] > 0, dy, np.zeros_like(dy)) if relu else dy
     p = norm.problem(x, s, b)
     seen = norm_cases.in_view(norm, masked, p.x.shape)
-    bounds = tolerance_norm.from_definition(p, seen)
-    values = [value for value, _ in tolerance_norm.backward(p, seen)]
+    bounds = norm_bounds.from_definition(p, seen)
+    values = [value for value, _ in norm_bounds.backward(p, seen)]
     for i, (what, dtype_) in enumerate((("dx", dtype), ("dscale", acc), ("dbias", acc))):
         suffix = "_param" if i else ""
         prior = priors[PRIORS[i]]
         like = prior.astype(np.float64).reshape(values[i].shape) if i else norm_cases.in_view(norm, prior, p.x.shape)
         rule = tolerance.Epilogue(stored["alpha" + suffix], stored["beta" + suffix], format=p.format)
-        error = rule.error(values[i], bounds[i], prior=like) * (1 + tolerance_norm.definition_share(p))
+        error = rule.error(values[i], bounds[i], prior=like) * (1 + norm_bounds.definition_share(p))
         error = error.reshape(wanted[i].shape) if i else norm_cases.as_given(norm, x, error)
         agree(found[i], wanted[i], error, dtype_, what)
     if relu:
@@ -155,7 +156,7 @@ def test_vmap_over_priors_and_factors():
             np.testing.assert_array_equal(found[i], wanted)
     every = jax.vmap(run)(betas, many, np.stack([dy] * 3))
     p = norm.problem(x, s, s)
-    bounds = tolerance_norm.from_definition(p, norm_cases.in_view(norm, dy, p.x.shape))
+    bounds = norm_bounds.from_definition(p, norm_cases.in_view(norm, dy, p.x.shape))
     for found, wanted, error, name in zip(every, mapped, bounds, PRIORS, strict=True):
         # Two routes to a gradient, each behind a product and a sum.
         blended = 4 * 2.0**-24 * (np.abs(np.asarray(wanted)) + np.abs(1.5 * many[name])).max()

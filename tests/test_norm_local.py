@@ -12,9 +12,9 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 import running_error
-from jaxdnn import tolerance
-from jaxdnn.tolerance import Accumulation
-from jaxdnn.verify.families import norm_local
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.core.tolerance import Accumulation
+from jaxdnn._src.norm import cases_local
 
 
 def f32(values: Any) -> np.ndarray:
@@ -41,8 +41,8 @@ def agree(out: Any, golden: Any, error: Any) -> None:
 SHARE = float(np.finfo(np.longdouble).eps) * 2.0**52
 
 
-def window(x: np.ndarray, axes: list[int], n: int, even: str, format: str = "float32") -> norm_local.Window:
-    return norm_local.Window(x.astype(np.float64), axes, n, even, 0.7, 0.75, 1.5, format)
+def window(x: np.ndarray, axes: list[int], n: int, even: str, format: str = "float32") -> cases_local.Window:
+    return cases_local.Window(x.astype(np.float64), axes, n, even, 0.7, 0.75, 1.5, format)
 
 
 def alike(transformed: Any, by: Any, *arrays: Any) -> None:
@@ -94,13 +94,13 @@ def test_zeros_that_fill_a_vector_up_change_no_channel():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("op", norm_local.OPS)
+@pytest.mark.parametrize("op", cases_local.OPS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
 def test_layouts_blends_and_backward(op: str, dtype: str):
     """Every variant that `jaxdnn verify` knows."""
     accumulation = Accumulation(format="float64" if dtype == "f64" else "float32")
-    for i, variant in enumerate(norm_local.VARIANTS[op]):
-        case = norm_local.LocalCase(op, "xla", dtype, variant)
+    for i, variant in enumerate(cases_local.VARIANTS[op]):
+        case = cases_local.LocalCase(op, "xla", dtype, variant)
         operands = case.operands("normal", np.random.default_rng(i))
         results = jax.tree.leaves(jax.jit(case.function())(*operands))
         for out, wanted in zip(results, case.expected("normal", operands, accumulation), strict=True):
@@ -140,7 +140,7 @@ def test_bounds_find_planted_faults():
     agree(dnn.lrn_dgrad(dy, x, **options), exact, back)
     mirrored = reference.lrn_dgrad(dy, x, even="low", **options)
     assert not tolerance.compare(mirrored.astype(np.float32), exact, back).passed
-    vector = norm_local.vector_error(x.astype(np.float64), 2.0, -1, 1e-12, "float32")
+    vector = cases_local.vector_error(x.astype(np.float64), 2.0, -1, 1e-12, "float32")
     wrong = reference.lp_normalize(x, p=2.00001).astype(np.float32)
     assert not tolerance.compare(wrong, reference.lp_normalize(x), vector).passed
 
@@ -154,7 +154,7 @@ def test_powers_keep_half_of_what_the_bounds_allow(dtype: Any, exponent: float):
         t = np.exp2(rng.uniform(-reach, reach, 100_000)).astype(dtype)
         found = np.asarray(jax.jit(lambda t: t ** jnp.asarray(exponent, t.dtype))(t)).astype(wide)
         exact = t.astype(wide) ** wide(exponent)
-        allowed = norm_local.POWER / 2 * (1 + np.abs(exponent * np.log(t.astype(np.float64))))
+        allowed = cases_local.POWER / 2 * (1 + np.abs(exponent * np.log(t.astype(np.float64))))
         assert (np.abs(found / exact - 1) <= allowed * np.finfo(dtype).eps / 2).all()
 
 
@@ -202,12 +202,12 @@ def test_transformations():
 def test_p_norms(p: float, axis: Any):
     x = arrays((3, 4, 5), np.float32)[0]
     y = np.asarray(dnn.lp_normalize(x, p=p, axis=axis))
-    error = norm_local.vector_error(x.astype(np.float64), p, axis, 1e-12, "float32")
+    error = cases_local.vector_error(x.astype(np.float64), p, axis, 1e-12, "float32")
     agree(y, reference.lp_normalize(x, p=p, axis=axis), error)
     wide = x.astype(np.float64)
     total, root = (np.sum, 1 / p) if p < np.inf else (np.max, 1)
     norms = total(np.abs(wide) ** (p if p < np.inf else 1), axis, keepdims=True) ** root
-    twice = 2 * norm_local.vector_error(wide, p, axis, 1e-12, "float64")
+    twice = 2 * cases_local.vector_error(wide, p, axis, 1e-12, "float64")
     running_error.agree(reference.lp_normalize(x, p=p, axis=axis), wide / norms, twice)
 
 
@@ -223,7 +223,7 @@ def test_p_norms_of_extremes(p: float):
     """Neither overflow nor underflow; zero stays zero, and so do its derivatives."""
     for size in (2e-38, 1e-20, 1.0, 1e20, 3e38):
         x = f32([size, -size])
-        error = norm_local.vector_error(x.astype(np.float64), p, -1, 0.0, "float32")
+        error = cases_local.vector_error(x.astype(np.float64), p, -1, 0.0, "float32")
         agree(dnn.lp_normalize(x, p=p, eps=0.0), 2 ** (-1 / p) * np.sign(x), error)
     zero = jnp.zeros(3)
     np.testing.assert_array_equal(dnn.lp_normalize(zero, p=p), zero)
@@ -237,7 +237,7 @@ def test_p_norms_of_extremes(p: float):
 def test_p_norms_derivatives(p: float):
     x, direction, _ = running_error.coarse(*arrays((3, 5)))
     run = lambda x: jax.jvp(lambda x: dnn.lp_normalize(x, p=p), (x,), (jnp.asarray(direction),))[1]
-    off = norm_local.vector_error(x, p, -1, 1e-12, "float64") * SHARE
+    off = cases_local.vector_error(x, p, -1, 1e-12, "float64") * SHARE
     along = running_error.slope(lambda h: reference.lp_normalize(x + h * direction, p=p), off)
     running_error.agree(run(jnp.asarray(x)), *along, running_error.bounds(run, jnp.asarray(x))[1])
     second = jax.grad(lambda x: jnp.vdot(jax.grad(lambda x: dnn.lp_normalize(x, p=p)[0, 0])(x), direction))(
@@ -257,7 +257,7 @@ def test_p_norms_of_rows_do_not_depend_on_the_batch():
 def test_lp_normalize_of_a_large_p(p: float) -> None:
     x = jnp.array([[1.0, 0.5], [-0.75, 0.75], [0.501, -0.5]], jnp.float32)
     wide = np.asarray(x, np.float64)
-    error = norm_local.vector_error(wide, p, -1, 1e-12, "float32")
+    error = cases_local.vector_error(wide, p, -1, 1e-12, "float32")
     agree(dnn.lp_normalize(x, p=p), reference.lp_normalize(np.asarray(x), p=p), error)
     slope = jax.grad(lambda x: dnn.lp_normalize(x, p=p)[1])(jnp.array([1.0, 0.5], jnp.float32))
     np.testing.assert_array_equal(slope, [-0.5, 1.0])

@@ -12,11 +12,11 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 import running_error
-from jaxdnn import tolerance
-from jaxdnn.verify.families import norm_stats
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.norm import cases_stats
 from norm_cases import Norm
 
-SHAPES = norm_stats.SHAPES
+SHAPES = cases_stats.SHAPES
 DTYPES: dict[str, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f64": np.float64}
 each_layout = pytest.mark.parametrize("layout", SHAPES)
 
@@ -52,8 +52,8 @@ def test_sums(dtype: str, layout: str):
     found = dnn.genstats(x, layout=layout)
     assert [v.dtype for v in found] == [wide] * 2
     # The definition's own error is at most the bound for float64 of values that are float64.
-    own = norm_stats.sums_error(x, layout, "float64")
-    errors = [a + b for a, b in zip(norm_stats.sums_error(x, layout, format), own, strict=True)]
+    own = cases_stats.sums_error(x, layout, "float64")
+    errors = [a + b for a, b in zip(cases_stats.sums_error(x, layout, format), own, strict=True)]
     agree(found, reference.genstats(x, layout=layout), errors)
 
 
@@ -76,7 +76,7 @@ def test_pieces_make_batch_norm(layout: str):
     total, squares = (v.astype(np.float64) for v in reference.genstats(x, layout=layout))
     factor, summand, *statistics = reference.bn_finalize(total, squares, count, scale=scale, bias=bias, eps=0.01)
     given = {"total": total, "squares": squares, "scale": scale, "bias": bias}
-    errors = norm_stats.finalize_error(given, count, eps=0.01, momentum=0.1, format="float64")
+    errors = cases_stats.finalize_error(given, count, eps=0.01, momentum=0.1, format="float64")
     y, *wanted = n.definition(x, scale, bias)
     of_y, *own = n.definition_errors(x, scale, bias)
     for found in zip(statistics, wanted, errors[2:], own, strict=True):
@@ -108,15 +108,15 @@ def check_finalize(given: dict[str, np.ndarray], count: int, **options: Any) -> 
     golden = reference.bn_finalize(given["total"], given["squares"], count, **parameters, **options)
     wide = {name: v.astype(np.float64) for name, v in given.items()}
     about = {"eps": 1e-5, "momentum": 0.1, **options}
-    bounds = [norm_stats.finalize_error(wide, count, **about, format=f) for f in ("float32", "float64")]
+    bounds = [cases_stats.finalize_error(wide, count, **about, format=f) for f in ("float32", "float64")]
     agree(found, golden, [a + b for a, b in zip(*bounds, strict=True)])
     return [np.asarray(v) for v in found]
 
 
-NAMES = ("total", "squares", *norm_stats.GIVEN)
+NAMES = ("total", "squares", *cases_stats.GIVEN)
 
 
-@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("running_mean", "running_variance"), norm_stats.GIVEN])
+@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("running_mean", "running_variance"), cases_stats.GIVEN])
 @pytest.mark.parametrize(("momentum", "eps"), [(0.1, 1e-5), (1.0, 0.0), (0.0, 0.5)])
 def test_finalize(given: tuple[str, ...], momentum: float, eps: float):
     named = dict(zip(NAMES, sums(), strict=True))
@@ -133,7 +133,7 @@ def test_finalize_inference(given: tuple[str, ...], dtype: str):
     found = dnn.bn_finalize_inference(mean, variance, **named, eps=0.01)
     assert [v.dtype for v in found] == [np.dtype(format)] * 2
     wide = {n: v.astype(np.float64) for n, v in {"mean": mean, "variance": variance, **named}.items()}
-    bounds = [norm_stats.inference_error(wide, eps=0.01, format=f) for f in (format, "float64")]
+    bounds = [cases_stats.inference_error(wide, eps=0.01, format=f) for f in (format, "float64")]
     golden = reference.bn_finalize_inference(mean, variance, **named, eps=0.01)
     agree(found, golden, [a + b for a, b in zip(*bounds, strict=True)])
 
@@ -211,14 +211,14 @@ def test_a_shift_near_the_mean_keeps_the_digits():
     x = arrays("NHWC", np.float32, 1e4)[0]
     shift = np.full(8, 1e4 + 2, np.float32)
     total, squares = dnn.genstats(x, shift=shift)
-    bounds = [norm_stats.sums_error(x, "NHWC", f, shift) for f in ("float32", "float64")]
+    bounds = [cases_stats.sums_error(x, "NHWC", f, shift) for f in ("float32", "float64")]
     agree((total, squares), reference.genstats(x, shift=shift), [a + b for a, b in zip(*bounds, strict=True)])
     given = {"total": np.asarray(total), "squares": np.asarray(squares), "shift": shift}
     found = check_finalize(given, x.size // 8)
     exact, m = x.astype(np.float64).reshape(-1, 8), x.size // 8
     of_total, of_squares = (v / m for v in bounds[0])
     wide = {name: v.astype(np.float64) for name, v in given.items()}
-    own = norm_stats.finalize_error(wide, m, eps=1e-5, momentum=0.1, format="float32")
+    own = cases_stats.finalize_error(wide, m, eps=1e-5, momentum=0.1, format="float32")
     d = np.abs(wide["total"] / m)
     allowed = own[5] + (of_squares + 2 * d * of_total + of_total**2) * m / (m - 1)
     assert (np.abs(found[5] - exact.var(0, ddof=1)) <= allowed).all()
@@ -241,7 +241,7 @@ def test_sums_of_devices_add_up():
     manual = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=none))
     automatic = jax.jit(lambda x: dnn.bn_finalize(*dnn.genstats(x), x.size // 5))
     named = {n: np.asarray(v, np.float64) for n, v in zip(NAMES, dnn.genstats(x), strict=False)}
-    errors = norm_stats.finalize_error(named, x.size // 5, eps=1e-5, momentum=0.1, format="float32")
+    errors = cases_stats.finalize_error(named, x.size // 5, eps=1e-5, momentum=0.1, format="float32")
     for program in (manual, automatic):
         found = program(jax.device_put(x, jax.sharding.NamedSharding(mesh, rows)))
         for a, b, error in zip(found, wanted, errors, strict=True):
@@ -253,7 +253,7 @@ def test_count_may_be_an_array():
     run = jax.jit(lambda n: dnn.bn_finalize(total, squares, n))
     fixed, traced = dnn.bn_finalize(total, squares, 50), run(jnp.float32(50))
     named = {"total": total.astype(np.float64), "squares": squares.astype(np.float64)}
-    errors = norm_stats.finalize_error(named, 50, eps=1e-5, momentum=0.1, format="float32")
+    errors = cases_stats.finalize_error(named, 50, eps=1e-5, momentum=0.1, format="float32")
     for a, b, error in zip(fixed, traced, errors, strict=True):
         assert (np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)) <= 2 * error).all()
 

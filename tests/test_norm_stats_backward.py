@@ -12,11 +12,11 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 import running_error
-from jaxdnn import tolerance
-from jaxdnn.verify.families import norm_stats
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.norm import cases_stats
 from jaxdnn_reference.norm_batch import of_batch
 
-SHAPES = norm_stats.SHAPES
+SHAPES = cases_stats.SHAPES
 DTYPES: dict[str, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f64": np.float64}
 NAMES = ("dy", "x", "mean", "rstd", "scale")
 
@@ -43,7 +43,7 @@ def test_values(center: float, dtype: str, layout: str):
         found = dnn.dbn_weight(dy, x, mean, rstd, **named, layout=layout)
         golden = reference.dbn_weight(dy, x, mean, rstd, **named, layout=layout)
         wide = {name: v.astype(np.float64) for name, v in parameters.items()}
-        bounds = (norm_stats.weight_error(wide, layout, format=f) for f in (mean.dtype.name, "float64"))
+        bounds = (cases_stats.weight_error(wide, layout, format=f) for f in (mean.dtype.name, "float64"))
         for value, wanted, error, own in zip(found, golden, *bounds, strict=True):
             assert value.dtype == mean.dtype
             told = tolerance.compare(np.asarray(value), np.asarray(wanted, np.float64), error + own)

@@ -14,9 +14,9 @@ import pytest
 import _ptxas
 import jaxdnn as dnn
 from _ptxas import Block, needs_ptxas
-from jaxdnn import _compat
-from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper import branches
+from jaxdnn._src import hopper
+from jaxdnn._src.core import compat
+from jaxdnn._src.hopper import branches
 
 pytestmark = needs_ptxas
 BF16, F16, F32, S8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8
@@ -116,7 +116,7 @@ def filter_gradients() -> Iterator[Call]:
         yield wgrad((16, 8, 8, 64), (3, 3, 64, 64), (16, 6, 6, 64), dtype=dtype, **wide)
 
 
-def _in_a_cluster(splits: int, problem: Any, configs: Any) -> Any:
+def _in_a_cluster(splits: int, problem: Any, configs: Any, decided: Any) -> Any:
     return next(config for config in configs if config.direct and config.splits == splits)
 
 
@@ -234,7 +234,7 @@ def lowered(calls: Iterator[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[lis
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_assemble(family: str, monkeypatch: pytest.MonkeyPatch):
     calls, decisions = FAMILIES[family]
-    if family == "convolution in newer Pallas" and (lack := _compat.lacking(_compat.KERNELS)):
+    if family == "convolution in newer Pallas" and (lack := compat.lacking(compat.KERNELS)):
         pytest.skip(f"{lack}, which they need")
     blocks, taken = lowered(calls(), monkeypatch)
     assert _ptxas.errors(blocks) == ""
@@ -269,7 +269,7 @@ def test_an_instruction_that_does_not_exist_is_found(text: str, constraints: str
 
 def test_an_instruction_planted_in_a_kernel_is_found(monkeypatch: pytest.MonkeyPatch):
     """The text is what `launch` is given, and the fault shows although the program lowers."""
-    from jaxdnn._kernels.hopper import pool as kernels
+    from jaxdnn._src.pool.hopper import calls as kernels
 
     launch, fault = kernels.launch, ("st.global", "st.globe")
     monkeypatch.setattr(kernels, "launch", lambda code, *rest, **k: launch(code.replace(*fault), *rest, **k))

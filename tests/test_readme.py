@@ -9,8 +9,8 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import engines
-from jaxdnn.determinism import LEVELS
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.determinism import LEVELS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import tolerance
+from jaxdnn._src.core import tolerance
 from tensor_data import DTYPES, X, agree, data
 
 OPS = ["add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros"]

@@ -12,7 +12,7 @@ import pytest
 import jaxdnn_reference as reference
 import norm_cases
 import running_error
-from jaxdnn import tolerance_norm
+from jaxdnn._src.norm import bounds
 from norm_cases import CASES, FEW
 
 
@@ -43,10 +43,10 @@ def test_saved_statistics_give_the_same_gradients(name: str):
     found = norm.definition(x, s, b)
     saved = {"mean": found[1], "rstd": found[2]} if norm.centred else {"rstd": found[1]}
     p = dataclasses.replace(norm.problem(x, s, b), wide=False)  # a saved mean is rounded
-    errors = tolerance_norm.backward(p, norm_cases.in_view(norm, dy, p.x.shape))
+    errors = bounds.backward(p, norm_cases.in_view(norm, dy, p.x.shape))
     ours, theirs = norm.gradients(reference, dy, x, s, **saved), norm.gradients(reference, dy, x, s)
     for mine, other, (_, error) in zip(ours, theirs, errors, strict=True):
-        running_error.agree(mine, other, 2 * error.reshape(mine.shape) * tolerance_norm.definition_share(p))
+        running_error.agree(mine, other, 2 * error.reshape(mine.shape) * bounds.definition_share(p))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e4, 1e8])

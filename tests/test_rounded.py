@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn._kernels.xla import softmax as formulas
-from jaxdnn._rounded import nearest, nearest_number, power, product, quotient, real, reciprocal, root, rounded
+from jaxdnn._src.core.rounding import nearest, nearest_number, power, product, quotient, real, reciprocal, root, rounded
+from jaxdnn._src.softmax import xla as formulas
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]

@@ -10,8 +10,9 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import tolerance, tolerance_softmax
-from jaxdnn.tolerance import ACCUMULATIONS
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.core.tolerance import ACCUMULATIONS
+from jaxdnn._src.softmax import bounds
 from softmax_cases import (
     ALGORITHMS,
     DTYPES,
@@ -37,7 +38,7 @@ def test_softmax_is_within_its_bound(shape: tuple[int, ...], dtype: str, engine:
     axis, x = SHAPES[shape], data(shape, DTYPES[dtype])
     out = dnn.softmax(x, algorithm=algorithm, axis=axis, engine=engine)
     golden = reference.softmax(x, algorithm=algorithm, axis=axis, out_dtype=np.float64)
-    assert_right(out, golden, tolerance_softmax.softmax(wide(x), algorithm, rows(shape, axis), RULE), DTYPES[dtype])
+    assert_right(out, golden, bounds.softmax(wide(x), algorithm, rows(shape, axis), RULE), DTYPES[dtype])
 
 
 @each_algorithm
@@ -49,7 +50,7 @@ def test_backward_is_within_its_bound(shape: tuple[int, ...], dtype: str, engine
     y = reference.softmax(data(shape, DTYPES[dtype]), algorithm=algorithm, axis=axis)
     out = dnn.softmax_dgrad(dy, y, algorithm=algorithm, axis=axis, engine=engine)
     golden = reference.softmax_dgrad(dy, y, algorithm=algorithm, axis=axis, out_dtype=np.float64)
-    error = tolerance_softmax.softmax_dgrad(wide(dy), wide(y), algorithm, rows(shape, axis), RULE)
+    error = bounds.softmax_dgrad(wide(dy), wide(y), algorithm, rows(shape, axis), RULE)
     assert_right(out, golden, error, DTYPES[dtype])
 
 
@@ -60,13 +61,13 @@ def test_logsumexp_is_within_its_bound(shape: tuple[int, ...], dtype: str, engin
     axis, x = SHAPES[shape], data(shape, DTYPES[dtype])
     out = dnn.logsumexp(x, axis=axis, engine=engine, keepdims=True)
     golden = reference.logsumexp(x, axis=axis, keepdims=True, out_dtype=np.float64)
-    assert_right(out, golden, tolerance_softmax.logsumexp(wide(x), rows(shape, axis), RULE), DTYPES[dtype])
+    assert_right(out, golden, bounds.logsumexp(wide(x), rows(shape, axis), RULE), DTYPES[dtype])
     assert dnn.logsumexp(x, axis=axis, engine=engine).shape == golden.squeeze(rows(shape, axis)).shape
 
 
 def test_large_inputs_do_not_overflow():
     x = data((4, 50), scale=300) + np.float32(1e4)
-    error = tolerance_softmax.softmax(wide(x), "accurate", (1,), RULE)
+    error = bounds.softmax(wide(x), "accurate", (1,), RULE)
     assert_right(dnn.softmax(x), reference.softmax(x, out_dtype=np.float64), error, np.float32)
 
 
@@ -75,10 +76,10 @@ def test_float64(x64: None):
     rule = ACCUMULATIONS["float64"]
     for algorithm in ALGORITHMS:
         out = dnn.softmax(x, algorithm=algorithm)
-        error = tolerance_softmax.softmax(x, algorithm, (1,), rule)
+        error = bounds.softmax(x, algorithm, (1,), rule)
         assert_right(out, reference.softmax(x, algorithm=algorithm), error, np.float64)
         back = dnn.softmax_dgrad(x, np.asarray(out), algorithm=algorithm)
-        error = tolerance_softmax.softmax_dgrad(x, wide(out), algorithm, (1,), rule)
+        error = bounds.softmax_dgrad(x, wide(out), algorithm, (1,), rule)
         assert_right(back, reference.softmax_dgrad(x, np.asarray(out), algorithm=algorithm), error, np.float64)
 
 
@@ -86,7 +87,7 @@ def test_bound_sees_planted_faults():
     x = data((8, 64))
     golden, error = (
         reference.softmax(x, out_dtype=np.float64),
-        tolerance_softmax.softmax(wide(x), "accurate", (1,), RULE),
+        bounds.softmax(wide(x), "accurate", (1,), RULE),
     )
     e = np.exp(wide(x))
     last_left_out = e / e[:, :-1].sum(1, keepdims=True)
@@ -108,8 +109,8 @@ def test_exponential_and_logarithm_are_as_good_as_the_bound_takes_them():
     exp, log = np.exp(wide(x)), np.log(wide(s))
     off_exp = np.abs(wide(np.asarray(jax.jit(jnp.exp)(x))) - exp) / exp
     off_log = np.abs(wide(np.asarray(jax.jit(jnp.log)(s))) - log)
-    assert off_exp.max() * 2**24 <= tolerance_softmax.EXP / 4
-    assert (off_log * 2**24 <= (tolerance_softmax.LOG * log + tolerance_softmax.LOG_OF_ONE) / 3 + 0.01).all()
+    assert off_exp.max() * 2**24 <= bounds.EXP / 4
+    assert (off_log * 2**24 <= (bounds.LOG * log + bounds.LOG_OF_ONE) / 3 + 0.01).all()
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def test_modes_in_every_layout(mode: str, layout: str, shape: tuple[int, ...], a
     x = data(shape)
     named: dict[str, Any] = {"mode": mode, "layout": layout, "algorithm": algorithm}
     axes = reference.softmax.__globals__["axes"](len(shape), -1, mode, layout)
-    error = tolerance_softmax.softmax(wide(x), algorithm, axes, RULE)
+    error = bounds.softmax(wide(x), algorithm, axes, RULE)
     assert_right(dnn.softmax(x, **named), reference.softmax(x, **named, out_dtype=np.float64), error, np.float32)
 
 
@@ -145,7 +146,7 @@ def test_blend_is_one_rounding(algorithm: str):
     out = dnn.softmax(x, algorithm=algorithm, prior=prior, **scales)
     golden = reference.softmax(x, algorithm=algorithm, prior=prior, **scales, out_dtype=np.float64)
     plain = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
-    start = tolerance_softmax.softmax(wide(x), algorithm, (1,), RULE)
+    start = bounds.softmax(wide(x), algorithm, (1,), RULE)
     error = tolerance.Epilogue(**scales).error(plain, start, prior=wide(prior))
     assert_right(out, golden, error, ml_dtypes.bfloat16)
     back = dnn.softmax_dgrad(x, np.asarray(out), algorithm=algorithm, prior=prior, **scales)
@@ -170,7 +171,7 @@ def test_mask(algorithm: str, engine: str):
     mask[1] = False
     out = dnn.softmax(x, algorithm=algorithm, where=mask, engine=engine)
     golden = reference.softmax(x, algorithm=algorithm, where=mask, out_dtype=np.float64)
-    error = np.where(mask, tolerance_softmax.softmax(wide(np.where(mask, x, -np.inf)), algorithm, (1,), RULE), 0)
+    error = np.where(mask, bounds.softmax(wide(np.where(mask, x, -np.inf)), algorithm, (1,), RULE), 0)
     assert_right(out, golden, error, np.float32)
     weights = data((4, 6), seed=5)
 
@@ -189,7 +190,7 @@ def test_mask(algorithm: str, engine: str):
 def test_out_dtype(engine: str):
     x = data((3, 8), ml_dtypes.bfloat16)
     out = dnn.softmax(x, out_dtype=jnp.float32, engine=engine)
-    error = tolerance_softmax.softmax(wide(x), "accurate", (1,), RULE)
+    error = bounds.softmax(wide(x), "accurate", (1,), RULE)
     assert_right(out, reference.softmax(x, out_dtype=np.float64), error, np.float32)
     assert dnn.logsumexp(x, out_dtype=np.float32, engine=engine).dtype == np.float32
 
@@ -210,10 +211,10 @@ def test_what_is_not_finite(algorithm: str, engine: str, dtype: str):
     nan, inf = np.nan, np.inf
     x = np.array([[-inf, -inf, -inf], [0, -inf, 0], [0, inf, 1], [0, nan, 1], [-inf, inf, nan]]).astype(DTYPES[dtype])
     golden = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
-    error = tolerance_softmax.softmax(wide(x), algorithm, (1,), RULE)
+    error = bounds.softmax(wide(x), algorithm, (1,), RULE)
     assert_right(dnn.softmax(x, algorithm=algorithm, engine=engine), golden, error, DTYPES[dtype])
     lse = reference.logsumexp(x, out_dtype=np.float64)
-    bound = tolerance_softmax.logsumexp(wide(x), (1,), RULE)[:, 0]
+    bound = bounds.logsumexp(wide(x), (1,), RULE)[:, 0]
     assert_right(dnn.logsumexp(x, engine=engine), lse, bound, DTYPES[dtype])
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import softmax_cross_entropy as ce
+from jaxdnn._src.softmax import cross_entropy as ce
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 RANDOM = np.random.default_rng(11)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import engines
+from jaxdnn._src.core import engines
 from softmax_cases import ALGORITHMS, ENGINES, data, each_engine, rows, wide
 
 # ---- transformations -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn import tolerance
+from jaxdnn._src.core import tolerance
 from tensor_data import DTYPES, X, agree, data
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)

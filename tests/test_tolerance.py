@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from scipy import special
 
-from jaxdnn import _epilogue, tolerance
-from jaxdnn._activation_formulas import ACTIVATIONS, read_activation
-from jaxdnn.tolerance import FORMATS, Epilogue, compare
+from jaxdnn._src.activation import epilogues
+from jaxdnn._src.activation.formulas import ACTIVATIONS, read_activation
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.core.tolerance import FORMATS, Epilogue, compare
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 
@@ -126,7 +127,7 @@ def test_epilogue_bound_holds_on_this_platform(activation: Any):
     prior, residual, bias = (rng.standard_normal(c.size).astype(np.float32) for _ in range(3))
     flush = 2 * FORMATS["float32"].smallest_normal
     for alpha, beta, terms in ((1.0, 0.0, ()), (1.7, 0.0, ()), (-0.3, 0.6, (residual, bias))):
-        spec = _epilogue.Epilogue(alpha, beta, beta != 0, bool(terms), bool(terms), read_activation(activation))
+        spec = epilogues.Epilogue(alpha, beta, beta != 0, bool(terms), bool(terms), read_activation(activation))
         operands = (*((prior,) if beta else ()), *terms[::-1])
         out = jax.jit(lambda *a, s=spec: apply(s, *a))(computed, *operands)
         z = alpha * c + (beta * prior.astype(np.float64) if beta else 0.0) + sum(t.astype(np.float64) for t in terms)
@@ -139,9 +140,9 @@ def test_epilogue_bound_holds_on_this_platform(activation: Any):
             assert 0.02 < (distance / own).max() <= 1
 
 
-def apply(spec: _epilogue.Epilogue, c: jax.Array, *operands: jax.Array) -> jax.Array:
+def apply(spec: epilogues.Epilogue, c: jax.Array, *operands: jax.Array) -> jax.Array:
     """The library's own epilogue, with the terms elementwise: a bias along a channel axis of length c.size."""
-    return _epilogue.apply(spec, c, operands, channel=0, out_dtype=jnp.float32)
+    return epilogues.apply(spec, c, operands, channel=0, out_dtype=jnp.float32)
 
 
 def test_beta_zero_does_not_read_the_prior():

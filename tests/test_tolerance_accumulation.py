@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import fft
 
-from jaxdnn import tolerance
-from jaxdnn.tolerance import ACCUMULATIONS, Accumulation, compare
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation, compare
 
 F32 = ACCUMULATIONS["float32"]
 

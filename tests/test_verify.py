@@ -12,21 +12,21 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdnn import engines, tolerance
-from jaxdnn._kernels.xla import conv as xla_conv
-from jaxdnn.determinism import LEVELS
-from jaxdnn.explain import explain
-from jaxdnn.tolerance import ACCUMULATIONS
+from jaxdnn._src.cases.case import DTYPES
+from jaxdnn._src.cases.family import EXTENTS
+from jaxdnn._src.cases.subject import Subject
+from jaxdnn._src.conv.cases import case as cases
+from jaxdnn._src.conv.cases import checks as checks
+from jaxdnn._src.conv.cases import data as data
+from jaxdnn._src.conv.cases import geometries as geometries
+from jaxdnn._src.conv.cases.case import Case
+from jaxdnn._src.conv.xla import engine as xla_conv
+from jaxdnn._src.core import engines, tolerance
+from jaxdnn._src.core.determinism import LEVELS
+from jaxdnn._src.core.explain import explain
+from jaxdnn._src.core.tolerance import ACCUMULATIONS
 from jaxdnn.verify import cli, controls, levels, matrix, page, report
-from jaxdnn.verify.case import DTYPES
-from jaxdnn.verify.families import conv_cases as cases
-from jaxdnn.verify.families import conv_checks as checks
-from jaxdnn.verify.families import conv_data as data
-from jaxdnn.verify.families import conv_geometries as geometries
-from jaxdnn.verify.families.conv_cases import Case
-from jaxdnn.verify.family import EXTENTS
 from jaxdnn.verify.levels import PROCEDURES
-from jaxdnn.verify.subject import Subject
 
 
 @pytest.fixture(autouse=True)

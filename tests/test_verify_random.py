@@ -19,21 +19,22 @@ import pytest
 from rich.console import Console
 
 import jaxdnn_reference as reference
-from jaxdnn import engines
-from jaxdnn._kernels import hopper
-from jaxdnn._kernels.hopper import branches, tuning
-from jaxdnn._kernels.hopper.conv_plan import Axis, Problem
-from jaxdnn._kernels.hopper.conv_walk import decided
-from jaxdnn.tolerance import ACCUMULATIONS, Epilogue
-from jaxdnn.verify import case as plain
+from jaxdnn._src import families, hopper
+from jaxdnn._src.cases import case as plain
+from jaxdnn._src.conv.cases import checks, data
+from jaxdnn._src.conv.cases.case import Case
+from jaxdnn._src.conv.cases.geometries import Geometry
+from jaxdnn._src.conv.hopper import tuning
+from jaxdnn._src.conv.hopper.plan import Axis, Problem
+from jaxdnn._src.conv.hopper.walk import decided
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.tolerance import ACCUMULATIONS, Epilogue
+from jaxdnn._src.hopper import branches
 from jaxdnn.verify import command, levels, matrix, random, random_call, random_report, show
 from jaxdnn.verify.cli import main
-from jaxdnn.verify.families import conv_checks, conv_data
-from jaxdnn.verify.families.conv_cases import Case
-from jaxdnn.verify.families.conv_geometries import Geometry
 from jaxdnn.verify.random_report import Report
 
-PAIRS = [(op, e) for f in matrix.families() for op in f.ops for e in f.engines_of(op) if e != "hopper"]
+PAIRS = [(op, e) for f in families.cases() for op in f.ops for e in f.engines_of(op) if e != "hopper"]
 
 
 @pytest.mark.parametrize(("op", "engine"), PAIRS, ids=lambda v: v)
@@ -376,7 +377,7 @@ def test_every_branch_taken_is_listed(as_on_h200, kernel):
 def test_drawn_arrays_are_small():
     """With guards, workspaces and what is made on the way a call has to fit a process's share of a GPU's memory."""
     rng, largest = np.random.default_rng(0), dict[str, int]()
-    for family, number in itertools.product(matrix.families(), range(150)):
+    for family, number in itertools.product(families.cases(), range(150)):
         for op in (op for op in family.ops if "hopper" in family.engines_of(op)):
             leads = [lead for (of, _), lead in family.leads.items() if of == op]
             drawing = leads[number % len(leads)] if leads and number % 3 == 0 else family.draw
@@ -387,7 +388,7 @@ def test_drawn_arrays_are_small():
     assert largest["batch_norm_dgrad"] > 2**20
 
 
-LED = sorted({branch for f in matrix.families() for _, branch in f.leads})
+LED = sorted({branch for f in families.cases() for _, branch in f.leads})
 # What is named otherwise by configurations than by branches, and is found among them all the same.
 NAMED = [("pipeline", "teams", "2 x 1"), ("wgrad", "warpgroups", "1 x 3"), ("pipeline", "tiles in turn", "yes")]
 
@@ -434,9 +435,10 @@ def test_an_index_is_one_call_in_every_process():
     """With kernels' configurations, whatever a process hashes, where its functions lie, and without a GPU."""
     program = """
     import jax, sys
-    from jaxdnn import engines
-    from jaxdnn._kernels import hopper
-    from jaxdnn.verify import case, random_call
+    from jaxdnn._src.core import engines
+    from jaxdnn._src import hopper
+    from jaxdnn._src.cases import case
+    from jaxdnn.verify import random_call
     engines.device_kind = lambda platform: "NVIDIA H200" if platform == "cuda" else "cpu"
     case.platform, jax.default_backend = lambda: "cuda", lambda: "gpu"
     hopper.unavailable = lambda: None
@@ -530,14 +532,14 @@ def test_bounds_of_subnormal_operands_hold_for_the_tensor_core(monkeypatch):
     geometry = Geometry("subnormal", 64, (9, 8), 2, 16, (1, 1))
     case = Case("conv", "hopper", "f16", "NHWC", None, geometry, out="f32")
     rule = ACCUMULATIONS["tensor_core"]
-    operands, extras = conv_data.arrays(case, "subnormal", 0, rule)
+    operands, extras = data.arrays(case, "subnormal", 0, rule)
     out = np.asarray(
         reference.conv(*operands, **case.arguments(), arithmetic="tensor_core", schedule=reference.Schedule())
     )
-    found = conv_checks.judge(case, "subnormal", operands, extras, out, rule)
+    found = checks.judge(case, "subnormal", operands, extras, out, rule)
     assert found.passed, found.message
-    monkeypatch.setattr(conv_checks, "_of_least_exponents", lambda *given: given[-1])
-    assert not conv_checks.judge(case, "subnormal", operands, extras, out, rule).passed
+    monkeypatch.setattr(checks, "_of_least_exponents", lambda *given: given[-1])
+    assert not checks.judge(case, "subnormal", operands, extras, out, rule).passed
 
 
 def test_bounds_of_a_blend_do_not_depend_on_the_priors_dtype():

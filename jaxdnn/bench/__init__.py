@@ -1,9 +1,8 @@
 """`jaxdnn bench`: engines against each other and against peers, in one process.
 
-`jaxdnn bench FAMILY` runs the cases of the module `jaxdnn.bench.FAMILY`, which `jaxdnn.bench.cases.FAMILIES` lists.
-Such a module has
+`jaxdnn bench FAMILY` runs the cases of the module that the family's manifest names as `timed`. Such a module has
 
-* `CASES`: a tuple of `jaxdnn.bench.cases.Case`s, one for each shape that is measured. A case says how its operands
+* `CASES`: a tuple of `jaxdnn._src.cases.timed.Case`s, one for each shape that is measured. A case says how its operands
   are made and, for each of its passes ("forward", "backward", ...), our function, XLA's, PyTorch's if there is one, and
   what work the pass has to do: floating-point operations, or, where memory binds, the bytes that must move.
 

@@ -18,17 +18,19 @@ import numpy as np
 import rich
 from rich.table import Table
 
-from jaxdnn import engines
+from jaxdnn._src import families
+from jaxdnn._src.cases import timed
+from jaxdnn._src.cases.timed import Case
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
-from jaxdnn.bench import cases, peers, timing
-from jaxdnn.bench.cases import Case
-from jaxdnn.explain import traced_calls
+from jaxdnn.bench import peers, timing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn bench`."""
     on_gpu = jax.default_backend() == "gpu"
-    parser.add_argument("op", choices=list(cases.FAMILIES), help="what to measure")
+    parser.add_argument("op", choices=families.with_timed(), help="what to measure")
     parser.add_argument("--family", action="append", help="only the cases of these groups (default: all)")
     parser.add_argument("--case", action="append", help="only the cases of these names (default: all)")
     parser.add_argument("--passes", nargs="+", help="only these, such as forward (default: all)")
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table while it goes and a summary, and writes the JSON after every case."""
-    found = cases.load(args.op)
+    found = families.timed(args.op)
     for given, known in (
         (args.family, [case.family for case in found]),
         (args.case, [case.name for case in found]),
@@ -94,7 +96,7 @@ def _record(path: Path, rows: list[dict[str, Any]]) -> None:
 def _measure_case(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     on_gpu = jax.default_backend() == "gpu"
     batch = args.batch or (case.batch if on_gpu else 2)
-    itemsize, sets = cases.itemsize(args.dtype), []
+    itemsize, sets = timed.itemsize(args.dtype), []
     for which in case.passes:
         if args.passes and which not in args.passes:
             continue

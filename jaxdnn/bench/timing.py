@@ -34,7 +34,7 @@ def measure(functions: Sequence[Callable[..., Any]], sets: Sequence[Operands], *
 
 def _device_time(function: Callable[..., Any], sets: Sequence[Operands], calls: int) -> float:
     """The median over calls of the summed time of a call's kernels."""
-    from jaxdnn._compat import profiler  # needs a GPU build of jaxlib
+    from jaxdnn._src.core.compat import profiler  # needs a GPU build of jaxlib
 
     if len(sets) == 1:
         _, times = profiler.Cupti(finalize=False).measure(function, iterations=calls)(*sets[0])

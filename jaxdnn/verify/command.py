@@ -18,12 +18,12 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxdnn.determinism import LEVELS
+from jaxdnn._src.cases.case import DTYPES as EVERY_DTYPE
+from jaxdnn._src.cases.case import Result, flushes_subnormals
+from jaxdnn._src.cases.subject import Subject
+from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, random, random_report, report, show
-from jaxdnn.verify.case import DTYPES as EVERY_DTYPE
-from jaxdnn.verify.case import Result, flushes_subnormals
 from jaxdnn.verify.random_report import Report
-from jaxdnn.verify.subject import Subject
 
 DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
 WRITTEN_EVERY = 3.0  # seconds, while random calls run

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdnn import _compat
-from jaxdnn._rounded import product
+from jaxdnn._src.cases.subject import Subject
+from jaxdnn._src.core import compat
+from jaxdnn._src.core.rounding import product
 from jaxdnn.verify.levels import PROCEDURES, Trial, trial
-from jaxdnn.verify.subject import Subject
 
 BATCH, SIZES, CHANNELS, FILTERS = 8, (24, 20), 16, 32  # of x; large enough that XLA splits it among a CPU's threads
 
@@ -120,11 +120,11 @@ def _other_under_vmap() -> Callable[..., jax.Array]:
 
 
 def _other_where_traced(x: jax.Array, w: jax.Array) -> jax.Array:
-    return _chain(5 if isinstance(x, _compat.Tracer) else 0)(x, w)
+    return _chain(5 if isinstance(x, compat.Tracer) else 0)(x, w)
 
 
 def _other_where_sharded() -> Callable[..., jax.Array]:
-    faulty = _compat.custom_partitioning(_chain(0))
+    faulty = compat.custom_partitioning(_chain(0))
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
         placed = tuple(operand.sharding for operand in operands)

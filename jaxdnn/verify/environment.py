@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from jaxdnn._src.cases import case
 from jaxdnn._version import __version__
-from jaxdnn.verify import case
 
 PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes")
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxdnn._src.cases.case import DTYPES, Facts, flushes_subnormals
+from jaxdnn._src.cases.family import Family
 from jaxdnn.verify import environment, matrix
-from jaxdnn.verify.case import DTYPES, Facts, flushes_subnormals
-from jaxdnn.verify.family import Family
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,9 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdnn.determinism import LEVELS
-from jaxdnn.verify.case import platform, same_bits
-from jaxdnn.verify.subject import Different, Subject, batch_of
+from jaxdnn._src.cases.case import platform, same_bits
+from jaxdnn._src.cases.subject import Different, Subject, batch_of
+from jaxdnn._src.core.determinism import LEVELS
 
 SIZES = {
     "quick": (2, 5),

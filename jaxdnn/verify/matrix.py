@@ -2,44 +2,24 @@
 
 import collections
 import fnmatch
-import functools as ft
-import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxdnn.verify import case as plain
-from jaxdnn.verify.case import Result
-from jaxdnn.verify.family import Family
-from jaxdnn.verify.subject import variants
-
-_MODULES = (
-    "conv",
-    "norm",
-    "norm_local",
-    "norm_stats",
-    "activation",
-    "dropout",
-    "dropout_fused",
-    "pool",
-    "softmax",
-    "tensor",
-)
-
-
-@ft.cache
-def families() -> tuple[Family, ...]:
-    """All families. Loaded when asked for: some of what they import depends on the devices."""
-    return tuple(importlib.import_module(f"jaxdnn.verify.families.{name}").FAMILY for name in _MODULES)
+from jaxdnn._src import families
+from jaxdnn._src.cases import case as plain
+from jaxdnn._src.cases.case import Result
+from jaxdnn._src.cases.family import Family
+from jaxdnn._src.cases.subject import variants
 
 
 def ops() -> tuple[str, ...]:
     """Every op of every family."""
-    return tuple(op for f in families() for op in f.ops)
+    return tuple(op for f in families.cases() for op in f.ops)
 
 
 def of(op: str) -> Family:
     """The family of an op."""
-    return next(f for f in families() if op in f.ops)
+    return next(f for f in families.cases() if op in f.ops)
 
 
 def engines() -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
-from jaxdnn.determinism import is_fixed, satisfies
-from jaxdnn.verify import case
-from jaxdnn.verify.case import same_bits
+from jaxdnn._src.cases import case
+from jaxdnn._src.cases.case import same_bits
+from jaxdnn._src.core.determinism import is_fixed, satisfies
 from jaxdnn.verify.mesh_table import ROWS, SIGNS, SIZES, Row, X
 
 AXIS = "d"

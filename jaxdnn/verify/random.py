@@ -25,9 +25,9 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from jaxdnn._kernels.hopper import branches
-from jaxdnn._kernels.hopper.branches import Branch
-from jaxdnn.verify import case
+from jaxdnn._src.cases import case
+from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.branches import Branch
 from jaxdnn.verify.random_report import Report
 from jaxdnn.verify.random_worker import ANSWER
 

@@ -16,14 +16,14 @@ import jax
 import numpy as np
 
 import jaxdnn as dnn
-from jaxdnn._kernels.hopper import branches
-from jaxdnn._kernels.hopper.branches import Branch
-from jaxdnn.verify import case as plain
+from jaxdnn._src.cases import case as plain
+from jaxdnn._src.cases.drawn import pick
+from jaxdnn._src.cases.subject import Subject
+from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.branches import Branch
 from jaxdnn.verify import levels, matrix
-from jaxdnn.verify.families.drawn import pick
 from jaxdnn.verify.guards import PATTERNS, Guards
 from jaxdnn.verify.random_report import Report
-from jaxdnn.verify.subject import Subject
 
 # How often a pair of an op and an engine is drawn; others once.
 WEIGHTS = {("conv", "hopper"): 46, ("conv_dgrad", "hopper"): 45, ("conv_wgrad", "hopper"): 45}

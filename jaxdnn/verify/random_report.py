@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdnn._kernels.hopper import branches
-from jaxdnn._kernels.hopper.branches import Branch
+from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.branches import Branch
 
 
 @dataclasses.dataclass(frozen=True)

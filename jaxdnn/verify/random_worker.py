@@ -28,7 +28,8 @@ def main() -> int:
 
     import jax
 
-    from jaxdnn.verify import case, random_call
+    from jaxdnn._src.cases import case
+    from jaxdnn.verify import random_call
     from jaxdnn.verify.guards import DeviceMemory, Guards
 
     def answer(found: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from jaxdnn._src.cases.case import Result
 from jaxdnn.verify import matrix
-from jaxdnn.verify.case import Result
 from jaxdnn.verify.levels import Trial
 
 SCHEMA = 1

@@ -1,0 +1,1 @@
+"""The library itself; what users import is named in `jaxdnn`."""

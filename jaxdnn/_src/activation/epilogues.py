@@ -1,0 +1,82 @@
+"""What happens to an accumulator before its one conversion: y = act(alpha * acc + beta * prior + residual + bias)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.activation import primitive
+from jaxdnn._src.activation.formulas import Parameter, activate
+from jaxdnn._src.core.blending import along_channel, convert, scaled_prior
+from jaxdnn._src.core.determinism import LEVELS, is_fixed
+from jaxdnn._src.core.rounding import product
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """The static part; which of prior, bias and residual are given, in that order, among an op's further operands."""
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    prior: bool = False
+    bias: bool = False
+    residual: bool = False
+    activation: tuple[str, Parameter] | None = None
+    integer: bool = False
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(name for name in ("prior", "bias", "residual") if getattr(self, name))
+
+    @property
+    def linear(self) -> bool:
+        """Whether all that is left is a constant factor, so that the op is linear in each of its two arrays."""
+        return not self.operands and self.activation is None
+
+    def only_alpha(self) -> "Epilogue":
+        return Epilogue(alpha=self.alpha, integer=self.integer)
+
+    def without_activation(self) -> "Epilogue":
+        return dataclasses.replace(self, activation=None)
+
+
+def apply(
+    epilogue: Epilogue, acc: Array, operands: Sequence[Array], *, channel: int, out_dtype: Any, level: str = "fast"
+) -> Array:
+    """Runs the epilogue on an accumulator; `channel` is the axis the bias lies along. Products are rounded.
+
+    `epilogue.alpha` and `epilogue.beta` may be traced scalars here; a traced beta of zero does not read the prior.
+    """
+    extras = dict(zip(epilogue.operands, operands, strict=True))
+    if jnp.issubdtype(acc.dtype, jnp.integer) and not epilogue.integer:
+        acc = acc.astype(jnp.float32)
+    z = acc if _is_one(epilogue.alpha) else product(acc, jnp.asarray(epilogue.alpha).astype(acc.dtype))
+    if "prior" in extras:
+        z = z + scaled_prior(epilogue.beta, extras["prior"].astype(z.dtype))
+    if "residual" in extras:
+        z = z + extras["residual"].astype(z.dtype)
+    if "bias" in extras:
+        z = z + along_channel(extras["bias"].astype(z.dtype), z.ndim, channel)
+    if epilogue.activation is not None:
+        z = jnp.maximum(z, 0) if epilogue.integer else activated(z, *epilogue.activation, level)
+    return convert(z, out_dtype)
+
+
+def activated(z: Array, name: str, parameter: Parameter, level: str) -> Array:
+    """act(z) in z's own precision; where the level fixes bits, as an op that nothing around it is joined with."""
+    if not is_fixed(level):
+        return activate(z, name, parameter)
+    return primitive.bind("activation", z, spec=activation_spec(name, parameter, z.dtype, level))
+
+
+def activation_spec(name: str, parameter: Parameter, dtype: Any, level: str) -> primitive.ActivationSpec:
+    """The spec of an activation alone, whose result has this dtype; its engine guarantees mesh_invariant for any."""
+    own = min(level, "mesh_invariant", key=LEVELS.index)
+    return primitive.ActivationSpec(name, parameter, 1.0, np.dtype(dtype), None, own)
+
+
+def _is_one(alpha: Any) -> bool:
+    return isinstance(alpha, int | float) and alpha == 1

@@ -1,0 +1,342 @@
+"""Activations and their derivatives: one formula each, for epilogues, for the ops, and for the tables of the latter.
+
+A formula is written over `Functions`: with those of JAX it works in the precision of its argument, with those of NumPy
+in float64. Where float64 results are rounded once they are right to the last bit of a narrow type: `table` has one
+entry for every bfloat16 or float16 number, 65,536 of them, and looking one up is faster than computing it
+(`benchmarks/notes-activation.md`).
+
+At ±inf every formula has its limit; NaN gives NaN.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.core import checks
+from jaxdnn._src.core.formats import Format, format_of
+
+Parameter = float | tuple[float, float, float] | None
+
+# name -> the value of its parameter if the call gives none (None: the activation has no parameter).
+ACTIVATIONS: dict[str, float | None] = {
+    "identity": None,
+    "relu": None,
+    "sigmoid": None,
+    "tanh": None,
+    "gelu": None,
+    "gelu_tanh": None,
+    "elu": 1.0,
+    "swish": 1.0,
+    "softplus": 1.0,
+    "leaky_relu": 0.01,
+    "clipped_relu": 6.0,
+}
+# What ("relu", lower, upper, slope) is called once it has been read, unless it is one of the others.
+BOUNDED_RELU = "bounded_relu"
+# Of these, the output alone tells on which side of its kinks the input was, so the input need not be kept.
+DERIVATIVE_FROM_OUTPUT = ("relu", "leaky_relu")
+# Made of comparisons, minima, maxima and at most one product: nothing that devices do differently.
+PIECEWISE = ("identity", "relu", "leaky_relu", "clipped_relu")
+NARROW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+_SQRT_HALF = 0.7071067811865476
+_SQRT_8_OVER_PI = 1.5957691216057308
+_INV_SQRT_2PI = 0.3989422804014327
+_CUBIC = 0.044715
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """The elementary functions that formulas are made of."""
+
+    numpy: Any
+    erfc: Callable[[Any], Any]
+    logistic: Callable[[Any], Any]
+    positive: Callable[[Any], Any]  # max(z, 0), which is +0 for -0 too: NumPy's maximum leaves that open
+
+
+def _logistic(x: np.ndarray) -> np.ndarray:
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+IN_JAX = Functions(jnp, lax.erfc, lax.logistic, lambda z: jnp.maximum(z, 0))
+IN_FLOAT64 = Functions(np, np.vectorize(math.erfc, otypes=[np.float64]), _logistic, lambda z: np.where(z <= 0, 0.0, z))
+
+
+# ---- the formulas ----------------------------------------------------------------------------------------------------
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def activate(z: Array, name: str, parameter: Parameter) -> Array:
+    """act(z) in z's own precision."""
+    return _FORWARD[name](z, parameter, IN_JAX)
+
+
+@activate.defjvp
+def _activate_jvp(name: str, parameter: Parameter, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (z,), (tangent,) = primals, tangents
+    return activate(z, name, parameter), derivative(z, name, parameter) * tangent
+
+
+def derivative(z: Array, name: str, parameter: Parameter) -> Array:
+    """act'(z) in z's own precision; at a kink, that of the side below; 0 at a ceiling too."""
+    slope = _DERIVATIVE[name](z, parameter, IN_JAX)
+    return jnp.where(jnp.isnan(z), z, slope) if name in (*PIECEWISE, BOUNDED_RELU) else slope
+
+
+def derivative_from_output(y: Array, name: str, parameter: Parameter) -> Array:
+    """act'(z) told from y = act(z), for the activations in DERIVATIVE_FROM_OUTPUT."""
+    return derivative(y, name, parameter)
+
+
+def _times(z: Any, factor: Any, f: Functions) -> Any:
+    """z * factor, and a zero of z's sign where the factor has vanished, even if z is infinite."""
+    return f.numpy.where(factor == 0, f.numpy.copysign(factor, z), z * factor)
+
+
+def _plus(s: Any, t: Any, f: Functions) -> Any:
+    """s + t, and t where s has vanished: a slope that vanishes from below is -0."""
+    return f.numpy.where(s == 0, t, s + t)
+
+
+def _negative(z: Any, f: Functions) -> Any:
+    return f.numpy.where(z > 0, f.numpy.zeros_like(z), z)
+
+
+def _elu(z: Any, alpha: Any, f: Functions) -> Any:
+    return f.numpy.where(z > 0, z, alpha * f.numpy.expm1(_negative(z, f)))
+
+
+def _elu_derivative(z: Any, alpha: Any, f: Functions) -> Any:
+    return f.numpy.where(z > 0, f.numpy.ones_like(z), alpha * f.numpy.exp(_negative(z, f)))
+
+
+def _gelu(z: Any, _: Any, f: Functions) -> Any:
+    # erfc keeps the relative accuracy of the negative tail, where 1 + erf cancels.
+    return _times(0.5 * z, f.erfc(-z * _SQRT_HALF), f)
+
+
+def _gelu_derivative(z: Any, _: Any, f: Functions) -> Any:
+    return _plus(0.5 * f.erfc(-z * _SQRT_HALF), _times(_INV_SQRT_2PI * z, f.numpy.exp(-0.5 * z * z), f), f)
+
+
+def _gelu_tanh_argument(z: Any) -> Any:
+    # (1 + tanh(a)) / 2 = logistic(2 a), which does not cancel where a is very negative.
+    return _SQRT_8_OVER_PI * (z + _CUBIC * z * z * z)
+
+
+def _gelu_tanh(z: Any, _: Any, f: Functions) -> Any:
+    return _times(z, f.logistic(_gelu_tanh_argument(z)), f)
+
+
+def _gelu_tanh_derivative(z: Any, _: Any, f: Functions) -> Any:
+    a = _gelu_tanh_argument(z)
+    s = f.logistic(a)
+    bell = s * f.logistic(-a)
+    return _plus(s, _times(_SQRT_8_OVER_PI * (z + 3 * _CUBIC * z * z * z), bell, f), f)
+
+
+def _swish(z: Any, beta: Any, f: Functions) -> Any:
+    if beta == 0:  # 0 times an infinite z is not 0
+        return 0.5 * z
+    return _times(z, f.logistic(z * beta), f)
+
+
+def _swish_derivative(z: Any, beta: Any, f: Functions) -> Any:
+    if beta == 0:
+        return f.numpy.where(f.numpy.isnan(z), z, f.numpy.full_like(z, 0.5))
+    s = f.logistic(z * beta)
+    return _plus(s, _times(z * beta, s * f.logistic(-z * beta), f), f)
+
+
+def _softplus(z: Any, beta: Any, f: Functions) -> Any:
+    return f.numpy.maximum(z, 0) + f.numpy.log1p(f.numpy.exp(-f.numpy.abs(z * beta))) / beta
+
+
+def _leaky_relu_derivative(z: Any, slope: Any, f: Functions) -> Any:
+    return f.numpy.where(z > 0, f.numpy.ones_like(z), f.numpy.full_like(z, slope))
+
+
+def _bounded_relu(z: Any, bounds: Any, f: Functions) -> Any:
+    lower, upper, slope = bounds
+    # Without a slope the product is left out: 0 times an infinite distance is not 0.
+    below = f.numpy.full_like(z, lower) if slope == 0 else slope * (z - lower) + lower if lower else slope * z
+    return f.numpy.where(z <= lower, below, f.numpy.where(z > upper, f.numpy.full_like(z, upper), z))
+
+
+def _bounded_relu_derivative(z: Any, bounds: Any, f: Functions) -> Any:
+    lower, upper, slope = bounds
+    inside = z > lower if upper == math.inf else (z > lower) & (z < upper)
+    return f.numpy.where(z <= lower, f.numpy.full_like(z, slope), inside.astype(z.dtype))
+
+
+Formula = Callable[[Any, Any, Functions], Any]
+_FORWARD: dict[str, Formula] = {
+    "identity": lambda z, _, f: z,
+    "relu": lambda z, _, f: f.positive(z),
+    "sigmoid": lambda z, _, f: f.logistic(z),
+    "tanh": lambda z, _, f: f.numpy.tanh(z),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "elu": _elu,
+    "swish": _swish,
+    "softplus": _softplus,
+    "leaky_relu": lambda z, slope, f: f.numpy.where(z > 0, z, slope * z),
+    "clipped_relu": lambda z, ceiling, f: f.numpy.minimum(f.positive(z), ceiling),
+    BOUNDED_RELU: _bounded_relu,
+}
+_DERIVATIVE: dict[str, Formula] = {
+    "identity": lambda z, _, f: f.numpy.ones_like(z),
+    "relu": lambda z, _, f: (z > 0).astype(z.dtype),
+    "sigmoid": lambda z, _, f: f.logistic(z) * f.logistic(-z),
+    "tanh": lambda z, _, f: 4 * f.logistic(2 * z) * f.logistic(-2 * z),
+    "gelu": _gelu_derivative,
+    "gelu_tanh": _gelu_tanh_derivative,
+    "elu": _elu_derivative,
+    "swish": _swish_derivative,
+    "softplus": lambda z, beta, f: f.logistic(z * beta),
+    "leaky_relu": _leaky_relu_derivative,
+    "clipped_relu": lambda z, ceiling, f: ((z > 0) & (z < ceiling)).astype(z.dtype),
+    BOUNDED_RELU: _bounded_relu_derivative,
+}
+
+
+# ---- tables for the narrow types -------------------------------------------------------------------------------------
+
+
+@ft.lru_cache(maxsize=128)  # each holds 128 or 256 KB
+def table(name: str, parameter: Parameter, alpha: float, dtype: np.dtype, out_dtype: np.dtype) -> np.ndarray:
+    """alpha * act(x), rounded once to `out_dtype`, for every number x of a narrow type in the order of its bits."""
+    x = _numbers(dtype)
+    values = _off_ties(x, alpha * _in_float64(_FORWARD[name], x, parameter), name, parameter, alpha, out_dtype)
+    return _round(values, out_dtype)
+
+
+@ft.lru_cache(maxsize=128)
+def slope_table(name: str, parameter: Parameter, alpha: float, dtype: np.dtype) -> np.ndarray:
+    """alpha * act'(x) in float32 for every number of a narrow type: the nearest float32, except where rounding that to
+    the narrow type would not round alpha * act'(x) itself (it is a tie there); then its neighbour on the right side."""
+    slopes = alpha * _in_float64(_DERIVATIVE[name], _numbers(dtype), parameter)
+    near, rounded = _round(slopes, np.dtype(np.float32)), _round(slopes, dtype)
+    with np.errstate(all="ignore"):
+        agree = (near.astype(dtype) == rounded) | np.isnan(slopes)
+        return np.where(agree, near, np.nextafter(near, rounded.astype(np.float32)))
+
+
+def _numbers(dtype: np.dtype) -> np.ndarray:
+    """Every number of a narrow type, in the order of its bits, in float64."""
+    with np.errstate(invalid="ignore"):
+        return np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float64)
+
+
+def _in_float64(formula: Formula, x: np.ndarray, parameter: Parameter) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.where(np.isnan(x), np.nan, formula(x, parameter, IN_FLOAT64))
+
+
+def _off_ties(
+    x: np.ndarray, values: np.ndarray, name: str, parameter: Parameter, alpha: float, dtype: np.dtype
+) -> np.ndarray:
+    """Values of a function through 0, with those of tiny arguments moved to the side of a tie where the function lies.
+
+    In float64 gelu(x) of a subnormal x is x / 2, a tie between two numbers of bfloat16; gelu(x) itself lies above it.
+    On which side of its tangent at 0 a function lies is seen at an argument that is less tiny.
+    """
+    f = lambda z: alpha * _in_float64(_FORWARD[name], z, parameter)
+    if f(np.zeros(1))[0] != 0 or name in PIECEWISE or not isinstance(format_of(dtype), Format):
+        return values
+    tinier, larger = np.copysign(2.0**-200, x), np.copysign(2.0**-10, x)
+    side = f(larger) - f(tinier) / tinier * larger
+    side = np.where(np.abs(side) < 2.0**-45, 0.0, side)  # rounding errors of a function that is straight there
+    tiny = (np.abs(x) < 2.0**-26) & (x != 0)
+    return np.where(tiny & (side != 0), np.nextafter(values, values + np.sign(side)), values)
+
+
+def _round(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    to = format_of(dtype)
+    with np.errstate(all="ignore"):
+        # NumPy's conversion to bfloat16 goes by way of float32 and would round twice.
+        return (to.round(values) if isinstance(to, Format) else values).astype(dtype)
+
+
+def look_up(x: Array, entries: np.ndarray) -> Array:
+    """The entry of a table for each element of x, of a narrow type."""
+    return jnp.asarray(entries).at[bits(x).astype(jnp.int32)].get(mode="promise_in_bounds")
+
+
+def bits(x: Array) -> Array:
+    """The bits of a narrow type as uint16.
+
+    XLA (JAX 0.10 to 0.12) folds the bitcast of a constant array that it keeps in another order of dimensions to wrong
+    values, such as that of `x[:, rows]` for a constant x. So its operand is made to depend on iotas, which XLA does not
+    fold; LLVM does, so that it costs nothing. On those of all axes, or XLA computes a row of them in a kernel of its
+    own.
+    """
+    if x.ndim:
+        iotas = (lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in range(x.ndim))
+        always = (ft.reduce(jnp.bitwise_or, iotas) | jnp.uint32(1)) != 0
+        x = jnp.where(always, x, jnp.zeros_like(x))
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+# ---- reading the argument --------------------------------------------------------------------------------------------
+
+
+def read_activation(value: Any) -> tuple[str, Parameter] | None:
+    """Reads an activation: None, a name, (name, parameter), or ("relu", lower, upper, slope)."""
+    if value is None or (isinstance(value, str) and value == "identity"):
+        return None
+    if isinstance(value, tuple) and len(value) == 4 and value[0] == "relu":
+        return _read_bounds(value)
+    name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(
+            f"`activation` must be None, one of {', '.join(map(repr, ACTIVATIONS))}, a pair of a name and its "
+            f"parameter, or ('relu', lower, upper, slope), got {checks.shown(value)}."
+        )
+    default = ACTIVATIONS[name]
+    if parameter is None:
+        return name, default
+    if default is None or not checks.is_number(parameter):
+        takes = "no parameter" if default is None else "one number"
+        raise ValueError(f"`activation` {name!r} takes {takes}, got {checks.shown(parameter)}.")
+    parameter = checks.as_float("activation", parameter) + 0.0  # -0 and 0 are equal, so they must not differ
+    if name == "leaky_relu" and not 0 <= parameter <= 1:
+        raise ValueError(f"`activation` 'leaky_relu' needs a slope from 0 to 1, got {parameter!r}.")
+    if name == "leaky_relu" and parameter == 0:
+        return "relu", None
+    if name == "clipped_relu" and not parameter >= 0:
+        raise ValueError(f"`activation` 'clipped_relu' needs a ceiling of at least 0, got {parameter!r}.")
+    if name == "softplus" and not parameter > 0:
+        raise ValueError(f"`activation` 'softplus' needs a positive parameter, got {parameter!r}.")
+    if not math.isfinite(parameter):
+        raise ValueError(f"`activation` {name!r} needs a finite parameter, got {parameter!r}.")
+    return name, parameter
+
+
+def _read_bounds(value: tuple[Any, ...]) -> tuple[str, Parameter]:
+    if not all(checks.is_number(v) for v in value[1:]):
+        raise ValueError(
+            f"`activation` ('relu', lower, upper, slope) takes three numbers, got {checks.shown(value[1:])}."
+        )
+    lower, upper, slope = (checks.as_float("activation", v) + 0.0 for v in value[1:])
+    if not (math.isfinite(lower) and math.isfinite(slope) and lower <= upper):
+        raise ValueError(
+            f"`activation` ('relu', lower, upper, slope) needs a finite lower bound of at most the upper one and a "
+            f"finite slope, got {value[1:]!r}."
+        )
+    if lower == 0 and upper == math.inf:
+        if slope == 0:
+            return "relu", None
+        if 0 < slope <= 1:
+            return "leaky_relu", slope
+    if lower == 0 and slope == 0:
+        return "clipped_relu", upper
+    return BOUNDED_RELU, (lower, upper, slope)

@@ -1,0 +1,93 @@
+"""The activation primitives: their types, derivatives, vmap and sharding rules.
+
+activation(x) = alpha act(x), and activation_dgrad(dy, x) = alpha dy act'(x), which is linear in dy and its own
+transpose. As primitives they keep x alone for the backward pass, in x's type, and not a slope in float32.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation.formulas import Parameter
+from jaxdnn._src.core import partitioning, primitives, rounding
+
+OPS = ("activation", "activation_dgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationSpec:
+    """Everything about a call that is known when it is traced, apart from shapes."""
+
+    name: str
+    parameter: Parameter
+    alpha: float
+    out_dtype: np.dtype
+    engine: str | None = None
+    level: str = "fast"
+
+
+def wide(dtype: Any) -> np.dtype:
+    """What a formula is computed in: float64 for float64, else float32."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def value(spec: ActivationSpec, x: Array) -> Array:
+    """alpha act(x) by the formula; for narrow types the engines look it up instead."""
+    z = x.astype(wide(x.dtype))
+    y = formulas.activate(z, spec.name, spec.parameter)
+    return rounding.nearest(y if spec.alpha == 1 else spec.alpha * y, spec.out_dtype)
+
+
+def backward(spec: ActivationSpec, dy: Array, x: Array) -> Array:
+    """alpha dy act'(x) by the formula."""
+    precision = wide(x.dtype)
+    slope = formulas.derivative(x.astype(precision), spec.name, spec.parameter)
+    slope = slope if spec.alpha == 1 else spec.alpha * slope
+    return rounding.nearest(rounding.product(dy.astype(precision), slope), spec.out_dtype)
+
+
+def _jvp(spec: ActivationSpec, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    return bind("activation", x, spec=spec), bind("activation_dgrad", dx, x, spec=spec)
+
+
+def _transpose(spec: ActivationSpec, ct: Array, dy: Any, x: Array) -> list[Array | None]:
+    back = dataclasses.replace(spec, out_dtype=np.dtype(dy.aval.dtype))
+    return [bind("activation_dgrad", ct, x, spec=back), None]
+
+
+def _result(spec: ActivationSpec, *operands: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(operands[0].shape, spec.out_dtype)
+
+
+def _factors(spec: ActivationSpec, *operands: Any) -> partitioning.Factors:
+    return partitioning.elementwise(*operands)
+
+
+def bind(op: str, *operands: Any, spec: ActivationSpec) -> Array:
+    """Binds one of the two primitives."""
+    return _BIND[op](*operands, spec=spec)
+
+
+_BIND: dict[str, Any] = {}
+_BIND["activation"] = primitives.define(
+    "activation",
+    results=_result,
+    jvp=_jvp,
+    batch=lambda spec, operands, dims: primitives.batch_leading(_BIND["activation"], spec, operands, dims),
+    factors=_factors,
+)
+_BIND["activation_dgrad"] = primitives.define(
+    "activation_dgrad",
+    results=_result,
+    jvp=lambda spec, primals, tangents: primitives.jvp_of_linear(
+        _BIND["activation_dgrad"], backward, spec, primals, tangents
+    ),
+    transpose=_transpose,
+    batch=lambda spec, operands, dims: primitives.batch_leading(_BIND["activation_dgrad"], spec, operands, dims),
+    factors=_factors,
+)

@@ -1,0 +1,72 @@
+"""The `xla` engine of the activations: a formula in float32 or float64, a table for the narrow types.
+
+A table holds the correctly rounded result for each of the 65,536 numbers of bfloat16 or float16. Nothing is left
+for a device to do differently, so its bits are the definition's everywhere. On an H200 a lookup of bfloat16 takes what
+a copy of the array takes, half the time of gelu's formula (`benchmarks/notes-activation.md`): L1 holds the 128 KB.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation import primitive
+from jaxdnn._src.activation.primitive import ActivationSpec
+from jaxdnn._src.core import engines, rounding
+
+
+def run(call: engines.Call, x: Array) -> Array:
+    """alpha act(x)."""
+    spec: ActivationSpec = call.spec
+    if x.dtype not in formulas.NARROW:
+        return primitive.value(spec, x)
+    if spec.name in ("identity", "relu") and spec.alpha == 1 and spec.out_dtype == x.dtype:
+        return x if spec.name == "identity" else _relu(x)
+    return formulas.look_up(x, formulas.table(spec.name, spec.parameter, spec.alpha, np.dtype(x.dtype), spec.out_dtype))
+
+
+def _relu(x: Array) -> Array:
+    """By the bits: XLA's CPU code takes subnormal numbers for zero where it compares numbers."""
+    bits = formulas.bits(x)
+    largest = np.asarray(-np.inf, x.dtype).view(np.uint16)
+    negative = (bits >= np.uint16(0x8000)) & (bits <= largest)  # not NaN
+    return jnp.where(negative, jnp.zeros_like(x), x)
+
+
+def run_dgrad(call: engines.Call, dy: Array, x: Array) -> Array:
+    """alpha dy act'(x): for a narrow x one float32 product with a slope from a table."""
+    spec: ActivationSpec = call.spec
+    if x.dtype not in formulas.NARROW:
+        return primitive.backward(spec, dy, x)
+    slopes = formulas.slope_table(spec.name, spec.parameter, spec.alpha, np.dtype(x.dtype))
+    slope = formulas.look_up(x, slopes)
+    return rounding.product(dy.astype(slope.dtype), slope).astype(spec.out_dtype)
+
+
+def _level(call: engines.Call) -> str:
+    """Element by element: portable from a table, or where nothing is computed that devices compute differently."""
+    spec: ActivationSpec = call.spec
+    narrow = np.dtype(call.avals[-1].dtype) in formulas.NARROW
+    exact = spec.name in formulas.PIECEWISE and spec.alpha == 1 and np.dtype(call.avals[-1].dtype) == spec.out_dtype
+    return "portable" if narrow or exact else "mesh_invariant"
+
+
+def _hazards(call: engines.Call) -> tuple[str, ...]:
+    # XLA's CPU code reads and writes float32's subnormal numbers as zero; bfloat16 products are float32's.
+    looked_up = call.op == "activation" and np.dtype(call.avals[0].dtype) in formulas.NARROW
+    return ("flushes_subnormals",) if call.platform == "cpu" and not looked_up else ()
+
+
+for _op, _run in (("activation", run), ("activation_dgrad", run_dgrad)):
+    engines.register(
+        engines.Engine(
+            "xla",
+            _op,
+            _run,
+            level=_level,
+            hazards=_hazards,
+            accumulation=lambda call: primitive.wide(call.avals[-1].dtype).name,
+            workspace=lambda call: None,
+            notes=("bfloat16 and float16 by a table of correctly rounded results",),
+        )
+    )

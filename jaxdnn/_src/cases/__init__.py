@@ -1,0 +1,1 @@
+"""What the cases of a family are made of, for tests, `jaxdnn verify` and `jaxdnn bench`."""

@@ -1,0 +1,331 @@
+"""A case of the matrix, one call of one op by one engine, and how it is run: what all families of ops have in common.
+
+A family of ops says in its module under `families` which cases there are, what data they run on and what is expected
+of the result. What an engine promises for a case is asked of `jaxdnn.explain`, never repeated here.
+"""
+
+import abc
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import jaxdnn as dnn
+from jaxdnn._src.core import engines, tolerance
+from jaxdnn._src.core.determinism import LEVELS
+from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation, Comparison
+
+DTYPES: dict[str, Any] = {
+    "f32": np.float32,
+    "bf16": ml_dtypes.bfloat16,
+    "f16": np.float16,
+    "f64": np.float64,
+    "tf32": np.float32,
+    "int8": np.int8,
+    "e4m3fn": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "int32": np.int32,
+}
+
+
+MODELLED = 20_000  # outputs that are compared with predicted bits, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What an engine says of a case: whether it serves it, what it promises, how it adds."""
+
+    refusal: str | None
+    level: str
+    accumulation: str = "float32"
+    schedule: Any = None
+    modelled: tuple[str, ...] = ()
+    hazards: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One comparison: on which data, by which rule, and what came of it."""
+
+    data: str
+    rule: str  # "computed bound", "exact integers", "modelled bits", "definition's bits"
+    passed: bool
+    message: str
+    ratio: float = 0.0
+    elements: int = 0
+    misrounded: int = 0
+    misrounded_allowed: float = 0.0
+    unchecked: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a case. status: "passed", "failed", or "refused" if the engine does not serve it."""
+
+    case: Any
+    status: str
+    level: str
+    accumulation: str
+    message: str
+    seconds: float
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """The worst error over its bound of the data on which the result is not exact."""
+        return max((c.ratio for c in self.checks), default=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What one result of a case has to be.
+
+    Attributes:
+      value: the reference's float64 result, not rounded.
+      error: the largest error before the last rounding, from the op, the data and the accumulator; 0 where it is exact.
+      dtype: the result's dtype.
+      name: which result this is, where an op has several.
+      generic: whether the value may lie anywhere between two numbers of the dtype, see `jaxdnn.tolerance.compare`.
+    """
+
+    value: np.ndarray
+    error: Any
+    dtype: Any
+    name: str = ""
+    generic: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(abc.ABC):
+    """One call of one op by one engine, for families whose ops take arrays and keyword arguments only.
+
+    A subclass adds what it needs (a window, a shape) as fields, and says what the op is called with, on which data,
+    and what is expected. `variant` names all of that; with op, engine and dtype it is the case's id.
+    """
+
+    op: str
+    engine: str
+    dtype: str
+    variant: str
+
+    primitive: ClassVar[dict[str, str]] = {}  # op -> under which name its engines are registered; none: no engines
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}/{self.engine}/{self.dtype}/{self.variant}"
+
+    @property
+    def in_dtype(self) -> np.dtype:
+        return np.dtype(DTYPES[self.dtype])
+
+    @property
+    def x64(self) -> bool:
+        return self.dtype == "f64"
+
+    @abc.abstractmethod
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        """The op as a function of its arrays; `choices` are `engine` (not for ops without engines), `determinism`."""
+
+    @abc.abstractmethod
+    def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """The arrays, in the dtypes the case stores them in, for a kind of data."""
+
+    @abc.abstractmethod
+    def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
+        """What is expected of each result."""
+
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of data that the case runs on."""
+        return ("normal",)
+
+    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
+        """The bits that an engine of level "portable" promises, one array a result."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """What the report says of the case beside its id."""
+        return {}
+
+    def function(self, level: str | None = None, *, any_engine: bool = False) -> Callable[..., Any]:
+        """The op with everything but its arrays."""
+        choices: dict[str, Any] = {"determinism": level}
+        if self.op in self.primitive and not any_engine:
+            choices["engine"] = self.engine
+        return self.call(**choices)
+
+
+# ---- what an engine says ---------------------------------------------------------------------------------------------
+
+
+def platform() -> str:
+    """The default backend, as engines name it."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
+def architectures() -> set[str]:
+    """The names by which an engine may say that its bits are predicted here: "cuda", "NVIDIA H200", "sm_90"."""
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    names = {platform(), device.device_kind}
+    return names | {f"sm_{str(capability).replace('.', '')}"} if capability else names
+
+
+def flushes_subnormals() -> bool:
+    """Whether this device reads or writes subnormal float32 numbers as zero, found by trying it."""
+    tiny, half = np.float32(2.0**-126), np.float32(0.5)
+    product = jax.jit(lambda a, b: a * b)(tiny, half)
+    total = jax.jit(lambda a, b: jax.lax.dot(a, b))(np.full((1, 2), tiny * half), np.full((2, 1), np.float32(2)))
+    return float(product) == 0 or float(total[0, 0]) == 0
+
+
+def engines_of(case: type[Case], op: str) -> tuple[str, ...]:
+    """The names of the engines that an op may be given; "xla" stands for an op without a choice."""
+    return tuple(e.name for e in engines.registered(case.primitive[op])) if op in case.primitive else ("xla",)
+
+
+def facts(case: Case) -> Facts:
+    """Asks `jaxdnn.explain` about a case; nothing is computed."""
+    operands = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in case.operands("normal", generator(case, "normal", 0))]
+    if case.op not in case.primitive:
+        return Facts(None, strongest_level(case, operands), "float64" if case.x64 else "float32")
+    with jax.enable_x64(case.x64):
+        # Without naming the engine, for a call that names one which cannot serve it raises.
+        explained = dnn.explain(case.function(any_engine=True), *operands)
+    calls = [e for e in explained if e.op == case.primitive[case.op]]
+    found = next((c for e in calls for c in e.candidates if c.engine == case.engine), None)
+    if found is None:
+        return Facts(f"there is no such engine for {case.op}", "fast")
+    return facts_of(found)
+
+
+def facts_of(found: Any) -> Facts:
+    """A candidate of `jaxdnn.explain` as facts."""
+    names = [field.name for field in dataclasses.fields(Facts)]
+    return Facts(**{name: getattr(found, name) for name in names})
+
+
+def strongest_level(case: Any, operands: Any, **extras: Any) -> str:
+    """The strongest level that a call may require without being refused when it is traced."""
+    for level in reversed(LEVELS):
+        try:
+            with jax.enable_x64(case.x64):
+                jax.eval_shape(case.function(level), *operands, **extras)
+        except NotImplementedError:
+            continue
+        return level
+    return "fast"
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def generator(case: Any, kind: str, seed: int) -> np.random.Generator:
+    """Depends on the case's id, not on its place in the matrix."""
+    return np.random.default_rng([seed, zlib.crc32(f"{case.id}|{kind}".encode())])
+
+
+def run(
+    case: Any, seed: int, *, flush: bool, facts: Callable[[Any], Facts], check: Callable[..., list[Check]]
+) -> Result:
+    """Runs a case on all of its kinds of data. An exception fails the case, never the run."""
+    start = time.perf_counter()
+    level, accumulation = "fast", ""
+    try:
+        told = facts(case)
+        level, accumulation = told.level, told.accumulation
+        if told.refusal is not None:
+            return Result(case, "refused", level, accumulation, told.refusal, time.perf_counter() - start)
+        checks = tuple(check(case, told, seed, flush))
+    except Exception as error:  # whatever an op raises is a finding about this case
+        message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Result(case, "failed", level, accumulation, message, time.perf_counter() - start)
+    failed = [c for c in checks if not c.passed]
+    message = f"on {failed[0].data} data, by {failed[0].rule}: {failed[0].message}" if failed else ""
+    status = "failed" if failed else "passed"
+    return Result(case, status, level, accumulation, message, time.perf_counter() - start, checks)
+
+
+def arrays(
+    case: Case, kind: str, seed: int, accumulation: Accumulation
+) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """The operands of a case for a kind of data, and its operands by name, of which such a case has none."""
+    return case.operands(kind, generator(case, kind, seed)), {}
+
+
+def accumulation_of(told: Facts, flush: bool) -> Accumulation:
+    """How the engine adds, on a device that flushes subnormal numbers or does not."""
+    return dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush or "flushes_subnormals" in told.hazards)
+
+
+def judge_all(
+    case: Case,
+    told: Facts,
+    kind: str,
+    operands: Any,
+    extras: Any,
+    outs: Any,
+    accumulation: Accumulation,
+    *,
+    modelled: int = MODELLED,
+) -> list[Check]:
+    """Compares the results of a case with what is expected, and with the definition's bits where these are promised.
+
+    `modelled` is for families whose engines' bits a model predicts, which takes long: at most so many are.
+    """
+    found = as_tuple(outs)
+    wanted = case.expected(kind, operands, accumulation)
+    checks = [judge(kind, out, e) for out, e in zip(found, wanted, strict=True)]
+    if told.level == "portable" and not (accumulation.flush and kind == "subnormal"):
+        checks += _bits(kind, found, case.definition(operands))
+    return checks
+
+
+def as_tuple(outs: Any) -> tuple[np.ndarray, ...]:
+    """The results as NumPy arrays, of an op with one or several."""
+    return tuple(np.asarray(out) for out in jax.tree.leaves(outs))
+
+
+def judge(kind: str, out: np.ndarray, expected: Expected) -> Check:
+    """Judges a result by the computed bound; where the error is zero, by equality with the rounded value."""
+    where = f"{kind}, {expected.name}" if expected.name else kind
+    value, dtype = np.asarray(expected.value, np.float64), np.dtype(expected.dtype)
+    if out.shape != value.shape or out.dtype != dtype:
+        got = f"got {out.dtype}{list(out.shape)}, expected {dtype}{list(value.shape)}"
+        return Check(where, "computed bound", False, got, elements=out.size)
+    error = np.broadcast_to(np.asarray(expected.error, np.float64), value.shape)
+    found = tolerance.compare(out, value, error, generic=expected.generic)
+    return from_comparison(where, "computed bound" if error.any() else "exact integers", found)
+
+
+def from_comparison(kind: str, rule: str, found: Comparison) -> Check:
+    """A comparison as a check."""
+    counts = (found.elements, found.misrounded, found.misrounded_allowed, found.unchecked)
+    return Check(kind, rule, found.passed, found.message, found.ratio, *counts)
+
+
+def _bits(kind: str, outs: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...] | None) -> list[Check]:
+    if wanted is None:
+        return [Check(kind, "definition's bits", False, 'level "portable" is promised, but the case has no definition')]
+    checks = []
+    for out, right in zip(outs, wanted, strict=True):
+        different = int((~same_bits(out, right)).sum()) if out.shape == right.shape else out.size
+        message = f"{different} of {out.size} differ from the definition's bits"
+        checks.append(Check(kind, "definition's bits", not different, message, elements=out.size))
+    return checks
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Elementwise: the same bits, or NaN in both (whose payload no level promises)."""
+    if a.dtype == np.bool_:
+        return a == b
+    unsigned = np.dtype(f"u{a.dtype.itemsize}")
+    equal = np.ascontiguousarray(a).view(unsigned) == np.ascontiguousarray(b).view(unsigned)
+    with np.errstate(invalid="ignore"):  # NumPy warns where it compares NaNs of the narrow types
+        return equal | ((a != a) & (b != b))

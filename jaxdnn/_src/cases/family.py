@@ -1,0 +1,127 @@
+"""A family of ops as `jaxdnn verify` sees it: its cases, what they run on, what is expected of their results."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdnn._src.cases import case as plain
+from jaxdnn._src.cases.case import Case, Check, Facts
+from jaxdnn._src.hopper.branches import Branch
+
+EXTENTS = ("quick", "standard", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family of ops.
+
+    Attributes:
+      name: its stem.
+      ops: the public ops.
+      engines_of: an op to the names of the engines it may be given.
+      cases: (op, engine, extent, seed) to the cases, each extent's among the next one's.
+      subjects: (op, engine, extent, seed) to what the determinism procedures run on.
+      typical: (op, engine, dtype) to a case whose facts are what the engine says in general; None if there is none.
+      typical_name: what such a case is, in words.
+      facts: a case to what its engine says of it.
+      kinds: a case to the kinds of data that it runs on.
+      arrays: (case, kind, seed, accumulation) to its operands, and those that it takes by name.
+      judge: (case, facts, kind, operands, operands by name, results, accumulation) to its checks; by the name
+        `modelled`, how many outputs are compared with predicted bits at most.
+      describe: a case to what the report says of it beside its id.
+      strides: (a, b): short of the full extent, which has everything, the matrix takes every a-th of the quick cases
+        and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
+        procedures run on one subject for every fifth pair of an op and an engine.
+      facets: a case to what of it the matrix must not miss.
+      bound_as: an op to another that is bound as the same primitive, so that what holds for that holds for it: the
+        determinism procedures run on it in the full extent, and where it is named.
+      draw: (op, engine, generator, name) to a case drawn at random, which the name makes unique.
+      leads: an op and a branch of a planner that calls drawn freely seldom take, to a function like `draw` whose calls
+        are of the kind that takes it.
+      samples: a drawn case to the axes of its operands and of its first result along which its samples lie; None if a
+        result is of all samples, or there is one.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    engines_of: Callable[[str], tuple[str, ...]]
+    cases: Callable[[str, str, str, int], Iterable[Any]]
+    subjects: Callable[[str, str, str, int], Iterable[Any]]
+    typical: Callable[[str, str, str], Any | None]
+    typical_name: str
+    facts: Callable[[Any], Facts] = plain.facts
+    kinds: Callable[[Any], tuple[str, ...]] = lambda case: case.kinds()
+    arrays: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = plain.arrays
+    judge: Callable[..., list[Check]] = plain.judge_all
+    describe: Callable[[Any], dict[str, Any]] = lambda case: case.describe()
+    strides: tuple[int, int] = (1, 1)
+    facets: Callable[[Any], set[Any]] = lambda case: {case.dtype}
+    bound_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    draw: Callable[[str, str, np.random.Generator, str], Any] = lambda *_: None
+    leads: Mapping[tuple[str, Branch], Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    samples: Callable[[Any], tuple[tuple[int | None, ...], int] | None] = lambda case: None
+
+    def check(self, case: Any, told: Facts, seed: int, flush: bool) -> list[Check]:
+        """Compares a case's results with what is expected, on every kind of data."""
+        accumulation = plain.accumulation_of(told, flush)
+        checks = []
+        with jax.enable_x64(case.x64):
+            function = jax.jit(case.function())
+            for kind in self.kinds_of(case, told):
+                operands, extras = self.arrays(case, kind, seed, accumulation)
+                outs = function(*operands, **extras)
+                checks += self.judge(case, told, kind, operands, extras, outs, accumulation)
+        return checks
+
+    def kinds_of(self, case: Any, told: Facts) -> tuple[str, ...]:
+        """The kinds of data of a case; where an engine does not promise where NaN and infinity show, none with them."""
+        spreads = "spreads_nonfinite" in told.hazards
+        return tuple(kind for kind in self.kinds(case) if not (spreads and kind in ("special", "infinite")))
+
+    def of_extent(self, op: str, engine: str, extent: str, seed: int) -> list[Any]:
+        """The cases of an extent, each once."""
+        quick, standard = self.strides
+        every = list(self.cases(op, engine, "quick", seed))
+        found = _sample(every, quick, self.facets)
+        if extent != "quick":
+            ids = {case.id for case in every}
+            further = [c for c in self.cases(op, engine, "standard", seed) if c.id not in ids]
+            found += _sample(further, standard, self.facets, known=every)
+        if extent == "full":
+            found += self.cases(op, engine, "full", seed)
+        return list({case.id: case for case in found}.values())
+
+
+def _sample(cases: list[Any], stride: int, facets: Callable[[Any], set[Any]], known: Iterable[Any] = ()) -> list[Any]:
+    """Every `stride`-th case, and the first of each facet that no `known` case has."""
+    seen: set[Any] = set().union(*map(facets, known))
+    found = []
+    for i, case in enumerate(cases):
+        if i % stride == 0 or facets(case) - seen:
+            found.append(case)
+        seen |= facets(case)
+    return found
+
+
+def family(
+    name: str,
+    kind: type[Case],
+    ops: Iterable[str],
+    cases: Callable[[str, str, str, int], Iterable[Case]],
+    subjects: Callable[[str, str, str, int], Iterable[Any]],
+    typical_name: str,
+    strides: tuple[int, int] = (1, 1),
+    facts: Callable[[Any], Facts] = plain.facts,
+    **given: Any,
+) -> Family:
+    """A family whose cases are a subclass of `Case`."""
+
+    def typical(op: str, engine: str, dtype: str) -> Case | None:
+        return next((c for c in cases(op, engine, "full", 0) if c.dtype == dtype), None)
+
+    engines_of = ft.partial(plain.engines_of, kind)
+    return Family(name, tuple(ops), engines_of, cases, subjects, typical, typical_name, facts, strides=strides, **given)

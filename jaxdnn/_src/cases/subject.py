@@ -1,0 +1,263 @@
+"""What the procedures of determinism levels run on: a call of some samples, its blends, its gradients."""
+
+import dataclasses
+import functools as ft
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxdnn as dnn
+from jaxdnn._src.cases.case import Case, facts, generator
+from jaxdnn._src.core.determinism import LEVELS, is_fixed
+
+
+class Different(Exception):
+    """Raised by a procedure that found a difference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a procedure needs to know of what it tests.
+
+    Attributes:
+      function: from a batch size to the function of the arrays of such a batch, to an array or several.
+      operands: arrays of a batch of some samples; batch_axes: where their batch lies (None: they have none).
+      out_axis: where the batch of every result lies; None if the result is a sum over the batch.
+      into_poison: like the function of the operands' batch, but takes the donated buffer first.
+      definition: computes what "portable" promises.
+      variant: which of several subjects of an op, engine and dtype, where there are several.
+      blends: makes the same call with what it may be blended with; each is traced, which few who list subjects need.
+    """
+
+    op: str
+    engine: str
+    dtype: str
+    declared: str
+    function: Callable[[int], Callable[..., Any]]
+    operands: tuple[np.ndarray, ...]
+    batch_axes: tuple[int | None, ...]
+    out_axis: int | None
+    into_poison: Callable[..., Any] | None = None
+    definition: Callable[[], np.ndarray] | None = None
+    variant: str = ""
+    blends: Callable[[], tuple["Subject", ...]] = tuple
+
+    @property
+    def id(self) -> str:
+        return "/".join(filter(None, ("determinism", self.op, self.engine, self.dtype, self.variant)))
+
+    @property
+    def batch(self) -> int:
+        """How many samples the operands are."""
+        pairs = zip(self.operands, self.batch_axes, strict=True)
+        return next((v.shape[axis] for v, axis in pairs if axis is not None), 1)
+
+    def required(self, batch: int) -> Callable[..., list[jax.Array]]:
+        """The function of so many samples, made anew, within the context that requires the declared level."""
+        function = self.function(batch)
+
+        def run(*arrays: Any) -> list[jax.Array]:
+            with dnn.determinism(self.declared):
+                return jax.tree.leaves(function(*arrays))
+
+        return run
+
+    def whole(self) -> Callable[..., list[jax.Array]]:
+        """The function of all samples, made anew: compiling it is a recompilation."""
+        return self.required(self.batch)
+
+    @ft.cached_property
+    def compiled(self) -> Callable[..., list[jax.Array]]:
+        return jax.jit(self.whole())
+
+    @ft.cached_property
+    def result(self) -> list[np.ndarray]:
+        """What every other run has to equal."""
+        return list(map(np.asarray, self.compiled(*self.operands)))
+
+    def sample(self, results: Iterable[Any], place: int) -> list[np.ndarray]:
+        """The results of one sample of a batch."""
+        return [np.take(np.asarray(v), place, self.out_axis) for v in results]
+
+    @ft.cached_property
+    def first_sample(self) -> list[np.ndarray]:
+        """The results of the first sample in a batch of its own."""
+        return self.sample(jax.jit(self.required(1))(*batch_of(self, 1, 0)), 0)
+
+
+def subject(
+    case: Case,
+    seed: int,
+    *,
+    batch_axes: tuple[int | None, ...],
+    out_axis: int | None,
+    sized: Callable[[int], Case] | None = None,
+    result: int = 0,
+    blended: bool = False,
+) -> Subject | None:
+    """What the procedures need to know of a case of a family made of `Case`s; None if its engine refuses it.
+
+    Args:
+      case: the case, on its "normal" data.
+      batch_axes: where the batch of each operand lies; out_axis: the result's; see `Subject`.
+      sized: from a batch size to the case of it, where the op's arguments depend on that.
+      result: which result is looked at, where the op has several.
+      blended: whether the case has a blend of its own.
+    """
+    told = facts(case)
+    if told.refusal is not None:
+        return None
+    operands = case.operands("normal", generator(case, "normal", seed))
+
+    def function(batch: int) -> Callable[..., jax.Array]:
+        whole = (case if sized is None else sized(batch)).function()
+        return lambda *arrays: jax.tree.leaves(whole(*arrays))[result]
+
+    def definition() -> np.ndarray:
+        bits = case.definition(operands)
+        if bits is None:
+            raise Different('it promises "portable", but has no definition')
+        return bits[result]
+
+    names = (case.op, case.engine, case.dtype, told.level)
+    found = Subject(*names, function, operands, batch_axes, out_axis, definition=definition)
+    op = getattr(dnn, case.op, None)
+    named = inspect.signature(op).parameters if op is not None else {}
+    if blended or not is_fixed(told.level) or not {"alpha", "beta", "prior"} <= named.keys():
+        return found
+    return dataclasses.replace(found, blends=lambda: _blends(found, case if sized is None else sized))
+
+
+def batch_of(subject: Subject, size: int, place: int, neighbour: float | None = None) -> list[np.ndarray]:
+    """Operands of a batch of `size` whose sample at `place` is the first of the subject's; the others are other
+    samples, or full of one value."""
+    batch = []
+    for operand, axis in zip(subject.operands, subject.batch_axes, strict=True):
+        if axis is None:
+            batch.append(operand)
+            continue
+        index = (np.arange(size) % (operand.shape[axis] - 1)) + 1
+        index[place] = 0
+        filled = np.take(operand, index, axis)
+        if neighbour is not None:
+            others = [np.arange(size) != place if i == axis else slice(None) for i in range(filled.ndim)]
+            with np.errstate(over="ignore", invalid="ignore"):
+                filled[tuple(others)] = np.float64(neighbour).astype(filled.dtype)
+        batch.append(filled)
+    return batch
+
+
+# ---- blends and gradients --------------------------------------------------------------------------------------------
+
+ALPHA, BETA = np.float32(0.3), np.float32(-0.7)  # whose products are rounded
+
+
+def _blends(plain: Subject, case: Any) -> tuple[Subject, ...]:
+    """The call's first result scaled, and scaled and added to a scaled prior, by factors that are static or traced."""
+    sized: Callable[[int], Any] = case if callable(case) else lambda batch: case
+    first = jax.eval_shape(plain.function(plain.batch), *plain.operands)
+    drawn = np.random.default_rng(zlib.crc32(plain.id.encode())).normal(size=first.shape).astype(first.dtype)
+    names = {"engine"} & inspect.signature(getattr(dnn, plain.op)).parameters.keys()
+    engine: dict[str, Any] = dict.fromkeys(names, plain.engine)
+    axis = plain.out_axis
+
+    def scaled(batch: int) -> Callable[..., Any]:
+        call = sized(batch).call(alpha=float(ALPHA), **engine)
+        return lambda *arrays: jax.tree.leaves(call(*arrays))[0]
+
+    def static(batch: int) -> Callable[..., Any]:
+        factors = {"alpha": float(ALPHA), "beta": float(BETA), **engine}
+        return lambda *arrays: jax.tree.leaves(sized(batch).call(prior=arrays[-1], **factors)(*arrays[:-1]))[0]
+
+    def traced(batch: int) -> Callable[..., Any]:
+        def run(*arrays: Any) -> Any:
+            *rest, prior, alpha, beta = arrays
+            call = sized(batch).call(alpha=alpha, beta=beta, prior=prior, **engine)
+            return jax.tree.leaves(call(*rest))[0]
+
+        return run
+
+    blended = (*plain.operands, drawn), (*plain.batch_axes, axis)
+    forms = {
+        "alpha": (scaled, plain.operands, plain.batch_axes),
+        "blend": (static, *blended),
+        "traced blend": (traced, (*blended[0], ALPHA, BETA), (*blended[1], None, None)),
+    }
+    found = []
+    for name, (function, operands, axes) in forms.items():
+        made = Subject(plain.op, plain.engine, plain.dtype, plain.declared, function, operands, axes, axis)
+        declared = min(strongest(made), "mesh_invariant", key=LEVELS.index)
+        if is_fixed(declared):
+            found.append(dataclasses.replace(made, declared=declared, variant=name.replace(" ", "-")))
+    return tuple(found)
+
+
+def strongest(subject: Subject) -> str:
+    """The strongest level up to the declared one at which the subject can be traced."""
+    for level in reversed(LEVELS[: LEVELS.index(subject.declared) + 1]):
+        try:
+            jax.eval_shape(dataclasses.replace(subject, declared=level).whole(), *subject.operands)
+        except NotImplementedError:
+            continue
+        return level
+    return "fast"
+
+
+def gradient(subject: Subject) -> Subject | None:
+    """The results with the gradients of the floating ones in those arrays that have a batch where they have theirs.
+
+    None where there are none, or where these fix no bits.
+    """
+    axis = subject.out_axis
+    is_float = lambda v: jnp.issubdtype(v.dtype, jnp.floating)
+    which = [i for i, v in enumerate(subject.operands) if subject.batch_axes[i] == axis and is_float(v)]
+    which = which[:1] if "_dgrad" in subject.op else which  # in the others it is a second derivative
+    results = [v for v in jax.eval_shape(subject.whole(), *subject.operands) if is_float(v)]
+    if axis is None or not which or not results:
+        return None
+    rng = np.random.default_rng(zlib.crc32(subject.id.encode()))
+    along = tuple(rng.normal(size=v.shape).astype(v.dtype) for v in results)
+
+    def function(batch: int) -> Callable[..., Any]:
+        forward = subject.function(batch)
+
+        def run(*operands: Any) -> Any:
+            arrays = list(operands[len(along) :])
+
+            def of(*some: Any) -> Any:
+                for i, value in zip(which, some, strict=True):
+                    arrays[i] = value
+                return [v for v in jax.tree.leaves(forward(*arrays)) if is_float(v)]
+
+            found, pull = jax.vjp(of, *(arrays[i] for i in which))
+            return found, pull(list(operands[: len(along)]))
+
+        return run
+
+    made = dataclasses.replace(
+        subject,
+        function=function,
+        operands=(*along, *subject.operands),
+        batch_axes=(*(axis,) * len(along), *subject.batch_axes),
+        variant="/".join(filter(None, (subject.variant, "gradient"))),
+        definition=None,
+        blends=tuple,
+    )
+    declared = min(strongest(made), "mesh_invariant", key=LEVELS.index)
+    return dataclasses.replace(made, declared=declared) if is_fixed(declared) else None
+
+
+def variants(subject: Subject) -> Iterator[Subject]:
+    """The subject; where its level fixes bits, its blends, and the gradients of all."""
+    prefix = f"{subject.variant}/" if subject.variant else ""
+    blends = [dataclasses.replace(blend, variant=prefix + blend.variant) for blend in subject.blends()]
+    for one in (subject, *blends):
+        yield one
+        found = gradient(one) if is_fixed(one.declared) else None
+        if found is not None:
+            yield found

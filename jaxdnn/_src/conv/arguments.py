@@ -1,0 +1,298 @@
+"""Reads and checks the arguments of the convolutions, once for all of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.activation import epilogues
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.activation.formulas import read_activation
+from jaxdnn._src.conv import primitive
+from jaxdnn._src.conv.primitive import ConvSpec
+from jaxdnn._src.core import blending, checks, engines, windows
+from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.frames import Frame
+
+MODES = ("cross_correlation", "convolution")
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
+_FLOAT8 = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
+_INT8, _INT32, _F32, _F64 = (np.dtype(t) for t in (jnp.int8, jnp.int32, jnp.float32, jnp.float64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the convolutions have in common, as it was given."""
+
+    stride: Any
+    padding: Any
+    dilation: Any
+    groups: Any
+    mode: Any
+    accumulate: Any
+    precision: Any
+    out_dtype: Any
+    engine: Any
+    determinism: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Types:
+    """The dtypes of a call."""
+
+    accumulate: np.dtype
+    out: np.dtype
+
+
+# ---- geometry and types ----------------------------------------------------------------------------------------------
+
+
+def spec(
+    frame: Frame, options: Options, x_shape: tuple[int, ...], w_shape: tuple[int, ...], arrays: Mapping
+) -> ConvSpec:
+    """The spec of a call, without its epilogue, from the shapes of x and w: those of arrays, or given themselves."""
+    layout, filt = frame.layout, frame.filter_layout
+    sizes = tuple(x_shape[axis] for axis in layout.spatial)
+    taps = tuple(w_shape[axis] for axis in filt.spatial)
+    x, w = (name if name in arrays else f"{name}_shape" for name in "xw")
+    groups = _groups(options.groups, x, x_shape[layout.channel], w, w_shape[filt.input], w_shape[filt.output])
+    if min(taps) < 1:
+        raise ValueError(f"`{w}` must have at least one tap along every axis, got {taps}.")
+    window = windows.window(
+        stride=options.stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps
+    )
+    padded = tuple(size + sum(pad) for size, pad in zip(sizes, window.padding, strict=True))
+    if max(padded) >= 2**31:
+        raise ValueError(f"`padding` must leave padded sizes below 2^31, got {padded}.")
+    if min(window.output_sizes(sizes, taps)) < 1:
+        fit = f"`{w}` must fit into the padded input" if x == "x" else f"`{x}` must have room for w when padded"
+        raise ValueError(
+            f"{fit}, got taps {taps} that span {window.extents(taps)} at dilation {window.dilation} for padded sizes "
+            f"{padded}."
+        )
+    found = types(arrays, options.accumulate, options.precision, options.out_dtype)
+    return ConvSpec(
+        window=window,
+        groups=groups,
+        flip=checks.choice("mode", options.mode, MODES) == "convolution",
+        layout=layout,
+        filter=filt,
+        sizes=sizes,
+        taps=taps,
+        accumulate=found.accumulate,
+        precision=options.precision,
+        out_dtype=found.out,
+        engine=options.engine,
+        level=required(options.determinism),
+    )
+
+
+def _groups(value: Any, x: str, c: int, w: str, i: int, k: int) -> int:
+    """Reads `groups` for an x of c channels, and a w of i input and k output channels."""
+    groups = _positive_groups(value)
+    if c % groups or k % groups:
+        raise ValueError(f"`groups` must divide the {c} input and {k} output channels, got {groups}.")
+    if c != i * groups:
+        if x != "x":
+            raise ValueError(f"`{x}` must have {i * groups} channels, {i} in w for each of {groups} groups, got {c}.")
+        raise ValueError(
+            f"`{w}` must have {c // groups} input channels for {c} channels of x in {groups} groups, got {i}."
+        )
+    return groups
+
+
+def _positive_groups(value: Any) -> int:
+    groups = checks.integer("groups", value)
+    if groups < 1:
+        raise ValueError(f"`groups` must be at least 1, got {groups}.")
+    return groups
+
+
+def types(arrays: Mapping[str, Any], accumulate: Any, precision: Any, out_dtype: Any) -> Types:
+    """Checks the dtypes of the operands, and reads those of the accumulator and the result."""
+    names, dtypes = list(arrays), [checks.dtype(n, v, (*FLOATS, jnp.int8)) for n, v in arrays.items()]
+    if len(set(dtypes)) > 1 and not set(dtypes) <= _FLOAT8:
+        raise TypeError(
+            f"`{names[1]}` must have the dtype of `{names[0]}` or both must be float8, got {dtypes[1]} and {dtypes[0]}."
+        )
+    integer = dtypes[0] == _INT8
+    natural = _INT32 if integer else np.promote_types(dtypes[0], _F32) if dtypes[0] in (_F32, _F64) else _F32
+    acc = natural if accumulate is None else _accumulator(accumulate, natural)
+    choices = (*FLOATS, jnp.int8, jnp.int32) if integer else FLOATS
+    out = dtypes[0] if out_dtype is None else checks.as_dtype("out_dtype", out_dtype, choices)
+    if out == _F64 and acc != _F64:
+        raise TypeError(f"`out_dtype` must not be wider than the accumulator {acc.name}, got {out.name}.")
+    checks.choice("precision", precision, (None, "tf32"))
+    if precision == "tf32" and (dtypes[0] != _F32 or acc != _F32):
+        raise TypeError(
+            f"`precision` 'tf32' needs float32 operands and accumulator, got {dtypes[0].name} and {acc.name}."
+        )
+    return Types(acc, out)
+
+
+def _accumulator(value: Any, natural: np.dtype) -> np.dtype:
+    acc = checks.as_dtype("accumulate", value, (_INT32,) if natural == _INT32 else (_F32, _F64))
+    if acc.itemsize < natural.itemsize:
+        raise TypeError(f"`accumulate` must be at least {natural.name} for these operands, got {acc.name}.")
+    if acc == _F64 and jax.dtypes.canonicalize_dtype(_F64) != _F64:
+        raise TypeError("`accumulate` float64 needs JAX's 64-bit mode, expected jax_enable_x64 to be on, got off.")
+    return acc
+
+
+def check_output(name: str, spec: ConvSpec, y: Array, x_shape: tuple[int, ...], w_shape: tuple[int, ...]) -> None:
+    """Checks that an array is shaped like the result of the convolution of these shapes."""
+    layout = spec.layout
+    expected = layout.shape(x_shape[layout.batch], spec.output_sizes, w_shape[spec.filter.output])
+    checks.shape(name, y, expected, f"as a convolution of {x_shape} and {w_shape} has (axes {layout.name})")
+
+
+def transposed(
+    frame: Frame, options: Options, x: Array, w: Array, output_padding: Any
+) -> tuple[Array, tuple[int, ...], Options]:
+    """Of a transposed convolution x, with zeros behind it where the result is longer than x alone would make it, the
+    shape of the result, and the options with the padding as numbers.
+    """
+    layout, filt = frame.layout, frame.filter_layout
+    sizes, taps = [x.shape[a] for a in layout.spatial], [w.shape[a] for a in filt.spatial]
+    rank = len(sizes)
+    extra = checks.integers("output_padding", output_padding, rank, minimum=0)
+    strides = checks.integers("stride", options.stride, rank, minimum=1)
+    targets = [size * stride for size, stride in zip(sizes, strides, strict=True)]
+    window = windows.window(
+        stride=strides, padding=options.padding, dilation=options.dilation, sizes=targets, taps=taps
+    )
+    if any(e >= max(u, d) for e, u, d in zip(extra, strides, window.dilation, strict=True)):
+        raise ValueError(
+            f"`output_padding` must be smaller than the stride {strides} or the dilation {window.dilation}, "
+            f"got {extra}."
+        )
+    spans = zip(sizes, strides, window.padding, window.extents(taps), extra, strict=True)
+    result = [(p - 1) * u - low - high + extent + e for p, u, (low, high), extent, e in spans]
+    if isinstance(options.padding, str) and options.padding == "SAME":
+        if any(extra):
+            raise ValueError(f'`output_padding` must be 0 for padding "SAME", got {extra}.')
+        result = targets
+    if min(result) < 1:
+        raise ValueError(f"`padding` must leave a result, got sizes {tuple(result)} for padding {window.padding}.")
+    if max(size + sum(pad) for size, pad in zip(result, window.padding, strict=True)) >= 2**31:
+        raise ValueError(f"`stride` must leave sizes below 2^31 before the padding is cut off, got {strides}.")
+    groups, k = _positive_groups(options.groups), x.shape[layout.channel]
+    if k % groups:
+        raise ValueError(f"`groups` must divide the {k} channels of x, got {groups}.")
+    if w.shape[filt.output] != k:
+        raise ValueError(
+            f"`w` must have {k} output channels, which are the channels of a transposed convolution's x, got "
+            f"{w.shape[filt.output]} (filter layout {filt.name})."
+        )
+    shape = layout.shape(x.shape[layout.batch], result, w.shape[filt.input] * groups)
+    longer = dict(zip(layout.spatial, (e // u for e, u in zip(extra, strides, strict=True)), strict=True))
+    if any(longer.values()):
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, longer.get(axis, 0), 0) for axis in range(x.ndim)])
+    return x, shape, dataclasses.replace(options, padding=window.padding)
+
+
+# ---- the epilogue ----------------------------------------------------------------------------------------------------
+
+
+def call(
+    op: str,
+    frame: Frame,
+    spec: ConvSpec,
+    a: Array,
+    b: Array,
+    *,
+    alpha: Any,
+    beta: Any,
+    prior: Any,
+    bias: Any = None,
+    residual: Any = None,
+    activation: Any = None,
+) -> Array:
+    """Binds the primitive of an op with its epilogue."""
+    shape = primitive.result_shape(op, spec, a, b)
+    role = primitive.ROLES[op][2]
+    read = frame.filter if role == "w" else frame.array
+    operands = {
+        "prior": None if prior is None else _like("prior", read("prior", prior), shape, "the result's"),
+        "bias": None
+        if bias is None
+        else _like("bias", bias, (shape[spec.channel(role)],), "one a channel of the result"),
+        "residual": None if residual is None else _like("residual", read("residual", residual), shape, "the result's"),
+    }
+    types = Types(spec.accumulate, spec.out_dtype)
+    epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype)
+    if _is_static(alpha) and _is_static(beta):
+        spec = dataclasses.replace(spec, epilogue=epilogue)
+        _engines_check(op, spec, a, b, *further)
+        return primitive.bind(op, a, b, *further, spec=spec)
+    plain = dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype)
+    _engines_check(op, plain, a, b)
+    acc = primitive.bind(op, a, b, spec=plain)
+    return epilogues.apply(epilogue, acc, further, channel=spec.channel(role), out_dtype=spec.out_dtype)
+
+
+def blend(acc: Array, types: Types, *, alpha: Any, beta: Any, prior: Any, like: Array) -> Array:
+    """alpha * acc + beta * prior for a vector, converted once."""
+    prior = None if prior is None else _like("prior", prior, acc.shape, "the result's")
+    operands = {"prior": prior, "bias": None, "residual": None}
+    epilogue, further = _epilogue_of(types, operands, alpha, beta, None, like.dtype)
+    return epilogues.apply(epilogue, acc, further, channel=0, out_dtype=types.out)
+
+
+def _like(name: str, value: Any, shape: tuple[int, ...], why: str) -> Array:
+    value = checks.array(name, value)
+    checks.shape(name, value, shape, why)
+    return jnp.asarray(value)
+
+
+def _epilogue_of(
+    types: Types, operands: dict[str, Any], alpha: Any, beta: Any, activation: Any, operand_dtype: Any
+) -> tuple[Epilogue, list[Array]]:
+    alpha, beta = blending.read_scales(alpha, beta, operands["prior"])
+    allowed = {np.dtype(operand_dtype), types.accumulate, types.out}
+    allowed |= {_F32} if types.accumulate == _INT32 else set()
+    for name, value in operands.items():
+        if value is not None:
+            checks.dtype(name, value, sorted(allowed, key=str))
+    if _is_static(beta) and beta == 0:
+        operands = {**operands, "prior": None}  # not read
+    given = {name: value for name, value in operands.items() if value is not None}
+    act = read_activation(activation)
+    integer = types.accumulate == _INT32 and _is_integer_epilogue(alpha, beta, act, given)
+    if types.out == _INT32 and not integer:
+        raise TypeError(
+            "`out_dtype` int32 needs an integer epilogue, expected alpha 1, beta 0 or 1, integer bias, residual and "
+            f"prior and activation None or 'relu', got alpha {checks.shown(alpha)}, beta {checks.shown(beta)}, "
+            f"activation {activation!r}."
+        )
+    fields = {name: name in given for name in ("prior", "bias", "residual")}
+    epilogue = Epilogue(alpha=alpha, beta=beta, activation=act, integer=integer, **fields)
+    return epilogue, [given[name] for name in epilogue.operands]
+
+
+def _is_integer_epilogue(alpha: Any, beta: Any, act: Any, given: Mapping[str, Array]) -> bool:
+    scales = _is_static(alpha) and _is_static(beta) and alpha == 1 and beta in (0, 1)
+    integers = all(jnp.issubdtype(v.dtype, jnp.integer) for v in given.values())
+    return scales and integers and act in (None, ("relu", None))
+
+
+def _is_static(scale: Any) -> bool:
+    return isinstance(scale, float)
+
+
+def _engines_check(op: str, spec: ConvSpec, *operands: Array) -> None:
+    engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+
+
+def require_sum_level(dy: Array, determinism: Any) -> None:
+    """Checks the level of a plain sum over the batch: repeatable for floats, exact for integers."""
+    level, guaranteed = required(determinism), "portable" if dy.dtype == _INT8 else "run_to_run"
+    if not satisfies(guaranteed, level):
+        raise NotImplementedError(
+            f"`determinism` {level!r} cannot be guaranteed for conv_bgrad of {dy.dtype}, expected {guaranteed!r} or "
+            "less: it adds over the batch."
+        )

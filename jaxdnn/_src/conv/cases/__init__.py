@@ -1,0 +1,1 @@
+"""The cases of convolutions: their geometries, data, checks, and draws at random."""

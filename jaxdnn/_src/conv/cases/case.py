@@ -1,0 +1,289 @@
+"""The convolutions' matrix: which calls `jaxdnn verify` makes.
+
+A case is one call of one op by one engine: dtypes, layouts, geometry, epilogue. Its id names it, so that a failing
+case can be run alone: the id and the seed are all it takes.
+"""
+
+import dataclasses
+import functools as ft
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxdnn as dnn
+from jaxdnn._src.cases.case import DTYPES
+from jaxdnn._src.conv.cases import bits
+from jaxdnn._src.conv.cases.geometries import (
+    BLENDS,
+    CHANNELS_LAST,
+    EPILOGUES,
+    FLAT,
+    GEOMETRIES,
+    INT8_BLENDS,
+    LAYOUTS,
+    LONG,
+    NO_BLEND,
+    OUTS,
+    WIDE,
+    Blend,
+    Geometry,
+    random_geometry,
+)
+from jaxdnn._src.core import engines, windows
+
+OPS: dict[str, Callable[..., Any]] = {
+    "conv": dnn.conv,
+    "conv_dgrad": dnn.conv_dgrad,
+    "conv_wgrad": dnn.conv_wgrad,
+    "conv_bgrad": dnn.conv_bgrad,
+    "conv_transpose": dnn.conv_transpose,
+}
+# Under which op an op's engines are registered; a backward bias is a sum that XLA does, without a choice.
+ENGINES_OF = {"conv": "conv", "conv_dgrad": "conv_dgrad", "conv_wgrad": "conv_wgrad", "conv_transpose": "conv_dgrad"}
+ROLES = {"conv": "xwy", "conv_dgrad": "ywx", "conv_wgrad": "xyw", "conv_bgrad": "yb", "conv_transpose": "ywx"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of one op by one engine."""
+
+    op: str
+    engine: str
+    dtype: str
+    layout: str
+    filter_layout: str | None
+    geometry: Geometry
+    blend: Blend = NO_BLEND
+    out: str | None = None
+    accumulate: str | None = None
+
+    @property
+    def id(self) -> str:
+        layout = self.layout if self.filter_layout is None else f"{self.layout}-{self.filter_layout}"
+        parts = [self.op, self.engine, self.dtype, layout, self.geometry.name, self.blend.name]
+        parts += [f"to-{self.out}" if self.out else "", f"in-{self.accumulate}" if self.accumulate else ""]
+        return "/".join(filter(None, parts))
+
+    @property
+    def x64(self) -> bool:
+        return "f64" in (self.dtype, self.out, self.accumulate)
+
+    @property
+    def in_dtype(self) -> np.dtype:
+        return np.dtype(DTYPES[self.dtype])
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        return np.dtype(DTYPES[self.out]) if self.out else self.in_dtype
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What the operands are: x, w or y of the geometry."""
+        return tuple(ROLES[self.op][:-1])
+
+    @property
+    def result_role(self) -> str:
+        return ROLES[self.op][-1]
+
+    @property
+    def terms(self) -> int:
+        """The number of products of an element that no padding touches."""
+        g = self.geometry
+        of_taps = math.prod(g.taps)
+        return {
+            "x": of_taps * g.filters // g.groups,
+            "y": of_taps * g.channels // g.groups,
+            "w": g.batch * math.prod(g.outputs),
+            "b": g.batch * math.prod(g.outputs),
+        }[self.result_role]
+
+    @property
+    def integer(self) -> bool:
+        """Whether everything is done in integers, by the ops' rule."""
+        b = self.blend
+        return self.dtype == "int8" and b.alpha == 1 and b.beta in (0, 1) and b.activation in (None, "relu")
+
+    def shape(self, role: str) -> tuple[int, ...]:
+        """The shape of the array in this role, as it is stored."""
+        g = self.geometry
+        if role == "b":
+            return (g.filters if self.op != "conv_transpose" else g.channels,)
+        if role == "w":
+            layout = windows.filter_layout(self.filter_layout, windows.layout(self.layout))
+            return _vectorised(layout, layout.shape(g.taps, g.channels // g.groups, g.filters), layout.input)
+        layout = windows.layout(self.layout)
+        if role == "x" and self.op == "conv_transpose" and g.padding == "SAME":
+            sizes = tuple(p * s for p, s in zip(g.outputs, g.window.strides, strict=True))
+            plain = layout.shape(g.batch, sizes, g.channels)
+        elif role == "x":
+            plain = layout.shape(g.batch, g.sizes, g.channels)
+        else:
+            plain = layout.shape(g.batch, g.outputs, g.filters)
+        return _vectorised(layout, plain, layout.channel)
+
+    def along_channel(self, bias: np.ndarray) -> np.ndarray:
+        """A bias so shaped that it broadcasts to the result as it is stored."""
+        layout = windows.layout(self.layout)
+        shape = [1] * (len(layout.axes) + (layout.vector is not None))
+        shape[layout.channel] = bias.size // (layout.vector or 1)
+        if layout.vector:
+            shape[-1] = layout.vector
+        return bias.reshape(shape)
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments that op and reference share, arrays left out."""
+        g, b = self.geometry, self.blend
+        given: dict[str, Any] = {"layout": self.layout, "alpha": b.alpha, "beta": b.beta}
+        if self.out:
+            given["out_dtype"] = self.out_dtype
+        if self.accumulate:
+            given["accumulate"] = np.dtype(DTYPES[self.accumulate])
+        if self.op == "conv_bgrad":
+            return given
+        given |= {"stride": g.stride, "padding": g.padding, "dilation": g.dilation, "groups": g.groups}
+        given |= {"mode": g.mode, "filter_layout": self.filter_layout}
+        if self.dtype == "tf32":
+            given["precision"] = "tf32"
+        if self.op in ("conv", "conv_transpose"):
+            given["activation"] = b.activation
+        if self.op == "conv_transpose" and g.padding != "SAME":
+            given["output_padding"] = self.output_padding()
+        return given
+
+    def output_padding(self) -> tuple[int, ...]:
+        """By how much the geometry's input is longer than the shortest that gives its output."""
+        w = self.geometry.window
+        spans = zip(self.geometry.sizes, w.padding, w.extents(self.geometry.taps), w.strides, strict=True)
+        return tuple((size + low + high - extent) % stride for size, (low, high), extent, stride in spans)
+
+    def sizes_argument(self) -> tuple[tuple[int, ...], ...]:
+        """The x_shape or w_shape that a backward op takes after its arrays."""
+        return (self.shape(self.result_role),) if self.op in ("conv_dgrad", "conv_wgrad") else ()
+
+    def function(self, level: str | None = None, *, any_engine: bool = False) -> Callable[..., jax.Array]:
+        """The op with everything but its arrays: operands, then the epilogue's arrays by name."""
+        arguments = self.arguments()
+        if self.op != "conv_bgrad" and not any_engine:
+            arguments["engine"] = self.engine
+        op, sizes = OPS[self.op], self.sizes_argument()
+
+        def call(*operands: jax.Array, **extras: jax.Array) -> jax.Array:
+            return op(*operands, *sizes, **extras, **arguments, determinism=level)
+
+        return call
+
+
+def _vectorised(layout: Any, plain: tuple[int, ...], channel: int) -> tuple[int, ...]:
+    if layout.vector is None:
+        return plain
+    return (*plain[:channel], plain[channel] // layout.vector, *plain[channel + 1 :], layout.vector)
+
+
+def engines_of(op: str) -> tuple[str, ...]:
+    """The names of the engines that an op may be given."""
+    return tuple(e.name for e in engines.registered(ENGINES_OF[op])) if op in ENGINES_OF else ("xla",)
+
+
+# ---- the matrix ------------------------------------------------------------------------------------------------------
+
+
+def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
+    """The cases of an extent."""
+    return (c for c in _cases(op, engine, extent, seed) if not (op == "conv_bgrad" and c.dtype == "tf32"))
+
+
+def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
+    make = ft.partial(_case, op, engine)
+    yield from _quick(op, make)
+    more = [_standard(op, make)] if extent != "quick" else []
+    more += [_tiled(make)] if extent == "full" or (more and engine in _TILED) else []
+    more += [_full(op, make, seed)] if extent == "full" else []
+    for part in more:
+        yield from itertools.islice(part, 0, None, 8 if engine in _SLOW else 1)
+    if extent == "full" and engine in _PREDICTED:
+        yield from bits.cases(op, make)
+
+
+def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
+    yield from (make("f32", g) for g in ("plain", "all", "pointwise", LONG[ROLES[op][-1]]))
+    yield from (make("bf16", g) for g in ("all", "depthwise", "pixel", "outer"))
+    yield from (make(d, "all") for d in ("f16", "f64", "tf32", "int8", "e4m3fn", "e5m2"))
+    yield make("bf16", "plain", blend=BLENDS[1])
+
+
+# Engines that add one product at a time get every eighth of the cases that are not quick.
+_SLOW = ("ordered",)
+# Engines that cut the work into tiles also get the sizes which these do not divide, in every dtype.
+_TILED = ("hopper",)
+# Engines whose bits are predicted on a million outputs of every op and dtype.
+_PREDICTED = ("hopper",)
+# Transposed convolution is served by the engines of backward data, and a backward bias has no window at all: of the
+# lists of cases they get every third and every fourth.
+_STRIDE = {"conv": 1, "conv_dgrad": 1, "conv_wgrad": 1, "conv_transpose": 3, "conv_bgrad": 4}
+
+
+def _standard(op: str, make: Callable[..., Case]) -> Iterator[Case]:
+    step, long = _STRIDE[op], LONG[ROLES[op][-1]]
+    yield from (make("f32", g) for g in FLAT[::step])
+    yield from (make("bf16", g) for g in (*FLAT[1 :: 5 * step], long))
+    yield make("bf16", "wide")
+    yield from (make("f16", g) for g in ("depthwise", "pointwise", long)[::step])
+    yield from (make("int8", g) for g in ("depthwise", "pointwise", "empty", long)[::step])
+    yield from (make(d, g) for d in ("f64", "tf32", "e4m3fn", "e5m2") for g in ("plain", long)[::step])
+    for i, (layout, filters, geometry) in enumerate(LAYOUTS[::step]):
+        yield make(("f32", "bf16", "int8", "f16")[i % 4], geometry, layout=layout, filters=filters)
+    for i, blend in enumerate(_blends(op)):
+        yield make(("f32", "bf16", "f32", "e5m2", "f16")[i % 5], ("groups", "flipped")[i % 2], blend=blend)
+    yield from (make(d, "all", out=o) for d, o in OUTS[:: 1 if op == "conv" else 2])
+    yield make("bf16", "plain", out="f32", accumulate="f64")
+    if op in ("conv", "conv_transpose"):
+        yield from (make("int8", "groups", blend=b, out=o) for b, o in INT8_BLENDS[::step])
+        yield make("bf16", "vector", layout="NCHWc4", blend=EPILOGUES[2])
+    if op == "conv":
+        yield make("int8", "wrap", out="int32")
+
+
+def _tiled(make: Callable[..., Case]) -> Iterator[Case]:
+    return (make(d, g) for d in DTYPES if d not in ("f64", "int32") for g in WIDE)
+
+
+def _blends(op: str) -> tuple[Blend, ...]:
+    return (*BLENDS, *EPILOGUES) if op in ("conv", "conv_transpose") else BLENDS
+
+
+def _full(op: str, make: Callable[..., Case], seed: int) -> Iterator[Case]:
+    yield from (make(d, g) for d in ("bf16", "f16", "int8") for g in FLAT[::2])
+    yield from (make(d, g) for d in ("f64", "tf32", "e4m3fn", "e5m2") for g in FLAT[::3])
+    for (layout, filters, geometry), dtype in itertools.product(LAYOUTS, ("f32", "bf16", "f16", "int8")):
+        yield make(dtype, geometry, layout=layout, filters=filters)
+    for i, (dtype, blend) in enumerate(itertools.product(("f32", "bf16", "f16", "e4m3fn"), _blends(op))):
+        yield make(dtype, ("all", "1d", "3d-all")[i % 3], blend=blend)
+    yield from (make(d, g, out=o) for g in ("depthwise", "1d-all") for d, o in OUTS)
+    dtypes = ("f32", "bf16", "f32", "f16", "int8", "f64", "tf32", "e5m2")
+    for index in range(64):
+        geometry = random_geometry(seed, index)
+        layouts = [name for name in windows.LAYOUTS if len(name) == len(geometry.sizes) + 2]
+        yield make(dtypes[index % len(dtypes)], geometry, layout=layouts[index % 3])
+
+
+def _case(
+    op: str,
+    engine: str,
+    dtype: str,
+    geometry: str | Geometry,
+    *,
+    layout: str | None = None,
+    filters: str | None = None,
+    blend: Blend = NO_BLEND,
+    out: str | None = None,
+    accumulate: str | None = None,
+) -> Case:
+    g = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
+    layout = layout or CHANNELS_LAST[len(g.sizes)]
+    if op == "conv_bgrad":
+        filters = None
+    return Case(op, engine, dtype, layout, filters, g, blend, out, accumulate)

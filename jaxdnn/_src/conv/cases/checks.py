@@ -1,0 +1,190 @@
+"""One case: the op's result against the reference, by every check that the engine's description allows."""
+
+import functools as ft
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn._src.cases.case import (
+    MODELLED,
+    Check,
+    Facts,
+    architectures,
+    facts_of,
+    from_comparison,
+    generator,
+    platform,
+    same_bits,
+    strongest_level,
+)
+from jaxdnn._src.conv.cases import bits
+from jaxdnn._src.conv.cases import data as data
+from jaxdnn._src.conv.cases import norms as norms
+from jaxdnn._src.conv.cases.case import Case
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
+
+
+def facts(case: Case) -> Facts:
+    """Asks `jaxdnn.explain` about a case; nothing is computed."""
+    operands = [jax.ShapeDtypeStruct(case.shape(role), case.in_dtype) for role in case.roles]
+    given = data.extras(case, "normal", generator(case, "normal", 0))
+    extras = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in given.items()}
+    if case.op == "conv_bgrad":
+        return Facts(None, strongest_level(case, operands, **extras), _sum_accumulation(case))
+    with jax.enable_x64(case.x64):
+        # Without naming the engine, for a call that names one which cannot serve it raises.
+        explained = dnn.explain(case.function(any_engine=True), *operands, **extras)[0]  # type: ignore[arg-type]
+    found = next((c for c in explained.candidates if c.engine == case.engine), None)
+    if found is None:
+        return Facts(f"there is no such engine for {case.op}", "fast", "float32")
+    return facts_of(found)
+
+
+EXACT = ACCUMULATIONS["int32"]
+
+
+def _sum_accumulation(case: Case) -> str:
+    if case.dtype == "int8":
+        return "int32"
+    return "float64" if "f64" in (case.dtype, case.accumulate) else "float32"
+
+
+def judge_all(
+    case: Case,
+    told: Facts,
+    kind: str,
+    operands: Any,
+    extras: Any,
+    outs: Any,
+    accumulation: Accumulation,
+    *,
+    modelled: int = MODELLED,
+) -> list[Check]:
+    """Compares a case's result with the reference, and its bits with those of the schedule where they are predicted.
+
+    At most `modelled` outputs are run through the model of the schedule.
+    """
+    out = np.asarray(outs)
+    if kind == "infinite" and "leaves_out_padding" in told.hazards:  # where it is NaN it may be anything
+        details = golden(case, operands, extras)
+        undecided = np.isnan(np.asarray(details.value, np.float64))
+        out = np.where(undecided, np.asarray(details.value).astype(out.dtype), out)
+        return [judge(case, kind, operands, extras, out, accumulation, details)]
+    checks = [judge(case, kind, operands, extras, out, accumulation)]
+    # A device that flushes subnormal numbers is outside of what the model describes.
+    if _is_modelled(case, told) and not (accumulation.flush and kind in data.TINY):
+        checks.append(_modelled(case, kind, operands, extras, out, told.schedule, modelled))
+    return checks
+
+
+def golden(case: Case, operands: Any, extras: Any) -> Any:
+    """The reference's float64 result with what a bound needs (`jaxdnn_reference.Details`), not rounded."""
+    arguments = {k: v for k, v in case.arguments().items() if k != "out_dtype"}
+    if case.dtype == "tf32" and platform() == "cuda":
+        del arguments["precision"]  # whether the hardware cuts or rounds is covered by the bound
+    op = getattr(reference, case.op)
+    return op(*operands, *case.sizes_argument(), **arguments, **extras, details=True)
+
+
+def judge(
+    case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, accumulation: Accumulation, details: Any = None
+) -> Check:
+    """Judges a result by the computed bound, or on integers by equality."""
+    details = golden(case, operands, extras) if details is None else details
+    expected = case.shape(case.result_role)
+    if out.shape != expected or out.dtype != case.out_dtype:
+        got = f"got {out.dtype}{list(out.shape)}, expected {case.out_dtype}{list(expected)}"
+        return Check(kind, "computed bound", False, got, elements=out.size)
+    whole = kind in data.INTEGERS and accumulation.kind != "transform"  # a transform's terms are no integers
+    exact = case.integer or (whole and case.blend.exact_on_integers)
+    error = np.zeros(expected) if exact else error_bound(case, whole, operands, details, extras, accumulation)
+    generic = kind not in (*data.INTEGERS, *data.TINY)  # next to which a prior is a coarse grid
+    found = tolerance.compare(out, np.asarray(details.value), error, generic=generic)
+    return from_comparison(kind, "exact integers" if exact else "computed bound", found)
+
+
+def error_bound(
+    case: Case, whole: bool, operands: Any, details: Any, extras: Any, accumulation: Accumulation
+) -> np.ndarray:
+    """E of the call: the accumulation's, what TF32 cuts off, the reference's own, through the epilogue.
+
+    `whole`: whether the sum is one of integers, and exact up to its first rounding.
+    """
+    computed = np.asarray(details.accumulated, np.float64)
+    magnitude = np.asarray(details.magnitude, np.float64)
+    if accumulation.kind == "exact" or whole:
+        # Integers are added exactly; an epilogue in float32 starts by rounding the sum.
+        error = np.where(np.abs(computed) > 2**24, 2.0**-24 * np.abs(computed), 0.0)
+    else:
+        products = case.op == "conv_bgrad" or tolerance.products_are_exact(
+            *["tf32" if case.dtype == "tf32" else case.in_dtype] * 2, format=accumulation.format
+        )
+        reach = magnitude
+        if accumulation.kind == "tensor_core":
+            # What is cut off is counted from the largest exponent, and a subnormal number has its type's least one.
+            reach = magnitude + 2 * (_of_least_exponents(case, operands, extras, magnitude) - magnitude)
+        error = accumulation.error(computed, reach, details.terms, exact_products=products)
+        if accumulation.kind == "transform":
+            error = np.maximum(error, accumulation.transform_error(*norms.of_outputs(case, operands)))
+        error = error + np.asarray(details.bound, np.float64)
+    if case.dtype == "tf32" and platform() == "cuda" and not whole:
+        error = error + tolerance.truncated_inputs_error(magnitude)
+    terms = [np.asarray(extras[name], np.float64) for name in ("residual",) if name in extras]
+    if "bias" in extras:
+        terms.append(np.broadcast_to(case.along_channel(np.asarray(extras["bias"], np.float64)), computed.shape))
+    wide = "float64" if accumulation.format == "float64" else "float32"
+    blend = tolerance.Epilogue(case.blend.alpha, case.blend.beta, case.blend.activation, wide)
+    if blend == tolerance.Epilogue(format=wide) and not terms:
+        return error
+    return blend.error(computed, error, *terms, prior=extras.get("prior"))
+
+
+def _of_least_exponents(case: Case, operands: Any, extras: Any, magnitude: np.ndarray) -> np.ndarray:
+    """S with every subnormal number taken for the smallest normal one; a zero takes no part."""
+    least = 2.0 ** float(ml_dtypes.finfo(case.in_dtype).minexp)
+    sizes = [np.abs(v.astype(np.float64)) for v in operands]
+    if all(((v == 0) | (v >= least) | np.isnan(v)).all() for v in sizes):
+        return magnitude
+    raised = [np.where(v > 0, np.maximum(v, least), v).astype(case.in_dtype) for v in sizes]
+    return np.asarray(golden(case, raised, extras).magnitude, np.float64)
+
+
+def _is_modelled(case: Case, told: Facts) -> bool:
+    """Whether the reference predicts the bits: the sum's on these architectures, and an epilogue's that cannot be fused
+
+    in two ways (one rounding or two) and has no function whose last bits are the device's own.
+    """
+    blend, here = case.blend, not architectures().isdisjoint(told.modelled)
+    name = blend.activation[0] if isinstance(blend.activation, tuple) else blend.activation
+    joined = blend.bias or blend.residual or blend.beta
+    one_way = (blend.alpha == 1 or not joined) and blend.beta in (0, 1)
+    parameter = float(blend.activation[1]) if isinstance(blend.activation, tuple) else 0.0
+    stored = parameter == float(np.float32(parameter))  # else the device multiplies with another number
+    known = name in (None, "relu", "clipped_relu", "leaky_relu") and stored
+    return here and told.schedule is not None and one_way and known
+
+
+def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any, most: int) -> Check:
+    """The reference runs the engine's schedule; every bit has to agree, the sign of zero and NaN for NaN included."""
+    flat, at = out.reshape(-1), None
+    million = case.geometry.name.startswith(bits.PREFIX)
+    if flat.size > most and not million:
+        at = np.sort(generator(case, "sample", 0).choice(flat.size, most, replace=False))
+        flat = flat[at]
+    plan = reference.Schedule(schedule.order, schedule.combine, classes=schedule.classes)
+    settings = {"arithmetic": schedule.arithmetic, "schedule": plan, "at": at}
+    arguments = case.arguments() | {"out_dtype": case.out_dtype} | extras | settings
+    model = ft.partial(getattr(reference, case.op), *operands, *case.sizes_argument(), **arguments)
+    wanted = (bits.processes().submit(model).result() if million else model()).reshape(-1)
+    different = ~same_bits(flat, wanted)
+    message = f"{int(different.sum())} of {flat.size} differ from the model's bits"
+    if different.any():
+        i = int(different.argmax())
+        place = i if at is None else at[i]
+        message += f"; first at {place}: got {float(flat[i]):.9g}, the model {float(wanted[i]):.9g}"
+    return Check(kind, "modelled bits", not different.any(), message, elements=flat.size)

@@ -1,0 +1,149 @@
+"""The copies that XLA makes around a dense Hopper convolution, and their bytes.
+
+Zeros where the copy engine wants whole rows of 16 bytes or whole steps, taps of few channels brought side by side, and
+the epilogue's operands in the output's shape. Where nothing has to change, an array is passed on as it is.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.hopper.geometry import Geometry
+from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
+from jaxdnn._src.hopper.sizes import ceil_div
+
+
+def pad(a: Array, pads: Sequence[tuple[int, int]]) -> Array:
+    return jnp.pad(a, pads) if any(map(any, pads)) else a
+
+
+def pad_axes(x: Array, axes: Sequence[Axis], pad_reduce: int) -> Array:
+    """Zeros where the pipeline needs them: whole steps, rows of 16 bytes, and no axis of one position with taps.
+
+    TMA descriptors drop an axis of one position, and with it the test that fills zeros outside of it.
+    """
+    pads = [(0, 0)]
+    for ax in axes:
+        high = -ax.size % ax.in_step
+        alone = ax.positions == 1 and ax.count == (1,) and ax.offset == (0,)
+        if (ax.size + high) // ax.in_step == 1 and not alone:
+            high += ax.in_step
+        pads.append((0, high))
+    pads.append((0, pad_reduce))
+    return jnp.pad(x, pads) if any(map(any, pads)) else x
+
+
+# ---- few channels: the last axis' taps side by side
+
+
+def cells_of(geo: Geometry, channels: int, width: int) -> int:
+    """How many pixels of few channels make a cell of 16 bytes, so that every output's window starts at one; 0: none.
+
+    A cell is one step of the last axis' stride long; its pixels are padded with zero channels.
+    """
+    if geo.groups > 1 or width != 2 or not geo.taps or geo.flip or geo.dilation[-1] != 1:
+        return 0
+    s = geo.stride[-1]
+    fits = s in (1, 2, 4) and channels <= min(4, 8 // s) and ceil_div(geo.taps[-1], s) in (2, 4, 8)
+    return s if fits else 0
+
+
+def in_cells(x: Array, geo: Geometry, cells: int) -> Array:
+    """(..., X, C) to (..., cells, 8): padded as the window asks, so that output q's window starts at cell q."""
+    (low, _), taps, out = geo.padding[-1], geo.taps[-1], geo.out[-1]
+    length = (out + ceil_div(taps, cells) - 1) * cells
+    none = [(0, 0, 0)] * (x.ndim - 2)
+    pads = [*none, (low, length - low - x.shape[-2], 0), (0, 8 // cells - x.shape[-1], 0)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), pads)  # its negative padding cuts pixels that no window reads
+    x = x.reshape(*x.shape[:-2], length // cells, 8)
+    rest = taps % cells
+    if not rest:
+        return x
+    # A window's last cell holds pixels that no tap reads. Were they multiplied by zeros, a NaN there would show.
+    kept = jnp.arange(8) < rest * (8 // cells)
+    return jnp.concatenate([x, jnp.where(kept, x, jnp.zeros((), x.dtype))], axis=-2)
+
+
+def fold_taps(x: Array, geo: Geometry) -> Array:
+    """(..., X, C) to (..., Q, S * C): the last axis' taps side by side, as one copy."""
+    s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [_folded_padding(geo), (0, 0)])
+    taps = range(r)[::-1] if geo.flip else range(r)
+    return jnp.concatenate([x[..., t * d : t * d + (q - 1) * s + 1 : s, :] for t in taps], axis=-1)
+
+
+def _folded_padding(geo: Geometry) -> tuple[int, int]:
+    low, high = geo.padding[-1]
+    s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
+    return low, max(high, (q - 1) * s + (r - 1) * d + 1 - low - geo.sizes[-1])
+
+
+def folding_bytes(x: Any, geo: Geometry) -> int:
+    """Bytes of what `fold_taps` makes: the padded array, and its result."""
+    rows, c, width = math.prod(x.shape[:-2]), x.shape[-1], jnp.dtype(x.dtype).itemsize
+    low, high = _folded_padding(geo)
+    padded = low + x.shape[-2] + high if low or high else 0
+    return rows * c * width * (padded + geo.out[-1] * geo.taps[-1])
+
+
+# ---- the epilogue
+
+
+def prepare_epilogue(
+    epilogue: Epilogue | None,
+    operands: Sequence[Array],
+    problem: Problem,
+    config: Config,
+    flat: bool,
+    pad_columns: int,
+) -> tuple[Array | None, list[Array]]:
+    """The epilogue's operands as the pipeline reads them: bias whole tiles long, the others like the output."""
+    if epilogue is None:
+        return None, []
+    named = dict(zip(epilogue.operands, operands, strict=True))
+    bias = None
+    if "bias" in named:
+        whole = ceil_div(problem.columns, config.columns) * config.columns
+        bias = named["bias"].astype(jnp.float32)
+        bias = pad(bias, ((0, whole - bias.shape[0]),))
+    extras = []
+    for name in ("prior", "residual"):
+        if name in named:
+            extra = named[name].reshape(-1, named[name].shape[-1]) if flat else named[name]
+            extras.append(pad(extra, ((0, 0), *longer(problem), (0, pad_columns))))
+    return bias, extras
+
+
+def longer(problem: Problem) -> list[tuple[int, int]]:
+    """What fills up whole steps at the end of the output's axes."""
+    return [(0, -ax.out % ax.out_step) for ax in problem.axes]
+
+
+# ---- bytes
+
+
+def filter_bytes(problem: Problem, width: int) -> int:
+    """Bytes of the filter as the pipeline reads it."""
+    return math.prod(ax.taps for ax in problem.axes) * problem.reduce * problem.columns * width
+
+
+def copied(before: Any, after: Any) -> int:
+    """Bytes of an array that is a longer copy of another; 0 where it is the other."""
+    if math.prod(before.shape) == math.prod(after.shape):
+        return 0
+    return math.prod(after.shape) * jnp.dtype(after.dtype).itemsize
+
+
+def epilogue_bytes(epilogue: Epilogue | None, operands: Sequence[Any], problem: Problem, pad_columns: int) -> int:
+    """Bytes of what `prepare_epilogue` makes, whatever the configuration: a tile has at most 256 columns."""
+    pixels = problem.batch * math.prod(ax.positions * ax.out_step for ax in problem.axes)
+    named = {} if epilogue is None else dict(zip(epilogue.operands, operands, strict=True))
+    total = (problem.columns + 255) * 4 if "bias" in named else 0
+    for name in ("prior", "residual"):
+        if name in named and (pad_columns or any(map(any, longer(problem)))):
+            total += pixels * problem.columns * jnp.dtype(named[name].dtype).itemsize
+    return total

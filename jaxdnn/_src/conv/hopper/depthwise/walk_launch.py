@@ -1,0 +1,124 @@
+"""Depthwise and narrow-group convolution on Hopper: the launch of a forward or backward-data walk over all tiles."""
+
+import functools as ft
+import math
+from typing import Any
+
+import jax
+from jax import Array, lax
+
+from jaxdnn._src.conv.hopper.depthwise import fma as lanes
+from jaxdnn._src.conv.hopper.depthwise.launch import as_images, grid, ref_type, shared
+from jaxdnn._src.conv.hopper.depthwise.plan import WalkPlan
+from jaxdnn._src.conv.hopper.depthwise.walk import Walk, walk
+from jaxdnn._src.conv.hopper.depthwise.window import Window
+from jaxdnn._src.core.compat import ir, llvm, pl, plgpu
+from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.cluster import address
+from jaxdnn._src.hopper.launch import PARAMETERS
+from jaxdnn._src.hopper.sizes import ceil_div
+
+
+def run_walk(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str, sms: int | None) -> Array:
+    """Runs a forward or backward-data walk over all tiles; x is the input of the walk."""
+    tall, wide = plan.in_tile
+    backward = kernel_name == "depthwise_dgrad"
+    image = as_images(x, call.out if backward else call.size)
+    target = call.size if backward else call.out
+    filters = w.reshape(call.taps[0], call.taps[1] * call.group, call.channels)
+    code = walk(plan.walk) if isinstance(plan.walk, Walk) else lanes.lane_walk(plan.walk)
+    width, chunks = plan.channels, ceil_div(call.channels, plan.channels)
+    slab = call.taps[0], plan.walk.filter_columns * call.group, width
+
+    tiles = chunks * math.prod(plan.tiles) * call.images
+    stages = plan.stages
+    (blocks,) = grid(tiles, sms if stages == 1 else min(sms or plan.blocks, plan.blocks))
+    branches.record(
+        "depthwise walk",
+        operands=call.dtype,
+        pass_="dgrad" if backward else "fprop",
+        group=call.group,
+        channels=width,
+        stages=stages,
+        phases="one" if len(plan.walk.phases) == 1 else "several",
+        stride=max(call.stride) > 1,
+        tail_of_channels=bool(call.channels % width),
+        tail_of_positions=any(size % part for size, part in zip(target, plan.out_tile, strict=True)),
+        tiles_in_turn=blocks < tiles,
+    )
+
+    def body(x_hbm: Any, w_hbm: Any, y_hbm: Any, x_tiles: Any, w_tiles: Any, y_tile: Any, arrived: Any) -> None:
+        block = lax.axis_index("tile")
+        turns = 1 if blocks == tiles else lax.div(tiles - block + blocks - 1, blocks)
+        origin = lax.min(block, 0)  # a traced zero: JAX 0.12 rejects a box that it sees reach over an edge
+
+        def place(at: Any) -> tuple[Any, Any, Any, Any]:
+            c, at = lax.rem(at, chunks) * width, lax.div(at, chunks)
+            j, at = lax.rem(at, plan.tiles[1]), lax.div(at, plan.tiles[1])
+            return lax.div(at, plan.tiles[0]), lax.rem(at, plan.tiles[0]), j, pl.ds(c, width)
+
+        def fetch(turn: Any) -> None:
+            slot = lax.rem(turn, stages)
+            n, i, j, channels = place(block + turn * blocks)
+            rows = pl.ds(i * plan.advance[0] + plan.first[0], tall)
+            columns = pl.ds(j * plan.advance[1] + plan.first[1], wide)
+            plgpu.copy_gmem_to_smem(x_hbm.at[n, rows, columns, channels], x_tiles.at[slot], arrived.at[slot])
+            filters = w_hbm.at[:, pl.ds(origin, slab[1]), channels]
+            plgpu.copy_gmem_to_smem(filters, w_tiles.at[slot], arrived.at[slot])
+
+        def step(turn: Any) -> None:
+            slot = lax.rem(turn, stages)
+            if stages > 1:  # the tile before the last one has been read: its slot is free
+
+                @pl.when(turn + stages - 1 < turns)
+                def _() -> None:
+                    fetch(turn + stages - 1)
+
+            plgpu.barrier_wait(arrived.at[slot])
+            if blocks != tiles:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _inline_walk(code, plan.swizzle, x_tiles.at[slot], w_tiles.at[slot], y_tile)
+            plgpu.commit_smem()
+            n, i, j, channels = place(block + turn * blocks)
+            rows = pl.ds(i * plan.out_tile[0], plan.out_tile[0])
+            columns = pl.ds(j * plan.out_tile[1], plan.out_tile[1])
+            plgpu.copy_smem_to_gmem(y_tile, y_hbm.at[n, rows, columns, channels])
+            if stages == 1 and blocks != tiles:
+
+                @pl.when(turn + 1 < turns)
+                def _() -> None:
+                    fetch(turn + 1)
+
+        fetch(0)
+        for turn in range(1, stages - 1):
+            pl.when(turn < turns)(ft.partial(fetch, turn))
+        if blocks == tiles:
+            step(0)
+        else:
+            pl.loop(0, turns)(step)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((call.images, *target, call.channels), x.dtype),
+        grid=(blocks,),
+        grid_names=("tile",),
+        scratch_types=[
+            shared((stages, tall, wide, width), x.dtype, plan.swizzle),
+            shared((stages, *slab), x.dtype, 0),
+            shared((*plan.out_tile, width), x.dtype, plan.swizzle),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ],
+        kernel_name=kernel_name,
+        compiler_params=PARAMETERS,
+    )
+    return kernel(image, filters)
+
+
+def _inline_walk(code: str, swizzle: int, x_tile: Any, w_tile: Any, y_tile: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(ref_type(swizzle), ref_type(0), ref_type(swizzle)))
+    def run(_: Any, *tiles: Any) -> None:
+        addresses = [address(tile) for tile in tiles]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), addresses, code, "r,r,r,~{memory}", has_side_effects=True)
+
+    run(x_tile, w_tile, y_tile)

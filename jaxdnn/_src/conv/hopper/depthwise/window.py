@@ -1,0 +1,117 @@
+"""Depthwise and narrow-group convolution: a call as two spatial axes, and the sizes that tiles and copies may have.
+
+Pure Python on shapes. Letters: n images, h w input rows and columns, c channels, r s filter taps, p q output rows and
+columns. One-dimensional calls become rows of images: (n, w, c) is the image (1, n, w, c) under a filter of one row.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.hopper.sizes import ceil_div
+
+DTYPES = {dtype.name: name for dtype, name in NAMES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a call is tiled; the fields left None are chosen from the shape.
+
+    Attributes:
+      unit: "tensor" (mma, 16-bit) or "fma" (float32 fused multiply-adds, depthwise only).
+      channels: channels of a tile (16, 32 or 64 on the tensor core, filter gradient 32 or 64; else 128 bytes' worth).
+      rows, columns: outputs of a tile; rows even, columns a multiple of 4 (times the stride for backward data).
+      splits: filter gradient: parts of the sum over pixels, at most.
+      stages: tiles in flight in one block; more than one: the blocks are few, and take tiles in turn.
+    """
+
+    unit: str | None = None
+    channels: int | None = None
+    rows: int | None = None
+    columns: int | None = None
+    splits: int | None = None
+    stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A two-dimensional call: the shapes, and stride, low padding and dilation of its two axes."""
+
+    images: int
+    size: tuple[int, int]
+    out: tuple[int, int]
+    taps: tuple[int, int]
+    channels: int
+    group: int
+    stride: tuple[int, int]
+    low: tuple[int, int]
+    dilation: tuple[int, int]
+    dtype: str
+
+
+def whole_copies(columns: int, pixel_bytes: int) -> int:
+    """Columns rounded up so that a tile's bytes divide by 128, as a copy by one warpgroup needs."""
+    many = max(1, 128 // pixel_bytes)
+    return ceil_div(columns, many) * many
+
+
+def whole_pattern(tall: int, wide: int) -> int:
+    """Rows added until a tile's pixels divide by 8: there the pattern repeats in which the pixels' chunks lie.
+
+    The pattern follows the address, so a tile behind another one must start where it starts.
+    """
+    return next(rows for rows in range(tall, tall + 8) if rows * wide % 8 == 0)
+
+
+def window(
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    dtype: Any,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+) -> Window:
+    """The call as two axes; x (n, *spatial, c) and w (*taps, c/groups, k)."""
+    images, *size, channels = x_shape
+    taps, group = list(w_shape[:-2]), w_shape[-2]
+    stride, dilation, padding = list(stride), list(dilation), list(padding)
+    out = [(size[i] + sum(padding[i]) - dilation[i] * (taps[i] - 1) - 1) // stride[i] + 1 for i in range(len(size))]
+    low = [p[0] for p in padding]
+    if len(size) == 1:
+        size, out, taps = [images, *size], [images, *out], [1, *taps]
+        stride, dilation, low = [1, *stride], [1, *dilation], [0, *low]
+        images = 1
+    two = lambda values: (int(values[0]), int(values[1]))
+    name = DTYPES.get(np.dtype(dtype).name, "")
+    return Window(images, two(size), two(out), two(taps), channels, group, two(stride), two(low), two(dilation), name)
+
+
+def spatial(size: tuple[int, int], rank: int) -> tuple[int, ...]:
+    """Two sizes as those of the axes that the call has."""
+    return size if rank == 4 else size[1:]
+
+
+class NoTile(ValueError):
+    pass
+
+
+def check_tile(config: Config, step: tuple[int, int]) -> None:
+    """Tiles start at even rows (of a phase), so that the pairing of rows is the same for all; columns come in fours."""
+    if (config.rows and config.rows % (2 * step[0])) or (config.columns and config.columns % (4 * step[1])):
+        raise NoTile(
+            f"a tile's rows are a multiple of {2 * step[0]} and its columns of {4 * step[1]}, "
+            f"got {config.rows} and {config.columns}"
+        )
+
+
+def default_unit(dtype: str) -> str:
+    return "fma" if dtype == "f32" else "tensor"
+
+
+def best(extent: int, choices: Sequence[int]) -> int:
+    """The choice that covers the extent with the least work, counting six rows or columns of halo to a tile."""
+    return min(choices, key=lambda size: (ceil_div(extent, size) * (size + 6), -size))

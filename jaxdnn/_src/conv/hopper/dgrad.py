@@ -1,0 +1,309 @@
+"""Convolution backward data on Hopper.
+
+dx[n, i, c] = sum over (tap, k) of dy[n, (i + pad - tap * d) / s, k] w[tap, c, k], where the division leaves no rest.
+
+Schedule: `pipeline.py`'s, with output channels k in the place of input channels: for each chunk of 128 bytes of k, for
+each tap in order that meets the position, the chunk's channels in order. `batch_invariant`.
+
+Tiling: with stride one, the forward kernel with the taps moving the other way. With a stride, positions of one phase
+(i mod s) meet the same taps, so every phase is a small convolution of stride one; all phases run in one launch, those
+with most taps first, and their outputs interleave through TMA. Phases that meet no tap are written as zeros: as tiles
+like the others, or after these in whole rows (`Config.blank`). An output of very few channels (an RGB stem) would waste
+the tensor cores phase by phase; there all phases become columns of one product over the union of their windows, and
+one copy interleaves them. Taps that a phase does not have are zeros there: a NaN or an infinity of dy may show in a
+neighbour that it does not belong to (`spreads_nonfinite`).
+
+The filter is read as the user stores it, without a transposing copy, in 16-bit types.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.hopper import copies as copies
+from jaxdnn._src.conv.hopper import epilogue as ep
+from jaxdnn._src.conv.hopper import pipeline, tuning
+from jaxdnn._src.conv.hopper.geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
+from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
+from jaxdnn._src.hopper import branches
+
+NARROW = 8  # output channels under which the phases are joined
+
+
+def supports(
+    dy: Any,
+    w: Any,
+    /,
+    *operands: Any,
+    geo: Geometry,
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+    precision: str | None = None,
+) -> str | None:
+    """Why `conv_dgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
+    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
+    accumulator = jnp.int32 if dy.dtype == jnp.int8 else jnp.float32
+    reason = operand_reason(dy.dtype, w.dtype, out_dtype, precision)
+    reason = reason or ep.supports(epilogue, accumulator)
+    if reason:
+        return reason
+    channels, filters = channels_of(w, geo)
+    width = jnp.dtype(dy.dtype).itemsize
+    least = narrowest(out_dtype, ep.dtypes(epilogue, operands))
+    return shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width, least)
+
+
+def _x_shape(dy: Any, w: Any, geo: Geometry) -> tuple[int, ...]:
+    return (dy.shape[0], *geo.sizes, channels_of(w, geo)[0])
+
+
+def axes_of(geo: Geometry) -> tuple[Axis, ...]:
+    """The backward walk: a phase of the output meets every (s / gcd(s, d))-th tap, at moving offsets of dy."""
+    axes = []
+    for x, out, r, s, (low, _), d in zip(
+        geo.sizes, geo.out, geo.taps, geo.stride, geo.padding, geo.dilation, strict=True
+    ):
+        step = s // math.gcd(s, d)
+        first, count, offset = [], [], []
+        for phase in range(s):
+            meets = [t for t in range(r) if (phase + low - t * d) % s == 0]
+            first.append(meets[0] if meets else 0)
+            count.append(len(meets))
+            offset.append((phase + low - meets[0] * d) // s if meets else 0)
+        if geo.flip:  # the filter's tap at window place t is r - 1 - t
+            axes.append(
+                Axis(
+                    out, x, r, 1, s, tuple(r - 1 - f for f in first), tuple(count), tuple(offset), -step, -step * d // s
+                )
+            )
+        else:
+            axes.append(Axis(out, x, r, 1, s, tuple(first), tuple(count), tuple(offset), step, -step * d // s))
+    return tuple(axes)
+
+
+def _problem(
+    dy: Any,
+    w: Any,
+    geo: Geometry,
+    *,
+    epilogue: Epilogue | None,
+    extras: tuple[Any, ...],
+    out_dtype: Any,
+) -> tuple[Problem, bool, int, int]:
+    """(problem, whether the filter is transposed by a copy, zero channels added to dy, to dx)."""
+    width = jnp.dtype(dy.dtype).itemsize
+    groups, outer = geo.groups, geo.outer
+    reduce, columns = dy.shape[-1] // groups, channels_of(w, geo)[0]
+    chunk = min(128, max(32, reduce * width)) // width
+    transpose = outer and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
+    pad_reduce = -reduce % (16 // width)
+    align = max(16 // narrowest(out_dtype, extras), 8 if outer and not transpose else 1)
+    pad_columns = -columns % align
+    flat = geo.pointwise
+    problem = Problem(
+        batch=math.prod(dy.shape[:-1]) if flat else dy.shape[0],
+        reduce=reduce + pad_reduce,
+        columns=columns + pad_columns,
+        axes=() if flat else axes_of(geo),
+        filter_dims="ctj" if outer and not transpose else "tjc",
+        dtype=jnp.dtype(dy.dtype),
+        out_dtype=jnp.dtype(out_dtype),
+        accumulator=jnp.int32 if dy.dtype == jnp.int8 else jnp.float32,
+        finish=ep.finisher(epilogue),
+        extras=extras,
+        bias=epilogue is not None and epilogue.bias,
+        groups=groups,
+        grouped="c",
+    )
+    return problem, transpose, pad_reduce, pad_columns
+
+
+def joined(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
+    """Whether the phases become columns of one product."""
+    return (
+        any(s > 1 for s in geo.stride)
+        and not operands
+        and geo.groups == 1
+        and channels < NARROW
+        and not geo.flip
+        and all(s <= r for s, r in zip(geo.stride, geo.taps, strict=True))
+    )
+
+
+def spreads_nonfinite(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
+    """Whether a NaN of dy may show in positions that it does not belong to: where zeros fill up the joined filter."""
+    if not joined(geo, channels, operands):
+        return False
+    _, windows = _joint(geo)
+    return any((table == r).any() for table, r in zip(windows, geo.taps, strict=True))
+
+
+def conv_dgrad(
+    dy: Array,
+    w: Array,
+    /,
+    *operands: Array,
+    geo: Geometry,
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+    config: Config | None = None,
+    sms: int | None = None,
+) -> Array:
+    """The gradient in x (N, spatial..., C), from dy (N, spatial..., K) and w as `conv_fprop` takes it.
+
+    `operands` are the epilogue's, in its order (prior, bias, residual).
+    """
+    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
+    x_shape = _x_shape(dy, w, geo)
+    if joined(geo, x_shape[-1], operands):
+        branches.record("dgrad", copies="joined phases")
+        return _joined_phases(dy, w, geo, epilogue, out_dtype, config, sms)
+    problem, transpose, pad_reduce, pad_columns = _problem(
+        dy, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype
+    )
+    sms = sms or tuning.multiprocessors()
+    config = config or tuning.choose("dgrad", problem, sms)
+    made = {"padded channels": pad_reduce, "padded columns": pad_columns, "transposed filter": transpose, "none": True}
+    for name in filter(made.get, made):
+        branches.record("dgrad", copies=name)
+    flat = geo.pointwise
+    a = copies.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
+    b = _filter(w, geo, transpose, pad_reduce, pad_columns)
+    bias, extras = copies.prepare_epilogue(epilogue, operands, problem, config, flat, pad_columns)
+    dx = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
+    if not flat:
+        dx = dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
+    return dx[..., : x_shape[-1]].reshape(tuple(x_shape))
+
+
+def _filter(w: Array, geo: Geometry, transpose: bool, pad_reduce: int, pad_columns: int) -> Array:
+    """The filter with its reduced axis k padded, in the order of `Problem.filter_dims`."""
+    if geo.outer:
+        w = w.reshape(w.shape[0], -1, w.shape[-1])
+        w = copies.pad(w, ((0, pad_reduce if transpose else 0), (0, 0), (0, pad_columns)))
+        return w.transpose(1, 2, 0) if transpose else w
+    w = w.reshape(-1, w.shape[-2], w.shape[-1])
+    return copies.pad(w, ((0, 0), (0, 0), (0, pad_reduce)))
+
+
+def _joined_phases(
+    dy: Array,
+    w: Array,
+    geo: Geometry,
+    epilogue: Epilogue | None,
+    out_dtype: Any,
+    config: Config | None,
+    sms: int | None,
+) -> Array:
+    """All phases as columns: a convolution of dy, stride one, whose filter holds each phase's taps where they fall."""
+    joint, windows = _joint(geo)
+    x_shape, rank = _x_shape(dy, w, geo), len(geo.taps)
+    if geo.outer:
+        w = jnp.moveaxis(w, 0, -1)  # taps..., C, K
+    w = jnp.pad(w, [(0, 1)] * rank + [(0, 0)] * 2)  # the tap "none" is zero
+    for d, table in enumerate(windows):  # (u, a) at axis 2d, 2d + 1
+        w = jnp.take(w, jnp.asarray(table.reshape(-1)), axis=2 * d)
+        w = w.reshape(*w.shape[: 2 * d], *table.shape, *w.shape[2 * d + 1 :])
+    order = (*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank, 2 * rank + 1)
+    w = w.transpose(order)  # u..., a..., c, k
+    w = w.reshape(*joint.taps, -1, w.shape[-1])
+    dx = conv_dgrad(dy, w, geo=joint, epilogue=epilogue, out_dtype=out_dtype, config=config, sms=sms)
+    dx = dx.reshape(x_shape[0], *joint.sizes, *geo.stride, x_shape[-1])
+    interleave = (0, *itertools.chain(*((1 + d, 1 + rank + d) for d in range(rank))), 2 * rank + 1)
+    dx = dx.transpose(interleave).reshape(
+        x_shape[0], *(p * s for p, s in zip(joint.sizes, geo.stride, strict=True)), x_shape[-1]
+    )
+    return dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
+
+
+def _joint(geo: Geometry) -> tuple[Geometry, list[np.ndarray]]:
+    """The convolution of all phases, and by axis the tap at each place of its window and phase, or r for none."""
+    windows, tops, axes = [], [], axes_of(geo)
+    for ax, r in zip(axes, geo.taps, strict=True):
+        top = max(o for o, n in zip(ax.offset, ax.count, strict=True) if n)
+        bottom = min(o + (n - 1) * ax.move for o, n in zip(ax.offset, ax.count, strict=True) if n)
+        table = np.full((top - bottom + 1, ax.out_step), r)
+        for phase in range(ax.out_step):
+            for j in range(ax.count[phase]):
+                table[top - (ax.offset[phase] + j * ax.move), phase] = ax.first[phase] + j * ax.tap_step
+        windows.append(table)
+        tops.append(top)
+    places = tuple(len(table) for table in windows)
+    positions = tuple(ax.positions for ax in axes)
+    # place u reads dy at i + top - u: a stride-one backward convolution with padding `top`
+    pads = tuple(
+        (top, p + n - 1 - top - size) for top, p, n, size in zip(tops, geo.out, places, positions, strict=True)
+    )
+    ones = (1,) * len(axes)
+    return Geometry(positions, places, ones, pads, ones), windows
+
+
+def schedule(
+    dy: Any,
+    w: Any,
+    /,
+    *,
+    geo: Geometry,
+) -> np.ndarray:
+    """In which order the products of an output are added: flat indices tap * K + k, -1 where a zero pads.
+
+    A position meets some of the taps; those it does not meet add nothing, so one order serves all positions.
+    """
+    problem, _, pad_reduce, _ = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
+    reduce = problem.reduce - pad_reduce
+    taps = range(math.prod(geo.taps))
+    rows = []
+    for start in range(0, problem.reduce, problem.chunk):
+        channel = np.arange(start, start + problem.chunk)
+        rows += [np.where(channel < reduce, tap * reduce + channel, -1) for tap in (taps[::-1] if geo.flip else taps)]
+    return np.concatenate(rows)[None]
+
+
+def workspace(
+    dy: Any,
+    w: Any,
+    /,
+    *operands: Any,
+    geo: Geometry,
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+) -> int:
+    """Bytes of device memory that the copies around the kernel take."""
+    out_dtype = jnp.dtype(out_dtype or dy.dtype)
+    width, total, x_shape = jnp.dtype(dy.dtype).itemsize, 0, _x_shape(dy, w, geo)
+    if joined(geo, x_shape[-1], operands):
+        return _joined_workspace(dy, w, geo, epilogue, out_dtype)
+    extras = ep.dtypes(epilogue, operands)
+    problem, transpose, pad_reduce, pad_columns = _problem(
+        dy, w, geo, epilogue=None, extras=extras, out_dtype=out_dtype
+    )
+    flat = jax.ShapeDtypeStruct((math.prod(dy.shape[:-1]), dy.shape[-1]) if geo.pointwise else dy.shape, dy.dtype)
+    total += copies.copied(dy, jax.eval_shape(lambda dy: copies.pad_axes(dy, problem.axes, pad_reduce), flat))
+    if transpose or pad_reduce or (pad_columns and geo.outer):
+        padded_first = transpose and (pad_reduce or pad_columns)
+        total += copies.filter_bytes(problem, width) * (2 if padded_first else 1)
+    total += copies.epilogue_bytes(epilogue, operands, problem, pad_columns)
+    longer = [ax.positions * ax.out_step for ax in problem.axes]
+    if pad_columns or longer != list(x_shape[1:-1][: len(longer)]):
+        total += dy.shape[0] * math.prod(longer or dy.shape[1:-1]) * problem.columns * out_dtype.itemsize
+    return total
+
+
+def _joined_workspace(dy: Any, w: Any, geo: Geometry, epilogue: Epilogue | None, out_dtype: Any) -> int:
+    joint, _ = _joint(geo)
+    c, k, width = channels_of(w, geo)[0], dy.shape[-1], jnp.dtype(dy.dtype).itemsize
+    columns = math.prod(geo.stride) * c
+    filters = jax.ShapeDtypeStruct((*joint.taps, columns, k), w.dtype)
+    total = workspace(dy, filters, geo=joint, epilogue=epilogue, out_dtype=out_dtype)
+    total += (math.prod(r + 1 for r in geo.taps) * c * k + math.prod(filters.shape)) * width
+    *_, pad_columns = _problem(dy, filters, joint, epilogue=None, extras=(), out_dtype=out_dtype)
+    if not pad_columns:  # else what the kernel writes is counted there
+        total += dy.shape[0] * math.prod(joint.sizes) * columns * out_dtype.itemsize
+    return total

@@ -1,0 +1,260 @@
+"""The `hopper` engine of the convolutions: the Pallas kernels of this folder, for compute capability 9.0.
+
+Depthwise and narrow groups go to `conv_depthwise`, everything else to `conv_fprop`, `conv_dgrad` and `conv_wgrad`. The
+kernels are imported when a call first asks for them, so that importing jaxdnn does not import Pallas.
+
+The engine is chosen unasked only for convolutions that were measured faster than XLA's on this kind of device
+(`measured.json`, written by `jaxdnn bench conv`); `engine="hopper"` takes it for every call that it supports.
+"""
+
+import dataclasses
+import functools as ft
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, export, lax
+
+from jaxdnn._src import hopper
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv import primitive
+from jaxdnn._src.conv.primitive import ConvSpec
+from jaxdnn._src.core import engines
+
+MEASURED = Path(__file__).with_name("measured.json")
+PASS = {"conv": "fprop", "conv_dgrad": "dgrad", "conv_wgrad": "wgrad"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """One kernel, bound to the static arguments of a call."""
+
+    run: Callable[..., Array]
+    refusal: str | None
+    schedule: Callable[[], engines.Schedule | None]
+    workspace: Callable[[], int]
+    spreads_nonfinite: Callable[[], bool]
+
+
+def _kernel(call: engines.Call) -> _Kernel:
+    """The kernel that serves a call, or one whose refusal says why none does."""
+    narrow = _narrow(call)
+    if narrow.refusal is None:
+        return narrow
+    dense = _dense(call)
+    if dense.refusal is None or call.spec.groups == 1:
+        return dense
+    return dataclasses.replace(dense, refusal=f"{dense.refusal}, and for narrow groups {narrow.refusal}")
+
+
+def _dense(call: engines.Call) -> _Kernel:
+    from jaxdnn._src.conv.hopper import dgrad, fprop, geometry, tuning, wgrad
+
+    spec: ConvSpec = call.spec
+    module, kernel = {
+        "conv": (fprop, fprop.conv_fprop),
+        "conv_dgrad": (dgrad, dgrad.conv_dgrad),
+        "conv_wgrad": (wgrad, wgrad.conv_wgrad),
+    }[call.op]
+    window = spec.window
+    geo = geometry.Geometry(
+        sizes=spec.sizes,
+        taps=spec.taps,
+        stride=window.strides,
+        padding=window.padding,
+        dilation=window.dilation,
+        flip=spec.flip,
+        groups=spec.groups,
+        outer=not spec.filter.axes.endswith("IO"),
+    )
+    a, b = call.avals[:2]
+    plain = dataclasses.replace(spec.epilogue, integer=False) == Epilogue()  # bare sums, of integers too
+    if call.op == "conv_wgrad":  # the result is small: its epilogue is XLA's
+        options = {"out_dtype": spec.out_dtype if plain else spec.accumulate}
+    else:
+        options = {"out_dtype": spec.out_dtype, "epilogue": None if plain else spec.epilogue}
+    further = () if call.op == "conv_wgrad" else call.avals[2:]
+    refusal = module.supports(a, b, *further, geo=geo, **options, precision=spec.precision)
+
+    def run(a: Array, b: Array, *operands: Array) -> Array:
+        target = spec.limits.multiprocessors
+        sms = None if target is None else min(target, tuning.multiprocessors())
+        if call.op != "conv_wgrad":
+            return kernel(a, b, *operands, geo=geo, **options, sms=sms)
+        acc = kernel(a, b, geo=geo, **options, sms=sms)
+        return acc if plain else primitive.finish(call.op, spec, acc, *operands)
+
+    def schedule() -> engines.Schedule | None:
+        if a.dtype == jnp.int8:
+            return None  # integers need none
+        return engines.Schedule("tensor_core", np.atleast_2d(module.schedule(a, b, geo=geo)))
+
+    def workspace() -> int:
+        return module.workspace(a, b, *further, geo=geo, **options)
+
+    def spreads_nonfinite() -> bool:
+        if call.op != "conv_dgrad":
+            return call.op == "conv_wgrad"
+        return dgrad.spreads_nonfinite(geo, geometry.channels_of(b, geo)[0], further)
+
+    return _Kernel(run, refusal, schedule, workspace, spreads_nonfinite)
+
+
+def _narrow(call: engines.Call) -> _Kernel:
+    from jaxdnn._src.conv.hopper import depthwise
+
+    spec: ConvSpec = call.spec
+    roles = dict(zip(primitive.ROLES[call.op], (*call.avals[:2], None), strict=True))
+    result = primitive.result_shape(call.op, spec, *call.avals[:2])
+    x_shape = result if roles["x"] is None else roles["x"].shape
+    w_shape = result if roles["w"] is None else roles["w"].shape
+    a, b = call.avals[:2]
+    options = {
+        "stride": spec.window.strides,
+        "padding": spec.window.padding,
+        "dilation": spec.window.dilation,
+    }
+    told = (PASS[call.op], x_shape, w_shape, a.dtype)
+    refusal = None
+    if a.dtype != b.dtype or spec.out_dtype != a.dtype or spec.epilogue != Epilogue():
+        refusal = "its kernels have no epilogue and write the operands' dtype"
+    elif not spec.filter.axes.endswith("IO"):
+        refusal = "its kernels take filters whose input and output channels are last, as HWIO"
+    elif spec.groups == 1:
+        refusal = "its kernels for narrow groups need groups"
+    refusal = refusal or depthwise.supports(*told, **options)
+
+    def reversed_taps(w: Array) -> Array:
+        return lax.rev(w, range(len(spec.taps))) if spec.flip else w
+
+    sms = spec.limits.multiprocessors
+
+    def run(a: Array, b: Array) -> Array:
+        if call.op == "conv":
+            return depthwise.depthwise_fprop(a, reversed_taps(b), **options, sms=sms)
+        if call.op == "conv_dgrad":
+            return depthwise.depthwise_dgrad(a, reversed_taps(b), x_shape, **options, sms=sms)
+        return reversed_taps(depthwise.depthwise_wgrad(a, b, w_shape, **options, sms=sms))
+
+    def schedule() -> engines.Schedule | None:
+        if spec.precision == "tf32" and a.dtype == jnp.float32:
+            return None  # the definition cuts the operands then, and this kernel multiplies them whole
+        return depthwise.schedule(*told, **options, flip=spec.flip)
+
+    def workspace() -> int:
+        turned = math.prod(w_shape) * a.dtype.itemsize if spec.flip else 0
+        return depthwise.workspace(*told, **options) + turned
+
+    return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
+
+
+# ---- what the engine promises ----------------------------------------------------------------------------------------
+
+
+def _run(call: engines.Call, *operands: Array) -> Array:
+    return _kernel(call).run(*operands)
+
+
+def _supports(call: engines.Call) -> str | None:
+    spec: ConvSpec = call.spec
+    if reason := hopper.no_device(call):
+        return reason
+    if any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
+        return "its kernels are cut for a batch that is known when traced"
+    if not spec.layout.channels_last:
+        return f"its kernels take channels-last layouts, not {spec.layout.name}"
+    if not (spec.filter.axes.endswith("IO") or (spec.filter.axes[0], spec.filter.axes[-1]) == ("O", "I")):
+        return f"its kernels take filters as HWIO or OHWI, not {spec.filter.name}"
+    if spec.accumulate.itemsize > 4:
+        return f"it accumulates in float32 or int32, not {spec.accumulate.name}"
+    return _kernel(call).refusal
+
+
+def _level(call: engines.Call) -> str:
+    if call.avals[0].dtype == jnp.int8:
+        return "portable"
+    return "run_to_run" if call.op == "conv_wgrad" else "batch_invariant"
+
+
+def _accumulation(call: engines.Call) -> str:
+    a = call.avals[0].dtype
+    if a == jnp.int8:
+        return "int32"
+    if a.itemsize == 1:
+        return "tensor_core_fp8"
+    if a == jnp.float32:
+        return "tensor_core_tf32" if call.spec.precision == "tf32" else "float32"
+    return "tensor_core"
+
+
+def _hazards(call: engines.Call) -> tuple[str, ...]:
+    """Zeros fill up a filter gradient's tiles of pixels, and the filter where phases are joined; 0 * inf is NaN. The
+    phases of a stride, and tiles at an array's end, pass over what lies outside.
+    """
+    if call.avals[0].dtype == jnp.int8:
+        return ()
+    return (*(("spreads_nonfinite",) if _kernel(call).spreads_nonfinite() else ()), "leaves_out_padding")
+
+
+def _schedule(call: engines.Call) -> engines.Schedule | None:
+    return _kernel(call).schedule()
+
+
+def _workspace(call: engines.Call) -> int:
+    return _kernel(call).workspace()
+
+
+def key(call: engines.Call) -> str:
+    """What `measured.json` calls a convolution: everything but the batch; its epilogue by the names of its parts."""
+    spec: ConvSpec = call.spec
+    _, c, k = primitive.channels(spec, call.op, *call.avals[:2])
+    window = spec.window
+    parts = (call.avals[0].dtype.name, spec.sizes, c, k, spec.taps, window.strides, window.padding, window.dilation)
+    epilogue = (*spec.epilogue.operands, *(spec.epilogue.activation or ())[:1])
+    return " ".join(map(str, (PASS[call.op], *parts, spec.groups, *epilogue))).replace(", ", ",")
+
+
+@ft.lru_cache
+def _measured() -> dict[str, Any]:
+    return json.loads(MEASURED.read_text())
+
+
+def _rank(call: engines.Call) -> int:
+    """First where it was measured faster than XLA, for batches of half to four times the measured one.
+
+    Measured were filters as HWIO and results of the operands' dtype; other calls are not taken to gain as much.
+    """
+    found = _measured().get(call.device_kind or "", {}).get(key(call))
+    if found is None or any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
+        return 2
+    n, *_ = primitive.channels(call.spec, call.op, *call.avals[:2])
+    near = found["batch"] <= 2 * n <= 8 * found["batch"]
+    spec: ConvSpec = call.spec
+    alike = spec.out_dtype == call.avals[0].dtype and spec.filter.axes.endswith("IO")
+    return 0 if near and alike and found["speed_up"] >= 1 else 2
+
+
+for _op in primitive.ROLES:
+    engines.register(
+        engines.Engine(
+            name="hopper",
+            measured_on=hopper.MEASURED_ON,
+            op=_op,
+            run=_run,
+            fused=False,
+            supports=_supports,
+            level=_level,
+            accumulation=_accumulation,
+            schedule=_schedule,
+            modelled=hopper.MEASURED_ON,
+            hazards=_hazards,
+            rank=_rank,
+            workspace=_workspace,
+            partition=lambda call: True,
+            notes=("tensor cores",),
+        )
+    )

@@ -1,0 +1,123 @@
+"""The matrix pipeline's block of threads: its buffers and barriers, and what its roles share."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jaxdnn._src.conv.hopper.plan import (
+    Config,
+    Problem,
+    a_box,
+    a_slots,
+    b_slots,
+    out_columns,
+    row_bytes,
+    split,
+    swizzled,
+)
+from jaxdnn._src.conv.hopper.walk import Walk
+from jaxdnn._src.core.compat import pl, plgpu
+from jaxdnn._src.hopper.wgmma import tiling_transform
+
+
+class Cut:
+    """The static side of a launch: boxes, buffers and counts."""
+
+    def __init__(self, problem: Problem, config: Config):
+        self.problem, self.config, self.walk = problem, config, Walk(problem, config)
+        part = split(config)
+        if part is None:  # for the type checker: `check` has refused it
+            raise ValueError(f"`config` {config} cannot run: the tile does not divide among the team's warpgroups")
+        self.box, self.part = (config.images, *config.block), part
+        self.consumers = config.teams * config.groups
+        self.rows = config.rows // config.groups
+        self.b_major = "mn" if problem.filter_dims[-1] == "j" else "k"
+        self.b_pieces = config.columns // problem.chunk if self.b_major == "mn" else 1
+        self.out_chunk = out_columns(problem, config)
+        self.extra_chunks = [config.columns * np.dtype(d).itemsize // row_bytes(config, d) for d in problem.extras]
+        self.a_loads, self.b_ringed = not config.halo, not config.resident  # what the common ring holds
+        self.ringed = self.a_loads or self.b_ringed
+        self.steps = math.prod(ax.taps for ax in problem.axes) * problem.chunks  # slots that a resident filter takes
+
+    def blank(self) -> list[Any]:
+        """The output tiles' memory as zeros, a piece of a row of the output for each warpgroup."""
+        if not self.config.blank:
+            return []
+        problem, per, step = self.problem, self.config.blank, self.problem.axes[-1].out_step
+        row = (per, step, problem.columns) if step > 1 else (per, problem.columns)
+        pieces = step * problem.columns // problem.blank_columns
+        shapes = [row, (pieces, per, problem.blank_columns)]
+        return [plgpu.SMEM((self.consumers, *shape), problem.out_dtype) for shape in shapes]
+
+    def staging(self, dtype: Any, chunks: int, per: int, others: Sequence[Any] = ()) -> Any:
+        """Buffers of `per` columns, written or read by TMA as boxes and by the warpgroup as a tiled matrix."""
+        swizzle = swizzled(per * np.dtype(dtype).itemsize)
+        return plgpu.RefUnion(
+            plgpu.SMEM((self.consumers, chunks, *self.part, per), dtype, transforms=swizzle),
+            plgpu.SMEM(
+                (self.consumers, chunks, self.rows, per), dtype, transforms=(tiling_transform((8, per)), *swizzle)
+            ),
+            *others,
+        )
+
+    def scratch(self) -> dict[str, Any]:
+        problem, config, chunk = self.problem, self.config, self.problem.chunk
+        swizzle = swizzled(problem.swizzle)
+        b_box = (self.b_pieces, chunk, chunk) if self.b_major == "mn" else (config.columns, chunk)
+        refs: dict[str, Any] = {
+            "a_ring": plgpu.SMEM(
+                (a_slots(config), *a_box(problem, config), problem.a_chunk),
+                problem.dtype,
+                transforms=() if problem.window else swizzle,
+            ),
+            "b_ring": plgpu.SMEM((b_slots(problem, config), *b_box), problem.dtype, transforms=swizzle),
+            "out": self.staging(problem.out_dtype, config.staged, self.out_chunk, self.blank()),
+        }
+        teams, stages = config.teams, config.stages
+        if self.ringed:
+            arrivals = int(self.a_loads) * (1 + problem.partial) + (self.b_pieces if self.b_ringed else 0)
+            refs["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * stages)
+            refs["empty"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=stages)
+        if config.halo:
+            refs["a_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=teams * config.halo)
+            refs["a_empty"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.halo)
+        if config.blank:
+            refs["blank"] = plgpu.Barrier(num_arrivals=self.consumers)
+        if config.resident:
+            refs["b_full"] = plgpu.Barrier(num_arrivals=self.steps * self.b_pieces)
+        if problem.extras:
+            chunks = zip(problem.extras, self.extra_chunks, strict=True)
+            refs["extra"] = tuple(self.staging(d, n, config.columns // n) for d, n in chunks)
+            refs["extra_full"] = plgpu.Barrier(num_arrivals=sum(self.extra_chunks), num_barriers=self.consumers)
+        return refs
+
+
+class Block:
+    """What the roles of one block of threads share: its operands, its buffers and its place among the blocks."""
+
+    def __init__(self, cut: Cut, refs: Sequence[Any], scratch: dict[str, Any]):
+        self.cut, self.problem, self.config, self.walk = cut, cut.problem, cut.config, cut.walk
+        rest = list(refs)
+        self.a, self.b = rest.pop(0), rest.pop(0)
+        self.bias = rest.pop(0) if cut.problem.bias else None
+        self.extras, self.y = rest[:-1], rest[-1]
+        self.scratch = scratch
+        self.a_ring, self.b_ring = scratch["a_ring"], scratch["b_ring"]
+        self.out_box, self.out_matrix, *self.zeros = scratch["out"]
+        self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
+        self.mine = self.walk.share(self.sm, self.sms)
+        self.image = (0,) if cut.problem.one_image else ()  # indexes the axis of images of a box that holds one
+
+
+def drain(empty: Any, total: Any, slots: int) -> None:
+    """Waits until every slot has been given back, so that the producer ends after all reads of what it loaded.
+
+    Nothing hangs on it while consumers wait for their products before they end: a block's memory is theirs until then.
+    """
+
+    @pl.loop(lax.max(total - slots, 0), total)
+    def _(count: Any) -> None:
+        plgpu.barrier_wait(empty.at[lax.rem(count, slots)])

@@ -1,0 +1,202 @@
+"""Which configuration a kernel runs: measured ones by device kind and problem, else the cost model's choice.
+
+The tables are JSON files beside this module, one a device kind, written by the tuner from measurements; a key names
+everything that the choice depends on. No configuration changes a bit of fprop or dgrad, so the table is about speed
+alone; wgrad's splits and boxes are part of its schedule, and a table entry fixes them.
+"""
+
+import dataclasses
+import functools as ft
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxdnn._src.conv.hopper import plan
+from jaxdnn._src.conv.hopper.plan import Config, Problem
+from jaxdnn._src.conv.hopper.walk import decided
+from jaxdnn._src.hopper import MEASURED_ON, MULTIPROCESSORS, branches
+from jaxdnn._src.hopper.sizes import ceil_div
+
+# The model's constants, fitted to 800 measured configurations of the ResNet-50 convolutions on an H200: its choice
+# among them is 2.3 % slower than the best on average, 9 % at worst. Cycles, bytes per cycle and multiprocessor.
+_TENSOR_SHARE = 0.54  # of the tensor cores' peak that one tile's loop reaches
+_L2_RATE = 62.0
+_STEP, _STEP_WITHOUT_RING = 234.0, 70.0  # what waiting and releasing cost where the products do not hide them
+_EPILOGUE, _EPILOGUE_ROW = 166.0, 17.0  # of a tile, and per row and 64 columns of a warpgroup's part
+_STORE_RATE, _LOAD_RATE = 18.9, 33.7
+_LATENCY = 180.0  # of a tile, with 64 KiB in flight
+_UNROLLED = 4  # taps of the last axis whose products are one turn of the loop, where they need no load in between
+_WAVES = 0.36  # how much a last wave that is not full costs of a whole one
+
+
+def multiprocessors() -> int:
+    """The device's number of multiprocessors; where there is no GPU, the H100's and H200's."""
+    device = jax.devices()[0]
+    return getattr(device, "core_count", MULTIPROCESSORS) if device.platform == "gpu" else MULTIPROCESSORS
+
+
+def device_kind() -> str:
+    device = jax.devices()[0]
+    return device.device_kind if device.platform == "gpu" else MEASURED_ON[0]
+
+
+@ft.cache
+def table(kind: str) -> dict[str, Any]:
+    """The measured choices for a device kind; empty where none were measured."""
+    path = pathlib.Path(__file__).with_name(kind.lower().replace(" ", "_") + ".json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def key(op: str, problem: Problem, out_dtype: Any) -> str:
+    """A problem's name in the table."""
+    axes = ",".join(f"{ax.size}>{ax.out}k{ax.taps}i{ax.in_step}o{ax.out_step}m{ax.move}" for ax in problem.axes)
+    extras = f"+{len(problem.extras)}" if problem.extras else ""
+    groups = f"g{problem.groups}" if problem.groups > 1 else f"w{problem.window}" if problem.window else ""
+    return (
+        f"{op} n{problem.batch} c{problem.reduce} k{problem.columns}{groups} {axes or 'flat'} {problem.filter_dims} "
+        f"{_name(problem.dtype)}>{_name(out_dtype)}{extras}"
+    )
+
+
+def _name(dtype: Any) -> str:
+    return jax.numpy.dtype(dtype).name
+
+
+def choose(op: str, problem: Problem, sms: int) -> Config:
+    """The configuration for a problem: the table's, else the cheapest by `cost`."""
+    if (pick := branches.picker()) and (bases := list(candidates(problem))):
+        configs = [config for base in bases for config in (base, *beside(problem, base))]
+        return pick(problem, configs, lambda config: branches.named("pipeline", **decided(problem, config, sms)))
+    entry = _measured(op, problem)
+    if entry is not None:
+        # An epilogue's operands take memory from the ring, and zeros may not stay zeros under one.
+        blanks = dict.fromkeys((entry.blank, 0))
+        for blank, stages in itertools.product(blanks, range(entry.stages, 1, -1)):
+            config = dataclasses.replace(entry, stages=stages, blank=blank)
+            if plan.check(problem, config) is None:
+                return config
+    configs = list(candidates(problem))
+    if not configs:
+        raise NotImplementedError(f"no tile of the convolution kernel fits {problem}")
+    return min(configs, key=lambda config: cost(problem, config, sms))
+
+
+def _measured(op: str, problem: Problem) -> Config | None:
+    """The table's entry for a problem, or for the same one without the epilogue's operands and output type."""
+    plain = dataclasses.replace(problem, extras=())
+    known = table(device_kind())
+    for name in (key(op, problem, problem.out_dtype), key(op, plain, problem.dtype)):
+        if name in known:
+            return Config(**{**known[name], "block": tuple(known[name]["block"])})
+    return None
+
+
+def candidates(problem: Problem) -> Iterator[Config]:
+    """Configurations that can run, over row boxes, column tiles and ways to divide the work among warpgroups."""
+    per_group = problem.columns // problem.groups
+    narrowest = 32 // min(problem.epilogue_widths)  # bytes of a swizzle
+    least = max(problem.chunk if problem.filter_dims[-1] == "j" else 8, narrowest)
+    for columns in (256, 128, 64, 32, 16, 8):
+        if columns > max(least, 2 * per_group - 1) or (problem.groups > 1 and per_group % columns):
+            continue
+        order = "k" if problem.columns > columns else "p"
+        for rows, (teams, groups) in itertools.product((256, 192, 128, 64), ((2, 1), (1, 2))):
+            for images, block in _boxes(problem, rows)[:3]:
+                base = Config(images, block, columns, 8, teams, groups, order)
+                yield from _deepest(problem, base)
+                yield from _deepest(problem, dataclasses.replace(base, staged=2))
+        yield from _with_filter_or_halo(problem, columns, order)
+
+
+def beside(problem: Problem, base: Config) -> Iterator[Config]:
+    """What only tuning chooses in a candidate's place: another order, other ways with phases, more buffers."""
+    changes: list[dict[str, Any]] = [{"order": order} for order in ("k", "kp", "n", "p") if order != base.order]
+    changes += [{"staged": count, "stages": stages} for count in (3, 4) for stages in range(2, base.stages)]
+    if len(problem.phases) > 1:
+        changes += [{"deal": deal} for deal in ("snake", "together")]
+        changes += [{"blank": problem.axes[-1].positions // parts} for parts in (1, 2, 4)]
+    for change in changes:
+        config = dataclasses.replace(base, **change)
+        if plan.check(problem, config) is None:
+            yield config
+
+
+def _deepest(problem: Problem, base: Config) -> Iterator[Config]:
+    """The configuration with the deepest ring that fits."""
+    for stages in range(base.stages, 2, -1):
+        config = dataclasses.replace(base, stages=stages)
+        if plan.check(problem, config) is None:
+            yield config
+            return
+
+
+def _with_filter_or_halo(problem: Problem, columns: int, order: str) -> Iterator[Config]:
+    """Tiles that keep the filter in shared memory, and tiles of 8 x 8 positions whose taps share one load."""
+    resident = problem.columns <= columns and problem.groups == 1
+    for rows, (teams, groups) in itertools.product((256, 128), ((2, 1), (1, 2))):
+        if resident:
+            for images, block in _boxes(problem, rows)[:2]:
+                yield from _deepest(problem, Config(images, block, columns, 6, teams, groups, order, resident=True))
+    rank, unit = len(problem.axes), all(abs(ax.move) == 1 for ax in problem.axes)
+    if rank < 2 or not unit or problem.window or math.prod(ax.taps for ax in problem.axes) == 1:
+        return
+    lead = [(images, ()) for images in (4, 2, 1)] if rank == 2 else [(1, (4,)), (1, (2,)), (2, (1,)), (1, (1,))]
+    unroll = resident and problem.axes[-1].taps <= _UNROLLED
+    for (images, outer), (teams, groups), halo in itertools.product(lead, ((2, 1), (1, 2)), (3, 2)):
+        base = Config(images, (*outer, 8, 8), columns, 4, teams, groups, order, halo=halo, unroll=unroll)
+        yield from _deepest(problem, dataclasses.replace(base, resident=resident))
+
+
+def variants(problem: Problem, sms: int, top: int = 12) -> list[Config]:
+    """What a tuner measures: the model's best, and orders of tiles, which the model does not see."""
+    best = sorted(set(candidates(problem)), key=lambda config: cost(problem, config, sms))[:top]
+    orders = [dataclasses.replace(config, order=order) for config in best[:4] for order in ("k", "kp", "n", "p")]
+    return list(dict.fromkeys([*best, *orders]))
+
+
+def _boxes(problem: Problem, rows: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Boxes of `rows` pixels, powers of two along the spatial axes, those first that waste least."""
+    found = []
+    for block in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), repeat=len(problem.axes)):
+        images, rest = divmod(rows, math.prod(block))
+        if rest or not images or (problem.window and block[-1] % 64) or (problem.one_image and images > 1):
+            continue
+        found.append((images, block))
+    return sorted(found, key=lambda box: _waste(problem, *box))
+
+
+def _waste(problem: Problem, images: int, block: tuple[int, ...]) -> float:
+    """Pixels computed over pixels needed, and a little against boxes that are narrow in memory."""
+    whole = ceil_div(problem.batch, images) * images / problem.batch
+    for ax, b in zip(problem.axes, block, strict=True):
+        whole *= ceil_div(ax.positions, b) * b / ax.positions
+    return whole + (0.01 / block[-1] if block else 0)
+
+
+def cost(problem: Problem, config: Config, sms: int) -> float:
+    """Cycles a problem takes, by a model of the tensor cores, shared memory, the epilogue and memory."""
+    width = jax.numpy.dtype(problem.dtype).itemsize
+    rows, columns, chunk = config.rows, config.columns, problem.chunk
+    a_row = 16 if problem.window else chunk * width
+    a_bytes, b_bytes = math.prod(plan.a_box(problem, config)) * a_row, columns * chunk * width
+    phases, axes = problem.phases, problem.axes
+    steps = sum(problem.taps(phase) for phase in phases) * problem.chunks / len(phases)
+    loaded = (a_bytes * problem.chunks / steps if config.halo else a_bytes) + b_bytes * (not config.resident)
+    read = rows // 64 * (64 * chunk * width + b_bytes) / 128
+    ring = _STEP_WITHOUT_RING if config.halo and config.resident else _STEP
+    step = max(rows * columns * chunk * width / 4096 / _TENSOR_SHARE, read, loaded / _L2_RATE, ring)
+    loop = step * steps
+    epilogue = _EPILOGUE + rows // config.groups * columns / 64 * _EPILOGUE_ROW
+    tile = max(loop, (loop + epilogue) / 2) if config.teams == 2 else loop + epilogue
+    out = rows * columns * jax.numpy.dtype(problem.out_dtype).itemsize
+    tile = max(tile, out / _STORE_RATE + loaded * steps / _LOAD_RATE)
+    tiles = len(phases) * ceil_div(problem.batch, config.images) * ceil_div(problem.columns, columns)
+    tiles *= math.prod(ceil_div(ax.positions, b) for ax, b in zip(axes, config.block, strict=True))
+    waves = _WAVES * ceil_div(tiles, sms) + (1 - _WAVES) * tiles / sms
+    latency = _LATENCY / max(1.0, config.stages * loaded / 65536) * tiles / sms
+    return waves * tile + epilogue + latency

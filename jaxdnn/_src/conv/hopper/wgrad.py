@@ -1,0 +1,253 @@
+"""Convolution backward filter on Hopper.
+
+dw[tap, c, k] = sum over pixels (n, p) of x[n, p * s + tap * d - pad, c] dy[n, p, k].
+
+Schedule: the output's pixels are cut into boxes of images x positions, the boxes counted with the last axis fastest,
+and the count cut into `splits` runs of one fixed length. Each run is one partial sum: box after box, a box's pixels
+in order (last axis fastest), 16 at a time on the tensor core into a float32. The partial sums are then added in
+float32, one after the other, and converted once. `schedule` spells it out; there are no atomics: `run_to_run`.
+
+Tiling: a warpgroup holds 64 or 128 filters k against up to 256 columns (tap, c) in its accumulator; two or three
+warpgroups share the loaded pixels. Both operands are read with the pixels as the reduction, as they lie in memory,
+which wgmma can do in 16-bit types only. With `halo`, the pixels of x that all taps of the last two axes need are
+loaded once, each warpgroup takes one row of the filter, and the taps of a row are one operand whose column blocks
+overlap in memory, one pixel apart.
+
+Groups: a tile lies in one group. Narrow ones are taken together until they fill chunks of 64 channels and 64 filters.
+
+Limits: bfloat16 and float16; the types that wgmma reads along the reduction only go to `conv_wgrad_transposed`. With a
+stride in three dimensions a box is of one image.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.conv.hopper import copies as copies
+from jaxdnn._src.conv.hopper import fprop as fprop
+from jaxdnn._src.conv.hopper import tuning
+from jaxdnn._src.conv.hopper import wgrad_kernel as kernel
+from jaxdnn._src.conv.hopper import wgrad_transposed as transposed
+from jaxdnn._src.conv.hopper.geometry import Geometry, shape_reason
+from jaxdnn._src.conv.hopper.wgrad_plan import Config, Problem, Walk, check, choose, decided, key, ranked
+from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.sizes import ceil_div
+
+__all__ = [
+    "Config",
+    "Problem",
+    "check",
+    "conv_wgrad",
+    "key",
+    "problem_of",
+    "ranked",
+    "schedule",
+    "supports",
+    "workspace",
+]
+
+
+def supports(
+    x: Any,
+    dy: Any,
+    /,
+    *,
+    geo: Geometry,
+    out_dtype: Any = None,
+    precision: str | None = None,
+) -> str | None:
+    """Why `conv_wgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
+    if not _either_order(x):
+        return transposed.supports(x, dy, geo=geo, out_dtype=out_dtype, precision=precision)
+    if x.dtype != dy.dtype:
+        return "its kernels take operands of one dtype"
+    if jnp.dtype(out_dtype or x.dtype).name not in ("bfloat16", "float16", "float32"):
+        return "its kernel writes bfloat16, float16 and float32"
+    one = dataclasses.replace(geo, groups=1)  # any groups are served: narrow ones are taken together
+    return shape_reason(one, x.shape[0], x.shape[-1], dy.shape[-1], 2)
+
+
+def _either_order(x: Any) -> bool:
+    """Whether wgmma reads operands of this dtype along the reduction or across it."""
+    return jnp.dtype(x.dtype).name in ("bfloat16", "float16")
+
+
+def problem_of(x: Any, dy: Any, geo: Geometry) -> Problem:
+    even = lambda n: n + -n % 8
+    c, k, outer = even(x.shape[-1]), even(dy.shape[-1]), geo.outer
+    groups = geo.groups // together(geo.groups, x.shape[-1], dy.shape[-1])
+    if geo.pointwise:
+        return Problem(math.prod(x.shape[:-1]), c // groups, k, (), jnp.dtype(x.dtype), outer, groups)
+    axes = fprop.axes_of(dataclasses.replace(geo, flip=False))
+    return Problem(x.shape[0], c // groups, k, axes, jnp.dtype(x.dtype), outer, groups)
+
+
+def together(groups: int, channels: int, filters: int) -> int:
+    """How many groups are taken as one, so that it has whole chunks of 64 channels and of 64 filters; else all.
+
+    What is computed between two different groups of them is not part of the result.
+    """
+    for count in range(1, groups):
+        whole = channels // groups * count % 64 == filters // groups * count % 64 == 0
+        if whole and groups % count == 0:
+            return count
+    return groups
+
+
+def conv_wgrad(
+    x: Array,
+    dy: Array,
+    /,
+    *,
+    geo: Geometry,
+    out_dtype: Any = None,
+    config: Config | None = None,
+    sms: int | None = None,
+) -> Array:
+    """The gradient in w, laid out as `geo` says, from x (N, spatial..., C) and dy (N, spatial..., K)."""
+    if not _either_order(x):
+        return transposed.conv_wgrad(x, dy, geo=geo, out_dtype=out_dtype, sms=sms)
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if folded(geo, x.shape[-1]):
+        return _folded(x, dy, geo, out_dtype, config, sms)
+    problem = problem_of(x, dy, geo)
+    config = _config(problem, config, out_dtype, geo)
+    if geo.pointwise:
+        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    c, k = x.shape[-1], dy.shape[-1]
+    x = copies.pad_axes(x, problem.axes, problem.channels * problem.groups - c)
+    dy = copies.pad(dy, ((0, 0),) * (dy.ndim - 1) + ((0, problem.filters - k),))
+    sms = sms or tuning.multiprocessors()
+    branches.record("wgrad", **decided(problem, config, sms), folded_taps=False, groups=_groups(problem, geo))
+    dw = kernel.run(x, dy, problem, config, sms)
+    outer = geo.outer
+    if geo.groups > 1:
+        dw = _own_channels(dw[:, :k], geo.groups, problem.groups, c // geo.groups)
+        c //= geo.groups
+    if config.direct:
+        dw = dw[:k, :, :c] if outer else dw[:, :c, :k]
+        dw = dw.reshape((k, *geo.taps, c) if outer else (*geo.taps, c, k))
+        return jnp.flip(dw, _tap_axes(geo)) if geo.flip else dw
+    parts = dw[:, :k, :, :c]
+    total = parts[0]
+    for i in range(1, config.splits):
+        total = total + parts[i]
+    total = total.astype(out_dtype).reshape(k, *geo.taps, c)
+    total = total if outer else jnp.moveaxis(total, 0, -1)
+    return jnp.flip(total, _tap_axes(geo)) if geo.flip else total
+
+
+def _groups(problem: Problem, geo: Geometry) -> str:
+    """How the groups of a call are taken, as `branches.EVERY` names it."""
+    return "one" if geo.groups == 1 else "whole" if problem.groups == geo.groups else "together"
+
+
+def _own_channels(parts: Array, groups: int, tiled: int, channels: int) -> Array:
+    """(splits, K, taps, channels of the groups taken together) to (splits, K, taps, C / groups)."""
+    count = groups // tiled
+    parts = parts[..., : count * channels]
+    splits, k, taps, _ = parts.shape
+    parts = parts.reshape(splits, tiled, count, k // groups, taps, count, channels)
+    own = jnp.stack([parts[:, :, i, :, :, i] for i in range(count)], axis=2)
+    return own.reshape(splits, k, taps, channels)
+
+
+def _tap_axes(geo: Geometry) -> range:
+    return range(geo.outer, geo.outer + len(geo.taps))
+
+
+def _config(problem: Problem, config: Config | None, out_dtype: Any, geo: Geometry) -> Config:
+    """The configuration that runs. It decides the order of additions, so that it depends on the device alone.
+
+    A result of another type than the operands' has no direct way out, nor has one of groups; the order is the same.
+    """
+    config = config or choose(problem, tuning.multiprocessors())
+    direct = config.direct and jnp.dtype(out_dtype) == problem.dtype and geo.groups == 1
+    return dataclasses.replace(config, direct=direct)
+
+
+def folded(geo: Geometry, channels: int) -> bool:
+    return channels * 2 < 32 and geo.taps[-1] > 1 and geo.groups == 1
+
+
+def _folded(x: Array, dy: Array, geo: Geometry, out_dtype: Any, config: Config | None, sms: int | None) -> Array:
+    """Few input channels: the last axis' taps become channels by one copy, as in the forward kernel."""
+    branches.record("wgrad", folded_taps=True)
+    c, k = x.shape[-1], dy.shape[-1]
+    rest = geo.without_last_taps
+    dw = conv_wgrad(copies.fold_taps(x, geo), dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)
+    return dw.reshape((k, *geo.taps, c) if geo.outer else (*geo.taps, c, k))
+
+
+def schedule(
+    x: Any,
+    dy: Any,
+    /,
+    *,
+    geo: Geometry,
+    config: Config | None = None,
+) -> np.ndarray:
+    """Flat pixel numbers of dy, a row for each partial sum, in the order of addition; -1 where a box runs over."""
+    if not _either_order(x):
+        return transposed.schedule(x, dy, geo=geo)
+    if folded(geo, x.shape[-1]):
+        shape = (*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1])
+        x = jax.ShapeDtypeStruct(shape, x.dtype)
+        geo = geo.without_last_taps
+    problem = problem_of(x, dy, geo)
+    config = config or choose(problem, tuning.multiprocessors())
+    counts, out = problem.counts(config), (problem.batch, *(ax.out for ax in problem.axes))
+    box = (config.images, *config.block)
+    boxes = np.stack(np.unravel_index(np.arange(math.prod(counts)), counts), -1)
+    inner = np.stack(np.unravel_index(np.arange(config.pixels), box), -1)
+    pixel = boxes[:, None] * np.array(box) + inner[None]
+    inside = (pixel < np.array(out)).all(-1)
+    flat = np.ravel_multi_index(tuple(np.where(inside, pixel[..., d], 0) for d in range(len(out))), out)
+    flat = np.where(inside, flat, -1)
+    run = ceil_div(len(flat), config.splits)
+    padded = np.full((run * config.splits, config.pixels), -1)
+    padded[: len(flat)] = flat
+    return padded.reshape(config.splits, -1)
+
+
+def workspace(
+    x: Any,
+    dy: Any,
+    /,
+    *,
+    geo: Geometry,
+    out_dtype: Any = None,
+    config: Config | None = None,
+) -> int:
+    """Bytes of device memory beside operands and result: partial sums and padded copies."""
+    if not _either_order(x):
+        return transposed.workspace(x, dy, geo=geo, out_dtype=out_dtype)
+    total = 0
+    if folded(geo, x.shape[-1]):
+        total += copies.folding_bytes(x, geo)
+        x = jax.ShapeDtypeStruct((*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1]), x.dtype)
+        geo = geo.without_last_taps
+    problem = problem_of(x, dy, geo)
+    config = _config(problem, config, out_dtype or x.dtype, geo)
+    if config.direct:
+        exact = (problem.filters, problem.channels) == (dy.shape[-1], x.shape[-1])
+        total += 0 if exact and not geo.flip else problem.filters * problem.taps * problem.channels * 2
+    else:
+        rows = Walk(problem, config).rows * config.filters * config.across
+        total += config.splits * rows * problem.taps * problem.chunks * problem.chunk * 4
+        if geo.groups > 1:  # XLA has been seen to write the groups' own channels before it turns them to (taps, C, K)
+            total += dy.shape[-1] * problem.taps * (x.shape[-1] // geo.groups) * 4
+    padded = jax.eval_shape(
+        lambda a: copies.pad_axes(a, problem.axes, problem.channels * problem.groups - x.shape[-1]),
+        jax.ShapeDtypeStruct((problem.batch, *x.shape[1:]) if problem.axes else (problem.batch, x.shape[-1]), x.dtype),
+    )
+    if math.prod(padded.shape) != math.prod(x.shape):
+        total += math.prod(padded.shape) * 2
+    if problem.filters != dy.shape[-1]:
+        total += math.prod(dy.shape[:-1]) * problem.filters * 2
+    return total

@@ -1,0 +1,336 @@
+"""Convolution backward filter: the pipeline of one launch, and the two ways in which partial sums become the result.
+
+With `direct`, the blocks of a cluster take the splits of one tile: each sends every other one its share of the
+columns through distributed shared memory, adds the shares in the order of the splits, and stores its part converted,
+in the filter's own layout. Otherwise the partial sums go to memory, and `conv_wgrad` adds them after the launch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.conv.hopper import pipeline
+from jaxdnn._src.conv.hopper.pipeline_block import drain
+from jaxdnn._src.conv.hopper.wgrad_plan import REGISTERS, STAGED, Config, Problem, Walk, check, slot_boxes, x_box
+from jaxdnn._src.core.compat import fa, ir, mgpu, mgpu_utils, pl, plgpu
+from jaxdnn._src.hopper import cluster, wgmma
+from jaxdnn._src.hopper.sizes import ceil_div
+from jaxdnn._src.hopper.wgmma import ACCUMULATOR
+
+
+def run(x: Array, dy: Array, problem: Problem, config: Config, sms: int) -> Array:
+    """The partial sums, float32 of shape (splits, k, taps, c), k and c in whole tiles; or with `direct` the result.
+
+    The result has the operands' dtype and is (k, taps, c) or (taps, c, k), as the problem says.
+    """
+    reason = check(problem, config)
+    if reason is not None:
+        raise ValueError(f"`config` {config} cannot run: {reason}")
+    walk = Walk(problem, config)
+    pixels = (config.images, *config.block)
+    left, right = slot_boxes(problem, config)
+    ring = lambda boxes, box: plgpu.SMEM(
+        (config.stages, boxes, *box, problem.chunk), problem.dtype, transforms=_swizzled(problem)
+    )
+    scratch: dict[str, Any] = dict(
+        left_ring=ring(left, pixels),
+        right_ring=ring(right, x_box(problem, config) if config.halo else pixels),
+        full=plgpu.Barrier(num_arrivals=left + right, num_barriers=config.stages),
+        empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
+    )
+    grid: dict[str, Any] = dict(grid=(walk.blocks(sms),), grid_names=("sm",))
+    if config.direct:
+        scratch |= _direct_scratch(problem, config)
+        grid |= dict(cluster=(config.splits,), cluster_names=("split",)) if config.splits > 1 else {}
+
+    def body(x: Any, dy: Any, out: Any, **scratch: Any) -> None:
+        block = (_DirectBlock if config.direct else _Block)(walk, x, dy, out, scratch)
+        pl.when(block.wg == config.consumers)(block.produce)
+        pl.when(block.wg < config.consumers)(block.consume)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(_out_shape(walk), problem.dtype if config.direct else jnp.float32),
+        num_threads=config.consumers + 1,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="jaxdnn_conv_wgrad",
+        **grid,
+    )
+    return kernel(pipeline.split_steps(x, problem.axes), dy)
+
+
+def _swizzled(problem: Problem) -> tuple[Any, ...]:
+    return (wgmma.swizzle_transform(problem.swizzle),)
+
+
+def _out_shape(walk: Walk) -> tuple[int, ...]:
+    problem, config = walk.problem, walk.config
+    if config.direct:
+        k, c = problem.filters, problem.channels
+        return (k, problem.taps, c) if problem.outer else (problem.taps, c, k)
+    return config.splits, walk.rows * config.filters * config.across, problem.taps, problem.chunks * problem.chunk
+
+
+def _direct_scratch(problem: Problem, config: Config) -> dict[str, Any]:
+    """Buffers on the results' way out, and what `cluster` needs."""
+    box, swizzle = (config.consumers, STAGED, 64, 64), _swizzled(problem)
+    scratch: dict[str, Any] = dict(
+        out_stage=plgpu.RefUnion(
+            plgpu.SMEM(box, problem.dtype, transforms=swizzle),
+            plgpu.SMEM(box, problem.dtype, transforms=(wgmma.tiling_transform((8, 64)), *swizzle)),
+        )
+    )
+    if config.splits > 1:
+        scratch |= dict(
+            slots=plgpu.SMEM((config.exchanged_bytes // 4,), jnp.float32),
+            barriers=plgpu.SMEM((2 * config.consumers,), jnp.int32),
+            ready=plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=1, num_arrivals=config.consumers),
+        )
+    return scratch
+
+
+class _Block:
+    """What one block of threads does; a method is a role or a stage of one."""
+
+    def __init__(self, walk: Walk, x: Any, dy: Any, out: Any, scratch: dict[str, Any]):
+        self.walk, self.problem, self.config = walk, walk.problem, walk.config
+        self.x, self.dy, self.out, self.scratch = x, dy, out, scratch
+        self.left_ring, self.right_ring = scratch["left_ring"], scratch["right_ring"]
+        self.full, self.empty = scratch["full"], scratch["empty"]
+        self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
+        self.items = walk.items
+        self.registers = REGISTERS[walk.config.consumers]
+
+    @property
+    def mine(self) -> Any:
+        return lax.div(self.items - self.sm + self.sms - 1, self.sms)
+
+    def place(self, local: Any) -> tuple[Any, Any, Any, Any, Any]:
+        return self.walk.place(self.sm + local * self.sms)
+
+    # ---- the producer
+
+    def produce(self) -> None:
+        plgpu.set_max_registers(self.registers[0], action="decrease")
+        count = lax.fori_loop(0, self.mine, self.load_item, jnp.int32(0))
+        drain(self.empty, count, self.config.stages)
+
+    def load_item(self, local: Any, count: Any) -> Any:
+        row, tile, _, first, boxes = self.place(local)
+        return lax.fori_loop(0, boxes, lambda i, count: self.load_box(row, tile, first + i, count), count)
+
+    def load_box(self, row: Any, tile: Any, number: Any, count: Any) -> Any:
+        problem, config, chunk = self.problem, self.config, self.problem.chunk
+        slot = lax.rem(count, config.stages)
+        pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+        at = self.walk.box(number)
+        left, right = slot_boxes(problem, config)
+        group = lax.div(row * left * chunk, problem.filters // problem.groups) if problem.groups > 1 else 0
+        images = at[0] if problem.one_image else pl.ds(at[0] * config.images, config.images)
+        image = (0,) if problem.one_image else ()  # indexes the axis of images of a box that holds one
+        positions = [pl.ds(i * b, b) for i, b in zip(at[1:], config.block, strict=True)]
+
+        def load_dy(block: Any, target: Any) -> None:
+            index = (images, *positions, pl.ds(block * chunk, chunk))
+            plgpu.copy_gmem_to_smem(self.dy.at[index], target, self.full.at[slot])
+
+        def load_x(block: Any, target: Any) -> None:
+            tap, c = self.column(block)
+            channels = pl.ds(group * problem.channels + c * chunk, chunk)
+            index = (images, *self.x_positions(at[1:], tap), channels)
+            plgpu.copy_gmem_to_smem(self.x.at[index], target, self.full.at[slot])
+
+        load_left, load_right = (load_x, load_dy) if self.walk.x_left else (load_dy, load_x)
+        for j in range(left):
+            load_left(row * left + j, self.left_ring.at[(slot, j, *image)])
+        for j in range(right):
+            load_right(tile * right + j, self.right_ring.at[(slot, j, *image)])
+        return count + 1
+
+    def column(self, block: Any) -> tuple[Any, Any]:
+        """(tap, chunk of c) of a block of (tap, c); with a halo the first tap that the box serves."""
+        chunks = self.problem.chunks
+        if self.config.halo:
+            last = math.prod(ax.taps for ax in self.problem.axes[-2:])
+            return lax.div(block, chunks) * last, lax.rem(block, chunks)
+        return lax.div(block, chunks), lax.rem(block, chunks)
+
+    def x_positions(self, at: Sequence[Any], tap: Any) -> list[Any]:
+        taps: list[Any] = []
+        for d in reversed(range(len(at))):
+            taps.insert(0, lax.rem(tap, self.problem.axes[d].taps) if d else tap)
+            tap = lax.div(tap, self.problem.axes[d].taps)
+        index: list[Any] = []
+        sizes = x_box(self.problem, self.config)[1:]
+        for ax, block, size, i, t in zip(self.problem.axes, self.config.block, sizes, at, taps, strict=True):
+            offset = ax.offset[0] + t * ax.move
+            if ax.in_step == 1:
+                index.append(pl.ds(i * block + offset, size))
+            else:
+                shift = ax.in_step * ceil_div(max(0, -ax.offset[0]), ax.in_step)  # division of what is not negative
+                high = lax.div(offset + shift, ax.in_step) - shift // ax.in_step
+                index += [pl.ds(i * block + high, size), lax.rem(offset + shift, ax.in_step)]
+        return index
+
+    # ---- the consumers
+
+    def consume(self) -> None:
+        plgpu.set_max_registers(self.registers[1], action="increase")
+        self.across, self.along = lax.div(self.wg, self.config.along), lax.rem(self.wg, self.config.along)
+        lax.fori_loop(0, self.mine, self.compute_item, jnp.int32(0))
+
+    def compute_item(self, local: Any, count: Any) -> Any:
+        config = self.config
+        row, tile, split, _, boxes = self.place(local)
+
+        def step(i: Any, acc: Array) -> Array:
+            slot = lax.rem(count + i, config.stages)
+            plgpu.barrier_wait(self.full.at[slot])
+            acc = self.multiply(acc, slot)
+            plgpu.wgmma_wait(1)
+            pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + i - 1, config.stages)]))
+            return acc
+
+        acc = wgmma.start_accumulator(config.filters, config.columns, jnp.float32)
+        acc = wgmma.finish_accumulator(lax.fori_loop(0, boxes, step, acc))
+        pl.when(boxes > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + boxes - 1, config.stages)]))
+        self.store(acc, local, row, tile, split)
+        return count + boxes
+
+    def multiply(self, acc: Array, slot: Any) -> Array:
+        config, problem = self.config, self.problem
+        rows = config.filters // problem.chunk
+        a = self.left_ring.at[slot, pl.ds(self.across * rows, rows)]
+        if not config.halo:
+            columns = config.columns // problem.chunk
+            b = self.right_ring.at[slot, pl.ds(self.along * columns, columns)]
+            return wgmma.multiply(acc, a, b, swizzle=problem.swizzle, a_major="mn", b_major="mn")
+        lead = [slice(None)] * (len(config.block) - 1)
+        first = pl.ds(self.along * problem.axes[-2].move, config.block[-2])
+        return multiply_halo(acc, a, self.right_ring.at[(slot, 0, *lead, first)], problem, config)
+
+    def store(self, acc: Array, local: Any, row: Any, tile: Any, split: Any) -> None:
+        del local  # partial sums go to memory from registers
+        config, problem = self.config, self.problem
+        chunk = problem.chunk
+        rows = pl.ds((row * config.across + self.across) * config.filters, config.filters)
+        for j in range(config.columns // chunk):
+            value = acc[:, j * chunk : (j + 1) * chunk]
+            if config.halo:
+                first, c = self.column(tile)
+                tap = first + self.along * problem.axes[-1].taps + j
+                self.out[split, rows, tap, pl.ds(c * chunk, chunk)] = value
+                continue
+            block = (tile * config.along + self.along) * (config.columns // chunk) + j
+            tap, c = self.column(block)
+
+            @pl.when(tap < problem.taps)
+            def _(value: Array = value, tap: Any = tap, c: Any = c) -> None:
+                self.out[split, rows, tap, pl.ds(c * chunk, chunk)] = value
+
+
+class _DirectBlock(_Block):
+    """A block of a cluster that has the result at the end, not partial sums."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.items = self.walk.items // self.config.splits  # a cluster's: its blocks take the splits
+        self.split = lax.axis_index("split") if self.config.splits > 1 else jnp.int32(0)
+        self.out_box, self.out_matrix = self.scratch["out_stage"]
+
+    def place(self, local: Any) -> tuple[Any, Any, Any, Any, Any]:
+        return self.walk.place(self.sm + local * self.sms, self.split)
+
+    def consume(self) -> None:
+        if self.config.splits > 1:
+            cluster.prepare(self.scratch["barriers"])
+            plgpu.barrier_arrive(self.scratch["ready"].at[0])
+        super().consume()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # memory may be given back once it was read
+        if self.config.splits > 1:  # a block must not end before the others' last arrivals have come
+            plgpu.barrier_wait(self.scratch["ready"].at[0])
+
+    def store(self, acc: Array, local: Any, row: Any, tile: Any, split: Any) -> None:
+        config = self.config
+        value = self.exchange(acc) if config.splits > 1 else acc
+        row_block = (row * config.across + self.across) * (config.filters // 64)
+        column_block = ((tile * config.along + self.along) * config.columns + split * config.share) // 64
+        blocks = list(np.ndindex(config.filters // 64, config.share // 64))
+        for turn, (i, j) in enumerate(blocks):
+            # Buffers take turns over tiles too: the next tile must not write what the copy engine still reads.
+            buffer = lax.rem(local * len(blocks) + turn, STAGED) if len(blocks) % STAGED else turn % STAGED
+            part = value[i * 64 : (i + 1) * 64, j * 64 : (j + 1) * 64]
+            self.store_block(part, row_block + i, column_block + j, buffer)
+
+    def exchange(self, acc: Array) -> Array:
+        """This block's share of the columns, added over the cluster in the order of the splits."""
+        slots, barriers, ready = (self.scratch[name] for name in ("slots", "barriers", "ready"))
+        plgpu.barrier_wait(ready.at[0])
+        cluster.send(acc, slots, barriers, self.config.splits)
+        total = cluster.receive(acc, slots, barriers, self.config.splits)
+        plgpu.barrier_arrive(ready.at[0])
+        return total
+
+    def store_block(self, value: Array, row: Any, column: Any, buffer: Any) -> None:
+        """Stores 64 x 64 results. Every call commits one group: the wait before a buffer's next turn counts them."""
+        problem = self.problem
+        plgpu.wait_smem_to_gmem(STAGED - 1, wait_read_only=True)
+        self.out_matrix[self.wg, buffer] = value.astype(problem.dtype)
+        plgpu.commit_smem()
+        k, x = (column, row) if self.walk.x_left else (row, column)
+        tap, c = self.column(x)
+        filters, channels = pl.ds(k * 64, 64), pl.ds(c * 64, 64)
+        where = (filters, tap, channels) if problem.outer else (tap, channels, filters)
+
+        # Beyond the filter the group is empty. TMA alone would not see to it: a filter of one tap has no axis of taps
+        # there, so that any tap would be taken for that one.
+        inside = tap < problem.taps
+        plgpu.copy_smem_to_gmem(self.out_box.at[self.wg, buffer], self.out.at[where], predicate=inside)
+
+
+def multiply_halo(acc: Array, a: Any, b: Any, problem: Problem, config: Config) -> Array:
+    """acc += dy^T x for all taps of one filter row: their column blocks lie one (dilated) pixel apart in one box.
+
+    `a` is (chunks of k, box, chunk); `b` a halo box from the row's first pixel on, (images, ..., rows, width, chunk).
+    """
+    swizzle, chunk = problem.swizzle, problem.chunk
+    ref_type = lambda: plgpu.RefType((wgmma.swizzle_transform(swizzle),))
+    deep = config.block[-2] * 8  # pixels between two of which the distance is one
+
+    @wgmma.inline_mgpu(
+        arg_types=(ACCUMULATOR, ref_type(), ref_type()),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=ACCUMULATOR),
+    )
+    def product(_: Any, acc: Any, a: Any, b: Any) -> Any:
+        state = mgpu.WGMMAAccumulator(_value=acc, _original_layout=fa.WGMMA_LAYOUT, _sync=False)
+        strides, _ = ir.MemRefType(b.type).get_strides_and_offset()
+        pitch, shift = strides[-3], problem.axes[-1].move * chunk
+        lead = ir.MemRefType(b.type).shape[:-3]
+        for index in np.ndindex(*lead):
+            number = tuple(int(i) for i in index)
+            left = mgpu_utils.memref_slice(a, (slice(None), *number))
+            right = mgpu_utils.memref_slice(b, number)
+            blocks = config.filters // chunk
+            left = wgmma.tiled_view(left, (blocks, deep // 8, chunk, 8), (config.pixels * chunk, 8 * chunk, 1, chunk))
+            right = wgmma.tiled_view(right, (deep // 8, config.columns // chunk, 8, chunk), (pitch, shift, chunk, 1))
+            state = _by_depth(state, left, right, deep, chunk, swizzle)
+        wgmma.ptx("wgmma.commit_group.sync.aligned;")
+        return state._value
+
+    return product(acc, a, b)
+
+
+def _by_depth(state: Any, left: Any, right: Any, deep: int, chunk: int, swizzle: int) -> Any:
+    """wgmma over `deep` pixels; its wrapper wants whole multiples of the swizzle's elements."""
+    if deep % chunk:
+        raise ValueError(f"a halo box has {deep} pixels in a row block, no multiple of {chunk}")
+    return mgpu.wgmma(state, left, right, swizzle=swizzle)

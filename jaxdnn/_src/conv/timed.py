@@ -1,0 +1,228 @@
+"""The cases of `jaxdnn bench conv`: convolutions of well-known networks, by family, and one with a fused epilogue."""
+
+import dataclasses
+import functools as ft
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import jaxdnn as dnn
+from jaxdnn._src.cases import timed
+from jaxdnn._src.cases.timed import Function
+from jaxdnn._src.conv.hopper import engine as hopper
+from jaxdnn._src.core import engines
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv(timed.Case):
+    """A convolution of N images of `size` in every spatial axis; `size` is the input's of the op that is measured."""
+
+    family: str
+    name: str
+    c: int
+    k: int
+    size: int
+    taps: int
+    stride: int = 1
+    groups: int = 1
+    rank: int = 2
+    dilation: int = 1
+    transposed: bool = False
+    batch: int = 128
+    passes: tuple[str, ...] = ("forward", "dgrad", "wgrad")
+
+    @property
+    def padding(self) -> int:
+        return (self.taps - 1) * self.dilation // 2
+
+    @property
+    def layout(self) -> str:
+        return {1: "NWC", 2: "NHWC", 3: "NDHWC"}[self.rank]
+
+    @property
+    def filter_layout(self) -> str:
+        return {1: "WIO", 2: "HWIO", 3: "DHWIO"}[self.rank]
+
+    @property
+    def output_padding(self) -> int:
+        """What makes a transposed convolution's output `stride` times its input."""
+        return self.stride - 1 - (self.taps - 1) % 2 if self.transposed else 0
+
+    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """x, w and dy; a transposed convolution has K input channels."""
+        spatial, taps = (self.size,) * self.rank, (self.taps,) * self.rank
+        x = (batch, *spatial, self.k if self.transposed else self.c)
+        w = (*taps, self.c // self.groups, self.k)
+        y = jax.eval_shape(self._lax, jax.ShapeDtypeStruct(x, jnp.float32), jax.ShapeDtypeStruct(w, jnp.float32))
+        return x, w, y.shape
+
+    def flops(self, which: str, batch: int) -> int:
+        """Two operations per multiply-add; each pass has as many."""
+        size = self.size if self.transposed else (self.size - 1) // self.stride + 1
+        return 2 * batch * size**self.rank * self.taps**self.rank * (self.c // self.groups) * self.k
+
+    def bytes(self, which: str, batch: int, itemsize: int) -> int | None:
+        """Both operands and the result of a depthwise pass; the others are bound by arithmetic, or nearly."""
+        if self.groups < self.c:
+            return None
+        return itemsize * sum(math.prod(shape) for shape in self.shapes(batch))
+
+    def ours(self, which: str, engine: str | None) -> Function:
+        return _pass(ft.partial(self._ours, engine=engine), which)
+
+    def xla(self, which: str) -> Function:
+        return _pass(self._lax, which)
+
+    def key(self, call: engines.Call) -> str:
+        return hopper.key(call)
+
+    def _ours(self, x: Array, w: Array, *, engine: str | None) -> Array:
+        op: Any = dnn.conv_transpose if self.transposed else dnn.conv
+        extra: dict[str, Any] = {"output_padding": self.output_padding} if self.transposed else {}
+        return op(
+            x,
+            w,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            layout=self.layout,
+            engine=engine,
+            **extra,
+        )
+
+    def _lax(self, x: Array, w: Array) -> Array:
+        numbers = (self.layout, self.filter_layout, self.layout)
+        if self.transposed:
+            # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward.
+            low = self.taps - 1 - self.padding
+            high = low + self.output_padding
+            kernel = lax.rev(w, range(self.rank)).swapaxes(-1, -2)
+            return lax.conv_transpose(
+                x, kernel, (self.stride,) * self.rank, ((low, high),) * self.rank, dimension_numbers=numbers
+            )
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (self.stride,) * self.rank,
+            ((self.padding, self.padding),) * self.rank,
+            rhs_dilation=(self.dilation,) * self.rank,
+            dimension_numbers=numbers,
+            feature_group_count=self.groups,
+        )
+
+    def torch(self, which: str, *tensors: Any) -> Any:
+        """cuDNN through PyTorch, channels last: the same memory for images, the filter as (K, taps, C)."""
+        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
+
+        x, w, dy = self.channels_first(*tensors[:3])
+        per_axis = ([self.stride] * self.rank, [self.padding] * self.rank, [self.dilation] * self.rank)
+        tail = (*per_axis, self.transposed, [self.output_padding] * self.rank, self.groups)
+        if which == "forward":
+            return lambda: torch.ops.aten.convolution(x, w, None, *tail)
+        mask = [which == "dgrad", which == "wgrad", False]
+        return lambda: torch.ops.aten.convolution_backward(dy, x, w, None, *tail, mask)
+
+    def channels_first(self, x: Any, w: Any, dy: Any) -> list[Any]:
+        """PyTorch's order of dimensions over memory that is channels last (in one dimension it has no such thing)."""
+        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
+
+        rank = self.rank
+        last = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}[rank]
+        orders = [(0, rank + 1, *range(1, rank + 1)), (rank + 1, rank, *range(rank))]
+        return [
+            t.permute(o).contiguous(memory_format=last) for t, o in zip((x, w, dy), (*orders, orders[0]), strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Conv):
+    """relu(conv(x, w) + bias + residual), one kernel here and what XLA's compiler makes of it there."""
+
+    passes: tuple[str, ...] = ("forward",)
+
+    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """x, w, bias and residual."""
+        x, w, y = super().shapes(batch)
+        return x, w, (self.k,), y
+
+    def ours(self, which: str, engine: str | None) -> Function:
+        return lambda x, w, bias, residual: dnn.conv(
+            x,
+            w,
+            stride=self.stride,
+            padding=self.padding,
+            layout=self.layout,
+            bias=bias,
+            residual=residual,
+            activation="relu",
+            engine=engine,
+        )
+
+    def xla(self, which: str) -> Function:
+        return lambda x, w, bias, residual: jnp.maximum(
+            self._lax(x, w) + bias.reshape(1, *(1,) * self.rank, -1) + residual, 0
+        )
+
+    def torch(self, which: str, *tensors: Any) -> Any:
+        """cuDNN's fused convolution, bias, addition and relu."""
+        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
+
+        x, w, bias, residual = tensors
+        x, w, residual = self.channels_first(x, w, residual)
+        per_axis = ([self.stride] * self.rank, [self.padding] * self.rank, [self.dilation] * self.rank)
+        return lambda: torch.ops.aten.cudnn_convolution_add_relu(x, w, residual, 1.0, bias, *per_axis, self.groups)
+
+
+def _pass(function: Function, which: str) -> Function:
+    if which == "forward":
+        return lambda x, w, dy: function(x, w)
+    return ft.partial(timed.gradient, function, {"dgrad": 0, "wgrad": 1}[which])
+
+
+def _resnet(name: str, c: int, k: int, size: int, taps: int, stride: int = 1) -> Conv:
+    return Conv("resnet50", name, c, k, size, taps, stride)
+
+
+CASES: tuple[Conv, ...] = (
+    _resnet("stem", 3, 64, 224, 7, 2),
+    _resnet("l1.1x1", 64, 64, 56, 1),
+    _resnet("l1.3x3", 64, 64, 56, 3),
+    _resnet("l1.up", 64, 256, 56, 1),
+    _resnet("l1.down", 256, 64, 56, 1),
+    _resnet("l2.in", 256, 128, 56, 1),
+    _resnet("l2.3x3s2", 128, 128, 56, 3, 2),
+    _resnet("l2.proj", 256, 512, 56, 1, 2),
+    _resnet("l2.3x3", 128, 128, 28, 3),
+    _resnet("l2.down", 512, 128, 28, 1),
+    _resnet("l3.3x3s2", 256, 256, 28, 3, 2),
+    _resnet("l3.3x3", 256, 256, 14, 3),
+    _resnet("l3.down", 1024, 256, 14, 1),
+    _resnet("l4.3x3s2", 512, 512, 14, 3, 2),
+    _resnet("l4.3x3", 512, 512, 7, 3),
+    _resnet("l4.up", 512, 2048, 7, 1),
+    _resnet("l4.proj", 1024, 2048, 14, 1, 2),
+    Fused("fused", "l2.3x3", 128, 128, 28, 3),
+    Fused("fused", "l3.3x3", 256, 256, 14, 3),
+    Fused("fused", "l1.up", 64, 256, 56, 1),
+    Fused("fused", "l4.up", 512, 2048, 7, 1),
+    Conv("depthwise", "convnext_s2", 384, 384, 28, 7, groups=384, batch=64),
+    Conv("depthwise", "convnext_s0", 96, 96, 56, 7, groups=96, batch=64),
+    Conv("depthwise", "mbv2_144", 144, 144, 56, 3, groups=144),
+    Conv("depthwise", "mbv2_384", 384, 384, 14, 3, groups=384),
+    Conv("depthwise", "1d_dilated", 256, 256, 4096, 7, groups=256, rank=1, dilation=8, batch=16),
+    Conv("grouped", "resnext", 256, 256, 28, 3, groups=32),
+    Conv("grouped", "four", 256, 256, 28, 3, groups=4),
+    Conv("dilated", "depthwise 7x7/d2", 256, 256, 56, 7, groups=256, dilation=2, batch=32),
+    Conv("dilated", "depthwise 3x3/d4", 256, 256, 56, 3, groups=256, dilation=4, batch=32),
+    Conv("dilated", "32 groups/d2", 256, 256, 28, 3, groups=32, dilation=2),
+    Conv("conv3d", "conv3d", 32, 64, 64, 3, rank=3, batch=2),
+    Conv("transposed", "4x4/2", 64, 128, 32, 4, 2, transposed=True, batch=32),
+    Conv("transposed", "8x8/4", 64, 64, 32, 8, 4, transposed=True, batch=32),
+    Conv("transposed", "1d 16/8", 64, 64, 512, 16, 8, rank=1, transposed=True, batch=32),
+    Conv("transposed", "3d 4/2", 32, 32, 16, 4, 2, rank=3, transposed=True, batch=4),
+    Conv("patches", "vit 16x16/16", 3, 768, 224, 16, 16, batch=64),
+)

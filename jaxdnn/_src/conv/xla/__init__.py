@@ -1,0 +1,1 @@
+"""Convolutions by XLA: the forms of a call that it computes fast, and the engine `ordered`."""

@@ -1,0 +1,281 @@
+"""The `xla` engine of the convolutions: it serves every call on every platform.
+
+On CPUs a call goes through the forms of `conv_forms`, which take channels-last arrays, integers by transposes that XLA
+cannot fold into the convolution. On NVIDIA GPUs integers do so too, and what cuDNN is slow at: one-tap, tiling, and
+some depthwise and grouped convolutions. Every other call is XLA's convolution in the caller's own layout, without a
+transpose, in the pattern that XLA maps to cuDNN's forward, backward-data and backward-filter kernels. A backward-filter
+convolution never has `lhs_dilation`, for which cuDNN has no kernel: transposed convolution is backward data here, so
+its filter gradient is an ordinary backward-filter one.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.conv import primitive
+from jaxdnn._src.conv.primitive import ConvSpec
+from jaxdnn._src.conv.xla import forms
+from jaxdnn._src.conv.xla.problem import Problem
+from jaxdnn._src.core import engines
+
+
+def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
+    """Serves a call of any of the three ops."""
+    spec: ConvSpec = call.spec
+    if (nothing := primitive.sum_of_nothing(call.op, spec, a, b)) is not None:
+        return primitive.finish(call.op, spec, nothing, *operands)
+    a, b, preferred = _compute_types(call, a, b)
+    if spec.precision == "tf32" and call.platform != "cuda":
+        a, b = truncate_to_tf32(a), truncate_to_tf32(b)
+    # HIGHEST keeps float32 operands as they are; DEFAULT lets an NVIDIA GPU cut them to TF32. It is for them only:
+    # cuDNN has been found without any kernel for a grouped bfloat16 convolution that asks for HIGHEST.
+    uncut = a.dtype in (jnp.float32, jnp.float64) and spec.precision != "tf32"
+    precision = lax.Precision.HIGHEST if uncut else lax.Precision.DEFAULT
+    integer = jnp.issubdtype(a.dtype, jnp.integer)
+    on_gpu = call.platform == "cuda"
+    problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, precision, preferred, integer and on_gpu)
+    if on_gpu and not integer and not _has_better_form_on_gpu(call, problem):
+        acc = _NATIVE[call.op](spec, problem, a, b)
+    else:
+        acc = _channels_last(call.op, spec, problem, a, b)
+    if on_gpu and _becomes_float8(spec):
+        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN.
+        acc = lax.optimization_barrier(acc)
+    return primitive.finish(call.op, spec, acc, *operands)
+
+
+def _has_better_form_on_gpu(call: engines.Call, problem: Problem) -> bool:
+    """Whether a form beat cuDNN when measured on an H200 (`benchmarks/notes-xla-gpu.md`)."""
+    spec: ConvSpec = call.spec
+    if not spec.layout.channels_last:
+        return False
+    dense_pixels = problem.is_matrix and set(spec.window.strides) == {1}
+    _, c, _ = primitive.channels(spec, call.op, *call.avals[:2])
+    dilated = max(spec.window.dilation) > 1
+    depthwise = spec.groups == c > 1
+    slow_in_cudnn = (depthwise and (dilated or problem.rank == 1)) or (
+        spec.groups > 1 and dilated and call.op == "conv_wgrad"
+    )
+    return dense_pixels or problem.is_patches or slow_in_cudnn
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array, Any]:
+    """Operands in a type that holds both exactly and that the platform multiplies, and the type to accumulate in."""
+    spec: ConvSpec = call.spec
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        return a, b, jnp.dtype(jnp.int32)
+    wide = primitive.wider(_narrow_float(a.dtype), _narrow_float(b.dtype))
+    if call.platform != "cuda" or spec.accumulate.itemsize > 4:
+        wide = primitive.wider(wide, spec.accumulate)
+    rounds_once = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide
+    preferred = wide if rounds_once else primitive.wider(wide, spec.accumulate)
+    narrow = call.platform == "cuda" and 1 in (a.dtype.itemsize, b.dtype.itemsize)
+    a, b = a.astype(wide), b.astype(wide)
+    # Unless it is kept from seeing the float8, XLA asks cuDNN for a float8 convolution, which it then may not have.
+    a, b = lax.optimization_barrier((a, b)) if narrow else (a, b)
+    return a, b, preferred
+
+
+def _becomes_float8(spec: ConvSpec) -> bool:
+    """Whether the accumulator is converted to a float8, in the call or by what follows it."""
+    found = (spec.out_dtype, spec.out_dtype if spec.converted is None else spec.converted)
+    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 for dtype in found)
+
+
+def _narrow_float(dtype: Any) -> Any:
+    """float8 values are exact in bfloat16, which every platform multiplies."""
+    return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
+
+
+def truncate_to_tf32(x: Array) -> Array:
+    """float32 with its fraction cut to TF32's 10 bits."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# ---- channels last ---------------------------------------------------------------------------------------------------
+
+
+def _channels_last(op: str, spec: ConvSpec, problem: Problem, a: Array, b: Array) -> Array:
+    roles = primitive.ROLES[op]
+    form = {"y": forms.forward, "x": forms.backward_data, "w": forms.backward_filter}[roles[2]]
+    transpose = _transpose_in_runs if jnp.issubdtype(a.dtype, jnp.integer) else jnp.transpose
+    a, b = (canonical(spec, role, v, transpose) for role, v in zip(roles, (a, b), strict=False))
+    return caller_layout(spec, roles[2], form(problem, a, b))
+
+
+def _canonical_axes(spec: ConvSpec, role: str) -> tuple[int, ...]:
+    """The array's axes in the order (N, sizes..., C) or (taps..., C / G, K)."""
+    if role == "w":
+        return (*spec.filter.spatial, spec.filter.input, spec.filter.output)
+    return (spec.layout.batch, *spec.layout.spatial, spec.layout.channel)
+
+
+def canonical(
+    spec: ConvSpec, role: str, array: Array, transpose: Callable[[Array, Sequence[int]], Array] = jnp.transpose
+) -> Array:
+    """An array in the caller's layout as (N, sizes..., C), a filter as (taps..., C / G, K) for cross-correlation."""
+    return _unflipped(spec, role, transpose(array, _canonical_axes(spec, role)))
+
+
+def _transpose_in_runs(array: Array, axes: Sequence[int]) -> Array:
+    """A transpose in which axes that stay neighbours are one: NCHW to NHWC is (N, C, HW) to (N, HW, C).
+
+    The reshapes keep XLA from folding the transpose into an integer convolution. One that has taken it in is no longer
+    served by the library that multiplies int8 on CPUs: 110 ms in place of 4 for 64 channels of 56 x 56 pixels.
+    """
+    starts = [i for i, axis in enumerate(axes) if i == 0 or axis != axes[i - 1] + 1]
+    runs = [tuple(axes[start:end]) for start, end in zip(starts, [*starts[1:], len(axes)], strict=True)]
+    if len(runs) < 2:
+        return array
+    merged = array.reshape([math.prod(array.shape[axis] for axis in run) for run in sorted(runs)])
+    order = np.argsort(np.argsort([run[0] for run in runs]))
+    return jnp.transpose(merged, [int(i) for i in order]).reshape([array.shape[axis] for axis in axes])
+
+
+def caller_layout(spec: ConvSpec, role: str, array: Array) -> Array:
+    """The inverse of `canonical`."""
+    return jnp.transpose(_unflipped(spec, role, array), [int(i) for i in np.argsort(_canonical_axes(spec, role))])
+
+
+def _unflipped(spec: ConvSpec, role: str, array: Array) -> Array:
+    """Mode "convolution" is cross-correlation by the reversed filter."""
+    return lax.rev(array, range(len(spec.taps))) if role == "w" and spec.flip else array
+
+
+# ---- the caller's layout ---------------------------------------------------------------------------------------------
+
+
+def _native_forward(spec: ConvSpec, problem: Problem, x: Array, w: Array) -> Array:
+    return lax.conv_general_dilated(
+        x,
+        lax.rev(w, spec.filter.spatial) if spec.flip else w,
+        window_strides=spec.window.strides,
+        padding=spec.window.padding,
+        rhs_dilation=spec.window.dilation,
+        dimension_numbers=_numbers(spec),
+        feature_group_count=spec.groups,
+        precision=problem.precision,
+        preferred_element_type=problem.preferred,
+    )
+
+
+def _native_backward_data(spec: ConvSpec, problem: Problem, dy: Array, w: Array) -> Array:
+    window = spec.window
+    spans = zip(spec.sizes, spec.output_sizes, window.extents(spec.taps), window.strides, window.padding, strict=True)
+    padding = [(ext - 1 - low, size + low - 1 - (p - 1) * stride) for size, p, ext, stride, (low, _) in spans]
+    dy, padding = forms.crop(dy, spec.layout.spatial, padding, window.strides)
+    # For one group the filter's channels are exchanged by name: XLA looks for a mere reversal to map this to cuDNN.
+    reversed_filter = w if spec.flip else lax.rev(w, spec.filter.spatial)
+    numbers = _numbers(spec)
+    if spec.groups == 1:
+        o, i, *taps = numbers.rhs_spec
+        numbers = numbers._replace(rhs_spec=(i, o, *taps))
+    else:
+        reversed_filter = _exchange_channels(spec, reversed_filter)
+    return lax.conv_general_dilated(
+        dy,
+        reversed_filter,
+        window_strides=(1,) * len(spec.taps),
+        padding=padding,
+        lhs_dilation=window.strides,
+        rhs_dilation=window.dilation,
+        dimension_numbers=numbers,
+        feature_group_count=spec.groups,
+        precision=problem.precision,
+        preferred_element_type=problem.preferred,
+    )
+
+
+def _native_backward_filter(spec: ConvSpec, problem: Problem, x: Array, dy: Array) -> Array:
+    layout, filt = spec.layout, spec.filter
+    channels_as_batch = (layout.channel, layout.batch, *layout.spatial)
+    dw = lax.conv_general_dilated(
+        x,
+        dy,
+        window_strides=spec.window.dilation,
+        padding=forms.backward_filter_padding(spec.window, spec.sizes, spec.taps),
+        rhs_dilation=spec.window.strides,
+        dimension_numbers=lax.ConvDimensionNumbers(
+            channels_as_batch, channels_as_batch, (filt.input, filt.output, *filt.spatial)
+        ),
+        batch_group_count=spec.groups,
+        precision=problem.precision,
+        preferred_element_type=problem.preferred,
+    )
+    return lax.rev(dw, spec.filter.spatial) if spec.flip else dw
+
+
+_NATIVE = {"conv": _native_forward, "conv_dgrad": _native_backward_data, "conv_wgrad": _native_backward_filter}
+
+
+def _numbers(spec: ConvSpec) -> lax.ConvDimensionNumbers:
+    layout, filt = spec.layout, spec.filter
+    data = (layout.batch, layout.channel, *layout.spatial)
+    return lax.ConvDimensionNumbers(data, (filt.output, filt.input, *filt.spatial), data)
+
+
+def _exchange_channels(spec: ConvSpec, w: Array) -> Array:
+    """Within each group, input and output channels change places: O = (G, Kg), I = Cg to O = (G, Cg), I = Kg."""
+    o, i, g = spec.filter.output, spec.filter.input, spec.groups
+    split = w.reshape(*w.shape[:o], g, w.shape[o] // g, *w.shape[o + 1 :])  # (... G Kg ...)
+    cg = i + (i > o)
+    moved = jnp.swapaxes(split, o + 1, cg)
+    return moved.reshape(*moved.shape[:o], g * moved.shape[o + 1], *moved.shape[o + 2 :])
+
+
+# ---- what the engine promises ----------------------------------------------------------------------------------------
+
+
+def _level(call: engines.Call) -> str:
+    if jnp.issubdtype(call.avals[0].dtype, jnp.integer):
+        return "portable" if call.spec.epilogue.integer else "run_to_run"
+    if call.platform == "cpu":
+        return "run_to_run"
+    flags = os.environ.get("XLA_FLAGS", "")
+    names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+    asked = any(f"--{name}" in flags and f"--{name}=false" not in flags for name in names)
+    return "run_to_run" if asked else "fast"
+
+
+def _accumulation(call: engines.Call) -> str:
+    spec: ConvSpec = call.spec
+    if spec.accumulate != jnp.float32:
+        return jnp.dtype(spec.accumulate).name
+    if call.platform != "cuda":
+        return "float32"
+    return "transform"  # XLA's autotuner may take any of cuDNN's algorithms, and has been seen to take Fourier's
+
+
+def _hazards(call: engines.Call) -> tuple[str, ...]:
+    """cuDNN pads groups, strides and tiles with zeros, by which it multiplies: infinity becomes NaN elsewhere.
+
+    XLA's own loops (those of float64 all) and the phases of a stride pass over what lies outside of an array.
+    """
+    if jnp.issubdtype(call.avals[0].dtype, jnp.integer):
+        return ()
+    spreads = ("spreads_nonfinite",) if call.platform == "cuda" else ()
+    return ("flushes_subnormals", *spreads, "leaves_out_padding")
+
+
+for _op in primitive.ROLES:
+    engines.register(
+        engines.Engine(
+            name="xla",
+            op=_op,
+            run=run,
+            level=_level,
+            accumulation=_accumulation,
+            # XLA's own partitioner gathers groups, and has been seen to give wrong filter gradients of one group.
+            partition=lambda call: True,
+            hazards=_hazards,
+        )
+    )

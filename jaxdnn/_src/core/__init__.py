@@ -1,0 +1,1 @@
+"""What all families of ops share."""

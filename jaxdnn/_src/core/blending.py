@@ -1,0 +1,174 @@
+"""What ops of arrays of any dtype share: reading them, the one blend alpha * computed + beta * prior, one conversion.
+
+The blend is made of operations of XLA, which are bound by memory: it needs no primitive and no engine.
+"""
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxdnn._src.core import checks
+from jaxdnn._src.core.determinism import satisfies
+from jaxdnn._src.core.rounding import nearest, product, real, rounded
+
+# What a scale that is an array may be.
+SCALES = (
+    *(jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2),
+    *(jnp.int32, jnp.int64),
+)
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
+INTEGERS = (jnp.int8, jnp.uint8, jnp.int32)
+_F32, _F64, _I32 = (np.dtype(t) for t in (jnp.float32, jnp.float64, jnp.int32))
+
+
+def array(name: str, value: Any) -> Array:
+    """Reads an operand of any of the dtypes, and keeps what made it apart from what is made of it."""
+    value = checks.array(name, value)
+    checks.dtype(name, value, (*FLOATS, *INTEGERS))
+    return rounded(jnp.asarray(value))
+
+
+def same_dtype(name: str, value: Array, other_name: str, other: Array) -> None:
+    """Checks that two operands have one dtype."""
+    if value.dtype != other.dtype:
+        raise TypeError(f"`{name}` must have the dtype of `{other_name}`, {other.dtype.name}, got {value.dtype.name}.")
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """What is computed in: float32, float64 for float64, int32 for integers."""
+    dtype = np.dtype(dtype)
+    return _F64 if dtype == _F64 else _F32 if dtype in map(np.dtype, FLOATS) else _I32
+
+
+def out_dtype(value: Any, like: Array) -> np.dtype:
+    """Reads `out_dtype`; None is the operand's."""
+    if value is None:
+        return np.dtype(like.dtype)
+    found = checks.as_dtype("out_dtype", value, (*FLOATS, *INTEGERS))
+    if found == _F64 and like.dtype != _F64:
+        raise TypeError(f"`out_dtype` must not be wider than what is computed in, float32, got {found.name}.")
+    return found
+
+
+def refuse_portable(what: str, level: str) -> None:
+    """Raises where a square root would have to be the same on every device; XLA's on GPUs is not correctly rounded."""
+    if satisfies(level, "portable"):
+        raise NotImplementedError(
+            f"`determinism` 'portable' cannot be guaranteed for {what}, expected 'mesh_invariant' or less: XLA's "
+            "square roots differ between devices."
+        )
+
+
+def scaled(z: Array, alpha: float | Array) -> Array:
+    """alpha * z rounded to z's dtype (float32 for an integer z unless alpha is 1)."""
+    if isinstance(alpha, float) and alpha == 1:
+        return z
+    z = real(z, _F32) if z.dtype == _I32 else z
+    return product(z, jnp.asarray(alpha).astype(z.dtype))
+
+
+def blend(
+    computed: Array,
+    *,
+    alpha: Any,
+    beta: Any,
+    prior: Any,
+    out: np.dtype,
+    dtypes: Sequence[Any] = (),
+    name: str = "prior",
+) -> Array:
+    """alpha * computed + beta * prior in the dtype of `computed`, and the one conversion.
+
+    Reads and checks the arguments; where beta is zero the prior is not read. Integers stay integers if alpha is 1 and
+    beta 0 or 1, and else become float32. Every step is rounded, whatever stands before and after.
+    """
+    alpha, beta = read_scales(alpha, beta, prior, ("alpha", "beta", name))
+    none = isinstance(beta, float) and beta == 0
+    if prior is not None:
+        prior = checks.array(name, prior)
+        checks.shape(name, prior, computed.shape, "the result's")
+        checks.dtype(name, prior, sorted({np.dtype(t) for t in (computed.dtype, out, *dtypes)}, key=str))
+    integer = computed.dtype == _I32 and isinstance(alpha, float) and alpha == 1
+    if prior is None or none:
+        return rounded(convert(scaled(computed, alpha), out))
+    prior = rounded(jnp.asarray(prior))
+    if integer and isinstance(beta, float) and beta == 1 and jnp.issubdtype(prior.dtype, jnp.integer):
+        return convert(computed + prior.astype(_I32), out)
+    z = scaled(real(computed, _F32) if computed.dtype == _I32 else computed, alpha)
+    term = real(prior, z.dtype)
+    # Rounded where nothing was scaled too: the caller may have computed x or the prior as a product.
+    return rounded(convert(rounded(z) + rounded(scaled_prior(beta, term)), out))
+
+
+def scaled_prior(beta: Any, prior: Array) -> Array:
+    """beta * prior, not read where beta is a traced zero."""
+    if isinstance(beta, int | float):  # zero is decided when traced: then there is no prior here
+        return prior if beta == 1 else product(prior, jnp.asarray(beta).astype(prior.dtype))
+    return _scaled_unless_zero(jnp.asarray(beta).astype(prior.dtype), prior)
+
+
+def _product_or_zero(scale: Array, prior: Array) -> Array:
+    return product(scale, jnp.where(scale == 0, jnp.zeros_like(prior), prior))
+
+
+@jax.custom_jvp
+def _scaled_unless_zero(scale: Array, prior: Array) -> Array:
+    """scale * prior, and 0 where the scale is 0, whatever the prior is."""
+    return _product_or_zero(scale, prior)
+
+
+def _scaled_unless_zero_jvp(primals: Any, tangents: Any) -> tuple[Array, Any]:
+    """The product's derivative. The one in the scale is the prior, also where the scale is zero."""
+    (scale, prior), (d_scale, d_prior) = primals, tangents
+    y = _scaled_unless_zero(scale, prior)
+    terms = [] if isinstance(d_scale, SymbolicZero) else [product(d_scale, prior)]
+    terms += [] if isinstance(d_prior, SymbolicZero) else [_product_or_zero(scale, d_prior)]
+    return y, ft.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
+
+
+_scaled_unless_zero.defjvp(_scaled_unless_zero_jvp, symbolic_zeros=True)
+
+
+def read_scales(
+    alpha: Any, beta: Any, prior: Any, names: tuple[str, str, str] = ("alpha", "beta", "prior")
+) -> tuple[float | Array, float | Array]:
+    """Reads the two scales of a blend; with a beta that is not zero there must be a prior."""
+    of_alpha, of_beta, of_prior = names
+    alpha, beta = read_scale(of_alpha, alpha), read_scale(of_beta, beta)
+    if prior is None and not (isinstance(beta, float) and beta == 0):
+        raise ValueError(
+            f"`{of_prior}` must be given when `{of_beta}` is not zero, got {of_beta} {checks.shown(beta)} and no "
+            f"{of_prior}."
+        )
+    return alpha, beta
+
+
+def read_scale(name: str, value: Any) -> float | Array:
+    """Reads `alpha` or `beta`: a number known when traced, or a scalar array."""
+    if checks.is_number(value):
+        return checks.as_float(name, value)
+    value = checks.array(name, value)
+    checks.shape(name, value, (), "a number or a scalar array")
+    checks.dtype(name, value, SCALES)
+    return jnp.asarray(value)
+
+
+def along_channel(bias: Array, ndim: int, channel: int) -> Array:
+    """A vector as an array that broadcasts along the channel axis."""
+    return lax.expand_dims(bias, [axis for axis in range(ndim) if axis != channel])
+
+
+def convert(z: Array, dtype: Any) -> Array:
+    """The one conversion: nearest even, rounded once; integers saturate."""
+    if not jnp.issubdtype(dtype, jnp.integer) or z.dtype == dtype:
+        return nearest(z, dtype)
+    limits = jnp.iinfo(dtype)
+    if jnp.issubdtype(z.dtype, jnp.floating):
+        z = jnp.round(z)
+    return jnp.clip(z, limits.min, limits.max).astype(dtype)

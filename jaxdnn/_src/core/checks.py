@@ -1,0 +1,148 @@
+"""The only validators: each raises one sentence that names the argument, what was expected and what was got."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.core.compat import Tracer
+
+T = TypeVar("T")
+LONG = 200  # characters of a value that an error shows
+LARGEST = 2**31 - 1  # of a stride, a padding, a dilation: beyond, sizes overflow in XLA
+
+
+def array(name: str, value: Any) -> Array:
+    """Returns `value` as JAX's array; outside the 64-bit mode float64 and int64 become float32 and int32."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and getattr(value.dtype, "kind", "O") in "OSUMm":
+        raise TypeError(f"`{name}` must be an array of numbers, got one of {value.dtype}.")
+    try:
+        return jnp.asarray(value)
+    except OverflowError as error:
+        raise TypeError(f"`{name}` must be an array, got an integer that JAX's integers do not hold.") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(value, np.ndarray) and not value.dtype.isnative:
+            raise TypeError(
+                f"`{name}` must have the byte order of this machine, got {value.dtype}; "
+                f"`{name}.astype({name}.dtype.newbyteorder('='))` has it."
+            ) from error
+        if type(value) is np.ndarray:
+            raise TypeError(f"`{name}` must be an array of a dtype that JAX has, got {value.dtype}.") from error
+        raise TypeError(f"`{name}` must be an array, got {type(value).__name__}.") from error
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: an array's dtype and shape, and of what is long only the beginning."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
+        kind = "a traced array" if isinstance(value, Tracer) else "an array"
+        return f"{kind} of {value.dtype} of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONG else f"{text[:LONG]}..."
+
+
+def choice(name: str, value: T, choices: Sequence[T]) -> T:
+    """Returns `value` if it is one of `choices`: names, or None."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {shown(value)}.")
+    return value
+
+
+def shape(name: str, value: Any, expected: tuple[int, ...], why: str) -> None:
+    """Checks the whole shape; `why` says where the expectation comes from."""
+    if tuple(value.shape) != expected:
+        raise ValueError(f"`{name}` must have shape {expected}, {why}, got {tuple(value.shape)}.")
+
+
+def dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
+    """Returns the dtype of an array (or the dtype itself) if it is one of `choices`."""
+    found = np.dtype(value.dtype if hasattr(value, "dtype") else value)
+    if found not in [np.dtype(c) for c in choices]:
+        names = ", ".join(np.dtype(c).name for c in choices)
+        raise TypeError(f"`{name}` must have one of the dtypes {names}, got {found.name}.")
+    return found
+
+
+def as_dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
+    """Reads a dtype argument."""
+    if hasattr(value, "shape") and not isinstance(value, np.dtype | type):
+        raise TypeError(f"`{name}` must be a dtype, got an array of shape {tuple(value.shape)}.")
+    try:
+        found = np.dtype(value)
+    except TypeError as error:
+        raise TypeError(f"`{name}` must be a dtype, got {shown(value)}.") from error
+    return dtype(name, found, choices)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns a Python or NumPy bool as a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
+    return bool(value)
+
+
+def integer(name: str, value: Any) -> int:
+    """Returns a Python or NumPy integer as an int; a bool, a float or a traced value is an error."""
+    value = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise TypeError(f"`{name}` must be made of integers known when traced, got {shown(value)}.")
+    return int(value)
+
+
+def countable(what: str, sizes: Sequence[int]) -> None:
+    """Checks that arrays of these sizes have fewer than 2^63 elements: XLA ends the process where they have more."""
+    known = [size for size in sizes if isinstance(size, int)]  # the batch may be symbolic
+    if math.prod(known) >= 2**63:
+        raise ValueError(f"{what} must give fewer than 2^63 elements, got shape {shown(tuple(sizes))}.")
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is several values; a string is one, and so is a NumPy array without axes."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a Python or NumPy number; a bool and an array are none."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def as_float(name: str, value: Any) -> float:
+    """Returns a Python or NumPy number as a float; a bool, an array or a traced value is an error."""
+    if not is_number(value):
+        raise TypeError(f"`{name}` must be a number known when traced, got {shown(value)}.")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(
+            f"`{name}` must be a number that a float holds, got one of {len(str(value))} digits."
+        ) from error
+
+
+def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, ...]:
+    """Reads an integer, or one integer per spatial axis, none below `minimum`."""
+    values = tuple(value) if is_sequence(value) else (value,) * count
+    if len(values) != count:
+        raise ValueError(f"`{name}` must be an integer or {count} integers, one per spatial axis, got {shown(value)}.")
+    result = tuple(integer(name, v) for v in values)
+    if min(result) < minimum:
+        raise ValueError(f"`{name}` must be at least {minimum} along every axis, got {shown(value)}.")
+    if max(result) > LARGEST:
+        raise ValueError(f"`{name}` must be at most {LARGEST} along every axis, got {shown(value)}.")
+    return result
+
+
+def axes(of: str, value: Any, rank: int, *, minimum: int = 1) -> tuple[int, ...]:
+    """Reads `axis`, at least `minimum` different axes of the array `of`, and returns them counted from 0, ascending."""
+    found = [integer("axis", a) for a in (value if is_sequence(value) else (value,))]
+    if found and not rank:
+        raise ValueError(f"`{of}` must have at least one axis, got a scalar.")
+    if len(found) < minimum or any(not -rank <= a < rank for a in found):
+        raise ValueError(f"`axis` must be made of axes from {-rank} to {rank - 1} of `{of}`, got {shown(value)}.")
+    result = tuple(sorted(a % rank for a in found))
+    if len(set(result)) < len(result):
+        raise ValueError(f"`axis` must name every axis once, got {shown(value)}.")
+    return result

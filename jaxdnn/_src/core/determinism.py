@@ -1,0 +1,79 @@
+"""What an op promises about its bits: the levels, and the context that requires one.
+
+| level | promise, bit for bit |
+|---|---|
+| `"fast"` | none |
+| `"run_to_run"` | same build, device model and shapes: the same result over repeats, processes, recompilation |
+| `"batch_invariant"` | and an element depends on its own inputs only: not on batch size, position, neighbours or vmap |
+| `"mesh_invariant"` | and not on how the arrays are sharded |
+| `"portable"` | and it equals the NumPy definition (`arithmetic="ordered"`, or exact integers) on every device |
+
+Each level includes those above it. `jaxdnn.explain` shows which level an engine guarantees for a call that requires it:
+from `"batch_invariant"` on, nothing of a call is joined with the operations around it, so it has the same bits called
+alone, within `jit`, and on any mesh.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxdnn._src.core import checks
+
+LEVELS = ("fast", "run_to_run", "batch_invariant", "mesh_invariant", "portable")
+
+# JAX keys its tracing and compilation caches on this value, so a jitted function is traced anew under another level.
+_required = jax.make_user_context("fast")
+
+
+@contextlib.contextmanager
+def determinism(level: str, /) -> Iterator[None]:
+    """Requires a determinism level of every jaxdnn op that is traced inside.
+
+    Args:
+      level: "fast", "run_to_run", "batch_invariant", "mesh_invariant" or "portable".
+
+    Returns:
+      A context manager. An op inside picks an engine that guarantees the level, or raises when it is traced.
+
+    Differentiation: first derivatives taken inside require the level of their own engines too. Run_to_run whatever the
+      level are sums over the batch, XLA's: the gradients in a bias (`jaxdnn.conv_bgrad` itself would raise), in other
+      parameters that images share, and in alpha and beta; and what differentiates a backward op in more than the
+      gradient that it is linear in.
+
+    Numerics: the level changes which engine serves a call, hence the order of additions, never the formula.
+
+    Raises:
+      ValueError: an unknown level.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> x, w = jnp.ones((1, 4, 4, 2), jnp.bfloat16), jnp.ones((3, 3, 2, 5), jnp.bfloat16)
+      >>> with dnn.determinism("batch_invariant"):
+      ...     y = dnn.conv(x, w)
+
+    Sources: the names follow `cuda::execution::determinism` of NVIDIA's CCCL (not_guaranteed, run_to_run, gpu_to_gpu).
+    """
+    with _required(checks.choice("level", level, LEVELS)):
+        yield
+
+
+def required(level: str | None = None) -> str:
+    """The stronger of what the enclosing context and a call's own `determinism=` argument ask for."""
+    context: Any = _required.value
+    if level is None:
+        return context
+    checks.choice("determinism", level, LEVELS)
+    return max(context, level, key=LEVELS.index)
+
+
+def satisfies(guaranteed: str, level: str) -> bool:
+    """Whether a guarantee covers a requirement."""
+    return LEVELS.index(guaranteed) >= LEVELS.index(level)
+
+
+def is_fixed(level: str) -> bool:
+    """Whether a level fixes the bits of an element beyond one program: sums have one order, products are rounded."""
+    return satisfies(level, "batch_invariant")

@@ -1,0 +1,266 @@
+"""Which engine serves each call of a function, which would not and why."""
+
+import contextlib
+import dataclasses
+import functools as ft
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from jaxdnn._src.core import checks, compat, engines
+from jaxdnn._src.core.determinism import LEVELS, determinism
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Whether `explain` is tracing. JAX keys its tracing caches on this value, so what was traced before is traced anew.
+_explaining = jax.make_user_context(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One engine, seen from one call: why it is refused (None: it could serve), and what it would promise.
+
+    `unmeasured` says why it is tried behind XLA's engine where no engine is named; None where it was measured.
+    """
+
+    engine: str
+    refusal: str | None
+    unmeasured: str | None
+    level: str
+    accumulation: str
+    workspace: int | None
+    schedule: engines.Schedule | None
+    modelled: tuple[str, ...]
+    hazards: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """One call of an op: its operands, the engine that would serve it (None: it would raise), and all candidates."""
+
+    op: str
+    operands: tuple[str, ...]
+    result: str
+    platform: str
+    level: str
+    engine: str | None
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.op}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
+        lines = [head, f"  served by {self.engine}" if self.engine else "  served by no engine: it raises"]
+        for c in self.candidates:
+            verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
+            if c.refusal is None and c.unmeasured:
+                verdict += f"; unasked after XLA's, for {c.unmeasured}"
+            facts = [f"guarantees {c.level}", f"adds in {c.accumulation}"]
+            facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
+            facts.append(_schedule(c.schedule))
+            if c.modelled:
+                facts.append(f"bits modelled on {', '.join(c.modelled)}")
+            facts += [hazard.replace("_", " ") for hazard in c.hazards]
+            lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
+        return "\n".join(lines)
+
+
+def _schedule(schedule: engines.Schedule | None) -> str:
+    if schedule is None:
+        return "no schedule stated"
+    return "schedule stated" if schedule.classes is None else f"schedule stated, {len(schedule.order)} by place"
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """An op without engines, which XLA's formula serves, and the strongest level that its calls may require.
+
+    That is the level of the call itself; the op's docstring says what its derivatives have.
+    """
+
+    op: str
+    level: str
+
+    def __str__(self) -> str:
+        return f"{self.op}\n  served by XLA's formula, without a choice of engines (guarantees {self.level})"
+
+
+class Explanations(tuple[Explanation, ...]):
+    """The calls of ops with engines in the order they are traced; prints as a table.
+
+    Attributes:
+      formulas: a `Formula` for every op without engines that the function calls, at each level it has.
+    """
+
+    formulas: tuple[Formula, ...]
+
+    def __new__(cls, calls: Iterable[Explanation], formulas: Iterable[Formula] = ()) -> "Explanations":
+        found = super().__new__(cls, calls)
+        found.formulas = tuple(formulas)
+        return found
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, (*self, *self.formulas))) or "no jaxdnn call that computes anything"
+
+    __str__ = __repr__
+
+
+def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = None, **kwargs: Any) -> Explanations:
+    """Says, for every jaxdnn call in a function, which engine would serve it, which would not and why.
+
+    Args:
+      function: an op such as `jaxdnn.conv`, or any JAX function that calls ops, such as a gradient or a whole step.
+      args: its arguments; `jax.ShapeDtypeStruct`s serve as well as arrays, for nothing is computed. Numbers, such
+        as the shape that `jaxdnn.conv_dgrad` takes, are passed on as they are.
+      platform: "cpu" or "cuda"; None means JAX's default backend.
+      kwargs: its keyword arguments.
+
+    Returns:
+      A tuple with one `Explanation` a call of an op with engines, in the order of tracing; it prints as text. Its
+      attribute `formulas` has the ops without engines, which XLA's formula serves, and the level each guarantees.
+
+    Differentiation: explain `jax.grad(f)` to see the engines of the backward ops.
+
+    Numerics: nothing is computed; each candidate's determinism level and accumulator are given.
+
+    Raises:
+      ValueError: an unknown platform. Besides, whatever the function itself raises when it is traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> x, w = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5))
+      >>> dnn.explain(dnn.conv, x, w)[0].engine
+      'xla'
+
+    Sources: answers what cuDNN's engine heuristics and `cudnnGetConvolutionForwardAlgorithm_v7` answer.
+    """
+    here = jax.default_backend() if platform is None else checks.choice("platform", platform, engines.PLATFORMS)
+    here = "cuda" if here == "gpu" else here
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [_is_array(leaf) for leaf in leaves]
+
+    def call(arrays: list[Any]) -> Any:
+        remaining = iter(arrays)
+        given = [next(remaining) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
+        positional, named = jax.tree.unflatten(tree, given)
+        return function(*positional, **named)
+
+    arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
+    with _explaining(True):
+        jaxpr = jax.make_jaxpr(call)(arrays).jaxpr
+    return Explanations((_explain_call(eqn, here) for eqn in _calls(jaxpr)), _formulas(jaxpr))
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """A public op that errors, traces and profiles name; `explain` finds by that name an op that has no primitive.
+
+    An op that a public op calls is part of that one.
+    """
+    op = function.__name__
+
+    @ft.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if engines.is_called():
+            return function(*args, **kwargs)
+        with engines.called(op):
+            level = _level_of_formula(lambda: function(*args, **kwargs)) if _explaining.value else None
+            with jax.named_scope(f"jaxdnn.{op}" if level is None else f"jaxdnn.{op}:{level}"):
+                found = function(*args, **kwargs)
+        for result in jax.tree.leaves(found):
+            checks.countable(f"`{op}`", result.shape)
+        return found
+
+    call.__module__ = "jaxdnn"  # where pickle finds it
+    return call
+
+
+def _level_of_formula(call: Callable[[], Any]) -> str | None:
+    """The strongest level that a call may require without being refused; None for a call that has engines."""
+    if any(_calls(jax.make_jaxpr(call)().jaxpr)):
+        return None
+    for level in reversed(LEVELS):
+        with contextlib.suppress(NotImplementedError), determinism(level):
+            jax.make_jaxpr(call)()
+            return level
+    return None
+
+
+def _formulas(jaxpr: Any) -> tuple[Formula, ...]:
+    stacks = dict.fromkeys(compat.scope(eqn) for eqn in _equations(jaxpr))
+    found = [pair for stack in stacks for pair in re.findall(r"jaxdnn\.(\w+):(\w+)", stack)]
+    return tuple(Formula(op, level) for op, level in dict.fromkeys(found))
+
+
+def _is_array(leaf: Any) -> bool:
+    """Numbers, NumPy's too, are not: a stride or a size has to be known when traced."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
+
+
+def _calls(jaxpr: Any) -> Iterator[Any]:
+    return (eqn for eqn in _equations(jaxpr) if eqn.primitive.name.startswith("jaxdnn_"))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program and of those within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+def traced_calls(function: Callable[..., Any], /, *operands: Any, platform: str) -> Iterator[engines.Call]:
+    """Every jaxdnn call of a function, as an engine on a platform sees it."""
+    for eqn in _calls(jax.make_jaxpr(function)(*operands).jaxpr):
+        yield _call(eqn, platform)
+
+
+def _call(eqn: Any, platform: str) -> engines.Call:
+    op, spec = eqn.primitive.name.removeprefix("jaxdnn_"), eqn.params["spec"]
+    avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    return engines.Call(op, spec, avals, platform, engines.device_kind(platform))
+
+
+def _explain_call(eqn: Any, platform: str) -> Explanation:
+    call = _call(eqn, platform)
+    op, spec, avals = call.op, call.spec, call.avals
+    found = engines.ranked(call)
+    refusals = {e.name: _refusal(e, call) for e in found}
+    served = next((name for name, reason in refusals.items() if reason is None), None)
+    out = eqn.outvars[0].aval
+    return Explanation(
+        op=op,
+        operands=tuple(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in avals),
+        result=f"{out.dtype}[{','.join(map(str, out.shape))}]",
+        platform=platform,
+        level=spec.level,
+        engine=served,
+        candidates=tuple(_candidate(e, call, refusals[e.name]) for e in found),
+    )
+
+
+def _refusal(engine: engines.Engine, call: engines.Call) -> str | None:
+    if call.spec.engine not in (None, engine.name):
+        return f"the call names engine {call.spec.engine!r}"
+    return engines.refusal(engine, call, call.spec.level)
+
+
+def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) -> Candidate:
+    able = engine.supports(call) is None
+    return Candidate(
+        engine=engine.name,
+        refusal=refusal,
+        unmeasured=engines.unmeasured(engine, call),
+        level=engine.level(call),
+        accumulation=engine.accumulation(call),
+        workspace=engine.workspace(call) if able else None,
+        schedule=engine.schedule(call) if able else None,
+        modelled=engine.modelled,
+        hazards=engine.hazards(call) if able else (),
+        notes=engine.notes,
+    )

@@ -1,0 +1,326 @@
+"""The only place that wires a JAX primitive: eager calls, derivatives, vmap, lowering by engine, partitioning.
+
+An op is one primitive with one static parameter, its spec. A spec is hashable and has `engine` and `level`, what the
+call asks for. The platform is known when a primitive is lowered, so that is where the engine is chosen.
+`custom_vjp` would have no forward mode and `custom_partitioning` no derivative; a primitive has all (see tests).
+
+The derivative of an op that is not linear is a second primitive, linear in the tangent: the op's `jvp` binds it, and
+its `transpose` binds the backward op. `jvp_by_formula` and `jvp_of_linear` give such primitives derivatives of their
+own by differentiating a formula; `batch_leading` serves ops that work along trailing axes.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    auto_axes,
+    get_abstract_mesh,
+    reshard,
+    use_abstract_mesh,
+)
+
+from jaxdnn._src.core import checks, compat, engines
+from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir, varying
+from jaxdnn._src.core.determinism import satisfies
+from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.core.rounding import at_edges
+
+Spec = Any
+Aval = jax.ShapeDtypeStruct
+
+
+def define(
+    op: str,
+    *,
+    results: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    factors: Callable[..., Factors],
+    transpose: Callable[..., Any] | None = None,
+    many: bool = False,
+) -> Callable[..., Any]:
+    """Makes the primitive of an op and returns the function that binds it: `bind(*operands, spec=spec)`.
+
+    Args:
+      op: the op's name, under which its engines are registered.
+      results: (spec, *operand avals) to the result's `jax.ShapeDtypeStruct`.
+      jvp: (spec, primals, tangents) to (result, tangent), where a tangent may be an `ad.Zero`.
+      batch: (spec, operands, batch dimensions) to (result, its batch dimension).
+      factors: (spec, *operand avals) to the ways the call may be sharded.
+      transpose: (spec, cotangent, *operands, some undefined) to a cotangent or None for each operand; none for an op
+        that is linear in nothing.
+      many: whether the op has several results; then results, tangents, cotangents and batch dimensions are tuples
+        (of the cotangents some may be an `ad.Zero`), and an engine's function returns a tuple.
+    """
+    primitive = Primitive(f"jaxdnn_{op}")
+    primitive.multiple_results = many
+
+    def bind(*operands: Any, spec: Spec) -> Any:
+        run = in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
+        return run(*vary_alike(operands))
+
+    def abstract(*avals: Any, spec: Spec) -> Any:
+        found = [_result(r, avals[0]) for r in _as_tuple(results(spec, *avals))]
+        for aval in found:
+            checks.countable(engines.in_words(op), aval.shape)
+        return found if many else found[0]
+
+    def transposed(ct: Any, *operands: Any, spec: Spec) -> Any:
+        if transpose is None:
+            raise NotImplementedError(f"`{op}` is linear in none of its operands, so it has no transpose.")
+        if all(isinstance(c, ad.Zero) for c in _as_tuple(ct)):
+            return [None] * len(operands)
+        return transpose(spec, tuple(ct) if many else ct, *operands)
+
+    compat.may_need_devices(primitive)
+    primitive.def_impl(ft.partial(_eager, primitive))
+    primitive.def_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
+    ad.primitive_transposes[primitive] = transposed
+    batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
+    _register_lowerings(primitive, op, factors)
+    return bind
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _bind(primitive: Any, spec: Spec, *operands: Any) -> Any:
+    found = primitive.bind(*operands, spec=spec)
+    return tuple(found) if primitive.multiple_results else found
+
+
+# ---- rules that many ops share ---------------------------------------------------------------------------------------
+
+
+def jvp_by_formula(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """A `jvp` that differentiates `formula(spec, *operands)`, for an op whose derivative needs no engine of its own."""
+
+    def jvp(spec: Spec, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return jax.jvp(ft.partial(formula, spec), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+    return jvp
+
+
+def jvp_of_linear(bind: Callable[..., Array], formula: Callable[..., Array], spec: Spec, primals: Any, tangents: Any):
+    """The `jvp` of an op of one result that is linear in its first operand: the op itself along that operand's tangent,
+    and `formula(spec, *operands)` differentiated along the others'.
+
+    Give it its first two arguments with `functools.partial`.
+    """
+    y = bind(*primals, spec=spec)
+    (v, *others), (dv, *d_others) = primals, tangents
+    terms = [] if isinstance(dv, ad.Zero) else [bind(dv, *others, spec=spec)]
+    if not all(isinstance(d, ad.Zero) for d in d_others):
+        along = tuple(map(ad.instantiate_zeros, d_others))
+        terms.append(jax.jvp(lambda *rest: formula(spec, v, *rest), tuple(others), along)[1])
+    return y, ft.reduce(jnp.add, terms) if terms else zero_tangent(y)
+
+
+def batch_leading(bind: Callable[..., Any], spec: Spec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """The `batch` of an op whose operands and results all have the same leading axes, any number: one more of them.
+
+    Give it its first argument with `functools.partial`.
+    """
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    found = bind(*moved, spec=spec)
+    return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def in_types(function: Callable[..., Any], factors: Callable[..., Factors], operands: Sequence[Any]) -> Any:
+    """`function` with its result's sharding in its type, on mesh axes that JAX follows in types (AxisType.Explicit).
+
+    `jax.make_mesh` makes such axes. Within, they are axes that XLA shards along. Operands on no mesh are on the one
+    that the caller has set, as those of JAX's own ops are.
+    """
+    types = [jax.typeof(x) for x in operands]
+    meshes = [*(t.sharding.mesh for t in types), get_abstract_mesh()]
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None or AxisType.Manual in mesh.axis_types:  # inside shard_map arrays are local
+        return function
+    rule = factors(*types)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in rule.specs(mesh, types)[1])
+    explicit = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in explicit if kind == AxisType.Explicit)
+    run = auto_axes(function, axes=axes, out_sharding=_like_results(rule, shardings))
+    if get_abstract_mesh().empty:
+        return run
+    # An operand's tangent may name no mesh even so (that of a NumPy array); a transpose needs one to come back to.
+    return lambda *given: run(*(reshard(x, _on(mesh, x)) for x in given))
+
+
+def composed(function: Callable[..., Any], factors: Callable[..., Factors], *operands: Array) -> Any:
+    """`function(*operands)` of an op that is no primitive, with its result's sharding in its type.
+
+    Where `in_types` has work to do it is computed again in the backward pass: outside of jit what would be kept of it
+    is of the mesh within, where nothing else is.
+    """
+    run = in_types(function, factors, operands)
+    return function(*operands) if run is function else jax.checkpoint(run)(*operands)
+
+
+def _on(mesh: AbstractMesh, x: Any) -> NamedSharding:
+    """An operand's sharding on a mesh."""
+    return NamedSharding(mesh, PartitionSpec(*jax.typeof(x).sharding.spec))
+
+
+def placed_like(x: Array, like: Array) -> Array:
+    """x sharded as an array of its shape is, where shardings are in types; for ops whose operands may not differ."""
+    sharding = jax.typeof(like).sharding
+    return reshard(x, sharding) if AxisType.Explicit in sharding.mesh.axis_types else x
+
+
+def vary_alike(operands: Sequence[Any]) -> list[Any]:
+    """Inside shard_map: operands that vary over the same mesh axes, as JAX's own ops make theirs.
+
+    What is the same on all devices is marked as varying; the transpose of that mark adds the cotangents over the mesh.
+    """
+    axes = [varying(jax.typeof(x)) for x in operands]
+    union = frozenset[str]().union(*axes)
+    pairs = zip(operands, axes, strict=True)
+    return [lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x for x, own in pairs]
+
+
+def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
+    """One value for every result, or the value of the only one. An op of many results never has just one."""
+    return values if len(rule.results) > 1 else values[0]
+
+
+def _result(aval: Aval, like: Any) -> ShapedArray:
+    """A result's type, which inside shard_map varies over the mesh axes that the operands vary over.
+
+    It names the mesh, as the results of JAX's own ops do: where `in_types` leaves a mesh for XLA to shard along, an
+    eager transpose brings the cotangent back to the mesh that is named here.
+    """
+    mesh = like.sharding.mesh
+    if not varying(like) and not all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return ShapedArray(aval.shape, aval.dtype)
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape)))
+    return compat.typed(aval.shape, aval.dtype, sharding, like)
+
+
+def zero_tangent(y: Array) -> Any:
+    """The tangent of a result that depends on nothing that is differentiated."""
+    return ad.Zero(jax.typeof(y).to_tangent_aval())
+
+
+def is_linear_operand(operand: Any) -> bool:
+    """Whether a transpose rule must produce a cotangent for this operand."""
+    return ad.is_undefined_primal(operand)
+
+
+@ft.partial(jax.jit, static_argnums=0, static_argnames="spec")
+def _jitted(primitive: Any, *operands: Any, spec: Spec) -> Any:
+    return primitive.bind(*operands, spec=spec)
+
+
+def _eager(primitive: Any, *operands: Any, spec: Spec) -> Any:
+    with jax.disable_jit(False):  # inside the user's `disable_jit` too, where `_jitted` would only bind once more
+        return _jitted(primitive, *operands, spec=spec)
+
+
+def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]) -> None:
+    for platform in (None, *engines.PLATFORMS):
+
+        def rule(ctx: Any, *operands: Any, spec: Spec, platform: str | None = platform) -> Any:
+            # Only in a program for several devices that XLA shards by itself; inside shard_map shapes are local.
+            lowered = ft.partial(_local, op, platform or "other", spec)
+            if compat.automatic_devices(ctx) > 1:
+                lowered = ft.partial(_partitioned, ctx, op, platform or "other", spec, factors)
+            ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
+            return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
+
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _unvarying(aval: Any) -> Any:
+    """The type of an operand to an engine, which sees one device: inside shard_map what it computes varies alike."""
+    return ShapedArray(aval.shape, aval.dtype) if varying(aval) else aval
+
+
+def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engines.Call:
+    avals = tuple(Aval(x.shape, x.dtype) for x in operands)
+    return engines.Call(op, spec, avals, platform, engines.device_kind(platform) if platform != "other" else None)
+
+
+def _local(op: str, platform: str, spec: Spec, *operands: Array) -> Any:
+    call = _call(op, platform, spec, operands)
+    return _run(engines.select(call), call, operands)
+
+
+def _run(engine: engines.Engine, call: engines.Call, operands: Sequence[Array]) -> Any:
+    """Where a level fixes bits, XLA joins nothing of the engine's program with what stands around it."""
+    if not engine.fused:
+        return engine.run(call, *operands)
+    return at_edges(call.spec.level, engine.run(call, *at_edges(call.spec.level, operands)))
+
+
+def _partitioned(
+    ctx: Any, op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array
+) -> Any:
+    call = dataclasses.replace(_call(op, platform, spec, operands), dealt=True)
+    engine = engines.select(call)
+    if not engine.partition(call):
+        return _run(engine, call, operands)
+    rule = factors(spec, *call.avals)
+    if rule.local is None:
+        rule = dataclasses.replace(rule, placed=(), summed=())
+    if engine.adds_in_order or (satisfies(engine.level(call), "mesh_invariant") and not rule.exact):
+        rule = rule.in_order
+    if compat.is_exported(ctx) or compat.lacking(compat.SHARDING):
+        loose = zip(operands, rule.loose_specs(), strict=True)
+        return _run(engine, call, [_loosened(ctx, x, spec) for x, spec in loose])
+    # Of this function JAX takes the results' types alone: what is computed is what `_partition` lowers.
+    sharded = compat.custom_partitioning(
+        lambda *_: _like_results(rule, tuple(jnp.zeros(r.shape, r.dtype) for r in ctx.avals_out))
+    )
+    sharded.def_partition(
+        partition=ft.partial(_partition, rule, op, platform, spec),
+        infer_sharding_from_operands=lambda mesh, args, _: _like_results(
+            rule, tuple(NamedSharding(mesh, spec) for spec in rule.specs(mesh, args)[1])
+        ),
+        sharding_rule=lambda mesh, *_: rule.shardy_rule(mesh),
+    )
+    return sharded(*operands)
+
+
+def _loosened(ctx: Any, x: Array, spec: PartitionSpec) -> Array:
+    """x where XLA alone shards, as in exported programs: whole along axes of windows, which XLA may get wrong."""
+    mesh = compat.automatic_mesh(ctx)
+    return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, args: Any, results: Any) -> Any:
+    operand_specs, result_specs, axes = rule.specs(mesh, args, _as_tuple(results))
+    special = {factor: names for factor, names in axes.items() if factor not in rule.free}
+
+    def run(spec: Spec, *operands: Array) -> Any:
+        return _local(op, platform, spec, *operands)
+
+    def lower(*operands: Array) -> Any:
+        # What a device computes has no mesh any more, though this is traced inside whichever mesh the caller has set.
+        with use_abstract_mesh(AbstractMesh((), ())):
+            if rule.local is None or not special:
+                return run(spec, *operands)
+            return at_edges(spec.level, rule.local(run, special, *operands))
+
+    shardings = tuple(NamedSharding(mesh, spec) for spec in operand_specs)
+    outs = tuple(NamedSharding(mesh, spec) for spec in result_specs)
+    return mesh, lower, _like_results(rule, outs), shardings

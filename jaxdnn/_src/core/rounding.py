@@ -1,0 +1,249 @@
+"""Roundings that compilers would leave out, or make twice: the fence behind a product, and the one conversion.
+
+What passes the fence is rounded to its dtype before anything is made of it.
+
+XLA lets LLVM and ptxas contract a * b + c into one fused multiply-add, in one program and not in another: with the bits
+of the operands equal, those of the results then depend on the shape, on what else is compiled, and on the device.
+`lax.optimization_barrier` does not prevent it on CPUs up to JAX 0.10 (XLA drops it before it fuses loops), and where it
+does it writes the product to memory. Here a select stands between the two, of which no compiler can say that it always
+gives p: -p has other bits than p, also where p is NaN. It knows nothing of the factors, so squares may pass, of which
+compilers know the sign; but of a float that was an integer they know that it is not NaN, hence `real`.
+
+Derivatives are made of products and sums too. So the fence is a primitive whose tangents and cotangents pass it as
+well, `product` is one whose derivatives are such products again, and `root`, `reciprocal`, `quotient` and `power` have
+theirs by `product`. A formula that is written with these and with sums of a fixed order has fixed bits, and so has its
+gradient. `at_edges` keeps what stands around a formula apart from it.
+
+Narrow floats are computed in float32, and XLA may leave out the rounding in between (`xla_allow_excess_precision`), a
+select's too: these go through integers, combined with a zero that no compiler finds out, for n (n + 1) is even. In one
+dimension, for XLA folds `bitcast_convert_type` of a constant array that it keeps in another order of dimensions to
+wrong values (JAX 0.10 to 0.12: of `x[:, rows]` for a constant x, say).
+"""
+
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AbstractMesh, use_abstract_mesh
+
+from jaxdnn._src.core import compat
+from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir
+from jaxdnn._src.core.determinism import is_fixed
+
+_Arrays = TypeVar("_Arrays")
+_INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def product(a: Array, b: Array) -> Array:
+    """a b for two arrays of one dtype, rounded to that dtype whatever it is added to, and so in its derivatives."""
+    if not jnp.issubdtype(jnp.result_type(a, b), jnp.floating):
+        return a * b
+    from jaxdnn._src.core.primitives import vary_alike  # which imports engines, and these this
+
+    return _product.bind(*vary_alike(jnp.broadcast_arrays(a, b)))
+
+
+def rounded(p: Array) -> Array:
+    """The numbers of p, which no compiler joins with the operation that made them. Integers pass as they are."""
+    return _fence.bind(p) if jnp.issubdtype(p.dtype, jnp.floating) else p
+
+
+def at_edges(level: str, arrays: _Arrays) -> _Arrays:
+    """Operands or results of a call, which at a level that fixes bits pass the fence."""
+    return jax.tree.map(rounded, arrays) if is_fixed(level) else arrays
+
+
+def real(x: Array, dtype: Any) -> Array:
+    """x in a float dtype. Integers so that no compiler knows that they are numbers, which would open the fence."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return _by_bits(x.astype(dtype))
+    return x.astype(dtype)
+
+
+def _hidden(p: Array) -> Array:
+    return _by_bits(p) if p.dtype.itemsize <= 2 else jnp.where(p == p, p, -p)
+
+
+def _by_bits(p: Array) -> Array:
+    integers = _INTEGERS[p.dtype.itemsize]
+    n, one = lax.bitcast_convert_type(p.reshape(-1), integers), jnp.ones((), integers)
+    return lax.bitcast_convert_type(n ^ (n * (n + one) & one), p.dtype).reshape(p.shape)
+
+
+def _lowered(function: Callable[..., Array]) -> Callable[..., Any]:
+    """The lowering of a function of arrays of one shape, element by element.
+
+    In one dimension XLA would not shard narrow floats as they are. So each device takes the bits of its own part.
+    """
+
+    def rule(ctx: Any, *operands: Any) -> Any:
+        run, out = function, ctx.avals_out[0]
+        narrow = out.dtype.itemsize <= 2 and out.ndim > 1 and compat.automatic_devices(ctx) > 1
+        if narrow and not compat.is_exported(ctx) and not compat.lacking(compat.SHARDING):
+            run = _on_each_device(function, len(operands), out.ndim)
+            ctx = ctx.replace(avals_in=[ShapedArray(out.shape, out.dtype)] * len(operands))
+        return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+    return rule
+
+
+def _on_each_device(function: Callable[..., Array], operands: int, rank: int) -> Callable[..., Any]:
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        def run(*arrays: Array) -> Array:
+            with use_abstract_mesh(AbstractMesh((), ())):
+                return function(*arrays)
+
+        return mesh, run, result.sharding, (result.sharding,) * operands
+
+    sharded, axes = compat.custom_partitioning(function), " ".join(f"a{i}" for i in range(rank))
+    sharded.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, args, _: args[0].sharding,
+        sharding_rule=f"{', '.join([axes] * operands)} -> {axes}",
+    )
+    return sharded
+
+
+_fence = Primitive("rounded")
+_fence.def_impl(lambda p: p)  # an operation of its own has nothing to be joined with
+_fence.def_abstract_eval(lambda p: p)
+ad.deflinear2(_fence, lambda ct, _: [_fence.bind(ct)])
+batching.defvectorized(_fence)
+mlir.register_lowering(_fence, _lowered(_hidden))
+
+_product = Primitive("rounded_product")
+_product.def_impl(lax.mul_p.bind)
+_product.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
+ad.defbilinear(_product, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
+batching.defbroadcasting(_product)
+mlir.register_lowering(_product, _lowered(lambda a, b: _hidden(a * b)))
+for _primitive in (_fence, _product):
+    compat.may_need_devices(_primitive)
+
+
+# ---- functions of one element ----------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def root(x: Any) -> Any:
+    """√x, of which XLA cannot make a reciprocal root with what comes after it."""
+    return rounded(jnp.sqrt(x))
+
+
+@root.defjvp
+def _root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y = root(*primals)
+    return y, product(tangents[0], reciprocal(y + y))
+
+
+@jax.custom_jvp
+def reciprocal(x: Any) -> Any:
+    """1 / x. XLA makes products by it of some quotients, those by a broadcast array among them, and not of others."""
+    return rounded(1 / rounded(x))
+
+
+@reciprocal.defjvp
+def _reciprocal_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y = reciprocal(*primals)
+    return y, product(tangents[0], -product(y, y))
+
+
+@jax.custom_jvp
+def quotient(a: Any, b: Any) -> Any:
+    """a / b of two arrays of one shape, rounded once."""
+    return rounded(a / rounded(b))
+
+
+@quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y, inverse = quotient(*primals), reciprocal(primals[1])
+    return y, product(tangents[0], inverse) - product(tangents[1], product(y, inverse))
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def power(x: Any, exponent: float) -> Any:
+    """x^exponent, always as a power: of an exponent that it knows, such as 3 or -1/2, XLA makes products and roots."""
+    e = jnp.asarray(exponent, x.dtype)
+    return rounded(x ** jnp.where(x == x, e, -e))
+
+
+@power.defjvp
+def _power_jvp(exponent: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    slope = product(power(*primals, exponent - 1), jnp.asarray(exponent, primals[0].dtype))
+    return power(*primals, exponent), product(tangents[0], slope)
+
+
+# ---- the one conversion ----------------------------------------------------------------------------------------------
+
+
+def nearest(x: Array, dtype: Any) -> Array:
+    """x in another dtype, of floats the nearest number, ties to even, rounded once.
+
+    XLA on CPUs, as NumPy, converts float64 and int32 to the narrow types by way of float32 and so rounds twice: to
+    bfloat16, 1 + 2^-8 + 2^-40 would become 1. On GPUs it gives float8 the largest number where NaN (e4m3fn) or infinity
+    (e5m2) is due. A tangent is converted by XLA.
+    """
+    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize <= 2
+    if narrow and x.dtype == np.float64:
+        return _narrowed(x, np.dtype(dtype))
+    if narrow and x.dtype == np.int32:
+        # Of what float32 does not hold, the low byte is one bit: to which side of the middle of two numbers x lies.
+        sticky = jnp.where(x & 255 == 0, x, (x | 511) - 255)
+        x = jnp.where((x < 2**24) & (x > -(2**24)), x, sticky)
+    if narrow and np.dtype(dtype).itemsize == 1 and x.dtype != dtype:
+        return _overflowing(x, np.dtype(dtype))
+    return x.astype(dtype)
+
+
+def nearest_number(x: float, dtype: Any) -> np.ndarray:
+    """The same of a Python number."""
+    with np.errstate(over="ignore", under="ignore"):
+        if np.dtype(dtype).itemsize <= 2 and math.isfinite(x) and x:
+            digits, least = _digits(dtype)
+            unit = 2.0 ** (max(math.frexp(x)[1] - 1, least) - digits)
+            x = math.copysign(round(x / unit) * unit, x)
+        return np.asarray(x, dtype)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _narrowed(x: Array, dtype: np.dtype) -> Array:
+    """In float64: the digits cut by XLA where x is normal in the narrow dtype, and below by adding a large number."""
+    digits, least = _digits(dtype)
+    x = rounded(x)
+    large = jnp.asarray(1.5 * 2.0 ** (52 + least - digits), x.dtype)  # its last place is the least subnormal number
+    below = rounded(jnp.abs(x) + large) - large  # XLA in JAX 0.10 would make one sum of the two
+    normal = lax.reduce_precision(x, 11, digits)
+    return jnp.where(jnp.abs(x) < 2.0**least, jnp.where(jnp.signbit(x), -below, below), normal).astype(dtype)
+
+
+@_narrowed.defjvp
+def _narrowed_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _narrowed(*primals, dtype), tangents[0].astype(dtype)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _overflowing(x: Array, dtype: np.dtype) -> Array:
+    """In a float8 type: NaN or infinity where x rounds to no number of it; a tie goes to the even significand."""
+    info = jnp.finfo(dtype)
+    half = 2.0 ** (info.maxexp - 2 - info.nmant)  # of the distance from the largest number to the next one
+    limit, size = float(info.max) + half, jnp.abs(x.astype(np.float32))
+    odd = np.asarray(info.max, dtype).view(np.uint8) & 1
+    beyond = size >= limit if odd else size > limit
+    over = jnp.where(jnp.signbit(x), -jnp.inf, jnp.inf).astype(dtype)  # NaN where there is no infinity
+    return jnp.where(beyond, over, x.astype(dtype))
+
+
+@_overflowing.defjvp
+def _overflowing_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _overflowing(*primals, dtype), tangents[0].astype(dtype)
+
+
+def _digits(dtype: Any) -> tuple[int, int]:
+    """The digits behind the point of a significand, and the exponent of the least normal number."""
+    info = jnp.finfo(dtype)
+    return info.nmant, int(info.minexp)

@@ -1,0 +1,483 @@
+"""How far a result may lie from its float64 reference: computed from the op, the dtypes and the data, never chosen.
+
+The letters: G the reference's value (float64, from the stored inputs), S = Σ|a||b| the magnitude of a sum of
+products, n the number of products that are not zero, u a unit roundoff, E the bound on the error before the result is
+rounded to its output type. With P and N the sums of the positive and of the negative products, every partial sum of
+every order lies within M = max(P, N) = (S + |G|) / 2: that is what makes a bound for an unknown order affordable.
+
+Three checks go together, because each is blind where another sees:
+
+* the bound: |out - G| <= u_o |G| + η_o / 2 + (1 + u_o) E for every element; and, sharper by up to a unit in the last
+  place and as rigorous since rounding is monotonic, RN(G - E) <= out <= RN(G + E);
+* the correct-rounding rate: at most Σ min(1, 2E / ulp_o(G)) elements may differ from RN(G), and four standard
+  deviations; it sees a bias far below one unit in the last place (a truncating cast, a scale of 1.001);
+* exact integers: where no partial sum leaves the integers that the accumulator holds, E = 0 and out = RN(G).
+
+Sources: Higham, Accuracy and Stability of Numerical Algorithms, ch. 3 and 4; Jeannerod and Rump, SIAM J. Matrix Anal.
+Appl. 34 (2013), for constants without higher-order terms; arXiv:2511.10909 for what a tensor core does to an addend.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxdnn._src.core.formats import FORMATS, Format, IntegerFormat, Values, format_of
+
+__all__ = [
+    "ACCUMULATIONS",
+    "FORMATS",
+    "Accumulation",
+    "Comparison",
+    "Epilogue",
+    "compare",
+    "format_of",
+    "integer_amplitude",
+    "output_bound",
+    "products_are_exact",
+    "truncated_inputs_error",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """How an engine adds up products, as far as it says so.
+
+    Attributes:
+      kind: "float" adds in `format`, every operation rounded to nearest, in an unknown order; "tensor_core" adds
+        `step` products at a time, each addend truncated to `fraction_bits` below the largest one and the sum
+        truncated to `sum_bits` of significand, the steps in an unknown order; "exact" adds integers; "transform" is
+        a library's choice among a tensor core, float32 in any order and float32 after a fast Fourier transform.
+      flush: the device reads and writes subnormal numbers of float32 as zero (XLA on CPU does).
+      step: the number of products in a tensor core's step.
+    """
+
+    kind: Literal["float", "tensor_core", "exact", "transform"] = "float"
+    format: str = "float32"
+    flush: bool = False
+    step: int = 16
+    fraction_bits: int = 25
+    sum_bits: int = 24
+
+    @property
+    def largest_integer(self) -> int:
+        """Up to here sums of integers are exact whatever the order; beyond, int32 wraps and a float rounds."""
+        if self.kind == "exact":
+            return 2**31 - 1
+        if self.kind == "float":
+            return 2 ** FORMATS[self.format].bits
+        return 2 ** min(self.sum_bits, self.fraction_bits + 1)
+
+    def error(
+        self,
+        golden: Values,
+        magnitude: Values,
+        count: Values,
+        /,
+        *,
+        exact_products: bool = False,
+        steps: Values | None = None,
+    ) -> Values:
+        """E: bounds |the sum as the engine adds it - golden| for every order that `kind` allows.
+
+        float:        E = (c u S + (n - 1) u M) / (1 - (n - 1) u) + n η / 2, where c = 0 if the products are exact
+        tensor_core:  E = r M / (1 - r) + n η, r = T 2^(1 - sum_bits) + (n + T) 2^-fraction_bits, in T steps
+
+        A node of the summation tree that joins l and r is off by at most u |l + r| <= u (M + E), and there are n - 1
+        such nodes, since zeros join exactly: whence the division. A step that adds k products truncates them and the
+        running sum, each by less than 2^-fraction_bits (M + E), and then the sum by 2^(1 - sum_bits) (M + E). Where
+        M + E exceeds what the format holds, a partial sum may overflow in some order, and E is infinite. So it is where
+        so many steps may cut off that r, or (n - 1) u, is 1 or more: of float8 from some 4,000 products on.
+
+        Args:
+          golden: Σ a b, float64.
+          magnitude: Σ |a| |b|.
+          count: how many products are not zero.
+          exact_products: whether the accumulator holds every product exactly, see `products_are_exact`.
+          steps: tensor core steps with a product that is not zero; if unknown, as many as there are products.
+        """
+        if self.kind == "exact":
+            return np.zeros(np.shape(magnitude))
+        golden, magnitude, n = (np.asarray(v, np.float64) for v in (golden, magnitude, count))
+        accumulator = FORMATS[self.format]
+        reach = np.where(np.isfinite(golden), 0.5 * (magnitude + np.abs(golden)), magnitude)
+        joins = np.maximum(n - 1, 0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            if self.kind == "float":
+                rate = joins * accumulator.roundoff
+                first = 0.0 if exact_products else accumulator.roundoff * magnitude
+                error = (first + rate * reach) / (1 - rate) + 0.5 * n * accumulator.smallest_subnormal
+            else:
+                t = n if steps is None else np.clip(steps, np.minimum(n, 1), n)
+                rate = t * 2.0 ** (1 - self.sum_bits) + (n + t) * 2.0**-self.fraction_bits
+                rate = np.where((n <= 1) & exact_products, 0.0, rate)  # aligned to nothing but itself
+                error = rate * reach / (1 - rate) + n * accumulator.smallest_subnormal
+            if self.flush:
+                error = error + 2 * n * accumulator.smallest_normal
+            bounded = (rate < 1) & np.isfinite(error) & (reach + error <= accumulator.largest)
+            return np.where(bounded, error, np.inf)
+
+    def transform_error(self, norms: Values, channels: int, /) -> Values:
+        """E of a convolution by a fast Fourier transform in float32, which has a bound by norms only.
+
+        E = (3 η log2 L + 2 + n) u Σ_i ‖x_i‖₂ ‖w_i‖₂, over the n channels i that are added, L = 256 x 256 points at most
+
+        By Cauchy-Schwarz channel i adds at most ‖x_i‖ ‖w_i‖ to an output. Each of the three transforms has an error of
+        at most η u log2 L in the 2-norm, η = 1 + 4 √2 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+        edition, theorem 24.2, roots of unity right to u), the products add 2 u, the sum over the channels n u.
+
+        Args:
+          norms: Σ_i ‖x_i‖₂ ‖w_i‖₂ for every output, the norms over an image and over the taps.
+          channels: n.
+        """
+        eta, logarithm = 1 + 4 * math.sqrt(2), 16
+        u = FORMATS[self.format].roundoff
+        return (3 * eta * logarithm + 2 + channels) * u * np.asarray(norms, np.float64)
+
+    def running_error(self, partials: Values, largest: Values, /) -> Values:
+        """E where the schedule is known, from the partial sums that a run of it in float64 or in the model passed.
+
+        float:        E = Σ_t u |C_t| / (1 - u)
+        tensor_core:  E = Σ_t [ 2^(1 - sum_bits) |C_t| + (step + 1) 2^-fraction_bits max(|C_t-1|, largest_t) ]
+
+        Args:
+          partials: C_1, C_2, ... along axis 0, the sums after each step as they were computed.
+          largest: the largest |product| of each step, shaped like `partials`.
+        """
+        partials, largest = np.abs(np.asarray(partials, np.float64)), np.asarray(largest, np.float64)
+        if self.kind == "float":
+            u = FORMATS[self.format].roundoff
+            return u / (1 - u) * partials.sum(0)
+        previous = np.concatenate([np.zeros_like(partials[:1]), partials[:-1]])
+        cut = (self.step + 1) * 2.0**-self.fraction_bits * np.maximum(previous, largest)
+        # The computed |C_t| is below the exact one, by less than one part in 2^(sum_bits - 1).
+        return (2.0 ** (1 - self.sum_bits) * (1 + 2.0 ** (2 - self.sum_bits)) * partials + cut).sum(0)
+
+
+ACCUMULATIONS: dict[str, Accumulation] = {
+    "float32": Accumulation(),
+    "float64": Accumulation(format="float64"),
+    "int32": Accumulation(kind="exact"),
+    "tensor_core": Accumulation(kind="tensor_core"),
+    # cuDNN through XLA: the autotuner may pick any of its algorithms.
+    "transform": Accumulation(kind="transform"),
+    "tensor_core_tf32": Accumulation(kind="tensor_core", step=8),
+    # Hopper's 8-bit floats, without promotion: 14 bits of accumulator.
+    "tensor_core_fp8": Accumulation(kind="tensor_core", step=32, fraction_bits=13, sum_bits=14),
+}
+
+
+def products_are_exact(a: Any, b: Any, /, *, format: str = "float32") -> bool:
+    """Whether the accumulator's format holds the product of any two numbers of these types (underflow aside)."""
+    formats = (format_of(a), format_of(b))
+    bits = [8 if isinstance(f, IntegerFormat) else f.bits for f in formats]
+    return sum(bits) <= FORMATS[format].bits
+
+
+def truncated_inputs_error(magnitude: Values, /, *, format: str = "tf32") -> Values:
+    """How far Σ a b moves at most if a and b are cut to `format`: (2r + r²) Σ|a||b|, r = 2^(1 - bits)."""
+    r = 2 * FORMATS[format].roundoff
+    return (2 * r + r * r) * np.asarray(magnitude, np.float64)
+
+
+def integer_amplitude(count: int, accumulation: Accumulation, /, *dtypes: Any) -> int:
+    """The largest a for which sums of `count` products of integers of [-a, a] are exact; 0 if there is none."""
+    a = math.isqrt(accumulation.largest_integer // max(count, 1))
+    for dtype in dtypes:
+        limits = format_of(dtype)
+        a = min(a, limits.largest if isinstance(limits, IntegerFormat) else 2**limits.bits)
+    return a
+
+
+# ---- the epilogue ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Activation:
+    """How far an activation's float evaluation may lie from the function, in units of u: |z|, |y| and |y| z² weighted.
+
+    Twice what XLA on CPU was measured to do (JAX 0.10.2 and 0.12.0, 16 million float32 arguments of all exponents);
+    tests/test_tolerance.py measures again. `slope` bounds the derivative.
+    """
+
+    slope: float = 1.0
+    of_y: float = 0.0
+    of_z: float = 0.0
+    of_tail: float = 0.0
+
+
+_ACTIVATIONS = {
+    "identity": _Activation(),
+    "relu": _Activation(),
+    "clipped_relu": _Activation(of_y=1),  # the ceiling is rounded
+    "leaky_relu": _Activation(of_y=3),  # the slope and the product are rounded
+    "sigmoid": _Activation(slope=0.25, of_y=5),
+    "tanh": _Activation(of_y=10),
+    "elu": _Activation(of_y=14),
+    "gelu": _Activation(slope=1.13, of_y=5, of_tail=4),
+    "gelu_tanh": _Activation(slope=1.13, of_z=7),
+    "swish": _Activation(slope=1.1, of_y=5),
+    "softplus": _Activation(of_y=8),
+}
+_PARAMETERS = {"elu": 1.0, "swish": 1.0, "softplus": 1.0, "leaky_relu": 0.01, "clipped_relu": 6.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """y = act(alpha * c + beta * prior + residual + bias) in the format of the accumulator, joined in any order.
+
+    Attributes:
+      activation: None, a name, or a name and its parameter, as the ops take it.
+      format: the format of every step, or "exact" for integers.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    activation: Any = None
+    format: str = "float32"
+
+    def error(self, computed: Values, error: Values, /, *terms: Values, prior: Values | None = None) -> Values:
+        """The error of y, from the error of c and the roundings of the epilogue's steps, each fused or not.
+
+        Args:
+          computed: c in float64; error: its E.
+          terms: residual and bias where given, as they broadcast to c; prior: likewise, not read if beta is 0.
+        """
+        if self.format == "exact":
+            return np.asarray(error, np.float64)
+        accumulator = FORMATS[self.format]
+        u, tiny = accumulator.roundoff, accumulator.smallest_normal
+        parts, e = [], np.zeros(np.shape(computed))
+        with np.errstate(invalid="ignore", over="ignore"):
+            for scale, value, off in ((self.alpha, computed, error), (self.beta, prior, 0.0)):
+                if value is None or (value is prior and self.beta == 0):
+                    continue
+                value = np.asarray(value, np.float64)  # in float16 what follows would be zero
+                parts.append(scale * value)
+                e = e + abs(scale) * off
+                if scale != 1:  # the scale as the format holds it, the product's rounding, a tiny product's flush
+                    stored = abs(scale - float(accumulator.round(scale)))
+                    e = e + (stored * (1 + u) + abs(scale) * u) * (np.abs(value) + off) + tiny
+            parts += [np.asarray(term, np.float64) for term in terms]
+            if len(parts) > 1:
+                # A partial sum of these terms lies, whichever of them it has, within the larger of these two.
+                positive, negative = (sum(np.maximum(sign * part, 0) for part in parts) for sign in (1, -1))
+                rate = (len(parts) - 1) * u
+                e = (e + rate * np.maximum(positive, negative)) / (1 - rate) + len(parts) * tiny
+            return self._activated(np.sum(np.broadcast_arrays(*parts), axis=0), e, u, tiny)
+
+    def _activated(self, z: Values, e: Values, u: float, tiny: float) -> Values:
+        if isinstance(self.activation, tuple) and len(self.activation) == 4:
+            return _bounded_relu_error(self.activation[1:], z, e, u, tiny)
+        name, parameter = self.activation if isinstance(self.activation, tuple) else (self.activation, None)
+        name = name or "identity"
+        if name == "identity":
+            return e
+        p = _PARAMETERS.get(name, 1.0) if parameter is None else abs(float(parameter))
+        if name == "relu":
+            return np.where(z + e <= 0, 0.0, e)  # an exact zero, whatever the error
+        facts, far = _ACTIVATIONS[name], np.abs(z) + e
+        size = _largest_value(name, p, z, e)
+        own = u * (facts.of_y * size + facts.of_z * far + facts.of_tail * size * np.minimum(far, 16.0) ** 2)
+        if name in ("swish", "softplus") and p != 1:  # the argument p z is rounded, and the parameter itself
+            own = own + 2 * u * (size * np.minimum(p * far, 120.0) + far)
+        return _largest_slope(name, p, z, e) * e + own + 4 * (1 + far) * (1 + 1 / p) * tiny
+
+
+def _bounded_relu_error(bounds: tuple[float, float, float], z: Values, e: Values, u: float, tiny: float) -> Values:
+    """Of ("relu", lower, upper, slope): three roundings of what is below `lower`, the bounds' own, e by the slope."""
+    lower, upper, slope = (float(v) for v in bounds)
+    below = abs(lower) + 2 * abs(slope) * (np.abs(z) + e + abs(lower))
+    size = np.where(z - e <= lower, below, 0.0) + np.where(z + e >= upper, abs(upper), 0.0)
+    return max(1.0, abs(slope)) * e + 3 * u * size + 4 * tiny
+
+
+def _largest_slope(name: str, p: float, z: Values, e: Values) -> Values | float:
+    """The largest |derivative| on [z - e, z + e]."""
+    nearest = np.clip(np.abs(z) - e, 0.0, 300.0)  # the slopes of tanh and sigmoid fall with |z|
+    if name == "tanh":
+        return 1 / np.cosh(nearest) ** 2
+    if name == "sigmoid":
+        return 0.25 / np.cosh(0.5 * nearest) ** 2
+    if name == "softplus":
+        return 1 / (1 + np.exp(-np.clip(p * (z + e), -700, 700)))
+    if name == "elu":
+        return np.where(z + e > 0, max(1.0, p), p * np.exp(np.clip(z + e, -700, 0)))
+    return max(_ACTIVATIONS[name].slope, p) if name == "leaky_relu" else _ACTIVATIONS[name].slope
+
+
+def _largest_value(name: str, p: float, z: Values, e: Values) -> Values:
+    """The largest |activation| on [z - e, z + e], or a little more."""
+    far, top = np.abs(z) + e, z + e
+    if name == "sigmoid":
+        return np.exp(np.clip(top, -700, 0))
+    if name == "softplus":
+        return np.logaddexp(p * top, 0.0) / p
+    if name == "clipped_relu":
+        return np.minimum(far, p)
+    if name == "tanh":
+        return np.minimum(far, 1.0)
+    if name == "elu":
+        return np.where(top > 0, np.maximum(far, p), np.minimum(p * far, p))
+    if name in ("gelu", "swish"):  # |z| times a sigmoid or a normal distribution's tail, which bound each other
+        rate = p if name == "swish" else 1.0
+        return far * np.where(top > 0, 1.0, np.exp(np.clip(rate * top, -700, 0)))
+    if name == "leaky_relu":
+        return np.where(top > 0, np.maximum(far, p * far), p * far)
+    return far
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found.
+
+    `ratio` is error over bound: the largest distance of G from the numbers that round to the result, over E. It is what
+    remains of the error when the one rounding at the end is taken out; 0 if every element is rounded correctly, and
+    above 1 exactly where the result is no rounding of anything within E of G. `where` is the worst element's index.
+    """
+
+    passed: bool
+    message: str
+    ratio: float
+    where: tuple[int, ...]
+    elements: int
+    unreachable: int  # no rounding of anything within E of G
+    outside: int  # those of them that are beyond the bound as well
+    misrounded: int  # not RN(G)
+    misrounded_allowed: float  # may be above `elements`: then the rate says nothing
+    wrong_specials: int  # NaN or infinity on one side only, or of the wrong sign
+    unchecked: int  # a partial sum may overflow, so anything may come out
+
+
+def output_bound(golden: Values, error: Values, dtype: Any, /) -> Values:
+    """u_o |G| + η_o / 2 + (1 + u_o) E."""
+    o = format_of(dtype)
+    return o.roundoff * np.abs(golden) + 0.5 * o.smallest_subnormal + (1 + o.roundoff) * error
+
+
+def compare(
+    out: Any, golden: Values, error: Values, /, *, golden_error: Values | float = 0.0, generic: bool = True
+) -> Comparison:
+    """Compares a result with the float64 reference, by the bound, what rounding can reach, and the rounding rate.
+
+    Args:
+      out: the result, of its own dtype. golden: G, shaped like it. error: E, from `Accumulation` and `Epilogue`.
+      golden_error: a bound on the error of G itself, which matters for float64 results.
+      generic: whether G may lie anywhere between two numbers of the output's format. It does not if the data are
+        integers, or a sum is tiny beside a prior of the output's format: then ties are plenty, and the rate, which
+        takes them for rare, is reported but not judged. What rounding can reach is judged either way.
+
+    Where G overflows the output's format, or an input was NaN or infinite, the result must be what rounding gives:
+    the infinity of that sign, NaN in a format without infinities, the nearest end of an integer type; NaN for NaN.
+    """
+    o = format_of(np.asarray(out).dtype)
+    with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs, which a result may hold; here all are quiet
+        out, golden = np.asarray(out).astype(np.float64), np.asarray(golden, np.float64)
+        out = np.where(np.isnan(out), np.nan, out)
+    if out.shape != golden.shape:
+        return _refused(f"shape {out.shape} instead of {golden.shape}", out.size)
+    e = np.broadcast_to(error, golden.shape) + np.broadcast_to(golden_error, golden.shape)
+    special = ~np.isfinite(golden)
+    unchecked = ~np.isfinite(e) & ~special
+    # A float64 step of ours may be off by one part in 2^52; it widens E, never narrows it.
+    e = np.where(special | unchecked, 0.0, e * (1 + 2.0**-50) + np.where(e > 0, np.abs(golden) * 2.0**-52, 0.0))
+    g = np.where(special, 0.0, golden)
+    with np.errstate(over="ignore"):
+        low, high, nearest = o.round(g - e), o.round(g + e), o.round(g)
+    ours = np.where(np.isnan(out), nearest, out)
+
+    reachable = (low <= ours) & (ours <= high) & ~np.isnan(out)
+    if o.overflows_to == "nan":
+        reachable |= np.isnan(out) & (np.isinf(low) | np.isinf(high))
+    expected = _special(golden, o)
+    right_special = np.where(np.isnan(expected), np.isnan(out), out == expected)
+    judged = ~special & ~unchecked
+
+    # How far G is from what rounds to the result: this much of E the engine has used, at the least.
+    below, above = o.rounds_to(np.where(np.isnan(ours), 0.0, ours))
+    used = np.maximum(np.maximum(below - g, g - above), 0.0)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        ratio = np.where(judged & (used > 0) & ~np.isnan(out), used / e, 0.0)
+    unreachable = judged & ~reachable
+    bound = output_bound(g, e, o.name)
+    wrong = special & ~right_special
+
+    with np.errstate(over="ignore"):  # next to zero float64's ulp is so small that the quotient may overflow
+        probability = np.minimum(1.0, 2 * e / o.ulp(np.maximum(np.abs(g) - e, 0.0)))[judged]
+    misrounded = int((judged & (out != nearest) & ~(np.isnan(out) & np.isinf(nearest))).sum())
+    allowed = _allowed(probability) if generic or not e.any() else math.inf
+    counts = {
+        "elements": out.size,
+        "unreachable": int(unreachable.sum()),
+        "outside": int((unreachable & ~(np.abs(out - g) <= bound)).sum()),
+        "misrounded": misrounded,
+        "misrounded_allowed": allowed,
+        "wrong_specials": int(wrong.sum()),
+        "unchecked": int(unchecked.sum()),
+    }
+    passed = not (unreachable.any() or wrong.any()) and misrounded <= allowed
+    # The worst element: a wrong special before an unreachable value before the largest ratio.
+    rank = np.where(wrong, np.inf, np.where(unreachable, 1e300, 0.0) + ratio)
+    where = tuple(int(i) for i in np.unravel_index(int(rank.argmax()), out.shape)) if out.size else ()
+    worst = float(ratio.max()) if out.size else 0.0
+    message = _message(passed, counts, worst, where, out, golden, bound)
+    return Comparison(passed=passed, message=message, ratio=worst, where=where, **counts)
+
+
+def _special(golden: Values, o: Format | IntegerFormat) -> Values:
+    """What a golden NaN or infinity becomes in the output's format (NaN reads as zero in an integer: XLA's choice)."""
+    if o.overflows_to == "clamp":
+        return np.nan_to_num(o.round(np.where(np.isnan(golden), 0.0, golden)))
+    return np.where(np.isinf(golden) & (o.overflows_to == "nan"), np.nan, golden)
+
+
+def _allowed(probability: Values) -> float:
+    """How many of independent events may occur: four standard deviations, or as rare a Poisson tail if they are few."""
+    mean = float(probability.sum())
+    allowed = mean + 4 * math.sqrt(float((probability * (1 - probability)).sum()))
+    if 0 < mean < 50:
+        # Four standard deviations are one side of 3.2e-5; a normal distribution is too short for so few events, and
+        # the Poisson tail is an upper bound for theirs (Hoeffding, 1956).
+        term = tail = math.exp(-mean)
+        m = 0
+        while 1 - tail > 3.2e-5:
+            m += 1
+            term *= mean / m
+            tail += term
+        allowed = max(allowed, float(m))
+    return allowed
+
+
+def _refused(message: str, elements: int) -> Comparison:
+    return Comparison(False, message, math.inf, (), elements, elements, elements, elements, 0.0, 0, 0)
+
+
+def _message(
+    passed: bool,
+    counts: dict[str, Any],
+    worst: float,
+    where: Sequence[int],
+    out: Values,
+    golden: Values,
+    bound: Values,
+) -> str:
+    if passed:
+        return f"error/bound {worst:.2g}, {counts['misrounded']} of {counts['elements']} not rounded correctly"
+    found = [
+        f"{counts[key]} of {counts['elements']} {says}"
+        for key, says in (
+            ("wrong_specials", "NaN or infinity where the reference has none, or the other way round"),
+            ("unreachable", "are no rounding of a value within the error bound"),
+        )
+        if counts[key]
+    ]
+    if not found:
+        found = [f"{counts['misrounded']} of {counts['elements']} not rounded correctly"]
+        return f"{found[0]}, at most {counts['misrounded_allowed']:.1f} allowed"
+    at = f"worst at {tuple(where)}: got {out[tuple(where)]:.9g}, golden {golden[tuple(where)]:.9g}"
+    return f"{'; '.join(found)}; {at}, bound {bound[tuple(where)]:.3g}"

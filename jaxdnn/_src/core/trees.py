@@ -1,0 +1,47 @@
+"""Sums in a fixed order: a tree that depends on the number of elements alone, and a broadcast whose transpose it is."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AxisType, reshard
+
+from jaxdnn._src.core.determinism import is_fixed
+
+
+def tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Array:
+    """Joins the elements along an axis in a tree that depends on their number alone; the axis keeps length 1.
+
+    Of n elements the last ⌊n / 2⌋ are joined to the first ⌊n / 2⌋, element by element; of an odd number the middle one
+    passes on; and so on until one is left.
+    """
+    while (n := x.shape[axis]) > 1:
+        pairs, rest = n // 2, n - n // 2
+        joined = combine(
+            lax.slice_in_dim(x, 0, pairs, axis=axis),
+            lax.slice_in_dim(x, rest, n, axis=axis),
+        )
+        x = joined if n % 2 == 0 else lax.concatenate([joined, lax.slice_in_dim(x, pairs, rest, axis=axis)], axis)
+    return x
+
+
+def broadcast(x: Array, like: Array, level: str) -> Array:
+    """x broadcast along its axes of length 1 to the shape of another array, and sharded as that is.
+
+    The transpose of a broadcast is a sum. Where the level asks for a fixed order, the broadcast is built by doubling,
+    so that its transpose is the tree above.
+    """
+    shape, sharding = like.shape, jax.typeof(like).sharding
+    placed = sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+    if not is_fixed(level) or math.prod(shape) == 0:
+        return jnp.broadcast_to(x, shape, out_sharding=placed)
+    axes = [axis for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want]
+    for axis in axes:
+        sizes = [shape[axis]]
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] - sizes[-1] // 2)
+        for n in reversed(sizes[:-1]):
+            x = lax.concatenate([x, lax.slice_in_dim(x, 0, n // 2, axis=axis)], axis)
+    return x if placed is None else reshard(x, placed)

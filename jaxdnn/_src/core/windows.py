@@ -1,0 +1,184 @@
+"""The only place that normalises layouts, strides, padding and dilation.
+
+Letters: N batch, C channels, [D, H,] W the spatial axes of an input or output;
+O (cuDNN: K) output channels, I (cuDNN: C) input channels of one group, [D, H,] W (cuDNN: [T, R,] S) a filter's taps.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdnn._src.core import checks
+
+SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
+LAYOUTS = ("NWC", "NCW", "CWN", "NHWC", "NCHW", "CHWN", "NDHWC", "NCDHW", "CDHWN")
+_CUDNN_FILTER_LETTERS = str.maketrans("KCTRS", "OIDHW")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The axes of an input or output, by letter; `vector` channels are innermost if it is not None (NC/32HW32)."""
+
+    axes: str
+    vector: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.axes + (f"c{self.vector}" if self.vector else "")
+
+    @property
+    def rank(self) -> int:
+        """The number of spatial axes."""
+        return len(self.axes) - 2
+
+    @property
+    def batch(self) -> int:
+        return self.axes.index("N")
+
+    @property
+    def channel(self) -> int:
+        return self.axes.index("C")
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        return tuple(self.axes.index(letter) for letter in SPATIAL[self.rank])
+
+    @property
+    def channels_last(self) -> bool:
+        return self.axes.endswith("C") and self.vector is None
+
+    def shape(self, n: int, spatial: Sequence[int], c: int) -> tuple[int, ...]:
+        """The shape of an array of this layout (of its plain form, if it is vectorised)."""
+        sizes = {"N": n, "C": c, **dict(zip(SPATIAL[self.rank], spatial, strict=True))}
+        return tuple(sizes[letter] for letter in self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterLayout:
+    """The axes of a filter in JAX's letters; `vector` input channels are innermost if it is not None.
+
+    `name` is what the user calls it, in cuDNN's letters maybe.
+    """
+
+    axes: str
+    vector: int | None = None
+    name: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def output(self) -> int:
+        return self.axes.index("O")
+
+    @property
+    def input(self) -> int:
+        return self.axes.index("I")
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        return tuple(self.axes.index(letter) for letter in SPATIAL[len(self.axes) - 2])
+
+    def shape(self, spatial: Sequence[int], i: int, o: int) -> tuple[int, ...]:
+        """The shape of a filter of this layout (of its plain form, if it is vectorised)."""
+        sizes = {"I": i, "O": o, **dict(zip(SPATIAL[len(self.axes) - 2], spatial, strict=True))}
+        return tuple(sizes[letter] for letter in self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """How a window of taps moves over the spatial axes: one entry per axis."""
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+    def extents(self, taps: Sequence[int]) -> tuple[int, ...]:
+        """The span of the window in input elements: (taps - 1) * dilation + 1."""
+        return tuple((r - 1) * d + 1 for r, d in zip(taps, self.dilation, strict=True))
+
+    def output_sizes(self, sizes: Sequence[int], taps: Sequence[int]) -> tuple[int, ...]:
+        """floor((size + low + high - extent) / stride) + 1 along every axis."""
+        return tuple(
+            (size + low + high - extent) // stride + 1
+            for size, (low, high), extent, stride in zip(
+                sizes, self.padding, self.extents(taps), self.strides, strict=True
+            )
+        )
+
+
+def _letters_and_lanes(value: Any) -> re.Match[str] | None:
+    return re.fullmatch(r"([A-Z]+)(?:c([1-9][0-9]*))?", value) if isinstance(value, str) else None
+
+
+def layout(value: Any, name: str = "layout") -> Layout:
+    """Reads a layout such as "NHWC", "NCW", "CDHWN" or the vectorised "NCHWc32"."""
+    match = _letters_and_lanes(value)
+    if match and match[1] in LAYOUTS and (match[2] is None or match[1].startswith("NC")):
+        return Layout(match[1], int(match[2]) if match[2] else None)
+    raise ValueError(
+        f"`{name}` must be one of {', '.join(LAYOUTS)}, or a vectorised NCWc32, NCHWc32, NCDHWc32 "
+        f"(any number of channels for 32), got {checks.shown(value)}."
+    )
+
+
+def filter_layout(value: Any, of: Layout) -> FilterLayout:
+    """Reads a filter layout in cuDNN's (K C [T R] S) or JAX's (O I [D H] W) letters; None follows the layout `of` x."""
+    spatial = SPATIAL[of.rank]
+    if value is None:
+        value = (spatial + "IO" if of.channels_last else "OI" + spatial) + (f"c{of.vector}" if of.vector else "")
+    match = _letters_and_lanes(value)
+    if match:
+        cudnn = set(match[1]) <= set("KCTRS")
+        axes = match[1].translate(_CUDNN_FILTER_LETTERS) if cudnn else match[1]
+        if sorted(axes) == sorted("OI" + spatial):
+            return FilterLayout(axes, int(match[2]) if match[2] else None, value)
+    taps = {1: "S", 2: "RS", 3: "TRS"}[of.rank]
+    raise ValueError(
+        f"`filter_layout` must be the letters KC{taps} (cuDNN) or OI{spatial} (JAX) in the order of the filter's axes "
+        f"for layout {of.name}, with c32 or so behind if vectorised, got {checks.shown(value)}."
+    )
+
+
+def window(
+    *,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    sizes: Sequence[int],
+    taps: Sequence[int],
+) -> Window:
+    """Reads `stride`, `padding` and `dilation` for an input of these spatial sizes and a filter of these taps."""
+    rank = len(sizes)
+    strides = checks.integers("stride", stride, rank, minimum=1)
+    dilations = checks.integers("dilation", dilation, rank, minimum=1)
+    extents = tuple((r - 1) * d + 1 for r, d in zip(taps, dilations, strict=True))
+    if isinstance(padding, str):
+        pads = _named_padding(padding, sizes, extents, strides)
+    else:
+        pads = _explicit_padding(padding, rank)
+    return Window(strides, pads, dilations)
+
+
+def _named_padding(
+    padding: str, sizes: Sequence[int], extents: Sequence[int], strides: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    checks.choice("padding", padding, ("SAME", "VALID"))
+    if padding == "VALID":
+        return ((0, 0),) * len(sizes)
+    # ceil(size / stride) outputs; what is needed is split evenly, the odd element goes to the high side.
+    needed = [
+        max((-(-size // stride) - 1) * stride + extent - size, 0)
+        for size, extent, stride in zip(sizes, extents, strides, strict=True)
+    ]
+    return tuple((total // 2, total - total // 2) for total in needed)
+
+
+def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
+    if not checks.is_sequence(padding):
+        padding = (padding,) * rank
+    if len(padding) != rank:
+        raise ValueError(
+            f"`padding` must be an integer, {rank} integers or {rank} (low, high) pairs, one per spatial axis, "
+            f'or "SAME" or "VALID", got {checks.shown(padding)}.'
+        )
+    pairs = (checks.integers("padding", axis, 2, minimum=0) for axis in padding)
+    return tuple((low, high) for low, high in pairs)

@@ -1,0 +1,282 @@
+"""The primitives of bias, activation, dropout and residual in one: types, derivatives, vmap and sharding rules.
+
+With m the mask, s the scale of what is kept and z = x + bias:
+
+| primitive | operands | results | linear in |
+|---|---|---|---|
+| `fused_dropout` | x, [bias], [residual], key, start | y = residual + m s act(z) | - |
+| `fused_dropout_tangent` | dx, [dbias], [x, [bias]], key, start | m s act'(z) (dx + dbias) | dx, dbias |
+| `fused_dropout_dgrad` | dy, [x, [bias]], key, start | dx = m s act'(z) dy, and dbias, its sum | dy |
+
+The last is the transpose of the second, which without dbias is its own. They draw the mask again, and take x and bias
+only where the activation has a slope to compute: without one nothing of the size of x is kept. bias has the rank of x,
+with 1 where it is the same. Leading axes are those of `_dropout`; along them bias, key and start may have length 1.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation.formulas import Parameter
+from jaxdnn._src.core import primitives, rounding
+from jaxdnn._src.core.compat import ad
+from jaxdnn._src.core.determinism import satisfies
+from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.dropout import primitive
+from jaxdnn._src.dropout.primitive import DropoutSpec
+from jaxdnn._src.tensor import reductions
+
+OPS = ("fused_dropout", "fused_dropout_tangent", "fused_dropout_dgrad")
+X, BIAS, WORDS = "x", "bias", "words"  # what an operand is: of x's shape, of the bias's, or two words
+ROLES = {"x": X, "dy": X, "residual": X, "bias": BIAS, "dbias": BIAS, "key": WORDS, "start": WORDS}
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedSpec(DropoutSpec):
+    """Everything about a call that is known when it is traced, apart from shapes.
+
+    Attributes:
+      activation, parameter: as `read_activation` gives them; "identity" for none.
+      bias, residual: whether there is one among the operands (of the derivatives: whether z has a bias).
+      out_dtype: of the first result.
+      dbias: whether `fused_dropout_tangent` has a tangent of the bias.
+      summed: of `fused_dropout_dgrad`, the counted axes along which the bias is the same.
+    """
+
+    activation: str = "identity"
+    parameter: Parameter = None
+    bias: bool = False
+    residual: bool = False
+    out_dtype: np.dtype | None = None
+    dbias: bool = False
+    summed: tuple[int, ...] = ()
+
+    @property
+    def slopes(self) -> bool:
+        """Whether the derivative depends on x."""
+        return self.activation != "identity"
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether the activation of a narrow type comes from a table, and x + bias is rounded to that type first."""
+        return self.activation not in formulas.PIECEWISE
+
+    def plain(self) -> DropoutSpec:
+        """Dropout alone, by the same mask."""
+        names = [field.name for field in dataclasses.fields(DropoutSpec)]
+        return DropoutSpec(**{name: getattr(self, name) for name in names})
+
+
+def operand_names(op: str, spec: FusedSpec) -> tuple[str, ...]:
+    """The operands in their order; dy is what the derivatives are linear in, a tangent of x or a cotangent of y."""
+    if op == "fused_dropout":
+        return ("x", *["bias"] * spec.bias, *["residual"] * spec.residual, "key", "start")
+    at = ("x", *["bias"] * spec.bias) if spec.slopes else ()
+    return ("dy", *["dbias"] * (spec.dbias and op == "fused_dropout_tangent"), *at, "key", "start")
+
+
+def roles(op: str, spec: FusedSpec) -> tuple[str, ...]:
+    """What each operand is."""
+    return tuple(ROLES[name] for name in operand_names(op, spec))
+
+
+def bind(op: str, *operands: Any, spec: FusedSpec) -> Any:
+    """Binds one of the primitives."""
+    return _BIND[op](*operands, spec=spec)
+
+
+def precision(spec: FusedSpec, operands: Sequence[Any]) -> np.dtype:
+    """What a call is computed in: float64 if anything of it is, else float32."""
+    dtypes = (spec.out_dtype, *(np.dtype(v.dtype) for v in operands))
+    return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def _result(spec: FusedSpec, *operands: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(operands[0].shape, spec.out_dtype)
+
+
+def _dgrad_results(spec: FusedSpec, dy: Any, *operands: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    summed = [spec.leading + axis for axis in spec.summed]
+    shape = tuple(1 if axis in summed else size for axis, size in enumerate(dy.shape))
+    return _result(spec, dy), jax.ShapeDtypeStruct(shape, precision(spec, (dy, *operands)))
+
+
+def is_fixed(spec: FusedSpec) -> bool:
+    """Whether the gradient in the bias is added on a tree, for more than run_to_run is required."""
+    return not satisfies("run_to_run", spec.level)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def _jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
+    y = bind("fused_dropout", *primals, spec=spec)
+    x, *others = primals
+    dx, *d_others = tangents
+    bias, d_bias = (others.pop(0), d_others.pop(0)) if spec.bias else (None, None)
+    d_residual = d_others[0] if spec.residual else None
+    terms = []
+    has_bias = d_bias is not None and not isinstance(d_bias, ad.Zero)
+    if has_bias or not isinstance(dx, ad.Zero):
+        along = (ad.instantiate_zeros(dx), *([d_bias] if has_bias else []))
+        at = (x, *([] if bias is None else [bias])) if spec.slopes else ()
+        linear = dataclasses.replace(spec, residual=False, bias=spec.bias and spec.slopes, dbias=has_bias)
+        terms.append(bind("fused_dropout_tangent", *along, *at, *primals[-2:], spec=linear))
+    if d_residual is not None and not isinstance(d_residual, ad.Zero):
+        terms.append(d_residual.astype(spec.out_dtype))
+    return y, ft.reduce(jnp.add, terms) if terms else primitives.zero_tangent(y)
+
+
+def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
+    """What the derivatives' own derivatives in x and bias are taken of; the mask by dropout itself."""
+    *linear, k, s = operands
+    at: list[Array] = []
+    if spec.slopes:
+        count = 1 + spec.bias
+        linear, at = linear[:-count], linear[-count:]
+    wide = precision(spec, operands)
+    t = ft.reduce(jnp.add, [v.astype(wide) for v in linear])
+    if at:
+        z = ft.reduce(jnp.add, [v.astype(wide) for v in at])
+        t = t * formulas.derivative(z, spec.activation, spec.parameter)
+    v = primitive.bind(t, k, s, spec=spec.plain())
+    first = rounding.nearest(v, spec.out_dtype)
+    if op == "fused_dropout_tangent":
+        return first
+    axes = tuple(spec.leading + axis for axis in spec.summed)
+    return first, reductions.add(v, axes, is_fixed(spec))
+
+
+def _along_at(op: str, spec: FusedSpec, linear: int, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The formula's derivative along x and bias: nothing, or one value of results."""
+    if all(isinstance(t, ad.Zero) for t in tangents[linear:-2]):
+        return []
+    along = tuple(map(ad.instantiate_zeros, tangents[linear:-2]))
+    formula = lambda *at: _formula(op, spec, *primals[:linear], *at, *primals[-2:])
+    return [jax.jvp(formula, tuple(primals[linear:-2]), along)[1]]
+
+
+def _tangent_jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
+    y = bind("fused_dropout_tangent", *primals, spec=spec)
+    count = 1 + spec.dbias
+    terms = []
+    if not all(isinstance(t, ad.Zero) for t in tangents[:count]):
+        has_bias = spec.dbias and not isinstance(tangents[1], ad.Zero)
+        along = (ad.instantiate_zeros(tangents[0]), *tangents[1 : 1 + has_bias])
+        again = dataclasses.replace(spec, dbias=has_bias)
+        terms.append(bind("fused_dropout_tangent", *along, *primals[count:], spec=again))
+    terms += _along_at("fused_dropout_tangent", spec, count, primals, tangents)
+    return y, ft.reduce(jnp.add, terms) if terms else primitives.zero_tangent(y)
+
+
+def _dgrad_jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    found = bind("fused_dropout_dgrad", *primals, spec=spec)
+    terms = []
+    if not isinstance(tangents[0], ad.Zero):
+        terms.append(bind("fused_dropout_dgrad", tangents[0], *primals[1:], spec=spec))
+    terms += _along_at("fused_dropout_dgrad", spec, 1, primals, tangents)
+    if not terms:
+        return found, tuple(map(primitives.zero_tangent, found))
+    return found, tuple(ft.reduce(jnp.add, parts) for parts in zip(*terms, strict=True))
+
+
+def _tangent_transpose(spec: FusedSpec, ct: Array, *operands: Any) -> list[Array | None]:
+    count = 1 + spec.dbias
+    wanted, rest = operands[:count], operands[count:]
+    dx = wanted[0]
+    to = np.dtype(dx.aval.dtype if ad.is_undefined_primal(dx) else dx.dtype)
+    back = dataclasses.replace(spec, dbias=False, out_dtype=to)
+    nothing: list[Array | None] = [None] * len(rest)
+    if not spec.dbias or not ad.is_undefined_primal(wanted[1]):
+        return [bind("fused_dropout_tangent", ct, *rest, spec=back), *[None] * (count - 1), *nothing]
+    aval = wanted[1].aval
+    counted = range(spec.leading, len(aval.shape))
+    summed = tuple(a - spec.leading for a in counted if aval.shape[a] != ct.shape[a])
+    first, second = bind("fused_dropout_dgrad", ct, *rest, spec=dataclasses.replace(back, summed=summed))
+    axes = tuple(a for a, (size, into) in enumerate(zip(second.shape, aval.shape, strict=True)) if size != into)
+    second = reductions.add(second, axes, is_fixed(spec)) if axes else second
+    return [first if ad.is_undefined_primal(dx) else None, second.astype(aval.dtype), *nothing]
+
+
+def _dgrad_transpose(spec: FusedSpec, cts: Sequence[Any], *operands: Any) -> list[Array | None]:
+    dy, *rest = operands
+    has_bias = not isinstance(cts[1], ad.Zero)
+    forth = dataclasses.replace(spec, dbias=has_bias, summed=(), out_dtype=np.dtype(dy.aval.dtype))
+    along = (ad.instantiate_zeros(cts[0]), *([cts[1]] if has_bias else []))
+    return [bind("fused_dropout_tangent", *along, *rest, spec=forth), *[None] * len(rest)]
+
+
+# ---- vmap and sharding -----------------------------------------------------------------------------------------------
+
+
+def _batch(op: str, spec: FusedSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """One more leading axis; what is not mapped has length 1 along it, if it need not have x's shape."""
+    size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [v[None] if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
+    whole = [
+        jnp.broadcast_to(v, (size, *v.shape[1:])) if role == X else v
+        for v, role in zip(moved, roles(op, spec), strict=True)
+    ]
+    found = bind(op, *whole, spec=dataclasses.replace(spec, leading=spec.leading + 1))
+    return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
+
+
+def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
+    """All axes but those that are summed; what has length 1 where x is longer has a name of its own there."""
+    shape = avals[0].shape
+    axes = tuple(f"x{i}" for i in range(len(shape)))
+    summed = [spec.leading + axis for axis in spec.summed] if op == "fused_dropout_dgrad" else []
+
+    def dims(kind: str, own: tuple[int, ...], words: bool) -> tuple[str, ...]:
+        along = own[:-1] if words else own
+        shared = zip(along, shape, axes, strict=False)
+        return (*(a if n == m else f"{kind}{a}" for n, m, a in shared), *((f"{kind}words",) if words else ()))
+
+    results = _dgrad_results(spec, *avals) if op == "fused_dropout_dgrad" else (_result(spec, *avals),)
+    kinds = roles(op, spec)
+    return Factors(
+        operands=tuple(
+            dims(f"o{i}", v.shape, role == WORDS) for i, (v, role) in enumerate(zip(avals, kinds, strict=True))
+        ),
+        results=tuple(dims(f"r{i}", v.shape, False) for i, v in enumerate(results)),
+        free=(),
+        placed=tuple(a for i, a in enumerate(axes) if i not in summed),
+    )
+
+
+_BIND: dict[str, Any] = {
+    "fused_dropout": primitives.define(
+        "fused_dropout",
+        results=_result,
+        jvp=_jvp,
+        batch=ft.partial(_batch, "fused_dropout"),
+        factors=ft.partial(_factors, "fused_dropout"),
+    ),
+    "fused_dropout_tangent": primitives.define(
+        "fused_dropout_tangent",
+        results=_result,
+        jvp=_tangent_jvp,
+        transpose=_tangent_transpose,
+        batch=ft.partial(_batch, "fused_dropout_tangent"),
+        factors=ft.partial(_factors, "fused_dropout_tangent"),
+    ),
+    "fused_dropout_dgrad": primitives.define(
+        "fused_dropout_dgrad",
+        results=_dgrad_results,
+        jvp=_dgrad_jvp,
+        transpose=_dgrad_transpose,
+        batch=ft.partial(_batch, "fused_dropout_dgrad"),
+        factors=ft.partial(_factors, "fused_dropout_dgrad"),
+        many=True,
+    ),
+}

@@ -1,0 +1,115 @@
+"""The dropout primitive: its type, derivative, vmap and sharding rules.
+
+y = dropout(x, key, start), linear in x and its own transpose: the backward pass draws the mask again and keeps nothing
+of the size of x. x has leading axes, which share one mask or have a key each, and then the axes that are counted.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.core import primitives
+from jaxdnn._src.core.compat import ad
+from jaxdnn._src.core.partitioning import Factors
+
+BLOCK = 4  # random words that one counter gives
+COUNTERS = 2**64 // BLOCK  # elements are numbered modulo 2^64, and begin anew with counter 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DropoutSpec:
+    """Everything about a call that is known when it is traced, apart from shapes.
+
+    Attributes:
+      threshold: an element is kept if its random word is at least this, from 0 to 2^32 - 1.
+      scale: what a kept element is multiplied by, 1 / (1 - rate).
+      order: the counted axes in logical order, the slowest first; numbered from the first counted axis.
+      shift: the first element is word `shift` of counter `start`; None: `start` counts elements, not counters.
+      leading: how many leading axes x, key and start have; those of key and start may be 1.
+      start: the counter, if it is known when traced; then the operand is not read, and the key stands in its place.
+    """
+
+    threshold: int
+    scale: float
+    order: tuple[int, ...]
+    shift: int | None
+    leading: int = 0
+    engine: str | None = None
+    level: str = "fast"
+    start: int | None = None
+
+
+def _jvp(spec: DropoutSpec, primals: Any, tangents: Any) -> tuple[Array, Any]:
+    (x, key, start), (dx, *_) = primals, tangents
+    y = bind(x, key, start, spec=spec)
+    return y, primitives.zero_tangent(y) if isinstance(dx, ad.Zero) else bind(dx, key, start, spec=spec)
+
+
+def _batch(spec: DropoutSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Array, int]:
+    """One more leading axis; a key or a start that is not mapped has length 1 along it."""
+    size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
+    x, key, start = (v[None] if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True))
+    x = jnp.broadcast_to(x, (size, *x.shape[1:]))
+    return bind(x, key, start, spec=dataclasses.replace(spec, leading=spec.leading + 1)), 0
+
+
+def _factors(spec: DropoutSpec, x: Any, key: Any, start: Any) -> Factors:
+    """Any axis may be sharded by XLA; an engine that it cannot divide would have to know its part's place."""
+    axes = tuple(f"x{i}" for i in range(len(x.shape)))
+
+    def names(kind: str, aval: Any) -> tuple[str, ...]:
+        shared = zip(aval.shape[: spec.leading], x.shape, axes, strict=False)
+        return (*(a if n == m else f"{kind}{a}" for n, m, a in shared), f"{kind}words")
+
+    return Factors(operands=(axes, names("k", key), names("s", start)), results=(axes,), free=(), placed=axes)
+
+
+bind = primitives.define(
+    "dropout",
+    results=lambda spec, x, *_: jax.ShapeDtypeStruct(x.shape, x.dtype),
+    jvp=_jvp,
+    transpose=lambda spec, ct, x, key, start: [bind(ct, key, start, spec=spec), None, None],
+    batch=_batch,
+    factors=_factors,
+)
+
+
+# ---- 64-bit counts in two 32-bit words, the low one first ------------------------------------------------------------
+
+
+def pair(value: int) -> Array:
+    """A number below 2^64 as two words."""
+    return jnp.asarray(np.array([value & 0xFFFFFFFF, value >> 32], np.uint32))
+
+
+def pair_of(value: Array) -> Array:
+    """A scalar integer array modulo 2^64 as two words."""
+    if value.dtype.itemsize == 8:
+        return jnp.stack([value.astype(jnp.uint32), (value >> jnp.asarray(32, value.dtype)).astype(jnp.uint32)])
+    high = jnp.where(value < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+    return jnp.stack([value.astype(jnp.uint32), high])
+
+
+def plus(a: Array, b: Array) -> Array:
+    """a + b of two pairs, modulo 2^64."""
+    low = a[..., 0] + b[..., 0]
+    carry = (low < b[..., 0]).astype(jnp.uint32)
+    return jnp.stack([low, a[..., 1] + b[..., 1] + carry], -1)
+
+
+def times_block(a: Array) -> Array:
+    """BLOCK a of a pair, modulo 2^64."""
+    low, high = a[..., 0], a[..., 1]
+    return jnp.stack([low << jnp.uint32(2), (high << jnp.uint32(2)) | (low >> jnp.uint32(30))], -1)
+
+
+@ft.lru_cache
+def threshold(rate: float) -> int:
+    """rate 2^32, rounded to the nearest integer, ties to even; the product is exact."""
+    return int(np.rint(rate * 2.0**32))

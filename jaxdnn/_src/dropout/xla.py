@@ -1,0 +1,147 @@
+"""The `xla` engine of dropout: Philox4x32-10 written out for every element.
+
+Four neighbours share a counter. The code says nothing of it: each element runs the generator and picks its word. But
+where a GPU's thread computes four neighbours, the compiler finds that their counters are one and runs it once, as long
+as it can see that the first of them starts a counter; so the elements are numbered by one iota over the whole array.
+Where the four are not neighbours in memory (channels first), a GPU makes the mask before it uses it, a counter once.
+The 64-bit products of Philox are one instruction each on a GPU and on a CPU; without 64-bit types XLA would need ten.
+
+The generator's own key is fixed, and the call's key takes two words of the counter. So the keys of the rounds are
+constants in the instructions: keys that are operands cost an H200 half as much time again (`notes-activation.md`).
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.core import engines
+from jaxdnn._src.dropout.primitive import BLOCK, COUNTERS, DropoutSpec, pair
+
+ROUNDS = 10
+# Where the mask of elements that share a counter, and are not neighbours, is made before it is used. On a CPU it is
+# faster to draw four times as often, in vectors.
+MASK_FIRST = ("cuda",)
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+
+
+def run(call: engines.Call, x: Array, key: Array, start: Array) -> Array:
+    """x * scale where the random word reaches the threshold, 0 elsewhere."""
+    spec: DropoutSpec = call.spec
+    with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
+        wide = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+        scaled = (x.astype(wide) * wide.type(spec.scale)).astype(x.dtype)
+        return jnp.where(kept(call, x.shape, key, start), scaled, jnp.zeros((), x.dtype))
+
+
+def kept(call: engines.Call, shape: tuple[int, ...], key: Array, start: Array) -> Array:
+    """The mask of an array of this shape, leading axes and all; 64-bit types must be on."""
+    spec: DropoutSpec = call.spec
+    shape = shape[spec.leading :]
+    if spec.start is not None:
+        start = pair(spec.start).reshape((1,) * spec.leading + (2,))
+    if call.platform in MASK_FIRST and _apart(spec, shape):
+        return _kept_by_counters(spec, shape, key, start)
+    return _words(spec, shape, key, start) >= np.uint32(spec.threshold)
+
+
+def _apart(spec: DropoutSpec, shape: tuple[int, ...]) -> bool:
+    """Whether the elements that share a counter are whole groups of four, and not neighbours in memory."""
+    last = spec.order[-1] if spec.order else 0
+    return spec.shift == 0 and shape[last] % BLOCK == 0 and math.prod(shape[last + 1 :]) > 1
+
+
+def _kept_by_counters(spec: DropoutSpec, shape: tuple[int, ...], key: Array, start: Array) -> Array:
+    """The mask, for which a counter's four words are drawn at once, and what they decide is four bits of a byte."""
+    last = spec.order[-1]
+    blocks = tuple(n // BLOCK if axis == last else n for axis, n in enumerate(shape))
+    block = _numbers(spec, blocks, _count(math.prod(blocks)))
+    bits = jnp.zeros((), np.uint8)
+    for i, words in enumerate(_draw(spec, block, key, start)):
+        bits = bits | (words >= np.uint32(spec.threshold)).astype(np.uint8) << np.uint8(i)
+    at = spec.leading + last
+    fours = jnp.broadcast_to(jnp.expand_dims(bits, at + 1), (*bits.shape[: at + 1], BLOCK, *bits.shape[at + 1 :]))
+    bits = fours.reshape(*bits.shape[:at], shape[last], *bits.shape[at + 1 :])
+    word = (lax.broadcasted_iota(np.uint32, (1,) * spec.leading + shape, at) & np.uint32(BLOCK - 1)).astype(np.uint8)
+    return (bits >> word) & np.uint8(1) != 0
+
+
+def _count(size: Any) -> Any:
+    """The type in which elements are numbered; of a size that is known only when the program runs, the wide one."""
+    return np.uint32 if isinstance(size, int) and size < 2**32 else np.uint64
+
+
+def _numbers(spec: DropoutSpec, shape: tuple[int, ...], count: Any) -> Array:
+    """0, 1, ... in logical order, by one iota: XLA computes sums of one an axis in kernels of their own."""
+    index = lax.iota(count, math.prod(shape)).reshape([shape[axis] for axis in spec.order])
+    return index.transpose(np.argsort(spec.order)).reshape((1,) * spec.leading + shape)
+
+
+def _draw(spec: DropoutSpec, block: Array, key: Array, start: Array) -> tuple[Array, ...]:
+    """The four words of the counters `start` + block."""
+    k0, k1, low, high = (_column(v, i, len(spec.order)) for v in (key, start) for i in (0, 1))
+    first, low = low, low + block.astype(np.uint32)
+    high = high + (low < first).astype(np.uint32)
+    high = high + (block >> np.uint64(32)).astype(np.uint32) if block.dtype == np.uint64 else high
+    if not (spec.start is not None and isinstance(block.size, int) and spec.start + block.size < COUNTERS):
+        high = high & np.uint32((COUNTERS - 1) >> 32)
+    # Always k0, as LLVM sees and XLA does not: that would multiply the one number k0 in a kernel of its own.
+    k0 = jnp.where((block.astype(np.uint32) | np.uint32(1)) != 0, k0, np.uint32(0))
+    return philox((low, high, k0, k1))
+
+
+def _words(spec: DropoutSpec, shape: tuple[int, ...], key: Array, start: Array) -> Array:
+    """The random word of every element, with the leading axes of key and start."""
+    count = _count(math.prod(shape) + BLOCK)
+    index = _numbers(spec, shape, count)
+    if spec.shift is None:
+        low, high = (_column(start, i, len(shape)).astype(np.uint64) for i in (0, 1))
+        element = low + (high << np.uint64(32)) + index.astype(np.uint64)
+        block, word = element >> np.uint64(2), (element & np.uint64(3)).astype(np.uint32)
+        start = jnp.zeros_like(start)
+    else:
+        element = index + count(spec.shift)
+        block, word = element >> count(2), (element & count(3)).astype(np.uint32)
+    c0, c1, c2, c3 = _draw(spec, block, key, start)
+    return jnp.where(word < 2, jnp.where(word == 0, c0, c1), jnp.where(word == 2, c2, c3))
+
+
+def _column(pair: Array, i: int, rank: int) -> Array:
+    return lax.expand_dims(pair[..., i], range(pair.ndim - 1, pair.ndim - 1 + rank))
+
+
+def philox(counter: tuple[Array, ...], key: tuple[int, int] = (0, 0)) -> tuple[Array, ...]:
+    """Four random words a counter (Salmon et al., SC 2011); 64-bit types must be on."""
+    c0, c1, c2, c3 = counter
+    for i in range(ROUNDS):
+        (high0, low0), (high1, low1) = (_multiply(m, c) for m, c in zip(_MULTIPLIERS, (c0, c2), strict=True))
+        k0, k1 = (np.uint32((k + i * w) % 2**32) for k, w in zip(key, _WEYL, strict=True))
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+    return c0, c1, c2, c3
+
+
+def _multiply(multiplier: int, x: Array) -> tuple[Any, Any]:
+    """The high and the low word of a product."""
+    product = x.astype(np.uint64) * np.uint64(multiplier)
+    return (product >> np.uint64(32)).astype(np.uint32), product.astype(np.uint32)
+
+
+def hazards(call: engines.Call) -> tuple[str, ...]:
+    # XLA's CPU code reads and writes float32's subnormal numbers as zero; bfloat16 products are float32's.
+    return ("flushes_subnormals",) if call.platform == "cpu" else ()
+
+
+engines.register(
+    engines.Engine(
+        "xla",
+        "dropout",
+        run,
+        level=lambda call: "portable",
+        hazards=hazards,
+        notes=("Philox4x32-10, drawn again for the backward pass",),
+    )
+)

@@ -1,0 +1,52 @@
+"""Pallas kernels (Mosaic GPU) for compute capability 9.0: the H100, H200 and their kin."""
+
+import functools as ft
+
+import jax
+
+from jaxdnn._src.core import compat, engines
+
+MEASURED_ON = ("NVIDIA H200",)  # the kinds of device on which every kernel here was measured
+MINIMUM_JAX = (0, 11)
+CAPABILITY = "9.0"
+MULTIPROCESSORS = 132  # of an H100 or H200; also what is cut by a number that no device may change
+# Clusters of 1, 2, 4 or 8 blocks, each with a multiprocessor alone, that an H200 was seen to run at once. Which
+# multiprocessors are switched off differs from chip to chip: one that runs fewer gives the same results, later.
+CLUSTERS_AT_ONCE = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}
+
+
+def unavailable() -> str | None:
+    """Why these kernels cannot be used with the installed JAX, or None."""
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < MINIMUM_JAX:
+        return f"the Hopper kernels need JAX 0.11 or newer, this is {jax.__version__}"
+    if lack := compat.lacking(compat.KERNELS):
+        return f"{lack}, which its kernels need"
+    return None
+
+
+def no_device(call: engines.Call) -> str | None:
+    """Why no kernel runs on the platform that a call is lowered for, or on the device that is here; or None.
+
+    What is lowered for a GPU where there is none, as `jax.export` does, has a kernel only if the call names the engine.
+    """
+    if call.platform != "cuda":
+        return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {call.platform}"
+    if reason := unavailable():
+        return reason
+    if call.device_kind is None:
+        if call.spec.engine == "hopper":
+            return None
+        return "no GPU is here to choose it for: for one elsewhere, name engine='hopper'"
+    if call.device_kind not in MEASURED_ON and (found := capability()) != CAPABILITY:
+        return f"it needs compute capability {CAPABILITY}, and {call.device_kind} has {found or 'an unknown one'}"
+    return None
+
+
+@ft.lru_cache
+def capability() -> str | None:
+    """The compute capability of the first GPU here, or None."""
+    try:
+        return str(jax.local_devices(backend="cuda")[0].compute_capability)
+    except RuntimeError:
+        return None

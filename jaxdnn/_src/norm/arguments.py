@@ -1,0 +1,343 @@
+"""Reads and checks the arguments of the normalisations, once for all of them."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.activation import epilogues
+from jaxdnn._src.activation.formulas import read_activation
+from jaxdnn._src.core import blending, checks, engines, frames
+from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.frames import Frame
+from jaxdnn._src.core.rounding import rounded
+from jaxdnn._src.norm import primitive
+from jaxdnn._src.norm.primitive import NormSpec
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+_F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Types:
+    """The dtypes of a call: what statistics are computed in, and the result's."""
+
+    accumulate: np.dtype
+    out: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How an op sees its arrays: x reshaped to `shape`, statistics over `axes` (negative) of it.
+
+    Attributes:
+      parameters: the shape of scale and bias as the caller has them; `spread`: the same with x's rank in the view.
+      statistics: the shape of saved statistics as the caller has them, and `reduced` in the view, keeping the axes.
+      swapped: whether the two axes of the caller's statistics stand in the other order in the view.
+      why: what the caller is told of the parameters' shape.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    parameters: tuple[int, ...]
+    spread: tuple[int, ...]
+    statistics: tuple[int, ...]
+    why: str
+    swapped: bool = False
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        return tuple(1 if a - len(self.shape) in self.axes else size for a, size in enumerate(self.shape))
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The axes of the view along which scale and bias are the same."""
+        rank = len(self.shape)
+        return tuple(a - rank for a, size in enumerate(self.spread) if size == 1)
+
+    def parameter(self, name: str, value: Any, types: Types) -> Array:
+        """Reads a scale or bias: in the accumulator's dtype, shaped for the view."""
+        value = checks.array(name, value)
+        checks.shape(name, value, self.parameters, self.why)
+        checks.dtype(name, value, narrower(types.accumulate))
+        return rounded(jnp.asarray(value)).astype(types.accumulate).reshape(self.spread)
+
+    def statistic(self, name: str, value: Any, types: Types) -> Array:
+        """Reads a saved statistic."""
+        value = checks.array(name, value)
+        checks.shape(name, value, self.statistics, "one for every slice")
+        checks.dtype(name, value, (types.accumulate,))
+        value = jnp.asarray(value)
+        return (value.T if self.swapped else value).reshape(self.reduced)
+
+    def give_statistic(self, value: Array) -> Array:
+        """A statistic of the view as the caller has it."""
+        return value.reshape(self.statistics[::-1]).T if self.swapped else value.reshape(self.statistics)
+
+
+def narrower(accumulate: np.dtype) -> tuple[Any, ...]:
+    """The float types that the accumulator holds."""
+    return tuple(t for t in FLOATS if np.dtype(t).itemsize <= accumulate.itemsize)
+
+
+def types(x: Any, out_dtype: Any, *, name: str = "x") -> Types:
+    """Reads the dtype of x and of the result."""
+    found = checks.dtype(name, x, FLOATS)
+    acc = _F64 if found == _F64 else _F32
+    out = found if out_dtype is None else checks.as_dtype("out_dtype", out_dtype, FLOATS)
+    if out == _F64 and acc != _F64:
+        raise TypeError(f"`out_dtype` must not be wider than the accumulator {acc.name}, got {out.name}.")
+    return Types(acc, out)
+
+
+def epsilon(value: Any) -> float:
+    """Reads `eps`: a number known when traced, not negative."""
+    value = checks.as_float("eps", value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"`eps` must be a finite number of at least 0, got {value!r}.")
+    return value
+
+
+def statistics(value: Any) -> bool:
+    """Reads `return_statistics`."""
+    return checks.flag("return_statistics", value)
+
+
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+
+def rows(x: Any, axis: Any) -> View:
+    """Statistics over the given axes, for every index of the others."""
+    axes = checks.axes("x", axis, len(x.shape))
+    parameters = tuple(x.shape[a] for a in axes)
+    spread = tuple(size if a in axes else 1 for a, size in enumerate(x.shape))
+    statistics = tuple(size for a, size in enumerate(x.shape) if a not in axes)
+    negative = tuple(a - len(x.shape) for a in axes)
+    return View(x.shape, negative, parameters, spread, statistics, f"the sizes of x along axes {axes}")
+
+
+def samples(x: Any, axis: Any) -> View:
+    """As `rows`, with a scale and a bias for every index of the first axis."""
+    view = rows(x, axis)
+    if -len(x.shape) in view.axes:
+        raise ValueError(f"`axis` must leave the first axis, along which the scale differs, got {checks.shown(axis)}.")
+    why = f"the first size of x and {view.why}"
+    shape = (x.shape[0], *view.parameters)
+    return dataclasses.replace(view, parameters=shape, spread=(x.shape[0], *view.spread[1:]), why=why)
+
+
+def grouped(frame: Frame, x: Any, groups: int) -> View:
+    """Statistics over pixels and the channels of a group, for every image and group."""
+    layout = frame.layout
+    n, c, channel = x.shape[layout.batch], x.shape[layout.channel], layout.channel
+    groups = checks.integer("groups", groups)
+    if groups < 1 or c % groups:
+        raise ValueError(f"`groups` must divide the {c} channels of x, got {groups}.")
+    shape = (*x.shape[:channel], groups, c // groups, *x.shape[channel + 1 :])
+    batch = layout.batch + (layout.batch > channel)
+    axes = tuple(a - len(shape) for a in range(len(shape)) if a not in (batch, channel))
+    spread = tuple(size if a in (channel, channel + 1) else 1 for a, size in enumerate(shape))
+    return View(shape, axes, (c,), spread, (n, groups), "one a channel of x", batch > channel)
+
+
+def instances(frame: Frame, x: Any) -> View:
+    """Statistics over pixels, for every image and channel."""
+    layout = frame.layout
+    axes = tuple(a - len(x.shape) for a in layout.spatial)
+    n, c = x.shape[layout.batch], x.shape[layout.channel]
+    spread = tuple(c if a == layout.channel else 1 for a in range(len(x.shape)))
+    return View(x.shape, axes, (c,), spread, (n, c), "one a channel of x", layout.batch > layout.channel)
+
+
+def batches(frame: Frame, x: Any, mode: Any) -> View:
+    """Statistics over the batch: with pixels for every channel ("spatial"), or for every activation."""
+    layout, rank = frame.layout, len(x.shape)
+    if checks.choice("mode", mode, ("spatial", "per_activation")) == "spatial":
+        kept = (layout.channel,)
+        why = "one a channel of x"
+    else:
+        kept = tuple(a for a in range(rank) if a != layout.batch)
+        why = "the sizes of x without the batch's"
+    shape = tuple(x.shape[a] for a in kept)
+    axes = tuple(a - rank for a in range(rank) if a not in kept)
+    spread = tuple(size if a in kept else 1 for a, size in enumerate(x.shape))
+    return View(x.shape, axes, shape, spread, shape, why)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the normalisations have in common, as it was given."""
+
+    eps: Any
+    engine: Any
+    determinism: Any
+    centred: bool = True
+    zero_centred: Any = False
+    per_example: bool = True
+
+
+def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool, out_dtype: Any) -> NormSpec:
+    """The spec of a call."""
+    return NormSpec(
+        axes=view.axes,
+        summed=view.summed,
+        centred=options.centred,
+        eps=epsilon(options.eps),
+        scale=scale,
+        bias=bias,
+        per_example=options.per_example,
+        accumulate=found.accumulate,
+        out_dtype=np.dtype(out_dtype),
+        engine=options.engine,
+        level=required(options.determinism),
+    )
+
+
+def scale_of(view: View, value: Any, found: Types, options: Options) -> list[Array]:
+    """The scale, if it is given, plus one if it is stored as its distance from one."""
+    zero_centred = checks.flag("zero_centred", options.zero_centred)
+    if value is None:
+        return []
+    scale = view.parameter("scale", value, found)
+    return [1 + scale] if zero_centred else [scale]
+
+
+def forward(
+    view: View, x: Array, scale: Any, bias: Any, found: Types, options: Options, out_dtype: Any
+) -> tuple[Array, Array, Array, Array]:
+    """y in x's shape; mean, inverse deviation and variance in the view's."""
+    scales = scale_of(view, scale, found, options)
+    biases = [] if bias is None else [view.parameter("bias", bias, found)]
+    read = spec(view, found, options, scale=bool(scales), bias=bool(biases), out_dtype=out_dtype)
+    operands = (x.reshape(view.shape), *scales, *biases)
+    check("norm", read, operands)
+    y, mean, rstd, variance = primitive.bind("norm", *operands, spec=read)
+    return y.reshape(x.shape), mean, rstd, variance
+
+
+def backward(
+    view: View, dy: Any, x: Array, scale: Any, mean: Any, rstd: Any, found: Types, options: Options, out_dtype: Any
+) -> tuple[Array, Array, Array]:
+    """dx in x's shape; dscale and dbias in the parameters'."""
+    dy = cotangent(dy, x, found)
+    scales = scale_of(view, scale, found, options)
+    needed = (rstd,) if not options.centred else (mean, rstd)
+    if all(v is None for v in needed):
+        _, mean_, rstd_, _ = forward(view, x, None, None, found, options, found.out)
+    elif any(v is None for v in needed):
+        raise ValueError("`mean` and `rstd` must be given both or neither, got one of them.")
+    else:
+        rstd_ = view.statistic("rstd", rstd, found)
+        mean_ = view.statistic("mean", mean, found) if options.centred else jnp.zeros_like(rstd_)
+    read = spec(view, found, options, scale=bool(scales), bias=False, out_dtype=out_dtype)
+    operands = (dy.reshape(view.shape), x.reshape(view.shape), mean_, rstd_, *scales)
+    check("norm_dgrad", read, operands)
+    dx, ds, db = primitive.bind("norm_dgrad", *operands, spec=read)
+    ds, db = (jnp.squeeze(v, view.summed).reshape(view.parameters) for v in (ds, db))
+    return dx.reshape(x.shape), ds, db
+
+
+def cotangent(dy: Any, x: Array, found: Types) -> Array:
+    """Reads dy: like x, of x's, the result's or the accumulator's dtype or narrower."""
+    dy = checks.array("dy", dy)
+    checks.shape("dy", dy, x.shape, "that of x")
+    checks.dtype("dy", dy, narrower(found.accumulate))
+    return jnp.asarray(dy)
+
+
+def check(op: str, read: NormSpec, operands: Sequence[Array]) -> None:
+    """Raises if no engine serves the call."""
+    engines.check(op, read, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+
+
+def require(op: str, determinism: Any, guaranteed: str, why: str) -> None:
+    """Checks the level of an op without engines."""
+    level = required(determinism)
+    if not satisfies(guaranteed, level):
+        raise NotImplementedError(
+            f"`determinism` {level!r} cannot be guaranteed for {op}, expected {guaranteed!r} or less: {why}."
+        )
+
+
+# ---- blends and epilogues of batch normalisation ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Blend:
+    """alpha c + beta prior; no prior where it is not read."""
+
+    alpha: float | Array
+    beta: float | Array
+    prior: Array | None
+
+    def of(self, computed: Array, out_dtype: Any) -> Array:
+        """The blend in the precision of `computed`, then the one conversion."""
+        read = epilogues.Epilogue(alpha=self.alpha, beta=self.beta, prior=self.prior is not None)  # type: ignore[arg-type]
+        operands = [] if self.prior is None else [self.prior]
+        return epilogues.apply(read, rounded(computed), operands, channel=0, out_dtype=out_dtype)
+
+
+def blend(
+    frame: Frame | None,
+    names: tuple[str, str, str],
+    given: tuple[Any, Any, Any],
+    shape: Sequence[int],
+    why: str,
+    found: Types,
+) -> Blend | None:
+    """Reads two factors and a prior of a shape, in a layout if there is a frame; None if nothing is to be done."""
+    *_, of_prior = names
+    alpha, beta, prior = given
+    alpha, beta = blending.read_scales(alpha, beta, prior, names)
+    reads = not (isinstance(beta, float) and beta == 0)
+    if prior is not None:
+        prior = checks.array(of_prior, prior) if frame is None else frame.array(of_prior, prior)
+        checks.shape(of_prior, prior, tuple(shape), why)
+        checks.dtype(of_prior, prior, narrower(found.accumulate))
+    if isinstance(alpha, float) and alpha == 1 and not reads:
+        return None
+    return Blend(alpha, beta, jnp.asarray(prior) if reads else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """y = act(alpha c + beta prior + residual), as it was given."""
+
+    alpha: Any
+    beta: Any
+    prior: Any
+    residual: Any
+    activation: Any
+
+    def read(self, frame: Frame, x: Array, found: Types) -> "tuple[epilogues.Epilogue, list[Array]] | None":
+        """The epilogue and its operands; None if there is nothing to do."""
+        alpha, beta = blending.read_scales(self.alpha, self.beta, self.prior)
+        static = isinstance(beta, float)
+        activation = read_activation(self.activation)
+        operands = {}
+        for name, value in (("prior", self.prior), ("residual", self.residual)):
+            if value is None:
+                continue
+            value = frame.array(name, value)
+            checks.shape(name, value, x.shape, "that of x")
+            checks.dtype(name, value, narrower(found.accumulate))
+            if name == "residual" or not (static and beta == 0):  # a prior that counts nothing is not read
+                operands[name] = value
+        if isinstance(alpha, float) and alpha == 1 and not operands and activation is None:
+            return None
+        given = {name: name in operands for name in ("prior", "residual")}
+        read = epilogues.Epilogue(alpha=alpha, beta=beta, activation=activation, **given)  # type: ignore[arg-type]
+        return read, [operands[name] for name in read.operands]
+
+
+def frame(layout: Any) -> Frame:
+    """Reads a layout."""
+    return frames.frame(layout, None)

@@ -1,0 +1,289 @@
+"""Batch normalisation in pieces: the sums of channels, and what is made of them.
+
+The bounds, with u the accumulator's unit roundoff and γ(k) = k u / (1 - k u) what k roundings come to:
+
+* Adding n terms in any order is off by γ(n) Σ |x|, and γ(n + 1) Σ x² with the roundings of the squares.
+* The sums, as `bn_finalize` reads them, are exact. A mean and squares / m are off by 2 u of themselves: XLA divides, or
+  multiplies with a rounded 1 / m. μ² is off by 2 |μ| 2 u |μ| + (2 u μ)² and a rounding, the difference by both and a
+  rounding; a maximum adds nothing.
+* r is off by the factor 1 / √(1 - E / V), with V = σ² + eps and E the error of that, and 8 u, as in `bounds.py`.
+* A shift is subtracted from each number, and added to the mean, with one rounding.
+* Then products and sums follow, each rounded once. A running statistic is off by what its new one is, and γ(6) of the
+  magnitudes: of the weights, the quotient m / (m - 1), the products and their sum.
+* r of a given variance is off by γ(4): the addition, the root and the quotient, of which XLA's rsqrt rounds two.
+* Σ dy (x - mean) has two roundings a term beside the adding, times r one more.
+
+The definition's own error, in float64 or np.longdouble, is the same bound times the quotient of the roundoffs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn._src.cases import case as plain
+from jaxdnn._src.cases import drawn
+from jaxdnn._src.cases.case import Case, Expected
+from jaxdnn._src.cases.family import family
+from jaxdnn._src.cases.subject import Subject, subject
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.core.tolerance import Accumulation
+from jaxdnn_reference.norm_batch import of_batch
+
+Values = np.ndarray
+SHAPES = {"NHWC": (5, 6, 7, 8), "NCHW": (5, 8, 6, 7), "CHWN": (8, 3, 5, 6), "NCHWc4": (3, 2, 5, 6, 4), "NWC": (4, 9, 8)}
+FINALIZE: dict[str, dict[str, Any]] = {
+    "parameters-running": {"momentum": 0.3, "eps": 0.01},
+    "plain": {},
+    "cumulative": {"momentum": 1.0},
+    "shifted": {},
+}
+SHIFTED = "NHWC-shifted"  # numbers far from zero, less others that are
+FAR = 100.0
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "genstats": (next(iter(SHAPES)), SHIFTED, *list(SHAPES)[1:]),
+    "bn_finalize": tuple(FINALIZE),
+    "bn_finalize_inference": ("parameters", "plain"),
+    "dbn_weight": tuple(SHAPES),
+}
+COUNT, CHANNELS = 210, 13
+RESULTS = {
+    "genstats": ("total", "squares"),
+    "bn_finalize": ("factor", "summand", "mean", "rstd", "running_mean", "running_variance"),
+    "bn_finalize_inference": ("factor", "summand"),
+    "dbn_weight": ("dscale", "dbias", "factor_dy", "factor_x", "summand"),
+}
+POSITIONAL = {
+    "genstats": ("x",),
+    "bn_finalize": ("total", "squares"),
+    "bn_finalize_inference": ("mean", "variance"),
+    "dbn_weight": ("dy", "x", "mean", "rstd"),
+}
+GIVEN = ("scale", "bias", "running_mean", "running_variance")
+
+
+@dataclasses.dataclass(frozen=True)
+class StatsCase(Case):
+    """One call, with parameters unless it is plain; `bn_finalize` with the sums of so many numbers a channel."""
+
+    given: tuple[str, tuple[int, ...]] | None = None  # layout and shape, if not the variant's
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the operands are."""
+        return (*POSITIONAL[self.op], *self._named)
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        shift = ("shift",) if self.shifted else ()
+        parameters = {"bn_finalize": GIVEN, "bn_finalize_inference": GIVEN[:2], "dbn_weight": GIVEN[:1]}
+        return (*shift, *(() if self.variant == "plain" else parameters.get(self.op, ())))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.given[1] if self.given else SHAPES[self.options["layout"]]
+
+    @property
+    def shifted(self) -> bool:
+        return self.variant.endswith("shifted")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is given beside operands."""
+        if self.op in ("genstats", "dbn_weight"):
+            return {"layout": self.given[0] if self.given else self.variant.removesuffix("-shifted")}
+        return FINALIZE[self.variant] if self.op == "bn_finalize" else {}
+
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        return self._function(dnn, **choices)
+
+    def _function(self, module: Any, **choices: Any) -> Callable[..., Any]:
+        function, options = getattr(module, self.op), {**self.options, **choices}
+        count, extra = len(POSITIONAL[self.op]), (COUNT,) if self.op == "bn_finalize" else ()
+        named = lambda given: dict(zip(self._named, given, strict=True))
+        return lambda *v: function(*v[:count], *extra, **named(v[count:]), **options)
+
+    def kinds(self) -> tuple[str, ...]:
+        return ("normal", "integers")
+
+    def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        draw = lambda *s: rng.integers(-4, 5, s).astype(np.float64) if kind == "integers" else rng.normal(0.5, 1, s)
+        if "layout" in self.options:
+            return self._images(draw)
+        x = draw(COUNT, CHANNELS)
+        made = {"total": x.sum(0), "squares": (x * x).sum(0)}
+        arrays = [made[name] if name in made else draw(CHANNELS) for name in self.names]
+        if self.shifted:
+            arrays[2] += FAR
+        arrays = [np.abs(v) if name.endswith("variance") else v for name, v in zip(self.names, arrays, strict=True)]
+        return tuple(v.astype(self.in_dtype) for v in arrays)
+
+    def _images(self, draw: Callable[..., np.ndarray]) -> tuple[np.ndarray, ...]:
+        """x, and dy, and numbers of every channel; statistics are wide, r a power of two where numbers are whole."""
+        shape = self.shape
+        channels = of_batch(np.empty(shape), "spatial", self.options["layout"]).own
+        if self.op == "genstats":
+            x = draw(*shape) + FAR * self.shifted
+            arrays = [x, *[draw(*channels) + FAR] * self.shifted]
+            return tuple(v.astype(self.in_dtype) for v in arrays)
+        wide = np.float64 if self.x64 else np.float32
+        images, (mean, scale) = (draw(*shape), draw(*shape)), (draw(*channels), draw(*channels))
+        rstd = 2.0 ** np.round(np.abs(mean))
+        return (
+            *(v.astype(self.in_dtype) for v in images),
+            mean.astype(wide),
+            rstd.astype(wide),
+            scale.astype(self.in_dtype),
+        )
+
+    def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
+        values = self._function(reference)(*operands)
+        format = accumulation.format
+        named = dict(zip(self.names, (v.astype(np.float64) for v in operands), strict=True))
+        if self.op == "genstats":
+            errors = sums_error(operands[0], self.options["layout"], format, *operands[1:])
+        elif self.op == "dbn_weight":
+            errors = weight_error(named, self.options["layout"], format=format)
+        elif self.op == "bn_finalize_inference":
+            errors = inference_error(named, eps=1e-5, format=format)
+        else:
+            errors = finalize_error(named, COUNT, **{"eps": 1e-5, "momentum": 0.1, **self.options}, format=format)
+        share = float(np.finfo(np.longdouble if self.x64 else np.float64).eps) / 2 / tolerance.FORMATS[format].roundoff
+        wide = np.float64 if self.x64 else np.float32
+        found = zip(RESULTS[self.op], values, errors, strict=True)
+        generic = kind != "integers"
+        return tuple(Expected(np.asarray(v, np.float64), e * (1 + share), wide, n, generic) for n, v, e in found)
+
+    def describe(self) -> dict[str, Any]:
+        if "layout" in self.options:
+            return {"shape": self.shape, **self.options}
+        count = {"count": COUNT} if self.op == "bn_finalize" else {}
+        return {"channels": CHANNELS, **count, **self.options}
+
+
+def sums_error(x: Values, layout: str, format: str, shift: Values | None = None) -> tuple[Values, Values]:
+    """How far the sums of `genstats` may be off; of numbers less a shift each number by one rounding more."""
+    rule, v = tolerance.FORMATS[format], of_batch(x.astype(np.float64), "spatial", layout)
+    axes, n, extra = tuple(v.axes), v.x.size // v.own[0], 0 if shift is None else 1
+    size = np.abs(v.x if shift is None else v.x - shift.astype(np.float64).reshape(v.spread))
+    growth = lambda k: k * rule.roundoff / (1 - k * rule.roundoff)
+    squares = growth(n + 1 + 2 * extra) * (size**2).sum(axes) + n * rule.smallest_normal
+    return growth(n + extra) * size.sum(axes), squares
+
+
+def finalize_error(given: dict[str, Values], m: int, *, eps: float, momentum: float, format: str) -> tuple[Values, ...]:
+    """How far the results of `bn_finalize` may be off."""
+    rule = tolerance.FORMATS[format]
+    u, tiny = rule.roundoff, 8 * rule.smallest_normal
+    growth = 6 * u / (1 - 6 * u)
+    mean, second = given["total"] / m, given["squares"] / m
+    mean_error = 2 * u * np.abs(mean) + tiny
+    square_error = 2 * np.abs(mean) * mean_error + mean_error**2
+    square_error = square_error + u * (mean**2 + square_error) + 2 * u * second + tiny
+    difference = second - mean**2
+    error = square_error + u * (np.abs(difference) + square_error)
+    if "shift" in given:
+        mean = given["shift"] + mean
+        mean_error = mean_error + u * (np.abs(mean) + mean_error)
+    variance = np.maximum(difference, 0)
+    v = variance + eps
+    off = error + u * (v + error) + u * eps
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(off < v, 1 / np.sqrt(1 - np.minimum(off / v, 1)) - 1 + 8 * u, np.inf)
+        rstd = 1 / np.sqrt(v)
+    scale, bias = (np.abs(given.get(name, default)) for name, default in (("scale", 1.0), ("bias", 0.0)))
+    factor = scale * rstd
+    factor_error = factor * relative * (1 + u) + u * factor + tiny
+    product = np.abs(mean) * factor
+    product_error = np.abs(mean) * factor_error + mean_error * (factor + factor_error)
+    product_error = product_error + u * (product + product_error) + tiny
+    summand_error = product_error + u * (product + product_error + bias) + tiny
+    unbiased, unbiased_error = variance * m / (m - 1), error * m / (m - 1)
+    found = [factor_error, summand_error, mean_error, rstd * relative]
+    for new, own, name in ((np.abs(mean), mean_error, GIVEN[2]), (unbiased, unbiased_error, GIVEN[3])):
+        weight = momentum if name in given else 1.0
+        old = np.abs(given.get(name, 0.0))
+        found.append(weight * own + growth * (weight * (new + own) + abs(1 - weight) * old) + tiny)
+    return tuple(found)
+
+
+def inference_error(given: dict[str, Values], *, eps: float, format: str) -> tuple[Values, Values]:
+    """How far the results of `bn_finalize_inference` may be off."""
+    rule = tolerance.FORMATS[format]
+    u, tiny = rule.roundoff, 8 * rule.smallest_normal
+    growth = lambda k: k * u / (1 - k * u)
+    scale, bias = (np.abs(given.get(name, default)) for name, default in (("scale", 1.0), ("bias", 0.0)))
+    factor = scale / np.sqrt(given["variance"] + eps)
+    product = np.abs(given["mean"]) * factor
+    summand = growth(6) * product + tiny
+    return growth(5) * factor + tiny, summand + u * (product + bias + summand)
+
+
+def weight_error(given: dict[str, Values], layout: str, *, format: str) -> tuple[Values, ...]:
+    """How far the results of `dbn_weight` may be off."""
+    rule, v = tolerance.FORMATS[format], of_batch(given["x"], "spatial", layout)
+    axes, m = tuple(v.axes), v.x.size // v.own[0]
+    u, tiny = rule.roundoff, 8 * m * rule.smallest_normal
+    growth = lambda k: k * u / (1 - k * u)
+    dy, c = np.abs(v.array(given["dy"])), np.abs(v.x - given["mean"].reshape(v.spread))
+    r, mean = np.abs(given["rstd"]), np.abs(given["mean"])
+    along, total = (dy * c).sum(axes), dy.sum(axes)
+    factor = r * np.abs(given.get("scale", 1.0))
+    # Magnitudes, before anything cancels, of what the factor of x and the summand are products and sums of.
+    of_x, of_dy = factor * r * r * along / m, factor * total / m
+    spare = tiny * (1 + r) * (1 + factor * (1 + r) * (1 + mean))  # what results below the normal numbers may lose
+    return (
+        growth(m + 3) * r * along + spare,
+        growth(m) * total + spare,
+        growth(1) * factor + spare,
+        growth(m + 9) * of_x + spare,
+        growth(m + 11) * (of_dy + mean * of_x) + spare,
+    )
+
+
+def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[StatsCase]:
+    """Every layout, and the sums with and without parameters; sums are wide."""
+    variants = VARIANTS[op]
+    for dtype in ("f32",) if op == "bn_finalize" else ("f32", "bf16", "f16"):
+        for variant in variants[:1] if extent == "quick" else variants:
+            yield StatsCase(op, engine, dtype, variant)
+    for variant in variants if extent == "full" else ():
+        yield StatsCase(op, engine, "f64", variant)
+
+
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
+    """Whole calls: sums are over the batch, and what is made of them has none."""
+    case = StatsCase(op, engine, "f32", VARIANTS[op][0])
+    found = subject(case, seed, batch_axes=(None,) * len(case.names), out_axis=None)
+    if found is not None:
+        yield found
+
+
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> StatsCase:
+    """Sums over images in every layout, with and without a shift; what is made of sums in each of its ways."""
+    if not op.startswith(("genstats", "dbn")):
+        return StatsCase(op, engine, "f32", str(rng.choice(VARIANTS[op])))
+    rank = int(drawn.pick(rng, {1: 1, 2: 4, 3: 1}))
+    layout, c = drawn.layout(rng, rank, last=False), drawn.channels(rng, 640)
+    c = -(-c // 32) * 32 if "c" in layout else c
+    sizes = drawn.axes(rng, rank, 2**15 / c)
+    shape = drawn.laid_out(layout, drawn.batch(rng, 2**18 / (c * math.prod(sizes))), c, sizes)
+    variant = f"{name}-shifted" if op == "genstats" and rng.random() < 0.5 else name
+    return StatsCase(op, engine, drawn.pick(rng, drawn.WIDER), variant, (layout, shape))
+
+
+FAMILY = family(
+    "norm_stats",
+    StatsCase,
+    tuple(VARIANTS),
+    cases,
+    subjects,
+    "the first of its variants",
+    (2, 3),
+    plain.facts,
+    draw=draw,
+)

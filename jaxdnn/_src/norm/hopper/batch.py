@@ -1,0 +1,151 @@
+"""Batch normalisation's sums on Hopper: over the columns of rows, in one reading (Pallas, Mosaic GPU).
+
+Schedule. x is seen as rows of columns. Two blocks stay on every multiprocessor; a thread keeps mean and second moment
+of a vector of columns in registers and goes down its share of the rows, with many loads under way. The blocks leave
+their pairs, half a megabyte, which a second, tiny kernel makes one of. Backward likewise, with two arrays and sums. The
+pass that follows is left to XLA, which joins an activation or a sum behind it to the same pass over memory.
+`norm_batch_walk`, `norm_batch_ptx` and `norm_batch_dgrad_ptx` write the instructions and state their order.
+
+Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
+the number of rows (3 channels: 8 pixels); bfloat16, float16 or float32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.hopper import MULTIPROCESSORS, branches
+from jaxdnn._src.hopper.launch import launch
+from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
+from jaxdnn._src.norm.hopper import batch_dgrad_ptx, batch_ptx
+from jaxdnn._src.norm.hopper.batch_ptx import LANES
+from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
+
+BLOCKS = 2  # on a multiprocessor
+THREADS, CHUNK, STAGES = 256, 4, 2
+WIDTH = 32  # vectors of a row that a block covers, at most: the fewer, the fewer blocks leave pairs of one column
+BACKWARD_CHUNK, BACKWARD_STAGES = 2, 2
+MERGE_THREADS, MERGE_BATCH = 1024, 9
+
+
+def forward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
+    """How columns are dealt out, from the shape and dtype alone; None if rows do not make whole vectors."""
+    return _plan(rows, columns, dtype, CHUNK, STAGES)
+
+
+def backward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
+    """Likewise; of two arrays there are twice as many loads under way."""
+    return _plan(rows, columns, dtype, BACKWARD_CHUNK, BACKWARD_STAGES)
+
+
+def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> ColumnPlan | None:
+    elements = VECTOR_BYTES // SIZES[dtype]
+    fold = elements // math.gcd(columns, elements)
+    # Rows are numbers of 32 bits, and what the kernels multiply columns by leaves factors of 32 bits.
+    if rows % fold or columns * fold >= 1 << 28 or rows > 1 << 30:
+        return None
+    rows, columns = rows // fold, columns * fold
+    vectors = columns // elements
+    across = -(-vectors // WIDTH)
+    width = -(-vectors // across)
+    lines = THREADS // width
+    while chunk * lines * vectors * VECTOR_BYTES >= 1 << 31:  # a tile's bytes are a factor of 32 bits
+        chunk //= 2
+        if not chunk:
+            return None
+    splits = max(1, min(BLOCKS * MULTIPROCESSORS // across, rows // (lines * chunk)))
+    return ColumnPlan(rows, columns, fold, dtype, THREADS, width, chunk, stages, splits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Of the columns of x, (columns,) each.
+
+    Attributes:
+      mean, rstd, variance: as the op returns them.
+      rest: what rounding the mean has cost, to be subtracted behind it.
+      factor: rstd times the scale.
+    """
+
+    mean: Array
+    rstd: Array
+    variance: Array
+    rest: Array
+    factor: Array
+
+
+def statistics(x: Array, scale: Array | None, *, eps: float, config: ColumnPlan | None = None) -> Statistics:
+    """The statistics of the columns of x (rows, columns); scale (columns,)."""
+    found = config or _found(forward_plan, x)
+    columns = x.shape[1]
+    pairs = ((found.columns,), (found.splits, 2, found.columns))
+    base, sums = _walked(
+        batch_ptx.statistics(found),
+        [x.reshape(found.rows, found.columns)],
+        pairs,
+        found,
+        batch_ptx.values_of(found),
+        "norm_columns",
+    )
+    results = launch(
+        batch_ptx.merge(found, MERGE_THREADS, MERGE_BATCH, eps=eps, scale=scale is not None),
+        [base, sums, *([] if scale is None else [scale])],
+        (jax.ShapeDtypeStruct((columns,), jnp.float32),) * (4 if scale is None else 5),
+        name="norm_merge",
+        blocks=-(-columns // LANES),
+        threads=MERGE_THREADS,
+        floats=MERGE_THREADS + LANES,
+    )
+    mean, rstd, variance, rest, *factor = results
+    return Statistics(mean, rstd, variance, rest, factor[0] if factor else rstd)
+
+
+def sums(dy: Array, x: Array, mean: Array, config: ColumnPlan | None = None) -> Array:
+    """Σ dy, Σ dy (x - mean) and, of float32, Σ (x - mean) of the columns of dy and x, (rows, columns) both."""
+    found = config or _found(backward_plan, x)
+    count = batch_dgrad_ptx.sums_of(found)
+    shapes = ((found.splits, count, found.columns),)
+    (parts,) = _walked(
+        batch_dgrad_ptx.sums(found),
+        [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean],
+        shapes,
+        found,
+        count * found.elements,
+        "norm_columns_dgrad",
+    )
+    return jnp.sum(parts.reshape(found.splits, count, found.fold, x.shape[1]), (0, 2))
+
+
+def _found(plan: Callable[..., ColumnPlan | None], x: Array) -> ColumnPlan:
+    found = plan(*x.shape, NAMES[np.dtype(x.dtype)])
+    if found is None:
+        raise ValueError(f"`x` must have rows that make whole vectors of 16 bytes, got {x.shape} of {x.dtype}.")
+    return found
+
+
+def _walked(
+    code: str, arrays: Sequence[Array], outs: Sequence[tuple[int, ...]], found: ColumnPlan, values: int, name: str
+) -> Sequence[Array]:
+    """What a kernel that goes down the columns writes."""
+    branches.record(
+        "norm batches",
+        operands=found.dtype,
+        pass_="backward" if name.endswith("dgrad") else "forward",
+        fold="one row" if found.fold == 1 else "several rows",
+        splits="one" if found.splits == 1 else "several",
+        columns="one block" if found.row_vectors <= found.width else "several blocks",
+    )
+    return launch(
+        code,
+        arrays,
+        tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in outs),
+        name=name,
+        blocks=found.blocks,
+        threads=found.threads,
+        floats=max(found.floats(values), 32),
+    )

@@ -1,0 +1,129 @@
+"""Batches of the `hopper` engine: normalisation by statistics over the first axes, by the kernels of `norm_batch`."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, export, lax
+
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.rounding import nearest
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
+from jaxdnn._src.norm.primitive import NormSpec
+
+# How many columns, and how many rows and elements at least, the calls had that were measured (three dtypes).
+MEASURED_COLUMNS, MEASURED_ROWS, MEASURED_ELEMENTS = (3, 2048), 1568, 802816
+
+
+def _sizes(call: engines.Call) -> tuple[int, int]:
+    """Rows and columns: how many elements a statistic is taken over, and how many statistics there are."""
+    shape, over = x_of(call).shape, len(call.spec.axes)
+    return math.prod(shape[:over]), math.prod(shape[over:])
+
+
+def _plan(call: engines.Call) -> Any:
+    """How the kernels of a call deal it out, None if they cannot."""
+    from jaxdnn._src.norm.hopper import batch
+
+    plan = batch.forward_plan if call.op == "norm" else batch.backward_plan
+    return plan(*_sizes(call), NAMES[x_of(call).dtype])
+
+
+def _unsupported(call: engines.Call) -> str | None:
+    x, spec = x_of(call), call.spec
+    if any(map(export.is_symbolic_dim, x.shape)):
+        return "its kernels over the first axes take sizes that are known when they are traced"
+    if not spec.centred or spec.per_example:
+        return "its kernels over the first axes are those of batch normalisation"
+    if reason := unlike(call, "the last axes", tuple(a for a in range(-len(x.shape), 0) if a not in spec.axes)):
+        return reason
+    if _plan(call) is None:
+        rows, columns = _sizes(call)
+        given = f"{rows} rows of {columns} {x.dtype}"
+        return (
+            f"its kernels take whole vectors of 16 bytes, of fewer than 2^28 columns and at most 2^30 rows, not {given}"
+        )
+    return None
+
+
+def _run(call: engines.Call, *operands: Array) -> Any:
+    """What the kernels find, and XLA's pass over memory behind it."""
+    return _forward(call, *operands) if call.op == "norm" else _backward(call, *operands)
+
+
+def _kept(call: engines.Call) -> tuple[int, ...]:
+    """The shape of statistics."""
+    shape = x_of(call).shape
+    return tuple(1 if a - len(shape) in call.spec.axes else size for a, size in enumerate(shape))
+
+
+def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
+    """y = (x - μ) (r s) + b; where x is as wide as μ, what rounding the mean has cost is subtracted too."""
+    from jaxdnn._src.norm.hopper import batch
+
+    spec: NormSpec = call.spec
+    scale, bias = spec.split(parameters)
+    rows, columns = _sizes(call)
+    flat = None if scale is None else scale.reshape(columns)
+    found = batch.statistics(x.reshape(rows, columns), flat, eps=spec.eps)
+    spread = lambda v: v.reshape(_kept(call))
+    centred = x.astype(spec.accumulate) - spread(found.mean)
+    if x.dtype == spec.accumulate:
+        centred = centred - spread(found.rest)
+    y = centred * spread(found.factor)
+    y = y if bias is None else y + bias
+    return nearest(y, spec.out_dtype), spread(found.mean), spread(found.rstd), spread(found.variance)
+
+
+def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array, *scales: Array) -> Any:
+    """dx = (r s) dy - (r s) Σ dy / n - (x - μ) (r r s) Σ dy h / n, ds = Σ dy h and db = Σ dy, with h = (x - μ) r.
+
+    Where x is as wide as μ, Σ (x - μ) / n, what rounding the saved mean has cost, is subtracted too.
+    """
+    from jaxdnn._src.norm.hopper import batch
+
+    spec: NormSpec = call.spec
+    rows, columns = _sizes(call)
+    found = batch.sums(dy.reshape(rows, columns), x.reshape(rows, columns), mean.reshape(columns))
+    total, along, *rest = (v.reshape(mean.shape) for v in found)
+    share = jnp.asarray(1 / rows, spec.accumulate)
+    less = rest[0] * share if rest else None
+    ds = rstd * (along if less is None else along - less * total)
+    factor = rstd * scales[0] if scales else rstd
+    # Made once: in the pass over memory that follows every element would make them again, from more numbers.
+    made = (factor, factor * (total * share), rstd * factor * (ds * share))
+    factor, of_g, of_gh = lax.optimization_barrier(made)
+    centred = x.astype(spec.accumulate) - mean
+    centred = centred if less is None else centred - less
+    dx = (dy.astype(spec.accumulate) * factor - of_g) - centred * of_gh
+    return nearest(dx, spec.out_dtype), ds, total
+
+
+def _workspace(call: engines.Call) -> int | None:
+    """The splits' sums, and columns beside the results."""
+    found = _plan(call)
+    if found is None:
+        return None
+    if call.op == "norm":
+        return 4 * found.columns * (2 * found.splits + 3)
+    return 4 * found.columns * found.splits * (3 if x_of(call).dtype == call.spec.accumulate else 2)
+
+
+def _measured(call: engines.Call) -> bool:
+    """Faster than XLA's formula, both ways, wherever it was measured."""
+    if any(map(export.is_symbolic_dim, x_of(call).shape)):
+        return False
+    rows, columns = _sizes(call)
+    alike = MEASURED_COLUMNS[0] <= columns <= MEASURED_COLUMNS[1] and rows >= MEASURED_ROWS
+    return alike and rows * columns >= MEASURED_ELEMENTS
+
+
+BATCHES = Kind(
+    axes="the first axes",
+    pattern="r+k+",
+    unsupported=_unsupported,
+    run=_run,
+    measured=_measured,
+    workspace=_workspace,
+)

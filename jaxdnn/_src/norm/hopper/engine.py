@@ -1,0 +1,100 @@
+"""The `hopper` engine of the normalisations: which kernels serve a call, and what it promises.
+
+There is a kind of kernels for each kind of axes that statistics are taken over (`norm_kind`). A call goes to the one
+whose axes it has; that one says whether it serves the call. The engine is chosen unasked only for calls like those
+measured faster than XLA's formula on this kind of device (`benchmarks/notes-hopper-norm.md`); `engine="hopper"` takes
+it for all that it serves.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm.hopper.batch_engine import BATCHES
+from jaxdnn._src.norm.hopper.group_engine import IMAGES
+from jaxdnn._src.norm.hopper.kind import Kind, x_of
+from jaxdnn._src.norm.hopper.rows_engine import ROWS
+from jaxdnn._src.norm.primitive import RANGE
+
+KINDS = (ROWS, IMAGES, BATCHES)
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def _kind(call: engines.Call) -> Kind | None:
+    return next((kind for kind in KINDS if kind.has(call)), None)
+
+
+def _supports(call: engines.Call) -> str | None:
+    return hopper.no_device(call) or _unsupported(call)
+
+
+def _unsupported(call: engines.Call) -> str | None:
+    """Why no kernels serve a call, whatever the device."""
+    x, spec = x_of(call), call.spec
+    if call.op == "norm_tangent":
+        return "it has no kernel for the derivative along a tangent"
+    for dtype in (x.dtype, spec.out_dtype):
+        if dtype not in NAMES:
+            return f"its kernels take and write {', '.join(map(str, NAMES))}, not {dtype}"
+    if spec.eps > LARGEST:
+        return f"its kernels take an eps that float32 holds, not {spec.eps}"
+    if call.op == "norm_dgrad" and call.avals[0].dtype != x.dtype:
+        return f"its kernels take a gradient of x's dtype {x.dtype}, not {call.avals[0].dtype}"
+    kind = _kind(call)
+    if kind is None:
+        over = " or ".join(kind.axes for kind in KINDS)
+        return f"its kernels take statistics over {over}, not axes {spec.axes}"
+    if not math.prod(x.shape):
+        return "its kernels take arrays with elements"
+    return kind.unsupported(call)
+
+
+def _run(call: engines.Call, *operands: Array) -> Any:
+    return next(kind for kind in KINDS if kind.has(call)).run(call, *operands)
+
+
+def _level(call: engines.Call) -> str:
+    """A row or an image depends on nothing else; the gradients in scale and bias add over them in the batch's order."""
+    return "batch_invariant" if call.spec.per_example else "run_to_run"
+
+
+def _rank(call: engines.Call) -> int:
+    """First where it was measured faster than XLA."""
+    if _supports(call) is not None:
+        return 2
+    kind = _kind(call)
+    return 0 if kind is not None and kind.measured(call) else 2
+
+
+def _workspace(call: engines.Call) -> int | None:
+    kind = _kind(call)
+    return kind.workspace(call) if kind is not None and _unsupported(call) is None else None
+
+
+for _op in ("norm", "norm_tangent", "norm_dgrad"):
+    engines.register(
+        engines.Engine(
+            name="hopper",
+            measured_on=hopper.MEASURED_ON,
+            op=_op,
+            run=_run,
+            fused=False,
+            supports=_supports,
+            needs_sizes=lambda call: True,
+            level=_level,
+            rank=_rank,
+            workspace=_workspace,
+            partition=lambda call: True,
+            notes=(
+                "gradients in scale and bias add over the batch: run_to_run",
+                "where statistics go over an axis that is sharded, XLA's formula serves, with its sums over the mesh",
+                *(note for kind in KINDS for note in kind.notes),
+                RANGE,
+            ),
+        )
+    )

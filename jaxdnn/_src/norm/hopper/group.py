@@ -1,0 +1,186 @@
+"""Group and instance normalisation on Hopper, channels last: parts of images in shared memory.
+
+Schedule. A cluster of 1 to 8 blocks takes an image, and of its channels a part: whole groups, as a rule 128 bytes of a
+pixel. Its threads copy the part into their blocks' shared memory, all at once, so that many bytes are on their way, and
+add up as they arrive. From shared memory then come the sums about the mean, and then the result: what is normalised is
+read from device memory once, and written once. Two blocks share a multiprocessor, so that one loads while the other
+stores; where a part needs most of a multiprocessor's memory a cluster has several in turn, and loads the next one while
+it stores. Backward, x and dy are kept likewise. The sums of a group go through shared memory, in the end that of the
+whole cluster. An image that does not fit into 8 blocks (backward, or in narrow parts alone) goes in slices, by two
+kernels: one for the statistics of each slice, one that merges them and normalises, which reads once more.
+`norm_group_walk` states which thread has what, `norm_group_sums` and `norm_group_slices_ptx` the order of additions,
+which one image's shape, the groups and the dtype alone decide.
+
+Limits. The axes are an image's pixels, then its channels; these fill whole vectors of 16 bytes, and the smallest part
+of a pixel that holds whole groups has at most 1024 of them. Of an image that neither fits nor has slices the first
+pixels are kept, and the others read twice. bfloat16, float16 or float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.launch import launch
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm.hopper import group_ptx, group_slices_ptx
+from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan, best
+
+
+def forward(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    *,
+    groups: int,
+    eps: float,
+    out_dtype: Any,
+    config: ImagePlan | SlicePlan | None = None,
+) -> Any:
+    """y, and mean, rstd and variance (images, groups), of x (images, pixels, channels)."""
+    images = x.shape[0]
+    chosen = config or _plan(x, groups, out_dtype, 1)
+    _record("forward", chosen, images)
+    if isinstance(chosen, SlicePlan):
+        return _forward_in_slices(x, scale, bias, groups, eps, out_dtype, chosen)
+    turns = chosen.turns(images, 1)
+    given = [v for v in (scale, bias) if v is not None]
+    code = group_ptx.forward(
+        chosen, eps=eps, scale=scale is not None, bias=bias is not None, images=images if turns else 0, clusters=turns
+    )
+    statistic = jax.ShapeDtypeStruct((images, groups), jnp.float32)
+    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
+    return launch(
+        code, [x, *given], outs, name="group_norm", **_shape(chosen, turns or images * chosen.parts, 1, turns > 0)
+    )
+
+
+def _forward_in_slices(
+    x: Array, scale: Array | None, bias: Array | None, groups: int, eps: float, out_dtype: Any, plans: SlicePlan
+) -> Any:
+    """As `forward`, by two kernels: one for the statistics of slices of the images, one for the result."""
+    images, pixels, _ = x.shape
+    first, second = plans.statistics, plans.applied
+    merged, slices = pixels // first.pixels, pixels // second.pixels
+    apart = jax.ShapeDtypeStruct((images * merged, groups), jnp.float32)
+    code = group_slices_ptx.statistics(first)
+    shape = _shape(first, images * merged * first.parts, 1)
+    found = launch(code, [x], [apart] * 3, name="group_norm_statistics", **shape)
+    given = [v for v in (scale, bias) if v is not None]
+    has = {"scale": scale is not None, "bias": bias is not None}
+    code = group_slices_ptx.apply(second, images, slices, merged, eps=eps, **has)
+    statistic = jax.ShapeDtypeStruct((images, groups), jnp.float32)
+    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
+    return launch(
+        code, [x, *found, *given], outs, name="group_norm_apply", **_shape(second, images * slices * second.parts, 1)
+    )
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    scale: Array | None,
+    *,
+    groups: int,
+    out_dtype: Any,
+    config: ImagePlan | SlicePlan | None = None,
+) -> tuple[Array, Array, Array]:
+    """dx, dscale and dbias of dy and x (images, pixels, channels), mean and rstd (images, groups)."""
+    images, _, channels = x.shape
+    chosen = config or _plan(x, groups, out_dtype, 2)
+    _record("backward", chosen, images)
+    if isinstance(chosen, SlicePlan):
+        return _backward_in_slices(dy, x, mean, rstd, scale, groups, out_dtype, chosen)
+    turns = chosen.turns(images, 2)
+    code = group_ptx.backward(chosen, scale=scale is not None, images=images if turns else 0, clusters=turns)
+    sums = jax.ShapeDtypeStruct((images * chosen.cluster, 2, channels), jnp.float32)
+    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), sums)
+    given = [dy, x, mean, rstd] + ([] if scale is None else [scale])
+    dx, each = launch(
+        code, given, outs, name="group_norm_dgrad", **_shape(chosen, turns or images * chosen.parts, 2, turns > 0)
+    )
+    dscale, dbias = jnp.sum(each, 0)
+    return dx, dscale, dbias
+
+
+def _backward_in_slices(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    scale: Array | None,
+    groups: int,
+    out_dtype: Any,
+    plans: SlicePlan,
+) -> tuple[Array, Array, Array]:
+    """As `backward`, by two kernels: one for the sums of slices of the images, one for dx."""
+    images, pixels, channels = x.shape
+    first, second = plans.statistics, plans.applied
+    merged, slices = pixels // first.pixels, pixels // second.pixels
+    names, wide = group_slices_ptx.sums_of_groups(first.dtype), first.dtype == "f32"
+    given = [] if scale is None else [scale]
+    outs = [jax.ShapeDtypeStruct((images * merged * first.cluster, 2, channels), jnp.float32)]
+    outs += [jax.ShapeDtypeStruct((images * merged, groups), jnp.float32) for _ in names]
+    code = group_slices_ptx.gradient_sums(first, merged, scale=scale is not None)
+    shape = _shape(first, images * merged * first.parts, 2)
+    each, *sums = launch(code, [dy, x, mean, *given], outs, name="group_norm_dgrad_sums", **shape)
+    code = group_slices_ptx.apply_gradients(second, images, slices, merged, scale=scale is not None)
+    outs = [jax.ShapeDtypeStruct(x.shape, out_dtype)] + [jax.ShapeDtypeStruct((images, groups), jnp.float32)] * wide
+    shape = _shape(second, images * slices * second.parts, 2)
+    dx, *rest = launch(code, [dy, x, mean, rstd, *given, *sums], outs, name="group_norm_dgrad_apply", **shape)
+    return dx, *merged_gradients(each, rstd, *rest)
+
+
+def merged_gradients(each: Array, rstd: Array, rest: Array | None = None) -> tuple[Array, Array]:
+    """dscale and dbias from the blocks' sums of dy (x - saved mean) and of dy, and from rest = mean - saved mean."""
+    images, groups = rstd.shape
+    along, plain = jnp.moveaxis(jnp.sum(each.reshape(images, -1, *each.shape[1:]), 1), 1, 0)
+    of_channels = lambda v: jnp.repeat(v, each.shape[-1] // groups, 1)
+    if rest is not None:
+        along = along - of_channels(rest) * plain
+    return jnp.sum(along * of_channels(rstd), 0), jnp.sum(plain, 0)
+
+
+def _plan(x: Array, groups: int, out_dtype: Any, arrays: int) -> ImagePlan | SlicePlan:
+    _, pixels, channels = x.shape
+    names = NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)]
+    found = best(pixels, channels, channels // groups, *names, arrays)
+    if found is None:
+        raise ValueError(f"`x` must have channels that fill vectors and fit into a block, got {channels} of {x.dtype}.")
+    return found
+
+
+def _record(which: str, chosen: ImagePlan | SlicePlan, images: int) -> None:
+    if isinstance(chosen, SlicePlan):
+        kind, plans = "in slices", [chosen.statistics, chosen.applied]
+    elif chosen.stays:
+        in_turn = chosen.turns(images, 1 + (which == "backward")) > 0
+        kind, plans = "stays, in turn" if in_turn else "stays", [chosen]
+    else:
+        kind, plans = "read twice", [chosen]
+    for plan in plans:
+        whole = "of one group" if plan.group % plan.elements == 0 else "of several groups"
+        branches.record(
+            "norm images",
+            operands=plan.dtype,
+            pass_=which,
+            image=kind,
+            cluster=plan.cluster,
+            vector=whole if 0 in (plan.group % plan.elements, plan.elements % plan.group) else "across groups",
+            threads=plan.threads,
+        )
+
+
+def _shape(chosen: ImagePlan, clusters: int, arrays: int, in_turn: bool = False) -> dict[str, Any]:
+    """How the kernel is launched."""
+    return {
+        "blocks": clusters,
+        "threads": chosen.threads,
+        "cluster": chosen.cluster,
+        "floats": chosen.floats(arrays, in_turn),
+    }

@@ -1,0 +1,124 @@
+"""Images of the `hopper` engine: group and instance normalisation, channels last, by the kernels of `norm_group`.
+
+x is (images..., pixels..., groups, channels of a group), or (images..., pixels..., channels) with groups of one.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from jax import Array, export
+
+from jaxdnn._src.core import engines
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm.hopper import group_plan
+from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan
+from jaxdnn._src.norm.hopper.kind import Kind, marks, unlike, x_of
+from jaxdnn._src.norm.primitive import NormSpec
+
+LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
+STATISTICS = 1 << 31  # of all images, or of their slices
+# What was measured faster: dtypes of x and the result; elements, clusters, and a cluster's bytes of a pixel at least;
+# bytes at least where images go in slices.
+MEASURED_DTYPES, MEASURED_ELEMENTS, MEASURED_CLUSTERS = ("bfloat16", "float16", "float32"), 1 << 16, 4
+MEASURED_BYTES, MEASURED_SLICED = 32, 1 << 24
+
+
+class _Sizes(NamedTuple):
+    images: int
+    pixels: int
+    channels: int
+    groups: int
+
+
+def _own(call: engines.Call) -> tuple[int, ...]:
+    """The axes of the channels."""
+    return (-2, -1) if marks(call).endswith("kr") else (-1,)
+
+
+def _sizes(call: engines.Call) -> _Sizes:
+    shape, axes = x_of(call).shape, marks(call)
+    first, own = axes.index("r"), len(_own(call))
+    last = len(shape) - own
+    return _Sizes(math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:]), shape[last])
+
+
+def _unsupported(call: engines.Call) -> str | None:
+    spec: NormSpec = call.spec
+    x = x_of(call)
+    if any(map(export.is_symbolic_dim, x.shape)):
+        return "its kernels for images take sizes that are known when they are traced"
+    size = _sizes(call)
+    if not spec.centred:
+        return "its kernels for images subtract the mean"
+    if reason := unlike(call, "the channels", _own(call)):
+        return reason
+    if size.channels * x.dtype.itemsize % 16:
+        return f"its kernels take channels that fill vectors of 16 bytes, not {size.channels} of {x.dtype}"
+    if size.pixels * size.channels * max(x.dtype.itemsize, spec.out_dtype.itemsize) >= LARGEST:
+        return f"its kernels take images of less than {LARGEST} bytes, not {size.pixels} pixels of {size.channels}"
+    plan = _plan(call)
+    slices = size.pixels // min(plan.statistics.pixels, plan.applied.pixels) if isinstance(plan, SlicePlan) else 1
+    if (count := size.images * slices * size.groups) >= STATISTICS:
+        return f"its kernels take fewer than {STATISTICS} groups and slices, which they number in 32 bits, not {count}"
+    if plan is None:
+        group = size.channels // size.groups
+        return f"its kernels take groups that fit into a block, not {group} of {size.channels} channels of {x.dtype}"
+    return None
+
+
+def _plan(call: engines.Call) -> ImagePlan | SlicePlan | None:
+    size = _sizes(call)
+    dtype, out_dtype = (NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype))
+    arrays = 1 if call.op == "norm" else 2
+    return group_plan.best(size.pixels, size.channels, size.channels // size.groups, dtype, out_dtype, arrays)
+
+
+def _run(call: engines.Call, *operands: Array) -> Any:
+    from jaxdnn._src.norm.hopper import group as norm_group
+
+    spec: NormSpec = call.spec
+    shape, size = x_of(call).shape, _sizes(call)
+    flat = lambda v: v.reshape(size.images, size.pixels, size.channels)
+    options: dict[str, Any] = {"groups": size.groups, "out_dtype": spec.out_dtype}
+    if call.op == "norm":
+        x, *parameters = operands
+        scale, bias = spec.split([p.reshape(size.channels) for p in parameters])
+        y, *statistics = norm_group.forward(flat(x), scale, bias, eps=spec.eps, **options)
+        reduced = tuple(1 if a - len(shape) in spec.axes else n for a, n in enumerate(shape))
+        return y.reshape(shape), *(s.reshape(reduced) for s in statistics)
+    dy, x, mean, rstd, *parameters = operands
+    scale = parameters[0].reshape(size.channels) if parameters else None
+    mean, rstd = (v.reshape(size.images, size.groups) for v in (mean, rstd))
+    dx, *gradients = norm_group.backward(flat(dy), flat(x), mean, rstd, scale, **options)
+    own = tuple(n if a - len(shape) in _own(call) else 1 for a, n in enumerate(shape))
+    return dx.reshape(shape), *(g.reshape(own) for g in gradients)
+
+
+def _measured(call: engines.Call) -> bool:
+    """An image that stays, in parts not too narrow, or has slices; enough of them; of a dtype that was measured."""
+    found, x = _plan(call), x_of(call)
+    if found is None or not call.spec.per_example:
+        return False
+    if x.dtype.name not in MEASURED_DTYPES or x.dtype != call.spec.out_dtype:
+        return False
+    if isinstance(found, SlicePlan):
+        return math.prod(x.shape) * x.dtype.itemsize >= MEASURED_SLICED
+    clusters = _sizes(call).images * found.parts
+    wide = found.stays and found.part * x.dtype.itemsize >= MEASURED_BYTES
+    return wide and clusters >= MEASURED_CLUSTERS and math.prod(x.shape) >= MEASURED_ELEMENTS
+
+
+def _workspace(call: engines.Call) -> int | None:
+    """What kernels leave for each other, and the blocks' sums for the gradients in scale and bias."""
+    found = _plan(call)
+    return None if found is None else found.workspace(_sizes(call).images, 1 if call.op == "norm" else 2)
+
+
+IMAGES = Kind(
+    axes="the pixels of an image and the channels of a group, channels last",
+    pattern="k+r+kr?",
+    unsupported=_unsupported,
+    run=_run,
+    measured=_measured,
+    workspace=_workspace,
+)

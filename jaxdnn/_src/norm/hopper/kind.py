@@ -1,0 +1,72 @@
+"""A kind of normalisation that the `hopper` engine has kernels for, as the engine sees it.
+
+A kind is told by which axes of x the statistics go over. Its array's axes, kept (k) or reduced (r), read `kkrr` for
+rows (k*r+), `krrk` or `krrkr` for the channels or groups of images (k+r+k or k+r+kr), `rrrk` for batches (r+k+): no
+call is of two kinds.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import Array
+
+from jaxdnn._src.core import engines
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Kernels for the statistics of one kind of axes.
+
+    Attributes:
+      axes: which axes, to be read behind "statistics over".
+      pattern: a regular expression over x's axes, k for one that is kept, r for one that statistics are taken over.
+      unsupported: why the kernels do not serve a call over such axes, as a clause; None if they do.
+      run: a call and its operands to its results.
+      measured: whether a call is like those that were measured faster than XLA's formula on `hopper.MEASURED_ON`.
+      workspace: bytes of device memory beside operands and results; None of a call that no kernel serves.
+      notes: what a user may want to know.
+    """
+
+    axes: str
+    pattern: str
+    unsupported: Callable[[engines.Call], str | None]
+    run: Callable[..., tuple[Array, ...]]
+    measured: Callable[[engines.Call], bool]
+    workspace: Callable[[engines.Call], int | None]
+    notes: tuple[str, ...] = ()
+
+    def has(self, call: engines.Call) -> bool:
+        return re.fullmatch(self.pattern, marks(call)) is not None
+
+
+def x_of(call: engines.Call) -> Any:
+    """The shape and dtype of x."""
+    return call.avals[1 if call.op == "norm_dgrad" else 0]
+
+
+def parameters_of(call: engines.Call) -> Sequence[Any]:
+    """Those of scale and bias, or of the scale."""
+    return call.avals[1 if call.op == "norm" else 4 :]
+
+
+def marks(call: engines.Call) -> str:
+    """The axes of x: k for one that is kept, r for one that statistics are taken over."""
+    rank = len(x_of(call).shape)
+    return "".join("r" if axis in call.spec.axes else "k" for axis in range(-rank, 0))
+
+
+def unlike(call: engines.Call, along: str, own: Sequence[int]) -> str | None:
+    """Why parameters that vary along other axes of x than its `own` (negative), or whose gradients do, do not fit."""
+    shape = x_of(call).shape
+    rank = len(shape)
+    fits = tuple(size if axis - rank in own else 1 for axis, size in enumerate(shape))
+    for value in parameters_of(call):
+        if value.shape != fits:
+            return f"its kernels take parameters that vary along {along} alone, not of shape {value.shape}"
+    if call.op == "norm_dgrad":
+        added = tuple(1 if axis - rank in call.spec.summed else size for axis, size in enumerate(shape))
+        if added != fits:
+            return f"its kernels add the gradients in scale and bias over all but {along}, not over {call.spec.summed}"
+    return None

@@ -1,0 +1,80 @@
+"""Rows of the `hopper` engine: layer and RMS normalisation over the last axes, by the kernels of `norm`."""
+
+import math
+from typing import Any
+
+from jax import Array
+
+from jaxdnn._src.core import engines
+from jaxdnn._src.hopper import MULTIPROCESSORS
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
+from jaxdnn._src.norm.primitive import NormSpec
+
+# op -> dtype -> the row lengths between which it was measured faster, and of how many elements at least.
+MEASURED = {
+    "norm": {"bf16": (256, 16384), "f16": (256, 16384), "f32": (256, 8192)},
+    "norm_dgrad": {"bf16": (256, 8192), "f16": (512, 8192), "f32": (256, 8192)},
+}
+MEASURED_ELEMENTS = 1 << 24
+ROWS_MOST = 1 << 30
+
+
+def _length(call: engines.Call) -> int:
+    """Elements of a row."""
+    return math.prod(x_of(call).shape[a] for a in call.spec.axes)
+
+
+def _unsupported(call: engines.Call) -> str | None:
+    x = x_of(call)
+    if reason := unlike(call, "the last axes", call.spec.axes):
+        return reason
+    if _length(call) * x.dtype.itemsize % 16:
+        return f"its kernels take rows of whole vectors of 16 bytes, not {_length(call)} of {x.dtype}"
+    if (rows := math.prod(x.shape) // _length(call)) > ROWS_MOST:
+        return f"its kernels take at most {ROWS_MOST} rows, which they number in 32 bits, not {rows}"
+    return _too_long(call)
+
+
+def _too_long(call: engines.Call) -> str | None:
+    from jaxdnn._src.norm.hopper import rows as norm
+
+    names = [NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype)]
+    plan = (norm.forward_plan if call.op == "norm" else norm.backward_plan)(_length(call), names[0], names[1])
+    return None if plan else f"its kernels take rows that fit into registers, not {_length(call)} elements"
+
+
+def _run(call: engines.Call, *operands: Array) -> Any:
+    from jaxdnn._src.norm.hopper import rows as norm
+
+    spec: NormSpec = call.spec
+    shape, length = x_of(call).shape, _length(call)
+    options: dict[str, Any] = {"centred": spec.centred, "out_dtype": spec.out_dtype}
+    rank, kept = len(shape), len(spec.axes)
+    reduced = shape[: rank - kept] + (1,) * kept
+    if call.op == "norm":
+        x, *parameters = operands
+        scale, bias = spec.split([p.reshape(length) for p in parameters])
+        y, *statistics = norm.forward(x.reshape(-1, length), scale, bias, eps=spec.eps, **options)
+        return y.reshape(shape), *(s.reshape(reduced) for s in statistics)
+    dy, x, mean, rstd, *parameters = operands
+    scale = parameters[0].reshape(length) if parameters else None
+    rows = [v.reshape(-1, length) for v in (dy, x)]
+    dx, *gradients = norm.backward(rows[0], rows[1], mean.reshape(-1), rstd.reshape(-1), scale, **options)
+    own = (1,) * (rank - kept) + shape[rank - kept :]
+    return dx.reshape(shape), *(g.reshape(own) for g in gradients)
+
+
+def _measured(call: engines.Call) -> bool:
+    low, high = MEASURED.get(call.op, {}).get(NAMES[x_of(call).dtype], (1, 0))
+    return low <= _length(call) <= high and math.prod(x_of(call).shape) >= MEASURED_ELEMENTS
+
+
+ROWS = Kind(
+    axes="the last axes",
+    pattern="k*r+",
+    unsupported=_unsupported,
+    run=_run,
+    measured=_measured,
+    workspace=lambda call: 0 if call.op == "norm" else MULTIPROCESSORS * 8 * _length(call),
+)

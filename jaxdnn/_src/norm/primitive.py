@@ -1,0 +1,300 @@
+"""The primitives of the normalisations: one that normalises, its tangent, and its backward op.
+
+All normalisations are one formula over a set of axes (`xla.py` states it). Axes are counted from the end,
+so more of them may come in front: that is all that vmap does. Scale and bias have the rank of x, length 1 where they
+are the same and the accumulator's dtype.
+
+| primitive | operands | results | linear in |
+|---|---|---|---|
+| `norm` | x, [scale], [bias] | y, mean, rstd, variance | - |
+| `norm_tangent` | of dx, dscale, dbias those there are; x, mean, rstd, [scale] | the tangent of y | the former |
+| `norm_dgrad` | dy, x, mean, rstd, [scale] | dx, dscale, dbias | dy |
+
+`norm_dgrad` is the transpose of `norm_tangent`, so a first gradient runs the backward kernel. Beyond, the two are
+differentiated by XLA's formula. Means and inverse deviations are operands like others to them: what depends on x
+through these comes from the derivatives of `norm`'s own results.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.core import primitives
+from jaxdnn._src.core.compat import ad
+from jaxdnn._src.core.partitioning import Axes, Factors, Run
+
+OPS = ("norm", "norm_tangent", "norm_dgrad")
+RANGE = "squared deviations must add up to less than 2^128: beyond, their inverse root is 0 or NaN, and shows it"
+LINEAR = ("x", "scale", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """What is known of a normalisation when it is traced.
+
+    Attributes:
+      axes: the axes that statistics are taken over, negative.
+      summed: the axes along which scale and bias are the same, negative: their gradients are added over these.
+      centred: whether the mean is subtracted.
+      eps: added to the variance.
+      scale, bias: whether `norm` has them (`norm_dgrad` and `norm_tangent`: a scale).
+      per_example: whether the statistics are of one example, so that the level of a fixed order is batch_invariant.
+      tangents: of which operands `norm_tangent` has tangents.
+    """
+
+    axes: tuple[int, ...]
+    summed: tuple[int, ...]
+    centred: bool
+    eps: float
+    scale: bool
+    bias: bool
+    per_example: bool
+    accumulate: np.dtype
+    out_dtype: np.dtype
+    tangents: tuple[str, ...] = ()
+    engine: str | None = None
+    level: str = "fast"
+
+    def split(self, parameters: Sequence[Any]) -> tuple[Any, Any]:
+        """The scale and the bias of further operands, None for what is missing."""
+        rest = list(parameters)
+        scale = rest.pop(0) if self.scale else None
+        return scale, rest.pop(0) if rest else None
+
+    def split_tangents(self, operands: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """The tangents of `norm_tangent` by name, and its further operands."""
+        count = len(self.tangents)
+        return dict(zip(self.tangents, operands[:count], strict=True)), list(operands[count:])
+
+
+def bind(op: str, *operands: Any, spec: NormSpec) -> Any:
+    """Binds one of the primitives."""
+    return _BIND[op](*operands, spec=spec)
+
+
+def _formula(op: str, spec: NormSpec, *operands: Array) -> Any:
+    from jaxdnn._src.norm import xla  # which registers engines under this module's OPS
+
+    return xla.FORMULAS[op](xla.XLA, spec, *operands)
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _reduced(shape: tuple[int, ...], axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(1 if axis - len(shape) in axes else size for axis, size in enumerate(shape))
+
+
+def _norm_results(spec: NormSpec, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    statistic = jax.ShapeDtypeStruct(_reduced(x.shape, spec.axes), spec.accumulate)
+    return jax.ShapeDtypeStruct(x.shape, spec.out_dtype), statistic, statistic, statistic
+
+
+def _tangent_result(spec: NormSpec, *operands: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(operands[len(spec.tangents)].shape, spec.out_dtype)
+
+
+def _dgrad_results(spec: NormSpec, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    parameter = jax.ShapeDtypeStruct(_reduced(x.shape, spec.summed), spec.accumulate)
+    return jax.ShapeDtypeStruct(x.shape, spec.out_dtype), parameter, parameter
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def _norm_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple, tuple]:
+    found = bind("norm", *primals, spec=spec)
+    _, mean, rstd, _ = found
+    x, *parameters = primals
+    scale, _ = spec.split(parameters)
+    names = [name for name, given in zip(LINEAR, (True, spec.scale, spec.bias), strict=True) if given]
+    wanted = {n: t for n, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
+    linear = dataclasses.replace(spec, tangents=tuple(wanted), bias=False)
+    residuals = (x, mean, rstd) if scale is None else (x, mean, rstd, scale)
+    dy = bind("norm_tangent", *wanted.values(), *residuals, spec=linear) if wanted else None
+    dy = primitives.zero_tangent(found[0]) if dy is None else dy
+    if "x" not in wanted:
+        return found, (dy, *map(primitives.zero_tangent, found[1:]))
+    return found, (dy, *_statistics_tangents(spec, x, mean, rstd, wanted["x"]))
+
+
+def _statistics_tangents(spec: NormSpec, x: Array, mean: Array, rstd: Array, dx: Array) -> tuple[Array, Array, Array]:
+    """Those of μ, r and σ²: Σ dx / n, -r² Σ dx h / n and 2 Σ dx (x - μ) / n. What nobody uses is not computed."""
+    wide, v = x.astype(spec.accumulate), dx.astype(spec.accumulate)
+    centred = wide - mean if spec.centred else wide
+    d_mean = jnp.mean(v, spec.axes, keepdims=True)
+    d_variance = 2 * jnp.mean(v * centred, spec.axes, keepdims=True)
+    return d_mean if spec.centred else jnp.zeros_like(d_mean), -0.5 * rstd * rstd * rstd * d_variance, d_variance
+
+
+def _tangent_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
+    """Linear in the tangents, with the op itself along those; along the other operands the formula's derivative."""
+    y = bind("norm_tangent", *primals, spec=spec)
+    count = len(spec.tangents)
+    terms = []
+    second = {n: t for n, t in zip(spec.tangents, tangents, strict=False) if not isinstance(t, ad.Zero)}
+    if second:
+        along = dataclasses.replace(spec, tangents=tuple(second))
+        terms.append(bind("norm_tangent", *second.values(), *primals[count:], spec=along))
+    terms += _along_others("norm_tangent", spec, primals, tangents, count)
+    return y, ft.reduce(jnp.add, terms) if terms else primitives.zero_tangent(y)
+
+
+def _dgrad_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple, tuple]:
+    """Linear in dy; along the other operands the formula's derivative."""
+    found = bind("norm_dgrad", *primals, spec=spec)
+    terms = [] if isinstance(tangents[0], ad.Zero) else [bind("norm_dgrad", tangents[0], *primals[1:], spec=spec)]
+    terms += _along_others("norm_dgrad", spec, primals, tangents, 1)
+    if not terms:
+        return found, tuple(map(primitives.zero_tangent, found))
+    return found, tuple(ft.reduce(jnp.add, parts) for parts in zip(*terms, strict=True))
+
+
+def _along_others(op: str, spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any], linear: int) -> list[Any]:
+    """The formula's derivative along the operands after the first `linear` ones: nothing, or one value of results."""
+    if all(isinstance(t, ad.Zero) for t in tangents[linear:]):
+        return []
+    along = tuple(map(ad.instantiate_zeros, tangents[linear:]))
+    formula = lambda *others: _formula(op, spec, *primals[:linear], *others)
+    return [jax.jvp(formula, tuple(primals[linear:]), along)[1]]
+
+
+def _tangent_transpose(spec: NormSpec, ct: Array, *operands: Any) -> list[Array | None]:
+    """The backward op; a cotangent of scale or bias is added over the axes along which they have length 1."""
+    tangents, residuals = spec.split_tangents(operands)
+    avals = {name: value.aval for name, value in tangents.items()}
+    parameters = [aval.shape for name, aval in avals.items() if name != "x"]
+    summed = _same_along(parameters) if parameters else spec.summed
+    out_dtype = avals["x"].dtype if "x" in avals else spec.out_dtype
+    back = dataclasses.replace(spec, tangents=(), summed=summed, out_dtype=np.dtype(out_dtype))
+    found: dict[str, Array] = dict(zip(LINEAR, bind("norm_dgrad", ct, *residuals, spec=back), strict=True))
+    return [*(_summed_to(found[name], aval) for name, aval in avals.items()), *(None for _ in residuals)]
+
+
+def _same_along(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The axes along which all have length 1."""
+    rank = len(shapes[0])
+    return tuple(axis - rank for axis in range(rank) if all(shape[axis] == 1 for shape in shapes))
+
+
+def _summed_to(x: Array, aval: Any) -> Array:
+    """x added up along the axes that have length 1 in `aval`."""
+    axes = tuple(a for a, (size, to) in enumerate(zip(x.shape, aval.shape, strict=True)) if size != to)
+    return (jnp.sum(x, axes, keepdims=True) if axes else x).astype(aval.dtype)
+
+
+def _dgrad_transpose(spec: NormSpec, cts: Sequence[Any], *operands: Any) -> list[Array | None]:
+    """`norm_tangent` of the cotangents of dx, dscale and dbias."""
+    dy, *residuals = operands
+    wanted = {name: ct for name, ct in zip(LINEAR, cts, strict=True) if not isinstance(ct, ad.Zero)}
+    forth = dataclasses.replace(spec, tangents=tuple(wanted), out_dtype=np.dtype(dy.aval.dtype))
+    return [bind("norm_tangent", *wanted.values(), *residuals, spec=forth), *(None for _ in residuals)]
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+
+def _roles(op: str, spec: NormSpec) -> tuple[str, ...]:
+    """What each operand is: "p" a parameter or its tangent, which may be shared by all examples, "x" anything else."""
+    parameters = ("p",) * (spec.scale + (spec.bias and op == "norm"))
+    if op == "norm":
+        return ("x", *parameters)
+    if op == "norm_dgrad":
+        return ("x", "x", "x", "x", *parameters)
+    return (*("x" if name == "x" else "p" for name in spec.tangents), "x", "x", "x", *parameters)
+
+
+def _batch(op: str, spec: NormSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """One more leading axis; of length 1 for a scale or bias that is the same for all."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = []
+    for role, x, d in zip(_roles(op, spec), operands, dims, strict=True):
+        if d is not None:
+            moved.append(jnp.moveaxis(x, d, 0))
+        elif role == "p":
+            moved.append(x[None])
+        else:
+            moved.append(jnp.broadcast_to(x, (size, *x.shape)))
+    found = bind(op, *moved, spec=spec)
+    return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
+
+
+# ---- sharding --------------------------------------------------------------------------------------------------------
+
+
+def _factors(op: str, spec: NormSpec, *avals: Any) -> Factors:
+    """Along the axes of the statistics and, backward, those that gradients are summed over, devices add up."""
+    roles = _roles(op, spec)
+    x = next(a for a, role in zip(avals, roles, strict=True) if role == "x")
+    rank = len(x.shape)
+    added = {*spec.axes, *(spec.summed if op == "norm_dgrad" else ())}
+    names = [f"d{axis}" for axis in range(rank)]
+
+    def dims(shape: tuple[int, ...], own: str) -> tuple[str, ...]:
+        """Axes of length 1 where x's is longer have a name of their own: they are not sharded."""
+        pairs = zip(names, shape, x.shape, strict=True)
+        return tuple(name if size == full else f"{own}{name}" for name, size, full in pairs)
+
+    results = {"norm": _norm_results, "norm_tangent": _tangent_result, "norm_dgrad": _dgrad_results}[op](spec, *avals)
+    found = results if isinstance(results, tuple) else (results,)
+    return Factors(
+        operands=tuple(dims(a.shape, f"o{i}") for i, a in enumerate(avals)),
+        results=tuple(dims(r.shape, f"r{i}") for i, r in enumerate(found)),
+        free=tuple(name for axis, name in enumerate(names) if axis - rank not in added),
+        summed=tuple(name for axis, name in enumerate(names) if axis - rank in added),
+        local=ft.partial(_on_device, op, spec, rank),
+    )
+
+
+def _on_device(op: str, spec: NormSpec, rank: int, run: Run, axes: Axes, *operands: Array) -> Any:
+    """A device's part: where only parameters' gradients go over the mesh, the engine's sums of them are added up; where
+    statistics do, XLA's formula is taken, with every sum over the mesh."""
+    devices = lambda of: [axes[f"d{axis % rank}"] for axis in of if f"d{axis % rank}" in axes]
+    along = lambda of: tuple(name for found in devices(of) for name in found.names)
+    if not (statistics := devices(spec.axes)):
+        dx, *gradients = run(spec, *operands)
+        return dx, *(jax.lax.psum(v, along(spec.summed)) for v in gradients)
+    from jaxdnn._src.norm import xla
+
+    def total(v: Array, of: Sequence[int]) -> Array:
+        added = xla.XLA.total(v, of)
+        return jax.lax.psum(added, along(of)) if along(of) else added
+
+    everywhere = xla.XLA._replace(total=total, copies=math.prod(found.count for found in statistics))
+    return xla.FORMULAS[op](everywhere, spec, *operands)
+
+
+_BIND = {
+    "norm": primitives.define(
+        "norm",
+        results=_norm_results,
+        jvp=_norm_jvp,
+        batch=ft.partial(_batch, "norm"),
+        factors=ft.partial(_factors, "norm"),
+        many=True,
+    ),
+    "norm_tangent": primitives.define(
+        "norm_tangent",
+        results=_tangent_result,
+        jvp=_tangent_jvp,
+        transpose=_tangent_transpose,
+        batch=ft.partial(_batch, "norm_tangent"),
+        factors=ft.partial(_factors, "norm_tangent"),
+    ),
+    "norm_dgrad": primitives.define(
+        "norm_dgrad",
+        results=_dgrad_results,
+        jvp=_dgrad_jvp,
+        transpose=_dgrad_transpose,
+        batch=ft.partial(_batch, "norm_dgrad"),
+        factors=ft.partial(_factors, "norm_dgrad"),
+        many=True,
+    ),
+}

@@ -1,0 +1,204 @@
+"""The formulas of the normalisations, for XLA; `total` adds up, so that an engine may fix the order of additions.
+
+Letters: A the axes that statistics are taken over, n how many elements they have, s the scale, and for every slice
+
+    μ = Σ_A x / n        σ² = Σ_A (x - μ)² / n        r = 1 / √(σ² + ε)        h = (x - μ) r
+    y = s h + b
+    dx = r (g - Σ_A g / n - h Σ_A g h / n)   with g = s dy        ds = Σ dy h        db = Σ dy
+
+without the terms in μ and Σ_A g if the op is not centred (RMS). x - μ is formed before it is squared, and where x is as
+wide as the accumulator it is formed twice: an accumulator of p bits holds μ only to 2^-p |μ|, so the mean of what is
+left after the first subtraction is subtracted too. A mean of 10⁴ deviations then costs no digit. Narrower x whose
+statistics go over other than the last axes is read once for both statistics, shifted by the mean of a sample.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, export, lax
+
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.rounding import nearest, rounded
+from jaxdnn._src.norm.primitive import OPS, RANGE, NormSpec
+
+Total = Callable[[Array, Sequence[int]], Array]
+Separate = Callable[[Array], Array]
+
+
+class Arithmetic(NamedTuple):
+    """How an engine adds along axes (which stay, with length 1), and what it does to a product before a sum.
+
+    `copies` is over how many devices, each with as many elements, a total goes.
+    """
+
+    total: Total
+    separate: Separate
+    copies: int = 1
+
+
+def _sum(x: Array, axes: Sequence[int]) -> Array:
+    return jnp.sum(x, tuple(axes), keepdims=True)
+
+
+XLA = Arithmetic(_sum, lambda product: product)
+
+
+def count(x: Array, axes: Sequence[int]) -> int:
+    """n: the elements of a slice."""
+    n = 1
+    for axis in axes:
+        n *= x.shape[axis]
+    return n
+
+
+def _mean(arithmetic: Arithmetic, v: Array, axes: Sequence[int], n: int) -> Array:
+    """Σ v / n, as XLA divides by a constant: times the rounded 1 / n. NaN where there is nothing to divide.
+
+    Rounded for every engine: were x - μ one fused operation in one place and two in another, what is subtracted a
+    second time would not be what the first subtraction left.
+    """
+    total = arithmetic.total(v, axes) if axes else v
+    return rounded(total * jnp.asarray(1 / n if n else float("nan"), v.dtype))
+
+
+def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Array, Array]:
+    """x - μ, μ and σ² in the accumulator's type; not centred: x, 0 and the mean square."""
+    wide, n = x.astype(spec.accumulate), arithmetic.copies * count(x, spec.axes)
+    mean_of = lambda v: _mean(arithmetic, v, spec.axes, n)
+    if not spec.centred:
+        square = mean_of(arithmetic.separate(wide * wide))
+        return wide, jnp.zeros_like(square), square
+    if (sample := sample_of(x, spec.axes)) and x.dtype != spec.accumulate:
+        axis, size = sample
+        some = lax.slice_in_dim(wide, 0, size, axis=axis)
+        shift = _mean(arithmetic, some, spec.axes, arithmetic.copies * count(some, spec.axes))
+        shifted = wide - shift
+        rest, square = mean_of(shifted), mean_of(arithmetic.separate(shifted * shifted))
+        variance = jnp.maximum(square - arithmetic.separate(rest * rest), 0)
+        return wide - (shift + rest), shift + rest, variance
+    mean = mean_of(wide)
+    if x.dtype == spec.accumulate:
+        # One mean for all that subtract it: XLA on GPUs would add its last terms in every kernel anew, in other orders.
+        mean = lax.optimization_barrier(mean)
+    centred = wide - mean
+    if x.dtype == spec.accumulate:
+        rest = mean_of(centred)
+        mean, centred = mean + rest, centred - rest
+    return centred, mean, mean_of(arithmetic.separate(centred * centred))
+
+
+def sample_of(x: Any, axes: Sequence[int]) -> tuple[int, int] | None:
+    """The axis and how many of its first indices are a sample, from whose mean one pass finds mean and variance.
+
+    None where the axes are the last ones, which XLA reads once whatever the formula. As (shift - μ)² <= σ² n / (the
+    sample's size), the subtraction of the squared mean costs a factor of 64 at worst (an axis of length 63), and nearly
+    nothing as a rule.
+    """
+    rank = len(x.shape)
+    if sorted(axes) == list(range(-len(axes), 0)):
+        return None
+    known = [axis for axis in axes if not export.is_symbolic_dim(x.shape[axis])]
+    if not known:
+        return None
+    axis = min(known) + rank
+    return (axis, max(1, x.shape[axis] // 32)) if x.shape[axis] > 1 else None
+
+
+def inverse_deviation(variance: Array, eps: float) -> Array:
+    """1 / √(σ² + ε)."""
+    return 1 / jnp.sqrt(variance + jnp.asarray(eps, variance.dtype))
+
+
+def norm(arithmetic: Arithmetic, spec: NormSpec, x: Array, *parameters: Array) -> tuple[Array, Array, Array, Array]:
+    """y, μ, r and σ²; the parameters are the scale and the bias, where the spec has them."""
+    centred, mean, variance = moments(arithmetic, spec, x)
+    rstd = inverse_deviation(variance, spec.eps)
+    scale, bias = spec.split(parameters)
+    y = centred * rstd
+    if scale is not None:
+        y = y * scale
+    if bias is not None:
+        y = arithmetic.separate(y) + bias
+    return nearest(y, spec.out_dtype), mean, rstd, variance
+
+
+def _normalised(arithmetic: Arithmetic, spec: NormSpec, x: Array, mean: Array, rstd: Array) -> Array:
+    """h, from the saved statistics."""
+    wide = x.astype(spec.accumulate)
+    if not spec.centred:
+        return wide * rstd
+    centred = wide - mean
+    if x.dtype == spec.accumulate:  # what rounding the saved mean has cost
+        centred = centred - _mean(arithmetic, centred, spec.axes, arithmetic.copies * count(x, spec.axes))
+    return centred * rstd
+
+
+def norm_dgrad(
+    arithmetic: Arithmetic, spec: NormSpec, dy: Array, x: Array, mean: Array, rstd: Array, *parameters: Array
+) -> tuple[Array, Array, Array]:
+    """dx, ds and db; the parameter is the scale, where the spec has it.
+
+    Where the scale is the same, sums for dx and for ds and db begin alike: along those axes they are taken once.
+    """
+    scale, _ = spec.split(parameters)
+    h = _normalised(arithmetic, spec, x, mean, rstd)
+    g, separate = dy.astype(spec.accumulate), arithmetic.separate
+    n = arithmetic.copies * count(x, spec.axes)
+    shared = [a for a in spec.axes if a in spec.summed]
+    along = separate(g * h)
+    sums = [arithmetic.total(v, shared) if shared else v for v in (g, along)]
+    db, ds = (_total_unless_none(arithmetic, v, [a for a in spec.summed if a not in shared]) for v in sums)
+    scaled = sums if scale is None else [v * scale for v in sums]
+    rest = [a for a in spec.axes if a not in shared]
+    of_g, of_gh = (_mean(arithmetic, separate(v), rest, n) for v in scaled)
+    inner = g if scale is None else separate(g * scale)
+    inner = inner - of_g if spec.centred else inner
+    dx = rstd * (inner - separate(h * of_gh))
+    return nearest(dx, spec.out_dtype), ds, db
+
+
+def _total_unless_none(arithmetic: Arithmetic, v: Array, axes: Sequence[int]) -> Array:
+    return arithmetic.total(v, axes) if axes else v
+
+
+def norm_tangent(arithmetic: Arithmetic, spec: NormSpec, *operands: Array) -> Array:
+    """The tangent of y: s r (dx - Σ_A dx / n - h Σ_A dx h / n) + h ds + db, of dx, ds and db those that there are."""
+    tangents, (x, mean, rstd, *parameters) = spec.split_tangents(operands)
+    scale, _ = spec.split(parameters)
+    h = _normalised(arithmetic, spec, x, mean, rstd)
+    separate, terms = arithmetic.separate, []
+    if "x" in tangents:
+        v, n = tangents["x"].astype(spec.accumulate), arithmetic.copies * count(x, spec.axes)
+        inner = v - _mean(arithmetic, v, spec.axes, n) if spec.centred else v
+        inner = inner - separate(h * _mean(arithmetic, separate(v * h), spec.axes, n))
+        terms.append(rstd * inner if scale is None else rstd * inner * scale)
+    if "scale" in tangents:
+        terms.append(h * tangents["scale"])
+    if "bias" in tangents:
+        terms.append(jnp.broadcast_to(tangents["bias"], x.shape))
+    result = terms[0]
+    for term in terms[1:]:
+        result = separate(result) + separate(term)
+    return nearest(result, spec.out_dtype)
+
+
+FORMULAS: dict[str, Callable[..., Any]] = {"norm": norm, "norm_tangent": norm_tangent, "norm_dgrad": norm_dgrad}
+
+
+def _run(call: engines.Call, *operands: Array) -> Any:
+    return FORMULAS[call.op](XLA, call.spec, *operands)
+
+
+for _op in OPS:
+    engines.register(
+        engines.Engine(
+            name="xla",
+            op=_op,
+            run=_run,
+            level=lambda call: "run_to_run",
+            accumulation=lambda call: call.spec.accumulate.name,
+            hazards=lambda call: ("flushes_subnormals",) if call.platform == "cpu" else (),
+            notes=(RANGE,),
+        )
+    )

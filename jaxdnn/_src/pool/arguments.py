@@ -1,0 +1,229 @@
+"""Reads and checks the arguments of the pooling ops, once for all of them."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, export
+
+from jaxdnn._src.core import blending, checks, engines, windows
+from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.rounding import rounded
+from jaxdnn._src.core.windows import Layout, Window
+from jaxdnn._src.pool import primitive
+from jaxdnn._src.pool.primitive import PoolSpec
+
+MODES = ("max", "average", "average_exclude_padding", "lp")
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+_INT8 = np.dtype(jnp.int8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the pooling ops have in common, as it was given."""
+
+    window: Any
+    mode: Any = "max"
+    stride: Any = None
+    padding: Any = 0
+    dilation: Any = 1
+    ceil_mode: Any = False
+    layout: Any = "NHWC"
+    p: Any = 2.0
+    nan: Any = "propagate"
+    out_dtype: Any = None
+    engine: Any = None
+    determinism: Any = None
+
+
+def array(name: str, value: Any, layout: Layout) -> Array:
+    """Reads an array of a layout; channel vectors stay, for a window treats all channels alike."""
+    value = checks.array(name, value)
+    _shape(name, value.shape, layout)
+    return jnp.asarray(value)
+
+
+def shape_of(name: str, value: Any, layout: Layout) -> tuple[int, ...]:
+    """Reads an array or a shape, and returns the shape."""
+    if hasattr(value, "shape") and not isinstance(value, type):
+        value = value.shape
+    elif not checks.is_sequence(value):
+        raise TypeError(f"`{name}` must be an array or a shape, got {checks.shown(value)}.")
+    # `jax.export` may trace a call for batches of any size.
+    sizes: Any = value
+    free = lambda i, v: i == layout.batch and export.is_symbolic_dim(v)
+    return _shape(name, tuple(v if free(i, v) else checks.integer(name, v) for i, v in enumerate(sizes)), layout)
+
+
+def _shape(name: str, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    expected = len(layout.axes) + (layout.vector is not None)
+    if len(shape) != expected:
+        raise ValueError(
+            f"`{name}` must have {expected} dimensions for layout {layout.name}, got shape {tuple(shape)}."
+        )
+    if layout.vector is not None and shape[-1] != layout.vector:
+        raise ValueError(
+            f"`{name}` must have {layout.vector} channels innermost for layout {layout.name}, got {tuple(shape)}."
+        )
+    checks.countable(f"`{name}`", shape)
+    return tuple(shape)
+
+
+def spatial_axes(layout: Layout) -> tuple[int, ...]:
+    """The spatial axes, counted from the end."""
+    total = len(layout.axes) + (layout.vector is not None)
+    return tuple(axis - total for axis in layout.spatial)
+
+
+def result_dtype(mode: str, name: str, dtype: Any, out_dtype: Any) -> np.dtype:
+    """Checks the mode and the dtype of an operand, and reads that of the result."""
+    integers = (jnp.int8,) if checks.choice("mode", mode, MODES) != "lp" else ()
+    found = checks.dtype(name, dtype, (*FLOATS, *integers))
+    if out_dtype is None:
+        return found
+    out = checks.as_dtype("out_dtype", out_dtype, (*FLOATS, *(integers if found == _INT8 else ())))
+    if out == np.float64 and found != np.float64:
+        raise TypeError(f"`out_dtype` must not be wider than the accumulator float32, got {out.name}.")
+    return out
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """What is computed in."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: np.dtype) -> PoolSpec:
+    """The spec of a call on an x of this shape."""
+    spatial = spatial_axes(layout)
+    sizes = tuple(x_shape[axis] for axis in spatial)
+    taps = checks.integers("window", options.window, len(sizes), minimum=1)
+    stride = taps if options.stride is None else options.stride
+    window = windows.window(stride=stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps)
+    mode = checks.choice("mode", options.mode, MODES)
+    exponent(options.p)
+    found = PoolSpec(
+        taps=taps,
+        window=window,
+        sizes=sizes,
+        outputs=_output_sizes(window, sizes, taps, checks.flag("ceil_mode", options.ceil_mode)),
+        spatial=spatial,
+        out_dtype=out_dtype,
+        divisor={"average": "padded", "average_exclude_padding": "valid"}.get(mode),
+        nan=checks.choice("nan", options.nan, ("propagate", "ignore")),
+        engine=options.engine,
+        level=required(options.determinism),
+    )
+    _require_windows_in_x(found)
+    return found
+
+
+def _output_sizes(window: Window, sizes: Sequence[int], taps: Sequence[int], ceil_mode: bool) -> tuple[int, ...]:
+    padded = tuple(size + sum(pad) for size, pad in zip(sizes, window.padding, strict=True))
+    extents = window.extents(taps)
+    if max(padded) >= 2**31 or any(extent > have for extent, have in zip(extents, padded, strict=True)):
+        raise ValueError(
+            f"`window` must fit into the padded input of sizes {padded}, got taps {tuple(taps)} that span {extents}."
+        )
+    if not ceil_mode:
+        return window.output_sizes(sizes, taps)
+    result = []
+    axes = zip(sizes, padded, extents, window.strides, window.padding, strict=True)
+    for size, have, extent, stride, (low, _) in axes:
+        outputs = -(-(have - extent) // stride) + 1
+        result.append(outputs - ((outputs - 1) * stride >= size + low))  # the last window starts in x or before
+    return tuple(result)
+
+
+def _require_windows_in_x(spec: PoolSpec) -> None:
+    for axis, size in enumerate(spec.sizes):
+        at = spec.positions(axis)
+        empty = np.flatnonzero(~((at >= 0) & (at < size)).any(1))
+        if empty.size:
+            raise ValueError(
+                f"`padding` must leave every window at least one element of the input, got {spec.window.padding} for "
+                f"sizes {spec.sizes} and taps {spec.taps}: window {empty[0]} of spatial axis {axis} has none."
+            )
+
+
+def exponent(value: Any) -> float:
+    """Reads `p`, which mode "lp" alone uses; a wrong one is refused in every mode."""
+    p = checks.as_float("p", value)
+    if not 1 <= p < math.inf:
+        raise ValueError(f"`p` must be at least 1 and finite, got {p!r}.")
+    return p
+
+
+def wants_indices(value: Any, mode: str, choices: Sequence[Any]) -> bool:
+    """Reads `return_indices`: False, or one of the choices."""
+    if isinstance(value, bool | np.bool_):
+        value = bool(value)
+    if value is not False and not any(value is c or (isinstance(value, str) and value == c) for c in choices):
+        names = ", ".join(map(repr, (False, *choices[:-1])))
+        raise ValueError(f"`return_indices` must be {names} or {choices[-1]!r}, got {checks.shown(value)}.")
+    if value is not False and mode != "max":
+        raise ValueError(f"`return_indices` must be False for mode {mode!r}, expected mode 'max', got {mode!r}.")
+    return value is not False
+
+
+def check(op: str, spec: PoolSpec, *operands: Any) -> None:
+    """Raises if no engine serves the call."""
+    engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+
+
+def is_plain(alpha: Any, beta: Any) -> bool:
+    """Whether there is nothing to blend: then the op's own result is the call's."""
+    return checks.is_number(alpha) and checks.is_number(beta) and alpha == 1 and beta == 0
+
+
+def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
+    """What is computed outside of the engines is a power, or a product and a sum that a compiler may fuse."""
+    static = checks.is_number(alpha) and checks.is_number(beta)
+    fused = not static or (beta != 0 and (alpha != 1 or beta != 1))
+    for holds, what in ((mode == "lp", "mode 'lp'"), (fused, "a blend of two scaled terms")):
+        if holds and not satisfies("mesh_invariant", spec.level):
+            raise NotImplementedError(
+                f"`determinism` {spec.level!r} cannot be guaranteed for {what}, expected 'mesh_invariant' or less."
+            )
+
+
+def finish(y: Array, alpha: Any, beta: Any, prior: Any, out: np.dtype, dtype: Any) -> Array:
+    """alpha * y + beta * prior in the accumulator's precision, where that is more than y, and the one conversion."""
+    if is_plain(alpha, beta) and prior is None:
+        return rounded(blending.convert(y, out))
+    wide = y.astype(accumulator(y.dtype))
+    dtypes = (dtype,) if dtype is not None else ()
+    return blending.blend(wide, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=dtypes)
+
+
+def taps_of(spec: PoolSpec, indices: Any, y_shape: tuple[int, ...]) -> Array:
+    """Reads `indices`, flat positions in x (int32) or taps (unsigned), as taps."""
+    indices = checks.array("indices", indices)
+    checks.shape("indices", indices, y_shape, "the result's of the pooling")
+    indices = jnp.asarray(indices)
+    if indices.dtype == spec.tap_dtype:
+        return indices
+    checks.dtype("indices", indices, (jnp.int32, spec.tap_dtype))
+    return taps_at(spec, indices)
+
+
+def taps_at(spec: PoolSpec, positions: Array) -> Array:
+    """The tap of every window that lies at a flat position of x; the largest number of its dtype where none does."""
+    rest, tap, factor = positions, jnp.zeros(positions.shape, jnp.int32), 1
+    inside = positions >= 0
+    for i, axis in list(enumerate(spec.spatial))[::-1]:
+        stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
+        start = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim + axis) * stride - low
+        at, rest = (rest % spec.sizes[i], rest // spec.sizes[i]) if i else (rest, rest)
+        r = (at - start) // dilation
+        inside = inside & (at >= start) & ((at - start) % dilation == 0) & (r < spec.taps[i])
+        tap, factor = tap + r * factor, factor * spec.taps[i]
+    return jnp.where(inside, tap, -1).astype(jnp.uint8 if math.prod(spec.taps) < 256 else jnp.uint32)
+
+
+def like_y(name: str, spec: PoolSpec, y: Array, x_shape: tuple[int, ...]) -> None:
+    """Checks that an array is shaped like the result of the pooling."""
+    checks.shape(name, y, primitive.y_shape(spec, x_shape), f"as the pooling of {x_shape} has")

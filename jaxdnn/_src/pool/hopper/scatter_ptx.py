@@ -1,0 +1,213 @@
+"""The PTX of max-pooling's backward pass with stride 1, where a window chooses what it adds to: sums in shared memory.
+
+An element lies in as many windows as a window has taps, so that asking each of them costs that many comparisons. Here
+every output is taken once, and added where its tap says. A thread owns two neighbouring channels of a tile of rows by
+columns, and sums in shared memory that no other thread touches: no atomics, and the order of additions is the one in
+which the thread takes the outputs, from the last to the first, which is the order of the taps for every element.
+
+Rows. A row of outputs reaches as many rows of dx as there are rows of taps. These are kept in a ring; after each row of
+outputs one of dx is complete, is written, and its place becomes that of the next. What a tap means as an offset into
+the ring is looked up, in one table for each position of the ring; what is no tap at all goes to a row apart. Beside
+each row of the ring are columns for what falls outside of the tile.
+
+While a row is added the next one is loaded.
+"""
+
+import dataclasses
+import math
+
+from jaxdnn._src.pool.hopper import ptx
+from jaxdnn._src.pool.hopper.ptx import Emitter, Shape
+
+TAPS = 256  # entries of a table: a tap is a byte
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """What a thread makes: rows by columns of dx. `threads` are those of a block."""
+
+    rows: int
+    columns: int
+    threads: int = 128
+
+    def count(self, k: Shape) -> int:
+        """Threads in all."""
+        tiles = -(-k.size[0] // self.rows) * -(-k.size[1] // self.columns)
+        return k.images * pairs(k) * tiles
+
+    def pitch(self, k: Shape) -> int:
+        """Of the ring's rows; what lies outside of the tile on the right is on the left of the next row."""
+        return self.columns + k.taps[1] - 1
+
+    def cells(self, k: Shape) -> int:
+        """Of a thread: what lies on the left of the first row, the ring, and the row for what is no tap."""
+        return (k.taps[0] + 1) * self.pitch(k)
+
+    def floats(self, k: Shape) -> int:
+        """Of shared memory."""
+        return TAPS * k.taps[0] + 2 * self.cells(k) * self.threads
+
+
+def pairs(k: Shape) -> int:
+    """Pairs of channels."""
+    return k.vectors * (2 if k.wide else 4)
+
+
+class _Scatter:
+    """A thread's tile, and where things are. `row` and `column` are those of its first element."""
+
+    def __init__(self, k: Shape, strip: Strip) -> None:
+        self.e, self.k, self.strip = Emitter(), k, strip
+        self.shared = "$3"
+        e = self.e
+        self.thread = e.r("mov.u32", "%tid.x")
+        number = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), strip.threads, self.thread)
+        self.works = e.p("setp.lt.u32", number, strip.count(k))
+        rest, self.pair = e.quotient(number, pairs(k))
+        rest, column = e.quotient(rest, -(-k.size[1] // strip.columns))
+        self.image, row = e.quotient(rest, -(-k.size[0] // strip.rows))
+        self.row, self.column = e.r("mul.lo.u32", row, strip.rows), e.r("mul.lo.u32", column, strip.columns)
+        first = TAPS * k.taps[0] + (k.taps[1] - 1) * 2 * strip.threads
+        self.sums = e.r("add.u32", e.r("mad.lo.u32", self.thread, 4, self.shared), 4 * first)
+        self.bytes = 8 if k.wide else 4  # of a pair
+
+    def pointer(self, operand: int, row: str, column: str, size: tuple[int, int], width: int) -> str:
+        e = self.e
+        at = ptx.flat_index(e, self.image, row, column, self.pair, size, pairs(self.k))
+        return ptx.pointer(e, operand, at, width)
+
+    def cell(self, slot: int, column: int, half: int) -> int:
+        """Bytes from the thread's first sum."""
+        return 4 * self.strip.threads * (2 * (slot * self.strip.pitch(self.k) + column) + half)
+
+    def make_tables(self) -> None:
+        """Entry t of table n: from the sum that tap (0, 0) of the ring at position n adds to, to that of tap t."""
+        e, k = self.e, self.k
+        place = e.r("mad.lo.u32", self.thread, 4, self.shared)
+        number = e.r("mov.b32", self.thread)
+        head = e.label()
+        e.place(head)
+        table, tap = e.quotient(number, TAPS)
+        r, s = e.quotient(tap, k.taps[1])
+        slot = e.r("sub.s32", r, table)
+        slot = e.r("add.s32", slot, e.r("selp.b32", str(k.taps[0]), "0", e.p("setp.lt.s32", slot, 0)))
+        cell = e.r("mad.lo.s32", slot, self.strip.pitch(k), s)
+        none = e.p("setp.ge.u32", tap, math.prod(k.taps))
+        cell = e.r("selp.b32", str(k.taps[0] * self.strip.pitch(k)), cell, none)
+        e.op("st.shared.b32", f"[{place}]", e.r("mul.lo.u32", cell, 8 * self.strip.threads))
+        e.op("add.u32", place, place, 4 * self.strip.threads)
+        e.op("add.u32", number, number, self.strip.threads)
+        e.op("bra", head, when=e.p("setp.lt.u32", number, TAPS * k.taps[0]))
+
+    def registers(self) -> tuple[list[str], str]:
+        """For a pair of dy and its taps."""
+        return [self.e.new() for _ in range(self.bytes // 4)], self.e.new()
+
+    def load(self, when: str, dy: str, taps: str, column: int, into: tuple[list[str], str]) -> None:
+        """The pair of an output of the row that the pointers are at; 255, which is no tap, where there is none."""
+        e, k = self.e, self.k
+        words, tap = into
+        for word in words:
+            e.op("mov.b32", word, 0)
+        e.op("mov.b32", tap, "0xffff")
+        offset = column * pairs(k)
+        name = "ld.global.nc.v2.b32" if k.wide else "ld.global.nc.b32"
+        target = "{" + ", ".join(words) + "}" if k.wide else words[0]
+        e.op(name, target, ptx.address(dy, self.bytes * offset), when=when)
+        e.op("ld.global.nc.u16", tap, ptx.address(taps, 2 * offset), when=when)
+
+
+def maximum_backward(k: Shape, strip: Strip) -> str:
+    """Operands: dy, taps (uint8), dx, shared memory."""
+    t = _Scatter(k, strip)
+    e = t.e
+    t.make_tables()
+    for slot in range(k.taps[0]):
+        for column in range(strip.columns):
+            for half in range(2):
+                e.op("st.shared.b32", f"[{t.sums}+{t.cell(slot, column, half)}]", 0)
+    e.op("bar.sync", 0)
+    end = e.label()
+    e.op("bra", end, when="!" + t.works)
+
+    # The first and the last row of outputs that the tile is seen by; those before row 0 are missing, not beyond it.
+    last = e.r("add.s32", t.row, k.low[0] - k.taps[0] + 1)
+    at = e.r("min.s32", e.r("add.s32", t.row, strip.rows - 1 + k.low[0]), k.out[0] - 1)
+    first_column = e.r("add.s32", t.column, k.low[1] - k.taps[1] + 1)
+    dy = t.pointer(0, at, first_column, k.out, t.bytes)
+    taps = t.pointer(1, at, first_column, k.out, 2)
+    columns = range(strip.columns + k.taps[1] - 1)
+    places = [e.r("add.s32", first_column, b) for b in columns]
+    held = [t.registers() for _ in columns]
+    ahead = [t.registers() for _ in columns]
+    for b in reversed(columns):
+        t.load(e.p("setp.lt.u32", places[b], k.out[1]), dy, taps, b, held[b])
+    # The row of dx that is complete once this row of outputs is added.
+    done = e.r("add.s32", at, k.taps[0] - 1 - k.low[0])
+    dx = t.pointer(2, done, t.column, k.size, t.bytes)
+    table = e.r("mov.b32", t.shared)
+    row = 8 * strip.threads * strip.pitch(k)  # bytes of a row of the ring
+    slot = e.r("mov.b32", (k.taps[0] - 1) * row)
+    head = e.label()
+    e.place(head)
+    e.op('.pragma "nounroll"')
+    offsets = [_offsets(t, tap, table) for _, tap in held]
+    e.op("sub.s32", at, at, 1)
+    e.op("add.s64", dy, dy, -t.bytes * pairs(k) * k.out[1])
+    e.op("add.s64", taps, taps, -2 * pairs(k) * k.out[1])
+    below = e.p("setp.lt.s32", at, e.r("max.s32", last, 0))
+    limit = e.r("selp.b32", "0", str(k.out[1]), below)
+    for b in reversed(columns):
+        t.load(e.p("setp.lt.u32", places[b], limit), dy, taps, b, ahead[b])
+    for b in reversed(columns):
+        _add(t, held[b][0], offsets[b], b - k.taps[1] + 1)
+    _flush(t, e.r("add.u32", t.sums, slot), done, dx)
+    e.op("sub.s32", done, done, 1)
+    e.op("add.s64", dx, dx, -t.bytes * pairs(k) * k.size[1])
+    # The ring turns by a row, and with it what taps mean.
+    first = e.p("setp.eq.u32", slot, 0)
+    e.op("selp.b32", slot, str(k.taps[0] * row), slot, first)
+    e.op("sub.s32", slot, slot, row)
+    e.op("add.u32", table, table, 4 * TAPS)
+    e.op("selp.b32", table, t.shared, table, first)
+    for old, new in zip(held, ahead, strict=True):
+        for name, value in zip([*old[0], old[1]], [*new[0], new[1]], strict=True):
+            e.op("mov.b32", name, value)
+    e.op("bra", head, when=e.p("setp.ge.s32", at, last))
+    e.place(end)
+    return e.text()
+
+
+def _add(t: _Scatter, words: list[str], offsets: list[str], column: int) -> None:
+    """Adds the two numbers of an output, each where its tap says."""
+    e = t.e
+    places = [f"[{offset}+{t.cell(0, column, half)}]" for half, offset in enumerate(offsets)]
+    sums = [e.f("mov.b32", e.r("ld.shared.b32", place)) for place in places]
+    for place, total, value in zip(places, sums, e.unpack(t.k.dtype, words), strict=True):
+        e.op("st.shared.b32", place, e.f("add.rn.f32", total, value))
+
+
+def _offsets(t: _Scatter, tap: str, table: str) -> list[str]:
+    """Where in the ring the two channels of an output add, from the tap (0, 0) of its own column."""
+    e = t.e
+    found = []
+    for half in range(2):
+        byte = e.r("prmt.b32", tap, "0", f"0x444{half}")
+        entry = e.r("ld.shared.b32", f"[{e.r('mad.lo.u32', byte, 4, table)}]")
+        found.append(e.r("add.u32", entry, t.sums))
+    return found
+
+
+def _flush(t: _Scatter, sums: str, done: str, dx: str) -> None:
+    """Writes a row of the ring, if it belongs to the tile, and sets it to zero."""
+    e, k, strip = t.e, t.k, t.strip
+    after = e.r("min.u32", e.r("add.u32", t.row, strip.rows), k.size[0])
+    mine = e.p("setp.lt.s32", done, after)
+    limit = e.r("selp.b32", str(k.size[1]), "0", mine)
+    for column in range(strip.columns):
+        places = [f"[{sums}+{t.cell(0, column, half)}]" for half in range(2)]
+        values = [e.f("mov.b32", e.r("ld.shared.b32", place)) for place in places]
+        for place in places:
+            e.op("st.shared.b32", place, 0)
+        inside = e.p("setp.lt.u32", e.r("add.u32", t.column, column), limit)
+        e.store(e.pack(k.dtype, values), ptx.address(dx, t.bytes * pairs(k) * column), inside)

@@ -1,0 +1,263 @@
+"""The pooling primitives: their shapes, derivatives, vmap and sharding rules.
+
+An array has spatial axes, which a window moves over, and any others, each of which it treats alike: vmap adds a
+leading one. Six primitives:
+
+| primitive | result | derivative |
+|---|---|---|
+| pool_max(x) | y | pool_pick of the tangent, at the taps of pool_max_indices |
+| pool_max_indices(x) | y, tap: which tap of its window y is, in row-major order | the same |
+| pool_pick(x, tap) | y: the chosen tap of every window of x | linear in x; its transpose is pool_max_dgrad |
+| pool_max_dgrad(dy, tap) | dx: every element adds up the dy of the windows that chose it | linear; pool_pick |
+| pool_average(x) | y: sums over windows, divided by a count if there is a divisor | linear; pool_average_dgrad |
+| pool_average_dgrad(dy) | dx | linear; pool_average |
+
+Taps are kept as uint8 if a window has at most 256: what the backward pass of max-pooling reads is dy and one byte an
+output, not x and y.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.core import primitives
+from jaxdnn._src.core.compat import ad
+from jaxdnn._src.core.partitioning import Axes, Devices, Factors, Run, Windows
+from jaxdnn._src.core.windows import Window
+
+OPS = ("pool_max", "pool_max_indices", "pool_pick", "pool_max_dgrad", "pool_average", "pool_average_dgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """Everything about a pooling call that is known when it is traced, apart from the sizes of the other axes.
+
+    Attributes:
+      taps, window: the window and how it moves; in ceil mode the last one may reach over the high padding.
+      sizes, outputs: the spatial sizes of x and of y.
+      spatial: the spatial axes, counted from the end.
+      divisor: what a sum is divided by: None (nothing), "padded" (the window's taps in x and its padding) or "valid"
+        (those in x).
+      nan: "propagate" or "ignore", for max.
+      out_dtype: the result's dtype.
+    """
+
+    taps: tuple[int, ...]
+    window: Window
+    sizes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    spatial: tuple[int, ...]
+    out_dtype: np.dtype
+    divisor: str | None = None
+    nan: str = "propagate"
+    engine: str | None = None
+    level: str = "fast"
+
+    @property
+    def tap_dtype(self) -> np.dtype:
+        """The dtype of taps."""
+        count = math.prod(self.taps)
+        return np.dtype(np.uint8 if count <= 256 else np.uint16 if count <= 65536 else np.uint32)
+
+    def positions(self, axis: int) -> np.ndarray:
+        """[outputs, taps] along a spatial axis: p * stride + r * dilation - low, in x or its padding."""
+        stride, dilation, (low, _) = self.window.strides[axis], self.window.dilation[axis], self.window.padding[axis]
+        p, r = np.arange(self.outputs[axis]), np.arange(self.taps[axis])
+        return p[:, None] * stride + r * dilation - low
+
+    def counts(self) -> np.ndarray:
+        """What each output's sum is divided by, an integer array with the spatial axes of y."""
+        total = np.ones((), np.int64)
+        for axis, (size, (_, high)) in enumerate(zip(self.sizes, self.window.padding, strict=True)):
+            at = self.positions(axis)
+            inside = at < size + high if self.divisor == "padded" else (at >= 0) & (at < size)
+            total = total[..., None] * inside.sum(1)
+        return total
+
+    @property
+    def whole(self) -> bool:
+        """Whether all taps of every window count."""
+        return bool((self.counts() == math.prod(self.taps)).all())
+
+    def first_taps(self) -> np.ndarray:
+        """Each output's first tap in x, an integer array with the spatial axes of y."""
+        first = np.zeros((), np.int64)
+        for axis, taps in enumerate(self.taps):
+            first = first[..., None] * taps + (self.positions(axis) >= 0).argmax(1)
+        return first
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no two windows share an element."""
+        return all(
+            extent <= stride or outputs == 1
+            for extent, stride, outputs in zip(
+                self.window.extents(self.taps), self.window.strides, self.outputs, strict=True
+            )
+        )
+
+
+def _swapped(spec: PoolSpec, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    new = list(shape)
+    for axis, size in zip(spec.spatial, sizes, strict=True):
+        new[axis] = size
+    return tuple(new)
+
+
+def x_shape(spec: PoolSpec, y_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of x, from that of y."""
+    return _swapped(spec, y_shape, spec.sizes)
+
+
+def y_shape(spec: PoolSpec, x_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of y, from that of x."""
+    return _swapped(spec, x_shape, spec.outputs)
+
+
+def _results(op: str, spec: PoolSpec, first: Any, *_: Any) -> Any:
+    shape = x_shape(spec, first.shape) if op.endswith("dgrad") else y_shape(spec, first.shape)
+    value = jax.ShapeDtypeStruct(shape, spec.out_dtype)
+    return (value, jax.ShapeDtypeStruct(shape, spec.tap_dtype)) if op == "pool_max_indices" else value
+
+
+def factors(op: str, spec: PoolSpec, *avals: Any) -> Factors:
+    """All axes may be sharded, spatial ones where windows are as many as the stride goes into the sizes."""
+    rank = len(avals[0].shape)
+    windows = {axis + rank: w.dims(f"a{axis + rank}") for axis, w in zip(spec.spatial, _windows(spec), strict=True)}
+
+    pairs = {i: (x, y) for i, (x, y, _) in windows.items()}
+
+    def names(role: str) -> tuple[str, ...]:
+        return tuple(pairs[i][role == "y"] if i in pairs else f"a{i}" for i in range(rank))
+
+    first, last = ("y", "x") if op.endswith("dgrad") else ("x", "y")
+    return Factors(
+        operands=(names(first), names("y"))[: len(avals)],
+        results=(names(last),) * (2 if op == "pool_max_indices" else 1),
+        free=tuple(f"a{i}" for i in range(rank) if i not in windows),
+        placed=tuple(f"a{i}" for i, (x, y, _) in windows.items() if x.split()[0] == y),
+        sizes={name: size for *_, sizes in windows.values() for name, size in sizes.items()},
+        local=ft.partial(_on_device, op, spec),
+    )
+
+
+def _windows(spec: PoolSpec) -> list[Windows]:
+    axes = zip(spec.sizes, spec.outputs, spec.window.strides, spec.window.extents(spec.taps), strict=True)
+    return [Windows(*axis, low) for axis, (low, _) in zip(axes, spec.window.padding, strict=True)]
+
+
+def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *further: Array) -> Any:
+    """A device's part, with the rows that its windows share with other devices; beyond the ends of x lies its padding.
+
+    What depends on a window's place is computed here, for the engine does not know the place: the numbers that sums
+    are divided by where they differ, and the taps of windows whose maximum padding ties with. Then XLA's formula
+    serves, which has the bits of the kernels.
+    """
+    from jaxdnn._src.pool.xla import engine as pool
+
+    placed = [axes.get(f"a{axis + first.ndim}") for axis in spec.spatial]
+    backward, here = op.endswith("dgrad"), ft.partial(_here, spec, placed)
+    part, divided_after = spec if spec.divisor is None else dataclasses.replace(spec, divisor="padded"), False
+    if spec.divisor is not None and not spec.whole:
+        divided_after = not backward or len(set(spec.counts().flat)) == 1
+        out = pool.accumulator(first.dtype) if divided_after else spec.out_dtype
+        part = dataclasses.replace(spec, divisor=None, out_dtype=out, engine="xla")
+        first = first if divided_after else pool.shares(spec, first, here)
+    operands = [first, *further]
+    sizes, outputs, padding = list(spec.sizes), list(spec.outputs), list(spec.window.padding)
+    for i, (axis, window, devices) in enumerate(zip(spec.spatial, _windows(spec), placed, strict=True)):
+        if devices is None:
+            continue
+        at = axis + first.ndim
+        if backward:
+            found = [window.around_outputs(v, at, devices) for v in operands]
+            operands, padding[i] = [v for v, _ in found], found[0][1]
+            sizes[i] //= devices.count
+            outputs[i] = operands[0].shape[at]
+        else:
+            fill = pool.least(spec, first.dtype) if op.startswith("pool_max") else 0
+            operands[0] = window.around_inputs(operands[0], at, devices, fill)
+            sizes[i], padding[i] = operands[0].shape[at], (0, 0)
+            outputs[i] //= devices.count
+    moves = dataclasses.replace(spec.window, padding=tuple(padding))
+    part = dataclasses.replace(part, window=moves, sizes=tuple(sizes), outputs=tuple(outputs))
+    found = run(part, *operands)
+    if divided_after:
+        return pool.averaged(spec, found, here)
+    return pool.without_padding(spec, found, here) if op == "pool_max_indices" else found
+
+
+def _here(spec: PoolSpec, placed: Sequence[Devices | None], full: Array) -> Array:
+    """Of an array for all places of a window, those of this device."""
+    for axis, devices in zip(spec.spatial, placed, strict=True):
+        if devices is not None and full.shape[axis] > 1:
+            count = full.shape[axis] // devices.count
+            full = lax.dynamic_slice_in_dim(full, devices.index() * count, count, full.ndim + axis)
+    return full
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+_TRANSPOSED = {
+    "pool_pick": "pool_max_dgrad",
+    "pool_max_dgrad": "pool_pick",
+    "pool_average": "pool_average_dgrad",
+    "pool_average_dgrad": "pool_average",
+}
+
+
+def _is_zero(tangent: Any, primal: Any) -> bool:
+    return isinstance(tangent, ad.Zero) or not jnp.issubdtype(primal.dtype, jnp.inexact)
+
+
+def _jvp_of_max(op: str, spec: PoolSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    (x,), (dx,) = primals, tangents
+    many = op == "pool_max_indices"
+    if _is_zero(dx, x):
+        found = bind(op, x, spec=spec)
+        return found, tuple(map(primitives.zero_tangent, found)) if many else primitives.zero_tangent(found)
+    y, tap = bind("pool_max_indices", x, spec=spec)
+    dy = bind("pool_pick", dx, tap, spec=spec)
+    return ((y, tap), (dy, primitives.zero_tangent(tap))) if many else (y, dy)
+
+
+def _jvp_of_linear(op: str, spec: PoolSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    y = bind(op, *primals, spec=spec)
+    if _is_zero(tangents[0], primals[0]) or not jnp.issubdtype(y.dtype, jnp.inexact):
+        return y, primitives.zero_tangent(y)
+    return y, bind(op, tangents[0], *primals[1:], spec=spec)
+
+
+def _transpose(op: str, spec: PoolSpec, ct: Array, *operands: Any) -> list[Array | None]:
+    back = dataclasses.replace(spec, out_dtype=np.dtype(operands[0].aval.dtype))
+    return [bind(_TRANSPOSED[op], ct, *operands[1:], spec=back), *[None] * (len(operands) - 1)]
+
+
+def bind(op: str, *operands: Any, spec: PoolSpec) -> Any:
+    """Binds one of the primitives."""
+    return _BIND[op](*operands, spec=spec)
+
+
+def _batch(op: str, spec: PoolSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    return primitives.batch_leading(_BIND[op], spec, operands, dims)
+
+
+_BIND = {
+    op: primitives.define(
+        op,
+        results=ft.partial(_results, op),
+        jvp=ft.partial(_jvp_of_linear if op in _TRANSPOSED else _jvp_of_max, op),
+        transpose=ft.partial(_transpose, op) if op in _TRANSPOSED else None,
+        batch=ft.partial(_batch, op),
+        factors=ft.partial(factors, op),
+        many=op == "pool_max_indices",
+    )
+    for op in OPS
+}

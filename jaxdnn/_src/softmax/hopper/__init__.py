@@ -1,0 +1,1 @@
+"""Softmax on Hopper."""

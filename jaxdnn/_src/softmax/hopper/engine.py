@@ -1,0 +1,120 @@
+"""The `hopper` engine of the softmax family: the Pallas kernels of `softmax`, for compute capability 9.0.
+
+They are chosen unasked for rows as long as those that were measured faster than XLA's on this kind of device, or of a
+length between two of these (`measured.json`, written by `jaxdnn bench softmax`), if there are rows enough to
+fill the device; `engine="hopper"` takes them for every call that they support.
+"""
+
+import functools as ft
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.softmax.primitive import OPS, SoftmaxSpec
+
+MEASURED = Path(__file__).with_name("measured.json")
+FEWER = 8  # so many times fewer rows than were measured may be taken to gain as much
+
+
+def _geometry(call: engines.Call) -> tuple[int, int]:
+    """Rows, and the length of one."""
+    shape, count = call.avals[0].shape, len(call.spec.axes)
+    return math.prod(shape[: len(shape) - count]), math.prod(shape[len(shape) - count :])
+
+
+def _run(call: engines.Call, *operands: Array) -> Array:
+    from jaxdnn._src.softmax.hopper import rows as softmax
+
+    spec: SoftmaxSpec = call.spec
+    shape, rows = operands[0].shape, _geometry(call)
+    flat = [v.reshape(rows) for v in operands]
+    if call.op == "softmax":
+        return softmax.softmax(*flat, algorithm=spec.algorithm, out_dtype=spec.out_dtype).reshape(shape)
+    if call.op == "softmax_dgrad":
+        options: dict[str, Any] = {"algorithm": spec.algorithm, "tangent": spec.tangent, "out_dtype": spec.out_dtype}
+        return softmax.softmax_dgrad(*flat, **options).reshape(shape)
+    lse = softmax.softmax(*flat, algorithm="logsumexp", out_dtype=spec.out_dtype)
+    return lse.reshape(shape[: len(shape) - len(spec.axes)])
+
+
+def _supports(call: engines.Call) -> str | None:
+    spec: SoftmaxSpec = call.spec
+    if reason := hopper.no_device(call):
+        return reason
+    dtypes = [v.dtype for v in call.avals]
+    if any(dtype not in NAMES for dtype in (*dtypes, np.dtype(spec.out_dtype))):
+        return f"its kernels take and give {', '.join(map(str, NAMES))}, not {dtypes[0].name} and {spec.out_dtype.name}"
+    if len(set(dtypes)) > 1:
+        return f"its kernels take dy and y of one dtype, not {dtypes[0].name} and {dtypes[1].name}"
+    if spec.axes != tuple(range(-len(spec.axes), 0)):
+        return f"its rows lie along the last axes, not along {spec.axes}"
+    rows, length = _geometry(call)
+    if not rows * length:
+        return "it has nothing to do for an empty array"
+    if length * dtypes[0].itemsize % 16:
+        return f"its rows are multiples of 16 bytes, and these have {length} elements of {dtypes[0].name}"
+    if length * max(*(dtype.itemsize for dtype in dtypes), np.dtype(spec.out_dtype).itemsize) >= 2**32:
+        return f"its rows are shorter than 2^32 bytes, a factor of 32 bits, and these have {length} elements"
+    if rows > 2**26:
+        return f"it takes at most 2^26 rows, not {rows}"
+    return None
+
+
+def key(call: engines.Call) -> str:
+    """What `measured.json` calls a call: everything but the number of rows."""
+    return f"{_kind(call)} {_geometry(call)[1]}"
+
+
+def _kind(call: engines.Call) -> str:
+    algorithm = "" if call.op == "logsumexp" else f" {call.spec.algorithm}"
+    return f"{call.op}{algorithm} {call.avals[0].dtype.name}"
+
+
+@ft.lru_cache
+def _measured() -> dict[str, Any]:
+    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+
+
+def _rank(call: engines.Call) -> int:
+    """First where it was measured faster than XLA, or between two such lengths; "fast" is taken to be "accurate"."""
+    rows, length = _geometry(call)
+    kind = _kind(call).replace(" fast ", " accurate ")
+    table = _measured().get(call.device_kind or "", {})
+    found = {int(name.rpartition(" ")[2]): row for name, row in table.items() if name.rpartition(" ")[0] == kind}
+    below = max((n for n in found if n <= length), default=None)
+    above = min((n for n in found if n >= length), default=None)
+    if below is None or above is None:
+        return 2
+    gains = all(found[n]["speed_up"] >= 1 for n in (below, above))
+    return 0 if gains and rows * length * FEWER >= found[below]["batch"] * below else 2
+
+
+for _op in OPS:
+    engines.register(
+        engines.Engine(
+            name="hopper",
+            measured_on=hopper.MEASURED_ON,
+            op=_op,
+            run=_run,
+            fused=False,
+            supports=_supports,
+            needs_sizes=lambda call: True,
+            level=lambda call: "batch_invariant",
+            accumulation=lambda call: "float32",
+            hazards=lambda call: ("flushes_subnormals",),
+            rank=_rank,
+            workspace=lambda call: 0,
+            partition=lambda call: True,
+            notes=(
+                "exponentials by the special function unit",
+                "where rows are sharded, XLA's formula serves, with its maxima and sums over the mesh",
+            ),
+        )
+    )

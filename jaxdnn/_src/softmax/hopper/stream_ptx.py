@@ -1,0 +1,334 @@
+"""The PTX of the forward softmax for long rows: clusters that stay, rows on their way through their shared memory.
+
+Each block of a cluster has one slice of the row, each of its warps one part of the slice, contiguous. A warp has a ring
+of places of its own, which the bulk copy engine fills with its parts of the next rows while one is worked on. It takes
+its part's largest element m and sum s of exp(x - m), and leaves the two in the shared memory of all blocks,
+asynchronously: one trip, for which a barrier there counts bytes (arrivals, where one block has the row). Warps meet
+nowhere else. Exponentials stay in registers meanwhile. Results as wide as the elements go into the part's place, from
+which the engine brings them to memory, so that no thread waits for a store; a row later the place is filled anew.
+
+For logsumexp nothing is kept. A part may then be of several pieces, which go through the places one after the other.
+
+Order of additions: vector i of a piece belongs to lane i modulo 32. In a vector the elements pairwise, a lane's vectors
+of a piece pairwise; for logsumexp the pieces one after the other, each time rescaled to the lane's largest element so
+far, and the lanes' sums to the warp's; the lanes of a warp by exchange over distances 16, 8, 4, 2, 1; then, rescaled to
+the row's, the sums of like warps over the blocks pairwise, and over the warps by exchange.
+"""
+
+import contextlib
+import functools as ft
+from collections.abc import Iterable, Iterator
+
+from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES, real
+from jaxdnn._src.hopper.ring_ptx import Ring
+from jaxdnn._src.softmax.hopper import ptx
+from jaxdnn._src.softmax.hopper.ptx import ZERO, RowPlan, bounded, finisher, shifted
+
+_PAIR = 8  # bytes of a warp's largest element and sum
+_STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
+
+
+def slice_vectors(plan: RowPlan) -> int:
+    """Of a row, that each block of a cluster has; the last may have fewer."""
+    return -(-plan.row_vectors // plan.cluster)
+
+
+def part_vectors(plan: RowPlan) -> int:
+    """Of a slice, that each warp has; the last may have fewer."""
+    return -(-slice_vectors(plan) // plan.warps_a_row)
+
+
+def pieces(plan: RowPlan) -> int:
+    """Of a part."""
+    return -(-part_vectors(plan) // (32 * plan.vectors))
+
+
+def piece_vectors(plan: RowPlan) -> int:
+    """Of a part, that each piece has; the last may have fewer."""
+    return -(-part_vectors(plan) // pieces(plan))
+
+
+def _least_vectors(plan: RowPlan) -> int:
+    """Of the last piece of the last warp of the last block."""
+    of_slice = plan.row_vectors - (plan.cluster - 1) * slice_vectors(plan)
+    of_part = of_slice - (plan.warps_a_row - 1) * part_vectors(plan)
+    return of_part - (pieces(plan) - 1) * piece_vectors(plan)
+
+
+def _exchange_bytes(plan: RowPlan) -> int:
+    """Of a row's pairs; two rows take turns."""
+    return plan.warps_a_row * plan.cluster * _PAIR
+
+
+def _rings_at(plan: RowPlan) -> int:
+    """The two exchanges, their two barriers, and the rings' lie before."""
+    return -(-(2 * _exchange_bytes(plan) + 16 + 8 * plan.warps_a_row * plan.stages) // 128) * 128
+
+
+def shared_bytes(plan: RowPlan) -> int:
+    return _rings_at(plan) + plan.warps_a_row * plan.stages * piece_vectors(plan) * VECTOR_BYTES
+
+
+def check(plan: RowPlan, algorithm: str) -> None:
+    """A ValueError for a plan that the kernel cannot follow."""
+    held = algorithm != "logsumexp"
+    if _least_vectors(plan) < 1 or (held and (pieces(plan) > 1 or plan.stages < 2)):
+        raise ValueError(f"a plan that leaves a warp without elements, or with more than it can hold: {plan}")
+
+
+@ft.lru_cache
+def forward(plan: RowPlan, row_count: int, clusters: int, algorithm: str) -> str:
+    """The PTX of softmax ("accurate", "fast", "log") or of "logsumexp"; operands: x, the result, shared memory."""
+    check(plan, algorithm)
+    k = _Stream(plan, row_count, clusters, algorithm)
+    if algorithm == "logsumexp":
+        k.reduce_rows()
+    else:
+        k.write_rows()
+    return k.e.text()
+
+
+class _Stream(ptx.Kernel):
+    """A warp's way through its cluster's rows."""
+
+    def __init__(self, plan: RowPlan, row_count: int, clusters: int, algorithm: str) -> None:
+        super().__init__(plan, row_count, 1)
+        e = self.e
+        self.row_count, self.clusters, self.algorithm = row_count, clusters, algorithm
+        self.stride, self.warps = 32, plan.warps_a_row
+        self.pieces, self.piece = pieces(plan), piece_vectors(plan)
+        self.in_place = algorithm != "logsumexp" and SIZES[plan.dtype] == SIZES[plan.out_dtype]
+        self.first = e.p("setp.eq.u32", e.r("mov.u32", "%tid.x"), 0)
+        part = part_vectors(plan)
+        before = e.r("mul.lo.s32", self.warp, part)  # vectors of the row before the warp's
+        mine = e.r("mov.b32", part)  # vectors of the warp
+        if slice_vectors(plan) % self.warps:
+            e.op("min.s32", mine, mine, e.r("sub.s32", slice_vectors(plan), before))
+        if self.rank:
+            e.op("mad.lo.s32", before, self.rank, slice_vectors(plan), before)
+        if plan.row_vectors % plan.cluster:
+            e.op("min.s32", mine, mine, e.r("sub.s32", plan.row_vectors, before))
+        self.mine = mine
+        out_vector = plan.elements * SIZES[plan.out_dtype]
+        self.source = e.d("mad.wide.u32", before, VECTOR_BYTES, e.d("mov.b64", "$0"))
+        self.output = e.d("mov.b64", "$1")
+        self.target = e.d("mad.wide.u32", before, out_vector, self.output)
+        self.turn, self.phase = e.r("mov.b32", 0), e.r("mov.b32", 0)  # 0 or 1; the phase of this turn's barrier
+        self.sums = e.r("add.s32", self.shared, 2 * _exchange_bytes(plan))
+        for i in range(2):
+            count = 1 if self.rank else self.warps
+            e.op("mbarrier.init.shared::cta.b64", f"[{self.sums}+{8 * i}]", count, when=self.first)
+        size = self.piece * VECTOR_BYTES
+        self.ring = Ring(
+            e,
+            plan.stages,
+            size,
+            start=e.scaled(self.warp, plan.stages * size, e.r("add.s32", self.shared, _rings_at(plan))),
+            barriers=e.scaled(self.warp, plan.stages * 8, e.r("add.s32", self.sums, 16)),
+            leads=e.p("setp.eq.u32", self.lane, 0),
+        )
+        self.begin = e.r("mov.u32", "%clusterid.x" if self.rank else "%ctaid.x")
+        self.asked_row, self.asked_at = e.r("mov.b32", self.begin), e.r("mov.b32", 0)  # the piece that is asked next
+        asked = plan.stages - self.in_place  # a row that goes back asks for the next one while its place is in use
+        first = min(self.pieces, asked)
+        for _ in range(first):
+            self.ask()
+        # The first row of all warps is asked for before any other; and now the barriers of all blocks are made.
+        if self.rank:
+            e.op("barrier.cluster.arrive.release.aligned")
+            e.op("barrier.cluster.wait.acquire.aligned")
+        else:
+            e.op("bar.sync", 1, plan.block)
+        for _ in range(asked - first):
+            self.ask()
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def reduce_rows(self) -> None:
+        """Rows of which nothing is written but the logarithm of their sum."""
+        e = self.e
+        m_start, s_start = real(float("-inf")), ZERO
+        own_m, own_s = e.f("mov.f32", m_start), e.f("mov.f32", s_start)
+        with e.loop(self.begin, self.row_count, self.clusters) as row:
+            with self.each_piece() as at:
+                words = self.come(at)
+                self.fill()
+                self.add(words, own_m, own_s)
+            m, s = self.over_all(own_m, own_s)
+            e.op("mov.f32", own_m, m_start)
+            e.op("mov.f32", own_s, s_start)
+            scalar = e.d("mad.wide.u32", row, SIZES[self.plan.out_dtype], self.output)
+            self.row = ptx.Row([], "", scalar, "")
+            self.store_scalar(e.f("add.rn.f32", m, finisher(self, self.algorithm, s)("")))
+
+    def write_rows(self) -> None:
+        """Rows whose exponentials stay in registers until the row's sum is known."""
+        e, log = self.e, self.algorithm == "log"
+        with e.loop(self.begin, self.row_count, self.clusters) as row:
+            words = self.come(e.r("mov.b32", 0))
+            own, shift = ZERO, ""
+            if self.algorithm != "fast":
+                own = self.over_lanes("max.f32", self.largest(words), 32)
+                shift = bounded(self, self.algorithm, own)
+            terms = [[self.exp(d) for d in shifted(self, v, shift)] for v in words]
+            parts = [self.pairwise("add.rn.f32", v) for v in terms]
+            self.send(own, self.over_lanes("add.rn.f32", self.pairwise("add.rn.f32", parts), 32))
+            self.fill()
+            m, s = self.joined(*self.receive())
+            finish = finisher(self, self.algorithm, s)
+            if not log:
+                share = finish(self.exp(e.f("sub.rn.f32", shift, m)) if shift else real(1.0))
+                finish = lambda term: e.f("mul.rn.f32", term, share)
+            results = (shifted(self, v, m) for v in words) if log else terms
+            self.write(row, ([finish(value) for value in v] for v in results))
+        if self.in_place:
+            self.ring.wait_until_brought()
+
+    @contextlib.contextmanager
+    def each_piece(self) -> Iterator[str]:
+        """The pieces of a row, by how many vectors of the part lie before."""
+        if self.pieces == 1:
+            yield self.e.r("mov.b32", 0)
+            return
+        with self.e.loop(0, self.pieces * self.piece, self.piece) as at:
+            yield at
+
+    # ---- pieces ------------------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Has the next piece, if there is such a row, brought to the next place."""
+        e = self.e
+        source = e.d("mad.wide.u32", self.asked_row, self.plan.row_vectors * VECTOR_BYTES, self.source)
+        source = e.d("mad.wide.u32", self.asked_at, VECTOR_BYTES, source)
+        there = e.p("setp.lt.s32", self.asked_row, self.row_count)
+        self.ring.ask(source, e.r("mul.lo.s32", self.vectors_from(self.asked_at), VECTOR_BYTES), there)
+        e.op("add.s32", self.asked_at, self.asked_at, self.piece)
+        last = e.p("setp.eq.s32", self.asked_at, self.pieces * self.piece)
+        e.op("mov.b32", self.asked_at, 0, when=last)
+        e.op("add.s32", self.asked_row, self.asked_row, self.clusters, when=last)
+
+    def vectors_from(self, at: str) -> str:
+        """Of the piece that begins there."""
+        return self.e.r("min.s32", self.e.r("sub.s32", self.mine, at), self.piece)
+
+    def guard(self, j: int, count: str) -> str:
+        """The predicate that a lane has a vector j; "" if it always has."""
+        if (j + 1) * self.stride <= _least_vectors(self.plan):
+            return ""
+        return self.e.p("setp.lt.s32", self.e.r("add.s32", self.lane, j * self.stride), count)
+
+    def held(self, place: str, at: str) -> list[list[str]]:
+        """The registers of a lane's vectors, as they lie in memory; -inf beyond the piece."""
+        e, found = self.e, []
+        fill = ptx.NEGATIVE_INFINITY[self.plan.dtype]
+        start, count = e.scaled(self.lane, VECTOR_BYTES, self.ring.address(place)), self.vectors_from(at)
+        for j in range(self.plan.vectors):
+            guard = self.guard(j, count)
+            words = [e.r("mov.b32", f"0x{fill:08X}") if guard else e.new() for _ in range(4)]
+            where = f"[{start}+{j * self.stride * VECTOR_BYTES}]"
+            e.op("ld.shared.v4.b32", "{" + ", ".join(words) + "}", where, when=guard)
+            found.append(words)
+        return found
+
+    def come(self, at: str) -> list[list[str]]:
+        """The next piece, once it has come."""
+        self.ring.wait()
+        words = self.held(self.ring.read, at)
+        self.ring.have_read()
+        return words
+
+    def add(self, words: list[list[str]], m: str, s: str) -> None:
+        """Takes a piece into a lane's largest element m and its sum s."""
+        e, finite = self.e, ft.partial(bounded, self, self.algorithm)
+        larger = e.f("max.f32", m, self.largest(words))
+        shift = finite(larger)
+        e.op("mul.rn.f32", s, s, self.exp(e.f("sub.rn.f32", finite(m), shift)))
+        e.op("mov.f32", m, larger)
+        terms = [self.pairwise("add.rn.f32", [self.exp(d) for d in shifted(self, v, shift)]) for v in words]
+        e.op("add.rn.f32", s, s, self.pairwise("add.rn.f32", terms))
+
+    def write(self, row: str, results: Iterable[list[str]]) -> None:
+        """Writes a part's results, vector by vector."""
+        e, plan = self.e, self.plan
+        out_vector = plan.elements * SIZES[plan.out_dtype]
+        target = e.d("mad.wide.u32", row, plan.row_vectors * out_vector, self.target)
+        self.row = ptx.Row([], e.d("mad.wide.u32", self.lane, out_vector, target), "", "")
+        place = e.scaled(self.lane, VECTOR_BYTES, self.ring.address(self.ring.written))
+        for j, values in enumerate(results):
+            guard = self.guard(j, self.mine)
+            if self.in_place:
+                words = "{" + ", ".join(e.pack(plan.out_dtype, values)) + "}"
+                e.op("st.shared.v4.b32", f"[{place}+{j * self.stride * VECTOR_BYTES}]", words, when=guard)
+            else:
+                self.store(lambda _, guard=guard: (guard, "", ""), j, values)
+        if self.in_place:
+            self.ring.bring_back(target, e.r("mul.lo.s32", self.mine, VECTOR_BYTES))
+        self.ring.leave()
+
+    def fill(self) -> None:
+        """Asks for the next piece: in the place of the last row where that goes back to memory, else in this one's."""
+        if self.in_place:
+            self.ring.wait_until_brought()
+        else:
+            self.e.op("bar.warp.sync", "0xffffffff")  # all lanes have read
+        self.ask()
+
+    def largest(self, words: list[list[str]]) -> str:
+        """Of a lane's elements; those of 16 bits two at a time."""
+        flat, dtype = [word for v in words for word in v], self.plan.dtype
+        while dtype != "f32" and len(flat) > 1:
+            pairs = list(zip(flat[::2], flat[1::2], strict=False))
+            flat = [self.e.r(f"max.{dtype}x2", *pair) for pair in pairs] + flat[2 * len(pairs) :]
+        return self.pairwise("max.f32", self.unpack(flat))
+
+    # ---- sums over the row -------------------------------------------------------------------------------------------
+
+    def over_all(self, m: str, s: str) -> tuple[str, str]:
+        """The row's largest element and its sum, from those of all lanes."""
+        e, finite = self.e, ft.partial(bounded, self, self.algorithm)
+        own = self.over_lanes("max.f32", m, 32)
+        s = e.f("mul.rn.f32", s, self.exp(e.f("sub.rn.f32", finite(m), finite(own))))
+        self.send(own, self.over_lanes("add.rn.f32", s, 32))
+        return self.joined(*self.receive())
+
+    def joined(self, theirs: list[str], sums: list[str]) -> tuple[str, str]:
+        """The row's largest element and its sum, from a lane's share of what the warps have sent."""
+        e, m, finite = self.e, "", ft.partial(bounded, self, self.algorithm)
+        if self.algorithm != "fast":
+            m = self.over_lanes("max.f32", self.pairwise("max.f32", theirs), self.warps)
+            m = finite(m) if self.algorithm == "logsumexp" else m
+            factors = [self.exp(e.f("sub.rn.f32", finite(value), m)) for value in theirs]
+            sums = [e.f("mul.rn.f32", *pair) for pair in zip(sums, factors, strict=True)]
+        return m, self.over_lanes("add.rn.f32", self.pairwise("add.rn.f32", sums), self.warps)
+
+    def send(self, m: str, s: str) -> None:
+        """A warp's pair to all blocks, a lane for each. Outside of a cluster there is no asynchronous store."""
+        e, plan = self.e, self.plan
+        pair = e.scaled(self.turn, _exchange_bytes(plan), e.scaled(self.warp, _PAIR, self.shared))
+        barrier = e.scaled(self.turn, 8, self.sums)
+        values, when = "{" + f"{m}, {s}" + "}", e.p("setp.lt.s32", self.lane, plan.cluster)
+        if not self.rank:
+            e.op("st.shared.v2.f32", f"[{pair}]", values, when=when)
+            e.op("mbarrier.arrive.shared::cta.b64", "_", f"[{barrier}]", when=when)
+            return
+        expected = _exchange_bytes(plan)
+        e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", f"[{barrier}]", expected, when=self.first)
+        pair = e.scaled(self.rank, self.warps * _PAIR, pair)
+        pair, barrier = (e.r("mapa.shared::cluster.u32", where, self.lane) for where in (pair, barrier))
+        e.op(_STORE, f"[{pair}]", values, f"[{barrier}]", when=when)
+
+    def receive(self) -> tuple[list[str], list[str]]:
+        """For lane i, the largest elements and the sums of warp i modulo the warps of a block, of all blocks."""
+        e, plan = self.e, self.plan
+        again, barrier = e.label(), f"[{e.scaled(self.turn, 8, self.sums)}]"
+        e.place(again)
+        come = e.p("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", barrier, self.phase)
+        e.op("bra", again, when="!" + come)
+        start = e.scaled(self.turn, _exchange_bytes(plan), self.shared)
+        start = e.scaled(e.r("and.b32", self.lane, self.warps - 1), _PAIR, start)
+        pairs = [(e.new("f"), e.new("f")) for _ in range(plan.cluster)]
+        for i, pair in enumerate(pairs):
+            e.op("ld.shared.v2.f32", "{" + ", ".join(pair) + "}", f"[{start}+{i * self.warps * _PAIR}]")
+        e.op("xor.b32", self.phase, self.phase, self.turn)
+        e.op("xor.b32", self.turn, self.turn, 1)
+        return [m for m, _ in pairs], [s for _, s in pairs]

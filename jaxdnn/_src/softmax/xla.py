@@ -1,0 +1,190 @@
+"""The softmax family's formulas for XLA: the engine `xla`, and the engine `ordered`, whose sums are fixed trees.
+
+Engine `xla` leaves the order of a sum to XLA, so it promises the same bits from run to run only.
+
+Engine `ordered` lays the elements of a row side by side, in row-major order of the reduced axes, fills them up with
+zeros to a power of two, and then adds the second half to the first until one is left. The tree depends on the row's
+length alone. Products are rounded before anything is added to them, here and by the caller, so no compiler contracts
+the two; maxima are exact in any order; everything else is element by element. It costs a pass over memory for every
+third level of the tree and, on CPUs, a loop for the exponentials, of which XLA has several there.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.determinism import is_fixed
+from jaxdnn._src.core.rounding import nearest, product, rounded
+
+Sum = Callable[[Array, tuple[int, ...]], Array]
+Apart = Callable[[Array], Array]  # keeps a step apart from the next: contracted, it has other bits
+LEVELS_A_PASS = 3
+LINE = 1024
+
+
+def xla_sum(x: Array, axes: tuple[int, ...]) -> Array:
+    """The sum along `axes`, which stay with length 1, in XLA's order."""
+    return jnp.sum(x, axes, keepdims=True)
+
+
+def row_max(x: Array, axes: Sequence[int]) -> Array:
+    """The largest element along `axes`, which stay with length 1: NaN if there is one, -inf if there are none."""
+    return jnp.max(x, tuple(axes), keepdims=True, initial=-jnp.inf)
+
+
+def tree_sum(x: Array, axes: tuple[int, ...]) -> Array:
+    """The sum along `axes`, which stay with length 1, on a tree that depends on their lengths alone."""
+    return _tree(rounded(x), axes)  # x may be a product
+
+
+def _tree(x: Array, axes: tuple[int, ...]) -> Array:
+    axes = tuple(sorted(axis % x.ndim for axis in axes))
+    kept = [axis for axis in range(x.ndim) if axis not in axes]
+    shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    if x.size == 0:
+        return jnp.zeros(shape, x.dtype)
+    lines = x.transpose(*axes, *kept).reshape(-1, *(x.shape[axis] for axis in kept))
+    levels = (len(lines) - 1).bit_length()
+    lines = lax.pad(lines, jnp.zeros((), x.dtype), [(0, (1 << levels) - len(lines), 0), *[(0, 0, 0)] * len(kept)])
+    for done in range(levels):
+        half = len(lines) // 2
+        lines = lines[:half] + lines[half:]
+        if done % LEVELS_A_PASS == LEVELS_A_PASS - 1:  # else XLA may make one kernel of all, with 2^levels loads
+            lines = lax.optimization_barrier(lines)
+    return lines.reshape(shape)
+
+
+def _plain(x: Array) -> Array:
+    return x
+
+
+# ---- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def softmax(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain, largest: Sum = row_max) -> Array:
+    """y, in the result's dtype."""
+    x = x.astype(spec.accumulate)
+    if spec.algorithm == "fast":
+        e = _exp(x, apart)
+        return nearest(_share(e, total(e, spec.axes), apart), spec.out_dtype)
+    shifted = x - largest(x, spec.axes)
+    e = _exp(shifted, apart)
+    if spec.algorithm == "log":
+        return nearest(shifted - _log(total(e, spec.axes), apart), spec.out_dtype)
+    return nearest(_share(e, total(e, spec.axes), apart), spec.out_dtype)
+
+
+def _exp(x: Array, apart: Apart) -> Array:
+    return jnp.exp(x) if apart is _plain else steady(jnp.exp, x)
+
+
+def _log(x: Array, apart: Apart) -> Array:
+    return jnp.log(x) if apart is _plain else steady(jnp.log, x)
+
+
+def steady(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function of one element, with bits that do not depend on the array that the element is in.
+
+    On CPUs XLA has several exponentials: one in its vector loops, one for what is left over at their ends, and, where
+    an array is large enough, YNNPACK's. So there a loop takes the elements line by line, always as many.
+    """
+    return lax.platform_dependent(x, cpu=ft.partial(_by_lines, function), default=function)
+
+
+def _by_lines(function: Callable[[Array], Array], x: Array) -> Array:
+    lines = max(2, -(-x.size // LINE))  # a loop of one line would be inlined
+    filled = lax.pad(x.reshape(-1), jnp.ones((), x.dtype), [(0, lines * LINE - x.size, 0)])
+    found = lax.map(function, filled.reshape(lines, LINE))
+    return lax.slice(found.reshape(-1), (0,), (x.size,)).reshape(x.shape)
+
+
+def _share(e: Array, s: Array, apart: Apart) -> Array:
+    """e / s; where steps are kept apart by the reciprocal, which XLA takes for some shapes and not for others."""
+    return e / s if apart is _plain else apart(e * apart(1 / s))
+
+
+def softmax_dgrad(spec: Any, dy: Array, y: Array, total: Sum = xla_sum, apart: Apart = _plain) -> Array:
+    """The derivative's transpose along dy, or for `spec.tangent` the derivative, in the result's dtype."""
+    dy, y = dy.astype(spec.accumulate), y.astype(spec.accumulate)
+    if spec.algorithm != "log":
+        dx = apart(y * (dy - total(y * dy, spec.axes)))
+    elif spec.tangent:
+        dx = dy - total(_exp(y, apart) * dy, spec.axes)
+    else:
+        dx = dy - apart(_exp(y, apart) * total(dy, spec.axes))
+    return nearest(dx, spec.out_dtype)
+
+
+def logsumexp(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain, largest: Sum = row_max) -> Array:
+    """log Σ exp(x) with the reduced axes gone; infinities are not subtracted from one another."""
+    x = x.astype(spec.accumulate)
+    m = largest(x, spec.axes)
+    m = jnp.where(jnp.isfinite(m), m, jnp.zeros_like(m))
+    y = m + _log(total(_exp(x - m, apart), spec.axes), apart)
+    return nearest(lax.squeeze(y, [axis % x.ndim for axis in spec.axes]), spec.out_dtype)
+
+
+def for_derivative(spec: Any) -> tuple[Callable[[Array, Array, tuple[int, ...]], Array], bool]:
+    """Σ a v, linear in v, for a derivative that is a formula, and whether its bits are fixed, as the call asks."""
+    if spec.engine == "ordered" or is_fixed(spec.level):
+        return lambda a, v, axes: _tree(product(a, v), axes), True
+    return lambda a, v, axes: xla_sum(a * v, axes), False
+
+
+FORMULAS: dict[str, Callable[..., Array]] = {
+    "softmax": softmax,
+    "softmax_dgrad": softmax_dgrad,
+    "logsumexp": logsumexp,
+}
+
+
+# ---- the engines -----------------------------------------------------------------------------------------------------
+
+
+def _run(call: engines.Call, *operands: Array) -> Array:
+    return FORMULAS[call.op](call.spec, *operands)
+
+
+def _run_ordered(call: engines.Call, *operands: Array) -> Array:
+    return FORMULAS[call.op](call.spec, *operands, total=tree_sum, apart=rounded)
+
+
+def _accumulation(call: engines.Call) -> str:
+    return call.spec.accumulate.name
+
+
+def _flushes(call: engines.Call) -> tuple[str, ...]:
+    return ("flushes_subnormals",) if call.platform == "cpu" else ()
+
+
+for _op in FORMULAS:
+    engines.register(
+        engines.Engine(
+            name="xla",
+            op=_op,
+            run=_run,
+            level=lambda call: "run_to_run",
+            accumulation=_accumulation,
+            hazards=_flushes,
+            rank=lambda call: 1,
+        )
+    )
+    engines.register(
+        engines.Engine(
+            name="ordered",
+            op=_op,
+            run=_run_ordered,
+            needs_sizes=lambda call: True,
+            level=lambda call: "mesh_invariant",
+            accumulation=_accumulation,
+            hazards=_flushes,
+            rank=lambda call: 3,
+            partition=lambda call: True,
+            adds_in_order=True,
+            notes=("a pass over memory for every third level of the tree: slow",),
+        )
+    )

@@ -1,0 +1,244 @@
+"""The matrix of a convolution's patches, and its transpose.
+
+Letters as in `conv`: N batch, C channels, H, W spatial sizes of x, P, Q of the convolution's result, R, S taps.
+"""
+
+import functools as ft
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxdnn._src.core import blending, checks, frames, primitives
+from jaxdnn._src.core import windows as _window
+from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.partitioning import Factors, Windows
+from jaxdnn._src.core.rounding import rounded
+from jaxdnn._src.core.windows import Layout, Window
+
+MODES = ("cross_correlation", "convolution")
+ORDERS = ("taps_channels", "channels_taps")
+
+
+@public
+def im2col(
+    x: ArrayLike,
+    /,
+    *,
+    window: int | Sequence[int] = 3,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    mode: str = "cross_correlation",
+    layout: str = "NHWC",
+    order: str | None = None,
+) -> Array:
+    """Gathers what the taps of a convolution see, so that the convolution becomes a matrix product.
+
+    y[n, p, q, (r S + s) C + c] = x[n, p u + r d - a, q v + s e - b, c]     order "taps_channels"
+    y[n, p, q, (c R + r) S + s] = x[n, p u + r d - a, q v + s e - b, c]     order "channels_taps"
+
+    with stride (u, v), dilation (d, e), low padding (a, b), and x zero outside.
+
+    Args:
+      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8,
+        uint8, int32.
+      window: R and S, one integer or one per spatial axis: the taps of the filter.
+      stride, padding, dilation, mode: as for `conv`; mode "convolution" numbers the taps backwards.
+      layout: the axes of x and of the result, see `conv`.
+      order: how taps and channels are numbered together; None is "taps_channels" for channels last, else
+        "channels_taps": the orders of the filter layouts HWIO and OIHW.
+
+    Returns:
+      y, in `layout`, with R S C channels: (N, P, Q, R S C) for NHWC.
+
+    Differentiation: any order, in x; the gradient is that of `col2im`, added in one order that depends on no shape.
+
+    Numerics: elements are copied, so the bits are those of x; float32's accumulator for the gradient, rounded once.
+      Determinism level: "portable".
+
+    Raises:
+      ValueError: a window that does not fit into the padded input, or an argument out of range.
+      TypeError: a dtype that is not served.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> x, w = jnp.ones((2, 5, 4, 3)), jnp.ones((3, 2, 3, 7))
+      >>> (dnn.im2col(x, window=(3, 2)) @ w.reshape(18, 7)).shape
+      (2, 3, 3, 7)
+
+    Sources: cuDNN's cudnnIm2Col. PyTorch's unfold has order "channels_taps" and P Q as one axis.
+    """
+    frame = frames.frame(layout, None)
+    given = blending.array("x", x)
+    plain = frame.array("x", given)
+    sizes = tuple(plain.shape[axis] for axis in frame.layout.spatial)
+    geometry, taps, outputs = _geometry(sizes, window, stride, padding, dilation)
+    flip = checks.choice("mode", mode, MODES) == "convolution"
+    if jnp.issubdtype(given.dtype, jnp.inexact):  # exact, and makes the gradient's sums float32's
+        plain = plain.astype(blending.accumulator(given.dtype))
+    pads = _along_spatial(frame.layout, [(low, high, 0) for low, high in geometry.padding], (0, 0, 0))
+    checks.countable("`padding`", [n + low + high for n, (low, high, _) in zip(plain.shape, pads, strict=True)])
+
+    def patches(x: Array) -> Array:
+        padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
+        seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
+        return _join(seen, frame.layout.channel, _order(order, frame.layout))
+
+    axes = zip(sizes, outputs, geometry.strides, geometry.extents(taps), strict=True)
+    windows = [Windows(*axis, low) for axis, (low, _) in zip(axes, geometry.padding, strict=True)]
+    factors = ft.partial(_factors, frame.layout, windows)
+    return rounded(frame.restore(primitives.composed(patches, factors, plain)))
+
+
+@public
+def col2im(
+    y: ArrayLike,
+    x_shape: Sequence[int],
+    /,
+    *,
+    window: int | Sequence[int] = 3,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    mode: str = "cross_correlation",
+    layout: str = "NHWC",
+    order: str | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Array:
+    """Adds up patches where they came from: the transpose of `im2col`.
+
+    x[n, h, w, c] = Σ y[n, p, q, (r S + s) C + c]  over all p u + r d - a = h, q v + s e - b = w
+
+    Args:
+      y: the patches, (N, P, Q, R S C) for layout NHWC; dtypes as for `im2col`.
+      x_shape: the shape of x in `layout`; several sizes of x give the same size of y.
+      window, stride, padding, dilation, mode, layout, order: those of `im2col`.
+      out_dtype: the result's dtype; None is that of y.
+
+    Returns:
+      x, of shape `x_shape`; 0 where no patch reaches.
+
+    Differentiation: any order, in y; the gradient is `im2col`.
+
+    Numerics: added in float32 (float64 for float64, wrapping int32 for integers), one tap after another in row-major
+      order, then converted once; integers saturate. No atomics and no scatter: determinism level "portable".
+
+    Raises:
+      ValueError: shapes that do not fit. TypeError: a dtype that is not served.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxdnn as dnn
+      >>> dnn.col2im(jnp.ones((1, 3, 9)), (1, 5, 3), layout="NWC")[0, :, 0].tolist()
+      [1.0, 2.0, 3.0, 2.0, 1.0]
+
+    Sources: PyTorch's fold, ONNX's Col2Im. cuDNN has it only within its backward-data algorithms.
+    """
+    frame = frames.frame(layout, None)
+    given = blending.array("y", y)
+    plain, plain_shape = frame.array("y", given), frame.array_shape("x_shape", x_shape)
+    axes = frame.layout
+    sizes = tuple(plain_shape[axis] for axis in axes.spatial)
+    geometry, taps, outputs = _geometry(sizes, window, stride, padding, dilation)
+    features = plain_shape[axes.channel] * math.prod(taps)
+    expected = axes.shape(plain_shape[axes.batch], outputs, features)
+    checks.shape("y", plain, expected, f"as im2col of {plain_shape} has (axes {axes.name})")
+    flip = checks.choice("mode", mode, MODES) == "convolution"
+    parts = _split(plain, axes.channel, math.prod(taps), _order(order, axes))
+    acc, total = blending.accumulator(given.dtype), None
+    for part, tap in zip(parts, _taps(taps, flip), strict=True):
+        spread = _spread(axes, part.astype(acc), geometry, sizes, tap)
+        total = spread if total is None else total + spread
+    found = frame.restore(total if total is not None else jnp.zeros(plain_shape, acc))
+    return rounded(blending.convert(found, blending.out_dtype(out_dtype, given)))
+
+
+def _geometry(
+    sizes: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[Window, tuple[int, ...], tuple[int, ...]]:
+    taps = checks.integers("window", window, len(sizes), minimum=1)
+    found = _window.window(stride=stride, padding=padding, dilation=dilation, sizes=sizes, taps=taps)
+    outputs = found.output_sizes(sizes, taps)
+    if min(outputs) < 1:
+        padded = tuple(n + sum(pad) for n, pad in zip(sizes, found.padding, strict=True))
+        raise ValueError(
+            f"`window` must fit into the padded input, got {taps} that spans {found.extents(taps)} at dilation "
+            f"{found.dilation} for padded sizes {padded}."
+        )
+    return found, taps, outputs
+
+
+def _factors(layout: Layout, windows: Sequence[Windows], x: Any) -> Factors:
+    """All axes may be sharded, spatial ones with as many patches as the stride goes into the size.
+
+    Features of a device's channels are not neighbours in the result, whose parts are exchanged once more.
+    """
+    pairs = [window.dims(f"s{i}")[:2] for i, window in enumerate(windows)]
+    sizes = {name: size for i, window in enumerate(windows) for name, size in window.dims(f"s{i}")[2].items()}
+    named = [_along_spatial(layout, along, "c") for along in zip(*pairs, strict=True)]
+    for names in named:
+        names[layout.batch] = "n"
+    free = ("n", "c", *(y for x, y in pairs if x.split()[0] == y))
+    return Factors(operands=(tuple(named[0]),), results=(tuple(named[1]),), free=free, sizes=sizes)
+
+
+def _order(value: Any, layout: Layout) -> str:
+    if value is None:
+        return "taps_channels" if layout.channels_last else "channels_taps"
+    return checks.choice("order", value, ORDERS)
+
+
+def _taps(taps: tuple[int, ...], flip: bool) -> list[tuple[int, ...]]:
+    """The taps in the order in which they are numbered."""
+    every = list(itertools.product(*map(range, taps)))
+    return every[::-1] if flip else every
+
+
+def _along_spatial(layout: Layout, values: Sequence[Any], other: Any) -> list[Any]:
+    """One value per axis of the array: those of the spatial axes, and another for the batch and the channels."""
+    result = [other] * len(layout.axes)
+    for axis, value in zip(layout.spatial, values, strict=True):
+        result[axis] = value
+    return result
+
+
+def _shift(layout: Layout, padded: Array, window: Window, outputs: tuple[int, ...], tap: tuple[int, ...]) -> Array:
+    """What one tap sees: every stride-th element from the tap's place on."""
+    starts = [r * d for r, d in zip(tap, window.dilation, strict=True)]
+    ends = [start + (p - 1) * u + 1 for start, p, u in zip(starts, outputs, window.strides, strict=True)]
+    shape = padded.shape
+    limits = [shape[axis] if end is None else end for axis, end in enumerate(_along_spatial(layout, ends, None))]
+    return lax.slice(padded, _along_spatial(layout, starts, 0), limits, _along_spatial(layout, window.strides, 1))
+
+
+def _spread(layout: Layout, part: Array, window: Window, sizes: tuple[int, ...], tap: tuple[int, ...]) -> Array:
+    """What one tap saw, back in its place, with zeros elsewhere: the transpose of `_shift` and the padding."""
+    pads = []
+    for axis, r, d, u, (low, _), size in zip(
+        layout.spatial, tap, window.dilation, window.strides, window.padding, sizes, strict=True
+    ):
+        start = r * d - low
+        reach = (part.shape[axis] - 1) * u + 1
+        pads.append((start, size - start - reach, u - 1))
+    return lax.pad(part, jnp.zeros((), part.dtype), _along_spatial(layout, pads, (0, 0, 0)))
+
+
+def _join(parts: list[Array], channel: int, order: str) -> Array:
+    if order == "taps_channels":
+        return lax.concatenate(parts, channel)
+    stacked = jnp.stack(parts, channel + 1)
+    features = stacked.shape[channel] * stacked.shape[channel + 1]
+    return stacked.reshape(*stacked.shape[:channel], features, *stacked.shape[channel + 2 :])
+
+
+def _split(y: Array, channel: int, count: int, order: str) -> list[Array]:
+    if order == "taps_channels":
+        return jnp.split(y, count, channel)
+    apart = y.reshape(*y.shape[:channel], y.shape[channel] // count, count, *y.shape[channel + 1 :])
+    return [lax.index_in_dim(apart, i, channel + 1, keepdims=False) for i in range(count)]
