@@ -87,7 +87,15 @@ class Subject:
     @ft.cached_property
     def first_sample(self) -> list[np.ndarray]:
         """The results of the first sample in a batch of its own."""
-        return self.sample(jax.jit(self.required(1))(*batch_of(self, 1, 0)), 0)
+        return self.sample(self.compiled_for(1)(*batch_of(self, 1, 0)), 0)
+
+    def compiled_for(self, batch: int) -> Callable[..., list[jax.Array]]:
+        """The jitted function of so many samples, which the procedures on this subject share."""
+        return self._of_batches.setdefault(batch, jax.jit(self.required(batch)))
+
+    @ft.cached_property
+    def _of_batches(self) -> dict[int, Callable[..., list[jax.Array]]]:
+        return {}
 
 
 def subject(

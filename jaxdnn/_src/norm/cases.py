@@ -324,8 +324,10 @@ def samples(case: NormCase) -> tuple[tuple[int | None, ...], int] | None:
 
 
 def facets(case: NormCase) -> set[str]:
-    """A dtype, a blend, channel vectors; a large image of every dtype for the engine whose kernels may share it."""
-    large = f"{case.dtype if case.engine == 'hopper' else ''} {LARGE}" if case.variant == LARGE else ""
+    """A dtype, a blend, channel vectors; a large image of every dtype for the engine whose kernels may share it, and
+    one for XLA. In engine "ordered" it is the same steps once more, which take seconds to compile.
+    """
+    large = {"hopper": f"{case.dtype} {LARGE}", "xla": LARGE}.get(case.engine, "") if case.variant == LARGE else ""
     return {case.dtype, _blend_of(case.variant), large, case.variant if case.variant == VECTORS else ""}
 
 
