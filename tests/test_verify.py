@@ -65,7 +65,7 @@ def test_each_extent_holds_the_one_before():
     quick, standard, full = map(of_extent, EXTENTS)
     assert quick.keys() < standard.keys() < full.keys()
     assert (
-        180 <= len([c for c in standard.values() if c.engine == "xla"]) <= 260
+        140 <= len([c for c in standard.values() if c.engine == "xla"]) <= 200
     )  # two minutes on two cores, all families
 
 
@@ -159,6 +159,9 @@ def test_a_sound_library_passes(capsys: pytest.CaptureFixture[str]):
     levels_tested = {t["level"] for t in found["determinism"]}
     assert levels_tested == set(PROCEDURES)
     assert found["summary"]["controls"] == {"passed": 12, "failed": 0, "not run": 0}
+    controls_of = {t["procedure"]: t["message"] for t in found["controls"]}
+    assert controls_of.keys() == {p for group in PROCEDURES.values() for p in group}
+    assert all(message.startswith("found: ") for message in controls_of.values())
 
 
 def off_by_one(call: engines.Call, *operands: jax.Array) -> jax.Array:
@@ -292,13 +295,6 @@ def test_every_check_sees_a_wrong_shape_or_dtype():
 
 
 # ---- determinism -----------------------------------------------------------------------------------------------------
-
-
-def test_every_procedure_has_a_control_that_it_finds():
-    found = {t.procedure: t for t in controls.run(LEVELS, 0)}
-    assert set(found) == {p for group in PROCEDURES.values() for p in group}
-    assert {t.status for t in found.values()} == {"passed"}
-    assert all(t.message.startswith("found: ") for t in found.values())
 
 
 def test_a_control_that_finds_nothing_fails(monkeypatch: pytest.MonkeyPatch):

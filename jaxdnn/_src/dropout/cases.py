@@ -124,4 +124,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> DropoutCase:
     return DropoutCase(op, engine, dtype, name, rate, offset, layout, shape)
 
 
-FAMILY = family("dropout", DropoutCase, OPS, cases, subjects, "rate 0.1", (1, 6), draw=draw)
+FAMILY = dataclasses.replace(
+    family("dropout", DropoutCase, OPS, cases, subjects, "rate 0.1", (3, 6), draw=draw),
+    facets=lambda case: {case.dtype, ("offset", case.offset > 0), ("layout", case.layout is None)},
+)

@@ -250,6 +250,12 @@ def _looked_up(op: str, engine: str, rng: drawn.Generator, name: str) -> FusedCa
     )
 
 
+def facets(case: FusedCase) -> set[Any]:
+    """A dtype, of x and of a bias; whether there is a residual; of kernels every activation."""
+    activation = case.activation if case.engine == "hopper" else ""
+    return {case.dtype, ("bias", case.bias), ("residual", case.residual is None), activation}
+
+
 FAMILY = family(
     "dropout_fused",
     FusedCase,
@@ -257,7 +263,8 @@ FAMILY = family(
     cases,
     subjects,
     "gelu, rate 0.1",
-    (1, 6),
+    (3, 9),
+    facets=facets,
     draw=draw,
     leads={("fused_dropout", ("dropout", "kernel", "stream")): _looked_up},
 )

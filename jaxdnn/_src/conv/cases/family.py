@@ -83,6 +83,14 @@ def describe(case: Case) -> dict[str, Any]:
     }
 
 
+def facets(case: Case) -> set[Any]:
+    """A dtype, a layout, a result's dtype, no batch and one of one, a mode, a prior that is not read; of kernels every
+    geometry."""
+    g, unread = case.geometry, case.blend.prior and case.blend.beta == 0
+    geometry = g.name if case.engine == "hopper" else ""
+    return {case.dtype, case.layout, ("out", case.out), min(g.batch, 2), g.mode, ("unread", unread), geometry}
+
+
 FAMILY = Family(
     name="conv",
     ops=tuple(conv_cases.OPS),
@@ -99,7 +107,7 @@ FAMILY = Family(
     leads=draw.LEADS,
     samples=samples,
     describe=describe,
-    strides=(1, 3),
-    facets=lambda case: {case.dtype, case.layout, ("out", case.out), min(case.geometry.batch, 2)},
+    strides=(1, 6),
+    facets=facets,
     bound_as={"conv_transpose": "conv_dgrad"},
 )
