@@ -14,7 +14,8 @@ from _norm_machine import NormRows
 from _row_machine import on_arrays
 from jaxdnn._src import hopper
 from jaxdnn._src.core import engines
-from jaxdnn._src.norm import bounds, primitive
+from jaxdnn._src.norm import bounds
+from jaxdnn._src.norm.spec import NormSpec
 from norm_cases import Norm, agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
@@ -355,7 +356,7 @@ def test_engine_is_first_where_it_was_measured_faster(op: str):
 
     def rank(rows: int, length: int, dtype: Any) -> int:
         kinds = (np.dtype(np.float32), np.dtype(dtype))
-        spec = primitive.NormSpec((-1,), (-2,), True, 1e-5, False, False, True, *kinds)
+        spec = NormSpec((-1,), (-2,), True, 1e-5, False, False, True, *kinds)
         x, statistic = shape_of(rows, length, dtype=dtype), shape_of(rows, 1, dtype=jnp.float32)
         operands = (x,) if op == "norm" else (x, x, statistic, statistic)
         return engine.rank(engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0]))

@@ -17,7 +17,8 @@ from _norm_calls import DTYPES, arrays_of, check_backward, check_forward, norm_o
 from _row_machine import on_arrays
 from jaxdnn._src import hopper
 from jaxdnn._src.core import engines
-from jaxdnn._src.norm import bounds, primitive
+from jaxdnn._src.norm import bounds
+from jaxdnn._src.norm.spec import NormSpec
 from norm_cases import agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
@@ -519,7 +520,7 @@ def call_of(op: str, images: int, size: int, channels: int, groups: int, dtype: 
     view = shape_of(images, size, size, groups, channels // groups, dtype=dtype)
     statistic = shape_of(images, 1, 1, groups, 1, dtype=jnp.float32)
     kinds = (np.dtype(np.float32), np.dtype(dtype))
-    spec = primitive.NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, *kinds)
+    spec = NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, *kinds)
     operands = (view,) if op == "norm" else (view, view, statistic, statistic)
     return engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0])
 

@@ -78,7 +78,7 @@ def _blends() -> dict[str, Any]:
             rf"`{name}` must have one of the dtypes",
             ft.partial(back, **{name: wrong}, **prior),
         )
-    missing = r"must be given when `beta{}` is not zero, got {} and no prior"
+    missing = r"must be given when `beta{0}` is not zero, got beta{0} {1} and no prior"
     found["no prior, back"] = (ValueError, "`prior` " + missing.format("", "0.5"), ft.partial(back, beta=0.5))
     found["no prior_dscale"] = (
         ValueError,

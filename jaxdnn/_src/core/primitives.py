@@ -292,7 +292,7 @@ def _partitioned(
         lambda *_: _like_results(rule, tuple(jnp.zeros(r.shape, r.dtype) for r in ctx.avals_out))
     )
     sharded.def_partition(
-        partition=ft.partial(_partition, rule, op, platform, spec),
+        partition=ft.partial(_partition, rule, op, platform, spec, jax.config.jax_enable_x64),
         infer_sharding_from_operands=lambda mesh, args, _: _like_results(
             rule, tuple(NamedSharding(mesh, spec) for spec in rule.specs(mesh, args)[1])
         ),
@@ -307,7 +307,7 @@ def _loosened(ctx: Any, x: Array, spec: PartitionSpec) -> Array:
     return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, args: Any, results: Any) -> Any:
+def _partition(rule: Factors, op: str, platform: str, spec: Spec, x64: bool, mesh: Any, args: Any, results: Any) -> Any:
     operand_specs, result_specs, axes = rule.specs(mesh, args, _as_tuple(results))
     special = {factor: names for factor, names in axes.items() if factor not in rule.free}
 
@@ -316,7 +316,8 @@ def _partition(rule: Factors, op: str, platform: str, spec: Spec, mesh: Any, arg
 
     def lower(*operands: Array) -> Any:
         # What a device computes has no mesh any more, though this is traced inside whichever mesh the caller has set.
-        with use_abstract_mesh(AbstractMesh((), ())):
+        # And the caller's own choice of 64 bits may be over when XLA asks for it.
+        with use_abstract_mesh(AbstractMesh((), ())), jax.enable_x64(x64):
             if rule.local is None or not special:
                 return run(spec, *operands)
             return at_edges(spec.level, rule.local(run, special, *operands))

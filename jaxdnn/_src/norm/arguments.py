@@ -17,7 +17,7 @@ from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.norm import primitive
-from jaxdnn._src.norm.primitive import NormSpec
+from jaxdnn._src.norm.spec import NormSpec
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)

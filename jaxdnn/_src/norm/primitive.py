@@ -29,49 +29,9 @@ from jax import Array
 from jaxdnn._src.core import primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run
+from jaxdnn._src.norm.spec import NormSpec
 
-OPS = ("norm", "norm_tangent", "norm_dgrad")
-RANGE = "squared deviations must add up to less than 2^128: beyond, their inverse root is 0 or NaN, and shows it"
 LINEAR = ("x", "scale", "bias")
-
-
-@dataclasses.dataclass(frozen=True)
-class NormSpec:
-    """What is known of a normalisation when it is traced.
-
-    Attributes:
-      axes: the axes that statistics are taken over, negative.
-      summed: the axes along which scale and bias are the same, negative: their gradients are added over these.
-      centred: whether the mean is subtracted.
-      eps: added to the variance.
-      scale, bias: whether `norm` has them (`norm_dgrad` and `norm_tangent`: a scale).
-      per_example: whether the statistics are of one example, so that the level of a fixed order is batch_invariant.
-      tangents: of which operands `norm_tangent` has tangents.
-    """
-
-    axes: tuple[int, ...]
-    summed: tuple[int, ...]
-    centred: bool
-    eps: float
-    scale: bool
-    bias: bool
-    per_example: bool
-    accumulate: np.dtype
-    out_dtype: np.dtype
-    tangents: tuple[str, ...] = ()
-    engine: str | None = None
-    level: str = "fast"
-
-    def split(self, parameters: Sequence[Any]) -> tuple[Any, Any]:
-        """The scale and the bias of further operands, None for what is missing."""
-        rest = list(parameters)
-        scale = rest.pop(0) if self.scale else None
-        return scale, rest.pop(0) if rest else None
-
-    def split_tangents(self, operands: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
-        """The tangents of `norm_tangent` by name, and its further operands."""
-        count = len(self.tangents)
-        return dict(zip(self.tangents, operands[:count], strict=True)), list(operands[count:])
 
 
 def bind(op: str, *operands: Any, spec: NormSpec) -> Any:

@@ -20,7 +20,7 @@ from jax import Array, export, lax
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest, rounded
-from jaxdnn._src.norm.primitive import OPS, RANGE, NormSpec
+from jaxdnn._src.norm.spec import OPS, RANGE, NormSpec
 
 Total = Callable[[Array, Sequence[int]], Array]
 Separate = Callable[[Array], Array]

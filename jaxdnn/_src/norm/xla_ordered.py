@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import rounded
-from jaxdnn._src.norm.primitive import OPS, RANGE
+from jaxdnn._src.norm.spec import OPS, RANGE
 from jaxdnn._src.norm.xla import FORMULAS, Arithmetic
 
 

@@ -21,7 +21,7 @@ from jaxdnn._src.core.rounding import at_edges
 from jaxdnn._src.pool import arguments as arguments
 from jaxdnn._src.pool import lp, primitive
 from jaxdnn._src.pool.arguments import Options
-from jaxdnn._src.pool.primitive import PoolSpec
+from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.engine import flat_positions
 from jaxdnn._src.pool.xla.gather import gather_form
 

@@ -14,8 +14,7 @@ from jaxdnn._src.core import blending, checks, engines, windows
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.core.windows import Layout, Window
-from jaxdnn._src.pool import primitive
-from jaxdnn._src.pool.primitive import PoolSpec
+from jaxdnn._src.pool.spec import PoolSpec, y_shape
 
 MODES = ("max", "average", "average_exclude_padding", "lp")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
@@ -226,4 +225,4 @@ def taps_at(spec: PoolSpec, positions: Array) -> Array:
 
 def like_y(name: str, spec: PoolSpec, y: Array, x_shape: tuple[int, ...]) -> None:
     """Checks that an array is shaped like the result of the pooling."""
-    checks.shape(name, y, primitive.y_shape(spec, x_shape), f"as the pooling of {x_shape} has")
+    checks.shape(name, y, y_shape(spec, x_shape), f"as the pooling of {x_shape} has")

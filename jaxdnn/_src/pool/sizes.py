@@ -18,7 +18,7 @@ from jaxdnn._src.core.windows import Window
 from jaxdnn._src.pool import arguments as arguments
 from jaxdnn._src.pool import lp, primitive
 from jaxdnn._src.pool.api import pool
-from jaxdnn._src.pool.primitive import PoolSpec
+from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.engine import rounded_quotient
 
 

@@ -20,7 +20,7 @@ from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import real
 from jaxdnn._src.resample import primitive
-from jaxdnn._src.resample.primitive import ResampleSpec, Rule
+from jaxdnn._src.resample.band import BOUNDARIES, COORDINATES, METHODS, ROUNDINGS, ResampleSpec, Rule
 from jaxdnn._src.tensor import folding
 
 ORDERS = ("CRD", "DCR")
@@ -201,7 +201,7 @@ def _along_axes(
 
 
 def _check_dtype(x: Array, method: Any) -> None:
-    checks.choice("method", method, primitive.METHODS)
+    checks.choice("method", method, METHODS)
     if method != "nearest":
         checks.dtype("x", x, (*_FLOATS, jnp.int8, jnp.uint8))
 
@@ -245,10 +245,10 @@ def _rules(
 ) -> list[Rule]:
     """Checks the options, and makes a rule for every axis."""
     method, coordinates, rounding, cubic, antialias, boundary = options
-    checks.choice("method", method, primitive.METHODS)
-    checks.choice("coordinates", coordinates, primitive.COORDINATES)
-    checks.choice("rounding", rounding, primitive.ROUNDINGS)
-    checks.choice("boundary", boundary, (None, *primitive.BOUNDARIES))
+    checks.choice("method", method, METHODS)
+    checks.choice("coordinates", coordinates, COORDINATES)
+    checks.choice("rounding", rounding, ROUNDINGS)
+    checks.choice("boundary", boundary, (None, *BOUNDARIES))
     antialias = checks.flag("antialias", antialias)
     if antialias and (coordinates != "half_pixel" or method == "nearest"):
         raise ValueError(

@@ -9,8 +9,8 @@ from jax import Array, lax
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import product
-from jaxdnn._src.resample import primitive
-from jaxdnn._src.resample.primitive import ResampleSpec
+from jaxdnn._src.resample import band
+from jaxdnn._src.resample.band import ResampleSpec
 
 UNROLLED = 16  # taps; beyond, a loop runs over them in the same order
 
@@ -18,7 +18,7 @@ UNROLLED = 16  # taps; beyond, a loop runs over them in the same order
 def run(call: engines.Call, x: Array) -> Array:
     """y[i] = Σ_k w[i, k] x[start[i] + k] along the axis."""
     spec: ResampleSpec = call.spec
-    return banded(x, spec.axis % x.ndim, *primitive.band(spec.rule, spec.transposed))
+    return banded(x, spec.axis % x.ndim, *band.band(spec.rule, spec.transposed))
 
 
 def banded(

@@ -10,7 +10,7 @@ from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
-from jaxdnn._src.norm.primitive import NormSpec
+from jaxdnn._src.norm.spec import NormSpec
 
 # How many columns, and how many rows and elements at least, the calls had that were measured (three dtypes).
 MEASURED_COLUMNS, MEASURED_ROWS, MEASURED_ELEMENTS = (3, 2048), 1568, 802816

@@ -19,7 +19,7 @@ from jaxdnn._src.norm.hopper.batch_engine import BATCHES
 from jaxdnn._src.norm.hopper.group_engine import IMAGES
 from jaxdnn._src.norm.hopper.kind import Kind, x_of
 from jaxdnn._src.norm.hopper.rows_engine import ROWS
-from jaxdnn._src.norm.primitive import RANGE
+from jaxdnn._src.norm.spec import RANGE
 
 KINDS = (ROWS, IMAGES, BATCHES)
 LARGEST = float(np.finfo(np.float32).max)

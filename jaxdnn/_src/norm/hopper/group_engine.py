@@ -13,7 +13,7 @@ from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper import group_plan
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan
 from jaxdnn._src.norm.hopper.kind import Kind, marks, unlike, x_of
-from jaxdnn._src.norm.primitive import NormSpec
+from jaxdnn._src.norm.spec import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
 STATISTICS = 1 << 31  # of all images, or of their slices

@@ -9,7 +9,7 @@ from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import MULTIPROCESSORS
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
-from jaxdnn._src.norm.primitive import NormSpec
+from jaxdnn._src.norm.spec import NormSpec
 
 # op -> dtype -> the row lengths between which it was measured faster, and of how many elements at least.
 MEASURED = {

@@ -11,9 +11,8 @@ from jax import Array
 from jaxdnn._src import hopper
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
-from jaxdnn._src.pool import primitive
 from jaxdnn._src.pool.hopper.ptx import Shape
-from jaxdnn._src.pool.primitive import PoolSpec
+from jaxdnn._src.pool.spec import OPS, PoolSpec, x_shape, y_shape
 
 MOST_TAPS = 64
 MOST_LOADS = 64  # of 16 bytes by one thread
@@ -106,11 +105,11 @@ def _run(call: engines.Call, *operands: Array) -> Any:
         found = kernels.average(first, k, factor=factor)
     else:
         found = kernels.maximum(first, k, indices=call.op == "pool_max_indices")
-    shape = (primitive.x_shape if backward else primitive.y_shape)(spec, operands[0].shape)
+    shape = (x_shape if backward else y_shape)(spec, operands[0].shape)
     return jax.tree.map(lambda a: a.reshape(shape), found)
 
 
-for _op in primitive.OPS:
+for _op in OPS:
     engines.register(
         engines.Engine(
             name="hopper",

@@ -23,8 +23,7 @@ from jax import Array, lax
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest, real, rounded
-from jaxdnn._src.pool import primitive
-from jaxdnn._src.pool.primitive import PoolSpec
+from jaxdnn._src.pool.spec import OPS, PoolSpec
 from jaxdnn._src.pool.xla.fold import Item, fold, last_first, padded, slice_axis
 from jaxdnn._src.pool.xla.gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
 
@@ -283,7 +282,7 @@ def _accumulation(call: engines.Call) -> str:
     return "int32" if not jnp.issubdtype(dtype, jnp.floating) else "float64" if dtype == jnp.float64 else "float32"
 
 
-for _op in primitive.OPS:
+for _op in OPS:
     engines.register(
         engines.Engine(
             name="xla",

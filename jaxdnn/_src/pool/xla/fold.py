@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.pool.primitive import PoolSpec
+from jaxdnn._src.pool.spec import PoolSpec
 
 UNROLLED_TAPS = 8  # of one axis: up to here each tap is a slice
 Item = Any  # arrays of the same length along the axis that is folded

@@ -12,8 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import primitives
-from jaxdnn._src.pool import primitive
-from jaxdnn._src.pool.primitive import PoolSpec
+from jaxdnn._src.pool.spec import PoolSpec, x_shape
 from jaxdnn._src.pool.xla.fold import Item, last_first
 
 UNROLLED_TERMS = 128  # beyond, a loop over the taps
@@ -117,7 +116,7 @@ def spread(a: Array, axis: int, stride: int, low: int, size: int) -> Array:
 
 def _gather_by_loop(spec: PoolSpec, dy: Item, tap: Array, join: Any) -> Item:
     """For long overlapping windows: a loop over the taps, dy and tap spaced out by the strides."""
-    rank, shape = tap.ndim, primitive.x_shape(spec, tap.shape)
+    rank, shape = tap.ndim, x_shape(spec, tap.shape)
     widths, reach = [(0, 0, 0)] * rank, []
     for i, axis in enumerate(spec.spatial):
         stride, low = spec.window.strides[i], spec.window.padding[i][0]

@@ -1,0 +1,97 @@
+"""What is known of pooling when it is traced, and the shapes that follow from it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxdnn._src.core.windows import Window
+
+OPS = ("pool_max", "pool_max_indices", "pool_pick", "pool_max_dgrad", "pool_average", "pool_average_dgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """Everything about a pooling call that is known when it is traced, apart from the sizes of the other axes.
+
+    Attributes:
+      taps, window: the window and how it moves; in ceil mode the last one may reach over the high padding.
+      sizes, outputs: the spatial sizes of x and of y.
+      spatial: the spatial axes, counted from the end.
+      divisor: what a sum is divided by: None (nothing), "padded" (the window's taps in x and its padding) or "valid"
+        (those in x).
+      nan: "propagate" or "ignore", for max.
+      out_dtype: the result's dtype.
+    """
+
+    taps: tuple[int, ...]
+    window: Window
+    sizes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    spatial: tuple[int, ...]
+    out_dtype: np.dtype
+    divisor: str | None = None
+    nan: str = "propagate"
+    engine: str | None = None
+    level: str = "fast"
+
+    @property
+    def tap_dtype(self) -> np.dtype:
+        """The dtype of taps."""
+        count = math.prod(self.taps)
+        return np.dtype(np.uint8 if count <= 256 else np.uint16 if count <= 65536 else np.uint32)
+
+    def positions(self, axis: int) -> np.ndarray:
+        """[outputs, taps] along a spatial axis: p * stride + r * dilation - low, in x or its padding."""
+        stride, dilation, (low, _) = self.window.strides[axis], self.window.dilation[axis], self.window.padding[axis]
+        p, r = np.arange(self.outputs[axis]), np.arange(self.taps[axis])
+        return p[:, None] * stride + r * dilation - low
+
+    def counts(self) -> np.ndarray:
+        """What each output's sum is divided by, an integer array with the spatial axes of y."""
+        total = np.ones((), np.int64)
+        for axis, (size, (_, high)) in enumerate(zip(self.sizes, self.window.padding, strict=True)):
+            at = self.positions(axis)
+            inside = at < size + high if self.divisor == "padded" else (at >= 0) & (at < size)
+            total = total[..., None] * inside.sum(1)
+        return total
+
+    @property
+    def whole(self) -> bool:
+        """Whether all taps of every window count."""
+        return bool((self.counts() == math.prod(self.taps)).all())
+
+    def first_taps(self) -> np.ndarray:
+        """Each output's first tap in x, an integer array with the spatial axes of y."""
+        first = np.zeros((), np.int64)
+        for axis, taps in enumerate(self.taps):
+            first = first[..., None] * taps + (self.positions(axis) >= 0).argmax(1)
+        return first
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no two windows share an element."""
+        return all(
+            extent <= stride or outputs == 1
+            for extent, stride, outputs in zip(
+                self.window.extents(self.taps), self.window.strides, self.outputs, strict=True
+            )
+        )
+
+
+def _swapped(spec: PoolSpec, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    new = list(shape)
+    for axis, size in zip(spec.spatial, sizes, strict=True):
+        new[axis] = size
+    return tuple(new)
+
+
+def x_shape(spec: PoolSpec, y_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of x, from that of y."""
+    return _swapped(spec, y_shape, spec.sizes)
+
+
+def y_shape(spec: PoolSpec, x_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of y, from that of x."""
+    return _swapped(spec, x_shape, spec.outputs)
