@@ -5,8 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
@@ -100,3 +103,15 @@ def test_an_empty_batch(order: str):
     assert y.shape == (0, 18, 2, 2)
     assert dnn.col2im(y, x.shape, layout="NCHW", order=order).shape == x.shape
     assert reference.im2col(np.asarray(x), layout="NCHW", order=order).shape == y.shape
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_windows_beyond_the_edge_of_a_sharded_axis(axis: int):
+    """XLA aborts where it shards an axis of narrow floats that is dilated and cropped at once."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    options: dict[str, Any] = {"window": (3, 3), "stride": 2, "padding": 1}
+    x = np.random.default_rng(0).normal(size=(2, 16, 12, 4)).astype(ml_dtypes.bfloat16)
+    y = np.asarray(dnn.im2col(x, **options))
+    run = jax.jit(lambda y: dnn.col2im(y, x.shape, **options))
+    there = NamedSharding(mesh, P(*("d" if i == axis else None for i in range(4))))
+    np.testing.assert_array_equal(run(jax.device_put(y, there)), run(y))

@@ -155,7 +155,8 @@ def col2im(
     for part, tap in zip(parts, _taps(taps, flip), strict=True):
         spread = _spread(axes, part.astype(acc), geometry, sizes, tap)
         total = spread if total is None else total + spread
-    found = frame.restore(total if total is not None else jnp.zeros(plain_shape, acc))
+    total = jnp.zeros(plain_shape, acc) if total is None else _without_padding(axes, total, geometry, sizes)
+    found = frame.restore(total)
     return rounded(blending.convert(found, blending.out_dtype(out_dtype, given)))
 
 
@@ -218,15 +219,24 @@ def _shift(layout: Layout, padded: Array, window: Window, outputs: tuple[int, ..
 
 
 def _spread(layout: Layout, part: Array, window: Window, sizes: tuple[int, ...], tap: tuple[int, ...]) -> Array:
-    """What one tap saw, back in its place, with zeros elsewhere: the transpose of `_shift` and the padding."""
+    """What one tap saw, back in its place in the padded array, with zeros elsewhere: the transpose of `_shift`.
+
+    No length here is negative: XLA aborts where it shards an axis that it dilates and crops at once.
+    """
     pads = []
-    for axis, r, d, u, (low, _), size in zip(
+    for axis, r, d, u, (low, high), size in zip(
         layout.spatial, tap, window.dilation, window.strides, window.padding, sizes, strict=True
     ):
-        start = r * d - low
         reach = (part.shape[axis] - 1) * u + 1
-        pads.append((start, size - start - reach, u - 1))
+        pads.append((r * d, low + size + high - r * d - reach, u - 1))
     return lax.pad(part, jnp.zeros((), part.dtype), _along_spatial(layout, pads, (0, 0, 0)))
+
+
+def _without_padding(layout: Layout, padded: Array, window: Window, sizes: tuple[int, ...]) -> Array:
+    starts = [low for low, _ in window.padding]
+    limits = _along_spatial(layout, [low + size for low, size in zip(starts, sizes, strict=True)], None)
+    limits = [n if end is None else end for n, end in zip(padded.shape, limits, strict=True)]
+    return lax.slice(padded, _along_spatial(layout, starts, 0), limits)
 
 
 def _join(parts: list[Array], channel: int, order: str) -> Array:
