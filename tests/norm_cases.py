@@ -11,8 +11,7 @@ import numpy as np
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.core import frames, tolerance
-from jaxdnn._src.norm import arguments as arguments
-from jaxdnn._src.norm import bounds
+from jaxdnn._src.norm import arguments, bounds
 
 SIZES = {"N": 3, "C": 6, "D": 2, "H": 4, "W": 5}
 

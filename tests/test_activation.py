@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.activation import bounds
-from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation import bounds, formulas
 from jaxdnn._src.activation.bounds import slope_error
 from jaxdnn._src.activation.formulas import ACTIVATIONS
 from jaxdnn._src.core import tolerance

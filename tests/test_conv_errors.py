@@ -263,7 +263,7 @@ BAD: list[Bad] = [
     ("alpha None", conv, {"alpha": None}, TypeError, "`alpha` must be an array, got NoneType"),
     ("alpha complex", conv, {"alpha": 1j}, TypeError, "`alpha` must have one of the dtypes"),
     ("alpha bool", conv, {"alpha": True}, TypeError, "`alpha` must have one of the dtypes"),
-    # what `_check` says of arguments that only other families have
+    # what `checks` says of arguments that only other families have
     ("dtype that is an array", conv, {"out_dtype": X}, TypeError, "`out_dtype` must be a dtype, got an array of shape"),
     ("flag", reduce, {"keepdims": 1}, TypeError, "`keepdims` must be True or False, got 1"),
     ("class", reduce, {"keepdims": np.float32}, TypeError, "`keepdims` must be True or False, got <class 'numpy.float32'>"),

@@ -14,7 +14,7 @@ import jaxdnn_reference as reference
 from _dropout_machine import DropoutRows
 from _row_machine import on_arrays
 from jaxdnn._src import hopper
-from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.core import engines
 from jaxdnn_reference.dropout import dropout_dgrad
 

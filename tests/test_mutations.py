@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdnn._src.conv.cases import checks as checks
-from jaxdnn._src.conv.cases import data as data
+from jaxdnn._src.conv.cases import checks, data
 from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.conv.cases.geometries import Blend, Geometry
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation

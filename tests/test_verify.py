@@ -16,9 +16,7 @@ from jaxdnn._src.cases.case import DTYPES
 from jaxdnn._src.cases.family import EXTENTS
 from jaxdnn._src.cases.subject import Subject
 from jaxdnn._src.conv.cases import case as cases
-from jaxdnn._src.conv.cases import checks as checks
-from jaxdnn._src.conv.cases import data as data
-from jaxdnn._src.conv.cases import geometries as geometries
+from jaxdnn._src.conv.cases import checks, data, geometries
 from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.conv.xla import engine as xla_conv
 from jaxdnn._src.core import engines, tolerance

@@ -8,8 +8,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.activation import formulas as formulas
-from jaxdnn._src.activation import primitive
+from jaxdnn._src.activation import formulas, primitive
 from jaxdnn._src.activation.primitive import ActivationSpec
 from jaxdnn._src.core import blending, checks, engines
 from jaxdnn._src.core.determinism import required, satisfies

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.activation.formulas import Parameter
 from jaxdnn._src.core import partitioning, primitives, rounding
 

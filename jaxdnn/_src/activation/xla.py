@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._src.activation import formulas as formulas
-from jaxdnn._src.activation import primitive
+from jaxdnn._src.activation import formulas, primitive
 from jaxdnn._src.activation.primitive import ActivationSpec
 from jaxdnn._src.core import engines, rounding
 

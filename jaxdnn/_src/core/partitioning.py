@@ -20,10 +20,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
+
+from jaxdnn._src.core.compat import varying
 
 Dims = tuple[str, ...]
 Run = Callable[..., Any]
@@ -191,6 +194,17 @@ def elementwise(*operands: Any) -> Factors:
 
 
 # ---- what devices tell one another -----------------------------------------------------------------------------------
+
+
+def vary_alike(operands: Sequence[Any]) -> list[Any]:
+    """Inside shard_map: operands that vary over the same mesh axes, as JAX's own ops make theirs.
+
+    What is the same on all devices is marked as varying; the transpose of that mark adds the cotangents over the mesh.
+    """
+    axes = [varying(jax.typeof(x)) for x in operands]
+    union = frozenset[str]().union(*axes)
+    pairs = zip(operands, axes, strict=True)
+    return [lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x for x, own in pairs]
 
 
 def exchange(x: Array, axis: int, devices: Devices, before: int, after: int, fill: Any = 0) -> Array:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import (
     AbstractMesh,
@@ -31,7 +32,7 @@ from jax.sharding import (
 from jaxdnn._src.core import checks, compat, engines
 from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir, varying
 from jaxdnn._src.core.determinism import satisfies
-from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.core.partitioning import Factors, vary_alike
 from jaxdnn._src.core.rounding import at_edges
 
 Spec = Any
@@ -187,17 +188,6 @@ def placed_like(x: Array, like: Array) -> Array:
     return reshard(x, sharding) if AxisType.Explicit in sharding.mesh.axis_types else x
 
 
-def vary_alike(operands: Sequence[Any]) -> list[Any]:
-    """Inside shard_map: operands that vary over the same mesh axes, as JAX's own ops make theirs.
-
-    What is the same on all devices is marked as varying; the transpose of that mark adds the cotangents over the mesh.
-    """
-    axes = [varying(jax.typeof(x)) for x in operands]
-    union = frozenset[str]().union(*axes)
-    pairs = zip(operands, axes, strict=True)
-    return [lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x for x, own in pairs]
-
-
 def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
     """One value for every result, or the value of the only one. An op of many results never has just one."""
     return values if len(rule.results) > 1 else values[0]
@@ -291,8 +281,9 @@ def _partitioned(
     sharded = compat.custom_partitioning(
         lambda *_: _like_results(rule, tuple(jnp.zeros(r.shape, r.dtype) for r in ctx.avals_out))
     )
+    wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     sharded.def_partition(
-        partition=ft.partial(_partition, rule, op, platform, spec, jax.config.jax_enable_x64),
+        partition=ft.partial(_partition, rule, op, platform, spec, wide),
         infer_sharding_from_operands=lambda mesh, args, _: _like_results(
             rule, tuple(NamedSharding(mesh, spec) for spec in rule.specs(mesh, args)[1])
         ),
@@ -307,7 +298,9 @@ def _loosened(ctx: Any, x: Array, spec: PartitionSpec) -> Array:
     return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def _partition(rule: Factors, op: str, platform: str, spec: Spec, x64: bool, mesh: Any, args: Any, results: Any) -> Any:
+def _partition(
+    rule: Factors, op: str, platform: str, spec: Spec, wide: bool, mesh: Any, args: Any, results: Any
+) -> Any:
     operand_specs, result_specs, axes = rule.specs(mesh, args, _as_tuple(results))
     special = {factor: names for factor, names in axes.items() if factor not in rule.free}
 
@@ -317,7 +310,7 @@ def _partition(rule: Factors, op: str, platform: str, spec: Spec, x64: bool, mes
     def lower(*operands: Array) -> Any:
         # What a device computes has no mesh any more, though this is traced inside whichever mesh the caller has set.
         # And the caller's own choice of 64 bits may be over when XLA asks for it.
-        with use_abstract_mesh(AbstractMesh((), ())), jax.enable_x64(x64):
+        with use_abstract_mesh(AbstractMesh((), ())), jax.enable_x64(wide):
             if rule.local is None or not special:
                 return run(spec, *operands)
             return at_edges(spec.level, rule.local(run, special, *operands))

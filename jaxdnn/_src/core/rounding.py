@@ -34,6 +34,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxdnn._src.core import compat
 from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir
 from jaxdnn._src.core.determinism import is_fixed
+from jaxdnn._src.core.partitioning import vary_alike
 
 _Arrays = TypeVar("_Arrays")
 _INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -43,8 +44,6 @@ def product(a: Array, b: Array) -> Array:
     """a b for two arrays of one dtype, rounded to that dtype whatever it is added to, and so in its derivatives."""
     if not jnp.issubdtype(jnp.result_type(a, b), jnp.floating):
         return a * b
-    from jaxdnn._src.core.primitives import vary_alike  # which imports engines, and these this
-
     return _product.bind(*vary_alike(jnp.broadcast_arrays(a, b)))
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.activation.formulas import Parameter
 from jaxdnn._src.core import primitives, rounding
 from jaxdnn._src.core.compat import ad

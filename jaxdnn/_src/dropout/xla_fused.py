@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest, product
 from jaxdnn._src.dropout import xla

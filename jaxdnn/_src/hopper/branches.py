@@ -3,7 +3,7 @@
 A planner decides from shapes and dtypes how a kernel cuts the work. `record` stands where a kernel is launched and
 names what was decided; who traces a program within `recorded` learns which branches it takes. `EVERY` lists all of
 them, so that those never taken can be told. Of a kernel whose configuration may be picked, one function (`decided`, in
-`conv_walk` and `conv_wgrad_plan`) says which branches a configuration takes: who records it and who picks it ask that.
+`walk` and `wgrad_plan` of convolutions) says which branches a configuration takes: who records and who picks it ask it.
 
 The planner of the convolutions picks among many configurations that give the same bits (of a filter gradient, other
 bits, which its schedule states). Which one depends on measurements, and changes with them: within `picking` a

@@ -17,7 +17,7 @@ from jaxdnn._src.core import blending, checks
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, nearest, product, reciprocal, root, rounded
-from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm import devices as several
 from jaxdnn._src.norm.arguments import Extras, Options, Types, View
 from jaxdnn._src.norm.devices import AxisName

@@ -22,7 +22,7 @@ from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import frames, tolerance
 from jaxdnn._src.core.tolerance import Accumulation
-from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm import bounds as norm_bounds
 
 FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "instance_norm", "batch_norm")

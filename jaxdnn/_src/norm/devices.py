@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.core import checks
-from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm.arguments import Options, Types, View
 
 AxisName = str | Sequence[str] | None

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.frames import Frame
-from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm.arguments import Options, View
 
 

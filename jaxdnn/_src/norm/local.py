@@ -17,7 +17,7 @@ from jaxdnn._src.core import blending, checks, partitioning, primitives
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, power, product, reciprocal
-from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import arguments
 
 _SIDES = ("high", "low")
 _WHY = "its powers are the device's"

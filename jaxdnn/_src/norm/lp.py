@@ -12,7 +12,7 @@ from jaxdnn._src.core import checks, partitioning, primitives, trees
 from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, nearest, power, product, quotient, root
-from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import arguments
 from jaxdnn._src.tensor import reductions
 
 

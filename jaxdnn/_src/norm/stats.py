@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.explain import public
-from jaxdnn._src.norm import arguments as arguments
+from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm.arguments import Types, View
 from jaxdnn._src.norm.batch import read_running, updated_running
 

@@ -17,9 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import checks, primitives, windows
 from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.partitioning import vary_alike
 from jaxdnn._src.core.rounding import at_edges
-from jaxdnn._src.pool import arguments as arguments
-from jaxdnn._src.pool import lp, primitive
+from jaxdnn._src.pool import arguments, lp, primitive
 from jaxdnn._src.pool.arguments import Options
 from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.engine import flat_positions
@@ -229,7 +229,7 @@ def pool_dgrad(
     elif mode == "lp":
         exponent, accumulator = arguments.exponent(p), arguments.accumulator(dy.dtype)
         given = at_edges(spec.level, _given_x(x, order))
-        given, along = primitives.vary_alike([v.astype(accumulator) for v in (given, dy)])
+        given, along = vary_alike([v.astype(accumulator) for v in (given, dy)])
         dx = jax.vjp(lambda v: _lp(spec, exponent, v), given)[1](along)[0]
     else:
         dx = _bind("pool_average_dgrad", _of(spec, wide), dy)

@@ -15,8 +15,7 @@ from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, product, real
 from jaxdnn._src.core.windows import Window
-from jaxdnn._src.pool import arguments as arguments
-from jaxdnn._src.pool import lp, primitive
+from jaxdnn._src.pool import arguments, lp, primitive
 from jaxdnn._src.pool.api import pool
 from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.engine import rounded_quotient

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.explain import public
-from jaxdnn._src.core.partitioning import Factors
-from jaxdnn._src.core.primitives import composed, in_types, vary_alike
+from jaxdnn._src.core.partitioning import Factors, vary_alike
+from jaxdnn._src.core.primitives import composed, in_types
 from jaxdnn._src.softmax import primitive
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)

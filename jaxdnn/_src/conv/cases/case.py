@@ -204,7 +204,8 @@ def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
     more += [_full(op, make, seed)] if extent == "full" else []
     for part in more:
         if engine in _SLOW:
-            part = itertools.islice((c for c in part if c.geometry.name != "wide"), 0, None, 8)
+            quick_to_run = (c for c in part if extent == "full" or c.geometry.name != "wide")
+            part = itertools.islice(quick_to_run, 0, None, 8)
         yield from part
     if extent == "full" and engine in _PREDICTED:
         yield from bits.cases(op, make)
@@ -217,8 +218,8 @@ def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
     yield make("bf16", "plain", blend=BLENDS[1])
 
 
-# Engines that add one product at a time get every eighth of the cases that are not quick, and not the wide one, which
-# takes them seconds.
+# Engines that add one product at a time get every eighth of the cases that are not quick, and the wide one, which takes
+# them seconds, in the full extent alone.
 _SLOW = ("ordered",)
 # Engines that cut the work into tiles also get the sizes which these do not divide, in every dtype.
 _TILED = ("hopper",)

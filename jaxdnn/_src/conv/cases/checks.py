@@ -21,9 +21,7 @@ from jaxdnn._src.cases.case import (
     same_bits,
     strongest_level,
 )
-from jaxdnn._src.conv.cases import bits
-from jaxdnn._src.conv.cases import data as data
-from jaxdnn._src.conv.cases import norms as norms
+from jaxdnn._src.conv.cases import bits, data, norms
 from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation

@@ -1,6 +1,6 @@
 """The `hopper` engine of the convolutions: the Pallas kernels of this folder, for compute capability 9.0.
 
-Depthwise and narrow groups go to `conv_depthwise`, everything else to `conv_fprop`, `conv_dgrad` and `conv_wgrad`. The
+Depthwise and narrow groups go to `depthwise`, everything else to `conv_fprop`, `dgrad` and `wgrad`. The
 kernels are imported when a call first asks for them, so that importing jaxdnn does not import Pallas.
 
 The engine is chosen unasked only for convolutions that were measured faster than XLA's on this kind of device

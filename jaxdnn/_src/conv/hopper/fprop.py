@@ -28,9 +28,8 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.activation.epilogues import Epilogue
-from jaxdnn._src.conv.hopper import copies as copies
+from jaxdnn._src.conv.hopper import copies, pipeline, tuning
 from jaxdnn._src.conv.hopper import epilogue as ep
-from jaxdnn._src.conv.hopper import pipeline, tuning
 from jaxdnn._src.conv.hopper import plan as conv_plan
 from jaxdnn._src.conv.hopper.geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem

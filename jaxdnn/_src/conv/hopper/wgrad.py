@@ -28,9 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._src.conv.hopper import copies as copies
-from jaxdnn._src.conv.hopper import fprop as fprop
-from jaxdnn._src.conv.hopper import tuning
+from jaxdnn._src.conv.hopper import copies, fprop, tuning
 from jaxdnn._src.conv.hopper import wgrad_kernel as kernel
 from jaxdnn._src.conv.hopper import wgrad_transposed as transposed
 from jaxdnn._src.conv.hopper.geometry import Geometry, shape_reason

@@ -1,6 +1,6 @@
 """The `xla` engine of the convolutions: it serves every call on every platform.
 
-On CPUs a call goes through the forms of `conv_forms`, which take channels-last arrays, integers by transposes that XLA
+On CPUs a call goes through the forms of `forms`, which take channels-last arrays, integers by transposes that XLA
 cannot fold into the convolution. On NVIDIA GPUs integers do so too, and what cuDNN is slow at: one-tap, tiling, and
 some depthwise and grouped convolutions. Every other call is XLA's convolution in the caller's own layout, without a
 transpose, in the pattern that XLA maps to cuDNN's forward, backward-data and backward-filter kernels. A backward-filter

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src import hopper
-from jaxdnn._src.activation import formulas as formulas
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.core import engines
 from jaxdnn._src.dropout import fused
 from jaxdnn._src.dropout.fused import FusedSpec

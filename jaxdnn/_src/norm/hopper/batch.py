@@ -4,7 +4,7 @@ Schedule. x is seen as rows of columns. Two blocks stay on every multiprocessor;
 of a vector of columns in registers and goes down its share of the rows, with many loads under way. The blocks leave
 their pairs, half a megabyte, which a second, tiny kernel makes one of. Backward likewise, with two arrays and sums. The
 pass that follows is left to XLA, which joins an activation or a sum behind it to the same pass over memory.
-`norm_batch_walk`, `norm_batch_ptx` and `norm_batch_dgrad_ptx` write the instructions and state their order.
+`batch_walk`, `batch_ptx` and `batch_dgrad_ptx` write the instructions and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
 the number of rows (3 channels: 8 pixels); bfloat16, float16 or float32.

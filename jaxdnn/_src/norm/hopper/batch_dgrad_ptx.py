@@ -4,7 +4,7 @@ A thread adds up, row after row, for each of its columns
 
     Σ dy        Σ dy (x - μ)        and for float32 Σ (x - μ), what rounding the saved mean has cost
 
-and these are added over the lines of a block; the splits' sums are added outside. `norm_batch_walk` states the order.
+and these are added over the lines of a block; the splits' sums are added outside. `batch_walk` states the order.
 """
 
 import functools as ft

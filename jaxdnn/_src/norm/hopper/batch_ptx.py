@@ -11,7 +11,7 @@ the first chunk next to nothing: nothing cancels, whatever the data. Then pairs 
 
     δ = δ₁ + (δ₂ - δ₁) n₂ / n        M = M₁ + M₂ + (δ₂ - δ₁)² n₁ n₂ / n
 
-and `merge` adds up those of the splits. `norm_batch_walk` states the order.
+and `merge` adds up those of the splits. `batch_walk` states the order.
 
 Sources: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
 """

@@ -8,7 +8,7 @@ stores; where a part needs most of a multiprocessor's memory a cluster has sever
 it stores. Backward, x and dy are kept likewise. The sums of a group go through shared memory, in the end that of the
 whole cluster. An image that does not fit into 8 blocks (backward, or in narrow parts alone) goes in slices, by two
 kernels: one for the statistics of each slice, one that merges them and normalises, which reads once more.
-`norm_group_walk` states which thread has what, `norm_group_sums` and `norm_group_slices_ptx` the order of additions,
+`group_walk` states which thread has what, `group_sums` and `group_slices_ptx` the order of additions,
 which one image's shape, the groups and the dtype alone decide.
 
 Limits. The axes are an image's pixels, then its channels; these fill whole vectors of 16 bytes, and the smallest part

@@ -5,7 +5,7 @@ Forward, m is the mean of the first rounds, the sample; then Σ d and Σ d² of 
 (m - μ)² is at most σ² times the rounds over those sampled, and next to nothing as a rule. Of float32 μ is
 subtracted as these two numbers. Backward Σ (x - μ) of the rounded μ that was saved is found again for float32.
 
-`norm_group_walk` states which thread has what, `norm_group_sums` the order of additions.
+`group_walk` states which thread has what, `group_sums` the order of additions.
 """
 
 import functools as ft

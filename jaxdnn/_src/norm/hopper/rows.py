@@ -5,7 +5,7 @@ straight into registers, all before the first use, and takes mean and centred se
 Blocks are many and small: while some wait for memory, others compute. For long rows, and backward, one block a
 multiprocessor stays and goes from row to row, for scale and bias, or the gradients in them, stay with it, in registers
 or in shared memory; the next row is under way while one is worked on. Blocks leave their sums, which XLA adds.
-`norm_ptx` and `norm_dgrad_ptx` write the instructions and state their order.
+`rows_ptx` and `rows_dgrad_ptx` write the instructions and state their order.
 
 Limits. The statistics' axes are the last ones, scale and bias vary along these alone; a row's bytes are a multiple of
 16, and fit into a block's registers; bfloat16, float16 or float32.

@@ -1,4 +1,4 @@
-"""The PTX of the row normalisations, backward: `norm_ptx`'s rows, and the gradients in scale and bias in registers.
+"""The PTX of the row normalisations, backward: `rows_ptx`'s rows, and the gradients in scale and bias in registers.
 
 Blocks go from row to row. The gradients in scale and bias are added over a group's rows one after the other, then over
 the groups of a block likewise, and over the blocks outside of the kernel.

@@ -1,7 +1,7 @@
 """The PTX of pooling with stride 1: a thread makes a tile of elements, for what overlapping windows share.
 
 Windows that move by one element overlap so much that arithmetic and the traffic between caches bound them, not memory.
-A thread owns 16 bytes of neighbouring channels, as in `pool_ptx`, of a tile of rows by columns. Each input is loaded
+A thread owns 16 bytes of neighbouring channels, as in `ptx`, of a tile of rows by columns. Each input is loaded
 and unpacked once a tile. Windows are folded along a row first, then down, and what neighbouring windows share is folded
 once. Threads are numbered with few vectors of channels innermost, then columns, then rows, so that those of a block
 share their halo in the level-1 cache.

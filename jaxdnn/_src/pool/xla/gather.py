@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.core import primitives
+from jaxdnn._src.core.partitioning import vary_alike
 from jaxdnn._src.pool.spec import PoolSpec, x_shape
 from jaxdnn._src.pool.xla.fold import Item, last_first
 
@@ -144,6 +144,6 @@ def _gather_by_loop(spec: PoolSpec, dy: Item, tap: Array, join: Any) -> Item:
     none = jnp.zeros([n if d - rank in spec.spatial else 1 for d, n in enumerate(shape)], bool)
     leaves, structure = jax.tree.flatten(dy)
     # What a loop carries must vary over the same mesh axes before and after a step.
-    zeros = primitives.vary_alike([*(jnp.zeros(shape, a.dtype) for a in leaves), *leaves, tap])[: len(leaves)]
+    zeros = vary_alike([*(jnp.zeros(shape, a.dtype) for a in leaves), *leaves, tap])[: len(leaves)]
     zeros = jax.tree.unflatten(structure, zeros)
     return lax.fori_loop(0, math.prod(spec.taps), body, (zeros, none))[0]

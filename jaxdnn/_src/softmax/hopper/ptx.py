@@ -37,7 +37,7 @@ class RowPlan:
       block: threads of a block.
       cluster: blocks that share a row.
       stages: places that a warp has in shared memory, into which the copy engine brings its parts of rows while others
-        are worked on (`softmax_stream_ptx`), forward only; 0: rows go straight into registers.
+        are worked on (`stream_ptx`), forward only; 0: rows go straight into registers.
     """
 
     length: int

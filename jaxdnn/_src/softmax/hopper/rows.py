@@ -5,8 +5,8 @@ block of 128 to 512 threads, and a longer one by the blocks of a cluster, up to 
 vectors straight into registers, all before the first use, so the row is read once; maximum and sum go by exchange
 between lanes, then through shared memory between warps, then through the cluster's between blocks. Blocks are many and
 small: while some wait for memory, others compute. Forward, for long rows (`_streamed_bytes`), blocks stay, and rows
-come and go through shared memory (`softmax_stream_ptx`). A row too long for a cluster's registers is read twice.
-`softmax_ptx` writes the instructions and states the order of additions, which follows from the row's length and dtype.
+come and go through shared memory (`stream_ptx`). A row too long for a cluster's registers is read twice.
+`ptx` writes the instructions and states the order of additions, which follows from the row's length and dtype.
 
 Limits. The row's bytes are a multiple of 16; bfloat16, float16 or float32; the reduced axes are the last ones.
 Exponentials are 2^x by the special function unit, whose results below 2^-126 are zero.

@@ -2,13 +2,13 @@
 
 Schedule. A block of threads takes one tile: up to 14 x 28 outputs of 32 channels (or 64). The tensor memory accelerator
 fetches the input tile with its halo (outside the image it writes zeros, so padding costs nothing) and the tile's
-filter slab; four warps, eight channels each, walk the tile in shared memory (`conv_depthwise_walk` on the tensor core
-for bfloat16 and float16, `conv_depthwise_fma` in float32) and leave the outputs in shared memory, from where one copy
+filter slab; four warps, eight channels each, walk the tile in shared memory (`walk` on the tensor core
+for bfloat16 and float16, `fma` in float32) and leave the outputs in shared memory, from where one copy
 stores them, clipped to the image. Several blocks share a multiprocessor: while one waits for its tile, another
 computes; and a block that takes several tiles in turn fetches the next one while it computes. Backward data is the
 same walk over dy with the taps turned round; a stride makes one phase per residue of the output position, all from one
-input tile. Backward filter keeps its sums in registers over the tiles of a split (`conv_depthwise_filter`) and leaves
-each split's partial sum in memory; a launch of its own adds the partial sums in order (`conv_depthwise_add`); no
+input tile. Backward filter keeps its sums in registers over the tiles of a split (`filter`) and leaves
+each split's partial sum in memory; a launch of its own adds the partial sums in order (`add`); no
 atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial

@@ -1,6 +1,6 @@
 """Depthwise and narrow-group convolution: what is served, and the tiles of a forward or backward-data walk.
 
-Pure Python on shapes; the kernels are in `conv_depthwise`.
+Pure Python on shapes; the kernels are in `depthwise`.
 """
 
 import dataclasses
