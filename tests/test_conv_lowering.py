@@ -1,6 +1,7 @@
 """What convolutions lower to for another platform than the one that the tests run on."""
 
 import re
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import cases
 import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.conv.xla import ordered
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
@@ -175,3 +177,16 @@ def _types_multiplied(compiled: str) -> set[tuple[str, ...]]:
     """The operands' types of the convolutions in a compiled program: int8, or int32 where XLA has converted them."""
     types = dict(re.findall(r"%(\S+) = (\w+)\[", compiled))
     return {tuple(types[name] for name in found) for found in re.findall(r" convolution\(%(\S+), %(\S+)\)", compiled)}
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32")])
+def test_ordered_products_below_the_normal_numbers_keep_their_bits(dtype, precision):
+    """A product of bfloat16 numbers may lie below 2^-126, where float32 lacks bits for it: only sums are rounded."""
+    rng = np.random.default_rng(7)
+    draw = lambda low, high: rng.uniform(1, 2, 4096) * 2.0 ** rng.integers(low, high, 4096)
+    a, b = (np.asarray(draw(-70, -62).astype(jnp.bfloat16), np.float32) for _ in range(2))
+    c = draw(-126, -122).astype(np.float32)
+    x = jax.ShapeDtypeStruct((1, 4, 4, 8), dtype)
+    add = ordered._addition(types.SimpleNamespace(avals=(x, x), spec=types.SimpleNamespace(precision=precision)))
+    # One operation at a time, so that no compiler fuses them.
+    assert (np.asarray(add(a, b, c)) == (a.astype(np.float64) * b + c).astype(np.float32)).all()

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools as ft
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # Where XLA shards by itself, where shardings are in types, and at the level that promises bits; GPUs' kernels too.
 VARIANTS = (("auto", "fast", "float32"), ("explicit", "fast", "float32"), ("auto", "mesh_invariant", "float32"))
 KERNELS = ("auto", "batch_invariant", "bfloat16")
+# Threads compile at the same time. Programs run one after the other: two that communicate between the same devices wait
+# for one another for ever, if one device starts the first of them and another device the second.
+_RUNNING = threading.Lock()
 _COLLECTIVES = {**{name: sign for sign, name in SIGNS.items()}, "reduce-scatter": "+", "collective-broadcast": "b"}
 
 
@@ -82,6 +86,12 @@ def collectives(compiled: Any) -> str:
     return "".join(sorted(found)) or "-"
 
 
+def _run(compiled: Any, *operands: Any) -> Any:
+    """What a compiled program of all devices makes of its operands."""
+    with _RUNNING:
+        return jax.block_until_ready(compiled(*operands))
+
+
 def run(trial: Trial) -> Outcome:
     """Compiles a trial's two programs, runs them, and compares. Whatever an op raises is a finding about it."""
     try:
@@ -100,12 +110,12 @@ def _line(trial: Trial) -> Outcome:
     with jax.set_mesh(mesh):
         operands = [jax.device_put(v, at(axes)) for v, axes in zip(alone.operands, row.operands, strict=True)]
         first = jax.jit(forward).lower(*operands).compile()
-        results = first(*operands)
+        results = _run(first, *operands)
         cotangents = [jax.device_put(v, y.sharding) for v, y in zip(alone.cotangents, results, strict=True)]
         # Gradients are wanted as the operands are sharded, which on explicit meshes is in their types.
         wanted = [v.sharding for v in operands] if trial.kind == "auto" else None
         second = jax.jit(backward, out_shardings=wanted).lower(*cotangents, *operands).compile()
-        gradients = second(*cotangents, *operands)
+        gradients = _run(second, *cotangents, *operands)
     signs = collectives(first), collectives(second)
     needed, fixed = _needed(row.needs[trial.letter]), is_fixed(trial.level)
     faults = []
@@ -139,7 +149,7 @@ def _statistics(trial: Trial) -> Outcome:
         function = jax.shard_map(named, mesh=mesh, in_specs=P(AXIS), out_specs=(P(AXIS), *(P(),) * 4))
     placed = jax.device_put(x, NamedSharding(mesh, P(AXIS)))
     compiled = jax.jit(function).lower(placed).compile()
-    y, mean, rstd, *running = map(np.asarray, compiled(placed))
+    y, mean, rstd, *running = map(np.asarray, _run(compiled, placed))
     wide, axes = x.astype(np.float64), (0, 1, 2)
     deviation = np.sqrt(np.var(wide, axes))
     faults = [] if (mean == 3).all() and (running[0] == 3).all() else ["the mean is not that of the whole batch"]

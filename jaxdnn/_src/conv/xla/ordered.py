@@ -2,9 +2,11 @@
 
 Every element is a chain acc = fma(a, b, acc) in float32, in the order that the reference's arithmetic "ordered" states:
 taps in row-major order and then channels for `conv` and `conv_dgrad`, images and then pixels for `conv_wgrad`. Where
-both operands have at most 11 significant bits, products are exact in float32, and a compiler that fuses multiply and
-add (XLA does on CPUs, not always on GPUs) cannot change a bit. Where one is float32, as the cotangent of a result that
-is wider than the operands, products are exact in float64, and so is the one rounding of their sum (`_fma`).
+both operands are float16 or float8, products are exact in float32, and a compiler that fuses multiply and add (XLA does
+on CPUs, not always on GPUs) cannot change a bit. bfloat16 and TF32 have float32's exponents: a product below 2^-126 may
+need bits that float32 does not have, so it is formed in float64, where the sum is rounded once. Where an operand is
+float32, as the cotangent of a result that is wider than the operands, float64 holds the product and not always the sum
+(`_fma`).
 
 It is slow by nature: a pass over the result for every product of an element. It is there for those who need the same
 bits everywhere, and as the yardstick for faster engines.
@@ -27,7 +29,9 @@ from jaxdnn._src.conv.xla.engine import caller_layout, canonical, truncate_to_tf
 from jaxdnn._src.conv.xla.problem import Problem
 from jaxdnn._src.core import engines
 
-_NARROW = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
+# Whose products float32 holds; those of which it holds the significant bits, not the exponents.
+_SMALL = tuple(map(jnp.dtype, (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
+_NARROW = (*_SMALL, jnp.dtype(jnp.bfloat16))
 Add = Callable[[Array, Array, Array], Array]
 
 
@@ -40,7 +44,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     a, b = (canonical(spec, role, v).astype(jnp.float32) for role, v in zip(roles, (a, b), strict=False))
     if spec.precision == "tf32":
         a, b = truncate_to_tf32(a), truncate_to_tf32(b)
-    add = _add_exact if _products_are_exact(call) else _fma
+    add = _addition(call)
     problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
     if roles[2] == "w":
         result = _backward_filter(problem, a, b, add)
@@ -124,9 +128,28 @@ def _zero(shape: tuple[int, ...]) -> Array:
     return lax.optimization_barrier(jnp.zeros(shape, jnp.float32))
 
 
+def _addition(call: engines.Call) -> Add:
+    """The fused multiply-add that is cheapest for operands of these dtypes."""
+    found = [v.dtype for v in call.avals[:2]]
+    if all(dtype in _SMALL for dtype in found):
+        return _add_exact
+    return _add_short if call.spec.precision == "tf32" or all(dtype in _NARROW for dtype in found) else _fma
+
+
 def _add_exact(a: Array, b: Array, c: Array) -> Array:
     """a b + c of factors whose product float32 holds."""
     return c + a * b
+
+
+def _add_short(a: Array, b: Array, c: Array) -> Array:
+    """a b + c with one rounding, of factors of at most 11 significant bits.
+
+    float64 holds the product. It holds the sum too, or else the smaller term lies over 29 bits below the larger one,
+    which has at most 24 bits: what float64 rounds is then far from where float32 would round the other way.
+    """
+    with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
+        a, b, c = (v.astype(jnp.float64) for v in (a, b, c))
+        return (c + a * b).astype(jnp.float32)
 
 
 def _fma(a: Array, b: Array, c: Array) -> Array:
@@ -143,11 +166,6 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
         outwards = jnp.where((error > 0) == (s > 0), jnp.int64(1), jnp.int64(-1))
         odd = jnp.where(even, bits + outwards, bits)
         return lax.bitcast_convert_type(odd.reshape(-1), jnp.float64).reshape(s.shape).astype(jnp.float32)
-
-
-def _products_are_exact(call: engines.Call) -> bool:
-    """Whether float32 holds every product; TF32 has 11 significant bits too."""
-    return call.spec.precision == "tf32" or all(v.dtype in _NARROW for v in call.avals[:2])
 
 
 # ---- what the engine promises ----------------------------------------------------------------------------------------
