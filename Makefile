@@ -2,7 +2,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
 # Of a test function's parameters `make test` runs so many, and on the newest JAX every facet, for twelve minutes on two
-# cores (tests/_sample.py says which); 0 runs all, over 10,000.
+# cores (tests/sample.py says which); 0 runs all, over 10,000.
 SAMPLE ?= 1
 RUN := .venv/bin/python -m
 

@@ -1,6 +1,6 @@
 """What every test runs under: eight simulated CPU devices, no silent promotion, 32 bits unless a test asks for more.
 
-With `--sample N` a run takes a part of the tests, which the header names (`_sample`).
+With `--sample N` a run takes a part of the tests, which the header names (`sample`).
 """
 
 import os
@@ -13,9 +13,9 @@ import hypothesis
 import jax
 import pytest
 
-import _sample
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import MEASURED_ON
+from tests import sample
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -28,15 +28,15 @@ hypothesis.settings.load_profile("jaxdnn")
 def pytest_addoption(parser: pytest.Parser) -> None:
     said = "of a function's parameters run N, or a part if that is more, and every facet (0: all)"
     parser.addoption("--sample", type=int, default=0, metavar="N", help=said)
-    said = f"which sample, from 0 to {_sample.SLICES - 1}; without it that of the commit"
-    parser.addoption("--slice", type=int, choices=range(_sample.SLICES), default=None, metavar="N", help=said)
+    said = f"which sample, from 0 to {sample.SLICES - 1}; without it that of the commit"
+    parser.addoption("--slice", type=int, choices=range(sample.SLICES), default=None, metavar="N", help=said)
     said = "a run beside another one that holds the facets: other parameters than that, and no facets of its own"
     parser.addoption("--beside", action="store_true", help=said)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.slice is None:  # here, so that all workers of a run have the same
-        config.option.slice = _sample.current(config.option.beside)
+        config.option.slice = sample.current(config.option.beside)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.sample:
         return
     tests = {item.nodeid: getattr(getattr(item, "callspec", None), "params", {}) for item in items}
-    kept = _sample.chosen(tests, config.option.sample, config.option.slice, config.option.beside)
+    kept = sample.chosen(tests, config.option.sample, config.option.slice, config.option.beside)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 import jaxdnn as dnn
-import norm_cases
-import pool_cases
-import tensor_cases
+from tests.norm import cases as norm_cases
+from tests.pool import cases as pool_cases
+from tests.tensor import cases as tensor_cases
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 REDUCTIONS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
-from test_api import ARRAYS, NEEDED
+from tests.test_api import ARRAYS, NEEDED
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -16,11 +16,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import cases
-import helpers
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from test_api import ARRAYS, NEEDED, narrow, parameters, several
+from tests.conv import cases, helpers
+from tests.test_api import ARRAYS, NEEDED, narrow, parameters, several
 
 SENTENCE = re.compile(r"`\w+` .*\.")
 

@@ -21,7 +21,7 @@ from jaxdnn._src.core import engines
 from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
-from test_api import ARRAYS, NEEDED
+from tests.test_api import ARRAYS, NEEDED
 
 DTYPES = [np.dtype(name) for name in ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")]
 DTYPES += [np.dtype(name) for name in ("int8", "uint8", "int32", "bool")]

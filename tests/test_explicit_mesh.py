@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
-import running_error
+from tests.core import running_error
 
 Function = Callable[..., Any]
 Case = tuple[Function, tuple[tuple[int, ...], ...]]

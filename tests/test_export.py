@@ -11,7 +11,7 @@ from jax import export
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from test_api import ARRAYS, NEEDED, OPS, narrow, several
+from tests.test_api import ARRAYS, NEEDED, OPS, narrow, several
 
 WITHOUT_BATCH = {"batch_norm_inference", "bn_finalize", "bn_finalize_inference", "dropout_mask"}
 KNOWN_ROWS = {"linear_cross_entropy"}  # how many there are decides how many chunks

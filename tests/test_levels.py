@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import level_calls
 from jaxdnn._src.cases.subject import Subject, gradient, strongest
 from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn.verify import levels
-from level_calls import LevelCall
+from tests import level_calls
+from tests.level_calls import LevelCall
 
 SEED = 11
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import _sample
+from tests import sample
 
 DTYPES, LAYOUTS, LENGTHS = ("bfloat16", "float16", "float32"), ("NHWC", "NCHW", "NC/32HW32"), tuple(range(19))
 TESTS: dict[str, dict[str, Any]] = {
@@ -20,7 +20,7 @@ TESTS: dict[str, dict[str, Any]] = {
     **{f"test_a.py::test_backward[{d}]": {"dtype": d} for d in DTYPES},
     "test_a.py::test_alone": {},
     **{f"test_b.py::test_it[{d}]": {"dtype": d} for d in DTYPES},
-    **{f"tests/test_kernels_rows.py::test_lengths[{n}]": {"length": n} for n in LENGTHS},
+    **{f"tests/a/test_hopper_rows.py::test_lengths[{n}]": {"length": n} for n in LENGTHS},
     **{f"test_c.py::test_errors[{n}]": {"message": str(n)} for n in range(500)},
 }
 
@@ -29,46 +29,46 @@ def held(kept: set[str], module: str, parameter: str) -> set[Any]:
     return {TESTS[test][parameter] for test in kept if test.startswith(module) and parameter in TESTS[test]}
 
 
-@pytest.mark.parametrize("slice_", [0, 5, _sample.SLICES - 1])
+@pytest.mark.parametrize("slice_", [0, 5, sample.SLICES - 1])
 def test_every_slice_holds_every_function_and_facet(slice_: int):
-    kept = _sample.chosen(TESTS, 1, slice_)
+    kept = sample.chosen(TESTS, 1, slice_)
     assert {test.partition("[")[0] for test in kept} == {test.partition("[")[0] for test in TESTS}
     for module in ("test_a", "test_b"):
         assert held(kept, module, "dtype") == set(DTYPES)
     assert held(kept, "test_a", "layout") == set(LAYOUTS)
-    assert held(kept, "tests/test_kernels_rows", "length") == set(LENGTHS)
+    assert held(kept, "tests/a/test_hopper_rows", "length") == set(LENGTHS)
     assert len(held(kept, "test_a", "seed")) < 20
     assert len(kept) < 80
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (2, 11)])
 def test_slices_in_a_row_hold_everything(count: int, first: int):
-    slices = [(first + i) % _sample.SLICES for i in range(_sample.SLICES)]
-    assert set().union(*(_sample.chosen(TESTS, count, s) for s in slices)) == set(TESTS)
-    assert set().union(*(_sample.chosen(TESTS, count, s) for s in slices[: _sample.SLICES // 2])) != set(TESTS)
+    slices = [(first + i) % sample.SLICES for i in range(sample.SLICES)]
+    assert set().union(*(sample.chosen(TESTS, count, s) for s in slices)) == set(TESTS)
+    assert set().union(*(sample.chosen(TESTS, count, s) for s in slices[: sample.SLICES // 2])) != set(TESTS)
 
 
-@pytest.mark.parametrize("slice_", [0, 5, _sample.SLICES - 1])
+@pytest.mark.parametrize("slice_", [0, 5, sample.SLICES - 1])
 def test_a_run_beside_another_holds_every_function_once(slice_: int):
-    kept = _sample.chosen(TESTS, 1, slice_, beside=True)
-    assert kept < _sample.chosen(TESTS, 1, slice_)
+    kept = sample.chosen(TESTS, 1, slice_, beside=True)
+    assert kept < sample.chosen(TESTS, 1, slice_)
     functions = [test.partition("[")[0] for test in kept]
     assert set(functions) == {test.partition("[")[0] for test in TESTS}
     many = {"test_a.py::test_forward": 270, "test_c.py::test_errors": 500}
-    assert all(functions.count(f) == -(-many.get(f, 1) // _sample.SLICES) for f in functions)
-    slices = [(slice_ + i) % _sample.SLICES for i in range(_sample.SLICES)]
-    assert set().union(*(_sample.chosen(TESTS, 1, s, beside=True) for s in slices)) == set(TESTS)
+    assert all(functions.count(f) == -(-many.get(f, 1) // sample.SLICES) for f in functions)
+    slices = [(slice_ + i) % sample.SLICES for i in range(sample.SLICES)]
+    assert set().union(*(sample.chosen(TESTS, 1, s, beside=True) for s in slices)) == set(TESTS)
 
 
 def test_two_runs_side_by_side_take_other_parameters():
-    assert (_sample.current(beside=True) - _sample.current()) % _sample.SLICES == _sample.SLICES // 2
+    assert (sample.current(beside=True) - sample.current()) % sample.SLICES == sample.SLICES // 2
 
 
 def test_a_sample_does_not_depend_on_the_order_of_the_tests():
     mixed = list(TESTS)
     random.Random(0).shuffle(mixed)
-    assert _sample.chosen({test: TESTS[test] for test in mixed}, 1, 3) == _sample.chosen(TESTS, 1, 3)
-    assert _sample.chosen(TESTS, 1, 3) != _sample.chosen(TESTS, 1, 4)
+    assert sample.chosen({test: TESTS[test] for test in mixed}, 1, 3) == sample.chosen(TESTS, 1, 3)
+    assert sample.chosen(TESTS, 1, 3) != sample.chosen(TESTS, 1, 4)
 
 
 def test_the_header_says_how_to_repeat_it():
@@ -76,7 +76,7 @@ def test_the_header_says_how_to_repeat_it():
 
     def collect(slice_: int) -> str:
         options = ["--collect-only", "-p", "no:cacheprovider", "--sample", "1", "--slice", str(slice_)]
-        files = ["test_softmax_errors.py", "test_tolerance.py"]
+        files = ["softmax/test_errors.py", "core/test_tolerance.py"]
         command = [sys.executable, "-m", "pytest", *options, *files]
         return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
 
@@ -84,4 +84,4 @@ def test_the_header_says_how_to_repeat_it():
     assert "repeat this sample with --sample 1 --slice 7" in first
     tests = [[line for line in text.splitlines() if "<Function" in line] for text in (first, again, other)]
     assert tests[0] == tests[1] != tests[2]
-    assert 0 <= _sample.current() < _sample.SLICES
+    assert 0 <= sample.current() < sample.SLICES

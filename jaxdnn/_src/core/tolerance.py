@@ -199,7 +199,7 @@ class _Activation:
     """How far an activation's float evaluation may lie from the function, in units of u: |z|, |y| and |y| z² weighted.
 
     Twice what XLA on CPU was measured to do (JAX 0.10.2 and 0.12.0, 16 million float32 arguments of all exponents);
-    tests/test_tolerance.py measures again. `slope` bounds the derivative.
+    tests/core/test_tolerance.py measures again. `slope` bounds the derivative.
     """
 
     slope: float = 1.0

@@ -34,7 +34,7 @@ from jaxdnn_reference.norm_local import window_sum
 
 Values = np.ndarray
 # In units of u (1 + |q log t|): the 4 units in the last place that CUDA's documentation of its mathematical functions
-# gives for powf. XLA on CPUs was measured to stay within 1; tests/test_norm_local.py measures again.
+# gives for powf. XLA on CPUs was measured to stay within 1; tests/norm/test_local.py measures again.
 POWER = 8.0
 
 _STRONG = {"lrn_alpha": 0.7, "k": 1.5}

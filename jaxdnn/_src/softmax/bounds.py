@@ -15,7 +15,7 @@ from jaxdnn._src.core.tolerance import FORMATS, Accumulation
 # In units of u. The exponential's error was measured as 1.5 (XLA on CPUs) and 2.5 (on an H200); the bound takes twice
 # that, and two of them, since a kernel may rescale what it computed by the largest element of a part of the row. The
 # logarithm's was 2 of its value; it is bounded by three times that, and as much of 1, since lg2.approx has an absolute
-# error next to 1. tests/test_softmax.py measures again.
+# error next to 1. tests/softmax/test_values.py measures again.
 EXP, LOG, LOG_OF_ONE = 10.0, 6.0, 6.0
 
 Values = np.ndarray

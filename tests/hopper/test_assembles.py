@@ -1,0 +1,278 @@
+"""Every kernel's PTX goes through NVIDIA's assembler: an instruction that does not exist for the target is found here.
+
+It lowers the kernels as a program for a GPU is lowered, which an older JAX does too, though it does not serve them.
+"""
+
+import functools as ft
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxdnn as dnn
+from jaxdnn._src import hopper
+from jaxdnn._src.core import compat
+from jaxdnn._src.hopper import branches
+from tests.hopper import assembler as ptxas
+from tests.hopper.assembler import Block, needs_ptxas
+
+pytestmark = needs_ptxas
+BF16, F16, F32, S8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8
+FLOATS, F8 = (BF16, F16, F32), (jnp.float8_e4m3fn, jnp.float8_e5m2)
+Call = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
+
+
+def call(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = BF16, **options: Any) -> Call:
+    """A call by engine hopper of arrays of these shapes and one dtype."""
+    run = ft.partial(function, engine="hopper", **options)
+    return run, tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+
+def backward(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = BF16, **options: Any) -> Call:
+    """A call and its gradients in all operands."""
+
+    def run(*arrays: jax.Array) -> Any:
+        y, back = jax.vjp(ft.partial(function, engine="hopper", **options), *arrays)
+        return y, back(jax.tree.map(jnp.ones_like, y))
+
+    return run, tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+
+def dgrad(x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], dtype: Any = BF16, **options: Any) -> Call:
+    run = lambda dy, w: dnn.conv_dgrad(dy, w, x, engine="hopper", **options)
+    return run, (jax.ShapeDtypeStruct(y, dtype), jax.ShapeDtypeStruct(w, dtype))
+
+
+def wgrad(x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], dtype: Any = BF16, **options: Any) -> Call:
+    run = lambda x, dy: dnn.conv_wgrad(x, dy, w, engine="hopper", **options)
+    return run, (jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct(y, dtype))
+
+
+def scaled(function: Callable[..., Any], x: jax.Array, scale: jax.Array, *bias: jax.Array, **options: Any) -> Any:
+    """A normalisation with a scale, and a bias where it has one."""
+    return function(x, scale=scale, **dict(zip(["bias"], bias, strict=False)), **options)
+
+
+def fused(x: jax.Array, *rest: jax.Array, **options: Any) -> Any:
+    """Dropout with a bias, or a bias and a residual."""
+    return dnn.dropout(x, 7, **dict(zip(("bias", "residual"), rest, strict=False)), **options)
+
+
+def with_epilogue(x: jax.Array, w: jax.Array, *rest: jax.Array, names: tuple[str, ...], **options: Any) -> Any:
+    return dnn.conv(x, w, activation="relu", **dict(zip(names, rest, strict=True)), **options)
+
+
+def convolutions() -> Iterator[Call]:
+    image, taps, out = (8, 16, 16, 64), (3, 3, 64, 64), (8, 14, 14, 64)
+    for dtype in (*FLOATS, *F8):
+        wide = {"out_dtype": F32} if dtype not in (BF16, F16) else {}
+        tf32 = {"precision": "tf32"} if dtype == F32 else {}
+        yield call(dnn.conv, image, taps, dtype=dtype, **wide, **tf32)
+        yield dgrad(image, taps, out, dtype=dtype, **wide, **tf32)
+    yield call(dnn.conv, image, taps, dtype=S8, out_dtype=jnp.int32)
+    yield call(dnn.conv, (8, 16, 16, 64), (1, 1, 64, 256))
+    yield call(dnn.conv, (4, 16, 64), (3, 64, 64), layout="NWC")
+    yield call(dnn.conv, (2, 8, 16, 16, 64), (3, 3, 3, 64, 64), layout="NDHWC")
+    yield call(dnn.conv, (8, 16, 16, 128), (3, 3, 32, 128), groups=4)
+    yield call(dnn.conv, (8, 16, 16, 64), (64, 3, 3, 64), filter_layout="OHWI")
+    yield dgrad((8, 32, 32, 64), (2, 2, 64, 64), (8, 16, 16, 64), stride=2)
+    yield dgrad((8, 32, 32, 64), (3, 3, 64, 64), (8, 16, 16, 64), stride=2, padding=1)
+    yield dgrad((8, 32, 32, 64), (1, 1, 64, 64), (8, 16, 16, 64), stride=2)
+
+
+def convolutions_in_newer_pallas() -> Iterator[Call]:
+    """Epilogues with arrays, and windows of few channels, of which older releases lower none."""
+    image, taps, out = (8, 16, 16, 64), (3, 3, 64, 64), (8, 14, 14, 64)
+    for activation in ("relu", "gelu", "gelu_tanh", "tanh", "swish", "sigmoid"):
+        yield call(
+            lambda x, w, b, r, activation, engine: dnn.conv(
+                x, w, bias=b, residual=r, prior=r, alpha=0.5, beta=0.25, activation=activation, engine=engine
+            ),
+            image, taps, (64,), out, activation=activation,
+        )  # fmt: skip
+    for names in ((), ("bias",), ("residual",)):
+        yield call(with_epilogue, image, taps, *({"bias": (64,), "residual": out}[name] for name in names), names=names)
+    for dtype in (BF16, F16):
+        yield call(dnn.conv, (8, 224, 224, 3), (7, 7, 3, 64), dtype=dtype, stride=2, padding=3)
+    yield call(dnn.conv, (8, 64, 64, 8), (3, 3, 8, 64), padding=1)
+
+
+def filter_gradients() -> Iterator[Call]:
+    for dtype in (BF16, F16):
+        yield wgrad((8, 16, 16, 64), (3, 3, 64, 64), (8, 14, 14, 64), dtype=dtype)
+        yield wgrad((8, 16, 16, 320), (3, 3, 320, 320), (8, 16, 16, 320), dtype=dtype, padding=1)
+    yield wgrad((8, 16, 16, 64), (64, 3, 3, 64), (8, 14, 14, 64), filter_layout="OHWI")
+    yield wgrad((8, 128, 64), (3, 64, 64), (8, 126, 64), layout="NWC")
+    for splits in (1, 2, 4):
+        with branches.picking(ft.partial(_in_a_cluster, splits)):
+            yield wgrad((8, 16, 16, 128), (3, 3, 128, 128), (8, 14, 14, 128))
+    yield wgrad((2, 8, 16, 16, 64), (3, 3, 3, 64, 64), (2, 6, 14, 14, 64), layout="NDHWC")
+    yield wgrad((8, 16, 16, 128), (3, 3, 32, 128), (8, 14, 14, 128), groups=4)
+    yield wgrad((64, 8, 8, 256), (1, 1, 256, 512), (64, 8, 8, 512))
+    for dtype in (F32, *F8, S8):
+        wide = {"out_dtype": jnp.int32 if dtype == S8 else F32} | ({"precision": "tf32"} if dtype == F32 else {})
+        yield wgrad((16, 8, 8, 64), (3, 3, 64, 64), (16, 6, 6, 64), dtype=dtype, **wide)
+
+
+def _in_a_cluster(splits: int, problem: Any, configs: Any, decided: Any) -> Any:
+    return next(config for config in configs if config.direct and config.splits == splits)
+
+
+def depthwise() -> Iterator[Call]:
+    for dtype in FLOATS:
+        for group, taps in ((1, 3), (1, 7), (2, 3), (4, 3), (8, 3)):
+            image, w = (8, 16, 16, 64), (taps, taps, group, 64)
+            options: dict[str, Any] = {"padding": taps // 2, "groups": 64 // group}
+            if dtype == F32 and group > 1:
+                continue
+            yield call(dnn.conv, image, w, dtype=dtype, **options)
+            yield dgrad(image, w, image, dtype=dtype, **options)
+            yield wgrad(image, w, image, dtype=dtype, **options)
+        yield call(dnn.conv, (8, 16, 16, 64), (3, 3, 1, 64), dtype=dtype, stride=2, padding=1, groups=64)
+        yield dgrad((8, 16, 16, 64), (3, 3, 1, 64), (8, 8, 8, 64), dtype=dtype, stride=2, padding=1, groups=64)
+
+
+def softmax() -> Iterator[Call]:
+    for dtype in FLOATS:
+        for rows, length in ((4096, 64), (512, 512), (64, 4096), (64, 32768), (64, 50304), (16, 131072), (4, 1 << 20)):
+            for function in (dnn.softmax, dnn.logsumexp):
+                yield call(function, (rows, length), dtype=dtype)
+            yield call(dnn.softmax, (rows, length), dtype=dtype, algorithm="log")
+            yield call(dnn.softmax_dgrad, (rows, length), (rows, length), dtype=dtype)
+        yield call(dnn.softmax, (64, 512), dtype=dtype, algorithm="fast")
+
+
+def rows() -> Iterator[Call]:
+    for dtype in FLOATS:
+        for length in (128, 512, 1024, 2048, 4096, 8192, 16384):
+            count = (1 << 22) // length
+            yield call(dnn.layer_norm, (count, length), dtype=dtype)
+            if length <= 4096 * 2 // jnp.dtype(dtype).itemsize * 2:
+                yield backward(ft.partial(scaled, dnn.rms_norm), (count, length), (length,), dtype=dtype)
+
+
+def images() -> Iterator[Call]:
+    for dtype in FLOATS:
+        for shape, groups in (
+            ((128, 56, 56, 256), 32),
+            ((2, 256, 256, 128), 32),
+            ((2, 64, 64, 320), 32),
+            ((1, 251, 257, 128), 32),
+            ((8, 8, 8, 32), 16),
+        ):
+            given = {"groups": groups}
+            yield backward(ft.partial(scaled, dnn.group_norm), shape, shape[-1:], shape[-1:], dtype=dtype, **given)
+
+
+def batches() -> Iterator[Call]:
+    for dtype in FLOATS:
+        for shape in ((128, 56, 56, 256), (32, 7, 7, 512), (8, 6, 6, 16), (8, 6, 6, 12), (16, 4, 4, 4096)):
+            yield backward(ft.partial(scaled, dnn.batch_norm), shape, shape[-1:], shape[-1:], dtype=dtype)
+
+
+def pooling() -> Iterator[Call]:
+    for dtype in FLOATS:
+        for options in (
+            {"window": 3, "stride": 2, "padding": 1},
+            {"window": 2, "stride": 2},
+            {"window": 3, "stride": 1},
+        ):
+            for mode in ("max", "average"):
+                yield backward(dnn.pool, (8, 56, 56, 64), dtype=dtype, mode=mode, **options)
+            yield call(dnn.pool, (8, 56, 56, 64), dtype=dtype, **options)
+        yield backward(dnn.pool, (8, 15, 15, 64), dtype=dtype, mode="average_exclude_padding", window=5, padding=2)
+
+
+def dropouts() -> Iterator[Call]:
+    x, bias = (1024, 4096), (4096,)
+    for dtype in FLOATS:
+        yield call(fused, x, dtype=dtype)
+        for activation in (None, "relu") if dtype == F32 else (None, "relu", "gelu", "swish"):
+            yield backward(fused, x, bias, x, dtype=dtype, activation=activation)
+            yield backward(fused, x, dtype=dtype, activation=activation)
+        yield call(fused, (8, 64, 32, 32), (64,), dtype=dtype, layout="NCHW")
+        yield call(fused, (6, 768), (768,), dtype=dtype)
+    yield call(fused, (16384, 4096), (4096,), activation="gelu")
+
+
+# What calls are of -> those that between them take all ways in which these kernels write instructions, and the
+# decisions of their planners (`branches`) that choose the way.
+FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...]]]] = {
+    "convolution": (
+        convolutions,
+        {"pipeline": ("operands", "result", "axes", "phases", "groups"), "fprop": (), "dgrad": ()},
+    ),
+    "convolution in newer Pallas": (convolutions_in_newer_pallas, {"pipeline": ("window", "epilogue")}),
+    "filter gradient": (
+        filter_gradients,
+        {"wgrad": ("operands", "direct", "rows", "axes"), "wgrad, images last": ("operands",)},
+    ),
+    "depthwise": (
+        depthwise,
+        {"depthwise walk": ("operands", "pass", "group", "stride"), "depthwise filter": ("operands", "group")},
+    ),
+    "softmax": (softmax, {"softmax": ("operands", "pass", "row shared by", "read")}),
+    "norm of rows": (rows, {"norm rows": ("operands", "pass", "threads", "stays", "keeps", "shared")}),
+    "norm of images": (images, {"norm images": ("operands", "pass", "image", "vector")}),
+    "norm of batches": (batches, {"norm batches": ("operands", "pass", "fold", "splits", "columns")}),
+    "pool": (pooling, {"pool": ("operands", "pass", "kernel", "counts")}),
+    "dropout": (dropouts, {"dropout": ("operands", "kernel", "pass", "activation", "bias", "residual")}),
+}
+
+
+def lowered(calls: Iterator[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Block], set[tuple[str, str, Any]]]:
+    """The blocks that calls emit, and the branches that they take."""
+    monkeypatch.setattr(hopper, "unavailable", lambda: None)
+    with ptxas.recorded(monkeypatch) as blocks, branches.recorded() as taken:
+        for run, operands in calls:
+            jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))
+    return blocks, taken
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_assemble(family: str, monkeypatch: pytest.MonkeyPatch):
+    calls, decisions = FAMILIES[family]
+    if family == "convolution in newer Pallas" and (lack := compat.lacking(compat.KERNELS)):
+        pytest.skip(f"{lack}, which they need")
+    blocks, taken = lowered(calls(), monkeypatch)
+    assert ptxas.errors(blocks) == ""
+    every = {branch for branch in branches.every() if branch[1] in decisions.get(branch[0], ())}
+    assert {(kernel, what) for kernel, what, _ in every} == {
+        (k, what) for k, whats in decisions.items() for what in whats
+    }
+    assert every - taken == set()
+    assert {kernel for kernel, *_ in taken} >= set(decisions)
+
+
+WHOLE = "mul.rn.f32 $0, $1, $2;"
+
+
+@pytest.mark.parametrize(
+    ("text", "constraints", "complaint"),
+    [
+        ("mul.rn.f33 $0, $1, $2;", "=f,f,f", "mul.rn.f33"),
+        ("mul.rn.f32 $0, $1;", "=f,f,f", "Arguments mismatch"),
+        (WHOLE, "=l,f,f", "Arguments mismatch"),
+        ("add.rn.bf16x2 $0, $1, $2;", "=f,r,r", "Arguments mismatch"),
+        ("tcgen05.fence::before_thread_sync;", "", "not supported on .target 'sm_90a'"),
+        ("{ bra MISSING; }", "", "MISSING"),
+        ("ld.global.v3.f32 {$0, $0, $0}, [$1];", "=f,l", "v3"),
+    ],
+)
+def test_an_instruction_that_does_not_exist_is_found(text: str, constraints: str, complaint: str):
+    block = Block(WHOLE, "=f,f,f")
+    assert ptxas.errors([block]) == ""
+    said = ptxas.errors([block, Block(text, constraints), block])
+    assert complaint in said
+
+
+def test_an_instruction_planted_in_a_kernel_is_found(monkeypatch: pytest.MonkeyPatch):
+    """The text is what `launch` is given, and the fault shows although the program lowers."""
+    from jaxdnn._src.pool.hopper import calls as kernels
+
+    launch, fault = kernels.launch, ("st.global", "st.globe")
+    monkeypatch.setattr(kernels, "launch", lambda code, *rest, **k: launch(code.replace(*fault), *rest, **k))
+    blocks, _ = lowered(iter([call(dnn.pool, (8, 56, 56, 64))]), monkeypatch)
+    assert "st.globe" in ptxas.errors(blocks)

@@ -1,0 +1,47 @@
+"""Calls of the Hopper kernels of normalisation, and whether their results are within the bounds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import jaxdnn_reference as reference
+from jaxdnn._src.norm import bounds as norm_bounds
+from tests.norm.cases import Norm, agree, in_view
+
+DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+
+
+def norm_of(pixels: int, channels: int, group: int, images: int = 2) -> Norm:
+    shape = (images, pixels, channels)
+    if group == 1:
+        return Norm("instance_norm", shape, (channels,), (("layout", "NWC"),))
+    return Norm("group_norm", shape, (channels,), (("groups", channels // group), ("layout", "NWC")))
+
+
+def arrays_of(n: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
+    """x and dy in the dtype, scale and bias in float32, which is what the kernels take."""
+    x, _, _, dy = n.arrays(3, DTYPES[dtype], mean=mean)
+    _, s, b, _ = n.arrays(4, np.float32)
+    return x, s, b, dy
+
+
+def check_forward(n: Norm, x: Any, s: Any, b: Any, out: Any, y: np.ndarray, saved: Sequence[np.ndarray]) -> None:
+    """y and the saved mean, inverse deviation and variance."""
+    p, wanted = n.problem(x, s, b), n.definition(x, s, b)
+    agree(y, np.asarray(wanted[0]), norm_bounds.from_definition(p)[0].reshape(y.shape), out, "y")
+    stats = norm_bounds.normalised(p)
+    errors = {"mean": stats.mean_error, "rstd": stats.rstd_error, "variance": stats.variance_error}
+    goldens = {"mean": stats.mean, "rstd": stats.rstd, "variance": stats.variance}
+    for name, found in zip(errors, saved, strict=True):
+        agree(found, goldens[name].reshape(found.shape), errors[name].reshape(found.shape), np.float32, name)
+
+
+def check_backward(n: Norm, x: Any, s: Any, b: Any, dy: Any, out: Any, grads: Sequence[np.ndarray]) -> None:
+    """dx, dscale and dbias."""
+    p = n.problem(x, s, b)
+    bounds = norm_bounds.from_definition(p, in_view(n, dy, p.x.shape))
+    exact = n.gradients(reference, dy, x, s)
+    for name, found, golden, error in zip(("dx", "dscale", "dbias"), grads, exact, bounds, strict=True):
+        agree(found, golden, error.reshape(golden.shape), out if name == "dx" else np.float32, name)

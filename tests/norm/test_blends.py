@@ -1,0 +1,201 @@
+"""The blends of batch normalisation: alpha computed + beta prior, forward and of all three gradients."""
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn._src.cases.case import generator
+from jaxdnn._src.core import tolerance
+from jaxdnn._src.norm import bounds as norm_bounds
+from jaxdnn._src.norm import cases as family
+from tests.norm import cases
+from tests.norm.cases import CASES, agree
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+NAMES = ("batch-NHWC", "batch-NCHW", "batch-NCHWc3", "activation-CHWN")
+FACTORS: dict[str, Any] = dict(family.BLENDS["blend"])
+PRIORS = ("prior", "prior_dscale", "prior_dbias")
+
+
+def problem(name: str, dtype: Any) -> tuple[Any, tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """The case, its arrays (x, scale, bias, dy), and priors."""
+    norm = CASES[name]
+    x, s, b, dy = norm.arrays(21, dtype)
+    return norm, (x, s, b, dy), {"prior": x[::-1] * 3, "prior_dscale": s[::-1].copy(), "prior_dbias": b * 2}
+
+
+def factor(value: float, dtype: Any, traced: bool) -> Any:
+    return jnp.asarray(value, np.float64 if dtype == np.float64 else np.float32) if traced else value
+
+
+def check_gradients(name: str, dtype: Any, traced: bool, relu: bool) -> None:
+    """dx, dscale and dbias within the bound of the blend's rule over that of the gradients."""
+    norm, (x, s, b, dy), priors = problem(name, dtype)
+    acc = np.float64 if dtype == np.float64 else np.float32
+    behind = {"y": reference.batch_norm(x, scale=s, bias=b, out_dtype=dtype, **norm.keywords)[0]} if relu else {}
+    factors = {k: factor(v, dtype, traced) for k, v in FACTORS.items()}
+    # Traced factors have the accumulator's precision, and the definition gets what they then are.
+    stored = {k: float(np.asarray(v)) for k, v in factors.items()}
+    run = jax.jit(lambda f, p: norm.gradients(dnn, dy, x, s, **f, **p, **behind)) if traced else None
+    given = {**factors, **priors, **behind}
+    found = run(factors, priors) if run else norm.gradients(dnn, dy, x, s, **given)
+    wanted = norm.gradients(reference, dy, x, s, **stored, **priors, **behind)
+    masked = np.where(behind["y"] > 0, dy, np.zeros_like(dy)) if relu else dy
+    p = norm.problem(x, s, b)
+    seen = cases.in_view(norm, masked, p.x.shape)
+    bounds = norm_bounds.from_definition(p, seen)
+    values = [value for value, _ in norm_bounds.backward(p, seen)]
+    for i, (what, dtype_) in enumerate((("dx", dtype), ("dscale", acc), ("dbias", acc))):
+        suffix = "_param" if i else ""
+        prior = priors[PRIORS[i]]
+        like = prior.astype(np.float64).reshape(values[i].shape) if i else cases.in_view(norm, prior, p.x.shape)
+        rule = tolerance.Epilogue(stored["alpha" + suffix], stored["beta" + suffix], format=p.format)
+        error = rule.error(values[i], bounds[i], prior=like) * (1 + norm_bounds.definition_share(p))
+        error = error.reshape(wanted[i].shape) if i else cases.as_given(norm, x, error)
+        agree(found[i], wanted[i], error, dtype_, what)
+    if relu:
+        np.testing.assert_array_equal(found[3], masked)
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+@pytest.mark.parametrize("traced", [False, True], ids=["numbers", "arrays"])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients(name: str, dtype: np.dtype, traced: bool, relu: bool):
+    check_gradients(name, dtype, traced, relu)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("traced", [False, True], ids=["numbers", "arrays"])
+def test_gradients_in_float64(traced: bool):
+    check_gradients("batch-NHWC", np.dtype(np.float64), traced, False)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_blends_are_converted_once(name: str):
+    """1 + 2⁻⁹ is a tie of bfloat16: dx that is rounded before 2⁻¹² is added would give 1."""
+    norm, (x, s, _, dy), _ = problem(name, BF16)
+    dx = np.asarray(norm.gradients(dnn, dy, x, s, out_dtype=jnp.float32)[0])
+    prior = (np.float32(1) + np.float32(2.0**-9) - dx).astype(np.float32)
+    exact = dx.astype(np.float64) + prior  # prior is rounded; what matters is what is added
+    found = norm.gradients(dnn, dy, x, s, prior=prior, beta=1.0)[0]
+    wanted = (dx + prior).astype(np.float32).astype(BF16)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), wanted.astype(np.float32))
+    early = (dx.astype(BF16).astype(np.float32) + prior).astype(BF16)
+    assert (early.astype(np.float64) != wanted.astype(np.float64)).any()
+    assert np.abs(exact - 1 - 2.0**-9).max() < 2.0**-20
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["numbers", "arrays"])
+def test_priors_are_not_read_where_beta_is_zero(traced: bool):
+    norm, (x, s, _, dy), priors = problem("batch-NCHW", np.float32)
+    nan = {k: np.full_like(v, np.nan) for k, v in priors.items()}
+    zero, half = factor(0.0, np.float32, traced), factor(0.5, np.float32, traced)
+    plain = norm.gradients(dnn, dy, x, s)
+    same = norm.gradients(dnn, dy, x, s, beta=zero, beta_param=zero, **nan)
+    halved = norm.gradients(dnn, dy, x, s, alpha=half, beta=zero, alpha_param=half, beta_param=zero, **nan)
+    for computed, found, scaled in zip(plain, same, halved, strict=True):
+        np.testing.assert_array_equal(found, computed)
+        np.testing.assert_array_equal(scaled, 0.5 * computed)
+    read = norm.gradients(dnn, dy, x, s, beta=half, beta_param=half, **nan)
+    assert all(np.isnan(np.asarray(v)).all() for v in read)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_nan_prior_stays_in_its_own_gradient(which: int):
+    norm, (x, s, _, dy), priors = problem("batch-NHWC", np.float32)
+    priors[PRIORS[which]] = np.full_like(priors[PRIORS[which]], np.nan)
+    found = norm.gradients(dnn, dy, x, s, **FACTORS, **priors)
+    assert [bool(np.isnan(np.asarray(v)).all()) for v in found] == [i == which for i in range(3)]
+    assert [bool(np.isnan(np.asarray(v)).any()) for v in found] == [i == which for i in range(3)]
+
+
+@pytest.mark.usefixtures("x64")
+def test_derivatives_of_a_blend():
+    """It is linear in its parts: with powers of two as factors every derivative is one of the plain op's, exactly."""
+    norm, (x, s, _, dy), priors = problem("batch-NHWC", np.float64)
+    factors = {"alpha": 0.5, "beta": -2.0, "alpha_param": 4.0, "beta_param": 0.25}
+    cotangents = tuple(map(jnp.asarray, (dy[::-1], s * 2, s + 1)))
+    plain, pull = jax.vjp(lambda dy, x, s: norm.gradients(dnn, dy, x, s), *map(jnp.asarray, (dy, x, s)))
+    blended = lambda dy, x, s, f, p: norm.gradients(dnn, dy, x, s, **f, **p)
+    traced = {k: jnp.asarray(v) for k, v in factors.items()}
+    *own, of_factors, of_priors = jax.vjp(blended, *map(jnp.asarray, (dy, x, s)), traced, priors)[1](cotangents)
+    alphas, betas = ((factors[k], factors[f"{k}_param"], factors[f"{k}_param"]) for k in ("alpha", "beta"))
+    for ours, theirs in zip(own, pull(tuple(a * c for a, c in zip(alphas, cotangents, strict=True))), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for name, beta, c in zip(PRIORS, betas, cotangents, strict=True):
+        np.testing.assert_array_equal(of_priors[name], beta * c)
+    sums = {"alpha": [(plain[0], cotangents[0])], "beta": [(priors["prior"], cotangents[0])]}
+    sums["alpha_param"] = list(zip(plain[1:], cotangents[1:], strict=True))
+    sums["beta_param"] = [(priors[name], c) for name, c in zip(PRIORS[1:], cotangents[1:], strict=True)]
+    for name, pairs in sums.items():
+        terms = np.concatenate([(np.asarray(v) * np.asarray(c)).astype(np.float64).ravel() for v, c in pairs])
+        bound = 2 * (len(terms) + 1) * 2.0**-53 * np.abs(terms).sum()  # ours and this sum, in any order
+        assert abs(float(of_factors[name]) - terms.sum()) <= bound, name
+    jvp = jax.jvp(ft.partial(blended, jnp.asarray(dy), jnp.asarray(x), jnp.asarray(s), traced), (priors,), (priors,))[1]
+    for tangent, name, beta in zip(jvp, PRIORS, betas, strict=True):
+        np.testing.assert_array_equal(tangent, beta * priors[name])
+
+
+def test_vmap_over_priors_and_factors():
+    norm, (x, s, _, dy), priors = problem("batch-NCHW", np.float32)
+    many = {k: np.stack([v, 2 * v, v - 1]) for k, v in priors.items()}
+    betas = jnp.array([0.5, 0.0, -1.5])
+    run = lambda b, p, dy: norm.gradients(dnn, dy, x, s, beta=b, beta_param=b, **p)
+    mapped = jax.vmap(run, (0, 0, None))(betas, many, dy)
+    for i in range(3):
+        one = run(betas[i], {k: v[i] for k, v in many.items()}, dy)
+        for found, wanted in zip(mapped, one, strict=True):
+            np.testing.assert_array_equal(found[i], wanted)
+    every = jax.vmap(run)(betas, many, np.stack([dy] * 3))
+    p = norm.problem(x, s, s)
+    bounds = norm_bounds.from_definition(p, cases.in_view(norm, dy, p.x.shape))
+    for found, wanted, error, name in zip(every, mapped, bounds, PRIORS, strict=True):
+        # Two routes to a gradient, each behind a product and a sum.
+        blended = 4 * 2.0**-24 * (np.abs(np.asarray(wanted)) + np.abs(1.5 * many[name])).max()
+        assert np.abs(np.asarray(found) - np.asarray(wanted)).max() <= 2 * float(error.max()) + blended
+
+
+def test_priors_are_added_once_over_a_mesh():
+    """Eight devices: with integers and no scale dbias is exact; each device's prior of dx is its own."""
+    rng = np.random.default_rng(22)
+    x = rng.normal(size=(16, 3, 2, 5)).astype(np.float32)
+    dy = rng.integers(-4, 5, x.shape).astype(np.float32)
+    prior, of_scale, of_bias = (rng.integers(-9, 10, s).astype(np.float32) for s in (x.shape, 5, 5))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    across, alike = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+
+    def run(dy: Any, x: Any, prior: Any, of_scale: Any, of_bias: Any, **o: Any) -> Any:
+        priors = {"prior": prior, "prior_dscale": of_scale, "prior_dbias": of_bias}
+        return dnn.batch_norm_dgrad(dy, x, axis_name="d", beta=0.5, beta_param=2.0, **priors, **o)
+
+    specs = (across, across, across, alike, alike)
+    spread = ft.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=(across, alike, alike))
+    blended = jax.jit(spread(run))(dy, x, prior, of_scale, of_bias)
+    none = jax.jit(spread(run))(dy, x, 0 * prior, 0 * of_scale, 0 * of_bias)
+    np.testing.assert_array_equal(blended[2], dy.sum((0, 1, 2)) + 2 * of_bias)
+    np.testing.assert_array_equal(blended[0], none[0] + 0.5 * prior)
+    np.testing.assert_array_equal(blended[1], none[1] + 2 * of_scale)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
+@pytest.mark.parametrize("op", ["batch_norm", "batch_norm_dgrad"])
+def test_what_verify_runs(op: str, dtype: str):
+    """Every variant with a blend, on every kind of data."""
+    accumulation = tolerance.Accumulation(format="float64" if dtype == "f64" else "float32")
+    found = [c for c in family.FAMILY.cases(op, "xla", "full", 0) if c.dtype == dtype and c.factors]
+    assert {c.variant.rpartition("-")[2] for c in found} == set(family.BLENDS)
+    for case in found:
+        for kind in case.kinds():
+            operands = case.operands(kind, generator(case, kind, 0))
+            results = jax.tree.leaves(jax.jit(case.function())(*operands))
+            for out, wanted in zip(results, case.expected(kind, operands, accumulation), strict=True):
+                agree(out, wanted.value, wanted.error, wanted.dtype, f"{case.id} {kind} {wanted.name}")

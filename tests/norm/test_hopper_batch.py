@@ -1,0 +1,213 @@
+"""The Hopper kernels of batch normalisation's sums on the CPU: their PTX run by a small machine."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from jaxdnn._src import hopper
+from jaxdnn._src.norm import bounds
+from tests.norm.cases import agree
+
+if (reason := hopper.unavailable()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+from jaxdnn._src.norm.hopper import batch, batch_ptx
+from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
+from tests.hopper.column_machine import DTYPES, MERGE_FLOATS, plan_of, run, statistics, sums, walked_floats
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+# Rows and columns: less than a tile, one row, lines that are no power of two, threads left over, a row that takes
+# several blocks and ends within one, and rows of 3, 20 and 5 columns, which make whole vectors by the 8, 2 or 8.
+SIZES = {
+    "few": (7, 64),
+    "one": (1, 8),
+    "lines": (999, 24),
+    "left": (200, 1000),
+    "across": (45, 5000),
+    "three": (800, 3),
+    "twenty": (322, 20),
+    "five": (400, 5),
+}
+
+
+def problem(x: np.ndarray, eps: float = 1e-5) -> bounds.Problem:
+    """The bound of accurate statistics: what is left of a mean when it is subtracted is subtracted too."""
+    found = bounds.problem(x.shape, (-2,), (-2,), (1, x.shape[1]), x, None, None, eps=eps, centred=True)
+    return dataclasses.replace(found, wide=True, sample=None)
+
+
+def check(x: np.ndarray, plan: ColumnPlan) -> batch.Statistics:
+    """The statistics within their computed bounds."""
+    scale = np.linspace(-1, 2, x.shape[1]).astype(np.float32)
+    found = statistics(x, plan, scale=scale)
+    wanted = bounds.normalised(problem(x))
+    for name in ("mean", "rstd", "variance"):
+        value = getattr(found, name)
+        agree(value, getattr(wanted, name)[0], getattr(wanted, f"{name}_error")[0], np.float32, name)
+    np.testing.assert_array_equal(found.mean, found.mean + found.rest)
+    np.testing.assert_array_equal(found.factor, found.rstd * scale)
+    return found
+
+
+def normal(rows: int, columns: int, dtype: str, mean: float = 0.5) -> np.ndarray:
+    rng = np.random.default_rng([rows, columns])
+    return (mean + rng.normal(size=(rows, columns))).astype(DTYPES[dtype])
+
+
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+def test_statistics(size: str, dtype: str):
+    rows, columns = SIZES[size]
+    if batch.forward_plan(rows, columns, dtype) is None:
+        rows -= rows % 8
+    check(normal(rows, columns, dtype), plan_of(rows, columns, dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("chunk", "splits"), [(1, 3), (2, 5), (4, 1)])
+def test_splits_and_chunks(chunk: int, splits: int, stages: int, dtype: str):
+    """Several tiles for each split, not as many for all, and rows behind the last whole tile."""
+    rows, columns = 4 * 128 * 3 + 5, 24
+    plan = plan_of(rows, columns, dtype, threads=128, chunk=chunk, splits=splits, stages=stages)
+    assert plan.splits == splits
+    assert plan.full > stages * splits
+    assert plan.rest
+    check(normal(rows, columns, dtype), plan)
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [("f32", 1e4), ("bf16", 100.0), ("f16", 100.0)])
+@pytest.mark.parametrize("size", ["few", "lines", "three"])
+def test_mean_far_from_zero(size: str, dtype: str, mean: float):
+    rows, columns = SIZES[size]
+    check(normal(rows, columns, dtype, mean), plan_of(rows, columns, dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("row", [0, 1, 700])
+def test_a_row_far_from_the_others(row: int, dtype: str):
+    """Also the first, from which distances are measured."""
+    x = normal(2100, 24, dtype)
+    x[row] = np.asarray(-3e4, x.dtype)
+    check(x, plan_of(2100, 24, dtype, threads=128, chunk=2, splits=4))
+
+
+def roundings(plan: ColumnPlan) -> int:
+    """How many a distance from the first row goes through, at most, on its way into the mean (`norm_batch_ptx`).
+
+    None of what is rounded there is larger than the largest distance.
+    """
+    first = plan.chunk + 4  # the distance, those added to it, their number's inverse, the product
+    chunk = plan.chunk + 6  # two differences, and the mean's own sum
+    chunks = -(-plan.full // plan.splits) + (plan.rest > 0)
+    lines = 5 * (plan.lines - 1).bit_length()  # a difference, a share of two roundings, a product, a sum
+    warps = batch.MERGE_THREADS // batch_ptx.LANES
+    merge = -(-plan.splits * plan.fold // warps) + warps + 2  # products are fused with sums; 1 / n, and its product
+    return first + chunks * chunk + lines + merge
+
+
+def test_a_first_row_far_away_costs_the_others_no_digits():
+    """x - μ of the other rows, of which x less the first row has lost all but a few."""
+    x, plan = normal(3000, 8, "f32"), plan_of(3000, 8, "f32")
+    x[0] = 1e6
+    found = statistics(x, plan)
+    wide = x.astype(np.float64)
+    exact = wide - wide.mean(0)
+    centred = (x - found.mean) - found.rest
+    largest = np.abs(wide - wide[0]).max(0)
+    subtracted = 2 * np.abs(exact[1:]).max(0)  # twice, and each time it is rounded
+    assert (np.abs(centred - exact)[1:] <= 2.0**-24 * (roundings(plan) * largest + subtracted)).all()
+    through_the_base = (x - x[0]) - (found.mean.astype(np.float64) - x[0]).astype(np.float32)
+    assert np.ptp((through_the_base - exact)[1:], 0).max() > 4 * np.ptp((centred - exact)[1:], 0).max()
+
+
+@each_dtype
+@pytest.mark.parametrize("value", [0.0, 1e4, -0.3])
+def test_a_constant_column_has_no_variance(value: float, dtype: str):
+    x = normal(700, 24, dtype)
+    x[:, 5] = value
+    found = check(x, plan_of(700, 24, dtype, threads=128, chunk=2, splits=2))
+    assert found.variance[5] == 0
+    assert found.mean[5] == x[0, 5]
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [600, 2100])
+def test_what_is_not_finite_stays_in_its_column(rows: int, dtype: str):
+    x = normal(rows, 24, dtype)
+    plan = plan_of(rows, 24, dtype, threads=128, chunk=2, splits=2)
+    clean = statistics(x, plan)
+    x[1, 3], x[rows - 1, 4], x[0, 5], x[0, 6] = np.nan, np.inf, -np.inf, np.nan
+    found = statistics(x, plan)
+    touched = np.isin(np.arange(24), [3, 4, 5, 6])
+    for name in ("mean", "rstd", "variance", "rest"):
+        value, before = (np.asarray(getattr(v, name)) for v in (found, clean))
+        np.testing.assert_array_equal(value[~touched], before[~touched])
+        assert not np.isfinite(value[touched]).any()
+    assert np.isnan(np.asarray(found.rstd)[touched]).all()
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("kernel", ["statistics", "merge"])
+def test_one_barrier_less_is_a_race(kernel: str, which: int):
+    """Each of the first three; those behind order the threads of one warp."""
+    x, plan = normal(999, 24, "f32"), plan_of(999, 24, "f32", threads=128, chunk=1, splits=2)
+    whole = batch_ptx.statistics(plan)
+    arrays, shapes = [x], [(plan.columns,), (plan.splits, 2, plan.columns)]
+    floats, block, blocks = walked_floats(plan), plan.threads, plan.blocks
+    if kernel == "merge":
+        arrays, shapes = run(whole, floats, block, blocks, arrays, shapes), [(24,)] * 4
+        floats, block, blocks = MERGE_FLOATS, batch.MERGE_THREADS, 1
+        whole = batch_ptx.merge(plan, block, batch.MERGE_BATCH, eps=1e-5, scale=False)
+    parts = re.split(r"(?m)^bar\.sync .*\n", whole)
+    barrier = f"bar.sync 0, {block};\n"
+    run(barrier.join(parts), floats, block, blocks, arrays, shapes)
+    code = barrier.join(parts[: which + 1]) + barrier.join(parts[which + 1 :])
+    with pytest.raises(RuntimeError, match="race for shared byte"):
+        run(code, floats, block, blocks, arrays, shapes)
+
+
+def test_plans_cover_all_rows_and_columns():
+    for rows, columns in ((1, 8), (401408, 256), (1568, 2048), (128, 56 * 56 * 256), (10**7, 3 * 8), (2**20, 64)):
+        for dtype in DTYPES:
+            plan = plan_of(rows, columns, dtype)
+            assert plan.full * plan.tile + plan.rest == plan.rows
+            assert plan.rows * plan.columns == rows * columns
+            assert plan.across * plan.width >= plan.row_vectors
+            assert 1 <= plan.splits <= max(1, plan.full)
+            assert 4 * plan.floats(batch_ptx.values_of(plan)) <= 48 << 10
+            assert plan.tile * plan.row_bytes < 1 << 32
+
+
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+def test_sums(size: str, dtype: str):
+    """In any order: Σ |terms| (rows + 2) roundings."""
+    rows, columns = SIZES[size]
+    if batch.backward_plan(rows, columns, dtype) is None:
+        rows -= rows % 8
+    x, dy = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1)
+    mean = x.astype(np.float64).mean(0).astype(np.float32)
+    check_sums(dy, x, mean, None)
+
+
+@each_dtype
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("chunk", "splits"), [(1, 3), (2, 5)])
+def test_sums_of_splits_and_chunks(chunk: int, splits: int, stages: int, dtype: str):
+    rows, columns = 4 * 128 * 3 + 5, 24
+    plan = plan_of(rows, columns, dtype, threads=128, chunk=chunk, splits=splits, stages=stages)
+    x, dy = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1)
+    check_sums(dy, x, np.linspace(-1, 2, columns).astype(np.float32), plan)
+
+
+def check_sums(dy: np.ndarray, x: np.ndarray, mean: np.ndarray, plan: ColumnPlan | None) -> None:
+    found = np.asarray(sums(dy, x, mean, plan))
+    g, c = dy.astype(np.float64), x.astype(np.float64) - mean
+    terms = [g, g * c, c][: len(found)]
+    rate = (len(x) + 2) * 2.0**-24
+    growth = rate / (1 - rate)
+    for value, term, name in zip(found, terms, ("dy", "dy (x - mean)", "x - mean"), strict=False):
+        agree(value, term.sum(0), growth * np.abs(term).sum(0), np.float32, name)

@@ -1,0 +1,568 @@
+"""The Hopper kernels of group and instance normalisation on the CPU: their PTX run by a small machine, and lowered."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn as dnn
+from jaxdnn._src import hopper
+from jaxdnn._src.core import engines
+from jaxdnn._src.norm import bounds
+from jaxdnn._src.norm.spec import NormSpec
+from tests.hopper.image_machine import Images
+from tests.hopper.row_machine import on_arrays
+from tests.norm.calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
+from tests.norm.cases import agree, in_view
+
+if (reason := hopper.unavailable()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
+from jaxdnn._src.norm.hopper import group as norm_group
+from jaxdnn._src.norm.hopper import group_plan, group_ptx
+from jaxdnn._src.norm.hopper.group_plan import ImagePlan
+
+pytestmark = pytest.mark.usefixtures("h200")
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+# Images (pixels, channels) and channels of a group. A vector has 4 or 8 channels: it is a part of a group, several
+# groups, or neither; there are several parts, threads without a row, columns that are no power of two, or one pixel.
+SIZES: dict[str, tuple[int, int, int]] = {
+    "vectors": (50, 64, 8),
+    "group of vectors": (21, 128, 32),
+    "one group": (30, 64, 64),
+    "groups of two": (37, 64, 2),
+    "channels": (49, 48, 1),
+    "across vectors": (50, 48, 3),
+    "odd across vectors": (31, 96, 12),
+    "parts of tens": (13, 320, 10),
+    "thirty": (11, 240, 30),
+    "parts": (19, 320, 40),
+    "wide": (3, 2080, 1040),
+    "a pixel": (1, 32, 16),
+}
+each_size = pytest.mark.parametrize("size", SIZES)
+# What is replaced in a plan: several blocks, ragged rounds, little kept, threads that are no power of two.
+PLANS: dict[str, dict[str, Any]] = {
+    "two blocks": {"cluster": 2},
+    "four blocks": {"cluster": 4, "threads": 256},
+    "eight blocks": {"cluster": 8},
+    "one round kept": {"cluster": 2, "kept": 1, "unroll": 3},
+    "some kept": {"cluster": 2, "kept": 5},
+    "all but the ragged round kept": {"cluster": 2, "kept": 9, "unroll": 4},
+    "384 threads": {"threads": 384},
+    "a sample": {"cluster": 2, "sampled": 2},
+    "a sample of what is kept": {"cluster": 2, "kept": 5, "sampled": 1, "unroll": 4},
+}
+
+
+def run(
+    code: str, plan: ImagePlan, clusters: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
+) -> list[np.ndarray]:
+    images = [v for v in arrays if v.ndim == 3]  # x, or backward dy and x
+    floats = plan.floats(len(images), clusters < len(images[0]) * plan.parts)
+    return on_arrays(Images, code, arrays, outs, plan.threads, clusters, plan.cluster, floats=floats)
+
+
+def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **changed: Any) -> ImagePlan:
+    _, pixels, channels = x.shape
+    plan = group_plan.plan(pixels, channels, group, names[0], names[1], arrays)
+    assert plan is not None
+    plan = dataclasses.replace(plan, **changed)
+    assert 4 * plan.floats(arrays) <= group_plan.WHOLE
+    return plan
+
+
+def forward(
+    x: np.ndarray, s: Any, b: Any, group: int, names: tuple[str, str], eps: float, clusters: int = 0, **changed: Any
+) -> list[np.ndarray]:
+    """y, mean, rstd and variance by the kernel."""
+    plan = plan_of(x, group, names, 1, **changed)
+    turns = {"images": len(x), "clusters": clusters} if clusters else {}
+    code = group_ptx.forward(plan, eps=eps, scale=s is not None, bias=b is not None, **turns)
+    statistic = ((len(x), x.shape[2] // group), np.float32)
+    given = [x, *(v for v in (s, b) if v is not None)]
+    return run(code, plan, clusters or len(x) * plan.parts, given, [(x.shape, DTYPES[names[1]]), *[statistic] * 3])
+
+
+def backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    mean: Any,
+    rstd: Any,
+    s: Any,
+    group: int,
+    names: tuple[str, str],
+    clusters: int = 0,
+    **changed: Any,
+) -> list[np.ndarray]:
+    """dx, dscale and dbias by the kernel, the blocks' sums added up here."""
+    plan = plan_of(x, group, names, 2, **changed)
+    turns = {"images": len(x), "clusters": clusters} if clusters else {}
+    code = group_ptx.backward(plan, scale=s is not None, **turns)
+    given = [dy, x, mean, rstd, *([] if s is None else [s])]
+    outs = [(x.shape, DTYPES[names[1]]), ((len(x) * plan.cluster, 2, x.shape[2]), np.float32)]
+    dx, sums = run(code, plan, clusters or len(x) * plan.parts, given, outs)
+    return [dx, *sums.sum(0, dtype=np.float32)]
+
+
+def check(size: tuple[int, int, int], names: tuple[str, str], mean: float = 0.5, **changed: Any) -> None:
+    """Both kernels within the computed bounds, forward and, from the statistics that it saved, backward."""
+    n, group = norm_of(*size), size[2]
+    x, s, b, dy = arrays_of(n, names[0], mean)
+    out = DTYPES[names[1]]
+    y, *saved = forward(x, s, b, group, names, n.eps, **changed)
+    check_forward(n, x, s, b, out, y, saved)
+    check_backward(n, x, s, b, dy, out, backward(dy, x, saved[0], saved[1], s, group, names, **changed))
+
+
+@each_dtype
+@each_size
+def test_images(size: str, dtype: str):
+    check(SIZES[size], (dtype, dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("size", [(300, 64, 8), (161, 96, 12), (301, 64, 1)])
+def test_however_an_image_is_dealt_out(size: tuple[int, int, int], plan: str, dtype: str):
+    check(size, (dtype, dtype), **PLANS[plan])
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@each_dtype
+def test_result_of_another_dtype(dtype: str, out_dtype: str):
+    check((37, 64, 4), (dtype, out_dtype))
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [("f32", 1e4), ("bf16", 100.0), ("f16", 100.0)])
+@pytest.mark.parametrize("size", ["vectors", "one group", "channels", "across vectors"])
+def test_mean_far_from_zero(size: str, dtype: str, mean: float):
+    check(SIZES[size], (dtype, dtype), mean)
+    check(SIZES[size], (dtype, dtype), mean, cluster=4)
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [1, 8])
+def test_a_sample_unlike_the_rest(group: int, dtype: str):
+    """The quarter from whose mean is measured lies ten deviations off; the bounds are those of a mean taken first."""
+    n, names = norm_of(400, 64, group), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    plan = plan_of(x, group, names, 1)
+    assert 1 < plan.sampled < plan.rounds
+    x[:, : plan.sample] += x.dtype.type(10)
+    y, *saved = forward(x, s, b, group, names, n.eps)
+    check_forward(n, x, s, b, DTYPES[dtype], y, saved)
+    check_backward(n, x, s, b, dy, DTYPES[dtype], backward(dy, x, saved[0], saved[1], s, group, names))
+
+
+@each_dtype
+def test_what_is_constant_is_its_bias(dtype: str):
+    x = np.full((2, 245, 64), 3.14159, DTYPES[dtype])
+    _, s, b, _ = arrays_of(norm_of(245, 64, 8), dtype, 0.5)
+    y, mean, rstd, variance = forward(x, s, b, 8, (dtype, dtype), 1e-5)
+    np.testing.assert_array_equal(y.astype(np.float32), np.broadcast_to(b.astype(y.dtype), y.shape).astype(np.float32))
+    np.testing.assert_array_equal(mean, np.full_like(mean, x[0, 0, 0]))
+    np.testing.assert_array_equal(variance, np.zeros_like(variance))
+    np.testing.assert_allclose(rstd, 1e-5**-0.5, rtol=4 * 2**-24)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_without_parameters(group: int):
+    n = norm_of(49, 64, group)
+    x, _, _, dy = arrays_of(n, "f32", 0.5)
+    y, *saved = forward(x, None, None, group, ("f32", "f32"), n.eps)
+    p = n.problem(x, None, None)
+    golden, error = (v.reshape(x.shape) for v in bounds.forward(p))
+    agree(y, golden, error, np.float32, "y")
+    grads = backward(dy, x, saved[0], saved[1], None, group, ("f32", "f32"))
+    for found, (golden, error) in zip(grads, bounds.backward(p, in_view(n, dy, p.x.shape)), strict=True):
+        agree(found, golden.reshape(found.shape), error.reshape(found.shape), np.float32, "a gradient")
+
+
+@each_dtype
+@pytest.mark.parametrize("size", ["vectors", "channels", "across vectors"])
+def test_bits_depend_on_the_image_alone(size: str, dtype: str):
+    """The promise of batch_invariant: of y, of the statistics, and of dx, for however many images."""
+    pixels, channels, group = SIZES[size]
+    n, names = norm_of(pixels, channels, group, 3), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    assert plan_of(x, group, names, 1) == plan_of(x[1:2], group, names, 1)
+    whole, alone = (forward(v, s, b, group, names, n.eps) for v in (x, x[1:2]))
+    for one, images in zip(alone, whole, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), images[1:2].view(np.uint8))
+    dx = backward(dy, x, whole[1], whole[2], s, group, names)[0]
+    one = backward(dy[1:2], x[1:2], alone[1], alone[2], s, group, names)[0]
+    np.testing.assert_array_equal(one.view(np.uint8), dx[1:2].view(np.uint8))
+
+
+IN_TURN: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "one block": ((50, 64, 8), {}),
+    "tens in two blocks": ((300, 320, 10), {"cluster": 2}),
+    "a ragged round in four blocks": ((161, 96, 12), {"cluster": 4, "unroll": 3}),
+    "eight blocks": ((37, 48, 3), {"cluster": 8}),
+    "rounds in a loop": ((641, 64, 1), {"cluster": 2}),
+    "not all kept": ((300, 64, 8), {"cluster": 2, "kept": 5}),
+    "384 threads": ((161, 80, 10), {"cluster": 2, "threads": 384}),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("case", IN_TURN)
+@pytest.mark.parametrize("clusters", [1, 2])
+def test_images_in_turn_have_the_same_bits(clusters: int, case: str, dtype: str):
+    """One cluster has all parts of three images, or two have each second."""
+    (pixels, channels, group), changed = IN_TURN[case]
+    n, names = norm_of(pixels, channels, group, 3), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    alone = forward(x, s, b, group, names, n.eps, **changed)
+    in_turn = forward(x, s, b, group, names, n.eps, clusters, **changed)
+    alone += backward(dy, x, alone[1], alone[2], s, group, names, **changed)
+    in_turn += backward(dy, x, in_turn[1], in_turn[2], s, group, names, clusters, **changed)
+    for one, other in zip(alone, in_turn, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [3, 8])
+def test_what_is_not_finite_stays_in_its_group(group: int, dtype: str):
+    n, names = norm_of(70, 48, group, 3), (dtype, dtype)
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    clean = forward(x, s, b, group, names, n.eps)[0].astype(np.float32)
+    x[1, 3, 0], x[2, 69, 47] = np.nan, np.inf
+    y, mean, rstd, variance = forward(x, s, b, group, names, n.eps)
+    hit = np.zeros(x.shape, bool)
+    hit[1, :, :group] = hit[2, :, -group:] = True
+    assert np.isnan(y.astype(np.float32)[hit]).all()
+    np.testing.assert_array_equal(y.astype(np.float32)[~hit], clean[~hit])
+    of_group = hit[:, 0, ::group]
+    for found in (mean, rstd, variance):
+        np.testing.assert_array_equal(np.isfinite(found), ~of_group)
+    dx, dscale, dbias = backward(dy, x, mean, rstd, s, group, names)
+    np.testing.assert_array_equal(np.isnan(dx.astype(np.float32)), hit)
+    np.testing.assert_array_equal(np.isnan(dscale), hit.any((0, 1)))
+    assert np.isfinite(dbias).all()
+
+
+def test_a_copy_that_is_not_waited_for_shows():
+    """A planted fault: the last wait is missing, or comes when all is over."""
+    n = norm_of(50, 64, 8)
+    x, _, _, _ = arrays_of(n, "bf16", 0.5)
+    plan = plan_of(x, 8, ("bf16", "bf16"), 1)
+    code = group_ptx.forward(plan, eps=1e-5, scale=False, bias=False)
+    outs = [(x.shape, x.dtype), *[((2, 8), np.float32)] * 3]
+    wait = "cp.async.wait_group 0;\n"
+    assert code.count(wait) == 1
+    early = code.replace(wait, "")
+    with pytest.raises(AssertionError, match="copies that nothing waits for"):
+        run(early, plan, 2, [x], outs)
+    y = run(early.removesuffix("}") + wait + "}", plan, 2, [x], outs)[0]
+    assert np.isnan(y.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_missing_barrier_shows(which: int):
+    """A planted fault: threads read sums that others may still write."""
+    n = norm_of(50, 64, 8)
+    x, _, _, _ = arrays_of(n, "bf16", 0.5)
+    plan = plan_of(x, 8, ("bf16", "bf16"), 1)
+    parts = group_ptx.forward(plan, eps=1e-5, scale=False, bias=False).split(f"bar.sync 1, {plan.threads};\n")
+    assert len(parts) == 5
+    barrier = [f"bar.sync 1, {plan.threads};\n"] * 4
+    barrier[which] = ""
+    code = "".join(part + bar for part, bar in zip(parts, [*barrier, ""], strict=True))
+    with pytest.raises(RuntimeError, match=r"warps \d+ and \d+ race for shared byte"):
+        run(code, plan, 2, [x], [(x.shape, x.dtype), *[((2, 8), np.float32)] * 3])
+
+
+def in_turn() -> tuple[list[np.ndarray], ImagePlan, str, list[tuple[Any, Any]]]:
+    """The backward kernel of four blocks for three images, and what it takes and returns."""
+    x, _, _, dy = arrays_of(norm_of(150, 64, 8, 3), "bf16", 0.5)
+    plan = plan_of(x, 8, ("bf16", "bf16"), 2, cluster=4)
+    code = group_ptx.backward(plan, scale=False, images=3, clusters=1)
+    statistic = np.ones((3, 8), np.float32)
+    return [dy, x, statistic, statistic], plan, code, [(x.shape, x.dtype), ((12, 2, 64), np.float32)]
+
+
+def test_the_next_image_that_is_not_waited_for_shows():
+    """A planted fault: a thread waits for one set of copies less, so it may read what has not come."""
+    given, plan, code, outs = in_turn()
+    assert np.isfinite(run(code, plan, 1, given, outs)[0].astype(np.float32)).all()
+    code = code.replace("cp.async.wait_group 0;", "cp.async.wait_group 1;")
+    early = code.removesuffix("}") + "cp.async.wait_group 0;\n}"
+    assert np.isnan(run(early, plan, 1, given, outs)[0].astype(np.float32)).any()
+
+
+def test_a_block_that_is_an_image_ahead_shows():
+    """A planted fault: it leaves its sums where another still reads those of the last image."""
+    given, plan, code, outs = in_turn()
+    size = 4 * plan.quantities(2) * plan.cluster * plan.groups
+    code, count = re.subn(rf"mad.lo.s32 (r\d+), r\d+, {size}, (r\d+);", r"mov.b32 \1, \2;", code)  # one place, not two
+    assert count == 1
+    with pytest.raises(RuntimeError, match=r"warps \d+ and \d+ race for shared byte"):
+        run(code, plan, 1, given, outs)
+
+
+def test_sums_that_are_not_waited_for_show():
+    """A planted fault: a thread reads what other blocks leave before it is told that they have."""
+    given, plan, code, outs = in_turn()
+    code, count = re.subn(r"mbarrier.try_wait.*;\n@!p\d+ bra L\d+;\n", "", code)
+    assert count == 1
+    with pytest.raises(RuntimeError, match=r"warps \d+ and \d+ race for shared byte"):
+        run(code, plan, 1, given, outs)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def channels_and_groups(dtype: str) -> Iterator[tuple[int, int]]:
+    """Powers of two, and numbers that few parts divide."""
+    yield from ((8, 8), (64, 2), (256, 8), (320, 10), (2048, 64), (4096, 4096), (1000, 125))
+    vector = 16 // group_plan.SIZES[dtype]
+    for prime in (3, 31, 127, 401, 1021, 1031):
+        yield from ((vector * prime, group) for group in (1, vector, prime, vector * prime))
+
+
+@each_dtype
+@pytest.mark.parametrize("arrays", [1, 2])
+def test_plans_fit_the_device(arrays: int, dtype: str):
+    vector = 16 // group_plan.SIZES[dtype]
+    for pixels in (1, 4, 49, 196, 784, 3136, 12544, 50176, 1 << 20):
+        for channels, group in channels_and_groups(dtype):
+            plan = group_plan.plan(pixels, channels, group, dtype, dtype, arrays)
+            if math.lcm(group, vector) // vector > 1024:  # no part is smaller, and no block has as many threads
+                assert plan is None
+                continue
+            assert plan is not None
+            assert plan.channels % plan.part == plan.part % plan.group == plan.part % plan.elements == 0
+            assert plan.columns <= plan.threads <= group_plan.THREADS == 1024
+            assert plan.threads % 128 == 0
+            assert plan.cluster in group_plan.CLUSTERS
+            assert 4 * plan.floats(arrays) <= group_plan.WHOLE < 227 << 10
+            assert min(plan.kept, plan.rounds) >= 1
+
+
+def test_parts_in_turn_are_more_than_run_at_once():
+    """Where a block has a multiprocessor alone, unless there are few parts or not all of them stays."""
+    plan = group_plan.plan(4096, 320, 10, "bf16", "bf16", 2)
+    assert plan is not None
+    assert 4 * plan.floats(2) > group_plan.HALF
+    at_once = CLUSTERS_AT_ONCE[plan.cluster]
+    assert (plan.parts, plan.turns(at_once // plan.parts, 2)) == (4, 0)
+    assert plan.turns(at_once // plan.parts + 1, 2) == at_once
+    assert plan.turns(64, 2) == 2 * at_once
+    assert dataclasses.replace(plan, kept=plan.rounds - 1).turns(64, 2) == 0
+    half = group_plan.plan(4096, 320, 10, "bf16", "bf16", 1)
+    assert half is not None
+    assert (half.turns(64, 1), half.turns(7, 1)) == (2 * at_once, 0)
+    even = group_plan.plan(3136, 256, 8, "bf16", "bf16", 1)
+    assert even is not None
+    assert even.turns(128, 1) == 0
+
+
+def test_parts_are_whole_sectors_where_these_fit():
+    """80 bytes of a pixel, the least that 8 groups of 10 fill, straddle the caches' sectors of 32."""
+    for channels, group in ((320, 10), (640, 20), (1280, 40)):
+        for arrays in (1, 2):
+            plan = group_plan.plan(4096 * 320 // channels // (channels // 320), channels, group, "bf16", "bf16", arrays)
+            assert plan is not None
+            assert plan.part * 2 % group_plan.SECTOR == 0
+
+
+def test_channels_that_no_part_divides_are_dealt_out_in_vectors():
+    """As many clusters as there are vectors in a pixel."""
+    plan = group_plan.plan(4096, 3208, 1, "bf16", "bf16", 1)
+    assert plan is not None
+    assert (plan.part, plan.kept >= plan.rounds) == (8, True)
+
+
+def test_channels_that_do_not_fit_are_refused():
+    x = jnp.zeros((2, 9, 12), jnp.bfloat16)
+    message = "`x` must have channels that fill vectors and fit into a block, got 12 of bfloat16"
+    with pytest.raises(ValueError, match=message):
+        norm_group.forward(x, None, None, groups=4, eps=1e-5, out_dtype=x.dtype)
+    statistic = jnp.zeros((2, 4))
+    with pytest.raises(ValueError, match=message):
+        norm_group.backward(x, x, statistic, statistic, None, groups=4, out_dtype=x.dtype)
+
+
+# ---- lowered for CUDA ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@each_dtype
+@pytest.mark.parametrize("size", [(49, 64, 1), (3136, 256, 8), (50176, 64, 32)])
+def test_lowers_for_cuda(size: tuple[int, int, int], dtype: str, out_dtype: str):
+    pixels, channels, group = size
+    x = jax.ShapeDtypeStruct((4, pixels, channels), DTYPES[dtype])
+    row = jax.ShapeDtypeStruct((channels,), jnp.float32)
+
+    def both(x: Any, s: Any, b: Any) -> Any:
+        options: dict[str, Any] = {"groups": channels // group, "out_dtype": np.dtype(DTYPES[out_dtype])}
+        y, mean, rstd, _ = norm_group.forward(x, s, b, eps=1e-5, **options)
+        plain = norm_group.forward(x, None, None, eps=0.0, **options)
+        gradients = norm_group.backward(x, x, mean, rstd, s, **options)
+        return y, plain, gradients, norm_group.backward(x, x, mean, rstd, None, **options)
+
+    lowered = jax.jit(both).trace(x, row, row).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 4
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+def shape_of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def candidates(function: Any, *operands: Any) -> list[Any]:
+    """What the engine says, of every call that is made."""
+    told = dnn.explain(function, *operands, platform="cuda")
+    return [c for call in told for c in call.candidates if c.engine == "hopper"]
+
+
+def grouped(**options: Any) -> Any:
+    return lambda x: dnn.group_norm(x, groups=2, **options)
+
+
+SERVED: dict[str, tuple[Any, tuple[Any, ...], str | None]] = {
+    "groups": (grouped(), (shape_of(2, 4, 4, 16),), None),
+    "one group": (lambda x: dnn.group_norm(x, groups=1), (shape_of(2, 4, 4, 16),), None),
+    "three axes of pixels": (grouped(layout="NDHWC"), (shape_of(2, 3, 4, 5, 16),), None),
+    "instances": (dnn.instance_norm, (shape_of(2, 4, 4, 8),), None),
+    "many images": (lambda x: jax.vmap(dnn.instance_norm)(x), (shape_of(3, 2, 4, 4, 8),), None),
+    "another dtype out": (lambda x: dnn.instance_norm(x, out_dtype=jnp.float32), (shape_of(2, 4, 4, 8),), None),
+    "backward": (
+        lambda dy, x: dnn.group_norm_dgrad(dy, x, groups=2, scale=jnp.ones(16)),
+        (shape_of(2, 4, 4, 16),) * 2,
+        None,
+    ),
+    "channels first, with a scale": (
+        lambda x: dnn.instance_norm(x, scale=jnp.ones(8), layout="NCHW"),
+        (shape_of(2, 8, 4, 4),),
+        "its kernels take parameters that vary along the last axes alone, not of shape (1, 8, 1, 1)",
+    ),
+    "batch last": (
+        lambda x: dnn.group_norm(x, groups=2, scale=jnp.ones(8), layout="CHWN"),
+        (shape_of(8, 4, 4, 16),),
+        "its kernels take parameters that vary along the channels alone, not of shape (2, 4, 1, 1, 1)",
+    ),
+    "odd channels": (
+        grouped(),
+        (shape_of(2, 4, 4, 12),),
+        "its kernels take channels that fill vectors of 16 bytes, not 12 of bfloat16",
+    ),
+    "no images": (grouped(), (shape_of(0, 4, 4, 16),), "its kernels take arrays with elements"),
+    "a group that is too large": (
+        lambda x: dnn.group_norm(x, groups=1),
+        (shape_of(2, 2, 2, 8200),),
+        "its kernels take groups that fit into a block, not 8200 of 8200 channels of bfloat16",
+    ),
+    "an eps that float32 does not hold": (
+        grouped(eps=1e39),
+        (shape_of(2, 4, 4, 16),),
+        "its kernels take an eps that float32 holds, not 1e+39",
+    ),
+    "an image that is too large": (
+        grouped(),
+        (shape_of(1, 1 << 13, 1 << 13, 16),),
+        "its kernels take images of less than 2147483648 bytes, not 67108864 pixels of 16",
+    ),
+    "statistics beyond 32 bits": (
+        lambda x: dnn.instance_norm(x),
+        (shape_of(1 << 28, 1, 2, 8),),
+        "fewer than 2147483648 groups and slices, which they number in 32 bits, not 2147483648",
+    ),
+    "not centred": (
+        lambda x: dnn.rms_norm(x, axis=1),
+        (shape_of(2, 4, 8),),
+        "its kernels for images subtract the mean",
+    ),
+    "gradients of two dtypes": (
+        lambda dy, x: dnn.group_norm_dgrad(dy, x, groups=2),
+        (shape_of(2, 4, 4, 16, dtype=jnp.float32), shape_of(2, 4, 4, 16)),
+        "its kernels take a gradient of x's dtype bfloat16, not float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_engine_says_what_it_serves(name: str):
+    function, operands, reason = SERVED[name]
+    found = candidates(function, *operands)[-1]
+    assert found.level == "batch_invariant"
+    assert (found.refusal is None) if reason is None else (reason in found.refusal)
+
+
+def test_call_by_name_lowers_with_its_derivatives():
+    def both(x: Any, s: Any) -> Any:
+        def f(x: Any, s: Any) -> Any:
+            y: Any = dnn.group_norm(x, groups=4, scale=s, engine="hopper")
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        many: Any = jax.vmap(lambda x: dnn.instance_norm(x, scale=s, engine="hopper"))
+        return jax.grad(f, (0, 1))(x, s), many(x[None])
+
+    x, row = shape_of(3, 6, 4, 64), shape_of(64, dtype=jnp.float32)
+    lowered = jax.jit(both).trace(x, row).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 3
+
+
+def call_of(op: str, images: int, size: int, channels: int, groups: int, dtype: Any = jnp.bfloat16) -> engines.Call:
+    """A call on square images, by a device that was measured."""
+    view = shape_of(images, size, size, groups, channels // groups, dtype=dtype)
+    statistic = shape_of(images, 1, 1, groups, 1, dtype=jnp.float32)
+    kinds = (np.dtype(np.float32), np.dtype(dtype))
+    spec = NormSpec((-4, -3, -1), (-5, -4, -3), True, 1e-5, False, False, True, *kinds)
+    operands = (view,) if op == "norm" else (view, view, statistic, statistic)
+    return engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0])
+
+
+def engine_of(op: str) -> engines.Engine:
+    (found,) = (engine for engine in engines.registered(op) if engine.name == "hopper")
+    return found
+
+
+def test_workspace_is_the_sums_of_the_blocks():
+    plan = group_plan.plan(56 * 56, 256, 8, "bf16", "bf16", 2)
+    assert plan is not None
+    call = call_of("norm_dgrad", 4, 56, 256, 32)
+    assert engine_of("norm_dgrad").supports(call) is None
+    assert engine_of("norm_dgrad").workspace(call) == 4 * plan.cluster * 2 * 256 * 4
+    assert engine_of("norm").workspace(call_of("norm", 4, 56, 256, 32)) == 0
+    slices = group_plan.in_slices(256 * 256, 128, 4, "bf16", "bf16", 2)
+    assert slices is not None
+    merged = 256 * 256 // slices.statistics.pixels
+    wanted = 2 * merged * 4 * (2 * 32 + slices.statistics.cluster * 2 * 128)
+    assert engine_of("norm_dgrad").workspace(call_of("norm_dgrad", 2, 256, 128, 32)) == wanted
+    assert engine_of("norm").workspace(call_of("norm", 2, 256, 128, 32)) == 2 * merged * 4 * 3 * 32
+    wide = call_of("norm", 4, 56, 256, 32, np.float64)
+    assert engine_of("norm").supports(wide) is not None
+    assert engine_of("norm").workspace(wide) is None
+
+
+@pytest.mark.parametrize("op", ["norm", "norm_dgrad"])
+def test_engine_is_first_where_it_was_measured_faster(op: str):
+    engine = engine_of(op)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        call = call_of(op, 128, 56, 256, 32, dtype)
+        assert engines.ranked(call)[0].name == "hopper"
+        assert engines.ranked(dataclasses.replace(call, device_kind="another"))[0].name == "xla"
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert engine.rank(call_of(op, 1, 256, 128, 32, dtype)) == 0  # an image in slices
+    assert engine.rank(call_of(op, 1, 248, 128, 32)) == 2  # one of few bytes
+    assert engine.rank(call_of(op, 8, 257, 128, 32)) == 2  # one that has no slices
+    assert engine.rank(call_of(op, 4, 64, 3208, 3208)) == 2  # a vector of a pixel at a time
+    assert engine.rank(call_of(op, 1, 4, 256, 32)) == 2  # few elements
+    assert engine.rank(call_of(op, 1, 56, 64, 32)) == 2  # few clusters
+    call = call_of(op, 128, 56, 256, 32)
+    batch = dataclasses.replace(call.spec, per_example=False)
+    assert engine.rank(dataclasses.replace(call, spec=batch)) == 2  # batch normalisation under vmap
+    assert engine.rank(call_of(op, 128, 56, 252, 9)) == 2  # no whole vectors
