@@ -148,13 +148,16 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self.device = jax.local_devices()[0]
-        jax.block_until_ready(_full(WORDS, _word(0)))  # now the memory has been taken
+        # These stay where they are, below what is looked at. One made for each use would lie among a call's arrays
+        # until it is freed, full of the pattern, and nobody could tell that its place is taken.
+        self.patterns = {p: jax.device_put(np.array(p, np.uint32), self.device) for p in PATTERNS}
+        jax.block_until_ready(_full(WORDS, self.patterns[PATTERNS[0]]))  # now the memory has been taken
         stats = self.device.memory_stats() or {}
         free = int(stats["pool_bytes"] - stats["bytes_in_use"])
         self.bytes = min(free - SPARE, MOST) // CHUNK * CHUNK
         if self.bytes <= LEAST_GUARDED:
             raise RuntimeError(f"of the device's memory {free} bytes are free for this process, too few for guards.")
-        whole = jax.block_until_ready(_full(self.bytes // 4, _word(0)))
+        whole = jax.block_until_ready(_full(self.bytes // 4, self.patterns[PATTERNS[0]]))
         self.start = whole.unsafe_buffer_pointer()
         whole.delete()
         self.map = jax.block_until_ready(jnp.zeros(self.bytes // CHUNK, jnp.bool_))
@@ -162,7 +165,7 @@ class DeviceMemory:
         self.words: jax.Array = jnp.asarray(_Words(self.start, self.bytes // 4), copy=False)
         if self.words.unsafe_buffer_pointer() != self.start:
             raise RuntimeError("JAX has copied the memory that is to be looked at.")
-        self.touched(0)  # to compile it, XLA tries it out on memory that is free
+        self.touched(PATTERNS[0])  # to compile it, XLA tries it out on memory that is free
 
     def ranges(self, arrays: Iterable[jax.Array]) -> list[Range]:
         """Where arrays lie, the map's own among them, counted from the first byte that is looked at."""
@@ -188,7 +191,7 @@ class DeviceMemory:
         left = min(self.bytes - last, self._free() - SPARE) - MARGIN
         while left >= LEAST:
             size = 1 << (left.bit_length() - 1)
-            blocks.append(_full(size // 4, _word(pattern)))
+            blocks.append(_full(size // 4, self.patterns[pattern]))
             left -= size
         jax.block_until_ready(blocks)
         for block in blocks:
@@ -198,7 +201,7 @@ class DeviceMemory:
     def touched(self, pattern: int) -> np.ndarray:
         """Which pieces hold something else than the pattern."""
         place = self.map.unsafe_buffer_pointer()
-        self.map = _touched(self.words, _word(pattern), self.map)
+        self.map = _touched(self.words, self.patterns[pattern], self.map)
         if self.map.unsafe_buffer_pointer() != place:
             raise RuntimeError("XLA did not write the map into its own memory.")
         return np.array(self.map)
@@ -228,10 +231,6 @@ class _Words:
 @ft.partial(jax.jit, static_argnums=0)
 def _full(count: int, pattern: jax.Array) -> jax.Array:
     return jnp.full(count, pattern)
-
-
-def _word(pattern: int) -> np.ndarray:
-    return np.array(pattern, np.uint32)
 
 
 @ft.partial(jax.jit, donate_argnums=2, keep_unused=True)
