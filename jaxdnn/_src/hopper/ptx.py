@@ -110,9 +110,39 @@ class Emitter:
         pairs = zip(values[::2], values[1::2], strict=True)
         return [self.r(f"cvt.rn.{dtype}x2.f32", high, low) for low, high in pairs]
 
+    def load_floats(self, space: str, place: str, count: int) -> list[str]:
+        """1, 2 or 4 neighbouring floats."""
+        found = [self.new("f") for _ in range(count)]
+        self.op(f"ld.{space}.{_vector(count)}f32", _operand(found), place)
+        return found
+
+    def store_floats(self, space: str, place: str, values: Sequence[str], when: str = "") -> None:
+        """Stores 1, 2 or 4 neighbouring floats."""
+        self.op(f"st.{space}.{_vector(len(values))}f32", place, _operand(values), when=when)
+
+    def add_lanes(self, value: str, distance: int, least: int) -> str:
+        """The sum of a value over lanes, by exchanges at `distance`, half of it, ..., `least`."""
+        while distance >= least:
+            word = self.r("shfl.sync.bfly.b32", self.r("mov.b32", value), distance, 31, "0xffffffff")
+            value = self.f("add.rn.f32", value, self.f("mov.b32", word))
+            distance //= 2
+        return value
+
+    def both(self, a: str, b: str) -> str:
+        """A predicate that holds where both do; "" is one that always holds."""
+        return self.p("and.pred", a, b) if a and b else a or b
+
     def scaled(self, index: str, factor: int, plus: object = 0) -> str:
         return self.r("mad.lo.s32", index, factor, plus)
 
     def text(self) -> str:
         declared = [f".reg .{_WIDTHS[kind]} {kind}<{count}>;" for kind, count in self._counts.items() if count]
         return "\n".join(["{", *declared, *self._lines, "}"])
+
+
+def _vector(count: int) -> str:
+    return f"v{count}." if count > 1 else ""
+
+
+def _operand(names: Sequence[str]) -> str:
+    return "{" + ", ".join(names) + "}" if len(names) > 1 else names[0]

@@ -1,19 +1,19 @@
-"""Group and instance normalisation on Hopper, channels last: parts of images in shared memory.
+"""Group and instance normalisation on Hopper, channels last: parts of images in shared memory. PTX text.
 
-Schedule. A cluster of 1 to 8 blocks takes an image, and of its channels a part: whole groups, as a rule 128 bytes of a
-pixel. Its threads copy the part into their blocks' shared memory, all at once, so that many bytes are on their way, and
-add up as they arrive. From shared memory then come the sums about the mean, and then the result: what is normalised is
-read from device memory once, and written once. Two blocks share a multiprocessor, so that one loads while the other
-stores; where a part needs most of a multiprocessor's memory a cluster has several in turn, and loads the next one while
-it stores. Backward, x and dy are kept likewise. The sums of a group go through shared memory, in the end that of the
-whole cluster. An image that does not fit into 8 blocks (backward, or in narrow parts alone) goes in slices, by two
-kernels: one for the statistics of each slice, one that merges them and normalises, which reads once more.
-`group_walk` states which thread has what, `group_sums` and `group_slices_ptx` the order of additions,
-which one image's shape, the groups and the dtype alone decide.
+Schedule. A cluster of 1 to 8 blocks processes one image, and of its channels one part: whole groups, as a rule 128
+bytes of a pixel. Its threads start the copies of the whole part into shared memory at once, so that many bytes are in
+flight, and add up the values as they arrive. The sums about the mean, and then the result, are computed from shared
+memory: x is read from device memory once, and y is written once. Two blocks share a multiprocessor, so that one loads
+while the other stores. Where a part needs most of a multiprocessor's shared memory, a cluster processes several parts
+and loads the next one while it stores. Backward does the same with x and dy. The sums of a group are added through
+shared memory, first a block's, then the cluster's. An image that does not fit into 8 blocks (backward also one of which
+only narrow parts fit) is processed in slices by two kernels: one computes the statistics of each slice, the other
+merges them and normalises, reading x a second time. `group_vectors` states which thread processes what, `group_sums`
+and `group_slices_ptx` the order of additions. It depends on the shape of one image, the groups and the dtype alone.
 
-Limits. The axes are an image's pixels, then its channels; these fill whole vectors of 16 bytes, and the smallest part
-of a pixel that holds whole groups has at most 1024 of them. Of an image that neither fits nor has slices the first
-pixels are kept, and the others read twice. bfloat16, float16 or float32.
+Limits. The axes are an image's pixels, then its channels. The channels fill whole vectors of 16 bytes, and the smallest
+part of a pixel that holds whole groups has at most 1024 vectors. If an image neither fits nor has slices, its first
+pixels are kept and the others are read twice. bfloat16, float16 or float32.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def forward(
 def _forward_in_slices(
     x: Array, scale: Array | None, bias: Array | None, groups: int, eps: float, out_dtype: Any, plans: SlicePlan
 ) -> Any:
-    """As `forward`, by two kernels: one for the statistics of slices of the images, one for the result."""
+    """`forward` by two kernels: one for the statistics of the images' slices, one for the result."""
     images, pixels, _ = x.shape
     first, second = plans.statistics, plans.applied
     merged, slices = pixels // first.pixels, pixels // second.pixels
@@ -118,7 +118,7 @@ def _backward_in_slices(
     out_dtype: Any,
     plans: SlicePlan,
 ) -> tuple[Array, Array, Array]:
-    """As `backward`, by two kernels: one for the sums of slices of the images, one for dx."""
+    """`backward` by two kernels: one for the sums of the images' slices, one for dx."""
     images, pixels, channels = x.shape
     first, second = plans.statistics, plans.applied
     merged, slices = pixels // first.pixels, pixels // second.pixels
@@ -137,7 +137,7 @@ def _backward_in_slices(
 
 
 def merged_gradients(each: Array, rstd: Array, rest: Array | None = None) -> tuple[Array, Array]:
-    """dscale and dbias from the blocks' sums of dy (x - saved mean) and of dy, and from rest = mean - saved mean."""
+    """dscale and dbias from the blocks' sums of dy (x - saved mean) and of dy, where rest = mean - saved mean."""
     images, groups = rstd.shape
     along, plain = jnp.moveaxis(jnp.sum(each.reshape(images, -1, *each.shape[1:]), 1), 1, 0)
     of_channels = lambda v: jnp.repeat(v, each.shape[-1] // groups, 1)
@@ -177,7 +177,7 @@ def _record(which: str, chosen: ImagePlan | SlicePlan, images: int) -> None:
 
 
 def _shape(chosen: ImagePlan, clusters: int, arrays: int, in_turn: bool = False) -> dict[str, Any]:
-    """How the kernel is launched."""
+    """The options of `launch`."""
     return {
         "blocks": clusters,
         "threads": chosen.threads,

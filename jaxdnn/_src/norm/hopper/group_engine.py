@@ -1,4 +1,4 @@
-"""Images of the `hopper` engine: group and instance normalisation, channels last, by the kernels of `norm_group`.
+"""Group and instance normalisation, channels last, by the `hopper` engine: which calls `group` serves, and how.
 
 x is (images..., pixels..., groups, channels of a group), or (images..., pixels..., channels) with groups of one.
 """
@@ -15,10 +15,10 @@ from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan
 from jaxdnn._src.norm.hopper.kind import Kind, marks, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
 
-LARGEST = 1 << 31  # bytes of an image, whose places are numbers of 32 bits
-STATISTICS = 1 << 31  # of all images, or of their slices
-# What was measured faster: dtypes of x and the result; elements, clusters, and a cluster's bytes of a pixel at least;
-# bytes at least where images go in slices.
+LARGEST = 1 << 31  # bytes of an image, in which offsets have 32 bits
+STATISTICS = 1 << 31  # statistics of all images, or of their slices
+# What was measured to be faster than XLA: dtypes of x and the result; the fewest elements, clusters, and bytes of a
+# pixel in a cluster; the fewest bytes of x where images are processed in slices.
 MEASURED_DTYPES, MEASURED_ELEMENTS, MEASURED_CLUSTERS = ("bfloat16", "float16", "float32"), 1 << 16, 4
 MEASURED_BYTES, MEASURED_SLICED = 32, 1 << 24
 
@@ -31,7 +31,7 @@ class _Sizes(NamedTuple):
 
 
 def _own(call: engines.Call) -> tuple[int, ...]:
-    """The axes of the channels."""
+    """The axes of the channels, counted from the last."""
     return (-2, -1) if marks(call).endswith("kr") else (-1,)
 
 
@@ -95,7 +95,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 
 def _measured(call: engines.Call) -> bool:
-    """An image that stays, in parts not too narrow, or has slices; enough of them; of a dtype that was measured."""
+    """Whether the call is among those that were measured to be faster than XLA."""
     found, x = _plan(call), x_of(call)
     if found is None or not call.spec.per_example:
         return False
@@ -109,7 +109,7 @@ def _measured(call: engines.Call) -> bool:
 
 
 def _workspace(call: engines.Call) -> int | None:
-    """What kernels leave for each other, and the blocks' sums for the gradients in scale and bias."""
+    """Bytes of what one kernel stores for the next, and of the blocks' sums for the gradients of scale and bias."""
     found = _plan(call)
     return None if found is None else found.workspace(_sizes(call).images, 1 if call.op == "norm" else 2)
 

@@ -1,4 +1,4 @@
-"""How the kernels of group and instance normalisation deal an image out to blocks and threads."""
+"""How the kernels of group and instance normalisation partition an image over clusters, blocks and threads."""
 
 import dataclasses
 import itertools
@@ -9,41 +9,41 @@ from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
 from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES
 
 THREADS = 1024  # of a block, at most
-CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster; any device has 8
-ALL = 1 << 30  # rounds: none has so many
-# Bytes of shared memory that a block may have where two, or one, share a multiprocessor, less what else it needs.
+CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster; 8 is the portable maximum
+ALL = 1 << 30  # more rounds than any plan has
+# Bytes of shared memory for a block where two blocks share a multiprocessor, and where one has it alone.
 HALF, WHOLE = 110 << 10, 226 << 10
-IN_TURN = 6  # parts of images that a cluster has in turn at least, where there are enough and a block is alone
-BARRIERS = 16  # bytes of a cluster's
-SECTOR = 32  # bytes that the caches move at least
-# At least so many bytes of a pixel for a cluster, in so much memory of a block, the fastest first: a line of the cache,
-# two blocks a multiprocessor. Of a plan in which all is kept the smallest cluster is taken.
+IN_TURN = 6  # the fewest parts of images that a cluster processes one after another, if its blocks do not share
+BARRIERS = 16  # bytes of a cluster's mbarriers
+SECTOR = 32  # the smallest number of bytes that the caches move
+# The fewest bytes of a pixel for a cluster, and the memory of its blocks, the fastest pair first: a line of the cache,
+# and two blocks a multiprocessor. If the whole image is kept in shared memory, the smallest cluster is chosen.
 PREFERRED = ((128, HALF), (64, HALF), (128, WHOLE), (64, WHOLE), (32, HALF), (32, WHOLE))
-NARROW = ((16, HALF), (16, WHOLE))  # slower than to read twice
-# An image that does not stay, or backward in narrow parts alone, is dealt out to two kernels, if its pixels have
-# divisors: so many slices of it, the fewest that stay, whose statistics are merged, and so many that are written, of a
-# block with so much memory.
+NARROW = ((16, HALF), (16, WHOLE))  # slower than reading an image twice
+# An image that shared memory does not hold, or backward only in narrow parts, is processed by two kernels, in slices of
+# equal size. The least and the most slices for the statistics (the fewest are chosen that shared memory holds) and for
+# the results, and the bytes of shared memory of a block for a slice of the results.
 MERGED, APPLIED, SLICE = (32, 128), (64, 4096), 54 << 10
-# Else one kernel reads it twice: with little of it kept more blocks share a multiprocessor, and have more bytes under
-# way. Forward what is kept is the sample from whose mean is measured: a 32nd at least.
+# If there are no such slices, one kernel reads the image twice. It keeps few rounds, so that more blocks share a
+# multiprocessor and more loads are in flight. Forward what it keeps is the sample: at least a 32nd of the image.
 STREAMED_KEPT, STREAMED_UNROLL, SAMPLE = 6, 8, 32
-SAMPLED = 8  # rounds from which on a quarter is the sample
+SAMPLED = 8  # from so many rounds on, a quarter of them is the sample
 
 
 @dataclasses.dataclass(frozen=True)
 class ImagePlan:
-    """How an image is dealt out.
+    """How an image is partitioned; `group_vectors` has the terms.
 
     Attributes:
       pixels, channels: of an image.
       group: channels of a group.
       dtype, out_dtype: "bf16", "f16" or "f32".
-      part: channels that a cluster works on: a divisor of `channels`, a multiple of `group` and of a vector's elements.
-      threads: of a block, at least as many as a part of a pixel has vectors.
+      part: channels that a cluster processes: a divisor of `channels`, a multiple of `group` and of `elements`.
+      threads: of a block; not fewer than a part of a pixel has vectors.
       cluster: blocks of a cluster: 1, 2, 4 or 8.
       kept: rounds, one or more, whose vectors stay in shared memory.
       unroll: rounds whose vectors are loaded before the first is used.
-      sampled: rounds, all that are kept at most, from whose mean forward is measured.
+      sampled: rounds of the forward sample, the mean of which is subtracted first; at most those that are kept.
     """
 
     pixels: int
@@ -60,26 +60,27 @@ class ImagePlan:
 
     @property
     def elements(self) -> int:
-        """Of a vector."""
+        """Channels of a vector."""
         return VECTOR_BYTES // SIZES[self.dtype]
 
     @property
     def columns(self) -> int:
+        """Vectors of a pixel in a part."""
         return self.part // self.elements
 
     @property
     def rows(self) -> int:
-        """R."""
+        """Pixels that a block processes at a time."""
         return self.threads // self.columns
 
     @property
     def step(self) -> int:
-        """Pixels that a cluster takes at a time."""
+        """Pixels that a cluster processes at a time."""
         return self.rows * self.cluster
 
     @property
     def full(self) -> int:
-        """Rounds that all threads with a row have."""
+        """Rounds in which every thread with a row has a pixel."""
         return self.pixels // self.step
 
     @property
@@ -88,53 +89,53 @@ class ImagePlan:
 
     @property
     def stays(self) -> bool:
-        """Whether all of an image is kept."""
+        """Whether shared memory holds the whole image."""
         return self.kept >= self.rounds
 
     @property
     def sample(self) -> int:
-        """Pixels from whose mean is measured."""
+        """Pixels of the sample."""
         return min(self.kept * self.step, self.sampled * self.step, self.pixels)
 
     @property
     def parts(self) -> int:
-        """Of a pixel."""
+        """Parts of a pixel."""
         return self.channels // self.part
 
     @property
     def groups(self) -> int:
-        """Of a part."""
+        """Groups of a part."""
         return self.part // self.group
 
     @property
     def offsets(self) -> list[int]:
-        """Of each column, the number of its first channel within a group."""
+        """For each column, the number of its first channel within its group."""
         return [column * self.elements % self.group for column in range(self.columns)]
 
     @property
     def cells(self) -> int:
-        """Of how many groups a vector has channels, at most."""
+        """The most groups that the channels of one vector belong to (`group_cells`)."""
         return (max(self.offsets) + self.elements - 1) // self.group + 1
 
     @property
     def spans(self) -> list[int]:
-        """Of each group of the part, how many columns have channels."""
+        """For each group of the part, how many columns have channels of it."""
         starts = range(0, self.part, self.group)
         return [(start + self.group - 1) // self.elements - start // self.elements + 1 for start in starts]
 
     @property
     def folds(self) -> bool:
-        """Whether a warp has whole rows, so that its lanes are added by exchange first."""
+        """Whether a warp has whole rows, so that its rows are added by exchanges between lanes first."""
         return self.columns in (1, 2, 4, 8, 16)
 
     @property
     def summands(self) -> int:
-        """Sums of one column that a block has to add."""
+        """Sums of one column that a block adds in shared memory."""
         return self.threads // 32 if self.folds else self.rows
 
     @property
     def pitches(self) -> tuple[int, int]:
-        """Floats from the sums of one channel, or group, to the next one's: odd, so that lanes store to other banks."""
+        """Floats from the sums of one channel, or of one group, to the next; odd, against bank conflicts."""
         return self.summands | 1, max(self.spans) * self.summands | 1
 
     def data(self, arrays: int) -> int:
@@ -142,16 +143,16 @@ class ImagePlan:
         return arrays * min(self.kept, self.rounds) * self.threads * VECTOR_BYTES
 
     def quantities(self, arrays: int) -> int:
-        """How many sums of a group the kernel takes: forward in two turns, backward in one."""
+        """Sums of a group that blocks exchange: forward in two exchanges, backward in one."""
         return 3 if arrays == 1 or self.dtype == "f32" else 2
 
     def exchanged(self, arrays: int, in_turn: bool = False) -> int:
-        """Floats of shared memory in which a cluster's blocks leave their sums of groups, and for their barriers."""
+        """Floats of shared memory for the blocks' exchanges and their mbarriers (`group_exchange`)."""
         places = 2 if in_turn and arrays == 2 else 1
         return -(-places * self.quantities(arrays) * self.cluster * self.groups // 4) * 4 + BARRIERS // 4
 
     def floats(self, arrays: int, in_turn: bool = False) -> int:
-        """Floats of a block's shared memory: vectors, what blocks exchange, threads' sums, and those of channels."""
+        """Floats of a block's shared memory: vectors, exchanges, the threads' sums, and sums of channels."""
         of_channel, of_group = self.pitches
         sums = 2 * self.groups * of_group
         if arrays > 1:
@@ -159,14 +160,14 @@ class ImagePlan:
         return self.data(arrays) // 4 + self.exchanged(arrays, in_turn) + sums
 
     def workspace(self, images: int, arrays: int) -> int:
-        """Bytes of the blocks' sums for the gradients in scale and bias."""
+        """Bytes of the blocks' sums for the gradients of scale and bias."""
         return 8 * images * self.cluster * self.channels if arrays == 2 else 0
 
     def turns(self, images: int, arrays: int) -> int:
-        """How many clusters there are if each has several parts of images in turn; 0 if each has one.
+        """How many clusters there are if each processes several parts, one after another; 0 if each processes one.
 
-        That pays where no other block on the multiprocessor loads while one adds up and stores; and, of those where
-        two share one, forward for clusters of 8 whose vectors of 16 bits fall across groups.
+        Several pay where a block has its multiprocessor alone, so that no other block loads while it adds and stores.
+        Where two blocks share a multiprocessor they pay forward, in clusters of 8, if 16-bit vectors straddle groups.
         """
         alone = 4 * self.floats(arrays) > HALF
         across = self.group % self.elements != 0 and self.elements % self.group != 0
@@ -179,31 +180,31 @@ class ImagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class SlicePlan:
-    """How the slices of an image of so many pixels are dealt out: those that are merged, and those that are written."""
+    """How an image is partitioned into slices: those whose statistics are merged, and those of the results."""
 
     pixels: int
     statistics: ImagePlan
     applied: ImagePlan
 
     def workspace(self, images: int, arrays: int) -> int:
-        """Bytes that the first kernel leaves: sums of groups, and the blocks' for the gradients in scale and bias."""
+        """Bytes that the first kernel stores: sums of groups, and the blocks' for the gradients of scale and bias."""
         first = self.statistics
         slices = images * (self.pixels // first.pixels)
         sums = 4 * first.quantities(arrays) * slices * first.channels // first.group
         return sums + first.workspace(slices, arrays)
 
 
-Fit = Callable[[ImagePlan, int, int], ImagePlan | None]  # a plan, the arrays, the room: the plan that fits
+Fit = Callable[[ImagePlan, int, int], ImagePlan | None]  # a plan, the arrays, bytes for a block: the plan that fits
 
 
 def plan(pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arrays: int) -> ImagePlan | None:
-    """How an image of so many pixels and channels is dealt out, of which so many arrays are kept; None if it cannot."""
+    """How one kernel processes an image, of which `arrays` arrays go through shared memory; None if it cannot."""
     elements = VECTOR_BYTES // SIZES[dtype]
     least = math.lcm(group, elements)
     if channels % elements:
         return None
 
-    def dealt(part_bytes: int, cluster: int, sectors: bool) -> ImagePlan | None:
+    def partition(part_bytes: int, cluster: int, sectors: bool) -> ImagePlan | None:
         count, sector = channels // least, SECTOR if sectors else 1
         sizes = ((d, least * d * SIZES[dtype]) for d in range(1, count + 1) if count % d == 0)
         part = least * next((d for d, size in sizes if size >= part_bytes and size % sector == 0), count)
@@ -218,7 +219,7 @@ def plan(pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arr
         tries: Sequence[tuple[int, int]], clusters: Sequence[int], fit: Fit, sectors: bool = True
     ) -> ImagePlan | None:
         for (part_bytes, room), cluster in itertools.product(tries, clusters):
-            found = dealt(part_bytes, cluster, sectors)
+            found = partition(part_bytes, cluster, sectors)
             if found is not None and (found := fit(found, arrays, room)) is not None:
                 return found
         return None
@@ -233,14 +234,17 @@ def plan(pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arr
 
 
 def _kept(found: ImagePlan, arrays: int, room: int) -> ImagePlan | None:
-    """The plan itself, if there is room; forward the sample is a quarter, so that the sums of the others can begin."""
+    """The plan with the whole image kept, or None if it does not fit.
+
+    Forward the sample is a quarter of the rounds, so that adding up the others starts before all have been copied.
+    """
     if 4 * found.floats(arrays, in_turn=room == WHOLE) > room:
         return None
     return dataclasses.replace(found, sampled=found.rounds // 4) if arrays == 1 and found.rounds >= SAMPLED else found
 
 
 def _streamed(found: ImagePlan, arrays: int, room: int) -> ImagePlan | None:
-    """The plan with as many rounds kept as it should have; None if there is no room for one."""
+    """The plan with a few rounds kept and the others read twice; None if there is no memory for one round."""
     left = room - 4 * dataclasses.replace(found, kept=0).floats(arrays)
     most = left // (arrays * found.threads * VECTOR_BYTES)
     sample = found.rounds // SAMPLE if arrays == 1 else 0
@@ -249,7 +253,7 @@ def _streamed(found: ImagePlan, arrays: int, room: int) -> ImagePlan | None:
 
 
 def in_slices(pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arrays: int) -> SlicePlan | None:
-    """How an image is dealt out to two kernels, whose every slice stays; None if its pixels have no such divisor."""
+    """How two kernels process an image in slices that shared memory holds; None if the pixels have no such divisor."""
 
     def first(counts: tuple[int, int], room: int, clusters: Sequence[int]) -> ImagePlan | None:
         for count in range(counts[0], min(counts[1], pixels) + 1):
@@ -267,9 +271,9 @@ def in_slices(pixels: int, channels: int, group: int, dtype: str, out_dtype: str
 def best(
     pixels: int, channels: int, group: int, dtype: str, out_dtype: str, arrays: int
 ) -> ImagePlan | SlicePlan | None:
-    """That of an image that stays, else that of its slices, else that of one that a kernel reads twice, or None.
+    """The plan of an image that shared memory holds; else that of its slices; else one that reads twice; else None.
 
-    Backward slices are faster than parts of a sector's width for which blocks have a multiprocessor alone.
+    Backward, slices are also faster than parts as narrow as a sector whose blocks have a multiprocessor alone.
     """
     shape = pixels, channels, group, dtype, out_dtype, arrays
     found = plan(*shape)

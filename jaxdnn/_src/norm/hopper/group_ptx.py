@@ -1,19 +1,21 @@
 """The PTX of group and instance normalisation, forward and backward: a part of an image in a cluster's shared memory.
 
-Forward, m is the mean of the first rounds, the sample; then Σ d and Σ d² of all d = x - m give μ = m + Σ d / n and
-σ² = Σ d² / n - (Σ d / n)². Where all rounds are the sample m - μ is what rounding has cost, and no digit is lost; else
-(m - μ)² is at most σ² times the rounds over those sampled, and next to nothing as a rule. Of float32 μ is
-subtracted as these two numbers. Backward Σ (x - μ) of the rounded μ that was saved is found again for float32.
+Forward, m is the mean of the first rounds, the sample. From the sums of d = x - m and of d² over all values follow
+μ = m + Σ d / n and σ² = Σ d² / n - (Σ d / n)². Where the sample is all values, m - μ is a rounding error, and nothing
+cancels. Otherwise (m - μ)² is at most σ² times the rounds over those sampled, and as a rule far smaller. In float32 μ
+is subtracted as the two numbers m and Σ d / n. Backward in float32, Σ (x - μ) corrects for the rounding of the saved μ.
 
-`group_walk` states which thread has what, `group_sums` the order of additions.
+`group_vectors` states which thread processes what, `group_sums` the order of additions.
 """
 
 import functools as ft
+from collections.abc import Sequence
 
-from jaxdnn._src.hopper.ptx import SIZES, real
+from jaxdnn._src.hopper.ptx import SIZES, Emitter, real
+from jaxdnn._src.norm.hopper.group_cells import ZERO
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan
-from jaxdnn._src.norm.hopper.group_sums import ZERO, Sums
-from jaxdnn._src.norm.hopper.group_walk import Words
+from jaxdnn._src.norm.hopper.group_sums import Kernel, Weigh
+from jaxdnn._src.norm.hopper.group_vectors import Words
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
@@ -22,78 +24,91 @@ from jaxdnn._src.norm.hopper.group_walk import Words
 def forward(plan: ImagePlan, *, eps: float, scale: bool, bias: bool, images: int = 0, clusters: int = 0) -> str:
     """The PTX of the forward op; operands: x, [scale], [bias], y, mean, rstd, variance, shared memory.
 
-    A cluster has one part of an image, or each `clusters`-th of those of the `images`.
+    A cluster processes one part of an image, or, with `clusters`, every `clusters`-th part of the `images`.
     """
     parameters = ["scale"] * scale + ["bias"] * bias
-    k = Sums(plan, ["x", *parameters, "y", "mean", "rstd", "variance"], ["x"], images=images, clusters=clusters)
-    k.copy()
+    k = Kernel(plan, ["x", *parameters, "y", "mean", "rstd", "variance"], ["x"], images=images, clusters=clusters)
+    k.vectors.copy()
     with k.each_part():
-        given = {name: k.parameter(name) for name in parameters}
+        given = {name: k.vectors.parameter(name) for name in parameters}
         m, rest, variance = moments(k)
-        normalise(k, m, rest, variance, eps, given, len(k.chunks))
+        normalise(k, m, rest, variance, eps, given, len(k.vectors.chunks), k.vectors.image)
     return k.e.text()
 
 
-def moments(k: Sums) -> tuple[list[str], list[str], list[str]]:
+def moments(k: Kernel) -> tuple[list[str], list[str], list[str]]:
     """m, Σ d / n and σ² for each cell."""
-    e, plan, share = k.e, k.plan, real(1 / (k.plan.pixels * k.plan.group))
-    mean = k.shares(k.totals([k.fold(_sampled_sums(k))])[0], real(1 / (plan.sample * plan.group)))
-    about, sums, squares = k.spread(mean), k.zeros(), k.zeros()
+    e, plan, cells, share = k.e, k.plan, k.cells, real(1 / (k.plan.pixels * k.plan.group))
+    sampled = k.totals_from_cells([cells.from_channels(_sampled_sums(k))])[0]
+    mean = times(e, sampled, real(1 / (plan.sample * plan.group)))
+    centre, sums, squares = cells.to_channels(mean), k.zeros(), k.zeros()
 
-    def centred(words: Words, _: str, __: int) -> None:
-        for i, value in enumerate(k.unpack(words["x"])):
-            d = e.f("sub.rn.f32", value, about[i])
+    def add(words: Words, _: str, __: int) -> None:
+        for i, value in enumerate(k.vectors.unpack(words["x"])):
+            d = e.f("sub.rn.f32", value, centre[i])
             e.op("add.rn.f32", sums[i], sums[i], d)
             e.op("fma.rn.f32", squares[i], d, d, squares[i])
 
-    k.walk(centred, arrived=1 if plan.sampled < k.kept else len(k.chunks))
-    rest, square = (k.shares(v, share) for v in k.totals([k.fold(sums), k.fold(squares)]))
-    less = [e.f("fma.rn.f32", e.f("neg.f32", r), r, s) for r, s in zip(rest, square, strict=True)]
-    return mean, rest, [e.f("max.NaN.f32", v, ZERO) for v in less]
+    k.vectors.for_each(add, arrived=1 if plan.sampled < k.vectors.kept else len(k.vectors.chunks))
+    totals = k.totals_from_cells([cells.from_channels(sums), cells.from_channels(squares)])
+    rest, square = (times(e, total, share) for total in totals)
+    variance = [e.f("fma.rn.f32", e.f("neg.f32", r), r, s) for r, s in zip(rest, square, strict=True)]
+    return mean, rest, [e.f("max.NaN.f32", v, ZERO) for v in variance]
 
 
 def normalise(
-    k: Sums,
+    k: Kernel,
     m: list[str],
     rest: list[str],
     variance: list[str],
     eps: float,
     given: dict[str, list[str]],
     arrived: int,
-    first: str = "",
+    image: str,
+    stores: str = "",
 ) -> None:
-    """The results of the thread's vectors, and the statistics, from those of its cells; `first` guards these."""
-    e, plan = k.e, k.plan
+    """Stores the results of the thread's vectors, and the statistics (of `image`, where the predicate `stores` holds).
+
+    m + rest is the mean. `arrived` groups of copies have been waited for.
+    """
+    e, plan, cells, vectors = k.e, k.plan, k.cells, k.vectors
     mean = [e.f("add.rn.f32", *pair) for pair in zip(m, rest, strict=True)]
     rstd = [e.f("rcp.rn.f32", e.f("sqrt.rn.f32", e.f("add.rn.f32", v, real(eps)))) for v in variance]
-    factor, bias = k.spread(rstd), given.get("bias")
+    factor, bias = cells.to_channels(rstd), given.get("bias")
     if "scale" in given:
         factor = [e.f("mul.rn.f32", *pair) for pair in zip(factor, given["scale"], strict=True)]
-    target = k.address("y", SIZES[plan.out_dtype])
-    subtracted = [k.spread(m), k.spread(rest)] if plan.dtype == "f32" else [k.spread(mean)]
+    target = vectors.address("y", SIZES[plan.out_dtype])
+    subtracted = [cells.to_channels(v) for v in ([m, rest] if plan.dtype == "f32" else [mean])]
 
     def write(words: Words, index: str, number: int) -> None:
         y = []
-        for i, value in enumerate(k.unpack(words["x"])):
+        for i, value in enumerate(vectors.unpack(words["x"])):
             for part in subtracted:
                 value = e.f("sub.rn.f32", value, part[i])
-            y.append(k.times(value, factor[i], bias[i] if bias else ""))
-        k.store(target, index, number, y)
+            if bias:
+                y.append(e.f("fma.rn.f32", value, factor[i], bias[i]))
+            else:
+                y.append(e.f("mul.rn.f32", value, factor[i]))
+        vectors.store(target, index, number, y)
 
-    k.walk(write, arrived=arrived, refill=True)
-    k.store_statistics({"mean": mean, "rstd": rstd, "variance": variance}, first)
+    vectors.for_each(write, arrived=arrived, refill=True)
+    cells.store({"mean": mean, "rstd": rstd, "variance": variance}, image, stores)
 
 
-def _sampled_sums(k: Sums) -> list[str]:
-    """Those of the thread's channels over the sample."""
+def _sampled_sums(k: Kernel) -> list[str]:
+    """The sums of the thread's channels over the sample."""
     sums = k.zeros()
 
     def add(words: Words, _: str, __: int) -> None:
-        for i, value in enumerate(k.unpack(words["x"])):
+        for i, value in enumerate(k.vectors.unpack(words["x"])):
             k.e.op("add.rn.f32", sums[i], sums[i], value)
 
-    k.walk(add, sample_only=True)
+    k.vectors.for_each(add, sample_only=True)
     return sums
+
+
+def times(e: Emitter, values: Sequence[str], factor: str) -> list[str]:
+    return [e.f("mul.rn.f32", value, factor) for value in values]
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -103,41 +118,60 @@ def _sampled_sums(k: Sums) -> list[str]:
 def backward(plan: ImagePlan, *, scale: bool, images: int = 0, clusters: int = 0) -> str:
     """The PTX of the backward op; operands: dy, x, mean, rstd, [scale], dx, the blocks' sums, shared memory.
 
-    The blocks' sums are (images, blocks of a cluster, 2, channels): of dy h, and of dy. A cluster has one part of an
-    image, or each `clusters`-th of those of the `images`.
+    The blocks' sums are (images, blocks of a cluster, 2, channels): of dy h, where h = (x - μ) / σ, and of dy.
+    `images` and `clusters` as for `forward`.
     """
     names = ["dy", "x", "mean", "rstd", *["scale"] * scale, "dx", "sums"]
-    k = Sums(plan, names, ["dy", "x"], images=images, clusters=clusters)
-    k.copy()
+    k = Kernel(plan, names, ["dy", "x"], images=images, clusters=clusters)
+    k.vectors.copy()
     with k.each_part():
-        of_channels = k.parameter("scale") if scale else []
-        mean, rstd = k.spread(k.statistic("mean")), k.statistic("rstd")
-        totals = added_gradients(k, mean, scale)
-        rest = gradients(k, mean, rstd, totals, plan.pixels, of_channels, len(k.chunks))
-        k.store_sums(k.spread(rest) if rest else [], k.spread(rstd))
+        of_channels = k.vectors.parameter("scale") if scale else []
+        image, cells = k.vectors.image, k.cells
+        mean, rstd = cells.to_channels(cells.load("mean", image)), cells.load("rstd", image)
+        totals, sums = added_gradients(k, mean, scale)
+        rest = gradients(k, mean, rstd, totals, plan.pixels, of_channels, len(k.vectors.chunks))
+        store_sums(k, sums, cells.to_channels(rest) if rest else [], cells.to_channels(rstd))
     return k.e.text()
 
 
-def added_gradients(k: Sums, mean: list[str], scale: bool) -> list[list[str]]:
-    """Of the thread's cells Σ g (x - mean), Σ g and, of float32, Σ (x - mean)."""
+def added_gradients(k: Kernel, mean: list[str], scale: bool) -> tuple[list[list[str]], str]:
+    """For each of the thread's cells Σ g (x - mean), Σ g, where g = dy scale, and for float32 Σ (x - mean).
+
+    Also the address in shared memory of the block's sums of its channels: dy (x - mean), dy, and x - mean.
+    """
     e, wide = k.e, k.plan.dtype == "f32"
     along, plain, rests = k.zeros(), k.zeros(), k.zeros() if wide else []
 
     def add(words: Words, _: str, __: int) -> None:
-        dy = k.unpack(words["dy"])
-        for i, value in enumerate(k.unpack(words["x"])):
+        dy = k.vectors.unpack(words["dy"])
+        for i, value in enumerate(k.vectors.unpack(words["x"])):
             d = e.f("sub.rn.f32", value, mean[i])
             e.op("fma.rn.f32", along[i], dy[i], d, along[i])
             e.op("add.rn.f32", plain[i], plain[i], dy[i])
             if wide:
                 e.op("add.rn.f32", rests[i], rests[i], d)
 
-    k.walk(add)
-    return k.totals_of_channels([along, plain, *([rests] if wide else [])], k.weigher("scale" if scale else ""))
+    k.vectors.for_each(add)
+    return k.totals_from_channels([along, plain, *([rests] if wide else [])], _weigher(k, "scale" if scale else ""))
+
+
+def _weigher(k: Kernel, name: str) -> Weigh:
+    """Multiplies the first two sums of a channel by its scale, if there is one."""
+    e, vectors = k.e, k.vectors
+
+    def weigh(channel: str, sums: list[str], guard: str) -> list[str]:
+        if not name:
+            return sums
+        number = e.r("mad.lo.s32", vectors.place, k.plan.part, channel)
+        scale = e.f("mov.f32", ZERO) if guard else e.new("f")
+        e.op("ld.global.nc.f32", scale, f"[{e.d('mad.wide.u32', number, 4, vectors.base[name])}]", when=guard)
+        return times(e, sums[:2], scale) + sums[2:]
+
+    return weigh
 
 
 def gradients(
-    k: Sums,
+    k: Kernel,
     mean: list[str],
     rstd: list[str],
     totals: list[list[str]],
@@ -145,31 +179,57 @@ def gradients(
     of_channels: list[str],
     arrived: int,
 ) -> list[str]:
-    """dx of the thread's vectors, from the sums of its cells over an image's pixels; of float32 Σ (x - mean) / n."""
-    e, plan, wide = k.e, k.plan, k.plan.dtype == "f32"
+    """Stores dx of the thread's vectors, from the totals of its cells; returns Σ (x - mean) / n for float32."""
+    e, plan, cells, wide = k.e, k.plan, k.cells, k.plan.dtype == "f32"
     share = real(1 / (pixels * plan.group))
     of_gd, of_g, rest = [*totals, []][:3]
-    if wide:  # what rounding the saved mean has cost
-        rest = k.shares(rest, share)
+    if wide:  # corrects for the rounding of the saved mean
+        rest = times(e, rest, share)
         of_gd = [e.f("fma.rn.f32", e.f("neg.f32", r), g, a) for r, g, a in zip(rest, of_g, of_gd, strict=True)]
-    # dx = r (g - Σ g / n - h Σ g h / n) = dy (r s) + (d b + a) with the terms of a group in a and b.
+    # dx = r (g - Σ g / n - h Σ g h / n) = dy (r s) + (d b + a), where a and b hold what a group has in common.
     square = [e.f("mul.rn.f32", r, r) for r in rstd]
-    a = [e.f("neg.f32", e.f("mul.rn.f32", v, r)) for v, r in zip(k.shares(of_g, share), rstd, strict=True)]
-    b = [e.f("mul.rn.f32", v, r) for v, r in zip(k.shares(of_gd, share), rstd, strict=True)]
+    a = [e.f("neg.f32", e.f("mul.rn.f32", v, r)) for v, r in zip(times(e, of_g, share), rstd, strict=True)]
+    b = [e.f("mul.rn.f32", v, r) for v, r in zip(times(e, of_gd, share), rstd, strict=True)]
     b = [e.f("neg.f32", e.f("mul.rn.f32", v, s)) for v, s in zip(b, square, strict=True)]
-    factor = k.spread(rstd)
+    factor = cells.to_channels(rstd)
     if of_channels:
         factor = [e.f("mul.rn.f32", *pair) for pair in zip(factor, of_channels, strict=True)]
-    a, b, less = k.spread(a), k.spread(b), k.spread(rest) if wide else []
-    target = k.address("dx", SIZES[plan.out_dtype])
+    a, b, correction = cells.to_channels(a), cells.to_channels(b), cells.to_channels(rest) if wide else []
+    target = k.vectors.address("dx", SIZES[plan.out_dtype])
 
     def write(words: Words, index: str, number: int) -> None:
-        dx, dy = [], k.unpack(words["dy"])
-        for i, value in enumerate(k.unpack(words["x"])):
+        dx, dy = [], k.vectors.unpack(words["dy"])
+        for i, value in enumerate(k.vectors.unpack(words["x"])):
             d = e.f("sub.rn.f32", value, mean[i])
-            d = e.f("sub.rn.f32", d, less[i]) if wide else d
+            d = e.f("sub.rn.f32", d, correction[i]) if wide else d
             dx.append(e.f("fma.rn.f32", dy[i], factor[i], e.f("fma.rn.f32", d, b[i], a[i])))
-        k.store(target, index, number, dx)
+        k.vectors.store(target, index, number, dx)
 
-    k.walk(write, arrived=arrived, refill=True)
+    k.vectors.for_each(write, arrived=arrived, refill=True)
     return rest
+
+
+def store_sums(k: Kernel, sums: str, rest: Sequence[str], rstd: Sequence[str]) -> None:
+    """Stores the block's sums of channels to device memory, in the threads of its first row.
+
+    sums: their address in shared memory. From those of dy (x - mean) and of dy come, with `rest` = μ - mean and `rstd`,
+    those of dy h and of dy; without these two they are stored as they are.
+    """
+    e, plan, vectors = k.e, k.plan, k.vectors
+    first = e.p("setp.eq.u32", vectors.row, 0)
+    block = e.r("mad.lo.s32", vectors.image, plan.cluster, vectors.rank)
+    target = e.d("mad.wide.u32", block, 8 * plan.channels, vectors.base["sums"])
+    target = e.d("mad.wide.u32", vectors.channel, 4, target)
+    here = e.scaled(vectors.column, 4 * plan.elements, sums)
+    for start in range(0, plan.elements, 4):
+        along, plain = ([e.new("f") for _ in range(4)] for _ in range(2))
+        for i, values in enumerate((along, plain)):
+            place = 4 * (i * plan.part + start)
+            e.op("ld.shared.v4.f32", "{" + ", ".join(values) + "}", f"[{here}+{place}]", when=first)
+        if rest:
+            less = [e.f("neg.f32", rest[start + i]) for i in range(4)]
+            along = [e.f("fma.rn.f32", r, g, a) for r, g, a in zip(less, plain, along, strict=True)]
+        if rstd:
+            along = [e.f("mul.rn.f32", a, rstd[start + i]) for i, a in enumerate(along)]
+        for i, values in enumerate((along, plain)):
+            e.store_floats("global", f"[{target}+{4 * (i * plan.channels + start)}]", values, when=first)

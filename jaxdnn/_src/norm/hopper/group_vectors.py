@@ -1,16 +1,18 @@
-"""How a thread of the kernels for images comes by its vectors: copied into shared memory, and read from there.
+"""The vectors of a thread in the kernels for images: copies into shared memory, and loads from there.
 
-An image is (pixels, channels), a pixel's channels one after the other. A cluster of blocks works on one image and on a
-part of its channels, a whole number of groups. A vector is 16 bytes of a pixel's channels in the part. A thread has one
-column of vectors, so that it keeps the sums and parameters of its channels in registers, and of all pixels those of its
-row: pixel p belongs to block p div R mod K of the K blocks of the cluster and to row p mod R of the R rows of threads
-of that block. A step of the cluster is K R pixels, and a round of a thread is its vector of one step.
+An image is (pixels, channels); the channels of a pixel are contiguous. A cluster of K blocks processes one image, and
+of its channels one part, which is a whole number of groups. A vector is 16 bytes of the part's channels of one pixel.
+The threads of a block form R rows, one column for each vector of a pixel. A thread keeps its column for all pixels, so
+that the sums and the parameters of its channels stay in registers. Pixel p belongs to row p mod R of block
+(p div R) mod K. The cluster processes K R pixels in a step; a round of a thread is its vector of one step.
 
-A thread copies its vectors into shared memory asynchronously, all before the first use, and reads them from there as
-often as it takes. Rounds for which there is no room there, the later ones, are read from device memory each time.
+A thread starts the asynchronous copies of its vectors into shared memory before it uses the first of them, and loads
+them from there as often as it needs them. Shared memory may not hold all rounds: the vectors of the others, which are
+the last ones, are loaded from device memory each time.
 
-A cluster has one part of an image, or several in turn: then the copies of the next one's vectors start, each as soon
-as the thread has read the vector in whose place it comes for the last time, while the results are being written.
+A cluster processes one part of an image, or several, one after another. In the second case the copies for the next part
+start while the results are written: each as soon as the thread has read, for the last time, the vector that the copy
+overwrites.
 """
 
 import contextlib
@@ -20,18 +22,21 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES, Emitter
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan
 
-_CHUNKS = 4  # in which a thread waits for its copies
-_UNROLLED = 8  # rounds that are written out; more of them are a loop
+_CHUNKS = 4  # groups of copies that a thread waits for one after another
+_UNROLLED = 8  # more rounds than this are a loop in the emitted text
 
 Words = dict[str, list[str]]
-Body = Callable[[Words, str, int], None]  # the words of a vector of each array; its round, as a register and a number
+# Takes the words of a vector of each array, and its round: a register ("" for 0) plus a constant.
+Body = Callable[[Words, str, int], None]
 
 
-class Walk:
-    """What the kernels share. `operands` names the addresses $0, $1, ...; shared memory's is the last.
+class Vectors:
+    """The vectors of a thread, of each of the `arrays`.
 
-    A cluster has one part of an image, or each `clusters`-th of those of the `images`; or, if there are as many as
-    `reverse`, the first cluster has the last one, and so on.
+    `operands` names the addresses $0, $1, ...; the operand after them is the address of shared memory. Without
+    `clusters` a cluster processes the one part whose number is the cluster's (with `reverse`, the number of all parts,
+    the first cluster processes the last part). With `clusters`, the number of all clusters, it processes every
+    `clusters`-th part of the `images`.
     """
 
     def __init__(
@@ -54,23 +59,23 @@ class Walk:
         self.unit = e.r("mov.u32", "%clusterid.x" if plan.cluster > 1 else "%ctaid.x")
         self.row, self.column = self.divided(self.thread, plan.columns)
         self.pixel = e.r("mad.lo.s32", self.rank, plan.rows, self.row)
-        self.mine = ""  # whether the thread has a row
+        self.mine = ""  # whether the thread has a row; "" where all have
         if plan.rows * plan.columns < plan.threads:
             self.mine = e.p("setp.lt.s32", self.thread, plan.rows * plan.columns)
-        self.last = ""  # whether it has a vector in the last, ragged round
+        self.last = ""  # whether the thread has a vector in a last round that not all have
         if plan.rounds > plan.full:
             self.last = e.p("setp.lt.s32", self.pixel, plan.pixels - plan.full * plan.step)
         self.slot = e.scaled(self.thread, VECTOR_BYTES, self.shared)
         self.kept = min(plan.kept, plan.rounds)
-        self.area = plan.data(len(self.arrays))  # where the sums start
+        self.area = plan.data(len(self.arrays))  # offset of the memory for sums, which follows the vectors
         if reverse:
             self.unit = e.r("sub.s32", reverse - 1, self.unit)
         self.image, self.place, self.channel, self.source = self._found(self.unit)
-        self.following: dict[str, str] = {}  # where the next part's vectors lie
-        self.more = ""  # whether there is one
+        self.following: dict[str, str] = {}  # the addresses of the next part's vectors
+        self.more = ""  # whether there is a next part
 
     def divided(self, value: str, by: int) -> tuple[str, str]:
-        """The quotient and the remainder."""
+        """The quotient and the remainder of an unsigned number."""
         e = self.e
         if by == 1:
             return value, e.r("mov.b32", 0)
@@ -80,7 +85,7 @@ class Walk:
         return quotient, e.r("mad.lo.s32", quotient, -by, value)
 
     def _found(self, unit: str) -> tuple[str, str, str, dict[str, str]]:
-        """A part's image, its place in there, the thread's first channel, and where its vectors lie."""
+        """A part's image, its number in the image, the thread's first channel, and the addresses of its vectors."""
         e, plan = self.e, self.plan
         image, place = self.divided(unit, plan.parts)
         channel = e.r("mad.lo.s32", place, plan.part, e.r("mul.lo.s32", self.column, plan.elements))
@@ -94,12 +99,18 @@ class Walk:
         return e.d("mad.wide.u32", first, size, start)
 
     def address(self, name: str, size: int) -> str:
-        """Where the thread's first vector lies, of an array with elements of `size` bytes."""
+        """The address of the thread's first vector in an array with elements of `size` bytes."""
         return self._vectors(name, size, self.image, self.channel)
+
+    def parameter(self, name: str) -> list[str]:
+        """The scale or bias of the thread's channels."""
+        here = self.e.d("mad.wide.u32", self.channel, 4, self.base[name])
+        places = (f"[{here}+{4 * start}]" for start in range(0, self.plan.elements, 4))
+        return [value for place in places for value in self.e.load_floats("global.nc", place, 4)]
 
     @contextlib.contextmanager
     def where(self, predicate: str) -> Iterator[None]:
-        """What is emitted inside is done by threads for which the predicate holds, or by all if it is ""."""
+        """The threads for which the predicate holds execute what is emitted inside; all threads do if it is ""."""
         if not predicate:
             yield
             return
@@ -110,7 +121,7 @@ class Walk:
 
     @contextlib.contextmanager
     def each_part(self) -> Iterator[None]:
-        """What is emitted inside is done for each part that the cluster has; the first is being copied."""
+        """A loop over the cluster's parts; `copy` has started the copies of the first one."""
         if not self.clusters:
             yield
             return
@@ -131,7 +142,7 @@ class Walk:
     # ---- the thread's vectors ----------------------------------------------------------------------------------------
 
     def copy(self) -> None:
-        """Starts the copies into shared memory, in sets (`chunks`) to be waited for one after the other."""
+        """Starts the copies into shared memory, in the groups `chunks`, which are waited for one after another."""
         with self.where(self.mine):
             for first, last in self.chunks:
                 for k in range(first, last):
@@ -148,7 +159,7 @@ class Walk:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """The rounds that are waited for together: first those whose mean is taken, if these are not all."""
+        """The rounds that are waited for together. If the sample is not all of them, it is the first group."""
         sampled = self.plan.sampled
         if sampled >= self.kept:
             return list(itertools.pairwise(self.kept * i // _CHUNKS for i in range(_CHUNKS + 1)))
@@ -156,14 +167,14 @@ class Walk:
         return [(0, sampled), *itertools.pairwise(sampled + rest * i // count for i in range(count + 1))]
 
     def _stride(self, size: int) -> int:
-        """Bytes from a vector of the thread to that of the next round."""
+        """Bytes from a vector of the thread to its vector of the next round."""
         return self.plan.step * self.plan.channels * size
 
-    def walk(self, body: Body, *, arrived: int = 0, sample_only: bool = False, refill: bool = False) -> None:
-        """Calls `body` for the thread's vectors in order; `arrived`: how many sets of copies were waited for.
+    def for_each(self, body: Body, *, arrived: int = 0, sample_only: bool = False, refill: bool = False) -> None:
+        """Emits `body` for the thread's vectors in order. `arrived` groups of copies have been waited for before.
 
-        `sample_only`: for those from whose mean is measured. `refill`: for the last time, so that the next part's
-        vectors may come.
+        sample_only: for the vectors of the sample alone.
+        refill: nothing reads the vectors after this, and so the copies of the next part's vectors start.
         """
         plan, chunks = self.plan, self.chunks
         if sample_only and plan.sampled < self.kept:
