@@ -132,7 +132,7 @@ def test_images(size: str, dtype: str):
 @each_dtype
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("size", [(300, 64, 8), (161, 96, 12), (301, 64, 1)])
-def test_however_an_image_is_dealt_out(size: tuple[int, int, int], plan: str, dtype: str):
+def test_however_an_image_is_partitioned(size: tuple[int, int, int], plan: str, dtype: str):
     check(size, (dtype, dtype), **PLANS[plan])
 
 
@@ -376,7 +376,7 @@ def test_parts_are_whole_sectors_where_these_fit():
             assert plan.part * 2 % group_plan.SECTOR == 0
 
 
-def test_channels_that_no_part_divides_are_dealt_out_in_vectors():
+def test_channels_that_no_part_divides_are_processed_in_vectors():
     """As many clusters as there are vectors in a pixel."""
     plan = group_plan.plan(4096, 3208, 1, "bf16", "bf16", 1)
     assert plan is not None

@@ -105,8 +105,8 @@ def _merged(k: Kernel, image: str, count: int, names: Sequence[str], merge: Merg
 def statistics(plan: ImagePlan) -> str:
     """The PTX of the slices' statistics; operands: x, m, rest, variance, shared memory.
 
-    The plan is that of a slice. x is (slices, pixels, channels), and the results are (slices, groups), where m + rest is
-    the mean.
+    The plan is that of a slice. x is (slices, pixels, channels), and the results are (slices, groups). The mean is
+    m + rest.
     """
     k = Kernel(plan, ["x", "mean", "rest", "variance"], ["x"])
     k.vectors.copy()
