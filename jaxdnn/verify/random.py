@@ -39,6 +39,7 @@ RECYCLED, RECYCLED_UNDER = 400, 20  # calls after which a process is started ane
 # Bytes of a GPU for each process, and at least; what CUDA takes beside them; the share of a GPU's memory that is used.
 MEMORY, LEAST_MEMORY, CONTEXT, USED = 5 << 29, 5 << 28, 1 << 29, 0.95
 GPU_WORKERS = 24  # processes at most
+TOLD = 12  # lines of a tool that a report quotes
 ENOUGH = 100  # failures after which no further call is run
 # How a line of a tool starts: compute-sanitizer's "=========", valgrind's "==123==".
 TOOL = re.compile(r"={2,}(\d+={2,})? +\S")
@@ -151,8 +152,12 @@ class Worker:
             time.sleep(LATE)
             if self.said:
                 self.accused = True
-                return self.last.failed(f"while it ran, what it ran under said: {self.said[0]}")
+                return self.last.failed(f"while it ran, what it ran under said: {self.told()}")
         return self.last
+
+    def told(self) -> str:
+        """What the tool said of the first thing that it found."""
+        return " | ".join(self.said[:TOLD])
 
     def _kill(self) -> None:
         """Ends the process and those that it started."""
@@ -313,7 +318,7 @@ class _Serving:
                     report = worker.run(*call)
                 except EOFError as error:
                     last = worker.last
-                    said = f"; what it ran under said: {worker.said[0]}" if worker.said else ""
+                    said = f"; what it ran under said: {worker.told()}" if worker.said else ""
                     report = last.failed(f"{last.message}, the process that ran it ended: {error}{said}")
                     worker.end()
                     worker = None
