@@ -81,7 +81,7 @@ def dot(
     accumulate: float64 makes the ordered accumulator wider than the default; the others do not use it.
     Returns the accumulator, not rounded to any narrower type.
     """
-    if arithmetic == "golden" and a.dtype.kind not in "iu":
+    if arithmetic == "golden":
         return _golden(a, b)
     return dot_with_bound(a, b, arithmetic, schedule, accumulate=accumulate).value
 
@@ -92,7 +92,7 @@ def dot_with_bound(
     """`dot` and a bound of its rounding errors that follows from the partial sums that it went through."""
     schedule = schedule or Schedule()
     if a.dtype.kind in "iu":
-        value = _integer(a, b)
+        value = _golden(a, b)
         return Sum(value, np.zeros(value.shape))
     if arithmetic == "golden":
         n, u = a.shape[-1], _roundoff(np.dtype(_wide(a.dtype)))
@@ -108,24 +108,28 @@ def dot_with_bound(
 
 def magnitude(a: Array, b: Array, /) -> Array:
     """S = sum |a| |b|, which every bound that does not know the order is a multiple of."""
-    wide = _wide(a.dtype)
     with np.errstate(invalid="ignore"):  # 0 * inf is NaN here as in the sum
-        return np.matmul(np.abs(a.astype(wide)), np.abs(b.astype(wide)))
+        return np.matmul(np.abs(wide(a)), np.abs(wide(b)))
+
+
+def wide(x: Array) -> Array:
+    """x in the type of golden sums."""
+    return x.astype(_wide(x.dtype))
+
+
+def wrapped(total: Array, dtype: np.dtype) -> Array:
+    """A golden sum of numbers of this type: of integers wrapped to int32."""
+    return total.astype(np.int64).astype(np.int32) if dtype.kind in "iu" else total
 
 
 def _wide(dtype: np.dtype) -> Any:
+    # float64 holds the sum of 2^39 products of int8 exactly.
     return np.longdouble if dtype == FLOAT64 else np.float64
 
 
 def _golden(a: Array, b: Array) -> Array:
-    wide = _wide(a.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.matmul(a.astype(wide), b.astype(wide))
-
-
-def _integer(a: Array, b: Array) -> Array:
-    # float64 holds the sum of 2^39 products of int8 exactly; the wrap to int32 comes after.
-    return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(np.int64).astype(np.int32)
+        return wrapped(np.matmul(wide(a), wide(b)), a.dtype)
 
 
 def _reduction_first(x: Array, axis: int) -> Array:

@@ -14,12 +14,10 @@ input x is 0), with C_g = C / G channels and K_g = K / G filters in each of G gr
 
 dx and dw are the exact adjoints of y in x and in w: <y(x, w), dy> = <x, dx(dy, w)> = <w, dw(x, dy)>.
 
-All four are matrix products of a patch matrix with a filter matrix, one a group. Their reduction axes, which
-`Schedule.order` refers to, are in natural order
-    conv r * C_g + c      conv_dgrad r * K_g + k      conv_wgrad, conv_bgrad (n * P + p) * Q + q
-with r counting the filter's taps as they lie in the filter (row-major), in both modes.
-
-Every op then gives act(alpha * sum + beta * prior + residual + bias), as `product` says, with its options.
+Here each sum is a loop over the taps, with one matrix product for each group. Every op then returns
+act(alpha * sum + beta * prior + residual + bias); `product.finish` states it, and the options that all four take.
+Some of these ask for a stated order of additions, for some elements only, or for error bounds: `conv_scheduled` has
+the same sums for that, as products of matrices.
 
 Limits. A product with a padding zero, or with a zero of dx's sum where no p exists, counts as 0 * w: with an
 infinite or NaN filter element it gives NaN.
@@ -29,15 +27,15 @@ cudnnConvolutionBackwardFilter, cudnnConvolutionBackwardBias; Dumoulin and Visin
 transposed convolution.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxdnn_reference import conv_scheduled as scheduled
 from jaxdnn_reference import layout as lay
-from jaxdnn_reference.arithmetic import truncate_to_tf32
-from jaxdnn_reference.product import Product, finish
+from jaxdnn_reference.arithmetic import truncate_to_tf32, wide
+from jaxdnn_reference.product import finish
 from jaxdnn_reference.rounding import FLOAT32
 
 Array = np.ndarray[Any, Any]
@@ -63,25 +61,16 @@ def conv(
     options: see `product.finish`. Returns y in x's layout (cudnnConvolutionForward).
     """
     x_axes, w_axes = lay.image_axes(layout), lay.filter_axes(filter_layout or lay.default_filter_layout(layout))
-    xc, wc = x_axes.to_canonical(operand(x, precision)), w_axes.to_canonical(operand(w, precision))
-    window = make_window(xc.shape[0], xc.shape[1:-1], wc.shape[:-2], stride, padding, dilation, mode)
-    c, k = wc.shape[-2] * groups, wc.shape[-1]
-    cg, kg = c // groups, k // groups
-    pixels = with_zero(in_pixels(xc, groups, cg))
-    taps_of_filter = np.ascontiguousarray(wc.reshape(window.taps * cg, k).T)
+    image, filters = x_axes.to_canonical(operand(x, precision)), w_axes.to_canonical(operand(w, precision))
+    window = lay.window_of(image.shape[:-1], filters.shape[:-2], stride, padding, dilation, mode)
+    xs, ws = pixels_of(image, groups), taps_of(filters, groups)
 
-    def left(row: Array, group: Array) -> Array:
-        patch = pixels[window.input_pixel(row), group[..., None]]
-        return patch.reshape(*patch.shape[:-2], window.taps * cg)
+    def total() -> Any:
+        at = window.input_pixel(np.arange(window.out_pixels))  # [N P Q, R S]: x's p * stride + r * dilation - low
+        return sum(wide(xs[:, at[:, r]]) @ wide(ws[:, r]) for r in range(window.taps))
 
-    def stored(row: Array) -> Array:
-        return cg * np.sum(window.input_pixel(row) != window.in_pixels, axis=-1)
-
-    def right(column: Array, group: Array) -> Array:
-        return taps_of_filter[group * kg + column]
-
-    shape = (window.batch, *window.out_size, k)
-    return finish(Product(groups, window.out_pixels, kg, left, right, stored, x_axes, shape), x.dtype, **options)
+    shape = (window.batch, *window.out_size, filters.shape[-1])
+    return finish(total, scheduled.conv(window, xs, ws, x_axes, shape), x.dtype, **options)
 
 
 def conv_dgrad(
@@ -106,26 +95,16 @@ def conv_dgrad(
     Returns dx in `layout` (cudnnConvolutionBackwardData).
     """
     x_axes, w_axes = lay.image_axes(layout), lay.filter_axes(filter_layout or lay.default_filter_layout(layout))
-    dyc, wc = x_axes.to_canonical(operand(dy, precision)), w_axes.to_canonical(operand(w, precision))
+    gradient, filters = x_axes.to_canonical(operand(dy, precision)), w_axes.to_canonical(operand(w, precision))
     shape = x_axes.canonical_shape(x_shape)
-    window = make_window(shape[0], shape[1:-1], wc.shape[:-2], stride, padding, dilation, mode)
-    cg, k = wc.shape[-2:]
-    kg = k // groups
-    pixels = with_zero(in_pixels(dyc, groups, kg))
-    taps_of_filter = np.ascontiguousarray(wc.reshape(window.taps, cg, groups, kg).transpose(2, 1, 0, 3))
+    window = lay.window_of(shape[:-1], filters.shape[:-2], stride, padding, dilation, mode)
+    dys, ws = pixels_of(gradient, groups), taps_of(filters, groups)
 
-    def left(row: Array, group: Array) -> Array:
-        patch = pixels[window.output_pixel(row), group[..., None]]
-        return patch.reshape(*patch.shape[:-2], window.taps * kg)
+    def total() -> Any:
+        at = window.output_pixel(np.arange(window.in_pixels))  # [N H W, R S]: dy's (h + low - r * dilation) / stride
+        return sum(wide(dys[:, at[:, r]]) @ wide(ws[:, r]).swapaxes(1, 2) for r in range(window.taps))
 
-    def stored(row: Array) -> Array:
-        return kg * np.sum(window.output_pixel(row) != window.out_pixels, axis=-1)
-
-    def right(column: Array, group: Array) -> Array:
-        taps = taps_of_filter[group, column]
-        return taps.reshape(*taps.shape[:-2], window.taps * kg)
-
-    return finish(Product(groups, window.in_pixels, cg, left, right, stored, x_axes, shape), dy.dtype, **options)
+    return finish(total, scheduled.conv_dgrad(window, dys, ws, x_axes, shape), dy.dtype, **options)
 
 
 def conv_wgrad(
@@ -150,47 +129,29 @@ def conv_wgrad(
     Returns dw in `filter_layout` (cudnnConvolutionBackwardFilter).
     """
     x_axes, w_axes = lay.image_axes(layout), lay.filter_axes(filter_layout or lay.default_filter_layout(layout))
-    xc, dyc = x_axes.to_canonical(operand(x, precision)), x_axes.to_canonical(operand(dy, precision))
+    image, gradient = x_axes.to_canonical(operand(x, precision)), x_axes.to_canonical(operand(dy, precision))
     shape = w_axes.canonical_shape(w_shape)
-    window = make_window(xc.shape[0], xc.shape[1:-1], shape[:-2], stride, padding, dilation, mode)
-    cg, k = shape[-2:]
-    kg = k // groups
-    pixels = np.ascontiguousarray(with_zero(in_pixels(xc, groups, cg)).transpose(1, 2, 0))
-    input_pixel = np.ascontiguousarray(window.input_pixel(np.arange(window.out_pixels)).T)  # [taps, N P Q]
-    gradient = np.ascontiguousarray(in_pixels(dyc, k).T)
+    window = lay.window_of(image.shape[:-1], shape[:-2], stride, padding, dilation, mode)
+    xs, dys = pixels_of(image, groups), pixels_of(gradient, groups)[:, :-1]
 
-    def left(row: Array, group: Array) -> Array:
-        tap, c = np.divmod(row, cg)
-        return pixels[group[..., None], c[..., None], input_pixel[tap]]
+    def total() -> Array:
+        at = window.input_pixel(np.arange(window.out_pixels))
+        taps = [wide(xs[:, at[:, r]]).swapaxes(1, 2) @ wide(dys) for r in range(window.taps)]
+        return np.concatenate(taps, axis=1)
 
-    def stored(row: Array) -> Array:
-        return np.sum(input_pixel != window.in_pixels, axis=-1)[row // cg]
-
-    def right(column: Array, group: Array) -> Array:
-        return gradient[group * kg + column]
-
-    return finish(Product(groups, window.taps * cg, kg, left, right, stored, w_axes, shape), x.dtype, **options)
+    return finish(total, scheduled.conv_wgrad(window, xs, dys, w_axes, shape), x.dtype, **options)
 
 
 def conv_bgrad(dy: Array, /, *, layout: str = "NHWC", **options: Any) -> Any:
-    """db[k] = sum_{n, p} dy[n, p, k], a matrix product with ones.
+    """db[k] = sum_{n, p} dy[n, p, k].
 
     options: see `product.finish`. Returns db [K] (cudnnConvolutionBackwardBias).
     """
-    dyc = lay.image_axes(layout).to_canonical(dy)
-    gradient = in_pixels(dyc, dyc.shape[-1]).T
-    k, terms = gradient.shape
-
-    def right(column: Array, group: Array) -> Array:
-        return np.ones((*np.broadcast_shapes(column.shape, group.shape), terms), dy.dtype)
-
-    def left(row: Array, group: Array) -> Array:
-        return gradient[row + 0 * group]
-
-    def stored(row: Array) -> Array:
-        return np.full(row.shape, terms)
-
-    return finish(Product(1, k, 1, left, right, stored, lay.Axes("K", "K"), (k,)), dy.dtype, **options)
+    gradient = lay.image_axes(layout).to_canonical(dy)
+    gradient = gradient.reshape(-1, gradient.shape[-1])  # [N P Q, K]
+    total = lambda: wide(gradient).sum(0)[None, :, None]
+    product = scheduled.conv_bgrad(gradient, lay.Axes("K", "K"), gradient.shape[1:])
+    return finish(total, product, dy.dtype, **options)
 
 
 def conv_transpose(
@@ -237,27 +198,13 @@ def operand(x: Array, precision: str | None) -> Array:
     return truncate_to_tf32(x) if precision == "tf32" and x.dtype == FLOAT32 else x
 
 
-def in_pixels(x: Array, *channels: int) -> Array:
-    """[N P..., channels]: an image's pixels in a row; without channels as many, of no elements."""
-    return x.reshape(math.prod(x.shape[:-1]), *channels)
+def pixels_of(image: Array, groups: int) -> Array:
+    """[N, H, W, C] to [G, N H W + 1, C_g], with a last pixel of zeros, which `Window` numbers `outside`."""
+    pixels = image.reshape(-1, groups, image.shape[-1] // groups).swapaxes(0, 1)
+    return lay.with_zero(pixels, 1)
 
 
-def with_zero(pixels: Array) -> Array:
-    """[pixels, groups, channels] with a last pixel of zeros, which `Window` numbers `outside`."""
-    return np.concatenate([pixels, np.zeros((1, *pixels.shape[1:]), pixels.dtype)])
-
-
-def make_window(
-    batch: int,
-    in_size: Sequence[int],
-    kernel: Sequence[int],
-    stride: int | Sequence[int],
-    padding: lay.Padding,
-    dilation: int | Sequence[int],
-    mode: str,
-) -> lay.Window:
-    stride, dilation = lay.per_axis(stride, len(kernel)), lay.per_axis(dilation, len(kernel))
-    pads = lay.pad_amounts(padding, in_size, kernel, stride, dilation)
-    out_size = lay.output_size(in_size, kernel, stride, pads, dilation)
-    low = tuple(p[0] for p in pads)
-    return lay.Window(batch, tuple(in_size), out_size, tuple(kernel), stride, low, dilation, mode)
+def taps_of(filters: Array, groups: int) -> Array:
+    """[R, S, C_g, K] to [G, R S, C_g, K_g]."""
+    *_, c, k = filters.shape
+    return np.moveaxis(filters.reshape(-1, c, groups, k // groups), 2, 0)

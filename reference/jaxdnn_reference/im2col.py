@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from jaxdnn_reference import layout as lay
-from jaxdnn_reference.conv import in_pixels, make_window, with_zero
 from jaxdnn_reference.tensor import finish, wide
 
 Array = np.ndarray[Any, Any]
@@ -37,10 +36,11 @@ def im2col(
     axes = lay.image_axes(layout)
     xc = axes.to_canonical(x)
     n, *sizes, c = xc.shape
-    found = make_window(n, sizes, lay.per_axis(window, len(sizes)), stride, padding, dilation, mode)
-    seen = with_zero(in_pixels(xc, 1, c))[found.input_pixel(np.arange(found.out_pixels)), 0]  # [N P Q, R S, C]
-    seen = seen if _order(order, layout) == "taps_channels" else seen.swapaxes(-1, -2)
-    return axes.from_canonical(seen.reshape(n, *found.out_size, found.taps * c))
+    found = lay.window_of((n, *sizes), lay.per_axis(window, len(sizes)), stride, padding, dilation, mode)
+    pixels = lay.with_zero(xc.reshape(-1, c), 0)
+    patches = pixels[found.input_pixel(np.arange(found.out_pixels))]  # [N P Q, R S, C]
+    patches = patches if _order(order, layout) == "taps_channels" else patches.swapaxes(-1, -2)
+    return axes.from_canonical(patches.reshape(n, *found.out_size, found.taps * c))
 
 
 def col2im(
@@ -63,12 +63,12 @@ def col2im(
     yc = wide(axes.to_canonical(y), arithmetic)
     n, *sizes, c = axes.canonical_shape(x_shape)
     kernel = lay.per_axis(window, len(sizes))
-    found = make_window(n, sizes, kernel, stride, padding, dilation, mode)
+    found = lay.window_of((n, *sizes), kernel, stride, padding, dilation, mode)
     if _order(order, layout) == "taps_channels":
-        patches = in_pixels(yc, found.taps, c)
+        patches = yc.reshape(-1, found.taps, c)
     else:
-        patches = in_pixels(yc, c, found.taps).swapaxes(1, 2)
-    patches = with_zero(patches)
+        patches = yc.reshape(-1, c, found.taps).swapaxes(1, 2)
+    patches = lay.with_zero(patches, 0)
     pixel = found.output_pixel(np.arange(found.in_pixels))  # [N H W, R S]
     total = patches[pixel[:, 0], 0]
     with np.errstate(invalid="ignore", over="ignore"):

@@ -212,3 +212,25 @@ class Window(NamedTuple):
             p, remainder = np.divmod(h[..., None] - offset, stride)
             pixel, inside = pixel * size + p, inside & (remainder == 0) & (p >= 0) & (p < size)
         return np.where(inside, pixel, self.out_pixels)
+
+
+def window_of(
+    pixels: Sequence[int],
+    kernel: Sequence[int],
+    stride: int | Sequence[int],
+    padding: Padding,
+    dilation: int | Sequence[int],
+    mode: str,
+) -> Window:
+    """The window of a convolution over an input of (N, H, W) pixels."""
+    batch, *in_size = pixels
+    stride, dilation = per_axis(stride, len(kernel)), per_axis(dilation, len(kernel))
+    pads = pad_amounts(padding, in_size, kernel, stride, dilation)
+    out_size = output_size(in_size, kernel, stride, pads, dilation)
+    low = tuple(p[0] for p in pads)
+    return Window(batch, tuple(in_size), out_size, tuple(kernel), stride, low, dilation, mode)
+
+
+def with_zero(pixels: Array, axis: int) -> Array:
+    """Adds a pixel of zeros after the last one, which `Window` numbers `outside`."""
+    return np.pad(pixels, [(0, int(i == axis)) for i in range(pixels.ndim)])

@@ -98,11 +98,18 @@ def test_equals_loops_over_the_formula(seed: int):
     options: dict[str, Any] = case.window() | case.layouts() | out
     details = reference.conv(x, w, details=True, **options)
     np.testing.assert_array_equal(details.value, case.image(y).astype(np.float64))
+    np.testing.assert_array_equal(reference.conv(x, w, **options), details.value)
     np.testing.assert_array_equal(details.terms, case.image(count).astype(int))
     np.testing.assert_array_equal(reference.conv_dgrad(dy, w, x.shape, **options), case.image(dx).astype(np.float64))
     np.testing.assert_array_equal(reference.conv_wgrad(x, dy, w.shape, **options), case.filter(dw).astype(np.float64))
     bias_gradient = reference.conv_bgrad(dy, layout=case.layout, **out)
     np.testing.assert_array_equal(bias_gradient, case.dy.reshape(-1, case.filters).sum(0))
+    scheduled = [  # the sums that `details` adds, where golden ones without it are those of the formula's loop
+        reference.conv_dgrad(dy, w, x.shape, details=True, **options).value,
+        reference.conv_wgrad(x, dy, w.shape, details=True, **options).value,
+    ]
+    for found, expected in zip(scheduled, (case.image(dx), case.filter(dw)), strict=True):
+        np.testing.assert_array_equal(found, expected.astype(np.float64))
 
 
 @pytest.mark.parametrize("seed", CASES[:30])
