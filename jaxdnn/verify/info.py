@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jaxdnn._src.cases.case import DTYPES, Facts, flushes_subnormals
 from jaxdnn._src.cases.family import Family
+from jaxdnn._src.core.explain import ACCUMULATORS
 from jaxdnn.verify import environment, matrix
 
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the versions, then the engines; ops of which the engines say the same share their lines."""
+    """Prints the versions, then the engines; ops with the same facts share their lines."""
     environment.choose(arguments.platform, None)
     console = Console()
     here = environment.describe(flushes_subnormals())
@@ -61,7 +62,7 @@ def _print(console: Console, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _lines(family: Family, op: str, engine: str) -> list[str]:
-    """What an engine says of each dtype, those of which it says the same together, and its notes."""
+    """One line for each group of dtypes for which an engine has the same facts, and the engine's notes."""
     groups: dict[str, list[str]] = collections.defaultdict(list)
     notes: tuple[str, ...] = ()
     for dtype in (d for d in DTYPES if d != "int32"):
@@ -76,8 +77,9 @@ def _lines(family: Family, op: str, engine: str) -> list[str]:
 
 def _line(told: Facts) -> str:
     if told.refusal is not None:
-        # Which dtypes these are stands before it already.
+        # The line begins with these dtypes already.
         return f"[red]no[/], {escape(told.refusal.partition(', and these are')[0])}"
-    words = [f"[green]{told.level}[/]", f"adds in {told.accumulation}"]
-    words += [f"bits predicted on {', '.join(told.modelled)}"] if told.modelled else []
+    accumulator = ACCUMULATORS.get(told.accumulation, told.accumulation)
+    words = [f"[green]{told.level}[/]", f"accumulates in {accumulator}"]
+    words += [f"the reference predicts its bits on {', '.join(told.modelled)}"] if told.modelled else []
     return ", ".join(words)

@@ -267,6 +267,14 @@ def test_explain_refusals(extra_engines: None):
         assert part in text
 
 
+def test_explain_names_the_public_op_that_several_share():
+    x = jnp.ones((2, 3, 4))
+    normalise = lambda x: dnn.batch_norm(x, layout="NWC")[0]
+    assert str(dnn.explain(normalise, x)).startswith("batch_norm: norm(float32[2,3,4])")
+    gradient = dnn.explain(jax.grad(lambda x: dnn.dropout(x, 1, activation="relu").sum()), x)
+    assert [call.public for call in gradient] == ["dropout", "dropout"]
+
+
 def test_explain_another_platform():
     (found,) = dnn.explain(dnn.conv, X, W, layout="NWC", platform="cuda")
     assert found.platform == "cuda"
@@ -384,7 +392,7 @@ def test_a_kernel_is_chosen_unasked_only_where_it_was_measured(device: Callable[
     for function in (dnn.pool, dnn.softmax, dnn.layer_norm):
         engine, kernel, text = served(function, X_LARGE)
         assert (engine, kernel.refusal) == ("xla", None)
-        assert "unasked after XLA's, for it was measured on NVIDIA H200, not on NVIDIA H100 80GB HBM3" in text
+        assert "XLA's engine comes first, because it was measured on NVIDIA H200, not on NVIDIA H100 80GB HBM3" in text
         assert served(function, X_LARGE, engine="hopper")[0] == "hopper"
     assert served(dnn.softmax, X_LARGE, determinism="batch_invariant")[0] == "hopper"  # XLA does not promise that
     for kind, capability in (("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA B200", "10.0")):
@@ -433,7 +441,7 @@ def test_hopper_serves_integers_and_states_orders_by_place():
     told, printed = hopper_of(strided, x, w)
     assert told.schedule.classes.shape == (4, 2)  # two residues of the row, each of either parity, by two of the column
     assert len(told.schedule.order) == 8
-    assert "schedule stated, 8 by place" in printed
+    assert "order of additions stated, one of 8 by position" in printed
     alone, _ = hopper_of(ft.partial(dnn.conv, precision="tf32", groups=16), *(v.astype(jnp.float32) for v in (x, w)))
     assert alone.refusal is None
     assert alone.schedule is None  # the definition cuts to TF32 there, the kernel does not

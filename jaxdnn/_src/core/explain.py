@@ -16,15 +16,28 @@ from jaxdnn._src.core.determinism import LEVELS, determinism
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# The accumulations and hazards that engines declare, in words.
+ACCUMULATORS = {
+    "tensor_core": "float32 on tensor cores",
+    "tensor_core_tf32": "float32 on tensor cores, with operands cut to TF32",
+    "tensor_core_fp8": "14 bits on tensor cores",
+    "transform": "float32, on tensor cores or after a fast Fourier transform, as the library chooses",
+}
+HAZARDS = {
+    "flushes_subnormals": "reads or writes subnormal numbers as zero",
+    "spreads_nonfinite": "NaN and infinity may show in other results too",
+    "leaves_out_padding": "may leave out products with the zeros of padding",
+}
+
 # Whether `explain` is tracing. JAX keys its tracing caches on this value, so what was traced before is traced anew.
 _explaining = jax.make_user_context(False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One engine, seen from one call: why it is refused (None: it could serve), and what it would promise.
+    """One engine for one call: why it cannot serve it (None: it can), and what it guarantees if it does.
 
-    `unmeasured` says why it is tried behind XLA's engine where no engine is named; None where it was measured.
+    `unmeasured` says why it is tried after XLA's engine where no engine is named; None where it was measured.
     """
 
     engine: str
@@ -41,7 +54,10 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """One call of an op: its operands, the engine that would serve it (None: it would raise), and all candidates."""
+    """One call of an op: its operands, the engine that would serve it (None: it would raise), and all candidates.
+
+    `op` is the primitive, which several public ops share or which is a derivative; `public` is the op that was called.
+    """
 
     op: str
     operands: tuple[str, ...]
@@ -50,28 +66,31 @@ class Explanation:
     level: str
     engine: str | None
     candidates: tuple[Candidate, ...]
+    public: str = ""
 
     def __str__(self) -> str:
         head = f"{self.op}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
+        head = head if self.public in ("", self.op) else f"{self.public}: {head}"
         lines = [head, f"  served by {self.engine}" if self.engine else "  served by no engine: it raises"]
         for c in self.candidates:
             verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
             if c.refusal is None and c.unmeasured:
-                verdict += f"; unasked after XLA's, for {c.unmeasured}"
-            facts = [f"guarantees {c.level}", f"adds in {c.accumulation}"]
+                verdict += f"; unless it is named, XLA's engine comes first, because {c.unmeasured}"
+            facts = [f"guarantees {c.level}", f"accumulates in {ACCUMULATORS.get(c.accumulation, c.accumulation)}"]
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
             facts.append(_schedule(c.schedule))
             if c.modelled:
-                facts.append(f"bits modelled on {', '.join(c.modelled)}")
-            facts += [hazard.replace("_", " ") for hazard in c.hazards]
+                facts.append(f"the reference predicts its bits on {', '.join(c.modelled)}")
+            facts += [HAZARDS[hazard] for hazard in c.hazards]
             lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
         return "\n".join(lines)
 
 
 def _schedule(schedule: engines.Schedule | None) -> str:
     if schedule is None:
-        return "no schedule stated"
-    return "schedule stated" if schedule.classes is None else f"schedule stated, {len(schedule.order)} by place"
+        return "order of additions not stated"
+    orders = "" if schedule.classes is None else f", one of {len(schedule.order)} by position"
+    return f"order of additions stated{orders}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +252,7 @@ def _explain_call(eqn: Any, platform: str) -> Explanation:
     refusals = {e.name: _refusal(e, call) for e in found}
     served = next((name for name, reason in refusals.items() if reason is None), None)
     out = eqn.outvars[0].aval
+    public_ops = re.findall(r"jaxdnn\.(\w+)", compat.scope(eqn))
     return Explanation(
         op=op,
         operands=tuple(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in avals),
@@ -241,6 +261,7 @@ def _explain_call(eqn: Any, platform: str) -> Explanation:
         level=spec.level,
         engine=served,
         candidates=tuple(_candidate(e, call, refusals[e.name]) for e in found),
+        public=public_ops[-1] if public_ops else "",
     )
 
 

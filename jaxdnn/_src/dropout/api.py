@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.activation.formulas import read_activation
+from jaxdnn._src.activation.formulas import Parameter, read_activation
 from jaxdnn._src.core import checks, engines, rounding, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
@@ -164,8 +164,8 @@ def dropout(
     if out == np.float64 and x.dtype != np.float64:
         raise TypeError(f"`out_dtype` must not be wider than float32 unless x is float64, got {out.name}.")
     alone = not arrays and act == "identity" and out == x.dtype
-    given = None if alone else (arrays, act, parameter, np.dtype(out))
-    return _call(x, key, rate, offset, layout, engine, determinism, given)
+    fused = None if alone else _Fused(arrays, act, parameter, np.dtype(out))
+    return _call(x, key, rate, offset, layout, engine, determinism, fused)
 
 
 @public
@@ -215,10 +215,26 @@ def dropout_mask(
     return _call(jnp.ones(sizes, jnp.float32), key, rate, offset, layout, engine, determinism) != 0
 
 
+class _Fused(NamedTuple):
+    """What is fused with dropout: the bias and the residual that are given, the activation, and the result's dtype."""
+
+    arrays: dict[str, Array]
+    activation: str
+    parameter: Parameter
+    out_dtype: np.dtype
+
+
 def _call(
-    x: Array, key: Any, rate: Any, offset: Any, layout: Any, engine: Any, determinism: Any, fused: Any = None
+    x: Array,
+    key: Any,
+    rate: Any,
+    offset: Any,
+    layout: Any,
+    engine: Any,
+    determinism: Any,
+    fused: _Fused | None = None,
 ) -> Array:
-    """Dropout alone, or with what is to be fused: arrays by name, the activation and its parameter, the dtype."""
+    """Dropout alone, or fused with the ops around it."""
     rate, order = _rate(rate), _order(layout, x)
     used, words = None, key
     if isinstance(key, DropoutState):
@@ -227,21 +243,34 @@ def _call(
     start, shift, counter = _start(offset, used, words)
     limit = primitive.threshold(rate)
     dropped = limit >= 2**32
-    scale = 1.0 if dropped else 1 / (1 - rate)
-    spec: Any = DropoutSpec(min(limit, 2**32 - 1), scale, order, shift, 0, engine, required(determinism), counter)
-    arrays: dict[str, Array] = {}
+    common: dict[str, Any] = dict(
+        threshold=min(limit, 2**32 - 1),
+        scale=1.0 if dropped else 1 / (1 - rate),
+        order=order,
+        shift=shift,
+        start=counter,
+        engine=engine,
+        level=required(determinism),
+    )
+    arrays: dict[str, Array] = {} if fused is None else fused.arrays
     op, bind = "dropout", primitive.bind
+    spec: Any = DropoutSpec(**common)
     if fused is not None:
-        arrays, act, parameter, out = fused
-        present: dict[str, Any] = {name: name in arrays for name in ("bias", "residual")}
-        spec = FusedSpec(**dataclasses.asdict(spec), activation=act, parameter=parameter, out_dtype=out, **present)
         op, bind = "fused_dropout", ft.partial(dropout_fused.bind, "fused_dropout")
+        spec = FusedSpec(
+            **common,
+            activation=fused.activation,
+            parameter=fused.parameter,
+            bias="bias" in arrays,
+            residual="residual" in arrays,
+            out_dtype=fused.out_dtype,
+        )
     operands = (x, *arrays.values(), words, start)
     engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
     if not dropped:
         return bind(*operands, spec=spec)
     zeros = jnp.zeros_like(x)
-    return zeros if fused is None else _all_dropped(zeros, arrays.get("residual"), fused[-1])
+    return zeros if fused is None else _all_dropped(zeros, arrays.get("residual"), fused.out_dtype)
 
 
 def _all_dropped(zeros: Array, residual: Array | None, out: np.dtype) -> Array:

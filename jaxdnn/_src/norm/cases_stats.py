@@ -282,7 +282,7 @@ FAMILY = family(
     tuple(VARIANTS),
     cases,
     subjects,
-    "the first of its variants",
+    "the first of its cases",
     (2, 3),
     plain.facts,
     draw=draw,

@@ -1,5 +1,6 @@
 """Softmax, its backward pass, and the logarithm of a sum of exponentials."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def softmax(
       (before opset 13 its axis flattened all that follow: give them all here) and LogSoftmax, `jax.nn.softmax`.
     """
     x, spec = _read(x, axis, mode, layout, out_dtype, engine, determinism)
-    spec = _with(spec, algorithm=checks.choice("algorithm", algorithm, ALGORITHMS))
+    spec = dataclasses.replace(spec, algorithm=checks.choice("algorithm", algorithm, ALGORITHMS))
     mask = None if where is None else _mask(where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, jnp.full((), -jnp.inf, x.dtype))
@@ -167,7 +168,7 @@ def softmax_dgrad(
     checks.dtype("y", y, FLOATS)
     checks.shape("y", y, dy.shape, "that of dy")
     wide = _F64 if np.dtype(y.dtype) == _F64 else spec.accumulate
-    spec = _with(spec, algorithm=checks.choice("algorithm", algorithm, ALGORITHMS), accumulate=wide)
+    spec = dataclasses.replace(spec, algorithm=checks.choice("algorithm", algorithm, ALGORITHMS), accumulate=wide)
     if _is_plain(alpha, beta, prior):
         return primitive.bind("softmax_dgrad", dy, y, spec=spec)
     dx = primitive.bind("softmax_dgrad", dy, y, spec=spec.as_dtype(spec.accumulate))
@@ -249,10 +250,6 @@ def _read(
     if out == _F64 and wide != _F64:
         raise TypeError(f"`out_dtype` must not be wider than the accumulator {wide.name}, got {out.name}.")
     return x, SoftmaxSpec(axes, wide, out, engine=engine, level=required(determinism))
-
-
-def _with(spec: SoftmaxSpec, **changes: Any) -> SoftmaxSpec:
-    return SoftmaxSpec(**{**spec.__dict__, **changes})
 
 
 def _axes(axis: Any, name: str, rank: int) -> tuple[int, ...]:
