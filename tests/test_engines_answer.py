@@ -17,7 +17,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
@@ -115,7 +115,7 @@ def ask(engine: engines.Engine, call: engines.Call) -> str | None:
     assert reason is None or (isinstance(reason, str) and reason and not reason.endswith("."))
     assert engine.level(call) in LEVELS
     assert engine.accumulation(call) in ACCUMULATIONS
-    assert isinstance(engine.rank(call), int)
+    assert engine.features is None or isinstance(engine.features(call), engines.Features | None)
     assert isinstance(engine.partition(call), bool)
     assert isinstance(engine.needs_sizes(call), bool)
     if reason is None:
@@ -140,5 +140,5 @@ def test_every_engine_answers_for_every_call(op: str, monkeypatch: pytest.Monkey
                     error.add_note(f"asked was engine {engine.name} of {call}")
                     raise
                 served |= {engine.name} if reason is None else set()
-            assert [e.name for e in engines.ranked(call)]
+            assert [e.name for e in selection.ranked(call)]
     assert "xla" in served

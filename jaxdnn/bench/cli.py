@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxdnn._src import families
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Case
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
 from jaxdnn.bench import peers, timing
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="timings, of which the median counts (default: %(default)s here)",
     )
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--record", type=Path, help="merge into this table what engine hopper gained: it ranks by it")
+    parser.add_argument(
+        "--record", type=Path, help="merge into this table engine hopper's gains, by which it is chosen"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,17 +82,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds to the table of measured gains: for each call that has a key, the batch and XLA's time over ours.
+    """Adds to a table of measurements XLA's time over ours, for each call that has features.
 
-    Over XLA's, which is what would serve the call instead; a peer that JAX programs cannot call does not decide here.
+    XLA's is what would serve the call instead; a peer that JAX programs cannot call does not decide here.
     """
-    table = json.loads(path.read_text()) if path.exists() else {}
-    here = table.setdefault(jax.devices()[0].device_kind, {})
     for row in rows:
-        if "jaxdnn:hopper" in row["ms"] and row["key"] is not None:
+        if "jaxdnn:hopper" in row["ms"] and row["call"] is not None:
             speed_up = row["ms"]["lax"] / row["ms"]["jaxdnn:hopper"]
-            here[row["key"]] = {"batch": row["batch"], "speed_up": round(speed_up, 3)}
-    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+            features = engines.Features(row["call"]["features"], row["call"]["sizes"])
+            selection.record(path, "hopper", row["call"]["op"], features, speed_up)
 
 
 def _measure_case(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -119,7 +119,7 @@ def _measure_case(case: Case, args: argparse.Namespace) -> Iterator[dict[str, An
             "family": case.family,
             "case": case.name,
             "pass": which,
-            "key": _key(case, which, sets[0]),
+            "call": _features(case, which, sets[0]),
             "batch": batch,
             "dtype": args.dtype,
             "ms": ms,
@@ -152,17 +152,19 @@ def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | No
     here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     try:
         for call in traced_calls(function, *operands, platform=here):
-            engines.select(call)
+            selection.select(call)
     except NotImplementedError as error:
         print(f"{name}: {error}", flush=True)
         return str(error)
     return None
 
 
-def _key(case: Case, which: str, operands: Any) -> str | None:
-    """The name of the call that a pass times, as a table of measured gains has it."""
+def _features(case: Case, which: str, operands: Any) -> dict[str, Any] | None:
+    """What a table of measurements calls the last of a pass's calls; None where engine hopper does not say."""
     calls = tuple(traced_calls(case.ours(which, None), *operands, platform="cuda"))
-    return case.key(calls[-1]) if calls else None
+    kernels = [e for call in calls[-1:] for e in engines.registered(call.op) if e.name == "hopper"]
+    found = kernels[0].features(calls[-1]) if kernels and kernels[0].features else None
+    return found and {"op": calls[-1].op, "features": found.name, "sizes": dict(found.sizes)}
 
 
 def _line(row: dict[str, Any]) -> str:

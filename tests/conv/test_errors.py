@@ -16,7 +16,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src.activation.formulas import ACTIVATIONS
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 
 ROOT = Path(__file__).parents[2] / "jaxdnn" / "_src"
 SOURCES = (
@@ -334,7 +334,7 @@ def test_op_without_engine():
     call = engines.Call("conv", jax.tree_util.Partial(conv, engine="none"), (), "cpu")
     spec = type("Spec", (), {"engine": "none", "level": "fast"})()
     with pytest.raises(NotImplementedError, match=r"cannot be served by engine 'none' .*it has no such engine"):
-        engines.select(engines.Call(call.op, spec, (), "cpu"))
+        selection.select(engines.Call(call.op, spec, (), "cpu"))
 
 
 def test_good_input_that_looks_bad():

@@ -21,7 +21,7 @@ from jax import export
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from jaxdnn._src.core import compat, engines
+from jaxdnn._src.core import compat, engines, selection
 from jaxdnn._src.core.compat import KERNELS, SHARDING, Name
 from jaxdnn._src.core.explain import traced_calls
 
@@ -229,10 +229,10 @@ def test_without_a_way_to_shard_kernels_refuse(without: Callable[[Name], None], 
     monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200")
     (call,) = traced_calls(dnn.pool, X, platform="cuda")
     sharded = dataclasses.replace(call, dealt=True)
-    assert engines.select(sharded).name == "hopper"
+    assert selection.select(sharded).name == "hopper"
     without(SHARDING[0])
-    assert engines.select(sharded).name == "xla"
-    assert engines.select(call).name == "hopper"
+    assert selection.select(sharded).name == "xla"
+    assert selection.select(call).name == "hopper"
     (kernel,) = (e for e in engines.registered(call.op) if e.name == "hopper")
     reason = f"lacks {SHARDING[0]}, which tells XLA how to shard it"
-    assert reason in str(engines.refusal(kernel, sharded, "fast"))
+    assert reason in str(selection.refusal(kernel, sharded, "fast"))

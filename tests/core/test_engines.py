@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,10 +15,9 @@ from jax import export
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src import hopper as kernels
-from jaxdnn._src.conv.hopper import engine as hopper
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.determinism import LEVELS
-from jaxdnn._src.core.explain import explain, traced_calls
+from jaxdnn._src.core.explain import explain
 from tests.conv import cases, helpers
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
@@ -341,27 +339,13 @@ def test_errors_of_a_gradient_speak_of_what_was_called():
 def test_every_primitive_is_a_public_op_or_has_words(op: str):
     call = engines.Call(op, dataclasses.make_dataclass("Spec", ["engine", "level"])("none", "fast"), (), "cpu")
     with pytest.raises(NotImplementedError, match=r"on cpu cannot be served") as error:
-        engines.select(call)
+        selection.select(call)
     assert f"`{op}`" not in str(error.value)
 
 
 def test_explain_raises_what_the_call_raises():
     with pytest.raises(ValueError, match="`stride` must be at least 1"):
         dnn.explain(dnn.conv, X, W, layout="NWC", stride=0)
-
-
-def test_ranks_decide_among_engines_that_may_serve(monkeypatch: pytest.MonkeyPatch):
-    """On the device where it was measured faster the hopper engine is taken unasked; elsewhere XLA's, then by level."""
-    x, w = jnp.ones((8, 5, 4, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 32), jnp.bfloat16)
-    call = next(traced_calls(ft.partial(dnn.conv, padding=1), x, w, platform="cuda"))
-    call = dataclasses.replace(call, device_kind=None)  # no device in sight
-    told = dataclasses.replace(call, device_kind="NVIDIA H200")
-    gains = {"NVIDIA H200": {hopper.key(told): {"batch": 8, "speed_up": 1.2}}}
-    monkeypatch.setattr(hopper, "_measured", lambda: gains)
-    assert engines.ranked(told)[0].name == "hopper"
-    assert engines.ranked(call)[0].name == "xla"
-    gains["NVIDIA H200"][hopper.key(told)]["speed_up"] = 0.9
-    assert [e.name for e in engines.ranked(told)] == ["xla", "hopper", "ordered"]
 
 
 X_LARGE = jax.ShapeDtypeStruct((32, 56, 56, 64), jnp.bfloat16)
@@ -445,13 +429,3 @@ def test_hopper_serves_integers_and_states_orders_by_place():
     alone, _ = hopper_of(ft.partial(dnn.conv, precision="tf32", groups=16), *(v.astype(jnp.float32) for v in (x, w)))
     assert alone.refusal is None
     assert alone.schedule is None  # the definition cuts to TF32 there, the kernel does not
-
-
-def test_the_table_of_gains_is_of_this_form():
-    table = json.loads(hopper.MEASURED.read_text())
-    assert table
-    for gains in table.values():
-        for key, gain in gains.items():
-            assert key.split()[0] in ("fprop", "dgrad", "wgrad")
-            assert gain["batch"] > 0
-            assert gain["speed_up"] > 0

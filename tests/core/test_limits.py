@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._src.core.limits import Limits, current_limits, limits_of
 
@@ -62,7 +62,7 @@ def test_derivatives_are_under_the_limits_of_their_call():
     assert set(served(jax.vmap(loss, (0, None)), X[None], W).values()) == {"xla"}
     with dnn.limits(workspace=0):
         y, back = jax.vjp(conv, X, W)
-    calls = {call.op: engines.select(call).name for call in traced_calls(back, y, platform="cpu")}
+    calls = {call.op: selection.select(call).name for call in traced_calls(back, y, platform="cpu")}
     assert calls == {"conv_dgrad": "xla", "conv_wgrad": "xla"}
 
 

@@ -12,10 +12,9 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines, tolerance
+from jaxdnn._src.core import engines, selection, tolerance
 from jaxdnn._src.core.tolerance import Accumulation
 from jaxdnn._src.softmax import bounds
-from jaxdnn._src.softmax.hopper import engine
 from jaxdnn._src.softmax.primitive import SoftmaxSpec
 from tests.hopper.row_machine import Rows, on_arrays
 
@@ -316,23 +315,22 @@ def test_engine_does_not_serve_cpus():
         jax.jit(lambda x: dnn.softmax(x, engine="hopper")).lower(shape_of(8, 16))
 
 
-def test_engine_ranks_by_what_was_measured(monkeypatch: pytest.MonkeyPatch):
-    table = {
-        "softmax accurate bfloat16 128": {"batch": 1000, "speed_up": 1.2},
-        "softmax accurate bfloat16 4096": {"batch": 800, "speed_up": 1.5},
-        "softmax accurate bfloat16 8192": {"batch": 400, "speed_up": 0.9},
-    }
-    monkeypatch.setattr(engine, "_measured", lambda: {"a device": table})
+def test_engine_is_first_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch):
+    points = [(128, 1000, 1.2), (4096, 800, 1.5), (8192, 400, 0.9)]
+    calls = [{"length": length, "batch": batch, "speed_up": gain} for length, batch, gain in points]
+    table = {"softmax": {"reach": [0.125, None], "calls": {"accurate bfloat16": calls}}}
+    monkeypatch.setattr(selection, "measured", lambda: {"a device": {"hopper": table}})
+    (kernel,) = (e for e in engines.registered("softmax") if e.name == "hopper")
 
-    def rank(rows: int, length: int, algorithm: str = "accurate", dtype: Any = jnp.bfloat16, kind: str = "a device"):
+    def gains(rows: int, length: int, algorithm: str = "accurate", dtype: Any = jnp.bfloat16, kind: str = "a device"):
         spec = SoftmaxSpec((-1,), np.dtype(np.float32), np.dtype(dtype), algorithm)
         avals = (shape_of(rows, length, dtype=dtype),)
-        return engine._rank(engines.Call("softmax", spec, avals, "cuda", kind))
+        return selection.gains(kernel, engines.Call("softmax", spec, avals, "cuda", kind))
 
-    assert rank(800, 4096) == rank(800, 1024) == rank(100, 4096, "fast") == 0
-    assert rank(99, 4096) == rank(10, 1024) == 2  # too few to fill the device
-    assert rank(800, 64) == rank(800, 8192) == rank(800, 6000) == rank(800, 16384) == 2
-    assert rank(800, 4096, "log") == rank(800, 4096, dtype=jnp.float32) == rank(800, 4096, kind="another") == 2
+    assert all((gains(800, 4096), gains(800, 1024), gains(100, 4096, "fast")))
+    assert not any((gains(99, 4096), gains(10, 1024)))  # too few to fill the device
+    assert not any(gains(800, length) for length in (64, 8192, 6000, 16384))
+    assert not any((gains(800, 4096, "log"), gains(800, 4096, dtype=jnp.float32), gains(800, 4096, kind="another")))
 
 
 def test_call_by_name_lowers_with_its_derivatives():

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation import formulas, primitive
 from jaxdnn._src.activation.primitive import ActivationSpec
-from jaxdnn._src.core import blending, checks, engines
+from jaxdnn._src.core import blending, checks, selection
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.explain import public
 
@@ -176,7 +176,7 @@ def _call(
     inside = isinstance(alpha, float) and (alone or np.dtype(x.dtype) in formulas.NARROW)
     factor = alpha + 0.0 if inside else 1.0  # -0 and 0 are equal, so they must not differ
     spec = ActivationSpec(act, parameter, factor, out if alone else precision, engine, level)
-    engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
     if alone and prior is None:
         return run(spec)
     rest = 1.0 if inside else alpha

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._src.core import engines
-
 Function = Callable[..., Any]
 
 
@@ -59,10 +57,6 @@ class Case(abc.ABC):
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int | None:
         """The bytes that a pass must move, each operand read once and each result written once; None: not bound so."""
-        return None
-
-    def key(self, call: engines.Call) -> str | None:
-        """The call's name in the table of gains by which an engine ranks itself; None: there is no such table."""
         return None
 
 

@@ -14,7 +14,7 @@ from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.conv import primitive
 from jaxdnn._src.conv.primitive import ConvSpec
-from jaxdnn._src.core import blending, checks, engines, windows
+from jaxdnn._src.core import blending, checks, selection, windows
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.frames import Frame
 
@@ -285,7 +285,7 @@ def _is_static(scale: Any) -> bool:
 
 
 def _engines_check(op: str, spec: ConvSpec, *operands: Array) -> None:
-    engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
 
 
 def require_sum_level(dy: Array, determinism: Any) -> None:

@@ -12,8 +12,6 @@ from jax import Array, lax
 import jaxdnn as dnn
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
-from jaxdnn._src.conv.hopper import engine as hopper
-from jaxdnn._src.core import engines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +73,6 @@ class Conv(timed.Case):
 
     def xla(self, which: str) -> Function:
         return _pass(self._lax, which)
-
-    def key(self, call: engines.Call) -> str:
-        return hopper.key(call)
 
     def _ours(self, x: Array, w: Array, *, engine: str | None) -> Array:
         op: Any = dnn.conv_transpose if self.transposed else dnn.conv

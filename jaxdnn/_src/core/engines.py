@@ -1,23 +1,13 @@
-"""Engines: the implementations of an op, what each can serve and promises, and the rule that chooses one.
-
-The rule, when a call names no engine: of the engines that support the call on the platform it is lowered for and
-guarantee the required determinism level, the one of the lowest rank; an engine ranks itself by what was measured.
-Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
-"""
+"""Engines: the implementations of an op, what each can serve and promises; `selection` chooses among them."""
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax import export
-
-from jaxdnn._src.core import checks, compat
-from jaxdnn._src.core.determinism import satisfies
-from jaxdnn._src.core.limits import limits_of
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -58,6 +48,14 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Features:
+    """What measurements call a call: a name for all that has to be the same, and the sizes that may be others."""
+
+    name: str
+    sizes: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Engine:
     """One implementation of one op.
 
@@ -77,9 +75,10 @@ class Engine:
       hazards: what it may do to exceptional values: "flushes_subnormals" (reads or writes them as zero),
         "spreads_nonfinite" (NaN and infinity may show in results that they do not belong to), "leaves_out_padding"
         (products with the zeros of padding may be left out, which are NaN where the other factor is infinite).
-      rank: its place among an op's engines for a call, as far as measurements tell; the lowest is tried first.
+      features: a call to what measurements call it, None where none may speak for it. Without it the engine stands
+        beside XLA's in `selection`'s order; with it, in front of XLA's where it was measured faster, else behind.
+      rank: its place in that order whatever was measured; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
-      measured_on: the kinds of device on which its ranks were measured; None where they hold on every device.
       fused: whether XLA sees what it computes, and may join it with what stands around the call.
       partition: whether a call is divided among devices as its primitive declares (else XLA finds out by itself).
       adds_in_order: whether the order of its additions is part of what it promises, so that no sum is split.
@@ -96,9 +95,9 @@ class Engine:
     schedule: Callable[[Call], Schedule | None] = lambda call: None
     modelled: tuple[str, ...] = ()
     hazards: Callable[[Call], tuple[str, ...]] = lambda call: ()
-    rank: Callable[[Call], int] = lambda call: 1
+    features: Callable[[Call], Features | None] | None = None
+    rank: Callable[[Call], int] | None = None
     workspace: Callable[[Call], int | None] = lambda call: None
-    measured_on: tuple[str, ...] | None = None
     fused: bool = True
     partition: Callable[[Call], bool] = lambda call: False
     adds_in_order: bool = False
@@ -151,25 +150,6 @@ def registered(op: str) -> tuple[Engine, ...]:
     return tuple(_registry.get(op, ()))
 
 
-def ranked(call: Call) -> tuple[Engine, ...]:
-    """The engines of a call's op in the order they are tried for it."""
-    able = [engine for engine in registered(call.op) if not _lacks_sizes(engine, call)]
-    rest = [engine for engine in registered(call.op) if _lacks_sizes(engine, call)]
-    return (*sorted(able, key=lambda engine: _place(engine, call)), *rest)
-
-
-def _place(engine: Engine, call: Call) -> int:
-    """An engine's rank; on a device where it was not measured it is tried behind XLA's."""
-    return 2 if unmeasured(engine, call) else engine.rank(call)
-
-
-def unmeasured(engine: Engine, call: Call) -> str | None:
-    """Why nothing is known of an engine's time on the device of a call, as a clause; None where it was measured."""
-    if engine.measured_on is None or call.device_kind in engine.measured_on:
-        return None
-    return f"it was measured on {', '.join(engine.measured_on)}, not on {call.device_kind or 'one that is not here'}"
-
-
 def ops() -> tuple[str, ...]:
     """The ops that have engines."""
     return tuple(_registry)
@@ -193,63 +173,3 @@ def device_kind(platform: str) -> str | None:
         return jax.local_devices(backend=platform)[0].device_kind
     except RuntimeError:
         return None
-
-
-def refusal(engine: Engine, call: Call, level: str) -> str | None:
-    """Why an engine may not serve a call at a determinism level and within its limits, as a clause; None if it may."""
-    if _lacks_sizes(engine, call):
-        return "it needs every size when a call is traced, and the batch is symbolic"
-    reason = engine.supports(call) or _unshardable(engine, call)
-    if reason is None and not satisfies(engine.level(call), level):
-        reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
-    allowed = limits_of(call.spec).workspace
-    if reason is None and allowed is not None and (needed := engine.workspace(call) or 0) > allowed:
-        reason = f"it needs {needed} bytes of workspace, and the limit is {allowed}"
-    return reason
-
-
-def _unshardable(engine: Engine, call: Call) -> str | None:
-    """Why an engine that has to say how its calls are sharded cannot; XLA finds a way of its own for its operations."""
-    if not call.dealt or not engine.partition(call) or engine.name in ("xla", "ordered"):
-        return None
-    lack = compat.lacking(compat.SHARDING)
-    return lack and f"{lack}, which tells XLA how to shard it"
-
-
-def _lacks_sizes(engine: Engine, call: Call) -> bool:
-    symbolic = any(export.is_symbolic_dim(n) for aval in call.avals for n in aval.shape)
-    return symbolic and engine.needs_sizes(call)
-
-
-def select(call: Call) -> Engine:
-    """The engine that serves a call; its spec says which engine and level are asked for."""
-    reasons = []
-    named = [engine for engine in registered(call.op) if engine.name == call.spec.engine]
-    for engine in ranked(call) if call.spec.engine is None else named:
-        reason = refusal(engine, call, call.spec.level)
-        if reason is None:
-            return engine
-        reasons.append(f"{engine.name}: {reason}")
-    asked = f"engine {call.spec.engine!r}" if call.spec.engine else "any engine"
-    why = "; ".join(reasons) or "it has no such engine"
-    raise NotImplementedError(
-        f"{in_words(call.op)} on {call.platform} cannot be served by {asked} at determinism level "
-        f"{call.spec.level!r} ({why})."
-    )
-
-
-def check(op: str, spec: Any, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
-    """Raises, when a call is traced, if no platform it could be lowered for has an engine for it."""
-    checks.choice("engine", spec.engine, (None, *names()))
-    here = jax.default_backend()
-    here = "cuda" if here == "gpu" else here
-    errors = []
-    for platform in dict.fromkeys((here, *PLATFORMS)):
-        try:
-            select(Call(op, spec, avals, platform, device_kind(platform)))
-            return
-        except NotImplementedError as error:
-            errors.append(error)
-    for other in errors[1:]:  # what `jax.export` lowers is not for the platform that is here
-        errors[0].add_note(str(other))
-    raise errors[0]

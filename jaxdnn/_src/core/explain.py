@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxdnn._src.core import checks, compat, engines
+from jaxdnn._src.core import checks, compat, engines, selection
 from jaxdnn._src.core.determinism import LEVELS, determinism
 
 P = ParamSpec("P")
@@ -248,7 +248,7 @@ def _call(eqn: Any, platform: str) -> engines.Call:
 def _explain_call(eqn: Any, platform: str) -> Explanation:
     call = _call(eqn, platform)
     op, spec, avals = call.op, call.spec, call.avals
-    found = engines.ranked(call)
+    found = selection.ranked(call)
     refusals = {e.name: _refusal(e, call) for e in found}
     served = next((name for name, reason in refusals.items() if reason is None), None)
     out = eqn.outvars[0].aval
@@ -268,7 +268,7 @@ def _explain_call(eqn: Any, platform: str) -> Explanation:
 def _refusal(engine: engines.Engine, call: engines.Call) -> str | None:
     if call.spec.engine not in (None, engine.name):
         return f"the call names engine {call.spec.engine!r}"
-    return engines.refusal(engine, call, call.spec.level)
+    return selection.refusal(engine, call, call.spec.level)
 
 
 def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) -> Candidate:
@@ -276,7 +276,7 @@ def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) 
     return Candidate(
         engine=engine.name,
         refusal=refusal,
-        unmeasured=engines.unmeasured(engine, call),
+        unmeasured=selection.unmeasured(engine, call),
         level=engine.level(call),
         accumulation=engine.accumulation(call),
         workspace=engine.workspace(call) if able else None,

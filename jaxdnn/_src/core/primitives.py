@@ -29,7 +29,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxdnn._src.core import checks, compat, engines
+from jaxdnn._src.core import checks, compat, engines, selection
 from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir, varying
 from jaxdnn._src.core.determinism import satisfies
 from jaxdnn._src.core.partitioning import Factors, vary_alike
@@ -252,7 +252,7 @@ def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engine
 
 def _local(op: str, platform: str, spec: Spec, *operands: Array) -> Any:
     call = _call(op, platform, spec, operands)
-    return _run(engines.select(call), call, operands)
+    return _run(selection.select(call), call, operands)
 
 
 def _run(engine: engines.Engine, call: engines.Call, operands: Sequence[Array]) -> Any:
@@ -266,7 +266,7 @@ def _partitioned(
     ctx: Any, op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array
 ) -> Any:
     call = dataclasses.replace(_call(op, platform, spec, operands), dealt=True)
-    engine = engines.select(call)
+    engine = selection.select(call)
     if not engine.partition(call):
         return _run(engine, call, operands)
     rule = factors(spec, *call.avals)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation.formulas import Parameter, read_activation
-from jaxdnn._src.core import checks, engines, rounding, windows
+from jaxdnn._src.core import checks, rounding, selection, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.dropout import fused as dropout_fused
@@ -266,7 +266,7 @@ def _call(
             out_dtype=fused.out_dtype,
         )
     operands = (x, *arrays.values(), words, start)
-    engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
     if not dropped:
         return bind(*operands, spec=spec)
     zeros = jnp.zeros_like(x)

@@ -12,7 +12,7 @@ from jax import Array
 
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.formulas import read_activation
-from jaxdnn._src.core import blending, checks, engines, frames
+from jaxdnn._src.core import blending, checks, frames, selection
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import rounded
@@ -255,7 +255,7 @@ def cotangent(dy: Any, x: Array, found: Types) -> Array:
 
 def check(op: str, read: NormSpec, operands: Sequence[Array]) -> None:
     """Raises if no engine serves the call."""
-    engines.check(op, read, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    selection.check(op, read, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
 
 
 def require(op: str, determinism: Any, guaranteed: str, why: str) -> None:

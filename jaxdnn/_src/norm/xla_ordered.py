@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.norm.spec import OPS, RANGE
 from jaxdnn._src.norm.xla import FORMULAS, Arithmetic
@@ -58,7 +58,7 @@ for _op in OPS:
             level=_level,
             accumulation=lambda call: call.spec.accumulate.name,
             hazards=lambda call: ("flushes_subnormals",) if call.platform == "cpu" else (),
-            rank=lambda call: 3,
+            rank=lambda call: selection.LAST,
             notes=("a pass over memory for every doubling of the length that is added: slow", RANGE),
         )
     )

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import blending, checks, engines, frames
+from jaxdnn._src.core import blending, checks, frames, selection
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import real
@@ -195,7 +195,7 @@ def _along_axes(
     pairs = list(zip(frame.layout.spatial, rules, strict=True))
     for axis, rule in reversed(pairs) if transposed else pairs:
         spec = ResampleSpec(rule, axis - x.ndim, transposed, engine, required(determinism))
-        engines.check("resample", spec, (jax.ShapeDtypeStruct(x.shape, x.dtype),))
+        selection.check("resample", spec, (jax.ShapeDtypeStruct(x.shape, x.dtype),))
         x = x if rule.is_identity else primitive.bind(x, spec=spec)
     return x
 

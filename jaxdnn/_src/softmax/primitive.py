@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.core import engines, primitives
+from jaxdnn._src.core import primitives, selection
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run
 from jaxdnn._src.core.rounding import nearest
@@ -48,7 +48,7 @@ class SoftmaxSpec:
 
 def bind(op: str, *operands: Any, spec: SoftmaxSpec) -> Array:
     """Checks that some engine serves the call, and binds its primitive."""
-    engines.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
     return _BIND[op](*operands, spec=spec)
 
 

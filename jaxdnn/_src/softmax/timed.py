@@ -11,8 +11,6 @@ from jax import Array
 import jaxdnn as dnn
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
-from jaxdnn._src.core import engines
-from jaxdnn._src.softmax.hopper import engine as softmax_engine
 
 ELEMENTS = 1 << 25  # of an array
 
@@ -69,9 +67,6 @@ class Rows(timed.Case):
             "log-backward": lambda: aten._log_softmax_backward_data(dy, y, -1, x.dtype),
             "logsumexp": lambda: torch.logsumexp(x, -1),
         }[which]
-
-    def key(self, call: engines.Call) -> str:
-        return softmax_engine.key(call)
 
 
 @dataclasses.dataclass(frozen=True)

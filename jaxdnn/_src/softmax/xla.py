@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.rounding import nearest, product, rounded
 
@@ -170,7 +170,6 @@ for _op in FORMULAS:
             level=lambda call: "run_to_run",
             accumulation=_accumulation,
             hazards=_flushes,
-            rank=lambda call: 1,
         )
     )
     engines.register(
@@ -182,7 +181,7 @@ for _op in FORMULAS:
             level=lambda call: "mesh_invariant",
             accumulation=_accumulation,
             hazards=_flushes,
-            rank=lambda call: 3,
+            rank=lambda call: selection.LAST,
             partition=lambda call: True,
             adds_in_order=True,
             notes=("a pass over memory for every third level of the tree: slow",),

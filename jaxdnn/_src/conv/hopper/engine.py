@@ -2,18 +2,11 @@
 
 Depthwise and narrow groups go to `depthwise`, everything else to `conv_fprop`, `dgrad` and `wgrad`. The
 kernels are imported when a call first asks for them, so that importing jaxdnn does not import Pallas.
-
-The engine is chosen unasked only for convolutions that were measured faster than XLA's on this kind of device
-(`measured.json`, written by `jaxdnn bench conv`); `engine="hopper"` takes it for every call that it supports.
 """
 
 import dataclasses
-import functools as ft
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +18,6 @@ from jaxdnn._src.conv import primitive
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import engines
 
-MEASURED = Path(__file__).with_name("measured.json")
 PASS = {"conv": "fprop", "conv_dgrad": "dgrad", "conv_wgrad": "wgrad"}
 
 
@@ -208,41 +200,26 @@ def _workspace(call: engines.Call) -> int:
     return _kernel(call).workspace()
 
 
-def key(call: engines.Call) -> str:
-    """What `measured.json` calls a convolution: everything but the batch; its epilogue by the names of its parts."""
-    spec: ConvSpec = call.spec
-    _, c, k = primitive.channels(spec, call.op, *call.avals[:2])
-    window = spec.window
-    parts = (call.avals[0].dtype.name, spec.sizes, c, k, spec.taps, window.strides, window.padding, window.dilation)
-    epilogue = (*spec.epilogue.operands, *(spec.epilogue.activation or ())[:1])
-    return " ".join(map(str, (PASS[call.op], *parts, spec.groups, *epilogue))).replace(", ", ",")
-
-
-@ft.lru_cache
-def _measured() -> dict[str, Any]:
-    return json.loads(MEASURED.read_text())
-
-
-def _rank(call: engines.Call) -> int:
-    """First where it was measured faster than XLA, for batches of half to four times the measured one.
+def _features(call: engines.Call) -> engines.Features | None:
+    """Its batch, and all else by name, the epilogue by the names of its parts.
 
     Measured were filters as HWIO and results of the operands' dtype; other calls are not taken to gain as much.
     """
-    found = _measured().get(call.device_kind or "", {}).get(key(call))
-    if found is None or any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
-        return 2
-    n, *_ = primitive.channels(call.spec, call.op, *call.avals[:2])
-    near = found["batch"] <= 2 * n <= 8 * found["batch"]
     spec: ConvSpec = call.spec
-    alike = spec.out_dtype == call.avals[0].dtype and spec.filter.axes.endswith("IO")
-    return 0 if near and alike and found["speed_up"] >= 1 else 2
+    n, c, k = primitive.channels(spec, call.op, *call.avals[:2])
+    if export.is_symbolic_dim(n) or spec.out_dtype != call.avals[0].dtype or not spec.filter.axes.endswith("IO"):
+        return None
+    window = spec.window
+    parts = (call.avals[0].dtype.name, spec.sizes, c, k, spec.taps, window.strides, window.padding, window.dilation)
+    epilogue = (*spec.epilogue.operands, *(spec.epilogue.activation or ())[:1])
+    name = " ".join(map(str, (*parts, spec.groups, *epilogue))).replace(", ", ",")
+    return engines.Features(name, {"batch": n})
 
 
 for _op in primitive.ROLES:
     engines.register(
         engines.Engine(
             name="hopper",
-            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             fused=False,
@@ -252,7 +229,7 @@ for _op in primitive.ROLES:
             schedule=_schedule,
             modelled=hopper.MEASURED_ON,
             hazards=_hazards,
-            rank=_rank,
+            features=_features,
             workspace=_workspace,
             partition=lambda call: True,
             notes=("tensor cores",),

@@ -27,7 +27,7 @@ from jaxdnn._src.conv.xla import forms
 from jaxdnn._src.conv.xla import taps as conv_taps
 from jaxdnn._src.conv.xla.engine import caller_layout, canonical, truncate_to_tf32
 from jaxdnn._src.conv.xla.problem import Problem
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 
 # Whose products float32 holds; those of which it holds the significant bits, not the exponents.
 _SMALL = tuple(map(jnp.dtype, (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
@@ -211,7 +211,7 @@ for _op in primitive.ROLES:
             supports=_supports,
             level=_level,
             schedule=_schedule,
-            rank=lambda call: 3,
+            rank=lambda call: selection.LAST,
             partition=lambda call: True,
             adds_in_order=True,
             modelled=("cpu", "cuda"),

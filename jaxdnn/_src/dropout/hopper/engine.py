@@ -1,7 +1,7 @@
 """The `hopper` engine of dropout, alone or with bias, activation and residual: the Pallas kernels of `dropout`.
 
 A kernel is opaque to XLA, which fuses dropout alone with what stands before and after it: so that is taken by name
-only, and what is fused already unasked where it was measured faster (`benchmarks/notes-activation.md`).
+only, and what is fused already unasked where it was measured faster.
 """
 
 import math
@@ -21,14 +21,6 @@ from jaxdnn._src.dropout.hopper.group_ptx import Plan
 from jaxdnn._src.dropout.primitive import BLOCK
 from jaxdnn._src.hopper.ptx import NAMES
 
-# op -> bytes of the widest of its large arrays -> of how many elements on it was measured faster than XLA's program.
-MEASURED = {
-    "fused_dropout": {2: 1 << 22},
-    "fused_dropout_tangent": {2: 1 << 25},
-    "fused_dropout_dgrad": {2: 1 << 20, 4: 1 << 25},
-}
-MEASURED_ROWS, MEASURED_WIDTH = 1024, 768  # the fewest rows, and the narrowest bias whose gradient was measured
-MEASURED_EXAMPLE = 1 << 19  # elements of an example under vmap
 LARGEST = 1 << 30  # groups of elements that one key counts
 
 
@@ -227,21 +219,18 @@ def _level(call: engines.Call) -> str:
     return "run_to_run" if call.op == "fused_dropout_dgrad" else "portable"
 
 
-def _rank(call: engines.Call) -> int:
-    """First where it was measured faster than XLA; where all is kept nothing is drawn, and XLA's program is as fast."""
+def _features(call: engines.Call) -> engines.Features | None:
+    """Named by the widest of its large arrays; where all is kept nothing is drawn, and XLA's program is as fast."""
     if not call.spec.threshold:
-        return 2
+        return None
     arrays = {name: v.dtype for name, v in _operands(call).items() if name not in ("bias", "dbias", "key", "start")}
     widest = max(np.dtype(dtype).itemsize for dtype in (*arrays.values(), _out_dtype(call)))
-    size, (leads, _) = math.prod(call.avals[0].shape), _split(call)
-    if leads > 1 and size // leads < MEASURED_EXAMPLE:
-        return 2
+    elements, (leads, _) = math.prod(call.avals[0].shape), _split(call)
+    sizes = {"elements": elements, "elements of an example": elements // max(leads, 1)}
     if call.op == "fused_dropout_dgrad":
         width = _own_width(call)
-        if width < MEASURED_WIDTH or size // width < MEASURED_ROWS:
-            return 2
-    least = MEASURED.get(call.op, {}).get(widest)
-    return 0 if least is not None and size >= least else 2
+        sizes |= {"width": width, "rows": elements // max(width, 1)}
+    return engines.Features(f"{widest} bytes", sizes)
 
 
 def _workspace(call: engines.Call) -> int:
@@ -257,13 +246,12 @@ for _op in ("dropout", *fused.OPS):
     engines.register(
         engines.Engine(
             name="hopper",
-            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             fused=False,
             supports=_supports,
             level=_level,
-            rank=_rank,
+            features=_features,
             workspace=_workspace,
             needs_sizes=lambda call: True,
             notes=("Philox4x32-10, drawn again for the backward pass",),

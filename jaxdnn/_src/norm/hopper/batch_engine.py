@@ -12,9 +12,6 @@ from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
 
-# How many columns, and how many rows and elements at least, the calls had that were measured (three dtypes).
-MEASURED_COLUMNS, MEASURED_ROWS, MEASURED_ELEMENTS = (3, 2048), 1568, 802816
-
 
 def _sizes(call: engines.Call) -> tuple[int, int]:
     """Rows and columns: how many elements a statistic is taken over, and how many statistics there are."""
@@ -110,13 +107,11 @@ def _workspace(call: engines.Call) -> int | None:
     return 4 * found.columns * found.splits * (3 if x_of(call).dtype == call.spec.accumulate else 2)
 
 
-def _measured(call: engines.Call) -> bool:
-    """Faster than XLA's formula, both ways, wherever it was measured."""
+def _features(call: engines.Call) -> engines.Features | None:
     if any(map(export.is_symbolic_dim, x_of(call).shape)):
-        return False
+        return None
     rows, columns = _sizes(call)
-    alike = MEASURED_COLUMNS[0] <= columns <= MEASURED_COLUMNS[1] and rows >= MEASURED_ROWS
-    return alike and rows * columns >= MEASURED_ELEMENTS
+    return engines.Features("batches", {"columns": columns, "rows": rows, "elements": rows * columns})
 
 
 BATCHES = Kind(
@@ -124,6 +119,6 @@ BATCHES = Kind(
     pattern="r+k+",
     unsupported=_unsupported,
     run=_run,
-    measured=_measured,
+    features=_features,
     workspace=_workspace,
 )

@@ -1,9 +1,7 @@
 """The `hopper` engine of the normalisations: which kernels serve a call, and what it promises.
 
 There is a kind of kernels for each kind of axes that statistics are taken over (`norm_kind`). A call goes to the one
-whose axes it has; that one says whether it serves the call. The engine is chosen unasked only for calls like those
-measured faster than XLA's formula on this kind of device (`benchmarks/notes-hopper-norm.md`); `engine="hopper"` takes
-it for all that it serves.
+whose axes it has; that one says whether it serves the call.
 """
 
 import math
@@ -63,12 +61,9 @@ def _level(call: engines.Call) -> str:
     return "batch_invariant" if call.spec.per_example else "run_to_run"
 
 
-def _rank(call: engines.Call) -> int:
-    """First where it was measured faster than XLA."""
-    if _supports(call) is not None:
-        return 2
+def _features(call: engines.Call) -> engines.Features | None:
     kind = _kind(call)
-    return 0 if kind is not None and kind.measured(call) else 2
+    return None if kind is None or _supports(call) is not None else kind.features(call)
 
 
 def _workspace(call: engines.Call) -> int | None:
@@ -80,14 +75,13 @@ for _op in ("norm", "norm_tangent", "norm_dgrad"):
     engines.register(
         engines.Engine(
             name="hopper",
-            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             fused=False,
             supports=_supports,
             needs_sizes=lambda call: True,
             level=_level,
-            rank=_rank,
+            features=_features,
             workspace=_workspace,
             partition=lambda call: True,
             notes=(

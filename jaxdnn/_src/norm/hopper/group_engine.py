@@ -17,10 +17,6 @@ from jaxdnn._src.norm.spec import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, in which offsets have 32 bits
 STATISTICS = 1 << 31  # statistics of all images, or of their slices
-# What was measured to be faster than XLA: dtypes of x and the result; the fewest elements, clusters, and bytes of a
-# pixel in a cluster; the fewest bytes of x where images are processed in slices.
-MEASURED_DTYPES, MEASURED_ELEMENTS, MEASURED_CLUSTERS = ("bfloat16", "float16", "float32"), 1 << 16, 4
-MEASURED_BYTES, MEASURED_SLICED = 32, 1 << 24
 
 
 class _Sizes(NamedTuple):
@@ -94,18 +90,17 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 
 
-def _measured(call: engines.Call) -> bool:
-    """Whether the call is among those that were measured to be faster than XLA."""
+def _features(call: engines.Call) -> engines.Features | None:
+    """Of images that are read once, or processed in slices, and of results of x's dtype."""
     found, x = _plan(call), x_of(call)
-    if found is None or not call.spec.per_example:
-        return False
-    if x.dtype.name not in MEASURED_DTYPES or x.dtype != call.spec.out_dtype:
-        return False
+    if found is None or not call.spec.per_example or x.dtype != call.spec.out_dtype:
+        return None
+    elements, width = math.prod(x.shape), x.dtype.itemsize
     if isinstance(found, SlicePlan):
-        return math.prod(x.shape) * x.dtype.itemsize >= MEASURED_SLICED
+        return engines.Features("images in slices", {"bytes": elements * width})
     clusters = _sizes(call).images * found.parts
-    wide = found.stays and found.part * x.dtype.itemsize >= MEASURED_BYTES
-    return wide and clusters >= MEASURED_CLUSTERS and math.prod(x.shape) >= MEASURED_ELEMENTS
+    sizes = {"bytes of a pixel": found.part * width, "clusters": clusters, "elements": elements}
+    return engines.Features("images", sizes) if found.stays else None
 
 
 def _workspace(call: engines.Call) -> int | None:
@@ -119,6 +114,6 @@ IMAGES = Kind(
     pattern="k+r+kr?",
     unsupported=_unsupported,
     run=_run,
-    measured=_measured,
+    features=_features,
     workspace=_workspace,
 )

@@ -24,7 +24,7 @@ class Kind:
       pattern: a regular expression over x's axes, k for one that is kept, r for one that statistics are taken over.
       unsupported: why the kernels do not serve a call over such axes, as a clause; None if they do.
       run: a call and its operands to its results.
-      measured: whether a call is like those that were measured faster than XLA's formula on `hopper.MEASURED_ON`.
+      features: what measurements call a call that the kernels serve; None where none may speak for it.
       workspace: bytes of device memory beside operands and results; None of a call that no kernel serves.
       notes: what a user may want to know.
     """
@@ -33,7 +33,7 @@ class Kind:
     pattern: str
     unsupported: Callable[[engines.Call], str | None]
     run: Callable[..., tuple[Array, ...]]
-    measured: Callable[[engines.Call], bool]
+    features: Callable[[engines.Call], engines.Features | None]
     workspace: Callable[[engines.Call], int | None]
     notes: tuple[str, ...] = ()
 

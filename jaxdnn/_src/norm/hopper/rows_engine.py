@@ -11,12 +11,6 @@ from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
 
-# op -> dtype -> the row lengths between which it was measured faster, and of how many elements at least.
-MEASURED = {
-    "norm": {"bf16": (256, 16384), "f16": (256, 16384), "f32": (256, 8192)},
-    "norm_dgrad": {"bf16": (256, 8192), "f16": (512, 8192), "f32": (256, 8192)},
-}
-MEASURED_ELEMENTS = 1 << 24
 ROWS_MOST = 1 << 30
 
 
@@ -65,9 +59,9 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 
 
-def _measured(call: engines.Call) -> bool:
-    low, high = MEASURED.get(call.op, {}).get(NAMES[x_of(call).dtype], (1, 0))
-    return low <= _length(call) <= high and math.prod(x_of(call).shape) >= MEASURED_ELEMENTS
+def _features(call: engines.Call) -> engines.Features:
+    x = x_of(call)
+    return engines.Features(f"rows of {NAMES[x.dtype]}", {"length": _length(call), "elements": math.prod(x.shape)})
 
 
 ROWS = Kind(
@@ -75,6 +69,6 @@ ROWS = Kind(
     pattern="k*r+",
     unsupported=_unsupported,
     run=_run,
-    measured=_measured,
+    features=_features,
     workspace=lambda call: 0 if call.op == "norm" else MULTIPROCESSORS * 8 * _length(call),
 )

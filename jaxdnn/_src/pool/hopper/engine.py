@@ -113,7 +113,6 @@ for _op in OPS:
     engines.register(
         engines.Engine(
             name="hopper",
-            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             fused=False,
@@ -121,7 +120,7 @@ for _op in OPS:
             needs_sizes=lambda call: True,
             level=lambda call: "portable",
             # Measured no slower than XLA's formula for any shape that it serves: benchmarks/notes-pool.md.
-            rank=lambda call: 0,
+            features=lambda call: engines.Features("any", {}),
             workspace=lambda call: 0,
             partition=lambda call: True,
         )

@@ -1,14 +1,6 @@
-"""The `hopper` engine of the softmax family: the Pallas kernels of `softmax`, for compute capability 9.0.
+"""The `hopper` engine of the softmax family: the Pallas kernels of `softmax`, for compute capability 9.0."""
 
-They are chosen unasked for rows as long as those that were measured faster than XLA's on this kind of device, or of a
-length between two of these (`measured.json`, written by `jaxdnn bench softmax`), if there are rows enough to
-fill the device; `engine="hopper"` takes them for every call that they support.
-"""
-
-import functools as ft
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +10,6 @@ from jaxdnn._src import hopper
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.softmax.primitive import OPS, SoftmaxSpec
-
-MEASURED = Path(__file__).with_name("measured.json")
-FEWER = 8  # so many times fewer rows than were measured may be taken to gain as much
 
 
 def _geometry(call: engines.Call) -> tuple[int, int]:
@@ -67,40 +56,17 @@ def _supports(call: engines.Call) -> str | None:
     return None
 
 
-def key(call: engines.Call) -> str:
-    """What `measured.json` calls a call: everything but the number of rows."""
-    return f"{_kind(call)} {_geometry(call)[1]}"
-
-
-def _kind(call: engines.Call) -> str:
-    algorithm = "" if call.op == "logsumexp" else f" {call.spec.algorithm}"
-    return f"{call.op}{algorithm} {call.avals[0].dtype.name}"
-
-
-@ft.lru_cache
-def _measured() -> dict[str, Any]:
-    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-
-
-def _rank(call: engines.Call) -> int:
-    """First where it was measured faster than XLA, or between two such lengths; "fast" is taken to be "accurate"."""
+def _features(call: engines.Call) -> engines.Features:
+    """The rows and their length, and the algorithm, where "fast" is taken to be "accurate"."""
     rows, length = _geometry(call)
-    kind = _kind(call).replace(" fast ", " accurate ")
-    table = _measured().get(call.device_kind or "", {})
-    found = {int(name.rpartition(" ")[2]): row for name, row in table.items() if name.rpartition(" ")[0] == kind}
-    below = max((n for n in found if n <= length), default=None)
-    above = min((n for n in found if n >= length), default=None)
-    if below is None or above is None:
-        return 2
-    gains = all(found[n]["speed_up"] >= 1 for n in (below, above))
-    return 0 if gains and rows * length * FEWER >= found[below]["batch"] * below else 2
+    algorithm = "" if call.op == "logsumexp" else call.spec.algorithm.replace("fast", "accurate") + " "
+    return engines.Features(f"{algorithm}{call.avals[0].dtype.name}", {"batch": rows, "length": length})
 
 
 for _op in OPS:
     engines.register(
         engines.Engine(
             name="hopper",
-            measured_on=hopper.MEASURED_ON,
             op=_op,
             run=_run,
             fused=False,
@@ -109,7 +75,7 @@ for _op in OPS:
             level=lambda call: "batch_invariant",
             accumulation=lambda call: "float32",
             hazards=lambda call: ("flushes_subnormals",),
-            rank=_rank,
+            features=_features,
             workspace=lambda call: 0,
             partition=lambda call: True,
             notes=(
