@@ -1,7 +1,7 @@
 """The copies that XLA makes around a dense Hopper convolution, and their bytes.
 
-Zeros where the copy engine wants whole rows of 16 bytes or whole steps, taps of few channels brought side by side, and
-the epilogue's operands in the output's shape. Where nothing has to change, an array is passed on as it is.
+They pad with zeros to rows of 16 bytes and whole strides, which TMA requires, turn the taps of inputs with few channels
+into channels, and bring the epilogue's operands into the output's shape. An array that needs no change is not copied.
 """
 
 import math
@@ -22,9 +22,9 @@ def pad(a: Array, pads: Sequence[tuple[int, int]]) -> Array:
 
 
 def pad_axes(x: Array, axes: Sequence[Axis], pad_reduce: int) -> Array:
-    """Zeros where the pipeline needs them: whole steps, rows of 16 bytes, and no axis of one position with taps.
+    """Pads x for the pipeline: whole strides, rows of 16 bytes, and no axis of length one that has several taps.
 
-    TMA descriptors drop an axis of one position, and with it the test that fills zeros outside of it.
+    TMA drops an axis of length one, and then does not fill positions outside of it with zeros.
     """
     pads = [(0, 0)]
     for ax in axes:
@@ -37,13 +37,13 @@ def pad_axes(x: Array, axes: Sequence[Axis], pad_reduce: int) -> Array:
     return jnp.pad(x, pads) if any(map(any, pads)) else x
 
 
-# ---- few channels: the last axis' taps side by side
+# ---- few channels: the last axis' taps as channels
 
 
 def cells_of(geo: Geometry, channels: int, width: int) -> int:
-    """How many pixels of few channels make a cell of 16 bytes, so that every output's window starts at one; 0: none.
+    """How many pixels a 16-byte cell has, such that every output's window starts with a cell; 0: there are no cells.
 
-    A cell is one step of the last axis' stride long; its pixels are padded with zero channels.
+    A cell has one stride of the last axis; its pixels are padded with zero channels.
     """
     if geo.groups > 1 or width != 2 or not geo.taps or geo.flip or geo.dilation[-1] != 1:
         return 0
@@ -53,23 +53,23 @@ def cells_of(geo: Geometry, channels: int, width: int) -> int:
 
 
 def in_cells(x: Array, geo: Geometry, cells: int) -> Array:
-    """(..., X, C) to (..., cells, 8): padded as the window asks, so that output q's window starts at cell q."""
+    """(..., X, C) to (..., cells, 8), padded so that the window of output q starts at cell q."""
     (low, _), taps, out = geo.padding[-1], geo.taps[-1], geo.out[-1]
     length = (out + ceil_div(taps, cells) - 1) * cells
     none = [(0, 0, 0)] * (x.ndim - 2)
     pads = [*none, (low, length - low - x.shape[-2], 0), (0, 8 // cells - x.shape[-1], 0)]
-    x = lax.pad(x, jnp.zeros((), x.dtype), pads)  # its negative padding cuts pixels that no window reads
+    x = lax.pad(x, jnp.zeros((), x.dtype), pads)  # negative padding removes pixels that no window reads
     x = x.reshape(*x.shape[:-2], length // cells, 8)
     rest = taps % cells
     if not rest:
         return x
-    # A window's last cell holds pixels that no tap reads. Were they multiplied by zeros, a NaN there would show.
+    # A window's last cell has pixels that no tap reads. Multiplied by zeros, a NaN there would show in the result.
     kept = jnp.arange(8) < rest * (8 // cells)
     return jnp.concatenate([x, jnp.where(kept, x, jnp.zeros((), x.dtype))], axis=-2)
 
 
 def fold_taps(x: Array, geo: Geometry) -> Array:
-    """(..., X, C) to (..., Q, S * C): the last axis' taps side by side, as one copy."""
+    """(..., X, C) to (..., Q, S * C): one copy that turns the last axis' taps into channels."""
     s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [_folded_padding(geo), (0, 0)])
     taps = range(r)[::-1] if geo.flip else range(r)
@@ -83,7 +83,7 @@ def _folded_padding(geo: Geometry) -> tuple[int, int]:
 
 
 def folding_bytes(x: Any, geo: Geometry) -> int:
-    """Bytes of what `fold_taps` makes: the padded array, and its result."""
+    """Bytes of the arrays that `fold_taps` makes: the padded one, and its result."""
     rows, c, width = math.prod(x.shape[:-2]), x.shape[-1], jnp.dtype(x.dtype).itemsize
     low, high = _folded_padding(geo)
     padded = low + x.shape[-2] + high if low or high else 0
@@ -101,7 +101,7 @@ def prepare_epilogue(
     flat: bool,
     pad_columns: int,
 ) -> tuple[Array | None, list[Array]]:
-    """The epilogue's operands as the pipeline reads them: bias whole tiles long, the others like the output."""
+    """The epilogue's operands as the pipeline reads them: the bias in whole tiles, the others like the output."""
     if epilogue is None:
         return None, []
     named = dict(zip(epilogue.operands, operands, strict=True))
@@ -119,7 +119,7 @@ def prepare_epilogue(
 
 
 def longer(problem: Problem) -> list[tuple[int, int]]:
-    """What fills up whole steps at the end of the output's axes."""
+    """The padding at the end of the output's axes that completes the last stride."""
     return [(0, -ax.out % ax.out_step) for ax in problem.axes]
 
 
@@ -132,14 +132,14 @@ def filter_bytes(problem: Problem, width: int) -> int:
 
 
 def copied(before: Any, after: Any) -> int:
-    """Bytes of an array that is a longer copy of another; 0 where it is the other."""
+    """Bytes of a padded copy; 0 if nothing was padded, and so nothing is copied."""
     if math.prod(before.shape) == math.prod(after.shape):
         return 0
     return math.prod(after.shape) * jnp.dtype(after.dtype).itemsize
 
 
 def epilogue_bytes(epilogue: Epilogue | None, operands: Sequence[Any], problem: Problem, pad_columns: int) -> int:
-    """Bytes of what `prepare_epilogue` makes, whatever the configuration: a tile has at most 256 columns."""
+    """Bytes of the arrays that `prepare_epilogue` makes, for any configuration: a tile has at most 256 columns."""
     pixels = problem.batch * math.prod(ax.positions * ax.out_step for ax in problem.axes)
     named = {} if epilogue is None else dict(zip(epilogue.operands, operands, strict=True))
     total = (problem.columns + 255) * 4 if "bias" in named else 0

@@ -1,19 +1,19 @@
 """Convolution backward data on Hopper.
 
-dx[n, i, c] = sum over (tap, k) of dy[n, (i + pad - tap * d) / s, k] w[tap, c, k], where the division leaves no rest.
+dx[n, i, c] = sum over (tap, k) of dy[n, (i + pad - tap * d) / s, k] w[tap, c, k], where the division has no remainder.
 
-Schedule: `pipeline.py`'s, with output channels k in the place of input channels: for each chunk of 128 bytes of k, for
-each tap in order that meets the position, the chunk's channels in order. `batch_invariant`.
+Schedule: that of `pipeline.py`, with output channels k in place of input channels: for each chunk of 128 bytes of k,
+for each tap in order that contributes to the position, the chunk's channels in order. `batch_invariant`.
 
-Tiling: with stride one, the forward kernel with the taps moving the other way. With a stride, positions of one phase
-(i mod s) meet the same taps, so every phase is a small convolution of stride one; all phases run in one launch, those
-with most taps first, and their outputs interleave through TMA. Phases that meet no tap are written as zeros: as tiles
-like the others, or after these in whole rows (`Config.blank`). An output of very few channels (an RGB stem) would waste
-the tensor cores phase by phase; there all phases become columns of one product over the union of their windows, and
-one copy interleaves them. Taps that a phase does not have are zeros there: a NaN or an infinity of dy may show in a
-neighbour that it does not belong to (`spreads_nonfinite`).
+Tiling: with stride one, the forward kernel with the taps in the opposite direction. With a stride, all positions of one
+phase (i mod s) use the same taps, so that each phase is a small convolution of stride one; all phases run in one
+launch, those with most taps first, and TMA interleaves their outputs. Zeros are stored to phases without taps: as tiles
+like those of the others, or after all tiles in whole rows (`Config.blank`). If the output has very few channels (an RGB
+stem), each phase alone would use little of the tensor cores; then all phases are columns of one product over the union
+of their windows, and a copy interleaves them. Taps that a phase does not have are zeros there, so that a NaN or an
+infinity of dy may show in a neighbouring result that does not depend on it (`spreads_nonfinite`).
 
-The filter is read as the user stores it, without a transposing copy, in 16-bit types.
+In 16-bit types the filter is read as the user stores it, without a transposing copy.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from jaxdnn._src.conv.hopper.geometry import Geometry, channels_of, narrowest, o
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
 from jaxdnn._src.hopper import branches
 
-NARROW = 8  # output channels under which the phases are joined
+NARROW = 8  # with fewer output channels, the phases are joined
 
 
 def supports(
@@ -64,7 +64,7 @@ def _x_shape(dy: Any, w: Any, geo: Geometry) -> tuple[int, ...]:
 
 
 def axes_of(geo: Geometry) -> tuple[Axis, ...]:
-    """The backward walk: a phase of the output meets every (s / gcd(s, d))-th tap, at moving offsets of dy."""
+    """The axes of the backward pass: an output phase uses every (s / gcd(s, d))-th tap, each at its own offset."""
     axes = []
     for x, out, r, s, (low, _), d in zip(
         geo.sizes, geo.out, geo.taps, geo.stride, geo.padding, geo.dilation, strict=True
@@ -76,7 +76,7 @@ def axes_of(geo: Geometry) -> tuple[Axis, ...]:
             first.append(meets[0] if meets else 0)
             count.append(len(meets))
             offset.append((phase + low - meets[0] * d) // s if meets else 0)
-        if geo.flip:  # the filter's tap at window place t is r - 1 - t
+        if geo.flip:  # the filter's tap at position t of the window is r - 1 - t
             axes.append(
                 Axis(
                     out, x, r, 1, s, tuple(r - 1 - f for f in first), tuple(count), tuple(offset), -step, -step * d // s
@@ -125,7 +125,7 @@ def _problem(
 
 
 def joined(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
-    """Whether the phases become columns of one product."""
+    """Whether the phases are columns of one product."""
     return (
         any(s > 1 for s in geo.stride)
         and not operands
@@ -137,7 +137,7 @@ def joined(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
 
 
 def spreads_nonfinite(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
-    """Whether a NaN of dy may show in positions that it does not belong to: where zeros fill up the joined filter."""
+    """Whether a NaN of dy may show in results that do not depend on it: if the joined filter is padded with zeros."""
     if not joined(geo, channels, operands):
         return False
     _, windows = _joint(geo)
@@ -201,7 +201,7 @@ def _joined_phases(
     config: Config | None,
     sms: int | None,
 ) -> Array:
-    """All phases as columns: a convolution of dy, stride one, whose filter holds each phase's taps where they fall."""
+    """`conv_dgrad` with all phases as columns: a convolution of dy with stride one by a filter of all taps."""
     joint, windows = _joint(geo)
     x_shape, rank = _x_shape(dy, w, geo), len(geo.taps)
     if geo.outer:
@@ -223,7 +223,7 @@ def _joined_phases(
 
 
 def _joint(geo: Geometry) -> tuple[Geometry, list[np.ndarray]]:
-    """The convolution of all phases, and by axis the tap at each place of its window and phase, or r for none."""
+    """The convolution of all phases, and for each axis the tap at each window position and phase (r for none)."""
     windows, tops, axes = [], [], axes_of(geo)
     for ax, r in zip(axes, geo.taps, strict=True):
         top = max(o for o, n in zip(ax.offset, ax.count, strict=True) if n)
@@ -236,7 +236,7 @@ def _joint(geo: Geometry) -> tuple[Geometry, list[np.ndarray]]:
         tops.append(top)
     places = tuple(len(table) for table in windows)
     positions = tuple(ax.positions for ax in axes)
-    # place u reads dy at i + top - u: a stride-one backward convolution with padding `top`
+    # Window position u reads dy at i + top - u: a backward convolution of stride one with padding `top`.
     pads = tuple(
         (top, p + n - 1 - top - size) for top, p, n, size in zip(tops, geo.out, places, positions, strict=True)
     )
@@ -251,9 +251,9 @@ def schedule(
     *,
     geo: Geometry,
 ) -> np.ndarray:
-    """In which order the products of an output are added: flat indices tap * K + k, -1 where a zero pads.
+    """The order in which the products of an output are added: flat indices tap * K + k, -1 for a padding zero.
 
-    A position meets some of the taps; those it does not meet add nothing, so one order serves all positions.
+    A position uses some of the taps; the others add nothing, and so one order is valid for all positions.
     """
     problem, _, pad_reduce, _ = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
     reduce = problem.reduce - pad_reduce
@@ -274,7 +274,7 @@ def workspace(
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
 ) -> int:
-    """Bytes of device memory that the copies around the kernel take."""
+    """Bytes of device memory of the copies around the kernel."""
     out_dtype = jnp.dtype(out_dtype or dy.dtype)
     width, total, x_shape = jnp.dtype(dy.dtype).itemsize, 0, _x_shape(dy, w, geo)
     if joined(geo, x_shape[-1], operands):
@@ -303,6 +303,6 @@ def _joined_workspace(dy: Any, w: Any, geo: Geometry, epilogue: Epilogue | None,
     total = workspace(dy, filters, geo=joint, epilogue=epilogue, out_dtype=out_dtype)
     total += (math.prod(r + 1 for r in geo.taps) * c * k + math.prod(filters.shape)) * width
     *_, pad_columns = _problem(dy, filters, joint, epilogue=None, extras=(), out_dtype=out_dtype)
-    if not pad_columns:  # else what the kernel writes is counted there
+    if not pad_columns:  # otherwise the kernel's result has been counted there
         total += dy.shape[0] * math.prod(joint.sizes) * columns * out_dtype.itemsize
     return total

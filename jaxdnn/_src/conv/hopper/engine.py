@@ -1,7 +1,7 @@
 """The `hopper` engine of the convolutions: the Pallas kernels of this folder, for compute capability 9.0.
 
-Depthwise and narrow groups go to `depthwise`, everything else to `conv_fprop`, `dgrad` and `wgrad`. The
-kernels are imported when a call first asks for them, so that importing jaxdnn does not import Pallas.
+`depthwise` serves depthwise and narrow groups; `fprop`, `dgrad` and `wgrad` serve everything else. The kernels are
+imported at the first call that needs them, so that importing jaxdnn does not import Pallas.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class _Kernel:
 
 
 def _kernel(call: engines.Call) -> _Kernel:
-    """The kernel that serves a call, or one whose refusal says why none does."""
+    """The kernel that serves a call; if none does, one whose `refusal` says why."""
     narrow = _narrow(call)
     if narrow.refusal is None:
         return narrow
@@ -134,7 +134,7 @@ def _narrow(call: engines.Call) -> _Kernel:
 
     def schedule() -> engines.Schedule | None:
         if spec.precision == "tf32" and a.dtype == jnp.float32:
-            return None  # the definition cuts the operands then, and this kernel multiplies them whole
+            return None  # the definition truncates the operands to TF32, and this kernel does not
         return depthwise.schedule(*told, **options, flip=spec.flip)
 
     def workspace() -> int:
@@ -184,8 +184,10 @@ def _accumulation(call: engines.Call) -> str:
 
 
 def _hazards(call: engines.Call) -> tuple[str, ...]:
-    """Zeros fill up a filter gradient's tiles of pixels, and the filter where phases are joined; 0 * inf is NaN. The
-    phases of a stride, and tiles at an array's end, pass over what lies outside.
+    """What the kernels do with exceptional values; 0 * inf is NaN.
+
+    Filter gradients pad their boxes of pixels with zeros, and joined phases pad the filter. The phases of a stride and
+    tiles at an array's end skip products outside of the array.
     """
     if call.avals[0].dtype == jnp.int8:
         return ()

@@ -2,20 +2,20 @@
 
 y[n, p, k] = sum over (tap, c) of x[n, p * s + tap * d - pad, c] w[tap, c, k].
 
-Schedule: `pipeline.py`'s. For each chunk of 128 bytes of input channels (64 of bfloat16), for each tap in order, the
-chunk's channels in order; float32 (int32) accumulation on the tensor core, one conversion at the end. No tile, batch,
-position or configuration changes it: `batch_invariant`.
+Schedule: that of `pipeline.py`. For each chunk of 128 bytes of input channels (64 of bfloat16), for each tap in order,
+the chunk's channels in order; float32 (int32) accumulation on the tensor core, one conversion at the end. It does not
+depend on the tile, the batch, the position or the configuration: `batch_invariant`.
 
-Tiling: boxes of images x positions against up to 256 output channels; see `Config`. A convolution whose taps are all
-one, with stride one and no padding, is a plain matrix product over flattened pixels. An input of very few channels (an
-RGB stem) is copied once into cells of 16 bytes, as many pixels as the stride of the last axis and zero channels; the
-taps of that axis are then a run of neighbouring cells, and wgmma reads the overlapping runs of all outputs straight
-from shared memory. Where that does not fit (8 channels, a dilation) a copy makes those taps channels. The order is
-then tap by tap of the remaining axes, and (last tap, channel) inside, which is the filter's own order.
+Tiling: boxes of images x positions by up to 256 output channels; see `Config`. A 1x1 convolution with stride one and
+no padding is a plain matrix product over flattened pixels. An input with very few channels (an RGB stem) is copied
+once into cells of 16 bytes: a cell has as many pixels as the last axis' stride, padded with zero channels. The taps of
+that axis are then a run of neighbouring cells, and wgmma reads the overlapping runs of all outputs directly from shared
+memory. If such cells do not fit (8 channels, a dilation), a copy turns the last axis' taps into channels. The order is
+then: for each tap of the other axes, (last tap, channel) in the filter's order.
 
-Limits: bfloat16, float16; float8 and int8; float32 by TF32 (truncated operands) on request. Channels whose rows are
-no multiple of 16 bytes are padded by a copy; so are strided axes whose length the stride does not divide. Groups need
-16, 32 or a multiple of 64 channels each (bfloat16). With a stride in three dimensions a tile is of one image.
+Limits: bfloat16, float16; float8 and int8; float32 by TF32 (truncated operands) on request. Channels that do not fill a
+multiple of 16 bytes are padded by a copy; so are strided axes whose length the stride does not divide. Groups need
+16, 32 or a multiple of 64 channels each (bfloat16). With a stride in three dimensions a tile has one image.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def supports(
 
 
 def axes_of(geo: Geometry) -> tuple[Axis, ...]:
-    """The forward walk: every output reads all taps; a stride is a phase of the input."""
+    """The axes of the forward pass: every output reads all taps, and a stride splits the input into phases."""
     axes = []
     for x, out, r, s, (low, _), d in zip(
         geo.sizes, geo.out, geo.taps, geo.stride, geo.padding, geo.dilation, strict=True
@@ -72,16 +72,16 @@ def axes_of(geo: Geometry) -> tuple[Axis, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is run for a call: the problem, and the copies around it."""
+    """How a call is computed: the problem that the pipeline solves, and the copies around it."""
 
     problem: Problem
     geo: Geometry
-    flat: bool  # pixels flattened: a matrix product
-    folded: bool  # the last axis' taps became channels
-    cells: int  # pixels side by side in a cell of 16 bytes, of which an output reads a window; 0: no cells
-    pad_reduce: int  # zero channels added to x and w
-    pad_columns: int  # zero output channels added, then cut off
-    transpose: bool  # the filter goes through a transposing copy (types that wgmma reads one way only)
+    flat: bool  # the pixels are flattened: a matrix product
+    folded: bool  # a copy turns the last axis' taps into channels
+    cells: int  # pixels of a 16-byte cell, of which an output reads a window; 0: no cells
+    pad_reduce: int  # zero channels that are added to x and w
+    pad_columns: int  # zero output channels that are added, and removed from the result
+    transpose: bool  # the filter is copied transposed, for types that wgmma reads only along the reduction
 
 
 def plan(
@@ -112,7 +112,7 @@ def plan(
     if folded or cells:
         geo = geo.without_last_taps
     chunk = min(128, max(32, reduce * width)) // width
-    # contiguous output channels come in whole chunks of 16-bit numbers; else the filter is transposed
+    # A filter with contiguous output channels must have whole chunks of 16-bit numbers; otherwise it is transposed.
     transpose = not channels_last and not cells and (width != 2 or (groups > 1 and columns // groups % chunk != 0))
     pad_reduce = -reduce % (16 // width)
     mn_major = cells or not (channels_last or transpose)
@@ -217,10 +217,10 @@ def schedule(
     *,
     geo: Geometry,
 ) -> np.ndarray:
-    """In which order the products of an output are added: flat indices tap * C + c, -1 where a zero pads.
+    """The order in which the products of an output are added: flat indices tap * C + c, -1 for a padding zero.
 
-    Taps are numbered as the filter lies. Windows are walked forwards, so that of a flipped filter the last tap comes
-    first; taps that a copy made channels come in the filter's own order, flipped or not.
+    Taps are numbered as they are stored. Windows are read forwards, so that a flipped filter begins with its last tap;
+    taps that a copy turned into channels come in the filter's own order, flipped or not.
     """
     todo = plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
     reduce = todo.problem.reduce - todo.pad_reduce
@@ -243,13 +243,13 @@ def workspace(
     epilogue: Epilogue | None = None,
     out_dtype: Any = None,
 ) -> int:
-    """Bytes of device memory that the copies around the kernel take."""
+    """Bytes of device memory of the copies around the kernel."""
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     todo = plan(x, w, geo, epilogue=None, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype)
     problem, width, total = todo.problem, jnp.dtype(x.dtype).itemsize, 0
     if todo.cells:
         cells = jax.eval_shape(lambda x: copies.in_cells(x, geo, todo.cells), jax.ShapeDtypeStruct(x.shape, x.dtype))
-        # Before a row of partly masked cells is put beside them, the cells are an array of their own.
+        # The cells are an array of their own before the copy with masked pixels is concatenated to them.
         total += math.prod(cells.shape) * width * (3 if problem.partial else 2) // 2
         x = cells
     elif todo.folded:

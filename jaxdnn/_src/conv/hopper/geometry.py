@@ -1,4 +1,4 @@
-"""What a convolution is for the dense Hopper kernels: its geometry, and which dtypes and shapes they take."""
+"""The geometry of a convolution for the dense Hopper kernels, and the dtypes and shapes that they support."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ FLOATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """What a convolution is, apart from its batch, channels and dtypes; tuples by spatial axis."""
+    """A convolution without its batch, channels and dtypes; tuples have an element for each spatial axis."""
 
     sizes: tuple[int, ...]
     taps: tuple[int, ...]
@@ -30,12 +30,12 @@ class Geometry:
 
     @property
     def pointwise(self) -> bool:
-        """Every output pixel reads the one input pixel at its place."""
+        """Whether each output pixel reads exactly the input pixel at its own position."""
         return all(t == 1 for t in self.taps) and all(s == 1 for s in self.stride) and not any(map(any, self.padding))
 
     @property
     def without_last_taps(self) -> "Geometry":
-        """What is left to do where a copy has brought the last axis' taps to each of its outputs."""
+        """The convolution that remains after a copy has turned the last axis' taps into channels."""
         return dataclasses.replace(
             self,
             sizes=(*self.sizes[:-1], self.out[-1]),
@@ -72,12 +72,12 @@ def operand_reason(dtype: Any, other: Any, out_dtype: Any, precision: str | None
 
 
 def narrowest(out_dtype: Any, extras: Sequence[Any]) -> int:
-    """Bytes of the smallest element that an epilogue reads or writes in the output's shape."""
+    """Bytes of the smallest element among the result and the epilogue's operands in the output's shape."""
     return min(jnp.dtype(dtype).itemsize for dtype in (out_dtype, *extras))
 
 
 def shape_reason(geo: Geometry, batch: int, reduce: int, columns: int, width: int, least: int = 2) -> str | None:
-    """Why no kernel takes such shapes, or None; `width` and `least` are bytes of an element, at either end."""
+    """Why no kernel supports such shapes, or None. width, least: bytes of an element of operands, of results."""
     if min(batch, *geo.out, *geo.sizes, reduce, columns, 1) < 1:
         return "it has no kernel for empty arrays"
     if any(low < 0 or high < 0 for low, high in geo.padding):

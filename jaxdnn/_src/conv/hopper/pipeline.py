@@ -1,18 +1,19 @@
 """The persistent, warp-specialised matrix pipeline that the Hopper convolution kernels share.
 
-A convolution as a matrix product without a copy: a tile of the output is a box of pixels (images x positions, at most
-256 rows) times a range of output channels. For every filter tap the box of *input* pixels that meets it is a box too,
-shifted; the tensor memory accelerator (TMA) fetches it and fills whatever lies outside the image with zeros, so that
-padding, dilation and ragged edges cost nothing. A stride splits an axis into (positions, phase); a tap then picks a
-phase, and stays a box.
+An implicit matrix product: a tile of the output is a box of pixels (images x positions, at most 256 rows) by a range of
+output channels. For each filter tap, the input pixels that the tile needs are the same box, shifted. The tensor memory
+accelerator (TMA) loads it and fills positions outside the image with zeros, so that padding, dilation and ragged edges
+cost nothing. With a stride an axis is viewed as (positions, phase); a tap then selects a phase, and its pixels are
+again a box.
 
-Schedule. An output's products are added in this order, whatever the tile, the batch or the position:
-for each chunk of 128 bytes of input channels, for each tap in the filter's order, the chunk's channels in order
-(`schedule_order` spells it out). The tensor core adds 32 bytes' worth of products at a time into a float32.
+Schedule. The products of an output are added in the same order for every tile, batch and position: for each chunk of
+128 bytes of input channels, for each tap in the filter's order, the chunk's channels in order (`schedule_order` returns
+it). The tensor core adds 32 bytes' worth of products at a time into a float32 accumulator.
 
-Roles in a block of threads (one block a multiprocessor): one warpgroup issues the loads into a ring of shared-memory
-slots; `teams` consumer teams of `groups` warpgroups each take the output tiles in turn, so that with two teams the
-epilogue of one tile overlaps the products of the next.
+Roles. One block of threads runs on each multiprocessor. Its producer warpgroup loads boxes into a ring of slots in
+shared memory; each slot has an mbarrier "full", on which consumers wait for the loads, and an mbarrier "empty", on
+which the producer waits until the consumers have read the slot. `teams` consumer teams of `groups` warpgroups take the
+output tiles in turn, so that with two teams the epilogue of one tile overlaps the products of the next.
 """
 
 from collections.abc import Sequence
@@ -33,9 +34,9 @@ from jaxdnn._src.hopper import branches
 def run(
     a: Array, b: Array, bias: Array | None, extras: Sequence[Array], problem: Problem, config: Config, *, sms: int
 ) -> Array:
-    """Runs the pipeline; every array is laid out as `problem` says (channels last, steps not yet split).
+    """Runs the pipeline on arrays as `problem` describes them: channels last, strided axes not yet split.
 
-    Returns an array (N, positions * out_step, ..., columns): where out_step does not divide the output, longer.
+    Returns an array (N, positions * out_step, ..., columns); if out_step does not divide the output, it is longer.
     """
     reason = check(problem, config)
     if reason is not None:
@@ -71,11 +72,11 @@ def run(
 
 
 class _Block(Producer, Consumer):
-    """One block of threads: its warpgroups share buffers, barriers and the arithmetic of tiles, and part by role."""
+    """One block of threads: its warpgroups share the buffers, the barriers and the numbering of tiles."""
 
 
 def split_steps(a: Array, axes: Sequence[Axis]) -> Array:
-    """(N, X..., C) with every stepped axis as (positions, phase); its length must divide."""
+    """(N, X..., C) with every strided axis split into (positions, phase); in_step must divide its length."""
     shape = [a.shape[0]]
     for ax, size in zip(axes, a.shape[1:-1], strict=True):
         shape += [size // ax.in_step, ax.in_step] if ax.in_step > 1 else [size]

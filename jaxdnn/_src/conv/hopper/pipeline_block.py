@@ -1,4 +1,4 @@
-"""The matrix pipeline's block of threads: its buffers and barriers, and what its roles share."""
+"""One block of threads of the matrix pipeline: its buffers and barriers, and what producer and consumers share."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from jaxdnn._src.hopper.wgmma import tiling_transform
 
 
 class Cut:
-    """The static side of a launch: boxes, buffers and counts."""
+    """What is static in a launch: boxes, buffers and counts."""
 
     def __init__(self, problem: Problem, config: Config):
         self.problem, self.config, self.walk = problem, config, Walk(problem, config)
@@ -38,12 +38,12 @@ class Cut:
         self.b_pieces = config.columns // problem.chunk if self.b_major == "mn" else 1
         self.out_chunk = out_columns(problem, config)
         self.extra_chunks = [config.columns * np.dtype(d).itemsize // row_bytes(config, d) for d in problem.extras]
-        self.a_loads, self.b_ringed = not config.halo, not config.resident  # what the common ring holds
+        self.a_loads, self.b_ringed = not config.halo, not config.resident  # whether the ring holds input and filter
         self.ringed = self.a_loads or self.b_ringed
-        self.steps = math.prod(ax.taps for ax in problem.axes) * problem.chunks  # slots that a resident filter takes
+        self.steps = math.prod(ax.taps for ax in problem.axes) * problem.chunks  # slots of a resident filter
 
     def blank(self) -> list[Any]:
-        """The output tiles' memory as zeros, a piece of a row of the output for each warpgroup."""
+        """The memory of the output tiles, used a second time for zeros: a piece of an output row for each warpgroup."""
         if not self.config.blank:
             return []
         problem, per, step = self.problem, self.config.blank, self.problem.axes[-1].out_step
@@ -53,7 +53,7 @@ class Cut:
         return [plgpu.SMEM((self.consumers, *shape), problem.out_dtype) for shape in shapes]
 
     def staging(self, dtype: Any, chunks: int, per: int, others: Sequence[Any] = ()) -> Any:
-        """Buffers of `per` columns, written or read by TMA as boxes and by the warpgroup as a tiled matrix."""
+        """Buffers of `per` columns, which TMA accesses as boxes and a warpgroup as a tiled matrix."""
         swizzle = swizzled(per * np.dtype(dtype).itemsize)
         return plgpu.RefUnion(
             plgpu.SMEM((self.consumers, chunks, *self.part, per), dtype, transforms=swizzle),
@@ -64,6 +64,7 @@ class Cut:
         )
 
     def scratch(self) -> dict[str, Any]:
+        """The buffers and the barriers of a block, by name."""
         problem, config, chunk = self.problem, self.config, self.problem.chunk
         swizzle = swizzled(problem.swizzle)
         b_box = (self.b_pieces, chunk, chunk) if self.b_major == "mn" else (config.columns, chunk)
@@ -96,7 +97,7 @@ class Cut:
 
 
 class Block:
-    """What the roles of one block of threads share: its operands, its buffers and its place among the blocks."""
+    """What producer and consumers of one block share: its operands, its buffers and its number among the blocks."""
 
     def __init__(self, cut: Cut, refs: Sequence[Any], scratch: dict[str, Any]):
         self.cut, self.problem, self.config, self.walk = cut, cut.problem, cut.config, cut.walk
@@ -109,13 +110,14 @@ class Block:
         self.out_box, self.out_matrix, *self.zeros = scratch["out"]
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
         self.mine = self.walk.share(self.sm, self.sms)
-        self.image = (0,) if cut.problem.one_image else ()  # indexes the axis of images of a box that holds one
+        self.image = (0,) if cut.problem.one_image else ()  # removes the axis of images from a box with one image
 
 
 def drain(empty: Any, total: Any, slots: int) -> None:
-    """Waits until every slot has been given back, so that the producer ends after all reads of what it loaded.
+    """Waits on the "empty" barriers of all slots in use, so that the producer ends after the consumers' last reads.
 
-    Nothing hangs on it while consumers wait for their products before they end: a block's memory is theirs until then.
+    The results do not depend on it: consumers wait for their products before they end, and a block keeps its shared
+    memory until all of its warps have ended.
     """
 
     @pl.loop(lax.max(total - slots, 0), total)

@@ -1,4 +1,4 @@
-"""The matrix pipeline's consumers: warpgroups that multiply what the rings hold, and store the results."""
+"""The consumers of the matrix pipeline: warpgroups that multiply the boxes in the rings and store the results."""
 
 import functools as ft
 from typing import Any
@@ -15,7 +15,7 @@ REGISTERS = 232
 
 
 class Consumer(Block):
-    """The stages of computing: a tile, a slot's products, the epilogue of some columns, zeros."""
+    """The steps of a consumer: a tile, the products of a slot, the epilogue of some columns, stores of zeros."""
 
     def consume(self) -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
@@ -36,6 +36,7 @@ class Consumer(Block):
         plgpu.wait_smem_to_gmem(0)
 
     def compute_tile(self, local: Any, tile: Any, first: Any, steps: Any) -> None:
+        """Accumulates the products of `steps` slots from number `first` on, then runs the epilogue."""
         place = self.walk.place(tile)
         self.request_extras(place)
         stages = self.config.stages
@@ -57,12 +58,12 @@ class Consumer(Block):
             plgpu.barrier_wait(self.scratch["extra_full"].at[self.wg])
         chunks = self.config.columns // self.cut.out_chunk
         for c in range(chunks):
-            # Buffers rotate over tiles too: with a chunk a tile, the next tile must not write what TMA still reads.
+            # The buffers rotate across tiles as well: with one chunk a tile, TMA may still read the last tile's buffer.
             buffer = lax.rem(lax.div(local, self.config.teams) * chunks + c, self.config.staged)
             self.finish_chunk(c, acc, place, buffer)
 
     def multiply_step(self, ks: Any, acc: Array, *, local: Any, first: Any) -> Array:
-        """One tap of one chunk; the slot before it is given back once its products have arrived."""
+        """One tap of one chunk; also releases the previous slot, once its products are complete."""
         config, stages, halo = self.config, self.config.stages, self.config.halo
         slot = lax.rem(first + ks, stages)
         taps = self.cut.steps // self.problem.chunks
@@ -79,7 +80,7 @@ class Consumer(Block):
             plgpu.barrier_wait(self.scratch["full"].at[self.team * stages + slot])
         b = self.b_ring.at[ks if config.resident else slot]
         acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major=major, b_major=self.cut.b_major)
-        plgpu.wgmma_wait(1)  # the products before these: the tensor core goes on while a slot is given back
+        plgpu.wgmma_wait(1)  # for the previous slot's products; these stay in flight while that slot is released
         if self.cut.ringed:
             pl.when(ks > 0)(lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + ks - 1, stages)]))
         if halo:
@@ -89,7 +90,7 @@ class Consumer(Block):
         return acc
 
     def multiply_row(self, row: Any, acc: Array, *, local: Any) -> Array:
-        """All taps of the last axis of one chunk, from a halo and a resident filter."""
+        """All taps along the last axis of one chunk, from a halo and a resident filter."""
         halo, taps = self.config.halo, self.problem.axes[-1].taps
         rows = self.cut.steps // self.problem.chunks // taps
         index, tap = local * self.problem.chunks + lax.div(row, rows), lax.rem(row, rows)
@@ -98,7 +99,7 @@ class Consumer(Block):
         for last in range(taps):
             a, b = self.halo_view(slot, tap, last), self.b_ring.at[row * taps + last]
             acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major="halo", b_major=self.cut.b_major)
-        plgpu.wgmma_wait(taps)  # what the row before issued
+        plgpu.wgmma_wait(taps)  # for the products of the previous row
         pl.when((tap == 0) & (row > 0))(
             lambda: plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(index - 1, halo)])
         )
@@ -108,7 +109,7 @@ class Consumer(Block):
         """This warpgroup's rows of an input box."""
         box, part = self.cut.box, self.cut.part
         if self.problem.window:
-            box, part = (0, *box), (0, *part)  # the axis of whole and partial cells
+            box, part = (0, *box), (0, *part)  # the first axis is that of whole and partial cells
         cut = [i for i, (whole, piece) in enumerate(zip(box, part, strict=True)) if whole != piece]
         if not cut:
             return self.a_ring.at[slot]
@@ -116,7 +117,10 @@ class Consumer(Block):
         return self.a_ring.at[(slot, *([slice(None)] * cut[0]), rows)]
 
     def halo_view(self, slot: Any, tap: Any, last: int | None = None) -> Any:
-        """This warpgroup's rows of a halo box, shifted by a tap, whose place on the last axis may be told apart."""
+        """This warpgroup's rows of a halo box, shifted by a tap.
+
+        With `last`, the tap's static position along the last axis, `tap` numbers the taps of the other axes.
+        """
         index: list[Any] = []
         for ax in reversed(self.problem.axes):
             if not index and last is not None:
@@ -131,7 +135,7 @@ class Consumer(Block):
         return self.a_ring.at[(slot, *where)]
 
     def position(self, place: Any, column: Any, size: int) -> tuple[Any, ...]:
-        """Where this warpgroup's part of the tile lies in an output-shaped array."""
+        """The indices of this warpgroup's part of the tile in an output-shaped array."""
         n, at, phase, _ = place
         index: list[Any] = []
         for d, (start, whole, piece) in enumerate(zip((n, *at), self.cut.box, self.cut.part, strict=True)):
@@ -144,7 +148,7 @@ class Consumer(Block):
         return (*index, pl.ds(column, size))
 
     def request_extras(self, place: Any) -> None:
-        """Fetches the tile's part of the epilogue's operands while the products are computed."""
+        """Starts the loads of the tile's part of the epilogue's operands, which overlap the products."""
         base = place[-1] * self.config.columns
         buffers = self.scratch.get("extra", ())
         for gmem, (box, _), chunks in zip(self.extras, buffers, self.cut.extra_chunks, strict=True):
@@ -157,7 +161,7 @@ class Consumer(Block):
                 )
 
     def finish_chunk(self, c: int, acc: Array, place: Any, buffer: Any) -> None:
-        """The epilogue of some columns, and their way out: registers, shared memory, TMA."""
+        """The epilogue of some columns, stored through shared memory by TMA."""
         problem, width, staged = self.problem, self.cut.out_chunk, self.config.staged
         columns = slice(c * width, (c + 1) * width)
         value = acc[:, columns]
@@ -176,9 +180,9 @@ class Consumer(Block):
         plgpu.copy_smem_to_gmem(self.out_box.at[(self.wg, buffer, *self.image)], self.y.at[where])
 
     def write_zeros(self) -> None:
-        """The outputs that meet no tap: rows whole where they can be, and after all tiles, reads and writes apart."""
+        """Stores the outputs without taps, after all tiles: whole rows where possible."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.scratch["blank"])  # the zeros lie over the tiles of other warpgroups
+        plgpu.barrier_arrive(self.scratch["blank"])  # the zeros overwrite the output buffers of other warpgroups
         plgpu.barrier_wait(self.scratch["blank"])
         row, pieces = self.zeros
         row[self.wg] = jnp.zeros(row.shape[1:], self.problem.out_dtype)
@@ -203,6 +207,7 @@ class Consumer(Block):
 
 
 def _extra_tile(matrix: Any, wg: Any, columns: slice) -> Array:
+    """Some columns of an epilogue operand's tile in shared memory, in float32."""
     per = matrix.shape[-1]
     width = columns.stop - columns.start
     first, inner = divmod(columns.start, per)

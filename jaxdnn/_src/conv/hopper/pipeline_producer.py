@@ -1,4 +1,4 @@
-"""The matrix pipeline's producer: one warpgroup that issues the loads of all tiles into the rings."""
+"""The producer of the matrix pipeline: one warpgroup that loads the boxes of all tiles into the rings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ REGISTERS = 40
 
 
 class Producer(Block):
-    """The stages of loading: the filter, a tile, a halo, a slot of the ring."""
+    """The steps of the producer: the resident filter, a tile, a halo, a slot of the ring."""
 
     def produce(self) -> None:
         plgpu.set_max_registers(REGISTERS, action="decrease")
@@ -31,7 +31,7 @@ class Producer(Block):
             drain(self.scratch["a_empty"], a_count, config.halo)
 
     def load_filter(self) -> None:
-        """The whole filter, once, for the tiles of the block's whole life."""
+        """Loads the whole filter once, for all tiles of the block."""
         taps = self.cut.steps // self.problem.chunks
 
         @pl.loop(0, self.cut.steps)
@@ -40,6 +40,7 @@ class Producer(Block):
             self.load_b(lax.div(step, taps), tap, jnp.int32(0), step, self.scratch["b_full"])
 
     def load_tile(self, local: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Loads a tile's slots. `counts`: the slots of the ring and of the halo ring that were filled before."""
         n, at, phase, k = self.walk.place(self.walk.tile(local, self.sm, self.sms))
         team = lax.rem(local, self.config.teams)
         extents = [select(p, ax.count) for p, ax in zip(phase, self.problem.axes, strict=True)]
@@ -60,7 +61,7 @@ class Producer(Block):
         return lax.fori_loop(0, self.problem.chunks, chunk, counts)
 
     def load_halo(self, cc: Any, place: Any, team: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The input that all taps of a chunk need, once."""
+        """Loads the input box that all taps of a chunk share."""
         count, a_count = counts
         slots = self.config.halo
         slot = lax.rem(a_count, slots)
@@ -78,7 +79,7 @@ class Producer(Block):
         return count, a_count + 1
 
     def channels(self, cc: Any, k: Any) -> Any:
-        """The input channels of a chunk, in the group that the tile's columns belong to."""
+        """The input channels of a chunk, in the group of the tile's output channels."""
         problem = self.problem
         start = cc * problem.chunk
         if problem.groups > 1:
@@ -86,7 +87,7 @@ class Producer(Block):
         return pl.ds(start, problem.a_chunk)
 
     def load_step(self, cc: Any, j: Sequence[Any], place: Any, team: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
-        """One slot of the ring: the input box of one tap and chunk, and the filter's part for it."""
+        """Fills one slot of the ring: the input box of one tap and chunk, and the part of the filter for it."""
         count, a_count = counts
         n, at, phase, k = place
         stages = self.config.stages
@@ -104,7 +105,7 @@ class Producer(Block):
                 wide = self.problem.window and d == len(self.problem.axes)
                 index.append(pl.ds(i * block + offset, block + 8 if wide else block))
             else:
-                # lax.div and lax.rem round towards zero; of what is not negative they round down.
+                # lax.div and lax.rem round toward zero; `shift` makes the dividend non-negative, so that they floor.
                 shift = ax.in_step * ceil_div(max(0, -min(ax.offset)), ax.in_step)
                 high = lax.div(offset + shift, ax.in_step) - shift // ax.in_step
                 index += [pl.ds(i * block + high, block), lax.rem(offset + shift, ax.in_step)]
@@ -112,7 +113,7 @@ class Producer(Block):
             index.append(self.channels(cc, k))
             target = self.a_ring.at[(slot, *((0,) if self.problem.window else ()), *self.image)]
             plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], target, signal)
-            if self.problem.partial:  # the same cells with zeros where no tap is, which lie behind all others
+            if self.problem.partial:  # the second copy of the cells, with zeros where no tap is, follows the first
                 block = self.config.block[-1]
                 index[-2] = pl.ds(self.a.shape[-2] // 2 + at[-1] * block, block + 8)
                 plgpu.copy_gmem_to_smem(self.a.at[tuple(index)], self.a_ring.at[(slot, 1, *self.image)], signal)
@@ -121,10 +122,11 @@ class Producer(Block):
         return count + 1, a_count
 
     def images(self, n: Any) -> Any:
-        """A tile's images, as copies name them."""
+        """The index of a tile's images."""
         return n if self.problem.one_image else pl.ds(n * self.config.images, self.config.images)
 
     def load_b(self, cc: Any, tap: Any, k: Any, slot: Any, signal: Any) -> None:
+        """Loads one tap and chunk of the filter, which arrives at the barrier `signal`."""
         problem, chunk = self.problem, self.problem.chunk
         first, reduced = k * self.config.columns, cc * chunk
         if problem.groups > 1 and problem.grouped == "c":

@@ -1,4 +1,4 @@
-"""What a convolution pipeline computes and how the work is cut: problems, configurations, and what fits."""
+"""What the convolution pipeline computes (problems), how the work is tiled (configurations), and which tiles fit."""
 
 import dataclasses
 import math
@@ -14,10 +14,11 @@ from jaxdnn._src.hopper.wgmma import swizzle_transform
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One spatial axis, as the pipeline walks it.
+    """One spatial axis, as the pipeline iterates over it.
 
-    An output position of phase a and index i lies at i * out_step + a. Its tap number j (of count[a]) is the filter's
-    tap first[a] + j * tap_step and reads the input at i * in_step + offset[a] + j * move.
+    The output positions form `out_step` phases: the one with phase a and index i is at i * out_step + a. It uses
+    count[a] taps; number j of them is the filter's tap first[a] + j * tap_step, and it reads the input at
+    i * in_step + offset[a] + j * move.
     """
 
     size: int  # input positions
@@ -38,21 +39,21 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut; none of it changes a bit of the result."""
+    """How the work is tiled and scheduled; no field changes a bit of the result."""
 
-    images: int  # images a tile
-    block: tuple[int, ...]  # positions a tile, by spatial axis
-    columns: int  # output channels a tile
-    stages: int = 4
-    teams: int = 2
-    groups: int = 1  # warpgroups a team
+    images: int  # images of a tile
+    block: tuple[int, ...]  # positions of a tile along each spatial axis
+    columns: int  # output channels of a tile
+    stages: int = 4  # slots of the ring between producer and consumers
+    teams: int = 2  # consumer teams, which take tiles in turn
+    groups: int = 1  # warpgroups of a team, which share a tile
     order: str = "k"  # what varies fastest from tile to tile: "k" output channels, "p" positions, "n" images
-    staged: int = 1  # buffers of 128 bytes of output channels that a warpgroup fills in turn
-    halo: int = 0  # slots of a second ring whose boxes serve all taps of a chunk; 0: a box for every tap
-    resident: bool = False  # the filter stays in shared memory for good
-    unroll: bool = False  # all taps of the last axis in one turn of the loop; for a halo with a resident filter
-    blank: int = 0  # positions of the last axis in a store of zeros, which phases without taps get; 0: they are tiles
-    deal: str = "round"  # how tiles of several phases go to the multiprocessors: "round", "snake" or "together"
+    staged: int = 1  # buffers of 128 bytes of output channels that a warpgroup uses in rotation
+    halo: int = 0  # slots of a second ring, whose boxes serve all taps of a chunk; 0: every tap has its own box
+    resident: bool = False  # the whole filter stays in shared memory
+    unroll: bool = False  # one loop iteration handles all taps of the last axis; needs a halo and a resident filter
+    blank: int = 0  # positions of the last axis in one store of zeros to phases without taps; 0: these have tiles
+    deal: str = "round"  # how blocks share the tiles of several phases: "round", "snake" or "together" (`Walk.tile`)
 
     @property
     def rows(self) -> int:
@@ -61,7 +62,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is computed; everything in it is static."""
+    """What is computed; every field is static."""
 
     batch: int
     reduce: int  # input channels
@@ -74,12 +75,11 @@ class Problem:
     finish: Callable[..., Array] | None = None  # the epilogue: (acc, *tiles of extras, bias or None) -> value
     extras: tuple[Any, ...] = ()  # dtypes of the output-shaped operands of the epilogue
     bias: bool = False
-    groups: int = 1  # `reduce` counts the channels of one
-    grouped: str = "j"  # the filter axis along which the groups lie side by side
-    window: int = 0  # neighbouring cells of 16 bytes whose channels an output reads as one; 0: pixels are whole rows
-    partial: bool = (
-        False  # the window's last cell is read from a second row of cells, which holds zeros where no tap is
-    )
+    groups: int = 1  # `reduce` counts the input channels of one group
+    grouped: str = "j"  # the filter axis that all groups share
+    window: int = 0  # neighbouring 16-byte cells that one wgmma row reads as its channels; 0: a pixel is a whole row
+    # The window's last cell is read from a second copy of the cells, with zeros where the filter has no tap.
+    partial: bool = False
 
     @property
     def swizzle(self) -> int:
@@ -92,7 +92,7 @@ class Problem:
 
     @property
     def a_chunk(self) -> int:
-        """Channels of one box of the input: a chunk, or the one cell of which a window holds several."""
+        """Channels of one box of the input: a chunk, or with windows one cell."""
         return 16 // np.dtype(self.dtype).itemsize if self.window else self.chunk
 
     @property
@@ -106,40 +106,40 @@ class Problem:
 
     @property
     def one_image(self) -> bool:
-        """Whether a tile is of one image: TMA has five dimensions, and a split axis takes the batch's of a volume."""
+        """Whether a tile has one image only: TMA has five dimensions, and a split axis of a volume is the fifth."""
         return len(self.axes) == 3 and any(ax.in_step > 1 or ax.out_step > 1 for ax in self.axes)
 
     @property
     def blank_rows(self) -> list[tuple[int, ...]]:
-        """The phases of all axes but the last whose outputs meet no tap: whole rows of zeros."""
+        """The phases, over all axes but the last, whose outputs have no tap: whole rows of zeros."""
         leading = product([range(ax.out_step) for ax in self.axes[:-1]])
         return [p for p in leading if not all(ax.count[a] for ax, a in zip(self.axes, p, strict=False))]
 
     @property
     def blank_phases(self) -> list[tuple[int, ...]]:
-        """The other phases that meet no tap, for the last axis' sake."""
+        """The other phases without taps: the last axis has none for them."""
         rows = self.blank_rows
         return [p for p in product([range(ax.out_step) for ax in self.axes]) if not self.taps(p) and p[:-1] not in rows]
 
     @property
     def blank_columns(self) -> int:
-        """Output channels in a store of zeros to such a phase: a part of all, for a box has at most 256."""
+        """Output channels in one store of zeros to such a phase: a divisor of all, because a box has at most 256."""
         cell = 16 // np.dtype(self.out_dtype).itemsize
         return max(n for n in range(cell, 257, cell) if self.columns % n == 0)
 
     def taps(self, phase: Sequence[int]) -> int:
-        """How many taps the outputs of a phase meet."""
+        """How many taps the outputs of a phase have."""
         return math.prod(ax.count[a] for ax, a in zip(self.axes, phase, strict=True))
 
     @property
     def phases(self) -> list[tuple[int, ...]]:
-        """All phases, the longest first: dealt in this order, the multiprocessors finish level."""
+        """All phases, the one with most taps first, so that the blocks finish at about the same time."""
         found = product([range(ax.out_step) for ax in self.axes])
         return sorted(found, key=lambda phase: (-self.taps(phase), phase))
 
 
 def schedule_order(problem: Problem, phase: Sequence[int] | None = None) -> np.ndarray:
-    """The flat reduction indices tap * C + c in the order in which the kernel adds them, -1 for a padding zero."""
+    """The flat reduction indices tap * C + c in the order in which the kernel adds them; -1 for a padding zero."""
     axes = problem.axes
     phase = (0,) * len(axes) if phase is None else phase
     taps = [[ax.first[a] + j * ax.tap_step for j in range(ax.count[a])] for ax, a in zip(axes, phase, strict=True)]
@@ -162,12 +162,12 @@ def product(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def row_bytes(config: Config, dtype: Any) -> int:
-    """Bytes of one row of a staged chunk of columns: 128, or less where the tile is narrower."""
+    """Bytes of one row of a staged chunk of columns: 128, or fewer if the tile is narrower."""
     return min(128, config.columns * np.dtype(dtype).itemsize)
 
 
 def out_columns(problem: Problem, config: Config) -> int:
-    """Output channels that the epilogue takes at a time: a row of the widest of what it reads and writes."""
+    """Output channels that the epilogue handles at a time: 128 bytes of the widest array that it reads or writes."""
     return min(128 // max(problem.epilogue_widths), config.columns)
 
 
@@ -176,8 +176,8 @@ def swizzled(bytes_: int) -> tuple[Any, ...]:
 
 
 def a_box(problem: Problem, config: Config) -> tuple[int, ...]:
-    """The input box of a slot: the tile's pixels, in a halo or with windows also all that these reach."""
-    if problem.window:  # whole cells of 16 bytes, in multiples of 128 bytes, which a copy must have
+    """The input box of a slot: the tile's pixels; in a halo or with windows also the pixels that their taps reach."""
+    if problem.window:  # whole cells of 16 bytes; a copy is of a multiple of 128 bytes
         return (1 + problem.partial, config.images, *config.block[:-1], config.block[-1] + 8)
     if not config.halo:
         return (config.images, *config.block)
@@ -194,7 +194,7 @@ def b_slots(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory that a configuration takes, barriers left out (they fit the slack that `check` keeps)."""
+    """Bytes of shared memory that a configuration needs, without barriers (`check` keeps 2048 bytes for them)."""
     width = np.dtype(problem.dtype).itemsize
     warpgroups = config.teams * config.groups
     staged = lambda row, chunks: aligned(warpgroups * chunks * config.rows // config.groups * row)
@@ -221,7 +221,7 @@ def check(problem: Problem, config: Config) -> str | None:
         return "the tile does not divide among the team's warpgroups"
     sizes = (problem.batch, *(ax.positions for ax in problem.axes))
     if any(n == p == 1 < whole for n, p, whole in zip(sizes, part, (config.images, *config.block), strict=True)):
-        # TMA drops an axis of one position under a box of one, and with it the clipping of what lies beyond.
+        # TMA drops an axis of length one whose box has length one too, and no longer clips positions outside of it.
         return "a tile is not cut to single positions along an axis that has but one"
     if config.columns * min(problem.epilogue_widths) < 32:
         return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
@@ -247,7 +247,7 @@ def check(problem: Problem, config: Config) -> str | None:
 
 
 def _check_blank(problem: Problem, config: Config) -> str | None:
-    """Zeros are stored from the memory of the output tiles, by each warpgroup from its share of it."""
+    """Why zeros cannot be stored so, or None. Each warpgroup stores them from its part of the output buffers."""
     if not problem.axes or all(map(problem.taps, problem.phases)) or problem.finish is not None:
         return "no phase of the output is zero throughout"
     last = problem.axes[-1]
@@ -261,7 +261,7 @@ def _check_blank(problem: Problem, config: Config) -> str | None:
 
 
 def _check_halo(problem: Problem, config: Config) -> str | None:
-    """wgmma reads 64 rows as eight groups of eight at one distance, so a halo box's rows must lie that way."""
+    """Why a halo cannot be used, or None. wgmma reads 64 rows as eight groups of eight, at one constant distance."""
     if any(ax.in_step > 1 or ax.out_step > 1 for ax in problem.axes) or not problem.axes:
         return "a halo needs steps of one"
     if any(ax.first[0] or ax.tap_step != 1 for ax in problem.axes):
@@ -275,7 +275,7 @@ def _check_halo(problem: Problem, config: Config) -> str | None:
 
 
 def split(config: Config) -> tuple[int, ...] | None:
-    """The box of one warpgroup of a team: rows are cut along the outermost axis that has more than one position."""
+    """The box of one warpgroup: the team's tile is split along the outermost axis with more than one position."""
     box = [config.images, *config.block]
     if config.groups == 1:
         return tuple(box)

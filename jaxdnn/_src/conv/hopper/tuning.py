@@ -1,4 +1,4 @@
-"""Which configuration a kernel runs: measured ones by device kind and problem, else the cost model's choice.
+"""Which configuration a kernel runs: the measured one for the device kind and the problem, or the cost model's choice.
 
 The tables are JSON files beside this module, one a device kind, written by the tuner from measurements; a key names
 everything that the choice depends on. No configuration changes a bit of fprop or dgrad, so the table is about speed
@@ -24,18 +24,18 @@ from jaxdnn._src.hopper.sizes import ceil_div
 
 # The model's constants, fitted to 800 measured configurations of the ResNet-50 convolutions on an H200: its choice
 # among them is 2.3 % slower than the best on average, 9 % at worst. Cycles, bytes per cycle and multiprocessor.
-_TENSOR_SHARE = 0.54  # of the tensor cores' peak that one tile's loop reaches
+_TENSOR_SHARE = 0.54  # the share of the tensor cores' peak that the loop of one tile reaches
 _L2_RATE = 62.0
-_STEP, _STEP_WITHOUT_RING = 234.0, 70.0  # what waiting and releasing cost where the products do not hide them
-_EPILOGUE, _EPILOGUE_ROW = 166.0, 17.0  # of a tile, and per row and 64 columns of a warpgroup's part
+_STEP, _STEP_WITHOUT_RING = 234.0, 70.0  # waiting for a slot and releasing it, if the products do not hide it
+_EPILOGUE, _EPILOGUE_ROW = 166.0, 17.0  # for a tile, and per row and 64 columns of a warpgroup's part
 _STORE_RATE, _LOAD_RATE = 18.9, 33.7
-_LATENCY = 180.0  # of a tile, with 64 KiB in flight
-_UNROLLED = 4  # taps of the last axis whose products are one turn of the loop, where they need no load in between
-_WAVES = 0.36  # how much a last wave that is not full costs of a whole one
+_LATENCY = 180.0  # for a tile, with 64 KiB in flight
+_UNROLLED = 4  # taps of the last axis in one loop iteration, if no load is needed between them
+_WAVES = 0.36  # the cost of a partial last wave, as a share of a full one
 
 
 def multiprocessors() -> int:
-    """The device's number of multiprocessors; where there is no GPU, the H100's and H200's."""
+    """The device's number of multiprocessors; without a GPU that of an H100 or H200."""
     device = jax.devices()[0]
     return getattr(device, "core_count", MULTIPROCESSORS) if device.platform == "gpu" else MULTIPROCESSORS
 
@@ -47,7 +47,7 @@ def device_kind() -> str:
 
 @ft.cache
 def table(kind: str) -> dict[str, Any]:
-    """The measured choices for a device kind; empty where none were measured."""
+    """The measured choices for a device kind; empty if none were measured."""
     path = pathlib.Path(__file__).with_name(kind.lower().replace(" ", "_") + ".json")
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -68,13 +68,13 @@ def _name(dtype: Any) -> str:
 
 
 def choose(op: str, problem: Problem, sms: int) -> Config:
-    """The configuration for a problem: the table's, else the cheapest by `cost`."""
+    """The configuration for a problem: the table's, or else the cheapest by `cost`."""
     if (pick := branches.picker()) and (bases := list(candidates(problem))):
         configs = [config for base in bases for config in (base, *beside(problem, base))]
         return pick(problem, configs, lambda config: branches.named("pipeline", **decided(problem, config, sms)))
     entry = _measured(op, problem)
     if entry is not None:
-        # An epilogue's operands take memory from the ring, and zeros may not stay zeros under one.
+        # The epilogue's operands leave less memory for the ring, and an epilogue may change the zeros.
         blanks = dict.fromkeys((entry.blank, 0))
         for blank, stages in itertools.product(blanks, range(entry.stages, 1, -1)):
             config = dataclasses.replace(entry, stages=stages, blank=blank)
@@ -114,7 +114,7 @@ def candidates(problem: Problem) -> Iterator[Config]:
 
 
 def beside(problem: Problem, base: Config) -> Iterator[Config]:
-    """What only tuning chooses in a candidate's place: another order, other ways with phases, more buffers."""
+    """Variants of a candidate that only tuning chooses: other orders of tiles and of phases, more output buffers."""
     changes: list[dict[str, Any]] = [{"order": order} for order in ("k", "kp", "n", "p") if order != base.order]
     changes += [{"staged": count, "stages": stages} for count in (3, 4) for stages in range(2, base.stages)]
     if len(problem.phases) > 1:
@@ -153,14 +153,14 @@ def _with_filter_or_halo(problem: Problem, columns: int, order: str) -> Iterator
 
 
 def variants(problem: Problem, sms: int, top: int = 12) -> list[Config]:
-    """What a tuner measures: the model's best, and orders of tiles, which the model does not see."""
+    """What a tuner measures: the model's best configurations, in all orders of tiles, which the model ignores."""
     best = sorted(set(candidates(problem)), key=lambda config: cost(problem, config, sms))[:top]
     orders = [dataclasses.replace(config, order=order) for config in best[:4] for order in ("k", "kp", "n", "p")]
     return list(dict.fromkeys([*best, *orders]))
 
 
 def _boxes(problem: Problem, rows: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Boxes of `rows` pixels, powers of two along the spatial axes, those first that waste least."""
+    """Boxes of `rows` pixels, powers of two along the spatial axes; those that waste fewest pixels come first."""
     found = []
     for block in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), repeat=len(problem.axes)):
         images, rest = divmod(rows, math.prod(block))
@@ -171,7 +171,7 @@ def _boxes(problem: Problem, rows: int) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _waste(problem: Problem, images: int, block: tuple[int, ...]) -> float:
-    """Pixels computed over pixels needed, and a little against boxes that are narrow in memory."""
+    """The ratio of computed to needed pixels, with a small penalty for boxes that are narrow in memory."""
     whole = ceil_div(problem.batch, images) * images / problem.batch
     for ax, b in zip(problem.axes, block, strict=True):
         whole *= ceil_div(ax.positions, b) * b / ax.positions
@@ -179,7 +179,7 @@ def _waste(problem: Problem, images: int, block: tuple[int, ...]) -> float:
 
 
 def cost(problem: Problem, config: Config, sms: int) -> float:
-    """Cycles a problem takes, by a model of the tensor cores, shared memory, the epilogue and memory."""
+    """Estimated cycles for a problem, by a model of tensor cores, shared memory, the epilogue and device memory."""
     width = jax.numpy.dtype(problem.dtype).itemsize
     rows, columns, chunk = config.rows, config.columns, problem.chunk
     a_row = 16 if problem.window else chunk * width

@@ -1,4 +1,4 @@
-"""Which tile of a convolution is what, and which block of threads computes it."""
+"""What each tile of a convolution covers, and which block of threads computes it."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def select(index: Any, values: Sequence[int]) -> Any:
 
 
 def digits(number: Any, sizes: Sequence[int]) -> list[Any]:
-    """A number's digits, the lowest first, each below its size; and the rest."""
+    """The mixed-radix digits of a number, the lowest first, each below its size; then what remains."""
     found = []
     for size in sizes:
         found.append(lax.rem(number, size))
@@ -31,7 +31,7 @@ def digits(number: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 class Walk:
-    """Which tile is what: the same arithmetic for the producer and the consumers."""
+    """The numbering of tiles, which the producer and the consumers share."""
 
     def __init__(self, problem: Problem, config: Config):
         self.problem, self.config = problem, config
@@ -45,13 +45,13 @@ class Walk:
         self.taps = [problem.taps(phase) for phase in self.phases]
 
     def blank_rows(self) -> int:
-        """How many stores of zeros write the rows that meet no tap."""
+        """How many stores of zeros the rows without taps need."""
         *axes, last = self.problem.axes
         rows = self.problem.batch * math.prod(ax.positions for ax in axes) * len(self.problem.blank_rows)
         return rows * (last.positions // self.config.blank)
 
     def blank_row(self, number: Any) -> list[Any]:
-        """Where such a store lies: the image, position and phase along every axis but the last, which piece of it."""
+        """The target of such a store: image, position and phase along every axis but the last, and the piece of it."""
         *axes, last = self.problem.axes
         rows = self.problem.blank_rows
         sizes = (last.positions // self.config.blank, len(rows), *(ax.positions for ax in axes[::-1]))
@@ -60,13 +60,13 @@ class Walk:
         return [*self._output(image, places[::-1], phase), piece]
 
     def blank_pieces(self) -> int:
-        """How many stores of zeros write the other phases without taps."""
+        """How many stores of zeros the other phases without taps need."""
         *axes, last = self.problem.axes
         places = self.problem.batch * math.prod(ax.positions for ax in axes) * len(self.problem.blank_phases)
         return places * (last.positions // self.config.blank) * (self.problem.columns // self.problem.blank_columns)
 
     def blank_piece(self, number: Any) -> list[Any]:
-        """As `blank_row`, and the phase of the last axis and which part of the channels."""
+        """As `blank_row`; also the phase along the last axis and the part of the channels."""
         problem = self.problem
         *axes, last = problem.axes
         parts, phases = problem.columns // problem.blank_columns, problem.blank_phases
@@ -76,43 +76,45 @@ class Walk:
         return [*self._output(image, places[::-1], phase), piece, phase[-1], part]
 
     def _output(self, image: Any, places: Sequence[Any], phase: Sequence[Any]) -> list[Any]:
-        """The image, and the position and phase along every axis but the last, as the output's axes are split."""
+        """The image, then for each axis but the last the position, and the phase if the output splits the axis."""
         index = [image]
         for ax, place, p in zip(self.problem.axes[:-1], places, phase, strict=False):
             index += [place, p] if ax.out_step > 1 else [place]
         return index
 
     def blocks(self, sms: int) -> int:
-        """Blocks of threads on so many multiprocessors."""
+        """How many blocks of threads run on `sms` multiprocessors."""
         return min(sms, self.per_phase if self.config.deal == "together" else self.tiles)
 
     def share(self, sm: Any, sms: Any) -> Any:
-        """How many tiles a block of threads has."""
+        """How many tiles block `sm` of `sms` computes."""
         if self.config.deal == "together":
             return lax.div(self.per_phase - sm + sms - 1, sms) * len(self.phases)
         if self.config.deal == "snake":
             rounds, rest = lax.div(self.tiles, sms), lax.rem(self.tiles, sms)
-            return rounds + jnp.int32(self._turned(rounds, sm, sms) < rest)
+            return rounds + jnp.int32(self._reversed(rounds, sm, sms) < rest)
         return lax.div(self.tiles - sm + sms - 1, sms)
 
     def tile(self, local: Any, sm: Any, sms: Any) -> Any:
-        """A block's tile number `local`.
+        """The tile that block `sm` computes as its number `local`.
 
-        "round": in turn. "snake": in turn, every second round backwards, so that whoever had a long phase's tile gets
-        a short one. "together": all phases of a place, whose outputs lie side by side in memory.
+        "round": round-robin. "snake": round-robin with every second round reversed, so that a block with a tile of a
+        long phase then gets one of a short phase. "together": all phases of one place, whose outputs are interleaved in
+        memory.
         """
         if self.config.deal == "together":
             phases = len(self.phases)
             return lax.rem(local, phases) * self.per_phase + sm + lax.div(local, phases) * sms
         if self.config.deal == "snake":
-            return local * sms + self._turned(local, sm, sms)
+            return local * sms + self._reversed(local, sm, sms)
         return sm + local * sms
 
-    def _turned(self, number: Any, sm: Any, sms: Any) -> Any:
+    def _reversed(self, number: Any, sm: Any, sms: Any) -> Any:
+        """The block's place in a round: from the end in odd ones."""
         return lax.select(lax.rem(number, 2) == 1, sms - 1 - sm, sm)
 
     def tap(self, number: Any) -> Any:
-        """The filter's tap that the only phase meets at this number: of a turned filter the last one first."""
+        """The filter's tap at this number in the only phase; with a flipped filter number 0 is the last tap."""
         axes = self.problem.axes
         if all(ax.first[0] == 0 and ax.tap_step == 1 for ax in axes):
             return number
@@ -122,11 +124,11 @@ class Walk:
         return tap
 
     def steps(self, tile: Any) -> Any:
-        """Slots of the ring that a tile consumes."""
+        """How many slots of the ring a tile consumes."""
         return select(lax.div(tile, self.per_phase), self.taps) * self.problem.chunks
 
     def place(self, tile: Any) -> tuple[Any, list[Any], list[Any], Any]:
-        """(image, positions, phase numbers by axis, column) of a tile, in tiles."""
+        """(image, position along each axis, phase along each axis, column) of a tile; all but the phases in tiles."""
         number = lax.div(tile, self.per_phase)
         phase = [select(number, [p[i] for p in self.phases]) for i in range(len(self.problem.axes))]
         rest = lax.rem(tile, self.per_phase)
@@ -149,7 +151,7 @@ class Walk:
 
 
 def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
-    """What a pipeline of this configuration takes of each of its planner's branches, as `branches.EVERY` names them."""
+    """The branches of the planner that a configuration takes, by the names in `branches.EVERY`."""
     walk = Walk(problem, config)
     axes, taps = problem.axes, [problem.taps(phase) for phase in problem.phases]
     sizes = zip((problem.batch, *(ax.positions for ax in axes)), (config.images, *config.block), strict=True)

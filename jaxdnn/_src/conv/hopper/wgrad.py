@@ -2,21 +2,22 @@
 
 dw[tap, c, k] = sum over pixels (n, p) of x[n, p * s + tap * d - pad, c] dy[n, p, k].
 
-Schedule: the output's pixels are cut into boxes of images x positions, the boxes counted with the last axis fastest,
-and the count cut into `splits` runs of one fixed length. Each run is one partial sum: box after box, a box's pixels
-in order (last axis fastest), 16 at a time on the tensor core into a float32. The partial sums are then added in
-float32, one after the other, and converted once. `schedule` spells it out; there are no atomics: `run_to_run`.
+Schedule: the output's pixels are partitioned into boxes of images x positions. The boxes are numbered with the last
+axis fastest, and the numbers are split into `splits` runs of equal length. Each run is one partial sum: box after box,
+the pixels of a box in order (last axis fastest), 16 at a time on the tensor core into a float32 accumulator. The
+partial sums are then added in float32, one after another, and converted once. `schedule` returns this order. There are
+no atomics: `run_to_run`.
 
-Tiling: a warpgroup holds 64 or 128 filters k against up to 256 columns (tap, c) in its accumulator; two or three
-warpgroups share the loaded pixels. Both operands are read with the pixels as the reduction, as they lie in memory,
-which wgmma can do in 16-bit types only. With `halo`, the pixels of x that all taps of the last two axes need are
-loaded once, each warpgroup takes one row of the filter, and the taps of a row are one operand whose column blocks
+Tiling: a warpgroup's accumulator has 64 or 128 filters k by up to 256 columns (tap, c); two or three warpgroups share
+the loaded pixels. The reduction runs over pixels, which is not the contiguous axis of either operand; wgmma can read
+such operands in 16-bit types only. With `halo`, the pixels of x that all taps of the last two axes need are loaded
+once, each warpgroup computes one row of the filter, and the taps of that row are one operand whose column blocks
 overlap in memory, one pixel apart.
 
-Groups: a tile lies in one group. Narrow ones are taken together until they fill chunks of 64 channels and 64 filters.
+Groups: a tile belongs to one group. Narrow groups are joined until they fill chunks of 64 channels and 64 filters.
 
-Limits: bfloat16 and float16; the types that wgmma reads along the reduction only go to `conv_wgrad_transposed`. With a
-stride in three dimensions a box is of one image.
+Limits: bfloat16 and float16; types that wgmma reads only along a contiguous reduction go to `wgrad_transposed`. With a
+stride in three dimensions a box has one image.
 """
 
 import dataclasses
@@ -66,12 +67,12 @@ def supports(
         return "its kernels take operands of one dtype"
     if jnp.dtype(out_dtype or x.dtype).name not in ("bfloat16", "float16", "float32"):
         return "its kernel writes bfloat16, float16 and float32"
-    one = dataclasses.replace(geo, groups=1)  # any groups are served: narrow ones are taken together
+    one = dataclasses.replace(geo, groups=1)  # any groups are served: narrow ones are joined
     return shape_reason(one, x.shape[0], x.shape[-1], dy.shape[-1], 2)
 
 
 def _either_order(x: Any) -> bool:
-    """Whether wgmma reads operands of this dtype along the reduction or across it."""
+    """Whether wgmma reads operands of this dtype with either axis contiguous, the reduction or the other."""
     return jnp.dtype(x.dtype).name in ("bfloat16", "float16")
 
 
@@ -86,9 +87,9 @@ def problem_of(x: Any, dy: Any, geo: Geometry) -> Problem:
 
 
 def together(groups: int, channels: int, filters: int) -> int:
-    """How many groups are taken as one, so that it has whole chunks of 64 channels and of 64 filters; else all.
+    """How many groups are joined into one that has whole chunks of 64 channels and of 64 filters; if none do, all.
 
-    What is computed between two different groups of them is not part of the result.
+    The products between different groups of a joined one are computed and discarded.
     """
     for count in range(1, groups):
         whole = channels // groups * count % 64 == filters // groups * count % 64 == 0
@@ -141,12 +142,12 @@ def conv_wgrad(
 
 
 def _groups(problem: Problem, geo: Geometry) -> str:
-    """How the groups of a call are taken, as `branches.EVERY` names it."""
+    """How the groups of a call are processed, by the name in `branches.EVERY`."""
     return "one" if geo.groups == 1 else "whole" if problem.groups == geo.groups else "together"
 
 
 def _own_channels(parts: Array, groups: int, tiled: int, channels: int) -> Array:
-    """(splits, K, taps, channels of the groups taken together) to (splits, K, taps, C / groups)."""
+    """(splits, K, taps, channels of the joined groups) to (splits, K, taps, C / groups)."""
     count = groups // tiled
     parts = parts[..., : count * channels]
     splits, k, taps, _ = parts.shape
@@ -160,9 +161,9 @@ def _tap_axes(geo: Geometry) -> range:
 
 
 def _config(problem: Problem, config: Config | None, out_dtype: Any, geo: Geometry) -> Config:
-    """The configuration that runs. It decides the order of additions, so that it depends on the device alone.
+    """The configuration that runs. It determines the order of additions, and so must depend on the device alone.
 
-    A result of another type than the operands' has no direct way out, nor has one of groups; the order is the same.
+    A result of another dtype than the operands', or with groups, is not stored directly; the order is the same.
     """
     config = config or choose(problem, tuning.multiprocessors())
     direct = config.direct and jnp.dtype(out_dtype) == problem.dtype and geo.groups == 1
@@ -170,11 +171,12 @@ def _config(problem: Problem, config: Config | None, out_dtype: Any, geo: Geomet
 
 
 def folded(geo: Geometry, channels: int) -> bool:
+    """Whether a copy turns the taps of the last axis into channels, because there are few of these."""
     return channels * 2 < 32 and geo.taps[-1] > 1 and geo.groups == 1
 
 
 def _folded(x: Array, dy: Array, geo: Geometry, out_dtype: Any, config: Config | None, sms: int | None) -> Array:
-    """Few input channels: the last axis' taps become channels by one copy, as in the forward kernel."""
+    """`conv_wgrad` for few input channels: one copy turns the last axis' taps into channels, as in `fprop`."""
     branches.record("wgrad", folded_taps=True)
     c, k = x.shape[-1], dy.shape[-1]
     rest = geo.without_last_taps
@@ -190,7 +192,7 @@ def schedule(
     geo: Geometry,
     config: Config | None = None,
 ) -> np.ndarray:
-    """Flat pixel numbers of dy, a row for each partial sum, in the order of addition; -1 where a box runs over."""
+    """Flat pixel numbers of dy in the order of addition, a row for each partial sum; -1 outside of dy."""
     if not _either_order(x):
         return transposed.schedule(x, dy, geo=geo)
     if folded(geo, x.shape[-1]):
@@ -238,7 +240,7 @@ def workspace(
     else:
         rows = Walk(problem, config).rows * config.filters * config.across
         total += config.splits * rows * problem.taps * problem.chunks * problem.chunk * 4
-        if geo.groups > 1:  # XLA has been seen to write the groups' own channels before it turns them to (taps, C, K)
+        if geo.groups > 1:  # XLA may materialise each group's channels before it transposes them to (taps, C, K)
             total += dy.shape[-1] * problem.taps * (x.shape[-1] // geo.groups) * 4
     padded = jax.eval_shape(
         lambda a: copies.pad_axes(a, problem.axes, problem.channels * problem.groups - x.shape[-1]),

@@ -1,8 +1,10 @@
-"""Convolution backward filter: the pipeline of one launch, and the two ways in which partial sums become the result.
+"""Convolution backward filter: the kernel, and the two ways in which its partial sums become the result.
 
-With `direct`, the blocks of a cluster take the splits of one tile: each sends every other one its share of the
-columns through distributed shared memory, adds the shares in the order of the splits, and stores its part converted,
-in the filter's own layout. Otherwise the partial sums go to memory, and `conv_wgrad` adds them after the launch.
+A producer warpgroup loads boxes of x and dy into a ring of slots, and consumer warpgroups multiply them; barriers as in
+`pipeline`. With `direct`, the blocks of a cluster compute the splits of one tile. Each block owns a share of the
+columns: it receives the other blocks' sums of its share through distributed shared memory, adds them in the order of
+the splits, and stores the converted result in the filter's layout. Otherwise the partial sums are stored to device
+memory, and `conv_wgrad` adds them after the launch.
 """
 
 import math
@@ -24,9 +26,9 @@ from jaxdnn._src.hopper.wgmma import ACCUMULATOR
 
 
 def run(x: Array, dy: Array, problem: Problem, config: Config, sms: int) -> Array:
-    """The partial sums, float32 of shape (splits, k, taps, c), k and c in whole tiles; or with `direct` the result.
+    """The partial sums, float32 of shape (splits, k, taps, c) with k and c padded to whole tiles, or the result.
 
-    The result has the operands' dtype and is (k, taps, c) or (taps, c, k), as the problem says.
+    The result, with `direct`, has the operands' dtype and is (k, taps, c) or (taps, c, k), as the problem says.
     """
     reason = check(problem, config)
     if reason is not None:
@@ -81,7 +83,7 @@ def _out_shape(walk: Walk) -> tuple[int, ...]:
 
 
 def _direct_scratch(problem: Problem, config: Config) -> dict[str, Any]:
-    """Buffers on the results' way out, and what `cluster` needs."""
+    """The output buffers, and the buffers and barriers that `hopper.cluster` needs."""
     box, swizzle = (config.consumers, STAGED, 64, 64), _swizzled(problem)
     scratch: dict[str, Any] = dict(
         out_stage=plgpu.RefUnion(
@@ -99,7 +101,7 @@ def _direct_scratch(problem: Problem, config: Config) -> dict[str, Any]:
 
 
 class _Block:
-    """What one block of threads does; a method is a role or a stage of one."""
+    """One block of threads: the producer's methods, then the consumers'."""
 
     def __init__(self, walk: Walk, x: Any, dy: Any, out: Any, scratch: dict[str, Any]):
         self.walk, self.problem, self.config = walk, walk.problem, walk.config
@@ -112,6 +114,7 @@ class _Block:
 
     @property
     def mine(self) -> Any:
+        """How many work items the block has."""
         return lax.div(self.items - self.sm + self.sms - 1, self.sms)
 
     def place(self, local: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -136,7 +139,7 @@ class _Block:
         left, right = slot_boxes(problem, config)
         group = lax.div(row * left * chunk, problem.filters // problem.groups) if problem.groups > 1 else 0
         images = at[0] if problem.one_image else pl.ds(at[0] * config.images, config.images)
-        image = (0,) if problem.one_image else ()  # indexes the axis of images of a box that holds one
+        image = (0,) if problem.one_image else ()  # removes the axis of images from a box with one image
         positions = [pl.ds(i * b, b) for i, b in zip(at[1:], config.block, strict=True)]
 
         def load_dy(block: Any, target: Any) -> None:
@@ -157,7 +160,7 @@ class _Block:
         return count + 1
 
     def column(self, block: Any) -> tuple[Any, Any]:
-        """(tap, chunk of c) of a block of (tap, c); with a halo the first tap that the box serves."""
+        """(tap, chunk of c) of a block of (tap, c); with a halo the first of the taps that share its box."""
         chunks = self.problem.chunks
         if self.config.halo:
             last = math.prod(ax.taps for ax in self.problem.axes[-2:])
@@ -165,6 +168,7 @@ class _Block:
         return lax.div(block, chunks), lax.rem(block, chunks)
 
     def x_positions(self, at: Sequence[Any], tap: Any) -> list[Any]:
+        """The spatial indices of x's box for a box of dy and a tap."""
         taps: list[Any] = []
         for d in reversed(range(len(at))):
             taps.insert(0, lax.rem(tap, self.problem.axes[d].taps) if d else tap)
@@ -176,7 +180,7 @@ class _Block:
             if ax.in_step == 1:
                 index.append(pl.ds(i * block + offset, size))
             else:
-                shift = ax.in_step * ceil_div(max(0, -ax.offset[0]), ax.in_step)  # division of what is not negative
+                shift = ax.in_step * ceil_div(max(0, -ax.offset[0]), ax.in_step)  # makes the dividend non-negative
                 high = lax.div(offset + shift, ax.in_step) - shift // ax.in_step
                 index += [pl.ds(i * block + high, size), lax.rem(offset + shift, ax.in_step)]
         return index
@@ -219,7 +223,7 @@ class _Block:
         return multiply_halo(acc, a, self.right_ring.at[(slot, 0, *lead, first)], problem, config)
 
     def store(self, acc: Array, local: Any, row: Any, tile: Any, split: Any) -> None:
-        del local  # partial sums go to memory from registers
+        del local  # partial sums are stored from registers, without a buffer
         config, problem = self.config, self.problem
         chunk = problem.chunk
         rows = pl.ds((row * config.across + self.across) * config.filters, config.filters)
@@ -239,11 +243,11 @@ class _Block:
 
 
 class _DirectBlock(_Block):
-    """A block of a cluster that has the result at the end, not partial sums."""
+    """A block of a cluster whose blocks compute the splits of a tile and store the result."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.items = self.walk.items // self.config.splits  # a cluster's: its blocks take the splits
+        self.items = self.walk.items // self.config.splits  # of the cluster: its blocks compute the splits of an item
         self.split = lax.axis_index("split") if self.config.splits > 1 else jnp.int32(0)
         self.out_box, self.out_matrix = self.scratch["out_stage"]
 
@@ -255,8 +259,8 @@ class _DirectBlock(_Block):
             cluster.prepare(self.scratch["barriers"])
             plgpu.barrier_arrive(self.scratch["ready"].at[0])
         super().consume()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # memory may be given back once it was read
-        if self.config.splits > 1:  # a block must not end before the others' last arrivals have come
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a block's shared memory must be valid until TMA has read it
+        if self.config.splits > 1:  # and until the other blocks' last arrivals at its barrier
             plgpu.barrier_wait(self.scratch["ready"].at[0])
 
     def store(self, acc: Array, local: Any, row: Any, tile: Any, split: Any) -> None:
@@ -266,13 +270,13 @@ class _DirectBlock(_Block):
         column_block = ((tile * config.along + self.along) * config.columns + split * config.share) // 64
         blocks = list(np.ndindex(config.filters // 64, config.share // 64))
         for turn, (i, j) in enumerate(blocks):
-            # Buffers take turns over tiles too: the next tile must not write what the copy engine still reads.
+            # The buffers rotate across tiles as well: TMA may still read the last tile's buffers.
             buffer = lax.rem(local * len(blocks) + turn, STAGED) if len(blocks) % STAGED else turn % STAGED
             part = value[i * 64 : (i + 1) * 64, j * 64 : (j + 1) * 64]
             self.store_block(part, row_block + i, column_block + j, buffer)
 
     def exchange(self, acc: Array) -> Array:
-        """This block's share of the columns, added over the cluster in the order of the splits."""
+        """This block's share of the columns, accumulated over the cluster in the order of the splits."""
         slots, barriers, ready = (self.scratch[name] for name in ("slots", "barriers", "ready"))
         plgpu.barrier_wait(ready.at[0])
         cluster.send(acc, slots, barriers, self.config.splits)
@@ -281,7 +285,7 @@ class _DirectBlock(_Block):
         return total
 
     def store_block(self, value: Array, row: Any, column: Any, buffer: Any) -> None:
-        """Stores 64 x 64 results. Every call commits one group: the wait before a buffer's next turn counts them."""
+        """Stores 64 x 64 results. Every call commits one group of copies; the wait for a buffer counts these groups."""
         problem = self.problem
         plgpu.wait_smem_to_gmem(STAGED - 1, wait_read_only=True)
         self.out_matrix[self.wg, buffer] = value.astype(problem.dtype)
@@ -291,20 +295,20 @@ class _DirectBlock(_Block):
         filters, channels = pl.ds(k * 64, 64), pl.ds(c * 64, 64)
         where = (filters, tap, channels) if problem.outer else (tap, channels, filters)
 
-        # Beyond the filter the group is empty. TMA alone would not see to it: a filter of one tap has no axis of taps
-        # there, so that any tap would be taken for that one.
+        # For a tap beyond the filter the group of copies is empty. TMA does not clip it: it drops an axis of length
+        # one, so that with one tap every index of the tap would address that one.
         inside = tap < problem.taps
         plgpu.copy_smem_to_gmem(self.out_box.at[self.wg, buffer], self.out.at[where], predicate=inside)
 
 
 def multiply_halo(acc: Array, a: Any, b: Any, problem: Problem, config: Config) -> Array:
-    """acc += dy^T x for all taps of one filter row: their column blocks lie one (dilated) pixel apart in one box.
+    """acc += dy^T x for all taps of one filter row, whose column blocks are one (dilated) pixel apart in one box.
 
-    `a` is (chunks of k, box, chunk); `b` a halo box from the row's first pixel on, (images, ..., rows, width, chunk).
+    a: (chunks of k, box, chunk). b: a halo box from the row's first pixel on, (images, ..., rows, width, chunk).
     """
     swizzle, chunk = problem.swizzle, problem.chunk
     ref_type = lambda: plgpu.RefType((wgmma.swizzle_transform(swizzle),))
-    deep = config.block[-2] * 8  # pixels between two of which the distance is one
+    deep = config.block[-2] * 8  # pixels of the reduction that are at equal distances in memory
 
     @wgmma.inline_mgpu(
         arg_types=(ACCUMULATOR, ref_type(), ref_type()),
@@ -330,7 +334,7 @@ def multiply_halo(acc: Array, a: Any, b: Any, problem: Problem, config: Config) 
 
 
 def _by_depth(state: Any, left: Any, right: Any, deep: int, chunk: int, swizzle: int) -> Any:
-    """wgmma over `deep` pixels; its wrapper wants whole multiples of the swizzle's elements."""
+    """wgmma over `deep` pixels, which Pallas requires to be a multiple of the swizzle's elements."""
     if deep % chunk:
         raise ValueError(f"a halo box has {deep} pixels in a row block, no multiple of {chunk}")
     return mgpu.wgmma(state, left, right, swizzle=swizzle)

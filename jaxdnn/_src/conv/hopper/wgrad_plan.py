@@ -1,8 +1,8 @@
-"""Convolution backward filter: what is computed, how the work is cut, and which cut is taken.
+"""Convolution backward filter: what is computed, how the work is tiled, and which configuration runs.
 
-A tile is a block of the filter's gradient, an item a tile over one run of pixels. One of the tile's sides is k, the
-other (tap, c), both in blocks of one chunk of channels. Its rows are k, unless the result is stored directly in a
-layout whose innermost axis is k: then they are (tap, c).
+A tile is a block of the filter's gradient; a work item is a tile for one run of pixels. One side of a tile is k, the
+other is (tap, c), both in blocks of one chunk of channels. Its rows are k, unless the result is stored directly in a
+layout whose innermost axis is k: then its rows are (tap, c).
 """
 
 import dataclasses
@@ -17,24 +17,24 @@ from jaxdnn._src.conv.hopper.plan import Axis
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ALIGNMENT, SHARED_BYTES, aligned, ceil_div
 
-STAGED = 2  # buffers of 64 x 64 results that a warpgroup fills in turn
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # by consumers: the producer's, a consumer's
+STAGED = 2  # buffers of 64 x 64 results that a warpgroup uses in rotation
+REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # number of consumers: registers of the producer, of a consumer
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut. The box and the splits decide the order of additions; the rest decides nothing but speed."""
+    """How the work is tiled. Boxes and splits determine the order of additions; the other fields only the speed."""
 
-    images: int  # images a box
-    block: tuple[int, ...]  # positions a box, by spatial axis
-    splits: int
-    filters: int = 64  # rows a warpgroup
-    columns: int = 256  # columns a warpgroup
+    images: int  # images of a box
+    block: tuple[int, ...]  # positions of a box along each spatial axis
+    splits: int  # runs of boxes, one partial sum each
+    filters: int = 64  # rows of a warpgroup
+    columns: int = 256  # columns of a warpgroup
     across: int = 2  # warpgroups along the rows
     along: int = 1  # warpgroups along the columns
-    stages: int = 4
-    halo: bool = False
-    direct: bool = False  # the splits of a tile are a cluster's blocks, which add their sums and store the result
+    stages: int = 4  # slots of the ring between producer and consumers
+    halo: bool = False  # one box of x serves all taps of the last two axes
+    direct: bool = False  # the blocks of a cluster compute the splits of a tile, add them and store the result
 
     @property
     def pixels(self) -> int:
@@ -46,12 +46,12 @@ class Config:
 
     @property
     def share(self) -> int:
-        """Columns of a warpgroup's tile that one block of a cluster adds up and stores."""
+        """Columns of a warpgroup's tile that one block of a cluster adds and stores."""
         return self.columns // self.splits
 
     @property
     def exchanged_bytes(self) -> int:
-        """What a block receives from the other blocks of its cluster."""
+        """Bytes that a block receives from the other blocks of its cluster."""
         return (self.splits - 1) * self.consumers * self.filters * self.share * 4 if self.direct else 0
 
 
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def one_image(self) -> bool:
-        """Whether a box is of one image: TMA has five dimensions, and a split axis takes the batch's of a volume."""
+        """Whether a box has one image only: TMA has five dimensions, and a split axis of a volume is the fifth."""
         return len(self.axes) == 3 and any(ax.in_step > 1 for ax in self.axes)
 
     @property
@@ -88,7 +88,7 @@ class Problem:
         return math.prod(ax.taps for ax in self.axes)
 
     def counts(self, config: Config) -> list[int]:
-        """Boxes by axis, images first."""
+        """The number of boxes along each axis, images first."""
         spatial = (ceil_div(ax.out, b) for ax, b in zip(self.axes, config.block, strict=True))
         return [ceil_div(self.batch, config.images), *spatial]
 
@@ -140,7 +140,7 @@ def _check_direct(problem: Problem, config: Config) -> str | None:
 
 
 def x_box(problem: Problem, config: Config) -> tuple[int, ...]:
-    """The box of x that a slot holds: the pixels' own, or with all that the last two axes' taps reach."""
+    """The box of x in a slot: as large as dy's, or in a halo with all pixels that the last two axes' taps reach."""
     reach = [0] * len(config.block)
     if config.halo:
         reach[-2:] = [(ax.taps - 1) * ax.move for ax in problem.axes[-2:]]
@@ -148,7 +148,7 @@ def x_box(problem: Problem, config: Config) -> tuple[int, ...]:
 
 
 def slot_boxes(problem: Problem, config: Config) -> tuple[int, int]:
-    """Chunk boxes of the rows' and of the columns' operand in a slot; a halo box serves all its columns."""
+    """Boxes of one chunk in a slot, for the rows' and for the columns' operand; one halo box serves all columns."""
     right = 1 if config.halo else config.columns * config.along // problem.chunk
     return config.filters * config.across // problem.chunk, right
 
@@ -163,7 +163,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 class Walk:
-    """Which item is what: a tile of the filter times a run of boxes."""
+    """The numbering of work items: a tile of the filter for one run of boxes."""
 
     def __init__(self, problem: Problem, config: Config):
         self.problem, self.config = problem, config
@@ -183,12 +183,12 @@ class Walk:
         self.items = self.rows * self.tiles * config.splits
 
     def blocks(self, sms: int) -> int:
-        """Blocks of threads on so many multiprocessors; a cluster's blocks run at once."""
+        """How many blocks of threads (or, with `direct`, clusters of them) run on `sms` multiprocessors."""
         at_once = self.config.splits if self.config.direct else 1
         return min(max(sms // at_once, 1), self.items // at_once)
 
     def place(self, item: Any, split: Any = None) -> tuple[Any, Any, Any, Any, Any]:
-        """(tile of rows, tile of columns, split, first box, boxes); in a cluster its block is the split."""
+        """(tile of rows, tile of columns, split, first box, boxes); in a cluster the block's rank is the split."""
         row, rest = lax.rem(item, self.rows), lax.div(item, self.rows)
         tile = lax.rem(rest, self.tiles)
         split = lax.div(rest, self.tiles) if split is None else split
@@ -196,6 +196,7 @@ class Walk:
         return row, tile, split, first, lax.max(0, lax.min(self.run, self.boxes - first))
 
     def box(self, number: Any) -> list[Any]:
+        """The indices of a box along each axis, in boxes."""
         at: list[Any] = [None] * len(self.counts)
         for d in reversed(range(len(self.counts))):
             at[d] = lax.rem(number, self.counts[d]) if d else number
@@ -204,7 +205,7 @@ class Walk:
 
 
 def choose(problem: Problem, sms: int) -> Config:
-    """The measured configuration, else the cheapest by the model."""
+    """The measured configuration, or else the cheapest one by the cost model."""
     if (pick := branches.picker()) and (bases := list(_candidates(problem, sms))):
         configs = [config for base in bases for config in (base, *_beside(problem, base))]
         return pick(problem, configs, lambda config: branches.named("wgrad", **decided(problem, config, sms)))
@@ -220,9 +221,9 @@ def choose(problem: Problem, sms: int) -> Config:
 
 
 def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
-    """What a kernel of this configuration takes of its planner's branches, as `branches.EVERY` names them.
+    """The branches of the planner that a configuration takes, by the names in `branches.EVERY`.
 
-    All but what the call decides: how its groups are taken, and whether taps were folded.
+    Without those that the call decides: how its groups are processed, and whether taps were folded.
     """
     walk, axes = Walk(problem, config), problem.axes
     left, right = config.filters * config.across, config.columns * config.along
@@ -258,7 +259,7 @@ def key(problem: Problem) -> str:
 
 
 def ranked(problem: Problem, sms: int, top: int = 1) -> list[Config]:
-    """The cheapest configurations by the model, best first."""
+    """The cheapest configurations by the cost model, best first."""
     scored = sorted(
         ((cost(problem, c, sms), i, c) for i, c in enumerate(_candidates(problem, sms))), key=lambda z: z[:2]
     )
@@ -302,14 +303,14 @@ def _candidates(problem: Problem, sms: int) -> Iterator[Config]:
 
 
 def _beside(problem: Problem, base: Config) -> Iterator[Config]:
-    """A larger cluster, which was not the fastest wherever it was measured."""
+    """A larger cluster. It was never the fastest in a measurement; random calls test it."""
     larger = dataclasses.replace(base, splits=4, stages=2)
     if base.direct and check(problem, larger) is None and Walk(problem, larger).boxes >= larger.splits:
         yield larger
 
 
 def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:
-    """The numbers of splits that fill whole waves of multiprocessors."""
+    """The configuration with numbers of splits whose work items fill whole waves of multiprocessors."""
     walk = Walk(problem, base)
     tiles = walk.rows * walk.tiles
     for waves in (1, 2, 3, 4):
@@ -317,9 +318,9 @@ def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:
         if splits >= 1 and ceil_div(walk.boxes, splits) >= 4:
             yield dataclasses.replace(base, splits=splits)
     yield base
-    for splits in (1, 2):  # of larger clusters not all run at once, and they were slower wherever measured
+    for splits in (1, 2):  # larger clusters do not all run at once, and were slower in every measurement
         direct = dataclasses.replace(base, splits=splits, direct=True)
-        for stages in range(base.stages, 1, -1):  # the buffers on the way out take memory from the ring
+        for stages in range(base.stages, 1, -1):  # the output buffers leave less memory for the ring
             config = dataclasses.replace(direct, stages=stages)
             if ceil_div(walk.boxes, splits) >= 4 and check(problem, config) is None:
                 yield config
@@ -327,7 +328,7 @@ def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:
 
 
 def _boxes(problem: Problem, pixels: int) -> list[tuple[int, tuple[int, ...]]]:
-    """The boxes of so many pixels that waste least."""
+    """The two boxes of so many pixels that compute the fewest pixels outside of the output."""
     found = []
 
     def divide(left: int, depth: int) -> Iterator[tuple[int, ...]]:
@@ -351,7 +352,7 @@ def _boxes(problem: Problem, pixels: int) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def cost(problem: Problem, config: Config, sms: int) -> float:
-    """Cycles, by a model of the tensor cores, shared memory, the L2 and the partial sums' way through memory."""
+    """Estimated cycles, by a model of tensor cores, shared memory, the L2 cache and the traffic of partial sums."""
     walk = Walk(problem, config)
     left, right = slot_boxes(problem, config)
     loaded = (left * config.pixels + right * math.prod(x_box(problem, config))) * problem.swizzle

@@ -1,14 +1,14 @@
-"""Convolution backward filter on Hopper for the types that wgmma reads along the reduction only: TF32, float8, int8.
+"""Convolution backward filter on Hopper for types that wgmma reads only along a contiguous reduction: TF32, 8 bits.
 
 dw[tap, c, k] = sum over pixels (n, p) of x[n, p * s + tap * d - pad, c] dy[n, p, k].
 
-The reduction runs over pixels, and memory runs over channels. So both operands are copied with the images last, and
-the sum is then a forward convolution: of c "images" with n channels by k filters whose taps are the output's pixels,
-dilated by the stride, with a stride of the dilation. `conv_fprop` runs it, with its schedule.
+The reduction runs over pixels, but channels are contiguous in memory. So both operands are copied to a layout with the
+images last, and the sum is then a forward convolution: of c "images" with n channels by k filters whose taps are the
+output's pixels, with the stride as dilation and the dilation as stride. `conv_fprop` computes it in its own order.
 
-Schedule: the images are cut into runs of one fixed length, the groups of that forward convolution. Each run is one
-partial sum: for each chunk of 128 bytes of images, for each pixel in order, the chunk's images in order. The partial
-sums are added one after the other and converted once: `run_to_run`.
+Schedule: the images are partitioned into runs of equal length, which are the groups of that forward convolution. Each
+run is one partial sum: for each chunk of 128 bytes of images, for each pixel in order, the chunk's images in order. The
+partial sums are added one after another and converted once: `run_to_run`.
 
 Limits: float8 and int8; float32 by TF32 (truncated operands) on request. One group of channels.
 """
@@ -28,7 +28,7 @@ from jaxdnn._src.conv.hopper.geometry import Geometry, operand_reason, shape_rea
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
 
-TILE = 128  # rows of a tile, and about its columns: what the runs of images are chosen by
+TILE = 128  # rows of a tile, and roughly its columns; the number of runs is chosen by it
 
 
 def supports(
@@ -51,11 +51,11 @@ def supports(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The forward convolution that is run."""
+    """The forward convolution that computes the gradient."""
 
     geo: Geometry
-    runs: int  # of images, one partial sum each
-    images: int  # of a run, with those of zeros that fill up the last one
+    runs: int  # runs of images, one partial sum each
+    images: int  # images of a run; zeros fill the last one
 
 
 def plan(x: Any, dy: Any, geo: Geometry) -> Plan:
@@ -63,7 +63,7 @@ def plan(x: Any, dy: Any, geo: Geometry) -> Plan:
     n, c, k = x.shape[0], x.shape[-1], dy.shape[-1]
     tiles = ceil_div(c * math.prod(geo.taps), TILE) * ceil_div(k, TILE)
     runs = 1
-    # Groups of filters must be whole tiles of columns; a run is of whole rows of a swizzle.
+    # Groups of filters must be whole tiles of columns, and a run must fill whole rows of a swizzle.
     while k % 16 == 0 and tiles * runs * 2 <= tuning.multiprocessors() and ceil_div(n, 2 * runs) * width >= 32:
         runs *= 2
     row = min(128, max(32, 1 << (ceil_div(n, runs) * width - 1).bit_length())) // width
@@ -106,7 +106,7 @@ def conv_wgrad(
     branches.record("wgrad, images last", operands=jnp.dtype(x.dtype).name, runs=runs)
     partial, out_dtype = _types(x, todo, out_dtype)
     images, filters = _turn(x, todo), _turn(dy, todo)
-    if todo.runs > 1:  # the runs' filters side by side
+    if todo.runs > 1:  # the filters of all runs along one axis
         filters = filters.reshape(*filters.shape[:-1], todo.runs, todo.images)
         filters = jnp.moveaxis(filters, -2, 0).reshape(-1, *filters.shape[1:-2], todo.images)
     parts = fprop.conv_fprop(images, filters, geo=todo.geo, out_dtype=partial, sms=sms)
@@ -128,7 +128,7 @@ def _types(x: Any, todo: Plan, out_dtype: Any) -> tuple[Any, Any]:
 
 
 def schedule(x: Any, dy: Any, /, *, geo: Geometry) -> np.ndarray:
-    """Flat pixel numbers of dy, a row for each partial sum, in the order of addition; -1 where an image is missing."""
+    """Flat pixel numbers of dy in the order of addition, a row for each partial sum; -1 for an image of zeros."""
     todo, pixels = plan(x, dy, geo), math.prod(geo.out)
     problem = fprop.plan(*_avals(x, dy, todo), todo.geo, epilogue=None, extras=(), out_dtype=jnp.float32).problem
     order = conv_plan.schedule_order(problem)
@@ -139,7 +139,7 @@ def schedule(x: Any, dy: Any, /, *, geo: Geometry) -> np.ndarray:
 
 
 def _avals(x: Any, dy: Any, todo: Plan) -> tuple[Any, Any]:
-    """What `conv_fprop` is given."""
+    """The shapes of the operands of `conv_fprop`."""
     k = dy.shape[-1]
     a = jax.ShapeDtypeStruct((x.shape[-1], *x.shape[1:-1], todo.runs * todo.images), x.dtype)
     return a, jax.ShapeDtypeStruct((todo.runs * k, *dy.shape[1:-1], todo.images), dy.dtype)
