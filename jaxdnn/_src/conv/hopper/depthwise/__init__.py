@@ -1,26 +1,27 @@
-"""Depthwise and narrow-group convolution on Hopper: forward, backward data, backward filter (Pallas, Mosaic GPU).
+"""Depthwise and narrow-group convolution on Hopper: forward, backward data, backward filter.
 
-Schedule. A block of threads takes one tile: up to 14 x 28 outputs of 32 channels (or 64). The tensor memory accelerator
-fetches the input tile with its halo (outside the image it writes zeros, so padding costs nothing) and the tile's
-filter slab; four warps, eight channels each, walk the tile in shared memory (`walk` on the tensor core
-for bfloat16 and float16, `fma` in float32) and leave the outputs in shared memory, from where one copy
-stores them, clipped to the image. Several blocks share a multiprocessor: while one waits for its tile, another
-computes; and a block that takes several tiles in turn fetches the next one while it computes. Backward data is the
-same walk over dy with the taps turned round; a stride makes one phase per residue of the output position, all from one
-input tile. Backward filter keeps its sums in registers over the tiles of a split (`filter`) and leaves
-each split's partial sum in memory; a launch of its own adds the partial sums in order (`add`); no
-atomics.
+Pallas (Mosaic GPU) moves the tiles; the arithmetic on a tile in shared memory is PTX text.
+
+Schedule. A block of threads computes one tile: up to 14 x 28 outputs of 32 channels (or 64). TMA loads the input tile
+with its halo (and zeros outside of the image, so that padding costs nothing) and the filter for the tile's channels.
+Four warps, eight channels each, compute the outputs (`walk` on the tensor core for bfloat16 and float16, `fma` in
+float32) into shared memory, and one TMA copy stores them, clipped to the image. Several blocks share a multiprocessor:
+while one waits for its tile, another computes. A block that computes several tiles, one after another, loads the next
+one meanwhile. Backward data is the same kernel on dy with the taps reversed; a stride makes one phase for each residue
+of the output position, and all phases read the same input tile. Backward filter accumulates in registers over the tiles
+of a split (`filter`) and stores one partial sum for each split; a second launch adds these in order (`add`). There are
+no atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial
-axes; rows of 16 bytes (channels divisible by 8, in float32 by 4); tiles that fit shared memory, which forward and
-backward data of 31x31 taps do in 16 bits with one or two channels per group. `supports` says so, or returns None.
+axes; rows of 16 bytes (channels divisible by 8, in float32 by 4); tiles that fit into shared memory, as those of
+forward and backward data with 31x31 taps do in 16 bits with one or two channels per group. `supports` returns the
+reason if a call is outside of these limits.
 
-Bits. `schedule` gives the order of additions. An output depends on its own inputs, and its order of additions on
-nothing but the filter, the stride and (on the tensor core, two spatial axes) whether its row is even or odd: forward
-and backward data are the same for every batch size, position in the batch, channel count and tile. The filter
-gradient's tiles and splits follow the shape. An input that is not finite may turn sums of the filter gradient of its
-own channel group into NaN that are finite by the formula (a zero that pads a tile is multiplied with it); forward and
-backward data keep what is not finite to the outputs that own it.
+Bits. `schedule` returns the order of additions. For forward and backward data it depends on the filter, the stride
+and, on the tensor core with two spatial axes, whether the output's row is even or odd; not on the batch size, the
+position in the batch, the number of channels or the tile. An infinity or NaN reaches only outputs that depend on it.
+For the filter gradient, tiles and splits depend on the shape. An infinity or NaN may make NaN of filter gradients in
+its channel group that are finite by the formula, because it is multiplied by the zeros that pad a tile.
 """
 
 import math
@@ -71,10 +72,10 @@ def schedule(
     config: Config | None = None,
     flip: bool = False,
 ) -> engines.Schedule:
-    """The order of additions of every output; with `flip` of a convolution whose filter is turned round beforehand."""
+    """The order of additions of every output; with `flip` of a convolution whose filter is reversed before the call."""
     call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
     arithmetic, found, classes = orders(op, call, config)
-    if flip and op != "wgrad":  # tap t of the turned filter is tap T - 1 - t of the filter
+    if flip and op != "wgrad":  # tap t of the reversed filter is tap T - 1 - t of the filter
         tap, channel = np.divmod(np.arange(math.prod(call.taps) * call.group), call.group)
         stored = np.append((math.prod(call.taps) - 1 - tap) * call.group + channel, -1)
         found = tuple(stored[order] for order in found)
@@ -151,7 +152,7 @@ def depthwise_wgrad(
 ) -> Array:
     """dw ([r,] s, c/groups, c) of x (n, [h,] w, c) and dy (n, [p,] q, c), in x's dtype.
 
-    It takes at most `sms` multiprocessors. How many these are decides neither splits nor tiles, hence no bit.
+    It runs on at most `sms` multiprocessors. Tiles and splits, and so the bits, do not depend on this number.
     """
     call = window(x.shape, w_shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
     plan = plan_filter(call, config)

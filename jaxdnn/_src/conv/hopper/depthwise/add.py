@@ -1,9 +1,9 @@
-"""Adds the partial sums of a depthwise filter gradient: the PTX of a thread for every element of the result.
+"""Adds the partial sums of a depthwise filter gradient, one thread for each element of the result. PTX text.
 
-The partial sums are few and small, and lie in the L2 cache, where the launch before left them. So what counts is that
-all loads of an element are on their way before the first addition, and that elements are spread over many blocks.
+The partial sums are few and small, and still in the L2 cache from the previous launch. For speed, all loads of an
+element are issued before the first addition, and the elements are distributed over many blocks.
 
-Order of additions: one partial sum after the other, from the first.
+Order of additions: one partial sum after another, from the first.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import dataclasses
 from jaxdnn._src.hopper.ptx import SIZES, Emitter
 
 THREADS = 128  # of a block
-_AHEAD = 32  # loads on their way at a time: a register each
+_AHEAD = 32  # loads in flight at a time, each with a register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Terms:
     """Partial sums, float32, and the result.
 
     Attributes:
-      many: how many are added.
-      size: elements of one, which is `rows` rows or more.
-      pitch: elements of one of its rows.
-      rows, width: the result; `width` is at most `pitch`.
+      many: the number of partial sums.
+      size: elements of a partial sum, which has `rows` rows or more.
+      pitch: elements of a row of a partial sum.
+      rows, width: of the result; `width` is at most `pitch`.
       dtype: of the result: "bf16", "f16" or "f32".
     """
 

@@ -1,14 +1,14 @@
 """Filter gradient of depthwise and narrow-group convolution on the tensor core: the PTX that a warp runs over a tile.
 
-dw[r, s, i, c] = sum over pixels of x[pixel + (r, s), i] dy[pixel, c], i in c's group. A warp owns eight channels and
-multiplies, per instruction, 16 x 16 by 16 x 8: the rows are eight input channels at two neighbouring column taps, the
+dw[r, s, i, c] = sum over pixels of x[pixel + (r, s), i] dy[pixel, c], i in c's group. A warp computes eight channels.
+One instruction multiplies 16 x 16 by 16 x 8: the rows are eight input channels at two neighbouring column taps, the
 reduction is 16 pixels, the columns are the eight output channels. Of each 8x8 result only the group's own block is
-kept (for depthwise, the diagonal); what the others hold never mixes with it. Sums stay in registers over all tiles of
-a split; both operands are read transposed (`ldmatrix.trans`), so channels-last tiles serve as they lie.
+stored (for depthwise, the diagonal). The sums stay in registers over all tiles of a split. Both operands are read
+transposed (`ldmatrix.trans`), because the tiles are channels-last.
 
-Order of additions for one element of dw in one split: tiles in order; in a tile the groups of eight columns, full ones
-first, then the group of 2 x 4 pixels where four columns are left over; in a group the rows in order, two fragments
-(16 pixels) an instruction. `pixel_order` lists it.
+Order of additions for one element of dw in one split: the tiles in order; in a tile the groups of eight columns, then,
+if four columns remain, groups of 2 x 4 pixels; in a group the rows in order, two fragments (16 pixels) for each
+instruction. `pixel_order` returns it.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from jaxdnn._src.hopper.ptx import Emitter
 
 @dataclasses.dataclass(frozen=True)
 class FilterWalk:
-    """One filter-gradient walk over a tile of the input and a tile of the output's gradient.
+    """The filter gradient of one tile of the input and one tile of the output's gradient.
 
     Attributes:
       dtype: "bf16" or "f16".
       group: channels of a group: 1, 2, 4 or 8.
       in_pitch, out_pitch: pixels in a row of the input tile and of the gradient's tile.
-      in_step: steps between the inputs of neighbouring outputs.
-      dilation: steps between taps.
-      row_taps: tap rows in the block.
-      column_taps: tap columns that one group of warps sums; group g has g*column_taps to (g+1)*column_taps - 1.
-      warpgroups: groups of warps, one for each eight channels, that share the tap columns.
+      in_step: pixels between the inputs of neighbouring outputs.
+      dilation: pixels between taps.
+      row_taps: tap rows of the block.
+      column_taps: tap columns of one warpgroup; group g has g*column_taps to (g+1)*column_taps - 1.
+      warpgroups: groups with a warp for each eight channels, which share the tap columns.
       rows, columns: outputs of the tile.
       channels: channels of the tile: 32 or 64.
     """
@@ -60,7 +60,7 @@ class FilterWalk:
 
 
 def _chunk(e: Emitter, k: FilterWalk, lanes: Lanes) -> tuple[str, str]:
-    """The warp's eight channels, and its group."""
+    """The number of the warp's eight channels, and of its warpgroup."""
     chunks = k.channels // 8
     return e.r("and.b32", lanes.warp, chunks - 1), e.r("shr.u32", lanes.warp, chunks.bit_length() - 1)
 
@@ -93,21 +93,21 @@ def filter_walk(k: FilterWalk) -> str:
 
 
 def _fragment_rows(kind: Kind, rows: int) -> range:
-    """First rows of the fragments of a tile: eight pixels of one row, or four of this and four of the next."""
+    """The first row of each fragment of a tile: eight pixels of one row, or four of it and four of the next."""
     return range(0, rows, 2 if kind.half else 1)
 
 
 class _Inputs:
     """Input pixels of eight columns, as ldmatrix reads them: two neighbouring column taps of one row, or of two.
 
-    An odd number of column taps leaves one without a neighbour. What is read beside it is not part of the result, and
-    where nothing lies beside it any more, at the tile's end, that tap is read twice.
+    If the number of column taps is odd, the last one has no neighbour. The values that are read in its neighbour's
+    place are not stored; at the tile's end, where none follow, that tap is read twice instead.
     """
 
     def __init__(
         self, e: Emitter, k: FilterWalk, kind: Kind, lanes: Lanes, apart: int, x: str, pixel: str, chunk: str
     ) -> None:
-        """`pixel` is the lane's in the first of the four matrices, `apart` the input rows to the other two."""
+        """pixel: the lane's in the first of the four matrices. apart: input rows from the first two to the others."""
         self._e, self._k, self._apart = e, k, apart
         pixel = e.scaled(e.r("shr.u32", lanes.matrix, 1), apart * k.in_pitch, pixel)
         second = e.r("and.b32", lanes.matrix, 1)
@@ -117,7 +117,7 @@ class _Inputs:
         self._last = tuple(n * step for n, step in zip(within, k.in_step, strict=True))  # of the pixels of all lanes
 
     def read(self, line: int, pair: int, rows: int) -> list[str]:
-        """The matrices of the pair of column taps in the tile's row `line`, and with two `rows` in the one apart."""
+        """The matrices of a pair of column taps in the tile's row `line`; with two `rows` also `apart` rows below."""
         k, names = self._k, [self._e.new() for _ in range(2 * rows)]
         row = line + self._last[0] + (rows - 1) * self._apart
         column = self._last[1] + ((k.warpgroups - 1) * k.column_taps + 2 * pair + 1) * k.dilation[1]
@@ -130,36 +130,36 @@ class _Inputs:
 
 
 def _group(e: Emitter, k: FilterWalk, rows: range, inputs: _Inputs, gradients: Fragments, sums: list[str]) -> None:
-    """Eight columns: an input fragment of two rows and two column taps meets every tap row that needs it at once."""
+    """The products of eight columns: an input fragment, once read, is multiplied for every tap row that needs it."""
     zero = e.r("mov.b32", 0)
     apart = rows.step * k.in_step[0]  # input rows from one fragment of an instruction to the other
-    meeting: dict[int, list[tuple[int, int]]] = {}  # input row: (index of the first output row, tap row)
+    uses: dict[int, list[tuple[int, int]]] = {}  # input row: (index of the first output row, tap row)
     for i in range(0, len(rows), 2):
         for r in range(k.row_taps):
-            meeting.setdefault(rows[i] * k.in_step[0] + r * k.dilation[0], []).append((i, r))
+            uses.setdefault(rows[i] * k.in_step[0] + r * k.dilation[0], []).append((i, r))
     alone = lambda i: i + 1 == len(rows)  # the last fragment of an odd number has no partner
     for pair in range((k.column_taps + 1) // 2):
         held: dict[int, list[str]] = {}
 
         def fetch(line: int, held: dict[int, list[str]] = held, pair: int = pair) -> list[str]:
             if line not in held:
-                held[line] = inputs.read(line, pair, 1 if all(alone(i) for i, _ in meeting[line]) else 2)
+                held[line] = inputs.read(line, pair, 1 if all(alone(i) for i, _ in uses[line]) else 2)
             return held[line]
 
-        for line in sorted(meeting):
-            # Every other one is made of its neighbours' halves: moves are cheaper than reading twice.
-            if (line // apart) % 2 and len(held.get(line - apart, ())) == 4 and line + apart in meeting:
+        for line in sorted(uses):
+            # Every second fragment is assembled from halves of its neighbours: moves are cheaper than a second load.
+            if (line // apart) % 2 and len(held.get(line - apart, ())) == 4 and line + apart in uses:
                 a = [e.r("mov.b32", half) for half in (*held[line - apart][2:], *fetch(line + apart)[:2])]
             else:
                 a = fetch(line)
-            for i, r in meeting[line]:
+            for i, r in uses[line]:
                 b = [gradients.get(rows[i], 0), zero if alone(i) else gradients.get(rows[i + 1], 0)]
                 first = 4 * (pair * k.row_taps + r)
                 matrix_multiply(e, k.dtype, sums[first : first + 4], [*a[:2], zero, zero] if alone(i) else a, b)
 
 
 def filter_store(k: FilterWalk) -> str:
-    """The PTX that leaves the sums as (taps, group, channels) float32; operands: the sums, the shared address."""
+    """The PTX that stores the sums as (taps, group, channels) float32; operands: the sums, the shared address."""
     e = Emitter()
     n = k.accumulators
     sums = [e.f("mov.f32", f"${i}") for i in range(n)]
@@ -184,7 +184,7 @@ def filter_store(k: FilterWalk) -> str:
 
 
 def pixel_order(rows: int, columns: int) -> list[tuple[int, int]]:
-    """The pixels of a tile in the order in which they are added, sixteen an instruction; (-1, -1) pads with zeros."""
+    """The pixels of a tile in the order of addition, sixteen for each instruction; (-1, -1) stands for zeros."""
     order: list[tuple[int, int]] = []
     for kind in kinds(columns):
         lines = _fragment_rows(kind, rows)

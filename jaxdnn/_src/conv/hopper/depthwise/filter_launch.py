@@ -1,4 +1,4 @@
-"""Depthwise and narrow-group filter gradients on Hopper: the launch that leaves partial sums and the one that adds."""
+"""Depthwise and narrow-group filter gradients on Hopper: the launch for partial sums, and the one that adds them."""
 
 import math
 from typing import Any
@@ -162,9 +162,9 @@ def _inline_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
 
 
 def add_partials(partial: Array, rows: int, width: int, dtype: Any, sms: int | None) -> Array:
-    """Adds partial sums (splits, parts, r, s * group, c) one after the other, and rounds: (rows, width).
+    """Adds partial sums (splits, parts, r, s * group, c), one after another, and rounds to (rows, width).
 
-    A row of the result is what a row of s * group * c begins with.
+    A row of the result is the beginning of a row of s * group * c elements.
     """
     splits, parts, *rest = partial.shape
     terms = Terms(splits * parts, math.prod(rest), math.prod(rest[1:]), rows, width, DTYPES[np.dtype(dtype).name])

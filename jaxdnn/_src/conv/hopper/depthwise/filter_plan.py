@@ -21,7 +21,7 @@ from jaxdnn._src.hopper.sizes import MULTIPROCESSORS, SHARED_BYTES, aligned, cei
 
 @dataclasses.dataclass(frozen=True)
 class FilterPlan:
-    """A filter-gradient launch: a block sums, for some taps and channels, the tiles of one split, in order."""
+    """A launch of the filter gradient: a block accumulates the tiles of a split, in order, for some taps and channels."""
 
     walk: FilterWalk | LaneFilter
     channels: int
@@ -33,15 +33,15 @@ class FilterPlan:
     per_split: int  # tiles (images first, then rows, then columns) of a split
     splits: int
     stages: int
-    parts: int  # sums per split: 1, or one for each warp
+    parts: int  # partial sums of a split: 1, or one for each warp
     warpgroups: int
     swizzle: int
 
     def partial_shape(self, call: Window) -> tuple[int, int, int, int, int]:
         """(splits, parts, r, s * group, c) of the partial sums, in whole blocks of taps.
 
-        An unswizzled copy that is one piece of memory is clipped at the array's end alone (JAX 0.11), so none may reach
-        over an edge. The channels of one tap are such a piece, and come in whole tiles.
+        A contiguous unswizzled copy is clipped only at the end of the array (JAX 0.11), and so none may cross another
+        edge. The channels of a single tap are contiguous, and therefore padded to whole tiles.
         """
         rows, columns = (n * b for n, b in zip(self.tap_blocks, self.tap_block, strict=True))
         piece = self.parts * rows * columns * call.group == 1
@@ -52,8 +52,8 @@ class FilterPlan:
 def plan_filter(call: Window, config: Config | None = None, multiprocessors: int = MULTIPROCESSORS) -> FilterPlan:
     """The tiles and splits of a filter gradient.
 
-    Measured: depthwise, 3x3, stride 1 and a tile for a whole image, tiles of 64 channels win, whose rows in memory are
-    twice as long: three in flight where two such blocks fit into a multiprocessor, else two.
+    Measured: for depthwise 3x3, stride 1, where a tile has the whole image, tiles of 64 channels are faster, whose rows
+    in memory are twice as long: with three in flight if two such blocks fit into a multiprocessor, otherwise two.
 
     Raises:
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
@@ -71,7 +71,7 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
 
 
 def _plan_filter(call: Window, config: Config, multiprocessors: int) -> tuple[FilterPlan, int]:
-    """A plan, and how many of its blocks a multiprocessor is taken to hold."""
+    """A plan, and how many of its blocks are assumed to fit into a multiprocessor."""
     check_tile(config, (1, 1))
     unit = config.unit or default_unit(call.dtype)
     itemsize = 4 if call.dtype == "f32" else 2
@@ -79,7 +79,7 @@ def _plan_filter(call: Window, config: Config, multiprocessors: int) -> tuple[Fi
     warpgroups = 2 if unit == "tensor" and taps[1] > 6 else 1
     per_group = ceil_div(taps[1], warpgroups)
     block = taps[0], per_group * warpgroups
-    # Measured: with two warpgroups (wide filters) many small tiles win, with one few large ones.
+    # Measured: with two warpgroups (wide filters) many small tiles are faster, with one warpgroup few large ones.
     rows = config.rows or best(call.out[0], (4, 2) if warpgroups == 2 else (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns or best(call.out[1], (28, 32, 24, 20, 16, 12, 8, 4))
     stages = config.stages or (2 if unit == "tensor" else 1)

@@ -1,12 +1,12 @@
 """Depthwise convolution by float32 fused multiply-adds: the PTX that a warp runs over a tile in shared memory.
 
-A lane owns one float32 channel, or two neighbouring 16-bit ones; a warp a strip of one or two columns by all rows of
-a block. An input value, once read, is used by every tap row. Order of additions for one output: tap columns left to
-right, in each the tap rows downwards (by offset in the input tile); one fused multiply-add each, from zero; one
-rounding at the end. 16-bit products are exact in float32, so there fused and unfused are the same.
+A lane computes one float32 channel, or two neighbouring 16-bit channels; a warp computes a strip of one or two columns
+with all rows of a block. An input value, once read, is used for every tap row. Order of additions for one output: from
+zero, tap columns from left to right, and in each the tap rows downwards (by offset in the input tile), by one fused
+multiply-add each, with one rounding at the end. 16-bit products are exact in float32, so that fusing changes nothing.
 
-The filter gradient walks the same way: columns of the tile dealt out to the warps, rows downwards, every warp with its
-own sum for every tap.
+In the filter gradient, too, the warps share the columns of a tile and process the rows downwards; each warp has its own
+sum for every tap.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ PIXEL_BYTES = 128  # one pixel of the tile: 32 lanes of 4 bytes
 
 @dataclasses.dataclass(frozen=True)
 class LaneWalk:
-    """One forward or backward-data walk over a tile; the fields of `conv_depthwise_walk.Walk` that apply."""
+    """Forward or backward data of one tile; the fields are those of `walk.Walk`."""
 
     dtype: str
     filter_columns: int
@@ -35,7 +35,7 @@ class LaneWalk:
 
     @property
     def strip(self) -> int:
-        """Columns a warp holds at a time."""
+        """Columns that a warp computes at a time."""
         return 2 if self.dtype == "f32" and self.columns % 2 == 0 else 1
 
 
@@ -74,6 +74,7 @@ def lane_walk(k: LaneWalk) -> str:
 
 
 def _strip(e: Emitter, k: LaneWalk, phase: Phase, source: str, w: str) -> dict[tuple[int, int], list[str]]:
+    """The sums of a strip's outputs (row, column), from the input at `source`."""
     width = 1 if k.dtype == "f32" else 2
     zero = "0f00000000"
     outputs = [(p, q) for p in range(k.rows) for q in range(k.strip)]
@@ -114,7 +115,7 @@ def _add_columns(
 
 @dataclasses.dataclass(frozen=True)
 class LaneFilter:
-    """One filter-gradient walk over a tile, float32; the fields of `conv_depthwise_filter.FilterWalk` that apply."""
+    """The float32 filter gradient of one tile; the fields are those of `filter.FilterWalk`."""
 
     in_pitch: int
     out_pitch: int
@@ -159,7 +160,7 @@ def lane_filter(k: LaneFilter) -> str:
 
 
 def lane_store(k: LaneFilter) -> str:
-    """The PTX that leaves the sums as (warps, taps, channels) float32; operands: the sums, the shared address."""
+    """The PTX that stores the sums as (warps, taps, channels) float32; operands: the sums, the shared address."""
     e = Emitter()
     sums = [e.f("mov.f32", f"${i}") for i in range(k.accumulators)]
     lanes = Lanes(e)

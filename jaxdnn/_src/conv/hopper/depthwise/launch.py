@@ -1,4 +1,4 @@
-"""Depthwise and narrow-group convolution on Hopper: what the launches of the walks and of the sums have in common."""
+"""Depthwise and narrow-group convolution on Hopper: what its launches share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +26,15 @@ def ref_type(swizzle: int) -> Any:
 
 
 def grid(items: int, sms: int | None) -> tuple[int]:
-    """A block for every item, or under a limit no more blocks than multiprocessors, each with items in turn.
+    """One block for each item, or at most `sms` blocks that process several items, one after another.
 
-    Without a limit several blocks share a multiprocessor, which hides a tile's way better than a block's turns do.
+    Without a limit several blocks share a multiprocessor, which hides the latency of loads better.
     """
     return (items if sms is None else min(items, sms),)
 
 
 def each(items: int, sms: int | None, name: str, do: Callable[[Any], None]) -> None:
-    """A block's items in turn. An item ends by waiting for its store, so that the next one may write shared memory."""
+    """Calls `do` for each item of a block. It must wait for its store, so that the next item may reuse the memory."""
     (blocks,), block = grid(items, sms), lax.axis_index(name)
     if blocks == items:
         do(block)

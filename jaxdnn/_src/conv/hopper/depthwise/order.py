@@ -1,4 +1,4 @@
-"""Depthwise and narrow-group convolution: in which order the products of every output are added."""
+"""Depthwise and narrow-group convolution: the order in which the products of every output are added."""
 
 import math
 
@@ -13,13 +13,14 @@ from jaxdnn._src.conv.hopper.depthwise.window import Config, Window
 
 
 def orders(op: str, call: Window, config: Config | None = None) -> tuple[str, tuple[np.ndarray, ...], np.ndarray]:
-    """The arithmetic ("tensor_core" or "ordered"), the orders in which products are added, and which output has which.
+    """The arithmetic ("tensor_core" or "ordered"), the orders of additions, and the `classes` that say which is whose.
 
-    In an order, rows are partial sums, added one after the other in float32; on the tensor core sixteen indices in a
-    row are one instruction. Forward: tap*group + channel within the group; backward data: tap*group + output channel
-    within the group; filter gradient: (n*P + p)*Q + q. -1 is a product by zero. An output of the image at (p, q) has
-    order number classes[p mod len(classes), q mod its width]: backward data with a stride meets other taps at each
-    residue, and on the tensor core the pairing of taps depends on whether the row, within its residue, is even.
+    An order has a row for each partial sum, and these are added one after another in float32; on the tensor core
+    sixteen neighbouring indices are one instruction. The indices are, forward, tap*group + channel within the group;
+    backward data, tap*group + output channel within the group; filter gradient, (n*P + p)*Q + q; -1 stands for a
+    product by zero. The output at (p, q) has order number classes[p mod height, q mod width] of that array: backward
+    data with a stride has other taps for each residue, and on the tensor core the pairing of taps depends on whether
+    the row, within its residue, is even.
     """
     if op == "wgrad":
         arithmetic, order = _filter_order(call, plan_filter(call, config))

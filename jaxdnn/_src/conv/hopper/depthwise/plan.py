@@ -1,4 +1,4 @@
-"""Depthwise and narrow-group convolution: what is served, and the tiles of a forward or backward-data walk.
+"""Depthwise and narrow-group convolution: which calls are supported, and the tiles of forward and backward data.
 
 Pure Python on shapes; the kernels are in `depthwise`.
 """
@@ -28,7 +28,7 @@ from jaxdnn._src.conv.hopper.depthwise.window import (
 from jaxdnn._src.hopper.sizes import MULTIPROCESSORS, SHARED_BYTES, aligned, ceil_div
 
 GROUPS = (1, 2, 4, 8)
-IN_TURN = 4  # blocks of a multiprocessor that take tiles in turn, at most
+IN_TURN = 4  # the most blocks of a multiprocessor that process several tiles each
 
 
 def unsupported(
@@ -42,7 +42,7 @@ def unsupported(
     dilation: Sequence[int],
     config: Config | None = None,
 ) -> str | None:
-    """Why a call is not served (a clause), or None; `op` is "fprop", "dgrad" or "wgrad"."""
+    """Why a call is not supported (a clause), or None; `op` is "fprop", "dgrad" or "wgrad"."""
     if len(x_shape) not in (3, 4):
         return f"these kernels have one or two spatial axes, the call has {len(x_shape) - 2}"
     name = np.dtype(dtype).name
@@ -101,7 +101,7 @@ def phases(op: str, call: Window) -> tuple[tuple[Phase, ...], tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class WalkPlan:
-    """A forward or backward-data launch: the walk, the tiles, and where an output tile's input tile lies."""
+    """A launch of forward or backward data: the arithmetic of a tile, the tiles, and where their inputs are."""
 
     walk: Walk | LaneWalk
     channels: int
@@ -112,7 +112,7 @@ class WalkPlan:
     tiles: tuple[int, int]
     swizzle: int  # bytes, 0 for none
     stages: int = 1  # tiles in flight in one block
-    blocks: int = 0  # with stages, at most so many, which take tiles in turn
+    blocks: int = 0  # with several stages, the most blocks, which process several tiles each
 
     def shared_bytes(self, filter_rows: int, itemsize: int) -> int:
         pixels = self.stages * math.prod(self.in_tile), self.stages * filter_rows, math.prod(self.out_tile)
@@ -122,8 +122,8 @@ class WalkPlan:
 def plan_walk(op: str, call: Window, config: Config | None = None, multiprocessors: int = MULTIPROCESSORS) -> WalkPlan:
     """The tiles of a forward ("fprop") or backward-data ("dgrad") call.
 
-    Measured: on the tensor core blocks that take tiles in turn, two in flight, win where four of them fit into a
-    multiprocessor, and lose where two or three do.
+    Measured: on the tensor core, blocks that process several tiles with two in flight are faster if four of them fit
+    into a multiprocessor, and slower if two or three do.
 
     Raises:
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
@@ -150,7 +150,7 @@ def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int) -> W
     rows = config.rows // out_step[0] if config.rows else best(extent[0], (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns // out_step[1] if config.columns else best(extent[1], (28, 32, 24, 20, 16, 12, 8, 4))
     least = 4
-    if unit == "fma":  # a store as wide as the image would be one piece of memory, and not be clipped at its last row
+    if unit == "fma":  # a store as wide as the image would be contiguous, and TMA would not clip it at the last row
         columns += 4 if columns * out_step[1] == target[1] else 0
         least += 4 if least * out_step[1] == target[1] else 0
     stages = config.stages or 1

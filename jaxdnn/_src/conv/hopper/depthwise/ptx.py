@@ -1,9 +1,9 @@
-"""PTX text for the depthwise kernels: registers, loops, and tiles in shared memory addressed by lane.
+"""PTX text for the depthwise kernels: lanes, swizzled tiles in shared memory, matrix fragments.
 
-Pallas moves the tiles and lays out the barriers; what runs between them is one block of PTX per kernel, because
-Mosaic GPU has no `mma.sync` whose operands are built in registers and no per-lane addresses. A block is a scope of
-its own: it declares its registers, reads its operands ($0, $1, ...) once at the top and leaves its results in shared
-memory or in the operands that are results.
+Pallas moves the tiles and allocates the barriers. The arithmetic between them is one block of PTX for each kernel,
+because Mosaic GPU has neither `mma.sync` with operands that are built in registers nor addresses for each lane. A block
+is a scope of its own: it declares its registers, reads its operands ($0, $1, ...) at the top, and stores its results
+in shared memory or in the operands that are results.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from jaxdnn._src.hopper.ptx import Emitter
 
 
 class Lanes:
-    """What a thread knows about itself: warp, lane, and the parts of the lane that fragments use."""
+    """A thread's warp and lane, and the parts of the lane's number that fragments use."""
 
     def __init__(self, e: Emitter) -> None:
         thread = e.r("mov.u32", "%tid.x")
@@ -21,15 +21,15 @@ class Lanes:
         self.row = e.r("shr.u32", self.lane, 2)  # the accumulator's row: a pixel
         self.pair = e.r("shl.b32", e.r("and.b32", self.lane, 3), 1)  # its first of two columns: channels
         self.source = e.r("and.b32", self.lane, 7)  # the row of an 8x8 matrix that this lane addresses for ldmatrix
-        self.matrix = e.r("shr.u32", self.lane, 3)  # and which of the four matrices
+        self.matrix = e.r("shr.u32", self.lane, 3)  # the number of that matrix among the four
 
 
 class SwizzledTile:
     """Pixels of `channels` 16-bit values in shared memory as TMA swizzles them, addressed from a lane's pixel.
 
-    A pixel takes 2*channels bytes (32, 64 or 128); its 16-byte chunks are exchanged by the exclusive or with address
-    bits 7 and up, so eight neighbouring pixels of one chunk fall into different banks. The pattern repeats every
-    eight pixels: a lane needs one base address for each offset modulo eight, and constants on top.
+    A pixel has 2*channels bytes (32, 64 or 128). The number of a 16-byte chunk is combined by exclusive or with address
+    bits 7 and up, so that a chunk of eight neighbouring pixels is in different banks. The pattern repeats every eight
+    pixels: a lane needs one base address for each offset modulo eight, and adds constants to it.
     """
 
     def __init__(self, e: Emitter, address: str, channels: int, pixel: str, chunk: str) -> None:
@@ -55,9 +55,9 @@ class SwizzledTile:
 class Fragments:
     """8x8 matrices (eight pixels of eight channels) read by ldmatrix, four rows of a column of them at a time.
 
-    Fragment (row, column) holds the eight pixels whose first is `row` rows and `column` pixels from the lane's own.
-    Rows first, first+step, ... are fetched in fours when the first of them is asked for; lanes 8 to 31 address the
-    other three, so the lane's pixel must include matrix * step * pitch.
+    Fragment (row, column) has the eight pixels whose first is `row` rows and `column` pixels from the lane's own. Rows
+    first, first+step, ... are loaded four at a time, when the first of them is needed; lanes 8 to 31 address the other
+    three, so that the lane's pixel must include matrix * step * pitch.
     """
 
     e: Emitter

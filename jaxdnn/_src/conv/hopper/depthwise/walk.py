@@ -1,19 +1,20 @@
 """Depthwise and narrow-group convolution on the tensor core: the PTX that a warp runs over a tile in shared memory.
 
-A warp owns eight channels. `mma.m16n8k16` multiplies 16 x 16 by 16 x 8: here the right operand is eight pixels of
-eight channels in two neighbouring input rows, as `ldmatrix` reads them, and the left one is filter: its 16 rows are
-two neighbouring output rows of eight channels, its 8x8 blocks are block-diagonal by groups (for depthwise, diagonal)
-and built in registers. Most of its multiplications are by zero, and it still beats float32 FMA: one instruction does
-up to 256 useful products without a conversion, and an input fragment, once read, serves every output row it reaches.
-Input rows are paired from an even row on, so that a pair lies in neighbouring registers wherever it is used.
+A warp computes eight channels. `mma.m16n8k16` multiplies 16 x 16 by 16 x 8. The right operand is eight pixels of eight
+channels in two neighbouring input rows, as `ldmatrix` reads them. The left operand is the filter: its 16 rows are two
+neighbouring output rows of eight channels, and its 8x8 blocks, built in registers, are block-diagonal by groups (for
+depthwise, diagonal). Most of the products are by zero, and it is still faster than float32 FMA: one instruction forms
+up to 256 useful products without a conversion, and an input fragment, once read, is used for every output row that
+needs it. Pairs of input rows start at an even row, so that a pair is in neighbouring registers wherever it is used.
 
-Order of additions for one output: tap columns by offset, in each the pairs of input rows downwards; a pair is one
-instruction, which adds the products of the taps that meet it (`tap_steps` lists them; output rows of odd index see
-the pairs shifted by one). The accumulator is float32 throughout, one rounding at the end.
+Order of additions for one output: the tap columns by offset, in each the pairs of input rows downwards. A pair is one
+instruction, which adds the products of the taps in it (`tap_steps` returns them; for output rows of odd index the
+pairs are shifted by one row). The accumulator is float32, with one rounding at the end.
 
-A zero of the filter block times an infinity of a neighbouring channel or row is NaN. So the warp looks at its sums,
-and where one is not finite it repeats that group of pixels for one output row of a pair and one channel group at a
-time, with everything else masked: same instructions, same order, same bits, and no output sees what it does not own.
+A zero of a filter block times an infinity of a neighbouring channel or row is NaN. So the warp tests its sums, and if
+one is not finite, it computes that group of pixels again, for one output row of a pair and one channel group at a time,
+with all other operands masked: by the same instructions in the same order, hence with the same bits, and without values
+that the output does not depend on.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ UNROLLED_COLUMNS = 8  # filters with more tap columns than this loop over them
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Outputs of one residue modulo the output step: where they lie in the tile, and the taps that reach them.
+    """The outputs of one residue modulo the output step: their place in the tile, and their taps.
 
     Attributes:
       start: row and column of the first output in the output tile.
@@ -41,7 +42,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """One forward or backward-data walk over a tile.
+    """Forward or backward data of one tile.
 
     Attributes:
       dtype: "bf16" or "f16".
@@ -50,9 +51,9 @@ class Walk:
       filter_columns: S of the filter; tap (r, s) is number r*S + s.
       swapped: the filter block is transposed (backward data).
       in_pitch, out_pitch: pixels in a row of the input and of the output tile.
-      in_step, out_step: steps between neighbouring outputs, in the input tile and in the output tile.
+      in_step, out_step: pixels between neighbouring outputs, in the input tile and in the output tile.
       rows, columns: outputs of one phase in the tile.
-      block: rows that a warp holds at a time; even, divides rows.
+      block: rows that a warp computes at a time; even, divides rows.
       warps: warps that share the tile.
     """
 
@@ -73,7 +74,7 @@ class Walk:
 
 
 def row_pairs(phase: Phase, step: int) -> list[int]:
-    """Pairs of input rows (2q, 2q + 1), from an even output row's first input row on, that it or the next reaches."""
+    """The q of the input rows (2q, 2q + 1), relative to an even output row, that it or the next output row uses."""
     reached = {offset + u * step for _, offset in phase.row_taps for u in range(2)}
     return sorted({row // 2 for row in reached})
 
@@ -90,7 +91,7 @@ def tap_steps(phase: Phase, step: int, parity: int) -> list[list[tuple[int, int]
 
 
 class _Filter:
-    """Filter blocks in registers: one 8x8 block of (output channel, input channel), one register a lane, for a tap."""
+    """Filter blocks in registers: for a tap an 8x8 block of (output channel, input channel), one register a lane."""
 
     def __init__(self, e: Emitter, k: Walk, lanes: Lanes, address: str) -> None:
         self._e, self._k = e, k
@@ -99,7 +100,7 @@ class _Filter:
         shift = {1: 0, 2: 1, 4: 2, 8: 3}[k.group]
         same = lambda column: e.p("setp.eq.u32", e.r("shr.u32", column, shift), e.r("shr.u32", lanes.row, shift))
         second = e.r("add.u32", lanes.pair, 1)
-        if k.group == 1:  # one value a lane (bytes 0 and 1), moved to where the diagonal crosses its two columns
+        if k.group == 1:  # a lane has one value (bytes 0 and 1), which it moves to its place on the diagonal
             picked = e.r("selp.b32", "0x2210", "0x2222", same(lanes.pair))
             self._pick = e.r("selp.b32", "0x1022", picked, same(second))
         else:
@@ -114,7 +115,7 @@ class _Filter:
             self._lanes = [e.scaled(lanes.row, 2, within(column)) for column in (lanes.pair, second)]
 
     def bind(self, chunk: str, offset: str = "") -> None:
-        """Fixes the eight channels (and a byte offset, where tap columns are looped over)."""
+        """Sets the eight channels, and a byte offset in a loop over tap columns."""
         e = self._e
         self._bases = [e.scaled(chunk, 16, base) for base in self._lanes]
         if offset:
@@ -122,7 +123,7 @@ class _Filter:
         self._held: dict[int, str] = {}
 
     def block(self, r: int | None, s: int, copy: int = 0) -> str:
-        """The block of tap (r, s); zeros without a row. Copies are built anew: sharing one would cost as many moves."""
+        """The block of tap (r, s), or zeros for no row. A copy is built again, which costs no more than a move."""
         if r is None:
             return self._zero
         held = self.raw(r, s)
@@ -147,10 +148,10 @@ class _Filter:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How eight pixels lie: eight in a row, or four in each of two rows, where four columns are left over.
+    """How the eight pixels of an operand are arranged: eight of one row, or four of each of two rows.
 
-    The two rows are two apart: their neighbours in between are the other half of the same instruction. A block of two
-    rows has no such other two, and both fours are the same.
+    The second is for four remaining columns. The two rows are two apart; the rows next to them are the other half of
+    the same instruction. In a block of two rows both fours are the same pixels.
     """
 
     half: bool
@@ -165,7 +166,7 @@ class Kind:
 
     @property
     def tall(self) -> int:
-        """Output rows of one instruction's sums."""
+        """Output rows of an instruction's accumulator."""
         return 4 if self.half else 2
 
 
@@ -181,31 +182,31 @@ def walk(k: Walk) -> str:
     x, w, y = (e.r("mov.b32", f"${i}") for i in range(3))
     lanes = Lanes(e)
     blocks = _Filter(e, k, lanes, w)
-    dealt = 0
+    items = 0
     for phase in k.phases:
         for kind in kinds(k.columns):
-            dealt += _Section(e, k, lanes, blocks, phase, kind).emit(x, y, dealt)
+            items += _Section(e, k, lanes, blocks, phase, kind).emit(x, y, items)
     return e.text()
 
 
 class _Section:
-    """All groups of eight pixels of one kind in one phase, shared out over the warps, chunk of channels first."""
+    """All groups of eight pixels of one kind in one phase, distributed over the warps, the channels fastest."""
 
     def __init__(self, e: Emitter, k: Walk, lanes: Lanes, blocks: _Filter, phase: Phase, kind: Kind) -> None:
         self.e, self.k, self.lanes, self.blocks, self.phase, self.kind = e, k, lanes, blocks, phase, kind
         self.looped = len(phase.column_taps) > UNROLLED_COLUMNS
         self.pairs = row_pairs(phase, k.in_step[0]) if phase.column_taps else []
         self.rows = {offset: r for r, offset in phase.row_taps}
-        # Each set's first output row. The last set ends with the block: it may hold rows of the one before it again.
+        # The first output row of each set. The last set ends with the block and may repeat rows of the one before it.
         self.sets = [min(row, max(0, k.block - kind.tall)) for row in range(0, k.block, kind.tall)]
         self.apart = 2 if k.block >= kind.tall else 0
 
-    def emit(self, x: str, y: str, dealt: int) -> int:
-        """Emits the section; the warps take its items in turn where `dealt` earlier items left off. Its items."""
+    def emit(self, x: str, y: str, before: int) -> int:
+        """Emits the section; returns its number of items, which go to the warps in turn after those of `before`."""
         e, k, kind = self.e, self.k, self.kind
         chunks = k.channels // 8
         items = chunks * (k.rows // k.block) * kind.groups
-        first = e.r("and.b32", e.r("add.u32", self.lanes.warp, -dealt % k.warps), k.warps - 1)
+        first = e.r("and.b32", e.r("add.u32", self.lanes.warp, -before % k.warps), k.warps - 1)
         with e.loop(first, items, k.warps) as item:
             chunk = e.r("and.b32", item, chunks - 1)
             rest = e.r("shr.u32", item, chunks.bit_length() - 1)
@@ -218,7 +219,7 @@ class _Section:
         return items
 
     def _source(self, block: str, group: str) -> str:
-        """The input pixel that this lane addresses for ldmatrix, tap offsets apart."""
+        """The input pixel that this lane addresses for ldmatrix, without the offset of a tap."""
         e, k, kind = self.e, self.k, self.kind
         pixel = kind.lane_pixel(e, self.lanes.source, k.in_step, k.in_pitch, self.apart)
         pixel = e.scaled(self.lanes.matrix, k.in_pitch, pixel)
@@ -227,7 +228,7 @@ class _Section:
         return e.r("add.s32", pixel, kind.first_column * k.in_step[1])
 
     def _target(self, y: str, lane_pixel: str, block: str, group: str, chunk: str) -> SwizzledTile:
-        """The output tile as the lane addresses it, rows of the set apart."""
+        """The output tile from the lane's pixel on, without the row of the set."""
         e, k = self.e, self.k
         pixel = e.scaled(block, k.block * k.out_step[0] * k.out_pitch, lane_pixel)
         pixel = e.scaled(group, 8 * k.out_step[1], pixel)
@@ -276,7 +277,7 @@ class _Section:
                     taken.get(row, across)
 
         for i, (s, across) in enumerate(columns):
-            for column in columns[i : i + 2]:  # a column's operands are read while the one before it is multiplied
+            for column in columns[i : i + 2]:  # the next column's operands are loaded before this one's products
                 fetch(*column)
             for q in self.pairs:
                 taps = [[self.rows.get(2 * q + v - u * k.in_step[0]) for u in range(2)] for v in range(2)]
@@ -288,7 +289,7 @@ class _Section:
                     matrix_multiply(e, k.dtype, accumulators, a, b)
 
     def _store(self, y: str, block: str, group: str, chunk: str, sums: list[list[str]]) -> None:
-        """Rounds and stores, two sets at a time: stmatrix turns (channel, pixel) into (pixel, channel)."""
+        """Rounds and stores, two sets at a time; stmatrix transposes (channel, pixel) to (pixel, channel)."""
         e, k, lanes = self.e, self.k, self.lanes
         pixel = self.kind.lane_pixel(e, lanes.source, k.out_step, k.out_pitch, self.apart)
         line = k.out_step[0] * k.out_pitch
@@ -298,7 +299,7 @@ class _Section:
         else:
             pixel = e.scaled(lanes.matrix, line, pixel)
         target = self._target(y, pixel, block, group, chunk)
-        whole = max(1, k.block // self.kind.tall)  # sets that lie one behind the other
+        whole = max(1, k.block // self.kind.tall)  # sets that do not overlap
         for two in (*(range(whole)[m : m + 2] for m in range(0, whole, 2)), range(whole, len(sums))):
             words = [self._packed(sums[m], u) for m in two for u in range(2)]
             if words:
@@ -314,7 +315,7 @@ class _Section:
     def _store_row(
         self, y: str, block: str, group: str, chunk: str, sums: list[list[str]], m: int, u: int, when: str
     ) -> None:
-        """One row's two values of a set, value by value, where the lane's predicate holds."""
+        """Stores the two values of one row of a set, one at a time, in lanes for which the predicate holds."""
         e, k, lanes = self.e, self.k, self.lanes
         word = self._packed(sums[m], u)
         within = e.scaled(lanes.row, 2, y)
@@ -326,7 +327,7 @@ class _Section:
             e.op("st.shared.u16", place, e.r("shr.u32", word, 16 * j), when=when)
 
     def _repair(self, x: str, y: str, source: str, block: str, group: str, chunk: str, sums: list[list[str]]) -> None:
-        """Where a sum is not finite: again, one output row of a pair and one channel group at a time."""
+        """If a sum is not finite, computes all again, for one output row of a pair and one channel group at a time."""
         e, k, lanes = self.e, self.k, self.lanes
         zero = "0f00000000"
         probe = e.f("mov.f32", zero)

@@ -1,4 +1,4 @@
-"""Depthwise and narrow-group convolution on Hopper: the launch of a forward or backward-data walk over all tiles."""
+"""Depthwise and narrow-group convolution on Hopper: the launch of forward and backward data."""
 
 import functools as ft
 import math
@@ -20,7 +20,11 @@ from jaxdnn._src.hopper.sizes import ceil_div
 
 
 def run_walk(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str, sms: int | None) -> Array:
-    """Runs a forward or backward-data walk over all tiles; x is the input of the walk."""
+    """Runs forward or backward data on all tiles; x is the input, in backward data dy.
+
+    The block's threads load a tile and its filter by TMA, wait on the slot's mbarrier `arrived`, compute the outputs
+    into shared memory, and store them by TMA. With several stages the next tiles are loaded meanwhile.
+    """
     tall, wide = plan.in_tile
     backward = kernel_name == "depthwise_dgrad"
     image = as_images(x, call.out if backward else call.size)
@@ -68,7 +72,7 @@ def run_walk(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str,
 
         def step(turn: Any) -> None:
             slot = lax.rem(turn, stages)
-            if stages > 1:  # the tile before the last one has been read: its slot is free
+            if stages > 1:  # all threads have read the previous tile: its slot is free
 
                 @pl.when(turn + stages - 1 < turns)
                 def _() -> None:

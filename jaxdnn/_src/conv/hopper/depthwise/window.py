@@ -1,4 +1,4 @@
-"""Depthwise and narrow-group convolution: a call as two spatial axes, and the sizes that tiles and copies may have.
+"""Depthwise and narrow-group convolution: a call with two spatial axes, and the sizes that tiles and copies may have.
 
 Pure Python on shapes. Letters: n images, h w input rows and columns, c channels, r s filter taps, p q output rows and
 columns. One-dimensional calls become rows of images: (n, w, c) is the image (1, n, w, c) under a filter of one row.
@@ -24,8 +24,8 @@ class Config:
       unit: "tensor" (mma, 16-bit) or "fma" (float32 fused multiply-adds, depthwise only).
       channels: channels of a tile (16, 32 or 64 on the tensor core, filter gradient 32 or 64; else 128 bytes' worth).
       rows, columns: outputs of a tile; rows even, columns a multiple of 4 (times the stride for backward data).
-      splits: filter gradient: parts of the sum over pixels, at most.
-      stages: tiles in flight in one block; more than one: the blocks are few, and take tiles in turn.
+      splits: of the filter gradient, the most parts of the sum over pixels.
+      stages: tiles in flight in one block; if more than one, few blocks process several tiles each.
     """
 
     unit: str | None = None
@@ -59,9 +59,9 @@ def whole_copies(columns: int, pixel_bytes: int) -> int:
 
 
 def whole_pattern(tall: int, wide: int) -> int:
-    """Rows added until a tile's pixels divide by 8: there the pattern repeats in which the pixels' chunks lie.
+    """Rows of a tile, padded until its pixels divide by 8, the period of the swizzle.
 
-    The pattern follows the address, so a tile behind another one must start where it starts.
+    The swizzle depends on the address, so that each tile of a ring must start at a multiple of the period.
     """
     return next(rows for rows in range(tall, tall + 8) if rows * wide % 8 == 0)
 
@@ -91,7 +91,7 @@ def window(
 
 
 def spatial(size: tuple[int, int], rank: int) -> tuple[int, ...]:
-    """Two sizes as those of the axes that the call has."""
+    """The sizes of the call's one or two spatial axes."""
     return size if rank == 4 else size[1:]
 
 
@@ -100,7 +100,7 @@ class NoTile(ValueError):
 
 
 def check_tile(config: Config, step: tuple[int, int]) -> None:
-    """Tiles start at even rows (of a phase), so that the pairing of rows is the same for all; columns come in fours."""
+    """Raises NoTile unless tiles start at even rows of a phase, so that all pair rows alike, and columns are fours."""
     if (config.rows and config.rows % (2 * step[0])) or (config.columns and config.columns % (4 * step[1])):
         raise NoTile(
             f"a tile's rows are a multiple of {2 * step[0]} and its columns of {4 * step[1]}, "
@@ -113,5 +113,5 @@ def default_unit(dtype: str) -> str:
 
 
 def best(extent: int, choices: Sequence[int]) -> int:
-    """The choice that covers the extent with the least work, counting six rows or columns of halo to a tile."""
+    """The tile size that covers the extent with the least work, with a halo of six rows or columns for each tile."""
     return min(choices, key=lambda size: (ceil_div(extent, size) * (size + 6), -size))
