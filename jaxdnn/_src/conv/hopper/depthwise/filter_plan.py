@@ -21,7 +21,7 @@ from jaxdnn._src.hopper.sizes import MULTIPROCESSORS, SHARED_BYTES, aligned, cei
 
 @dataclasses.dataclass(frozen=True)
 class FilterPlan:
-    """A launch of the filter gradient: a block accumulates the tiles of a split, in order, for some taps and channels."""
+    """A launch of the filter gradient: a block adds the tiles of a split, in order, for some taps and channels."""
 
     walk: FilterWalk | LaneFilter
     channels: int
