@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools as ft
 import inspect
 import pickle
 import re
@@ -19,6 +20,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.cases import example
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = sorted((ROOT / "jaxdnn").rglob("*.py"))
@@ -34,67 +36,8 @@ PIECES = {"activate", "derivative", "dot", "dot_with_bound", "fma", "magnitude",
 ONLY_LIBRARY = {"engine", "determinism"}
 ONLY_DEFINITION = {"arithmetic", "schedule", "at", "details"}
 
-RANDOM = np.random.default_rng(0)
-X, W, DY = (RANDOM.normal(size=shape) for shape in ((2, 5, 4, 3), (3, 2, 3, 7), (2, 3, 3, 7)))
-MANY = RANDOM.normal(size=(2, 1, 2, 32))  # channels
 COMPILATION = "/jax/core/compile/backend_compile_duration"
-ARRAYS = {
-    "activation": (X,),
-    "activation_dgrad": (X, X),
-    "conv": (X, W),
-    "conv_dgrad": (DY, W, X.shape),
-    "conv_wgrad": (X, DY, W.shape),
-    "conv_bgrad": (DY,),
-    "conv_transpose": (DY, W),
-    "layer_norm": (X,),
-    "layer_norm_dgrad": (X, X),
-    "rms_norm": (X,),
-    "rms_norm_dgrad": (X, X),
-    "adaptive_layer_norm": (X, X[:, 0, 0], X[:, 1, 0]),
-    "adaptive_layer_norm_dgrad": (X, X, X[:, 0, 0]),
-    "group_norm": (MANY,),
-    "group_norm_dgrad": (MANY, MANY),
-    "instance_norm": (X,),
-    "instance_norm_dgrad": (X, X),
-    "batch_norm": (X,),
-    "batch_norm_dgrad": (X, X),
-    "batch_norm_inference": (X, X[0, 0, 0], X[0, 0, 1] ** 2),
-    "genstats": (X,),
-    "bn_finalize": (X[0, 0, 0], 9 * X[0, 0, 0] ** 2, 8),
-    "bn_finalize_inference": (X[0, 0, 0], X[0, 0, 1] ** 2),
-    "dbn_weight": (X, X, X[0, 0, 0], X[0, 0, 1] ** 2),
-    "lrn": (X,),
-    "lrn_dgrad": (X, X),
-    "divisive_norm": (X,),
-    "divisive_norm_dgrad": (X, X),
-    "lp_normalize": (X,),
-    "softmax": (X,),
-    "softmax_dgrad": (X, X),
-    "logsumexp": (X,),
-    "linear_cross_entropy": (X, W[0, 0], np.ones((2, 5, 4), np.int32)),
-    "dropout": (X, 7),
-    "dropout_mask": (7, X.shape),
-    "pool": (X,),
-    "pool_dgrad": (X[:, :2, :2], X),
-    "unpool": (X[:, :2, :2], np.zeros((2, 2, 2, 3), np.int32), X.shape),
-    "global_pool": (X,),
-    "adaptive_pool": (X,),
-    "transform": (X,),
-    "add": (X[:1], X),
-    "op_tensor": (X, X[:1]),
-    "scale": (X,),
-    "fill": (X,),
-    "reduce": (X,),
-    "im2col": (X,),
-    "col2im": (np.ones((2, 3, 2, 27)), X.shape),
-    "resample": (X,),
-    "resample_dgrad": (DY, (2, 5, 4, 7)),
-    "pixel_shuffle": (X[..., :1].repeat(4, axis=-1),),
-    "pixel_unshuffle": (X[:, :4],),
-}
-
-# What an op's defaults leave open.
-NEEDED: dict[str, dict[str, Any]] = {"resample": {"scale": 2}}
+EXAMPLES = example.first()
 
 _compilations: list[float] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -102,7 +45,7 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
-each_op = pytest.mark.parametrize("name", OPS)
+each_op = pytest.mark.parametrize("name", EXAMPLES)
 
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -120,7 +63,8 @@ def test_every_op_has_a_definition():
     """And every definition is an op's; what is no op is listed, so that a new function cannot escape."""
     definitions = {name for name in reference.__all__ if inspect.isfunction(getattr(reference, name))}
     assert set(OPS) == definitions - PIECES
-    assert set(ARRAYS) == set(OPS)
+    assert set(EXAMPLES) == set(OPS)
+    assert all(e.needs or not e.operands for e in EXAMPLES.values())
     assert set(FUNCTIONS) >= NO_OPS
     assert definitions >= PIECES
 
@@ -138,53 +82,47 @@ def test_arrays_come_first_and_the_rest_has_defaults(name: str):
 
 @each_op
 def test_definition_takes_the_same_arguments_and_defaults(name: str):
-    op, definition, arrays = getattr(dnn, name), getattr(reference, name), ARRAYS[name]
+    op, definition, data = getattr(dnn, name), getattr(reference, name), EXAMPLES[name].data()
+    arguments, options = EXAMPLES[name].bind(*data)
     ours = {p.name: p.default for p in parameters(op) if p.kind is p.KEYWORD_ONLY and p.name not in ONLY_LIBRARY}
     theirs = [p for p in parameters(definition) if p.kind is p.KEYWORD_ONLY]
-    assert [p.name for p in parameters(op)][: len(arrays)] == [p.name for p in parameters(definition)][: len(arrays)]
+    count = len(arguments)
+    assert [p.name for p in parameters(op)][:count] == [p.name for p in parameters(definition)][:count]
     assert {p.name for p in theirs} - ONLY_DEFINITION <= set(ours)
     # The definition hands some options on, so its signature does not show them all; a call does.
-    for given, without in zip(several(definition(*arrays, **ours)), several(definition(*arrays)), strict=True):
-        np.testing.assert_array_equal(given, without)
-
-
-def several(results: Any) -> tuple[Any, ...]:
-    """The results of an op that has one or several."""
-    return results if isinstance(results, tuple) else (results,)
-
-
-def narrow(arrays: tuple[Any, ...]) -> list[Any]:
-    """The arrays of float64 as float32."""
-    return [v.astype(np.float32) if isinstance(v, np.ndarray) and v.dtype == np.float64 else v for v in arrays]
+    given, without = definition(*arguments, **{**ours, **options}), definition(*arguments, **options)
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(without), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @each_op
 def test_an_equal_call_compiles_nothing_anew(name: str):
-    arrays = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in narrow(ARRAYS[name])]
-    call = lambda: getattr(dnn, name)(*arrays, **NEEDED.get(name, {}))
+    arrays = [jnp.asarray(v, np.float32) for v in EXAMPLES[name].data()]
+    call = lambda: EXAMPLES[name].call(getattr(dnn, name), *arrays)
     jax.clear_caches()
     before = len(_compilations)
     jax.block_until_ready(call())
     first = len(_compilations)
     jax.block_until_ready(call())
     assert len(_compilations) == first
-    assert first > before or name == "scale", "compilations are not counted"  # `scale` by 1 is x itself
+    assert first > before, "compilations are not counted"
 
 
 @each_op
 def test_numpy_arrays_of_64_bits_are_read_as_jax_reads_them(name: str):
     """Without a word: a warning is an error here."""
-    options = NEEDED.get(name, {})
-    found, wanted = (getattr(dnn, name)(*arrays, **options) for arrays in (ARRAYS[name], narrow(ARRAYS[name])))
-    for a, b in zip(several(found), several(wanted), strict=True):
+    data = EXAMPLES[name].data()
+    found = EXAMPLES[name].call(getattr(dnn, name), *data)
+    wanted = EXAMPLES[name].call(getattr(dnn, name), *(v.astype(np.float32) for v in data))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
 
 
 @each_op
 def test_explain_knows_every_op(name: str):
-    found = dnn.explain(getattr(dnn, name), *ARRAYS[name], **NEEDED.get(name, {}))
-    assert bool(found) != bool(found.formulas) or name == "scale"
+    found = EXAMPLES[name].call(ft.partial(dnn.explain, getattr(dnn, name)), *EXAMPLES[name].data())
+    assert bool(found) != bool(found.formulas)
     assert all(formula.op == name for formula in found.formulas)
 
 

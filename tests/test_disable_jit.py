@@ -14,27 +14,16 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
-from tests.test_api import ARRAYS, NEEDED
+from jaxdnn._src.cases import example
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-each_op = pytest.mark.parametrize("name", ARRAYS)
+EXAMPLES = example.first()
 
 
 def function_of(name: str) -> tuple[Callable[..., Any], list[jax.Array]]:
     """The op as a function of its floating-point arrays, and these."""
-    given = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in ARRAYS[name]]
-    if name == "dropout":
-        given[1] = jax.random.key(7)
-    floats = [i for i, v in enumerate(given) if isinstance(v, jax.Array) and jnp.issubdtype(v.dtype, jnp.floating)]
-
-    def function(*arrays: jax.Array) -> Any:
-        every = list(given)
-        for i, v in zip(floats, arrays, strict=True):
-            every[i] = v
-        return getattr(dnn, name)(*every, **NEEDED.get(name, {}))
-
-    return function, [given[i] for i in floats]
+    return ft.partial(EXAMPLES[name].call, getattr(dnn, name)), list(map(jnp.asarray, EXAMPLES[name].data()))
 
 
 def transformed(function: Callable[..., Any], arrays: list[jax.Array]) -> dict[str, Any]:
@@ -58,7 +47,7 @@ def transformed(function: Callable[..., Any], arrays: list[jax.Array]) -> dict[s
     return found
 
 
-@each_op
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_transformation(name: str):
     function, arrays = function_of(name)
     expected = jax.jit(ft.partial(transformed, function))(arrays)

@@ -7,7 +7,7 @@ place of each operand's and result's: also such as no public op makes now, for a
 import dataclasses
 import functools as ft
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,63 +17,48 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
+from jaxdnn._src.cases.example import SMALL, Example, first, read
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
-from tests.test_api import ARRAYS, NEEDED
 
 DTYPES = [np.dtype(name) for name in ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")]
 DTYPES += [np.dtype(name) for name in ("int8", "uint8", "int32", "bool")]
-WIDE = np.zeros((4, 16, 8, 64))  # of a shape that kernels serve
+WIDE = {**SMALL, "N": 4, "H": 16, "W": 8, "C": 64, "K": 32}  # of a shape that kernels serve
 LAYOUTS = ("NHWC", "NCHW")
 LOOKED_UP = ("gelu", ("relu", -1.0, 2.0, 0.25))
-DROPOUTS: list[dict[str, Any]] = [
-    {"activation": a, **{name: True for name in given}, "layout": layout}
+# Beside the examples of the manifests.
+DROPOUTS = [
+    f"dropout | {layout}, 7, activation={a!r}, layout={layout!r}{given}"
     for a in (None, "relu", *LOOKED_UP)
-    for given in ((), ("bias",), ("residual",), ("bias", "residual"))
     for layout in LAYOUTS
+    for given in ("", ", bias=C", f", residual={layout}", f", bias=C, residual={layout}")
 ]
-# Beside those of ARRAYS with every default: arguments, and options; True stands for an array.
-FURTHER: dict[str, list[tuple[tuple[Any, ...], list[dict[str, Any]]]]] = {
-    "activation": [((WIDE,), [{"activation": a} for a in LOOKED_UP])],
-    "batch_norm": [((WIDE,), [{"layout": layout} for layout in LAYOUTS])],
-    "conv": [
-        ((WIDE, np.zeros((3, 3, 64, 32))), [{}, {"activation": "relu"}, {"bias": True}, {"precision": "tf32"}]),
-        ((WIDE, np.zeros((3, 3, 1, 64))), [{"groups": 64}]),
-        ((WIDE, np.zeros((32, 3, 3, 64))), [{"filter_layout": "OHWI"}]),
-        ((WIDE, np.zeros((32, 16, 3, 3))), [{"layout": "NCHW"}]),
-    ],
-    "dropout": [((v, 7), DROPOUTS) for v in (ARRAYS["activation"][0], WIDE)],
-    "group_norm": [((WIDE,), [{"groups": 8}, {"groups": 4, "layout": "NCHW"}])],
-    "instance_norm": [((WIDE,), [{}])],
-    "layer_norm": [((WIDE,), [{}, {"scale": True}])],
-    "logsumexp": [((WIDE,), [{}])],
-    "pool": [((WIDE,), [{"mode": m, "layout": layout} for m in ("max", "average", "lp") for layout in LAYOUTS])],
-    "rms_norm": [((WIDE,), [{}])],
-    "softmax": [((WIDE,), [{"algorithm": a, "axis": i} for a in ("accurate", "fast", "log") for i in (-1, 1)])],
-}
+FURTHER = (
+    *(f"activation | NHWC, activation={a!r}" for a in LOOKED_UP),
+    'batch_norm | NCHW, layout="NCHW"',
+    'conv | NHWC, RSCK, activation="relu"',
+    "conv | NHWC, RSCK, bias=K",
+    'conv | NHWC, RSCK, precision="tf32"',
+    'conv | NHWC, KRSC, filter_layout="OHWI"',
+    'conv | NCHW, KCRS, layout="NCHW"',
+    'group_norm | NCHW, groups=4, layout="NCHW"',
+    *(f"pool | {layout}, mode={m!r}, layout={layout!r}" for m in ("max", "average", "lp") for layout in LAYOUTS),
+    *(f"softmax | NHWC, algorithm={a!r}, axis={i}" for a in ("accurate", "fast", "log") for i in (-1, 1)),
+)
 
 
-def traced(name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Iterator[engines.Call]:
+def traced(called: Example, sizes: Mapping[str, int]) -> Iterator[engines.Call]:
     """The calls of an op, its gradient, the gradient's derivative, and its own along a tangent."""
-    floats = [i for i, v in enumerate(given) if isinstance(v, np.ndarray) and v.dtype.kind == "f"]
-    added = [name for name, v in options.items() if v is True]
 
     def function(*arrays: jax.Array) -> list[jax.Array]:
-        every, more = list(given), dict(options)
-        for i, v in zip(floats, arrays, strict=False):
-            every[i] = v
-        more |= dict(zip(added, arrays[len(floats) :], strict=True))
-        found = jax.tree.leaves(getattr(dnn, name)(*every, **NEEDED.get(name, {}), **more))
+        found = jax.tree.leaves(called.call(getattr(dnn, called.op), *arrays, sizes=sizes))
         return [y for y in found if jnp.issubdtype(y.dtype, jnp.floating)]
 
-    channels = (given[-1 if name == "conv" else 0].shape[options.get("layout") == "NCHW" or -1],) if added else ()
-    shapes = [given[i].shape for i in floats] + [given[0].shape if k == "residual" else channels for k in added]
-    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    every = tuple(range(len(operands)))
+    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in called.shapes(sizes)]
     scalar = lambda *a: ft.reduce(jnp.add, [jnp.vdot(y, y) for y in function(*a)], np.float32(0))
-    gradient = jax.grad(scalar, every)
+    gradient = jax.grad(scalar, tuple(range(len(operands))))
     functions = (function, gradient, lambda *a: jax.jvp(gradient, a, a), lambda *a: jax.jvp(function, a, a))
     for transformed in functions if operands else (function,):
         yield from traced_calls(transformed, *operands, platform="cuda")
@@ -83,10 +68,10 @@ def traced(name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Iterat
 def calls() -> dict[str, list[engines.Call]]:
     """Those of each primitive, each once."""
     found: dict[str, dict[str, engines.Call]] = {op: {} for op in engines.ops()}
-    for name, given in ARRAYS.items():
-        for arrays, several in [(given, [{}]), *FURTHER.get(name, [])]:
-            for call in itertools.chain.from_iterable(traced(name, arrays, options) for options in several):
-                found[call.op].setdefault(repr(call), call)
+    both = itertools.product((*first().values(), *map(read, DROPOUTS)), (SMALL, WIDE))
+    for called, sizes in (*both, *itertools.product(map(read, FURTHER), (WIDE,))):
+        for call in traced(called, sizes):
+            found[call.op].setdefault(repr(call), call)
     return {op: list(by_text.values()) for op, by_text in found.items()}
 
 

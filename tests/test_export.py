@@ -11,11 +11,10 @@ from jax import export
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from tests.test_api import ARRAYS, NEEDED, OPS, narrow, several
+from jaxdnn._src.cases import example
+from jaxdnn._src.cases.example import SMALL
 
-WITHOUT_BATCH = {"batch_norm_inference", "bn_finalize", "bn_finalize_inference", "dropout_mask"}
-KNOWN_ROWS = {"linear_cross_entropy"}  # how many there are decides how many chunks
-DATA = 2  # the batch of test_api's arrays
+EXAMPLES = {name: e for name, e in example.first().items() if "N" in "".join(e.operands)}
 BIG: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "layer_norm": (dnn.layer_norm, ((512, 1024),)),
     "layer_norm_dgrad": (dnn.layer_norm_dgrad, ((512, 1024),) * 2),
@@ -31,32 +30,24 @@ BIG: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-def of_batch(value: Any, batch: Any) -> Any:
-    """An array's repeated rows, or a shape, for another batch; what has no batch as it is."""
-    if isinstance(value, tuple) and value[0] == DATA:
-        return (batch, *value[1:])
-    if isinstance(value, np.ndarray) and value.ndim > 1 and value.shape[0] == DATA:
-        return np.resize(value, (batch, *value.shape[1:]))
-    return value
-
-
-@pytest.mark.parametrize("name", sorted(set(OPS) - WITHOUT_BATCH - KNOWN_ROWS))
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_batch_of_any_size(name: str):
-    given = narrow(ARRAYS[name])
-    batched = [i for i, v in enumerate(given) if isinstance(of_batch(v, 3), np.ndarray) and v is not of_batch(v, 3)]
+    called, batched = EXAMPLES[name], [i for i, axes in enumerate(EXAMPLES[name].operands) if "N" in axes]
 
-    def run(*arrays: jax.Array) -> Any:
-        values = [of_batch(v, arrays[0].shape[0]) if isinstance(v, tuple) else v for v in given]
+    def run(*arrays: Any) -> Any:
+        n = arrays[0].shape[called.operands[batched[0]].index("N")]
+        every: list[Any] = called.data()
         for i, array in zip(batched, arrays, strict=True):
-            values[i] = array
-        return getattr(dnn, name)(*values, **NEEDED.get(name, {}))
+            every[i] = array
+        return called.call(getattr(dnn, name), *(jnp.asarray(v, jnp.float32) for v in every), sizes={**SMALL, "N": n})
 
     (b,) = export.symbolic_shape("b")
-    wanted = [jax.ShapeDtypeStruct((b, *given[i].shape[1:]), jnp.asarray(given[i]).dtype) for i in batched]
-    exported = export.export(jax.jit(run))(*wanted)
-    for batch in (DATA, 3):
-        arrays = [of_batch(given[i], batch) for i in batched]
-        for found, expected in zip(several(exported.call(*arrays)), several(run(*arrays)), strict=True):
+    shapes = called.shapes({**SMALL, "N": b})
+    exported = export.export(jax.jit(run))(*(jax.ShapeDtypeStruct(shapes[i], jnp.float32) for i in batched))
+    for batch in (2, 3):
+        data = called.data({**SMALL, "N": batch})
+        arrays = [data[i].astype(np.float32) for i in batched]
+        for found, expected in zip(jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(run(*arrays)), strict=True):
             assert found.shape == expected.shape
             assert found.dtype == expected.dtype
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -43,7 +43,7 @@ def timed(name: str) -> tuple[Any, ...]:
 
 def ops() -> dict[str, Any]:
     """Every public op."""
-    found = [(name, op, module) for name, manifest in manifests().items() for op, module in manifest.ops.items()]
+    found = [(name, op, module) for name, manifest in manifests().items() for op, module in manifest.modules.items()]
     return {op: getattr(_module(name, module), op) for name, op, module in found}
 
 

@@ -1,4 +1,4 @@
-"""`jaxdnn verify --mesh`: every line of `mesh_table` on the devices that there are.
+"""`jaxdnn verify --mesh`: every line of `cases.example` on the devices that there are.
 
 Of a line's op and of its pullback three things are compared: what the compiled programs communicate, with the table;
 how results are sharded, with the operands; and what they are, with one device's: bit for bit where sums of whole
@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jaxdnn as dnn
 from jaxdnn._src.cases import case
 from jaxdnn._src.cases.case import same_bits
+from jaxdnn._src.cases.example import LARGE, Example, examples, numbers, shape
 from jaxdnn._src.core.determinism import is_fixed, satisfies
-from jaxdnn.verify.mesh_table import ROWS, SIGNS, SIZES, Row, X
 
 AXIS = "d"
 STATISTICS = "batch_norm-statistics"
@@ -34,7 +34,14 @@ TRANSFORMED = ("conv", "conv_dgrad", "conv_wgrad", "conv_transpose")
 # Threads compile at the same time. Programs run one after the other: two that communicate between the same devices wait
 # for one another for ever, if one device starts the first of them and another device the second.
 _RUNNING = threading.Lock()
-_COLLECTIVES = {**{name: sign for sign, name in SIGNS.items()}, "reduce-scatter": "+", "collective-broadcast": "b"}
+_COLLECTIVES = {
+    "collective-permute": "h",
+    "all-reduce": "+",
+    "reduce-scatter": "+",
+    "all-gather": "g",
+    "all-to-all": "t",
+    "collective-broadcast": "b",
+}
 
 
 def mesh_of(kind: str) -> Mesh:
@@ -76,7 +83,7 @@ class Outcome:
 def trials() -> list[Trial]:
     """Every line of the table, letter and variant, and batch norm's statistics."""
     variants = VARIANTS if case.platform() == "cpu" else (*VARIANTS, KERNELS)
-    lines = [Trial(r.name, letter, *variant) for r in ROWS.values() for variant in variants for letter in r.needs]
+    lines = [Trial(r.name, letter, *variant) for r in examples().values() for variant in variants for letter in r.needs]
     return lines + [Trial(STATISTICS, "N", kind, "fast", "float32") for kind in ("auto", "manual")]
 
 
@@ -104,10 +111,10 @@ def run(trial: Trial) -> Outcome:
 
 
 def _line(trial: Trial) -> Outcome:
-    row, mesh = ROWS[trial.row], mesh_of(trial.kind)
+    row, mesh = examples()[trial.row], mesh_of(trial.kind)
     alone = _alone(trial.row, trial.level, trial.dtype)
     forward, backward = _programs(row, trial.level)
-    at = lambda axes: NamedSharding(mesh, P(*(AXIS if s else None for s in row.sharded(axes, trial.letter))))
+    at = lambda axes: NamedSharding(mesh, P(*(AXIS if s else None for s in _sharded(axes, trial.letter))))
     with jax.set_mesh(mesh):
         operands = [jax.device_put(v, at(axes)) for v, axes in zip(alone.operands, row.operands, strict=True)]
         first = jax.jit(forward).lower(*operands).compile()
@@ -142,11 +149,12 @@ def _statistics(trial: Trial) -> Outcome:
     On manual meshes devices add theirs up as `axis_name` asks.
     """
     mesh, rng = mesh_of("auto"), np.random.default_rng(0)
+    n, h, w, c = shape("NHWC", LARGE)
     # Every image's mean is a whole number too, 1 or 5, and so is each device's: all sums are exact.
-    half = rng.integers(-3, 4, (SIZES["N"], X[1] // 2, *X[2:]))
-    centres = np.where(np.arange(SIZES["N"]) < SIZES["N"] // 2, 1, 5).reshape(-1, 1, 1, 1)
+    half = rng.integers(-3, 4, (n, h // 2, w, c))
+    centres = np.where(np.arange(n) < n // 2, 1, 5).reshape(-1, 1, 1, 1)
     x = (centres + np.concatenate([half, -half], 1)).astype(trial.dtype)
-    zeros = np.zeros(X[-1:], np.float32)
+    zeros = np.zeros(c, np.float32)
     given = dict(running_mean=zeros, running_variance=zeros, momentum=1.0, eps=0.0)
     function = ft.partial(dnn.batch_norm, **given)
     if trial.kind == "manual":
@@ -169,6 +177,11 @@ def _statistics(trial: Trial) -> Outcome:
     return Outcome(trial, "failed" if faults else "passed", collectives(compiled), "", "; ".join(faults))
 
 
+def _sharded(axes: str, letter: str) -> list[bool]:
+    """Which axes of an array are sharded where those of a letter are."""
+    return [a.upper() == letter or (a, letter) == ("F", "C") for a in axes]
+
+
 def _needed(signs: tuple[str, str]) -> tuple[str, str]:
     """What a line says of its two programs, on this platform."""
     of_cpus = "+" if case.platform() == "cpu" else "-"
@@ -180,7 +193,7 @@ def _as_needed(found: str, needed: str, movable: bool) -> bool:
     return found == "".join(sorted(needed)) or (movable and set(found) <= {*needed, *"-+ght"})
 
 
-def _differences(name: str, row: Row, ours: Any, alone: Any, sharding: Any, fixed: bool) -> Iterator[str]:
+def _differences(name: str, row: Example, ours: Any, alone: Any, sharding: Any, fixed: bool) -> Iterator[str]:
     if sharding is not None and not ours.sharding.is_equivalent_to(sharding, ours.ndim):
         yield f"{name} is sharded {ours.sharding.spec}, not {sharding.spec}"
     ours, alone = np.asarray(ours), np.asarray(alone)
@@ -198,9 +211,9 @@ def _error(ours: np.ndarray, alone: np.ndarray) -> float:
     return float(np.max(np.abs(ours - wide)) / max(np.max(np.abs(wide)), np.finfo(np.float32).tiny))
 
 
-def _bound(row: Row, dtype: Any) -> float:
+def _bound(row: Example, dtype: Any) -> float:
     """Of sums of up to all elements in float32 in any two orders, and of the rounding of both results."""
-    terms = max(int(np.prod(shape)) for shape in row.shapes)
+    terms = max(int(np.prod(of)) for of in row.shapes(LARGE))
     return terms * 2.0**-24 + 2 * float(jax.numpy.finfo(dtype).eps)
 
 
@@ -214,12 +227,12 @@ class _Alone:
     gradients: Sequence[Any]
 
 
-def _programs(row: Row, level: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _programs(row: Example, level: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The op, and its pullback: (*cotangents, *operands) to the operands' cotangents."""
 
     def forward(*operands: Any) -> Any:
         with dnn.determinism(level):
-            return jax.tree.leaves(row.call(*operands))
+            return jax.tree.leaves(row.call(getattr(dnn, row.op), *operands, sizes=LARGE))
 
     def backward(*arguments: Any) -> Any:
         count = len(arguments) - len(row.operands)
@@ -230,22 +243,14 @@ def _programs(row: Row, level: str) -> tuple[Callable[..., Any], Callable[..., A
 
 @ft.lru_cache(maxsize=64)
 def _alone(name: str, level: str, dtype: str) -> _Alone:
-    row = ROWS[name]
+    row = examples()[name]
     forward, backward = (jax.jit(program) for program in _programs(row, level))
     whole = level != "mesh_invariant" or row.exact
     # Parameters and statistics, which have one axis, are float32 whatever x is.
-    dtypes = (dtype if len(shape) > 1 else "float32" for shape in row.shapes)
-    operands = [_data(i, *of, whole) for i, of in enumerate(zip(row.shapes, dtypes, strict=True))]
+    operands = [v.astype(dtype if v.ndim > 1 else "float32") for v in row.data(LARGE, whole=whole)]
     results = forward(*operands)
-    cotangents = [_data(9 + i, y.shape, y.dtype, whole) for i, y in enumerate(results)]
+    cotangents = [numbers(9 + i, y.shape, whole).astype(y.dtype) for i, y in enumerate(results)]
     return _Alone(operands, cotangents, results, backward(*cotangents, *operands))
-
-
-def _data(seed: int, shape: Sequence[int], dtype: Any, whole: bool) -> np.ndarray:
-    """Whole numbers of few bits, or reals; positive those of one axis, of which some are variances."""
-    rng = np.random.default_rng(seed)
-    data = rng.integers(1, 4, shape) if whole else rng.uniform(0.5, 2, shape)
-    return (data * rng.choice((-1, 1), shape) if len(shape) > 1 else data).astype(dtype)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -261,7 +266,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         dict(zip(names, key, strict=True)) | line | {"status": _worst(line["status"])} for key, line in lines.items()
     ]
     for line in told:
-        row = ROWS.get(line["line"])
+        row = examples().get(line["line"])
         line["needs"] = {a: "/".join(_needed(signs)) for a, signs in row.needs.items()} if row else {}
         line["why"] = row.why if row else "the whole batch's"
     refusals = collections.Counter(o.message for o in outcomes if o.status == "refused")

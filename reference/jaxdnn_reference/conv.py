@@ -27,6 +27,7 @@ cudnnConvolutionBackwardFilter, cudnnConvolutionBackwardBias; Dumoulin and Visin
 transposed convolution.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,7 +149,7 @@ def conv_bgrad(dy: Array, /, *, layout: str = "NHWC", **options: Any) -> Any:
     options: see `product.finish`. Returns db [K] (cudnnConvolutionBackwardBias).
     """
     gradient = lay.image_axes(layout).to_canonical(dy)
-    gradient = gradient.reshape(-1, gradient.shape[-1])  # [N P Q, K]
+    gradient = gradient.reshape(math.prod(gradient.shape[:-1]), gradient.shape[-1])  # [N P Q, K]
     total = lambda: wide(gradient).sum(0)[None, :, None]
     product = scheduled.conv_bgrad(gradient, lay.Axes("K", "K"), gradient.shape[1:])
     return finish(total, product, dy.dtype, **options)
@@ -200,11 +201,11 @@ def operand(x: Array, precision: str | None) -> Array:
 
 def pixels_of(image: Array, groups: int) -> Array:
     """[N, H, W, C] to [G, N H W + 1, C_g], with a last pixel of zeros, which `Window` numbers `outside`."""
-    pixels = image.reshape(-1, groups, image.shape[-1] // groups).swapaxes(0, 1)
+    pixels = image.reshape(math.prod(image.shape[:-1]), groups, image.shape[-1] // groups).swapaxes(0, 1)
     return lay.with_zero(pixels, 1)
 
 
 def taps_of(filters: Array, groups: int) -> Array:
     """[R, S, C_g, K] to [G, R S, C_g, K_g]."""
-    *_, c, k = filters.shape
-    return np.moveaxis(filters.reshape(-1, c, groups, k // groups), 2, 0)
+    *taps, c, k = filters.shape
+    return np.moveaxis(filters.reshape(math.prod(taps), c, groups, k // groups), 2, 0)

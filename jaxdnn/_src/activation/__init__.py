@@ -1,12 +1,19 @@
 """Activations and their gradients, and the epilogue of an op that ends in one."""
 
-from jaxdnn._src.core.manifest import Manifest
+from jaxdnn._src.core.manifest import Manifest, Ops
 
 MANIFEST = Manifest(
-    ops={
-        "activation": "api",
-        "activation_dgrad": "api",
-    },
+    ops=(
+        Ops(
+            "ActivationForward, -Backward, pointwise modes",
+            "`portable` in bfloat16, float16, correctly rounded",
+            {"api": "activation activation_dgrad"},
+        ),
+    ),
+    examples="""
+activation       | NHWC, activation="gelu" -> NHWC       | NHWC -/- | element by element
+activation_dgrad | NHWC, NHWC, activation="gelu" -> NHWC | NHWC -/- | element by element
+""",
     engines=("xla",),
     cases=("cases",),
     timed="timed",

@@ -1,15 +1,29 @@
 """Convolutions of one to three spatial axes, their backward passes, transposed convolutions."""
 
-from jaxdnn._src.core.manifest import Manifest
+from jaxdnn._src.core.manifest import Manifest, Ops
 
 MANIFEST = Manifest(
-    ops={
-        "conv": "api",
-        "conv_bgrad": "api",
-        "conv_dgrad": "api",
-        "conv_transpose": "api",
-        "conv_wgrad": "api",
-    },
+    ops=(
+        Ops(
+            "ConvolutionForward, ConvolutionBiasActivationForward",
+            "`portable` (integers, floats but float64)",
+            {"api": "conv"},
+        ),
+        Ops(
+            "ConvolutionBackwardData, -Filter, -Bias",
+            "`portable`; `conv_bgrad` `run_to_run`",
+            {"api": "conv_dgrad conv_wgrad conv_bgrad conv_transpose"},
+        ),
+    ),
+    examples="""
+conv*           | NHWC, RSCK, padding=1 -> NHWK                 | N -/+ HW h/+h C +/- K -/+ | filters add over pixels
+conv-strided*   | NHWC, RSCK, padding=1, stride=2 -> NHWK       | N -/+ HW h/+h C +/- K -/+ | the same
+conv-depthwise* | NHWC, RS_C, padding=1, groups=size(C) -> NHWC | N -/+ HW h/+h C -/-       | a device has whole groups
+conv_dgrad*     | NHWK, RSCK, shape(NHWC), padding=1 -> NHWC    | N -/+ HW h/+h C -/+ K +/- | as conv
+conv_wgrad*     | NHWC, NHWK, shape(RSCK), padding=1 -> RSCK    | N +/- HW +h/h C -/+ K -/+ | as conv
+conv_bgrad*     | NHWC -> C                                     | NHW +/- C -/-             | adds all but channels
+conv_transpose* | NHWC, PQKC, stride=2 -> NHWK                  | N -/+ HW -/+ C +/- K -/+  | as conv_dgrad, apart
+""",
     engines=("hopper.engine", "xla.engine", "xla.ordered"),
     cases=("cases.family",),
     timed="timed",

@@ -4,17 +4,44 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class Ops:
+    """Public ops that share a line of the README's table.
+
+    Attributes:
+      cudnn: what cuDNN has for them.
+      level: the strongest determinism level that they can be asked for, in words.
+      modules: each module that holds some of them, and their names.
+    """
+
+    cudnn: str
+    level: str
+    modules: dict[str, str]
+
+    @property
+    def names(self) -> list[str]:
+        return " ".join(self.modules.values()).split()
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """The manifest of a family, the `MANIFEST` of its package. Modules are named from the package on.
 
     Attributes:
-      ops: the public ops, and the module that holds each.
+      ops: the public ops.
+      examples: a call of each op, and what it communicates on a mesh, in the letters of `cases.example`.
       engines: the modules that register engines, in the order in which engines of equal rank are tried.
       cases: the modules whose `FAMILY` has the cases of ops, for `jaxdnn verify` and the tests.
       timed: the module whose `CASES` `jaxdnn bench` times, under the family's name.
     """
 
-    ops: dict[str, str]
+    ops: tuple[Ops, ...]
+    examples: str
     engines: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     timed: str | None = None
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Every op of the family, and the module that holds it."""
+        pairs = (pair for ops in self.ops for pair in ops.modules.items())
+        return {op: module for module, names in pairs for op in names.split()}

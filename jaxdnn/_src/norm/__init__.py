@@ -1,32 +1,60 @@
 """Normalisations: of rows, groups, instances and batches, local ones, and their statistics."""
 
-from jaxdnn._src.core.manifest import Manifest
+from jaxdnn._src.core.manifest import Manifest, Ops
 
 MANIFEST = Manifest(
-    ops={
-        "adaptive_layer_norm": "rows",
-        "adaptive_layer_norm_dgrad": "rows",
-        "batch_norm": "batch",
-        "batch_norm_dgrad": "batch",
-        "batch_norm_inference": "batch",
-        "bn_finalize": "stats",
-        "bn_finalize_inference": "stats",
-        "dbn_weight": "stats",
-        "divisive_norm": "local",
-        "divisive_norm_dgrad": "local",
-        "genstats": "stats",
-        "group_norm": "group",
-        "group_norm_dgrad": "group",
-        "instance_norm": "group",
-        "instance_norm_dgrad": "group",
-        "layer_norm": "rows",
-        "layer_norm_dgrad": "rows",
-        "lp_normalize": "lp",
-        "lrn": "local",
-        "lrn_dgrad": "local",
-        "rms_norm": "rows",
-        "rms_norm_dgrad": "rows",
-    },
+    ops=(
+        Ops(
+            "BatchNormalization..., graph genstats, bn_finalize, dbn_weight",
+            "`run_to_run`",
+            {
+                "batch": "batch_norm batch_norm_dgrad batch_norm_inference",
+                "stats": "genstats bn_finalize bn_finalize_inference dbn_weight",
+            },
+        ),
+        Ops(
+            "graph norms LAYER, RMS, ADA_LAYER",
+            "`batch_invariant`",
+            {
+                "rows": "layer_norm rms_norm adaptive_layer_norm "
+                "layer_norm_dgrad rms_norm_dgrad adaptive_layer_norm_dgrad",
+            },
+        ),
+        Ops(
+            "graph norms INSTANCE, GROUP",
+            "`batch_invariant`",
+            {"group": "instance_norm group_norm instance_norm_dgrad group_norm_dgrad"},
+        ),
+        Ops(
+            "LRNCrossChannel, DivisiveNormalization",
+            "`mesh_invariant`; p-norms `batch_invariant`",
+            {"local": "lrn lrn_dgrad divisive_norm divisive_norm_dgrad", "lp": "lp_normalize"},
+        ),
+    ),
+    examples="""
+batch_norm                | NHWC, scale=C, bias=C -> NHWC C C C C   | NHW +/+ C -/-      | statistics, both ways
+batch_norm_dgrad          | NHWC, NHWC -> NHWC C C                  | NHW +/+ C -/-      | statistics, both ways
+batch_norm_inference      | NHWC, C, C -> NHWC                      | NHW -/+ C -/-      | parameters
+genstats*                 | NHWC -> C C                             | NHW +/- C -/-      | sums over all but channels
+bn_finalize               | C, C, 2048 -> C C C C C C               | C -/-              | element by element
+bn_finalize_inference     | C, C -> C C                             | C -/-              | element by element
+dbn_weight                | NHWC, NHWC, C, C -> C C C C C           | NHW +/+ C -/-      | statistics, both ways
+layer_norm                | NHWC, scale=C, bias=C -> NHWC           | NHW -/+ C +/+      | statistics, parameters
+rms_norm                  | NHWC, scale=C -> NHWC                   | NHW -/+ C +/+      | statistics, parameters
+adaptive_layer_norm       | NHWC, NC, NC -> NHWC                    | N -/- HW -/+ C +/+ | statistics, parameters
+instance_norm             | NHWC, scale=C -> NHWC                   | N -/+ HW +/+ C -/- | statistics, parameters
+group_norm                | NHWC, groups=8, scale=C, bias=C -> NHWC | N -/+ HW +/+ C -/- | statistics, parameters
+layer_norm_dgrad          | NHWC, NHWC -> NHWC C C                  | NHW +/- C +/+      | statistics, parameters
+rms_norm_dgrad            | NHWC, NHWC -> NHWC C C                  | NHW +/- C +/+      | statistics, parameters
+adaptive_layer_norm_dgrad | NHWC, NHWC, NC -> NHWC NC NC            | N -/- HW +/+ C +/+ | statistics, parameters
+instance_norm_dgrad       | NHWC, NHWC -> NHWC C C                  | N +/- HW +/+ C -/- | statistics, parameters
+group_norm_dgrad          | NHWC, NHWC, groups=8 -> NHWC C C        | N +/- HW +/+ C -/- | statistics, parameters
+lrn                       | NHWC -> NHWC                            | NHW -/- C h/h      | windows of channels
+lrn_dgrad                 | NHWC, NHWC -> NHWC                      | NHW -/- C h/h      | windows of channels
+divisive_norm             | NHWC -> NHWC                            | NC -/- HW h/h      | windows reach over edges
+divisive_norm_dgrad       | NHWC, NHWC -> NHWC NHWC                 | NC -/- HW h/h      | windows reach over edges
+lp_normalize              | NHWC -> NHWC                            | NHW -/- C +/+      | norms over channels
+""",
     engines=("hopper.engine", "xla", "xla_ordered"),
     cases=("cases", "cases_local", "cases_stats"),
     timed="timed",

@@ -1,15 +1,24 @@
 """Pooling by windows, over the whole image and to given sizes."""
 
-from jaxdnn._src.core.manifest import Manifest
+from jaxdnn._src.core.manifest import Manifest, Ops
 
 MANIFEST = Manifest(
-    ops={
-        "adaptive_pool": "sizes",
-        "global_pool": "sizes",
-        "pool": "api",
-        "pool_dgrad": "api",
-        "unpool": "api",
-    },
+    ops=(
+        Ops(
+            "PoolingForward, PoolingBackward",
+            "`portable`; p-norms `mesh_invariant`",
+            {"api": "pool pool_dgrad unpool", "sizes": "global_pool adaptive_pool"},
+        ),
+    ),
+    examples="""
+pool*             | NHWC -> NHWC                                                | NHWC -/-      | windows do not overlap
+pool-overlapping* | NHWC, window=3, stride=1, padding=1 -> NHWC                 | NC -/- HW h/h | windows overlap
+pool-average      | NHWC, mode="average", window=3, stride=2, padding=1 -> NHWC | NC -/- HW h/h | windows overlap
+pool_dgrad        | NhwC, shape(NHWC), mode="average" -> NHWC                   | NHWC -/-      | windows do not overlap
+unpool*           | NhwC, index(NhwC), shape(NHWC) -> NHWC                      | NHWC -/-      | windows do not overlap
+global_pool       | NHWC -> N11C                                                | NC -/- HW g/- | one order on any mesh
+adaptive_pool*    | NHWC, output_sizes=shape(hw), mode="max" -> NHWC            | NHWC -/-      | windows do not overlap
+""",
     engines=("hopper.engine", "xla.engine"),
     cases=("cases",),
     timed="timed",

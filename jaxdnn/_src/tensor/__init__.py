@@ -1,18 +1,27 @@
 """Arrays moved, scaled, added and reduced."""
 
-from jaxdnn._src.core.manifest import Manifest
+from jaxdnn._src.core.manifest import Manifest, Ops
 
 MANIFEST = Manifest(
-    ops={
-        "add": "api",
-        "col2im": "im2col",
-        "fill": "api",
-        "im2col": "im2col",
-        "op_tensor": "api",
-        "reduce": "reduce",
-        "scale": "api",
-        "transform": "api",
-    },
+    ops=(
+        Ops(
+            "TransformTensor, AddTensor, OpTensor, ScaleTensor, SetTensor, ReduceTensor, Im2Col",
+            "`portable`; square roots `mesh_invariant`",
+            {"api": "transform add op_tensor scale fill", "reduce": "reduce", "im2col": "im2col col2im"},
+        ),
+    ),
+    examples="""
+transform*   | NHWC, out_layout="NCHW" -> NCHW      | NHWC -/-           | a transposition
+add*         | _HWC, NHWC -> NHWC                   | N -/+ HWC -/-      | what is broadcast
+op_tensor*   | NHWC, _HWC, op="max" -> NHWC         | N -/+ HWC -/-      | what is broadcast
+scale*       | NHWC, alpha=2.0 -> NHWC              | NHWC -/-           | element by element
+fill*        | NHWC, value=2.0 -> ?                 | NHWC -/-           | element by element
+reduce*      | NHWC, axis=(1, 2) -> NC              | NC -/- HW +/-      | sums
+reduce-max*  | NHWC, op="max", axis=(1, 2) -> NC    | NC -/- HW +/+      | maxima, and where they are first
+reduce-norm2 | NHWC, op="norm2", axis=(1, 2) -> NC  | NC c/c HW +/+      | sums; on CPUs whether to scale one
+im2col*      | NHWC, padding=1 -> NHWF              | N -/- HW h/h C t/h | a pixel's features lie tap by tap
+col2im*      | NHWF, shape(NHWC), padding=1 -> NHWC | N -/- HW h/h C h/t | a pixel's features lie tap by tap
+""",
     cases=("cases",),
     timed="timed",
 )
