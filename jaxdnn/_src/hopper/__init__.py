@@ -1,4 +1,8 @@
-"""Pallas kernels (Mosaic GPU) for compute capability 9.0: the H100, H200 and their kin."""
+"""What the kernels for compute capability 9.0 (H100, H200, GH200) share.
+
+Convolutions are Pallas kernels (Mosaic GPU). The kernels of pooling and dropout, and some of those of norms and
+softmax, are PTX text, which an otherwise empty Pallas kernel launches (`launch`).
+"""
 
 import functools as ft
 
@@ -9,9 +13,9 @@ from jaxdnn._src.core import compat, engines
 MEASURED_ON = ("NVIDIA H200",)  # the kinds of device on which every kernel here was measured
 MINIMUM_JAX = (0, 11)
 CAPABILITY = "9.0"
-MULTIPROCESSORS = 132  # of an H100 or H200; also what is cut by a number that no device may change
-# Clusters of 1, 2, 4 or 8 blocks, each with a multiprocessor alone, that an H200 was seen to run at once. Which
-# multiprocessors are switched off differs from chip to chip: one that runs fewer gives the same results, later.
+MULTIPROCESSORS = 132  # of an H100 or H200; also the fixed number by which work is partitioned where bits depend on it
+# How many clusters of 1, 2, 4 or 8 blocks an H200 ran at once in a test, each block alone on a multiprocessor. Which
+# multiprocessors are disabled differs from chip to chip; a chip that runs fewer gives the same results, more slowly.
 CLUSTERS_AT_ONCE = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}
 
 
@@ -26,9 +30,9 @@ def unavailable() -> str | None:
 
 
 def no_device(call: engines.Call) -> str | None:
-    """Why no kernel runs on the platform that a call is lowered for, or on the device that is here; or None.
+    """Why no kernel runs on the platform that a call is lowered for, or on this process's device; or None.
 
-    What is lowered for a GPU where there is none, as `jax.export` does, has a kernel only if the call names the engine.
+    A call that is lowered for a GPU in a process without one, as in `jax.export`, has a kernel only by `engine=`.
     """
     if call.platform != "cuda":
         return f"it runs on NVIDIA GPUs of compute capability {CAPABILITY}, and this is {call.platform}"

@@ -1,13 +1,13 @@
-"""Which branches of the kernels' planners a program takes, and another choice of configuration than the planner's.
+"""Records which branches of the kernels' planners a program takes, and overrides the planner's choice in tests.
 
-A planner decides from shapes and dtypes how a kernel cuts the work. `record` stands where a kernel is launched and
-names what was decided; who traces a program within `recorded` learns which branches it takes. `EVERY` lists all of
-them, so that those never taken can be told. Of a kernel whose configuration may be picked, one function (`decided`, in
-`walk` and `wgrad_plan` of convolutions) says which branches a configuration takes: who records and who picks it ask it.
+A planner decides from shapes and dtypes how a kernel partitions the work. Each launch calls `record` with what was
+decided; a program that is traced within `recorded` yields the branches that it takes. `EVERY` lists all branches, so
+that those that are never taken can be reported. If a kernel's configuration may be picked, one function (`decided`, in
+`walk` and `wgrad_plan` of convolutions) returns the branches of a configuration, both for recording and for picking.
 
-The planner of the convolutions picks among many configurations that give the same bits (of a filter gradient, other
-bits, which its schedule states). Which one depends on measurements, and changes with them: within `picking` a
-configuration is drawn among all that can run, so that a kernel is known to be right for each.
+The planner of the convolutions chooses among many configurations that give the same bits (for a filter gradient, other
+bits, which its schedule states). The choice depends on measurements and changes with them. Within `picking` a
+configuration is drawn from all that can run, so that all of them are tested.
 """
 
 import contextlib
@@ -157,7 +157,7 @@ def _each(kernel: str, what: str, values: Sequence[Any]) -> list[Branch]:
 
 
 def named(kernel: str, /, **decided: Any) -> set[Branch]:
-    """What was decided for a launch as branches; a word of several is written with underscores."""
+    """The branches of a launch, from keywords in which underscores stand for spaces."""
     found: set[Branch] = set()
     for name, value in decided.items():
         value = YES_NO[value] if isinstance(value, bool) else str(value)
@@ -167,7 +167,7 @@ def named(kernel: str, /, **decided: Any) -> set[Branch]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[set[Branch]]:
-    """The branches that are taken by what is lowered within it."""
+    """Yields a set that collects the branches of everything that is lowered within the context."""
     found: set[Branch] = set()
     token = _taken.set(found)
     try:
@@ -177,7 +177,7 @@ def recorded() -> Iterator[set[Branch]]:
 
 
 def record(kernel: str, /, **decided: Any) -> None:
-    """Tells who records which branches a launch takes, see `named`."""
+    """Adds the branches of a launch (see `named`) to the set of `recorded`, if there is one."""
     found = _taken.get()
     if found is not None:
         found |= named(kernel, **decided)
@@ -185,7 +185,7 @@ def record(kernel: str, /, **decided: Any) -> None:
 
 @contextlib.contextmanager
 def picking(pick: Pick) -> Iterator[None]:
-    """Within it a function says which of the configurations that can run does."""
+    """Within the context a function chooses among the configurations that can run."""
     token = _pick.set(pick)
     try:
         yield

@@ -1,14 +1,14 @@
 """Sums over the blocks of a cluster through distributed shared memory, in a fixed order.
 
-Every block holds an accumulator of the same tile. Block j is to have share j of its columns, summed over the cluster:
-each block sends the others their shares, as registers in the order in which the same thread there holds them, and
-adds what it received to its own, block 0's first. What is received lies in slots: block r's from block s in slot
-(r - s) mod blocks - 1.
+Every block has an accumulator of the same tile. Block j computes share j of its columns, summed over the cluster: each
+block sends the other blocks their shares, and adds the received shares and its own, that of block 0 first. A thread
+sends its registers to the thread with the same number. Block r receives from block s in slot (r - s) mod blocks - 1.
 
-The stores are asynchronous and count their bytes on a barrier of the receiver, one for each of its warpgroups, so that
-one trip from block to block is all that a sum waits for. Pallas has no such store, hence a barrier of our own: 8 bytes
-of shared memory, made anew for every sum. Who sends must know that the receiver's barrier is made and its slots are
-read, which the caller tells it by a barrier of the cluster: `prepare`, arrive; wait, `send`; `receive`, arrive; ...
+The stores are asynchronous and count their bytes on an mbarrier of the receiver, one for each of its warpgroups, so
+that a sum waits for one transfer between blocks only. Pallas has no such store, hence these mbarriers are not Pallas
+barriers: each is 8 bytes of shared memory, initialised again for every sum. A sender must know that the receiver's
+mbarrier is initialised and that its slots have been read. The caller ensures it by a barrier of the cluster:
+`prepare`, arrive; wait, `send`; `receive`, arrive; wait, `send`; ...
 """
 
 import math
@@ -28,7 +28,7 @@ _STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
 
 
 def prepare(barriers: Any) -> None:
-    """Makes this warpgroup's barrier; all its threads know, and after an arrival that follows the cluster does."""
+    """Initialises this warpgroup's mbarrier; visible to its threads, and to the cluster after a cluster barrier."""
 
     @inline_mgpu(arg_types=(plgpu.RefType(()),))
     def make(_: Any, barriers: Any) -> None:
@@ -39,7 +39,7 @@ def prepare(barriers: Any) -> None:
 
 
 def send(acc: Array, slots: Any, barriers: Any, blocks: int) -> None:
-    """Stores the shares of all other blocks into their slots."""
+    """Stores the shares of the other blocks into their slots."""
     share = acc.shape[1] // blocks
     size = acc.shape[0] * share * 4  # bytes of one share: of a slot
 
@@ -65,7 +65,7 @@ def send(acc: Array, slots: Any, barriers: Any, blocks: int) -> None:
 
 
 def receive(acc: Array, slots: Any, barriers: Any, blocks: int) -> Array:
-    """This block's share, summed over the cluster, once all of it has come; then the barrier is made anew."""
+    """Waits for this block's share from all blocks and returns their sum; then initialises the mbarrier again."""
     share = acc.shape[1] // blocks
     size = acc.shape[0] * share * 4
     shape = (acc.shape[0], share)
@@ -95,7 +95,7 @@ def receive(acc: Array, slots: Any, barriers: Any, blocks: int) -> Array:
 
 
 def _add_four(own: list[list[ir.Value]], base: ir.Value, offset: int, blocks: int, size: int) -> list[ir.Value]:
-    """The sums of four neighbouring registers: own[j] are this block's values for share j."""
+    """The sums of four neighbouring registers; own[j] are this block's values of share j."""
     f32 = ir.F32Type.get()
     number = lambda j, d: f"${4 + 4 * j + d}"  # inputs follow the four results
     lines = [*_place(blocks, size, f"${4 + 4 * blocks}"), ".reg .f32 o<4>; .reg .f32 v<4>; .reg .pred q;"]
@@ -118,7 +118,7 @@ def _add_four(own: list[list[ir.Value]], base: ir.Value, offset: int, blocks: in
 
 
 def _place(blocks: int, size: int, slots: str) -> list[str]:
-    """r: this block's number in the cluster; b: this thread's first 16 bytes in the first slot of its warpgroup."""
+    """r: this block's rank in the cluster; b: the address of this thread's 16 bytes in its warpgroup's first slot."""
     return [
         ".reg .b32 r, a, b, t; .reg .pred p;",
         "mov.u32 r, %cluster_ctarank; mov.u32 t, %tid.x;",
@@ -128,7 +128,7 @@ def _place(blocks: int, size: int, slots: str) -> list[str]:
 
 
 def _own_barrier(barriers: str) -> list[str]:
-    """m: the address of this warpgroup's barrier; n: this thread's number in it."""
+    """m: the address of this warpgroup's mbarrier; n: this thread's number in the warpgroup."""
     return [
         ".reg .b32 m, n;",
         f"mov.u32 n, %tid.x; shr.u32 m, n, 7; mad.lo.s32 m, m, 8, {barriers};",
@@ -137,7 +137,7 @@ def _own_barrier(barriers: str) -> list[str]:
 
 
 def _first_thread(instructions: str) -> list[str]:
-    """Instructions that one thread of the warpgroup runs."""
+    """Instructions that the warpgroup's first thread executes."""
     return [".reg .pred f;", "setp.ne.s32 f, n, 0;", "@f bra PAST;", instructions, "PAST: mov.b32 n, n;"]
 
 
@@ -164,7 +164,7 @@ def scalars(array: Any) -> list[ir.Value]:
 
 
 def _like(array: Any, scalars: list[ir.Value]) -> Any:
-    """An array of the layout and shape of another with these numbers."""
+    """An array with the layout and shape of another and these elements."""
     ty = ir.VectorType(array.registers.flat[0].type)
     width = math.prod(ty.shape)
     registers = np.empty_like(array.registers)

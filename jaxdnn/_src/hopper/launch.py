@@ -1,4 +1,4 @@
-"""Launches a kernel that is one block of PTX."""
+"""Launches a kernel that is PTX text, from an otherwise empty Pallas kernel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +24,8 @@ def launch(
 ) -> Any:
     """The results of a kernel whose operands $0, $1, ... are the addresses of the arrays, then of the results.
 
-    With shared memory of so many `floats` the operand after them is its address, of 32 bits. `threads` are those of a
-    block, a multiple of 128; `cluster` is the number of blocks that share a cluster.
+    If the kernel uses shared memory, of `floats` floats, the operand after these is its 32-bit address.
+    threads: of a block, a multiple of 128. cluster: the number of blocks of a cluster.
     """
     count = len(arrays) + len(outs)
     shared = [plgpu.SMEM((floats,), jnp.float32)] if floats else []

@@ -1,9 +1,9 @@
-"""wgmma on boxes of pixels: accumulators, and operands that Pallas' own wgmma does not know.
+"""wgmma on boxes of pixels: accumulators, and operands that Pallas' own wgmma does not support.
 
-A box that TMA wrote with a swizzle of its row's width is the matrix that wgmma reads, pixel by pixel a row; only the
-descriptor differs. Descriptors hold distances between groups of eight rows, so that an operand may also be cut out of
-a larger box (a halo), or overlap itself (a window). Accumulators are values here, which stay in flight between calls
-as the references of Pallas do: no code but `multiply` may touch them before `finish_accumulator`.
+A box that TMA wrote with a swizzle as wide as its rows is a matrix that wgmma can read, with a row for each pixel; only
+the descriptor differs from Pallas'. A descriptor has the distances between groups of eight rows, so that an operand may
+also be part of a larger box (a halo), or overlap itself (a window). An accumulator is a value here that may be in
+flight between calls, as the references of Pallas are: only `multiply` may use it before `finish_accumulator`.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxdnn._src.core.compat import fa, ir, llvm, mgpu, mgpu_utils, mma_utils, plgpu, wgmma_m64
 
-# Not typed: their signatures differ between JAX releases; what is used here is common to 0.11 and 0.12.
+# Not typed: their signatures differ between JAX releases; the arguments used here are common to 0.11 and 0.12.
 inline_mgpu: Any = plgpu.inline_mgpu
 swizzle_transform: Any = plgpu.SwizzleTransform
 tiling_transform: Any = plgpu.TilingTransform
@@ -53,7 +53,7 @@ def start_accumulator(rows: int, columns: int, dtype: Any) -> Array:
 
 
 def finish_accumulator(acc: Array) -> Array:
-    """The accumulator's value, once every product issued so far has arrived."""
+    """The accumulator's value, after waiting for all products issued so far."""
 
     @inline_mgpu(
         arg_types=(ACCUMULATOR,),
@@ -61,7 +61,7 @@ def finish_accumulator(acc: Array) -> Array:
     )
     def finish(_, acc):
         ptx("wgmma.wait_group.sync.aligned 0;")
-        return fa.optimization_barrier(acc).to_layout(fa.WGMMA_LAYOUT)  # no use may be moved above the wait
+        return fa.optimization_barrier(acc).to_layout(fa.WGMMA_LAYOUT)  # keeps uses after the wait
 
     return finish(acc)
 
@@ -70,7 +70,7 @@ def multiply(acc: Array, a: Any, b: Any, *, swizzle: int, a_major: str, b_major:
     """Issues acc += a @ b and leaves it in flight. Operands are boxes of whole swizzled rows in shared memory.
 
     A "k"-major operand is (rows..., chunk); an "mn"-major one (chunks of rows, reduction..., chunk); a "halo" one is
-    "k"-major, cut out of a larger box at any row, which the hardware bears because it swizzles by address.
+    "k"-major and part of a larger box from any row on, which works because the hardware swizzles by address.
     """
     rows, columns = acc.shape
     ref_type = lambda: plgpu.RefType((swizzle_transform(swizzle),))
@@ -97,12 +97,12 @@ def multiply(acc: Array, a: Any, b: Any, *, swizzle: int, a_major: str, b_major:
 
 
 def _multiply_window(acc: Array, a: Any, b: Any, *, swizzle: int, b_major: str) -> Array:
-    """acc += a @ b where row i of a is the run of cells that starts at cell i of a box (1 or 2, images, ..., cells, 8).
+    """acc += a @ b where row i of a is the run of cells from cell i of a box (1 or 2, images, ..., cells, 8) on.
 
     With two boxes the last cell of a run comes from the second one.
 
-    Rows overlap: without a swizzle wgmma reads eight rows by 16 bytes at any distances, here one cell to the next row
-    and one cell to the next 16 bytes of the reduction. So the im2col matrix is read without being written.
+    The rows overlap: without a swizzle wgmma reads units of eight rows by 16 bytes at arbitrary distances, here one
+    cell to the next row and one cell to the next 16 bytes of the reduction. So the im2col matrix is never materialised.
     """
     columns = acc.shape[1]
 
@@ -121,7 +121,7 @@ def _multiply_window(acc: Array, a: Any, b: Any, *, swizzle: int, b_major: str) 
             logical_k_major=True,
         )
         ty = ir.MemRefType(a.type)
-        partial = 2 * ty.get_strides_and_offset()[0][0] if ty.shape[0] == 2 else 0  # bytes to the second box
+        partial = 2 * ty.get_strides_and_offset()[0][0] if ty.shape[0] == 2 else 0  # bytes from the first box to it
         registers = acc.registers.copy()
         for piece, index in enumerate(np.ndindex(*ty.shape[1:-2], (ty.shape[-2] - 8) // 64)):
             *lead, block = (int(i) for i in index)
@@ -152,7 +152,7 @@ def _llvm_add(a: Any, b: Any) -> Any:
 
 
 def _operand(ref: ir.Value, extent: int, major: str, swizzle: int, *, lhs: bool) -> ir.Value:
-    """A whole buffer as wgmma's operand: extent rows (or columns) by what the buffer holds of the reduction."""
+    """A whole buffer as wgmma's operand: `extent` rows (or columns) by the buffer's part of the reduction."""
     ty = ir.MemRefType(ref.type)
     chunk = swizzle // mgpu_utils.bytewidth(ty.element_type)
     if major == "k":
@@ -167,7 +167,7 @@ def _operand(ref: ir.Value, extent: int, major: str, swizzle: int, *, lhs: bool)
 
 
 def _halo_operands(ref: ir.Value, swizzle: int) -> list[ir.Value]:
-    """The boxes of 8k x 8 positions (or runs of 64k) that a cut of a halo box consists of."""
+    """The boxes of 8k x 8 positions (or runs of 64k) that a part of a halo box consists of."""
     ty = ir.MemRefType(ref.type)
     chunk = swizzle // mgpu_utils.bytewidth(ty.element_type)
     strides, _ = ty.get_strides_and_offset()

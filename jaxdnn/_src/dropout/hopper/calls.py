@@ -1,15 +1,15 @@
-"""Bias, activation, dropout and residual on Hopper: one pass over memory, 16 bytes a thread (Pallas, Mosaic GPU).
+"""Bias, activation, dropout and residual on Hopper: one pass over memory, 16 bytes a thread. PTX text.
 
-Schedule. Blocks of 128 threads take groups of elements that lie one after the other, and are gone: while some wait for
-memory, others draw (`flat`). Where an activation is looked up, a group takes so long that blocks which stay, with the
-next group on its way to shared memory, are faster (`stream`). With a gradient in the bias blocks stay as well, each
-with 32 groups of columns and eight rows side by side, and go down the rows; they leave their sums, which XLA adds
-(`walk`). Channels first a thread has a vector of each of four planes (`planes`). `dropout_ptx` and
-`dropout_group_ptx` write the instructions.
+Schedule. Blocks of 128 threads process neighbouring groups of elements, one group a thread, and end: while some wait
+for memory, others draw random numbers (`flat`). An activation from a table takes so long that persistent blocks, which
+copy the next groups into shared memory meanwhile, are faster (`stream`). With a gradient of the bias the blocks are
+persistent as well: each processes 32 groups of columns and eight rows at a time, going down the rows, and stores its
+sums, which XLA adds (`walk`). Channels first, a thread processes a vector of each of four planes (`planes`). `ptx` and
+`group_ptx` emit the instructions.
 
-Limits. Elements lie in memory in the order in which they are counted, or channels first behind the batch; their number,
-and a row of the bias or a plane, is a multiple of the elements of 16 bytes; the count starts at a counter's first
-element; bfloat16, float16 and float32.
+Limits. The elements are in memory in the order in which they are counted, or the channels directly follow the batch.
+Their number, and that of a row of the bias or of a plane, is a multiple of the elements in 16 bytes. The count starts
+at the first element of a counter. bfloat16, float16 and float32.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxdnn._src.dropout.hopper.ptx import ColumnsPlan
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
 from jaxdnn._src.hopper.launch import launch
 
-STAY = 4 * MULTIPROCESSORS  # blocks of 256 threads
+PERSISTENT = 4 * MULTIPROCESSORS  # blocks of 256 threads
 
 
 def run(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Array:
@@ -42,8 +42,8 @@ def _program(plan: Plan) -> tuple[Plan, str, int, int]:
     """The kernel that was fastest on an H200 (`benchmarks/notes-activation.md`), its blocks and their shared memory."""
     if plan.leads == 1 and not plan.plane and plan.activation == "table" and plan.narrow:
         plan = dataclasses.replace(plan, threads=256, stages=2)
-        if plan.groups >= 4 * STAY * plan.threads:
-            return plan, ptx.stream(plan, STAY), STAY, plan.stages * plan.stage_bytes // 4
+        if plan.groups >= 4 * PERSISTENT * plan.threads:
+            return plan, ptx.stream(plan, PERSISTENT), PERSISTENT, plan.stages * plan.stage_bytes // 4
     plan = dataclasses.replace(plan, threads=128)
     if plan.plane:
         return plan, ptx.planes(plan), -(-plan.groups // (4 * plan.threads)), 0
@@ -51,31 +51,31 @@ def _program(plan: Plan) -> tuple[Plan, str, int, int]:
 
 
 def columns(plan: Plan) -> tuple[Plan, ColumnsPlan]:
-    """How the rows are dealt out where the bias has a gradient: by the shape alone."""
+    """How rows and columns are partitioned if the bias has a gradient; the shape alone decides it."""
     looked_up = plan.activation == "table"
     plan = dataclasses.replace(plan, threads=256, stages=2 if looked_up else 3)
     return plan, ptx.columns_plan(plan, (3 if looked_up else 4) * MULTIPROCESSORS)
 
 
 def column_floats(plan: Plan) -> int:
-    """Of a block's shared memory."""
+    """Floats of a block's shared memory."""
     return max(plan.threads * plan.elements, plan.stages * plan.stage_bytes // 4)
 
 
 def run_columns(plan: Plan, operands: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
     """dx, and its sums over rows in float32, (width,)."""
-    plan, dealt = columns(plan)
+    plan, partition = columns(plan)
     _record("walk", plan)
     outs = [
         jax.ShapeDtypeStruct(shape, dtype),
-        jax.ShapeDtypeStruct((dealt.splits, plan.width), jnp.float32),
+        jax.ShapeDtypeStruct((partition.splits, plan.width), jnp.float32),
     ]
     dx, sums = launch(
-        ptx.walk(plan, dealt),
+        ptx.walk(plan, partition),
         operands,
         outs,
         name="dropout_dgrad_columns",
-        blocks=dealt.tiles * dealt.splits,
+        blocks=partition.tiles * partition.splits,
         threads=plan.threads,
         floats=column_floats(plan),
     )

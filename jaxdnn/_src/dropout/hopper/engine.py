@@ -1,7 +1,7 @@
-"""The `hopper` engine of dropout, alone or with bias, activation and residual: the Pallas kernels of `dropout`.
+"""The `hopper` engine of dropout, alone or with bias, activation and residual: which calls the kernels serve.
 
-A kernel is opaque to XLA, which fuses dropout alone with what stands before and after it: so that is taken by name
-only, and what is fused already unasked where it was measured faster.
+XLA fuses dropout alone with the operations around it, but not with a kernel. So a kernel serves dropout alone only if
+the engine is named, and dropout with bias, activation or residual also where it was measured to be faster.
 """
 
 import math
@@ -39,7 +39,7 @@ def _supports(call: engines.Call) -> str | None:
 
 
 def _unsupported(call: engines.Call) -> str | None:
-    """Why no kernel serves a call, whatever the device."""
+    """Why no kernel serves a call, on any device."""
     spec, operands = call.spec, _operands(call)
     if call.dealt:
         return "it counts from the first element of an array: in a program for several devices XLA deals out its own"
@@ -59,7 +59,7 @@ def _unsupported(call: engines.Call) -> str | None:
 
 
 def _misplaced(call: engines.Call, operands: dict[str, Any]) -> str | None:
-    """Why the arrays do not lie as the kernels read them."""
+    """Why the kernels cannot read the arrays' memory layout, or None."""
     spec: Any = call.spec
     leads, shape = _split(call)
     if not _is_sorted(call, spec.order):
@@ -84,14 +84,14 @@ def _misplaced(call: engines.Call, operands: dict[str, Any]) -> str | None:
 
 
 def _is_sorted(call: engines.Call, axes: Sequence[int]) -> bool:
-    """Whether axes follow each other as in memory; those of length 1 lie anywhere."""
+    """Whether axes are in memory order; those of length 1 may be anywhere."""
     _, shape = _split(call)
     long = [axis for axis in axes if shape[axis] > 1]
     return long == sorted(long)
 
 
 def _unlike_planes(call: engines.Call, operands: dict[str, Any]) -> str | None:
-    """Why an array is not one of planes, a plane a channel, as the kernel of channels first reads them."""
+    """Why the kernel for channels first, with a plane for each channel, does not serve the call; or None."""
     spec: Any = call.spec
     leads, shape = _split(call)
     if not _is_sorted(call, spec.order[:-1]):

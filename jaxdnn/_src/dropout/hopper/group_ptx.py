@@ -1,8 +1,9 @@
-"""What the kernels of dropout do with a group of elements: bias, activation, dropout and residual, and the slope.
+"""The arithmetic of the dropout kernels on a group of elements: bias, activation, dropout, residual, and gradients.
 
-A group is 16 bytes of the narrowest operand, four or eight neighbours, which share one counter of Philox or two. Sums
-and products are rounded one by one (`.rn`, which ptxas does not contract), so the bits are those of the definition.
-An activation of bfloat16 or float16 is looked up in a table of float32 that the scale of what is kept is in already.
+A group is 16 bytes of the narrowest operand: four or eight neighbours, which share one or two counters of Philox. Every
+sum and product is rounded to nearest on its own (`.rn`, which ptxas does not contract), so that the bits are those of
+the definition. In bfloat16 and float16 an activation is read from a table in float32 whose entries are already
+multiplied by the scale of kept elements.
 """
 
 import dataclasses
@@ -16,29 +17,29 @@ ZERO = real(0.0)
 ROUNDS = 10
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
-_STREAM = ".L1::no_allocate"  # of what is read once: L1 is for the table
+_STREAM = ".L1::no_allocate"  # for data that is read once; the table stays in L1
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A call, as the kernels see it.
+    """A call of the kernels.
 
     Attributes:
-      backward: whether dx is computed, of dy and x, or y, of x and the residual.
-      arrays: the operands that are there and their dtypes, of (x, bias, residual) or (dy, x, bias).
+      backward: whether dx is computed, from dy and x, or y, from x and the residual.
+      arrays: the operands that the call has, of (x, bias, residual) or (dy, x, bias), and their dtypes.
       result: the dtype of y or dx.
       activation: "identity", "relu", "leaky_relu", "clipped_relu", or "table".
       parameter: of "leaky_relu" the slope, of "clipped_relu" the ceiling.
-      limit: an element is kept whose random word is at least this; 0 keeps all and draws nothing.
-      scale: what is kept is multiplied by this.
-      start: the counter of the first group, if it is known; else an operand.
+      limit: an element is kept if its random word is at least this; 0 keeps all and draws nothing.
+      scale: the factor of kept elements.
+      start: the counter of the first group, if it is known when traced; otherwise it is an operand.
       size: elements that one key counts.
-      width: elements after which the bias begins anew.
-      plane, channels: of channels first, elements that lie together and planes; 0 of channels last.
-      leads: how often `size` elements follow each other, each with a mask of its own where the key is mapped.
-      mapped: those of "bias", "key" and "start" that differ from one to the next.
+      width: the period of the bias, in elements.
+      plane, channels: channels first, the elements of a plane and the number of planes; channels last, 0.
+      leads: examples under vmap, each of `size` elements; each has its own mask if the key is mapped.
+      mapped: those of "bias", "key" and "start" that differ between the examples.
       threads: of a block.
-      stages: groups that a thread of a block that stays has on their way, or works on.
+      stages: groups that a thread of a persistent block is processing or copying at a time.
     """
 
     backward: bool
@@ -64,18 +65,18 @@ class Plan:
 
     @property
     def elements(self) -> int:
-        """Of a group."""
+        """Elements of a group."""
         streams = [dtype for name, dtype in self.arrays if name != "bias"]
         return VECTOR_BYTES // min(SIZES[dtype] for dtype in (*streams, self.result))
 
     @property
     def narrow(self) -> bool:
-        """Whether all that is streamed has 16 bits."""
+        """Whether all arrays but the bias have 16 bits."""
         return all(SIZES[dtype] == 2 for dtype in (*(d for name, d in self.arrays if name != "bias"), self.result))
 
     @property
     def stage_bytes(self) -> int:
-        """Of shared memory, for a group a thread."""
+        """Bytes of shared memory for one group of each thread."""
         return self.threads * self.elements * sum(SIZES[dtype] for name, dtype in self.arrays if name != "bias")
 
     @property
@@ -88,13 +89,13 @@ class Plan:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The kernel's operands in order, but for the results."""
+        """The kernel's operands in order, without the results."""
         drawn = ("key", *(("start",) if self.start is None else ())) if self.limit else ()
         return (*self.dtypes, *drawn, *(("table",) if self.activation == "table" else ()))
 
 
 class Kernel:
-    """The addresses, the key, and what becomes of a group."""
+    """The addresses of a kernel's operands, the key, and the arithmetic on a group."""
 
     def __init__(self, plan: Plan, results: tuple[str, ...], *, shared: bool = False) -> None:
         self.plan, self.e = plan, Emitter()
@@ -104,7 +105,7 @@ class Kernel:
         self.words: dict[str, list[str]] = {}
 
     def move_to(self, lead: str) -> None:
-        """Has the addresses begin where the elements of a lead do."""
+        """Advances the addresses to the elements of an example under vmap."""
         e, plan = self.e, self.plan
         sizes = {name: plan.size * SIZES[dtype] for name, dtype in plan.arrays if name != "bias"}
         sizes["result"] = plan.size * SIZES[plan.result]
@@ -128,6 +129,7 @@ class Kernel:
         return words
 
     def room(self, name: str) -> list[str]:
+        """New registers for the words of a group."""
         return [self.e.new() for _ in range(self.plan.elements * SIZES[self.plan.dtypes[name]] // 4)]
 
     def load_into(self, words: list[str], name: str, group: str) -> None:
@@ -139,7 +141,7 @@ class Kernel:
             e.op(f"ld.global.nc{how}.v{count}.b32", vector(words[i : i + count]), f"[{where}+{4 * i}]")
 
     def column(self, group: str) -> str:
-        """Of a group, its place in the bias."""
+        """The group of the bias that belongs to a group."""
         wide = self.plan.width // self.plan.elements
         if wide & (wide - 1) == 0:
             return self.e.r("and.b32", group, wide - 1)
@@ -154,7 +156,7 @@ class Kernel:
             e.op(f"st.global.v{len(part)}.b32", f"[{where}+{4 * i}]", vector(part), when=exists)
 
     def kept(self, group: str) -> list[str]:
-        """Whether each element of a group is kept; nothing where all are."""
+        """Predicates, whether each element of a group is kept; none if all are."""
         e, plan = self.e, self.plan
         if not plan.limit:
             return []
@@ -166,12 +168,12 @@ class Kernel:
         return found
 
     def draw(self, index: str) -> tuple[str, ...]:
-        """The four random words of a counter, numbered from the start."""
+        """The four random words of the counter that is `index` after the start."""
         k0, k1 = self.words["key"]
         return _philox(self.e, (*self._counter(index), k0, k1))
 
     def _counter(self, index: str) -> tuple[str, str]:
-        """The two words of the start and an index below 2^32, modulo as many counters as 2^64 elements have."""
+        """The two words of start + index, modulo the number of counters of 2^64 elements; the index is below 2^32."""
         e, plan = self.e, self.plan
         if plan.start is None:
             low, high = self.words["start"]
@@ -198,7 +200,7 @@ class Kernel:
         return self._add(values, self._unpack("residual", words)) if "residual" in words else values
 
     def channel_biases(self, quad: str) -> list[list[str]]:
-        """The words of a group of the same bias, for each of four channels."""
+        """For each of four channels, the words of a group in which all elements are the channel's bias."""
         e, dtype = self.e, self.plan.dtypes["bias"]
         where = e.d("mad.wide.u32", quad, 4 * SIZES[dtype], self.base["bias"])
         words = [e.new() for _ in range(SIZES[dtype])]
@@ -234,7 +236,7 @@ class Kernel:
         return [e.f("mul.rn.f32", v, s) for v, s in zip(dy, slopes, strict=True)]
 
     def _slope(self, z: str) -> str:
-        """Of a piecewise linear activation, times the scale; of NaN it is NaN."""
+        """The slope of a piecewise linear activation times the scale; NaN for NaN."""
         e, plan = self.e, self.plan
         above = real(plan.scale)
         below = real(_product(plan.scale, plan.parameter)) if plan.activation == "leaky_relu" else ZERO
@@ -275,7 +277,7 @@ class Kernel:
 
 
 def _philox(e: Emitter, counter: tuple[str, ...]) -> tuple[str, ...]:
-    """Four random words; the generator's own key is 0, so those of the rounds are constants."""
+    """Four random words. The user's key is part of the counter and Philox's own key 0, so that round keys are constants."""
     c0, c1, c2, c3 = counter
     for i in range(ROUNDS):
         (low0, high0), (low1, high1) = (_halves(e, c, m) for c, m in zip((c0, c2), _MULTIPLIERS, strict=True))
@@ -294,7 +296,7 @@ def _halves(e: Emitter, x: str, multiplier: int) -> tuple[str, str]:
 
 
 def _product(a: float, b: float) -> float:
-    """Of two numbers of float32, rounded to it: exact in float64 first."""
+    """The product of two float32 numbers, rounded to float32 once; it is exact in float64."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(a * b))
 

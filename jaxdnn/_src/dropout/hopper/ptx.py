@@ -1,7 +1,8 @@
-"""The PTX of bias, activation, dropout and residual: how groups of elements (`dropout_group_ptx`) are dealt out.
+"""The PTX of bias, activation, dropout and residual: how groups of elements (`group_ptx`) are distributed over threads.
 
-`flat` gives a thread one group, `stream` one after the other; `walk`, backward with a gradient in the bias, one group
-of columns and row after row, so that it adds the columns up as it goes; `planes` four groups of four planes.
+In `flat` a thread processes one group, in `stream` several, one after another. In `walk`, backward with a gradient of
+the bias, it processes one group of columns, row after row, and accumulates the sums of its columns. In `planes` it
+processes one group of each of four planes.
 """
 
 import dataclasses
@@ -14,16 +15,17 @@ from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class ColumnsPlan:
-    """How `walk` deals out rows: blocks of `tile` groups of columns, and so many rows side by side."""
+    """How `walk` partitions rows and columns; with `tile` groups of columns, a block processes threads // tile rows
+    at a time."""
 
-    tile: int
+    tile: int  # groups of columns of a block
     tiles: int
-    splits: int
+    splits: int  # blocks that share the rows of a tile
     rows: int
 
 
 def columns_plan(plan: Plan, most: int) -> ColumnsPlan:
-    """About so many blocks, one for each tile at least; the order of additions follows from the shape alone."""
+    """A plan of about `most` blocks, at least one for each tile; the shape alone decides the order of additions."""
     wide = plan.width // plan.elements
     tile = min(32, 1 << max(0, wide - 1).bit_length())
     tiles, rows = -(-wide // tile), plan.size // plan.width
@@ -43,7 +45,7 @@ def flat(plan: Plan) -> str:
         k.move_to(lead)
     k.load_key()
     first = e.r("mad.lo.s32", block, plan.threads, e.r("mov.u32", "%tid.x"))
-    ragged = plan.groups % plan.threads != 0  # what lies beyond reads the last group, and writes nothing
+    ragged = plan.groups % plan.threads != 0  # threads beyond the end read the last group and store nothing
     exists = e.p("setp.lt.u32", first, plan.groups) if ragged else ""
     group = e.r("min.u32", first, plan.groups - 1) if ragged else first
     words = {name: k.load(name, group) for name in plan.dtypes if name != "bias"}
@@ -55,8 +57,10 @@ def flat(plan: Plan) -> str:
 
 @ft.lru_cache
 def planes(plan: Plan) -> str:
-    """Operands: those of the plan, then the result. Channels first: a thread has a vector of each of four planes, whose
-    elements share a counter; the count goes on along the planes' elements, and the channels are counted first."""
+    """Operands: those of the plan, then the result. Channels first: a thread processes a vector of each of four planes.
+
+    Elements are counted with the channels fastest, so that the four elements of a counter are in four planes.
+    """
     k = Kernel(plan, ("result",))
     e, inner, quads = k.e, plan.plane // plan.elements, plan.channels // 4
     k.load_key()
@@ -137,13 +141,13 @@ def _in_turn(
 ) -> None:
     """For i = first, first + step, ... below `count`: body(group(i), its words).
 
-    What comes next is on its way to shared memory, where a thread has places of its own. (Loads into registers ptxas
-    moves down to their use.) A place is filled anew after what was in it has been used, by the same thread.
+    The next groups are being copied into shared memory meanwhile, into slots that belong to the thread. (ptxas would
+    move loads into registers down to their first use.) A thread fills a slot again after it has used its contents.
     """
     e, stages, names = k.e, k.plan.stages, [name for name in k.plan.dtypes if name != "bias"]
     sizes = {name: k.plan.elements * SIZES[k.plan.dtypes[name]] for name in names}
     stage = k.plan.threads * sum(sizes.values())
-    # Of an array of two vectors a thread the first ones lie together, then the second ones: no conflicts of banks.
+    # If a thread has two vectors of an array, all first ones are contiguous, then all second ones: no bank conflicts.
     own = e.scaled(thread, VECTOR_BYTES, k.shared)
     places, offset = [], 0
     for name in names:
@@ -182,7 +186,7 @@ def _in_turn(
 
 
 def _add_sides(k: Kernel, columns: ColumnsPlan, thread: str, split: str, left: str, sums: list[str]) -> None:
-    """The sums of the rows side by side, one after the other, to (splits, width)."""
+    """Adds the sums of the same columns in a block, one thread's after another's, and stores them to (splits, width)."""
     e, plan = k.e, k.plan
     e.op("bar.sync", 0, plan.threads)
     across = columns.tile * plan.elements

@@ -1,4 +1,4 @@
-"""Pooling of channels-last arrays on compute capability 9.0: which kernel takes a call, and its launch."""
+"""Pooling of channels-last arrays on compute capability 9.0: which kernel serves a call, and its launch. PTX text."""
 
 import math
 from typing import Any
@@ -14,27 +14,27 @@ from jaxdnn._src.pool.hopper.ptx import THREADS, Shape
 from jaxdnn._src.pool.hopper.scatter_ptx import Strip
 from jaxdnn._src.pool.hopper.tile_ptx import Tile
 
-SHARED_TAPS = 3  # along both axes: from here on tiles and strips were measured faster, benchmarks/notes-pool.md
-MOST_ROWS = 14  # and columns
+SHARED_TAPS = 3  # from so many taps along both axes on, tiles and strips are faster (benchmarks/notes-pool.md)
+MOST_ROWS = 14  # of a strip, and also its most columns
 MOST_SHARED = 110 << 10  # bytes of a block, for two of them on a multiprocessor
 MANY_THREADS = 1 << 15  # about 250 for each multiprocessor
 
 
 def forward_rows(k: Shape) -> int:
-    """Outputs of a thread: two where their windows share rows and the loads fit into registers."""
+    """Outputs of a thread: two if their windows share rows and the inputs fit into registers."""
     shares = (k.taps[0] - 1) * k.dilation[0] >= k.stride[0]
     loads = (k.taps[0] + k.stride[0]) * k.taps[1]
     return 2 if shares and loads <= 16 and k.out[0] > 1 else 1
 
 
 def _shares_much(k: Shape) -> bool:
-    # Offsets from a tile's first element are constants of an instruction.
+    # Offsets from a tile's first element are immediate operands of 32 bits.
     reach = 16 * k.vectors * max(k.size[1], k.out[1]) * (k.taps[0] + 4)
     return k.stride == (1, 1) and k.dilation == (1, 1) and min(k.taps) >= SHARED_TAPS and reach < 2**31
 
 
 def tile_of(k: Shape, size: tuple[int, int]) -> Tile | None:
-    """The tile of a thread for an array of so many rows and columns, where windows share much."""
+    """The tile of a thread for an array of so many rows and columns; None if windows share little."""
     if not _shares_much(k):
         return None
     vectors = next((v for v in (8, 4) if k.vectors % v == 0), k.vectors)
@@ -42,9 +42,9 @@ def tile_of(k: Shape, size: tuple[int, int]) -> Tile | None:
 
 
 def strip_of(k: Shape) -> Strip | None:
-    """What a thread makes of max-pooling's gradient, where windows share much and the sums have room."""
+    """The strip of a thread for max-pooling's gradient; None if windows share little or the sums do not fit."""
     most = k.images * scatter_ptx.pairs(k) * max(math.prod(k.size), math.prod(k.out))
-    if not _shares_much(k) or most >= 2**31:  # pairs are counted in 32 bits
+    if not _shares_much(k) or most >= 2**31:  # the kernel numbers pairs in 32 bits
         return None
     down, across = (-(-size // MOST_ROWS) for size in k.size)
     part = lambda axis, parts: -(-k.size[axis] // parts)

@@ -1,4 +1,4 @@
-"""The `hopper` engine of pooling: what its kernels serve, and what it promises."""
+"""The `hopper` engine of pooling: which calls its kernels serve, and what it guarantees."""
 
 import math
 from typing import Any
@@ -40,7 +40,7 @@ def _shape(call: engines.Call) -> Shape:
 
 
 def _counted(spec: PoolSpec, pad: Any) -> Any:
-    """The positions that a window's count is of."""
+    """The positions that are counted along each axis."""
     padded = spec.divisor == "padded"
     pairs = zip(spec.window.padding, spec.sizes, strict=True)
     return pad([(-low, size + high) if padded else (0, size) for (low, high), size in pairs], (0, 1))

@@ -1,15 +1,16 @@
-"""The PTX of the pooling kernels: every thread on its own, from device memory through registers to device memory.
+"""The PTX of the pooling kernels: independent threads, from device memory through registers to device memory.
 
-Pooling moves bytes and computes little, so these kernels have no shared memory and no barrier. A thread owns 16 bytes
-of neighbouring channels (8 of 16 bits or 4 of float32), which it loads and stores at once, so a warp's accesses are
-whole lines; what overlapping windows share comes from the caches.
+Pooling moves many bytes and computes little, so these kernels use neither shared memory nor barriers. A thread
+processes 16 bytes of neighbouring channels (8 of 16 bits or 4 of float32) by one load and one store, so that the
+accesses of a warp are whole cache lines. The inputs that overlapping windows share come from the caches.
 
-Forward, a thread makes a few outputs of one column, one below the other, and loads each input row once for all of them.
-Maxima are taken by comparing from the last tap to the first, an equal one included, so that the first of equal ones
-is what remains; comparisons give masks of 16 or 32 bits, by which values and taps are selected. Backward, a thread
-makes one cell of dx, stride by stride elements, which all see the same few outputs: it loads dy and taps once.
+Forward, a thread computes a few outputs of one column, one below the other, and loads each input row once for all of
+them. It compares from the last tap to the first and takes the later comparison if values are equal, so that the result
+is the first of equal maxima. Comparisons return masks of 16 or 32 bits, which select values and taps. Backward, a
+thread computes one cell of dx, of stride by stride elements, which belong to the windows of the same few outputs: it
+loads dy and taps once.
 
-Order of additions: that of `jaxdnn._src.pool.xla.engine`, so the bits are the same.
+Order of additions: that of `jaxdnn._src.pool.xla.engine`, so that the bits are the same.
 """
 
 import contextlib
@@ -28,14 +29,14 @@ LOWEST = {"bf16": "0xff80ff80", "f16": "0xfc00fc00", "f32": "0xff800000"}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A pooling of (n, h, w, c) channels last; one entry an axis, down and across.
+    """A pooling of (n, h, w, c), channels last; pairs are for the rows ("down") and the columns ("across").
 
     Attributes:
       dtype: "bf16", "f16" or "f32".
-      images: what lies before the spatial axes.
+      images: the product of the axes before the spatial ones.
       vectors: 16-byte vectors of channels.
       size, out: sizes of x and of y.
-      counted: for averages whose counts differ, the positions [from, to) down and across that are counted.
+      counted: for averages whose counts differ, the positions [from, to) that are counted, down and across.
     """
 
     dtype: str
@@ -51,7 +52,7 @@ class Shape:
 
     @property
     def wide(self) -> bool:
-        """Whether a register holds one channel; else it holds two."""
+        """Whether a register has one channel; otherwise it has two."""
         return self.dtype == "f32"
 
     def padded(self, axis: int) -> bool:
@@ -60,7 +61,7 @@ class Shape:
         return self.low[axis] > 0 or last >= self.size[axis]
 
     def phases(self, axis: int) -> list[list[tuple[int, int]]]:
-        """For the elements a + i * stride of dx: (tap, shift) of the outputs i + shift that see them."""
+        """For each a < stride: (tap, shift) of the outputs i + shift with element a + i * stride of dx in their windows."""
         u, d, low = self.stride[axis], self.dilation[axis], self.low[axis]
         reach = ([(r, divmod(a + low - r * d, u)) for r in range(self.taps[axis])] for a in range(u))
         return [[(r, shift) for r, (shift, rest) in phase if rest == 0] for phase in reach]
@@ -73,7 +74,7 @@ class Shape:
 
 
 class Emitter(ptx.Emitter):
-    """With what pooling needs besides."""
+    """The emitter with the instructions that pooling needs besides."""
 
     def quotient(self, value: str, divisor: int) -> tuple[str, str]:
         """value // divisor and value % divisor."""
@@ -84,7 +85,7 @@ class Emitter(ptx.Emitter):
 
     @contextlib.contextmanager
     def rolled(self, count: int) -> Iterator[str]:
-        """A loop from 0 to count - 1 that ptxas does not unroll: for what seldom runs."""
+        """A loop from 0 to count - 1 that ptxas does not unroll, for code that rarely runs."""
         head, index = self.label(), self.r("mov.b32", 0)
         self.place(head)
         self.op('.pragma "nounroll"')
@@ -129,7 +130,7 @@ def pointer(e: Emitter, operand: int, index: str, size: int) -> str:
 
 
 def _thread(e: Emitter, count: int) -> tuple[str, str]:
-    """The thread's number in the grid, and whether there is work for it."""
+    """The thread's number in the grid, and a predicate, whether it is below `count`."""
     block, thread = e.r("mov.u32", "%ctaid.x"), e.r("mov.u32", "%tid.x")
     number = e.r("mad.lo.s32", block, THREADS, thread)
     return number, e.p("setp.lt.u32", number, count)
@@ -149,7 +150,7 @@ def both(e: Emitter, *predicates: str) -> str:
 
 
 def pairwise(e: Emitter, items: list[list[str]]) -> list[str]:
-    """Adds neighbours, then neighbouring sums; an odd one goes up unchanged."""
+    """Adds neighbours, then neighbouring sums, and so on; an odd one out is passed on unchanged."""
     while len(items) > 1:
         joined = [
             [e.f("add.rn.f32", x, y) for x, y in zip(a, b, strict=True)]
@@ -160,7 +161,7 @@ def pairwise(e: Emitter, items: list[list[str]]) -> list[str]:
 
 
 def count(e: Emitter, k: Shape, axis: int, output: str) -> str:
-    """How many taps along an axis of an output's window are counted, at least one."""
+    """How many taps of an output's window are counted along an axis; at least one."""
     low, high = (k.counted or ((0, 0), (0, 0)))[axis]
     start = e.r("mad.lo.s32", output, k.stride[axis], -k.low[axis] - low)
     total = e.r("mov.b32", 0)
@@ -179,7 +180,7 @@ def reciprocal(e: Emitter, down: str, across: str) -> str:
 
 
 class _Inputs:
-    """The inputs of a thread's outputs, each loaded once, with the predicates of what is padding."""
+    """The inputs of a thread's outputs, each loaded once, and predicates, whether they are in x."""
 
     def __init__(self, e: Emitter, k: Shape, operand: int, rows: int, fill: str) -> None:
         self.e, self.k, self.fill = e, k, fill
@@ -199,7 +200,7 @@ class _Inputs:
         self._ragged = k.padded(0) or k.out[0] % rows > 0
 
     def _along(self, axis: int, offset: int) -> str:
-        """Whether the element `offset` from the start lies in x."""
+        """Whether the element at `offset` from the start is in x."""
         if not (self._ragged if axis == 0 else self.k.padded(1)):
             return ""
         if (axis, offset) not in self._inside:
@@ -257,7 +258,7 @@ def maximum(k: Shape, *, indices: bool, rows: int) -> str:
 def compare(
     e: Emitter, k: Shape, best: list[str], tap: list[str], values: list[str], number: str, valid: str
 ) -> tuple[list[str], list[str]]:
-    """The larger of best and values, of equal ones values; a NaN among values always. `number`: the tap of values."""
+    """The larger of best and values (values, if they are equal or NaN), and its tap; `number` is the tap of values."""
     if not best:
         return values, [number] * len(values)
     mask = e.r("selp.b32", "0xffffffff", "0", valid) if valid else ""
@@ -310,7 +311,7 @@ def average(k: Shape, *, factor: float | None, rows: int) -> str:
 
 
 class _Cell:
-    """The outputs that a cell of dx sees, each loaded once; dy is zero where there is no output."""
+    """The outputs with elements of a cell of dx in their windows, each loaded once; dy is zero where there is none."""
 
     def __init__(self, e: Emitter, k: Shape, taps: bool) -> None:
         self.e, self.k = e, k
@@ -333,7 +334,7 @@ class _Cell:
         return self._inside[axis, shift]
 
     def get(self, down: int, across: int) -> tuple[list[str], list[str]]:
-        """dy, and the taps in as many bits as dy's numbers have."""
+        """dy, and the taps, widened to the bits of dy's elements."""
         if (down, across) not in self._held:
             e, k = self.e, self.k
             when = both(e, self.works, self._along(0, down), self._along(1, across))
@@ -348,7 +349,7 @@ class _Cell:
         return self._held[down, across]
 
     def write(self, values: dict[tuple[int, int], list[str]]) -> None:
-        """The elements (a, b) of the cell."""
+        """Stores the elements (a, b) of the cell."""
         e, k = self.e, self.k
         row, column = (e.r("mul.lo.u32", at, u) for at, u in zip(self.at, k.stride, strict=True))
         operand = 2 if self.taps else 1
@@ -392,7 +393,7 @@ def maximum_backward(k: Shape) -> str:
 
 
 def average_backward(k: Shape, *, factor: float | None) -> str:
-    """The sums are scaled or, where counts differ, what is summed; operands: dy, dx."""
+    """Sums of dy times a factor or, where counts differ, of dy times 1 / count; operands: dy, dx."""
     e = Emitter()
     cell = _Cell(e, k, False)
     floats: dict[tuple[int, int], list[str]] = {}

@@ -1,16 +1,17 @@
-"""The PTX of max-pooling's backward pass with stride 1, where a window chooses what it adds to: sums in shared memory.
+"""The PTX of max-pooling's backward pass with stride 1 in scatter form: sums in shared memory.
 
-An element lies in as many windows as a window has taps, so that asking each of them costs that many comparisons. Here
-every output is taken once, and added where its tap says. A thread owns two neighbouring channels of a tile of rows by
-columns, and sums in shared memory that no other thread touches: no atomics, and the order of additions is the one in
-which the thread takes the outputs, from the last to the first, which is the order of the taps for every element.
+An element is in as many windows as a window has taps, so that the gather form needs that many comparisons for each
+element. Here every output is read once and added to the element that its tap selects. A thread processes two
+neighbouring channels of a tile of rows by columns. Its sums in shared memory belong to it alone, so that there are no
+atomics. It processes the outputs from the last to the first; for every element this is the order of the taps, and hence
+the order of additions.
 
-Rows. A row of outputs reaches as many rows of dx as there are rows of taps. These are kept in a ring; after each row of
-outputs one of dx is complete, is written, and its place becomes that of the next. What a tap means as an offset into
-the ring is looked up, in one table for each position of the ring; what is no tap at all goes to a row apart. Beside
-each row of the ring are columns for what falls outside of the tile.
+Rows. A row of outputs adds to as many rows of dx as there are rows of taps. These rows are kept in a ring: after each
+row of outputs one row of dx is complete; it is stored, and its slot is used for the next row. The offset of a tap in
+the ring is read from a table, one for each position of the ring; numbers that are no tap select a separate row. Each
+row of the ring has extra columns for elements outside of the tile.
 
-While a row is added the next one is loaded.
+The next row of outputs is loaded while one is added.
 """
 
 import dataclasses
@@ -24,27 +25,27 @@ TAPS = 256  # entries of a table: a tap is a byte
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """What a thread makes: rows by columns of dx. `threads` are those of a block."""
+    """The tile of a thread: rows by columns of dx. `threads` are those of a block."""
 
     rows: int
     columns: int
     threads: int = 128
 
     def count(self, k: Shape) -> int:
-        """Threads in all."""
+        """The number of all threads."""
         tiles = -(-k.size[0] // self.rows) * -(-k.size[1] // self.columns)
         return k.images * pairs(k) * tiles
 
     def pitch(self, k: Shape) -> int:
-        """Of the ring's rows; what lies outside of the tile on the right is on the left of the next row."""
+        """Sums in a row of the ring. The extra columns on a row's right are those on the left of the next row."""
         return self.columns + k.taps[1] - 1
 
     def cells(self, k: Shape) -> int:
-        """Of a thread: what lies on the left of the first row, the ring, and the row for what is no tap."""
+        """Sums of a thread and channel: the extra columns left of the first row, the ring, and the row for no tap."""
         return (k.taps[0] + 1) * self.pitch(k)
 
     def floats(self, k: Shape) -> int:
-        """Of shared memory."""
+        """Floats of shared memory."""
         return TAPS * k.taps[0] + 2 * self.cells(k) * self.threads
 
 
@@ -54,7 +55,7 @@ def pairs(k: Shape) -> int:
 
 
 class _Scatter:
-    """A thread's tile, and where things are. `row` and `column` are those of its first element."""
+    """A thread's tile, and the addresses of its sums. `row` and `column` are those of its first element."""
 
     def __init__(self, k: Shape, strip: Strip) -> None:
         self.e, self.k, self.strip = Emitter(), k, strip
@@ -77,11 +78,11 @@ class _Scatter:
         return ptx.pointer(e, operand, at, width)
 
     def cell(self, slot: int, column: int, half: int) -> int:
-        """Bytes from the thread's first sum."""
+        """The offset of a sum, in bytes from the thread's first sum."""
         return 4 * self.strip.threads * (2 * (slot * self.strip.pitch(self.k) + column) + half)
 
     def make_tables(self) -> None:
-        """Entry t of table n: from the sum that tap (0, 0) of the ring at position n adds to, to that of tap t."""
+        """Makes the tables: entry t of table n is the offset of tap t from tap (0, 0), with the ring at position n."""
         e, k = self.e, self.k
         place = e.r("mad.lo.u32", self.thread, 4, self.shared)
         number = e.r("mov.b32", self.thread)
@@ -100,11 +101,11 @@ class _Scatter:
         e.op("bra", head, when=e.p("setp.lt.u32", number, TAPS * k.taps[0]))
 
     def registers(self) -> tuple[list[str], str]:
-        """For a pair of dy and its taps."""
+        """New registers for a pair of dy and its taps."""
         return [self.e.new() for _ in range(self.bytes // 4)], self.e.new()
 
     def load(self, when: str, dy: str, taps: str, column: int, into: tuple[list[str], str]) -> None:
-        """The pair of an output of the row that the pointers are at; 255, which is no tap, where there is none."""
+        """Loads a pair of the row at the pointers, and its taps; without an output dy is 0 and the tap 255, no tap."""
         e, k = self.e, self.k
         words, tap = into
         for word in words:
@@ -130,7 +131,7 @@ def maximum_backward(k: Shape, strip: Strip) -> str:
     end = e.label()
     e.op("bra", end, when="!" + t.works)
 
-    # The first and the last row of outputs that the tile is seen by; those before row 0 are missing, not beyond it.
+    # The first and the last row of outputs whose windows reach the tile. `last` may be negative: no such rows exist.
     last = e.r("add.s32", t.row, k.low[0] - k.taps[0] + 1)
     at = e.r("min.s32", e.r("add.s32", t.row, strip.rows - 1 + k.low[0]), k.out[0] - 1)
     first_column = e.r("add.s32", t.column, k.low[1] - k.taps[1] + 1)
@@ -142,7 +143,7 @@ def maximum_backward(k: Shape, strip: Strip) -> str:
     ahead = [t.registers() for _ in columns]
     for b in reversed(columns):
         t.load(e.p("setp.lt.u32", places[b], k.out[1]), dy, taps, b, held[b])
-    # The row of dx that is complete once this row of outputs is added.
+    # The row of dx that is complete after this row of outputs has been added.
     done = e.r("add.s32", at, k.taps[0] - 1 - k.low[0])
     dx = t.pointer(2, done, t.column, k.size, t.bytes)
     table = e.r("mov.b32", t.shared)
@@ -164,7 +165,7 @@ def maximum_backward(k: Shape, strip: Strip) -> str:
     _flush(t, e.r("add.u32", t.sums, slot), done, dx)
     e.op("sub.s32", done, done, 1)
     e.op("add.s64", dx, dx, -t.bytes * pairs(k) * k.size[1])
-    # The ring turns by a row, and with it what taps mean.
+    # The ring advances by one row, and the tables with it.
     first = e.p("setp.eq.u32", slot, 0)
     e.op("selp.b32", slot, str(k.taps[0] * row), slot, first)
     e.op("sub.s32", slot, slot, row)
@@ -179,7 +180,7 @@ def maximum_backward(k: Shape, strip: Strip) -> str:
 
 
 def _add(t: _Scatter, words: list[str], offsets: list[str], column: int) -> None:
-    """Adds the two numbers of an output, each where its tap says."""
+    """Adds the two numbers of an output, each to the sum that its tap selects."""
     e = t.e
     places = [f"[{offset}+{t.cell(0, column, half)}]" for half, offset in enumerate(offsets)]
     sums = [e.f("mov.b32", e.r("ld.shared.b32", place)) for place in places]
@@ -188,7 +189,7 @@ def _add(t: _Scatter, words: list[str], offsets: list[str], column: int) -> None
 
 
 def _offsets(t: _Scatter, tap: str, table: str) -> list[str]:
-    """Where in the ring the two channels of an output add, from the tap (0, 0) of its own column."""
+    """The addresses of the sums that an output's two channels are added to, relative to tap (0, 0) of its column."""
     e = t.e
     found = []
     for half in range(2):
@@ -199,7 +200,7 @@ def _offsets(t: _Scatter, tap: str, table: str) -> list[str]:
 
 
 def _flush(t: _Scatter, sums: str, done: str, dx: str) -> None:
-    """Writes a row of the ring, if it belongs to the tile, and sets it to zero."""
+    """Stores a row of the ring, if it belongs to the tile, and sets it to zero."""
     e, k, strip = t.e, t.k, t.strip
     after = e.r("min.u32", e.r("add.u32", t.row, strip.rows), k.size[0])
     mine = e.p("setp.lt.s32", done, after)

@@ -1,15 +1,16 @@
-"""The PTX of pooling with stride 1: a thread makes a tile of elements, for what overlapping windows share.
+"""The PTX of pooling with stride 1: a thread computes a tile of elements, because overlapping windows share much.
 
-Windows that move by one element overlap so much that arithmetic and the traffic between caches bound them, not memory.
-A thread owns 16 bytes of neighbouring channels, as in `ptx`, of a tile of rows by columns. Each input is loaded
-and unpacked once a tile. Windows are folded along a row first, then down, and what neighbouring windows share is folded
-once. Threads are numbered with few vectors of channels innermost, then columns, then rows, so that those of a block
-share their halo in the level-1 cache.
+Windows that move by one element overlap so much that arithmetic and cache traffic bound them, not device memory. A
+thread processes 16 bytes of neighbouring channels, as in `ptx`, of a tile of rows by columns. Each input is loaded and
+unpacked once for the tile. Windows are reduced along a row first, then down; the parts that neighbouring windows share
+are reduced once. Threads are numbered with few vectors of channels innermost, then columns, then rows, so that those of
+a block share their halo in the L1 cache.
 
 Maxima. Of two neighbours the first is kept unless the second is larger: one comparison and one selection for two 16-bit
-numbers. That loses NaN, so the sum of all inputs of the tile is kept as well, which is NaN if one of them is: then the
-thread does its tile again, tap by tap and with NaN (`_again`). Inputs beyond the edge are replaced by the nearest ones
-inside, which lie in the same windows and come first among equals where their copies do.
+numbers. This ignores NaN, so the sum of all inputs of the tile is kept as well, which is NaN if one of them is. In that
+case the thread computes its tile again, tap by tap and with NaN (`_again`). Inputs outside of x are replaced by the
+nearest ones inside. These are in the same windows, and so change no maximum; among equal values the copy stands for the
+same element.
 """
 
 import dataclasses
@@ -28,11 +29,11 @@ _SUMS = {"bf16": "add.rn.bf16x2", "f16": "add.rn.f16x2", "f32": "add.rn.f32"}
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a thread makes, and how threads are numbered.
+    """The tile of a thread, and the numbering of threads.
 
     Attributes:
       rows, columns: of the thread's tile.
-      vectors: of channels, whose threads are neighbours; a divisor of those there are.
+      vectors: vectors of channels whose threads have neighbouring numbers; a divisor of all vectors.
       threads: of a block.
     """
 
@@ -47,7 +48,7 @@ class Tile:
 
 
 class _Thread:
-    """Which tile is this thread's: its first element, and what of it exists."""
+    """The thread's tile: its first element, and which of its elements exist."""
 
     def __init__(self, e: Emitter, k: Shape, tile: Tile, size: tuple[int, int]) -> None:
         self.e, self.k, self.tile, self.size = e, k, tile, size
@@ -90,9 +91,10 @@ class _Thread:
 
 
 def sliding(count: int, taps: int, get: Callable[[int], Item], join: Callable[[Item, Item], Item]) -> Iterator[Item]:
-    """The windows of `taps` neighbours that start at 0, 1, ..., count - 1, in few joins.
+    """The windows of `taps` neighbours that start at 0, 1, ..., count - 1, with few joins.
 
-    Of a group of windows each is a tail of what lies left of a line that all of them cross, and a head of the rest.
+    The windows of a group have a position in common. Each is the join of a suffix of the elements before that position
+    and a prefix of those from it on, and the suffixes and prefixes are computed once.
     """
     group = min(count, 2 if taps <= 4 else taps)
     for start in range(0, count, group):
@@ -113,12 +115,12 @@ def sliding(count: int, taps: int, get: Callable[[int], Item], join: Callable[[I
 
 
 class _Near:
-    """The inputs of a tile, those beyond the edge replaced by the nearest ones, and where those lie."""
+    """The inputs of a tile, those outside of x replaced by the nearest ones inside, and their positions."""
 
     def __init__(self, t: _Thread, indices: bool) -> None:
         self.t, e, k = t, t.e, t.k
         extents = t.tile.rows + k.taps[0] - 1, t.tile.columns + k.taps[1] - 1
-        self.ids: list[list[str]] = []  # of an axis, as lanes
+        self.ids: list[list[str]] = []  # for each axis, each position's part of a tap's number
         at: list[list[str]] = []
         for axis, start in enumerate((t.row, t.column)):
             first = e.r("add.s32", start, -k.low[axis])
@@ -192,7 +194,7 @@ def maximum(k: Shape, tile: Tile, *, indices: bool) -> str:
 
 
 def _first_largest(e: Emitter, k: Shape, a: Item, b: Item) -> Item:
-    """Of a and b, which comes after it, a unless b is larger; neither is NaN."""
+    """a unless b, which comes after it, is larger; neither is NaN."""
     kind = ptx.KINDS[k.dtype]
     keeps = [e.r(f"set.ge.u32.{kind}", v, w) for v, w in zip(a[0], b[0], strict=True)]
     pick = lambda n: [e.chosen(m, v, w) for m, v, w in zip(keeps, a[n], b[n], strict=True)]
@@ -201,7 +203,7 @@ def _first_largest(e: Emitter, k: Shape, a: Item, b: Item) -> Item:
 
 @dataclasses.dataclass(frozen=True)
 class _Element:
-    """One element of the tile, at run time."""
+    """The registers of one element of the tile in a loop over them."""
 
     row: str
     column: str
@@ -219,7 +221,7 @@ def _elements(t: _Thread, body: Callable[[_Element], None]) -> None:
 
 
 def _again(t: _Thread, indices: bool) -> None:
-    """The maxima of the tile tap by tap, from the last to the first, with NaN."""
+    """Computes the maxima of the tile again, tap by tap from the last to the first, with NaN."""
     e, k = t.e, t.k
     count = math.prod(k.taps)
 
@@ -299,7 +301,7 @@ def _counts(t: _Thread, axis: int) -> list[str]:
 
 
 class _Outputs:
-    """The outputs that see a tile, by their distance from its first element; dy is zero where there is no output."""
+    """The outputs with elements of a tile in their windows, by offset from its first element; elsewhere dy is zero."""
 
     def __init__(self, t: _Thread) -> None:
         self.t, k = t, t.k
@@ -325,7 +327,7 @@ class _Outputs:
 
 
 def average_backward(k: Shape, tile: Tile, *, factor: float | None) -> str:
-    """The sums are scaled or, where counts differ, what is summed; operands: dy, dx."""
+    """Sums of dy times a factor or, where counts differ, of dy times 1 / count; operands: dy, dx."""
     e = Emitter()
     t = _Thread(e, k, tile, k.size)
     y = _Outputs(t)

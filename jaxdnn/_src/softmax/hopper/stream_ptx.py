@@ -182,7 +182,7 @@ class _Stream(ptx.Kernel):
             results = (shifted(self, v, m) for v in words) if log else terms
             self.write(row, ([finish(value) for value in v] for v in results))
         if self.in_place:
-            self.ring.wait_until_brought()
+            self.ring.wait_for_stores()
 
     @contextlib.contextmanager
     def each_piece(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class _Stream(ptx.Kernel):
         source = e.d("mad.wide.u32", self.asked_row, self.plan.row_vectors * VECTOR_BYTES, self.source)
         source = e.d("mad.wide.u32", self.asked_at, VECTOR_BYTES, source)
         there = e.p("setp.lt.s32", self.asked_row, self.row_count)
-        self.ring.ask(source, e.r("mul.lo.s32", self.vectors_from(self.asked_at), VECTOR_BYTES), there)
+        self.ring.fill(source, e.r("mul.lo.s32", self.vectors_from(self.asked_at), VECTOR_BYTES), there)
         e.op("add.s32", self.asked_at, self.asked_at, self.piece)
         last = e.p("setp.eq.s32", self.asked_at, self.pieces * self.piece)
         e.op("mov.b32", self.asked_at, 0, when=last)
@@ -234,7 +234,7 @@ class _Stream(ptx.Kernel):
         """The next piece, once it has come."""
         self.ring.wait()
         words = self.held(self.ring.read, at)
-        self.ring.have_read()
+        self.ring.next_read()
         return words
 
     def add(self, words: list[list[str]], m: str, s: str) -> None:
@@ -262,13 +262,13 @@ class _Stream(ptx.Kernel):
             else:
                 self.store(lambda _, guard=guard: (guard, "", ""), j, values)
         if self.in_place:
-            self.ring.bring_back(target, e.r("mul.lo.s32", self.mine, VECTOR_BYTES))
-        self.ring.leave()
+            self.ring.store(target, e.r("mul.lo.s32", self.mine, VECTOR_BYTES))
+        self.ring.next_write()
 
     def fill(self) -> None:
         """Asks for the next piece: in the place of the last row where that goes back to memory, else in this one's."""
         if self.in_place:
-            self.ring.wait_until_brought()
+            self.ring.wait_for_stores()
         else:
             self.e.op("bar.warp.sync", "0xffffffff")  # all lanes have read
         self.ask()
