@@ -277,7 +277,7 @@ class Kernel:
 
 
 def _philox(e: Emitter, counter: tuple[str, ...]) -> tuple[str, ...]:
-    """Four random words. The user's key is part of the counter and Philox's own key 0, so that round keys are constants."""
+    """Four random words. The user's key is part of the counter; Philox's own key is 0, so round keys are constants."""
     c0, c1, c2, c3 = counter
     for i in range(ROUNDS):
         (low0, high0), (low1, high1) = (_halves(e, c, m) for c, m in zip((c0, c2), _MULTIPLIERS, strict=True))

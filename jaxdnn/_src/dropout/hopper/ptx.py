@@ -186,7 +186,7 @@ def _in_turn(
 
 
 def _add_sides(k: Kernel, columns: ColumnsPlan, thread: str, split: str, left: str, sums: list[str]) -> None:
-    """Adds the sums of the same columns in a block, one thread's after another's, and stores them to (splits, width)."""
+    """Adds a block's sums of the same columns, one thread's after another's, and stores them to (splits, width)."""
     e, plan = k.e, k.plan
     e.op("bar.sync", 0, plan.threads)
     across = columns.tile * plan.elements

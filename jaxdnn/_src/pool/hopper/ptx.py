@@ -61,7 +61,7 @@ class Shape:
         return self.low[axis] > 0 or last >= self.size[axis]
 
     def phases(self, axis: int) -> list[list[tuple[int, int]]]:
-        """For each a < stride: (tap, shift) of the outputs i + shift with element a + i * stride of dx in their windows."""
+        """For each a < stride: (tap, shift) of the outputs i + shift whose window has element a + i * stride of dx."""
         u, d, low = self.stride[axis], self.dilation[axis], self.low[axis]
         reach = ([(r, divmod(a + low - r * d, u)) for r in range(self.taps[axis])] for a in range(u))
         return [[(r, shift) for r, (shift, rest) in phase if rest == 0] for phase in reach]
