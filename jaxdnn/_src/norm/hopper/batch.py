@@ -1,9 +1,9 @@
-"""Batch normalisation's sums on Hopper: over the columns of rows, in one reading (Pallas, Mosaic GPU).
+"""Batch normalisation's sums on Hopper: over the columns of a matrix, reading it once. PTX text.
 
-Schedule. x is seen as rows of columns. Two blocks stay on every multiprocessor; a thread keeps mean and second moment
-of a vector of columns in registers and goes down its share of the rows, with many loads under way. The blocks leave
-their pairs, half a megabyte, which a second, tiny kernel makes one of. Backward likewise, with two arrays and sums. The
-pass that follows is left to XLA, which joins an activation or a sum behind it to the same pass over memory.
+Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multiprocessor; a thread keeps mean and
+second moment of a vector of columns in registers and goes down its share of the rows, with many loads in flight. The
+blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
+and their sums. XLA computes the pass that follows, and fuses it with an activation or an addition after it.
 `batch_walk`, `batch_ptx` and `batch_dgrad_ptx` write the instructions and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
@@ -26,27 +26,27 @@ from jaxdnn._src.norm.hopper import batch_dgrad_ptx, batch_ptx
 from jaxdnn._src.norm.hopper.batch_ptx import LANES
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
 
-BLOCKS = 2  # on a multiprocessor
+BLOCKS = 2  # of a multiprocessor
 THREADS, CHUNK, STAGES = 256, 4, 2
-WIDTH = 32  # vectors of a row that a block covers, at most: the fewer, the fewer blocks leave pairs of one column
+WIDTH = 32  # the most vectors of a row for a block; fewer give fewer columns a block, and so fewer pairs of a column
 BACKWARD_CHUNK, BACKWARD_STAGES = 2, 2
 MERGE_THREADS, MERGE_BATCH = 1024, 9
 
 
 def forward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
-    """How columns are dealt out, from the shape and dtype alone; None if rows do not make whole vectors."""
+    """How rows and columns are partitioned, from shape and dtype alone; None if rows cannot fill whole vectors."""
     return _plan(rows, columns, dtype, CHUNK, STAGES)
 
 
 def backward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
-    """Likewise; of two arrays there are twice as many loads under way."""
+    """As `forward_plan`; with two arrays there are twice as many loads in flight."""
     return _plan(rows, columns, dtype, BACKWARD_CHUNK, BACKWARD_STAGES)
 
 
 def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> ColumnPlan | None:
     elements = VECTOR_BYTES // SIZES[dtype]
     fold = elements // math.gcd(columns, elements)
-    # Rows are numbers of 32 bits, and what the kernels multiply columns by leaves factors of 32 bits.
+    # The kernels number rows in 32 bits, and multiply columns by constants whose products must fit into 32 bits.
     if rows % fold or columns * fold >= 1 << 28 or rows > 1 << 30:
         return None
     rows, columns = rows // fold, columns * fold
@@ -64,11 +64,11 @@ def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> Colum
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of the columns of x, (columns,) each.
+    """The statistics of the columns of x, (columns,) each.
 
     Attributes:
       mean, rstd, variance: as the op returns them.
-      rest: what rounding the mean has cost, to be subtracted behind it.
+      rest: the rounding error of the mean, to be subtracted after it.
       factor: rstd times the scale.
     """
 
@@ -131,7 +131,7 @@ def _found(plan: Callable[..., ColumnPlan | None], x: Array) -> ColumnPlan:
 def _walked(
     code: str, arrays: Sequence[Array], outs: Sequence[tuple[int, ...]], found: ColumnPlan, values: int, name: str
 ) -> Sequence[Array]:
-    """What a kernel that goes down the columns writes."""
+    """Launches a kernel that reduces columns."""
     branches.record(
         "norm batches",
         operands=found.dtype,

@@ -1,10 +1,10 @@
-"""The PTX of the columns' sums that batch normalisation's gradients are made of, in one reading of dy and x.
+"""The PTX of the columns' sums in batch normalisation's gradients, reading dy and x once.
 
-A thread adds up, row after row, for each of its columns
+A thread accumulates, row after row, for each of its columns
 
-    Σ dy        Σ dy (x - μ)        and for float32 Σ (x - μ), what rounding the saved mean has cost
+    Σ dy        Σ dy (x - μ)        and for float32 Σ (x - μ), which corrects for the rounding of the saved mean
 
-and these are added over the lines of a block; the splits' sums are added outside. `batch_walk` states the order.
+and these are added over the lines of a block; XLA adds the splits' sums. `batch_walk` states the order.
 """
 
 import functools as ft
@@ -14,7 +14,7 @@ from jaxdnn._src.norm.hopper.batch_walk import ZERO, ColumnPlan, Walk, Words
 
 
 def sums_of(plan: ColumnPlan) -> int:
-    """How many sums a column has."""
+    """The number of sums of a column."""
     return 3 if plan.dtype == "f32" else 2
 
 

@@ -1,4 +1,4 @@
-"""Batches of the `hopper` engine: normalisation by statistics over the first axes, by the kernels of `norm_batch`."""
+"""Normalisation by statistics over the first axes, by the `hopper` engine: which calls `batch` serves, and how."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ def _sizes(call: engines.Call) -> tuple[int, int]:
 
 
 def _plan(call: engines.Call) -> Any:
-    """How the kernels of a call deal it out, None if they cannot."""
+    """How the kernels partition a call; None if they cannot serve it."""
     from jaxdnn._src.norm.hopper import batch
 
     plan = batch.forward_plan if call.op == "norm" else batch.backward_plan
@@ -45,7 +45,7 @@ def _unsupported(call: engines.Call) -> str | None:
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
-    """What the kernels find, and XLA's pass over memory behind it."""
+    """The kernels' sums, then XLA's pass over memory."""
     return _forward(call, *operands) if call.op == "norm" else _backward(call, *operands)
 
 
@@ -56,7 +56,7 @@ def _kept(call: engines.Call) -> tuple[int, ...]:
 
 
 def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
-    """y = (x - μ) (r s) + b; where x is as wide as μ, what rounding the mean has cost is subtracted too."""
+    """y = (x - μ) (r s) + b; if x is as wide as μ, the rounding error of μ is subtracted too."""
     from jaxdnn._src.norm.hopper import batch
 
     spec: NormSpec = call.spec
@@ -76,7 +76,7 @@ def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
 def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array, *scales: Array) -> Any:
     """dx = (r s) dy - (r s) Σ dy / n - (x - μ) (r r s) Σ dy h / n, ds = Σ dy h and db = Σ dy, with h = (x - μ) r.
 
-    Where x is as wide as μ, Σ (x - μ) / n, what rounding the saved mean has cost, is subtracted too.
+    If x is as wide as μ, Σ (x - μ) / n, the rounding error of the saved mean, is subtracted too.
     """
     from jaxdnn._src.norm.hopper import batch
 
@@ -88,7 +88,7 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
     less = rest[0] * share if rest else None
     ds = rstd * (along if less is None else along - less * total)
     factor = rstd * scales[0] if scales else rstd
-    # Made once: in the pass over memory that follows every element would make them again, from more numbers.
+    # The barrier keeps XLA from computing these again for every element in the pass that follows.
     made = (factor, factor * (total * share), rstd * factor * (ds * share))
     factor, of_g, of_gh = lax.optimization_barrier(made)
     centred = x.astype(spec.accumulate) - mean
@@ -98,7 +98,7 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
 
 
 def _workspace(call: engines.Call) -> int | None:
-    """The splits' sums, and columns beside the results."""
+    """Bytes of the splits' sums, and of the statistics that are no results."""
     found = _plan(call)
     if found is None:
         return None

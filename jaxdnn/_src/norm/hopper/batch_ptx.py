@@ -1,17 +1,18 @@
-"""The PTX of the columns' statistics: mean and centred second moment of each column of x, in one reading.
+"""The PTX of batch normalisation's statistics: mean and centred second moment of each column of x, reading x once.
 
-Everything is a distance from a base, the first row of x, so a mean of many deviations costs no digit. A thread keeps
-for each of its columns δ, the mean of its distances so far, and M, the sum of the squared distances from that. A chunk
-of k rows behind n others, with d = (x - base) - δ:
+The first row of x is subtracted from all rows (the base), so that a mean far from zero costs no precision. A thread
+keeps for each of its columns δ, the mean of x - base over its rows so far, and M, the sum of the squared distances from
+that mean. A chunk of k rows after n others, with d = (x - base) - δ, changes them to
 
     δ' = δ + Σ d / (n + k)        M' = M + Σ d² - (Σ d)² / (n + k)
 
-δ begins as the mean of the first chunk. Behind n >= k rows what is subtracted from Σ d² is at most half of it, and in
-the first chunk next to nothing: nothing cancels, whatever the data. Then pairs are joined over the lines of a block,
+δ starts as the mean of the first chunk. After n >= k rows, at most half of Σ d² is subtracted from it, and in the first
+chunk nearly nothing: there is no cancellation, whatever the data. Then pairs (δ, M) are joined over the lines of a
+block,
 
     δ = δ₁ + (δ₂ - δ₁) n₂ / n        M = M₁ + M₂ + (δ₂ - δ₁)² n₁ n₂ / n
 
-and `merge` adds up those of the splits. `batch_walk` states the order.
+and `merge` merges those of the splits. `batch_walk` states the order.
 
 Sources: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
 """
@@ -26,7 +27,7 @@ LANES = 32  # columns of a block of `merge`
 
 
 def values_of(plan: ColumnPlan) -> int:
-    """How many values a thread has: δ and M of every column, and the count of its rows."""
+    """The number of a thread's values: δ and M of every column, and the count of its rows."""
     return 2 * plan.elements + 1
 
 
@@ -37,7 +38,7 @@ def statistics(plan: ColumnPlan) -> str:
 
 
 class _Statistics(Walk):
-    """What a thread has: its columns' base, δ and M, and the count of its rows."""
+    """A thread's values are δ and M of its columns and the count of its rows."""
 
     def __init__(self, plan: ColumnPlan) -> None:
         super().__init__(plan, 1, ("x", "base", "sums"))
@@ -50,7 +51,7 @@ class _Statistics(Walk):
         return [*self.mean, *self.moment, self.count]
 
     def begin(self, chunks: Sequence[Words], exist: Sequence[str] = ()) -> None:
-        """δ as the mean of a first chunk; it is 0 up to here."""
+        """Sets δ, which is 0 before, to the mean of the first chunk."""
         totals = self._totals(chunks[0], exist)
         share = self._share(self._number(exist))
         for mean, total in zip(self.mean, totals, strict=True):
@@ -67,7 +68,7 @@ class _Statistics(Walk):
             e.op("fma.rn.f32", moment, e.f("neg.f32", total), step, moment)
 
     def _totals(self, rows: Words, exist: Sequence[str], moment: Sequence[str] | None = None) -> list[str]:
-        """Σ d for each column, of the rows that exist (all, if nothing is said); Σ d² is added to the moment."""
+        """Σ d of each column over the rows that exist; adds Σ d² to `moment`, if it is given."""
         e, totals = self.e, []
         for i, words in enumerate(rows):
             for j, value in enumerate(e.unpack(self.plan.dtype, words)):
@@ -83,7 +84,7 @@ class _Statistics(Walk):
         return totals
 
     def _number(self, exist: Sequence[str]) -> str:
-        """How many rows a chunk has."""
+        """How many rows of a chunk exist."""
         e = self.e
         number = e.f("mov.f32", real(0.0 if exist else self.plan.chunk))
         for exists in exist:
@@ -118,13 +119,14 @@ class _Statistics(Walk):
 
 @ft.lru_cache
 def merge(plan: ColumnPlan, threads: int, batch: int, *, eps: float, scale: bool) -> str:
-    """The PTX that makes one of the splits' pairs.
+    """The PTX that merges the splits' pairs (δ, M) into the statistics.
 
-    Operands: base, the pairs, [scale], mean, rstd, variance, rest, [rstd scale], shared memory. Mean and rest are
-    base + δ as two numbers, the rest what rounding the mean has cost.
+    Operands: base, the pairs, [scale], mean, rstd, variance, rest, [rstd scale], shared memory. mean + rest is
+    base + δ: rest is the rounding error of the mean.
 
-    A block has 32 columns; its warps take the pairs in turn, at most `batch` of them under way. δ = Σ n_b δ_b / n
-    first, then σ² = Σ (M_b + n_b (δ_b - δ)²) / n: in a warp one after the other, then over the warps likewise.
+    A block processes 32 columns; its warps take the pairs in turn, with the loads of at most `batch` pairs in flight.
+    First δ = Σ n_b δ_b / n, then σ² = Σ (M_b + n_b (δ_b - δ)²) / n; a warp adds its terms one after another, and then
+    the warps' sums are added one after another.
     """
     return _Merge(plan, threads, batch, scale).code(eps)
 
@@ -149,7 +151,7 @@ class _Merge:
         self.once = self._pairs(self.warp) if self.entries <= self.batch * self.warps else None
 
     def _pairs(self, index: str) -> list[tuple[str, str, str]]:
-        """δ, M and n of the next pairs, zeros behind the last."""
+        """δ, M and n of the next pairs; zeros after the last pair."""
         e, plan, found = self.e, self.plan, []
         for i in range(self.batch):
             entry = e.r("add.s32", index, i * self.warps)
@@ -176,12 +178,12 @@ class _Merge:
         e = self.e
         total, moments = (e.f("mov.f32", ZERO) for _ in range(2))
         self._of_all(lambda delta, _, n: e.op("fma.rn.f32", total, delta, n, total))
-        self._hand_over(total)
-        told = f"[{self.lane_at}+{4 * LANES * self.warps}]"
+        self._store_of_warp(total)
+        place = f"[{self.lane_at}+{4 * LANES * self.warps}]"
         with e.only_if("setp.eq.s32", self.warp, 0):
-            e.op("st.shared.f32", told, self._mean())
+            e.op("st.shared.f32", place, self._mean())
         e.op("bar.sync", 0, self.threads)
-        offset = e.f("ld.shared.f32", told)
+        offset = e.f("ld.shared.f32", place)
 
         def add(delta: str, moment: str, n: str) -> None:
             apart = e.f("sub.rn.f32", delta, offset)
@@ -189,17 +191,18 @@ class _Merge:
             e.op("fma.rn.f32", moments, e.f("mul.rn.f32", apart, apart), n, moments)
 
         self._of_all(add)
-        self._hand_over(moments)
+        self._store_of_warp(moments)
         with e.only_if("setp.eq.s32", self.warp, 0):
             self._finish(self._mean(), offset, eps)
         return e.text()
 
-    def _hand_over(self, value: str) -> None:
+    def _store_of_warp(self, value: str) -> None:
+        """Stores the warp's value of each column in shared memory, for `_mean`."""
         self.e.op("st.shared.f32", f"[{self.e.scaled(self.warp, 4 * LANES, self.lane_at)}]", value)
         self.e.op("bar.sync", 0, self.threads)
 
     def _mean(self) -> str:
-        """Of all rows, from what the warps have handed over."""
+        """The sum of the warps' values over the number of rows."""
         e = self.e
         parts = [e.f("ld.shared.f32", f"[{self.lane_at}+{4 * LANES * i}]") for i in range(self.warps)]
         total = ft.reduce(lambda a, b: e.f("add.rn.f32", a, b), parts)
@@ -216,7 +219,7 @@ class _Merge:
             e.op("st.global.f32", f"[{self._of_column(name)}]", value, when=self.inside)
 
     def _two_sum(self, a: str, b: str) -> tuple[str, str]:
-        """The rounded sum, and the number that rounding has taken from it (Knuth's TwoSum)."""
+        """The rounded sum and its rounding error (Knuth's TwoSum)."""
         e = self.e
         total = e.f("add.rn.f32", a, b)
         of_b = e.f("sub.rn.f32", total, a)

@@ -1,10 +1,10 @@
-"""How the kernels of batch normalisation go down the columns of arrays (rows, columns): PTX that they share.
+"""Reductions over the columns of arrays (rows, columns), in PTX: what the kernels of batch normalisation share.
 
-A vector is 16 bytes of a row. A thread has one place among the vectors of a row and goes down the rows, a chunk of them
-at a time; the threads of a block cover `width` vectors of so many `lines`. A tile is lines x chunk rows, and a split
-takes every `splits`-th of them, from the last row to the first: what is read last is what the next kernel reads first,
-and still in the second-level cache. Then what the threads have is joined over the lines of a block, the upper half of
-the lines onto the lower until one is left. The order is of the plan alone.
+A vector is 16 bytes of a row. A thread keeps its vector of the row and goes down the rows, a chunk of them at a time;
+the threads of a block cover `width` vectors of `lines` rows. A tile is lines x chunk rows, and split i of `splits`
+processes every `splits`-th tile, from the last row to the first: the rows that are read last are those that the next
+kernel reads first, and still in the L2 cache. Then the threads' values are joined over the lines of a block, the upper
+half of the lines with the lower half, until one line is left. The plan alone determines the order.
 """
 
 import abc
@@ -14,22 +14,22 @@ from collections.abc import Sequence
 from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
 
 ZERO = real(0.0)
-Words = Sequence[Sequence[str]]  # of a chunk: for every row the registers of its vector
+Words = Sequence[Sequence[str]]  # for every row of a chunk the registers of its vector
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnPlan:
-    """How columns are dealt out.
+    """How rows and columns are partitioned.
 
     Attributes:
-      rows, columns: of x as the kernel sees it; the bytes of a row are a multiple of 16.
-      fold: how many rows of the caller's x make one: column c of x is column c + i columns / fold here, for all i.
+      rows, columns: of x as the kernel reads it; the bytes of a row are a multiple of 16.
+      fold: how many rows of the caller's x are one row here: its column c is columns c + i columns / fold, for all i.
       dtype: "bf16", "f16" or "f32".
       threads: of a block.
       width: vectors of a row that a block covers.
       chunk: rows that a thread loads before it uses the first.
-      stages: chunks that a thread has under way.
-      splits: blocks that share the rows of a column; at most as many as there are whole tiles, and at least one.
+      stages: chunks whose loads a thread has in flight.
+      splits: blocks that share the rows of a column; at least one, and at most as many as there are whole tiles.
     """
 
     rows: int
@@ -44,7 +44,7 @@ class ColumnPlan:
 
     @property
     def elements(self) -> int:
-        """Of a vector."""
+        """Elements of a vector."""
         return VECTOR_BYTES // SIZES[self.dtype]
 
     @property
@@ -57,7 +57,7 @@ class ColumnPlan:
 
     @property
     def lines(self) -> int:
-        """Rows that the threads of a block cover at a time; some threads may be left over, and copy the last line."""
+        """Rows that the threads of a block cover at a time; threads beyond them read the last line too."""
         return self.threads // self.width
 
     @property
@@ -67,17 +67,17 @@ class ColumnPlan:
 
     @property
     def full(self) -> int:
-        """Tiles that are whole."""
+        """Whole tiles."""
         return self.rows // self.tile
 
     @property
     def rest(self) -> int:
-        """Rows behind the last whole tile; they belong to split `full` mod `splits`."""
+        """Rows after the last whole tile; they belong to split `full` mod `splits`."""
         return self.rows % self.tile
 
     @property
     def across(self) -> int:
-        """Blocks beside each other that cover a row."""
+        """Blocks that cover a row together."""
         return -(-self.row_vectors // self.width)
 
     @property
@@ -86,18 +86,19 @@ class ColumnPlan:
 
     @property
     def half(self) -> int:
-        """Lines that are joined first: the largest power of two below their number; 0 if there is one line."""
+        """The lower lines in the first join: the largest power of two below their number; 0 if there is one line."""
         return 1 << (self.lines - 1).bit_length() - 1 if self.lines > 1 else 0
 
     def floats(self, values: int) -> int:
-        """Of shared memory: so many values of each thread of the upper half of the lines."""
+        """Floats of shared memory: so many values of each thread of the upper half of the lines."""
         return self.half * self.width * values
 
 
 class Walk(abc.ABC):
-    """A kernel that adds up columns of one or several arrays; `operands` names $0, $1, ..., the arrays first.
+    """A kernel that reduces columns of one or several arrays.
 
-    The operand behind them is the address of shared memory.
+    `operands` names $0, $1, ..., the arrays first; the operand after them is the address of shared memory. A subclass
+    says what a thread keeps for its columns (`values`), and how it adds rows and joins another thread's values.
     """
 
     def __init__(self, plan: ColumnPlan, arrays: int, operands: Sequence[str]) -> None:
@@ -109,7 +110,7 @@ class Walk(abc.ABC):
         self.line, self.place = divided(e, e.r("mov.u32", "%tid.x"), plan.width)
         vector = e.scaled(across, plan.width, self.place)
         self.inside = e.p("setp.lt.s32", vector, plan.row_vectors)
-        # Threads that are left over read what the last do, and their sums go nowhere.
+        # Threads beyond the columns or lines read what the last ones do, and their values are not used.
         self.vector = e.r("min.s32", vector, plan.row_vectors - 1)
         self.row = e.r("min.s32", self.line, plan.lines - 1)
         starts = [self.columns_of(name, VECTOR_BYTES) for name in operands[:arrays]]
@@ -118,28 +119,29 @@ class Walk(abc.ABC):
     # ---- what a kernel is made of ------------------------------------------------------------------------------------
 
     def begin(self, chunks: Sequence[Words], exist: Sequence[str] = ()) -> None:  # noqa: B027  (most need none)
-        """Sees the thread's first chunk of each array before it is added."""
+        """Prepares for the thread's first chunk of each array, which `add` then adds."""
 
     @abc.abstractmethod
     def add(self, chunks: Sequence[Words], exist: Sequence[str] = ()) -> None:
-        """Adds a chunk of each array; `exist` are predicates of its rows, none if all exist."""
+        """Adds a chunk of each array; `exist` has a predicate for each of its rows, or none if all rows exist."""
 
     @property
     @abc.abstractmethod
     def values(self) -> list[str]:
-        """The registers with what the thread has."""
+        """The registers with the thread's values."""
 
     @abc.abstractmethod
     def join(self, others: Sequence[str]) -> None:
-        """Joins another thread's values to the own."""
+        """Joins another thread's values with this thread's."""
 
     @abc.abstractmethod
     def store(self) -> None:
-        """Writes a block's values, in the threads of its first line."""
+        """Stores a block's values, in the threads of its first line."""
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def code(self) -> str:
+        """The PTX of the kernel."""
         e, plan = self.e, self.plan
         new = lambda: [[[e.new() for _ in range(4)] for _ in range(plan.chunk)] for _ in self.starts]
         stages = [new() for _ in range(plan.stages)]
@@ -163,7 +165,7 @@ class Walk(abc.ABC):
         return e.text()
 
     def _load_tile(self, chunks: Sequence[Words], number: str) -> None:
-        """The thread's chunks of a tile, if there is that tile; tile 0 is the last of x."""
+        """Loads the thread's chunks of a tile, if it exists; tile 0 is the last of x."""
         e, plan = self.e, self.plan
         exists = e.p("setp.lt.s32", number, plan.full)
         tile = e.r("sub.s32", plan.full - 1, number)
@@ -173,12 +175,12 @@ class Walk(abc.ABC):
     def _load(self, words: Words, address: str, exist: Sequence[str]) -> None:
         step = self.plan.lines * self.plan.row_bytes
         for i, (vector, exists) in enumerate(zip(words, exist, strict=True)):
-            # Nothing is read twice, so the first-level cache keeps none of it.
+            # Nothing is read twice, so nothing should be kept in L1.
             instruction = "ld.global.nc.L1::no_allocate.v4.b32"
             self.e.op(instruction, group(vector), f"[{address}+{i * step}]", when=exists)
 
     def _add_rest(self, chunks: Sequence[Words]) -> None:
-        """The rows behind the last whole tile: a thread has some of them, all or none."""
+        """Adds the rows after the last whole tile, of which a thread has some, all or none."""
         e, plan = self.e, self.plan
         done = plan.full * plan.tile
         row = [e.r("add.s32", self.row, done + i * plan.lines) for i in range(plan.chunk)]
@@ -195,11 +197,11 @@ class Walk(abc.ABC):
     # ---- columns -----------------------------------------------------------------------------------------------------
 
     def columns_of(self, name: str, size: int) -> str:
-        """Where the thread's columns lie in a row of an array, in which a vector has so many bytes."""
+        """The address of the thread's columns in the first row of an array whose vectors have `size` bytes."""
         return self.e.d("mad.wide.u32", self.vector, size, self.at[name])
 
     def per_column(self, name: str, dtype: str) -> list[str]:
-        """An array's first row at the thread's columns, in float32; of the caller's columns, that is."""
+        """An array (one element for each of the caller's columns) at the thread's columns, in float32."""
         e, plan, size = self.e, self.plan, SIZES[dtype]
         if plan.fold == 1:
             address, words = self.columns_of(name, plan.elements * size), []
@@ -227,7 +229,7 @@ class Walk(abc.ABC):
             upper = e.r("sub.s32", self.line, half)
             writes = e.p("and.pred", e.p("setp.ge.s32", upper, 0), e.p("setp.lt.s32", upper, above))
             if half < plan.half:
-                e.op("bar.sync", 0, plan.threads)  # what was written before has been read
+                e.op("bar.sync", 0, plan.threads)  # after the reads of the last join
             to = e.scaled(e.scaled(upper, plan.width, self.place), 4, self.shared)
             for i, value in enumerate(self.values):
                 e.op("st.shared.f32", f"[{to}+{i * apart}]", value, when=writes)

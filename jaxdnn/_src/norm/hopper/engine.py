@@ -1,7 +1,7 @@
-"""The `hopper` engine of the normalisations: which kernels serve a call, and what it promises.
+"""The `hopper` engine of the normalisations: which kernels serve a call, and what it guarantees.
 
-There is a kind of kernels for each kind of axes that statistics are taken over (`norm_kind`). A call goes to the one
-whose axes it has; that one says whether it serves the call.
+There are kernels for each kind of axes that the statistics are taken over (`kind`). The kind of a call is decided by
+its axes; the kind's `unsupported` says whether its kernels serve the call.
 """
 
 import math
@@ -32,7 +32,7 @@ def _supports(call: engines.Call) -> str | None:
 
 
 def _unsupported(call: engines.Call) -> str | None:
-    """Why no kernels serve a call, whatever the device."""
+    """Why no kernel serves a call, on any device."""
     x, spec = x_of(call), call.spec
     if call.op == "norm_tangent":
         return "it has no kernel for the derivative along a tangent"
@@ -57,7 +57,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 
 def _level(call: engines.Call) -> str:
-    """A row or an image depends on nothing else; the gradients in scale and bias add over them in the batch's order."""
+    """A row or an image depends on itself alone; gradients of scale and bias are added over the batch in its order."""
     return "batch_invariant" if call.spec.per_example else "run_to_run"
 
 

@@ -1,8 +1,8 @@
-"""A kind of normalisation that the `hopper` engine has kernels for, as the engine sees it.
+"""The kinds of normalisation that the `hopper` engine has kernels for.
 
-A kind is told by which axes of x the statistics go over. Its array's axes, kept (k) or reduced (r), read `kkrr` for
-rows (k*r+), `krrk` or `krrkr` for the channels or groups of images (k+r+k or k+r+kr), `rrrk` for batches (r+k+): no
-call is of two kinds.
+The axes of x that the statistics are taken over decide the kind. With each axis of x marked as kept (k) or reduced (r),
+rows are like `kkrr` (k*r+), channels or groups of images like `krrk` or `krrkr` (k+r+k or k+r+kr), and batches like
+`rrrk` (r+k+). No call is of two kinds.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Kind:
     """Kernels for the statistics of one kind of axes.
 
     Attributes:
-      axes: which axes, to be read behind "statistics over".
+      axes: these axes in words, to follow "statistics over".
       pattern: a regular expression over x's axes, k for one that is kept, r for one that statistics are taken over.
       unsupported: why the kernels do not serve a call over such axes, as a clause; None if they do.
       run: a call and its operands to its results.
@@ -47,7 +47,7 @@ def x_of(call: engines.Call) -> Any:
 
 
 def parameters_of(call: engines.Call) -> Sequence[Any]:
-    """Those of scale and bias, or of the scale."""
+    """The shapes and dtypes of scale and bias, or backward of the scale."""
     return call.avals[1 if call.op == "norm" else 4 :]
 
 
