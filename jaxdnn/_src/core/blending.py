@@ -1,6 +1,6 @@
-"""What ops of arrays of any dtype share: reading them, the one blend alpha * computed + beta * prior, one conversion.
+"""What ops on arrays of any dtype share: reading operands, the blend alpha * computed + beta * prior, the conversion.
 
-The blend is made of operations of XLA, which are bound by memory: it needs no primitive and no engine.
+The blend is bound by memory and consists of XLA's operations; it needs neither a primitive nor an engine.
 """
 
 import functools as ft
@@ -28,7 +28,7 @@ _F32, _F64, _I32 = (np.dtype(t) for t in (jnp.float32, jnp.float64, jnp.int32))
 
 
 def array(name: str, value: Any) -> Array:
-    """Reads an operand of any of the dtypes, and keeps what made it apart from what is made of it."""
+    """Reads an operand of any of the dtypes, and keeps XLA from fusing what computed it with what uses it."""
     value = checks.array(name, value)
     checks.dtype(name, value, (*FLOATS, *INTEGERS))
     return rounded(jnp.asarray(value))
@@ -41,7 +41,7 @@ def same_dtype(name: str, value: Array, other_name: str, other: Array) -> None:
 
 
 def accumulator(dtype: Any) -> np.dtype:
-    """What is computed in: float32, float64 for float64, int32 for integers."""
+    """The dtype to compute in: float32, float64 for float64, int32 for integers."""
     dtype = np.dtype(dtype)
     return _F64 if dtype == _F64 else _F32 if dtype in map(np.dtype, FLOATS) else _I32
 
@@ -85,8 +85,8 @@ def blend(
 ) -> Array:
     """alpha * computed + beta * prior in the dtype of `computed`, and the one conversion.
 
-    Reads and checks the arguments; where beta is zero the prior is not read. Integers stay integers if alpha is 1 and
-    beta 0 or 1, and else become float32. Every step is rounded, whatever stands before and after.
+    Reads and checks the arguments; if beta is zero, the prior is not read. Integers stay integers if alpha is 1 and
+    beta 0 or 1, and otherwise become float32. Every step is rounded, whatever operations come before and after.
     """
     alpha, beta = read_scales(alpha, beta, prior, ("alpha", "beta", name))
     none = isinstance(beta, float) and beta == 0
@@ -102,7 +102,7 @@ def blend(
         return convert(computed + prior.astype(_I32), out)
     z = scaled(real(computed, _F32) if computed.dtype == _I32 else computed, alpha)
     term = real(prior, z.dtype)
-    # Rounded where nothing was scaled too: the caller may have computed x or the prior as a product.
+    # Rounded even if nothing was scaled: the caller may have computed x or the prior as a product.
     return rounded(convert(rounded(z) + rounded(scaled_prior(beta, term)), out))
 
 

@@ -16,7 +16,7 @@ PLATFORMS = ("cpu", "cuda")
 class Call:
     """One call of an op, as an engine sees it: static arguments, operand shapes and dtypes, and where it will run.
 
-    `dealt` says that the program is one for several devices, among which XLA deals the call out.
+    `dealt` says that the program is for several devices, and that XLA partitions the call among them.
     """
 
     op: str
@@ -29,13 +29,13 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """In which order an engine adds the products of an output, enough for the reference to predict its bits.
+    """The order in which an engine adds the products of an output; enough for the reference to predict its bits.
 
     Attributes:
       arithmetic: the reference's arithmetic, "ordered" or "tensor_core".
       order: integer array (partial sums, products): for each partial sum the flat indices of the reduction in the
-        order they are added, -1 for a zero that pads; the partial sums are added in float32 afterwards. Where the order
-        depends on the output's place, a tuple of such arrays.
+        order of addition, -1 for a padding zero; the partial sums are added in float32 afterwards. If the order
+        depends on the output's position, a tuple of such arrays.
       combine: how the partial sums are added, "sequential" or "pairwise".
       classes: with several orders, an integer array with an axis for each spatial axis of the result: the output at
         (p, q) has order number classes[p mod its length, q mod its width].
@@ -59,8 +59,8 @@ class Features:
 class Engine:
     """One implementation of one op.
 
-    `schedule`, `hazards` and `workspace` are asked of calls that it supports alone, the others of every call: they give
-    an answer and do not raise, whatever the dtypes.
+    `schedule`, `hazards` and `workspace` are called only for calls that the engine supports. The other functions are
+    called for every call, and must not raise for any dtypes.
 
     Attributes:
       name: what `engine=` calls it.
@@ -68,21 +68,21 @@ class Engine:
       run: the implementation: a call and its operands to the result.
       supports: a call to None, or to the reason (a clause) why the engine cannot serve it.
       needs_sizes: whether its program depends on the batch, which `jax.export` may leave open.
-      level: the determinism level that it guarantees for a call which requires it.
-      accumulation: how it adds, for the error bound: one of `jaxdnn.tolerance.ACCUMULATIONS`.
-      schedule: the order of additions, where it is known.
-      modelled: the architectures on which the reference was found to predict the bits from the schedule.
+      level: the determinism level that it guarantees for a call that requires it.
+      accumulation: how it accumulates, for the error bound: one of `jaxdnn.tolerance.ACCUMULATIONS`.
+      schedule: the order of additions, if it is known.
+      modelled: the architectures on which tests showed that the reference predicts the bits from the schedule.
       hazards: what it may do to exceptional values: "flushes_subnormals" (reads or writes them as zero),
-        "spreads_nonfinite" (NaN and infinity may show in results that they do not belong to), "leaves_out_padding"
-        (products with the zeros of padding may be left out, which are NaN where the other factor is infinite).
+        "spreads_nonfinite" (NaN and infinity may show in results that do not depend on them), "leaves_out_padding"
+        (products with padding zeros, which are NaN if the other factor is infinite, may be skipped).
       features: a call to what measurements call it, None where none may speak for it. Without it the engine stands
         beside XLA's in `selection`'s order; with it, in front of XLA's where it was measured faster, else behind.
       rank: its place in that order whatever was measured; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
-      fused: whether XLA sees what it computes, and may join it with what stands around the call.
-      partition: whether a call is divided among devices as its primitive declares (else XLA finds out by itself).
-      adds_in_order: whether the order of its additions is part of what it promises, so that no sum is split.
-      notes: what a user may want to know: tensor cores, down-conversion, limits.
+      fused: whether it is an XLA program, which XLA may fuse with the operations around the call.
+      partition: whether a call is partitioned among devices as its primitive declares (otherwise XLA decides).
+      adds_in_order: whether it guarantees the order of its additions, so that no sum may be split among devices.
+      notes: facts for the user: tensor cores, down-conversion, limits.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Engine:
 
 _registry: dict[str, list[Engine]] = {}
 _called: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
-# What errors call primitives that are no public op, where no public op is being called: in a derivative.
+# The names of primitives in error messages if no public op is being called: in a derivative.
 _IN_WORDS = {
     "fused_dropout": "`dropout`",
     "fused_dropout_tangent": "A derivative of `dropout`",
@@ -125,7 +125,7 @@ _IN_WORDS = {
 
 @contextlib.contextmanager
 def called(op: str) -> Iterator[None]:
-    """Within it errors name this public op: several share a primitive, as all normalisations do."""
+    """Within the context error messages name this public op; several ops share a primitive, as normalisations do."""
     token = _called.set(op)
     try:
         yield
@@ -156,7 +156,7 @@ def ops() -> tuple[str, ...]:
 
 
 def in_words(op: str) -> str:
-    """What errors call an op: the public one that is being called, or a derivative's primitive."""
+    """The name of an op in error messages: the public op that is being called, or a derivative's primitive."""
     public = _called.get()
     return f"`{public}`" if public else _IN_WORDS.get(op, f"`{op}`")
 
@@ -168,7 +168,7 @@ def names() -> tuple[str, ...]:
 
 
 def device_kind(platform: str) -> str | None:
-    """What the platform's first device calls itself; None if this process has no such device."""
+    """The kind of the platform's first device; None if this process has no such device."""
     try:
         return jax.local_devices(backend=platform)[0].device_kind
     except RuntimeError:

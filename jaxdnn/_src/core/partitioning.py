@@ -1,17 +1,17 @@
-"""How a call is divided among devices: one declaration per primitive, from which everything about meshes follows.
+"""How a call is partitioned among devices: one declaration for each primitive, from which everything follows.
 
-`Factors` names a factor for every dimension of every operand and result and says of what kind each factor is:
+`Factors` names a factor for every dimension of every operand and result, and the kind of each factor:
 
-* free: results along it are independent of each other. A device computes the op, of its part.
-* placed: so are they, but a device's part is another call: some of the groups, or windows over other positions. It is
-  computed by `local`, which may ask neighbouring devices for the rows that windows share (`exchange`). Without a
-  `local` only XLA can divide the call.
-* summed: results are added up over it. `local` adds over the mesh too; where the order of additions is fixed, the whole
+* free: results along it are independent. A device computes the same op on its part.
+* placed: results are independent, but a device's part is a different call: some of the groups, or windows over other
+  positions. `local` computes it, and may receive the rows that windows share from neighbouring devices (`exchange`).
+  Without a `local` only XLA can partition the call.
+* summed: results are sums along it. `local` also adds over the mesh; if the order of additions is fixed, the whole
   dimension is gathered instead.
 * any other: a device needs the whole dimension, which is gathered.
 
-From the declaration come the shardings of results in types, on meshes with `AxisType.Explicit`; the rule that tells
-XLA's partitioner how to divide the call; and what each device computes.
+The declaration determines the shardings of results in types, on meshes with `AxisType.Explicit`; the sharding rule for
+XLA's partitioner; and the program of each device.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Devices:
         return lax.axis_index(self.names)
 
     def shifted(self, x: Array, hop: int) -> Array:
-        """What the device so many places before has; zero where there is none."""
+        """The array of the device `hop` places before; zero if there is none."""
         places = np.arange(self.count).reshape(self.sizes)
         # JAX 0.10 numbers devices in the mesh's order, whatever the order in which ppermute is given the axes.
         at = np.argsort(places.transpose([self.names.index(name) for name in self.ordered]).ravel())
@@ -68,11 +68,11 @@ class Factors:
     Attributes:
       operands, results: for every dimension the name of its factor, or of two, "outer inner", of which the outer one
         may be sharded: a device then has whole runs of inner elements.
-      sizes: how many elements the factors have that share a dimension with another.
+      sizes: the number of elements of factors that share a dimension with another.
       free, placed, summed: the factors of each kind.
-      local: (run, axes, *operands) to the results, where placed or summed factors are sharded: `axes` has the mesh axes
-        of each, the operands are a device's parts, and `run(spec, *operands)` is the engine's call on them.
-      exact: whether sums are exact, so that their order does not show.
+      local: (run, axes, *operands) to the results, if placed or summed factors are sharded: `axes` has the mesh axes
+        of each, the operands are a device's parts, and `run(spec, *operands)` calls the engine on them.
+      exact: whether sums are exact, so that their order does not matter.
     """
 
     operands: tuple[Dims, ...]
@@ -91,11 +91,11 @@ class Factors:
 
     @property
     def in_order(self) -> "Factors":
-        """The same where the order of additions is fixed: what is added up is not sharded."""
+        """The same factors for a fixed order of additions: summed factors are not sharded."""
         return dataclasses.replace(self, summed=(), placed=tuple(f for f in self.placed if f not in self.summed))
 
     def loose_specs(self) -> list[PartitionSpec]:
-        """For a program that keeps no rule: operands may be sharded as XLA likes along what is free or only summed."""
+        """Specs for a program without a rule: XLA may shard operands along factors that are free or only summed."""
         loose = set(self.free + self.summed) - set(self.placed)
         own = lambda dim: PartitionSpec.UNCONSTRAINED if dim in loose else None
         return [PartitionSpec(*map(own, dims)) for dims in self.operands]
@@ -105,8 +105,8 @@ class Factors:
     ) -> tuple[list[PartitionSpec], list[PartitionSpec], dict[str, Devices]]:
         """Partition specs of operands and results, and along which devices each factor is sharded.
 
-        What is wanted of results comes first, then the first sharding seen of a factor. A factor is sharded evenly or
-        not at all.
+        The requested sharding of results has precedence, then the first sharding found of a factor. A factor is sharded
+        evenly or not at all.
         """
         axes: dict[str, tuple[str, ...]] = {}
         for dims, arg in [*zip(self.results, results, strict=False), *zip(self.operands, args, strict=True)]:
@@ -155,9 +155,9 @@ class Factors:
 
 
 def _never_in_part(size: int, mesh: Any) -> bool:
-    """Whether no part of a mesh axis may come to shard a factor of a dimension of two, which JAX has no name for.
+    """Whether the partitioner cannot shard a factor by a part of a mesh axis, for which JAX has no name.
 
-    Where 8 devices share 4 groups of 4 channels the partitioner would shard groups by a half of the axis.
+    With 4 groups of 4 channels on 8 devices, it would shard the groups by one half of the axis.
     """
     sizes = [n for n in mesh.shape.values() if n > 1]
     for count in range(len(sizes)):
@@ -193,13 +193,13 @@ def elementwise(*operands: Any) -> Factors:
     return leading(operands, operands[:1], len(operands[0].shape))
 
 
-# ---- what devices tell one another -----------------------------------------------------------------------------------
+# ---- communication between devices -----------------------------------------------------------------------------------
 
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
-    """Inside shard_map: operands that vary over the same mesh axes, as JAX's own ops make theirs.
+    """Inside shard_map, the operands marked as varying over the same mesh axes, as JAX's own ops do.
 
-    What is the same on all devices is marked as varying; the transpose of that mark adds the cotangents over the mesh.
+    The transpose of the mark adds the cotangents over the mesh.
     """
     axes = [varying(jax.typeof(x)) for x in operands]
     union = frozenset[str]().union(*axes)
@@ -208,9 +208,9 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def exchange(x: Array, axis: int, devices: Devices, before: int, after: int, fill: Any = 0) -> Array:
-    """A device's rows along an axis with so many rows of the devices before and after it, `fill` beyond the ends.
+    """A device's rows along an axis, with so many rows of the devices before and after it; `fill` beyond the ends.
 
-    A negative number of rows is cut off.
+    A negative number removes rows.
     """
     rows = x.shape[axis]
     parts = [lax.slice_in_dim(x, max(-before, 0), rows - max(-after, 0), axis=axis)]
@@ -238,8 +238,8 @@ def exchange(x: Array, axis: int, devices: Devices, before: int, after: int, fil
 class Windows:
     """Windows along one axis: output p covers the inputs p stride - low + r dilation of taps r, over `extent` inputs.
 
-    They may be divided among devices if there are as many outputs as the stride goes into the inputs: then each device
-    has the outputs of its own inputs, and the rows that windows share with neighbours are as many everywhere.
+    They may be partitioned among devices if the number of outputs is that of the inputs over the stride: then each
+    device has the outputs of its own inputs, and all devices need equally many rows of their neighbours.
     """
 
     inputs: int
@@ -261,13 +261,13 @@ class Windows:
         return f"{name} {name}stride", name, {name: self.outputs, f"{name}stride": self.stride}
 
     def around_inputs(self, x: Array, axis: int, devices: Devices, fill: Any = 0) -> Array:
-        """A device's inputs with all others that the windows of its outputs cover: these windows need no padding."""
+        """A device's inputs with all others that its outputs' windows cover, so that these need no padding."""
         return exchange(x, axis, devices, self.low, self.extent - self.low - self.stride, fill)
 
     def around_outputs(self, y: Array, axis: int, devices: Devices) -> tuple[Array, tuple[int, int]]:
         """A device's outputs with all others whose windows cover its inputs, zero where there are none.
 
-        Also the padding, low and high, with which windows over the device's inputs have just these outputs.
+        Also the padding, low and high, for which windows over the device's inputs have exactly these outputs.
         """
         before = max((self.extent - 1 - self.low) // self.stride, 0)
         y = exchange(y, axis, devices, before, -(-self.low // self.stride))

@@ -1,8 +1,8 @@
 """The only place that wires a JAX primitive: eager calls, derivatives, vmap, lowering by engine, partitioning.
 
-An op is one primitive with one static parameter, its spec. A spec is hashable and has `engine` and `level`, what the
-call asks for. The platform is known when a primitive is lowered, so that is where the engine is chosen.
-`custom_vjp` would have no forward mode and `custom_partitioning` no derivative; a primitive has all (see tests).
+An op is one primitive with one static parameter, its spec. A spec is hashable and has the `engine` and the `level` that
+the call requires. The engine is chosen when the primitive is lowered, because only then the platform is known.
+`custom_vjp` has no forward mode and `custom_partitioning` no derivative; a primitive has all transformations.
 
 The derivative of an op that is not linear is a second primitive, linear in the tangent: the op's `jvp` binds it, and
 its `transpose` binds the backward op. `jvp_by_formula` and `jvp_of_linear` give such primitives derivatives of their
@@ -58,7 +58,7 @@ def define(
       batch: (spec, operands, batch dimensions) to (result, its batch dimension).
       factors: (spec, *operand avals) to the ways the call may be sharded.
       transpose: (spec, cotangent, *operands, some undefined) to a cotangent or None for each operand; none for an op
-        that is linear in nothing.
+        that is not linear in any operand.
       many: whether the op has several results; then results, tangents, cotangents and batch dimensions are tuples
         (of the cotangents some may be an `ad.Zero`), and an engine's function returns a tuple.
     """
@@ -114,8 +114,9 @@ def jvp_by_formula(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jvp_of_linear(bind: Callable[..., Array], formula: Callable[..., Array], spec: Spec, primals: Any, tangents: Any):
-    """The `jvp` of an op of one result that is linear in its first operand: the op itself along that operand's tangent,
-    and `formula(spec, *operands)` differentiated along the others'.
+    """The `jvp` of an op with one result that is linear in its first operand.
+
+    It is the op itself on that operand's tangent, plus the derivative of `formula(spec, *operands)` in the others.
 
     Give it its first two arguments with `functools.partial`.
     """
@@ -129,7 +130,7 @@ def jvp_of_linear(bind: Callable[..., Array], formula: Callable[..., Array], spe
 
 
 def batch_leading(bind: Callable[..., Any], spec: Spec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    """The `batch` of an op whose operands and results all have the same leading axes, any number: one more of them.
+    """The `batch` of an op whose operands and results have any number of common leading axes: adds one of them.
 
     Give it its first argument with `functools.partial`.
     """
@@ -146,10 +147,10 @@ def batch_leading(bind: Callable[..., Any], spec: Spec, operands: Sequence[Any],
 
 
 def in_types(function: Callable[..., Any], factors: Callable[..., Factors], operands: Sequence[Any]) -> Any:
-    """`function` with its result's sharding in its type, on mesh axes that JAX follows in types (AxisType.Explicit).
+    """`function` with its result's sharding in its type, on mesh axes that JAX tracks in types (AxisType.Explicit).
 
-    `jax.make_mesh` makes such axes. Within, they are axes that XLA shards along. Operands on no mesh are on the one
-    that the caller has set, as those of JAX's own ops are.
+    `jax.make_mesh` makes such axes. Inside the function XLA shards along them. Operands without a mesh are taken to be
+    on the one that the caller has set, as by JAX's own ops.
     """
     types = [jax.typeof(x) for x in operands]
     meshes = [*(t.sharding.mesh for t in types), get_abstract_mesh()]
@@ -170,8 +171,8 @@ def in_types(function: Callable[..., Any], factors: Callable[..., Factors], oper
 def composed(function: Callable[..., Any], factors: Callable[..., Factors], *operands: Array) -> Any:
     """`function(*operands)` of an op that is no primitive, with its result's sharding in its type.
 
-    Where `in_types` has work to do it is computed again in the backward pass: outside of jit what would be kept of it
-    is of the mesh within, where nothing else is.
+    If `in_types` changes the mesh, the function is computed again in the backward pass: outside of jit, residuals would
+    be on the mesh inside, and everything else on the caller's.
     """
     run = in_types(function, factors, operands)
     return function(*operands) if run is function else jax.checkpoint(run)(*operands)
@@ -183,7 +184,7 @@ def _on(mesh: AbstractMesh, x: Any) -> NamedSharding:
 
 
 def placed_like(x: Array, like: Array) -> Array:
-    """x sharded as an array of its shape is, where shardings are in types; for ops whose operands may not differ."""
+    """x with the sharding of an array of its shape, if shardings are in types; for ops that require equal shardings."""
     sharding = jax.typeof(like).sharding
     return reshard(x, sharding) if AxisType.Explicit in sharding.mesh.axis_types else x
 
@@ -196,8 +197,8 @@ def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
 def _result(aval: Aval, like: Any) -> ShapedArray:
     """A result's type, which inside shard_map varies over the mesh axes that the operands vary over.
 
-    It names the mesh, as the results of JAX's own ops do: where `in_types` leaves a mesh for XLA to shard along, an
-    eager transpose brings the cotangent back to the mesh that is named here.
+    It names the mesh, as the results of JAX's own ops do: after `in_types` has changed to a mesh that XLA shards along,
+    an eager transpose returns the cotangent to the mesh that is named here.
     """
     mesh = like.sharding.mesh
     if not varying(like) and not all(kind == AxisType.Auto for kind in mesh.axis_types):
@@ -207,7 +208,7 @@ def _result(aval: Aval, like: Any) -> ShapedArray:
 
 
 def zero_tangent(y: Array) -> Any:
-    """The tangent of a result that depends on nothing that is differentiated."""
+    """The tangent of a result that does not depend on any differentiated operand."""
     return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
@@ -241,7 +242,7 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
 
 
 def _unvarying(aval: Any) -> Any:
-    """The type of an operand to an engine, which sees one device: inside shard_map what it computes varies alike."""
+    """The type of an operand for an engine, which computes on one device: without the mesh axes it varies over."""
     return ShapedArray(aval.shape, aval.dtype) if varying(aval) else aval
 
 
@@ -256,7 +257,7 @@ def _local(op: str, platform: str, spec: Spec, *operands: Array) -> Any:
 
 
 def _run(engine: engines.Engine, call: engines.Call, operands: Sequence[Array]) -> Any:
-    """Where a level fixes bits, XLA joins nothing of the engine's program with what stands around it."""
+    """Runs the engine. If the level fixes bits, XLA must not fuse its program with the operations around it."""
     if not engine.fused:
         return engine.run(call, *operands)
     return at_edges(call.spec.level, engine.run(call, *at_edges(call.spec.level, operands)))
@@ -277,7 +278,7 @@ def _partitioned(
     if compat.is_exported(ctx) or compat.lacking(compat.SHARDING):
         loose = zip(operands, rule.loose_specs(), strict=True)
         return _run(engine, call, [_loosened(ctx, x, spec) for x, spec in loose])
-    # Of this function JAX takes the results' types alone: what is computed is what `_partition` lowers.
+    # JAX uses only the types of this function's results; `_partition` lowers what is computed.
     sharded = compat.custom_partitioning(
         lambda *_: _like_results(rule, tuple(jnp.zeros(r.shape, r.dtype) for r in ctx.avals_out))
     )
@@ -308,7 +309,7 @@ def _partition(
         return _local(op, platform, spec, *operands)
 
     def lower(*operands: Array) -> Any:
-        # What a device computes has no mesh any more, though this is traced inside whichever mesh the caller has set.
+        # The program of one device has no mesh, although this is traced inside the mesh that the caller has set.
         # And the caller's own choice of 64 bits may be over when XLA asks for it.
         with use_abstract_mesh(AbstractMesh((), ())), jax.enable_x64(wide):
             if rule.local is None or not special:

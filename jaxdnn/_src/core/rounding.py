@@ -1,23 +1,24 @@
-"""Roundings that compilers would leave out, or make twice: the fence behind a product, and the one conversion.
+"""Roundings that compilers would omit, or do twice: a fence after a product, and the conversion to a result's dtype.
 
-What passes the fence is rounded to its dtype before anything is made of it.
+A value that passes the fence is rounded to its dtype before anything uses it.
 
-XLA lets LLVM and ptxas contract a * b + c into one fused multiply-add, in one program and not in another: with the bits
-of the operands equal, those of the results then depend on the shape, on what else is compiled, and on the device.
+XLA lets LLVM and ptxas contract a * b + c into one fused multiply-add, in one program and not in another: for equal
+operands the bits of the result then depend on the shape, on the rest of the program, and on the device.
 `lax.optimization_barrier` does not prevent it on CPUs up to JAX 0.10 (XLA drops it before it fuses loops), and where it
-does it writes the product to memory. Here a select stands between the two, of which no compiler can say that it always
-gives p: -p has other bits than p, also where p is NaN. It knows nothing of the factors, so squares may pass, of which
-compilers know the sign; but of a float that was an integer they know that it is not NaN, hence `real`.
+does, it writes the product to memory. Here a select separates the two, and no compiler can prove that it always returns
+p: -p has other bits than p, also if p is NaN. It does not use the factors, so that the compilers' knowledge of the sign
+of a square is no problem; but they know that a float that was an integer is not NaN, hence `real`.
 
-Derivatives are made of products and sums too. So the fence is a primitive whose tangents and cotangents pass it as
-well, `product` is one whose derivatives are such products again, and `root`, `reciprocal`, `quotient` and `power` have
-theirs by `product`. A formula that is written with these and with sums of a fixed order has fixed bits, and so has its
-gradient. `at_edges` keeps what stands around a formula apart from it.
+Derivatives consist of products and sums too. So the fence is a primitive whose tangents and cotangents pass it as well,
+`product` is one whose derivatives are such products again, and the derivatives of `root`, `reciprocal`, `quotient` and
+`power` use `product`. A formula that is written with these functions and with sums of a fixed order has fixed bits, and
+so has its gradient. `at_edges` separates a formula from the operations around it.
 
-Narrow floats are computed in float32, and XLA may leave out the rounding in between (`xla_allow_excess_precision`), a
-select's too: these go through integers, combined with a zero that no compiler finds out, for n (n + 1) is even. In one
-dimension, for XLA folds `bitcast_convert_type` of a constant array that it keeps in another order of dimensions to
-wrong values (JAX 0.10 to 0.12: of `x[:, rows]` for a constant x, say).
+Narrow floats are computed in float32, and XLA may omit the rounding between two operations
+(`xla_allow_excess_precision`), even across a select. So the fence of narrow floats uses their bits as integers,
+combined with a zero that no compiler finds (n (n + 1) is even). The bits are taken in one dimension, because XLA folds
+`bitcast_convert_type` of a constant array with permuted dimensions to wrong values (JAX 0.10 to 0.12; for example
+`x[:, rows]` for a constant x).
 """
 
 import functools as ft
@@ -41,24 +42,24 @@ _INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def product(a: Array, b: Array) -> Array:
-    """a b for two arrays of one dtype, rounded to that dtype whatever it is added to, and so in its derivatives."""
+    """a b for two arrays of one dtype, rounded to that dtype whatever it is added to; also in its derivatives."""
     if not jnp.issubdtype(jnp.result_type(a, b), jnp.floating):
         return a * b
     return _product.bind(*vary_alike(jnp.broadcast_arrays(a, b)))
 
 
 def rounded(p: Array) -> Array:
-    """The numbers of p, which no compiler joins with the operation that made them. Integers pass as they are."""
+    """p through the fence: no compiler fuses its computation with its use. Integers are returned unchanged."""
     return _fence.bind(p) if jnp.issubdtype(p.dtype, jnp.floating) else p
 
 
 def at_edges(level: str, arrays: _Arrays) -> _Arrays:
-    """Operands or results of a call, which at a level that fixes bits pass the fence."""
+    """Operands or results of a call, through the fence if the level fixes bits."""
     return jax.tree.map(rounded, arrays) if is_fixed(level) else arrays
 
 
 def real(x: Array, dtype: Any) -> Array:
-    """x in a float dtype. Integers so that no compiler knows that they are numbers, which would open the fence."""
+    """x in a float dtype. Integers are converted so that no compiler knows that the result is not NaN."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return _by_bits(x.astype(dtype))
     return x.astype(dtype)
@@ -130,7 +131,7 @@ for _primitive in (_fence, _product):
 
 @jax.custom_jvp
 def root(x: Any) -> Any:
-    """√x, of which XLA cannot make a reciprocal root with what comes after it."""
+    """√x, which XLA cannot combine with a division after it into a reciprocal root."""
     return rounded(jnp.sqrt(x))
 
 
@@ -142,7 +143,7 @@ def _root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def reciprocal(x: Any) -> Any:
-    """1 / x. XLA makes products by it of some quotients, those by a broadcast array among them, and not of others."""
+    """1 / x. XLA replaces some quotients, such as those by a broadcast array, by products with it, and others not."""
     return rounded(1 / rounded(x))
 
 
@@ -166,7 +167,7 @@ def _quotient_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def power(x: Any, exponent: float) -> Any:
-    """x^exponent, always as a power: of an exponent that it knows, such as 3 or -1/2, XLA makes products and roots."""
+    """x^exponent, always as a power: for known exponents such as 3 or -1/2 XLA would use products and roots."""
     e = jnp.asarray(exponent, x.dtype)
     return rounded(x ** jnp.where(x == x, e, -e))
 
