@@ -13,8 +13,8 @@ from jaxdnn._src import hopper
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import dgrad, fprop, wgrad
-from jaxdnn._src.conv.hopper.geometry import Geometry
 
 BF16: Any = jnp.bfloat16
 F32: Any = jnp.float32

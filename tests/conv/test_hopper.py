@@ -16,9 +16,9 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import dgrad, fprop, plan
 from jaxdnn._src.conv.hopper.epilogue import ACTIVATIONS
-from jaxdnn._src.conv.hopper.geometry import Geometry
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.explain import traced_calls
 from tests.conv.hopper_cases import BF16, CASES, F32, Case, kernel, lowered

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import fprop, wgrad
-from jaxdnn._src.conv.hopper.geometry import Geometry
 from tests.conv.hopper_cases import BF16, F32, Case, kernel, lowered
 from tests.hopper.device import on_hopper
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import dgrad, fprop, tuning, wgrad
 from jaxdnn._src.conv.hopper import plan as conv_plan
-from jaxdnn._src.conv.hopper.geometry import Geometry
 from tests.conv.hopper_cases import BF16, CASES, F32, Case, lowered
 
 RESNET = [

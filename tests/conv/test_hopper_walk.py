@@ -12,8 +12,8 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as definition_of_all
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, dgrad, fprop, plan, wgrad
-from jaxdnn._src.conv.hopper.geometry import Geometry
 from jaxdnn._src.conv.hopper.pipeline_block import Cut
 from jaxdnn._src.conv.hopper.pipeline_consumer import Consumer
 from jaxdnn._src.conv.hopper.walk import Walk

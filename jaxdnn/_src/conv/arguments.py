@@ -13,6 +13,7 @@ from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.conv import primitive
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import blending, checks, selection, windows
 from jaxdnn._src.core.determinism import required, satisfies
@@ -65,24 +66,21 @@ def spec(
     window = windows.window(
         stride=options.stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps
     )
-    padded = tuple(size + sum(pad) for size, pad in zip(sizes, window.padding, strict=True))
+    flip = checks.choice("mode", options.mode, MODES) == "convolution"
+    geo = Geometry(sizes, taps, window.strides, window.padding, window.dilation, flip, groups)
+    padded = tuple(size + sum(pad) for size, pad in zip(sizes, geo.padding, strict=True))
     if max(padded) >= 2**31:
         raise ValueError(f"`padding` must leave padded sizes below 2^31, got {padded}.")
-    if min(window.output_sizes(sizes, taps)) < 1:
+    if min(geo.out) < 1:
         fit = f"`{w}` must fit into the padded input" if x == "x" else f"`{x}` must have room for w when padded"
         raise ValueError(
-            f"{fit}, got taps {taps} that span {window.extents(taps)} at dilation {window.dilation} for padded sizes "
-            f"{padded}."
+            f"{fit}, got taps {taps} that span {geo.extents} at dilation {geo.dilation} for padded sizes {padded}."
         )
     found = types(arrays, options.accumulate, options.precision, options.out_dtype)
     return ConvSpec(
-        window=window,
-        groups=groups,
-        flip=checks.choice("mode", options.mode, MODES) == "convolution",
+        geo=geo,
         layout=layout,
         filter=filt,
-        sizes=sizes,
-        taps=taps,
         accumulate=found.accumulate,
         precision=options.precision,
         out_dtype=found.out,

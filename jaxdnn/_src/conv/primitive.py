@@ -24,13 +24,14 @@ from jax import Array
 from jaxdnn._src.activation import epilogues, primitive
 from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT, derivative
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.core import blending, primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.limits import Limits, current_limits
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, Windows
 from jaxdnn._src.core.rounding import at_edges
-from jaxdnn._src.core.windows import FilterLayout, Layout, Window
+from jaxdnn._src.core.windows import FilterLayout, Layout
 
 ROLES = {"conv": ("x", "w", "y"), "conv_dgrad": ("y", "w", "x"), "conv_wgrad": ("x", "y", "w")}
 _LETTERS = {"x": "NGC", "w": "GCK", "y": "NGK"}
@@ -40,13 +41,9 @@ _LETTERS = {"x": "NGC", "w": "GCK", "y": "NGK"}
 class ConvSpec:
     """Everything about a convolution that is known when it is traced, apart from batch and channel sizes."""
 
-    window: Window
-    groups: int
-    flip: bool
+    geo: Geometry
     layout: Layout
     filter: FilterLayout
-    sizes: tuple[int, ...]  # spatial sizes of x
-    taps: tuple[int, ...]  # spatial sizes of w
     accumulate: np.dtype
     precision: str | None
     out_dtype: np.dtype
@@ -59,7 +56,7 @@ class ConvSpec:
     @property
     def output_sizes(self) -> tuple[int, ...]:
         """The spatial sizes of y."""
-        return self.window.output_sizes(self.sizes, self.taps)
+        return self.geo.out
 
     @property
     def wide(self) -> np.dtype:
@@ -73,9 +70,9 @@ class ConvSpec:
 
 def channels(spec: ConvSpec, op: str, a: Any, b: Any) -> tuple[int, int, int]:
     """N, C and K of a call, from its two operands; N is 0 where no operand has it."""
-    arrays = dict(zip(ROLES[op], (a, b), strict=False))
+    arrays, groups = dict(zip(ROLES[op], (a, b), strict=False)), spec.geo.groups
     n = next(v.shape[spec.layout.batch] for r, v in arrays.items() if r in "xy")
-    c = arrays["x"].shape[spec.layout.channel] if "x" in arrays else arrays["w"].shape[spec.filter.input] * spec.groups
+    c = arrays["x"].shape[spec.layout.channel] if "x" in arrays else arrays["w"].shape[spec.filter.input] * groups
     k = arrays["y"].shape[spec.layout.channel] if "y" in arrays else arrays["w"].shape[spec.filter.output]
     return n, c, k
 
@@ -85,8 +82,8 @@ def result_shape(op: str, spec: ConvSpec, a: Any, b: Any, *_: Any) -> tuple[int,
     n, c, k = channels(spec, op, a, b)
     role = ROLES[op][2]
     if role == "w":
-        return spec.filter.shape(spec.taps, c // spec.groups, k)
-    return spec.layout.shape(n, spec.sizes, c) if role == "x" else spec.layout.shape(n, spec.output_sizes, k)
+        return spec.filter.shape(spec.geo.taps, c // spec.geo.groups, k)
+    return spec.layout.shape(n, spec.geo.sizes, c) if role == "x" else spec.layout.shape(n, spec.output_sizes, k)
 
 
 def _result(op: str, spec: ConvSpec, *operands: Any) -> jax.ShapeDtypeStruct:
@@ -202,8 +199,8 @@ def _batch(op: str, spec: ConvSpec, operands: Sequence[Any], dims: Sequence[int 
     roles = _operand_roles(op, spec)
     letter = _folding_letter(op, roles, dims)
     folded = [_fold(spec, role, x, d, letter, size) for role, x, d in zip(roles, operands, dims, strict=True)]
-    groups = spec.groups * size if letter == "G" else spec.groups
-    y = bind(op, *folded, spec=dataclasses.replace(spec, groups=groups))
+    groups = spec.geo.groups * size if letter == "G" else spec.geo.groups
+    y = bind(op, *folded, spec=dataclasses.replace(spec, geo=dataclasses.replace(spec.geo, groups=groups)))
     return _unfold(spec, ROLES[op][2], y, letter, size)
 
 
@@ -228,13 +225,14 @@ def _folding_letter(op: str, roles: Sequence[str], dims: Sequence[int | None]) -
 
 def _axis(spec: ConvSpec, role: str, letter: str) -> tuple[int, int]:
     """The axis that holds a letter, and the length of what lies before the letter inside that axis (the groups)."""
+    groups = spec.geo.groups
     if role.startswith("bias"):
-        return 0, spec.groups if letter in "CK" else 1
+        return 0, groups if letter in "CK" else 1
     if letter == "N":
         return spec.layout.batch, 1
     if role == "w":
-        return (spec.filter.input, 1) if letter == "C" else (spec.filter.output, spec.groups if letter == "K" else 1)
-    return spec.layout.channel, spec.groups if letter in "CK" else 1
+        return (spec.filter.input, 1) if letter == "C" else (spec.filter.output, groups if letter == "K" else 1)
+    return spec.layout.channel, groups if letter in "CK" else 1
 
 
 def _fold(spec: ConvSpec, role: str, x: Array, dim: int | None, letter: str, size: int) -> Array:
@@ -264,13 +262,13 @@ def _factors(op: str, spec: ConvSpec, *avals: Any) -> Factors:
     _, c, k = channels(spec, op, *avals[:2])
     windows = {f"s{i}": w.dims(f"s{i}") for i, w in enumerate(_windows(spec))}
     sizes = {name: size for *_, found in windows.values() for name, size in found.items()}
-    if spec.groups > 1:
-        sizes |= {"g": spec.groups, "c": c // spec.groups, "k": k // spec.groups}
+    if (groups := spec.geo.groups) > 1:
+        sizes |= {"g": groups, "c": c // groups, "k": k // groups}
     operands = tuple(_dims(spec, role, windows) for role in _operand_roles(op, spec))
     result = _dims(spec, ROLES[op][2], windows)
     even = tuple(name for name, (x, y, _) in windows.items() if x.split()[0] == y)
     kept = tuple(dim.split()[0] for dim in result)
-    within = ("c", "k") if spec.groups == 1 else ()  # a group's channels stay together
+    within = ("c", "k") if groups == 1 else ()  # a group's channels stay together
     return Factors(
         operands=operands,
         results=(result,),
@@ -284,13 +282,14 @@ def _factors(op: str, spec: ConvSpec, *avals: Any) -> Factors:
 
 
 def _windows(spec: ConvSpec) -> list[Windows]:
-    axes = zip(spec.sizes, spec.output_sizes, spec.window.strides, spec.window.extents(spec.taps), strict=True)
-    return [Windows(*axis, low) for axis, (low, _) in zip(axes, spec.window.padding, strict=True)]
+    geo = spec.geo
+    axes = zip(geo.sizes, geo.out, geo.stride, geo.extents, strict=True)
+    return [Windows(*axis, low) for axis, (low, _) in zip(axes, geo.padding, strict=True)]
 
 
 def _dims(spec: ConvSpec, role: str, windows: Any) -> tuple[str, ...]:
     """The factors of an array's dimensions; the taps, and sizes that do not fit together, have names of their own."""
-    grouped = lambda name: f"g {name}" if spec.groups > 1 else name
+    grouped = lambda name: f"g {name}" if spec.geo.groups > 1 else name
     if role.startswith("bias"):
         return (grouped({"x": "c", "y": "k"}[role[-1]]),)
     if role == "w":
@@ -307,7 +306,7 @@ def _on_device(op: str, spec: ConvSpec, run: Run, axes: Axes, a: Array, b: Array
     """
     out = ROLES[op][2]
     arrays = dict(zip(ROLES[op], (a, b), strict=False))
-    sizes, padding = list(spec.sizes), list(spec.window.padding)
+    sizes, padding = list(spec.geo.sizes), list(spec.geo.padding)
     for i, (axis, window) in enumerate(zip(spec.layout.spatial, _windows(spec), strict=True)):
         if (devices := axes.get(f"s{i}")) is None:
             continue
@@ -317,9 +316,9 @@ def _on_device(op: str, spec: ConvSpec, run: Run, axes: Axes, a: Array, b: Array
         else:
             arrays["x"] = window.around_inputs(arrays["x"], axis, devices)
             sizes[i], padding[i] = arrays["x"].shape[axis], (0, 0)
-    groups = spec.groups // axes["g"].count if "g" in axes else spec.groups
-    window = dataclasses.replace(spec.window, padding=tuple(padding))
-    part = dataclasses.replace(spec, window=window, sizes=tuple(sizes), groups=groups)
+    groups = spec.geo.groups // axes["g"].count if "g" in axes else spec.geo.groups
+    geo = dataclasses.replace(spec.geo, padding=tuple(padding), sizes=tuple(sizes), groups=groups)
+    part = dataclasses.replace(spec, geo=geo)
     given = [arrays[role] for role in ROLES[op][:2]]
     kept = {"g", *(() if out == "w" else axes.keys() - {"n", "c", "k"})}
     if not (summed := tuple(n for factor, devices in axes.items() if factor not in kept for n in devices.names)):

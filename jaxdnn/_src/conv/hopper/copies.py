@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.activation.epilogues import Epilogue
-from jaxdnn._src.conv.hopper.geometry import Geometry
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
 from jaxdnn._src.hopper.sizes import ceil_div
 

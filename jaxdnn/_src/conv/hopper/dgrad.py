@@ -27,9 +27,10 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, pipeline, tuning
 from jaxdnn._src.conv.hopper import epilogue as ep
-from jaxdnn._src.conv.hopper.geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
+from jaxdnn._src.conv.hopper.limits import channels_of, narrowest, operand_reason, shape_reason
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
 from jaxdnn._src.hopper import branches
 

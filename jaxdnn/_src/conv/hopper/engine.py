@@ -38,13 +38,13 @@ def _kernel(call: engines.Call) -> _Kernel:
     if narrow.refusal is None:
         return narrow
     dense = _dense(call)
-    if dense.refusal is None or call.spec.groups == 1:
+    if dense.refusal is None or call.spec.geo.groups == 1:
         return dense
     return dataclasses.replace(dense, refusal=f"{dense.refusal}, and for narrow groups {narrow.refusal}")
 
 
 def _dense(call: engines.Call) -> _Kernel:
-    from jaxdnn._src.conv.hopper import dgrad, fprop, geometry, tuning, wgrad
+    from jaxdnn._src.conv.hopper import dgrad, fprop, limits, tuning, wgrad
 
     spec: ConvSpec = call.spec
     module, kernel = {
@@ -52,17 +52,7 @@ def _dense(call: engines.Call) -> _Kernel:
         "conv_dgrad": (dgrad, dgrad.conv_dgrad),
         "conv_wgrad": (wgrad, wgrad.conv_wgrad),
     }[call.op]
-    window = spec.window
-    geo = geometry.Geometry(
-        sizes=spec.sizes,
-        taps=spec.taps,
-        stride=window.strides,
-        padding=window.padding,
-        dilation=window.dilation,
-        flip=spec.flip,
-        groups=spec.groups,
-        outer=not spec.filter.axes.endswith("IO"),
-    )
+    geo = dataclasses.replace(spec.geo, outer=not spec.filter.axes.endswith("IO"))
     a, b = call.avals[:2]
     plain = dataclasses.replace(spec.epilogue, integer=False) == Epilogue()  # bare sums, of integers too
     if call.op == "conv_wgrad":  # the result is small: its epilogue is XLA's
@@ -91,7 +81,7 @@ def _dense(call: engines.Call) -> _Kernel:
     def spreads_nonfinite() -> bool:
         if call.op != "conv_dgrad":
             return call.op == "conv_wgrad"
-        return dgrad.spreads_nonfinite(geo, geometry.channels_of(b, geo)[0], further)
+        return dgrad.spreads_nonfinite(geo, limits.channels_of(b, geo)[0], further)
 
     return _Kernel(run, refusal, schedule, workspace, spreads_nonfinite)
 
@@ -106,9 +96,9 @@ def _narrow(call: engines.Call) -> _Kernel:
     w_shape = result if roles["w"] is None else roles["w"].shape
     a, b = call.avals[:2]
     options = {
-        "stride": spec.window.strides,
-        "padding": spec.window.padding,
-        "dilation": spec.window.dilation,
+        "stride": spec.geo.stride,
+        "padding": spec.geo.padding,
+        "dilation": spec.geo.dilation,
     }
     told = (PASS[call.op], x_shape, w_shape, a.dtype)
     refusal = None
@@ -116,12 +106,12 @@ def _narrow(call: engines.Call) -> _Kernel:
         refusal = "its kernels have no epilogue and write the operands' dtype"
     elif not spec.filter.axes.endswith("IO"):
         refusal = "its kernels take filters whose input and output channels are last, as HWIO"
-    elif spec.groups == 1:
+    elif spec.geo.groups == 1:
         refusal = "its kernels for narrow groups need groups"
     refusal = refusal or depthwise.supports(*told, **options)
 
     def reversed_taps(w: Array) -> Array:
-        return lax.rev(w, range(len(spec.taps))) if spec.flip else w
+        return lax.rev(w, range(len(spec.geo.taps))) if spec.geo.flip else w
 
     sms = spec.limits.multiprocessors
 
@@ -135,10 +125,10 @@ def _narrow(call: engines.Call) -> _Kernel:
     def schedule() -> engines.Schedule | None:
         if spec.precision == "tf32" and a.dtype == jnp.float32:
             return None  # the definition truncates the operands to TF32, and this kernel does not
-        return depthwise.schedule(*told, **options, flip=spec.flip)
+        return depthwise.schedule(*told, **options, flip=spec.geo.flip)
 
     def workspace() -> int:
-        turned = math.prod(w_shape) * a.dtype.itemsize if spec.flip else 0
+        turned = math.prod(w_shape) * a.dtype.itemsize if spec.geo.flip else 0
         return depthwise.workspace(*told, **options) + turned
 
     return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
@@ -211,10 +201,10 @@ def _features(call: engines.Call) -> engines.Features | None:
     n, c, k = primitive.channels(spec, call.op, *call.avals[:2])
     if export.is_symbolic_dim(n) or spec.out_dtype != call.avals[0].dtype or not spec.filter.axes.endswith("IO"):
         return None
-    window = spec.window
-    parts = (call.avals[0].dtype.name, spec.sizes, c, k, spec.taps, window.strides, window.padding, window.dilation)
+    geo = spec.geo
+    parts = (call.avals[0].dtype.name, geo.sizes, c, k, geo.taps, geo.stride, geo.padding, geo.dilation)
     epilogue = (*spec.epilogue.operands, *(spec.epilogue.activation or ())[:1])
-    name = " ".join(map(str, (*parts, spec.groups, *epilogue))).replace(", ", ",")
+    name = " ".join(map(str, (*parts, geo.groups, *epilogue))).replace(", ", ",")
     return engines.Features(name, {"batch": n})
 
 

@@ -28,10 +28,11 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, pipeline, tuning
 from jaxdnn._src.conv.hopper import epilogue as ep
 from jaxdnn._src.conv.hopper import plan as conv_plan
-from jaxdnn._src.conv.hopper.geometry import Geometry, channels_of, narrowest, operand_reason, shape_reason
+from jaxdnn._src.conv.hopper.limits import channels_of, narrowest, operand_reason, shape_reason
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
@@ -75,7 +76,6 @@ class Plan:
     """How a call is computed: the problem that the pipeline solves, and the copies around it."""
 
     problem: Problem
-    geo: Geometry
     flat: bool  # the pixels are flattened: a matrix product
     folded: bool  # a copy turns the last axis' taps into channels
     cells: int  # pixels of a 16-byte cell, of which an output reads a window; 0: no cells
@@ -135,7 +135,7 @@ def plan(
         bias=epilogue is not None and epilogue.bias,
         groups=groups,
     )
-    return Plan(problem, geo, flat, folded, cells, pad_reduce, pad_columns, transpose)
+    return Plan(problem, flat, folded, cells, pad_reduce, pad_columns, transpose)
 
 
 def conv_fprop(

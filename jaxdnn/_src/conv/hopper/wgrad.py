@@ -29,10 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, fprop, tuning
 from jaxdnn._src.conv.hopper import wgrad_kernel as kernel
 from jaxdnn._src.conv.hopper import wgrad_transposed as transposed
-from jaxdnn._src.conv.hopper.geometry import Geometry, shape_reason
+from jaxdnn._src.conv.hopper.limits import shape_reason
 from jaxdnn._src.conv.hopper.wgrad_plan import Config, Problem, Walk, check, choose, decided, key, ranked
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import fprop, tuning
 from jaxdnn._src.conv.hopper import plan as conv_plan
-from jaxdnn._src.conv.hopper.geometry import Geometry, operand_reason, shape_reason
+from jaxdnn._src.conv.hopper.limits import operand_reason, shape_reason
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
 

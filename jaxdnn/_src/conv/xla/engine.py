@@ -38,7 +38,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     precision = lax.Precision.HIGHEST if uncut else lax.Precision.DEFAULT
     integer = jnp.issubdtype(a.dtype, jnp.integer)
     on_gpu = call.platform == "cuda"
-    problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, precision, preferred, integer and on_gpu)
+    problem = Problem(spec.geo, precision, preferred, integer and on_gpu)
     if on_gpu and not integer and not _has_better_form_on_gpu(call, problem):
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:
@@ -54,12 +54,12 @@ def _has_better_form_on_gpu(call: engines.Call, problem: Problem) -> bool:
     spec: ConvSpec = call.spec
     if not spec.layout.channels_last:
         return False
-    dense_pixels = problem.is_matrix and set(spec.window.strides) == {1}
+    dense_pixels = problem.is_matrix and set(spec.geo.stride) == {1}
     _, c, _ = primitive.channels(spec, call.op, *call.avals[:2])
-    dilated = max(spec.window.dilation) > 1
-    depthwise = spec.groups == c > 1
-    slow_in_cudnn = (depthwise and (dilated or problem.rank == 1)) or (
-        spec.groups > 1 and dilated and call.op == "conv_wgrad"
+    dilated = max(spec.geo.dilation) > 1
+    depthwise = spec.geo.groups == c > 1
+    slow_in_cudnn = (depthwise and (dilated or problem.geo.rank == 1)) or (
+        spec.geo.groups > 1 and dilated and call.op == "conv_wgrad"
     )
     return dense_pixels or problem.is_patches or slow_in_cudnn
 
@@ -148,7 +148,7 @@ def caller_layout(spec: ConvSpec, role: str, array: Array) -> Array:
 
 def _unflipped(spec: ConvSpec, role: str, array: Array) -> Array:
     """Mode "convolution" is cross-correlation by the reversed filter."""
-    return lax.rev(array, range(len(spec.taps))) if role == "w" and spec.flip else array
+    return lax.rev(array, range(len(spec.geo.taps))) if role == "w" and spec.geo.flip else array
 
 
 # ---- the caller's layout ---------------------------------------------------------------------------------------------
@@ -157,26 +157,26 @@ def _unflipped(spec: ConvSpec, role: str, array: Array) -> Array:
 def _native_forward(spec: ConvSpec, problem: Problem, x: Array, w: Array) -> Array:
     return lax.conv_general_dilated(
         x,
-        lax.rev(w, spec.filter.spatial) if spec.flip else w,
-        window_strides=spec.window.strides,
-        padding=spec.window.padding,
-        rhs_dilation=spec.window.dilation,
+        lax.rev(w, spec.filter.spatial) if spec.geo.flip else w,
+        window_strides=spec.geo.stride,
+        padding=spec.geo.padding,
+        rhs_dilation=spec.geo.dilation,
         dimension_numbers=_numbers(spec),
-        feature_group_count=spec.groups,
+        feature_group_count=spec.geo.groups,
         precision=problem.precision,
         preferred_element_type=problem.preferred,
     )
 
 
 def _native_backward_data(spec: ConvSpec, problem: Problem, dy: Array, w: Array) -> Array:
-    window = spec.window
-    spans = zip(spec.sizes, spec.output_sizes, window.extents(spec.taps), window.strides, window.padding, strict=True)
+    geo = spec.geo
+    spans = zip(geo.sizes, geo.out, geo.extents, geo.stride, geo.padding, strict=True)
     padding = [(ext - 1 - low, size + low - 1 - (p - 1) * stride) for size, p, ext, stride, (low, _) in spans]
-    dy, padding = forms.crop(dy, spec.layout.spatial, padding, window.strides)
+    dy, padding = forms.crop(dy, spec.layout.spatial, padding, geo.stride)
     # For one group the filter's channels are exchanged by name: XLA looks for a mere reversal to map this to cuDNN.
-    reversed_filter = w if spec.flip else lax.rev(w, spec.filter.spatial)
+    reversed_filter = w if spec.geo.flip else lax.rev(w, spec.filter.spatial)
     numbers = _numbers(spec)
-    if spec.groups == 1:
+    if spec.geo.groups == 1:
         o, i, *taps = numbers.rhs_spec
         numbers = numbers._replace(rhs_spec=(i, o, *taps))
     else:
@@ -184,12 +184,12 @@ def _native_backward_data(spec: ConvSpec, problem: Problem, dy: Array, w: Array)
     return lax.conv_general_dilated(
         dy,
         reversed_filter,
-        window_strides=(1,) * len(spec.taps),
+        window_strides=(1,) * len(spec.geo.taps),
         padding=padding,
-        lhs_dilation=window.strides,
-        rhs_dilation=window.dilation,
+        lhs_dilation=geo.stride,
+        rhs_dilation=geo.dilation,
         dimension_numbers=numbers,
-        feature_group_count=spec.groups,
+        feature_group_count=spec.geo.groups,
         precision=problem.precision,
         preferred_element_type=problem.preferred,
     )
@@ -201,17 +201,17 @@ def _native_backward_filter(spec: ConvSpec, problem: Problem, x: Array, dy: Arra
     dw = lax.conv_general_dilated(
         x,
         dy,
-        window_strides=spec.window.dilation,
-        padding=forms.backward_filter_padding(spec.window, spec.sizes, spec.taps),
-        rhs_dilation=spec.window.strides,
+        window_strides=spec.geo.dilation,
+        padding=forms.backward_filter_padding(spec.geo),
+        rhs_dilation=spec.geo.stride,
         dimension_numbers=lax.ConvDimensionNumbers(
             channels_as_batch, channels_as_batch, (filt.input, filt.output, *filt.spatial)
         ),
-        batch_group_count=spec.groups,
+        batch_group_count=spec.geo.groups,
         precision=problem.precision,
         preferred_element_type=problem.preferred,
     )
-    return lax.rev(dw, spec.filter.spatial) if spec.flip else dw
+    return lax.rev(dw, spec.filter.spatial) if spec.geo.flip else dw
 
 
 _NATIVE = {"conv": _native_forward, "conv_dgrad": _native_backward_data, "conv_wgrad": _native_backward_filter}
@@ -225,7 +225,7 @@ def _numbers(spec: ConvSpec) -> lax.ConvDimensionNumbers:
 
 def _exchange_channels(spec: ConvSpec, w: Array) -> Array:
     """Within each group, input and output channels change places: O = (G, Kg), I = Cg to O = (G, Cg), I = Kg."""
-    o, i, g = spec.filter.output, spec.filter.input, spec.groups
+    o, i, g = spec.filter.output, spec.filter.input, spec.geo.groups
     split = w.reshape(*w.shape[:o], g, w.shape[o] // g, *w.shape[o + 1 :])  # (... G Kg ...)
     cg = i + (i > o)
     moved = jnp.swapaxes(split, o + 1, cg)

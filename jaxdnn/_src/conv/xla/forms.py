@@ -24,10 +24,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.xla.patches import from_patches, from_strided_pixels, strided_pixels, to_patches
 from jaxdnn._src.conv.xla.problem import Problem, is_less, zero
 from jaxdnn._src.conv.xla.taps import shifted_backward_filter, shifted_forward, taps_backward_filter, taps_forward
-from jaxdnn._src.core.windows import Window
 
 # Beyond this many stride phases (16 x 16), each a convolution of its own, dy with zeros between its elements serves.
 UNROLLED_PHASES = 256
@@ -44,38 +44,38 @@ def forward(problem: Problem, x: Array, w: Array) -> Array:
         return problem.dot(to_patches(problem, x), w.reshape(-1, k), ((x.ndim - 1,), (0,)))
     if _is_depthwise(problem, c):
         return shifted_forward(problem, x, w)
-    wide = problem.groups > 1 and c // problem.groups >= NARROW_GROUP
+    wide = problem.geo.groups > 1 and c // problem.geo.groups >= NARROW_GROUP
     if problem.integer_taps or wide or _is_loop_of_integers(problem, k):
         return taps_forward(problem, x, w)
-    return _direct(problem, x, w, problem.window.strides, problem.window.padding, problem.window.dilation)
+    return _direct(problem, x, w, problem.geo.stride, problem.geo.padding, problem.geo.dilation)
 
 
 def backward_data(problem: Problem, dy: Array, w: Array) -> Array:
     """dx, the adjoint of `forward` in x."""
-    c = w.shape[-2] * problem.groups
+    c = w.shape[-2] * problem.geo.groups
     if problem.is_matrix:
         pixels = problem.dot(dy, w.reshape(c, -1), ((dy.ndim - 1,), (1,)))
-        return from_strided_pixels(problem, pixels, problem.sizes)
+        return from_strided_pixels(problem, pixels, problem.geo.sizes)
     if problem.is_patches:
         patches = problem.dot(dy, w.reshape(-1, w.shape[-1]), ((dy.ndim - 1,), (1,)))
         return from_patches(problem, patches, c)
     # As a forward convolution of dy by the reversed filter with its channels exchanged within each group.
-    back = exchange_channels(lax.rev(w, range(problem.rank)), problem.groups)
-    if 1 < math.prod(problem.window.strides) <= UNROLLED_PHASES:
+    back = exchange_channels(lax.rev(w, range(problem.geo.rank)), problem.geo.groups)
+    if 1 < math.prod(problem.geo.stride) <= UNROLLED_PHASES:
         return _backward_data_by_phases(problem, dy, back)
-    reach = [(p - 1) * u + 1 for p, u in zip(problem.output_sizes, problem.window.strides, strict=True)]
+    reach = [(p - 1) * u + 1 for p, u in zip(problem.geo.out, problem.geo.stride, strict=True)]
     spread = from_strided_pixels(problem, dy, reach)
     padding = tuple(
         (extent - 1 - low, size + low - p)
         for size, p, extent, (low, _) in zip(
-            problem.sizes,
+            problem.geo.sizes,
             spread.shape[1:-1],
-            problem.window.extents(problem.taps),
-            problem.window.padding,
+            problem.geo.extents,
+            problem.geo.padding,
             strict=True,
         )
     )
-    return _cropped_forward(problem, spread, back, padding, problem.window.dilation)
+    return _cropped_forward(problem, spread, back, padding, problem.geo.dilation)
 
 
 def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
@@ -84,18 +84,18 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     pixels = tuple(range(dy.ndim - 1))
     if (problem.is_matrix or problem.is_patches) and not problem.integer_taps:
         patches = strided_pixels(problem, x) if problem.is_matrix else to_patches(problem, x)
-        return problem.dot(patches, dy, (pixels, pixels)).reshape(*problem.taps, c, k)
+        return problem.dot(patches, dy, (pixels, pixels)).reshape(*problem.geo.taps, c, k)
     if _is_depthwise(problem, c):
         return shifted_backward_filter(problem, x, dy)
     # XLA's backward-filter convolution is for images large against the channels; small ones are matrix products. Of
     # integers it has none but a loop.
-    if problem.groups > 1 or problem.is_integer or is_less(math.prod(dy.shape[:-1]), 8 * c):
+    if problem.geo.groups > 1 or problem.is_integer or is_less(math.prod(dy.shape[:-1]), 8 * c):
         return taps_backward_filter(problem, x, dy)
     return _direct_backward_filter(problem, x, dy)
 
 
 def _is_depthwise(problem: Problem, c: int) -> bool:
-    return problem.groups == c and not problem.integer_taps
+    return problem.geo.groups == c and not problem.integer_taps
 
 
 def _is_loop_of_integers(problem: Problem, k: int) -> bool:
@@ -103,7 +103,7 @@ def _is_loop_of_integers(problem: Problem, k: int) -> bool:
 
     The library that it calls has two spatial axes. Of groups with one result the products are a loop too, a slower one.
     """
-    return problem.is_integer and problem.rank != 2 and k > problem.groups
+    return problem.is_integer and problem.geo.rank != 2 and k > problem.geo.groups
 
 
 # ---- direct ----------------------------------------------------------------------------------------------------------
@@ -121,24 +121,24 @@ def _direct(problem: Problem, x: Array, w: Array, strides: Any, padding: Any, di
         window_strides=strides,
         padding=padding,
         rhs_dilation=dilation,
-        dimension_numbers=_numbers(problem.rank),
-        feature_group_count=problem.groups,
+        dimension_numbers=_numbers(problem.geo.rank),
+        feature_group_count=problem.geo.groups,
         precision=problem.precision,
         preferred_element_type=problem.preferred,
     )
 
 
 def _direct_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
-    rank, window = problem.rank, problem.window
+    geo, rank = problem.geo, problem.geo.rank
     channels_as_batch = (rank + 1, 0, *range(1, rank + 1))
-    padding = backward_filter_padding(window, problem.sizes, problem.taps)
+    padding = backward_filter_padding(geo)
     x = lax.pad(x, zero(x), [(0, 0, 0), *((0, min(high, 0), 0) for _, high in padding), (0, 0, 0)])
     return lax.conv_general_dilated(
         x,
         dy,
-        window_strides=window.dilation,
+        window_strides=geo.dilation,
         padding=[(low, max(high, 0)) for low, high in padding],
-        rhs_dilation=window.strides,
+        rhs_dilation=geo.stride,
         dimension_numbers=lax.ConvDimensionNumbers(
             channels_as_batch, channels_as_batch, (rank, rank + 1, *range(rank))
         ),
@@ -147,11 +147,9 @@ def _direct_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     )
 
 
-def backward_filter_padding(window: Window, sizes: Sequence[int], taps: Sequence[int]) -> list[tuple[int, int]]:
+def backward_filter_padding(geo: Geometry) -> list[tuple[int, int]]:
     """The padding with which convolving x by dy (dilated by the stride) gives as many results as there are taps."""
-    spans = zip(
-        sizes, window.output_sizes(sizes, taps), window.extents(taps), window.strides, window.padding, strict=True
-    )
+    spans = zip(geo.sizes, geo.out, geo.extents, geo.stride, geo.padding, strict=True)
     return [(low, extent + (p - 1) * stride - size - low) for size, p, extent, stride, (low, _) in spans]
 
 
@@ -167,11 +165,10 @@ def exchange_channels(w: Array, groups: int) -> Array:
 
 def _cropped_forward(problem: Problem, x: Array, w: Array, padding: Any, dilation: Any) -> Array:
     """A forward convolution with stride 1 whose padding may be negative: then the input is cropped."""
-    x, rest = crop(x, range(1, 1 + problem.rank), padding, (1,) * problem.rank)
-    inner = dataclasses.replace(
-        problem, window=Window((1,) * problem.rank, rest, dilation), sizes=x.shape[1:-1], taps=w.shape[: problem.rank]
-    )
-    return forward(inner, x, w)
+    x, rest = crop(x, range(1, 1 + problem.geo.rank), padding, (1,) * problem.geo.rank)
+    taps, one = w.shape[: problem.geo.rank], (1,) * problem.geo.rank
+    inner = Geometry(x.shape[1:-1], taps, one, rest, dilation, groups=problem.geo.groups)
+    return forward(dataclasses.replace(problem, geo=inner), x, w)
 
 
 def crop(
@@ -220,14 +217,12 @@ class _Phase:
 
 def _backward_data_by_phases(problem: Problem, dy: Array, back: Array) -> Array:
     """Each residue of the result's index modulo the stride is a dense convolution of dy by some of the taps."""
-    window, rank = problem.window, problem.rank
+    geo, rank = problem.geo, problem.geo.rank
     n, c = dy.shape[0], back.shape[-1]
-    counts = [-(-size // stride) for size, stride in zip(problem.sizes, window.strides, strict=True)]
+    counts = [-(-size // stride) for size, stride in zip(geo.sizes, geo.stride, strict=True)]
     results = []
-    for offsets in it.product(*map(range, window.strides)):
-        axes = zip(
-            offsets, window.strides, window.dilation, problem.taps, (low for low, _ in window.padding), strict=True
-        )
+    for offsets in it.product(*map(range, geo.stride)):
+        axes = zip(offsets, geo.stride, geo.dilation, geo.taps, (low for low, _ in geo.padding), strict=True)
         phases = [_Phase.of(*axis) for axis in axes]
         if min(p.count for p in phases) == 0:
             results.append(jnp.zeros((n, *counts, c), problem.preferred))
@@ -235,11 +230,11 @@ def _backward_data_by_phases(problem: Problem, dy: Array, back: Array) -> Array:
         some = back[tuple(slice(p.first, p.first + (p.count - 1) * p.step + 1, p.step) for p in phases)]
         padding = [
             (p.low, count - 1 + (p.count - 1) * p.dilation + 1 - size - p.low)
-            for p, count, size in zip(phases, counts, problem.output_sizes, strict=True)
+            for p, count, size in zip(phases, counts, problem.geo.out, strict=True)
         ]
         results.append(_cropped_forward(problem, dy, some, padding, tuple(p.dilation for p in phases)))
-    stacked = jnp.stack(results, -1).reshape(n, *counts, c, *window.strides)
+    stacked = jnp.stack(results, -1).reshape(n, *counts, c, *geo.stride)
     order = (0, *it.chain.from_iterable((1 + i, 2 + rank + i) for i in range(rank)), 1 + rank)
-    joined = [count * stride for count, stride in zip(counts, window.strides, strict=True)]
+    joined = [count * stride for count, stride in zip(counts, geo.stride, strict=True)]
     x = jnp.transpose(stacked, order).reshape(n, *joined, c)
-    return lax.slice(x, (0,) * x.ndim, (n, *problem.sizes, c))
+    return lax.slice(x, (0,) * x.ndim, (n, *problem.geo.sizes, c))

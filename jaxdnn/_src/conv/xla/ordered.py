@@ -45,46 +45,44 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     if spec.precision == "tf32":
         a, b = truncate_to_tf32(a), truncate_to_tf32(b)
     add = _addition(call)
-    problem = Problem(spec.window, spec.sizes, spec.taps, spec.groups, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
+    problem = Problem(spec.geo, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
     if roles[2] == "w":
         result = _backward_filter(problem, a, b, add)
     else:
         # `canonical` has turned the taps of mode "convolution" around; the order is that of the filter as it lies.
-        result = (_forward if roles[2] == "y" else _backward_data)(problem, a, b, add, last_tap_first=spec.flip)
+        result = (_forward if roles[2] == "y" else _backward_data)(problem, a, b, add, last_tap_first=spec.geo.flip)
     return primitive.finish(call.op, spec, caller_layout(spec, roles[2], result), *operands)
 
 
 def _forward(problem: Problem, x: Array, w: Array, add: Add, *, last_tap_first: bool) -> Array:
     padded = conv_taps.padded(problem, x)
-    shape = (x.shape[0], *problem.output_sizes)
+    shape = (x.shape[0], *problem.geo.out)
     return _chain(problem, lambda tap: conv_taps.shift(problem, padded, tap), w, shape, add, last_tap_first)
 
 
 def _backward_data(problem: Problem, dy: Array, w: Array, add: Add, *, last_tap_first: bool) -> Array:
     """The chain over taps (r, s) and output channels k of dy[(h + a - r d) / u, ...] w, where that divides."""
-    window = problem.window
-    extents = window.extents(problem.taps)
+    geo = problem.geo
+    extents = geo.extents
     # dy with stride - 1 zeros between its elements, long enough for every tap: index h + low - r d, plus extent - 1.
     spatial = [
         (extent - 1, size + low - 1 - (p - 1) * stride, stride - 1)
-        for size, p, extent, stride, (low, _) in zip(
-            problem.sizes, problem.output_sizes, extents, window.strides, window.padding, strict=True
-        )
+        for size, p, extent, stride, (low, _) in zip(geo.sizes, geo.out, extents, geo.stride, geo.padding, strict=True)
     ]
     spread = lax.pad(dy, jnp.zeros((), dy.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
-    shape = (dy.shape[0], *problem.sizes)
+    shape = (dy.shape[0], *problem.geo.sizes)
 
     def shift(tap: Any) -> Array:
-        start = [extent - 1 + low - r for extent, (low, _), r in zip(extents, window.padding, tap, strict=True)]
+        start = [extent - 1 + low - r for extent, (low, _), r in zip(extents, geo.padding, tap, strict=True)]
         return lax.dynamic_slice(spread, (0, *start, 0), (*shape, dy.shape[-1]))
 
-    exchanged = forms.exchange_channels(w, problem.groups)
+    exchanged = forms.exchange_channels(w, problem.geo.groups)
     return _chain(problem, shift, exchanged, shape, add, last_tap_first)
 
 
 def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], add: Add, last_tap_first: bool) -> Array:
     """acc = fma(shift(tap)[..., c], w[tap, c], acc), over the taps and then the group's channels."""
-    groups, (cg, k) = problem.groups, w.shape[-2:]
+    groups, (cg, k) = problem.geo.groups, w.shape[-2:]
     w = w.reshape(-1, cg, groups, k // groups)
 
     def body(i: Array, acc: Array) -> Array:
@@ -102,25 +100,25 @@ def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], add: 
 def _backward_filter(problem: Problem, x: Array, dy: Array, add: Add) -> Array:
     """acc = fma(x[window of the pixel], dy[pixel], acc), over the images and then the pixels, in row-major order."""
     padded = conv_taps.padded(problem, x)
-    window, rank, groups = problem.window, problem.rank, problem.groups
-    n, outputs = dy.shape[0], problem.output_sizes
+    geo, rank, groups = problem.geo, problem.geo.rank, problem.geo.groups
+    n, outputs = dy.shape[0], problem.geo.out
     cg, kg = x.shape[-1] // groups, dy.shape[-1] // groups
     pixels = dy.reshape(-1, 1, groups, kg)
-    extents = window.extents(problem.taps)
+    extents = geo.extents
 
     def body(m: Array, acc: Array) -> Array:
         start, rest = [], m
-        for p, stride in zip(reversed(outputs), reversed(window.strides), strict=True):
+        for p, stride in zip(reversed(outputs), reversed(geo.stride), strict=True):
             rest, place = conv_taps.divmod_index(rest, p)
             start.append(place * stride)
         block = lax.dynamic_slice(padded, (rest, *start[::-1], 0), (1, *extents, x.shape[-1]))
-        seen = lax.slice(block, (0,) * block.ndim, block.shape, (1, *window.dilation, 1))
-        taps = jnp.swapaxes(seen.reshape(*problem.taps, groups, cg), rank, rank + 1)[..., None]
+        seen = lax.slice(block, (0,) * block.ndim, block.shape, (1, *geo.dilation, 1))
+        taps = jnp.swapaxes(seen.reshape(*problem.geo.taps, groups, cg), rank, rank + 1)[..., None]
         pixel = lax.dynamic_index_in_dim(pixels, m, keepdims=False)
         return add(taps, pixel.reshape((1,) * rank + pixel.shape), acc)
 
-    zero = _zero((*problem.taps, cg, groups, kg))
-    return lax.fori_loop(0, n * math.prod(outputs), body, zero).reshape(*problem.taps, cg, groups * kg)
+    zero = _zero((*problem.geo.taps, cg, groups, kg))
+    return lax.fori_loop(0, n * math.prod(outputs), body, zero).reshape(*problem.geo.taps, cg, groups * kg)
 
 
 def _zero(shape: tuple[int, ...]) -> Array:
@@ -195,10 +193,10 @@ def _schedule(call: engines.Call) -> engines.Schedule | None:
     if _level(call) != "portable":
         return None
     n, c, k = primitive.channels(spec, call.op, *call.avals[:2])
-    per_tap = {"conv": c // spec.groups, "conv_dgrad": k // spec.groups}
+    per_tap = {"conv": c // spec.geo.groups, "conv_dgrad": k // spec.geo.groups}
     if call.op not in per_tap and export.is_symbolic_dim(n):
         return None
-    count = math.prod(spec.taps) * per_tap[call.op] if call.op in per_tap else n * math.prod(spec.output_sizes)
+    count = math.prod(spec.geo.taps) * per_tap[call.op] if call.op in per_tap else n * math.prod(spec.geo.out)
     return engines.Schedule("ordered", np.arange(count)[None])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, export, lax
 
-from jaxdnn._src.core.windows import Window
+from jaxdnn._src.conv.geometry import Geometry
 
 # Beyond this many taps the unrolled sum would take long to compile, and a loop over the taps serves.
 UNROLLED_TAPS = 128
@@ -27,25 +27,10 @@ class Problem:
     GPUs, and its products of int8 matrices there were found wrong for small or odd sizes (JAX 0.11.2, H200).
     """
 
-    window: Window
-    sizes: tuple[int, ...]
-    taps: tuple[int, ...]
-    groups: int
+    geo: Geometry
     precision: lax.Precision
     preferred: Any
     integer_taps: bool = False
-
-    @property
-    def rank(self) -> int:
-        return len(self.taps)
-
-    @property
-    def output_sizes(self) -> tuple[int, ...]:
-        return self.window.output_sizes(self.sizes, self.taps)
-
-    @property
-    def unpadded(self) -> bool:
-        return not any(map(any, self.window.padding))
 
     @property
     def is_integer(self) -> bool:
@@ -57,12 +42,12 @@ class Problem:
 
     @property
     def is_matrix(self) -> bool:
-        return set(self.taps) == {1} and self.unpadded and self.groups == 1
+        return set(self.geo.taps) == {1} and self.geo.unpadded and self.geo.groups == 1
 
     @property
     def is_patches(self) -> bool:
-        tiled = self.window.strides == self.taps and set(self.window.dilation) == {1}
-        return tiled and self.unpadded and self.groups == 1
+        tiled = self.geo.stride == self.geo.taps and set(self.geo.dilation) == {1}
+        return tiled and self.geo.unpadded and self.geo.groups == 1
 
     def dot(self, a: Array, b: Array, contract: tuple, batch: tuple = ((), ())) -> Array:
         """A matrix product in the problem's precision."""

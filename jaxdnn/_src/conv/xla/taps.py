@@ -19,38 +19,36 @@ def padded(problem: Problem, x: Array) -> Array:
     """x with its padding, cropped to what the windows reach."""
     reach = [
         (p - 1) * stride + extent
-        for p, stride, extent in zip(
-            problem.output_sizes, problem.window.strides, problem.window.extents(problem.taps), strict=True
-        )
+        for p, stride, extent in zip(problem.geo.out, problem.geo.stride, problem.geo.extents, strict=True)
     ]
     spatial = [
         (low, total - size - low, 0)
-        for size, total, (low, _) in zip(problem.sizes, reach, problem.window.padding, strict=True)
+        for size, total, (low, _) in zip(problem.geo.sizes, reach, problem.geo.padding, strict=True)
     ]
     return lax.pad(x, zero(x), [(0, 0, 0), *spatial, (0, 0, 0)])
 
 
 def shift(problem: Problem, padded: Array, start: Sequence[Any]) -> Array:
     """The input pixel that every output pixel sees through the tap that starts at `start` (may be traced)."""
-    spans = [(p - 1) * s + 1 for p, s in zip(problem.output_sizes, problem.window.strides, strict=True)]
+    spans = [(p - 1) * s + 1 for p, s in zip(problem.geo.out, problem.geo.stride, strict=True)]
     sizes = (padded.shape[0], *spans, padded.shape[-1])
     if all(isinstance(v, int) for v in start):
         limit = [0 + a + b for a, b in zip((0, *start, 0), sizes, strict=True)]
-        return lax.slice(padded, (0, *start, 0), limit, (1, *problem.window.strides, 1))
+        return lax.slice(padded, (0, *start, 0), limit, (1, *problem.geo.stride, 1))
     block = lax.dynamic_slice(padded, (0, *start, 0), sizes)
-    return lax.slice(block, (0,) * block.ndim, block.shape, (1, *problem.window.strides, 1))
+    return lax.slice(block, (0,) * block.ndim, block.shape, (1, *problem.geo.stride, 1))
 
 
 def _tap_starts(problem: Problem) -> Iterator[tuple[int, ...]]:
-    dilation = problem.window.dilation
-    for tap in it.product(*map(range, problem.taps)):
+    dilation = problem.geo.dilation
+    for tap in it.product(*map(range, problem.geo.taps)):
         yield tuple(r * d for r, d in zip(tap, dilation, strict=True))
 
 
 def traced_start(problem: Problem, tap: Array) -> list[Array]:
     """The start of a tap whose flat index is traced."""
     start = []
-    for r, d in zip(reversed(problem.taps), reversed(problem.window.dilation), strict=True):
+    for r, d in zip(reversed(problem.geo.taps), reversed(problem.geo.dilation), strict=True):
         tap, place = divmod_index(tap, r)
         start.append(place * d)
     return start[::-1]
@@ -78,7 +76,7 @@ def _sum_over_taps(problem: Problem, term: Any, padded: Array, w: Array) -> Arra
 
 def _map_over_taps(problem: Problem, term: Any, padded: Array) -> Array:
     """term(shifted input) of every tap, stacked along a new axis 0."""
-    count = math.prod(problem.taps)
+    count = math.prod(problem.geo.taps)
     if count <= problem.unrolled_taps:
         return jnp.stack([term(shift(problem, padded, start)) for start in _tap_starts(problem)])
     return lax.map(lambda tap: term(shift(problem, padded, traced_start(problem, tap))), jnp.arange(count))
@@ -103,11 +101,11 @@ def shifted_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     def term(shifted: Array) -> Array:
         return jnp.sum(shifted.astype(problem.preferred)[..., None] * dy, pixels).reshape(1, k)
 
-    return _map_over_taps(problem, term, padded(problem, x)).reshape(*problem.taps, 1, k)
+    return _map_over_taps(problem, term, padded(problem, x)).reshape(*problem.geo.taps, 1, k)
 
 
 def taps_forward(problem: Problem, x: Array, w: Array) -> Array:
-    g, k = problem.groups, w.shape[-1]
+    g, k = problem.geo.groups, w.shape[-1]
     w = w.reshape(-1, w.shape[-2], g, k // g)
 
     def term(shifted: Array, tap: Array) -> Array:
@@ -115,15 +113,15 @@ def taps_forward(problem: Problem, x: Array, w: Array) -> Array:
         return problem.dot(pixels, tap, ((2,), (0,)), ((1,), (1,)))  # (G, pixels, K / G)
 
     total = _sum_over_taps(problem, term, padded(problem, x), w)
-    return jnp.moveaxis(total, 0, 1).reshape(x.shape[0], *problem.output_sizes, k)
+    return jnp.moveaxis(total, 0, 1).reshape(x.shape[0], *problem.geo.out, k)
 
 
 def taps_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
-    g, k, cg = problem.groups, dy.shape[-1], x.shape[-1] // problem.groups
+    g, k, cg = problem.geo.groups, dy.shape[-1], x.shape[-1] // problem.geo.groups
     dy = dy.reshape(-1, g, k // g)
 
     def term(shifted: Array) -> Array:
         return problem.dot(shifted.reshape(-1, g, cg), dy, ((0,), (0,)), ((1,), (1,)))  # (G, C / G, K / G)
 
     stacked = _map_over_taps(problem, term, padded(problem, x))
-    return jnp.moveaxis(stacked, 1, 2).reshape(*problem.taps, cg, k)
+    return jnp.moveaxis(stacked, 1, 2).reshape(*problem.geo.taps, cg, k)

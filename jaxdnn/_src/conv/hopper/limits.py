@@ -1,49 +1,14 @@
-"""The geometry of a convolution for the dense Hopper kernels, and the dtypes and shapes that they support."""
+"""Which dtypes and shapes the dense Hopper kernels take."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxdnn._src.conv.geometry import Geometry
+
 FLOATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """A convolution without its batch, channels and dtypes; tuples have an element for each spatial axis."""
-
-    sizes: tuple[int, ...]
-    taps: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    flip: bool = False  # a mathematical convolution: taps in reverse
-    groups: int = 1
-    outer: bool = False  # the filter is (K, taps..., C / groups), not (taps..., C / groups, K)
-
-    @property
-    def out(self) -> tuple[int, ...]:
-        axes = zip(self.sizes, self.taps, self.stride, self.padding, self.dilation, strict=True)
-        return tuple((x + low + high - d * (r - 1) - 1) // s + 1 for x, r, s, (low, high), d in axes)
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether each output pixel reads exactly the input pixel at its own position."""
-        return all(t == 1 for t in self.taps) and all(s == 1 for s in self.stride) and not any(map(any, self.padding))
-
-    @property
-    def without_last_taps(self) -> "Geometry":
-        """The convolution that remains after a copy has turned the last axis' taps into channels."""
-        return dataclasses.replace(
-            self,
-            sizes=(*self.sizes[:-1], self.out[-1]),
-            taps=(*self.taps[:-1], 1),
-            stride=(*self.stride[:-1], 1),
-            padding=(*self.padding[:-1], (0, 0)),
-            dilation=(*self.dilation[:-1], 1),
-        )
 
 
 def channels_of(w: Any, geo: Geometry) -> tuple[int, int]:
