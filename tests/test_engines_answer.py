@@ -85,9 +85,9 @@ def varied(call: engines.Call) -> Iterator[engines.Call]:
     one = [(*call.avals[:i], _as(v, dtype), *call.avals[i + 1 :]) for i, v in enumerate(call.avals) for dtype in DTYPES]
     empty = tuple(jax.ShapeDtypeStruct((0, *v.shape[1:]) if v.shape else (), v.dtype) for v in call.avals)
     for avals, more in itertools.product([call.avals, *same, *one, empty], results):
-        for dealt in (False, True):
+        for partitioned in (False, True):
             spec = dataclasses.replace(call.spec, **more)
-            yield dataclasses.replace(call, avals=avals, spec=spec, device_kind=hopper.MEASURED_ON[0], dealt=dealt)
+            yield dataclasses.replace(call, avals=avals, spec=spec, device_kind=hopper.MEASURED_ON[0], partitioned=partitioned)
 
 
 def _as(aval: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:

@@ -300,7 +300,7 @@ def test_rows_without_taps_are_zero(padding, deal):
 @on_hopper
 @pytest.mark.parametrize("deal", ["round", "snake", "together"])
 @pytest.mark.parametrize("name", ["strided, odd", "stride of three", "pointwise, strided", "stride and dilation"])
-def test_exact_however_phases_are_dealt(name, deal):
+def test_exact_in_every_order_of_phases(name, deal):
     case = CASES[name]
     for staged, teams, groups in ((1, 2, 1), (2, 1, 2), (3, 2, 1)):
         config = plan.Config(8, (4, 4), 64, 3, teams, groups, staged=staged, deal=deal)

@@ -153,7 +153,7 @@ def test_a_resident_filter_lies_as_its_taps_are_met(taps, backward, flip):
 
 @pytest.mark.parametrize("sms", [1, 2, 7, 132, 1000])
 @pytest.mark.parametrize("deal", ["round", "snake", "together"])
-def test_every_tile_is_dealt_once(deal, sms):
+def test_every_tile_is_computed_once(deal, sms):
     """Each block of threads has its own tiles; where phases are unequal, "snake" leaves none much more than another."""
     axes = dgrad.axes_of(Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)

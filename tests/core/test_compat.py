@@ -228,7 +228,7 @@ def test_without_a_way_to_shard_kernels_refuse(without: Callable[[Name], None], 
     """In programs that XLA shards over several devices only."""
     monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200")
     (call,) = traced_calls(dnn.pool, X, platform="cuda")
-    sharded = dataclasses.replace(call, dealt=True)
+    sharded = dataclasses.replace(call, partitioned=True)
     assert selection.select(sharded).name == "hopper"
     without(SHARDING[0])
     assert selection.select(sharded).name == "xla"

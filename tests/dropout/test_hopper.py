@@ -401,12 +401,12 @@ def test_not_chosen_unasked_far_from_what_was_measured(monkeypatch: pytest.Monke
 
 
 def test_a_program_for_several_devices_is_xla_s():
-    """XLA deals its own program out; the kernel would count from each shard's first element."""
+    """XLA partitions its own program; the kernel would count from each shard's first element."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     x = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=there)
     call = jax.jit(lambda x: dnn.dropout(x, 7, activation="relu", engine="hopper"))
-    with pytest.raises(NotImplementedError, match="in a program for several devices XLA deals out its own"):
+    with pytest.raises(NotImplementedError, match="of which a device has a part in a program for several devices"):
         call.trace(x).lower(lowering_platforms=("cuda",))
 
 

@@ -81,7 +81,7 @@ def statistics(
 
 
 def plan_of(rows: int, columns: int, dtype: str, **other: int) -> ColumnPlan:
-    """How a call is dealt out, or in another way."""
+    """The plan of a call, or a changed one."""
     found = norm_batch.forward_plan(rows, columns, dtype)
     assert found is not None
     found = dataclasses.replace(found, **other)

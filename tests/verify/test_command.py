@@ -534,7 +534,7 @@ def test_page_puts_a_ratio_where_the_axis_says(document: dict[str, Any]):
 
 
 def test_an_engine_for_programs_of_one_device_is_not_run_on_a_mesh(monkeypatch):
-    """A refusal of what is dealt out over devices is no failure: the report has its reason."""
+    """A refusal of a program for several devices is no failure: the report has its reason."""
 
     def refuse(*arrays):
         raise NotImplementedError("hopper: it counts from the first element")

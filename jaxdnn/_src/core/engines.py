@@ -16,7 +16,7 @@ PLATFORMS = ("cpu", "cuda")
 class Call:
     """One call of an op, as an engine sees it: static arguments, operand shapes and dtypes, and where it will run.
 
-    `dealt` says that the program is for several devices, and that XLA partitions the call among them.
+    `partitioned` says that the program is for several devices, and that XLA partitions the call among them.
     """
 
     op: str
@@ -24,7 +24,7 @@ class Call:
     avals: tuple[jax.ShapeDtypeStruct, ...]
     platform: str
     device_kind: str | None = None
-    dealt: bool = False
+    partitioned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -266,7 +266,7 @@ def _run(engine: engines.Engine, call: engines.Call, operands: Sequence[Array]) 
 def _partitioned(
     ctx: Any, op: str, platform: str, spec: Spec, factors: Callable[..., Factors], *operands: Array
 ) -> Any:
-    call = dataclasses.replace(_call(op, platform, spec, operands), dealt=True)
+    call = dataclasses.replace(_call(op, platform, spec, operands), partitioned=True)
     engine = selection.select(call)
     if not engine.partition(call):
         return _run(engine, call, operands)

@@ -131,7 +131,7 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
 
 def _unshardable(engine: Engine, call: Call) -> str | None:
     """Why an engine that has to say how its calls are sharded cannot; XLA finds a way of its own for its operations."""
-    if not call.dealt or not engine.partition(call) or engine.name in ("xla", "ordered"):
+    if not call.partitioned or not engine.partition(call) or engine.name in ("xla", "ordered"):
         return None
     lack = compat.lacking(compat.SHARDING)
     return lack and f"{lack}, which tells XLA how to shard it"

@@ -79,7 +79,7 @@ def linear_cross_entropy(
     Numerics: products accumulate in float32 (float64 for float64), and so do exponentials, the loss, and the sum of the
       gradient in w over the chunks. What is multiplied for the gradients, softmax minus target, is rounded to x's dtype
       first, for the gradient in w times weight over the power of two nearest the largest weight. Guaranteed is
-      run_to_run: XLA orders the sums. Rows are dealt to the chunks in turn (0, K, 2K, ... to the first of K), so rows
+      run_to_run: XLA orders the sums. Rows are assigned to the K chunks in turn (0, K, 2K, ... to the first), so rows
       sharded over a mesh stay where they are if the number of devices divides that of a chunk's rows, and no chunk is
       filled up; else XLA may gather x. A sharded vocabulary stays so. On explicit mesh axes the loss of reduction
       "none" is sharded as the rows of x are.

@@ -41,8 +41,8 @@ def _supports(call: engines.Call) -> str | None:
 def _unsupported(call: engines.Call) -> str | None:
     """Why no kernel serves a call, on any device."""
     spec, operands = call.spec, _operands(call)
-    if call.dealt:
-        return "it counts from the first element of an array: in a program for several devices XLA deals out its own"
+    if call.partitioned:
+        return "it counts from the first element of an array, of which a device has a part in a program for several devices"
     if "dbias" in operands:
         return "it has no kernel for the derivative along a tangent of the bias"
     arrays = {name: v for name, v in operands.items() if name not in ("key", "start")}
@@ -238,8 +238,8 @@ def _workspace(call: engines.Call) -> int:
 
     if call.op != "fused_dropout_dgrad":
         return 0
-    plan, dealt = columns(_plan(call))
-    return 4 * plan.width * dealt.splits
+    plan, partition = columns(_plan(call))
+    return 4 * plan.width * partition.splits
 
 
 for _op in ("dropout", *fused.OPS):
