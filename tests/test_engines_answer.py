@@ -87,7 +87,8 @@ def varied(call: engines.Call) -> Iterator[engines.Call]:
     for avals, more in itertools.product([call.avals, *same, *one, empty], results):
         for partitioned in (False, True):
             spec = dataclasses.replace(call.spec, **more)
-            yield dataclasses.replace(call, avals=avals, spec=spec, device_kind=hopper.MEASURED_ON[0], partitioned=partitioned)
+            device = {"device_kind": hopper.MEASURED_ON[0], "partitioned": partitioned}
+            yield dataclasses.replace(call, avals=avals, spec=spec, **device)
 
 
 def _as(aval: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:

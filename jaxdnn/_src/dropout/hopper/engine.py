@@ -42,7 +42,7 @@ def _unsupported(call: engines.Call) -> str | None:
     """Why no kernel serves a call, on any device."""
     spec, operands = call.spec, _operands(call)
     if call.partitioned:
-        return "it counts from the first element of an array, of which a device has a part in a program for several devices"
+        return "it counts from the first element of an array, and each of several devices has a part of it"
     if "dbias" in operands:
         return "it has no kernel for the derivative along a tangent of the bias"
     arrays = {name: v for name, v in operands.items() if name not in ("key", "start")}
