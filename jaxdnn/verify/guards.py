@@ -35,6 +35,7 @@ LEAST = 1 << 12  # bytes that are worth filling
 LEAST_GUARDED = 1 << 26  # bytes behind the operands, most of which have to be filled
 # Bytes at the end that stay free: the allocator gives away a piece whole where less than 128 MiB of it would be left.
 SPARE, MARGIN = 256 << 20, 8 << 20
+PLUG = 26  # the largest plug has 2^26 bytes
 MOST = 1 << 30  # bytes that are looked at: what is allocated lies at the lowest address that is free
 GUARD = 1 << 16  # bytes behind a result, at most
 Range = tuple[int, int]  # the first byte, and how many
@@ -162,6 +163,7 @@ class DeviceMemory:
         whole.delete()
         self.map = jax.block_until_ready(jnp.zeros(self.bytes // CHUNK, jnp.bool_))
         self.fences: list[jax.Array] = []
+        self.plugs: list[jax.Array] = []
         self.words: jax.Array = jnp.asarray(_Words(self.start, self.bytes // 4), copy=False)
         if self.words.unsafe_buffer_pointer() != self.start:
             raise RuntimeError("JAX has copied the memory that is to be looked at.")
@@ -178,9 +180,11 @@ class DeviceMemory:
     def fill(self, last: int, pattern: int, holes: Sequence[int]) -> list[Range]:
         """Fills what is free, but for `SPARE` and `MARGIN` at the end, by blocks that are freed at once."""
         self.fences.clear()
+        self.plugs.clear()
         # A result of an earlier call may still be there, in a cycle of Python's or on its way out.
         if self._free() < self.bytes - last:
             gc.collect()
+        self._plug(last, pattern)
         blocks = []
         for size in holes:  # copied, for each size would be compiled
             blocks.append(jax.device_put(np.full(size // 4, pattern, np.uint32), self.device))
@@ -196,7 +200,21 @@ class DeviceMemory:
         jax.block_until_ready(blocks)
         for block in blocks:
             block.delete()
-        return fences
+        return [*fences, *self._places(self.plugs)]
+
+    def _plug(self, last: int, pattern: int) -> None:
+        """Takes every free piece below a byte: the allocator would put fences there, and a call's arrays side by side.
+
+        The largest power of two bytes that a piece holds takes the whole of it: the allocator splits none that is less
+        than twice as large.
+        """
+        for exponent in range(min(last.bit_length() - 1, PLUG), CHUNK.bit_length() - 2, -1):
+            while True:
+                block = jax.block_until_ready(_full((1 << exponent) // 4, self.patterns[pattern]))
+                if block.unsafe_buffer_pointer() - self.start >= last:
+                    block.delete()
+                    break
+                self.plugs.append(block)
 
     def touched(self, pattern: int) -> np.ndarray:
         """Which pieces hold something else than the pattern."""

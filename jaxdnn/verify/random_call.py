@@ -51,7 +51,9 @@ PROCEDURES = {
     "run_to_run": ("repeats", "recompilation", "poisoned output"),
     "batch_invariant": ("alone", "batch sizes", "neighbours", "vmap", "eager", "company"),
 }
-MODELLED = 1_000  # outputs of a call that are compared with predicted bits, for there are thousands of calls
+# Of a call so many outputs are compared with predicted bits at most, and fewer of long sums, down to the least number:
+# there are thousands of calls, and to predict so many products takes some ten seconds.
+MODELLED, LEAST_MODELLED, PRODUCTS = 1_000, 16, 10_000_000
 Tell = Callable[[Report], None]
 
 
@@ -237,7 +239,7 @@ class _Run:
                 return runs
             for results in runs:
                 given = (case, found.facts, found.kind, operands, extras, results, self.accumulation)
-                checks = self.family.judge(*given, modelled=MODELLED)
+                checks = self.family.judge(*given, modelled=_modelled(found.facts))
                 self.grow(ratio=max([self.report.ratio, *(c.ratio for c in checks)]))
                 if failed := next((c for c in checks if not c.passed), None):
                     return f"on {failed.data} data, by {failed.rule}: {failed.message}"
@@ -292,6 +294,13 @@ class _Run:
         trial = levels.trial(subject, level, procedure, "quick")
         self.grow(tried=trial.status != "not run")
         return f"{self.report.procedure}: {trial.message}" if trial.status == "failed" else ""
+
+
+def _modelled(told: plain.Facts) -> int:
+    """How many outputs are compared with predicted bits."""
+    orders = told.schedule.order if told.schedule else ()
+    terms = max(map(np.size, orders if isinstance(orders, tuple) else (orders,)), default=1)
+    return max(LEAST_MODELLED, min(MODELLED, PRODUCTS // max(terms, 1)))
 
 
 def _subject(found: Drawn, seed: int) -> tuple[Subject, tuple[str, ...]] | None:

@@ -190,7 +190,7 @@ PROTOCOLS: dict[str, Callable[[], Launch]] = {
     "depthwise": lambda: depthwise("fprop", *TILES, **GEOMETRY, config=Cut(stages=1), sms=1),
     "depthwise, in flight": lambda: depthwise("fprop", *TILES, **GEOMETRY, config=Cut(stages=2), sms=1),
     "depthwise, backward": lambda: depthwise("dgrad", *TILES, **GEOMETRY, config=Cut(stages=3), sms=1),
-    "depthwise filter": lambda: depthwise("wgrad", *TILES, **GEOMETRY, config=Cut(stages=2), sms=1),
+    "depthwise filter": lambda: depthwise("wgrad", *TILES, **GEOMETRY, config=Cut(stages=2, splits=1), sms=1),
 }
 # Functions whose waits order nothing that is not ordered without them, and why.
 REDUNDANT = {

@@ -13,9 +13,10 @@ is an agent with a component in the clock, which counts its moments:
 
 An access must come after all accesses to the same bytes that it conflicts with, to its issuer's knowledge. A fault is
 also: a read of what nothing wrote, an index beyond a buffer, a store by the copy engine of what no fence has shown to
-it, an arrival that does not know the last phase to be over, a barrier that may complete a phase before a wait for the
-last one has returned, shared memory given back while it is in use, a wait without an end, and in the result's memory an
-element that is not written exactly once, or a copy in one piece that no edge clips.
+it, a load by it to where a thread has loaded or stored without a fence since, an arrival that does not know the last
+phase to be over, a barrier that may complete a phase before a wait for the last one has returned, shared memory given
+back while it is in use, a wait without an end, and in the result's memory an element that is not written exactly once,
+or a copy in one piece that no edge clips.
 """
 
 import itertools
@@ -59,9 +60,11 @@ class Memory:
         self.uses: list[tuple[int, int, int, int, bool, bool]] = []  # from, to, agent, moment, stored, not yet fenced
 
     def use(self, part: tuple[int, int], agent: int, moment: int, clock: np.ndarray, kind: str) -> None:
-        """`kind` is "load" or "store" by threads, "read" or "write" by the copy engine or the tensor core."""
+        """`kind` is "load" or "store" by threads, "read" or "write" by the copy engine or the tensor core, "send" by
+        threads of another block.
+        """
         low, high = part
-        stores, kept, written = kind in ("store", "write"), [], []
+        stores, kept, written = kind in ("store", "write", "send"), [], []
         for use in self.uses:
             start, end, other, then, stored, unfenced = use
             if end <= low or high <= start:
@@ -69,8 +72,10 @@ class Memory:
                 continue
             if (stores or stored) and clock[other] < then:
                 raise Fault(f"bytes {low} to {high}: a {kind} is not ordered after a {'store' if stored else 'load'}")
-            if unfenced and kind == "read":
+            if unfenced and stored and kind == "read":
                 raise Fault(f"bytes {low} to {high}: no fence shows the copy engine what threads have stored")
+            if unfenced and kind == "write":
+                raise Fault(f"bytes {low} to {high}: no fence completes a thread's load or store before a write")
             written += [(start, end)] if stored else []
             same = (start, end, other, stored) == (low, high, agent, stores)
             if not same and not (stores and low <= start and end <= high):
@@ -80,7 +85,7 @@ class Memory:
                 low = max(low, end) if start <= low else low
             if low < high:
                 raise Fault(f"byte {low}: a {kind} of what nothing wrote")
-        self.uses = [*kept, (*part, agent, moment, stores, kind == "store")]
+        self.uses = [*kept, (*part, agent, moment, stores, kind in ("load", "store"))]
 
     def fence(self, agent: int) -> None:
         self.uses = [(*use[:5], use[5] and use[2] != agent) for use in self.uses]
@@ -221,6 +226,10 @@ class Warpgroup:
             own[agent] += 1
         return clock
 
+    def fence(self) -> None:
+        for memory in self.block.memories():
+            memory.fence(self.rest)
+
     def meet(self) -> None:
         self.told(self.leave())
 
@@ -287,8 +296,7 @@ class Warpgroup:
             case "wgmma_wait":
                 self.knows(self.tensor, self.products - allowed)
             case "commit_smem":
-                for memory in self.block.memories():
-                    memory.fence(self.rest)
+                self.fence()
                 self.meet()
             case "swap" | "get" | "load":
                 self.access(name, given, params)
@@ -411,6 +419,8 @@ class Warpgroup:
             case "_inline_filter":
                 for view in views:
                     self.threads(view, "load")
+            case "loads_done":
+                self.fence()
             case "_inline_filter_store":
                 self.threads(views[0], "store")
             case _:
@@ -439,7 +449,7 @@ class Warpgroup:
         for to, block in enumerate(self.cluster):
             if block is not self.block:
                 target = self.slot(slots, block, (to - self.rank) % len(self.cluster) - 1)
-                target.buffer.use(target.part, self.sends, self.rounds, clock, "write")
+                target.buffer.use(target.part, self.sends, self.rounds, clock, "send")
                 barrier = self.own_barrier(barriers, block)
                 barrier.buffer.use(barrier.part, self.sends, self.rounds, clock, "load")
                 block.came.setdefault(self.number, []).append(clock.copy())
@@ -511,6 +521,7 @@ class Kernel:
     def ordering(self) -> list[Any]:
         """The equations that order accesses, `FINISH` for the wait in `finish_accumulator` among them."""
         found = [e for e in _equations(self.jaxpr) if e.primitive.name in ORDERING]
+        found += [e for e in _equations(self.jaxpr) if _emits(e, "loads_done")]
         waits = any(_emits(e, FINISH) for e in _equations(self.jaxpr))
         return [*{id(e): e for e in found}.values(), *([FINISH] if waits else [])]
 

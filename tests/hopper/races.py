@@ -16,12 +16,14 @@ class Races:
         np.fill_diagonal(self.clocks, 1)
         self.stores, self.loads = ((np.full(size // 4, -1), np.zeros(size // 4, np.int64)) for _ in range(2))
         self.unfenced = np.zeros(size // 4, bool)  # stored by threads, and not yet shown to the copy engine
+        self.in_flight = np.zeros(size // 4, bool)  # loaded by threads, and no fence since completes that
 
     def load(self, threads: np.ndarray, places: np.ndarray) -> None:
         """Each thread loads the bytes in its row of `places`."""
         warps, words = self._words(threads, places)
         self._ordered(warps, words, self.stores)
         self.loads[0][words], self.loads[1][words] = warps, self.clocks[warps, warps]
+        self.in_flight[words] = True
 
     def store(self, threads: np.ndarray, places: np.ndarray) -> None:
         warps, words = self._words(threads, places)
@@ -31,8 +33,9 @@ class Races:
         self.unfenced[words] = True
 
     def fence(self, threads: np.ndarray) -> None:
-        """What these threads' warps have stored the copy engine may load."""
+        """What these threads' warps have stored the copy engine may load; to what they have loaded it may store."""
         self.unfenced &= ~np.isin(self.stores[0], np.unique(threads // 32))
+        self.in_flight &= ~np.isin(self.loads[0], np.unique(threads // 32))
 
     def meet(self, threads: np.ndarray) -> None:
         """A barrier of these threads."""
@@ -46,6 +49,8 @@ class Races:
         words = np.arange(start // 4, (start + size) // 4)
         for accesses in (self.stores, self.loads):
             self._ordered(np.full(len(words), thread // 32), words, accesses)
+        if self.in_flight[words].any():
+            raise RuntimeError(f"the copy engine stores where no fence completes a load, from shared byte {start} on")
         self.clocks[self.engine, self.engine] += 1
         moment[self.engine] = self.clocks[self.engine, self.engine]
         self.stores[0][words], self.stores[1][words] = self.engine, moment[self.engine]

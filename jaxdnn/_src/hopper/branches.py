@@ -57,7 +57,7 @@ EVERY: dict[str, dict[str, tuple[Any, ...]]] = {
         "axes": ("flat", 1, 2, 3),
         "filters": (64, 128),
         "columns": (32, 64, 96, 128, 192, 256),
-        "warpgroups": ("1 x 2", "1 x 3", "2 x 1"),
+        "warpgroups": ("1 x 1", "1 x 2", "1 x 3", "2 x 1"),
         "stages": (2, 3, 4, 5, 6),
         "splits": ("one", "several"),
         "halo": YES_NO,

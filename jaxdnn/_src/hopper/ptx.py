@@ -14,6 +14,9 @@ import numpy as np
 VECTOR_BYTES = 16
 NAMES = {np.dtype(jnp.bfloat16): "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 SIZES = {"bf16": 2, "f16": 2, "f32": 4}
+# After these a thread's loads from shared memory are complete, for the copy engine too: the first makes the assembler
+# wait for what was loaded, the second orders them before accesses of the asynchronous proxy.
+LOADS_DONE = "fence.acq_rel.cta;", "fence.proxy.async.shared::cta;"
 _WIDTHS = {"r": "b32", "f": "f32", "p": "pred", "h": "b16", "d": "b64"}  # of the kinds of registers
 
 
@@ -33,6 +36,10 @@ class Emitter:
     def new(self, kind: str = "r") -> str:
         self._counts[kind] += 1
         return f"{kind}{self._counts[kind] - 1}"
+
+    def loads_done(self) -> None:
+        """Completes this thread's loads from shared memory, where the copy engine is to write next."""
+        self._lines += LOADS_DONE
 
     def op(self, instruction: str, *operands: object, when: str = "") -> None:
         guard = f"@{when} " if when else ""

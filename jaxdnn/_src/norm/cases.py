@@ -143,6 +143,8 @@ class NormCase(Case):
             arrays[0] = arrays[0] + (FAR[self.dtype] if kind == "far" else 0.5)
         if kind in ("large", "beyond"):
             arrays[0] = arrays[0] / 8 * self._largest(kind)
+        if kind == "beyond":
+            arrays[0] = self._apart(arrays[0])
         kept = self._as_given(np.ones(self._plain(arrays[0]).shape, bool))  # the other channels are not read
         arrays = [np.where(kept, v, np.nan) if v.shape == self.shape else v for v in arrays]
         x, scale, last = (v.astype(self.in_dtype) for v in arrays)
@@ -150,6 +152,12 @@ class NormCase(Case):
         if self.factors.get("beta") == 0:
             priors = [np.full_like(prior, np.nan, np.float64) for prior in priors]
         return (*((last, x, scale) if self.backward else (x, scale, last)), *(p.astype(self.in_dtype) for p in priors))
+
+    def _apart(self, x: np.ndarray) -> np.ndarray:
+        """x with signs by turns along what is normalised, for of equal elements every deviation is within the range."""
+        plain = self._plain(x)
+        turns = sum(np.indices(self.view.shape, sparse=True)[axis] for axis in self.view.axes) % 2
+        return self._as_given((np.abs(plain.reshape(self.view.shape)) * (1 - 2 * turns)).reshape(plain.shape))
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         values = self._function(reference, dict(self.options))(*operands)

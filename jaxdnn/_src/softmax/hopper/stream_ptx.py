@@ -270,7 +270,8 @@ class _Stream(ptx.Kernel):
         if self.in_place:
             self.ring.wait_for_stores()
         else:
-            self.e.op("bar.warp.sync", "0xffffffff")  # all lanes have read
+            self.e.loads_done()
+            self.e.op("bar.warp.sync", "0xffffffff")  # of all lanes
         self.ask()
 
     def largest(self, words: list[list[str]]) -> str:

@@ -12,7 +12,7 @@ from jaxdnn._src.conv.hopper.depthwise import filter as tensor_filter
 from jaxdnn._src.conv.hopper.depthwise import fma as lanes
 from jaxdnn._src.conv.hopper.depthwise.add import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import FilterPlan
-from jaxdnn._src.conv.hopper.depthwise.launch import as_images, each, grid, ref_type, shared
+from jaxdnn._src.conv.hopper.depthwise.launch import as_images, each, grid, loads_done, ref_type, shared
 from jaxdnn._src.conv.hopper.depthwise.window import DTYPES, Window
 from jaxdnn._src.core.compat import ir, llvm, mgpu, pl, plgpu, vector
 from jaxdnn._src.hopper import branches
@@ -73,6 +73,7 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
             slot = lax.rem(index, stages)
             plgpu.barrier_wait(full.at[slot])
             carry = _inline_filter(code, plan, carry, x_tile.at[slot], dy_tile.at[slot], layout)
+            loads_done()
             plgpu.barrier_arrive(empty.at[slot])
 
             @pl.when(group == 0)

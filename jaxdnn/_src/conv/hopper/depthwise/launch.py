@@ -5,7 +5,8 @@ from typing import Any
 
 from jax import Array, lax
 
-from jaxdnn._src.core.compat import pl, plgpu
+from jaxdnn._src.core.compat import ir, llvm, pl, plgpu
+from jaxdnn._src.hopper.ptx import LOADS_DONE
 
 
 def as_images(x: Array, size: tuple[int, int]) -> Array:
@@ -23,6 +24,19 @@ def shared(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 
 def ref_type(swizzle: int) -> Any:
     return plgpu.RefType(_transforms(swizzle))
+
+
+def loads_done() -> None:
+    """Completes this thread's loads from shared memory, before an arrival that lets the copy engine write there.
+
+    The arrival alone orders them for other threads' stores. The copy engine's overtake loads that are in flight.
+    """
+
+    @plgpu.inline_mgpu(arg_types=())
+    def run(_: Any) -> None:
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], " ".join(LOADS_DONE), "~{memory}", has_side_effects=True)
+
+    run()
 
 
 def grid(items: int, sms: int | None) -> tuple[int]:
