@@ -1,14 +1,14 @@
-"""Layer and RMS normalisation of rows on Hopper: rows in registers (Pallas, Mosaic GPU).
+"""Layer and RMS normalisation of rows on Hopper: rows in registers. PTX text.
 
-Schedule. Rows lie one after the other in memory. Forward, a group of 32 to 1024 threads loads a row's 16-byte vectors
-straight into registers, all before the first use, and takes mean and centred second moment from there: x is read once.
-Blocks are many and small: while some wait for memory, others compute. For long rows, and backward, one block a
-multiprocessor stays and goes from row to row, for scale and bias, or the gradients in them, stay with it, in registers
-or in shared memory; the next row is under way while one is worked on. Blocks leave their sums, which XLA adds.
-`rows_ptx` and `rows_dgrad_ptx` write the instructions and state their order.
+Schedule. Rows are contiguous in memory. Forward, a group of 32 to 1024 threads loads the 16-byte vectors of a row into
+registers, all before the first use, and computes mean and centred second moment from them: x is read once. There are
+many small blocks: while some wait for memory, others compute. For long rows, and backward, one persistent block on each
+multiprocessor processes many rows, because scale and bias, or their gradients, stay in its registers or shared memory;
+it loads the next row while it computes one. Backward, the blocks store their sums, which XLA adds. `rows_ptx` and
+`rows_dgrad_ptx` emit the instructions and state their order.
 
-Limits. The statistics' axes are the last ones, scale and bias vary along these alone; a row's bytes are a multiple of
-16, and fit into a block's registers; bfloat16, float16 or float32.
+Limits. The statistics' axes are the last ones, and scale and bias vary along these only; a row's bytes are a multiple
+of 16, and fit into a block's registers; bfloat16, float16 or float32.
 """
 
 from typing import Any
@@ -26,12 +26,12 @@ from jaxdnn._src.norm.hopper.rows_ptx import RowPlan
 
 
 def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -> RowPlan | None:
-    """How rows of a length are dealt out; None if they do not fit.
+    """How rows of a length are partitioned over threads; None if they do not fit.
 
-    Sixteen elements of a row a thread, of four rows at a time where there are many, or in blocks of 256 threads where
-    elements have 32 bits: that is what was fastest on an H200 (`benchmarks/notes-hopper-norm.md`). Beyond 4096 elements
-    of 16 bits that is too many registers for two blocks at a time, and one stays; beyond 8192 it has no registers left
-    for scale and bias. Threads and vectors depend on the length alone, so the order of additions does.
+    A thread has sixteen elements of a row, of four rows at a time if there are many rows; with 32-bit elements a block
+    has 256 threads. This was fastest on an H200 (`benchmarks/notes-hopper-norm.md`). Rows of more than 4096 16-bit
+    elements need too many registers for two blocks at a time, so one persistent block runs; beyond 8192 elements it has
+    no registers left for scale and bias. Threads and vectors, and so the order of additions, depend on length alone.
     """
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     if SIZES[dtype] == 2 and 512 < vectors <= 2048:
@@ -48,7 +48,7 @@ def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -
 
 
 def backward_plan(length: int, dtype: str, out_dtype: str) -> RowPlan | None:
-    """Likewise; a thread holds up to 16 elements, for it keeps sums as well, and blocks are as large as it can be."""
+    """As `forward_plan`; a thread has at most 16 elements, because it keeps sums too, and blocks are large."""
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     most = 2 if SIZES[dtype] == 2 else 4
     threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), None)
@@ -91,8 +91,8 @@ def forward(
 
 
 def forward_floats(plan: RowPlan, parameters: int) -> int:
-    """Of a block's shared memory."""
-    floats = 3 * plan.slots(plan.rows) * (2 if plan.stays else 1)  # exchanges; rows take turns
+    """Floats of a block's shared memory, forward."""
+    floats = 3 * plan.slots(plan.rows) * (2 if plan.stays else 1)  # exchanges, doubled for rows one after another
     return max(floats + (plan.length * parameters if plan.shared else 0), 32)
 
 
@@ -124,7 +124,7 @@ def backward(
 
 
 def backward_floats(plan: RowPlan) -> int:
-    """Of a block's shared memory."""
+    """Floats of a block's shared memory, backward."""
     return max(2 * plan.slots(3) + (2 * plan.length * plan.groups if plan.groups > 1 else 0), 32)
 
 

@@ -1,7 +1,7 @@
-"""The PTX of the row normalisations, backward: `rows_ptx`'s rows, and the gradients in scale and bias in registers.
+"""The PTX of the row normalisations, backward: rows as in `rows_ptx`, and gradients of scale and bias in registers.
 
-Blocks go from row to row. The gradients in scale and bias are added over a group's rows one after the other, then over
-the groups of a block likewise, and over the blocks outside of the kernel.
+The blocks are persistent. The gradients of scale and bias are added over a group's rows, one after another, then over
+the groups of a block in the same way; XLA adds those of the blocks.
 """
 
 import functools as ft
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from jaxdnn._src.hopper.ptx import SIZES, real
 from jaxdnn._src.norm.hopper.rows_ptx import ZERO, Kernel, RowPlan
 
-_ALL_GROUPS = 15  # the barrier of a whole block; those of groups are 1, 2, ...
+_ALL_GROUPS = 15  # the number of the barrier of a whole block; groups have 1, 2, ...
 
 
 @ft.lru_cache
 def backward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, scale: bool) -> str:
     """The PTX of the backward op; operands: dy, x, mean, rstd, [scale], dx, the blocks' sums, shared memory.
 
-    A group works on row after row; while it computes one, the next is on its way into registers.
+    A group processes one row after another; while it computes one, the next is loaded into registers.
     """
     k = Kernel(plan, rows, ["dy", "x", "mean", "rstd", *["scale"] * scale, "dx", "sums"])
     e, step = k.e, blocks * plan.groups
@@ -39,7 +39,7 @@ def backward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, scale: boo
 
 
 class _Row:
-    """The registers that hold a row of dy and x, and its statistics."""
+    """The registers of a row of dy and x, and of its statistics."""
 
     def __init__(self, k: Kernel) -> None:
         e, plan = k.e, k.plan
@@ -87,7 +87,7 @@ def _backward_row(
         scale = kept[j] if kept else k.parameter(scale_at, j)
         return [e.f("mul.rn.f32", a, b) for a, b in zip(dy, scale, strict=True)]
 
-    # Beyond the row's end dy is 0, so g is; x - mean is not, and only counts in Σ (x - mean).
+    # Beyond the row's end dy is 0, and so is g. x - mean is not, and only matters in Σ (x - mean).
     parts: list[list[str]] = [[], [], []]
     for j in range(plan.vectors):
         g, d = scaled(j), less_mean(j)
@@ -100,7 +100,7 @@ def _backward_row(
             parts[2].append(k.dot([masked], None))
     found = k.over_row([k.pairwise(p) for p in parts if p], parity)
     along, total, rest = [*found, ZERO, ZERO][:3]
-    if len(found) > 2:  # what rounding the saved mean has cost
+    if len(found) > 2:  # corrects for the rounding of the saved mean
         rest = e.f("mul.rn.f32", rest, share)
         along = e.f("fma.rn.f32", e.f("neg.f32", rest), total, along)
     of_g = e.f("mul.rn.f32", total, share)
@@ -122,7 +122,7 @@ def _backward_row(
 
 
 def _add_groups(k: Kernel, sums: Sequence[Sequence[list[str]]]) -> None:
-    """The groups' sums, group after group, to (blocks, 2, length): each leaves its own in shared memory first."""
+    """Adds the groups' sums, one group after another, through shared memory, and stores them to (blocks, 2, length)."""
     e, plan = k.e, k.plan
     of_block = 8 * plan.length  # bytes
     far = e.d("mad.wide.u32", e.r("mov.u32", "%ctaid.x"), of_block, k.base["sums"])

@@ -1,4 +1,4 @@
-"""Rows of the `hopper` engine: layer and RMS normalisation over the last axes, by the kernels of `norm`."""
+"""Layer and RMS normalisation over the last axes by the `hopper` engine: which calls `rows` serves, and how."""
 
 import math
 from typing import Any

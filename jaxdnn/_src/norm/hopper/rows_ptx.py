@@ -1,11 +1,12 @@
 """The PTX of the row normalisations, forward: a row in the registers of the threads that share it.
 
-A vector is 16 bytes of a row. Vector j of a row belongs to thread j mod T of the T threads, a group, that share the
-row; a block has several groups, each with a row of its own. Sums go by exchange between the lanes of a warp and, where
-a row has several warps, through shared memory, behind a barrier of the group alone.
+A vector is 16 bytes of a row. T threads, a group, share a row, and vector j belongs to thread j mod T of them; a block
+has several groups, each with a row of its own. Sums are added by exchanges between the lanes of a warp and, if a row
+has several warps, through shared memory, after a barrier of the group.
 
-Order of additions, from the row's length and dtype alone: in a vector one element after the other, a thread's vectors
-pairwise, then the threads of a warp by exchange over lane distances 16, 8, 4, 2, 1, then the warps of a row likewise.
+The order of additions depends on the row's length and dtype alone: the elements of a vector one after another, a
+thread's vectors pairwise, the threads of a warp by exchanges at lane distances 16, 8, 4, 2, 1, and then the warps of a
+row in the same way.
 """
 
 import dataclasses
@@ -19,19 +20,19 @@ ZERO = real(0.0)
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-    """How rows are dealt out.
+    """How rows are partitioned over threads.
 
     Attributes:
       length: elements of a row; its bytes are a multiple of 16.
       dtype, out_dtype: "bf16", "f16" or "f32".
-      threads: T, that share a row: a power of two from 32 to 1024.
-      vectors: that a thread holds of a row.
-      groups: of threads in a block.
-      rows: that a group works on at the same time, forward: it loads scale and bias once for them.
-      stays: whether blocks go from row to row, forward, with scale and bias kept, and the next rows under way while
-        some are worked on. Without it a group has one set of rows.
-      keeps: whether scale stays in registers, backward, where blocks go from row to row in any case.
-      shared: whether blocks that stay keep scale and bias in shared memory, once for all groups, in place of registers.
+      threads: T, the threads that share a row: a power of two from 32 to 1024.
+      vectors: the most vectors of a row that a thread has.
+      groups: groups of threads in a block.
+      rows: forward, the rows that a group processes at the same time; it loads scale and bias once for them.
+      stays: forward, whether blocks are persistent: they process many rows, keep scale and bias, and load the next rows
+        while they compute. Otherwise a group processes one set of rows.
+      keeps: backward, where blocks are always persistent, whether the scale stays in registers.
+      shared: whether persistent blocks keep scale and bias in shared memory, once for all groups, not in registers.
     """
 
     length: int
@@ -47,7 +48,7 @@ class RowPlan:
 
     @property
     def elements(self) -> int:
-        """Of a vector."""
+        """Elements of a vector."""
         return VECTOR_BYTES // SIZES[self.dtype]
 
     @property
@@ -56,7 +57,7 @@ class RowPlan:
 
     @property
     def warps(self) -> int:
-        """Of a row."""
+        """Warps of a row."""
         return self.threads // 32
 
     @property
@@ -68,12 +69,12 @@ class RowPlan:
         return self.groups * self.rows
 
     def slots(self, values: int) -> int:
-        """Floats of shared memory that one exchange of so many values takes."""
+        """Floats of shared memory for one exchange of so many values."""
         return values * self.groups * self.warps
 
 
 class Kernel:
-    """What the kernels share. `operands` names the addresses $0, $1, ...; shared memory's is the last."""
+    """What the row kernels share. `operands` names the addresses $0, $1, ...; that of shared memory follows."""
 
     def __init__(self, plan: RowPlan, rows: int, operands: Sequence[str]) -> None:
         self.plan, self.rows, self.e = plan, rows, Emitter()
@@ -82,7 +83,7 @@ class Kernel:
         self.shared = e.r("mov.b32", f"${len(operands)}")
         thread = e.r("mov.u32", "%tid.x")
         self.lane = e.r("and.b32", thread, 31)
-        self.at = e.r("and.b32", thread, plan.threads - 1)  # the thread's place in its group
+        self.at = e.r("and.b32", thread, plan.threads - 1)  # the thread's number in its group
         self.group = e.r("shr.u32", thread, plan.threads.bit_length() - 1)
         self.barrier = e.r("add.s32", self.group, 1)
         self.warp = e.r("shr.u32", self.at, 5)
@@ -92,7 +93,7 @@ class Kernel:
         self.inside = [self._inside(j) for j in range(plan.vectors)]
 
     def _inside(self, j: int) -> str:
-        """The predicate that the thread's vector j lies within the row; "" if it does for all threads."""
+        """A predicate: whether the thread's vector j is within the row; "" if it is for all threads."""
         plan = self.plan
         if (j + 1) * plan.threads <= plan.row_vectors:
             return ""
@@ -108,13 +109,13 @@ class Kernel:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def row_address(self, name: str, row: str, size: int) -> str:
-        """Where the thread's first vector of a row lies, of an array with elements of `size` bytes."""
+        """The address of the thread's first vector of a row, in an array with elements of `size` bytes."""
         e, plan = self.e, self.plan
         start = e.d("mad.wide.u32", row, plan.length * size, self.base[name])
         return e.d("add.s64", start, e.d("mul.wide.u32", self.at, plan.elements * size))
 
     def load(self, words: Sequence[Sequence[str]], address: str, exists: str) -> None:
-        """A row's vectors into registers; zeros where there is nothing."""
+        """Loads a row's vectors into registers; zeros for vectors or rows that do not exist."""
         for j, registers in enumerate(words):
             guard = self.both(self.inside[j], exists)
             if guard:
@@ -128,7 +129,7 @@ class Kernel:
         return self.e.unpack(self.plan.dtype, words)
 
     def parameter(self, address: str, j: int) -> list[str]:
-        """The elements of scale or bias, float32, that stand at the thread's vector j; 0 beyond the row."""
+        """The elements of scale or bias, float32, for the thread's vector j; 0 beyond the row."""
         e, plan, found = self.e, self.plan, []
         for part in range(plan.elements // 4):
             names = [e.f("mov.f32", ZERO) if self.inside[j] else e.new("f") for _ in range(4)]
@@ -138,7 +139,7 @@ class Kernel:
         return found
 
     def store(self, address: str, j: int, values: Sequence[str], exists: str) -> None:
-        """Rounds a vector of results and writes it."""
+        """Rounds a vector of results and stores it."""
         e, plan = self.e, self.plan
         guard = self.both(self.inside[j], exists)
         words = e.pack(plan.out_dtype, values)
@@ -174,9 +175,9 @@ class Kernel:
         return self.pairwise(parts)
 
     def over_row(self, values: Sequence[str], slot: object) -> list[str]:
-        """The sums of all threads of a group, the same in each; `slot` is the byte at which their shared floats lie."""
+        """The sums over all threads of a group, returned to each; `slot` is the byte offset of their shared memory."""
         e, plan = self.e, self.plan
-        values = [self._over_lanes(v, 32) for v in values]
+        values = [e.add_lanes(v, 16, 1) for v in values]
         if plan.warps == 1:
             return values
         count = len(values)
@@ -189,19 +190,11 @@ class Kernel:
         e.op("bar.sync", self.barrier, plan.threads)
         other = e.scaled(e.r("and.b32", self.lane, plan.warps - 1), 4 * count, start)
         found = [e.f("ld.shared.f32", f"[{other}+{4 * i}]") for i in range(count)]
-        return [self._over_lanes(v, plan.warps) for v in found]
+        return [e.add_lanes(v, plan.warps // 2, 1) for v in found]
 
     def behind(self, slot: object, size: int) -> object:
-        """The byte so far behind another, a constant or a register."""
+        """slot + size, where slot is a constant or a register."""
         return slot + size if isinstance(slot, int) else self.e.r("add.s32", slot, size)
-
-    def _over_lanes(self, value: str, lanes: int) -> str:
-        e, distance = self.e, lanes // 2
-        while distance:
-            word = e.r("shfl.sync.bfly.b32", e.r("mov.b32", value), distance, 31, "0xffffffff")
-            value = e.f("add.rn.f32", value, e.f("mov.b32", word))
-            distance //= 2
-        return value
 
     def less(self, x: Sequence[Sequence[str]], mean: str) -> list[list[str]]:
         """x - mean, and 0 beyond the row."""
@@ -219,7 +212,7 @@ def forward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, eps: float,
     k = Kernel(plan, rows, ["x", *names, "y", "mean", "rstd", "variance"])
     f = _Forward(k, _Shared(k, names) if plan.shared else _Parameters(k, names), centred, eps)
     if plan.stays:
-        _go_from_row_to_row(k, f, blocks)
+        _persistent(k, f, blocks)
         return k.e.text()
     held, always = f.registers(), rows % plan.rows_a_block == 0
     f.load(held, k.first, always)
@@ -227,11 +220,11 @@ def forward(plan: RowPlan, rows: int, blocks: int, *, centred: bool, eps: float,
     return k.e.text()
 
 
-def _go_from_row_to_row(k: Kernel, f: "_Forward", blocks: int) -> None:
-    """While a group works on rows the next ones are on their way into the registers that held them.
+def _persistent(k: Kernel, f: "_Forward", blocks: int) -> None:
+    """Persistent blocks: while a group computes rows, the next ones are loaded into the registers that held them.
 
-    Between rows that are worked on at the same time lies one of every other group, so that no block has two to do
-    where another has none.
+    The rows that a group computes at the same time are interleaved with those of all other groups, so that the last
+    rows are distributed evenly.
     """
     e, plan = k.e, k.plan
     f.apart = blocks * plan.groups
@@ -248,7 +241,7 @@ def _go_from_row_to_row(k: Kernel, f: "_Forward", blocks: int) -> None:
 
 
 class _Parameters:
-    """Scale and bias, read from memory whenever they are needed, or kept in registers."""
+    """Scale and bias, loaded whenever they are needed, or kept in registers."""
 
     def __init__(self, k: Kernel, names: Sequence[str]) -> None:
         self.k, self.names = k, names
@@ -257,7 +250,7 @@ class _Parameters:
         self._kept: list[dict[str, list[str]]] = []
 
     def keep(self) -> None:
-        """For all rows to come."""
+        """Loads them for all rows to come."""
         self._kept = [self.of_vector(j) for j in range(self.k.plan.vectors)]
 
     def of_vector(self, j: int) -> dict[str, list[str]]:
@@ -267,7 +260,7 @@ class _Parameters:
 
 
 class _Shared(_Parameters):
-    """Scale and bias in shared memory, in front of all else: of 16 bits, first the first half of each vector's."""
+    """Scale and bias at the start of shared memory; for 16-bit x first the first halves of all vectors' parameters."""
 
     def __init__(self, k: Kernel, names: Sequence[str]) -> None:
         super().__init__(k, names)
@@ -304,22 +297,22 @@ class _Shared(_Parameters):
         return found
 
 
-Held = list[list[list[str]]]  # the registers of rows: of each its vectors, four words or all elements of each
+Held = list[list[list[str]]]  # the registers of rows: for each row its vectors, as four words or as all elements
 
 
 class _Forward:
-    """What a group does with the rows that it works on at the same time."""
+    """The computation of a group on the rows that it processes at the same time."""
 
     def __init__(self, k: Kernel, parameters: _Parameters, centred: bool, eps: float) -> None:
         self.k, self.parameters, self.centred, self.eps = k, parameters, centred, eps
-        self.apart = 1  # from one of those rows to the next
+        self.apart = 1  # the distance from one of these rows to the next
 
     def registers(self) -> Held:
         plan = self.k.plan
         return [[[self.k.e.new() for _ in range(4)] for _ in range(plan.vectors)] for _ in range(plan.rows)]
 
     def _numbered(self, first: str, always: bool) -> list[tuple[str, str]]:
-        """The rows from `first` on, and the predicates that they are there."""
+        """The rows from `first` on, and predicates, whether they exist."""
         k = self.k
         found = [first, *(k.e.r("add.s32", first, i * self.apart) for i in range(1, k.plan.rows))]
         return [(row, k.exists(row, always)) for row in found]
@@ -332,7 +325,7 @@ class _Forward:
         return [[self.k.unpack(words) for words in vectors] for vectors in held]
 
     def rows(self, x: Held, first: str, always: bool, slot: object) -> None:
-        """Statistics and results of the rows; `slot` is where their shared floats lie, for three exchanges."""
+        """Statistics and results of the rows; `slot` is the offset of shared memory for three exchanges."""
         k, plan = self.k, self.k.plan
         numbered = self._numbered(first, always)
         d, mean, rstd, variance = self._statistics(x, slot)
@@ -367,7 +360,7 @@ class _Forward:
         if self.centred:
             mean = _means(k, [k.dot(v, None) for v in d], slot)
             d = [k.less(v, m) for v, m in zip(d, mean, strict=True)]
-            if plan.dtype == "f32":  # what rounding the mean has cost
+            if plan.dtype == "f32":  # corrects for the rounding of the mean
                 rest = _means(k, [k.dot(v, None) for v in d], k.behind(slot, exchange))
                 d = [k.less(v, m) for v, m in zip(d, rest, strict=True)]
                 mean = [e.f("add.rn.f32", *pair) for pair in zip(mean, rest, strict=True)]
@@ -377,5 +370,5 @@ class _Forward:
 
 
 def _means(k: Kernel, parts: Sequence[str], slot: object) -> list[str]:
-    """A group's sums over its rows, each times 1 / n."""
+    """The means of a group's rows from the threads' parts of their sums."""
     return [k.e.f("mul.rn.f32", total, real(1 / k.plan.length)) for total in k.over_row(parts, slot)]

@@ -1,4 +1,4 @@
-"""The PTX of the softmax family's backward pass: dy and y of a row in registers, dealt out as `ptx` does.
+"""The PTX of the softmax family's backward pass: dy and y of a row in registers, partitioned as in `ptx`.
 
 The result is y (dy - sum of y dy); for a log-softmax dy - exp(y) (sum of dy), and for its derivative along dy it is
 dy - sum of exp(y) dy. The sum is in the order that `ptx` states.

@@ -1,4 +1,4 @@
-"""The `hopper` engine of the softmax family: the Pallas kernels of `softmax`, for compute capability 9.0."""
+"""The `hopper` engine of the softmax family: which calls the kernels for compute capability 9.0 serve."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from jaxdnn._src.softmax.primitive import OPS, SoftmaxSpec
 
 
 def _geometry(call: engines.Call) -> tuple[int, int]:
-    """Rows, and the length of one."""
+    """The number of rows, and the length of a row."""
     shape, count = call.avals[0].shape, len(call.spec.axes)
     return math.prod(shape[: len(shape) - count]), math.prod(shape[len(shape) - count :])
 

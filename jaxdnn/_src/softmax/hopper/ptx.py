@@ -1,14 +1,13 @@
 """The PTX of the softmax kernels: a row in the registers of the threads that share it.
 
-A vector is 16 bytes of a row. Vector j of a row belongs to thread j mod T of the T threads that share the row, which
-holds its vectors t, T + t, 2T + t, ... Loads are all issued before the first use; what lies beyond the row's end reads
-as -inf (forward) or 0 (backward), which adds nothing.
+A vector is 16 bytes of a row. T threads share a row; thread t has its vectors t, T + t, 2T + t, ... All loads are
+issued before the first use. Elements beyond the row's end are -inf (forward) or 0 (backward), which adds nothing.
 
-Order of additions, from the row's length and dtype alone: in a vector the elements pairwise, ((0+1)+(2+3))+...; a
-thread's vectors pairwise too; then the threads of a warp by exchange over lane distances T/2 or 16, ..., 2, 1; then
-the warps of a block likewise, and then the blocks of a cluster. A row that does not fit into the registers of a cluster
-is read twice, in rounds of a few vectors a thread: the sums of the rounds are added one after the other, rescaled to
-the largest element so far.
+The order of additions depends on the row's length and dtype alone: the elements of a vector pairwise,
+((0+1)+(2+3))+...; a thread's vectors pairwise; the threads of a warp by exchanges at lane distances T/2 or 16, ..., 2,
+1; then the warps of a block in the same way, and then the blocks of a cluster. A row that does not fit into the
+registers of a cluster is read twice, in rounds of a few vectors for each thread: the sums of the rounds are added one
+after another, rescaled to the largest element so far.
 
 exp(d) is ex2.approx(d log2 e), with d = x - m rounded first; log(s) is lg2.approx(s) / log2 e.
 """
@@ -27,17 +26,17 @@ LARGEST, LOWEST, ZERO = real(3.4028234663852886e38), real(-3.4028234663852886e38
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-    """How rows are dealt out.
+    """How rows are partitioned over threads.
 
     Attributes:
       length: elements of a row; its bytes are a multiple of 16.
       dtype, out_dtype: "bf16", "f16" or "f32".
-      threads: T, that share a row: a power of two; a part of a block, a block, or all blocks of a cluster.
-      vectors: that a thread holds of a row at a time.
+      threads: T, the threads that share a row: a power of two; a part of a block, a block, or a cluster's blocks.
+      vectors: vectors of a row that a thread has at a time.
       block: threads of a block.
       cluster: blocks that share a row.
-      stages: places that a warp has in shared memory, into which the copy engine brings its parts of rows while others
-        are worked on (`stream_ptx`), forward only; 0: rows go straight into registers.
+      stages: forward, slots of a warp in shared memory, into which bulk copies load its parts of the next rows
+        (`stream_ptx`); 0: rows are loaded into registers.
     """
 
     length: int
@@ -51,7 +50,7 @@ class RowPlan:
 
     @property
     def elements(self) -> int:
-        """Of a vector."""
+        """Elements of a vector."""
         return VECTOR_BYTES // SIZES[self.dtype]
 
     @property
@@ -60,31 +59,28 @@ class RowPlan:
 
     @property
     def rounds(self) -> int:
-        """How often all threads read their vectors until the row has been read."""
+        """How many rounds of all threads' vectors a row has."""
         return -(-self.row_vectors // (self.threads * self.vectors))
 
     @property
     def rows_a_block(self) -> int:
-        """Of a cluster, where one shares a row."""
+        """Rows of a block, or of a cluster that shares a row."""
         return max(1, self.block // self.threads)
 
     @property
     def warps_a_row(self) -> int:
-        """Of one block."""
+        """Warps of one block that share a row."""
         return max(1, min(self.threads, self.block) // 32)
 
 
-# From a vector's number to the guard of its load, and by how many bytes the round's first vector lies behind the row's
-# first, in the input and in the output: registers, or "".
+# A vector's number to the guard of its load, and to the byte offsets of the round's first vector from the row's first,
+# in the input and in the output: registers, or "".
 Vector = Callable[[int], tuple[str, str, str]]
 
 
 @dataclasses.dataclass
 class Row:
-    """The row that a thread works on: where its first vector lies, and the predicate that it is in the array.
-
-    That is "" if it always is.
-    """
+    """A thread's row: the addresses of its first vector, and a predicate, whether the row exists ("" if always)."""
 
     sources: list[str]
     target: str
@@ -105,14 +101,14 @@ class Kernel:
         self.lane = e.r("and.b32", thread, 31)
         self.warp = e.r("shr.u32", thread, 5)
         self.rank = e.r("mov.u32", "%cluster_ctarank") if plan.cluster > 1 else ""
-        # The thread's place among those of its row.
+        # The thread's number among those of its row.
         self.at = e.scaled(self.rank, plan.block, thread) if self.rank else e.r("and.b32", thread, plan.threads - 1)
         block = e.r("mov.u32", "%clusterid.x" if self.rank else "%ctaid.x")
         group = 0 if self.rank else e.r("shr.u32", thread, plan.threads.bit_length() - 1)
         row = e.r("mad.lo.s32", block, plan.rows_a_block, group)
         self.used, self.started = 0, False
         self.stride = plan.threads  # between vectors of one thread
-        if self.rank and not plan.stages:  # waited for before the first store into another block: by then it runs
+        if self.rank and not plan.stages:  # waited for before the first store to another block, which must run by then
             e.op("barrier.cluster.arrive.relaxed.aligned")
         self.row = self._row(inputs, output, row, row_count, reduced)
 
@@ -132,11 +128,7 @@ class Kernel:
 
     @contextlib.contextmanager
     def rounds(self) -> Iterator[Vector]:
-        """Rounds over the row. Yields a function from a vector's number to the guard of its load, and two offsets.
-
-        The offsets are registers that hold by how many bytes the round's first vector lies behind the row's first, in
-        the input and in the output, or "" if there is one round only.
-        """
+        """A loop over the rounds of a row; yields a `Vector`, whose offsets are "" if there is one round only."""
         e, plan = self.e, self.plan
         step = plan.threads * plan.vectors
         if plan.rounds == 1:
@@ -149,7 +141,7 @@ class Kernel:
             yield lambda j: (self._guard(first, j, (plan.rounds - 1) * step), moved, out_moved)
 
     def _guard(self, first: str, j: int, last_start: int) -> str:
-        """The predicate under which the vector exists; that of the row, if all of its rounds have this vector."""
+        """A predicate: whether the vector exists; that of the row, if all threads have it in every round."""
         plan, row = self.plan, self.row
         if last_start + (j + 1) * plan.threads <= plan.row_vectors:
             return row.exists
@@ -157,7 +149,7 @@ class Kernel:
         return self.e.p("and.pred", inside, row.exists) if row.exists else inside
 
     def load(self, operand: int, vector: Vector, fill: int) -> list[list[str]]:
-        """The registers of a thread's vectors, as they lie in memory."""
+        """The registers of a thread's vectors, in the dtype of memory."""
         e, plan, row, found = self.e, self.plan, self.row, []
         for j in range(plan.vectors):
             guard, moved, _ = vector(j)
@@ -173,7 +165,7 @@ class Kernel:
         return self.e.unpack(self.plan.dtype, words)
 
     def store(self, vector: Vector, j: int, values: Sequence[str]) -> None:
-        """Rounds a vector of results and writes it."""
+        """Rounds a vector of results and stores it."""
         e, plan, row = self.e, self.plan, self.row
         guard, _, moved = vector(j)
         words = e.pack(plan.out_dtype, values)
@@ -186,7 +178,7 @@ class Kernel:
             start += 4 * len(part)
 
     def store_scalar(self, value: str) -> None:
-        """Writes the row's one result, by the first of its threads."""
+        """Stores the single result of a row, in the first of its threads."""
         e, out, row = self.e, self.plan.out_dtype, self.row
         first = e.p("setp.eq.u32", self.at, 0)
         first = e.p("and.pred", first, row.exists) if row.exists else first
@@ -207,12 +199,12 @@ class Kernel:
         return values[0]
 
     def over_row(self, instruction: str, value: str) -> str:
-        """The value of all threads of a row joined, the same in each of them."""
+        """The values of all threads of a row combined; every thread gets the result."""
         value = self.over_block(instruction, value)
         return self.over_cluster(instruction, value) if self.plan.cluster > 1 else value
 
     def over_block(self, instruction: str, value: str) -> str:
-        """The value of those threads joined that share a row in a block."""
+        """The values of the threads combined that share a row in a block."""
         e, plan = self.e, self.plan
         value = self.over_lanes(instruction, value, min(plan.threads, 32))
         if plan.warps_a_row == 1:
@@ -226,7 +218,7 @@ class Kernel:
         return self.over_lanes(instruction, there, plan.warps_a_row)
 
     def over_cluster(self, instruction: str, value: str) -> str:
-        """The values of the cluster's blocks joined: each leaves its own in the shared memory of all."""
+        """The values of the cluster's blocks combined: each block stores its own to the shared memory of all."""
         e, plan = self.e, self.plan
         slot = self._slot(plan.cluster)
         if not self.started:
@@ -241,7 +233,7 @@ class Kernel:
         return self.over_lanes(instruction, e.f("ld.shared.f32", f"[{e.scaled(mine, 4, slot)}]"), plan.cluster)
 
     def _slot(self, count: int) -> str:
-        """Shared memory for so many floats; none is used twice, so every exchange needs one barrier only."""
+        """Shared memory for so many floats. None is used twice, so that every exchange needs only one barrier."""
         slot = self.e.r("add.s32", self.shared, 4 * self.used)
         self.used += count
         return slot
@@ -317,13 +309,13 @@ def finisher(k: Kernel, algorithm: str, s: str) -> Callable[[str], str]:
 
 
 def bounded(k: Kernel, algorithm: str, m: str) -> str:
-    """What is subtracted before the row's largest element is known: -inf minus it is -inf, and not NaN."""
+    """m as a finite number, to be subtracted before the row's largest element is known: -inf minus it is not NaN."""
     above = k.e.f("max.f32", m, LOWEST)
     return k.e.f("min.f32", above, LARGEST) if algorithm == "logsumexp" else above
 
 
 def _forward_twice(k: Kernel, algorithm: str, fill: int) -> None:
-    """First the largest element and the sum together, the sum rescaled when a larger element comes; then the rest."""
+    """Two passes: the largest element and the sum, rescaled at each larger element; then the results."""
     e, finite = k.e, ft.partial(bounded, k, algorithm)
     m, s = ("" if algorithm == "fast" else e.f("mov.f32", real(float("-inf")))), e.f("mov.f32", ZERO)
     with k.rounds() as vector:

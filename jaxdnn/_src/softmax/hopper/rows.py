@@ -1,12 +1,12 @@
-"""Softmax, its backward pass and logsumexp on Hopper: rows in registers (Pallas, Mosaic GPU).
+"""Softmax, its backward pass and logsumexp on Hopper: rows in registers. PTX text.
 
-Schedule. Rows lie one after the other in memory. Up to a warp of threads shares a short row; a long one is shared by a
-block of 128 to 512 threads, and a longer one by the blocks of a cluster, up to eight. A thread loads its 16-byte
-vectors straight into registers, all before the first use, so the row is read once; maximum and sum go by exchange
-between lanes, then through shared memory between warps, then through the cluster's between blocks. Blocks are many and
-small: while some wait for memory, others compute. Forward, for long rows (`_streamed_bytes`), blocks stay, and rows
-come and go through shared memory (`stream_ptx`). A row too long for a cluster's registers is read twice.
-`ptx` writes the instructions and states the order of additions, which follows from the row's length and dtype.
+Schedule. Rows are contiguous in memory. At most a warp of threads shares a short row, a block of 128 to 512 threads a
+long row, and the blocks of a cluster, up to eight, a longer one. A thread loads its 16-byte vectors into registers, all
+before the first use, so that the row is read once. Maximum and sum are combined by exchanges between lanes, then
+through shared memory between warps, then through that of the cluster between blocks. There are many small blocks: while
+some wait for memory, others compute. Forward, for long rows (`_streamed_bytes`), blocks are persistent, and rows are
+loaded and stored through shared memory (`stream_ptx`). A row that does not fit into a cluster's registers is read
+twice. `ptx` emits the instructions and states the order of additions, which depends on the row's length and dtype.
 
 Limits. The row's bytes are a multiple of 16; bfloat16, float16 or float32; the reduced axes are the last ones.
 Exponentials are 2^x by the special function unit, whose results below 2^-126 are zero.
@@ -25,10 +25,10 @@ from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 from jaxdnn._src.softmax.hopper import dgrad_ptx, ptx, stream_ptx
 from jaxdnn._src.softmax.hopper.ptx import RowPlan
 
-VECTORS = 4  # of an operand that a thread holds at most: more registers would mean fewer blocks at a time
-CLUSTER = 8  # blocks at most, on any device
-# Where blocks stay: how many threads of them a multiprocessor has, the bytes of a row that these hold at most (eight
-# vectors a thread), and the shared memory of a block, beside which Pallas and the device take a KB each.
+VECTORS = 4  # the most vectors of an operand for a thread: more registers would mean fewer blocks at a time
+CLUSTER = 8  # the most blocks of a cluster
+# Persistent blocks: their threads on a multiprocessor, the most bytes of a row in these threads' registers (eight
+# vectors a thread), and the shared memory of a block, without a KB each that Pallas and the device use.
 THREADS = 512
 SLICE = 64 << 10
 ROOM = {512: 226 << 10, 256: 112 << 10}
@@ -36,7 +36,7 @@ SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 block
 
 
 def plan(length: int, dtype: str, out_dtype: str, operands: int, algorithm: str = "") -> RowPlan:
-    """How rows of a length are dealt out to threads, forward with the algorithm."""
+    """How rows of a length are partitioned over threads; forward for the algorithm."""
     vectors = length * SIZES[dtype] // VECTOR_BYTES
     low, high = _streamed_bytes(algorithm, SIZES[dtype])
     if operands == 1 and low < vectors * VECTOR_BYTES <= high:
@@ -61,14 +61,14 @@ def plan(length: int, dtype: str, out_dtype: str, operands: int, algorithm: str 
 
 
 def _streamed_bytes(algorithm: str, size: int) -> tuple[int, int]:
-    """Of rows for which blocks stay: longer than the first, up to the second (`benchmarks/notes-softmax.md`)."""
+    """Persistent blocks serve rows of more bytes than the first, up to the second (benchmarks/notes-softmax.md)."""
     if algorithm == "logsumexp":
         return SLICE // 2, 2 * SLICE
     return SLICE // (4 if algorithm == "log" and size == 2 else 2), CLUSTER * SLICE
 
 
 def _streamed(length: int, dtype: str, out_dtype: str, algorithm: str) -> RowPlan:
-    """Blocks that stay, as few to a cluster as can hold a row, with as many places for rows as fit."""
+    """Persistent blocks: the smallest cluster that holds a row, with as many slots for rows as fit."""
     row, reduced = length * SIZES[dtype], algorithm == "logsumexp"
     block, cluster = THREADS // 2 if reduced else THREADS, 1
     while not reduced and cluster * SLICE < row:
@@ -97,13 +97,13 @@ def forward_code(plan: RowPlan, rows: int, algorithm: str) -> str:
 
 
 def clusters(plan: RowPlan, rows: int) -> int:
-    """Blocks, or clusters of them: as many as the rows need, or of those that stay as many as there are at a time."""
+    """The number of blocks or clusters: as many as the rows need, or, if persistent, as many as run at a time."""
     at_a_time = CLUSTERS_AT_ONCE[plan.cluster] * (THREADS // plan.block)
     return min(rows, at_a_time) if plan.stages else -(-rows // plan.rows_a_block)
 
 
 def floats(plan: RowPlan) -> int:
-    """Of a block's shared memory."""
+    """Floats of a block's shared memory."""
     return stream_ptx.shared_bytes(plan) // 4 if plan.stages else SHARED_FLOATS
 
 

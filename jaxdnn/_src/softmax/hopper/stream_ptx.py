@@ -1,18 +1,20 @@
-"""The PTX of the forward softmax for long rows: clusters that stay, rows on their way through their shared memory.
+"""The PTX of the forward softmax for long rows: persistent clusters, with rows loaded through shared memory.
 
-Each block of a cluster has one slice of the row, each of its warps one part of the slice, contiguous. A warp has a ring
-of places of its own, which the bulk copy engine fills with its parts of the next rows while one is worked on. It takes
-its part's largest element m and sum s of exp(x - m), and leaves the two in the shared memory of all blocks,
-asynchronously: one trip, for which a barrier there counts bytes (arrivals, where one block has the row). Warps meet
-nowhere else. Exponentials stay in registers meanwhile. Results as wide as the elements go into the part's place, from
-which the engine brings them to memory, so that no thread waits for a store; a row later the place is filled anew.
+Each block of a cluster has one slice of the row, and each of its warps one contiguous part of the slice. A warp has its
+own ring of slots, into which bulk copies load its parts of the next rows while it computes one. It computes its part's
+largest element m and the sum s of exp(x - m), and stores both into the shared memory of all blocks by asynchronous
+stores, whose bytes an mbarrier of the receiver counts (it counts arrivals if one block has the whole row). Warps wait
+for each other nowhere else. Exponentials stay in registers meanwhile. Results as wide as the elements are written to
+the part's slot, from which a bulk copy stores them, so that no thread waits for a store; the slot is filled again one
+row later.
 
-For logsumexp nothing is kept. A part may then be of several pieces, which go through the places one after the other.
+For logsumexp no exponentials are kept. A part may then have several pieces, which go through the slots one by one.
 
-Order of additions: vector i of a piece belongs to lane i modulo 32. In a vector the elements pairwise, a lane's vectors
-of a piece pairwise; for logsumexp the pieces one after the other, each time rescaled to the lane's largest element so
-far, and the lanes' sums to the warp's; the lanes of a warp by exchange over distances 16, 8, 4, 2, 1; then, rescaled to
-the row's, the sums of like warps over the blocks pairwise, and over the warps by exchange.
+Order of additions: vector i of a piece belongs to lane i modulo 32. The elements of a vector pairwise, and a lane's
+vectors of a piece pairwise. For logsumexp the pieces one after another, each time rescaled to the lane's largest
+element so far, and then the lanes' sums rescaled to that of the warp. The lanes of a warp by exchanges at distances 16,
+8, 4, 2, 1. Then, rescaled to the row's largest element, the sums of warps with the same number over the blocks
+pairwise, and these over the warps by exchanges.
 """
 
 import contextlib
@@ -29,39 +31,39 @@ _STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
 
 
 def slice_vectors(plan: RowPlan) -> int:
-    """Of a row, that each block of a cluster has; the last may have fewer."""
+    """Vectors of a row for each block of a cluster; the last may have fewer."""
     return -(-plan.row_vectors // plan.cluster)
 
 
 def part_vectors(plan: RowPlan) -> int:
-    """Of a slice, that each warp has; the last may have fewer."""
+    """Vectors of a slice for each warp; the last may have fewer."""
     return -(-slice_vectors(plan) // plan.warps_a_row)
 
 
 def pieces(plan: RowPlan) -> int:
-    """Of a part."""
+    """The number of pieces of a part."""
     return -(-part_vectors(plan) // (32 * plan.vectors))
 
 
 def piece_vectors(plan: RowPlan) -> int:
-    """Of a part, that each piece has; the last may have fewer."""
+    """Vectors of a part in each piece; the last may have fewer."""
     return -(-part_vectors(plan) // pieces(plan))
 
 
 def _least_vectors(plan: RowPlan) -> int:
-    """Of the last piece of the last warp of the last block."""
+    """Vectors of the last piece of the last warp of the last block."""
     of_slice = plan.row_vectors - (plan.cluster - 1) * slice_vectors(plan)
     of_part = of_slice - (plan.warps_a_row - 1) * part_vectors(plan)
     return of_part - (pieces(plan) - 1) * piece_vectors(plan)
 
 
 def _exchange_bytes(plan: RowPlan) -> int:
-    """Of a row's pairs; two rows take turns."""
+    """Bytes of the pairs (m, s) of a row; there is memory for two rows."""
     return plan.warps_a_row * plan.cluster * _PAIR
 
 
 def _rings_at(plan: RowPlan) -> int:
-    """The two exchanges, their two barriers, and the rings' lie before."""
+    """The offset of the rings, after the memory of two exchanges, their two mbarriers, and those of the rings."""
     return -(-(2 * _exchange_bytes(plan) + 16 + 8 * plan.warps_a_row * plan.stages) // 128) * 128
 
 
@@ -70,7 +72,7 @@ def shared_bytes(plan: RowPlan) -> int:
 
 
 def check(plan: RowPlan, algorithm: str) -> None:
-    """A ValueError for a plan that the kernel cannot follow."""
+    """Raises a ValueError for a plan that the kernel does not support."""
     held = algorithm != "logsumexp"
     if _least_vectors(plan) < 1 or (held and (pieces(plan) > 1 or plan.stages < 2)):
         raise ValueError(f"a plan that leaves a warp without elements, or with more than it can hold: {plan}")
@@ -89,7 +91,7 @@ def forward(plan: RowPlan, row_count: int, clusters: int, algorithm: str) -> str
 
 
 class _Stream(ptx.Kernel):
-    """A warp's way through its cluster's rows."""
+    """The kernel of persistent clusters."""
 
     def __init__(self, plan: RowPlan, row_count: int, clusters: int, algorithm: str) -> None:
         super().__init__(plan, row_count, 1)
@@ -128,30 +130,30 @@ class _Stream(ptx.Kernel):
             leads=e.p("setp.eq.u32", self.lane, 0),
         )
         self.begin = e.r("mov.u32", "%clusterid.x" if self.rank else "%ctaid.x")
-        self.asked_row, self.asked_at = e.r("mov.b32", self.begin), e.r("mov.b32", 0)  # the piece that is asked next
-        asked = plan.stages - self.in_place  # a row that goes back asks for the next one while its place is in use
-        first = min(self.pieces, asked)
+        self.next_row, self.next_at = e.r("mov.b32", self.begin), e.r("mov.b32", 0)  # the piece that is loaded next
+        loads = plan.stages - self.in_place  # if results are stored from slots, one slot is in use at each load
+        first = min(self.pieces, loads)
         for _ in range(first):
-            self.ask()
-        # The first row of all warps is asked for before any other; and now the barriers of all blocks are made.
+            self.load_next()
+        # The loads of all warps' first rows come before any other; after this, all blocks' mbarriers are initialised.
         if self.rank:
             e.op("barrier.cluster.arrive.release.aligned")
             e.op("barrier.cluster.wait.acquire.aligned")
         else:
             e.op("bar.sync", 1, plan.block)
-        for _ in range(asked - first):
-            self.ask()
+        for _ in range(loads - first):
+            self.load_next()
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def reduce_rows(self) -> None:
-        """Rows of which nothing is written but the logarithm of their sum."""
+        """The loop over rows for logsumexp."""
         e = self.e
         m_start, s_start = real(float("-inf")), ZERO
         own_m, own_s = e.f("mov.f32", m_start), e.f("mov.f32", s_start)
         with e.loop(self.begin, self.row_count, self.clusters) as row:
             with self.each_piece() as at:
-                words = self.come(at)
+                words = self.next_piece(at)
                 self.fill()
                 self.add(words, own_m, own_s)
             m, s = self.over_all(own_m, own_s)
@@ -162,10 +164,10 @@ class _Stream(ptx.Kernel):
             self.store_scalar(e.f("add.rn.f32", m, finisher(self, self.algorithm, s)("")))
 
     def write_rows(self) -> None:
-        """Rows whose exponentials stay in registers until the row's sum is known."""
+        """The loop over rows for softmax: exponentials stay in registers until the row's sum is known."""
         e, log = self.e, self.algorithm == "log"
         with e.loop(self.begin, self.row_count, self.clusters) as row:
-            words = self.come(e.r("mov.b32", 0))
+            words = self.next_piece(e.r("mov.b32", 0))
             own, shift = ZERO, ""
             if self.algorithm != "fast":
                 own = self.over_lanes("max.f32", self.largest(words), 32)
@@ -186,7 +188,7 @@ class _Stream(ptx.Kernel):
 
     @contextlib.contextmanager
     def each_piece(self) -> Iterator[str]:
-        """The pieces of a row, by how many vectors of the part lie before."""
+        """A loop over the pieces of a part; yields how many vectors of the part come before the piece."""
         if self.pieces == 1:
             yield self.e.r("mov.b32", 0)
             return
@@ -195,30 +197,30 @@ class _Stream(ptx.Kernel):
 
     # ---- pieces ------------------------------------------------------------------------------------------------------
 
-    def ask(self) -> None:
-        """Has the next piece, if there is such a row, brought to the next place."""
+    def load_next(self) -> None:
+        """Starts the copy of the next piece, if its row exists, into the next slot."""
         e = self.e
-        source = e.d("mad.wide.u32", self.asked_row, self.plan.row_vectors * VECTOR_BYTES, self.source)
-        source = e.d("mad.wide.u32", self.asked_at, VECTOR_BYTES, source)
-        there = e.p("setp.lt.s32", self.asked_row, self.row_count)
-        self.ring.fill(source, e.r("mul.lo.s32", self.vectors_from(self.asked_at), VECTOR_BYTES), there)
-        e.op("add.s32", self.asked_at, self.asked_at, self.piece)
-        last = e.p("setp.eq.s32", self.asked_at, self.pieces * self.piece)
-        e.op("mov.b32", self.asked_at, 0, when=last)
-        e.op("add.s32", self.asked_row, self.asked_row, self.clusters, when=last)
+        source = e.d("mad.wide.u32", self.next_row, self.plan.row_vectors * VECTOR_BYTES, self.source)
+        source = e.d("mad.wide.u32", self.next_at, VECTOR_BYTES, source)
+        there = e.p("setp.lt.s32", self.next_row, self.row_count)
+        self.ring.fill(source, e.r("mul.lo.s32", self.vectors_from(self.next_at), VECTOR_BYTES), there)
+        e.op("add.s32", self.next_at, self.next_at, self.piece)
+        last = e.p("setp.eq.s32", self.next_at, self.pieces * self.piece)
+        e.op("mov.b32", self.next_at, 0, when=last)
+        e.op("add.s32", self.next_row, self.next_row, self.clusters, when=last)
 
     def vectors_from(self, at: str) -> str:
-        """Of the piece that begins there."""
+        """The vectors of the piece that begins at a vector of the part."""
         return self.e.r("min.s32", self.e.r("sub.s32", self.mine, at), self.piece)
 
     def guard(self, j: int, count: str) -> str:
-        """The predicate that a lane has a vector j; "" if it always has."""
+        """A predicate: whether a lane has a vector j; "" if it always has."""
         if (j + 1) * self.stride <= _least_vectors(self.plan):
             return ""
         return self.e.p("setp.lt.s32", self.e.r("add.s32", self.lane, j * self.stride), count)
 
     def held(self, place: str, at: str) -> list[list[str]]:
-        """The registers of a lane's vectors, as they lie in memory; -inf beyond the piece."""
+        """The registers of a lane's vectors, in the dtype of memory; -inf beyond the piece."""
         e, found = self.e, []
         fill = ptx.NEGATIVE_INFINITY[self.plan.dtype]
         start, count = e.scaled(self.lane, VECTOR_BYTES, self.ring.address(place)), self.vectors_from(at)
@@ -230,15 +232,15 @@ class _Stream(ptx.Kernel):
             found.append(words)
         return found
 
-    def come(self, at: str) -> list[list[str]]:
-        """The next piece, once it has come."""
+    def next_piece(self, at: str) -> list[list[str]]:
+        """Waits for the next piece and returns its vectors."""
         self.ring.wait()
         words = self.held(self.ring.read, at)
         self.ring.next_read()
         return words
 
     def add(self, words: list[list[str]], m: str, s: str) -> None:
-        """Takes a piece into a lane's largest element m and its sum s."""
+        """Updates a lane's largest element m and its sum s by a piece."""
         e, finite = self.e, ft.partial(bounded, self, self.algorithm)
         larger = e.f("max.f32", m, self.largest(words))
         shift = finite(larger)
@@ -248,7 +250,7 @@ class _Stream(ptx.Kernel):
         e.op("add.rn.f32", s, s, self.pairwise("add.rn.f32", terms))
 
     def write(self, row: str, results: Iterable[list[str]]) -> None:
-        """Writes a part's results, vector by vector."""
+        """Stores a part's results, vector by vector."""
         e, plan = self.e, self.plan
         out_vector = plan.elements * SIZES[plan.out_dtype]
         target = e.d("mad.wide.u32", row, plan.row_vectors * out_vector, self.target)
@@ -266,16 +268,16 @@ class _Stream(ptx.Kernel):
         self.ring.next_write()
 
     def fill(self) -> None:
-        """Asks for the next piece: in the place of the last row where that goes back to memory, else in this one's."""
+        """Starts the next load: into the last row's slot, if results are stored from slots, else into this row's."""
         if self.in_place:
             self.ring.wait_for_stores()
         else:
             self.e.loads_done()
             self.e.op("bar.warp.sync", "0xffffffff")  # of all lanes
-        self.ask()
+        self.load_next()
 
     def largest(self, words: list[list[str]]) -> str:
-        """Of a lane's elements; those of 16 bits two at a time."""
+        """The largest of a lane's elements; 16-bit elements are compared two at a time."""
         flat, dtype = [word for v in words for word in v], self.plan.dtype
         while dtype != "f32" and len(flat) > 1:
             pairs = list(zip(flat[::2], flat[1::2], strict=False))
@@ -285,7 +287,7 @@ class _Stream(ptx.Kernel):
     # ---- sums over the row -------------------------------------------------------------------------------------------
 
     def over_all(self, m: str, s: str) -> tuple[str, str]:
-        """The row's largest element and its sum, from those of all lanes."""
+        """The row's largest element and sum, from those of all lanes."""
         e, finite = self.e, ft.partial(bounded, self, self.algorithm)
         own = self.over_lanes("max.f32", m, 32)
         s = e.f("mul.rn.f32", s, self.exp(e.f("sub.rn.f32", finite(m), finite(own))))
@@ -293,7 +295,7 @@ class _Stream(ptx.Kernel):
         return self.joined(*self.receive())
 
     def joined(self, theirs: list[str], sums: list[str]) -> tuple[str, str]:
-        """The row's largest element and its sum, from a lane's share of what the warps have sent."""
+        """The row's largest element and sum, from the warps' pairs that this lane has received."""
         e, m, finite = self.e, "", ft.partial(bounded, self, self.algorithm)
         if self.algorithm != "fast":
             m = self.over_lanes("max.f32", self.pairwise("max.f32", theirs), self.warps)
@@ -303,7 +305,7 @@ class _Stream(ptx.Kernel):
         return m, self.over_lanes("add.rn.f32", self.pairwise("add.rn.f32", sums), self.warps)
 
     def send(self, m: str, s: str) -> None:
-        """A warp's pair to all blocks, a lane for each. Outside of a cluster there is no asynchronous store."""
+        """Stores a warp's pair to all blocks, one lane for each. Without a cluster the store is synchronous."""
         e, plan = self.e, self.plan
         pair = e.scaled(self.turn, _exchange_bytes(plan), e.scaled(self.warp, _PAIR, self.shared))
         barrier = e.scaled(self.turn, 8, self.sums)
@@ -319,7 +321,7 @@ class _Stream(ptx.Kernel):
         e.op(_STORE, f"[{pair}]", values, f"[{barrier}]", when=when)
 
     def receive(self) -> tuple[list[str], list[str]]:
-        """For lane i, the largest elements and the sums of warp i modulo the warps of a block, of all blocks."""
+        """Waits for all pairs; returns, for lane i, m and s of warp i (modulo a block's warps) of every block."""
         e, plan = self.e, self.plan
         again, barrier = e.label(), f"[{e.scaled(self.turn, 8, self.sums)}]"
         e.place(again)
