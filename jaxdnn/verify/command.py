@@ -32,7 +32,7 @@ WRITTEN_EVERY = 3.0  # seconds, while random calls run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn verify`."""
     several = {
-        "op": (matrix.ops(), "only these ops, and all that they promise; `jaxdnn info` lists them"),
+        "op": (matrix.ops(), "only these ops, and all that they guarantee; `jaxdnn info` lists them"),
         "engine": (matrix.engines(), f"only these engines: {', '.join(matrix.engines())}"),
         "dtype": (DTYPES, f"only these dtypes: {', '.join(DTYPES)}"),
         "level": (LEVELS, f"only these levels' procedures: {', '.join(LEVELS[1:])}; or {LEVELS[0]}: none"),
@@ -77,7 +77,7 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs what the arguments ask for. Returns 0, 1 if anything failed, 2 for an unknown case."""
+    """Runs the selected cells and procedures. Returns 0, 1 if anything failed, 2 for an unknown case."""
     if reason := _misplaced(arguments):
         print(f"jaxdnn verify: {reason}", file=sys.stderr)
         return 2
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     results, trials = _execute(arguments, chosen, procedures, flush, console)
     if procedures and not trials:
-        print(f"jaxdnn verify: no engine here promises what {', '.join(procedures)} tests.", file=sys.stderr)
+        print(f"jaxdnn verify: no engine here guarantees what {', '.join(procedures)} tests.", file=sys.stderr)
         return 2
     finished = {
         "command": shlex.join(["jaxdnn", "verify", *_words(arguments)]),
@@ -169,7 +169,7 @@ def _reproduce_random(arguments: argparse.Namespace, index: int, towards: str | 
 
 
 def _misplaced(arguments: argparse.Namespace) -> str | None:
-    """Why arguments do not go together: those of random calls, of meshes and of the matrix."""
+    """Why the arguments (of random calls, of meshes and of the matrix) cannot be combined; None if they can."""
     if arguments.mesh:
         given = [n for n in ("random", "engine", "dtype", "html") if getattr(arguments, n)]
         return f"`--{given[0]}` does not go with `--mesh`: `--op`, `--level` and `--case` select." if given else None
@@ -263,7 +263,7 @@ def _execute(
     trials: list[levels.Trial] = []
     wanted = tuple(arguments.level or LEVELS)
     if not arguments.case:
-        trials += _told(controls.run(wanted, arguments.seed), arguments, console)
+        trials += _reported(controls.run(wanted, arguments.seed), arguments, console)
     # Compilation takes most of the time, and XLA compiles outside of Python's lock.
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         try:
@@ -277,7 +277,7 @@ def _execute(
             subjects = list(_subjects(arguments, procedures))
             tasks = [pool.submit(_trials, s, arguments.extent, wanted, procedures) for s in subjects]
             for future in show.progress(console, tasks, len(tasks), "determinism"):
-                trials += _told(future.result(), arguments, console)
+                trials += _reported(future.result(), arguments, console)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -289,14 +289,14 @@ def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[
         return
     ops = [op for op in arguments.op or matrix.ops() if not procedures or any(_may_be_of(op, p) for p in procedures)]
     given = (ops, arguments.engine or matrix.engines(), arguments.dtype or DTYPES)
-    every = bool(procedures or arguments.op)  # whoever names ops wants all that they promise tested, not a sample
+    every = bool(procedures or arguments.op)  # for named ops all guarantees are tested, not a sample
     for subject in matrix.subjects(*given, arguments.extent, arguments.seed, every=every):
         if not procedures or any(levels.is_named(subject, procedure, procedures) for procedure in levels.EVERY):
             yield subject
 
 
 def _may_be_of(op: str, procedure: str) -> bool:
-    """Whether an id or a pattern of procedures may be of an op: that is so if they agree up to its first wildcard."""
+    """Whether an id or a pattern of procedures may match an op: they agree up to the pattern's first wildcard."""
     said = re.split(r"[*?[]", procedure)[0]
     begins = f"determinism/{op}/"
     return said.startswith(begins) or begins.startswith(said)
@@ -306,8 +306,8 @@ def _trials(subject: Subject, extent: str, wanted: tuple[str, ...], only: list[s
     return list(levels.trials(subject, extent, wanted, only))
 
 
-def _told(trials: Iterable[levels.Trial], arguments: argparse.Namespace, console: Console) -> list[levels.Trial]:
-    """Passes trials on and tells of those that fail."""
+def _reported(trials: Iterable[levels.Trial], arguments: argparse.Namespace, console: Console) -> list[levels.Trial]:
+    """Returns the trials, and prints those that failed."""
     collected = []
     for trial in trials:
         collected.append(trial)
@@ -338,7 +338,7 @@ def _heading(here: dict[str, Any], count: int, what: str = "cells") -> str:
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:
-    """The arguments that make this run what it is, as words; where its output goes is left out."""
+    """The command-line words that determine this run; those for its output are left out."""
     words = []
     for name in ("op", "engine", "dtype", "level"):
         words += [f"--{name}", *getattr(arguments, name)] if getattr(arguments, name) else []
@@ -362,7 +362,7 @@ def _reproduce(arguments: argparse.Namespace, name: str) -> str:
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:
-    """Puts the document in the file's place at once, so that whoever stops this process finds a whole one."""
+    """Replaces the file by one rename, so that it is complete even if this process is stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{path.name}.{os.getpid()}")
     written.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")

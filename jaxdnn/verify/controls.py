@@ -20,10 +20,10 @@ BATCH, SIZES, CHANNELS, FILTERS = 8, (24, 20), 16, 32  # of x; large enough that
 
 
 def run(levels: Any, seed: int) -> Iterator[Trial]:
-    """Every procedure on a function that has the fault which the procedure is there to find.
+    """Every procedure on a function with the kind of fault that the procedure must find.
 
-    Around it stands an honest function, which the procedure must pass: a chain of additions over the channels in a
-    fixed order, of products that are rounded before they are added. No fault is left to what XLA makes of a program.
+    The fault is planted in a function that has none, which the procedure must pass: additions over the channels in a
+    fixed order, of products that are rounded before they are added. No fault depends on how XLA compiles a program.
     """
     rng = np.random.default_rng(seed)
     shapes = ((BATCH, *SIZES, CHANNELS), (CHANNELS, FILTERS))
@@ -42,9 +42,9 @@ def run(levels: Any, seed: int) -> Iterator[Trial]:
         "alone": faulty("starts the sum at a channel that depends on the batch size", _chain),
         "batch sizes": faulty("starts the sum at a channel that depends on the batch size", _chain),
         "neighbours": faulty("adds 0 times the mean over the batch", lambda batch: _leaking),
-        "vmap": faulty("adds in another order under vmap", lambda batch: _other_under_vmap()),
-        "eager": faulty("adds in another order where it is traced", lambda batch: _other_where_traced),
-        "company": faulty("adds in another order where it is traced", lambda batch: _other_where_traced),
+        "vmap": faulty("another order of additions under vmap", lambda batch: _other_under_vmap()),
+        "eager": faulty("another order of additions when it is traced", lambda batch: _other_where_traced),
+        "company": faulty("another order of additions when it is traced", lambda batch: _other_where_traced),
         "mesh": faulty("is off by a last bit where it is sharded", lambda batch: _other_where_sharded()),
         "definition": faulty("one element is off by a last bit", lambda batch: _off_by_one),
     }

@@ -1,4 +1,4 @@
-"""Where a run takes place: versions, devices, revision. And the choice of platform before JAX starts one."""
+"""The environment of a run: versions, devices, revision; and the choice of a platform before JAX starts it."""
 
 import datetime
 import importlib.metadata
@@ -20,7 +20,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes")
 def choose(wanted: str | None, devices: int | None) -> None:
     """Sets the platform and the number of devices that a CPU simulates, which JAX reads when it starts its backend.
 
-    Two devices if nothing is said, so that meshes are tested on a CPU as well; a GPU's are what they are.
+    The default is two devices, so that meshes are tested on a CPU as well; GPUs are not simulated.
     """
     flags, name = os.environ.get("XLA_FLAGS", "").split(), "--xla_force_host_platform_device_count"
     if devices or not any(flag.startswith(name) for flag in flags):
@@ -31,7 +31,7 @@ def choose(wanted: str | None, devices: int | None) -> None:
 
 
 def describe(flush: bool) -> dict[str, Any]:
-    """Everything about this process that a reader of a report may ask for."""
+    """The facts about this process for the reader of a report."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "jaxdnn": __version__,

@@ -1,4 +1,4 @@
-"""The procedures that put a determinism level to the test, bit for bit.
+"""The procedures that test a determinism level, bit for bit.
 
 | level | procedure | what is done |
 |---|---|---|
@@ -11,15 +11,15 @@
 | | neighbours | the other samples of the batch are NaN, infinite or 1e30 |
 | | vmap | vmap over samples against a loop |
 | | eager | operation by operation against one compiled program |
-| | company | the same, between operations that make its operands and use its result |
+| | company | the same, with operations before and after it that XLA could fuse |
 | mesh_invariant | mesh | the batch sharded over 2, 4, 8 devices, as far as there are, and every other axis |
 | portable | definition | equal to the reference's arithmetic "ordered", for integers to the exact sum |
 
-A level includes those above it. N repeats without a difference bound the chance of one by 3 / N (at 95 %). XLA offers
-no way to poison an op's workspace; buffers that are freed before a call, full of NaN, stand in for it.
+A level includes those above it. N repeats without a difference bound the probability of one by 3 / N (at 95 %). XLA
+has no way to poison an op's workspace; instead, buffers full of NaN are freed before a call.
 
-What is put to them is an op within the context that requires the level; its blend of static and of traced factors with
-a prior, where it has one; and the gradients of both in the arrays that have a batch (see `variants`).
+The procedures run on an op within the context that requires the level; on its blend, by static and by traced factors,
+with a prior, if it has one; and on the gradients of both in the arrays that have a batch (see `variants`).
 
 Every procedure has a negative control, see `controls`.
 """
@@ -42,10 +42,10 @@ from jaxdnn._src.core.determinism import LEVELS
 
 SIZES = {
     "quick": (2, 5),
-    "standard": (2, 5, 17),  # beside one and the whole batch
+    "standard": (2, 5, 17),  # besides a batch of one and the whole batch
     "full": (*range(2, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024),
 }
-PLACES = {"quick": 3, "standard": 3, "full": 8}  # of the sample in the batch, from the first to the last
+PLACES = {"quick": 3, "standard": 3, "full": 8}  # positions of the sample in the batch, from the first to the last
 PROCEDURES = {
     "run_to_run": ("repeats", "under load", "recompilation", "poisoned output"),
     "batch_invariant": ("alone", "batch sizes", "neighbours", "vmap", "eager", "company"),
@@ -78,7 +78,7 @@ class Trial:
 
 
 def trials(subject: Subject, extent: str, levels: Any, only: Any = ()) -> Iterator[Trial]:
-    """Runs the procedures of every level that the subject declares, or of them those that `only` names."""
+    """Runs the procedures of every level that the subject declares, or those among them that `only` names."""
     for level in LEVELS[1 : LEVELS.index(subject.declared) + 1]:
         for procedure in PROCEDURES[level] if level in levels else ():
             if not only or is_named(subject, procedure, only):
@@ -86,7 +86,7 @@ def trials(subject: Subject, extent: str, levels: Any, only: Any = ()) -> Iterat
 
 
 def is_named(subject: Subject, procedure: str, names: Iterable[str]) -> bool:
-    """Whether the id of a procedure on a subject is among these, or fits a shell's pattern that is."""
+    """Whether the id of a procedure on a subject is among these ids, or matches one of them as a shell pattern."""
     return any(fnmatch.fnmatchcase(f"{subject.id}/{procedure.replace(' ', '-')}", name) for name in names)
 
 
@@ -134,7 +134,7 @@ def _repeat(subject: Subject, extent: str) -> tuple[int, str]:
 
 
 def _elsewhere(operands: tuple[np.ndarray, ...], i: int) -> list[jax.Array]:
-    """Copies at other addresses, among memory that was full of NaN before it was freed."""
+    """Copies at other addresses, next to memory that was full of NaN before it was freed."""
     spacers = [jnp.full(1000 * (i + j) + 1, jnp.nan) for j in range(3)]
     copies = [jnp.array(v, copy=True) for v in operands]
     jax.block_until_ready(spacers)
@@ -225,7 +225,7 @@ def _neighbours(subject: Subject, extent: str) -> tuple[int, str]:
 
 
 def _vmap(subject: Subject, extent: str) -> tuple[int, str]:
-    """Over samples of a batch of one each: all arrays mapped, and only the first."""
+    """vmap over samples, each a batch of one: with all arrays mapped, and with only the first."""
     function, runs, why_not = subject.required(1), 0, ""
     samples = [batch_of(subject, 1, 0)]
     for shift in (1, 2):
@@ -257,7 +257,7 @@ def _eager(subject: Subject, extent: str) -> tuple[int, str]:
 
 
 def _in_company(subject: Subject, extent: str) -> tuple[int, str]:
-    """Operands that are products, results that are widened and added to: what XLA would join with the op."""
+    """Operands that are products, results that are widened and added to: what XLA could fuse with the op."""
     whole = subject.whole()
 
     def run(factor: jax.Array, term: jax.Array, *operands: jax.Array) -> list[jax.Array]:
@@ -296,8 +296,8 @@ def _mesh(subject: Subject, extent: str) -> tuple[int, str]:
 def _shardings(subject: Subject, devices: int, extent: str) -> Iterator[tuple[str, int, list[int | None]]]:
     """What is sharded, over how many devices, and along which axis of each operand.
 
-    The batch over 2, 4 and 8 (in the quick extent the most of these); any other axis of the largest operand, and of all
-    that have its shape, over the most devices that divide it.
+    The batch is sharded over 2, 4 and 8 devices (in the quick extent over the most of these). Any other axis of the
+    largest operand, and of all operands of its shape, is sharded over the most devices that divide it.
     """
     counts = [n for n in (2, 4, 8) if n <= devices]
     fitting = [n for n in counts if subject.batch % n == 0]

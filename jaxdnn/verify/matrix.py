@@ -44,7 +44,7 @@ def find(case_id: str, seed: int) -> Any | None:
 
 
 def matching(pattern: str, seed: int) -> list[Any]:
-    """The cases, whatever the extent, whose ids a shell's pattern matches; of a plain id the one case."""
+    """The cases of any extent whose ids match a shell pattern; for an id without wildcards, that case."""
     if not set(pattern) & set("*?"):
         return [case for case in (find(pattern, seed),) if case is not None]
     every = cases("full", seed, ops=ops(), dtypes=plain.DTYPES)
@@ -60,10 +60,10 @@ def run(case: Any, seed: int, *, flush: bool) -> Result:
 def subjects(
     ops: Iterable[str], engine_names: Iterable[str], dtypes: Iterable[str], extent: str, seed: int, *, every: bool
 ) -> Iterator[Any]:
-    """What the determinism procedures run on, of the ops, engines and dtypes that are wanted: `every`, or a sample.
+    """The subjects of the determinism procedures for the wanted ops, engines and dtypes: `every` one, or a sample.
 
-    The sample has of the memory-bound families every fifth pair of op and engine, and the first with a dtype not seen:
-    the call, its blends and its gradients in turn.
+    Of the memory-bound families the sample has every fifth pair of op and engine, and the first with each dtype; its
+    variants (the call, its blends, its gradients) alternate.
     """
     names, kinds = frozenset(engine_names), frozenset(dtypes)
     pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]

@@ -178,7 +178,7 @@ def _levels(trials: list[dict[str, Any]]) -> str:
     for key, row in rows.items():
         cells = "".join(f"<td>{_e(word)}</td>" for word in key[:3]) + f"<td><b>{_e(key[3])}</b></td>"
         lines.append(f"<tr>{cells}{''.join(_mark(row.get(p)) for p in procedures)}</tr>")
-    columns = f"<tr><th>op</th><th>engine</th><th>dtype</th><th>promises</th>{names}</tr>"
+    columns = f"<tr><th>op</th><th>engine</th><th>dtype</th><th>guarantees</th>{names}</tr>"
     head = f'<thead><tr><th colspan="4"></th>{spans}</tr>{columns}</thead>'
     return _wide(f"{head}<tbody>{''.join(lines)}</tbody>", "levels")
 
@@ -194,7 +194,7 @@ def _predicted(groups: list[dict[str, Any]]) -> str:
 
 def _mark(trial: dict[str, Any] | None) -> str:
     if trial is None:
-        return '<td class="none" title="not promised"></td>'
+        return '<td class="none" title="not guaranteed"></td>'
     if trial["status"] == "passed":
         return f'<td class="ok" title="{trial["runs"]} runs, no difference">✓ <span>{trial["runs"]}</span></td>'
     if trial["status"] == "failed":
@@ -209,7 +209,7 @@ def _controls(controls: list[dict[str, Any]]) -> str:
         mark = {"passed": "✓", "failed": "✗", "not run": "–"}[c["status"]]
         words = (c["level"], c["procedure"], c["op"], c["message"])
         rows.append([f'<td class="{kind}">{mark}</td>', *(f"<td>{_e(word)}</td>" for word in words)])
-    return _table(("", "level", "procedure", "planted fault", "what the procedure said"), rows)
+    return _table(("", "level", "procedure", "planted fault", "what the procedure found"), rows)
 
 
 def _refused(cells: list[dict[str, Any]]) -> str:
@@ -231,7 +231,7 @@ def _cells(cells: list[dict[str, Any]]) -> str:
         elements = sum(k["elements"] for k in c["checks"])
         words = (c["id"], ratio, f"{misrounded:,} of {elements:,}", data, c["level"], c["accumulation"])
         rows.append([f'<td class="{kind}">{mark}</td>', *(f"<td>{_e(word)}</td>" for word in words)])
-    head = ("", "id", "error / bound", "misrounded", "data (rule)", "promises", "adds in")
+    head = ("", "id", "error / bound", "misrounded", "data (rule)", "guarantees", "accumulates in")
     find = '<input id="find" type="search" placeholder="filter, for example: conv_wgrad bf16" aria-label="filter">'
     return f"<details><summary>{len(rows)} cells</summary>{find}{_table(head, rows, 'cells')}</details>"
 
@@ -248,28 +248,29 @@ _HEADER_TEXT = (
     "shape, on several kinds of data."
 )
 _PICTURE_TEXT = (
-    "One dot a cell: its largest error over its bound. The bound is computed for every element from the op, the dtypes "
-    "and the data, for the worst order of additions that the engine may use; the error is what is left when the one "
-    "rounding at the end is taken out. Beyond 1 is a fault. Green: every element is the definition, correctly rounded. "
-    "The number is how many cells; point at a dot for its name."
+    "Each dot is a cell: its largest error over its bound. The bound is computed for every element from the op, the "
+    "dtypes and the data, for the worst order of additions that the engine may use; the error is that of the result "
+    "before its one rounding at the end. More than 1 is a fault. Green: every element is the definition, correctly "
+    "rounded. The number is that of the cells; point at a dot for its name."
 )
 _PREDICTED_TEXT = (
-    "An engine may state in which order it adds. The reference then adds in that order, as the hardware does, and "
-    "every bit of the result has to be the predicted one: how many outputs were compared. Integers: with the exact sum."
+    "An engine may state its order of additions. The reference then adds in that order, as the hardware does, and "
+    "every bit of the result must be the predicted one. The table has the number of outputs that were compared; "
+    "integers are compared with the exact sum."
 )
 _LEVELS_TEXT = (
-    "What each engine promises, and the procedures that put it to the test, with the number of runs that were compared "
-    "bit for bit. A level includes those to its left; an empty field is not promised, and where a dash is nothing was "
-    "run: point at it for the reason. Of ops named by <code>--op</code> all is put to the test; else, short of "
-    "<code>--full</code>, a sample."
+    "The level that each engine guarantees, and the procedures that test it, with the number of runs that were "
+    "compared bit for bit. A level includes those to its left. An empty field: the level is not guaranteed. A dash: "
+    "the procedure was not run; point at it for the reason. With <code>--full</code>, and for ops named by "
+    "<code>--op</code>, all guarantees are tested; otherwise a sample of them."
 )
 _CONTROLS_TEXT = (
-    "Each procedure on a function with a planted fault of the kind it is there to find. "
-    "The functions are 1 x 1 convolutions, whatever ops were asked for: it is the procedures that are tried here. "
-    "A fault that stays hidden fails the run."
+    "Each procedure runs on a function with a planted fault of the kind that it must find. The functions are 1 x 1 "
+    "convolutions, whatever ops were selected, because this tests the procedures. A fault that is not found fails the "
+    "run."
 )
 _REFUSED_TEXT = "Calls that an engine does not serve here, with its reason. Another engine serves them."
-_CELLS_TEXT = "An id and the seed are all it takes to run a cell again: <code>jaxdnn verify --case ID --seed N</code>."
+_CELLS_TEXT = "The id and the seed of a cell are enough to run it again: <code>jaxdnn verify --case ID --seed N</code>."
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fbfbfa;--card:#fff;--ink:#1d2126;--dim:#646b75;--line:#e3e5e8;--band:#f4f5f6;

@@ -49,7 +49,7 @@ def tables(console: Console, document: dict[str, Any]) -> None:
     controls = document["summary"]["controls"]
     if any(controls.values()):
         found = f"{controls['passed']} of {controls['passed'] + controls['failed']}"
-        text = f"negative controls, 1 x 1 convolutions whatever was asked for: {found} planted faults found"
+        text = f"negative controls (1 x 1 convolutions, whatever ops were selected): {found} planted faults found"
         console.print(text, soft_wrap=True, highlight=False)
     for control in (c for c in document["controls"] if c["status"] == "not run"):
         text = f"negative control of {control['procedure']}: not run here, {control['message']}"
@@ -99,14 +99,14 @@ def mesh(console: Console, document: dict[str, Any]) -> None:
         table.add_row(name, _signs(next(iter(found.values()))["needs"]), *(_cell(found.get(v)) for v in variants))
     console.print(table)
     for reason, count in document["refusals"].items():
-        console.print(f"[dim]not promised: {escape(reason)} ({count})[/]", soft_wrap=True, highlight=False)
+        console.print(f"[dim]not guaranteed: {escape(reason)} ({count})[/]", soft_wrap=True, highlight=False)
     verdict = "[bold green]passed[/]" if document["passed"] else "[bold red]FAILED[/]"
     counts = ", ".join(f"{count} {status}" for status, count in document["counts"].items())
     console.print(f"{verdict}: {counts}; {document['seconds']} s", highlight=False)
 
 
 def _signs(by_letter: dict[str, str]) -> str:
-    """Letters that communicate alike, together: "NC -/- HW h/h"."""
+    """The axes with the same communication, joined: "NC -/- HW h/h"."""
     groups: dict[str, str] = collections.defaultdict(str)
     for letter, signs in by_letter.items():
         groups[signs] += letter
@@ -119,7 +119,7 @@ def _cell(line: dict[str, Any] | None) -> str:
     if line["status"] == "failed":
         return f"[bold red]{escape(_signs(line['found']))}[/]"
     if line["status"] == "refused":
-        return "[dim]not promised[/]"
+        return "[dim]not guaranteed[/]"
     same = all(line["needs"].get(letter) == signs for letter, signs in line["found"].items())
     return "[green]as needed[/]" if same else _signs(line["found"])
 
@@ -158,7 +158,7 @@ def _group(cells: list[dict[str, Any]]) -> str:
 
 
 def _predicted(groups: list[dict[str, Any]]) -> Table:
-    """How many outputs were compared bit for bit with what the stated schedule predicts."""
+    """The number of outputs that were compared with the bits that the stated order of additions predicts."""
     table = _plain("outputs equal to their predicted bits", "op", "engine", "dtype")
     table.add_column("outputs", justify="right")
     for g in groups:
@@ -168,14 +168,14 @@ def _predicted(groups: list[dict[str, Any]]) -> Table:
 
 
 def _determinism(trials: list[dict[str, Any]]) -> Table:
-    """One column a level: in how many runs its procedures found no difference."""
+    """A column for each level: the number of runs in which its procedures found no difference."""
     heads = {
         "run_to_run": "repeats",
         "batch_invariant": "batches",
         "mesh_invariant": "meshes",
         "portable": "definition",
     }
-    table = _plain("determinism: runs compared bit for bit", "op", "engine", "dtype", "promises")
+    table = _plain("determinism: runs compared bit for bit", "op", "engine", "dtype", "guarantees")
     for level in PROCEDURES:
         table.add_column(heads[level], justify="right")
     rows: dict[Any, dict[str, list[dict[str, Any]]]] = collections.defaultdict(lambda: collections.defaultdict(list))

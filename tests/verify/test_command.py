@@ -421,7 +421,7 @@ def test_help_says_every_choice_once(capsys: pytest.CaptureFixture[str]):
             ["verify", "--case", "conv/xla/f32/NHWC/plan"],
             "got 'conv/xla/f32/NHWC/plan'; close ones: conv/xla/f32/NHWC/plain",
         ),
-        (["verify", "--case", "determinism/conv/xla/f32/definition"], "no engine here promises"),
+        (["verify", "--case", "determinism/conv/xla/f32/definition"], "no engine here guarantees"),
     ],
 )
 def test_errors_of_usage(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
