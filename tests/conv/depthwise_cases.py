@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from jaxdnn._src import hopper
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper.depthwise import filter, fma
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
+from jaxdnn._src.conv.hopper.depthwise.plan import unsupported as refusal
 from jaxdnn._src.conv.hopper.depthwise.walk import Walk, walk
-from jaxdnn._src.conv.hopper.depthwise.window import Config, window
+from jaxdnn._src.conv.hopper.depthwise.window import Config, Window
+from jaxdnn._src.conv.hopper.depthwise.window import window as two_axes
 from tests.hopper.ptx_machine import Machine, from_tile_bytes, tile_bytes
 from tests.hopper.races import Races
 
@@ -244,12 +247,27 @@ def has_filter_gradient(config):
     return config is None or config.unit is None
 
 
+def geometry(shape: Any, w_shape: Any, *, stride: Any, padding: Any, dilation: Any) -> Geometry:
+    """The convolution of an x (n, [h,] w, c) and a filter ([r,] s, c/groups, k) of these shapes."""
+    return Geometry(shape[1:-1], w_shape[:-2], stride, padding, dilation, groups=shape[-1] // w_shape[-2])
+
+
+def window(shape: Any, w_shape: Any, dtype: Any, **options: Any) -> Window:
+    """The same as two axes."""
+    return two_axes(geometry(shape, w_shape, **options), shape[0], shape[-1], dtype)
+
+
+def unsupported(op: str, shape: Any, w_shape: Any, dtype: Any, *, config: Any = None, **options: Any) -> str | None:
+    """Why the kernels do not serve it."""
+    return refusal(op, geometry(shape, w_shape, **options), shape[0], shape[-1], w_shape[-1], dtype, config)
+
+
 def operands(case, seed=0):
     shape, taps, group, dtype, stride, padding, dilation, config = CASES[case]
     rng = np.random.default_rng(seed)
     w_shape = (*taps, group, shape[-1])
-    geometry = dict(stride=stride, padding=padding, dilation=dilation)
-    call = window(shape, w_shape, DTYPES[dtype], **geometry)
+    geo = geometry(shape, w_shape, stride=stride, padding=padding, dilation=dilation)
+    call = two_axes(geo, shape[0], shape[-1], DTYPES[dtype])
     draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES[dtype])
     x, w, dy = draw(shape), draw(w_shape), draw((call.images, *call.out, call.channels))
-    return x, w, dy, call, config, geometry
+    return x, w, dy, call, config, geo

@@ -1,5 +1,6 @@
 """The PTX of the depthwise and narrow-group kernels on a small machine: exact values, and every bit by schedule."""
 
+import dataclasses
 import functools as ft
 import math
 import re
@@ -12,8 +13,7 @@ import pytest
 import jaxdnn_reference as definition
 from jaxdnn._src.conv.hopper.depthwise.add import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
-from jaxdnn._src.conv.hopper.depthwise.plan import unsupported
-from jaxdnn._src.conv.hopper.depthwise.window import Config, spatial, window
+from jaxdnn._src.conv.hopper.depthwise.window import Config
 from tests.conv.depthwise_cases import (
     CASES,
     DTYPES,
@@ -25,6 +25,8 @@ from tests.conv.depthwise_cases import (
     run_a_tile,
     run_filter,
     run_walk,
+    unsupported,
+    window,
 )
 from tests.hopper.norm_machine import NormRows
 from tests.hopper.ptx_machine import Machine
@@ -172,18 +174,18 @@ def test_the_schedule_predicts_every_bit(case, mode):
     from jaxdnn._src.conv.hopper import depthwise as kernels
 
     shape, taps, group, dtype, *_ = CASES[case]
-    *_, call, config, geometry = operands(case)
-    out = (shape[0], *spatial(call.out, len(shape)), shape[-1])
+    *_, call, config, geo = operands(case)
+    geo = dataclasses.replace(geo, flip=mode == "convolution")
+    out = (shape[0], *geo.out, shape[-1])
     rng = np.random.default_rng(1)
     shapes = shape, (*taps, group, shape[-1]), out
     x, w, dy = (spread(rng, s).astype(np.float16).astype(DTYPES[dtype]) for s in shapes)
     turned = np.flip(w, tuple(range(len(taps)))) if mode == "convolution" else w
-    options = {**geometry, "groups": shape[-1] // group, "mode": mode, "layout": {3: "NWC", 4: "NHWC"}[x.ndim]}
+    options = {"stride": geo.stride, "padding": geo.padding, "dilation": geo.dilation, "groups": geo.groups}
+    options |= {"mode": mode, "layout": {3: "NWC", 4: "NHWC"}[x.ndim]}
 
     def predicted(op, *arrays, **more):
-        told = kernels.schedule(
-            op, x.shape, w.shape, x.dtype, **geometry, config=config, flip=options["mode"] == "convolution"
-        )
+        told = kernels.schedule(op, geo, shape[0], shape[-1], x.dtype, config)
         plan = definition.Schedule(told.order, told.combine, classes=told.classes)
         function = {"fprop": definition.conv, "dgrad": definition.conv_dgrad, "wgrad": definition.conv_wgrad}[op]
         return function(*arrays, **options, arithmetic=told.arithmetic, schedule=plan, **more)
@@ -202,14 +204,16 @@ def test_orders_that_change_places_show():
     """A negative control: even rows' order for odd rows and the other way round are not the kernel's bits."""
     from jaxdnn._src.conv.hopper import depthwise as kernels
 
-    *_, call, config, geometry = operands("3x3")
+    *_, call, config, geo = operands("3x3")
     rng = np.random.default_rng(2)
     x, w = np.ones((2, 13, 14, 32), DTYPES["bf16"]), rng.standard_normal((3, 3, 1, 32)).astype(DTYPES["bf16"])
     w[:2, 0] = np.array([2**18, -(2**18)])[:, None, None]  # which meet in one instruction, or the second in a later one
-    told = kernels.schedule("fprop", x.shape, w.shape, x.dtype, **geometry)
+    geo = dataclasses.replace(geo, sizes=(13, 14), groups=32)
+    told = kernels.schedule("fprop", geo, 2, 32, x.dtype)
     got = run_walk("fprop", x, w, call, config).astype(np.float32)
     assert told.classes is not None
     for classes, equal in ((told.classes, True), (1 - told.classes, False)):
         plan = definition.Schedule(told.order, classes=classes)
-        wanted = definition.conv(x, w, **geometry, groups=32, arithmetic=told.arithmetic, schedule=plan)
+        options: dict[str, Any] = {"stride": geo.stride, "padding": geo.padding, "dilation": geo.dilation}
+        wanted = definition.conv(x, w, **options, groups=32, arithmetic=told.arithmetic, schedule=plan)
         assert np.array_equal(got, wanted.astype(np.float32)) is equal

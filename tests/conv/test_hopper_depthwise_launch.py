@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdnn._src import hopper
-from tests.conv.depthwise_cases import CASES, DTYPES, has_filter_gradient, operands, reference
+from tests.conv.depthwise_cases import CASES, DTYPES, geometry, has_filter_gradient, operands, reference
 from tests.hopper.device import on_hopper
 
 if hopper.unavailable():
@@ -17,23 +17,23 @@ if hopper.unavailable():
 
 from jaxdnn._src.conv.hopper import depthwise as kernels
 from jaxdnn._src.conv.hopper.depthwise.launch import each, grid
-from jaxdnn._src.conv.hopper.depthwise.window import spatial, window
+from jaxdnn._src.conv.hopper.depthwise.window import window
 from jaxdnn._src.core.compat import plgpu
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_lowers_for_cuda(case):
-    x, w, dy, call, config, geometry = operands(case)
-    dy = dy.reshape(*x.shape[:1], *spatial(call.out, x.ndim), x.shape[-1])
+    x, w, dy, _, config, geo = operands(case)
+    dy = dy.reshape(*x.shape[:1], *geo.out, x.shape[-1])
     calls = {
-        "fprop": (ft.partial(kernels.depthwise_fprop, **geometry, config=config), (x, w), dy.shape),
-        "dgrad": (lambda dy, w: kernels.depthwise_dgrad(dy, w, x.shape, **geometry, config=config), (dy, w), x.shape),
+        "fprop": (ft.partial(kernels.depthwise_fprop, geo=geo, config=config), (x, w), dy.shape),
+        "dgrad": (lambda dy, w: kernels.depthwise_dgrad(dy, w, geo=geo, config=config), (dy, w), x.shape),
     }
     if has_filter_gradient(config):
-        wgrad = lambda x, dy: kernels.depthwise_wgrad(x, dy, w.shape, **geometry, config=config)
+        wgrad = lambda x, dy: kernels.depthwise_wgrad(x, dy, geo=geo, config=config)
         calls["wgrad"] = (wgrad, (x, dy), w.shape)
     for op, (function, arrays, shape) in calls.items():
-        assert kernels.supports(op, x.shape, w.shape, x.dtype, **geometry, config=config) is None
+        assert kernels.supports(op, geo, x.shape[0], x.shape[-1], w.shape[-1], x.dtype, config) is None
         specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
         traced = jax.jit(function).trace(*specs)
         assert traced.out_info.shape == shape
@@ -45,13 +45,13 @@ def test_lowers_for_cuda(case):
 def test_a_limit_of_multiprocessors_bounds_every_grid(case, monkeypatch):
     grids, launch = [], plgpu.kernel
     monkeypatch.setattr(plgpu, "kernel", lambda *a, **k: grids.append(k["grid"]) or launch(*a, **k))
-    x, w, dy, call, config, geometry = operands(case)
-    dy = dy.reshape(*x.shape[:1], *spatial(call.out, x.ndim), x.shape[-1])
+    x, w, dy, _, config, geo = operands(case)
+    dy = dy.reshape(*x.shape[:1], *geo.out, x.shape[-1])
 
     def all_of_them(x, w, dy, **limit):
-        found = [kernels.depthwise_fprop(x, w, **geometry, config=config, **limit)]
-        found.append(kernels.depthwise_dgrad(dy, w, x.shape, **geometry, config=config, **limit))
-        return found if config else [*found, kernels.depthwise_wgrad(x, dy, w.shape, **geometry, **limit)]
+        found = [kernels.depthwise_fprop(x, w, geo=geo, config=config, **limit)]
+        found.append(kernels.depthwise_dgrad(dy, w, geo=geo, config=config, **limit))
+        return found if config else [*found, kernels.depthwise_wgrad(x, dy, geo=geo, **limit)]
 
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w, dy)]
     jax.eval_shape(all_of_them, *specs)
@@ -96,16 +96,16 @@ SEEN: list[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], tuple[t
 @pytest.mark.parametrize(("shape", "taps", "group", "stride", "padding"), SEEN)
 def test_whole_numbers_are_exact(shape, taps, group, stride, padding, sms):
     w_shape, rng = (*taps, group, shape[-1]), np.random.default_rng(0)
-    geometry: dict[str, Any] = dict(stride=stride, padding=padding, dilation=(1,) * len(taps))
-    call = window(shape, w_shape, jnp.bfloat16, **geometry)
+    geo = geometry(shape, w_shape, stride=stride, padding=padding, dilation=(1,) * len(taps))
+    call = window(geo, shape[0], shape[-1], jnp.bfloat16)
     draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES["bf16"])
-    x, w, dy = draw(shape), draw(w_shape), draw((shape[0], *spatial(call.out, len(shape)), shape[-1]))
+    x, w, dy = draw(shape), draw(w_shape), draw((shape[0], *geo.out, shape[-1]))
     for want, got in zip(
         reference(x, w, dy, call),
         (
-            kernels.depthwise_fprop(x, w, **geometry, sms=sms),
-            kernels.depthwise_dgrad(dy, w, shape, **geometry, sms=sms),
-            kernels.depthwise_wgrad(x, dy, w_shape, **geometry, sms=sms),
+            kernels.depthwise_fprop(x, w, geo=geo, sms=sms),
+            kernels.depthwise_dgrad(dy, w, geo=geo, sms=sms),
+            kernels.depthwise_wgrad(x, dy, geo=geo, sms=sms),
         ),
         strict=True,
     ):

@@ -10,13 +10,15 @@ import pytest
 
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.order import orders
-from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk, unsupported
-from jaxdnn._src.conv.hopper.depthwise.window import Config, window
+from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
+from jaxdnn._src.conv.hopper.depthwise.window import Config
 from tests.conv.depthwise_cases import (
     CASES,
     GEOMETRY,
     has_filter_gradient,
     operands,
+    unsupported,
+    window,
 )
 
 

@@ -17,7 +17,7 @@ import pytest
 from jaxdnn._src import hopper
 from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.hopper import branches
-from tests.conv.depthwise_cases import GEOMETRY
+from tests.conv.depthwise_cases import GEOMETRY, geometry
 from tests.conv.hopper_cases import BF16, Case
 
 if hopper.unavailable():
@@ -26,7 +26,6 @@ if hopper.unavailable():
 from jaxdnn._src.conv.hopper import depthwise as conv_depthwise
 from jaxdnn._src.conv.hopper import dgrad, fprop, wgrad
 from jaxdnn._src.conv.hopper.depthwise.window import Config as Cut
-from jaxdnn._src.conv.hopper.depthwise.window import spatial, window
 from jaxdnn._src.conv.hopper.plan import Config as Cuts
 from tests.hopper.protocol import Fault, kernels, place_of
 
@@ -82,20 +81,20 @@ def drawn_depthwise(op: str, rng: np.random.Generator) -> Launch | None:
     dtype = jnp.dtype(one_of("bfloat16", "float16", "float32"))
     group, channels = 1 if dtype.itemsize == 4 else one_of(1, 1, 2, 8), one_of(8, 32, 40, 64, 96)
     x, w = (one_of(1, 3, 9), *ints(1, 30), channels), (*taps, group, channels)
-    geometry: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation)
-    if conv_depthwise.supports(op, x, w, dtype, **geometry):
+    window: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation)
+    if conv_depthwise.supports(op, geometry(x, w, **window), x[0], channels, channels, dtype):
         return None
-    return depthwise(op, x, w, dtype, **geometry, sms=one_of(None, 1, 3), config=Cut(stages=one_of(None, 2)))
+    return depthwise(op, x, w, dtype, **window, sms=one_of(None, 1, 3), config=Cut(stages=one_of(None, 2)))
 
 
 def depthwise(op: str, x: Any, w: Any, dtype: Any, **options: Any) -> Launch:
-    geometry = {name: options[name] for name in ("stride", "padding", "dilation")}
-    call = window(x, w, dtype, **geometry)
-    dy = (x[0], *spatial(call.out, len(x)), x[-1])
+    geo = geometry(x, w, **{name: options.pop(name) for name in ("stride", "padding", "dilation")})
+    options |= {"geo": geo}
+    dy = (x[0], *geo.out, x[-1])
     functions: dict[str, Callable[..., Any]] = {
         "fprop": ft.partial(conv_depthwise.depthwise_fprop, **options),
-        "dgrad": lambda dy, w: conv_depthwise.depthwise_dgrad(dy, w, x, **options),
-        "wgrad": lambda x, dy: conv_depthwise.depthwise_wgrad(x, dy, w, **options),
+        "dgrad": lambda dy, w: conv_depthwise.depthwise_dgrad(dy, w, **options),
+        "wgrad": lambda x, dy: conv_depthwise.depthwise_wgrad(x, dy, **options),
     }
     shapes = {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}[op]
     return functions[op], tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)

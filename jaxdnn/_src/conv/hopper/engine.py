@@ -90,46 +90,38 @@ def _narrow(call: engines.Call) -> _Kernel:
     from jaxdnn._src.conv.hopper import depthwise
 
     spec: ConvSpec = call.spec
-    roles = dict(zip(primitive.ROLES[call.op], (*call.avals[:2], None), strict=True))
-    result = primitive.result_shape(call.op, spec, *call.avals[:2])
-    x_shape = result if roles["x"] is None else roles["x"].shape
-    w_shape = result if roles["w"] is None else roles["w"].shape
-    a, b = call.avals[:2]
-    options = {
-        "stride": spec.geo.stride,
-        "padding": spec.geo.padding,
-        "dilation": spec.geo.dilation,
-    }
-    told = (PASS[call.op], x_shape, w_shape, a.dtype)
+    geo, (a, b) = spec.geo, call.avals[:2]
+    images, channels, filters = primitive.channels(spec, call.op, a, b)
+    told = (PASS[call.op], geo, images, channels)
     refusal = None
     if a.dtype != b.dtype or spec.out_dtype != a.dtype or spec.epilogue != Epilogue():
         refusal = "its kernels have no epilogue and write the operands' dtype"
     elif not spec.filter.axes.endswith("IO"):
         refusal = "its kernels take filters whose input and output channels are last, as HWIO"
-    elif spec.geo.groups == 1:
+    elif geo.groups == 1:
         refusal = "its kernels for narrow groups need groups"
-    refusal = refusal or depthwise.supports(*told, **options)
+    refusal = refusal or depthwise.supports(*told, filters, a.dtype)
 
     def reversed_taps(w: Array) -> Array:
-        return lax.rev(w, range(len(spec.geo.taps))) if spec.geo.flip else w
+        return lax.rev(w, range(geo.rank)) if geo.flip else w
 
     sms = spec.limits.multiprocessors
 
     def run(a: Array, b: Array) -> Array:
         if call.op == "conv":
-            return depthwise.depthwise_fprop(a, reversed_taps(b), **options, sms=sms)
+            return depthwise.depthwise_fprop(a, reversed_taps(b), geo=geo, sms=sms)
         if call.op == "conv_dgrad":
-            return depthwise.depthwise_dgrad(a, reversed_taps(b), x_shape, **options, sms=sms)
-        return reversed_taps(depthwise.depthwise_wgrad(a, b, w_shape, **options, sms=sms))
+            return depthwise.depthwise_dgrad(a, reversed_taps(b), geo=geo, sms=sms)
+        return reversed_taps(depthwise.depthwise_wgrad(a, b, geo=geo, sms=sms))
 
     def schedule() -> engines.Schedule | None:
         if spec.precision == "tf32" and a.dtype == jnp.float32:
             return None  # the definition truncates the operands to TF32, and this kernel does not
-        return depthwise.schedule(*told, **options, flip=spec.geo.flip)
+        return depthwise.schedule(*told, a.dtype)
 
     def workspace() -> int:
-        turned = math.prod(w_shape) * a.dtype.itemsize if spec.geo.flip else 0
-        return depthwise.workspace(*told, **options) + turned
+        turned = math.prod(geo.taps) * channels // geo.groups * filters * a.dtype.itemsize if geo.flip else 0
+        return depthwise.workspace(*told, a.dtype) + turned
 
     return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
 

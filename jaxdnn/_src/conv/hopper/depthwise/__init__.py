@@ -25,137 +25,79 @@ its channel group that are finite by the formula, because it is multiplied by th
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import Array
 
 from jaxdnn._src import hopper
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper.depthwise.filter_launch import add_partials, filter_partials
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.order import orders
 from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk, unsupported
 from jaxdnn._src.conv.hopper.depthwise.walk_launch import run_walk
-from jaxdnn._src.conv.hopper.depthwise.window import Config, spatial, window
+from jaxdnn._src.conv.hopper.depthwise.window import Config, window
 from jaxdnn._src.core import engines
 
 
 def supports(
-    op: str,
-    x_shape: Sequence[int],
-    w_shape: Sequence[int],
-    dtype: Any,
-    /,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    config: Config | None = None,
+    op: str, geo: Geometry, images: int, channels: int, filters: int, dtype: Any, config: Config | None = None
 ) -> str | None:
     """None where the kernels serve the call, else the reason; `op` is "fprop", "dgrad" or "wgrad"."""
-    return hopper.unavailable() or unsupported(
-        op, x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation, config=config
-    )
+    return hopper.unavailable() or unsupported(op, geo, images, channels, filters, dtype, config)
 
 
 def schedule(
-    op: str,
-    x_shape: Sequence[int],
-    w_shape: Sequence[int],
-    dtype: Any,
-    /,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    config: Config | None = None,
-    flip: bool = False,
+    op: str, geo: Geometry, images: int, channels: int, dtype: Any, config: Config | None = None
 ) -> engines.Schedule:
-    """The order of additions of every output; with `flip` of a convolution whose filter is reversed before the call."""
-    call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
+    """The order of additions of every output; of a flipped convolution the filter is reversed before the call."""
+    call = window(geo, images, channels, dtype)
     arithmetic, found, classes = orders(op, call, config)
-    if flip and op != "wgrad":  # tap t of the reversed filter is tap T - 1 - t of the filter
+    if geo.flip and op != "wgrad":  # tap t of the reversed filter is tap T - 1 - t of the filter
         tap, channel = np.divmod(np.arange(math.prod(call.taps) * call.group), call.group)
         stored = np.append((math.prod(call.taps) - 1 - tap) * call.group + channel, -1)
         found = tuple(stored[order] for order in found)
     if classes.size == 1:
         return engines.Schedule(arithmetic, found[0])
-    return engines.Schedule(arithmetic, found, classes=classes if len(x_shape) == 4 else classes[0])
+    return engines.Schedule(arithmetic, found, classes=classes if geo.rank == 2 else classes[0])
 
 
-def workspace(
-    op: str,
-    x_shape: Sequence[int],
-    w_shape: Sequence[int],
-    dtype: Any,
-    /,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    config: Config | None = None,
-) -> int:
+def workspace(op: str, geo: Geometry, images: int, channels: int, dtype: Any, config: Config | None = None) -> int:
     """Bytes of device memory beside operands and result: the filter gradient's partial sums."""
     if op != "wgrad":
         return 0
-    call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
+    call = window(geo, images, channels, dtype)
     return 4 * math.prod(plan_filter(call, config).partial_shape(call))
 
 
 def depthwise_fprop(
-    x: Array,
-    w: Array,
-    /,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    config: Config | None = None,
-    sms: int | None = None,
+    x: Array, w: Array, /, *, geo: Geometry, config: Config | None = None, sms: int | None = None
 ) -> Array:
     """y of x (n, [h,] w, c) and w ([r,] s, c/groups, c), on at most `sms` multiprocessors."""
-    call = window(x.shape, w.shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
+    call = window(geo, x.shape[0], x.shape[-1], x.dtype)
     y = run_walk(x, w, call, plan_walk("fprop", call, config), "depthwise_fprop", sms)
-    return y.reshape(x.shape[0], *spatial(call.out, x.ndim), x.shape[-1])
+    return y.reshape(x.shape[0], *geo.out, x.shape[-1])
 
 
 def depthwise_dgrad(
-    dy: Array,
-    w: Array,
-    x_shape: Sequence[int],
-    /,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    config: Config | None = None,
-    sms: int | None = None,
+    dy: Array, w: Array, /, *, geo: Geometry, config: Config | None = None, sms: int | None = None
 ) -> Array:
     """dx of dy (n, [p,] q, c) and w ([r,] s, c/groups, c), on at most `sms` multiprocessors."""
-    call = window(x_shape, w.shape, dy.dtype, stride=stride, padding=padding, dilation=dilation)
+    call = window(geo, dy.shape[0], dy.shape[-1], dy.dtype)
     dx = run_walk(dy, w, call, plan_walk("dgrad", call, config), "depthwise_dgrad", sms)
-    return dx.reshape(tuple(x_shape))
+    return dx.reshape(dy.shape[0], *geo.sizes, dy.shape[-1])
 
 
 def depthwise_wgrad(
-    x: Array,
-    dy: Array,
-    w_shape: Sequence[int],
-    /,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    config: Config | None = None,
-    sms: int | None = None,
+    x: Array, dy: Array, /, *, geo: Geometry, config: Config | None = None, sms: int | None = None
 ) -> Array:
     """dw ([r,] s, c/groups, c) of x (n, [h,] w, c) and dy (n, [p,] q, c), in x's dtype.
 
     It runs on at most `sms` multiprocessors. Tiles and splits, and so the bits, do not depend on this number.
     """
-    call = window(x.shape, w_shape, x.dtype, stride=stride, padding=padding, dilation=dilation)
+    call = window(geo, x.shape[0], x.shape[-1], x.dtype)
     plan = plan_filter(call, config)
     partial = filter_partials(x, dy, call, plan, sms)
     width = call.taps[1] * call.group * call.channels
-    return add_partials(partial, call.taps[0], width, x.dtype, sms).reshape(tuple(w_shape))
+    return add_partials(partial, call.taps[0], width, x.dtype, sms).reshape(*geo.taps, call.group, call.channels)

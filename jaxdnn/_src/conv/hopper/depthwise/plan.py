@@ -5,11 +5,11 @@ Pure Python on shapes; the kernels are in `depthwise`.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.fma import LaneWalk
 from jaxdnn._src.conv.hopper.depthwise.walk import Phase, Walk
@@ -32,23 +32,15 @@ IN_TURN = 4  # the most blocks of a multiprocessor that process several tiles ea
 
 
 def unsupported(
-    op: str,
-    x_shape: Sequence[int],
-    w_shape: Sequence[int],
-    dtype: Any,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    config: Config | None = None,
+    op: str, geo: Geometry, images: int, channels: int, filters: int, dtype: Any, config: Config | None = None
 ) -> str | None:
-    """Why a call is not supported (a clause), or None; `op` is "fprop", "dgrad" or "wgrad"."""
-    if len(x_shape) not in (3, 4):
-        return f"these kernels have one or two spatial axes, the call has {len(x_shape) - 2}"
+    """Why a call is not served (a clause), or None; `op` is "fprop", "dgrad" or "wgrad"."""
+    if geo.rank not in (1, 2):
+        return f"these kernels have one or two spatial axes, the call has {geo.rank}"
     name = np.dtype(dtype).name
     if name not in DTYPES:
         return f"the dtype is one of {', '.join(DTYPES)}, got {name}"
-    channels, group, filters = x_shape[-1], w_shape[-2], w_shape[-1]
+    group = channels // geo.groups
     if filters != channels:
         return f"these kernels have as many output channels as input channels, got {filters} and {channels}"
     if group not in GROUPS or channels % group:
@@ -63,11 +55,11 @@ def unsupported(
     many = 16 // np.dtype(dtype).itemsize
     if channels % many:
         return f"the copy engine needs rows of 16 bytes: channels divisible by {many}, got {channels}"
-    call = window(x_shape, w_shape, dtype, stride=stride, padding=padding, dilation=dilation)
+    call = window(geo, images, channels, dtype)
     if min(*call.out, *call.size, call.images, channels) < 1:
-        return f"there is nothing to compute: input {tuple(x_shape)} gives output size {call.out}"
-    if min(call.low) < 0 or any(high < 0 for _, high in padding):
-        return f"negative padding is not served, got {tuple(padding)}"
+        return f"there is nothing to compute: input {(images, *geo.sizes, channels)} gives output size {call.out}"
+    if min(call.low) < 0 or any(high < 0 for _, high in geo.padding):
+        return f"negative padding is not served, got {geo.padding}"
     try:
         plan_filter(call, config) if op == "wgrad" else plan_walk(op, call, config)
     except NoTile as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.hopper.sizes import ceil_div
 
@@ -66,33 +67,17 @@ def whole_pattern(tall: int, wide: int) -> int:
     return next(rows for rows in range(tall, tall + 8) if rows * wide % 8 == 0)
 
 
-def window(
-    x_shape: Sequence[int],
-    w_shape: Sequence[int],
-    dtype: Any,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-) -> Window:
-    """The call as two axes; x (n, *spatial, c) and w (*taps, c/groups, k)."""
-    images, *size, channels = x_shape
-    taps, group = list(w_shape[:-2]), w_shape[-2]
-    stride, dilation, padding = list(stride), list(dilation), list(padding)
-    out = [(size[i] + sum(padding[i]) - dilation[i] * (taps[i] - 1) - 1) // stride[i] + 1 for i in range(len(size))]
-    low = [p[0] for p in padding]
-    if len(size) == 1:
+def window(geo: Geometry, images: int, channels: int, dtype: Any) -> Window:
+    """The call as two axes; x (images, *sizes, channels) and w (*taps, channels / groups, channels)."""
+    size, out, taps, stride, dilation = (list(v) for v in (geo.sizes, geo.out, geo.taps, geo.stride, geo.dilation))
+    low = [low for low, _ in geo.padding]
+    if geo.rank == 1:
         size, out, taps = [images, *size], [images, *out], [1, *taps]
         stride, dilation, low = [1, *stride], [1, *dilation], [0, *low]
         images = 1
     two = lambda values: (int(values[0]), int(values[1]))
-    name = DTYPES.get(np.dtype(dtype).name, "")
+    name, group = DTYPES.get(np.dtype(dtype).name, ""), channels // geo.groups
     return Window(images, two(size), two(out), two(taps), channels, group, two(stride), two(low), two(dilation), name)
-
-
-def spatial(size: tuple[int, int], rank: int) -> tuple[int, ...]:
-    """The sizes of the call's one or two spatial axes."""
-    return size if rank == 4 else size[1:]
 
 
 class NoTile(ValueError):
