@@ -1,8 +1,8 @@
 """The `xla` engine of the activations: a formula in float32 or float64, a table for the narrow types.
 
-A table holds the correctly rounded result for each of the 65,536 numbers of bfloat16 or float16. Nothing is left
-for a device to do differently, so its bits are the definition's everywhere. On an H200 a lookup of bfloat16 takes what
-a copy of the array takes, half the time of gelu's formula (`benchmarks/notes-activation.md`): L1 holds the 128 KB.
+A table has the correctly rounded result for each of the 65,536 numbers of bfloat16 or float16, so that the bits are the
+definition's on every device. On an H200 a lookup of bfloat16 takes as long as copying the array, half the time of
+gelu's formula (`benchmarks/notes-activation.md`): the 128 KB fit into L1.
 """
 
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def run(call: engines.Call, x: Array) -> Array:
 
 
 def _relu(x: Array) -> Array:
-    """By the bits: XLA's CPU code takes subnormal numbers for zero where it compares numbers."""
+    """relu by comparing bits, because XLA's CPU code compares subnormal numbers as zero."""
     bits = formulas.bits(x)
     largest = np.asarray(-np.inf, x.dtype).view(np.uint16)
     negative = (bits >= np.uint16(0x8000)) & (bits <= largest)  # not NaN
@@ -43,7 +43,7 @@ def run_dgrad(call: engines.Call, dy: Array, x: Array) -> Array:
 
 
 def _level(call: engines.Call) -> str:
-    """Element by element: portable from a table, or where nothing is computed that devices compute differently."""
+    """Portable for a table, or if all operations are the same on all devices; the op works element by element."""
     spec: ActivationSpec = call.spec
     narrow = np.dtype(call.avals[-1].dtype) in formulas.NARROW
     exact = spec.name in formulas.PIECEWISE and spec.alpha == 1 and np.dtype(call.avals[-1].dtype) == spec.out_dtype

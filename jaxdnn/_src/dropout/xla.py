@@ -1,13 +1,13 @@
 """The `xla` engine of dropout: Philox4x32-10 written out for every element.
 
-Four neighbours share a counter. The code says nothing of it: each element runs the generator and picks its word. But
-where a GPU's thread computes four neighbours, the compiler finds that their counters are one and runs it once, as long
-as it can see that the first of them starts a counter; so the elements are numbered by one iota over the whole array.
-Where the four are not neighbours in memory (channels first), a GPU makes the mask before it uses it, a counter once.
-The 64-bit products of Philox are one instruction each on a GPU and on a CPU; without 64-bit types XLA would need ten.
+Four neighbours share a counter, but in this code each element runs the generator and selects its word. If a GPU's
+thread computes four neighbours, the compiler finds that their counters are equal and runs the generator once, provided
+that it can prove that the first one starts a counter; so the elements are numbered by one iota over the whole array. If
+the four are not neighbours in memory (channels first), on a GPU the mask is computed before it is used, each counter
+once. Philox's 64-bit products are one instruction each on GPUs and CPUs; without 64-bit types XLA would need ten.
 
-The generator's own key is fixed, and the call's key takes two words of the counter. So the keys of the rounds are
-constants in the instructions: keys that are operands cost an H200 half as much time again (`notes-activation.md`).
+The generator's own key is fixed, and the call's key is two words of the counter. So the keys of the rounds are
+immediate operands; as registers they would cost 1.5 times the time on an H200 (`notes-activation.md`).
 """
 
 import math
@@ -50,7 +50,7 @@ def kept(call: engines.Call, shape: tuple[int, ...], key: Array, start: Array) -
 
 
 def _apart(spec: DropoutSpec, shape: tuple[int, ...]) -> bool:
-    """Whether the elements that share a counter are whole groups of four, and not neighbours in memory."""
+    """Whether elements that share a counter form whole groups of four and are not neighbours in memory."""
     last = spec.order[-1] if spec.order else 0
     return spec.shift == 0 and shape[last] % BLOCK == 0 and math.prod(shape[last + 1 :]) > 1
 

@@ -1,8 +1,8 @@
 """The `xla` engine of bias, activation, dropout and residual, and of its derivatives: float32, one conversion.
 
-Each product is rounded before anything is added to it, and an activation of bfloat16 or float16 is looked up in a table
-of float32, of x + bias rounded to that type: so the bits are the definition's. The scale of what is kept is in the
-table, or in the slope.
+Each product is rounded before anything is added to it. In bfloat16 and float16 an activation is read from a float32
+table at x + bias, rounded to that type. So the bits are those of the definition. The scale of kept elements is part of
+the table, or of the slope.
 """
 
 import functools as ft
@@ -45,7 +45,7 @@ def run_tangent(call: engines.Call, *operands: Array) -> Array:
 
 
 def run_dgrad(call: engines.Call, dy: Array, *operands: Array) -> tuple[Array, Array]:
-    """dx, and its sum over the axes along which the bias is the same, of what is not rounded yet."""
+    """dx, and the sum of the unrounded dx over the axes along which the bias is constant."""
     spec: FusedSpec = call.spec
     v = _dropped(call, (dy,), operands)
     axes = tuple(spec.leading + axis for axis in spec.summed)
@@ -79,7 +79,7 @@ def _sum(x: Array, bias: Array | None, wide: Any) -> Array:
 
 
 def _argument(x: Array, bias: Array | None) -> Array:
-    """x + bias in the type of x, of which tables are."""
+    """x + bias in the type of x, as the tables' index."""
     return x if bias is None else _sum(x, bias, np.float32).astype(x.dtype)
 
 
@@ -89,7 +89,7 @@ def _kept(call: engines.Call, shape: tuple[int, ...], key: Array, start: Array) 
 
 
 def _portable(call: engines.Call) -> bool:
-    """Whether every bit is the definition's: nothing is computed that devices compute differently."""
+    """Whether every bit is the definition's, because all operations are exact or correctly rounded on all devices."""
     spec: FusedSpec = call.spec
     x = call.avals[0] if call.op == "fused_dropout" else call.avals[1 + spec.dbias]
     return not spec.looked_up or np.dtype(x.dtype) in formulas.NARROW

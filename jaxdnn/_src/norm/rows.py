@@ -122,7 +122,7 @@ def layer_norm_dgrad(
       `mean` must be that of this x: for float32 and float64 it is found again from x, so its derivative is 0; for
       bfloat16 and float16 it is subtracted as it is, and its derivative is that of the formula.
 
-    Numerics: as `layer_norm`; what rounding the saved mean has cost is found again where x is float32 or float64.
+    Numerics: as `layer_norm`; the rounding error of the saved mean is corrected if x is float32 or float64.
       dscale and dbias add over the batch: run_to_run, whatever level dx has.
 
     Raises:

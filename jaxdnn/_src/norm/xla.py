@@ -1,4 +1,4 @@
-"""The formulas of the normalisations, for XLA; `total` adds up, so that an engine may fix the order of additions.
+"""The formulas of the normalisations, for XLA; `total` adds, so that an engine may fix the order of additions.
 
 Letters: A the axes that statistics are taken over, n how many elements they have, s the scale, and for every slice
 
@@ -6,10 +6,10 @@ Letters: A the axes that statistics are taken over, n how many elements they hav
     y = s h + b
     dx = r (g - Σ_A g / n - h Σ_A g h / n)   with g = s dy        ds = Σ dy h        db = Σ dy
 
-without the terms in μ and Σ_A g if the op is not centred (RMS). x - μ is formed before it is squared, and where x is as
-wide as the accumulator it is formed twice: an accumulator of p bits holds μ only to 2^-p |μ|, so the mean of what is
-left after the first subtraction is subtracted too. A mean of 10⁴ deviations then costs no digit. Narrower x whose
-statistics go over other than the last axes is read once for both statistics, shifted by the mean of a sample.
+without the terms in μ and Σ_A g if the op is not centred (RMS). x - μ is computed before it is squared. If x is as wide
+as the accumulator, the subtraction is done twice: an accumulator of p bits holds μ only to 2^-p |μ|, so the mean of the
+differences is subtracted too. A mean of 10⁴ deviations then costs no precision. A narrower x with statistics over other
+than the last axes is read once for both statistics, after subtracting the mean of a sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ Separate = Callable[[Array], Array]
 
 
 class Arithmetic(NamedTuple):
-    """How an engine adds along axes (which stay, with length 1), and what it does to a product before a sum.
+    """How an engine adds along axes (which are kept with length 1), and how it rounds a product before a sum.
 
-    `copies` is over how many devices, each with as many elements, a total goes.
+    `copies` is the number of devices, each with equally many elements, that a total goes over.
     """
 
     total: Total
@@ -53,10 +53,10 @@ def count(x: Array, axes: Sequence[int]) -> int:
 
 
 def _mean(arithmetic: Arithmetic, v: Array, axes: Sequence[int], n: int) -> Array:
-    """Σ v / n, as XLA divides by a constant: times the rounded 1 / n. NaN where there is nothing to divide.
+    """Σ v / n, as XLA divides by a constant: times the rounded 1 / n. NaN for no elements.
 
-    Rounded for every engine: were x - μ one fused operation in one place and two in another, what is subtracted a
-    second time would not be what the first subtraction left.
+    It is rounded for every engine: if x - μ were fused in one place and not in another, the mean of the differences
+    would not be that of the differences that are used.
     """
     total = arithmetic.total(v, axes) if axes else v
     return rounded(total * jnp.asarray(1 / n if n else float("nan"), v.dtype))
@@ -79,7 +79,7 @@ def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Ar
         return wide - (shift + rest), shift + rest, variance
     mean = mean_of(wide)
     if x.dtype == spec.accumulate:
-        # One mean for all that subtract it: XLA on GPUs would add its last terms in every kernel anew, in other orders.
+        # The barrier keeps one mean for all uses: XLA on GPUs would add its last terms in each kernel, in other orders.
         mean = lax.optimization_barrier(mean)
     centred = wide - mean
     if x.dtype == spec.accumulate:
@@ -129,7 +129,7 @@ def _normalised(arithmetic: Arithmetic, spec: NormSpec, x: Array, mean: Array, r
     if not spec.centred:
         return wide * rstd
     centred = wide - mean
-    if x.dtype == spec.accumulate:  # what rounding the saved mean has cost
+    if x.dtype == spec.accumulate:  # corrects for the rounding of the saved mean
         centred = centred - _mean(arithmetic, centred, spec.axes, arithmetic.copies * count(x, spec.axes))
     return centred * rstd
 
@@ -139,7 +139,7 @@ def norm_dgrad(
 ) -> tuple[Array, Array, Array]:
     """dx, ds and db; the parameter is the scale, where the spec has it.
 
-    Where the scale is the same, sums for dx and for ds and db begin alike: along those axes they are taken once.
+    Along the axes that statistics go over and that the scale is constant along, the sums for dx, ds and db are shared.
     """
     scale, _ = spec.split(parameters)
     h = _normalised(arithmetic, spec, x, mean, rstd)

@@ -1,9 +1,9 @@
 """The `ordered` engine of the normalisations: a fixed tree of additions, the same whatever the batch.
 
-The elements of a slice, in row-major order of its axes, are filled up with zeros to a power of two; then the second
-half is added to the first until one is left. A product that is added to something must not be fused with the addition
-in one program and not in another, which XLA does on CPUs as it sees fit, behind an optimization barrier too: `rounded`
-hides it from the compiler. It costs a pass over memory for every other step, hence its rank.
+The elements of a slice, in row-major order of its axes, are padded with zeros to a power of two; then the second half
+is added to the first until one element is left. A product must not be fused with an addition in one program and not in
+another, as XLA does on CPUs even across an optimization barrier: `rounded` prevents it. Every second step costs a pass
+over memory, hence the engine's rank.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxdnn._src.norm.xla import FORMULAS, Arithmetic
 
 
 def tree(x: Array, axes: Sequence[int]) -> Array:
-    """The sum along `axes`, which stay with length 1."""
+    """The sum along `axes`, which are kept with length 1."""
     axes = tuple(sorted(a % x.ndim for a in axes))
     kept = [a for a in range(x.ndim) if a not in axes]
     shape = tuple(1 if a in axes else size for a, size in enumerate(x.shape))

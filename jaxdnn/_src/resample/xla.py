@@ -1,4 +1,4 @@
-"""Engine `xla` of the resampling primitive: one gather a tap, multiplied and added in the order of the taps."""
+"""Engine `xla` of the resampling primitive: for each tap one gather, multiplied and added in the order of the taps."""
 
 import functools as ft
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def run(call: engines.Call, x: Array) -> Array:
 def banded(
     x: Array, axis: int, start: np.ndarray, weights: np.ndarray, here: Callable[[Array], Array] = lambda full: full
 ) -> Array:
-    """The product with a band along an axis; `here` takes a device's results out of an array for all."""
+    """The product with a banded matrix along an axis; `here` selects a device's results from an array for all."""
     first = here(jnp.asarray(start))
     shape = (*x.shape[:axis], len(first), *x.shape[axis + 1 :])
     if x.shape[axis] == 0 or weights.size == 0:
@@ -38,7 +38,7 @@ def banded(
         factor = lax.broadcast_in_dim(factor, shape, (axis,))
         return total + _term(factor, _take(x, first + jnp.asarray(k, jnp.int32), axis))
 
-    # From +0, as the definition has it; behind the barrier, for XLA would leave out 0 + p, which is 0 for p = -0.
+    # From +0, as in the definition. The barrier keeps XLA from removing 0 + p, which is +0 for p = -0.
     zero = lax.optimization_barrier(jnp.zeros((), x.dtype))
     total = jnp.broadcast_to(zero, shape)
     if len(factors) > UNROLLED:
@@ -51,7 +51,7 @@ def _take(x: Array, rows: Array, axis: int) -> Array:
 
 
 def _term(factor: Array, x: Array) -> Array:
-    """w x, and 0 where w is 0: an element of weight 0 is not read, be it infinite or NaN."""
+    """w x, and 0 where w is 0: an infinity or NaN of weight 0 has no effect."""
     return jnp.where(factor == 0, jnp.zeros_like(factor), product(factor, x))
 
 

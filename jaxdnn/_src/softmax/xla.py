@@ -1,12 +1,12 @@
 """The softmax family's formulas for XLA: the engine `xla`, and the engine `ordered`, whose sums are fixed trees.
 
-Engine `xla` leaves the order of a sum to XLA, so it promises the same bits from run to run only.
+Engine `xla` leaves the order of a sum to XLA, and so guarantees equal bits from run to run only.
 
-Engine `ordered` lays the elements of a row side by side, in row-major order of the reduced axes, fills them up with
-zeros to a power of two, and then adds the second half to the first until one is left. The tree depends on the row's
-length alone. Products are rounded before anything is added to them, here and by the caller, so no compiler contracts
-the two; maxima are exact in any order; everything else is element by element. It costs a pass over memory for every
-third level of the tree and, on CPUs, a loop for the exponentials, of which XLA has several there.
+Engine `ordered` takes the elements of a row in row-major order of the reduced axes, pads them with zeros to a power of
+two, and then adds the second half to the first until one element is left. The tree depends on the row's length alone.
+Products are rounded before anything is added to them, here and by the caller, so that no compiler contracts the two;
+maxima are exact in any order; everything else is computed element by element. Every third level of the tree costs a
+pass over memory, and on CPUs, where XLA has several exponentials, these run in a loop.
 """
 
 import functools as ft
@@ -21,13 +21,13 @@ from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.rounding import nearest, product, rounded
 
 Sum = Callable[[Array, tuple[int, ...]], Array]
-Apart = Callable[[Array], Array]  # keeps a step apart from the next: contracted, it has other bits
+Apart = Callable[[Array], Array]  # keeps XLA from contracting a step with the next, which changes bits
 LEVELS_A_PASS = 3
 LINE = 1024
 
 
 def xla_sum(x: Array, axes: tuple[int, ...]) -> Array:
-    """The sum along `axes`, which stay with length 1, in XLA's order."""
+    """The sum along `axes`, which are kept with length 1, in XLA's order."""
     return jnp.sum(x, axes, keepdims=True)
 
 
@@ -89,8 +89,8 @@ def _log(x: Array, apart: Apart) -> Array:
 def steady(function: Callable[[Array], Array], x: Array) -> Array:
     """A function of one element, with bits that do not depend on the array that the element is in.
 
-    On CPUs XLA has several exponentials: one in its vector loops, one for what is left over at their ends, and, where
-    an array is large enough, YNNPACK's. So there a loop takes the elements line by line, always as many.
+    On CPUs XLA has several exponentials: in its vector loops, for the remainder of these loops, and, for large arrays,
+    that of YNNPACK. So there a loop processes the elements in lines of a fixed length.
     """
     return lax.platform_dependent(x, cpu=ft.partial(_by_lines, function), default=function)
 
@@ -103,7 +103,7 @@ def _by_lines(function: Callable[[Array], Array], x: Array) -> Array:
 
 
 def _share(e: Array, s: Array, apart: Apart) -> Array:
-    """e / s; where steps are kept apart by the reciprocal, which XLA takes for some shapes and not for others."""
+    """e / s; if steps are kept apart, by the reciprocal, which XLA would use for some shapes and not for others."""
     return e / s if apart is _plain else apart(e * apart(1 / s))
 
 

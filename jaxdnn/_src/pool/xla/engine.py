@@ -1,15 +1,16 @@
 """The `xla` engine of pooling: elementwise operations over strided slices, never select-and-scatter.
 
-Forward. A window is folded along one spatial axis after the other, the last one first, by joining neighbours, then
-neighbouring pairs and so on (`fold`); an odd one out goes up unchanged. Sums have that order of additions; for a
-maximum the order does not matter. Where windows overlap and are long, what is joined is shared between them, so a
-window of n taps costs about 2 log2 n joins.
+Forward. A window is reduced along one spatial axis after another, the last one first, by joining neighbours, then
+neighbouring pairs and so on (`fold`); an odd one out is passed on unchanged. This is the order of additions for sums;
+for a maximum the order does not matter. Long overlapping windows share joins, so that a window of n taps costs about
+2 log2 n joins.
 
-Backward, in gather form: an element of dx adds what the windows that it lies in contribute, in a fixed order. Elements
-at equal distances modulo the stride see the same taps, so each such phase is a sum of shifted slices of dy.
+Backward, in gather form: an element of dx adds the contributions of the windows that it is in, in a fixed order.
+Elements whose positions are equal modulo the stride belong to the same taps, so that each such phase is a sum of
+shifted slices of dy.
 
-XLA contracts a product and a sum into one fused operation, so where a division by a count comes before sums, the two
-are kept apart: the bits are those of the definition.
+XLA contracts a product and a sum into one fused operation. If sums follow a division by a count, the two are kept
+apart, so that the bits are those of the definition.
 """
 
 import itertools
@@ -33,7 +34,7 @@ Here = Callable[[Array], Array]
 
 
 def _better(spec: PoolSpec, b: Array, a: Array) -> Array:
-    """Whether b, a later tap, wins against a: only if it is larger, or by the rule for NaN."""
+    """Whether b, a later tap, replaces a: only if it is larger, or by the rule for NaN."""
     if not jnp.issubdtype(a.dtype, jnp.floating):
         return b > a
     if spec.nan == "propagate":
@@ -46,7 +47,7 @@ def _is_nan(a: Array) -> Array:
 
 
 def least(spec: PoolSpec, dtype: Any) -> Any:
-    """What padding holds: it is not above any number. Where NaN is ignored it is NaN, which any number beats."""
+    """The value of padding: no number is smaller. If NaN is ignored, it is NaN, which any number replaces."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.iinfo(dtype).min
     return -jnp.inf if spec.nan == "propagate" else jnp.nan
@@ -240,7 +241,7 @@ def shares(spec: PoolSpec, dy: Array, here: Here = lambda full: full) -> Array:
 
 
 def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
-    """Along one axis: every element adds the dy of the windows it lies in, taps ascending, in `fold`'s order."""
+    """Along one axis: every element adds the dy of the windows it is in, taps ascending, in the order of `fold`."""
     stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
     size, count = spec.sizes[i], -(-spec.sizes[i] // stride)
     if spec.outputs[i] == 1 or spec.window.extents(spec.taps)[i] <= stride:
@@ -256,7 +257,7 @@ def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
         if not phase:
             parts.append(jnp.zeros([count if d == dy.ndim + axis else n for d, n in enumerate(dy.shape)], dy.dtype))
             continue
-        # Ascending taps meet descending outputs, so the axis is turned round: output p lies at -p.
+        # Ascending taps have descending outputs, so the axis is reversed: output p is at -p.
         step = phase[0][1] - phase[1][1] if len(phase) > 1 else 1
         last = phase[-1][1]
         span = count + (len(phase) - 1) * step

@@ -39,7 +39,7 @@ def _fold_slices(items: list[Item], join: Join) -> Item:
 
 
 def _fold_blocks(item: Item, axis: int, taps: int, stride: int, dilation: int, outputs: int, join: Join) -> Item:
-    """Windows that share nothing, as blocks that shrink by half."""
+    """Disjoint windows, as blocks that are halved at each step."""
     if outputs == 1:
         item, stride = slice_axis(item, 0, taps, dilation, axis), taps
 

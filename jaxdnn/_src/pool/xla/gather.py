@@ -1,4 +1,4 @@
-"""The backward pass of max-pooling in gather form: every element of dx joins what the windows that chose it have."""
+"""The backward pass of max-pooling in gather form: every element of dx joins the dy of the windows that chose it."""
 
 import functools as ft
 import itertools
@@ -86,7 +86,7 @@ def _gather_phase(spec: PoolSpec, dy: Item, tap: Array, join: Any, chosen: list[
 
 
 def _gather_disjoint(spec: PoolSpec, dy: Item, tap: Array) -> Item:
-    """An element lies in one window at most: dy and tap are spread over their windows."""
+    """For windows that do not overlap: dy and tap are repeated over the elements of their window."""
     wanted = np.zeros((), np.int64)
     for i, axis in enumerate(spec.spatial):
         stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
