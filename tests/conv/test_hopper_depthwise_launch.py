@@ -110,3 +110,19 @@ def test_whole_numbers_are_exact(shape, taps, group, stride, padding, sms):
         strict=True,
     ):
         np.testing.assert_array_equal(np.asarray(got).reshape(want.shape), want.astype(x.dtype))
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((64, 4, 4, 1216), "bf16"), ((64, 8, 4, 1280), "f16"), ((64, 4, 12, 1920), "f16")]
+)
+def test_slots_are_not_filled_while_they_are_read(shape, dtype):
+    """Whole images in tiles so small that the copy engine could fill a slot while loads of it are in flight."""
+    rng = np.random.default_rng(0)
+    geo = geometry(shape, (3, 3, 1, shape[-1]), stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+    x, dy = (rng.integers(-2, 3, shape).astype(DTYPES[dtype]) for _ in range(2))
+    *_, wanted = reference(x, np.zeros((3, 3, 1, shape[-1])), dy, window(geo, shape[0], shape[-1], x.dtype))
+    wgrad = jax.jit(lambda x, dy: kernels.depthwise_wgrad(x, dy, geo=geo))
+    x, dy, wanted = jax.device_put((x, dy, wanted.astype(DTYPES[dtype])))
+    differs = jax.jit(lambda got: (got.reshape(wanted.shape) != wanted).any())
+    assert not any([differs(wgrad(x, dy)) for _ in range(300)])
