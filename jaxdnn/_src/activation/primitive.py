@@ -31,7 +31,7 @@ class ActivationSpec:
 
 
 def wide(dtype: Any) -> np.dtype:
-    """What a formula is computed in: float64 for float64, else float32."""
+    """The dtype to compute in: float64 for float64, otherwise float32."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 

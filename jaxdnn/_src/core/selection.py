@@ -42,7 +42,7 @@ FASTER, AS_XLA, NOT_FASTER, LAST = range(4)
 
 
 def ranked(call: Call) -> tuple[Engine, ...]:
-    """The engines of a call's op in the order they are tried for it."""
+    """The engines of a call's op in the order in which they are tried."""
     able = [engine for engine in engines.registered(call.op) if not _lacks_sizes(engine, call)]
     rest = [engine for engine in engines.registered(call.op) if _lacks_sizes(engine, call)]
     return (*sorted(able, key=lambda engine: _place(engine, call)), *rest)

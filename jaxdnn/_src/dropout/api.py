@@ -34,7 +34,7 @@ class DropoutState:
       key: (2,) uint32, the words of the seed, the low one first.
       used: (2,) uint32, how many counters have been used, each worth four elements, as a 64-bit number, low word first.
 
-    The count of elements that `save` and `of_seed` speak of is taken modulo 2^64: so far a key serves.
+    `save` and `of_seed` count elements modulo 2^64, the number of elements that one key serves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -86,7 +86,7 @@ def dropout(
     engine: str | None = None,
     determinism: str | None = None,
 ) -> Array:
-    """Sets elements to zero at random, and scales the others; with what stands around it in a transformer, if given.
+    """Sets elements to zero at random and scales the others; with bias, activation and residual, if they are given.
 
     y[e] = residual[e] + (act(x[e] + bias[e]) / (1 - rate) if word[offset + e] >= rate 2^32 else 0)
 
@@ -102,8 +102,8 @@ def dropout(
       offset: where in the key's count x begins, in elements: the second half of a batch whose first half has n
         elements gets, with offset n, the bits it would have in the whole. A number, or a scalar array of int32, uint32,
         int64 or uint64 (which takes a GPU nearly three times as long, since four neighbours cannot be seen to share a
-        counter). Elements are counted modulo 2^64 however the offset is given: behind element 2^64 - 1 comes element 0.
-        A negative element of an array cannot be refused; it counts from 2^64 backwards.
+        counter). Elements are counted modulo 2^64 however the offset is given: element 0 follows element 2^64 - 1. A
+        negative offset in an array cannot be refused; it counts backwards from 2^64.
       layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
         counts the axes of x in their own order, which is that of the channels-last layouts. Of a vectorised layout the
         channels that fill up the last vector count too.
@@ -274,7 +274,7 @@ def _call(
 
 
 def _all_dropped(zeros: Array, residual: Array | None, out: np.dtype) -> Array:
-    """residual + 0, by zeros that XLA does not know: it would leave the sum out, and with it that -0 becomes 0."""
+    """residual + 0, which makes 0 of -0. The zeros are hidden from XLA, which would remove the sum."""
     if residual is None:
         return zeros.astype(out)
     zero, one = (jnp.asarray(v, residual.dtype) for v in (0, 1))
@@ -338,10 +338,11 @@ def _order(layout: Any, x: Array) -> tuple[int, ...]:
 
 
 def _start(offset: Any, used: Array | None, words: Array) -> tuple[Array, int | None, int | None]:
-    """Where x begins in the key's count: a counter and a word of it, or, for an offset that is an array, an element;
-    and the counter if it is known: then the key's words stand for it, since XLA fills a constant in a kernel.
+    """Where x starts in the key's count: (start, shift, counter).
 
-    `used` counters of the key lie before the offset.
+    For a number, start is a counter and shift the word of it, and `counter` the same counter if it is known when
+    traced; start is then not read, and the key's words take its place, because XLA would fill a constant by a kernel.
+    For an array, start is an element, and shift is None. `used` counters of the key precede the offset.
     """
     known = isinstance(offset, np.ndarray) and offset.ndim == 0 and offset.dtype.kind in "iu"
     if known or (isinstance(offset, int | np.integer) and not isinstance(offset, bool)):

@@ -1,6 +1,6 @@
 """The primitives of bias, activation, dropout and residual in one: types, derivatives, vmap and sharding rules.
 
-With m the mask, s the scale of what is kept and z = x + bias:
+With m the mask, s the scale of kept elements and z = x + bias:
 
 | primitive | operands | results | linear in |
 |---|---|---|---|
@@ -8,9 +8,10 @@ With m the mask, s the scale of what is kept and z = x + bias:
 | `fused_dropout_tangent` | dx, [dbias], [x, [bias]], key, start | m s act'(z) (dx + dbias) | dx, dbias |
 | `fused_dropout_dgrad` | dy, [x, [bias]], key, start | dx = m s act'(z) dy, and dbias, its sum | dy |
 
-The last is the transpose of the second, which without dbias is its own. They draw the mask again, and take x and bias
-only where the activation has a slope to compute: without one nothing of the size of x is kept. bias has the rank of x,
-with 1 where it is the same. Leading axes are those of `_dropout`; along them bias, key and start may have length 1.
+The last is the transpose of the second; without dbias the second is its own transpose. Both draw the mask again, and
+have x and bias as operands only if there is an activation; without one no residual of the size of x is kept. bias has
+the rank of x, with length 1 along the axes where it is constant. The leading axes are those of `primitive`; along them
+bias, key and start may have length 1.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from jaxdnn._src.dropout.primitive import DropoutSpec
 from jaxdnn._src.tensor import reductions
 
 OPS = ("fused_dropout", "fused_dropout_tangent", "fused_dropout_dgrad")
-X, BIAS, WORDS = "x", "bias", "words"  # what an operand is: of x's shape, of the bias's, or two words
+X, BIAS, WORDS = "x", "bias", "words"  # the role of an operand: an array like x, one like the bias, or two words
 ROLES = {"x": X, "dy": X, "residual": X, "bias": BIAS, "dbias": BIAS, "key": WORDS, "start": WORDS}
 
 
@@ -83,7 +84,7 @@ def operand_names(op: str, spec: FusedSpec) -> tuple[str, ...]:
 
 
 def roles(op: str, spec: FusedSpec) -> tuple[str, ...]:
-    """What each operand is."""
+    """The role of each operand."""
     return tuple(ROLES[name] for name in operand_names(op, spec))
 
 
@@ -93,7 +94,7 @@ def bind(op: str, *operands: Any, spec: FusedSpec) -> Any:
 
 
 def precision(spec: FusedSpec, operands: Sequence[Any]) -> np.dtype:
-    """What a call is computed in: float64 if anything of it is, else float32."""
+    """The dtype to compute in: float64 if an operand or the result has it, otherwise float32."""
     dtypes = (spec.out_dtype, *(np.dtype(v.dtype) for v in operands))
     return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
@@ -112,7 +113,7 @@ def _dgrad_results(spec: FusedSpec, dy: Any, *operands: Any) -> tuple[jax.ShapeD
 
 
 def is_fixed(spec: FusedSpec) -> bool:
-    """Whether the gradient in the bias is added on a tree, for more than run_to_run is required."""
+    """Whether the gradient of the bias is added in a fixed tree: if the level is stronger than run_to_run."""
     return not satisfies("run_to_run", spec.level)
 
 
@@ -138,7 +139,7 @@ def _jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
 
 
 def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
-    """What the derivatives' own derivatives in x and bias are taken of; the mask by dropout itself."""
+    """The formula that gives the second derivatives in x and bias; the mask comes from dropout itself."""
     *linear, k, s = operands
     at: list[Array] = []
     if spec.slopes:
@@ -220,7 +221,7 @@ def _dgrad_transpose(spec: FusedSpec, cts: Sequence[Any], *operands: Any) -> lis
 
 
 def _batch(op: str, spec: FusedSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    """One more leading axis; what is not mapped has length 1 along it, if it need not have x's shape."""
+    """Adds a leading axis; operands that are not mapped have length 1 along it, unless they must have x's shape."""
     size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
     moved = [v[None] if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
     whole = [
@@ -232,7 +233,7 @@ def _batch(op: str, spec: FusedSpec, operands: Sequence[Any], dims: Sequence[int
 
 
 def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
-    """All axes but those that are summed; what has length 1 where x is longer has a name of its own there."""
+    """All axes may be sharded but those that are summed; an axis of length 1 where x's is longer has its own name."""
     shape = avals[0].shape
     axes = tuple(f"x{i}" for i in range(len(shape)))
     summed = [spec.leading + axis for axis in spec.summed] if op == "fused_dropout_dgrad" else []

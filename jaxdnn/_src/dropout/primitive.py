@@ -32,7 +32,7 @@ class DropoutSpec:
       order: the counted axes in logical order, the slowest first; numbered from the first counted axis.
       shift: the first element is word `shift` of counter `start`; None: `start` counts elements, not counters.
       leading: how many leading axes x, key and start have; those of key and start may be 1.
-      start: the counter, if it is known when traced; then the operand is not read, and the key stands in its place.
+      start: the counter, if it is known when traced; then that operand is not read, and the key is passed in its place.
     """
 
     threshold: int
@@ -60,7 +60,7 @@ def _batch(spec: DropoutSpec, operands: Sequence[Any], dims: Sequence[int | None
 
 
 def _factors(spec: DropoutSpec, x: Any, key: Any, start: Any) -> Factors:
-    """Any axis may be sharded by XLA; an engine that it cannot divide would have to know its part's place."""
+    """XLA may shard any axis; a kernel would have to know the position of its part, and so cannot be partitioned."""
     axes = tuple(f"x{i}" for i in range(len(x.shape)))
 
     def names(kind: str, aval: Any) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The primitives of the normalisations: one that normalises, its tangent, and its backward op.
 
-All normalisations are one formula over a set of axes (`xla.py` states it). Axes are counted from the end,
-so more of them may come in front: that is all that vmap does. Scale and bias have the rank of x, length 1 where they
-are the same and the accumulator's dtype.
+All normalisations are one formula over a set of axes (`xla.py` states it). Axes are counted from the end, so that vmap
+only has to add leading ones. Scale and bias have the accumulator's dtype and the rank of x, with length 1 along the
+axes where they are constant.
 
 | primitive | operands | results | linear in |
 |---|---|---|---|
@@ -10,9 +10,9 @@ are the same and the accumulator's dtype.
 | `norm_tangent` | of dx, dscale, dbias those there are; x, mean, rstd, [scale] | the tangent of y | the former |
 | `norm_dgrad` | dy, x, mean, rstd, [scale] | dx, dscale, dbias | dy |
 
-`norm_dgrad` is the transpose of `norm_tangent`, so a first gradient runs the backward kernel. Beyond, the two are
-differentiated by XLA's formula. Means and inverse deviations are operands like others to them: what depends on x
-through these comes from the derivatives of `norm`'s own results.
+`norm_dgrad` is the transpose of `norm_tangent`, so that a first gradient runs the backward kernel. Higher derivatives
+of the two come from XLA's formula. For them means and inverse deviations are independent operands; their dependence on
+x comes from the derivatives of the results of `norm`.
 """
 
 import dataclasses
@@ -172,7 +172,7 @@ def _roles(op: str, spec: NormSpec) -> tuple[str, ...]:
 
 
 def _batch(op: str, spec: NormSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    """One more leading axis; of length 1 for a scale or bias that is the same for all."""
+    """Adds a leading axis, of length 1 for a scale or bias that all examples share."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     moved = []
     for role, x, d in zip(_roles(op, spec), operands, dims, strict=True):
@@ -214,8 +214,8 @@ def _factors(op: str, spec: NormSpec, *avals: Any) -> Factors:
 
 
 def _on_device(op: str, spec: NormSpec, rank: int, run: Run, axes: Axes, *operands: Array) -> Any:
-    """A device's part: where only parameters' gradients go over the mesh, the engine's sums of them are added up; where
-    statistics do, XLA's formula is taken, with every sum over the mesh."""
+    """A device's part. If only gradients of parameters are summed over the mesh, the engine computes them and they are
+    added over the mesh; if statistics are, XLA's formula computes the call, with every sum over the mesh."""
     devices = lambda of: [axes[f"d{axis % rank}"] for axis in of if f"d{axis % rank}" in axes]
     along = lambda of: tuple(name for found in devices(of) for name in found.names)
     if not (statistics := devices(spec.axes)):

@@ -1,7 +1,7 @@
 """The pooling primitives: their shapes, derivatives, vmap and sharding rules.
 
-An array has spatial axes, which a window moves over, and any others, each of which it treats alike: vmap adds a
-leading one. Six primitives:
+An array has spatial axes, which a window moves over, and any number of other axes: vmap adds a leading one. The
+primitives are:
 
 | primitive | result | derivative |
 |---|---|---|
@@ -12,8 +12,8 @@ leading one. Six primitives:
 | pool_average(x) | y: sums over windows, divided by a count if there is a divisor | linear; pool_average_dgrad |
 | pool_average_dgrad(dy) | dx | linear; pool_average |
 
-Taps are kept as uint8 if a window has at most 256: what the backward pass of max-pooling reads is dy and one byte an
-output, not x and y.
+Taps are stored as uint8 if a window has at most 256: the backward pass of max-pooling reads dy and one byte for each
+output, instead of x and y.
 """
 
 import dataclasses
@@ -65,11 +65,10 @@ def _windows(spec: PoolSpec) -> list[Windows]:
 
 
 def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *further: Array) -> Any:
-    """A device's part, with the rows that its windows share with other devices; beyond the ends of x lies its padding.
+    """A device's part, with the rows that its windows share with other devices, and padding beyond the ends of x.
 
-    What depends on a window's place is computed here, for the engine does not know the place: the numbers that sums
-    are divided by where they differ, and the taps of windows whose maximum padding ties with. Then XLA's formula
-    serves, which has the bits of the kernels.
+    An engine does not know the position of a window, so what depends on it is computed here: divisors that differ, and
+    the taps of windows whose maximum is equal to padding. Then XLA's formula serves, with the same bits as the kernels.
     """
     from jaxdnn._src.pool.xla import engine as pool
 
@@ -106,7 +105,7 @@ def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *fur
 
 
 def _here(spec: PoolSpec, placed: Sequence[Devices | None], full: Array) -> Array:
-    """Of an array for all places of a window, those of this device."""
+    """This device's part of an array that has an element for each window position."""
     for axis, devices in zip(spec.spatial, placed, strict=True):
         if devices is not None and full.shape[axis] > 1:
             count = full.shape[axis] // devices.count

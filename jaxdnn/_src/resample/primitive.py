@@ -53,7 +53,7 @@ def _factors(spec: ResampleSpec, x: Any) -> Factors:
 
 
 def _on_device(spec: ResampleSpec, run: Run, axes: Axes, x: Array) -> Array:
-    """A device's part, with the elements of other devices that its results are made of."""
+    """A device's part, with the elements of other devices that its results depend on."""
     from jaxdnn._src.resample import xla
 
     devices, axis = axes["n"], spec.axis % x.ndim
