@@ -153,7 +153,7 @@ def conv_dgrad(
     Args:
       dy: the gradient in the result of the convolution, (N, P, Q, K) for layout NHWC.
       w: the convolution's filter, as for `conv`.
-      x_shape: the shape of x in `layout`; several sizes of x give the same size of y, so it cannot be told from dy.
+      x_shape: the shape of x in `layout`; several sizes of x give the same size of y, so that it does not follow from dy.
       stride, padding, dilation, groups, mode, layout, filter_layout: those of the convolution, see `conv`.
       alpha, beta, prior: the blend, see `conv`; prior has x's shape.
       accumulate, precision, out_dtype, engine, determinism: see `conv`.
@@ -336,7 +336,7 @@ def conv_transpose(
       w: the filter of the convolution that this transposes, (R, S, C/G, K) for filter layout HWIO: its output channels
         K are this op's input channels, its input channels C this op's output channels.
       output_padding: how many elements longer the result is than the shortest possible, from 0 and smaller than stride
-        or dilation; from stride on as if zeros stood behind x.
+        or dilation; from stride on as if zeros followed x.
       stride, padding, dilation, groups, mode: those of the convolution that this transposes, see `conv`. Padding
         shortens the result; "SAME" makes it size times stride, "VALID" is no padding.
       layout, filter_layout: see `conv`.
@@ -362,8 +362,8 @@ def conv_transpose(
       (1, 6, 4, 2)
 
     Sources: cuDNN's cudnnConvolutionBackwardData, PyTorch's conv_transpose2d (its weight (in, out/G, R, S) is
-      KCRS here), ONNX's ConvTranspose. `jax.lax.conv_transpose` does not flip the filter unless told to: it is this
-      op with mode "convolution" and the filter's two channel axes exchanged.
+      KCRS here), ONNX's ConvTranspose. `jax.lax.conv_transpose` by default does not flip the filter: it is
+      this op with mode "convolution" and the filter's two channel axes exchanged.
     """
     options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
     frame = frames.frame(layout, filter_layout)

@@ -101,20 +101,19 @@ def dropout(
         multiple of 2^-32.
       offset: where in the key's count x begins, in elements: the second half of a batch whose first half has n
         elements gets, with offset n, the bits it would have in the whole. A number, or a scalar array of int32, uint32,
-        int64 or uint64 (which takes a GPU nearly three times as long, since four neighbours cannot be seen to share a
-        counter). Elements are counted modulo 2^64 however the offset is given: element 0 follows element 2^64 - 1. A
+        int64 or uint64 (which takes a GPU nearly three times as long, because the compiler cannot prove that four
+        neighbours share a counter). Elements are counted modulo 2^64 however the offset is given: element 0 follows element 2^64 - 1. A
         negative offset in an array cannot be refused; it counts backwards from 2^64.
       layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
-        counts the axes of x in their own order, which is that of the channels-last layouts. Of a vectorised layout the
-        channels that fill up the last vector count too.
-      bias: (C,), C the channels of the layout (of a vectorised one also those that fill up the last vector), without
-        one the size of x's last axis; or of as many dimensions as x, each of x's size or 1. Fewer dimensions are
-        refused: there is no guessing which are meant.
+        counts the axes of x in their own order, which is that of the channels-last layouts. In a vectorised layout the
+        channels that pad the last vector are counted too.
+      bias: (C,), C the channels of the layout (in a vectorised one with those that pad the last vector), or without a
+        layout the size of x's last axis; or with as many dimensions as x, each of x's size or 1. Fewer dimensions are
+        an error, because they are ambiguous.
       residual: of x's shape; added to the result of dropout, so that where that is 0 the residual remains (-0 as 0).
-        bias and residual have any of x's dtypes, but float64 only beside a float64 x.
+        bias and residual may have any of x's dtypes, but float64 only with a float64 x.
       activation: see `activation`; None for none.
-      out_dtype: the result's dtype; None: that of x, also beside a wider residual, which to stay wide needs its own
-        here.
+      out_dtype: the result's dtype; None: that of x, even if the residual is wider.
       engine: which implementation; None chooses, see `jaxdnn.explain`.
       determinism: the level required, see `jaxdnn.determinism`.
 

@@ -36,8 +36,8 @@ def genstats(
 
     Differentiation: any order, forward and reverse.
 
-    Numerics: in float32 (float64 for float64), in XLA's order. A variance that is made of the sums loses the digits by
-      which σ² lies below (μ - shift)²: with a mean of 10⁴ deviations, float32 and no shift, all. `batch_norm` loses
+    Numerics: in float32 (float64 for float64), in XLA's order. A variance from the sums loses precision if σ² is much
+      smaller than (μ - shift)²: all of it for a mean of 10⁴ deviations, float32 and no shift. `batch_norm` loses
       none.
 
     Raises:

@@ -55,7 +55,7 @@ def pool(
     o[n,p,q,c] = max, or Σ / count, or (Σ |.|^p)^(1/p)   of x[n, p u + r d - a, q v + s e - b, c] over the taps (r, s)
     y = alpha o + beta prior
 
-    with stride (u, v), dilation (d, e) and low padding (a, b). Padding counts as zero in sums and never wins a maximum.
+    with stride (u, v), dilation (d, e) and low padding (a, b). Padding counts as zero in sums and is never a maximum.
 
     Args:
       x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
@@ -193,8 +193,8 @@ def pool_dgrad(
       too, in which those of the other modes are constant.
 
     Numerics: added in float32 (float64 for float64) in a fixed order: for "max", from +0, the taps of the windows that
-      an element lies in, in row-major order, one after the other; for averages as in `pool`, multiplied by 1 / count
-      after the sum where all counts are alike, else before. Determinism: portable; "lp" is mesh_invariant.
+      an element is in, in row-major order, one after another; for averages as in `pool`, multiplied by 1 / count
+      after the sum if all counts are equal, otherwise before. Determinism: portable; "lp" is mesh_invariant.
 
     Raises:
       ValueError: shapes that do not fit, or an argument out of range.

@@ -83,8 +83,8 @@ def resample(
       in one order (`resample_dgrad`): it is as deterministic as the result.
 
     Numerics: coordinates are exact and weights computed in float64, then rounded to float32 (float64 for float64);
-      products are added in it, tap by tap, one axis after the other, and the result is converted once. An element of
-      weight 0 is not read: infinity and NaN do not spread to results beside them. "nearest" copies. Every product
+      products are added in it, tap by tap, one axis after another, and the result is converted once. An element of
+      weight 0 is not read: infinity and NaN do not spread to neighbouring results. "nearest" copies. Every product
       is rounded before it is added: determinism level "portable", the gradient's too.
 
     Raises:

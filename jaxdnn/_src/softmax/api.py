@@ -56,10 +56,10 @@ def softmax(
       mode: None, or cuDNN's names for the axes: "channel" (a row is the channels at one place) or "instance" (a row is
         all of one example).
       layout: the axes of x for `mode`: NWC, NCW, CWN, NHWC, NCHW, CHWN, NDHWC, NCDHW, CDHWN, or with channels in
-        vectors NCWc32, NCHWc32, NCDHWc32. The zeros that fill up a last vector are channels like others: exp(0) is in
-        the sum, unless `where` leaves them out.
-      where: booleans that broadcast to x's shape: what is False is left out of its row, and its result is 0 (log:
-        -inf) before the blend. A row of which nothing is left is 0 (log: -inf) altogether.
+        vectors NCWc32, NCHWc32, NCDHWc32. The zeros that pad the last vector are channels like others: exp(0) is in
+        the sum, unless `where` excludes them.
+      where: booleans that broadcast to x's shape: elements where it is False are excluded from their row, and their
+        result is 0 (log: -inf) before the blend. A row whose elements are all excluded is 0 (log: -inf).
       alpha, beta, prior: the blend, see `conv`; prior has the result's shape.
       out_dtype: the result's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.

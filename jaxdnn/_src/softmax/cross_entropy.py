@@ -64,8 +64,8 @@ def linear_cross_entropy(
         neither, reaches the loss or a gradient, and their own gradient is 0. None: there is none.
       reduction: "mean", the sum of weights times losses over the sum of the weights (NaN if no row counts); "sum";
         "none", a loss for every row, multiplied by its weight.
-      chunk: how many rows at most have their logits in memory at a time, and at least half as many where the rows can
-        be divided so (else the last chunk is filled up); None: as many as make 2^27 logits.
+      chunk: the most rows whose logits are in memory at a time; at least half as many are, if the rows can be divided
+        so (otherwise the last chunk is padded); None: as many as have 2^27 logits.
       precision: None multiplies the stored values exactly; "tf32" lets float32 operands be cut for tensor cores.
       determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
 
@@ -289,9 +289,9 @@ def _scan(spec: _Spec, body: Any, init: Any, *arrays: Array) -> tuple[Any, Any]:
 
 
 def _count(rows: int, chunk: int) -> int:
-    """How many chunks: the fewest that leave no row over, or that `chunk` allows, if those would be over twice as many.
+    """How many chunks: the fewest that divide the rows, or that `chunk` allows, if these are more than twice as many.
 
-    A row that fills up would move the rows of all devices that they are sharded over.
+    Padding rows would move the rows between the devices that they are sharded over.
     """
     least = max(1, -(-rows // chunk))
     return next((n for n in range(least, min(2 * least, rows) + 1) if rows % n == 0), least)

@@ -45,7 +45,7 @@ def transform(
     padded    p[n, c, h, w] = u[n, c, h - a, w - b], zero outside of u, with low padding (a, b)
     folded    m[n, (c f + i) g + j, h, w] = p[n, c, h f + i, w g + j], with fold (f, g)
 
-    and then has its channels cut off or filled up with zeros.
+    and then has its channels truncated or padded with zeros.
 
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8, uint8,
@@ -54,12 +54,12 @@ def transform(
         spatial axes.
       out_layout: the axes of the result and of prior; None is `layout`.
       padding: elements around x: one integer, one per spatial axis, or a (low, high) pair per spatial axis; negative
-        numbers cut off.
+        numbers crop.
       fold: how many neighbours along a spatial axis become channels, one integer or one per axis; must divide the
         padded size.
       unfold: the inverse of fold, before the padding; the product must divide the channels.
-      channels: how many channels the result has; None is as many as there are. A vectorised layout has further zero
-        channels that fill up the last vector.
+      channels: the number of the result's channels; None keeps it. A vectorised layout has additional zero channels
+        that pad the last vector.
       alpha, beta, prior: the blend, see `conv`; prior has the result's shape and layout.
       out_dtype: the result's dtype; None is that of x.
 
@@ -139,7 +139,7 @@ def _pad(x: Array, pads: tuple[tuple[int, int], ...]) -> Array:
 
 
 def _with_channels(x: Array, channels: Any, vector: int) -> Array:
-    """Cuts off or fills up the channels; with those that fill up the last vector."""
+    """Truncates or pads the channels; a vectorised layout's last vector is padded too."""
     wanted = x.shape[1] if channels is None else checks.integer("channels", channels)
     if wanted < 1:
         raise ValueError(f"`channels` must be None or at least 1, got {wanted}.")
