@@ -153,7 +153,7 @@ def conv_dgrad(
     Args:
       dy: the gradient in the result of the convolution, (N, P, Q, K) for layout NHWC.
       w: the convolution's filter, as for `conv`.
-      x_shape: the shape of x in `layout`; several sizes of x give the same size of y, so that it does not follow from dy.
+      x_shape: the shape of x in `layout`; several sizes of x give the same size of y, so it must be given.
       stride, padding, dilation, groups, mode, layout, filter_layout: those of the convolution, see `conv`.
       alpha, beta, prior: the blend, see `conv`; prior has x's shape.
       accumulate, precision, out_dtype, engine, determinism: see `conv`.

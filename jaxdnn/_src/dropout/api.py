@@ -102,8 +102,8 @@ def dropout(
       offset: where in the key's count x begins, in elements: the second half of a batch whose first half has n
         elements gets, with offset n, the bits it would have in the whole. A number, or a scalar array of int32, uint32,
         int64 or uint64 (which takes a GPU nearly three times as long, because the compiler cannot prove that four
-        neighbours share a counter). Elements are counted modulo 2^64 however the offset is given: element 0 follows element 2^64 - 1. A
-        negative offset in an array cannot be refused; it counts backwards from 2^64.
+        neighbours share a counter). Elements are counted modulo 2^64 however the offset is given: element 0 follows
+        element 2^64 - 1. A negative offset in an array cannot be refused; it counts backwards from 2^64.
       layout: the axes of x, see `conv`. Elements are counted in the order N, spatial, C whatever the layout; None
         counts the axes of x in their own order, which is that of the channels-last layouts. In a vectorised layout the
         channels that pad the last vector are counted too.
