@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdnn._src import families
+from jaxdnn.bench import cli
 from jaxdnn.verify.cli import main
 
 ALL = [(family, case) for family in families.with_timed() for case in families.timed(family)]
@@ -58,10 +59,21 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     (row,) = found["rows"]
     assert (row["family"], row["case"], row["pass"]) == ("depthwise", "mbv2_384", "forward")
     assert row["bytes"] == 4 * (2 * 14 * 14 * 384 + 9 * 384)
+    name = "float32 (14,14) 384 384 (3,3) (1,1) ((1,1),(1,1)) (1,1) 384"
+    assert row["call"] == {"op": "conv", "features": name, "sizes": {"batch": 1}}
     for name in ("jaxdnn", "lax"):
         assert row["tb_per_s"][name] == pytest.approx(row["bytes"] / row["ms"][name] / 1e9)
         assert row["of_copy"][name] == pytest.approx(row["tb_per_s"][name] / found["copy_tb_per_s"])
     assert "speed-up" in capsys.readouterr().out
+
+
+def test_gains_are_recorded_for_calls_that_engine_hopper_served(tmp_path: Path):
+    path = tmp_path / "table.json"
+    call = {"op": "softmax", "features": "log bfloat16", "sizes": {"batch": 8, "length": 512}}
+    served, ours = {"lax": 3.0, "jaxdnn:hopper": 2.0}, {"lax": 3.0, "jaxdnn": 2.0}
+    cli._record(path, [{"ms": served, "call": None}, {"ms": ours, "call": call}, {"ms": served, "call": call}])
+    (found,) = json.loads(path.read_text())["hopper"]["softmax"]["calls"].values()
+    assert found == [{"batch": 8, "length": 512, "speed_up": 1.5}]
 
 
 def test_command_refuses_unknown_names(capsys: pytest.CaptureFixture[str]):
