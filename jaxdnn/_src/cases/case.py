@@ -38,7 +38,7 @@ MODELLED = 20_000  # outputs that are compared with predicted bits, at most
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What an engine says of a case: whether it serves it, what it promises, how it adds."""
+    """What an engine states for a case: whether it serves it, what it guarantees, how it accumulates."""
 
     refusal: str | None
     level: str
@@ -51,7 +51,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One comparison: on which data, by which rule, and what came of it."""
+    """One comparison: the data, the rule, and the outcome."""
 
     data: str
     rule: str  # "computed bound", "exact integers", "modelled bits", "definition's bits"
@@ -66,7 +66,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of a case. status: "passed", "failed", or "refused" if the engine does not serve it."""
+    """The outcome of a case. status: "passed", "failed", or "refused" if the engine does not serve it."""
 
     case: Any
     status: str
@@ -84,14 +84,14 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What one result of a case has to be.
+    """What one result of a case must be.
 
     Attributes:
       value: the reference's float64 result, not rounded.
-      error: the largest error before the last rounding, from the op, the data and the accumulator; 0 where it is exact.
+      error: the largest error before the last rounding, from the op, the data and the accumulator; 0 for exact results.
       dtype: the result's dtype.
-      name: which result this is, where an op has several.
-      generic: whether the value may lie anywhere between two numbers of the dtype, see `jaxdnn.tolerance.compare`.
+      name: the name of the result, if an op has several.
+      generic: whether the value may be anywhere between two numbers of the dtype, see `jaxdnn.tolerance.compare`.
     """
 
     value: np.ndarray
@@ -105,8 +105,8 @@ class Expected:
 class Case(abc.ABC):
     """One call of one op by one engine, for families whose ops take arrays and keyword arguments only.
 
-    A subclass adds what it needs (a window, a shape) as fields, and says what the op is called with, on which data,
-    and what is expected. `variant` names all of that; with op, engine and dtype it is the case's id.
+    A subclass adds fields (a window, a shape), and defines the op's arguments, the data and the expected results.
+    `variant` names all of these; with op, engine and dtype it is the case's id.
     """
 
     op: str
@@ -145,11 +145,11 @@ class Case(abc.ABC):
         return ("normal",)
 
     def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
-        """The bits that an engine of level "portable" promises, one array a result."""
+        """The bits that an engine of level "portable" guarantees, one array for each result."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """What the report says of the case beside its id."""
+        """The facts of the case that the report has besides its id."""
         return {}
 
     def function(self, level: str | None = None, *, any_engine: bool = False) -> Callable[..., Any]:
@@ -160,7 +160,7 @@ class Case(abc.ABC):
         return self.call(**choices)
 
 
-# ---- what an engine says ---------------------------------------------------------------------------------------------
+# ---- what an engine states -------------------------------------------------------------------------------------------
 
 
 def platform() -> str:
@@ -212,7 +212,7 @@ def facts_of(found: Any) -> Facts:
 
 
 def strongest_level(case: Any, operands: Any, **extras: Any) -> str:
-    """The strongest level that a call may require without being refused when it is traced."""
+    """The strongest level that a call may require without an error when it is traced."""
     for level in reversed(LEVELS):
         try:
             with jax.enable_x64(case.x64):
@@ -260,7 +260,7 @@ def arrays(
 
 
 def accumulation_of(told: Facts, flush: bool) -> Accumulation:
-    """How the engine adds, on a device that flushes subnormal numbers or does not."""
+    """How the engine accumulates, on a device that flushes subnormal numbers or does not."""
     return dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush or "flushes_subnormals" in told.hazards)
 
 
@@ -275,9 +275,9 @@ def judge_all(
     *,
     modelled: int = MODELLED,
 ) -> list[Check]:
-    """Compares the results of a case with what is expected, and with the definition's bits where these are promised.
+    """Compares the results of a case with what is expected, and with the definition's bits if these are guaranteed.
 
-    `modelled` is for families whose engines' bits a model predicts, which takes long: at most so many are.
+    `modelled` is for families whose engines' bits are predicted: the most outputs to predict, which takes long.
     """
     found = as_tuple(outs)
     wanted = case.expected(kind, operands, accumulation)
@@ -322,7 +322,7 @@ def _bits(kind: str, outs: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Elementwise: the same bits, or NaN in both (whose payload no level promises)."""
+    """Elementwise: whether both have the same bits, or are NaN (no level guarantees the payload)."""
     if a.dtype == np.bool_:
         return a == b
     unsigned = np.dtype(f"u{a.dtype.itemsize}")

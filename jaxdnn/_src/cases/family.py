@@ -1,4 +1,4 @@
-"""A family of ops as `jaxdnn verify` sees it: its cases, what they run on, what is expected of their results."""
+"""A family of ops for `jaxdnn verify`: its cases, their data, the expected results."""
 
 import dataclasses
 import functools as ft
@@ -24,26 +24,26 @@ class Family:
       ops: the public ops.
       engines_of: an op to the names of the engines it may be given.
       cases: (op, engine, extent, seed) to the cases, each extent's among the next one's.
-      subjects: (op, engine, extent, seed) to what the determinism procedures run on.
-      typical: (op, engine, dtype) to a case whose facts are what the engine says in general; None if there is none.
-      typical_name: what such a case is, in words.
-      facts: a case to what its engine says of it.
+      subjects: (op, engine, extent, seed) to the subjects of the determinism procedures.
+      typical: (op, engine, dtype) to a case whose facts hold for the engine in general; None if there is none.
+      typical_name: such a case in words.
+      facts: a case to what its engine states for it.
       kinds: a case to the kinds of data that it runs on.
       arrays: (case, kind, seed, accumulation) to its operands, and those that it takes by name.
       judge: (case, facts, kind, operands, operands by name, results, accumulation) to its checks; by the name
         `modelled`, how many outputs are compared with predicted bits at most.
-      describe: a case to what the report says of it beside its id.
+      describe: a case to its facts in the report besides its id.
       strides: (a, b): short of the full extent, which has everything, the matrix takes every a-th of the quick cases
         and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
         procedures run on one subject for every fifth pair of an op and an engine.
-      facets: a case to what of it the matrix must not miss.
-      bound_as: an op to another that is bound as the same primitive, so that what holds for that holds for it: the
-        determinism procedures run on it in the full extent, and where it is named.
+      facets: a case to those of its properties that the matrix must have.
+      bound_as: an op to another op with the same primitive, whose guarantees hold for it too: the determinism
+        procedures run on it only in the full extent, and if it is named.
       draw: (op, engine, generator, name) to a case drawn at random, which the name makes unique.
-      leads: an op and a branch of a planner that calls drawn freely seldom take, to a function like `draw` whose calls
-        are of the kind that takes it.
-      samples: a drawn case to the axes of its operands and of its first result along which its samples lie; None if a
-        result is of all samples, or there is one.
+      leads: an op and a branch of a planner that freely drawn calls rarely take, to a function like `draw` whose calls
+        are likely to take it.
+      samples: a drawn case to the axes of the samples in its operands and in its first result; None if a result depends
+        on all samples, or if there is one sample.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Family:
         return checks
 
     def kinds_of(self, case: Any, told: Facts) -> tuple[str, ...]:
-        """The kinds of data of a case; where an engine does not promise where NaN and infinity show, none with them."""
+        """The kinds of data of a case; none with NaN and infinity if an engine does not guarantee where they show."""
         spreads = "spreads_nonfinite" in told.hazards
         return tuple(kind for kind in self.kinds(case) if not (spreads and kind in ("special", "infinite")))
 

@@ -22,16 +22,16 @@ class Different(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a procedure needs to know of what it tests.
+    """What a procedure tests.
 
     Attributes:
-      function: from a batch size to the function of the arrays of such a batch, to an array or several.
-      operands: arrays of a batch of some samples; batch_axes: where their batch lies (None: they have none).
-      out_axis: where the batch of every result lies; None if the result is a sum over the batch.
+      function: a batch size to the function of the arrays of such a batch, which returns one or several arrays.
+      operands: arrays of a batch of some samples; batch_axes: the axis of their batch (None: they have none).
+      out_axis: the axis of the batch in every result; None if the result is a sum over the batch.
       into_poison: like the function of the operands' batch, but takes the donated buffer first.
-      definition: computes what "portable" promises.
-      variant: which of several subjects of an op, engine and dtype, where there are several.
-      blends: makes the same call with what it may be blended with; each is traced, which few who list subjects need.
+      definition: computes the bits that "portable" guarantees.
+      variant: the name of the subject, if an op, engine and dtype have several.
+      blends: makes the same call with its blends; it traces each, which is not needed to list subjects.
     """
 
     op: str
@@ -53,12 +53,12 @@ class Subject:
 
     @property
     def batch(self) -> int:
-        """How many samples the operands are."""
+        """The number of samples of the operands."""
         pairs = zip(self.operands, self.batch_axes, strict=True)
         return next((v.shape[axis] for v, axis in pairs if axis is not None), 1)
 
     def required(self, batch: int) -> Callable[..., list[jax.Array]]:
-        """The function of so many samples, made anew, within the context that requires the declared level."""
+        """A new function of so many samples, within the context that requires the declared level."""
         function = self.function(batch)
 
         def run(*arrays: Any) -> list[jax.Array]:
@@ -68,7 +68,7 @@ class Subject:
         return run
 
     def whole(self) -> Callable[..., list[jax.Array]]:
-        """The function of all samples, made anew: compiling it is a recompilation."""
+        """A new function of all samples: compiling it is a recompilation."""
         return self.required(self.batch)
 
     @ft.cached_property
@@ -77,7 +77,7 @@ class Subject:
 
     @ft.cached_property
     def result(self) -> list[np.ndarray]:
-        """What every other run has to equal."""
+        """The result that every other run must equal."""
         return list(map(np.asarray, self.compiled(*self.operands)))
 
     def sample(self, results: Iterable[Any], place: int) -> list[np.ndarray]:
@@ -108,13 +108,13 @@ def subject(
     result: int = 0,
     blended: bool = False,
 ) -> Subject | None:
-    """What the procedures need to know of a case of a family made of `Case`s; None if its engine refuses it.
+    """The subject of a case of a family of `Case`s; None if its engine refuses it.
 
     Args:
       case: the case, on its "normal" data.
-      batch_axes: where the batch of each operand lies; out_axis: the result's; see `Subject`.
-      sized: from a batch size to the case of it, where the op's arguments depend on that.
-      result: which result is looked at, where the op has several.
+      batch_axes: the axis of each operand's batch; out_axis: that of the result; see `Subject`.
+      sized: a batch size to the case of that size, if the op's arguments depend on it.
+      result: the result that is compared, if the op has several.
       blended: whether the case has a blend of its own.
     """
     told = facts(case)
@@ -217,9 +217,9 @@ def strongest(subject: Subject) -> str:
 
 
 def gradient(subject: Subject) -> Subject | None:
-    """The results with the gradients of the floating ones in those arrays that have a batch where they have theirs.
+    """The results, and the gradients of the floating ones in the arrays that have a batch.
 
-    None where there are none, or where these fix no bits.
+    None if there are none, or if their bits are not fixed.
     """
     axis = subject.out_axis
     is_float = lambda v: jnp.issubdtype(v.dtype, jnp.floating)
@@ -261,7 +261,7 @@ def gradient(subject: Subject) -> Subject | None:
 
 
 def variants(subject: Subject) -> Iterator[Subject]:
-    """The subject; where its level fixes bits, its blends, and the gradients of all."""
+    """The subject and, if its level fixes bits, its blends and the gradients of all."""
     prefix = f"{subject.variant}/" if subject.variant else ""
     blends = [dataclasses.replace(blend, variant=prefix + blend.variant) for blend in subject.blends()]
     for one in (subject, *blends):
