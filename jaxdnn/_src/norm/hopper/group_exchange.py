@@ -4,10 +4,10 @@ Each block stores its sums into the shared memory of all blocks of the cluster, 
 mbarrier of the receiver; a barrier of the whole cluster would also wait for all copies from and stores to device
 memory. Then each thread adds the blocks' sums, block 0's first.
 
-An exchange has an mbarrier and memory of its own. Where a cluster processes several parts, a block stores its sums for
-the next part as soon as it has them, and perhaps before the other blocks have read those for this one. Forward the
-second exchange of a part is between the two: no block passes it before all have read the first. Backward has one
-exchange a part, and so two copies of its memory and of its mbarrier, for even and for odd parts.
+An exchange has an mbarrier and memory of its own. If a cluster processes several parts, a block stores its sums for the
+next part as soon as it has them, but the other blocks may not have read those for this part yet. Forward a part has two
+exchanges, so that the other one comes between two uses of the same memory: no block completes it before all have read
+the first. Backward a part has one exchange, and so two copies of its memory and its mbarrier, for even and odd parts.
 """
 
 import functools as ft
