@@ -2,6 +2,9 @@
 
 The blocks are persistent. The gradients of scale and bias are added over a group's rows, one after another, then over
 the groups of a block in the same way; XLA adds those of the blocks.
+
+It is PTX text, which a Pallas kernel embeds: plain Pallas took 0.92 to 0.96 of its time in float32, and
+0.99 to 1.07 in bfloat16 (`benchmarks/results/pallas_rows_nvidia_h200.json`).
 """
 
 import functools as ft
