@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
+from jaxdnn._src.pool.arguments import first_empty_window
 from tests.pool.cases import MODES, bits, drawn
 
 
@@ -115,3 +116,25 @@ def test_messages(number: int):
     call, kind, message = MESSAGES[number]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_the_first_empty_window_is_found_as_by_looking_at_all():
+    rng = np.random.default_rng(0)
+    empty = 0
+    for _ in range(3000):
+        size, taps, stride, dilation, low = (int(rng.integers(least, 9)) for least in (1, 1, 1, 1, 0))
+        outputs = int(rng.integers(1, 12))
+        at = np.arange(outputs)[:, None] * stride + np.arange(taps) * dilation - low
+        without = np.flatnonzero(~((at >= 0) & (at < size)).any(1))
+        wanted = int(without[0]) if without.size else None
+        assert first_empty_window(size, outputs, taps, stride, dilation, low) == wanted
+        empty += wanted is not None
+    assert 300 < empty < 2700
+
+
+def test_a_long_axis_takes_no_time_to_trace():
+    """Nothing is made of as many elements as x has, but where counts or taps are read from an array."""
+    x = jax.ShapeDtypeStruct((1, 2**30 - 1, 2, 1), jnp.float32)
+    for options in ({"window": 2}, {"window": 3, "stride": 1, "padding": 1}):
+        lowered = jax.jit(ft.partial(dnn.pool, **options)).trace(x).lower(lowering_platforms=("cuda",))
+        assert len(lowered.as_text()) < 100_000

@@ -139,13 +139,27 @@ def _output_sizes(window: Window, sizes: Sequence[int], taps: Sequence[int], cei
 
 def _require_windows_in_x(spec: PoolSpec) -> None:
     for axis, size in enumerate(spec.sizes):
-        at = spec.positions(axis)
-        empty = np.flatnonzero(~((at >= 0) & (at < size)).any(1))
-        if empty.size:
+        window, low = spec.window, spec.window.padding[axis][0]
+        steps = window.strides[axis], window.dilation[axis]
+        empty = first_empty_window(size, spec.outputs[axis], spec.taps[axis], *steps, low)
+        if empty is not None:
             raise ValueError(
                 f"`padding` must leave every window at least one element of the input, got {spec.window.padding} for "
-                f"sizes {spec.sizes} and taps {spec.taps}: window {empty[0]} of spatial axis {axis} has none."
+                f"sizes {spec.sizes} and taps {spec.taps}: window {empty} of spatial axis {axis} has none."
             )
+
+
+def first_empty_window(size: int, outputs: int, taps: int, stride: int, dilation: int, low: int) -> int | None:
+    """The first window along an axis without an element of x; None if each has one. Sizes may be near 2^31."""
+    if low > (taps - 1) * dilation:  # the first window ends before x
+        return 0
+    if size < dilation:  # of a window that starts before x, the first tap that is not before x may be behind it
+        before = min(-(-low // stride), outputs, dilation // math.gcd(stride, dilation))  # then places repeat
+        empty = np.flatnonzero((np.arange(before) * stride - low) % dilation >= size)
+        if empty.size:
+            return int(empty[0])
+    behind = -(-(size + low) // stride)  # the first window that starts behind x
+    return behind if behind < outputs else None
 
 
 def exponent(value: Any) -> float:

@@ -92,11 +92,11 @@ def _max_indices(call: engines.Call, x: Array) -> tuple[Array, Array]:
 
 def _inside(spec: PoolSpec, i: int, axis: int, padded: Array) -> Array | None:
     """Along one axis of the padded x, which positions are in x; None if all are."""
-    low = spec.window.padding[i][0]
-    at = np.arange(padded.shape[axis]) - low
-    inside = (at >= 0) & (at < spec.sizes[i])
-    if inside.all():
+    low, size = spec.window.padding[i][0], spec.sizes[i]
+    if low == 0 and padded.shape[axis] <= size:
         return None
+    at = np.arange(padded.shape[axis]) - low
+    inside = (at >= 0) & (at < size)
     shape = [1] * padded.ndim
     shape[axis] = -1
     return jnp.asarray(inside.reshape(shape))
