@@ -33,7 +33,7 @@ def loads_done() -> None:
     """
 
     @plgpu.inline_mgpu(arg_types=())
-    def run(_: Any) -> None:
+    def run(_: Any = None) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], " ".join(LOADS_DONE), "~{memory}", has_side_effects=True)
 
     run()
