@@ -98,13 +98,15 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
 
 
 def _workspace(call: engines.Call) -> int | None:
-    """Bytes of the splits' sums, and of the statistics that are no results."""
+    """Bytes of the splits' sums, and of what is made of them and is no result."""
     found = _plan(call)
     if found is None:
         return None
     if call.op == "norm":
         return 4 * found.columns * (2 * found.splits + 3)
-    return 4 * found.columns * found.splits * (3 if x_of(call).dtype == call.spec.accumulate else 2)
+    sums = 3 if x_of(call).dtype == call.spec.accumulate else 2
+    # And what is made of the sums for the pass over x: their totals, ds, and three factors.
+    return 4 * found.columns * (found.splits * sums + sums + 4)
 
 
 def _features(call: engines.Call) -> engines.Features | None:
