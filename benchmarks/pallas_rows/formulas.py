@@ -57,6 +57,8 @@ def operands(op: str, xp: Any, x: Any, dy: Any, scale: Any, bias: Any) -> tuple:
     """An op's operands; statistics and softmax of x are computed here, in the dtype of x."""
     if op == "layer_norm":
         return x, scale, bias
+    if op == "rms_norm":
+        return x, scale
     if op == "layer_norm_dgrad":
         return dy, x, x.mean(1), 1 / xp.sqrt(x.var(1) + EPS), scale
     return (x,) if op == "softmax" else (dy, softmax(xp, x))
@@ -69,6 +71,11 @@ def results(op: str, xp: Any, *arrays: Any) -> tuple:
     if op == "softmax_dgrad":
         dy, y = arrays
         return (y * (dy - (y * dy).sum(1)[:, None]),)
+    if op == "rms_norm":
+        x, scale = arrays
+        square = (x * x).mean(1)
+        rstd = 1 / xp.sqrt(square + EPS)
+        return x * rstd[:, None] * scale[None], 0 * square, rstd, square
     if op == "layer_norm":
         x, scale, bias = arrays
         mean, variance = x.mean(1), x.var(1)

@@ -1,4 +1,4 @@
-"""Layer normalisation of rows in plain Pallas: forward with saved statistics, backward with sums of blocks.
+"""Layer norm of rows in plain Pallas, and RMS norm forward. Statistics are saved; backward, each block leaves its sums.
 
 A row is read once: mean and centred second moment are taken from registers. In float32 a second sum makes up for the
 rounding of the mean. Backward, the gradients in scale and bias are accumulated in registers over a block's rows.
@@ -16,50 +16,61 @@ from .rows import BLOCK, Exchange, Plan, Ring, Rows, each_step, launch, put, sum
 F32 = jnp.float32
 
 
-def forward(x: Array, scale: Array, bias: Array, *, eps: float, plan: Plan, interpret: Any = None) -> Any:
-    """y, mean, rstd and variance of x (rows, length)."""
+def forward(
+    x: Array, scale: Array, bias: Array | None, *, centred: bool = True, eps: float, plan: Plan, interpret: Any = None
+) -> Any:
+    """y, mean, rstd and variance of x (rows, length); RMS norm, whose mean is 0, if not `centred`."""
     count, length = x.shape
-    steps, rest = divmod(count, plan.rows_a_step)
-    assert not rest
-    exact = x.dtype == F32
+    steps = plan.steps(count)
+    exact = centred and x.dtype == F32
+    parameters = [scale] if bias is None else [scale, bias]
     ringed = Ring.scratch(plan, [x.dtype])
 
-    def body(step: Any, count: Any, x_ref: Any, scale_ref: Any, bias_ref: Any, *references: Any) -> None:
+    def body(step: Any, steps: Any, x_ref: Any, *references: Any) -> None:
+        given, references = references[: len(parameters)], references[len(parameters) :]
         y_ref, mean_ref, rstd_ref, variance_ref, *scratch = references
-        rows = Rows(plan, x.dtype.itemsize)
+        rows = Rows(plan, count, x.dtype.itemsize)
         ring, exchange = tuple(scratch[: len(ringed)]), Exchange(rows, tuple(scratch[len(ringed) :]))
-        parameters = lambda: (rows.parameter(scale_ref), rows.parameter(bias_ref))
-        kept = parameters() if plan.blocks else None
+        read = lambda: [rows.parameter(ref) for ref in given]
+        kept = read() if plan.blocks else None
 
         def mean_of(values: list) -> list:
             return [v * (1 / length) for v in exchange.join([jnp.sum(v, 1) for v in values])]
 
         def work(i: Any, sources: Any, _: Any) -> Any:
-            exchange.turn = lax.rem(jnp.int32(i), jnp.int32(2)) if exact else 0
+            exchange.turn = lax.rem(jnp.int32(i), jnp.int32(2)) if exact or not centred else 0
             d = [v.astype(F32) for v in sources[0]]
-            mean = mean_of(d)
-            d = [v - rows.wide(m) for v, m in zip(d, mean, strict=True)]
+            if centred:
+                mean = mean_of(d)
+                d = [v - rows.wide(m) for v, m in zip(d, mean, strict=True)]
+            else:
+                mean = [rows.zero()] * plan.rows
             if exact:
                 lost = mean_of(d)
                 d = [v - rows.wide(m) for v, m in zip(d, lost, strict=True)]
                 mean = [m + more for m, more in zip(mean, lost, strict=True)]
             variance = mean_of([v * v for v in d])
             rstd = [lax.rsqrt(v + eps) for v in variance]
-            gain, offset = kept or parameters()
+            gain, *offset = kept or read()
             for j in range(plan.rows):
-                y = d[j] * rows.wide(rstd[j]) * gain + offset
-                put(rows.at(y_ref, step(i), j), y.astype(y_ref.dtype))
-                for ref, value in ((mean_ref, mean), (rstd_ref, rstd), (variance_ref, variance)):
-                    rows.put_statistic(ref, step(i), j, value[j])
+                y = d[j] * rows.wide(rstd[j]) * gain
+                y = y + offset[0] if offset else y
+
+                @rows.within(step(i), j)
+                def _(j: int = j, y: Any = y) -> None:
+                    put(rows.at(y_ref, step(i), j), y.astype(y_ref.dtype))
+                    for ref, value in ((mean_ref, mean), (rstd_ref, rstd), (variance_ref, variance)):
+                        rows.put_statistic(ref, step(i), j, value[j])
+
             return ()
 
-        each_step(plan, (rows, [x_ref], ring, step, count), work)
+        each_step(plan, (rows, [x_ref], ring, step, steps), work)
 
     statistic = jax.ShapeDtypeStruct((count,), F32)
     out = (jax.eval_shape(lambda v: view(plan, v), x), statistic, statistic, statistic)
     scratch = [*ringed, *Exchange.scratch(plan, plan.rows)]
     kernel = launch(body, plan, out, scratch, steps, "norm", interpret)
-    y, *statistics = kernel(*(view(plan, v) for v in (x, scale, bias)))
+    y, *statistics = kernel(*(view(plan, v) for v in (x, *parameters)))
     return y.reshape(x.shape), *statistics
 
 
@@ -76,7 +87,7 @@ def backward(
 
     def body(step: Any, count: Any, dy_ref: Any, x_ref: Any, mean_ref: Any, rstd_ref: Any, *references: Any) -> None:
         scale_ref, dx_ref, sums_ref, *scratch = references
-        rows = Rows(plan, x.dtype.itemsize)
+        rows = Rows(plan, len(mean), x.dtype.itemsize)
         ring, scratch = tuple(scratch[: len(ringed)]), scratch[len(ringed) :]
         last, exchange = tuple(scratch[: len(summed)]), Exchange(rows, tuple(scratch[len(summed) :]))
         kept = rows.parameter(scale_ref)

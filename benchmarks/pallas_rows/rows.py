@@ -49,6 +49,11 @@ class Plan:
     def rows_a_step(self) -> int:
         return self.rows * (1 if self.warps > 1 else 4)
 
+    def steps(self, count: int) -> int:
+        """For so many rows, whole arrays of them; the last step may have arrays beyond the end."""
+        assert self.warps > 1 or count % 4 == 0
+        return -(-count // self.rows_a_step)
+
     def grid(self, steps: int) -> int:
         """The blocks of a launch."""
         return min(steps, MULTIPROCESSORS * self.blocks) if self.blocks else steps
@@ -61,10 +66,11 @@ def tiled(tiling: tuple, warps: Any, lanes: tuple, reduced: tuple[int, ...] = ()
 
 
 class Rows:
-    """A warpgroup's view of arrays (rows, length), within a kernel."""
+    """A warpgroup's view of arrays (count, length), within a kernel."""
 
-    def __init__(self, plan: Plan, itemsize: int) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, count: int, itemsize: int) -> None:
+        self.plan, self.count = plan, count
+        self.height, self.whole = 4 if plan.warps == 1 else 1, count % plan.rows_a_step == 0
         vector = 16 // itemsize
         while plan.part % (32 * vector):
             vector //= 2
@@ -74,10 +80,21 @@ class Rows:
         self.warpgroup = lax.axis_index(WARPGROUP) if plan.warpgroups > 1 else 0
         self.first = 4 * self.warpgroup  # of the row's parts
 
+    def number(self, step: Any, j: int) -> Any:
+        """The first row of the j-th array of a step; of one beyond the end that of the last array."""
+        number, height = step * self.plan.rows_a_step + j * self.height, self.height
+        return number if self.whole else jnp.minimum(number, self.count - height)
+
+    def within(self, step: Any, j: int) -> Callable:
+        """A decorator: does what is stored for an array, unless it is beyond the end."""
+        if self.whole:
+            return lambda store: store()
+        return pl.when(step * self.plan.rows_a_step + j * self.height < self.count)
+
     def at(self, ref: Any, step: Any, j: int) -> Any:
         """The j-th array of a step, in an array shaped by `view`."""
-        number = step * self.plan.rows + j
-        return ref.at[pl.ds(number * 4, 4)] if self.plan.warps == 1 else ref.at[number, pl.ds(self.first, 4)]
+        number = self.number(step, j)
+        return ref.at[pl.ds(number, 4)] if self.plan.warps == 1 else ref.at[number, pl.ds(self.first, 4)]
 
     def load(self, ref: Any) -> Any:
         return load(ref, self.full)
@@ -91,16 +108,19 @@ class Rows:
 
     # A statistic is an array (4,) if P = 1, else a scalar.
 
-    def statistic(self, ref: Any, step: Any, j: int) -> Any:
-        number = step * self.plan.rows + j
+    def zero(self) -> Any:
         if self.plan.warps > 1:
-            return ref[number]
-        return load(ref.at[pl.ds(number * 4, 4)], self.column)
+            return jnp.float32(0)
+        return plgpu.layout_cast(jnp.zeros((4,), jnp.float32), self.column)
+
+    def statistic(self, ref: Any, step: Any, j: int) -> Any:
+        number = self.number(step, j)
+        return ref[number] if self.plan.warps > 1 else load(ref.at[pl.ds(number, 4)], self.column)
 
     def put_statistic(self, ref: Any, step: Any, j: int, value: Any) -> None:
-        number = step * self.plan.rows + j
+        number = self.number(step, j)
         if self.plan.warps == 1:
-            put(ref.at[pl.ds(number * 4, 4)], value)
+            put(ref.at[pl.ds(number, 4)], value)
             return
 
         @pl.when(self.first == 0)
@@ -155,8 +175,7 @@ class Ring:
         if not plan.stages:
             return []
         shape = (plan.warpgroups, plan.stages, plan.rows * 4, plan.part)
-        arrivals = len(dtypes) * copies(plan)
-        barrier = plgpu.Barrier(num_arrivals=arrivals, num_barriers=plan.warpgroups * plan.stages)
+        barrier = plgpu.Barrier(num_arrivals=len(dtypes) * plan.rows, num_barriers=plan.warpgroups * plan.stages)
         return [*(plgpu.SMEM(shape, dtype) for dtype in dtypes), barrier]
 
     def __init__(self, rows: Rows, sources: list, scratch: tuple, step: Callable, count: Any) -> None:
@@ -175,11 +194,8 @@ class Ring:
             barrier = self.barrier.at[self.first + slot]
             for source, memory in zip(self.sources, self.slots, strict=True):
                 target = memory.at[self.rows.warpgroup, slot]
-                for j in range(copies(plan)):
-                    if plan.warps == 1:
-                        start, part = source.at[pl.ds(self.step(i) * plan.rows_a_step, plan.rows_a_step)], target
-                    else:
-                        start, part = self.rows.at(source, self.step(i), j), target.at[pl.ds(j * 4, 4)]
+                for j in range(plan.rows):
+                    start, part = self.rows.at(source, self.step(i), j), target.at[pl.ds(j * 4, 4)]
                     plgpu.copy_gmem_to_smem(start, part, barrier, oob_mode=plgpu.OOBFillMode.UNDEFINED)
 
     def wait(self, i: Any) -> list[list[Any]]:
@@ -189,11 +205,6 @@ class Ring:
         plgpu.barrier_wait(self.barrier.at[self.first + slot])
         slots = [memory.at[self.rows.warpgroup, slot] for memory in self.slots]
         return [[s.at[pl.ds(j * 4, 4)] for j in range(plan.rows)] for s in slots]
-
-
-def copies(plan: Plan) -> int:
-    """The copies of one source's rows of a step."""
-    return plan.rows if plan.warps > 1 else 1
 
 
 def sums_scratch(plan: Plan) -> list[Any]:

@@ -39,24 +39,26 @@ def backward(dy: Array, y: Array, *, plan: Plan, interpret: Any = None) -> Array
 
 def _rows(arrays: list, work: Callable, exchanges: int, plan: Plan, name: str, interpret: Any) -> Array:
     like = arrays[0]
-    steps, rest = divmod(len(like), plan.rows_a_step)
-    assert not rest
     ringed = Ring.scratch(plan, [v.dtype for v in arrays])
 
     def body(step: Any, count: Any, *references: Any) -> None:
         given, (out_ref, *scratch) = references[: len(arrays)], references[len(arrays) :]
-        rows = Rows(plan, like.dtype.itemsize)
+        rows = Rows(plan, len(like), like.dtype.itemsize)
         ring, exchange = tuple(scratch[: len(ringed)]), Exchange(rows, tuple(scratch[len(ringed) :]))
 
         def one(i: Any, sources: Any, _: Any) -> Any:
             exchange.turn = lax.rem(jnp.int32(i), jnp.int32(2)) if exchanges % 2 else 0
             for j, value in enumerate(work(rows, exchange, sources)):
-                put(rows.at(out_ref, step(i), j), value.astype(out_ref.dtype))
+
+                @rows.within(step(i), j)
+                def _(j: int = j, value: Any = value) -> None:
+                    put(rows.at(out_ref, step(i), j), value.astype(out_ref.dtype))
+
             return ()
 
         each_step(plan, (rows, list(given), ring, step, count), one)
 
     out = jax.eval_shape(lambda v: view(plan, v), like)
     scratch = [*ringed, *Exchange.scratch(plan, plan.rows)]
-    kernel = launch(body, plan, (out,), scratch, steps, name, interpret)
+    kernel = launch(body, plan, (out,), scratch, plan.steps(len(like)), name, interpret)
     return kernel(*(view(plan, v) for v in arrays))[0].reshape(like.shape)
