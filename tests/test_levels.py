@@ -1,54 +1,72 @@
-"""Levels kept by every op that promises one, forward and backward: alone and in the batch, among others, and on meshes.
+"""Levels kept by every op that promises one, forward and backward: by calls drawn from a seed, and manifests' examples.
 
-The calls are the examples of the manifests, and blends: others than those of the families' cases, which `jaxdnn verify`
-puts to the same procedures.
+What the procedures of `jaxdnn verify` do to the calls of its matrix is done here to others, to results and gradients
+in one: alone and in the batch, operation by operation and compiled among other operations, and sharded.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn._src.cases.example import LARGE, Example, examples, read
+from jaxdnn._src.cases.example import LARGE, Example, examples
 from jaxdnn._src.cases.subject import Subject, gradient, strongest
-from jaxdnn._src.core.determinism import is_fixed, satisfies
+from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn.verify import levels
+from tests import level_calls
+from tests.level_calls import LevelCall
 
-ODD = {**LARGE, "H": 6, "W": 10, "C": 24}  # products with the inverse of these are rounded
+SEED = 11
+
+
+def subject(call: LevelCall) -> Subject:
+    """The call with its gradient; without it where that fixes no bits."""
+    batch = call.batch or (None,) * len(call.arrays)
+    plain = Subject(call.name, "any", "f32", "portable", lambda _: call.function, call.arrays, batch, call.out)
+    plain = dataclasses.replace(plain, declared=strongest(plain))
+    return (gradient(plain) if is_fixed(plain.declared) else None) or plain
+
+
+def found(call: LevelCall) -> Iterator[str]:
+    """What is wrong with a call."""
+    made = subject(call)
+    assert is_fixed(made.declared), call.name
+    yield from found_of(made, "alone", "company", "mesh")
+
+
+def found_of(made: Subject, *procedures: str) -> Iterator[str]:
+    for procedure in procedures:
+        trial = levels.trial(made, made.declared, procedure, "quick")
+        if trial.status == "failed":
+            yield f"{trial.id} at {made.declared}: {trial.message}"
+
+
+@pytest.mark.parametrize("call", list(level_calls.once_broken()), ids=lambda call: call.name)
+def test_calls_that_broke_their_level(call: LevelCall):
+    assert not list(found(call))
+
+
+@pytest.mark.parametrize("kind", level_calls.KINDS, ids=lambda kind: kind.__name__)
+def test_levels_are_kept(kind: Callable[[np.random.Generator], Iterator[Any]]):
+    """One call of every kind."""
+    calls = list(level_calls.calls(SEED, kind))
+    assert not list(found(calls[SEED % len(calls)]))
+
+
 CALLS = {name: called for name, called in examples().items() if "N" in "".join(called.operands)}
-BLEND = "alpha=0.3, beta=0.7, prior"
-FURTHER = (
-    f"batch_norm_inference | NHWC, C, C, scale=C, bias=C, {BLEND}=NHWC -> NHWC",
-    'batch_norm_inference | NHWC, C, C, scale=C, bias=C, activation="gelu" -> NHWC',
-    'conv | NHWC, RSCK, bias=K, padding="SAME", activation="swish", alpha=0.3 -> NHWC',
-    'dropout | NHWC, 7, rate=0.3, bias=C, activation="gelu" -> NHWC',
-    f'activation | NHWC, activation="tanh", {BLEND}=NHWC -> NHWC',
-    f"softmax | NHWC, {BLEND}=NHWC -> NHWC",
-    f"softmax_dgrad | NHWC, NHWC, {BLEND}=NHWC -> NHWC",
-    f'pool | NHWC, mode="lp", p=3.0, {BLEND}=NhwC -> NHWC',
-    f"lrn | NHWC, {BLEND}=NHWC -> NHWC",
-    f"transform | NHWC, {BLEND}=NHWC -> NHWC",
-    'op_tensor | NHWC, NHWC, op="mul", alpha1=0.3, alpha2=-1.7, beta=0.7, prior=NHWC -> NHWC',
-)
-ONCE_BROKEN = (  # whose bits depended on a mesh, on jit or on the batch
-    'reduce | NHWC, op="avg", axis=(1, 2, 3), alpha=0.3 -> N',
-    'pool | NHWC, mode="average", alpha=0.3 -> NHWC',
-    "lrn | NHWC, n=3, lrn_alpha=0.5 -> NHWC",
-    "divisive_norm | NHWC -> NHWC",
-    "lp_normalize | NHWC -> NHWC",
-)
 
 
-def subject_of(called: Example, dtype: str, sizes: Mapping[str, int]) -> Subject:
-    """The call, at the strongest level that it can be traced at; of its results those of each image."""
-    operands = tuple(v.astype(dtype if v.ndim > 1 else "float32") for v in called.data(sizes))
+def example_of(called: Example, dtype: str) -> Subject:
+    """An example, at the strongest level that it can be traced at; of its results those of each image."""
+    operands = tuple(v.astype(dtype if v.ndim > 1 else "float32") for v in called.data(LARGE))
 
     def function(batch: int) -> Any:
         def run(*arrays: Any) -> list[Any]:
-            results = jax.tree.leaves(called.call(getattr(dnn, called.op), *arrays, sizes={**sizes, "N": batch}))
+            results = jax.tree.leaves(called.call(getattr(dnn, called.op), *arrays, sizes={**LARGE, "N": batch}))
             return [y for y, axes in zip(results, called.results, strict=True) if "N" in axes]
 
         return run
@@ -59,20 +77,11 @@ def subject_of(called: Example, dtype: str, sizes: Mapping[str, int]) -> Subject
     return dataclasses.replace(made, declared=strongest(made)) if out is not None else made
 
 
-def faults(subject: Subject, *procedures: str) -> Iterator[str]:
-    for procedure in (*procedures, *(("mesh",) if satisfies(subject.declared, "mesh_invariant") else ())):
-        trial = levels.trial(subject, subject.declared, procedure, "quick")
-        if trial.status == "failed":
-            yield f"{trial.id} at {subject.declared}: {trial.message}"
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("line", [*FURTHER, *ONCE_BROKEN, *CALLS])
-def test_levels_are_kept(line: str, dtype: str):
-    made = subject_of(CALLS[line], dtype, LARGE) if line in CALLS else subject_of(read(line), dtype, ODD)
+@pytest.mark.parametrize("name", CALLS)
+def test_examples_keep_their_levels(name: str, dtype: str):
+    """Not put among other operations: XLA joins those before and after one that hands its operand on (unpooling)."""
+    made = example_of(CALLS[name], dtype)
     if made.out_axis is None or not is_fixed(made.declared):
-        assert line not in ONCE_BROKEN
         pytest.skip("no level promises bits of what this is to an image")
-    # XLA joins the operations before and after what an op hands on as it is: no fault of unpooling, say.
-    company = () if line in CALLS else ("company",)
-    assert not list(faults(gradient(made) or made, "alone", *company))
+    assert not list(found_of(gradient(made) or made, "alone", "mesh"))

@@ -14,7 +14,8 @@ MANIFEST = Manifest(
 pool*             | NHWC -> NHWC                                                | NHWC -/-      | windows do not overlap
 pool-overlapping* | NHWC, window=3, stride=1, padding=1 -> NHWC                 | NC -/- HW h/h | windows overlap
 pool-average      | NHWC, mode="average", window=3, stride=2, padding=1 -> NHWC | NC -/- HW h/h | windows overlap
-pool_dgrad        | NhwC, shape(NHWC), mode="average" -> NHWC                   | NHWC -/-      | windows do not overlap
+pool_dgrad*       | NhwC, NHWC -> NHWC                                          | NHWC -/-      | windows do not overlap
+pool_dgrad-average | NhwC, shape(NHWC), mode="average" -> NHWC                  | NHWC -/-      | windows do not overlap
 unpool*           | NhwC, index(NhwC), shape(NHWC) -> NHWC                      | NHWC -/-      | windows do not overlap
 global_pool       | NHWC -> N11C                                                | NC -/- HW g/- | one order on any mesh
 adaptive_pool*    | NHWC, output_sizes=shape(hw), mode="max" -> NHWC            | NHWC -/-      | windows do not overlap
