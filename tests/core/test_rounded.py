@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxdnn as dnn
 from jaxdnn._src.core.rounding import nearest, nearest_number, power, product, quotient, real, reciprocal, root, rounded
@@ -275,3 +276,21 @@ def test_float8_overflows_to_nan_or_infinity(dtype):
     np.testing.assert_array_equal(np.asarray(nearest(jnp.asarray(x), dtype)).astype(np.float32), expected)
     tangent = jax.jvp(lambda v: nearest(v, dtype), (jnp.asarray(x),), (jnp.ones_like(jnp.asarray(x)),))[1]
     np.testing.assert_array_equal(np.asarray(tangent).astype(np.float32), 1)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_no_axis_is_sharded_by_a_part_of_a_mesh_axis(axis):
+    """12 rows on 4 devices become 6 by 2, each of which XLA would shard over 2: JAX has no name for such a sharding."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    x, dy = jnp.ones((8, 6, 6, 24), jnp.bfloat16), jnp.ones((8, 12, 12, 6), jnp.bfloat16)
+    dy = jax.device_put(dy, NamedSharding(mesh, PartitionSpec(*("d" if i == axis else None for i in range(4)))))
+    assert (jax.jit(lambda x, dy: jax.vjp(dnn.pixel_shuffle, x)[1](dy)[0])(x, dy) == 1).all()
+
+
+def test_lengths_that_no_mesh_axis_divides_on_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 6, 6, 24), jnp.bfloat16), NamedSharding(mesh, PartitionSpec("d")))
+        y = jax.jit(lambda x: dnn.add(x, x, alpha=0.5, beta=0.5))(x)
+    assert jax.typeof(y).sharding.spec[0] == "d"
+    assert (y == 1).all()

@@ -129,7 +129,7 @@ class Factors:
 
         Two factors of a dimension become one if the outer one is not sharded.
         """
-        whole = {f for f, size in self.sizes.items() if size == 1 or not _never_in_part(size, mesh)}
+        whole = {f for f, size in self.sizes.items() if size == 1 or not never_in_part(size, mesh)}
 
         def dim_of(dim: str) -> str:
             outer, *inner = dim.split()
@@ -154,7 +154,7 @@ class Factors:
         }
 
 
-def _never_in_part(size: int, mesh: Any) -> bool:
+def never_in_part(size: int, mesh: Any) -> bool:
     """Whether the partitioner cannot shard a factor by a part of a mesh axis, for which JAX has no name.
 
     With 4 groups of 4 channels on 8 devices, it would shard the groups by one half of the axis.

@@ -23,19 +23,19 @@ combined with a zero that no compiler finds (n (n + 1) is even). The bits are ta
 
 import functools as ft
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxdnn._src.core import compat
 from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir
 from jaxdnn._src.core.determinism import is_fixed
-from jaxdnn._src.core.partitioning import vary_alike
+from jaxdnn._src.core.partitioning import never_in_part, vary_alike
 
 _Arrays = TypeVar("_Arrays")
 _INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -85,14 +85,27 @@ def _lowered(function: Callable[..., Array]) -> Callable[..., Any]:
         run, out = function, ctx.avals_out[0]
         narrow = out.dtype.itemsize <= 2 and out.ndim > 1 and compat.automatic_devices(ctx) > 1
         if narrow and not compat.is_exported(ctx) and not compat.lacking(compat.SHARDING):
-            run = _on_each_device(function, len(operands), out.ndim)
+            run = _on_each_device(function, len(operands), out.ndim, _whole(compat.automatic_mesh(ctx), out.shape))
             ctx = ctx.replace(avals_in=[ShapedArray(out.shape, out.dtype)] * len(operands))
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
     return rule
 
 
-def _on_each_device(function: Callable[..., Array], operands: int, rank: int) -> Callable[..., Any]:
+def _whole(mesh: Any, shape: Sequence[int]) -> NamedSharding | None:
+    """A sharding that is whole along the axes that XLA might shard by a part of a mesh axis; None if there are none.
+
+    Where shardings are in types XLA shards by whole mesh axes.
+    """
+    if mesh is None or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return None
+    loose = [PartitionSpec.UNCONSTRAINED if never_in_part(size, mesh) else None for size in shape]
+    return NamedSharding(mesh, PartitionSpec(*loose)) if None in loose else None
+
+
+def _on_each_device(
+    function: Callable[..., Array], operands: int, rank: int, whole: NamedSharding | None
+) -> Callable[..., Any]:
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         def run(*arrays: Array) -> Array:
             with use_abstract_mesh(AbstractMesh((), ())):
@@ -106,7 +119,9 @@ def _on_each_device(function: Callable[..., Array], operands: int, rank: int) ->
         infer_sharding_from_operands=lambda mesh, args, _: args[0].sharding,
         sharding_rule=f"{', '.join([axes] * operands)} -> {axes}",
     )
-    return sharded
+    if whole is None:
+        return sharded
+    return lambda *arrays: sharded(*(lax.with_sharding_constraint(v, whole) for v in arrays))
 
 
 _fence = Primitive("rounded")
