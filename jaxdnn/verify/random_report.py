@@ -92,7 +92,7 @@ def summary(reports: Sequence[Report]) -> dict[str, Any]:
         "unknown_branches": unknown,
         "never_taken": sorted("/".join(branch) for branch in every if not taken[branch]),
         "guarded": sum(r.guarded for r in reports),
-        "largest_ratio": _number(max((r.ratio for r in reports), default=0.0)),
+        "largest_ratio": _number(max((r.ratio for r in reports if r.status == "passed"), default=0.0)),
         "seconds_in_processes": {
             what: round(sum(r.seconds.get(what, 0) for r in reports), 1) for what in ("drawing", "running")
         },

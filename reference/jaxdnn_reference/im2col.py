@@ -9,6 +9,7 @@ mode "convolution" numbers them backwards. col2im is the adjoint: <im2col(x), y>
 Sources: cuDNN's cudnnIm2Col, PyTorch's unfold and fold.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def im2col(
     xc = axes.to_canonical(x)
     n, *sizes, c = xc.shape
     found = lay.window_of((n, *sizes), lay.per_axis(window, len(sizes)), stride, padding, dilation, mode)
-    pixels = lay.with_zero(xc.reshape(-1, c), 0)
+    pixels = lay.with_zero(xc.reshape(math.prod(xc.shape[:-1]), c), 0)
     patches = pixels[found.input_pixel(np.arange(found.out_pixels))]  # [N P Q, R S, C]
     patches = patches if _order(order, layout) == "taps_channels" else patches.swapaxes(-1, -2)
     return axes.from_canonical(patches.reshape(n, *found.out_size, found.taps * c))
@@ -65,9 +66,9 @@ def col2im(
     kernel = lay.per_axis(window, len(sizes))
     found = lay.window_of((n, *sizes), kernel, stride, padding, dilation, mode)
     if _order(order, layout) == "taps_channels":
-        patches = yc.reshape(-1, found.taps, c)
+        patches = yc.reshape(math.prod(yc.shape[:-1]), found.taps, c)
     else:
-        patches = yc.reshape(-1, c, found.taps).swapaxes(1, 2)
+        patches = yc.reshape(math.prod(yc.shape[:-1]), c, found.taps).swapaxes(1, 2)
     patches = lay.with_zero(patches, 0)
     pixel = found.output_pixel(np.arange(found.in_pixels))  # [N H W, R S]
     total = patches[pixel[:, 0], 0]

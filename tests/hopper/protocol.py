@@ -74,8 +74,8 @@ class Memory:
                 raise Fault(f"bytes {low} to {high}: a {kind} is not ordered after a {'store' if stored else 'load'}")
             if unfenced and stored and kind == "read":
                 raise Fault(f"bytes {low} to {high}: no fence shows the copy engine what threads have stored")
-            if unfenced and kind == "write":
-                raise Fault(f"bytes {low} to {high}: no fence completes a thread's load or store before a write")
+            if unfenced and kind in ("write", "send"):
+                raise Fault(f"bytes {low} to {high}: no fence completes a thread's load or store before a {kind}")
             written += [(start, end)] if stored else []
             same = (start, end, other, stored) == (low, high, agent, stores)
             if not same and not (stores and low <= start and end <= high):
@@ -464,6 +464,7 @@ class Warpgroup:
             self.knows(5 * (rank * self.kernel.warpgroups + self.number) + 4, self.rounds)
         for number in range(len(others)):
             self.threads(self.slot(slots, self.block, number), "load")
+        self.fence()
         self.meet()
         self.threads(self.own_barrier(barriers), "store")
         self.meet()

@@ -8,6 +8,10 @@ even where a machine that runs in step would do them in the right one. Of a word
 import numpy as np
 
 
+def _bits(warps: np.ndarray) -> np.ndarray:
+    return np.left_shift(np.uint64(1), warps.astype(np.uint64))
+
+
 class Races:
     def __init__(self, threads: int, size: int) -> None:
         """Of shared memory of so many bytes in all; the copy engine is one warp more."""
@@ -16,14 +20,15 @@ class Races:
         np.fill_diagonal(self.clocks, 1)
         self.stores, self.loads = ((np.full(size // 4, -1), np.zeros(size // 4, np.int64)) for _ in range(2))
         self.unfenced = np.zeros(size // 4, bool)  # stored by threads, and not yet shown to the copy engine
-        self.in_flight = np.zeros(size // 4, bool)  # loaded by threads, and no fence since completes that
+        # Warps, a bit each, that have loaded a word, and the loads not complete; complete, not before the copy engine.
+        self.in_flight, self.complete = (np.zeros(size // 4, np.uint64) for _ in range(2))
 
     def load(self, threads: np.ndarray, places: np.ndarray) -> None:
         """Each thread loads the bytes in its row of `places`."""
         warps, words = self._words(threads, places)
         self._ordered(warps, words, self.stores)
         self.loads[0][words], self.loads[1][words] = warps, self.clocks[warps, warps]
-        self.in_flight[words] = True
+        np.bitwise_or.at(self.in_flight, words, _bits(warps))
 
     def store(self, threads: np.ndarray, places: np.ndarray) -> None:
         warps, words = self._words(threads, places)
@@ -31,11 +36,19 @@ class Races:
         self._ordered(warps, words, self.loads)
         self.stores[0][words], self.stores[1][words] = warps, self.clocks[warps, warps]
         self.unfenced[words] = True
+        for loads in (self.in_flight, self.complete):  # a store to where its warp has loaded comes after that
+            np.bitwise_and.at(loads, words, ~_bits(warps))
+
+    def complete_loads(self, threads: np.ndarray) -> None:
+        """A fence in the generic proxy."""
+        warps = np.bitwise_or.reduce(_bits(threads // 32))
+        self.complete |= self.in_flight & warps
+        self.in_flight &= ~warps
 
     def fence(self, threads: np.ndarray) -> None:
-        """What these threads' warps have stored the copy engine may load; to what they have loaded it may store."""
+        """The copy engine may load what these threads' warps stored, and store to what complete loads have read."""
         self.unfenced &= ~np.isin(self.stores[0], np.unique(threads // 32))
-        self.in_flight &= ~np.isin(self.loads[0], np.unique(threads // 32))
+        self.complete &= ~np.bitwise_or.reduce(_bits(threads // 32))
 
     def meet(self, threads: np.ndarray) -> None:
         """A barrier of these threads."""
@@ -49,7 +62,7 @@ class Races:
         words = np.arange(start // 4, (start + size) // 4)
         for accesses in (self.stores, self.loads):
             self._ordered(np.full(len(words), thread // 32), words, accesses)
-        if self.in_flight[words].any():
+        if (self.in_flight | self.complete)[words].any():
             raise RuntimeError(f"the copy engine stores where no fence completes a load, from shared byte {start} on")
         self.clocks[self.engine, self.engine] += 1
         moment[self.engine] = self.clocks[self.engine, self.engine]

@@ -286,6 +286,8 @@ class Rows:
                 case ["fence", "proxy", "async", *_]:
                     assert self.races is not None
                     self.races.fence(np.flatnonzero(active))
+                case ["fence", "acq_rel", *_] if self.races is not None:
+                    self.races.complete_loads(np.flatnonzero(active))
                 case ["fence", *_]:
                     pass
                 case ["mbarrier", *_]:

@@ -396,7 +396,7 @@ def test_a_control_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch
     assert verify("--quick", "--op", "dropout", "--dtype", "bf16", "--level", "mesh_invariant")[0] == 0
     printed = capsys.readouterr().out
     assert "negative control of mesh: not run here, needs more than one device" in printed
-    assert "negative controls, 1 x 1 convolutions whatever was asked for: 0 of 0" in printed
+    assert "negative controls (1 x 1 convolutions, whatever ops were selected): 0 of 0" in printed
     assert "The functions are 1 x 1 convolutions" in Path("jaxdnn-report.html").read_text()
 
 

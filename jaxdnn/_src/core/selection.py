@@ -82,7 +82,7 @@ def _is_between(value: float, least: float, most: float | None) -> bool:
 
 def unmeasured(engine: Engine, call: Call) -> str | None:
     """Why nothing is known of an engine's time on the device of a call, as a clause; None where it was measured."""
-    kinds = [kind for kind, table in measured().items() if engine.name in table]
+    kinds = [kind for kind, table in measured().items() if call.op in table.get(engine.name, {})]
     if engine.features is None or call.device_kind in kinds:
         return None
     return f"it was measured on {', '.join(kinds) or 'none'}, not on {call.device_kind or 'one that is not here'}"

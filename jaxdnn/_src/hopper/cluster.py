@@ -85,7 +85,9 @@ def receive(acc: Array, slots: Any, barriers: Any, blocks: int) -> Array:
         for start in range(0, len(registers[0]), 4):
             own = [[values[start + d] for d in range(4)] for values in registers]
             sums += _add_four(own, address(slots), start * 4 * THREADS, blocks, size)
-        mgpu_utils.warpgroup_barrier()  # all its threads have waited and read
+        # All its threads have waited, and their loads are complete: a barrier alone lets loads in flight be overtaken.
+        _void([], "fence.acq_rel.cluster;", "~{memory}")
+        mgpu_utils.warpgroup_barrier()
         again = f"mbarrier.inval.shared::cta.b64 [m]; {_INIT}"
         _void([address(barriers)], _block([*_own_barrier("$0"), *_first_thread(again)]), "r,~{memory}")
         mgpu_utils.warpgroup_barrier()

@@ -2,8 +2,8 @@
 
 Each slot has an mbarrier that counts the bytes of the copy into it. One thread, the leader, issues the copies; all
 threads that read a slot wait on its mbarrier. The leader may fill a slot again once all threads have read it and, if it
-is stored to device memory, once that copy has read it. The caller ensures the first by a barrier of the block; for the
-second the leader waits (`wait_for_stores`).
+is stored to device memory, once that copy has read it. The caller ensures the first: every reader completes its loads
+(`Emitter.loads_done`) before the barrier that tells the leader. For the second the leader waits (`wait_for_stores`).
 """
 
 from jaxdnn._src.hopper.ptx import Emitter

@@ -155,9 +155,11 @@ def first_empty_window(size: int, outputs: int, taps: int, stride: int, dilation
         return 0
     if size < dilation:  # of a window that starts before x, the first tap that is not before x may be behind it
         before = min(-(-low // stride), outputs, dilation // math.gcd(stride, dilation))  # then places repeat
-        empty = np.flatnonzero((np.arange(before) * stride - low) % dilation >= size)
-        if empty.size:
-            return int(empty[0])
+        for first in range(0, before, 1 << 20):
+            windows = np.arange(first, min(first + (1 << 20), before))
+            empty = np.flatnonzero((windows * stride - low) % dilation >= size)
+            if empty.size:
+                return first + int(empty[0])
     behind = -(-(size + low) // stride)  # the first window that starts behind x
     return behind if behind < outputs else None
 

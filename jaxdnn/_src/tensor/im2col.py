@@ -3,6 +3,7 @@
 Letters as in `conv`: N batch, C channels, H, W spatial sizes of x, P, Q of the convolution's result, R, S taps.
 """
 
+import dataclasses
 import functools as ft
 import itertools
 import math
@@ -90,9 +91,7 @@ def im2col(
         seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
         return _join(seen, frame.layout.channel, _order(order, frame.layout))
 
-    axes = zip(sizes, outputs, geometry.strides, geometry.extents(taps), strict=True)
-    windows = [Windows(*axis, low) for axis, (low, _) in zip(axes, geometry.padding, strict=True)]
-    factors = ft.partial(_factors, frame.layout, windows)
+    factors = ft.partial(_factors, frame.layout, _windows(geometry, sizes, taps, outputs))
     return rounded(frame.restore(primitives.composed(patches, factors, plain)))
 
 
@@ -150,13 +149,20 @@ def col2im(
     expected = axes.shape(plain_shape[axes.batch], outputs, features)
     checks.shape("y", plain, expected, f"as im2col of {plain_shape} has (axes {axes.name})")
     flip = checks.choice("mode", mode, MODES) == "convolution"
-    parts = _split(plain, axes.channel, math.prod(taps), _order(order, axes))
-    acc, total = blending.accumulator(given.dtype), None
-    for part, tap in zip(parts, _taps(taps, flip), strict=True):
-        spread = _spread(axes, part.astype(acc), geometry, sizes, tap)
-        total = spread if total is None else total + spread
-    total = jnp.zeros(plain_shape, acc) if total is None else _without_padding(axes, total, geometry, sizes)
-    found = frame.restore(total)
+    numbered, acc = _order(order, axes), blending.accumulator(given.dtype)
+
+    def image(y: Array) -> Array:
+        total = None
+        for part, tap in zip(_split(y, axes.channel, math.prod(taps), numbered), _taps(taps, flip), strict=True):
+            spread = _spread(axes, part.astype(acc), geometry, sizes, tap)
+            total = spread if total is None else total + spread
+        return jnp.zeros(plain_shape, acc) if total is None else _without_padding(axes, total, geometry, sizes)
+
+    def factors(y: Any) -> Factors:
+        of_image = _factors(axes, _windows(geometry, sizes, taps, outputs), y)
+        return dataclasses.replace(of_image, operands=of_image.results, results=of_image.operands)
+
+    found = frame.restore(primitives.composed(image, factors, plain))
     return rounded(blending.convert(found, blending.out_dtype(out_dtype, given)))
 
 
@@ -175,8 +181,13 @@ def _geometry(
     return found, taps, outputs
 
 
+def _windows(geometry: Window, sizes: Sequence[int], taps: Sequence[int], outputs: Sequence[int]) -> list[Windows]:
+    axes = zip(sizes, outputs, geometry.strides, geometry.extents(taps), strict=True)
+    return [Windows(*axis, low) for axis, (low, _) in zip(axes, geometry.padding, strict=True)]
+
+
 def _factors(layout: Layout, windows: Sequence[Windows], x: Any) -> Factors:
-    """All axes may be sharded, spatial ones with as many patches as the stride goes into the size.
+    """Of `im2col`: all axes may be sharded, spatial ones with as many patches as the stride goes into the size.
 
     Features of a device's channels are not neighbours in the result, whose parts are exchanged once more.
     """
