@@ -35,7 +35,7 @@ def test_links_point_at_files():
 
 def with_op_table(text: str) -> str:
     """With the table of ops that the families' manifests make."""
-    rows = [f"| {ops.cudnn} | {', '.join(f'`{name}`' for name in ops.names)} | {ops.level} |\n" for ops in OPS]
+    rows = [f"| {ops.cudnn} | {', '.join(f'`{name}`' for name in ops.names.split())} | {ops.level} |\n" for ops in OPS]
     start, head, rest = text.partition("| cuDNN | here | level at most |\n|---|---|---|\n")
     return start + head + "".join(rows) + rest[rest.index("\n\n") + 1 :]
 

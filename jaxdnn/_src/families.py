@@ -1,14 +1,17 @@
-"""The families of ops: the one list of them, and what their manifests name."""
+"""The families of ops, and what their manifests name."""
 
 import functools as ft
 import importlib
+import pkgutil
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxdnn._src.core.manifest import Manifest
 
-# In the order in which `jaxdnn verify` runs and shows them.
-NAMES = ("conv", "norm", "activation", "dropout", "pool", "resample", "softmax", "tensor")
+SHARED = ("cases", "core", "hopper")
+# Every package beside this file but those that families share, in the alphabet's order.
+NAMES = tuple(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.ispkg and m.name not in SHARED)
 
 
 @ft.cache
@@ -41,10 +44,9 @@ def timed(name: str) -> tuple[Any, ...]:
     return _module(name, manifests()[name].timed or "").CASES
 
 
-def ops() -> dict[str, Any]:
-    """Every public op."""
-    found = [(name, op, module) for name, manifest in manifests().items() for op, module in manifest.modules.items()]
-    return {op: getattr(_module(name, module), op) for name, op, module in found}
+def ops() -> tuple[str, ...]:
+    """The name of every public op."""
+    return tuple(op for manifest in manifests().values() for ops in manifest.ops for op in ops.names.split())
 
 
 def _module(name: str, module: str = "") -> ModuleType:

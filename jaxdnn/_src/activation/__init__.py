@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "ActivationForward, -Backward, pointwise modes",
             "`portable` in bfloat16, float16, correctly rounded",
-            {"api": "activation activation_dgrad"},
+            "activation activation_dgrad",
         ),
     ),
     examples="""

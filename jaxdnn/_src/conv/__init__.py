@@ -7,12 +7,12 @@ MANIFEST = Manifest(
         Ops(
             "ConvolutionForward, ConvolutionBiasActivationForward",
             "`portable` (integers, floats but float64)",
-            {"api": "conv"},
+            "conv",
         ),
         Ops(
             "ConvolutionBackwardData, -Filter, -Bias",
             "`portable`; `conv_bgrad` `run_to_run`",
-            {"api": "conv_dgrad conv_wgrad conv_bgrad conv_transpose"},
+            "conv_dgrad conv_wgrad conv_bgrad conv_transpose",
         ),
     ),
     examples="""

@@ -10,16 +10,12 @@ class Ops:
     Attributes:
       cudnn: what cuDNN has for them.
       level: the strongest determinism level that they can be asked for, in words.
-      modules: each module that holds some of them, and their names.
+      names: the ops, apart by spaces.
     """
 
     cudnn: str
     level: str
-    modules: dict[str, str]
-
-    @property
-    def names(self) -> list[str]:
-        return " ".join(self.modules.values()).split()
+    names: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +35,3 @@ class Manifest:
     engines: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     timed: str | None = None
-
-    @property
-    def modules(self) -> dict[str, str]:
-        """Every op of the family, and the module that holds it."""
-        pairs = (pair for ops in self.ops for pair in ops.modules.items())
-        return {op: module for module, names in pairs for op in names.split()}

@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "DropoutForward, -Backward, RNG; with bias, activation, residual",
             "`portable`; the bias's gradient `run_to_run`",
-            {"api": "dropout dropout_mask"},
+            "dropout dropout_mask",
         ),
     ),
     examples="""

@@ -7,28 +7,22 @@ MANIFEST = Manifest(
         Ops(
             "BatchNormalization..., graph genstats, bn_finalize, dbn_weight",
             "`run_to_run`",
-            {
-                "batch": "batch_norm batch_norm_dgrad batch_norm_inference",
-                "stats": "genstats bn_finalize bn_finalize_inference dbn_weight",
-            },
+            "batch_norm batch_norm_dgrad batch_norm_inference genstats bn_finalize bn_finalize_inference dbn_weight",
         ),
         Ops(
             "graph norms LAYER, RMS, ADA_LAYER",
             "`batch_invariant`",
-            {
-                "rows": "layer_norm rms_norm adaptive_layer_norm "
-                "layer_norm_dgrad rms_norm_dgrad adaptive_layer_norm_dgrad",
-            },
+            "layer_norm rms_norm adaptive_layer_norm layer_norm_dgrad rms_norm_dgrad adaptive_layer_norm_dgrad",
         ),
         Ops(
             "graph norms INSTANCE, GROUP",
             "`batch_invariant`",
-            {"group": "instance_norm group_norm instance_norm_dgrad group_norm_dgrad"},
+            "instance_norm group_norm instance_norm_dgrad group_norm_dgrad",
         ),
         Ops(
             "LRNCrossChannel, DivisiveNormalization",
             "`mesh_invariant`; p-norms `batch_invariant`",
-            {"local": "lrn lrn_dgrad divisive_norm divisive_norm_dgrad", "lp": "lp_normalize"},
+            "lrn lrn_dgrad divisive_norm divisive_norm_dgrad lp_normalize",
         ),
     ),
     examples="""

@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "PoolingForward, PoolingBackward",
             "`portable`; p-norms `mesh_invariant`",
-            {"api": "pool pool_dgrad unpool", "sizes": "global_pool adaptive_pool"},
+            "pool pool_dgrad unpool global_pool adaptive_pool",
         ),
     ),
     examples="""

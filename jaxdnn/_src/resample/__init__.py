@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "Resample",
             "`portable`",
-            {"api": "resample resample_dgrad pixel_shuffle pixel_unshuffle"},
+            "resample resample_dgrad pixel_shuffle pixel_unshuffle",
         ),
     ),
     examples="""

@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "SoftmaxForward, SoftmaxBackward",
             "`mesh_invariant`; the loss `run_to_run`",
-            {"api": "softmax softmax_dgrad logsumexp", "cross_entropy": "linear_cross_entropy"},
+            "softmax softmax_dgrad logsumexp linear_cross_entropy",
         ),
     ),
     examples="""

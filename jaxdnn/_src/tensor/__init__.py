@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "TransformTensor, AddTensor, OpTensor, ScaleTensor, SetTensor, ReduceTensor, Im2Col",
             "`portable`; square roots `mesh_invariant`",
-            {"api": "transform add op_tensor scale fill", "reduce": "reduce", "im2col": "im2col col2im"},
+            "transform add op_tensor scale fill reduce im2col col2im",
         ),
     ),
     examples="""
