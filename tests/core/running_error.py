@@ -8,8 +8,8 @@ products fused to sums or not. u is the unit roundoff of the value's dtype, X th
     √x       e / (√x + √(x - e))        Σ x    Σ e + γ(n) Σ X         and behind each u (|z| + e)
     x^y      by `norm_local.power_error`, and a factor exp(f |log x|)
 
-Comparisons choose by the values, so a program is bounded where its choices do not hang on a rounding. The norms' own
-primitives are interpreted as the formulas that XLA gets.
+Comparisons choose by the values, so a program is bounded where its choices do not hang on a rounding. The norms' and
+activations' own primitives are interpreted as the formulas that XLA gets.
 """
 
 import functools as ft
@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdnn._src.activation import primitive as activation
 from jaxdnn._src.norm import xla
 from jaxdnn._src.norm.cases_local import power_error
 
-OWN = ("jaxdnn_norm", "jaxdnn_norm_tangent", "jaxdnn_norm_dgrad")
+OWN: dict[str, Callable[..., Any]] = {f"jaxdnn_{op}": ft.partial(f, xla.XLA) for op, f in xla.FORMULAS.items()}
+OWN |= {"jaxdnn_activation": activation.value, "jaxdnn_activation_dgrad": activation.backward}
 INNER = ("jit", "pjit", "call", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 Values = np.ndarray
 Pair = tuple[Values, Values]
@@ -62,7 +64,7 @@ def _closed(program: Any, given: list[Pair]) -> list[Pair]:
 def _apply(eqn: Any, given: list[Pair]) -> list[Pair]:
     name, params = eqn.primitive.name, eqn.params
     if name in OWN:
-        formula = ft.partial(xla.FORMULAS[name.removeprefix("jaxdnn_")], xla.XLA, params["spec"])
+        formula = ft.partial(OWN[name], params["spec"])
         return _closed(
             jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)), given
         )

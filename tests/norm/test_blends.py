@@ -199,3 +199,36 @@ def test_what_verify_runs(op: str, dtype: str):
             results = jax.tree.leaves(jax.jit(case.function())(*operands))
             for out, wanted in zip(results, case.expected(kind, operands, accumulation), strict=True):
                 agree(out, wanted.value, wanted.error, wanted.dtype, f"{case.id} {kind} {wanted.name}")
+
+
+ACTIVATIONS: tuple[Any, ...] = ("relu", ("leaky_relu", 0.25), "clipped_relu", "swish", "gelu")
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_an_activation_keeps_nothing_wider_than_the_array(activation: Any, residual: bool):
+    """For its derivative: x, and y or a slope, both of x's dtype."""
+    x = jnp.zeros((3, 6, 5, 8), jnp.bfloat16)
+    fused: dict[str, Any] = {"residual": jnp.ones_like(x) if residual else None, "activation": activation}
+    back = jax.eval_shape(lambda x: jax.vjp(lambda x: dnn.batch_norm(x, **fused)[0], x)[1], x)
+    large = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) == x.size]
+    assert [np.dtype(leaf.dtype) for leaf in large] == [BF16] * 2
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("name", ["batch-NHWC", "activation-CHWN"])
+def test_gradients_through_relu_are_those_of_the_backward_op(name: str, dtype: np.dtype, residual: bool):
+    """Bit for bit: relu's slope is 0 or 1, so its product with the gradient is rounded nowhere."""
+    norm, (x, s, b, dy), _ = problem(name, dtype)
+    z = jnp.asarray(dy[::-1]) if residual else None
+
+    def forward(x: Any, s: Any, b: Any, z: Any) -> Any:
+        y, *saved = dnn.batch_norm(x, scale=s, bias=b, residual=z, activation="relu", **norm.keywords)[:3]
+        return y, saved
+
+    y, back, (mean, rstd) = jax.vjp(forward, *map(jnp.asarray, (x, s, b)), z, has_aux=True)
+    named = dnn.batch_norm_dgrad(dy, x, scale=s, mean=mean, rstd=rstd, y=y, **norm.keywords)
+    assert y.dtype == dtype
+    for ours, theirs in zip(jax.tree.leaves(back(jnp.asarray(dy))), named if residual else named[:3], strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs).astype(ours.dtype))

@@ -184,11 +184,15 @@ def test_lowers_for_cuda(shape: tuple[int, ...], out_dtype: str, dtype: str):
 
 
 @each_dtype
-def test_lowers_for_cuda_with_its_gradient(dtype: str):
+@pytest.mark.parametrize("activation", [None, "relu", ("leaky_relu", 0.1), "swish"], ids=str)
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+def test_lowers_for_cuda_with_its_gradient(dtype: str, residual: bool, activation: Any):
+    """The backward kernel takes a gradient of x's dtype, which an activation or a residual must not widen."""
     x, s = shape_of(4, 6, 6, 16, dtype=DTYPES[dtype]), shape_of(16, dtype=jnp.float32)
 
     def f(x: Any, s: Any) -> Any:
-        return jnp.sum(dnn.batch_norm(x, scale=s, engine="hopper")[0].astype(jnp.float32) ** 2)
+        fused: dict[str, Any] = {"residual": x if residual else None, "activation": activation}
+        return jnp.sum(dnn.batch_norm(x, scale=s, engine="hopper", **fused)[0].astype(jnp.float32) ** 2)
 
     lowered = jax.jit(jax.grad(f, (0, 1))).trace(x, s).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 3

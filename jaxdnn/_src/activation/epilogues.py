@@ -1,15 +1,17 @@
 """What happens to an accumulator before its one conversion: y = act(alpha * acc + beta * prior + residual + bias)."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxdnn._src.activation import primitive
-from jaxdnn._src.activation.formulas import Parameter, activate
+from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT, Parameter, activate, derivative
 from jaxdnn._src.core.blending import along_channel, convert, scaled_prior
 from jaxdnn._src.core.determinism import LEVELS, is_fixed
 from jaxdnn._src.core.rounding import product
@@ -60,16 +62,42 @@ def apply(
         z = z + extras["residual"].astype(z.dtype)
     if "bias" in extras:
         z = z + along_channel(extras["bias"].astype(z.dtype), z.ndim, channel)
-    if epilogue.activation is not None:
-        z = jnp.maximum(z, 0) if epilogue.integer else activated(z, *epilogue.activation, level)
-    return convert(z, out_dtype)
+    if epilogue.activation is None or epilogue.integer:
+        return convert(z if epilogue.activation is None else jnp.maximum(z, 0), out_dtype)
+    if not jnp.issubdtype(out_dtype, jnp.inexact):
+        return convert(activated(z, *epilogue.activation, level, z.dtype), out_dtype)
+    return activated(z, *epilogue.activation, level, np.dtype(out_dtype))
 
 
-def activated(z: Array, name: str, parameter: Parameter, level: str) -> Array:
-    """act(z) in z's own precision; where the level fixes bits, as an op that nothing around it is joined with."""
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
+def activated(z: Array, name: str, parameter: Parameter, level: str, out_dtype: np.dtype) -> Array:
+    """act(z), computed in z's own precision and converted once; where the level fixes bits, as an op that nothing
+    around it is joined with."""
     if not is_fixed(level):
-        return activate(z, name, parameter)
-    return primitive.bind("activation", z, spec=activation_spec(name, parameter, z.dtype, level))
+        return convert(activate(z, name, parameter), out_dtype)
+    spec = activation_spec(name, parameter, z.dtype, level)
+    return convert(primitive.bind("activation", z, spec=spec), out_dtype)
+
+
+@activated.defjvp
+def _activated_jvp(
+    name: str, parameter: Parameter, level: str, out_dtype: np.dtype, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
+    y = activated(*primals, name, parameter, level, out_dtype)
+    return y, along(*tangents, *primals, y, name, parameter, level)
+
+
+def along(tangent: Array, z: Array, y: Array, name: str, parameter: Parameter, level: str) -> Array:
+    """act'(z) times a tangent of z, in the dtype of y = act(z).
+
+    It keeps y, where that tells the slope, or the slope in y's dtype: in z's, float32, it would take twice the memory
+    of y. Where the level fixes bits, it keeps z, and is an op that nothing around it is joined with.
+    """
+    told = name in DERIVATIVE_FROM_OUTPUT
+    if told or is_fixed(level):
+        spec = activation_spec(name, parameter, y.dtype, level)
+        return primitive.bind("activation_dgrad", tangent, y if told else z, spec=spec)
+    return derivative(z, name, parameter).astype(y.dtype) * tangent.astype(y.dtype)
 
 
 def activation_spec(name: str, parameter: Parameter, dtype: Any, level: str) -> primitive.ActivationSpec:

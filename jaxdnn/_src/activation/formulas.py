@@ -91,11 +91,6 @@ def derivative(z: Array, name: str, parameter: Parameter) -> Array:
     return jnp.where(jnp.isnan(z), z, slope) if name in (*PIECEWISE, BOUNDED_RELU) else slope
 
 
-def derivative_from_output(y: Array, name: str, parameter: Parameter) -> Array:
-    """act'(z) told from y = act(z), for the activations in DERIVATIVE_FROM_OUTPUT."""
-    return derivative(y, name, parameter)
-
-
 def _times(z: Any, factor: Any, f: Functions) -> Any:
     """z * factor, and a zero of z's sign where the factor has vanished, even if z is infinite."""
     return f.numpy.where(factor == 0, f.numpy.copysign(factor, z), z * factor)

@@ -26,19 +26,25 @@ def run(call: engines.Call, x: Array) -> Array:
 
 def _relu(x: Array) -> Array:
     """relu by comparing bits, because XLA's CPU code compares subnormal numbers as zero."""
+    return jnp.where(_within(x, 0x8000, -np.inf), jnp.zeros_like(x), x)
+
+
+def _within(x: Array, first: int, last: float) -> Array:
+    """Where the bits of a narrow x lie from the first to those of the last number, so that x is not NaN."""
     bits = formulas.bits(x)
-    largest = np.asarray(-np.inf, x.dtype).view(np.uint16)
-    negative = (bits >= np.uint16(0x8000)) & (bits <= largest)  # not NaN
-    return jnp.where(negative, jnp.zeros_like(x), x)
+    return (bits >= np.uint16(first)) & (bits <= np.asarray(last, x.dtype).view(np.uint16))
 
 
 def run_dgrad(call: engines.Call, dy: Array, x: Array) -> Array:
-    """alpha dy act'(x): for a narrow x one float32 product with a slope from a table."""
+    """alpha dy act'(x): for a narrow x one float32 product with a slope, but for relu's from a table."""
     spec: ActivationSpec = call.spec
     if x.dtype not in formulas.NARROW:
         return primitive.backward(spec, dy, x)
-    slopes = formulas.slope_table(spec.name, spec.parameter, spec.alpha, np.dtype(x.dtype))
-    slope = formulas.look_up(x, slopes)
+    if spec.name == "relu" and spec.alpha == 1:
+        slope = jnp.where(jnp.isnan(x), jnp.float32(jnp.nan), _within(x, 1, np.inf).astype(jnp.float32))
+    else:
+        slopes = formulas.slope_table(spec.name, spec.parameter, spec.alpha, np.dtype(x.dtype))
+        slope = formulas.look_up(x, slopes)
     return rounding.product(dy.astype(slope.dtype), slope).astype(spec.out_dtype)
 
 

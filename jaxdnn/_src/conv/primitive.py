@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn._src.activation import epilogues, primitive
+from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.epilogues import Epilogue
-from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT, derivative
+from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.core import blending, primitives
 from jaxdnn._src.core.compat import ad
-from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.limits import Limits, current_limits
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, Windows
 from jaxdnn._src.core.rounding import at_edges
@@ -129,15 +128,11 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
         bare = spec.epilogue.without_activation()
         plain = dataclasses.replace(spec, epilogue=bare, out_dtype=spec.wide, converted=spec.out_dtype)
         z = bind(op, *primals, spec=plain)
-        y = blending.convert(epilogues.activated(z, name, parameter, spec.level), spec.out_dtype)
+        y = epilogues.activated(z, name, parameter, spec.level, spec.out_dtype)
     tangent = _linear_tangent(op, spec, y, primals, tangents)
     if isinstance(tangent, ad.Zero):
         return y, tangent
-    if is_fixed(spec.level):  # by the op, of which nothing is joined with what stands around it
-        along = epilogues.activation_spec(name, parameter, spec.out_dtype, spec.level)
-        return y, primitive.bind("activation_dgrad", tangent, z, spec=along)
-    # Kept in the output's dtype: a float32 slope would turn the backward convolutions into float32 ones.
-    return y, derivative(z, name, parameter).astype(spec.out_dtype) * tangent
+    return y, epilogues.along(tangent, z, y, name, parameter, spec.level)
 
 
 def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:

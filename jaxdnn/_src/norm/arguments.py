@@ -196,6 +196,7 @@ def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool,
         per_example=options.per_example,
         accumulate=found.accumulate,
         out_dtype=np.dtype(out_dtype),
+        converted=None if out_dtype == found.out else found.out,
         engine=options.engine,
         level=required(options.determinism),
     )

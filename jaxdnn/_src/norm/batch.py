@@ -77,7 +77,8 @@ def batch_norm(
       y, in x's shape; the batch's mean and 1 / √(σ² + eps), to be saved for `batch_norm_dgrad`; the new running mean
       and the new running variance, in the dtypes of the old.
 
-    Differentiation: any order, forward and reverse, in all arrays, through all five results.
+    Differentiation: any order, forward and reverse, in all arrays, through all five results. An activation keeps y for
+      it ("relu", "leaky_relu") or its slope in y's dtype; the gradient that reaches the normalisation has y's dtype.
 
     Numerics: statistics, running ones too, in float32 (float64 for float64); y is converted once. The mean is
       subtracted before squaring; deviations have the range that they have in `layer_norm`.

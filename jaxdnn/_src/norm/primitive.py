@@ -76,10 +76,12 @@ def _norm_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -
     scale, _ = spec.split(parameters)
     names = [name for name, given in zip(LINEAR, (True, spec.scale, spec.bias), strict=True) if given]
     wanted = {n: t for n, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
-    linear = dataclasses.replace(spec, tangents=tuple(wanted), bias=False)
+    narrow = spec.converted or spec.out_dtype
+    linear = dataclasses.replace(spec, tangents=tuple(wanted), bias=False, out_dtype=narrow, converted=None)
     residuals = (x, mean, rstd) if scale is None else (x, mean, rstd, scale)
-    dy = bind("norm_tangent", *wanted.values(), *residuals, spec=linear) if wanted else None
-    dy = primitives.zero_tangent(found[0]) if dy is None else dy
+    dy = primitives.zero_tangent(found[0])
+    if wanted:
+        dy = bind("norm_tangent", *wanted.values(), *residuals, spec=linear).astype(spec.out_dtype)
     if "x" not in wanted:
         return found, (dy, *map(primitives.zero_tangent, found[1:]))
     return found, (dy, *_statistics_tangents(spec, x, mean, rstd, wanted["x"]))

@@ -21,6 +21,8 @@ class NormSpec:
       eps: added to the variance.
       scale, bias: whether `norm` has them (`norm_dgrad` and `norm_tangent`: a scale).
       per_example: whether the statistics are of one example, so that the level of a fixed order is batch_invariant.
+      converted: what y is converted to outside of `norm`, if that is known: the derivative of y then passes through
+        this dtype, so that the backward op's dy has it and not the accumulator's.
       tangents: of which operands `norm_tangent` has tangents.
     """
 
@@ -33,6 +35,7 @@ class NormSpec:
     per_example: bool
     accumulate: np.dtype
     out_dtype: np.dtype
+    converted: np.dtype | None = None
     tangents: tuple[str, ...] = ()
     engine: str | None = None
     level: str = "fast"
