@@ -83,8 +83,9 @@ def activated(z: Array, name: str, parameter: Parameter, level: str, out_dtype: 
 def _activated_jvp(
     name: str, parameter: Parameter, level: str, out_dtype: np.dtype, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
-    y = activated(*primals, name, parameter, level, out_dtype)
-    return y, along(*tangents, *primals, y, name, parameter, level)
+    (z,), (tangent,) = primals, tangents
+    y = activated(z, name, parameter, level, out_dtype)
+    return y, along(tangent, z, y, name, parameter, level)
 
 
 def along(tangent: Array, z: Array, y: Array, name: str, parameter: Parameter, level: str) -> Array:
