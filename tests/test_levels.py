@@ -58,23 +58,25 @@ def test_levels_are_kept(kind: Callable[[np.random.Generator], Iterator[Any]]):
 
 
 CALLS = {name: called for name, called in examples().items() if "N" in "".join(called.operands)}
+OTHERS = {name: called for name, called in examples().items() if name not in CALLS}
 
 
 def example_of(called: Example, dtype: str) -> Subject:
     """An example, at the strongest level that it can be traced at; of its results those of each image."""
     operands = tuple(v.astype(dtype if v.ndim > 1 else "float32") for v in called.data(LARGE))
+    batched = "N" in "".join(called.operands)
 
     def function(batch: int) -> Any:
         def run(*arrays: Any) -> list[Any]:
             results = jax.tree.leaves(called.call(getattr(dnn, called.op), *arrays, sizes={**LARGE, "N": batch}))
-            return [y for y, axes in zip(results, called.results, strict=True) if "N" in axes]
+            return [y for y, axes in zip(results, called.results, strict=True) if "N" in axes or not batched]
 
         return run
 
     where = lambda axes: axes.index("N") if "N" in axes else None
     out = next((where(axes) for axes in called.results if "N" in axes), None)
     made = Subject(called.op, "any", dtype, "portable", function, operands, tuple(map(where, called.operands)), out)
-    return dataclasses.replace(made, declared=strongest(made)) if out is not None else made
+    return dataclasses.replace(made, declared=strongest(made)) if out is not None or not batched else made
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -85,3 +87,11 @@ def test_examples_keep_their_levels(name: str, dtype: str):
     if made.out_axis is None or not is_fixed(made.declared):
         pytest.skip("no level promises bits of what this is to an image")
     assert not list(found_of(gradient(made) or made, "alone", "mesh"))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_examples_without_a_batch_keep_their_levels(name: str):
+    made = example_of(OTHERS[name], "float32")
+    if not is_fixed(made.declared):
+        pytest.skip("no level promises its bits")
+    assert not list(found_of(made, "eager", "company"))

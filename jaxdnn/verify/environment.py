@@ -27,7 +27,8 @@ def choose(wanted: str | None, devices: int | None) -> None:
         kept = [flag for flag in flags if not flag.startswith(name)]
         os.environ["XLA_FLAGS"] = " ".join([*kept, f"{name}={devices or 2}"])
     if wanted:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(wanted, wanted))
+        # Callbacks, which a planted fault uses, pass their arrays through a CPU.
+        jax.config.update("jax_platforms", {"gpu": "cuda,cpu"}.get(wanted, wanted))
 
 
 def describe(flush: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.rounding import product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm.arguments import Types, View
 from jaxdnn._src.norm.batch import read_running, updated_running
@@ -201,13 +202,12 @@ def bn_finalize_inference(
     checks.dtype("variance", variance, (found.out,))
     view = View(mean.shape, (), mean.shape, mean.shape, mean.shape, "one a channel")
     small = jnp.asarray(arguments.epsilon(eps), found.accumulate)
-    why = "compilers may fuse its products and sums"
-    arguments.require("bn_finalize_inference", determinism, "mesh_invariant", why)
-    wide = lambda name, value: view.parameter(name, value, found)
-    factor = 1 / jnp.sqrt(wide("variance", variance) + small)
-    factor = factor if scale is None else factor * wide("scale", scale)
-    less = wide("mean", mean) * factor
-    return factor, -less if bias is None else wide("bias", bias) - less
+    arguments.require("bn_finalize_inference", determinism, "mesh_invariant", "its reciprocal roots are the device's")
+    wide = lambda name, value: rounded(view.parameter(name, value, found))
+    factor = reciprocal(root(wide("variance", variance) + small))
+    factor = factor if scale is None else product(factor, wide("scale", scale))
+    less = product(wide("mean", mean), factor)
+    return factor, rounded(-less if bias is None else wide("bias", bias) - less)
 
 
 @public
