@@ -71,9 +71,18 @@ def test_gains_are_recorded_for_calls_that_engine_hopper_served(tmp_path: Path):
     path = tmp_path / "table.json"
     call = {"op": "softmax", "features": "log bfloat16", "sizes": {"batch": 8, "length": 512}}
     served, ours = {"lax": 3.0, "jaxdnn:hopper": 2.0}, {"lax": 3.0, "jaxdnn": 2.0}
-    cli._record(path, [{"ms": served, "call": None}, {"ms": ours, "call": call}, {"ms": served, "call": call}])
+    rows = {"ms": served, "call": None}, {"ms": ours, "call": call}, {"ms": served, "call": call}
+    assert [cli._record(path, row) for row in rows] == [False, False, True]
     (found,) = json.loads(path.read_text())["hopper"]["softmax"]["calls"].values()
     assert found == [{"batch": 8, "length": 512, "speed_up": 1.5}]
+
+
+def test_command_says_that_there_was_nothing_to_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "table.json"
+    options = ["--case", "mbv2_384", "--passes", "forward", "--batch", "1", "--repeats", "1", "--record", str(path)]
+    assert main(["bench", "conv", *options]) == 1
+    assert "nothing to record" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_command_refuses_unknown_names(capsys: pytest.CaptureFixture[str]):

@@ -69,28 +69,34 @@ def run(args: argparse.Namespace) -> int:
         if (not args.family or case.family in args.family) and (not args.case or case.name in args.case)
     ]
     rows: list[dict[str, Any]] = []
+    recorded = 0
     for case in wanted:
         for row in _measure_case(case, args):
             rows.append(row)
             print(_line(row), flush=True)
+            if args.record:
+                recorded += _record(args.record, row)
         if args.json:
             args.json.write_text(json.dumps({**_provenance(), "rows": rows}, indent=1) + "\n")
-        if args.record:
-            _record(args.record, rows)
     _print_summary(rows)
+    if args.record and not recorded:
+        why = "no pass was served by `--engine hopper` and has features that a table of measurements knows"
+        print(f"nothing to record in {args.record}: {why}", file=sys.stderr)
+        return 1
     return 0
 
 
-def _record(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds to a table of measurements XLA's time over ours, for each call that has features.
+def _record(path: Path, row: dict[str, Any]) -> bool:
+    """Adds XLA's time over ours to a table of measurements; whether there was any, of a call that has features.
 
     XLA's is what would serve the call instead; a peer that JAX programs cannot call does not decide here.
     """
-    for row in rows:
-        if "jaxdnn:hopper" in row["ms"] and row["call"] is not None:
-            speed_up = row["ms"]["lax"] / row["ms"]["jaxdnn:hopper"]
-            features = engines.Features(row["call"]["features"], row["call"]["sizes"])
-            selection.record(path, "hopper", row["call"]["op"], features, speed_up)
+    if "jaxdnn:hopper" not in row["ms"] or row["call"] is None:
+        return False
+    speed_up = row["ms"]["lax"] / row["ms"]["jaxdnn:hopper"]
+    features = engines.Features(row["call"]["features"], row["call"]["sizes"])
+    selection.record(path, "hopper", row["call"]["op"], features, speed_up)
+    return True
 
 
 def _measure_case(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
