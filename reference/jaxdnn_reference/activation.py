@@ -9,13 +9,15 @@ gelu             x Phi(x), Phi the normal distribution         Hendrycks and Gim
 gelu_tanh        x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2        the same paper's approximation
 swish            x sigmoid(beta x)                             Ramachandran et al., arXiv:1710.05941; beta = 1
 softplus         log(1 + exp(beta x)) / beta                   beta = 1, or ("softplus", beta)
+hard_swish       x min(max(x + 3, 0), 6) / 6                   Howard et al., arXiv:1905.02244
 clipped_relu     min(max(x, 0), ceiling)                       ceiling = 6, or ("clipped_relu", ceiling)
 leaky_relu       x if x > 0 else slope x                       slope = 0.01, or ("leaky_relu", slope)
 ("relu", lower, upper, slope)      lower + slope (x - lower) below lower, upper above upper, x between
 
 They are evaluated in forms that neither overflow nor cancel; at infinity they have their limits. Where a derivative
-jumps (relu, elu with alpha other than 1, leaky_relu at 0; clipped_relu at 0 and at the ceiling) it has its value on the
-left at 0 or a lower bound, and its value on the right at a ceiling, so relu'(0) = 0, as in JAX and PyTorch.
+jumps (relu, elu with alpha other than 1, leaky_relu at 0; clipped_relu at 0 and at the ceiling; hard_swish at -3 and 3)
+it has its value on the left at 0 or a lower bound, and its value on the right at a ceiling, so relu'(0) = 0, as in JAX
+and PyTorch; hard_swish'(-3) = 0 and hard_swish'(3) = 1.
 cuDNN's names for these are the values of cudnnActivationMode_t and the pointwise modes.
 """
 
@@ -205,6 +207,14 @@ def swish_derivative(x: Array, beta: float) -> Array:
     return total(sigmoid(beta * x), product(beta * x, sigmoid(beta * x) * sigmoid(-beta * x)))
 
 
+def hard_sigmoid(x: Array) -> Array:
+    return np.clip(x + 3, 0, 6) / 6
+
+
+def hard_swish_derivative(x: Array) -> Array:
+    return np.where(x <= -3, 0.0, np.where(x >= 3, 1.0, (2 * x + 3) / 6))
+
+
 def clipped_relu(x: Array, ceiling: float) -> Array:
     return relu(x, 0.0, ceiling)
 
@@ -219,6 +229,7 @@ _VALUE = {
     "gelu_tanh": gelu_tanh,
     "swish": lambda x, beta: product(x, sigmoid(beta * x)) if beta else 0.5 * x,
     "softplus": softplus,
+    "hard_swish": lambda x: product(x, hard_sigmoid(x)),
     "clipped_relu": clipped_relu,
     "leaky_relu": lambda x, slope: relu(x, slope=slope),
 }
@@ -233,6 +244,7 @@ _DERIVATIVE = {
     "gelu_tanh": gelu_tanh_derivative,
     "swish": swish_derivative,
     "softplus": lambda x, beta: sigmoid(beta * x),
+    "hard_swish": hard_swish_derivative,
     "clipped_relu": lambda x, ceiling: relu_derivative(x, 0.0, ceiling),
     "leaky_relu": lambda x, slope: np.where(x > 0, 1.0, slope),
 }
@@ -244,6 +256,7 @@ _BEYOND_LINEAR = {
     "gelu": lambda x: (0.5, x * x / math.sqrt(2 * math.pi)),
     "gelu_tanh": lambda x: (0.5, x * x / math.sqrt(2 * math.pi)),
     "swish": lambda x, beta: (0.5, beta * x * x / 4),
+    "hard_swish": lambda x: (0.5, x * x / 6),
 }
 
 ACTIVATIONS = tuple(_VALUE)

@@ -87,6 +87,7 @@ _VALUE: dict[str, Callable[..., Any]] = {
     "gelu": lambda x: x * _normal(x),
     "gelu_tanh": lambda x: x * _sigmoid(_gelu_tanh_argument(x)),
     "swish": lambda x, beta: x * _sigmoid(beta * x),
+    "hard_swish": lambda x: x * min(max(x + 3, Decimal(0)), Decimal(6)) / 6,
     "softplus": lambda x, beta: max(x, Decimal(0)) + (1 + (-abs(beta * x)).exp()).ln() / beta,
 }
 _SLOPE: dict[str, Callable[..., Any]] = {
@@ -96,6 +97,7 @@ _SLOPE: dict[str, Callable[..., Any]] = {
     "gelu": lambda x: _normal(x) + x * _density(x),
     "gelu_tanh": _gelu_tanh_slope,
     "swish": _swish_slope,
+    "hard_swish": lambda x: Decimal(0) if x <= -3 else Decimal(1) if x >= 3 else (2 * x + 3) / 6,
     "softplus": lambda x, beta: _sigmoid(beta * x),
 }
 CURVED = tuple(_VALUE)

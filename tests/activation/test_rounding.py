@@ -80,7 +80,10 @@ def test_near_ties_are_settled_by_decimal_arithmetic(name: Any, dtype: Any, slop
         near = np.isfinite(x.astype(np.float64)) & (gap <= 2.0**-38 * np.abs(wide)) & (wide != 0)
     for at in np.flatnonzero(near):
         value = exact_activations.exact(float(x[at]), kind, parameters, slope=slope)
-        assert Decimal(low[at]) < value < Decimal(high[at]), f"{name} at {x[at]}: {value} is not nearest {rounded[at]}"
+        even = computed(name, dtype)[slope].view(np.uint16)[at] % 2 == 0  # a tie is its own: hard_swish has some
+        lowest, highest = Decimal(low[at]), Decimal(high[at])
+        right = lowest < value < highest or (even and value in (lowest, highest))
+        assert right, f"{name} at {x[at]}: {value} is not nearest {rounded[at]}"
     if np.dtype(dtype) == ml_dtypes.bfloat16 and kind in ("gelu", "swish") and not slope:
         assert near.sum() >= 100  # half of a subnormal number is a tie
 
@@ -130,7 +133,8 @@ def test_slopes_are_rounded_once_down_to_the_least_normal_float32(name: Any, dty
     slopes = reference.derivative(x.astype(np.float64), name)
     wanted = reference.round_to(slopes, dtype)
     below = np.abs(slopes) < 2.0**-126
-    assert (below & (wanted != 0)).any() == (np.dtype(dtype) == ml_dtypes.bfloat16)
+    if name != "hard_swish":  # whose slope is 0 below -3, not nearly 0
+        assert (below & (wanted != 0)).any() == (np.dtype(dtype) == ml_dtypes.bfloat16)
     back = ft.partial(dnn.activation_dgrad, activation=name)
     for run in (back, jax.jit(back)):
         found = np.asarray(run(jnp.ones_like(jnp.asarray(x)), jnp.asarray(x)))

@@ -23,7 +23,7 @@ from tests.conv import helpers
 
 CASES = [a for a in helpers.ACTIVATIONS if a is not None]
 CASES += [("relu", -1.0, 2.0, 0.5), ("relu", 0.0, 6.0, 0.1), ("relu", 0.0, np.inf, 0.25), ("relu", 1.0, 3.0, 0.0)]
-SMOOTH = ("sigmoid", "tanh", "gelu", "gelu_tanh", "swish", "softplus", ("swish", 1.5), ("softplus", 2.5))
+SMOOTH = ("sigmoid", "tanh", "gelu", "gelu_tanh", "swish", "softplus", "hard_swish", ("swish", 1.5), ("softplus", 2.5))
 each_activation = pytest.mark.parametrize("name", CASES, ids=str)
 each_smooth = pytest.mark.parametrize("name", SMOOTH, ids=str)
 each_narrow = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=lambda d: np.dtype(d).name)
@@ -35,6 +35,7 @@ PLAIN = {
     "gelu_tanh": lambda x: x / 2 * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
     "swish": lambda x: x / (1 + jnp.exp(-x)),
     "softplus": lambda x: jnp.log(1 + jnp.exp(x)),
+    "hard_swish": lambda x: x * jax.nn.relu6(x + 3) / 6,
     ("swish", 1.5): lambda x: x / (1 + jnp.exp(-1.5 * x)),
     ("softplus", 2.5): lambda x: jnp.log(1 + jnp.exp(2.5 * x)) / 2.5,
 }
@@ -104,6 +105,9 @@ def test_kinks():
     assert slope(("leaky_relu", 0.25)) == [0.25, 0.25, 0.25, 1, 1]
     assert slope(("elu", 0.5))[1:] == [0.5, 0.5, 1, 1]
     assert slope(("relu", -1.0, 6.0, 0.5)) == [0.5, 1, 1, 1, 0]
+    ends, total = jnp.array([-3.0, 3.0]), lambda v: jnp.sum(dnn.activation(v, activation="hard_swish"))
+    assert jax.grad(total)(ends).tolist() == [0, 1]
+    assert jnp.diag(jax.hessian(total)(ends)).tolist() == [0, 0]
 
 
 def test_bounded_relu_is_named_by_what_it_is():

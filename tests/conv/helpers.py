@@ -29,6 +29,7 @@ ACTIVATIONS = (
     "elu",
     "swish",
     "softplus",
+    "hard_swish",
     "leaky_relu",
     "clipped_relu",
     ("elu", 0.5),

@@ -109,6 +109,7 @@ def exact_activation(z: np.ndarray, activation: Any) -> np.ndarray:
         "elu": lambda: np.where(z > 0, z, p * np.expm1(np.minimum(wide, 0))),
         "swish": lambda: z * special.expit(p * z),
         "softplus": lambda: np.logaddexp(p * wide, 0) / p,
+        "hard_swish": lambda: z * np.clip(wide + 3, 0, 6) / 6,
         "leaky_relu": lambda: np.where(z > 0, z, p * z),
         "clipped_relu": lambda: np.clip(z, 0, p),
     }

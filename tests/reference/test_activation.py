@@ -30,6 +30,7 @@ OTHER = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "swish": lambda x: x / (1 + np.exp(-x)),
     "softplus": lambda x: np.logaddexp(0, x),
+    "hard_swish": lambda x: np.where(x < 3, np.maximum(x + 3, 0) * x / 6, x),
     "clipped_relu": lambda x: np.clip(x, 0, 6),
     "leaky_relu": lambda x: np.maximum(x, 0.01 * x),
     ("elu", 0.5): lambda x: np.where(x > 0, x, 0.5 * (np.exp(np.minimum(x, 0)) - 1)),
@@ -39,7 +40,7 @@ OTHER = {
     ("leaky_relu", 0.125): lambda x: np.maximum(x, 0.125 * x),
     None: lambda x: x,
 }
-POINTS = np.concatenate([np.linspace(-6, 6, 241) + 0.003, [-0.5, 0.25, 3.0]])
+POINTS = np.concatenate([np.linspace(-6, 6, 241) + 0.003, [-0.5, 0.25, 2.75]])
 
 
 @pytest.mark.parametrize("activation", CASES, ids=str)
@@ -70,6 +71,7 @@ def test_derivatives_at_kinks():
     assert derivative(zero, ("leaky_relu", 0.125)) == 0.125
     assert derivative(zero, ("elu", 0.5)) == 0.5
     assert derivative(np.array([0.0, 2.5]), ("clipped_relu", 2.5)).tolist() == [0, 0]
+    assert derivative(np.array([-3.0, 3.0]), "hard_swish").tolist() == [0, 1]
 
 
 def test_small_values_do_not_cancel():

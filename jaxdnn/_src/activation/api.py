@@ -37,8 +37,8 @@ def activation(
 
     Args:
       x: of any shape; float32, bfloat16, float16 or float64.
-      activation: as in the convolutions: "identity" (or None), "relu", "sigmoid", "tanh", "gelu" (by erf), "gelu_tanh",
-        "elu", "swish", "softplus", "leaky_relu", "clipped_relu"; a pair with its parameter, ("elu", alpha),
+      activation: "identity" (or None), "relu", "sigmoid", "tanh", "gelu" (by erf), "gelu_tanh", "elu", "swish",
+        "softplus", "hard_swish", "leaky_relu", "clipped_relu"; a pair with its parameter, ("elu", alpha),
         ("swish", beta), ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or
         ("relu", lower, upper, slope): lower + slope (x - lower) below `lower`, `upper` above `upper`, x between.
       alpha, beta, prior: the blend, see `conv`; prior has x's shape, and the dtype of x, of the result, or float32.
@@ -50,8 +50,9 @@ def activation(
       y, of x's shape.
 
     Differentiation: in x, prior, and alpha and beta if they are arrays, any order. At a kink the derivative is that of
-      the side below, hence 0 for relu at 0; at an upper bound it is 0. The first derivative is `activation_dgrad`,
-      those of higher order are the formula's in float32 (float64 for float64).
+      the side below, hence 0 for relu at 0; at an upper bound (clipped_relu's ceiling, 3 for hard_swish) that of the
+      side above. The first derivative is `activation_dgrad`, those of higher order are the formula's in float32
+      (float64 for float64).
 
     Numerics: NaN gives NaN, ±inf the limit. For bfloat16 and float16, alpha act(x) is correctly rounded, whatever the
       activation, and portable: it is looked up in a table of all 65,536 results, which also is faster than computing

@@ -64,6 +64,8 @@ def _terms(name: str, p: float, beta: float, x: Values) -> list[tuple[Values, Va
     if name == "softplus":
         t = beta * x
         return [(_logistic(t), LOGISTIC + 2 * np.abs(t) * _logistic(-t))]
+    if name == "hard_swish":
+        return [(np.where(np.abs(x) < 3, np.abs(2 * x + 3) / 6, 0.0), 4.0)]  # 6 and its reciprocal may be rounded
     if name == "gelu":
         tail = np.exp(-np.minimum(x * x, 1400) / 2)
         below = np.where(x > 0, 1.0, 0.5 * tail)  # at least the normal distribution function

@@ -35,6 +35,7 @@ ACTIVATIONS: dict[str, float | None] = {
     "elu": 1.0,
     "swish": 1.0,
     "softplus": 1.0,
+    "hard_swish": None,
     "leaky_relu": 0.01,
     "clipped_relu": 6.0,
 }
@@ -155,6 +156,14 @@ def _softplus(z: Any, beta: Any, f: Functions) -> Any:
     return f.numpy.maximum(z, 0) + f.numpy.log1p(f.numpy.exp(-f.numpy.abs(z * beta))) / beta
 
 
+def _hard_sigmoid(z: Any, f: Functions) -> Any:
+    return f.numpy.clip(z + 3, 0, 6) / 6
+
+
+def _hard_swish_derivative(z: Any, _: Any, f: Functions) -> Any:
+    return f.numpy.where(z <= -3, f.numpy.zeros_like(z), f.numpy.where(z >= 3, f.numpy.ones_like(z), (2 * z + 3) / 6))
+
+
 def _leaky_relu_derivative(z: Any, slope: Any, f: Functions) -> Any:
     return f.numpy.where(z > 0, f.numpy.ones_like(z), f.numpy.full_like(z, slope))
 
@@ -183,6 +192,7 @@ _FORWARD: dict[str, Formula] = {
     "elu": _elu,
     "swish": _swish,
     "softplus": _softplus,
+    "hard_swish": lambda z, _, f: _times(z, _hard_sigmoid(z, f), f),
     "leaky_relu": lambda z, slope, f: f.numpy.where(z > 0, z, slope * z),
     "clipped_relu": lambda z, ceiling, f: f.numpy.minimum(f.positive(z), ceiling),
     BOUNDED_RELU: _bounded_relu,
@@ -197,6 +207,7 @@ _DERIVATIVE: dict[str, Formula] = {
     "elu": _elu_derivative,
     "swish": _swish_derivative,
     "softplus": lambda z, beta, f: f.logistic(z * beta),
+    "hard_swish": _hard_swish_derivative,
     "leaky_relu": _leaky_relu_derivative,
     "clipped_relu": lambda z, ceiling, f: ((z > 0) & (z < ceiling)).astype(z.dtype),
     BOUNDED_RELU: _bounded_relu_derivative,

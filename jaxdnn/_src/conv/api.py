@@ -68,10 +68,8 @@ def conv(
         OIHW.
       bias: (K,). bias, residual and prior may have the dtype of x, of the result or of the accumulator.
       residual: added to the accumulator, the result's shape.
-      activation: None, "identity", "relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "elu", "swish", "softplus",
-        "leaky_relu", "clipped_relu", or a pair of a name and its parameter: ("elu", alpha), ("swish", beta),
-        ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or ("relu", lower, upper, slope); see
-        `activation`.
+      activation: None, or one of those that `activation` lists: a name, a pair of a name and its parameter, or
+        ("relu", lower, upper, slope).
       alpha: scales the convolution; a number or a scalar array. One scale per output channel, as int8 filters have,
         is applied afterwards: `conv(x, w, out_dtype=jnp.float32) * scales` with channels last, which adds in int32.
       beta: scales the prior; a number or a scalar array. Where it is zero the prior is not read: NaN in it is harmless.
@@ -87,8 +85,8 @@ def conv(
       y, (N, P, Q, K) for layout NHWC, with P = ⌊(H + low + high - (R - 1) d - 1) / u⌋ + 1.
 
     Differentiation: any order, forward and reverse, in x, w, bias, residual, prior, and alpha and beta if they are
-      arrays. At an activation's kink the derivative is that of the side below, and clipped_relu's is 0 at its ceiling
-      too. int8 operands have none. The derivative in beta reads the prior, also where beta is zero.
+      arrays. At an activation's kink the derivative is as `activation` says. int8 operands have none. The derivative
+      in beta reads the prior, also where beta is zero.
 
     Numerics: everything up to the last step is done in the accumulator's dtype, then converted once, to nearest even.
       int8 products are added in int32, which wraps; if alpha is 1, beta 0 or 1, bias, residual and prior are integers

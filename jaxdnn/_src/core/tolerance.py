@@ -220,6 +220,7 @@ _ACTIVATIONS = {
     "gelu_tanh": _Activation(slope=1.13, of_z=7),
     "swish": _Activation(slope=1.1, of_y=5),
     "softplus": _Activation(of_y=8),
+    "hard_swish": _Activation(slope=1.5, of_y=5),
 }
 _PARAMETERS = {"elu": 1.0, "swish": 1.0, "softplus": 1.0, "leaky_relu": 0.01, "clipped_relu": 6.0}
 
@@ -324,6 +325,8 @@ def _largest_value(name: str, p: float, z: Values, e: Values) -> Values:
     if name in ("gelu", "swish"):  # |z| times a sigmoid or a normal distribution's tail, which bound each other
         rate = p if name == "swish" else 1.0
         return far * np.where(top > 0, 1.0, np.exp(np.clip(rate * top, -700, 0)))
+    if name == "hard_swish":
+        return far * np.clip(top + 3, 0, 6) / 6
     if name == "leaky_relu":
         return np.where(top > 0, np.maximum(far, p * far), p * far)
     return far
