@@ -4,12 +4,12 @@
 """
 
 from jaxdnn._src.activation import bounds as activation
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.core.tolerance import (
     ACCUMULATIONS,
     FORMATS,
     Accumulation,
     Comparison,
-    Epilogue,
     compare,
     format_of,
     integer_amplitude,

@@ -9,15 +9,20 @@ gelu             x Phi(x), Phi the normal distribution         Hendrycks and Gim
 gelu_tanh        x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2        the same paper's approximation
 swish            x sigmoid(beta x)                             Ramachandran et al., arXiv:1710.05941; beta = 1
 softplus         log(1 + exp(beta x)) / beta                   beta = 1, or ("softplus", beta)
-hard_swish       x min(max(x + 3, 0), 6) / 6                   Howard et al., arXiv:1905.02244
+selu             scale (x if x > 0 else alpha (exp(x) - 1))    Klambauer et al., arXiv:1706.02515, their constants
+celu             x if x > 0 else alpha (exp(x / alpha) - 1)    Barron, arXiv:1704.07483; alpha = 1, or ("celu", alpha)
+mish             x tanh(log(1 + exp(x)))                       Misra, arXiv:1908.08681
+softsign         x / (1 + |x|)
+hard_sigmoid     min(max(x + 3, 0), 6) / 6                     Howard et al., arXiv:1905.02244
+hard_swish       x min(max(x + 3, 0), 6) / 6                   the same
 clipped_relu     min(max(x, 0), ceiling)                       ceiling = 6, or ("clipped_relu", ceiling)
 leaky_relu       x if x > 0 else slope x                       slope = 0.01, or ("leaky_relu", slope)
 ("relu", lower, upper, slope)      lower + slope (x - lower) below lower, upper above upper, x between
 
 They are evaluated in forms that neither overflow nor cancel; at infinity they have their limits. Where a derivative
-jumps (relu, elu with alpha other than 1, leaky_relu at 0; clipped_relu at 0 and at the ceiling; hard_swish at -3 and 3)
-it has its value on the left at 0 or a lower bound, and its value on the right at a ceiling, so relu'(0) = 0, as in JAX
-and PyTorch; hard_swish'(-3) = 0 and hard_swish'(3) = 1.
+jumps (relu, elu with alpha other than 1, selu, leaky_relu at 0; clipped_relu at 0 and at the ceiling; hard_sigmoid and
+hard_swish at -3 and 3) it has its value on the left at 0 or a lower bound, and its value on the right at a ceiling, so
+relu'(0) = 0, as in JAX and PyTorch; hard_swish'(-3) = 0 and hard_swish'(3) = 1.
 cuDNN's names for these are the values of cudnnActivationMode_t and the pointwise modes.
 """
 
@@ -111,8 +116,8 @@ def beside_ties(x: Array, wide: Array, alpha: float, activation: Activation) -> 
         return wide
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         x = x.astype(FLOAT64)
-        slope, beyond = _BEYOND_LINEAR[name](x, *parameters)
-        return np.where((np.abs(x) < 2.0**-26) & (x != 0), sum_to_odd(alpha * slope * x, alpha * beyond), wide)
+        linear, beyond = _BEYOND_LINEAR[name](x, *parameters)
+        return np.where((np.abs(x) < 2.0**-26) & (x != 0), sum_to_odd(alpha * linear, alpha * beyond), wide)
 
 
 def _blend(computed: Array, beta: float, prior: Array | None, out_dtype: Any) -> Array:
@@ -142,7 +147,15 @@ def parse(activation: Activation) -> tuple[str, tuple[float, ...]]:
     return name, _DEFAULTS.get(name, ())
 
 
-_DEFAULTS = {"elu": (1.0,), "swish": (1.0,), "softplus": (1.0,), "clipped_relu": (6.0,), "leaky_relu": (0.01,)}
+_DEFAULTS = {
+    "elu": (1.0,),
+    "celu": (1.0,),
+    "swish": (1.0,),
+    "softplus": (1.0,),
+    "clipped_relu": (6.0,),
+    "leaky_relu": (0.01,),
+}
+_SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 
 
 def product(x: Array, factor: Array) -> Array:
@@ -176,6 +189,26 @@ def softplus(x: Array, beta: float) -> Array:
 
 def elu(x: Array, alpha: float) -> Array:
     return np.where(x > 0, x, alpha * np.expm1(np.where(x > 0, 0, x)))
+
+
+def elu_derivative(x: Array, alpha: float) -> Array:
+    return np.where(x > 0, 1.0, alpha * np.exp(np.where(x > 0, 0, x)))
+
+
+def mish(x: Array) -> Array:
+    # tanh(log(1 + e)) = (e^2 + 2 e) / (e^2 + 2 e + 2), in powers of the smaller of e = exp(x) and 1 / e
+    w = np.exp(-np.abs(x))
+    over = np.where(x >= 0, 1 + 2 * w, w * (w + 2))
+    return product(x, over) / (over + np.where(x >= 0, 2 * w * w, 2))
+
+
+def mish_derivative(x: Array) -> Array:
+    s = softplus(x, 1.0)
+    return total(np.tanh(s), product(x, sigmoid(x) / np.cosh(s) ** 2))
+
+
+def softsign(x: Array) -> Array:
+    return np.where(np.isinf(x), np.sign(x), x / (1 + np.abs(x)))
 
 
 def gelu(x: Array) -> Array:
@@ -229,6 +262,11 @@ _VALUE = {
     "gelu_tanh": gelu_tanh,
     "swish": lambda x, beta: product(x, sigmoid(beta * x)) if beta else 0.5 * x,
     "softplus": softplus,
+    "selu": lambda x: _SELU_SCALE * elu(x, _SELU_ALPHA),
+    "celu": lambda x, alpha: np.where(x > 0, x, alpha * elu(x / alpha, 1.0)),
+    "mish": mish,
+    "softsign": softsign,
+    "hard_sigmoid": hard_sigmoid,
     "hard_swish": lambda x: product(x, hard_sigmoid(x)),
     "clipped_relu": clipped_relu,
     "leaky_relu": lambda x, slope: relu(x, slope=slope),
@@ -239,24 +277,32 @@ _DERIVATIVE = {
     "relu": relu_derivative,
     "sigmoid": lambda x: sigmoid(x) * sigmoid(-x),
     "tanh": lambda x: 4 * sigmoid(2 * x) * sigmoid(-2 * x),
-    "elu": lambda x, alpha: np.where(x > 0, 1.0, alpha * np.exp(np.where(x > 0, 0, x))),
+    "elu": elu_derivative,
     "gelu": gelu_derivative,
     "gelu_tanh": gelu_tanh_derivative,
     "swish": swish_derivative,
     "softplus": lambda x, beta: sigmoid(beta * x),
+    "selu": lambda x: _SELU_SCALE * elu_derivative(x, _SELU_ALPHA),
+    "celu": lambda x, alpha: elu_derivative(x / alpha, 1.0),
+    "mish": mish_derivative,
+    "softsign": lambda x: 1 / (1 + np.abs(x)) ** 2,
+    "hard_sigmoid": lambda x: np.where(np.abs(x) < 3, 1 / 6, 0.0),
     "hard_swish": hard_swish_derivative,
     "clipped_relu": lambda x, ceiling: relu_derivative(x, 0.0, ceiling),
     "leaky_relu": lambda x, slope: np.where(x > 0, 1.0, slope),
 }
 
-# Of the curved functions through 0: their slope there, and the next term of their series.
+# Of the curved functions through 0: the first two terms of their series.
 _BEYOND_LINEAR = {
-    "tanh": lambda x: (1.0, -(x**3) / 3),
-    "elu": lambda x, alpha: (np.where(x > 0, 1.0, alpha), np.where(x > 0, 0.0, alpha * x * x / 2)),
-    "gelu": lambda x: (0.5, x * x / math.sqrt(2 * math.pi)),
-    "gelu_tanh": lambda x: (0.5, x * x / math.sqrt(2 * math.pi)),
-    "swish": lambda x, beta: (0.5, beta * x * x / 4),
-    "hard_swish": lambda x: (0.5, x * x / 6),
+    "tanh": lambda x: (x, -(x**3) / 3),
+    "elu": lambda x, alpha: (np.where(x > 0, x, alpha * x), np.where(x > 0, 0.0, alpha * x * x / 2)),
+    "celu": lambda x, alpha: (x, np.where(x > 0, 0.0, x * x / (2 * alpha))),
+    "gelu": lambda x: (0.5 * x, x * x / math.sqrt(2 * math.pi)),
+    "gelu_tanh": lambda x: (0.5 * x, x * x / math.sqrt(2 * math.pi)),
+    "swish": lambda x, beta: (0.5 * x, beta * x * x / 4),
+    "mish": lambda x: (3 * x / 5, 0.32 * x * x),
+    "softsign": lambda x: (x, -x * np.abs(x)),
+    "hard_swish": lambda x: (0.5 * x, x * x / 6),
 }
 
 ACTIVATIONS = tuple(_VALUE)

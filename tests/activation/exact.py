@@ -72,6 +72,13 @@ def _gelu_tanh_slope(x: Decimal) -> Decimal:
     return _sigmoid(z) + x * _sigmoid(z) * _sigmoid(-z) * inner
 
 
+def _mish(x: Decimal, slope: bool = False) -> Decimal:
+    """With w = exp(x): tanh(log(1 + w)) = n / (n + 2), n = w (w + 2)."""
+    w = x.exp()
+    n = w * (w + 2)
+    return n / (n + 2) + x * 4 * w * (1 + w) / (n + 2) ** 2 if slope else x * n / (n + 2)
+
+
 def _swish_slope(x: Decimal, beta: Decimal) -> Decimal:
     return _sigmoid(beta * x) + beta * x * _sigmoid(beta * x) * _sigmoid(-beta * x)
 
@@ -79,6 +86,7 @@ def _swish_slope(x: Decimal, beta: Decimal) -> Decimal:
 with localcontext() as _context:
     _context.prec = DIGITS
     _PI = _pi()
+_SELU_SCALE, _SELU_ALPHA = (Decimal.from_float(v) for v in (1.0507009873554805, 1.6732632423543772))
 
 _VALUE: dict[str, Callable[..., Any]] = {
     "sigmoid": _sigmoid,
@@ -87,6 +95,11 @@ _VALUE: dict[str, Callable[..., Any]] = {
     "gelu": lambda x: x * _normal(x),
     "gelu_tanh": lambda x: x * _sigmoid(_gelu_tanh_argument(x)),
     "swish": lambda x, beta: x * _sigmoid(beta * x),
+    "selu": lambda x: _SELU_SCALE * (x if x > 0 else _SELU_ALPHA * (x.exp() - 1)),
+    "celu": lambda x, alpha: x if x > 0 else alpha * ((x / alpha).exp() - 1),
+    "mish": _mish,
+    "softsign": lambda x: x / (1 + abs(x)),
+    "hard_sigmoid": lambda x: min(max(x + 3, Decimal(0)), Decimal(6)) / 6,
     "hard_swish": lambda x: x * min(max(x + 3, Decimal(0)), Decimal(6)) / 6,
     "softplus": lambda x, beta: max(x, Decimal(0)) + (1 + (-abs(beta * x)).exp()).ln() / beta,
 }
@@ -97,6 +110,11 @@ _SLOPE: dict[str, Callable[..., Any]] = {
     "gelu": lambda x: _normal(x) + x * _density(x),
     "gelu_tanh": _gelu_tanh_slope,
     "swish": _swish_slope,
+    "selu": lambda x: _SELU_SCALE * (1 if x > 0 else _SELU_ALPHA * x.exp()),
+    "celu": lambda x, alpha: Decimal(1) if x > 0 else (x / alpha).exp(),
+    "mish": lambda x: _mish(x, slope=True),
+    "softsign": lambda x: 1 / (1 + abs(x)) ** 2,
+    "hard_sigmoid": lambda x: Decimal(1) / 6 if abs(x) < 3 else Decimal(0),
     "hard_swish": lambda x: Decimal(0) if x <= -3 else Decimal(1) if x >= 3 else (2 * x + 3) / 6,
     "softplus": lambda x, beta: _sigmoid(beta * x),
 }

@@ -118,7 +118,7 @@ def test_scale_and_result_type_round_once(dtype: Any):
         {"alpha": 3.0, "out_dtype": np.float16},
     )
     for options in many:
-        for name in ("gelu", "swish", ("elu", 0.5), "relu"):
+        for name in ("gelu", "swish", "mish", "softsign", ("elu", 0.5), ("celu", 1.5), "relu"):
             found = np.asarray(jax.jit(ft.partial(dnn.activation, activation=name, **options))(x))
             assert_same_bits(found, reference.activation(x, activation=name, arithmetic="ordered", **options), x)
 
@@ -133,7 +133,7 @@ def test_slopes_are_rounded_once_down_to_the_least_normal_float32(name: Any, dty
     slopes = reference.derivative(x.astype(np.float64), name)
     wanted = reference.round_to(slopes, dtype)
     below = np.abs(slopes) < 2.0**-126
-    if name != "hard_swish":  # whose slope is 0 below -3, not nearly 0
+    if name not in ("hard_sigmoid", "hard_swish"):  # whose slopes are 0 below -3, not nearly 0
         assert (below & (wanted != 0)).any() == (np.dtype(dtype) == ml_dtypes.bfloat16)
     back = ft.partial(dnn.activation_dgrad, activation=name)
     for run in (back, jax.jit(back)):

@@ -14,30 +14,14 @@ from jax import lax
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation import formulas
+from jaxdnn._src.activation.bounds import Epilogue
+from jaxdnn._src.activation.cases import PARAMETERS
 from jaxdnn._src.core import tolerance
 from tests.conv import cases
 from tests.conv.cases import Case, Geometry
 
-ACTIVATIONS = (
-    None,
-    "identity",
-    "relu",
-    "sigmoid",
-    "tanh",
-    "gelu",
-    "gelu_tanh",
-    "elu",
-    "swish",
-    "softplus",
-    "hard_swish",
-    "leaky_relu",
-    "clipped_relu",
-    ("elu", 0.5),
-    ("swish", 1.5),
-    ("softplus", 2.5),
-    ("leaky_relu", 0.25),
-    ("clipped_relu", 1.5),
-)
+ACTIVATIONS = (None, *formulas.ACTIVATIONS, *PARAMETERS)
 
 
 def call(case: Case, *arrays: Any) -> jax.Array:
@@ -127,7 +111,7 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
         if case_is_exact(case):
             start = np.zeros_like(start)
     o = case.arguments
-    epilogue = tolerance.Epilogue(
+    epilogue = Epilogue(
         alpha=float(o.get("alpha", 1.0)), beta=float(o.get("beta", 0.0)), activation=o.get("activation"), format=step
     )
     terms = [np.asarray(v).astype(np.float64) for v in (o.get("residual"), _along_channel(case)) if v is not None]

@@ -11,6 +11,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases.case import generator
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.norm import bounds as norm_bounds
@@ -56,7 +57,7 @@ def check_gradients(name: str, dtype: Any, traced: bool, relu: bool) -> None:
         suffix = "_param" if i else ""
         prior = priors[PRIORS[i]]
         like = prior.astype(np.float64).reshape(values[i].shape) if i else cases.in_view(norm, prior, p.x.shape)
-        rule = tolerance.Epilogue(stored["alpha" + suffix], stored["beta" + suffix], format=p.format)
+        rule = Epilogue(stored["alpha" + suffix], stored["beta" + suffix], format=p.format)
         error = rule.error(values[i], bounds[i], prior=like) * (1 + norm_bounds.definition_share(p))
         error = error.reshape(wanted[i].shape) if i else cases.as_given(norm, x, error)
         agree(found[i], wanted[i], error, dtype_, what)

@@ -10,6 +10,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.norm import bounds as norm_bounds
 from tests.core import running_error
@@ -296,9 +297,7 @@ def test_fused_add_and_relu(layout: str):
     y, mean, rstd, *_ = dnn.batch_norm(x, **extras)
     p = norm.problem(x, s, b)
     computed = in_view(norm, reference.batch_norm(x, scale=s, bias=b, layout=layout)[0], p.x.shape)
-    error = tolerance.Epilogue(activation="relu").error(
-        computed, norm_bounds.from_definition(p)[0], in_view(norm, z, p.x.shape)
-    )
+    error = Epilogue(activation="relu").error(computed, norm_bounds.from_definition(p)[0], in_view(norm, z, p.x.shape))
     agree(y, reference.batch_norm(x, **extras)[0], as_given(norm, x, error), np.float32, "y")
     plain = dnn.batch_norm(x, scale=s, bias=b, layout=layout)[0]
     np.testing.assert_array_equal(y, np.maximum(plain + z, 0))

@@ -13,6 +13,7 @@ from jaxdnn_reference.activation import ACTIVATIONS, activate, derivative
 CASES = [
     *ACTIVATIONS,
     ("elu", 0.5),
+    ("celu", 1.5),
     ("clipped_relu", 2.5),
     ("leaky_relu", 0.125),
     ("swish", 1.5),
@@ -30,6 +31,12 @@ OTHER = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "swish": lambda x: x / (1 + np.exp(-x)),
     "softplus": lambda x: np.logaddexp(0, x),
+    "selu": lambda x: 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * (np.exp(np.minimum(x, 0)) - 1)),
+    "celu": lambda x: np.maximum(x, 0) + np.minimum(0, np.exp(np.minimum(x, 0)) - 1),
+    ("celu", 1.5): lambda x: np.maximum(x, 0) + np.minimum(0, 1.5 * (np.exp(np.minimum(x, 0) / 1.5) - 1)),
+    "mish": lambda x: x * (1 - 2 / ((1 + np.exp(x)) ** 2 + 1)),
+    "softsign": lambda x: np.sign(x) - np.sign(x) / (1 + abs(x)),
+    "hard_sigmoid": lambda x: np.interp(x, [-3, 3], [0, 1]),
     "hard_swish": lambda x: np.where(x < 3, np.maximum(x + 3, 0) * x / 6, x),
     "clipped_relu": lambda x: np.clip(x, 0, 6),
     "leaky_relu": lambda x: np.maximum(x, 0.01 * x),
@@ -52,8 +59,8 @@ def test_values(activation: Any):
 def test_derivatives_equal_central_differences(activation: Any):
     h = 2.0**-17
     difference = (activate(POINTS + h, activation) - activate(POINTS - h, activation)) / (2 * h)
-    # h^2 / 6 times the third derivative (below 3) and float64's rounding over h
-    np.testing.assert_allclose(derivative(POINTS, activation), difference, rtol=0, atol=h * h / 2 + 2.0**-50 / h)
+    # h^2 / 6 times the third derivative (below 3) and float64's rounding over h: at most four of a value up to 6
+    np.testing.assert_allclose(derivative(POINTS, activation), difference, rtol=0, atol=h * h / 2 + 2.0**-49 / h)
 
 
 @pytest.mark.parametrize("activation", CASES, ids=str)
@@ -72,6 +79,8 @@ def test_derivatives_at_kinks():
     assert derivative(zero, ("elu", 0.5)) == 0.5
     assert derivative(np.array([0.0, 2.5]), ("clipped_relu", 2.5)).tolist() == [0, 0]
     assert derivative(np.array([-3.0, 3.0]), "hard_swish").tolist() == [0, 1]
+    assert derivative(np.array([-3.0, 3.0]), "hard_sigmoid").tolist() == [0, 0]
+    np.testing.assert_allclose(derivative(np.zeros(1), "selu"), 1.7580993408473766, rtol=1e-15)
 
 
 def test_small_values_do_not_cancel():

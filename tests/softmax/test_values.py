@@ -10,6 +10,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
 from jaxdnn._src.softmax import bounds
@@ -147,7 +148,7 @@ def test_blend_is_one_rounding(algorithm: str):
     golden = reference.softmax(x, algorithm=algorithm, prior=prior, **scales, out_dtype=np.float64)
     plain = reference.softmax(x, algorithm=algorithm, out_dtype=np.float64)
     start = bounds.softmax(wide(x), algorithm, (1,), RULE)
-    error = tolerance.Epilogue(**scales).error(plain, start, prior=wide(prior))
+    error = Epilogue(**scales).error(plain, start, prior=wide(prior))
     assert_right(out, golden, error, ml_dtypes.bfloat16)
     back = dnn.softmax_dgrad(x, np.asarray(out), algorithm=algorithm, prior=prior, **scales)
     assert back.dtype == ml_dtypes.bfloat16

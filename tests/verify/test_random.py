@@ -20,6 +20,7 @@ from rich.console import Console
 
 import jaxdnn_reference as reference
 from jaxdnn._src import families, hopper
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.conv.cases import checks, data
 from jaxdnn._src.conv.cases.case import Case
@@ -28,7 +29,7 @@ from jaxdnn._src.conv.hopper import tuning
 from jaxdnn._src.conv.hopper.plan import Axis, Problem
 from jaxdnn._src.conv.hopper.walk import decided
 from jaxdnn._src.core import engines
-from jaxdnn._src.core.tolerance import ACCUMULATIONS, Epilogue
+from jaxdnn._src.core.tolerance import ACCUMULATIONS
 from jaxdnn._src.hopper import branches
 from jaxdnn.verify import command, levels, matrix, random, random_call, random_report, show
 from jaxdnn.verify.cli import main

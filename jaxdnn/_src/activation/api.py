@@ -38,9 +38,10 @@ def activation(
     Args:
       x: of any shape; float32, bfloat16, float16 or float64.
       activation: "identity" (or None), "relu", "sigmoid", "tanh", "gelu" (by erf), "gelu_tanh", "elu", "swish",
-        "softplus", "hard_swish", "leaky_relu", "clipped_relu"; a pair with its parameter, ("elu", alpha),
-        ("swish", beta), ("softplus", beta), ("leaky_relu", slope), ("clipped_relu", ceiling); or
-        ("relu", lower, upper, slope): lower + slope (x - lower) below `lower`, `upper` above `upper`, x between.
+        "softplus", "selu", "celu", "mish", "softsign", "hard_sigmoid", "hard_swish", "leaky_relu", "clipped_relu";
+        a pair with its parameter, ("elu", alpha), ("celu", alpha), ("swish", beta), ("softplus", beta),
+        ("leaky_relu", slope), ("clipped_relu", ceiling); or ("relu", lower, upper, slope): lower + slope (x - lower)
+        below `lower`, `upper` above `upper`, x between.
       alpha, beta, prior: the blend, see `conv`; prior has x's shape, and the dtype of x, of the result, or float32.
       out_dtype: the result's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.
@@ -50,9 +51,9 @@ def activation(
       y, of x's shape.
 
     Differentiation: in x, prior, and alpha and beta if they are arrays, any order. At a kink the derivative is that of
-      the side below, hence 0 for relu at 0; at an upper bound (clipped_relu's ceiling, 3 for hard_swish) that of the
-      side above. The first derivative is `activation_dgrad`, those of higher order are the formula's in float32
-      (float64 for float64).
+      the side below, hence 0 for relu at 0; at an upper bound (clipped_relu's ceiling, 3 for hard_sigmoid and
+      hard_swish) that of the side above. The first derivative is `activation_dgrad`, those of higher order are the
+      formula's in float32 (float64 for float64).
 
     Numerics: NaN gives NaN, ±inf the limit. For bfloat16 and float16, alpha act(x) is correctly rounded, whatever the
       activation, and portable: it is looked up in a table of all 65,536 results, which also is faster than computing
@@ -72,8 +73,10 @@ def activation(
       [-0.25, 0.5, 6.0]
 
     Sources: cuDNN's cudnnActivationForward (its seven modes) and the graph API's pointwise modes RELU to
-      GELU_APPROX_TANH; Hendrycks and Gimpel, arXiv:1606.08415; Ramachandran et al., arXiv:1710.05941. cuDNN's legacy
-      option CUDNN_NOT_PROPAGATE_NAN, relu(NaN) = 0, is `activation(jnp.where(jnp.isnan(x), 0, x))`.
+      GELU_APPROX_TANH; the definition, `jaxdnn_reference.activation`, has a source for each. hard_sigmoid is PyTorch's
+      and Keras 3's; ONNX's HardSigmoid is `activation(a * x + b, activation=("relu", 0, 1, 0))`. PReLU, whose slope is
+      learned and so is an operand with a gradient, is `jnp.where(x > 0, x, slope * x)`. cuDNN's legacy option
+      CUDNN_NOT_PROPAGATE_NAN, relu(NaN) = 0, is `activation(jnp.where(jnp.isnan(x), 0, x))`.
     """
     x = _operand("x", x)
     out = _out_dtype(out_dtype, x)

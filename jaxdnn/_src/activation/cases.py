@@ -10,6 +10,7 @@ import numpy as np
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.activation import bounds
+from jaxdnn._src.activation.bounds import Epilogue as Blend
 from jaxdnn._src.activation.formulas import ACTIVATIONS, PIECEWISE
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
@@ -17,12 +18,18 @@ from jaxdnn._src.cases.case import Case, Expected, Facts
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import Accumulation
-from jaxdnn._src.core.tolerance import Epilogue as Blend
 
 OPS = ("activation", "activation_dgrad")
 NARROW = ("bf16", "f16")
 NAMES: tuple[Any, ...] = tuple(ACTIVATIONS)
-PARAMETERS = (("elu", 0.5), ("swish", 1.5), ("softplus", 2.5), ("leaky_relu", 0.25), ("clipped_relu", 1.5))
+PARAMETERS = (
+    ("elu", 0.5),
+    ("celu", 1.5),
+    ("swish", 1.5),
+    ("softplus", 2.5),
+    ("leaky_relu", 0.25),
+    ("clipped_relu", 1.5),
+)
 BOUNDED = (("relu", -1.0, 2.0, 0.5), ("relu", 0.0, 6.0, 0.1))
 SHAPE = (8, 33, 125)
 EVERY = ("every number", "subnormal")  # kinds of data that are all 65,536 numbers

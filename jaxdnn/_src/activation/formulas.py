@@ -35,6 +35,11 @@ ACTIVATIONS: dict[str, float | None] = {
     "elu": 1.0,
     "swish": 1.0,
     "softplus": 1.0,
+    "selu": None,
+    "celu": 1.0,
+    "mish": None,
+    "softsign": None,
+    "hard_sigmoid": None,
     "hard_swish": None,
     "leaky_relu": 0.01,
     "clipped_relu": 6.0,
@@ -50,6 +55,7 @@ _SQRT_HALF = 0.7071067811865476
 _SQRT_8_OVER_PI = 1.5957691216057308
 _INV_SQRT_2PI = 0.3989422804014327
 _CUBIC = 0.044715
+SELU_SCALE, SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +120,42 @@ def _elu_derivative(z: Any, alpha: Any, f: Functions) -> Any:
     return f.numpy.where(z > 0, f.numpy.ones_like(z), alpha * f.numpy.exp(_negative(z, f)))
 
 
+def _celu(z: Any, alpha: Any, f: Functions) -> Any:
+    t = _negative(z, f) / alpha
+    # By the series where alpha times the quotient would be z with two roundings, perhaps beyond z.
+    below = f.numpy.where(t > -(2.0**-27), z * (1 + 0.5 * t), alpha * f.numpy.expm1(t))
+    return f.numpy.where(z > 0, z, below)
+
+
+def _celu_derivative(z: Any, alpha: Any, f: Functions) -> Any:
+    return f.numpy.where(z > 0, f.numpy.ones_like(z), f.numpy.exp(_negative(z, f) / alpha))
+
+
+def _mish(z: Any, _: Any, f: Functions) -> Any:
+    # tanh(log(1 + e)) = ((1 + e)^2 - 1) / ((1 + e)^2 + 1), in powers of the smaller of e = exp(z) and 1 / e.
+    w = f.numpy.exp(-f.numpy.abs(z))
+    over = f.numpy.where(z >= 0, 1 + 2 * w, w * (w + 2))
+    return _times(z, over, f) / (over + f.numpy.where(z >= 0, 2 * w * w, f.numpy.full_like(w, 2)))
+
+
+def _mish_derivative(z: Any, _: Any, f: Functions) -> Any:
+    # Without |z|, so that JAX can differentiate it at 0 as well; beyond 20 it is 1 within float64's rounding.
+    e = f.numpy.exp(f.numpy.minimum(z, 20))
+    over = e * (e + 2)
+    slope = 4 * e * (1 + e) / ((over + 2) * (over + 2))
+    return f.numpy.where(z > 20, f.numpy.ones_like(z), _plus(over / (over + 2), _times(z, slope, f), f))
+
+
+def _softsign(z: Any, _: Any, f: Functions) -> Any:
+    far = f.numpy.isinf(z)
+    return f.numpy.where(far, f.numpy.copysign(f.numpy.ones_like(z), z), z / (1 + f.numpy.abs(z)))
+
+
+def _softsign_derivative(z: Any, _: Any, f: Functions) -> Any:
+    root = 1 / (1 + f.numpy.abs(z))
+    return root * root
+
+
 def _gelu(z: Any, _: Any, f: Functions) -> Any:
     # erfc keeps the relative accuracy of the negative tail, where 1 + erf cancels.
     return _times(0.5 * z, f.erfc(-z * _SQRT_HALF), f)
@@ -133,6 +175,7 @@ def _gelu_tanh(z: Any, _: Any, f: Functions) -> Any:
 
 
 def _gelu_tanh_derivative(z: Any, _: Any, f: Functions) -> Any:
+    z = f.numpy.clip(z, -100, 100)  # beyond, the slope is 0 or 1; the cube would overflow, and its derivative be NaN
     a = _gelu_tanh_argument(z)
     s = f.logistic(a)
     bell = s * f.logistic(-a)
@@ -158,6 +201,11 @@ def _softplus(z: Any, beta: Any, f: Functions) -> Any:
 
 def _hard_sigmoid(z: Any, f: Functions) -> Any:
     return f.numpy.clip(z + 3, 0, 6) / 6
+
+
+def _hard_sigmoid_derivative(z: Any, _: Any, f: Functions) -> Any:
+    inside = f.numpy.where(f.numpy.abs(z) < 3, f.numpy.full_like(z, 1 / 6), f.numpy.zeros_like(z))
+    return f.numpy.where(f.numpy.isnan(z), z, inside)
 
 
 def _hard_swish_derivative(z: Any, _: Any, f: Functions) -> Any:
@@ -192,6 +240,11 @@ _FORWARD: dict[str, Formula] = {
     "elu": _elu,
     "swish": _swish,
     "softplus": _softplus,
+    "selu": lambda z, _, f: SELU_SCALE * _elu(z, SELU_ALPHA, f),
+    "celu": _celu,
+    "mish": _mish,
+    "softsign": _softsign,
+    "hard_sigmoid": lambda z, _, f: _hard_sigmoid(z, f),
     "hard_swish": lambda z, _, f: _times(z, _hard_sigmoid(z, f), f),
     "leaky_relu": lambda z, slope, f: f.numpy.where(z > 0, z, slope * z),
     "clipped_relu": lambda z, ceiling, f: f.numpy.minimum(f.positive(z), ceiling),
@@ -207,6 +260,11 @@ _DERIVATIVE: dict[str, Formula] = {
     "elu": _elu_derivative,
     "swish": _swish_derivative,
     "softplus": lambda z, beta, f: f.logistic(z * beta),
+    "selu": lambda z, _, f: SELU_SCALE * _elu_derivative(z, SELU_ALPHA, f),
+    "celu": _celu_derivative,
+    "mish": _mish_derivative,
+    "softsign": _softsign_derivative,
+    "hard_sigmoid": _hard_sigmoid_derivative,
     "hard_swish": _hard_swish_derivative,
     "leaky_relu": _leaky_relu_derivative,
     "clipped_relu": lambda z, ceiling, f: ((z > 0) & (z < ceiling)).astype(z.dtype),
@@ -320,8 +378,8 @@ def read_activation(value: Any) -> tuple[str, Parameter] | None:
         return "relu", None
     if name == "clipped_relu" and not parameter >= 0:
         raise ValueError(f"`activation` 'clipped_relu' needs a ceiling of at least 0, got {parameter!r}.")
-    if name == "softplus" and not parameter > 0:
-        raise ValueError(f"`activation` 'softplus' needs a positive parameter, got {parameter!r}.")
+    if name in ("celu", "softplus") and not parameter > 0:
+        raise ValueError(f"`activation` {name!r} needs a positive parameter, got {parameter!r}.")
     if not math.isfinite(parameter):
         raise ValueError(f"`activation` {name!r} needs a finite parameter, got {parameter!r}.")
     return name, parameter

@@ -10,12 +10,13 @@ import numpy as np
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.activation import bounds
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.activation.formulas import PIECEWISE
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import DTYPES, Case, Expected
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
-from jaxdnn._src.core.tolerance import FORMATS, Accumulation, Epilogue
+from jaxdnn._src.core.tolerance import FORMATS, Accumulation
 from jaxdnn_reference.dropout import dropout_dgrad
 from jaxdnn_reference.rounding import round_to
 

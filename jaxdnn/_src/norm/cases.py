@@ -15,12 +15,13 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases import case as common
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Check, Expected, Facts
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
-from jaxdnn._src.core import frames, tolerance
+from jaxdnn._src.core import frames
 from jaxdnn._src.core.tolerance import Accumulation
 from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm import bounds as norm_bounds
@@ -190,7 +191,7 @@ class NormCase(Case):
         values = [value for value, _ in (norm_bounds.backward(p, dy) if dy is not None else [norm_bounds.forward(p)])]
         for value, error, (name, prior) in zip(values, bounds, priors.items(), strict=True):
             suffix = "" if name == "prior" else "_param"
-            rule = tolerance.Epilogue(o["alpha" + suffix], o["beta" + suffix], format=p.format)
+            rule = Epilogue(o["alpha" + suffix], o["beta" + suffix], format=p.format)
             after = rule.error(value, error, prior=prior.astype(np.float64).reshape(value.shape))
             found.append(after * (1 + norm_bounds.definition_share(p)))
         return tuple(found)

@@ -22,13 +22,14 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected, Facts
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import tolerance
-from jaxdnn._src.core.tolerance import Accumulation, Epilogue
+from jaxdnn._src.core.tolerance import Accumulation
 from jaxdnn_reference.norm_group import as_it_lies
 from jaxdnn_reference.norm_local import window_sum
 

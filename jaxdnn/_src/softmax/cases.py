@@ -10,13 +10,13 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation.bounds import Epilogue as Blend
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
-from jaxdnn._src.core.tolerance import Epilogue as Blend
 from jaxdnn._src.softmax import bounds
 
 ROWS = ("softmax", "softmax_dgrad", "logsumexp")

@@ -9,6 +9,7 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases.case import (
     MODELLED,
     Check,
@@ -136,8 +137,8 @@ def error_bound(
     if "bias" in extras:
         terms.append(np.broadcast_to(case.along_channel(np.asarray(extras["bias"], np.float64)), computed.shape))
     wide = "float64" if accumulation.format == "float64" else "float32"
-    blend = tolerance.Epilogue(case.blend.alpha, case.blend.beta, case.blend.activation, wide)
-    if blend == tolerance.Epilogue(format=wide) and not terms:
+    blend = Epilogue(case.blend.alpha, case.blend.beta, case.blend.activation, wide)
+    if blend == Epilogue(format=wide) and not terms:
         return error
     return blend.error(computed, error, *terms, prior=extras.get("prior"))
 
