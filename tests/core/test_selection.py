@@ -39,8 +39,36 @@ def test_measurements_decide_among_engines_that_may_serve(monkeypatch: pytest.Mo
     point |= {"batch": 8, "speed_up": 0.9}
     assert [e.name for e in selection.ranked(told)] == ["xla", "hopper", "ordered"]
     kernel = selection.ranked(told)[1]
-    assert selection.unmeasured(kernel, told) is None
-    assert selection.unmeasured(kernel, call) == "it was measured on a device, not on one that is not here"
+    assert selection.why_later(kernel, told) == "on calls like this one it takes 1.11 times XLA's time"
+    assert selection.why_later(kernel, call) == "it was measured on a device, not on one that is not here"
+    point["batch"] = 64
+    assert selection.why_later(kernel, told) == "it was not measured on calls like this one"
+    tables["a device"]["hopper"]["conv"]["otherwise"] = True
+    assert [e.name for e in selection.ranked(told)] == ["hopper", "xla", "ordered"]
+    point["batch"] = 8  # what was measured goes before
+    assert [e.name for e in selection.ranked(told)] == ["xla", "hopper", "ordered"]
+
+
+def first(op: Any, *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> str:
+    """The engine that is tried first on the device that was measured."""
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    call = next(traced_calls(op, *operands, platform="cuda"))
+    return selection.ranked(dataclasses.replace(call, device_kind=KIND))[0].name
+
+
+def test_convolutions_of_no_table_are_served_by_the_kernels():
+    """Layers that no entry names; those on which cuDNN was measured faster are kinds that the engine names."""
+    conv = ft.partial(dnn.conv, padding=1)
+    assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88)) == "hopper"
+    assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88), dtype=jnp.float16) == "hopper"
+    assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88), dtype=jnp.float32) == "xla"
+    narrow = lambda k: first(lambda dy, w: dnn.conv_dgrad(dy, w, (8, 28, 28, 64)), (8, 28, 28, k), (1, 1, 64, k))
+    assert [narrow(24), narrow(48)] == ["xla", "hopper"]
+    rgb = lambda taps: first(
+        lambda x, dy: dnn.conv_wgrad(x, dy, (taps, taps, 3, 64), padding=taps // 2),
+        (8, 64, 64, 3), (8, 64, 64, 64),
+    )  # fmt: skip
+    assert [rgb(11), rgb(7)] == ["xla", "hopper"]
 
 
 def timed() -> Iterator[engines.Call]:
@@ -87,7 +115,7 @@ def test_tables_are_of_the_described_form():
     assert set(selection.measured()) == set(hopper.MEASURED_ON)
     for op, table in selection.measured()[KIND]["hopper"].items():
         assert engines.registered(op)
-        assert table.keys() <= {"ranges", "calls", "reach"}
+        assert table.keys() <= {"ranges", "calls", "reach", "otherwise"}
         for point in itertools.chain.from_iterable(table.get("calls", {}).values()):
             assert point.keys() - {"length"} == {"batch", "speed_up"}
             assert min(point.values()) > 0

@@ -76,7 +76,9 @@ class Engine:
         "spreads_nonfinite" (NaN and infinity may show in results that do not depend on them), "leaves_out_padding"
         (products with padding zeros, which are NaN if the other factor is infinite, may be skipped).
       features: a call to what measurements call it, None where none may speak for it. Without it the engine stands
-        beside XLA's in `selection`'s order; with it, in front of XLA's where it was measured faster, else behind.
+        beside XLA's in `selection`'s order; with it, in front of XLA's where it is taken to be faster, else behind.
+      slower: a call that no measurement speaks for to why it is taken to be slower there than XLA's program (a clause),
+        or None.
       rank: its place in that order whatever was measured; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
       fused: whether it is an XLA program, which XLA may fuse with the operations around the call.
@@ -96,6 +98,7 @@ class Engine:
     modelled: tuple[str, ...] = ()
     hazards: Callable[[Call], tuple[str, ...]] = lambda call: ()
     features: Callable[[Call], Features | None] | None = None
+    slower: Callable[[Call], str | None] = lambda call: None
     rank: Callable[[Call], int] | None = None
     workspace: Callable[[Call], int | None] = lambda call: None
     fused: bool = True

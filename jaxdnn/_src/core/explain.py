@@ -37,12 +37,12 @@ _explaining = jax.make_user_context(False)
 class Candidate:
     """One engine for one call: why it cannot serve it (None: it can), and what it guarantees if it does.
 
-    `unmeasured` says why it is tried after XLA's engine where no engine is named; None where it was measured.
+    `later` says why it is tried after XLA's engine where no engine is named; None where it is not.
     """
 
     engine: str
     refusal: str | None
-    unmeasured: str | None
+    later: str | None
     level: str
     accumulation: str
     workspace: int | None
@@ -74,8 +74,8 @@ class Explanation:
         lines = [head, f"  served by {self.engine}" if self.engine else "  served by no engine: it raises"]
         for c in self.candidates:
             verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
-            if c.refusal is None and c.unmeasured:
-                verdict += f"; unless it is named, XLA's engine comes first, because {c.unmeasured}"
+            if c.refusal is None and c.later:
+                verdict += f"; unless it is named, XLA's engine comes first, because {c.later}"
             facts = [f"guarantees {c.level}", f"accumulates in {ACCUMULATORS.get(c.accumulation, c.accumulation)}"]
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
             facts.append(_schedule(c.schedule))
@@ -276,7 +276,7 @@ def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) 
     return Candidate(
         engine=engine.name,
         refusal=refusal,
-        unmeasured=selection.unmeasured(engine, call),
+        later=selection.why_later(engine, call),
         level=engine.level(call),
         accumulation=engine.accumulation(call),
         workspace=engine.workspace(call) if able else None,

@@ -3,21 +3,24 @@
 The rule: of the engines that support the call on the platform it is lowered for and guarantee the required determinism
 level, the first in this order, kernels before what XLA computes where two are alike:
 
-1. those that were measured faster than XLA's program on calls like this one, on this kind of device;
+1. those that are taken to be faster than XLA's program on calls like this one, on this kind of device;
 2. XLA's, and every engine that says nothing of measurements;
-3. those that were not measured faster on calls like it;
+3. those that are not taken to be faster on calls like it;
 4. those of last resort, slow for the sake of the definition's order.
 
 An engine may state a rank of its own instead.
 
 Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
 
-What was measured stands in `measured/`, a table for each kind of device. Under an engine's and an op's name it has one
-of two things, by the name of a call's `Features`:
+What was measured stands in `measured/`, a table for each kind of device. Under an engine's and an op's name it has, by
+the name of a call's `Features`:
 
 * `ranges`: between which sizes the engine gains (null: without end), read from the notes in `benchmarks/`;
-* `calls`: single ones, with XLA's time over the engine's, which `jaxdnn bench --record` writes. A call gains where the
-  nearest measured lengths below and above its own do, if its work is between `reach` times that of the lower one.
+* `calls`: single ones, with XLA's time over the engine's, which `jaxdnn bench --record` writes. They speak for a call if
+  its work is between `reach` times that of the nearest measured length below its own. It gains if both neighbours do.
+
+and `otherwise`: true where the engine gains on calls that nothing of this speaks for, but for the kinds of calls that
+the engine itself names (`Engine.slower`).
 """
 
 import functools as ft
@@ -57,35 +60,42 @@ def _place(engine: Engine, call: Call) -> int:
 
 
 def gains(engine: Engine, call: Call) -> bool:
-    """Whether an engine was measured faster than XLA's program on calls like this one."""
+    """Whether an engine with measurements is taken to be faster than XLA's program on a call."""
+    return engine.features is not None and why_later(engine, call) is None
+
+
+def why_later(engine: Engine, call: Call) -> str | None:
+    """Why an engine with measurements is tried after XLA's where none is named, as a clause; None where it is not."""
+    if engine.features is None:
+        return None
     table = measured().get(call.device_kind or "", {}).get(engine.name, {}).get(call.op)
-    if table is None or engine.features is None or (features := engine.features(call)) is None:
-        return False
-    for limits in table.get("ranges", {}).get(features.name, ()):
-        if all(_is_between(features.sizes[name], *limit) for name, limit in limits.items()):
-            return True
-    return _lies_near(features.sizes, table.get("calls", {}).get(features.name, ()), table.get("reach", REACH))
+    if table is None:
+        kinds = [kind for kind, others in measured().items() if call.op in others.get(engine.name, {})]
+        return f"it was measured on {', '.join(kinds) or 'none'}, not on {call.device_kind or 'one that is not here'}"
+    if (features := engine.features(call)) is not None:
+        for limits in table.get("ranges", {}).get(features.name, ()):
+            if all(_is_between(features.sizes[name], *limit) for name, limit in limits.items()):
+                return None
+        points = table.get("calls", {}).get(features.name, ())
+        speed_up = _speed_up(features.sizes, points, table.get("reach", REACH))
+        if speed_up is not None:
+            return None if speed_up >= 1 else f"on calls like this one it takes {1 / speed_up:.2f} times XLA's time"
+    return engine.slower(call) if table.get("otherwise") else "it was not measured on calls like this one"
 
 
-def _lies_near(sizes: Mapping[str, int], points: Any, reach: Any) -> bool:
+def _speed_up(sizes: Mapping[str, int], points: Any, reach: Any) -> float | None:
+    """The lesser speed-up of the nearest measured lengths below and above; None where they do not speak for a call."""
     length = lambda point: point.get("length", 1)
     below = max((p for p in points if length(p) <= length(sizes)), key=length, default=None)
     above = min((p for p in points if length(p) >= length(sizes)), key=length, default=None)
-    if below is None or above is None or min(below["speed_up"], above["speed_up"]) < 1:
-        return False
-    return _is_between(length(sizes) * sizes["batch"] / (length(below) * below["batch"]), *reach)
+    if below is None or above is None:
+        return None
+    work = length(sizes) * sizes["batch"] / (length(below) * below["batch"])
+    return min(below["speed_up"], above["speed_up"]) if _is_between(work, *reach) else None
 
 
 def _is_between(value: float, least: float, most: float | None) -> bool:
     return least <= value and (most is None or value <= most)
-
-
-def unmeasured(engine: Engine, call: Call) -> str | None:
-    """Why nothing is known of an engine's time on the device of a call, as a clause; None where it was measured."""
-    kinds = [kind for kind, table in measured().items() if call.op in table.get(engine.name, {})]
-    if engine.features is None or call.device_kind in kinds:
-        return None
-    return f"it was measured on {', '.join(kinds) or 'none'}, not on {call.device_kind or 'one that is not here'}"
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------
