@@ -213,7 +213,7 @@ def _slower(call: engines.Call) -> str | None:
     if call.op == "conv_dgrad" and taps == geo.groups == 1 and k < 32:
         return "of a sum over fewer than 32 channels the kernel's steps are mostly padding"  # 64 -> 24: 1.5 times
     if call.op == "conv_wgrad" and taps > 100 and c < 8:
-        return "of so few channels its tiles are mostly padding, once for each of many taps"  # 11 x 11 of RGB: 1.6 times
+        return "of so few channels its tiles are mostly padding, once for each of many taps"  # 11 x 11, RGB: 1.6 times
     return None
 
 
