@@ -404,7 +404,7 @@ class Warpgroup:
             case "finish_accumulator":
                 if self.kernel.missing != FINISH:
                     self.knows(self.tensor, self.products)
-            case "start_accumulator" | "scaled":
+            case "start_accumulator" | "scaled" | "_named":
                 pass
             case "prepare":
                 self.threads(self.own_barrier(views[0]), "store")

@@ -249,6 +249,16 @@ def may_need_devices(primitive: Any) -> None:
         importlib.import_module("jax._src.dispatch").prim_requires_devices_during_lowering.add(primitive)
 
 
+def name_module(name: str) -> None:
+    """Names the Mosaic module that a kernel is being lowered to. JAX leaves a name that is there."""
+    from jaxlib.mlir import ir
+
+    operation = ir.InsertionPoint.current.block.owner.operation
+    while operation.parent is not None:
+        operation = operation.parent.operation
+    operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+
 def is_exported(ctx: Any) -> bool:
     """Whether the program that a primitive is lowered in is for `jax.export`, which keeps no partitioning rule."""
     return getattr(ctx.module_context.lowering_parameters, "for_export", False)

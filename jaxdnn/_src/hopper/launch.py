@@ -1,14 +1,35 @@
-"""Launches a kernel that is PTX text, from an otherwise empty Pallas kernel."""
+"""Makes Pallas kernels whose code is alike wherever it is lowered, and launches one that is PTX text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._src.core.compat import ir, llvm, mgpu_utils, plgpu
+from jaxdnn._src.core.compat import ir, llvm, mgpu_utils, name_module, plgpu
 
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
+
+
+def kernel(body: Callable[..., None], *, kernel_name: str, **options: Any) -> Callable[..., Any]:
+    """`plgpu.kernel` for single lanes, without barriers of its own, and with a name that every lowering gives it.
+
+    XLA compiles kernels of equal code once in a process. JAX 0.11 numbers the kernels of a process in their code.
+    """
+
+    def run(*references: Any, **scratch: Any) -> None:
+        _named(kernel_name)
+        body(*references, **scratch)
+
+    return plgpu.kernel(run, kernel_name=kernel_name, compiler_params=PARAMETERS, **options)
+
+
+def _named(name: str) -> None:
+    @plgpu.inline_mgpu()
+    def run(_: Any) -> None:
+        name_module(name)
+
+    run()
 
 
 def launch(
@@ -48,14 +69,13 @@ def launch(
         shape |= {"num_threads": threads // 128, "thread_name": "warpgroup"}
     if cluster > 1:
         shape |= {"cluster": (cluster,), "cluster_names": ("part",)}
-    kernel = plgpu.kernel(
+    run = kernel(
         body,
         out_type=tuple(outs),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=shared,
         kernel_name=name,
-        compiler_params=PARAMETERS,
         **shape,
     )
-    return kernel(*arrays)
+    return run(*arrays)

@@ -27,8 +27,9 @@ from jaxdnn._src.conv.hopper.pipeline_consumer import Consumer
 from jaxdnn._src.conv.hopper.pipeline_producer import Producer
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem, check
 from jaxdnn._src.conv.hopper.walk import decided
-from jaxdnn._src.core.compat import pl, plgpu
+from jaxdnn._src.core.compat import pl
 from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.launch import kernel
 
 
 def run(
@@ -52,7 +53,7 @@ def run(
         pl.when(block.wg == cut.consumers)(block.produce)
         pl.when(block.wg < cut.consumers)(block.consume)
 
-    kernel = plgpu.kernel(
+    compiled = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((*shape, problem.columns), problem.out_dtype),
         grid=(cut.walk.blocks(sms),),
@@ -60,14 +61,11 @@ def run(
         num_threads=cut.consumers + 1,
         thread_name="wg",
         scratch_types=cut.scratch(),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
         kernel_name="jaxdnn_conv",
     )
     extras = [extra.reshape(*shape, problem.columns) for extra in extras]
     operands = [split_steps(a, problem.axes), b, *([bias] if bias is not None else []), *extras]
-    y = kernel(*operands)
+    y = compiled(*operands)
     return y.reshape(problem.batch, *(ax.positions * ax.out_step for ax in problem.axes), problem.columns)
 
 

@@ -21,6 +21,7 @@ from jaxdnn._src.conv.hopper.pipeline_block import drain
 from jaxdnn._src.conv.hopper.wgrad_plan import REGISTERS, STAGED, Config, Problem, Walk, check, slot_boxes, x_box
 from jaxdnn._src.core.compat import fa, ir, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import cluster, wgmma
+from jaxdnn._src.hopper.launch import kernel
 from jaxdnn._src.hopper.sizes import ceil_div
 from jaxdnn._src.hopper.wgmma import ACCUMULATOR
 
@@ -55,19 +56,16 @@ def run(x: Array, dy: Array, problem: Problem, config: Config, sms: int) -> Arra
         pl.when(block.wg == config.consumers)(block.produce)
         pl.when(block.wg < config.consumers)(block.consume)
 
-    kernel = plgpu.kernel(
+    compiled = kernel(
         body,
         out_type=jax.ShapeDtypeStruct(_out_shape(walk), problem.dtype if config.direct else jnp.float32),
         num_threads=config.consumers + 1,
         thread_name="wg",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
         kernel_name="jaxdnn_conv_wgrad",
         **grid,
     )
-    return kernel(pipeline.split_steps(x, problem.axes), dy)
+    return compiled(pipeline.split_steps(x, problem.axes), dy)
 
 
 def _swizzled(problem: Problem) -> tuple[Any, ...]:

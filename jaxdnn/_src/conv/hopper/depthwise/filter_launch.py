@@ -17,7 +17,7 @@ from jaxdnn._src.conv.hopper.depthwise.window import DTYPES, Window
 from jaxdnn._src.core.compat import ir, llvm, mgpu, pl, plgpu, vector
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address, scalars
-from jaxdnn._src.hopper.launch import PARAMETERS, launch
+from jaxdnn._src.hopper.launch import kernel, launch
 from jaxdnn._src.hopper.sizes import ceil_div
 
 
@@ -111,7 +111,7 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
         tail_of_channels=bool(call.channels % plan.channels),
         tail_of_positions=any(size % part for size, part in zip(call.out, plan.out_tile, strict=True)),
     )
-    kernel = plgpu.kernel(
+    compiled = kernel(
         body,
         out_type=jax.ShapeDtypeStruct(plan.partial_shape(call), jnp.float32),
         grid=grid(items, sms),
@@ -127,9 +127,8 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
             plgpu.Barrier(num_arrivals=groups),
         ],
         kernel_name="depthwise_wgrad",
-        compiler_params=PARAMETERS,
     )
-    return kernel(as_images(x, call.size), as_images(dy, call.out))
+    return compiled(as_images(x, call.size), as_images(dy, call.out))
 
 
 def _inline_filter(code: str, plan: FilterPlan, carry: Any, x_tile: Any, dy_tile: Any, layout: Any) -> Any:

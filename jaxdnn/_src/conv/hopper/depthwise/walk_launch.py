@@ -15,7 +15,7 @@ from jaxdnn._src.conv.hopper.depthwise.window import Window
 from jaxdnn._src.core.compat import ir, llvm, pl, plgpu
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address
-from jaxdnn._src.hopper.launch import PARAMETERS
+from jaxdnn._src.hopper.launch import kernel
 from jaxdnn._src.hopper.sizes import ceil_div
 
 
@@ -102,7 +102,7 @@ def run_walk(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str,
             pl.loop(0, turns)(step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    kernel = plgpu.kernel(
+    compiled = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((call.images, *target, call.channels), x.dtype),
         grid=(blocks,),
@@ -114,9 +114,8 @@ def run_walk(x: Array, w: Array, call: Window, plan: WalkPlan, kernel_name: str,
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ],
         kernel_name=kernel_name,
-        compiler_params=PARAMETERS,
     )
-    return kernel(image, filters)
+    return compiled(image, filters)
 
 
 def _inline_walk(code: str, swizzle: int, x_tile: Any, w_tile: Any, y_tile: Any) -> None:
