@@ -128,3 +128,23 @@ def test_a_stride_in_three_dimensions_takes_one_image_a_tile():
         problem = conv_plan.Problem(3, 64, 64, axes, "tcj", jnp.dtype(BF16), jnp.dtype(BF16), F32)
         assert "one image" in (conv_plan.check(problem, conv_plan.Config(2, (2, 4, 4), 64)) or "")
         assert {config.images for config in tuning.candidates(problem)} == {1}
+
+
+@pytest.mark.parametrize(("channels", "columns", "taps", "rank"), [(96, 160, 3, 2), (64, 64, 3, 3), (256, 1024, 1, 2)])
+def test_a_plan_is_cheap_to_find(channels: int, columns: int, taps: int, rank: int, monkeypatch: pytest.MonkeyPatch):
+    """Every ring is as deep as fits, and few configurations beside the candidates are looked at."""
+    ones = (1,) * rank
+    padding = ((taps // 2, taps // 2),) * rank
+    case = Case(16, (28,) * rank, channels, columns, (taps,) * rank, ones, padding, ones)
+    x, w = case.avals("fprop")
+    problem = fprop.plan(x, w, case.geometry(), epilogue=None, extras=(), out_dtype=BF16).problem
+    looked_at, check = [], conv_plan.check
+    monkeypatch.setattr(conv_plan, "check", lambda *given: looked_at.append(given) or check(*given))
+    configs = list(tuning.candidates(problem))
+    assert len(looked_at) < 800
+    monkeypatch.setattr(conv_plan, "check", check)
+    deepest = [dataclasses.replace(config, stages=config.stages + 1) for config in configs]
+    full = {4, 6, 8}
+    fits = [c.stages in full or check(problem, d) is not None for c, d in zip(configs, deepest, strict=True)]
+    assert configs
+    assert all(fits)

@@ -1,6 +1,7 @@
 """What the convolution pipeline computes (problems), how the work is tiled (configurations), and which tiles fit."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,25 +82,25 @@ class Problem:
     # The window's last cell is read from a second copy of the cells, with zeros where the filter has no tap.
     partial: bool = False
 
-    @property
+    @ft.cached_property
     def swizzle(self) -> int:
         bytes_ = self.reduce * np.dtype(self.dtype).itemsize
         return 128 if bytes_ > 64 else 64 if bytes_ > 32 else 32
 
-    @property
+    @ft.cached_property
     def chunk(self) -> int:
         return self.swizzle // np.dtype(self.dtype).itemsize
 
-    @property
+    @ft.cached_property
     def a_chunk(self) -> int:
         """Channels of one box of the input: a chunk, or with windows one cell."""
         return 16 // np.dtype(self.dtype).itemsize if self.window else self.chunk
 
-    @property
+    @ft.cached_property
     def chunks(self) -> int:
         return ceil_div(self.reduce, self.chunk)
 
-    @property
+    @ft.cached_property
     def epilogue_widths(self) -> list[int]:
         """Bytes of an element of the result and of each output-shaped operand of the epilogue."""
         return [np.dtype(dtype).itemsize for dtype in (self.out_dtype, *self.extras)]
@@ -131,7 +132,7 @@ class Problem:
         """How many taps the outputs of a phase have."""
         return math.prod(ax.count[a] for ax, a in zip(self.axes, phase, strict=True))
 
-    @property
+    @ft.cached_property
     def phases(self) -> list[tuple[int, ...]]:
         """All phases, the one with most taps first, so that the blocks finish at about the same time."""
         found = product([range(ax.out_step) for ax in self.axes])
@@ -207,6 +208,9 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return ring + staged(out, config.staged) + sum(extras)
 
 
+NO_ROOM = "the ring does not fit shared memory"
+
+
 def check(problem: Problem, config: Config) -> str | None:
     """Why a configuration cannot run, or None."""
     rows = config.rows
@@ -226,7 +230,7 @@ def check(problem: Problem, config: Config) -> str | None:
     if config.columns * min(problem.epilogue_widths) < 32:
         return "a tile has at least 32 bytes of output channels, the least that a swizzle takes"
     if shared_bytes(problem, config) > SHARED_BYTES - 2048:
-        return "the ring does not fit shared memory"
+        return NO_ROOM
     if problem.filter_dims[-1] == "j" and config.columns % problem.chunk:
         return "a filter that is contiguous in its output channels needs tiles of whole chunks"
     if problem.groups > 1 and (problem.columns // problem.groups % config.columns or problem.reduce % problem.chunk):

@@ -101,16 +101,17 @@ def candidates(problem: Problem) -> Iterator[Config]:
     per_group = problem.columns // problem.groups
     narrowest = 32 // min(problem.epilogue_widths)  # bytes of a swizzle
     least = max(problem.chunk if problem.filter_dims[-1] == "j" else 8, narrowest)
+    boxes = {rows: _boxes(problem, rows) for rows in (256, 192, 128, 64)}
     for columns in (256, 128, 64, 32, 16, 8):
         if columns > max(least, 2 * per_group - 1) or (problem.groups > 1 and per_group % columns):
             continue
         order = "k" if problem.columns > columns else "p"
-        for rows, (teams, groups) in itertools.product((256, 192, 128, 64), ((2, 1), (1, 2))):
-            for images, block in _boxes(problem, rows)[:3]:
+        for rows, (teams, groups) in itertools.product(boxes, ((2, 1), (1, 2))):
+            for images, block in boxes[rows][:3]:
                 base = Config(images, block, columns, 8, teams, groups, order)
                 yield from _deepest(problem, base)
                 yield from _deepest(problem, dataclasses.replace(base, staged=2))
-        yield from _with_filter_or_halo(problem, columns, order)
+        yield from _with_filter_or_halo(problem, columns, order, boxes)
 
 
 def beside(problem: Problem, base: Config) -> Iterator[Config]:
@@ -127,20 +128,25 @@ def beside(problem: Problem, base: Config) -> Iterator[Config]:
 
 
 def _deepest(problem: Problem, base: Config) -> Iterator[Config]:
-    """The configuration with the deepest ring that fits."""
+    """The configuration with the deepest ring that fits; less than the ring's depth changes nothing else."""
     for stages in range(base.stages, 2, -1):
-        config = dataclasses.replace(base, stages=stages)
-        if plan.check(problem, config) is None:
+        config = base if stages == base.stages else dataclasses.replace(base, stages=stages)
+        reason = plan.check(problem, config)
+        if reason is None:
             yield config
+        if reason != plan.NO_ROOM:
             return
 
 
-def _with_filter_or_halo(problem: Problem, columns: int, order: str) -> Iterator[Config]:
+Boxes = dict[int, list[tuple[int, tuple[int, ...]]]]
+
+
+def _with_filter_or_halo(problem: Problem, columns: int, order: str, boxes: Boxes) -> Iterator[Config]:
     """Tiles that keep the filter in shared memory, and tiles of 8 x 8 positions whose taps share one load."""
     resident = problem.columns <= columns and problem.groups == 1
     for rows, (teams, groups) in itertools.product((256, 128), ((2, 1), (1, 2))):
         if resident:
-            for images, block in _boxes(problem, rows)[:2]:
+            for images, block in boxes[rows][:2]:
                 yield from _deepest(problem, Config(images, block, columns, 6, teams, groups, order, resident=True))
     rank, unit = len(problem.axes), all(abs(ax.move) == 1 for ax in problem.axes)
     if rank < 2 or not unit or problem.window or math.prod(ax.taps for ax in problem.axes) == 1:
