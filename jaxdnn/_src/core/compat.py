@@ -253,7 +253,8 @@ def name_module(name: str) -> None:
     """Names the Mosaic module that a kernel is being lowered to. JAX leaves a name that is there."""
     from jaxlib.mlir import ir
 
-    operation = ir.InsertionPoint.current.block.owner.operation
+    here: Any = ir.InsertionPoint.current
+    operation = here.block.owner.operation
     while operation.parent is not None:
         operation = operation.parent.operation
     operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)

@@ -25,8 +25,8 @@ def kernel(body: Callable[..., None], *, kernel_name: str, **options: Any) -> Ca
 
 
 def _named(name: str) -> None:
-    @plgpu.inline_mgpu()
-    def run(_: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=())
+    def run(_: Any = None) -> None:
         name_module(name)
 
     run()
