@@ -3,6 +3,7 @@
 import argparse
 import collections
 import datetime
+import functools as ft
 import importlib.metadata
 import json
 import math
@@ -19,7 +20,6 @@ import rich
 from rich.table import Table
 
 from jaxdnn._src import families
-from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Case
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.explain import traced_calls
@@ -102,7 +102,7 @@ def _record(path: Path, row: dict[str, Any]) -> bool:
 def _measure_case(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     on_gpu = jax.default_backend() == "gpu"
     batch = args.batch or (case.batch if on_gpu else 2)
-    itemsize, sets = timed.itemsize(args.dtype), []
+    itemsize, sets = jax.numpy.dtype(args.dtype).itemsize, []
     for which in case.passes:
         if args.passes and which not in args.passes:
             continue
@@ -146,7 +146,7 @@ def _bandwidth(size: int, ms: dict[str, float]) -> dict[str, Any]:
 def _torch(case: Case, which: str, sets: Sequence[Sequence[Any]], repeats: int) -> dict[str, float]:
     """PyTorch's time where it serves the pass; where it raises, what it said is printed and it is no peer."""
     try:
-        found = peers.torch_time(lambda *tensors: case.torch(which, *tensors), sets, repeats)
+        found = peers.torch_time(ft.partial(case.torch, which), sets, repeats)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         print(f"torch: {case.name} {which}: {str(error).splitlines()[0]}", flush=True)
         return {}

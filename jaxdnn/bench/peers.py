@@ -22,21 +22,19 @@ def torch_is_here() -> bool:
 def torch_time(make: Callable[..., Callable[[], Any] | None], sets: Sequence[Sequence[Array]], repeats: int) -> Any:
     """Milliseconds of a call, by CUDA events around a replayed CUDA graph; None if `make` knows no such op.
 
-    `make` turns tensors into the function that is timed; the tensors are the arrays' own memory.
+    `make` turns the module and tensors into the function that is timed; the tensors are the arrays' own memory.
     """
     import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False
-    functions = [make(*(torch.from_dlpack(a) for a in arrays)) for arrays in sets]
+    functions = [make(torch, *map(torch.from_dlpack, arrays)) for arrays in sets]
     known = [f for f in functions if f is not None]
-    return _graph_time(known, repeats) if known else None
+    return _graph_time(torch, known, repeats) if known else None
 
 
-def _graph_time(functions: Sequence[Callable[[], Any]], repeats: int) -> float:
+def _graph_time(torch: Any, functions: Sequence[Callable[[], Any]], repeats: int) -> float:
     """The median time of a call among several that a CUDA graph replays back to back, so that no launch gap counts."""
-    import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
     for _ in range(3):  # cuDNN chooses its algorithm here, outside of the capture
         functions[0]()
     torch.cuda.synchronize()

@@ -50,10 +50,8 @@ class Activation(timed.Case):
         plain = PLAIN[self.name]
         return lambda x, dy: plain(x) if which == "forward" else timed.gradient(plain, 0, x, dy)
 
-    def torch(self, which: str, *tensors: Any) -> Any:
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """PyTorch's own kernels; the backward ones take what autograd hands them."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
         x, dy = tensors
         aten = torch.ops.aten
         forward = {

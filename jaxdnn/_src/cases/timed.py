@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 Function = Callable[..., Any]
@@ -44,8 +43,8 @@ class Case(abc.ABC):
     def xla(self, which: str) -> Function:
         """The same pass as users of jax.lax and jax.numpy write it."""
 
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any] | None:
-        """The same pass through PyTorch, as a function to time; None if PyTorch has no such op.
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
+        """The same pass through PyTorch, whose module is `torch`, as a function to time; None if it has no such op.
 
         `tensors` hold the operands as they are, in JAX's order of dimensions.
         """
@@ -68,7 +67,3 @@ def gradient(function: Function, wanted: int, *operands: Array) -> Any:
         return function(*given[:wanted], value, *given[wanted + 1 :])
 
     return jax.vjp(of_one, given[wanted])[1](cotangent)[0]
-
-
-def itemsize(dtype: Any) -> int:
-    return jnp.dtype(dtype).itemsize

@@ -109,11 +109,9 @@ class Conv(timed.Case):
             feature_group_count=self.groups,
         )
 
-    def torch(self, which: str, *tensors: Any) -> Any:
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """cuDNN through PyTorch, channels last: the same memory for images, the filter as (K, taps, C)."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
-        x, w, dy = self.channels_first(*tensors[:3])
+        x, w, dy = self.channels_first(torch, *tensors[:3])
         per_axis = ([self.stride] * self.rank, [self.padding] * self.rank, [self.dilation] * self.rank)
         tail = (*per_axis, self.transposed, [self.output_padding] * self.rank, self.groups)
         if which == "forward":
@@ -121,10 +119,8 @@ class Conv(timed.Case):
         mask = [which == "dgrad", which == "wgrad", False]
         return lambda: torch.ops.aten.convolution_backward(dy, x, w, None, *tail, mask)
 
-    def channels_first(self, x: Any, w: Any, dy: Any) -> list[Any]:
+    def channels_first(self, torch: Any, x: Any, w: Any, dy: Any) -> list[Any]:
         """PyTorch's order of dimensions over memory that is channels last (in one dimension it has no such thing)."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
         rank = self.rank
         last = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}[rank]
         orders = [(0, rank + 1, *range(1, rank + 1)), (rank + 1, rank, *range(rank))]
@@ -162,12 +158,10 @@ class Fused(Conv):
             self._lax(x, w) + bias.reshape(1, *(1,) * self.rank, -1) + residual, 0
         )
 
-    def torch(self, which: str, *tensors: Any) -> Any:
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """cuDNN's fused convolution, bias, addition and relu."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
         x, w, bias, residual = tensors
-        x, w, residual = self.channels_first(x, w, residual)
+        x, w, residual = self.channels_first(torch, x, w, residual)
         per_axis = ([self.stride] * self.rank, [self.padding] * self.rank, [self.dilation] * self.rank)
         return lambda: torch.ops.aten.cudnn_convolution_add_relu(x, w, residual, 1.0, bias, *per_axis, self.groups)
 

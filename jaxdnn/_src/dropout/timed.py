@@ -44,9 +44,7 @@ class Dropout(timed.Case):
         """As in flax: a mask of `jax.random.bernoulli`."""
         return lambda x, key: _with_jax_random(x, key)
 
-    def torch(self, which: str, *tensors: Any) -> Any:
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         return lambda: torch.nn.functional.dropout(tensors[0], RATE)
 
 
@@ -81,10 +79,8 @@ class Fused(Dropout):
 
         return run if which == "forward" else _gradients(run)
 
-    def torch(self, which: str, *tensors: Any) -> Any:
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """Its own kernels, one after the other; backward those that autograd calls, with the mask kept."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
         x, residual, bias, _ = tensors
         functional, aten = torch.nn.functional, torch.ops.aten
 

@@ -83,9 +83,7 @@ class Norm(timed.Case):
         along = (1,) * (x.ndim - 1) + (-1,)
         return (y.reshape(x.shape) * scale.reshape(along) + bias.reshape(along)).astype(x.dtype)
 
-    def torch(self, which: str, *tensors: Any) -> Any:
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         x, dy, s, b, m, r = tensors
         aten = torch.ops.aten
         narrow = [v.to(x.dtype) for v in (s, b)]

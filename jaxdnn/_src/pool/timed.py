@@ -83,10 +83,8 @@ class Pool(timed.Case):
             )
         return fold(x) if maximum else fold(x) / jnp.asarray(self.window**2, x.dtype)
 
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any] | None:
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
         """PyTorch's kernels on the same memory, seen as channels last."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
         x, dy = (t.permute(0, 3, 1, 2) for t in tensors[:2])
         aten, geometry = torch.ops.aten, ([self.window] * 2, [self.stride] * 2, [self.padding] * 2)
         if self.mode == "max":

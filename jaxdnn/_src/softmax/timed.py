@@ -54,10 +54,8 @@ class Rows(timed.Case):
             "logsumexp": lambda x, dy, y: jax.nn.logsumexp(x, axis=-1),
         }[which]
 
-    def torch(self, which: str, *tensors: Any) -> Any:
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """PyTorch's own kernels."""
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
         x, dy, y = tensors
         aten = torch.ops.aten
         return {

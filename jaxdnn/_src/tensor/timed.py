@@ -22,218 +22,156 @@ TAPS = 3  # of a patch, along each axis
 
 @dataclasses.dataclass(frozen=True)
 class Tensor(timed.Case):
-    """A tensor op; each op below says how we, users of `jax.numpy` and PyTorch write it.
+    """A tensor op, as we, users of `jax.numpy` and PyTorch write it.
 
-    None of them has an engine to choose but `resample`: a pass through the others takes any name of one for "xla".
+    Attributes:
+      op: the arrays and an engine to our result; only `resample` has engines to choose from.
+      plain: the arrays to the same in `jax.numpy`.
+      peer: a pass, PyTorch's module and the tensors to its function; None if it has none.
+      arrays: the axes of the arrays that the op reads, in letters; "_" is an axis of length 1.
     """
 
     family: str
     name: str
+    op: Callable[..., Array]
+    plain: Callable[..., Array]
+    peer: Callable[..., Callable[[], Any]] | None
+    arrays: tuple[str, ...] = ("NHWC",)
     c: int = 64
     size: int = 112
     batch: int = 128
     passes: tuple[str, ...] = ("forward",)
 
-    def inputs(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the arrays that the op reads."""
-        return ((batch, self.size, self.size, self.c),)
-
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """The inputs; of an op with a backward pass also the cotangent."""
-        inputs = self.inputs(batch)
-        if "backward" not in self.passes:
-            return inputs
-        return (*inputs, jax.eval_shape(self.run_xla, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in inputs)).shape)
+        """The arrays that the op reads; of an op with a backward pass also the cotangent."""
+        sizes = {"N": batch, "H": self.size, "W": self.size, "C": self.c, "_": 1}
+        inputs = tuple(tuple(sizes[axis] for axis in axes) for axes in self.arrays)
+        return inputs if "backward" not in self.passes else (*inputs, self._result(inputs).shape)
+
+    def _result(self, inputs: tuple[tuple[int, ...], ...]) -> Any:
+        return jax.eval_shape(self.plain, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in inputs))
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int:
         """The inputs and the result once, and backward the cotangent and the gradient, which are as large."""
-        inputs = self.inputs(batch)
-        y = jax.eval_shape(self.run_xla, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in inputs))
-        return itemsize * (sum(map(math.prod, inputs)) + y.size)
+        inputs = self.shapes(batch)[: len(self.arrays)]
+        return itemsize * (sum(map(math.prod, inputs)) + self._result(inputs).size)
 
     def ours(self, which: str, engine: str | None) -> Function:
-        run = ft.partial(self.run, engine=engine)
-        return ft.partial(timed.gradient, run, 0) if which == "backward" else self._without_cotangent(run)
+        return self._pass(which, ft.partial(self.op, engine=engine))
 
     def xla(self, which: str) -> Function:
-        run = self.run_xla
-        return ft.partial(timed.gradient, run, 0) if which == "backward" else self._without_cotangent(run)
+        return self._pass(which, self.plain)
 
-    def _without_cotangent(self, function: Function) -> Function:
-        count = len(self.inputs(1))
-        return lambda *operands: function(*operands[:count])
+    def _pass(self, which: str, function: Function) -> Function:
+        if which == "backward":
+            return ft.partial(timed.gradient, function, 0)
+        return lambda *operands: function(*operands[: len(self.arrays)])
 
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        raise NotImplementedError
-
-    def run_xla(self, *operands: Array) -> Array:
-        raise NotImplementedError
+    def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
+        return self.peer and self.peer(which, torch, *tensors)
 
 
-@dataclasses.dataclass(frozen=True)
-class Transform(Tensor):
+def _moved(name: str, layout: str, out_layout: str) -> Tensor:
     """A change of layout."""
-
-    layout: str = "NHWC"
-    out_layout: str = "NCHW"
-
-    def inputs(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        sizes = {"N": batch, "C": self.c, "H": self.size, "W": self.size}
-        return (tuple(sizes[axis] for axis in self.layout),)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(self.layout.index(axis) for axis in self.out_layout)
-
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.transform(*operands, layout=self.layout, out_layout=self.out_layout)
-
-    def run_xla(self, *operands: Array) -> Array:
-        return jnp.transpose(operands[0], self.order)
-
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
-        return lambda: tensors[0].permute(self.order).contiguous()
+    order = tuple(layout.index(axis) for axis in out_layout)
+    op = lambda x, engine: dnn.transform(x, layout=layout, out_layout=out_layout)
+    peer = lambda which, torch, x: lambda: x.permute(order).contiguous()
+    return Tensor("transform", name, op, lambda x: jnp.transpose(x, order), peer, (layout,))
 
 
-@dataclasses.dataclass(frozen=True)
-class OpTensor(Tensor):
-    """The sum of two arrays of one shape."""
+def _reduced(name: str, op: str = "add", axes: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+    """A sum or a norm along some axes, or along all."""
 
-    def inputs(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        return (*super().inputs(batch), *super().inputs(batch))
+    def plain(x: Array) -> Array:
+        if op == "add":
+            return jnp.sum(x, axis=axes)
+        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axes)).astype(x.dtype)
 
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.op_tensor(*operands, op="add")
+    def peer(which: str, torch: Any, x: Any) -> Callable[[], Any]:
+        return ft.partial(torch.linalg.vector_norm if op == "norm2" else torch.sum, x, dim=axes)
 
-    def run_xla(self, *operands: Array) -> Array:
-        a, b = operands
-        return a + b
-
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
-        return lambda: tensors[0] + tensors[1]
+    return Tensor("reduce", name, lambda x, engine: dnn.reduce(x, op=op, axis=axes), plain, peer)
 
 
-@dataclasses.dataclass(frozen=True)
-class Add(Tensor):
-    """A bias of every channel, added to x."""
-
-    def inputs(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        return (*super().inputs(batch), (1, 1, 1, self.c))
-
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        x, bias = operands
-        return dnn.add(bias, x)
-
-    def run_xla(self, *operands: Array) -> Array:
-        x, bias = operands
-        return x + jnp.broadcast_to(bias, x.shape)
-
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
-        return lambda: tensors[0] + tensors[1]
+def _resized(which: str, torch: Any, x: Any, dy: Any) -> Callable[[], Any]:
+    x, dy = (t.permute(0, 3, 1, 2) for t in (x, dy))
+    aten, sizes = torch.ops.aten, list(dy.shape[2:])
+    if which == "forward":
+        return ft.partial(aten.upsample_bilinear2d, x, sizes, False)
+    return ft.partial(aten.upsample_bilinear2d_backward, dy, sizes, list(x.shape), False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Reduce(Tensor):
-    """A reduction along some axes, or along all."""
+def _patches(name: str, order: str) -> Tensor:
+    """The patches of a convolution of 3 by 3 taps that keeps the size, numbered in one of the two orders.
 
-    op: str = "add"
-    axes: tuple[int, ...] = (0, 1, 2, 3)
+    PyTorch 2.11 fails when a CUDA graph captures aten::im2col, after which the device serves nobody.
+    """
+    pad = TAPS // 2, TAPS // 2
 
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.reduce(*operands, op=self.op, axis=self.axes)
-
-    def run_xla(self, *operands: Array) -> Array:
-        if self.op == "add":
-            return jnp.sum(*operands, axis=self.axes)
-        (x,) = operands
-        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.axes)).astype(x.dtype)
-
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
-        (x,) = tensors
-        norm = ft.partial(torch.linalg.vector_norm, x, dim=self.axes)
-        return norm if self.op == "norm2" else ft.partial(torch.sum, x, dim=self.axes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Resample(Tensor):
-    """Twice as many pixels along both axes, bilinear."""
-
-    passes: tuple[str, ...] = ("forward", "backward")
-
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.resample(*operands, output_sizes=2 * self.size, engine=engine)
-
-    def run_xla(self, *operands: Array) -> Array:
-        (x,) = operands
-        return jax.image.resize(x, (x.shape[0], 2 * self.size, 2 * self.size, self.c), "bilinear")
-
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
-        x, dy = (t.permute(0, 3, 1, 2) for t in tensors)
-        aten, sizes = torch.ops.aten, [2 * self.size] * 2
-        if which == "forward":
-            return ft.partial(aten.upsample_bilinear2d, x, sizes, False)
-        return ft.partial(aten.upsample_bilinear2d_backward, dy, sizes, list(x.shape), False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Im2col(Tensor):
-    """The patches of a convolution of 3 by 3 taps that keeps the size, numbered in one of the two orders."""
-
-    passes: tuple[str, ...] = ("forward", "backward")
-    order: str = "taps_channels"
-
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.im2col(*operands, window=TAPS, padding=TAPS // 2, order=self.order)
-
-    def run_xla(self, *operands: Array) -> Array:
+    def plain(x: Array) -> Array:
         """Shifted copies side by side; channels first is what `jax.lax` has a function for."""
-        (x,) = operands
-        pad = TAPS // 2, TAPS // 2
-        if self.order == "channels_taps":
+        if order == "channels_taps":
             axes = ("NHWC", "HWIO", "NHWC")
             return lax.conv_general_dilated_patches(x, (TAPS, TAPS), (1, 1), (pad, pad), dimension_numbers=axes)
-        padded, n = jnp.pad(x, ((0, 0), pad, pad, (0, 0))), self.size
+        padded, n = jnp.pad(x, ((0, 0), pad, pad, (0, 0))), x.shape[1]
         return jnp.concatenate([padded[:, r : r + n, s : s + n] for r in range(TAPS) for s in range(TAPS)], -1)
 
-    def torch(self, which: str, *tensors: Any) -> None:
-        """None: PyTorch 2.11 fails when a CUDA graph captures aten::im2col, after which the device serves nobody."""
+    op = lambda x, engine: dnn.im2col(x, window=TAPS, padding=TAPS // 2, order=order)
+    return Tensor("im2col", name, op, plain, None, size=56, batch=64, passes=("forward", "backward"))
 
 
-@dataclasses.dataclass(frozen=True)
-class PixelShuffle(Tensor):
+def _shuffled(x: Array) -> Array:
     """A quarter of the channels for twice as many pixels along both axes."""
-
-    def run(self, *operands: Array, engine: str | None) -> Array:
-        return dnn.pixel_shuffle(*operands)
-
-    def run_xla(self, *operands: Array) -> Array:
-        (x,) = operands
-        n, size, kept = x.shape[0], self.size, self.c // 4
-        apart = jnp.transpose(x.reshape(n, size, size, kept, 2, 2), (0, 1, 4, 2, 5, 3))
-        return apart.reshape(n, 2 * size, 2 * size, kept)
-
-    def torch(self, which: str, *tensors: Any) -> Callable[[], Any]:
-        import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
-
-        return ft.partial(torch.pixel_shuffle, tensors[0].permute(0, 3, 1, 2), 2)
+    n, size, kept = x.shape[0], x.shape[1], x.shape[3] // 4
+    apart = jnp.transpose(x.reshape(n, size, size, kept, 2, 2), (0, 1, 4, 2, 5, 3))
+    return apart.reshape(n, 2 * size, 2 * size, kept)
 
 
-CASES: tuple[timed.Case, ...] = (
-    Transform("transform", "NHWC to NCHW"),
-    Transform("transform", "NCHW to NHWC", layout="NCHW", out_layout="NHWC"),
-    OpTensor("element-wise", "op_tensor add"),
-    Add("element-wise", "add a bias"),
-    Reduce("reduce", "add over C", axes=(3,)),
-    Reduce("reduce", "add over N, H, W", axes=(0, 1, 2)),
-    Reduce("reduce", "add over all"),
-    Reduce("reduce", "norm2 over C", op="norm2", axes=(3,)),
-    Reduce("reduce", "norm2 over all", op="norm2"),
-    Resample("resample", "bilinear x 2", size=56, batch=64),
-    Im2col("im2col", "3 x 3", size=56, batch=64),
-    Im2col("im2col", "3 x 3, channels before taps", size=56, batch=64, order="channels_taps"),
-    PixelShuffle("pixel_shuffle", "x 2"),
+def _sum(which: str, torch: Any, a: Any, b: Any) -> Callable[[], Any]:
+    return lambda: a + b
+
+
+CASES: tuple[Tensor, ...] = (
+    _moved("NHWC to NCHW", "NHWC", "NCHW"),
+    _moved("NCHW to NHWC", "NCHW", "NHWC"),
+    Tensor(
+        "element-wise",
+        "op_tensor add",
+        lambda a, b, engine: dnn.op_tensor(a, b, op="add"),
+        lambda a, b: a + b,
+        _sum,
+        ("NHWC", "NHWC"),
+    ),
+    Tensor(
+        "element-wise",
+        "add a bias",
+        lambda x, bias, engine: dnn.add(bias, x),
+        lambda x, bias: x + jnp.broadcast_to(bias, x.shape),
+        _sum,
+        ("NHWC", "___C"),
+    ),
+    _reduced("add over C", axes=(3,)),
+    _reduced("add over N, H, W", axes=(0, 1, 2)),
+    _reduced("add over all"),
+    _reduced("norm2 over C", op="norm2", axes=(3,)),
+    _reduced("norm2 over all", op="norm2"),
+    Tensor(
+        "resample",
+        "bilinear x 2",
+        lambda x, engine: dnn.resample(x, output_sizes=2 * x.shape[1], engine=engine),
+        lambda x: jax.image.resize(x, (x.shape[0], 2 * x.shape[1], 2 * x.shape[2], x.shape[3]), "bilinear"),
+        _resized,
+        size=56,
+        batch=64,
+        passes=("forward", "backward"),
+    ),
+    _patches("3 x 3", "taps_channels"),
+    _patches("3 x 3, channels before taps", "channels_taps"),
+    Tensor(
+        "pixel_shuffle",
+        "x 2",
+        lambda x, engine: dnn.pixel_shuffle(x),
+        _shuffled,
+        lambda which, torch, x: ft.partial(torch.pixel_shuffle, x.permute(0, 3, 1, 2), 2),
+    ),
 )
