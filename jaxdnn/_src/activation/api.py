@@ -67,8 +67,6 @@ def activation(
       NotImplementedError: a determinism level that cannot be guaranteed.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.activation(jnp.array([-1.0, 0.5, 9.0]), activation=("relu", 0.0, 6.0, 0.25)).tolist()
       [-0.25, 0.5, 6.0]
 
@@ -124,8 +122,6 @@ def activation_dgrad(
       ValueError, TypeError, NotImplementedError: as `activation`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x = jnp.array([-1.0, 0.0, 2.0])
       >>> dnn.activation_dgrad(jnp.ones(3), x, activation="relu").tolist()
       [0.0, 0.0, 1.0]

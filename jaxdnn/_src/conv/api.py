@@ -101,8 +101,6 @@ def conv(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, w = jnp.ones((1, 5, 4, 2)), jnp.ones((3, 3, 2, 6))
       >>> dnn.conv(x, w, padding=1, stride=2, bias=jnp.ones(6), activation="relu").shape
       (1, 3, 2, 6)
@@ -167,8 +165,6 @@ def conv_dgrad(
       ValueError, TypeError, NotImplementedError: as `conv`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dy, w = jnp.ones((1, 3, 2, 6)), jnp.ones((3, 3, 2, 6))
       >>> dnn.conv_dgrad(dy, w, (1, 5, 4, 2), padding=1, stride=2).shape
       (1, 5, 4, 2)
@@ -230,8 +226,6 @@ def conv_wgrad(
       ValueError, TypeError, NotImplementedError: as `conv`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, dy = jnp.ones((1, 5, 4, 2)), jnp.ones((1, 3, 2, 6))
       >>> dnn.conv_wgrad(x, dy, (3, 3, 2, 6), padding=1, stride=2).shape
       (3, 3, 2, 6)
@@ -282,8 +276,6 @@ def conv_bgrad(
       ValueError, TypeError, NotImplementedError: as `conv`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.conv_bgrad(jnp.ones((2, 3, 2, 6))).shape
       (6,)
 
@@ -353,8 +345,6 @@ def conv_transpose(
       ValueError, TypeError, NotImplementedError: as `conv`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, w = jnp.ones((1, 3, 2, 6)), jnp.ones((4, 4, 2, 6))
       >>> dnn.conv_transpose(x, w, stride=2, padding=1).shape
       (1, 6, 4, 2)

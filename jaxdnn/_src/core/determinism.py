@@ -48,8 +48,6 @@ def determinism(level: str, /) -> Iterator[None]:
       ValueError: an unknown level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, w = jnp.ones((1, 4, 4, 2), jnp.bfloat16), jnp.ones((3, 3, 2, 5), jnp.bfloat16)
       >>> with dnn.determinism("batch_invariant"):
       ...     y = dnn.conv(x, w)

@@ -149,8 +149,6 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
       ValueError: an unknown platform. Besides, whatever the function itself raises when it is traced.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, w = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5))
       >>> dnn.explain(dnn.conv, x, w)[0].engine
       'xla'

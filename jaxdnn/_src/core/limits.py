@@ -45,8 +45,6 @@ def limits(*, workspace: int | None = None, multiprocessors: int | None = None) 
       NotImplementedError: a call inside names an engine that needs more workspace.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, w = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5))
       >>> with dnn.limits(workspace=1 << 20, multiprocessors=100):
       ...     y = dnn.conv(x, w)

@@ -37,8 +37,6 @@ class DropoutState:
     `save` and `of_seed` count elements modulo 2^64, the number of elements that one key serves.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> state = dnn.DropoutState.of_seed(1234)
       >>> y = dnn.dropout(jnp.ones((3, 5)), state, rate=0.1)
       >>> state = state.advance(y.size)
@@ -142,8 +140,6 @@ def dropout(
       NotImplementedError: a determinism level or an engine that the call cannot have.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.dropout(jnp.ones(6), 1234, rate=0.5).tolist()
       [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
       >>> x = jnp.array([[-1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -199,7 +195,6 @@ def dropout_mask(
       ValueError, TypeError: as `dropout`.
 
     Example:
-      >>> import jaxdnn as dnn
       >>> dnn.dropout_mask(1234, (2, 3), rate=0.5).tolist()
       [[False, False, True], [False, False, False]]
 

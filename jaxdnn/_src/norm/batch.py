@@ -93,8 +93,6 @@ def batch_norm(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1)
       >>> y, mean, rstd, running_mean, running_variance = dnn.batch_norm(x, eps=0.0)
       >>> y.ravel().tolist(), mean.tolist(), running_variance.tolist()
@@ -171,8 +169,6 @@ def batch_norm_inference(
       ValueError, TypeError, NotImplementedError: as `batch_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.batch_norm_inference(jnp.full((1, 1, 1, 1), 5.0), jnp.ones(1), jnp.full(1, 4.0), eps=0.0).item()
       2.0
 
@@ -262,8 +258,6 @@ def batch_norm_dgrad(
       ValueError, TypeError, NotImplementedError: as `batch_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dy = x = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1)
       >>> dx, dscale, dbias = dnn.batch_norm_dgrad(dy, x, eps=0.0)
       >>> dx.ravel().tolist(), dscale.tolist(), dbias.tolist()

@@ -129,8 +129,6 @@ def group_norm(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x = jnp.arange(8.0).reshape(1, 2, 1, 4)
       >>> y, mean, rstd = dnn.group_norm(x, groups=2, return_statistics=True)
       >>> mean.tolist()
@@ -183,9 +181,7 @@ def group_norm_dgrad(
     Returns:
       dx, in x's shape; dscale and dbias, (C,), float32 (float64 for float64).
 
-    Differentiation: any order, in dy, x, scale, mean and rstd; these two count as independent of x.
-      `mean` must be that of this x: for float32 and float64 it is found again from x, so its derivative is 0; for
-      bfloat16 and float16 it is subtracted as it is, and its derivative is that of the formula.
+    Differentiation: as `layer_norm_dgrad`.
 
     Numerics: as `layer_norm_dgrad`.
 
@@ -193,8 +189,6 @@ def group_norm_dgrad(
       ValueError, TypeError, NotImplementedError: as `group_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dy, x = jnp.ones((1, 2, 1, 4)), jnp.arange(8.0).reshape(1, 2, 1, 4)
       >>> dnn.group_norm_dgrad(dy, x, groups=2)[2].tolist()
       [2.0, 2.0, 2.0, 2.0]
@@ -249,8 +243,6 @@ def instance_norm(
       ValueError, TypeError, NotImplementedError: as `group_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.instance_norm(jnp.array([[[[1.0]], [[3.0]]]]), eps=0.0).ravel().tolist()
       [-1.0, 1.0]
 
@@ -295,9 +287,7 @@ def instance_norm_dgrad(
     Returns:
       dx, in x's shape; dscale and dbias, (C,), float32 (float64 for float64).
 
-    Differentiation: any order, in dy, x, scale, mean and rstd; these two count as independent of x.
-      `mean` must be that of this x: for float32 and float64 it is found again from x, so its derivative is 0; for
-      bfloat16 and float16 it is subtracted as it is, and its derivative is that of the formula.
+    Differentiation: as `layer_norm_dgrad`.
 
     Numerics: as `layer_norm_dgrad`.
 
@@ -305,8 +295,6 @@ def instance_norm_dgrad(
       ValueError, TypeError, NotImplementedError: as `group_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.instance_norm_dgrad(jnp.ones((1, 2, 2, 3)), jnp.ones((1, 2, 2, 3)))[2].tolist()
       [4.0, 4.0, 4.0]
 

@@ -71,8 +71,6 @@ def lrn(
       NotImplementedError: a level that cannot be guaranteed.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.lrn(jnp.ones((1, 1, 1, 3)), n=2, lrn_alpha=2.0, lrn_beta=1.0).ravel().tolist()
       [0.25, 0.25, 0.3333333432674408]
 
@@ -133,8 +131,6 @@ def lrn_dgrad(
       ValueError, TypeError, NotImplementedError: as `lrn`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.lrn_dgrad(jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1)), n=1, lrn_alpha=2.0, lrn_beta=1.0).item()
       0.0
 
@@ -199,8 +195,6 @@ def divisive_norm(
       ValueError, TypeError, NotImplementedError: as `lrn`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.divisive_norm(jnp.ones((1, 1, 2, 1)), n=2, lrn_alpha=4.0, lrn_beta=1.0).ravel().tolist()
       [0.25, 0.3333333432674408]
 
@@ -262,8 +256,6 @@ def divisive_norm_dgrad(
       ValueError, TypeError, NotImplementedError: as `lrn`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> one = jnp.ones((1, 1, 1, 1))
       >>> [g.item() for g in dnn.divisive_norm_dgrad(one, one, n=1, lrn_alpha=2.0, lrn_beta=1.0)]
       [0.0, 0.25]

@@ -53,8 +53,6 @@ def lp_normalize(
       ValueError, TypeError, NotImplementedError: as `layer_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.lp_normalize(jnp.array([0.0, -4e30])).tolist()
       [0.0, -1.0]
 

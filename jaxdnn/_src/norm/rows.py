@@ -69,8 +69,6 @@ def layer_norm(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.layer_norm(jnp.array([[7.0, 3.0]]), eps=0.0, scale=jnp.array([2.0, 0.5]), bias=jnp.ones(2)).tolist()
       [[3.0, 0.5]]
 
@@ -129,8 +127,6 @@ def layer_norm_dgrad(
       ValueError, TypeError, NotImplementedError: as `layer_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dx, dscale, dbias = dnn.layer_norm_dgrad(jnp.ones((2, 3)), jnp.eye(2, 3))
       >>> dx.shape, dbias.tolist()
       ((2, 3), [2.0, 2.0, 2.0])
@@ -183,8 +179,6 @@ def rms_norm(
       ValueError, TypeError, NotImplementedError: as `layer_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.rms_norm(jnp.array([[3.0, -3.0]]), eps=0.0, scale=jnp.array([1.0, 0.5]), zero_centred=True).tolist()
       [[2.0, -1.5]]
 
@@ -238,8 +232,6 @@ def rms_norm_dgrad(
       ValueError, TypeError, NotImplementedError: as `layer_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.rms_norm_dgrad(jnp.ones((2, 3)), jnp.eye(2, 3))[0].shape
       (2, 3)
 
@@ -292,8 +284,6 @@ def adaptive_layer_norm(
       ValueError, TypeError, NotImplementedError: as `layer_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, scale, bias = jnp.ones((2, 5, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3))
       >>> float(dnn.adaptive_layer_norm(x, scale, bias, zero_centred=True).max())
       1.0
@@ -338,9 +328,7 @@ def adaptive_layer_norm_dgrad(
     Returns:
       dx, in x's shape; dscale and dbias, (N, *S), float32 (float64 for float64).
 
-    Differentiation: any order, in dy, x, scale, mean and rstd; these two count as independent of x.
-      `mean` must be that of this x: for float32 and float64 it is found again from x, so its derivative is 0; for
-      bfloat16 and float16 it is subtracted as it is, and its derivative is that of the formula.
+    Differentiation: as `layer_norm_dgrad`.
 
     Numerics: as `layer_norm_dgrad`.
 
@@ -348,8 +336,6 @@ def adaptive_layer_norm_dgrad(
       ValueError, TypeError, NotImplementedError: as `layer_norm`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dy, x = jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3))
       >>> dnn.adaptive_layer_norm_dgrad(dy, x, jnp.ones((2, 3)))[2].tolist()
       [[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]

@@ -46,8 +46,6 @@ def genstats(
       NotImplementedError: the determinism level cannot be guaranteed.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> total, squares = dnn.genstats(jnp.array([1.0, -3.0]).reshape(2, 1, 1, 1))
       >>> total.tolist(), squares.tolist()
       ([-2.0], [10.0])
@@ -116,8 +114,6 @@ def bn_finalize(
       NotImplementedError: the determinism level cannot be guaranteed.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> factor, summand, mean, rstd, *_ = dnn.bn_finalize(jnp.array([4.0]), jnp.array([16.0]), 2, eps=0.0)
       >>> factor.tolist(), summand.tolist(), mean.tolist()
       ([0.5], [-1.0], [2.0])
@@ -186,8 +182,6 @@ def bn_finalize_inference(
       NotImplementedError: the determinism level cannot be guaranteed.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> factor, summand = dnn.bn_finalize_inference(jnp.array([3.0]), jnp.array([4.0]), eps=0.0)
       >>> factor.tolist(), summand.tolist()
       ([0.5], [-1.5])
@@ -254,8 +248,6 @@ def dbn_weight(
       NotImplementedError: the determinism level cannot be guaranteed.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dy, x = (jnp.array(v).reshape(3, 1, 1, 1) for v in ([1.0, 2.0, 6.0], [-1.0, 0.0, 1.0]))
       >>> found = dnn.dbn_weight(dy, x, jnp.zeros(1), jnp.ones(1))
       >>> [round(v.item(), 3) for v in found]

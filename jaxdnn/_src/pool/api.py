@@ -97,8 +97,6 @@ def pool(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> y, indices = dnn.pool(jnp.arange(12.0).reshape(1, 3, 4, 1), window=2, return_indices=True)
       >>> y.ravel().tolist(), indices.ravel().tolist()
       ([5.0, 7.0], [5, 7])
@@ -183,8 +181,7 @@ def pool_dgrad(
         maxima are not sought again. A position outside its window receives nothing.
       alpha, beta, prior: the blend of dx, see `conv`; prior has x's shape.
       out_dtype: the result's dtype; None is that of dy.
-      engine: None, or the name of the engine that must serve the call.
-      determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
+      engine, determinism: see `pool`.
 
     Returns:
       dx, the shape of x.
@@ -202,8 +199,6 @@ def pool_dgrad(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x = jnp.asarray([1.0, 3.0, 3.0, 2.0]).reshape(1, 4, 1)
       >>> dnn.pool_dgrad(jnp.ones((1, 3, 1)), x, window=2, stride=1, layout="NWC").ravel().tolist()
       [0.0, 2.0, 1.0, 0.0]
@@ -287,8 +282,6 @@ def unpool(
       TypeError: a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x = jnp.asarray([1.0, 3.0, 2.0, 5.0]).reshape(1, 4, 1)
       >>> y, indices = dnn.pool(x, window=2, layout="NWC", return_indices=True)
       >>> dnn.unpool(y, indices, (1, 4, 1), window=2, layout="NWC").ravel().tolist()

@@ -56,13 +56,9 @@ def global_pool(
       mesh_invariant.
 
     Raises:
-      ValueError: an input without elements along a spatial axis, or an argument out of range.
-      TypeError: a dtype that is not served.
-      NotImplementedError: no engine serves the call at the required determinism level.
+      ValueError, TypeError, NotImplementedError: as `pool`; ValueError too for a spatial axis without elements.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.global_pool(jnp.arange(8.0).reshape(1, 2, 2, 2)).ravel().tolist()
       [3.0, 4.0]
 
@@ -132,13 +128,9 @@ def adaptive_pool(
       int8: divided exactly, ties to even). Determinism: portable, its gradients mesh_invariant; "lp" is mesh_invariant.
 
     Raises:
-      ValueError: an input without elements along a spatial axis, or an argument out of range.
-      TypeError: a dtype that is not served.
-      NotImplementedError: no engine serves the call at the required determinism level.
+      ValueError, TypeError, NotImplementedError: as `pool`; ValueError too for a spatial axis without elements.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.adaptive_pool(jnp.arange(5.0).reshape(1, 5, 1), output_sizes=2, layout="NWC").ravel().tolist()
       [1.0, 3.0]
 

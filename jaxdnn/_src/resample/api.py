@@ -92,8 +92,6 @@ def resample(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.resample(jnp.array([[[0.0], [8.0]]]), output_sizes=4, layout="NWC")[0, :, 0].tolist()
       [0.0, 2.0, 6.0, 8.0]
 
@@ -162,8 +160,6 @@ def resample_dgrad(
       ValueError, TypeError, NotImplementedError: as `resample`.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.resample_dgrad(jnp.ones((1, 4, 1)), (1, 2, 1), layout="NWC")[0, :, 0].tolist()
       [2.0, 2.0]
 
@@ -294,8 +290,6 @@ def pixel_shuffle(
       ValueError: channels that do not divide, or an argument out of range. TypeError: a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.pixel_shuffle(jnp.arange(4.0).reshape(1, 1, 1, 4))[0, :, :, 0].tolist()
       [[0.0, 1.0], [2.0, 3.0]]
 
@@ -331,8 +325,6 @@ def pixel_unshuffle(
       ValueError: sizes that do not divide, or an argument out of range. TypeError: a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.pixel_unshuffle(jnp.arange(4.0).reshape(1, 2, 2, 1)).ravel().tolist()
       [0.0, 1.0, 2.0, 3.0]
 

@@ -86,8 +86,6 @@ def softmax(
       NotImplementedError: no engine serves the call at the required determinism level.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.softmax(jnp.zeros((2, 4))).tolist()
       [[0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]]
 
@@ -136,8 +134,7 @@ def softmax_dgrad(
       algorithm, axis, mode, layout: those of the forward pass.
       alpha, beta, prior: the blend of dx, see `conv`; prior has the shape of dy.
       out_dtype: the result's dtype; None is that of dy.
-      engine: None, or the name of the engine that must serve the call.
-      determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
+      engine, determinism: see `softmax`.
 
     Returns:
       dx, shaped like dy.
@@ -149,14 +146,9 @@ def softmax_dgrad(
       run_to_run, "ordered" mesh_invariant, "hopper" batch_invariant.
 
     Raises:
-      ValueError: an unknown algorithm, mode or layout; an axis that dy has not or has twice; a y or prior of another
-        shape; beta without prior.
-      TypeError: a dtype that is not among the above.
-      NotImplementedError: no engine serves the call at the required determinism level.
+      ValueError, TypeError, NotImplementedError: as `softmax`; ValueError too for a y of another shape than dy.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> y = dnn.softmax(jnp.zeros((1, 4)))
       >>> dnn.softmax_dgrad(jnp.array([[4.0, 0.0, 0.0, 0.0]]), y).tolist()
       [[0.75, -0.25, -0.25, -0.25]]
@@ -200,8 +192,7 @@ def logsumexp(
       where: booleans that broadcast to x's shape: what is False is left out.
       keepdims: whether the reduced axes stay, with length 1.
       out_dtype: the result's dtype; None is that of x.
-      engine: None, or the name of the engine that must serve the call.
-      determinism: a level that the engine must guarantee, as within `jaxdnn.determinism`.
+      engine, determinism: see `softmax`.
 
     Returns:
       y, shaped like x without the reduced axes.
@@ -214,13 +205,9 @@ def logsumexp(
       "hopper" batch_invariant.
 
     Raises:
-      ValueError: an unknown mode or layout; an axis that x has not or has twice; a mask of another shape.
-      TypeError: a dtype that is not among the above; a mask that is not boolean; a `keepdims` that is no bool.
-      NotImplementedError: no engine serves the call at the required determinism level.
+      ValueError, TypeError, NotImplementedError: as `softmax`; TypeError too for a `keepdims` that is no bool.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> float(dnn.logsumexp(jnp.array([-jnp.inf, 3.0])))
       3.0
 

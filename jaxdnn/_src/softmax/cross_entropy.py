@@ -91,8 +91,6 @@ def linear_cross_entropy(
       NotImplementedError: a determinism level above run_to_run.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, w = jnp.zeros((3, 2)), jnp.ones((2, 8))
       >>> round(float(dnn.linear_cross_entropy(x, w, jnp.array([0, 5, 7]))), 4)  # log 8
       2.0794

@@ -76,8 +76,6 @@ def transform(
       ValueError: shapes or layouts that do not fit. TypeError: a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.transform(jnp.ones((2, 5, 4, 3)), out_layout="NCHWc32").shape
       (2, 1, 5, 4, 32)
       >>> dnn.transform(jnp.ones((2, 5, 4, 3)), padding=((0, 1), (0, 0)), fold=2).shape
@@ -185,8 +183,6 @@ def add(
       ValueError: shapes that do not fit. TypeError: dtypes that do not go together.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.add(jnp.ones((1, 3)), jnp.zeros((2, 3)), alpha=2).tolist()
       [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
 
@@ -258,8 +254,6 @@ def op_tensor(
       NotImplementedError: sqrt at level "portable".
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.op_tensor(jnp.array([1.0, 4.0]), jnp.array([3.0]), op="max", alpha2=0.5).tolist()
       [1.5, 4.0]
 
@@ -332,8 +326,6 @@ def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLi
       ValueError, TypeError: an alpha that is no scalar, a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.scale(jnp.array([1, -3], jnp.int8), alpha=50).tolist()
       [50, -128]
 
@@ -367,8 +359,6 @@ def fill(x: ArrayLike, /, *, value: float | ArrayLike = 0.0, out_dtype: DTypeLik
       ValueError, TypeError: a value that is no scalar, a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.fill(jnp.zeros((2, 2)), value=3).tolist()
       [[3.0, 3.0], [3.0, 3.0]]
 

@@ -67,8 +67,6 @@ def im2col(
       TypeError: a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> x, w = jnp.ones((2, 5, 4, 3)), jnp.ones((3, 2, 3, 7))
       >>> (dnn.im2col(x, window=(3, 2)) @ w.reshape(18, 7)).shape
       (2, 3, 3, 7)
@@ -132,8 +130,6 @@ def col2im(
       ValueError: shapes that do not fit. TypeError: a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> dnn.col2im(jnp.ones((1, 3, 9)), (1, 5, 3), layout="NWC")[0, :, 0].tolist()
       [1.0, 2.0, 3.0, 2.0, 1.0]
 

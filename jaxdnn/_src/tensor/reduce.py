@@ -92,8 +92,6 @@ def reduce(
       TypeError: a dtype that is not served.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxdnn as dnn
       >>> y, at = dnn.reduce(jnp.array([[3.0, 5.0], [5.0, 4.0]]), op="max", return_indices=True)
       >>> float(y), int(at)
       (5.0, 1)
