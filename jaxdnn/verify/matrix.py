@@ -71,7 +71,7 @@ def subjects(
     for op, engine in pairs:
         if op in of(op).bound_as and not every:
             continue
-        found = [s for s in of(op).subjects(op, engine, extent, seed) if s.dtype in kinds]
+        found = [s for s in of(op).subjects(op, engine, extent, seed) if s is not None and s.dtype in kinds]
         if not every and of(op).strides[0] != 1 and found:
             sampled += 1
             least = min(found, key=lambda s: seen[s.dtype])  # the first of those whose dtype was seen least

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxdnn_reference as definition
-from jaxdnn._src.conv.hopper.depthwise.add import THREADS, Terms, add_terms
+from jaxdnn._src.conv.hopper.depthwise.filter import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.window import Config
 from tests.conv.depthwise_cases import (

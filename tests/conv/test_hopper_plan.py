@@ -8,7 +8,7 @@ import pytest
 
 from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.conv.geometry import Geometry
-from jaxdnn._src.conv.hopper import dgrad, fprop, tuning, wgrad
+from jaxdnn._src.conv.hopper import dgrad, fprop, tuning, wgrad, wgrad_plan
 from jaxdnn._src.conv.hopper import plan as conv_plan
 from tests.conv.hopper_cases import BF16, CASES, F32, Case, lowered
 
@@ -39,8 +39,8 @@ def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride, b
     if rank == 3:
         return
     problem = wgrad.problem_of(x, dy, geo)
-    entry = table[wgrad.key(problem)]
-    assert wgrad.check(problem, wgrad.Config(**{**entry, "block": tuple(entry["block"])})) is None
+    entry = table[wgrad_plan.key(problem)]
+    assert wgrad_plan.check(problem, wgrad.Config(**{**entry, "block": tuple(entry["block"])})) is None
 
 
 def test_zeros_are_stored_apart_where_they_stay_zeros():

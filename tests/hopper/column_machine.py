@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper import batch as norm_batch
-from jaxdnn._src.norm.hopper import batch_dgrad_ptx, batch_ptx
+from jaxdnn._src.norm.hopper import batch_ptx
 from jaxdnn._src.norm.hopper.batch_ptx import LANES
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
 from tests.hopper.norm_machine import NormRows
@@ -57,7 +57,7 @@ MERGE_FLOATS = norm_batch.MERGE_THREADS + LANES
 
 def walked_floats(plan: ColumnPlan, backward: bool = False) -> int:
     """Of a block that goes down the columns."""
-    values = batch_dgrad_ptx.sums_of(plan) * plan.elements if backward else batch_ptx.values_of(plan)
+    values = batch_ptx.sums_of(plan) * plan.elements if backward else batch_ptx.values_of(plan)
     return max(plan.floats(values), 32)
 
 
@@ -94,9 +94,7 @@ def sums(dy: Any, x: Any, mean: Any, config: ColumnPlan | None = None) -> jax.Ar
     rows, columns = x.shape
     plan = config or norm_batch.backward_plan(rows, columns, NAMES[x.dtype])
     assert plan is not None
-    count = batch_dgrad_ptx.sums_of(plan)
+    count = batch_ptx.sums_of(plan)
     shape = (plan.splits, count, plan.columns)
-    (parts,) = run(
-        batch_dgrad_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, [dy, x, mean], [shape]
-    )
+    (parts,) = run(batch_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, [dy, x, mean], [shape])
     return jnp.asarray(parts).reshape(plan.splits, count, plan.fold, x.shape[1]).sum((0, 2))

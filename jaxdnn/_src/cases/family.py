@@ -24,7 +24,7 @@ class Family:
       ops: the public ops.
       engines_of: an op to the names of the engines it may be given.
       cases: (op, engine, extent, seed) to the cases, each extent's among the next one's.
-      subjects: (op, engine, extent, seed) to the subjects of the determinism procedures.
+      subjects: (op, engine, extent, seed) to the subjects of the determinism procedures, None for refused ones.
       typical: (op, engine, dtype) to a case whose facts hold for the engine in general; None if there is none.
       typical_name: such a case in words.
       facts: a case to what its engine states for it.

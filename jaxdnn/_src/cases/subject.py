@@ -107,6 +107,7 @@ def subject(
     sized: Callable[[int], Case] | None = None,
     result: int = 0,
     blended: bool = False,
+    variant: str = "",
 ) -> Subject | None:
     """The subject of a case of a family of `Case`s; None if its engine refuses it.
 
@@ -116,6 +117,7 @@ def subject(
       sized: a batch size to the case of that size, if the op's arguments depend on it.
       result: the result that is compared, if the op has several.
       blended: whether the case has a blend of its own.
+      variant: the subject's name, if the op, engine and dtype have several.
     """
     told = facts(case)
     if told.refusal is not None:
@@ -133,7 +135,7 @@ def subject(
         return bits[result]
 
     names = (case.op, case.engine, case.dtype, told.level)
-    found = Subject(*names, function, operands, batch_axes, out_axis, definition=definition)
+    found = Subject(*names, function, operands, batch_axes, out_axis, definition=definition, variant=variant)
     op = getattr(dnn, case.op, None)
     named = inspect.signature(op).parameters if op is not None else {}
     if blended or not is_fixed(told.level) or not {"alpha", "beta", "prior"} <= named.keys():

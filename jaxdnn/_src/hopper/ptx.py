@@ -5,6 +5,7 @@ top.
 """
 
 import contextlib
+import functools as ft
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -42,30 +43,21 @@ class Emitter:
         self._lines += LOADS_DONE
 
     def op(self, instruction: str, *operands: object, when: str = "") -> None:
+        """An instruction, for the threads for which the predicate `when` holds. A list of registers is a vector."""
         guard = f"@{when} " if when else ""
         if any(isinstance(n, int) and not -(2**31) <= n < 2**32 for n in operands) and "64" not in instruction:
             raise OverflowError(f"a constant of more than 32 bits: {instruction} {operands}")
-        self._lines.append(f"{guard}{instruction} {', '.join(map(str, operands))};")
+        names = ("{" + ", ".join(n) + "}" if isinstance(n, list) else str(n) for n in operands)
+        self._lines.append(f"{guard}{instruction} {', '.join(names)};")
 
-    def r(self, instruction: str, *operands: object) -> str:
-        out = self.new("r")
+    def _made(self, kind: str, instruction: str, *operands: object) -> str:
+        """The register of a kind that an instruction's result is in."""
+        out = self.new(kind)
         self.op(instruction, out, *operands)
         return out
 
-    def f(self, instruction: str, *operands: object) -> str:
-        out = self.new("f")
-        self.op(instruction, out, *operands)
-        return out
-
-    def p(self, instruction: str, *operands: object) -> str:
-        out = self.new("p")
-        self.op(instruction, out, *operands)
-        return out
-
-    def d(self, instruction: str, *operands: object) -> str:
-        out = self.new("d")
-        self.op(instruction, out, *operands)
-        return out
+    r, f = ft.partialmethod(_made, "r"), ft.partialmethod(_made, "f")
+    p, d = ft.partialmethod(_made, "p"), ft.partialmethod(_made, "d")
 
     def label(self) -> str:
         self._labels += 1
@@ -105,8 +97,8 @@ class Emitter:
                 found.append(self.f("mov.b32", self.r("shl.b32", word, 16)))
                 found.append(self.f("mov.b32", self.r("and.b32", word, "0xFFFF0000")))
             else:
-                halves = self.new("h"), self.new("h")
-                self.op("mov.b32", "{" + ", ".join(halves) + "}", word)
+                halves = [self.new("h"), self.new("h")]
+                self.op("mov.b32", halves, word)
                 found += [self.f("cvt.f32.f16", half) for half in halves]
         return found
 
@@ -120,12 +112,19 @@ class Emitter:
     def load_floats(self, space: str, place: str, count: int) -> list[str]:
         """1, 2 or 4 neighbouring floats."""
         found = [self.new("f") for _ in range(count)]
-        self.op(f"ld.{space}.{_vector(count)}f32", _operand(found), place)
+        self.op(f"ld.{space}.{_vector(count)}f32", found if count > 1 else found[0], place)
+        return found
+
+    def load_vector(self, space: str, place: str, when: str = "") -> list[str]:
+        """Four neighbouring words of 32 bits."""
+        found = [self.new() for _ in range(4)]
+        self.op(f"ld.{space}.v4.b32", found, place, when=when)
         return found
 
     def store_floats(self, space: str, place: str, values: Sequence[str], when: str = "") -> None:
         """Stores 1, 2 or 4 neighbouring floats."""
-        self.op(f"st.{space}.{_vector(len(values))}f32", place, _operand(values), when=when)
+        operand = list(values) if len(values) > 1 else values[0]
+        self.op(f"st.{space}.{_vector(len(values))}f32", place, operand, when=when)
 
     def add_lanes(self, value: str, distance: int, least: int) -> str:
         """The sum of a value over lanes, by exchanges at `distance`, half of it, ..., `least`."""
@@ -149,7 +148,3 @@ class Emitter:
 
 def _vector(count: int) -> str:
     return f"v{count}." if count > 1 else ""
-
-
-def _operand(names: Sequence[str]) -> str:
-    return "{" + ", ".join(names) + "}" if len(names) > 1 else names[0]

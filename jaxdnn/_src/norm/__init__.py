@@ -49,7 +49,7 @@ divisive_norm             | NHWC -> NHWC                            | NC -/- HW 
 divisive_norm_dgrad       | NHWC, NHWC -> NHWC NHWC                 | NC -/- HW h/h      | windows reach over edges
 lp_normalize              | NHWC -> NHWC                            | NHW -/- C +/+      | norms over channels
 """,
-    engines=("hopper.engine", "xla", "xla_ordered"),
+    engines=("hopper.engine", "xla"),
     cases=("cases", "cases_local", "cases_stats"),
     timed="timed",
 )

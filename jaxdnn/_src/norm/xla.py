@@ -1,4 +1,4 @@
-"""The formulas of the normalisations, for XLA; `total` adds, so that an engine may fix the order of additions.
+"""The formulas of the normalisations, and the engines that run them: `xla`, and `ordered` with a fixed order of sums.
 
 Letters: A the axes that statistics are taken over, n how many elements they have, s the scale, and for every slice
 
@@ -12,13 +12,15 @@ differences is subtracted too. A mean of 10⁴ deviations then costs no precisio
 than the last axes is read once for both statistics, after subtracting the mean of a sample.
 """
 
+import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, export, lax
 
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.rounding import nearest, rounded
 from jaxdnn._src.norm.spec import OPS, RANGE, NormSpec
 
@@ -186,8 +188,43 @@ def norm_tangent(arithmetic: Arithmetic, spec: NormSpec, *operands: Array) -> Ar
 FORMULAS: dict[str, Callable[..., Any]] = {"norm": norm, "norm_tangent": norm_tangent, "norm_dgrad": norm_dgrad}
 
 
-def _run(call: engines.Call, *operands: Array) -> Any:
-    return FORMULAS[call.op](XLA, call.spec, *operands)
+def _run(arithmetic: Arithmetic, call: engines.Call, *operands: Array) -> Any:
+    return FORMULAS[call.op](arithmetic, call.spec, *operands)
+
+
+def tree(x: Array, axes: Sequence[int]) -> Array:
+    """The sum along `axes`, which are kept with length 1, by a fixed tree of additions, the same whatever the batch.
+
+    The elements of a slice, in row-major order of its axes, are padded with zeros to a power of two; then the second
+    half is added to the first until one element is left. Every second step costs a pass over memory.
+    """
+    axes = tuple(sorted(a % x.ndim for a in axes))
+    kept = [a for a in range(x.ndim) if a not in axes]
+    shape = tuple(1 if a in axes else size for a, size in enumerate(x.shape))
+    length = math.prod(x.shape[a] for a in axes)
+    lines = jnp.transpose(x, (*axes, *kept)).reshape(length, *(x.shape[a] for a in kept))
+    if length == 0:
+        return jnp.zeros(shape, x.dtype)
+    size = 1 << (length - 1).bit_length()
+    lines = jnp.pad(lines, ((0, size - length), *((0, 0) for _ in kept)))
+    while size > 1:
+        size //= 2
+        lines = lax.optimization_barrier(lines[:size] + lines[size:])
+    return lines.reshape(shape)
+
+
+# A product must not be fused with an addition in one program and not in another, as XLA does on CPUs even across an
+# optimization barrier: `rounded` prevents it.
+ORDERED = Arithmetic(lambda x, axes: tree(lax.optimization_barrier(x), axes), rounded)
+
+
+def _level(call: engines.Call) -> str:
+    """Sums over the batch (batch statistics, gradients in scale and bias) depend on it; the rest does not."""
+    return "batch_invariant" if call.spec.per_example else "run_to_run"
+
+
+def _flushes(call: engines.Call) -> tuple[str, ...]:
+    return ("flushes_subnormals",) if call.platform == "cpu" else ()
 
 
 for _op in OPS:
@@ -195,10 +232,23 @@ for _op in OPS:
         engines.Engine(
             name="xla",
             op=_op,
-            run=_run,
+            run=ft.partial(_run, XLA),
             level=lambda call: "run_to_run",
             accumulation=lambda call: call.spec.accumulate.name,
-            hazards=lambda call: ("flushes_subnormals",) if call.platform == "cpu" else (),
+            hazards=_flushes,
             notes=(RANGE,),
+        )
+    )
+    engines.register(
+        engines.Engine(
+            name="ordered",
+            op=_op,
+            run=ft.partial(_run, ORDERED),
+            needs_sizes=lambda call: call.op != "norm" or not call.spec.per_example,
+            level=_level,
+            accumulation=lambda call: call.spec.accumulate.name,
+            hazards=_flushes,
+            rank=lambda call: selection.LAST,
+            notes=("a pass over memory for every doubling of the length that is added: slow", RANGE),
         )
     )

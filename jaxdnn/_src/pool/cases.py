@@ -223,7 +223,7 @@ def _chosen(op: str, engine: str, extent: str) -> Iterator[PoolCase]:
                 yield _case(op, engine, dtype, mode, "NCHW", CHOSEN[op][0], indices=True)
 
 
-def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:
     """The maximum and the average, of a batch that eight devices divide; below "full" f16 and int8 take one in turn."""
     modes = ("max", "average")
     wanted = [("bf16", mode) for mode in modes]
@@ -236,9 +236,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
             continue
         window = CHOSEN[op][0] if op in CHOSEN else "3x3 step 2"
         case = dataclasses.replace(_case(op, engine, dtype, mode, "NHWC", window), variant=mode, batch=8)
-        found = subject(case, seed, batch_axes=(0,) * (1 + (op == "pool_dgrad")), out_axis=0)
-        if found is not None:
-            yield dataclasses.replace(found, variant=mode)
+        yield subject(case, seed, batch_axes=(0,) * (1 + (op == "pool_dgrad")), out_axis=0, variant=mode)
 
 
 def _typical(op: str, engine: str, dtype: str) -> PoolCase | None:

@@ -211,7 +211,7 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[TensorCase]:
             yield TensorCase(op, engine, dtype, variant)
 
 
-def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:
     """The variants in which an image is a result of its own: all but a layout that has the batch elsewhere.
 
     Each of every dtype in "full"; else the dtypes take turns.
@@ -227,9 +227,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
             def sized(batch: int, case: TensorCase = case) -> TensorCase:
                 return dataclasses.replace(case, batch=batch)
 
-            found = subject(case, seed, batch_axes=axes, out_axis=0, sized=sized, blended=True)
-            if found is not None:
-                yield dataclasses.replace(found, variant=variant)
+            yield subject(case, seed, batch_axes=axes, out_axis=0, sized=sized, blended=True, variant=variant)
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> TensorCase:

@@ -22,10 +22,11 @@ from jaxdnn._src.cases.case import (
     same_bits,
     strongest_level,
 )
-from jaxdnn._src.conv.cases import bits, data, norms
+from jaxdnn._src.conv.cases import bits, data
 from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
+from jaxdnn_reference import layout as axes
 
 
 def facts(case: Case) -> Facts:
@@ -129,7 +130,7 @@ def error_bound(
             reach = magnitude + 2 * (_of_least_exponents(case, operands, extras, magnitude) - magnitude)
         error = accumulation.error(computed, reach, details.terms, exact_products=products)
         if accumulation.kind == "transform":
-            error = np.maximum(error, accumulation.transform_error(*norms.of_outputs(case, operands)))
+            error = np.maximum(error, accumulation.transform_error(*norms_of_outputs(case, operands)))
         error = error + np.asarray(details.bound, np.float64)
     if case.dtype == "tf32" and platform() == "cuda" and not whole:
         error = error + tolerance.truncated_inputs_error(magnitude)
@@ -187,3 +188,50 @@ def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray
         place = i if at is None else at[i]
         message += f"; first at {place}: got {float(flat[i]):.9g}, the model {float(wanted[i]):.9g}"
     return Check(kind, "modelled bits", not different.any(), message, elements=flat.size)
+
+
+# ---- how much each output can be, for engines that may convolve by a transform ---------------------------------------
+
+# Operands and result as (image, group, channel in the group) or (input channel, group, output channel).
+_SUMS = {"y": "ngc,cgk->ngk", "x": "ngk,cgk->ngc", "w": "ngc,ngk->cgk"}
+
+
+def norms_of_outputs(case: Case, operands: Any) -> tuple[np.ndarray, int]:
+    """Σ_i ‖x_i‖₂ ‖w_i‖₂ in the shape of the result, and the number of channels (or images) i."""
+    groups = case.geometry.groups
+    parts = [_norms(case, role, v, groups) for role, v in zip(case.roles, operands, strict=True)]
+    if case.result_role == "w":
+        return _spread(case, np.einsum(_SUMS["w"], *parts), case.geometry.taps), parts[0].shape[0]
+    sizes = case.geometry.outputs if case.result_role == "y" else _sizes(case)
+    return _spread(case, np.einsum(_SUMS[case.result_role], *parts), sizes), parts[0].shape[2]
+
+
+def _sizes(case: Case) -> tuple[int, ...]:
+    shape = axes.image_axes(case.layout).canonical_shape(case.shape("x"))
+    return shape[1:-1]
+
+
+def _axes(case: Case, role: str) -> axes.Axes:
+    if role == "w":
+        return axes.filter_axes(case.filter_layout or axes.default_filter_layout(case.layout))
+    return axes.image_axes(case.layout)
+
+
+def _norms(case: Case, role: str, array: np.ndarray, groups: int) -> np.ndarray:
+    """The 2-norms over the spatial axes, the channels split into groups."""
+    canonical = _axes(case, role).to_canonical(np.asarray(array)).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        spatial = range(canonical.ndim - 2) if role == "w" else range(1, canonical.ndim - 1)
+        found = np.sqrt(np.sum(canonical**2, tuple(spatial)))
+    return found.reshape(found.shape[0], groups, found.shape[1] // groups)
+
+
+def _spread(case: Case, values: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """One value for every pair of image and channel (or of channels), at every position of the result."""
+    values = values.reshape(values.shape[0], values.shape[1] * values.shape[2])
+    if case.result_role == "w":
+        whole = np.broadcast_to(values, (*sizes, *values.shape))
+    else:
+        shape = (values.shape[0], *(1 for _ in sizes), values.shape[1])
+        whole = np.broadcast_to(values.reshape(shape), (values.shape[0], *sizes, values.shape[1]))
+    return _axes(case, case.result_role).from_canonical(whole)

@@ -34,22 +34,9 @@ from jaxdnn._src.conv.hopper import copies, fprop, tuning
 from jaxdnn._src.conv.hopper import wgrad_kernel as kernel
 from jaxdnn._src.conv.hopper import wgrad_transposed as transposed
 from jaxdnn._src.conv.hopper.limits import shape_reason
-from jaxdnn._src.conv.hopper.wgrad_plan import Config, Problem, Walk, check, choose, decided, key, ranked
+from jaxdnn._src.conv.hopper.wgrad_plan import Config, Problem, Walk, choose, decided
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
-
-__all__ = [
-    "Config",
-    "Problem",
-    "check",
-    "conv_wgrad",
-    "key",
-    "problem_of",
-    "ranked",
-    "schedule",
-    "supports",
-    "workspace",
-]
 
 
 def supports(

@@ -138,7 +138,7 @@ class Kernel:
         count = min(4, len(words))
         how = _STREAM if name != "bias" and size == VECTOR_BYTES else ""
         for i in range(0, len(words), count):
-            e.op(f"ld.global.nc{how}.v{count}.b32", vector(words[i : i + count]), f"[{where}+{4 * i}]")
+            e.op(f"ld.global.nc{how}.v{count}.b32", words[i : i + count], f"[{where}+{4 * i}]")
 
     def column(self, group: str) -> str:
         """The group of the bias that belongs to a group."""
@@ -153,7 +153,7 @@ class Kernel:
         where = e.d("mad.wide.u32", group, self.plan.elements * SIZES[dtype], self.base["result"])
         for i in range(0, len(words), 4):
             part = words[i : i + 4]
-            e.op(f"st.global.v{len(part)}.b32", f"[{where}+{4 * i}]", vector(part), when=exists)
+            e.op(f"st.global.v{len(part)}.b32", f"[{where}+{4 * i}]", part, when=exists)
 
     def kept(self, group: str) -> list[str]:
         """Predicates, whether each element of a group is kept; none if all are."""
@@ -204,7 +204,7 @@ class Kernel:
         e, dtype = self.e, self.plan.dtypes["bias"]
         where = e.d("mad.wide.u32", quad, 4 * SIZES[dtype], self.base["bias"])
         words = [e.new() for _ in range(SIZES[dtype])]
-        e.op(f"ld.global.nc.v{len(words)}.b32", vector(words), f"[{where}+0]")
+        e.op(f"ld.global.nc.v{len(words)}.b32", words, f"[{where}+0]")
         if dtype == "f32":
             return [[word] * self.plan.elements for word in words]
         both = [e.r("prmt.b32", word, word, picks) for word in words for picks in ("0x1010", "0x3232")]
@@ -291,7 +291,7 @@ def _halves(e: Emitter, x: str, multiplier: int) -> tuple[str, str]:
     """The low and the high word of a product."""
     product = e.d("mul.wide.u32", x, multiplier)
     low, high = e.new(), e.new()
-    e.op("mov.b64", vector([low, high]), product)
+    e.op("mov.b64", [low, high], product)
     return low, high
 
 
@@ -299,7 +299,3 @@ def _product(a: float, b: float) -> float:
     """The product of two float32 numbers, rounded to float32 once; it is exact in float64."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(a * b))
-
-
-def vector(names: list[str]) -> str:
-    return "{" + ", ".join(names) + "}"

@@ -9,7 +9,7 @@ import dataclasses
 import functools as ft
 from collections.abc import Callable
 
-from jaxdnn._src.dropout.hopper.group_ptx import ZERO, Kernel, Plan, vector
+from jaxdnn._src.dropout.hopper.group_ptx import ZERO, Kernel, Plan
 from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES
 
 
@@ -176,9 +176,7 @@ def _in_turn(
         e.op("cp.async.wait_group", stages - 1)
         words: dict[str, list[str]] = {name: [] for name in names}
         for name, _, place in places:
-            found = [e.new() for _ in range(4)]
-            e.op("ld.shared.v4.b32", vector(found), f"[{here}+{place}]")
-            words[name] += found
+            words[name] += e.load_vector("shared", f"[{here}+{place}]")
         body(group(index), words)
         e.op("mov.b32", here, following(here))
         e.op("mov.b32", next_place, following(next_place))
@@ -192,7 +190,7 @@ def _add_sides(k: Kernel, columns: ColumnsPlan, thread: str, split: str, left: s
     across = columns.tile * plan.elements
     own = e.scaled(thread, 4 * plan.elements, k.shared)
     for i in range(0, plan.elements, 4):
-        e.op("st.shared.v4.f32", f"[{own}+{4 * i}]", vector(sums[i : i + 4]))
+        e.op("st.shared.v4.f32", f"[{own}+{4 * i}]", sums[i : i + 4])
     e.op("bar.sync", 0, plan.threads)
     place = e.r("mad.lo.s32", left, plan.elements, thread)
     mine = e.p("and.pred", e.p("setp.lt.u32", thread, across), e.p("setp.lt.u32", place, plan.width))

@@ -4,7 +4,7 @@ Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multi
 second moment of a vector of columns in registers and goes down its share of the rows, with many loads in flight. The
 blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
 and their sums. XLA computes the pass that follows, and fuses it with an activation or an addition after it.
-`batch_walk`, `batch_ptx` and `batch_dgrad_ptx` write the instructions and state their order.
+`batch_walk` and `batch_ptx` write the instructions and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
 the number of rows (3 channels: 8 pixels); bfloat16, float16 or float32.
@@ -22,7 +22,7 @@ from jax import Array
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
 from jaxdnn._src.hopper.launch import launch
 from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
-from jaxdnn._src.norm.hopper import batch_dgrad_ptx, batch_ptx
+from jaxdnn._src.norm.hopper import batch_ptx
 from jaxdnn._src.norm.hopper.batch_ptx import LANES
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
 
@@ -108,10 +108,10 @@ def statistics(x: Array, scale: Array | None, *, eps: float, config: ColumnPlan 
 def sums(dy: Array, x: Array, mean: Array, config: ColumnPlan | None = None) -> Array:
     """Σ dy, Σ dy (x - mean) and, of float32, Σ (x - mean) of the columns of dy and x, (rows, columns) both."""
     found = config or _found(backward_plan, x)
-    count = batch_dgrad_ptx.sums_of(found)
+    count = batch_ptx.sums_of(found)
     shapes = ((found.splits, count, found.columns),)
     (parts,) = _walked(
-        batch_dgrad_ptx.sums(found),
+        batch_ptx.sums(found),
         [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean],
         shapes,
         found,

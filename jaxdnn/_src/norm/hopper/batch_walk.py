@@ -177,7 +177,7 @@ class Walk(abc.ABC):
         for i, (vector, exists) in enumerate(zip(words, exist, strict=True)):
             # Nothing is read twice, so nothing should be kept in L1.
             instruction = "ld.global.nc.L1::no_allocate.v4.b32"
-            self.e.op(instruction, group(vector), f"[{address}+{i * step}]", when=exists)
+            self.e.op(instruction, list(vector), f"[{address}+{i * step}]", when=exists)
 
     def _add_rest(self, chunks: Sequence[Words]) -> None:
         """Adds the rows after the last whole tile, of which a thread has some, all or none."""
@@ -206,8 +206,7 @@ class Walk(abc.ABC):
         if plan.fold == 1:
             address, words = self.columns_of(name, plan.elements * size), []
             for start in range(0, plan.elements * size, VECTOR_BYTES):
-                words += [vector := [e.new() for _ in range(4)]]
-                e.op("ld.global.nc.v4.b32", group(vector), f"[{address}+{start}]")
+                words.append(e.load_vector("global.nc", f"[{address}+{start}]"))
             return [value for vector in words for value in e.unpack(dtype, vector)]
         found = []
         for i in range(plan.elements):
@@ -217,7 +216,7 @@ class Walk(abc.ABC):
 
     def store_floats(self, address: str, start: int, values: Sequence[str], when: str) -> None:
         for i in range(0, len(values), 4):
-            self.e.op("st.global.v4.f32", f"[{address}+{start + 4 * i}]", group(values[i : i + 4]), when=when)
+            self.e.op("st.global.v4.f32", f"[{address}+{start + 4 * i}]", list(values[i : i + 4]), when=when)
 
     # ---- lines -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +255,3 @@ def _number_at(e: Emitter, dtype: str, address: str) -> str:
         return e.f("cvt.f32.f16", half)
     word = e.r("cvt.u32.u16", half)
     return e.f("mov.b32", e.r("shl.b32", word, 16))
-
-
-def group(names: Sequence[str]) -> str:
-    return "{" + ", ".join(names) + "}"

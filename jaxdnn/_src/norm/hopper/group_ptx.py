@@ -225,7 +225,7 @@ def store_sums(k: Kernel, sums: str, rest: Sequence[str], rstd: Sequence[str]) -
         along, plain = ([e.new("f") for _ in range(4)] for _ in range(2))
         for i, values in enumerate((along, plain)):
             place = 4 * (i * plan.part + start)
-            e.op("ld.shared.v4.f32", "{" + ", ".join(values) + "}", f"[{here}+{place}]", when=first)
+            e.op("ld.shared.v4.f32", values, f"[{here}+{place}]", when=first)
         if rest:
             less = [e.f("neg.f32", rest[start + i]) for i in range(4)]
             along = [e.f("fma.rn.f32", r, g, a) for r, g, a in zip(less, plain, along, strict=True)]

@@ -223,22 +223,17 @@ class Vectors:
             body(words, "", self.plan.full)
 
     def _from_shared(self, index: str, number: int) -> Words:
-        stride, found = self.plan.threads * VECTOR_BYTES, {}
+        stride = self.plan.threads * VECTOR_BYTES
         slot = self.e.scaled(index, stride, self.slot) if index else self.slot
-        for i, name in enumerate(self.arrays):
-            found[name] = [self.e.new() for _ in range(4)]
-            registers = "{" + ", ".join(found[name]) + "}"
-            self.e.op("ld.shared.v4.b32", registers, f"[{slot}+{(i * self.kept + number) * stride}]")
-        return found
+        places = {name: f"[{slot}+{(i * self.kept + number) * stride}]" for i, name in enumerate(self.arrays)}
+        return {name: self.e.load_vector("shared", place) for name, place in places.items()}
 
     def _from_global(self, index: str, number: int) -> Words:
         stride, found = self._stride(SIZES[self.plan.dtype]), {}
         for name in self.arrays:
             source = self.source[name]
             source = self.e.d("mad.wide.u32", index, stride, source) if index else source
-            found[name] = [self.e.new() for _ in range(4)]
-            registers = "{" + ", ".join(found[name]) + "}"
-            self.e.op("ld.global.nc.v4.b32", registers, f"[{source}+{number * stride}]")
+            found[name] = self.e.load_vector("global.nc", f"[{source}+{number * stride}]")
         return found
 
     def unpack(self, words: Sequence[str]) -> list[str]:
@@ -253,5 +248,5 @@ class Vectors:
         words, start = e.pack(plan.out_dtype, values), number * stride
         while words:  # of 8, 16 or 32 bytes
             part, words = words[:4], words[4:]
-            e.op(f"st.global.v{len(part)}.b32", f"[{target}+{start}]", "{" + ", ".join(part) + "}")
+            e.op(f"st.global.v{len(part)}.b32", f"[{target}+{start}]", part)
             start += 4 * len(part)

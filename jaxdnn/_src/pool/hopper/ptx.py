@@ -107,16 +107,12 @@ class Emitter(ptx.Emitter):
             for name in names:
                 self.op("mov.b32", name, fill)
         width = f".v{words}" if words > 1 else ""
-        self.op(f"ld.global.nc{width}.b32", _vector(names), place, when=when)
+        self.op(f"ld.global.nc{width}.b32", names if words > 1 else names[0], place, when=when)
         return names
 
     def store(self, names: Sequence[str], place: str, when: str) -> None:
         width = f".v{len(names)}" if len(names) > 1 else ""
-        self.op(f"st.global{width}.b32", place, _vector(names), when=when)
-
-
-def _vector(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else "{" + ", ".join(names) + "}"
+        self.op(f"st.global{width}.b32", place, list(names) if len(names) > 1 else names[0], when=when)
 
 
 def address(base: str, offset: int) -> str:

@@ -113,8 +113,7 @@ class _Scatter:
         e.op("mov.b32", tap, "0xffff")
         offset = column * pairs(k)
         name = "ld.global.nc.v2.b32" if k.wide else "ld.global.nc.b32"
-        target = "{" + ", ".join(words) + "}" if k.wide else words[0]
-        e.op(name, target, ptx.address(dy, self.bytes * offset), when=when)
+        e.op(name, list(words) if k.wide else words[0], ptx.address(dy, self.bytes * offset), when=when)
         e.op("ld.global.nc.u16", tap, ptx.address(taps, 2 * offset), when=when)
 
 

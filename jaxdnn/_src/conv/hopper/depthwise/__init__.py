@@ -9,7 +9,7 @@ float32) into shared memory, and one TMA copy stores them, clipped to the image.
 while one waits for its tile, another computes. A block that computes several tiles, one after another, loads the next
 one meanwhile. Backward data is the same kernel on dy with the taps reversed; a stride makes one phase for each residue
 of the output position, and all phases read the same input tile. Backward filter accumulates in registers over the tiles
-of a split (`filter`) and stores one partial sum for each split; a second launch adds these in order (`add`). There are
+of a split (`filter`) and stores one partial sum for each split; a second launch adds these in order. There are
 no atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jaxdnn._src.conv.hopper.depthwise import filter as tensor_filter
 from jaxdnn._src.conv.hopper.depthwise import fma as lanes
-from jaxdnn._src.conv.hopper.depthwise.add import THREADS, Terms, add_terms
+from jaxdnn._src.conv.hopper.depthwise.filter import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import FilterPlan
 from jaxdnn._src.conv.hopper.depthwise.launch import as_images, each, grid, loads_done, ref_type, shared
 from jaxdnn._src.conv.hopper.depthwise.window import DTYPES, Window

@@ -46,8 +46,8 @@ def _load(e: Emitter, dtype: str, place: str) -> list[str]:
     word = e.r("ld.shared.b32", place)
     if dtype == "bf16":
         return [e.f("mov.b32", e.r("shl.b32", word, 16)), e.f("mov.b32", e.r("and.b32", word, "0xffff0000"))]
-    halves = e.new("h"), e.new("h")
-    e.op("mov.b32", "{" + ", ".join(halves) + "}", word)
+    halves = [e.new("h"), e.new("h")]
+    e.op("mov.b32", halves, word)
     return [e.f("cvt.f32.f16", half) for half in halves]
 
 

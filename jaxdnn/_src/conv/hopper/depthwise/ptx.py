@@ -86,7 +86,7 @@ class Fragments:
             trans = ".trans" if self.transposed else ""
             self.e.op(
                 f"ldmatrix.sync.aligned.m8n8.x{size}{trans}.shared.b16",
-                "{" + ", ".join(names) + "}",
+                names,
                 self.tile.at(rows[0] * self.pitch + column),
             )
             for name, row in zip(names, rows, strict=True):
@@ -96,11 +96,4 @@ class Fragments:
 
 def matrix_multiply(e: Emitter, dtype: str, accumulators: list[str], a: list[str], b: list[str]) -> None:
     """accumulators (16 x 8, float32) += a (16 x 16) b (16 x 8)."""
-    pack = lambda names: "{" + ", ".join(names) + "}"
-    e.op(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32",
-        pack(accumulators),
-        pack(a),
-        pack(b),
-        pack(accumulators),
-    )
+    e.op(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32", accumulators, a, b, accumulators)

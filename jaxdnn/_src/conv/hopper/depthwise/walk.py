@@ -303,11 +303,8 @@ class _Section:
         for two in (*(range(whole)[m : m + 2] for m in range(0, whole, 2)), range(whole, len(sums))):
             words = [self._packed(sums[m], u) for m in two for u in range(2)]
             if words:
-                e.op(
-                    f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16",
-                    target.at(self.sets[two[0]] * line),
-                    "{" + ", ".join(words) + "}",
-                )
+                place = target.at(self.sets[two[0]] * line)
+                e.op(f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16", place, words)
 
     def _packed(self, sums: list[str], u: int) -> str:
         return self.e.r(f"cvt.rn.{self.k.dtype}x2.f32", sums[2 * u + 1], sums[2 * u])
