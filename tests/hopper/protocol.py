@@ -300,7 +300,7 @@ class Warpgroup:
                 self.meet()
             case "swap" | "get" | "load":
                 self.access(name, given, params)
-            case "inline_mgpu":
+            case "inline_mgpu" | "inline_mgpu_p":  # the second up to JAX 0.11
                 yield from self.inline(given, params)
             case "set_max_registers":
                 pass
@@ -604,7 +604,7 @@ def _goes_on(run: Run) -> bool:
 
 
 def _emits(equation: Any, name: str) -> bool:
-    return equation.primitive.name == "inline_mgpu" and equation.params["mgpu_fn"].__qualname__.startswith(name)
+    return equation.primitive.name.startswith("inline_mgpu") and equation.params["mgpu_fn"].__qualname__.startswith(name)
 
 
 def place_of(equation: Any) -> str:

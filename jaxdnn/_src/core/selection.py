@@ -17,7 +17,8 @@ the name of a call's `Features`:
 
 * `ranges`: between which sizes the engine gains (null: without end), read from the notes in `benchmarks/`;
 * `calls`: single ones, with XLA's time over the engine's, which `jaxdnn bench --record` writes. They speak for a call
-  if its work is between `reach` times that of the nearest measured length below its own; it gains if both neighbours do.
+  if its work is between `reach` times that of the nearest measured length below its own. It gains if both neighbours
+  do.
 
 and `otherwise`: true where the engine gains on calls that nothing of this speaks for, but for the kinds of calls that
 the engine itself names (`Engine.slower`).
