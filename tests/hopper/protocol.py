@@ -604,7 +604,8 @@ def _goes_on(run: Run) -> bool:
 
 
 def _emits(equation: Any, name: str) -> bool:
-    return equation.primitive.name.startswith("inline_mgpu") and equation.params["mgpu_fn"].__qualname__.startswith(name)
+    inline = equation.primitive.name.startswith("inline_mgpu")
+    return inline and equation.params["mgpu_fn"].__qualname__.startswith(name)
 
 
 def place_of(equation: Any) -> str:
