@@ -1,1 +1,1 @@
-"""`jaxdnn verify`: every op, engine and dtype against the definition, and every determinism level put to the test."""
+"""`jaxdnn verify`: compares every op, engine and dtype with the definition, and tests every determinism level."""

@@ -1,4 +1,4 @@
-"""One random call: drawn from a seed and an index, run three times, compared, put to a procedure.
+"""One random call: drawn from a seed and an index, run three times, compared, and tested by a procedure.
 
 On CUDA it runs in guarded memory, unless its process runs under a tool that checks memory itself.
 """
@@ -51,8 +51,8 @@ PROCEDURES = {
     "run_to_run": ("repeats", "recompilation", "poisoned output"),
     "batch_invariant": ("alone", "batch sizes", "neighbours", "vmap", "eager", "company"),
 }
-# Of a call so many outputs are compared with predicted bits at most, and fewer of long sums, down to the least number:
-# there are thousands of calls, and to predict so many products takes some ten seconds.
+# The most outputs of a call that are compared with predicted bits; for long sums fewer, but at least `LEAST_MODELLED`:
+# there are thousands of calls, and predicting `PRODUCTS` products takes about ten seconds.
 MODELLED, LEAST_MODELLED, PRODUCTS = 1_000, 16, 10_000_000
 Tell = Callable[[Report], None]
 

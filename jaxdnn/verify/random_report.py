@@ -25,7 +25,7 @@ class Report:
       branches: of planners, that it took.
       guarded: whether the memory around its arrays was guarded.
       ratio: its largest error over the bound; infinite where it has no bound.
-      procedure: the level and the procedure that it was put to, if any; `tried` says whether that could be run.
+      procedure: the level and the procedure that was chosen for it, if any; `tried` says whether it could be run.
       fatal: whether the device, or the process, is of no use any more.
       seconds: that drawing and running took.
     """

@@ -1,7 +1,7 @@
-"""A case of the matrix, one call of one op by one engine, and how it is run: what all families of ops have in common.
+"""A case of the matrix: one call of one op by one engine, and how it is run and judged.
 
-A family of ops says in its module under `families` which cases there are, what data they run on and what is expected
-of the result. What an engine promises for a case is asked of `jaxdnn.explain`, never repeated here.
+The modules that a family's manifest names as `cases` define its cases, the data that they run on and the expected
+results. What an engine guarantees for a case is taken from `jaxdnn.explain` and not repeated here.
 """
 
 import abc
@@ -33,12 +33,12 @@ DTYPES: dict[str, Any] = {
 }
 
 
-MODELLED = 20_000  # outputs that are compared with predicted bits, at most
+MODELLED = 20_000  # the most outputs that are compared with predicted bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What an engine states for a case: whether it serves it, what it guarantees, how it accumulates."""
+    """What an engine declares for a case: whether it serves it, what it guarantees, how it accumulates."""
 
     refusal: str | None
     level: str
@@ -51,7 +51,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One comparison: the data, the rule, and the outcome."""
+    """The outcome of one comparison: on which data, by which rule."""
 
     data: str
     rule: str  # "computed bound", "exact integers", "modelled bits", "definition's bits"
@@ -78,13 +78,13 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """The worst error over its bound of the data on which the result is not exact."""
+        """The largest error over its bound, over all comparisons."""
         return max((c.ratio for c in self.checks), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What one result of a case must be.
+    """The expected value of one result of a case, and the error that it may have.
 
     Attributes:
       value: the reference's float64 result, not rounded.
@@ -114,7 +114,7 @@ class Case(abc.ABC):
     dtype: str
     variant: str
 
-    primitive: ClassVar[dict[str, str]] = {}  # op -> under which name its engines are registered; none: no engines
+    primitive: ClassVar[dict[str, str]] = {}  # the primitive of each op that has engines to choose from
 
     @property
     def id(self) -> str:
@@ -160,7 +160,7 @@ class Case(abc.ABC):
         return self.call(**choices)
 
 
-# ---- what an engine states -------------------------------------------------------------------------------------------
+# ---- what an engine declares -----------------------------------------------------------------------------------------
 
 
 def platform() -> str:
@@ -170,7 +170,7 @@ def platform() -> str:
 
 
 def architectures() -> set[str]:
-    """The names by which an engine may say that its bits are predicted here: "cuda", "NVIDIA H200", "sm_90"."""
+    """The names of this device in an engine's `modelled`, such as "cuda", "NVIDIA H200" and "sm_90"."""
     device = jax.local_devices()[0]
     capability = getattr(device, "compute_capability", None)
     names = {platform(), device.device_kind}
@@ -178,7 +178,7 @@ def architectures() -> set[str]:
 
 
 def flushes_subnormals() -> bool:
-    """Whether this device reads or writes subnormal float32 numbers as zero, found by trying it."""
+    """Whether this device reads or writes subnormal float32 numbers as zero, as a product and a matrix product show."""
     tiny, half = np.float32(2.0**-126), np.float32(0.5)
     product = jax.jit(lambda a, b: a * b)(tiny, half)
     total = jax.jit(lambda a, b: jax.lax.dot(a, b))(np.full((1, 2), tiny * half), np.full((2, 1), np.float32(2)))
@@ -186,7 +186,7 @@ def flushes_subnormals() -> bool:
 
 
 def engines_of(case: type[Case], op: str) -> tuple[str, ...]:
-    """The names of the engines that an op may be given; "xla" stands for an op without a choice."""
+    """The names of an op's engines; ("xla",) for an op without engines, which is XLA's formula."""
     return tuple(e.name for e in engines.registered(case.primitive[op])) if op in case.primitive else ("xla",)
 
 
@@ -196,7 +196,7 @@ def facts(case: Case) -> Facts:
     if case.op not in case.primitive:
         return Facts(None, strongest_level(case, operands), "float64" if case.x64 else "float32")
     with jax.enable_x64(case.x64):
-        # Without naming the engine, for a call that names one which cannot serve it raises.
+        # No engine is named, because a call that names one that cannot serve it raises.
         explained = dnn.explain(case.function(any_engine=True), *operands)
     calls = [e for e in explained if e.op == case.primitive[case.op]]
     found = next((c for e in calls for c in e.candidates if c.engine == case.engine), None)
@@ -212,7 +212,7 @@ def facts_of(found: Any) -> Facts:
 
 
 def strongest_level(case: Any, operands: Any, **extras: Any) -> str:
-    """The strongest level that a call may require without an error when it is traced."""
+    """The strongest level at which a call can be traced without an error."""
     for level in reversed(LEVELS):
         try:
             with jax.enable_x64(case.x64):
@@ -227,14 +227,14 @@ def strongest_level(case: Any, operands: Any, **extras: Any) -> str:
 
 
 def generator(case: Any, kind: str, seed: int) -> np.random.Generator:
-    """Depends on the case's id, not on its place in the matrix."""
+    """A generator of random numbers that depends on the case's id and not on its position in the matrix."""
     return np.random.default_rng([seed, zlib.crc32(f"{case.id}|{kind}".encode())])
 
 
 def run(
     case: Any, seed: int, *, flush: bool, facts: Callable[[Any], Facts], check: Callable[..., list[Check]]
 ) -> Result:
-    """Runs a case on all of its kinds of data. An exception fails the case, never the run."""
+    """The result of a case on all of its kinds of data. An exception fails the case and does not end the run."""
     start = time.perf_counter()
     level, accumulation = "fast", ""
     try:
@@ -255,12 +255,12 @@ def run(
 def arrays(
     case: Case, kind: str, seed: int, accumulation: Accumulation
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """The operands of a case for a kind of data, and its operands by name, of which such a case has none."""
+    """The operands of a case for a kind of data, and its operands by keyword, of which these cases have none."""
     return case.operands(kind, generator(case, kind, seed)), {}
 
 
 def accumulation_of(told: Facts, flush: bool) -> Accumulation:
-    """How the engine accumulates, on a device that flushes subnormal numbers or does not."""
+    """How the engine accumulates on this device; `flush` says whether the device flushes subnormal numbers to zero."""
     return dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush or "flushes_subnormals" in told.hazards)
 
 
@@ -275,9 +275,9 @@ def judge_all(
     *,
     modelled: int = MODELLED,
 ) -> list[Check]:
-    """Compares the results of a case with what is expected, and with the definition's bits if these are guaranteed.
+    """Compares the results of a case with the expected values, and with the definition's bits if they are guaranteed.
 
-    `modelled` is for families whose engines' bits are predicted: the most outputs to predict, which takes long.
+    `modelled` is the most outputs whose bits are predicted, which takes long; only convolutions use it.
     """
     found = as_tuple(outs)
     wanted = case.expected(kind, operands, accumulation)
@@ -322,7 +322,7 @@ def _bits(kind: str, outs: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Elementwise: whether both have the same bits, or are NaN (no level guarantees the payload)."""
+    """Whether each pair of elements has the same bits, or both are NaN, whose payload no level guarantees."""
     if a.dtype == np.bool_:
         return a == b
     unsigned = np.dtype(f"u{a.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""What the families draw random calls from: numbers of channels, lengths of rows, batches, layouts."""
+"""Random sizes for the families' random calls: numbers of channels, lengths of axes, batches, layouts, blends."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 Generator = np.random.Generator
-UNITS = (8, 16, 48, 64, 320)  # of which numbers of channels are often multiples
+UNITS = (8, 16, 48, 64, 320)  # most numbers of channels in networks are multiples of one of these
 FLOATS = {"f32": 3, "bf16": 4, "f16": 3}
 WIDER = FLOATS | {"f64": 1}
 
@@ -18,19 +18,19 @@ def pick(rng: Generator, weights: dict[Any, Any]) -> Any:
 
 
 def between(rng: Generator, low: int, high: int) -> int:
-    """A number from low to high, each power of two as likely as any other."""
+    """A number from low to high whose logarithm is distributed uniformly."""
     return min(high, int(low * np.exp2(rng.uniform(0, math.log2((high + 1) / low)))))
 
 
 def channels(rng: Generator, most: int = 2560) -> int:
-    """A number of channels: a multiple of 8, 16, 48, 64 or 320, seldom any number; small as likely as large."""
+    """A number of channels, most often a multiple of a unit, else any number; its logarithm is about uniform."""
     unit = int(pick(rng, dict.fromkeys(UNITS, 5) | {1: 3}))
     unit = unit if unit <= most else 1
     return unit * between(rng, 1, max(1, (most if unit > 1 else min(most, 70)) // unit))
 
 
 def axes(rng: Generator, rank: int, elements: float, most: int = 40) -> tuple[int, ...]:
-    """Sizes of axes from 1 to 40, so few elements together at most."""
+    """The sizes of axes, each from 1 to `most`, whose product is at most `elements`."""
     sizes = [between(rng, 1, most) for _ in range(rank)]
     while math.prod(sizes) > max(elements, 1):
         longest = int(np.argmax(sizes))
@@ -39,7 +39,7 @@ def axes(rng: Generator, rank: int, elements: float, most: int = 40) -> tuple[in
 
 
 def batch(rng: Generator, elements: float) -> int:
-    """A batch of 1 to 64 samples, so few as have so many elements together at most."""
+    """A batch of 1 to 64 samples, at most `elements`."""
     return max(1, min(between(rng, 1, 64), int(elements)))
 
 
@@ -52,7 +52,7 @@ def laid_out(layout: str, n: int, c: int, sizes: tuple[int, ...]) -> tuple[int, 
 
 
 def layout(rng: Generator, rank: int, *, last: bool) -> str:
-    """A layout of so many spatial axes, channels last most often where that is what an engine serves."""
+    """A layout of `rank` spatial axes; most often with channels last if `last`."""
     space = "DHW"[3 - rank :]
     if last and rng.random() < 0.9:
         return f"N{space}C"

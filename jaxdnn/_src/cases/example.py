@@ -66,7 +66,7 @@ class Axes:
     kind: str = "array"
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
-        """What stands for it, if it is no array of numbers."""
+        """The argument, if it is not an array of numbers."""
         found = shape(self.letters, sizes)
         match self.kind:
             case "index":

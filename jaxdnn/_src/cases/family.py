@@ -20,14 +20,14 @@ class Family:
     """One family of ops.
 
     Attributes:
-      name: its stem.
+      name: the family's name in reports.
       ops: the public ops.
       engines_of: an op to the names of the engines it may be given.
       cases: (op, engine, extent, seed) to the cases, each extent's among the next one's.
       subjects: (op, engine, extent, seed) to the subjects of the determinism procedures, None for refused ones.
       typical: (op, engine, dtype) to a case whose facts hold for the engine in general; None if there is none.
       typical_name: such a case in words.
-      facts: a case to what its engine states for it.
+      facts: a case to what its engine declares for it.
       kinds: a case to the kinds of data that it runs on.
       arrays: (case, kind, seed, accumulation) to its operands, and those that it takes by name.
       judge: (case, facts, kind, operands, operands by name, results, accumulation) to its checks; by the name

@@ -1,4 +1,4 @@
-"""What the procedures of determinism levels run on: a call of some samples, its blends, its gradients."""
+"""Subjects of the procedures that test determinism levels: a call on a batch of samples, its blends, its gradients."""
 
 import dataclasses
 import functools as ft
@@ -22,7 +22,7 @@ class Different(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a procedure tests.
+    """A function that a procedure tests, and the arrays that it is called with.
 
     Attributes:
       function: a batch size to the function of the arrays of such a batch, which returns one or several arrays.
@@ -58,7 +58,7 @@ class Subject:
         return next((v.shape[axis] for v, axis in pairs if axis is not None), 1)
 
     def required(self, batch: int) -> Callable[..., list[jax.Array]]:
-        """A new function of so many samples, within the context that requires the declared level."""
+        """A new function of `batch` samples, within the context that requires the declared level."""
         function = self.function(batch)
 
         def run(*arrays: Any) -> list[jax.Array]:
@@ -86,11 +86,11 @@ class Subject:
 
     @ft.cached_property
     def first_sample(self) -> list[np.ndarray]:
-        """The results of the first sample in a batch of its own."""
+        """The results of the first sample in a batch of one."""
         return self.sample(self.compiled_for(1)(*batch_of(self, 1, 0)), 0)
 
     def compiled_for(self, batch: int) -> Callable[..., list[jax.Array]]:
-        """The jitted function of so many samples, which the procedures on this subject share."""
+        """The jitted function of `batch` samples, which the procedures on this subject share."""
         return self._of_batches.setdefault(batch, jax.jit(self.required(batch)))
 
     @ft.cached_property
@@ -116,7 +116,7 @@ def subject(
       batch_axes: the axis of each operand's batch; out_axis: that of the result; see `Subject`.
       sized: a batch size to the case of that size, if the op's arguments depend on it.
       result: the result that is compared, if the op has several.
-      blended: whether the case has a blend of its own.
+      blended: whether the case is a blend already.
       variant: the subject's name, if the op, engine and dtype have several.
     """
     told = facts(case)

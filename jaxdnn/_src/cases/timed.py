@@ -1,4 +1,4 @@
-"""What a family of `jaxdnn bench` consists of: the interface of a case."""
+"""The interface of the cases that `jaxdnn bench` times."""
 
 import abc
 from collections.abc import Callable
@@ -37,11 +37,11 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def ours(self, which: str, engine: str | None) -> Function:
-        """A pass through jaxdnn; an engine of None is chosen by the rule."""
+        """A pass by jaxdnn. If `engine` is None, the engine is selected as for any call."""
 
     @abc.abstractmethod
     def xla(self, which: str) -> Function:
-        """The same pass as users of jax.lax and jax.numpy write it."""
+        """The same pass in jax.lax and jax.numpy, as users write it."""
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
         """The same pass through PyTorch, whose module is `torch`, as a function to time; None if it has no such op.
@@ -51,11 +51,11 @@ class Case(abc.ABC):
         return None
 
     def flops(self, which: str, batch: int) -> int | None:
-        """Floating-point operations of a pass; None where they say nothing."""
+        """The number of floating-point operations of a pass; None if the pass is not reported in operations."""
         return None
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int | None:
-        """The bytes that a pass must move, each operand read once and each result written once; None: not bound so."""
+        """The bytes of a pass that reads each operand once and writes each result once; None if arithmetic binds."""
         return None
 
 

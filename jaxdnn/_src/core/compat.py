@@ -4,11 +4,12 @@ https://docs.jax.dev/en/latest/api_compatibility.html: `jax._src`, `jax.core`, `
 `jax.experimental` and `jaxlib` may change with any release. Other files import such names from here, and a test looks
 at their imports. There are three kinds of them:
 
-* What every primitive is made of. Without it there is no op, so it is imported with jaxdnn.
-* `SHARDING`: without it the partitioner cannot be told how to shard a call. Kernels then refuse programs that XLA
-  shards over several devices, and XLA shards its own program as it sees fit.
-* `KERNELS`: what kernels are written in. Pallas is imported when a kernel is first asked for, so that `import jaxdnn`
-  does not import it. Without one of these names an engine refuses, with the name as its reason, and XLA serves.
+* What every primitive needs. It is imported with jaxdnn, for there is no op without it.
+* `SHARDING`, which tells the partitioner how a call may be sharded. Where it is missing, kernels refuse programs that
+  XLA shards over several devices, and XLA decides how its own programs are sharded.
+* `KERNELS`, in which kernels are written. Pallas is imported when the first kernel is used, so that `import jaxdnn`
+  does not import it. Where one of these names is missing, engines that need it refuse with the name as the reason, and
+  XLA's engine serves the call.
 """
 
 import dataclasses

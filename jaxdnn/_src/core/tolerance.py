@@ -1,17 +1,18 @@
-"""How far a result may lie from its float64 reference: computed from the op, the dtypes and the data, never chosen.
+"""Error bounds of results against their float64 reference, computed from the op, the dtypes and the data.
 
-The letters: G the reference's value (float64, from the stored inputs), S = Σ|a||b| the magnitude of a sum of
-products, n the number of products that are not zero, u a unit roundoff, E the bound on the error before the result is
-rounded to its output type. With P and N the sums of the positive and of the negative products, every partial sum of
-every order lies within M = max(P, N) = (S + |G|) / 2: that is what makes a bound for an unknown order affordable.
+Letters: G is the reference's value, float64 from the stored inputs. S = Σ|a||b| is the magnitude of a sum of products
+and n the number of its products that are not zero. u is a unit roundoff, and E bounds the error before the result is
+rounded to its output type. With P and N the sums of the positive and of the negative products, every partial sum, in
+whatever order, is at most M = max(P, N) = (S + |G|) / 2 in magnitude. So a bound that holds for every order need not be
+much larger than one for a known order.
 
-Three checks go together, because each is blind where another sees:
+Three checks are made together, because each finds faults that the others miss:
 
-* the bound: |out - G| <= u_o |G| + η_o / 2 + (1 + u_o) E for every element; and, sharper by up to a unit in the last
-  place and as rigorous since rounding is monotonic, RN(G - E) <= out <= RN(G + E);
-* the correct-rounding rate: at most Σ min(1, 2E / ulp_o(G)) elements may differ from RN(G), and four standard
-  deviations; it sees a bias far below one unit in the last place (a truncating cast, a scale of 1.001);
-* exact integers: where no partial sum leaves the integers that the accumulator holds, E = 0 and out = RN(G).
+* The bound. |out - G| <= u_o |G| + η_o / 2 + (1 + u_o) E for every element. Because rounding is monotonic,
+  RN(G - E) <= out <= RN(G + E) holds as well, which is sharper by up to a unit in the last place.
+* The rate of correct rounding. At most Σ min(1, 2E / ulp_o(G)) elements may differ from RN(G), plus four standard
+  deviations. It finds a bias far below one unit in the last place, as of a truncating cast or a scale of 1.001.
+* Exact integers. If every partial sum is an integer that the accumulator represents, E = 0 and out = RN(G).
 
 Sources: Higham, Accuracy and Stability of Numerical Algorithms, ch. 3 and 4; Jeannerod and Rump, SIAM J. Matrix Anal.
 Appl. 34 (2013), for constants without higher-order terms; arXiv:2511.10909 for what a tensor core does to an addend.
@@ -42,14 +43,14 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """How an engine adds up products, as far as it says so.
+    """How an engine adds products, as it declares it.
 
     Attributes:
       kind: "float" adds in `format`, every operation rounded to nearest, in an unknown order; "tensor_core" adds
         `step` products at a time, each addend truncated to `fraction_bits` below the largest one and the sum
         truncated to `sum_bits` of significand, the steps in an unknown order; "exact" adds integers; "transform" is
         a library's choice among a tensor core, float32 in any order and float32 after a fast Fourier transform.
-      flush: the device reads and writes subnormal numbers of float32 as zero (XLA on CPU does).
+      flush: whether the device reads and writes subnormal numbers of float32 as zero, as XLA does on CPUs.
       step: the number of products in a tensor core's step.
     """
 
@@ -62,7 +63,7 @@ class Accumulation:
 
     @property
     def largest_integer(self) -> int:
-        """Up to here sums of integers are exact whatever the order; beyond, int32 wraps and a float rounds."""
+        """The largest magnitude of sums of integers that are exact in any order; above, int32 wraps, floats round."""
         if self.kind == "exact":
             return 2**31 - 1
         if self.kind == "float":
@@ -79,23 +80,24 @@ class Accumulation:
         exact_products: bool = False,
         steps: Values | None = None,
     ) -> Values:
-        """E: bounds |the sum as the engine adds it - golden| for every order that `kind` allows.
+        """E, a bound on the distance of the engine's sum from `golden`, for every order that `kind` allows.
 
         float:        E = (c u S + (n - 1) u M) / (1 - (n - 1) u) + n η / 2, where c = 0 if the products are exact
         tensor_core:  E = r M / (1 - r) + n η, r = T 2^(1 - sum_bits) + (n + T) 2^-fraction_bits, in T steps
 
-        A node of the summation tree that joins l and r is off by at most u |l + r| <= u (M + E), and there are n - 1
-        such nodes, since zeros join exactly: whence the division. A step that adds k products truncates them and the
-        running sum, each by less than 2^-fraction_bits (M + E), and then the sum by 2^(1 - sum_bits) (M + E). Where
-        M + E exceeds what the format holds, a partial sum may overflow in some order, and E is infinite. So it is where
-        so many steps may cut off that r, or (n - 1) u, is 1 or more: of float8 from some 4,000 products on.
+        A node of the summation tree that adds l and r has an error of at most u |l + r| <= u (M + E). There are n - 1
+        nodes that round, since adding zero is exact. Solving for E gives the division. A tensor core's step that adds k
+        products truncates them and the running sum, each by less than 2^-fraction_bits (M + E), and then the sum by
+        2^(1 - sum_bits) (M + E). If M + E exceeds the format's largest number, a partial sum may overflow in some
+        order, and E is infinite. E is infinite too if r, or (n - 1) u, is 1 or more: for float8 from about 4,000
+        products on.
 
         Args:
           golden: Σ a b, float64.
           magnitude: Σ |a| |b|.
-          count: how many products are not zero.
+          count: the number of products that are not zero.
           exact_products: whether the accumulator holds every product exactly, see `products_are_exact`.
-          steps: tensor core steps with a product that is not zero; if unknown, as many as there are products.
+          steps: the number of tensor core steps with a product that is not zero; None is the number of products.
         """
         if self.kind == "exact":
             return np.zeros(np.shape(magnitude))
@@ -111,7 +113,9 @@ class Accumulation:
             else:
                 t = n if steps is None else np.clip(steps, np.minimum(n, 1), n)
                 rate = t * 2.0 ** (1 - self.sum_bits) + (n + t) * 2.0**-self.fraction_bits
-                rate = np.where((n <= 1) & exact_products, 0.0, rate)  # aligned to nothing but itself
+                rate = np.where(
+                    (n <= 1) & exact_products, 0.0, rate
+                )  # one product is aligned to itself and not truncated
                 error = rate * reach / (1 - rate) + n * accumulator.smallest_subnormal
             if self.flush:
                 error = error + 2 * n * accumulator.smallest_normal
@@ -119,7 +123,7 @@ class Accumulation:
             return np.where(bounded, error, np.inf)
 
     def transform_error(self, norms: Values, channels: int, /) -> Values:
-        """E of a convolution by a fast Fourier transform in float32, which has a bound by norms only.
+        """E of a convolution by a fast Fourier transform in float32, whose error is bounded by norms.
 
         E = (3 η log2 L + 2 + n) u Σ_i ‖x_i‖₂ ‖w_i‖₂, over the n channels i that are added, L = 256 x 256 points at most
 
@@ -136,13 +140,13 @@ class Accumulation:
         return (3 * eta * logarithm + 2 + channels) * u * np.asarray(norms, np.float64)
 
     def running_error(self, partials: Values, largest: Values, /) -> Values:
-        """E where the schedule is known, from the partial sums that a run of it in float64 or in the model passed.
+        """E for a known schedule, from the partial sums of a run of it in float64 or in the model.
 
         float:        E = Σ_t u |C_t| / (1 - u)
         tensor_core:  E = Σ_t [ 2^(1 - sum_bits) |C_t| + (step + 1) 2^-fraction_bits max(|C_t-1|, largest_t) ]
 
         Args:
-          partials: C_1, C_2, ... along axis 0, the sums after each step as they were computed.
+          partials: C_1, C_2, ... along axis 0, the computed sums after each step.
           largest: the largest |product| of each step, shaped like `partials`.
         """
         partials, largest = np.abs(np.asarray(partials, np.float64)), np.asarray(largest, np.float64)
@@ -160,23 +164,23 @@ ACCUMULATIONS: dict[str, Accumulation] = {
     "float64": Accumulation(format="float64"),
     "int32": Accumulation(kind="exact"),
     "tensor_core": Accumulation(kind="tensor_core"),
-    # cuDNN through XLA: the autotuner may pick any of its algorithms.
+    # For cuDNN through XLA, whose autotuner may choose any algorithm.
     "transform": Accumulation(kind="transform"),
     "tensor_core_tf32": Accumulation(kind="tensor_core", step=8),
-    # Hopper's 8-bit floats, without promotion: 14 bits of accumulator.
+    # For Hopper's 8-bit floats without promotion, whose accumulator has 14 bits.
     "tensor_core_fp8": Accumulation(kind="tensor_core", step=32, fraction_bits=13, sum_bits=14),
 }
 
 
 def products_are_exact(a: Any, b: Any, /, *, format: str = "float32") -> bool:
-    """Whether the accumulator's format holds the product of any two numbers of these types (underflow aside)."""
+    """Whether the product of any two numbers of these types is exact in the accumulator's format, but for underflow."""
     formats = (format_of(a), format_of(b))
     bits = [8 if isinstance(f, IntegerFormat) else f.bits for f in formats]
     return sum(bits) <= FORMATS[format].bits
 
 
 def truncated_inputs_error(magnitude: Values, /, *, format: str = "tf32") -> Values:
-    """How far Σ a b moves at most if a and b are cut to `format`: (2r + r²) Σ|a||b|, r = 2^(1 - bits)."""
+    """A bound on the change of Σ a b if a and b are truncated to `format`: (2r + r²) Σ|a||b|, r = 2^(1 - bits)."""
     r = 2 * FORMATS[format].roundoff
     return (2 * r + r * r) * np.asarray(magnitude, np.float64)
 
@@ -197,9 +201,9 @@ def integer_amplitude(count: int, accumulation: Accumulation, /, *dtypes: Any) -
 class Comparison:
     """What `compare` found.
 
-    `ratio` is error over bound: the largest distance of G from the numbers that round to the result, over E. It is what
-    remains of the error when the one rounding at the end is taken out; 0 if every element is rounded correctly, and
-    above 1 exactly where the result is no rounding of anything within E of G. `where` is the worst element's index.
+    `ratio` is the error over its bound: the largest distance of G from the numbers that round to the result, divided by
+    E. It leaves out the rounding at the end. It is 0 if every element is rounded correctly, and above 1 if and only if
+    a result is the rounding of no number within E of G. `where` is the worst element's index.
     """
 
     passed: bool
@@ -207,12 +211,12 @@ class Comparison:
     ratio: float
     where: tuple[int, ...]
     elements: int
-    unreachable: int  # no rounding of anything within E of G
-    outside: int  # those of them that are beyond the bound as well
-    misrounded: int  # not RN(G)
-    misrounded_allowed: float  # may be above `elements`: then the rate says nothing
-    wrong_specials: int  # NaN or infinity on one side only, or of the wrong sign
-    unchecked: int  # a partial sum may overflow, so anything may come out
+    unreachable: int  # elements that are the rounding of no number within E of G
+    outside: int  # those of them that exceed the bound too
+    misrounded: int  # elements that differ from RN(G)
+    misrounded_allowed: float  # above `elements` where the rate cannot fail
+    wrong_specials: int  # elements with NaN or infinity on one side only, or of the wrong sign
+    unchecked: int  # elements of which a partial sum may overflow, so that any result is possible
 
 
 def output_bound(golden: Values, error: Values, dtype: Any, /) -> Values:
@@ -224,17 +228,17 @@ def output_bound(golden: Values, error: Values, dtype: Any, /) -> Values:
 def compare(
     out: Any, golden: Values, error: Values, /, *, golden_error: Values | float = 0.0, generic: bool = True
 ) -> Comparison:
-    """Compares a result with the float64 reference, by the bound, what rounding can reach, and the rounding rate.
+    """Compares a result with the float64 reference: by the bound, and by the rate of correct rounding.
 
     Args:
       out: the result, of its own dtype. golden: G, shaped like it. error: E, from `Accumulation` and `Epilogue`.
       golden_error: a bound on the error of G itself, which matters for float64 results.
-      generic: whether G may lie anywhere between two numbers of the output's format. It does not if the data are
-        integers, or a sum is tiny beside a prior of the output's format: then ties are plenty, and the rate, which
-        takes them for rare, is reported but not judged. What rounding can reach is judged either way.
+      generic: whether G may be anywhere between two numbers of the output's format. This is not so if the data are
+        integers, or if a sum is much smaller than a prior of the output's format: then ties are common, while the rate
+        assumes that they are rare, so the rate is reported and not judged. The bound is judged in any case.
 
-    Where G overflows the output's format, or an input was NaN or infinite, the result must be what rounding gives:
-    the infinity of that sign, NaN in a format without infinities, the nearest end of an integer type; NaN for NaN.
+    If G overflows the output's format, or an input was NaN or infinite, the result must be the rounding of G: the
+    infinity of that sign, NaN in a format without infinities, the nearest end of an integer type, and NaN for NaN.
     """
     o = format_of(np.asarray(out).dtype)
     with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs, which a result may hold; here all are quiet
@@ -245,7 +249,7 @@ def compare(
     e = np.broadcast_to(error, golden.shape) + np.broadcast_to(golden_error, golden.shape)
     special = ~np.isfinite(golden)
     unchecked = ~np.isfinite(e) & ~special
-    # A float64 step of ours may be off by one part in 2^52; it widens E, never narrows it.
+    # The float64 operations here may have an error of one part in 2^52, by which E is widened.
     e = np.where(special | unchecked, 0.0, e * (1 + 2.0**-50) + np.where(e > 0, np.abs(golden) * 2.0**-52, 0.0))
     g = np.where(special, 0.0, golden)
     with np.errstate(over="ignore"):
@@ -259,7 +263,7 @@ def compare(
     right_special = np.where(np.isnan(expected), np.isnan(out), out == expected)
     judged = ~special & ~unchecked
 
-    # How far G is from what rounds to the result: this much of E the engine has used, at the least.
+    # The distance of G from the numbers that round to the result: the least error that the engine made before rounding.
     below, above = o.rounds_to(np.where(np.isnan(ours), 0.0, ours))
     used = np.maximum(np.maximum(below - g, g - above), 0.0)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -268,7 +272,7 @@ def compare(
     bound = output_bound(g, e, o.name)
     wrong = special & ~right_special
 
-    with np.errstate(over="ignore"):  # next to zero float64's ulp is so small that the quotient may overflow
+    with np.errstate(over="ignore"):  # near zero float64's ulp is so small that the quotient may overflow
         probability = np.minimum(1.0, 2 * e / o.ulp(np.maximum(np.abs(g) - e, 0.0)))[judged]
     misrounded = int((judged & (out != nearest) & ~(np.isnan(out) & np.isinf(nearest))).sum())
     allowed = _allowed(probability) if generic or not e.any() else math.inf
@@ -291,19 +295,22 @@ def compare(
 
 
 def _special(golden: Values, o: Format | IntegerFormat) -> Values:
-    """What a golden NaN or infinity becomes in the output's format (NaN reads as zero in an integer: XLA's choice)."""
+    """What a NaN or infinity of the reference becomes in the output's format; of integers XLA converts NaN to zero."""
     if o.overflows_to == "clamp":
         return np.nan_to_num(o.round(np.where(np.isnan(golden), 0.0, golden)))
     return np.where(np.isinf(golden) & (o.overflows_to == "nan"), np.nan, golden)
 
 
 def _allowed(probability: Values) -> float:
-    """How many of independent events may occur: four standard deviations, or as rare a Poisson tail if they are few."""
+    """How many of these independent events may occur: the mean and four standard deviations.
+
+    If they are few, it is the number that a Poisson distribution exceeds with the same probability.
+    """
     mean = float(probability.sum())
     allowed = mean + 4 * math.sqrt(float((probability * (1 - probability)).sum()))
     if 0 < mean < 50:
-        # Four standard deviations are one side of 3.2e-5; a normal distribution is too short for so few events, and
-        # the Poisson tail is an upper bound for theirs (Hoeffding, 1956).
+        # A normal variable exceeds four standard deviations with probability 3.2e-5. For few events its tail is too
+        # short, and the Poisson distribution's is an upper bound (Hoeffding, 1956).
         term = tail = math.exp(-mean)
         m = 0
         while 1 - tail > 3.2e-5:

@@ -132,7 +132,7 @@ class FusedCase(Case):
         return (Expected(value, error, self._out_dtype(), generic=self.dtype in ("f32", "f64")),)
 
     def _backward(self, operands: tuple[np.ndarray, ...]) -> tuple[Expected, ...]:
-        """The roundings of the slope, the scale and two products; and of a sum of so many, in any order."""
+        """The roundings of the slope, the scale and two products; for a bias also those of a sum in any order."""
         dy, *rest = operands
         x, given, key = self._split(tuple(rest))
         z, off = self._argument(x, given)

@@ -1,4 +1,4 @@
-"""Dropout, and what stands before and after it in a transformer: bias, gelu, dropout, residual."""
+"""The cases of `jaxdnn bench dropout`: dropout, and a transformer's bias, gelu, dropout and residual."""
 
 import dataclasses
 import math

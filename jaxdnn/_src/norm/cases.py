@@ -1,8 +1,8 @@
-"""Normalisations by mean and deviation and their backward ops: every op, axes and layouts, means far from zero.
+"""Cases of normalisation by mean and deviation and of its backward ops: axes, layouts, means far from zero.
 
-Batch normalisation also with blends; where a beta is 0, the prior that must not be read is full of NaN. "Large" data
-are as large as the accumulator's range allows, "beyond" are larger: there a result is not wrong unseen, but that of no
-deviation (the bias alone, a gradient of 0) or NaN.
+Batch normalisation has cases with blends too; if a beta is 0, the prior, which must not be read, is filled with NaN.
+"Large" data are as large as the accumulator's range allows. "Beyond" data are larger; for them a result must be NaN, or
+that of an inverse deviation of 0 (the bias alone, a gradient of 0), so that the overflow is visible.
 """
 
 import dataclasses
@@ -298,7 +298,7 @@ ELEMENTS = 1 << 23  # of any array, so that a call with all of its arrays and gu
 
 
 def _long_rows(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
-    """So many rows, of so many elements of 16 bits, that a group of threads has two at once."""
+    """Rows of 16-bit elements, of such number and length that a group of threads processes two of them at once."""
     rows, length = int(rng.integers(528, 700)), 8 * int(rng.integers(513, 1025))
     return NormCase(op, engine, str(rng.choice(["bf16", "f16"])), name, (rows, length), ())
 

@@ -4,8 +4,8 @@ The bounds, with u the accumulator's unit roundoff and γ(m) = m u / (1 - m u) w
 
 * s = k + a Σ v² over m elements is off by γ(m + 8) (|k| + |a| Σ v²): three roundings of a square, m - 1 of the sum,
   those of a, of k, of the product and of the last addition.
-* A power t^q of a t that is off by the factor 1 ± ρ is off by (1 - ρ)^-|q| - 1, and by POWER u (1 + |q log t|): the
-  device's error, in which that of the rounded exponent is contained.
+* If t has the relative error ρ, its power t^q has the relative error (1 - ρ)^-|q| - 1, and that of the device's
+  function, POWER u (1 + |q log t|), which includes the rounding of the exponent.
 * Products and sums follow, each rounded once. Whatever may be subnormal is off by the smallest normal number besides.
 * y = v / max(‖v‖, ε): the norm is a sum of powers and a root of it, γ(n) and two powers, or a maximum, which is exact.
   For p other than 1 and 2 the powers are of quotients by the largest, each off by u.
@@ -155,7 +155,7 @@ def _growth(count: float, u: float) -> float:
 
 
 def power_error(t: Values, off: Values | float, q: float, u: float) -> Values:
-    """How far t^q may be off, as a factor less one, if t is by the factor 1 ± off."""
+    """The largest relative error of t^q if t has the relative error `off`."""
     own = POWER * u * (1 + np.abs(q * np.log(t)))
     return (1 - off) ** -abs(q) * (1 + own) - 1
 

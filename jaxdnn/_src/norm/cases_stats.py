@@ -68,7 +68,7 @@ GIVEN = ("scale", "bias", "running_mean", "running_variance")
 
 @dataclasses.dataclass(frozen=True)
 class StatsCase(Case):
-    """One call, with parameters unless it is plain; `bn_finalize` with the sums of so many numbers a channel."""
+    """One call, with parameters unless it is plain; `bn_finalize` takes the sums of `COUNT` numbers of each channel."""
 
     given: tuple[str, tuple[int, ...]] | None = None  # layout and shape, if not the variant's
 

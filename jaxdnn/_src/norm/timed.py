@@ -1,7 +1,8 @@
-"""Normalisations: rows of transformers, and the images of residual networks; statistics are saved and handed back.
+"""The cases of `jaxdnn bench norm`: rows of transformers and images of residual networks, with saved statistics.
 
-Bytes, those that must move: x is read once and y written once, backward dy and x read and dx written. Batch
-normalisation reads twice, for its sums go over the whole batch, which no cache holds.
+The bytes of a pass are those that it must move: forward x is read once and y written once, backward dy and x are read
+and dx is written. Batch normalisation reads its operands twice, because its sums go over the whole batch, which no
+cache holds.
 """
 
 import dataclasses

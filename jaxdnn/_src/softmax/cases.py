@@ -164,7 +164,7 @@ class LossCase(Case):
 
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
-    """Rows of every way that engines deal them out, every algorithm, several axes, blends."""
+    """Rows of lengths for which engines use different kernels, every algorithm, several axes, blends."""
     if op == "linear_cross_entropy":
         yield from _losses(engine, extent)
         return
@@ -266,7 +266,7 @@ LEADS = {(op, ("softmax", what, value)): _long_rows for op in ROWS for what, val
 
 
 def samples(case: Any) -> tuple[tuple[int | None, ...], int] | None:
-    """The first axis, where no row lies along it; of losses that are not added up, the rows."""
+    """The first axis, if it is not reduced; for losses that are not added up, the axis of the rows."""
     if isinstance(case, LossCase):
         return ((0, None, 0), 0) if case.reduction == "none" and case.rows > 1 else None
     apart = 0 not in case.axes and case.shape[0] > 1 and not case.beta

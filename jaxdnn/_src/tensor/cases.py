@@ -212,7 +212,7 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[TensorCase]:
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:
-    """The variants in which an image is a result of its own: all but a layout that has the batch elsewhere.
+    """The variants whose results have the batch as their first axis.
 
     Each of every dtype in "full"; else the dtypes take turns.
     """

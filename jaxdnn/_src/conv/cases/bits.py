@@ -1,4 +1,4 @@
-"""The cases whose bits are predicted: what an engine that states its schedule is put to, on a million outputs.
+"""The cases that compare a million outputs of an engine with the bits that its schedule predicts.
 
 Per op and dtype there are more than 10^6 outputs over all kinds of data, and every bit of each is compared with what
 the reference makes of the stated schedule. Sizes are such that NumPy does that in seconds: the model takes some 10 ns

@@ -1,4 +1,4 @@
-"""One case: the op's result against the reference, by every check that the engine's description allows."""
+"""Compares a convolution's result with the reference, by every check that the engine's declarations allow."""
 
 import functools as ft
 from typing import Any
@@ -111,9 +111,9 @@ def judge(
 def error_bound(
     case: Case, whole: bool, operands: Any, details: Any, extras: Any, accumulation: Accumulation
 ) -> np.ndarray:
-    """E of the call: the accumulation's, what TF32 cuts off, the reference's own, through the epilogue.
+    """E of the call: of the accumulation, of the truncation to TF32 and of the reference, propagated by the epilogue.
 
-    `whole`: whether the sum is one of integers, and exact up to its first rounding.
+    `whole`: whether the sum is a sum of integers, which is exact up to its first rounding.
     """
     computed = np.asarray(details.accumulated, np.float64)
     magnitude = np.asarray(details.magnitude, np.float64)
@@ -126,7 +126,7 @@ def error_bound(
         )
         reach = magnitude
         if accumulation.kind == "tensor_core":
-            # What is cut off is counted from the largest exponent, and a subnormal number has its type's least one.
+            # Addends are truncated relative to the largest exponent, and a subnormal number has its type's least one.
             reach = magnitude + 2 * (_of_least_exponents(case, operands, extras, magnitude) - magnitude)
         error = accumulation.error(computed, reach, details.terms, exact_products=products)
         if accumulation.kind == "transform":
@@ -145,7 +145,7 @@ def error_bound(
 
 
 def _of_least_exponents(case: Case, operands: Any, extras: Any, magnitude: np.ndarray) -> np.ndarray:
-    """S with every subnormal number taken for the smallest normal one; a zero takes no part."""
+    """S with every subnormal number replaced by the smallest normal one; zeros remain zero."""
     least = 2.0 ** float(ml_dtypes.finfo(case.in_dtype).minexp)
     sizes = [np.abs(v.astype(np.float64)) for v in operands]
     if all(((v == 0) | (v >= least) | np.isnan(v)).all() for v in sizes):
@@ -155,9 +155,10 @@ def _of_least_exponents(case: Case, operands: Any, extras: Any, magnitude: np.nd
 
 
 def _is_modelled(case: Case, told: Facts) -> bool:
-    """Whether the reference predicts the bits: the sum's on these architectures, and an epilogue's that cannot be fused
+    """Whether the reference predicts the result's bits.
 
-    in two ways (one rounding or two) and has no function whose last bits are the device's own.
+    It predicts those of the sum on the engine's `modelled` architectures. The epilogue must have one possible rounding
+    however it is fused, and no function whose last bits depend on the device.
     """
     blend, here = case.blend, not architectures().isdisjoint(told.modelled)
     name = blend.activation[0] if isinstance(blend.activation, tuple) else blend.activation
@@ -170,7 +171,7 @@ def _is_modelled(case: Case, told: Facts) -> bool:
 
 
 def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any, most: int) -> Check:
-    """The reference runs the engine's schedule; every bit has to agree, the sign of zero and NaN for NaN included."""
+    """Compares the result with the reference's run of the engine's schedule: bit for bit, the sign of zero too."""
     flat, at = out.reshape(-1), None
     million = case.geometry.name.startswith(bits.PREFIX)
     if flat.size > most and not million:

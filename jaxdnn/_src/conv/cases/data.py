@@ -1,14 +1,14 @@
-"""The arrays that a convolution's case is run on: kinds of data that each show other faults.
+"""The arrays that a convolution's case is run on: several kinds of data, each of which reveals other faults.
 
-| kind | what | shows |
+| kind | values | faults that it reveals |
 |---|---|---|
 | normal | N(0, 1); int8: all of its values | most faults |
-| integers | integers whose sums the accumulator holds exactly, of either sign or none negative | anything: E = 0 |
+| integers | integers whose sums are exact in the accumulator, of either sign or none negative | any, since E = 0 |
 | ties | integers whose sums often lie halfway between two numbers of a narrow output type | rounding up or twice |
 | lognormal | magnitudes over five decades | low-precision accumulators, misplaced scales |
 | cancelling | products of nearly equal size and alternating sign: |G| is far below S | lost low bits, double rounding |
 | subnormal | results, or for the narrow types operands, among the subnormal numbers | flushes to zero |
-| sparse | half of the elements are zero, beside the smallest normal numbers and large ones | zeros aligned to |
+| sparse | half of the elements are zero, the others the smallest normal numbers and large ones | sums aligned to 0 |
 | special | some NaN, infinite and huge elements in the first operand | masks that multiply by zero, wrong maxima |
 | infinite | infinite elements in the second operand, which padding multiplies by zero | products that are left out |
 """
@@ -26,15 +26,15 @@ from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import Accumulation, Format
 
-INTEGERS = ("integers", "ties")  # sums of which are exact
-TINY = ("subnormal", "sparse")  # whose results may be subnormal
+INTEGERS = ("integers", "ties")  # kinds of data whose sums are exact
+TINY = ("subnormal", "sparse")  # kinds of data whose results may be subnormal
 SPECIALS = ("lognormal", "cancelling", "subnormal", "special")
 
 
 def kinds(case: Case) -> tuple[str, ...]:
-    """The kinds of data for a case: the first two always, ties if the output is narrow, and one of the others in turn
+    """The kinds of data for a case: "normal" and "integers", "ties" if the output is narrow, and one of the others.
 
-    by the case's id; where a million outputs are predicted, six.
+    The case's id selects the last one. Cases with a million predicted outputs have six kinds.
     """
     if case.geometry.name.startswith(conv_bits.PREFIX) and case.dtype != "int8":
         return conv_bits.KINDS

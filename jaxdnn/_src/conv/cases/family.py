@@ -19,7 +19,7 @@ from jaxdnn._src.core import windows
 
 # Large enough that XLA splits it among a CPU's threads.
 GEOMETRY = Geometry("determinism", 8, (24, 20), 16, 32, (3, 3), (1, 2), ((1, 0), (2, 1)))
-# Engines with kernels of their own for depthwise convolutions are put to the procedures on one as well.
+# The procedures run on a depthwise convolution as well, for engines that have other kernels for it.
 DEPTHWISE = Geometry("depthwise", 8, (24, 20), 32, 32, (5, 3), (1, 2), ((1, 0), (2, 1)), groups=32)
 NARROW = ("hopper",)
 DTYPES = ("f32", "bf16", "int8")

@@ -13,7 +13,7 @@ from jaxdnn._src.core import windows
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The convolution y = conv(x, w), from whose sides every op takes its arrays."""
+    """A convolution y = conv(x, w); every op takes its arrays from among x, w and y."""
 
     name: str
     batch: int
@@ -39,7 +39,7 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """An epilogue; parameters that are not multiples of 1/4 make it inexact on integers too."""
+    """An epilogue. Parameters that are not multiples of 1/4 make it inexact on integers too."""
 
     name: str = ""
     alpha: float = 1.0
@@ -94,7 +94,7 @@ GEOMETRIES: dict[str, Geometry] = {
         Geometry("3d-all", 2, (7, 6, 9), 4, 6, (3, 2, 3), (2, 1, 3), ((1, 0), (0, 2), 1), (1, 2, 2), 2, "convolution"),
         Geometry("3d-patches", 2, (4, 6, 5), 3, 7, (2, 3, 1), stride=(2, 3, 1)),
         Geometry("wrap", 1, (3,), 140_000, 2, (1,)),
-        # Sizes that the tiles of GPU kernels are made for, and do not divide; a stem has a way of its own backwards.
+        # Sizes that GPU kernels have tiles for, which do not divide them; a stem has kernels of its own backwards.
         Geometry("wide", 2, (19, 17), 72, 136, (3, 3), padding=1),
         Geometry("wide-stride", 2, (22, 18), 64, 48, (3, 3), stride=2, padding=1),
         Geometry("wide-groups", 2, (11, 9), 64, 96, (3, 3), groups=2, padding=1),

@@ -1,4 +1,4 @@
-"""Convolution written for XLA in the forms that it compiles well, on channels-last arrays.
+"""Convolution for XLA, in the forms that it compiles to fast programs, on channels-last arrays.
 
 x is (N, sizes..., C), w is (taps..., C / G, K), y is (N, output sizes..., K), the filter not flipped. A form is chosen
 by the geometry alone. Measured on two cores of a CPU (`benchmarks/results/conv_families_cpu.json`): the shifted form of
@@ -29,7 +29,8 @@ from jaxdnn._src.conv.xla.patches import from_patches, from_strided_pixels, stri
 from jaxdnn._src.conv.xla.problem import Problem, is_less, zero
 from jaxdnn._src.conv.xla.taps import shifted_backward_filter, shifted_forward, taps_backward_filter, taps_forward
 
-# Beyond this many stride phases (16 x 16), each a convolution of its own, dy with zeros between its elements serves.
+# With more stride phases than these (16 x 16), each of which is a convolution of its own, backward data is one
+# convolution of dy with zeros between its elements.
 UNROLLED_PHASES = 256
 # Below this many channels a group, XLA's grouped convolution is faster on CPUs than one product per tap.
 NARROW_GROUP = 16
@@ -87,8 +88,8 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
         return problem.dot(patches, dy, (pixels, pixels)).reshape(*problem.geo.taps, c, k)
     if _is_depthwise(problem, c):
         return shifted_backward_filter(problem, x, dy)
-    # XLA's backward-filter convolution is for images large against the channels; small ones are matrix products. Of
-    # integers it has none but a loop.
+    # XLA's backward-filter convolution is fast for images that are large in proportion to the channels; for small ones
+    # matrix products are faster. For integers XLA has only a loop.
     if problem.geo.groups > 1 or problem.is_integer or is_less(math.prod(dy.shape[:-1]), 8 * c):
         return taps_backward_filter(problem, x, dy)
     return _direct_backward_filter(problem, x, dy)
@@ -99,9 +100,10 @@ def _is_depthwise(problem: Problem, c: int) -> bool:
 
 
 def _is_loop_of_integers(problem: Problem, k: int) -> bool:
-    """Whether XLA has no more than a loop for a convolution of integers on CPUs, where products tap by tap serve.
+    """Whether XLA compiles a convolution of integers to a loop on CPUs, so that products tap by tap are faster.
 
-    The library that it calls has two spatial axes. Of groups with one result the products are a loop too, a slower one.
+    The library that it calls serves two spatial axes. For groups with one result the products are a loop too, a slower
+    one.
     """
     return problem.is_integer and problem.geo.rank != 2 and k > problem.geo.groups
 
@@ -174,10 +176,10 @@ def _cropped_forward(problem: Problem, x: Array, w: Array, padding: Any, dilatio
 def crop(
     x: Array, axes: Sequence[int], padding: Sequence[tuple[int, int]], dilation: Sequence[int]
 ) -> tuple[Array, tuple[tuple[int, int], ...]]:
-    """Negative padding of an array with `dilation` between its elements as a slice; returns the rest of the padding.
+    """Replaces negative padding of an array with `dilation` between its elements by a slice.
 
-    XLA has crashed on negative padding of dilated arrays (JAX 0.10.2, an algebraic simplification). If nothing of the
-    array is left, a zero stands for it.
+    Returns the slice and the remaining padding. XLA crashed on negative padding of dilated arrays (JAX 0.10.2, in an
+    algebraic simplification). If no element remains, the array is a single zero.
     """
     rest = []
     for axis, (low, high), d in zip(axes, padding, dilation, strict=True):
@@ -195,7 +197,7 @@ def crop(
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """Along one axis, the results h = offset + stride * i: which taps reach them, and from where in dy."""
+    """The results h = offset + stride * i along one axis: the taps that contribute to them, and their place in dy."""
 
     first: int  # the first of these taps in the reversed filter
     step: int  # between these taps in the reversed filter
@@ -205,7 +207,7 @@ class _Phase:
 
     @staticmethod
     def of(offset: int, stride: int, dilation: int, taps: int, low: int) -> "_Phase":
-        """Tap r reaches h if offset + low - r dilation is a multiple of the stride."""
+        """Tap r contributes to h if offset + low - r dilation is a multiple of the stride."""
         reaching = [r for r in range(taps) if (offset + low - r * dilation) % stride == 0]
         if not reaching:
             return _Phase(0, 1, 0, 1, 0)

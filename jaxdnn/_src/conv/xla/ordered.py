@@ -1,15 +1,15 @@
 """The `ordered` engine of the convolutions: the definition's own order of additions, one product at a time.
 
-Every element is a chain acc = fma(a, b, acc) in float32, in the order that the reference's arithmetic "ordered" states:
-taps in row-major order and then channels for `conv` and `conv_dgrad`, images and then pixels for `conv_wgrad`. Where
-both operands are float16 or float8, products are exact in float32, and a compiler that fuses multiply and add (XLA does
-on CPUs, not always on GPUs) cannot change a bit. bfloat16 and TF32 have float32's exponents: a product below 2^-126 may
-need bits that float32 does not have, so it is formed in float64, where the sum is rounded once. Where an operand is
-float32, as the cotangent of a result that is wider than the operands, float64 holds the product and not always the sum
-(`_fma`).
+Every element is computed by acc = fma(a, b, acc) in float32, in the order that the reference's arithmetic "ordered"
+states: for `conv` and `conv_dgrad` over the taps in row-major order and then the channels, for `conv_wgrad` over the
+images and then the pixels. If both operands are float16 or float8, products are exact in float32, so that the result is
+the same whether or not the compiler fuses multiplication and addition (XLA does on CPUs, and not always on GPUs).
+bfloat16 and TF32 have float32's exponents: a product below 2^-126 may need bits that float32 does not have, and so the
+product is formed in float64, where the sum is rounded once. If an operand is float32, as the cotangent of a result that
+is wider than the operands, float64 represents the product exactly and not always the sum (`_fma`).
 
-It is slow by nature: a pass over the result for every product of an element. It is there for those who need the same
-bits everywhere, and as the yardstick for faster engines.
+The engine makes a pass over the result for every product of an element, which is slow. It serves those who need the
+same bits on every device, and faster engines are compared with it.
 """
 
 import math
@@ -29,7 +29,7 @@ from jaxdnn._src.conv.xla.engine import caller_layout, canonical, truncate_to_tf
 from jaxdnn._src.conv.xla.problem import Problem
 from jaxdnn._src.core import engines, selection
 
-# Whose products float32 holds; those of which it holds the significant bits, not the exponents.
+# Types whose products float32 represents exactly, and types whose products' significant bits fit but not the exponents.
 _SMALL = tuple(map(jnp.dtype, (jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
 _NARROW = (*_SMALL, jnp.dtype(jnp.bfloat16))
 Add = Callable[[Array, Array, Array], Array]
@@ -49,7 +49,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     if roles[2] == "w":
         result = _backward_filter(problem, a, b, add)
     else:
-        # `canonical` has turned the taps of mode "convolution" around; the order is that of the filter as it lies.
+        # `canonical` has reversed the taps of mode "convolution"; the order is that of the filter as it is stored.
         result = (_forward if roles[2] == "y" else _backward_data)(problem, a, b, add, last_tap_first=spec.geo.flip)
     return primitive.finish(call.op, spec, caller_layout(spec, roles[2], result), *operands)
 
@@ -61,7 +61,7 @@ def _forward(problem: Problem, x: Array, w: Array, add: Add, *, last_tap_first: 
 
 
 def _backward_data(problem: Problem, dy: Array, w: Array, add: Add, *, last_tap_first: bool) -> Array:
-    """The chain over taps (r, s) and output channels k of dy[(h + a - r d) / u, ...] w, where that divides."""
+    """Σ over taps (r, s) and output channels k of dy[(h + a - r d) / u, ...] w, where the division is exact."""
     geo = problem.geo
     extents = geo.extents
     # dy with stride - 1 zeros between its elements, long enough for every tap: index h + low - r d, plus extent - 1.
@@ -122,12 +122,12 @@ def _backward_filter(problem: Problem, x: Array, dy: Array, add: Add) -> Array:
 
 
 def _zero(shape: tuple[int, ...]) -> Array:
-    """What a chain starts from. The barrier keeps XLA from leaving out 0 + p, which for p = -0 is 0."""
+    """The zero that a sum starts from. The barrier keeps XLA from omitting 0 + p, which for p = -0 is 0."""
     return lax.optimization_barrier(jnp.zeros(shape, jnp.float32))
 
 
 def _addition(call: engines.Call) -> Add:
-    """The fused multiply-add that is cheapest for operands of these dtypes."""
+    """The fastest multiply-add with one rounding for operands of these dtypes."""
     found = [v.dtype for v in call.avals[:2]]
     if all(dtype in _SMALL for dtype in found):
         return _add_exact
@@ -135,15 +135,15 @@ def _addition(call: engines.Call) -> Add:
 
 
 def _add_exact(a: Array, b: Array, c: Array) -> Array:
-    """a b + c of factors whose product float32 holds."""
+    """a b + c of factors whose product is exact in float32."""
     return c + a * b
 
 
 def _add_short(a: Array, b: Array, c: Array) -> Array:
     """a b + c with one rounding, of factors of at most 11 significant bits.
 
-    float64 holds the product. It holds the sum too, or else the smaller term lies over 29 bits below the larger one,
-    which has at most 24 bits: what float64 rounds is then far from where float32 would round the other way.
+    The product is exact in float64. The sum is exact too, unless the smaller term is more than 29 bits below the larger
+    one, which has at most 24 bits: then rounding to float64 moves the sum neither to nor across a tie of float32.
     """
     with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
         a, b, c = (v.astype(jnp.float64) for v in (a, b, c))
@@ -151,8 +151,10 @@ def _add_short(a: Array, b: Array, c: Array) -> Array:
 
 
 def _fma(a: Array, b: Array, c: Array) -> Array:
-    """a b + c with one rounding. The product is exact in float64, and the sum's error comes out exactly (Knuth). To
-    force the last bit of a sum that is not exact to one (round to odd) makes the rounding to float32 the only one.
+    """a b + c with one rounding.
+
+    The product is exact in float64, and so is the error of the sum (Knuth's two-sum). A sum that is not exact is
+    rounded to odd: its last bit is set to one. Then the rounding to float32 gives the correctly rounded result.
     """
     with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
         p, c = a.astype(jnp.float64) * b.astype(jnp.float64), c.astype(jnp.float64)
@@ -181,14 +183,14 @@ def _supports(call: engines.Call) -> str | None:
 
 def _level(call: engines.Call) -> str:
     epilogue = call.spec.epilogue
-    # Where a compiler may fuse the epilogue's multiplications and additions, or has its own exp, bits are the device's.
+    # If a compiler may fuse the epilogue's multiplications and additions, or has its own exp, bits differ by device.
     fusable = (epilogue.alpha != 1 and epilogue.operands) or (epilogue.prior and epilogue.beta != 1)
     own = epilogue.activation is not None and epilogue.activation[0] not in ("relu", "clipped_relu", "leaky_relu")
     return "mesh_invariant" if fusable or own else "portable"
 
 
 def _schedule(call: engines.Call) -> engines.Schedule | None:
-    """The order of additions, where it settles the bits of the result: the epilogue must leave none to the compiler."""
+    """The order of additions, if it determines the result's bits: if none depend on how the epilogue is compiled."""
     spec: ConvSpec = call.spec
     if _level(call) != "portable":
         return None
