@@ -11,6 +11,7 @@ run. So every release meets every function each time, and every parameter in as 
 """
 
 import collections
+import contextlib
 import datetime
 import hashlib
 import subprocess
@@ -27,16 +28,21 @@ KERNELS = "/test_hopper"
 
 
 def current(beside: bool = False) -> int:
-    """The slice of this commit: commits in a row have slices in a row. Without git, that of the day."""
-    return (_counted() + beside * SLICES // 2) % SLICES
+    """The slice of this commit: commits in a row have slices in a row. Without the history, that of the day."""
+    return (counted(Path(__file__).parent) + beside * SLICES // 2) % SLICES
 
 
-def _counted() -> int:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
-    try:
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    except (OSError, subprocess.CalledProcessError):
-        return datetime.date.today().toordinal()
+def counted(folder: Path) -> int:
+    """How many commits led to this one; the day's number without git, and in a shallow clone, which has none before."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        if git("rev-parse", "--is-shallow-repository") == "false":
+            return int(git("rev-list", "--count", "HEAD"))
+    return datetime.date.today().toordinal()
 
 
 def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, beside: bool = False) -> set[str]:

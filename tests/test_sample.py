@@ -1,5 +1,6 @@
 """The sample of the tests that `make test` runs: in a week everything, every day every facet, and always the same."""
 
+import datetime
 import itertools
 import random
 import subprocess
@@ -62,6 +63,25 @@ def test_a_run_beside_another_holds_every_function_once(slice_: int):
 
 def test_two_runs_side_by_side_take_other_parameters():
     assert (sample.current(beside=True) - sample.current()) % sample.SLICES == sample.SLICES // 2
+
+
+def test_a_shallow_clone_rotates_too(tmp_path: Path):
+    """It holds as many commits at each one: there, and without git, the days count."""
+    whole, shallow = tmp_path / "whole", tmp_path / "shallow"
+
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *who, *words], check=True, capture_output=True)
+
+    git("init", str(whole))
+    for message in "abc":
+        git("-C", str(whole), "commit", "--allow-empty", "-m", message)
+    git("clone", "--depth", "1", whole.as_uri(), str(shallow))
+    before = datetime.date.today().toordinal()
+    found = [sample.counted(folder) for folder in (whole, shallow, tmp_path / "none")]
+    after = datetime.date.today().toordinal()
+    assert found[0] == 3
+    assert all(before <= count <= after for count in found[1:])
 
 
 def test_a_sample_does_not_depend_on_the_order_of_the_tests():
