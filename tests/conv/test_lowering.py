@@ -190,3 +190,12 @@ def test_ordered_products_below_the_normal_numbers_keep_their_bits(dtype, precis
     add: Any = ordered._addition(call)
     # One operation at a time, so that no compiler fuses them.
     assert (np.asarray(add(a, b, c)) == (a.astype(np.float64) * b + c).astype(np.float32)).all()
+
+
+def test_a_depthwise_gradient_is_a_small_program():
+    """XLA compiles an instruction for each tap in milliseconds, and one for each pair of taps in seconds."""
+    x, w = jnp.zeros((2, 8, 8, 8)), jnp.zeros((7, 7, 1, 8))
+    conv = lambda x, w: dnn.conv(x, w, padding=3, groups=8, engine="xla")
+    gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(conv(x, w) ** 2), (0, 1)))
+    text = gradient.lower(x, w).compile().as_text()
+    assert text.count(" = ") < 2000

@@ -38,7 +38,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     precision = lax.Precision.HIGHEST if uncut else lax.Precision.DEFAULT
     integer = jnp.issubdtype(a.dtype, jnp.integer)
     on_gpu = call.platform == "cuda"
-    problem = Problem(spec.geo, precision, preferred, integer and on_gpu)
+    problem = Problem(spec.geo, precision, preferred, on_gpu)
     if on_gpu and not integer and not _has_better_form_on_gpu(call, problem):
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:

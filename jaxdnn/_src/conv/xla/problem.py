@@ -23,18 +23,26 @@ SMALL_PRODUCT = 4096
 class Problem:
     """The static part of a convolution.
 
-    `integer_taps`: integers are added by matrix products of float32, tap by tap. XLA has no integer convolution for
-    GPUs, and its products of int8 matrices there were found wrong for small or odd sizes (JAX 0.11.2, H200).
+    `on_gpu`: whether it is for a GPU and not a CPU.
     """
 
     geo: Geometry
     precision: lax.Precision
     preferred: Any
-    integer_taps: bool = False
+    on_gpu: bool = False
 
     @property
     def is_integer(self) -> bool:
         return jnp.issubdtype(self.preferred, jnp.integer)
+
+    @property
+    def integer_taps(self) -> bool:
+        """Whether integers are added by matrix products of float32, tap by tap.
+
+        XLA has no integer convolution for GPUs, and its products of int8 matrices there were found wrong for small or
+        odd sizes (JAX 0.11.2, H200).
+        """
+        return self.on_gpu and self.is_integer
 
     @property
     def unrolled_taps(self) -> int:

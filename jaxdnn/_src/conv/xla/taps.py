@@ -74,10 +74,10 @@ def _sum_over_taps(problem: Problem, term: Any, padded: Array, w: Array) -> Arra
     return lax.fori_loop(1, len(w), body, first)
 
 
-def _map_over_taps(problem: Problem, term: Any, padded: Array) -> Array:
-    """term(shifted input) of every tap, stacked along a new axis 0."""
+def _map_over_taps(problem: Problem, term: Any, padded: Array, unrolled: int) -> Array:
+    """term(shifted input) of every tap, stacked along a new axis 0; in a loop if there are more than `unrolled`."""
     count = math.prod(problem.geo.taps)
-    if count <= problem.unrolled_taps:
+    if count <= unrolled:
         return jnp.stack([term(shift(problem, padded, start)) for start in _tap_starts(problem)])
     return lax.map(lambda tap: term(shift(problem, padded, traced_start(problem, tap))), jnp.arange(count))
 
@@ -96,12 +96,16 @@ def shifted_forward(problem: Problem, x: Array, w: Array) -> Array:
 def shifted_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     c, k = x.shape[-1], dy.shape[-1]
     pixels = tuple(range(dy.ndim - 1))
-    dy = dy.reshape(*dy.shape[:-1], c, k // c).astype(problem.preferred)
+    several = k > c  # an axis of length one would be the one that XLA's code runs along
+    dy = dy.reshape(*dy.shape[:-1], c, *([k // c] if several else [])).astype(problem.preferred)
 
     def term(shifted: Array) -> Array:
-        return jnp.sum(shifted.astype(problem.preferred)[..., None] * dy, pixels).reshape(1, k)
+        shifted = shifted.astype(problem.preferred)
+        return jnp.sum((shifted[..., None] if several else shifted) * dy, pixels).reshape(1, k)
 
-    return _map_over_taps(problem, term, padded(problem, x)).reshape(*problem.geo.taps, 1, k)
+    # On CPUs a loop: one sum after another in the program takes XLA five times as long to compile, and longer to run.
+    unrolled = problem.unrolled_taps if problem.on_gpu else 1
+    return _map_over_taps(problem, term, padded(problem, x), unrolled).reshape(*problem.geo.taps, 1, k)
 
 
 def taps_forward(problem: Problem, x: Array, w: Array) -> Array:
@@ -123,5 +127,5 @@ def taps_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     def term(shifted: Array) -> Array:
         return problem.dot(shifted.reshape(-1, g, cg), dy, ((0,), (0,)), ((1,), (1,)))  # (G, C / G, K / G)
 
-    stacked = _map_over_taps(problem, term, padded(problem, x))
+    stacked = _map_over_taps(problem, term, padded(problem, x), problem.unrolled_taps)
     return jnp.moveaxis(stacked, 1, 2).reshape(*problem.geo.taps, cg, k)
