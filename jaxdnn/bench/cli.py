@@ -25,12 +25,14 @@ from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
 from jaxdnn.bench import peers, timing
+from jaxdnn.bench.train import measure as train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn bench`."""
     on_gpu = jax.default_backend() == "gpu"
-    parser.add_argument("op", choices=families.with_timed(), help="what to measure")
+    whole = "what to measure: the ops of a family, or with `train` whole training steps"
+    parser.add_argument("op", choices=(*families.with_timed(), "train"), help=whole)
     parser.add_argument("--family", action="append", help="only the cases of these groups (default: all)")
     parser.add_argument("--case", action="append", help="only the cases of these names (default: all)")
     parser.add_argument("--passes", nargs="+", help="only these, such as forward (default: all)")
@@ -53,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table while it goes and a summary, and writes the JSON after every case."""
+    if args.op == "train":
+        return train.run(args, provenance)
     found = families.timed(args.op)
     for given, known in (
         (args.family, [case.family for case in found]),
@@ -77,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             if args.record:
                 recorded += _record(args.record, row)
         if args.json:
-            args.json.write_text(json.dumps({**_provenance(), "rows": rows}, indent=1) + "\n")
+            args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
     _print_summary(rows)
     if args.record and not recorded:
         why = "no pass was served by `--engine hopper` and has features that a table of measurements knows"
@@ -196,7 +200,8 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
     rich.print(table)
 
 
-def _provenance() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
+    """When, how, where and with what a file of results was made."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -41,19 +41,31 @@ def _device_time(function: Callable[..., Any], sets: Sequence[Operands], calls: 
         times = times if isinstance(times, list) else [times]
         return float(statistics.median(t for t in times if t is not None))
     # `Cupti.measure` repeats one set of operands; this is what it does, over all of them.
-    cupti: Any = getattr(profiler, "mosaic_gpu_lib")._mosaic_gpu_ext  # noqa: B009  (not in its stub)
     kept: deque[Any] = deque(maxlen=len(sets))  # so that results do not land where the last one was, in the cache
-    cupti._cupti_init()
-    try:
+
+    def run() -> None:
         for i in range(calls):
             kept.append(function(*sets[i % len(sets)]))
         jax.block_until_ready(list(kept))
-    finally:
-        kernels = cupti._cupti_get_timings(False)
-    each, rest = divmod(len(kernels), calls)
+
+    found = kernels(run)
+    each, rest = divmod(len(found), calls)
     if rest or not each:
-        raise RuntimeError(f"{len(kernels)} kernels ran in {calls} calls, which are not alike")
-    return statistics.median(sum(t for _, t in kernels[i * each : (i + 1) * each]) for i in range(calls))
+        raise RuntimeError(f"{len(found)} kernels ran in {calls} calls, which are not alike")
+    return statistics.median(sum(t for _, t in found[i * each : (i + 1) * each]) for i in range(calls))
+
+
+def kernels(run: Callable[[], None]) -> list[tuple[str, float]]:
+    """The kernels that a function runs on a GPU before it returns, in order, and the milliseconds that each takes."""
+    from jaxdnn._src.core.compat import profiler  # needs a GPU build of jaxlib
+
+    cupti: Any = getattr(profiler, "mosaic_gpu_lib")._mosaic_gpu_ext  # noqa: B009  (not in its stub)
+    cupti._cupti_init()
+    try:
+        run()
+    finally:
+        found = cupti._cupti_get_timings(False)
+    return found
 
 
 @ft.lru_cache

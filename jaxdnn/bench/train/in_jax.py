@@ -1,0 +1,137 @@
+"""The operations of networks in JAX: by lax and jnp as Flax and jax.nn have them, and by this library."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import jaxdnn as dnn
+from jaxdnn.bench.train.networks import Norm
+
+_LAYOUTS = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", "DHWIO", "NDHWC")}
+
+
+class Lax:
+    """By lax, jnp and jax.nn; norms by Flax's formula, variance as E[x²] - E[x]² in float32."""
+
+    def __init__(self) -> None:
+        self.statistics: list[tuple[Array, Array]] = []
+
+    def conv(
+        self, x: Array, w: Array, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1
+    ) -> Array:
+        rank = x.ndim - 2
+        y = lax.conv_general_dilated(
+            x, w.astype(x.dtype), (stride,) * rank, ((padding, padding),) * rank,
+            dimension_numbers=_LAYOUTS[x.ndim], feature_group_count=groups,
+        )  # fmt: skip
+        return y if bias is None else self.add(y, bias)
+
+    def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
+        # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward one.
+        kernel = lax.rev(w, range(w.ndim - 2)).swapaxes(-1, -2).astype(x.dtype)
+        strides = (stride,) * (x.ndim - 2)
+        return lax.conv_transpose(x, kernel, strides, "VALID", dimension_numbers=_LAYOUTS[x.ndim])
+
+    def batch_norm(self, x: Array, p: Norm, *, relu: bool = True, residual: Any = None) -> Array:
+        h = x.astype(jnp.float32)
+        axes = tuple(range(x.ndim - 1))
+        mean = h.mean(axes)
+        variance = jnp.maximum(0.0, (h * h).mean(axes) - mean * mean)
+        self.statistics.append((mean, variance))
+        y = ((h - mean) * (lax.rsqrt(variance + 1e-5) * p["scale"]) + p["bias"]).astype(x.dtype)
+        y = y if residual is None else y + residual
+        return jax.nn.relu(y) if relu else y
+
+    def layer_norm(self, x: Array, p: Norm) -> Array:
+        h = x.astype(jnp.float32)
+        mean = h.mean(-1, keepdims=True)
+        variance = jnp.maximum(0.0, (h * h).mean(-1, keepdims=True) - mean * mean)
+        return ((h - mean) * lax.rsqrt(variance + 1e-6) * p["scale"] + p["bias"]).astype(x.dtype)
+
+    def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
+        h = x.astype(jnp.float32).reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
+        mean = h.mean((1, 3), keepdims=True)
+        variance = jnp.maximum(0.0, (h * h).mean((1, 3), keepdims=True) - mean * mean)
+        y = ((h - mean) * lax.rsqrt(variance + 1e-5)).reshape(x.shape) * p["scale"] + p["bias"]
+        return getattr(jax.nn, activation)(y).astype(x.dtype)
+
+    def activation(self, x: Array, name: str) -> Array:
+        return jax.nn.gelu(x, approximate=False) if name == "gelu" else getattr(jax.nn, name)(x)
+
+    def dense(self, x: Array, w: Array, bias: Any = None) -> Array:
+        y = x @ w.astype(x.dtype)
+        return y if bias is None else self.add(y, bias)
+
+    def attention(self, x: Array, heads: int) -> Array:
+        n, t, d = x.shape
+        q, k, v = jnp.moveaxis(x.reshape(n, t, 3, heads, d // 3 // heads), 2, 0)
+        return jax.nn.dot_product_attention(q, k, v).reshape(n, t, d // 3)
+
+    def max_pool(self, x: Array) -> Array:
+        padding = ((0, 0), (1, 1), (1, 1), (0, 0))
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+
+    def mean(self, x: Array, keep: bool = False) -> Array:
+        return x.astype(jnp.float32).mean(tuple(range(1, x.ndim - 1)), keepdims=keep).astype(x.dtype)
+
+    def concatenate(self, x: Array, y: Array) -> Array:
+        return jnp.concatenate([x, y], -1)
+
+    def tokens(self, x: Array) -> Array:
+        return x.reshape(x.shape[0], -1, x.shape[-1])
+
+    def add(self, x: Array, p: Array) -> Array:
+        return x + p.astype(x.dtype)
+
+    def multiply(self, x: Array, p: Array) -> Array:
+        return x * p.astype(x.dtype)
+
+    def cross_entropy(self, x: Array, w: Array, labels: Array) -> Array:
+        logits = (x @ w.astype(x.dtype)).astype(jnp.float32)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+    def mean_square(self, x: Array) -> Array:
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+
+class Jaxdnn(Lax):
+    """By this library wherever it has the op; matrix products and attention are XLA's."""
+
+    def conv(
+        self, x: Array, w: Array, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1
+    ) -> Array:
+        bias = None if bias is None else bias.astype(x.dtype)
+        layout = _LAYOUTS[x.ndim][0]
+        return dnn.conv(
+            x, w.astype(x.dtype), bias=bias, stride=stride, padding=padding, groups=groups, layout=layout
+        )  # fmt: skip
+
+    def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
+        return dnn.conv_transpose(x, w.astype(x.dtype), stride=stride, layout=_LAYOUTS[x.ndim][0])
+
+    def batch_norm(self, x: Array, p: Norm, *, relu: bool = True, residual: Any = None) -> Array:
+        y, _, _, *statistics = dnn.batch_norm(x, **p, residual=residual, activation="relu" if relu else None)
+        self.statistics.append((statistics[0], statistics[1]))
+        return y
+
+    def layer_norm(self, x: Array, p: Norm) -> Array:
+        return dnn.layer_norm(x, **p, eps=1e-6)
+
+    def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
+        layout = _LAYOUTS[x.ndim][0]
+        if groups == x.shape[-1]:
+            y = dnn.instance_norm(x, **p, layout=layout)
+        else:
+            y = dnn.group_norm(x, **p, groups=groups, layout=layout)
+        return self.activation(y, activation)
+
+    def activation(self, x: Array, name: str) -> Array:
+        return dnn.activation(x, activation="swish" if name == "silu" else name)
+
+    def max_pool(self, x: Array) -> Array:
+        return dnn.pool(x, window=3, stride=2, padding=1)
+
+    def cross_entropy(self, x: Array, w: Array, labels: Array) -> Array:
+        return dnn.linear_cross_entropy(x, w.astype(x.dtype), labels)

@@ -1,0 +1,374 @@
+"""The networks: parameters as nested dicts and lists of NumPy arrays, and the loss over an `Ops`.
+
+Images are (N, spatial..., C) here; an `Ops` may lay them out as it likes. Parameters of one axis are those of norms and
+biases, of two axes matrices (in, out), of more axes filters (taps..., in / groups, out).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any
+Norm = dict[str, Array]
+
+
+class Ops(Protocol):
+    """What networks are made of."""
+
+    def conv(
+        self, x: Array, w: Array, bias: Array = None, *, stride: int = 1, padding: int = 0, groups: int = 1
+    ) -> Array:
+        """Convolution, its bias added."""
+        ...
+
+    def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
+        """Transposed convolution whose taps are as many as its stride."""
+        ...
+
+    def batch_norm(self, x: Array, p: Norm, *, relu: bool = True, residual: Array = None) -> Array:
+        """Normalisation by the batch's own statistics, then the residual, then relu; the statistics are kept."""
+        ...
+
+    def layer_norm(self, x: Array, p: Norm) -> Array:
+        """Normalisation over channels."""
+        ...
+
+    def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
+        """Normalisation over groups of channels and the image, then the activation; each channel its own group is
+        instance normalisation."""
+        ...
+
+    def activation(self, x: Array, name: str) -> Array:
+        """relu, gelu (by erf), silu or sigmoid."""
+        ...
+
+    def dense(self, x: Array, w: Array, bias: Array = None) -> Array:
+        """A product with a matrix over the last axis."""
+        ...
+
+    def attention(self, x: Array, heads: int) -> Array:
+        """Softmax attention of queries, keys and values that lie side by side: (N, T, 3 D) to (N, T, D)."""
+        ...
+
+    def max_pool(self, x: Array) -> Array:
+        """Windows of 3 x 3, stride 2, padding 1."""
+        ...
+
+    def mean(self, x: Array, keep: bool = False) -> Array:
+        """The mean over the image, (N, C), or (N, 1..., C) to be multiplied with images."""
+        ...
+
+    def concatenate(self, x: Array, y: Array) -> Array:
+        """Side by side in channels."""
+        ...
+
+    def tokens(self, x: Array) -> Array:
+        """Images as (N, pixels, C)."""
+        ...
+
+    def add(self, x: Array, p: Array) -> Array:
+        """A parameter added to activations in their dtype."""
+        ...
+
+    def multiply(self, x: Array, p: Array) -> Array:
+        """Activations scaled by a parameter in their dtype."""
+        ...
+
+    def cross_entropy(self, x: Array, w: Array, labels: Array) -> Array:
+        """The mean cross-entropy of the logits x w."""
+        ...
+
+    def mean_square(self, x: Array) -> Array:
+        """A loss for networks that end in an image."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network and the batch that it is measured on.
+
+    Attributes:
+      make: the parameters, from a generator and the number of channels of the input.
+      loss: of an `Ops`, parameters, images and labels.
+      shape: of a batch of images, as published for one GPU.
+      small: of a batch for a machine without a GPU.
+      source: where the network is from.
+    """
+
+    make: Callable[[np.random.Generator], Any]
+    loss: Callable[[Ops, Any, Array, Array], Array]
+    shape: tuple[int, ...]
+    small: tuple[int, ...]
+    source: str
+
+
+CLASSES = 1000
+
+
+def _filter(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(0, math.sqrt(2 / math.prod(shape[:-1])), shape).astype(np.float32)
+
+
+def _norm(channels: int) -> dict[str, np.ndarray]:
+    return {"scale": np.ones(channels, np.float32), "bias": np.zeros(channels, np.float32)}
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+# ---- ResNet-50 -------------------------------------------------------------------------------------------------------
+
+RESNET_STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # width, blocks, stride
+
+
+def _resnet(rng: np.random.Generator) -> Any:
+    blocks, c = [], 64
+    for width, count, _ in RESNET_STAGES:
+        for i in range(count):
+            block = {
+                "in": (_filter(rng, 1, 1, c, width), _norm(width)),
+                "middle": (_filter(rng, 3, 3, width, width), _norm(width)),
+                "out": (_filter(rng, 1, 1, width, 4 * width), _norm(4 * width)),
+            }
+            if i == 0:
+                block["project"] = (_filter(rng, 1, 1, c, 4 * width), _norm(4 * width))
+            blocks.append(block)
+            c = 4 * width
+    return {"stem": (_filter(rng, 7, 7, 3, 64), _norm(64)), "blocks": blocks, "head": _filter(rng, c, CLASSES)}
+
+
+def _resnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
+    def conv_norm(x: Array, layer: Any, *, stride: int = 1, padding: int = 0, **how: Any) -> Array:
+        return ops.batch_norm(ops.conv(x, layer[0], stride=stride, padding=padding), layer[1], **how)
+
+    x = ops.max_pool(conv_norm(x, p["stem"], stride=2, padding=3))
+    strides = [stride if i == 0 else 1 for _, count, stride in RESNET_STAGES for i in range(count)]
+    for block, stride in zip(p["blocks"], strides, strict=True):
+        residual = conv_norm(x, block["project"], stride=stride, relu=False) if "project" in block else x
+        y = conv_norm(conv_norm(x, block["in"]), block["middle"], stride=stride, padding=1)
+        x = conv_norm(y, block["out"], residual=residual)
+    return ops.cross_entropy(ops.mean(x), p["head"], labels)
+
+
+# ---- ConvNeXt-T ------------------------------------------------------------------------------------------------------
+
+CONVNEXT_STAGES = ((96, 3), (192, 3), (384, 9), (768, 3))
+
+
+def _convnext(rng: np.random.Generator) -> Any:
+    stages, c = [], CONVNEXT_STAGES[0][0]
+    for width, count in CONVNEXT_STAGES:
+        down = {} if width == c else {"down": (_norm(c), _filter(rng, 2, 2, c, width), _zeros(width))}
+        blocks = [
+            {
+                "depthwise": (_filter(rng, 7, 7, 1, width), _zeros(width)),
+                "norm": _norm(width),
+                "wide": (_filter(rng, width, 4 * width), _zeros(4 * width)),
+                "narrow": (_filter(rng, 4 * width, width), _zeros(width)),
+                "scale": np.full(width, 0.1, np.float32),
+            }
+            for _ in range(count)
+        ]
+        stages.append({**down, "blocks": blocks})
+        c = width
+    stem = (_filter(rng, 4, 4, 3, 96), _zeros(96), _norm(96))
+    return {"stem": stem, "stages": stages, "norm": _norm(c), "head": _filter(rng, c, CLASSES)}
+
+
+def _convnext_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
+    w, bias, norm = p["stem"]
+    x = ops.layer_norm(ops.conv(x, w, bias, stride=4), norm)
+    for stage in p["stages"]:
+        if "down" in stage:
+            norm, w, bias = stage["down"]
+            x = ops.conv(ops.layer_norm(x, norm), w, bias, stride=2)
+        for block in stage["blocks"]:
+            channels = block["scale"].shape[0]
+            y = ops.layer_norm(ops.conv(x, *block["depthwise"], padding=3, groups=channels), block["norm"])
+            y = ops.dense(ops.activation(ops.dense(y, *block["wide"]), "gelu"), *block["narrow"])
+            x = x + ops.multiply(y, block["scale"])
+    return ops.cross_entropy(ops.layer_norm(ops.mean(x), p["norm"]), p["head"], labels)
+
+
+# ---- a diffusion U-Net's blocks --------------------------------------------------------------------------------------
+
+UNET_WIDTHS = (128, 256, 512)
+
+
+def _unet(rng: np.random.Generator) -> Any:
+    blocks, c = [], UNET_WIDTHS[0]
+    for width in UNET_WIDTHS:
+        for _ in range(2):
+            block = {
+                "in": (_norm(c), _filter(rng, 3, 3, c, width)),
+                "out": (_norm(width), 0.1 * _filter(rng, 3, 3, width, width)),
+            }
+            blocks.append(block if c == width else {**block, "project": _filter(rng, 1, 1, c, width)})
+            c = width
+        blocks.append({"down": _filter(rng, 3, 3, c, c)})
+    return {"stem": _filter(rng, 3, 3, 3, UNET_WIDTHS[0]), "blocks": blocks}
+
+
+def _unet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
+    def norm_conv(x: Array, layer: Any) -> Array:
+        return ops.conv(ops.group_norm(x, layer[0], 32, "silu"), layer[1], padding=1)
+
+    x = ops.conv(x, p["stem"], padding=1)
+    for block in p["blocks"]:
+        if "down" in block:
+            x = ops.conv(x, block["down"], stride=2, padding=1)
+        else:
+            residual = ops.conv(x, block["project"]) if "project" in block else x
+            x = residual + norm_conv(norm_conv(x, block["in"]), block["out"])
+    return ops.mean_square(x)
+
+
+# ---- ViT-B/16 --------------------------------------------------------------------------------------------------------
+
+VIT_WIDTH, VIT_BLOCKS, VIT_HEADS, VIT_PATCH = 768, 12, 12, 16
+
+
+def _vit(rng: np.random.Generator) -> Any:
+    d = VIT_WIDTH
+    blocks = [
+        {
+            "before": _norm(d),
+            "qkv": (0.5 * _filter(rng, d, 3 * d), _zeros(3 * d)),
+            "project": (0.5 * _filter(rng, d, d), _zeros(d)),
+            "between": _norm(d),
+            "wide": (_filter(rng, d, 4 * d), _zeros(4 * d)),
+            "narrow": (0.5 * _filter(rng, 4 * d, d), _zeros(d)),
+        }
+        for _ in range(VIT_BLOCKS)
+    ]
+    patch = (_filter(rng, VIT_PATCH, VIT_PATCH, 3, d), _zeros(d))
+    return {"patch": patch, "blocks": blocks, "norm": _norm(d), "head": _filter(rng, d, CLASSES)}
+
+
+def _vit_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
+    """Without a class token: the head reads the mean of the tokens. Positions are in the patches' order."""
+    x = ops.tokens(ops.conv(x, *p["patch"], stride=VIT_PATCH))
+    for block in p["blocks"]:
+        y = ops.attention(ops.dense(ops.layer_norm(x, block["before"]), *block["qkv"]), VIT_HEADS)
+        x = x + ops.dense(y, *block["project"])
+        y = ops.activation(ops.dense(ops.layer_norm(x, block["between"]), *block["wide"]), "gelu")
+        x = x + ops.dense(y, *block["narrow"])
+    return ops.cross_entropy(ops.layer_norm(x, p["norm"]).mean(1), p["head"], labels)
+
+
+# ---- EfficientNet-B0 -------------------------------------------------------------------------------------------------
+
+# expansion, width, blocks, stride, taps
+EFFICIENTNET_STAGES = (
+    (1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3),
+    (6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3),
+)  # fmt: skip
+
+
+def _efficientnet_blocks() -> list[tuple[int, int, int, int, int]]:
+    """Of each block its input's width, the width inside, its own, stride and taps."""
+    found, c = [], 32
+    for expansion, width, count, stride, taps in EFFICIENTNET_STAGES:
+        for i in range(count):
+            found.append((c, c * expansion, width, stride if i == 0 else 1, taps))
+            c = width
+    return found
+
+
+def _efficientnet(rng: np.random.Generator) -> Any:
+    blocks = []
+    for c, inside, width, _, taps in _efficientnet_blocks():
+        block = {
+            "depthwise": (_filter(rng, taps, taps, 1, inside), _norm(inside)),
+            "squeeze": (_filter(rng, inside, c // 4), _zeros(c // 4)),
+            "excite": (_filter(rng, c // 4, inside), _zeros(inside)),
+            "out": (_filter(rng, 1, 1, inside, width), _norm(width)),
+        }
+        blocks.append(block if c == inside else {**block, "in": (_filter(rng, 1, 1, c, inside), _norm(inside))})
+    return {
+        "stem": (_filter(rng, 3, 3, 3, 32), _norm(32)),
+        "blocks": blocks,
+        "last": (_filter(rng, 1, 1, 320, 1280), _norm(1280)),
+        "head": _filter(rng, 1280, CLASSES),
+    }
+
+
+def _efficientnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
+    """Without stochastic depth and dropout, which cost next to nothing."""
+
+    def conv_norm(x: Array, layer: Any, *, silu: bool = True, **how: Any) -> Array:
+        y = ops.batch_norm(ops.conv(x, layer[0], **how), layer[1], relu=False)
+        return ops.activation(y, "silu") if silu else y
+
+    x = conv_norm(x, p["stem"], stride=2, padding=1)
+    for block, (c, inside, width, stride, taps) in zip(p["blocks"], _efficientnet_blocks(), strict=True):
+        y = conv_norm(x, block["in"]) if "in" in block else x
+        y = conv_norm(y, block["depthwise"], stride=stride, padding=taps // 2, groups=inside)
+        gate = ops.activation(ops.dense(ops.mean(y, keep=True), *block["squeeze"]), "silu")
+        y = y * ops.activation(ops.dense(gate, *block["excite"]), "sigmoid")
+        y = conv_norm(y, block["out"], silu=False)
+        x = x + y if stride == 1 and c == width else y
+    return ops.cross_entropy(ops.mean(conv_norm(x, p["last"])), p["head"], labels)
+
+
+# ---- 3-D U-Net -------------------------------------------------------------------------------------------------------
+
+UNET3D_WIDTHS = (32, 64, 128, 256, 320)
+
+
+def _unet3d(rng: np.random.Generator) -> Any:
+    def pair(c: int, k: int) -> list[Any]:
+        return [(_filter(rng, 3, 3, 3, c, k), _norm(k)), (_filter(rng, 3, 3, 3, k, k), _norm(k))]
+
+    widths = UNET3D_WIDTHS
+    steps = list(itertools.pairwise(widths))
+    return {
+        "down": [pair(c, k) for c, k in ((1, widths[0]), *steps)],
+        "up": [{"wider": _filter(rng, 2, 2, 2, c, k), "pair": pair(2 * c, c)} for c, k in reversed(steps)],
+        "last": (_filter(rng, 1, 1, 1, widths[0], 3), _zeros(3)),
+    }
+
+
+def _unet3d_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
+    """As MLPerf's: instance normalisation, stride 2 downwards, transposed convolutions upwards; a plain loss."""
+
+    def pair(x: Array, layers: Any, stride: int = 1) -> Array:
+        for w, norm in layers:
+            x = ops.conv(x, w, stride=stride, padding=1)
+            x, stride = ops.group_norm(x, norm, norm["scale"].shape[0], "relu"), 1
+        return x
+
+    kept = []
+    for i, layers in enumerate(p["down"]):
+        x = pair(x, layers, 1 if i == 0 else 2)
+        kept.append(x)
+    for level, below in zip(p["up"], reversed(kept[:-1]), strict=True):
+        x = pair(ops.concatenate(ops.conv_transpose(x, level["wider"], 2), below), level["pair"])
+    return ops.mean_square(ops.conv(x, *p["last"]))
+
+
+NETWORKS = {
+    "resnet50": Network(
+        _resnet, _resnet_loss, (128, 224, 224, 3), (2, 64, 64, 3), "He et al. 2015, stride on the 3 x 3 (v1.5)"
+    ),
+    "convnext": Network(_convnext, _convnext_loss, (128, 224, 224, 3), (2, 64, 64, 3), "ConvNeXt-T, Liu et al. 2022"),
+    "unet": Network(
+        _unet, _unet_loss, (32, 128, 128, 3), (1, 16, 16, 3), "the downward blocks of a diffusion U-Net, Ho et al. 2020"
+    ),
+    "vit": Network(_vit, _vit_loss, (128, 224, 224, 3), (1, 64, 64, 3), "ViT-B/16, Dosovitskiy et al. 2020"),
+    "efficientnet": Network(
+        _efficientnet, _efficientnet_loss, (128, 224, 224, 3), (2, 64, 64, 3), "EfficientNet-B0, Tan and Le 2019"
+    ),
+    "unet3d": Network(
+        _unet3d,
+        _unet3d_loss,
+        (2, 128, 128, 128, 1),
+        (1, 16, 16, 16, 1),
+        "MLPerf's 3-D U-Net (KiTS19), Isensee et al.",
+    ),
+}
