@@ -29,7 +29,7 @@ def test_measurements_decide_among_engines_that_may_serve(monkeypatch: pytest.Mo
     told = dataclasses.replace(call, device_kind="a device")
     name = "bfloat16 (5,4) 16 32 (3,3) (1,1) ((1,1),(1,1)) (1,1) 1"
     point = {"batch": 8, "speed_up": 1.2}
-    tables = {"a device": {"hopper": {"conv": {"calls": {name: [point]}}}}}
+    tables: Any = {"a device": {"hopper": {"conv": {"calls": {name: [point]}}}}}
     monkeypatch.setattr(selection, "measured", lambda: tables)
     assert [e.name for e in selection.ranked(told)] == ["hopper", "xla", "ordered"]
     assert [e.name for e in selection.ranked(call)] == ["xla", "hopper", "ordered"]

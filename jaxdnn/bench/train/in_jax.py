@@ -1,5 +1,6 @@
 """The operations of networks in JAX: by lax and jnp as Flax and jax.nn have them, and by this library."""
 
+import functools as ft
 from typing import Any
 
 import jax
@@ -117,14 +118,13 @@ class Jaxdnn(Lax):
         return y
 
     def layer_norm(self, x: Array, p: Norm) -> Array:
-        return dnn.layer_norm(x, **p, eps=1e-6)
+        y: Any = dnn.layer_norm(x, **p, eps=1e-6)
+        return y
 
     def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
         layout = _LAYOUTS[x.ndim][0]
-        if groups == x.shape[-1]:
-            y = dnn.instance_norm(x, **p, layout=layout)
-        else:
-            y = dnn.group_norm(x, **p, groups=groups, layout=layout)
+        norm = dnn.instance_norm if groups == x.shape[-1] else ft.partial(dnn.group_norm, groups=groups)
+        y: Any = norm(x, **p, layout=layout)
         return self.activation(y, activation)
 
     def activation(self, x: Array, name: str) -> Array:
