@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (a peer where it is installed)
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
@@ -101,7 +102,7 @@ def images(value: np.ndarray, device: str) -> Tensor:
 
 def step_of(network: Network, parameters: Any, rate: float, *, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """A step of SGD, in place; it returns the loss."""
-    leaves, _ = torch.utils._pytree.tree_flatten(parameters)
+    leaves = jax.tree.leaves(parameters)
     loss_of = lambda x, labels: network.loss(Torch(), parameters, x, labels)
     loss_of = torch.compile(loss_of) if compiled else loss_of
 
