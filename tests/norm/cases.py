@@ -11,13 +11,14 @@ import numpy as np
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.core import frames, tolerance
-from jaxdnn._src.norm import arguments, bounds
+from jaxdnn._src.norm import bounds
+from jaxdnn._src.norm.cases import Arrays
 
 SIZES = {"N": 3, "C": 6, "D": 2, "H": 4, "W": 5}
 
 
 @dataclasses.dataclass(frozen=True)
-class Norm:
+class Norm(Arrays):
     """An op with its options, and the shapes of x and of its parameters."""
 
     op: str
@@ -33,22 +34,9 @@ class Norm:
     def centred(self) -> bool:
         return self.op != "rms_norm"
 
-    def view(self, x: Any) -> arguments.View:
-        o = self.keywords
-        if self.op == "adaptive_layer_norm":
-            return arguments.samples(x, o.get("axis", -1))
-        if self.op in ("layer_norm", "rms_norm"):
-            return arguments.rows(x, o.get("axis", -1))
-        frame, plain = frames.frame(o.get("layout", "NHWC"), None), self.plain(x)
-        if self.op == "group_norm":
-            return arguments.grouped(frame, plain, o["groups"])
-        if self.op == "instance_norm":
-            return arguments.instances(frame, plain)
-        return arguments.batches(frame, plain, o.get("mode", "spatial"))
-
-    def plain(self, x: Any) -> Any:
-        """x without channel vectors, and without the channels that only fill the last one up."""
-        return _devectorised(x, self.keywords.get("layout"), self.keywords.get("channels"))
+    def of(self, x: Any) -> "Norm":
+        """The same of an x of another batch."""
+        return dataclasses.replace(self, shape=x.shape)
 
     def arrays(self, seed: int, dtype: Any, mean: float = 0.5, deviation: float = 1.0) -> tuple[np.ndarray, ...]:
         """x, scale, bias and dy."""
@@ -81,7 +69,7 @@ class Norm:
 
     def formula(self, x: jax.Array, s: jax.Array, b: jax.Array) -> jax.Array:
         """y by another way: the variance as the mean of squares less the square of the mean."""
-        view = self.view(x)
+        view = self.of(x).view
         frame = frames.frame(self.keywords["layout"], None) if "layout" in self.keywords else None
         plain = x if frame is None else frame.array("x", x)
         v = plain.reshape(view.shape)
@@ -98,7 +86,7 @@ class Norm:
         return self.keywords.get("eps", 1e-6 if self.op == "rms_norm" else 1e-5)
 
     def problem(self, x: np.ndarray, s: Any, b: Any) -> bounds.Problem:
-        view, plain = self.view(x), self.plain(x)
+        view, plain = self.of(x).view, self.without_filling(x)
         zero_centred = bool(self.keywords.get("zero_centred"))
         views = (view.shape, view.axes, view.summed, view.spread)
         options = {"eps": self.eps, "centred": self.centred, "zero_centred": zero_centred}
@@ -111,7 +99,7 @@ class Norm:
         if dy is not None:
             found = [error * share for _, error in bounds.backward(p, in_view(self, dy, p.x.shape))]
             return as_given(self, x, found[0]), *(e.reshape(self.parameter) for e in found[1:])
-        own, view = bounds.normalised(p), self.view(x)
+        own, view = bounds.normalised(p), self.of(x).view
         errors = [own.mean_error, own.rstd_error] if self.centred else [own.rstd_error]
         if self.op == "batch_norm":  # running statistics without old ones: the mean, and the unbiased variance
             m = p.count
@@ -120,34 +108,14 @@ class Norm:
         return as_given(self, x, bounds.forward(p)[1] * share), *given
 
 
-def _devectorised(x: Any, layout: str | None, channels: int | None = None) -> Any:
-    letters, _, lanes = (layout or "").partition("c")
-    if not lanes:
-        return x
-    c = letters.index("C")
-    moved = np.moveaxis(x, -1, c + 1)
-    plain = moved.reshape(*moved.shape[:c], moved.shape[c] * moved.shape[c + 1], *moved.shape[c + 2 :])
-    return plain if channels is None else plain.take(range(channels), c)
-
-
-def _vectorised(x: np.ndarray, layout: str | None) -> np.ndarray:
-    """With zeros that fill the last vector up."""
-    letters, _, lanes = (layout or "").partition("c")
-    if not lanes:
-        return x
-    c, size = letters.index("C"), int(lanes)
-    full = np.pad(x, [(0, -x.shape[c] % size * (a == c)) for a in range(x.ndim)])
-    return np.moveaxis(full.reshape(*x.shape[:c], full.shape[c] // size, size, *x.shape[c + 1 :]), c + 1, -1)
-
-
 def in_view(norm: Norm, v: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """An array like x in the view's shape, float64."""
-    return norm.plain(v).astype(np.float64).reshape(shape)
+    return norm.without_filling(v).astype(np.float64).reshape(shape)
 
 
 def as_given(norm: Norm, x: np.ndarray, v: np.ndarray) -> np.ndarray:
     """An array of the view in x's own shape."""
-    return _vectorised(v.reshape(norm.plain(x).shape), norm.keywords.get("layout"))
+    return norm.as_given(v.reshape(norm.without_filling(x).shape))
 
 
 def agree(out: Any, golden: np.ndarray, error: np.ndarray, dtype: Any, what: str) -> None:

@@ -30,7 +30,7 @@ def check(norm: Norm, arrays: Any, **choices: Any) -> None:
     """Forward and backward, by statistics that were saved and by statistics computed again."""
     x, s, b, dy = arrays
     p, acc = norm.problem(x, s, b), np.float64 if x.dtype == np.float64 else np.float32
-    view = norm.view(x)
+    view = norm.of(x).view
     found, wanted = jax.jit(norm.call(**choices))(x, s, b), norm.definition(x, s, b)
     (error,) = norm_bounds.from_definition(p)
     agree(found[0], wanted[0], as_given(norm, x, error), x.dtype, "y")

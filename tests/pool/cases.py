@@ -1,4 +1,4 @@
-"""Windows, layouts and data that the tests of pooling share."""
+"""Windows and data that the tests of pooling share: those of the family's cases, and further ones."""
 
 import functools as ft
 from typing import Any
@@ -9,39 +9,24 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
+from jaxdnn._src.cases.drawn import laid_out
+from jaxdnn._src.pool import cases
+from jaxdnn._src.pool.cases import MODES
 
-MODES = ("max", "average", "average_exclude_padding", "lp")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 # Spatial sizes, and the window over them.
-WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "plain": ((6, 4), {}),
-    "ragged": ((7, 9), {"window": 2}),
-    "resnet": ((8, 11), {"window": 3, "stride": 2, "padding": 1}),
+WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = cases.WINDOWS | {
     "dense": ((6, 5), {"window": (3, 2), "stride": 1, "padding": ((1, 1), (0, 1))}),
-    "dilated": ((11, 10), {"window": (2, 3), "stride": (1, 2), "dilation": (3, 2), "padding": (1, 2)}),
     "dilated by its stride": ((12, 9), {"window": 3, "stride": 2, "dilation": 2, "padding": 2}),
-    "steps over elements": ((13, 10), {"window": (2, 1), "stride": (3, 4)}),
-    "same": ((7, 8), {"window": (4, 3), "stride": (3, 2), "padding": "SAME"}),
-    "ceil": ((7, 10), {"window": (3, 4), "stride": (2, 3), "padding": (1, 2), "ceil_mode": True}),
     "ceil, last window dropped": ((5, 8), {"window": 2, "stride": 3, "padding": ((1, 0), (1, 1)), "ceil_mode": True}),
-    "line": ((13,), {"window": 5, "stride": 2, "padding": ((2, 1),)}),
-    "volume": ((5, 4, 6), {"window": (3, 2, 1), "stride": (2, 1, 3), "padding": (1, 1, 0)}),
-    "long": ((19, 4), {"window": (11, 2), "stride": (2, 1), "padding": (4, 0)}),
     "long and dilated": ((31,), {"window": 9, "stride": 1, "dilation": 3, "padding": 4}),
     "large": ((18, 17), {"window": (13, 12), "stride": (2, 3), "padding": (5, 4)}),
     "large, disjoint": ((29, 20), {"window": (14, 10), "stride": (15, 10)}),
-    "whole": ((11, 13), {"window": (11, 13)}),
 }
-LAYOUTS = {1: ("NWC", "NCW", "CWN", "NCWc4"), 2: ("NHWC", "NCHW", "CHWN", "NCHWc4"), 3: ("NDHWC", "NCDHW", "CDHWN")}
-FEW = ("resnet", "ceil", "long")
+LAYOUTS = cases.LAYOUTS | {1: (*cases.LAYOUTS[1], "NCWc4")}
+FEW = ("3x3 step 2", "ceil", "long")
 each_window = pytest.mark.parametrize("name", WINDOWS)
 each_mode = pytest.mark.parametrize("mode", MODES)
-
-
-def shape_of(layout: str, n: int, sizes: tuple[int, ...], c: int) -> tuple[int, ...]:
-    axes, _, lanes = layout.partition("c")
-    letters = {"N": n, "C": c // int(lanes or 1), **dict(zip("DHW"[3 - len(sizes) :], sizes, strict=True))}
-    return (*(letters[a] for a in axes), *([int(lanes)] if lanes else []))
 
 
 def data(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
@@ -57,7 +42,7 @@ def drawn(name: str, dtype: Any = np.float32, layout: str | None = None, c: int 
     sizes, options = WINDOWS[name]
     layout = layout or LAYOUTS[len(sizes)][0]
     options = {**options, "layout": layout}
-    x = data(shape_of(layout, 2, sizes, c), dtype, seed)
+    x = data(laid_out(layout, 2, c, sizes), dtype, seed)
     y = jax.eval_shape(ft.partial(dnn.pool, **options), x)
     return x, data(y.shape, dtype, seed + 1), options
 

@@ -11,7 +11,8 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from tests.pool.cases import DTYPES, assert_bits, data, drawn, each_mode, each_window, shape_of
+from jaxdnn._src.cases.drawn import laid_out
+from tests.pool.cases import DTYPES, assert_bits, data, drawn, each_mode, each_window
 
 
 @each_window
@@ -87,7 +88,7 @@ def test_derivatives_of_adaptive_pool(mode: str, outputs: Any):
     ("outputs", "layout"), [*((outputs, "NHWC") for outputs in OUTPUTS[:-1]), ((4, 6), "CHWN"), ((4, 6), "NCHWc4")]
 )
 def test_indices_of_adaptive_pool(outputs: Any, layout: str):
-    x = data(shape_of(layout, 2, (9, 12), 8), np.float32)
+    x = data(laid_out(layout, 2, 8, (9, 12)), np.float32)
     x = np.where(np.random.default_rng(2).random(x.shape) < 0.05, np.nan, x).astype(np.float32)
     for nan in ("propagate", "ignore"):
         options: dict[str, Any] = {"output_sizes": outputs, "mode": "max", "layout": layout, "nan": nan}

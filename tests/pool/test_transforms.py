@@ -20,7 +20,7 @@ from tests.pool.cases import MODES, data, drawn
 
 
 def theirs(mode: str, x: jax.Array) -> jax.Array:
-    """The "resnet" window as a stack of its taps; the first of equal maxima by argmax."""
+    """The "3x3 step 2" window as a stack of its taps; the first of equal maxima by argmax."""
     pads = [(0, 0)] * (x.ndim - 3) + [(1, 1), (1, 1), (0, 0)]
     fill = -jnp.inf if mode == "max" else 0.0
     wide = jnp.pad(x, pads, constant_values=fill)
@@ -72,7 +72,7 @@ def test_transformations(mode: str, transformation: str):
 
 
 def test_derivatives_of_the_backward_op():
-    x, dy, options = drawn("resnet")
+    x, dy, options = drawn("3x3 step 2")
     for mode in ("max", "average"):
         back = ft.partial(dnn.pool_dgrad, mode=mode, **options)
         along = data(x.shape, np.float32, 9)
@@ -92,7 +92,7 @@ def test_derivatives_of_the_backward_op():
 
 
 def test_indices_through_transformations():
-    x, _, options = drawn("resnet")
+    x, _, options = drawn("3x3 step 2")
     f = lambda x: dnn.pool(x, **options, return_indices=True)
     _, indices = f(x)
     many = jax.vmap(f)(jnp.stack([x, -x]))

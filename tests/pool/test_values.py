@@ -12,6 +12,7 @@ from jax import lax
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.cases.drawn import laid_out
 from tests.pool.cases import (
     DTYPES,
     FEW,
@@ -23,7 +24,6 @@ from tests.pool.cases import (
     drawn,
     each_mode,
     each_window,
-    shape_of,
 )
 
 # ---- the definition's bits -------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_golden(name: str, mode: str):
     np.testing.assert_allclose(dnn.pool_dgrad(dy, x, **options), golden, rtol=0, atol=2 * u * scale)
 
 
-@pytest.mark.parametrize(("rank", "name"), [(1, "line"), (2, "resnet"), (3, "volume")])
+@pytest.mark.parametrize(("rank", "name"), [(1, "line"), (2, "3x3 step 2"), (3, "volume")])
 @each_mode
 def test_layouts(rank: int, name: str, mode: str):
     for layout in LAYOUTS[rank]:
@@ -248,7 +248,7 @@ def test_average_of_each_count():
 def test_int8(name: str, mode: str):
     sizes, options = WINDOWS[name]
     layout = LAYOUTS[len(sizes)][0]
-    x = np.random.default_rng(1).integers(-128, 128, shape_of(layout, 2, sizes, 3)).astype(np.int8)
+    x = np.random.default_rng(1).integers(-128, 128, laid_out(layout, 2, 3, sizes)).astype(np.int8)
     options = {**options, "layout": layout, "mode": mode}
     assert_bits(dnn.pool(x, **options), reference.pool(x, **options, arithmetic="ordered"))
     exact = reference.pool(x, **options)
@@ -262,7 +262,7 @@ def test_int8(name: str, mode: str):
 
 @each_mode
 def test_blend(mode: str):
-    x, dy, options = drawn("resnet", ml_dtypes.bfloat16)
+    x, dy, options = drawn("3x3 step 2", ml_dtypes.bfloat16)
     options = {**options, "mode": mode}
     prior = data(dy.shape, np.float32, 7)
     blend = {"alpha": -1.5, "beta": 0.5, "prior": prior, "out_dtype": np.float32}

@@ -14,6 +14,7 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.tensor.cases import PATCHES
 
 Function = Callable[..., Any]
 
@@ -77,7 +78,6 @@ def _patches(x: jax.Array) -> jax.Array:
     return jnp.concatenate(rows, axis=-1)
 
 
-PATCHES = {"window": (3, 2), "stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
 X = (2, 6, 4, 3)
 
 

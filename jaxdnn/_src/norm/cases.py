@@ -46,19 +46,58 @@ def _blend_of(variant: str) -> str:
     return last if last in BLENDS else ""
 
 
+class Arrays:
+    """The arrays of a call of a normalisation, as they are given and in the op's view."""
+
+    op: str
+    shape: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def plain(self) -> str:
+        """The forward op."""
+        return self.op.removesuffix("_dgrad")
+
+    @property
+    def view(self) -> arguments.View:
+        o, x = dict(self.options), np.empty(self.without_filling(np.empty(self.shape, bool)).shape, np.float32)
+        if self.plain in ROWS:
+            return (arguments.samples if self.plain == ROWS[2] else arguments.rows)(x, o.get("axis", -1))
+        frame = frames.frame(o.get("layout", "NHWC"), None)
+        if self.plain == "group_norm":
+            return arguments.grouped(frame, x, o["groups"])
+        if self.plain == "instance_norm":
+            return arguments.instances(frame, x)
+        return arguments.batches(frame, x, o.get("mode", "spatial"))
+
+    def without_filling(self, v: np.ndarray) -> np.ndarray:
+        """An array like x without channel vectors and the channels that fill up the last one."""
+        layout = frames.frame(dict(self.options).get("layout", "NHWC"), None).given
+        if layout.vector is None:
+            return v
+        c = layout.channel
+        moved = np.moveaxis(v, -1, c + 1)
+        stored = moved.reshape(*moved.shape[:c], -1, *moved.shape[c + 2 :])
+        return stored.take(range(dict(self.options).get("channels", stored.shape[c])), c)
+
+    def as_given(self, v: np.ndarray) -> np.ndarray:
+        """An array without channel vectors in x's layout; 0 in the channels that fill up."""
+        layout = frames.frame(dict(self.options).get("layout", "NHWC"), None).given
+        if layout.vector is None:
+            return v
+        c, lanes = layout.channel, layout.vector
+        full = np.pad(v, [(0, -v.shape[c] % lanes * (axis == c)) for axis in range(v.ndim)])
+        return np.moveaxis(full.reshape(*v.shape[:c], -1, lanes, *v.shape[c + 1 :]), c + 1, -1)
+
+
 @dataclasses.dataclass(frozen=True)
-class NormCase(Case):
+class NormCase(Arrays, Case):
     """One call; forward with scale and bias, backward with a scale; behind them the priors of a blend."""
 
     primitive: ClassVar[dict[str, str]] = {op: "norm_dgrad" if op.endswith("_dgrad") else "norm" for op in OPS}
 
     shape: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def plain(self) -> str:
-        """The forward op."""
-        return self.op.removesuffix("_dgrad")
 
     @property
     def backward(self) -> bool:
@@ -77,37 +116,6 @@ class NormCase(Case):
             return {}
         parameters = {"prior_dscale": self.view.parameters, "prior_dbias": self.view.parameters}
         return {"prior": self.shape, **(parameters if self.backward else {})}
-
-    @property
-    def view(self) -> arguments.View:
-        o, x = dict(self.options), np.empty(self._plain(np.empty(self.shape, bool)).shape, np.float32)
-        if self.plain in ROWS:
-            return (arguments.samples if self.plain == ROWS[2] else arguments.rows)(x, o.get("axis", -1))
-        frame = frames.frame(o["layout"], None)
-        if self.plain == "group_norm":
-            return arguments.grouped(frame, x, o["groups"])
-        return (
-            arguments.instances(frame, x) if self.plain == "instance_norm" else arguments.batches(frame, x, o["mode"])
-        )
-
-    def _plain(self, v: np.ndarray) -> np.ndarray:
-        """An array like x without channel vectors and the channels that fill up the last one."""
-        layout = frames.frame(dict(self.options).get("layout", "NHWC"), None).given
-        if layout.vector is None:
-            return v
-        c = layout.channel
-        moved = np.moveaxis(v, -1, c + 1)
-        stored = moved.reshape(*moved.shape[:c], -1, *moved.shape[c + 2 :])
-        return stored.take(range(dict(self.options).get("channels", stored.shape[c])), c)
-
-    def _as_given(self, v: np.ndarray) -> np.ndarray:
-        """A plain array in x's layout; 0 in the channels that fill up."""
-        layout = frames.frame(dict(self.options).get("layout", "NHWC"), None).given
-        if layout.vector is None:
-            return v
-        c, lanes = layout.channel, layout.vector
-        full = np.pad(v, [(0, -v.shape[c] % lanes * (axis == c)) for axis in range(v.ndim)])
-        return np.moveaxis(full.reshape(*v.shape[:c], -1, lanes, *v.shape[c + 1 :]), c + 1, -1)
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         return self._function(dnn, {**dict(self.options), **choices})
@@ -146,7 +154,7 @@ class NormCase(Case):
             arrays[0] = arrays[0] / 8 * self._largest(kind)
         if kind == "beyond":
             arrays[0] = self._apart(arrays[0])
-        kept = self._as_given(np.ones(self._plain(arrays[0]).shape, bool))  # the other channels are not read
+        kept = self.as_given(np.ones(self.without_filling(arrays[0]).shape, bool))  # the other channels are not read
         arrays = [np.where(kept, v, np.nan) if v.shape == self.shape else v for v in arrays]
         x, scale, last = (v.astype(self.in_dtype) for v in arrays)
         priors = [rng.integers(-9, 10, s) if kind == "integers" else rng.normal(size=s) for s in self.priors.values()]
@@ -156,27 +164,27 @@ class NormCase(Case):
 
     def _apart(self, x: np.ndarray) -> np.ndarray:
         """x with signs by turns along what is normalised, for of equal elements every deviation is within the range."""
-        plain = self._plain(x)
+        plain = self.without_filling(x)
         turns = sum(np.indices(self.view.shape, sparse=True)[axis] for axis in self.view.axes) % 2
-        return self._as_given((np.abs(plain.reshape(self.view.shape)) * (1 - 2 * turns)).reshape(plain.shape))
+        return self.as_given((np.abs(plain.reshape(self.view.shape)) * (1 - 2 * turns)).reshape(plain.shape))
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         values = self._function(reference, dict(self.options))(*operands)
         view, wide = self.view, np.float64 if self.x64 else np.float32
         x, scale = operands[1:3] if self.backward else operands[:2]
-        x = self._plain(x)
+        x = self.without_filling(x)
         eps = {"rms_norm": 1e-6}.get(self.plain, 1e-5)
         about = (view.shape, view.axes, view.summed, view.spread)
         bias = None if self.backward else operands[2]
         p = norm_bounds.problem(*about, x, scale, bias, eps=eps, centred=self.plain != "rms_norm")
         generic = kind != "integers"
-        dy = self._plain(operands[0]).astype(np.float64).reshape(view.shape) if self.backward else None
+        dy = self.without_filling(operands[0]).astype(np.float64).reshape(view.shape) if self.backward else None
         names, values = (("dx", "dscale", "dbias"), values) if self.backward else (("y",), (values,))
         found, bounds = [], self._blended(p, dy, dict(zip(self.priors, operands[3:], strict=True)))
         for name, value, error in zip(names, values, bounds, strict=True):
             dtype = wide if name in ("dscale", "dbias") else self.in_dtype
             about_x = name in ("y", "dx")
-            error = self._as_given(error.reshape(x.shape)) if about_x else error.reshape(value.shape)
+            error = self.as_given(error.reshape(x.shape)) if about_x else error.reshape(value.shape)
             found.append(Expected(np.asarray(value, np.float64), error, dtype, name, generic))
         return tuple(found)
 
