@@ -255,29 +255,12 @@ def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
     )
 
 
-_BIND: dict[str, Any] = {
-    "fused_dropout": primitives.define(
-        "fused_dropout",
-        results=_result,
-        jvp=_jvp,
-        batch=ft.partial(_batch, "fused_dropout"),
-        factors=ft.partial(_factors, "fused_dropout"),
-    ),
-    "fused_dropout_tangent": primitives.define(
-        "fused_dropout_tangent",
-        results=_result,
-        jvp=_tangent_jvp,
-        transpose=_tangent_transpose,
-        batch=ft.partial(_batch, "fused_dropout_tangent"),
-        factors=ft.partial(_factors, "fused_dropout_tangent"),
-    ),
-    "fused_dropout_dgrad": primitives.define(
-        "fused_dropout_dgrad",
-        results=_dgrad_results,
-        jvp=_dgrad_jvp,
-        transpose=_dgrad_transpose,
-        batch=ft.partial(_batch, "fused_dropout_dgrad"),
-        factors=ft.partial(_factors, "fused_dropout_dgrad"),
-        many=True,
-    ),
+_RULES: dict[str, dict[str, Any]] = {
+    "fused_dropout": {"results": _result, "jvp": _jvp},
+    "fused_dropout_tangent": {"results": _result, "jvp": _tangent_jvp, "transpose": _tangent_transpose},
+    "fused_dropout_dgrad": {"results": _dgrad_results, "jvp": _dgrad_jvp, "transpose": _dgrad_transpose, "many": True},
+}
+_BIND = {
+    op: primitives.define(op, **rules, batch=ft.partial(_batch, op), factors=ft.partial(_factors, op))
+    for op, rules in _RULES.items()
 }

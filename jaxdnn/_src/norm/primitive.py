@@ -204,7 +204,7 @@ def _factors(op: str, spec: NormSpec, *avals: Any) -> Factors:
         pairs = zip(names, shape, x.shape, strict=True)
         return tuple(name if size == full else f"{own}{name}" for name, size, full in pairs)
 
-    results = {"norm": _norm_results, "norm_tangent": _tangent_result, "norm_dgrad": _dgrad_results}[op](spec, *avals)
+    results = _RULES[op]["results"](spec, *avals)
     found = results if isinstance(results, tuple) else (results,)
     return Factors(
         operands=tuple(dims(a.shape, f"o{i}") for i, a in enumerate(avals)),
@@ -233,30 +233,12 @@ def _on_device(op: str, spec: NormSpec, rank: int, run: Run, axes: Axes, *operan
     return xla.FORMULAS[op](everywhere, spec, *operands)
 
 
+_RULES: dict[str, dict[str, Any]] = {
+    "norm": {"results": _norm_results, "jvp": _norm_jvp, "many": True},
+    "norm_tangent": {"results": _tangent_result, "jvp": _tangent_jvp, "transpose": _tangent_transpose},
+    "norm_dgrad": {"results": _dgrad_results, "jvp": _dgrad_jvp, "transpose": _dgrad_transpose, "many": True},
+}
 _BIND = {
-    "norm": primitives.define(
-        "norm",
-        results=_norm_results,
-        jvp=_norm_jvp,
-        batch=ft.partial(_batch, "norm"),
-        factors=ft.partial(_factors, "norm"),
-        many=True,
-    ),
-    "norm_tangent": primitives.define(
-        "norm_tangent",
-        results=_tangent_result,
-        jvp=_tangent_jvp,
-        transpose=_tangent_transpose,
-        batch=ft.partial(_batch, "norm_tangent"),
-        factors=ft.partial(_factors, "norm_tangent"),
-    ),
-    "norm_dgrad": primitives.define(
-        "norm_dgrad",
-        results=_dgrad_results,
-        jvp=_dgrad_jvp,
-        transpose=_dgrad_transpose,
-        batch=ft.partial(_batch, "norm_dgrad"),
-        factors=ft.partial(_factors, "norm_dgrad"),
-        many=True,
-    ),
+    op: primitives.define(op, **rules, batch=ft.partial(_batch, op), factors=ft.partial(_factors, op))
+    for op, rules in _RULES.items()
 }
