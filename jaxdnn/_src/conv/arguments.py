@@ -67,7 +67,7 @@ def spec(
         stride=options.stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps
     )
     flip = checks.choice("mode", options.mode, MODES) == "convolution"
-    geo = Geometry(sizes, taps, window.strides, window.padding, window.dilation, flip, groups)
+    geo = Geometry(**vars(window), flip=flip, groups=groups)
     padded = tuple(size + sum(pad) for size, pad in zip(sizes, geo.padding, strict=True))
     if max(padded) >= 2**31:
         raise ValueError(f"`padding` must leave padded sizes below 2^31, got {padded}.")
@@ -168,7 +168,7 @@ def transposed(
             f"`output_padding` must be smaller than the stride {strides} or the dilation {window.dilation}, "
             f"got {extra}."
         )
-    spans = zip(sizes, strides, window.padding, window.extents(taps), extra, strict=True)
+    spans = zip(sizes, strides, window.padding, window.extents, extra, strict=True)
     result = [(p - 1) * u - low - high + extent + e for p, u, (low, high), extent, e in spans]
     if isinstance(options.padding, str) and options.padding == "SAME":
         if any(extra):

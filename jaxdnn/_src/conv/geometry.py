@@ -2,44 +2,23 @@
 
 import dataclasses
 
+from jaxdnn._src.core.windows import Window
+
 
 @dataclasses.dataclass(frozen=True)
-class Geometry:
-    """A convolution without its batch, channels and dtypes; tuples have an element for each spatial axis.
+class Geometry(Window):
+    """A convolution without its batch, channels and dtypes: the window of its taps on the input, and how it is applied.
 
     Attributes:
-      sizes: of the input.
-      taps: of the filter.
-      padding: (low, high) of the input.
       flip: whether it is a convolution in the mathematical sense, with the taps in reverse.
       groups: into which the channels are divided.
       outer: for kernels that read two layouts of filters: whether it is (K, taps..., C / groups), not (taps..., C /
         groups, K).
     """
 
-    sizes: tuple[int, ...]
-    taps: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
     flip: bool = False
     groups: int = 1
     outer: bool = False
-
-    @property
-    def rank(self) -> int:
-        return len(self.taps)
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """The span of the window in input elements."""
-        return tuple((r - 1) * d + 1 for r, d in zip(self.taps, self.dilation, strict=True))
-
-    @property
-    def out(self) -> tuple[int, ...]:
-        """The sizes of the output."""
-        axes = zip(self.sizes, self.extents, self.stride, self.padding, strict=True)
-        return tuple((x + low + high - extent) // s + 1 for x, extent, s, (low, high) in axes)
 
     @property
     def unpadded(self) -> bool:

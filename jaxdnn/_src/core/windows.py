@@ -85,24 +85,34 @@ class FilterLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """How a window of taps moves over the spatial axes: one entry per axis."""
+    """A window of taps and how it moves over an array; tuples have an element for each spatial axis.
 
-    strides: tuple[int, ...]
+    Attributes:
+      sizes: of the array.
+      taps: of the window.
+      padding: (low, high) of the array.
+    """
+
+    sizes: tuple[int, ...]
+    taps: tuple[int, ...]
+    stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     dilation: tuple[int, ...]
 
-    def extents(self, taps: Sequence[int]) -> tuple[int, ...]:
-        """The span of the window in input elements: (taps - 1) * dilation + 1."""
-        return tuple((r - 1) * d + 1 for r, d in zip(taps, self.dilation, strict=True))
+    @property
+    def rank(self) -> int:
+        return len(self.taps)
 
-    def output_sizes(self, sizes: Sequence[int], taps: Sequence[int]) -> tuple[int, ...]:
-        """floor((size + low + high - extent) / stride) + 1 along every axis."""
-        return tuple(
-            (size + low + high - extent) // stride + 1
-            for size, (low, high), extent, stride in zip(
-                sizes, self.padding, self.extents(taps), self.strides, strict=True
-            )
-        )
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The span of the window in elements of the array."""
+        return tuple((r - 1) * d + 1 for r, d in zip(self.taps, self.dilation, strict=True))
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """The number of positions of the window: ⌊(size + low + high - extent) / stride⌋ + 1 along every axis."""
+        axes = zip(self.sizes, self.extents, self.stride, self.padding, strict=True)
+        return tuple((x + low + high - extent) // s + 1 for x, extent, s, (low, high) in axes)
 
 
 def _letters_and_lanes(value: Any) -> re.Match[str] | None:
@@ -155,7 +165,7 @@ def window(
         pads = _named_padding(padding, sizes, extents, strides)
     else:
         pads = _explicit_padding(padding, rank)
-    return Window(strides, pads, dilations)
+    return Window(tuple(sizes), tuple(taps), strides, pads, dilations)
 
 
 def _named_padding(

@@ -105,10 +105,8 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
     mode = checks.choice("mode", options.mode, MODES)
     exponent(options.p)
     found = PoolSpec(
-        taps=taps,
-        window=window,
-        sizes=sizes,
-        outputs=_output_sizes(window, sizes, taps, checks.flag("ceil_mode", options.ceil_mode)),
+        **vars(window),
+        outputs=_output_sizes(window, checks.flag("ceil_mode", options.ceil_mode)),
         spatial=spatial,
         out_dtype=out_dtype,
         divisor={"average": "padded", "average_exclude_padding": "valid"}.get(mode),
@@ -120,17 +118,17 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
     return found
 
 
-def _output_sizes(window: Window, sizes: Sequence[int], taps: Sequence[int], ceil_mode: bool) -> tuple[int, ...]:
-    padded = tuple(size + sum(pad) for size, pad in zip(sizes, window.padding, strict=True))
-    extents = window.extents(taps)
+def _output_sizes(window: Window, ceil_mode: bool) -> tuple[int, ...]:
+    padded = tuple(size + sum(pad) for size, pad in zip(window.sizes, window.padding, strict=True))
+    extents = window.extents
     if max(padded) >= 2**31 or any(extent > have for extent, have in zip(extents, padded, strict=True)):
         raise ValueError(
-            f"`window` must fit into the padded input of sizes {padded}, got taps {tuple(taps)} that span {extents}."
+            f"`window` must fit into the padded input of sizes {padded}, got taps {window.taps} that span {extents}."
         )
     if not ceil_mode:
-        return window.output_sizes(sizes, taps)
+        return window.out
     result = []
-    axes = zip(sizes, padded, extents, window.strides, window.padding, strict=True)
+    axes = zip(window.sizes, padded, extents, window.stride, window.padding, strict=True)
     for size, have, extent, stride, (low, _) in axes:
         outputs = -(-(have - extent) // stride) + 1
         result.append(outputs - ((outputs - 1) * stride >= size + low))  # the last window starts in x or before
@@ -139,12 +137,11 @@ def _output_sizes(window: Window, sizes: Sequence[int], taps: Sequence[int], cei
 
 def _require_windows_in_x(spec: PoolSpec) -> None:
     for axis, size in enumerate(spec.sizes):
-        window, low = spec.window, spec.window.padding[axis][0]
-        steps = window.strides[axis], window.dilation[axis]
+        steps, low = (spec.stride[axis], spec.dilation[axis]), spec.padding[axis][0]
         empty = first_empty_window(size, spec.outputs[axis], spec.taps[axis], *steps, low)
         if empty is not None:
             raise ValueError(
-                f"`padding` must leave every window at least one element of the input, got {spec.window.padding} for "
+                f"`padding` must leave every window at least one element of the input, got {spec.padding} for "
                 f"sizes {spec.sizes} and taps {spec.taps}: window {empty} of spatial axis {axis} has none."
             )
 
@@ -230,7 +227,7 @@ def taps_at(spec: PoolSpec, positions: Array) -> Array:
     rest, tap, factor = positions, jnp.zeros(positions.shape, jnp.int32), 1
     inside = positions >= 0
     for i, axis in list(enumerate(spec.spatial))[::-1]:
-        stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
+        stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
         start = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim + axis) * stride - low
         at, rest = (rest % spec.sizes[i], rest // spec.sizes[i]) if i else (rest, rest)
         r = (at - start) // dilation

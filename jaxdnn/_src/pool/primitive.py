@@ -60,8 +60,8 @@ def factors(op: str, spec: PoolSpec, *avals: Any) -> Factors:
 
 
 def _windows(spec: PoolSpec) -> list[Windows]:
-    axes = zip(spec.sizes, spec.outputs, spec.window.strides, spec.window.extents(spec.taps), strict=True)
-    return [Windows(*axis, low) for axis, (low, _) in zip(axes, spec.window.padding, strict=True)]
+    axes = zip(spec.sizes, spec.outputs, spec.stride, spec.extents, strict=True)
+    return [Windows(*axis, low) for axis, (low, _) in zip(axes, spec.padding, strict=True)]
 
 
 def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *further: Array) -> Any:
@@ -81,7 +81,7 @@ def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *fur
         part = dataclasses.replace(spec, divisor=None, out_dtype=out, engine="xla")
         first = first if divided_after else pool.shares(spec, first, here)
     operands = [first, *further]
-    sizes, outputs, padding = list(spec.sizes), list(spec.outputs), list(spec.window.padding)
+    sizes, outputs, padding = list(spec.sizes), list(spec.outputs), list(spec.padding)
     for i, (axis, window, devices) in enumerate(zip(spec.spatial, _windows(spec), placed, strict=True)):
         if devices is None:
             continue
@@ -96,8 +96,7 @@ def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *fur
             operands[0] = window.around_inputs(operands[0], at, devices, fill)
             sizes[i], padding[i] = operands[0].shape[at], (0, 0)
             outputs[i] //= devices.count
-    moves = dataclasses.replace(spec.window, padding=tuple(padding))
-    part = dataclasses.replace(part, window=moves, sizes=tuple(sizes), outputs=tuple(outputs))
+    part = dataclasses.replace(part, padding=tuple(padding), sizes=tuple(sizes), outputs=tuple(outputs))
     found = run(part, *operands)
     if divided_after:
         return pool.averaged(spec, found, here)

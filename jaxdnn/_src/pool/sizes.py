@@ -14,7 +14,6 @@ from jaxdnn._src.core import checks, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, product, real
-from jaxdnn._src.core.windows import Window
 from jaxdnn._src.pool import arguments, lp, primitive
 from jaxdnn._src.pool.api import pool
 from jaxdnn._src.pool.spec import PoolSpec
@@ -153,7 +152,7 @@ def adaptive_pool(
         window = [size // count for size, count in zip(sizes, outputs, strict=True)]
         return pool(x, window=window, mode=mode, return_indices=indices, **same, **blend)
     checks.choice("nan", nan, ("propagate", "ignore"))
-    spec = PoolSpec((1,), Window((1,), ((0, 0),), (1,)), (1,), (1,), (-1,), x.dtype, nan=nan, engine=engine)
+    spec = PoolSpec((1,), (1,), (1,), ((0, 0),), (1,), (1,), (-1,), x.dtype, nan=nan, engine=engine)
     spec = dataclasses.replace(spec, level=required(determinism))
     x = at_edges(spec.level, x)
     arguments.require_level(spec, mode, alpha, beta)
@@ -236,11 +235,10 @@ def _kinds(size: int, count: int) -> list[Kind]:
 def _bind(op: str, spec: PoolSpec, axis: int, kind: Kind, x: Array, *others: Array) -> tuple[Array, ...]:
     """A pooling primitive along one axis, over the windows of one kind."""
     start, taps, stride, count = kind
-    reach, window = (count - 1) * stride + taps, Window((stride,), ((0, 0),), (1,))
+    reach = (count - 1) * stride + taps
     part = lax.slice_in_dim(x, start, start + reach, 1, x.ndim + axis)
-    one = dataclasses.replace(
-        spec, taps=(taps,), window=window, sizes=(reach,), outputs=(count,), spatial=(axis,), out_dtype=x.dtype
-    )
+    moves = {"sizes": (reach,), "taps": (taps,), "stride": (stride,), "outputs": (count,)}
+    one = dataclasses.replace(spec, **moves, spatial=(axis,), out_dtype=x.dtype)
     arguments.check(op, one, part, *others)
     found = primitive.bind(op, part, *others, spec=one)
     return found if isinstance(found, tuple) else (found,)

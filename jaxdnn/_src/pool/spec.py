@@ -12,12 +12,11 @@ OPS = ("pool_max", "pool_max_indices", "pool_pick", "pool_max_dgrad", "pool_aver
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolSpec:
+class PoolSpec(Window):
     """Everything about a pooling call that is known when it is traced, apart from the sizes of the other axes.
 
     Attributes:
-      taps, window: the window and how it moves; in ceil mode the last one may reach over the high padding.
-      sizes, outputs: the spatial sizes of x and of y.
+      outputs: the spatial sizes of y; in ceil mode the last window may reach over the high padding.
       spatial: the spatial axes, counted from the end.
       divisor: what a sum is divided by: None (nothing), "padded" (the window's taps in x and its padding) or "valid"
         (those in x).
@@ -25,9 +24,6 @@ class PoolSpec:
       out_dtype: the result's dtype.
     """
 
-    taps: tuple[int, ...]
-    window: Window
-    sizes: tuple[int, ...]
     outputs: tuple[int, ...]
     spatial: tuple[int, ...]
     out_dtype: np.dtype
@@ -44,14 +40,14 @@ class PoolSpec:
 
     def positions(self, axis: int) -> np.ndarray:
         """[outputs, taps] along a spatial axis: p * stride + r * dilation - low, in x or its padding."""
-        stride, dilation, (low, _) = self.window.strides[axis], self.window.dilation[axis], self.window.padding[axis]
+        stride, dilation, (low, _) = self.stride[axis], self.dilation[axis], self.padding[axis]
         p, r = np.arange(self.outputs[axis]), np.arange(self.taps[axis])
         return p[:, None] * stride + r * dilation - low
 
     def counts(self) -> np.ndarray:
         """What each output's sum is divided by, an integer array with the spatial axes of y."""
         total = np.ones((), np.int64)
-        for axis, (size, (_, high)) in enumerate(zip(self.sizes, self.window.padding, strict=True)):
+        for axis, (size, (_, high)) in enumerate(zip(self.sizes, self.padding, strict=True)):
             at = self.positions(axis)
             inside = at < size + high if self.divisor == "padded" else (at >= 0) & (at < size)
             total = total[..., None] * inside.sum(1)
@@ -74,9 +70,7 @@ class PoolSpec:
         """Whether no two windows share an element."""
         return all(
             extent <= stride or outputs == 1
-            for extent, stride, outputs in zip(
-                self.window.extents(self.taps), self.window.strides, self.outputs, strict=True
-            )
+            for extent, stride, outputs in zip(self.extents, self.stride, self.outputs, strict=True)
         )
 
 

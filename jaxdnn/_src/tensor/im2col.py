@@ -77,7 +77,7 @@ def im2col(
     given = blending.array("x", x)
     plain = frame.array("x", given)
     sizes = tuple(plain.shape[axis] for axis in frame.layout.spatial)
-    geometry, taps, outputs = _geometry(sizes, window, stride, padding, dilation)
+    geometry = _geometry(sizes, window, stride, padding, dilation)
     flip = checks.choice("mode", mode, MODES) == "convolution"
     if jnp.issubdtype(given.dtype, jnp.inexact):  # exact, and makes the gradient's sums float32's
         plain = plain.astype(blending.accumulator(given.dtype))
@@ -86,10 +86,10 @@ def im2col(
 
     def patches(x: Array) -> Array:
         padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
-        seen = [_shift(frame.layout, padded, geometry, outputs, tap).astype(given.dtype) for tap in _taps(taps, flip)]
+        seen = [_shift(frame.layout, padded, geometry, tap).astype(given.dtype) for tap in _taps(geometry.taps, flip)]
         return _join(seen, frame.layout.channel, _order(order, frame.layout))
 
-    factors = ft.partial(_factors, frame.layout, _windows(geometry, sizes, taps, outputs))
+    factors = ft.partial(_factors, frame.layout, _windows(geometry))
     return rounded(frame.restore(primitives.composed(patches, factors, plain)))
 
 
@@ -140,45 +140,42 @@ def col2im(
     plain, plain_shape = frame.array("y", given), frame.array_shape("x_shape", x_shape)
     axes = frame.layout
     sizes = tuple(plain_shape[axis] for axis in axes.spatial)
-    geometry, taps, outputs = _geometry(sizes, window, stride, padding, dilation)
-    features = plain_shape[axes.channel] * math.prod(taps)
-    expected = axes.shape(plain_shape[axes.batch], outputs, features)
+    geometry = _geometry(sizes, window, stride, padding, dilation)
+    features = plain_shape[axes.channel] * math.prod(geometry.taps)
+    expected = axes.shape(plain_shape[axes.batch], geometry.out, features)
     checks.shape("y", plain, expected, f"as im2col of {plain_shape} has (axes {axes.name})")
     flip = checks.choice("mode", mode, MODES) == "convolution"
     numbered, acc = _order(order, axes), blending.accumulator(given.dtype)
 
     def image(y: Array) -> Array:
-        total = None
-        for part, tap in zip(_split(y, axes.channel, math.prod(taps), numbered), _taps(taps, flip), strict=True):
-            spread = _spread(axes, part.astype(acc), geometry, sizes, tap)
+        total, taps = None, _taps(geometry.taps, flip)
+        for part, tap in zip(_split(y, axes.channel, len(taps), numbered), taps, strict=True):
+            spread = _spread(axes, part.astype(acc), geometry, tap)
             total = spread if total is None else total + spread
-        return jnp.zeros(plain_shape, acc) if total is None else _without_padding(axes, total, geometry, sizes)
+        return jnp.zeros(plain_shape, acc) if total is None else _without_padding(axes, total, geometry)
 
     def factors(y: Any) -> Factors:
-        of_image = _factors(axes, _windows(geometry, sizes, taps, outputs), y)
+        of_image = _factors(axes, _windows(geometry), y)
         return dataclasses.replace(of_image, operands=of_image.results, results=of_image.operands)
 
     found = frame.restore(primitives.composed(image, factors, plain))
     return rounded(blending.convert(found, blending.out_dtype(out_dtype, given)))
 
 
-def _geometry(
-    sizes: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any
-) -> tuple[Window, tuple[int, ...], tuple[int, ...]]:
+def _geometry(sizes: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any) -> Window:
     taps = checks.integers("window", window, len(sizes), minimum=1)
     found = _window.window(stride=stride, padding=padding, dilation=dilation, sizes=sizes, taps=taps)
-    outputs = found.output_sizes(sizes, taps)
-    if min(outputs) < 1:
+    if min(found.out) < 1:
         padded = tuple(n + sum(pad) for n, pad in zip(sizes, found.padding, strict=True))
         raise ValueError(
-            f"`window` must fit into the padded input, got {taps} that spans {found.extents(taps)} at dilation "
+            f"`window` must fit into the padded input, got {taps} that spans {found.extents} at dilation "
             f"{found.dilation} for padded sizes {padded}."
         )
-    return found, taps, outputs
+    return found
 
 
-def _windows(geometry: Window, sizes: Sequence[int], taps: Sequence[int], outputs: Sequence[int]) -> list[Windows]:
-    axes = zip(sizes, outputs, geometry.strides, geometry.extents(taps), strict=True)
+def _windows(geometry: Window) -> list[Windows]:
+    axes = zip(geometry.sizes, geometry.out, geometry.stride, geometry.extents, strict=True)
     return [Windows(*axis, low) for axis, (low, _) in zip(axes, geometry.padding, strict=True)]
 
 
@@ -216,32 +213,32 @@ def _along_spatial(layout: Layout, values: Sequence[Any], other: Any) -> list[An
     return result
 
 
-def _shift(layout: Layout, padded: Array, window: Window, outputs: tuple[int, ...], tap: tuple[int, ...]) -> Array:
+def _shift(layout: Layout, padded: Array, window: Window, tap: tuple[int, ...]) -> Array:
     """What one tap sees: every stride-th element from the tap's place on."""
     starts = [r * d for r, d in zip(tap, window.dilation, strict=True)]
-    ends = [start + (p - 1) * u + 1 for start, p, u in zip(starts, outputs, window.strides, strict=True)]
+    ends = [start + (p - 1) * u + 1 for start, p, u in zip(starts, window.out, window.stride, strict=True)]
     shape = padded.shape
     limits = [shape[axis] if end is None else end for axis, end in enumerate(_along_spatial(layout, ends, None))]
-    return lax.slice(padded, _along_spatial(layout, starts, 0), limits, _along_spatial(layout, window.strides, 1))
+    return lax.slice(padded, _along_spatial(layout, starts, 0), limits, _along_spatial(layout, window.stride, 1))
 
 
-def _spread(layout: Layout, part: Array, window: Window, sizes: tuple[int, ...], tap: tuple[int, ...]) -> Array:
+def _spread(layout: Layout, part: Array, window: Window, tap: tuple[int, ...]) -> Array:
     """What one tap saw, back in its place in the padded array, with zeros elsewhere: the transpose of `_shift`.
 
     No length here is negative: XLA aborts where it shards an axis that it dilates and crops at once.
     """
     pads = []
     for axis, r, d, u, (low, high), size in zip(
-        layout.spatial, tap, window.dilation, window.strides, window.padding, sizes, strict=True
+        layout.spatial, tap, window.dilation, window.stride, window.padding, window.sizes, strict=True
     ):
         reach = (part.shape[axis] - 1) * u + 1
         pads.append((r * d, low + size + high - r * d - reach, u - 1))
     return lax.pad(part, jnp.zeros((), part.dtype), _along_spatial(layout, pads, (0, 0, 0)))
 
 
-def _without_padding(layout: Layout, padded: Array, window: Window, sizes: tuple[int, ...]) -> Array:
+def _without_padding(layout: Layout, padded: Array, window: Window) -> Array:
     starts = [low for low, _ in window.padding]
-    limits = _along_spatial(layout, [low + size for low, size in zip(starts, sizes, strict=True)], None)
+    limits = _along_spatial(layout, [low + size for low, size in zip(starts, window.sizes, strict=True)], None)
     limits = [n if end is None else end for n, end in zip(padded.shape, limits, strict=True)]
     return lax.slice(padded, _along_spatial(layout, starts, 0), limits)
 

@@ -117,7 +117,7 @@ class Case:
             return _vectorised(layout, layout.shape(g.taps, g.channels // g.groups, g.filters), layout.input)
         layout = windows.layout(self.layout)
         if role == "x" and self.op == "conv_transpose" and g.padding == "SAME":
-            sizes = tuple(p * s for p, s in zip(g.outputs, g.window.strides, strict=True))
+            sizes = tuple(p * s for p, s in zip(g.outputs, g.window.stride, strict=True))
             plain = layout.shape(g.batch, sizes, g.channels)
         elif role == "x":
             plain = layout.shape(g.batch, g.sizes, g.channels)
@@ -157,7 +157,7 @@ class Case:
     def output_padding(self) -> tuple[int, ...]:
         """By how much the geometry's input is longer than the shortest that gives its output."""
         w = self.geometry.window
-        spans = zip(self.geometry.sizes, w.padding, w.extents(self.geometry.taps), w.strides, strict=True)
+        spans = zip(w.sizes, w.padding, w.extents, w.stride, strict=True)
         return tuple((size + low + high - extent) % stride for size, (low, high), extent, stride in spans)
 
     def sizes_argument(self) -> tuple[tuple[int, ...], ...]:

@@ -34,7 +34,7 @@ class Geometry:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        return self.window.output_sizes(self.sizes, self.taps)
+        return self.window.out
 
 
 @dataclasses.dataclass(frozen=True)

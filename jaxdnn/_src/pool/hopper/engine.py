@@ -32,9 +32,9 @@ def _shape(call: engines.Call) -> Shape:
         size=pad(spec.sizes, 1),
         out=pad(spec.outputs, 1),
         taps=pad(spec.taps, 1),
-        stride=pad(spec.window.strides, 1),
-        low=pad([low for low, _ in spec.window.padding], 0),
-        dilation=pad(spec.window.dilation, 1),
+        stride=pad(spec.stride, 1),
+        low=pad([low for low, _ in spec.padding], 0),
+        dilation=pad(spec.dilation, 1),
         counted=_counted(spec, pad) if several else None,
     )
 
@@ -42,7 +42,7 @@ def _shape(call: engines.Call) -> Shape:
 def _counted(spec: PoolSpec, pad: Any) -> Any:
     """The positions that are counted along each axis."""
     padded = spec.divisor == "padded"
-    pairs = zip(spec.window.padding, spec.sizes, strict=True)
+    pairs = zip(spec.padding, spec.sizes, strict=True)
     return pad([(-low, size + high) if padded else (0, size) for (low, high), size in pairs], (0, 1))
 
 

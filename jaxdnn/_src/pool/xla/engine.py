@@ -61,7 +61,7 @@ def _max(call: engines.Call, x: Array) -> Array:
         return jnp.where(_better(spec, b, a), b, a)
 
     for i, axis in last_first(spec):
-        y = fold(y, axis, spec.taps[i], spec.window.strides[i], spec.window.dilation[i], spec.outputs[i], join)
+        y = fold(y, axis, spec.taps[i], spec.stride[i], spec.dilation[i], spec.outputs[i], join)
     return y
 
 
@@ -83,16 +83,14 @@ def _max_indices(call: engines.Call, x: Array) -> tuple[Array, Array]:
                 "inside": None if a["inside"] is None else a["inside"] | b["inside"],
             }
 
-        found: Item = fold(
-            item, axis, spec.taps[i], spec.window.strides[i], spec.window.dilation[i], spec.outputs[i], joined
-        )
+        found: Item = fold(item, axis, spec.taps[i], spec.stride[i], spec.dilation[i], spec.outputs[i], joined)
         y, tap, weight = found["y"], found["tap"], weight * spec.taps[i]
     return y, jnp.zeros(y.shape, spec.tap_dtype) if tap is None else tap
 
 
 def _inside(spec: PoolSpec, i: int, axis: int, padded: Array) -> Array | None:
     """Along one axis of the padded x, which positions are in x; None if all are."""
-    low, size = spec.window.padding[i][0], spec.sizes[i]
+    low, size = spec.padding[i][0], spec.sizes[i]
     if low == 0 and padded.shape[axis] <= size:
         return None
     at = np.arange(padded.shape[axis]) - low
@@ -104,7 +102,7 @@ def _inside(spec: PoolSpec, i: int, axis: int, padded: Array) -> Array | None:
 
 def without_padding(spec: PoolSpec, found: tuple[Array, Array], here: Here) -> tuple[Array, Array]:
     """A result of windows whose padding was in x: where it ties with the maximum, the first tap that is not padding."""
-    if not any(map(any, spec.window.padding)):
+    if not any(map(any, spec.padding)):
         return found
     y, tap = found
     lowest = jnp.asarray(least(spec, y.dtype), y.dtype)
@@ -122,7 +120,7 @@ def _pick(call: engines.Call, x: Array, tap: Array) -> Array:
     for t, place in enumerate(itertools.product(*map(range, spec.taps))):
         part = wide
         for i, axis in enumerate(spec.spatial):
-            part = slice_axis(part, place[i] * spec.window.dilation[i], spec.outputs[i], spec.window.strides[i], axis)
+            part = slice_axis(part, place[i] * spec.dilation[i], spec.outputs[i], spec.stride[i], axis)
         y = jnp.where(tap == jnp.asarray(t, tap.dtype), part, y)
     return y.astype(spec.out_dtype)
 
@@ -131,7 +129,7 @@ def flat_positions(spec: PoolSpec, tap: Array) -> Array:
     """The flat spatial position in x of a tap, int32."""
     rest, flat, factor = tap.astype(jnp.int32), jnp.zeros(tap.shape, jnp.int32), 1
     for i, axis in last_first(spec):
-        stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
+        stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
         start = lax.broadcasted_iota(jnp.int32, tap.shape, tap.ndim + axis) * stride - low
         flat = flat + (start + rest % spec.taps[i] * dilation) * factor
         rest, factor = rest // spec.taps[i], factor * spec.sizes[i]
@@ -151,7 +149,7 @@ def _is_in_x(spec: PoolSpec, tap: Array) -> Array:
     rest = tap.astype(jnp.int32)  # the largest uint32, which stands for no tap, becomes -1
     inside = (rest >= 0) & (rest < math.prod(spec.taps))
     for i, axis in last_first(spec):
-        stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
+        stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
         start = lax.broadcasted_iota(jnp.int32, tap.shape, tap.ndim + axis) * stride - low
         at, rest = start + rest % spec.taps[i] * dilation, rest // spec.taps[i]
         inside = inside & (at >= 0) & (at < spec.sizes[i])
@@ -185,7 +183,7 @@ def _average(call: engines.Call, x: Array) -> Array:
     spec: PoolSpec = call.spec
     y = padded(spec, x.astype(accumulator(x.dtype)), 0)
     for i, axis in last_first(spec):
-        y = fold(y, axis, spec.taps[i], spec.window.strides[i], spec.window.dilation[i], spec.outputs[i], _add)
+        y = fold(y, axis, spec.taps[i], spec.stride[i], spec.dilation[i], spec.outputs[i], _add)
     return averaged(spec, y)
 
 
@@ -242,9 +240,9 @@ def shares(spec: PoolSpec, dy: Array, here: Here = lambda full: full) -> Array:
 
 def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
     """Along one axis: every element adds the dy of the windows it is in, taps ascending, in the order of `fold`."""
-    stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
+    stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
     size, count = spec.sizes[i], -(-spec.sizes[i] // stride)
-    if spec.outputs[i] == 1 or spec.window.extents(spec.taps)[i] <= stride:
+    if spec.outputs[i] == 1 or spec.extents[i] <= stride:
         stride = size + low if spec.outputs[i] == 1 else stride
         p, place = np.divmod(np.arange(size) + low, stride)
         covered = (place % dilation == 0) & (place // dilation < spec.taps[i]) & (p < spec.outputs[i])

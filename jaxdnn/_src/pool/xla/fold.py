@@ -95,9 +95,9 @@ def padded(spec: PoolSpec, x: Array, fill: Any) -> Array:
         spec.spatial,
         spec.sizes,
         spec.outputs,
-        spec.window.strides,
-        spec.window.extents(spec.taps),
-        spec.window.padding,
+        spec.stride,
+        spec.extents,
+        spec.padding,
         strict=True,
     ):
         widths[axis] = (low, (outputs - 1) * stride + extent - low - size, 0)

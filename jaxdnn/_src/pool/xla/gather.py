@@ -20,7 +20,7 @@ UNROLLED_TERMS = 128  # beyond, a loop over the taps
 
 def phases(spec: PoolSpec, i: int) -> list[list[tuple[int, int]]]:
     """For h = a, a + stride, ...: the (tap, shift) whose output is h // stride + shift, taps ascending."""
-    stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
+    stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
     reach = [[(r, divmod(a + low - r * dilation, stride)) for r in range(spec.taps[i])] for a in range(stride)]
     return [[(r, shift) for r, (shift, rest) in phase if rest == 0] for phase in reach]
 
@@ -49,7 +49,7 @@ def gather_form(spec: PoolSpec, dy: Item, tap: Array, join: Callable[[Item, Item
     """
     if spec.disjoint:
         return _gather_disjoint(spec, dy, tap)
-    if math.prod(spec.taps) > UNROLLED_TERMS or math.prod(spec.window.strides) > UNROLLED_TERMS:
+    if math.prod(spec.taps) > UNROLLED_TERMS or math.prod(spec.stride) > UNROLLED_TERMS:
         return _gather_by_loop(spec, dy, tap, join)
     return _gather_phases(spec, dy, tap, join, [], 0)
 
@@ -67,7 +67,7 @@ def _gather_phases(spec: PoolSpec, dy: Item, tap: Array, join: Any, chosen: list
 
 
 def _gather_phase(spec: PoolSpec, dy: Item, tap: Array, join: Any, chosen: list[Any]) -> Item:
-    counts = [-(-size // stride) for size, stride in zip(spec.sizes, spec.window.strides, strict=True)]
+    counts = [-(-size // stride) for size, stride in zip(spec.sizes, spec.stride, strict=True)]
 
     def moved(a: Array, places: Sequence[tuple[int, int]]) -> Array:
         for axis, count, (_, shift) in zip(spec.spatial, counts, places, strict=True):
@@ -89,7 +89,7 @@ def _gather_disjoint(spec: PoolSpec, dy: Item, tap: Array) -> Item:
     """For windows that do not overlap: dy and tap are repeated over the elements of their window."""
     wanted = np.zeros((), np.int64)
     for i, axis in enumerate(spec.spatial):
-        stride, dilation, (low, _) = spec.window.strides[i], spec.window.dilation[i], spec.window.padding[i]
+        stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
         stride = spec.sizes[i] + low if spec.outputs[i] == 1 else stride
         along = ft.partial(spread, axis=axis, stride=stride, low=low, size=spec.sizes[i])
         dy, tap = jax.tree.map(along, dy), along(tap)
@@ -119,8 +119,8 @@ def _gather_by_loop(spec: PoolSpec, dy: Item, tap: Array, join: Any) -> Item:
     rank, shape = tap.ndim, x_shape(spec, tap.shape)
     widths, reach = [(0, 0, 0)] * rank, []
     for i, axis in enumerate(spec.spatial):
-        stride, low = spec.window.strides[i], spec.window.padding[i][0]
-        before = max(spec.window.extents(spec.taps)[i] - 1 - low, 0)
+        stride, low = spec.stride[i], spec.padding[i][0]
+        before = max(spec.extents[i] - 1 - low, 0)
         widths[axis] = (before, max(spec.sizes[i] + low - (spec.outputs[i] - 1) * stride - 1, 0), stride - 1)
         reach.append(before + low)
     spaced, indices = jax.tree.map(lambda a: lax.pad(a, jnp.zeros((), a.dtype), widths), (dy, tap))
@@ -130,12 +130,12 @@ def _gather_by_loop(spec: PoolSpec, dy: Item, tap: Array, join: Any) -> Item:
         start, mine, rest = [jnp.zeros((), jnp.int32)] * rank, jnp.ones((1,) * rank, bool), t
         for i, axis in last_first(spec):
             r, rest = rest % spec.taps[i], rest // spec.taps[i]
-            start[axis] = reach[i] - r * spec.window.dilation[i]
+            start[axis] = reach[i] - r * spec.dilation[i]
             h = lax.broadcasted_iota(
                 jnp.int32, [n if d == rank + axis else 1 for d, n in enumerate(shape)], rank + axis
             )
-            offset = spec.window.padding[i][0] - r * spec.window.dilation[i]
-            mine = mine & ((h + offset) % spec.window.strides[i] == 0)
+            offset = spec.padding[i][0] - r * spec.dilation[i]
+            mine = mine & ((h + offset) % spec.stride[i] == 0)
         values, index = jax.tree.map(lambda a: lax.dynamic_slice(a, start, shape), (spaced, indices))
         term = _chosen(index.astype(jnp.int32) == t, values)
         joined = jax.tree.map(lambda a, b: jnp.where(started, a, b), join(total, term), term)
