@@ -18,7 +18,7 @@ import numpy as np
 import jaxdnn as dnn
 from jaxdnn._src.core import engines, tolerance
 from jaxdnn._src.core.determinism import LEVELS
-from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation, Comparison
+from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
 
 DTYPES: dict[str, Any] = {
     "f32": np.float32,
@@ -301,13 +301,9 @@ def judge(kind: str, out: np.ndarray, expected: Expected) -> Check:
         return Check(where, "computed bound", False, got, elements=out.size)
     error = np.broadcast_to(np.asarray(expected.error, np.float64), value.shape)
     found = tolerance.compare(out, value, error, generic=expected.generic)
-    return from_comparison(where, "computed bound" if error.any() else "exact integers", found)
-
-
-def from_comparison(kind: str, rule: str, found: Comparison) -> Check:
-    """A comparison as a check."""
     counts = (found.elements, found.misrounded, found.misrounded_allowed, found.unchecked)
-    return Check(kind, rule, found.passed, found.message, found.ratio, *counts)
+    rule = "computed bound" if error.any() else "exact integers"
+    return Check(where, rule, found.passed, found.message, found.ratio, *counts)
 
 
 def _bits(kind: str, outs: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...] | None) -> list[Check]:
