@@ -5,6 +5,9 @@ WORKERS ?= 2
 # cores (tests/sample.py says which); 0 runs all, over 10,000.
 SAMPLE ?= 1
 RUN := .venv/bin/python -m
+# Bytecode is kept, whatever the environment says: each worker of the tests, and each process that a test starts, would
+# compile the package and rewrite the tests' assertions anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 # On Python 3.11 pip stops at JAX 0.10, so the tests also run where a newer Python gets the newest JAX. The first that
 # works is taken; a pyenv shim that is on PATH but points nowhere is not one. Empty where PYTHON itself is new enough.

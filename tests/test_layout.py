@@ -1,6 +1,7 @@
 """Imports go one way: from what users call to families, from these to the kernels' common parts, and so to the core."""
 
 import ast
+import functools as ft
 import graphlib
 import re
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ FLOORS = (
 COMMANDS = ("verify", "bench", "__main__")
 
 
+@ft.cache
 def modules() -> dict[str, ast.Module]:
+    """The package's modules as syntax trees, read by the first test that asks."""
     found = {}
     for path in sorted((ROOT / "jaxdnn").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -28,15 +31,12 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-MODULES = modules()
-
-
 def imported(module: str) -> Iterator[str]:
     """The modules of the package that a module imports, wherever in it."""
-    for node in ast.walk(MODULES[module]):
+    for node in ast.walk(modules()[module]):
         if isinstance(node, ast.ImportFrom) and node.module:
             full = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (name if name in MODULES else node.module for name in full)
+            yield from (name if name in modules() else node.module for name in full)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -53,18 +53,18 @@ def floor(module: str) -> str:
 
 
 def test_imports_go_down():
-    place = {name: FLOORS.index(floor(name)) for name in MODULES}
-    up = [(name, n) for name in MODULES for n in imported(name) if n in MODULES and place[n] > place[name]]
+    place = {name: FLOORS.index(floor(name)) for name in modules()}
+    up = [(name, n) for name in modules() for n in imported(name) if n in modules() and place[n] > place[name]]
     assert up == []
 
 
 def test_families_use_activation_and_tensor_alone_of_others():
-    pairs = ((name, n) for name in MODULES for n in imported(name) if n in MODULES)
+    pairs = ((name, n) for name in modules() for n in imported(name) if n in modules())
     assert [p for p in pairs if {*map(floor, p)} == {"a family"} and len({n.split(".")[2] for n in p}) > 1] == []
 
 
 def test_no_module_imports_another_that_imports_it():
-    graph = {name: {n for n in imported(name) if n in MODULES} for name in MODULES}
+    graph = {name: {n for n in imported(name) if n in modules()} for name in modules()}
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
@@ -75,7 +75,7 @@ def test_families_are_the_packages_with_a_manifest():
 
 def test_manifests_name_every_public_op():
     """`__all__` is made of what they name: what is imported from a family, each op from its own, is named there."""
-    lines = [node for node in MODULES["jaxdnn"].body if isinstance(node, ast.ImportFrom) and node.module]
+    lines = [node for node in modules()["jaxdnn"].body if isinstance(node, ast.ImportFrom) and node.module]
     found = {a.name: str(node.module).split(".") for node in lines for a in node.names}
     ops = {name: parts[2] for name, parts in found.items() if parts[2:3] and parts[2] in families.NAMES}
     del ops["DropoutState"]

@@ -260,24 +260,23 @@ def _unknown(arguments: argparse.Namespace, chosen: list[Any], procedures: list[
 def _execute(
     arguments: argparse.Namespace, chosen: list[Any], procedures: list[str], flush: bool, console: Console
 ) -> tuple[list[Result], list[levels.Trial]]:
-    trials: list[levels.Trial] = []
     wanted = tuple(arguments.level or LEVELS)
-    if not arguments.case:
-        trials += _reported(controls.run(wanted, arguments.seed), arguments, console)
-    # Compilation takes most of the time, and XLA compiles outside of Python's lock.
+    # Compilation takes most of the time, and XLA compiles outside of Python's lock. All wait in one queue, the long
+    # procedures before the short cells, so that no worker is idle before the end.
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         try:
+            tasks = [] if arguments.case else [pool.submit(lambda: list(controls.run(wanted, arguments.seed)))]
+            for subject in _subjects(arguments, procedures):
+                tasks.append(pool.submit(_trials, subject, arguments.extent, wanted, procedures))
             running = [pool.submit(matrix.run, case, arguments.seed, flush=flush) for case in chosen]
-            results = []
+            results, trials = [], []
+            for future in show.progress(console, tasks, len(tasks), "determinism"):
+                trials += _reported(future.result(), arguments, console)
             for future in show.progress(console, running, len(running), "cells"):
                 results.append(future.result())
                 if results[-1].status == "failed":
                     name = results[-1].case.id
                     show.failure(console, name, results[-1].message, _reproduce(arguments, name))
-            subjects = list(_subjects(arguments, procedures))
-            tasks = [pool.submit(_trials, s, arguments.extent, wanted, procedures) for s in subjects]
-            for future in show.progress(console, tasks, len(tasks), "determinism"):
-                trials += _reported(future.result(), arguments, console)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

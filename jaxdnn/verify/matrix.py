@@ -63,11 +63,12 @@ def subjects(
     """The subjects of the determinism procedures for the wanted ops, engines and dtypes: `every` one, or a sample.
 
     Of the memory-bound families the sample has every fifth pair of op and engine, and the first with each dtype; its
-    variants (the call, its blends, its gradients) alternate.
+    variants (the call, its blends, its gradients) alternate. Of a family's slow engines the dtypes do.
     """
     names, kinds = frozenset(engine_names), frozenset(dtypes)
     pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
     every, sampled, seen = every or extent == "full", 0, collections.Counter[str]()
+    turns = collections.Counter[str]()
     for op, engine in pairs:
         if op in of(op).bound_as and not every:
             continue
@@ -81,5 +82,8 @@ def subjects(
                 forms = list(variants(one))
                 yield forms[sampled % len(forms)]
             continue
+        if not every and engine in of(op).slow:
+            found = found[turns[engine] % len(found) :][:1] if found else []
+            turns[engine] += 1
         for one in found:
             yield from variants(one) if every else (one,)

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import functools as ft
 import importlib
 import inspect
 import os
@@ -55,13 +56,16 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-SOURCES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jaxdnn").rglob("*.py"))}
+@ft.cache
+def sources() -> dict[Path, ast.Module]:
+    """The package's files as syntax trees, read by the first test that asks."""
+    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jaxdnn").rglob("*.py"))}
 
 
 def test_private_names_are_imported_in_one_file():
     elsewhere = {
         f"{path.relative_to(ROOT)}: {name}"
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         if path.name != "compat.py"
         for name in [*(full for full, _ in imports(tree)), *map(dotted, ast.walk(tree))]
         if PRIVATE.match(name)
@@ -70,7 +74,7 @@ def test_private_names_are_imported_in_one_file():
 
 
 def test_what_is_imported_late_is_what_a_type_checker_sees():
-    (tree,) = (tree for path, tree in SOURCES.items() if path.name == "compat.py")
+    (tree,) = (tree for path, tree in sources().items() if path.name == "compat.py")
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {called: full for full, called in imports(ast.Module(block.body, []))}
     assert seen == {name: where.replace(":", ".") for name, where in compat.LAZY.items()}
@@ -79,7 +83,7 @@ def test_what_is_imported_late_is_what_a_type_checker_sees():
 def test_every_name_that_kernels_use_is_probed():
     """And every probed name is used."""
     used = set()
-    for tree in SOURCES.values():
+    for tree in sources().values():
         lazy = {called for full, called in imports(tree) if full.startswith("jaxdnn._src.core.compat.")} & set(
             compat.LAZY
         )

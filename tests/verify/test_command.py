@@ -346,14 +346,20 @@ def test_meshes_shard_the_batch_and_every_axis_that_devices_divide():
 
 
 def test_determinism_is_sampled_over_dtypes(monkeypatch: pytest.MonkeyPatch):
-    """Of the memory-bound families every extent samples a narrow float and an integer, and "full" has every dtype."""
+    """Of the memory-bound families every extent samples a narrow float and an integer, and "full" has every dtype.
+
+    The ordered convolutions, which take long to compile, have one dtype each in the standard extent, by turns.
+    """
     monkeypatch.setattr(matrix, "variants", lambda subject: (subject,))  # whose forms have its dtype
     wanted = {"f32", "bf16", "f16", "int8"}
     for extent in EXTENTS:
-        found = matrix.subjects(matrix.ops(), matrix.engines(), DTYPES, extent, 0, every=False)
+        found = list(matrix.subjects(matrix.ops(), matrix.engines(), DTYPES, extent, 0, every=False))
         of_family = [(matrix.of(s.op).name, s.dtype) for s in found]
         sampled = {dtype for name, dtype in of_family if name not in ("conv", "norm_local", "norm_stats")}
         assert sampled == wanted, extent
+        slow = {s.id.partition("/")[2] for s in found if s.engine in matrix.of(s.op).slow}
+        both = [f"{op}/ordered/{dtype}" for op in ("conv", "conv_dgrad", "conv_wgrad") for dtype in ("f32", "bf16")]
+        assert slow == set({"quick": both[1::2], "standard": [both[0], both[3], both[4]], "full": both}[extent])
         if extent == "full":
             for name in ("pool", "tensor"):
                 assert {dtype for of, dtype in of_family if of == name} == wanted

@@ -36,6 +36,8 @@ class Family:
       strides: (a, b): short of the full extent, which has everything, the matrix takes every a-th of the quick cases
         and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
         procedures run on one subject for every fifth pair of an op and an engine.
+      slow: engines whose programs take long: short of the full extent, and if the op is not named, the determinism
+        procedures run on one of their subjects of each op, in turn.
       facets: a case to those of its properties that the matrix must have.
       bound_as: an op to another op with the same primitive, whose guarantees hold for it too: the determinism
         procedures run on it only in the full extent, and if it is named.
@@ -59,6 +61,7 @@ class Family:
     judge: Callable[..., list[Check]] = plain.judge_all
     describe: Callable[[Any], dict[str, Any]] = lambda case: case.describe()
     strides: tuple[int, int] = (1, 1)
+    slow: tuple[str, ...] = ()
     facets: Callable[[Any], set[Any]] = lambda case: {case.dtype}
     bound_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
     draw: Callable[[str, str, np.random.Generator, str], Any] = lambda *_: None

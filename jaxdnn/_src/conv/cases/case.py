@@ -203,7 +203,7 @@ def _cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
     more += [_tiled(make)] if extent == "full" or (more and engine in _TILED) else []
     more += [_full(op, make, seed)] if extent == "full" else []
     for part in more:
-        if engine in _SLOW:
+        if engine in SLOW:
             quick_to_run = (c for c in part if extent == "full" or c.geometry.name != "wide")
             part = itertools.islice(quick_to_run, 0, None, 8)
         yield from part
@@ -220,7 +220,7 @@ def _quick(op: str, make: Callable[..., Case]) -> Iterator[Case]:
 
 # Engines that add one product at a time get every eighth of the cases that are not quick, and the wide one, which takes
 # them seconds, in the full extent alone.
-_SLOW = ("ordered",)
+SLOW = ("ordered",)
 # Engines that cut the work into tiles also get the sizes which these do not divide, in every dtype.
 _TILED = ("hopper",)
 # Engines whose bits are predicted on a million outputs of every op and dtype.

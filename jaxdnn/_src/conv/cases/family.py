@@ -108,6 +108,7 @@ FAMILY = Family(
     samples=samples,
     describe=describe,
     strides=(1, 6),
+    slow=conv_cases.SLOW,
     facets=facets,
     bound_as={"conv_transpose": "conv_dgrad"},
 )
