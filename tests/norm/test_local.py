@@ -48,7 +48,7 @@ def window(x: np.ndarray, axes: list[int], n: int, even: str, format: str = "flo
 def alike(transformed: Any, by: Any, *arrays: Any) -> None:
     """Two programs agree within the bounds of their own roundings."""
     errors = [jax.tree.leaves(running_error.bounds(f, *arrays)[1]) for f in (transformed, by)]
-    results = [jax.tree.leaves(f(*arrays)) for f in (transformed, by)]
+    results = [jax.tree.leaves(jax.jit(f)(*arrays)) for f in (transformed, by)]
     for a, b, *both in zip(*results, *errors, strict=True):
         running_error.agree(a, b, *both)
 
@@ -186,14 +186,15 @@ def test_transformations():
         *map(jnp.asarray, (dy, x, means)),
     )
     alike(pulled(local), lambda dy, x: [dnn.lrn_dgrad(dy, x, n=3, **STRONG)], jnp.asarray(dy), jnp.asarray(x))
-    second = lambda x, d: jax.jvp(jax.grad(lambda x: jnp.sum(local(x) * dy)), (x,), (d,))[1]
+    second = jax.jit(lambda x, d: jax.jvp(jax.grad(lambda x: jnp.sum(local(x) * dy)), (x,), (d,))[1])
     ends = lambda h: reference.lrn_dgrad(dy, x + h * means, n=3, **STRONG)
     off = window(x, [3], 3, "high", "float64").backward(dy, x)[0][1] * SHARE
     error = running_error.bounds(second, jnp.asarray(x), jnp.asarray(means))[1]
     running_error.agree(second(jnp.asarray(x), jnp.asarray(means)), *running_error.slope(ends, off), error)
     many = jnp.stack([jnp.asarray(x), jnp.asarray(dy)])
     mapped, error = jax.jit(jax.vmap(local))(many), running_error.bounds(jax.vmap(local), many)[1]
-    for looped in (jax.lax.map(local, many), jnp.stack([local(many[0]), local(many[1])])):
+    for loop in (lambda many: jax.lax.map(local, many), lambda many: jnp.stack([local(many[0]), local(many[1])])):
+        looped = jax.jit(loop)(many)
         running_error.agree(looped, mapped, 2 * error)
 
 
@@ -227,12 +228,13 @@ def test_p_norms_of_extremes(p: float):
         error = cases_local.vector_error(x.astype(np.float64), p, -1, 0.0, "float32")
         agree(run(x), 2 ** (-1 / p) * np.sign(x), error)
     zero = jnp.zeros(3)
-    np.testing.assert_array_equal(dnn.lp_normalize(zero, p=p), zero)
+    np.testing.assert_array_equal(jax.jit(ft.partial(dnn.lp_normalize, p=p))(zero), zero)
     np.testing.assert_array_equal(
         jax.jit(jax.jacobian(lambda x: dnn.lp_normalize(x, p=p, eps=0.5)))(zero), 2 * np.eye(3)
     )
     halves = jnp.asarray([0.25, 0.0], ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(dnn.lp_normalize(halves, p=p, eps=0.5).astype(jnp.float32), [0.5, 0])
+    found = jax.jit(ft.partial(dnn.lp_normalize, p=p, eps=0.5))(halves)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), [0.5, 0])
 
 
 @pytest.mark.usefixtures("x64")
@@ -242,7 +244,7 @@ def test_p_norms_derivatives(p: float):
     run = lambda x: jax.jvp(lambda x: dnn.lp_normalize(x, p=p), (x,), (jnp.asarray(direction),))[1]
     off = cases_local.vector_error(x, p, -1, 1e-12, "float64") * SHARE
     along = running_error.slope(lambda h: reference.lp_normalize(x + h * direction, p=p), off)
-    running_error.agree(run(jnp.asarray(x)), *along, running_error.bounds(run, jnp.asarray(x))[1])
+    running_error.agree(jax.jit(run)(jnp.asarray(x)), *along, running_error.bounds(run, jnp.asarray(x))[1])
     first = jax.grad(lambda x: dnn.lp_normalize(x, p=p)[0, 0])
     second = jax.jit(jax.grad(lambda x: jnp.vdot(first(x), direction)))(jnp.asarray(x))
     assert np.isfinite(np.asarray(second)).all()
@@ -260,6 +262,7 @@ def test_lp_normalize_of_a_large_p(p: float) -> None:
     x = jnp.array([[1.0, 0.5], [-0.75, 0.75], [0.501, -0.5]], jnp.float32)
     wide = np.asarray(x, np.float64)
     error = cases_local.vector_error(wide, p, -1, 1e-12, "float32")
-    agree(dnn.lp_normalize(x, p=p), reference.lp_normalize(np.asarray(x), p=p), error)
-    slope = jax.grad(lambda x: dnn.lp_normalize(x, p=p)[1])(jnp.array([1.0, 0.5], jnp.float32))
+    run = jax.jit(ft.partial(dnn.lp_normalize, p=p))
+    agree(run(x), reference.lp_normalize(np.asarray(x), p=p), error)
+    slope = jax.jit(jax.grad(lambda x: run(x)[1]))(jnp.array([1.0, 0.5], jnp.float32))
     np.testing.assert_array_equal(slope, [-0.5, 1.0])

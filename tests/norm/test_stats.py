@@ -298,8 +298,8 @@ def test_transformations_agree_with_each_other():
     given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 2, 4, 3), (3,), (3,))]
     loss = lambda *a: sum(jnp.sum(v * v) for v in whole(dnn, *a))
     gradients = jax.grad(loss, (0, 1, 2))
-    mapped = jax.vmap(gradients)(*(jnp.stack([v, v]) for v in given))
-    remat = jax.grad(jax.checkpoint(loss), (0, 1, 2))(*given)
+    mapped = jax.jit(jax.vmap(gradients))(*(np.stack([v, v]) for v in given))
+    remat = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*given)
     errors = running_error.bounds(gradients, *given)[1]
     for one, two, three, error in zip(jax.jit(gradients)(*given), mapped, remat, errors, strict=True):
         running_error.agree(one, two[1], error, error)
