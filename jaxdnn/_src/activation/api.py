@@ -139,7 +139,7 @@ def activation_dgrad(
 def _operand(name: str, value: Any) -> Array:
     value = checks.array(name, value)
     checks.dtype(name, value, FLOATS)
-    return jnp.asarray(value)
+    return value
 
 
 def _out_dtype(value: Any, x: Array) -> np.dtype:

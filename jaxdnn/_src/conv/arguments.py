@@ -244,7 +244,7 @@ def blend(acc: Array, types: Types, *, alpha: Any, beta: Any, prior: Any, like: 
 def _like(name: str, value: Any, shape: tuple[int, ...], why: str) -> Array:
     value = checks.array(name, value)
     checks.shape(name, value, shape, why)
-    return jnp.asarray(value)
+    return value
 
 
 def _epilogue_of(

@@ -31,7 +31,7 @@ def array(name: str, value: Any) -> Array:
     """Reads an operand of any of the dtypes, and keeps XLA from fusing what computed it with what uses it."""
     value = checks.array(name, value)
     checks.dtype(name, value, (*FLOATS, *INTEGERS))
-    return rounded(jnp.asarray(value))
+    return rounded(value)
 
 
 def same_dtype(name: str, value: Array, other_name: str, other: Array) -> None:
@@ -97,7 +97,7 @@ def blend(
     integer = computed.dtype == _I32 and isinstance(alpha, float) and alpha == 1
     if prior is None or none:
         return rounded(convert(scaled(computed, alpha), out))
-    prior = rounded(jnp.asarray(prior))
+    prior = rounded(prior)
     if integer and isinstance(beta, float) and beta == 1 and jnp.issubdtype(prior.dtype, jnp.integer):
         return convert(computed + prior.astype(_I32), out)
     z = scaled(real(computed, _F32) if computed.dtype == _I32 else computed, alpha)
@@ -156,7 +156,7 @@ def read_scale(name: str, value: Any) -> float | Array:
     value = checks.array(name, value)
     checks.shape(name, value, (), "a number or a scalar array")
     checks.dtype(name, value, SCALES)
-    return jnp.asarray(value)
+    return value
 
 
 def along_channel(bias: Array, ndim: int, channel: int) -> Array:

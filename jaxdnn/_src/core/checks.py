@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,6 +20,8 @@ def array(name: str, value: Any) -> Array:
     """Returns `value` as JAX's array; outside the 64-bit mode float64 and int64 become float32 and int32."""
     if hasattr(value, "shape") and hasattr(value, "dtype") and getattr(value.dtype, "kind", "O") in "OSUMm":
         raise TypeError(f"`{name}` must be an array of numbers, got one of {value.dtype}.")
+    if isinstance(value, Array) and jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype:
+        return value  # as `jnp.asarray` would, a hundred times as fast
     try:
         return jnp.asarray(value)
     except OverflowError as error:

@@ -30,14 +30,14 @@ class Frame:
         """Reads an input or output array."""
         value = checks.array(name, value)
         shape = self.array_shape(name, value.shape)
-        return jnp.asarray(value) if self.given.vector is None else _devectorise(value, self.given.channel, shape)
+        return value if self.given.vector is None else _devectorise(value, self.given.channel, shape)
 
     def filter(self, name: str, value: Any) -> Array:
         """Reads a filter."""
         value = checks.array(name, value)
         shape = self.filter_shape(name, value.shape)
         layout = self.given_filter
-        return jnp.asarray(value) if layout.vector is None else _devectorise(value, layout.input, shape)
+        return value if layout.vector is None else _devectorise(value, layout.input, shape)
 
     def array_shape(self, name: str, shape: Any) -> tuple[int, ...]:
         """Reads the shape of an input or output array, and returns it without channel vectors."""
@@ -88,7 +88,7 @@ def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str,
 
 
 def _devectorise(value: Array, channel: int, shape: tuple[int, ...]) -> Array:
-    return jnp.moveaxis(jnp.asarray(value), -1, channel + 1).reshape(shape)
+    return jnp.moveaxis(value, -1, channel + 1).reshape(shape)
 
 
 def _vectorise(value: Array, channel: int, vector: int, name: str) -> Array:

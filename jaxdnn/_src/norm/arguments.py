@@ -65,14 +65,13 @@ class View:
         value = checks.array(name, value)
         checks.shape(name, value, self.parameters, self.why)
         checks.dtype(name, value, narrower(types.accumulate))
-        return rounded(jnp.asarray(value)).astype(types.accumulate).reshape(self.spread)
+        return rounded(value).astype(types.accumulate).reshape(self.spread)
 
     def statistic(self, name: str, value: Any, types: Types) -> Array:
         """Reads a saved statistic."""
         value = checks.array(name, value)
         checks.shape(name, value, self.statistics, "one for every slice")
         checks.dtype(name, value, (types.accumulate,))
-        value = jnp.asarray(value)
         return (value.T if self.swapped else value).reshape(self.reduced)
 
     def give_statistic(self, value: Array) -> Array:
@@ -251,7 +250,7 @@ def cotangent(dy: Any, x: Array, found: Types) -> Array:
     dy = checks.array("dy", dy)
     checks.shape("dy", dy, x.shape, "that of x")
     checks.dtype("dy", dy, narrower(found.accumulate))
-    return jnp.asarray(dy)
+    return dy
 
 
 def check(op: str, read: NormSpec, operands: Sequence[Array]) -> None:
@@ -305,7 +304,7 @@ def blend(
         checks.dtype(of_prior, prior, narrower(found.accumulate))
     if isinstance(alpha, float) and alpha == 1 and not reads:
         return None
-    return Blend(alpha, beta, jnp.asarray(prior) if reads else None)
+    return Blend(alpha, beta, prior if reads else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -320,7 +320,7 @@ def read_running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Ar
         value = checks.array(name, value)
         checks.shape(name, value, view.parameters, view.why)
         checks.dtype(name, value, arguments.narrower(found.accumulate))
-        read.append(jnp.asarray(value))
+        read.append(value)
     return read[0], read[1]
 
 

@@ -58,7 +58,7 @@ def lp_normalize(
 
     Sources: PyTorch's normalize, whose axis is 1; ONNX's LpNormalization, which has no eps.
     """
-    x = jnp.asarray(checks.array("x", x))
+    x = checks.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.rows(x, axis)
     p, small = checks.as_float("p", p), arguments.epsilon(eps)
     if not p >= 1:

@@ -5,7 +5,6 @@ Letters: A the axes that are normalised, n how many elements they have, N the fi
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
@@ -16,7 +15,7 @@ from jaxdnn._src.norm.arguments import Options
 
 
 def _read(name: str, value: ArrayLike) -> Array:
-    return jnp.asarray(checks.array(name, value))
+    return checks.array(name, value)
 
 
 @public

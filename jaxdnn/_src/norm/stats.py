@@ -134,8 +134,8 @@ def bn_finalize(
     running = read_running(view, running_mean, running_variance, found)
     small = jnp.asarray(arguments.epsilon(eps), accumulate)
     arguments.require("bn_finalize", determinism, "run_to_run", "compilers fuse its products and sums as they see fit")
-    mean = jnp.asarray(total) / m
-    difference = jnp.asarray(squares) / m - mean * mean
+    mean = total / m
+    difference = squares / m - mean * mean
     mean = mean if shift is None else view.parameter("shift", shift, found) + mean
     variance = jnp.where(difference <= 0, jnp.zeros_like(difference), difference)  # NaN stays NaN
     rstd = 1 / jnp.sqrt(variance + small)
@@ -282,4 +282,4 @@ def _count(value: Any, accumulate: Any) -> Array:
     value = checks.array("count", value)
     checks.shape("count", value, (), "a number or a scalar array")
     checks.dtype("count", value, (jnp.float32, jnp.float64, jnp.int32, jnp.int64))
-    return jnp.asarray(value).astype(accumulate)
+    return value.astype(accumulate)

@@ -43,7 +43,7 @@ def array(name: str, value: Any, layout: Layout) -> Array:
     """Reads an array of a layout; channel vectors stay, for a window treats all channels alike."""
     value = checks.array(name, value)
     _shape(name, value.shape, layout)
-    return jnp.asarray(value)
+    return value
 
 
 def shape_of(name: str, value: Any, layout: Layout) -> tuple[int, ...]:
@@ -215,7 +215,6 @@ def taps_of(spec: PoolSpec, indices: Any, y_shape: tuple[int, ...]) -> Array:
     """Reads `indices`, flat positions in x (int32) or taps (unsigned), as taps."""
     indices = checks.array("indices", indices)
     checks.shape("indices", indices, y_shape, "the result's of the pooling")
-    indices = jnp.asarray(indices)
     if indices.dtype == spec.tap_dtype:
         return indices
     checks.dtype("indices", indices, (jnp.int32, spec.tap_dtype))
