@@ -59,7 +59,7 @@ def _terms(name: str, p: float, beta: float, x: Values) -> list[tuple[Values, Va
     if name in ("sigmoid", "tanh"):
         t = x if name == "sigmoid" else 2 * x
         scale = 1.0 if name == "sigmoid" else 4.0
-        return [(scale * _bell(t), 2 * LOGISTIC + 1)]
+        return [(scale * _bell(t), EXP + 5)]
     if name == "elu":
         return [(np.where(x > 0, 0.0, p * np.exp(np.minimum(x, 0))), EXP + 2)]
     if name == "softplus":

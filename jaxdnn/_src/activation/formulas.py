@@ -212,6 +212,12 @@ def _hard_swish_derivative(z: Any, _: Any, f: Functions) -> Any:
     return f.numpy.where(z <= -3, f.numpy.zeros_like(z), f.numpy.where(z >= 3, f.numpy.ones_like(z), (2 * z + 3) / 6))
 
 
+def _bell(z: Any, f: Functions) -> Any:
+    """logistic(z) logistic(-z), by one exponential, without the cancellation of s (1 - s)."""
+    t = f.numpy.exp(-f.numpy.abs(z))
+    return t / ((1 + t) * (1 + t))
+
+
 def _leaky_relu_derivative(z: Any, slope: Any, f: Functions) -> Any:
     return f.numpy.where(z > 0, f.numpy.ones_like(z), f.numpy.full_like(z, slope))
 
@@ -253,8 +259,8 @@ _FORWARD: dict[str, Formula] = {
 _DERIVATIVE: dict[str, Formula] = {
     "identity": lambda z, _, f: f.numpy.ones_like(z),
     "relu": lambda z, _, f: (z > 0).astype(z.dtype),
-    "sigmoid": lambda z, _, f: f.logistic(z) * f.logistic(-z),
-    "tanh": lambda z, _, f: 4 * f.logistic(2 * z) * f.logistic(-2 * z),
+    "sigmoid": lambda z, _, f: _bell(z, f),
+    "tanh": lambda z, _, f: 4 * _bell(2 * z, f),
     "gelu": _gelu_derivative,
     "gelu_tanh": _gelu_tanh_derivative,
     "elu": _elu_derivative,
