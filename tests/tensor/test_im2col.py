@@ -66,10 +66,10 @@ def test_each_is_the_others_transpose(layout: str, shape: tuple[int, ...], optio
 def test_convolution_is_a_matrix_product(mode: str):
     rng = np.random.default_rng(0)
     x, w = rng.integers(-3, 4, (2, 7, 6, 3)).astype(np.float32), rng.integers(-3, 4, (3, 2, 3, 5)).astype(np.float32)
-    patches = dnn.im2col(x, window=(3, 2), mode=mode, **WINDOW)
+    patches = jax.jit(ft.partial(dnn.im2col, window=(3, 2), mode=mode, **WINDOW))(x)
     np.testing.assert_array_equal(patches @ w.reshape(18, 5), dnn.conv(x, w, mode=mode, **WINDOW))
     first, kcrs = {"layout": "NCHW", "mode": mode, **WINDOW}, w.transpose(3, 2, 0, 1)
-    patches = dnn.im2col(x.transpose(0, 3, 1, 2), window=(3, 2), **first)
+    patches = jax.jit(ft.partial(dnn.im2col, window=(3, 2), **first))(x.transpose(0, 3, 1, 2))
     found = jnp.einsum("kf,nfpq->nkpq", kcrs.reshape(5, 18), patches)
     np.testing.assert_array_equal(found, dnn.conv(x.transpose(0, 3, 1, 2), kcrs, **first))
 
@@ -78,7 +78,9 @@ def test_gradient_adds_in_float32():
     """256 + 1 + 1 is 258 in bfloat16 if it is added before it is rounded, and 256 if not."""
     ct = jnp.array([[[0, 1, 0], [0, 0, 1], [256, 0, 0]]], jnp.bfloat16).reshape(1, 3, 3)
     x = jnp.zeros((1, 5, 1), jnp.bfloat16)
-    for dx in (jax.vjp(lambda x: dnn.im2col(x, layout="NWC"), x)[1](ct)[0], dnn.col2im(ct, x.shape, layout="NWC")):
+    transposed = lambda ct: jax.vjp(lambda x: dnn.im2col(x, layout="NWC"), x)[1](ct)[0]
+    for op in (transposed, lambda ct: dnn.col2im(ct, x.shape, layout="NWC")):
+        dx = np.asarray(jax.jit(op)(ct))
         assert dx[0, :, 0].tolist() == reference.col2im(np.asarray(ct), x.shape, layout="NWC")[0, :, 0].tolist()
 
 
@@ -119,7 +121,7 @@ def test_windows_beyond_the_edge_of_a_sharded_axis(axis: int):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     options: dict[str, Any] = {"window": (3, 3), "stride": 2, "padding": 1}
     x = np.random.default_rng(0).normal(size=(2, 16, 12, 4)).astype(ml_dtypes.bfloat16)
-    y = np.asarray(dnn.im2col(x, **options))
+    y = np.asarray(jax.jit(ft.partial(dnn.im2col, **options))(x))
     run = jax.jit(lambda y: dnn.col2im(y, x.shape, **options))
     there = NamedSharding(mesh, P(*("d" if i == axis else None for i in range(4))))
     np.testing.assert_array_equal(run(jax.device_put(y, there)), run(y))

@@ -149,7 +149,7 @@ def test_prior_is_not_read_when_beta_is_zero():
     for beta in (0.0, jnp.float32(0)):
         np.testing.assert_array_equal(dnn.transform(x, beta=beta, prior=garbage), x)
         np.testing.assert_array_equal(dnn.add(x, garbage, beta=beta), x)
-    slope = jax.grad(lambda beta: dnn.transform(x, beta=beta, prior=2 * x).sum())(jnp.float32(0))
+    slope = jax.jit(jax.grad(lambda beta: dnn.transform(x, beta=beta, prior=2 * x).sum()))(jnp.float32(0))
     np.testing.assert_allclose(slope, 2 * x.sum(dtype=np.float64), rtol=2.0**-20)  # derivative in beta: the prior
 
 
@@ -181,7 +181,7 @@ def test_bits_do_not_depend_on_the_batch_or_on_what_else_is_compiled(rows: int):
     whole = blend(x, prior)
     np.testing.assert_array_equal(jax.jit(blend)(x[:rows], prior[:rows]), whole[:rows])
     np.testing.assert_array_equal(jax.jit(lambda a, b: blend(a, b) + 0 * a)(x, prior), whole)
-    np.testing.assert_array_equal(jax.vmap(lambda a, b: blend(a[None], b[None])[0])(x, prior), whole)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda a, b: blend(a[None], b[None])[0]))(x, prior), whole)
 
 
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
