@@ -3,6 +3,9 @@
 In `flat` a thread processes one group, in `stream` several, one after another. In `walk`, backward with a gradient of
 the bias, it processes one group of columns, row after row, and accumulates the sums of its columns. In `planes` it
 processes one group of each of four planes.
+
+It is PTX text, which an empty Pallas kernel embeds: Pallas' compiler contracts products and sums, and the definition
+rounds each. Plain Pallas was not measured.
 """
 
 import dataclasses

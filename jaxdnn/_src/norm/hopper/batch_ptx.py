@@ -23,6 +23,8 @@ Gradients, reading dy and x once. A thread accumulates, row after row, for each 
 and these are added over the lines of a block; XLA adds the splits' sums. `batch_walk` states the order of both.
 
 Sources: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+
+It is PTX text, which an empty Pallas kernel embeds. Plain Pallas was not measured.
 """
 
 import functools as ft

@@ -6,6 +6,8 @@ cancels. Otherwise (m - μ)² is at most σ² times the rounds over those sample
 is subtracted as the two numbers m and Σ d / n. Backward in float32, Σ (x - μ) corrects for the rounding of the saved μ.
 
 `group_vectors` states which thread processes what, `group_sums` the order of additions.
+
+It is PTX text, which an empty Pallas kernel embeds. Plain Pallas was not measured.
 """
 
 import functools as ft

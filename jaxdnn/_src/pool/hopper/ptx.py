@@ -11,6 +11,9 @@ thread computes one cell of dx, of stride by stride elements, which belong to th
 loads dy and taps once.
 
 Order of additions: that of `jaxdnn._src.pool.xla.engine`, so that the bits are the same.
+
+It is PTX text, which an empty Pallas kernel embeds: every thread has windows of its own, clipped at the edges, and
+Pallas' arrays in registers have neither an address nor a guard for each lane. Plain Pallas was not measured.
 """
 
 import contextlib
