@@ -62,6 +62,8 @@ from jaxdnn._src.resample.api import pixel_shuffle as pixel_shuffle
 from jaxdnn._src.resample.api import pixel_unshuffle as pixel_unshuffle
 from jaxdnn._src.resample.api import resample as resample
 from jaxdnn._src.resample.api import resample_dgrad as resample_dgrad
+from jaxdnn._src.sampling.api import affine_grid as affine_grid
+from jaxdnn._src.sampling.api import grid_sample as grid_sample
 from jaxdnn._src.softmax.api import logsumexp as logsumexp
 from jaxdnn._src.softmax.api import softmax as softmax
 from jaxdnn._src.softmax.api import softmax_dgrad as softmax_dgrad

@@ -1,0 +1,19 @@
+"""Images sampled at the points of a grid; spatial transformers."""
+
+from jaxdnn._src.core.manifest import Manifest, Ops
+
+MANIFEST = Manifest(
+    ops=(
+        Ops(
+            "SpatialTfGridGenerator, SpatialTfSampler, both directions",
+            "`portable`; gradients `mesh_invariant`",
+            "grid_sample affine_grid",
+        ),
+    ),
+    examples="""
+grid_sample | NHWC, NTDP, padding="reflection" -> NTDC | N -/- TD -/g C -/g HW g/g | any pixel may be asked for
+affine_grid | NPR, shape(TD) -> NTDP               | N -/- | rows of matrices
+""",
+    engines=("xla",),
+    cases=("cases",),
+)

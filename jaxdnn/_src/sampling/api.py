@@ -1,0 +1,233 @@
+"""Sampling images at any points: `grid_sample`, and the grids of affine maps.
+
+Letters: N batch, C channels, [D,] H, W sizes of the image, [D',] H', W' of the grid, d how many of them.
+"""
+
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxdnn._src.core import blending, checks, frames, selection, trees
+from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.core.primitives import composed
+from jaxdnn._src.core.rounding import product, real, rounded
+from jaxdnn._src.sampling import primitive
+from jaxdnn._src.sampling.primitive import SampleSpec
+from jaxdnn._src.sampling.taps import COORDINATES, MODES, ORDERS, PADDINGS, Rule
+
+_FLOATS = blending.FLOATS[:4]
+
+
+@public
+def grid_sample(
+    x: ArrayLike,
+    grid: ArrayLike,
+    /,
+    *,
+    mode: str = "linear",
+    padding: str = "zeros",
+    align_corners: bool = False,
+    coordinates: str = "normalised",
+    order: str = "xy",
+    cubic_coefficient: float = -0.75,
+    layout: str = "NHWC",
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """Samples images at the points of a grid.
+
+    s[n, m, c] = Σ_t w[n, m, t] x[n, t, c]     the weights of the pixels t near the point grid[n, m]
+    y = alpha s + beta prior
+
+    A coordinate g is the place p = ((g + 1) size - 1) / 2 in pixels, of which the first has its centre at 0; with
+    `align_corners` p = (g + 1) / 2 (size - 1), so that -1 and 1 are the centres of the first and the last pixel.
+
+    Args:
+      x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, int8 or uint8.
+      grid: (N, H', W', d), or (1, H', W', d) for all images; d = 1 to 3 is the number of spatial axes of x. float32,
+        bfloat16, float16 or float64, whatever x is: 16 bits do not tell the pixels of a wide image apart.
+      mode: "nearest", the pixel nearest to p, of two the even one; "linear", which is bilinear over two axes and
+        trilinear over three; "cubic", the four nearest pixels along each axis, weighted as in `resample`.
+      padding: what stands outside of x: "zeros"; "border", its nearest pixel; "reflection", x mirrored about the
+        centres of its outermost pixels with `align_corners`, and otherwise about their outer edges.
+      align_corners: see above.
+      coordinates: "normalised", as above, or "pixel", p = g.
+      order: "xy", the coordinate along the last spatial axis comes first in grid; "ij", in the order of the axes.
+      cubic_coefficient: that of "cubic", see `resample`.
+      layout: the axes of x, prior and the result, see `conv`.
+      alpha, beta, prior: the blend, see `conv`; prior has the result's shape.
+      out_dtype: the result's dtype; None is that of x.
+      engine: None, or the name of the engine that must serve the call.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
+
+    Returns:
+      y, (N, H', W', C) for NHWC.
+
+    Differentiation: any order, in x, grid, prior, and alpha and beta if they are arrays. In grid, "nearest" has the
+      derivative 0; elsewhere that is one-sided where weights have kinks: at a pixel's centre from the side of larger
+      coordinates, at and beyond the border for "border" 0, and at the first mirror of "reflection" 0. The gradient in x
+      sorts and gathers: there is no scatter and no atomic addition.
+
+    Numerics: coordinates and weights in float32 (float64 if x or grid is), each step rounded; products are added in it
+      tap by tap, and the result is converted once. Determinism level "portable", gradients "mesh_invariant" (in a grid
+      for all images, where a level is required). A pixel of weight 0 is not read: infinity and NaN do not spread. A NaN
+      coordinate gives NaN (0 in integers) and sends no gradient to x; an infinite one is outside, for "reflection" NaN.
+
+    Raises:
+      ValueError: an option out of range, a grid that does not fit, an image without pixels. TypeError: a dtype that is
+      not served. NotImplementedError: no engine serves the call at the required determinism level.
+
+    Example:
+      >>> x, grid = jnp.array([[[0.0], [8.0]]]), jnp.array([[[-0.5], [0.0], [0.25], [1.0]]])
+      >>> dnn.grid_sample(x, grid, layout="NWC")[0, :, 0].tolist()
+      [0.0, 4.0, 6.0, 4.0]
+
+    Sources: cuDNN's cudnnSpatialTfSamplerForward and -Backward are "linear" with "zeros" and `align_corners`. PyTorch's
+      grid_sample and ONNX's GridSample have these names; there a NaN in a pixel of weight 0 spreads, and PyTorch's
+      grid has the dtype of x. `jax.scipy.ndimage.map_coordinates` is "pixel" and "ij", with coordinates on the first
+      axis; of order 0 it rounds half away from zero. Jaderberg et al., arXiv:1506.02025; Keys (1981) for "cubic".
+    """
+    frame = frames.frame(layout, None)
+    given = blending.array("x", x)
+    plain = frame.array("x", given)
+    checks.dtype("x", given, (*_FLOATS, jnp.int8, jnp.uint8))
+    axes = frame.layout
+    sizes = tuple(plain.shape[axis] for axis in axes.spatial)
+    grid = _grid(grid, plain.shape[axes.batch], sizes)
+    rule = _rule(mode, padding, align_corners, coordinates, order, cubic_coefficient)
+    spec = SampleSpec(sizes, engine, required(determinism))
+    wide = blending.accumulator(given.dtype)
+    wide = wide if jnp.issubdtype(wide, jnp.floating) else np.dtype(np.float32)
+    places = grid.astype(jnp.promote_types(wide, grid.dtype))
+    every = jax.ShapeDtypeStruct((plain.shape[axes.batch], *grid.shape[1:]), places.dtype)
+    index, weights = rule.taps(_for_all(places, every, spec.level), sizes)
+    canonical = (axes.batch, *axes.spatial, axes.channel)
+    operands = real(jnp.transpose(plain, canonical), wide), weights.astype(wide), index
+    selection.check("grid_sample", spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    y = jnp.transpose(primitive.bind("y", *operands, spec=spec), [int(axis) for axis in np.argsort(canonical)])
+    out = blending.out_dtype(out_dtype, given)
+    return blending.blend(frame.restore(y), alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+
+
+def _grid(value: Any, images: Any, sizes: tuple[int, ...]) -> Array:
+    grid, d = checks.array("grid", value), len(sizes)
+    checks.dtype("grid", grid, _FLOATS)
+    if grid.ndim != d + 2 or grid.shape[-1] != d or (grid.shape[0] != 1 and grid.shape[0] != images):
+        raise ValueError(
+            f"`grid` must have {d + 2} axes, the first of size {images} or 1 and the last of size {d}, for images of "
+            f"{d} spatial axes, got shape {checks.shown(tuple(grid.shape))}."
+        )
+    if min(sizes) < 1:
+        raise ValueError(f"`x` must have at least one pixel along every spatial axis, got {sizes}.")
+    if max(math.prod(sizes), math.prod(grid.shape[1:-1]) * 4**d) > checks.LARGEST - 2:
+        raise ValueError(
+            f"`x` and `grid` must have fewer than 2^31 pixels and taps an image, got {sizes} and "
+            f"{checks.shown(tuple(grid.shape[1:-1]))}."
+        )
+    return rounded(jnp.asarray(grid))
+
+
+def _for_all(grid: Array, every: Any, level: str) -> Array:
+    """A grid for all images, whose gradient is added up in a fixed order where the level asks for one."""
+    if grid.shape == every.shape:
+        return grid
+    return trees.broadcast(grid, jnp.zeros(every.shape, every.dtype), level)
+
+
+def _rule(mode: Any, padding: Any, align_corners: Any, coordinates: Any, order: Any, cubic: Any) -> Rule:
+    checks.choice("mode", mode, MODES)
+    checks.choice("padding", padding, PADDINGS)
+    checks.choice("coordinates", coordinates, COORDINATES)
+    checks.choice("order", order, ORDERS)
+    cubic = checks.as_float("cubic_coefficient", cubic)
+    if not math.isfinite(cubic):
+        raise ValueError(f"`cubic_coefficient` must be finite, got {cubic!r}.")
+    return Rule(mode, padding, checks.flag("align_corners", align_corners), coordinates, order, cubic)
+
+
+@public
+def affine_grid(
+    theta: ArrayLike,
+    sizes: Sequence[int],
+    /,
+    *,
+    align_corners: bool = False,
+    determinism: str | None = None,
+) -> Array:
+    """The points to which affine maps take the pixels of an image.
+
+    grid[n, i, j] = theta[n] (x_j, y_i, 1), and theta[n] (x_k, y_j, z_i, 1) for three sizes
+
+    with x_j = (2 j + 1) / W - 1, or 2 j / (W - 1) - 1 with `align_corners` (0 where W is 1), and so for y and z.
+
+    Args:
+      theta: (N, d, d + 1); float32, bfloat16, float16 or float64.
+      sizes: those of the grid, d of them, in the order of the image's axes: (H, W).
+      align_corners: as it will be given to `grid_sample`.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
+
+    Returns:
+      grid, (N, H, W, d) of theta's dtype; x first, as `grid_sample` takes it.
+
+    Differentiation: any order, in theta.
+
+    Numerics: coordinates are rounded to float32 (float64 for float64), each product and each sum is rounded in it, from
+      the left, and the result is converted once: determinism level "portable". The gradient adds over the points: in
+      XLA's order, run_to_run, or where a level that fixes bits is required on a tree, mesh_invariant. A grid in 16 bits
+      does not tell the pixels of a wide image apart: give theta in float32.
+
+    Raises:
+      ValueError: a theta or sizes that do not fit. TypeError: a dtype that is not served.
+
+    Example:
+      >>> dnn.affine_grid(jnp.array([[[2.0, 0.5]]]), (2,))[0, :, 0].tolist()
+      [-0.5, 1.5]
+
+    Sources: cuDNN's cudnnSpatialTfGridGeneratorForward and -Backward have `align_corners`; PyTorch's affine_grid and
+      ONNX's AffineGrid; Jaderberg et al., arXiv:1506.02025.
+    """
+    theta = checks.array("theta", theta)
+    checks.dtype("theta", theta, _FLOATS)
+    d = theta.shape[1] if theta.ndim == 3 else 0
+    if d not in (1, 2, 3) or theta.shape[2] != d + 1:
+        raise ValueError(f"`theta` must have shape (N, d, d + 1) with d from 1 to 3, got {checks.shown(theta.shape)}.")
+    after = checks.integers("sizes", sizes, d, minimum=0)
+    checks.countable("`affine_grid`", (theta.shape[0], *after, d))
+    align_corners = checks.flag("align_corners", align_corners)
+    level, wide = required(determinism), blending.accumulator(theta.dtype)
+    centres = [_centres(n, align_corners).astype(wide) for n in after][::-1]
+
+    def run(theta: Array) -> Array:
+        shape = (theta.shape[0], *after, d)
+        like = jnp.zeros(shape, wide)
+        # theta[n, :, j] at every point; a coordinate at every point, of the last axis first.
+        columns = [trees.broadcast(theta[:, :, j].reshape(-1, *[1] * d, d), like, level) for j in range(d + 1)]
+        terms = [
+            product(column, jnp.broadcast_to(c.reshape(-1, *[1] * (axis + 1)), shape))
+            for axis, (column, c) in enumerate(zip(columns[:-1], centres, strict=True))
+        ]
+        return ft.reduce(jnp.add, [*terms, columns[-1]])
+
+    factors = lambda theta: Factors((("n", "i", "j"),), (("n", *(f"m{i}" for i in range(d)), "i"),), ("n",))
+    grid = composed(run, factors, rounded(jnp.asarray(theta)).astype(wide))
+    return rounded(blending.convert(grid, theta.dtype))
+
+
+def _centres(n: int, align_corners: bool) -> np.ndarray:
+    """The normalised coordinates of n pixels' centres, in float64."""
+    if align_corners:
+        return np.linspace(-1, 1, n) if n != 1 else np.zeros(1)
+    return (2 * np.arange(n) + 1) / max(n, 1) - 1

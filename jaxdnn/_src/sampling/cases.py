@@ -1,0 +1,142 @@
+"""Sampling at points inside of images and outside, and affine grids: matrix, data and bounds.
+
+A coordinate in pixels is off by at most `PLACE` roundings of what it is computed from. Away from where other pixels are
+sampled, a result is off by that times its steepest slope, by two roundings for each factor of a weight, and by one for
+each tap, each relative to the image's largest magnitude.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import jaxdnn as dnn
+import jaxdnn_reference as reference
+from jaxdnn._src.cases import drawn
+from jaxdnn._src.cases.case import Case, Expected
+from jaxdnn._src.cases.family import family
+from jaxdnn._src.cases.subject import Subject, subject
+from jaxdnn._src.core.formats import FORMATS
+from jaxdnn._src.core.tolerance import Accumulation
+
+OPS = ("grid_sample", "affine_grid")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "nearest": {"mode": "nearest", "padding": "border"},
+    "cubic": {"mode": "cubic", "padding": "reflection"},
+    "linear-reflection": {"padding": "reflection"},
+    "linear-corners": {"padding": "border", "align_corners": True},
+    "cubic-zeros": {"mode": "cubic", "coordinates": "pixel", "order": "ij"},
+    "nearest-corners": {"mode": "nearest", "padding": "reflection", "align_corners": True},
+}
+# Of a mode: taps along an axis, the largest sum of |weights| and of |slopes| along it, for the usual cubic coefficient.
+MODES = {"nearest": (1, 1.0, 0.0), "linear": (2, 1.0, 2.0), "cubic": (4, 1.4, 3.0)}
+PLACE = 8
+DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingCase(Case):
+    """Images of some sizes, and as many points along each axis of a grid."""
+
+    batch: int = 8
+    sizes: tuple[int, ...] = (7, 6)
+    points: tuple[int, ...] = (5, 4)
+    channels: int = 5
+    align_corners: bool = False  # of affine_grid
+
+    primitive = {"grid_sample": "grid_sample"}  # noqa: RUF012
+
+    @property
+    def options(self) -> dict[str, Any]:
+        if self.op == "affine_grid":
+            return {"align_corners": self.align_corners}
+        return {"layout": f"N{'DHW'[3 - len(self.sizes) :]}C", **VARIANTS[self.variant.rpartition("/")[2]]}
+
+    @property
+    def static(self) -> tuple[Any, ...]:
+        return (self.points,) if self.op == "affine_grid" else ()
+
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        op: Any = getattr(dnn, self.op)
+        return lambda *arrays: op(*arrays, *self.static, **{**self.options, **choices})
+
+    def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        d = len(self.sizes)
+        if self.op == "affine_grid":
+            return (rng.normal(size=(self.batch, d, d + 1)).astype(self.in_dtype),)
+        x = rng.normal(size=(self.batch, *self.sizes, self.channels)).astype(self.in_dtype)
+        return x, np.stack([self._coordinates(rng, size) for size in self._by_component()], -1)
+
+    def _by_component(self) -> tuple[int, ...]:
+        return self.sizes if self.options.get("order") == "ij" else self.sizes[::-1]
+
+    def _coordinates(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        """Away from pixels' centres and from the middle between two, of which some are outside."""
+        shape = (self.batch, *self.points)
+        p = rng.integers(-3, size + 3, shape) + rng.choice([0.125, 0.25, 0.75, 0.875], shape)
+        if self.options.get("coordinates") != "pixel":
+            p = 2 * p / max(size - 1, 1) - 1 if self.options.get("align_corners") else (2 * p + 1) / size - 1
+        return p.astype(np.float64 if self.dtype == "f64" else np.float32)
+
+    def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
+        golden = np.asarray(getattr(reference, self.op)(*operands, *self.static, **self.options), np.float64)
+        u, d = FORMATS["float64" if self.dtype == "f64" else "float32"].roundoff, len(self.sizes)
+        if self.op == "affine_grid":
+            size = np.abs(operands[0].astype(np.float64)).sum(-1).reshape(self.batch, *[1] * d, d)
+            error: Any = (2 * d + 4) * u * size
+        else:
+            taps, weight, slope = MODES[self.options.get("mode", "linear")]
+            largest = np.abs(operands[0].astype(np.float64)).max(tuple(range(1, d + 1)), keepdims=True)
+            far = 1 + np.abs(operands[1].astype(np.float64))
+            place = PLACE * u * (far * (np.asarray(self._by_component()) + 1)).sum(-1, keepdims=True)
+            error = largest * (place * slope * weight ** (d - 1) + (taps**d + 24 * d) * u * weight**d)
+        return (Expected(golden, error + 2.0**-120, self.in_dtype, generic=False),)
+
+    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
+        return (getattr(reference, self.op)(*operands, *self.static, **self.options, arithmetic="ordered"),)
+
+    def describe(self) -> dict[str, Any]:
+        return {"sizes": self.sizes, **{k: str(v) for k, v in self.options.items()}}
+
+
+def _case(op: str, engine: str, dtype: str, variant: str, **given: Any) -> SamplingCase:
+    return SamplingCase(op, engine, dtype, variant, align_corners=variant == "corners", **given)
+
+
+def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[SamplingCase]:
+    """Every variant in every dtype of the extent, over one to three axes in turn."""
+    extents = ("quick", "standard", "full")
+    ranks = ({}, {"sizes": (9,), "points": (11,)}, {"sizes": (5, 4, 3), "points": (2, 4, 3), "batch": 2})
+    variants = ("centres", "corners") if op == "affine_grid" else tuple(VARIANTS)
+    for dtype in [d for e in extents[: extents.index(extent) + 1] for d in DTYPES[e]]:
+        for number, variant in enumerate(variants):
+            yield _case(op, engine, dtype, variant, **ranks[number % 3])
+
+
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
+    """A mode in each dtype; all of them in the full extent."""
+    variants = ("centres", "corners") if op == "affine_grid" else ("linear", "cubic", "nearest-corners", *VARIANTS)
+    for dtype, variant in zip(("f32", "bf16", "f16") * 3, variants, strict=False):
+        case = _case(op, engine, dtype, variant)
+        found = subject(case, seed, batch_axes=(0,) * (1 if op == "affine_grid" else 2), out_axis=0)
+        if found is not None and (extent == "full" or variant in variants[:3]):
+            yield dataclasses.replace(found, variant=variant)
+
+
+def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
+    """Every variant on images and grids of any sizes and rank."""
+    rank, variant = int(rng.integers(1, 4)), str(rng.choice(list(VARIANTS)))
+    sizes, points = drawn.axes(rng, rank, 2**12, 60), drawn.axes(rng, rank, 2**7, 60)
+    given = {"sizes": sizes, "points": points, "channels": drawn.channels(rng, 64)}
+    batch = drawn.batch(rng, 2**16 / (math.prod(sizes) * given["channels"]))
+    if op == "affine_grid":
+        return SamplingCase(
+            op, engine, drawn.pick(rng, drawn.WIDER), name, batch, **given, align_corners="corners" in variant
+        )
+    return SamplingCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{variant}", batch, **given)
+
+
+FAMILY = family("sampling", SamplingCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw)

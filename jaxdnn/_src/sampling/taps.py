@@ -1,0 +1,105 @@
+"""Which pixels a point of a grid is made of, and with which weights: a function that JAX differentiates to any order.
+
+Every product is rounded before it is added to, and so in derivatives: bits depend on nothing else.
+"""
+
+import dataclasses
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxdnn._src.core.rounding import product, quotient, rounded
+
+MODES = ("nearest", "linear", "cubic")
+PADDINGS = ("zeros", "border", "reflection")
+COORDINATES = ("normalised", "pixel")
+ORDERS = ("xy", "ij")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a coordinate means, see `grid_sample`."""
+
+    mode: str
+    padding: str
+    align_corners: bool
+    coordinates: str
+    order: str
+    cubic: float
+
+    @ft.partial(jax.jit, static_argnums=(0, 2))  # many small operations, which without jit are compiled one by one
+    def taps(self, grid: Array, sizes: tuple[int, ...]) -> tuple[Array, Array]:
+        """The flat index (-1 outside) and the weight of every tap, the last axis of both; row-major, the last fastest.
+
+        grid: (..., d), coordinates in float32 or float64, for `sizes` of d axes.
+        """
+        along = [grid[..., i] for i in range(len(sizes))]
+        along = along[::-1] if self.order == "xy" else along
+        index, weights = self._along(along[0], sizes[0])
+        for g, size in zip(along[1:], sizes[1:], strict=True):
+            pixels, factors = (v[..., None, :] for v in self._along(g, size))
+            outer = index[..., None]
+            index = jnp.where((outer < 0) | (pixels < 0), jnp.int32(-1), outer * size + pixels)
+            index, weights = map(_joined, (index, product(weights[..., None], factors)))
+        return index, weights
+
+    def _along(self, g: Array, size: int) -> tuple[Array, Array]:
+        """The pixel, -1 outside, and the weight of each tap along an axis of the image."""
+        p = self._place(g, size)
+        low = jnp.floor(p)
+        if self.mode == "cubic":
+            f, a = rounded(p - low), self.cubic  # each rounded before XLA joins constants
+            weights = (_far(rounded(1 + f), a), _near(f, a), _near(rounded(1 - f), a), _far(rounded(2 - f), a))
+            places = [self._inside(low + k, size) for k in (-1, 0, 1, 2)]
+        else:
+            p = self._inside(p, size)
+            low = jnp.floor(p)
+            places, weights = [low, low + 1], (1 - (p - low), p - low)
+            if self.mode == "nearest":  # NaN where p is NaN
+                places, weights = [jnp.round(p)], (lax.stop_gradient(jnp.where(jnp.isnan(p), p, jnp.ones_like(p))),)
+        at = jnp.stack(places, -1)
+        return jnp.where((at >= 0) & (at <= size - 1), at, -1).astype(jnp.int32), jnp.stack(weights, -1)
+
+    def _place(self, g: Array, size: int) -> Array:
+        """A coordinate in pixels, of which the first is at 0."""
+        if self.coordinates == "normalised":
+            factor = jnp.asarray(size - 1 if self.align_corners else size, g.dtype)
+            g = product((g + 1) * 0.5, factor) if self.align_corners else (product(g + 1, factor) - 1) * 0.5
+        # Without a reflection all that is far out is alike, infinity too.
+        return g if self.padding == "reflection" else _clip(g, -3, size + 2)
+
+    def _inside(self, p: Array, size: int) -> Array:
+        """p brought into the image; its derivative is 0 where it is clipped and where it turns at the first pixel."""
+        if self.padding == "zeros":
+            return p
+        if self.padding == "reflection":
+            low, length = (0.0, size - 1) if self.align_corners else (-0.5, size)
+            if length == 0:
+                return lax.stop_gradient(p - p)
+            span = jnp.full_like(p, length)
+            distance = product(p - low, jnp.sign(p - low))
+            flips = lax.stop_gradient(jnp.floor(quotient(distance, span)))
+            rest = distance - product(flips, span)
+            p = jnp.where(flips % 2 == 0, rest + low, rounded(span - rest) + low)
+        return _clip(p, 0, size - 1)
+
+
+def _joined(v: Array) -> Array:
+    """v with its last two axes made one."""
+    return v.reshape(*v.shape[:-2], v.shape[-2] * v.shape[-1])
+
+
+def _clip(p: Array, low: int, high: int) -> Array:
+    """p within the two, with derivative 0 at them; NaN stays."""
+    return jnp.where(p <= low, jnp.full_like(p, low), jnp.where(p >= high, jnp.full_like(p, high), p))
+
+
+def _near(v: Array, a: float) -> Array:
+    b = jnp.asarray(a, v.dtype)
+    return product(product(product(b + 2, v) - (b + 3), v), v) + 1
+
+
+def _far(v: Array, a: float) -> Array:
+    return product(jnp.asarray(a, v.dtype), product(product(v - 5, v) + 8, v) - 4)
