@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import engines, trees
@@ -95,7 +96,7 @@ for _result, _name in NAMES.items():
             ft.partial(_run, _result),
             level=lambda call: "portable" if call.op == "grid_sample" else "mesh_invariant",
             partition=lambda call: True,
-            accumulation=lambda call: call.avals[0].dtype.name,
+            accumulation=lambda call: "float64" if call.avals[0].dtype == np.float64 else "float32",
             notes=("gathers in both directions: no scatter, no atomics",),
         )
     )
