@@ -1,6 +1,5 @@
 """`jaxdnn bench train`: the networks are those that were published, their operations agree, and a step is measured."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,8 @@ def test_a_step_is_measured(name: str):
 def test_command_lists_failures_and_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    found = {"lax": {"wall_ms": 3.0, "compile_s": 1.0, "device_ms": 2.5, "kernels": 7, "peak_gib": 1.0}}
+    whole = {"wall_ms": 3.0, "compile_s": 1.0, "device_ms": 2.5, "kernels": 7, "peak_gib": 1.0, "first_loss": 7.0}
+    found = {"lax": whole}
     failed = {"error": ["RuntimeError: no memory"]}
     monkeypatch.setattr(measure, "_in_a_process", lambda network, name, shape, repeats: found.get(name, failed))
     path = tmp_path / "found.json"
@@ -107,14 +107,38 @@ def test_command_lists_failures_and_writes_what_it_measured(
     assert "RuntimeError: no memory" in said
     assert "3.00 ms a step" in said
     rows = json.loads(path.read_text())["rows"]
-    assert rows[0] == {"network": "vit", "implementation": "lax", "shape": [3, 64, 64, 3], **found["lax"]}
+    assert rows[0].items() >= {"network": "vit", "implementation": "lax", "shape": [3, 64, 64, 3], **whole}.items()
+
+
+@pytest.mark.parametrize("loss", [7.9, float("nan")])
+def test_another_loss_is_no_result(loss: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    whole = {"wall_ms": 3.0, "compile_s": 1.0, "device_ms": None, "kernels": 0, "peak_gib": None}
+    losses = {"lax": 7.0, "jaxdnn": loss}
+    found = lambda network, name, shape, repeats: {**whole, "first_loss": losses.get(name, 7.0)}
+    monkeypatch.setattr(measure, "_in_a_process", found)
+    assert main(["bench", "train", "--case", "vit"]) == 1
+    assert f"its first loss is {loss}, not 7.0" in capsys.readouterr().out
 
 
 def test_a_process_that_fails_says_why():
-    assert "KeyError" in measure._in_a_process("nonesuch", "lax", (1,), 1)["error"][0]
+    found = measure._in_a_process("vit", "lax", (1, 8, 8, 5), 1)  # an error of JAX: no network has 5 channels
+    assert "conv_general_dilated" in found["error"][0]
+
+
+def test_pytorch_starts_from_the_same_loss():
+    pytest.importorskip("torch")
+    ours, theirs = (
+        made(_tiny(), name, (2, 8, 8, 3), 1)["first_loss"]
+        for made, name in ((measure._measure_jax, "lax"), (measure._measure_torch, "torch"))
+    )
+    assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+def test_command_refuses_options_of_single_ops(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "train", "--record", "table.json"]) == 2
+    assert "`bench train` has no --record" in capsys.readouterr().err
 
 
 def test_command_refuses_unknown_networks(capsys: pytest.CaptureFixture[str]):
-    args = argparse.Namespace(case=["vgg"], batch=None, repeats=1, json=None)
-    assert measure.run(args, dict) == 2
+    assert main(["bench", "train", "--case", "vgg"]) == 2
     assert "knows no vgg; there are resnet50" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def subjects(
     names, kinds = frozenset(engine_names), frozenset(dtypes)
     pairs = [(op, engine) for op in ops for engine in of(op).engines_of(op) if engine in names]
     every, sampled, seen = every or extent == "full", 0, collections.Counter[str]()
-    turns = collections.Counter[str]()
+    turns = collections.defaultdict[str, int](lambda: seed)
     for op, engine in pairs:
         if op in of(op).bound_as and not every:
             continue

@@ -131,6 +131,16 @@ def test_second_derivatives_far_out_and_at_zero():
         np.testing.assert_allclose(second, wanted, rtol=1e-4, atol=1e-5, err_msg=str(name))
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_derivatives_of_any_order_are_finite(name: str):
+    """Where powers of what a slope is made of could leave float32's range."""
+    found = jnp.arange(-30, 30, 0.125, jnp.float32)
+    function = ft.partial(dnn.activation, activation=name)
+    for _ in range(4):
+        function = jax.grad(function)
+        assert bool(jnp.isfinite(jax.vmap(function)(found)).all())
+
+
 def test_bounded_relu_is_named_by_what_it_is():
     """The graph API's relu with a bound, or with a slope, is the activation of its own name."""
     x = inputs((500,), 4)

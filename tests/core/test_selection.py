@@ -41,12 +41,15 @@ def test_measurements_decide_among_engines_that_may_serve(monkeypatch: pytest.Mo
     kernel = selection.ranked(told)[1]
     assert selection.why_later(kernel, told) == "on calls like this one it takes 1.11 times XLA's time"
     assert selection.why_later(kernel, call) == "it was measured on a device, not on one that is not here"
-    point["batch"] = 64
-    assert selection.why_later(kernel, told) == "it was not measured on calls like this one"
     tables["a device"]["hopper"]["conv"]["otherwise"] = True
+    for point["batch"] in (8, 64):  # what was measured to lose goes before, of another batch too
+        assert [e.name for e in selection.ranked(told)] == ["xla", "hopper", "ordered"]
+    point["speed_up"] = 1.2
     assert [e.name for e in selection.ranked(told)] == ["hopper", "xla", "ordered"]
-    point["batch"] = 8  # what was measured goes before
-    assert [e.name for e in selection.ranked(told)] == ["xla", "hopper", "ordered"]
+    del tables["a device"]["hopper"]["conv"]["otherwise"]
+    assert selection.why_later(kernel, told) == "it was not measured on calls like this one"
+    del tables["a device"]["hopper"]["conv"]
+    assert selection.why_later(kernel, told) == "it was not measured on any device"
 
 
 def first(op: Any, *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> str:
@@ -60,7 +63,9 @@ def test_convolutions_of_no_table_are_served_by_the_kernels():
     """Layers that no entry names; those on which cuDNN was measured faster are kinds that the engine names."""
     conv = ft.partial(dnn.conv, padding=1)
     assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88)) == "hopper"
-    assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88), dtype=jnp.float16) == "hopper"
+    assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88), dtype=jnp.float16) == "xla"
+    wide = ft.partial(conv, out_dtype=jnp.float32)  # not measured
+    assert first(wide, (3, 19, 23, 40), (3, 3, 40, 88)) == "xla"
     assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88), dtype=jnp.float32) == "xla"
     narrow = lambda k: first(lambda dy, w: dnn.conv_dgrad(dy, w, (8, 28, 28, 64)), (8, 28, 28, k), (1, 1, 64, k))
     assert [narrow(24), narrow(48)] == ["xla", "hopper"]

@@ -233,3 +233,19 @@ def test_gradients_through_relu_are_those_of_the_backward_op(name: str, dtype: n
     assert y.dtype == dtype
     for ours, theirs in zip(jax.tree.leaves(back(jnp.asarray(dy))), named if residual else named[:3], strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs).astype(ours.dtype))
+
+
+@pytest.mark.parametrize("alpha", [1e5, 1e-4])
+def test_a_factor_takes_no_gradient_out_of_its_range(alpha: float):
+    """In float16 alpha dy may be infinite or subnormal where dx is neither."""
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((4, 5, 6, 8)), jnp.float16)
+    scale = jnp.full(8, 1e-3 if alpha > 1 else 1e3, jnp.float32)
+
+    def gradient(x: jax.Array) -> jax.Array:
+        weigh = jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+        return jax.grad(lambda x: jnp.sum(weigh * dnn.batch_norm(x, scale=scale, alpha=alpha)[0].astype(jnp.float32)))(
+            x
+        )
+
+    wanted = np.asarray(gradient(x.astype(jnp.float32)))
+    np.testing.assert_allclose(gradient(x).astype(jnp.float32), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())

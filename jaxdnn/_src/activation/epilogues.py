@@ -55,7 +55,7 @@ def apply(
     extras = dict(zip(epilogue.operands, operands, strict=True))
     if jnp.issubdtype(acc.dtype, jnp.integer) and not epilogue.integer:
         acc = acc.astype(jnp.float32)
-    z = acc if _is_one(epilogue.alpha) else product(acc, jnp.asarray(epilogue.alpha).astype(acc.dtype))
+    z = acc if is_one(epilogue.alpha) else product(acc, jnp.asarray(epilogue.alpha).astype(acc.dtype))
     if "prior" in extras:
         z = z + scaled_prior(epilogue.beta, extras["prior"].astype(z.dtype))
     if "residual" in extras:
@@ -107,5 +107,6 @@ def activation_spec(name: str, parameter: Parameter, dtype: Any, level: str) -> 
     return primitive.ActivationSpec(name, parameter, 1.0, np.dtype(dtype), None, own)
 
 
-def _is_one(alpha: Any) -> bool:
+def is_one(alpha: Any) -> bool:
+    """Whether a factor is the number 1, known when the call is traced."""
     return isinstance(alpha, int | float) and alpha == 1

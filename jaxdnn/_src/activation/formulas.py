@@ -93,7 +93,7 @@ def _activate_jvp(name: str, parameter: Parameter, primals: Any, tangents: Any) 
 
 
 def derivative(z: Array, name: str, parameter: Parameter) -> Array:
-    """act'(z) in z's own precision; at a kink, that of the side below; 0 at a ceiling too."""
+    """act'(z) in z's own precision; at a kink, that of the side below; at an upper bound, of the side above."""
     slope = _DERIVATIVE[name](z, parameter, IN_JAX)
     return jnp.where(jnp.isnan(z), z, slope) if name in (*PIECEWISE, BOUNDED_RELU) else slope
 
@@ -139,11 +139,13 @@ def _mish(z: Any, _: Any, f: Functions) -> Any:
 
 
 def _mish_derivative(z: Any, _: Any, f: Functions) -> Any:
-    # Without |z|, so that JAX can differentiate it at 0 as well; beyond 20 it is 1 within float64's rounding.
-    e = f.numpy.exp(f.numpy.minimum(z, 20))
-    over = e * (e + 2)
-    slope = 4 * e * (1 + e) / ((over + 2) * (over + 2))
-    return f.numpy.where(z > 20, f.numpy.ones_like(z), _plus(over / (over + 2), _times(z, slope, f), f))
+    # Without |z|, so that JAX can differentiate it at 0 as well. Beyond the limit it is 1 within the dtype's rounding,
+    # and powers of `part`, of which derivatives consist, would leave the dtype's range.
+    limit = 20 if z.dtype == np.float64 else 12
+    e = f.numpy.exp(f.numpy.minimum(z, limit))
+    part = 1 / (e * (e + 2) + 2)
+    slope = 4 * e * (1 + e) * part * part
+    return f.numpy.where(z > limit, f.numpy.ones_like(z), _plus(e * (e + 2) * part, _times(z, slope, f), f))
 
 
 def _softsign(z: Any, _: Any, f: Functions) -> Any:

@@ -20,8 +20,8 @@ the name of a call's `Features`:
   if its work is between `reach` times that of the nearest measured length below its own. It gains if both neighbours
   do.
 
-and `otherwise`: true where the engine gains on calls that nothing of this speaks for, but for the kinds of calls that
-the engine itself names (`Engine.slower`).
+and `otherwise`: true where the engine gains on calls that have features and that nothing of this speaks for, but for
+the kinds of calls that the engine itself names (`Engine.slower`). A call that lost speaks for all batches of its name.
 """
 
 import functools as ft
@@ -40,6 +40,7 @@ from jaxdnn._src.core.limits import limits_of
 
 REACH = (0.5, 4)  # where a table has none
 FASTER, AS_XLA, NOT_FASTER, LAST = range(4)
+_NOT_LIKE = "it was not measured on calls like this one"
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
@@ -72,16 +73,22 @@ def why_later(engine: Engine, call: Call) -> str | None:
     table = measured().get(call.device_kind or "", {}).get(engine.name, {}).get(call.op)
     if table is None:
         kinds = [kind for kind, others in measured().items() if call.op in others.get(engine.name, {})]
-        return f"it was measured on {', '.join(kinds) or 'none'}, not on {call.device_kind or 'one that is not here'}"
-    if (features := engine.features(call)) is not None:
-        for limits in table.get("ranges", {}).get(features.name, ()):
-            if all(_is_between(features.sizes[name], *limit) for name, limit in limits.items()):
-                return None
-        points = table.get("calls", {}).get(features.name, ())
-        speed_up = _speed_up(features.sizes, points, table.get("reach", REACH))
-        if speed_up is not None:
-            return None if speed_up >= 1 else f"on calls like this one it takes {1 / speed_up:.2f} times XLA's time"
-    return engine.slower(call) if table.get("otherwise") else "it was not measured on calls like this one"
+        if not kinds:
+            return "it was not measured on any device"
+        return f"it was measured on {', '.join(kinds)}, not on {call.device_kind or 'one that is not here'}"
+    if (features := engine.features(call)) is None:
+        return _NOT_LIKE
+    for limits in table.get("ranges", {}).get(features.name, ()):
+        if all(_is_between(features.sizes[name], *limit) for name, limit in limits.items()):
+            return None
+    points = table.get("calls", {}).get(features.name, ())
+    speed_up = _speed_up(features.sizes, points, table.get("reach", REACH))
+    if speed_up is None:
+        lost = [point["speed_up"] for point in points if point["speed_up"] < 1]
+        if not lost:
+            return engine.slower(call) if table.get("otherwise") else _NOT_LIKE
+        speed_up = min(lost)  # of another batch, which is no reason to take it for faster
+    return None if speed_up >= 1 else f"on calls like this one it takes {1 / speed_up:.2f} times XLA's time"
 
 
 def _speed_up(sizes: Mapping[str, int], points: Any, reach: Any) -> float | None:

@@ -181,6 +181,7 @@ class Options:
     centred: bool = True
     zero_centred: Any = False
     per_example: bool = True
+    converted: Any = None
 
 
 def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool, out_dtype: Any) -> NormSpec:
@@ -195,7 +196,7 @@ def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool,
         per_example=options.per_example,
         accumulate=found.accumulate,
         out_dtype=np.dtype(out_dtype),
-        converted=None if out_dtype == found.out else found.out,
+        converted=options.converted,
         engine=options.engine,
         level=required(options.determinism),
     )

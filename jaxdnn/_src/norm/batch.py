@@ -78,7 +78,8 @@ def batch_norm(
       and the new running variance, in the dtypes of the old.
 
     Differentiation: any order, forward and reverse, in all arrays, through all five results. An activation keeps y for
-      it ("relu", "leaky_relu") or its slope in y's dtype; the gradient that reaches the normalisation has y's dtype.
+      it ("relu", "leaky_relu": where y rounds to 0 the slope is that of 0) or its slope in y's dtype. With alpha = 1
+      the gradient that reaches the normalisation has y's dtype.
 
     Numerics: statistics, running ones too, in float32 (float64 for float64); y is converted once. The mean is
       subtracted before squaring; deviations have the range that they have in `layer_norm`.
@@ -106,9 +107,11 @@ def batch_norm(
     x = frame.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
-    options = Options(eps, engine, determinism, per_example=False)
-    running = read_running(view, running_mean, running_variance, found)
     wide = found.out if extras is None else found.accumulate
+    # The gradient that arrives here is converted to y's dtype, unless alpha may take it out of that dtype's range.
+    narrow = found.out if extras is not None and epilogues.is_one(extras[0].alpha) else None
+    options = Options(eps, engine, determinism, per_example=False, converted=narrow)
+    running = read_running(view, running_mean, running_variance, found)
     devices = 1 if axis_name is None else several.devices(axis_name)
     if axis_name is None:
         y, mean, rstd, variance = arguments.forward(view, x, scale, bias, found, options, wide)

@@ -27,7 +27,7 @@ class Lax:
             x, w.astype(x.dtype), (stride,) * rank, ((padding, padding),) * rank,
             dimension_numbers=_LAYOUTS[x.ndim], feature_group_count=groups,
         )  # fmt: skip
-        return y if bias is None else self.add(y, bias)
+        return y if bias is None else y + bias.astype(y.dtype)
 
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
         # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward one.
@@ -63,7 +63,7 @@ class Lax:
 
     def dense(self, x: Array, w: Array, bias: Any = None) -> Array:
         y = x @ w.astype(x.dtype)
-        return y if bias is None else self.add(y, bias)
+        return y if bias is None else y + bias.astype(y.dtype)
 
     def attention(self, x: Array, heads: int) -> Array:
         n, t, d = x.shape
@@ -82,9 +82,6 @@ class Lax:
 
     def tokens(self, x: Array) -> Array:
         return x.reshape(x.shape[0], -1, x.shape[-1])
-
-    def add(self, x: Array, p: Array) -> Array:
-        return x + p.astype(x.dtype)
 
     def multiply(self, x: Array, p: Array) -> Array:
         return x * p.astype(x.dtype)

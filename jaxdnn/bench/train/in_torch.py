@@ -71,14 +71,8 @@ class Torch:
     def tokens(self, x: Tensor) -> Tensor:
         return x.flatten(2).transpose(1, 2)
 
-    def add(self, x: Tensor, p: Tensor) -> Tensor:
-        return x + self._along_channels(x, p)
-
     def multiply(self, x: Tensor, p: Tensor) -> Tensor:
-        return x * self._along_channels(x, p)
-
-    def _along_channels(self, x: Tensor, p: Tensor) -> Tensor:
-        return p.to(x.dtype).reshape(-1, *(1,) * (x.ndim - 2)) if x.ndim > 3 else p.to(x.dtype)
+        return x * (p.to(x.dtype).reshape(-1, *(1,) * (x.ndim - 2)) if x.ndim > 3 else p.to(x.dtype))
 
     def cross_entropy(self, x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy((x @ w.to(x.dtype)).float(), labels)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ IMPLEMENTATIONS = ("lax", "jaxdnn", "torch", "torch.compile")
 CALLS = 20  # for one wait: the host runs ahead of the device, as in training
 KERNELS = 25  # of the longest that are listed
 SEED = 0
+SAME_LOSS = 0.05  # relative; batch norm in bfloat16 over the few pixels of small images is the least exact
 
 
 def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> int:
@@ -30,6 +32,10 @@ def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> i
     if unknown := sorted(set(args.case or ()) - set(NETWORKS)):
         print(f"`bench train` knows no {', '.join(unknown)}; there are {', '.join(NETWORKS)}", file=sys.stderr)
         return 2
+    for name in ("family", "passes", "engine", "record"):
+        if getattr(args, name):
+            print(f"`bench train` has no --{name}: it measures whole steps, with no engine named", file=sys.stderr)
+            return 2
     on_gpu = jax.default_backend() == "gpu"
     able = [name for name in IMPLEMENTATIONS if not name.startswith("torch") or peers.torch_is_here()]
     rows = []
@@ -37,32 +43,41 @@ def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> i
         shape = NETWORKS[name].shape if on_gpu else NETWORKS[name].small
         shape = (args.batch or shape[0], *shape[1:])
         for implementation in able:
-            row = {"network": name, "implementation": implementation, "shape": shape}
-            rows.append(row | _in_a_process(name, implementation, shape, args.repeats))
-            _print(rows[-1], next((r for r in rows if r["network"] == name and "wall_ms" in r), None))
+            row = {"network": name, "source": NETWORKS[name].source, "implementation": implementation, "shape": shape}
+            row |= _in_a_process(name, implementation, shape, args.repeats)
+            first = next((r for r in rows if r["network"] == name and "wall_ms" in r), row)
+            if "error" not in row and not _is_like(row["first_loss"], first["first_loss"]):
+                row = {"error": [f"its first loss is {row['first_loss']}, not {first['first_loss']}"], **row}
+            rows.append(row)
+            _print(row, first)
         if args.json:
             args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
     _print_summary(rows)
     return int(any("error" in row for row in rows))
 
 
+def _is_like(loss: float, other: float) -> bool:
+    """Whether two losses of the same parameters and images differ by roundings; not if one is NaN."""
+    return abs(loss - other) <= SAME_LOSS * abs(other)
+
+
 def _in_a_process(network: str, implementation: str, shape: tuple[int, ...], repeats: int) -> dict[str, Any]:
     """What a fresh process measures; of one that fails, what it said last."""
     task = json.dumps([network, implementation, shape, repeats])
-    child = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
+    # Otherwise the last line of an error of JAX is a remark about its traceback.
+    env = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}
+    child = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True, env=env)
     if child.returncode:
         return {"error": child.stderr.strip().splitlines()[-1:]}
     return json.loads(child.stdout.splitlines()[-1])
 
 
-def _print(row: dict[str, Any], first: dict[str, Any] | None) -> None:
+def _print(row: dict[str, Any], first: dict[str, Any]) -> None:
     said = f"{row['network']:13s} {row['implementation']:14s} "
     if "error" in row:
         print(said + f"failed: {' '.join(row['error'])}", flush=True)
         return
-    ratio = (
-        "" if first is None else f"  {first['wall_ms'] / row['wall_ms']:.2f} times {first['implementation']}'s speed"
-    )
+    ratio = f"  {first['wall_ms'] / row['wall_ms']:.2f} times {first['implementation']}'s speed"
     device = "" if row["device_ms"] is None else f"  device {row['device_ms']:.2f} ms in {row['kernels']} kernels"
     memory = "" if row["peak_gib"] is None else f"  peak {row['peak_gib']:.2f} GiB"
     wall = f"{row['wall_ms']:.2f} ms a step  compiled in {row['compile_s']:.1f} s"
@@ -73,7 +88,7 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
     names = [name for name in IMPLEMENTATIONS if any(row["implementation"] == name for row in rows)]
     table = Table("network", *(f"{name}, ms" for name in names), "speed-up over lax", caption="wall time of a step")
     for network in dict.fromkeys(row["network"] for row in rows):
-        wall = {r["implementation"]: r["wall_ms"] for r in rows if r["network"] == network and "wall_ms" in r}
+        wall = {r["implementation"]: r["wall_ms"] for r in rows if r["network"] == network and "error" not in r}
         gain = f"{wall['lax'] / wall['jaxdnn']:.2f}" if {"lax", "jaxdnn"} <= wall.keys() else ""
         table.add_row(network, *(f"{wall[name]:.2f}" if name in wall else "" for name in names), gain)
     rich.print(table)

@@ -70,10 +70,6 @@ class Ops(Protocol):
         """Images as (N, pixels, C)."""
         ...
 
-    def add(self, x: Array, p: Array) -> Array:
-        """A parameter added to activations in their dtype."""
-        ...
-
     def multiply(self, x: Array, p: Array) -> Array:
         """Activations scaled by a parameter in their dtype."""
         ...
@@ -92,7 +88,7 @@ class Network:
     """A network and the batch that it is measured on.
 
     Attributes:
-      make: the parameters, from a generator and the number of channels of the input.
+      make: the parameters, from a generator.
       loss: of an `Ops`, parameters, images and labels.
       shape: of a batch of images, as published for one GPU.
       small: of a batch for a machine without a GPU.
@@ -251,7 +247,7 @@ def _vit(rng: np.random.Generator) -> Any:
 
 
 def _vit_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
-    """Without a class token: the head reads the mean of the tokens. Positions are in the patches' order."""
+    """Without a class token and positions: the head reads the mean of the tokens."""
     x = ops.tokens(ops.conv(x, *p["patch"], stride=VIT_PATCH))
     for block in p["blocks"]:
         y = ops.attention(ops.dense(ops.layer_norm(x, block["before"]), *block["qkv"]), VIT_HEADS)
