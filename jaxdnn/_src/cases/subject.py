@@ -164,7 +164,8 @@ def batch_of(subject: Subject, size: int, place: int, neighbour: float | None = 
 
 # ---- blends and gradients --------------------------------------------------------------------------------------------
 
-ALPHA, BETA = np.float32(0.3), np.float32(-0.7)  # whose products are rounded
+# Whose products are rounded. Arrays: a NumPy number is one that is known when a call is traced, and may give other bits.
+ALPHA, BETA = np.asarray(0.3, np.float32), np.asarray(-0.7, np.float32)
 
 
 def _blends(plain: Subject, case: Any) -> tuple[Subject, ...]:
