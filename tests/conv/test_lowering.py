@@ -198,4 +198,5 @@ def test_a_depthwise_gradient_is_a_small_program():
     conv = lambda x, w: dnn.conv(x, w, padding=3, groups=8, engine="xla")
     gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(conv(x, w) ** 2), (0, 1)))
     text = gradient.lower(x, w).compile().as_text()
+    assert text is not None
     assert text.count(" = ") < 2000

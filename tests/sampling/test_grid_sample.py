@@ -131,6 +131,16 @@ def test_a_pixel_of_weight_0_is_not_read():
     np.testing.assert_array_equal(dx[0, :, 0], [0, np.inf, 0, 1])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_narrow_grid_is_read_as_the_numbers_it_has(dtype: Any):
+    """Also where JAX is told to promote no dtype."""
+    x, grid = data(2)
+    narrow = grid.astype(dtype)
+    for images in (x, x.astype(dtype)):
+        found = dnn.grid_sample(images, narrow)
+        np.testing.assert_array_equal(found, dnn.grid_sample(images, narrow.astype(np.float32)))
+
+
 def test_one_grid_for_all_images_and_narrow_types():
     x, grid = data(2)
     both = dnn.grid_sample(x, np.broadcast_to(grid[:1], grid.shape))

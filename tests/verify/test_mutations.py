@@ -60,8 +60,8 @@ def triples(op: str, g: Geometry, s: Shape) -> tuple[np.ndarray, np.ndarray]:
     group = k // (g.filters // g.groups)
     if s.rotate_groups:
         group = (group + 1) % g.groups
-    h = p * w.strides[0] + r * s.dilation[0] - s.low[0]
-    v = q * w.strides[1] + t * s.dilation[1] - s.low[1]
+    h = p * w.stride[0] + r * s.dilation[0] - s.low[0]
+    v = q * w.stride[1] + t * s.dilation[1] - s.low[1]
     keep = (h >= 0) & (h < g.sizes[0]) & (v >= 0) & (v < g.sizes[1])
     if s.drop_tap:
         keep &= (r != g.taps[0] - 1) | (t != 0)

@@ -164,7 +164,7 @@ def batch_of(subject: Subject, size: int, place: int, neighbour: float | None = 
 
 # ---- blends and gradients --------------------------------------------------------------------------------------------
 
-# Whose products are rounded. Arrays: a NumPy number is one that is known when a call is traced, and may give other bits.
+# Whose products are rounded. Arrays, for a NumPy number is known when a call is traced, and may give other bits.
 ALPHA, BETA = np.asarray(0.3, np.float32), np.asarray(-0.7, np.float32)
 
 

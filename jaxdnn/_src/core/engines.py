@@ -114,6 +114,8 @@ _IN_WORDS = {
     "fused_dropout": "`dropout`",
     "fused_dropout_tangent": "A derivative of `dropout`",
     "fused_dropout_dgrad": "The gradient of `dropout` in its bias",
+    "grid_sample_pixels": "The gradient of `grid_sample` in its images",
+    "grid_sample_weights": "The gradient of `grid_sample` in its grid",
     "norm": "A normalisation",
     "norm_tangent": "The derivative of a normalisation along a tangent",
     "norm_dgrad": "The gradient of a normalisation",

@@ -111,7 +111,7 @@ def grid_sample(
     spec = SampleSpec(sizes, engine, required(determinism))
     wide = blending.accumulator(given.dtype)
     wide = wide if jnp.issubdtype(wide, jnp.floating) else np.dtype(np.float32)
-    places = grid.astype(jnp.promote_types(wide, grid.dtype))
+    places = grid.astype(max(wide, np.dtype(grid.dtype), key=lambda dtype: dtype.itemsize))
     every = jax.ShapeDtypeStruct((plain.shape[axes.batch], *grid.shape[1:]), places.dtype)
     index, weights = rule.taps(_for_all(places, every, spec.level), sizes)
     canonical = (axes.batch, *axes.spatial, axes.channel)
