@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from jaxdnn._src import families
+from jaxdnn._src.cases import networks
 from jaxdnn.bench import cli
 from jaxdnn.verify.cli import main
 
-ALL = [(family, case) for family in families.with_timed() for case in families.timed(family)]
+LAYERS = [
+    (family, case)
+    for family in families.with_timed()
+    for made in [networks.cases(families.of_layer(family))]
+    for case in made[:: max(1, len(made) // 6)]
+]
+ALL = [(family, case) for family in families.with_timed() for case in families.timed(family)] + LAYERS
 
 
 @pytest.mark.parametrize("case", [c for _, c in ALL], ids=[f"{f}-{c.family}-{c.name}" for f, c in ALL])
@@ -59,30 +66,42 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     (row,) = found["rows"]
     assert (row["family"], row["case"], row["pass"]) == ("depthwise", "mbv2_384", "forward")
     assert row["bytes"] == 4 * (2 * 14 * 14 * 384 + 9 * 384)
-    name = "float32 (14,14) 384 384 (3,3) (1,1) ((1,1),(1,1)) (1,1) 384"
-    assert row["call"] == {"op": "conv", "features": name, "sizes": {"batch": 1}}
+    assert row["unasked"] == "xla"
     for name in ("jaxdnn", "lax"):
         assert row["tb_per_s"][name] == pytest.approx(row["bytes"] / row["ms"][name] / 1e9)
         assert row["of_copy"][name] == pytest.approx(row["tb_per_s"][name] / found["copy_tb_per_s"])
     assert "speed-up" in capsys.readouterr().out
 
 
-def test_gains_are_recorded_for_calls_that_engine_hopper_served(tmp_path: Path):
-    path = tmp_path / "table.json"
-    call = {"op": "softmax", "features": "log bfloat16", "sizes": {"batch": 8, "length": 512}}
-    served, ours = {"lax": 3.0, "jaxdnn:hopper": 2.0}, {"lax": 3.0, "jaxdnn": 2.0}
-    rows = {"ms": served, "call": None}, {"ms": ours, "call": call}, {"ms": served, "call": call}
-    assert [cli._record(path, row) for row in rows] == [False, False, True]
-    (found,) = json.loads(path.read_text())["hopper"]["softmax"]["calls"].values()
-    assert found == [{"batch": 8, "length": 512, "speed_up": 1.5}]
+def test_layers_of_networks_are_compared_by_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Every engine that serves a layer is timed, and the one that serves unasked is named; parts share the cases."""
+    path, rows = tmp_path / "found.json", []
+    options = ["--family", "corpus", "--case", "classes", "--passes", "log", "--batch", "1", "--repeats", "1"]
+    for part in ("0/2", "1/2"):
+        more = ["--peers", "--part", part, "--turns", str(tmp_path / "turn"), "--seconds", "60", "--json", str(path)]
+        assert main(["bench", "softmax", *options, *more]) == 0
+        rows += json.loads(path.read_text())["rows"]
+    found = [(row["family"], row["unasked"], *row["ms"]) for row in rows]
+    assert sorted(found) == [("ResNet-50v1.5", "xla", "jaxdnn:xla"), ("ViT-B/16", "xla", "jaxdnn:xla")]
 
 
-def test_command_says_that_there_was_nothing_to_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "table.json"
-    options = ["--case", "mbv2_384", "--passes", "forward", "--batch", "1", "--repeats", "1", "--record", str(path)]
-    assert main(["bench", "conv", *options]) == 1
-    assert "nothing to record" in capsys.readouterr().err
-    assert not path.exists()
+def test_choice_is_judged_by_the_fastest_engine():
+    ms = {"jaxdnn:hopper": 2.0, "jaxdnn:xla": 3.0, "lax": 4.0}
+    assert cli._judged(ms, "xla") == {"unasked": "xla", "over_best_engine": 1.5, "best_peer_over_jaxdnn": 4 / 3}
+    assert cli._judged(ms, None) == {"unasked": None, "best_peer_over_jaxdnn": 2.0}
+    assert cli._judged({"jaxdnn": 2.0}, "xla") == {"unasked": "xla"}
+
+
+def test_layers_are_those_of_the_networks_that_name_their_sources():
+    data = json.loads(Path(networks.__file__).with_suffix(".json").read_text())["networks"]
+    assert all(described["source"] for described in data.values())
+    makers = {op: maker for family in families.with_timed() for op, maker in families.of_layer(family).items()}
+    assert {layer.op for layer in networks.layers()} == makers.keys()
+    assert len({(layer.network, layer.name) for layer in networks.layers()}) == len(networks.layers())
+    of_conv: Any = networks.cases(families.of_layer("conv"))
+    assert len(of_conv) == len({dataclasses.replace(case, family="", name="") for case in of_conv})
+    (causal,) = (c for c in of_conv if c.name == "k3d8")
+    assert [len(causal.shapes(2)), causal.shapes(2)[2]] == [3, (2, 4096, 256)]  # it keeps the length
 
 
 def test_command_refuses_unknown_names(capsys: pytest.CaptureFixture[str]):

@@ -101,7 +101,7 @@ def ask(engine: engines.Engine, call: engines.Call) -> str | None:
     assert reason is None or (isinstance(reason, str) and reason and not reason.endswith("."))
     assert engine.level(call) in LEVELS
     assert engine.accumulation(call) in ACCUMULATIONS
-    assert engine.features is None or isinstance(engine.features(call), engines.Features | None)
+    assert all(isinstance(kind.has(call), bool) for kind in engine.slower)
     assert isinstance(engine.partition(call), bool)
     assert isinstance(engine.needs_sizes(call), bool)
     if reason is None:

@@ -3,6 +3,7 @@
 import functools as ft
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,11 @@ def with_timed() -> tuple[str, ...]:
 def timed(name: str) -> tuple[Any, ...]:
     """What `jaxdnn bench` times of a family."""
     return _module(name, manifests()[name].timed or "").CASES
+
+
+def of_layer(name: str) -> Mapping[str, Any]:
+    """What makes a case for `jaxdnn bench` of a network's layer, by the layer's op."""
+    return getattr(_module(name, manifests()[name].timed or ""), "OF_LAYER", {})
 
 
 def ops() -> tuple[str, ...]:

@@ -6,9 +6,11 @@ import datetime
 import functools as ft
 import importlib.metadata
 import json
-import math
 import platform
+import statistics
 import sys
+import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import rich
 from rich.table import Table
 
 from jaxdnn._src import families
+from jaxdnn._src.cases import networks
 from jaxdnn._src.cases.timed import Case
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.explain import traced_calls
@@ -27,13 +30,20 @@ from jaxdnn._version import __version__
 from jaxdnn.bench import peers, timing
 from jaxdnn.bench.train import measure as train
 
+CORPUS, PEERS = "corpus", ("lax", "torch")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn bench`."""
     on_gpu = jax.default_backend() == "gpu"
     whole = "what to measure: the ops of a family, or with `train` whole training steps"
     parser.add_argument("op", choices=(*families.with_timed(), "train"), help=whole)
-    parser.add_argument("--family", action="append", help="only the cases of these groups (default: all)")
+    parser.add_argument(
+        "--family",
+        action="append",
+        help="only the cases of these groups, or `corpus`: the layers of published networks, by network, in every "
+        "engine that serves them; or those of single networks (default: all but the networks)",
+    )
     parser.add_argument("--case", action="append", help="only the cases of these names (default: all)")
     parser.add_argument("--passes", nargs="+", help="only these, such as forward (default: all)")
     parser.add_argument("--engine", action="append", choices=engines.names(), help="these (default: the chosen one)")
@@ -47,19 +57,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=9 if on_gpu else 15,
         help="timings, of which the median counts (default: %(default)s here)",
     )
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="what to compare with (default: all)")
+    parser.add_argument("--seconds", type=float, help="take the cases in a mixed order and start none after so many")
+    parser.add_argument("--part", type=_part, metavar="I/N", help="only every N-th case, from the I-th on")
     parser.add_argument(
-        "--record", type=Path, help="merge into this table engine hopper's gains, by which it is chosen"
+        "--turns", type=Path, help="a file that processes share, of which one at a time uses the device"
     )
+    parser.add_argument("--json", type=Path, help="write the results here")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table while it goes and a summary, and writes the JSON after every case."""
     if args.op == "train":
         return train.run(args, provenance)
-    found = families.timed(args.op)
+    own, of_networks = families.timed(args.op), networks.cases(families.of_layer(args.op))
+    wanted = args.family or list(dict.fromkeys(case.family for case in own))
+    if CORPUS in wanted:
+        wanted = [*wanted, *(case.family for case in of_networks)]
+    found = [*own, *of_networks]
     for given, known in (
-        (args.family, [case.family for case in found]),
+        (args.family, [CORPUS, *(case.family for case in found)]),
         (args.case, [case.name for case in found]),
         (args.passes, [which for case in found for which in case.passes]),
     ):
@@ -67,83 +84,100 @@ def run(args: argparse.Namespace) -> int:
             choices = ", ".join(dict.fromkeys(known))
             print(f"`bench {args.op}` knows no {', '.join(unknown)}; there are {choices}", file=sys.stderr)
             return 2
-    wanted = [
-        case
-        for case in found
-        if (not args.family or case.family in args.family) and (not args.case or case.name in args.case)
-    ]
-    rows: list[dict[str, Any]] = []
-    recorded = 0
-    for case in wanted:
-        for row in _measure_case(case, args):
-            rows.append(row)
-            print(_line(row), flush=True)
-            if args.record:
-                recorded += _record(args.record, row)
+    cases = [case for case in found if case.family in wanted and (not args.case or case.name in args.case)]
+    if args.seconds:
+        cases.sort(key=lambda case: zlib.crc32(f"{case.family} {case.name}".encode()))
+    first, parts = args.part or (0, 1)
+    start, rows, failed = time.monotonic(), list[dict[str, Any]](), False
+    for case in cases[first::parts]:
+        if args.seconds and time.monotonic() - start > args.seconds:
+            break
+        try:
+            for row in _measure_case(case, args, compared=case in of_networks):
+                rows.append(row)
+                print(_line(row), flush=True)
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory on the device
+            print(f"{case.family} {case.name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            failed = True
         if args.json:
-            args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+            args.json.write_text(json.dumps({**provenance(args.turns), "rows": rows}, indent=1) + "\n")
     _print_summary(rows)
-    if args.record and not recorded:
-        why = "no pass was served by `--engine hopper` and has features that a table of measurements knows"
-        print(f"nothing to record in {args.record}: {why}", file=sys.stderr)
-        return 1
-    return 0
+    return int(failed)
 
 
-def _record(path: Path, row: dict[str, Any]) -> bool:
-    """Adds XLA's time over ours to a table of measurements; whether there was any, of a call that has features.
-
-    XLA's is what would serve the call instead; a peer that JAX programs cannot call does not decide here.
-    """
-    if "jaxdnn:hopper" not in row["ms"] or row["call"] is None:
-        return False
-    speed_up = row["ms"]["lax"] / row["ms"]["jaxdnn:hopper"]
-    features = engines.Features(row["call"]["features"], row["call"]["sizes"])
-    selection.record(path, "hopper", row["call"]["op"], features, speed_up)
-    return True
+def _part(text: str) -> tuple[int, int]:
+    first, count = map(int, text.split("/"))
+    if not 0 <= first < count:
+        raise ValueError(f"`--part` must be I/N with I from 0 to N - 1, got {text}.")
+    return first, count
 
 
-def _measure_case(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _measure_case(case: Case, args: argparse.Namespace, *, compared: bool) -> Iterator[dict[str, Any]]:
+    """A row for each pass; `compared`, of all engines that serve it, if none are named."""
     on_gpu = jax.default_backend() == "gpu"
     batch = args.batch or (case.batch if on_gpu else 2)
-    itemsize, sets = jax.numpy.dtype(args.dtype).itemsize, []
+    itemsize = jax.numpy.dtype(args.dtype).itemsize
+    draw = ft.partial(case.operands, batch, args.dtype)
+    make, shapes = timing.compiled(draw, [0]), jax.eval_shape(draw, 0)
     for which in case.passes:
         if args.passes and which not in args.passes:
             continue
-        size = case.bytes(which, batch, itemsize)
-        rotation = max(1, timing.ROTATED_BYTES // size) if on_gpu and size else 1
-        if len(sets) != rotation:
-            sets = [case.operands(batch, args.dtype, seed) for seed in range(rotation)]
-        ours = {
-            ("jaxdnn" if name is None else f"jaxdnn:{name}"): case.ours(which, name) for name in args.engine or [None]
-        }
-        able = {name: f for name, f in ours.items() if _refusal(name, f, sets[0]) is None}
-        if not able:
+        chosen, able = _engines(case, which, shapes)
+        names = args.engine or (able if compared else [None])
+        ours = {"jaxdnn" if name is None else f"jaxdnn:{name}": case.ours(which, name) for name in names}
+        functions = {name: f for name, f in ours.items() if _refusal(name, f, shapes) is None}
+        if not functions:
             continue
-        functions = {**able, "lax": case.xla(which)}
-        ms = dict(zip(functions, timing.measure(list(functions.values()), sets, repeats=args.repeats), strict=True))
-        if peers.torch_is_here():
-            ms |= _torch(case, which, sets, args.repeats)
+        wanted = PEERS if args.peers is None else args.peers
+        if "lax" in wanted:
+            functions["lax"] = case.xla(which)
+        # Where XLA times kernels of libraries on the device to compile a pass, it has to be alone there.
+        early = [name for name in functions if not case.tuned or name == "jaxdnn:hopper"]
+        compiled = {name: timing.compiled(functions[name], shapes) for name in early}
+        size = case.bytes(which, batch, itemsize)
+        rotation = min(max(1, timing.ROTATED_BYTES // size), timing.MOST_SETS) if on_gpu and size else 1
+        with timing.turn(args.turns):
+            sets = [make(seed) for seed in range(rotation)]
+            late = {name: timing.compiled(f, shapes) for name, f in functions.items() if name not in compiled}
+            given = [{**compiled, **late}[name] for name in functions]
+            ms = dict(zip(functions, timing.measure(given, sets, repeats=args.repeats), strict=True))
+            if "torch" in wanted and peers.torch_is_here():
+                ms |= _torch(case, which, sets, args.repeats)
+            del sets
         flops = case.flops(which, batch)
         yield {
             "family": case.family,
             "case": case.name,
             "pass": which,
-            "call": _features(case, which, sets[0]),
             "batch": batch,
             "dtype": args.dtype,
             "ms": ms,
             **({"tflops": {name: flops / t / 1e9 for name, t in ms.items()}} if flops else {}),
-            **(_bandwidth(size, ms) if size else {}),
-            "best_peer_over_jaxdnn": min(t for name, t in ms.items() if name not in able)
-            / min(ms[name] for name in able),
+            **(_bandwidth(size, ms, args.turns) if size else {}),
+            **_judged(ms, chosen),
         }
 
 
-def _bandwidth(size: int, ms: dict[str, float]) -> dict[str, Any]:
+def _judged(ms: dict[str, float], chosen: str | None) -> dict[str, Any]:
+    """The engine that serves unasked, its time over the fastest engine's, and the best peer's over ours.
+
+    Ours is that of the engine that serves unasked if all were timed, else that of the fastest that was.
+    """
+    engines_ms = {name: t for name, t in ms.items() if name.startswith("jaxdnn")}
+    peers_ms = [t for name, t in ms.items() if name not in engines_ms]
+    ours, best = engines_ms.get(f"jaxdnn:{chosen}"), min(engines_ms.values())
+    found: dict[str, Any] = {"unasked": chosen}
+    if ours and len(engines_ms) > 1:
+        found["over_best_engine"] = ours / best
+    if peers_ms:
+        found["best_peer_over_jaxdnn"] = min(peers_ms) / (ours or best)
+    return found
+
+
+def _bandwidth(size: int, ms: dict[str, float], turns: Path | None) -> dict[str, Any]:
     """What a pass that memory binds reached: bytes that must move over time, alone and over that of a plain copy."""
     rates = {name: size / t / 1e9 for name, t in ms.items()}
-    copy = timing.copy_bandwidth()
+    copy = _copy_bandwidth(turns)
     return {"bytes": size, "tb_per_s": rates, "of_copy": {name: rate / copy for name, rate in rates.items()}}
 
 
@@ -169,12 +203,17 @@ def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | No
     return None
 
 
-def _features(case: Case, which: str, operands: Any) -> dict[str, Any] | None:
-    """What a table of measurements calls the last of a pass's calls; None where engine hopper does not say."""
-    calls = tuple(traced_calls(case.ours(which, None), *operands, platform="cuda"))
-    kernels = [e for call in calls[-1:] for e in engines.registered(call.op) if e.name == "hopper"]
-    found = kernels[0].features(calls[-1]) if kernels and kernels[0].features else None
-    return found and {"op": calls[-1].op, "features": found.name, "sizes": dict(found.sizes)}
+def _engines(case: Case, which: str, operands: Any) -> tuple[str | None, Sequence[str | None]]:
+    """The engine that serves the last of a pass's calls unasked, and all that could, but for those of last resort."""
+    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    calls = tuple(traced_calls(case.ours(which, None), *operands, platform=here))
+    if not calls:
+        return None, [None]
+    call = calls[-1]
+    able = [
+        e.name for e in selection.ranked(call) if e.rank is None and not selection.refusal(e, call, call.spec.level)
+    ]
+    return selection.select(call).name, able
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -182,26 +221,37 @@ def _line(row: dict[str, Any]) -> str:
     copy = "".join(
         f"  {row['tb_per_s'][n]:.2f} TB/s, {share:.2f} of copy" for n, share in list(row.get("of_copy", {}).items())[:1]
     )
-    return (
-        f"{row['family']:10s} {row['case']:13s} {row['pass']:8s} {times}  "
-        f"speed-up {row['best_peer_over_jaxdnn']:.2f}{copy}"
-    )
+    gain = f"  speed-up {row['best_peer_over_jaxdnn']:.2f}" if "best_peer_over_jaxdnn" in row else ""
+    regret = f"  {row['unasked']} unasked, {row['over_best_engine']:.3f} of best" if "over_best_engine" in row else ""
+    return f"{row['family']:10s} {row['case']:13s} {row['pass']:8s} {times}{gain}{regret}{copy}"
 
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:
     groups = collections.defaultdict(list)
     for row in rows:
-        groups[row["family"], row["pass"]].append(row["best_peer_over_jaxdnn"])
-    table = Table("family", "pass", "cases", "speed-up, geometric mean", "lowest", "highest")
-    for (family, which), ratios in groups.items():
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        table.add_row(family, which, str(len(ratios)), f"{mean:.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}")
-    table.caption = "speed-up: time of the best peer over jaxdnn's, medians of one run"
+        groups[row["family"], row["pass"]].append(row)
+    table = Table("family", "pass", "cases", "speed-up, geometric mean", "lowest", "highest", "regret", "largest")
+    for (family, which), of_group in groups.items():
+        gains = [row["best_peer_over_jaxdnn"] for row in of_group if "best_peer_over_jaxdnn" in row]
+        over = [row["over_best_engine"] for row in of_group if "over_best_engine" in row]
+        told = (statistics.geometric_mean(gains), min(gains), max(gains)) if gains else ()
+        lost = [statistics.geometric_mean(over) - 1, max(over) - 1] if over else ()
+        cells = [*(f"{value:.2f}" for value in told), *[""] * (3 - len(told)), *(f"{100 * v:.1f} %" for v in lost)]
+        table.add_row(family, which, str(len(of_group)), *cells)
+    table.caption = (
+        "speed-up: time of the best peer over jaxdnn's; regret: by how much the engine that serves unasked takes "
+        "longer than the fastest; medians of one run"
+    )
     rich.print(table)
 
 
-def provenance() -> dict[str, Any]:
-    """When, how, where and with what a file of results was made."""
+def _copy_bandwidth(turns: Path | None) -> float:
+    with timing.turn(turns):
+        return timing.copy_bandwidth()
+
+
+def provenance(turns: Path | None = None) -> dict[str, Any]:
+    """When, how, where and with what a file of results was made; `turns` is what processes on a device share."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -215,5 +265,5 @@ def provenance() -> dict[str, Any]:
         "torch": importlib.metadata.version("torch") if peers.torch_is_here() else None,
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
-        "copy_tb_per_s": timing.copy_bandwidth(),
+        "copy_tb_per_s": _copy_bandwidth(turns),
     }

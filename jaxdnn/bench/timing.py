@@ -1,35 +1,56 @@
 """Clocks: device time by CUPTI on NVIDIA GPUs, interleaved wall time elsewhere. Medians, in milliseconds."""
 
+import contextlib
 import functools as ft
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 ROTATED_BYTES = 4 << 30  # several times any GPU's cache: what operands that rotate take together
+MOST_SETS = 128  # of operands that are that small a cache holds all, as it does in a network
 Operands = Sequence[Any]
 
 
+def compiled(function: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
+    """A function for operands of these shapes and dtypes, compiled before it is called."""
+    return jax.jit(function).lower(*operands).compile()
+
+
 def measure(functions: Sequence[Callable[..., Any]], sets: Sequence[Operands], *, repeats: int) -> list[float]:
-    """The median time of each function on the sets of operands in turn, after a warm-up that compiles it."""
-    compiled = [jax.jit(f) for f in functions]
-    for f in compiled:
+    """The median time of each function on the sets of operands in turn, after a warm-up that compiles what is not."""
+    functions = [f if isinstance(f, jax.stages.Compiled) else jax.jit(f) for f in functions]
+    for f in functions:
         jax.block_until_ready(f(*sets[0]))
     if jax.default_backend() == "gpu":
-        return [_device_time(f, sets, max(repeats, len(sets) if len(sets) > 1 else 0)) for f in compiled]
-    times: list[list[float]] = [[] for _ in compiled]
+        return [_device_time(f, sets, max(repeats, len(sets) if len(sets) > 1 else 0)) for f in functions]
+    times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats):
         # In turn, and in both directions, so that a slow moment of the machine falls on all of them.
-        order = range(len(compiled)) if repeat % 2 == 0 else reversed(range(len(compiled)))
+        order = range(len(functions)) if repeat % 2 == 0 else reversed(range(len(functions)))
         for i in order:
             start = time.perf_counter()
-            jax.block_until_ready(compiled[i](*sets[repeat % len(sets)]))
+            jax.block_until_ready(functions[i](*sets[repeat % len(sets)]))
             times[i].append(1e3 * (time.perf_counter() - start))
     return [statistics.median(t) for t in times]
+
+
+@contextlib.contextmanager
+def turn(path: Path | None) -> Iterator[None]:
+    """While a process is in this context no other one is that names the same file."""
+    if path is None:
+        yield
+        return
+    import fcntl  # of Unix alone
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _device_time(function: Callable[..., Any], sets: Sequence[Operands], calls: int) -> float:

@@ -1,10 +1,8 @@
-"""The rule that chooses an engine where none is named, and the tables of what was measured."""
+"""The rule that chooses an engine where none is named."""
 
 import dataclasses
 import functools as ft
-import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +11,33 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdnn as dnn
-from jaxdnn._src import families, hopper
+from jaxdnn._src import hopper
 from jaxdnn._src.core import engines, selection
-from jaxdnn._src.core.engines import Features
 from jaxdnn._src.core.explain import traced_calls
 
 KIND = hopper.MEASURED_ON[0]
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
-def test_measurements_decide_among_engines_that_may_serve(monkeypatch: pytest.MonkeyPatch):
-    """On the device where it was measured faster the hopper engine is taken unasked; elsewhere XLA's."""
-    x, w = jnp.ones((8, 5, 4, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 32), jnp.bfloat16)
-    call = next(traced_calls(ft.partial(dnn.conv, padding=1), x, w, platform="cuda"))
-    call = dataclasses.replace(call, device_kind=None)  # no device in sight
-    told = dataclasses.replace(call, device_kind="a device")
-    name = "bfloat16 (5,4) 16 32 (3,3) (1,1) ((1,1),(1,1)) (1,1) 1"
-    point = {"batch": 8, "speed_up": 1.2}
-    tables: Any = {"a device": {"hopper": {"conv": {"calls": {name: [point]}}}}}
-    monkeypatch.setattr(selection, "measured", lambda: tables)
-    assert [e.name for e in selection.ranked(told)] == ["hopper", "xla", "ordered"]
-    assert [e.name for e in selection.ranked(call)] == ["xla", "hopper", "ordered"]
-    for batch, first in ((1, "xla"), (2, "hopper"), (16, "hopper"), (17, "xla")):
-        point["batch"] = batch  # half to four times the measured one is like it
-        assert selection.ranked(told)[0].name == first
-    point |= {"batch": 8, "speed_up": 0.9}
-    assert [e.name for e in selection.ranked(told)] == ["xla", "hopper", "ordered"]
-    kernel = selection.ranked(told)[1]
-    assert selection.why_later(kernel, told) == "on calls like this one it takes 1.11 times XLA's time"
-    assert selection.why_later(kernel, call) == "it was measured on a device, not on one that is not here"
-    tables["a device"]["hopper"]["conv"]["otherwise"] = True
-    for point["batch"] in (8, 64):  # what was measured to lose goes before, of another batch too
-        assert [e.name for e in selection.ranked(told)] == ["xla", "hopper", "ordered"]
-    point["speed_up"] = 1.2
-    assert [e.name for e in selection.ranked(told)] == ["hopper", "xla", "ordered"]
-    del tables["a device"]["hopper"]["conv"]["otherwise"]
-    assert selection.why_later(kernel, told) == "it was not measured on calls like this one"
-    del tables["a device"]["hopper"]["conv"]
-    assert selection.why_later(kernel, told) == "it was not measured on any device"
+def test_an_engine_is_first_where_it_was_measured_but_for_the_kinds_that_it_names():
+    """On the device where it was measured an engine is taken unasked; elsewhere, and where it was slower, XLA's."""
+    row = engines.Measured("corpus_conv", "a network", "a layer", "forward", 0.5)
+    few = engines.Slower("its tiles are few", lambda call: call.avals[0].shape[0] < 4, row)
+    wide = engines.Slower("nobody measured it", lambda call: call.avals[0].dtype == jnp.float32)
+    kernel = engines.Engine("kernel", "an op", run=jnp.negative, measured_on=("a device",), slower=(few, wide))
+
+    def told(batch: int, dtype: Any = jnp.bfloat16, kind: str | None = "a device") -> tuple[str | None, str | None]:
+        call = engines.Call("an op", None, (jax.ShapeDtypeStruct((batch,), dtype),), "cuda", kind)
+        return selection.why_later(kernel, call), selection.why_earlier(kernel, call)
+
+    assert told(4) == (None, "it was measured on a device, and the call is of no kind on which it was slower there")
+    assert told(3) == ("its tiles are few (a network a layer, forward, bfloat16: 0.50 of its speed)", None)
+    assert told(4, jnp.float32) == ("nobody measured it", None)
+    assert told(4, kind="another") == ("it was measured on a device, not on another", None)
+    assert told(4, kind=None) == ("it was measured on a device, not on one that is not here", None)
+    plain = dataclasses.replace(kernel, measured_on=None)
+    call = engines.Call("an op", None, (jax.ShapeDtypeStruct((1,), jnp.float32),), "cuda", "a device")
+    assert (selection.why_later(plain, call), selection.why_earlier(plain, call)) == (None, None)
 
 
 def first(op: Any, *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> str:
@@ -76,70 +64,19 @@ def test_convolutions_of_no_table_are_served_by_the_kernels():
     assert [rgb(11), rgb(7)] == ["xla", "hopper"]
 
 
-def timed() -> Iterator[engines.Call]:
-    """The calls that `jaxdnn bench` times, in the dtypes it was run in, and derivatives that it leaves out."""
-
-    def calls() -> Iterator[engines.Call]:
-        for family, dtype in itertools.product(families.with_timed(), ("bfloat16", "float16", "float32")):
-            for case in families.timed(family):
-                operands = jax.eval_shape(lambda case=case, dtype=dtype: case.operands(case.batch, dtype, 0))
-                for which in case.passes:
-                    yield from traced_calls(case.ours(which, None), *operands, platform="cuda")
-        x = jax.ShapeDtypeStruct((2, 8, 8, 16), jnp.bfloat16)
-        for op in (dnn.pool, lambda x: dnn.dropout(x, 7, activation="relu")):
-            total = lambda x, op=op: jnp.sum(op(x).astype(jnp.float32))
-            yield from traced_calls(jax.grad(total), x, platform="cuda")
-            yield from traced_calls(lambda x, total=total: jax.jvp(total, (x,), (x,)), x, platform="cuda")
-
-    for call in {repr(call): call for call in calls()}.values():
-        yield dataclasses.replace(call, device_kind=KIND)
+KERNELS = {op: kernel for op in engines.ops() for kernel in engines.registered(op) if kernel.measured_on}
 
 
-def kernel_of(call: engines.Call) -> Any:
-    return next((engine for engine in engines.registered(call.op) if engine.name == "hopper"), None)
-
-
-@pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
-def test_every_entry_speaks_for_a_call_that_is_timed():
-    """No entry has a name that no call has any more; and a call that was measured itself has the faster engine."""
-    tables, found = selection.measured()[KIND]["hopper"], set()
-    for call in timed():
-        kernel = kernel_of(call)
-        if kernel is None or (features := kernel.features(call)) is None:
+@pytest.mark.parametrize("op", KERNELS)
+def test_what_is_left_to_xla_has_a_reason(op: str):
+    """A clause, and a row of a committed file in which the engine took longer, if there is one."""
+    for kind in KERNELS[op].slower:
+        assert kind.why
+        assert not kind.why.endswith(".")
+        if (row := kind.measured) is None:
             continue
-        found |= {(call.op, features.name)}
-        for point in tables.get(call.op, {}).get("calls", {}).get(features.name, ()):
-            if features.sizes.items() <= point.items():
-                assert selection.gains(kernel, call) == (point["speed_up"] >= 1)
-                assert selection.ranked(call)[0].name == ("hopper" if point["speed_up"] >= 1 else "xla")
-    of_op = lambda table: {**table.get("ranges", {}), **table.get("calls", {})}
-    assert {(op, name) for op, table in tables.items() for name in of_op(table)} - found == set()
-
-
-def test_tables_are_of_the_described_form():
-    assert set(selection.measured()) == set(hopper.MEASURED_ON)
-    for op, table in selection.measured()[KIND]["hopper"].items():
-        assert engines.registered(op)
-        assert table.keys() <= {"ranges", "calls", "reach", "otherwise"}
-        for point in itertools.chain.from_iterable(table.get("calls", {}).values()):
-            assert point.keys() - {"length"} == {"batch", "speed_up"}
-            assert min(point.values()) > 0
-        for limits in itertools.chain.from_iterable(table.get("ranges", {}).values()):
-            assert all(len(limit) == 2 and (limit[1] is None or limit[0] <= limit[1]) for limit in limits.values())
-
-
-def test_gains_are_recorded(tmp_path: Path):
-    path = tmp_path / "table.json"
-    record = ft.partial(selection.record, path, "hopper")
-    record("softmax", Features("accurate bfloat16", {"length": 512, "batch": 8}), 1.25)
-    record("softmax", Features("accurate bfloat16", {"length": 128, "batch": 4}), 0.9)
-    record("softmax", Features("accurate bfloat16", {"length": 512, "batch": 16}), 1.5)
-    record("conv", Features("a name", {"batch": 4}), 2.00049)
-    record("norm", Features("batches", {"rows": 4}), 2.0)  # a table of ranges is not written by the command
-    lengths = [{"length": 128, "batch": 4, "speed_up": 0.9}, {"length": 512, "batch": 16, "speed_up": 1.5}]
-    conv = {"calls": {"a name": [{"batch": 4, "speed_up": 2.0}]}}
-    kernels = {"softmax": {"calls": {"accurate bfloat16": lengths}}, "conv": conv}
-    assert json.loads(path.read_text()) == {"device": jax.devices()[0].device_kind, "hopper": kernels}
-    path.write_text('{"device": "another"}')
-    with pytest.raises(ValueError, match=r"must be a table of what was measured on .*, got one of another\."):
-        record("conv", Features("a name", {"batch": 4}), 2.0)
+        rows = json.loads((RESULTS / f"{row.file}_nvidia_h200.json").read_text())["rows"]
+        keys = {"family": row.family, "case": row.case, "pass": row.which, "dtype": row.dtype}
+        (ms,) = (found["ms"] for found in rows if keys.items() <= found.items())
+        assert row.gain == pytest.approx(ms["jaxdnn:xla"] / ms["jaxdnn:hopper"], abs=0.005)
+        assert row.gain < 1

@@ -351,22 +351,22 @@ def test_engine_has_no_kernel_for_tangents():
 
 
 @pytest.mark.parametrize("op", ["norm", "norm_dgrad"])
-def test_engine_is_first_where_it_was_measured_faster(op: str):
+def test_engine_is_first_but_for_few_bytes(op: str):
+    """Of every length; what so few bytes gain, the operations around them lose."""
     (engine,) = (e for e in engines.registered(op) if e.name == "hopper")
 
-    def gains(rows: int, length: int, dtype: Any) -> bool:
+    def first(rows: int, length: int, dtype: Any) -> bool:
         kinds = (np.dtype(np.float32), np.dtype(dtype))
         spec = NormSpec((-1,), (-2,), True, 1e-5, False, False, True, *kinds)
         x, statistic = shape_of(rows, length, dtype=dtype), shape_of(rows, 1, dtype=jnp.float32)
         operands = (x,) if op == "norm" else (x, x, statistic, statistic)
-        return selection.gains(engine, engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0]))
+        return selection.why_later(engine, engines.Call(op, spec, operands, "cuda", hopper.MEASURED_ON[0])) is None
 
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        assert all(gains(1 << 25 - i, 1 << i, dtype) for i in (9, 10, 12, 13))
-        assert not gains(512, 8192, dtype)  # few elements
-        assert not gains(1 << 18, 128, dtype)
-    assert {gains(2048, 16384, dtype) for dtype in (jnp.bfloat16, jnp.float16)} == {op == "norm"}
-    assert not gains(2048, 16384, jnp.float32)
+        assert all(first(1 << 25 - i, 1 << i, dtype) for i in (9, 10, 12, 13))
+        assert first(4096, 96, dtype)
+        assert first(64, 4096, dtype)
+        assert not first(8, 4096, dtype)
 
 
 def test_engine_does_not_serve_cpus():

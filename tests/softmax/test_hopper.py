@@ -315,22 +315,17 @@ def test_engine_does_not_serve_cpus():
         jax.jit(lambda x: dnn.softmax(x, engine="hopper")).lower(shape_of(8, 16))
 
 
-def test_engine_is_first_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch):
-    points = [(128, 1000, 1.2), (4096, 800, 1.5), (8192, 400, 0.9)]
-    calls = [{"length": length, "batch": batch, "speed_up": gain} for length, batch, gain in points]
-    table = {"softmax": {"reach": [0.125, None], "calls": {"accurate bfloat16": calls}}}
-    monkeypatch.setattr(selection, "measured", lambda: {"a device": {"hopper": table}})
+def test_engine_is_first_but_for_few_bytes():
     (kernel,) = (e for e in engines.registered("softmax") if e.name == "hopper")
 
-    def gains(rows: int, length: int, algorithm: str = "accurate", dtype: Any = jnp.bfloat16, kind: str = "a device"):
+    def first(rows: int, length: int, algorithm: str = "accurate", dtype: Any = jnp.bfloat16) -> bool:
         spec = SoftmaxSpec((-1,), np.dtype(np.float32), np.dtype(dtype), algorithm)
-        avals = (shape_of(rows, length, dtype=dtype),)
-        return selection.gains(kernel, engines.Call("softmax", spec, avals, "cuda", kind))
+        call = engines.Call("softmax", spec, (shape_of(rows, length, dtype=dtype),), "cuda", hopper.MEASURED_ON[0])
+        return selection.why_later(kernel, call) is None
 
-    assert all((gains(800, 4096), gains(800, 1024), gains(100, 4096, "fast")))
-    assert not any((gains(99, 4096), gains(10, 1024)))  # too few to fill the device
-    assert not any(gains(800, length) for length in (64, 8192, 6000, 16384))
-    assert not any((gains(800, 4096, "log"), gains(800, 4096, dtype=jnp.float32), gains(800, 4096, kind="another")))
+    assert all(first(1 << 24 - i, 1 << i, algorithm) for i in (7, 10, 13, 17) for algorithm in ("accurate", "log"))
+    assert all((first(100, 4096, "fast"), first(50, 4096, dtype=jnp.float32)))
+    assert not any((first(20, 4096), first(64, 1000, "log")))
 
 
 def test_call_by_name_lowers_with_its_derivatives():

@@ -1,6 +1,7 @@
 """The interface of the cases that `jaxdnn bench` times."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,14 @@ class Case(abc.ABC):
       name: what the case is called within it.
       batch: how many images (or rows) it has on a GPU.
       passes: what is timed: "forward", and the backward passes there are.
+      tuned: whether XLA times a library's kernels on the device when it compiles a pass.
     """
 
     family: str
     name: str
     batch: int
     passes: tuple[str, ...] = ("forward",)
+    tuned = False
 
     @abc.abstractmethod
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
@@ -57,6 +60,55 @@ class Case(abc.ABC):
     def bytes(self, which: str, batch: int, itemsize: int) -> int | None:
         """The bytes of a pass that reads each operand once and writes each result once; None if arithmetic binds."""
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Between(Case):
+    """A pass as it stands in a network: what it reads is a sum that is a result too, what it writes is activated.
+
+    XLA's program may join all of it, a kernel stands apart; that decides where arrays are small.
+    """
+
+    of: Case
+    family: str = "between"
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    @property
+    def batch(self) -> int:
+        return self.of.batch
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return self.of.passes
+
+    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        return self.of.shapes(batch)
+
+    def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
+        return self.of.operands(batch, dtype, seed)
+
+    def bytes(self, which: str, batch: int, itemsize: int) -> int | None:
+        return self.of.bytes(which, batch, itemsize)
+
+    def ours(self, which: str, engine: str | None) -> Function:
+        return _between(self.of.ours(which, engine))
+
+    def xla(self, which: str) -> Function:
+        return _between(self.of.xla(which))
+
+
+def _between(function: Function) -> Function:
+    """A function of the sum of its first two operands, which is a result too, and the silu of its first result."""
+
+    def run(x: Array, *others: Array) -> Any:
+        total = x + others[0]
+        first, *rest = jax.tree.leaves(function(total, *others))
+        return total, jax.nn.silu(first), *rest
+
+    return run
 
 
 def gradient(function: Function, wanted: int, *operands: Array) -> Any:

@@ -29,12 +29,15 @@ class Conv(timed.Case):
     rank: int = 2
     dilation: int = 1
     transposed: bool = False
+    pad: tuple[int, int] | None = None  # low and high, of every axis; None: what keeps the size
     batch: int = 128
     passes: tuple[str, ...] = ("forward", "dgrad", "wgrad")
+    tuned = True
 
     @property
-    def padding(self) -> int:
-        return (self.taps - 1) * self.dilation // 2
+    def padding(self) -> tuple[int, int]:
+        same = (self.taps - 1) * self.dilation // 2
+        return self.pad or (same, same)
 
     @property
     def layout(self) -> str:
@@ -46,8 +49,8 @@ class Conv(timed.Case):
 
     @property
     def output_padding(self) -> int:
-        """What makes a transposed convolution's output `stride` times its input."""
-        return self.stride - 1 - (self.taps - 1) % 2 if self.transposed else 0
+        """What makes a transposed convolution's output `stride` times its input, where no padding is given."""
+        return self.stride - 1 - (self.taps - 1) % 2 if self.transposed and self.pad is None else 0
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """x, w and dy; a transposed convolution has K input channels."""
@@ -59,7 +62,8 @@ class Conv(timed.Case):
 
     def flops(self, which: str, batch: int) -> int:
         """Two operations per multiply-add; each pass has as many."""
-        size = self.size if self.transposed else (self.size - 1) // self.stride + 1
+        span = self.size + sum(self.padding) - (self.taps - 1) * self.dilation
+        size = self.size if self.transposed else (span - 1) // self.stride + 1
         return 2 * batch * size**self.rank * self.taps**self.rank * (self.c // self.groups) * self.k
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int | None:
@@ -81,7 +85,7 @@ class Conv(timed.Case):
             x,
             w,
             stride=self.stride,
-            padding=self.padding,
+            padding=(self.padding,) * self.rank,
             dilation=self.dilation,
             groups=self.groups,
             layout=self.layout,
@@ -93,8 +97,8 @@ class Conv(timed.Case):
         numbers = (self.layout, self.filter_layout, self.layout)
         if self.transposed:
             # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward.
-            low = self.taps - 1 - self.padding
-            high = low + self.output_padding
+            low, high = (self.taps - 1 - n for n in self.padding)
+            high += self.output_padding
             kernel = lax.rev(w, range(self.rank)).swapaxes(-1, -2)
             return lax.conv_transpose(
                 x, kernel, (self.stride,) * self.rank, ((low, high),) * self.rank, dimension_numbers=numbers
@@ -103,7 +107,7 @@ class Conv(timed.Case):
             x,
             w,
             (self.stride,) * self.rank,
-            ((self.padding, self.padding),) * self.rank,
+            (self.padding,) * self.rank,
             rhs_dilation=(self.dilation,) * self.rank,
             dimension_numbers=numbers,
             feature_group_count=self.groups,
@@ -111,8 +115,10 @@ class Conv(timed.Case):
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """cuDNN through PyTorch, channels last: the same memory for images, the filter as (K, taps, C)."""
+        if len(set(self.padding)) > 1:
+            return None
         x, w, dy = self.channels_first(torch, *tensors[:3])
-        per_axis = ([self.stride] * self.rank, [self.padding] * self.rank, [self.dilation] * self.rank)
+        per_axis = ([self.stride] * self.rank, [self.padding[0]] * self.rank, [self.dilation] * self.rank)
         tail = (*per_axis, self.transposed, [self.output_padding] * self.rank, self.groups)
         if which == "forward":
             return lambda: torch.ops.aten.convolution(x, w, None, *tail)
@@ -145,7 +151,7 @@ class Fused(Conv):
             x,
             w,
             stride=self.stride,
-            padding=self.padding,
+            padding=(self.padding,) * self.rank,
             layout=self.layout,
             bias=bias,
             residual=residual,
@@ -162,7 +168,7 @@ class Fused(Conv):
         """cuDNN's fused convolution, bias, addition and relu."""
         x, w, bias, residual = tensors
         x, w, residual = self.channels_first(torch, x, w, residual)
-        per_axis = ([self.stride] * self.rank, [self.padding] * self.rank, [self.dilation] * self.rank)
+        per_axis = ([self.stride] * self.rank, [self.padding[0]] * self.rank, [self.dilation] * self.rank)
         return lambda: torch.ops.aten.cudnn_convolution_add_relu(x, w, residual, 1.0, bias, *per_axis, self.groups)
 
 
@@ -215,3 +221,4 @@ CASES: tuple[Conv, ...] = (
     Conv("transposed", "3d 4/2", 32, 32, 16, 4, 2, rank=3, transposed=True, batch=4),
     Conv("patches", "vit 16x16/16", 3, 768, 224, 16, 16, batch=64),
 )
+OF_LAYER = {"conv": Conv, "conv_transpose": ft.partial(Conv, transposed=True)}

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,11 +48,39 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Features:
-    """What measurements call a call: a name for all that has to be the same, and the sizes that may be others."""
+class Measured:
+    """A row of a file in `benchmarks/results`, made by `jaxdnn bench`, and an engine's gain over XLA's program there.
 
-    name: str
-    sizes: Mapping[str, int]
+    The file is named without its device; `which` is the row's pass, `gain` XLA's time over the engine's.
+    """
+
+    file: str
+    family: str
+    case: str
+    which: str
+    gain: float
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.case}, {self.which}, {self.dtype}: {self.gain:.2f} of its speed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slower:
+    """A kind of calls on which an engine is taken to be slower than XLA's program, or was never measured.
+
+    Attributes:
+      why: the reason, as a clause.
+      has: whether a call is of the kind; asked for every call, so it must not raise for any dtype or sizes.
+      measured: the case that shows it; None where nothing like it was measured.
+    """
+
+    why: str
+    has: Callable[[Call], bool]
+    measured: Measured | None = None
+
+    def __str__(self) -> str:
+        return f"{self.why} ({self.measured})" if self.measured else self.why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +103,10 @@ class Engine:
       hazards: what it may do to exceptional values: "flushes_subnormals" (reads or writes them as zero),
         "spreads_nonfinite" (NaN and infinity may show in results that do not depend on them), "leaves_out_padding"
         (products with padding zeros, which are NaN if the other factor is infinite, may be skipped).
-      features: a call to what measurements call it, None where none may speak for it. Without it the engine stands
-        beside XLA's in `selection`'s order; with it, in front of XLA's where it is taken to be faster, else behind.
-      slower: a call that no measurement speaks for to why it is taken to be slower there than XLA's program (a clause),
-        or None.
-      rank: its place in that order whatever was measured; the lowest is tried first.
+      measured_on: the kinds of devices on which it was measured beside XLA's program: there it is tried before that,
+        elsewhere after it. None of an engine that nobody need measure, which stands beside XLA's.
+      slower: the kinds of calls on which it is tried after XLA's all the same.
+      rank: its place in `selection`'s order whatever was measured; the lowest is tried first.
       workspace: bytes of device memory beside operands and result; None where the compiler decides.
       fused: whether it is an XLA program, which XLA may fuse with the operations around the call.
       partition: whether a call is partitioned among devices as its primitive declares (otherwise XLA decides).
@@ -97,8 +124,8 @@ class Engine:
     schedule: Callable[[Call], Schedule | None] = lambda call: None
     modelled: tuple[str, ...] = ()
     hazards: Callable[[Call], tuple[str, ...]] = lambda call: ()
-    features: Callable[[Call], Features | None] | None = None
-    slower: Callable[[Call], str | None] = lambda call: None
+    measured_on: tuple[str, ...] | None = None
+    slower: tuple[Slower, ...] = ()
     rank: Callable[[Call], int] | None = None
     workspace: Callable[[Call], int | None] = lambda call: None
     fused: bool = True

@@ -37,12 +37,14 @@ _explaining = jax.make_user_context(False)
 class Candidate:
     """One engine for one call: why it cannot serve it (None: it can), and what it guarantees if it does.
 
-    `later` says why it is tried after XLA's engine where no engine is named; None where it is not.
+    Where no engine is named, `later` says why it is tried after XLA's engine, `earlier` why before that; None where it
+    is not, and of engines that were not measured beside XLA's.
     """
 
     engine: str
     refusal: str | None
     later: str | None
+    earlier: str | None
     level: str
     accumulation: str
     workspace: int | None
@@ -76,6 +78,8 @@ class Explanation:
             verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
             if c.refusal is None and c.later:
                 verdict += f"; unless it is named, XLA's engine comes first, because {c.later}"
+            elif c.refusal is None and c.earlier:
+                verdict += f"; it comes before XLA's engine, because {c.earlier}"
             facts = [f"guarantees {c.level}", f"accumulates in {ACCUMULATORS.get(c.accumulation, c.accumulation)}"]
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
             facts.append(_schedule(c.schedule))
@@ -275,6 +279,7 @@ def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) 
         engine=engine.name,
         refusal=refusal,
         later=selection.why_later(engine, call),
+        earlier=selection.why_earlier(engine, call),
         level=engine.level(call),
         accumulation=engine.accumulation(call),
         workspace=engine.workspace(call) if able else None,

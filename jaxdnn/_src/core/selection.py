@@ -3,31 +3,21 @@
 The rule: of the engines that support the call on the platform it is lowered for and guarantee the required determinism
 level, the first in this order, kernels before what XLA computes where two are alike:
 
-1. those that are taken to be faster than XLA's program on calls like this one, on this kind of device;
+1. those that were measured on this kind of device, but for the kinds of calls that each names as slower;
 2. XLA's, and every engine that says nothing of measurements;
-3. those that are not taken to be faster on calls like it;
+3. those that were not measured on this kind of device, or on which the call is of a kind that they name;
 4. those of last resort, slow for the sake of the definition's order.
 
 An engine may state a rank of its own instead.
 
+So a kernel serves wherever it can: on shapes that nobody measured the time of the better engine was nearest to that of
+"always the kernel", while XLA's program may take hundreds of times longer. What is left to XLA is a predicate, not a
+list of shapes, with a reason and the measured case that shows it (`Engine.slower`). Nothing is measured when a program
+runs, so every process chooses alike. `jaxdnn bench FAMILY --family corpus` measures what the choice loses.
+
 Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
-
-What was measured stands in `measured/`, a table for each kind of device. Under an engine's and an op's name it has, by
-the name of a call's `Features`:
-
-* `ranges`: between which sizes the engine gains (null: without end), read from the notes in `benchmarks/`;
-* `calls`: single ones, with XLA's time over the engine's, which `jaxdnn bench --record` writes. They speak for a call
-  if its work is between `reach` times that of the nearest measured length below its own. It gains if both neighbours
-  do.
-
-and `otherwise`: true where the engine gains on calls that have features and that nothing of this speaks for, but for
-the kinds of calls that the engine itself names (`Engine.slower`). A call that lost speaks for all batches of its name.
 """
 
-import functools as ft
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,12 +25,10 @@ from jax import export
 
 from jaxdnn._src.core import checks, compat, engines
 from jaxdnn._src.core.determinism import satisfies
-from jaxdnn._src.core.engines import Call, Engine, Features
+from jaxdnn._src.core.engines import Call, Engine
 from jaxdnn._src.core.limits import limits_of
 
-REACH = (0.5, 4)  # where a table has none
 FASTER, AS_XLA, NOT_FASTER, LAST = range(4)
-_NOT_LIKE = "it was not measured on calls like this one"
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
@@ -56,79 +44,26 @@ def ranked(call: Call) -> tuple[Engine, ...]:
 def _place(engine: Engine, call: Call) -> int:
     if engine.rank is not None:
         return engine.rank(call)
-    if engine.features is None:
+    if engine.measured_on is None:
         return AS_XLA
-    return FASTER if gains(engine, call) else NOT_FASTER
-
-
-def gains(engine: Engine, call: Call) -> bool:
-    """Whether an engine with measurements is taken to be faster than XLA's program on a call."""
-    return engine.features is not None and why_later(engine, call) is None
+    return FASTER if why_later(engine, call) is None else NOT_FASTER
 
 
 def why_later(engine: Engine, call: Call) -> str | None:
     """Why an engine with measurements is tried after XLA's where none is named, as a clause; None where it is not."""
-    if engine.features is None:
+    if engine.measured_on is None or _lacks_sizes(engine, call):
         return None
-    table = measured().get(call.device_kind or "", {}).get(engine.name, {}).get(call.op)
-    if table is None:
-        kinds = [kind for kind, others in measured().items() if call.op in others.get(engine.name, {})]
-        if not kinds:
-            return "it was not measured on any device"
-        return f"it was measured on {', '.join(kinds)}, not on {call.device_kind or 'one that is not here'}"
-    if (features := engine.features(call)) is None:
-        return _NOT_LIKE
-    for limits in table.get("ranges", {}).get(features.name, ()):
-        if all(_is_between(features.sizes[name], *limit) for name, limit in limits.items()):
-            return None
-    points = table.get("calls", {}).get(features.name, ())
-    speed_up = _speed_up(features.sizes, points, table.get("reach", REACH))
-    if speed_up is None:
-        lost = [point["speed_up"] for point in points if point["speed_up"] < 1]
-        if not lost:
-            return engine.slower(call) if table.get("otherwise") else _NOT_LIKE
-        speed_up = min(lost)  # of another batch, which is no reason to take it for faster
-    return None if speed_up >= 1 else f"on calls like this one it takes {1 / speed_up:.2f} times XLA's time"
+    if call.device_kind not in engine.measured_on:
+        kinds = ", ".join(engine.measured_on) or "no device"
+        return f"it was measured on {kinds}, not on {call.device_kind or 'one that is not here'}"
+    return next((str(kind) for kind in engine.slower if kind.has(call)), None)
 
 
-def _speed_up(sizes: Mapping[str, int], points: Any, reach: Any) -> float | None:
-    """The lesser speed-up of the nearest measured lengths below and above; None where they do not speak for a call."""
-    length = lambda point: point.get("length", 1)
-    below = max((p for p in points if length(p) <= length(sizes)), key=length, default=None)
-    above = min((p for p in points if length(p) >= length(sizes)), key=length, default=None)
-    if below is None or above is None:
+def why_earlier(engine: Engine, call: Call) -> str | None:
+    """Why an engine with measurements is tried before XLA's where none is named; None where it is not."""
+    if engine.measured_on is None or _lacks_sizes(engine, call) or why_later(engine, call) is not None:
         return None
-    work = length(sizes) * sizes["batch"] / (length(below) * below["batch"])
-    return min(below["speed_up"], above["speed_up"]) if _is_between(work, *reach) else None
-
-
-def _is_between(value: float, least: float, most: float | None) -> bool:
-    return least <= value and (most is None or value <= most)
-
-
-# ---- what was measured -----------------------------------------------------------------------------------------------
-
-
-@ft.cache
-def measured() -> dict[str, Any]:
-    """The tables of all kinds of devices, by the names that these give themselves."""
-    tables = (json.loads(path.read_text()) for path in sorted(Path(__file__).with_name("measured").glob("*.json")))
-    return {table["device"]: table for table in tables}
-
-
-def record(path: Path, engine: str, op: str, features: Features, speed_up: float) -> None:
-    """Writes into a table of this device what an engine gained on a call, if it is one that single calls speak for."""
-    if "batch" not in features.sizes:
-        return
-    here = jax.devices()[0].device_kind
-    table = json.loads(path.read_text()) if path.exists() else {"device": here}
-    if table.get("device") != here:
-        raise ValueError(f"{path} must be a table of what was measured on {here}, got one of {table.get('device')}.")
-    calls = table.setdefault(engine, {}).setdefault(op, {}).setdefault("calls", {})
-    others = [p for p in calls.get(features.name, ()) if p.get("length") != features.sizes.get("length")]
-    found = [*others, {**features.sizes, "speed_up": round(speed_up, 3)}]
-    calls[features.name] = sorted(found, key=lambda point: point.get("length", 1))
-    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    return f"it was measured on {call.device_kind}, and the call is of no kind on which it was slower there"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

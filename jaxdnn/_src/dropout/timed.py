@@ -1,38 +1,39 @@
 """The cases of `jaxdnn bench dropout`: dropout, and a transformer's bias, gelu, dropout and residual."""
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 import jaxdnn as dnn
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
 
-WIDTH, RATE = 4096, 0.1
+RATE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropout(timed.Case):
-    """Dropout of 8192 rows of 4096 elements; its backward pass is itself."""
+    """Dropout of rows; its backward pass is itself."""
 
     family: str
     name: str
     layout: str | None = None
     batch: int = 8192
+    width: int = 4096
     passes: tuple[str, ...] = ("forward",)
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """x, in rows, or as images of 8 x 8 pixels."""
-        return ((batch, WIDTH),) if self.layout is None else ((batch // 64, WIDTH, 8, 8),)
+        return ((batch, self.width),) if self.layout is None else ((batch // 64, self.width, 8, 8),)
 
     def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
         """The arrays, and a key."""
-        return *super().operands(batch, dtype, seed), jnp.asarray(np.array([seed, 1], np.uint32))
+        return *super().operands(batch, dtype, seed), jnp.array([seed, 1], jnp.uint32)
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int:
         return 2 * itemsize * math.prod(self.shapes(batch)[0])
@@ -57,7 +58,7 @@ class Fused(Dropout):
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """x, residual and bias."""
-        return (batch, WIDTH), (batch, WIDTH), (WIDTH,)
+        return (batch, self.width), (batch, self.width), (self.width,)
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int:
         """Backward without an activation x is not read."""
@@ -120,3 +121,4 @@ CASES: tuple[Dropout, ...] = (
     Fused("dropout", "bias, gelu, dropout, residual"),
     Fused("dropout", "bias, dropout, residual", activation=None),
 )
+OF_LAYER = {"dropout": Dropout, "bias_dropout_add": ft.partial(Fused, activation=None)}

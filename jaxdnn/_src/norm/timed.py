@@ -6,6 +6,7 @@ cache holds.
 """
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any
 
@@ -30,11 +31,14 @@ class Norm(timed.Case):
     op: str
     size: tuple[int, ...]
     batch: int
+    groups: int = 32  # of a group norm
     passes: tuple[str, ...] = ("forward", "backward")
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         x, c = (batch, *self.size), (self.size[-1],)
-        statistic = {"group_norm": (batch, 32), "instance_norm": (batch, *c), "batch_norm": c}.get(self.op, (batch,))
+        statistic = {"group_norm": (batch, self.groups), "instance_norm": (batch, *c), "batch_norm": c}.get(
+            self.op, (batch,)
+        )
         return x, x, c, c, statistic, statistic
 
     def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
@@ -47,8 +51,16 @@ class Norm(timed.Case):
             rstd = dnn.rms_norm(x, eps=EPS, return_statistics=True)[1]
             return jnp.zeros_like(rstd), rstd
         if self.op == "batch_norm":
-            return dnn.batch_norm(x)[1:3]
-        return getattr(dnn, self.op)(x, return_statistics=True)[1:]
+            return dnn.batch_norm(x, **self.options)[1:3]
+        return getattr(dnn, self.op)(x, return_statistics=True, **self.options)[1:]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of images: the layout, and a group norm's groups."""
+        if self.op in ROWS:
+            return {}
+        layout = {2: "NWC", 3: "NHWC", 4: "NDHWC"}[len(self.size)]
+        return {"layout": layout, **({"groups": self.groups} if self.op == "group_norm" else {})}
 
     def bytes(self, which: str, batch: int, itemsize: int) -> int:
         moves = {"forward": 3, "backward": 5} if self.op == "batch_norm" else {"forward": 2, "backward": 3}
@@ -57,11 +69,11 @@ class Norm(timed.Case):
     def ours(self, which: str, engine: str | None) -> Function:
         op: Any = getattr(dnn, self.op if which == "forward" else f"{self.op}_dgrad")
         if which == "forward":
-            extra: dict[str, Any] = {} if self.op == "batch_norm" else {"return_statistics": True}
+            extra = self.options if self.op == "batch_norm" else {"return_statistics": True, **self.options}
             return lambda x, dy, s, b, m, r: op(x, scale=s, bias=b, eps=EPS, engine=engine, **extra)
         if self.op == "rms_norm":
             return lambda x, dy, s, b, m, r: op(dy, x, scale=s, rstd=r, eps=EPS, engine=engine)
-        return lambda x, dy, s, b, m, r: op(dy, x, scale=s, mean=m, rstd=r, eps=EPS, engine=engine)
+        return lambda x, dy, s, b, m, r: op(dy, x, scale=s, mean=m, rstd=r, eps=EPS, engine=engine, **self.options)
 
     def xla(self, which: str) -> Function:
         """Formulas as users write them; batch normalisation's variance unprotected, in one pass, as Flax has it."""
@@ -72,8 +84,9 @@ class Norm(timed.Case):
     def _plain(self, x: Array, scale: Array, bias: Array) -> Array:
         h = x.astype(jnp.float32)
         if self.op == "group_norm":
-            h = h.reshape(len(x), -1, 32, x.shape[-1] // 32)
-        axes = {"batch_norm": (0, 1, 2), "group_norm": (1, 3), "instance_norm": (1, 2)}.get(self.op, (-1,))
+            h = h.reshape(len(x), -1, self.groups, x.shape[-1] // self.groups)
+        pixels = tuple(range(1, x.ndim - 1))
+        axes = {"batch_norm": (0, *pixels), "group_norm": (1, 3), "instance_norm": pixels}.get(self.op, (-1,))
         mean = h.mean(axes, keepdims=True)
         if self.op == "rms_norm":
             y = h * lax.rsqrt((h * h).mean(axes, keepdims=True) + EPS)
@@ -101,7 +114,7 @@ class Norm(timed.Case):
         return lambda: aten.native_batch_norm_backward(dy, x, s, None, None, m, r, True, EPS, [True] * 3)
 
 
-CASES: tuple[Norm, ...] = (
+CASES: tuple[timed.Case, ...] = (
     *(
         Norm("rows", f"{op} {length}", op, (length,), 2**25 // length)
         for op in ROWS
@@ -113,4 +126,14 @@ CASES: tuple[Norm, ...] = (
     Norm("images", "group_norm 64x64x320", "group_norm", (64, 64, 320), 64),
     Norm("images", "group_norm 256x256x128", "group_norm", (256, 256, 128), 8),
     Norm("images", "instance_norm 56x56x256", "instance_norm", (56, 56, 256), 128),
+    *(
+        timed.Between(Norm("rows", f"layer_norm {rows}x768", "layer_norm", (768,), rows))
+        for rows in (4, 32, 256, 1024, 4096, 16384)
+    ),
+    *(
+        timed.Between(Norm("images", f"{op} {n}x8x8x512", op, (8, 8, 512), n))
+        for op in ("batch_norm", "group_norm", "instance_norm")
+        for n in (1, 8, 64)
+    ),
 )
+OF_LAYER = {op: ft.partial(Norm, op=op) for op in (*ROWS, "batch_norm", "group_norm", "instance_norm")}

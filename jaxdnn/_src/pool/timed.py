@@ -110,3 +110,4 @@ CASES: tuple[timed.Case, ...] = (
     Pool("inception v3", "pool", 192, 35, 3, 1, 1, mode="average", batch=64),
     Pool("resnet-d", "shortcut, no padding", 256, 56, 3, 2, 1, mode="average_exclude_padding"),
 )
+OF_LAYER = {"pool": Pool}

@@ -1,6 +1,7 @@
 """The cases of `jaxdnn bench softmax`: rows of 128 to 200,000 elements, and the linear layer with cross-entropy."""
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any
 
@@ -77,6 +78,7 @@ class CrossEntropy(timed.Case):
     words: int
     batch: int
     passes: tuple[str, ...] = ("forward", "gradient")
+    tuned = True
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         return (batch, self.width), (self.width, self.words)
@@ -109,5 +111,13 @@ def _plain(x: Array, w: Array, labels: Array) -> Array:
 LENGTHS = (128, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 200000)
 CASES: tuple[timed.Case, ...] = (
     *(Rows("softmax", str(n), n, ELEMENTS // n) for n in LENGTHS),
+    *(
+        timed.Between(Rows("softmax", f"{rows}x1024", 1024, rows, passes=("forward", "backward", "log")))
+        for rows in (4, 32, 256, 1024, 4096, 16384)
+    ),
     CrossEntropy("cross-entropy", "8192x4096x131072", 4096, 131072, 8192),
 )
+OF_LAYER = {
+    "softmax": ft.partial(Rows, passes=("forward", "backward")),
+    "log_softmax": ft.partial(Rows, passes=("log", "log-backward", "logsumexp")),
+}

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> i
     if unknown := sorted(set(args.case or ()) - set(NETWORKS)):
         print(f"`bench train` knows no {', '.join(unknown)}; there are {', '.join(NETWORKS)}", file=sys.stderr)
         return 2
-    for name in ("family", "passes", "engine", "record"):
+    for name in ("family", "passes", "engine", "peers", "seconds", "part", "turns"):
         if getattr(args, name):
             print(f"`bench train` has no --{name}: it measures whole steps, with no engine named", file=sys.stderr)
             return 2

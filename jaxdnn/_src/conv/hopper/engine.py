@@ -184,34 +184,33 @@ def _workspace(call: engines.Call) -> int:
     return _kernel(call).workspace()
 
 
-def _features(call: engines.Call) -> engines.Features | None:
-    """Its batch, and all else by name, the epilogue by the names of its parts.
-
-    Measured were filters as HWIO and results of the operands' dtype; other calls are not taken to gain as much.
-    """
-    spec: ConvSpec = call.spec
-    n, c, k = primitive.channels(spec, call.op, *call.avals[:2])
-    if export.is_symbolic_dim(n) or spec.out_dtype != call.avals[0].dtype or not spec.filter.axes.endswith("IO"):
-        return None
-    geo = spec.geo
-    parts = (call.avals[0].dtype.name, geo.sizes, c, k, geo.taps, geo.stride, geo.padding, geo.dilation)
-    epilogue = (*spec.epilogue.operands, *(spec.epilogue.activation or ())[:1])
-    name = " ".join(map(str, (*parts, geo.groups, *epilogue))).replace(", ", ",")
-    return engines.Features(name, {"batch": n})
+def _taps(call: engines.Call) -> int:
+    return math.prod(call.spec.geo.taps)
 
 
-def _slower(call: engines.Call) -> str | None:
-    """The kinds of calls that no entry of the tables speaks for and on which XLA's program is taken to be faster."""
-    if call.avals[0].dtype != jnp.bfloat16:
-        return "only calls with operands in bfloat16 were measured at large"
-    geo = call.spec.geo
-    _, c, k = primitive.channels(call.spec, call.op, *call.avals[:2])
-    taps = math.prod(geo.taps)
-    if call.op == "conv_dgrad" and taps == geo.groups == 1 and k < 32:
-        return "the kernel's steps are mostly padding where it adds over fewer than 32 channels"  # 64 -> 24
-    if call.op == "conv_wgrad" and taps > 100 and c < 8:
-        return "its tiles are mostly padding where there are few channels and many taps"  # 11 x 11 of RGB
-    return None
+def _channels(call: engines.Call) -> tuple[int, int]:
+    """Input channels and filters."""
+    return primitive.channels(call.spec, call.op, *call.avals[:2])[1:]
+
+
+SLOWER = (
+    engines.Slower(
+        "of its kernels only those of operands and results in bfloat16 were measured at large",
+        lambda call: not call.avals[0].dtype == call.spec.out_dtype == jnp.bfloat16,
+    ),
+    engines.Slower(
+        "its kernels were measured with filters as HWIO",
+        lambda call: not call.spec.filter.axes.endswith("IO"),
+    ),
+    engines.Slower(  # 64 -> 24
+        "the kernel's steps are mostly padding where it adds over fewer than 32 channels",
+        lambda call: call.op == "conv_dgrad" and _taps(call) == call.spec.geo.groups == 1 and _channels(call)[1] < 32,
+    ),
+    engines.Slower(  # 11 x 11 of RGB
+        "its tiles are mostly padding where there are few channels and many taps",
+        lambda call: call.op == "conv_wgrad" and _taps(call) > 100 and _channels(call)[0] < 8,
+    ),
+)
 
 
 for _op in primitive.ROLES:
@@ -227,8 +226,8 @@ for _op in primitive.ROLES:
             schedule=_schedule,
             modelled=hopper.MEASURED_ON,
             hazards=_hazards,
-            features=_features,
-            slower=_slower,
+            measured_on=hopper.MEASURED_ON,
+            slower=SLOWER,
             workspace=_workspace,
             partition=lambda call: True,
             notes=("tensor cores",),

@@ -21,6 +21,8 @@ from jaxdnn._src.dropout.hopper.group_ptx import Plan
 from jaxdnn._src.dropout.primitive import BLOCK
 from jaxdnn._src.hopper.ptx import NAMES
 
+FEW, FEW_IN_X, FEW_WITH_BIAS = 1 << 22, 1 << 25, 1 << 20  # elements, as `SLOWER` uses them
+FEW_OF_EXAMPLE, FEW_COLUMNS, FEW_ROWS = 1 << 19, 768, 1024
 LARGEST = 1 << 30  # groups of elements that one key counts
 
 
@@ -219,18 +221,41 @@ def _level(call: engines.Call) -> str:
     return "run_to_run" if call.op == "fused_dropout_dgrad" else "portable"
 
 
-def _features(call: engines.Call) -> engines.Features | None:
-    """Named by the widest of its large arrays; where all is kept nothing is drawn, and XLA's program is as fast."""
-    if not call.spec.threshold:
-        return None
-    arrays = {name: v.dtype for name, v in _operands(call).items() if name not in ("bias", "dbias", "key", "start")}
-    widest = max(np.dtype(dtype).itemsize for dtype in (*arrays.values(), _out_dtype(call)))
-    elements, (leads, _) = math.prod(call.avals[0].shape), _split(call)
-    sizes = {"elements": elements, "elements of an example": elements // max(leads, 1)}
-    if call.op == "fused_dropout_dgrad":
-        width = _own_width(call)
-        sizes |= {"width": width, "rows": elements // max(width, 1)}
-    return engines.Features(f"{widest} bytes", sizes)
+def _widest(call: engines.Call) -> int:
+    """Bytes of an element of the widest of its large arrays."""
+    arrays = (v.dtype for name, v in _operands(call).items() if name not in ("bias", "dbias", "key", "start"))
+    return max(np.dtype(dtype).itemsize for dtype in (*arrays, _out_dtype(call)))
+
+
+def _has_few(call: engines.Call) -> bool:
+    least = {"fused_dropout": FEW, "fused_dropout_tangent": FEW_IN_X, "fused_dropout_dgrad": FEW_WITH_BIAS}.get(
+        call.op, 0
+    )
+    return math.prod(call.avals[0].shape) < (FEW_IN_X if _widest(call) > 2 else least)
+
+
+def _has_short_examples(call: engines.Call) -> bool:
+    return math.prod(call.avals[0].shape) < FEW_OF_EXAMPLE * _split(call)[0]
+
+
+def _has_narrow_columns(call: engines.Call) -> bool:
+    if call.op != "fused_dropout_dgrad":
+        return False
+    width = max(_own_width(call), 1)
+    return width < FEW_COLUMNS or math.prod(call.avals[0].shape) // width < FEW_ROWS
+
+
+SLOWER = (
+    engines.Slower("XLA fuses dropout alone with the operations around it", lambda call: call.op == "dropout"),
+    engines.Slower("where all is kept nothing is drawn", lambda call: not call.spec.threshold),
+    engines.Slower(
+        "XLA's program is as fast where 4 bytes an element bind it",
+        lambda call: call.op != "fused_dropout_dgrad" and _widest(call) > 2,
+    ),
+    engines.Slower("it has few elements to draw for", _has_few),
+    engines.Slower("each example starts a block of its own", _has_short_examples),
+    engines.Slower("its blocks share the sums of few columns or of few rows", _has_narrow_columns),
+)
 
 
 def _workspace(call: engines.Call) -> int:
@@ -251,7 +276,8 @@ for _op in ("dropout", *fused.OPS):
             fused=False,
             supports=_supports,
             level=_level,
-            features=_features,
+            measured_on=hopper.MEASURED_ON,
+            slower=SLOWER,
             workspace=_workspace,
             needs_sizes=lambda call: True,
             notes=("Philox4x32-10, drawn again for the backward pass",),

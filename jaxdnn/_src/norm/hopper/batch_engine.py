@@ -9,8 +9,10 @@ from jax import Array, export, lax
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.hopper.ptx import NAMES
-from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
+from jaxdnn._src.norm.hopper.kind import Kind, size_of, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
+
+FEW_BYTES, FEW_ROWS = 3 << 19, 1024  # bytes of x
 
 
 def _sizes(call: engines.Call) -> tuple[int, int]:
@@ -109,18 +111,16 @@ def _workspace(call: engines.Call) -> int | None:
     return 4 * found.columns * (found.splits * sums + sums + 4)
 
 
-def _features(call: engines.Call) -> engines.Features | None:
-    if any(map(export.is_symbolic_dim, x_of(call).shape)):
-        return None
-    rows, columns = _sizes(call)
-    return engines.Features("batches", {"columns": columns, "rows": rows, "elements": rows * columns})
-
+SLOWER = (
+    engines.Slower("XLA's program takes fewer kernels for so few bytes", lambda call: size_of(call) < FEW_BYTES),
+    engines.Slower("few blocks share the rows of so few", lambda call: _sizes(call)[0] < FEW_ROWS),
+)
 
 BATCHES = Kind(
     axes="the first axes",
     pattern="r+k+",
     unsupported=_unsupported,
     run=_run,
-    features=_features,
     workspace=_workspace,
+    slower=SLOWER,
 )

@@ -4,7 +4,9 @@ There are kernels for each kind of axes that the statistics are taken over (`kin
 its axes; the kind's `unsupported` says whether its kernels serve the call.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -61,9 +63,11 @@ def _level(call: engines.Call) -> str:
     return "batch_invariant" if call.spec.per_example else "run_to_run"
 
 
-def _features(call: engines.Call) -> engines.Features | None:
-    kind = _kind(call)
-    return None if kind is None or _supports(call) is not None else kind.features(call)
+def _slower(kind: Kind) -> Iterator[engines.Slower]:
+    """What a kind's kernels name, of the calls that they serve."""
+    for found in kind.slower:
+        has = lambda call, found=found: kind.has(call) and _unsupported(call) is None and found.has(call)
+        yield dataclasses.replace(found, has=has)
 
 
 def _workspace(call: engines.Call) -> int | None:
@@ -81,7 +85,8 @@ for _op in ("norm", "norm_tangent", "norm_dgrad"):
             supports=_supports,
             needs_sizes=lambda call: True,
             level=_level,
-            features=_features,
+            measured_on=hopper.MEASURED_ON,
+            slower=tuple(found for kind in KINDS for found in _slower(kind)),
             workspace=_workspace,
             partition=lambda call: True,
             notes=(

@@ -12,10 +12,12 @@ from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper import group_plan
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan
-from jaxdnn._src.norm.hopper.kind import Kind, marks, unlike, x_of
+from jaxdnn._src.norm.hopper.kind import Kind, marks, size_of, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, in which offsets have 32 bits
+SECTOR = 32
+FEW_CLUSTERS, FEW_BYTES, FEW_BYTES_IN_SLICES = 4, 1 << 17, 1 << 24  # bytes of x
 STATISTICS = 1 << 31  # statistics of all images, or of their slices
 
 
@@ -90,30 +92,43 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 
 
-def _features(call: engines.Call) -> engines.Features | None:
-    """Of images that are read once, or processed in slices, and of results of x's dtype."""
-    found, x = _plan(call), x_of(call)
-    if found is None or not call.spec.per_example or x.dtype != call.spec.out_dtype:
-        return None
-    elements, width = math.prod(x.shape), x.dtype.itemsize
-    if isinstance(found, SlicePlan):
-        return engines.Features("images in slices", {"bytes": elements * width})
-    clusters = _sizes(call).images * found.parts
-    sizes = {"bytes of a pixel": found.part * width, "clusters": clusters, "elements": elements}
-    return engines.Features("images", sizes) if found.stays else None
-
-
 def _workspace(call: engines.Call) -> int | None:
     """Bytes of what one kernel stores for the next, and of the blocks' sums for the gradients of scale and bias."""
     found = _plan(call)
     return None if found is None else found.workspace(_sizes(call).images, 1 if call.op == "norm" else 2)
 
 
+def _reads_twice(call: engines.Call) -> bool:
+    found = _plan(call)
+    return not isinstance(found, SlicePlan | None) and not found.stays
+
+
+def _fills_few(call: engines.Call) -> bool:
+    found = _plan(call)
+    if isinstance(found, SlicePlan):
+        return size_of(call) < FEW_BYTES_IN_SLICES
+    return found is not None and (_sizes(call).images * found.parts < FEW_CLUSTERS or size_of(call) < FEW_BYTES)
+
+
+def _reads_little(call: engines.Call) -> bool:
+    found = _plan(call)
+    return isinstance(found, ImagePlan) and found.part * x_of(call).dtype.itemsize < SECTOR
+
+
+SLOWER = (
+    engines.Slower(
+        "its kernels for images were measured with results of x's dtype, and not under vmap of batch normalisation",
+        lambda call: not call.spec.per_example or x_of(call).dtype != call.spec.out_dtype,
+    ),
+    engines.Slower("one cluster reads an image twice that does not stay in its shared memory", _reads_twice),
+    engines.Slower("it reads less than a sector of 32 bytes of a pixel at a time", _reads_little),
+    engines.Slower("it occupies few multiprocessors with so few images", _fills_few),
+)
 IMAGES = Kind(
     axes="the pixels of an image and the channels of a group, channels last",
     pattern="k+r+kr?",
     unsupported=_unsupported,
     run=_run,
-    features=_features,
     workspace=_workspace,
+    slower=SLOWER,
 )

@@ -6,6 +6,7 @@ rows are like `kkrr` (k*r+), channels or groups of images like `krrk` or `krrkr`
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +25,8 @@ class Kind:
       pattern: a regular expression over x's axes, k for one that is kept, r for one that statistics are taken over.
       unsupported: why the kernels do not serve a call over such axes, as a clause; None if they do.
       run: a call and its operands to its results.
-      features: what measurements call a call that the kernels serve; None where none may speak for it.
       workspace: bytes of device memory beside operands and results; None of a call that no kernel serves.
+      slower: the kinds of calls that the kernels serve, but XLA's program faster.
       notes: what a user may want to know.
     """
 
@@ -33,8 +34,8 @@ class Kind:
     pattern: str
     unsupported: Callable[[engines.Call], str | None]
     run: Callable[..., tuple[Array, ...]]
-    features: Callable[[engines.Call], engines.Features | None]
     workspace: Callable[[engines.Call], int | None]
+    slower: tuple[engines.Slower, ...] = ()
     notes: tuple[str, ...] = ()
 
     def has(self, call: engines.Call) -> bool:
@@ -49,6 +50,12 @@ def x_of(call: engines.Call) -> Any:
 def parameters_of(call: engines.Call) -> Sequence[Any]:
     """The shapes and dtypes of scale and bias, or backward of the scale."""
     return call.avals[1 if call.op == "norm" else 4 :]
+
+
+def size_of(call: engines.Call) -> int:
+    """Bytes of x."""
+    x = x_of(call)
+    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def marks(call: engines.Call) -> str:

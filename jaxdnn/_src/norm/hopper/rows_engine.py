@@ -8,10 +8,11 @@ from jax import Array
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import MULTIPROCESSORS
 from jaxdnn._src.hopper.ptx import NAMES
-from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
+from jaxdnn._src.norm.hopper.kind import Kind, size_of, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
 
 ROWS_MOST = 1 << 30
+FEW_BYTES = 1 << 18  # of x
 
 
 def _length(call: engines.Call) -> int:
@@ -59,16 +60,15 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 
 
-def _features(call: engines.Call) -> engines.Features:
-    x = x_of(call)
-    return engines.Features(f"rows of {NAMES[x.dtype]}", {"length": _length(call), "elements": math.prod(x.shape)})
-
+SLOWER = (
+    engines.Slower("XLA joins so few bytes to the operations around them", lambda call: size_of(call) < FEW_BYTES),
+)
 
 ROWS = Kind(
     axes="the last axes",
     pattern="k*r+",
     unsupported=_unsupported,
     run=_run,
-    features=_features,
     workspace=lambda call: 0 if call.op == "norm" else MULTIPROCESSORS * 8 * _length(call),
+    slower=SLOWER,
 )

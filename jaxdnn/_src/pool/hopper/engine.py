@@ -119,8 +119,7 @@ for _op in OPS:
             supports=_supports,
             needs_sizes=lambda call: True,
             level=lambda call: "portable",
-            # Measured no slower than XLA's formula for any shape that it serves: benchmarks/notes-pool.md.
-            features=lambda call: engines.Features("any", {}),
+            measured_on=hopper.MEASURED_ON,  # and no slower for any shape that it serves: benchmarks/notes-pool.md
             workspace=lambda call: 0,
             partition=lambda call: True,
         )

@@ -11,6 +11,8 @@ from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.softmax.primitive import OPS, SoftmaxSpec
 
+FEW_BYTES = 1 << 18  # of an operand
+
 
 def _geometry(call: engines.Call) -> tuple[int, int]:
     """The number of rows, and the length of a row."""
@@ -56,12 +58,12 @@ def _supports(call: engines.Call) -> str | None:
     return None
 
 
-def _features(call: engines.Call) -> engines.Features:
-    """The rows and their length, and the algorithm, where "fast" is taken to be "accurate"."""
-    rows, length = _geometry(call)
-    algorithm = "" if call.op == "logsumexp" else call.spec.algorithm.replace("fast", "accurate") + " "
-    return engines.Features(f"{algorithm}{call.avals[0].dtype.name}", {"batch": rows, "length": length})
-
+SLOWER = (
+    engines.Slower(
+        "XLA joins so few bytes to the operations around them",
+        lambda call: math.prod(call.avals[0].shape) * call.avals[0].dtype.itemsize < FEW_BYTES,
+    ),
+)
 
 for _op in OPS:
     engines.register(
@@ -75,7 +77,8 @@ for _op in OPS:
             level=lambda call: "batch_invariant",
             accumulation=lambda call: "float32",
             hazards=lambda call: ("flushes_subnormals",),
-            features=_features,
+            measured_on=hopper.MEASURED_ON,
+            slower=SLOWER,
             workspace=lambda call: 0,
             partition=lambda call: True,
             notes=(
