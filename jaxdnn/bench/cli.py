@@ -23,7 +23,7 @@ from rich.table import Table
 
 from jaxdnn._src import families
 from jaxdnn._src.cases import networks
-from jaxdnn._src.cases.timed import Case
+from jaxdnn._src.cases.timed import Between, Case
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
@@ -93,11 +93,12 @@ def run(args: argparse.Namespace) -> int:
         if args.seconds and time.monotonic() - start > args.seconds:
             break
         try:
-            for row in _measure_case(case, args, compared=case in of_networks):
+            for row in _measure_case(case, args, compared=case in of_networks or isinstance(case, Between)):
                 rows.append(row)
                 print(_line(row), flush=True)
-        except jax.errors.JaxRuntimeError as error:  # such as too little memory on the device
-            print(f"{case.family} {case.name}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        except Exception as error:  # such as too little memory on the device; the other cases' results are not lost
+            said = (str(error).splitlines() or [""])[0]
+            print(f"{case.family} {case.name}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
             failed = True
         if args.json:
             args.json.write_text(json.dumps({**provenance(args.turns), "rows": rows}, indent=1) + "\n")
