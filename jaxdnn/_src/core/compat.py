@@ -2,11 +2,12 @@
 
 https://docs.jax.dev/en/latest/api_compatibility.html: `jax._src`, `jax.core`, `jax.extend`, `jax.interpreters`,
 `jax.experimental` and `jaxlib` may change with any release. Other files import such names from here, and a test looks
-at their imports. There are three kinds of them:
+at their imports. There are four kinds of them:
 
 * What every primitive needs. It is imported with jaxdnn, for there is no op without it.
 * `SHARDING`, which tells the partitioner how a call may be sharded. Where it is missing, kernels refuse programs that
   XLA shards over several devices, and XLA decides how its own programs are sharded.
+* `AHEAD`, where JAX keeps what kernels were lowered to. Without it XLA compiles them one after another.
 * `KERNELS`, in which kernels are written. Pallas is imported when the first kernel is used, so that `import jaxdnn`
   does not import it. Where one of these names is missing, engines that need it refuse with the name as the reason, and
   XLA's engine serves the call.
@@ -16,6 +17,8 @@ import dataclasses
 import functools as ft
 import importlib
 import inspect
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -236,6 +239,8 @@ KERNELS = (
     ),
 )
 
+AHEAD = _names(f"{_MOSAIC}.core", "the code of kernels, to compile it in another thread", "KNOWN_KERNELS")
+
 
 @ft.cache
 def lacking(names: tuple[Name, ...]) -> str | None:
@@ -259,6 +264,17 @@ def name_module(name: str) -> None:
     while operation.parent is not None:
         operation = operation.parent.operation
     operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+
+def kernels_lowered() -> Mapping[bytes, bytes]:
+    """The code of each kernel that this process has lowered, by its hash, the oldest first."""
+    module = sys.modules.get(f"{_MOSAIC}.core")  # None before Pallas is imported
+    return getattr(module, "KNOWN_KERNELS", {})
+
+
+def program(ctx: Any) -> int:
+    """A number for the program that a primitive is lowered in, which others may have when it is forgotten."""
+    return id(ctx.module_context.module)
 
 
 def is_exported(ctx: Any) -> bool:

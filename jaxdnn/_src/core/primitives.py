@@ -9,6 +9,7 @@ its `transpose` binds the backward op. `jvp_by_formula` and `jvp_of_linear` give
 own by differentiating a formula; `batch_leading` serves ops that work along trailing axes.
 """
 
+import contextlib
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxdnn._src.core import checks, compat, engines, selection
+from jaxdnn._src.core import ahead, checks, compat, engines, selection
 from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir, varying
 from jaxdnn._src.core.determinism import satisfies
 from jaxdnn._src.core.partitioning import Factors, vary_alike
@@ -236,7 +237,8 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
             if compat.automatic_devices(ctx) > 1:
                 lowered = ft.partial(_partitioned, ctx, op, platform or "other", spec, factors)
             ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
-            return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
+            with ahead.compiling(ctx) if platform == "cuda" else contextlib.nullcontext():
+                return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
 
