@@ -9,6 +9,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
+from jaxdnn._src.core import ahead, compat
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -30,9 +31,14 @@ def gradients(x: Any, w: Any) -> Any:
     return jax.vjp(conv, x, w)[1](x)
 
 
+def with_bias(x: Any, w: Any) -> Any:
+    return dnn.conv(x, w, bias=x[0, 0, 0], padding=1, groups=64, engine="hopper")
+
+
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "convolution": (gradients, (X, DENSE)),
     "depthwise convolution": (gradients, (X, DEPTHWISE)),
+    "depthwise convolution with a bias": (with_bias, (X, DEPTHWISE)),
     "batch normalisation": (lambda x: dnn.batch_norm(x, engine="hopper")[0], (X,)),
     "softmax": (lambda x: dnn.softmax(x, engine="hopper"), (X,)),
 }
@@ -45,3 +51,70 @@ def test_a_kernel_has_one_hash_in_every_program(name: str):
     first, then = hashes(f, *operands), hashes(lambda *a: jax.tree.map(jnp.negative, f(*a)), *operands)
     assert first
     assert first == then
+
+
+def network(x: Any, filters: Any) -> Any:
+    """Two blocks of a residual network, alike, and a narrower layer of one tap before each, unlike."""
+    for narrow, wide in filters:
+        y = dnn.conv(x, narrow, engine="hopper")
+        y = dnn.batch_norm(y, activation="relu", engine="hopper")[0]
+        y = dnn.conv(y, wide, padding=1, engine="hopper")
+        x = dnn.batch_norm(y, residual=x, activation="relu", engine="hopper")[0]
+    return x.astype(jnp.float32).sum()
+
+
+def traced(blocks: int) -> Any:
+    shapes = [((1, 1, 64, 32), (3, 3, 32, 64))] * blocks
+    filters = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes, is_leaf=lambda s: s[0] in (1, 3))
+    return jax.jit(jax.grad(network, argnums=(0, 1))).trace(X, filters)
+
+
+def test_blocks_that_are_alike_share_their_kernels():
+    """What a network takes to compile grows with its kernels, of which XLA knows the equal ones by their hash."""
+    of_a_block = lambda blocks: re.findall(
+        r'kernel_hash = "([^"]*)"', traced(blocks).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    one, three = of_a_block(1), of_a_block(3)
+    assert set(one) == set(three)
+    assert len(set(one)) <= 12  # three passes of two convolutions, and three kernels of each of two norms
+    assert len(three) <= 3 * len(one)
+
+
+def test_no_truth_value_is_converted(monkeypatch: pytest.MonkeyPatch):
+    """JAX 0.11 starts ptxas at each conversion of a truth value within a kernel, of which a network has hundreds."""
+    library = pytest.importorskip("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
+    started = []
+    monkeypatch.setattr(library, "_get_ptxas_isa_version", lambda: started.append(1) or 90)
+    traced(1).lower(lowering_platforms=("cuda",))
+    assert started == []
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
+    """The kernels that other threads would be given on a machine with a GPU; none was lowered before."""
+    kernels: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ahead, "start", lambda *kernel: kernels.append(kernel))
+    monkeypatch.setattr(pytest.importorskip("jax.experimental.mosaic.gpu.core"), "KNOWN_KERNELS", {})
+    return kernels
+
+
+@pytest.mark.parametrize("ops", [1, 2, 3])
+def test_all_kernels_but_the_last_are_compiled_ahead(ops: int, started: list[tuple[bytes, bytes]]):
+    """Each once; XLA comes to the last one before another thread would have compiled it."""
+    pools = [lambda x, k=k: dnn.pool(x, window=k, engine="hopper") for k in range(2, 2 + ops)]
+    named = hashes(lambda x: [pool(y) for pool in pools for y in (x, -x)], X)
+    lowered = compat.kernels_lowered()
+    assert len(lowered) == len(set(named)) == ops
+    assert started == list(lowered.items())[: ops - 1]
+
+
+def test_a_kernel_alone_is_what_a_program_has(started: list[tuple[bytes, bytes]]):
+    """XLA is given the same code under the same hash, and the attributes that JAX gives it."""
+    pool = lambda x: dnn.pool(x, window=2, engine="hopper")
+    texts = [jax.jit(pool).trace(X).lower(lowering_platforms=("cuda",)).as_text()]
+    ((kernel_hash, code),) = compat.kernels_lowered().items()
+    texts.append(ahead.alone(kernel_hash, code).lower(lowering_platforms=("cuda",)).as_text())
+    program, alone = (re.findall(r"custom_call @(\w+)\(.*?(mhlo.backend_config = {.*?}), operand", t) for t in texts)
+    assert len(program) == 1
+    assert alone == program

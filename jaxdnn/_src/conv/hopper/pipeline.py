@@ -27,9 +27,8 @@ from jaxdnn._src.conv.hopper.pipeline_consumer import Consumer
 from jaxdnn._src.conv.hopper.pipeline_producer import Producer
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem, check
 from jaxdnn._src.conv.hopper.walk import decided
-from jaxdnn._src.core.compat import pl
 from jaxdnn._src.hopper import branches
-from jaxdnn._src.hopper.launch import kernel
+from jaxdnn._src.hopper.launch import kernel, when
 
 
 def run(
@@ -50,8 +49,8 @@ def run(
 
     def body(*refs: Any, **scratch: Any) -> None:
         block = _Block(cut, refs, scratch)
-        pl.when(block.wg == cut.consumers)(block.produce)
-        pl.when(block.wg < cut.consumers)(block.consume)
+        when(block.wg == cut.consumers)(block.produce)
+        when(block.wg < cut.consumers)(block.consume)
 
     compiled = kernel(
         body,

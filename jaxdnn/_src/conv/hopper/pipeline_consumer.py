@@ -8,6 +8,7 @@ from jax import Array, lax
 
 from jaxdnn._src.conv.hopper.pipeline_block import Block
 from jaxdnn._src.core.compat import pl, plgpu
+from jaxdnn._src.hopper.launch import when
 from jaxdnn._src.hopper.wgmma import finish_accumulator, multiply, start_accumulator
 
 _load: Any = plgpu.load  # typed otherwise by older JAX releases
@@ -27,7 +28,7 @@ class Consumer(Block):
         def tile(local: Any, count: Any) -> Any:
             index = self.walk.tile(local, self.sm, self.sms)
             steps = self.walk.steps(index)
-            pl.when(lax.rem(local, config.teams) == self.team)(lambda: self.compute_tile(local, index, count, steps))
+            when(lax.rem(local, config.teams) == self.team)(lambda: self.compute_tile(local, index, count, steps))
             return count + steps
 
         lax.fori_loop(0, self.mine, tile, jnp.int32(0))
@@ -48,9 +49,7 @@ class Consumer(Block):
             step = ft.partial(self.multiply_step, local=local, first=first)
         acc = finish_accumulator(lax.fori_loop(0, steps, step, acc))
         if self.cut.ringed:
-            pl.when(steps > 0)(
-                lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + steps - 1, stages)])
-            )
+            when(steps > 0)(lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + steps - 1, stages)]))
         if self.config.halo:
             last = (local + 1) * self.problem.chunks - 1
             plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(last, self.config.halo)])
@@ -72,7 +71,7 @@ class Consumer(Block):
         if halo:
             a_index = local * self.problem.chunks + cc
             a_slot = lax.rem(a_index, halo)
-            pl.when(tap == 0)(lambda: plgpu.barrier_wait(self.scratch["a_full"].at[self.team * halo + a_slot]))
+            when(tap == 0)(lambda: plgpu.barrier_wait(self.scratch["a_full"].at[self.team * halo + a_slot]))
             a, major = self.halo_view(a_slot, tap), "halo"
         else:
             a, major = self.member_part(slot), "window" if self.problem.window else "k"
@@ -82,9 +81,9 @@ class Consumer(Block):
         acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major=major, b_major=self.cut.b_major)
         plgpu.wgmma_wait(1)  # for the previous slot's products; these stay in flight while that slot is released
         if self.cut.ringed:
-            pl.when(ks > 0)(lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + ks - 1, stages)]))
+            when(ks > 0)(lambda: plgpu.barrier_arrive(self.scratch["empty"].at[lax.rem(first + ks - 1, stages)]))
         if halo:
-            pl.when((tap == 0) & (ks > 0))(
+            when((tap == 0) & (ks > 0))(
                 lambda: plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(a_index - 1, halo)])
             )
         return acc
@@ -95,14 +94,12 @@ class Consumer(Block):
         rows = self.cut.steps // self.problem.chunks // taps
         index, tap = local * self.problem.chunks + lax.div(row, rows), lax.rem(row, rows)
         slot = lax.rem(index, halo)
-        pl.when(tap == 0)(lambda: plgpu.barrier_wait(self.scratch["a_full"].at[self.team * halo + slot]))
+        when(tap == 0)(lambda: plgpu.barrier_wait(self.scratch["a_full"].at[self.team * halo + slot]))
         for last in range(taps):
             a, b = self.halo_view(slot, tap, last), self.b_ring.at[row * taps + last]
             acc = multiply(acc, a, b, swizzle=self.problem.swizzle, a_major="halo", b_major=self.cut.b_major)
         plgpu.wgmma_wait(taps)  # for the products of the previous row
-        pl.when((tap == 0) & (row > 0))(
-            lambda: plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(index - 1, halo)])
-        )
+        when((tap == 0) & (row > 0))(lambda: plgpu.barrier_arrive(self.scratch["a_empty"].at[lax.rem(index - 1, halo)]))
         return acc
 
     def member_part(self, slot: Any) -> Any:

@@ -10,6 +10,7 @@ from jaxdnn._src.conv.hopper.pipeline_block import Block, drain
 from jaxdnn._src.conv.hopper.plan import a_box
 from jaxdnn._src.conv.hopper.walk import select
 from jaxdnn._src.core.compat import pl, plgpu
+from jaxdnn._src.hopper.launch import when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 REGISTERS = 40
@@ -65,7 +66,7 @@ class Producer(Block):
         count, a_count = counts
         slots = self.config.halo
         slot = lax.rem(a_count, slots)
-        pl.when(a_count >= slots)(lambda: plgpu.barrier_wait(self.scratch["a_empty"].at[slot]))
+        when(a_count >= slots)(lambda: plgpu.barrier_wait(self.scratch["a_empty"].at[slot]))
         n, at, _, k = place
         index: list[Any] = [pl.ds(n * self.config.images, self.config.images)]
         sizes = a_box(self.problem, self.config)[1:]
@@ -93,7 +94,7 @@ class Producer(Block):
         stages = self.config.stages
         slot = lax.rem(count, stages)
         signal = self.scratch["full"].at[team * stages + slot]
-        pl.when(count >= stages)(lambda: plgpu.barrier_wait(self.scratch["empty"].at[slot]))
+        when(count >= stages)(lambda: plgpu.barrier_wait(self.scratch["empty"].at[slot]))
         index: list[Any] = [self.images(n)]
         tap: Any = jnp.int32(0)
         for d, (ax, block, p, i, jj) in enumerate(

@@ -21,7 +21,7 @@ from jaxdnn._src.conv.hopper.pipeline_block import drain
 from jaxdnn._src.conv.hopper.wgrad_plan import REGISTERS, STAGED, Config, Problem, Walk, check, slot_boxes, x_box
 from jaxdnn._src.core.compat import fa, ir, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import cluster, wgmma
-from jaxdnn._src.hopper.launch import kernel
+from jaxdnn._src.hopper.launch import kernel, when
 from jaxdnn._src.hopper.sizes import ceil_div
 from jaxdnn._src.hopper.wgmma import ACCUMULATOR
 
@@ -53,8 +53,8 @@ def run(x: Array, dy: Array, problem: Problem, config: Config, sms: int) -> Arra
 
     def body(x: Any, dy: Any, out: Any, **scratch: Any) -> None:
         block = (_DirectBlock if config.direct else _Block)(walk, x, dy, out, scratch)
-        pl.when(block.wg == config.consumers)(block.produce)
-        pl.when(block.wg < config.consumers)(block.consume)
+        when(block.wg == config.consumers)(block.produce)
+        when(block.wg < config.consumers)(block.consume)
 
     compiled = kernel(
         body,
@@ -132,7 +132,7 @@ class _Block:
     def load_box(self, row: Any, tile: Any, number: Any, count: Any) -> Any:
         problem, config, chunk = self.problem, self.config, self.problem.chunk
         slot = lax.rem(count, config.stages)
-        pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+        when(count >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
         at = self.walk.box(number)
         left, right = slot_boxes(problem, config)
         group = lax.div(row * left * chunk, problem.filters // problem.groups) if problem.groups > 1 else 0
@@ -199,12 +199,12 @@ class _Block:
             plgpu.barrier_wait(self.full.at[slot])
             acc = self.multiply(acc, slot)
             plgpu.wgmma_wait(1)
-            pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + i - 1, config.stages)]))
+            when(i > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + i - 1, config.stages)]))
             return acc
 
         acc = wgmma.start_accumulator(config.filters, config.columns, jnp.float32)
         acc = wgmma.finish_accumulator(lax.fori_loop(0, boxes, step, acc))
-        pl.when(boxes > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + boxes - 1, config.stages)]))
+        when(boxes > 0)(lambda: plgpu.barrier_arrive(self.empty.at[lax.rem(count + boxes - 1, config.stages)]))
         self.store(acc, local, row, tile, split)
         return count + boxes
 
@@ -235,7 +235,7 @@ class _Block:
             block = (tile * config.along + self.along) * (config.columns // chunk) + j
             tap, c = self.column(block)
 
-            @pl.when(tap < problem.taps)
+            @when(tap < problem.taps)
             def _(value: Array = value, tap: Any = tap, c: Any = c) -> None:
                 self.out[split, rows, tap, pl.ds(c * chunk, chunk)] = value
 
@@ -265,7 +265,7 @@ class _DirectBlock(_Block):
         config = self.config
         value = self.exchange(acc) if config.splits > 1 else acc
         row_block = (row * config.across + self.across) * (config.filters // 64)
-        column_block = ((tile * config.along + self.along) * config.columns + split * config.share) // 64
+        column_block = (tile * config.along + self.along) * (config.columns // 64) + split * (config.share // 64)
         blocks = list(np.ndindex(config.filters // 64, config.share // 64))
         for turn, (i, j) in enumerate(blocks):
             # The buffers rotate across tiles as well: TMA may still read the last tile's buffers.

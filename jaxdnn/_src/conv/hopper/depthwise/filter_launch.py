@@ -17,7 +17,7 @@ from jaxdnn._src.conv.hopper.depthwise.window import DTYPES, Window
 from jaxdnn._src.core.compat import ir, llvm, mgpu, pl, plgpu, vector
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address, scalars
-from jaxdnn._src.hopper.launch import kernel, launch
+from jaxdnn._src.hopper.launch import kernel, launch, when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 
@@ -63,7 +63,7 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
             tall, wide = pl.ds(row, plan.out_tile[0]), pl.ds(column, plan.out_tile[1])
             plgpu.copy_gmem_to_smem(dy_hbm.at[n, tall, wide, channels], dy_tile.at[slot], full.at[slot])
 
-        @pl.when(group == 0)
+        @when(group == 0)
         def _() -> None:
             @pl.loop(0, jnp.minimum(stages, count))
             def _(index: Any) -> None:
@@ -76,11 +76,11 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
             loads_done()
             plgpu.barrier_arrive(empty.at[slot])
 
-            @pl.when(group == 0)
+            @when(group == 0)
             def _() -> None:
                 plgpu.barrier_wait(empty.at[slot])
 
-                @pl.when(index + stages < count)
+                @when(index + stages < count)
                 def _() -> None:
                     fetch(index + stages)
 
@@ -92,7 +92,7 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
         plgpu.commit_smem()
         plgpu.barrier_arrive(done)
 
-        @pl.when(group == 0)
+        @when(group == 0)
         def _() -> None:
             plgpu.barrier_wait(done)
             taps = pl.ds(row_tap, r), pl.ds(column_tap * call.group, s * call.group)
