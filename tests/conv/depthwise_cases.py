@@ -15,7 +15,7 @@ from jaxdnn._src import hopper
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper.depthwise import filter, fma
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
-from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
+from jaxdnn._src.conv.hopper.depthwise.plan import bias_floats, plan_walk
 from jaxdnn._src.conv.hopper.depthwise.plan import unsupported as refusal
 from jaxdnn._src.conv.hopper.depthwise.walk import Walk, walk
 from jaxdnn._src.conv.hopper.depthwise.window import Config, Window
@@ -115,8 +115,8 @@ class Memory:
         return from_tile_bytes(self.machine.shared[address : address + size], dtype, shape, swizzle)
 
 
-def run_walk(op, source, w, call, config, change=lambda text: text):
-    plan = plan_walk(op, call, config)
+def run_walk(op, source, w, call, config, change=lambda text: text, bias=None):
+    plan = plan_walk(op, call, config, bias=bias is not None)
     text = change(walk(plan.walk) if isinstance(plan.walk, Walk) else fma.lane_walk(plan.walk))
     inputs, outputs = (call.size, call.out) if op == "fprop" else (call.out, call.size)
     source = source.reshape(call.images, *inputs, call.channels)
@@ -134,7 +134,12 @@ def run_walk(op, source, w, call, config, change=lambda text: text):
                     w_at = memory.put_slot(box(w, (0, 0, c), slab), slot, plan.stages)
                     shape = (*plan.out_tile, plan.channels)
                     y_at = memory.put(np.full(shape, np.nan, y.dtype))
-                    memory.machine.run(text, [x_at, w_at, y_at], 4)
+                    at = [x_at, w_at, y_at]
+                    if bias is not None:
+                        floats = np.zeros(bias_floats(plan.channels), np.float32)
+                        floats[: plan.channels] = box(bias, (c,), (plan.channels,))
+                        at.append(memory.put_slot(floats, slot, plan.stages))
+                    memory.machine.run(text, at, 4)
                     tile = memory.get(y_at, y.dtype, shape, plan.swizzle)
                     p, q = i * plan.out_tile[0], j * plan.out_tile[1]
                     to = y[n, p : p + shape[0], q : q + shape[1], c : c + shape[2]]

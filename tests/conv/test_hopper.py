@@ -144,18 +144,16 @@ def test_groups_hold_whole_tiles_of_narrow_operands():
 @pytest.mark.parametrize(
     ("channels", "options", "text"),
     [
-        (24, dict(bias=jax.ShapeDtypeStruct((24,), BF16)), "for narrow groups its kernels have no epilogue"),
+        (24, dict(activation="relu"), "for narrow groups its kernels have no epilogue but a bias"),
         (24, dict(filter_layout="OHWI"), "for narrow groups its kernels take filters whose input and output"),
         (20, dict(), "for narrow groups the copy engine needs rows of 16 bytes"),
     ],
 )
 def test_a_refusal_of_narrow_groups_says_both_reasons(channels, options, text):
     filters = (channels, 3, 3, 1) if "filter_layout" in options else (3, 3, 1, channels)
-    arrays = {name: value for name, value in options.items() if name == "bias"}
-    rest = {name: value for name, value in options.items() if name != "bias"}
     avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((2, 9, 9, channels), filters)]
-    run = lambda x, w, extra: dnn.conv(x, w, groups=channels, **rest, **extra)
-    (call,) = traced_calls(run, *avals, arrays, platform="cuda")
+    run = lambda x, w: dnn.conv(x, w, groups=channels, **options)
+    (call,) = traced_calls(run, *avals, platform="cuda")
     (engine,) = (engine for engine in engines.registered("conv") if engine.name == "hopper")
     assert re.match(rf"its kernels take groups of 32.*, and {text}", engine.supports(call) or "")
 

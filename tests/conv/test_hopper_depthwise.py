@@ -42,6 +42,18 @@ def test_small_integers_are_exact(case):
         np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("op", ["fprop", "dgrad"])
+def test_a_bias_is_added_before_the_one_rounding(case, op):
+    """Sums of small integers are exact, so that the result is that of one addition in float32 and one conversion."""
+    x, w, dy, call, config, _ = operands(case)
+    bias = np.random.default_rng(6).standard_normal(call.channels).astype(np.float32) * 7
+    y, dx, _ = reference(x, w, dy, call)
+    source, sums = (x, y) if op == "fprop" else (dy, dx)
+    want = (sums.astype(np.float32) + bias).astype(x.dtype)
+    np.testing.assert_array_equal(run_walk(op, source, w, call, config, bias=bias), want)
+
+
 @pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_access_is_beyond_a_tile(op, seed):

@@ -82,21 +82,23 @@ def drawn_depthwise(op: str, rng: np.random.Generator) -> Launch | None:
     group, channels = 1 if dtype.itemsize == 4 else one_of(1, 1, 2, 8), one_of(8, 32, 40, 64, 96)
     x, w = (one_of(1, 3, 9), *ints(1, 30), channels), (*taps, group, channels)
     window: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation)
-    if conv_depthwise.supports(op, geometry(x, w, **window), x[0], channels, channels, dtype):
+    bias = op != "wgrad" and one_of(True, False)
+    if conv_depthwise.supports(op, geometry(x, w, **window), x[0], channels, channels, dtype, bias=bias):
         return None
-    return depthwise(op, x, w, dtype, **window, sms=one_of(None, 1, 3), config=Cut(stages=one_of(None, 2)))
+    options: dict[str, Any] = dict(sms=one_of(None, 1, 3), config=Cut(stages=one_of(None, 2)), bias=bias)
+    return depthwise(op, x, w, dtype, **window, **options)
 
 
-def depthwise(op: str, x: Any, w: Any, dtype: Any, **options: Any) -> Launch:
+def depthwise(op: str, x: Any, w: Any, dtype: Any, *, bias: bool = False, **options: Any) -> Launch:
     geo = geometry(x, w, **{name: options.pop(name) for name in ("stride", "padding", "dilation")})
     options |= {"geo": geo}
     dy = (x[0], *geo.out, x[-1])
     functions: dict[str, Callable[..., Any]] = {
         "fprop": ft.partial(conv_depthwise.depthwise_fprop, **options),
-        "dgrad": lambda dy, w: conv_depthwise.depthwise_dgrad(dy, w, **options),
+        "dgrad": lambda *arrays: conv_depthwise.depthwise_dgrad(*arrays, **options),
         "wgrad": lambda x, dy: conv_depthwise.depthwise_wgrad(x, dy, **options),
     }
-    shapes = {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}[op]
+    shapes = [*{"fprop": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}[op], *[x[-1:]] * bias]
     return functions[op], tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
 
@@ -189,6 +191,7 @@ PROTOCOLS: dict[str, Callable[[], Launch]] = {
     "depthwise": lambda: depthwise("fprop", *TILES, **GEOMETRY, config=Cut(stages=1), sms=1),
     "depthwise, in flight": lambda: depthwise("fprop", *TILES, **GEOMETRY, config=Cut(stages=2), sms=1),
     "depthwise, backward": lambda: depthwise("dgrad", *TILES, **GEOMETRY, config=Cut(stages=3), sms=1),
+    "depthwise, bias": lambda: depthwise("fprop", *TILES, **GEOMETRY, config=Cut(stages=2), sms=1, bias=True),
     "depthwise filter": lambda: depthwise("wgrad", *TILES, **GEOMETRY, config=Cut(stages=2, splits=1), sms=1),
 }
 # Functions whose waits order nothing that is not ordered without them, and why.

@@ -47,6 +47,7 @@ SCALARS: dict[str, Callable[..., Any]] = {
     "sign": lambda a: (a > 0) - (a < 0), "and": operator.and_, "or": operator.or_, "not": operator.not_,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "convert_element_type": lambda a: a, "select_n": lambda which, *cases: cases[int(which)],
+    "clamp": lambda low, a, high: min(max(a, low), high),
 }  # fmt: skip
 ORDERING = {"barrier_wait", "barrier_arrive", "wait_smem_to_gmem", "wgmma_wait", "commit_smem"}
 FINISH = "finish_accumulator"
@@ -414,7 +415,7 @@ class Warpgroup:
             case "receive":
                 yield from self.receive(*views)
             case "_inline_walk":
-                for view, kind in zip(views, ("load", "load", "store"), strict=True):
+                for view, kind in zip(views, ("load", "load", "store", "load"), strict=False):  # the last is the biases
                     self.threads(view, kind)
             case "_inline_filter":
                 for view in views:

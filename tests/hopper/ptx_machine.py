@@ -140,6 +140,9 @@ class Machine:
                 put(operands[0], np.where(registers[operands[3]], get(operands[1]), get(operands[2])))
             case ["vote", "sync", "any", "pred"]:
                 put(operands[0], np.full(32, registers[operands[1]].any()))
+            case ["add", "rn", "f32"]:
+                with np.errstate(all="ignore"):
+                    put(operands[0], (real(operands[1]) + real(operands[2])).view(np.uint32))
             case ["fma", "rn", "f32"]:
                 with np.errstate(all="ignore"):
                     put(operands[0], rounding.fma(*(real(x) for x in operands[1:])).view(np.uint32))

@@ -130,6 +130,8 @@ def depthwise() -> Iterator[Call]:
             yield call(dnn.conv, image, w, dtype=dtype, **options)
             yield dgrad(image, w, image, dtype=dtype, **options)
             yield wgrad(image, w, image, dtype=dtype, **options)
+        with_bias = lambda x, w, bias: dnn.conv(x, w, bias=bias, padding=1, groups=64, engine="hopper")
+        yield with_bias, tuple(jax.ShapeDtypeStruct(s, dtype) for s in ((8, 16, 16, 64), (3, 3, 1, 64), (64,)))
         yield call(dnn.conv, (8, 16, 16, 64), (3, 3, 1, 64), dtype=dtype, stride=2, padding=1, groups=64)
         yield dgrad((8, 16, 16, 64), (3, 3, 1, 64), (8, 8, 8, 64), dtype=dtype, stride=2, padding=1, groups=64)
 
@@ -211,7 +213,7 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...
     ),
     "depthwise": (
         depthwise,
-        {"depthwise walk": ("operands", "pass", "group", "stride"), "depthwise filter": ("operands", "group")},
+        {"depthwise walk": ("operands", "pass", "group", "stride", "bias"), "depthwise filter": ("operands", "group")},
     ),
     "softmax": (softmax, {"softmax": ("operands", "pass", "row shared by", "read")}),
     "norm of rows": (rows, {"norm rows": ("operands", "pass", "threads", "stays", "keeps", "shared")}),

@@ -81,6 +81,7 @@ EVERY: dict[str, dict[str, tuple[Any, ...]]] = {
         "stages": (1, 2),
         "phases": ("one", "several"),
         "stride": YES_NO,
+        "bias": YES_NO,
         "tail of channels": YES_NO,
         "tail of positions": YES_NO,
         "tiles in turn": YES_NO,

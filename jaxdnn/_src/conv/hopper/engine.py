@@ -94,24 +94,25 @@ def _narrow(call: engines.Call) -> _Kernel:
     images, channels, filters = primitive.channels(spec, call.op, a, b)
     told = (PASS[call.op], geo, images, channels)
     refusal = None
-    if a.dtype != b.dtype or spec.out_dtype != a.dtype or spec.epilogue != Epilogue():
-        refusal = "its kernels have no epilogue and write the operands' dtype"
+    bias = spec.epilogue.bias and call.op != "conv_wgrad"
+    if a.dtype != b.dtype or spec.out_dtype != a.dtype or spec.epilogue != Epilogue(bias=bias):
+        refusal = "its kernels have no epilogue but a bias, and write the operands' dtype"
     elif not spec.filter.axes.endswith("IO"):
         refusal = "its kernels take filters whose input and output channels are last, as HWIO"
     elif geo.groups == 1:
         refusal = "its kernels for narrow groups need groups"
-    refusal = refusal or depthwise.supports(*told, filters, a.dtype)
+    refusal = refusal or depthwise.supports(*told, filters, a.dtype, bias=bias)
 
     def reversed_taps(w: Array) -> Array:
         return lax.rev(w, range(geo.rank)) if geo.flip else w
 
     sms = spec.limits.multiprocessors
 
-    def run(a: Array, b: Array) -> Array:
+    def run(a: Array, b: Array, *bias: Array) -> Array:
         if call.op == "conv":
-            return depthwise.depthwise_fprop(a, reversed_taps(b), geo=geo, sms=sms)
+            return depthwise.depthwise_fprop(a, reversed_taps(b), *bias, geo=geo, sms=sms)
         if call.op == "conv_dgrad":
-            return depthwise.depthwise_dgrad(a, reversed_taps(b), geo=geo, sms=sms)
+            return depthwise.depthwise_dgrad(a, reversed_taps(b), *bias, geo=geo, sms=sms)
         return reversed_taps(depthwise.depthwise_wgrad(a, b, geo=geo, sms=sms))
 
     def schedule() -> engines.Schedule | None:
@@ -121,7 +122,8 @@ def _narrow(call: engines.Call) -> _Kernel:
 
     def workspace() -> int:
         turned = math.prod(geo.taps) * channels // geo.groups * filters * a.dtype.itemsize if geo.flip else 0
-        return depthwise.workspace(*told, a.dtype) + turned
+        biases = 4 * (channels + 63) * bias  # as float32, in whole tiles, which have at most 64 channels
+        return depthwise.workspace(*told, a.dtype) + turned + biases
 
     return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
 

@@ -5,12 +5,12 @@ Pallas (Mosaic GPU) moves the tiles; the arithmetic on a tile in shared memory i
 Schedule. A block of threads computes one tile: up to 14 x 28 outputs of 32 channels (or 64). TMA loads the input tile
 with its halo (and zeros outside of the image, so that padding costs nothing) and the filter for the tile's channels.
 Four warps, eight channels each, compute the outputs (`walk` on the tensor core for bfloat16 and float16, `fma` in
-float32) into shared memory, and one TMA copy stores them, clipped to the image. Several blocks share a multiprocessor:
-while one waits for its tile, another computes. A block that computes several tiles, one after another, loads the next
-one meanwhile. Backward data is the same kernel on dy with the taps reversed; a stride makes one phase for each residue
-of the output position, and all phases read the same input tile. Backward filter accumulates in registers over the tiles
-of a split (`filter`) and stores one partial sum for each split; a second launch adds these in order. There are
-no atomics.
+float32), add the bias in float32, if there is one, and store them into shared memory; one TMA copy stores the tile,
+clipped to the image. Several blocks share a multiprocessor: while one waits for its tile, another computes. A block
+that computes several tiles, one after another, loads the next one meanwhile. Backward data is the same kernel on dy
+with the taps reversed; a stride makes one phase for each residue of the output position, and all phases read the same
+input tile. Backward filter accumulates in registers over the tiles of a split (`filter`) and stores one partial sum for
+each split; a second launch adds these in order. There are no atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial
 axes; rows of 16 bytes (channels divisible by 8, in float32 by 4); tiles that fit into shared memory, as those of
@@ -42,10 +42,18 @@ from jaxdnn._src.core import engines
 
 
 def supports(
-    op: str, geo: Geometry, images: int, channels: int, filters: int, dtype: Any, config: Config | None = None
+    op: str,
+    geo: Geometry,
+    images: int,
+    channels: int,
+    filters: int,
+    dtype: Any,
+    config: Config | None = None,
+    *,
+    bias: bool = False,
 ) -> str | None:
     """None where the kernels serve the call, else the reason; `op` is "fprop", "dgrad" or "wgrad"."""
-    return hopper.unavailable() or unsupported(op, geo, images, channels, filters, dtype, config)
+    return hopper.unavailable() or unsupported(op, geo, images, channels, filters, dtype, config, bias=bias)
 
 
 def schedule(
@@ -72,20 +80,36 @@ def workspace(op: str, geo: Geometry, images: int, channels: int, dtype: Any, co
 
 
 def depthwise_fprop(
-    x: Array, w: Array, /, *, geo: Geometry, config: Config | None = None, sms: int | None = None
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    /,
+    *,
+    geo: Geometry,
+    config: Config | None = None,
+    sms: int | None = None,
 ) -> Array:
-    """y of x (n, [h,] w, c) and w ([r,] s, c/groups, c), on at most `sms` multiprocessors."""
+    """y of x (n, [h,] w, c), w ([r,] s, c/groups, c) and a bias (c,), on at most `sms` multiprocessors."""
     call = window(geo, x.shape[0], x.shape[-1], x.dtype)
-    y = run_walk(x, w, call, plan_walk("fprop", call, config), "depthwise_fprop", sms)
+    plan = plan_walk("fprop", call, config, bias=bias is not None)
+    y = run_walk(x, w, bias, call, plan, "depthwise_fprop", sms)
     return y.reshape(x.shape[0], *geo.out, x.shape[-1])
 
 
 def depthwise_dgrad(
-    dy: Array, w: Array, /, *, geo: Geometry, config: Config | None = None, sms: int | None = None
+    dy: Array,
+    w: Array,
+    bias: Array | None = None,
+    /,
+    *,
+    geo: Geometry,
+    config: Config | None = None,
+    sms: int | None = None,
 ) -> Array:
-    """dx of dy (n, [p,] q, c) and w ([r,] s, c/groups, c), on at most `sms` multiprocessors."""
+    """dx of dy (n, [p,] q, c), w ([r,] s, c/groups, c) and a bias (c,), on at most `sms` multiprocessors."""
     call = window(geo, dy.shape[0], dy.shape[-1], dy.dtype)
-    dx = run_walk(dy, w, call, plan_walk("dgrad", call, config), "depthwise_dgrad", sms)
+    plan = plan_walk("dgrad", call, config, bias=bias is not None)
+    dx = run_walk(dy, w, bias, call, plan, "depthwise_dgrad", sms)
     return dx.reshape(dy.shape[0], *geo.sizes, dy.shape[-1])
 
 

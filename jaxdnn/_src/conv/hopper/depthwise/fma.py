@@ -32,6 +32,7 @@ class LaneWalk:
     columns: int
     phases: tuple[Phase, ...]
     warps: int = 4
+    bias: bool = False
 
     @property
     def strip(self) -> int:
@@ -52,11 +53,14 @@ def _load(e: Emitter, dtype: str, place: str) -> list[str]:
 
 
 def lane_walk(k: LaneWalk) -> str:
-    """The PTX of a forward or backward-data tile; operands: input tile, filter slab, output tile."""
+    """The PTX of a forward or backward-data tile; operands as those of `walk.walk`."""
     e = Emitter()
-    x, w, y = (e.r("mov.b32", f"${i}") for i in range(3))
+    x, w, y, *biases = (e.r("mov.b32", f"${i}") for i in range(3 + k.bias))
     lanes = Lanes(e)
     x, w, y = (e.scaled(lanes.lane, 4, base) for base in (x, w, y))
+    width = 1 if k.dtype == "f32" else 2
+    biases = [e.scaled(lanes.lane, 4 * width, base) for base in biases]
+    biases = [e.f("ld.shared.f32", f"[{base}+{4 * i}]") for base in biases for i in range(width)]
     for phase in k.phases:
         with e.loop(lanes.warp, k.columns // k.strip, k.warps) as item:
             source = e.scaled(item, k.strip * k.in_step[1] * PIXEL_BYTES, x)
@@ -65,6 +69,8 @@ def lane_walk(k: LaneWalk) -> str:
             target = e.r("add.s32", e.scaled(item, k.strip * k.out_step[1] * PIXEL_BYTES, y), start)
             for (p, q), values in sums.items():
                 offset = (p * k.out_step[0] * k.out_pitch + q * k.out_step[1]) * PIXEL_BYTES
+                if k.bias:
+                    values = [e.f("add.rn.f32", value, bias) for value, bias in zip(values, biases, strict=True)]
                 if k.dtype == "f32":
                     e.op("st.shared.f32", f"[{target}+{offset}]", values[0])
                 else:

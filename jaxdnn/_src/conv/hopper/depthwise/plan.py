@@ -32,7 +32,15 @@ IN_TURN = 4  # the most blocks of a multiprocessor that process several tiles ea
 
 
 def unsupported(
-    op: str, geo: Geometry, images: int, channels: int, filters: int, dtype: Any, config: Config | None = None
+    op: str,
+    geo: Geometry,
+    images: int,
+    channels: int,
+    filters: int,
+    dtype: Any,
+    config: Config | None = None,
+    *,
+    bias: bool = False,
 ) -> str | None:
     """Why a call is not served (a clause), or None; `op` is "fprop", "dgrad" or "wgrad"."""
     if geo.rank not in (1, 2):
@@ -61,7 +69,7 @@ def unsupported(
     if min(call.low) < 0 or any(high < 0 for _, high in geo.padding):
         return f"negative padding is not served, got {geo.padding}"
     try:
-        plan_filter(call, config) if op == "wgrad" else plan_walk(op, call, config)
+        plan_filter(call, config) if op == "wgrad" else plan_walk(op, call, config, bias=bias)
     except NoTile as error:
         return str(error)
     return None
@@ -108,10 +116,23 @@ class WalkPlan:
 
     def shared_bytes(self, filter_rows: int, itemsize: int) -> int:
         pixels = self.stages * math.prod(self.in_tile), self.stages * filter_rows, math.prod(self.out_tile)
-        return sum(aligned(n * self.channels * itemsize) for n in pixels) + 1024
+        biases = aligned(self.stages * bias_floats(self.channels) * 4) if self.walk.bias else 0
+        return sum(aligned(n * self.channels * itemsize) for n in pixels) + biases + 1024
 
 
-def plan_walk(op: str, call: Window, config: Config | None = None, multiprocessors: int = MULTIPROCESSORS) -> WalkPlan:
+def bias_floats(channels: int) -> int:
+    """Floats of a tile's biases in shared memory: 128 bytes at least, as a copy by one warpgroup needs."""
+    return max(32, channels)
+
+
+def plan_walk(
+    op: str,
+    call: Window,
+    config: Config | None = None,
+    multiprocessors: int = MULTIPROCESSORS,
+    *,
+    bias: bool = False,
+) -> WalkPlan:
     """The tiles of a forward ("fprop") or backward-data ("dgrad") call.
 
     Measured: on the tensor core, blocks that process several tiles with two in flight are faster if four of them fit
@@ -121,16 +142,16 @@ def plan_walk(op: str, call: Window, config: Config | None = None, multiprocesso
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
     """
     config = config or Config()
-    plan = _plan_walk(op, call, config, multiprocessors)
+    plan = _plan_walk(op, call, config, multiprocessors, bias)
     if config.stages or config.rows or config.columns or not isinstance(plan.walk, Walk):
         return plan
-    turns = _plan_walk(op, call, dataclasses.replace(config, stages=2), multiprocessors)
+    turns = _plan_walk(op, call, dataclasses.replace(config, stages=2), multiprocessors, bias)
     tiles = ceil_div(call.channels, plan.channels) * math.prod(plan.tiles) * call.images
     same = (turns.out_tile, turns.channels) == (plan.out_tile, plan.channels)
     return turns if same and turns.blocks == IN_TURN * multiprocessors and tiles > turns.blocks else plan
 
 
-def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int) -> WalkPlan:
+def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int, bias: bool) -> WalkPlan:
     check_tile(config, (1, 1) if op == "fprop" else call.stride)
     grid, first = phases(op, call)
     forward = op == "fprop"
@@ -166,7 +187,7 @@ def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int) -> W
             out_tile = rows * out_step[0], columns * out_step[1]
             common: dict[str, Any] = dict(
                 dtype=call.dtype, filter_columns=filter_columns, in_pitch=in_tile[1], out_pitch=out_tile[1],
-                in_step=in_step, out_step=out_step, rows=rows, columns=columns, phases=grid,
+                in_step=in_step, out_step=out_step, rows=rows, columns=columns, phases=grid, bias=bias,
             )  # fmt: skip
             walk = (
                 Walk(

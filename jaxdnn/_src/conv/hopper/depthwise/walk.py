@@ -55,6 +55,7 @@ class Walk:
       rows, columns: outputs of one phase in the tile.
       block: rows that a warp computes at a time; even, divides rows.
       warps: warps that share the tile.
+      bias: whether a float32 of each channel, in shared memory too, is added to its sums before they are rounded.
     """
 
     dtype: str
@@ -71,6 +72,7 @@ class Walk:
     block: int
     phases: tuple[Phase, ...]
     warps: int = 4
+    bias: bool = False
 
 
 def row_pairs(phase: Phase, step: int) -> list[int]:
@@ -177,15 +179,18 @@ def kinds(columns: int) -> list[Kind]:
 
 
 def walk(k: Walk) -> str:
-    """The PTX of a forward or backward-data tile; operands: input tile, filter slab, output tile (shared addresses)."""
+    """The PTX of a forward or backward-data tile.
+
+    Its operands are shared addresses: of the input tile, the filter slab, the output tile, and the biases if any.
+    """
     e = Emitter()
-    x, w, y = (e.r("mov.b32", f"${i}") for i in range(3))
+    x, w, y, *biases = (e.r("mov.b32", f"${i}") for i in range(3 + k.bias))
     lanes = Lanes(e)
     blocks = _Filter(e, k, lanes, w)
     items = 0
     for phase in k.phases:
         for kind in kinds(k.columns):
-            items += _Section(e, k, lanes, blocks, phase, kind).emit(x, y, items)
+            items += _Section(e, k, lanes, blocks, phase, kind).emit(x, y, biases, items)
     return e.text()
 
 
@@ -201,7 +206,7 @@ class _Section:
         self.sets = [min(row, max(0, k.block - kind.tall)) for row in range(0, k.block, kind.tall)]
         self.apart = 2 if k.block >= kind.tall else 0
 
-    def emit(self, x: str, y: str, before: int) -> int:
+    def emit(self, x: str, y: str, biases: list[str], before: int) -> int:
         """Emits the section; returns its number of items, which go to the warps in turn after those of `before`."""
         e, k, kind = self.e, self.k, self.kind
         chunks = k.channels // 8
@@ -213,6 +218,8 @@ class _Section:
             block = e.r("div.u32", rest, kind.groups)
             group = e.r("sub.s32", rest, e.scaled(block, kind.groups))
             source = self._source(block, group)
+            of_lane = (e.scaled(chunk, 32, e.scaled(self.lanes.row, 4, base)) for base in biases)
+            self.bias = [e.f("ld.shared.f32", f"[{place}]") for place in of_lane]
             sums = self._sums(x, source, chunk, "", None)
             self._store(y, block, group, chunk, sums)
             self._repair(x, y, source, block, group, chunk, sums)
@@ -307,7 +314,10 @@ class _Section:
                 e.op(f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16", place, words)
 
     def _packed(self, sums: list[str], u: int) -> str:
-        return self.e.r(f"cvt.rn.{self.k.dtype}x2.f32", sums[2 * u + 1], sums[2 * u])
+        low, high = sums[2 * u : 2 * u + 2]
+        for bias in self.bias:
+            low, high = (self.e.f("add.rn.f32", value, bias) for value in (low, high))
+        return self.e.r(f"cvt.rn.{self.k.dtype}x2.f32", high, low)
 
     def _store_row(
         self, y: str, block: str, group: str, chunk: str, sums: list[list[str]], m: int, u: int, when: str
