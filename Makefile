@@ -1,8 +1,8 @@
 # Two commands need nothing before them but Python 3.11 or newer: `make verify` and `make test`.
 PYTHON ?= python3
 WORKERS ?= 2
-# Of a test function's parameters `make test` runs so many, and on the newest JAX every facet, for twelve minutes on two
-# cores (tests/sample.py says which); 0 runs all, over 10,000.
+# Of a test function's parameters `make test` runs so many, on the newest JAX every facet and on the other one every third
+# function, for twelve minutes on two cores (tests/sample.py says which); 0 runs all, over 10,000.
 SAMPLE ?= 1
 RUN := .venv/bin/python -m
 # Bytecode is kept, whatever the environment says: each worker of the tests, and each process that a test starts, would
@@ -22,7 +22,7 @@ NEWER_PYTHON ?= $(shell \
 
 help:
 	@echo 'make verify     set up, compare every op with its definition on the CPU, write the report'
-	@echo 'make test       set up, run the tests (also on the newest JAX where a Python >= 3.12 is found)'
+	@echo 'make test       set up, run a sample of the tests (also on the newest JAX where a Python >= 3.12 is found)'
 	@echo 'make test-all   the tests with every parameter, and how long they took'
 	@echo 'make lint       ruff: rules and format       make format     let ruff mend what it can'
 	@echo 'make types      pyright                      make bench      measure the engines and their peers'

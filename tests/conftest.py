@@ -28,15 +28,15 @@ hypothesis.settings.load_profile("jaxdnn")
 def pytest_addoption(parser: pytest.Parser) -> None:
     said = "of a function's parameters run N, or a part if that is more, and every facet (0: all)"
     parser.addoption("--sample", type=int, default=0, metavar="N", help=said)
-    said = f"which sample, from 0 to {sample.SLICES - 1}; without it that of the commit"
-    parser.addoption("--slice", type=int, choices=range(sample.SLICES), default=None, metavar="N", help=said)
-    said = "a run beside another one that holds the facets: other parameters than that, and no facets of its own"
+    said = "which sample, a number from 0 on; without it that of the commit"
+    parser.addoption("--slice", type=int, default=None, metavar="N", help=said)
+    said = f"a run beside another one that has the facets: every {sample.BESIDE}. function, in turns, and no facets"
     parser.addoption("--beside", action="store_true", help=said)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.slice is None:  # here, so that all workers of a run have the same
-        config.option.slice = sample.current(config.option.beside)
+        config.option.slice = sample.current()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

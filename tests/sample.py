@@ -5,21 +5,24 @@ function runs N of them, or a `SLICES`th part if that is more. Which ones is the
 slices as there are hold every parameter of every function. Besides, each slice holds the facets of every module: each
 value of each parameter that has few (dtypes, layouts, engines, ops, algorithms, kinds of plan), in some test of it.
 
-Where the suite runs twice, on two releases of JAX, one of the runs is `beside` the other: it has every function too, of
-other parameters, half of all slices away, and leaves the facets to the other run, on the newest JAX, where all kernels
-run. So every release meets every function each time, and every parameter in as many runs as there are slices.
+Where the suite runs twice, on two releases of JAX, one of the runs is `beside` the other, which is on the newest JAX,
+where all kernels run. It leaves the facets to that run, and the tests that ask nothing of JAX (`ONCE`); of the other
+functions it takes every third, in turns. So the newest release meets every function each time and every parameter in
+`SLICES` runs, the other one every function in three runs, and every parameter in three times `SLICES`.
 """
 
 import collections
-import contextlib
-import hashlib
-import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdnn.verify import turns
+
 SLICES = 28  # of which four runs a day hold everything in a week
+BESIDE = 3
+# Whose outcome hardly depends on the release of JAX: the definition in NumPy, PTX as text, documents, the layout.
+_ONCE_AT_TOP = ("layout", "notebooks", "readme", "record_lowered", "sample")
+ONCE = ("tests/reference/", "tests/hopper/", *(f"tests/test_{name}.py" for name in _ONCE_AT_TOP))
 FEW = 24
 # The parameters that are facets; in tests of kernels also those that name the cases, which are kinds of plan.
 FACETS = {"algorithm", "dtype", "engine", "family", "layout", "level", "mode", "op", "out_dtype", "transformation"}
@@ -27,22 +30,9 @@ PLANS = {"block", "case", "cluster", "length", "name", "plan", "size", "splits",
 KERNELS = "/test_hopper"
 
 
-def current(beside: bool = False) -> int:
+def current() -> int:
     """The slice of this commit: commits in a row have slices in a row. Without the history, that of the quarter day."""
-    return (counted(Path(__file__).parent) + beside * SLICES // 2) % SLICES
-
-
-def counted(folder: Path) -> int:
-    """How many commits led to this one; the quarter day's number without git, and where a clone is shallow."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        if git("rev-parse", "--is-shallow-repository") == "false":
-            return int(git("rev-list", "--count", "HEAD"))
-    return int(time.time() // (6 * 3600))
+    return turns.current(Path(__file__).parent)
 
 
 def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, beside: bool = False) -> set[str]:
@@ -50,39 +40,21 @@ def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, besi
     functions: dict[str, list[str]] = collections.defaultdict(list)
     for test in tests:
         functions[test.partition("[")[0]].append(test)
-    kept: dict[str, None] = {}
-    for group in functions.values():
-        kept |= dict.fromkeys(_part(group, count, slice_))
+    names = list(functions)
     if beside:
-        return set(kept)
+        of_turn = [name for name in names if (slice_ + turns.number(name)) % BESIDE == 0]
+        names, slice_ = [name for name in of_turn if not name.startswith(ONCE)], slice_ // BESIDE
+    kept: set[str] = set()
+    for name in names:
+        group = turns.shuffled(functions[name])
+        kept.update(turns.part(group, max(count, -(-len(group) // SLICES)), slice_))
+    if beside:
+        return kept
     facets = _facets(functions, tests)
-    held: dict[str, set[Any]] = collections.defaultdict(set)
-    for test in kept:
-        held[_module(test)] |= facets[test]
-    lacking = [test for test in _shuffled(list(tests)) if facets[test] - held[_module(test)]]
-    # The test of most facets that its module lacks first.
-    while lacking:
-        most = max(lacking, key=lambda test: len(facets[test] - held[_module(test)]))
-        kept[most] = None
-        held[_module(most)] |= facets[most]
-        lacking = [test for test in lacking if facets[test] - held[_module(test)]]
-    return set(kept)
-
-
-def _part(group: Sequence[str], count: int, slice_: int) -> Iterator[str]:
-    """A slice's part of a function's tests; the parts of consecutive slices follow each other in a mixed order."""
-    size = min(len(group), max(count, -(-len(group) // SLICES)))
-    mixed = _shuffled(group)
-    return (mixed[(slice_ * size + i) % len(group)] for i in range(size))
-
-
-def _shuffled(tests: Sequence[str]) -> list[str]:
-    """In an order that is the same in every process, and has nothing to do with that of the parameters."""
-    return sorted(tests, key=lambda test: hashlib.sha256(test.encode()).digest())
-
-
-def _module(test: str) -> str:
-    return test.partition("::")[0]
+    modules: dict[str, dict[str, set[Any]]] = collections.defaultdict(dict)
+    for test in tests:
+        modules[test.partition("::")[0]][test] = facets[test]
+    return kept.union(*(turns.covering(of_module, kept & of_module.keys(), 0) for of_module in modules.values()))
 
 
 def _facets(functions: Mapping[str, Sequence[str]], tests: Mapping[str, Mapping[str, Any]]) -> dict[str, set[Any]]:

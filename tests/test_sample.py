@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxdnn.verify import turns
 from tests import sample
 
 DTYPES, LAYOUTS, LENGTHS = ("bfloat16", "float16", "float32"), ("NHWC", "NCHW", "NC/32HW32"), tuple(range(19))
@@ -42,27 +43,30 @@ def test_every_slice_holds_every_function_and_facet(slice_: int):
     assert len(kept) < 80
 
 
-@pytest.mark.parametrize(("count", "first"), [(1, 0), (2, 11)])
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (2, 11), (1, 700)])
 def test_slices_in_a_row_hold_everything(count: int, first: int):
-    slices = [(first + i) % sample.SLICES for i in range(sample.SLICES)]
+    slices = range(first, first + sample.SLICES)
     assert set().union(*(sample.chosen(TESTS, count, s) for s in slices)) == set(TESTS)
     assert set().union(*(sample.chosen(TESTS, count, s) for s in slices[: sample.SLICES // 2])) != set(TESTS)
 
 
-@pytest.mark.parametrize("slice_", [0, 5, sample.SLICES - 1])
-def test_a_run_beside_another_holds_every_function_once(slice_: int):
-    kept = sample.chosen(TESTS, 1, slice_, beside=True)
-    assert kept < sample.chosen(TESTS, 1, slice_)
-    functions = [test.partition("[")[0] for test in kept]
-    assert set(functions) == {test.partition("[")[0] for test in TESTS}
+@pytest.mark.parametrize("first", [0, 5, 700])
+def test_a_run_beside_another_takes_every_third_function_in_turns(first: int):
+    every = {test.partition("[")[0] for test in TESTS}
     many = {"test_a.py::test_forward": 270, "test_c.py::test_errors": 500}
-    assert all(functions.count(f) == -(-many.get(f, 1) // sample.SLICES) for f in functions)
-    slices = [(slice_ + i) % sample.SLICES for i in range(sample.SLICES)]
-    assert set().union(*(sample.chosen(TESTS, 1, s, beside=True) for s in slices)) == set(TESTS)
+    runs = [sample.chosen(TESTS, 1, first + i, beside=True) for i in range(sample.SLICES * sample.BESIDE)]
+    functions = [[test.partition("[")[0] for test in kept] for kept in runs]
+    assert all(of_run.count(f) == -(-many.get(f, 1) // sample.SLICES) for of_run in functions for f in of_run)
+    assert sum(len(set(of_run)) for of_run in functions[: sample.BESIDE]) == len(every)
+    assert set().union(*functions[: sample.BESIDE]) == every
+    assert set().union(*runs) == set(TESTS)
 
 
-def test_two_runs_side_by_side_take_other_parameters():
-    assert (sample.current(beside=True) - sample.current()) % sample.SLICES == sample.SLICES // 2
+def test_the_definition_is_tested_once():
+    test = {"tests/reference/test_conv.py::test_it": {}}
+    assert sample.chosen(test, 1, 0) == set(test)
+    assert not any(sample.chosen(test, 1, slice_, beside=True) for slice_ in range(sample.BESIDE))
+    assert all((Path(__file__).parents[1] / name).exists() for name in sample.ONCE)
 
 
 def test_a_shallow_clone_rotates_too(tmp_path: Path):
@@ -78,7 +82,7 @@ def test_a_shallow_clone_rotates_too(tmp_path: Path):
         git("-C", str(whole), "commit", "--allow-empty", "-m", message)
     git("clone", "--depth", "1", whole.as_uri(), str(shallow))
     before = int(time.time() // (6 * 3600))
-    found = [sample.counted(folder) for folder in (whole, shallow, tmp_path / "none")]
+    found = [turns.current(folder) for folder in (whole, shallow, tmp_path / "none")]
     after = int(time.time() // (6 * 3600))
     assert found[0] == 3
     assert all(before <= count <= after for count in found[1:])
@@ -104,4 +108,4 @@ def test_the_header_says_how_to_repeat_it():
     assert "repeat this sample with --sample 1 --slice 7" in first
     tests = [[line for line in text.splitlines() if "<Function" in line] for text in (first, again, other)]
     assert tests[0] == tests[1] != tests[2]
-    assert 0 <= sample.current() < sample.SLICES
+    assert sample.current() > 0

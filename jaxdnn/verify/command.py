@@ -4,6 +4,7 @@ import argparse
 import concurrent.futures
 import difflib
 import fnmatch
+import functools as ft
 import json
 import os
 import re
@@ -19,13 +20,14 @@ import jax
 from rich.console import Console
 
 from jaxdnn._src.cases.case import DTYPES as EVERY_DTYPE
-from jaxdnn._src.cases.case import Result, flushes_subnormals
+from jaxdnn._src.cases.case import Result, flushes_subnormals, platform
 from jaxdnn._src.cases.subject import Subject
 from jaxdnn._src.core.determinism import LEVELS
-from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, random, random_report, report, show
+from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, random, random_report, report, show, turns
 from jaxdnn.verify.random_report import Report
 
 DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
+SELECT = ("op", "engine", "dtype", "case")
 WRITTEN_EVERY = 3.0  # seconds, while random calls run
 
 
@@ -45,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     extent.add_argument("--quick", dest="extent", action="store_const", const="quick", help="the core of the matrix")
     extent.add_argument("--full", dest="extent", action="store_const", const="full", help="everything, many repeats")
     parser.set_defaults(extent="standard")
+    rotation = parser.add_mutually_exclusive_group()
+    said = f"on a CPU, and where nothing is selected, a run takes the part of its turn, one of {turns.TURNS} (default: "
+    said += "the number of commits of the checkout, without one the time)"
+    rotation.add_argument("--turn", type=int, metavar="N", help=said)
+    rotation.add_argument("--all", action="store_true", help="everything of the extent, whosever turn it is")
     parser.add_argument("--seed", type=int, default=0, help="of all random data and geometries (default 0)")
     parser.add_argument(
         "--case",
@@ -86,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_random(arguments)
     if arguments.mesh:
         return _run_mesh(arguments)
-    chosen, procedures = _choose(arguments)
+    arguments.turn = _turn(arguments)
+    whole, procedures = _choose(arguments)
+    chosen = whole if arguments.turn is None else matrix.of_turn(whole, arguments.turn)
     if arguments.list:
         print("\n".join([c.id for c in chosen] + procedures))
         return 0
@@ -109,6 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
     finished = {
         "command": shlex.join(["jaxdnn", "verify", *_words(arguments)]),
         "extent": arguments.extent,
+        "turn": arguments.turn,
+        "left": len(whole) - len(chosen),
         "seed": arguments.seed,
         "seconds": round(time.perf_counter() - start, 1),
         "compilations": len(compilations),
@@ -170,13 +181,17 @@ def _reproduce_random(arguments: argparse.Namespace, index: int, towards: str | 
 
 def _misplaced(arguments: argparse.Namespace) -> str | None:
     """Why the arguments (of random calls, of meshes and of the matrix) cannot be combined; None if they can."""
+    of_matrix = [n for n in ("turn", "all") if getattr(arguments, n) not in (None, False)]
     if arguments.mesh:
-        given = [n for n in ("random", "engine", "dtype", "html") if getattr(arguments, n)]
+        given = [n for n in ("random", "engine", "dtype", "html") if getattr(arguments, n)] + of_matrix
         return f"`--{given[0]}` does not go with `--mesh`: `--op`, `--level` and `--case` select." if given else None
+    selected = [n for n in SELECT if getattr(arguments, n)]
+    if arguments.turn is not None and selected:
+        return f"`--turn` is for the whole matrix: it does not go with `--{selected[0]}`."
     of_random = [n for n in ("index", "towards", "workers", "under") if getattr(arguments, n)]
     if arguments.random is None:
         return f"`--{of_random[0]}` is for random calls: it needs `--random N`." if of_random else None
-    given = [n for n in ("dtype", "level", "case", "list", "html") if getattr(arguments, n)]
+    given = [n for n in ("dtype", "level", "case", "list", "html") if getattr(arguments, n)] + of_matrix
     given += [arguments.extent] if arguments.extent != "standard" else []
     if given:
         return f"`--{given[0]}` is for the matrix: of random calls `--op` and `--engine` select."
@@ -237,6 +252,14 @@ def _reproduce_mesh(arguments: argparse.Namespace, name: str) -> str:
     return shlex.join(["jaxdnn", "verify", "--mesh", "--case", name, *_setting(arguments)])
 
 
+def _turn(arguments: argparse.Namespace) -> int | None:
+    """The turn whose part is run; None for everything: on a GPU, in the full extent, of what is selected."""
+    whole = arguments.all or arguments.extent == "full" or any(getattr(arguments, name) for name in SELECT)
+    if arguments.turn is not None or whole or platform() != "cpu":
+        return arguments.turn
+    return turns.current(Path(__file__).parent)
+
+
 def _choose(arguments: argparse.Namespace) -> tuple[list[Any], list[str]]:
     """The cases, and the ids of the determinism procedures that are asked for by id."""
     if arguments.case:
@@ -261,26 +284,25 @@ def _execute(
     arguments: argparse.Namespace, chosen: list[Any], procedures: list[str], flush: bool, console: Console
 ) -> tuple[list[Result], list[levels.Trial]]:
     wanted = tuple(arguments.level or LEVELS)
-    # Compilation takes most of the time, and XLA compiles outside of Python's lock. All wait in one queue, the long
-    # procedures before the short cells, so that no worker is idle before the end.
-    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+    reported = ft.partial(_reported, arguments, console)
+    run = ft.partial(matrix.run, seed=arguments.seed, flush=flush)
+    # Compilation takes most of the time, and XLA compiles outside of Python's lock, for which twice as many workers as
+    # there are processors wait. All wait in one queue, the long procedures before the short cells, so that no worker is
+    # idle before the end.
+    with concurrent.futures.ThreadPoolExecutor(min(2 * (os.cpu_count() or 1), 8)) as pool:
         try:
-            tasks = [] if arguments.case else [pool.submit(lambda: list(controls.run(wanted, arguments.seed)))]
+            tasks = [] if arguments.case else [pool.submit(reported, controls.run(wanted, arguments.seed))]
             for subject in _subjects(arguments, procedures):
-                tasks.append(pool.submit(_trials, subject, arguments.extent, wanted, procedures))
-            running = [pool.submit(matrix.run, case, arguments.seed, flush=flush) for case in chosen]
-            results, trials = [], []
-            for future in show.progress(console, tasks, len(tasks), "determinism"):
-                trials += _reported(future.result(), arguments, console)
-            for future in show.progress(console, running, len(running), "cells"):
-                results.append(future.result())
-                if results[-1].status == "failed":
-                    name = results[-1].case.id
-                    show.failure(console, name, results[-1].message, _reproduce(arguments, name))
+                trials = levels.trials(subject, arguments.extent, wanted, procedures)
+                tasks.append(pool.submit(reported, trials))
+            cells = [pool.submit(reported, map(run, [case])) for case in chosen]
+            done = concurrent.futures.as_completed([*tasks, *cells])
+            for future in show.progress(console, done, len(tasks) + len(cells), "cells and subjects of procedures"):
+                future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return results, trials
+    return [r for f in cells for r in f.result()], [t for f in tasks for t in f.result()]
 
 
 def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[Subject]:
@@ -289,7 +311,8 @@ def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[
     ops = [op for op in arguments.op or matrix.ops() if not procedures or any(_may_be_of(op, p) for p in procedures)]
     given = (ops, arguments.engine or matrix.engines(), arguments.dtype or DTYPES)
     every = bool(procedures or arguments.op)  # for named ops all guarantees are tested, not a sample
-    for subject in matrix.subjects(*given, arguments.extent, arguments.seed, every=every):
+    found = matrix.subjects(*given, arguments.extent, arguments.seed, every=every)
+    for subject in found if arguments.turn is None else matrix.subjects_of_turn(found, arguments.turn):
         if not procedures or any(levels.is_named(subject, procedure, procedures) for procedure in levels.EVERY):
             yield subject
 
@@ -301,18 +324,14 @@ def _may_be_of(op: str, procedure: str) -> bool:
     return said.startswith(begins) or begins.startswith(said)
 
 
-def _trials(subject: Subject, extent: str, wanted: tuple[str, ...], only: list[str]) -> list[levels.Trial]:
-    return list(levels.trials(subject, extent, wanted, only))
-
-
-def _reported(trials: Iterable[levels.Trial], arguments: argparse.Namespace, console: Console) -> list[levels.Trial]:
-    """Returns the trials, and prints those that failed."""
+def _reported(arguments: argparse.Namespace, console: Console, found: Iterable[Any]) -> list[Any]:
+    """The results of cells or procedures. One that failed is printed at once."""
     collected = []
-    for trial in trials:
-        collected.append(trial)
-        if trial.status == "failed":
-            line = None if trial.control else _reproduce(arguments, trial.id)
-            show.failure(console, trial.id, trial.message, line)
+    for one in found:
+        collected.append(one)
+        if one.status == "failed":
+            planted = isinstance(one, levels.Trial) and one.control
+            show.failure(console, one.id, one.message, None if planted else _reproduce(arguments, one.id))
     return collected
 
 
@@ -344,6 +363,8 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     for name in arguments.case or ():
         words += ["--case", name]
     words += [f"--{arguments.extent}"] if arguments.extent != "standard" else []
+    words += ["--all"] if arguments.all else []
+    words += [] if arguments.turn is None else ["--turn", str(arguments.turn)]
     return [*words, *_setting(arguments)]
 
 
@@ -381,6 +402,8 @@ def _write(arguments: argparse.Namespace, document: dict[str, Any], console: Con
         highlight=False,
         soft_wrap=True,
     )
+    if document["run"]["turn"] is not None:
+        console.print(turns.said(**document["run"]), highlight=False, soft_wrap=True)
     path = arguments.html or (None if arguments.case else Path("jaxdnn-report.html"))
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,10 @@ PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes")
 def choose(wanted: str | None, devices: int | None) -> None:
     """Sets the platform and the number of devices that a CPU simulates, which JAX reads when it starts its backend.
 
-    The default is two devices, so that meshes are tested on a CPU as well; GPUs are not simulated.
+    The default is two devices, so that meshes are tested on a CPU as well; GPUs are not simulated. Programs are
+    compiled here and not taken from a cache on disk: a program that is found there is not compiled anew.
     """
+    jax.config.update("jax_enable_compilation_cache", False)
     flags, name = os.environ.get("XLA_FLAGS", "").split(), "--xla_force_host_platform_device_count"
     if devices or not any(flag.startswith(name) for flag in flags):
         kept = [flag for flag in flags if not flag.startswith(name)]

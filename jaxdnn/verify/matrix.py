@@ -2,7 +2,7 @@
 
 import collections
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxdnn._src import families
@@ -10,6 +10,7 @@ from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases.case import Result
 from jaxdnn._src.cases.family import Family
 from jaxdnn._src.cases.subject import variants
+from jaxdnn.verify import turns
 
 
 def ops() -> tuple[str, ...]:
@@ -33,6 +34,30 @@ def cases(extent: str, seed: int, *, ops: Iterable[str], dtypes: Iterable[str]) 
     for op in ops:
         for engine in of(op).engines_of(op):
             yield from (case for case in of(op).of_extent(op, engine, extent, seed) if case.dtype in chosen)
+
+
+def of_turn(cases: Iterable[Any], turn: int) -> list[Any]:
+    """The part of a turn; of every family it has each op with each engine, each facet, each kind of data."""
+    return _part(cases, turn, lambda f, case: {*f.facets(case), *(("data", kind) for kind in f.kinds(case)), case.op})
+
+
+def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
+    """The part of a turn; it has each family with each of its engines."""
+    return _part(subjects, turn, lambda f, subject: {f.name})
+
+
+def _part(every: Iterable[Any], turn: int, facets: Callable[[Family, Any], set[Any]]) -> list[Any]:
+    """Of each family the part of a turn, with whatever facets of an engine that part lacks."""
+    by_family = collections.defaultdict[str, dict[str, Any]](dict)
+    for one in every:
+        by_family[of(one.op).name][one.id] = one
+    found = []
+    for named in by_family.values():
+        has = {name: {(one.engine, facet) for facet in facets(of(one.op), one)} for name, one in named.items()}
+        mixed = turns.shuffled(named)
+        kept = turns.covering(has, turns.part(mixed, turns.size(mixed), turn), turn)
+        found += [one for name, one in named.items() if name in kept]
+    return found
 
 
 def find(case_id: str, seed: int) -> Any | None:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from jaxdnn.verify import turns
 from jaxdnn.verify.levels import PROCEDURES
 
 LEFT, RIGHT, WIDTH, ROW = 190, 24, 1080, 17  # of the picture, in its own units
@@ -52,7 +53,9 @@ def _header(document: dict[str, Any]) -> str:
     devices = f"{len(here['devices'])} × {here['device_kind']}"
     words = [devices, f"jaxdnn {here['jaxdnn']}", f"jax {here['jax']}", here["date"].replace("T", " ")[:16] + " UTC"]
     line = f'<p class="dim">{" · ".join(map(_e, words))}</p>'
-    return f"<header><h1>jaxdnn verify {verdict}</h1>{line}<p>{_HEADER_TEXT}</p></header>"
+    run = document["run"]
+    part = "" if run["turn"] is None else f"<p>{_e(turns.said(**run))}</p>"
+    return f"<header><h1>jaxdnn verify {verdict}</h1>{line}<p>{_HEADER_TEXT}</p>{part}</header>"
 
 
 def _tiles(document: dict[str, Any]) -> str:

@@ -72,6 +72,7 @@ class Worker:
             **os.environ,
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{device.memory:.4f}",
         }

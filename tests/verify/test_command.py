@@ -176,8 +176,9 @@ def test_a_failing_case_prints_a_line_that_reproduces_it(
     failed = [c for c in found["cells"] if c["status"] == "failed"]
     assert len(failed) == len(found["cells"]) > 3
     printed = capsys.readouterr().out
-    line = next(line for line in printed.splitlines() if "reproduce:" in line).partition("reproduce: ")[2]
-    assert line == failed[0]["reproduce"]
+    lines = [line.partition("reproduce: ")[2] for line in printed.splitlines() if "reproduce:" in line]
+    line = failed[0]["reproduce"]
+    assert sorted(lines) == sorted(c["reproduce"] for c in failed)
 
     program, *words = shlex.split(line)
     assert program == "jaxdnn"
@@ -491,7 +492,7 @@ def document() -> dict[str, Any]:
             "device_kind": "cpu",
             "devices": ["a"],
         },
-        "run": {"seconds": 1.0, "compilations": 3, "command": "jaxdnn verify", "seed": 0},
+        "run": {"seconds": 1.0, "compilations": 3, "command": "jaxdnn verify", "seed": 0, "turn": 3, "left": 5},
         "summary": {
             "passed": False,
             "cells": {"passed": 2, "failed": 1, "refused": 1},
@@ -520,6 +521,7 @@ def test_page_stands_alone_and_shows_everything(document: dict[str, Any]):
         "got &lt;nan&gt; &amp; more",
         "it is a test",
         "jaxdnn verify --case a --seed 0",
+        "turn 3 of a matrix",
     ):
         assert text in html
     assert "<nan>" not in html

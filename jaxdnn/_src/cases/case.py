@@ -77,6 +77,10 @@ class Result:
     checks: tuple[Check, ...] = ()
 
     @property
+    def id(self) -> str:
+        return self.case.id
+
+    @property
     def ratio(self) -> float:
         """The largest error over its bound, over all comparisons."""
         return max((c.ratio for c in self.checks), default=0.0)
