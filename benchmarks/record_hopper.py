@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 import jaxdnn as dnn
-from jaxdnn.bench import timing
+from jaxdnn._src.core import timing
 
 PADDING: dict[str, Any] = {"padding": 1, "engine": "hopper"}
 

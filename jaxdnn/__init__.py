@@ -28,6 +28,7 @@ from jaxdnn._src.conv.api import conv_wgrad as conv_wgrad
 from jaxdnn._src.core.determinism import determinism as determinism
 from jaxdnn._src.core.explain import explain as explain
 from jaxdnn._src.core.limits import limits as limits
+from jaxdnn._src.core.tune import tune as tune
 from jaxdnn._src.dropout.api import DropoutState as DropoutState
 from jaxdnn._src.dropout.api import dropout as dropout
 from jaxdnn._src.dropout.api import dropout_mask as dropout_mask
@@ -81,4 +82,4 @@ from jaxdnn._version import __version__ as __version__
 _families.load_engines()
 
 # What is imported above as itself; type checkers and readers see it there.
-__all__ = sorted([*_families.ops(), "DropoutState", "determinism", "explain", "limits"])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted([*_families.ops(), "DropoutState", "determinism", "explain", "limits", "tune"])  # pyright: ignore[reportUnsupportedDunderAll]

@@ -43,6 +43,8 @@ def imported(module: str) -> Iterator[str]:
 
 def floor(module: str) -> str:
     _, *parts = module.split(".")
+    if parts == ["_version"]:
+        return "core"
     if not parts or parts[0] != "_src":
         return "commands" if parts and parts[0] in COMMANDS else "surface"
     if len(parts) == 1:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxdnn as dnn
+from jaxdnn._src.core import timing
 from jaxdnn._src.norm.hopper import rows as norm_ptx
 from jaxdnn._src.softmax.hopper import rows as softmax_ptx
-from jaxdnn.bench import timing
 
 from . import formulas, layer_norm, softmax
 from .formulas import EPS, PLANS

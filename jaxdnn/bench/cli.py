@@ -24,10 +24,10 @@ from rich.table import Table
 from jaxdnn._src import families
 from jaxdnn._src.cases import networks
 from jaxdnn._src.cases.timed import Between, Case
-from jaxdnn._src.core import engines, selection
+from jaxdnn._src.core import engines, selection, timing
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
-from jaxdnn.bench import peers, timing
+from jaxdnn.bench import peers
 from jaxdnn.bench.train import measure as train
 
 CORPUS, PEERS = "corpus", ("lax", "torch")

@@ -1,4 +1,4 @@
-"""The command line: `jaxdnn verify`, `jaxdnn info`, `jaxdnn bench`."""
+"""The command line: `jaxdnn verify`, `jaxdnn info`, `jaxdnn tune`, `jaxdnn bench`."""
 
 import argparse
 import importlib
@@ -12,6 +12,7 @@ from jaxdnn._version import __version__
 COMMANDS = {
     "verify": ("jaxdnn.verify.command", "compare every op with its definition and test the determinism levels"),
     "info": ("jaxdnn.verify.info", "show devices, versions, and what each engine serves"),
+    "tune": ("jaxdnn.bench.tune", "measure the engines on a script's calls, for the choice among them in later runs"),
     "bench": ("jaxdnn.bench.cli", "measure the engines against each other and against peers"),
 }
 

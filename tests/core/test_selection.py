@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.explain import traced_calls
 
 KIND = hopper.MEASURED_ON[0]
+SPEC = types.SimpleNamespace(level="fast")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
@@ -27,7 +29,7 @@ def test_an_engine_is_first_where_it_was_measured_but_for_the_kinds_that_it_name
     kernel = engines.Engine("kernel", "an op", run=jnp.negative, measured_on=("a device",), slower=(few, wide))
 
     def told(batch: int, dtype: Any = jnp.bfloat16, kind: str | None = "a device") -> tuple[str | None, str | None]:
-        call = engines.Call("an op", None, (jax.ShapeDtypeStruct((batch,), dtype),), "cuda", kind)
+        call = engines.Call("an op", SPEC, (jax.ShapeDtypeStruct((batch,), dtype),), "cuda", kind)
         return selection.why_later(kernel, call), selection.why_earlier(kernel, call)
 
     assert told(4) == (None, "it was measured on a device, and the call is of no kind on which it was slower there")
@@ -36,7 +38,7 @@ def test_an_engine_is_first_where_it_was_measured_but_for_the_kinds_that_it_name
     assert told(4, kind="another") == ("it was measured on a device, not on another", None)
     assert told(4, kind=None) == ("it was measured on a device, not on one that is not here", None)
     plain = dataclasses.replace(kernel, measured_on=None)
-    call = engines.Call("an op", None, (jax.ShapeDtypeStruct((1,), jnp.float32),), "cuda", "a device")
+    call = engines.Call("an op", SPEC, (jax.ShapeDtypeStruct((1,), jnp.float32),), "cuda", "a device")
     assert (selection.why_later(plain, call), selection.why_earlier(plain, call)) == (None, None)
 
 

@@ -37,8 +37,8 @@ _explaining = jax.make_user_context(False)
 class Candidate:
     """One engine for one call: why it cannot serve it (None: it can), and what it guarantees if it does.
 
-    Where no engine is named, `later` says why it is tried after XLA's engine, `earlier` why before that; None where it
-    is not, and of engines that were not measured beside XLA's.
+    Where no engine is named, `later` says why it is tried after another that could serve, `earlier` why before the
+    others: the rule or the measurement. None of engines of which neither speaks.
     """
 
     engine: str
@@ -77,9 +77,9 @@ class Explanation:
         for c in self.candidates:
             verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
             if c.refusal is None and c.later:
-                verdict += f"; unless it is named, XLA's engine comes first, because {c.later}"
+                verdict += f"; unless it is named, another comes first, because {c.later}"
             elif c.refusal is None and c.earlier:
-                verdict += f"; it comes before XLA's engine, because {c.earlier}"
+                verdict += f"; it comes first, because {c.earlier}"
             facts = [f"guarantees {c.level}", f"accumulates in {ACCUMULATORS.get(c.accumulation, c.accumulation)}"]
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
             facts.append(_schedule(c.schedule))
@@ -161,6 +161,19 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
     """
     here = jax.default_backend() if platform is None else checks.choice("platform", platform, engines.PLATFORMS)
     here = "cuda" if here == "gpu" else here
+    jaxpr = _traced(function, args, kwargs)
+    return Explanations((_explain_call(eqn, here) for eqn in _calls(jaxpr)), _formulas(jaxpr))
+
+
+def calls(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, platform: str
+) -> Iterator[engines.Call]:
+    """Every jaxdnn call of a function of such arguments, as an engine on a platform sees it."""
+    return (_call(eqn, platform) for eqn in _calls(_traced(function, args, kwargs)))
+
+
+def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The program of a function, whose arguments that are no arrays are passed on as they are."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [_is_array(leaf) for leaf in leaves]
 
@@ -172,8 +185,7 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
 
     arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
     with _explaining(True):
-        jaxpr = jax.make_jaxpr(call)(arrays).jaxpr
-    return Explanations((_explain_call(eqn, here) for eqn in _calls(jaxpr)), _formulas(jaxpr))
+        return jax.make_jaxpr(call)(arrays).jaxpr
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:

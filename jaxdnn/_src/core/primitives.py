@@ -223,6 +223,9 @@ def _jitted(primitive: Any, *operands: Any, spec: Spec) -> Any:
     return primitive.bind(*operands, spec=spec)
 
 
+listeners: list[Callable[[engines.Call], None]] = []  # told of each call that is lowered, of a device's part of it
+
+
 def _eager(primitive: Any, *operands: Any, spec: Spec) -> Any:
     with jax.disable_jit(False):  # inside the user's `disable_jit` too, where `_jitted` would only bind once more
         return _jitted(primitive, *operands, spec=spec)
@@ -255,6 +258,8 @@ def _call(op: str, platform: str, spec: Spec, operands: Sequence[Any]) -> engine
 
 def _local(op: str, platform: str, spec: Spec, *operands: Array) -> Any:
     call = _call(op, platform, spec, operands)
+    for told in listeners:
+        told(call)
     return _run(selection.select(call), call, operands)
 
 

@@ -3,6 +3,7 @@
 The rule: of the engines that support the call on the platform it is lowered for and guarantee the required determinism
 level, the first in this order, kernels before what XLA computes where two are alike:
 
+0. the one that `jaxdnn.tune` measured fastest on this very call (`tuned`);
 1. those that were measured on this kind of device, but for the kinds of calls that each names as slower;
 2. XLA's, and every engine that says nothing of measurements;
 3. those that were not measured on this kind of device, or on which the call is of a kind that they name;
@@ -23,12 +24,13 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxdnn._src.core import checks, compat, engines
+from jaxdnn._src.core import checks, compat, engines, tuned
 from jaxdnn._src.core.determinism import satisfies
 from jaxdnn._src.core.engines import Call, Engine
 from jaxdnn._src.core.limits import limits_of
 
 FASTER, AS_XLA, NOT_FASTER, LAST = range(4)
+TUNED = -1  # measured fastest on this very call
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
@@ -38,7 +40,8 @@ def ranked(call: Call) -> tuple[Engine, ...]:
     """The engines of a call's op in the order in which they are tried."""
     able = [engine for engine in engines.registered(call.op) if not _lacks_sizes(engine, call)]
     rest = [engine for engine in engines.registered(call.op) if _lacks_sizes(engine, call)]
-    return (*sorted(able, key=lambda engine: _place(engine, call)), *rest)
+    best = tuned.best(call)
+    return (*sorted(able, key=lambda engine: TUNED if engine.name == best else _place(engine, call)), *rest)
 
 
 def _place(engine: Engine, call: Call) -> int:
@@ -46,24 +49,41 @@ def _place(engine: Engine, call: Call) -> int:
         return engine.rank(call)
     if engine.measured_on is None:
         return AS_XLA
-    return FASTER if why_later(engine, call) is None else NOT_FASTER
+    return FASTER if _named(engine, call) is None else NOT_FASTER
 
 
-def why_later(engine: Engine, call: Call) -> str | None:
-    """Why an engine with measurements is tried after XLA's where none is named, as a clause; None where it is not."""
-    if engine.measured_on is None or _lacks_sizes(engine, call):
-        return None
-    if call.device_kind not in engine.measured_on:
+def _named(engine: Engine, call: Call) -> str | None:
+    """Why an engine with measurements is not taken for the faster one by rule."""
+    if engine.measured_on is not None and call.device_kind not in engine.measured_on:
         kinds = ", ".join(engine.measured_on) or "no device"
         return f"it was measured on {kinds}, not on {call.device_kind or 'one that is not here'}"
     return next((str(kind) for kind in engine.slower if kind.has(call)), None)
 
 
+def why_later(engine: Engine, call: Call) -> str | None:
+    """Why an engine with measurements is tried after another where none is named, as a clause; None where it is not."""
+    if engine.rank is not None or _lacks_sizes(engine, call):
+        return None
+    if found := tuned.times(call):
+        return None if engine.name == tuned.best(call) else _in_words(found)
+    return None if engine.measured_on is None else _named(engine, call)
+
+
 def why_earlier(engine: Engine, call: Call) -> str | None:
-    """Why an engine with measurements is tried before XLA's where none is named; None where it is not."""
-    if engine.measured_on is None or _lacks_sizes(engine, call) or why_later(engine, call) is not None:
+    """Why an engine with measurements is tried before others where none is named; None where it is not."""
+    if engine.rank is not None or _lacks_sizes(engine, call) or why_later(engine, call) is not None:
+        return None
+    if found := tuned.times(call):
+        return _in_words(found)
+    if engine.measured_on is None:
         return None
     return f"it was measured on {call.device_kind}, and the call is of no kind on which it was slower there"
+
+
+def _in_words(found: tuned.Times) -> str:
+    """What `jaxdnn.tune` measured on a call, as a clause."""
+    told = ", ".join(f"{name} took {ms:.4f} ms" for name, ms in sorted(found.items()))
+    return f"on this call {told}, says {tuned.path()}"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

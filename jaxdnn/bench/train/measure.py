@@ -16,7 +16,8 @@ import numpy as np
 import rich
 from rich.table import Table
 
-from jaxdnn.bench import peers, timing
+from jaxdnn._src.core import timing
+from jaxdnn.bench import peers
 from jaxdnn.bench.train.networks import CLASSES, NETWORKS, Network
 
 RATE = 1e-3
