@@ -92,6 +92,25 @@ def test_choice_is_judged_by_the_fastest_engine():
     assert cli._judged({"jaxdnn": 2.0}, "xla") == {"unasked": "xla"}
 
 
+def test_results_are_judged_by_the_choice_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """XLA serves what is small, the kernel what is not; only one of the two networks is held out."""
+    path, rows = tmp_path / "found.json", []
+    for family, case, batch, ms in (
+        ("ViT-B/16", "ln", 128 * 197, {"jaxdnn:hopper": 1.0, "jaxdnn:xla": 2.0}),
+        ("Whisper-large", "ln a token", 8, {"jaxdnn:hopper": 1.0, "jaxdnn:xla": 1.5}),
+        ("Whisper-large", "ln encoder", 1500, {"jaxdnn": 1.0}),
+    ):
+        rows += [{"family": family, "case": case, "pass": "forward", "batch": batch, "dtype": "bfloat16", "ms": ms}]
+    path.write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
+    cases = networks.cases(families.of_layer("norm"))
+    found = [(row["unasked"], row["over_best_engine"]) for row in cli.judged(json.loads(path.read_text()), cases)]
+    assert found == [("hopper", 1.0), ("xla", 1.5)]
+    assert main(["bench", "norm", "--judge", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "50.0 %" in said
+    assert networks.held_out() & {"ViT-B/16", "Whisper-large"} == {"Whisper-large"}
+
+
 def test_layers_are_those_of_the_networks_that_name_their_sources():
     data = json.loads(Path(networks.__file__).with_suffix(".json").read_text())["networks"]
     assert all(described["source"] for described in data.values())

@@ -21,13 +21,23 @@ class Layer:
 
 
 @ft.cache
+def _networks() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_suffix(".json").read_text())["networks"]
+
+
+def held_out() -> frozenset[str]:
+    """The networks that judge the choice among engines: no rule is fitted to what was measured on them."""
+    return frozenset(name for name, described in _networks().items() if described.get("held_out"))
+
+
+@ft.cache
 def layers() -> tuple[Layer, ...]:
     """The layers of all networks."""
-    return tuple(_read(json.loads(Path(__file__).with_suffix(".json").read_text())["networks"]))
+    return tuple(_read())
 
 
-def _read(networks: Any) -> Iterator[Layer]:
-    for network, described in networks.items():
+def _read() -> Iterator[Layer]:
+    for network, described in _networks().items():
         for row in described["layers"]:
             sizes = {name: value for name, value in row.items() if name not in ("layer", "op", "count")}
             fixed = {name: tuple(value) if isinstance(value, list) else value for name, value in sizes.items()}
