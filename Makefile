@@ -1,7 +1,7 @@
 # Two commands need nothing before them but Python 3.11 or newer: `make verify` and `make test`.
 PYTHON ?= python3
 WORKERS ?= 2
-# Of a test function's parameters `make test` runs so many, on the newest JAX every facet and on the other one every third
+# Of a test function's parameters `make test` runs so many, on the newest JAX every facet and on the other one every fourth
 # function, for twelve minutes on two cores (tests/sample.py says which); 0 runs all, over 10,000.
 SAMPLE ?= 1
 RUN := .venv/bin/python -m

@@ -7,8 +7,8 @@ value of each parameter that has few (dtypes, layouts, engines, ops, algorithms,
 
 Where the suite runs twice, on two releases of JAX, one of the runs is `beside` the other, which is on the newest JAX,
 where all kernels run. It leaves the facets to that run, and the tests that ask nothing of JAX (`ONCE`); of the other
-functions it takes every third, in turns. So the newest release meets every function each time and every parameter in
-`SLICES` runs, the other one every function in three runs, and every parameter in three times `SLICES`.
+functions it takes every fourth, in turns, and a larger part of their parameters. So the newest release meets every
+function each time, the other one in four runs, and both every parameter in `SLICES` runs.
 """
 
 import collections
@@ -18,8 +18,8 @@ from typing import Any
 
 from jaxdnn.verify import turns
 
-SLICES = 28  # of which four runs a day hold everything in a week
-BESIDE = 3
+SLICES = 84  # of which twelve runs a day hold everything in a week
+BESIDE = 4
 # Whose outcome hardly depends on the release of JAX: the definition in NumPy, PTX as text, documents, the layout.
 _ONCE_AT_TOP = ("layout", "notebooks", "readme", "record_lowered", "sample")
 ONCE = ("tests/reference/", "tests/hopper/", *(f"tests/test_{name}.py" for name in _ONCE_AT_TOP))
@@ -40,14 +40,14 @@ def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, besi
     functions: dict[str, list[str]] = collections.defaultdict(list)
     for test in tests:
         functions[test.partition("[")[0]].append(test)
-    names = list(functions)
+    names, parts = list(functions), SLICES // BESIDE if beside else SLICES
     if beside:
         of_turn = [name for name in names if (slice_ + turns.number(name)) % BESIDE == 0]
         names, slice_ = [name for name in of_turn if not name.startswith(ONCE)], slice_ // BESIDE
     kept: set[str] = set()
     for name in names:
         group = turns.shuffled(functions[name])
-        kept.update(turns.part(group, max(count, -(-len(group) // SLICES)), slice_))
+        kept.update(turns.part(group, max(count, -(-len(group) // parts)), slice_))
     if beside:
         return kept
     facets = _facets(functions, tests)

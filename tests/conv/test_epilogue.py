@@ -1,5 +1,6 @@
 """y = act(alpha c + beta prior + residual + bias), on the accumulator, converted once; and its gradients."""
 
+import functools as ft
 import itertools
 from typing import Any
 
@@ -260,8 +261,9 @@ def test_gradients_against_the_definition_of_the_backward_ops(activation: Any):
 def test_derivative_at_a_kink_is_that_of_the_side_stated(activation: Any):
     x = jnp.array([-1.0, 0.0, 1.0, 1.5, 2.0]).reshape(1, 5, 1)
     w = jnp.ones((1, 1, 1))
-    slopes = jax.grad(lambda v: dnn.conv(v, w, layout="NWC", activation=activation).sum())(x).ravel()
-    _, tangent = jax.jvp(lambda v: dnn.conv(v, w, layout="NWC", activation=activation), (x,), (jnp.ones_like(x),))
+    op = jax.jit(ft.partial(dnn.conv, layout="NWC", activation=activation))
+    slopes = np.ravel(jax.jit(jax.grad(lambda v: op(v, w).sum()))(x))
+    _, tangent = jax.jvp(lambda v: op(v, w), (x,), (jnp.ones_like(x),))
     expected = reference.derivative(np.asarray(x, np.float64), activation).ravel()
     np.testing.assert_allclose(slopes, expected, rtol=2.0**-22)
     np.testing.assert_array_equal(tangent.ravel(), slopes)
@@ -305,6 +307,7 @@ def test_gradient_in_beta_is_the_prior_also_at_zero(beta: float):
         jnp.asarray(np.random.default_rng(s).integers(-3, 4, case.result_shape), jnp.float32) for s in (31, 32)
     )
 
+    @jax.jit
     def loss(b: jax.Array, p: jax.Array) -> jax.Array:
         return jnp.vdot(dnn.conv(*case.arrays, **case.options, beta=b, prior=p), dy)
 
@@ -312,8 +315,9 @@ def test_gradient_in_beta_is_the_prior_also_at_zero(beta: float):
     d_beta, d_prior = jax.jit(jax.grad(loss, (0, 1)))(at, prior)
     assert float(d_beta) == float(loss(at + 0.5, prior) - loss(at - 0.5, prior)) != 0
     np.testing.assert_array_equal(d_prior, beta * dy)
-    np.testing.assert_array_equal(jax.jacfwd(jax.grad(loss))(at, prior), 0)
-    np.testing.assert_array_equal(jax.jacfwd(jax.grad(loss), 1)(at, prior), dy)
+    by_beta, by_prior = jax.jit(jax.jacfwd(jax.grad(loss), (0, 1)))(at, prior)
+    np.testing.assert_array_equal(by_beta, 0)
+    np.testing.assert_array_equal(by_prior, dy)
     nan = jnp.full_like(prior, jnp.nan)
     _, tangent = jax.jvp(lambda p: loss(at, p), (nan,), (dy,))
     assert float(tangent) == beta * float(jnp.vdot(dy, dy))
@@ -333,8 +337,9 @@ def test_gradients_of_a_float_epilogue_on_integers():
             return dnn.conv(*plain.arrays, bias=b, alpha=alpha, **options).sum()
 
         slope = reference.derivative(0.03125 * c + np.asarray(bias, np.float64), activation)
-        for alpha in (0.03125, jnp.float32(0.03125)):
-            np.testing.assert_allclose(jax.grad(loss)(bias, alpha), slope.sum((0, 1, 2)), rtol=2.0**-16)
+        number, array = jax.grad(ft.partial(loss, alpha=0.03125)), jax.grad(loss)
+        for found in (jax.jit(number)(bias), jax.jit(array)(bias, jnp.float32(0.03125))):
+            np.testing.assert_allclose(found, slope.sum((0, 1, 2)), rtol=2.0**-16)
 
 
 @each_activation

@@ -141,11 +141,11 @@ def test_data_depend_on_the_id_and_the_seed_alone():
 
 
 def test_a_sound_library_passes(capsys: pytest.CaptureFixture[str]):
-    status, found = verify("--quick", "--op", "conv", "conv_bgrad", "--dtype", "f32", "int8", "--seed", "3")
+    status, found = verify("--quick", "--op", "conv_bgrad", "--dtype", "f32", "int8", "--seed", "3")
     assert status == 0
     assert found["summary"]["passed"]
     assert found["summary"]["cells"]["failed"] == 0
-    assert found["summary"]["cells"]["passed"] > 8
+    assert found["summary"]["cells"]["passed"] >= 5
     assert found["run"]["seed"] == 3
     assert found["run"]["compilations"] > 10
     assert {"jax", "jaxlib", "numpy", "python", "platform", "devices", "revision", "date"} <= found[
