@@ -70,19 +70,10 @@ class Between(Case):
     """
 
     of: Case
-    family: str = "between"
-
-    @property
-    def name(self) -> str:
-        return self.of.name
-
-    @property
-    def batch(self) -> int:
-        return self.of.batch
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        return self.of.passes
+    family: str
+    name: str
+    batch: int
+    passes: tuple[str, ...] = ("forward",)
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         return self.of.shapes(batch)
@@ -98,6 +89,11 @@ class Between(Case):
 
     def xla(self, which: str) -> Function:
         return _between(self.of.xla(which))
+
+
+def between(case: Case) -> Between:
+    """A case's passes as they stand in a network."""
+    return Between(case, "between", case.name, case.batch, case.passes)
 
 
 def _between(function: Function) -> Function:

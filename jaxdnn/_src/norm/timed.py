@@ -127,11 +127,11 @@ CASES: tuple[timed.Case, ...] = (
     Norm("images", "group_norm 256x256x128", "group_norm", (256, 256, 128), 8),
     Norm("images", "instance_norm 56x56x256", "instance_norm", (56, 56, 256), 128),
     *(
-        timed.Between(Norm("rows", f"layer_norm {rows}x768", "layer_norm", (768,), rows))
+        timed.between(Norm("rows", f"layer_norm {rows}x768", "layer_norm", (768,), rows))
         for rows in (4, 32, 256, 1024, 4096, 16384)
     ),
     *(
-        timed.Between(Norm("images", f"{op} {n}x8x8x512", op, (8, 8, 512), n))
+        timed.between(Norm("images", f"{op} {n}x8x8x512", op, (8, 8, 512), n))
         for op in ("batch_norm", "group_norm", "instance_norm")
         for n in (1, 8, 64)
     ),

@@ -112,7 +112,7 @@ LENGTHS = (128, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 200000)
 CASES: tuple[timed.Case, ...] = (
     *(Rows("softmax", str(n), n, ELEMENTS // n) for n in LENGTHS),
     *(
-        timed.Between(Rows("softmax", f"{rows}x1024", 1024, rows, passes=("forward", "backward", "log")))
+        timed.between(Rows("softmax", f"{rows}x1024", 1024, rows, passes=("forward", "backward", "log")))
         for rows in (4, 32, 256, 1024, 4096, 16384)
     ),
     CrossEntropy("cross-entropy", "8192x4096x131072", 4096, 131072, 8192),
