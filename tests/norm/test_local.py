@@ -70,7 +70,7 @@ def test_windows(n: int, even: str):
     expected = loops(x, n, even, 1.5, 0.7, 0.75)
     defined = reference.lrn(x[:, None], layout="NWC", n=n, even=even, **STRONG)[:, 0]
     running_error.agree(defined, expected, 2 * window(x, [1], n, even, "float64").forward(x)[0][1])
-    found = dnn.lrn(x[:, None].astype(np.float32), layout="NWC", n=n, even=even, **STRONG)
+    found = jax.jit(ft.partial(dnn.lrn, layout="NWC", n=n, even=even, **STRONG))(x[:, None].astype(np.float32))
     agree(found[:, 0], expected, window(x, [1], n, even).forward(x)[0][1])
 
 
@@ -80,16 +80,18 @@ def test_window_of_ten_is_asymmetric():
     one[0, 0, 10] = 1
     for even, reached in (("high", range(5, 15)), ("low", range(6, 16))):
         x = one + np.float32(2.0**-30)
-        s = x / np.asarray(dnn.lrn(x, layout="NWC", n=10, even=even, lrn_alpha=10.0, lrn_beta=1.0, k=1.0))
+        run = jax.jit(ft.partial(dnn.lrn, layout="NWC", n=10, even=even, lrn_alpha=10.0, lrn_beta=1.0, k=1.0))
+        s = x / np.asarray(run(x))
         assert np.flatnonzero(s[0, 0] > 1.5).tolist() == list(reached)
 
 
 def test_zeros_that_fill_a_vector_up_change_no_channel():
     x, dy, _ = arrays((2, 3, 4, 7), np.float32)
-    filled = [dnn.transform(a, out_layout="NCHWc4") for a in (x, dy)]
+    fill = jax.jit(ft.partial(dnn.transform, out_layout="NCHWc4"))
+    filled = [fill(a) for a in (x, dy)]
     for op, given, plain in ((dnn.lrn, filled[:1], (x,)), (dnn.lrn_dgrad, filled[::-1], (dy, x))):
-        found = op(*given, layout="NCHWc4", **STRONG)
-        wanted = dnn.transform(op(*plain, **STRONG), out_layout="NCHWc4")
+        found = jax.jit(ft.partial(op, layout="NCHWc4", **STRONG))(*given)
+        wanted = fill(jax.jit(ft.partial(op, **STRONG))(*plain))
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -113,11 +115,11 @@ def test_divisive_norm_without_means(means: Any):
     x, dy, _ = (v.astype(np.float32) for v in arrays((2, 3, 4, 5)))
     given: Any = {"n": 3, "means": means and np.zeros_like(x), **STRONG}
     rule = window(x, [1, 2], 3, "high")
-    agree(dnn.divisive_norm(x, **given), reference.divisive_norm(x, n=3, **STRONG), rule.forward(x)[0][1])
+    found = jax.jit(ft.partial(dnn.divisive_norm, **given))(x)
+    agree(found, reference.divisive_norm(x, n=3, **STRONG), rule.forward(x)[0][1])
     wanted = reference.divisive_norm_dgrad(dy, x, n=3, **STRONG)
-    for out, golden, (_, error) in zip(
-        dnn.divisive_norm_dgrad(dy, x, **given), wanted, rule.backward(dy, x), strict=True
-    ):
+    found = jax.jit(ft.partial(dnn.divisive_norm_dgrad, **given))(dy, x)
+    for out, golden, (_, error) in zip(found, wanted, rule.backward(dy, x), strict=True):
         agree(out, golden, error)
 
 
@@ -134,10 +136,10 @@ def test_bounds_find_planted_faults():
         "an exponent next to it": reference.lrn(x, lrn_beta=0.75001, **options),
         "k forgotten": reference.lrn(x, **{**options, "k": 0.0}),
     }
-    agree(dnn.lrn(x, **options), golden, error)
+    agree(jax.jit(ft.partial(dnn.lrn, **options))(x), golden, error)
     for fault, wrong in faults.items():
         assert not tolerance.compare(wrong.astype(np.float32), golden, error).passed, fault
-    agree(dnn.lrn_dgrad(dy, x, **options), exact, back)
+    agree(jax.jit(ft.partial(dnn.lrn_dgrad, **options))(dy, x), exact, back)
     mirrored = reference.lrn_dgrad(dy, x, even="low", **options)
     assert not tolerance.compare(mirrored.astype(np.float32), exact, back).passed
     vector = cases_local.vector_error(x.astype(np.float64), 2.0, -1, 1e-12, "float32")
@@ -202,7 +204,7 @@ def test_transformations():
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
 def test_p_norms(p: float, axis: Any):
     x = arrays((3, 4, 5), np.float32)[0]
-    y = np.asarray(dnn.lp_normalize(x, p=p, axis=axis))
+    y = np.asarray(jax.jit(ft.partial(dnn.lp_normalize, p=p, axis=axis))(x))
     error = cases_local.vector_error(x.astype(np.float64), p, axis, 1e-12, "float32")
     agree(y, reference.lp_normalize(x, p=p, axis=axis), error)
     wide = x.astype(np.float64)
@@ -215,7 +217,7 @@ def test_p_norms(p: float, axis: Any):
 @pytest.mark.parametrize("p", [1, 2, 3.0, np.inf])
 def test_lp_normalize_beside_infinity_is_zero(p: float) -> None:
     x = np.array([[2.0, np.inf, -3.0], [0.0, 4.0, 0.0]], np.float32)
-    for y in (dnn.lp_normalize(x, p=p), reference.lp_normalize(x, p=p)):
+    for y in (jax.jit(ft.partial(dnn.lp_normalize, p=p))(x), reference.lp_normalize(x, p=p)):
         np.testing.assert_array_equal(y, [[0, np.nan, 0], [0, 1, 0]])
 
 

@@ -104,7 +104,8 @@ def sums(c: int = 13, count: int = 50, mean: float = 0.5) -> tuple[np.ndarray, .
 def check_finalize(given: dict[str, np.ndarray], count: int, **options: Any) -> list[np.ndarray]:
     """The results within the computed bounds, with the definition's share."""
     parameters: dict[str, Any] = {name: v for name, v in given.items() if name not in ("total", "squares")}
-    found = dnn.bn_finalize(given["total"], given["squares"], count, **parameters, **options)
+    run = jax.jit(lambda total, squares, given: dnn.bn_finalize(total, squares, count, **given, **options))
+    found = run(given["total"], given["squares"], parameters)
     golden = reference.bn_finalize(given["total"], given["squares"], count, **parameters, **options)
     wide = {name: v.astype(np.float64) for name, v in given.items()}
     about = {"eps": 1e-5, "momentum": 0.1, **options}
@@ -130,7 +131,7 @@ def test_finalize_inference(given: tuple[str, ...], dtype: str):
     _, _, scale, bias, mean, variance = (v.astype(DTYPES[dtype]) for v in sums())
     named: dict[str, Any] = {name: v for name, v in (("scale", scale), ("bias", bias)) if name in given}
     format = "float64" if dtype == "f64" else "float32"
-    found = dnn.bn_finalize_inference(mean, variance, **named, eps=0.01)
+    found = jax.jit(ft.partial(dnn.bn_finalize_inference, eps=0.01))(mean, variance, **named)
     assert [v.dtype for v in found] == [np.dtype(format)] * 2
     wide = {n: v.astype(np.float64) for n, v in {"mean": mean, "variance": variance, **named}.items()}
     bounds = [cases_stats.inference_error(wide, eps=0.01, format=f) for f in (format, "float64")]
@@ -157,7 +158,7 @@ def test_a_difference_below_zero_is_no_variance():
     found = check_finalize({"total": total, "squares": squares}, 3, eps=0.25)
     assert found[5][0] == 0
     assert found[3][0] == 2
-    slope = jax.grad(lambda q: dnn.bn_finalize(total, q, 3, eps=0.25)[3].sum())(squares)
+    slope = jax.jit(jax.grad(lambda q: dnn.bn_finalize(total, q, 3, eps=0.25)[3].sum()))(squares)
     assert slope[0] == 0
     assert slope[1] != 0
 

@@ -119,8 +119,8 @@ def test_transformations_agree_with_each_other():
     given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
     loss = lambda *a: sum(jnp.sum(v * v) for v in dnn.dbn_weight(*a[:4], scale=a[4]))
     gradients = jax.grad(loss, range(5))
-    mapped = jax.vmap(gradients)(*(jnp.stack([v, v]) for v in given))
-    remat = jax.grad(jax.checkpoint(loss), range(5))(*given)
+    mapped = jax.jit(jax.vmap(gradients))(*(jnp.stack([v, v]) for v in given))
+    remat = jax.jit(jax.grad(jax.checkpoint(loss), range(5)))(*given)
     errors = running_error.bounds(gradients, *given)[1]
     for one, two, three, error in zip(jax.jit(gradients)(*given), mapped, remat, errors, strict=True):
         running_error.agree(one, two[1], error, error)

@@ -41,7 +41,8 @@ def same(transformed: Callable[[Op], Any], ops: tuple[Op, Op], bounded: Callable
 def alike(op: Op, another: Op, *arrays: Any) -> None:
     """Two ways to run what is the same but for the order of its additions."""
     errors = jax.tree.leaves(running_error.bounds(op, *arrays)[1])
-    for a, b, error in zip(jax.tree.leaves(another(*arrays)), jax.tree.leaves(op(*arrays)), errors, strict=True):
+    found = [jax.tree.leaves(jax.jit(f)(*arrays)) for f in (another, op)]
+    for a, b, error in zip(*found, errors, strict=True):
         running_error.agree(a, b, 2 * error)
 
 
@@ -138,14 +139,14 @@ def test_backward_ops_are_the_gradients(name: str):
     own = lambda dy, x, s, b: norm.gradients(dnn, dy, x, s)
     pulled = lambda dy, x, s, b: jax.vjp(lambda *a: norm.call()(*a)[0], x, s, b)[1](dy)
     given = tuple(map(jnp.asarray, (dy, x, s, b)))
-    found = [(f(*given), running_error.bounds(f, *given)[1]) for f in (own, pulled)]
+    found = [(jax.jit(f)(*given), running_error.bounds(f, *given)[1]) for f in (own, pulled)]
     for ours, error, theirs, another in zip(*found[0], *found[1], strict=True):
         running_error.agree(ours, theirs, error, another)
     rng = np.random.default_rng(5)
     along = running_error.coarse(*(rng.normal(size=a.shape) for a in (dy, x, s)))
     run = lambda dy, x, s: norm.gradients(dnn, dy, x, s)
     pushed = lambda *a: jax.jvp(run, a, tuple(map(jnp.asarray, along)))[1]
-    tangents, errors = pushed(*given[:3]), running_error.bounds(pushed, *given[:3])[1]
+    tangents, errors = jax.jit(pushed)(*given[:3]), running_error.bounds(pushed, *given[:3])[1]
     for i, (tangent, error, off) in enumerate(zip(tangents, errors, norm.definition_errors(x, s, b, dy), strict=True)):
         at = lambda h, i=i: norm.gradients(reference, *(a + h * t for a, t in zip((dy, x, s), along, strict=True)))[i]
         value, apart = running_error.slope(at, off)
@@ -205,7 +206,7 @@ def test_a_fault_in_a_derivative_would_be_seen(name: str):
     x, s, b, _ = map(jnp.asarray, norm.arrays(8, np.float64))
     run = jax.grad(ft.partial(scalar, norm.formula), (0, 1, 2))
     errors = running_error.bounds(run, x, s, b)[1]
-    ours = jax.grad(lambda *a: scalar(lambda *a: norm.call()(*a)[0], *a), (0, 1, 2))(x, s, b)
+    ours = jax.jit(jax.grad(lambda *a: scalar(lambda *a: norm.call()(*a)[0], *a), (0, 1, 2)))(x, s, b)
     for good, error in zip(ours, errors, strict=True):
         with pytest.raises(AssertionError, match="apart"):
             running_error.agree(good * (1 + 1e-9), good, 2 * error)
