@@ -207,6 +207,18 @@ def test_a_weight_of_zero_reads_nothing_in_the_definitions_too():
         assert all(np.isfinite(v).all() for v in found)
 
 
+@pytest.mark.parametrize("size", [1e18, 1e20, 1e30])
+def test_beyond_the_range_of_the_squares_nothing_looks_right(size: float):
+    """As stated: up to 1.8e19 / √m the statistics are right; beyond, what normalises is 0 or NaN."""
+    x = (size * np.array([-1.5, 0.5, 1.0], np.float32)).reshape(3, 1, 1, 1)
+    factor, _, mean, rstd, *_ = jax.jit(lambda x: dnn.bn_finalize(*dnn.genstats(x), 3))(x)
+    np.testing.assert_allclose(mean, 0, atol=1e-6 * size)
+    if size < 1.8e19 / np.sqrt(3):
+        np.testing.assert_allclose([factor, rstd], 1 / x.std(dtype=np.float64), rtol=1e-5)
+    else:
+        assert not np.nan_to_num(np.asarray([factor, rstd])).any()
+
+
 def test_a_shift_near_the_mean_keeps_the_digits():
     """A mean of 10⁴ deviations: nothing is left of the variance without a shift, and all within the bounds with one."""
     x = arrays("NHWC", np.float32, 1e4)[0]

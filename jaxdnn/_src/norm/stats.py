@@ -39,7 +39,8 @@ def genstats(
 
     Numerics: in float32 (float64 for float64), in XLA's order. A variance from the sums loses precision if σ² is much
       smaller than (μ - shift)²: all of it for a mean of 10⁴ deviations, float32 and no shift. `batch_norm` loses
-      none.
+      none. Squares are added as they are: their sum must lie below 2^128 (2^1024 for float64), so |x - shift| below
+      1.8e19 / √m on the average; beyond, squares is inf. Of |x - shift| below 2^-62 (2^-510) squares may count as 0.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
@@ -107,7 +108,9 @@ def bn_finalize(
 
     Numerics: in float32 (float64 for float64). σ² is a difference: its error is that of the sums, a few roundings of
       squares / m, which where d² is 10⁴ σ² leaves float32 three digits of σ², and none where it is 10⁷ σ². A shift near
-      the mean, or `batch_norm`, loses nothing so. With m = 1 the new running variance is NaN, as with `batch_norm`.
+      the mean, or `batch_norm`, loses nothing so. With m = 1 the new running variance is NaN, as with `batch_norm`. Where
+      squares is inf, the range of `genstats` being exceeded, 1 / √(σ² + eps) and factor are 0 or NaN, not a number that
+      looks right.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
