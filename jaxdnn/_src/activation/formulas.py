@@ -369,9 +369,10 @@ def read_activation(value: Any) -> tuple[str, Parameter] | None:
         return _read_bounds(value)
     name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(name, str) or name not in ACTIVATIONS:
+        meant = checks.did_you_mean(name, tuple(ACTIVATIONS))
         raise ValueError(
             f"`activation` must be None, one of {', '.join(map(repr, ACTIVATIONS))}, a pair of a name and its "
-            f"parameter, or ('relu', lower, upper, slope), got {checks.shown(value)}."
+            f"parameter, or ('relu', lower, upper, slope), got {checks.shown(value)}{meant}."
         )
     default = ACTIVATIONS[name]
     if parameter is None:

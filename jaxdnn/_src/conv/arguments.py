@@ -60,7 +60,7 @@ def spec(
     sizes = tuple(x_shape[axis] for axis in layout.spatial)
     taps = tuple(w_shape[axis] for axis in filt.spatial)
     x, w = (name if name in arrays else f"{name}_shape" for name in "xw")
-    groups = _groups(options.groups, x, x_shape[layout.channel], w, w_shape[filt.input], w_shape[filt.output])
+    groups = _groups(frame, options.groups, x, x_shape, w, w_shape)
     if min(taps) < 1:
         raise ValueError(f"`{w}` must have at least one tap along every axis, got {taps}.")
     window = windows.window(
@@ -89,18 +89,26 @@ def spec(
     )
 
 
-def _groups(value: Any, x: str, c: int, w: str, i: int, k: int) -> int:
-    """Reads `groups` for an x of c channels, and a w of i input and k output channels."""
+def _groups(frame: Frame, value: Any, x: str, x_shape: tuple[int, ...], w: str, w_shape: tuple[int, ...]) -> int:
+    """Reads `groups` for arrays, or shapes, of these names."""
+    layout, filt = frame.layout, frame.filter_layout
+    c, i, k = x_shape[layout.channel], w_shape[filt.input], w_shape[filt.output]
     groups = _positive_groups(value)
     if c % groups or k % groups:
         raise ValueError(f"`groups` must divide the {c} input and {k} output channels, got {groups}.")
-    if c != i * groups:
-        if x != "x":
-            raise ValueError(f"`{x}` must have {i * groups} channels, {i} in w for each of {groups} groups, got {c}.")
-        raise ValueError(
-            f"`{w}` must have {c // groups} input channels for {c} channels of x in {groups} groups, got {i}."
-        )
-    return groups
+    if c == i * groups:
+        return groups
+    # Arrays as PyTorch has them, with the layouts of JAX, or the other way round, are the commonest cause.
+    axis, taken = (1, "NCHW") if layout.channels_last else (-1, "NHWC")
+    hint = ""
+    if frame.given.vector is None and x_shape[axis] == i * groups:
+        other = windows.layout(taken).of_rank(layout.rank)
+        hint = f" (in layout {other} x has {i * groups})"
+    if x != "x":
+        raise ValueError(f"`{x}` must have {i * groups} channels, {i} in w for each of {groups} groups, got {c}{hint}.")
+    raise ValueError(
+        f"`{w}` must have {c // groups} input channels for {c} channels of x in {groups} groups, got {i}{hint}."
+    )
 
 
 def _positive_groups(value: Any) -> int:

@@ -1,5 +1,6 @@
 """The only validators: each raises one sentence that names the argument, what was expected and what was got."""
 
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -49,8 +50,39 @@ def shown(value: Any) -> str:
 def choice(name: str, value: T, choices: Sequence[T]) -> T:
     """Returns `value` if it is one of `choices`: names, or None."""
     if not (value is None or isinstance(value, str)) or value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {shown(value)}.")
+        meant = did_you_mean(value, choices)
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {shown(value)}{meant}.")
     return value
+
+
+# What PyTorch, JAX, SciPy, ONNX or Keras calls one of our choices.
+ELSEWHERE = {
+    "silu": ("swish",),
+    "bilinear": ("linear",),
+    "trilinear": ("linear",),
+    "bicubic": ("cubic",),
+    "avg": ("average",),
+    "mean": ("average", "avg"),
+    "average": ("avg",),
+    "sum": ("add",),
+    "prod": ("mul",),
+    "edge": ("border",),
+    "replicate": ("border",),
+    "constant": ("zeros",),
+    "log_softmax": ("log",),
+    "lp": ("norm",),
+}
+
+
+def did_you_mean(value: Any, choices: Sequence[Any]) -> str:
+    """What an error says behind a name: the choice that is spelt nearly so, or that others call so; or nothing."""
+    if not isinstance(value, str):
+        return ""
+    names = {name.lower(): name for name in choices if isinstance(name, str)}
+    given = value.lower()
+    near = difflib.get_close_matches(given, names, 1, cutoff=0.7)
+    meant = [names[name] for name in (given, *ELSEWHERE.get(given, ()), *near) if name in names]
+    return f" (did you mean {meant[0]!r}?)" if meant else ""
 
 
 def shape(name: str, value: Any, expected: tuple[int, ...], why: str) -> None:

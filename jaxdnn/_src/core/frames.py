@@ -76,7 +76,9 @@ def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str,
     )
     expected = len(layout.axes) + (layout.vector is not None)
     if len(sizes) != expected:
-        raise ValueError(f"`{name}` must have {expected} dimensions for {why}, got shape {sizes}.")
+        fitting = layout.of_rank(len(sizes) - 2) if isinstance(layout, Layout) and layout.vector is None else None
+        hint = f" (as {fitting} has)" if fitting else ""
+        raise ValueError(f"`{name}` must have {expected} dimensions for {why}, got shape {sizes}{hint}.")
     if any(s < 0 for s in sizes):
         raise ValueError(f"`{name}` must have no negative size, got {sizes}.")
     checks.countable(f"`{name}`", sizes)

@@ -48,6 +48,10 @@ class Layout:
     def channels_last(self) -> bool:
         return self.axes.endswith("C") and self.vector is None
 
+    def of_rank(self, rank: int) -> str | None:
+        """The layout of so many spatial axes that has its channels where this one has them; None if there is none."""
+        return LAYOUTS[3 * (rank - 1) + LAYOUTS.index(self.axes) % 3] if rank in SPATIAL else None
+
     def shape(self, n: int, spatial: Sequence[int], c: int) -> tuple[int, ...]:
         """The shape of an array of this layout (of its plain form, if it is vectorised)."""
         sizes = {"N": n, "C": c, **dict(zip(SPATIAL[self.rank], spatial, strict=True))}

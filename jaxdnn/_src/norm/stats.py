@@ -108,9 +108,8 @@ def bn_finalize(
 
     Numerics: in float32 (float64 for float64). σ² is a difference: its error is that of the sums, a few roundings of
       squares / m, which where d² is 10⁴ σ² leaves float32 three digits of σ², and none where it is 10⁷ σ². A shift near
-      the mean, or `batch_norm`, loses nothing so. With m = 1 the new running variance is NaN, as with `batch_norm`. Where
-      squares is inf, the range of `genstats` being exceeded, 1 / √(σ² + eps) and factor are 0 or NaN, not a number that
-      looks right.
+      the mean, or `batch_norm`, loses nothing so. With m = 1 the new running variance is NaN, as with `batch_norm`.
+      Where squares is inf, beyond the range of `genstats`, 1 / √(σ² + eps) and factor are 0 or NaN.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
