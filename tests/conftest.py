@@ -15,6 +15,8 @@ import hypothesis
 import jax
 import pytest
 
+from jaxdnn._src import hopper
+from jaxdnn._src.cases import case
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import MEASURED_ON
 from tests import sample
@@ -74,3 +76,13 @@ def x64() -> Iterator[None]:
     """64-bit types for the tests that need them; all others run under JAX's default, as most users do."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def as_on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are drawn and lowered as on an H200; nothing runs."""
+    if reason := hopper.unavailable():
+        pytest.skip(reason)
+    monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200" if platform == "cuda" else "cpu")
+    monkeypatch.setattr(case, "platform", lambda: "cuda")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -27,6 +27,8 @@ from jaxdnn._src.conv.hopper import depthwise as conv_depthwise
 from jaxdnn._src.conv.hopper import dgrad, fprop, wgrad
 from jaxdnn._src.conv.hopper.depthwise.window import Config as Cut
 from jaxdnn._src.conv.hopper.plan import Config as Cuts
+from jaxdnn._src.core import primitives
+from jaxdnn.verify import random_call
 from tests.hopper.protocol import Fault, kernels, place_of
 
 DTYPES = ["bfloat16"] * 6 + ["float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32"]
@@ -133,6 +135,33 @@ def test_accesses_are_ordered(op, draw, seed):
         for launch in launches:
             launch.run()
             checked += 1
+
+
+OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_transpose")
+KERNELS = {kernel for op in OPS for kernel in random_call.KERNELS[op]}
+BRANCHES = [branch for branch in branches.every() if branch[0] in KERNELS]
+
+
+@pytest.mark.parametrize("branch", BRANCHES, ids=" ".join)
+def test_accesses_are_ordered_on_every_branch(as_on_h200: None, branch: Any, monkeypatch: pytest.MonkeyPatch):
+    """Of a call as `verify --random` draws one towards the branch, of whichever op."""
+    run, calls = primitives._run, []
+
+    def seen(engine: Any, call: Any, operands: Sequence[Any]) -> Any:
+        calls.append((engine, call, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]))
+        return run(engine, call, operands)
+
+    monkeypatch.setattr(primitives, "_run", seen)
+    found = random_call.draw(0, 0, {(op, "hopper"): 1.0 for op in OPS}, branch)
+    calls.clear()
+    assert random_call.takes(found, branch), f"{found.case} does not take the branch"
+    checked = 0
+    with found.settings():
+        for engine, call, avals in calls:
+            for launch in kernels(lambda *operands: run(engine, call, operands), *avals):  # noqa: B023 (called at once)
+                launch.run()
+                checked += 1
+    assert checked
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])

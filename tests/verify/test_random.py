@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import jaxdnn_reference as reference
-from jaxdnn._src import families, hopper
+from jaxdnn._src import families
 from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.conv.cases import checks, data
@@ -28,7 +28,6 @@ from jaxdnn._src.conv.cases.geometries import Geometry
 from jaxdnn._src.conv.hopper import tuning
 from jaxdnn._src.conv.hopper.plan import Axis, Problem
 from jaxdnn._src.conv.hopper.walk import decided
-from jaxdnn._src.core import engines
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
 from jaxdnn._src.hopper import branches
 from jaxdnn.verify import command, levels, matrix, random, random_call, random_report, show
@@ -346,16 +345,6 @@ KERNEL_OPS = {
     "pool": ("pool", "pool_dgrad"),
     "dropout": ("dropout", "fused_dropout", "fused_dropout_dgrad"),
 }
-
-
-@pytest.fixture
-def as_on_h200(monkeypatch):
-    """Calls are drawn and lowered as on an H200; nothing runs."""
-    if reason := hopper.unavailable():
-        pytest.skip(reason)
-    monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200" if platform == "cuda" else "cpu")
-    monkeypatch.setattr(plain, "platform", lambda: "cuda")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 @pytest.mark.parametrize("kernel", KERNEL_OPS)
