@@ -40,6 +40,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "depthwise convolution": (gradients, (X, DEPTHWISE)),
     "depthwise convolution with a bias": (with_bias, (X, DEPTHWISE)),
     "batch normalisation": (lambda x: dnn.batch_norm(x, engine="hopper")[0], (X,)),
+    "layer normalisation": (lambda x: dnn.layer_norm(x, engine="hopper"), (X,)),
     "softmax": (lambda x: dnn.softmax(x, engine="hopper"), (X,)),
 }
 
@@ -91,6 +92,8 @@ def test_no_truth_value_is_converted(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(compat.fa.FragmentedArray, "astype", recorded)
     traced(1).lower(lowering_platforms=("cuda",))
+    rows = lambda x: jax.vjp(lambda x: dnn.layer_norm(x, engine="hopper"), x)[1](x)
+    jax.jit(rows).trace(jax.ShapeDtypeStruct((600, 4096), jnp.bfloat16)).lower(lowering_platforms=("cuda",))
     assert widths
     assert min(widths) > 8
 

@@ -1,6 +1,5 @@
-"""The Hopper kernels of the normalisations on the CPU: their PTX run by a small machine, and lowered for CUDA."""
+"""The Hopper kernels of rows on the CPU: in Pallas' interpreter, where they are PTX by a small machine, and lowered."""
 
-import re
 from typing import Any
 
 import jax
@@ -13,8 +12,6 @@ from jaxdnn._src import hopper
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.norm import bounds
 from jaxdnn._src.norm.spec import NormSpec
-from tests.hopper.norm_machine import NormRows
-from tests.hopper.row_machine import on_arrays
 from tests.norm.calls import DTYPES, arrays_of, check_backward, check_forward
 from tests.norm.cases import Norm, agree, in_view
 
@@ -22,9 +19,9 @@ if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 from jaxdnn._src.hopper.ptx import SIZES
+from jaxdnn._src.hopper.row_kernel import Plan
 from jaxdnn._src.norm.hopper import rows as norm
-from jaxdnn._src.norm.hopper import rows_dgrad_ptx, rows_ptx
-from jaxdnn._src.norm.hopper.rows_ptx import RowPlan
+from tests.hopper.interpreter import interpreted
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -35,214 +32,218 @@ each_length = pytest.mark.parametrize("length", LENGTHS)
 each_op = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 
 
-def run(
-    code: str, plan: RowPlan, blocks: int, arrays: list[np.ndarray], outs: list[tuple[Any, Any]]
-) -> list[np.ndarray]:
-    """Forward of x and parameters, or backward of dy, x and what follows."""
-    backward = len(arrays) > 3
-    floats = norm.backward_floats(plan) if backward else norm.forward_floats(plan, len(arrays) - 1)
-    return on_arrays(NormRows, code, arrays, outs, plan.block, blocks, floats=floats)
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """y, mean, rstd and variance by the kernel. Rows that are computed twice are a race, of equal values."""
+
+    def run(
+        x: Any, s: Any, b: Any, out: str, eps: float, *, centred: bool, plan: Plan, races: bool
+    ) -> list[np.ndarray]:
+        interpret = interpreted(monkeypatch, races=races)
+        given = [None if v is None else jnp.asarray(v) for v in (s, b)]
+        options: dict[str, Any] = {"centred": centred, "eps": eps, "out_dtype": np.dtype(DTYPES[out])}
+        found = norm.forward(jnp.asarray(x), given[0], given[1], config=plan, interpret=interpret, **options)
+        return [np.asarray(v) for v in found]
+
+    return run
 
 
-def forward(
-    x: np.ndarray,
-    s: Any,
-    b: Any,
-    names: tuple[str, str],
-    eps: float,
-    *,
-    centred: bool,
-    many: int = 1,
-    plan: RowPlan | None = None,
-    blocks: int = 2,
-) -> list[np.ndarray]:
-    """y, mean, rstd and variance by the kernel; `many` stands for a call of that many rows when it is planned."""
-    rows, length = x.shape
-    plan = plan or norm.forward_plan(length, *names, many)
-    assert plan is not None
-    blocks = min(blocks if plan.stays else rows, -(-rows // plan.rows_a_block))
-    code = rows_ptx.forward(plan, rows, blocks, centred=centred, eps=eps, scale=s is not None, bias=b is not None)
-    given = [x, *(v for v in (s, b) if v is not None)]
-    outs = [(x.shape, DTYPES[names[1]]), *[((rows,), np.float32)] * 3]
-    return run(code, plan, blocks, given, outs)
+# Length, dtype, dtype of y, rows, plan: a warp to a row, two, four and eight; rows of few vectors, ragged ends, several
+# rows at once; blocks that stay.
+FORWARD: dict[str, tuple[int, str, str, int, Plan]] = {
+    "a vector": (8, "bf16", "bf16", 8, Plan(32)),
+    "three vectors": (12, "f32", "bf16", 4, Plan(32)),
+    "a warp": (256, "f16", "f16", 8, Plan(32, 2)),
+    "a warp, ragged": (136, "f32", "f32", 4, Plan(32)),
+    "two warps, ragged": (520, "bf16", "f32", 4, Plan(64)),
+    "four warps": (2048, "bf16", "bf16", 3, Plan(128, 4)),
+    "eight warps": (1024, "f32", "f32", 3, Plan(256)),
+    "eight warps that stay": (1032, "f32", "f16", 5, Plan(256, 1, stays=True)),
+    "several that stay": (2048, "f16", "f16", 5, Plan(256, 2, stays=True)),
+}
 
 
-def backward(
-    dy: np.ndarray,
-    x: np.ndarray,
-    mean: Any,
-    rstd: Any,
-    s: Any,
-    names: tuple[str, str],
-    *,
-    centred: bool,
-    blocks: int,
-    plan: RowPlan | None = None,
-) -> list[np.ndarray]:
-    """dx, dscale and dbias by the kernel, the blocks' sums added up here."""
-    rows, length = x.shape
-    plan = plan or norm.backward_plan(length, *names)
-    assert plan is not None
-    code = rows_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=s is not None)
-    given = [dy, x, mean, rstd, *([] if s is None else [s])]
-    outs = [(x.shape, DTYPES[names[1]]), ((blocks, 2, length), np.float32)]
-    dx, sums = run(code, plan, blocks, given, outs)
-    return [dx, *sums.sum(0, dtype=np.float32)]
-
-
-def check(op: str, rows: int, length: int, names: tuple[str, str], mean: float = 0.5, **plans: Any) -> None:
-    """Both kernels within the computed bounds, forward and, from the statistics that it saved, backward."""
+@each_op
+@pytest.mark.parametrize("case", FORWARD)
+def test_forward(case: str, op: str, forward: Any):
+    length, dtype, out, rows, plan = FORWARD[case]
     n = Norm(op, (rows, length), (length,))
-    x, s, b, dy = arrays_of(n, names[0], mean)
-    out = DTYPES[names[1]]
-    many, plan = plans.get("many", 1), plans.get("forward")
-    y, *saved = forward(x, s, b, names, n.eps, centred=n.centred, many=many, plan=plan)
-    check_forward(n, x, s, b, out, y, saved)
-    options: dict[str, Any] = {"blocks": plans.get("blocks", 1), "plan": plans.get("backward")}
-    grads = backward(dy, x, saved[0], saved[1], s, names, centred=n.centred, **options)
-    check_backward(n, x, s, b, dy, out, grads)
-
-
-@each_op
-@each_dtype
-@each_length
-def test_rows(length: int, dtype: str, op: str):
-    """Fewer rows than a block takes, and a ragged last block."""
-    check(op, 3, length, (dtype, dtype))
-    if length <= 1000:
-        check(op, 13, length, (dtype, dtype), blocks=3)
-
-
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@each_dtype
-def test_result_of_another_dtype(dtype: str, out_dtype: str):
-    check("layer_norm", 5, 136, (dtype, out_dtype), blocks=2)
-
-
-@pytest.mark.parametrize(("dtype", "mean"), [("f32", 1e4), ("bf16", 100.0), ("f16", 100.0)])
-@pytest.mark.parametrize("length", [136, 1000])
-def test_mean_far_from_zero(length: int, dtype: str, mean: float):
-    check("layer_norm", 5, length, (dtype, dtype), mean)
-
-
-@each_op
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("length", [128, 1000])
-def test_several_rows_at_once(length: int, dtype: str, op: str):
-    """How a call of many rows is dealt out, on rows that do not fill the last block."""
-    plan = norm.forward_plan(length, dtype, dtype, 1 << 20)
-    assert plan is not None
-    assert plan.rows == 4
-    check(op, plan.rows_a_block + 3, length, (dtype, dtype), many=1 << 20)
-
-
-@each_op
-@each_dtype
-@pytest.mark.parametrize(("length", "threads", "groups"), [(512, 32, 4), (504, 64, 2), (2048, 512, 1)])
-def test_blocks_that_stay(length: int, threads: int, groups: int, dtype: str, op: str):
-    """Two blocks, several rounds of rows, the last of which not all groups have; and fewer rows than blocks."""
-    vectors = -(-length * SIZES[dtype] // 16 // threads)
-    for rows in (1, 2):
-        for shared in (False, True):
-            plan = RowPlan(length, dtype, dtype, threads, vectors, groups, rows, stays=True, shared=shared)
-            for count in (4 * plan.rows_a_block + 3, 1):
-                check(op, count, length, (dtype, dtype), forward=plan)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("length", [6152, 8192, 16384])
-def test_long_rows_of_16_bits(length: int, dtype: str):
-    """Forward with as many rows at a time as many calls have; the bits are those of a call of one row."""
-    plan, lone = (norm.forward_plan(length, dtype, dtype, many) for many in (1 << 20, 1))
-    assert plan is not None
-    assert lone is not None
-    assert plan.stays
-    n = Norm("layer_norm", (7, length), (length,))
     x, s, b, _ = arrays_of(n, dtype, 0.5)
-    y, *saved = forward(x, s, b, (dtype, dtype), n.eps, centred=True, plan=plan)
-    agree(y, np.asarray(n.definition(x, s, b)[0]), bounds.from_definition(n.problem(x, s, b))[0], x.dtype, "y")
-    alone = forward(x[4:5], s, b, (dtype, dtype), n.eps, centred=True, plan=lone)
-    for one, whole in zip(alone, [y, *saved], strict=True):
-        np.testing.assert_array_equal(one.view(np.uint8), whole[4:5].view(np.uint8))
+    ragged = length % (plan.threads * 16 // SIZES[dtype]) != 0
+    races = plan.threads <= 128 or not ragged  # a ragged end is stored by two warpgroups, with the same bits
+    y, *saved = forward(x, s, b, out, n.eps, centred=n.centred, plan=plan, races=races)
+    check_forward(n, x, s, b, DTYPES[out], y, saved)
 
 
-@each_op
-@each_dtype
-@pytest.mark.parametrize(("length", "threads", "groups"), [(512, 32, 4), (504, 64, 2), (2048, 512, 1)])
-def test_scale_in_registers_backward(length: int, threads: int, groups: int, dtype: str, op: str):
-    """Two blocks, several rows each, the last of which not all groups have."""
-    vectors = -(-length * SIZES[dtype] // 16 // threads)
-    plan = RowPlan(length, dtype, dtype, threads, vectors, groups, keeps=True)
-    check(op, 4 * groups + 3, length, (dtype, dtype), backward=plan, blocks=2)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_forward_of_rows_that_fill_no_warpgroup(rows: int, forward: Any):
+    n = Norm("layer_norm", (rows, 64), (64,))
+    x, s, b, _ = arrays_of(n, "f32", 0.5)
+    y, *saved = forward(x, s, b, "f32", n.eps, centred=True, plan=Plan(32), races=False)
+    check_forward(n, x, s, b, np.float32, y, saved)
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_one_barrier_less_is_a_race(which: int):
-    """Of those behind scale and bias, mean and variance."""
-    plan = RowPlan(504, "bf16", "bf16", 64, 1, 2, 2, stays=True, shared=True)
-    x, s, b, _ = arrays_of(Norm("layer_norm", (9, 504), (504,)), "bf16", 0.5)
-    whole = rows_ptx.forward(plan, 9, 2, centred=True, eps=1e-5, scale=True, bias=True)
-    barriers = list(re.finditer(r"(?m)^bar\.sync .*\n", whole))
-    assert len(barriers) == 3
-    code = whole[: barriers[which].start()] + whole[barriers[which].end() :]
-    outs = [(x.shape, x.dtype), *[((9,), np.float32)] * 3]
-    with pytest.raises(RuntimeError, match="race for shared byte"):
-        run(code, plan, 2, [x, s, b], outs)
-
-
-@pytest.mark.parametrize("kept", ["not", "registers", "shared"])
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("given", [(), ("scale",), ("bias",)])
-def test_without_all_parameters(given: tuple[str, ...], kept: str):
-    n = Norm("layer_norm", (5, 136), (136,))
+def test_forward_without_all_parameters(given: tuple[str, ...], stays: bool, forward: Any):
+    n = Norm("layer_norm", (4, 64), (64,))
     x, s, b, _ = arrays_of(n, "bf16", 0.5)
     s, b = s if "scale" in given else None, b if "bias" in given else None
-    plan = RowPlan(136, "bf16", "f32", 32, 1, 4, 1, stays=kept != "not", shared=kept == "shared")
-    y, *_ = forward(x, s, b, ("bf16", "f32"), n.eps, centred=True, plan=plan)
+    y, *_ = forward(x, s, b, "f32", n.eps, centred=True, plan=Plan(32, stays=stays), races=True)
     agree(y, *bounds.forward(n.problem(x, s, b)), np.float32, "y")
 
 
+@pytest.mark.parametrize(("dtype", "mean"), [("f32", 1e4), ("bf16", 100.0), ("f16", 100.0)])
+def test_forward_of_a_mean_far_from_zero(dtype: str, mean: float, forward: Any):
+    n = Norm("layer_norm", (4, 136), (136,))
+    x, s, b, _ = arrays_of(n, dtype, mean)
+    y, *saved = forward(x, s, b, dtype, n.eps, centred=True, plan=Plan(32), races=True)
+    check_forward(n, x, s, b, DTYPES[dtype], y, saved)
+
+
+@pytest.mark.parametrize("threads", [32, 64, 256])
+def test_forward_adds_in_the_stated_order(threads: int, forward: Any):
+    """The mean's bits: of two slots, the second half full, and a thread's vectors of one number each.
+
+    Which of a vector's elements are added first the interpreter does not say.
+    """
+    n = Norm("layer_norm", (4, 12 * threads), (12 * threads,))
+    x = arrays_of(n, "bf16", 0.5)[0].reshape(4, -1, 8)
+    x[..., 1:] = 0
+    first, half = x[:, :threads, 0].astype(np.float32), threads // 2
+    last = np.where(np.arange(threads) < half, 0, x[:, half:, 0].astype(np.float32))
+    total = (first + last).reshape(4, -1, *(2,) * 5)
+    for _ in range(5):
+        total = total[:, :, 0] + total[:, :, 1]
+    while total.shape[1] > 1:
+        total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
+    races = threads <= 128
+    mean = forward(x.reshape(4, -1), None, None, "f32", n.eps, centred=True, plan=Plan(threads), races=races)[1]
+    np.testing.assert_array_equal(mean, total[:, 0] * np.float32(1 / (12 * threads)))
+
+
+def test_bits_do_not_depend_on_how_rows_are_dealt_out(forward: Any):
+    n = Norm("layer_norm", (8, 520), (520,))
+    x, s, b, _ = arrays_of(n, "bf16", 0.5)
+    lone = forward(x, s, b, "bf16", n.eps, centred=True, plan=Plan(64), races=True)
+    many = forward(x, s, b, "bf16", n.eps, centred=True, plan=Plan(64, 4), races=True)
+    stay = forward(x, s, b, "bf16", n.eps, centred=True, plan=Plan(64, 2, stays=True), races=True)
+    few = forward(x[2:4], s, b, "bf16", n.eps, centred=True, plan=Plan(64), races=True)
+    for one, *others, part in zip(lone, many, stay, few, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+        np.testing.assert_array_equal(one[2:4].view(np.uint8), part.view(np.uint8))
+
+
+def test_threads_depend_on_the_length_alone():
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for length in range(8, 20000, 8):
+            plans = [norm.plan(length, dtype, rows) for rows in (1, 600, 1 << 20)]
+            assert len({plan and plan.threads for plan in plans}) == 1
+            vectors = length * np.dtype(dtype).itemsize // 16
+            assert all(plan is None or vectors >= plan.threads or plan.threads == 32 for plan in plans)
+
+
+def test_what_is_not_finite_stays_in_its_row_forward(forward: Any):
+    n = Norm("layer_norm", (4, 136), (136,))
+    x, s, b, _ = arrays_of(n, "f32", 0.5)
+    clean = forward(x, s, b, "f32", n.eps, centred=True, plan=Plan(32), races=True)[0]
+    x[1, 3], x[2, 135] = np.nan, np.inf
+    y = forward(x, s, b, "f32", n.eps, centred=True, plan=Plan(32), races=True)[0]
+    assert np.isnan(y[1:3]).all()
+    np.testing.assert_array_equal(y[[0, 3]], clean[[0, 3]])
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def saved_of(n: Norm, x: np.ndarray, s: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and 1 / deviation, as they are saved."""
+    stats = bounds.normalised(n.problem(x, s, b))
+    narrow = lambda v: np.asarray(v, np.float32).reshape(len(x))
+    return narrow(stats.mean), narrow(stats.rstd)
+
+
+@pytest.fixture
+def backward(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """dx, dscale and dbias by the kernel."""
+
+    def run(n: Norm, arrays: Any, out: str, saved: Any, *, plan: Plan, races: bool = False) -> list[np.ndarray]:
+        x, s, _, dy = arrays
+        options: dict[str, Any] = {"centred": n.centred, "out_dtype": np.dtype(DTYPES[out]), "config": plan}
+        options["interpret"] = interpreted(monkeypatch, races=races)
+        given = [None if v is None else jnp.asarray(v) for v in (dy, x, *saved, s)]
+        return [np.asarray(v) for v in norm.backward(*given, **options)]  # pyright: ignore[reportArgumentType]
+
+    return run
+
+
+def stays(threads: int, groups: int = 1, *, keeps: bool = True) -> Plan:
+    return Plan(threads, stays=True, groups=groups, keeps=keeps)
+
+
+# Length, dtype, dtype of dx, rows, plan: rows of part of a warp, a warp, two, four, eight; ragged ends, several groups
+# of rows to a block, several rounds, the last of which not all groups have, and fewer rows than a group has. Rows, and
+# vectors of a ragged end, that are stored twice are a race, of equal values.
+BACKWARD: dict[str, tuple[int, str, str, int, Plan]] = {
+    "a vector": (8, "bf16", "bf16", 5, stays(32)),
+    "part of a warp": (64, "f32", "f32", 32, stays(32)),
+    "a warp, ragged": (136, "f32", "bf16", 5, stays(32, keeps=False)),
+    "warps of several groups": (512, "f32", "f32", 32, stays(32, 2)),
+    "two warps, ragged": (520, "bf16", "f16", 13, stays(64, 2)),
+    "four warps": (2048, "f16", "f16", 14, stays(128, 2)),
+    "four warps, a part of the last round": (1024, "bf16", "f32", 7, stays(128, 2, keeps=False)),
+    "eight warps": (2048, "bf16", "bf16", 5, stays(256)),
+}
+
+
 @each_op
-def test_without_parameters(op: str):
+@pytest.mark.parametrize("case", BACKWARD)
+def test_backward(case: str, op: str, backward: Any):
+    length, dtype, out, rows, plan = BACKWARD[case]
+    n = Norm(op, (rows, length), (length,))
+    x, s, b, dy = arrays = arrays_of(n, dtype, 0.5)
+    races = case in ("part of a warp", "warps of several groups", "four warps", "eight warps")
+    grads = backward(n, arrays, out, saved_of(n, x, s, b), plan=plan, races=races)
+    check_backward(n, x, s, b, dy, DTYPES[out], grads)
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [("f32", 1e4), ("bf16", 100.0), ("f16", 100.0)])
+def test_backward_of_a_mean_far_from_zero(dtype: str, mean: float, backward: Any):
+    n = Norm("layer_norm", (5, 136), (136,))
+    x, s, b, dy = arrays = arrays_of(n, dtype, mean)
+    grads = backward(n, arrays, dtype, saved_of(n, x, s, b), plan=stays(32))
+    check_backward(n, x, s, b, dy, DTYPES[dtype], grads)
+
+
+@each_op
+def test_backward_without_scale(op: str, backward: Any):
     n = Norm(op, (3, 136), (136,))
     x, _, _, dy = arrays_of(n, "f32", 0.5)
-    y, *saved = forward(x, None, None, ("f32", "f32"), n.eps, centred=n.centred)
     p = n.problem(x, None, None)
-    agree(y, bounds.forward(p)[0], bounds.forward(p)[1], np.float32, "y")
-    grads = backward(dy, x, saved[0], saved[1], None, ("f32", "f32"), centred=n.centred, blocks=1)
+    grads = backward(n, (x, None, None, dy), "f32", saved_of(n, x, None, None), plan=stays(32))
     for found, (golden, error) in zip(grads, bounds.backward(p, in_view(n, dy, p.x.shape)), strict=True):
         agree(found, golden.reshape(found.shape), error.reshape(found.shape), np.float32, "a gradient")
 
 
-@each_dtype
-@pytest.mark.parametrize("length", [8, 136, 2056])
-def test_bits_depend_on_the_row_alone(length: int, dtype: str):
-    """The promise of batch_invariant: of y, of the statistics, and of dx, however rows are dealt out."""
-    n = Norm("layer_norm", (9, length), (length,))
-    x, s, b, dy = arrays_of(n, dtype, 0.5)
-    names = (dtype, dtype)
-    whole = forward(x, s, b, names, n.eps, centred=True, many=1 << 20)
-    alone = forward(x[4:5], s, b, names, n.eps, centred=True)
-    for one, all_rows in zip(alone, whole, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint8), all_rows[4:5].view(np.uint8))
-    dx = backward(dy, x, whole[1], whole[2], s, names, centred=True, blocks=2)[0]
-    one = backward(dy[4:5], x[4:5], alone[1], alone[2], s, names, centred=True, blocks=1)[0]
-    np.testing.assert_array_equal(one.view(np.uint8), dx[4:5].view(np.uint8))
-
-
-@each_dtype
-def test_what_is_not_finite_stays_in_its_row(dtype: str):
+def test_what_is_not_finite_stays_in_its_row_backward(backward: Any):
     n = Norm("layer_norm", (4, 136), (136,))
-    x, s, b, dy = arrays_of(n, dtype, 0.5)
-    clean = forward(x, s, b, (dtype, dtype), n.eps, centred=True)[0]
+    x, s, b, dy = arrays_of(n, "f32", 0.5)
+    mean, rstd = saved_of(n, x, s, b)
     x[1, 3], x[2, 135] = np.nan, np.inf
-    y, mean, rstd, _ = forward(x, s, b, (dtype, dtype), n.eps, centred=True)
-    assert np.isnan(y[1:3].astype(np.float32)).all()
-    np.testing.assert_array_equal(y[[0, 3]].astype(np.float32), clean[[0, 3]].astype(np.float32))
-    dx, dscale, dbias = backward(dy, x, mean, rstd, s, (dtype, dtype), centred=True, blocks=1)
-    assert np.isnan(dx[1:3].astype(np.float32)).all()
-    assert np.isfinite(dx[[0, 3]].astype(np.float32)).all()
+    mean[1:3], rstd[1:3] = np.nan, np.nan
+    dx, dscale, dbias = backward(n, (x, s, b, dy), "f32", (mean, rstd), plan=stays(32))
+    assert np.isnan(dx[1:3]).all()
+    assert np.isfinite(dx[[0, 3]]).all()
     assert np.isnan(dscale).all()
     assert np.isfinite(dbias).all()
+
+
+def test_threads_depend_on_the_length_alone_backward():
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for length in range(8, 20000, 8):
+            plan, vectors = norm.backward_plan(length, dtype), length * np.dtype(dtype).itemsize // 16
+            assert plan is None or vectors >= plan.threads or plan.threads == 32
 
 
 # ---- lowered for CUDA ------------------------------------------------------------------------------------------------
@@ -264,6 +265,14 @@ def test_lowers_for_cuda(length: int, dtype: str, out_dtype: str):
 
     lowered = jax.jit(both).trace(x, row, row).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu") >= 4
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("length", [1000, 4104])
+def test_lowers_where_64_bits_are_on(length: int):
+    x, row = jax.ShapeDtypeStruct((2001, length), jnp.bfloat16), jax.ShapeDtypeStruct((length,), jnp.float32)
+    run = lambda x, s: norm.forward(x, s, None, centred=False, eps=1e-5, out_dtype=np.dtype(np.float32))
+    jax.jit(run).trace(x, row).lower(lowering_platforms=("cuda",))
 
 
 def test_rows_that_do_not_fit_are_refused():

@@ -142,7 +142,7 @@ KERNELS = (
         f"{_PALLAS}.mosaic_gpu",
         "a launch: its grid, shared memory and barriers",
         "kernel(out_type, scratch_types, compiler_params, grid, grid_names, cluster, cluster_names, num_threads, "
-        "thread_name)",
+        "thread_name, interpret)",
         "CompilerParams(lowering_semantics, unsafe_no_auto_barriers)",
         "LoweringSemantics.Lane",
         "SMEM",
@@ -167,6 +167,8 @@ KERNELS = (
         "layout_cast",
         "Layout.WGMMA",
         "Layout.WG_STRIDED",
+        "Layout.TILED",
+        "broadcasted_iota(layout)",
     ),
     *_names(
         f"{_PALLAS}.mosaic_gpu",
@@ -185,6 +187,13 @@ KERNELS = (
         "wgmma(swizzle)",
     ),
     *_names(f"{_MOSAIC}.fragmented_array", "the accumulator's layout", "WGMMA_LAYOUT", "optimization_barrier"),
+    *_names(
+        f"{_MOSAIC}.fragmented_array",
+        "which thread has which elements of a row",
+        "TiledLayout(tiling, warp_dims, lane_dims, vector_dim, _check_canonical)",
+        "Tiling",
+        "Replicated",
+    ),
     *_names(
         f"{_MOSAIC}.mma_utils",
         "wgmma's descriptors of operands that lie unlike Pallas' own",

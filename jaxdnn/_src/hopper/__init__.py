@@ -1,7 +1,7 @@
 """What the kernels for compute capability 9.0 (H100, H200, GH200) share.
 
-Convolutions are Pallas kernels (Mosaic GPU). The kernels of pooling and dropout, and some of those of norms and
-softmax, are PTX text, which an otherwise empty Pallas kernel launches (`launch`).
+Convolutions, and layer and RMS norm (`rows`, `row_kernel`), are Pallas kernels (Mosaic GPU). The kernels of pooling,
+dropout and softmax, and the others of norms, are PTX text, which an otherwise empty Pallas kernel launches (`launch`).
 """
 
 import functools as ft

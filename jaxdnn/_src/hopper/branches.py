@@ -111,7 +111,6 @@ EVERY: dict[str, dict[str, tuple[Any, ...]]] = {
         "rows at once": (1, 2, 4),
         "stays": YES_NO,
         "keeps": YES_NO,
-        "shared": YES_NO,
     },
     "norm images": {
         "operands": ("bf16", "f16", "f32"),

@@ -1,67 +1,56 @@
-"""Layer and RMS normalisation of rows on Hopper: rows in registers. PTX text.
+"""Layer and RMS normalisation of rows on Hopper: rows in registers, in plain Pallas.
 
-Schedule. Rows are contiguous in memory. Forward, a group of 32 to 1024 threads loads the 16-byte vectors of a row into
-registers, all before the first use, and computes mean and centred second moment from them: x is read once. There are
-many small blocks: while some wait for memory, others compute. For long rows, and backward, one persistent block on each
-multiprocessor processes many rows, because scale and bias, or their gradients, stay in its registers or shared memory;
-it loads the next row while it computes one. Backward, the blocks store their sums, which XLA adds. `rows_ptx` and
-`rows_dgrad_ptx` emit the instructions and state their order.
+Forward. Rows are contiguous in memory. 32 to 1024 threads load the 16-byte vectors of a row into registers, all before
+the first use, and compute mean and centred second moment from them: x is read once. There are many small blocks: while
+some wait for memory, others compute. For long rows one persistent block on each multiprocessor processes many rows,
+because scale and bias stay in its registers; it loads the next rows while it computes some.
+
+Backward. One persistent block of 512 threads on each multiprocessor processes many rows, because the gradients of scale
+and bias stay in its registers; it loads the next rows while it computes some. The blocks store their sums, which XLA
+adds.
+
+`hopper.rows` states the order of additions. What the compiler may contract to fused multiply-adds is what has no other
+use: products that are added, and scale and bias. Means are not, so that a row has the same bits whatever rows are
+computed beside it.
 
 Limits. The statistics' axes are the last ones, and scale and bias vary along these only; a row's bytes are a multiple
 of 16, and fit into a block's registers; bfloat16, float16 or float32.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
-from jaxdnn._src.hopper.launch import launch
-from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
-from jaxdnn._src.norm.hopper import rows_dgrad_ptx, rows_ptx
-from jaxdnn._src.norm.hopper.rows_ptx import RowPlan
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.hopper.row_kernel import Plan, Step, over_rows
+from jaxdnn._src.hopper.rows import VECTOR_BYTES, Exchange, Rows
+
+F32 = jnp.float32
 
 
-def forward_plan(length: int, dtype: str, out_dtype: str, rows: int = 1 << 30) -> RowPlan | None:
+def plan(length: int, dtype: Any, rows: int = 1 << 30) -> Plan | None:
     """How rows of a length are partitioned over threads; None if they do not fit.
 
-    A thread has sixteen elements of a row, of four rows at a time if there are many rows; with 32-bit elements a block
-    has 256 threads. This was fastest on an H200 (`benchmarks/notes-hopper-norm.md`). Rows of more than 4096 16-bit
-    elements need too many registers for two blocks at a time, so one persistent block runs; beyond 8192 elements it has
-    no registers left for scale and bias. Threads and vectors, and so the order of additions, depend on length alone.
+    A thread has sixteen elements of a row, and of several rows at a time if there are many and elements have 16 bits.
+    256 and 512 threads have more, 24 or 32, where the alternative is twice as many threads. This was fastest on an H200
+    (`benchmarks/notes-hopper-norm.md`), with one persistent block on each multiprocessor for more than 2048 elements.
+    Threads, and so the order of additions, depend on length and dtype alone.
     """
-    vectors = length * SIZES[dtype] // VECTOR_BYTES
-    if SIZES[dtype] == 2 and 512 < vectors <= 2048:
-        threads, shared = (512, False) if vectors <= 1024 else (1024, True)
-        at_once = 2 if not shared and rows >= 4 * MULTIPROCESSORS else 1
-        each = -(-vectors // threads)
-        return RowPlan(length, dtype, out_dtype, threads, each, 1, at_once, stays=True, shared=shared)
-    most = 2 if SIZES[dtype] == 2 else 4
-    threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), 512)
-    each = -(-vectors // threads)
-    at_once = 4 if each <= 2 and SIZES[dtype] == 2 and rows >= 16 * MULTIPROCESSORS else 1
-    block = 128 if SIZES[dtype] == 2 else 256
-    return RowPlan(length, dtype, out_dtype, threads, each, max(1, block // threads), at_once) if each <= 8 else None
-
-
-def backward_plan(length: int, dtype: str, out_dtype: str) -> RowPlan | None:
-    """As `forward_plan`; a thread has at most 16 elements, because it keeps sums too, and blocks are large."""
-    vectors = length * SIZES[dtype] // VECTOR_BYTES
-    most = 2 if SIZES[dtype] == 2 else 4
-    threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= most * t), None)
+    narrow = np.dtype(dtype).itemsize == 2
+    vectors = length * np.dtype(dtype).itemsize // VECTOR_BYTES
+    most = {32: 2, 64: 2, 128: 2, 256: 3, 512: 3, 1024: 2} if narrow else {32: 4, 64: 4, 128: 4, 256: 8, 512: 8}
+    threads = next((t for t, slots in most.items() if vectors <= slots * t), None)
     if threads is None:
         return None
-    each = -(-vectors // threads)
-    groups = (1024 if each * 2 <= most else 512) // threads
-    return RowPlan(length, dtype, out_dtype, threads, each, groups, keeps=threads <= (64 if most == 2 else 32))
-
-
-def forward_blocks(plan: RowPlan, rows: int) -> int:
-    blocks = -(-rows // plan.rows_a_block)
-    return min(MULTIPROCESSORS, blocks) if plan.stays else blocks
+    stays = narrow and threads > 128
+    slots = threads * -(-vectors // threads)  # of a row
+    at_once = next(rows for rows in (4, 2, 1) if rows * slots <= 2048) if narrow else 1
+    many = rows >= (2 * at_once if stays else 16) * MULTIPROCESSORS
+    return Plan(threads, at_once if many else 1, stays)
 
 
 def forward(
@@ -72,28 +61,69 @@ def forward(
     centred: bool,
     eps: float,
     out_dtype: Any,
-    config: RowPlan | None = None,
+    config: Plan | None = None,
+    interpret: Any = None,
 ) -> Any:
     """y, mean, rstd and variance of x (rows, length)."""
-    rows, length = x.shape
-    plan = config or forward_plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], rows)
-    if plan is None:
+    count, length = x.shape
+    chosen = config or plan(length, x.dtype, count)
+    if chosen is None:
         raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
-    _record("forward", plan)
-    given = [v for v in (scale, bias) if v is not None]
-    blocks = forward_blocks(plan, rows)
-    options: dict[str, Any] = {"centred": centred, "eps": eps}
-    code = rows_ptx.forward(plan, rows, blocks, scale=scale is not None, bias=bias is not None, **options)
-    statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
-    floats = forward_floats(plan, len(given))
-    return launch(code, [x, *given], outs, name="norm", blocks=blocks, threads=plan.block, floats=floats)
+    _record(x, chosen, "forward")
+    given = {name: v for name, v in (("scale", scale), ("bias", bias)) if v is not None}
+
+    def work(step: Step) -> Any:
+        rows = step.rows
+        d, mean, variance = _statistics(rows, step.exchange, step.sources[0], centred=centred)
+        rstd = lax.rsqrt(variance + eps)
+
+        def y() -> Iterator[tuple[Array]]:
+            for slot in range(rows.slots):
+                of_slot = dict(zip(given, step.parameters(slot), strict=True))
+                y = d[slot] * rows.wide(rstd)
+                y = y * of_slot["scale"] if "scale" in given else y
+                yield (y + of_slot["bias"] if "bias" in given else y,)
+
+        return y(), (mean, rstd, variance)
+
+    exchanges = 1 if not centred else 3 if x.dtype == F32 else 2
+    options: dict[str, Any] = {"result": out_dtype, "statistics": 3, "exchanges": exchanges}
+    return over_rows(work, chosen, [x], [*given.values()], name="norm", interpret=interpret, **options)
 
 
-def forward_floats(plan: RowPlan, parameters: int) -> int:
-    """Floats of a block's shared memory, forward."""
-    floats = 3 * plan.slots(plan.rows) * (2 if plan.stays else 1)  # exchanges, doubled for rows one after another
-    return max(floats + (plan.length * parameters if plan.shared else 0), 32)
+def _record(x: Array, plan: Plan, which: str) -> None:
+    keeps, decided = plan.stays and plan.keeps, {"threads": plan.threads, "rows_at_once": plan.at_once}
+    branches.record(
+        "norm rows", operands=NAMES[np.dtype(x.dtype)], pass_=which, stays=plan.stays, keeps=keeps, **decided
+    )
+
+
+def _statistics(rows: Rows, exchange: Exchange, x: list[Array], *, centred: bool) -> tuple[list[Array], Array, Array]:
+    """x - mean, mean and variance of the rows."""
+
+    def mean_of(slots: list[Array]) -> Array:
+        return lax.optimization_barrier(exchange.join(rows.parts(slots))[0] * (1 / rows.length))
+
+    d, mean = [slot.astype(F32) for slot in x], rows.zeros()
+    if centred:
+        mean = mean_of(d)
+        d = [v - rows.wide(mean) for v in d]
+        if x[0].dtype == F32:  # corrects for the rounding of the mean
+            rest = mean_of(d)
+            d, mean = [v - rows.wide(rest) for v in d], mean + rest
+    return d, mean, mean_of([v * v for v in d])
+
+
+def backward_plan(length: int, dtype: Any) -> Plan | None:
+    """How rows of a length are partitioned over threads for the gradients; None if they do not fit.
+
+    A thread has at most 16 elements, because it keeps sums too; scale beside them where rows of 16 bits leave registers
+    for it.
+    """
+    narrow = np.dtype(dtype).itemsize == 2
+    vectors = length * np.dtype(dtype).itemsize // VECTOR_BYTES
+    threads = next((t for t in (32, 64, 128, 256, 512) if vectors <= (2 if narrow else 4) * t), None)
+    return None if threads is None else Plan(threads, stays=True, groups=512 // max(threads, 128), keeps=narrow)
 
 
 def backward(
@@ -105,30 +135,46 @@ def backward(
     *,
     centred: bool,
     out_dtype: Any,
-    config: RowPlan | None = None,
+    config: Plan | None = None,
+    interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
     """dx, dscale and dbias of dy and x (rows, length), mean and rstd (rows,)."""
-    rows, length = x.shape
-    plan = config or backward_plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)])
-    if plan is None:
-        raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
-    _record("backward", plan)
-    blocks = min(MULTIPROCESSORS, -(-rows // plan.groups))
-    code = rows_dgrad_ptx.backward(plan, rows, blocks, centred=centred, scale=scale is not None)
-    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), jax.ShapeDtypeStruct((blocks, 2, length), jnp.float32))
-    floats = backward_floats(plan)
-    given = [dy, x, mean, rstd] + ([] if scale is None else [scale])
-    dx, sums = launch(code, given, outs, name="norm_dgrad", blocks=blocks, threads=plan.block, floats=floats)
+    chosen = config or backward_plan(x.shape[1], x.dtype)
+    if chosen is None:
+        raise ValueError(f"`x` must have rows that fit into registers, got {x.shape[1]} elements.")
+    _record(x, chosen, "backward")
+    corrects = centred and x.dtype == F32
+
+    def work(step: Step) -> Any:
+        rows, share = step.rows, 1 / x.shape[1]
+        mean, rstd = step.numbers
+        dy, d = ([v.astype(F32) for v in values] for values in step.sources)
+        if centred:
+            d = [v - rows.wide(mean) for v in d]
+        scales = [step.parameters(slot) for slot in range(rows.slots)]
+        g = [v * s[0] if s else v for v, s in zip(dy, scales, strict=True)]
+        terms = [[a * b for a, b in zip(g, d, strict=True)], *([g] if centred else []), *([d] if corrects else [])]
+        along, *others = step.exchange.join(*(rows.parts(values) for values in terms))
+        total = others[0] * share if centred else None
+        if corrects:  # for the rounding of the saved mean
+            rest = lax.optimization_barrier(others[1] * share)
+            along = along - rest * others[0]
+            d = [v - rows.wide(rest) for v in d]
+        along = lax.optimization_barrier(along * rstd * share)
+
+        def slots() -> Iterator[tuple[Array, ...]]:
+            for dy_slot, g_slot, d_slot in zip(dy, g, d, strict=True):
+                h = d_slot * rows.wide(rstd)
+                inner = g_slot - rows.wide(total) if total is not None else g_slot
+                counted = step.counted(dy_slot)
+                yield (inner - h * rows.wide(along)) * rows.wide(rstd), counted * h, counted
+
+        return slots(), ()
+
+    parameters = [] if scale is None else [scale]
+    options: dict[str, Any] = {"result": out_dtype, "sums": 2, "exchanges": 1, "values": 1 + centred + corrects}
+    dx, sums = over_rows(
+        work, chosen, [dy, x], parameters, [mean, rstd], name="norm_dgrad", interpret=interpret, **options
+    )
     dscale, dbias = jnp.sum(sums, 0)
     return dx, dscale, dbias
-
-
-def backward_floats(plan: RowPlan) -> int:
-    """Floats of a block's shared memory, backward."""
-    return max(2 * plan.slots(3) + (2 * plan.length * plan.groups if plan.groups > 1 else 0), 32)
-
-
-def _record(which: str, plan: RowPlan) -> None:
-    decided: dict[str, Any] = {"stays": plan.stays, "keeps": plan.keeps, "shared": plan.shared}
-    threads = {"threads": plan.threads, "rows_at_once": plan.rows}
-    branches.record("norm rows", operands=plan.dtype, pass_=which, **threads, **decided)

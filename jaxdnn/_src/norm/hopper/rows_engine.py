@@ -1,4 +1,4 @@
-"""Layer and RMS normalisation over the last axes by the `hopper` engine: which calls `rows` serves, and how."""
+"""Layer and RMS normalisation over the last axes by the `hopper` engine: which calls its kernels serve, and how."""
 
 import math
 from typing import Any
@@ -7,7 +7,6 @@ from jax import Array
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import MULTIPROCESSORS
-from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper.kind import Kind, size_of, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
 
@@ -32,15 +31,14 @@ def _unsupported(call: engines.Call) -> str | None:
 
 
 def _too_long(call: engines.Call) -> str | None:
-    from jaxdnn._src.norm.hopper import rows as norm
+    from jaxdnn._src.norm.hopper import rows
 
-    names = [NAMES[dtype] for dtype in (x_of(call).dtype, call.spec.out_dtype)]
-    plan = (norm.forward_plan if call.op == "norm" else norm.backward_plan)(_length(call), names[0], names[1])
+    plan = (rows.plan if call.op == "norm" else rows.backward_plan)(_length(call), x_of(call).dtype)
     return None if plan else f"its kernels take rows that fit into registers, not {_length(call)} elements"
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
-    from jaxdnn._src.norm.hopper import rows as norm
+    from jaxdnn._src.norm.hopper import rows
 
     spec: NormSpec = call.spec
     shape, length = x_of(call).shape, _length(call)
@@ -50,12 +48,12 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     if call.op == "norm":
         x, *parameters = operands
         scale, bias = spec.split([p.reshape(length) for p in parameters])
-        y, *statistics = norm.forward(x.reshape(-1, length), scale, bias, eps=spec.eps, **options)
+        y, *statistics = rows.forward(x.reshape(-1, length), scale, bias, eps=spec.eps, **options)
         return y.reshape(shape), *(s.reshape(reduced) for s in statistics)
     dy, x, mean, rstd, *parameters = operands
     scale = parameters[0].reshape(length) if parameters else None
-    rows = [v.reshape(-1, length) for v in (dy, x)]
-    dx, *gradients = norm.backward(rows[0], rows[1], mean.reshape(-1), rstd.reshape(-1), scale, **options)
+    dy, x = (v.reshape(-1, length) for v in (dy, x))
+    dx, *gradients = rows.backward(dy, x, mean.reshape(-1), rstd.reshape(-1), scale, **options)
     own = (1,) * (rank - kept) + shape[rank - kept :]
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 
