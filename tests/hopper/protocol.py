@@ -407,6 +407,8 @@ class Warpgroup:
                     self.knows(self.tensor, self.products)
             case "start_accumulator" | "scaled" | "_named":
                 pass
+            case "store":
+                self.threads(views[0], "store")
             case "prepare":
                 self.threads(self.own_barrier(views[0]), "store")
                 self.meet()

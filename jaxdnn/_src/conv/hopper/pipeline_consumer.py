@@ -9,7 +9,7 @@ from jax import Array, lax
 from jaxdnn._src.conv.hopper.pipeline_block import Block
 from jaxdnn._src.core.compat import pl, plgpu
 from jaxdnn._src.hopper.launch import when
-from jaxdnn._src.hopper.wgmma import finish_accumulator, multiply, start_accumulator
+from jaxdnn._src.hopper.wgmma import finish_accumulator, multiply, start_accumulator, store
 
 _load: Any = plgpu.load  # typed otherwise by older JAX releases
 REGISTERS = 232
@@ -171,7 +171,7 @@ class Consumer(Block):
                 bias = lax.broadcast_in_dim(vector, value.shape, (1,))
             value = problem.finish(value, tiles, bias)
         plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)
-        self.out_matrix[self.wg, buffer] = value.astype(problem.out_dtype)
+        store(value.astype(problem.out_dtype), self.out_matrix.at[self.wg, buffer])
         plgpu.commit_smem()
         where = self.position(place, place[-1] * self.config.columns + c * width, width)
         plgpu.copy_smem_to_gmem(self.out_box.at[(self.wg, buffer, *self.image)], self.y.at[where])

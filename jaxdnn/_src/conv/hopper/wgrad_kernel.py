@@ -286,7 +286,7 @@ class _DirectBlock(_Block):
         """Stores 64 x 64 results. Every call commits one group of copies; the wait for a buffer counts these groups."""
         problem = self.problem
         plgpu.wait_smem_to_gmem(STAGED - 1, wait_read_only=True)
-        self.out_matrix[self.wg, buffer] = value.astype(problem.dtype)
+        wgmma.store(value.astype(problem.dtype), self.out_matrix.at[self.wg, buffer])
         plgpu.commit_smem()
         k, x = (column, row) if self.walk.x_left else (row, column)
         tap, c = self.column(x)
