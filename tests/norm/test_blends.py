@@ -1,6 +1,7 @@
 """The blends of batch normalisation: alpha computed + beta prior, forward and of all three gradients."""
 
 import functools as ft
+import re
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src import hopper
 from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases.case import generator
-from jaxdnn._src.core import tolerance
+from jaxdnn._src.core import engines, tolerance
 from jaxdnn._src.norm import bounds as norm_bounds
 from jaxdnn._src.norm import cases as family
 from tests.norm import cases
@@ -215,6 +217,21 @@ def test_an_activation_keeps_nothing_wider_than_the_array(activation: Any, resid
     back = jax.eval_shape(lambda x: jax.vjp(lambda x: dnn.batch_norm(x, **fused)[0], x)[1], x)
     large = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) == x.size]
     assert [np.dtype(leaf.dtype) for leaf in large] == [BF16] * 2
+
+
+@pytest.mark.parametrize("engine", ["xla", "hopper"])
+def test_behind_a_residual_y_and_its_gradient_are_stored_once(engine: str, monkeypatch: pytest.MonkeyPatch):
+    """Without barriers XLA computes y again for the next residual, and writes the gradient twice, for both its uses."""
+    if engine == "hopper" and (reason := hopper.unavailable()):
+        pytest.skip(reason)
+    monkeypatch.setattr(engines, "device_kind", lambda platform: hopper.MEASURED_ON[0])
+    x = jax.ShapeDtypeStruct((32, 28, 28, 64), jnp.bfloat16)
+    norm = lambda x, z: dnn.batch_norm(x, residual=z, activation="relu", engine=engine)[0]
+    step = lambda x, z, dy: jax.vjp(norm, x, z)[1](dy)
+    text = jax.jit(step).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    stored = re.findall(r"(%\w+) = stablehlo.optimization_barrier %\w+ : tensor<32x28x28x64xbf16>", text)
+    # And hopper's pass over x reads the gradient that its kernel reads.
+    assert len(stored) == {"xla": 2, "hopper": 3}[engine]
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])

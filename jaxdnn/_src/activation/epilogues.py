@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._src.activation import primitive
 from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT, Parameter, activate, derivative
@@ -46,10 +46,18 @@ class Epilogue:
 
 
 def apply(
-    epilogue: Epilogue, acc: Array, operands: Sequence[Array], *, channel: int, out_dtype: Any, level: str = "fast"
+    epilogue: Epilogue,
+    acc: Array,
+    operands: Sequence[Array],
+    *,
+    channel: int,
+    out_dtype: Any,
+    level: str = "fast",
+    stored: bool = False,
 ) -> Array:
     """Runs the epilogue on an accumulator; `channel` is the axis the bias lies along. Products are rounded.
 
+    stored: whether an activation's result is read from memory by all that uses it, see `activated`.
     `epilogue.alpha` and `epilogue.beta` may be traced scalars here; a traced beta of zero does not read the prior.
     """
     extras = dict(zip(epilogue.operands, operands, strict=True))
@@ -65,26 +73,32 @@ def apply(
     if epilogue.activation is None or epilogue.integer:
         return convert(z if epilogue.activation is None else jnp.maximum(z, 0), out_dtype)
     if not jnp.issubdtype(out_dtype, jnp.inexact):
-        return convert(activated(z, *epilogue.activation, level, z.dtype), out_dtype)
-    return activated(z, *epilogue.activation, level, np.dtype(out_dtype))
+        return convert(activated(z, *epilogue.activation, level, z.dtype, stored), out_dtype)
+    return activated(z, *epilogue.activation, level, np.dtype(out_dtype), stored)
 
 
-@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
-def activated(z: Array, name: str, parameter: Parameter, level: str, out_dtype: np.dtype) -> Array:
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4, 5))
+def activated(
+    z: Array, name: str, parameter: Parameter, level: str, out_dtype: np.dtype, stored: bool = False
+) -> Array:
     """act(z), computed in z's own precision and converted once; where the level fixes bits, as an op that nothing
-    around it is joined with."""
-    if not is_fixed(level):
-        return convert(activate(z, name, parameter), out_dtype)
-    spec = activation_spec(name, parameter, z.dtype, level)
-    return convert(primitive.bind("activation", z, spec=spec), out_dtype)
+    around it is joined with.
+
+    stored: whether XLA shall not compute it again, without the conversion, for those that use it, but not its tangent.
+    """
+    if is_fixed(level):
+        spec = activation_spec(name, parameter, z.dtype, level)
+        return convert(primitive.bind("activation", z, spec=spec), out_dtype)
+    y = convert(activate(z, name, parameter), out_dtype)
+    return lax.optimization_barrier(y) if stored else y
 
 
 @activated.defjvp
 def _activated_jvp(
-    name: str, parameter: Parameter, level: str, out_dtype: np.dtype, primals: Any, tangents: Any
+    name: str, parameter: Parameter, level: str, out_dtype: np.dtype, stored: bool, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
     (z,), (tangent,) = primals, tangents
-    y = activated(z, name, parameter, level, out_dtype)
+    y = activated(z, name, parameter, level, out_dtype, stored)
     return y, along(tangent, z, y, name, parameter, level)
 
 

@@ -53,6 +53,14 @@ def rounded(p: Array) -> Array:
     return _fence.bind(p) if jnp.issubdtype(p.dtype, jnp.floating) else p
 
 
+def joined(p: Array, residual: Array, narrow: Any) -> Array:
+    """p through the fence, plus a residual of its dtype. The gradient is one array for both, rounded to a narrow dtype.
+
+    XLA takes a value on two sides of a fence for two, and would store both.
+    """
+    return _joined.bind(*vary_alike((p, residual)), narrow=np.dtype(narrow))
+
+
 def at_edges(level: str, arrays: _Arrays) -> _Arrays:
     """Operands or results of a call, through the fence if the level fixes bits."""
     return jax.tree.map(rounded, arrays) if is_fixed(level) else arrays
@@ -81,11 +89,11 @@ def _lowered(function: Callable[..., Array]) -> Callable[..., Any]:
     In one dimension XLA would not shard narrow floats as they are. So each device takes the bits of its own part.
     """
 
-    def rule(ctx: Any, *operands: Any) -> Any:
-        run, out = function, ctx.avals_out[0]
+    def rule(ctx: Any, *operands: Any, **static: Any) -> Any:
+        run, out = ft.partial(function, **static), ctx.avals_out[0]
         narrow = out.dtype.itemsize <= 2 and out.ndim > 1 and compat.automatic_devices(ctx) > 1
         if narrow and not compat.is_exported(ctx) and not compat.lacking(compat.SHARDING):
-            run = _on_each_device(function, len(operands), out.ndim, _whole(compat.automatic_mesh(ctx), out.shape))
+            run = _on_each_device(run, len(operands), out.ndim, _whole(compat.automatic_mesh(ctx), out.shape))
             ctx = ctx.replace(avals_in=[ShapedArray(out.shape, out.dtype)] * len(operands))
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
@@ -131,13 +139,35 @@ ad.deflinear2(_fence, lambda ct, _: [_fence.bind(ct)])
 batching.defvectorized(_fence)
 mlir.register_lowering(_fence, _lowered(_hidden))
 
+
+def _joined_jvp(primals: Any, tangents: Any, *, narrow: np.dtype) -> tuple[Array, Any]:
+    dp, dr = tangents
+    y = _joined.bind(*primals, narrow=narrow)
+    if isinstance(dr, ad.Zero):
+        return y, _fence.bind(dp)
+    return y, dr if isinstance(dp, ad.Zero) else _joined.bind(dp, dr, narrow=narrow)
+
+
+def _joined_transpose(ct: Any, *terms: Any, narrow: np.dtype) -> list[Any]:
+    shared = ct if isinstance(ct, ad.Zero) else lax.optimization_barrier(ct.astype(narrow)).astype(ct.dtype)
+    return [shared if ad.is_undefined_primal(term) else None for term in terms]
+
+
+_joined = Primitive("joined")
+_joined.def_impl(lambda p, residual, *, narrow: lax.add_p.bind(p, residual))
+_joined.def_abstract_eval(lambda p, residual, *, narrow: lax.add_p.abstract_eval(p, residual)[0])
+ad.primitive_jvps[_joined] = _joined_jvp
+ad.primitive_transposes[_joined] = _joined_transpose
+batching.defbroadcasting(_joined)
+mlir.register_lowering(_joined, _lowered(lambda p, residual, *, narrow: _hidden(p) + residual))
+
 _product = Primitive("rounded_product")
 _product.def_impl(lax.mul_p.bind)
 _product.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
 ad.defbilinear(_product, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
 batching.defbroadcasting(_product)
 mlir.register_lowering(_product, _lowered(lambda a, b: _hidden(a * b)))
-for _primitive in (_fence, _product):
+for _primitive in (_fence, _joined, _product):
     compat.may_need_devices(_primitive)
 
 

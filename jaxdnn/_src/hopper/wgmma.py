@@ -69,8 +69,8 @@ def finish_accumulator(acc: Array) -> Array:
 def store(value: Array, matrix: Any) -> None:
     """matrix[...] = value, in shared memory tiled by eight rows of a swizzle's width.
 
-    A store of Pallas is an exchange, for which it also writes the load of what was there: that was a seventh of the time
-    that a convolution took to lower.
+    A store of Pallas is an exchange, for which it also writes the load of what was there. That is a tenth of the time
+    that a convolution takes to lower.
     """
     width = value.shape[1] * value.dtype.itemsize
     transforms = tiling_transform((8, value.shape[1])), swizzle_transform(width)

@@ -16,7 +16,7 @@ from jaxdnn._src.activation import epilogues
 from jaxdnn._src.core import blending, checks
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
-from jaxdnn._src.core.rounding import at_edges, nearest, product, reciprocal, root, rounded
+from jaxdnn._src.core.rounding import at_edges, joined, nearest, product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm import devices as several
 from jaxdnn._src.norm.arguments import Extras, Options, Types, View
@@ -117,13 +117,28 @@ def batch_norm(
         y, mean, rstd, variance = arguments.forward(view, x, scale, bias, found, options, wide)
     else:
         y, mean, rstd, variance = several.forward(view, x, scale, bias, found, options, axis_name)
-    if extras is None:
-        y = nearest(y, found.out)
-    else:
-        y = epilogues.apply(extras[0], rounded(y), extras[1], channel=frame.layout.channel, out_dtype=found.out)
+    y = nearest(y, found.out) if extras is None else _with_extras(extras, y, frame.layout.channel, found, narrow)
     unbiased = variance * _bessel(_count(view) * devices, variance.dtype)
     mean, rstd, unbiased = (view.give_statistic(v) for v in (mean, rstd, unbiased))
     return frame.restore(y), mean, rstd, *updated_running(running, (mean, unbiased), momentum)
+
+
+def _with_extras(
+    extras: tuple[epilogues.Epilogue, list[Array]], y: Array, channel: int, found: Types, narrow: Any
+) -> Array:
+    """The epilogue, of y in the accumulator's dtype; its gradient may be converted to `narrow` or, if None, not.
+
+    Behind a residual XLA would compute y again for those that use it, from all that it was computed from: it has to be
+    stored for the next convolution, and so has its gradient, for the residual and the normalisation.
+    """
+    epilogue, operands = extras
+    trunk = epilogue.residual and epilogue.activation is not None
+    if trunk and not epilogue.prior and operands[0].dtype == narrow:
+        y = joined(y, operands[0].astype(y.dtype), narrow)
+        epilogue, operands = dataclasses.replace(epilogue, residual=False), []
+    else:
+        y = rounded(y)
+    return epilogues.apply(epilogue, y, operands, channel=channel, out_dtype=found.out, stored=trunk)
 
 
 @public

@@ -84,6 +84,8 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
 
     spec: NormSpec = call.spec
     rows, columns = _sizes(call)
+    # The kernel reads dy from memory, and so shall the pass that follows, for which XLA would compute it again.
+    dy = lax.optimization_barrier(dy)
     found = batch.sums(dy.reshape(rows, columns), x.reshape(rows, columns), mean.reshape(columns))
     total, along, *rest = (v.reshape(mean.shape) for v in found)
     share = jnp.asarray(1 / rows, spec.accumulate)
