@@ -76,6 +76,7 @@ _LEADS = (
     ("wgrad", "halo", ("yes",), "layer", ("conv_wgrad",)),
     ("wgrad", "groups", ("whole", "together"), "groups", ("conv_wgrad",)),
     ("depthwise walk", "channels", ("16",), "wide", ("conv", "conv_dgrad", "conv_transpose")),
+    ("depthwise walk", "stages", ("2",), "small images", ("conv", "conv_dgrad", "conv_transpose")),
     ("depthwise walk", "tail of positions", ("no",), "small images", ("conv", "conv_dgrad", "conv_transpose")),
     ("depthwise filter", "tail of positions", ("no",), "small images", ("conv_wgrad",)),
     ("depthwise filter", "channels", ("64",), "small images", ("conv_wgrad",)),
