@@ -43,6 +43,15 @@ def test_ordered_rows_do_not_depend_on_the_batch(dtype: Any, length: int):
             np.testing.assert_array_equal(some, all_rows[part])
 
 
+@pytest.mark.parametrize("op", [dnn.layer_norm, dnn.rms_norm], ids=lambda op: op.__name__)
+def test_ordered_deviations_do_not_depend_on_the_batch(op: Any):
+    """So many that XLA takes their reciprocal roots in vectors, whose bits on CPUs are others with JAX 0.12."""
+    x = np.random.default_rng(0).normal(1, 3, (40, 5, 64)).astype(np.float32)
+    run = jax.jit(ft.partial(op, engine="ordered", return_statistics=True))
+    whole, each = run(x)[-1], [run(x[i : i + 1])[-1] for i in range(len(x))]
+    np.testing.assert_array_equal(whole, np.concatenate(each))
+
+
 def test_levels_are_told_and_kept():
     with dnn.determinism("batch_invariant"):
         calls = dnn.explain(dnn.layer_norm, X)

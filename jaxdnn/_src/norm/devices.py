@@ -49,7 +49,7 @@ def forward(
     centre = jnp.mean(distances, 0)
     whole = means[0] + (lows[0] + centre)
     variance = jnp.mean(moments, 0) + jnp.mean((distances - centre[None]) ** 2, 0)
-    rstd = xla.inverse_deviation(variance, spec.eps)
+    rstd = xla.inverse_deviation(xla.XLA, variance, spec.eps)
     y = (centred + ((mean - means[0]) + (low - lows[0]) - centre)) * rstd
     y = y if scale is None else y * view.parameter("scale", scale, found)
     y = y if bias is None else y + view.parameter("bias", bias, found)

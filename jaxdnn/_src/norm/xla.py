@@ -107,15 +107,15 @@ def sample_of(x: Any, axes: Sequence[int]) -> tuple[int, int] | None:
     return (axis, max(1, x.shape[axis] // 32)) if x.shape[axis] > 1 else None
 
 
-def inverse_deviation(variance: Array, eps: float) -> Array:
-    """1 / √(σ² + ε)."""
-    return 1 / jnp.sqrt(variance + jnp.asarray(eps, variance.dtype))
+def inverse_deviation(arithmetic: Arithmetic, variance: Array, eps: float) -> Array:
+    """1 / √(σ² + ε), of which XLA makes a reciprocal root; with JAX 0.12 that of a CPU's vectors has other bits."""
+    return 1 / arithmetic.separate(jnp.sqrt(variance + jnp.asarray(eps, variance.dtype)))
 
 
 def norm(arithmetic: Arithmetic, spec: NormSpec, x: Array, *parameters: Array) -> tuple[Array, Array, Array, Array]:
     """y, μ, r and σ²; the parameters are the scale and the bias, where the spec has them."""
     centred, mean, variance = moments(arithmetic, spec, x)
-    rstd = inverse_deviation(variance, spec.eps)
+    rstd = inverse_deviation(arithmetic, variance, spec.eps)
     scale, bias = spec.split(parameters)
     y = centred * rstd
     if scale is not None:
