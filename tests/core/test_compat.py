@@ -23,7 +23,7 @@ from jax import export
 import jaxdnn as dnn
 from jaxdnn._src import hopper
 from jaxdnn._src.core import compat, engines, selection
-from jaxdnn._src.core.compat import KERNELS, SHARDING, Name
+from jaxdnn._src.core.compat import AHEAD, KERNELS, SHARDING, Name
 from jaxdnn._src.core.explain import traced_calls
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,8 @@ def test_every_name_that_kernels_use_is_probed():
 def test_nothing_lacks_here():
     assert compat.lacking(KERNELS) is None
     assert compat.lacking(SHARDING) is None
-    assert all(name.why for name in (*KERNELS, *SHARDING))
+    assert compat.lacking(AHEAD) is None
+    assert all(name.why for name in (*KERNELS, *SHARDING, *AHEAD))
 
 
 class Lacking:
