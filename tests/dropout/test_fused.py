@@ -298,8 +298,8 @@ def test_vmap(axes: tuple[int | None, ...]):
     ]
     keys = jax.random.split(jax.random.key(1), 3)
     given.append(keys if axes[3] == 0 else keys[0])
-    f: Any = lambda x, b, r, k: dnn.dropout(x, k, rate=0.4, bias=b, residual=r, activation="relu")
-    g = lambda *v: jax.grad(lambda *w: jnp.sum(f(*w, v[3]) ** 2), (0, 1, 2))(*v[:3])
+    f: Any = jax.jit(lambda x, b, r, k: dnn.dropout(x, k, rate=0.4, bias=b, residual=r, activation="relu"))
+    g = jax.jit(lambda *v: jax.grad(lambda *w: jnp.sum(f(*w, v[3]) ** 2), (0, 1, 2))(*v[:3]))
     one = lambda i: [v if a is None else jnp.take(v, i, a) for v, a in zip(given, axes, strict=True)]
     np.testing.assert_array_equal(jax.vmap(f, axes)(*given), jnp.stack([f(*one(i)) for i in range(3)]))
     for found, wanted in zip(jax.vmap(g, axes)(*given), zip(*(g(*one(i)) for i in range(3)), strict=True), strict=True):

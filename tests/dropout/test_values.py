@@ -292,17 +292,18 @@ def test_nothing_of_the_size_of_x_is_kept_for_the_backward_pass():
 def test_vmap():
     x = jnp.asarray(inputs((3, 4, 5), 9))
     keys = jax.random.split(jax.random.key(1), 3)
-    op = ft.partial(dnn.dropout, rate=0.4)
+    op = jax.jit(ft.partial(dnn.dropout, rate=0.4))
+    seeded = jax.jit(lambda v, offset: dnn.dropout(v, SEED, rate=0.4, offset=offset))
     for axis in (0, 1, 2):  # over x alone: the same mask for each, as in a loop
-        found = jax.vmap(lambda v: op(v, SEED), axis, axis)(x)
-        loop = [op(v, SEED) for v in jnp.moveaxis(x, axis, 0)]
+        found = jax.vmap(lambda v: seeded(v, 0), axis, axis)(x)
+        loop = [seeded(v, 0) for v in jnp.moveaxis(x, axis, 0)]
         np.testing.assert_array_equal(jnp.moveaxis(found, axis, 0), jnp.stack(loop))
     both = jax.vmap(op)(x, keys)
     np.testing.assert_array_equal(both, jnp.stack([op(v, k) for v, k in zip(x, keys, strict=True)]))
     one = jax.vmap(op, (None, 0))(x[0], keys)
     np.testing.assert_array_equal(one, jnp.stack([op(x[0], k) for k in keys]))
-    offsets = jax.vmap(lambda o: op(x[0], SEED, offset=o))(jnp.arange(5))
-    np.testing.assert_array_equal(offsets, jnp.stack([op(x[0], SEED, offset=o) for o in range(5)]))
+    offsets = jax.vmap(ft.partial(seeded, x[0]))(jnp.arange(5))
+    np.testing.assert_array_equal(offsets, jnp.stack([seeded(x[0], o) for o in range(5)]))
     nested = jax.vmap(lambda k: jax.vmap(lambda v: op(v, k))(x))(keys)
     np.testing.assert_array_equal(nested, jnp.stack([jnp.stack([op(v, k) for v in x]) for k in keys]))
     gradient = jax.vmap(jax.grad(lambda v, k: jnp.sum(op(v, k) ** 2)))(x, keys)
