@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from jaxdnn._src import families
@@ -74,7 +75,7 @@ def program_text(module: Any) -> tuple[str, list[str]]:
 
 
 def _kernel_text(bytecode: bytes) -> str:
-    with ir.Context() as context:
+    with mlir.make_ir_context() as context:  # with the dialects of memory spaces, which JAX 0.11 needs to read its own
         context.allow_unregistered_dialects = True
         return str(ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False))
 

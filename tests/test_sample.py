@@ -102,11 +102,11 @@ def test_the_header_says_how_to_repeat_it():
 
     def collect(seed: str) -> str:
         options = ["--collect-only", "-p", "no:cacheprovider", "--sample", "1", "--slice", "7"]
-        files = ["softmax/test_errors.py", "core/test_tolerance.py"]
+        files = ["tests/softmax/test_errors.py", "tests/core/test_tolerance.py"]
         command = [sys.executable, "-m", "pytest", *options, *files]
         env = {**os.environ, "PYTHONHASHSEED": seed}
-        folder = Path(__file__).parent
-        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+        root = Path(__file__).parents[1]  # where the tests are run from: paths in PYTHONPATH may be relative to it
+        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True).stdout
 
     first, again = collect("1"), collect("2")
     assert "repeat this sample with --sample 1 --slice 7" in first
