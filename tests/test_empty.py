@@ -70,8 +70,8 @@ def differentiate(function: Callable[..., Any], arrays: list[Any]) -> None:
 def test_convolutions_of_every_rank_with_a_prior(op: str, rank: int):
     """Of nothing the sum is 0, and the prior stays."""
     many = []
-    for empty, dtype in itertools.product("nck", (np.float32, ml_dtypes.bfloat16, np.int8)):
-        counts = {"n": 2, "c": 8, "k": 7, empty: 0}
+    for empty, dtype in itertools.product(("batch", "channels", "filters"), (np.float32, ml_dtypes.bfloat16, np.int8)):
+        counts = {"batch": 2, "channels": 8, "filters": 7, empty: 0}
         window = {"sizes": (5, 4, 6)[:rank], "taps": (3, 2, 1)[:rank], "stride": 2, "padding": 1}
         geometry = cases.Geometry(**counts, **window, layout=("NWC", "NCHW", "NDHWC")[rank - 1])
         case = cases.case(op, geometry, 1, dtype=dtype).with_epilogue(2, beta=1.0, prior=True)

@@ -1,127 +1,63 @@
 """The one registry of cases: what an op is called with, drawn from a seed or written down.
 
-A `Geometry` says how a convolution lies; a `Case` adds the op, the data and the other arguments. Sizes are pairwise
-distinct within an array, sizes 0 and 1 and the equal channels of a depthwise convolution aside, so that no exchange of
-two axes can pass unseen; the builder checks it. Data has both signs, ties and zeros.
+A `Geometry` is one of the package's cases in its layouts; a `Case` adds the op, the data and the other arguments.
+Sizes are pairwise distinct within an array, sizes 0 and 1 and the equal channels of a depthwise convolution aside, so
+that no exchange of two axes can pass unseen; the builder checks it. Data has both signs, ties and zeros.
 """
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
+
+from jaxdnn._src.conv.cases import case as conv
+from jaxdnn._src.conv.cases import geometries
+from jaxdnn._src.core import windows
 
 OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_bgrad", "conv_transpose")
 RANDOM_OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_transpose")
-SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
-TAPS = {1: "S", 2: "RS", 3: "TRS"}
-FLOATS = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-}
 
 
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """A convolution without its data."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry(geometries.Geometry):
+    """A convolution without its data: a geometry of the package's cases, and the layouts of its arrays."""
 
-    n: int
-    c: int
-    k: int
-    sizes: tuple[int, ...]
-    taps: tuple[int, ...]
-    stride: Any = 1
-    padding: Any = 0
-    dilation: Any = 1
-    groups: int = 1
-    mode: str = "cross_correlation"
+    name: str = ""
     layout: str = "NHWC"
     filter_layout: str | None = None
 
     def __post_init__(self) -> None:
-        depthwise = self.groups == self.c == self.k
-        channels = [[self.c], [self.k]] if not depthwise else [[self.c]]
-        for channel in channels:
-            _assert_distinct(self.n, *channel, *self.sizes)
-        _assert_distinct(*self.taps, self.c // self.groups, self.k)
+        depthwise = self.groups == self.channels == self.filters
+        for channel in (self.channels,) if depthwise else (self.channels, self.filters):
+            _assert_distinct(self.batch, channel, *self.sizes)
+        _assert_distinct(*self.taps, self.channels // self.groups, self.filters)
 
     @property
-    def rank(self) -> int:
-        return len(self.sizes)
+    def spatial(self) -> str:
+        """The letters of the spatial axes."""
+        return windows.SPATIAL[len(self.sizes)]
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        return _per_axis(self.stride, self.rank)
+    def image(self) -> windows.Layout:
+        return windows.layout(self.layout)
 
     @property
-    def dilations(self) -> tuple[int, ...]:
-        return _per_axis(self.dilation, self.rank)
+    def filter(self) -> windows.FilterLayout:
+        """The filter's layout, also where it is left to the default."""
+        return windows.filter_layout(self.filter_layout, self.image)
 
-    @property
-    def extents(self) -> tuple[int, ...]:
-        return tuple((r - 1) * d + 1 for r, d in zip(self.taps, self.dilations, strict=True))
-
-    @property
-    def pads(self) -> tuple[tuple[int, int], ...]:
-        """The padding in numbers."""
-        if self.padding == "VALID":
-            return ((0, 0),) * self.rank
-        if self.padding == "SAME":
-            axes = zip(self.sizes, self.strides, self.extents, strict=True)
-            total = [max((math.ceil(size / u) - 1) * u + extent - size, 0) for size, u, extent in axes]
-            return tuple((t // 2, t - t // 2) for t in total)
-        return tuple((v, v) if isinstance(v, int) else tuple(v) for v in _per_axis(self.padding, self.rank))
-
-    @property
-    def output_sizes(self) -> tuple[int, ...]:
-        axes = zip(self.sizes, self.pads, self.extents, self.strides, strict=True)
-        return tuple((size + sum(pad) - extent) // u + 1 for size, pad, extent, u in axes)
-
-    @property
-    def lanes(self) -> int | None:
-        return _lanes(self.layout)
-
-    @property
-    def filter(self) -> str:
-        """The filter layout, also where it is left to the default."""
-        if self.filter_layout is not None:
-            return self.filter_layout
-        if self.lanes is not None:
-            return f"KC{TAPS[self.rank]}c{self.lanes}"
-        return SPATIAL[self.rank] + "IO" if self.layout.endswith("C") else "OI" + SPATIAL[self.rank]
-
-    @property
-    def x_shape(self) -> tuple[int, ...]:
-        return self._image(self.sizes, self.c)
-
-    @property
-    def y_shape(self) -> tuple[int, ...]:
-        return self._image(self.output_sizes, self.k)
-
-    @property
-    def w_shape(self) -> tuple[int, ...]:
-        letters = dict(zip(SPATIAL[self.rank], self.taps, strict=True)) | {"I": self.c // self.groups, "O": self.k}
-        lanes = _lanes(self.filter)
-        axes = [letters[a] // (lanes if lanes and a == "I" else 1) for a in jax_letters(self.filter)]
-        return (*axes, lanes) if lanes else tuple(axes)
-
-    def _image(self, sizes: Sequence[int], channels: int) -> tuple[int, ...]:
-        letters = dict(zip(SPATIAL[self.rank], sizes, strict=True)) | {"N": self.n, "C": channels // (self.lanes or 1)}
-        axes = tuple(letters[a] for a in self.layout.partition("c")[0])
-        return (*axes, self.lanes) if self.lanes else axes
+    def shape(self, role: str) -> tuple[int, ...]:
+        """The shape of x, w or y as it is stored."""
+        return conv.Case("conv", "xla", "f32", self.layout, self.filter_layout, self).shape(role)
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that differ from the defaults."""
-        fields = ("stride", "padding", "dilation", "groups", "mode", "layout", "filter_layout")
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return {name: getattr(self, name) for name in fields if getattr(self, name) != defaults[name]}
+        given = ("stride", "padding", "dilation", "groups", "mode", "layout", "filter_layout")
+        fields = (f for f in dataclasses.fields(self) if f.name in given)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +78,12 @@ class Case:
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        g = self.geometry
-        of = {"conv": g.y_shape, "conv_wgrad": g.w_shape, "conv_bgrad": (g.k,)}
-        return of.get(self.op, g.x_shape)
+        return self.geometry.shape(conv.ROLES[self.op][-1])
 
     @property
     def result_channels(self) -> int:
-        return self.geometry.k if self.op in ("conv", "conv_wgrad", "conv_bgrad") else self.geometry.c
+        g = self.geometry
+        return g.filters if self.op in ("conv", "conv_wgrad", "conv_bgrad") else g.channels
 
     def with_options(self, **options: Any) -> "Case":
         return dataclasses.replace(self, options={**self.options, **options})
@@ -175,30 +110,22 @@ def case(op: str, geometry: Geometry, seed: int = 0, *, dtype: Any = np.float32,
     """A call of an op with data from a seed; `integers` is the largest absolute value of whole numbers, 0 for reals."""
     rng = np.random.default_rng([OPS.index(op), seed])
     g, options = geometry, geometry.options()
-    shapes = {"x": g.x_shape, "w": g.w_shape, "y": g.y_shape}
-    roles, static = {
-        "conv": ("xw", ()),
-        "conv_dgrad": ("yw", (g.x_shape,)),
-        "conv_wgrad": ("xy", (g.w_shape,)),
-        "conv_bgrad": ("y", ()),
-        "conv_transpose": ("yw", ()),
-    }[op]
+    static = {"conv_dgrad": (g.shape("x"),), "conv_wgrad": (g.shape("w"),)}.get(op, ())
     if op == "conv_bgrad":
         options = {k: v for k, v in options.items() if k == "layout"}
     if op == "conv_transpose":
         options |= _transposed_options(g)
-    arrays = tuple(values(rng, shapes[role], dtype, integers=integers) for role in roles)
+    arrays = tuple(values(rng, g.shape(role), dtype, integers=integers) for role in conv.ROLES[op][:-1])
     origin = f"cases.case({op!r}, cases.{g!r}, {seed}, dtype={np.dtype(dtype).name!r}, integers={integers})"
     return Case(op, g, arrays, static, options, origin=origin)
 
 
 def _transposed_options(g: Geometry) -> dict[str, Any]:
-    axes = zip(g.sizes, g.strides, strict=True)
+    axes = zip(g.sizes, g.window.stride, strict=True)
     if g.padding == "SAME" and all(size % u == 0 for size, u in axes):
         return {}
-    spans = zip(g.sizes, g.output_sizes, g.strides, g.pads, g.extents, strict=True)
-    extra = tuple(size - ((p - 1) * u - sum(pad) + extent) for size, p, u, pad, extent in spans)
-    padding = g.pads if g.padding == "SAME" else g.padding
+    extra = conv.Case("conv_transpose", "xla", "f32", g.layout, g.filter_layout, g).output_padding()
+    padding = g.window.padding if g.padding == "SAME" else g.padding
     return {"output_padding": extra} | ({} if padding == 0 else {"padding": padding})
 
 
@@ -225,7 +152,7 @@ def random_geometry(seed: int, *, rank: int | None = None) -> Geometry:
             geometry = _draw(rng, rank)
         except AssertionError:  # sizes that are not distinct: draw again
             continue
-        if min(geometry.output_sizes) >= 1:
+        if min(geometry.outputs) >= 1:
             return geometry
     raise RuntimeError(f"no geometry for seed {seed}")
 
@@ -252,7 +179,7 @@ def _draw(rng: np.random.Generator, rank: int) -> Geometry:
     layout = f"{order[1]}c{lanes}" if lanes else pick(*order)
     filter_layout = _draw_filter_layout(rng, rank, c // groups, lanes)
     if lanes and (c // groups) % lanes and filter_layout is None:
-        filter_layout = "OI" + SPATIAL[rank]
+        filter_layout = "OI" + windows.SPATIAL[rank]
     taps = each(1, 4 if rank < 3 else 3)
     sizes = each(1, 11 if rank < 3 else 7)
     stride = pick(1, 1, 2, 3, each(1, 3))
@@ -260,10 +187,10 @@ def _draw(rng: np.random.Generator, rank: int) -> Geometry:
     pairs = tuple(zip(each(0, 3), each(0, 3), strict=True))
     padding = pick(0, 1, 2, each(0, 3), pairs, pairs, "SAME", "VALID")
     return Geometry(
-        n=pick(1, 2, 3, 4, 0) if rng.random() < 0.3 else pick(1, 2, 3),
-        c=c,
-        k=k,
+        batch=pick(1, 2, 3, 4, 0) if rng.random() < 0.3 else pick(1, 2, 3),
         sizes=sizes,
+        channels=c,
+        filters=k,
         taps=taps,
         stride=stride,
         padding=padding,
@@ -278,7 +205,7 @@ def _draw(rng: np.random.Generator, rank: int) -> Geometry:
 def _draw_filter_layout(rng: np.random.Generator, rank: int, i: int, lanes: int | None) -> str | None:
     if rng.random() < 0.4:
         return None
-    letters = list(("KC" + TAPS[rank]) if rng.random() < 0.5 else ("OI" + SPATIAL[rank]))
+    letters = list(("KC" + "TRS"[3 - rank :]) if rng.random() < 0.5 else ("OI" + windows.SPATIAL[rank]))
     rng.shuffle(letters)
     vector = f"c{lanes}" if lanes and i % lanes == 0 and rng.random() < 0.5 else ""
     return "".join(letters) + vector
@@ -292,21 +219,6 @@ def random_case(op: str, seed: int, *, dtype: Any = np.float32, integers: int = 
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------
-
-
-def jax_letters(filter_layout: str) -> str:
-    """A filter layout's axes in JAX's letters, without lanes."""
-    axes = filter_layout.partition("c")[0]
-    return axes.translate(str.maketrans("KCTRS", "OIDHW")) if "K" in axes else axes
-
-
-def _lanes(layout: str) -> int | None:
-    vector = layout.partition("c")[2]
-    return int(vector) if vector else None
-
-
-def _per_axis(value: Any, rank: int) -> tuple[Any, ...]:
-    return (value,) * rank if isinstance(value, int) else tuple(value)
 
 
 def _assert_distinct(*sizes: int) -> None:
@@ -325,14 +237,14 @@ def as_jax(case: Case) -> tuple[Any, ...]:
 
 # ---- the cases for the transformations -------------------------------------------------------------------------------
 
-PLAIN = Geometry(n=2, c=3, k=4, sizes=(6, 5), taps=(2, 1), stride=(2, 1), padding=((1, 0), (2, 1)), dilation=(1, 2))
-GROUPED = Geometry(n=3, c=4, k=6, sizes=(5, 7), taps=(3, 1), stride=(1, 2), padding=1, groups=2, layout="NCHW")
-DEPTHWISE = Geometry(n=2, c=3, k=6, sizes=(5, 4), taps=(2, 3), groups=3, mode="convolution", padding="SAME")
-VECTORISED = Geometry(n=1, c=4, k=6, sizes=(5, 3), taps=(3, 1), stride=2, padding=1, layout="NCHWc2")
-LINE = Geometry(n=2, c=3, k=4, sizes=(7,), taps=(2,), stride=3, dilation=2, padding=2, layout="CWN")
-VOLUME = Geometry(n=1, c=3, k=6, sizes=(4, 2, 5), taps=(1, 4, 2), stride=(2, 1, 2), padding="SAME", layout="NDHWC")
-POINTWISE = Geometry(n=2, c=3, k=5, sizes=(4, 6), taps=(1, 1))
-PATCHIFY = Geometry(n=2, c=6, k=5, sizes=(7, 4), taps=(3, 2), stride=(3, 2))
+PLAIN = Geometry(2, (6, 5), 3, 4, (2, 1), stride=(2, 1), padding=((1, 0), (2, 1)), dilation=(1, 2))
+GROUPED = Geometry(3, (5, 7), 4, 6, (3, 1), stride=(1, 2), padding=1, groups=2, layout="NCHW")
+DEPTHWISE = Geometry(2, (5, 4), 3, 6, (2, 3), groups=3, mode="convolution", padding="SAME")
+VECTORISED = Geometry(1, (5, 3), 4, 6, (3, 1), stride=2, padding=1, layout="NCHWc2")
+LINE = Geometry(2, (7,), 3, 4, (2,), stride=3, dilation=2, padding=2, layout="CWN")
+VOLUME = Geometry(1, (4, 2, 5), 3, 6, (1, 4, 2), stride=(2, 1, 2), padding="SAME", layout="NDHWC")
+POINTWISE = Geometry(2, (4, 6), 3, 5, (1, 1))
+PATCHIFY = Geometry(2, (7, 4), 6, 5, (3, 2), stride=(3, 2))
 
 GEOMETRIES = {
     "plain": PLAIN,

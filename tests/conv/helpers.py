@@ -114,7 +114,8 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
     epilogue = Epilogue(
         alpha=float(o.get("alpha", 1.0)), beta=float(o.get("beta", 0.0)), activation=o.get("activation"), format=step
     )
-    terms = [np.asarray(v).astype(np.float64) for v in (o.get("residual"), _along_channel(case)) if v is not None]
+    bias = _along_channel(case, case.named["bias"]) if "bias" in case.named else None
+    terms = [np.asarray(v).astype(np.float64) for v in (o.get("residual"), bias) if v is not None]
     prior = None if o.get("prior") is None else np.asarray(o["prior"]).astype(np.float64)
     error = epilogue.error(found.accumulated.astype(np.float64), start, *terms, prior=prior)
     own = found.bound if case.arrays[0].dtype == np.float64 else 0.0
@@ -150,16 +151,11 @@ def case_is_exact(case: Case) -> bool:
     return largest[0] * largest[1] * count <= 2.0 ** min(24, bits)
 
 
-def _along_channel(case: Case) -> np.ndarray | None:
+def _along_channel(case: Case, bias: Any) -> Any:
     """The bias as it broadcasts against the result."""
-    bias = case.named.get("bias")
-    if bias is None:
-        return None
-    layout = case.geometry.layout
-    axes, lanes = layout.partition("c")[0], case.geometry.lanes
-    if lanes is None:
-        return bias.reshape([-1 if a == "C" else 1 for a in axes])
-    return bias.reshape([len(bias) // lanes if a == "C" else 1 for a in axes] + [lanes])
+    layout = case.geometry.image
+    lanes = layout.vector or 1
+    return bias.reshape([len(bias) // lanes if a == "C" else 1 for a in layout.axes] + [lanes] * (lanes > 1))
 
 
 # ---- the same ops of jax.lax -----------------------------------------------------------------------------------------
@@ -167,32 +163,29 @@ def _along_channel(case: Case) -> np.ndarray | None:
 
 def _image_to_lax(g: Geometry, x: jax.Array) -> jax.Array:
     """To (N, C, spatial...)."""
-    axes = g.layout.partition("c")[0]
-    if g.lanes is not None:
-        channel = axes.index("C")
+    axes, channel = g.image.axes, g.image.channel
+    if g.image.vector:
         x = jnp.moveaxis(x, -1, channel + 1)
         x = x.reshape(*x.shape[:channel], x.shape[channel] * x.shape[channel + 1], *x.shape[channel + 2 :])
-    return jnp.transpose(x, [axes.index(a) for a in "NC" + cases.SPATIAL[g.rank]])
+    return jnp.transpose(x, [axes.index(a) for a in "NC" + g.spatial])
 
 
 def _image_from_lax(g: Geometry, x: jax.Array) -> jax.Array:
-    axes, stored = g.layout.partition("c")[0], "NC" + cases.SPATIAL[g.rank]
-    x = jnp.transpose(x, [stored.index(a) for a in axes])
-    if g.lanes is None:
+    channel, lanes, stored = g.image.channel, g.image.vector, "NC" + g.spatial
+    x = jnp.transpose(x, [stored.index(a) for a in g.image.axes])
+    if lanes is None:
         return x
-    channel = axes.index("C")
-    x = x.reshape(*x.shape[:channel], x.shape[channel] // g.lanes, g.lanes, *x.shape[channel + 1 :])
+    x = x.reshape(*x.shape[:channel], x.shape[channel] // lanes, lanes, *x.shape[channel + 1 :])
     return jnp.moveaxis(x, channel + 1, -1)
 
 
 def _filter_to_lax(g: Geometry, w: jax.Array) -> jax.Array:
     """To (O, I, taps...), flipped if the mode says so."""
-    axes, lanes = cases.jax_letters(g.filter), g.filter.partition("c")[2]
-    if lanes:
-        i = axes.index("I")
+    axes, i = g.filter.axes, g.filter.input
+    if g.filter.vector:
         w = jnp.moveaxis(w, -1, i + 1)
         w = w.reshape(*w.shape[:i], w.shape[i] * w.shape[i + 1], *w.shape[i + 2 :])
-    w = jnp.transpose(w, [axes.index(a) for a in "OI" + cases.SPATIAL[g.rank]])
+    w = jnp.transpose(w, [axes.index(a) for a in "OI" + g.spatial])
     return jnp.flip(w, range(2, w.ndim)) if g.mode == "convolution" else w
 
 
@@ -200,9 +193,9 @@ def lax_conv(g: Geometry, x: jax.Array, w: jax.Array) -> jax.Array:
     y = lax.conv_general_dilated(
         _image_to_lax(g, x),
         _filter_to_lax(g, w),
-        g.strides,
-        g.pads,
-        rhs_dilation=g.dilations,
+        g.window.stride,
+        g.padding if isinstance(g.padding, str) else g.window.padding,
+        rhs_dilation=g.window.dilation,
         feature_group_count=g.groups,
         precision=lax.Precision.HIGHEST,
     )
@@ -219,8 +212,8 @@ def _lax_sum(case: Case, *arrays: jax.Array) -> jax.Array:
     a, b = arrays
     zeros = ft.partial(jnp.zeros, dtype=a.dtype)
     if case.op == "conv_wgrad":
-        return jax.vjp(lambda w: lax_conv(g, a, w), zeros(g.w_shape))[1](b)[0]
-    return jax.vjp(lambda x: lax_conv(g, x, b), zeros(g.x_shape))[1](a)[0]
+        return jax.vjp(lambda w: lax_conv(g, a, w), zeros(g.shape("w")))[1](b)[0]
+    return jax.vjp(lambda x: lax_conv(g, x, b), zeros(g.shape("x")))[1](a)[0]
 
 
 def lax_call(case: Case, *arrays: Any) -> jax.Array:
@@ -234,9 +227,5 @@ def lax_call(case: Case, *arrays: Any) -> jax.Array:
     if "residual" in named:
         y = y + named["residual"]
     if "bias" in named:
-        g = case.geometry
-        axes, lanes = g.layout.partition("c")[0], g.lanes
-        shape = [(-1 if lanes is None else named["bias"].size // lanes) if a == "C" else 1 for a in axes]
-        bias = named["bias"].reshape(shape if lanes is None else [*shape, lanes])
-        y = y + jnp.broadcast_to(bias, y.shape)
+        y = y + jnp.broadcast_to(_along_channel(case, named["bias"]), y.shape)
     return jnp.where(y > 0, y, jnp.zeros_like(y)) if o.get("activation") == "relu" else y

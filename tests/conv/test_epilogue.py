@@ -17,7 +17,7 @@ from tests.conv import cases, helpers
 from tests.conv.cases import Geometry
 
 BF16 = ml_dtypes.bfloat16
-SMALL = Geometry(n=2, c=3, k=4, sizes=(7, 5), taps=(2, 1), stride=(2, 1), padding=((1, 0), (0, 1)), groups=1)
+SMALL = Geometry(2, (7, 5), 3, 4, (2, 1), stride=(2, 1), padding=((1, 0), (0, 1)), groups=1)
 FULL: dict[str, Any] = {"alpha": 0.75, "beta": -0.3, "prior": True, "residual": True, "bias": True}
 OPERANDS = ("prior", "residual", "bias")
 each_dtype = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=lambda d: np.dtype(d).name)
@@ -56,7 +56,7 @@ def test_every_combination_of_operands():
 
 @pytest.mark.parametrize("layout", ["NCW", "CWN", "NWC", "NCWc2"])
 def test_bias_lies_along_the_channels(layout: str):
-    g = Geometry(n=3, c=4, k=6, sizes=(7,), taps=(2,), layout=layout)
+    g = Geometry(3, (7,), 4, 6, (2,), layout=layout)
     helpers.check_all(cases.case(op, g, 5).with_epilogue(5, **FULL) for op in ("conv", "conv_transpose"))
 
 
@@ -243,8 +243,8 @@ def test_gradients_against_the_definition_of_the_backward_ops(activation: Any):
     c = reference.conv(given["x"], given["w"], **g.options())
     options = {**g.options(), "alpha": 0.75}
     expected = {
-        "x": reference.conv_dgrad(dz, given["w"], g.x_shape, **options),
-        "w": reference.conv_wgrad(given["x"], dz, g.w_shape, **options),
+        "x": reference.conv_dgrad(dz, given["w"], g.shape("x"), **options),
+        "w": reference.conv_wgrad(given["x"], dz, g.shape("w"), **options),
         "bias": reference.conv_bgrad(dz),
         "residual": dz,
         "prior": -0.3 * dz,

@@ -155,7 +155,7 @@ def test_integers_that_have_no_cpu_library_are_products_tap_by_tap(name: str):
     """XLA's library has forward convolutions of two spatial axes; for the others it has a loop, 10 times as slow."""
     op, options = INTEGER_LOOPS[name]
     geometry = cases.Geometry(
-        n=3, c=24, k=16, layout={1: "NWC", 2: "NHWC", 3: "NDHWC"}[len(options["sizes"])], **options
+        batch=3, channels=24, filters=16, layout={1: "NWC", 2: "NHWC", 3: "NDHWC"}[len(options["sizes"])], **options
     )
     case = cases.case(op, geometry, 5, dtype=np.int8)
     rng = np.random.default_rng(5)

@@ -23,13 +23,13 @@ from tests.conv.cases import Case, Geometry
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 WINDOW: dict[str, Any] = {"taps": (3, 1), "padding": (1, 0), "stride": (1, 2)}
 KINDS = {
-    "dense": Geometry(n=16, c=5, k=8, sizes=(6, 7), **WINDOW),
-    "grouped": Geometry(n=8, c=16, k=32, sizes=(6, 7), groups=4, **WINDOW),
-    "depthwise": Geometry(n=8, c=16, k=32, sizes=(6, 7), groups=16, **WINDOW),
-    "channels first": Geometry(n=8, c=16, k=32, sizes=(6, 7), groups=4, layout="NCHW", **WINDOW),
-    "line": Geometry(n=8, c=4, k=12, sizes=(9,), taps=(3,), groups=4, layout="CWN"),
-    "pointwise": Geometry(n=8, c=3, k=5, sizes=(6, 7), taps=(1, 1)),
-    "patchify": Geometry(n=8, c=7, k=5, sizes=(6, 4), taps=(3, 2), stride=(3, 2)),
+    "dense": Geometry(16, (6, 7), 5, 8, **WINDOW),
+    "grouped": Geometry(8, (6, 7), 16, 32, **WINDOW, groups=4),
+    "depthwise": Geometry(8, (6, 7), 16, 32, **WINDOW, groups=16),
+    "channels first": Geometry(8, (6, 7), 16, 32, **WINDOW, groups=4, layout="NCHW"),
+    "line": Geometry(8, (9,), 4, 12, (3,), groups=4, layout="CWN"),
+    "pointwise": Geometry(8, (6, 7), 3, 5, (1, 1)),
+    "patchify": Geometry(8, (6, 4), 7, 5, (3, 2), stride=(3, 2)),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -47,7 +47,7 @@ def collectives(compiled: Any) -> set[str]:
 def batch_sharding(mesh: Mesh, case: Case, i: int) -> NamedSharding:
     """Operand `i` sharded along its batch axis, or replicated if it has none (a filter, a bias)."""
     g, array = case.geometry, case.arrays[i]
-    if array.shape == g.w_shape:
+    if array.shape == g.shape("w"):
         return NamedSharding(mesh, P())
     return NamedSharding(mesh, P(*("d" if axis == "N" else None for axis in g.layout)))
 
@@ -113,7 +113,7 @@ def test_sharded_channels(mesh: Mesh):
 
 
 def test_sharded_space_gives_the_same(mesh: Mesh):
-    g = Geometry(n=2, c=4, k=6, sizes=(16, 5), taps=(3, 2), padding=1)
+    g = Geometry(2, (16, 5), 4, 6, (3, 2), padding=1)
     for op in ("conv", "conv_dgrad", "conv_wgrad"):
         case = cases.case(op, g, 1, integers=3)
         first = NamedSharding(mesh, P(None, "d") if case.arrays[0].shape[1] % 8 == 0 else P())

@@ -134,7 +134,7 @@ def test_linear_transpose(op: str):
     assert_same(name, run)
 
 
-TINY = cases.Geometry(n=1, c=2, k=4, sizes=(5,), taps=(3,), padding=1, stride=3, layout="NCW")
+TINY = cases.Geometry(1, (5,), 2, 4, (3,), padding=1, stride=3, layout="NCW")
 
 
 @each_op

@@ -53,7 +53,7 @@ def test_random_geometries_against_lax_in_float64(op: str):
 def test_random_geometries_cover_what_they_should():
     drawn = [cases.random_geometry(seed) for seed in range(150)]
     assert {g.layout.partition("c")[0] for g in drawn} == {name for name in LAYOUTS if "c" not in name}
-    assert {g.rank for g in drawn} == {1, 2, 3}
+    assert {len(g.sizes) for g in drawn} == {1, 2, 3}
     assert {g.mode for g in drawn} == {"cross_correlation", "convolution"}
     assert {type(g.padding) if not isinstance(g.padding, str) else g.padding for g in drawn} == {
         int,
@@ -62,23 +62,23 @@ def test_random_geometries_cover_what_they_should():
         "VALID",
     }
     for found in (
-        any(g.n == 0 for g in drawn),
+        any(g.batch == 0 for g in drawn),
         any(1 in g.sizes for g in drawn),
-        any(g.groups == g.c == g.k > 1 for g in drawn),
-        any(g.groups == g.c < g.k and g.c > 1 for g in drawn),
-        any(1 < g.groups < g.c for g in drawn),
+        any(g.groups == g.channels == g.filters > 1 for g in drawn),
+        any(1 < g.groups == g.channels < g.filters for g in drawn),
+        any(1 < g.groups < g.channels for g in drawn),
         any(g.filter_layout and "K" in g.filter_layout for g in drawn),
         any(g.filter_layout and "O" in g.filter_layout for g in drawn),
-        any(max(g.strides) > max(g.taps) for g in drawn),
-        any(max(g.dilations) > 1 and max(g.strides) > 1 and g.groups > 1 for g in drawn),
-        any(low != high for g in drawn for low, high in g.pads),
+        any(max(g.window.stride) > max(g.taps) for g in drawn),
+        any(min(max(g.window.dilation), max(g.window.stride), g.groups) > 1 for g in drawn),
+        any(low != high for g in drawn for low, high in g.window.padding),
     ):
         assert found
 
 
 def test_builder_refuses_equal_sizes():
     with pytest.raises(AssertionError, match="pairwise distinct"):
-        Geometry(n=2, c=3, k=4, sizes=(5, 3), taps=(1, 2))
+        Geometry(2, (5, 3), 3, 4, (1, 2))
 
 
 # ---- layouts and ways to say the same --------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_builder_refuses_equal_sizes():
 def of_layout(layout: str) -> Geometry:
     rank = len(layout.partition("c")[0]) - 2
     sizes, taps = (5, 7, 3)[:rank], (3, 1, 2)[:rank]
-    return Geometry(n=1, c=4, k=6, sizes=sizes, taps=taps, stride=2, padding=1, layout=layout)
+    return Geometry(batch=1, channels=4, filters=6, sizes=sizes, taps=taps, stride=2, padding=1, layout=layout)
 
 
 @each_op
@@ -116,13 +116,13 @@ def test_every_order_of_a_filter(letters: str):
 
 
 def test_default_filter_layouts():
-    shapes = {layout: of_layout(layout).w_shape for layout in LAYOUTS}
+    shapes = {layout: of_layout(layout).shape("w") for layout in LAYOUTS}
     assert shapes["NHWC"] == (3, 1, 4, 6)
     assert shapes["NCHW"] == shapes["CHWN"] == (6, 4, 3, 1)
     assert shapes["NCHWc2"] == (6, 2, 3, 1, 2)
     for layout, shape in shapes.items():
         g = of_layout(layout)
-        assert dnn.conv(jnp.ones(g.x_shape), jnp.ones(shape), **g.options()).shape == g.y_shape
+        assert dnn.conv(jnp.ones(g.shape("x")), jnp.ones(shape), **g.options()).shape == g.shape("y")
 
 
 def test_arguments_may_be_said_in_several_ways():
@@ -165,9 +165,7 @@ def test_modes_are_those_of_scipy(rank: int):
 
 def test_transposed_convolution_is_that_of_lax():
     """As the docstring has it: mode "convolution", and the filter's channel axes exchanged."""
-    x, w = cases.case(
-        "conv_transpose", Geometry(n=2, c=4, k=5, sizes=(9, 8), taps=(3, 2), stride=2), 1, integers=3
-    ).arrays
+    x, w = cases.case("conv_transpose", Geometry(2, (9, 8), 4, 5, (3, 2), stride=2), 1, integers=3).arrays
     theirs = lax.conv_transpose(x, w.swapaxes(2, 3), (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     np.testing.assert_array_equal(dnn.conv_transpose(x, w, stride=2, mode="convolution"), theirs)
 
@@ -203,7 +201,7 @@ def test_transposed_convolution_undoes_shapes():
     for seed in range(300, 340):
         case = cases.random_case("conv_transpose", seed)
         out = jax.eval_shape(lambda *a, c=case: helpers.call(c, *a), *cases.as_jax(case))
-        assert out.shape == case.geometry.x_shape, case
+        assert out.shape == case.geometry.shape("x"), case
 
 
 def test_adjoints():
@@ -213,8 +211,8 @@ def test_adjoints():
     data, filters = [], []
     for case, dy in zip(forward, dys, strict=True):
         g, (x, w) = case.geometry, case.arrays
-        data.append(Case("conv_dgrad", g, (dy, w), (g.x_shape,), case.options))
-        filters.append(Case("conv_wgrad", g, (x, dy), (g.w_shape,), case.options))
+        data.append(Case("conv_dgrad", g, (dy, w), (g.shape("x"),), case.options))
+        filters.append(Case("conv_wgrad", g, (x, dy), (g.shape("w"),), case.options))
     results = helpers.compute_all([*forward, *data, *filters])
     for i, (case, dy) in enumerate(zip(forward, dys, strict=True)):
         (x, w), (y, dx, dw) = case.arrays, results[i :: len(forward)]
@@ -265,8 +263,8 @@ def test_float64_accumulator(op: str):
 
 
 MANY_TAPS = {
-    "depthwise": Geometry(n=2, c=3, k=6, sizes=(20, 18), taps=(13, 11), groups=3),
-    "grouped": Geometry(n=2, c=32, k=4, sizes=(15, 16), taps=(13, 11), groups=2),
+    "depthwise": Geometry(2, (20, 18), 3, 6, (13, 11), groups=3),
+    "grouped": Geometry(2, (15, 16), 32, 4, (13, 11), groups=2),
 }
 
 
@@ -282,8 +280,8 @@ def test_filters_of_so_many_taps_that_a_loop_adds_them(geometry: str, bits: int)
 @pytest.mark.parametrize("groups", [1, 4, 20])
 def test_backward_data_of_large_strides(groups: int):
     """More stride phases than are unrolled; 10^5 of them along an axis must not take 10^5 convolutions."""
-    plane = Geometry(n=2, c=20, k=40, sizes=(60, 47), taps=(3, 2), stride=(19, 17), padding=(5, 1), groups=groups)
-    line = Geometry(n=2, c=20, k=40, sizes=(7,), taps=(3,), stride=100_000, dilation=2, groups=groups, layout="NCW")
+    plane = Geometry(2, (60, 47), 20, 40, (3, 2), stride=(19, 17), padding=(5, 1), groups=groups)
+    line = Geometry(2, (7,), 20, 40, (3,), stride=100_000, dilation=2, groups=groups, layout="NCW")
     for geometry in (plane, line):
         for op in ("conv", "conv_dgrad"):
             helpers.check(cases.case(op, geometry, 1, integers=3))
@@ -363,14 +361,14 @@ def test_nan_and_infinity_reach_their_windows_only():
 @each_op
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8], ids=lambda d: np.dtype(d).name)
 def test_empty_batch(op: str, dtype: Any):
-    many = [cases.case(op, dataclasses.replace(g, n=0), dtype=dtype) for g in cases.GEOMETRIES.values()]
+    many = [cases.case(op, dataclasses.replace(g, batch=0), dtype=dtype) for g in cases.GEOMETRIES.values()]
     for case, out in zip(many, helpers.compute_all(many), strict=True):
         helpers.check(case, out)
         assert not np.any(np.asarray(out, np.float32))
 
 
 def test_empty_batch_still_blends():
-    g = dataclasses.replace(cases.PLAIN, n=0)
+    g = dataclasses.replace(cases.PLAIN, batch=0)
     dw = cases.case("conv_wgrad", g).with_epilogue(1, beta=2.0, prior=True)
     np.testing.assert_array_equal(helpers.call(dw), 2 * dw.named["prior"])
     db = cases.case("conv_bgrad", g).with_epilogue(1, beta=-1.0, prior=True)
@@ -401,7 +399,7 @@ def test_an_empty_axis_that_is_padded():
 
 def test_single_element():
     for op in cases.RANDOM_OPS:
-        helpers.check(cases.case(op, Geometry(n=1, c=1, k=1, sizes=(1, 1, 1), taps=(1, 1, 1), layout="NCDHW"), 3))
+        helpers.check(cases.case(op, Geometry(1, (1, 1, 1), 1, 1, (1, 1, 1), layout="NCDHW"), 3))
 
 
 # ---- the comparison itself -------------------------------------------------------------------------------------------

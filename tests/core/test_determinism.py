@@ -118,7 +118,7 @@ def test_bias_gradient_is_repeatable():
 @pytest.mark.parametrize("op", cases.OPS)
 def test_run_to_run(op: str):
     """The same bits over repeats and over recompilation, on data whose sum depends on the order."""
-    case = cases.case(op, cases.Geometry(n=3, c=40, k=24, sizes=(13, 17), taps=(3, 5), padding=2), 1)
+    case = cases.case(op, cases.Geometry(3, (13, 17), 40, 24, (3, 5), padding=2), 1)
     arrays = cases.as_jax(case)
     first = np.asarray(helpers.call(case, *arrays))
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_run_to_run(op: str):
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])
 def test_int8_and_float32_results_hold_the_level_claimed(dtype: type):
     """Where an engine claims batch invariance, a batch of one gives the same bits as the batch."""
-    case = cases.case("conv", cases.Geometry(n=5, c=7, k=8, sizes=(9, 6), taps=(3, 2)), 1, dtype=dtype)
+    case = cases.case("conv", cases.Geometry(5, (9, 6), 7, 8, (3, 2)), 1, dtype=dtype)
     claimed = dnn.explain(lambda *a: helpers.call(case, *a), *cases.as_jax(case))[0].candidates[0].level
     x, w = cases.as_jax(case)
     whole, alone = dnn.conv(x, w)[2:3], dnn.conv(x[2:3], w)

@@ -189,7 +189,7 @@ def test_ordered_in_64_bit_mode():
 
 @pytest.mark.parametrize("op", ["conv", "conv_dgrad"])
 def test_ordered_does_not_see_the_batch(op: str):
-    case = cases.case(op, cases.Geometry(n=5, c=16, k=8, sizes=(9, 6), taps=(3, 2)), 1, dtype=ml_dtypes.bfloat16)
+    case = cases.case(op, cases.Geometry(5, (9, 6), 16, 8, (3, 2)), 1, dtype=ml_dtypes.bfloat16)
     x, w = cases.as_jax(case)
     alone = dataclasses.replace(case, static=tuple((1, *s[1:]) for s in case.static))
     with dnn.determinism("batch_invariant"):
