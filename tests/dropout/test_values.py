@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.core.primitives import bind
 from jaxdnn._src.dropout import primitive
 from jaxdnn._src.dropout import xla as kernel
 from jaxdnn.verify import matrix
@@ -100,9 +101,9 @@ def test_indices_beyond_32_bits_in_one_array(monkeypatch: pytest.MonkeyPatch):
     """The 64-bit index, which an array of 2^32 elements takes, on a small one; and that such an array lowers."""
     x, key, start = jnp.ones((6, 7)), primitive.pair(SEED), primitive.pair(2**32 - 3)
     spec = primitive.DropoutSpec(2**31, 2.0, (0, 1), 3)
-    narrow = primitive.bind(x, key, start, spec=spec)
+    narrow = bind("dropout", x, key, start, spec=spec)
     monkeypatch.setattr(kernel, "BLOCK", 2**32)
-    wide = primitive.bind(x, key, start, spec=primitive.DropoutSpec(2**31, 2.0, (0, 1), 3, engine="xla"))
+    wide = bind("dropout", x, key, start, spec=primitive.DropoutSpec(2**31, 2.0, (0, 1), 3, engine="xla"))
     np.testing.assert_array_equal(wide, narrow)
     huge = jax.ShapeDtypeStruct((2**17, 2**17), jnp.bfloat16)
     assert "ui64" in jax.jit(ft.partial(dnn.dropout, rate=0.5)).lower(huge, primitive.pair(1)).as_text()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -10,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation import formulas, primitive
 from jaxdnn._src.activation.primitive import ActivationSpec
-from jaxdnn._src.core import blending, checks, selection
+from jaxdnn._src.core import blending, checks, primitives
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.explain import public
 
@@ -78,8 +77,7 @@ def activation(
     """
     x = _operand("x", x)
     out = _out_dtype(out_dtype, x)
-    run = lambda spec: primitive.bind("activation", x, spec=spec)
-    return _call("activation", (x,), run, activation, alpha, beta, prior, out, engine, determinism)
+    return _call("activation", (x,), activation, alpha, beta, prior, out, engine, determinism)
 
 
 @public
@@ -132,8 +130,7 @@ def activation_dgrad(
     dy, x = _operand("dy", dy), _operand("x", x)
     checks.shape("dy", dy, x.shape, "that of x")
     out = _out_dtype(out_dtype, x)
-    run = lambda spec: primitive.bind("activation_dgrad", dy, x, spec=spec)
-    return _call("activation_dgrad", (dy, x), run, activation, alpha, beta, prior, out, engine, determinism)
+    return _call("activation_dgrad", (dy, x), activation, alpha, beta, prior, out, engine, determinism)
 
 
 def _operand(name: str, value: Any) -> Array:
@@ -152,7 +149,6 @@ def _out_dtype(value: Any, x: Array) -> np.dtype:
 def _call(
     op: str,
     operands: tuple[Array, ...],
-    run: Any,
     activation: Any,
     alpha: Any,
     beta: Any,
@@ -176,10 +172,9 @@ def _call(
     inside = isinstance(alpha, float) and (alone or np.dtype(x.dtype) in formulas.NARROW)
     factor = alpha + 0.0 if inside else 1.0  # -0 and 0 are equal, so they must not differ
     spec = ActivationSpec(act, parameter, factor, out if alone else precision, engine, level)
-    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
+    computed = primitives.call(op, *operands, spec=spec)
     if alone and prior is None:
-        return run(spec)
+        return computed
     rest = 1.0 if inside else alpha
-    computed = run(spec)
     dtypes = tuple(np.dtype(v.dtype) for v in operands)
     return blending.blend(computed, alpha=rest, beta=beta, prior=prior, out=out, dtypes=(*dtypes, precision))

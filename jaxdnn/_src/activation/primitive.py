@@ -5,6 +5,7 @@ transpose. As primitives they keep x alone for the backward pass, in x's type, a
 """
 
 import dataclasses
+import functools as ft
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax import Array
 from jaxdnn._src.activation import formulas
 from jaxdnn._src.activation.formulas import Parameter
 from jaxdnn._src.core import partitioning, primitives, rounding
+from jaxdnn._src.core.primitives import bind
 
 OPS = ("activation", "activation_dgrad")
 
@@ -64,30 +66,18 @@ def _result(spec: ActivationSpec, *operands: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(operands[0].shape, spec.out_dtype)
 
 
-def _factors(spec: ActivationSpec, *operands: Any) -> partitioning.Factors:
-    return partitioning.elementwise(*operands)
-
-
-def bind(op: str, *operands: Any, spec: ActivationSpec) -> Array:
-    """Binds one of the two primitives."""
-    return _BIND[op](*operands, spec=spec)
-
-
-_BIND: dict[str, Any] = {}
-_BIND["activation"] = primitives.define(
-    "activation",
-    results=_result,
-    jvp=_jvp,
-    batch=lambda spec, operands, dims: primitives.batch_leading(_BIND["activation"], spec, operands, dims),
-    factors=_factors,
-)
-_BIND["activation_dgrad"] = primitives.define(
-    "activation_dgrad",
-    results=_result,
-    jvp=lambda spec, primals, tangents: primitives.jvp_of_linear(
-        _BIND["activation_dgrad"], backward, spec, primals, tangents
-    ),
-    transpose=_transpose,
-    batch=lambda spec, operands, dims: primitives.batch_leading(_BIND["activation_dgrad"], spec, operands, dims),
-    factors=_factors,
-)
+_RULES: dict[str, dict[str, Any]] = {
+    "activation": {"jvp": _jvp},
+    "activation_dgrad": {
+        "jvp": ft.partial(primitives.jvp_of_linear, "activation_dgrad", backward),
+        "transpose": _transpose,
+    },
+}
+for _op, _rules in _RULES.items():
+    primitives.define(
+        _op,
+        **_rules,
+        results=_result,
+        batch=ft.partial(primitives.batch_leading, _op),
+        factors=lambda spec, *operands: partitioning.elementwise(*operands),
+    )

@@ -15,7 +15,7 @@ from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.conv import primitive
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.primitive import ConvSpec
-from jaxdnn._src.core import blending, checks, selection, windows
+from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.frames import Frame
 
@@ -232,12 +232,9 @@ def call(
     types = Types(spec.accumulate, spec.out_dtype)
     epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype)
     if _is_static(alpha) and _is_static(beta):
-        spec = dataclasses.replace(spec, epilogue=epilogue)
-        _engines_check(op, spec, a, b, *further)
-        return primitive.bind(op, a, b, *further, spec=spec)
+        return primitives.call(op, a, b, *further, spec=dataclasses.replace(spec, epilogue=epilogue))
     plain = dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype)
-    _engines_check(op, plain, a, b)
-    acc = primitive.bind(op, a, b, spec=plain)
+    acc = primitives.call(op, a, b, spec=plain)
     return epilogues.apply(epilogue, acc, further, channel=spec.channel(role), out_dtype=spec.out_dtype)
 
 
@@ -288,10 +285,6 @@ def _is_integer_epilogue(alpha: Any, beta: Any, act: Any, given: Mapping[str, Ar
 
 def _is_static(scale: Any) -> bool:
     return isinstance(scale, float)
-
-
-def _engines_check(op: str, spec: ConvSpec, *operands: Array) -> None:
-    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
 
 
 def require_sum_level(dy: Array, determinism: Any) -> None:

@@ -29,6 +29,7 @@ from jaxdnn._src.core import blending, primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.limits import Limits, current_limits
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, Windows
+from jaxdnn._src.core.primitives import bind
 from jaxdnn._src.core.rounding import at_edges
 from jaxdnn._src.core.windows import FilterLayout, Layout
 
@@ -95,11 +96,6 @@ def wider(a: Any, b: Any) -> np.dtype:
     if a != b and a.itemsize == b.itemsize:
         return np.dtype(np.float32)
     return a if a.itemsize >= b.itemsize else b
-
-
-def bind(op: str, *operands: Any, spec: ConvSpec) -> Array:
-    """Binds one of the three primitives."""
-    return _BIND[op](*operands, spec=spec)
 
 
 def sum_of_nothing(op: str, spec: ConvSpec, a: Array, b: Array) -> Array | None:
@@ -323,14 +319,12 @@ def _on_device(op: str, spec: ConvSpec, run: Run, axes: Axes, a: Array, b: Array
     return finish(op, spec, jax.lax.psum(run(bare, *given), summed), *operands)
 
 
-_BIND = {
-    op: primitives.define(
-        op,
-        results=ft.partial(_result, op),
-        jvp=ft.partial(_jvp, op),
-        transpose=ft.partial(_transpose, op),
-        batch=ft.partial(_batch, op),
-        factors=ft.partial(_factors, op),
+for _op in ROLES:
+    primitives.define(
+        _op,
+        results=ft.partial(_result, _op),
+        jvp=ft.partial(_jvp, _op),
+        transpose=ft.partial(_transpose, _op),
+        batch=ft.partial(_batch, _op),
+        factors=ft.partial(_factors, _op),
     )
-    for op in ROLES
-}

@@ -5,8 +5,8 @@ the call requires. The engine is chosen when the primitive is lowered, because o
 `custom_vjp` has no forward mode and `custom_partitioning` no derivative; a primitive has all transformations.
 
 The derivative of an op that is not linear is a second primitive, linear in the tangent: the op's `jvp` binds it, and
-its `transpose` binds the backward op. `jvp_by_formula` and `jvp_of_linear` give such primitives derivatives of their
-own by differentiating a formula; `batch_leading` serves ops that work along trailing axes.
+its `transpose` binds the backward op. `jvp_of_linear` gives such primitives derivatives of their own by differentiating
+a formula; `batch_leading` serves ops that work along trailing axes.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ from jaxdnn._src.core.rounding import at_edges
 
 Spec = Any
 Aval = jax.ShapeDtypeStruct
+_defined: dict[str, tuple[Any, Callable[..., Factors]]] = {}  # an op's primitive, and the ways it may be sharded
 
 
 def define(
@@ -49,8 +50,8 @@ def define(
     factors: Callable[..., Factors],
     transpose: Callable[..., Any] | None = None,
     many: bool = False,
-) -> Callable[..., Any]:
-    """Makes the primitive of an op and returns the function that binds it: `bind(*operands, spec=spec)`.
+) -> None:
+    """Makes the primitive of an op, which `bind` finds by the op's name.
 
     Args:
       op: the op's name, under which its engines are registered.
@@ -65,10 +66,6 @@ def define(
     """
     primitive = Primitive(f"jaxdnn_{op}")
     primitive.multiple_results = many
-
-    def bind(*operands: Any, spec: Spec) -> Any:
-        run = in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
-        return run(*vary_alike(operands))
 
     def abstract(*avals: Any, spec: Spec) -> Any:
         found = [_result(r, avals[0]) for r in _as_tuple(results(spec, *avals))]
@@ -90,7 +87,20 @@ def define(
     ad.primitive_transposes[primitive] = transposed
     batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
     _register_lowerings(primitive, op, factors)
-    return bind
+    _defined[op] = primitive, factors
+
+
+def bind(op: str, *operands: Any, spec: Spec) -> Any:
+    """Binds the primitive of an op: its result, or a tuple of its results."""
+    primitive, factors = _defined[op]
+    run = in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
+    return run(*vary_alike(operands))
+
+
+def call(op: str, *operands: Array, spec: Spec) -> Any:
+    """Binds the primitive of an op for a user's call; raises where no engine serves it."""
+    selection.check(op, spec, *operands)
+    return bind(op, *operands, spec=spec)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -105,42 +115,56 @@ def _bind(primitive: Any, spec: Spec, *operands: Any) -> Any:
 # ---- rules that many ops share ---------------------------------------------------------------------------------------
 
 
-def jvp_by_formula(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """A `jvp` that differentiates `formula(spec, *operands)`, for an op whose derivative needs no engine of its own."""
+def jvp_of_linear(
+    op: str, formula: Callable[..., Any] | None, spec: Spec, primals: Any, tangents: Any, constant: int = 0
+) -> tuple[Any, Any]:
+    """The `jvp` of an op that is linear in its first operand: the op itself on that operand's tangent, plus the
+    derivative of `formula(spec, *operands)` in the others but the last `constant` ones, which have none.
 
-    def jvp(spec: Spec, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        return jax.jvp(ft.partial(formula, spec), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
-
-    return jvp
-
-
-def jvp_of_linear(bind: Callable[..., Array], formula: Callable[..., Array], spec: Spec, primals: Any, tangents: Any):
-    """The `jvp` of an op with one result that is linear in its first operand.
-
-    It is the op itself on that operand's tangent, plus the derivative of `formula(spec, *operands)` in the others.
-
-    Give it its first two arguments with `functools.partial`.
+    Give it its first two arguments with `functools.partial`; the formula is None where there are no such others.
     """
-    y = bind(*primals, spec=spec)
-    (v, *others), (dv, *d_others) = primals, tangents
-    terms = [] if isinstance(dv, ad.Zero) else [bind(dv, *others, spec=spec)]
-    if not all(isinstance(d, ad.Zero) for d in d_others):
-        along = tuple(map(ad.instantiate_zeros, d_others))
-        terms.append(jax.jvp(lambda *rest: formula(spec, v, *rest), tuple(others), along)[1])
-    return y, ft.reduce(jnp.add, terms) if terms else zero_tangent(y)
+    found = bind(op, *primals, spec=spec)
+    terms = [] if isinstance(tangents[0], ad.Zero) else [bind(op, tangents[0], *primals[1:], spec=spec)]
+    terms += along_others(formula and ft.partial(formula, spec), primals, tangents, 1, constant)
+    return found, added(found, terms)
 
 
-def batch_leading(bind: Callable[..., Any], spec: Spec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
+def along_others(
+    formula: Callable[..., Any] | None, primals: Any, tangents: Any, linear: int, constant: int = 0
+) -> list[Any]:
+    """The formula's derivative along the operands behind the first `linear` and before the last `constant` ones: one
+    value of its results, or nothing where these operands have no tangent."""
+    stop = len(primals) - constant
+    if formula is None or all(isinstance(t, ad.Zero) for t in tangents[linear:stop]):
+        return []
+    along = tuple(map(ad.instantiate_zeros, tangents[linear:stop]))
+    of_others = lambda *others: formula(*primals[:linear], *others, *primals[stop:])
+    return [jax.jvp(of_others, tuple(primals[linear:stop]), along)[1]]
+
+
+def added(found: Any, terms: Sequence[Any]) -> Any:
+    """The tangent of a result, or of each of several: the sum of terms, which may be none."""
+    if not terms:
+        return tuple(map(zero_tangent, found)) if isinstance(found, tuple) else zero_tangent(found)
+    return jax.tree.map(lambda *parts: ft.reduce(jnp.add, parts), *terms)
+
+
+def batch_leading(
+    op: str, spec: Spec, operands: Sequence[Any], dims: Sequence[int | None], shared: Sequence[int] = ()
+) -> Any:
     """The `batch` of an op whose operands and results have any number of common leading axes: adds one of them.
 
-    Give it its first argument with `functools.partial`.
+    Of the operands numbered in `shared` those that are not mapped have length 1 along it. Give it its first argument
+    with `functools.partial`.
     """
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    moved = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
-    found = bind(*moved, spec=spec)
+    moved = []
+    for i, (x, d) in enumerate(zip(operands, dims, strict=True)):
+        if d is not None:
+            moved.append(jnp.moveaxis(x, d, 0))
+        else:
+            moved.append(x[None] if i in shared else jnp.broadcast_to(x, (size, *x.shape)))
+    found = bind(op, *moved, spec=spec)
     return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
 
 

@@ -132,9 +132,10 @@ def select(call: Call) -> Engine:
     )
 
 
-def check(op: str, spec: Any, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+def check(op: str, spec: Any, *operands: Any) -> None:
     """Raises, when a call is traced, if no platform it could be lowered for has an engine for it."""
     checks.choice("engine", spec.engine, (None, *engines.names()))
+    avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands)
     here = jax.default_backend()
     here = "cuda" if here == "gpu" else here
     errors = []

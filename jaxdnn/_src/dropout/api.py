@@ -1,7 +1,6 @@
 """Dropout that is a function of a key and of every element's logical index."""
 
 import dataclasses
-import functools as ft
 import math
 from typing import Any, NamedTuple
 
@@ -12,10 +11,9 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation.formulas import Parameter, read_activation
-from jaxdnn._src.core import checks, rounding, selection, windows
+from jaxdnn._src.core import checks, primitives, rounding, selection, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
-from jaxdnn._src.dropout import fused as dropout_fused
 from jaxdnn._src.dropout import primitive
 from jaxdnn._src.dropout.fused import FusedSpec
 from jaxdnn._src.dropout.primitive import BLOCK, DropoutSpec
@@ -247,10 +245,9 @@ def _call(
         level=required(determinism),
     )
     arrays: dict[str, Array] = {} if fused is None else fused.arrays
-    op, bind = "dropout", primitive.bind
-    spec: Any = DropoutSpec(**common)
+    op, spec = "dropout", DropoutSpec(**common)
     if fused is not None:
-        op, bind = "fused_dropout", ft.partial(dropout_fused.bind, "fused_dropout")
+        op = "fused_dropout"
         spec = FusedSpec(
             **common,
             activation=fused.activation,
@@ -260,9 +257,9 @@ def _call(
             out_dtype=fused.out_dtype,
         )
     operands = (x, *arrays.values(), words, start)
-    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
     if not dropped:
-        return bind(*operands, spec=spec)
+        return primitives.call(op, *operands, spec=spec)
+    selection.check(op, spec, *operands)
     zeros = jnp.zeros_like(x)
     return zeros if fused is None else _all_dropped(zeros, arrays.get("residual"), fused.out_dtype)
 

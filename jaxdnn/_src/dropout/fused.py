@@ -10,8 +10,8 @@ With m the mask, s the scale of kept elements and z = x + bias:
 
 The last is the transpose of the second; without dbias the second is its own transpose. Both draw the mask again, and
 have x and bias as operands only if there is an activation; without one no residual of the size of x is kept. bias has
-the rank of x, with length 1 along the axes where it is constant. The leading axes are those of `primitive`; along them
-bias, key and start may have length 1.
+the rank of x, with length 1 along the axes where it is constant. The leading axes are those of `DropoutSpec`; along
+them bias, key and start may have length 1.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxdnn._src.core import primitives, rounding
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.determinism import satisfies
 from jaxdnn._src.core.partitioning import Factors
-from jaxdnn._src.dropout import primitive
+from jaxdnn._src.core.primitives import bind
 from jaxdnn._src.dropout.primitive import DropoutSpec
 from jaxdnn._src.tensor import reductions
 
@@ -88,11 +88,6 @@ def roles(op: str, spec: FusedSpec) -> tuple[str, ...]:
     return tuple(ROLES[name] for name in operand_names(op, spec))
 
 
-def bind(op: str, *operands: Any, spec: FusedSpec) -> Any:
-    """Binds one of the primitives."""
-    return _BIND[op](*operands, spec=spec)
-
-
 def precision(spec: FusedSpec, operands: Sequence[Any]) -> np.dtype:
     """The dtype to compute in: float64 if an operand or the result has it, otherwise float32."""
     dtypes = (spec.out_dtype, *(np.dtype(v.dtype) for v in operands))
@@ -135,7 +130,7 @@ def _jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
         terms.append(bind("fused_dropout_tangent", *along, *at, *primals[-2:], spec=linear))
     if d_residual is not None and not isinstance(d_residual, ad.Zero):
         terms.append(d_residual.astype(spec.out_dtype))
-    return y, ft.reduce(jnp.add, terms) if terms else primitives.zero_tangent(y)
+    return y, primitives.added(y, terms)
 
 
 def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
@@ -150,21 +145,12 @@ def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
     if at:
         z = ft.reduce(jnp.add, [v.astype(wide) for v in at])
         t = t * formulas.derivative(z, spec.activation, spec.parameter)
-    v = primitive.bind(t, k, s, spec=spec.plain())
+    v = bind("dropout", t, k, s, spec=spec.plain())
     first = rounding.nearest(v, spec.out_dtype)
     if op == "fused_dropout_tangent":
         return first
     axes = tuple(spec.leading + axis for axis in spec.summed)
     return first, reductions.add(v, axes, is_fixed(spec))
-
-
-def _along_at(op: str, spec: FusedSpec, linear: int, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """The formula's derivative along x and bias: nothing, or one value of results."""
-    if all(isinstance(t, ad.Zero) for t in tangents[linear:-2]):
-        return []
-    along = tuple(map(ad.instantiate_zeros, tangents[linear:-2]))
-    formula = lambda *at: _formula(op, spec, *primals[:linear], *at, *primals[-2:])
-    return [jax.jvp(formula, tuple(primals[linear:-2]), along)[1]]
 
 
 def _tangent_jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
@@ -176,19 +162,8 @@ def _tangent_jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any
         along = (ad.instantiate_zeros(tangents[0]), *tangents[1 : 1 + has_bias])
         again = dataclasses.replace(spec, dbias=has_bias)
         terms.append(bind("fused_dropout_tangent", *along, *primals[count:], spec=again))
-    terms += _along_at("fused_dropout_tangent", spec, count, primals, tangents)
-    return y, ft.reduce(jnp.add, terms) if terms else primitives.zero_tangent(y)
-
-
-def _dgrad_jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    found = bind("fused_dropout_dgrad", *primals, spec=spec)
-    terms = []
-    if not isinstance(tangents[0], ad.Zero):
-        terms.append(bind("fused_dropout_dgrad", tangents[0], *primals[1:], spec=spec))
-    terms += _along_at("fused_dropout_dgrad", spec, 1, primals, tangents)
-    if not terms:
-        return found, tuple(map(primitives.zero_tangent, found))
-    return found, tuple(ft.reduce(jnp.add, parts) for parts in zip(*terms, strict=True))
+    terms += primitives.along_others(ft.partial(_formula, "fused_dropout_tangent", spec), primals, tangents, count, 2)
+    return y, primitives.added(y, terms)
 
 
 def _tangent_transpose(spec: FusedSpec, ct: Array, *operands: Any) -> list[Array | None]:
@@ -222,14 +197,8 @@ def _dgrad_transpose(spec: FusedSpec, cts: Sequence[Any], *operands: Any) -> lis
 
 def _batch(op: str, spec: FusedSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
     """Adds a leading axis; operands that are not mapped have length 1 along it, unless they must have x's shape."""
-    size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
-    moved = [v[None] if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
-    whole = [
-        jnp.broadcast_to(v, (size, *v.shape[1:])) if role == X else v
-        for v, role in zip(moved, roles(op, spec), strict=True)
-    ]
-    found = bind(op, *whole, spec=dataclasses.replace(spec, leading=spec.leading + 1))
-    return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
+    shared = [i for i, role in enumerate(roles(op, spec)) if role != X]
+    return primitives.batch_leading(op, dataclasses.replace(spec, leading=spec.leading + 1), operands, dims, shared)
 
 
 def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
@@ -258,9 +227,14 @@ def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
 _RULES: dict[str, dict[str, Any]] = {
     "fused_dropout": {"results": _result, "jvp": _jvp},
     "fused_dropout_tangent": {"results": _result, "jvp": _tangent_jvp, "transpose": _tangent_transpose},
-    "fused_dropout_dgrad": {"results": _dgrad_results, "jvp": _dgrad_jvp, "transpose": _dgrad_transpose, "many": True},
+    "fused_dropout_dgrad": {
+        "results": _dgrad_results,
+        "jvp": ft.partial(
+            primitives.jvp_of_linear, "fused_dropout_dgrad", ft.partial(_formula, "fused_dropout_dgrad"), constant=2
+        ),
+        "transpose": _dgrad_transpose,
+        "many": True,
+    },
 }
-_BIND = {
-    op: primitives.define(op, **rules, batch=ft.partial(_batch, op), factors=ft.partial(_factors, op))
-    for op, rules in _RULES.items()
-}
+for _op, _rules in _RULES.items():
+    primitives.define(_op, **_rules, batch=ft.partial(_batch, _op), factors=ft.partial(_factors, _op))

@@ -15,7 +15,6 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.core import primitives
-from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Factors
 
 BLOCK = 4  # random words that one counter gives
@@ -45,18 +44,10 @@ class DropoutSpec:
     start: int | None = None
 
 
-def _jvp(spec: DropoutSpec, primals: Any, tangents: Any) -> tuple[Array, Any]:
-    (x, key, start), (dx, *_) = primals, tangents
-    y = bind(x, key, start, spec=spec)
-    return y, primitives.zero_tangent(y) if isinstance(dx, ad.Zero) else bind(dx, key, start, spec=spec)
-
-
-def _batch(spec: DropoutSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Array, int]:
+def _batch(spec: DropoutSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
     """One more leading axis; a key or a start that is not mapped has length 1 along it."""
-    size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
-    x, key, start = (v[None] if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True))
-    x = jnp.broadcast_to(x, (size, *x.shape[1:]))
-    return bind(x, key, start, spec=dataclasses.replace(spec, leading=spec.leading + 1)), 0
+    more = dataclasses.replace(spec, leading=spec.leading + 1)
+    return primitives.batch_leading("dropout", more, operands, dims, shared=(1, 2))
 
 
 def _factors(spec: DropoutSpec, x: Any, key: Any, start: Any) -> Factors:
@@ -70,11 +61,11 @@ def _factors(spec: DropoutSpec, x: Any, key: Any, start: Any) -> Factors:
     return Factors(operands=(axes, names("k", key), names("s", start)), results=(axes,), free=(), placed=axes)
 
 
-bind = primitives.define(
+primitives.define(
     "dropout",
     results=lambda spec, x, *_: jax.ShapeDtypeStruct(x.shape, x.dtype),
-    jvp=_jvp,
-    transpose=lambda spec, ct, x, key, start: [bind(ct, key, start, spec=spec), None, None],
+    jvp=ft.partial(primitives.jvp_of_linear, "dropout", None, constant=2),
+    transpose=lambda spec, ct, x, key, start: [primitives.bind("dropout", ct, key, start, spec=spec), None, None],
     batch=_batch,
     factors=_factors,
 )

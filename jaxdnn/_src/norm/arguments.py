@@ -5,14 +5,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.formulas import read_activation
-from jaxdnn._src.core import blending, checks, frames, selection
+from jaxdnn._src.core import blending, checks, frames
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import rounded
@@ -219,8 +218,7 @@ def forward(
     biases = [] if bias is None else [view.parameter("bias", bias, found)]
     read = spec(view, found, options, scale=bool(scales), bias=bool(biases), out_dtype=out_dtype)
     operands = (x.reshape(view.shape), *scales, *biases)
-    check("norm", read, operands)
-    y, mean, rstd, variance = primitive.bind("norm", *operands, spec=read)
+    y, mean, rstd, variance = primitive.call("norm", *operands, spec=read)
     return y.reshape(x.shape), mean, rstd, variance
 
 
@@ -240,8 +238,7 @@ def backward(
         mean_ = view.statistic("mean", mean, found) if options.centred else jnp.zeros_like(rstd_)
     read = spec(view, found, options, scale=bool(scales), bias=False, out_dtype=out_dtype)
     operands = (dy.reshape(view.shape), x.reshape(view.shape), mean_, rstd_, *scales)
-    check("norm_dgrad", read, operands)
-    dx, ds, db = primitive.bind("norm_dgrad", *operands, spec=read)
+    dx, ds, db = primitive.call("norm_dgrad", *operands, spec=read)
     ds, db = (jnp.squeeze(v, view.summed).reshape(view.parameters) for v in (ds, db))
     return dx.reshape(x.shape), ds, db
 
@@ -252,11 +249,6 @@ def cotangent(dy: Any, x: Array, found: Types) -> Array:
     checks.shape("dy", dy, x.shape, "that of x")
     checks.dtype("dy", dy, narrower(found.accumulate))
     return dy
-
-
-def check(op: str, read: NormSpec, operands: Sequence[Array]) -> None:
-    """Raises if no engine serves the call."""
-    selection.check(op, read, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
 
 
 def require(op: str, determinism: Any, guaranteed: str, why: str) -> None:

@@ -29,14 +29,11 @@ from jax import Array
 from jaxdnn._src.core import primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run
+from jaxdnn._src.core.primitives import bind as bind
+from jaxdnn._src.core.primitives import call as call
 from jaxdnn._src.norm.spec import NormSpec
 
 LINEAR = ("x", "scale", "bias")
-
-
-def bind(op: str, *operands: Any, spec: NormSpec) -> Any:
-    """Binds one of the primitives."""
-    return _BIND[op](*operands, spec=spec)
 
 
 def _formula(op: str, spec: NormSpec, *operands: Array) -> Any:
@@ -105,27 +102,8 @@ def _tangent_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]
     if second:
         along = dataclasses.replace(spec, tangents=tuple(second))
         terms.append(bind("norm_tangent", *second.values(), *primals[count:], spec=along))
-    terms += _along_others("norm_tangent", spec, primals, tangents, count)
-    return y, ft.reduce(jnp.add, terms) if terms else primitives.zero_tangent(y)
-
-
-def _dgrad_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple, tuple]:
-    """Linear in dy; along the other operands the formula's derivative."""
-    found = bind("norm_dgrad", *primals, spec=spec)
-    terms = [] if isinstance(tangents[0], ad.Zero) else [bind("norm_dgrad", tangents[0], *primals[1:], spec=spec)]
-    terms += _along_others("norm_dgrad", spec, primals, tangents, 1)
-    if not terms:
-        return found, tuple(map(primitives.zero_tangent, found))
-    return found, tuple(ft.reduce(jnp.add, parts) for parts in zip(*terms, strict=True))
-
-
-def _along_others(op: str, spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any], linear: int) -> list[Any]:
-    """The formula's derivative along the operands after the first `linear` ones: nothing, or one value of results."""
-    if all(isinstance(t, ad.Zero) for t in tangents[linear:]):
-        return []
-    along = tuple(map(ad.instantiate_zeros, tangents[linear:]))
-    formula = lambda *others: _formula(op, spec, *primals[:linear], *others)
-    return [jax.jvp(formula, tuple(primals[linear:]), along)[1]]
+    terms += primitives.along_others(ft.partial(_formula, "norm_tangent", spec), primals, tangents, count)
+    return y, primitives.added(y, terms)
 
 
 def _tangent_transpose(spec: NormSpec, ct: Array, *operands: Any) -> list[Array | None]:
@@ -175,17 +153,8 @@ def _roles(op: str, spec: NormSpec) -> tuple[str, ...]:
 
 def _batch(op: str, spec: NormSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
     """Adds a leading axis, of length 1 for a scale or bias that all examples share."""
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    moved = []
-    for role, x, d in zip(_roles(op, spec), operands, dims, strict=True):
-        if d is not None:
-            moved.append(jnp.moveaxis(x, d, 0))
-        elif role == "p":
-            moved.append(x[None])
-        else:
-            moved.append(jnp.broadcast_to(x, (size, *x.shape)))
-    found = bind(op, *moved, spec=spec)
-    return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
+    shared = [i for i, role in enumerate(_roles(op, spec)) if role == "p"]
+    return primitives.batch_leading(op, spec, operands, dims, shared)
 
 
 # ---- sharding --------------------------------------------------------------------------------------------------------
@@ -236,9 +205,12 @@ def _on_device(op: str, spec: NormSpec, rank: int, run: Run, axes: Axes, *operan
 _RULES: dict[str, dict[str, Any]] = {
     "norm": {"results": _norm_results, "jvp": _norm_jvp, "many": True},
     "norm_tangent": {"results": _tangent_result, "jvp": _tangent_jvp, "transpose": _tangent_transpose},
-    "norm_dgrad": {"results": _dgrad_results, "jvp": _dgrad_jvp, "transpose": _dgrad_transpose, "many": True},
+    "norm_dgrad": {
+        "results": _dgrad_results,
+        "jvp": ft.partial(primitives.jvp_of_linear, "norm_dgrad", ft.partial(_formula, "norm_dgrad")),
+        "transpose": _dgrad_transpose,
+        "many": True,
+    },
 }
-_BIND = {
-    op: primitives.define(op, **rules, batch=ft.partial(_batch, op), factors=ft.partial(_factors, op))
-    for op, rules in _RULES.items()
-}
+for _op, _rules in _RULES.items():
+    primitives.define(_op, **_rules, batch=ft.partial(_batch, _op), factors=ft.partial(_factors, _op))

@@ -114,7 +114,7 @@ def pool(
     arguments.require_level(spec, mode, alpha, beta)
     x = at_edges(spec.level, x)
     if arguments.wants_indices(return_indices, mode, (True, "tap")):
-        y, tap = _bind("pool_max_indices", _of(spec, x.dtype), x)
+        y, tap = primitives.call("pool_max_indices", x, spec=_of(spec, x.dtype))
         indices = tap if return_indices == "tap" else flat_positions(spec, tap)
         return arguments.finish(y, alpha, beta, prior, out, x.dtype), indices
     y = _computed(spec, mode, p, x, arguments.is_plain(alpha, beta))
@@ -125,23 +125,18 @@ def _of(spec: PoolSpec, dtype: Any) -> PoolSpec:
     return dataclasses.replace(spec, out_dtype=np.dtype(dtype))
 
 
-def _bind(op: str, spec: PoolSpec, *operands: Array) -> Any:
-    arguments.check(op, spec, *operands)
-    return primitive.bind(op, *operands, spec=spec)
-
-
 def _computed(spec: PoolSpec, mode: str, p: Any, x: Array, plain: bool) -> Array:
     """The pooling itself, in the result's dtype if it is plain, else in one that loses nothing."""
     if mode == "max":
-        return _bind("pool_max", _of(spec, x.dtype), x)
+        return primitives.call("pool_max", x, spec=_of(spec, x.dtype))
     wide = arguments.accumulator(x.dtype)
     if mode == "lp":
         return _lp(spec, arguments.exponent(p), x.astype(wide))
-    return _bind("pool_average", spec if plain else _of(spec, wide), x)
+    return primitives.call("pool_average", x, spec=spec if plain else _of(spec, wide))
 
 
 def _lp(spec: PoolSpec, p: float, x: Array) -> Array:
-    return lp.root(p, _bind("pool_average", _of(spec, x.dtype), lp.powers(p, x)))
+    return lp.root(p, primitives.call("pool_average", lp.powers(p, x), spec=_of(spec, x.dtype)))
 
 
 @public
@@ -220,14 +215,14 @@ def pool_dgrad(
     wide = out if arguments.is_plain(alpha, beta) else arguments.accumulator(dy.dtype)
     if mode == "max":
         tap = _taps(spec, x, indices, dy.shape, order)
-        dx = _bind("pool_max_dgrad", _of(spec, wide), dy, tap)
+        dx = primitives.call("pool_max_dgrad", dy, tap, spec=_of(spec, wide))
     elif mode == "lp":
         exponent, accumulator = arguments.exponent(p), arguments.accumulator(dy.dtype)
         given = at_edges(spec.level, _given_x(x, order))
         given, along = vary_alike([v.astype(accumulator) for v in (given, dy)])
         dx = jax.vjp(lambda v: _lp(spec, exponent, v), given)[1](along)[0]
     else:
-        dx = _bind("pool_average_dgrad", _of(spec, wide), dy)
+        dx = primitives.call("pool_average_dgrad", dy, spec=_of(spec, wide))
     return arguments.finish(dx, alpha, beta, prior, out, dy.dtype)
 
 
@@ -242,7 +237,7 @@ def _taps(spec: PoolSpec, x: Any, indices: Any, y_shape: Any, order: windows.Lay
         return arguments.taps_of(spec, indices, tuple(y_shape))
     given = _given_x(x, order)
     arguments.result_dtype("max", "x", given.dtype, None)
-    return _bind("pool_max_indices", _of(spec, given.dtype), given)[1]
+    return primitives.call("pool_max_indices", given, spec=_of(spec, given.dtype))[1]
 
 
 @public

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 
-from jaxdnn._src.core import blending, checks, selection, windows
+from jaxdnn._src.core import blending, checks, windows
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.core.windows import Layout, Window
@@ -179,11 +179,6 @@ def wants_indices(value: Any, mode: str, choices: Sequence[Any]) -> bool:
     if value is not False and mode != "max":
         raise ValueError(f"`return_indices` must be False for mode {mode!r}, expected mode 'max', got {mode!r}.")
     return value is not False
-
-
-def check(op: str, spec: PoolSpec, *operands: Any) -> None:
-    """Raises if no engine serves the call."""
-    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
 
 
 def is_plain(alpha: Any, beta: Any) -> bool:

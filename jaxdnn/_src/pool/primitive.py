@@ -29,6 +29,7 @@ from jax import Array, lax
 from jaxdnn._src.core import primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Devices, Factors, Run, Windows
+from jaxdnn._src.core.primitives import bind
 from jaxdnn._src.pool.spec import OPS, PoolSpec, x_shape, y_shape
 
 
@@ -149,24 +150,13 @@ def _transpose(op: str, spec: PoolSpec, ct: Array, *operands: Any) -> list[Array
     return [bind(_TRANSPOSED[op], ct, *operands[1:], spec=back), *[None] * (len(operands) - 1)]
 
 
-def bind(op: str, *operands: Any, spec: PoolSpec) -> Any:
-    """Binds one of the primitives."""
-    return _BIND[op](*operands, spec=spec)
-
-
-def _batch(op: str, spec: PoolSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    return primitives.batch_leading(_BIND[op], spec, operands, dims)
-
-
-_BIND = {
-    op: primitives.define(
-        op,
-        results=ft.partial(_results, op),
-        jvp=ft.partial(_jvp_of_linear if op in _TRANSPOSED else _jvp_of_max, op),
-        transpose=ft.partial(_transpose, op) if op in _TRANSPOSED else None,
-        batch=ft.partial(_batch, op),
-        factors=ft.partial(factors, op),
-        many=op == "pool_max_indices",
+for _op in OPS:
+    primitives.define(
+        _op,
+        results=ft.partial(_results, _op),
+        jvp=ft.partial(_jvp_of_linear if _op in _TRANSPOSED else _jvp_of_max, _op),
+        transpose=ft.partial(_transpose, _op) if _op in _TRANSPOSED else None,
+        batch=ft.partial(primitives.batch_leading, _op),
+        factors=ft.partial(factors, _op),
+        many=_op == "pool_max_indices",
     )
-    for op in OPS
-}

@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import checks, windows
+from jaxdnn._src.core import checks, primitives, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, product, real
-from jaxdnn._src.pool import arguments, lp, primitive
+from jaxdnn._src.pool import arguments, lp
 from jaxdnn._src.pool.api import pool
 from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.engine import rounded_quotient
@@ -239,8 +239,7 @@ def _bind(op: str, spec: PoolSpec, axis: int, kind: Kind, x: Array, *others: Arr
     part = lax.slice_in_dim(x, start, start + reach, 1, x.ndim + axis)
     moves = {"sizes": (reach,), "taps": (taps,), "stride": (stride,), "outputs": (count,)}
     one = dataclasses.replace(spec, **moves, spatial=(axis,), out_dtype=x.dtype)
-    arguments.check(op, one, part, *others)
-    found = primitive.bind(op, part, *others, spec=one)
+    found = primitives.call(op, part, *others, spec=one)
     return found if isinstance(found, tuple) else (found,)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -191,8 +190,8 @@ def _along_axes(
     pairs = list(zip(frame.layout.spatial, rules, strict=True))
     for axis, rule in reversed(pairs) if transposed else pairs:
         spec = ResampleSpec(rule, axis - x.ndim, transposed, engine, required(determinism))
-        selection.check("resample", spec, (jax.ShapeDtypeStruct(x.shape, x.dtype),))
-        x = x if rule.is_identity else primitive.bind(x, spec=spec)
+        selection.check("resample", spec, x)
+        x = x if rule.is_identity else primitive.bind("resample", x, spec=spec)
     return x
 
 

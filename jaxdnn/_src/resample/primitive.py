@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import primitives
-from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, exchange
+from jaxdnn._src.core.primitives import bind as bind
 from jaxdnn._src.resample.band import ResampleSpec, band
 
 
@@ -24,14 +24,8 @@ def _results(spec: ResampleSpec, x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
 
 
-def _jvp(spec: ResampleSpec, primals: Any, tangents: Any) -> tuple[Array, Any]:
-    y = bind(*primals, spec=spec)
-    (dx,) = tangents
-    return y, primitives.zero_tangent(y) if isinstance(dx, ad.Zero) else bind(dx, spec=spec)
-
-
 def _backward(spec: ResampleSpec, ct: Array, _: Any) -> list[Array]:
-    return [bind(ct, spec=dataclasses.replace(spec, transposed=not spec.transposed))]
+    return [bind("resample", ct, spec=dataclasses.replace(spec, transposed=not spec.transposed))]
 
 
 def _factors(spec: ResampleSpec, x: Any) -> Factors:
@@ -67,8 +61,11 @@ def _on_device(spec: ResampleSpec, run: Run, axes: Axes, x: Array) -> Array:
     return xla.banded(x, axis, (places + before).astype(np.int32).reshape(-1), weights, here)
 
 
-def _batch(spec: ResampleSpec, operands: Any, dims: Any) -> Any:
-    return primitives.batch_leading(bind, spec, operands, dims)
-
-
-bind = primitives.define("resample", results=_results, jvp=_jvp, transpose=_backward, batch=_batch, factors=_factors)
+primitives.define(
+    "resample",
+    results=_results,
+    jvp=ft.partial(primitives.jvp_of_linear, "resample", None),
+    transpose=_backward,
+    batch=ft.partial(primitives.batch_leading, "resample"),
+    factors=_factors,
+)

@@ -14,13 +14,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import blending, checks, frames, selection, trees
+from jaxdnn._src.core import blending, checks, frames, primitives, trees
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
-from jaxdnn._src.core.primitives import composed
 from jaxdnn._src.core.rounding import product, real, rounded
-from jaxdnn._src.sampling import primitive
 from jaxdnn._src.sampling.primitive import SampleSpec
 from jaxdnn._src.sampling.taps import COORDINATES, MODES, ORDERS, PADDINGS, Rule
 
@@ -116,8 +114,8 @@ def grid_sample(
     index, weights = rule.taps(_for_all(places, every, spec.level), sizes)
     canonical = (axes.batch, *axes.spatial, axes.channel)
     operands = real(jnp.transpose(plain, canonical), wide), weights.astype(wide), index
-    selection.check("grid_sample", spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
-    y = jnp.transpose(primitive.bind("y", *operands, spec=spec), [int(axis) for axis in np.argsort(canonical)])
+    y = primitives.call("grid_sample", *operands, spec=spec)
+    y = jnp.transpose(y, [int(axis) for axis in np.argsort(canonical)])
     out = blending.out_dtype(out_dtype, given)
     return blending.blend(frame.restore(y), alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
 
@@ -222,7 +220,7 @@ def affine_grid(
         return ft.reduce(jnp.add, [*terms, columns[-1]])
 
     factors = lambda theta: Factors((("n", "i", "j"),), (("n", *(f"m{i}" for i in range(d)), "i"),), ("n",))
-    grid = composed(run, factors, rounded(jnp.asarray(theta)).astype(wide))
+    grid = primitives.composed(run, factors, rounded(jnp.asarray(theta)).astype(wide))
     return rounded(blending.convert(grid, theta.dtype))
 
 

@@ -17,12 +17,12 @@ import functools as ft
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._src.core import primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.core.primitives import bind
 
 # Of each primitive, by its result: its float operands, in their order.
 OPERANDS = {"y": ("x", "w"), "x": ("w", "y"), "w": ("x", "y")}
@@ -36,11 +36,6 @@ class SampleSpec:
     sizes: tuple[int, ...]
     engine: str | None
     level: str
-
-
-def bind(result: str, a: Any, b: Any, index: Any, *, spec: SampleSpec) -> Array:
-    """The primitive whose result is `result`."""
-    return _BIND[result](a, b, index, spec=spec)
 
 
 def _dims(spec: SampleSpec, index: Any) -> dict[str, tuple[str, ...]]:
@@ -61,11 +56,11 @@ def results(result: str, spec: SampleSpec, a: Any, b: Any, index: Any) -> jax.Sh
 
 def _jvp(result: str, spec: SampleSpec, primals: Any, tangents: Any) -> tuple[Array, Any]:
     (a, b, index), (da, db, _) = primals, tangents
-    run = ft.partial(bind, result, index=index, spec=spec)
+    run = lambda a, b: bind(NAMES[result], a, b, index, spec=spec)
     y = run(a, b)
     terms = [] if isinstance(da, ad.Zero) else [run(da, b)]
     terms += [] if isinstance(db, ad.Zero) else [run(a, db)]
-    return y, ft.reduce(jnp.add, terms) if terms else primitives.zero_tangent(y)
+    return y, primitives.added(y, terms)
 
 
 def _transpose(result: str, spec: SampleSpec, ct: Array, a: Any, b: Any, index: Any) -> list[Array | None]:
@@ -74,7 +69,7 @@ def _transpose(result: str, spec: SampleSpec, ct: Array, a: Any, b: Any, index: 
     wanted, known = OPERANDS[result][unknown], OPERANDS[result][1 - unknown]
     given = {result: ct, known: (b, a)[unknown]}
     one, other = OPERANDS[wanted]
-    found = bind(wanted, given[one], given[other], index, spec=spec)
+    found = bind(NAMES[wanted], given[one], given[other], index, spec=spec)
     return [found if i == unknown else None for i in range(3)]
 
 
@@ -85,18 +80,12 @@ def _factors(result: str, spec: SampleSpec, a: Any, b: Any, index: Any) -> Facto
     return Factors((*(dims[name] for name in OPERANDS[result]), dims["w"]), (dims[result],), tuple(free))
 
 
-def _batch(result: str, spec: SampleSpec, operands: Any, dims: Any) -> Any:
-    return primitives.batch_leading(_BIND[result], spec, operands, dims)
-
-
-_BIND = {
-    result: primitives.define(
-        name,
-        results=ft.partial(results, result),
-        jvp=ft.partial(_jvp, result),
-        transpose=ft.partial(_transpose, result),
-        batch=ft.partial(_batch, result),
-        factors=ft.partial(_factors, result),
+for _result, _name in NAMES.items():
+    primitives.define(
+        _name,
+        results=ft.partial(results, _result),
+        jvp=ft.partial(_jvp, _result),
+        transpose=ft.partial(_transpose, _result),
+        batch=ft.partial(primitives.batch_leading, _name),
+        factors=ft.partial(_factors, _result),
     )
-    for result, name in NAMES.items()
-}

@@ -9,10 +9,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import blending, checks, windows
+from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
-from jaxdnn._src.softmax import primitive
 from jaxdnn._src.softmax.primitive import SoftmaxSpec
 
 ALGORITHMS = ("accurate", "fast", "log")
@@ -98,8 +97,8 @@ def softmax(
     if mask is not None:
         x = jnp.where(mask, x, jnp.full((), -jnp.inf, x.dtype))
     if mask is None and _is_plain(alpha, beta, prior):
-        return primitive.bind("softmax", x, spec=spec)
-    y = primitive.bind("softmax", x, spec=spec.as_dtype(spec.accumulate))
+        return primitives.call("softmax", x, spec=spec)
+    y = primitives.call("softmax", x, spec=spec.as_dtype(spec.accumulate))
     if mask is not None:
         y = jnp.where(mask, y, jnp.full((), -jnp.inf if algorithm == "log" else 0, y.dtype))
     return blending.blend(y, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=(x.dtype,))
@@ -162,8 +161,8 @@ def softmax_dgrad(
     wide = _F64 if np.dtype(y.dtype) == _F64 else spec.accumulate
     spec = dataclasses.replace(spec, algorithm=checks.choice("algorithm", algorithm, ALGORITHMS), accumulate=wide)
     if _is_plain(alpha, beta, prior):
-        return primitive.bind("softmax_dgrad", dy, y, spec=spec)
-    dx = primitive.bind("softmax_dgrad", dy, y, spec=spec.as_dtype(spec.accumulate))
+        return primitives.call("softmax_dgrad", dy, y, spec=spec)
+    dx = primitives.call("softmax_dgrad", dy, y, spec=spec.as_dtype(spec.accumulate))
     dtypes = (dy.dtype, y.dtype)
     return blending.blend(dx, alpha=alpha, beta=beta, prior=prior, out=spec.out_dtype, dtypes=dtypes)
 
@@ -217,7 +216,7 @@ def logsumexp(
     keepdims = checks.flag("keepdims", keepdims)
     if where is not None:
         x = jnp.where(_mask(where, x.shape), x, jnp.full((), -jnp.inf, x.dtype))
-    y = primitive.bind("logsumexp", x, spec=spec)
+    y = primitives.call("logsumexp", x, spec=spec)
     return jnp.expand_dims(y, tuple(a % x.ndim for a in spec.axes)) if keepdims else y
 
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jaxdnn._src.core import checks
+from jaxdnn._src.core import checks, primitives
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors, vary_alike
@@ -302,7 +302,7 @@ def _loss(spec: _Spec, x: Array, w: Array, bias: Array, labels: Array, keep: Arr
         z = z + jnp.expand_dims(bias, 0)
     wide = spec.accumulate
     rows = primitive.SoftmaxSpec(axes=(-1,), accumulate=wide, out_dtype=wide, level="run_to_run")
-    lse = primitive.bind("logsumexp", z, spec=rows)
+    lse = primitives.call("logsumexp", z, spec=rows)
     loss = lse - (1 - spec.label_smoothing) * _picked(z, labels)
     if spec.label_smoothing:
         loss = loss - spec.label_smoothing / z.shape[1] * jnp.sum(z, 1)

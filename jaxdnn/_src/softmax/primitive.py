@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.core import primitives, selection
+from jaxdnn._src.core import primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run
+from jaxdnn._src.core.primitives import bind
 from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.softmax import xla as formulas
 
@@ -46,36 +47,26 @@ class SoftmaxSpec:
         return dataclasses.replace(self, out_dtype=np.dtype(dtype))
 
 
-def bind(op: str, *operands: Any, spec: SoftmaxSpec) -> Array:
-    """Checks that some engine serves the call, and binds its primitive."""
-    selection.check(op, spec, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands))
-    return _BIND[op](*operands, spec=spec)
-
-
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
 def _softmax_jvp(spec: SoftmaxSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
-    y = _BIND["softmax"](*primals, spec=spec)
+    y = bind("softmax", *primals, spec=spec)
     if isinstance(tangents[0], ad.Zero):
         return y, primitives.zero_tangent(y)
-    return y, _BIND["softmax_dgrad"](tangents[0], y, spec=dataclasses.replace(spec, tangent=True))
-
-
-def _dgrad_jvp(spec: SoftmaxSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
-    return primitives.jvp_of_linear(_BIND["softmax_dgrad"], formulas.softmax_dgrad, spec, primals, tangents)
+    return y, bind("softmax_dgrad", tangents[0], y, spec=dataclasses.replace(spec, tangent=True))
 
 
 def _dgrad_transpose(spec: SoftmaxSpec, ct: Array, dy: Any, y: Any) -> list[Array | None]:
     if not primitives.is_linear_operand(dy) or primitives.is_linear_operand(y):
         raise NotImplementedError("`softmax_dgrad` is linear in `dy` alone; jax.vjp linearises it in `y` first.")
     back = dataclasses.replace(spec, tangent=not spec.tangent, out_dtype=np.dtype(dy.aval.dtype))
-    return [_BIND["softmax_dgrad"](ct, y, spec=back), None]
+    return [bind("softmax_dgrad", ct, y, spec=back), None]
 
 
 def _logsumexp_jvp(spec: SoftmaxSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Array, Any]:
     x, v = primals[0], tangents[0]
-    wide = _BIND["logsumexp"](x, spec=spec.as_dtype(spec.accumulate))
+    wide = bind("logsumexp", x, spec=spec.as_dtype(spec.accumulate))
     y = nearest(wide, spec.out_dtype)
     if isinstance(v, ad.Zero):
         return y, primitives.zero_tangent(y)
@@ -84,7 +75,7 @@ def _logsumexp_jvp(spec: SoftmaxSpec, primals: Sequence[Any], tangents: Sequence
     # Where no order is fixed not softmax(x): its gradient would be a second reduction where this is element by element.
     same = dataclasses.replace(spec, algorithm="accurate", out_dtype=spec.accumulate, engine="ordered")
     shifted = lambda: jnp.exp(x.astype(spec.accumulate) - jnp.expand_dims(wide, axes))
-    p = _BIND["softmax"](x, spec=same) if fixed else shifted()
+    p = bind("softmax", x, spec=same) if fixed else shifted()
     total = add(p, v.astype(spec.accumulate), spec.axes)
     return y, jnp.squeeze(total, axes).astype(spec.out_dtype)
 
@@ -129,14 +120,13 @@ def _on_device(op: str, spec: SoftmaxSpec, run: Run, axes: Axes, *operands: Arra
 
 _RULES: dict[str, dict[str, Any]] = {
     "softmax": {"results": _like_first, "jvp": _softmax_jvp},
-    "softmax_dgrad": {"results": _like_first, "jvp": _dgrad_jvp, "transpose": _dgrad_transpose},
+    "softmax_dgrad": {
+        "results": _like_first,
+        "jvp": ft.partial(primitives.jvp_of_linear, "softmax_dgrad", formulas.softmax_dgrad),
+        "transpose": _dgrad_transpose,
+    },
     "logsumexp": {"results": _reduced, "jvp": _logsumexp_jvp},
 }
-_BIND: dict[str, Any] = {}
 for _op, _rules in _RULES.items():
-    _BIND[_op] = primitives.define(
-        _op,
-        **_rules,
-        batch=lambda spec, operands, dims, op=_op: primitives.batch_leading(_BIND[op], spec, operands, dims),
-        factors=ft.partial(_factors, _op),
-    )
+    batch = ft.partial(primitives.batch_leading, _op)
+    primitives.define(_op, **_rules, batch=batch, factors=ft.partial(_factors, _op))
