@@ -397,7 +397,7 @@ CHOICES = "must be None, one of 'identity', .* a pair of a name and its paramete
             "needs a finite lower bound of at most the upper one .* got .2, 1, 0.",
         ),
         ({"out_dtype": np.int8}, TypeError, "`out_dtype` must have one of the dtypes float32, bfloat16, .* got int8"),
-        ({"out_dtype": np.float64}, TypeError, "`out_dtype` must not be wider than float32 unless x is float64"),
+        ({"out_dtype": np.float64}, TypeError, "`out_dtype` must not be wider than the accumulator float32"),
         ({"beta": 1.0}, ValueError, "`prior` must be given when `beta` is not zero"),
         ({"beta": 1.0, "prior": np.ones(4, np.float32)}, ValueError, "`prior` must have shape .3,., the result's"),
         ({"engine": "fastest"}, ValueError, "`engine` must be one of None, .*, got 'fastest'"),

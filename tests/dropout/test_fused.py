@@ -410,7 +410,11 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown activation": ({"activation": "gelu2"}, ValueError, "`activation` must be None, one of 'identity', 'relu'"),
     "activation out of range": ({"activation": ("leaky_relu", 2.0)}, ValueError, "needs a slope from 0 to 1, got 2.0"),
     "result of integers": ({"out_dtype": np.int32}, TypeError, "`out_dtype` must have one of the dtypes float32"),
-    "result too wide": ({"out_dtype": np.float64}, TypeError, "`out_dtype` must not be wider than float32 unless x is"),
+    "result too wide": (
+        {"out_dtype": np.float64},
+        TypeError,
+        "`out_dtype` must not be wider than the accumulator float32",
+    ),
     "rate out of range": (
         {"bias": np.ones(4, np.float32), "rate": 1.5},
         ValueError,

@@ -95,7 +95,7 @@ class Norm(Arrays):
     def definition_errors(self, x: np.ndarray, s: Any, b: Any, dy: Any = None) -> tuple[np.ndarray, ...]:
         """How far the definition's results may be off: y and the statistics, or with dy the gradients."""
         p = self.problem(x, s, b)
-        share = bounds.definition_share(p)
+        share = bounds.definition_share(p.format)
         if dy is not None:
             found = [error * share for _, error in bounds.backward(p, in_view(self, dy, p.x.shape))]
             return as_given(self, x, found[0]), *(e.reshape(self.parameter) for e in found[1:])

@@ -60,7 +60,7 @@ def check_gradients(name: str, dtype: Any, traced: bool, relu: bool) -> None:
         prior = priors[PRIORS[i]]
         like = prior.astype(np.float64).reshape(values[i].shape) if i else cases.in_view(norm, prior, p.x.shape)
         rule = Epilogue(stored["alpha" + suffix], stored["beta" + suffix], format=p.format)
-        error = rule.error(values[i], bounds[i], prior=like) * (1 + norm_bounds.definition_share(p))
+        error = rule.error(values[i], bounds[i], prior=like) * (1 + norm_bounds.definition_share(p.format))
         error = error.reshape(wanted[i].shape) if i else cases.as_given(norm, x, error)
         agree(found[i], wanted[i], error, dtype_, what)
     if relu:

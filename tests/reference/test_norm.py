@@ -46,7 +46,7 @@ def test_saved_statistics_give_the_same_gradients(name: str):
     errors = bounds.backward(p, cases.in_view(norm, dy, p.x.shape))
     ours, theirs = norm.gradients(reference, dy, x, s, **saved), norm.gradients(reference, dy, x, s)
     for mine, other, (_, error) in zip(ours, theirs, errors, strict=True):
-        running_error.agree(mine, other, 2 * error.reshape(mine.shape) * bounds.definition_share(p))
+        running_error.agree(mine, other, 2 * error.reshape(mine.shape) * bounds.definition_share(p.format))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e4, 1e8])

@@ -76,7 +76,7 @@ def activation(
       CUDNN_NOT_PROPAGATE_NAN, relu(NaN) = 0, is `activation(jnp.where(jnp.isnan(x), 0, x))`.
     """
     x = _operand("x", x)
-    out = _out_dtype(out_dtype, x)
+    out = checks.out_dtype(out_dtype, x.dtype, FLOATS, primitive.wide(x.dtype))
     return _call("activation", (x,), activation, alpha, beta, prior, out, engine, determinism)
 
 
@@ -129,7 +129,7 @@ def activation_dgrad(
     """
     dy, x = _operand("dy", dy), _operand("x", x)
     checks.shape("dy", dy, x.shape, "that of x")
-    out = _out_dtype(out_dtype, x)
+    out = checks.out_dtype(out_dtype, x.dtype, FLOATS, primitive.wide(x.dtype))
     return _call("activation_dgrad", (dy, x), activation, alpha, beta, prior, out, engine, determinism)
 
 
@@ -137,13 +137,6 @@ def _operand(name: str, value: Any) -> Array:
     value = checks.array(name, value)
     checks.dtype(name, value, FLOATS)
     return value
-
-
-def _out_dtype(value: Any, x: Array) -> np.dtype:
-    out = np.dtype(x.dtype) if value is None else checks.as_dtype("out_dtype", value, FLOATS)
-    if out == np.float64 and x.dtype != np.float64:
-        raise TypeError(f"`out_dtype` must not be wider than float32 unless x is float64, got {out.name}.")
-    return out
 
 
 def _call(

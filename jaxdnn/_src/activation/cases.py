@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 
-import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.activation import bounds
 from jaxdnn._src.activation.bounds import Epilogue as Blend
 from jaxdnn._src.activation.formulas import ACTIVATIONS, PIECEWISE
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
-from jaxdnn._src.cases.case import Case, Expected, Facts
+from jaxdnn._src.cases.case import Blended, Case, Expected, Facts
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import Accumulation
@@ -36,7 +35,7 @@ EVERY = ("every number", "subnormal")  # kinds of data that are all 65,536 numbe
 
 
 @dataclasses.dataclass(frozen=True)
-class ActivationCase(Case):
+class ActivationCase(Blended, Case):
     """One activation, with its blend."""
 
     primitive: ClassVar[dict[str, str]] = {op: op for op in OPS}
@@ -48,18 +47,6 @@ class ActivationCase(Case):
 
     def arguments(self) -> dict[str, Any]:
         return {"activation": self.name, "alpha": self.alpha, "beta": self.beta}
-
-    def call(self, **choices: Any) -> Callable[..., Any]:
-        op: Any = getattr(dnn, self.op)
-        given = {**self.arguments(), **choices}
-        return lambda *arrays: op(*arrays[: self.count], **self._prior(arrays), **given)
-
-    @property
-    def count(self) -> int:
-        return 1 + (self.op == "activation_dgrad")
-
-    def _prior(self, arrays: tuple[Any, ...]) -> dict[str, Any]:
-        return {"prior": arrays[self.count]} if self.beta else {}
 
     def kinds(self) -> tuple[str, ...]:
         """Backward, dy is 1 where every number is tried, so that the slope itself is seen; of bfloat16 some slopes are
@@ -84,7 +71,7 @@ class ActivationCase(Case):
         definition: Any = getattr(reference, self.op)
         given = operands[: self.count]
         with np.errstate(all="ignore"):
-            value = definition(*given, **self._prior(operands), **self.arguments())
+            value = definition(*given, **self.prior(operands), **self.arguments())
             x = given[-1].astype(np.float64)
             error = self._error(kind, value, x, operands, accumulation.flush)
         error = np.where(np.isfinite(value) & np.isfinite(x), error, 0.0)

@@ -57,9 +57,8 @@ def _level(call: engines.Call) -> str:
 
 
 def _hazards(call: engines.Call) -> tuple[str, ...]:
-    # XLA's CPU code reads and writes float32's subnormal numbers as zero; bfloat16 products are float32's.
     looked_up = call.op == "activation" and np.dtype(call.avals[0].dtype) in formulas.NARROW
-    return ("flushes_subnormals",) if call.platform == "cpu" and not looked_up else ()
+    return () if looked_up else engines.flushes_on_cpus(call)
 
 
 for _op, _run in (("activation", run), ("activation_dgrad", run_dgrad)):

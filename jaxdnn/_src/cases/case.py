@@ -164,6 +164,30 @@ class Case(abc.ABC):
         return self.call(**choices)
 
 
+class Blended:
+    """Of cases whose op takes `count` arrays, and behind them a prior if its beta is not 0: the op, and its prior."""
+
+    op: str
+    beta: float
+
+    @property
+    def count(self) -> int:
+        return 1 + self.op.endswith("_dgrad")
+
+    def arguments(self) -> dict[str, Any]:
+        """What is given by keyword."""
+        raise NotImplementedError
+
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        op: Any = getattr(dnn, self.op)
+        given = {**self.arguments(), **choices}
+        return lambda *arrays: op(*arrays[: self.count], **self.prior(arrays), **given)
+
+    def prior(self, arrays: tuple[Any, ...]) -> dict[str, Any]:
+        """The prior among a call's arrays, by name."""
+        return {"prior": arrays[self.count]} if self.beta else {}
+
+
 # ---- what an engine declares -----------------------------------------------------------------------------------------
 
 
@@ -199,20 +223,19 @@ def facts(case: Case) -> Facts:
     operands = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in case.operands("normal", generator(case, "normal", 0))]
     if case.op not in case.primitive:
         return Facts(None, strongest_level(case, operands), "float64" if case.x64 else "float32")
+    return explained(case, case.primitive[case.op], operands)
+
+
+def explained(case: Any, primitive: str, operands: Any, **extras: Any) -> Facts:
+    """What `jaxdnn.explain` says of a case's engine and primitive."""
     with jax.enable_x64(case.x64):
         # No engine is named, because a call that names one that cannot serve it raises.
-        explained = dnn.explain(case.function(any_engine=True), *operands)
-    calls = [e for e in explained if e.op == case.primitive[case.op]]
-    found = next((c for e in calls for c in e.candidates if c.engine == case.engine), None)
+        calls = dnn.explain(case.function(any_engine=True), *operands, **extras)
+    candidates = (c for e in calls if e.op == primitive for c in e.candidates)
+    found = next((c for c in candidates if c.engine == case.engine), None)
     if found is None:
         return Facts(f"there is no such engine for {case.op}", "fast")
-    return facts_of(found)
-
-
-def facts_of(found: Any) -> Facts:
-    """A candidate of `jaxdnn.explain` as facts."""
-    names = [field.name for field in dataclasses.fields(Facts)]
-    return Facts(**{name: getattr(found, name) for name in names})
+    return Facts(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Facts)})
 
 
 def strongest_level(case: Any, operands: Any, **extras: Any) -> str:

@@ -22,11 +22,15 @@ def between(rng: Generator, low: int, high: int) -> int:
     return min(high, int(low * np.exp2(rng.uniform(0, math.log2((high + 1) / low)))))
 
 
-def channels(rng: Generator, most: int = 2560) -> int:
-    """A number of channels, most often a multiple of a unit, else any number; its logarithm is about uniform."""
+def channels(rng: Generator, most: int = 2560, layout: str = "") -> int:
+    """A number of channels, most often a multiple of a unit, else any number; its logarithm is about uniform.
+
+    Of a layout with channel vectors it fills these.
+    """
     unit = int(pick(rng, dict.fromkeys(UNITS, 5) | {1: 3}))
     unit = unit if unit <= most else 1
-    return unit * between(rng, 1, max(1, (most if unit > 1 else min(most, 70)) // unit))
+    found = unit * between(rng, 1, max(1, (most if unit > 1 else min(most, 70)) // unit))
+    return -(-found // 32) * 32 if "c" in layout else found
 
 
 def axes(rng: Generator, rank: int, elements: float, most: int = 40) -> tuple[int, ...]:
@@ -49,6 +53,14 @@ def laid_out(layout: str, n: int, c: int, sizes: tuple[int, ...]) -> tuple[int, 
     vector = int(lanes or 1)
     known = {"N": n, "C": c // vector, **dict(zip("DHW"[3 - len(sizes) :], sizes, strict=True))}
     return (*(known[letter] for letter in letters), *([vector] if lanes else []))
+
+
+def images(
+    rng: Generator, layout: str, rank: int, c: int, elements: float, of_one: float, most: int = 40
+) -> tuple[int, ...]:
+    """The shape of images with c channels in a layout: of at most so many elements, and of one image so many."""
+    sizes = axes(rng, rank, of_one / c, most)
+    return laid_out(layout, batch(rng, elements / (c * math.prod(sizes))), c, sizes)
 
 
 def layout(rng: Generator, rank: int, *, last: bool) -> str:

@@ -15,6 +15,11 @@ from jaxdnn._src.hopper.branches import Branch
 EXTENTS = ("quick", "standard", "full")
 
 
+def up_to(extent: str, by_extent: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What is listed for an extent and for those before it."""
+    return [name for e in EXTENTS[: EXTENTS.index(extent) + 1] for name in by_extent[e]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One family of ops.

@@ -129,9 +129,7 @@ def types(arrays: Mapping[str, Any], accumulate: Any, precision: Any, out_dtype:
     natural = _INT32 if integer else np.promote_types(dtypes[0], _F32) if dtypes[0] in (_F32, _F64) else _F32
     acc = natural if accumulate is None else _accumulator(accumulate, natural)
     choices = (*FLOATS, jnp.int8, jnp.int32) if integer else FLOATS
-    out = dtypes[0] if out_dtype is None else checks.as_dtype("out_dtype", out_dtype, choices)
-    if out == _F64 and acc != _F64:
-        raise TypeError(f"`out_dtype` must not be wider than the accumulator {acc.name}, got {out.name}.")
+    out = checks.out_dtype(out_dtype, dtypes[0], choices, acc)
     checks.choice("precision", precision, (None, "tf32"))
     if precision == "tf32" and (dtypes[0] != _F32 or acc != _F32):
         raise TypeError(

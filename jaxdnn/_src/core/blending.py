@@ -48,12 +48,8 @@ def accumulator(dtype: Any) -> np.dtype:
 
 def out_dtype(value: Any, like: Array) -> np.dtype:
     """Reads `out_dtype`; None is the operand's."""
-    if value is None:
-        return np.dtype(like.dtype)
-    found = checks.as_dtype("out_dtype", value, (*FLOATS, *INTEGERS))
-    if found == _F64 and like.dtype != _F64:
-        raise TypeError(f"`out_dtype` must not be wider than what is computed in, float32, got {found.name}.")
-    return found
+    wide = _F64 if like.dtype == _F64 else _F32
+    return checks.out_dtype(value, like.dtype, (*FLOATS, *INTEGERS), wide)
 
 
 def refuse_portable(what: str, level: str) -> None:
@@ -81,19 +77,19 @@ def blend(
     prior: Any,
     out: np.dtype,
     dtypes: Sequence[Any] = (),
-    name: str = "prior",
+    names: tuple[str, str, str] = ("alpha", "beta", "prior"),
 ) -> Array:
     """alpha * computed + beta * prior in the dtype of `computed`, and the one conversion.
 
-    Reads and checks the arguments; if beta is zero, the prior is not read. Integers stay integers if alpha is 1 and
-    beta 0 or 1, and otherwise become float32. Every step is rounded, whatever operations come before and after.
+    Reads and checks the arguments, of these names; if beta is zero, the prior is not read. Integers stay integers if
+    alpha is 1 and beta 0 or 1, and otherwise become float32. Every step is rounded, whatever comes before and after.
     """
-    alpha, beta = read_scales(alpha, beta, prior, ("alpha", "beta", name))
+    alpha, beta = read_scales(alpha, beta, prior, names)
     none = isinstance(beta, float) and beta == 0
     if prior is not None:
-        prior = checks.array(name, prior)
-        checks.shape(name, prior, computed.shape, "the result's")
-        checks.dtype(name, prior, sorted({np.dtype(t) for t in (computed.dtype, out, *dtypes)}, key=str))
+        prior = checks.array(names[2], prior)
+        checks.shape(names[2], prior, computed.shape, "the result's")
+        checks.dtype(names[2], prior, sorted({np.dtype(t) for t in (computed.dtype, out, *dtypes)}, key=str))
     integer = computed.dtype == _I32 and isinstance(alpha, float) and alpha == 1
     if prior is None or none:
         return rounded(convert(scaled(computed, alpha), out))
@@ -104,6 +100,11 @@ def blend(
     term = real(prior, z.dtype)
     # Rounded even if nothing was scaled: the caller may have computed x or the prior as a product.
     return rounded(convert(rounded(z) + rounded(scaled_prior(beta, term)), out))
+
+
+def is_plain(alpha: Any, beta: Any) -> bool:
+    """Whether there is nothing to blend, so that what was computed is the result; a bool is left to be refused."""
+    return checks.is_number(alpha) and checks.is_number(beta) and alpha == 1 and beta == 0
 
 
 def scaled_prior(beta: Any, prior: Array) -> Array:

@@ -111,6 +111,15 @@ def as_dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
     return dtype(name, found, choices)
 
 
+def out_dtype(value: Any, own: Any, choices: Sequence[Any], accumulate: Any) -> np.dtype:
+    """Reads `out_dtype`, which must not be float64 where the accumulator is not; None is `own`."""
+    found = np.dtype(own) if value is None else as_dtype("out_dtype", value, choices)
+    if found == np.float64 and accumulate != np.float64:
+        accumulator = np.dtype(accumulate).name
+        raise TypeError(f"`out_dtype` must not be wider than the accumulator {accumulator}, got {found.name}.")
+    return found
+
+
 def flag(name: str, value: Any) -> bool:
     """Returns a Python or NumPy bool as a bool."""
     if not isinstance(value, bool | np.bool_):

@@ -134,6 +134,14 @@ class Engine:
     notes: tuple[str, ...] = ()
 
 
+def flushes_on_cpus(call: Call) -> tuple[str, ...]:
+    """The hazard of a formula in XLA's CPU code, which reads and writes float32's subnormal numbers as zero.
+
+    Products of bfloat16 are float32's.
+    """
+    return ("flushes_subnormals",) if call.platform == "cpu" else ()
+
+
 _registry: dict[str, list[Engine]] = {}
 _called: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
 # The names of primitives in error messages if no public op is being called: in a derivative.

@@ -41,12 +41,12 @@ class Frame:
 
     def array_shape(self, name: str, shape: Any) -> tuple[int, ...]:
         """Reads the shape of an input or output array, and returns it without channel vectors."""
-        return _plain_shape(name, shape, self.given, f"layout {self.given.name}", self.given.channel)
+        return _plain_shape(name, shape, self.given, "layout", self.given.channel)
 
     def filter_shape(self, name: str, shape: Any) -> tuple[int, ...]:
         """Reads the shape of a filter, and returns it without channel vectors."""
         layout = self.given_filter
-        return _plain_shape(name, shape, layout, f"filter layout {layout.name}", layout.input)
+        return _plain_shape(name, shape, layout, "filter layout", layout.input)
 
     def restore(self, y: Array) -> Array:
         """Gives an input or output array its channel vectors."""
@@ -74,18 +74,12 @@ def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str,
     sizes: tuple[Any, ...] = tuple(
         s if i == batch and export.is_symbolic_dim(s) else checks.integer(name, s) for i, s in enumerate(given)
     )
-    expected = len(layout.axes) + (layout.vector is not None)
-    if len(sizes) != expected:
-        fitting = layout.of_rank(len(sizes) - 2) if isinstance(layout, Layout) and layout.vector is None else None
-        hint = f" (as {fitting} has)" if fitting else ""
-        raise ValueError(f"`{name}` must have {expected} dimensions for {why}, got shape {sizes}{hint}.")
+    windows.require_shape(name, sizes, layout, why)
     if any(s < 0 for s in sizes):
         raise ValueError(f"`{name}` must have no negative size, got {sizes}.")
     checks.countable(f"`{name}`", sizes)
     if layout.vector is None:
         return sizes
-    if sizes[-1] != layout.vector:
-        raise ValueError(f"`{name}` must have {layout.vector} channels innermost for {why}, got shape {sizes}.")
     return (*sizes[:channel], sizes[channel] * layout.vector, *sizes[channel + 1 : -1])
 
 

@@ -1,7 +1,7 @@
-"""Sums in a fixed order: a tree that depends on the number of elements alone, and a broadcast whose transpose it is."""
+"""Sums in a fixed order: trees that depend on the number of elements alone, and a broadcast whose transpose is one."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,32 @@ def tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Array
         )
         x = joined if n % 2 == 0 else lax.concatenate([joined, lax.slice_in_dim(x, pairs, rest, axis=axis)], axis)
     return x
+
+
+LEVELS_A_PASS = 3
+
+
+def halves(x: Array, axes: Sequence[int]) -> Array:
+    """The sum along `axes`, which are kept with length 1, on a tree that depends on their lengths alone.
+
+    The elements, in row-major order of these axes, are padded with zeros to a power of two; then the second half is
+    added to the first until one element is left. Every third step is a pass over memory.
+    """
+    axes = tuple(sorted(axis % x.ndim for axis in axes))
+    kept = [axis for axis in range(x.ndim) if axis not in axes]
+    shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    length = math.prod(x.shape[axis] for axis in axes)
+    if length == 0:
+        return jnp.zeros(shape, x.dtype)
+    lines = x.transpose(*axes, *kept).reshape(length, *(x.shape[axis] for axis in kept))
+    levels = (length - 1).bit_length()
+    lines = lax.pad(lines, jnp.zeros((), x.dtype), [(0, (1 << levels) - length, 0), *[(0, 0, 0)] * len(kept)])
+    for done in range(levels):
+        half = len(lines) // 2
+        lines = lines[:half] + lines[half:]
+        if done % LEVELS_A_PASS == LEVELS_A_PASS - 1:  # else XLA may make one kernel of all, with 2^levels loads
+            lines = lax.optimization_barrier(lines)
+    return lines.reshape(shape)
 
 
 def broadcast(x: Array, like: Array, level: str) -> Array:

@@ -33,6 +33,11 @@ class Layout:
         return len(self.axes) - 2
 
     @property
+    def ndim(self) -> int:
+        """The number of dimensions of an array, one of channel vectors included."""
+        return len(self.axes) + (self.vector is not None)
+
+    @property
     def batch(self) -> int:
         return self.axes.index("N")
 
@@ -68,6 +73,11 @@ class FilterLayout:
     axes: str
     vector: int | None = None
     name: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of an array, one of channel vectors included."""
+        return len(self.axes) + (self.vector is not None)
 
     @property
     def output(self) -> int:
@@ -132,6 +142,18 @@ def layout(value: Any, name: str = "layout") -> Layout:
         f"`{name}` must be one of {', '.join(LAYOUTS)}, or a vectorised NCWc32, NCHWc32, NCDHWc32 "
         f"(any number of channels for 32), got {checks.shown(value)}."
     )
+
+
+def require_shape(name: str, shape: Sequence[Any], layout: Layout | FilterLayout, why: str = "layout") -> None:
+    """Checks that a shape has as many dimensions as a layout, and its channel vectors innermost."""
+    if len(shape) != layout.ndim:
+        fitting = layout.of_rank(len(shape) - 2) if isinstance(layout, Layout) and layout.vector is None else None
+        wanted, hint = f"{layout.ndim} dimensions", f" (as {fitting} has)" if fitting else ""
+    elif layout.vector is not None and shape[-1] != layout.vector:
+        wanted, hint = f"{layout.vector} channels innermost", ""
+    else:
+        return
+    raise ValueError(f"`{name}` must have {wanted} for {why} {layout.name}, got shape {tuple(shape)}{hint}.")
 
 
 def filter_layout(value: Any, of: Layout) -> FilterLayout:

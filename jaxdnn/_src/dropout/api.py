@@ -153,9 +153,7 @@ def dropout(
     checks.dtype("x", x, FLOATS)
     arrays = _arrays(x, bias, residual, layout)
     act, parameter = read_activation(activation) or ("identity", None)
-    out = x.dtype if out_dtype is None else checks.as_dtype("out_dtype", out_dtype, FLOATS)
-    if out == np.float64 and x.dtype != np.float64:
-        raise TypeError(f"`out_dtype` must not be wider than float32 unless x is float64, got {out.name}.")
+    out = checks.out_dtype(out_dtype, x.dtype, FLOATS, np.promote_types(x.dtype, np.float32))
     alone = not arrays and act == "identity" and out == x.dtype
     fused = None if alone else _Fused(arrays, act, parameter, np.dtype(out))
     return _call(x, key, rate, offset, layout, engine, determinism, fused)
@@ -321,10 +319,7 @@ def _order(layout: Any, x: Array) -> tuple[int, ...]:
         return tuple(range(x.ndim))
     read = windows.layout(layout)
     order = (read.batch, *read.spatial, read.channel) + ((len(read.axes),) if read.vector else ())
-    if x.ndim != len(order):
-        raise ValueError(f"`x` must have {len(order)} dimensions for layout {read.name}, got shape {x.shape}.")
-    if read.vector and x.shape[-1] != read.vector:
-        raise ValueError(f"`x` must have {read.vector} channels innermost for layout {read.name}, got shape {x.shape}.")
+    windows.require_shape("x", x.shape, read)
     return order
 
 

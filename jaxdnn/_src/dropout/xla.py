@@ -130,18 +130,13 @@ def _multiply(multiplier: int, x: Array) -> tuple[Any, Any]:
     return (product >> np.uint64(32)).astype(np.uint32), product.astype(np.uint32)
 
 
-def hazards(call: engines.Call) -> tuple[str, ...]:
-    # XLA's CPU code reads and writes float32's subnormal numbers as zero; bfloat16 products are float32's.
-    return ("flushes_subnormals",) if call.platform == "cpu" else ()
-
-
 engines.register(
     engines.Engine(
         "xla",
         "dropout",
         run,
         level=lambda call: "portable",
-        hazards=hazards,
+        hazards=engines.flushes_on_cpus,
         notes=("Philox4x32-10, drawn again for the backward pass",),
     )
 )

@@ -112,7 +112,7 @@ for _op, _run in _RUN.items():
             needs_sizes=lambda call: call.op == "fused_dropout_dgrad" and is_fixed(call.spec),  # a tree's
             level=_level,
             accumulation=lambda call: precision(call.spec, call.avals).name,
-            hazards=xla.hazards,
+            hazards=engines.flushes_on_cpus,
             notes=("Philox4x32-10, drawn again for the backward pass",),
         )
     )

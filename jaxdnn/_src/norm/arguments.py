@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,10 +86,7 @@ def types(x: Any, out_dtype: Any, *, name: str = "x") -> Types:
     """Reads the dtype of x and of the result."""
     found = checks.dtype(name, x, FLOATS)
     acc = _F64 if found == _F64 else _F32
-    out = found if out_dtype is None else checks.as_dtype("out_dtype", out_dtype, FLOATS)
-    if out == _F64 and acc != _F64:
-        raise TypeError(f"`out_dtype` must not be wider than the accumulator {acc.name}, got {out.name}.")
-    return Types(acc, out)
+    return Types(acc, checks.out_dtype(out_dtype, found, FLOATS, acc))
 
 
 def epsilon(value: Any) -> float:
@@ -99,11 +95,6 @@ def epsilon(value: Any) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"`eps` must be a finite number of at least 0, got {value!r}.")
     return value
-
-
-def statistics(value: Any) -> bool:
-    """Reads `return_statistics`."""
-    return checks.flag("return_statistics", value)
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -183,7 +174,7 @@ class Options:
     converted: Any = None
 
 
-def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool, out_dtype: Any) -> NormSpec:
+def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool) -> NormSpec:
     """The spec of a call."""
     return NormSpec(
         axes=view.axes,
@@ -194,7 +185,7 @@ def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool,
         bias=bias,
         per_example=options.per_example,
         accumulate=found.accumulate,
-        out_dtype=np.dtype(out_dtype),
+        out_dtype=found.out,
         converted=options.converted,
         engine=options.engine,
         level=required(options.determinism),
@@ -211,36 +202,61 @@ def scale_of(view: View, value: Any, found: Types, options: Options) -> list[Arr
 
 
 def forward(
-    view: View, x: Array, scale: Any, bias: Any, found: Types, options: Options, out_dtype: Any
+    view: View, x: Array, scale: Any, bias: Any, found: Types, options: Options
 ) -> tuple[Array, Array, Array, Array]:
     """y in x's shape; mean, inverse deviation and variance in the view's."""
     scales = scale_of(view, scale, found, options)
     biases = [] if bias is None else [view.parameter("bias", bias, found)]
-    read = spec(view, found, options, scale=bool(scales), bias=bool(biases), out_dtype=out_dtype)
+    read = spec(view, found, options, scale=bool(scales), bias=bool(biases))
     operands = (x.reshape(view.shape), *scales, *biases)
     y, mean, rstd, variance = primitive.call("norm", *operands, spec=read)
     return y.reshape(x.shape), mean, rstd, variance
 
 
 def backward(
-    view: View, dy: Any, x: Array, scale: Any, mean: Any, rstd: Any, found: Types, options: Options, out_dtype: Any
+    view: View, dy: Any, x: Array, scale: Any, mean: Any, rstd: Any, found: Types, options: Options
 ) -> tuple[Array, Array, Array]:
     """dx in x's shape; dscale and dbias in the parameters'."""
     dy = cotangent(dy, x, found)
     scales = scale_of(view, scale, found, options)
     needed = (rstd,) if not options.centred else (mean, rstd)
     if all(v is None for v in needed):
-        _, mean_, rstd_, _ = forward(view, x, None, None, found, options, found.out)
+        _, mean_, rstd_, _ = forward(view, x, None, None, found, options)
     elif any(v is None for v in needed):
         raise ValueError("`mean` and `rstd` must be given both or neither, got one of them.")
     else:
         rstd_ = view.statistic("rstd", rstd, found)
         mean_ = view.statistic("mean", mean, found) if options.centred else jnp.zeros_like(rstd_)
-    read = spec(view, found, options, scale=bool(scales), bias=False, out_dtype=out_dtype)
+    read = spec(view, found, options, scale=bool(scales), bias=False)
     operands = (dy.reshape(view.shape), x.reshape(view.shape), mean_, rstd_, *scales)
     dx, ds, db = primitive.call("norm_dgrad", *operands, spec=read)
     ds, db = (jnp.squeeze(v, view.summed).reshape(view.parameters) for v in (ds, db))
     return dx.reshape(x.shape), ds, db
+
+
+def normalised(
+    view: View, x: Array, scale: Any, bias: Any, options: Options, out_dtype: Any, statistics: Any, restore: Any = None
+) -> Any:
+    """y in the caller's layout; with `statistics` also the mean, where there is one, and the inverse deviation."""
+    y, mean, rstd, _ = forward(view, x, scale, bias, types(x, out_dtype), options)
+    y = y if restore is None else restore(y)
+    saved = (mean, rstd) if options.centred else (rstd,)
+    return (y, *map(view.give_statistic, saved)) if checks.flag("return_statistics", statistics) else y
+
+
+def gradients(
+    view: View,
+    dy: Any,
+    x: Array,
+    scale: Any,
+    statistics: tuple[Any, Any],
+    options: Options,
+    out_dtype: Any,
+    restore: Any = None,
+) -> tuple[Array, Array, Array]:
+    """dx in the caller's layout; dscale and dbias in the parameters' shape."""
+    dx, ds, db = backward(view, dy, x, scale, *statistics, types(x, out_dtype), options)
+    return dx if restore is None else restore(dx), ds, db
 
 
 def cotangent(dy: Any, x: Array, found: Types) -> Array:
@@ -263,41 +279,14 @@ def require(op: str, determinism: Any, guaranteed: str, why: str) -> None:
 # ---- blends and epilogues of batch normalisation ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Blend:
-    """alpha c + beta prior; no prior where it is not read."""
-
-    alpha: float | Array
-    beta: float | Array
-    prior: Array | None
-
-    def of(self, computed: Array, out_dtype: Any) -> Array:
-        """The blend in the precision of `computed`, then the one conversion."""
-        read = epilogues.Epilogue(alpha=self.alpha, beta=self.beta, prior=self.prior is not None)  # type: ignore[arg-type]
-        operands = [] if self.prior is None else [self.prior]
-        return epilogues.apply(read, rounded(computed), operands, channel=0, out_dtype=out_dtype)
-
-
-def blend(
-    frame: Frame | None,
-    names: tuple[str, str, str],
-    given: tuple[Any, Any, Any],
-    shape: Sequence[int],
-    why: str,
-    found: Types,
-) -> Blend | None:
-    """Reads two factors and a prior of a shape, in a layout if there is a frame; None if nothing is to be done."""
-    *_, of_prior = names
-    alpha, beta, prior = given
-    alpha, beta = blending.read_scales(alpha, beta, prior, names)
-    reads = not (isinstance(beta, float) and beta == 0)
-    if prior is not None:
-        prior = checks.array(of_prior, prior) if frame is None else frame.array(of_prior, prior)
-        checks.shape(of_prior, prior, tuple(shape), why)
-        checks.dtype(of_prior, prior, narrower(found.accumulate))
-    if isinstance(alpha, float) and alpha == 1 and not reads:
-        return None
-    return Blend(alpha, beta, prior if reads else None)
+def blended(
+    computed: Array, alpha: Any, beta: Any, prior: Any, names: tuple[str, str, str], out: Any, found: Types
+) -> Array:
+    """alpha * computed + beta * prior, converted once; `computed` itself where there is nothing to blend."""
+    if prior is None and blending.is_plain(alpha, beta):
+        return computed
+    blend = {"alpha": alpha, "beta": beta, "prior": prior, "names": names}
+    return blending.blend(computed, **blend, out=out, dtypes=narrower(found.accumulate))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ Letters: N batch, C channels, H, W spatial sizes; m the number of elements that 
 
 import dataclasses
 import functools as ft
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -107,18 +108,18 @@ def batch_norm(
     x = frame.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
-    wide = found.out if extras is None else found.accumulate
+    wide = found if extras is None else dataclasses.replace(found, out=found.accumulate)
     # The gradient that arrives here is converted to y's dtype, unless alpha may take it out of that dtype's range.
     narrow = found.out if extras is not None and epilogues.is_one(extras[0].alpha) else None
     options = Options(eps, engine, determinism, per_example=False, converted=narrow)
     running = read_running(view, running_mean, running_variance, found)
     devices = 1 if axis_name is None else several.devices(axis_name)
     if axis_name is None:
-        y, mean, rstd, variance = arguments.forward(view, x, scale, bias, found, options, wide)
+        y, mean, rstd, variance = arguments.forward(view, x, scale, bias, wide, options)
     else:
         y, mean, rstd, variance = several.forward(view, x, scale, bias, found, options, axis_name)
     y = nearest(y, found.out) if extras is None else _with_extras(extras, y, frame.layout.channel, found, narrow)
-    unbiased = variance * _bessel(_count(view) * devices, variance.dtype)
+    unbiased = variance * _bessel(math.prod(view.shape[axis] for axis in view.axes) * devices, variance.dtype)
     mean, rstd, unbiased = (view.give_statistic(v) for v in (mean, rstd, unbiased))
     return frame.restore(y), mean, rstd, *updated_running(running, (mean, unbiased), momentum)
 
@@ -294,30 +295,21 @@ def batch_norm_dgrad(
         checks.shape("y", y, x.shape, "that of x")
         checks.dtype("y", y, arguments.narrower(found.accumulate))
         dy = jnp.where(y > 0, dy, jnp.zeros_like(dy))
-    images = arguments.blend(frame, ("alpha", "beta", "prior"), (alpha, beta, prior), x.shape, "that of x", found)
-    names = ("alpha_param", "beta_param", "prior_dscale"), ("alpha_param", "beta_param", "prior_dbias")
-    given = (alpha_param, beta_param, prior_dscale), (alpha_param, beta_param, prior_dbias)
-    of_scale, of_bias = (
-        arguments.blend(None, n, g, view.parameters, view.why, found) for n, g in zip(names, given, strict=True)
-    )
-    wide = found if images is None else dataclasses.replace(found, out=found.accumulate)
+    prior = None if prior is None else frame.array("prior", prior)
+    wide = found if blending.is_plain(alpha, beta) else dataclasses.replace(found, out=found.accumulate)
     if axis_name is None:
-        dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, wide, options, wide.out)
+        dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, wide, options)
     else:
         dx, ds, db = several.backward(view, dy, x, scale, mean, rstd, wide, options, axis_name)
-    dx = frame.restore(dx if images is None else images.of(dx, found.out))
-    ds, db = (v if b is None else b.of(v, v.dtype) for v, b in ((ds, of_scale), (db, of_bias)))
+    dx = frame.restore(arguments.blended(dx, alpha, beta, prior, ("alpha", "beta", "prior"), found.out, found))
+    ds, db = (
+        arguments.blended(v, alpha_param, beta_param, given, ("alpha_param", "beta_param", name), v.dtype, found)
+        for v, name, given in ((ds, "prior_dscale", prior_dscale), (db, "prior_dbias", prior_dbias))
+    )
     return (dx, ds, db) if y is None else (dx, ds, db, frame.restore(dy))
 
 
 # ---- running statistics ----------------------------------------------------------------------------------------------
-
-
-def _count(view: View) -> int:
-    m = 1
-    for axis in view.axes:
-        m *= view.shape[axis]
-    return m
 
 
 def _bessel(m: Any, dtype: Any) -> Array:

@@ -156,14 +156,15 @@ def from_definition(p: Problem, dy: Values | None = None) -> tuple[Values, ...]:
     The definition takes float64 for float32, and np.longdouble for float64, which on some platforms has no more digits.
     A bound E is convex in u and not negative where u is 0, so with the roundoff f u it is at most f E.
     """
-    exact, share = dataclasses.replace(p, wide=True, sample=None), definition_share(p)
+    exact, share = dataclasses.replace(p, wide=True, sample=None), definition_share(p.format)
     both = [[forward(q)] if dy is None else backward(q, dy) for q in (p, exact)]
     return tuple(error + share * own for (_, error), (_, own) in zip(*both, strict=True))
 
 
-def definition_share(p: Problem) -> float:
+def definition_share(format: str) -> float:
     """f: the definition's unit roundoff over the accumulator's."""
-    return float(np.finfo(np.float64 if p.format == "float32" else np.longdouble).eps) / 2 / p.roundoff
+    own = np.finfo(np.float64 if format == "float32" else np.longdouble).eps
+    return float(own) / 2 / FORMATS[format].roundoff
 
 
 def _summed(p: Problem, v: Values, error: Values) -> tuple[Values, Values]:

@@ -201,7 +201,7 @@ class NormCase(Arrays, Case):
             suffix = "" if name == "prior" else "_param"
             rule = Epilogue(o["alpha" + suffix], o["beta" + suffix], format=p.format)
             after = rule.error(value, error, prior=prior.astype(np.float64).reshape(value.shape))
-            found.append(after * (1 + norm_bounds.definition_share(p)))
+            found.append(after * (1 + norm_bounds.definition_share(p.format)))
         return tuple(found)
 
     def describe(self) -> dict[str, Any]:

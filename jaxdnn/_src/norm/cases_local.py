@@ -30,6 +30,7 @@ from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import Accumulation
+from jaxdnn._src.norm.bounds import definition_share
 from jaxdnn_reference.norm_group import as_it_lies
 from jaxdnn_reference.norm_local import window_sum
 
@@ -110,8 +111,7 @@ class LocalCase(Case):
             errors = (vector_error(given["x"], p, axis, eps, accumulation.format),)
         else:
             errors = self._window_errors(given, accumulation.format)
-        u = tolerance.FORMATS[accumulation.format].roundoff
-        share = float(np.finfo(np.longdouble if self.x64 else np.float64).eps) / 2 / u
+        share = definition_share(accumulation.format)
         results = values if isinstance(values, tuple) else (values,)
         names = ("dx", "dmeans") if self.backward else ("y",)
         pairs = zip(names, results, errors, strict=False)
@@ -281,10 +281,8 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> LocalCase:
             options["determinism"] = "batch_invariant"
         return LocalCase(op, engine, dtype, name, (shape, tuple(options.items())))
     rank = int(drawn.pick(rng, {1: 1, 2: 4, 3: 1}))
-    layout, c = drawn.layout(rng, rank, last=False), drawn.channels(rng, 128)
-    c = -(-c // 32) * 32 if "c" in layout else c
-    sizes = drawn.axes(rng, rank, 2**13 / c, 12)
-    shape = drawn.laid_out(layout, drawn.batch(rng, 2**15 / (c * math.prod(sizes))), c, sizes)
+    layout = drawn.layout(rng, rank, last=False)
+    shape = drawn.images(rng, layout, rank, drawn.channels(rng, 128, layout), 2**15, 2**13, 12)
     options = {"layout": layout, "n": int(rng.integers(1, 17)), "even": str(rng.choice(["high", "low"]))}
     options |= {"lrn_alpha": float(rng.choice([0.7, 1e-4])), "lrn_beta": float(rng.choice([0.5, 0.75, 1.5])), "k": 1.5}
     alpha, beta = drawn.blend(rng)

@@ -17,7 +17,6 @@ The definition's own error, in float64 or np.longdouble, is the same bound times
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import Accumulation
+from jaxdnn._src.norm.bounds import definition_share
 from jaxdnn_reference.norm_batch import of_batch
 
 Values = np.ndarray
@@ -152,7 +152,7 @@ class StatsCase(Case):
             errors = inference_error(named, eps=1e-5, format=format)
         else:
             errors = finalize_error(named, COUNT, **{"eps": 1e-5, "momentum": 0.1, **self.options}, format=format)
-        share = float(np.finfo(np.longdouble if self.x64 else np.float64).eps) / 2 / tolerance.FORMATS[format].roundoff
+        share = definition_share(format)
         wide = np.float64 if self.x64 else np.float32
         found = zip(RESULTS[self.op], values, errors, strict=True)
         generic = kind != "integers"
@@ -266,10 +266,8 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> StatsCase:
     if not op.startswith(("genstats", "dbn")):
         return StatsCase(op, engine, "f32", str(rng.choice(VARIANTS[op])))
     rank = int(drawn.pick(rng, {1: 1, 2: 4, 3: 1}))
-    layout, c = drawn.layout(rng, rank, last=False), drawn.channels(rng, 640)
-    c = -(-c // 32) * 32 if "c" in layout else c
-    sizes = drawn.axes(rng, rank, 2**15 / c)
-    shape = drawn.laid_out(layout, drawn.batch(rng, 2**18 / (c * math.prod(sizes))), c, sizes)
+    layout = drawn.layout(rng, rank, last=False)
+    shape = drawn.images(rng, layout, rank, drawn.channels(rng, 640, layout), 2**18, 2**15)
     variant = f"{name}-shifted" if op == "genstats" and rng.random() < 0.5 else name
     return StatsCase(op, engine, drawn.pick(rng, drawn.WIDER), variant, (layout, shape))
 

@@ -90,4 +90,4 @@ def _spec(view: View, scale: Any, bias: Any, found: Types, options: Options) -> 
     if options.engine not in (None, "xla"):
         raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {options.engine!r}.")
     arguments.require("batch_norm with `axis_name`", options.determinism, "run_to_run", "it adds over the batch")
-    return arguments.spec(view, found, options, scale=scale is not None, bias=bias is not None, out_dtype=found.out)
+    return arguments.spec(view, found, options, scale=scale is not None, bias=bias is not None)

@@ -14,7 +14,7 @@ from jaxdnn._src.core import checks
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.norm import arguments
-from jaxdnn._src.norm.arguments import Options, View
+from jaxdnn._src.norm.arguments import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,35 +53,6 @@ def _images(frame: Frame, x: Array, channels: Any) -> _Images:
     if not least <= count <= stored:
         raise ValueError(f"`channels` must be from {least} to {stored} for x, got {count}.")
     return _Images(frame, stored, count)
-
-
-def _forward(
-    images: _Images | Frame,
-    view: View,
-    x: Array,
-    scale: ArrayLike | None,
-    bias: ArrayLike | None,
-    options: Options,
-    out: DTypeLike | None,
-) -> tuple[Array, Array, Array]:
-    found = arguments.types(x, out)
-    y, mean, rstd, _ = arguments.forward(view, x, scale, bias, found, options, found.out)
-    return images.restore(y), view.give_statistic(mean), view.give_statistic(rstd)
-
-
-def _backward(
-    images: _Images | Frame,
-    view: View,
-    dy: Array,
-    x: Array,
-    scale: ArrayLike | None,
-    statistics: tuple[ArrayLike | None, ArrayLike | None],
-    options: Options,
-    out: DTypeLike | None,
-) -> tuple[Array, Array, Array]:
-    found = arguments.types(x, out)
-    dx, ds, db = arguments.backward(view, dy, x, scale, *statistics, found, options, found.out)
-    return images.restore(dx), ds, db
 
 
 @public
@@ -141,9 +112,8 @@ def group_norm(
     x = frame.array("x", x)
     images = _images(frame, x, channels)
     x = images.array(x)
-    view = arguments.grouped(frame, x, groups)
-    y, mean, rstd = _forward(images, view, x, scale, bias, Options(eps, engine, determinism), out_dtype)
-    return (y, mean, rstd) if arguments.statistics(return_statistics) else y
+    view, options = arguments.grouped(frame, x, groups), Options(eps, engine, determinism)
+    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, images.restore)
 
 
 @public
@@ -200,8 +170,8 @@ def group_norm_dgrad(
     checks.shape("dy", dy, x.shape, "that of x")
     images = _images(frame, x, channels)
     x, dy = images.array(x), images.array(dy)
-    view = arguments.grouped(frame, x, groups)
-    return _backward(images, view, dy, x, scale, (mean, rstd), Options(eps, engine, determinism), out_dtype)
+    view, options = arguments.grouped(frame, x, groups), Options(eps, engine, determinism)
+    return arguments.gradients(view, dy, x, scale, (mean, rstd), options, out_dtype, images.restore)
 
 
 @public
@@ -251,9 +221,8 @@ def instance_norm(
     """
     frame = arguments.frame(layout)
     x = frame.array("x", x)
-    view = arguments.instances(frame, x)
-    y, mean, rstd = _forward(frame, view, x, scale, bias, Options(eps, engine, determinism), out_dtype)
-    return (y, mean, rstd) if arguments.statistics(return_statistics) else y
+    view, options = arguments.instances(frame, x), Options(eps, engine, determinism)
+    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, frame.restore)
 
 
 @public
@@ -302,5 +271,5 @@ def instance_norm_dgrad(
     """
     frame = arguments.frame(layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
-    view = arguments.instances(frame, x)
-    return _backward(frame, view, dy, x, scale, (mean, rstd), Options(eps, engine, determinism), out_dtype)
+    view, options = arguments.instances(frame, x), Options(eps, engine, determinism)
+    return arguments.gradients(view, dy, x, scale, (mean, rstd), options, out_dtype, frame.restore)

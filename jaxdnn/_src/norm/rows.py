@@ -14,10 +14,6 @@ from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm.arguments import Options
 
 
-def _read(name: str, value: ArrayLike) -> Array:
-    return checks.array(name, value)
-
-
 @public
 def layer_norm(
     x: ArrayLike,
@@ -74,11 +70,9 @@ def layer_norm(
     Sources: Ba, Kiros and Hinton, arXiv:1607.06450; cuDNN's norm_forward, mode LAYER; PyTorch's layer_norm, ONNX's
       LayerNormalization. cuDNN's INV_VARIANCE is the inverse deviation returned here.
     """
-    x = _read("x", x)
+    x = checks.array("x", x)
     options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    view, found = arguments.rows(x, axis), arguments.types(x, out_dtype)
-    y, mean, rstd, _ = arguments.forward(view, x, scale, bias, found, options, found.out)
-    return (y, view.give_statistic(mean), view.give_statistic(rstd)) if arguments.statistics(return_statistics) else y
+    return arguments.normalised(arguments.rows(x, axis), x, scale, bias, options, out_dtype, return_statistics)
 
 
 @public
@@ -132,10 +126,9 @@ def layer_norm_dgrad(
 
     Sources: cuDNN's norm_backward, mode LAYER; PyTorch's native_layer_norm_backward.
     """
-    x = _read("x", x)
+    x = checks.array("x", x)
     options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    view, found = arguments.rows(x, axis), arguments.types(x, out_dtype)
-    return arguments.backward(view, dy, x, scale, mean, rstd, found, options, found.out)
+    return arguments.gradients(arguments.rows(x, axis), dy, x, scale, (mean, rstd), options, out_dtype)
 
 
 @public
@@ -184,11 +177,9 @@ def rms_norm(
     Sources: Zhang and Sennrich, arXiv:1910.07467; cuDNN's norm_forward, mode RMS; PyTorch's rms_norm, whose eps of
       None is the smallest step from 1 of x's dtype; ONNX's RMSNormalization.
     """
-    x = _read("x", x)
+    x = checks.array("x", x)
     options = Options(eps, engine, determinism, centred=False, zero_centred=zero_centred)
-    view, found = arguments.rows(x, axis), arguments.types(x, out_dtype)
-    y, _, rstd, _ = arguments.forward(view, x, scale, bias, found, options, found.out)
-    return (y, view.give_statistic(rstd)) if arguments.statistics(return_statistics) else y
+    return arguments.normalised(arguments.rows(x, axis), x, scale, bias, options, out_dtype, return_statistics)
 
 
 @public
@@ -236,10 +227,9 @@ def rms_norm_dgrad(
 
     Sources: cuDNN's norm_backward, mode RMS.
     """
-    x = _read("x", x)
+    x = checks.array("x", x)
     options = Options(eps, engine, determinism, centred=False, zero_centred=zero_centred)
-    view, found = arguments.rows(x, axis), arguments.types(x, out_dtype)
-    return arguments.backward(view, dy, x, scale, None, rstd, found, options, found.out)
+    return arguments.gradients(arguments.rows(x, axis), dy, x, scale, (None, rstd), options, out_dtype)
 
 
 @public
@@ -289,11 +279,9 @@ def adaptive_layer_norm(
 
     Sources: cuDNN's norm_forward, mode ADA_LAYER; Peebles and Xie, arXiv:2212.09748.
     """
-    x = _read("x", x)
+    x = checks.array("x", x)
     options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    view, found = arguments.samples(x, axis), arguments.types(x, out_dtype)
-    y, mean, rstd, _ = arguments.forward(view, x, scale, bias, found, options, found.out)
-    return (y, view.give_statistic(mean), view.give_statistic(rstd)) if arguments.statistics(return_statistics) else y
+    return arguments.normalised(arguments.samples(x, axis), x, scale, bias, options, out_dtype, return_statistics)
 
 
 @public
@@ -341,7 +329,6 @@ def adaptive_layer_norm_dgrad(
 
     Sources: cuDNN's norm_backward, mode ADA_LAYER.
     """
-    x = _read("x", x)
+    x = checks.array("x", x)
     options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    view, found = arguments.samples(x, axis), arguments.types(x, out_dtype)
-    return arguments.backward(view, dy, x, scale, mean, rstd, found, options, found.out)
+    return arguments.gradients(arguments.samples(x, axis), dy, x, scale, (mean, rstd), options, out_dtype)

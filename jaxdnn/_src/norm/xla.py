@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, export, lax
 
-from jaxdnn._src.core import engines, selection
+from jaxdnn._src.core import engines, selection, trees
 from jaxdnn._src.core.rounding import nearest, rounded
 from jaxdnn._src.norm.spec import OPS, RANGE, NormSpec
 
@@ -48,10 +48,7 @@ XLA = Arithmetic(_sum, lambda product: product)
 
 def count(x: Array, axes: Sequence[int]) -> int:
     """n: the elements of a slice."""
-    n = 1
-    for axis in axes:
-        n *= x.shape[axis]
-    return n
+    return math.prod(x.shape[axis] for axis in axes)
 
 
 def _mean(arithmetic: Arithmetic, v: Array, axes: Sequence[int], n: int) -> Array:
@@ -192,39 +189,14 @@ def _run(arithmetic: Arithmetic, call: engines.Call, *operands: Array) -> Any:
     return FORMULAS[call.op](arithmetic, call.spec, *operands)
 
 
-def tree(x: Array, axes: Sequence[int]) -> Array:
-    """The sum along `axes`, which are kept with length 1, by a fixed tree of additions, the same whatever the batch.
-
-    The elements of a slice, in row-major order of its axes, are padded with zeros to a power of two; then the second
-    half is added to the first until one element is left. Every second step costs a pass over memory.
-    """
-    axes = tuple(sorted(a % x.ndim for a in axes))
-    kept = [a for a in range(x.ndim) if a not in axes]
-    shape = tuple(1 if a in axes else size for a, size in enumerate(x.shape))
-    length = math.prod(x.shape[a] for a in axes)
-    lines = jnp.transpose(x, (*axes, *kept)).reshape(length, *(x.shape[a] for a in kept))
-    if length == 0:
-        return jnp.zeros(shape, x.dtype)
-    size = 1 << (length - 1).bit_length()
-    lines = jnp.pad(lines, ((0, size - length), *((0, 0) for _ in kept)))
-    while size > 1:
-        size //= 2
-        lines = lax.optimization_barrier(lines[:size] + lines[size:])
-    return lines.reshape(shape)
-
-
 # A product must not be fused with an addition in one program and not in another, as XLA does on CPUs even across an
 # optimization barrier: `rounded` prevents it.
-ORDERED = Arithmetic(lambda x, axes: tree(lax.optimization_barrier(x), axes), rounded)
+ORDERED = Arithmetic(lambda x, axes: trees.halves(lax.optimization_barrier(x), axes), rounded)
 
 
 def _level(call: engines.Call) -> str:
     """Sums over the batch (batch statistics, gradients in scale and bias) depend on it; the rest does not."""
     return "batch_invariant" if call.spec.per_example else "run_to_run"
-
-
-def _flushes(call: engines.Call) -> tuple[str, ...]:
-    return ("flushes_subnormals",) if call.platform == "cpu" else ()
 
 
 for _op in OPS:
@@ -235,7 +207,7 @@ for _op in OPS:
             run=ft.partial(_run, XLA),
             level=lambda call: "run_to_run",
             accumulation=lambda call: call.spec.accumulate.name,
-            hazards=_flushes,
+            hazards=engines.flushes_on_cpus,
             notes=(RANGE,),
         )
     )
@@ -247,8 +219,8 @@ for _op in OPS:
             needs_sizes=lambda call: call.op != "norm" or not call.spec.per_example,
             level=_level,
             accumulation=lambda call: call.spec.accumulate.name,
-            hazards=_flushes,
+            hazards=engines.flushes_on_cpus,
             rank=lambda call: selection.LAST,
-            notes=("a pass over memory for every doubling of the length that is added: slow", RANGE),
+            notes=("a pass over memory for every third level of the tree: slow", RANGE),
         )
     )

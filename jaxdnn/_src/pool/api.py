@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import checks, primitives, windows
+from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import vary_alike
 from jaxdnn._src.core.rounding import at_edges
@@ -117,7 +117,7 @@ def pool(
         y, tap = primitives.call("pool_max_indices", x, spec=_of(spec, x.dtype))
         indices = tap if return_indices == "tap" else flat_positions(spec, tap)
         return arguments.finish(y, alpha, beta, prior, out, x.dtype), indices
-    y = _computed(spec, mode, p, x, arguments.is_plain(alpha, beta))
+    y = _computed(spec, mode, p, x, blending.is_plain(alpha, beta))
     return arguments.finish(y, alpha, beta, prior, out, x.dtype)
 
 
@@ -212,7 +212,7 @@ def pool_dgrad(
     dy = at_edges(spec.level, dy)
     if indices is not None and mode != "max":
         raise ValueError(f"`indices` must be None for mode {mode!r}, expected mode 'max', got {mode!r}.")
-    wide = out if arguments.is_plain(alpha, beta) else arguments.accumulator(dy.dtype)
+    wide = out if blending.is_plain(alpha, beta) else arguments.accumulator(dy.dtype)
     if mode == "max":
         tap = _taps(spec, x, indices, dy.shape, order)
         dx = primitives.call("pool_max_dgrad", dy, tap, spec=_of(spec, wide))

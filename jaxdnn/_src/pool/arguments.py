@@ -59,35 +59,22 @@ def shape_of(name: str, value: Any, layout: Layout) -> tuple[int, ...]:
 
 
 def _shape(name: str, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    expected = len(layout.axes) + (layout.vector is not None)
-    if len(shape) != expected:
-        raise ValueError(
-            f"`{name}` must have {expected} dimensions for layout {layout.name}, got shape {tuple(shape)}."
-        )
-    if layout.vector is not None and shape[-1] != layout.vector:
-        raise ValueError(
-            f"`{name}` must have {layout.vector} channels innermost for layout {layout.name}, got {tuple(shape)}."
-        )
+    windows.require_shape(name, shape, layout)
     checks.countable(f"`{name}`", shape)
     return tuple(shape)
 
 
 def spatial_axes(layout: Layout) -> tuple[int, ...]:
     """The spatial axes, counted from the end."""
-    total = len(layout.axes) + (layout.vector is not None)
-    return tuple(axis - total for axis in layout.spatial)
+    return tuple(axis - layout.ndim for axis in layout.spatial)
 
 
 def result_dtype(mode: str, name: str, dtype: Any, out_dtype: Any) -> np.dtype:
     """Checks the mode and the dtype of an operand, and reads that of the result."""
     integers = (jnp.int8,) if checks.choice("mode", mode, MODES) != "lp" else ()
     found = checks.dtype(name, dtype, (*FLOATS, *integers))
-    if out_dtype is None:
-        return found
-    out = checks.as_dtype("out_dtype", out_dtype, (*FLOATS, *(integers if found == _INT8 else ())))
-    if out == np.float64 and found != np.float64:
-        raise TypeError(f"`out_dtype` must not be wider than the accumulator float32, got {out.name}.")
-    return out
+    choices = (*FLOATS, *(integers if found == _INT8 else ()))
+    return checks.out_dtype(out_dtype, found, choices, accumulator(found))
 
 
 def accumulator(dtype: Any) -> np.dtype:
@@ -181,11 +168,6 @@ def wants_indices(value: Any, mode: str, choices: Sequence[Any]) -> bool:
     return value is not False
 
 
-def is_plain(alpha: Any, beta: Any) -> bool:
-    """Whether there is nothing to blend: then the op's own result is the call's."""
-    return checks.is_number(alpha) and checks.is_number(beta) and alpha == 1 and beta == 0
-
-
 def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
     """What is computed outside of the engines is a power, or a product and a sum that a compiler may fuse."""
     static = checks.is_number(alpha) and checks.is_number(beta)
@@ -199,7 +181,7 @@ def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
 
 def finish(y: Array, alpha: Any, beta: Any, prior: Any, out: np.dtype, dtype: Any) -> Array:
     """alpha * y + beta * prior in the accumulator's precision, where that is more than y, and the one conversion."""
-    if is_plain(alpha, beta) and prior is None:
+    if blending.is_plain(alpha, beta) and prior is None:
         return rounded(blending.convert(y, out))
     wide = y.astype(accumulator(y.dtype))
     dtypes = (dtype,) if dtype is not None else ()

@@ -17,7 +17,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected, Facts
-from jaxdnn._src.cases.family import Family
+from jaxdnn._src.cases.family import Family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import Accumulation
@@ -192,12 +192,11 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[PoolCase]:
 
     Below "full" the layouts of a window's rank take turns, but for an engine that serves channels last only.
     """
-    extents = ("quick", "standard", "full")
     if op in CHOSEN:
         if engine == "xla":
             yield from _chosen(op, engine, extent)
         return
-    for dtype in [d for e in extents[: extents.index(extent) + 1] for d in DTYPES[e]]:
+    for dtype in up_to(extent, DTYPES):
         windows = WINDOWS if extent == "full" or (extent == "standard" and dtype == "bf16") else QUICK
         for window in windows:
             layouts = LAYOUTS[len(WINDOWS[window][0])]
@@ -216,7 +215,7 @@ def _chosen(op: str, engine: str, extent: str) -> Iterator[PoolCase]:
     if extent != "full":
         yield _case(op, engine, "bf16", "average", "NHWC", CHOSEN[op][0])
         return
-    for dtype in [d for of_extent in DTYPES.values() for d in of_extent]:
+    for dtype in up_to("full", DTYPES):
         for mode in ("average", "max", "lp")[: 2 if dtype == "int8" else 3]:
             yield _case(op, engine, dtype, mode, "NHWC", CHOSEN[op][0])
             if mode == "max":
@@ -242,7 +241,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject |
 def _typical(op: str, engine: str, dtype: str) -> PoolCase | None:
     if op in CHOSEN and engine != "xla":
         return None
-    known = [d for of_extent in DTYPES.values() for d in of_extent if not (d == "int8" and op == "pool_dgrad")]
+    known = [d for d in up_to("full", DTYPES) if not (d == "int8" and op == "pool_dgrad")]
     return (
         _case(op, engine, dtype, "max", "NHWC", CHOSEN[op][0] if op in CHOSEN else "3x3 step 2")
         if dtype in known

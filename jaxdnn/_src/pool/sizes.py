@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import checks, primitives, windows
+from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, product, real
@@ -165,7 +165,7 @@ def adaptive_pool(
         wide = x.astype(arguments.accumulator(x.dtype))
         y = lp.root(exponent, _sums(spec, lp.powers(exponent, wide), pairs))
     else:
-        y = _averages(spec, x, pairs, out if arguments.is_plain(alpha, beta) else None)
+        y = _averages(spec, x, pairs, out if blending.is_plain(alpha, beta) else None)
     return arguments.finish(y, alpha, beta, prior, out, x.dtype)
 
 

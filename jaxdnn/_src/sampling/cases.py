@@ -16,7 +16,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected
-from jaxdnn._src.cases.family import family
+from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.formats import FORMATS
 from jaxdnn._src.core.tolerance import Accumulation
@@ -108,10 +108,9 @@ def _case(op: str, engine: str, dtype: str, variant: str, **given: Any) -> Sampl
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[SamplingCase]:
     """Every variant in every dtype of the extent, over one to three axes in turn."""
-    extents = ("quick", "standard", "full")
     ranks = ({}, {"sizes": (9,), "points": (11,)}, {"sizes": (5, 4, 3), "points": (2, 4, 3), "batch": 2})
     variants = ("centres", "corners") if op == "affine_grid" else tuple(VARIANTS)
-    for dtype in [d for e in extents[: extents.index(extent) + 1] for d in DTYPES[e]]:
+    for dtype in up_to(extent, DTYPES):
         for number, variant in enumerate(variants):
             yield _case(op, engine, dtype, variant, **ranks[number % 3])
 

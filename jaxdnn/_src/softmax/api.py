@@ -96,7 +96,7 @@ def softmax(
     mask = None if where is None else _mask(where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, jnp.full((), -jnp.inf, x.dtype))
-    if mask is None and _is_plain(alpha, beta, prior):
+    if mask is None and prior is None and blending.is_plain(alpha, beta):
         return primitives.call("softmax", x, spec=spec)
     y = primitives.call("softmax", x, spec=spec.as_dtype(spec.accumulate))
     if mask is not None:
@@ -160,7 +160,7 @@ def softmax_dgrad(
     checks.shape("y", y, dy.shape, "that of dy")
     wide = _F64 if np.dtype(y.dtype) == _F64 else spec.accumulate
     spec = dataclasses.replace(spec, algorithm=checks.choice("algorithm", algorithm, ALGORITHMS), accumulate=wide)
-    if _is_plain(alpha, beta, prior):
+    if prior is None and blending.is_plain(alpha, beta):
         return primitives.call("softmax_dgrad", dy, y, spec=spec)
     dx = primitives.call("softmax_dgrad", dy, y, spec=spec.as_dtype(spec.accumulate))
     dtypes = (dy.dtype, y.dtype)
@@ -232,9 +232,7 @@ def _read(
     windows.layout(layout)  # a wrong one is refused where no mode reads it, too
     axes = _axes(axis, name, len(x.shape)) if mode is None else _mode_axes(mode, layout, name, x.shape)
     wide = _F64 if x.dtype == _F64 else _F32
-    out = dtype if out_dtype is None else checks.as_dtype("out_dtype", out_dtype, FLOATS)
-    if out == _F64 and wide != _F64:
-        raise TypeError(f"`out_dtype` must not be wider than the accumulator {wide.name}, got {out.name}.")
+    out = checks.out_dtype(out_dtype, dtype, FLOATS, wide)
     return x, SoftmaxSpec(axes, wide, out, engine=engine, level=required(determinism))
 
 
@@ -245,16 +243,10 @@ def _axes(axis: Any, name: str, rank: int) -> tuple[int, ...]:
 
 def _mode_axes(mode: str, layout: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     found = windows.layout(layout)
-    rank = len(found.axes) + (found.vector is not None)
-    if len(shape) != rank:
-        raise ValueError(f"`{name}` must have {rank} dimensions for layout {found.name}, got shape {tuple(shape)}.")
-    if found.vector is not None and shape[-1] != found.vector:
-        raise ValueError(
-            f"`{name}` must have {found.vector} channels innermost for layout {found.name}, got shape {tuple(shape)}."
-        )
+    windows.require_shape(name, shape, found)
     chosen = {found.channel} if mode == "channel" else set(range(len(found.axes))) - {found.batch}
-    chosen |= {rank - 1} if found.vector is not None else set()
-    return tuple(sorted(axis - rank for axis in chosen))
+    chosen |= {found.ndim - 1} if found.vector is not None else set()
+    return tuple(sorted(axis - found.ndim for axis in chosen))
 
 
 def _mask(where: Any, shape: tuple[int, ...]) -> Array:
@@ -268,12 +260,3 @@ def _mask(where: Any, shape: tuple[int, ...]) -> Array:
     if not fits:
         raise ValueError(f"`where` must broadcast to the shape {tuple(shape)} of `x`, got {tuple(where.shape)}.")
     return jnp.broadcast_to(where, shape)
-
-
-def _is_plain(alpha: Any, beta: Any, prior: Any) -> bool:
-    """Whether there is nothing to blend; a number that is not one is left for `blending.blend` to refuse."""
-    return prior is None and alpha is not True and isinstance(alpha, int | float) and alpha == 1 and _is_zero(beta)
-
-
-def _is_zero(beta: Any) -> bool:
-    return isinstance(beta, int | float) and not isinstance(beta, bool) and beta == 0

@@ -13,7 +13,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src.activation.bounds import Epilogue as Blend
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
-from jaxdnn._src.cases.case import Case, Expected
+from jaxdnn._src.cases.case import Blended, Case, Expected
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
@@ -25,7 +25,7 @@ NARROW = ("bf16", "f16")
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftmaxCase(Case):
+class SoftmaxCase(Blended, Case):
     """Rows along some axes of an array."""
 
     primitive: ClassVar[dict[str, str]] = {op: op for op in ROWS}
@@ -40,22 +40,10 @@ class SoftmaxCase(Case):
     def axes(self) -> tuple[int, ...]:
         return tuple(sorted(a % len(self.shape) for a in self.axis))
 
-    @property
-    def count(self) -> int:
-        return 1 + (self.op == "softmax_dgrad")
-
     def arguments(self) -> dict[str, Any]:
         if self.op == "logsumexp":
             return {"axis": self.axis}
         return {"axis": self.axis, "algorithm": self.algorithm, "alpha": self.alpha, "beta": self.beta}
-
-    def _prior(self, arrays: tuple[Any, ...]) -> dict[str, Any]:
-        return {"prior": arrays[self.count]} if self.beta else {}
-
-    def call(self, **choices: Any) -> Callable[..., Any]:
-        op: Any = getattr(dnn, self.op)
-        given = {**self.arguments(), **choices}
-        return lambda *arrays: op(*arrays[: self.count], **self._prior(arrays), **given)
 
     def kinds(self) -> tuple[str, ...]:
         return ("normal", "wide") if self.op == "softmax_dgrad" or self.beta else ("normal", "wide", "special")
@@ -78,7 +66,7 @@ class SoftmaxCase(Case):
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         definition: Any = getattr(reference, self.op)
         given = operands[: self.count]
-        value = definition(*given, **self._prior(operands), **self.arguments(), out_dtype=np.float64)
+        value = definition(*given, **self.prior(operands), **self.arguments(), out_dtype=np.float64)
         wide: list[Any] = [v.astype(np.float64) for v in given]
         # A bound for every order of additions, and for subnormal exponentials that are taken as zero.
         rule = dataclasses.replace(accumulation, flush=True)

@@ -2,8 +2,7 @@
 
 Engine `xla` leaves the order of a sum to XLA, and so guarantees equal bits from run to run only.
 
-Engine `ordered` takes the elements of a row in row-major order of the reduced axes, pads them with zeros to a power of
-two, and then adds the second half to the first until one element is left. The tree depends on the row's length alone.
+Engine `ordered` adds the elements of a row in the tree `core.trees.halves`, which depends on the row's length alone.
 Products are rounded before anything is added to them, here and by the caller, so that no compiler contracts the two;
 maxima are exact in any order; everything else is computed element by element. Every third level of the tree costs a
 pass over memory, and on CPUs, where XLA has several exponentials, these run in a loop.
@@ -16,13 +15,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.core import engines, selection
+from jaxdnn._src.core import engines, selection, trees
 from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.rounding import nearest, product, rounded
 
 Sum = Callable[[Array, tuple[int, ...]], Array]
 Apart = Callable[[Array], Array]  # keeps XLA from contracting a step with the next, which changes bits
-LEVELS_A_PASS = 3
 LINE = 1024
 
 
@@ -38,24 +36,7 @@ def row_max(x: Array, axes: Sequence[int]) -> Array:
 
 def tree_sum(x: Array, axes: tuple[int, ...]) -> Array:
     """The sum along `axes`, which stay with length 1, on a tree that depends on their lengths alone."""
-    return _tree(rounded(x), axes)  # x may be a product
-
-
-def _tree(x: Array, axes: tuple[int, ...]) -> Array:
-    axes = tuple(sorted(axis % x.ndim for axis in axes))
-    kept = [axis for axis in range(x.ndim) if axis not in axes]
-    shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
-    if x.size == 0:
-        return jnp.zeros(shape, x.dtype)
-    lines = x.transpose(*axes, *kept).reshape(-1, *(x.shape[axis] for axis in kept))
-    levels = (len(lines) - 1).bit_length()
-    lines = lax.pad(lines, jnp.zeros((), x.dtype), [(0, (1 << levels) - len(lines), 0), *[(0, 0, 0)] * len(kept)])
-    for done in range(levels):
-        half = len(lines) // 2
-        lines = lines[:half] + lines[half:]
-        if done % LEVELS_A_PASS == LEVELS_A_PASS - 1:  # else XLA may make one kernel of all, with 2^levels loads
-            lines = lax.optimization_barrier(lines)
-    return lines.reshape(shape)
+    return trees.halves(rounded(x), axes)  # x may be a product
 
 
 def _plain(x: Array) -> Array:
@@ -131,7 +112,7 @@ def logsumexp(spec: Any, x: Array, total: Sum = xla_sum, apart: Apart = _plain, 
 def for_derivative(spec: Any) -> tuple[Callable[[Array, Array, tuple[int, ...]], Array], bool]:
     """Σ a v, linear in v, for a derivative that is a formula, and whether its bits are fixed, as the call asks."""
     if spec.engine == "ordered" or is_fixed(spec.level):
-        return lambda a, v, axes: _tree(product(a, v), axes), True
+        return lambda a, v, axes: trees.halves(product(a, v), axes), True
     return lambda a, v, axes: xla_sum(a * v, axes), False
 
 
@@ -157,10 +138,6 @@ def _accumulation(call: engines.Call) -> str:
     return call.spec.accumulate.name
 
 
-def _flushes(call: engines.Call) -> tuple[str, ...]:
-    return ("flushes_subnormals",) if call.platform == "cpu" else ()
-
-
 for _op in FORMULAS:
     engines.register(
         engines.Engine(
@@ -169,7 +146,7 @@ for _op in FORMULAS:
             run=_run,
             level=lambda call: "run_to_run",
             accumulation=_accumulation,
-            hazards=_flushes,
+            hazards=engines.flushes_on_cpus,
         )
     )
     engines.register(
@@ -180,7 +157,7 @@ for _op in FORMULAS:
             needs_sizes=lambda call: True,
             level=lambda call: "mesh_invariant",
             accumulation=_accumulation,
-            hazards=_flushes,
+            hazards=engines.flushes_on_cpus,
             rank=lambda call: selection.LAST,
             partition=lambda call: True,
             adds_in_order=True,

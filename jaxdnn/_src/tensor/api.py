@@ -196,7 +196,9 @@ def add(
     _broadcasts("a", a, "c", c)
     out, level = blending.out_dtype(out_dtype, c), required(determinism)
     computed = trees.broadcast(a.astype(acc), c, level)
-    return blending.blend(computed, alpha=alpha, beta=beta, prior=c, out=out, dtypes=(c.dtype,), name="c")
+    return blending.blend(
+        computed, alpha=alpha, beta=beta, prior=c, out=out, dtypes=(c.dtype,), names=("alpha", "beta", "c")
+    )
 
 
 def _broadcasts(name: str, value: Array, other_name: str, other: Array) -> None:

@@ -17,7 +17,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected, Facts
-from jaxdnn._src.cases.family import family
+from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import Accumulation
@@ -203,8 +203,7 @@ def facts(case: TensorCase) -> Facts:
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[TensorCase]:
     """Every variant in every dtype of the extent."""
-    extents = ("quick", "standard", "full")
-    for dtype in [d for e in extents[: extents.index(extent) + 1] for d in DTYPES[e]]:
+    for dtype in up_to(extent, DTYPES):
         for variant in VARIANTS[op]:
             if op == "resample_dgrad" and dtype == "int8":
                 continue

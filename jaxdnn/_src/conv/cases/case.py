@@ -128,7 +128,7 @@ class Case:
     def along_channel(self, bias: np.ndarray) -> np.ndarray:
         """A bias so shaped that it broadcasts to the result as it is stored."""
         layout = windows.layout(self.layout)
-        shape = [1] * (len(layout.axes) + (layout.vector is not None))
+        shape = [1] * layout.ndim
         shape[layout.channel] = bias.size // (layout.vector or 1)
         if layout.vector:
             shape[-1] = layout.vector

@@ -7,7 +7,6 @@ import jax
 import ml_dtypes
 import numpy as np
 
-import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.activation.bounds import Epilogue
 from jaxdnn._src.cases import case as plain
@@ -17,14 +16,13 @@ from jaxdnn._src.cases.case import (
     Expected,
     Facts,
     architectures,
-    facts_of,
     generator,
     platform,
     same_bits,
     strongest_level,
 )
 from jaxdnn._src.conv.cases import bits, data
-from jaxdnn._src.conv.cases.case import Case
+from jaxdnn._src.conv.cases.case import ENGINES_OF, Case
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn_reference import layout as axes
@@ -37,13 +35,7 @@ def facts(case: Case) -> Facts:
     extras = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in given.items()}
     if case.op == "conv_bgrad":
         return Facts(None, strongest_level(case, operands, **extras), _sum_accumulation(case))
-    with jax.enable_x64(case.x64):
-        # Without naming the engine, for a call that names one which cannot serve it raises.
-        explained = dnn.explain(case.function(any_engine=True), *operands, **extras)[0]  # type: ignore[arg-type]
-    found = next((c for c in explained.candidates if c.engine == case.engine), None)
-    if found is None:
-        return Facts(f"there is no such engine for {case.op}", "fast", "float32")
-    return facts_of(found)
+    return plain.explained(case, ENGINES_OF[case.op], operands, **extras)
 
 
 EXACT = ACCUMULATIONS["int32"]

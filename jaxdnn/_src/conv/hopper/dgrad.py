@@ -77,14 +77,10 @@ def axes_of(geo: Geometry) -> tuple[Axis, ...]:
             first.append(meets[0] if meets else 0)
             count.append(len(meets))
             offset.append((phase + low - meets[0] * d) // s if meets else 0)
+        move = -step * d // s
         if geo.flip:  # the filter's tap at position t of the window is r - 1 - t
-            axes.append(
-                Axis(
-                    out, x, r, 1, s, tuple(r - 1 - f for f in first), tuple(count), tuple(offset), -step, -step * d // s
-                )
-            )
-        else:
-            axes.append(Axis(out, x, r, 1, s, tuple(first), tuple(count), tuple(offset), step, -step * d // s))
+            first, step = [r - 1 - f for f in first], -step
+        axes.append(Axis(out, x, r, 1, s, tuple(first), tuple(count), tuple(offset), step, move))
     return tuple(axes)
 
 

@@ -155,63 +155,34 @@ def _unflipped(spec: ConvSpec, role: str, array: Array) -> Array:
 
 
 def _native_forward(spec: ConvSpec, problem: Problem, x: Array, w: Array) -> Array:
-    return lax.conv_general_dilated(
-        x,
-        lax.rev(w, spec.filter.spatial) if spec.geo.flip else w,
-        window_strides=spec.geo.stride,
-        padding=spec.geo.padding,
-        rhs_dilation=spec.geo.dilation,
-        dimension_numbers=_numbers(spec),
-        feature_group_count=spec.geo.groups,
-        precision=problem.precision,
-        preferred_element_type=problem.preferred,
-    )
+    return forms.direct(problem, x, lax.rev(w, spec.filter.spatial) if spec.geo.flip else w, _numbers(spec))
 
 
 def _native_backward_data(spec: ConvSpec, problem: Problem, dy: Array, w: Array) -> Array:
-    geo = spec.geo
+    geo, one = spec.geo, (1,) * spec.geo.rank
     spans = zip(geo.sizes, geo.out, geo.extents, geo.stride, geo.padding, strict=True)
     padding = [(ext - 1 - low, size + low - 1 - (p - 1) * stride) for size, p, ext, stride, (low, _) in spans]
     dy, padding = forms.crop(dy, spec.layout.spatial, padding, geo.stride)
     # For one group the filter's channels are exchanged by name: XLA looks for a mere reversal to map this to cuDNN.
-    reversed_filter = w if spec.geo.flip else lax.rev(w, spec.filter.spatial)
+    back = w if geo.flip else lax.rev(w, spec.filter.spatial)
     numbers = _numbers(spec)
-    if spec.geo.groups == 1:
+    if geo.groups == 1:
         o, i, *taps = numbers.rhs_spec
         numbers = numbers._replace(rhs_spec=(i, o, *taps))
     else:
-        reversed_filter = _exchange_channels(spec, reversed_filter)
-    return lax.conv_general_dilated(
-        dy,
-        reversed_filter,
-        window_strides=(1,) * len(spec.geo.taps),
-        padding=padding,
-        lhs_dilation=geo.stride,
-        rhs_dilation=geo.dilation,
-        dimension_numbers=numbers,
-        feature_group_count=spec.geo.groups,
-        precision=problem.precision,
-        preferred_element_type=problem.preferred,
-    )
+        back = _exchange_channels(spec, back)
+    groups = {"feature_group_count": geo.groups}
+    return problem.convolve(dy, back, numbers, one, padding, geo.dilation, lhs_dilation=geo.stride, **groups)
 
 
 def _native_backward_filter(spec: ConvSpec, problem: Problem, x: Array, dy: Array) -> Array:
-    layout, filt = spec.layout, spec.filter
+    geo, layout, filt = spec.geo, spec.layout, spec.filter
     channels_as_batch = (layout.channel, layout.batch, *layout.spatial)
-    dw = lax.conv_general_dilated(
-        x,
-        dy,
-        window_strides=spec.geo.dilation,
-        padding=forms.backward_filter_padding(spec.geo),
-        rhs_dilation=spec.geo.stride,
-        dimension_numbers=lax.ConvDimensionNumbers(
-            channels_as_batch, channels_as_batch, (filt.input, filt.output, *filt.spatial)
-        ),
-        batch_group_count=spec.geo.groups,
-        precision=problem.precision,
-        preferred_element_type=problem.preferred,
-    )
-    return lax.rev(dw, spec.filter.spatial) if spec.geo.flip else dw
+    out = (filt.input, filt.output, *filt.spatial)
+    numbers = lax.ConvDimensionNumbers(channels_as_batch, channels_as_batch, out)
+    padding = forms.backward_filter_padding(geo)
+    dw = problem.convolve(x, dy, numbers, geo.dilation, padding, geo.stride, batch_group_count=geo.groups)
+    return lax.rev(dw, filt.spatial) if geo.flip else dw
 
 
 _NATIVE = {"conv": _native_forward, "conv_dgrad": _native_backward_data, "conv_wgrad": _native_backward_filter}

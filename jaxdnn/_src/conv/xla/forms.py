@@ -48,7 +48,7 @@ def forward(problem: Problem, x: Array, w: Array) -> Array:
     wide = problem.geo.groups > 1 and c // problem.geo.groups >= NARROW_GROUP
     if problem.integer_taps or wide or _is_loop_of_integers(problem, k):
         return taps_forward(problem, x, w)
-    return _direct(problem, x, w, problem.geo.stride, problem.geo.padding, problem.geo.dilation)
+    return direct(problem, x, w, _numbers(problem.geo.rank))
 
 
 def backward_data(problem: Problem, dy: Array, w: Array) -> Array:
@@ -116,37 +116,19 @@ def _numbers(rank: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(data, (rank + 1, rank, *range(rank)), data)
 
 
-def _direct(problem: Problem, x: Array, w: Array, strides: Any, padding: Any, dilation: Any) -> Array:
-    return lax.conv_general_dilated(
-        x,
-        w,
-        window_strides=strides,
-        padding=padding,
-        rhs_dilation=dilation,
-        dimension_numbers=_numbers(problem.geo.rank),
-        feature_group_count=problem.geo.groups,
-        precision=problem.precision,
-        preferred_element_type=problem.preferred,
-    )
+def direct(problem: Problem, x: Array, w: Array, numbers: lax.ConvDimensionNumbers) -> Array:
+    """y by XLA's convolution, of arrays whose axes are numbered so."""
+    geo = problem.geo
+    return problem.convolve(x, w, numbers, geo.stride, geo.padding, geo.dilation, feature_group_count=geo.groups)
 
 
 def _direct_backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     geo, rank = problem.geo, problem.geo.rank
     channels_as_batch = (rank + 1, 0, *range(1, rank + 1))
+    numbers = lax.ConvDimensionNumbers(channels_as_batch, channels_as_batch, (rank, rank + 1, *range(rank)))
     padding = backward_filter_padding(geo)
     x = lax.pad(x, zero(x), [(0, 0, 0), *((0, min(high, 0), 0) for _, high in padding), (0, 0, 0)])
-    return lax.conv_general_dilated(
-        x,
-        dy,
-        window_strides=geo.dilation,
-        padding=[(low, max(high, 0)) for low, high in padding],
-        rhs_dilation=geo.stride,
-        dimension_numbers=lax.ConvDimensionNumbers(
-            channels_as_batch, channels_as_batch, (rank, rank + 1, *range(rank))
-        ),
-        precision=problem.precision,
-        preferred_element_type=problem.preferred,
-    )
+    return problem.convolve(x, dy, numbers, geo.dilation, [(low, max(high, 0)) for low, high in padding], geo.stride)
 
 
 def backward_filter_padding(geo: Geometry) -> list[tuple[int, int]]:

@@ -69,6 +69,14 @@ class Problem:
             return product.astype(self.preferred)
         return lax.dot_general(a, b, (contract, batch), precision=self.precision, preferred_element_type=self.preferred)
 
+    def convolve(
+        self, x: Array, w: Array, numbers: Any, stride: Any, padding: Any, dilation: Any, **more: Any
+    ) -> Array:
+        """XLA's convolution in the problem's precision, which the keywords of `lax.conv_general_dilated` may change."""
+        types = {"precision": self.precision, "preferred_element_type": self.preferred}
+        more |= {"rhs_dilation": dilation, "dimension_numbers": numbers}
+        return lax.conv_general_dilated(x, w, stride, padding, **more, **types)
+
 
 def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Array:
     """The int32 product of int8 arrays over one axis each: sums of float32 that stay below 2^24, then sums of int32.
