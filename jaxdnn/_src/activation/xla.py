@@ -5,6 +5,8 @@ definition's on every device. On an H200 a lookup of bfloat16 takes as long as c
 gelu's formula (`benchmarks/notes-activation.md`): the 128 KB fit into L1.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -61,16 +63,14 @@ def _hazards(call: engines.Call) -> tuple[str, ...]:
     return () if looked_up else engines.flushes_on_cpus(call)
 
 
-for _op, _run in (("activation", run), ("activation_dgrad", run_dgrad)):
-    engines.register(
-        engines.Engine(
-            "xla",
-            _op,
-            _run,
-            level=_level,
-            hazards=_hazards,
-            accumulation=lambda call: primitive.wide(call.avals[-1].dtype).name,
-            workspace=lambda call: None,
-            notes=("bfloat16 and float16 by a table of correctly rounded results",),
-        )
-    )
+_RUN: dict[str, Any] = {"activation": run, "activation_dgrad": run_dgrad}
+engines.declare(
+    "xla",
+    *_RUN,
+    run=lambda call, *operands: _RUN[call.op](call, *operands),
+    level=_level,
+    hazards=_hazards,
+    accumulation=lambda call: primitive.wide(call.avals[-1].dtype).name,
+    workspace=lambda call: None,
+    notes=("bfloat16 and float16 by a table of correctly rounded results",),
+)

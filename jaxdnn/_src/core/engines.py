@@ -185,6 +185,12 @@ def register(engine: Engine) -> None:
     found.sort(key=lambda engine: engine.fused)
 
 
+def declare(name: str, *ops: str, **declared: Any) -> None:
+    """Registers one engine for each of these ops; `declared` are the attributes of `Engine`, the same for all."""
+    for op in ops:
+        register(Engine(name, op, **declared))
+
+
 def registered(op: str) -> tuple[Engine, ...]:
     """The engines of an op, in the order of registration."""
     return tuple(_registry.get(op, ()))

@@ -130,13 +130,11 @@ def _multiply(multiplier: int, x: Array) -> tuple[Any, Any]:
     return (product >> np.uint64(32)).astype(np.uint32), product.astype(np.uint32)
 
 
-engines.register(
-    engines.Engine(
-        "xla",
-        "dropout",
-        run,
-        level=lambda call: "portable",
-        hazards=engines.flushes_on_cpus,
-        notes=("Philox4x32-10, drawn again for the backward pass",),
-    )
+engines.declare(
+    "xla",
+    "dropout",
+    run=run,
+    level=lambda call: "portable",
+    hazards=engines.flushes_on_cpus,
+    notes=("Philox4x32-10, drawn again for the backward pass",),
 )

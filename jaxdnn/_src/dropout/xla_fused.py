@@ -103,16 +103,13 @@ def _level(call: engines.Call) -> str:
 
 
 _RUN: dict[str, Any] = dict(zip(OPS, (run, run_tangent, run_dgrad), strict=True))
-for _op, _run in _RUN.items():
-    engines.register(
-        engines.Engine(
-            "xla",
-            _op,
-            _run,
-            needs_sizes=lambda call: call.op == "fused_dropout_dgrad" and is_fixed(call.spec),  # a tree's
-            level=_level,
-            accumulation=lambda call: precision(call.spec, call.avals).name,
-            hazards=engines.flushes_on_cpus,
-            notes=("Philox4x32-10, drawn again for the backward pass",),
-        )
-    )
+engines.declare(
+    "xla",
+    *_RUN,
+    run=lambda call, *operands: _RUN[call.op](call, *operands),
+    needs_sizes=lambda call: call.op == "fused_dropout_dgrad" and is_fixed(call.spec),  # a tree's
+    level=_level,
+    accumulation=lambda call: precision(call.spec, call.avals).name,
+    hazards=engines.flushes_on_cpus,
+    notes=("Philox4x32-10, drawn again for the backward pass",),
+)

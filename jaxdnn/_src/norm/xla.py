@@ -199,28 +199,23 @@ def _level(call: engines.Call) -> str:
     return "batch_invariant" if call.spec.per_example else "run_to_run"
 
 
-for _op in OPS:
-    engines.register(
-        engines.Engine(
-            name="xla",
-            op=_op,
-            run=ft.partial(_run, XLA),
-            level=lambda call: "run_to_run",
-            accumulation=lambda call: call.spec.accumulate.name,
-            hazards=engines.flushes_on_cpus,
-            notes=(RANGE,),
-        )
-    )
-    engines.register(
-        engines.Engine(
-            name="ordered",
-            op=_op,
-            run=ft.partial(_run, ORDERED),
-            needs_sizes=lambda call: call.op != "norm" or not call.spec.per_example,
-            level=_level,
-            accumulation=lambda call: call.spec.accumulate.name,
-            hazards=engines.flushes_on_cpus,
-            rank=lambda call: selection.LAST,
-            notes=("a pass over memory for every third level of the tree: slow", RANGE),
-        )
-    )
+engines.declare(
+    "xla",
+    *OPS,
+    run=ft.partial(_run, XLA),
+    level=lambda call: "run_to_run",
+    accumulation=lambda call: call.spec.accumulate.name,
+    hazards=engines.flushes_on_cpus,
+    notes=(RANGE,),
+)
+engines.declare(
+    "ordered",
+    *OPS,
+    run=ft.partial(_run, ORDERED),
+    needs_sizes=lambda call: call.op != "norm" or not call.spec.per_example,
+    level=_level,
+    accumulation=lambda call: call.spec.accumulate.name,
+    hazards=engines.flushes_on_cpus,
+    rank=lambda call: selection.LAST,
+    notes=("a pass over memory for every third level of the tree: slow", RANGE),
+)

@@ -55,14 +55,12 @@ def _term(factor: Array, x: Array) -> Array:
     return jnp.where(factor == 0, jnp.zeros_like(factor), product(factor, x))
 
 
-engines.register(
-    engines.Engine(
-        name="xla",
-        op="resample",
-        run=run,
-        level=lambda call: "portable",
-        partition=lambda call: True,
-        accumulation=lambda call: "float64" if call.avals[0].dtype == np.float64 else "float32",
-        notes=("a gather per tap in both directions: no scatter, no atomics",),
-    )
+engines.declare(
+    "xla",
+    "resample",
+    run=run,
+    level=lambda call: "portable",
+    partition=lambda call: True,
+    accumulation=lambda call: "float64" if call.avals[0].dtype == np.float64 else "float32",
+    notes=("a gather per tap in both directions: no scatter, no atomics",),
 )

@@ -79,8 +79,9 @@ def pixels(w: Array, y: Array, index: Array, count: int) -> Array:
     return _rows(sums, first)
 
 
-def _run(result: str, call: engines.Call, *operands: Array) -> Array:
+def _run(call: engines.Call, *operands: Array) -> Array:
     spec: SampleSpec = call.spec
+    result = next(result for result, name in NAMES.items() if name == call.op)
     out = results(result, spec, *operands)
     if any(0 in v.shape for v in operands):
         return jnp.zeros(out.shape, out.dtype)
@@ -88,15 +89,12 @@ def _run(result: str, call: engines.Call, *operands: Array) -> Array:
     return run(*(_flat(len(spec.sizes), v) for v in operands)).reshape(out.shape)
 
 
-for _result, _name in NAMES.items():
-    engines.register(
-        engines.Engine(
-            "xla",
-            _name,
-            ft.partial(_run, _result),
-            level=lambda call: "portable" if call.op == "grid_sample" else "mesh_invariant",
-            partition=lambda call: True,
-            accumulation=lambda call: "float64" if call.avals[0].dtype == np.float64 else "float32",
-            notes=("gathers in both directions: no scatter, no atomics",),
-        )
-    )
+engines.declare(
+    "xla",
+    *NAMES.values(),
+    run=_run,
+    level=lambda call: "portable" if call.op == "grid_sample" else "mesh_invariant",
+    partition=lambda call: True,
+    accumulation=lambda call: "float64" if call.avals[0].dtype == np.float64 else "float32",
+    notes=("gathers in both directions: no scatter, no atomics",),
+)

@@ -138,29 +138,24 @@ def _accumulation(call: engines.Call) -> str:
     return call.spec.accumulate.name
 
 
-for _op in FORMULAS:
-    engines.register(
-        engines.Engine(
-            name="xla",
-            op=_op,
-            run=_run,
-            level=lambda call: "run_to_run",
-            accumulation=_accumulation,
-            hazards=engines.flushes_on_cpus,
-        )
-    )
-    engines.register(
-        engines.Engine(
-            name="ordered",
-            op=_op,
-            run=_run_ordered,
-            needs_sizes=lambda call: True,
-            level=lambda call: "mesh_invariant",
-            accumulation=_accumulation,
-            hazards=engines.flushes_on_cpus,
-            rank=lambda call: selection.LAST,
-            partition=lambda call: True,
-            adds_in_order=True,
-            notes=("a pass over memory for every third level of the tree: slow",),
-        )
-    )
+engines.declare(
+    "xla",
+    *FORMULAS,
+    run=_run,
+    level=lambda call: "run_to_run",
+    accumulation=_accumulation,
+    hazards=engines.flushes_on_cpus,
+)
+engines.declare(
+    "ordered",
+    *FORMULAS,
+    run=_run_ordered,
+    needs_sizes=lambda call: True,
+    level=lambda call: "mesh_invariant",
+    accumulation=_accumulation,
+    hazards=engines.flushes_on_cpus,
+    rank=lambda call: selection.LAST,
+    partition=lambda call: True,
+    adds_in_order=True,
+    notes=("a pass over memory for every third level of the tree: slow",),
+)

@@ -215,23 +215,20 @@ SLOWER = (
 )
 
 
-for _op in primitive.ROLES:
-    engines.register(
-        engines.Engine(
-            name="hopper",
-            op=_op,
-            run=_run,
-            fused=False,
-            supports=_supports,
-            level=_level,
-            accumulation=_accumulation,
-            schedule=_schedule,
-            modelled=hopper.MEASURED_ON,
-            hazards=_hazards,
-            measured_on=hopper.MEASURED_ON,
-            slower=SLOWER,
-            workspace=_workspace,
-            partition=lambda call: True,
-            notes=("tensor cores",),
-        )
-    )
+engines.declare(
+    "hopper",
+    *primitive.ROLES,
+    run=_run,
+    fused=False,
+    supports=_supports,
+    level=_level,
+    accumulation=_accumulation,
+    schedule=_schedule,
+    modelled=hopper.MEASURED_ON,
+    hazards=_hazards,
+    measured_on=hopper.MEASURED_ON,
+    slower=SLOWER,
+    workspace=_workspace,
+    partition=lambda call: True,
+    notes=("tensor cores",),
+)

@@ -237,16 +237,13 @@ def _hazards(call: engines.Call) -> tuple[str, ...]:
     return ("flushes_subnormals", *spreads, "leaves_out_padding")
 
 
-for _op in primitive.ROLES:
-    engines.register(
-        engines.Engine(
-            name="xla",
-            op=_op,
-            run=run,
-            level=_level,
-            accumulation=_accumulation,
-            # XLA's own partitioner gathers groups, and has been seen to give wrong filter gradients of one group.
-            partition=lambda call: True,
-            hazards=_hazards,
-        )
-    )
+engines.declare(
+    "xla",
+    *primitive.ROLES,
+    run=run,
+    level=_level,
+    accumulation=_accumulation,
+    # XLA's own partitioner gathers groups, and has been seen to give wrong filter gradients of one group.
+    partition=lambda call: True,
+    hazards=_hazards,
+)

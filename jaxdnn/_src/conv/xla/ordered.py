@@ -202,22 +202,19 @@ def _schedule(call: engines.Call) -> engines.Schedule | None:
     return engines.Schedule("ordered", np.arange(count)[None])
 
 
-for _op in primitive.ROLES:
-    engines.register(
-        engines.Engine(
-            name="ordered",
-            op=_op,
-            run=run,
-            supports=_supports,
-            level=_level,
-            schedule=_schedule,
-            rank=lambda call: selection.LAST,
-            partition=lambda call: True,
-            adds_in_order=True,
-            modelled=("cpu", "cuda"),
-            notes=(
-                "one pass over the result per product: slow",
-                "XLA flushes subnormal numbers to zero on CPUs, so portability is for normal ones",
-            ),
-        )
-    )
+engines.declare(
+    "ordered",
+    *primitive.ROLES,
+    run=run,
+    supports=_supports,
+    level=_level,
+    schedule=_schedule,
+    rank=lambda call: selection.LAST,
+    partition=lambda call: True,
+    adds_in_order=True,
+    modelled=("cpu", "cuda"),
+    notes=(
+        "one pass over the result per product: slow",
+        "XLA flushes subnormal numbers to zero on CPUs, so portability is for normal ones",
+    ),
+)

@@ -267,19 +267,17 @@ def _workspace(call: engines.Call) -> int:
     return 4 * plan.width * partition.splits
 
 
-for _op in ("dropout", *fused.OPS):
-    engines.register(
-        engines.Engine(
-            name="hopper",
-            op=_op,
-            run=_run,
-            fused=False,
-            supports=_supports,
-            level=_level,
-            measured_on=hopper.MEASURED_ON,
-            slower=SLOWER,
-            workspace=_workspace,
-            needs_sizes=lambda call: True,
-            notes=("Philox4x32-10, drawn again for the backward pass",),
-        )
-    )
+engines.declare(
+    "hopper",
+    "dropout",
+    *fused.OPS,
+    run=_run,
+    fused=False,
+    supports=_supports,
+    level=_level,
+    measured_on=hopper.MEASURED_ON,
+    slower=SLOWER,
+    workspace=_workspace,
+    needs_sizes=lambda call: True,
+    notes=("Philox4x32-10, drawn again for the backward pass",),
+)

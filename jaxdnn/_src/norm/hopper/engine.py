@@ -19,7 +19,7 @@ from jaxdnn._src.norm.hopper.batch_engine import BATCHES
 from jaxdnn._src.norm.hopper.group_engine import IMAGES
 from jaxdnn._src.norm.hopper.kind import Kind, x_of
 from jaxdnn._src.norm.hopper.rows_engine import ROWS
-from jaxdnn._src.norm.spec import RANGE
+from jaxdnn._src.norm.spec import OPS, RANGE
 
 KINDS = (ROWS, IMAGES, BATCHES)
 LARGEST = float(np.finfo(np.float32).max)
@@ -75,25 +75,22 @@ def _workspace(call: engines.Call) -> int | None:
     return kind.workspace(call) if kind is not None and _unsupported(call) is None else None
 
 
-for _op in ("norm", "norm_tangent", "norm_dgrad"):
-    engines.register(
-        engines.Engine(
-            name="hopper",
-            op=_op,
-            run=_run,
-            fused=False,
-            supports=_supports,
-            needs_sizes=lambda call: True,
-            level=_level,
-            measured_on=hopper.MEASURED_ON,
-            slower=tuple(found for kind in KINDS for found in _slower(kind)),
-            workspace=_workspace,
-            partition=lambda call: True,
-            notes=(
-                "gradients in scale and bias add over the batch: run_to_run",
-                "where statistics go over an axis that is sharded, XLA's formula serves, with its sums over the mesh",
-                *(note for kind in KINDS for note in kind.notes),
-                RANGE,
-            ),
-        )
-    )
+engines.declare(
+    "hopper",
+    *OPS,
+    run=_run,
+    fused=False,
+    supports=_supports,
+    needs_sizes=lambda call: True,
+    level=_level,
+    measured_on=hopper.MEASURED_ON,
+    slower=tuple(found for kind in KINDS for found in _slower(kind)),
+    workspace=_workspace,
+    partition=lambda call: True,
+    notes=(
+        "gradients in scale and bias add over the batch: run_to_run",
+        "where statistics go over an axis that is sharded, XLA's formula serves, with its sums over the mesh",
+        *(note for kind in KINDS for note in kind.notes),
+        RANGE,
+    ),
+)

@@ -109,18 +109,15 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return jax.tree.map(lambda a: a.reshape(shape), found)
 
 
-for _op in OPS:
-    engines.register(
-        engines.Engine(
-            name="hopper",
-            op=_op,
-            run=_run,
-            fused=False,
-            supports=_supports,
-            needs_sizes=lambda call: True,
-            level=lambda call: "portable",
-            measured_on=hopper.MEASURED_ON,  # and no slower for any shape that it serves: benchmarks/notes-pool.md
-            workspace=lambda call: 0,
-            partition=lambda call: True,
-        )
-    )
+engines.declare(
+    "hopper",
+    *OPS,
+    run=_run,
+    fused=False,
+    supports=_supports,
+    needs_sizes=lambda call: True,
+    level=lambda call: "portable",
+    measured_on=hopper.MEASURED_ON,  # and no slower for any shape that it serves: benchmarks/notes-pool.md
+    workspace=lambda call: 0,
+    partition=lambda call: True,
+)

@@ -24,7 +24,7 @@ from jax import Array, lax
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest, real, rounded
-from jaxdnn._src.pool.spec import OPS, PoolSpec
+from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.fold import Item, fold, last_first, padded, slice_axis
 from jaxdnn._src.pool.xla.gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
 
@@ -266,7 +266,7 @@ def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
 
 # ---- what the engine promises ----------------------------------------------------------------------------------------
 
-_RUN = {
+_RUN: dict[str, Any] = {
     "pool_max": _max,
     "pool_max_indices": _max_indices,
     "pool_pick": _pick,
@@ -281,15 +281,12 @@ def _accumulation(call: engines.Call) -> str:
     return "int32" if not jnp.issubdtype(dtype, jnp.floating) else "float64" if dtype == jnp.float64 else "float32"
 
 
-for _op in OPS:
-    engines.register(
-        engines.Engine(
-            name="xla",
-            op=_op,
-            run=_RUN[_op],
-            level=lambda call: "portable",
-            accumulation=_accumulation,
-            partition=lambda call: True,
-            notes=("XLA takes subnormal numbers for zero on CPUs, so portability is for normal ones",),
-        )
-    )
+engines.declare(
+    "xla",
+    *_RUN,
+    run=lambda call, *operands: _RUN[call.op](call, *operands),
+    level=lambda call: "portable",
+    accumulation=_accumulation,
+    partition=lambda call: True,
+    notes=("XLA takes subnormal numbers for zero on CPUs, so portability is for normal ones",),
+)

@@ -65,25 +65,22 @@ SLOWER = (
     ),
 )
 
-for _op in OPS:
-    engines.register(
-        engines.Engine(
-            name="hopper",
-            op=_op,
-            run=_run,
-            fused=False,
-            supports=_supports,
-            needs_sizes=lambda call: True,
-            level=lambda call: "batch_invariant",
-            accumulation=lambda call: "float32",
-            hazards=lambda call: ("flushes_subnormals",),
-            measured_on=hopper.MEASURED_ON,
-            slower=SLOWER,
-            workspace=lambda call: 0,
-            partition=lambda call: True,
-            notes=(
-                "exponentials by the special function unit",
-                "where rows are sharded, XLA's formula serves, with its maxima and sums over the mesh",
-            ),
-        )
-    )
+engines.declare(
+    "hopper",
+    *OPS,
+    run=_run,
+    fused=False,
+    supports=_supports,
+    needs_sizes=lambda call: True,
+    level=lambda call: "batch_invariant",
+    accumulation=lambda call: "float32",
+    hazards=lambda call: ("flushes_subnormals",),
+    measured_on=hopper.MEASURED_ON,
+    slower=SLOWER,
+    workspace=lambda call: 0,
+    partition=lambda call: True,
+    notes=(
+        "exponentials by the special function unit",
+        "where rows are sharded, XLA's formula serves, with its maxima and sums over the mesh",
+    ),
+)
