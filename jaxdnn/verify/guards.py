@@ -1,20 +1,21 @@
-"""Guards around the memory of a call: what it may not touch is full of a pattern, before and after.
+"""Guards around the memory of a call: bytes that it may not write are filled with a pattern and compared afterwards.
 
-On a GPU whose memory JAX takes in one piece when it starts (`random` sees to that), what lies behind the operands of a
-call is filled with a pattern before the call. So results and workspaces start out as the pattern, and around each of
-them lies the pattern. After the call all but its operands, its results and its workspace has to be as it was; the bytes
-between a result's end and the end of its last 256, too.
+On a GPU of whose memory JAX reserves one piece when it starts (`random` asks for that), all free memory behind the
+operands of a call is filled with a pattern before the call. Results and workspaces are allocated in that memory, so
+they start out as the pattern and are surrounded by it. After the call everything but its operands, its results and its
+workspace must still hold the pattern; so must the bytes between a result's end and the end of its last 256 bytes.
 
-The allocator gives out the smallest free piece that suffices, from its beginning. So that a workspace does not lie
-right behind a result, where a write beyond the result would not show, there is a free piece for each result, a little
-larger than it, between fences that nothing may write to. Where the workspace lies nobody says; but it is one block, of
-a size that is known, it lies in no array and it starts where something else ends. All that was written elsewhere has to
-lie in one such block.
+The allocator takes the smallest free piece that suffices, from that piece's beginning. If a workspace were allocated
+directly behind a result, a write beyond the result would not be seen. Therefore one free piece is prepared for each
+result, a little larger than it, between fences: small arrays that must not change. The allocator does not say where the
+workspace is. But it is one block of known size, it overlaps no array, and it starts where another allocation ends: all
+other bytes that were written must lie in one such block.
 
-What this cannot see: a kernel that writes from one workspace of its program into another, for XLA puts them in one
-block; nor a write beyond a result of up to 256 bytes into a workspace, if the allocator puts it there. Of an operand's
-last 256 bytes the rest is not looked at. A read beyond an array is seen only by what comes of it: the pattern is not a
-number in float32, bfloat16 and float16, and a call is repeated on other patterns.
+What is not found: a kernel that writes from one workspace of its program into another, because XLA allocates both in
+one block; and a write beyond a result of up to 256 bytes into a workspace, if the allocator puts that workspace there.
+The bytes behind an operand, up to the end of its last 256 bytes, are not compared. A read beyond an array is found only
+by its effect on the result: the pattern is no number in float32, bfloat16 and float16, and a call is repeated with
+other patterns.
 """
 
 import functools as ft
@@ -29,29 +30,29 @@ from jax import lax
 
 # NaN in float32, bfloat16 and float16; about one in these; all bits.
 PATTERNS = (0x7FC07FC0, 0x3F803F80, 0xFFFFFFFF)
-CHUNK = 256  # bytes, of which the allocator gives out multiples
+CHUNK = 256  # bytes; the allocator allocates multiples of these
 WORDS = CHUNK // 4
-LEAST = 1 << 12  # bytes that are worth filling
-LEAST_GUARDED = 1 << 26  # bytes behind the operands, most of which have to be filled
-# Bytes at the end that stay free: the allocator gives away a piece whole where less than 128 MiB of it would be left.
+LEAST = 1 << 12  # bytes; smaller free pieces are not filled
+LEAST_GUARDED = 1 << 26  # bytes behind the operands; a call is guarded if most of these are filled
+# Bytes at the end that stay free: the allocator does not split a piece of which less than 128 MiB would be left.
 SPARE, MARGIN = 256 << 20, 8 << 20
-PLUG = 26  # the largest plug has 2^26 bytes
-MOST = 1 << 30  # bytes that are looked at: what is allocated lies at the lowest address that is free
+PLUG = 26  # the largest plug, which fills a free piece below the operands' end, has 2^26 bytes
+MOST = 1 << 30  # bytes that are compared: the allocator starts at the lowest free address
 GUARD = 1 << 16  # bytes behind a result, at most
 Range = tuple[int, int]  # the first byte, and how many
 
 
 class Memory(Protocol):
-    """Memory that can be filled and looked at, in pieces of `CHUNK` bytes."""
+    """Memory that can be filled and compared with a pattern, in pieces of `CHUNK` bytes."""
 
     bytes: int
 
     def ranges(self, arrays: Iterable[Any]) -> list[Range]:
-        """Where arrays lie, and whatever else the memory's owner has in it."""
+        """The ranges of arrays, and of what the memory's owner has allocated in it."""
         ...
 
     def fill(self, last: int, pattern: int, holes: Sequence[int]) -> list[Range]:
-        """Fills what is free from a byte on. Of it, so many bytes each stay free between fences; where these lie."""
+        """Fills what is free from a byte on, but for a hole of each of these sizes; the ranges of what fences them."""
         ...
 
     def touched(self, pattern: int) -> np.ndarray:
@@ -64,15 +65,15 @@ class Memory(Protocol):
 
 
 class Guards:
-    """What surrounds the arrays of a call in a memory, and has to stay as it is."""
+    """The bytes around the arrays of a call in a memory, which must not change."""
 
     def __init__(self, memory: Memory):
         self.memory, self.before, self.fences = memory, np.zeros(0, bool), list[Range]()
 
     def fill(self, arrays: Iterable[Any], results: Sequence[int], pattern: int) -> bool:
-        """Fills the memory behind these arrays, which are all there are, for results of so many bytes.
+        """Fills the memory behind all arrays that exist, for results of so many bytes.
 
-        Returns whether that guards a call.
+        Returns whether a call is guarded: whether enough memory was filled.
         """
         last = max((at + size for at, size in self.memory.ranges(arrays)), default=0)
         self.fences = self.memory.fill(last, pattern, _holes(results))
@@ -81,7 +82,7 @@ class Guards:
         return behind.size * CHUNK >= min(LEAST_GUARDED, self.memory.bytes // 2) and float(behind.mean()) < 0.5
 
     def damage(self, arrays: Iterable[Any], workspace: int, pattern: int) -> str | None:
-        """What was written since that lies in no array, nor in the workspace of so many bytes; None if nothing."""
+        """Describes bytes that were written outside of the arrays and of a workspace of so many bytes; None if none."""
         ranges = self.memory.ranges(arrays)
         owned = self._pieces(ranges)
         found = np.flatnonzero(self.memory.touched(pattern) & ~self.before & ~owned)
@@ -109,7 +110,7 @@ class Guards:
 def _holes(results: Sequence[int]) -> list[int]:
     """Bytes of a free piece for each result, and for the table that XLA makes of several.
 
-    What is behind a result is less than it: then the allocator gives the piece away whole, and no other array into it.
+    What remains of a piece is smaller than the result, so that the allocator does not split it for another array.
     """
     sizes = [-(-size // CHUNK) * CHUNK for size in results if size]
     return [size + min(GUARD, size - CHUNK) for size in sizes] + [CHUNK] * (len(results) > 1)
@@ -118,7 +119,7 @@ def _holes(results: Sequence[int]) -> list[int]:
 def _is_workspace(found: np.ndarray, kept: np.ndarray, before: np.ndarray, pieces: int) -> bool:
     """Whether all pieces that were found lie in one block of so many that can be the workspace.
 
-    It starts where what is free begins: behind an array or a fence, or behind memory that was in use and not filled.
+    It starts where free memory begins: behind an array or a fence, or behind memory in use that was not filled.
     """
     used = kept | before
     starts = np.flatnonzero(~used & np.concatenate([[True], used[:-1]]))
@@ -127,9 +128,9 @@ def _is_workspace(found: np.ndarray, kept: np.ndarray, before: np.ndarray, piece
 
 
 def _within(at: int, size: int, most: int) -> Range | None:
-    """The part of an array that lies in the bytes that are looked at; None if it has none.
+    """The part of an array that lies in the bytes that are compared; None if it has none.
 
-    What reaches beyond them is an array all the same: left out, what it holds would count as written by nobody.
+    An array that reaches beyond them is cut to that part: without it, its bytes would be taken for a wrong write.
     """
     first, last = max(at, 0), min(at + size, most)
     return (first, last - first) if first < last else None
@@ -149,10 +150,10 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self.device = jax.local_devices()[0]
-        # These stay where they are, below what is looked at. One made for each use would lie among a call's arrays
-        # until it is freed, full of the pattern, and nobody could tell that its place is taken.
+        # Allocated once, below the bytes that are compared. An array made for each use would be allocated among a
+        # call's arrays until it is freed, and hold the pattern, so that its range could not be told from free memory.
         self.patterns = {p: jax.device_put(np.array(p, np.uint32), self.device) for p in PATTERNS}
-        jax.block_until_ready(_full(WORDS, self.patterns[PATTERNS[0]]))  # now the memory has been taken
+        jax.block_until_ready(_full(WORDS, self.patterns[PATTERNS[0]]))  # now JAX has reserved the memory
         stats = self.device.memory_stats() or {}
         free = int(stats["pool_bytes"] - stats["bytes_in_use"])
         self.bytes = min(free - SPARE, MOST) // CHUNK * CHUNK
@@ -166,11 +167,11 @@ class DeviceMemory:
         self.plugs: list[jax.Array] = []
         self.words: jax.Array = jnp.asarray(_Words(self.start, self.bytes // 4), copy=False)
         if self.words.unsafe_buffer_pointer() != self.start:
-            raise RuntimeError("JAX has copied the memory that is to be looked at.")
-        self.touched(PATTERNS[0])  # to compile it, XLA tries it out on memory that is free
+            raise RuntimeError("JAX has copied the memory that is to be compared.")
+        self.touched(PATTERNS[0])  # compiled here, because XLA's autotuner runs it on free memory
 
     def ranges(self, arrays: Iterable[jax.Array]) -> list[Range]:
-        """Where arrays lie, the map's own among them, counted from the first byte that is looked at."""
+        """The ranges of arrays, the map's own among them, counted from the first byte that is compared."""
         return self._places([*arrays, self.map])
 
     def _places(self, arrays: Iterable[jax.Array]) -> list[Range]:
@@ -181,12 +182,12 @@ class DeviceMemory:
         """Fills what is free, but for `SPARE` and `MARGIN` at the end, by blocks that are freed at once."""
         self.fences.clear()
         self.plugs.clear()
-        # A result of an earlier call may still be there, in a cycle of Python's or on its way out.
+        # A result of an earlier call may still be allocated: in a reference cycle, or until its deletion completes.
         if self._free() < self.bytes - last:
             gc.collect()
         self._plug(last, pattern)
         blocks = []
-        for size in holes:  # copied, for each size would be compiled
+        for size in holes:  # copied from the host: a program that fills it would be compiled for each size
             blocks.append(jax.device_put(np.full(size // 4, pattern, np.uint32), self.device))
             self.fences.append(jax.device_put(np.full(WORDS, pattern, np.uint32), self.device))
         jax.block_until_ready(self.fences)
@@ -203,10 +204,10 @@ class DeviceMemory:
         return [*fences, *self._places(self.plugs)]
 
     def _plug(self, last: int, pattern: int) -> None:
-        """Takes every free piece below a byte: the allocator would put fences there, and a call's arrays side by side.
+        """Allocates every free piece below a byte, where the allocator would otherwise put fences and results.
 
-        The largest power of two bytes that a piece holds takes the whole of it: the allocator splits none that is less
-        than twice as large.
+        An array of the largest power of two bytes that fits takes a whole piece: the allocator does not split a piece
+        that is less than twice as large as what is asked for.
         """
         for exponent in range(min(last.bit_length() - 1, PLUG), CHUNK.bit_length() - 2, -1):
             while True:
@@ -229,12 +230,12 @@ class DeviceMemory:
         return np.asarray(lax.dynamic_slice(self.words, (number * WORDS,), (WORDS,))).view(np.uint8)
 
     def _free(self) -> int:
-        """Bytes of the largest piece of memory that no array has."""
+        """Bytes of the largest free piece."""
         return int((self.device.memory_stats() or {})["largest_free_block_bytes"])
 
 
 class _Words:
-    """So many words of device memory, for JAX to make an array of."""
+    """Words of device memory as an object that JAX makes an array of, without a copy."""
 
     def __init__(self, start: int, count: int):
         self.__cuda_array_interface__: dict[str, Any] = {

@@ -33,13 +33,13 @@ from jaxdnn.verify.random_worker import ANSWER
 
 SECONDS, SECONDS_UNDER = 180, 1200  # that a call may take, compilation included; under a tool
 ENDING = 20  # seconds that a process may take to end, without a tool
-LATE = 0.2  # seconds that a tool's words may come behind a call's answer
+LATE = 0.2  # seconds after a call's answer within which a tool's output about it may arrive
 STEERED, OFTEN = 0.15, 6  # the share of calls that are steered, and how often a branch is then to be taken
 RECYCLED, RECYCLED_UNDER = 400, 20  # calls after which a process is started anew: compiled programs stay in memory
-# Bytes of a GPU for each process, and at least; what CUDA takes beside them; the share of a GPU's memory that is used.
+# Bytes of a GPU's memory for each process, and the least; what CUDA takes beside them; the share of it that is used.
 MEMORY, LEAST_MEMORY, CONTEXT, USED = 5 << 29, 5 << 28, 1 << 29, 0.95
 GPU_WORKERS = 24  # processes at most
-TOLD = 12  # lines of a tool that a report quotes
+TOLD = 12  # lines of a tool's output that a report quotes
 ENOUGH = 100  # failures after which no further call is run
 # How a line of a tool starts: compute-sanitizer's "=========", valgrind's "==123==".
 TOOL = re.compile(r"={2,}(\d+={2,})? +\S")

@@ -164,7 +164,8 @@ def batch_of(subject: Subject, size: int, place: int, neighbour: float | None = 
 
 # ---- blends and gradients --------------------------------------------------------------------------------------------
 
-# Whose products are rounded. Arrays, for a NumPy number is known when a call is traced, and may give other bits.
+# Factors whose products are inexact. They are arrays: a NumPy number is known when a call is traced, which may give
+# other bits.
 ALPHA, BETA = np.asarray(0.3, np.float32), np.asarray(-0.7, np.float32)
 
 
