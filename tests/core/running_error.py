@@ -227,6 +227,7 @@ def _steady(f: Callable[..., Values]) -> Callable[..., Pair]:
 _RULES: dict[str, Callable[..., Pair]] = {
     "add": _added(1),
     "add_any": _added(1),
+    "joined": _added(1),
     "sub": _added(-1),
     "mul": _mul,
     "rounded_product": _mul,
