@@ -98,6 +98,24 @@ def test_within_the_bounds_of_one_device(name: str):
     check_bounded(name, sharded)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("specs", [(P("d"), P()), (P(), P("d"))], ids=["x", "residual"])
+def test_a_residual_that_is_sharded_unlike_the_array(specs: tuple[P, P], wrap: Function):
+    """The gradient of each has the sharding of its own."""
+    function = lambda x, z: dnn.batch_norm(x, residual=z, activation="relu")[0]
+    rng = np.random.default_rng(5)
+    arrays = [rng.standard_normal((8, 4, 3, 5)).astype(np.float32) for _ in specs]
+    run = ft.partial(derivatives, function)
+    wanted, errors = map(jax.tree.leaves, running_error.bounds(run, *arrays))
+    with jax.set_mesh(jax.make_mesh((8,), ("d",))):
+        placed = [jax.device_put(a, spec) for a, spec in zip(arrays, specs, strict=True)]
+        found = wrap(run)(*placed)
+        for array, gradient in zip(placed, found[1], strict=True):
+            assert jax.typeof(gradient).sharding == jax.typeof(array).sharding
+    for ours, value, error in zip(jax.tree.leaves(found), wanted, errors, strict=True):
+        running_error.agree(np.asarray(ours), value, error, error)
+
+
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "replicated"])
 @pytest.mark.parametrize(
     "name", ["conv", "adaptive_pool", "softmax-ordered", "resample", "add", "layer_norm", "batch_norm"]

@@ -234,6 +234,19 @@ def test_behind_a_residual_y_and_its_gradient_are_stored_once(engine: str, monke
     assert len(stored) == {"xla": 2, "hopper": 3}[engine]
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("traced", [False, True], ids=["number", "traced"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_factor_is_not_of_the_residual(dtype: Any, traced: bool):
+    """To NumPy the dtype float64 equals None, by which the epilogue says that its gradient has no narrower dtype."""
+    _, (x, _, _, z), _ = problem("batch-NHWC", dtype)
+    extras: dict[str, Any] = {"residual": z, "activation": "relu"}
+    run = lambda alpha: dnn.batch_norm(x, alpha=alpha, **extras)[0]
+    found = jax.jit(run)(factor(3.0, dtype, traced)) if traced else run(3.0)
+    wanted = reference.batch_norm(x, alpha=3.0, **extras)[0]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16, np.dtype(np.float16)], ids=str)
 @pytest.mark.parametrize("name", ["batch-NHWC", "activation-CHWN"])
