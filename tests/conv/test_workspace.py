@@ -183,6 +183,17 @@ def test_narrow_groups(name: str, op: str, mode: str):
     check(run, *(jax.ShapeDtypeStruct(s, narrow.DTYPES[dtype]) for s in operands))
 
 
+@pytest.mark.parametrize("op", ["conv", "conv_transpose"])
+@pytest.mark.parametrize("channels", [512, 504, 8])
+def test_narrow_groups_with_a_bias(channels: int, op: str):
+    """The tiles of a large filter have 16 channels, and the biases of each are stored as 32 floats."""
+    operands = [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 32, 32, channels), (31, 31, 1, channels), (channels,))
+    ]
+    keywords: dict[str, Any] = dict(padding=15, groups=channels, engine="hopper")
+    check(lambda x, w, bias: getattr(dnn, op)(x, w, bias=bias, **keywords), *operands)
+
+
 def test_a_filter_gradient_of_few_channels_takes_its_partial_sums_alone():
     x = jax.ShapeDtypeStruct((2, 9, 8), jnp.bfloat16)
     run = lambda x, dy: dnn.conv_wgrad(x, dy, (3, 1, 8), padding=1, groups=8, layout="NWC", engine="hopper")

@@ -122,7 +122,8 @@ def _narrow(call: engines.Call) -> _Kernel:
 
     def workspace() -> int:
         turned = math.prod(geo.taps) * channels // geo.groups * filters * a.dtype.itemsize if geo.flip else 0
-        biases = 4 * (channels + 63) * bias  # as float32, in whole tiles, which have at most 64 channels
+        # As float32, filled up to whole tiles, of 16 to 64 channels, and again to the 32 floats that a tile stores.
+        biases = 12 * (channels + 63) * bias
         return depthwise.workspace(*told, a.dtype) + turned + biases
 
     return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
