@@ -168,6 +168,13 @@ def test_a_parameter_that_went_is_found_too(monkeypatch: pytest.MonkeyPatch):
     assert Name("jax.experimental.no_such_module", "x", "").lacking() == "jax.experimental.no_such_module"
 
 
+@newer_jax
+def test_a_method_whose_parameter_went_is_found_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compat.mgpu.FragmentedArray, "store_tiled", lambda self, ref, swizzle: None)
+    missing = [lack for name in KERNELS if (lack := name.lacking())]
+    assert missing == ["`tiling_rank` of jax.experimental.mosaic.gpu.FragmentedArray.store_tiled"]
+
+
 @pytest.mark.parametrize("error", [ImportError, AttributeError])
 def test_a_module_that_cannot_be_imported_lacks(error: type[Exception], monkeypatch: pytest.MonkeyPatch):
     def fail(name: str) -> None:

@@ -182,6 +182,7 @@ KERNELS = (
         _MOSAIC,
         "values in registers: Pallas has no wgmma of overlapping rows, of halos, or that stays in flight between calls",
         "FragmentedArray(_registers, _layout, _is_signed)",
+        "FragmentedArray.store_tiled(swizzle, tiling_rank)",
         "WGMMAAccumulator(_value, _original_layout, _sync)",
         "WGMMAAccumulator.zero(is_signed)",
         "wgmma(swizzle)",

@@ -20,6 +20,7 @@ from jaxdnn._src.core.compat import fa, ir, llvm, mgpu, mgpu_utils, mma_utils, p
 inline_mgpu: Any = plgpu.inline_mgpu
 swizzle_transform: Any = plgpu.SwizzleTransform
 tiling_transform: Any = plgpu.TilingTransform
+_store_tiled: Any = mgpu.FragmentedArray.store_tiled
 _one_wgmma: Any = wgmma_m64
 _create_descriptor: Any = mma_utils.create_descriptor
 _encode_descriptor: Any = mma_utils.encode_descriptor
@@ -77,7 +78,7 @@ def store(value: Array, matrix: Any) -> None:
 
     @inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(transforms)))
     def stored(_: Any, value: Any, matrix: Any) -> None:
-        value.store_tiled(matrix, swizzle=width, tiling_rank=2)
+        _store_tiled(value, matrix, swizzle=width, tiling_rank=2)
 
     stored(value, matrix)
 
