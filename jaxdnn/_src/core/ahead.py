@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxdnn._src.core import compat
 
+VARIABLE = "JAXDNN_COMPILE_THREADS"
 TARGET = "mosaic_gpu_v2"  # the name of the function that XLA calls for a kernel
 _Kernels = tuple[tuple[bytes, bytes], ...]
 _waiting: tuple[int, _Kernels] = (0, ())  # a program and the kernels of the op that was lowered last
@@ -43,7 +44,16 @@ def compiling(ctx: Any) -> Iterator[None]:
 
 def threads() -> int:
     """How many threads compile at once: the value of `JAXDNN_COMPILE_THREADS`, or eight, if there are as many cores."""
-    return int(os.environ.get("JAXDNN_COMPILE_THREADS", min(8, len(os.sched_getaffinity(0)))))
+    return _threads(os.environ.get(VARIABLE))
+
+
+@ft.cache
+def _threads(given: str | None) -> int:
+    if given is None:
+        return min(8, len(os.sched_getaffinity(0)))
+    if not given.strip().isdecimal():
+        raise ValueError(f"{VARIABLE} must be a number of threads, 0 or more, got {given!r}")
+    return int(given)
 
 
 def start(kernel_hash: bytes, code: bytes) -> Future[None]:
