@@ -1,9 +1,10 @@
 """Which of a test function's parameters a run takes: a part that rotates, and whatever a module's facets still lack.
 
 Nearly all of a test's time is compilation, and many tests are one function of many parameters. With `--sample N` a
-function runs N of them, or a `SLICES`th part if that is more. Which ones is the slice's number: as many consecutive
-slices as there are hold every parameter of every function. Besides, each slice holds the facets of every module: each
-value of each parameter that has few (dtypes, layouts, engines, ops, algorithms, kinds of plan), in some test of it.
+function runs N of them, or if there are more those whose names are of the run's slice: about a `SLICES`th part. As many
+consecutive slices as there are hold every parameter of every function, whichever others are added meanwhile. Besides,
+each slice holds the facets of every module: each value of each parameter that has few (dtypes, layouts, engines, ops,
+algorithms, kinds of plan), in some test of it.
 
 Where the suite runs twice, on two releases of JAX, one of the runs is `beside` the other, which is on the newest JAX,
 where all kernels run. It leaves the facets to that run, and the tests that ask nothing of JAX (`ONCE`); of the other
@@ -18,7 +19,7 @@ from typing import Any
 
 from jaxdnn.verify import turns
 
-SLICES = 84  # of which twelve runs a day hold everything in a week
+SLICES = 84  # runs that hold everything, if each commit has one or, without the history, each day
 BESIDE = 4
 # Whose outcome hardly depends on the release of JAX: the definition in NumPy, PTX as text, documents, the layout.
 _ONCE_AT_TOP = ("layout", "notebooks", "readme", "record_lowered", "sample")
@@ -31,8 +32,8 @@ KERNELS = "/test_hopper"
 
 
 def current() -> int:
-    """The slice of this commit: commits in a row have slices in a row. Without the history, that of the quarter day."""
-    return turns.current(Path(__file__).parent)
+    """The slice of this commit: commits in a row have slices in a row. Without the history, that of the day."""
+    return turns.current(Path(__file__))[0]
 
 
 def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, beside: bool = False) -> set[str]:
@@ -46,8 +47,9 @@ def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, besi
         names, slice_ = [name for name in of_turn if not name.startswith(ONCE)], slice_ // BESIDE
     kept: set[str] = set()
     for name in names:
-        group = turns.shuffled(functions[name])
-        kept.update(turns.part(group, max(count, -(-len(group) // parts)), slice_))
+        own = dict.fromkeys(turns.part(functions[name], parts, slice_))
+        others = turns.shuffled(test for test in functions[name] if test not in own)
+        kept.update(own, turns.following(others, count - len(own), slice_))
     if beside:
         return kept
     facets = _facets(functions, tests)

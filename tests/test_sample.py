@@ -1,4 +1,4 @@
-"""The sample of the tests that `make test` runs: in a week everything, every day every facet, and always the same."""
+"""The sample of the tests that `make test` runs: every facet each time, all in `SLICES` runs, always the same."""
 
 import itertools
 import os
@@ -58,10 +58,32 @@ def test_a_run_beside_another_takes_every_fourth_function_in_turns(first: int):
     runs = [sample.chosen(TESTS, 1, first + i, beside=True) for i in range(sample.SLICES)]
     functions = [[test.partition("[")[0] for test in kept] for kept in runs]
     parts = sample.SLICES // sample.BESIDE
-    assert all(of_run.count(f) == -(-many.get(f, 1) // parts) for of_run in functions for f in of_run)
+    assert all(of_run.count(f) <= 3 * -(-many.get(f, 1) // parts) for of_run in functions for f in of_run)
     assert sum(len(set(of_run)) for of_run in functions[: sample.BESIDE]) == len(every)
     assert set().union(*functions[: sample.BESIDE]) == every
     assert set().union(*runs) == set(TESTS)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_tests_that_are_added_defer_no_other(beside: bool):
+    fewer = {test: of for test, of in TESTS.items() if turns.number(f"x{test}") % 20}
+    halfway = 700 + sample.SLICES // 2
+    slices = range(700, 700 + sample.SLICES)
+    runs = [sample.chosen(TESTS if s > halfway else fewer, 1, s, beside=beside) for s in slices]
+    assert len(fewer) < len(TESTS)
+    assert set().union(*runs) >= set(fewer)
+
+
+@pytest.mark.parametrize("hour", [2, 17])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_run_each_night_of_a_shallow_clone_has_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, hour: int
+):
+    kept: set[str] = set()
+    for day in range(20000, 20000 + sample.SLICES):
+        monkeypatch.setattr(time, "time", lambda day=day: float(day * 86400 + hour * 3600))
+        kept |= sample.chosen(TESTS, 1, turns.current(tmp_path / "none.py")[0], beside)
+    assert kept == set(TESTS)
 
 
 def test_the_definition_is_tested_once():
@@ -71,8 +93,8 @@ def test_the_definition_is_tested_once():
     assert all((Path(__file__).parents[1] / name).exists() for name in sample.ONCE)
 
 
-def test_a_shallow_clone_rotates_too(tmp_path: Path):
-    """It holds as many commits at each one: there, and without git, the days count."""
+def test_commits_count_where_git_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A shallow clone has as many at each one, and a checkout around an installed package those of something else."""
     whole, shallow = tmp_path / "whole", tmp_path / "shallow"
 
     def git(*words: str) -> None:
@@ -80,14 +102,16 @@ def test_a_shallow_clone_rotates_too(tmp_path: Path):
         subprocess.run(["git", *who, *words], check=True, capture_output=True)
 
     git("init", str(whole))
+    (whole / "known.py").touch()
+    git("-C", str(whole), "add", "known.py")
     for message in "abc":
         git("-C", str(whole), "commit", "--allow-empty", "-m", message)
+    (whole / "installed.py").touch()
     git("clone", "--depth", "1", whole.as_uri(), str(shallow))
-    before = int(time.time() // (6 * 3600))
-    found = [turns.current(folder) for folder in (whole, shallow, tmp_path / "none")]
-    after = int(time.time() // (6 * 3600))
-    assert found[0] == 3
-    assert all(before <= count <= after for count in found[1:])
+    monkeypatch.setattr(time, "time", lambda: 86400.0 * 5)
+    assert turns.current(whole / "known.py") == (3, "commits")
+    for file in (whole / "installed.py", shallow / "known.py", tmp_path / "none.py"):
+        assert turns.current(file) == (5, "days")
 
 
 def test_a_sample_does_not_depend_on_the_order_of_the_tests():

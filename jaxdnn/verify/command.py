@@ -27,7 +27,7 @@ from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, ran
 from jaxdnn.verify.random_report import Report
 
 DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
-SELECT = ("op", "engine", "dtype", "case")
+SELECT = ("op", "engine", "dtype", "level", "case")
 WRITTEN_EVERY = 3.0  # seconds, while random calls run
 
 
@@ -44,12 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=["cpu", "gpu"], help="default: the one that JAX chooses")
     parser.add_argument("--devices", type=int, metavar="N", help="how many devices a CPU simulates (default 2)")
     extent = parser.add_mutually_exclusive_group()
-    extent.add_argument("--quick", dest="extent", action="store_const", const="quick", help="the core of the matrix")
+    extent.add_argument(
+        "--quick",
+        dest="extent",
+        action="store_const",
+        const="quick",
+        help="the core of the matrix, on a CPU its turn's part",
+    )
     extent.add_argument("--full", dest="extent", action="store_const", const="full", help="everything, many repeats")
     parser.set_defaults(extent="standard")
     rotation = parser.add_mutually_exclusive_group()
     said = f"on a CPU, and where nothing is selected, a run takes the part of its turn, one of {turns.TURNS} (default: "
-    said += "the number of commits of the checkout, without one the time)"
+    said += "the number of commits of the checkout, without them that of days)"
     rotation.add_argument("--turn", type=int, metavar="N", help=said)
     rotation.add_argument("--all", action="store_true", help="everything of the extent, whosever turn it is")
     parser.add_argument("--seed", type=int, default=0, help="of all random data and geometries (default 0)")
@@ -93,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_random(arguments)
     if arguments.mesh:
         return _run_mesh(arguments)
-    arguments.turn = _turn(arguments)
+    arguments.turn, counted = _turn(arguments)
     whole, procedures = _choose(arguments)
     chosen = whole if arguments.turn is None else matrix.of_turn(whole, arguments.turn)
     if arguments.list:
@@ -119,6 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         "command": shlex.join(["jaxdnn", "verify", *_words(arguments)]),
         "extent": arguments.extent,
         "turn": arguments.turn,
+        "counted": counted,
         "left": len(whole) - len(chosen),
         "seed": arguments.seed,
         "seconds": round(time.perf_counter() - start, 1),
@@ -252,12 +259,12 @@ def _reproduce_mesh(arguments: argparse.Namespace, name: str) -> str:
     return shlex.join(["jaxdnn", "verify", "--mesh", "--case", name, *_setting(arguments)])
 
 
-def _turn(arguments: argparse.Namespace) -> int | None:
-    """The turn whose part is run; None for everything: on a GPU, in the full extent, of what is selected."""
+def _turn(arguments: argparse.Namespace) -> tuple[int | None, str | None]:
+    """The turn whose part is run, and what it counts; None for everything: on a GPU, if full, of what is selected."""
     whole = arguments.all or arguments.extent == "full" or any(getattr(arguments, name) for name in SELECT)
     if arguments.turn is not None or whole or platform() != "cpu":
-        return arguments.turn
-    return turns.current(Path(__file__).parent)
+        return arguments.turn, None
+    return turns.current(Path(__file__))
 
 
 def _choose(arguments: argparse.Namespace) -> tuple[list[Any], list[str]]:

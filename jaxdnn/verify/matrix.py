@@ -38,24 +38,42 @@ def cases(extent: str, seed: int, *, ops: Iterable[str], dtypes: Iterable[str]) 
 
 def of_turn(cases: Iterable[Any], turn: int) -> list[Any]:
     """The part of a turn; of every family it has each op with each engine, each facet, each kind of data."""
-    return _part(cases, turn, lambda f, case: {*f.facets(case), *(("data", kind) for kind in f.kinds(case)), case.op})
+
+    def facets(f: Family, case: Any) -> set[Any]:
+        return {*f.facets(case), *(("data", kind) for kind in f.kinds(case)), case.op}
+
+    return _part(cases, turn, facets, lambda names: turns.part(names, turns.TURNS, turn))
 
 
 def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
-    """The part of a turn; it has each family with each of its engines."""
-    return _part(subjects, turn, lambda f, subject: {f.name})
+    """The part of a turn; it has each family with each of its engines.
+
+    Subjects are few and each costs as much as 25 cells: they are dealt evenly, where names would put four in a turn.
+    """
+
+    def dealt(names: Iterable[str]) -> list[str]:
+        return turns.shuffled(names)[turn % turns.TURNS :: turns.TURNS]
+
+    return _part(subjects, turn, lambda f, subject: {f.name}, dealt)
 
 
-def _part(every: Iterable[Any], turn: int, facets: Callable[[Family, Any], set[Any]]) -> list[Any]:
-    """Of each family the part of a turn, with whatever facets of an engine that part lacks."""
+def _part(
+    every: Iterable[Any],
+    turn: int,
+    facets: Callable[[Family, Any], set[Any]],
+    of_turn: Callable[[Iterable[str]], list[str]],
+) -> list[Any]:
+    """Of each family the part `of_turn`, with whatever facets of an engine that part lacks."""
     by_family = collections.defaultdict[str, dict[str, Any]](dict)
     for one in every:
-        by_family[of(one.op).name][one.id] = one
+        named = by_family[of(one.op).name]
+        if one.id in named:
+            raise ValueError(f"{one.id!r} is the id of two: one would be left out unseen")
+        named[one.id] = one
     found = []
     for named in by_family.values():
         has = {name: {(one.engine, facet) for facet in facets(of(one.op), one)} for name, one in named.items()}
-        mixed = turns.shuffled(named)
-        kept = turns.covering(has, turns.part(mixed, turns.size(mixed), turn), turn)
+        kept = turns.covering(has, of_turn(named), turn)
         found += [one for name, one in named.items() if name in kept]
     return found
 

@@ -2,6 +2,7 @@
 
 Compilation takes nearly all of a run's time on a CPU. A run there takes the part of its turn, and as many consecutive
 turns as there are parts take everything; besides, every turn has each facet (each op with each engine, each dtype).
+Turns are consecutive if each commit has one run or, where git does not tell the commits, each day.
 The tests take their parameters by the same rule (`tests/sample.py`).
 """
 
@@ -19,17 +20,23 @@ T = TypeVar("T")
 TURNS = 12
 
 
-def current(folder: Path) -> int:
-    """The turn of a checkout: how many commits led to it; in a shallow clone, and without git, the quarter days."""
+def current(file: Path) -> tuple[int, str]:
+    """The turn of a file's checkout, and what was counted: the commits that led to it, or in their absence the days.
+
+    They are absent in a shallow clone, without git, and where the file is installed within another checkout.
+    """
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
+        command = ["git", "-C", str(file.parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git("ls-files", "--error-unmatch", file.name)
         if git("rev-parse", "--is-shallow-repository") == "false":
-            return int(git("rev-list", "--count", "HEAD"))
-    return int(time.time() // (6 * 3600))
+            return int(git("rev-list", "--count", "HEAD")), "commits"
+    # One run a day has turns in a row, at whichever hour; four runs a day have four of them.
+    days, quarter = divmod(int(time.time() // (6 * 3600)), 4)
+    return days + 21 * quarter, "days"
 
 
 def number(name: str) -> int:
@@ -42,21 +49,22 @@ def shuffled(names: Iterable[str]) -> list[str]:
     return sorted(names, key=number)
 
 
-def said(turn: int, left: int, **_: Any) -> str:
-    """What a report says of the part that was run."""
+def said(turn: int, left: int, counted: str | None = None, **_: Any) -> str:
+    """What a report says of the part that was run, and of what was `counted` if nobody named the turn."""
+    in_a_row = f"; the turn counts {counted}: {TURNS} {counted} in a row, with one run each, run everything"
     return (
         f"turn {turn} of a matrix in {TURNS} parts: {left} cells, and more determinism procedures, are left for other "
-        "turns, one a commit; `--all` runs the whole matrix, `--turn N` another part"
+        f"turns{in_a_row if counted else ''}; `--all` runs the whole matrix, `--turn N` another part"
     )
 
 
-def size(items: Sequence[Any]) -> int:
-    """How many of the items a turn takes."""
-    return -(-len(items) // TURNS)
+def part(names: Iterable[str], parts: int, turn: int) -> list[str]:
+    """The names of a turn. Whose turn a name has depends on nothing else: no other name that is new defers it."""
+    return [name for name in names if number(name) % parts == turn % parts]
 
 
-def part(items: Sequence[T], size: int, turn: int) -> Iterator[T]:
-    """The part of a turn, of at most `size` items. Those of consecutive turns follow each other."""
+def following(items: Sequence[T], size: int, turn: int) -> Iterator[T]:
+    """At most `size` items, those that follow what the turn before has."""
     return (items[(turn * size + i) % len(items)] for i in range(min(size, len(items))))
 
 

@@ -3,6 +3,7 @@
 import collections
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,36 @@ def test_turns_in_a_row_have_everything(cells: list[Any], subjects: list[Any], f
     assert {s.id for turn in row for s in matrix.subjects_of_turn(subjects, turn)} == {s.id for s in subjects}
 
 
+def test_cells_that_are_added_defer_no_other(cells: list[Any]):
+    fewer = [c for c in cells if turns.number(f"x{c.id}") % 20]
+    row = [matrix.of_turn(cells if turn > 5 else fewer, turn) for turn in range(turns.TURNS)]
+    assert len(fewer) < len(cells)
+    assert {c.id for kept in row for c in kept} >= {c.id for c in fewer}
+
+
+@pytest.mark.parametrize("hour", [2, 17])
+def test_a_run_each_night_without_the_history_has_everything(
+    cells: list[Any], subjects: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hour: int
+):
+    kept: set[str] = set()
+    for day in range(20000, 20000 + turns.TURNS):
+        monkeypatch.setattr(time, "time", lambda day=day: float(day * 86400 + hour * 3600))
+        turn, _ = turns.current(tmp_path / "none.py")
+        kept |= {one.id for one in (*matrix.of_turn(cells, turn), *matrix.subjects_of_turn(subjects, turn))}
+    assert kept == {one.id for one in (*cells, *subjects)}
+
+
+@pytest.mark.parametrize("op", matrix.ops())
+def test_no_two_subjects_have_one_id(op: str):
+    full = [s.id for s in matrix.subjects([op], matrix.engines(), command.DTYPES, "full", 0, every=True)]
+    assert len(set(full)) == len(full)
+
+
+def test_a_part_of_two_of_one_id_is_an_error(subjects: list[Any]):
+    with pytest.raises(ValueError, match="is the id of two"):
+        matrix.subjects_of_turn([subjects[0], subjects[0]], 0)
+
+
 @pytest.mark.parametrize("turn", range(turns.TURNS))
 def test_a_turn_keeps_to_its_budget_of_compilations(cells: list[Any], subjects: list[Any], turn: int):
     cost = collections.Counter(matrix.of(c.op).name for c in matrix.of_turn(cells, turn) if c.engine != "hopper")
@@ -70,12 +101,19 @@ def test_turns_are_for_the_whole_matrix_on_a_cpu(capsys: pytest.CaptureFixture[s
     whole = listed("--all")
     assert set(listed("--turn", "3")) < set(whole)
     assert listed("--turn", "3") != listed("--turn", "4")
-    assert len(listed()) == len(listed("--turn", str(turns.current(Path(__file__).parent))))
+    assert len(listed()) == len(listed("--turn", str(turns.current(Path(turns.__file__))[0])))
     of_op = [name for name in whole if name.startswith("pool/")]
     assert listed("--op", "pool") == of_op
-    for words in (["--turn", "3", "--op", "pool"], ["--turn", "3", "--mesh"], ["--all", "--random", "1"]):
+    assert listed("--level", "run_to_run") == whole
+    turn = ["--turn", "3"]
+    for words in ([*turn, "--op", "pool"], [*turn, "--level", "fast"], [*turn, "--mesh"], ["--all", "--random", "1"]):
         assert cli.main(["verify", *words]) == 2
         assert f"`{words[0]}`" in capsys.readouterr().err
+
+
+def test_a_report_says_what_the_turn_counts():
+    assert "the turn counts days: 12 days in a row, with one run each, run everything;" in turns.said(3, 5, "days")
+    assert "in a row" not in turns.said(3, 5)
 
 
 def test_a_failure_is_printed_while_other_procedures_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -116,8 +116,9 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[SamplingCase
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
-    """A mode in each dtype; all of them in the full extent."""
-    variants = ("centres", "corners") if op == "affine_grid" else ("linear", "cubic", "nearest-corners", *VARIANTS)
+    """A mode in each dtype; every variant in the full extent."""
+    modes = ("linear", "cubic", "nearest-corners")
+    variants = ("centres", "corners") if op == "affine_grid" else tuple(dict.fromkeys((*modes, *VARIANTS)))
     for dtype, variant in zip(("f32", "bf16", "f16") * 3, variants, strict=False):
         case = _case(op, engine, dtype, variant)
         found = subject(case, seed, batch_axes=(0,) * (1 if op == "affine_grid" else 2), out_axis=0)
