@@ -9,7 +9,7 @@ from collections.abc import Iterator
 # Read when JAX starts its CPU backend, so it has to stand before anything that computes.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 # What somebody tuned on this machine is not what is tested.
-os.environ["JAXDNN_TUNED"] = os.path.join(os.path.dirname(__file__), "no such file")
+os.environ["JAXDNN_TUNED"] = os.path.join(os.path.dirname(__file__), "untuned.json")
 
 import hypothesis
 import jax

@@ -25,7 +25,7 @@ from rich.table import Table
 from jaxdnn._src import families
 from jaxdnn._src.cases import networks
 from jaxdnn._src.cases.timed import Between, Case
-from jaxdnn._src.core import engines, selection, timing
+from jaxdnn._src.core import engines, selection, timing, tuned
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
 from jaxdnn.bench import peers
@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--judge", type=Path, help="measure nothing: what today's choice loses by these results")
 
 
+@tuned.ignored()
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table while it goes and a summary, and writes the JSON after every case."""
     if args.op == "train":
@@ -112,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
+@tuned.ignored()
 def judged(table: dict[str, Any], cases: Sequence[Case]) -> list[dict[str, Any]]:
     """The rows of a file of results that tell engines apart, with the choice as it is now on the file's device."""
     of_name = {(case.family, case.name): case for case in cases}

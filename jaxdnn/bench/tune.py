@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxdnn._src.core import engines, primitives
+from jaxdnn._src.core import engines, primitives, tuned
 from jaxdnn._src.core.tune import measured
 
 
@@ -19,16 +19,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script as `python SCRIPT` would, then measures; the script's own failure is passed on."""
-    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    """Runs the script as `python SCRIPT` would, by the rule alone, then measures.
+
+    The script's own failure is passed on. The status is 1 if the measurement of a call failed.
+    """
     calls: list[engines.Call] = []
     listener = calls.append
     primitives.listeners.append(listener)
-    given, sys.argv = sys.argv, [args.script, *args.arguments]
-    try:
-        runpy.run_path(args.script, run_name="__main__")
-    finally:
-        sys.argv = given
-        primitives.listeners.remove(listener)
-    print(measured((call for call in calls if call.platform == here), args.path))
-    return 0
+    argv, sys.argv = sys.argv, [args.script, *args.arguments]
+    folders, sys.path = sys.path, [str(Path(args.script).resolve().parent), *sys.path]
+    with tuned.ignored():
+        try:
+            runpy.run_path(args.script, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path = argv, folders
+            primitives.listeners.remove(listener)
+        # Not before: it starts JAX, which a script may do in a way of its own.
+        here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        found = measured((call for call in calls if call.platform == here), args.path)
+    print(found)
+    return int(bool(found.failed))

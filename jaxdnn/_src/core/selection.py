@@ -3,7 +3,7 @@
 The rule: of the engines that support the call on the platform it is lowered for and guarantee the required determinism
 level, the first in this order, kernels before what XLA computes where two are alike:
 
-0. the one that `jaxdnn.tune` measured fastest on this very call (`tuned`);
+0. the one that `jaxdnn.tune` measured fastest on this very call (`tuned`), if it is 5 % faster than the next of these;
 1. those that were measured on this kind of device, but for the kinds of calls that each names as slower;
 2. XLA's, and every engine that says nothing of measurements;
 3. those that were not measured on this kind of device, or on which the call is of a kind that they name;
@@ -30,7 +30,7 @@ from jaxdnn._src.core.engines import Call, Engine
 from jaxdnn._src.core.limits import limits_of
 
 FASTER, AS_XLA, NOT_FASTER, LAST = range(4)
-TUNED = -1  # measured fastest on this very call
+MARGIN = 1.05  # of its speed over that of the rule's choice; what is nearer changes from one measurement to the next
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
@@ -38,10 +38,25 @@ TUNED = -1  # measured fastest on this very call
 
 def ranked(call: Call) -> tuple[Engine, ...]:
     """The engines of a call's op in the order in which they are tried."""
-    able = [engine for engine in engines.registered(call.op) if not _lacks_sizes(engine, call)]
     rest = [engine for engine in engines.registered(call.op) if _lacks_sizes(engine, call)]
-    best = tuned.best(call)
-    return (*sorted(able, key=lambda engine: TUNED if engine.name == best else _place(engine, call)), *rest)
+    first, _ = _measured(call) or (None, {})
+    return (*sorted(_by_rule(call), key=lambda engine: engine.name != first), *rest)
+
+
+def _by_rule(call: Call) -> list[Engine]:
+    able = [engine for engine in engines.registered(call.op) if not _lacks_sizes(engine, call)]
+    return sorted(able, key=lambda engine: _place(engine, call))
+
+
+def _measured(call: Call) -> tuple[str, tuned.Times] | None:
+    """The engine that is tried first by what was measured on a call, if anything was, and the times of all."""
+    if not (times := tuned.times(call)):
+        return None
+    found = {engine.name: times[engine.name] for engine in _by_rule(call) if engine.name in times}
+    if not found:
+        return None
+    choice, best = next(iter(found)), min(found, key=found.__getitem__)
+    return (best if found[choice] >= MARGIN * found[best] else choice), found
 
 
 def _place(engine: Engine, call: Call) -> int:
@@ -64,8 +79,8 @@ def why_later(engine: Engine, call: Call) -> str | None:
     """Why an engine with measurements is tried after another where none is named, as a clause; None where it is not."""
     if engine.rank is not None or _lacks_sizes(engine, call):
         return None
-    if found := tuned.times(call):
-        return None if engine.name == tuned.best(call) else _in_words(found)
+    if measured := _measured(call):
+        return None if engine.name == measured[0] else _in_words(*measured)
     return None if engine.measured_on is None else _named(engine, call)
 
 
@@ -73,17 +88,18 @@ def why_earlier(engine: Engine, call: Call) -> str | None:
     """Why an engine with measurements is tried before others where none is named; None where it is not."""
     if engine.rank is not None or _lacks_sizes(engine, call) or why_later(engine, call) is not None:
         return None
-    if found := tuned.times(call):
-        return _in_words(found)
+    if measured := _measured(call):
+        return _in_words(*measured)
     if engine.measured_on is None:
         return None
     return f"it was measured on {call.device_kind}, and the call is of no kind on which it was slower there"
 
 
-def _in_words(found: tuned.Times) -> str:
+def _in_words(first: str, found: tuned.Times) -> str:
     """What `jaxdnn.tune` measured on a call, as a clause."""
     told = ", ".join(f"{name} took {ms:.4f} ms" for name, ms in sorted(found.items()))
-    return f"on this call {told}, says {tuned.path()}"
+    near = ", and a gain of less than 5 % decides nothing" if found[first] > min(found.values()) else ""
+    return f"on this call {told}, says {tuned.path()}{near}"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

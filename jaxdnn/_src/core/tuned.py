@@ -2,16 +2,22 @@
 
 The file is JSON: by kind of device, by versions, by call, the milliseconds of each engine that could serve it. The call
 is written in words: the op, its operands, and its static arguments but for the engine and the level.
+
+A file that the environment variable names must be there and be such a table. Nobody asked for the one in the cache
+folder, so if it cannot be found, read or understood, it is as if nothing had been measured.
 """
 
+import contextlib
 import dataclasses
 import functools as ft
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -21,6 +27,17 @@ from jaxdnn._version import __version__
 VARIABLE = "JAXDNN_TUNED"
 VERSIONS = f"jaxdnn {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}"
 Times = dict[str, float]
+Table = dict[str, dict[str, dict[str, Times]]]
+
+# Whether measurements decide nothing. JAX keys its compilation caches on this value.
+_ignored = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """Within the context no file is read, and engines are chosen by the rule alone."""
+    with _ignored(True):
+        yield
 
 
 def path() -> Path:
@@ -44,37 +61,58 @@ def times(call: Call) -> Times | None:
 
     That is the level "fast" alone: at all others the bits of a result must not depend on what a file says.
     """
-    if call.spec.level != "fast" or call.partitioned or call.device_kind is None:
+    if call.spec.level != "fast" or call.partitioned or call.device_kind is None or _ignored.value:
         return None
-    of_device = _read(path()).get(call.device_kind)
+    of_device = _read(os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")).get(call.device_kind)
     return of_device.get(VERSIONS, {}).get(key(call)) if of_device else None
-
-
-def best(call: Call) -> str | None:
-    """The engine that was measured fastest on a call."""
-    found = times(call)
-    return min(found, key=found.__getitem__) if found else None
 
 
 def keep(file: Path, device_kind: str, found: Mapping[str, Times]) -> None:
     """Adds measurements to a file; who reads it meanwhile sees all of them or none."""
-    table = _parsed(file)
+    file = file.resolve()  # what a link points to is replaced, not the link
+    known = file.exists()
+    table = _parsed(file) if known else {}
     table.setdefault(device_kind, {}).setdefault(VERSIONS, {}).update(found)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as new:
-        new.write(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    os.replace(new.name, file)
+    new = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    try:
+        new.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        if known:
+            shutil.copymode(file, new)
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
     _read.cache_clear()
 
 
-def _parsed(file: Path) -> dict[str, dict[str, dict[str, Times]]]:
+def _parsed(file: Path) -> Table:
     try:
-        return json.loads(file.read_text()) if file.exists() else {}
-    except json.JSONDecodeError as error:
+        table = json.loads(file.read_text())
+    except ValueError as error:
         raise ValueError(f"{file} must be JSON, as `jaxdnn.tune` writes it: {error}.") from error
+    if not _is_table(table, depth=4):
+        raise ValueError(
+            f"{file} must be a table, as `jaxdnn.tune` writes it: milliseconds by device, versions, call and engine."
+        )
+    return table
+
+
+def _is_table(value: Any, depth: int) -> bool:
+    """Whether a value is numbers in nested dicts of this depth."""
+    if not depth:
+        return isinstance(value, int | float)
+    return isinstance(value, dict) and all(_is_table(v, depth - 1) for v in value.values())
 
 
 @ft.cache
-def _read(file: Path) -> dict[str, dict[str, dict[str, Times]]]:
-    """A file as this process found it first, so that its choices do not change while it runs."""
-    return _parsed(file)
+def _read(given: str | None, caches: str | None) -> Table:
+    """The file as this process found it first, so that its choices do not change while it runs."""
+    if given:
+        try:
+            return _parsed(Path(given))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"`{VARIABLE}` must name a file that `jaxdnn.tune` wrote, got {given}: {error}") from error
+    try:
+        return _parsed(_path(None, caches))
+    except (OSError, RuntimeError, ValueError):  # a RuntimeError: no home folder
+        return {}

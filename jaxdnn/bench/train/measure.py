@@ -16,7 +16,7 @@ import numpy as np
 import rich
 from rich.table import Table
 
-from jaxdnn._src.core import timing
+from jaxdnn._src.core import timing, tuned
 from jaxdnn.bench import peers
 from jaxdnn.bench.train.networks import CLASSES, NETWORKS, Network
 
@@ -118,6 +118,7 @@ def jax_step(network: Network, ops: Callable[[], Any]) -> Callable[..., Any]:
     return step
 
 
+@tuned.ignored()
 def _measure_jax(network: Network, name: str, shape: tuple[int, ...], repeats: int) -> dict[str, Any]:
     from jaxdnn.bench.train import in_jax
 
