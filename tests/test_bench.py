@@ -74,6 +74,13 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert "speed-up" in capsys.readouterr().out
 
 
+@pytest.fixture
+def reads_no_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user measured does not count, or the same results would be judged differently elsewhere."""
+    monkeypatch.setattr(tuned, "_read", lambda *_: pytest.fail("a file of measurements was read"))
+
+
+@pytest.mark.usefixtures("reads_no_measurements")
 def test_layers_of_networks_are_compared_by_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Every engine that serves a layer is timed, and the one that serves unasked is named; parts share the cases."""
     path, rows = tmp_path / "found.json", []
@@ -93,14 +100,9 @@ def test_choice_is_judged_by_the_fastest_engine():
     assert cli._judged({"jaxdnn": 2.0}, "xla") == {"unasked": "xla"}
 
 
-def test_results_are_judged_by_the_choice_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """XLA serves what is small, the kernel what is not; only one of the two networks is held out.
-
-    What the user measured on the calls does not count.
-    """
-    monkeypatch.setattr(tuned, "_read", lambda *_: pytest.fail("a file of measurements was read"))
+@pytest.mark.usefixtures("reads_no_measurements")
+def test_results_are_judged_by_the_choice_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """XLA serves what is small, the kernel what is not; only one of the two networks is held out."""
     path, rows = tmp_path / "found.json", []
     for family, case, batch, ms in (
         ("ViT-B/16", "ln", 128 * 197, {"jaxdnn:hopper": 1.0, "jaxdnn:xla": 2.0}),
