@@ -219,3 +219,17 @@ def test_shard_map():
     gradient = jax.grad(lambda x: jnp.sum(dnn.softmax(x, engine="ordered") ** 2))
     found = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(x)
     np.testing.assert_array_equal(found, gradient(x))
+
+
+def test_the_gradient_of_an_ordered_logsumexp_reads_and_is_what_is_rounded():
+    """Between bfloat16 operations XLA would keep float32: a cotangent that is a product, a gradient that is widened."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(40, 200)), jnp.bfloat16)
+    a, b = (jnp.asarray(rng.normal(size=40), jnp.bfloat16) for _ in range(2))
+
+    def slope(x, dy):
+        return jax.vjp(lambda x: dnn.logsumexp(x, engine="ordered", determinism="batch_invariant"), x)[1](dy)[0]
+
+    read = lambda dx: dx.astype(jnp.float32) * 3
+    within = jax.jit(lambda x, a, b: read(slope(x, a * b)))(x, a, b)
+    np.testing.assert_array_equal(within, read(jax.jit(slope)(x, jax.jit(jnp.multiply)(a, b))))

@@ -243,3 +243,16 @@ def test_the_gradient_of_norm2_depends_on_no_scale(size: float):
 def test_options_of_another_type_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(TypeError, match=message):
         dnn.reduce(jnp.ones((2, 3)), **options)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_products_that_underflow_keep_their_sign_where_their_axis_is_sharded(axis: int):
+    """XLA gathers such an axis by adding zeros to what is elsewhere, and -0 + 0 is +0."""
+    x = jnp.asarray(1e-2 * np.random.default_rng(0).normal(size=(8, 6, 10)), jnp.float16)
+    product = jax.jit(lambda x: dnn.reduce(x, op="mul", axis=(0, 1), determinism="mesh_invariant"))
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+    spec = ["d" if a == axis else None for a in range(3)]
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    alone = np.asarray(product(x))
+    assert np.signbit(alone).any()
+    np.testing.assert_array_equal(alone.view(np.uint16), np.asarray(product(spread)).view(np.uint16))

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.rounding import at_edges
 from jaxdnn._src.softmax.primitive import SoftmaxSpec
 
 ALGORITHMS = ("accurate", "fast", "log")
@@ -216,7 +217,8 @@ def logsumexp(
     keepdims = checks.flag("keepdims", keepdims)
     if where is not None:
         x = jnp.where(_mask(where, x.shape), x, jnp.full((), -jnp.inf, x.dtype))
-    y = primitives.call("logsumexp", x, spec=spec)
+    # Gradients leave through the same fences: they are rounded to x's dtype, whatever is done with them.
+    y = at_edges(spec.level, primitives.call("logsumexp", at_edges(spec.level, x), spec=spec))
     return jnp.expand_dims(y, tuple(a % x.ndim for a in spec.axes)) if keepdims else y
 
 

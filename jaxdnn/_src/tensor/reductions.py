@@ -29,7 +29,11 @@ def multiply(x: Array, axes: Axes, fixed: bool) -> Array:
     """The product."""
     if not fixed or jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.prod(x, axes, keepdims=True, dtype=x.dtype)
-    return _along(product, x, axes, 1)
+    # Signs apart: XLA may gather a sharded axis by adding zeros to its parts, which makes +0 of a product that is -0.
+    sign = lambda odd: jnp.where(odd, jnp.full_like(x, -1, shape=odd.shape), jnp.ones_like(x, shape=odd.shape))
+    negative = jnp.signbit(lax.stop_gradient(x))
+    sizes = jnp.squeeze(_along(product, product(x, sign(negative)), axes, 1), axes)
+    return jnp.expand_dims(product(sizes, sign(jnp.sum(negative, axes, dtype=jnp.int32) % 2 == 1)), axes)
 
 
 def _along(combine: Callable[[Array, Array], Array], x: Array, axes: Axes, nothing: int) -> Array:
