@@ -266,7 +266,7 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
         table.add_row(family, which, str(len(of_group)), *cells)
     table.caption = (
         "speed-up: time of the best peer over jaxdnn's; regret: by how much the engine that serves unasked takes "
-        "longer than the fastest; held out: networks that no rule of choice was fitted to; medians of one run"
+        "longer than the fastest; held out: networks that rules of choice are not to be fitted to; medians of one run"
     )
     rich.print(table)
 

@@ -81,7 +81,7 @@ INTEGERS = r"must be made of integers known when traced, got"
 
 BAD: list[Bad] = [
     # shapes
-    ("rank of x", conv, {"x": X[0]}, ValueError, r"`x` must have 4 dimensions for layout NHWC, got shape \(6, 5, 4\)\."),
+    ("rank of x", conv, {"x": X[0]}, ValueError, r"`x` must have 4 dimensions for layout NHWC, got shape \(6, 5, 4\) \(as NWC has\)\."),
     ("rank 0", conv, {"x": np.float32(1)}, ValueError, r"`x` must have 4 dimensions .* got shape \(\)"),
     ("python number", conv, {"x": 1.0}, ValueError, r"`x` must have 4 dimensions .* got shape \(\)"),
     ("rank of w", conv, {"w": W[0]}, ValueError, r"`w` must have 4 dimensions for filter layout HWIO, got shape"),

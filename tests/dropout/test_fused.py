@@ -148,6 +148,41 @@ def test_gradient_of_a_shared_bias_under_vmap_is_mesh_invariant():
     same(gradient(jnp.zeros(16), there), np.asarray(gradient(jnp.zeros(16), x)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_in_the_residual_is_not_joined_with_the_operations_around_it(dtype: str):
+    """It is dy itself, at a fixed level too: XLA would contract the product before it and the sum after it."""
+    x, bias, residual, dy = (jnp.asarray(v, dtype) for v in arrays(0))
+    factor, term = jnp.asarray(0.7, dtype), jnp.asarray(0.1, jnp.float32)
+
+    def run(dy: Any, factor: Any, term: Any) -> Any:
+        call = lambda r: dnn.dropout(x, SEED, bias=bias, residual=r, activation="gelu", determinism="mesh_invariant")
+        return jax.vjp(call, residual)[1](dy * factor)[0].astype(jnp.float32) + term
+
+    same(jax.jit(run)(dy, factor, term), np.asarray(run(dy, factor, term)))
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["gelu", "tanh"])
+def test_the_second_derivative_in_x_has_fixed_bits(dtype: str, activation: str):
+    """Alone, eager, mapped and among other operations: its factors are rounded, and act'' is a program of its own."""
+    x, bias, dy, ct = (jnp.asarray(v) for v in arrays(1, DTYPES[dtype], (64, 5, 12)))
+    factor, term = jnp.asarray(0.7, x.dtype), jnp.asarray(0.1, jnp.float32)
+    call = ft.partial(dnn.dropout, rate=0.1, activation=activation, determinism="mesh_invariant")
+
+    def second(ct: Any, x: Any, dy: Any) -> Any:
+        gradient = lambda x: jax.vjp(lambda x: call(x, SEED, bias=bias), x)[1](dy)[0]
+        return jax.vjp(gradient, x)[1](ct)[0]
+
+    def within(factor: Any, term: Any, *operands: Any) -> Any:
+        return second(*(v * factor for v in operands)).astype(jnp.float32) + term
+
+    whole = jax.jit(second)(ct, x, dy)
+    same(second(ct, x, dy), np.asarray(whole))
+    same(jax.jit(within)(factor, term, ct, x, dy), np.asarray(within(factor, term, ct, x, dy)))
+    mapped = jax.jit(jax.vmap(second, (0, None, None)))(jnp.stack([ct, dy]), x, dy)
+    same(mapped, np.stack([whole, jax.jit(second)(dy, x, dy)]))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, "f64"])
 @pytest.mark.parametrize("op", cases_fused.OPS)
 def test_cells_of_verify(op: str, dtype: str):

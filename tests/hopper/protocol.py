@@ -424,8 +424,11 @@ class Warpgroup:
                     self.threads(view, "load")
             case "loads_done":
                 self.fence()
-            case "_inline_filter_store":
-                self.threads(views[0], "store")
+            case "_inline_filter_store":  # warpgroups store other columns, here one piece of as many bytes for each
+                (low, high), clock = views[0].part, self.clocks[1]
+                share = (high - low) // self.kernel.warpgroups
+                part = low + self.number * share, low + (self.number + 1) * share
+                views[0].buffer.use(part, self.rest, clock[self.rest], clock, "store")
             case _:
                 raise NotImplementedError(f"{name} has no meaning here")
         return []

@@ -105,16 +105,16 @@ def _blends() -> dict[str, Any]:
         ft.partial(back, beta=jnp.zeros(())),
     )
     for name, shape in (
-        ("prior", r"\(2, 3, 4, 6\), that of x"),
-        ("prior_dscale", r"\(6,\), one a"),
-        ("prior_dbias", r"\(6,\), one a"),
+        ("prior", r"\(2, 3, 4, 6\), the result's"),
+        ("prior_dscale", r"\(6,\), the result's"),
+        ("prior_dbias", r"\(6,\), the result's"),
     ):
         # Read or not, a prior is checked.
         found[f"shape of {name}"] = (ValueError, f"`{name}` must have ", ft.partial(back, **{name: short}))
         full = X if name == "prior" else C
         found[f"dtype of {name}"] = (
             TypeError,
-            f"`{name}` must have one of the dtypes float32",
+            f"`{name}` must have one of the dtypes bfloat16, float16, float32",
             ft.partial(back, **{name: full.astype(jnp.int32)}),
         )
         found[f"{name} is no array"] = (
@@ -130,7 +130,7 @@ def _blends() -> dict[str, Any]:
             )
     found["prior of another batch"] = (
         ValueError,
-        r"`prior` must have shape \(2, 3, 4, 6\), that of x",
+        r"`prior` must have shape \(2, 3, 4, 6\), the result's",
         ft.partial(back, prior=X[:1]),
     )
     return found

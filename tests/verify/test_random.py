@@ -246,7 +246,9 @@ def test_the_command_reports_and_reproduces(tmp_path, capsys):
     assert (document["finished"], document["passed"]) == (True, True)
     assert document["procedures"] == {"run_to_run, recompilation": 1}  # of index 10
     assert document["command"] == "jaxdnn verify --random 2 --op add --seed 4 --platform cpu --index 9"
-    given = argparse.Namespace(op=["add"], engine=None, dtype=None, level=None, case=None, extent="standard", seed=4)
+    given = argparse.Namespace(
+        op=["add"], engine=None, dtype=None, level=None, case=None, extent="standard", seed=4, all=False, turn=None
+    )
     given.platform, given.devices, given.under = "cpu", None, None
     line = command._reproduce_random(given, 12, "pool/kernel/tiles")
     assert line == "jaxdnn verify --random 1 --index 12 --op add --seed 4 --platform cpu --towards pool/kernel/tiles"

@@ -21,6 +21,7 @@ from jax import Array, lax
 
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.formats import Format, format_of
+from jaxdnn._src.core.rounding import product, rounded
 
 Parameter = float | tuple[float, float, float] | None
 
@@ -96,6 +97,25 @@ def derivative(z: Array, name: str, parameter: Parameter) -> Array:
     """act'(z) in z's own precision; at a kink, that of the side below; at an upper bound, of the side above."""
     slope = _DERIVATIVE[name](z, parameter, IN_JAX)
     return jnp.where(jnp.isnan(z), z, slope) if name in (*PIECEWISE, BOUNDED_RELU) else slope
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def slope(z: Array, name: str, parameter: Parameter) -> Array:
+    """The same, for formulas whose own derivative has fixed bits: that one's products are rounded."""
+    return derivative(z, name, parameter)
+
+
+@slope.defjvp
+def _slope_jvp(name: str, parameter: Parameter, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (z,), (tangent,) = primals, tangents
+    return slope(z, name, parameter), product(tangent, _curvature(z, name, parameter))
+
+
+@ft.partial(jax.jit, static_argnums=(1, 2))  # one program outside of jit too, because XLA contracts products within it
+def _curvature(z: Array, name: str, parameter: Parameter) -> Array:
+    """act''(z), which nothing around it is joined with."""
+    z = rounded(z)
+    return rounded(jax.jvp(lambda z: derivative(z, name, parameter), (z,), (jnp.ones_like(z),))[1])
 
 
 def _times(z: Any, factor: Any, f: Functions) -> Any:

@@ -129,13 +129,16 @@ def _jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
         linear = dataclasses.replace(spec, residual=False, bias=spec.bias and spec.slopes, dbias=has_bias)
         terms.append(bind("fused_dropout_tangent", *along, *at, *primals[-2:], spec=linear))
     if d_residual is not None and not isinstance(d_residual, ad.Zero):
-        terms.append(d_residual.astype(spec.out_dtype))
+        # At its edges: its transpose is a result, which XLA would join with what comes before and after.
+        edge = ft.partial(rounding.at_edges, spec.level)
+        terms.append(edge(edge(d_residual).astype(spec.out_dtype)))
     return y, primitives.added(y, terms)
 
 
 def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
     """The formula that gives the second derivatives in x and bias; the mask comes from dropout itself."""
-    *linear, k, s = operands
+    edge = ft.partial(rounding.at_edges, spec.level)
+    *linear, k, s = edge(operands)
     at: list[Array] = []
     if spec.slopes:
         count = 1 + spec.bias
@@ -144,9 +147,9 @@ def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
     t = ft.reduce(jnp.add, [v.astype(wide) for v in linear])
     if at:
         z = ft.reduce(jnp.add, [v.astype(wide) for v in at])
-        t = t * formulas.derivative(z, spec.activation, spec.parameter)
+        t = rounding.product(t, formulas.slope(z, spec.activation, spec.parameter))
     v = bind("dropout", t, k, s, spec=spec.plain())
-    first = rounding.nearest(v, spec.out_dtype)
+    first = edge(rounding.nearest(v, spec.out_dtype))
     if op == "fused_dropout_tangent":
         return first
     axes = tuple(spec.leading + axis for axis in spec.summed)
