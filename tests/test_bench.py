@@ -1,6 +1,8 @@
 """`jaxdnn bench`: every case's functions compute the same, and the command writes what it measured."""
 
+import argparse
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from jaxdnn._src import families
 from jaxdnn._src.cases import networks
-from jaxdnn._src.core import tuned
+from jaxdnn._src.core import timing, tuned
 from jaxdnn.bench import cli
 from jaxdnn.verify.cli import main
 
@@ -85,12 +87,67 @@ def test_layers_of_networks_are_compared_by_engine(tmp_path: Path, capsys: pytes
     """Every engine that serves a layer is timed, and the one that serves unasked is named; parts share the cases."""
     path, rows = tmp_path / "found.json", []
     options = ["--family", "corpus", "--case", "classes", "--passes", "log", "--batch", "1", "--repeats", "1"]
+    options += ["--peers", "lax", "--turns", str(tmp_path / "turn"), "--seconds", "60", "--json", str(path)]
     for part in ("0/2", "1/2"):
-        more = ["--peers", "--part", part, "--turns", str(tmp_path / "turn"), "--seconds", "60", "--json", str(path)]
-        assert main(["bench", "softmax", *options, *more]) == 0
+        assert main(["bench", "softmax", *options, "--part", part]) == 0
         rows += json.loads(path.read_text())["rows"]
     found = [(row["family"], row["unasked"], *row["ms"]) for row in rows]
-    assert sorted(found) == [("ResNet-50v1.5", "xla", "jaxdnn:xla"), ("ViT-B/16", "xla", "jaxdnn:xla")]
+    assert sorted(found) == [(name, "xla", "jaxdnn:xla", "lax") for name in ("ResNet-50v1.5", "ViT-B/16")]
+
+
+def test_what_was_measured_survives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """After every row the table is in the file as a whole; a pass that takes too much memory is named and left out."""
+    path, measure, calls = tmp_path / "found.json", timing.measure, itertools.count()
+
+    def measured(*given: Any, **options: Any) -> list[float]:
+        match next(calls):
+            case 1:
+                raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile trying")
+            case 3:
+                raise KeyboardInterrupt
+        return measure(*given, **options)
+
+    monkeypatch.setattr(timing, "measure", measured)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: pytest.fail("rows of the corpus do not show it"))
+    options = ["--family", "corpus", "--case", "classes", "--batch", "1", "--repeats", "1", "--peers", "lax"]
+    with pytest.raises(KeyboardInterrupt):
+        main(["bench", "softmax", *options, "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert [row["pass"] for row in found["rows"]] == ["log", "logsumexp"]
+    assert all(row["ms"].keys() == {"jaxdnn:xla", "lax"} for row in found["rows"])
+    (failed,) = found["failed"]
+    assert failed == {**failed, "pass": "log-backward", "error": "RuntimeError: RESOURCE_EXHAUSTED: Out of memory"}
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert "copy_tb_per_s" not in found
+
+
+def test_time_that_is_limited_gives_a_sample_of_all():
+    """Networks in turn, each layer's first pass before any second one, passes mixed; parts share them."""
+    cases = networks.cases(families.of_layer("conv"))
+    args = argparse.Namespace(seconds=1.0, part=None, passes=None)
+    calls = cli._calls(cases, args)
+    every = [(case, which) for case in cases for which in case.passes]
+    assert sorted(map(repr, calls)) == sorted(map(repr, every))
+    beginning = calls[: len({case.family for case in cases})]
+    assert len({case.family for case, _ in beginning}) == len(beginning)
+    assert {which for _, which in beginning} == {"forward", "dgrad", "wgrad"}
+    assert len({case for case, _ in calls[: len(cases)]}) == len(cases)
+    parts = [cli._calls(cases, argparse.Namespace(seconds=1.0, part=(i, 3), passes=None)) for i in range(3)]
+    assert sorted(map(repr, itertools.chain(*parts))) == sorted(map(repr, calls))
+    in_order = cli._calls(cases, argparse.Namespace(seconds=None, part=None, passes=["wgrad"]))
+    assert in_order == [(case, "wgrad") for case in cases]
+
+
+def test_nothing_waits_past_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Where another process has its turn on the device for too long, the command ends."""
+    turn, path = tmp_path / "turn", tmp_path / "found.json"
+    options = ["--family", "corpus", "--case", "classes", "--seconds", "0.5", "--json", str(path), "--peers", "lax"]
+    with timing.turn(turn), pytest.raises(TimeoutError, match="the time is up"), timing.turn(turn, 0.0):
+        pytest.fail("two processes had their turn")
+    with timing.turn(turn):
+        assert main(["bench", "softmax", *options, "--turns", str(turn)]) == 0
+    assert not path.exists()
+    assert "the time is up; 0 rows of 6 passes" in capsys.readouterr().err
 
 
 def test_choice_is_judged_by_the_fastest_engine():

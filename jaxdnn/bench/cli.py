@@ -7,12 +7,14 @@ import datetime
 import functools as ft
 import importlib.metadata
 import json
+import math
 import platform
 import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from rich.table import Table
 from jaxdnn._src import families
 from jaxdnn._src.cases import networks
 from jaxdnn._src.cases.timed import Between, Case
-from jaxdnn._src.core import engines, selection, timing, tuned
+from jaxdnn._src.core import engines, files, selection, timing, tuned
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
 from jaxdnn.bench import peers
@@ -60,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="timings, of which the median counts (default: %(default)s here)",
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="what to compare with (default: all)")
-    parser.add_argument("--seconds", type=float, help="take the cases in a mixed order and start none after so many")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="measure in an order in which any beginning is a sample of all, and nothing after so many seconds",
+    )
     parser.add_argument("--part", type=_part, metavar="I/N", help="only every N-th case, from the I-th on")
     parser.add_argument(
         "--turns", type=Path, help="a file that processes share, of which one at a time uses the device"
@@ -71,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @tuned.ignored()
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints a table while it goes and a summary, and writes the JSON after every case."""
+    """Measures, prints a table while it goes and a summary, and writes the JSON after every row."""
     if args.op == "train":
         return train.run(args, provenance)
     own, of_networks = families.timed(args.op), networks.cases(families.of_layer(args.op))
@@ -92,25 +98,28 @@ def run(args: argparse.Namespace) -> int:
             print(f"`bench {args.op}` knows no {', '.join(unknown)}; there are {choices}", file=sys.stderr)
             return 2
     cases = [case for case in found if case.family in wanted and (not args.case or case.name in args.case)]
-    if args.seconds:
-        cases.sort(key=lambda case: zlib.crc32(f"{case.family} {case.name}".encode()))
-    first, parts = args.part or (0, 1)
-    start, rows, failed = time.monotonic(), list[dict[str, Any]](), False
-    for case in cases[first::parts]:
-        if args.seconds and time.monotonic() - start > args.seconds:
-            break
+    until = time.monotonic() + args.seconds if args.seconds else math.inf
+    calls, rows, failed = _calls(cases, args), list[dict[str, Any]](), list[dict[str, Any]]()
+    for case, which in calls:
         try:
-            for row in _measure_case(case, args, compared=case in of_networks or isinstance(case, Between)):
-                rows.append(row)
-                print(_line(row), flush=True)
-        except Exception as error:  # such as too little memory on the device; the other cases' results are not lost
-            said = (str(error).splitlines() or [""])[0]
-            print(f"{case.family} {case.name}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
-            failed = True
+            compared = case in of_networks or isinstance(case, Between)
+            row = _measured(case, which, args, until, compared=compared)
+        except TimeoutError as end:
+            print(f"{end}; {len(rows)} rows of {len(calls)} passes", file=sys.stderr, flush=True)
+            break
+        except Exception as error:  # such as too little memory on the device; the other results are not lost
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            print(f"{case.family} {case.name} {which}: {said}", file=sys.stderr, flush=True)
+            failed.append({"family": case.family, "case": case.name, "pass": which, "error": said})
+        else:
+            if row is None:
+                continue
+            rows.append(row)
+            print(_line(row), flush=True)
         if args.json:
-            args.json.write_text(json.dumps({**provenance(args.turns), "rows": rows}, indent=1) + "\n")
+            files.write(args.json, json.dumps(_document(rows, failed), indent=1) + "\n")
     _print_summary(rows)
-    return int(failed)
+    return int(bool(failed))
 
 
 @tuned.ignored()
@@ -136,50 +145,88 @@ def _part(text: str) -> tuple[int, int]:
     return first, count
 
 
-def _measure_case(case: Case, args: argparse.Namespace, *, compared: bool) -> Iterator[dict[str, Any]]:
-    """A row for each pass; `compared`, of all engines that serve it, if none are named."""
+def _calls(cases: Sequence[Case], args: argparse.Namespace) -> list[tuple[Case, str]]:
+    """What is measured, in order.
+
+    Within `--seconds` the networks take turns, and every layer has a pass measured before one has a second pass.
+    """
+    first, parts = args.part or (0, 1)
+    if args.seconds:
+        seen, places = collections.Counter[str](), dict[Case, tuple[int, int]]()
+        for case in sorted(cases, key=_drawn):
+            places[case] = seen[case.family], _drawn(case)
+            seen[case.family] += 1
+        cases = sorted(cases, key=places.__getitem__)
+    found = []
+    for case in cases[first::parts]:
+        passes = deque(which for which in case.passes if not args.passes or which in args.passes)
+        if args.seconds:
+            passes.rotate(_drawn(case))
+        found += [(nth, case, which) for nth, which in enumerate(passes)]
+    if args.seconds:
+        found.sort(key=lambda call: call[0])
+    return [(case, which) for _, case, which in found]
+
+
+def _drawn(case: Case) -> int:
+    """A number that looks random, and is the same in every process."""
+    return zlib.crc32(f"{case.family} {case.name}".encode())
+
+
+@ft.cache
+def _operands(case: Case, batch: int, dtype: str) -> tuple[Callable[..., Any], Any]:
+    """What draws a case's operands from a seed, compiled, and their shapes."""
+    draw = ft.partial(case.operands, batch, dtype)
+    return timing.compiled(draw, [0]), jax.eval_shape(draw, 0)
+
+
+def _measured(
+    case: Case, which: str, args: argparse.Namespace, until: float, *, compared: bool
+) -> dict[str, Any] | None:
+    """The row of a pass, or None where there is nothing to measure; `compared`, of all engines if none are named."""
     on_gpu = jax.default_backend() == "gpu"
     batch = args.batch or (case.batch if on_gpu else 2)
-    itemsize = jax.numpy.dtype(args.dtype).itemsize
-    draw = ft.partial(case.operands, batch, args.dtype)
-    make, shapes = timing.compiled(draw, [0]), jax.eval_shape(draw, 0)
-    for which in case.passes:
-        if args.passes and which not in args.passes:
-            continue
-        chosen, able = _engines(case, which, shapes)
-        names = args.engine or (able if compared else [None])
-        ours = {"jaxdnn" if name is None else f"jaxdnn:{name}": case.ours(which, name) for name in names}
-        functions = {name: f for name, f in ours.items() if _refusal(name, f, shapes) is None}
-        if not functions:
-            continue
-        wanted = PEERS if args.peers is None else args.peers
-        if "lax" in wanted:
-            functions["lax"] = case.xla(which)
-        # Where XLA times kernels of libraries on the device to compile a pass, it has to be alone there.
-        early = [name for name in functions if not case.tuned or name == "jaxdnn:hopper"]
-        compiled = {name: timing.compiled(functions[name], shapes) for name in early}
-        size = case.bytes(which, batch, itemsize)
-        rotation = min(max(1, timing.ROTATED_BYTES // size), timing.MOST_SETS) if on_gpu and size else 1
-        with timing.turn(args.turns):
-            sets = [make(seed) for seed in range(rotation)]
-            late = {name: timing.compiled(f, shapes) for name, f in functions.items() if name not in compiled}
-            given = [{**compiled, **late}[name] for name in functions]
-            ms = dict(zip(functions, timing.measure(given, sets, repeats=args.repeats), strict=True))
-            if "torch" in wanted and peers.torch_is_here():
-                ms |= _torch(case, which, sets, args.repeats)
-            del sets
-        flops = case.flops(which, batch)
-        yield {
-            "family": case.family,
-            "case": case.name,
-            "pass": which,
-            "batch": batch,
-            "dtype": args.dtype,
-            "ms": ms,
-            **({"tflops": {name: flops / t / 1e9 for name, t in ms.items()}} if flops else {}),
-            **(_bandwidth(size, ms, args.turns) if size else {}),
-            **_judged(ms, chosen),
-        }
+    timing.in_time(until)
+    make, shapes = _operands(case, batch, args.dtype)
+    chosen, able = _engines(case, which, shapes)
+    names = args.engine or (able if compared else [None])
+    ours = {"jaxdnn" if name is None else f"jaxdnn:{name}": case.ours(which, name) for name in names}
+    functions = {name: f for name, f in ours.items() if _refusal(name, f, shapes) is None}
+    wanted = PEERS if args.peers is None else args.peers
+    if not functions or (compared and not args.engine and not wanted and len(functions) == 1):
+        return None
+    if "lax" in wanted:
+        functions["lax"] = case.xla(which)
+    # Where XLA times kernels of libraries on the device to compile a pass, it has to be alone there.
+    late = [name for name in functions if case.tuned and name != "jaxdnn:hopper"]
+    lowered = {name: jax.jit(f).lower(*shapes) for name, f in functions.items()}
+    compiled = {name: program.compile() for name, program in lowered.items() if name not in late}
+    size = case.bytes(which, batch, jax.numpy.dtype(args.dtype).itemsize)
+    rotation = min(max(1, timing.ROTATED_BYTES // size), timing.MOST_SETS) if on_gpu and size else 1
+    copy = None
+    with timing.turn(args.turns, until):
+        compiled |= {name: lowered[name].compile() for name in late}
+        timing.in_time(until)
+        sets = [make(seed) for seed in range(rotation)]
+        given = [compiled[name] for name in functions]
+        ms = dict(zip(functions, timing.measure(given, sets, repeats=args.repeats), strict=True))
+        if "torch" in wanted and peers.torch_is_here():
+            ms |= _torch(case, which, sets, args.repeats)
+        del sets
+        if size and not compared:
+            copy = timing.copy_bandwidth()
+    flops = case.flops(which, batch)
+    return {
+        "family": case.family,
+        "case": case.name,
+        "pass": which,
+        "batch": batch,
+        "dtype": args.dtype,
+        "ms": ms,
+        **({"tflops": {name: flops / t / 1e9 for name, t in ms.items()}} if flops else {}),
+        **(_bandwidth(size, ms, copy) if size and copy else {}),
+        **_judged(ms, chosen),
+    }
 
 
 def _judged(ms: dict[str, float], chosen: str | None) -> dict[str, Any]:
@@ -198,10 +245,9 @@ def _judged(ms: dict[str, float], chosen: str | None) -> dict[str, Any]:
     return found
 
 
-def _bandwidth(size: int, ms: dict[str, float], turns: Path | None) -> dict[str, Any]:
+def _bandwidth(size: int, ms: dict[str, float], copy: float) -> dict[str, Any]:
     """What a pass that memory binds reached: bytes that must move over time, alone and over that of a plain copy."""
     rates = {name: size / t / 1e9 for name, t in ms.items()}
-    copy = _copy_bandwidth(turns)
     return {"bytes": size, "tb_per_s": rates, "of_copy": {name: rate / copy for name, rate in rates.items()}}
 
 
@@ -271,13 +317,14 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
     rich.print(table)
 
 
-def _copy_bandwidth(turns: Path | None) -> float:
-    with timing.turn(turns):
-        return timing.copy_bandwidth()
+def _document(rows: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `--json` names: the copy that rows are compared with is there if they are."""
+    copy = {"copy_tb_per_s": timing.copy_bandwidth()} if any("of_copy" in row for row in rows) else {}
+    return {**provenance(), **copy, **({"failed": failed} if failed else {}), "rows": rows}
 
 
-def provenance(turns: Path | None = None) -> dict[str, Any]:
-    """When, how, where and with what a file of results was made; `turns` is what processes on a device share."""
+def provenance() -> dict[str, Any]:
+    """When, how, where and with what a file of results was made."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -288,8 +335,8 @@ def provenance(turns: Path | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "jaxdnn": __version__,
         "jax": jax.__version__,
-        "torch": importlib.metadata.version("torch") if peers.torch_is_here() else None,
+        # It takes seconds to import, and who compared nothing with it has not.
+        "torch": importlib.metadata.version("torch") if "torch" in sys.modules and peers.torch_is_here() else None,
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
-        "copy_tb_per_s": _copy_bandwidth(turns),
     }

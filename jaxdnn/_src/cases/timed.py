@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +36,12 @@ class Case(abc.ABC):
 
     def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
         """Fresh operands: normal numbers, unless a case needs others."""
-        keys = jax.random.split(jax.random.key(seed), len(self.shapes(batch)))
-        drawn = (jax.random.normal(key, shape) for key, shape in zip(keys, self.shapes(batch), strict=True))
-        return tuple(a.astype(dtype) for a in drawn)
+        shapes = self.shapes(batch)
+        ends = list(itertools.accumulate(map(math.prod, shapes)))
+        # Drawn at once, because each call of the generator takes seconds to compile.
+        drawn = jax.random.normal(jax.random.key(seed), (ends[-1],)).astype(dtype)
+        of_each = (drawn[end - math.prod(shape) : end] for end, shape in zip(ends, shapes, strict=True))
+        return tuple(a.reshape(shape) for a, shape in zip(of_each, shapes, strict=True))
 
     @abc.abstractmethod
     def ours(self, which: str, engine: str | None) -> Function:

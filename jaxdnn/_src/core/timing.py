@@ -2,6 +2,7 @@
 
 import contextlib
 import functools as ft
+import math
 import statistics
 import time
 from collections import deque
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 ROTATED_BYTES = 4 << 30  # several times any GPU's cache: what operands that rotate take together
 MOST_SETS = 128  # of operands that are that small a cache holds all, as it does in a network
+POLL = 2e-3  # seconds between two looks whether another process has ended its turn
 Operands = Sequence[Any]
 
 
@@ -41,16 +43,30 @@ def measure(functions: Sequence[Callable[..., Any]], sets: Sequence[Operands], *
 
 
 @contextlib.contextmanager
-def turn(path: Path | None) -> Iterator[None]:
-    """While a process is in this context no other one is that names the same file."""
+def turn(path: Path | None, until: float = math.inf) -> Iterator[None]:
+    """While a process is in this context no other one is that names the same file; it waits `until` then at most."""
+    in_time(until)
     if path is None:
         yield
         return
     import fcntl  # of Unix alone
 
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                in_time(until)
+                time.sleep(POLL)
+            else:
+                break
         yield
+
+
+def in_time(until: float) -> None:
+    """Raises if a moment of the monotonic clock is past."""
+    if time.monotonic() > until:
+        raise TimeoutError("the time is up")
 
 
 def _device_time(function: Callable[..., Any], sets: Sequence[Operands], calls: int) -> float:

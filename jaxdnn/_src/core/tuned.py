@@ -12,8 +12,6 @@ import dataclasses
 import functools as ft
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jaxdnn._src.core import files
 from jaxdnn._src.core.engines import Call
 from jaxdnn._version import __version__
 
@@ -69,19 +68,11 @@ def times(call: Call) -> Times | None:
 
 def keep(file: Path, device_kind: str, found: Mapping[str, Times]) -> None:
     """Adds measurements to a file; who reads it meanwhile sees all of them or none."""
-    file = file.resolve()  # what a link points to is replaced, not the link
-    known = file.exists()
-    table = _parsed(file) if known else {}
+    file = file.resolve()
+    table = _parsed(file) if file.exists() else {}
     table.setdefault(device_kind, {}).setdefault(VERSIONS, {}).update(found)
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
-    try:
-        new.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-        if known:
-            shutil.copymode(file, new)
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    files.write(file, json.dumps(table, indent=1, sort_keys=True) + "\n")
     _read.cache_clear()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import rich
 from rich.table import Table
 
-from jaxdnn._src.core import timing, tuned
+from jaxdnn._src.core import files, timing, tuned
 from jaxdnn.bench import peers
 from jaxdnn.bench.train.networks import CLASSES, NETWORKS, Network
 
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> i
             rows.append(row)
             _print(row, first)
         if args.json:
-            args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+            document = {**provenance(), "copy_tb_per_s": timing.copy_bandwidth(), "rows": rows}
+            files.write(args.json, json.dumps(document, indent=1) + "\n")
     _print_summary(rows)
     return int(any("error" in row for row in rows))
 
