@@ -88,13 +88,14 @@ def plan_of(rows: int, columns: int, dtype: str, **other: int) -> ColumnPlan:
     return dataclasses.replace(found, splits=max(1, min(found.splits, found.full)))
 
 
-def sums(dy: Any, x: Any, mean: Any, config: ColumnPlan | None = None) -> jax.Array:
+def sums(dy: Any, x: Any, mean: Any, rstd: Any, config: ColumnPlan | None = None) -> jax.Array:
     """Those of the kernel's splits, added up as the engine does."""
-    dy, x, mean = (np.asarray(v) for v in (dy, x, mean))
+    dy, x, mean, rstd = (np.asarray(v) for v in (dy, x, mean, rstd))
     rows, columns = x.shape
     plan = config or norm_batch.backward_plan(rows, columns, NAMES[x.dtype])
     assert plan is not None
     count = batch_ptx.sums_of(plan)
     shape = (plan.splits, count, plan.columns)
-    (parts,) = run(batch_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, [dy, x, mean], [shape])
+    given = [dy, x, mean, rstd]
+    (parts,) = run(batch_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, given, [shape])
     return jnp.asarray(parts).reshape(plan.splits, count, plan.fold, x.shape[1]).sum((0, 2))

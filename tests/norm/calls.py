@@ -1,10 +1,12 @@
 """Calls of the Hopper kernels of normalisation, and whether their results are within the bounds."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import jaxdnn_reference as reference
 from jaxdnn._src.norm import bounds as norm_bounds
@@ -25,6 +27,20 @@ def arrays_of(n: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
     x, _, _, dy = n.arrays(3, DTYPES[dtype], mean=mean)
     _, s, b, _ = n.arrays(4, np.float32)
     return x, s, b, dy
+
+
+# What x and dy are multiplied by, so that squares of x fit into float32's range, and dy h, but not dy (x - mean).
+EXTREMES = {"large": (2.0**52, 2.0**80), "tiny": (2.0**-50, 2.0**-98)}
+each_extreme = pytest.mark.parametrize("extreme", EXTREMES)
+wide_range = pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "f16"])
+
+
+def extreme_of(n: Norm, dtype: str, extreme: str) -> tuple[Norm, tuple[np.ndarray, ...]]:
+    """The call with an eps of 0, and its arrays."""
+    n = dataclasses.replace(n, options=(*n.options, ("eps", 0.0)))
+    x, s, b, dy = arrays_of(n, dtype, 0.5)
+    x, dy = ((v.astype(np.float64) * size).astype(v.dtype) for v, size in zip((x, dy), EXTREMES[extreme], strict=True))
+    return n, (x, s, b, dy)
 
 
 def check_forward(n: Norm, x: Any, s: Any, b: Any, out: Any, y: np.ndarray, saved: Sequence[np.ndarray]) -> None:

@@ -12,7 +12,7 @@ from jaxdnn._src import hopper
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.norm import bounds
 from jaxdnn._src.norm.spec import NormSpec
-from tests.norm.calls import DTYPES, arrays_of, check_backward, check_forward
+from tests.norm.calls import DTYPES, arrays_of, check_backward, check_forward, each_extreme, extreme_of, wide_range
 from tests.norm.cases import Norm, agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
@@ -213,6 +213,15 @@ def test_backward_of_a_mean_far_from_zero(dtype: str, mean: float, backward: Any
     n = Norm("layer_norm", (5, 136), (136,))
     x, s, b, dy = arrays = arrays_of(n, dtype, mean)
     grads = backward(n, arrays, dtype, saved_of(n, x, s, b), plan=stays(32))
+    check_backward(n, x, s, b, dy, DTYPES[dtype], grads)
+
+
+@each_op
+@each_extreme
+@wide_range
+def test_gradients_whose_products_with_x_leave_the_range(op: str, extreme: str, dtype: str, backward: Any):
+    n, (x, s, b, dy) = extreme_of(Norm(op, (5, 136), (136,)), dtype, extreme)
+    grads = backward(n, (x, s, b, dy), dtype, saved_of(n, x, s, b), plan=stays(32))
     check_backward(n, x, s, b, dy, DTYPES[dtype], grads)
 
 

@@ -184,7 +184,7 @@ def test_plans_cover_all_rows_and_columns():
 @each_dtype
 @pytest.mark.parametrize("size", SIZES)
 def test_sums(size: str, dtype: str):
-    """In any order: Σ |terms| (rows + 2) roundings."""
+    """In any order: Σ |terms| (rows + 3) roundings."""
     rows, columns = SIZES[size]
     if batch.backward_plan(rows, columns, dtype) is None:
         rows -= rows % 8
@@ -204,10 +204,11 @@ def test_sums_of_splits_and_chunks(chunk: int, splits: int, stages: int, dtype: 
 
 
 def check_sums(dy: np.ndarray, x: np.ndarray, mean: np.ndarray, plan: ColumnPlan | None) -> None:
-    found = np.asarray(sums(dy, x, mean, plan))
-    g, c = dy.astype(np.float64), x.astype(np.float64) - mean
-    terms = [g, g * c, c][: len(found)]
-    rate = (len(x) + 2) * 2.0**-24
+    rstd = np.linspace(0.5, 3, x.shape[1]).astype(np.float32)
+    found = np.asarray(sums(dy, x, mean, rstd, plan))
+    g, h = dy.astype(np.float64), (x.astype(np.float64) - mean) * rstd
+    terms = [g, g * h, h][: len(found)]
+    rate = (len(x) + 3) * 2.0**-24
     growth = rate / (1 - rate)
-    for value, term, name in zip(found, terms, ("dy", "dy (x - mean)", "x - mean"), strict=False):
+    for value, term, name in zip(found, terms, ("dy", "dy h", "h"), strict=False):
         agree(value, term.sum(0), growth * np.abs(term).sum(0), np.float32, name)

@@ -14,6 +14,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src import hopper
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.norm import bounds
+from tests.norm.calls import each_extreme, extreme_of, wide_range
 from tests.norm.cases import Norm, agree
 
 if (reason := hopper.unavailable()) is not None:
@@ -79,17 +80,30 @@ def test_gradients_from_the_kernels(
     """dx, dscale and dbias as the engine makes them of what the kernels find, run by the machine."""
     n = Norm("batch_norm", (5, 6, 7, 8), (8,), (("layout", "NHWC"),))
     x, s, _, dy = n.arrays(9, DTYPES[dtype], mean=mean)
-    s = None if op == "plain" else s.astype(np.float32)
-    mean_, rstd = (np.asarray(v, np.float32) for v in reference.batch_norm(x)[1:3])
-    options: dict[str, Any] = {"mean": mean_, "rstd": rstd, "out_dtype": out_dtype}
-    call = call_of(lambda dy, x: dnn.batch_norm_dgrad(dy, x, scale=s, **options), dy, x)
     monkeypatch.setattr(norm_batch, "sums", sums)
+    check_gradients(n, x, None if op == "plain" else s.astype(np.float32), dy, out_dtype)
+
+
+@each_extreme
+@wide_range
+def test_gradients_whose_products_with_x_leave_the_range(extreme: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
+    n = Norm("batch_norm", (5, 6, 7, 8), (8,), (("layout", "NHWC"),))
+    n, (x, s, _, dy) = extreme_of(n, dtype, extreme)
+    monkeypatch.setattr(norm_batch, "sums", sums)
+    check_gradients(n, x, s, dy, None)
+
+
+def check_gradients(n: Norm, x: np.ndarray, s: Any, dy: np.ndarray, out_dtype: str | None) -> None:
+    """dx, dscale and dbias of the engine, from the statistics that the definition saves."""
+    mean, rstd = (np.asarray(v, np.float32) for v in reference.batch_norm(x, eps=n.eps)[1:3])
+    options: dict[str, Any] = {"mean": mean, "rstd": rstd, "out_dtype": out_dtype}
+    call = call_of(lambda dy, x: dnn.batch_norm_dgrad(dy, x, scale=s, **options), dy, x)
     assert batch_engine.BATCHES.unsupported(call) is None
     operands = [jnp.asarray(v) for v in (dy, x)]
-    operands += [jnp.asarray(v).reshape(1, 1, 1, 8) for v in (mean_, rstd, *([] if s is None else [s]))]
+    operands += [jnp.asarray(v).reshape(1, 1, 1, 8) for v in (mean, rstd, *([] if s is None else [s]))]
     found = batch_engine.BATCHES.run(call, *operands)
     wanted = bounds.backward(n.problem(x, s, None), dy.astype(np.float64))
-    dtypes = (np.dtype(out_dtype or DTYPES[dtype]), np.float32, np.float32)
+    dtypes = (np.dtype(out_dtype or x.dtype), np.float32, np.float32)
     for value, (golden, error), out, name in zip(found, wanted, dtypes, ("dx", "dscale", "dbias"), strict=True):
         agree(value, golden, error, out, name)
 

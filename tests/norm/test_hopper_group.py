@@ -18,7 +18,16 @@ from jaxdnn._src.norm import bounds
 from jaxdnn._src.norm.spec import NormSpec
 from tests.hopper.image_machine import Images
 from tests.hopper.row_machine import on_arrays
-from tests.norm.calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
+from tests.norm.calls import (
+    DTYPES,
+    arrays_of,
+    check_backward,
+    check_forward,
+    each_extreme,
+    extreme_of,
+    norm_of,
+    wide_range,
+)
 from tests.norm.cases import agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
@@ -127,6 +136,17 @@ def check(size: tuple[int, int, int], names: tuple[str, str], mean: float = 0.5,
 @each_size
 def test_images(size: str, dtype: str):
     check(SIZES[size], (dtype, dtype))
+
+
+@each_extreme
+@wide_range
+@pytest.mark.parametrize("size", ["group of vectors", "channels", "across vectors"])
+def test_gradients_whose_products_with_x_leave_the_range(size: str, extreme: str, dtype: str):
+    group, names = SIZES[size][2], (dtype, dtype)
+    n, (x, s, b, dy) = extreme_of(norm_of(*SIZES[size]), dtype, extreme)
+    y, *saved = forward(x, s, b, group, names, n.eps)
+    check_forward(n, x, s, b, DTYPES[dtype], y, saved)
+    check_backward(n, x, s, b, dy, DTYPES[dtype], backward(dy, x, saved[0], saved[1], s, group, names))
 
 
 @each_dtype

@@ -11,7 +11,16 @@ import pytest
 from jaxdnn._src import hopper
 from tests.hopper.image_machine import Images
 from tests.hopper.row_machine import on_arrays
-from tests.norm.calls import DTYPES, arrays_of, check_backward, check_forward, norm_of
+from tests.norm.calls import (
+    DTYPES,
+    arrays_of,
+    check_backward,
+    check_forward,
+    each_extreme,
+    extreme_of,
+    norm_of,
+    wide_range,
+)
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -74,11 +83,11 @@ def backward(dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, s: Any, plans:
     of_slices, of_images = (((count, groups), np.float32) for count in (images * merged, images))
     outs = [((images * merged * first.cluster, 2, channels), np.float32), *[of_slices] * len(names)]
     code = group_slices_ptx.gradient_sums(first, merged, scale=s is not None)
-    each, *sums = run(code, first, images * merged, [dy, x, mean, *scale], outs)
+    each, *sums = run(code, first, images * merged, [dy, x, mean, rstd, *scale], outs)
     code = group_slices_ptx.apply_gradients(second, images, slices, merged, scale=s is not None)
     outs = [(x.shape, DTYPES[second.out_dtype]), *[of_images] * (first.dtype == "f32")]
     dx, *rest = run(code, second, images * slices, [dy, x, mean, rstd, *scale, *sums], outs)
-    dscale, dbias = norm_group.merged_gradients(*map(jnp.asarray, (each, rstd, *rest)))
+    dscale, dbias = norm_group.merged_gradients(*map(jnp.asarray, (each, *rest)))
     return [dx, np.asarray(dscale), np.asarray(dbias)]
 
 
@@ -105,6 +114,17 @@ def test_result_of_another_dtype(dtype: str, out_dtype: str):
     check_forward(n, x, s, b, DTYPES[out_dtype], y, saved)
     grads = backward(dy, x, saved[0], saved[1], s, plans_of(size, names, 2))
     check_backward(n, x, s, b, dy, DTYPES[out_dtype], grads)
+
+
+@each_extreme
+@wide_range
+def test_gradients_whose_products_with_x_leave_the_range(extreme: str, dtype: str):
+    size, names = "groups across vectors", (dtype, dtype)
+    n, (x, s, b, dy) = extreme_of(norm_of(*SIZES[size][0]), dtype, extreme)
+    y, *saved = forward(x, s, b, plans_of(size, names, 1), n.eps)
+    check_forward(n, x, s, b, DTYPES[dtype], y, saved)
+    grads = backward(dy, x, saved[0], saved[1], s, plans_of(size, names, 2))
+    check_backward(n, x, s, b, dy, DTYPES[dtype], grads)
 
 
 def test_without_parameters():

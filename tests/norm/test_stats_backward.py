@@ -85,6 +85,16 @@ def test_what_is_not_finite_stays_in_its_channel():
     assert not np.isfinite(np.asarray(dnn.dbn_weight(*given[:4])[3])[1])
 
 
+def test_products_with_x_that_leave_the_range():
+    """dy (x - mean) would, and times rstd does not."""
+    given = [v.astype(np.float32) for v in integers().values()]
+    clean = dnn.dbn_weight(*given[:4], scale=given[4])
+    scaled = [v * np.float32(2.0**i) for v, i in zip(given[:4], (80, 52, 52, -52), strict=True)]
+    found = dnn.dbn_weight(*scaled, scale=given[4])
+    for value, before, i in zip(found, clean, (80, 80, -52, -24, 28), strict=True):
+        np.testing.assert_array_equal(value, before * np.float32(2.0**i))
+
+
 # ---- derivatives and transformations ---------------------------------------------------------------------------------
 
 SHARE = float(np.finfo(np.longdouble).eps) * 2.0**52  # the definition's roundoff for float64, over that of float64

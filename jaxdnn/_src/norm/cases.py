@@ -2,7 +2,9 @@
 
 Batch normalisation has cases with blends too; if a beta is 0, the prior, which must not be read, is filled with NaN.
 "Large" data are as large as the accumulator's range allows. "Beyond" data are larger; for them a result must be NaN, or
-that of an inverse deviation of 0 (the bias alone, a gradient of 0), so that the overflow is visible.
+that of an inverse deviation of 0 (the bias alone, a gradient of 0), so that the overflow is visible. "Tiny" data, for
+an eps of 0, are as small as squares of full precision allow. The gradients of large and tiny data are such that
+dy (x - μ) would leave the range, but dy h does not.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ FORWARD = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "insta
 OPS = tuple(op + suffix for op in FORWARD for suffix in ("", "_dgrad"))
 ROWS, IMAGES = FORWARD[:3], FORWARD[3:5]
 LARGE = "NHWC-large"  # an image, or a batch, that a kernel may share among several blocks
+NO_EPS = "no-eps"
 VECTORS = "NCHWc8-filled"  # channel vectors, the last of which further channels fill up
 # The mean of "far" data, whose deviation is 1: what the input's own format still resolves.
 FAR = {"f32": 1e4, "bf16": 100.0, "f16": 100.0, "f64": 1e8}
@@ -135,13 +138,26 @@ class NormCase(Arrays, Case):
     def kinds(self) -> tuple[str, ...]:
         far = ("far",) if self.plain != "rms_norm" else ()
         large = () if self.dtype == "f16" else ("large",) if self.factors else ("large", "beyond")
+        if self.eps == 0:
+            large = large and ("large", "tiny")
         return ("normal", *far, "integers", *large)
 
-    def _largest(self, kind: str) -> float:
-        """A power of two: the magnitudes of x at which squares fit into the accumulator's sums, or those do not."""
+    @property
+    def eps(self) -> float:
+        return dict(self.options).get("eps", 1e-6 if self.plain == "rms_norm" else 1e-5)
+
+    def _sizes(self, kind: str) -> tuple[float, float]:
+        """Powers of two: what x and dy are multiplied by, so that the squares of x fit into the accumulator's sums, or,
+        beyond, do not."""
         top = 1024 if self.x64 else 128
         n = math.prod(self.view.shape[axis] for axis in self.view.axes)
-        return 2.0 ** (top * 3 // 4 if kind == "beyond" else (top - 10 - math.ceil(math.log2(n))) // 2)
+        sizes = {
+            "beyond": (top * 3 // 4, 0),
+            "large": ((top - 10 - math.ceil(math.log2(n))) // 2, top * 5 // 8),
+            "tiny": (-top * 3 // 8, -top * 3 // 4),
+        }
+        of_x, of_dy = sizes.get(kind, (0, 0))
+        return 2.0**of_x, 2.0**of_dy
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         shapes = [self.shape, self.view.parameters, self.shape if self.backward else self.view.parameters]
@@ -150,8 +166,10 @@ class NormCase(Arrays, Case):
         else:
             arrays = [rng.normal(size=shape) for shape in shapes]
             arrays[0] = arrays[0] + (FAR[self.dtype] if kind == "far" else 0.5)
-        if kind in ("large", "beyond"):
-            arrays[0] = arrays[0] / 8 * self._largest(kind)
+        if kind in ("large", "beyond", "tiny"):
+            of_x, of_dy = self._sizes(kind)
+            arrays[0] = arrays[0] / 8 * of_x
+            arrays[2] = arrays[2] * of_dy if self.backward else arrays[2]
         if kind == "beyond":
             arrays[0] = self._apart(arrays[0])
         kept = self.as_given(np.ones(self.without_filling(arrays[0]).shape, bool))  # the other channels are not read
@@ -173,10 +191,9 @@ class NormCase(Arrays, Case):
         view, wide = self.view, np.float64 if self.x64 else np.float32
         x, scale = operands[1:3] if self.backward else operands[:2]
         x = self.without_filling(x)
-        eps = {"rms_norm": 1e-6}.get(self.plain, 1e-5)
         about = (view.shape, view.axes, view.summed, view.spread)
         bias = None if self.backward else operands[2]
-        p = norm_bounds.problem(*about, x, scale, bias, eps=eps, centred=self.plain != "rms_norm")
+        p = norm_bounds.problem(*about, x, scale, bias, eps=self.eps, centred=self.plain != "rms_norm")
         generic = kind != "integers"
         dy = self.without_filling(operands[0]).astype(np.float64).reshape(view.shape) if self.backward else None
         names, values = (("dx", "dscale", "dbias"), values) if self.backward else (("y",), (values,))
@@ -230,6 +247,7 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
         yield "uneven", (3, 4, 77), ()
         yield "axes", (5, 3, 7, 8), (("axis", (1, -1)),)
         yield "long", (3, 2, 1000), ()
+        yield NO_EPS, (3, 4, 136), (("eps", 0.0),)
         return
     groups = (("groups", 4),) if plain == "group_norm" else ()
     modes = ("spatial", "per_activation") if plain == "batch_norm" else (None,)
@@ -244,6 +262,7 @@ def _geometries(plain: str) -> Iterator[tuple[str, tuple[int, ...], tuple[tuple[
             yield "-".join(filter(None, (layout, mode))), shape, (*extra, ("layout", layout))
     if plain in IMAGES:
         yield LARGE, (2, 45, 46, 64), (*groups, ("layout", "NHWC"))
+    yield NO_EPS, (5, 6, 7, 16), (*groups, ("layout", "NHWC"), ("eps", 0.0))
     if plain == "group_norm":
         yield VECTORS, (5, 2, 6, 7, 8), (("groups", 4), ("channels", 12), ("layout", "NCHWc8"))
     if plain == "batch_norm":
@@ -275,10 +294,10 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
         elements = 2**22 if rng.random() < 0.15 else 2**19  # rows enough that a group takes several at a time
         rows = drawn.axes(rng, int(rng.integers(1, 3)), elements / length, 300 if elements < 2**20 else 4000)
         shape: tuple[int, ...] = (*rows, length)
+        options: dict[str, Any] = {}
         if engine != "hopper" and len(shape) > 2 and rng.random() < 0.3:
-            axis = (1, -1) if plain == ROWS[2] or rng.random() < 0.5 else (0,)
-            return NormCase(op, engine, dtype, name, shape, (("axis", axis),))
-        return NormCase(op, engine, dtype, name, shape, ())
+            options["axis"] = (1, -1) if plain == ROWS[2] or rng.random() < 0.5 else (0,)
+        return _with_eps(NormCase(op, engine, dtype, name, shape, tuple(options.items())), rng)
     rank = int(drawn.pick(rng, {1: 2, 2: 5, 3: 1}))
     layout = drawn.layout(rng, rank, last=engine == "hopper")
     large = rng.random() < 0.25  # more than a block, a cluster, a round of what stays can hold
@@ -286,7 +305,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
     c = drawn.channels(rng, 10240 if wide else 320 if large else 1280)
     c = 8 * int(rng.integers(256, 1280)) if wide and rng.random() < 0.5 else c
     c = -(-c // 32) * 32 if "c" in layout else c
-    options: dict[str, Any] = {"layout": layout}
+    options = {"layout": layout}
     if "c" in layout and plain == "group_norm":
         options["channels"] = c
     if plain == "group_norm":
@@ -299,7 +318,14 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> NormCase:
         across = drawn.between(rng, 1, 200) if rank > 1 else pixels
         sizes = (*(1,) * (rank - 2), *(pixels // across,) * (rank > 1), across)
     n = drawn.batch(rng, (2**22 if large else 2**19) / (c * math.prod(sizes)))
-    return NormCase(op, engine, dtype, name, drawn.laid_out(layout, n, c, sizes), tuple(options.items()))
+    shape = drawn.laid_out(layout, n, c, sizes)
+    return _with_eps(NormCase(op, engine, dtype, name, shape, tuple(options.items())), rng)
+
+
+def _with_eps(case: NormCase, rng: drawn.Generator) -> NormCase:
+    """The case, or sometimes with an eps of 0, where what is normalised is too long for all integers to be equal."""
+    long = math.prod(case.view.shape[axis] for axis in case.view.axes) >= 16
+    return dataclasses.replace(case, options=(*case.options, ("eps", 0.0))) if long and rng.random() < 0.15 else case
 
 
 ELEMENTS = 1 << 23  # of any array, so that a call with all of its arrays and guards fits a share of a GPU's memory
@@ -339,13 +365,14 @@ def samples(case: NormCase) -> tuple[tuple[int | None, ...], int] | None:
 
 
 def facets(case: NormCase) -> set[str]:
-    """A dtype, a blend, channel vectors; a large image of every dtype for the engine whose kernels may share it, and
-    one for XLA. Engine "ordered" takes seconds to compile: of it no large image, and dtypes beside float32 in turn.
+    """A dtype, a blend, channel vectors; an eps of 0 and a large image, of every dtype for the engine with kernels, and
+    one for XLA. Engine "ordered" takes seconds to compile: of it neither, and dtypes beside float32 in turn.
     """
-    large = {"hopper": f"{case.dtype} {LARGE}", "xla": LARGE}.get(case.engine, "") if case.variant == LARGE else ""
+    of_dtypes = {"hopper": f"{case.dtype} {case.variant}", "xla": case.variant}
+    own = of_dtypes.get(case.engine, "") if case.variant in (LARGE, NO_EPS) else ""
     turn = ("bf16", "f16", "f64")[OPS.index(case.op) % 3]
     dtype = case.dtype if case.engine != "ordered" or case.dtype in ("f32", turn) else ""
-    return {dtype, _blend_of(case.variant), large, case.variant if case.variant == VECTORS else ""}
+    return {dtype, _blend_of(case.variant), own, case.variant if case.variant == VECTORS else ""}
 
 
 def judge(

@@ -108,12 +108,13 @@ class StatsCase(Case):
         return lambda *v: function(*v[:count], *extra, **named(v[count:]), **options)
 
     def kinds(self) -> tuple[str, ...]:
-        return ("normal", "integers")
+        """In "large" data dy (x - mean) leaves the range, but not times rstd."""
+        return ("normal", "integers", *["large"] * (self.op == "dbn_weight" and self.dtype != "f16"))
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         draw = lambda *s: rng.integers(-4, 5, s).astype(np.float64) if kind == "integers" else rng.normal(0.5, 1, s)
         if "layout" in self.options:
-            return self._images(draw)
+            return self._images(draw, *(2.0**80, 2.0**52) if kind == "large" else (1, 1))
         x = draw(COUNT, CHANNELS)
         made = {"total": x.sum(0), "squares": (x * x).sum(0)}
         arrays = [made[name] if name in made else draw(CHANNELS) for name in self.names]
@@ -122,7 +123,7 @@ class StatsCase(Case):
         arrays = [np.abs(v) if name.endswith("variance") else v for name, v in zip(self.names, arrays, strict=True)]
         return tuple(v.astype(self.in_dtype) for v in arrays)
 
-    def _images(self, draw: Callable[..., np.ndarray]) -> tuple[np.ndarray, ...]:
+    def _images(self, draw: Callable[..., np.ndarray], of_dy: float, of_x: float) -> tuple[np.ndarray, ...]:
         """x, and dy, and numbers of every channel; statistics are wide, r a power of two where numbers are whole."""
         shape = self.shape
         channels = of_batch(np.empty(shape), "spatial", self.options["layout"]).own
@@ -132,10 +133,10 @@ class StatsCase(Case):
             return tuple(v.astype(self.in_dtype) for v in arrays)
         wide = np.float64 if self.x64 else np.float32
         images, (mean, scale) = (draw(*shape), draw(*shape)), (draw(*channels), draw(*channels))
-        rstd = 2.0 ** np.round(np.abs(mean))
+        rstd = 2.0 ** np.round(np.abs(mean)) / of_x
         return (
-            *(v.astype(self.in_dtype) for v in images),
-            mean.astype(wide),
+            *((v * size).astype(self.in_dtype) for v, size in zip(images, (of_dy, of_x), strict=True)),
+            (mean * of_x).astype(wide),
             rstd.astype(wide),
             scale.astype(self.in_dtype),
         )

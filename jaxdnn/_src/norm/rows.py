@@ -58,7 +58,8 @@ def layer_norm(
       2^128, so deviations below 1.8e19 / √n. Beyond, the inverse deviation is 0 or NaN, y the bias alone or NaN, and dx
       and dscale are 0 or NaN. With an eps of 0 deviations must be above 2^-62, or their squares may count as 0 and y is
       not finite; a variance far below eps counts nothing anyway. The sums of |x| and, in gradients, of |dy scale| and
-      (engine hopper) of |dy scale (x - μ)| must lie below 2^128 as well. In float64 the limits are 2^1024 and 2^-510.
+      of |dy scale h|, with h = (x - μ) / √(σ² + eps), must lie below 2^128 as well. In float64 the limits are 2^1024
+      and 2^-510.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.

@@ -242,8 +242,8 @@ def dbn_weight(
     Differentiation: any order, forward and reverse, in all arrays; mean and rstd count as independent of x.
 
     Numerics: in float32 (float64 for float64), in XLA's order. The mean is subtracted before anything is multiplied, so
-      dscale loses no digits to it. In dx, factor_x x and the summand cancel where the mean is many deviations from 0;
-      `batch_norm_dgrad` loses nothing so.
+      dscale loses no digits to it, and dy is multiplied by what is normalised, whatever the range of x. In dx, factor_x
+      x and the summand cancel where the mean is many deviations from 0; `batch_norm_dgrad` loses nothing so.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
@@ -265,7 +265,7 @@ def dbn_weight(
     center, inverse = (view.statistic(name, v, found) for name, v in (("mean", mean), ("rstd", rstd)))
     arguments.require("dbn_weight", determinism, "run_to_run", "it adds over the batch")
     channels = lambda v: v.reshape(view.parameters)
-    dscale = channels(jnp.sum(dy * (x.astype(found.accumulate) - center), view.axes)) * channels(inverse)
+    dscale = channels(jnp.sum(dy * ((x.astype(found.accumulate) - center) * inverse), view.axes))
     dbias = channels(jnp.sum(dy, view.axes))
     m = jnp.asarray(x.size // max(1, math.prod(view.parameters)), found.accumulate)
     factor_dy = channels(inverse if scale is None else inverse * view.parameter("scale", scale, found))

@@ -105,14 +105,14 @@ def statistics(x: Array, scale: Array | None, *, eps: float, config: ColumnPlan 
     return Statistics(mean, rstd, variance, rest, factor[0] if factor else rstd)
 
 
-def sums(dy: Array, x: Array, mean: Array, config: ColumnPlan | None = None) -> Array:
-    """Σ dy, Σ dy (x - mean) and, of float32, Σ (x - mean) of the columns of dy and x, (rows, columns) both."""
+def sums(dy: Array, x: Array, mean: Array, rstd: Array, config: ColumnPlan | None = None) -> Array:
+    """Σ dy, Σ dy h and, of float32, Σ h of the columns of dy and x, (rows, columns) both, with h = (x - mean) rstd."""
     found = config or _found(backward_plan, x)
     count = batch_ptx.sums_of(found)
     shapes = ((found.splits, count, found.columns),)
     (parts,) = _walked(
         batch_ptx.sums(found),
-        [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean],
+        [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean, rstd],
         shapes,
         found,
         count * found.elements,

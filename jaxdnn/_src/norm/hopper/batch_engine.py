@@ -76,9 +76,9 @@ def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
 
 
 def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array, *scales: Array) -> Any:
-    """dx = (r s) dy - (r s) Σ dy / n - (x - μ) (r r s) Σ dy h / n, ds = Σ dy h and db = Σ dy, with h = (x - μ) r.
+    """dx = (r s) dy - (r s) Σ dy / n - h (r s) Σ dy h / n, ds = Σ dy h and db = Σ dy, with h = (x - μ) r.
 
-    If x is as wide as μ, Σ (x - μ) / n, the rounding error of the saved mean, is subtracted too.
+    If x is as wide as μ, Σ h / n, which the rounding error of the saved mean leaves, is subtracted from h.
     """
     from jaxdnn._src.norm.hopper import batch
 
@@ -86,18 +86,19 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
     rows, columns = _sizes(call)
     # The kernel reads dy from memory, and so shall the pass that follows, for which XLA would compute it again.
     dy = lax.optimization_barrier(dy)
-    found = batch.sums(dy.reshape(rows, columns), x.reshape(rows, columns), mean.reshape(columns))
+    wide, of_columns = (lambda v: v.reshape(rows, columns)), (lambda v: v.reshape(columns))
+    found = batch.sums(wide(dy), wide(x), of_columns(mean), of_columns(rstd))
     total, along, *rest = (v.reshape(mean.shape) for v in found)
     share = jnp.asarray(1 / rows, spec.accumulate)
     less = rest[0] * share if rest else None
-    ds = rstd * (along if less is None else along - less * total)
+    ds = along if less is None else along - less * total
     factor = rstd * scales[0] if scales else rstd
     # The barrier keeps XLA from computing these again for every element in the pass that follows.
-    made = (factor, factor * (total * share), rstd * factor * (ds * share))
+    made = (factor, factor * (total * share), factor * (ds * share))
     factor, of_g, of_gh = lax.optimization_barrier(made)
-    centred = x.astype(spec.accumulate) - mean
-    centred = centred if less is None else centred - less
-    dx = (dy.astype(spec.accumulate) * factor - of_g) - centred * of_gh
+    h = (x.astype(spec.accumulate) - mean) * rstd
+    h = h if less is None else h - less
+    dx = (dy.astype(spec.accumulate) * factor - of_g) - h * of_gh
     return nearest(dx, spec.out_dtype), ds, total
 
 

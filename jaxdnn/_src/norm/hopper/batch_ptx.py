@@ -18,9 +18,10 @@ and `merge` merges those of the splits.
 
 Gradients, reading dy and x once. A thread accumulates, row after row, for each of its columns
 
-    Σ dy        Σ dy (x - μ)        and for float32 Σ (x - μ), which corrects for the rounding of the saved mean
+    Σ dy        Σ dy h        and for float32 Σ h, which corrects for the rounding of the saved mean
 
-and these are added over the lines of a block; XLA adds the splits' sums. `batch_walk` states the order of both.
+with h = (x - μ) / σ, and these are added over the lines of a block; XLA adds the splits' sums. `batch_walk` states the
+order of both.
 
 Sources: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
 
@@ -260,14 +261,14 @@ def sums_of(plan: ColumnPlan) -> int:
 
 @ft.lru_cache
 def sums(plan: ColumnPlan) -> str:
-    """The PTX of the kernel; operands: dy, x, mean, the splits' sums (splits, 2 or 3, columns), shared memory."""
+    """The PTX of the kernel; operands: dy, x, mean, rstd, the splits' sums (splits, 2 or 3, columns), shared memory."""
     return _Sums(plan).code()
 
 
 class _Sums(Walk):
     def __init__(self, plan: ColumnPlan) -> None:
-        super().__init__(plan, 2, ("dy", "x", "mean", "sums"))
-        self.mean = self.per_column("mean", "f32")
+        super().__init__(plan, 2, ("dy", "x", "mean", "rstd", "sums"))
+        self.mean, self.rstd = (self.per_column(name, "f32") for name in ("mean", "rstd"))
         new = lambda: [self.e.f("mov.f32", ZERO) for _ in range(plan.elements)]
         self.sums = [new() for _ in range(sums_of(plan))]
 
@@ -276,17 +277,17 @@ class _Sums(Walk):
         return [value for total in self.sums for value in total]
 
     def add(self, chunks: Sequence[Words], exist: Sequence[str] = ()) -> None:
-        """Rows that do not exist have a dy of 0."""
+        """Rows that do not exist have a dy and an h of 0."""
         e, dtype = self.e, self.plan.dtype
         of_dy, along, *rest = self.sums
         for i, (words, others) in enumerate(zip(*chunks, strict=True)):
             for j, (dy, x) in enumerate(zip(e.unpack(dtype, words), e.unpack(dtype, others), strict=True)):
-                centred = e.f("sub.rn.f32", x, self.mean[j])
+                h = e.f("mul.rn.f32", e.f("sub.rn.f32", x, self.mean[j]), self.rstd[j])
+                h = e.f("selp.f32", h, ZERO, exist[i]) if exist else h
                 e.op("add.rn.f32", of_dy[j], of_dy[j], dy)
-                e.op("fma.rn.f32", along[j], dy, centred, along[j])
+                e.op("fma.rn.f32", along[j], dy, h, along[j])
                 for total in rest:
-                    own = e.f("selp.f32", centred, ZERO, exist[i]) if exist else centred
-                    e.op("add.rn.f32", total[j], total[j], own)
+                    e.op("add.rn.f32", total[j], total[j], h)
 
     def join(self, others: Sequence[str]) -> None:
         for value, other in zip(self.values, others, strict=True):

@@ -128,22 +128,22 @@ def _backward_in_slices(
     outs += [jax.ShapeDtypeStruct((images * merged, groups), jnp.float32) for _ in names]
     code = group_slices_ptx.gradient_sums(first, merged, scale=scale is not None)
     shape = _shape(first, images * merged * first.parts, 2)
-    each, *sums = launch(code, [dy, x, mean, *given], outs, name="group_norm_dgrad_sums", **shape)
+    each, *sums = launch(code, [dy, x, mean, rstd, *given], outs, name="group_norm_dgrad_sums", **shape)
     code = group_slices_ptx.apply_gradients(second, images, slices, merged, scale=scale is not None)
     outs = [jax.ShapeDtypeStruct(x.shape, out_dtype)] + [jax.ShapeDtypeStruct((images, groups), jnp.float32)] * wide
     shape = _shape(second, images * slices * second.parts, 2)
     dx, *rest = launch(code, [dy, x, mean, rstd, *given, *sums], outs, name="group_norm_dgrad_apply", **shape)
-    return dx, *merged_gradients(each, rstd, *rest)
+    return dx, *merged_gradients(each, *rest)
 
 
-def merged_gradients(each: Array, rstd: Array, rest: Array | None = None) -> tuple[Array, Array]:
-    """dscale and dbias from the blocks' sums of dy (x - saved mean) and of dy, where rest = mean - saved mean."""
-    images, groups = rstd.shape
-    along, plain = jnp.moveaxis(jnp.sum(each.reshape(images, -1, *each.shape[1:]), 1), 1, 0)
-    of_channels = lambda v: jnp.repeat(v, each.shape[-1] // groups, 1)
+def merged_gradients(each: Array, rest: Array | None = None) -> tuple[Array, Array]:
+    """dscale and dbias from the blocks' sums of dy h and of dy; rest: the mean h of images and groups, to subtract."""
     if rest is not None:
-        along = along - of_channels(rest) * plain
-    return jnp.sum(along * of_channels(rstd), 0), jnp.sum(plain, 0)
+        images, groups = rest.shape
+        along, plain = jnp.moveaxis(jnp.sum(each.reshape(images, -1, *each.shape[1:]), 1), 1, 0)
+        return jnp.sum(along - jnp.repeat(rest, each.shape[-1] // groups, 1) * plain, 0), jnp.sum(plain, 0)
+    dscale, dbias = jnp.sum(each, 0)
+    return dscale, dbias
 
 
 def _plan(x: Array, groups: int, out_dtype: Any, arrays: int) -> ImagePlan | SlicePlan:

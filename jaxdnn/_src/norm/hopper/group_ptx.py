@@ -3,7 +3,8 @@
 Forward, m is the mean of the first rounds, the sample. From the sums of d = x - m and of d² over all values follow
 μ = m + Σ d / n and σ² = Σ d² / n - (Σ d / n)². Where the sample is all values, m - μ is a rounding error, and nothing
 cancels. Otherwise (m - μ)² is at most σ² times the rounds over those sampled, and as a rule far smaller. In float32 μ
-is subtracted as the two numbers m and Σ d / n. Backward in float32, Σ (x - μ) corrects for the rounding of the saved μ.
+is subtracted as the two numbers m and Σ d / n. Backward in float32, Σ h corrects for the rounding of the saved μ, where
+h = (x - μ) / σ. It is h that dy is multiplied by, for dy (x - μ) may leave float32's range where dy h does not.
 
 `group_vectors` states which thread processes what, `group_sums` the order of additions.
 
@@ -12,6 +13,7 @@ It is PTX text, which an empty Pallas kernel embeds. Plain Pallas was not measur
 
 import functools as ft
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxdnn._src.hopper.ptx import SIZES, Emitter, real
 from jaxdnn._src.norm.hopper.group_cells import ZERO
@@ -120,7 +122,7 @@ def times(e: Emitter, values: Sequence[str], factor: str) -> list[str]:
 def backward(plan: ImagePlan, *, scale: bool, images: int = 0, clusters: int = 0) -> str:
     """The PTX of the backward op; operands: dy, x, mean, rstd, [scale], dx, the blocks' sums, shared memory.
 
-    The blocks' sums are (images, blocks of a cluster, 2, channels): of dy h, where h = (x - μ) / σ, and of dy.
+    The blocks' sums are (images, blocks of a cluster, 2, channels): of dy h and of dy.
     `images` and `clusters` as for `forward`.
     """
     names = ["dy", "x", "mean", "rstd", *["scale"] * scale, "dx", "sums"]
@@ -128,30 +130,48 @@ def backward(plan: ImagePlan, *, scale: bool, images: int = 0, clusters: int = 0
     k.vectors.copy()
     with k.each_part():
         of_channels = k.vectors.parameter("scale") if scale else []
-        image, cells = k.vectors.image, k.cells
-        mean, rstd = cells.to_channels(cells.load("mean", image)), cells.load("rstd", image)
-        totals, sums = added_gradients(k, mean, scale)
-        rest = gradients(k, mean, rstd, totals, plan.pixels, of_channels, len(k.vectors.chunks))
-        store_sums(k, sums, cells.to_channels(rest) if rest else [], cells.to_channels(rstd))
+        saved = load_saved(k, k.vectors.image)
+        totals, sums = added_gradients(k, saved, scale)
+        rest = gradients(k, saved, totals, plan.pixels, of_channels, len(k.vectors.chunks))
+        store_sums(k, sums, k.cells.to_channels(rest) if rest else [])
     return k.e.text()
 
 
-def added_gradients(k: Kernel, mean: list[str], scale: bool) -> tuple[list[list[str]], str]:
-    """For each of the thread's cells Σ g (x - mean), Σ g, where g = dy scale, and for float32 Σ (x - mean).
+class Saved(NamedTuple):
+    """The saved statistics at each of the thread's channels, and 1 / σ of its cells."""
 
-    Also the address in shared memory of the block's sums of its channels: dy (x - mean), dy, and x - mean.
+    mean: list[str]
+    rstd: list[str]
+    of_cells: list[str]
+
+
+def load_saved(k: Kernel, image: str) -> Saved:
+    """The statistics of an image."""
+    mean, rstd = (k.cells.load(name, image) for name in ("mean", "rstd"))
+    return Saved(k.cells.to_channels(mean), k.cells.to_channels(rstd), rstd)
+
+
+def _normalised(k: Kernel, words: Words, saved: Saved) -> list[str]:
+    """h of a vector, with the saved statistics."""
+    values = zip(k.vectors.unpack(words["x"]), saved.mean, saved.rstd, strict=True)
+    return [k.e.f("mul.rn.f32", k.e.f("sub.rn.f32", x, mean), rstd) for x, mean, rstd in values]
+
+
+def added_gradients(k: Kernel, saved: Saved, scale: bool) -> tuple[list[list[str]], str]:
+    """For each of the thread's cells Σ g h, Σ g, where g = dy scale, and for float32 Σ h.
+
+    Also the address in shared memory of the block's sums of its channels: dy h, dy, and h.
     """
     e, wide = k.e, k.plan.dtype == "f32"
     along, plain, rests = k.zeros(), k.zeros(), k.zeros() if wide else []
 
     def add(words: Words, _: str, __: int) -> None:
         dy = k.vectors.unpack(words["dy"])
-        for i, value in enumerate(k.vectors.unpack(words["x"])):
-            d = e.f("sub.rn.f32", value, mean[i])
-            e.op("fma.rn.f32", along[i], dy[i], d, along[i])
+        for i, h in enumerate(_normalised(k, words, saved)):
+            e.op("fma.rn.f32", along[i], dy[i], h, along[i])
             e.op("add.rn.f32", plain[i], plain[i], dy[i])
             if wide:
-                e.op("add.rn.f32", rests[i], rests[i], d)
+                e.op("add.rn.f32", rests[i], rests[i], h)
 
     k.vectors.for_each(add)
     return k.totals_from_channels([along, plain, *([rests] if wide else [])], _weigher(k, "scale" if scale else ""))
@@ -173,27 +193,21 @@ def _weigher(k: Kernel, name: str) -> Weigh:
 
 
 def gradients(
-    k: Kernel,
-    mean: list[str],
-    rstd: list[str],
-    totals: list[list[str]],
-    pixels: int,
-    of_channels: list[str],
-    arrived: int,
+    k: Kernel, saved: Saved, totals: list[list[str]], pixels: int, of_channels: list[str], arrived: int
 ) -> list[str]:
-    """Stores dx of the thread's vectors, from the totals of its cells; returns Σ (x - mean) / n for float32."""
+    """Stores dx of the thread's vectors, from the totals of its cells; returns Σ h / n for float32."""
     e, plan, cells, wide = k.e, k.plan, k.cells, k.plan.dtype == "f32"
     share = real(1 / (pixels * plan.group))
-    of_gd, of_g, rest = [*totals, []][:3]
+    of_gh, of_g, rest = [*totals, []][:3]
     if wide:  # corrects for the rounding of the saved mean
         rest = times(e, rest, share)
-        of_gd = [e.f("fma.rn.f32", e.f("neg.f32", r), g, a) for r, g, a in zip(rest, of_g, of_gd, strict=True)]
-    # dx = r (g - Σ g / n - h Σ g h / n) = dy (r s) + (d b + a), where a and b hold what a group has in common.
-    square = [e.f("mul.rn.f32", r, r) for r in rstd]
-    a = [e.f("neg.f32", e.f("mul.rn.f32", v, r)) for v, r in zip(times(e, of_g, share), rstd, strict=True)]
-    b = [e.f("mul.rn.f32", v, r) for v, r in zip(times(e, of_gd, share), rstd, strict=True)]
-    b = [e.f("neg.f32", e.f("mul.rn.f32", v, s)) for v, s in zip(b, square, strict=True)]
-    factor = cells.to_channels(rstd)
+        of_gh = [e.f("fma.rn.f32", e.f("neg.f32", r), g, a) for r, g, a in zip(rest, of_g, of_gh, strict=True)]
+    # dx = r (g - Σ g / n - h Σ g h / n) = dy (r s) + (h b + a), where a and b hold what a group has in common.
+    a, b = (
+        [e.f("neg.f32", e.f("mul.rn.f32", v, r)) for v, r in zip(times(e, total, share), saved.of_cells, strict=True)]
+        for total in (of_g, of_gh)
+    )
+    factor = saved.rstd
     if of_channels:
         factor = [e.f("mul.rn.f32", *pair) for pair in zip(factor, of_channels, strict=True)]
     a, b, correction = cells.to_channels(a), cells.to_channels(b), cells.to_channels(rest) if wide else []
@@ -201,21 +215,20 @@ def gradients(
 
     def write(words: Words, index: str, number: int) -> None:
         dx, dy = [], k.vectors.unpack(words["dy"])
-        for i, value in enumerate(k.vectors.unpack(words["x"])):
-            d = e.f("sub.rn.f32", value, mean[i])
-            d = e.f("sub.rn.f32", d, correction[i]) if wide else d
-            dx.append(e.f("fma.rn.f32", dy[i], factor[i], e.f("fma.rn.f32", d, b[i], a[i])))
+        for i, h in enumerate(_normalised(k, words, saved)):
+            h = e.f("sub.rn.f32", h, correction[i]) if wide else h
+            dx.append(e.f("fma.rn.f32", dy[i], factor[i], e.f("fma.rn.f32", h, b[i], a[i])))
         k.vectors.store(target, index, number, dx)
 
     k.vectors.for_each(write, arrived=arrived, refill=True)
     return rest
 
 
-def store_sums(k: Kernel, sums: str, rest: Sequence[str], rstd: Sequence[str]) -> None:
-    """Stores the block's sums of channels to device memory, in the threads of its first row.
+def store_sums(k: Kernel, sums: str, rest: Sequence[str]) -> None:
+    """Stores the block's sums of dy h and dy of its channels to device memory, in the threads of its first row.
 
-    sums: their address in shared memory. From those of dy (x - mean) and of dy come, with `rest` = μ - mean and `rstd`,
-    those of dy h and of dy; without these two they are stored as they are.
+    sums: their address in shared memory. rest: Σ h / n of each channel's group, by which each h is too large, or
+    nothing.
     """
     e, plan, vectors = k.e, k.plan, k.vectors
     first = e.p("setp.eq.u32", vectors.row, 0)
@@ -231,7 +244,5 @@ def store_sums(k: Kernel, sums: str, rest: Sequence[str], rstd: Sequence[str]) -
         if rest:
             less = [e.f("neg.f32", rest[start + i]) for i in range(4)]
             along = [e.f("fma.rn.f32", r, g, a) for r, g, a in zip(less, plain, along, strict=True)]
-        if rstd:
-            along = [e.f("mul.rn.f32", a, rstd[start + i]) for i, a in enumerate(along)]
         for i, values in enumerate((along, plain)):
             e.store_floats("global", f"[{target}+{4 * (i * plan.channels + start)}]", values, when=first)

@@ -16,7 +16,7 @@ from jaxdnn._src.hopper.ptx import real
 from jaxdnn._src.norm.hopper.group_cells import ZERO
 from jaxdnn._src.norm.hopper.group_exchange import BLOCK
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan
-from jaxdnn._src.norm.hopper.group_ptx import added_gradients, gradients, moments, normalise, store_sums
+from jaxdnn._src.norm.hopper.group_ptx import added_gradients, gradients, load_saved, moments, normalise, store_sums
 from jaxdnn._src.norm.hopper.group_sums import Kernel, lanes_of, turns_of
 
 Slices = Sequence[tuple[Sequence[str], str]]  # a lane's: the values of each slice, and a predicate, whether it exists
@@ -139,22 +139,22 @@ def apply(plan: ImagePlan, images: int, slices: int, merged: int, *, eps: float,
 
 def sums_of_groups(dtype: str) -> list[str]:
     """The names of the sums that the first kernel stores for the second."""
-    return ["of_gd", "of_g", *["rest"] * (dtype == "f32")]
+    return ["of_gh", "of_g", *["rest"] * (dtype == "f32")]
 
 
 @ft.lru_cache
 def gradient_sums(plan: ImagePlan, merged: int, *, scale: bool) -> str:
     """The PTX of the sums of slices, `merged` of them for each image; the plan is that of a slice.
 
-    Operands: dy, x, mean, [scale], the blocks' sums as for `backward`, but of dy (x - mean) instead of dy h, then for
-    each slice and group Σ g (x - mean), Σ g and, for float32, Σ (x - mean), shared memory.
+    Operands: dy, x, mean, rstd, [scale], the blocks' sums as for `backward`, of h by the saved mean, then for each
+    slice and group Σ g h, Σ g and, for float32, Σ h, shared memory.
     """
     names = sums_of_groups(plan.dtype)
-    k = Kernel(plan, ["dy", "x", "mean", *["scale"] * scale, "sums", *names], ["dy", "x"])
+    k = Kernel(plan, ["dy", "x", "mean", "rstd", *["scale"] * scale, "sums", *names], ["dy", "x"])
     k.vectors.copy()
     image = k.vectors.divided(k.vectors.image, merged)[0]
-    totals, sums = added_gradients(k, k.cells.to_channels(k.cells.load("mean", image)), scale)
-    store_sums(k, sums, [], [])
+    totals, sums = added_gradients(k, load_saved(k, image), scale)
+    store_sums(k, sums, [])
     k.cells.store(dict(zip(names, totals, strict=True)), k.vectors.image)
     return k.e.text()
 
@@ -163,8 +163,7 @@ def gradient_sums(plan: ImagePlan, merged: int, *, scale: bool) -> str:
 def apply_gradients(plan: ImagePlan, images: int, slices: int, merged: int, *, scale: bool) -> str:
     """The PTX of dx from the sums of `merged` slices of each image; plan and slices as for `apply`.
 
-    Operands: dy, x, mean, rstd, [scale], the sums of groups, dx, for float32 Σ (x - mean) / n (images, groups), shared
-    memory.
+    Operands: dy, x, mean, rstd, [scale], the sums of groups, dx, for float32 Σ h / n (images, groups), shared memory.
     """
     names, wide = sums_of_groups(plan.dtype), plan.dtype == "f32"
     operands = ["dy", "x", "mean", "rstd", *["scale"] * scale, *names, "dx", *["left"] * wide]
@@ -172,9 +171,9 @@ def apply_gradients(plan: ImagePlan, images: int, slices: int, merged: int, *, s
     k.vectors.copy()
     of_channels = k.vectors.parameter("scale") if scale else []
     image, number = k.vectors.divided(k.vectors.image, slices)
-    mean, rstd = k.cells.to_channels(k.cells.load("mean", image)), k.cells.load("rstd", image)
+    saved = load_saved(k, image)
     totals = merged_sums(k, image, merged, names)
-    rest = gradients(k, mean, rstd, totals, plan.pixels * slices, of_channels, 0)
+    rest = gradients(k, saved, totals, plan.pixels * slices, of_channels, 0)
     if wide:
         k.cells.store({"left": rest}, image, k.e.p("setp.eq.u32", number, 0))
     return k.e.text()

@@ -148,26 +148,24 @@ def backward(
     def work(step: Step) -> Any:
         rows, share = step.rows, 1 / x.shape[1]
         mean, rstd = step.numbers
-        dy, d = ([v.astype(F32) for v in values] for values in step.sources)
-        if centred:
-            d = [v - rows.wide(mean) for v in d]
+        dy, h = ([v.astype(F32) for v in values] for values in step.sources)
+        # Normalised before anything is summed: dy (x - mean) may leave float32's range where dy h does not.
+        h = [(v - rows.wide(mean) if centred else v) * rows.wide(rstd) for v in h]
         scales = [step.parameters(slot) for slot in range(rows.slots)]
         g = [v * s[0] if s else v for v, s in zip(dy, scales, strict=True)]
-        terms = [[a * b for a, b in zip(g, d, strict=True)], *([g] if centred else []), *([d] if corrects else [])]
+        terms = [[a * b for a, b in zip(g, h, strict=True)], *([g] if centred else []), *([h] if corrects else [])]
         along, *others = step.exchange.join(*(rows.parts(values) for values in terms))
-        total = others[0] * share if centred else None
-        if corrects:  # for the rounding of the saved mean
-            rest = lax.optimization_barrier(others[1] * share)
+        total, *rests = (lax.optimization_barrier(v * share) for v in others) if centred else (None,)
+        for rest in rests:  # corrects for the rounding of the saved mean
             along = along - rest * others[0]
-            d = [v - rows.wide(rest) for v in d]
-        along = lax.optimization_barrier(along * rstd * share)
+            h = [v - rows.wide(rest) for v in h]
+        along = lax.optimization_barrier(along * share)
 
         def slots() -> Iterator[tuple[Array, ...]]:
-            for dy_slot, g_slot, d_slot in zip(dy, g, d, strict=True):
-                h = d_slot * rows.wide(rstd)
+            for dy_slot, g_slot, h_slot in zip(dy, g, h, strict=True):
                 inner = g_slot - rows.wide(total) if total is not None else g_slot
                 counted = step.counted(dy_slot)
-                yield (inner - h * rows.wide(along)) * rows.wide(rstd), counted * h, counted
+                yield (inner - h_slot * rows.wide(along)) * rows.wide(rstd), counted * h_slot, counted
 
         return slots(), ()
 
