@@ -37,10 +37,13 @@ def determinism(level: str, /) -> Iterator[None]:
     Returns:
       A context manager. An op inside picks an engine that guarantees the level, or raises when it is traced.
 
-    Differentiation: first derivatives taken inside require the level of their own engines too. Run_to_run whatever the
-      level are sums over the batch, XLA's: the gradients in a bias (`jaxdnn.conv_bgrad` itself would raise), in other
-      parameters that images share, and in alpha and beta; and what differentiates a backward op in more than the
-      gradient that it is linear in.
+    Differentiation: first derivatives taken inside require the level of their own engines too, and so do those of any
+      order where they are such calls again: of convolutions without an activation, of resampling, of pooling by maximum
+      or average, and of dropout in x. Other ops differentiate XLA's formula from the second derivative on: run_to_run.
+      Sums over the batch that XLA adds are run_to_run whatever the level: the gradients in a convolution's bias
+      (`jaxdnn.conv_bgrad` itself would raise), in parameters of a normalisation that examples share, and in alpha and
+      beta. Those in dropout's bias, in an operand that `add` or `op_tensor` broadcasts, and in `affine_grid`'s theta
+      are added on a tree from "batch_invariant" on: mesh_invariant.
 
     Numerics: the level changes which engine serves a call, hence the order of additions, never the formula.
 
