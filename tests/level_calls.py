@@ -77,6 +77,8 @@ def once_broken() -> Iterator[LevelCall]:
     yield LevelCall("lrn", ft.partial(dnn.lrn, n=3, lrn_alpha=0.5), (images,), **f32)
     yield LevelCall("divisive_norm", dnn.divisive_norm, (images,), **f32)
     yield LevelCall("lp_normalize", dnn.lp_normalize, (rows,), **f32)
+    cubes = ft.partial(dnn.lp_normalize, p=3.0, axis=(1, 2, 3))
+    yield LevelCall("lp_normalize of whole images", cubes, (images,), **f32)
 
 
 def _dtype(rng: np.random.Generator) -> tuple[str, Any]:

@@ -136,6 +136,15 @@ def test_functions_of_one_element(name: str):
         same_bits(one, np.asarray(other))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_quotient_by_one_number_for_all_is_a_quotient(dtype: Any):
+    """XLA would multiply by the reciprocal, and did where the number is known only when the program runs."""
+    a = drawn(dtype)[0]
+    for b in (np.full((1,) * a.ndim, 0.7, dtype), np.asarray(3, dtype)):
+        same_bits(jax.jit(lambda a, b: quotient(a, jnp.broadcast_to(b, a.shape)))(a, b), a / b)
+    same_bits(jax.jit(lambda a: quotient(a, jnp.full_like(a, 3)))(a), a / dtype(3))
+
+
 def test_a_product_with_a_tangent_is_rounded_and_linear():
     a, v, c = drawn(np.float32)
     found = jax.jit(lambda a, v, c: product(a, v) + c)(*map(jnp.asarray, (a, v, c)))
