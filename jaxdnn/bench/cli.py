@@ -30,7 +30,7 @@ from jaxdnn._src.cases.timed import Between, Case
 from jaxdnn._src.core import engines, files, selection, timing, tuned
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
-from jaxdnn.bench import peers
+from jaxdnn.bench import ops, peers
 from jaxdnn.bench.train import measure as train
 
 CORPUS, PEERS = "corpus", ("lax", "torch")
@@ -40,8 +40,8 @@ TOTALS = "all others", "all that are held out"  # of the summary
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn bench`."""
     on_gpu = jax.default_backend() == "gpu"
-    whole = "what to measure: the ops of a family, or with `train` whole training steps"
-    parser.add_argument("op", choices=(*families.with_timed(), "train"), help=whole)
+    whole = "what to measure: the ops of a family, with `train` whole training steps, with `ops` every op and plain JAX"
+    parser.add_argument("op", choices=(*families.with_timed(), "ops", "train"), help=whole)
     parser.add_argument(
         "--family",
         action="append",
@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints a table while it goes and a summary, and writes the JSON after every row."""
     if args.op == "train":
         return train.run(args, provenance)
+    if args.op == "ops":
+        return ops.run(args, provenance)
     own, of_networks = families.timed(args.op), networks.cases(families.of_layer(args.op))
     if args.judge:
         _print_summary(judged(json.loads(args.judge.read_text()), [*own, *of_networks]))

@@ -160,6 +160,16 @@ def read_scale(name: str, value: Any) -> float | Array:
     return value
 
 
+def operand(value: Any) -> float | None:
+    """A scale as an operand of a call's program; None of 0 and 1, which decide what is computed, and of no number.
+
+    A number too small for float32 decides too: in an array it would be 0, beside which nothing is read.
+    """
+    if not checks.is_number(value) or value in (0, 1) or not abs(value) >= jnp.finfo(jnp.float32).tiny:
+        return None
+    return float(value)
+
+
 def along_channel(bias: Array, ndim: int, channel: int) -> Array:
     """A vector as an array that broadcasts along the channel axis."""
     return lax.expand_dims(bias, [axis for axis in range(ndim) if axis != channel])

@@ -2,11 +2,12 @@
 
 https://docs.jax.dev/en/latest/api_compatibility.html: `jax._src`, `jax.core`, `jax.extend`, `jax.interpreters`,
 `jax.experimental` and `jaxlib` may change with any release. Other files import such names from here, and a test looks
-at their imports. There are four kinds of them:
+at their imports. There are five kinds of them:
 
 * What every primitive needs. It is imported with jaxdnn, for there is no op without it.
 * `SHARDING`, which tells the partitioner how a call may be sharded. Where it is missing, kernels refuse programs that
   XLA shards over several devices, and XLA decides how its own programs are sharded.
+* `UNTRACED`, whether nothing is being traced. Without it a call outside of jit runs operation by operation.
 * `AHEAD`, where JAX keeps what kernels were lowered to. Without it XLA compiles them one after another.
 * `KERNELS`, in which kernels are written. Pallas is imported when the first kernel is used, so that `import jaxdnn`
   does not import it. Where one of these names is missing, engines that need it refuse with the name as the reason, and
@@ -18,7 +19,7 @@ import functools as ft
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -249,6 +250,8 @@ KERNELS = (
     ),
 )
 
+UNTRACED = _names("jax._src.core", "whether a call is made outside of all transformations", "trace_state_clean")
+
 AHEAD = _names(f"{_MOSAIC}.core", "the code of kernels, to compile it in another thread", "KNOWN_KERNELS")
 
 
@@ -257,6 +260,18 @@ def lacking(names: tuple[Name, ...]) -> str | None:
     """The first of the names that the installed JAX lacks, as a clause; None if it has all."""
     missing = next(filter(None, (name.lacking() for name in names)), None)
     return None if missing is None else f"JAX {jax.__version__} lacks {missing}"
+
+
+@ft.cache
+def _untraced() -> Callable[[], bool]:
+    if lacking(UNTRACED) is not None:
+        return lambda: False
+    return importlib.import_module("jax._src.core").trace_state_clean
+
+
+def untraced() -> bool:
+    """Whether a call is made outside of all of JAX's transformations; False too if JAX does not tell."""
+    return _untraced()()
 
 
 def may_need_devices(primitive: Any) -> None:

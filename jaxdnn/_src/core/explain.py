@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxdnn._src.core import checks, compat, engines, selection
+from jaxdnn._src.core import checks, compat, eager, engines, selection
 from jaxdnn._src.core.determinism import LEVELS, determinism
 
 P = ParamSpec("P")
@@ -191,14 +191,12 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """A public op that errors, traces and profiles name; `explain` finds by that name an op that has no primitive.
 
-    An op that a public op calls is part of that one.
+    An op that a public op calls is part of that one. Outside of jit an op runs as one program, see `eager`.
     """
     op = function.__name__
 
     @ft.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if engines.is_called():
-            return function(*args, **kwargs)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
         with engines.called(op):
             level = _level_of_formula(lambda: function(*args, **kwargs)) if _explaining.value else None
             with jax.named_scope(f"jaxdnn.{op}" if level is None else f"jaxdnn.{op}:{level}"):
@@ -206,6 +204,17 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         for result in jax.tree.leaves(found):
             checks.countable(f"`{op}`", result.shape)
         return found
+
+    program = eager.program(named)
+
+    @ft.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if engines.is_called():
+            return function(*args, **kwargs)
+        if compat.untraced():
+            with contextlib.suppress(Exception):  # raised again below, about what the user passed
+                return program(args, kwargs)
+        return named(*args, **kwargs)
 
     call.__module__ = "jaxdnn"  # where pickle finds it
     return call

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.activation.formulas import Parameter, read_activation
 from jaxdnn._src.core import checks, primitives, rounding, selection, windows
 from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.dropout import primitive
 from jaxdnn._src.dropout.fused import FusedSpec
@@ -66,7 +67,13 @@ class DropoutState:
         return {"seed": seed, "offset": BLOCK * used % 2**64}
 
 
+def _operand(key: Any) -> Any:
+    """A key that is no array as an operand of a call's program."""
+    return key if isinstance(key, DropoutState) else primitive.words(_below_2_64("key", key))
+
+
 @public
+@data(key=_operand)
 def dropout(
     x: ArrayLike,
     key: ArrayLike | DropoutState,
@@ -160,6 +167,7 @@ def dropout(
 
 
 @public
+@data(key=_operand)
 def dropout_mask(
     key: ArrayLike | DropoutState,
     shape: tuple[int, ...],

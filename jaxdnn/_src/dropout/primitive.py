@@ -74,9 +74,14 @@ primitives.define(
 # ---- 64-bit counts in two 32-bit words, the low one first ------------------------------------------------------------
 
 
-def pair(value: int) -> Array:
+def words(value: int) -> np.ndarray:
     """A number below 2^64 as two words."""
-    return jnp.asarray(np.array([value & 0xFFFFFFFF, value >> 32], np.uint32))
+    return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
+
+
+def pair(value: int) -> Array:
+    """The same as an array of JAX's."""
+    return jnp.asarray(words(value))
 
 
 def pair_of(value: Array) -> Array:

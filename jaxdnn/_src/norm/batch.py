@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.core import blending, checks
 from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, joined, nearest, product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
@@ -25,7 +26,14 @@ from jaxdnn._src.norm.arguments import Extras, Options, Types, View
 from jaxdnn._src.norm.devices import AxisName
 
 
+def weight(momentum: Any) -> float | None:
+    """A momentum as an operand of a call's program; what is no weight between 0 and 1 is none."""
+    found = blending.operand(momentum)
+    return found if found is not None and 0 < found < 1 else None
+
+
 @public
+@data(momentum=weight)
 def batch_norm(
     x: ArrayLike,
     /,

@@ -11,11 +11,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxdnn._src.core import checks
+from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm.arguments import Types, View
-from jaxdnn._src.norm.batch import read_running, updated_running
+from jaxdnn._src.norm.batch import read_running, updated_running, weight
 
 
 @public
@@ -66,6 +67,7 @@ def genstats(
 
 
 @public
+@data(momentum=weight)
 def bn_finalize(
     total: ArrayLike,
     squares: ArrayLike,

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees, windows
 from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import nearest_number, product, real, root, rounded
 from jaxdnn._src.tensor import folding
@@ -22,6 +23,7 @@ NAN_RULES = ("propagate", "ignore")
 
 
 @public
+@data(alpha=blending.operand, beta=blending.operand)
 def transform(
     x: ArrayLike,
     /,
@@ -149,6 +151,7 @@ def _with_channels(x: Array, channels: Any, vector: int) -> Array:
 
 
 @public
+@data(alpha=blending.operand, beta=blending.operand)
 def add(
     a: ArrayLike,
     c: ArrayLike,
@@ -211,6 +214,7 @@ def _broadcasts(name: str, value: Array, other_name: str, other: Array) -> None:
 
 
 @public
+@data(alpha1=blending.operand, alpha2=blending.operand, beta=blending.operand)
 def op_tensor(
     a: ArrayLike,
     b: ArrayLike | None,
@@ -306,6 +310,7 @@ def _binary(op: str, a: Array, b: Array, nan: str) -> Array:
 
 
 @public
+@data(alpha=blending.operand)
 def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLike | None = None) -> Array:
     """Scales an array.
 
@@ -339,7 +344,13 @@ def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLi
     return blending.blend(computed, alpha=alpha, beta=0.0, prior=None, out=out)
 
 
+def _whole(value: Any) -> float | None:
+    """The value of `fill` as an operand, where a conversion from float32 rounds as one from the number."""
+    return float(value) if checks.is_number(value) and value == np.float32(value) and abs(value) < 2**24 else None
+
+
 @public
+@data(value=_whole)
 def fill(x: ArrayLike, /, *, value: float | ArrayLike = 0.0, out_dtype: DTypeLike | None = None) -> Array:
     """An array like another one, with one value everywhere.
 

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, primitives
 from jaxdnn._src.core.determinism import is_fixed, required
+from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
 from jaxdnn._src.core.rounding import at_edges
@@ -31,6 +32,7 @@ OPS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zero
 
 
 @public
+@data(alpha=blending.operand, beta=blending.operand)
 def reduce(
     x: ArrayLike,
     /,
