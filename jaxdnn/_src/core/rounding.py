@@ -202,8 +202,8 @@ def _reciprocal_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 def quotient(a: Any, b: Any) -> Any:
     """a / b of two arrays of one shape, rounded once.
 
-    Where all of b is one number, XLA moves a fence of b out of the broadcast, and multiplies by a reciprocal after all. A
-    select by what a is has to stay.
+    Where all of b is one number, XLA moves a fence of b out of the broadcast, and multiplies by a reciprocal after
+    all. A select by what a is has to stay.
     """
     b = rounded(b)
     return rounded(a / jnp.where(a == a, b, -b))
