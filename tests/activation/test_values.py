@@ -303,6 +303,16 @@ def test_shard_map():
     np.testing.assert_array_equal(gradient, dnn.activation_dgrad(jnp.ones_like(x), x, activation="swish"))
 
 
+def test_second_derivative_in_shard_map():
+    """JAX 0.12 cannot differentiate erf and erfc there."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    x = jnp.asarray(inputs((16,), 23, np.float32))
+    total = lambda f: lambda v: jnp.sum(f(v))
+    second = jax.grad(total(jax.grad(total(ft.partial(dnn.activation, activation="gelu")))))
+    local = jax.shard_map(second, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    np.testing.assert_array_equal(jax.jit(local)(x), jax.jit(second)(x))
+
+
 @each_narrow
 def test_constants_that_xla_folds(dtype: Any):
     """XLA folds the bitcast of a constant array that it keeps in another order of dimensions to wrong values."""
