@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxdnn as dnn
+
 EPS = 1e-5
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
 LENGTHS = {
@@ -42,20 +44,17 @@ Function = Callable[..., Any]
 def kernel(op: str, dtype: str) -> Function:
     """An op by its kernel: a function of the operands that `drawn` gives, to a tuple."""
     from jaxdnn._src.norm.hopper import rows as norm
-    from jaxdnn._src.softmax.hopper import rows as softmax
 
-    out = jnp.dtype(dtype)
+    options: dict[str, Any]
     if OPS[op] != "softmax":
-        options: dict[str, Any] = {"centred": op.startswith("layer"), "out_dtype": out}
+        options = {"centred": op.startswith("layer"), "out_dtype": jnp.dtype(dtype)}
         if OPS[op] == "norm":
             return lambda x, s, b: tuple(norm.forward(x, s, b, eps=EPS, **options))
         of = _first("jaxdnn._src.norm.hopper.rows_dgrad", norm.__name__)
         return lambda dy, x, mean, rstd, s: tuple(of.backward(dy, x, mean, rstd, s, **options))
-    algorithm = "logsumexp" if op == "logsumexp" else "log" if op.startswith("log") else "accurate"
-    if op.endswith("dgrad"):
-        options = {"algorithm": algorithm, "tangent": False, "out_dtype": out}
-        return lambda dy, y: (softmax.softmax_dgrad(dy, y, **options),)
-    return lambda x: (softmax.softmax(x, algorithm=algorithm, out_dtype=out),)
+    options = {} if op == "logsumexp" else {"algorithm": "log" if op.startswith("log") else "accurate"}
+    of = getattr(dnn, op.removeprefix("log_"))
+    return lambda *arrays: (of(*arrays, engine="hopper", **options),)
 
 
 def _first(*names: str) -> Any:

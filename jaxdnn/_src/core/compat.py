@@ -144,7 +144,7 @@ KERNELS = (
         "a launch: its grid, shared memory and barriers",
         "kernel(out_type, scratch_types, compiler_params, grid, grid_names, cluster, cluster_names, num_threads, "
         "thread_name, interpret)",
-        "CompilerParams(lowering_semantics, unsafe_no_auto_barriers)",
+        "CompilerParams(lowering_semantics, unsafe_no_auto_barriers, approx_math)",
         "LoweringSemantics.Lane",
         "SMEM",
         "RefUnion",

@@ -97,16 +97,24 @@ EVERY: dict[str, dict[str, tuple[Any, ...]]] = {
         "tail of channels": YES_NO,
         "tail of positions": YES_NO,
     },
-    "softmax": {
+    "softmax of rows": {
         "operands": ("bf16", "f16", "f32"),
-        "pass": ("accurate", "log", "fast", "logsumexp", "backward"),
-        "row shared by": ("lanes", "warp", "block", "cluster of 2", "cluster of 4", "cluster of 8"),
+        "pass": ("accurate", "log", "fast", "logsumexp", "dgrad"),
+        "threads": (32, 128, 256, 512),
+        "rows at once": (1, 2),
+        "stays": YES_NO,
+        "keeps": YES_NO,
+    },
+    "softmax of long rows": {
+        "operands": ("bf16", "f16", "f32"),
+        "pass": ("accurate", "log", "fast", "logsumexp", "dgrad"),
+        "row shared by": ("block", "cluster of 2", "cluster of 4", "cluster of 8"),
         "read": ("once", "twice", "streamed"),
         "stages": (0, 3, 4, 5, 6, 7, 8),
     },
-    "norm rows": {
+    "norm of rows": {
         "operands": ("bf16", "f16", "f32"),
-        "pass": ("forward", "backward"),
+        "pass": ("forward", "dgrad"),
         "threads": (32, 64, 128, 256, 512, 1024),
         "rows at once": (1, 2, 4),
         "stays": YES_NO,

@@ -1,5 +1,6 @@
 """Makes Pallas kernels whose code is alike wherever it is lowered, and launches one that is PTX text."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,11 +9,16 @@ from jax import Array, lax
 
 from jaxdnn._src.core.compat import ir, llvm, mgpu_utils, name_module, pl, plgpu
 
+BLOCK, WARPGROUP = "block", "warpgroup"  # the names of axes
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
-def kernel(body: Callable[..., None], *, kernel_name: str, **options: Any) -> Callable[..., Any]:
+def kernel(
+    body: Callable[..., None], *, kernel_name: str, approximate: bool = False, **options: Any
+) -> Callable[..., Any]:
     """`plgpu.kernel` for single lanes, without barriers of its own, and with a name that every lowering gives it.
+
+    approximate: exponentials and logarithms by the special function unit.
 
     XLA compiles kernels of equal code once in a process. JAX 0.11 numbers the kernels of a process in their code.
     """
@@ -21,7 +27,8 @@ def kernel(body: Callable[..., None], *, kernel_name: str, **options: Any) -> Ca
         _named(kernel_name)
         body(*references, **scratch)
 
-    return plgpu.kernel(run, kernel_name=kernel_name, compiler_params=PARAMETERS, **options)
+    parameters = dataclasses.replace(PARAMETERS, approx_math=approximate)
+    return plgpu.kernel(run, kernel_name=kernel_name, compiler_params=parameters, **options)
 
 
 def _named(name: str) -> None:
@@ -30,6 +37,12 @@ def _named(name: str) -> None:
         name_module(name)
 
     run()
+
+
+def grid(blocks: int, warpgroups: int) -> dict[str, Any]:
+    """What `kernel` takes for so many blocks of so many warpgroups; the axis of a single warpgroup has no name."""
+    several = {"num_threads": warpgroups, "thread_name": WARPGROUP} if warpgroups > 1 else {}
+    return {"grid": (blocks,), "grid_names": (BLOCK,), **several}
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
@@ -75,18 +88,6 @@ def launch(
 
         run(*references)
 
-    shape: dict[str, Any] = {}
-    if threads > 128:
-        shape |= {"num_threads": threads // 128, "thread_name": "warpgroup"}
-    if cluster > 1:
-        shape |= {"cluster": (cluster,), "cluster_names": ("part",)}
-    run = kernel(
-        body,
-        out_type=tuple(outs),
-        grid=(blocks,),
-        grid_names=("block",),
-        scratch_types=shared,
-        kernel_name=name,
-        **shape,
-    )
-    return run(*arrays)
+    of_cluster: dict[str, Any] = {"cluster": (cluster,), "cluster_names": ("part",)} if cluster > 1 else {}
+    options = {**grid(blocks, threads // 128), **of_cluster}
+    return kernel(body, out_type=tuple(outs), scratch_types=shared, kernel_name=name, **options)(*arrays)

@@ -7,7 +7,8 @@ top.
 import contextlib
 import functools as ft
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,15 @@ _WIDTHS = {"r": "b32", "f": "f32", "p": "pred", "h": "b16", "d": "b64"}  # of th
 def real(value: float) -> str:
     """A float32 constant."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def pairwise(join: Callable[[Any, Any], Any], items: Sequence[Any]) -> Any:
+    """Joins neighbours, then neighbouring results, and so on; an odd one out is passed on unchanged."""
+    items = list(items)
+    while len(items) > 1:
+        pairs = zip(items[::2], items[1::2], strict=False)
+        items = [join(a, b) for a, b in pairs] + items[2 * (len(items) // 2) :]
+    return items[0]
 
 
 class Emitter:
@@ -126,11 +136,11 @@ class Emitter:
         operand = list(values) if len(values) > 1 else values[0]
         self.op(f"st.{space}.{_vector(len(values))}f32", place, operand, when=when)
 
-    def add_lanes(self, value: str, distance: int, least: int) -> str:
-        """The sum of a value over lanes, by exchanges at `distance`, half of it, ..., `least`."""
+    def over_lanes(self, value: str, distance: int, least: int = 1, instruction: str = "add.rn.f32") -> str:
+        """A value added, or joined otherwise, over lanes by exchanges at `distance`, half of it, ..., `least`."""
         while distance >= least:
             word = self.r("shfl.sync.bfly.b32", self.r("mov.b32", value), distance, 31, "0xffffffff")
-            value = self.f("add.rn.f32", value, self.f("mov.b32", word))
+            value = self.f(instruction, value, self.f("mov.b32", word))
             distance //= 2
         return value
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.hopper import MULTIPROCESSORS
-from jaxdnn._src.hopper.launch import kernel
-from jaxdnn._src.hopper.rows import WARPGROUP, Exchange, Rows, Totals, store
+from jaxdnn._src.hopper import MULTIPROCESSORS, branches
+from jaxdnn._src.hopper.launch import BLOCK, grid, kernel
+from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.hopper.rows import Exchange, Rows, Totals, store
 
-BLOCK = "block"
-# From a step to the slots of the result, each with what is added to sums, and to statistics.
+# From a step to the slots of the result (none, if it has none), each with what is added to sums, and to statistics.
 Work = Callable[["Step"], tuple[Iterable[tuple[Array, ...]], tuple[Array, ...]]]
 
 
@@ -60,28 +61,40 @@ class Step:
 
 def over_rows(
     work: Work,
-    plan: Plan,
+    plan: Plan | None,
     arrays: Sequence[Array],
     parameters: Sequence[Array] = (),
     numbers: Sequence[Array] = (),
     *,
-    result: Any,
-    statistics: int = 0,
+    result: Any = None,
+    statistics: Sequence[Any] = (),
     sums: int = 0,
     exchanges: int,
     values: int = 1,
     name: str,
+    approximate: bool = False,
     interpret: Any = None,
 ) -> list[Array]:
     """The results of a kernel that calls `work` for the rows of arrays (count, length), of one dtype.
 
-    They are an array (count, length) of dtype `result`, `statistics` arrays (count,), and the sums over rows that each
-    block, of those that stay, has of its own: (blocks, sums, length).
+    They are an array (count, length) of dtype `result`, unless that is None, arrays (count,) of dtypes `statistics`,
+    and the sums over rows that each block, of those that stay, has of its own: (blocks, sums, length).
 
     parameters: arrays (length,). numbers: arrays (count,). exchanges, values: how many exchanges `work` does, and of
-    how many values at most.
+    how many values at most. approximate: exponentials and logarithms by the special function unit. name: the op's, and
+    after "_" that of a pass other than the forward one.
     """
     count, length = arrays[0].shape
+    if plan is None:
+        raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
+    op, _, which = name.partition("_")
+    decided = {
+        "threads": plan.threads,
+        "rows_at_once": plan.at_once,
+        "stays": plan.stays,
+        "keeps": plan.stays and plan.keeps,
+    }
+    branches.record(f"{op} of rows", operands=NAMES[np.dtype(arrays[0].dtype)], pass_=which or "forward", **decided)
     rows = Rows(length, arrays[0].dtype.itemsize, plan.threads, plan.at_once, plan.groups)
     if short := max(0, rows.height - count):
         arrays = [jnp.pad(v, ((0, short), (0, 0))) for v in arrays]
@@ -91,15 +104,15 @@ def over_rows(
     steps = -(-stored // together)
     blocks = min(steps, MULTIPROCESSORS) if plan.stays else steps
     totals = [Totals(rows, sums)] if sums else []
-    wide = [jax.eval_shape(rows.view, jax.ShapeDtypeStruct((stored, length), result))]
-    narrow = [jax.ShapeDtypeStruct((stored,), jnp.float32)] * statistics
+    wide = [] if result is None else [jax.eval_shape(rows.view, jax.ShapeDtypeStruct((stored, length), result))]
+    narrow = [jax.ShapeDtypeStruct((stored,), v) for v in statistics]
     parts = [jax.ShapeDtypeStruct((blocks, *v.shape), jnp.float32) for v in totals]
 
     def body(*references: Any, **scratch: Any) -> None:
         left = iter(references)
         take = lambda like: [next(left) for _ in like]
         given, parameter_refs, number_refs = take(arrays), take(parameters), take(numbers)
-        [result_ref], saved_refs, part_refs = take(wide), take(narrow), take(parts)
+        wide_refs, saved_refs, part_refs = take(wide), take(narrow), take(parts)
         exchange = Exchange(rows, scratch.get("exchanged"), scratch.get("exchanges"))
         read = lambda slot: [rows.parameter(ref, slot) for ref in parameter_refs]
         kept = [read(slot) for slot in range(rows.slots)] if plan.stays and plan.keeps else []
@@ -118,7 +131,7 @@ def over_rows(
             slots, found = work(Step(rows, exchange, sources, known, kept.__getitem__ if kept else read, counted))
             new: list[list[Array]] = [[] for _ in added]
             for slot, (value, *more) in enumerate(slots):
-                store(rows.at(result_ref, slot, start), value.astype(result))
+                store(rows.at(wide_refs[0], slot, start), value.astype(result))
                 for to, before, term in zip(new, added, more, strict=True):
                     to.append(before[slot] + term)
             if narrow:
@@ -141,22 +154,13 @@ def over_rows(
         for of_block, ref in zip(totals, part_refs, strict=True):
             of_block.store(added, ref, block, scratch.get("added"), scratch.get("all"))
 
-    warpgroups = rows.warpgroups * plan.groups
     scratch = Exchange.scratch(rows, values)
     for of_block in totals:
         scratch |= of_block.scratch()
-    run = kernel(
-        body,
-        out_type=(*wide, *narrow, *parts),
-        scratch_types=scratch,
-        grid=(blocks,),
-        grid_names=(BLOCK,),
-        kernel_name=name,
-        interpret=interpret,
-        **({"num_threads": warpgroups, "thread_name": WARPGROUP} if warpgroups > 1 else {}),
-    )
+    options = {**grid(blocks, rows.warpgroups * plan.groups), "approximate": approximate, "interpret": interpret}
+    run = kernel(body, out_type=(*wide, *narrow, *parts), scratch_types=scratch, kernel_name=name, **options)
     found = run(*(rows.view(v) for v in (*arrays, *parameters)), *numbers)
-    shapes = [(stored, length), *[(stored,)] * statistics, *[(blocks, sums, length)] * len(parts)]
+    shapes = [*[(stored, length)] * len(wide), *[(stored,)] * len(narrow), *[(blocks, sums, length)] * len(parts)]
     found = [v.reshape(shape) for v, shape in zip(found, shapes, strict=True)]
     of_rows = len(found) - len(parts)
     return [*(v[:count] for v in found[:of_rows]), *found[of_rows:]] if short else found

@@ -25,10 +25,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.core.compat import fa, pl, plgpu
-from jaxdnn._src.hopper.launch import when
-
-VECTOR_BYTES = 16
-WARPGROUP = "warpgroup"
+from jaxdnn._src.hopper.launch import WARPGROUP, when
+from jaxdnn._src.hopper.ptx import VECTOR_BYTES, pairwise
 
 
 class Rows:
@@ -83,15 +81,23 @@ class Rows:
         def _() -> None:
             for ref, statistic in zip(refs, statistics, strict=True):
                 if self.height > 1:
-                    store(ref.at[pl.ds(first, self.height)], statistic)
+                    store(ref.at[pl.ds(first, self.height)], statistic.astype(ref.dtype))
                 else:  # Pallas stores an array of one element as a scalar
-                    ref[first] = jnp.sum(jnp.sum(jnp.sum(statistic, 2), 1), 0)
+                    ref[first] = jnp.sum(jnp.sum(jnp.sum(statistic, 2), 1), 0).astype(ref.dtype)
 
     def number(self, ref: Any, first: Any) -> Array:
         """A statistic of the rows from `first` on."""
         if self.height > 1:
             return load(ref.at[pl.ds(first, self.height)], self.rows, self.column)
         return plgpu.layout_cast(lax.broadcast(ref[first], self.rows), tiled(self.column))
+
+    def again(self, slot: Array) -> Array:
+        """A slot that is used again: what was computed from it before is not kept in registers for this use.
+
+        Of several rows at once it is the slot itself. Their 16-bit elements lie in several registers, whose halves
+        Mosaic's barrier puts together in another order (JAX 0.11 to 0.12).
+        """
+        return slot if self.rows[0] > 1 else lax.optimization_barrier(slot)
 
     def zeros(self, shape: tuple[int, ...] = ()) -> Array:
         """A statistic, or a slot, of nothing but zeros."""
@@ -129,12 +135,15 @@ class Rows:
         found = [jnp.sum(slot, len(self.shape) - 1) for slot in slots]
         if self.twice:
             found[-1] = jnp.where(self._place() >= self.twice, found[-1], 0.0)
-        while len(found) > 1:
-            pairs = zip(found[::2], found[1::2], strict=False)
-            found = [a + b for a, b in pairs] + found[2 * (len(found) // 2) :]
-        for _ in range(self.bits):
-            found = [jnp.sum(found[0], 4)]
-        return found[0]
+        return self._over_lanes(pairwise(jnp.add, found), jnp.sum)
+
+    def largest(self, slots: Sequence[Array]) -> Array:
+        """The largest elements of the warps' parts of rows, in float32."""
+        of_place = jnp.max(ft.reduce(jnp.maximum, slots), len(self.shape) - 1)
+        return self._over_lanes(of_place.astype(jnp.float32), jnp.max)
+
+    def _over_lanes(self, values: Array, over: Callable[..., Array]) -> Array:
+        return ft.reduce(over, [4] * self.bits, values)
 
     def _place(self) -> Array:
         """The number of each thread's place."""
@@ -165,11 +174,11 @@ class Exchange:
         self.rows, self.memory, self.barrier = rows, memory, barrier
         self.turn: Any = 0  # which memory is next; a loop with an odd number of exchanges has to set it
 
-    def join(self, *parts: Array) -> list[Array]:
-        """From the warps' parts (at once, rows, warps) of sums to the sums."""
+    def join(self, *parts: Array, over: Callable[..., Array] = jnp.sum) -> list[Array]:
+        """From the parts (at once, rows, warps) that warps have of sums, or with `jnp.max` of maxima, to the rows'."""
         rows = self.rows
         if self.memory is None:
-            return [jnp.sum(part, 3) for part in parts]
+            return [over(part, 3) for part in parts]
         turn, self.turn, group = self.turn, 1 - self.turn, rows.group()
         memory = [self.memory.at[turn, group, value] for value in range(len(parts))]
         for ref, part in zip(memory, parts, strict=True):
@@ -181,7 +190,7 @@ class Exchange:
         shape = (*rows.rows, *(2,) * ((rows.warps * rows.warpgroups).bit_length() - 1), 1)
         found = [load(ref, shape, layout(shape, rows.warps)) for ref in memory]
         for _ in shape[3:]:
-            found = [jnp.sum(value, 3) for value in found]
+            found = [over(value, 3) for value in found]
         return found
 
 

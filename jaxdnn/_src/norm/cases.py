@@ -347,7 +347,7 @@ def _wide_pixels(op: str, engine: str, rng: drawn.Generator, name: str, *, threa
     return NormCase(op, engine, dtype, name, shape, (("layout", layout), ("groups", 1)))
 
 
-LEADS = {(op, ("norm rows", "rows at once", "2")): _long_rows for op in ROWS[:2]} | {
+LEADS = {(op, ("norm of rows", "rows at once", "2")): _long_rows for op in ROWS[:2]} | {
     (op, ("norm images", "threads", str(threads))): ft.partial(_wide_pixels, threads=threads)
     for op in ("group_norm", "group_norm_dgrad")
     for threads in (512, 1024)

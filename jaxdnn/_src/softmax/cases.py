@@ -17,6 +17,7 @@ from jaxdnn._src.cases.case import Blended, Case, Expected
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
+from jaxdnn._src.hopper import branches
 from jaxdnn._src.softmax import bounds
 
 ROWS = ("softmax", "softmax_dgrad", "logsumexp")
@@ -249,8 +250,25 @@ def _long_rows(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
     return SoftmaxCase(op, engine, dtype, name, (drawn.between(rng, 1, 8), length), (-1,), algorithm)
 
 
-LED = {"row shared by": [f"cluster of {n}" for n in (2, 4, 8)], "stages": [str(n) for n in range(3, 9)]}
-LEADS = {(op, ("softmax", what, value)): _long_rows for op in ROWS for what, values in LED.items() for value in values}
+def _many_rows(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
+    """Rows of at most 1 KiB, so many that a warp computes two of them at once."""
+    dtype, length = drawn.pick(rng, drawn.FLOATS), 8 * drawn.between(rng, 1, 32)
+    return SoftmaxCase(op, engine, dtype, name, (int(rng.integers(2112, 2500)), length), (-1,))
+
+
+LED = {
+    "softmax": {"row shared by": [f"cluster of {n}" for n in (2, 4, 8)], "stages": range(3, 7)},
+    "softmax_dgrad": {"row shared by": [f"cluster of {n}" for n in (4, 8)]},
+    "logsumexp": {"row shared by": ["cluster of 8"], "stages": range(6, 9)},
+}
+LEADS: dict[tuple[str, branches.Branch], Any] = {
+    (op, ("softmax of long rows", what, str(value))): _long_rows
+    for op, decided in LED.items()
+    for what, values in decided.items()
+    for value in values
+}
+LEADS |= {(op, ("softmax of rows", "rows at once", "2")): _many_rows for op in ROWS}
+LEADS |= {("softmax_dgrad", ("softmax of rows", "threads", "512")): _long_rows}
 
 
 def samples(case: Any) -> tuple[tuple[int | None, ...], int] | None:

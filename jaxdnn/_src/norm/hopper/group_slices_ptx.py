@@ -57,7 +57,7 @@ def _sum(k: Kernel, terms: Sequence[str], guards: Sequence[str], lanes: int) -> 
     """The sum of the terms whose guard holds, over the lanes."""
     e = k.e
     chosen = [e.f("selp.f32", term, ZERO, guard) if guard else term for term, guard in zip(terms, guards, strict=True)]
-    return e.add_lanes(ft.reduce(lambda a, b: e.f("add.rn.f32", a, b), chosen), lanes // 2, 1)
+    return e.over_lanes(ft.reduce(lambda a, b: e.f("add.rn.f32", a, b), chosen), lanes // 2)
 
 
 def _merged(k: Kernel, image: str, count: int, names: Sequence[str], merge: Merge) -> list[list[str]]:

@@ -138,7 +138,7 @@ class Kernel:
         e, plan, vectors = self.e, self.plan, self.vectors
         if not plan.folds:
             return values, vectors.row, vectors.mine
-        values = [[e.add_lanes(v, 16, plan.columns) for v in quantity] for quantity in values]
+        values = [[e.over_lanes(v, 16, plan.columns) for v in quantity] for quantity in values]
         return values, vectors.warp, e.p("setp.lt.s32", vectors.lane, plan.columns)
 
     def _terms_of_group(self, group: str) -> str:
@@ -177,4 +177,4 @@ class Kernel:
                 if weigh is not None:
                     found = weigh(e.r("mad.lo.s32", item, most, e.r("add.s32", lane, j)), found, guard)
                 totals = [e.f("add.rn.f32", *pair) for pair in zip(totals, found, strict=True)] if totals else found
-            yield Sum(item, lane, exists, [e.add_lanes(v, lanes // 2, 1) for v in totals])
+            yield Sum(item, lane, exists, [e.over_lanes(v, lanes // 2) for v in totals])

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.hopper import MULTIPROCESSORS, branches
-from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.hopper import MULTIPROCESSORS
+from jaxdnn._src.hopper.ptx import VECTOR_BYTES
 from jaxdnn._src.hopper.row_kernel import Plan, Step, over_rows
-from jaxdnn._src.hopper.rows import VECTOR_BYTES, Exchange, Rows
+from jaxdnn._src.hopper.rows import Exchange, Rows
 
 F32 = jnp.float32
 
@@ -67,9 +67,6 @@ def forward(
     """y, mean, rstd and variance of x (rows, length)."""
     count, length = x.shape
     chosen = config or plan(length, x.dtype, count)
-    if chosen is None:
-        raise ValueError(f"`x` must have rows that fit into registers, got {length} elements.")
-    _record(x, chosen, "forward")
     given = {name: v for name, v in (("scale", scale), ("bias", bias)) if v is not None}
 
     def work(step: Step) -> Any:
@@ -87,15 +84,8 @@ def forward(
         return y(), (mean, rstd, variance)
 
     exchanges = 1 if not centred else 3 if x.dtype == F32 else 2
-    options: dict[str, Any] = {"result": out_dtype, "statistics": 3, "exchanges": exchanges}
+    options: dict[str, Any] = {"result": out_dtype, "statistics": (F32,) * 3, "exchanges": exchanges}
     return over_rows(work, chosen, [x], [*given.values()], name="norm", interpret=interpret, **options)
-
-
-def _record(x: Array, plan: Plan, which: str) -> None:
-    keeps, decided = plan.stays and plan.keeps, {"threads": plan.threads, "rows_at_once": plan.at_once}
-    branches.record(
-        "norm rows", operands=NAMES[np.dtype(x.dtype)], pass_=which, stays=plan.stays, keeps=keeps, **decided
-    )
 
 
 def _statistics(rows: Rows, exchange: Exchange, x: list[Array], *, centred: bool) -> tuple[list[Array], Array, Array]:
@@ -140,9 +130,6 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """dx, dscale and dbias of dy and x (rows, length), mean and rstd (rows,)."""
     chosen = config or backward_plan(x.shape[1], x.dtype)
-    if chosen is None:
-        raise ValueError(f"`x` must have rows that fit into registers, got {x.shape[1]} elements.")
-    _record(x, chosen, "backward")
     corrects = centred and x.dtype == F32
 
     def work(step: Step) -> Any:

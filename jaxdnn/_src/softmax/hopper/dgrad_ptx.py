@@ -3,8 +3,8 @@
 The result is y (dy - sum of y dy); for a log-softmax dy - exp(y) (sum of dy), and for its derivative along dy it is
 dy - sum of exp(y) dy. The sum is in the order that `ptx` states.
 
-It is PTX text, which a Pallas kernel embeds: plain Pallas took 0.99 to 1.01 of its time for bfloat16 up to rows of 8192
-elements, and 1.10 for 16384 (`benchmarks/results/rows_nvidia_h200.json`).
+It is PTX text, which a Pallas kernel embeds: for rows of 64 KB plain Pallas took 1.10 of its time in one block, and in
+clusters it failed (`benchmarks/notes-softmax.md`).
 """
 
 import functools as ft
@@ -13,9 +13,9 @@ from jaxdnn._src.softmax.hopper.ptx import ZERO, Kernel, RowPlan, Vector
 
 
 @ft.lru_cache
-def backward(plan: RowPlan, row_count: int, algorithm: str, tangent: bool) -> str:
+def backward(plan: RowPlan, algorithm: str, tangent: bool) -> str:
     """The PTX of softmax_dgrad; operands: dy, y, the result, shared memory."""
-    k = Kernel(plan, row_count, 2)
+    k = Kernel(plan, 2)
     rule = "share" if algorithm != "log" else "tangent" if tangent else "log"
     if plan.rounds == 1:
         with k.rounds() as vector:

@@ -21,18 +21,18 @@ def _geometry(call: engines.Call) -> tuple[int, int]:
 
 
 def _run(call: engines.Call, *operands: Array) -> Array:
-    from jaxdnn._src.softmax.hopper import rows as softmax
+    from jaxdnn._src.softmax.hopper import long, rows
 
     spec: SoftmaxSpec = call.spec
-    shape, rows = operands[0].shape, _geometry(call)
-    flat = [v.reshape(rows) for v in operands]
-    if call.op == "softmax":
-        return softmax.softmax(*flat, algorithm=spec.algorithm, out_dtype=spec.out_dtype).reshape(shape)
-    if call.op == "softmax_dgrad":
+    shape, (count, length) = operands[0].shape, _geometry(call)
+    flat = [v.reshape(count, length) for v in operands]
+    which = {"softmax": spec.algorithm, "softmax_dgrad": "dgrad"}.get(call.op, call.op)
+    kernels = rows if rows.plan(length, flat[0].dtype, which) else long
+    if which == "dgrad":
         options: dict[str, Any] = {"algorithm": spec.algorithm, "tangent": spec.tangent, "out_dtype": spec.out_dtype}
-        return softmax.softmax_dgrad(*flat, **options).reshape(shape)
-    lse = softmax.softmax(*flat, algorithm="logsumexp", out_dtype=spec.out_dtype)
-    return lse.reshape(shape[: len(shape) - len(spec.axes)])
+        return kernels.softmax_dgrad(*flat, **options).reshape(shape)
+    found = kernels.softmax(*flat, algorithm=which, out_dtype=spec.out_dtype)
+    return found.reshape(shape if call.op == "softmax" else shape[: len(shape) - len(spec.axes)])
 
 
 def _supports(call: engines.Call) -> str | None:

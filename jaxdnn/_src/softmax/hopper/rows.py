@@ -1,133 +1,93 @@
-"""Softmax, its backward pass and logsumexp on Hopper: rows in registers. PTX text.
+"""Softmax, its backward pass and logsumexp on Hopper: rows in registers, in plain Pallas. Longer rows are PTX (`long`).
 
-Schedule. Rows are contiguous in memory. At most a warp of threads shares a short row, a block of 128 to 512 threads a
-long row, and the blocks of a cluster, up to eight, a longer one. A thread loads its 16-byte vectors into registers, all
-before the first use, so that the row is read once. Maximum and sum are combined by exchanges between lanes, then
-through shared memory between warps, then through that of the cluster between blocks. There are many small blocks: while
-some wait for memory, others compute. Forward, for long rows (`_streamed_bytes`), blocks are persistent, and rows are
-loaded and stored through shared memory (`stream_ptx`). A row that does not fit into a cluster's registers is read
-twice. `ptx` emits the instructions and states the order of additions, which depends on the row's length and dtype.
+Schedule. Rows are contiguous in memory. 32 to 512 threads load the 16-byte vectors of a row into registers, all before
+the first use, so that the row is read once. There are many small blocks: while some wait for memory, others compute.
+`hopper.rows` states the order of additions, which depends on the row's length and dtype. exp(d) is
+ex2.approx(d log2 e), with d = x - m rounded first; log(s) is lg2.approx(s) / log2 e, rounded before it is added to m or
+subtracted.
 
 Limits. The row's bytes are a multiple of 16; bfloat16, float16 or float32; the reduced axes are the last ones.
 Exponentials are 2^x by the special function unit, whose results below 2^-126 are zero.
 """
 
-import dataclasses
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from jaxdnn._src.hopper import CLUSTERS_AT_ONCE, branches
-from jaxdnn._src.hopper.launch import launch
-from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
-from jaxdnn._src.softmax.hopper import dgrad_ptx, ptx, stream_ptx
-from jaxdnn._src.softmax.hopper.ptx import RowPlan
+from jaxdnn._src.hopper import MULTIPROCESSORS
+from jaxdnn._src.hopper.ptx import VECTOR_BYTES
+from jaxdnn._src.hopper.row_kernel import Plan, Step, Work, over_rows
 
-VECTORS = 4  # the most vectors of an operand for a thread: more registers would mean fewer blocks at a time
-CLUSTER = 8  # the most blocks of a cluster
-# Persistent blocks: their threads on a multiprocessor, the most bytes of a row in these threads' registers (eight
-# vectors a thread), and the shared memory of a block, without a KB each that Pallas and the device use.
-THREADS = 512
-SLICE = 64 << 10
-ROOM = {512: 226 << 10, 256: 112 << 10}
-SHARED_FLOATS = 2 * (32 + 8)  # two exchanges between up to 32 warps and 8 blocks
+F32 = jnp.float32
+LOG2_E = 1.4426950408889634
 
 
-def plan(length: int, dtype: str, out_dtype: str, operands: int, algorithm: str = "") -> RowPlan:
-    """How rows of a length are partitioned over threads; forward for the algorithm."""
-    vectors = length * SIZES[dtype] // VECTOR_BYTES
-    low, high = _streamed_bytes(algorithm, SIZES[dtype])
-    if operands == 1 and low < vectors * VECTOR_BYTES <= high:
-        return _streamed(length, dtype, out_dtype, algorithm)
-    if vectors <= 32 * VECTORS // operands:
-        threads = min(32, 1 << (vectors - 1).bit_length())
-        return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), 128)
-    block = 128
-    while block < 256 and block * VECTORS < vectors:
-        block *= 2
-    cluster = 1
-    if operands == 1 and 256 * VECTORS < vectors <= 512 * VECTORS:
-        block = 512
-    while cluster < CLUSTER and cluster * block * VECTORS < vectors:
-        cluster *= 2
-    threads = cluster * block
-    if threads * VECTORS < vectors:  # read twice, the second time from the cache as far as possible
-        if operands == 1 and length <= 1 << 17:  # a block's row at a time is then small enough
-            return RowPlan(length, dtype, out_dtype, 1024, VECTORS, 1024)
-        return RowPlan(length, dtype, out_dtype, CLUSTER * 512, 2, 512, CLUSTER)
-    return RowPlan(length, dtype, out_dtype, threads, -(-vectors // threads), block, cluster)
+def plan(length: int, dtype: Any, which: str, rows: int = 1 << 30) -> Plan | None:
+    """How rows of a length are partitioned over threads, for an algorithm or "dgrad"; None if they do not fit.
+
+    This was fastest on an H200 (`benchmarks/notes-softmax.md`). Both operands of the backward pass, of 16 bits, do not
+    leave registers for two blocks of 256 threads a multiprocessor; one persistent block of 512 loads the next row while
+    it computes one. Threads, and so the order of additions, depend on length and dtype alone.
+    """
+    vectors, narrow = length * np.dtype(dtype).itemsize // VECTOR_BYTES, np.dtype(dtype).itemsize == 2
+    most = {32: 4, 128: 8} | ({512: 4} if which == "dgrad" and narrow else {256: 8})
+    threads = next((t for t, slots in most.items() if vectors <= slots * t), None)
+    if threads is None:
+        return None
+    return Plan(threads, 2 if vectors <= 64 and rows >= 16 * MULTIPROCESSORS else 1, stays=threads == 512)
 
 
-def _streamed_bytes(algorithm: str, size: int) -> tuple[int, int]:
-    """Persistent blocks serve rows of more bytes than the first, up to the second (benchmarks/notes-softmax.md)."""
-    if algorithm == "logsumexp":
-        return SLICE // 2, 2 * SLICE
-    return SLICE // (4 if algorithm == "log" and size == 2 else 2), CLUSTER * SLICE
-
-
-def _streamed(length: int, dtype: str, out_dtype: str, algorithm: str) -> RowPlan:
-    """Persistent blocks: the smallest cluster that holds a row, with as many slots for rows as fit."""
-    row, reduced = length * SIZES[dtype], algorithm == "logsumexp"
-    block, cluster = THREADS // 2 if reduced else THREADS, 1
-    while not reduced and cluster * SLICE < row:
-        cluster *= 2
-    plan = RowPlan(length, dtype, out_dtype, cluster * block, VECTORS, block, cluster, stages=2)
-    part = stream_ptx.part_vectors(plan)
-    pieces = -(-part // (32 * VECTORS)) if reduced else 1
-    plan = dataclasses.replace(plan, vectors=-(-part // (32 * pieces)))
-    places = (dataclasses.replace(plan, stages=count) for count in range(2, 9))
-    return [each for each in places if stream_ptx.shared_bytes(each) <= ROOM[block]][-1]
-
-
-def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, config: RowPlan | None = None) -> Array:
+def softmax(x: Array, /, *, algorithm: str, out_dtype: Any, **how: Any) -> Array:
     """Softmax or its logarithm of x (rows, length), or with algorithm "logsumexp" that: (rows,)."""
-    rows, length = x.shape
-    chosen = config or plan(length, NAMES[np.dtype(x.dtype)], NAMES[np.dtype(out_dtype)], 1, algorithm)
-    out = jax.ShapeDtypeStruct((rows,) if algorithm == "logsumexp" else x.shape, out_dtype)
-    return _rows(forward_code(chosen, rows, algorithm), chosen, [x], out, f"softmax_{algorithm}")
+
+    def work(step: Step) -> Any:
+        rows, exchange, [x] = step.rows, step.exchange, step.sources
+        m: Any = None
+        if algorithm != "fast":
+            [m] = exchange.join(rows.largest(x), over=jnp.max)
+            m = jnp.where(jnp.abs(m) == jnp.inf, 0.0, m) if algorithm == "logsumexp" else m
+        shifted = lambda v: v.astype(F32) if m is None else v.astype(F32) - rows.wide(m)
+        terms = [_exp(shifted(v)) for v in x]
+        [s] = exchange.join(rows.parts(terms))
+        if algorithm == "logsumexp":
+            return (), (m + _log(s),)
+        if algorithm == "log":
+            log = rows.wide(_log(s))
+            return ((shifted(rows.again(v)) - log,) for v in x), ()
+        share = rows.wide(1 / s)
+        return ((term * share,) for term in terms), ()
+
+    kept = {"statistics": (out_dtype,)} if algorithm == "logsumexp" else {"result": out_dtype}
+    return _over_rows(work, algorithm, [x], exchanges=1 if algorithm == "fast" else 2, **kept, **how)
 
 
-def forward_code(plan: RowPlan, rows: int, algorithm: str) -> str:
-    """The kernel's PTX, for the clusters that `clusters` says."""
-    if plan.stages:
-        return stream_ptx.forward(plan, rows, clusters(plan, rows), algorithm)
-    return ptx.forward(plan, rows, algorithm)
-
-
-def clusters(plan: RowPlan, rows: int) -> int:
-    """The number of blocks or clusters: as many as the rows need, or, if persistent, as many as run at a time."""
-    at_a_time = CLUSTERS_AT_ONCE[plan.cluster] * (THREADS // plan.block)
-    return min(rows, at_a_time) if plan.stages else -(-rows // plan.rows_a_block)
-
-
-def floats(plan: RowPlan) -> int:
-    """Floats of a block's shared memory."""
-    return stream_ptx.shared_bytes(plan) // 4 if plan.stages else SHARED_FLOATS
-
-
-def softmax_dgrad(
-    dy: Array, y: Array, /, *, algorithm: str, tangent: bool, out_dtype: Any, config: RowPlan | None = None
-) -> Array:
+def softmax_dgrad(dy: Array, y: Array, /, *, algorithm: str, tangent: bool, out_dtype: Any, **how: Any) -> Array:
     """The backward pass for dy and y (rows, length), or with `tangent` the derivative along dy."""
-    rows, length = dy.shape
-    chosen = config or plan(length, NAMES[np.dtype(dy.dtype)], NAMES[np.dtype(out_dtype)], 2)
-    code = dgrad_ptx.backward(chosen, rows, algorithm, tangent)
-    out = jax.ShapeDtypeStruct(dy.shape, out_dtype)
-    return _rows(code, chosen, [dy, y], out, "softmax_dgrad")
+    log = algorithm == "log"
+
+    def work(step: Step) -> Any:
+        dy, y = ([v.astype(F32) for v in values] for values in step.sources)
+        factors = [_exp(v) for v in y] if log else y
+        terms = dy if log and not tangent else [f * v for f, v in zip(factors, dy, strict=True)]
+        total = step.rows.wide(step.exchange.join(step.rows.parts(terms))[0])
+        result = lambda f, v: f * (v - total) if not log else v - total if tangent else v - f * total
+        return ((result(f, v),) for f, v in zip(factors, dy, strict=True)), ()
+
+    return _over_rows(work, "dgrad", [dy, y], exchanges=1, result=out_dtype, **how)
 
 
-def _rows(code: str, plan: RowPlan, arrays: list[Array], out: jax.ShapeDtypeStruct, name: str) -> Array:
-    of_block = "lanes" if plan.threads < 32 else "warp" if plan.threads == 32 else "block"
-    branches.record(
-        "softmax",
-        operands=plan.dtype,
-        pass_="backward" if len(arrays) == 2 else name.removeprefix("softmax_"),
-        row_shared_by=of_block if plan.cluster == 1 else f"cluster of {plan.cluster}",
-        read="streamed" if plan.stages else "once" if plan.rounds == 1 else "twice",
-        stages=plan.stages,
-    )
-    blocks = clusters(plan, len(arrays[0]))
-    shape: dict[str, Any] = {"blocks": blocks, "threads": plan.block, "cluster": plan.cluster, "floats": floats(plan)}
-    return launch(code, arrays, [out], name=name, **shape)[0]
+def _over_rows(work: Work, which: str, arrays: list[Array], *, config: Plan | None = None, **options: Any) -> Array:
+    rows, length = arrays[0].shape
+    chosen = config or plan(length, arrays[0].dtype, which, rows)
+    return over_rows(work, chosen, arrays, name=f"softmax_{which}", approximate=True, **options)[0]
+
+
+def _exp(d: Array) -> Array:
+    return jnp.exp2(d * LOG2_E)
+
+
+def _log(s: Array) -> Array:
+    """The logarithm, rounded: the subtraction from or addition to it is not joined with its last product."""
+    return lax.optimization_barrier(jnp.log(s))

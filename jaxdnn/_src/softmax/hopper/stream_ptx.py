@@ -16,15 +16,15 @@ element so far, and then the lanes' sums rescaled to that of the warp. The lanes
 8, 4, 2, 1. Then, rescaled to the row's largest element, the sums of warps with the same number over the blocks
 pairwise, and these over the warps by exchanges.
 
-It is PTX text, which a Pallas kernel embeds: plain Pallas took 0.97 to 1.06 of its time for
-rows of 64 KB (`benchmarks/results/pallas_rows_nvidia_h200.json`), and in clusters, for longer ones, it failed.
+It is PTX text, which a Pallas kernel embeds: for rows of 64 KB plain Pallas took 0.97 (float32) and 1.06 (bfloat16) of
+its time, without rings of a warp's own, and for longer rows, in clusters, it failed (`benchmarks/notes-softmax.md`).
 """
 
 import contextlib
 import functools as ft
 from collections.abc import Iterable, Iterator
 
-from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES, real
+from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES, pairwise, real
 from jaxdnn._src.hopper.ring_ptx import Ring
 from jaxdnn._src.softmax.hopper import ptx
 from jaxdnn._src.softmax.hopper.ptx import ZERO, RowPlan, bounded, finisher, shifted
@@ -40,7 +40,7 @@ def slice_vectors(plan: RowPlan) -> int:
 
 def part_vectors(plan: RowPlan) -> int:
     """Vectors of a slice for each warp; the last may have fewer."""
-    return -(-slice_vectors(plan) // plan.warps_a_row)
+    return -(-slice_vectors(plan) // plan.warps)
 
 
 def pieces(plan: RowPlan) -> int:
@@ -56,22 +56,22 @@ def piece_vectors(plan: RowPlan) -> int:
 def _least_vectors(plan: RowPlan) -> int:
     """Vectors of the last piece of the last warp of the last block."""
     of_slice = plan.row_vectors - (plan.cluster - 1) * slice_vectors(plan)
-    of_part = of_slice - (plan.warps_a_row - 1) * part_vectors(plan)
+    of_part = of_slice - (plan.warps - 1) * part_vectors(plan)
     return of_part - (pieces(plan) - 1) * piece_vectors(plan)
 
 
 def _exchange_bytes(plan: RowPlan) -> int:
     """Bytes of the pairs (m, s) of a row; there is memory for two rows."""
-    return plan.warps_a_row * plan.cluster * _PAIR
+    return plan.warps * plan.cluster * _PAIR
 
 
 def _rings_at(plan: RowPlan) -> int:
     """The offset of the rings, after the memory of two exchanges, their two mbarriers, and those of the rings."""
-    return -(-(2 * _exchange_bytes(plan) + 16 + 8 * plan.warps_a_row * plan.stages) // 128) * 128
+    return -(-(2 * _exchange_bytes(plan) + 16 + 8 * plan.warps * plan.stages) // 128) * 128
 
 
 def shared_bytes(plan: RowPlan) -> int:
-    return _rings_at(plan) + plan.warps_a_row * plan.stages * piece_vectors(plan) * VECTOR_BYTES
+    return _rings_at(plan) + plan.warps * plan.stages * piece_vectors(plan) * VECTOR_BYTES
 
 
 def check(plan: RowPlan, algorithm: str) -> None:
@@ -97,10 +97,10 @@ class _Stream(ptx.Kernel):
     """The kernel of persistent clusters."""
 
     def __init__(self, plan: RowPlan, row_count: int, clusters: int, algorithm: str) -> None:
-        super().__init__(plan, row_count, 1)
+        super().__init__(plan, 1)
         e = self.e
         self.row_count, self.clusters, self.algorithm = row_count, clusters, algorithm
-        self.stride, self.warps = 32, plan.warps_a_row
+        self.stride, self.warps = 32, plan.warps
         self.pieces, self.piece = pieces(plan), piece_vectors(plan)
         self.in_place = algorithm != "logsumexp" and SIZES[plan.dtype] == SIZES[plan.out_dtype]
         self.first = e.p("setp.eq.u32", e.r("mov.u32", "%tid.x"), 0)
@@ -117,7 +117,7 @@ class _Stream(ptx.Kernel):
         out_vector = plan.elements * SIZES[plan.out_dtype]
         self.source = e.d("mad.wide.u32", before, VECTOR_BYTES, e.d("mov.b64", "$0"))
         self.output = e.d("mov.b64", "$1")
-        self.target = e.d("mad.wide.u32", before, out_vector, self.output)
+        self.results = e.d("mad.wide.u32", before, out_vector, self.output)
         self.turn, self.phase = e.r("mov.b32", 0), e.r("mov.b32", 0)  # 0 or 1; the phase of this turn's barrier
         self.sums = e.r("add.s32", self.shared, 2 * _exchange_bytes(plan))
         for i in range(2):
@@ -162,8 +162,7 @@ class _Stream(ptx.Kernel):
             m, s = self.over_all(own_m, own_s)
             e.op("mov.f32", own_m, m_start)
             e.op("mov.f32", own_s, s_start)
-            scalar = e.d("mad.wide.u32", row, SIZES[self.plan.out_dtype], self.output)
-            self.row = ptx.Row([], "", scalar, "")
+            self.scalar = e.d("mad.wide.u32", row, SIZES[self.plan.out_dtype], self.output)
             self.store_scalar(e.f("add.rn.f32", m, finisher(self, self.algorithm, s)("")))
 
     def write_rows(self) -> None:
@@ -173,11 +172,11 @@ class _Stream(ptx.Kernel):
             words = self.next_piece(e.r("mov.b32", 0))
             own, shift = ZERO, ""
             if self.algorithm != "fast":
-                own = self.over_lanes("max.f32", self.largest(words), 32)
+                own = e.over_lanes(self.largest(words), 16, 1, "max.f32")
                 shift = bounded(self, self.algorithm, own)
             terms = [[self.exp(d) for d in shifted(self, v, shift)] for v in words]
             parts = [self.pairwise("add.rn.f32", v) for v in terms]
-            self.send(own, self.over_lanes("add.rn.f32", self.pairwise("add.rn.f32", parts), 32))
+            self.send(own, e.over_lanes(self.pairwise("add.rn.f32", parts), 16))
             self.fill()
             m, s = self.joined(*self.receive())
             finish = finisher(self, self.algorithm, s)
@@ -231,7 +230,7 @@ class _Stream(ptx.Kernel):
             guard = self.guard(j, count)
             words = [e.r("mov.b32", f"0x{fill:08X}") if guard else e.new() for _ in range(4)]
             where = f"[{start}+{j * self.stride * VECTOR_BYTES}]"
-            e.op("ld.shared.v4.b32", "{" + ", ".join(words) + "}", where, when=guard)
+            e.op("ld.shared.v4.b32", words, where, when=guard)
             found.append(words)
         return found
 
@@ -256,13 +255,13 @@ class _Stream(ptx.Kernel):
         """Stores a part's results, vector by vector."""
         e, plan = self.e, self.plan
         out_vector = plan.elements * SIZES[plan.out_dtype]
-        target = e.d("mad.wide.u32", row, plan.row_vectors * out_vector, self.target)
-        self.row = ptx.Row([], e.d("mad.wide.u32", self.lane, out_vector, target), "", "")
+        target = e.d("mad.wide.u32", row, plan.row_vectors * out_vector, self.results)
+        self.target = e.d("mad.wide.u32", self.lane, out_vector, target)
         place = e.scaled(self.lane, VECTOR_BYTES, self.ring.address(self.ring.written))
         for j, values in enumerate(results):
             guard = self.guard(j, self.mine)
             if self.in_place:
-                words = "{" + ", ".join(e.pack(plan.out_dtype, values)) + "}"
+                words = e.pack(plan.out_dtype, values)
                 e.op("st.shared.v4.b32", f"[{place}+{j * self.stride * VECTOR_BYTES}]", words, when=guard)
             else:
                 self.store(lambda _, guard=guard: (guard, "", ""), j, values)
@@ -282,9 +281,8 @@ class _Stream(ptx.Kernel):
     def largest(self, words: list[list[str]]) -> str:
         """The largest of a lane's elements; 16-bit elements are compared two at a time."""
         flat, dtype = [word for v in words for word in v], self.plan.dtype
-        while dtype != "f32" and len(flat) > 1:
-            pairs = list(zip(flat[::2], flat[1::2], strict=False))
-            flat = [self.e.r(f"max.{dtype}x2", *pair) for pair in pairs] + flat[2 * len(pairs) :]
+        if dtype != "f32":
+            flat = [pairwise(ft.partial(self.e.r, f"max.{dtype}x2"), flat)]
         return self.pairwise("max.f32", self.unpack(flat))
 
     # ---- sums over the row -------------------------------------------------------------------------------------------
@@ -292,27 +290,27 @@ class _Stream(ptx.Kernel):
     def over_all(self, m: str, s: str) -> tuple[str, str]:
         """The row's largest element and sum, from those of all lanes."""
         e, finite = self.e, ft.partial(bounded, self, self.algorithm)
-        own = self.over_lanes("max.f32", m, 32)
+        own = e.over_lanes(m, 16, 1, "max.f32")
         s = e.f("mul.rn.f32", s, self.exp(e.f("sub.rn.f32", finite(m), finite(own))))
-        self.send(own, self.over_lanes("add.rn.f32", s, 32))
+        self.send(own, e.over_lanes(s, 16))
         return self.joined(*self.receive())
 
     def joined(self, theirs: list[str], sums: list[str]) -> tuple[str, str]:
         """The row's largest element and sum, from the warps' pairs that this lane has received."""
         e, m, finite = self.e, "", ft.partial(bounded, self, self.algorithm)
         if self.algorithm != "fast":
-            m = self.over_lanes("max.f32", self.pairwise("max.f32", theirs), self.warps)
+            m = e.over_lanes(self.pairwise("max.f32", theirs), self.warps // 2, 1, "max.f32")
             m = finite(m) if self.algorithm == "logsumexp" else m
             factors = [self.exp(e.f("sub.rn.f32", finite(value), m)) for value in theirs]
             sums = [e.f("mul.rn.f32", *pair) for pair in zip(sums, factors, strict=True)]
-        return m, self.over_lanes("add.rn.f32", self.pairwise("add.rn.f32", sums), self.warps)
+        return m, e.over_lanes(self.pairwise("add.rn.f32", sums), self.warps // 2)
 
     def send(self, m: str, s: str) -> None:
         """Stores a warp's pair to all blocks, one lane for each. Without a cluster the store is synchronous."""
         e, plan = self.e, self.plan
         pair = e.scaled(self.turn, _exchange_bytes(plan), e.scaled(self.warp, _PAIR, self.shared))
         barrier = e.scaled(self.turn, 8, self.sums)
-        values, when = "{" + f"{m}, {s}" + "}", e.p("setp.lt.s32", self.lane, plan.cluster)
+        values, when = [m, s], e.p("setp.lt.s32", self.lane, plan.cluster)
         if not self.rank:
             e.op("st.shared.v2.f32", f"[{pair}]", values, when=when)
             e.op("mbarrier.arrive.shared::cta.b64", "_", f"[{barrier}]", when=when)
@@ -332,9 +330,9 @@ class _Stream(ptx.Kernel):
         e.op("bra", again, when="!" + come)
         start = e.scaled(self.turn, _exchange_bytes(plan), self.shared)
         start = e.scaled(e.r("and.b32", self.lane, self.warps - 1), _PAIR, start)
-        pairs = [(e.new("f"), e.new("f")) for _ in range(plan.cluster)]
+        pairs = [[e.new("f"), e.new("f")] for _ in range(plan.cluster)]
         for i, pair in enumerate(pairs):
-            e.op("ld.shared.v2.f32", "{" + ", ".join(pair) + "}", f"[{start}+{i * self.warps * _PAIR}]")
+            e.op("ld.shared.v2.f32", pair, f"[{start}+{i * self.warps * _PAIR}]")
         e.op("xor.b32", self.phase, self.phase, self.turn)
         e.op("xor.b32", self.turn, self.turn, 1)
         return [m for m, _ in pairs], [s for _, s in pairs]
