@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,14 @@ def test_choice_is_judged_by_the_fastest_engine():
 
 @pytest.mark.usefixtures("reads_no_measurements")
 def test_results_are_judged_by_the_choice_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """XLA serves what is small, the kernel what is not; only one of the two networks is held out."""
+    """XLA serves the gradient of few rows, the kernel other calls; only one of the two networks is held out."""
     path, rows = tmp_path / "found.json", []
-    for family, case, batch, ms in (
-        ("ViT-B/16", "ln", 128 * 197, {"jaxdnn:hopper": 1.0, "jaxdnn:xla": 2.0}),
-        ("Whisper-large", "ln a token", 8, {"jaxdnn:hopper": 1.0, "jaxdnn:xla": 1.5}),
-        ("Whisper-large", "ln encoder", 1500, {"jaxdnn": 1.0}),
+    for family, case, which, batch, ms in (
+        ("ViT-B/16", "ln", "forward", 128 * 197, {"jaxdnn:hopper": 1.0, "jaxdnn:xla": 2.0}),
+        ("Whisper-large", "ln a token", "backward", 8, {"jaxdnn:hopper": 1.0, "jaxdnn:xla": 1.5}),
+        ("Whisper-large", "ln encoder", "forward", 1500, {"jaxdnn": 1.0}),
     ):
-        rows += [{"family": family, "case": case, "pass": "forward", "batch": batch, "dtype": "bfloat16", "ms": ms}]
+        rows += [{"family": family, "case": case, "pass": which, "batch": batch, "dtype": "bfloat16", "ms": ms}]
     path.write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
     cases = networks.cases(families.of_layer("norm"))
     found = [(row["unasked"], row["over_best_engine"]) for row in cli.judged(json.loads(path.read_text()), cases)]
@@ -175,6 +176,31 @@ def test_results_are_judged_by_the_choice_as_it_is(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "50.0 %" in said
     assert networks.held_out() & {"ViT-B/16", "Whisper-large"} == {"Whisper-large"}
+
+
+# By family: how much longer the engines that serve unasked took than the fastest, on networks to which no rule was
+# fitted, and the share of passes on which they had less than 0.95 of its speed. Attention's dropout alone is left to
+# XLA, which fuses it where it does not stand alone as it does here.
+LOST = {
+    "norm": (0.001, 0.0),
+    "softmax": (0.001, 0.0),
+    "pool": (0.001, 0.0),
+    "dropout": (0.11, 0.3),
+}
+
+
+@pytest.mark.usefixtures("reads_no_measurements")
+@pytest.mark.parametrize("family", LOST)
+def test_choice_loses_little_on_networks_that_are_held_out(family: str):
+    """By what was measured on an H200, in `benchmarks/results`."""
+    path = Path(__file__).parents[1] / f"benchmarks/results/corpus_{family}_nvidia_h200.json"
+    cases = [*families.timed(family), *networks.cases(families.of_layer(family))]
+    rows = cli.judged(json.loads(path.read_text()), cases)
+    over = [row["over_best_engine"] for row in rows if row["family"] in networks.held_out()]
+    most, share = LOST[family]
+    assert len(over) >= 5
+    assert statistics.geometric_mean(over) <= 1 + most
+    assert sum(ratio > 1 / 0.95 for ratio in over) <= share * len(over)
 
 
 def test_layers_are_those_of_the_networks_that_name_their_sources():

@@ -204,7 +204,8 @@ def _measured(
     lowered = {name: jax.jit(f).lower(*shapes) for name, f in functions.items()}
     compiled = {name: program.compile() for name, program in lowered.items() if name not in late}
     size = case.bytes(which, batch, jax.numpy.dtype(args.dtype).itemsize)
-    rotation = min(max(1, timing.ROTATED_BYTES // size), timing.MOST_SETS) if on_gpu and size else 1
+    of_set = max(size or 0, sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)))  # some passes read a part
+    rotation = min(max(1, timing.ROTATED_BYTES // of_set), timing.MOST_SETS) if on_gpu and size else 1
     copy = None
     with timing.turn(args.turns, until):
         compiled |= {name: lowered[name].compile() for name in late}

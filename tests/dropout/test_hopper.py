@@ -363,7 +363,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, function: Any, *operands: Any) -> li
     [
         ("bf16", 1024, {"activation": "gelu"}, "hopper"),
         ("f16", 1024, {}, "hopper"),
-        ("bf16", 512, {"activation": "gelu"}, "xla"),
+        ("bf16", 256, {"activation": "gelu"}, "xla"),
         ("bf16", 1024, {"activation": "gelu", "rate": 0.0}, "xla"),
         ("bf16", 1024, {"activation": "gelu", "out_dtype": jnp.float32}, "xla"),
         ("bf16", 1024, {"offset": 1}, "xla"),

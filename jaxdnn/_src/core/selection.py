@@ -13,9 +13,10 @@ An engine may state a rank of its own instead.
 
 So a kernel serves wherever it can: on shapes that nobody measured the time of the better engine was nearest to that of
 "always the kernel", while XLA's program may take hundreds of times longer. What is left to XLA is a predicate, not a
-list of shapes, with a reason, and with the measured case that shows it where one is recorded (`Engine.slower`; none is
-yet). Nothing is measured when a program runs, so processes that read the same file of `jaxdnn tune`, or none, choose
-alike. `jaxdnn bench FAMILY --family corpus` measures what the choice loses; on a GPU that has yet to be run.
+list of shapes, with a reason, and with the measured case that shows it where one is recorded (`Engine.slower`). Nothing
+is measured when a program runs, so processes that read the same file of `jaxdnn tune`, or none, choose alike.
+`jaxdnn bench FAMILY --family corpus` measures what the choice loses; `--judge benchmarks/results/corpus_FAMILY_...`
+says what it loses now, by network, on an H200.
 
 Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
 """

@@ -21,7 +21,7 @@ from jaxdnn._src.dropout.hopper.group_ptx import Plan
 from jaxdnn._src.dropout.primitive import BLOCK
 from jaxdnn._src.hopper.ptx import NAMES
 
-FEW, FEW_IN_X, FEW_WITH_BIAS = 1 << 22, 1 << 25, 1 << 20  # elements, as `SLOWER` uses them
+FEW, FEW_IN_X, FEW_WITH_BIAS = 1 << 21, 1 << 25, 1 << 20  # elements, as `SLOWER` uses them
 FEW_OF_EXAMPLE, FEW_COLUMNS, FEW_ROWS = 1 << 19, 768, 1024
 LARGEST = 1 << 30  # groups of elements that one key counts
 

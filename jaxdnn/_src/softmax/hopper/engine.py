@@ -11,8 +11,6 @@ from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.softmax.primitive import OPS, SoftmaxSpec
 
-FEW_BYTES = 1 << 18  # of an operand
-
 
 def _geometry(call: engines.Call) -> tuple[int, int]:
     """The number of rows, and the length of a row."""
@@ -58,13 +56,6 @@ def _supports(call: engines.Call) -> str | None:
     return None
 
 
-SLOWER = (
-    engines.Slower(
-        "XLA joins so few bytes to the operations around them",
-        lambda call: math.prod(call.avals[0].shape) * call.avals[0].dtype.itemsize < FEW_BYTES,
-    ),
-)
-
 engines.declare(
     "hopper",
     *OPS,
@@ -76,7 +67,6 @@ engines.declare(
     accumulation=lambda call: "float32",
     hazards=lambda call: ("flushes_subnormals",),
     measured_on=hopper.MEASURED_ON,
-    slower=SLOWER,
     workspace=lambda call: 0,
     partition=lambda call: True,
     notes=(
