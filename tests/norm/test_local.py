@@ -268,3 +268,18 @@ def test_lp_normalize_of_a_large_p(p: float) -> None:
     agree(run(x), reference.lp_normalize(np.asarray(x), p=p), error)
     slope = jax.jit(jax.grad(lambda x: run(x)[1]))(jnp.array([1.0, 0.5], jnp.float32))
     np.testing.assert_array_equal(slope, [-0.5, 1.0])
+
+
+@pytest.mark.parametrize("op", ["divisive_norm", "divisive_norm_dgrad"])
+def test_means_that_are_a_product_are_rounded_before_they_are_subtracted(op: str) -> None:
+    """At mesh_invariant, whatever stands around the op: XLA would fuse the product into the subtraction."""
+    rng = np.random.default_rng(0)
+    x, dy, a, b = (rng.normal(size=(2, 7, 9, 8)).astype(np.float32) for _ in range(4))
+    arrays = (dy, x) if op.endswith("dgrad") else (x,)
+
+    def run(means: Any, *arrays: Any) -> Any:
+        return getattr(dnn, op)(*arrays, means=means, lrn_alpha=0.7, determinism="mesh_invariant")
+
+    alone = jax.jit(run)(a * b, *arrays)
+    within = jax.jit(lambda a, b, *arrays: run(a * b, *arrays))(a, b, *arrays)
+    jax.tree.map(np.testing.assert_array_equal, alone, within)

@@ -222,6 +222,23 @@ def test_no_gradient_goes_to_x_from_nowhere():
     np.testing.assert_array_equal(dx[0, :, 0], [0, 0.75, 0.25, 0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_in_a_cubic_grid_does_not_depend_on_the_batch(dtype: str):
+    """A weight of the outer axis has a cotangent from each tap of the inner one, added up in a stated order."""
+    rng = np.random.default_rng(0)
+    x, grid = jnp.asarray(rng.normal(size=(17, 4, 5, 3)), dtype), jnp.asarray(rng.uniform(-1, 1, (17, 5, 4, 2)), dtype)
+    dy = jnp.asarray(rng.normal(size=(17, 5, 4, 3)), dtype)
+
+    @jax.jit
+    def slope(x: Any, grid: Any, dy: Any) -> Any:
+        sample = ft.partial(dnn.grid_sample, mode="cubic", determinism="batch_invariant")
+        return jax.vjp(lambda grid: sample(x, grid), grid)[1](dy)[0]
+
+    whole = slope(x, grid, dy)
+    for i in (0, 16):
+        np.testing.assert_array_equal(slope(x[i : i + 1], grid[i : i + 1], dy[i : i + 1])[0], whole[i])
+
+
 def test_vmap():
     x, grid = data(2)
     many, grids = np.stack([x, x + 1, -x]), np.stack([grid, grid / 2, -grid])

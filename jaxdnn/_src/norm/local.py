@@ -202,12 +202,13 @@ def divisive_norm(
       Kavukcuoglu, Ranzato and LeCun (2009) for local contrast normalisation, of which this is the division.
     """
     frame = arguments.frame(layout)
-    x = at_edges(required(determinism), frame.array("x", x))
+    level = required(determinism)
+    x = at_edges(level, frame.array("x", x))
     found = arguments.types(x, out_dtype)
     arguments.require("divisive_norm", determinism, "mesh_invariant", _WHY)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
-    y = product(wide, window.powers(wide - _means(frame, means, x, found), frame.layout.spatial)[0])
+    y = product(wide, window.powers(wide - _means(frame, means, x, found, level), frame.layout.spatial)[0])
     return frame.restore(_blended(frame, y, alpha, beta, prior, found))
 
 
@@ -263,13 +264,15 @@ def divisive_norm_dgrad(
     Sources: cuDNN's cudnnDivisiveNormalizationBackward.
     """
     frame = arguments.frame(layout)
-    x, dy = at_edges(required(determinism), (frame.array("x", x), frame.array("dy", dy)))
+    level = required(determinism)
+    x, dy = at_edges(level, (frame.array("x", x), frame.array("dy", dy)))
     found = arguments.types(x, out_dtype)
     arguments.require("divisive_norm_dgrad", determinism, "mesh_invariant", _WHY)
     dy = arguments.cotangent(dy, x, found).astype(found.accumulate)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
-    dx, dmeans = window.gradient(dy, wide, wide - _means(frame, means, x, found), frame.layout.spatial)
+    centred = wide - _means(frame, means, x, found, level)
+    dx, dmeans = window.gradient(dy, wide, centred, frame.layout.spatial)
     scaled = blending.blend(dmeans, alpha=alpha, beta=0.0, prior=None, out=found.out)
     return frame.restore(_blended(frame, dx, alpha, beta, prior, found)), frame.restore(scaled)
 
@@ -333,13 +336,13 @@ def _added(v: Array, *, axes: Sequence[int], low: int, high: int) -> Array:
     return v
 
 
-def _means(frame: Any, means: Any, x: Array, found: Any) -> Array:
+def _means(frame: Any, means: Any, x: Array, found: Any, level: str) -> Array:
     if means is None:
         return jnp.zeros((), found.accumulate)
     means = frame.array("means", means)
     checks.shape("means", means, x.shape, "that of x")
     checks.dtype("means", means, arguments.narrower(found.accumulate))
-    return means.astype(found.accumulate)
+    return at_edges(level, means.astype(found.accumulate))
 
 
 def _blended(frame: Any, computed: Array, alpha: Any, beta: Any, prior: Any, found: Any) -> Array:

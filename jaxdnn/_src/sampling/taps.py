@@ -39,10 +39,12 @@ class Rule:
         along = along[::-1] if self.order == "xy" else along
         index, weights = self._along(along[0], sizes[0])
         for g, size in zip(along[1:], sizes[1:], strict=True):
-            pixels, factors = (v[..., None, :] for v in self._along(g, size))
-            outer = index[..., None]
-            index = jnp.where((outer < 0) | (pixels < 0), jnp.int32(-1), outer * size + pixels)
-            index, weights = map(_joined, (index, product(weights[..., None], factors)))
+            pixels, factors = self._along(g, size)
+            outer, inner = index[..., None], pixels[..., None, :]
+            index = jnp.where((outer < 0) | (inner < 0), jnp.int32(-1), outer * size + inner)
+            # Copies, not broadcasts: their cotangents are added one after another, not by XLA in an order of its own.
+            outer, inner = jnp.stack([weights] * factors.shape[-1], -1), jnp.stack([factors] * weights.shape[-1], -2)
+            index, weights = map(_joined, (index, product(outer, inner)))
         return index, weights
 
     def _along(self, g: Array, size: int) -> tuple[Array, Array]:
