@@ -51,7 +51,7 @@ CALLS = {
     "depthwise": lambda ops, x, w, p: ops.conv(x, w[:, :, :1].repeat(2, -1), padding=1, groups=8),
     "conv_transpose": lambda ops, x, w, p: ops.conv_transpose(x, w[:2, :2].swapaxes(2, 3), 2),
     "batch_norm": lambda ops, x, w, p: ops.batch_norm(x, p, residual=x[::-1]),
-    "batch_norm without relu": lambda ops, x, w, p: ops.batch_norm(x, p, relu=False),
+    "batch_norm without relu": lambda ops, x, w, p: ops.batch_norm(x, p, activation=None),
     "layer_norm": lambda ops, x, w, p: ops.layer_norm(x, p),
     "group_norm": lambda ops, x, w, p: ops.group_norm(x, p, 4, "silu"),
     "instance_norm": lambda ops, x, w, p: ops.group_norm(x, p, 8, "relu"),

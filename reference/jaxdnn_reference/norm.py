@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdnn_reference.activation import Activation, activate, parse
 from jaxdnn_reference.rounding import FLOAT64, round_to
 
 Array = np.ndarray[Any, Any]
@@ -94,6 +95,11 @@ def normalise(way: Way, s: Statistics, scale: Array | None, bias: Array | None) 
     y = s.centred * s.rstd
     y = y if scale is None else y * scale.astype(way.dtype)
     return y if bias is None else y + bias.astype(way.dtype)
+
+
+def activated(y: Array, activation: Activation) -> Array:
+    """act(y), in the type that is computed in."""
+    return y if parse(activation)[0] == "identity" else activate(y, activation).astype(y.dtype)
 
 
 def gradients(

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxdnn_reference import layout as lay
 from jaxdnn_reference import norm
-from jaxdnn_reference.activation import Activation, activate, parse
+from jaxdnn_reference.activation import Activation
 from jaxdnn_reference.norm_group import as_it_lies
 
 Array = np.ndarray[Any, Any]
@@ -72,7 +72,7 @@ def _finish(
     y = _blended(c, alpha, beta, None if prior is None else v.array(prior))
     if residual is not None:
         y = y + v.array(residual).astype(kind)
-    return y if parse(activation)[0] == "identity" else activate(y, activation).astype(kind)
+    return norm.activated(y, activation)
 
 
 def batch_norm(

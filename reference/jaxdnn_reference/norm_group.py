@@ -1,6 +1,6 @@
 """Group and instance normalisation: `norm`'s formulas over the pixels of an image and the channels of a group.
 
-    y[n, p, c] = (x[n, p, c] - mean[n, g]) r[n, g] scale[c] + bias[c]        g = floor(c G / C)
+    y[n, p, c] = act((x[n, p, c] - mean[n, g]) r[n, g] scale[c] + bias[c])        g = floor(c G / C)
 
 Instance normalisation has as many groups as channels. Statistics have the shape (N, G). Channels that only fill the
 last vector of a layout up belong to no group: they are not read, and are 0 in the result.
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxdnn_reference import layout as lay
 from jaxdnn_reference import norm
+from jaxdnn_reference.activation import Activation
 
 Array = np.ndarray[Any, Any]
 
@@ -83,12 +84,20 @@ def in_groups(x: Array, groups: int | None, channels: int | None, layout: str) -
 
 
 def _forward(
-    x: Array, groups: int | None, channels: int | None, scale: Any, bias: Any, eps: float, layout: str, out_dtype: Any
+    x: Array,
+    groups: int | None,
+    channels: int | None,
+    scale: Any,
+    bias: Any,
+    eps: float,
+    activation: Activation,
+    layout: str,
+    out_dtype: Any,
 ) -> tuple[Array, Array, Array]:
     way, v = norm.way_of(x), in_groups(x, groups, channels, layout)
     s = norm.statistics(way, v.x, v.axes, eps)
     scale, bias = (None if p is None else p.reshape(v.parameters) for p in (scale, bias))
-    y = norm.result(norm.normalise(way, s, scale, bias), out_dtype)
+    y = norm.result(norm.activated(norm.normalise(way, s, scale, bias), activation), out_dtype)
     return v.restore(y), v.give_statistic(s.mean), v.give_statistic(s.rstd)
 
 
@@ -120,12 +129,13 @@ def group_norm(
     scale: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
+    activation: Activation = None,
     layout: str = "NHWC",
     return_statistics: bool = False,
     out_dtype: Any = None,
 ) -> Any:
-    """y = (x - mean[n, g]) r[n, g] scale[c] + bias[c]; with `return_statistics` (y, mean, r)."""
-    found = _forward(x, groups, channels, scale, bias, eps, layout, out_dtype)
+    """y = act((x - mean[n, g]) r[n, g] scale[c] + bias[c]); with `return_statistics` (y, mean, r)."""
+    found = _forward(x, groups, channels, scale, bias, eps, activation, layout, out_dtype)
     return found if return_statistics else found[0]
 
 
@@ -154,12 +164,13 @@ def instance_norm(
     scale: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
+    activation: Activation = None,
     layout: str = "NHWC",
     return_statistics: bool = False,
     out_dtype: Any = None,
 ) -> Any:
     """y = (x - mean[n, c]) r[n, c] scale[c] + bias[c]; with `return_statistics` (y, mean, r)."""
-    found = _forward(x, None, None, scale, bias, eps, layout, out_dtype)
+    found = _forward(x, None, None, scale, bias, eps, activation, layout, out_dtype)
     return found if return_statistics else found[0]
 
 

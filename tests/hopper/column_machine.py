@@ -88,7 +88,15 @@ def plan_of(rows: int, columns: int, dtype: str, **other: int) -> ColumnPlan:
     return dataclasses.replace(found, splits=max(1, min(found.splits, found.full)))
 
 
-def sums(dy: Any, x: Any, mean: Any, rstd: Any, config: ColumnPlan | None = None) -> jax.Array:
+def sums(
+    dy: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    activation: Any = None,
+    affine: Any = (),
+    config: ColumnPlan | None = None,
+) -> jax.Array:
     """Those of the kernel's splits, added up as the engine does."""
     dy, x, mean, rstd = (np.asarray(v) for v in (dy, x, mean, rstd))
     rows, columns = x.shape
@@ -96,6 +104,7 @@ def sums(dy: Any, x: Any, mean: Any, rstd: Any, config: ColumnPlan | None = None
     assert plan is not None
     count = batch_ptx.sums_of(plan)
     shape = (plan.splits, count, plan.columns)
-    given = [dy, x, mean, rstd]
-    (parts,) = run(batch_ptx.sums(plan), walked_floats(plan, True), plan.threads, plan.blocks, given, [shape])
+    code = batch_ptx.sums(plan, None if activation is None else activation[0])
+    given = [dy, x, mean, rstd, *map(np.asarray, affine)]
+    (parts,) = run(code, walked_floats(plan, True), plan.threads, plan.blocks, given, [shape])
     return jnp.asarray(parts).reshape(plan.splits, count, plan.fold, x.shape[1]).sum((0, 2))

@@ -6,7 +6,7 @@ for, but it counts who arrives, and accesses to shared memory that the step alon
 So is an access beyond what the launch gives a block, or outside of the arrays. A bulk copy to shared
 memory is done at once, the worst for a kernel that asks for it while the place is still read, and one from shared
 memory at the last moment, when the thread that asked for it waits; who waits for bytes that nothing has been asked to
-bring fails. ex2 and lg2 are exact here.
+bring fails. ex2, lg2 and rcp are exact here.
 """
 
 import re
@@ -249,8 +249,11 @@ class Rows:
                 case ["setp", relation, "s32" | "u32" as kind]:
                     a, b = (bits(x).astype(U32).view(np.int32 if kind == "s32" else U32) for x in arguments[1:])
                     put({"lt": a < b, "ge": a >= b, "eq": a == b}[relation])
-                case ["setp", "eq", "f32"]:
-                    put(real(arguments[1]) == real(arguments[2]))
+                case ["setp", "eq" | "gt" as relation, "f32"]:
+                    a, b = real(arguments[1]), real(arguments[2])
+                    put(a == b if relation == "eq" else a > b)
+                case ["setp", "nan", "f32"]:
+                    put(np.isnan(real(arguments[1])) | np.isnan(real(arguments[2])))
                 case ["selp", "f32"]:
                     put(np.where(bits(arguments[3]), real(arguments[1]), real(arguments[2])))
                 case ["abs", "f32"]:
@@ -264,7 +267,7 @@ class Rows:
                 case ["add" | "sub" | "mul" as which, "rn", "f32"]:
                     a, b = real(arguments[1]), real(arguments[2])
                     put({"add": a + b, "sub": a - b, "mul": a * b}[which])
-                case ["rcp", "rn", "f32"]:
+                case ["rcp", "rn", "f32"] | ["rcp", "approx", "ftz", "f32"]:
                     put(np.float32(1) / real(arguments[1]))
                 case ["ex2", "approx", "ftz", "f32"]:
                     value = np.exp2(real(arguments[1]).astype(np.float64)).astype(np.float32)

@@ -61,3 +61,32 @@ def check_backward(n: Norm, x: Any, s: Any, b: Any, dy: Any, out: Any, grads: Se
     exact = n.gradients(reference, dy, x, s)
     for name, found, golden, error in zip(("dx", "dscale", "dbias"), grads, exact, bounds, strict=True):
         agree(found, golden, error.reshape(golden.shape), out if name == "dx" else np.float32, name)
+
+
+def check_activation(
+    n: Norm,
+    name: str,
+    x: Any,
+    s: Any,
+    b: Any,
+    dy: Any,
+    saved: Sequence[Any],
+    y: np.ndarray,
+    grads: Sequence[np.ndarray],
+) -> None:
+    """y and gradients of the kernels with an activation: of exactly the z that follows from the saved statistics."""
+    groups, channels = saved[0].shape[-1], x.shape[-1]
+    mean, rstd = (np.repeat(np.asarray(v), channels // groups, -1)[:, None] for v in saved[:2])
+    z = (x.astype(np.float32) - mean) * rstd
+    z = z if s is None else z * s
+    z = (z if b is None else z + b).astype(np.float64)
+    # Of swish the exponent is rounded, then a few operations; of relu nothing is.
+    roundings = 2.0**-24 * (0 if name == "relu" else 16 * (1 + np.abs(z)))
+    agree(y, reference.activation(z, activation=name), roundings * np.abs(z), x.dtype, "y")
+    p, wide = n.problem(x, s, b), dy.astype(x.dtype).astype(np.float64)
+    before = reference.activation_dgrad(wide, z, activation=name)
+    more = norm_bounds.moved(p, in_view(n, roundings * np.abs(wide), p.x.shape))
+    bounds = norm_bounds.backward(p, in_view(n, before, p.x.shape))
+    for (golden, error), extra, found, kind in zip(bounds, more, grads, ("dx", "dscale", "dbias"), strict=True):
+        dtype = x.dtype if kind == "dx" else np.float32
+        agree(found, golden.reshape(found.shape), (error + extra).reshape(found.shape), dtype, kind)

@@ -211,12 +211,14 @@ ACTIVATIONS: tuple[Any, ...] = ("relu", ("leaky_relu", 0.25), "clipped_relu", "s
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_an_activation_keeps_nothing_wider_than_the_array(activation: Any, residual: bool):
-    """For its derivative: x, and y or a slope, both of x's dtype."""
+    """For its derivative: x, and y or a slope, both of x's dtype. Relu and swish right behind need x alone."""
     x = jnp.zeros((3, 6, 5, 8), jnp.bfloat16)
     fused: dict[str, Any] = {"residual": jnp.ones_like(x) if residual else None, "activation": activation}
     back = jax.eval_shape(lambda x: jax.vjp(lambda x: dnn.batch_norm(x, **fused)[0], x)[1], x)
     large = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) == x.size]
-    assert [np.dtype(leaf.dtype) for leaf in large] == [BF16] * 2
+    assert [np.dtype(leaf.dtype) for leaf in large] == [BF16] * (
+        1 if activation in ("relu", "swish") and not residual else 2
+    )
 
 
 @pytest.mark.parametrize("engine", ["xla", "hopper"])

@@ -205,10 +205,39 @@ def test_sums_of_splits_and_chunks(chunk: int, splits: int, stages: int, dtype: 
 
 def check_sums(dy: np.ndarray, x: np.ndarray, mean: np.ndarray, plan: ColumnPlan | None) -> None:
     rstd = np.linspace(0.5, 3, x.shape[1]).astype(np.float32)
-    found = np.asarray(sums(dy, x, mean, rstd, plan))
+    found = np.asarray(sums(dy, x, mean, rstd, config=plan))
     g, h = dy.astype(np.float64), (x.astype(np.float64) - mean) * rstd
     terms = [g, g * h, h][: len(found)]
     rate = (len(x) + 3) * 2.0**-24
     growth = rate / (1 - rate)
     for value, term, name in zip(found, terms, ("dy", "dy h", "h"), strict=False):
         agree(value, term.sum(0), growth * np.abs(term).sum(0), np.float32, name)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_before_a_relu(size: str, dtype: str):
+    """The bits of sums of a dy that is 0 where y, rounded, is not above 0: ties to 0 and NaN too."""
+    rows, columns = SIZES[size]
+    rows -= rows % 8 if batch.backward_plan(rows, columns, dtype) is None else 0
+    x, dy = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1)
+    x[::3] = x[0]
+    mean, least = x[0].astype(np.float32), 2.0 ** {"bf16": -133, "f16": -24}[dtype]
+    rstd, scale = np.linspace(0.5, 2, columns).astype(np.float32), np.linspace(-1, 2, columns).astype(np.float32)
+    # Of every third row y is its column's bias.
+    bias = np.resize([0.25, least, 0.75 * least, 0.5 * least, 0, -0.5, np.nan], columns).astype(np.float32)
+    y = (((x.astype(np.float32) - mean) * rstd) * scale + bias).astype(x.dtype)
+    found = sums(dy, x, mean, rstd, ("relu", None), (scale, bias))
+    np.testing.assert_array_equal(found, sums(np.where(y > 0, dy, 0).astype(dy.dtype), x, mean, rstd))
+
+
+def test_slope_of_swish():
+    """σ + z σ (1 - σ) with a few roundings, from both tails to the middle; of a row alone the slope is the sum."""
+    z = np.concatenate([np.linspace(-120, 120, 80), np.linspace(-3, 3, 48)]).astype(DTYPES["bf16"])
+    x, zeros, ones = z.reshape(1, -1), np.zeros(128, np.float32), np.ones(128, np.float32)
+    found = np.asarray(sums(np.ones_like(x), x, zeros, ones, ("swish", 1.0), (ones, zeros)))[0]
+    wide = z.astype(np.float64)
+    sigmoid = 1 / (1 + np.exp(-wide))
+    # The exponent is rounded, so σ is off by z / 2 units of its last place below 0; 1 - σ is off by one of 1.
+    off = sigmoid * (4 + 10 * np.abs(wide) + np.abs(wide) ** 2) * 2.0**-24
+    agree(found, sigmoid + wide * sigmoid * (1 - sigmoid), off + 2.0**-120, np.float32, "slope")

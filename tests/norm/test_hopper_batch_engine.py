@@ -23,6 +23,7 @@ if (reason := hopper.unavailable()) is not None:
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper import batch as norm_batch
 from jaxdnn._src.norm.hopper import batch_engine
+from jaxdnn._src.norm.spec import ACTIVATIONS
 from tests.hopper.column_machine import DTYPES, plan_of, statistics, sums
 
 pytestmark = pytest.mark.usefixtures("h200")
@@ -106,6 +107,42 @@ def check_gradients(n: Norm, x: np.ndarray, s: Any, dy: np.ndarray, out_dtype: s
     dtypes = (np.dtype(out_dtype or x.dtype), np.float32, np.float32)
     for value, (golden, error), out, name in zip(found, wanted, dtypes, ("dx", "dscale", "dbias"), strict=True):
         agree(value, golden, error, out, name)
+
+
+@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("scale", "bias")], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_gradients_before_an_activation(
+    dtype: str, activation: Any, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """Of relu the bits of the plain op's, of a dy that is 0 where y is; of swish within bounds of dy act'."""
+    monkeypatch.setattr(norm_batch, "sums", sums)
+    monkeypatch.setattr(norm_batch, "statistics", emulated_statistics)
+    n = Norm("batch_norm", (5, 6, 7, 8), (8,), (("layout", "NHWC"),))
+    x, s, b, dy = n.arrays(9, DTYPES[dtype], mean=0.5)
+    parameters: dict[str, Any] = {k: v.astype(np.float32) for k, v in (("scale", s), ("bias", b)) if k in given}
+    spread = [jnp.asarray(v).reshape(1, 1, 1, 8) for v in parameters.values()]
+    forward = call_of(lambda x: dnn.batch_norm(x, activation=activation, **parameters)[0], x)
+    y, mean, rstd, _ = batch_engine.BATCHES.run(forward, jnp.asarray(x), *spread)
+
+    def gradients(spec: Any, *operands: Any) -> Any:
+        call = dataclasses.replace(forward, op="norm_dgrad", spec=spec, avals=tuple(map(jax.typeof, operands)))
+        return batch_engine.BATCHES.run(call, *operands)
+
+    found = gradients(forward.spec, *map(jnp.asarray, (dy, x)), mean, rstd, *spread)
+    if activation == ("relu", None):
+        plain = dataclasses.replace(forward.spec, activation=None, bias=False)
+        passed = jnp.where(y > 0, dy, 0)
+        wanted = gradients(plain, passed, jnp.asarray(x), mean, rstd, *spread[: "scale" in given])
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        return
+    p = n.problem(x, parameters.get("scale"), parameters.get("bias"))
+    (z, z_error), wide = bounds.forward(p), dy.astype(np.float64)
+    golden = bounds.backward(p, reference.activation_dgrad(wide, z, activation=activation))
+    # The slope's own slope is at most 1/2; its formula has a few roundings, of z in the exponent too.
+    more = bounds.moved(p, np.abs(wide) * (z_error / 2 + 16 * p.roundoff * (1 + np.abs(z))))
+    for value, (wanted, error), extra in zip(found, golden, more, strict=True):
+        agree(value, wanted, error + extra, value.dtype, "gradient")
 
 
 def shape_of(*shape: Any, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

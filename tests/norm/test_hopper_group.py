@@ -21,6 +21,7 @@ from tests.hopper.row_machine import on_arrays
 from tests.norm.calls import (
     DTYPES,
     arrays_of,
+    check_activation,
     check_backward,
     check_forward,
     each_extreme,
@@ -90,12 +91,21 @@ def plan_of(x: np.ndarray, group: int, names: tuple[str, str], arrays: int, **ch
 
 
 def forward(
-    x: np.ndarray, s: Any, b: Any, group: int, names: tuple[str, str], eps: float, clusters: int = 0, **changed: Any
+    x: np.ndarray,
+    s: Any,
+    b: Any,
+    group: int,
+    names: tuple[str, str],
+    eps: float,
+    clusters: int = 0,
+    activation: str | None = None,
+    **changed: Any,
 ) -> list[np.ndarray]:
     """y, mean, rstd and variance by the kernel."""
     plan = plan_of(x, group, names, 1, **changed)
     turns = {"images": len(x), "clusters": clusters} if clusters else {}
-    code = group_ptx.forward(plan, eps=eps, scale=s is not None, bias=b is not None, **turns)
+    has = {"scale": s is not None, "bias": b is not None, "activation": activation}
+    code = group_ptx.forward(plan, eps=eps, **has, **turns)
     statistic = ((len(x), x.shape[2] // group), np.float32)
     given = [x, *(v for v in (s, b) if v is not None)]
     return run(code, plan, clusters or len(x) * plan.parts, given, [(x.shape, DTYPES[names[1]]), *[statistic] * 3])
@@ -110,13 +120,16 @@ def backward(
     group: int,
     names: tuple[str, str],
     clusters: int = 0,
+    b: Any = None,
+    activation: str | None = None,
     **changed: Any,
 ) -> list[np.ndarray]:
     """dx, dscale and dbias by the kernel, the blocks' sums added up here."""
     plan = plan_of(x, group, names, 2, **changed)
     turns = {"images": len(x), "clusters": clusters} if clusters else {}
-    code = group_ptx.backward(plan, scale=s is not None, **turns)
-    given = [dy, x, mean, rstd, *([] if s is None else [s])]
+    has = {"scale": s is not None, "bias": b is not None, "activation": activation}
+    code = group_ptx.backward(plan, **has, **turns)
+    given = [dy, x, mean, rstd, *(v for v in (s, b) if v is not None)]
     outs = [(x.shape, DTYPES[names[1]]), ((len(x) * plan.cluster, 2, x.shape[2]), np.float32)]
     dx, sums = run(code, plan, clusters or len(x) * plan.parts, given, outs)
     return [dx, *sums.sum(0, dtype=np.float32)]
@@ -130,6 +143,21 @@ def check(size: tuple[int, int, int], names: tuple[str, str], mean: float = 0.5,
     y, *saved = forward(x, s, b, group, names, n.eps, **changed)
     check_forward(n, x, s, b, out, y, saved)
     check_backward(n, x, s, b, dy, out, backward(dy, x, saved[0], saved[1], s, group, names, **changed))
+
+
+@pytest.mark.parametrize("given", ["", "scale", "bias", "scale and bias"])
+@pytest.mark.parametrize("activation", ["relu", "swish"])
+@pytest.mark.parametrize("plan", ["two blocks", "one round kept", "a sample of what is kept"])
+def test_an_activation(plan: str, activation: str, given: str):
+    size = (50, 48, 3)
+    for dtype in ("bf16", "f16"):
+        n, group, names = norm_of(*size), size[2], (dtype, dtype)
+        x, s, b, dy = arrays_of(n, dtype, 0.5)
+        s, b = (v if name in given else None for name, v in (("scale", s), ("bias", b)))
+        y, *saved = forward(x, s, b, group, names, n.eps, activation=activation, **PLANS[plan])
+        own = {"b": b, "activation": activation, **PLANS[plan]}
+        grads = backward(dy, x, saved[0], saved[1], s, group, names, **own)
+        check_activation(n, activation, x, s, b, dy, saved, y, grads)
 
 
 @each_dtype

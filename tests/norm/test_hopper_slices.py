@@ -14,6 +14,7 @@ from tests.hopper.row_machine import on_arrays
 from tests.norm.calls import (
     DTYPES,
     arrays_of,
+    check_activation,
     check_backward,
     check_forward,
     each_extreme,
@@ -61,32 +62,44 @@ def run(code: str, plan: ImagePlan, slices: int, arrays: list[Any], outs: list[t
     return on_arrays(Images, code, arrays, outs, plan.threads, clusters, plan.cluster, floats=floats)
 
 
-def forward(x: np.ndarray, s: Any, b: Any, plans: SlicePlan, eps: float) -> list[np.ndarray]:
+def forward(
+    x: np.ndarray, s: Any, b: Any, plans: SlicePlan, eps: float, activation: str | None = None
+) -> list[np.ndarray]:
     """y, mean, rstd and variance by the two kernels."""
     images, pixels, channels = x.shape
     first, second = plans.statistics, plans.applied
     merged, slices, groups = pixels // first.pixels, pixels // second.pixels, channels // first.group
     of_slices, of_images = (((count, groups), np.float32) for count in (images * merged, images))
     found = run(group_slices_ptx.statistics(first), first, images * merged, [x], [of_slices] * 3)
-    has = {"scale": s is not None, "bias": b is not None}
+    has = {"scale": s is not None, "bias": b is not None, "activation": activation}
     code = group_slices_ptx.apply(second, images, slices, merged, eps=eps, **has)
     given = [x, *found, *(v for v in (s, b) if v is not None)]
     return run(code, second, images * slices, given, [(x.shape, DTYPES[second.out_dtype]), *[of_images] * 3])
 
 
-def backward(dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, s: Any, plans: SlicePlan) -> list[np.ndarray]:
+def backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    mean: Any,
+    rstd: Any,
+    s: Any,
+    plans: SlicePlan,
+    b: Any = None,
+    activation: str | None = None,
+) -> list[np.ndarray]:
     """dx, dscale and dbias by the two kernels, the blocks' sums added up here."""
     images, pixels, channels = x.shape
     first, second = plans.statistics, plans.applied
     merged, slices, groups = pixels // first.pixels, pixels // second.pixels, channels // first.group
-    names, scale = group_slices_ptx.sums_of_groups(first.dtype), [] if s is None else [s]
+    names, given = group_slices_ptx.sums_of_groups(first.dtype), [v for v in (s, b) if v is not None]
+    has = {"scale": s is not None, "bias": b is not None, "activation": activation}
     of_slices, of_images = (((count, groups), np.float32) for count in (images * merged, images))
     outs = [((images * merged * first.cluster, 2, channels), np.float32), *[of_slices] * len(names)]
-    code = group_slices_ptx.gradient_sums(first, merged, scale=s is not None)
-    each, *sums = run(code, first, images * merged, [dy, x, mean, rstd, *scale], outs)
-    code = group_slices_ptx.apply_gradients(second, images, slices, merged, scale=s is not None)
+    code = group_slices_ptx.gradient_sums(first, merged, **has)
+    each, *sums = run(code, first, images * merged, [dy, x, mean, rstd, *given], outs)
+    code = group_slices_ptx.apply_gradients(second, images, slices, merged, **has)
     outs = [(x.shape, DTYPES[second.out_dtype]), *[of_images] * (first.dtype == "f32")]
-    dx, *rest = run(code, second, images * slices, [dy, x, mean, rstd, *scale, *sums], outs)
+    dx, *rest = run(code, second, images * slices, [dy, x, mean, rstd, *given, *sums], outs)
     dscale, dbias = norm_group.merged_gradients(*map(jnp.asarray, (each, *rest)))
     return [dx, np.asarray(dscale), np.asarray(dbias)]
 
@@ -102,6 +115,18 @@ def test_images(size: str, dtype: str, far: bool):
     check_forward(n, x, s, b, DTYPES[dtype], y, saved)
     grads = backward(dy, x, saved[0], saved[1], s, plans_of(size, names, 2))
     check_backward(n, x, s, b, dy, DTYPES[dtype], grads)
+
+
+@pytest.mark.parametrize("given", ["", "scale and bias"])
+@pytest.mark.parametrize("activation", ["relu", "swish"])
+@each_size
+def test_an_activation(size: str, activation: str, given: str):
+    names, n = ("bf16", "bf16"), norm_of(*SIZES[size][0])
+    x, s, b, dy = arrays_of(n, "bf16", 0.5)
+    s, b = (s, b) if given else (None, None)
+    y, *saved = forward(x, s, b, plans_of(size, names, 1), n.eps, activation)
+    grads = backward(dy, x, saved[0], saved[1], s, plans_of(size, names, 2), b, activation)
+    check_activation(n, activation, x, s, b, dy, saved, y, grads)
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)

@@ -215,3 +215,40 @@ def test_a_fault_in_a_derivative_would_be_seen(name: str):
     for found, exact, error in zip(jax.jit(run)(*narrow), values, errors, strict=True):
         running_error.agree(found, exact, error)
         assert np.abs(np.asarray(found, np.float64) - exact).max() > 0
+
+
+NORMS: dict[str, Any] = {
+    "batch_norm": lambda x, **o: dnn.batch_norm(x, **o)[0],
+    "group_norm": ft.partial(dnn.group_norm, groups=2),
+    "instance_norm": dnn.instance_norm,
+}
+
+
+@pytest.mark.parametrize("activation", ["relu", "swish"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_an_activation_of_the_op_has_every_derivative(norm: str, activation: str):
+    """Of a bfloat16 x it is a part of the op, of a float32 one an op behind it: the same values and derivatives."""
+    rng = np.random.default_rng(11)
+    narrow = jnp.asarray(rng.normal(0.5, 1, (3, 4, 5, 4)), jnp.bfloat16)
+    s, b = (jnp.asarray(rng.normal(size=4), jnp.float32) for _ in range(2))
+    dx = jnp.asarray(rng.normal(size=narrow.shape), jnp.bfloat16)
+
+    def loss(x: jax.Array, s: jax.Array, b: jax.Array) -> jax.Array:
+        y = NORMS[norm](x, scale=s, bias=b, activation=activation, out_dtype=jnp.float32)
+        return jnp.sum(jnp.sin(y + jnp.arange(y.size, dtype=jnp.float32).reshape(y.shape)))
+
+    def everything(x: jax.Array) -> Any:
+        along = (dx.astype(x.dtype), s, b)
+        first, second = jax.jvp(jax.grad(loss, (0, 1, 2)), (x, s, b), along)
+        return (
+            first,
+            second,
+            jax.jvp(loss, (x, s, b), along),
+            jax.vmap(lambda s: jax.grad(loss)(x, s, b))(jnp.stack([s, b])),
+        )
+
+    own, behind = (jax.jit(everything)(x) for x in (narrow, narrow.astype(jnp.float32)))
+    for ours, theirs in zip(jax.tree.leaves(own), jax.tree.leaves(behind), strict=True):
+        wanted = np.asarray(theirs, np.float64)
+        rate = 2.0**-8 if ours.dtype == jnp.bfloat16 else 2.0**-14
+        np.testing.assert_allclose(np.asarray(ours, np.float64), wanted, rtol=rate, atol=rate * np.abs(wanted).max())

@@ -50,6 +50,6 @@ divisive_norm_dgrad       | NHWC, NHWC -> NHWC NHWC                 | NC -/- HW 
 lp_normalize              | NHWC -> NHWC                            | NHW -/- C +/+      | norms over channels
 """,
     engines=("hopper.engine", "xla"),
-    cases=("cases", "cases_local", "cases_stats"),
+    cases=("cases", "cases_activated", "cases_local", "cases_stats"),
     timed="timed",
 )

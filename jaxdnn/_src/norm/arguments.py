@@ -11,11 +11,11 @@ from jax import Array
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.core import blending, checks, frames
-from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.determinism import is_fixed, required, satisfies
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.norm import primitive
-from jaxdnn._src.norm.spec import NormSpec
+from jaxdnn._src.norm.spec import ACTIVATIONS, Activation, NormSpec
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -58,12 +58,16 @@ class View:
         rank = len(self.shape)
         return tuple(a - rank for a, size in enumerate(self.spread) if size == 1)
 
-    def parameter(self, name: str, value: Any, types: Types) -> Array:
-        """Reads a scale or bias: in the accumulator's dtype, shaped for the view."""
+    def parameter(self, name: str, value: Any, types: Types, level: str = "portable") -> Array:
+        """Reads a scale or bias: in the accumulator's dtype, shaped for the view.
+
+        It passes a fence where the level fixes bits or a rounding could be left out; elsewhere that would be a kernel.
+        """
         value = checks.array(name, value)
         checks.shape(name, value, self.parameters, self.why)
         checks.dtype(name, value, narrower(types.accumulate))
-        return rounded(value).astype(types.accumulate).reshape(self.spread)
+        value = rounded(value) if is_fixed(level) or value.dtype != types.accumulate else value
+        return value.astype(types.accumulate).reshape(self.spread)
 
     def statistic(self, name: str, value: Any, types: Types) -> Array:
         """Reads a saved statistic."""
@@ -172,6 +176,7 @@ class Options:
     zero_centred: Any = False
     per_example: bool = True
     converted: Any = None
+    activation: Any = None
 
 
 def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool) -> NormSpec:
@@ -187,9 +192,22 @@ def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool)
         accumulate=found.accumulate,
         out_dtype=found.out,
         converted=options.converted,
+        activation=options.activation,
         engine=options.engine,
         level=required(options.determinism),
     )
+
+
+def own_activation(
+    view: View, x: Array, activation: Activation | None, found: Types, level: str = "fast"
+) -> Activation | None:
+    """The activation, if it can be part of the op; where the level fixes bits it is an op of its own.
+
+    So it is with statistics over the last axes, as channels first have them: no kernel for those has an activation.
+    """
+    over_rows = sorted(view.axes) == list(range(-len(view.axes), 0))
+    fits = activation in ACTIVATIONS and x.dtype != found.accumulate and not is_fixed(level) and not over_rows
+    return activation if fits else None
 
 
 def scale_of(view: View, value: Any, found: Types, options: Options) -> list[Array]:
@@ -197,7 +215,7 @@ def scale_of(view: View, value: Any, found: Types, options: Options) -> list[Arr
     zero_centred = checks.flag("zero_centred", options.zero_centred)
     if value is None:
         return []
-    scale = view.parameter("scale", value, found)
+    scale = view.parameter("scale", value, found, required(options.determinism))
     return [1 + scale] if zero_centred else [scale]
 
 
@@ -206,7 +224,7 @@ def forward(
 ) -> tuple[Array, Array, Array, Array]:
     """y in x's shape; mean, inverse deviation and variance in the view's."""
     scales = scale_of(view, scale, found, options)
-    biases = [] if bias is None else [view.parameter("bias", bias, found)]
+    biases = [] if bias is None else [view.parameter("bias", bias, found, required(options.determinism))]
     read = spec(view, found, options, scale=bool(scales), bias=bool(biases))
     operands = (x.reshape(view.shape), *scales, *biases)
     y, mean, rstd, variance = primitive.call("norm", *operands, spec=read)
@@ -235,10 +253,27 @@ def backward(
 
 
 def normalised(
-    view: View, x: Array, scale: Any, bias: Any, options: Options, out_dtype: Any, statistics: Any, restore: Any = None
+    view: View,
+    x: Array,
+    scale: Any,
+    bias: Any,
+    options: Options,
+    out_dtype: Any,
+    statistics: Any,
+    restore: Any = None,
+    activation: Any = None,
 ) -> Any:
     """y in the caller's layout; with `statistics` also the mean, where there is one, and the inverse deviation."""
-    y, mean, rstd, _ = forward(view, x, scale, bias, types(x, out_dtype), options)
+    found, level = types(x, out_dtype), required(options.determinism)
+    activation = read_activation(activation)
+    own = own_activation(view, x, activation, found, level)
+    if behind := activation is not None and own is None:
+        options = dataclasses.replace(options, converted=found.out)
+    wide = dataclasses.replace(found, out=found.accumulate) if behind else found
+    y, mean, rstd, _ = forward(view, x, scale, bias, wide, dataclasses.replace(options, activation=own))
+    if behind:
+        epilogue = epilogues.Epilogue(activation=activation)
+        y = epilogues.apply(epilogue, rounded(y), [], channel=0, out_dtype=found.out, level=level)
     y = y if restore is None else restore(y)
     saved = (mean, rstd) if options.centred else (rstd,)
     return (y, *map(view.give_statistic, saved)) if checks.flag("return_statistics", statistics) else y

@@ -89,7 +89,8 @@ def batch_norm(
 
     Differentiation: any order, forward and reverse, in all arrays, through all five results. An activation keeps y for
       it ("relu", "leaky_relu": where y rounds to 0 the slope is that of 0) or its slope in y's dtype. With alpha = 1
-      the gradient that reaches the normalisation has y's dtype.
+      the gradient that reaches the normalisation has y's dtype. But of bfloat16 and float16, channels last, "relu" and
+      "swish" right behind the normalisation keep x alone: the gradient computes the slope again, in float32.
 
     Numerics: statistics, running ones too, in float32 (float64 for float64); y is converted once. The mean is
       subtracted before squaring; deviations have the range that they have in `layer_norm`.
@@ -117,10 +118,15 @@ def batch_norm(
     x = frame.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
+    # Right behind the normalisation some belong to the op, whose gradient then finds the slope again from x.
+    own = None
+    if extras is not None and not extras[1] and epilogues.is_one(extras[0].alpha) and axis_name is None:
+        own = arguments.own_activation(view, x, extras[0].activation, found)
+    extras = extras if own is None else None
     wide = found if extras is None else dataclasses.replace(found, out=found.accumulate)
     # The gradient that arrives here is converted to y's dtype, unless alpha may take it out of that dtype's range.
     narrow = found.out if extras is not None and epilogues.is_one(extras[0].alpha) else None
-    options = Options(eps, engine, determinism, per_example=False, converted=narrow)
+    options = Options(eps, engine, determinism, per_example=False, converted=narrow, activation=own)
     running = read_running(view, running_mean, running_variance, found)
     devices = 1 if axis_name is None else several.devices(axis_name)
     if axis_name is None:

@@ -150,6 +150,17 @@ def backward(p: Problem, dy: Values) -> tuple[tuple[Values, Values], ...]:
     return (dx, dx_error), _summed(p, dy * h, np.abs(dy) * h_error), _summed(p, dy, 0 * dy)
 
 
+def moved(p: Problem, off: Values) -> tuple[Values, Values, Values]:
+    """How far dx, dscale and dbias move at most where each element of dy moves by `off`."""
+    n = normalised(p)
+    h, rstd = np.abs(n.h) + n.h_error, n.rstd + n.rstd_error
+    along, total = off * h, lambda v: v.sum(p.same, keepdims=True)
+    if p.scale is None:
+        return rstd * (off + p.mean(off) + h * p.mean(along)), total(along), total(off)
+    g = off * np.abs(p.scale)
+    return rstd * (g + p.mean(g) + h * p.mean(g * h)), total(along), total(off)
+
+
 def from_definition(p: Problem, dy: Values | None = None) -> tuple[Values, ...]:
     """How far y, or with dy the three gradients, may lie from the definition's before they are rounded: both errors.
 

@@ -65,6 +65,7 @@ def group_norm(
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-5,
+    activation: str | tuple[str, float] | None = None,
     layout: str = "NHWC",
     return_statistics: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -73,7 +74,7 @@ def group_norm(
 ) -> Array | tuple[Array, Array, Array]:
     """Group normalisation: mean and deviation over the pixels and the channels of a group, for every image.
 
-    y[n,h,w,c] = (x[n,h,w,c] - μ[n,g]) / √(σ²[n,g] + eps) scale[c] + bias[c]        g = ⌊c G / C⌋
+    y[n,h,w,c] = act((x[n,h,w,c] - μ[n,g]) / √(σ²[n,g] + eps) scale[c] + bias[c])        g = ⌊c G / C⌋
 
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
@@ -82,6 +83,7 @@ def group_norm(
         up. They are not read, and are 0 in the result. Of any other layout None is what x has.
       scale, bias: (C,); None is 1, and 0.
       eps: added to the variance; a number.
+      activation: see `conv`.
       layout: the axes of x and y, see `conv`.
       return_statistics: whether to return the mean and the inverse deviation too, for `group_norm_dgrad`.
       out_dtype: y's dtype; None is that of x.
@@ -93,7 +95,8 @@ def group_norm(
 
     Differentiation: any order, forward and reverse, in x, scale and bias; levels as `layer_norm`.
 
-    Numerics: as `layer_norm`, the range of deviations too.
+    Numerics: as `layer_norm`, the range of deviations too. y is converted once, behind the activation, whose
+      gradient keeps what it does in `batch_norm`; at levels that fix bits it is that of an op apart.
 
     Raises:
       ValueError, TypeError: arguments that do not fit.
@@ -113,7 +116,8 @@ def group_norm(
     images = _images(frame, x, channels)
     x = images.array(x)
     view, options = arguments.grouped(frame, x, groups), Options(eps, engine, determinism)
-    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, images.restore)
+    given = {"restore": images.restore, "activation": activation}
+    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, **given)
 
 
 @public
@@ -182,6 +186,7 @@ def instance_norm(
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-5,
+    activation: str | tuple[str, float] | None = None,
     layout: str = "NHWC",
     return_statistics: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -190,12 +195,13 @@ def instance_norm(
 ) -> Array | tuple[Array, Array, Array]:
     """Instance normalisation: mean and deviation over the pixels, for every image and channel.
 
-    y[n,h,w,c] = (x[n,h,w,c] - μ[n,c]) / √(σ²[n,c] + eps) scale[c] + bias[c]
+    y[n,h,w,c] = act((x[n,h,w,c] - μ[n,c]) / √(σ²[n,c] + eps) scale[c] + bias[c])
 
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16 or float64.
       scale, bias: (C,); None is 1, and 0.
       eps: added to the variance; a number.
+      activation: see `conv`.
       layout: the axes of x and y, see `conv`. Channels that only fill the last vector up are among the C: each has
         statistics of its own, and is its bias in the result.
       return_statistics: whether to return the mean and the inverse deviation too, for `instance_norm_dgrad`.
@@ -222,7 +228,8 @@ def instance_norm(
     frame = arguments.frame(layout)
     x = frame.array("x", x)
     view, options = arguments.instances(frame, x), Options(eps, engine, determinism)
-    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, frame.restore)
+    given = {"restore": frame.restore, "activation": activation}
+    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, **given)
 
 
 @public

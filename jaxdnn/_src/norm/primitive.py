@@ -10,6 +10,8 @@ axes where they are constant.
 | `norm_tangent` | of dx, dscale, dbias those there are; x, mean, rstd, [scale] | the tangent of y | the former |
 | `norm_dgrad` | dy, x, mean, rstd, [scale] | dx, dscale, dbias | dy |
 
+The latter two have the bias too, after the scale, if y is behind an activation, whose slope they find.
+
 `norm_dgrad` is the transpose of `norm_tangent`, so that a first gradient runs the backward kernel. Higher derivatives
 of the two come from XLA's formula. For them means and inverse deviations are independent operands; their dependence on
 x comes from the derivatives of the results of `norm`.
@@ -70,12 +72,12 @@ def _norm_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -
     found = bind("norm", *primals, spec=spec)
     _, mean, rstd, _ = found
     x, *parameters = primals
-    scale, _ = spec.split(parameters)
     names = [name for name, given in zip(LINEAR, (True, spec.scale, spec.bias), strict=True) if given]
     wanted = {n: t for n, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
     narrow = spec.converted or spec.out_dtype
-    linear = dataclasses.replace(spec, tangents=tuple(wanted), bias=False, out_dtype=narrow, converted=None)
-    residuals = (x, mean, rstd) if scale is None else (x, mean, rstd, scale)
+    bias = spec.bias and spec.activation is not None
+    linear = dataclasses.replace(spec, tangents=tuple(wanted), bias=bias, out_dtype=narrow, converted=None)
+    residuals = (x, mean, rstd, *parameters[: spec.scale + bias])
     dy = primitives.zero_tangent(found[0])
     if wanted:
         dy = bind("norm_tangent", *wanted.values(), *residuals, spec=linear).astype(spec.out_dtype)
@@ -143,7 +145,7 @@ def _dgrad_transpose(spec: NormSpec, cts: Sequence[Any], *operands: Any) -> list
 
 def _roles(op: str, spec: NormSpec) -> tuple[str, ...]:
     """What each operand is: "p" a parameter or its tangent, which may be shared by all examples, "x" anything else."""
-    parameters = ("p",) * (spec.scale + (spec.bias and op == "norm"))
+    parameters = ("p",) * (spec.scale + spec.bias)
     if op == "norm":
         return ("x", *parameters)
     if op == "norm_dgrad":

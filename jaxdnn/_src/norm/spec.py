@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxdnn._src.activation.formulas import Parameter
+
 OPS = ("norm", "norm_tangent", "norm_dgrad")
+Activation = tuple[str, Parameter]
+ACTIVATIONS: tuple[Activation, ...] = (("relu", None), ("swish", 1.0))
 RANGE = "squared deviations must add up to less than 2^128: beyond, their inverse root is 0 or NaN, and shows it"
 
 
@@ -19,10 +23,14 @@ class NormSpec:
       summed: the axes along which scale and bias are the same, negative: their gradients are added over these.
       centred: whether the mean is subtracted.
       eps: added to the variance.
-      scale, bias: whether `norm` has them (`norm_dgrad` and `norm_tangent`: a scale).
+      scale, bias: whether `norm` has them (`norm_dgrad` and `norm_tangent`: a scale, and with an
+        activation a bias).
       per_example: whether the statistics are of one example, so that the level of a fixed order is batch_invariant.
       converted: what y is converted to outside of `norm`, if that is known: the derivative of y then passes through
         this dtype, so that the backward op's dy has it and not the accumulator's.
+      activation: y is that of s h + b, one of `ACTIVATIONS`. `norm_dgrad` and `norm_tangent` compute its slope from x
+        again, and read neither y nor a slope from memory. Only of an x that is narrower than the accumulator, for which
+        h follows from the saved statistics without another sum.
       tangents: of which operands `norm_tangent` has tangents.
     """
 
@@ -36,6 +44,7 @@ class NormSpec:
     accumulate: np.dtype
     out_dtype: np.dtype
     converted: np.dtype | None = None
+    activation: Activation | None = None
     tangents: tuple[str, ...] = ()
     engine: str | None = None
     level: str = "fast"

@@ -6,6 +6,8 @@ Letters: A the axes that statistics are taken over, n how many elements they hav
     y = s h + b
     dx = r (g - Σ_A g / n - h Σ_A g h / n)   with g = s dy        ds = Σ dy h        db = Σ dy
 
+and with an activation y = act(s h + b), and act'(s h + b) dy in place of dy,
+
 without the terms in μ and Σ_A g if the op is not centred (RMS). x - μ is computed before it is squared. If x is as wide
 as the accumulator, the subtraction is done twice: an accumulator of p bits holds μ only to 2^-p |μ|, so the mean of the
 differences is subtracted too. A mean of 10⁴ deviations then costs no precision. A narrower x with statistics over other
@@ -20,9 +22,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, export, lax
 
+from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT, activate, derivative
 from jaxdnn._src.core import engines, selection, trees
-from jaxdnn._src.core.rounding import nearest, rounded
-from jaxdnn._src.norm.spec import OPS, RANGE, NormSpec
+from jaxdnn._src.core.rounding import nearest, product, rounded
+from jaxdnn._src.norm.spec import OPS, RANGE, Activation, NormSpec
 
 Total = Callable[[Array, Sequence[int]], Array]
 Separate = Callable[[Array], Array]
@@ -113,6 +116,10 @@ def norm(arithmetic: Arithmetic, spec: NormSpec, x: Array, *parameters: Array) -
     """y, μ, r and σ²; the parameters are the scale and the bias, where the spec has them."""
     centred, mean, variance = moments(arithmetic, spec, x)
     rstd = inverse_deviation(arithmetic, variance, spec.eps)
+    if spec.activation is not None:
+        # The barrier keeps one mean and deviation for y and for the slope in its gradient.
+        mean, rstd = lax.optimization_barrier((mean, rstd))
+        return activated(spec, spec.activation, x, mean, rstd, *parameters), mean, rstd, variance
     scale, bias = spec.split(parameters)
     y = centred * rstd
     if scale is not None:
@@ -120,6 +127,29 @@ def norm(arithmetic: Arithmetic, spec: NormSpec, x: Array, *parameters: Array) -
     if bias is not None:
         y = arithmetic.separate(y) + bias
     return nearest(y, spec.out_dtype), mean, rstd, variance
+
+
+def affine(h: Array, scale: Array | None, bias: Array | None) -> Array:
+    """s h + b, with the same bits wherever it is computed, for a gradient asks for its sign: the product is rounded."""
+    y = h if scale is None else h * scale
+    return y if bias is None else rounded(y) + bias
+
+
+def activated(spec: NormSpec, activation: Activation, x: Array, mean: Array, rstd: Array, *parameters: Array) -> Array:
+    """y behind the op's activation."""
+    h = (x.astype(spec.accumulate) - mean) * rstd
+    return nearest(activate(affine(h, *spec.split(parameters)), *activation), spec.out_dtype)
+
+
+def before_activation(spec: NormSpec, g: Array, dtype: Any, h: Array, parameters: Sequence[Array]) -> Array:
+    """g, of a y of this dtype, times the slope of the op's activation; g itself if it has none."""
+    if spec.activation is None:
+        return g
+    name, parameter = spec.activation
+    z = affine(h, *spec.split(parameters))
+    if name in DERIVATIVE_FROM_OUTPUT:  # where y rounds to 0 the slope is that of 0
+        z = nearest(z, dtype).astype(z.dtype)
+    return product(g, derivative(z, name, parameter))
 
 
 def _normalised(arithmetic: Arithmetic, spec: NormSpec, x: Array, mean: Array, rstd: Array) -> Array:
@@ -143,6 +173,7 @@ def norm_dgrad(
     scale, _ = spec.split(parameters)
     h = _normalised(arithmetic, spec, x, mean, rstd)
     g, separate = dy.astype(spec.accumulate), arithmetic.separate
+    g = before_activation(spec, g, dy.dtype, h, parameters)
     n = arithmetic.copies * count(x, spec.axes)
     shared = [a for a in spec.axes if a in spec.summed]
     along = separate(g * h)
@@ -179,7 +210,7 @@ def norm_tangent(arithmetic: Arithmetic, spec: NormSpec, *operands: Array) -> Ar
     result = terms[0]
     for term in terms[1:]:
         result = separate(result) + separate(term)
-    return nearest(result, spec.out_dtype)
+    return nearest(before_activation(spec, result, spec.out_dtype, h, parameters), spec.out_dtype)
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {"norm": norm, "norm_tangent": norm_tangent, "norm_dgrad": norm_dgrad}

@@ -10,6 +10,7 @@ from jax import Array, lax
 import jaxdnn as dnn
 from jaxdnn.bench.train.networks import Norm
 
+_OURS = {"silu": "swish"}  # by name, where ours is another
 _LAYOUTS = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", "DHWIO", "NDHWC")}
 
 
@@ -35,7 +36,7 @@ class Lax:
         strides = (stride,) * (x.ndim - 2)
         return lax.conv_transpose(x, kernel, strides, "VALID", dimension_numbers=_LAYOUTS[x.ndim])
 
-    def batch_norm(self, x: Array, p: Norm, *, relu: bool = True, residual: Any = None) -> Array:
+    def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Any = None) -> Array:
         h = x.astype(jnp.float32)
         axes = tuple(range(x.ndim - 1))
         mean = h.mean(axes)
@@ -43,7 +44,7 @@ class Lax:
         self.statistics.append((mean, variance))
         y = ((h - mean) * (lax.rsqrt(variance + 1e-5) * p["scale"]) + p["bias"]).astype(x.dtype)
         y = y if residual is None else y + residual
-        return jax.nn.relu(y) if relu else y
+        return y if activation is None else getattr(jax.nn, activation)(y)
 
     def layer_norm(self, x: Array, p: Norm) -> Array:
         h = x.astype(jnp.float32)
@@ -109,8 +110,10 @@ class Jaxdnn(Lax):
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
         return dnn.conv_transpose(x, w.astype(x.dtype), stride=stride, layout=_LAYOUTS[x.ndim][0])
 
-    def batch_norm(self, x: Array, p: Norm, *, relu: bool = True, residual: Any = None) -> Array:
-        y, _, _, *statistics = dnn.batch_norm(x, **p, residual=residual, activation="relu" if relu else None)
+    def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Any = None) -> Array:
+        y, _, _, *statistics = dnn.batch_norm(
+            x, **p, residual=residual, activation=_OURS.get(activation or "", activation)
+        )
         self.statistics.append((statistics[0], statistics[1]))
         return y
 
@@ -121,11 +124,11 @@ class Jaxdnn(Lax):
     def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
         layout = _LAYOUTS[x.ndim][0]
         norm = dnn.instance_norm if groups == x.shape[-1] else ft.partial(dnn.group_norm, groups=groups)
-        y: Any = norm(x, **p, layout=layout)
-        return self.activation(y, activation)
+        y: Any = norm(x, **p, layout=layout, activation=_OURS.get(activation, activation))
+        return y
 
     def activation(self, x: Array, name: str) -> Array:
-        return dnn.activation(x, activation="swish" if name == "silu" else name)
+        return dnn.activation(x, activation=_OURS.get(name, name))
 
     def max_pool(self, x: Array) -> Array:
         return dnn.pool(x, window=3, stride=2, padding=1)

@@ -30,10 +30,10 @@ class Torch:
     def conv_transpose(self, x: Tensor, w: Tensor, stride: int) -> Tensor:
         return (F.conv_transpose2d if x.ndim == 4 else F.conv_transpose3d)(x, w.to(x.dtype), stride=stride)
 
-    def batch_norm(self, x: Tensor, p: Norm, *, relu: bool = True, residual: Any = None) -> Tensor:
+    def batch_norm(self, x: Tensor, p: Norm, *, activation: str | None = "relu", residual: Any = None) -> Tensor:
         y = F.batch_norm(x, None, None, p["scale"], p["bias"], training=True)
         y = y if residual is None else y + residual
-        return F.relu(y) if relu else y
+        return y if activation is None else self.activation(y, activation)
 
     def layer_norm(self, x: Tensor, p: Norm) -> Tensor:
         channels = p["scale"].shape[0]

@@ -29,8 +29,8 @@ class Ops(Protocol):
         """Transposed convolution whose taps are as many as its stride."""
         ...
 
-    def batch_norm(self, x: Array, p: Norm, *, relu: bool = True, residual: Array = None) -> Array:
-        """Normalisation by the batch's own statistics, then the residual, then relu; the statistics are kept."""
+    def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Array = None) -> Array:
+        """Normalisation by the batch's own statistics, then the residual, the activation; the statistics are kept."""
         ...
 
     def layer_norm(self, x: Array, p: Norm) -> Array:
@@ -145,7 +145,7 @@ def _resnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
     x = ops.max_pool(conv_norm(x, p["stem"], stride=2, padding=3))
     strides = [stride if i == 0 else 1 for _, count, stride in RESNET_STAGES for i in range(count)]
     for block, stride in zip(p["blocks"], strides, strict=True):
-        residual = conv_norm(x, block["project"], stride=stride, relu=False) if "project" in block else x
+        residual = conv_norm(x, block["project"], stride=stride, activation=None) if "project" in block else x
         y = conv_norm(conv_norm(x, block["in"]), block["middle"], stride=stride, padding=1)
         x = conv_norm(y, block["out"], residual=residual)
     return ops.cross_entropy(ops.mean(x), p["head"], labels)
@@ -297,9 +297,8 @@ def _efficientnet(rng: np.random.Generator) -> Any:
 def _efficientnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
     """Without stochastic depth and dropout, which cost next to nothing."""
 
-    def conv_norm(x: Array, layer: Any, *, silu: bool = True, **how: Any) -> Array:
-        y = ops.batch_norm(ops.conv(x, layer[0], **how), layer[1], relu=False)
-        return ops.activation(y, "silu") if silu else y
+    def conv_norm(x: Array, layer: Any, *, activation: str | None = "silu", **how: Any) -> Array:
+        return ops.batch_norm(ops.conv(x, layer[0], **how), layer[1], activation=activation)
 
     x = conv_norm(x, p["stem"], stride=2, padding=1)
     for block, (c, inside, width, stride, taps) in zip(p["blocks"], _efficientnet_blocks(), strict=True):
@@ -307,7 +306,7 @@ def _efficientnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
         y = conv_norm(y, block["depthwise"], stride=stride, padding=taps // 2, groups=inside)
         gate = ops.activation(ops.dense(ops.mean(y, keep=True), *block["squeeze"]), "silu")
         y = y * ops.activation(ops.dense(gate, *block["excite"]), "sigmoid")
-        y = conv_norm(y, block["out"], silu=False)
+        y = conv_norm(y, block["out"], activation=None)
         x = x + y if stride == 1 and c == width else y
     return ops.cross_entropy(ops.mean(conv_norm(x, p["last"])), p["head"], labels)
 

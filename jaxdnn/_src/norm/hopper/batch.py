@@ -25,6 +25,7 @@ from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 from jaxdnn._src.norm.hopper import batch_ptx
 from jaxdnn._src.norm.hopper.batch_ptx import LANES
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
+from jaxdnn._src.norm.spec import Activation
 
 BLOCKS = 2  # of a multiprocessor
 THREADS, CHUNK, STAGES = 256, 4, 2
@@ -105,14 +106,25 @@ def statistics(x: Array, scale: Array | None, *, eps: float, config: ColumnPlan 
     return Statistics(mean, rstd, variance, rest, factor[0] if factor else rstd)
 
 
-def sums(dy: Array, x: Array, mean: Array, rstd: Array, config: ColumnPlan | None = None) -> Array:
-    """Σ dy, Σ dy h and, of float32, Σ h of the columns of dy and x, (rows, columns) both, with h = (x - mean) rstd."""
+def sums(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    activation: Activation | None = None,
+    affine: Sequence[Array] = (),
+    config: ColumnPlan | None = None,
+) -> Array:
+    """Σ dy, Σ dy h and, of float32, Σ h of the columns of dy and x, (rows, columns) both, with h = (x - mean) rstd.
+
+    activation: dy counts times its slope at scale h + bias; `affine` has scale and bias.
+    """
     found = config or _found(backward_plan, x)
     count = batch_ptx.sums_of(found)
     shapes = ((found.splits, count, found.columns),)
     (parts,) = _walked(
-        batch_ptx.sums(found),
-        [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean, rstd],
+        batch_ptx.sums(found, None if activation is None else activation[0]),
+        [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean, rstd, *affine],
         shapes,
         found,
         count * found.elements,

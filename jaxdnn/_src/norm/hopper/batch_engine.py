@@ -9,6 +9,7 @@ from jax import Array, export, lax
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.norm import xla
 from jaxdnn._src.norm.hopper.kind import Kind, size_of, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec
 
@@ -67,6 +68,9 @@ def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
     flat = None if scale is None else scale.reshape(columns)
     found = batch.statistics(x.reshape(rows, columns), flat, eps=spec.eps)
     spread = lambda v: v.reshape(_kept(call))
+    if spec.activation is not None:
+        mean, rstd = spread(found.mean), spread(found.rstd)
+        return xla.activated(spec, spec.activation, x, mean, rstd, *parameters), mean, rstd, spread(found.variance)
     centred = x.astype(spec.accumulate) - spread(found.mean)
     if x.dtype == spec.accumulate:
         centred = centred - spread(found.rest)
@@ -75,7 +79,7 @@ def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
     return nearest(y, spec.out_dtype), spread(found.mean), spread(found.rstd), spread(found.variance)
 
 
-def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array, *scales: Array) -> Any:
+def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array, *parameters: Array) -> Any:
     """dx = (r s) dy - (r s) Σ dy / n - h (r s) Σ dy h / n, ds = Σ dy h and db = Σ dy, with h = (x - μ) r.
 
     If x is as wide as μ, Σ h / n, which the rounding error of the saved mean leaves, is subtracted from h.
@@ -87,18 +91,27 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
     # The kernel reads dy from memory, and so shall the pass that follows, for which XLA would compute it again.
     dy = lax.optimization_barrier(dy)
     wide, of_columns = (lambda v: v.reshape(rows, columns)), (lambda v: v.reshape(columns))
-    found = batch.sums(wide(dy), wide(x), of_columns(mean), of_columns(rstd))
+    scale, bias = spec.split(parameters)
+    affine = []
+    if spec.activation is not None:
+        affine = [jnp.ones_like(rstd) if scale is None else scale, jnp.zeros_like(rstd) if bias is None else bias]
+    options: dict[str, Any] = {"activation": spec.activation, "affine": [of_columns(v) for v in affine]}
+    found = batch.sums(wide(dy), wide(x), of_columns(mean), of_columns(rstd), **options)
     total, along, *rest = (v.reshape(mean.shape) for v in found)
+    # With a NaN of these y is NaN in all of a column, which the kernel's sums do not show.
+    for v in (mean, rstd, *affine) if affine else ():
+        total, along = (jnp.where(jnp.isnan(v), v, s) for s in (total, along))
     share = jnp.asarray(1 / rows, spec.accumulate)
     less = rest[0] * share if rest else None
     ds = along if less is None else along - less * total
-    factor = rstd * scales[0] if scales else rstd
+    factor = rstd if scale is None else rstd * scale
     # The barrier keeps XLA from computing these again for every element in the pass that follows.
     made = (factor, factor * (total * share), factor * (ds * share))
     factor, of_g, of_gh = lax.optimization_barrier(made)
     h = (x.astype(spec.accumulate) - mean) * rstd
     h = h if less is None else h - less
-    dx = (dy.astype(spec.accumulate) * factor - of_g) - h * of_gh
+    g = xla.before_activation(spec, dy.astype(spec.accumulate), dy.dtype, h, parameters)
+    dx = (g * factor - of_g) - h * of_gh
     return nearest(dx, spec.out_dtype), ds, total
 
 

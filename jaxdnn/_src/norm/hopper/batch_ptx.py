@@ -32,6 +32,7 @@ import functools as ft
 from collections.abc import Callable, Sequence
 
 from jaxdnn._src.hopper.ptx import Emitter, real
+from jaxdnn._src.norm.hopper import activation_ptx
 from jaxdnn._src.norm.hopper.batch_walk import ZERO, ColumnPlan, Walk, Words, divided
 
 LANES = 32  # columns of a block of `merge`
@@ -260,14 +261,20 @@ def sums_of(plan: ColumnPlan) -> int:
 
 
 @ft.lru_cache
-def sums(plan: ColumnPlan) -> str:
-    """The PTX of the kernel; operands: dy, x, mean, rstd, the splits' sums (splits, 2 or 3, columns), shared memory."""
-    return _Sums(plan).code()
+def sums(plan: ColumnPlan, activation: str | None = None) -> str:
+    """The PTX of the kernel; operands: dy, x, mean, rstd, the splits' sums (splits, 2 or 3, columns), shared memory.
+
+    activation: behind rstd come scale and bias, and dy counts times its slope at scale h + bias; of relu, not at all
+    where that is NaN.
+    """
+    return _Sums(plan, activation).code()
 
 
 class _Sums(Walk):
-    def __init__(self, plan: ColumnPlan) -> None:
-        super().__init__(plan, 2, ("dy", "x", "mean", "rstd", "sums"))
+    def __init__(self, plan: ColumnPlan, activation: str | None) -> None:
+        affine = () if activation is None else ("scale", "bias")
+        super().__init__(plan, 2, ("dy", "x", "mean", "rstd", *affine, "sums"))
+        self.activation, self.affine = activation, [self.per_column(name, "f32") for name in affine]
         self.mean, self.rstd = (self.per_column(name, "f32") for name in ("mean", "rstd"))
         new = lambda: [self.e.f("mov.f32", ZERO) for _ in range(plan.elements)]
         self.sums = [new() for _ in range(sums_of(plan))]
@@ -284,6 +291,9 @@ class _Sums(Walk):
             for j, (dy, x) in enumerate(zip(e.unpack(dtype, words), e.unpack(dtype, others), strict=True)):
                 h = e.f("mul.rn.f32", e.f("sub.rn.f32", x, self.mean[j]), self.rstd[j])
                 h = e.f("selp.f32", h, ZERO, exist[i]) if exist else h
+                if self.activation is not None:
+                    z = activation_ptx.affine(e, h, *(values[j] for values in self.affine))
+                    dy = activation_ptx.before(e, self.activation, dy, z, dtype)
                 e.op("add.rn.f32", of_dy[j], of_dy[j], dy)
                 e.op("fma.rn.f32", along[j], dy, h, along[j])
                 for total in rest:

@@ -38,6 +38,7 @@ def forward(
     groups: int,
     eps: float,
     out_dtype: Any,
+    activation: str | None = None,
     config: ImagePlan | SlicePlan | None = None,
 ) -> Any:
     """y, and mean, rstd and variance (images, groups), of x (images, pixels, channels)."""
@@ -45,12 +46,11 @@ def forward(
     chosen = config or _plan(x, groups, out_dtype, 1)
     _record("forward", chosen, images)
     if isinstance(chosen, SlicePlan):
-        return _forward_in_slices(x, scale, bias, groups, eps, out_dtype, chosen)
+        return _forward_in_slices(x, scale, bias, groups, eps, out_dtype, activation, chosen)
     turns = chosen.turns(images, 1)
     given = [v for v in (scale, bias) if v is not None]
-    code = group_ptx.forward(
-        chosen, eps=eps, scale=scale is not None, bias=bias is not None, images=images if turns else 0, clusters=turns
-    )
+    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
+    code = group_ptx.forward(chosen, eps=eps, **has, images=images if turns else 0, clusters=turns)
     statistic = jax.ShapeDtypeStruct((images, groups), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
     return launch(
@@ -59,7 +59,14 @@ def forward(
 
 
 def _forward_in_slices(
-    x: Array, scale: Array | None, bias: Array | None, groups: int, eps: float, out_dtype: Any, plans: SlicePlan
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    groups: int,
+    eps: float,
+    out_dtype: Any,
+    activation: str | None,
+    plans: SlicePlan,
 ) -> Any:
     """`forward` by two kernels: one for the statistics of the images' slices, one for the result."""
     images, pixels, _ = x.shape
@@ -70,7 +77,7 @@ def _forward_in_slices(
     shape = _shape(first, images * merged * first.parts, 1)
     found = launch(code, [x], [apart] * 3, name="group_norm_statistics", **shape)
     given = [v for v in (scale, bias) if v is not None]
-    has = {"scale": scale is not None, "bias": bias is not None}
+    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
     code = group_slices_ptx.apply(second, images, slices, merged, eps=eps, **has)
     statistic = jax.ShapeDtypeStruct((images, groups), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
@@ -85,22 +92,28 @@ def backward(
     mean: Array,
     rstd: Array,
     scale: Array | None,
+    bias: Array | None = None,
     *,
     groups: int,
     out_dtype: Any,
+    activation: str | None = None,
     config: ImagePlan | SlicePlan | None = None,
 ) -> tuple[Array, Array, Array]:
-    """dx, dscale and dbias of dy and x (images, pixels, channels), mean and rstd (images, groups)."""
+    """dx, dscale and dbias of dy and x (images, pixels, channels), mean and rstd (images, groups).
+
+    bias: with an activation, if there is one; dy is the gradient behind it.
+    """
     images, _, channels = x.shape
     chosen = config or _plan(x, groups, out_dtype, 2)
     _record("backward", chosen, images)
     if isinstance(chosen, SlicePlan):
-        return _backward_in_slices(dy, x, mean, rstd, scale, groups, out_dtype, chosen)
+        return _backward_in_slices(dy, x, mean, rstd, scale, bias, groups, out_dtype, activation, chosen)
     turns = chosen.turns(images, 2)
-    code = group_ptx.backward(chosen, scale=scale is not None, images=images if turns else 0, clusters=turns)
+    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
+    code = group_ptx.backward(chosen, **has, images=images if turns else 0, clusters=turns)
     sums = jax.ShapeDtypeStruct((images * chosen.cluster, 2, channels), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), sums)
-    given = [dy, x, mean, rstd] + ([] if scale is None else [scale])
+    given = [dy, x, mean, rstd, *(v for v in (scale, bias) if v is not None)]
     dx, each = launch(
         code, given, outs, name="group_norm_dgrad", **_shape(chosen, turns or images * chosen.parts, 2, turns > 0)
     )
@@ -114,8 +127,10 @@ def _backward_in_slices(
     mean: Array,
     rstd: Array,
     scale: Array | None,
+    bias: Array | None,
     groups: int,
     out_dtype: Any,
+    activation: str | None,
     plans: SlicePlan,
 ) -> tuple[Array, Array, Array]:
     """`backward` by two kernels: one for the sums of the images' slices, one for dx."""
@@ -123,13 +138,14 @@ def _backward_in_slices(
     first, second = plans.statistics, plans.applied
     merged, slices = pixels // first.pixels, pixels // second.pixels
     names, wide = group_slices_ptx.sums_of_groups(first.dtype), first.dtype == "f32"
-    given = [] if scale is None else [scale]
+    given = [v for v in (scale, bias) if v is not None]
+    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
     outs = [jax.ShapeDtypeStruct((images * merged * first.cluster, 2, channels), jnp.float32)]
     outs += [jax.ShapeDtypeStruct((images * merged, groups), jnp.float32) for _ in names]
-    code = group_slices_ptx.gradient_sums(first, merged, scale=scale is not None)
+    code = group_slices_ptx.gradient_sums(first, merged, **has)
     shape = _shape(first, images * merged * first.parts, 2)
     each, *sums = launch(code, [dy, x, mean, rstd, *given], outs, name="group_norm_dgrad_sums", **shape)
-    code = group_slices_ptx.apply_gradients(second, images, slices, merged, scale=scale is not None)
+    code = group_slices_ptx.apply_gradients(second, images, slices, merged, **has)
     outs = [jax.ShapeDtypeStruct(x.shape, out_dtype)] + [jax.ShapeDtypeStruct((images, groups), jnp.float32)] * wide
     shape = _shape(second, images * slices * second.parts, 2)
     dx, *rest = launch(code, [dy, x, mean, rstd, *given, *sums], outs, name="group_norm_dgrad_apply", **shape)

@@ -77,7 +77,8 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     spec: NormSpec = call.spec
     shape, size = x_of(call).shape, _sizes(call)
     flat = lambda v: v.reshape(size.images, size.pixels, size.channels)
-    options: dict[str, Any] = {"groups": size.groups, "out_dtype": spec.out_dtype}
+    activation = None if spec.activation is None else spec.activation[0]
+    options: dict[str, Any] = {"groups": size.groups, "out_dtype": spec.out_dtype, "activation": activation}
     if call.op == "norm":
         x, *parameters = operands
         scale, bias = spec.split([p.reshape(size.channels) for p in parameters])
@@ -85,9 +86,9 @@ def _run(call: engines.Call, *operands: Array) -> Any:
         reduced = tuple(1 if a - len(shape) in spec.axes else n for a, n in enumerate(shape))
         return y.reshape(shape), *(s.reshape(reduced) for s in statistics)
     dy, x, mean, rstd, *parameters = operands
-    scale = parameters[0].reshape(size.channels) if parameters else None
+    scale, bias = spec.split([p.reshape(size.channels) for p in parameters])
     mean, rstd = (v.reshape(size.images, size.groups) for v in (mean, rstd))
-    dx, *gradients = norm_group.backward(flat(dy), flat(x), mean, rstd, scale, **options)
+    dx, *gradients = norm_group.backward(flat(dy), flat(x), mean, rstd, scale, bias, **options)
     own = tuple(n if a - len(shape) in _own(call) else 1 for a, n in enumerate(shape))
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 

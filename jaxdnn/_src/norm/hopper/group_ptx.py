@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxdnn._src.hopper.ptx import SIZES, Emitter, real
+from jaxdnn._src.norm.hopper import activation_ptx
 from jaxdnn._src.norm.hopper.group_cells import ZERO
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan
 from jaxdnn._src.norm.hopper.group_sums import Kernel, Weigh
@@ -25,7 +26,16 @@ from jaxdnn._src.norm.hopper.group_vectors import Words
 
 
 @ft.lru_cache
-def forward(plan: ImagePlan, *, eps: float, scale: bool, bias: bool, images: int = 0, clusters: int = 0) -> str:
+def forward(
+    plan: ImagePlan,
+    *,
+    eps: float,
+    scale: bool,
+    bias: bool,
+    activation: str | None = None,
+    images: int = 0,
+    clusters: int = 0,
+) -> str:
     """The PTX of the forward op; operands: x, [scale], [bias], y, mean, rstd, variance, shared memory.
 
     A cluster processes one part of an image, or, with `clusters`, every `clusters`-th part of the `images`.
@@ -36,7 +46,7 @@ def forward(plan: ImagePlan, *, eps: float, scale: bool, bias: bool, images: int
     with k.each_part():
         given = {name: k.vectors.parameter(name) for name in parameters}
         m, rest, variance = moments(k)
-        normalise(k, m, rest, variance, eps, given, len(k.vectors.chunks), k.vectors.image)
+        normalise(k, m, rest, variance, eps, given, len(k.vectors.chunks), k.vectors.image, activation=activation)
     return k.e.text()
 
 
@@ -70,6 +80,7 @@ def normalise(
     arrived: int,
     image: str,
     stores: str = "",
+    activation: str | None = None,
 ) -> None:
     """Stores the results of the thread's vectors, and the statistics (of `image`, where the predicate `stores` holds).
 
@@ -79,7 +90,7 @@ def normalise(
     mean = [e.f("add.rn.f32", *pair) for pair in zip(m, rest, strict=True)]
     rstd = [e.f("rcp.rn.f32", e.f("sqrt.rn.f32", e.f("add.rn.f32", v, real(eps)))) for v in variance]
     factor, bias = cells.to_channels(rstd), given.get("bias")
-    if "scale" in given:
+    if "scale" in given and activation is None:
         factor = [e.f("mul.rn.f32", *pair) for pair in zip(factor, given["scale"], strict=True)]
     target = vectors.address("y", SIZES[plan.out_dtype])
     subtracted = [cells.to_channels(v) for v in ([m, rest] if plan.dtype == "f32" else [mean])]
@@ -89,7 +100,11 @@ def normalise(
         for i, value in enumerate(vectors.unpack(words["x"])):
             for part in subtracted:
                 value = e.f("sub.rn.f32", value, part[i])
-            if bias:
+            if activation is not None:
+                own = (given[name][i] if name in given else None for name in ("scale", "bias"))
+                z = activation_ptx.affine(e, e.f("mul.rn.f32", value, factor[i]), *own)
+                y.append(activation_ptx.value(e, activation, z))
+            elif bias:
                 y.append(e.f("fma.rn.f32", value, factor[i], bias[i]))
             else:
                 y.append(e.f("mul.rn.f32", value, factor[i]))
@@ -119,20 +134,29 @@ def times(e: Emitter, values: Sequence[str], factor: str) -> list[str]:
 
 
 @ft.lru_cache
-def backward(plan: ImagePlan, *, scale: bool, images: int = 0, clusters: int = 0) -> str:
-    """The PTX of the backward op; operands: dy, x, mean, rstd, [scale], dx, the blocks' sums, shared memory.
+def backward(
+    plan: ImagePlan,
+    *,
+    scale: bool,
+    bias: bool = False,
+    activation: str | None = None,
+    images: int = 0,
+    clusters: int = 0,
+) -> str:
+    """The PTX of the backward op; operands: dy, x, mean, rstd, [scale], [bias], dx, the blocks' sums, shared memory.
 
     The blocks' sums are (images, blocks of a cluster, 2, channels): of dy h and of dy.
     `images` and `clusters` as for `forward`.
     """
-    names = ["dy", "x", "mean", "rstd", *["scale"] * scale, "dx", "sums"]
+    names = ["dy", "x", "mean", "rstd", *["scale"] * scale, *["bias"] * bias, "dx", "sums"]
     k = Kernel(plan, names, ["dy", "x"], images=images, clusters=clusters)
     k.vectors.copy()
     with k.each_part():
         of_channels = k.vectors.parameter("scale") if scale else []
         saved = load_saved(k, k.vectors.image)
-        totals, sums = added_gradients(k, saved, scale)
-        rest = gradients(k, saved, totals, plan.pixels, of_channels, len(k.vectors.chunks))
+        before = Before(k, activation, of_channels, bias)
+        totals, sums = added_gradients(k, saved, scale, before)
+        rest = gradients(k, saved, totals, plan.pixels, of_channels, len(k.vectors.chunks), before)
         store_sums(k, sums, k.cells.to_channels(rest) if rest else [])
     return k.e.text()
 
@@ -157,7 +181,23 @@ def _normalised(k: Kernel, words: Words, saved: Saved) -> list[str]:
     return [k.e.f("mul.rn.f32", k.e.f("sub.rn.f32", x, mean), rstd) for x, mean, rstd in values]
 
 
-def added_gradients(k: Kernel, saved: Saved, scale: bool) -> tuple[list[list[str]], str]:
+class Before:
+    """The gradient before the op's activation, from that behind it: dy times the slope at scale h + bias."""
+
+    def __init__(self, k: Kernel, activation: str | None, of_channels: list[str], bias: bool) -> None:
+        none, self.k, self.activation = [None] * k.plan.elements, k, activation
+        self.scale = of_channels or none
+        self.bias = k.vectors.parameter("bias") if bias else none
+
+    def __call__(self, i: int, dy: str, h: str) -> str:
+        """Of the thread's i-th channel."""
+        if self.activation is None:
+            return dy
+        z = activation_ptx.affine(self.k.e, h, self.scale[i], self.bias[i])
+        return self.k.e.f("mul.rn.f32", dy, activation_ptx.slope(self.k.e, self.activation, z, self.k.plan.dtype))
+
+
+def added_gradients(k: Kernel, saved: Saved, scale: bool, before: Before) -> tuple[list[list[str]], str]:
     """For each of the thread's cells Σ g h, Σ g, where g = dy scale, and for float32 Σ h.
 
     Also the address in shared memory of the block's sums of its channels: dy h, dy, and h.
@@ -168,8 +208,9 @@ def added_gradients(k: Kernel, saved: Saved, scale: bool) -> tuple[list[list[str
     def add(words: Words, _: str, __: int) -> None:
         dy = k.vectors.unpack(words["dy"])
         for i, h in enumerate(_normalised(k, words, saved)):
-            e.op("fma.rn.f32", along[i], dy[i], h, along[i])
-            e.op("add.rn.f32", plain[i], plain[i], dy[i])
+            g = before(i, dy[i], h)
+            e.op("fma.rn.f32", along[i], g, h, along[i])
+            e.op("add.rn.f32", plain[i], plain[i], g)
             if wide:
                 e.op("add.rn.f32", rests[i], rests[i], h)
 
@@ -193,7 +234,13 @@ def _weigher(k: Kernel, name: str) -> Weigh:
 
 
 def gradients(
-    k: Kernel, saved: Saved, totals: list[list[str]], pixels: int, of_channels: list[str], arrived: int
+    k: Kernel,
+    saved: Saved,
+    totals: list[list[str]],
+    pixels: int,
+    of_channels: list[str],
+    arrived: int,
+    before: Before,
 ) -> list[str]:
     """Stores dx of the thread's vectors, from the totals of its cells; returns Σ h / n for float32."""
     e, plan, cells, wide = k.e, k.plan, k.cells, k.plan.dtype == "f32"
@@ -216,8 +263,9 @@ def gradients(
     def write(words: Words, index: str, number: int) -> None:
         dx, dy = [], k.vectors.unpack(words["dy"])
         for i, h in enumerate(_normalised(k, words, saved)):
+            g = before(i, dy[i], h)
             h = e.f("sub.rn.f32", h, correction[i]) if wide else h
-            dx.append(e.f("fma.rn.f32", dy[i], factor[i], e.f("fma.rn.f32", h, b[i], a[i])))
+            dx.append(e.f("fma.rn.f32", g, factor[i], e.f("fma.rn.f32", h, b[i], a[i])))
         k.vectors.store(target, index, number, dx)
 
     k.vectors.for_each(write, arrived=arrived, refill=True)

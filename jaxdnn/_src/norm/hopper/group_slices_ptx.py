@@ -16,7 +16,15 @@ from jaxdnn._src.hopper.ptx import real
 from jaxdnn._src.norm.hopper.group_cells import ZERO
 from jaxdnn._src.norm.hopper.group_exchange import BLOCK
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan
-from jaxdnn._src.norm.hopper.group_ptx import added_gradients, gradients, load_saved, moments, normalise, store_sums
+from jaxdnn._src.norm.hopper.group_ptx import (
+    Before,
+    added_gradients,
+    gradients,
+    load_saved,
+    moments,
+    normalise,
+    store_sums,
+)
 from jaxdnn._src.norm.hopper.group_sums import Kernel, lanes_of, turns_of
 
 Slices = Sequence[tuple[Sequence[str], str]]  # a lane's: the values of each slice, and a predicate, whether it exists
@@ -116,7 +124,17 @@ def statistics(plan: ImagePlan) -> str:
 
 
 @ft.lru_cache
-def apply(plan: ImagePlan, images: int, slices: int, merged: int, *, eps: float, scale: bool, bias: bool) -> str:
+def apply(
+    plan: ImagePlan,
+    images: int,
+    slices: int,
+    merged: int,
+    *,
+    eps: float,
+    scale: bool,
+    bias: bool,
+    activation: str | None = None,
+) -> str:
     """The PTX of the result, from the statistics of `merged` slices of each image.
 
     The plan is that of one of the `slices` of an image that this kernel's blocks process. Operands: x, m, rest,
@@ -130,7 +148,7 @@ def apply(plan: ImagePlan, images: int, slices: int, merged: int, *, eps: float,
     given = {name: k.vectors.parameter(name) for name in parameters}
     image, number = k.vectors.divided(k.vectors.image, slices)
     m, rest, variance = merged_moments(k, image, merged, ["m", "rest", "moment"])
-    normalise(k, m, rest, variance, eps, given, 0, image, k.e.p("setp.eq.u32", number, 0))
+    normalise(k, m, rest, variance, eps, given, 0, image, k.e.p("setp.eq.u32", number, 0), activation)
     return k.e.text()
 
 
@@ -143,37 +161,52 @@ def sums_of_groups(dtype: str) -> list[str]:
 
 
 @ft.lru_cache
-def gradient_sums(plan: ImagePlan, merged: int, *, scale: bool) -> str:
+def gradient_sums(
+    plan: ImagePlan, merged: int, *, scale: bool, bias: bool = False, activation: str | None = None
+) -> str:
     """The PTX of the sums of slices, `merged` of them for each image; the plan is that of a slice.
 
-    Operands: dy, x, mean, rstd, [scale], the blocks' sums as for `backward`, of h by the saved mean, then for each
-    slice and group Σ g h, Σ g and, for float32, Σ h, shared memory.
+    Operands: dy, x, mean, rstd, [scale], [bias], the blocks' sums as for `backward`, of h by the saved mean, then for
+    each slice and group Σ g h, Σ g and, for float32, Σ h, shared memory.
     """
     names = sums_of_groups(plan.dtype)
-    k = Kernel(plan, ["dy", "x", "mean", "rstd", *["scale"] * scale, "sums", *names], ["dy", "x"])
+    parameters = ["scale"] * scale + ["bias"] * bias
+    k = Kernel(plan, ["dy", "x", "mean", "rstd", *parameters, "sums", *names], ["dy", "x"])
     k.vectors.copy()
     image = k.vectors.divided(k.vectors.image, merged)[0]
-    totals, sums = added_gradients(k, load_saved(k, image), scale)
+    before = Before(k, activation, k.vectors.parameter("scale") if scale and activation else [], bias)
+    totals, sums = added_gradients(k, load_saved(k, image), scale, before)
     store_sums(k, sums, [])
     k.cells.store(dict(zip(names, totals, strict=True)), k.vectors.image)
     return k.e.text()
 
 
 @ft.lru_cache
-def apply_gradients(plan: ImagePlan, images: int, slices: int, merged: int, *, scale: bool) -> str:
+def apply_gradients(
+    plan: ImagePlan,
+    images: int,
+    slices: int,
+    merged: int,
+    *,
+    scale: bool,
+    bias: bool = False,
+    activation: str | None = None,
+) -> str:
     """The PTX of dx from the sums of `merged` slices of each image; plan and slices as for `apply`.
 
-    Operands: dy, x, mean, rstd, [scale], the sums of groups, dx, for float32 Σ h / n (images, groups), shared memory.
+    Operands: dy, x, mean, rstd, [scale], [bias], the sums of groups, dx, for float32 Σ h / n (images, groups), shared
+    memory.
     """
     names, wide = sums_of_groups(plan.dtype), plan.dtype == "f32"
-    operands = ["dy", "x", "mean", "rstd", *["scale"] * scale, *names, "dx", *["left"] * wide]
+    operands = ["dy", "x", "mean", "rstd", *["scale"] * scale, *["bias"] * bias, *names, "dx", *["left"] * wide]
     k = Kernel(plan, operands, ["dy", "x"], reverse=images * slices * plan.parts)
     k.vectors.copy()
     of_channels = k.vectors.parameter("scale") if scale else []
     image, number = k.vectors.divided(k.vectors.image, slices)
     saved = load_saved(k, image)
     totals = merged_sums(k, image, merged, names)
-    rest = gradients(k, saved, totals, plan.pixels * slices, of_channels, 0)
+    before = Before(k, activation, of_channels, bias)
+    rest = gradients(k, saved, totals, plan.pixels * slices, of_channels, 0, before)
     if wide:
         k.cells.store({"left": rest}, image, k.e.p("setp.eq.u32", number, 0))
     return k.e.text()

@@ -20,6 +20,8 @@ def _length(call: engines.Call) -> int:
 
 def _unsupported(call: engines.Call) -> str | None:
     x = x_of(call)
+    if call.spec.activation is not None:
+        return "its kernels for rows have no activation"
     if reason := unlike(call, "the last axes", call.spec.axes):
         return reason
     if _length(call) * x.dtype.itemsize % 16:
