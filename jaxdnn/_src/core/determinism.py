@@ -45,7 +45,8 @@ def determinism(level: str, /) -> Iterator[None]:
       beta. Those in dropout's bias, in an operand that `add` or `op_tensor` broadcasts, and in `affine_grid`'s theta
       are added on a tree from "batch_invariant" on: mesh_invariant.
 
-    Numerics: the level changes which engine serves a call, hence the order of additions, never the formula.
+    Numerics: the level changes which engine serves a call, hence the order of additions, never the formula. No level
+      fixes the sign and the payload of a NaN that is computed.
 
     Raises:
       ValueError: an unknown level.
