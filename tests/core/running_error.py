@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdnn._src.activation import primitive as activation
-from jaxdnn._src.norm import xla
+from jaxdnn._src.norm import local, xla
 from jaxdnn._src.norm.cases_local import power_error
 
-OWN: dict[str, Callable[..., Any]] = {f"jaxdnn_{op}": ft.partial(f, xla.XLA) for op, f in xla.FORMULAS.items()}
+XLA = xla.XLA._replace(on_cpu=jax.default_backend() == "cpu")
+OWN: dict[str, Callable[..., Any]] = {f"jaxdnn_{op}": ft.partial(f, XLA) for op, f in xla.FORMULAS.items()}
 OWN |= {"jaxdnn_activation": activation.value, "jaxdnn_activation_dgrad": activation.backward}
 INNER = ("jit", "pjit", "call", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 Values = np.ndarray
@@ -63,8 +64,8 @@ def _closed(program: Any, given: list[Pair]) -> list[Pair]:
 
 def _apply(eqn: Any, given: list[Pair]) -> list[Pair]:
     name, params = eqn.primitive.name, eqn.params
-    if name in OWN:
-        formula = ft.partial(OWN[name], params["spec"])
+    if name in OWN or name == "window_sum":
+        formula = ft.partial(OWN[name], params["spec"]) if name in OWN else ft.partial(local.added, **params)
         return _closed(
             jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)), given
         )

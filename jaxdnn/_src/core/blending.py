@@ -14,8 +14,8 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxdnn._src.core import checks
-from jaxdnn._src.core.determinism import satisfies
-from jaxdnn._src.core.rounding import nearest, product, real, rounded
+from jaxdnn._src.core.determinism import LEVELS, required, satisfies
+from jaxdnn._src.core.rounding import at_edges, nearest, product, real, rounded
 
 # What a scale that is an array may be.
 SCALES = (
@@ -27,11 +27,14 @@ INTEGERS = (jnp.int8, jnp.uint8, jnp.int32)
 _F32, _F64, _I32 = (np.dtype(t) for t in (jnp.float32, jnp.float64, jnp.int32))
 
 
-def array(name: str, value: Any) -> Array:
-    """Reads an operand of any of the dtypes, and keeps XLA from fusing what computed it with what uses it."""
+def array(name: str, value: Any, level: str | None = None) -> Array:
+    """Reads an operand of any of the dtypes. If the level fixes bits, XLA must not fuse it with what computed it.
+
+    The level is that of the call; None is that of the enclosing context.
+    """
     value = checks.array(name, value)
     checks.dtype(name, value, (*FLOATS, *INTEGERS))
-    return rounded(value)
+    return at_edges(required(level), value)
 
 
 def same_dtype(name: str, value: Array, other_name: str, other: Array) -> None:
@@ -78,12 +81,15 @@ def blend(
     out: np.dtype,
     dtypes: Sequence[Any] = (),
     names: tuple[str, str, str] = ("alpha", "beta", "prior"),
+    level: str = LEVELS[-1],
 ) -> Array:
     """alpha * computed + beta * prior in the dtype of `computed`, and the one conversion.
 
     Reads and checks the arguments, of these names; if beta is zero, the prior is not read. Integers stay integers if
-    alpha is 1 and beta 0 or 1, and otherwise become float32. Every step is rounded, whatever comes before and after.
+    alpha is 1 and beta 0 or 1, and otherwise become float32. Every step is rounded, the last one whatever comes after
+    it if the call's level fixes bits.
     """
+    edge = ft.partial(at_edges, level)
     alpha, beta = read_scales(alpha, beta, prior, names)
     none = isinstance(beta, float) and beta == 0
     if prior is not None:
@@ -92,14 +98,14 @@ def blend(
         checks.dtype(names[2], prior, sorted({np.dtype(t) for t in (computed.dtype, out, *dtypes)}, key=str))
     integer = computed.dtype == _I32 and isinstance(alpha, float) and alpha == 1
     if prior is None or none:
-        return rounded(convert(scaled(computed, alpha), out))
-    prior = rounded(prior)
+        return edge(convert(scaled(computed, alpha), out))
+    prior = edge(prior)
     if integer and isinstance(beta, float) and beta == 1 and jnp.issubdtype(prior.dtype, jnp.integer):
         return convert(computed + prior.astype(_I32), out)
     z = scaled(real(computed, _F32) if computed.dtype == _I32 else computed, alpha)
     term = real(prior, z.dtype)
     # Rounded even if nothing was scaled: the caller may have computed x or the prior as a product.
-    return rounded(convert(rounded(z) + rounded(scaled_prior(beta, term)), out))
+    return edge(convert(rounded(z) + rounded(scaled_prior(beta, term)), out))
 
 
 def is_plain(alpha: Any, beta: Any) -> bool:

@@ -11,7 +11,8 @@ and with an activation y = act(s h + b), and act'(s h + b) dy in place of dy,
 without the terms in μ and Σ_A g if the op is not centred (RMS). x - μ is computed before it is squared. If x is as wide
 as the accumulator, the subtraction is done twice: an accumulator of p bits holds μ only to 2^-p |μ|, so the mean of the
 differences is subtracted too. A mean of 10⁴ deviations then costs no precision. A narrower x with statistics over other
-than the last axes is read once for both statistics, after subtracting the mean of a sample.
+than the last axes is read once for both statistics, after subtracting the mean of a sample; so is a wide one on CPUs,
+where over the last axes the rounded mean stands for the sample's, and the mean of the differences is subtracted always.
 """
 
 import functools as ft
@@ -34,12 +35,14 @@ Separate = Callable[[Array], Array]
 class Arithmetic(NamedTuple):
     """How an engine adds along axes (which are kept with length 1), and how it rounds a product before a sum.
 
-    `copies` is the number of devices, each with equally many elements, that a total goes over.
+    `copies` is the number of devices, each with equally many elements, that a total goes over; `on_cpu` says that a
+    program is XLA's for CPUs.
     """
 
     total: Total
     separate: Separate
     copies: int = 1
+    on_cpu: bool = False
 
 
 def _sum(x: Array, axes: Sequence[int]) -> Array:
@@ -71,23 +74,39 @@ def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Ar
     if not spec.centred:
         square = mean_of(arithmetic.separate(wide * wide))
         return wide, jnp.zeros_like(square), square
-    if (sample := sample_of(x, spec.axes)) and x.dtype != spec.accumulate:
-        axis, size = sample
-        some = lax.slice_in_dim(wide, 0, size, axis=axis)
+    narrow, sample = x.dtype != spec.accumulate, sample_of(x, spec.axes)
+    if sample is not None and narrow:
+        some = lax.slice_in_dim(wide, 0, sample[1], axis=sample[0])
         shift = _mean(arithmetic, some, spec.axes, arithmetic.copies * count(some, spec.axes))
-        shifted = wide - shift
-        rest, square = mean_of(shifted), mean_of(arithmetic.separate(shifted * shifted))
-        variance = jnp.maximum(square - arithmetic.separate(rest * rest), 0)
+        rest, variance = _about(arithmetic, spec, wide - shift)
         return wide - (shift + rest), shift + rest, variance
+    if arithmetic.on_cpu and not narrow:
+        some = wide if sample is None else lax.slice_in_dim(wide, 0, sample[1], axis=sample[0])
+        # All that XLA makes one pass over memory, or a call of its library, is of sums and elementary operations. The
+        # maximum stands for `rounded`, which would be a pass of its own: a mean that is not finite leaves y NaN.
+        lowest = jnp.finfo(wide.dtype).min
+        shift = jnp.maximum(_sum(some, spec.axes) / max(1, count(some, spec.axes)), lowest)
+        rest, variance = _about(arithmetic, spec, wide - shift)
+        return wide - shift - rest, shift + rest, variance
     mean = mean_of(wide)
-    if x.dtype == spec.accumulate:
+    if not narrow:
         # The barrier keeps one mean for all uses: XLA on GPUs would add its last terms in each kernel, in other orders.
         mean = lax.optimization_barrier(mean)
     centred = wide - mean
-    if x.dtype == spec.accumulate:
+    if not narrow:
         rest = mean_of(centred)
         mean, centred = mean + rest, centred - rest
     return centred, mean, mean_of(arithmetic.separate(centred * centred))
+
+
+def _about(arithmetic: Arithmetic, spec: NormSpec, shifted: Array) -> tuple[Array, Array]:
+    """The mean of x - shift, and the variance, each of one sum."""
+    n = arithmetic.copies * count(shifted, spec.axes)
+    mean_of = (
+        (lambda v: _sum(v, spec.axes) / n) if arithmetic.on_cpu else ft.partial(_mean, arithmetic, axes=spec.axes, n=n)
+    )
+    rest, square = mean_of(shifted), mean_of(arithmetic.separate(shifted * shifted))
+    return rest, jnp.maximum(square - arithmetic.separate(rest * rest), 0)
 
 
 def sample_of(x: Any, axes: Sequence[int]) -> tuple[int, int] | None:
@@ -220,6 +239,10 @@ def _run(arithmetic: Arithmetic, call: engines.Call, *operands: Array) -> Any:
     return FORMULAS[call.op](arithmetic, call.spec, *operands)
 
 
+def _run_by_xla(call: engines.Call, *operands: Array) -> Any:
+    return _run(XLA._replace(on_cpu=call.platform == "cpu"), call, *operands)
+
+
 # A product must not be fused with an addition in one program and not in another, as XLA does on CPUs even across an
 # optimization barrier: `rounded` prevents it.
 ORDERED = Arithmetic(lambda x, axes: trees.halves(lax.optimization_barrier(x), axes), rounded)
@@ -233,7 +256,7 @@ def _level(call: engines.Call) -> str:
 engines.declare(
     "xla",
     *OPS,
-    run=ft.partial(_run, XLA),
+    run=_run_by_xla,
     level=lambda call: "run_to_run",
     accumulation=lambda call: call.spec.accumulate.name,
     hazards=engines.flushes_on_cpus,

@@ -153,7 +153,11 @@ class PoolCase(Case):
 
     def _relative(self, accumulation: Accumulation) -> float:
         """How many roundings of the accumulator a result may be off by, of the formula's for absolute values."""
-        depth = math.ceil(math.log2(self._taps)) + 3  # a tree for each of up to three axes
+        sizes, options = self._geometry
+        windows = np.broadcast_to(options.get("window", 2), len(sizes))
+        # A tree for each of up to three axes; where no level fixes it, XLA's order for a window as long as its axis.
+        by_xla = self.op in CHOSEN or bool(np.any(windows >= sizes))
+        depth = self._taps if by_xla else math.ceil(math.log2(self._taps)) + 3
         steps = {"max": self._taps, "lp": 2 * depth + 12}.get(self.mode, depth + 2)
         steps *= 2 if self.dtype == "f64" else 1  # the definition's own
         u = tolerance.FORMATS["float64" if self.dtype == "f64" else accumulation.format].roundoff

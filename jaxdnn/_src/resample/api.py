@@ -102,7 +102,7 @@ def resample(
       processing".
     """
     frame = frames.frame(layout, None)
-    given = blending.array("x", x)
+    given = blending.array("x", x, determinism)
     plain = frame.array("x", given)
     _check_dtype(given, method)
     before = tuple(plain.shape[axis] for axis in frame.layout.spatial)
@@ -112,7 +112,8 @@ def resample(
     rules = _rules(before, after, ratios, options)
     y = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=False))
     out = blending.out_dtype(out_dtype, given)
-    return blending.blend(y, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+    blend = {"alpha": alpha, "beta": beta, "prior": prior}
+    return blending.blend(y, **blend, out=out, dtypes=(given.dtype,), level=required(determinism))
 
 
 @public
@@ -165,7 +166,7 @@ def resample_dgrad(
     Sources: cuDNN's resample backward operation. PyTorch's has no deterministic form on GPUs.
     """
     frame = frames.frame(layout, None)
-    given = blending.array("dy", dy)
+    given = blending.array("dy", dy, determinism)
     checks.dtype("dy", given, _FLOATS)
     plain, shape = frame.array("dy", given), frame.array_shape("x_shape", x_shape)
     axes = frame.layout
@@ -176,7 +177,8 @@ def resample_dgrad(
     rules = _rules(before, after, ratios, options)
     dx = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=True))
     out = blending.out_dtype(out_dtype, given)
-    return blending.blend(dx, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+    blend = {"alpha": alpha, "beta": beta, "prior": prior}
+    return blending.blend(dx, **blend, out=out, dtypes=(given.dtype,), level=required(determinism))
 
 
 def _along_axes(

@@ -99,7 +99,7 @@ def grid_sample(
       axis; of order 0 it rounds half away from zero. Jaderberg et al., arXiv:1506.02025; Keys (1981) for "cubic".
     """
     frame = frames.frame(layout, None)
-    given = blending.array("x", x)
+    given = blending.array("x", x, determinism)
     plain = frame.array("x", given)
     checks.dtype("x", given, (*_FLOATS, jnp.int8, jnp.uint8))
     axes = frame.layout
@@ -117,7 +117,8 @@ def grid_sample(
     y = primitives.call("grid_sample", *operands, spec=spec)
     y = jnp.transpose(y, [int(axis) for axis in np.argsort(canonical)])
     out = blending.out_dtype(out_dtype, given)
-    return blending.blend(frame.restore(y), alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+    blend = {"alpha": alpha, "beta": beta, "prior": prior}
+    return blending.blend(frame.restore(y), **blend, out=out, dtypes=(given.dtype,), level=spec.level)
 
 
 def _grid(value: Any, images: Any, sizes: tuple[int, ...]) -> Array:

@@ -72,7 +72,8 @@ def transform(
 
     Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers stay integers
       if alpha is 1 and beta 0 or 1, and else become float32 first. Each product is rounded
-      before it is added to anything: determinism level "portable".
+      before it is added to anything within the op, and where a level that fixes bits is required before it meets other
+      operations: determinism level "portable".
 
     Raises:
       ValueError: shapes or layouts that do not fit. TypeError: a dtype that is not served.
@@ -99,7 +100,9 @@ def transform(
     moved = target.restore(moved)
     out = blending.out_dtype(out_dtype, given)
     computed = moved.astype(blending.accumulator(given.dtype))
-    return blending.blend(computed, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,))
+    return blending.blend(
+        computed, alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(given.dtype,), level=required()
+    )
 
 
 def _out_layout(value: Any, source: frames.Frame) -> windows.Layout:
@@ -192,15 +195,16 @@ def add(
     Sources: cuDNN's cudnnAddTensor, whose beta scales C, so that the default here is 1. NumPy's broadcasting would also
       prepend axes and widen c; this does not.
     """
-    c, a = blending.array("c", c), blending.array("a", a)
+    level = required(determinism)
+    c, a = blending.array("c", c, level), blending.array("a", a, level)
     acc = blending.accumulator(c.dtype)
     if a.dtype != acc:
         blending.same_dtype("a", a, "c", c)
     _broadcasts("a", a, "c", c)
-    out, level = blending.out_dtype(out_dtype, c), required(determinism)
+    out = blending.out_dtype(out_dtype, c)
     computed = trees.broadcast(a.astype(acc), c, level)
     return blending.blend(
-        computed, alpha=alpha, beta=beta, prior=c, out=out, dtypes=(c.dtype,), names=("alpha", "beta", "c")
+        computed, alpha=alpha, beta=beta, prior=c, out=out, dtypes=(c.dtype,), names=("alpha", "beta", "c"), level=level
     )
 
 
@@ -265,12 +269,13 @@ def op_tensor(
 
     Sources: cuDNN's cudnnOpTensor (CUDNN_OP_TENSOR_...; its default for NaN is "ignore").
     """
-    a = blending.array("a", a)
+    level = required(determinism)
+    a = blending.array("a", a, level)
     checks.choice("op", op, OPS)
     checks.choice("nan", nan, NAN_RULES)
     if nan != "propagate" and op not in ("min", "max"):
         raise ValueError(f"`nan` must be 'propagate' except for op 'min' and 'max', got {nan!r} for op {op!r}.")
-    out, level = blending.out_dtype(out_dtype, a), required(determinism)
+    out = blending.out_dtype(out_dtype, a)
     acc = blending.accumulator(a.dtype)
     first = blending.scaled(a.astype(acc), blending.read_scale("alpha1", alpha1))
     if op == "sqrt":
@@ -280,7 +285,7 @@ def op_tensor(
     else:
         if b is None:
             raise ValueError(f"`b` must be an array for op {op!r}, got None.")
-        other = blending.array("b", b)
+        other = blending.array("b", b, level)
         blending.same_dtype("b", other, "a", a)
         _broadcasts("b", other, "a", a)
         other = trees.broadcast(other.astype(acc), a, level)
@@ -288,7 +293,7 @@ def op_tensor(
         common = first.dtype if first.dtype == second.dtype else jnp.float32  # int32 and a scaled one
         first, second = (v if v.dtype == common else real(v, common) for v in (first, second))
         computed = _binary(op, first, second, nan)
-    return blending.blend(computed, alpha=1.0, beta=beta, prior=prior, out=out, dtypes=(a.dtype, acc))
+    return blending.blend(computed, alpha=1.0, beta=beta, prior=prior, out=out, dtypes=(a.dtype, acc), level=level)
 
 
 def _unary(op: str, a: Array) -> Array:
@@ -341,7 +346,7 @@ def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLi
     x = blending.array("x", x)
     out = blending.out_dtype(out_dtype, x)
     computed = x.astype(blending.accumulator(x.dtype))
-    return blending.blend(computed, alpha=alpha, beta=0.0, prior=None, out=out)
+    return blending.blend(computed, alpha=alpha, beta=0.0, prior=None, out=out, level=required())
 
 
 def _whole(value: Any) -> float | None:

@@ -16,9 +16,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives
 from jaxdnn._src.core import windows as _window
+from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors, Windows
-from jaxdnn._src.core.rounding import rounded
+from jaxdnn._src.core.rounding import at_edges
 from jaxdnn._src.core.windows import Layout, Window
 
 MODES = ("cross_correlation", "convolution")
@@ -90,7 +91,7 @@ def im2col(
         return _join(seen, frame.layout.channel, _order(order, frame.layout))
 
     factors = ft.partial(_factors, frame.layout, _windows(geometry))
-    return rounded(frame.restore(primitives.composed(patches, factors, plain)))
+    return at_edges(required(), frame.restore(primitives.composed(patches, factors, plain)))
 
 
 @public
@@ -159,7 +160,7 @@ def col2im(
         return dataclasses.replace(of_image, operands=of_image.results, results=of_image.operands)
 
     found = frame.restore(primitives.composed(image, factors, plain))
-    return rounded(blending.convert(found, blending.out_dtype(out_dtype, given)))
+    return at_edges(required(), blending.convert(found, blending.out_dtype(out_dtype, given)))
 
 
 def _geometry(sizes: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any) -> Window:

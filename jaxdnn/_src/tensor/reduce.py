@@ -103,7 +103,7 @@ def reduce(
     """
     level = required(determinism)
     edge = ft.partial(at_edges, level)
-    x = blending.array("x", x)
+    x = blending.array("x", x, level)
     checks.choice("op", op, OPS)
     checks.choice("nan", nan, NAN_RULES)
     keepdims, return_indices = checks.flag("keepdims", keepdims), checks.flag("return_indices", return_indices)
@@ -129,7 +129,8 @@ def reduce(
         found = _sharded(lambda a: _SUMS[op](a, reduced, is_fixed(level)), reduced, given)
     y = found if keepdims else jnp.squeeze(found, reduced)
     out = blending.out_dtype(out_dtype, x)
-    y = edge(blending.blend(edge(y), alpha=alpha, beta=beta, prior=prior, out=out, dtypes=(x.dtype,)))
+    blend = {"alpha": alpha, "beta": beta, "prior": prior}
+    y = blending.blend(edge(y), **blend, out=out, dtypes=(x.dtype,), level=level)
     if not return_indices:
         return y
     indices = _sharded(lambda a, y: reductions.index(a, y, op, reduced), reduced, wide, found)

@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import engines
+from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.rounding import nearest, real, rounded
 from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.fold import Item, fold, last_first, padded, slice_axis
@@ -183,6 +184,9 @@ def _average(call: engines.Call, x: Array) -> Array:
     spec: PoolSpec = call.spec
     y = padded(spec, x.astype(accumulator(x.dtype)), 0)
     for i, axis in last_first(spec):
+        if not is_fixed(spec.level) and spec.outputs[i] == 1 and spec.taps[i] == y.shape[axis]:
+            y = jnp.sum(y, axis, keepdims=True, dtype=y.dtype)  # in XLA's order, which no level at hand fixes
+            continue
         y = fold(y, axis, spec.taps[i], spec.stride[i], spec.dilation[i], spec.outputs[i], _add)
     return averaged(spec, y)
 
