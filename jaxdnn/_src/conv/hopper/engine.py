@@ -196,10 +196,15 @@ def _channels(call: engines.Call) -> tuple[int, int]:
     return primitive.channels(call.spec, call.op, *call.avals[:2])[1:]
 
 
+def _is_padded(call: engines.Call) -> bool:
+    """Whether the channels that are added over are no whole vectors of 16 bytes."""
+    return bool(call.avals[0].shape[-1] * call.avals[0].dtype.itemsize % 16)
+
+
 SLOWER = (
     engines.Slower(
-        "of its kernels only those of operands and results in bfloat16 were measured at large",
-        lambda call: not call.avals[0].dtype == call.spec.out_dtype == jnp.bfloat16,
+        "of its kernels only those of operands and results in bfloat16 or float16 were measured at large",
+        lambda call: not call.avals[0].dtype == call.spec.out_dtype in (jnp.bfloat16, jnp.float16),
     ),
     engines.Slower(
         "its kernels were measured with filters as HWIO",
@@ -209,9 +214,20 @@ SLOWER = (
         "the kernel's steps are mostly padding where it adds over fewer than 32 channels",
         lambda call: call.op == "conv_dgrad" and _taps(call) == call.spec.geo.groups == 1 and _channels(call)[1] < 32,
     ),
-    engines.Slower(  # 11 x 11 of RGB
+    engines.Slower(
         "its tiles are mostly padding where there are few channels and many taps",
         lambda call: call.op == "conv_wgrad" and _taps(call) > 100 and _channels(call)[0] < 8,
+        engines.Measured("corpus_conv", "patch-embed", "B/16", "wgrad", 0.44),
+    ),
+    engines.Slower(
+        "its tiles are mostly padding where there are few channels and one tap",
+        lambda call: call.op == "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1 and min(_channels(call)) < 32,
+        engines.Measured("corpus_conv", "MobileNetV2", "c16.0.project", "wgrad", 0.37),
+    ),
+    engines.Slower(
+        "a copy that pads the channels moves as much as the kernel where there is one tap",
+        lambda call: call.op != "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1 and _is_padded(call),
+        engines.Measured("corpus_conv", "X3D-M", "s2 1x1", "dgrad", 0.33),
     ),
 )
 
