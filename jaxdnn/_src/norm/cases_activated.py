@@ -14,6 +14,7 @@ from jaxdnn._src.activation.bounds import Epilogue, slope_error
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected
 from jaxdnn._src.cases.family import family
+from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import Accumulation
 from jaxdnn._src.norm import bounds as norm_bounds
 from jaxdnn._src.norm.cases import FAR, LARGE, Arrays
@@ -119,6 +120,18 @@ def _case(
     return ActivatedCase(op, engine, dtype, f"{of}-{activation}-{size}", of, activation, SHAPES[size], options)
 
 
+def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:
+    """Batch norm and group norm, by y or dx; batch statistics are of the whole batch."""
+    for dtype in ("f32", "bf16"):
+        for of in ("batch_norm", "group_norm"):
+            whole = of == "batch_norm"  # by hopper a small batch would be one block's
+            size = LARGE if whole and engine == "hopper" else "NHWC"
+            case = _case(op, engine, dtype, of, ACTIVATIONS[-1], size, NORMS[of])
+            axes = (None,) * 4 if whole else (0, 0, None, None)
+            shared = axes if case.backward else axes[1:]
+            yield subject(case, seed, batch_axes=shared, out_axis=None if whole else 0, variant=of)
+
+
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ActivatedCase:
     """Channels last, groups that divide the channels."""
     of = str(rng.choice(list(NORMS)))
@@ -137,5 +150,5 @@ def facets(case: ActivatedCase) -> set[Any]:
 
 
 FAMILY = family(
-    "norm_activated", ActivatedCase, OPS, cases, lambda *_: (), "batch norm, relu", (3, 9), facets=facets, draw=draw
+    "norm_activated", ActivatedCase, OPS, cases, subjects, "batch norm, relu", (3, 9), facets=facets, draw=draw
 )
