@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said = f"on a CPU, and where nothing is selected, a run takes the part of its turn, one of {turns.TURNS} (default: "
     said += "the number of commits of the checkout, without them that of days)"
     rotation.add_argument("--turn", type=int, metavar="N", help=said)
-    rotation.add_argument("--all", action="store_true", help="everything of the extent, whosever turn it is")
+    rotation.add_argument("--all", action="store_true", help="every cell of the extent, whosever turn it is")
     parser.add_argument("--seed", type=int, default=0, help="of all random data and geometries (default 0)")
     parser.add_argument(
         "--case",
@@ -317,7 +317,8 @@ def _subjects(arguments: argparse.Namespace, procedures: list[str]) -> Iterator[
         return
     ops = [op for op in arguments.op or matrix.ops() if not procedures or any(_may_be_of(op, p) for p in procedures)]
     given = (ops, arguments.engine or matrix.engines(), arguments.dtype or DTYPES)
-    every = bool(procedures or arguments.op)  # for named ops all guarantees are tested, not a sample
+    # For named ops all guarantees are tested, and turns take all in time; a run of everything at once takes a sample.
+    every = bool(procedures or arguments.op) or arguments.turn is not None
     found = matrix.subjects(*given, arguments.extent, arguments.seed, every=every)
     for subject in found if arguments.turn is None else matrix.subjects_of_turn(found, arguments.turn):
         if not procedures or any(levels.is_named(subject, procedure, procedures) for procedure in levels.EVERY):

@@ -48,13 +48,16 @@ def of_turn(cases: Iterable[Any], turn: int) -> list[Any]:
 def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
     """The part of a turn; it has each family with each of its engines.
 
-    Subjects are few and each costs as much as 25 cells: they are dealt evenly, where names would put four in a turn.
+    They are dealt evenly over more turns than cells are, for each is dear; names would put four in a turn. What is
+    added for a family and an engine is a plain call: blends and gradients take twice as long.
     """
 
     def dealt(names: Iterable[str]) -> list[str]:
-        return turns.shuffled(names)[turn % turns.TURNS :: turns.TURNS]
+        order = turns.shuffled(names)
+        first = turn + turns.number(order[0])  # a family has fewer subjects than there are turns: each begins elsewhere
+        return order[first % turns.SUBJECT_TURNS :: turns.SUBJECT_TURNS]
 
-    return _part(subjects, turn, lambda f, subject: {f.name}, dealt)
+    return _part(subjects, turn, lambda f, subject: {f.name}, dealt, lambda subject: not subject.derived)
 
 
 def _part(
@@ -62,8 +65,9 @@ def _part(
     turn: int,
     facets: Callable[[Family, Any], set[Any]],
     of_turn: Callable[[Iterable[str]], list[str]],
+    added: Callable[[Any], bool] = lambda one: True,
 ) -> list[Any]:
-    """Of each family the part `of_turn`, with whatever facets of an engine that part lacks."""
+    """Of each family the part `of_turn`, and what has the facets of an engine that it lacks, of what may be `added`."""
     by_family = collections.defaultdict[str, dict[str, Any]](dict)
     for one in every:
         named = by_family[of(one.op).name]
@@ -73,7 +77,7 @@ def _part(
     found = []
     for named in by_family.values():
         has = {name: {(one.engine, facet) for facet in facets(of(one.op), one)} for name, one in named.items()}
-        kept = turns.covering(has, of_turn(named), turn)
+        kept = turns.covering(has, of_turn(named), turn, [name for name, one in named.items() if added(one)])
         found += [one for name, one in named.items() if name in kept]
     return found
 

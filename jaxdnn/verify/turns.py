@@ -1,7 +1,8 @@
 """Which part of a matrix a run takes: a part that rotates, and whatever of its facets that part lacks.
 
 Compilation takes nearly all of a run's time on a CPU. A run there takes the part of its turn, and as many consecutive
-turns as there are parts take everything; besides, every turn has each facet (each op with each engine, each dtype).
+turns as there are parts take everything; besides, every turn has each facet (each op with each engine, each dtype). The
+subjects of the determinism procedures, with all their variants, take more turns than the cells.
 Turns are consecutive if each commit has one run or, where git does not tell the commits, each day.
 The tests take their parameters by the same rule (`tests/sample.py`).
 """
@@ -17,7 +18,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-TURNS = 12
+TURNS = 12  # that take every cell
+SUBJECT_TURNS = 84  # that take every subject of the determinism procedures, each of which costs as much as 25 cells
 
 
 def current(file: Path) -> tuple[int, str]:
@@ -51,10 +53,12 @@ def shuffled(names: Iterable[str]) -> list[str]:
 
 def said(turn: int, left: int, counted: str | None = None, **_: Any) -> str:
     """What a report says of the part that was run, and of what was `counted` if nobody named the turn."""
-    in_a_row = f"; the turn counts {counted}: {TURNS} {counted} in a row, with one run each, run everything"
+    in_a_row = f"; the turn counts {counted}: of {counted} in a row, with one run each, {TURNS} run every cell and "
+    in_a_row += f"{SUBJECT_TURNS} every determinism procedure"
     return (
         f"turn {turn} of a matrix in {TURNS} parts: {left} cells, and more determinism procedures, are left for other "
-        f"turns{in_a_row if counted else ''}; `--all` runs the whole matrix, `--turn N` another part"
+        f"turns{in_a_row if counted else ''}; `--all` runs every cell and a sample of the procedures, `--turn N` "
+        "another part"
     )
 
 
@@ -68,13 +72,15 @@ def following(items: Sequence[T], size: int, turn: int) -> Iterator[T]:
     return (items[(turn * size + i) % len(items)] for i in range(min(size, len(items))))
 
 
-def covering(facets: Mapping[str, set[Any]], kept: Iterable[str], turn: int) -> dict[str, None]:
+def covering(
+    facets: Mapping[str, set[Any]], kept: Iterable[str], turn: int, among: Iterable[str] | None = None
+) -> dict[str, None]:
     """The names that are kept, and others so that each facet of `facets` is one of some name: of most facets first.
 
-    Of equals the turn decides.
+    Of equals the turn decides. `among`: the names that may be added, which have every facet between them; None: all.
     """
     found = dict.fromkeys(kept)
-    order = shuffled(facets)
+    order = shuffled(facets if among is None else among)
     order = order[turn % max(len(order), 1) :] + order[: turn % max(len(order), 1)]
     lacking = set(itertools.chain.from_iterable(facets.values())).difference(*(facets[name] for name in found))
     while lacking:

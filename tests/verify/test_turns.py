@@ -4,7 +4,7 @@ import collections
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def cells() -> list[Any]:
 @pytest.fixture(scope="module")
 def subjects() -> list[Any]:
     given = (matrix.ops(), matrix.engines(), command.DTYPES)
-    return list(matrix.subjects(*given, "standard", 0, every=False))
+    return list(matrix.subjects(*given, "standard", 0, every=True))
 
 
 @pytest.mark.parametrize("turn", [0, 5, 700])
@@ -49,9 +49,9 @@ def test_a_turn_has_every_op_engine_dtype_and_kind_of_data(cells: list[Any], sub
 
 @pytest.mark.parametrize("first", [0, 705])
 def test_turns_in_a_row_have_everything(cells: list[Any], subjects: list[Any], first: int):
-    row = range(first, first + turns.TURNS)
+    row, longer = (range(first, first + count) for count in (turns.TURNS, turns.SUBJECT_TURNS))
     assert {c.id for turn in row for c in matrix.of_turn(cells, turn)} == {c.id for c in cells}
-    assert {s.id for turn in row for s in matrix.subjects_of_turn(subjects, turn)} == {s.id for s in subjects}
+    assert {s.id for turn in longer for s in matrix.subjects_of_turn(subjects, turn)} == {s.id for s in subjects}
 
 
 def test_cells_that_are_added_defer_no_other(cells: list[Any]):
@@ -65,12 +65,16 @@ def test_cells_that_are_added_defer_no_other(cells: list[Any]):
 def test_a_run_each_night_without_the_history_has_everything(
     cells: list[Any], subjects: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hour: int
 ):
-    kept: set[str] = set()
-    for day in range(20000, 20000 + turns.TURNS):
-        monkeypatch.setattr(time, "time", lambda day=day: float(day * 86400 + hour * 3600))
-        turn, _ = turns.current(tmp_path / "none.py")
-        kept |= {one.id for one in (*matrix.of_turn(cells, turn), *matrix.subjects_of_turn(subjects, turn))}
-    assert kept == {one.id for one in (*cells, *subjects)}
+    def kept(nights: int, part: Callable[[int], Iterable[Any]]) -> set[str]:
+        found: set[str] = set()
+        for day in range(20000, 20000 + nights):
+            monkeypatch.setattr(time, "time", lambda day=day: float(day * 86400 + hour * 3600))
+            found |= {one.id for one in part(turns.current(tmp_path / "none.py")[0])}
+        return found
+
+    assert kept(turns.TURNS, lambda turn: matrix.of_turn(cells, turn)) == {c.id for c in cells}
+    of_all = {s.id for s in subjects}
+    assert kept(turns.SUBJECT_TURNS, lambda turn: matrix.subjects_of_turn(subjects, turn)) == of_all
 
 
 @pytest.mark.parametrize("op", matrix.ops())
@@ -84,7 +88,7 @@ def test_a_part_of_two_of_one_id_is_an_error(subjects: list[Any]):
         matrix.subjects_of_turn([subjects[0], subjects[0]], 0)
 
 
-@pytest.mark.parametrize("turn", range(turns.TURNS))
+@pytest.mark.parametrize("turn", range(turns.SUBJECT_TURNS))
 def test_a_turn_keeps_to_its_budget_of_compilations(cells: list[Any], subjects: list[Any], turn: int):
     cost = collections.Counter(matrix.of(c.op).name for c in matrix.of_turn(cells, turn) if c.engine != "hopper")
     for subject in matrix.subjects_of_turn(subjects, turn):
@@ -112,7 +116,8 @@ def test_turns_are_for_the_whole_matrix_on_a_cpu(capsys: pytest.CaptureFixture[s
 
 
 def test_a_report_says_what_the_turn_counts():
-    assert "the turn counts days: 12 days in a row, with one run each, run everything;" in turns.said(3, 5, "days")
+    said = turns.said(3, 5, "days")
+    assert "the turn counts days: of days in a row, with one run each, 12 run every cell and 84 every" in said
     assert "in a row" not in turns.said(3, 5)
 
 

@@ -32,6 +32,7 @@ class Subject:
       definition: computes the bits that "portable" guarantees.
       variant: the name of the subject, if an op, engine and dtype have several.
       blends: makes the same call with its blends; it traces each, which is not needed to list subjects.
+      derived: whether it is a blend or a gradient of another subject, by `variants`.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Subject:
     definition: Callable[[], np.ndarray] | None = None
     variant: str = ""
     blends: Callable[[], tuple["Subject", ...]] = tuple
+    derived: bool = False
 
     @property
     def id(self) -> str:
@@ -267,9 +269,9 @@ def gradient(subject: Subject) -> Subject | None:
 def variants(subject: Subject) -> Iterator[Subject]:
     """The subject and, if its level fixes bits, its blends and the gradients of all."""
     prefix = f"{subject.variant}/" if subject.variant else ""
-    blends = [dataclasses.replace(blend, variant=prefix + blend.variant) for blend in subject.blends()]
+    blends = [dataclasses.replace(b, variant=prefix + b.variant, derived=True) for b in subject.blends()]
     for one in (subject, *blends):
         yield one
         found = gradient(one) if is_fixed(one.declared) else None
         if found is not None:
-            yield found
+            yield dataclasses.replace(found, derived=True)
