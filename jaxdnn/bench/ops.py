@@ -96,7 +96,8 @@ def _placed(value: Any) -> Any:
 
 
 def _differentiable(example: Example, operands: Sequence[jax.Array]) -> bool:
-    return bool(operands) and not example.op.endswith(("dgrad", "wgrad", "bgrad", "dbn_weight"))
+    floats = any(jnp.issubdtype(v.dtype, jnp.floating) for v in operands)
+    return floats and not example.op.endswith(("dgrad", "wgrad", "bgrad", "dbn_weight"))
 
 
 def _first(function: Function, *operands: Any) -> Any:

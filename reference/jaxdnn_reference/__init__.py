@@ -19,6 +19,9 @@ from jaxdnn_reference.conv import conv_bgrad as conv_bgrad
 from jaxdnn_reference.conv import conv_dgrad as conv_dgrad
 from jaxdnn_reference.conv import conv_transpose as conv_transpose
 from jaxdnn_reference.conv import conv_wgrad as conv_wgrad
+from jaxdnn_reference.ctc import ctc_lengths as ctc_lengths
+from jaxdnn_reference.ctc import ctc_loss as ctc_loss
+from jaxdnn_reference.ctc import ctc_posterior as ctc_posterior
 from jaxdnn_reference.descriptor import TensorDescriptor as TensorDescriptor
 from jaxdnn_reference.dropout import dropout as dropout
 from jaxdnn_reference.dropout import dropout_mask as dropout_mask

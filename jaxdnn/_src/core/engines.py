@@ -146,6 +146,9 @@ _registry: dict[str, list[Engine]] = {}
 _called: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
 # The names of primitives in error messages if no public op is being called: in a derivative.
 _IN_WORDS = {
+    "ctc_covariance": "A derivative of CTC's posterior",
+    "ctc_dgrad": "The gradient of `ctc_loss`",
+    "ctc_tangent": "The derivative of `ctc_loss` along a tangent",
     "fused_dropout": "`dropout`",
     "fused_dropout_tangent": "A derivative of `dropout`",
     "fused_dropout_dgrad": "The gradient of `dropout` in its bias",
