@@ -67,6 +67,16 @@ def test_it_lowers_for_gpus_too(name: str, dtype: Any, op: str):
     assert found.platforms == ("cpu", "cuda")
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", [F32, np.float64], ids=["f32", "f64"])
+def test_a_scale_of_float64_stays_out_of_cudnns_call(dtype: Any):
+    """On a GPU XLA was found to give cuDNN alpha = 0.3 as a float32."""
+    x, w = jax.ShapeDtypeStruct((2, 4, 9, 9), dtype), jax.ShapeDtypeStruct((5, 4, 3, 3), dtype)
+    scaled = jax.jit(lambda x, w: dnn.conv(x, w, layout="NCHW", alpha=0.3, engine="xla"))
+    text = export.export(scaled, platforms=("cuda",))(x, w).mlir_module()
+    assert ("optimization_barrier" in text) == (dtype == np.float64)
+
+
 def test_the_ordered_engine_and_derivatives():
     for op in OPS:
         function, shapes = call(op, "strided", engine="ordered")

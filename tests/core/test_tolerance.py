@@ -185,3 +185,13 @@ def test_signalling_nans_are_compared_without_a_warning(dtype: Any):
     assert compare(nans, golden, np.zeros(nans.shape)).passed
     found = compare(nans, np.ones(nans.shape), np.zeros(nans.shape))
     assert found.unreachable == found.outside == nans.size
+
+
+def test_a_tie_may_round_either_way():
+    """x / 6 of few bits is halfway between two of bfloat16 far more often than the rate of correct rounding allows."""
+    golden = np.full(1000, 1 + 2.0**-8)
+    error = np.full(1000, 1e-7)
+    for end in (1.0, 1 + 2.0**-7):
+        assert compare(np.full(1000, end, ml_dtypes.bfloat16), golden * (1 + 2.0**-52), error).passed
+    beside = golden - 2.0**-26  # an error that is one, on the way to the tie's other end
+    assert not compare(np.full(1000, 1 + 2.0**-7, ml_dtypes.bfloat16), beside, error).passed

@@ -19,7 +19,8 @@ NARROW = r"tensor<(?:\d+x)*(?:f32|bf16|f16|tf32|f8\w+)>"
 def narrow_constants(text: str) -> list[float]:
     """Those that float32 holds exactly although they have many digits, which 1/n and eps of float64 have not."""
     values = map(float, re.findall(r"constant dense<([-+.\dEe]+)> : tensor<(?:\d+x)*f64>", text))
-    return [v for v in values if float(np.float32(v)) == v and (np.frexp(v)[0] * 2**11) % 1 != 0]
+    with np.errstate(over="ignore"):
+        return [v for v in values if float(np.float32(v)) == v and (np.frexp(v)[0] * 2**11) % 1 != 0]
 
 
 def lowered(f: Callable[..., Any], *arrays: Any, platform: str) -> str:
@@ -28,10 +29,8 @@ def lowered(f: Callable[..., Any], *arrays: Any, platform: str) -> str:
 
 
 def both(f: Callable[..., Any], *arrays: Any) -> str:
-    """The program for CUDA, which is that for CPUs."""
-    gpu, cpu = (lowered(f, *arrays, platform=platform) for platform in ("cuda", "cpu"))
-    assert gpu.splitlines() == cpu.splitlines()
-    return gpu
+    """The programs for CUDA and for CPUs, which add in forms of their own."""
+    return "".join(lowered(f, *arrays, platform=platform) for platform in ("cuda", "cpu"))
 
 
 @pytest.mark.parametrize("engine", ["xla", "ordered"])
@@ -75,7 +74,8 @@ def test_a_narrow_step_would_be_seen(narrow: Any):
 
 def test_a_narrow_constant_would_be_seen():
     for eps, found in ((1e-5, []), (float(np.float32(1e-5)), [float(np.float32(1e-5))])):
-        assert narrow_constants(both(lambda x, eps=eps: dnn.layer_norm(x, eps=eps), np.zeros((2, 3)))) == found
+        programs = both(lambda x, eps=eps: dnn.layer_norm(x, eps=eps), np.zeros((2, 3)))
+        assert narrow_constants(programs) == 2 * found
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -276,3 +276,22 @@ def test_blend(mode: str):
     assert_bits(dnn.pool(x, **options, prior=unread), np.asarray(dnn.pool(x, **options)))
     traced = jax.jit(lambda a, b: dnn.pool(x, **options, alpha=a, beta=b, prior=unread))(1.0, 0.0)
     np.testing.assert_array_equal(traced, dnn.pool(x, **options))
+
+
+def test_a_single_window_adds_what_stands_for_its_neighbours():
+    """dx of -0 is +0 where an element could lie in several windows, also if there is one."""
+    dy = np.full((1, 1, 1), -0.0, np.float32)
+    options = {"window": 8, "stride": 2, "mode": "average", "layout": "NWC"}
+    found = np.asarray(dnn.pool_dgrad(dy, (1, 8, 1), **options))
+    wanted = reference.pool_dgrad(dy, (1, 8, 1), arithmetic="ordered", **options)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+    assert not np.signbit(found).any()
+
+
+@pytest.mark.parametrize("level", [None, "portable"])
+def test_the_sum_over_a_whole_axis_says_what_fixes_its_order(level: str | None):
+    """At no level it is XLA's sum, which is not the definition's on every device."""
+    x = np.zeros((1, 7, 6, 2), np.float32)
+    (found,) = dnn.explain(dnn.global_pool, x, mode="average", determinism=level)
+    (xla,) = [candidate for candidate in found.candidates if candidate.engine == "xla"]
+    assert xla.level == (level or "run_to_run")

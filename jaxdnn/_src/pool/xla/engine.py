@@ -180,11 +180,17 @@ def _add(a: Array, b: Array, _: int) -> Array:
     return a + b
 
 
+def _sums_whole(spec: PoolSpec, i: int) -> bool:
+    """Whether a window as long as its axis is left to XLA's sum."""
+    whole = spec.outputs[i] == 1 and spec.taps[i] == spec.sizes[i] + sum(spec.padding[i])
+    return whole and not is_fixed(spec.level)
+
+
 def _average(call: engines.Call, x: Array) -> Array:
     spec: PoolSpec = call.spec
     y = padded(spec, x.astype(accumulator(x.dtype)), 0)
     for i, axis in last_first(spec):
-        if not is_fixed(spec.level) and spec.outputs[i] == 1 and spec.taps[i] == y.shape[axis]:
+        if _sums_whole(spec, i):
             y = jnp.sum(y, axis, keepdims=True, dtype=y.dtype)  # in XLA's order, which no level at hand fixes
             continue
         y = fold(y, axis, spec.taps[i], spec.stride[i], spec.dilation[i], spec.outputs[i], _add)
@@ -253,6 +259,9 @@ def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
         shape = [1] * dy.ndim
         shape[axis] = size
         wide = spread(dy, axis, stride, low, size)
+        if spec.extents[i] > spec.stride[i]:  # what stands for windows that are not there is added too: -0 + 0 is 0
+            added = np.array([len(phase) > 1 for phase in phases(spec, i)])[np.arange(size) % spec.stride[i]]
+            wide = jnp.where(jnp.asarray(added.reshape(shape)) & (wide == 0), jnp.zeros_like(wide), wide)
         return wide if covered.all() else jnp.where(jnp.asarray(covered.reshape(shape)), wide, jnp.zeros_like(wide))
     parts = []
     for phase in phases(spec, i):
@@ -280,6 +289,12 @@ _RUN: dict[str, Any] = {
 }
 
 
+def _level(call: engines.Call) -> str:
+    spec: PoolSpec = call.spec
+    by_xla = call.op == "pool_average" and any(_sums_whole(spec, i) for i in range(len(spec.sizes)))
+    return "run_to_run" if by_xla else "portable"
+
+
 def _accumulation(call: engines.Call) -> str:
     dtype = call.avals[0].dtype
     return "int32" if not jnp.issubdtype(dtype, jnp.floating) else "float64" if dtype == jnp.float64 else "float32"
@@ -289,7 +304,7 @@ engines.declare(
     "xla",
     *_RUN,
     run=lambda call, *operands: _RUN[call.op](call, *operands),
-    level=lambda call: "portable",
+    level=_level,
     accumulation=_accumulation,
     partition=lambda call: True,
     notes=("XLA takes subnormal numbers for zero on CPUs, so portability is for normal ones",),
