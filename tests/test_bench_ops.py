@@ -24,7 +24,7 @@ def test_every_example_has_a_plain_form():
 def test_the_plain_form_computes_the_same(name: str):
     ours, plain, operands = ops.sides(examples()[name], SIZES)
     if name == "unpool":  # plain JAX sets one of several elements at a place, ours adds them up
-        corners = 16 * jnp.arange(4)[:, None, None] + 2 * jnp.arange(4)[:, None]
+        corners = 16 * jnp.arange(4)[:, None, None] + 2 * jnp.arange(4)[None, :, None]
         operands = (operands[0], jnp.broadcast_to(corners, operands[1].shape))
     found, expected = (jax.tree.leaves(jax.jit(side)(*operands)) for side in (ours, plain))
     assert [(v.shape, v.dtype) for v in found] == [(v.shape, v.dtype) for v in expected]

@@ -209,3 +209,14 @@ def test_without_the_name_calls_run_operation_by_operation(programs: Programs, m
         compat._untraced.cache_clear()
         np.testing.assert_array_equal(dnn.conv(X, W), expected)
     assert programs == {}
+
+
+def test_what_fails_when_it_runs_is_not_run_again(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    x = jnp.ones((2, 3))
+    dnn.scale(x, alpha=2.0)
+    monkeypatch.setattr(eager, "_programs", dict.fromkeys(eager._programs, fails))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        dnn.scale(x, alpha=2.0)

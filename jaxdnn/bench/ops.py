@@ -20,6 +20,7 @@ import numpy as np
 import jaxdnn as dnn
 from jaxdnn._src.cases.example import Axes, Example, examples
 from jaxdnn._src.cases.plain import PLAIN
+from jaxdnn._src.core import files
 
 Function = Callable[..., Any]
 TINY = dict(N=2, H=4, W=4, C=8, K=8, R=3, S=3, P=2, Q=2, T=4, D=4, V=8)
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> i
             rows.append(row)
             print(_line(row), flush=True)
             if args.json:
-                args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+                files.write(args.json, json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
     slow = [row for row in rows if row["speed_up"] < (1 / 3 if row["pass"] == "eager" else 0.95)]
     late = [row for row in rows if row.get("compile_over_plain", 0) > 2]
     print(f"{len(rows)} rows; {len(slow)} too slow: {', '.join(map(_name, slow))}")

@@ -163,7 +163,7 @@ def _average(x: Array, n: int = 2, stride: int = 2, pad: int = 0) -> Array:
 def _unpool(y: Array, indices: Array) -> Array:
     n, h, w, c = y.shape
     empty = jnp.zeros((n, 4 * h * w, c), y.dtype)
-    batch, channel = jnp.arange(n)[:, None, None], jnp.arange(c)
+    batch, channel = jnp.arange(n)[:, None, None], jnp.arange(c)[None, None]
     return empty.at[batch, indices.reshape(n, -1, c), channel].set(y.reshape(n, -1, c)).reshape(n, 2 * h, 2 * w, c)
 
 

@@ -212,7 +212,9 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         if engines.is_called():
             return function(*args, **kwargs)
         if compat.untraced():
-            with contextlib.suppress(Exception):  # raised again below, about what the user passed
+            # What is wrong with arguments is raised again below, about what the user passed; what fails when it runs,
+            # such as for want of memory, is not run twice.
+            with contextlib.suppress(TypeError, ValueError, OverflowError, NotImplementedError):
                 return program(args, kwargs)
         return named(*args, **kwargs)
 

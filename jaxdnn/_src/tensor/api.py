@@ -351,7 +351,7 @@ def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLi
 
 def _whole(value: Any) -> float | None:
     """The value of `fill` as an operand, where a conversion from float32 rounds as one from the number."""
-    return float(value) if checks.is_number(value) and value == np.float32(value) and abs(value) < 2**24 else None
+    return float(value) if checks.is_number(value) and abs(value) < 2**24 and value == np.float32(value) else None
 
 
 @public

@@ -44,8 +44,9 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     else:
         acc = _channels_last(call.op, spec, problem, a, b)
     if on_gpu and (_becomes_float8(spec) or acc.dtype == jnp.float64):
-        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN, and
-        # XLA the scale of a float64 result into cuDNN's call: alpha = 0.3 was found rounded to float32.
+        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN; and
+        # XLA puts the scale of a float64 result into cuDNN's call, where a result with alpha = 0.3 was off by as much
+        # as float32's 0.3 is.
         acc = lax.optimization_barrier(acc)
     return primitive.finish(call.op, spec, acc, *operands)
 
