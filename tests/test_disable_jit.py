@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.cases import example
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -65,3 +66,13 @@ def test_the_choice_of_the_user_outlives_a_call():
     with jax.disable_jit():
         function(*arrays)
         assert jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("name", ["gelu", "swish", "mish"])
+def test_curvatures_have_the_bits_of_a_program(name: str):
+    """Their products and sums are one program's, within which XLA contracts them: 2,900 of 21,120 differed."""
+    z = jnp.asarray(np.random.default_rng(0).normal(size=5000), jnp.float32)
+    along = lambda z: jax.jvp(lambda z: formulas.slope(z, name, 1.0), (z,), (z,))[1]
+    expected = jax.jit(along)(z)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(along(z), expected)

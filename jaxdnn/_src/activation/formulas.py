@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.formats import Format, format_of
-from jaxdnn._src.core.rounding import product, rounded
+from jaxdnn._src.core.rounding import product, rounded, together
 
 Parameter = float | tuple[float, float, float] | None
 
@@ -124,7 +124,7 @@ def _slope_jvp(name: str, parameter: Parameter, primals: Any, tangents: Any) -> 
     return slope(z, name, parameter), product(tangent, _curvature(z, name, parameter))
 
 
-@ft.partial(jax.jit, static_argnums=(1, 2))  # one program outside of jit too, because XLA contracts products within it
+@ft.partial(together, static_argnums=(1, 2))  # because XLA contracts products within it
 def _curvature(z: Array, name: str, parameter: Parameter) -> Array:
     """act''(z), which nothing around it is joined with."""
     z = rounded(z)

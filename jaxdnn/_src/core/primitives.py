@@ -34,7 +34,7 @@ from jaxdnn._src.core import ahead, checks, compat, engines, selection
 from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir, varying
 from jaxdnn._src.core.determinism import satisfies
 from jaxdnn._src.core.partitioning import Factors, vary_alike
-from jaxdnn._src.core.rounding import at_edges
+from jaxdnn._src.core.rounding import at_edges, together
 
 Spec = Any
 Aval = jax.ShapeDtypeStruct
@@ -242,17 +242,12 @@ def is_linear_operand(operand: Any) -> bool:
     return ad.is_undefined_primal(operand)
 
 
-@ft.partial(jax.jit, static_argnums=0, static_argnames="spec")
-def _jitted(primitive: Any, *operands: Any, spec: Spec) -> Any:
+@ft.partial(together, static_argnums=0, static_argnames="spec")
+def _eager(primitive: Any, *operands: Any, spec: Spec) -> Any:
     return primitive.bind(*operands, spec=spec)
 
 
 listeners: list[Callable[[engines.Call], None]] = []  # told of each call that is lowered, of a device's part of it
-
-
-def _eager(primitive: Any, *operands: Any, spec: Spec) -> Any:
-    with jax.disable_jit(False):  # inside the user's `disable_jit` too, where `_jitted` would only bind once more
-        return _jitted(primitive, *operands, spec=spec)
 
 
 def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]) -> None:

@@ -61,6 +61,20 @@ def joined(p: Array, residual: Array, narrow: Any) -> Array:
     return _joined.bind(*vary_alike((p, residual)), narrow=np.dtype(narrow))
 
 
+def together(function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+    """`function` by `jax.jit`, whose options are `static`; inside the user's `jax.disable_jit` one program too.
+
+    For what has the bits of a program only as a program: a choice of engine, or products that XLA contracts with sums.
+    """
+    program = jax.jit(function, **static)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with jax.disable_jit(False):
+            return program(*args, **kwargs)
+
+    return run
+
+
 def at_edges(level: str, arrays: _Arrays) -> _Arrays:
     """Operands or results of a call, through the fence if the level fixes bits."""
     return jax.tree.map(rounded, arrays) if is_fixed(level) else arrays
