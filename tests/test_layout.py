@@ -49,7 +49,7 @@ def floor(module: str) -> str:
         return "commands" if parts and parts[0] in COMMANDS else "surface"
     if len(parts) == 1:
         return "core"
-    if parts[1] in families.NAMES and any(re.match("cases|timed$", part) for part in parts[2:]):
+    if parts[1] in families.NAMES and any(re.match("cases|(timed|plain)$", part) for part in parts[2:]):
         return "cases of a family"
     return parts[1] if parts[1] in FLOORS or parts[1] not in families.NAMES else "a family"
 

@@ -50,6 +50,11 @@ def of_layer(name: str) -> Mapping[str, Any]:
     return getattr(_module(name, manifests()[name].timed or ""), "OF_LAYER", {})
 
 
+def plain() -> tuple[ModuleType, ...]:
+    """The modules that have the examples of manifests in plain JAX, by name."""
+    return tuple(_module(name, "plain") for name in NAMES)
+
+
 def ops() -> tuple[str, ...]:
     """The name of every public op."""
     return tuple(op for manifest in manifests().values() for ops in manifest.ops for op in ops.names.split())

@@ -1,9 +1,10 @@
 """The command `jaxdnn bench ops`: every op against plain JAX, by the clock on the host.
 
 Of each call in the manifests: its time under jit at two sizes, forward and as a gradient in all its arrays, the time to
-compile it, and what a call costs outside of jit on arrays so small that nothing else counts. The other side is what
-`jaxdnn._src.cases.plain` writes without this library; both sides take turns, and of each the least time counts, so that
-other programs on the machine count little.
+compile it, and what a call costs outside of jit on arrays so small that nothing else counts. The other side is the
+family's module `plain`: each example as a good programmer writes it in JAX who does not have this library. `lax` has
+most of it, and a backward pass is the derivative that JAX finds of the forward pass. Both sides take turns, and of each
+the least time counts, so that other programs on the machine count little.
 """
 
 import argparse
@@ -18,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdnn as dnn
+from jaxdnn._src import families
 from jaxdnn._src.cases.example import Axes, Example, examples
-from jaxdnn._src.cases.plain import PLAIN
 from jaxdnn._src.core import files
 
 Function = Callable[..., Any]
@@ -71,13 +72,19 @@ def _rows(example: Example, passes: Sequence[str], seconds: float) -> Iterator[d
             yield {**row, "compile_s": first_s, "compile_over_plain": first_s / second_s}
 
 
+def plain_form(name: str) -> Function:
+    """An example in plain JAX, a function of its arrays, and of a shape that does not follow from them."""
+    attribute = name.replace("-", "_")
+    return next(getattr(module, attribute) for module in families.plain() if hasattr(module, attribute))
+
+
 def sides(example: Example, sizes: dict[str, Any]) -> tuple[Function, Function, tuple[jax.Array, ...]]:
     """Ours and the plain one as functions of the same arrays, and these."""
     arguments = [*example.arguments, *example.options.values()]
     indices = [v.value(sizes) for v in arguments if isinstance(v, Axes) and v.kind == "index"]
     shapes = [v.value(sizes) for v in arguments if isinstance(v, Axes) and v.kind == "shape"]
     floats = [jnp.asarray(v, jnp.float32) for v in example.data(sizes)]
-    op, plain = getattr(dnn, example.op), PLAIN[example.name]
+    op, plain = getattr(dnn, example.op), plain_form(example.name)
     named = {id(v): i for i, v in enumerate(v for v in arguments if isinstance(v, Axes) and v.kind == "index")}
     rest = shapes if example.name in ("dropout_mask", "affine_grid") else []
 

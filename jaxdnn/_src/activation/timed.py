@@ -2,27 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import Array
-
 import jaxdnn as dnn
+from jaxdnn._src.activation.plain import FUNCTIONS
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
 
 WIDTH = 4096
-# As users of JAX write them.
-PLAIN: dict[str, Callable[[Array], Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-    "swish": jax.nn.silu,
-    "tanh": jnp.tanh,
-    "softplus": jax.nn.softplus,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +34,7 @@ class Activation(timed.Case):
         return lambda x, dy: dnn.activation_dgrad(dy, x, activation=self.name, engine=engine)
 
     def xla(self, which: str) -> Function:
-        plain = PLAIN[self.name]
+        plain = FUNCTIONS[self.name]
         return lambda x, dy: plain(x) if which == "forward" else timed.gradient(plain, 0, x, dy)
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
@@ -75,4 +62,4 @@ class Activation(timed.Case):
         }[self.name]
 
 
-CASES: tuple[Activation, ...] = tuple(Activation("activation", name) for name in PLAIN)
+CASES: tuple[Activation, ...] = tuple(Activation("activation", name) for name in FUNCTIONS)

@@ -144,26 +144,7 @@ def flushes_on_cpus(call: Call) -> tuple[str, ...]:
 
 _registry: dict[str, list[Engine]] = {}
 _called: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
-# The names of primitives in error messages if no public op is being called: in a derivative.
-_IN_WORDS = {
-    "ctc_covariance": "A derivative of CTC's posterior",
-    "ctc_dgrad": "The gradient of `ctc_loss`",
-    "ctc_tangent": "The derivative of `ctc_loss` along a tangent",
-    "fused_dropout": "`dropout`",
-    "fused_dropout_tangent": "A derivative of `dropout`",
-    "fused_dropout_dgrad": "The gradient of `dropout` in its bias",
-    "grid_sample_pixels": "The gradient of `grid_sample` in its images",
-    "grid_sample_weights": "The gradient of `grid_sample` in its grid",
-    "norm": "A normalisation",
-    "norm_tangent": "The derivative of a normalisation along a tangent",
-    "norm_dgrad": "The gradient of a normalisation",
-    "pool_max": "`pool` of mode 'max'",
-    "pool_max_indices": "`pool` of mode 'max', with the places of its maxima for its gradient,",
-    "pool_max_dgrad": "The gradient of `pool` of mode 'max'",
-    "pool_pick": "The derivative of `pool` of mode 'max' along a tangent",
-    "pool_average": "Average pooling",
-    "pool_average_dgrad": "The gradient of average pooling",
-}
+_words: dict[str, str] = {}  # the names of primitives in error messages if no public op is being called
 
 
 @contextlib.contextmanager
@@ -204,10 +185,15 @@ def ops() -> tuple[str, ...]:
     return tuple(_registry)
 
 
+def say(op: str, words: str) -> None:
+    """Names a primitive that is no public op, such as a derivative, for error messages."""
+    _words[op] = words
+
+
 def in_words(op: str) -> str:
     """The name of an op in error messages: the public op that is being called, or a derivative's primitive."""
     public = _called.get()
-    return f"`{public}`" if public else _IN_WORDS.get(op, f"`{op}`")
+    return f"`{public}`" if public else _words.get(op, f"`{op}`")
 
 
 def names() -> tuple[str, ...]:

@@ -50,6 +50,7 @@ def define(
     factors: Callable[..., Factors],
     transpose: Callable[..., Any] | None = None,
     many: bool = False,
+    words: str | None = None,
 ) -> None:
     """Makes the primitive of an op, which `bind` finds by the op's name.
 
@@ -63,7 +64,10 @@ def define(
         that is not linear in any operand.
       many: whether the op has several results; then results, tangents, cotangents and batch dimensions are tuples
         (of the cotangents some may be an `ad.Zero`), and an engine's function returns a tuple.
+      words: what error messages call it, where no public op is being called; None for one that is a public op.
     """
+    if words is not None:
+        engines.say(op, words)
     primitive = Primitive(f"jaxdnn_{op}")
     primitive.multiple_results = many
 

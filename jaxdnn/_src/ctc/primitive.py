@@ -166,16 +166,19 @@ _RULES: dict[str, dict[str, Any]] = {
         "results": ft.partial(_like, 3),
         "jvp": ft.partial(primitives.jvp_of_linear, "ctc_tangent", _tangent_formula, constant=3),
         "transpose": ft.partial(_transpose, "ctc_dgrad"),
+        "words": "The derivative of `ctc_loss` along a tangent",
     },
     "ctc_dgrad": {
         "results": ft.partial(_like, 1),
         "jvp": ft.partial(primitives.jvp_of_linear, "ctc_dgrad", _dgrad_formula, constant=3),
         "transpose": ft.partial(_transpose, "ctc_tangent"),
+        "words": "The gradient of `ctc_loss`",
     },
     "ctc_covariance": {
         "results": ft.partial(_like, 0),
         "jvp": ft.partial(primitives.jvp_of_linear, "ctc_covariance", _covariance_formula, constant=3),
         "transpose": ft.partial(_transpose, "ctc_covariance"),
+        "words": "A derivative of CTC's posterior",
     },
 }
 for _op, _rules in _RULES.items():

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 import jaxdnn as dnn
-from jaxdnn._src.cases import plain, timed
+from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
+from jaxdnn._src.ctc import plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -228,8 +228,13 @@ def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
 
 
 _RULES: dict[str, dict[str, Any]] = {
-    "fused_dropout": {"results": _result, "jvp": _jvp},
-    "fused_dropout_tangent": {"results": _result, "jvp": _tangent_jvp, "transpose": _tangent_transpose},
+    "fused_dropout": {"results": _result, "jvp": _jvp, "words": "`dropout`"},
+    "fused_dropout_tangent": {
+        "results": _result,
+        "jvp": _tangent_jvp,
+        "transpose": _tangent_transpose,
+        "words": "A derivative of `dropout`",
+    },
     "fused_dropout_dgrad": {
         "results": _dgrad_results,
         "jvp": ft.partial(
@@ -237,6 +242,7 @@ _RULES: dict[str, dict[str, Any]] = {
         ),
         "transpose": _dgrad_transpose,
         "many": True,
+        "words": "The gradient of `dropout` in its bias",
     },
 }
 for _op, _rules in _RULES.items():

@@ -205,13 +205,19 @@ def _on_device(op: str, spec: NormSpec, rank: int, run: Run, axes: Axes, *operan
 
 
 _RULES: dict[str, dict[str, Any]] = {
-    "norm": {"results": _norm_results, "jvp": _norm_jvp, "many": True},
-    "norm_tangent": {"results": _tangent_result, "jvp": _tangent_jvp, "transpose": _tangent_transpose},
+    "norm": {"results": _norm_results, "jvp": _norm_jvp, "many": True, "words": "A normalisation"},
+    "norm_tangent": {
+        "results": _tangent_result,
+        "jvp": _tangent_jvp,
+        "transpose": _tangent_transpose,
+        "words": "The derivative of a normalisation along a tangent",
+    },
     "norm_dgrad": {
         "results": _dgrad_results,
         "jvp": ft.partial(primitives.jvp_of_linear, "norm_dgrad", ft.partial(_formula, "norm_dgrad")),
         "transpose": _dgrad_transpose,
         "many": True,
+        "words": "The gradient of a normalisation",
     },
 }
 for _op, _rules in _RULES.items():

@@ -150,6 +150,14 @@ def _transpose(op: str, spec: PoolSpec, ct: Array, *operands: Any) -> list[Array
     return [bind(_TRANSPOSED[op], ct, *operands[1:], spec=back), *[None] * (len(operands) - 1)]
 
 
+_WORDS = {
+    "pool_max": "`pool` of mode 'max'",
+    "pool_max_indices": "`pool` of mode 'max', with the places of its maxima for its gradient,",
+    "pool_max_dgrad": "The gradient of `pool` of mode 'max'",
+    "pool_pick": "The derivative of `pool` of mode 'max' along a tangent",
+    "pool_average": "Average pooling",
+    "pool_average_dgrad": "The gradient of average pooling",
+}
 for _op in OPS:
     primitives.define(
         _op,
@@ -159,4 +167,5 @@ for _op in OPS:
         batch=ft.partial(primitives.batch_leading, _op),
         factors=ft.partial(factors, _op),
         many=_op == "pool_max_indices",
+        words=_WORDS[_op],
     )

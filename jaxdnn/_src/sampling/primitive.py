@@ -80,6 +80,7 @@ def _factors(result: str, spec: SampleSpec, a: Any, b: Any, index: Any) -> Facto
     return Factors((*(dims[name] for name in OPERANDS[result]), dims["w"]), (dims[result],), tuple(free))
 
 
+_WORDS = {"x": "The gradient of `grid_sample` in its images", "w": "The gradient of `grid_sample` in its grid"}
 for _result, _name in NAMES.items():
     primitives.define(
         _name,
@@ -88,4 +89,5 @@ for _result, _name in NAMES.items():
         transpose=ft.partial(_transpose, _result),
         batch=ft.partial(primitives.batch_leading, _name),
         factors=ft.partial(_factors, _result),
+        words=_WORDS.get(_result),
     )

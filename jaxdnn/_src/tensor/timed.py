@@ -16,8 +16,8 @@ from jax import Array, lax
 import jaxdnn as dnn
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
-
-TAPS = 3  # of a patch, along each axis
+from jaxdnn._src.resample import plain as resample
+from jaxdnn._src.tensor.plain import im2col
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,25 +106,15 @@ def _patches(name: str, order: str) -> Tensor:
 
     PyTorch 2.11 fails when a CUDA graph captures aten::im2col, after which the device serves nobody.
     """
-    pad = TAPS // 2, TAPS // 2
 
-    def plain(x: Array) -> Array:
-        """Shifted copies side by side; channels first is what `jax.lax` has a function for."""
-        if order == "channels_taps":
-            axes = ("NHWC", "HWIO", "NHWC")
-            return lax.conv_general_dilated_patches(x, (TAPS, TAPS), (1, 1), (pad, pad), dimension_numbers=axes)
-        padded, n = jnp.pad(x, ((0, 0), pad, pad, (0, 0))), x.shape[1]
-        return jnp.concatenate([padded[:, r : r + n, s : s + n] for r in range(TAPS) for s in range(TAPS)], -1)
+    def channels_first(x: Array) -> Array:
+        """Channels first is what `jax.lax` has a function for."""
+        axes = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated_patches(x, (3, 3), (1, 1), ((1, 1), (1, 1)), dimension_numbers=axes)
 
-    op = lambda x, engine: dnn.im2col(x, window=TAPS, padding=TAPS // 2, order=order)
+    op = lambda x, engine: dnn.im2col(x, window=3, padding=1, order=order)
+    plain = im2col if order == "taps_channels" else channels_first
     return Tensor("im2col", name, op, plain, None, size=56, batch=64, passes=("forward", "backward"))
-
-
-def _shuffled(x: Array) -> Array:
-    """A quarter of the channels for twice as many pixels along both axes."""
-    n, size, kept = x.shape[0], x.shape[1], x.shape[3] // 4
-    apart = jnp.transpose(x.reshape(n, size, size, kept, 2, 2), (0, 1, 4, 2, 5, 3))
-    return apart.reshape(n, 2 * size, 2 * size, kept)
 
 
 def _sum(which: str, torch: Any, a: Any, b: Any) -> Callable[[], Any]:
@@ -171,7 +161,7 @@ CASES: tuple[Tensor, ...] = (
         "pixel_shuffle",
         "x 2",
         lambda x, engine: dnn.pixel_shuffle(x),
-        _shuffled,
+        resample.pixel_shuffle,
         lambda which, torch, x: ft.partial(torch.pixel_shuffle, x.permute(0, 3, 1, 2), 2),
     ),
 )
