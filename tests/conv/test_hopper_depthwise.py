@@ -18,7 +18,6 @@ from tests.conv.depthwise_cases import (
     CASES,
     DTYPES,
     GEOMETRY,
-    has_filter_gradient,
     needs_newer,
     operands,
     reference,
@@ -38,8 +37,7 @@ def test_small_integers_are_exact(case):
     y, dx, dw = reference(x, w, dy, call)
     np.testing.assert_array_equal(run_walk("fprop", x, w, call, config), y.astype(x.dtype))
     np.testing.assert_array_equal(run_walk("dgrad", dy, w, call, config), dx.astype(x.dtype))
-    if has_filter_gradient(config):
-        np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
+    np.testing.assert_array_equal(run_filter(x, dy, call, config), dw)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -206,7 +204,7 @@ def test_the_schedule_predicts_every_bit(case, mode):
     np.testing.assert_array_equal(y.reshape(out), predicted("fprop", x, w))
     dx = run_walk("dgrad", dy, turned, call, config)
     np.testing.assert_array_equal(dx.reshape(x.shape), predicted("dgrad", dy, w, x.shape))
-    if has_filter_gradient(config) and mode == "cross_correlation":
+    if mode == "cross_correlation":
         dw = run_filter(x, dy, call, config)
         np.testing.assert_array_equal(dw.reshape(w.shape), predicted("wgrad", x, dy, w.shape, out_dtype=np.float32))
 

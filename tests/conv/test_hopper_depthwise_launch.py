@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdnn._src import hopper
-from tests.conv.depthwise_cases import CASES, DTYPES, geometry, has_filter_gradient, operands, reference
+from tests.conv.depthwise_cases import CASES, DTYPES, geometry, operands, reference
 from tests.hopper.device import on_hopper
 
 if hopper.unavailable():
@@ -26,14 +26,12 @@ def test_lowers_for_cuda(case):
     x, w, dy, _, config, geo = operands(case)
     dy = dy.reshape(*x.shape[:1], *geo.out, x.shape[-1])
     calls = {
-        "fprop": (ft.partial(kernels.depthwise_fprop, geo=geo, config=config), (x, w), dy.shape),
-        "dgrad": (lambda dy, w: kernels.depthwise_dgrad(dy, w, geo=geo, config=config), (dy, w), x.shape),
+        "fprop": (ft.partial(kernels.depthwise_data, "fprop", geo=geo, config=config), (x, w), dy.shape),
+        "dgrad": (ft.partial(kernels.depthwise_data, "dgrad", geo=geo, config=config), (dy, w), x.shape),
+        "wgrad": (ft.partial(kernels.depthwise_wgrad, geo=geo, config=config), (x, dy), w.shape),
     }
-    if has_filter_gradient(config):
-        wgrad = lambda x, dy: kernels.depthwise_wgrad(x, dy, geo=geo, config=config)
-        calls["wgrad"] = (wgrad, (x, dy), w.shape)
     for op, (function, arrays, shape) in calls.items():
-        assert kernels.supports(op, geo, x.shape[0], x.shape[-1], w.shape[-1], x.dtype, config) is None
+        assert kernels.unsupported(op, geo, x.shape[0], x.shape[-1], w.shape[-1], x.dtype, config) is None
         specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
         traced = jax.jit(function).trace(*specs)
         assert traced.out_info.shape == shape
@@ -49,8 +47,8 @@ def test_a_limit_of_multiprocessors_bounds_every_grid(case, monkeypatch):
     dy = dy.reshape(*x.shape[:1], *geo.out, x.shape[-1])
 
     def all_of_them(x, w, dy, **limit):
-        found = [kernels.depthwise_fprop(x, w, geo=geo, config=config, **limit)]
-        found.append(kernels.depthwise_dgrad(dy, w, geo=geo, config=config, **limit))
+        found = [kernels.depthwise_data("fprop", x, w, geo=geo, config=config, **limit)]
+        found.append(kernels.depthwise_data("dgrad", dy, w, geo=geo, config=config, **limit))
         return found if config else [*found, kernels.depthwise_wgrad(x, dy, geo=geo, **limit)]
 
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w, dy)]
@@ -103,8 +101,8 @@ def test_whole_numbers_are_exact(shape, taps, group, stride, padding, sms):
     for want, got in zip(
         reference(x, w, dy, call),
         (
-            kernels.depthwise_fprop(x, w, geo=geo, sms=sms),
-            kernels.depthwise_dgrad(dy, w, geo=geo, sms=sms),
+            kernels.depthwise_data("fprop", x, w, geo=geo, sms=sms),
+            kernels.depthwise_data("dgrad", dy, w, geo=geo, sms=sms),
             kernels.depthwise_wgrad(x, dy, geo=geo, sms=sms),
         ),
         strict=True,

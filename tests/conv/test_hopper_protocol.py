@@ -96,9 +96,9 @@ def depthwise(op: str, x: Any, w: Any, dtype: Any, *, bias: bool = False, **opti
     options |= {"geo": geo}
     dy = (x[0], *geo.out, x[-1])
     functions: dict[str, Callable[..., Any]] = {
-        "fprop": ft.partial(conv_depthwise.depthwise_fprop, **options),
-        "dgrad": lambda *arrays: conv_depthwise.depthwise_dgrad(*arrays, **options),
-        "wgrad": lambda x, dy: conv_depthwise.depthwise_wgrad(x, dy, **options),
+        "fprop": ft.partial(conv_depthwise.depthwise_data, "fprop", **options),
+        "dgrad": ft.partial(conv_depthwise.depthwise_data, "dgrad", **options),
+        "wgrad": ft.partial(conv_depthwise.depthwise_wgrad, **options),
     }
     shapes = [*{"fprop": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}[op], *[x[-1:]] * bias]
     return functions[op], tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)

@@ -101,7 +101,7 @@ def _narrow(call: engines.Call) -> _Kernel:
         refusal = "its kernels take filters whose input and output channels are last, as HWIO"
     elif geo.groups == 1:
         refusal = "its kernels for narrow groups need groups"
-    refusal = refusal or depthwise.supports(*told, filters, a.dtype, bias=bias)
+    refusal = refusal or depthwise.unsupported(*told, filters, a.dtype, bias=bias)
 
     def reversed_taps(w: Array) -> Array:
         return lax.rev(w, range(geo.rank)) if geo.flip else w
@@ -109,11 +109,9 @@ def _narrow(call: engines.Call) -> _Kernel:
     sms = spec.limits.multiprocessors
 
     def run(a: Array, b: Array, *bias: Array) -> Array:
-        if call.op == "conv":
-            return depthwise.depthwise_fprop(a, reversed_taps(b), *bias, geo=geo, sms=sms)
-        if call.op == "conv_dgrad":
-            return depthwise.depthwise_dgrad(a, reversed_taps(b), *bias, geo=geo, sms=sms)
-        return reversed_taps(depthwise.depthwise_wgrad(a, b, geo=geo, sms=sms))
+        if call.op == "conv_wgrad":
+            return reversed_taps(depthwise.depthwise_wgrad(a, b, geo=geo, sms=sms))
+        return depthwise.depthwise_data(PASS[call.op], a, reversed_taps(b), *bias, geo=geo, sms=sms)
 
     def schedule() -> engines.Schedule | None:
         if spec.precision == "tf32" and a.dtype == jnp.float32:

@@ -14,7 +14,7 @@ each split; a second launch adds these in order. There are no atomics.
 
 Limits. As many output channels as input channels; 1, 2, 4 or 8 channels per group (float32: 1); one or two spatial
 axes; rows of 16 bytes (channels divisible by 8, in float32 by 4); tiles that fit into shared memory, as those of
-forward and backward data with 31x31 taps do in 16 bits with one or two channels per group. `supports` returns the
+forward and backward data with 31x31 taps do in 16 bits with one or two channels per group. `unsupported` returns the
 reason if a call is outside of these limits.
 
 Bits. `schedule` returns the order of additions. For forward and backward data it depends on the filter, the stride
@@ -30,30 +30,15 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from jaxdnn._src import hopper
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper.depthwise.filter_launch import add_partials, filter_partials
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.order import orders
-from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk, unsupported
+from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
+from jaxdnn._src.conv.hopper.depthwise.plan import unsupported as unsupported
 from jaxdnn._src.conv.hopper.depthwise.walk_launch import run_walk
 from jaxdnn._src.conv.hopper.depthwise.window import Config, window
 from jaxdnn._src.core import engines
-
-
-def supports(
-    op: str,
-    geo: Geometry,
-    images: int,
-    channels: int,
-    filters: int,
-    dtype: Any,
-    config: Config | None = None,
-    *,
-    bias: bool = False,
-) -> str | None:
-    """None where the kernels serve the call, else the reason; `op` is "fprop", "dgrad" or "wgrad"."""
-    return hopper.unavailable() or unsupported(op, geo, images, channels, filters, dtype, config, bias=bias)
 
 
 def schedule(
@@ -79,8 +64,9 @@ def workspace(op: str, geo: Geometry, images: int, channels: int, dtype: Any, co
     return 4 * math.prod(plan_filter(call, config).partial_shape(call))
 
 
-def depthwise_fprop(
-    x: Array,
+def depthwise_data(
+    op: str,
+    a: Array,
     w: Array,
     bias: Array | None = None,
     /,
@@ -89,28 +75,14 @@ def depthwise_fprop(
     config: Config | None = None,
     sms: int | None = None,
 ) -> Array:
-    """y of x (n, [h,] w, c), w ([r,] s, c/groups, c) and a bias (c,), on at most `sms` multiprocessors."""
-    call = window(geo, x.shape[0], x.shape[-1], x.dtype)
-    plan = plan_walk("fprop", call, config, bias=bias is not None)
-    y = run_walk(x, w, bias, call, plan, "depthwise_fprop", sms)
-    return y.reshape(x.shape[0], *geo.out, x.shape[-1])
+    """y of x, or with op "dgrad" dx of dy, all (n, [h,] w, c), by w ([r,] s, c/groups, c) and a bias (c,).
 
-
-def depthwise_dgrad(
-    dy: Array,
-    w: Array,
-    bias: Array | None = None,
-    /,
-    *,
-    geo: Geometry,
-    config: Config | None = None,
-    sms: int | None = None,
-) -> Array:
-    """dx of dy (n, [p,] q, c), w ([r,] s, c/groups, c) and a bias (c,), on at most `sms` multiprocessors."""
-    call = window(geo, dy.shape[0], dy.shape[-1], dy.dtype)
-    plan = plan_walk("dgrad", call, config, bias=bias is not None)
-    dx = run_walk(dy, w, bias, call, plan, "depthwise_dgrad", sms)
-    return dx.reshape(dy.shape[0], *geo.sizes, dy.shape[-1])
+    It runs on at most `sms` multiprocessors.
+    """
+    call = window(geo, a.shape[0], a.shape[-1], a.dtype)
+    plan = plan_walk(op, call, config, bias=bias is not None)
+    found = run_walk(a, w, bias, call, plan, f"depthwise_{op}", sms)
+    return found.reshape(a.shape[0], *(geo.out if op == "fprop" else geo.sizes), a.shape[-1])
 
 
 def depthwise_wgrad(

@@ -12,7 +12,6 @@ from jaxdnn._src.conv.hopper.depthwise.window import (
     Window,
     best,
     check_tile,
-    default_unit,
     whole_copies,
     whole_pattern,
 )
@@ -49,7 +48,7 @@ class FilterPlan:
         return self.splits, self.parts, rows, columns * call.group, channels
 
 
-def plan_filter(call: Window, config: Config | None = None, multiprocessors: int = MULTIPROCESSORS) -> FilterPlan:
+def plan_filter(call: Window, config: Config | None = None) -> FilterPlan:
     """The tiles and splits of a filter gradient.
 
     Measured: for depthwise 3x3, stride 1, where a tile has the whole image, tiles of 64 channels are faster, whose rows
@@ -59,34 +58,33 @@ def plan_filter(call: Window, config: Config | None = None, multiprocessors: int
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
     """
     config = config or Config()
-    plan, _ = _plan_filter(call, config, multiprocessors)
+    plan, _ = _plan_filter(call, config)
     measured = isinstance(plan.walk, FilterWalk) and call.group == 1 and max(call.taps) <= 3 and call.stride == (1, 1)
     if config != Config() or not measured or call.channels % 64 or plan.tiles != (1, 1):
         return plan
     for stages, resident in ((3, 2), (2, 1)):
-        wide, fit = _plan_filter(call, Config(channels=64, stages=stages), multiprocessors)
+        wide, fit = _plan_filter(call, Config(channels=64, stages=stages))
         if wide.out_tile == plan.out_tile and fit >= resident and wide.per_split >= 4:
             return wide
     return plan
 
 
-def _plan_filter(call: Window, config: Config, multiprocessors: int) -> tuple[FilterPlan, int]:
+def _plan_filter(call: Window, config: Config) -> tuple[FilterPlan, int]:
     """A plan, and how many of its blocks are assumed to fit into a multiprocessor."""
     check_tile(config, (1, 1))
-    unit = config.unit or default_unit(call.dtype)
-    itemsize = 4 if call.dtype == "f32" else 2
+    itemsize = call.itemsize
     taps = min(call.taps[0], 8), min(call.taps[1], 8)
-    warpgroups = 2 if unit == "tensor" and taps[1] > 6 else 1
+    warpgroups = 2 if call.tensor and taps[1] > 6 else 1
     per_group = ceil_div(taps[1], warpgroups)
     block = taps[0], per_group * warpgroups
     # Measured: with two warpgroups (wide filters) many small tiles are faster, with one warpgroup few large ones.
     rows = config.rows or best(call.out[0], (4, 2) if warpgroups == 2 else (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns or best(call.out[1], (28, 32, 24, 20, 16, 12, 8, 4))
-    stages = config.stages or (2 if unit == "tensor" else 1)
+    stages = config.stages or (2 if call.tensor else 1)
     channels = config.channels or 32
-    if channels not in ((32, 64) if unit == "tensor" else (32,)) or (channels > 32 and call.channels % channels):
+    if channels not in ((32, 64) if call.tensor else (32,)) or (channels > 32 and call.channels % channels):
         raise NoTile(f"a filter gradient's tiles have 32 channels, or 64 that divide all, got {channels}")
-    parts = 1 if unit == "tensor" else 4
+    parts = 1 if call.tensor else 4
     tap_blocks = ceil_div(call.taps[0], block[0]), ceil_div(call.taps[1], block[1])
     while True:
         tall, wide = (
@@ -113,7 +111,7 @@ def _plan_filter(call: Window, config: Config, multiprocessors: int) -> tuple[Fi
     blocks = ceil_div(call.channels, channels) * math.prod(tap_blocks)
     groups = warpgroups * channels // 32
     resident = max(1, min(SHARED_BYTES // (size + 1024), 4 // groups))
-    splits = min(config.splits or max(1, multiprocessors * resident // blocks), total, 256 // parts)
+    splits = min(config.splits or max(1, MULTIPROCESSORS * resident // blocks), total, 256 // parts)
     per_split = ceil_div(total, splits)
     common: dict[str, Any] = dict(
         in_pitch=in_tile[1], out_pitch=columns, in_step=call.stride, dilation=call.dilation,
@@ -128,11 +126,11 @@ def _plan_filter(call: Window, config: Config, multiprocessors: int) -> tuple[Fi
             channels=channels,
             **common,
         )
-        if unit == "tensor"
+        if call.tensor
         else LaneFilter(column_taps=block[1], **common)
     )
     plan = FilterPlan(
         walk, channels, (in_tile[0], in_tile[1]), (rows, columns), block, tap_blocks, tiles, per_split,
-        ceil_div(total, per_split), stages, parts, groups, 2 * channels if unit == "tensor" else 0,
+        ceil_div(total, per_split), stages, parts, groups, 2 * channels if call.tensor else 0,
     )  # fmt: skip
     return plan, resident

@@ -1,9 +1,8 @@
-"""Depthwise convolution by float32 fused multiply-adds: the PTX that a warp runs over a tile in shared memory.
+"""Depthwise convolution in float32 by fused multiply-adds: the PTX that a warp runs over a tile in shared memory.
 
-A lane computes one float32 channel, or two neighbouring 16-bit channels; a warp computes a strip of one or two columns
-with all rows of a block. An input value, once read, is used for every tap row. Order of additions for one output: from
-zero, tap columns from left to right, and in each the tap rows downwards (by offset in the input tile), by one fused
-multiply-add each, with one rounding at the end. 16-bit products are exact in float32, so that fusing changes nothing.
+A lane computes one channel; a warp computes a strip of one or two columns with all rows of a block. An input value,
+once read, is used for every tap row. Order of additions for one output: from zero, tap columns from left to right, and
+in each the tap rows downwards (by offset in the input tile), by one fused multiply-add each.
 
 In the filter gradient, too, the warps share the columns of a tile and process the rows downwards; each warp has its own
 sum for every tap.
@@ -22,7 +21,6 @@ PIXEL_BYTES = 128  # one pixel of the tile: 32 lanes of 4 bytes
 class LaneWalk:
     """Forward or backward data of one tile; the fields are those of `walk.Walk`."""
 
-    dtype: str
     filter_columns: int
     in_pitch: int
     out_pitch: int
@@ -37,19 +35,7 @@ class LaneWalk:
     @property
     def strip(self) -> int:
         """Columns that a warp computes at a time."""
-        return 2 if self.dtype == "f32" and self.columns % 2 == 0 else 1
-
-
-def _load(e: Emitter, dtype: str, place: str) -> list[str]:
-    """The lane's values at a shared address, in float32."""
-    if dtype == "f32":
-        return [e.f("ld.shared.f32", place)]
-    word = e.r("ld.shared.b32", place)
-    if dtype == "bf16":
-        return [e.f("mov.b32", e.r("shl.b32", word, 16)), e.f("mov.b32", e.r("and.b32", word, "0xffff0000"))]
-    halves = [e.new("h"), e.new("h")]
-    e.op("mov.b32", halves, word)
-    return [e.f("cvt.f32.f16", half) for half in halves]
+        return 1 if self.columns % 2 else 2
 
 
 def lane_walk(k: LaneWalk) -> str:
@@ -58,33 +44,25 @@ def lane_walk(k: LaneWalk) -> str:
     x, w, y, *biases = (e.r("mov.b32", f"${i}") for i in range(3 + k.bias))
     lanes = Lanes(e)
     x, w, y = (e.scaled(lanes.lane, 4, base) for base in (x, w, y))
-    width = 1 if k.dtype == "f32" else 2
-    biases = [e.scaled(lanes.lane, 4 * width, base) for base in biases]
-    biases = [e.f("ld.shared.f32", f"[{base}+{4 * i}]") for base in biases for i in range(width)]
+    biases = [e.scaled(lanes.lane, 4, base) for base in biases]
+    biases = [e.f("ld.shared.f32", f"[{base}+0]") for base in biases]
     for phase in k.phases:
         with e.loop(lanes.warp, k.columns // k.strip, k.warps) as item:
             source = e.scaled(item, k.strip * k.in_step[1] * PIXEL_BYTES, x)
             sums = _strip(e, k, phase, source, w)
             start = (phase.start[0] * k.out_pitch + phase.start[1]) * PIXEL_BYTES
             target = e.r("add.s32", e.scaled(item, k.strip * k.out_step[1] * PIXEL_BYTES, y), start)
-            for (p, q), values in sums.items():
+            for (p, q), value in sums.items():
                 offset = (p * k.out_step[0] * k.out_pitch + q * k.out_step[1]) * PIXEL_BYTES
-                if k.bias:
-                    values = [e.f("add.rn.f32", value, bias) for value, bias in zip(values, biases, strict=True)]
-                if k.dtype == "f32":
-                    e.op("st.shared.f32", f"[{target}+{offset}]", values[0])
-                else:
-                    packed = e.r(f"cvt.rn.{k.dtype}x2.f32", values[1], values[0])
-                    e.op("st.shared.b32", f"[{target}+{offset}]", packed)
+                for bias in biases:
+                    value = e.f("add.rn.f32", value, bias)
+                e.op("st.shared.f32", f"[{target}+{offset}]", value)
     return e.text()
 
 
-def _strip(e: Emitter, k: LaneWalk, phase: Phase, source: str, w: str) -> dict[tuple[int, int], list[str]]:
+def _strip(e: Emitter, k: LaneWalk, phase: Phase, source: str, w: str) -> dict[tuple[int, int], str]:
     """The sums of a strip's outputs (row, column), from the input at `source`."""
-    width = 1 if k.dtype == "f32" else 2
-    zero = "0f00000000"
-    outputs = [(p, q) for p in range(k.rows) for q in range(k.strip)]
-    sums = {at: [e.f("mov.f32", zero) for _ in range(width)] for at in outputs}
+    sums = {(p, q): e.f("mov.f32", "0f00000000") for p in range(k.rows) for q in range(k.strip)}
     columns = phase.column_taps
     if not columns or not phase.row_taps:
         return sums
@@ -105,18 +83,17 @@ def _add_columns(
     columns: tuple[tuple[int, int], ...],
     source: str,
     w: str,
-    sums: dict[tuple[int, int], list[str]],
+    sums: dict[tuple[int, int], str],
 ) -> None:
-    held: dict[tuple[int, int], list[str]] = {}
+    held: dict[tuple[int, int], str] = {}
     for s, across in columns:
         for r, down in phase.row_taps:
-            weights = _load(e, k.dtype, f"[{w}+{(r * k.filter_columns + s) * PIXEL_BYTES}]")
-            for (p, q), values in sums.items():
+            weight = e.f("ld.shared.f32", f"[{w}+{(r * k.filter_columns + s) * PIXEL_BYTES}]")
+            for (p, q), total in sums.items():
                 at = p * k.in_step[0] + down, q * k.in_step[1] + across
                 if at not in held:
-                    held[at] = _load(e, k.dtype, f"[{source}+{(at[0] * k.in_pitch + at[1]) * PIXEL_BYTES}]")
-                for total, value, weight in zip(values, held[at], weights, strict=True):
-                    e.op("fma.rn.f32", total, value, weight, total)
+                    held[at] = e.f("ld.shared.f32", f"[{source}+{(at[0] * k.in_pitch + at[1]) * PIXEL_BYTES}]")
+                e.op("fma.rn.f32", total, held[at], weight, total)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from jaxdnn._src.conv.hopper.depthwise.window import (
     Window,
     best,
     check_tile,
-    default_unit,
     whole_copies,
     whole_pattern,
     window,
@@ -42,7 +41,7 @@ def unsupported(
     *,
     bias: bool = False,
 ) -> str | None:
-    """Why a call is not served (a clause), or None; `op` is "fprop", "dgrad" or "wgrad"."""
+    """Why the kernels do not serve a call (a clause), or None; `op` is "fprop", "dgrad" or "wgrad"."""
     if geo.rank not in (1, 2):
         return f"these kernels have one or two spatial axes, the call has {geo.rank}"
     name = np.dtype(dtype).name
@@ -53,13 +52,8 @@ def unsupported(
         return f"these kernels have as many output channels as input channels, got {filters} and {channels}"
     if group not in GROUPS or channels % group:
         return f"channels per group is one of {GROUPS}, got {group}"
-    unit = (config and config.unit) or default_unit(DTYPES[name])
-    if unit == "tensor" and name == "float32":
-        return "the tensor-core kernels are for bfloat16 and float16, the operands are float32"
-    if unit == "fma" and group > 1:
+    if name == "float32" and group > 1:
         return f"in float32 these kernels are depthwise, got {group} channels per group"
-    if unit == "fma" and op == "wgrad" and name != "float32":
-        return f"the filter gradient by fused multiply-adds is for float32, got {name}"
     many = 16 // np.dtype(dtype).itemsize
     if channels % many:
         return f"the copy engine needs rows of 16 bytes: channels divisible by {many}, got {channels}"
@@ -125,14 +119,7 @@ def bias_floats(channels: int) -> int:
     return max(32, channels)
 
 
-def plan_walk(
-    op: str,
-    call: Window,
-    config: Config | None = None,
-    multiprocessors: int = MULTIPROCESSORS,
-    *,
-    bias: bool = False,
-) -> WalkPlan:
+def plan_walk(op: str, call: Window, config: Config | None = None, *, bias: bool = False) -> WalkPlan:
     """The tiles of a forward ("fprop") or backward-data ("dgrad") call.
 
     Measured: on the tensor core, blocks that process several tiles with two in flight are faster if four of them fit
@@ -142,36 +129,31 @@ def plan_walk(
       ValueError: no tile fits into shared memory, or into what one copy can fetch.
     """
     config = config or Config()
-    plan = _plan_walk(op, call, config, multiprocessors, bias)
+    plan = _plan_walk(op, call, config, bias)
     if config.stages or config.rows or config.columns or not isinstance(plan.walk, Walk):
         return plan
-    turns = _plan_walk(op, call, dataclasses.replace(config, stages=2), multiprocessors, bias)
+    turns = _plan_walk(op, call, dataclasses.replace(config, stages=2), bias)
     tiles = ceil_div(call.channels, plan.channels) * math.prod(plan.tiles) * call.images
     same = (turns.out_tile, turns.channels) == (plan.out_tile, plan.channels)
-    return turns if same and turns.blocks == IN_TURN * multiprocessors and tiles > turns.blocks else plan
+    return turns if same and turns.blocks == IN_TURN * MULTIPROCESSORS and tiles > turns.blocks else plan
 
 
-def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int, bias: bool) -> WalkPlan:
+def _plan_walk(op: str, call: Window, config: Config, bias: bool) -> WalkPlan:
     check_tile(config, (1, 1) if op == "fprop" else call.stride)
     grid, first = phases(op, call)
     forward = op == "fprop"
     in_step, out_step = (call.stride, (1, 1)) if forward else ((1, 1), call.stride)
     target = call.out if forward else call.size
-    unit = config.unit or default_unit(call.dtype)
-    itemsize = 4 if call.dtype == "f32" else 2
+    itemsize = call.itemsize
     extent = [ceil_div(target[i], out_step[i]) for i in range(2)]
     rows = config.rows // out_step[0] if config.rows else best(extent[0], (14, 16, 12, 10, 8, 6, 4, 2))
     columns = config.columns // out_step[1] if config.columns else best(extent[1], (28, 32, 24, 20, 16, 12, 8, 4))
     least = 4
-    if unit == "fma":  # a store as wide as the image would be contiguous, and TMA would not clip it at the last row
+    if not call.tensor:  # a store as wide as the image would be contiguous, and TMA would not clip it at the last row
         columns += 4 if columns * out_step[1] == target[1] else 0
         least += 4 if least * out_step[1] == target[1] else 0
     stages = config.stages or 1
-    widths = [32, 16] if unit == "tensor" else [128 // itemsize]
-    if config.channels:
-        if unit == "fma" and config.channels not in widths:
-            raise NoTile(f"by fused multiply-adds a tile has {widths[0]} channels, got {config.channels}")
-        widths = [config.channels]
+    widths = [config.channels] if config.channels else [32, 16] if call.tensor else [32]
     reach = [
         max((offset for phase in grid for _, offset in (phase.row_taps, phase.column_taps)[i]), default=0)
         for i in range(2)
@@ -180,26 +162,18 @@ def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int, bias
     while True:
         for channels in widths:
             tall, wide = (rows - 1) * in_step[0] + reach[0] + 1, (columns - 1) * in_step[1] + reach[1] + 1
-            tall += tall % 2 if unit == "tensor" else 0  # input rows are read in pairs
+            tall += tall % 2 if call.tensor else 0  # input rows are read in pairs
             wide = whole_copies(wide, channels * itemsize)
             in_tile = whole_pattern(tall, wide) if stages > 1 else tall, wide
             filter_columns = whole_copies(call.taps[1], channels * itemsize)
             out_tile = rows * out_step[0], columns * out_step[1]
             common: dict[str, Any] = dict(
-                dtype=call.dtype, filter_columns=filter_columns, in_pitch=in_tile[1], out_pitch=out_tile[1],
+                filter_columns=filter_columns, in_pitch=in_tile[1], out_pitch=out_tile[1],
                 in_step=in_step, out_step=out_step, rows=rows, columns=columns, phases=grid, bias=bias,
             )  # fmt: skip
-            walk = (
-                Walk(
-                    channels=channels,
-                    group=call.group,
-                    swapped=not forward,
-                    block=rows,
-                    **common,
-                )
-                if unit == "tensor"
-                else LaneWalk(**common)
-            )
+            if call.tensor:
+                common |= dict(dtype=call.dtype, channels=channels, group=call.group, swapped=not forward, block=rows)
+            walk = Walk(**common) if call.tensor else LaneWalk(**common)
             plan = WalkPlan(
                 walk,
                 channels,
@@ -208,14 +182,14 @@ def _plan_walk(op: str, call: Window, config: Config, multiprocessors: int, bias
                 (rows * in_step[0], columns * in_step[1]),
                 first,
                 (ceil_div(target[0], out_tile[0]), ceil_div(target[1], out_tile[1])),
-                2 * channels if unit == "tensor" else 0,
+                2 * channels if call.tensor else 0,
                 stages,
             )
             size = plan.shared_bytes(call.taps[0] * filter_columns * call.group, itemsize)
             boxes = (*in_tile, *out_tile, call.taps[0], filter_columns * call.group)
             if size <= SHARED_BYTES and max(boxes) <= 256:
                 resident = min(SHARED_BYTES // (size + 1024), IN_TURN)
-                return plan if stages == 1 else dataclasses.replace(plan, blocks=multiprocessors * resident)
+                return plan if stages == 1 else dataclasses.replace(plan, blocks=MULTIPROCESSORS * resident)
         if config.rows or config.columns or (rows <= 2 and columns <= least):
             raise NoTile(f"a tile of {size} bytes and {max(boxes)} pixels a side is over {SHARED_BYTES} bytes or 256")
         if columns > 8 or rows <= 2:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxdnn._src.conv.geometry import Geometry
-from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.hopper.ptx import NAMES, SIZES
 from jaxdnn._src.hopper.sizes import ceil_div
 
 DTYPES = {dtype.name: name for dtype, name in NAMES.items()}
@@ -22,14 +22,12 @@ class Config:
     """How a call is tiled; the fields left None are chosen from the shape.
 
     Attributes:
-      unit: "tensor" (mma, 16-bit) or "fma" (float32 fused multiply-adds, depthwise only).
-      channels: channels of a tile (16, 32 or 64 on the tensor core, filter gradient 32 or 64; else 128 bytes' worth).
+      channels: channels of a tile: in 16 bits 16, 32 or 64, filter gradient 32 or 64; in float32 always 32.
       rows, columns: outputs of a tile; rows even, columns a multiple of 4 (times the stride for backward data).
       splits: of the filter gradient, the most parts of the sum over pixels.
       stages: tiles in flight in one block; if more than one, few blocks process several tiles each.
     """
 
-    unit: str | None = None
     channels: int | None = None
     rows: int | None = None
     columns: int | None = None
@@ -51,6 +49,15 @@ class Window:
     low: tuple[int, int]
     dilation: tuple[int, int]
     dtype: str
+
+    @property
+    def tensor(self) -> bool:
+        """Whether the tensor core computes it; float32 is computed by fused multiply-adds."""
+        return self.dtype != "f32"
+
+    @property
+    def itemsize(self) -> int:
+        return SIZES[self.dtype]
 
 
 def whole_copies(columns: int, pixel_bytes: int) -> int:
@@ -91,10 +98,6 @@ def check_tile(config: Config, step: tuple[int, int]) -> None:
             f"a tile's rows are a multiple of {2 * step[0]} and its columns of {4 * step[1]}, "
             f"got {config.rows} and {config.columns}"
         )
-
-
-def default_unit(dtype: str) -> str:
-    return "fma" if dtype == "f32" else "tensor"
 
 
 def best(extent: int, choices: Sequence[int]) -> int:
