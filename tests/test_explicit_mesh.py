@@ -65,9 +65,11 @@ def derivatives(function: Function, *arrays: Any) -> Any:
     return y, pullback(dy), jax.jvp(function, arrays, arrays)[1]
 
 
-def on_mesh(function: Function, arrays: list[np.ndarray], place: Function) -> list[np.ndarray]:
+def on_mesh(
+    function: Function, arrays: list[np.ndarray], place: Function, run: Function = derivatives
+) -> list[np.ndarray]:
     with jax.set_mesh(jax.make_mesh((8,), ("d",))):
-        return [np.asarray(found) for found in jax.tree.leaves(derivatives(function, *map(place, arrays)))]
+        return [np.asarray(found) for found in jax.tree.leaves(run(function, *map(place, arrays)))]
 
 
 def sharded(array: np.ndarray) -> jax.Array:
@@ -96,6 +98,26 @@ def test_same_as_on_one_device(name: str):
 @pytest.mark.parametrize("name", BOUNDED)
 def test_within_the_bounds_of_one_device(name: str):
     check_bounded(name, sharded)
+
+
+@pytest.mark.parametrize("name", [*EXACT, *BOUNDED])
+def test_a_pullback_of_a_jitted_function_that_is_called_eagerly(name: str):
+    """Its residuals are on the mesh that the function has inside, the cotangent on the caller's."""
+    example = EXACT.get(name) or examples()[name]
+    function, arrays = function_of(example)
+
+    def run(function: Function, *arrays: Any) -> Any:
+        y, pullback = jax.vjp(jax.jit(function), *arrays)
+        return y, pullback(ft.reduce(jnp.add, [y, jnp.ones_like(y)]))
+
+    found = on_mesh(function, arrays, sharded, run)
+    if name in EXACT:
+        for ours, alone in zip(found, jax.tree.leaves(run(function, *map(jnp.asarray, arrays))), strict=True):
+            np.testing.assert_array_equal(ours, alone)
+        return
+    wanted, errors = map(jax.tree.leaves, running_error.bounds(ft.partial(run, function), *arrays))
+    for ours, value, error in zip(found, wanted, errors, strict=True):
+        running_error.agree(ours, value, error, error)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

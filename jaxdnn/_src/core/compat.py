@@ -19,7 +19,7 @@ import functools as ft
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,6 +28,7 @@ import jax
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 if TYPE_CHECKING:
     from jax.experimental import pallas as pl
@@ -274,10 +275,30 @@ def untraced() -> bool:
     return _untraced()()
 
 
-def may_need_devices(primitive: Any) -> None:
-    """Says that a primitive's lowering may use custom_partitioning."""
-    if lacking(SHARDING[:1]) is None:
-        importlib.import_module("jax._src.dispatch").prim_requires_devices_during_lowering.add(primitive)
+class Partitioned:
+    """A primitive whose lowering may use custom_partitioning, which needs the program's mesh: two of it, in fact.
+
+    JAX finds the mesh of a program in its operands' shardings where a primitive asks for it, and refuses operands on
+    two. But a pullback of a jitted function that is called outside of jit has two if the axes are explicit: cotangents
+    are on the caller's mesh, residuals on the one inside `in_types`, of automatic axes. So the first of `both` asks;
+    the second, bound where types name the mesh, does not, and has it from them (`on_mesh`).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.both = Primitive(name), Primitive(name)
+        if lacking(SHARDING[:1]) is None:
+            needing = importlib.import_module("jax._src.dispatch").prim_requires_devices_during_lowering
+            needing.add(self.both[0])
+
+    def bind(self, *operands: Any, **parameters: Any) -> Any:
+        typed = _mesh_of(map(jax.typeof, operands)) is not None
+        return self.both[typed].bind(*operands, **parameters)
+
+
+def _mesh_of(types: Iterable[Any]) -> Any:
+    """The mesh that one of the types names and XLA shards along, if any does."""
+    meshes = (t.sharding.mesh for t in types)
+    return next((m for m in meshes if not m.empty and AxisType.Manual not in m.axis_types), None)
 
 
 def name_module(name: str) -> None:
@@ -310,6 +331,24 @@ def is_exported(ctx: Any) -> bool:
 def automatic_mesh(ctx: Any) -> Any:
     """The mesh of such a program; None if JAX does not know it."""
     return getattr(ctx.module_context.axis_context, "abstract_mesh", None)
+
+
+def on_mesh(ctx: Any) -> Any:
+    """The context of a primitive's lowering, with the mesh that its operands' types name if JAX has not found one.
+
+    Of the devices custom_partitioning takes but the number: it places nothing.
+    """
+    context, mesh = ctx.module_context.axis_context, _mesh_of(ctx.avals_in)
+    if mesh is None or has_devices(ctx) or mesh.size != context.num_devices or mesh.size > jax.device_count():
+        return ctx
+    devices = tuple(jax.devices()[: mesh.size])
+    context = dataclasses.replace(context, device_assignment=devices, abstract_mesh=mesh)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+
+
+def has_devices(ctx: Any) -> bool:
+    """Whether JAX knows the devices of the program that a primitive is lowered in."""
+    return getattr(ctx.module_context.axis_context, "device_assignment", ()) is not None
 
 
 def automatic_devices(ctx: Any) -> int:

@@ -31,14 +31,14 @@ from jax.sharding import (
 )
 
 from jaxdnn._src.core import ahead, checks, compat, engines, selection
-from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir, varying
+from jaxdnn._src.core.compat import Partitioned, ShapedArray, ad, batching, mlir, varying
 from jaxdnn._src.core.determinism import satisfies
 from jaxdnn._src.core.partitioning import Factors, vary_alike
 from jaxdnn._src.core.rounding import at_edges, together
 
 Spec = Any
 Aval = jax.ShapeDtypeStruct
-_defined: dict[str, tuple[Any, Callable[..., Factors]]] = {}  # an op's primitive, and the ways it may be sharded
+_defined: dict[str, tuple[Partitioned, Callable[..., Factors]]] = {}  # an op's, and the ways it may be sharded
 
 
 def define(
@@ -68,8 +68,6 @@ def define(
     """
     if words is not None:
         engines.say(op, words)
-    primitive = Primitive(f"jaxdnn_{op}")
-    primitive.multiple_results = many
 
     def abstract(*avals: Any, spec: Spec) -> Any:
         found = [_result(r, avals[0]) for r in _as_tuple(results(spec, *avals))]
@@ -84,20 +82,22 @@ def define(
             return [None] * len(operands)
         return transpose(spec, tuple(ct) if many else ct, *operands)
 
-    compat.may_need_devices(primitive)
-    primitive.def_impl(ft.partial(_eager, primitive))
-    primitive.def_abstract_eval(abstract)
-    ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
-    ad.primitive_transposes[primitive] = transposed
-    batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
-    _register_lowerings(primitive, op, factors)
-    _defined[op] = primitive, factors
+    of_op = Partitioned(f"jaxdnn_{op}")
+    for primitive in of_op.both:
+        primitive.multiple_results = many
+        primitive.def_impl(ft.partial(_eager, primitive))
+        primitive.def_abstract_eval(abstract)
+        ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
+        ad.primitive_transposes[primitive] = transposed
+        batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
+        _register_lowerings(primitive, op, factors)
+    _defined[op] = of_op, factors
 
 
 def bind(op: str, *operands: Any, spec: Spec) -> Any:
     """Binds the primitive of an op: its result, or a tuple of its results."""
-    primitive, factors = _defined[op]
-    run = in_types(ft.partial(_bind, primitive, spec), ft.partial(factors, spec), operands)
+    of_op, factors = _defined[op]
+    run = in_types(ft.partial(_bind, of_op, spec), ft.partial(factors, spec), operands)
     return run(*vary_alike(operands))
 
 
@@ -111,9 +111,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _bind(primitive: Any, spec: Spec, *operands: Any) -> Any:
-    found = primitive.bind(*operands, spec=spec)
-    return tuple(found) if primitive.multiple_results else found
+def _bind(of_op: Partitioned, spec: Spec, *operands: Any) -> Any:
+    found = of_op.bind(*operands, spec=spec)
+    return tuple(found) if isinstance(found, list) else found
 
 
 # ---- rules that many ops share ---------------------------------------------------------------------------------------
@@ -261,6 +261,7 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
             # Only in a program for several devices that XLA shards by itself; inside shard_map shapes are local.
             lowered = ft.partial(_local, op, platform or "other", spec)
             if compat.automatic_devices(ctx) > 1:
+                ctx = compat.on_mesh(ctx)
                 lowered = ft.partial(_partitioned, ctx, op, platform or "other", spec, factors)
             ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
             with ahead.compiling(ctx) if platform == "cuda" else contextlib.nullcontext():
@@ -305,7 +306,7 @@ def _partitioned(
         rule = dataclasses.replace(rule, placed=(), summed=())
     if engine.adds_in_order or (satisfies(engine.level(call), "mesh_invariant") and not rule.exact):
         rule = rule.in_order
-    if compat.is_exported(ctx) or compat.lacking(compat.SHARDING):
+    if compat.is_exported(ctx) or compat.lacking(compat.SHARDING) or not compat.has_devices(ctx):
         loose = zip(operands, rule.loose_specs(), strict=True)
         return _run(engine, call, [_loosened(ctx, x, spec) for x, spec in loose])
     # JAX uses only the types of this function's results; `_partition` lowers what is computed.

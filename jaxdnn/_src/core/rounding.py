@@ -33,7 +33,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxdnn._src.core import compat
-from jaxdnn._src.core.compat import Primitive, ShapedArray, ad, batching, mlir
+from jaxdnn._src.core.compat import Partitioned, ShapedArray, ad, batching, mlir
 from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.partitioning import never_in_part, vary_alike
 
@@ -106,7 +106,8 @@ def _lowered(function: Callable[..., Array]) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, **static: Any) -> Any:
         run, out = ft.partial(function, **static), ctx.avals_out[0]
         narrow = out.dtype.itemsize <= 2 and out.ndim > 1 and compat.automatic_devices(ctx) > 1
-        if narrow and not compat.is_exported(ctx) and not compat.lacking(compat.SHARDING):
+        ctx = compat.on_mesh(ctx) if narrow else ctx
+        if narrow and not compat.is_exported(ctx) and not compat.lacking(compat.SHARDING) and compat.has_devices(ctx):
             run = _on_each_device(run, len(operands), out.ndim, _whole(compat.automatic_mesh(ctx), out.shape))
             ctx = ctx.replace(avals_in=[ShapedArray(out.shape, out.dtype)] * len(operands))
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
@@ -146,12 +147,13 @@ def _on_each_device(
     return lambda *arrays: sharded(*(lax.with_sharding_constraint(v, whole) for v in arrays))
 
 
-_fence = Primitive("rounded")
-_fence.def_impl(lambda p: p)  # an operation of its own has nothing to be joined with
-_fence.def_abstract_eval(lambda p: p)
-ad.deflinear2(_fence, lambda ct, _: [_fence.bind(ct)])
-batching.defvectorized(_fence)
-mlir.register_lowering(_fence, _lowered(_hidden))
+_fence = Partitioned("rounded")
+for _primitive in _fence.both:
+    _primitive.def_impl(lambda p: p)  # an operation of its own has nothing to be joined with
+    _primitive.def_abstract_eval(lambda p: p)
+    ad.deflinear2(_primitive, lambda ct, _: [_fence.bind(ct)])
+    batching.defvectorized(_primitive)
+    mlir.register_lowering(_primitive, _lowered(_hidden))
 
 
 def _joined_jvp(primals: Any, tangents: Any, *, narrow: np.dtype) -> tuple[Array, Any]:
@@ -167,22 +169,22 @@ def _joined_transpose(ct: Any, *terms: Any, narrow: np.dtype) -> list[Any]:
     return [shared if ad.is_undefined_primal(term) else None for term in terms]
 
 
-_joined = Primitive("joined")
-_joined.def_impl(lambda p, residual, *, narrow: lax.add_p.bind(p, residual))
-_joined.def_abstract_eval(lambda p, residual, *, narrow: lax.add_p.abstract_eval(p, residual)[0])
-ad.primitive_jvps[_joined] = _joined_jvp
-ad.primitive_transposes[_joined] = _joined_transpose
-batching.defbroadcasting(_joined)
-mlir.register_lowering(_joined, _lowered(lambda p, residual, *, narrow: _hidden(p) + residual))
+_joined = Partitioned("joined")
+for _primitive in _joined.both:
+    _primitive.def_impl(lambda p, residual, *, narrow: lax.add_p.bind(p, residual))
+    _primitive.def_abstract_eval(lambda p, residual, *, narrow: lax.add_p.abstract_eval(p, residual)[0])
+    ad.primitive_jvps[_primitive] = _joined_jvp
+    ad.primitive_transposes[_primitive] = _joined_transpose
+    batching.defbroadcasting(_primitive)
+    mlir.register_lowering(_primitive, _lowered(lambda p, residual, *, narrow: _hidden(p) + residual))
 
-_product = Primitive("rounded_product")
-_product.def_impl(lax.mul_p.bind)
-_product.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
-ad.defbilinear(_product, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
-batching.defbroadcasting(_product)
-mlir.register_lowering(_product, _lowered(lambda a, b: _hidden(a * b)))
-for _primitive in (_fence, _joined, _product):
-    compat.may_need_devices(_primitive)
+_product = Partitioned("rounded_product")
+for _primitive in _product.both:
+    _primitive.def_impl(lax.mul_p.bind)
+    _primitive.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
+    ad.defbilinear(_primitive, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
+    batching.defbroadcasting(_primitive)
+    mlir.register_lowering(_primitive, _lowered(lambda a, b: _hidden(a * b)))
 
 
 # ---- functions of one element ----------------------------------------------------------------------------------------
