@@ -66,7 +66,7 @@ def _level(call: engines.Call) -> str:
 def _slower(kind: Kind) -> Iterator[engines.Slower]:
     """What a kind's kernels name, of the calls that they serve."""
     for found in kind.slower:
-        has = lambda call, found=found: kind.has(call) and _unsupported(call) is None and found.has(call)
+        has = lambda call, found=found: kind.has(call) and _supports(call) is None and found.has(call)
         yield dataclasses.replace(found, has=has)
 
 
