@@ -85,7 +85,7 @@ def drawn_depthwise(op: str, rng: np.random.Generator) -> Launch | None:
     x, w = (one_of(1, 3, 9), *ints(1, 30), channels), (*taps, group, channels)
     window: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation)
     bias = op != "wgrad" and one_of(True, False)
-    if conv_depthwise.supports(op, geometry(x, w, **window), x[0], channels, channels, dtype, bias=bias):
+    if conv_depthwise.unsupported(op, geometry(x, w, **window), x[0], channels, channels, dtype, bias=bias):
         return None
     options: dict[str, Any] = dict(sms=one_of(None, 1, 3), config=Cut(stages=one_of(None, 2)), bias=bias)
     return depthwise(op, x, w, dtype, **window, **options)
