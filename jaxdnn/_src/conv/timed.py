@@ -73,25 +73,22 @@ class Conv(timed.Case):
         return itemsize * sum(math.prod(shape) for shape in self.shapes(batch))
 
     def ours(self, which: str, engine: str | None) -> Function:
-        return _pass(ft.partial(self._ours, engine=engine), which)
+        """A gradient is its own op, so that an engine is named for it alone."""
+        options: dict[str, Any] = {**self.options, "engine": engine}
+        if which == "forward" or self.transposed:
+            return _pass(ft.partial(dnn.conv_transpose if self.transposed else dnn.conv, **options), which)
+        if which == "dgrad":
+            return lambda x, w, dy: dnn.conv_dgrad(dy, w, x.shape, **options)
+        return lambda x, w, dy: dnn.conv_wgrad(x, dy, w.shape, **options)
 
     def xla(self, which: str) -> Function:
         return _pass(self._lax, which)
 
-    def _ours(self, x: Array, w: Array, *, engine: str | None) -> Array:
-        op: Any = dnn.conv_transpose if self.transposed else dnn.conv
-        extra: dict[str, Any] = {"output_padding": self.output_padding} if self.transposed else {}
-        return op(
-            x,
-            w,
-            stride=self.stride,
-            padding=(self.padding,) * self.rank,
-            dilation=self.dilation,
-            groups=self.groups,
-            layout=self.layout,
-            engine=engine,
-            **extra,
-        )
+    @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"stride": self.stride, "padding": (self.padding,) * self.rank, "layout": self.layout}
+        options |= {"dilation": self.dilation, "groups": self.groups}
+        return {**options, "output_padding": self.output_padding} if self.transposed else options
 
     def _lax(self, x: Array, w: Array) -> Array:
         numbers = (self.layout, self.filter_layout, self.layout)
@@ -147,17 +144,8 @@ class Fused(Conv):
         return x, w, (self.k,), y
 
     def ours(self, which: str, engine: str | None) -> Function:
-        return lambda x, w, bias, residual: dnn.conv(
-            x,
-            w,
-            stride=self.stride,
-            padding=(self.padding,) * self.rank,
-            layout=self.layout,
-            bias=bias,
-            residual=residual,
-            activation="relu",
-            engine=engine,
-        )
+        options: dict[str, Any] = {**self.options, "activation": "relu", "engine": engine}
+        return lambda x, w, bias, residual: dnn.conv(x, w, bias=bias, residual=residual, **options)
 
     def xla(self, which: str) -> Function:
         return lambda x, w, bias, residual: jnp.maximum(
