@@ -194,6 +194,11 @@ def _channels(call: engines.Call) -> tuple[int, int]:
     return primitive.channels(call.spec, call.op, *call.avals[:2])[1:]
 
 
+def _is_product(call: engines.Call) -> bool:
+    """Whether a call multiplies pixels by one tap's filter."""
+    return call.op != "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1
+
+
 def _is_padded(call: engines.Call) -> bool:
     """Whether the channels that are added over are no whole vectors of 16 bytes."""
     return bool(call.avals[0].shape[-1] * call.avals[0].dtype.itemsize % 16)
@@ -208,9 +213,12 @@ SLOWER = (
         "its kernels were measured with filters as HWIO",
         lambda call: not call.spec.filter.axes.endswith("IO"),
     ),
-    engines.Slower(  # 64 -> 24
+    engines.Slower(
         "the kernel's steps are mostly padding where it adds over fewer than 32 channels",
-        lambda call: call.op == "conv_dgrad" and _taps(call) == call.spec.geo.groups == 1 and _channels(call)[1] < 32,
+        lambda call: (
+            call.op != "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1 and call.avals[0].shape[-1] < 32
+        ),
+        engines.Measured("corpus_conv", "MobileNetV2", "c24.1.expand", "forward", 0.65),
     ),
     engines.Slower(
         "its tiles are mostly padding where there are few channels and many taps",
@@ -224,7 +232,7 @@ SLOWER = (
     ),
     engines.Slower(
         "a copy that pads the channels moves as much as the kernel where there is one tap",
-        lambda call: call.op != "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1 and _is_padded(call),
+        lambda call: _is_product(call) and _is_padded(call),
         engines.Measured("corpus_conv", "X3D-M", "s2 1x1", "dgrad", 0.33),
     ),
 )
