@@ -106,7 +106,7 @@ def test_the_schedule_of_a_flipped_filter(name):
     todo = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=F32)
     assert todo.folded == (name == "stem")
     if todo.folded:  # the remaining taps are still flipped
-        folded = np.asarray(copies.fold_taps(jnp.asarray(x), geo))
+        folded = np.asarray(copies.fold_taps(jnp.asarray(x), geo, todo.problem.reduce))[..., : w.shape[-3] * w.shape[-2]]
         rest = w.reshape(*w.shape[:-3], 1, w.shape[-3] * w.shape[-2], w.shape[-1])
         same = by_the_model(folded, rest, geo.without_last_taps)
     else:
@@ -116,6 +116,44 @@ def test_the_schedule_of_a_flipped_filter(name):
     with pytest.MonkeyPatch.context() as patch:  # a negative control: the order of the filter that is not flipped
         patch.setattr(fprop, "schedule", lambda *_, **__: plain.order)
         assert not np.array_equal(found, by_the_model(x, w, geo))
+
+
+WINDOWS = {  # pixels, channels, taps, stride, dilation, padding, whether the taps are flipped
+    "stem": (14, 3, 7, 2, 1, (3, 3), False),
+    "pixels that no window reads": (17, 3, 3, 4, 1, (0, 0), False),
+    "a stride of half words": (13, 3, 5, 1, 1, (2, 1), False),
+    "wider than the stride": (13, 4, 2, 4, 1, (1, 2), False),
+    "dilated": (15, 2, 3, 2, 3, (2, 4), False),
+    "flipped": (14, 3, 7, 2, 1, (3, 2), True),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.int8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_copies_of_few_channels(name, dtype):
+    """Every tap of every window lies where the kernels read it, and zeros do wherever no tap is, NaN or not."""
+    size, c, r, s, d, pads, flip = WINDOWS[name]
+    out = (size + sum(pads) - (r - 1) * d - 1) // s + 1
+    geo = Geometry((2, size), (1, r), (1, s), ((0, 0), pads), (1, d), flip=flip)
+    x = np.random.default_rng(3).integers(-99, 99, (2, 2, size, c)).astype(dtype)
+    if dtype == BF16:
+        x[:, :, 5::4] = np.nan
+    at = np.arange(out)[:, None] * s + np.arange(r)[:: -1 if flip else 1] * d
+    taken = np.pad(x.astype(F32), ((0, 0), (0, 0), pads, (0, 0)))[:, :, at]  # N, X, Q, S, C
+    wide = -(-r * c // 16) * 16
+    folded = np.asarray(jax.jit(lambda x: copies.fold_taps(x, geo, wide))(x)).astype(F32)
+    assert folded.shape == (2, 2, out, wide)
+    np.testing.assert_array_equal(folded[..., : r * c].reshape(taken.shape), taken)
+    assert not folded[..., r * c :].any()
+    if dtype == BF16 and (cells := copies.cells_of(geo, c, 2)):
+        found = np.asarray(jax.jit(lambda x: copies.in_cells(x, geo, cells))(x)).astype(F32)
+        window = -(-r // cells)
+        found = found.reshape(2, 2, 1 + (r % cells > 0), -1, cells, 8 // cells)
+        last = found[:, :, -1, np.arange(out) + window - 1]  # N, X, Q, pixels of a cell, channels
+        rows = np.concatenate([found[:, :, 0, i : i + out] for i in range(window - 1)] + [last], 3)
+        np.testing.assert_array_equal(rows[:, :, :, :r, :c], taken)
+        assert not rows[..., c:].any()
+        assert not rows[:, :, :, r:].any()
 
 
 @pytest.mark.parametrize("order", ["k", "kp", "n", "p"])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.activation.epilogues import Epilogue
@@ -59,35 +60,59 @@ def in_cells(x: Array, geo: Geometry, cells: int) -> Array:
     none = [(0, 0, 0)] * (x.ndim - 2)
     pads = [*none, (low, length - low - x.shape[-2], 0), (0, 8 // cells - x.shape[-1], 0)]
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)  # negative padding removes pixels that no window reads
-    x = x.reshape(*x.shape[:-2], length // cells, 8)
-    rest = taps % cells
-    if not rest:
-        return x
-    # A window's last cell has pixels that no tap reads. Multiplied by zeros, a NaN there would show in the result.
-    kept = jnp.arange(8) < rest * (8 // cells)
-    return jnp.concatenate([x, jnp.where(kept, x, jnp.zeros((), x.dtype))], axis=-2)
+    x = x.reshape(*x.shape[:-2], 1, length // cells, 8)
+    if rest := taps % cells:
+        # A window's last cell has pixels that no tap reads. Multiplied by zeros, a NaN there would show in the result.
+        kept = np.arange(8) < np.array([8, rest * (8 // cells)])[:, None, None]
+        x = jnp.where(kept, x, jnp.zeros((), x.dtype))
+    return x.reshape(*x.shape[:-3], -1, 8)
 
 
-def fold_taps(x: Array, geo: Geometry) -> Array:
-    """(..., X, C) to (..., Q, S * C): one copy that turns the last axis' taps into channels."""
+def fold_taps(x: Array, geo: Geometry, channels: int) -> Array:
+    """(..., X, C) to (..., Q, channels): one copy that turns the last axis' S taps into S * C channels, and zeros.
+
+    Where windows start at whole 32-bit words, words are copied: XLA takes 2.5 times as long for halves of them
+    (`benchmarks/notes-train.md`).
+    """
     s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [_folded_padding(geo), (0, 0)])
+    c, width = x.shape[-1], jnp.dtype(x.dtype).itemsize
+    low, high = _folded_padding(geo)
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 2) + [(low, high, 0), (0, 0, 0)])
+    if _in_words(geo, c, width):
+        words = x.reshape(*x.shape[:-2], -1, s * c * width // 4, 4 // width)
+        words = lax.bitcast_convert_type(words, jnp.int32)
+        runs = [words[..., i : i + q, :] for i in range(ceil_div(r, s))]
+        kept = np.where(np.arange(channels) < r * c, -1, 0).astype(f"int{8 * width}").view(np.int32)
+        folded = _wide(runs, kept.size) & np.expand_dims(kept, tuple(range(x.ndim - 1)))
+        folded = lax.bitcast_convert_type(folded, x.dtype)
+        return folded.reshape(*folded.shape[:-2], channels)
     taps = range(r)[::-1] if geo.flip else range(r)
-    return jnp.concatenate([x[..., t * d : t * d + (q - 1) * s + 1 : s, :] for t in taps], axis=-1)
+    return _wide([x[..., t * d : t * d + (q - 1) * s + 1 : s, :] for t in taps], channels)
+
+
+def _in_words(geo: Geometry, channels: int, width: int) -> bool:
+    return not geo.flip and geo.dilation[-1] == 1 and width < 4 and geo.stride[-1] * channels * width % 4 == 0
+
+
+def _wide(parts: Sequence[Array], channels: int) -> Array:
+    """Arrays side by side along their last axis, cut to `channels` or with zeros behind them."""
+    missing = channels - sum(part.shape[-1] for part in parts)
+    zeros = [jnp.zeros((*parts[0].shape[:-1], missing), parts[0].dtype)] if missing > 0 else []
+    return jnp.concatenate([*parts, *zeros], axis=-1)[..., :channels]
 
 
 def _folded_padding(geo: Geometry) -> tuple[int, int]:
-    low, high = geo.padding[-1]
-    s, d, r, q = geo.stride[-1], geo.dilation[-1], geo.taps[-1], geo.out[-1]
-    return low, max(high, (q - 1) * s + (r - 1) * d + 1 - low - geo.sizes[-1])
+    """To whole strides, as many as the windows read; a negative number removes pixels that none reads."""
+    low, (s, d, r, q) = geo.padding[-1][0], (v[-1] for v in (geo.stride, geo.dilation, geo.taps, geo.out))
+    return low, (q - 1 + ceil_div((r - 1) * d + 1, s)) * s - low - geo.sizes[-1]
 
 
-def folding_bytes(x: Any, geo: Geometry) -> int:
+def folding_bytes(x: Any, geo: Geometry, channels: int) -> int:
     """Bytes of the arrays that `fold_taps` makes: the padded one, and its result."""
     rows, c, width = math.prod(x.shape[:-2]), x.shape[-1], jnp.dtype(x.dtype).itemsize
     low, high = _folded_padding(geo)
     padded = low + x.shape[-2] + high if low or high else 0
-    return rows * c * width * (padded + geo.out[-1] * geo.taps[-1])
+    return rows * width * (padded * c + geo.out[-1] * channels)
 
 
 # ---- the epilogue

@@ -170,7 +170,7 @@ def conv_fprop(
     if todo.cells:
         x, w = copies.in_cells(x, geo, todo.cells), _window_filter(w, geo, todo)
     if todo.folded:
-        x = copies.fold_taps(x, geo)
+        x = copies.fold_taps(x, geo, problem.reduce)
     a = _input(x, todo)
     b = w if todo.cells else _filter(w, geo, todo)
     bias, extras = copies.prepare_epilogue(epilogue, operands, problem, config, todo.flat, todo.pad_columns)
@@ -183,7 +183,7 @@ def conv_fprop(
 def _input(x: Array, todo: Plan) -> Array:
     if todo.flat:
         x = x.reshape(-1, x.shape[-1])
-    return copies.pad_axes(x, todo.problem.axes, todo.pad_reduce)
+    return copies.pad_axes(x, todo.problem.axes, 0 if todo.folded else todo.pad_reduce)
 
 
 def _filter(w: Array, geo: Geometry, todo: Plan) -> Array:
@@ -249,12 +249,12 @@ def workspace(
     problem, width, total = todo.problem, jnp.dtype(x.dtype).itemsize, 0
     if todo.cells:
         cells = jax.eval_shape(lambda x: copies.in_cells(x, geo, todo.cells), jax.ShapeDtypeStruct(x.shape, x.dtype))
-        # The cells are an array of their own before the copy with masked pixels is concatenated to them.
+        # The cells may be an array of their own before they are there twice, once with masked pixels.
         total += math.prod(cells.shape) * width * (3 if problem.partial else 2) // 2
         x = cells
     elif todo.folded:
-        total += copies.folding_bytes(x, geo)
-        x = jax.eval_shape(lambda x: copies.fold_taps(x, geo), jax.ShapeDtypeStruct(x.shape, x.dtype))
+        total += copies.folding_bytes(x, geo, problem.reduce)
+        x = jax.eval_shape(lambda x: copies.fold_taps(x, geo, problem.reduce), jax.ShapeDtypeStruct(x.shape, x.dtype))
     a = jax.eval_shape(lambda x: _input(x, todo), jax.ShapeDtypeStruct(x.shape, x.dtype))
     total += copies.copied(x, a)
     if todo.cells or todo.transpose or todo.pad_columns or (todo.pad_reduce and geo.outer):

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, fprop, tuning
@@ -167,9 +167,15 @@ def _folded(x: Array, dy: Array, geo: Geometry, out_dtype: Any, config: Config |
     """`conv_wgrad` for few input channels: one copy turns the last axis' taps into channels, as in `fprop`."""
     branches.record("wgrad", folded_taps=True)
     c, k = x.shape[-1], dy.shape[-1]
-    rest = geo.without_last_taps
-    dw = conv_wgrad(copies.fold_taps(x, geo), dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)
+    wide, rest = _folded_channels(geo, c), geo.without_last_taps
+    dw = conv_wgrad(copies.fold_taps(x, geo, wide), dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)
+    dw = lax.slice_in_dim(dw, 0, geo.taps[-1] * c, axis=dw.ndim - (1 if geo.outer else 2))
     return dw.reshape((k, *geo.taps, c) if geo.outer else (*geo.taps, c, k))
+
+
+def _folded_channels(geo: Geometry, channels: int) -> int:
+    """The channels of the array with folded taps, whole rows of 16 bytes."""
+    return ceil_div(geo.taps[-1] * channels, 8) * 8
 
 
 def schedule(
@@ -184,8 +190,7 @@ def schedule(
     if not _either_order(x):
         return transposed.schedule(x, dy, geo=geo)
     if folded(geo, x.shape[-1]):
-        shape = (*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1])
-        x = jax.ShapeDtypeStruct(shape, x.dtype)
+        x = jax.ShapeDtypeStruct((*x.shape[:-2], geo.out[-1], _folded_channels(geo, x.shape[-1])), x.dtype)
         geo = geo.without_last_taps
     problem = problem_of(x, dy, geo)
     config = config or choose(problem, tuning.multiprocessors())
@@ -215,15 +220,17 @@ def workspace(
     """Bytes of device memory beside operands and result: partial sums and padded copies."""
     if not _either_order(x):
         return transposed.workspace(x, dy, geo=geo, out_dtype=out_dtype)
-    total = 0
-    if folded(geo, x.shape[-1]):
-        total += copies.folding_bytes(x, geo)
-        x = jax.ShapeDtypeStruct((*x.shape[:-2], geo.out[-1], x.shape[-1] * geo.taps[-1]), x.dtype)
+    total, channels = 0, x.shape[-1]
+    if folded(geo, channels):
+        channels *= geo.taps[-1]
+        wide = _folded_channels(geo, x.shape[-1])
+        total += copies.folding_bytes(x, geo, wide)
+        x = jax.ShapeDtypeStruct((*x.shape[:-2], geo.out[-1], wide), x.dtype)
         geo = geo.without_last_taps
     problem = problem_of(x, dy, geo)
     config = _config(problem, config, out_dtype or x.dtype, geo)
     if config.direct:
-        exact = (problem.filters, problem.channels) == (dy.shape[-1], x.shape[-1])
+        exact = (problem.filters, problem.channels) == (dy.shape[-1], channels)
         total += 0 if exact and not geo.flip else problem.filters * problem.taps * problem.channels * 2
     else:
         rows = Walk(problem, config).rows * config.filters * config.across
