@@ -106,8 +106,8 @@ def test_the_schedule_of_a_flipped_filter(name):
     todo = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=F32)
     assert todo.folded == (name == "stem")
     if todo.folded:  # the remaining taps are still flipped
-        folded = np.asarray(copies.fold_taps(jnp.asarray(x), geo, todo.problem.reduce))[..., : w.shape[-3] * w.shape[-2]]
         rest = w.reshape(*w.shape[:-3], 1, w.shape[-3] * w.shape[-2], w.shape[-1])
+        folded = np.asarray(copies.fold_taps(jnp.asarray(x), geo, todo.problem.reduce))[..., : rest.shape[-2]]
         same = by_the_model(folded, rest, geo.without_last_taps)
     else:
         same = by_the_model(x, np.flip(w, tuple(range(len(geo.taps)))), dataclasses.replace(geo, flip=False))

@@ -100,7 +100,7 @@ def sums(
     """Those of the kernel's splits, added up as the engine does."""
     dy, x, mean, rstd = (np.asarray(v) for v in (dy, x, mean, rstd))
     rows, columns = x.shape
-    plan = config or norm_batch.backward_plan(rows, columns, NAMES[x.dtype])
+    plan = config or norm_batch.backward_plan(rows, columns, NAMES[x.dtype], activation)
     assert plan is not None
     count = batch_ptx.sums_of(plan)
     shape = (plan.splits, count, plan.columns)

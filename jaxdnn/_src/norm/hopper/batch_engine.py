@@ -26,8 +26,10 @@ def _plan(call: engines.Call) -> Any:
     """How the kernels partition a call; None if they cannot serve it."""
     from jaxdnn._src.norm.hopper import batch
 
-    plan = batch.forward_plan if call.op == "norm" else batch.backward_plan
-    return plan(*_sizes(call), NAMES[x_of(call).dtype])
+    sizes, dtype = _sizes(call), NAMES[x_of(call).dtype]
+    if call.op == "norm":
+        return batch.forward_plan(*sizes, dtype)
+    return batch.backward_plan(*sizes, dtype, call.spec.activation)
 
 
 def _unsupported(call: engines.Call) -> str | None:
