@@ -530,12 +530,15 @@ def test_plans_fit(images: int, size: tuple[int, int], taps: tuple[int, int]):
     """Tiles and strips cover the array with vectors that are there, in the shared memory there is."""
     from jaxdnn._src.pool.hopper import calls as kernels
 
-    for vectors in (1, 3, 24):
-        k = Shape("bf16", images, vectors, size, size, taps, (1, 1), (taps[0] // 2, taps[1] // 2), (1, 1))
+    for vectors, dtype in itertools.product((1, 3, 24), ("bf16", "f32")):
+        k = Shape(dtype, images, vectors, size, size, taps, (1, 1), (taps[0] // 2, taps[1] // 2), (1, 1))
         strip = kernels.strip_of(k)
-        assert (strip is None) == (min(taps) < 3)
+        assert (strip is None) == (min(taps) < 3 or (dtype == "f32" and taps == (3, 3)))
         assert strip is None or 4 * strip.floats(k) <= kernels.MOST_SHARED
-        for part in filter(None, (kernels.forward_tile(k), kernels.backward_tile(k), strip)):
+        tiles = [
+            f(k, average=average) for f in (kernels.forward_tile, kernels.backward_tile) for average in (False, True)
+        ]
+        for part in filter(None, (*tiles, strip)):
             assert part.rows <= size[0]
             assert part.columns <= size[1]
             assert isinstance(part, Strip) or vectors % part.vectors == 0

@@ -2,9 +2,9 @@
 
 Schedule. Blocks of 128 threads process neighbouring groups of elements, one group a thread, and end: while some wait
 for memory, others draw random numbers (`_flat`). With a gradient of the bias the blocks are persistent: each has 32
-groups of columns and goes down the rows, eight at a time; it copies the next groups into shared memory meanwhile, and
-stores its sums, which XLA adds (`_walk`). Channels first, a thread processes a vector of each of four planes
-(`_planes`), because the four elements of a counter are in four planes. `group` has the arithmetic.
+groups of columns and goes down the rows, four or eight at a time; it copies the next groups into shared memory
+meanwhile, and stores its sums, which XLA adds (`_walk`). Channels first, a thread processes a vector of each of four
+planes (`_planes`), because the four elements of a counter are in four planes. `group` has the arithmetic.
 
 Pallas addresses blocks of arrays. Loads, copies and stores at addresses of each thread's own, loads of a table's
 entries and rounded products are Mosaic's own code (`hopper.lanes`).
@@ -112,7 +112,7 @@ def _planes(plan: Plan, refs: dict[str, Any]) -> None:
         random = g.draw(lanes.wide(first, e) + lanes.positions(e).astype(U32) * U32(quads))
     for group, words, word in zip(groups, held, random, strict=True):
         v = g.before_dropout(words)
-        v = v if word is None else jnp.where(word >= U32(plan.limit), v, 0.0)
+        v = v if word is None else g.dropped(v, word >= U32(plan.limit))
         lanes.store(refs["result"].at[0], group, g.after_dropout(v, words).astype(refs["result"].dtype))
 
 
@@ -145,14 +145,13 @@ class ColumnsPlan:
         return self.threads // self.tile
 
 
-def columns(plan: Plan, warpgroups: int = 2, stages: int | None = None, most: int | None = None) -> ColumnsPlan:
+def columns(plan: Plan, most: int | None = None) -> ColumnsPlan:
     """A plan of about `most` blocks, at least one for each tile; the shape alone decides the order of additions.
 
-    What it is unless given was fastest on an H200 (`benchmarks/notes-activation.md`).
+    What each multiprocessor gets was fastest on an H200 (`benchmarks/notes-activation.md`).
     """
-    looked_up = plan.activation == "table"
-    stages = stages or (2 if looked_up else 3)
-    most = most or (3 if looked_up else 4) * MULTIPROCESSORS
+    warpgroups, stages, blocks = (2, 2, 3) if plan.activation == "table" else (1, 3, 8)
+    most = most or blocks * MULTIPROCESSORS
     wide, rows = plan.width // plan.elements, plan.size // plan.width
     tile = min(lanes.LANES, 1 << max(0, wide - 1).bit_length())
     tiles, beside = -(-wide // tile), warpgroups * THREADS // tile

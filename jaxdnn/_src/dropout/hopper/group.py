@@ -36,11 +36,16 @@ class Group:
         """y or dx, in float32, of the groups of these numbers."""
         v = self.before_dropout(words)
         if self.plan.limit:
-            v = jnp.where(self._kept(group.astype(U32)), v, 0.0)
+            v = self.dropped(v, self._kept(group.astype(U32)))
         return self.after_dropout(v, words)
 
     def before_dropout(self, words: dict[str, Array]) -> Array:
         return self._backward(words) if self.plan.backward else self._forward(words)
+
+    def dropped(self, v: Array, kept: Array) -> Array:
+        """v where it is kept, else zero."""
+        # Behind a barrier, or LLVM would round first and then select each half of a word.
+        return lax.optimization_barrier(jnp.where(kept, v, 0.0))
 
     def after_dropout(self, v: Array, words: dict[str, Array]) -> Array:
         return lanes.float32(words["residual"]) + v if "residual" in words else v

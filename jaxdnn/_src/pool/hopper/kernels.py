@@ -1,20 +1,21 @@
 """The pooling kernels, in Pallas: threads of their own, from device memory through registers to device memory.
 
-Pooling moves many bytes and computes little, so these kernels use neither shared memory nor barriers. A thread
-processes 16 bytes of neighbouring channels (8 of 16 bits or 4 of float32) by one load and one store, so that the
-accesses of a warp are whole cache lines. The inputs that overlapping windows share come from the caches.
+Pooling moves many bytes and computes little, so these kernels use neither shared memory nor barriers, but for one test
+for NaN. A thread processes 16 bytes of neighbouring channels (8 of 16 bits or 4 of float32) by one load and one store,
+so that the accesses of a warp are whole cache lines. The inputs that overlapping windows share come from the caches.
 
 Forward, a thread computes a tile of outputs, and loads each of their inputs once. Windows are reduced along a row
 first, then down; of windows that move by one element, the parts that neighbours share are reduced once. Threads are
 numbered with few vectors of channels innermost, then columns, then rows, so that those of a block share their halo in
 the L1 cache. Backward, a thread computes a tile of cells of dx, of stride by stride elements, which belong to the
-windows of the same few outputs: it loads dy and taps once.
+windows of the same few outputs: it loads dy and taps once. Of maxima the gradient of windows that move by one element
+has a kernel of PTX text, `scatter_ptx`, where that is faster.
 
 Maxima. Of two items in the order of their taps the first is kept unless the second is larger, or is NaN and the first
 is not. So the result is the first of equal maxima, in whatever groups the items are joined. A tap outside of x is
 replaced by the nearest one of its window that is inside, which changes no maximum; among equal values it stands for the
 same element. Where windows move by one element, arithmetic counts: NaN is ignored at first, but the sum of all inputs
-of a tile tells whether there may be any. If so the block computes its tiles again, with NaN.
+of a tile tells whether there may be any. If so the block computes its tiles again, with NaN, an output at a time.
 
 Order of additions: that of `jaxdnn._src.pool.xla.engine`, so that the bits are the same.
 
@@ -22,13 +23,15 @@ A tile at the end of an axis begins earlier, so that it ends with the axis: what
 no store has a condition but that of a cell that reaches beyond dx.
 
 Pallas addresses blocks of arrays. What windows of each thread's own need, loads and stores at addresses of its own, and
-comparisons of two 16-bit numbers at once, is Mosaic's own code (`hopper.lanes`).
+comparisons of two 16-bit numbers at once, is Mosaic's own code (`hopper.lanes`). On an H200 the kernels take 0.85 to
+1.09 times the time of the PTX text that they replaced (benchmarks/notes-pool.md).
 """
 
+import copy
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +61,12 @@ class _Thread:
         self.vector = chunk * tile.vectors + vector
         self.row = lax.min(row * tile.rows, jnp.int32(size[0] - tile.rows))
         self.column = lax.min(column * tile.columns, jnp.int32(size[1] - tile.columns))
+
+    def moved(self, rows: Any, columns: Any) -> "_Thread":
+        """A thread of the same, whose tile begins so much further."""
+        other = copy.copy(self)
+        other.row, other.column = self.row + rows, self.column + columns
+        return other
 
     def index(self, row: Array, column: Array, size: tuple[int, int]) -> Array:
         """The number of the thread's vector of a pixel."""
@@ -220,21 +229,20 @@ def _ids(k: Shape) -> Any:
     return jnp.uint32 if k.wide else jnp.uint16
 
 
-def sliding(count: int, taps: int, get: Callable[[int], Any], join: Callable[[Any, Any], Any]) -> list[Any]:
-    """The windows of `taps` neighbours that start at 0, 1, ..., count - 1, with few joins.
+def sliding(count: int, taps: int, get: Callable[[int], Any], join: Callable[[Any, Any], Any]) -> Iterator[Any]:
+    """The windows of `taps` neighbours that start at 0, 1, ..., count - 1, with few joins, each as late as it can be.
 
     The windows of a group have a position in common. Each is the join of a suffix of the elements before that position
     and a prefix of those from it on, and the suffixes and prefixes are computed once.
     """
-    found, group = [], min(count, 2 if taps <= 4 else taps)
+    group = min(count, 2 if taps <= 4 else taps)
     for start in range(0, count, group):
         line = start + taps
         tails = list(itertools.accumulate((get(i) for i in reversed(range(start, line))), lambda a, b: join(b, a)))
-        heads = list(itertools.accumulate((get(line + i) for i in range(min(group, count - start) - 1)), join))
-        found.append(tails[-1])
+        yield tails[-1]
+        heads = itertools.accumulate((get(line + i) for i in range(min(group, count - start) - 1)), join)
         # With one tap the tail is empty.
-        found += [head if taps == 1 else join(tails[-2 - i], head) for i, head in enumerate(heads)]
-    return found
+        yield from (head if taps == 1 else join(tails[-2 - i], head) for i, head in enumerate(heads))
 
 
 class _Maxima:
@@ -246,7 +254,8 @@ class _Maxima:
         self.t, self.k, self.tile, self._x, self._ids, self._greater_equal = t, t.k, tile, x, ids, greater_equal
         self._start = [at * u - low for at, u, low in zip((t.row, t.column), t.k.stride, t.k.low, strict=True)]
         self._places: dict[tuple[int, int], tuple[Array, Any]] = {}
-        self.inputs: dict[tuple[int, int], Array] = {}
+        self._inputs: dict[tuple[int, int], Array] = {}
+        self.total: Any = None  # of all inputs that were loaded
         self._lines: dict[int, list[Item]] = {}
 
     def _place(self, axis: int, offset: int) -> tuple[Array, Any]:
@@ -262,10 +271,12 @@ class _Maxima:
         return self._places[axis, offset]
 
     def _input(self, down: int, across: int) -> Array:
-        if (down, across) not in self.inputs:
+        if (down, across) not in self._inputs:
             index = self.t.index(self._place(0, down)[0], self._place(1, across)[0], self.k.size)
-            self.inputs[down, across] = lanes.load(self._x, index)
-        return self.inputs[down, across]
+            value = self._inputs[down, across] = lanes.load(self._x, index)
+            # Added at once: otherwise all would be held in registers until the end.
+            self.total = value if self.total is None else self.total + value
+        return self._inputs[down, across]
 
     def _numbered(self, item: Item, number: Any) -> Item:
         """An item whose tap's number is greater by this."""
@@ -284,7 +295,7 @@ class _Maxima:
         pick = lambda n: lax.bitcast_convert_type((mask & bits(a[n])) | (~mask & bits(b[n])), a[n].dtype)
         return pick(0), None if a[1] is None else pick(1)
 
-    def _along(self, axis: int, count: int, get: Callable[[int], Item]) -> list[Item]:
+    def _along(self, axis: int, count: int, get: Callable[[int], Item]) -> Iterator[Item]:
         """The maxima of windows along an axis, of the items at offsets."""
         u, d, taps = (v[axis] for v in (self.k.stride, self.k.dilation, self.k.taps))
         step = (self.k.taps[1], 1)[axis]
@@ -294,19 +305,23 @@ class _Maxima:
             return self._numbered(get(offset), (self._place(axis, offset)[1] + r) * step)
 
         if not self.k.slides(axis):
-            return [ft.reduce(self._join, [item(i, r) for r in range(taps)]) for i in range(count)]
+            return (ft.reduce(self._join, [item(i, r) for r in range(taps)]) for i in range(count))
         found = sliding(count, taps, lambda i: item(0, i), self._join)
-        return [self._numbered(v, -i * step) if i else v for i, v in enumerate(found)]
+        return (self._numbered(v, -i * step) if i else v for i, v in enumerate(found))
 
     def _line(self, down: int) -> list[Item]:
         """The maxima of windows of one row, for each column of the tile."""
         if down not in self._lines:
-            self._lines[down] = self._along(1, self.tile.columns, lambda across: (self._input(down, across), None))
+            self._lines[down] = [*self._along(1, self.tile.columns, lambda across: (self._input(down, across), None))]
         return self._lines[down]
 
     def store(self, y: Any, taps: Any) -> None:
-        for j in range(self.tile.columns):
-            for i, item in enumerate(self._along(0, self.tile.rows, lambda down, j=j: self._line(down)[j])):
+        """Row by row, so that few of the inputs are held at a time."""
+        columns = [
+            self._along(0, self.tile.rows, lambda down, j=j: self._line(down)[j]) for j in range(self.tile.columns)
+        ]
+        for i, row in enumerate(zip(*columns, strict=True)):
+            for j, item in enumerate(row):
                 lanes.store(y, self.t.output(i, j), item[0])
                 if item[1] is not None:
                     lanes.store(taps, self.t.output(i, j), item[1].astype(jnp.uint8))
@@ -325,11 +340,15 @@ def maximum(x: Array, k: Shape, tile: Tile, *, indices: bool) -> Any:
         fast = _Maxima(t, tile, x_ref, ids, lanes.greater_equal)
         fast.store(y_ref, taps_ref)
 
-        @when(lanes.any_nan(ft.reduce(jnp.add, fast.inputs.values()), flag))
+        @when(lanes.any_nan(fast.total, flag))
         def _() -> None:
-            # Behind a barrier, or LLVM would keep all inputs in registers instead of loading them again.
-            again = _Thread(k, tile, k.out, lax.optimization_barrier(t.number))
-            _Maxima(again, tile, x_ref, ids, lanes.not_less).store(y_ref, taps_ref)
+            # One output after another in a loop, which takes fewer registers than the tile.
+            def output(i: Any, carry: Any) -> Any:
+                own = t.moved(lax.div(i, tile.columns), lax.rem(i, tile.columns))
+                _Maxima(own, Tile(1, 1, tile.vectors), x_ref, ids, lanes.not_less).store(y_ref, taps_ref)
+                return carry
+
+            lax.fori_loop(0, tile.rows * tile.columns, output, None)
 
     scratch = {"flag": plgpu.SMEM((1,), jnp.int32)}
     found = _launch(body, k, tile, k.out, [x], outs, "pool_max", scratch_types=scratch)
