@@ -1,7 +1,7 @@
 """Engine `xla` of CTC: forward and backward recursions over the states of a lattice, in numbers of any size.
 
-Letters: B sequences, T steps, V classes, L labels. A lattice has a state for each label and L + 1 for the blanks around
-them; in time t a path passes from a state to itself, to the next one, or from a label to the next label if they differ.
+Letters: B sequences, T steps, V classes, L labels. A lattice has S = 2 L + 1 states, the labels between L + 1 blanks;
+in time t a path passes from a state to itself, to the next one, or from a label to the next label if they differ.
 
 Probabilities of long sequences are too small for a float, and their logarithms too inexact: beside a loss of 30,000,
 float32 does not tell 0.002 apart. So a probability is a `Number` m 2^e, a float m from 1/2 to 1 and an integer e. A sum
@@ -192,9 +192,15 @@ class Problem:
 
     @property
     def symbols(self) -> Array:
-        """(B, L + 1): the blank and the labels, as classes."""
+        """(B, S): the class of each state."""
         blank = jnp.full((self.labels.shape[0], 1), self.spec.blank, jnp.int32)
-        return jnp.concatenate([blank, jnp.maximum(self.labels, 0)], 1)
+        return by_state(jnp.concatenate([blank, jnp.maximum(self.labels, 0)], 1))
+
+
+def by_state(x: Array) -> Array:
+    """(..., L + 1) of the blank and of each label to (..., S)."""
+    states = np.arange(2 * x.shape[-1] - 1)
+    return x.at[..., np.where(states % 2, states // 2 + 1, 0)].get(mode="promise_in_bounds")
 
 
 def _flat(x: Array, rest: int) -> Array:
@@ -227,90 +233,64 @@ def shares(p: Problem, scores: Array, of_rows: tuple[Array, Array]) -> tuple[Arr
 
 
 def emissions(p: Problem) -> tuple[Number, Array]:
-    """(T, B, L + 1): the probabilities of the blank and of each label; (B,): whether all of them are known."""
+    """(T, B, S): each state's probability in each step, as w 2^n; (B,): whether all of them are known."""
     scores = jnp.take_along_axis(p.x, p.symbols[:, None], 2, mode="promise_in_bounds")
     if p.spec.normalize == "softmax":
         of_rows = rows(p)
         wrong = ~jnp.isfinite(of_rows[0])[..., 0]
-        number = normal(*shares(p, scores, of_rows))
+        found = shares(p, scores, of_rows)
     else:
-        read = lax.broadcasted_iota(jnp.int32, scores.shape, 2) <= p.count[:, None, None]
+        read = lax.broadcasted_iota(jnp.int32, scores.shape, 2) <= 2 * p.count[:, None, None]
         wrong = jnp.any(read & ~(scores <= FARTHEST), 2)
-        number = normal(*exponential(scores))
-    return Number(*(jnp.moveaxis(v, 1, 0) for v in number)), p.known & ~jnp.any(wrong & p.in_time, 1)
+        found = exponential(scores)
+    return Number(*(jnp.moveaxis(v, 1, 0) for v in found)), p.known & ~jnp.any(wrong & p.in_time, 1)
 
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------
 
 
-class States(NamedTuple):
-    """Numbers of the states: of the blanks (B, L + 1), blank i before label i, and of the labels (B, L)."""
-
-    blanks: Number
-    labels: Number
+def _none_but(keep: Array, x: Number) -> Number:
+    return where(keep, x, Number(jnp.zeros_like(x.m), jnp.full_like(x.e, ZERO)))
 
 
-def _moved(x: Number, before: int, after: int) -> Number:
-    """With zeros at the ends, or without (negative) elements there."""
-    pad = lambda v, fill: lax.pad(v, jnp.asarray(fill, v.dtype), [(0, 0, 0)] * (v.ndim - 1) + [(before, after, 0)])
+def _moved(x: Number, by: int) -> Number:
+    """Each state's number at the state that is `by` later, with zeros where none comes from."""
+    pad = lambda v, fill: lax.pad(v, jnp.asarray(fill, v.dtype), [(0, 0, 0), (by, -by, 0)])
     return Number(pad(x.m, 0), pad(x.e, ZERO))
 
 
-def _start(p: Problem, place: Array) -> States:
-    """1 at a blank, from which paths enter the lattice."""
-    shape, dtype = p.labels.shape, p.x.dtype
-    none = Number(jnp.zeros(shape, dtype), jnp.full(shape, ZERO, jnp.int32))
-    return States(one_at(place, shape[1] + 1, dtype), none)
-
-
 def _skips(p: Problem) -> Array:
-    """(B, L): whether a path may come to a label from the one before without a blank."""
-    return jnp.pad(p.labels[:, 1:] != p.labels[:, :-1], [(0, 0), (1, 0)])[:, : p.labels.shape[1]]
+    """(B, S): whether a path may come to a state from the one before the last; only labels differ from that one."""
+    differ = p.symbols[:, 2:] != p.symbols[:, :-2]
+    return jnp.pad(differ, [(0, 0), (2, 0)])[:, : p.symbols.shape[1]]
 
 
-def _no(number: Number) -> Number:
-    return Number(jnp.zeros_like(number.m), jnp.full_like(number.e, ZERO))
+def _into(skips: Array, x: Number) -> tuple[Number, ...]:
+    """What comes to each state: from itself, from the state before it, from the label before it."""
+    return x, _moved(x, 1), _none_but(skips, _moved(x, 2))
 
 
-def _parted(emitted: Number) -> States:
-    """What blanks and labels emit in a step."""
-    return States(*(Number(*(v[:, part] for v in emitted)) for part in (slice(0, 1), slice(1, None))))
-
-
-def _into(skips: Array, states: States) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    """What comes to each blank and to each label: from itself, from the state before it, from the label before it."""
-    before = _moved(states.labels, 1, -1)
-    skipped = where(skips, before, _no(before))
-    return (states.blanks, _moved(states.labels, 1, 0)), (states.labels, _moved(states.blanks, 0, -1), skipped)
-
-
-def _out_of(skips: Array, states: States) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
+def _out_of(skips: Array, x: Number) -> tuple[Number, ...]:
     """The same backwards in time."""
-    after = _moved(where(skips, states.labels, _no(states.labels)), -1, 1)
-    return (states.blanks, _moved(states.labels, 0, 1)), (states.labels, _moved(states.blanks, -1, 0), after)
+    return x, _moved(x, -1), _moved(_none_but(skips, x), -2)
 
 
-def _forward(p: Problem, skips: Array, states: States, emitted: Number, t: Array) -> States:
-    """The probabilities of all beginnings of paths that are in a state after step t."""
-    new = States(*(added_times(e, *terms) for e, terms in zip(_parted(emitted), _into(skips, states), strict=True)))
-    return States(*(where((t < p.steps)[:, None], a, b) for a, b in zip(new, states, strict=True)))
+def _forward(p: Problem, skips: Array, states: Number, emitted: Number, t: Array) -> Number:
+    """(B, S): the probabilities of all beginnings of paths that are in a state after step t."""
+    return where((t < p.steps)[:, None], added_times(emitted, *_into(skips, states)), states)
 
 
-def _backward(p: Problem, skips: Array, states: States, emitted: Number, t: Array) -> tuple[States, States]:
-    """The probabilities of all ends of paths that are in a state in step t, with that step's emission and without."""
-    ends = States(*(added(*terms) for terms in _out_of(skips, states)))
-    with_own = States(*(added_times(e, of) for e, of in zip(_parted(emitted), ends, strict=True)))
-    return States(*(where((t < p.steps)[:, None], a, b) for a, b in zip(with_own, states, strict=True))), ends
+def _backward(p: Problem, skips: Array, states: Number, emitted: Number, t: Array) -> tuple[Number, Number]:
+    """(B, S): the probabilities of all ends of paths that are in a state in step t, with its emission and without."""
+    terms = _out_of(skips, states)
+    return where((t < p.steps)[:, None], added_times(emitted, *terms), states), added(*terms)
 
 
-def _probability(p: Problem, states: States) -> Number:
-    """(B,): that of the labels, from the states after the last step."""
-    last = lambda v, place: jnp.take_along_axis(v, jnp.maximum(place, 0)[:, None], 1, mode="promise_in_bounds")[:, 0]
-    blank = Number(*(last(v, p.count) for v in states.blanks))
-    if not p.labels.shape[1]:
-        return blank
-    label = Number(*(last(v, p.count - 1) for v in states.labels))
-    return added(blank, where(p.count > 0, label, _no(label)))
+def _probability(p: Problem, states: Number) -> Number:
+    """(B,): that of the labels, from the states after the last step: it ends in the last blank or in the last label."""
+    at = lambda v, state: jnp.take_along_axis(v, jnp.maximum(state, 0)[:, None], 1, mode="promise_in_bounds")[:, 0]
+    blank, label = (Number(*(at(v, 2 * p.count - i) for v in states)) for i in (0, 1))
+    return added(blank, _none_but(p.count > 0, label))
 
 
 def _loss(p: Problem, probability: Number, known: Array) -> Array:
@@ -328,49 +308,66 @@ def loss(p: Problem) -> Array:
     emitted, known = emissions(p)
     skips, times = _skips(p), jnp.arange(p.x.shape[1], dtype=jnp.int32)
     step = lambda states, at: (_forward(p, skips, states, *at), None)
-    states, _ = lax.scan(step, _start(p, jnp.zeros_like(p.count)), (emitted, times))
+    states, _ = lax.scan(step, one_at(jnp.zeros_like(p.count), skips.shape[1], p.x.dtype), (emitted, times))
     return _loss(p, _probability(p, states), known)
 
 
-def both(p: Problem) -> tuple[Array, Number, Number, States, States]:
-    """The loss, what is emitted, the probability, and of each step (T, B, ...) the states forward and backward.
+def _both_ways(p: Problem, step: Callable[..., Any], starts: Any, of_time: Any) -> Any:
+    """Runs two recursions at the same time, from both ends, so that they take T steps: the last states, and all.
 
-    The two recursions run at the same time, from both ends, so a call takes T steps.
+    step: (carry forward, carry backward, what belongs to step t, to step s, t, s) to both carries, and what both keep.
     """
+    steps = p.x.shape[1]
+    in_step = lambda t: jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, t, 0, keepdims=False), of_time)
+
+    def run(carry: Any, t: Array) -> Any:
+        s = steps - 1 - t
+        *carry, kept = step(*carry, in_step(t), in_step(s), t, s)
+        return tuple(carry), kept
+
+    carry, (forward, backward) = lax.scan(run, starts, jnp.arange(steps, dtype=jnp.int32))
+    return carry, (forward, jax.tree.map(lambda v: jnp.flip(v, 0), backward))
+
+
+def _starts(p: Problem) -> tuple[Number, Number]:
+    """(B, S): 1 at the blank from which paths enter the lattice forward, and backward."""
+    states = 2 * p.labels.shape[1] + 1
+    return one_at(jnp.zeros_like(p.count), states, p.x.dtype), one_at(2 * p.count, states, p.x.dtype)
+
+
+def both(p: Problem) -> tuple[Array, Number, Number, Number, Number]:
+    """The loss, what is emitted, the probability, and of each step (T, B, S) the states forward and backward."""
     emitted, known = emissions(p)
-    skips, times = _skips(p), jnp.arange(p.x.shape[1], dtype=jnp.int32)
+    skips = _skips(p)
 
-    def step(carry: tuple[States, States], at: Any) -> Any:
-        (first, t), (last, s) = at
-        forward = _forward(p, skips, carry[0], first, t)
-        backward, ends = _backward(p, skips, carry[1], last, s)
-        return (forward, backward), (forward, ends)
+    def step(first: Number, last: Number, own: Number, other: Number, t: Array, s: Array) -> Any:
+        first = _forward(p, skips, first, own, t)
+        last, ends = _backward(p, skips, last, other, s)
+        return first, last, (first, ends)
 
-    start = _start(p, jnp.zeros_like(p.count)), _start(p, p.count)
-    of_time = emitted, times
-    reverse = lambda tree: jax.tree.map(lambda v: jnp.flip(v, 0), tree)
-    (states, _), (forward, ends) = lax.scan(step, start, (of_time, reverse(of_time)))
+    (states, _), (forward, ends) = _both_ways(p, step, _starts(p), emitted)
     probability = _probability(p, states)
-    return _loss(p, probability, known), emitted, probability, forward, reverse(ends)
+    return _loss(p, probability, known), emitted, probability, forward, ends
 
 
 def _occupied(p: Problem, probability: Number, a: Number, b: Number) -> Array:
-    """(T, B, ...): the share of paths that are in a state, from what comes to it and what goes from it."""
+    """(T, B, S): the share of paths that are in a state, from what comes to it and what goes from it."""
     m, e = (v[None, :, None] for v in probability)
     possible = (e > ZERO) & p.in_time.T[..., None]
     w = product(product(a.m, b.m), reciprocal(jnp.where(m == 0, jnp.ones_like(m), m)))
     return jnp.where(possible, plain(w, a.e + b.e - e), jnp.zeros_like(w))
 
 
-def _by_symbol(blanks: Array, labels: Array) -> Array:
-    """(T, B, ...) of all states to (B, T, L + 1) of the blank and of each label."""
-    return jnp.moveaxis(jnp.concatenate([trees.halves(blanks, (-1,)), labels], -1), 0, 1)
+def _by_symbol(states: Array) -> Array:
+    """(T, B, S) to (B, T, L + 1) of the blank and of each label."""
+    blanks, labels = trees.halves(states[..., ::2], (-1,)), states[..., 1::2]
+    return jnp.moveaxis(jnp.concatenate([blanks, labels], -1), 0, 1)
 
 
 def posterior(p: Problem) -> tuple[Array, Array]:
     """(B,), and (B, T, L + 1): the share of paths that emit the blank, or a label, in a step."""
     loss, _, probability, forward, ends = both(p)
-    found = _by_symbol(*(_occupied(p, probability, a, b) for a, b in zip(forward, ends, strict=True)))
+    found = _by_symbol(_occupied(p, probability, forward, ends))
     unknown = jnp.isnan(loss)[:, None, None] & p.in_time[..., None]
     return loss, jnp.where(unknown, jnp.full_like(found, jnp.nan), found)
 
@@ -446,47 +443,34 @@ def covariance(p: Problem, v: Array) -> Array:
     state's probability changes by the mean of what the states before it change by, weighted by their shares.
     """
     loss, emitted, probability, forward, ends = both(p)
-    skips, times = _skips(p), jnp.arange(p.x.shape[1], dtype=jnp.int32)
-    v = jnp.moveaxis(v, 1, 0)
-    parted = lambda v: (v[:, :1], v[:, 1:])
-    pad = lambda x, before, after: lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (before, after, 0)])
+    skips, v = _skips(p), by_state(jnp.moveaxis(v, 1, 0))
+    moved = lambda x, by: lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (by, -by, 0)])
 
-    def mean(terms: tuple[Number, ...], values: tuple[Array, ...]) -> Array:
+    def mean(terms: tuple[Number, ...], change: Array, by: int) -> Array:
         parts, _ = aligned(*terms)
         total = ft.reduce(jnp.add, parts)
         total = jnp.where(total == 0, jnp.ones_like(total), total)
+        changes = change, moved(change, by), moved(change, 2 * by)
         return ft.reduce(
-            jnp.add, [product(quotient(part, total), value) for part, value in zip(parts, values, strict=True)]
+            jnp.add, [product(quotient(part, total), value) for part, value in zip(parts, changes, strict=True)]
         )
 
-    def step(carry: Any, at: Any) -> Any:
-        (states, changes), (backward, later) = carry
-        (first, dv, t), (last, dw, s) = at
-        of_blanks, of_labels = _into(skips, states)
-        b, w = changes
-        into = mean(of_blanks, (b, pad(w, 1, 0))), mean(of_labels, (w, pad(b, 0, -1), pad(w, 1, -1)))
-        into = tuple(own + change for own, change in zip(parted(dv), into, strict=True))
-        keep = (t < p.steps)[:, None]
-        changes = tuple(jnp.where(keep, new, old) for new, old in zip(into, changes, strict=True))
-        states = _forward(p, skips, states, first, t)
-        of_blanks, of_labels = _out_of(skips, backward)
-        b, w = later
-        out = mean(of_blanks, (b, pad(w, 0, 1))), mean(of_labels, (w, pad(b, -1, 0), pad(w, -1, 1)))
-        keep = (s < p.steps)[:, None]
-        own = (own + change for own, change in zip(parted(dw), out, strict=True))
-        later = tuple(jnp.where(keep, new, old) for new, old in zip(own, later, strict=True))
-        backward, _ = _backward(p, skips, backward, last, s)
-        return ((states, changes), (backward, later)), (changes, out)
+    def step(first: Any, last: Any, own: Any, other: Any, t: Array, s: Array) -> Any:
+        states, change = first
+        into = own[1] + mean(_into(skips, states), change, 1)
+        change = jnp.where((t < p.steps)[:, None], into, change)
+        first = _forward(p, skips, states, own[0], t), change
+        states, later = last
+        out = mean(_out_of(skips, states), later, -1)
+        later = jnp.where((s < p.steps)[:, None], other[1] + out, later)
+        last = _backward(p, skips, states, other[0], s)[0], later
+        return first, last, (change, out)
 
-    zeros = tuple(jnp.zeros_like(x.m) for x in _start(p, p.count))
-    start = (_start(p, jnp.zeros_like(p.count)), zeros), (_start(p, p.count), zeros)
-    reverse = lambda tree: jax.tree.map(lambda x: jnp.flip(x, 0), tree)
-    of_time = emitted, v, times
-    _, (changes, out) = lax.scan(step, start, (of_time, reverse(of_time)))
-    occupied = [_occupied(p, probability, a, b) for a, b in zip(forward, ends, strict=True)]
-    along = [a + b for a, b in zip(changes, reverse(out), strict=True)]
-    total = sum(trees.halves(product(s, a), (-1,)) for s, a in zip(occupied, along, strict=True))
-    found = _by_symbol(*(product(s, a - total) for s, a in zip(occupied, along, strict=True)))
+    starts = tuple((start, jnp.zeros_like(start.m)) for start in _starts(p))
+    _, (changes, out) = _both_ways(p, step, starts, (emitted, v))
+    occupied, along = _occupied(p, probability, forward, ends), changes + out
+    total = trees.halves(product(occupied, along), (-1,))
+    found = _by_symbol(product(occupied, along - total))
     live = p.in_time[..., None] & ~jnp.isinf(loss)[:, None, None]
     found = jnp.where(jnp.isnan(loss)[:, None, None], jnp.full_like(found, jnp.nan), found)
     return jnp.where(live, found, jnp.zeros_like(found))
