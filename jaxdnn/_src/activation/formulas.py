@@ -12,7 +12,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +25,6 @@ from jaxdnn._src.core.rounding import product, rounded, together
 
 Parameter = float | tuple[float, float, float] | None
 
-# name -> the value of its parameter if the call gives none (None: the activation has no parameter).
-ACTIVATIONS: dict[str, float | None] = {
-    "identity": None,
-    "relu": None,
-    "sigmoid": None,
-    "tanh": None,
-    "gelu": None,
-    "gelu_tanh": None,
-    "elu": 1.0,
-    "swish": 1.0,
-    "softplus": 1.0,
-    "selu": None,
-    "celu": 1.0,
-    "mish": None,
-    "softsign": None,
-    "hard_sigmoid": None,
-    "hard_swish": None,
-    "leaky_relu": 0.01,
-    "clipped_relu": 6.0,
-}
 # What ("relu", lower, upper, slope) is called once it has been read, unless it is one of the others.
 BOUNDED_RELU = "bounded_relu"
 # Of these, the output alone tells on which side of its kinks the input was, so the input need not be kept.
@@ -97,7 +77,7 @@ IN_FLOAT64 = Functions(np, np.vectorize(math.erfc, otypes=[np.float64]), _logist
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def activate(z: Array, name: str, parameter: Parameter) -> Array:
     """act(z) in z's own precision."""
-    return _FORWARD[name](z, parameter, IN_JAX)
+    return FORMULAS[name].value(z, parameter, IN_JAX)
 
 
 @activate.defjvp
@@ -108,7 +88,7 @@ def _activate_jvp(name: str, parameter: Parameter, primals: Any, tangents: Any) 
 
 def derivative(z: Array, name: str, parameter: Parameter) -> Array:
     """act'(z) in z's own precision; at a kink, that of the side below; at an upper bound, of the side above."""
-    slope = _DERIVATIVE[name](z, parameter, IN_JAX)
+    slope = FORMULAS[name].slope(z, parameter, IN_JAX)
     return jnp.where(jnp.isnan(z), z, slope) if name in (*PIECEWISE, BOUNDED_RELU) else slope
 
 
@@ -271,46 +251,46 @@ def _bounded_relu_derivative(z: Any, bounds: Any, f: Functions) -> Any:
 
 
 Formula = Callable[[Any, Any, Functions], Any]
-_FORWARD: dict[str, Formula] = {
-    "identity": lambda z, _, f: z,
-    "relu": lambda z, _, f: f.positive(z),
-    "sigmoid": lambda z, _, f: f.logistic(z),
-    "tanh": lambda z, _, f: f.numpy.tanh(z),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "elu": _elu,
-    "swish": _swish,
-    "softplus": _softplus,
-    "selu": lambda z, _, f: SELU_SCALE * _elu(z, SELU_ALPHA, f),
-    "celu": _celu,
-    "mish": _mish,
-    "softsign": _softsign,
-    "hard_sigmoid": lambda z, _, f: _hard_sigmoid(z, f),
-    "hard_swish": lambda z, _, f: _times(z, _hard_sigmoid(z, f), f),
-    "leaky_relu": lambda z, slope, f: f.numpy.where(z > 0, z, slope * z),
-    "clipped_relu": lambda z, ceiling, f: f.numpy.minimum(f.positive(z), ceiling),
-    BOUNDED_RELU: _bounded_relu,
+
+
+class Activation(NamedTuple):
+    """The value of the parameter if the call gives none (None: there is no parameter), the function, its derivative."""
+
+    default: float | None
+    value: Formula
+    slope: Formula
+
+
+FORMULAS = {
+    "identity": Activation(None, lambda z, _, f: z, lambda z, _, f: f.numpy.ones_like(z)),
+    "relu": Activation(None, lambda z, _, f: f.positive(z), lambda z, _, f: (z > 0).astype(z.dtype)),
+    "sigmoid": Activation(None, lambda z, _, f: f.logistic(z), lambda z, _, f: _bell(z, f)),
+    "tanh": Activation(None, lambda z, _, f: f.numpy.tanh(z), lambda z, _, f: 4 * _bell(2 * z, f)),
+    "gelu": Activation(None, _gelu, _gelu_derivative),
+    "gelu_tanh": Activation(None, _gelu_tanh, _gelu_tanh_derivative),
+    "elu": Activation(1.0, _elu, _elu_derivative),
+    "swish": Activation(1.0, _swish, _swish_derivative),
+    "softplus": Activation(1.0, _softplus, lambda z, beta, f: f.logistic(z * beta)),
+    "selu": Activation(
+        None,
+        lambda z, _, f: SELU_SCALE * _elu(z, SELU_ALPHA, f),
+        lambda z, _, f: SELU_SCALE * _elu_derivative(z, SELU_ALPHA, f),
+    ),
+    "celu": Activation(1.0, _celu, _celu_derivative),
+    "mish": Activation(None, _mish, _mish_derivative),
+    "softsign": Activation(None, _softsign, _softsign_derivative),
+    "hard_sigmoid": Activation(None, lambda z, _, f: _hard_sigmoid(z, f), _hard_sigmoid_derivative),
+    "hard_swish": Activation(None, lambda z, _, f: _times(z, _hard_sigmoid(z, f), f), _hard_swish_derivative),
+    "leaky_relu": Activation(0.01, lambda z, slope, f: f.numpy.where(z > 0, z, slope * z), _leaky_relu_derivative),
+    "clipped_relu": Activation(
+        6.0,
+        lambda z, ceiling, f: f.numpy.minimum(f.positive(z), ceiling),
+        lambda z, ceiling, f: ((z > 0) & (z < ceiling)).astype(z.dtype),
+    ),
+    BOUNDED_RELU: Activation(None, _bounded_relu, _bounded_relu_derivative),
 }
-_DERIVATIVE: dict[str, Formula] = {
-    "identity": lambda z, _, f: f.numpy.ones_like(z),
-    "relu": lambda z, _, f: (z > 0).astype(z.dtype),
-    "sigmoid": lambda z, _, f: _bell(z, f),
-    "tanh": lambda z, _, f: 4 * _bell(2 * z, f),
-    "gelu": _gelu_derivative,
-    "gelu_tanh": _gelu_tanh_derivative,
-    "elu": _elu_derivative,
-    "swish": _swish_derivative,
-    "softplus": lambda z, beta, f: f.logistic(z * beta),
-    "selu": lambda z, _, f: SELU_SCALE * _elu_derivative(z, SELU_ALPHA, f),
-    "celu": _celu_derivative,
-    "mish": _mish_derivative,
-    "softsign": _softsign_derivative,
-    "hard_sigmoid": _hard_sigmoid_derivative,
-    "hard_swish": _hard_swish_derivative,
-    "leaky_relu": _leaky_relu_derivative,
-    "clipped_relu": lambda z, ceiling, f: ((z > 0) & (z < ceiling)).astype(z.dtype),
-    BOUNDED_RELU: _bounded_relu_derivative,
-}
+# The defaults of those that users name.
+ACTIVATIONS = {name: found.default for name, found in FORMULAS.items() if name != BOUNDED_RELU}
 
 
 # ---- tables for the narrow types -------------------------------------------------------------------------------------
@@ -320,7 +300,7 @@ _DERIVATIVE: dict[str, Formula] = {
 def table(name: str, parameter: Parameter, alpha: float, dtype: np.dtype, out_dtype: np.dtype) -> np.ndarray:
     """alpha * act(x), rounded once to `out_dtype`, for every number x of a narrow type in the order of its bits."""
     x = _numbers(dtype)
-    values = _off_ties(x, alpha * _in_float64(_FORWARD[name], x, parameter), name, parameter, alpha, out_dtype)
+    values = _off_ties(x, alpha * _in_float64(FORMULAS[name].value, x, parameter), name, parameter, alpha, out_dtype)
     return _round(values, out_dtype)
 
 
@@ -328,7 +308,7 @@ def table(name: str, parameter: Parameter, alpha: float, dtype: np.dtype, out_dt
 def slope_table(name: str, parameter: Parameter, alpha: float, dtype: np.dtype) -> np.ndarray:
     """alpha * act'(x) in float32 for every number of a narrow type: the nearest float32, except where rounding that to
     the narrow type would not round alpha * act'(x) itself (it is a tie there); then its neighbour on the right side."""
-    slopes = alpha * _in_float64(_DERIVATIVE[name], _numbers(dtype), parameter)
+    slopes = alpha * _in_float64(FORMULAS[name].slope, _numbers(dtype), parameter)
     near, rounded = _round(slopes, np.dtype(np.float32)), _round(slopes, dtype)
     with np.errstate(all="ignore"):
         agree = (near.astype(dtype) == rounded) | np.isnan(slopes)
@@ -354,7 +334,7 @@ def _off_ties(
     In float64 gelu(x) of a subnormal x is x / 2, a tie between two numbers of bfloat16; gelu(x) itself lies above it.
     On which side of its tangent at 0 a function lies is seen at an argument that is less tiny.
     """
-    f = lambda z: alpha * _in_float64(_FORWARD[name], z, parameter)
+    f = lambda z: alpha * _in_float64(FORMULAS[name].value, z, parameter)
     if f(np.zeros(1))[0] != 0 or name in PIECEWISE or not isinstance(format_of(dtype), Format):
         return values
     tinier, larger = np.copysign(2.0**-200, x), np.copysign(2.0**-10, x)
