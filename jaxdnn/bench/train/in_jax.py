@@ -31,12 +31,14 @@ class Lax:
         return y if bias is None else y + bias.astype(y.dtype)
 
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
+        """Of as many taps as the stride."""
         # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward one.
         kernel = lax.rev(w, range(w.ndim - 2)).swapaxes(-1, -2).astype(x.dtype)
         strides = (stride,) * (x.ndim - 2)
         return lax.conv_transpose(x, kernel, strides, "VALID", dimension_numbers=_LAYOUTS[x.ndim])
 
     def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Any = None) -> Array:
+        """By the batch's own statistics, which are kept; then the residual is added, and the activation applied."""
         h = x.astype(jnp.float32)
         axes = tuple(range(x.ndim - 1))
         mean = h.mean(axes)
@@ -53,6 +55,7 @@ class Lax:
         return ((h - mean) * lax.rsqrt(variance + 1e-6) * p["scale"] + p["bias"]).astype(x.dtype)
 
     def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
+        """Over channels and the image, then the activation; with a group for each channel instance normalisation."""
         h = x.astype(jnp.float32).reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
         mean = h.mean((1, 3), keepdims=True)
         variance = jnp.maximum(0.0, (h * h).mean((1, 3), keepdims=True) - mean * mean)
@@ -60,6 +63,7 @@ class Lax:
         return getattr(jax.nn, activation)(y).astype(x.dtype)
 
     def activation(self, x: Array, name: str) -> Array:
+        """relu, gelu (by erf), silu or sigmoid."""
         return jax.nn.gelu(x, approximate=False) if name == "gelu" else getattr(jax.nn, name)(x)
 
     def dense(self, x: Array, w: Array, bias: Any = None) -> Array:
@@ -67,6 +71,7 @@ class Lax:
         return y if bias is None else y + bias.astype(y.dtype)
 
     def attention(self, x: Array, heads: int) -> Array:
+        """Of queries, keys and values that lie side by side: (N, T, 3 D) to (N, T, D)."""
         n, t, d = x.shape
         q, k, v = jnp.moveaxis(x.reshape(n, t, 3, heads, d // 3 // heads), 2, 0)
         return jax.nn.dot_product_attention(q, k, v).reshape(n, t, d // 3)
@@ -76,12 +81,14 @@ class Lax:
         return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
 
     def mean(self, x: Array, keep: bool = False) -> Array:
+        """Over the image: (N, C), or (N, 1..., C) to be multiplied with images."""
         return x.astype(jnp.float32).mean(tuple(range(1, x.ndim - 1)), keepdims=keep).astype(x.dtype)
 
     def concatenate(self, x: Array, y: Array) -> Array:
         return jnp.concatenate([x, y], -1)
 
     def tokens(self, x: Array) -> Array:
+        """Images as (N, pixels, C)."""
         return x.reshape(x.shape[0], -1, x.shape[-1])
 
     def multiply(self, x: Array, p: Array) -> Array:
@@ -92,6 +99,7 @@ class Lax:
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
 
     def mean_square(self, x: Array) -> Array:
+        """A loss for networks that end in an image."""
         return jnp.square(x.astype(jnp.float32)).mean()
 
 

@@ -1,86 +1,20 @@
-"""The networks: parameters as nested dicts and lists of NumPy arrays, and the loss over an `Ops`.
+"""The networks: parameters as nested dicts and lists of NumPy arrays, and the loss over operations like `in_jax.Lax`.
 
-Images are (N, spatial..., C) here; an `Ops` may lay them out as it likes. Parameters of one axis are those of norms and
-biases, of two axes matrices (in, out), of more axes filters (taps..., in / groups, out).
+Images are (N, spatial..., C) here; the operations may lay them out as they like. Parameters of one axis are those of
+norms and biases, of two axes matrices (in, out), of more axes filters (taps..., in / groups, out).
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 Array = Any
+Ops = Any  # what `in_jax.Lax` has
 Norm = dict[str, Array]
-
-
-class Ops(Protocol):
-    """What networks are made of."""
-
-    def conv(
-        self, x: Array, w: Array, bias: Array = None, *, stride: int = 1, padding: int = 0, groups: int = 1
-    ) -> Array:
-        """Convolution, its bias added."""
-        ...
-
-    def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
-        """Transposed convolution whose taps are as many as its stride."""
-        ...
-
-    def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Array = None) -> Array:
-        """Normalisation by the batch's own statistics, then the residual, the activation; the statistics are kept."""
-        ...
-
-    def layer_norm(self, x: Array, p: Norm) -> Array:
-        """Normalisation over channels."""
-        ...
-
-    def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
-        """Normalisation over groups of channels and the image, then the activation; each channel its own group is
-        instance normalisation."""
-        ...
-
-    def activation(self, x: Array, name: str) -> Array:
-        """relu, gelu (by erf), silu or sigmoid."""
-        ...
-
-    def dense(self, x: Array, w: Array, bias: Array = None) -> Array:
-        """A product with a matrix over the last axis."""
-        ...
-
-    def attention(self, x: Array, heads: int) -> Array:
-        """Softmax attention of queries, keys and values that lie side by side: (N, T, 3 D) to (N, T, D)."""
-        ...
-
-    def max_pool(self, x: Array) -> Array:
-        """Windows of 3 x 3, stride 2, padding 1."""
-        ...
-
-    def mean(self, x: Array, keep: bool = False) -> Array:
-        """The mean over the image, (N, C), or (N, 1..., C) to be multiplied with images."""
-        ...
-
-    def concatenate(self, x: Array, y: Array) -> Array:
-        """Side by side in channels."""
-        ...
-
-    def tokens(self, x: Array) -> Array:
-        """Images as (N, pixels, C)."""
-        ...
-
-    def multiply(self, x: Array, p: Array) -> Array:
-        """Activations scaled by a parameter in their dtype."""
-        ...
-
-    def cross_entropy(self, x: Array, w: Array, labels: Array) -> Array:
-        """The mean cross-entropy of the logits x w."""
-        ...
-
-    def mean_square(self, x: Array) -> Array:
-        """A loss for networks that end in an image."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +23,7 @@ class Network:
 
     Attributes:
       make: the parameters, from a generator.
-      loss: of an `Ops`, parameters, images and labels.
+      loss: of operations, parameters, images and labels.
       shape: of a batch of images, as published for one GPU.
       small: of a batch for a machine without a GPU.
       source: where the network is from.
