@@ -2,6 +2,7 @@
 
 import argparse
 import concurrent.futures
+import contextlib
 import difflib
 import fnmatch
 import functools as ft
@@ -20,8 +21,9 @@ import jax
 from rich.console import Console
 
 from jaxdnn._src.cases.case import DTYPES as EVERY_DTYPE
-from jaxdnn._src.cases.case import Result, flushes_subnormals, platform
+from jaxdnn._src.cases.case import Result, flushes_subnormals
 from jaxdnn._src.cases.subject import Subject
+from jaxdnn._src.core import engines
 from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, random, random_report, report, show, turns
 from jaxdnn.verify.random_report import Report
@@ -109,15 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown:
         print(unknown, file=sys.stderr)
         return 2
-    # A file is no terminal of 80 columns: its tables keep their words whole.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    console, start = Console(width=width), time.perf_counter()
     compilations = _count_compilations()
-    flush = flushes_subnormals()
-    here = environment.describe(flush)
-    console.print(_heading(here, len(chosen)), highlight=False, soft_wrap=True)
-
-    results, trials = _execute(arguments, chosen, procedures, flush, console)
+    console, start, here = _begun(len(chosen), "cells")
+    results, trials = _execute(arguments, chosen, procedures, here["flushes_subnormals"], console)
     if procedures and not trials:
         print(f"jaxdnn verify: no engine here guarantees what {', '.join(procedures)} tests.", file=sys.stderr)
         return 2
@@ -141,10 +137,7 @@ def _run_random(arguments: argparse.Namespace) -> int:
     """Runs calls drawn at random. Returns 0, or 1 if one failed."""
     # What this process asks of a GPU is what it is; the memory is for the processes that run the calls.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    console, start = Console(width=width), time.perf_counter()
-    here = environment.describe(flushes_subnormals())
-    console.print(_heading(here, arguments.random, "random calls"), highlight=False, soft_wrap=True)
+    console, start, here = _begun(arguments.random, "random calls")
     words = ["jaxdnn", "verify", "--random", str(arguments.random), *_words(arguments)]
     words += ["--index", str(arguments.index)] if arguments.index else []
     words += ["--towards", arguments.towards] if arguments.towards else []
@@ -225,21 +218,14 @@ def _run_mesh(arguments: argparse.Namespace) -> int:
         why = "needs two devices or more" if chosen else "has no line that was asked for"
         print(f"jaxdnn verify: `--mesh` {why}.", file=sys.stderr)
         return 2
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    console, start = Console(width=width), time.perf_counter()
-    here = environment.describe(flushes_subnormals())
-    console.print(_heading(here, len(chosen), "shardings"), highlight=False, soft_wrap=True)
+    console, start, here = _begun(len(chosen), "shardings")
     outcomes = []
-    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        try:
-            for outcome in show.progress(console, pool.map(mesh.run, chosen), len(chosen), "shardings"):
-                outcomes.append(outcome)
-                if outcome.status == "failed":
-                    name = outcome.trial.id
-                    show.failure(console, name, outcome.message, _reproduce_mesh(arguments, name))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with _threads(os.cpu_count() or 1) as pool:
+        for outcome in show.progress(console, pool.map(mesh.run, chosen), len(chosen), "shardings"):
+            outcomes.append(outcome)
+            if outcome.status == "failed":
+                name = outcome.trial.id
+                show.failure(console, name, outcome.message, _reproduce_mesh(arguments, name))
     words = ["jaxdnn", "verify", "--mesh", *_words(arguments)]
     document = {
         "command": shlex.join(words),
@@ -262,7 +248,7 @@ def _reproduce_mesh(arguments: argparse.Namespace, name: str) -> str:
 def _turn(arguments: argparse.Namespace) -> tuple[int | None, str | None]:
     """The turn whose part is run, and what it counts; None for everything: on a GPU, if full, of what is selected."""
     whole = arguments.all or arguments.extent == "full" or any(getattr(arguments, name) for name in SELECT)
-    if arguments.turn is not None or whole or platform() != "cpu":
+    if arguments.turn is not None or whole or engines.platform() != "cpu":
         return arguments.turn, None
     return turns.current(Path(__file__))
 
@@ -296,19 +282,15 @@ def _execute(
     # Compilation takes most of the time, and XLA compiles outside of Python's lock, for which twice as many workers as
     # there are processors wait. All wait in one queue, the long procedures before the short cells, so that no worker is
     # idle before the end.
-    with concurrent.futures.ThreadPoolExecutor(min(2 * (os.cpu_count() or 1), 8)) as pool:
-        try:
-            tasks = [] if arguments.case else [pool.submit(reported, controls.run(wanted, arguments.seed))]
-            for subject in _subjects(arguments, procedures):
-                trials = levels.trials(subject, arguments.extent, wanted, procedures)
-                tasks.append(pool.submit(reported, trials))
-            cells = [pool.submit(reported, map(run, [case])) for case in chosen]
-            done = concurrent.futures.as_completed([*tasks, *cells])
-            for future in show.progress(console, done, len(tasks) + len(cells), "cells and subjects of procedures"):
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with _threads(2 * (os.cpu_count() or 1)) as pool:
+        tasks = [] if arguments.case else [pool.submit(reported, controls.run(wanted, arguments.seed))]
+        for subject in _subjects(arguments, procedures):
+            trials = levels.trials(subject, arguments.extent, wanted, procedures)
+            tasks.append(pool.submit(reported, trials))
+        cells = [pool.submit(reported, map(run, [case])) for case in chosen]
+        done = concurrent.futures.as_completed([*tasks, *cells])
+        for future in show.progress(console, done, len(tasks) + len(cells), "cells and subjects of procedures"):
+            future.result()
     return [r for f in cells for r in f.result()], [t for f in tasks for t in f.result()]
 
 
@@ -357,10 +339,27 @@ def _count_compilations() -> list[None]:
     return seen
 
 
-def _heading(here: dict[str, Any], count: int, what: str = "cells") -> str:
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """At most eight threads; what has not begun when an exception ends the run is not begun."""
+    with concurrent.futures.ThreadPoolExecutor(min(count, 8)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _begun(count: int, what: str) -> tuple[Console, float, dict[str, Any]]:
+    """Prints a run's heading: where it prints, when it began, and the environment that it runs in."""
+    # A file is no terminal of 80 columns: its tables keep their words whole.
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+    start, here = time.perf_counter(), environment.describe(flushes_subnormals())
     device = f"{len(here['devices'])} x {here['device_kind']}"
     versions = f"jaxdnn {here['jaxdnn']}, jax {here['jax']}, numpy {here['numpy']}, Python {here['python']}"
-    return f"[bold]jaxdnn verify[/] on {device}: {count} {what} ({versions})"
+    heading = f"[bold]jaxdnn verify[/] on {device}: {count} {what} ({versions})"
+    console.print(heading, highlight=False, soft_wrap=True)
+    return console, start, here
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:
