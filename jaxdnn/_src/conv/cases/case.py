@@ -35,13 +35,7 @@ from jaxdnn._src.conv.cases.geometries import (
 )
 from jaxdnn._src.core import engines, windows
 
-OPS: dict[str, Callable[..., Any]] = {
-    "conv": dnn.conv,
-    "conv_dgrad": dnn.conv_dgrad,
-    "conv_wgrad": dnn.conv_wgrad,
-    "conv_bgrad": dnn.conv_bgrad,
-    "conv_transpose": dnn.conv_transpose,
-}
+OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_bgrad", "conv_transpose")
 # Under which op an op's engines are registered; a backward bias is a sum that XLA does, without a choice.
 ENGINES_OF = {"conv": "conv", "conv_dgrad": "conv_dgrad", "conv_wgrad": "conv_wgrad", "conv_transpose": "conv_dgrad"}
 ROLES = {"conv": "xwy", "conv_dgrad": "ywx", "conv_wgrad": "xyw", "conv_bgrad": "yb", "conv_transpose": "ywx"}
@@ -169,7 +163,7 @@ class Case:
         arguments = self.arguments()
         if self.op != "conv_bgrad" and not any_engine:
             arguments["engine"] = self.engine
-        op, sizes = OPS[self.op], self.sizes_argument()
+        op, sizes = getattr(dnn, self.op), self.sizes_argument()
 
         def call(*operands: jax.Array, **extras: jax.Array) -> jax.Array:
             return op(*operands, *sizes, **extras, **arguments, determinism=level)

@@ -93,7 +93,7 @@ def facets(case: Case) -> set[Any]:
 
 FAMILY = Family(
     name="conv",
-    ops=tuple(conv_cases.OPS),
+    ops=conv_cases.OPS,
     engines_of=conv_cases.engines_of,
     cases=conv_cases.cases,
     subjects=subjects,

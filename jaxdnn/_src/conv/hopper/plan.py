@@ -139,12 +139,10 @@ class Problem:
         return sorted(found, key=lambda phase: (-self.taps(phase), phase))
 
 
-def schedule_order(problem: Problem, phase: Sequence[int] | None = None) -> np.ndarray:
+def schedule_order(problem: Problem) -> np.ndarray:
     """The flat reduction indices tap * C + c in the order in which the kernel adds them; -1 for a padding zero."""
-    axes = problem.axes
-    phase = (0,) * len(axes) if phase is None else phase
-    taps = [[ax.first[a] + j * ax.tap_step for j in range(ax.count[a])] for ax, a in zip(axes, phase, strict=True)]
-    sizes = [ax.taps for ax in axes]
+    taps = [[ax.first[0] + j * ax.tap_step for j in range(ax.count[0])] for ax in problem.axes]
+    sizes = [ax.taps for ax in problem.axes]
     flat = [int(np.ravel_multi_index(t, sizes)) for t in product(taps)]
     rows = []
     for start in range(0, problem.reduce, problem.chunk):

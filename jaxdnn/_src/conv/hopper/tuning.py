@@ -160,13 +160,6 @@ def _with_filter_or_halo(problem: Problem, columns: int, order: str, boxes: Boxe
         yield from _deepest(problem, dataclasses.replace(base, resident=resident))
 
 
-def variants(problem: Problem, sms: int, top: int = 12) -> list[Config]:
-    """What a tuner measures: the model's best configurations, in all orders of tiles, which the model ignores."""
-    best = sorted(set(candidates(problem)), key=lambda config: cost(problem, config, sms))[:top]
-    orders = [dataclasses.replace(config, order=order) for config in best[:4] for order in ("k", "kp", "n", "p")]
-    return list(dict.fromkeys([*best, *orders]))
-
-
 def _boxes(problem: Problem, rows: int) -> list[tuple[int, tuple[int, ...]]]:
     """Boxes of `rows` pixels, powers of two along the spatial axes; those that waste fewest pixels come first."""
     found = []

@@ -214,10 +214,10 @@ def choose(problem: Problem, sms: int) -> Config:
         config = Config(**{**entry, "block": tuple(entry["block"])})
         if check(problem, config) is None:
             return config
-    best = ranked(problem, sms)
-    if not best:
+    configs = list(_candidates(problem, sms))
+    if not configs:
         raise NotImplementedError(f"no tile of the filter-gradient kernel fits {problem}")
-    return best[0]
+    return min(configs, key=lambda config: cost(problem, config, sms))
 
 
 def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
@@ -256,14 +256,6 @@ def key(problem: Problem) -> str:
     groups = f"g{problem.groups}" if problem.groups > 1 else ""
     sizes = f"n{problem.batch} c{problem.channels} k{problem.filters}{groups}"
     return f"wgrad {sizes} {axes or 'flat'} {problem.dtype.name}"
-
-
-def ranked(problem: Problem, sms: int, top: int = 1) -> list[Config]:
-    """The cheapest configurations by the cost model, best first."""
-    scored = sorted(
-        ((cost(problem, c, sms), i, c) for i, c in enumerate(_candidates(problem, sms))), key=lambda z: z[:2]
-    )
-    return [c for _, _, c in scored[:top]]
 
 
 def _candidates(problem: Problem, sms: int) -> Iterator[Config]:

@@ -85,9 +85,9 @@ class Statistics:
     factor: Array
 
 
-def statistics(x: Array, scale: Array | None, *, eps: float, config: ColumnPlan | None = None) -> Statistics:
+def statistics(x: Array, scale: Array | None, *, eps: float) -> Statistics:
     """The statistics of the columns of x (rows, columns); scale (columns,)."""
-    found = config or _found(forward_plan, x)
+    found = _found(forward_plan, x)
     columns = x.shape[1]
     pairs = ((found.columns,), (found.splits, 2, found.columns))
     base, sums = _walked(

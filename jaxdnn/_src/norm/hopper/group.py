@@ -48,14 +48,10 @@ def forward(
     if isinstance(chosen, SlicePlan):
         return _forward_in_slices(x, scale, bias, groups, eps, out_dtype, activation, chosen)
     turns = chosen.turns(images, 1)
-    given = [v for v in (scale, bias) if v is not None]
-    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
+    given, has = _parameters(scale, bias, activation)
     code = group_ptx.forward(chosen, eps=eps, **has, images=images if turns else 0, clusters=turns)
-    statistic = jax.ShapeDtypeStruct((images, groups), jnp.float32)
-    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
-    return launch(
-        code, [x, *given], outs, name="group_norm", **_shape(chosen, turns or images * chosen.parts, 1, turns > 0)
-    )
+    shape = _shape(chosen, turns or images * chosen.parts, 1, turns > 0)
+    return launch(code, [x, *given], _outs(x, groups, out_dtype), name="group_norm", **shape)
 
 
 def _forward_in_slices(
@@ -76,14 +72,22 @@ def _forward_in_slices(
     code = group_slices_ptx.statistics(first)
     shape = _shape(first, images * merged * first.parts, 1)
     found = launch(code, [x], [apart] * 3, name="group_norm_statistics", **shape)
-    given = [v for v in (scale, bias) if v is not None]
-    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
+    given, has = _parameters(scale, bias, activation)
     code = group_slices_ptx.apply(second, images, slices, merged, eps=eps, **has)
-    statistic = jax.ShapeDtypeStruct((images, groups), jnp.float32)
-    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic)
-    return launch(
-        code, [x, *found, *given], outs, name="group_norm_apply", **_shape(second, images * slices * second.parts, 1)
-    )
+    shape = _shape(second, images * slices * second.parts, 1)
+    return launch(code, [x, *found, *given], _outs(x, groups, out_dtype), name="group_norm_apply", **shape)
+
+
+def _parameters(scale: Array | None, bias: Array | None, activation: str | None) -> tuple[list[Array], dict[str, Any]]:
+    """The parameters that there are, and what the code is told of them and of what follows."""
+    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
+    return [v for v in (scale, bias) if v is not None], has
+
+
+def _outs(x: Array, groups: int, out_dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results of `forward`."""
+    statistic = jax.ShapeDtypeStruct((x.shape[0], groups), jnp.float32)
+    return jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic
 
 
 def backward(
@@ -109,16 +113,13 @@ def backward(
     if isinstance(chosen, SlicePlan):
         return _backward_in_slices(dy, x, mean, rstd, scale, bias, groups, out_dtype, activation, chosen)
     turns = chosen.turns(images, 2)
-    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
+    given, has = _parameters(scale, bias, activation)
     code = group_ptx.backward(chosen, **has, images=images if turns else 0, clusters=turns)
     sums = jax.ShapeDtypeStruct((images * chosen.cluster, 2, channels), jnp.float32)
     outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), sums)
-    given = [dy, x, mean, rstd, *(v for v in (scale, bias) if v is not None)]
-    dx, each = launch(
-        code, given, outs, name="group_norm_dgrad", **_shape(chosen, turns or images * chosen.parts, 2, turns > 0)
-    )
-    dscale, dbias = jnp.sum(each, 0)
-    return dx, dscale, dbias
+    shape = _shape(chosen, turns or images * chosen.parts, 2, turns > 0)
+    dx, each = launch(code, [dy, x, mean, rstd, *given], outs, name="group_norm_dgrad", **shape)
+    return dx, *merged_gradients(each)
 
 
 def _backward_in_slices(
@@ -138,8 +139,7 @@ def _backward_in_slices(
     first, second = plans.statistics, plans.applied
     merged, slices = pixels // first.pixels, pixels // second.pixels
     names, wide = group_slices_ptx.sums_of_groups(first.dtype), first.dtype == "f32"
-    given = [v for v in (scale, bias) if v is not None]
-    has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
+    given, has = _parameters(scale, bias, activation)
     outs = [jax.ShapeDtypeStruct((images * merged * first.cluster, 2, channels), jnp.float32)]
     outs += [jax.ShapeDtypeStruct((images * merged, groups), jnp.float32) for _ in names]
     code = group_slices_ptx.gradient_sums(first, merged, **has)
