@@ -266,7 +266,7 @@ def _torch(case: Case, which: str, sets: Sequence[Sequence[Any]], repeats: int) 
 
 def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | None:
     """Why one of our engines does not serve a pass; said, not hidden."""
-    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    here = engines.platform()
     try:
         for call in traced_calls(function, *operands, platform=here):
             selection.select(call)
@@ -278,7 +278,7 @@ def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | No
 
 def _engines(case: Case, which: str, operands: Any) -> tuple[str | None, Sequence[str | None]]:
     """The engine that serves the last of a pass's calls unasked, and all that could, but for those of last resort."""
-    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    here = engines.platform()
     calls = tuple(traced_calls(case.ours(which, None), *operands, platform=here))
     if not calls:
         return None, [None]

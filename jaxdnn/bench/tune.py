@@ -5,8 +5,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import jax
-
 from jaxdnn._src.core import engines, primitives, tuned
 from jaxdnn._src.core.tune import measured
 
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             sys.argv, sys.path = argv, folders
             primitives.listeners.remove(listener)
         # Not before: it starts JAX, which a script may do in a way of its own.
-        here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        here = engines.platform()
         found = measured((call for call in calls if call.platform == here), args.path)
     print(found)
     return int(bool(found.failed))

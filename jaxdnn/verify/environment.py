@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxdnn._src.cases import case
+from jaxdnn._src.core import engines
 from jaxdnn._version import __version__
 
 PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes")
@@ -43,7 +43,7 @@ def describe(flush: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
-        "platform": case.platform(),
+        "platform": engines.platform(),
         "devices": [f"{d.device_kind} {d.id}" if d.platform != "cpu" else f"cpu {d.id}" for d in jax.local_devices()],
         "device_kind": jax.local_devices()[0].device_kind,
         "flushes_subnormals": flush,

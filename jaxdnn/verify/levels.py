@@ -36,8 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdnn._src.cases.case import platform, same_bits
+from jaxdnn._src.cases.case import same_bits
 from jaxdnn._src.cases.subject import Different, Subject, batch_of
+from jaxdnn._src.core import engines
 from jaxdnn._src.core.determinism import LEVELS
 
 SIZES = {
@@ -116,7 +117,7 @@ def _expect(got: Iterable[Any], wanted: Iterable[np.ndarray], what: str) -> None
 
 
 def _repeats(extent: str) -> int:
-    on_cpu = platform() == "cpu"
+    on_cpu = engines.platform() == "cpu"
     return {"quick": 10, "standard": 20 if on_cpu else 100, "full": 100 if on_cpu else 1000}[extent]
 
 

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
-from jaxdnn._src.cases import case
 from jaxdnn._src.cases.case import same_bits
 from jaxdnn._src.cases.example import LARGE, Example, examples, numbers, shape
+from jaxdnn._src.core import engines
 from jaxdnn._src.core.determinism import is_fixed, satisfies
 
 AXIS = "d"
@@ -82,7 +82,7 @@ class Outcome:
 
 def trials() -> list[Trial]:
     """Every line of the table, letter and variant, and batch norm's statistics."""
-    variants = VARIANTS if case.platform() == "cpu" else (*VARIANTS, KERNELS)
+    variants = VARIANTS if engines.platform() == "cpu" else (*VARIANTS, KERNELS)
     lines = [Trial(r.name, letter, *variant) for r in examples().values() for variant in variants for letter in r.needs]
     return lines + [Trial(STATISTICS, "N", kind, "fast", "float32") for kind in ("auto", "manual")]
 
@@ -133,7 +133,7 @@ def _line(trial: Trial) -> Outcome:
             faults.append(f"{name}: communicates {signs[i]}, needs {needed[i]}")
     bits = satisfies(trial.level, "mesh_invariant")
     # On GPUs XLA's convolutions may transform their operands (Winograd), which is exact for no numbers.
-    exact = row.exact and (fixed or case.platform() == "cpu" or row.op not in TRANSFORMED)
+    exact = row.exact and (fixed or engines.platform() == "cpu" or row.op not in TRANSFORMED)
     for i, (axes, y, one) in enumerate(zip(row.results, results, alone.results, strict=True)):
         faults += _differences(f"result {i}", row, y, one, None if axes == "?" else at(axes), exact or bits)
     for i, (axes, x, one) in enumerate(zip(row.operands, gradients, alone.gradients, strict=True)):
@@ -184,7 +184,7 @@ def _sharded(axes: str, letter: str) -> list[bool]:
 
 def _needed(signs: tuple[str, str]) -> tuple[str, str]:
     """What a line says of its two programs, on this platform."""
-    of_cpus = "+" if case.platform() == "cpu" else "-"
+    of_cpus = "+" if engines.platform() == "cpu" else "-"
     return signs[0].replace("c", of_cpus), signs[1].replace("c", of_cpus)
 
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from jaxdnn._src.cases import case
+from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.branches import Branch
 from jaxdnn.verify.random_report import Report
@@ -234,7 +234,7 @@ def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[Report]
     Raises:
       ValueError: there is no such branch, or so many processes do not fit a GPU's memory.
     """
-    on_gpu = case.platform() == "cuda"
+    on_gpu = engines.platform() == "cuda"
     gpus = len(here["devices"]) if on_gpu else 0
     devices = _devices(arguments, gpus, _gpu_bytes() if on_gpu else 0)
     chosen = arguments.towards or arguments.op or arguments.engine

@@ -19,6 +19,7 @@ import jaxdnn as dnn
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases.drawn import pick
 from jaxdnn._src.cases.subject import Subject
+from jaxdnn._src.core.engines import platform
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.branches import Branch
 from jaxdnn.verify import levels, matrix
@@ -108,7 +109,7 @@ def _name(problem: Any, configs: Sequence[Any]) -> bytes:
 def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tuple[str, str], float]:
     """The pairs of an op and an engine that calls are drawn for, by weight; `hopper` where it runs or is named."""
     found: dict[tuple[str, str], float] = {}
-    named = engines or [e for e in matrix.engines() if e != "hopper" or plain.platform() == "cuda"]
+    named = engines or [e for e in matrix.engines() if e != "hopper" or platform() == "cuda"]
     for op in ops or matrix.ops():
         for engine in matrix.of(op).engines_of(op):
             if engine in named:

@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.branches import Branch
+from jaxdnn.verify.report import number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def summary(reports: Sequence[Report]) -> dict[str, Any]:
         "unknown_branches": unknown,
         "never_taken": sorted("/".join(branch) for branch in every if not taken[branch]),
         "guarded": sum(r.guarded for r in reports),
-        "largest_ratio": _number(max((r.ratio for r in reports if r.status == "passed"), default=0.0)),
+        "largest_ratio": number(max((r.ratio for r in reports if r.status == "passed"), default=0.0)),
         "seconds_in_processes": {
             what: round(sum(r.seconds.get(what, 0) for r in reports), 1) for what in ("drawing", "running")
         },
@@ -102,11 +102,6 @@ def summary(reports: Sequence[Report]) -> dict[str, Any]:
 
 def _entry(report: Report) -> dict[str, Any]:
     """A failed call; which branches it took says its reproduction."""
-    entry = dataclasses.asdict(report) | {"ratio": _number(report.ratio)}
+    entry = dataclasses.asdict(report) | {"ratio": number(report.ratio)}
     del entry["branches"]
     return entry
-
-
-def _number(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None

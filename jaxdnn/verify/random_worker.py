@@ -29,6 +29,7 @@ def main() -> int:
     import jax
 
     from jaxdnn._src.cases import case
+    from jaxdnn._src.core import engines
     from jaxdnn.verify import random_call
     from jaxdnn.verify.guards import DeviceMemory, Guards
 
@@ -38,7 +39,7 @@ def main() -> int:
     # Finding out takes a product, whose library a checker of memory reads for minutes; GPUs flush nothing.
     flush = False if given.unguarded else case.flushes_subnormals()
     among = random_call.pairs(given.ops, given.engines)
-    guards = Guards(DeviceMemory()) if case.platform() == "cuda" and not given.unguarded else None
+    guards = Guards(DeviceMemory()) if engines.platform() == "cuda" and not given.unguarded else None
     answer({"ready": jax.local_devices()[0].device_kind})
     tell = lambda report: answer(dataclasses.asdict(report))
     for line in sys.stdin:

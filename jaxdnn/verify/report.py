@@ -94,10 +94,10 @@ def _cell(result: Result, reproduce: Any) -> dict[str, Any]:
         "level": result.level,
         "accumulation": result.accumulation,
         "status": result.status,
-        "ratio": _number(result.ratio),
+        "ratio": number(result.ratio),
         "seconds": round(result.seconds, 3),
         "message": result.message,
-        "checks": [{k: _number(v) for k, v in dataclasses.asdict(c).items()} for c in result.checks],
+        "checks": [{k: number(v) for k, v in dataclasses.asdict(c).items()} for c in result.checks],
         "reproduce": reproduce(case.id),
     }
 
@@ -107,6 +107,6 @@ def _trial(trial: Trial, reproduce: Any) -> dict[str, Any]:
     return entry | {"id": trial.id, "reproduce": None if trial.control else reproduce(trial.id)}
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     """JSON has no infinity: an allowance without limit is null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

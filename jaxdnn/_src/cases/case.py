@@ -191,17 +191,11 @@ class Blended:
 # ---- what an engine declares -----------------------------------------------------------------------------------------
 
 
-def platform() -> str:
-    """The default backend, as engines name it."""
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
-
-
 def architectures() -> set[str]:
     """The names of this device in an engine's `modelled`, such as "cuda", "NVIDIA H200" and "sm_90"."""
     device = jax.local_devices()[0]
     capability = getattr(device, "compute_capability", None)
-    names = {platform(), device.device_kind}
+    names = {engines.platform(), device.device_kind}
     return names | {f"sm_{str(capability).replace('.', '')}"} if capability else names
 
 

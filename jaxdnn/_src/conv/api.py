@@ -281,7 +281,7 @@ def conv_bgrad(
 
     Sources: cuDNN's cudnnConvolutionBackwardBias.
     """
-    frame = frames.frame(layout, None)
+    frame = frames.frame(layout)
     dy = frame.array("dy", dy)
     types = arguments.types({"dy": dy}, accumulate, None, out_dtype)
     arguments.require_sum_level(dy, determinism)

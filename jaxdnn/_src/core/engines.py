@@ -202,6 +202,12 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(engine.name for engine in sorted(found, key=lambda engine: engine.fused)))
 
 
+def platform() -> str:
+    """The default backend, as engines name it."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
 def device_kind(platform: str) -> str | None:
     """The kind of the platform's first device; None if this process has no such device."""
     try:

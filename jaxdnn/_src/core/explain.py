@@ -159,15 +159,13 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
 
     Sources: answers what cuDNN's engine heuristics and `cudnnGetConvolutionForwardAlgorithm_v7` answer.
     """
-    here = jax.default_backend() if platform is None else checks.choice("platform", platform, engines.PLATFORMS)
-    here = "cuda" if here == "gpu" else here
-    jaxpr = _traced(function, args, kwargs)
+    here = engines.platform() if platform is None else checks.choice("platform", platform, engines.PLATFORMS)
+    with _explaining(True):
+        jaxpr = _traced(function, args, kwargs)
     return Explanations((_explain_call(eqn, here) for eqn in _calls(jaxpr)), _formulas(jaxpr))
 
 
-def calls(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, platform: str
-) -> Iterator[engines.Call]:
+def traced_calls(function: Callable[..., Any], /, *args: Any, platform: str, **kwargs: Any) -> Iterator[engines.Call]:
     """Every jaxdnn call of a function of such arguments, as an engine on a platform sees it."""
     return (_call(eqn, platform) for eqn in _calls(_traced(function, args, kwargs)))
 
@@ -184,8 +182,7 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return function(*positional, **named)
 
     arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
-    with _explaining(True):
-        return jax.make_jaxpr(call)(arrays).jaxpr
+    return jax.make_jaxpr(call)(arrays).jaxpr
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -256,12 +253,6 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             inner = getattr(param, "jaxpr", param)
             if hasattr(inner, "eqns"):
                 yield from _equations(inner)
-
-
-def traced_calls(function: Callable[..., Any], /, *operands: Any, platform: str) -> Iterator[engines.Call]:
-    """Every jaxdnn call of a function, as an engine on a platform sees it."""
-    for eqn in _calls(jax.make_jaxpr(function)(*operands).jaxpr):
-        yield _call(eqn, platform)
 
 
 def _call(eqn: Any, platform: str) -> engines.Call:

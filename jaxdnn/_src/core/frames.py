@@ -58,7 +58,7 @@ class Frame:
         return w if vector is None else _vectorise(w, self.given_filter.input, vector, "filter")
 
 
-def frame(layout: Any, filter_layout: Any) -> Frame:
+def frame(layout: Any, filter_layout: Any = None) -> Frame:
     """Reads the layouts."""
     data = windows.layout(layout)
     return Frame(data, windows.filter_layout(filter_layout, data))

@@ -154,10 +154,8 @@ def check(op: str, spec: Any, *operands: Any) -> None:
     """Raises, when a call is traced, if no platform it could be lowered for has an engine for it."""
     checks.choice("engine", spec.engine, (None, *engines.names()))
     avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands)
-    here = jax.default_backend()
-    here = "cuda" if here == "gpu" else here
     errors = []
-    for platform in dict.fromkeys((here, *engines.PLATFORMS)):
+    for platform in dict.fromkeys((engines.platform(), *engines.PLATFORMS)):
         try:
             select(Call(op, spec, avals, platform, engines.device_kind(platform)))
             return

@@ -76,9 +76,9 @@ def tune(function: Callable[..., Any], /, *args: Any, path: str | Path | None = 
     Sources: cuDNN's `cudnnFindConvolutionForwardAlgorithm`; PyTorch's `torch.backends.cudnn.benchmark`, which keeps no
       file.
     """
-    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    here = engines.platform()
     with tuned.ignored():
-        return measured(explain.calls(function, args, kwargs, platform=here), path)
+        return measured(explain.traced_calls(function, *args, platform=here, **kwargs), path)
 
 
 def measured(calls: Iterable[engines.Call], path: str | Path | None) -> Tuned:

@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.formulas import read_activation
-from jaxdnn._src.core import blending, checks, frames
+from jaxdnn._src.core import blending, checks
 from jaxdnn._src.core.determinism import is_fixed, required, satisfies
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import rounded
@@ -353,8 +353,3 @@ class Extras:
         given = {name: name in operands for name in ("prior", "residual")}
         read = epilogues.Epilogue(alpha=alpha, beta=beta, activation=activation, **given)  # type: ignore[arg-type]
         return read, [operands[name] for name in read.operands]
-
-
-def frame(layout: Any) -> Frame:
-    """Reads a layout."""
-    return frames.frame(layout, None)

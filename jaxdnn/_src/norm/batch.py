@@ -15,7 +15,7 @@ from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation import epilogues
-from jaxdnn._src.core import blending, checks
+from jaxdnn._src.core import blending, checks, frames
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
@@ -114,7 +114,7 @@ def batch_norm(
       resultSaveInvVariance is the inverse deviation returned here; PyTorch's batch_norm and SyncBatchNorm; ONNX's
       BatchNormalization, whose momentum weighs the old statistic and whose running variance is the biased one.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x = frame.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
@@ -211,7 +211,7 @@ def batch_norm_inference(
     Sources: cuDNN's cudnnBatchNormalizationForwardInference. The graph API's batchnorm_inference takes the inverse
       deviation in place of the variance.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x = frame.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
@@ -302,7 +302,7 @@ def batch_norm_dgrad(
     Sources: cuDNN's cudnnBatchNormalizationBackwardEx, whose dz is dresidual and whose factors are alphaDataDiff,
       betaDataDiff, alphaParamDiff and betaParamDiff; PyTorch's native_batch_norm_backward.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     dy = arguments.cotangent(dy, x, found)

@@ -66,7 +66,7 @@ class Arrays:
         o, x = dict(self.options), np.empty(self.without_filling(np.empty(self.shape, bool)).shape, np.float32)
         if self.plain in ROWS:
             return (arguments.samples if self.plain == ROWS[2] else arguments.rows)(x, o.get("axis", -1))
-        frame = frames.frame(o.get("layout", "NHWC"), None)
+        frame = frames.frame(o.get("layout", "NHWC"))
         if self.plain == "group_norm":
             return arguments.grouped(frame, x, o["groups"])
         if self.plain == "instance_norm":
@@ -75,7 +75,7 @@ class Arrays:
 
     def without_filling(self, v: np.ndarray) -> np.ndarray:
         """An array like x without channel vectors and the channels that fill up the last one."""
-        layout = frames.frame(dict(self.options).get("layout", "NHWC"), None).given
+        layout = frames.frame(dict(self.options).get("layout", "NHWC")).given
         if layout.vector is None:
             return v
         c = layout.channel
@@ -85,7 +85,7 @@ class Arrays:
 
     def as_given(self, v: np.ndarray) -> np.ndarray:
         """An array without channel vectors in x's layout; 0 in the channels that fill up."""
-        layout = frames.frame(dict(self.options).get("layout", "NHWC"), None).given
+        layout = frames.frame(dict(self.options).get("layout", "NHWC")).given
         if layout.vector is None:
             return v
         c, lanes = layout.channel, layout.vector

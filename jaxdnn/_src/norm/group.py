@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import checks
+from jaxdnn._src.core import checks, frames
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.norm import arguments
@@ -111,7 +111,7 @@ def group_norm(
     Sources: Wu and He, arXiv:1803.08494; PyTorch's group_norm, ONNX's GroupNormalization of opset 21 (that of opset
       18 has a scale a group). cuDNN's graph API lists mode GROUP and refuses it.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x = frame.array("x", x)
     images = _images(frame, x, channels)
     x = images.array(x)
@@ -169,7 +169,7 @@ def group_norm_dgrad(
 
     Sources: PyTorch's native_group_norm_backward.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
     checks.shape("dy", dy, x.shape, "that of x")
     images = _images(frame, x, channels)
@@ -225,7 +225,7 @@ def instance_norm(
     Sources: Ulyanov, Vedaldi and Lempitsky, arXiv:1607.08022; cuDNN's norm_forward, mode INSTANCE; PyTorch's
       instance_norm without running statistics, ONNX's InstanceNormalization.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x = frame.array("x", x)
     view, options = arguments.instances(frame, x), Options(eps, engine, determinism)
     given = {"restore": frame.restore, "activation": activation}
@@ -276,7 +276,7 @@ def instance_norm_dgrad(
 
     Sources: cuDNN's norm_backward, mode INSTANCE.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
     view, options = arguments.instances(frame, x), Options(eps, engine, determinism)
     return arguments.gradients(view, dy, x, scale, (mean, rstd), options, out_dtype, frame.restore)

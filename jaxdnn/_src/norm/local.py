@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import blending, checks, partitioning, primitives
+from jaxdnn._src.core import blending, checks, frames, partitioning, primitives
 from jaxdnn._src.core.compat import Primitive, ad, batching, mlir
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
@@ -79,7 +79,7 @@ def lrn(
     Sources: Krizhevsky, Sutskever and Hinton (2012), section 3.3; cuDNN's cudnnLRNCrossChannelForward, whose defaults
       these are; PyTorch's local_response_norm, ONNX's LRN.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x = at_edges(required(determinism), frame.array("x", x))
     found = arguments.types(x, out_dtype)
     arguments.require("lrn", determinism, "mesh_invariant", _WHY)
@@ -138,7 +138,7 @@ def lrn_dgrad(
 
     Sources: cuDNN's cudnnLRNCrossChannelBackward, which takes y too and does not need it.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x, dy = at_edges(required(determinism), (frame.array("x", x), frame.array("dy", dy)))
     found = arguments.types(x, out_dtype)
     arguments.require("lrn_dgrad", determinism, "mesh_invariant", _WHY)
@@ -203,7 +203,7 @@ def divisive_norm(
     Sources: cuDNN's cudnnDivisiveNormalizationForward, mode PRECOMPUTED_MEANS, without means "spatial LRN"; Jarrett,
       Kavukcuoglu, Ranzato and LeCun (2009) for local contrast normalisation, of which this is the division.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     level = required(determinism)
     x = at_edges(level, frame.array("x", x))
     found = arguments.types(x, out_dtype)
@@ -265,7 +265,7 @@ def divisive_norm_dgrad(
 
     Sources: cuDNN's cudnnDivisiveNormalizationBackward.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     level = required(determinism)
     x, dy = at_edges(level, (frame.array("x", x), frame.array("dy", dy)))
     found = arguments.types(x, out_dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxdnn._src.core import checks
+from jaxdnn._src.core import checks, frames
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import product, reciprocal, root, rounded
@@ -54,7 +54,7 @@ def genstats(
 
     Sources: cuDNN's graph operation genstats, whose results are SUM and SQSUM.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x = frame.array("x", x)
     found = arguments.types(x, None)
     arguments.require("genstats", determinism, "run_to_run", "it adds over the batch")
@@ -260,7 +260,7 @@ def dbn_weight(
     Sources: cuDNN's graph operation dbn_weight, whose EQ_SCALE_DY, EQ_SCALE_X and EQ_BIAS are factor_dy, factor_x and
       summand.
     """
-    frame = arguments.frame(layout)
+    frame = frames.frame(layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
     found, view = arguments.types(x, None), arguments.batches(frame, x, "spatial")
     dy = arguments.cotangent(dy, x, found).astype(found.accumulate)

@@ -101,7 +101,7 @@ def resample(
       are these, round_prefer_ceil is "half_up". Keys (1981), "Cubic convolution interpolation for digital image
       processing".
     """
-    frame = frames.frame(layout, None)
+    frame = frames.frame(layout)
     given = blending.array("x", x, determinism)
     plain = frame.array("x", given)
     _check_dtype(given, method)
@@ -165,7 +165,7 @@ def resample_dgrad(
 
     Sources: cuDNN's resample backward operation. PyTorch's has no deterministic form on GPUs.
     """
-    frame = frames.frame(layout, None)
+    frame = frames.frame(layout)
     given = blending.array("dy", dy, determinism)
     checks.dtype("dy", given, _FLOATS)
     plain, shape = frame.array("dy", given), frame.array_shape("x_shape", x_shape)
@@ -335,7 +335,7 @@ def pixel_unshuffle(
 
 
 def _shuffle(x: Any, factor: Any, order: Any, layout: Any, move: Any) -> Array:
-    frame = frames.frame(layout, None)
+    frame = frames.frame(layout)
     plain = frame.array("x", blending.array("x", x))
     factors = checks.integers("factor", factor, frame.layout.rank, minimum=1)
     checks.choice("order", order, ORDERS)

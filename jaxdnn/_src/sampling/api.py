@@ -98,7 +98,7 @@ def grid_sample(
       grid has the dtype of x. `jax.scipy.ndimage.map_coordinates` is "pixel" and "ij", with coordinates on the first
       axis; of order 0 it rounds half away from zero. Jaderberg et al., arXiv:1506.02025; Keys (1981) for "cubic".
     """
-    frame = frames.frame(layout, None)
+    frame = frames.frame(layout)
     given = blending.array("x", x, determinism)
     plain = frame.array("x", given)
     checks.dtype("x", given, (*_FLOATS, jnp.int8, jnp.uint8))

@@ -11,11 +11,11 @@ import numpy as np
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.activation.bounds import Epilogue as Blend
-from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Blended, Case, Expected
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
+from jaxdnn._src.core import engines
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.softmax import bounds
@@ -132,7 +132,7 @@ class LossCase(Case):
             "float64"
             if self.x64
             else "tensor_core"
-            if self.dtype in NARROW and plain.platform() == "cuda"
+            if self.dtype in NARROW and engines.platform() == "cuda"
             else "float32"
         )
         rule = dataclasses.replace(ACCUMULATIONS[unit], flush=True)

@@ -87,7 +87,7 @@ def transform(
     Sources: cuDNN's cudnnTransformTensor and cudnnTransformTensorEx (padBefore, padAfter, fold, direction), which
       leaves the order of the folded channels open. To undo a transform: unfold where it folded, negative padding.
     """
-    source = frames.frame(layout, None)
+    source = frames.frame(layout)
     target = source if out_layout is None else frames.Frame(_out_layout(out_layout, source), source.given_filter)
     given = blending.array("x", x)
     plain = source.array("x", given)

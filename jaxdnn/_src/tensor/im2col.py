@@ -74,7 +74,7 @@ def im2col(
 
     Sources: cuDNN's cudnnIm2Col. PyTorch's unfold has order "channels_taps" and P Q as one axis.
     """
-    frame = frames.frame(layout, None)
+    frame = frames.frame(layout)
     given = blending.array("x", x)
     plain = frame.array("x", given)
     sizes = tuple(plain.shape[axis] for axis in frame.layout.spatial)
@@ -136,7 +136,7 @@ def col2im(
 
     Sources: PyTorch's fold, ONNX's Col2Im. cuDNN has it only within its backward-data algorithms.
     """
-    frame = frames.frame(layout, None)
+    frame = frames.frame(layout)
     given = blending.array("y", y)
     plain, plain_shape = frame.array("y", given), frame.array_shape("x_shape", x_shape)
     axes = frame.layout

@@ -17,13 +17,12 @@ from jaxdnn._src.cases.case import (
     Facts,
     architectures,
     generator,
-    platform,
     same_bits,
     strongest_level,
 )
 from jaxdnn._src.conv.cases import bits, data
 from jaxdnn._src.conv.cases.case import ENGINES_OF, Case
-from jaxdnn._src.core import tolerance
+from jaxdnn._src.core import engines, tolerance
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn_reference import layout as axes
 
@@ -78,7 +77,7 @@ def judge_all(
 def golden(case: Case, operands: Any, extras: Any) -> Any:
     """The reference's float64 result with what a bound needs (`jaxdnn_reference.Details`), not rounded."""
     arguments = {k: v for k, v in case.arguments().items() if k != "out_dtype"}
-    if case.dtype == "tf32" and platform() == "cuda":
+    if case.dtype == "tf32" and engines.platform() == "cuda":
         del arguments["precision"]  # whether the hardware cuts or rounds is covered by the bound
     op = getattr(reference, case.op)
     return op(*operands, *case.sizes_argument(), **arguments, **extras, details=True)
@@ -120,7 +119,7 @@ def error_bound(
         if accumulation.kind == "transform":
             error = np.maximum(error, accumulation.transform_error(*norms_of_outputs(case, operands)))
         error = error + np.asarray(details.bound, np.float64)
-    if case.dtype == "tf32" and platform() == "cuda" and not whole:
+    if case.dtype == "tf32" and engines.platform() == "cuda" and not whole:
         error = error + tolerance.truncated_inputs_error(magnitude)
     terms = [np.asarray(extras[name], np.float64) for name in ("residual",) if name in extras]
     if "bias" in extras:
