@@ -16,6 +16,7 @@ infinity of dy may show in a neighbouring result that does not depend on it (`sp
 In 16-bit types the filter is read as the user stores it, without a transposing copy.
 """
 
+import functools as ft
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,34 +31,15 @@ from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, pipeline, tuning
 from jaxdnn._src.conv.hopper import epilogue as ep
-from jaxdnn._src.conv.hopper.limits import channels_of, narrowest, operand_reason, shape_reason
+from jaxdnn._src.conv.hopper.limits import accumulator_of, channels_of, data_reason, narrowest, result_dtype
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
 from jaxdnn._src.hopper import branches
 
 NARROW = 8  # with fewer output channels, the phases are joined
 
 
-def supports(
-    dy: Any,
-    w: Any,
-    /,
-    *operands: Any,
-    geo: Geometry,
-    epilogue: Epilogue | None = None,
-    out_dtype: Any = None,
-    precision: str | None = None,
-) -> str | None:
-    """Why `conv_dgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
-    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
-    accumulator = jnp.int32 if dy.dtype == jnp.int8 else jnp.float32
-    reason = operand_reason(dy.dtype, w.dtype, out_dtype, precision)
-    reason = reason or ep.supports(epilogue, accumulator)
-    if reason:
-        return reason
-    channels, filters = channels_of(w, geo)
-    width = jnp.dtype(dy.dtype).itemsize
-    least = narrowest(out_dtype, ep.dtypes(epilogue, operands))
-    return shape_reason(geo, dy.shape[0], filters // geo.groups, channels // geo.groups, width, least)
+# Why `conv_dgrad` cannot serve a call, which adds over the output channels, or None.
+supports = ft.partial(data_reason, 1)
 
 
 def _x_shape(dy: Any, w: Any, geo: Geometry) -> tuple[int, ...]:
@@ -111,7 +93,7 @@ def _problem(
         filter_dims="ctj" if outer and not transpose else "tjc",
         dtype=jnp.dtype(dy.dtype),
         out_dtype=jnp.dtype(out_dtype),
-        accumulator=jnp.int32 if dy.dtype == jnp.int8 else jnp.float32,
+        accumulator=accumulator_of(dy),
         finish=ep.finisher(epilogue),
         extras=extras,
         bias=epilogue is not None and epilogue.bias,
@@ -156,7 +138,7 @@ def conv_dgrad(
 
     `operands` are the epilogue's, in its order (prior, bias, residual).
     """
-    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if dy.dtype == jnp.int8 else dy.dtype))
+    out_dtype = result_dtype(dy, out_dtype)
     x_shape = _x_shape(dy, w, geo)
     if joined(geo, x_shape[-1], operands):
         branches.record("dgrad", copies="joined phases")

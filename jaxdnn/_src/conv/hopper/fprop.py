@@ -19,6 +19,7 @@ multiple of 16 bytes are padded by a copy; so are strided axes whose length the 
 """
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any
 
@@ -32,32 +33,13 @@ from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, pipeline, tuning
 from jaxdnn._src.conv.hopper import epilogue as ep
 from jaxdnn._src.conv.hopper import plan as conv_plan
-from jaxdnn._src.conv.hopper.limits import channels_of, narrowest, operand_reason, shape_reason
+from jaxdnn._src.conv.hopper.limits import accumulator_of, channels_of, data_reason, narrowest, result_dtype
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
 
-
-def supports(
-    x: Any,
-    w: Any,
-    /,
-    *operands: Any,
-    geo: Geometry,
-    epilogue: Epilogue | None = None,
-    out_dtype: Any = None,
-    precision: str | None = None,
-) -> str | None:
-    """Why `conv_fprop` cannot serve a call on arrays of these shapes and dtypes, or None."""
-    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
-    accumulator = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    reason = operand_reason(x.dtype, w.dtype, out_dtype, precision) or ep.supports(epilogue, accumulator)
-    if reason:
-        return reason
-    channels, columns = channels_of(w, geo)
-    width = jnp.dtype(x.dtype).itemsize
-    least = narrowest(out_dtype, ep.dtypes(epilogue, operands))
-    return shape_reason(geo, x.shape[0], channels // geo.groups, columns // geo.groups, width, least)
+# Why `conv_fprop` cannot serve a call, which adds over the input channels, or None.
+supports = ft.partial(data_reason, 0)
 
 
 def axes_of(geo: Geometry) -> tuple[Axis, ...]:
@@ -118,7 +100,6 @@ def plan(
     mn_major = cells or not (channels_last or transpose)
     align = max(16 // narrowest(out_dtype, extras), 8 if mn_major else 1)
     pad_columns = -columns % align
-    integer = dtype == jnp.int8
     problem = Problem(
         batch=batch,
         reduce=reduce + pad_reduce,
@@ -129,7 +110,7 @@ def plan(
         partial=bool(cells and geo_taps % cells),
         dtype=dtype,
         out_dtype=jnp.dtype(out_dtype),
-        accumulator=jnp.int32 if integer else jnp.float32,
+        accumulator=accumulator_of(x),
         finish=ep.finisher(epilogue),
         extras=extras,
         bias=epilogue is not None and epilogue.bias,
@@ -157,7 +138,7 @@ def conv_fprop(
       config: how to cut the work; by default the measured or modelled choice.
       sms: how many multiprocessors to use; by default all.
     """
-    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
+    out_dtype = result_dtype(x, out_dtype)
     todo = plan(x, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype)
     problem = todo.problem
     sms = sms or tuning.multiprocessors()

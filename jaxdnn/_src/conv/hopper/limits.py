@@ -6,7 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.conv.geometry import Geometry
+from jaxdnn._src.conv.hopper import epilogue as ep
 
 FLOATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -16,6 +18,38 @@ def channels_of(w: Any, geo: Geometry) -> tuple[int, int]:
     if geo.outer:
         return w.shape[-1] * geo.groups, w.shape[0]
     return w.shape[-2] * geo.groups, w.shape[-1]
+
+
+def accumulator_of(a: Any) -> Any:
+    """What the products of an operand are added in."""
+    return jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+
+
+def result_dtype(a: Any, out_dtype: Any) -> Any:
+    """The result's dtype; if none is given, the operand's, or that of sums of integers."""
+    return jnp.dtype(out_dtype or (jnp.int32 if a.dtype == jnp.int8 else a.dtype))
+
+
+def data_reason(
+    reduced: int,
+    a: Any,
+    w: Any,
+    /,
+    *operands: Any,
+    geo: Geometry,
+    epilogue: Epilogue | None = None,
+    out_dtype: Any = None,
+    precision: str | None = None,
+) -> str | None:
+    """Why a convolution of arrays of these shapes and dtypes by w, which adds over w's input channels (0) or its output
+    channels (1), cannot be served with an epilogue of `operands`, or None."""
+    out_dtype = result_dtype(a, out_dtype)
+    reason = operand_reason(a.dtype, w.dtype, out_dtype, precision) or ep.supports(epilogue, accumulator_of(a))
+    if reason:
+        return reason
+    found = [n // geo.groups for n in channels_of(w, geo)]
+    least = narrowest(out_dtype, ep.dtypes(epilogue, operands))
+    return shape_reason(geo, a.shape[0], found[reduced], found[1 - reduced], jnp.dtype(a.dtype).itemsize, least)
 
 
 def operand_reason(dtype: Any, other: Any, out_dtype: Any, precision: str | None) -> str | None:

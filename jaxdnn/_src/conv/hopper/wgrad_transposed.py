@@ -25,7 +25,7 @@ from jax import Array
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import fprop, tuning
 from jaxdnn._src.conv.hopper import plan as conv_plan
-from jaxdnn._src.conv.hopper.limits import operand_reason, shape_reason
+from jaxdnn._src.conv.hopper.limits import accumulator_of, operand_reason, result_dtype, shape_reason
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
 
@@ -42,8 +42,7 @@ def supports(
     precision: str | None = None,
 ) -> str | None:
     """Why `conv_wgrad` cannot serve a call on arrays of these shapes and dtypes, or None."""
-    out_dtype = jnp.dtype(out_dtype or (jnp.int32 if x.dtype == jnp.int8 else x.dtype))
-    if reason := operand_reason(x.dtype, dy.dtype, out_dtype, precision):
+    if reason := operand_reason(x.dtype, dy.dtype, result_dtype(x, out_dtype), precision):
         return reason
     if geo.groups > 1:
         return f"its kernel takes groups in 16-bit types, not in {jnp.dtype(x.dtype).name}"
@@ -123,9 +122,8 @@ def conv_wgrad(
 
 def _types(x: Any, todo: Plan, out_dtype: Any) -> tuple[Any, Any]:
     """The dtypes of a partial sum and of the result."""
-    accumulator = jnp.dtype(jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
-    out_dtype = jnp.dtype(out_dtype or (accumulator if x.dtype == jnp.int8 else x.dtype))
-    return out_dtype if todo.runs == 1 else accumulator, out_dtype
+    out_dtype = result_dtype(x, out_dtype)
+    return out_dtype if todo.runs == 1 else jnp.dtype(accumulator_of(x)), out_dtype
 
 
 def schedule(x: Any, dy: Any, /, *, geo: Geometry) -> np.ndarray:
