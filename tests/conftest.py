@@ -16,7 +16,6 @@ import jax
 import pytest
 
 from jaxdnn._src import hopper
-from jaxdnn._src.cases import case
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import MEASURED_ON
 from tests import sample
@@ -84,5 +83,4 @@ def as_on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := hopper.unavailable():
         pytest.skip(reason)
     monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200" if platform == "cuda" else "cpu")
-    monkeypatch.setattr(case, "platform", lambda: "cuda")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
