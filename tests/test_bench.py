@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdnn._src import families
+from jaxdnn._src import families, hopper
 from jaxdnn._src.cases import networks
 from jaxdnn._src.core import timing, tuned
 from jaxdnn.bench import cli
@@ -158,6 +158,7 @@ def test_choice_is_judged_by_the_fastest_engine():
     assert cli._judged({"jaxdnn": 2.0}, "xla") == {"unasked": "xla"}
 
 
+@pytest.mark.skipif(hopper.unavailable() is not None, reason="there is nothing to choose: " + str(hopper.unavailable()))
 @pytest.mark.usefixtures("reads_no_measurements")
 def test_results_are_judged_by_the_choice_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """XLA serves the gradient of few rows, the kernel other calls; only one of the two networks is held out."""
