@@ -324,32 +324,25 @@ def blended(
     return blending.blend(computed, **blend, out=out, dtypes=narrower(found.accumulate))
 
 
-@dataclasses.dataclass(frozen=True)
-class Extras:
-    """y = act(alpha c + beta prior + residual), as it was given."""
+def epilogue(
+    frame: Frame, x: Array, found: Types, *, alpha: Any, beta: Any, activation: Any, **given: Any
+) -> tuple[epilogues.Epilogue, list[Array]] | None:
+    """y = act(alpha c + beta prior + residual) and its operands, of which `given` has those that there are or None.
 
-    alpha: Any
-    beta: Any
-    prior: Any
-    residual: Any
-    activation: Any
-
-    def read(self, frame: Frame, x: Array, found: Types) -> "tuple[epilogues.Epilogue, list[Array]] | None":
-        """The epilogue and its operands; None if there is nothing to do."""
-        alpha, beta = blending.read_scales(self.alpha, self.beta, self.prior)
-        static = isinstance(beta, float)
-        activation = read_activation(self.activation)
-        operands = {}
-        for name, value in (("prior", self.prior), ("residual", self.residual)):
-            if value is None:
-                continue
-            value = frame.array(name, value)
-            checks.shape(name, value, x.shape, "that of x")
-            checks.dtype(name, value, narrower(found.accumulate))
-            if name == "residual" or not (static and beta == 0):  # a prior that counts nothing is not read
-                operands[name] = value
-        if isinstance(alpha, float) and alpha == 1 and not operands and activation is None:
-            return None
-        given = {name: name in operands for name in ("prior", "residual")}
-        read = epilogues.Epilogue(alpha=alpha, beta=beta, activation=activation, **given)  # type: ignore[arg-type]
-        return read, [operands[name] for name in read.operands]
+    None if there is nothing to do.
+    """
+    alpha, beta = blending.read_scales(alpha, beta, given["prior"])
+    activation = read_activation(activation)
+    operands = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        value = frame.array(name, value)
+        checks.shape(name, value, x.shape, "that of x")
+        checks.dtype(name, value, narrower(found.accumulate))
+        if name == "residual" or not (isinstance(beta, float) and beta == 0):  # a prior that counts nothing is not read
+            operands[name] = value
+    if epilogues.is_one(alpha) and not operands and activation is None:
+        return None
+    read = epilogues.Epilogue(alpha=alpha, beta=beta, activation=activation, **dict.fromkeys(operands, True))
+    return read, [operands[name] for name in read.operands]

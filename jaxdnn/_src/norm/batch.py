@@ -22,7 +22,7 @@ from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, joined, nearest, product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm import devices as several
-from jaxdnn._src.norm.arguments import Extras, Options, Types, View
+from jaxdnn._src.norm.arguments import Options, Types, View
 from jaxdnn._src.norm.devices import AxisName
 
 
@@ -117,7 +117,8 @@ def batch_norm(
     frame = frames.frame(layout)
     x = frame.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
-    extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
+    behind = {"alpha": alpha, "beta": beta, "prior": prior, "residual": residual, "activation": activation}
+    extras = arguments.epilogue(frame, x, found, **behind)
     # Right behind the normalisation some belong to the op, whose gradient then finds the slope again from x.
     own = None
     if extras is not None and not extras[1] and epilogues.is_one(extras[0].alpha) and axis_name is None:
@@ -214,7 +215,8 @@ def batch_norm_inference(
     frame = frames.frame(layout)
     x = frame.array("x", x)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
-    extras = Extras(alpha, beta, prior, residual, activation).read(frame, x, found)
+    behind = {"alpha": alpha, "beta": beta, "prior": prior, "residual": residual, "activation": activation}
+    extras = arguments.epilogue(frame, x, found, **behind)
     arguments.require("batch_norm_inference", determinism, "mesh_invariant", "compilers may fuse its products and sums")
     given = {name: view.parameter(name, v, found) for name, v in (("mean", mean), ("variance", variance))}
     given |= {name: view.parameter(name, v, found) for name, v in (("scale", scale), ("bias", bias)) if v is not None}

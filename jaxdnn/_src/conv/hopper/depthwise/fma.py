@@ -11,7 +11,7 @@ sum for every tap.
 import dataclasses
 
 from jaxdnn._src.conv.hopper.depthwise.ptx import Lanes
-from jaxdnn._src.conv.hopper.depthwise.walk import UNROLLED_COLUMNS, Phase
+from jaxdnn._src.conv.hopper.depthwise.walk import UNROLLED_COLUMNS, WARPS, Phase
 from jaxdnn._src.hopper.ptx import Emitter
 
 PIXEL_BYTES = 128  # one pixel of the tile: 32 lanes of 4 bytes
@@ -29,7 +29,6 @@ class LaneWalk:
     rows: int
     columns: int
     phases: tuple[Phase, ...]
-    warps: int = 4
     bias: bool = False
 
     @property
@@ -47,7 +46,7 @@ def lane_walk(k: LaneWalk) -> str:
     biases = [e.scaled(lanes.lane, 4, base) for base in biases]
     biases = [e.f("ld.shared.f32", f"[{base}+0]") for base in biases]
     for phase in k.phases:
-        with e.loop(lanes.warp, k.columns // k.strip, k.warps) as item:
+        with e.loop(lanes.warp, k.columns // k.strip, WARPS) as item:
             source = e.scaled(item, k.strip * k.in_step[1] * PIXEL_BYTES, x)
             sums = _strip(e, k, phase, source, w)
             start = (phase.start[0] * k.out_pitch + phase.start[1]) * PIXEL_BYTES
@@ -108,7 +107,6 @@ class LaneFilter:
     column_taps: int
     rows: int
     columns: int
-    warps: int = 4
 
     @property
     def accumulators(self) -> int:
@@ -123,7 +121,7 @@ def lane_filter(k: LaneFilter) -> str:
     sums = [e.f("mov.f32", f"${i}") for i in range(n)]
     lanes = Lanes(e)
     x, dy = (e.scaled(lanes.lane, 4, e.r("mov.b32", f"${2 * n + i}")) for i in range(2))
-    with e.loop(lanes.warp, k.columns, k.warps) as column:
+    with e.loop(lanes.warp, k.columns, WARPS) as column:
         source = e.scaled(column, k.in_step[1] * PIXEL_BYTES, x)
         gradient = e.scaled(column, PIXEL_BYTES, dy)
         rows = [e.f("ld.shared.f32", f"[{gradient}+{p * k.out_pitch * PIXEL_BYTES}]") for p in range(k.rows)]

@@ -22,6 +22,7 @@ import dataclasses
 from jaxdnn._src.conv.hopper.depthwise.ptx import Fragments, Lanes, SwizzledTile, matrix_multiply
 from jaxdnn._src.hopper.ptx import Emitter
 
+WARPS = 4  # that share a tile
 UNROLLED_COLUMNS = 8  # filters with more tap columns than this loop over them
 
 
@@ -54,7 +55,6 @@ class Walk:
       in_step, out_step: pixels between neighbouring outputs, in the input tile and in the output tile.
       rows, columns: outputs of one phase in the tile.
       block: rows that a warp computes at a time; even, divides rows.
-      warps: warps that share the tile.
       bias: whether a float32 of each channel, in shared memory too, is added to its sums before they are rounded.
     """
 
@@ -71,7 +71,6 @@ class Walk:
     columns: int
     block: int
     phases: tuple[Phase, ...]
-    warps: int = 4
     bias: bool = False
 
 
@@ -211,8 +210,8 @@ class _Section:
         e, k, kind = self.e, self.k, self.kind
         chunks = k.channels // 8
         items = chunks * (k.rows // k.block) * kind.groups
-        first = e.r("and.b32", e.r("add.u32", self.lanes.warp, -before % k.warps), k.warps - 1)
-        with e.loop(first, items, k.warps) as item:
+        first = e.r("and.b32", e.r("add.u32", self.lanes.warp, -before % WARPS), WARPS - 1)
+        with e.loop(first, items, WARPS) as item:
             chunk = e.r("and.b32", item, chunks - 1)
             rest = e.r("shr.u32", item, chunks.bit_length() - 1)
             block = e.r("div.u32", rest, kind.groups)
