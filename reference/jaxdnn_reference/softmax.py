@@ -26,7 +26,7 @@ def softmax(
     /,
     *,
     algorithm: str = "accurate",
-    axis: int | Sequence[int] = -1,
+    axis: int | Sequence[int] | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     where: Array | None = None,
@@ -54,7 +54,7 @@ def softmax_dgrad(
     /,
     *,
     algorithm: str = "accurate",
-    axis: int | Sequence[int] = -1,
+    axis: int | Sequence[int] | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     alpha: float = 1.0,
@@ -78,7 +78,7 @@ def logsumexp(
     x: Array,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: int | Sequence[int] | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     where: Array | None = None,
@@ -96,10 +96,10 @@ def logsumexp(
     return round_to(y if keepdims else y.squeeze(rows), out_dtype or x.dtype)
 
 
-def axes(ndim: int, axis: int | Sequence[int], mode: str | None, layout: str) -> tuple[int, ...]:
+def axes(ndim: int, axis: int | Sequence[int] | None, mode: str | None, layout: str) -> tuple[int, ...]:
     """The axes of a row: those given, or those that the mode names in the layout."""
     if mode is None:
-        given = axis if isinstance(axis, Sequence) else (axis,)
+        given = range(ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
         return tuple(sorted(a % ndim for a in given))
     letters, _, lanes = layout.partition("c")
     letters += "C" if lanes else ""  # the vector of channels lies innermost

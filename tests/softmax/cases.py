@@ -12,7 +12,7 @@ from jaxdnn._src.core.tolerance import Accumulation
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 ENGINES = ("xla", "ordered")
 ALGORITHMS = ("accurate", "fast", "log")
-SHAPES = {(3, 5, 7): -1, (2, 3, 130): -1, (4, 6, 5): (0, 2), (5, 3): 0, (1, 1): -1, (2, 1000): -1, (2, 3, 4): (0, 1, 2)}
+SHAPES = {(3, 5, 7): -1, (2, 3, 130): -1, (4, 6, 5): (0, 2), (5, 3): 0, (1, 1): -1, (2, 1000): -1, (2, 3, 4): None}
 RULE = Accumulation(flush=True)
 
 each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -25,7 +25,8 @@ def data(shape: tuple[int, ...], dtype: Any = np.float32, scale: float = 3.0, se
 
 
 def rows(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
-    return tuple(a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    given = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return tuple(a % len(shape) for a in given)
 
 
 def wide(a: Any) -> np.ndarray:

@@ -27,7 +27,7 @@ def softmax(
     /,
     *,
     algorithm: str = "accurate",
-    axis: int | Sequence[int] = -1,
+    axis: int | Sequence[int] | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     where: ArrayLike | None = None,
@@ -52,7 +52,7 @@ def softmax(
       algorithm: "accurate"; "fast", which saves the maximum and overflows where some x is above 88 (float16 too: it
         is computed in float32) and is NaN where all are far below 0 (see Numerics); or "log", the logarithm
         of the softmax.
-      axis: the axis of a row, or several, which then are one row. Not read where `mode` is given.
+      axis: the axis of a row, or several, which then are one row; None: all. Not read where `mode` is given.
       mode: None, or cuDNN's names for the axes: "channel" (a row is the channels at one place) or "instance" (a row is
         all of one example).
       layout: the axes of x for `mode`: NWC, NCW, CWN, NHWC, NCHW, CHWN, NDHWC, NCDHW, CDHWN, or with channels in
@@ -112,7 +112,7 @@ def softmax_dgrad(
     /,
     *,
     algorithm: str = "accurate",
-    axis: int | Sequence[int] = -1,
+    axis: int | Sequence[int] | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     alpha: float | ArrayLike = 1.0,
@@ -173,7 +173,7 @@ def logsumexp(
     x: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: int | Sequence[int] | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     where: ArrayLike | None = None,
@@ -240,7 +240,8 @@ def _read(
 
 def _axes(axis: Any, name: str, rank: int) -> tuple[int, ...]:
     """The axes of a row, from the last: negative, ascending."""
-    return tuple(a - rank for a in checks.axes(name, axis, rank))
+    chosen = tuple(range(rank)) or -1 if axis is None else axis
+    return tuple(a - rank for a in checks.axes(name, chosen, rank))
 
 
 def _mode_axes(mode: str, layout: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
