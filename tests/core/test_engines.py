@@ -394,11 +394,14 @@ def test_a_kernel_is_chosen_unasked_only_where_it_was_measured(device: Callable[
 def test_what_is_exported_without_a_gpu_has_a_kernel_only_if_it_is_named(device: Callable[..., None]):
     device(None, None)
     for function in (dnn.pool, dnn.softmax, dnn.layer_norm):
-        engine, kernel, _ = served(function, X_LARGE)
+        engine, kernel, text = served(function, X_LARGE)
         assert engine == "xla"
-        assert kernel.refusal == "no GPU is here to choose it for: for one elsewhere, name engine='hopper'"
+        assert kernel.refusal.startswith("no GPU is here, and no kernel is chosen unasked for one that is not known")
+        assert "served by xla; no cuda device is here: this is an export's choice" in text
         assert "mosaic_gpu" not in lowered(function)
-        assert served(function, X_LARGE, engine="hopper")[0] == "hopper"
+        engine, _, text = served(function, X_LARGE, engine="hopper")
+        assert engine == "hopper"
+        assert "comes first" not in text  # what is named is not chosen
     assert "mosaic_gpu" in lowered(dnn.pool, engine="hopper")
     assert served(dnn.softmax, X_LARGE, determinism="batch_invariant")[0] == "ordered"
     assert "mosaic_gpu" not in lowered(dnn.softmax, determinism="batch_invariant")

@@ -36,7 +36,7 @@ def test_an_engine_is_first_where_it_was_measured_but_for_the_kinds_that_it_name
     assert told(3) == ("its tiles are few (a network a layer, forward, bfloat16: 0.50 of its speed)", None)
     assert told(4, jnp.float32) == ("nobody measured it", None)
     assert told(4, kind="another") == ("it was measured on a device, not on another", None)
-    assert told(4, kind=None) == ("it was measured on a device, not on one that is not here", None)
+    assert told(4, kind=None) == ("it was measured on a device, and which device will run this is not known here", None)
     plain = dataclasses.replace(kernel, measured_on=None)
     call = engines.Call("an op", SPEC, (jax.ShapeDtypeStruct((1,), jnp.float32),), "cuda", "a device")
     assert (selection.why_later(plain, call), selection.why_earlier(plain, call)) == (None, None)

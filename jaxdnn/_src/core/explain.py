@@ -59,6 +59,7 @@ class Explanation:
     """One call of an op: its operands, the engine that would serve it (None: it would raise), and all candidates.
 
     `op` is the primitive, which several public ops share or which is a derivative; `public` is the op that was called.
+    `device_kind` is None where no device of the platform is here: then this is what an export would choose.
     """
 
     op: str
@@ -69,16 +70,22 @@ class Explanation:
     engine: str | None
     candidates: tuple[Candidate, ...]
     public: str = ""
+    device_kind: str | None = None
 
     def __str__(self) -> str:
         head = f"{self.op}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
         head = head if self.public in ("", self.op) else f"{self.public}: {head}"
-        lines = [head, f"  served by {self.engine}" if self.engine else "  served by no engine: it raises"]
+        served = f"served by {self.engine}" if self.engine else "served by no engine: it raises"
+        elsewhere = "" if self.device_kind else f"; no {self.platform} device is here: this is an export's choice"
+        lines = [head, f"  {served}{elsewhere}"]
         for c in self.candidates:
-            verdict = "can serve" if c.refusal is None else f"no: {c.refusal}"
-            if c.refusal is None and c.later:
+            if c.refusal is not None:
+                lines.append(f"    {c.engine}: no: {c.refusal}")
+                continue
+            verdict = "can serve"
+            if c.later:
                 verdict += f"; unless it is named, another comes first, because {c.later}"
-            elif c.refusal is None and c.earlier:
+            elif c.earlier:
                 verdict += f"; it comes first, because {c.earlier}"
             facts = [f"guarantees {c.level}", f"accumulates in {ACCUMULATORS.get(c.accumulation, c.accumulation)}"]
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
@@ -138,7 +145,8 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
       function: an op such as `jaxdnn.conv`, or any JAX function that calls ops, such as a gradient or a whole step.
       args: its arguments; `jax.ShapeDtypeStruct`s serve as well as arrays, for nothing is computed. Numbers, such
         as the shape that `jaxdnn.conv_dgrad` takes, are passed on as they are.
-      platform: "cpu" or "cuda"; None means JAX's default backend.
+      platform: "cpu" or "cuda"; None means JAX's default backend. Where no device of a platform is here, the answer is
+        what `jax.export` chooses: no kernel, unless `engine=` names it, for which device will run it is not known.
       kwargs: its keyword arguments.
 
     Returns:
@@ -270,6 +278,7 @@ def _explain_call(eqn: Any, platform: str) -> Explanation:
     out = eqn.outvars[0].aval
     public_ops = re.findall(r"jaxdnn\.(\w+)", compat.scope(eqn))
     return Explanation(
+        device_kind=call.device_kind,
         op=op,
         operands=tuple(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in avals),
         result=f"{out.dtype}[{','.join(map(str, out.shape))}]",
@@ -288,12 +297,12 @@ def _refusal(engine: engines.Engine, call: engines.Call) -> str | None:
 
 
 def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) -> Candidate:
-    able = engine.supports(call) is None
+    able, unasked = engine.supports(call) is None, call.spec.engine is None
     return Candidate(
         engine=engine.name,
         refusal=refusal,
-        later=selection.why_later(engine, call),
-        earlier=selection.why_earlier(engine, call),
+        later=selection.why_later(engine, call) if unasked else None,
+        earlier=selection.why_earlier(engine, call) if unasked else None,
         level=engine.level(call),
         accumulation=engine.accumulation(call),
         workspace=engine.workspace(call) if able else None,

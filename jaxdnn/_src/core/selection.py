@@ -72,8 +72,8 @@ def _place(engine: Engine, call: Call) -> int:
 def _named(engine: Engine, call: Call) -> str | None:
     """Why an engine with measurements is not taken for the faster one by rule."""
     if engine.measured_on is not None and call.device_kind not in engine.measured_on:
-        kinds = ", ".join(engine.measured_on) or "no device"
-        return f"it was measured on {kinds}, not on {call.device_kind or 'one that is not here'}"
+        here = f"not on {call.device_kind}" if call.device_kind else "and which device will run this is not known here"
+        return f"it was measured on {', '.join(engine.measured_on) or 'no device'}, {here}"
     return next((str(kind) for kind in engine.slower if kind.has(call)), None)
 
 

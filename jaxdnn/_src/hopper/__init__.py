@@ -42,7 +42,10 @@ def no_device(call: engines.Call) -> str | None:
     if call.device_kind is None:
         if call.spec.engine == "hopper":
             return None
-        return "no GPU is here to choose it for: for one elsewhere, name engine='hopper'"
+        return (
+            "no GPU is here, and no kernel is chosen unasked for one that is not known: engine='hopper' asks for it, "
+            f"for devices of compute capability {CAPABILITY}"
+        )
     if call.device_kind not in MEASURED_ON and (found := capability()) != CAPABILITY:
         return f"it needs compute capability {CAPABILITY}, and {call.device_kind} has {found or 'an unknown one'}"
     return None
