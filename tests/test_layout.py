@@ -86,3 +86,15 @@ def test_manifests_name_every_public_op():
     public = {name for name in dir(dnn) if not name.startswith("_")}
     # Python binds the packages of commands to their parent when they are imported.
     assert public - set(dnn.__all__) <= {"engines", "tolerance", *COMMANDS}
+
+
+def test_primitives_are_declared_in_the_core():
+    """A family says what its primitives are; how JAX is told stands in one place."""
+    wiring = {f"jaxdnn._src.core.compat.{name}" for name in ("Primitive", "batching", "mlir")}
+    names = lambda tree: {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert [name for name, tree in modules().items() if floor(name) != "core" and names(tree) & wiring] == []

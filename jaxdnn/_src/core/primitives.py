@@ -172,6 +172,25 @@ def batch_leading(
     return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
 
 
+def linear_map(name: str, run: Callable[..., Array], transposed: Callable[..., dict[str, Any]]) -> Callable[..., Array]:
+    """A function of one array and static arguments, linear in the array, of whose shape the result is: as a primitive,
+    for the sake of its transpose, where what JAX makes of `run` is slow. It has no engines.
+
+    Args:
+      name: the primitive's name.
+      run: (array, static arguments by name) to the result; any axes may lead, so it counts axes from the last.
+      transposed: the static arguments by name to those with which the same map is its transpose.
+    """
+    primitive = compat.Primitive(name)
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    ad.deflinear2(primitive, lambda ct, _, **static: [primitive.bind(ct, **transposed(**static))])
+    lead = lambda operands, dims, **static: (primitive.bind(jnp.moveaxis(operands[0], dims[0], 0), **static), 0)
+    batching.primitive_batchers[primitive] = lead
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    return primitive.bind
+
+
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 

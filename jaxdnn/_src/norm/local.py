@@ -15,7 +15,6 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, partitioning, primitives
-from jaxdnn._src.core.compat import Primitive, ad, batching, mlir
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, power, product, reciprocal, root
@@ -339,40 +338,30 @@ def _window_of(n: Any, alpha: Any, beta: Any, k: Any, even: Any) -> _Window:
     return _Window(n, numbers[0], numbers[1], numbers[2], low)
 
 
-def _summed(v: Array, axes: Sequence[int], low: int, high: int) -> Array:
-    """Σ of v over a window around every element, zero outside: term by term, one axis after the other."""
-    bound = ft.partial(_window_sum.bind, axes=tuple(axes), low=low, high=high)
-    return primitives.composed(bound, partitioning.elementwise, v)
-
-
 def added(v: Array, *, axes: tuple[int, ...], low: int, high: int) -> Array:
-    """The sum over a window around every element along each of the axes."""
+    """The sum over a window around every element along each of the axes, which are counted from the last: negative."""
     for axis in axes:
         size = v.shape[axis]
         # What lies further away than the axis is long is zero.
         reach = [min(r, max(size - 1, 0)) for r in (low, high)]
-        pad = [(reach[0], reach[1]) if a == axis else (0, 0) for a in range(v.ndim)]
+        pad = [(reach[0], reach[1]) if a - v.ndim == axis else (0, 0) for a in range(v.ndim)]
         padded = jnp.pad(v, pad)
         terms = [lax.slice_in_dim(padded, i, i + size, axis=axis) for i in range(sum(reach) + 1)]
         v = ft.reduce(jnp.add, terms)
     return v
 
 
-# A primitive for the sake of its transpose, the sum over the mirrored window: that of slices is a sum of padded arrays,
-# for each of which XLA on CPUs computes anew whatever they are made of.
-_window_sum = Primitive("window_sum")
-_window_sum.def_impl(added)
-_window_sum.def_abstract_eval(lambda v, **_: v)
-ad.deflinear2(_window_sum, lambda ct, _, *, axes, low, high: [_window_sum.bind(ct, axes=axes, low=high, high=low)])
-mlir.register_lowering(_window_sum, mlir.lower_fun(added, multiple_results=False))
+# The transpose is the sum over the mirrored window: that of slices is a sum of padded arrays, for each of which XLA on
+# CPUs computes anew whatever they are made of.
+_window_sum = primitives.linear_map(
+    "window_sum", added, lambda *, axes, low, high: {"axes": axes, "low": high, "high": low}
+)
 
 
-def _batch_window_sum(operands: Any, dims: Any, *, axes: tuple[int, ...], low: int, high: int) -> Any:
-    moved = jnp.moveaxis(operands[0], dims[0], 0)
-    return _window_sum.bind(moved, axes=tuple(axis + 1 for axis in axes), low=low, high=high), 0
-
-
-batching.primitive_batchers[_window_sum] = _batch_window_sum
+def _summed(v: Array, axes: Sequence[int], low: int, high: int) -> Array:
+    """Σ of v over a window around every element, zero outside: term by term, one axis after the other."""
+    bound = ft.partial(_window_sum, axes=tuple(axis - v.ndim for axis in axes), low=low, high=high)
+    return primitives.composed(bound, partitioning.elementwise, v)
 
 
 def _means(frame: Any, means: Any, x: Array, found: Any, level: str) -> Array:
