@@ -68,6 +68,13 @@ def test_direct_results_that_cannot_be(change, text):
     assert text in (wgrad_plan.check(problem, wgrad.Config(**options)) or "")
 
 
+def test_a_gradient_of_few_pixels_is_stored_directly():
+    """As partial sums in float32 it would be written, read and written again, which is all that it takes."""
+    axes = fprop.axes_of(Geometry((8, 8), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    for batch in (1, 2, 8):
+        assert wgrad_plan.choose(wgrad.Problem(batch, 1280, 1280, axes, jnp.dtype(BF16)), 132).direct
+
+
 def test_a_direct_result_of_another_type_takes_the_other_way():
     """The order of additions stays the configuration's; only the conversion is elsewhere."""
     case = DIRECT_CASES["1x1"]

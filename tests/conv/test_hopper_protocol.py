@@ -177,9 +177,12 @@ def test_accesses_are_ordered_on_every_branch(as_on_h200: None, branch: Any, mon
         (256, 64, 1, 4),
     ],
 )
-def test_results_stored_by_a_cluster_leave_no_buffer_before_it_was_read(columns, filters, across, splits, outer):
+@pytest.mark.parametrize("images", [1, 2])
+def test_results_stored_by_a_cluster_leave_no_buffer_before_it_was_read(
+    images, columns, filters, across, splits, outer
+):
     """Tiles of one, two, three and four turns of two buffers, the last of which lie beyond the filter's five blocks."""
-    case = Case(2, (8, 8), 320, 320, (3, 1), (1, 1), ((1, 1), (0, 0)), (1, 1))
+    case = Case(images, (8, 8), 320, 320, (3, 1), (1, 1), ((1, 1), (0, 0)), (1, 1))
     config = wgrad.Config(1, (8, 8), splits, filters, columns, across, 1, 2, direct=True)
     options: dict[str, Any] = dict(geo=case.geometry(outer), config=config, sms=3 * splits)
     (launch,) = kernels(ft.partial(wgrad.conv_wgrad, **options), *case.avals("wgrad"))

@@ -314,7 +314,8 @@ def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:
         direct = dataclasses.replace(base, splits=splits, direct=True)
         for stages in range(base.stages, 1, -1):  # the output buffers leave less memory for the ring
             config = dataclasses.replace(direct, stages=stages)
-            if ceil_div(walk.boxes, splits) >= 4 and check(problem, config) is None:
+            # Sums of few boxes too, or they would pass through memory in float32.
+            if (splits == 1 or ceil_div(walk.boxes, splits) >= 4) and check(problem, config) is None:
                 yield config
                 break
 
