@@ -58,7 +58,9 @@ def test_convolutions_of_no_table_are_served_by_the_kernels():
     assert first(wide, (3, 19, 23, 40), (3, 3, 40, 88)) == "xla"
     assert first(conv, (3, 19, 23, 40), (3, 3, 40, 88), dtype=jnp.float32) == "xla"
     narrow = lambda k: first(lambda dy, w: dnn.conv_dgrad(dy, w, (8, 28, 28, 64)), (8, 28, 28, k), (1, 1, 64, k))
-    assert [narrow(24), narrow(48), narrow(54)] == ["xla", "hopper", "xla"]  # of the last, a copy pads the channels
+    assert [narrow(48), narrow(64), narrow(76)] == ["xla", "hopper", "xla"]  # of the last, a copy pads the channels
+    product = lambda c, k: first(lambda x, dy: dnn.conv_wgrad(x, dy, (1, 1, c, k)), (8, 28, 28, c), (8, 28, 28, k))
+    assert [product(64, 48), product(48, 64), product(64, 64)] == ["xla", "xla", "hopper"]
     rgb = lambda taps: first(
         lambda x, dy: dnn.conv_wgrad(x, dy, (taps, taps, 3, 64), padding=taps // 2),
         (8, 64, 64, 3), (8, 64, 64, 64),

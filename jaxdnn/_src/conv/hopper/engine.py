@@ -19,6 +19,7 @@ from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import engines
 
 PASS = {"conv": "fprop", "conv_dgrad": "dgrad", "conv_wgrad": "wgrad"}
+CHUNK = 64  # channels of 16 bits that a step adds over, and the least that a tile of a filter gradient has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +196,8 @@ def _channels(call: engines.Call) -> tuple[int, int]:
 
 
 def _is_product(call: engines.Call) -> bool:
-    """Whether a call multiplies pixels by one tap's filter."""
-    return call.op != "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1
+    """Whether there is one tap and one group, so that a matrix product computes a call."""
+    return _taps(call) == call.spec.geo.groups == 1
 
 
 def _is_padded(call: engines.Call) -> bool:
@@ -214,25 +215,23 @@ SLOWER = (
         lambda call: not call.spec.filter.axes.endswith("IO"),
     ),
     engines.Slower(
-        "the kernel's steps are mostly padding where it adds over fewer than 32 channels",
-        lambda call: (
-            call.op != "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1 and call.avals[0].shape[-1] < 32
-        ),
-        engines.Measured("corpus_conv", "MobileNetV2", "c24.1.expand", "forward", 0.65),
-    ),
-    engines.Slower(
         "its tiles are mostly padding where there are few channels and many taps",
         lambda call: call.op == "conv_wgrad" and _taps(call) > 100 and _channels(call)[0] < 8,
         engines.Measured("corpus_conv", "patch-embed", "B/16", "wgrad", 0.44),
     ),
     engines.Slower(
-        "its tiles are mostly padding where there are few channels and one tap",
-        lambda call: call.op == "conv_wgrad" and _taps(call) == call.spec.geo.groups == 1 and min(_channels(call)) < 32,
+        "there is one tap, and it adds over fewer channels than a step has",
+        lambda call: call.op != "conv_wgrad" and _is_product(call) and call.avals[0].shape[-1] < CHUNK,
+        engines.Measured("corpus_conv", "MobileNetV2", "c24.1.expand", "forward", 0.65),
+    ),
+    engines.Slower(
+        "there is one tap, and fewer channels or filters than a tile has",
+        lambda call: call.op == "conv_wgrad" and _is_product(call) and min(_channels(call)) < CHUNK,
         engines.Measured("corpus_conv", "MobileNetV2", "c16.0.project", "wgrad", 0.37),
     ),
     engines.Slower(
-        "a copy that pads the channels moves as much as the kernel where there is one tap",
-        lambda call: _is_product(call) and _is_padded(call),
+        "there is one tap, and a copy that pads the channels moves as much as the kernel",
+        lambda call: call.op != "conv_wgrad" and _is_product(call) and _is_padded(call),
         engines.Measured("corpus_conv", "X3D-M", "s2 1x1", "dgrad", 0.33),
     ),
 )

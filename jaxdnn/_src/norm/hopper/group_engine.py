@@ -17,7 +17,7 @@ from jaxdnn._src.norm.spec import NormSpec
 
 LARGEST = 1 << 31  # bytes of an image, in which offsets have 32 bits
 SECTOR = 32
-FEW_CLUSTERS, FEW_BYTES, FEW_BYTES_IN_SLICES = 4, 1 << 17, 1 << 24  # bytes of x
+FEW_CLUSTERS, FEW_BYTES, FEW_BYTES_IN_SLICES = 4, 1 << 16, 1 << 24  # bytes of x
 STATISTICS = 1 << 31  # statistics of all images, or of their slices
 
 

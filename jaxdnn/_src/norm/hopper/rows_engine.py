@@ -59,10 +59,16 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return dx.reshape(shape), *(g.reshape(own) for g in gradients)
 
 
+def _few_rows(call: engines.Call) -> bool:
+    """Whether a gradient is of fewer rows than multiprocessors, or than a third with a mean, which costs XLA more."""
+    few = MULTIPROCESSORS // 3 if call.spec.centred else MULTIPROCESSORS
+    return call.op == "norm_dgrad" and math.prod(x_of(call).shape) // _length(call) < few
+
+
 SLOWER = (
     engines.Slower(
         "so few rows leave multiprocessors idle, and the sums over them are stored for another pass",
-        lambda call: call.op == "norm_dgrad" and math.prod(x_of(call).shape) // _length(call) < MULTIPROCESSORS,
+        _few_rows,
         engines.Measured("corpus_norm", "Llama-2-7B", "rms 64 tokens", "backward", 0.75),
     ),
 )
