@@ -26,6 +26,10 @@ LAYERS = [
 ]
 ALL = [(family, case) for family in families.with_timed() for case in families.timed(family)] + LAYERS
 
+needs_kernels = pytest.mark.skipif(
+    hopper.unavailable() is not None, reason="there is nothing to choose: " + str(hopper.unavailable())
+)
+
 
 @pytest.mark.parametrize("case", [c for _, c in ALL], ids=[f"{f}-{c.family}-{c.name}" for f, c in ALL])
 def test_peers_have_our_shapes(case: Any):
@@ -158,7 +162,7 @@ def test_choice_is_judged_by_the_fastest_engine():
     assert cli._judged({"jaxdnn": 2.0}, "xla") == {"unasked": "xla"}
 
 
-@pytest.mark.skipif(hopper.unavailable() is not None, reason="there is nothing to choose: " + str(hopper.unavailable()))
+@needs_kernels
 @pytest.mark.usefixtures("reads_no_measurements")
 def test_results_are_judged_by_the_choice_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """XLA serves the gradient of few rows, the kernel other calls; only one of the two networks is held out."""
@@ -191,6 +195,7 @@ LOST = {
 }
 
 
+@needs_kernels
 @pytest.mark.usefixtures("reads_no_measurements")
 @pytest.mark.parametrize("family", LOST)
 def test_choice_loses_little_on_networks_that_are_held_out(family: str):
