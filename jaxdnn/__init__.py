@@ -23,6 +23,7 @@ from jaxdnn._src.activation.api import activation_dgrad as activation_dgrad
 from jaxdnn._src.conv.api import conv as conv
 from jaxdnn._src.conv.api import conv_bgrad as conv_bgrad
 from jaxdnn._src.conv.api import conv_dgrad as conv_dgrad
+from jaxdnn._src.conv.api import conv_skip as conv_skip
 from jaxdnn._src.conv.api import conv_transpose as conv_transpose
 from jaxdnn._src.conv.api import conv_wgrad as conv_wgrad
 from jaxdnn._src.core.determinism import determinism as determinism

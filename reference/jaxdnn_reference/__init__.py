@@ -17,6 +17,7 @@ from jaxdnn_reference.arithmetic import magnitude as magnitude
 from jaxdnn_reference.conv import conv as conv
 from jaxdnn_reference.conv import conv_bgrad as conv_bgrad
 from jaxdnn_reference.conv import conv_dgrad as conv_dgrad
+from jaxdnn_reference.conv import conv_skip as conv_skip
 from jaxdnn_reference.conv import conv_transpose as conv_transpose
 from jaxdnn_reference.conv import conv_wgrad as conv_wgrad
 from jaxdnn_reference.ctc import ctc_lengths as ctc_lengths

@@ -35,6 +35,7 @@ import numpy as np
 
 from jaxdnn_reference import conv_scheduled as scheduled
 from jaxdnn_reference import layout as lay
+from jaxdnn_reference.activation import Activation, activate
 from jaxdnn_reference.arithmetic import truncate_to_tf32, wide
 from jaxdnn_reference.product import finish
 from jaxdnn_reference.rounding import FLOAT32
@@ -87,12 +88,14 @@ def conv_dgrad(
     mode: str = "cross_correlation",
     layout: str = "NHWC",
     filter_layout: str | None = None,
+    x: Array | None = None,
     precision: str | None = None,
     **options: Any,
 ) -> Any:
     """dx[n, h, c] = sum over r, k and p with p * stride + r * dilation - low = h of dy[n, p, k] w[r, c mod C_g, k].
 
-    x_shape: the shape of x in `layout`. options: see `product.finish`.
+    x_shape: the shape of x in `layout`. x: itself, if it is the result of a relu, before which dx is then the
+    gradient. options: see `product.finish`.
     Returns dx in `layout` (cudnnConvolutionBackwardData).
     """
     x_axes, w_axes = lay.image_axes(layout), lay.filter_axes(filter_layout or lay.default_filter_layout(layout))
@@ -105,7 +108,16 @@ def conv_dgrad(
         at = window.output_pixel(np.arange(window.in_pixels))  # [N H W, R S]: dy's (h + low - r * dilation) / stride
         return sum(wide(dys[:, at[:, r]]) @ wide(ws[:, r]).swapaxes(1, 2) for r in range(window.taps))
 
-    return finish(total, scheduled.conv_dgrad(window, dys, ws, x_axes, shape), dy.dtype, **options)
+    return finish(total, scheduled.conv_dgrad(window, dys, ws, x_axes, shape), dy.dtype, relu=x, **options)
+
+
+def conv_skip(x: Array, w: Array, /, *, input_activation: Activation = None, **options: Any) -> Any:
+    """h = act(x), y = conv(h, w). Returns y, and h in x's type.
+
+    The gradient of both in x is conv_dgrad(dy, w, beta=1, prior=dh, x=h), without the x if there is no activation.
+    """
+    h = x if input_activation is None else activate(x.astype(np.float64), input_activation).astype(x.dtype)
+    return conv(h, w, **options), h
 
 
 def conv_wgrad(

@@ -74,6 +74,7 @@ def finish(
     prior: Array | None = None,
     bias: Array | None = None,
     residual: Array | None = None,
+    relu: Array | None = None,
     activation: Activation = None,
     accumulate: Any = None,
     out_dtype: Any = None,
@@ -87,6 +88,7 @@ def finish(
     total(): the golden sums [groups, rows, columns]. product: the same sums, for the other arithmetics, `at` and
         `details`.
     bias: [K]. prior, residual: in the output's shape and layout.
+    relu: likewise; a gradient is then that before the relu that gave this: 0 where it is not positive.
     out_dtype: default the input's type; "golden" does not round unless one is given.
     at: flat positions in the output as it lies; only these are computed and returned, as a vector.
     details: return `Details` instead of the result alone.
@@ -99,7 +101,7 @@ def finish(
         else:
             parts = all_sums(product, arithmetic, schedule, accumulate, details)
         parts = [axes.from_canonical(part.reshape(shape)) for part in parts]
-        prior_at, residual_at = prior, residual
+        prior_at, residual_at, relu_at = prior, residual, relu
         bias_at = None if bias is None else bias.reshape([-1 if a == "C" else 1 for a in axes.canonical])
         if bias_at is not None:
             bias_at = axes.from_canonical(np.broadcast_to(bias_at, shape))
@@ -107,11 +109,13 @@ def finish(
         at = np.asarray(at)
         position = axes.canonical_positions(at, shape)
         parts = sums_at(product, position, arithmetic, schedule, accumulate, details)
-        prior_at, residual_at = (None if v is None else v.reshape(-1)[at] for v in (prior, residual))
+        prior_at, residual_at, relu_at = (None if v is None else v.reshape(-1)[at] for v in (prior, residual, relu))
         bias_at = None if bias is None else bias[position % shape[-1]]
     added = (residual_at, bias_at)
     blended = blend(parts[0], alpha, beta, prior_at, added, activation, exact=arithmetic == "golden")
     value = blended if parse(activation)[0] == "identity" else activated(blended, activation)
+    if relu_at is not None:
+        value = np.where(relu_at > 0, value, np.zeros_like(value))
     if out_dtype is not None or arithmetic != "golden":
         value = round_to(value, in_dtype if out_dtype is None else out_dtype)
     return Details(value, blended, *parts) if details else value

@@ -198,3 +198,27 @@ def test_bias_gradient(mesh: Mesh):
     out, found = run(lambda dy: dnn.conv_bgrad(dy), case.arrays, [batch_sharding(mesh, case, 0)])
     assert found == {"all-reduce"}
     helpers.check(case, out)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("place", [P("d"), P(None, "d"), P(None, None, None, "d")], ids=["batch", "rows", "channels"])
+def test_a_convolution_that_hands_on_what_it_reads(kind: AxisType, place: P):
+    """Its results and gradients on a mesh, of whole numbers; also where nothing says how they are sharded."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    rng = np.random.default_rng(5)
+    x, w, dy, dh = (
+        rng.integers(-3, 4, shape).astype(np.float32)
+        for shape in ((8, 16, 6, 8), (3, 3, 8, 16), (8, 16, 6, 16), (8, 16, 6, 8))
+    )
+
+    def both(x: Any, w: Any, dy: Any, dh: Any) -> Any:
+        results, back = jax.vjp(lambda x, w: dnn.conv_skip(x, w, padding=1, input_activation="relu"), x, w)
+        return *results, *back((dy, dh))
+
+    wanted = jax.jit(both)(x, w, dy, dh)
+    placed = [jax.device_put(v, NamedSharding(mesh, p)) for v, p in zip((x, w, dh), (place, P(), place), strict=True)]
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x, w: dnn.conv_skip(x, w, padding=1)[0])(*placed[:2])
+        found = jax.jit(both)(*placed[:2], jax.device_put(dy, y.sharding), placed[2])
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)

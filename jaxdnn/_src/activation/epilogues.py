@@ -1,4 +1,7 @@
-"""What happens to an accumulator before its one conversion: y = act(alpha * acc + beta * prior + residual + bias)."""
+"""What happens to an accumulator before its one conversion: y = act(alpha * acc + beta * prior + residual + bias).
+
+Of a gradient it may be that before a relu: 0 unless the relu's result, a further operand, is positive.
+"""
 
 import dataclasses
 import functools as ft
@@ -19,24 +22,30 @@ from jaxdnn._src.core.rounding import product
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The static part; which of prior, bias and residual are given, in that order, among an op's further operands."""
+    """The static part; which of prior, bias, residual, a relu's result are an op's further operands, in that order."""
 
     alpha: float = 1.0
     beta: float = 0.0
     prior: bool = False
     bias: bool = False
     residual: bool = False
+    relu: bool = False
     activation: tuple[str, Parameter] | None = None
     integer: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return tuple(name for name in ("prior", "bias", "residual") if getattr(self, name))
+        return tuple(name for name in ("prior", "bias", "residual", "relu") if getattr(self, name))
 
     @property
     def linear(self) -> bool:
         """Whether all that is left is a constant factor, so that the op is linear in each of its two arrays."""
         return not self.operands and self.activation is None
+
+    @property
+    def like_result(self) -> tuple[str, ...]:
+        """The operands that have the result's shape."""
+        return tuple(name for name in self.operands if name != "bias")
 
     def only_alpha(self) -> "Epilogue":
         return Epilogue(alpha=self.alpha, integer=self.integer)
@@ -70,11 +79,21 @@ def apply(
         z = z + extras["residual"].astype(z.dtype)
     if "bias" in extras:
         z = z + along_channel(extras["bias"].astype(z.dtype), z.ndim, channel)
+    if "relu" in extras:
+        z = before_relu(z, extras["relu"])
     if epilogue.activation is None or epilogue.integer:
         return convert(z if epilogue.activation is None else jnp.maximum(z, 0), out_dtype)
     if not jnp.issubdtype(out_dtype, jnp.inexact):
         return convert(activated(z, *epilogue.activation, level, z.dtype, stored), out_dtype)
     return activated(z, *epilogue.activation, level, np.dtype(out_dtype), stored)
+
+
+def before_relu(dy: Array, y: Array) -> Array:
+    """dy where y, a relu's result, is positive, and 0 elsewhere: bits are compared, for XLA's CPU code takes subnormal
+    numbers for 0."""
+    integers = jnp.dtype(f"int{8 * y.dtype.itemsize}")
+    positive = (lax.bitcast_convert_type(y, integers) > 0) & (y == y)
+    return jnp.where(positive, dy, jnp.zeros_like(dy))
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4, 5))

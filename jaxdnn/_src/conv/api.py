@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.conv import arguments
+from jaxdnn._src.conv import arguments, skip
 from jaxdnn._src.conv.arguments import Options
-from jaxdnn._src.core import frames
+from jaxdnn._src.conv.skip import SkipSpec
+from jaxdnn._src.core import checks, frames, selection
 from jaxdnn._src.core.explain import public
 
 
@@ -134,6 +135,7 @@ def conv_dgrad(
     alpha: float | ArrayLike = 1.0,
     beta: float | ArrayLike = 0.0,
     prior: ArrayLike | None = None,
+    x: ArrayLike | None = None,
     accumulate: DTypeLike | None = None,
     precision: str | None = None,
     out_dtype: DTypeLike | None = None,
@@ -151,13 +153,16 @@ def conv_dgrad(
       w: the convolution's filter, as for `conv`.
       x_shape: the shape of x in `layout`; several sizes of x give the same size of y, so it must be given.
       stride, padding, dilation, groups, mode, layout, filter_layout: those of the convolution, see `conv`.
-      alpha, beta, prior: the blend, see `conv`; prior has x's shape.
+      alpha, beta, prior: the blend, see `conv`; prior has x's shape. With beta = 1 it is the gradient that x has from
+        what else read it, such as a skip connection.
+      x: the convolution's input where that is the result of a relu; the gradient is then that before the relu: where x
+        is not positive it is 0, the prior with it. dtypes as for prior.
       accumulate, precision, out_dtype, engine, determinism: see `conv`.
 
     Returns:
       dx, of shape `x_shape`.
 
-    Differentiation: any order, in dy, w, prior, and alpha and beta if they are arrays.
+    Differentiation: any order, in dy, w, prior, and alpha and beta if they are arrays; in x it is 0.
 
     Numerics: as `conv`; elements of x that no window covers get beta prior.
 
@@ -177,7 +182,72 @@ def conv_dgrad(
     shape = frame.array_shape("x_shape", x_shape)
     spec = arguments.spec(frame, options, shape, w.shape, {"dy": dy, "w": w})
     arguments.check_output("dy", spec, dy, shape, w.shape)
-    return frame.restore(arguments.call("conv_dgrad", frame, spec, dy, w, alpha=alpha, beta=beta, prior=prior))
+    extras = dict(alpha=alpha, beta=beta, prior=prior, relu=x)
+    return frame.restore(arguments.call("conv_dgrad", frame, spec, dy, w, **extras))
+
+
+@public
+def conv_skip(
+    x: ArrayLike,
+    w: ArrayLike,
+    /,
+    *,
+    input_activation: str | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    mode: str = "cross_correlation",
+    layout: str = "NHWC",
+    filter_layout: str | None = None,
+    accumulate: DTypeLike | None = None,
+    precision: str | None = None,
+    out_dtype: DTypeLike | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> tuple[Array, Array]:
+    """The first convolution of a residual block, which hands on what it reads for the skip connection.
+
+    h = act(x)        y = conv(h, w)
+
+    The values are those of the two ops. The gradient is one call: x's from the convolution and from the skip connection
+    are added, and taken before the activation, in the convolution's backward kernel.
+
+    Args:
+      x: the sum that the block before ends with, (N, H, W, C) for layout NHWC; dtypes as for `conv`.
+      w, stride, padding, dilation, groups, mode, layout, filter_layout: see `conv`.
+      input_activation: None, or "relu".
+      accumulate, precision, out_dtype, engine, determinism: of the convolution, see `conv`; out_dtype is y's.
+
+    Returns:
+      y, as of `conv`, and h, in x's shape and dtype.
+
+    Differentiation: any order, forward and reverse, in x and w. Where h is not positive, NaN too, x's gradient is 0.
+
+    Numerics: as `conv`. With one group dx = (Σ dy w + dh) [h > 0] is computed in the accumulator's dtype and converted
+      once, where two ops convert Σ dy w before they add dh; with more groups it is as of two ops.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `conv`.
+
+    Example:
+      >>> def block(z, w1, w2):  # z: not yet activated
+      ...     y, skip = dnn.conv_skip(z, w1, input_activation="relu")
+      ...     y, *_ = dnn.batch_norm(y, activation="relu")
+      ...     return dnn.batch_norm(dnn.conv(y, w2), residual=skip)[0]
+      >>> block(jnp.ones((2, 4, 4, 8)), jnp.ones((1, 1, 8, 2)), jnp.ones((1, 1, 2, 8))).shape
+      (2, 4, 4, 8)
+
+    Sources: cuDNN's graph pattern of backward data with a ReLU's backward pass behind it (DgradDreluBNBwdWeight).
+    """
+    relu = checks.choice("input_activation", input_activation, (None, "relu")) == "relu"
+    options = Options(stride, padding, dilation, groups, mode, accumulate, precision, out_dtype, engine, determinism)
+    frame = frames.frame(layout, filter_layout)
+    x, w = frame.array("x", x), frame.filter("w", w)
+    spec = arguments.spec(frame, options, x.shape, w.shape, {"x": x, "w": w})
+    selection.check("conv", spec, x, w)
+    y, h = skip.conv_skip(SkipSpec(spec, relu), x, w)
+    return frame.restore(y), frame.restore(h)
 
 
 @public

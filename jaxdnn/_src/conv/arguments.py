@@ -214,6 +214,7 @@ def call(
     prior: Any,
     bias: Any = None,
     residual: Any = None,
+    relu: Any = None,
     activation: Any = None,
 ) -> Array:
     """Binds the primitive of an op with its epilogue."""
@@ -226,6 +227,7 @@ def call(
         if bias is None
         else _like("bias", bias, (shape[spec.channel(role)],), "one a channel of the result"),
         "residual": None if residual is None else _like("residual", read("residual", residual), shape, "the result's"),
+        "relu": None if relu is None else _like("x", read("x", relu), shape, "the result's"),
     }
     types = Types(spec.accumulate, spec.out_dtype)
     epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype)
@@ -258,7 +260,7 @@ def _epilogue_of(
     allowed |= {_F32} if types.accumulate == _INT32 else set()
     for name, value in operands.items():
         if value is not None:
-            checks.dtype(name, value, sorted(allowed, key=str))
+            checks.dtype("x" if name == "relu" else name, value, sorted(allowed, key=str))
     if _is_static(beta) and beta == 0:
         operands = {**operands, "prior": None}  # not read
     given = {name: value for name, value in operands.items() if value is not None}
@@ -270,7 +272,7 @@ def _epilogue_of(
             f"prior and activation None or 'relu', got alpha {checks.shown(alpha)}, beta {checks.shown(beta)}, "
             f"activation {activation!r}."
         )
-    fields = {name: name in given for name in ("prior", "bias", "residual")}
+    fields = {name: True for name in given}
     epilogue = Epilogue(alpha=alpha, beta=beta, activation=act, integer=integer, **fields)
     return epilogue, [given[name] for name in epilogue.operands]
 

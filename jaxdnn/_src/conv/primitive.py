@@ -132,7 +132,7 @@ def _jvp(op: str, spec: ConvSpec, primals: Sequence[Any], tangents: Sequence[Any
 
 
 def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The tangent of alpha * op(a, b) + beta * prior + residual + bias, in the output's dtype."""
+    """The tangent of alpha * op(a, b) + beta * prior + residual + bias, before a relu or not, in the output's dtype."""
     if not jnp.issubdtype(spec.out_dtype, jnp.inexact):
         return primitives.zero_tangent(y)
     (a, b), (da, db) = primals[:2], tangents[:2]
@@ -141,7 +141,7 @@ def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], t
     terms = [bind(op, da, b, spec=linear)] if not isinstance(da, ad.Zero) else []
     terms += [bind(op, a, db, spec=linear)] if not isinstance(db, ad.Zero) else []
     for name, tangent in zip(spec.epilogue.operands, tangents[2:], strict=True):
-        if isinstance(tangent, ad.Zero):
+        if isinstance(tangent, ad.Zero) or name == "relu":
             continue
         term = edge(tangent).astype(wide)
         if name == "prior":
@@ -153,6 +153,8 @@ def _linear_tangent(op: str, spec: ConvSpec, y: Array, primals: Sequence[Any], t
     if not terms:
         return primitives.zero_tangent(y)
     total = terms[0] if len(terms) == 1 else ft.reduce(jnp.add, [term.astype(wide) for term in terms])
+    if spec.epilogue.relu:
+        total = epilogues.before_relu(total, primals[-1])
     return edge(total.astype(spec.out_dtype))
 
 
@@ -189,10 +191,10 @@ def _batch(op: str, spec: ConvSpec, operands: Sequence[Any], dims: Sequence[int 
         return jnp.zeros((0, *result_shape(op, spec, *single)), spec.out_dtype), 0
     roles = _operand_roles(op, spec)
     letter = _folding_letter(op, roles, dims)
-    folded = [_fold(spec, role, x, d, letter, size) for role, x, d in zip(roles, operands, dims, strict=True)]
+    folded = [fold(spec, role, x, d, letter, size) for role, x, d in zip(roles, operands, dims, strict=True)]
     groups = spec.geo.groups * size if letter == "G" else spec.geo.groups
     y = bind(op, *folded, spec=dataclasses.replace(spec, geo=dataclasses.replace(spec.geo, groups=groups)))
-    return _unfold(spec, ROLES[op][2], y, letter, size)
+    return unfold(spec, ROLES[op][2], y, letter, size)
 
 
 def _operand_roles(op: str, spec: ConvSpec) -> list[str]:
@@ -226,7 +228,7 @@ def _axis(spec: ConvSpec, role: str, letter: str) -> tuple[int, int]:
     return spec.layout.channel, groups if letter in "CK" else 1
 
 
-def _fold(spec: ConvSpec, role: str, x: Array, dim: int | None, letter: str, size: int) -> Array:
+def fold(spec: ConvSpec, role: str, x: Array, dim: int | None, letter: str, size: int) -> Array:
     if letter not in _letters(role):
         return x
     x = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
@@ -237,7 +239,7 @@ def _fold(spec: ConvSpec, role: str, x: Array, dim: int | None, letter: str, siz
     return merged.reshape(*shape[:axis], shape[axis] * size, *shape[axis + 1 :])
 
 
-def _unfold(spec: ConvSpec, role: str, y: Array, letter: str, size: int) -> tuple[Array, int]:
+def unfold(spec: ConvSpec, role: str, y: Array, letter: str, size: int) -> tuple[Array, int]:
     axis, before = _axis(spec, role, letter)
     shape = y.shape
     split = y.reshape(*shape[:axis], before, size, shape[axis] // (before * size), *shape[axis + 1 :])
@@ -248,7 +250,7 @@ def _unfold(spec: ConvSpec, role: str, y: Array, letter: str, size: int) -> tupl
 # ---- sharding --------------------------------------------------------------------------------------------------------
 
 
-def _factors(op: str, spec: ConvSpec, *avals: Any) -> Factors:
+def factors(op: str, spec: ConvSpec, *avals: Any) -> Factors:
     """What is not contracted may be sharded, groups whole and windows with their neighbours; the rest is added up."""
     _, c, k = channels(spec, op, *avals[:2])
     windows = {f"s{i}": w.dims(f"s{i}") for i, w in enumerate(_windows(spec))}
@@ -326,5 +328,5 @@ for _op in ROLES:
         jvp=ft.partial(_jvp, _op),
         transpose=ft.partial(_transpose, _op),
         batch=ft.partial(_batch, _op),
-        factors=ft.partial(_factors, _op),
+        factors=ft.partial(factors, _op),
     )

@@ -151,7 +151,7 @@ def _with_extras(
     epilogue, operands = extras
     trunk = epilogue.residual and epilogue.activation is not None
     # To NumPy a dtype equals None where it is float64. The one gradient that a joined sum has must fit both its terms.
-    join = trunk and not epilogue.prior and narrow is not None and operands[0].dtype == narrow
+    join = epilogue.residual and not epilogue.prior and narrow is not None and operands[0].dtype == narrow
     if join and jax.typeof(y).sharding == jax.typeof(operands[0]).sharding:
         y = joined(y, operands[0].astype(y.dtype), narrow)
         epilogue, operands = dataclasses.replace(epilogue, residual=False), []

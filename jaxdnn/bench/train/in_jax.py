@@ -30,6 +30,10 @@ class Lax:
         )  # fmt: skip
         return y if bias is None else y + bias.astype(y.dtype)
 
+    def conv_skip(self, x: Array, w: Array, activation: str | None) -> tuple[Array, Array]:
+        x = x if activation is None else self.activation(x, activation)
+        return self.conv(x, w), x
+
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
         """Of as many taps as the stride."""
         # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward one.
@@ -114,6 +118,9 @@ class Jaxdnn(Lax):
         return dnn.conv(
             x, w.astype(x.dtype), bias=bias, stride=stride, padding=padding, groups=groups, layout=layout
         )  # fmt: skip
+
+    def conv_skip(self, x: Array, w: Array, activation: str | None) -> tuple[Array, Array]:
+        return dnn.conv_skip(x, w.astype(x.dtype), input_activation=activation)
 
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
         return dnn.conv_transpose(x, w.astype(x.dtype), stride=stride, layout=_LAYOUTS[x.ndim][0])

@@ -27,6 +27,10 @@ class Torch:
         bias = None if bias is None else bias.to(x.dtype)
         return convolution(x, w.to(x.dtype), bias, stride, padding, groups=groups)
 
+    def conv_skip(self, x: Tensor, w: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:
+        x = x if activation is None else self.activation(x, activation)
+        return self.conv(x, w), x
+
     def conv_transpose(self, x: Tensor, w: Tensor, stride: int) -> Tensor:
         return (F.conv_transpose2d if x.ndim == 4 else F.conv_transpose3d)(x, w.to(x.dtype), stride=stride)
 

@@ -78,10 +78,12 @@ def _resnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
 
     x = ops.max_pool(conv_norm(x, p["stem"], stride=2, padding=3))
     strides = [stride if i == 0 else 1 for _, count, stride in RESNET_STAGES for i in range(count)]
-    for block, stride in zip(p["blocks"], strides, strict=True):
+    for i, (block, stride) in enumerate(zip(p["blocks"], strides, strict=True)):
+        first, last = i == 0, i == len(strides) - 1  # between blocks the activation is the next one's
+        y, x = ops.conv_skip(x, block["in"][0], None if first else "relu")
         residual = conv_norm(x, block["project"], stride=stride, activation=None) if "project" in block else x
-        y = conv_norm(conv_norm(x, block["in"]), block["middle"], stride=stride, padding=1)
-        x = conv_norm(y, block["out"], residual=residual)
+        y = conv_norm(ops.batch_norm(y, block["in"][1]), block["middle"], stride=stride, padding=1)
+        x = conv_norm(y, block["out"], residual=residual, activation="relu" if last else None)
     return ops.cross_entropy(ops.mean(x), p["head"], labels)
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxdnn._src.conv.cases.geometries import Blend, Geometry
+from jaxdnn._src.conv.cases.geometries import BEFORE_RELU, Blend, Geometry
 
 PREFIX = "bits"
 DENSE = (
@@ -68,7 +68,8 @@ def cases(op: str, make: Callable[..., Any]) -> Iterator[Any]:
     for dtype, outs in OUTS.items():
         yield from (make(dtype, g, out=outs[i % len(outs)]) for i, g in enumerate(DENSE))
     yield from (make(dtype, g) for dtype in ("bf16", "f16", "f32") for g in NARROW)
-    for i, blend in enumerate(EPILOGUES if op == "conv" else EPILOGUES[:2]):
+    blends = {"conv": EPILOGUES, "conv_dgrad": (*EPILOGUES[:2], BEFORE_RELU[0])}.get(op, EPILOGUES[:2])
+    for i, blend in enumerate(blends):
         for dtype, outs in list(OUTS.items())[:5]:
             yield make(dtype, POINTWISE, blend=blend, out=outs[i % len(outs)])
 

@@ -18,6 +18,7 @@ import jaxdnn as dnn
 from jaxdnn._src.cases.case import DTYPES
 from jaxdnn._src.conv.cases import bits
 from jaxdnn._src.conv.cases.geometries import (
+    BEFORE_RELU,
     BLENDS,
     CHANNELS_LAST,
     EPILOGUES,
@@ -234,7 +235,7 @@ def _standard(op: str, make: Callable[..., Case]) -> Iterator[Case]:
     yield from (make(d, g) for d in ("f64", "tf32", "e4m3fn", "e5m2") for g in ("plain", long)[::step])
     for i, (layout, filters, geometry) in enumerate(LAYOUTS[::step]):
         yield make(("f32", "bf16", "int8", "f16")[i % 4], geometry, layout=layout, filters=filters)
-    for i, blend in enumerate(_blends(op)):
+    for i, blend in enumerate(blends(op)):
         yield make(("f32", "bf16", "f32", "e5m2", "f16")[i % 5], ("groups", "flipped")[i % 2], blend=blend)
     yield from (make(d, "all", out=o) for d, o in OUTS[:: 1 if op == "conv" else 2])
     yield make("bf16", "plain", out="f32", accumulate="f64")
@@ -249,8 +250,9 @@ def _tiled(make: Callable[..., Case]) -> Iterator[Case]:
     return (make(d, g) for d in DTYPES if d not in ("f64", "int32") for g in WIDE)
 
 
-def _blends(op: str) -> tuple[Blend, ...]:
-    return (*BLENDS, *EPILOGUES) if op in ("conv", "conv_transpose") else BLENDS
+def blends(op: str) -> tuple[Blend, ...]:
+    further = {"conv": EPILOGUES, "conv_transpose": EPILOGUES, "conv_dgrad": BEFORE_RELU}
+    return (*BLENDS, *further.get(op, ()))
 
 
 def _full(op: str, make: Callable[..., Case], seed: int) -> Iterator[Case]:
@@ -258,7 +260,7 @@ def _full(op: str, make: Callable[..., Case], seed: int) -> Iterator[Case]:
     yield from (make(d, g) for d in ("f64", "tf32", "e4m3fn", "e5m2") for g in FLAT[::3])
     for (layout, filters, geometry), dtype in itertools.product(LAYOUTS, ("f32", "bf16", "f16", "int8")):
         yield make(dtype, geometry, layout=layout, filters=filters)
-    for i, (dtype, blend) in enumerate(itertools.product(("f32", "bf16", "f16", "e4m3fn"), _blends(op))):
+    for i, (dtype, blend) in enumerate(itertools.product(("f32", "bf16", "f16", "e4m3fn"), blends(op))):
         yield make(dtype, ("all", "1d", "3d-all")[i % 3], blend=blend)
     yield from (make(d, g, out=o) for g in ("depthwise", "1d-all") for d, o in OUTS)
     dtypes = ("f32", "bf16", "f32", "f16", "int8", "f64", "tf32", "e5m2")

@@ -126,9 +126,9 @@ def error_bound(
         terms.append(np.broadcast_to(case.along_channel(np.asarray(extras["bias"], np.float64)), computed.shape))
     wide = "float64" if accumulation.format == "float64" else "float32"
     blend = Epilogue(case.blend.alpha, case.blend.beta, case.blend.activation, wide)
-    if blend == Epilogue(format=wide) and not terms:
-        return error
-    return blend.error(computed, error, *terms, prior=extras.get("prior"))
+    if blend != Epilogue(format=wide) or terms:
+        error = blend.error(computed, error, *terms, prior=extras.get("prior"))
+    return np.where(extras["x"] > 0, error, 0.0) if "x" in extras else error
 
 
 def _of_least_exponents(case: Case, operands: Any, extras: Any, magnitude: np.ndarray) -> np.ndarray:

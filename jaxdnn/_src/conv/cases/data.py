@@ -163,6 +163,7 @@ def extras(case: Case, kind: str, rng: np.random.Generator) -> dict[str, np.ndar
     wanted = {
         "prior": (blend.prior, shape, plain),
         "residual": (blend.residual, shape, plain),
+        "x": (blend.relu, shape, plain),
         "bias": (blend.bias, (channels,), wide),
     }
     drawn = {}
@@ -172,6 +173,11 @@ def extras(case: Case, kind: str, rng: np.random.Generator) -> dict[str, np.ndar
         whole = kind in INTEGERS or np.dtype(dtype).kind == "i"
         values = rng.integers(-9, 10, size) if whole else rng.standard_normal(size)
         drawn[name] = values.astype(dtype)
+    if "x" in drawn:  # a relu's result: half of it 0, some of it the least number above
+        drawn["x"] = np.maximum(drawn["x"], np.zeros((), drawn["x"].dtype))
+        drawn["x"].reshape(-1)[::7] = (
+            1 if case.dtype == "int8" else ml_dtypes.finfo(drawn["x"].dtype).smallest_subnormal
+        )
     if "prior" in drawn and blend.beta == 0:
         drawn["prior"] = np.full(shape, 77 if case.dtype == "int8" else np.nan, drawn["prior"].dtype)
     return drawn

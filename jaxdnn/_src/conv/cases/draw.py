@@ -7,7 +7,16 @@ from typing import Any
 
 from jaxdnn._src.cases.drawn import Generator, between, channels, pick
 from jaxdnn._src.conv.cases.case import Case
-from jaxdnn._src.conv.cases.geometries import BLENDS, CHANNELS_LAST, EPILOGUES, INT8_BLENDS, NO_BLEND, OUTS, Geometry
+from jaxdnn._src.conv.cases.geometries import (
+    BEFORE_RELU,
+    BLENDS,
+    CHANNELS_LAST,
+    EPILOGUES,
+    INT8_BLENDS,
+    NO_BLEND,
+    OUTS,
+    Geometry,
+)
 from jaxdnn._src.core import windows
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.branches import Branch
@@ -248,7 +257,8 @@ def _with_epilogue(case: Case, rng: Generator, *, plain: bool) -> Case:
             return dataclasses.replace(case, blend=blend, out=out)
         return dataclasses.replace(case, blend=EPILOGUES[int(rng.integers(len(EPILOGUES)))])
     if choice < 0.4:
-        return dataclasses.replace(case, blend=BLENDS[int(rng.integers(len(BLENDS)))])
+        blends = (*BLENDS, *BEFORE_RELU) if case.op == "conv_dgrad" else BLENDS
+        return dataclasses.replace(case, blend=blends[int(rng.integers(len(blends)))])
     outs = [out for dtype, out in OUTS if dtype == case.dtype]
     if outs and choice < 0.55:
         return dataclasses.replace(case, out=str(rng.choice(outs)))

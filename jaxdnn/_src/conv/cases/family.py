@@ -84,11 +84,20 @@ def describe(case: Case) -> dict[str, Any]:
 
 
 def facets(case: Case) -> set[Any]:
-    """A dtype, a layout, a result's dtype, no batch and one of one, a mode, a prior that is not read; of kernels every
-    geometry."""
+    """A dtype, a layout, a result's dtype, no batch and one of one, a mode, a prior that is not read, a relu before; of
+    kernels every geometry."""
     g, unread = case.geometry, case.blend.prior and case.blend.beta == 0
     geometry = g.name if case.engine == "hopper" else ""
-    return {case.dtype, case.layout, ("out", case.out), min(g.batch, 2), g.mode, ("unread", unread), geometry}
+    return {
+        case.dtype,
+        case.layout,
+        ("out", case.out),
+        min(g.batch, 2),
+        g.mode,
+        ("unread", unread),
+        ("relu", case.blend.relu),
+        geometry,
+    }
 
 
 FAMILY = Family(

@@ -47,6 +47,7 @@ class Blend:
     prior: bool = False  # given; with beta 0 it is all NaN and must not be read
     bias: bool = False
     residual: bool = False
+    relu: bool = False  # backward data's x is given: the gradient is that before a relu
     activation: Any = None
 
     @property
@@ -140,11 +141,15 @@ BLENDS = (
     Blend("accumulating", beta=1.0, prior=True),
     Blend("prior-not-read", alpha=0.5, prior=True),
 )
+BEFORE_RELU = (  # of backward data
+    Blend("joined-before-relu", beta=1.0, prior=True, relu=True),
+    Blend("scaled-before-relu", alpha=-0.75, relu=True),
+)
 EPILOGUES = (
     Blend("bias", bias=True),
     Blend("bias-relu", bias=True, activation="relu"),
     Blend("bias-residual-relu", bias=True, residual=True, activation="relu"),
-    Blend("everything-gelu", 1.3717, 0.5, True, True, True, "gelu"),
+    Blend("everything-gelu", 1.3717, 0.5, True, True, True, activation="gelu"),
     Blend("gelu_tanh", activation="gelu_tanh"),
     Blend("sigmoid", bias=True, activation="sigmoid"),
     Blend("tanh", alpha=0.3, activation="tanh"),

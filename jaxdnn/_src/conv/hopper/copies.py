@@ -136,10 +136,9 @@ def prepare_epilogue(
         bias = named["bias"].astype(jnp.float32)
         bias = pad(bias, ((0, whole - bias.shape[0]),))
     extras = []
-    for name in ("prior", "residual"):
-        if name in named:
-            extra = named[name].reshape(-1, named[name].shape[-1]) if flat else named[name]
-            extras.append(pad(extra, ((0, 0), *longer(problem), (0, pad_columns))))
+    for name in epilogue.like_result:
+        extra = named[name].reshape(-1, named[name].shape[-1]) if flat else named[name]
+        extras.append(pad(extra, ((0, 0), *longer(problem), (0, pad_columns))))
     return bias, extras
 
 
@@ -166,9 +165,11 @@ def copied(before: Any, after: Any) -> int:
 def epilogue_bytes(epilogue: Epilogue | None, operands: Sequence[Any], problem: Problem, pad_columns: int) -> int:
     """Bytes of the arrays that `prepare_epilogue` makes, for any configuration: a tile has at most 256 columns."""
     pixels = problem.batch * math.prod(ax.positions * ax.out_step for ax in problem.axes)
-    named = {} if epilogue is None else dict(zip(epilogue.operands, operands, strict=True))
+    if epilogue is None:
+        return 0
+    named = dict(zip(epilogue.operands, operands, strict=True))
     total = (problem.columns + 255) * 4 if "bias" in named else 0
-    for name in ("prior", "residual"):
-        if name in named and (pad_columns or any(map(any, longer(problem)))):
+    for name in epilogue.like_result:
+        if pad_columns or any(map(any, longer(problem))):
             total += pixels * problem.columns * jnp.dtype(named[name].dtype).itemsize
     return total

@@ -54,7 +54,7 @@ def _plain(epilogue: Epilogue) -> bool:
 
 
 def finisher(epilogue: Epilogue | None) -> Callable[[Array, Sequence[Array], Array | None], Array] | None:
-    """The function of (accumulator, tiles of prior and residual as given, bias) that a kernel runs on a tile."""
+    """The function of (accumulator, tiles of what is given like the result, bias) that a kernel runs on a tile."""
     if epilogue is None or _plain(epilogue):
         return None
 
@@ -68,6 +68,8 @@ def finisher(epilogue: Epilogue | None) -> Callable[[Array, Sequence[Array], Arr
             z = z + rest.pop(0)
         if bias is not None:
             z = z + bias
+        if epilogue.relu:
+            z = jnp.where(rest.pop(0) > 0.0, z, jnp.zeros_like(z))
         if epilogue.activation is None:
             return z
         name, parameter = epilogue.activation
@@ -107,6 +109,8 @@ def scaled(tile: Array, factor: float) -> Array:
 
 
 def dtypes(epilogue: Epilogue | None, operands: Sequence[jax.ShapeDtypeStruct | Array]) -> tuple[Any, ...]:
-    """The dtypes of the output-shaped operands, prior before residual."""
-    named = dict(zip(epilogue.operands, operands, strict=True)) if epilogue is not None else {}
-    return tuple(named[name].dtype for name in ("prior", "residual") if name in named)
+    """The dtypes of the output-shaped operands, in their order."""
+    if epilogue is None:
+        return ()
+    named = dict(zip(epilogue.operands, operands, strict=True))
+    return tuple(named[name].dtype for name in epilogue.like_result)

@@ -1,0 +1,149 @@
+"""A convolution that hands on what it reads: y = conv(h, w) and h = act(x), so that one rule sees both gradients of h.
+
+JAX adds the gradients of an array that two ops read between the ops, where no kernel can take the sum in. The
+tangent of this pair is a primitive, linear in the tangent of x, whose transpose is one call of backward data:
+
+    dx = (conv_dgrad(dy, w) + dh) [h > 0]
+
+with the sum in the accumulator, and one conversion. The pair and its tangent are made of the ops of their parts.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from jaxdnn._src.activation import epilogues
+from jaxdnn._src.activation.epilogues import Epilogue
+from jaxdnn._src.conv import primitive
+from jaxdnn._src.conv.primitive import ConvSpec
+from jaxdnn._src.core import engines, primitives
+from jaxdnn._src.core.compat import ad
+from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.core.primitives import bind
+from jaxdnn._src.core.rounding import at_edges
+
+OP = "conv_skip_tangent"
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipSpec:
+    """The convolution, and whether a relu is before it. The engine and level that a call requires are its parts'."""
+
+    conv: ConvSpec
+    relu: bool
+    engine: str | None = None
+    level: str = "fast"
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def conv_skip(spec: SkipSpec, x: Array, w: Array) -> tuple[Array, Array]:
+    """y and h."""
+    h = x
+    if spec.relu:  # stored: it is read by the convolution, and computing it again would read all that x was made of
+        h = epilogues.activated(x, "relu", None, spec.conv.level, np.dtype(x.dtype), True)
+    return bind("conv", h, w, spec=spec.conv), h
+
+
+def _conv_skip_jvp(spec: SkipSpec, primals: Any, tangents: Any) -> Any:
+    (_, w), (dx, dw) = primals, tangents
+    y, h = conv_skip(spec, *primals)
+    dh, terms = jnp.zeros_like(h), []
+    if not isinstance(dx, SymbolicZero):
+        dy, dh = map(primitives.placed_like, bind(OP, dx, h, w, spec=spec), (y, h))
+        terms.append(dy)
+    if not isinstance(dw, SymbolicZero):
+        terms.append(bind("conv", h, dw, spec=spec.conv))
+    return (y, h), (ft.reduce(jnp.add, terms) if terms else jnp.zeros_like(y), dh)
+
+
+conv_skip.defjvp(_conv_skip_jvp, symbolic_zeros=True)
+
+
+# ---- its tangent: (dx, h, w) to (dy, dh) -----------------------------------------------------------------------------
+
+
+def _before(spec: SkipSpec, d: Array, h: Array) -> Array:
+    """d times the slope of the activation whose result h is: it is its own transpose."""
+    return epilogues.before_relu(d, h) if spec.relu else d
+
+
+def _tangent(spec: SkipSpec, dx: Array, h: Array, w: Array) -> tuple[Array, Array]:
+    dh = _before(spec, dx, h)
+    return bind("conv", dh, w, spec=spec.conv), dh
+
+
+def _results(spec: SkipSpec, dx: Any, h: Any, w: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shape = primitive.result_shape("conv", spec.conv, dx, w)
+    return jax.ShapeDtypeStruct(shape, spec.conv.out_dtype), jax.ShapeDtypeStruct(dx.shape, dx.dtype)
+
+
+def _jvp(spec: SkipSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """Linear in dx and in w; in h it has steps alone."""
+    found = bind(OP, *primals, spec=spec)
+    (_, h, w), (ddx, _, dw) = primals, tangents
+    terms = [] if isinstance(ddx, ad.Zero) else [bind(OP, ddx, h, w, spec=spec)]
+    if not isinstance(dw, ad.Zero):
+        terms.append((bind("conv", found[1], dw, spec=spec.conv), jnp.zeros_like(found[1])))
+    return found, primitives.added(found, terms)
+
+
+def _transpose(spec: SkipSpec, cts: Sequence[Any], dx: Any, h: Any, w: Any) -> list[Array | None]:
+    of_y, of_h = cts
+    if isinstance(of_y, ad.Zero):
+        return [_before(spec, of_h, h), None, None]
+    dtype = np.dtype(dx.aval.dtype)
+    back = dataclasses.replace(
+        spec.conv, out_dtype=dtype, accumulate=primitive.wider(spec.conv.accumulate, dtype), converted=None
+    )
+    if spec.conv.geo.groups > 1:  # kernels of narrow groups have no epilogue, and would have to leave the call to XLA
+        d = bind("conv_dgrad", of_y, w, spec=back)
+        d = d if isinstance(of_h, ad.Zero) else at_edges(spec.conv.level, d + of_h)
+        return [_before(spec, d, h), None, None]
+    further = ([] if isinstance(of_h, ad.Zero) else [of_h]) + ([h] if spec.relu else [])
+    prior = not isinstance(of_h, ad.Zero)
+    epilogue = Epilogue(beta=float(prior), prior=prior, relu=spec.relu)
+    return [bind("conv_dgrad", of_y, w, *further, spec=dataclasses.replace(back, epilogue=epilogue)), None, None]
+
+
+def _batch(spec: SkipSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, Any]:
+    """Folds the new axis into the batch; with a filter for each of its elements the parts are batched apart."""
+    if dims[2] is not None:
+        mapped = jax.vmap(ft.partial(_tangent, spec), in_axes=tuple(dims))
+        return mapped(*operands), (0, 0)
+    size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
+    fold = lambda v, d: primitive.fold(spec.conv, "x", v, d, "N", size)
+    dy, dh = bind(OP, *map(fold, operands[:2], dims[:2]), operands[2], spec=spec)
+    unfold = lambda role, v: primitive.unfold(spec.conv, role, v, "N", size)[0]
+    return (unfold("y", dy), unfold("x", dh)), (0, 0)
+
+
+def _factors(spec: SkipSpec, dx: Any, h: Any, w: Any) -> Factors:
+    """The parts are partitioned apart; this says only how the results are sharded where shardings are in types."""
+    of_conv = primitive.factors("conv", spec.conv, dx, w)
+    images, filters = of_conv.operands
+    return Factors((images, images, filters), (*of_conv.results, images), of_conv.divisible, sizes=of_conv.sizes)
+
+
+primitives.define(
+    OP,
+    results=_results,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+    factors=_factors,
+    many=True,
+    words="The derivative of `conv_skip` along a tangent",
+)
+engines.declare(
+    "xla",
+    OP,
+    run=lambda call, *operands: _tangent(call.spec, *operands),
+    notes=("a convolution and a product, each with its engine",),
+)
