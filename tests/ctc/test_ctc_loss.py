@@ -386,6 +386,15 @@ def test_posteriors_are_minus_the_gradient_of_log_scores():
     np.testing.assert_array_equal(np.swapaxes(swapped, 0, 1), shares)
 
 
+def test_what_labels_of_a_class_have_in_common_is_added_before_anything_else():
+    """The gradient of a posterior scattered them, and XLA scatters into what the gradient is added to."""
+    rng = np.random.default_rng(1)
+    x, cotangent, term = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 6, 5), (3, 6, 4), (3, 6, 5)))
+    posterior = lambda x: dnn.ctc_posterior(x, LABELS, **LENGTHS, determinism="batch_invariant")
+    run = lambda x, term: jax.vjp(posterior, x)[1](cotangent)[0] + term
+    np.testing.assert_array_equal(jax.jit(run)(x, term), run(x, term))
+
+
 def test_lengths_of_paddings():
     x, labels, lengths = data(SIZES[0])
     for dtype in (np.float32, np.int32, np.bool_):

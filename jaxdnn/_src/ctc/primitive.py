@@ -7,6 +7,8 @@
 | ctc_tangent | dx, x, posterior, loss, labels, steps | the loss's derivative along dx | a formula |
 | ctc_dgrad | ct, x, posterior, loss, labels, steps | its transpose: the gradient | a formula |
 | ctc_covariance | v, x, labels, steps, count | the posterior's derivative along v, symmetric | a formula |
+| ctc_emitted | x, labels | the elements (..., T, L + 1) of x for the blank and the labels | linear |
+| ctc_by_class | v, labels | its transpose: the sums (..., T, V) of v by class | linear |
 
 x has shape (..., T, V), labels (..., L), the posterior (..., T, L + 1); the other arrays have the leading axes alone.
 """
@@ -29,12 +31,18 @@ LOWEST = -1e30  # a logarithm in place of that of 0, with which formulas have no
 
 @dataclasses.dataclass(frozen=True)
 class CtcSpec:
-    """What is known when a call is traced. `normalize` is "softmax", or "none" for scores that are logarithms."""
+    """What is known when a call is traced.
+
+    Attributes:
+      normalize: "softmax", or "none" for scores that are logarithms.
+      classes: V, for `ctc_by_class`, whose operands do not tell.
+    """
 
     blank: int
     normalize: str
     engine: str | None
     level: str
+    classes: int = 0
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -77,15 +85,16 @@ def _posterior_jvp(spec: CtcSpec, primals: Any, tangents: Any) -> tuple[Any, Any
     return found, (along, bind("ctc_covariance", v, *primals, spec=spec))
 
 
-def _symbols(spec: CtcSpec, labels: Array) -> Array:
-    blank = jnp.full((*labels.shape[:-1], 1), spec.blank, labels.dtype)
-    return jnp.concatenate([blank, jnp.maximum(labels, 0)], -1)
-
-
 def _emitted(spec: CtcSpec, x: Array, labels: Array) -> Array:
-    """(..., T, L + 1): the elements of (..., T, V) for the blank and the labels."""
-    index = jnp.expand_dims(_symbols(spec, labels), -2)
-    return jnp.take_along_axis(x, index, -1, mode="promise_in_bounds")
+    return bind("ctc_emitted", x, labels, spec=dataclasses.replace(spec, classes=x.shape[-1]))
+
+
+def _emitted_result(spec: CtcSpec, x: Any, labels: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:-1], labels.shape[-1] + 1), x.dtype)
+
+
+def _by_class_result(spec: CtcSpec, v: Any, labels: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*v.shape[:-1], spec.classes), v.dtype)
 
 
 def _gradient(spec: CtcSpec, x: Array, posterior: Array, loss: Array, labels: Array, steps: Array) -> Array:
@@ -93,7 +102,7 @@ def _gradient(spec: CtcSpec, x: Array, posterior: Array, loss: Array, labels: Ar
     time = lax.broadcasted_iota(jnp.int32, (*steps.shape, x.shape[-2], 1), steps.ndim)
     live = (time < steps[..., None, None]) & jnp.isfinite(loss)[..., None, None]
     x = jnp.where(live, x, jnp.zeros_like(x)).astype(posterior.dtype)
-    counted = jax.linear_transpose(lambda x: _emitted(spec, x, labels), x)(posterior)[0]
+    counted = bind("ctc_by_class", posterior, labels, spec=dataclasses.replace(spec, classes=x.shape[-1]))
     found = (jax.nn.softmax(x, axis=-1) if spec.normalize == "softmax" else jnp.zeros_like(x)) - counted
     return jnp.where(live, found, jnp.zeros_like(found))
 
@@ -156,7 +165,9 @@ def _factors(op: str, spec: CtcSpec, *avals: Any) -> Factors:
     """Sequences are independent; a device needs all steps and classes of its own."""
     found = _RULES[op]["results"](spec, *avals)
     results = found if isinstance(found, tuple) else (found,)
-    return partitioning.leading(avals, results, min(len(aval.shape) for aval in avals))
+    # Of the operands of the two linear maps, the labels have the fewest axes: the leading ones and their own.
+    own = 1 if op in ("ctc_emitted", "ctc_by_class") else 0
+    return partitioning.leading(avals, results, min(len(aval.shape) for aval in avals) - own)
 
 
 _RULES: dict[str, dict[str, Any]] = {
@@ -178,6 +189,18 @@ _RULES: dict[str, dict[str, Any]] = {
         "results": ft.partial(_like, 0),
         "jvp": ft.partial(primitives.jvp_of_linear, "ctc_covariance", _covariance_formula, constant=3),
         "transpose": ft.partial(_transpose, "ctc_covariance"),
+        "words": "A derivative of CTC's posterior",
+    },
+    "ctc_emitted": {
+        "results": _emitted_result,
+        "jvp": ft.partial(primitives.jvp_of_linear, "ctc_emitted", None, constant=1),
+        "transpose": ft.partial(_transpose, "ctc_by_class"),
+        "words": "A derivative of CTC's posterior",
+    },
+    "ctc_by_class": {
+        "results": _by_class_result,
+        "jvp": ft.partial(primitives.jvp_of_linear, "ctc_by_class", None, constant=1),
+        "transpose": ft.partial(_transpose, "ctc_emitted"),
         "words": "A derivative of CTC's posterior",
     },
 }

@@ -375,15 +375,15 @@ def posterior(p: Problem) -> tuple[Array, Array]:
 # ---- the gradient ----------------------------------------------------------------------------------------------------
 
 
-def _merged(p: Problem, occupied: Array) -> tuple[Array, Array]:
-    """(B, T, L + 1) with all of a class at its first label, and (B, V): where a class is there, -1 if nowhere.
+def by_class(v: Array, labels: Array, blank: int, classes: int) -> Array:
+    """(B, T, V): what (B, T, L + 1) has for each class.
 
-    Labels of a class are added in pairs of neighbours, then pairs of these, and so on.
+    Labels of a class are added in pairs of neighbours, then pairs of these, and so on, at the first of them.
     """
-    labels, classes = p.labels, p.x.shape[2]
+    every = jnp.arange(classes, dtype=jnp.int32)[None]
+    at_blank = every == blank
     if not labels.shape[1]:
-        place = jnp.where(jnp.arange(classes, dtype=jnp.int32) == p.spec.blank, 0, -1)
-        return occupied, jnp.broadcast_to(place, (len(labels), classes))
+        return jnp.where(at_blank[:, None], v, jnp.zeros_like(v))
     along = ft.partial(jnp.take_along_axis, mode="promise_in_bounds")
     order = jnp.argsort(labels, 1, stable=True).astype(jnp.int32)
     ordered, place = along(labels, order, 1), jnp.argsort(order, 1).astype(jnp.int32)
@@ -398,20 +398,27 @@ def _merged(p: Problem, occupied: Array) -> tuple[Array, Array]:
         sums = jnp.where((following >= 0)[:, None], sums + other, sums)
         return jnp.where(following >= 0, along(following, at, 1), -1), sums
 
-    _, sums = lax.while_loop(lambda state: jnp.any(state[0] >= 0), add_pairs, (following, occupied[..., 1:]))
-    every = jnp.arange(classes, dtype=jnp.int32)[None]
+    _, sums = lax.while_loop(lambda state: jnp.any(state[0] >= 0), add_pairs, (following, v[..., 1:]))
     found = jax.vmap(lambda line: jnp.searchsorted(line, every[0]).astype(jnp.int32))(ordered)
     found = jnp.minimum(found, labels.shape[1] - 1)
     place = jnp.where(along(ordered, found, 1) == every, along(order, found, 1) + 1, -1)
-    return jnp.concatenate([occupied[..., :1], sums], 2), jnp.where(every == p.spec.blank, 0, place)
+    place = jnp.where(at_blank, 0, place)[:, None]
+    sums = jnp.concatenate([v[..., :1], sums], 2)
+    sums = along(sums, jnp.broadcast_to(jnp.maximum(place, 0), (*v.shape[:2], classes)), 2)
+    return jnp.where(place >= 0, sums, jnp.zeros_like(sums))
+
+
+def emitted(x: Array, labels: Array, blank: int) -> Array:
+    """(B, T, L + 1): the elements of (B, T, V) for the blank and the labels, 0 for those that are no class."""
+    first = jnp.full((len(labels), 1), blank, labels.dtype)
+    index = jnp.concatenate([first, labels], 1)[:, None]
+    found = jnp.take_along_axis(x, jnp.maximum(index, 0), 2, mode="promise_in_bounds")
+    return jnp.where(index >= 0, found, jnp.zeros_like(found))
 
 
 def gradient(p: Problem, occupied: Array, loss: Array) -> tuple[Array, Array]:
     """(B, T, V): the derivative of a loss in its scores, and where it is not 0 by definition."""
-    sums, place = _merged(p, occupied)
-    index = jnp.broadcast_to(jnp.maximum(place, 0)[:, None], p.x.shape)
-    counted = jnp.take_along_axis(sums, index, 2, mode="promise_in_bounds")
-    counted = jnp.where((place >= 0)[:, None], counted, jnp.zeros_like(counted))
+    counted = by_class(occupied, p.labels, p.spec.blank, p.x.shape[2])
     found = -counted
     if p.spec.normalize == "softmax":
         found = plain(*shares(p, p.x, rows(p))) - counted
@@ -491,15 +498,20 @@ def _run(call: engines.Call, *operands: Array) -> Any:
         case "ctc_covariance":
             v, *others = operands
             return covariance(problem(spec, *others), _flat(v, 2)).reshape(v.shape)
+        case "ctc_emitted" | "ctc_by_class":
+            v, labels = _flat(operands[0], 2), _flat(operands[1], 1)
+            back = call.op == "ctc_by_class"
+            found = by_class(v, labels, spec.blank, spec.classes) if back else emitted(v, labels, spec.blank)
+            return found.reshape(*operands[0].shape[:-1], found.shape[-1])
     run: Callable[..., Array] = _dgrad if call.op == "ctc_dgrad" else _tangent
     return run(spec, *operands)
 
 
 engines.declare(
     "xla",
-    *("ctc_loss", "ctc_posterior", "ctc_dgrad", "ctc_tangent", "ctc_covariance"),
+    *("ctc_loss", "ctc_posterior", "ctc_dgrad", "ctc_tangent", "ctc_covariance", "ctc_emitted", "ctc_by_class"),
     run=_run,
-    level=lambda call: "mesh_invariant" if call.op in ("ctc_tangent", "ctc_covariance") else "portable",
+    level=lambda call: "portable" if call.op in ("ctc_loss", "ctc_posterior", "ctc_dgrad") else "mesh_invariant",
     partition=lambda call: True,
     accumulation=lambda call: "float64" if call.avals[0].dtype == np.float64 else "float32",
     notes=("probabilities as mantissa and exponent; T steps forward and backward at once",),
