@@ -79,6 +79,8 @@ def once_broken() -> Iterator[LevelCall]:
     yield LevelCall("lp_normalize", dnn.lp_normalize, (rows,), **f32)
     cubes = ft.partial(dnn.lp_normalize, p=3.0, axis=(1, 2, 3))
     yield LevelCall("lp_normalize of whole images", cubes, (images,), **f32)
+    scores, labels = rng.normal(size=(8, 12, 7)).astype(np.float32), rng.integers(1, 7, (8, 4)).astype(np.int32)
+    yield LevelCall("ctc_posterior", dnn.ctc_posterior, (scores, labels), (0, 0), 0)
 
 
 def _dtype(rng: np.random.Generator) -> tuple[str, Any]:

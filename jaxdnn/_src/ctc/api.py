@@ -13,7 +13,7 @@ from jaxdnn._src.core import blending, checks, primitives, trees
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
-from jaxdnn._src.core.rounding import product, real, reciprocal, rounded
+from jaxdnn._src.core.rounding import at_edges, product, real, reciprocal, rounded
 from jaxdnn._src.ctc.primitive import CtcSpec
 
 LAYOUTS = ("NTC", "TNC")
@@ -103,7 +103,7 @@ def ctc_loss(
         infeasible,
         reduction,
     )
-    loss = primitives.call("ctc_loss", *operands, spec=spec)
+    loss = at_edges(spec.level, primitives.call("ctc_loss", *operands, spec=spec))
     if infeasible == "zero":
         loss = jnp.where(jnp.isposinf(loss), jnp.zeros_like(loss), loss)
     if reduction == "none":
@@ -167,7 +167,7 @@ def ctc_posterior(
     operands, spec, *_ = _read(
         logits, labels, logit_lengths, label_lengths, blank, normalize, layout, engine, determinism
     )
-    _, found = primitives.call("ctc_posterior", *operands, spec=spec)
+    found = at_edges(spec.level, primitives.call("ctc_posterior", *operands, spec=spec)[1])
     return found if layout == "NTC" else jnp.swapaxes(found, 0, 1)
 
 
@@ -255,7 +255,8 @@ def _read(
         )
     ]
     spec = CtcSpec(blank, normalize, engine, required(determinism))
-    return (logits, _classes(labels, classes, blank), *lengths), spec, infeasible, reduction
+    operands = at_edges(spec.level, logits), _classes(labels, classes, blank), *lengths
+    return operands, spec, infeasible, reduction
 
 
 def _integers(name: str, value: Array) -> None:
