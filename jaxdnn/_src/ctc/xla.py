@@ -317,16 +317,15 @@ def _both_ways(p: Problem, step: Callable[..., Any], starts: Any, of_time: Any) 
 
     step: (carry forward, carry backward, what belongs to step t, to step s, t, s) to both carries, and what both keep.
     """
-    steps = p.x.shape[1]
-    in_step = lambda t: jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, t, 0, keepdims=False), of_time)
+    reverse = ft.partial(jax.tree.map, lambda v: jnp.flip(v, 0))
 
-    def run(carry: Any, t: Array) -> Any:
-        s = steps - 1 - t
-        *carry, kept = step(*carry, in_step(t), in_step(s), t, s)
+    def run(carry: Any, at: Any) -> Any:
+        *carry, kept = step(*carry, *at)
         return tuple(carry), kept
 
-    carry, (forward, backward) = lax.scan(run, starts, jnp.arange(steps, dtype=jnp.int32))
-    return carry, (forward, jax.tree.map(lambda v: jnp.flip(v, 0), backward))
+    times = jnp.arange(p.x.shape[1], dtype=jnp.int32)
+    carry, (forward, backward) = lax.scan(run, starts, (of_time, reverse(of_time), times, reverse(times)))
+    return carry, (forward, reverse(backward))
 
 
 def _starts(p: Problem) -> tuple[Number, Number]:
