@@ -29,7 +29,9 @@ def test_epilogue_bound_holds_on_this_platform(activation: Any):
     prior, residual, bias = (rng.standard_normal(c.size).astype(np.float32) for _ in range(3))
     flush = 2 * FORMATS["float32"].smallest_normal
     for alpha, beta, terms in ((1.0, 0.0, ()), (1.7, 0.0, ()), (-0.3, 0.6, (residual, bias))):
-        spec = epilogues.Epilogue(alpha, beta, beta != 0, bool(terms), bool(terms), read_activation(activation))
+        spec = epilogues.Epilogue(
+            alpha, beta, beta != 0, bool(terms), bool(terms), activation=read_activation(activation)
+        )
         operands = (*((prior,) if beta else ()), *terms[::-1])
         out = jax.jit(lambda *a, s=spec: apply(s, *a))(computed, *operands)
         z = alpha * c + (beta * prior.astype(np.float64) if beta else 0.0) + sum(t.astype(np.float64) for t in terms)
