@@ -195,3 +195,14 @@ def test_a_kernel_adds_the_gradients_and_takes_the_relu_s_slope():
     text = jax.jit(gradient).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 1
     assert not {"stablehlo.add ", "stablehlo.select "} & set(re.findall(r"stablehlo\.\w+ ", text))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
+def test_the_mask_of_a_constant_whose_dimensions_are_permuted(dtype: Any):
+    """XLA folds the bitcast of such a constant to wrong values."""
+    rng, rows = np.random.default_rng(5), np.array([2, 0, 3, 1])
+    x = np.maximum(rng.normal(size=(4, 5, 6, 7)), 0).astype(dtype)
+    dy, w = jnp.ones((4, 5, 4, 2), dtype), jnp.ones((1, 1, 7, 2), dtype)
+    given = lambda: jnp.asarray(x)[:, :, rows]
+    found = jax.jit(lambda dy: dnn.conv_dgrad(dy, w, (4, 5, 4, 7), x=given()))(dy)
+    np.testing.assert_array_equal(np.asarray(found) != 0, x[:, :, rows] > 0)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.activation import primitive
+from jaxdnn._src.activation import formulas, primitive
 from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT, Parameter, activate, derivative
 from jaxdnn._src.core.blending import along_channel, convert, scaled_prior
 from jaxdnn._src.core.determinism import LEVELS, is_fixed
@@ -91,8 +91,8 @@ def apply(
 def before_relu(dy: Array, y: Array) -> Array:
     """dy where y, a relu's result, is positive, and 0 elsewhere: bits are compared, for XLA's CPU code takes subnormal
     numbers for 0."""
-    integers = jnp.dtype(f"int{8 * y.dtype.itemsize}")
-    positive = (lax.bitcast_convert_type(y, integers) > 0) & (y == y)
+    bits = formulas.bits(y)
+    positive = (bits != 0) & (bits <= jnp.iinfo(bits.dtype).max // 2) & (y == y)
     return jnp.where(positive, dy, jnp.zeros_like(dy))
 
 

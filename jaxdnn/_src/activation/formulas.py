@@ -357,7 +357,7 @@ def look_up(x: Array, entries: np.ndarray) -> Array:
 
 
 def bits(x: Array) -> Array:
-    """The bits of a narrow type as uint16.
+    """The bits of numbers as unsigned integers of their width.
 
     XLA (JAX 0.10 to 0.12) folds the bitcast of a constant array that it keeps in another order of dimensions to wrong
     values, such as that of `x[:, rows]` for a constant x. So its operand is made to depend on iotas, which XLA does not
@@ -368,7 +368,7 @@ def bits(x: Array) -> Array:
         iotas = (lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in range(x.ndim))
         always = (ft.reduce(jnp.bitwise_or, iotas) | jnp.uint32(1)) != 0
         x = jnp.where(always, x, jnp.zeros_like(x))
-    return lax.bitcast_convert_type(x, jnp.uint16)
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 # ---- reading the argument --------------------------------------------------------------------------------------------
