@@ -31,4 +31,5 @@ def conv_transpose(x: Array, w: Array) -> Array:
 
 conv_strided = ft.partial(conv, stride=2)
 conv_depthwise = lambda x, w: conv(x, w, groups=x.shape[3])
+conv_skip = lambda x, w: (conv(x, w), x)
 conv_bgrad = lambda dy: jnp.sum(dy, (0, 1, 2))
