@@ -30,6 +30,7 @@ from jaxdnn._src.conv.hopper.plan import Axis, Problem
 from jaxdnn._src.conv.hopper.walk import decided
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
 from jaxdnn._src.hopper import branches
+from jaxdnn._src.norm.cases import NormCase
 from jaxdnn.verify import command, levels, matrix, random, random_call, random_report, show
 from jaxdnn.verify.cli import main
 from jaxdnn.verify.random_report import Report
@@ -539,3 +540,13 @@ def test_bounds_of_a_blend_do_not_depend_on_the_priors_dtype():
     wide = rule.error(np.zeros(3), np.zeros(3), prior=prior.astype(np.float64))
     np.testing.assert_array_equal(rule.error(np.zeros(3), np.zeros(3), prior=prior), wide)
     assert (wide > 2.0**-25 * np.abs(prior.astype(np.float64))).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "beyond"),
+    [("instance_norm", (10, 1, 288), False), ("instance_norm", (10, 2, 288), True), ("rms_norm", (10, 1), True)],
+)
+def test_one_element_has_no_deviation_beyond_the_range(op, shape, beyond):
+    """Its deviation is 0 and its gradient a rounding error, where an inverse deviation of 0 would give 0 exactly."""
+    layout = (("layout", "NWC"),) if op == "instance_norm" else ()
+    assert ("beyond" in NormCase(f"{op}_dgrad", "xla", "f32", "drawn", shape, layout).kinds()) is beyond

@@ -137,7 +137,9 @@ class NormCase(Arrays, Case):
 
     def kinds(self) -> tuple[str, ...]:
         far = ("far",) if self.plain != "rms_norm" else ()
-        large = () if self.dtype == "f16" else ("large",) if self.factors else ("large", "beyond")
+        terms = math.prod(self.view.shape[axis] for axis in self.view.axes)
+        inside = self.factors or (terms == 1 and self.plain != "rms_norm")  # one element has no deviation at all
+        large = () if self.dtype == "f16" else ("large",) if inside else ("large", "beyond")
         if self.eps == 0:
             large = large and ("large", "tiny")
         return ("normal", *far, "integers", *large)
