@@ -90,7 +90,12 @@ class Guards:
         if found.size and not _is_workspace(found, kept, self.before, -(-workspace // CHUNK)):
             places = ", ".join(_near(int(i) * CHUNK, ranges) for i in dict.fromkeys((found[0], found[-1])))
             beside = f" and of a workspace of {workspace} bytes" if workspace else ""
-            return f"{found.size} pieces of {CHUNK} bytes were written outside of every array{beside}: {places}"
+            fences = int(self._pieces(self.fences)[found].sum())
+            holds = " ".join(f"{word:08x}" for word in self.memory.piece(int(found[0])).view(np.uint32)[:4])
+            return (
+                f"{found.size} pieces of {CHUNK} bytes were written outside of every array{beside}: {places}; {fences} "
+                f"of them are fences; the first holds {holds}"
+            )
         for at, size in ranges:
             if size % CHUNK and not self.before[(at + size) // CHUNK]:
                 wanted = np.full(WORDS, pattern, np.uint32).view(np.uint8)
