@@ -81,6 +81,17 @@ def once_broken() -> Iterator[LevelCall]:
     yield LevelCall("lp_normalize of whole images", cubes, (images,), **f32)
     scores, labels = rng.normal(size=(8, 12, 7)).astype(np.float32), rng.integers(1, 7, (8, 4)).astype(np.int32)
     yield LevelCall("ctc_posterior", dnn.ctc_posterior, (scores, labels), (0, 0), 0)
+    x, w = _normal(rng, (8, 5, 6, 4), np.float32), _normal(rng, (1, 1, 4, 8), np.float32)
+    skip = lambda x, w: list(dnn.conv_skip(x, w, groups=2, input_activation="relu", engine="ordered"))
+    yield LevelCall("conv_skip of groups", skip, (x, w[:, :, :2]), (0, None), 0)
+    x, w, b, r = (v.astype(ml_dtypes.bfloat16) for v in (x, w, _normal(rng, (8,), np.float32), x @ w[0, 0]))
+    scaled = lambda x, a: dnn.softmax(x, alpha=a)
+    yield LevelCall("softmax by a narrow scale", scaled, (images, np.asarray(0.3, ml_dtypes.bfloat16)), (0, None), 0)
+    options: dict[str, Any] = {"activation": "gelu", "engine": "ordered"}
+    conv = lambda x, w, b, r, a: dnn.conv(x, w, bias=b, residual=r, alpha=a, **options)
+    yield LevelCall(
+        "conv by a traced scale", conv, (x, w, b, r, np.asarray(0.3, np.float32)), (0, None, None, 0, None), 0
+    )
 
 
 def _dtype(rng: np.random.Generator) -> tuple[str, Any]:

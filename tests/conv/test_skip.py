@@ -112,6 +112,29 @@ def test_vmap(size: str, axes: tuple[int | None, int | None]):
     assert_same(*jax.jit(lambda: [run(op) for op in pair(size, "relu")])())
 
 
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)])
+def test_vmap_over_nothing(axes: tuple[int | None, int | None]):
+    several = [v if axis is None else jnp.zeros((0, *v.shape)) for v, axis in zip(data("strided"), axes, strict=True)]
+
+    def run(op: Any) -> Any:
+        forward = lambda *v: jax.jvp(op, v, tuple(map(jnp.ones_like, v)))
+        return jax.vmap(forward, axes)(*several), jax.grad(lambda *v: loss(jax.vmap(op, axes)(*v)), (0, 1))(*several)
+
+    assert_same(*[run(op) for op in pair("strided", "relu")])
+
+
+def test_the_tangent_of_both_operands_is_rounded_whatever_follows():
+    """Of a narrow type XLA would leave the rounding of the sum of both shares out."""
+    x, w = (jnp.asarray(np.random.default_rng(6).normal(size=s), BF16) for s in ((4, 5, 6, 8), (1, 1, 8, 16)))
+
+    def tangent(x: Array, w: Array) -> Array:
+        op = lambda x, w: dnn.conv_skip(x, w, input_activation="relu", determinism="batch_invariant")
+        return jax.jvp(op, (x, w), (x, w))[1][0]
+
+    scaled = lambda v: v.astype(np.float32) * 1.3
+    np.testing.assert_array_equal(jax.jit(lambda *v: scaled(tangent(*v)))(x, w), scaled(jax.jit(tangent)(x, w)))
+
+
 def backward_calls(use: Any, size: str = "strided", activation: str | None = "relu") -> list[int]:
     """The operands of each call of backward data in the gradient, in x, of what is used of the results."""
     op = pair(size, activation)[0]

@@ -295,6 +295,15 @@ def test_tf32_truncates_the_operands(op: str):
     assert any(not np.array_equal(a, b) for a, b in zip(exact, helpers.compute_all(many), strict=True))
 
 
+def test_tf32_of_a_constant_whose_dimensions_are_permuted():
+    """XLA folds the bitcast of such a constant to wrong values."""
+    rng, rows = np.random.default_rng(5), np.array([2, 0, 3, 1])
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 5, 6, 7), (1, 1, 7, 3)))
+    run = lambda x, w: dnn.conv(x[:, :, rows], w, precision="tf32")
+    found = jax.jit(lambda w: run(jnp.asarray(x), w))(w)
+    np.testing.assert_array_equal(found, jax.jit(run)(x, w))
+
+
 @pytest.mark.usefixtures("x64")
 def test_default_precision_of_jax_is_not_read():
     case = cases.case("conv", cases.PLAIN, 1)

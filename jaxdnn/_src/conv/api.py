@@ -354,10 +354,10 @@ def conv_bgrad(
     frame = frames.frame(layout)
     dy = frame.array("dy", dy)
     types = arguments.types({"dy": dy}, accumulate, None, out_dtype)
-    arguments.require_sum_level(dy, determinism)
+    level = arguments.sum_level(dy, determinism)
     axes = tuple(axis for axis in range(dy.ndim) if axis != frame.layout.channel)
     total = jnp.sum(dy, axes, dtype=types.accumulate)
-    return arguments.blend(total, types, alpha=alpha, beta=beta, prior=prior, like=dy)
+    return arguments.blend(total, types, alpha=alpha, beta=beta, prior=prior, like=dy, level=level)
 
 
 @public

@@ -1,7 +1,8 @@
 """Reads and checks the arguments of the convolutions, once for all of them."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools as ft
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.determinism import required, satisfies
 from jaxdnn._src.core.frames import Frame
+from jaxdnn._src.core.rounding import at_edges
 
 MODES = ("cross_correlation", "convolution")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -235,15 +237,23 @@ def call(
         return primitives.call(op, a, b, *further, spec=dataclasses.replace(spec, epilogue=epilogue))
     plain = dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype)
     acc = primitives.call(op, a, b, spec=plain)
-    return epilogues.apply(epilogue, acc, further, channel=spec.channel(role), out_dtype=spec.out_dtype)
+    return _finished(epilogue, acc, further, spec.channel(role), spec.out_dtype, spec.level)
 
 
-def blend(acc: Array, types: Types, *, alpha: Any, beta: Any, prior: Any, like: Array) -> Array:
+def _finished(
+    epilogue: Epilogue, acc: Array, operands: Sequence[Array], channel: int, out_dtype: Any, level: str
+) -> Array:
+    """The epilogue as XLA's formula. If the level fixes bits, XLA must not fuse it with the operations around it."""
+    edge = ft.partial(at_edges, level)
+    return edge(epilogues.apply(epilogue, acc, edge(operands), channel=channel, out_dtype=out_dtype, level=level))
+
+
+def blend(acc: Array, types: Types, *, alpha: Any, beta: Any, prior: Any, like: Array, level: str) -> Array:
     """alpha * acc + beta * prior for a vector, converted once."""
     prior = None if prior is None else _like("prior", prior, acc.shape, "the result's")
     operands = {"prior": prior, "bias": None, "residual": None}
     epilogue, further = _epilogue_of(types, operands, alpha, beta, None, like.dtype)
-    return epilogues.apply(epilogue, acc, further, channel=0, out_dtype=types.out)
+    return _finished(epilogue, acc, further, 0, types.out, level)
 
 
 def _like(name: str, value: Any, shape: tuple[int, ...], why: str) -> Array:
@@ -287,11 +297,12 @@ def _is_static(scale: Any) -> bool:
     return isinstance(scale, float)
 
 
-def require_sum_level(dy: Array, determinism: Any) -> None:
-    """Checks the level of a plain sum over the batch: repeatable for floats, exact for integers."""
+def sum_level(dy: Array, determinism: Any) -> str:
+    """Reads the level of a plain sum over the batch: repeatable for floats, exact for integers."""
     level, guaranteed = required(determinism), "portable" if dy.dtype == _INT8 else "run_to_run"
     if not satisfies(guaranteed, level):
         raise NotImplementedError(
             f"`determinism` {level!r} cannot be guaranteed for conv_bgrad of {dy.dtype}, expected {guaranteed!r} or "
             "less: it adds over the batch."
         )
+    return level

@@ -60,7 +60,7 @@ def _conv_skip_jvp(spec: SkipSpec, primals: Any, tangents: Any) -> Any:
         terms.append(dy)
     if not isinstance(dw, SymbolicZero):
         terms.append(bind("conv", h, dw, spec=spec.conv))
-    return (y, h), (ft.reduce(jnp.add, terms) if terms else jnp.zeros_like(y), dh)
+    return (y, h), (at_edges(spec.conv.level, ft.reduce(jnp.add, terms)) if terms else jnp.zeros_like(y), dh)
 
 
 conv_skip.defjvp(_conv_skip_jvp, symbolic_zeros=True)
@@ -91,7 +91,8 @@ def _jvp(spec: SkipSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
     terms = [] if isinstance(ddx, ad.Zero) else [bind(OP, ddx, h, w, spec=spec)]
     if not isinstance(dw, ad.Zero):
         terms.append((bind("conv", found[1], dw, spec=spec.conv), jnp.zeros_like(found[1])))
-    return found, primitives.added(found, terms)
+    total = primitives.added(found, terms)
+    return found, at_edges(spec.conv.level, total) if len(terms) > 1 else total
 
 
 def _transpose(spec: SkipSpec, cts: Sequence[Any], dx: Any, h: Any, w: Any) -> list[Array | None]:
@@ -104,7 +105,8 @@ def _transpose(spec: SkipSpec, cts: Sequence[Any], dx: Any, h: Any, w: Any) -> l
     )
     if spec.conv.geo.groups > 1:  # kernels of narrow groups have no epilogue, and would have to leave the call to XLA
         d = bind("conv_dgrad", of_y, w, spec=back)
-        d = d if isinstance(of_h, ad.Zero) else at_edges(spec.conv.level, d + of_h)
+        edge = ft.partial(at_edges, spec.conv.level)
+        d = d if isinstance(of_h, ad.Zero) else edge(d + edge(of_h))
         return [_before(spec, d, h), None, None]
     further = ([] if isinstance(of_h, ad.Zero) else [of_h]) + ([h] if spec.relu else [])
     prior = not isinstance(of_h, ad.Zero)
@@ -113,11 +115,12 @@ def _transpose(spec: SkipSpec, cts: Sequence[Any], dx: Any, h: Any, w: Any) -> l
 
 
 def _batch(spec: SkipSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, Any]:
-    """Folds the new axis into the batch; with a filter for each of its elements the parts are batched apart."""
-    if dims[2] is not None:
+    """Folds the new axis into the batch; with a filter for each of its elements, or without any, the parts are batched
+    apart."""
+    size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
+    if dims[2] is not None or size == 0:
         mapped = jax.vmap(ft.partial(_tangent, spec), in_axes=tuple(dims))
         return mapped(*operands), (0, 0)
-    size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
     fold = lambda v, d: primitive.fold(spec.conv, "x", v, d, "N", size)
     dy, dh = bind(OP, *map(fold, operands[:2], dims[:2]), operands[2], spec=spec)
     unfold = lambda role, v: primitive.unfold(spec.conv, role, v, "N", size)[0]

@@ -157,13 +157,13 @@ def read_scales(
 
 
 def read_scale(name: str, value: Any) -> float | Array:
-    """Reads `alpha` or `beta`: a number known when traced, or a scalar array."""
+    """Reads `alpha` or `beta`: a number known when traced, or a scalar array, whose rounding is not left out."""
     if checks.is_number(value):
         return checks.as_float(name, value)
     value = checks.array(name, value)
     checks.shape(name, value, (), "a number or a scalar array")
     checks.dtype(name, value, SCALES)
-    return value
+    return rounded(value) if value.dtype.itemsize <= 2 else value
 
 
 def operand(value: Any) -> float | None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.conv import primitive
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.conv.xla import forms
@@ -99,7 +100,7 @@ def _narrow_float(dtype: Any) -> Any:
 
 def truncate_to_tf32(x: Array) -> Array:
     """float32 with its fraction cut to TF32's 10 bits."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
+    bits = formulas.bits(x) & jnp.uint32(0xFFFFE000)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
