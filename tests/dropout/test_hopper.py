@@ -1,6 +1,7 @@
-"""The Hopper kernels of dropout with bias, activation and residual on the CPU: their PTX run by a small machine."""
+"""The Hopper kernels of dropout with bias, activation and residual on the CPU, by JAX."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,15 +16,14 @@ from jaxdnn._src import hopper
 from jaxdnn._src.activation import formulas
 from jaxdnn._src.core import engines
 from jaxdnn_reference.dropout import dropout_dgrad
-from tests.hopper.dropout_machine import DropoutRows
-from tests.hopper.row_machine import on_arrays
 
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._src.dropout.hopper import calls, ptx
-from jaxdnn._src.dropout.hopper.group_ptx import Plan
+from jaxdnn._src.dropout.hopper import calls
+from jaxdnn._src.dropout.hopper.plan import Plan
 from jaxdnn._src.hopper.ptx import NAMES
+from tests.hopper.lane_machine import on_cpu
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -123,70 +123,75 @@ def same(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_array_equal(found.view(unsigned)[~nan], wanted.view(unsigned)[~nan])
 
 
+@pytest.fixture
+def machine() -> Iterator[None]:
+    with on_cpu(calls):
+        yield
+
+
+by_machine = pytest.mark.usefixtures("machine")
+
+
 def check(p: Problem, **options: Any) -> None:
-    """By blocks that come and go, and by blocks that stay, more and fewer than there is work for."""
-    check_plan(p, p.plan(**options))
+    """The definition's bits."""
+    plan, (wanted,) = p.plan(**options), p.wanted()
+    operands = [jnp.asarray(v) for v in p.operands(plan)]
+    same(np.asarray(calls.run(plan, operands, wanted.shape, wanted.dtype)), wanted)
 
 
-def check_plan(p: Problem, plan: Plan) -> None:
-    (wanted,) = p.wanted()
-    codes = [(ptx.flat(plan), plan.leads * plan.blocks_a_lead, 0)]
-    if plan.leads == 1:
-        floats = plan.stages * plan.stage_bytes // 4
-        codes += [(ptx.stream(plan, blocks), blocks, floats) for blocks in (1, 3)]
-    for code, blocks, floats in codes:
-        outs = [(wanted.shape, wanted.dtype)]
-        (found,) = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks, floats=floats)
-        same(found, wanted)
-
-
+@by_machine
 @each_dtype
 @each_activation
 def test_forward(activation: Any, dtype: str):
     if activation == "gelu" and dtype == "f32":
         pytest.skip("what is looked up has 16 bits")
     p = problem(dtype, "x bias residual", activation=activation)
-    check(p, threads=128)
-    check(p, threads=256, stages=3)
+    check(p)
 
 
+@by_machine
 @pytest.mark.parametrize("names", ["x", "x bias", "x residual"])
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1 - 2.0**-20])
 @each_dtype
 def test_what_may_be_left_out(dtype: str, rate: float, names: str):
-    check(problem(dtype, names, rate=rate), threads=128)
+    check(problem(dtype, names, rate=rate))
 
 
+@by_machine
 @pytest.mark.parametrize("out", DTYPES)
 @pytest.mark.parametrize("other", DTYPES)
 @each_dtype
 def test_every_mix_of_dtypes(dtype: str, other: str, out: str):
     activation = "relu" if dtype == "f32" else "gelu"
     p = problem(dtype, f"x bias:{other} residual:{out}", activation=activation, out=DTYPES[out])
-    check(p, threads=128)
+    check(p)
     p = problem(dtype, f"dy:{out} x bias:{other}", activation=activation, out=DTYPES[dtype])
-    check(p, threads=128)
+    check(p)
 
 
+@by_machine
 @pytest.mark.parametrize("start", [0, 5, 2**32 - 5, START, 2**62 - 1000, 2**62 - 100])
 def test_starts_that_are_known(start: int):
     """Whether the low word overflows or not, or the count does."""
     p = problem("bf16", "x", start=start)
-    check(p, start=start, threads=128)
-    check(p, threads=128)
+    check(p, start=start)
+    check(p)
 
 
+@by_machine
 @pytest.mark.parametrize("mapped", [(), ("key",), ("bias",), ("key", "bias")])
 def test_leading_axes(mapped: tuple[str, ...]):
-    check(problem("bf16", "x bias residual", (3, 4, 264), activation="gelu", mapped=mapped), threads=128)
+    check(problem("bf16", "x bias residual", (3, 4, 264), activation="gelu", mapped=mapped))
 
 
+@by_machine
 @pytest.mark.parametrize("width", [8, 64, 1024, 1032])
 def test_widths_of_the_bias(width: int):
     """One group, powers of two, and not."""
-    check(problem("bf16", "x bias", (1, 3, width), activation="relu"), threads=128)
+    check(problem("bf16", "x bias", (1, 3, width), activation="relu"))
 
 
+@by_machine
 @pytest.mark.parametrize("other", ["bf16", "f32"])
 @pytest.mark.parametrize("shape", [(1, 4, 8), (3, 12, 40)])
 @each_dtype
@@ -199,7 +204,7 @@ def test_channels_first(activation: Any, dtype: str, shape: tuple[int, ...], oth
     draw = lambda size, dtype: rng.normal(size=size).astype(DTYPES[dtype])
     x, dy, r, b = draw(shape, dtype), draw(shape, dtype), draw(shape, other), draw(shape[1], other)
     options: dict[str, Any] = {"activation": activation, "rate": 0.3, "layout": "NCW", "offset": 4 * START}
-    plane = {"size": x.size, "width": shape[1], "leads": 1, "plane": shape[2], "channels": shape[1], "threads": 128}
+    plane = {"size": x.size, "width": shape[1], "leads": 1, "plane": shape[2], "channels": shape[1]}
     for rate in (0.3, 0.0):
         options["rate"] = rate
         p = Problem({"x": x, "bias": b, "residual": r}, activation, rate)
@@ -211,11 +216,11 @@ def test_channels_first(activation: Any, dtype: str, shape: tuple[int, ...], oth
 
 def run_planes(p: Problem, plane: dict[str, int]) -> np.ndarray:
     plan, first = dataclasses.replace(p.plan(), **plane), next(iter(p.arrays.values()))
-    blocks = -(-plan.groups // (4 * plan.threads))
-    outs = [(first.shape, first.dtype)]
-    return on_arrays(DropoutRows, ptx.planes(plan), p.operands(plan), outs, plan.threads, blocks, floats=0)[0]
+    operands = [jnp.asarray(v) for v in p.operands(plan)]
+    return np.asarray(calls.run(plan, operands, first.shape, first.dtype))
 
 
+@by_machine
 @each_dtype
 @each_activation
 def test_backward(activation: Any, dtype: str):
@@ -223,10 +228,11 @@ def test_backward(activation: Any, dtype: str):
     if activation == "gelu" and dtype == "f32":
         pytest.skip("what is looked up has 16 bits")
     p = problem(dtype, "dy x bias" if activation else "dy", activation=activation)
-    check(p, threads=128)
+    check(p)
     check_sums(problem(dtype, "dy x bias" if activation else "dy", (1, 13, 264), activation=activation), 4)
 
 
+@by_machine
 @pytest.mark.parametrize(("rows", "width", "most"), [(40, 8, 3), (9, 264, 1), (70, 64, 5), (1, 512, 9), (20, 1032, 8)])
 def test_columns(rows: int, width: int, most: int):
     """Few columns and many, more blocks than rows, one block of all rows."""
@@ -235,21 +241,14 @@ def test_columns(rows: int, width: int, most: int):
 
 def check_sums(p: Problem, most: int) -> None:
     """dx to the bit; the sums within the bound of so many additions, NaN where a term is."""
-    for stages in (2, 3):
-        check_sums_of(p, p.plan(stages=stages), most)
-
-
-def check_sums_of(p: Problem, plan: Plan, most: int) -> None:
-    (wanted,) = p.wanted()
-    columns = ptx.columns_plan(plan, most)
-    outs = [(wanted.shape, wanted.dtype), ((columns.splits, plan.width), np.float32)]
-    code, blocks = ptx.walk(plan, columns), columns.tiles * columns.splits
-    floats = calls.column_floats(plan)
-    dx, sums = on_arrays(DropoutRows, code, p.operands(plan), outs, plan.threads, blocks, floats=floats)
+    plan, (wanted,) = p.plan(), p.wanted()
+    operands = [jnp.asarray(v) for v in p.operands(plan)]
+    found = calls.run_columns(plan, operands, wanted.shape, wanted.dtype, calls.columns(plan, most=most))
+    dx, sums = (np.asarray(v) for v in found)
     same(dx, wanted)
     with np.errstate(invalid="ignore"):
         terms = p.terms()
-        total, size, found = terms.sum(0), np.abs(terms).sum(0), sums.sum(0, dtype=np.float64)
+        total, size, found = terms.sum(0), np.abs(terms).sum(0), sums.astype(np.float64)
     finite = np.isfinite(size)
     np.testing.assert_array_equal(np.isfinite(found), finite)
     count = terms.shape[0]
@@ -415,7 +414,7 @@ def test_engine_tells_the_workspace_of_its_sums():
     gradient = lambda x, b: jax.grad(lambda x, b: jnp.sum(fused(activation="gelu")(x, b)), (0, 1))(x, b)
     found = [c for c in dnn.explain(gradient, x, b, platform="cuda")[-1].candidates if c.engine == "hopper"]
     plan = Plan(True, (("dy", "bf16"), ("x", "bf16"), ("bias", "bf16")), "bf16", "table", 0.0, 1, 1.0, 1 << 25, 4096)
-    assert (found[0].level, found[0].workspace) == ("run_to_run", 4 * 4096 * calls.columns(plan)[1].splits)
+    assert (found[0].level, found[0].workspace) == ("run_to_run", 4 * 4096 * calls.columns(plan).splits)
 
 
 @pytest.mark.usefixtures("x64")

@@ -1,8 +1,12 @@
-"""The pooling kernels: their PTX, run lane by lane on the CPU, against the definition's bits; and what they refuse."""
+"""The pooling kernels on the CPU, against the definition's bits; and what they refuse.
+
+The machine that runs the kernel of PTX text takes it lane by lane.
+"""
 
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,12 +18,13 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src import hopper
-from jaxdnn._src.pool.hopper import ptx, scatter_ptx, tile_ptx
-from jaxdnn._src.pool.hopper.ptx import THREADS, Shape
+from jaxdnn._src.pool.hopper import scatter_ptx
 from jaxdnn._src.pool.hopper.scatter_ptx import Strip
-from jaxdnn._src.pool.hopper.tile_ptx import Tile
+from jaxdnn._src.pool.hopper.shape import Shape, Tile
 
 pytestmark = pytest.mark.usefixtures("h200")
+needs_pallas = pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
+THREADS = 128
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 FLOAT = {"bf16x2": DTYPES["bf16"], "f16x2": DTYPES["f16"], "f32": DTYPES["f32"]}
@@ -297,37 +302,46 @@ def agree(ours: np.ndarray, definition: np.ndarray) -> None:
     np.testing.assert_array_equal(ours.view(unsigned), np.ascontiguousarray(definition).view(unsigned))
 
 
-each = [pytest.mark.parametrize("name", WINDOWS), pytest.mark.parametrize("dtype", DTYPES)]
+@pytest.fixture
+def kernels() -> Iterator[Any]:
+    """The module of the kernels, which run on the CPU."""
+    from jaxdnn._src.pool.hopper import kernels
+    from tests.hopper.lane_machine import on_cpu
+
+    with on_cpu(kernels):
+        yield kernels
 
 
+each = [pytest.mark.parametrize("name", WINDOWS | STEPS), pytest.mark.parametrize("dtype", DTYPES)]
+each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "x".join(map(str, t)))
+
+
+def tile_of(size: tuple[int, int], tile: tuple[int, int, int]) -> Tile:
+    return Tile(min(tile[0], size[0]), min(tile[1], size[1]), tile[2])
+
+
+@needs_pallas
 @each[0]
 @each[1]
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_maximum(name: str, dtype: str, rows: int):
-    k, options = shape_of(name, dtype, 3)
-    x = data((2, *k.size, 3 * 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 1, special=True)
+@each_tile
+@pytest.mark.parametrize("special", [False, True], ids=["numbers", "with NaN"])
+def test_maximum(kernels: Any, name: str, dtype: str, tile: tuple[int, int, int], special: bool):
+    k, options = shape_of(name, dtype, 4)
+    x = data((2, *k.size, 4 * k.elements), DTYPES[dtype], 6, special=special)
     y, tap = reference.pool(x, **options, return_indices="tap", arithmetic="ordered")
-    for indices in (False, True):
-        machine = Machine([x, y, tap] if indices else [x, y])
-        for number, like in ((1, y), (2, tap))[: 1 + indices]:
-            machine.array(number, like).view(np.uint8)[:] = 0x5A
-        machine.run(ptx.maximum(k, indices=indices, rows=rows), k.forward_threads(rows))
-        agree(machine.array(1, y), y)
-        if indices:
-            agree(machine.array(2, tap), tap)
+    own = tile_of(k.out, tile)
+    agree(np.asarray(kernels.maximum(jnp.asarray(x), k, own, indices=False)), y)
+    for found, wanted in zip(kernels.maximum(jnp.asarray(x), k, own, indices=True), (y, tap), strict=True):
+        agree(np.asarray(found), wanted)
 
 
+@needs_pallas
 @each[0]
 @each[1]
-def test_maximum_backward(name: str, dtype: str):
-    k, options = shape_of(name, dtype, 2)
-    x = data((2, *k.size, 2 * 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 2)
-    tap = reference.pool(x, **options, return_indices="tap")[1]
-    dy = data(tap.shape, DTYPES[dtype], 3)
-    dx = reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
-    machine = Machine([dy, tap, np.full_like(dx, np.nan)])
-    machine.run(ptx.maximum_backward(k), k.backward_threads())
-    agree(machine.array(2, dx), dx)
+@each_tile
+def test_maximum_backward(kernels: Any, name: str, dtype: str, tile: tuple[int, int, int]):
+    k, dy, tap, dx = outputs_of(name, dtype, "some -0", 4)
+    agree(np.asarray(kernels.maximum_backward(jnp.asarray(dy), jnp.asarray(tap), k, tile_of(k.cells, tile))), dx)
 
 
 def counted_of(k: Shape, options: dict[str, Any]) -> tuple[Shape, float | None]:
@@ -341,53 +355,24 @@ def counted_of(k: Shape, options: dict[str, Any]) -> tuple[Shape, float | None]:
     return dataclasses.replace(k, counted=counted), None
 
 
+@needs_pallas
 @each[0]
 @each[1]
+@each_tile
 @pytest.mark.parametrize("mode", ["average", "average_exclude_padding"])
-def test_average_and_its_backward(name: str, dtype: str, mode: str):
-    k, options = shape_of(name, dtype, 1)
-    x = data((2, *k.size, 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 4)
+def test_average_and_its_backward(kernels: Any, name: str, dtype: str, tile: tuple[int, int, int], mode: str):
+    k, options = shape_of(name, dtype, 4)
     options = {**options, "mode": mode}
+    x = data((2, *k.size, 4 * k.elements), DTYPES[dtype], 4)
     y = reference.pool(x, **options, arithmetic="ordered")
     k, factor = counted_of(k, options)
-    for rows in (1, 2):
-        machine = Machine([x, np.full_like(y, np.nan)])
-        machine.run(ptx.average(k, factor=factor, rows=rows), k.forward_threads(rows))
-        agree(machine.array(1, y), y)
+    agree(np.asarray(kernels.average(jnp.asarray(x), k, tile_of(k.out, tile), factor=factor)), y)
     dy = data(y.shape, DTYPES[dtype], 5)
     dx = reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
-    machine = Machine([dy, np.full_like(dx, np.nan)])
-    machine.run(ptx.average_backward(k, factor=factor), k.backward_threads())
-    agree(machine.array(1, dx), dx)
+    agree(np.asarray(kernels.average_backward(jnp.asarray(dy), k, tile_of(k.cells, tile), factor=factor)), dx)
 
 
-tiled = [
-    pytest.mark.parametrize("name", STEPS),
-    pytest.mark.parametrize("dtype", DTYPES),
-    pytest.mark.parametrize("tile", TILES, ids=lambda t: "x".join(map(str, t))),
-]
-
-
-def tile_of(k: Shape, size: tuple[int, int], tile: tuple[int, int, int], threads: int = 128) -> Tile:
-    return Tile(min(tile[0], size[0]), min(tile[1], size[1]), tile[2], threads)
-
-
-@tiled[0]
-@tiled[1]
-@tiled[2]
-@pytest.mark.parametrize("special", [False, True], ids=["numbers", "with NaN"])
-def test_maximum_of_tiles(name: str, dtype: str, tile: tuple[int, int, int], special: bool):
-    k, options = shape_of(name, dtype, 4)
-    t = tile_of(k, k.out, tile)
-    x = data((2, *k.size, 4 * 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 6, special=special)
-    y, tap = reference.pool(x, **options, return_indices="tap", arithmetic="ordered")
-    for indices in (False, True):
-        machine = Machine([x, np.full_like(y, np.nan), np.full_like(tap, 77)][: 2 + indices])
-        machine.run(tile_ptx.maximum(k, t, indices=indices), t.count(k, k.out))
-        agree(machine.array(1, y), y)
-        if indices:
-            agree(machine.array(2, tap), tap)
-
+tiled = [pytest.mark.parametrize("name", STEPS), pytest.mark.parametrize("dtype", DTYPES)]
 
 ZEROS = ["+0", "some -0", "-0 throughout"]
 
@@ -418,15 +403,15 @@ def scattered(k: Shape, dy: np.ndarray, tap: np.ndarray, dx: np.ndarray, strip: 
     return machine.array(2, dx)
 
 
+@needs_pallas
 @tiled[0]
 @tiled[1]
-def test_scattering_taps_that_are_none(name: str, dtype: str):
+def test_taps_that_are_none(kernels: Any, name: str, dtype: str):
     """Any byte may stand for a tap: those that are none, or lie in the padding, add nothing and reach nothing else."""
     k, dy, tap, dx = outputs_of(name, dtype, "some -0", 3)
     tap = np.random.default_rng(9).integers(0, 256, tap.shape).astype(np.uint8) % np.uint8(2 * np.prod(k.taps))
-    machine = Machine([dy, tap, np.full_like(dx, np.nan)])
-    machine.run(ptx.maximum_backward(k), k.backward_threads())
-    agree(scattered(k, dy, tap, dx, Strip(2, 3)), machine.array(2, dx))
+    found = kernels.maximum_backward(jnp.asarray(dy), jnp.asarray(tap), k, Tile(1, 1, 3))
+    agree(scattered(k, dy, tap, dx, Strip(2, 3)), np.asarray(found))
 
 
 def test_the_machine_finds_races():
@@ -440,39 +425,20 @@ def test_the_machine_finds_races():
         scattered(k, dy, tap, dx, Strip(2, 3), shared)
 
 
-@tiled[0]
-@tiled[1]
-@tiled[2]
-@pytest.mark.parametrize("mode", ["average", "average_exclude_padding"])
-def test_average_of_tiles_and_its_backward(name: str, dtype: str, tile: tuple[int, int, int], mode: str):
-    k, options = shape_of(name, dtype, 4)
-    options = {**options, "mode": mode}
-    x = data((2, *k.size, 4 * 16 // DTYPES[dtype].itemsize), DTYPES[dtype], 4)
-    y = reference.pool(x, **options, arithmetic="ordered")
-    k, factor = counted_of(k, options)
-    t = tile_of(k, k.out, tile, 256)
-    machine = Machine([x, np.full_like(y, np.nan)])
-    machine.run(tile_ptx.average(k, t, factor=factor), t.count(k, k.out), 256)
-    agree(machine.array(1, y), y)
-    dy = data(y.shape, DTYPES[dtype], 5)
-    dx = reference.pool_dgrad(dy, x, **options, arithmetic="ordered")
-    t = tile_of(k, k.size, tile)
-    machine = Machine([dy, np.full_like(dx, np.nan)])
-    machine.run(tile_ptx.average_backward(k, t, factor=factor), t.count(k, k.size))
-    agree(machine.array(1, dx), dx)
-
-
+@needs_pallas
 @pytest.mark.parametrize("taps", range(1, 9))
 @pytest.mark.parametrize("count", range(1, 9))
 def test_sliding_windows(count: int, taps: int):
     """Every window joins its items once each and in their order; neighbouring windows share what they have joined."""
+    from jaxdnn._src.pool.hopper import kernels
+
     joins = []
 
     def join(a: str, b: str) -> str:
         joins.append((a, b))
         return a + b
 
-    find: Any = tile_ptx.sliding
+    find: Any = kernels.sliding
     assert list(find(count, taps, "abcdefghijklmnop".__getitem__, join)) == [
         "abcdefghijklmnop"[i : i + taps] for i in range(count)
     ]
@@ -481,13 +447,11 @@ def test_sliding_windows(count: int, taps: int):
 
 
 def test_the_machine_finds_accesses_outside():
-    k, _ = shape_of("resnet", "f32", 1)
-    x = np.zeros((2, *k.size, 4), np.float32)
-    code = ptx.maximum(k, indices=False, rows=1)
+    k, dy, tap, dx = outputs_of("3 x 3", "f32", "+0", 3)
     with pytest.raises(AssertionError, match="outside of the arrays"):
-        Machine([x[:1], np.zeros((2, *k.out, 4), np.float32)]).run(code, k.forward_threads(1))
+        scattered(k, dy[:1], tap, dx, Strip(2, 3))
     with pytest.raises(AssertionError, match="outside of the arrays"):
-        Machine([x, np.zeros((1, *k.out, 4), np.float32)]).run(code, k.forward_threads(1))
+        scattered(k, dy, tap, dx[:1], Strip(2, 3))
 
 
 REFUSALS = [
@@ -501,7 +465,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
+@needs_pallas
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
 def test_refusals(number: int):
     options, shape, dtype, reason = REFUSALS[number]
@@ -513,7 +477,7 @@ def test_refusals(number: int):
     assert explained.engine == "xla"
 
 
-@pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
+@needs_pallas
 @pytest.mark.parametrize("mode", ["max", "average"])
 @pytest.mark.parametrize("shape", [(2, 9, 8, 16), (3, 11, 8), (2, 3, 9, 8, 24)])
 def test_lowers_for_hopper(mode: str, shape: tuple[int, ...]):
@@ -531,7 +495,7 @@ def test_lowers_for_hopper(mode: str, shape: tuple[int, ...]):
     assert text.count("mosaic_gpu") >= 2
 
 
-@pytest.mark.skipif(hopper.unavailable() is not None, reason=str(hopper.unavailable()))
+@needs_pallas
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("window", [2, 3, 5, 8])
 def test_windows_that_move_by_one_lower_for_hopper(window: int, dtype: str):
@@ -548,6 +512,7 @@ def test_windows_that_move_by_one_lower_for_hopper(window: int, dtype: str):
     assert text.count("mosaic_gpu") >= 7
 
 
+@needs_pallas
 def test_strips_count_pairs_in_32_bits():
     """Of a larger array the gradient is another kernel's, which counts vectors."""
     from jaxdnn._src.pool.hopper import calls as kernels
@@ -557,6 +522,7 @@ def test_strips_count_pairs_in_32_bits():
         assert (kernels.strip_of(k) is not None) == served
 
 
+@needs_pallas
 @pytest.mark.parametrize("taps", [(1, 1), (1, 3), (3, 3), (5, 5), (7, 7), (8, 8), (64, 1), (1, 64)])
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (20, 20), (28, 28), (112, 112), (1, 4096)])
 @pytest.mark.parametrize("images", [1, 128])
@@ -564,17 +530,19 @@ def test_plans_fit(images: int, size: tuple[int, int], taps: tuple[int, int]):
     """Tiles and strips cover the array with vectors that are there, in the shared memory there is."""
     from jaxdnn._src.pool.hopper import calls as kernels
 
-    for vectors in (1, 3, 24):
-        k = Shape("bf16", images, vectors, size, size, taps, (1, 1), (taps[0] // 2, taps[1] // 2), (1, 1))
-        tile, strip = kernels.tile_of(k, size), kernels.strip_of(k)
-        assert (tile is None) == (strip is None) == (min(taps) < 3)
-        if tile is None or strip is None:
-            continue
-        assert vectors % tile.vectors == 0
-        assert 4 * strip.floats(k) <= kernels.MOST_SHARED
-        for part in (tile, strip):
+    for vectors, dtype in itertools.product((1, 3, 24), ("bf16", "f32")):
+        k = Shape(dtype, images, vectors, size, size, taps, (1, 1), (taps[0] // 2, taps[1] // 2), (1, 1))
+        strip = kernels.strip_of(k)
+        assert (strip is None) == (min(taps) < 3 or (dtype == "f32" and taps == (3, 3)))
+        assert strip is None or 4 * strip.floats(k) <= kernels.MOST_SHARED
+        tiles = [
+            f(k, average=average) for f in (kernels.forward_tile, kernels.backward_tile) for average in (False, True)
+        ]
+        for part in filter(None, (*tiles, strip)):
             assert part.rows <= size[0]
             assert part.columns <= size[1]
+            assert isinstance(part, Strip) or vectors % part.vectors == 0
         for change in ({"stride": (1, 2)}, {"dilation": (2, 1)}):
             other = dataclasses.replace(k, **change)
-            assert kernels.tile_of(other, size) is kernels.strip_of(other) is None
+            assert kernels.strip_of(other) is None
+            assert kernels.backward_tile(other) == Tile(1, 1, vectors)

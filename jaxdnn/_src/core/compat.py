@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
+    from jaxlib.mlir.dialects import llvm, scf, vector
 
 __all__ = (
     "Primitive",
@@ -59,6 +59,7 @@ __all__ = (
     "pl",
     "plgpu",
     "profiler",
+    "scf",
     "vector",
     "wgmma_m64",
 )
@@ -77,6 +78,7 @@ LAZY = {
     "profiler": f"{_MOSAIC}.profiler",  # what `jaxdnn bench` times kernels with
     "ir": f"{_MLIR}.ir",
     "llvm": f"{_MLIR}.dialects.llvm",
+    "scf": f"{_MLIR}.dialects.scf",
     "vector": f"{_MLIR}.dialects.vector",
 }
 
@@ -225,6 +227,8 @@ KERNELS = (
         f"{_MLIR}.ir",
         "types of PTX's operands",
         "F32Type.get",
+        "InsertionPoint",
+        "IntegerAttr.get",
         "IntegerType.get_signless",
         "MemRefType.get",
         "StridedLayoutAttr.get",
@@ -242,8 +246,25 @@ KERNELS = (
         "ptrtoint",
     ),
     *_names(
+        f"{_MLIR}.dialects.llvm",
+        "loads and stores at addresses of each thread's own, which Pallas does not have",
+        "GEPNoWrapFlags.none",
+        "StructType.get_literal",
+        "addrspacecast",
+        "and_",
+        "getelementptr",
+        "load(alignment, invariant)",
+        "mlir_constant",
+        "sext",
+        "shl(overflow_flags)",
+        "store(alignment)",
+        "zext",
+    ),
+    *_names(f"{_MLIR}.dialects.scf", "a store of some threads", "IfOp", "yield_"),
+    *_names(
         f"{_MLIR}.dialects.vector",
         "single registers of a value",
+        "bitcast",
         "broadcast",
         "extract(dynamic_position, static_position)",
         "from_elements",

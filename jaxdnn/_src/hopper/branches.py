@@ -143,7 +143,7 @@ EVERY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "dropout": {
         "operands": ("bf16", "f16", "f32"),
-        "kernel": ("flat", "stream", "walk", "planes"),
+        "kernel": ("flat", "walk", "planes"),
         "pass": ("forward", "backward"),
         "activation": ("none", "formula", "table"),
         "bias": YES_NO,

@@ -17,7 +17,7 @@ from jaxdnn._src.activation import formulas
 from jaxdnn._src.core import engines
 from jaxdnn._src.dropout import fused
 from jaxdnn._src.dropout.fused import FusedSpec
-from jaxdnn._src.dropout.hopper.group_ptx import Plan
+from jaxdnn._src.dropout.hopper.plan import Plan
 from jaxdnn._src.dropout.primitive import BLOCK
 from jaxdnn._src.hopper.ptx import NAMES
 
@@ -118,7 +118,7 @@ def _unlike_planes(call: engines.Call, operands: dict[str, Any]) -> str | None:
 def _too_large(plan: Plan) -> str | None:
     if plan.groups > LARGEST:
         return f"its kernels take at most {LARGEST * plan.elements} elements, not {plan.size}"
-    if plan.leads * plan.blocks_a_lead >= 2**31:
+    if plan.leads * -(-plan.groups // 128) >= 2**31:
         return f"a grid has fewer than 2^31 blocks, too few for {plan.leads} examples of {plan.size} elements"
     return None
 
@@ -263,8 +263,8 @@ def _workspace(call: engines.Call) -> int:
 
     if call.op != "fused_dropout_dgrad":
         return 0
-    plan, partition = columns(_plan(call))
-    return 4 * plan.width * partition.splits
+    plan = _plan(call)
+    return 4 * plan.width * columns(plan).splits
 
 
 engines.declare(

@@ -1,50 +1,62 @@
-"""Pooling of channels-last arrays on compute capability 9.0: which kernel serves a call, and its launch. PTX text."""
+"""Pooling of channels-last arrays on compute capability 9.0: which kernel serves a call, with which tile."""
 
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.launch import launch
-from jaxdnn._src.pool.hopper import ptx, scatter_ptx, tile_ptx
-from jaxdnn._src.pool.hopper.ptx import THREADS, Shape
+from jaxdnn._src.pool.hopper import kernels, scatter_ptx
 from jaxdnn._src.pool.hopper.scatter_ptx import Strip
-from jaxdnn._src.pool.hopper.tile_ptx import Tile
+from jaxdnn._src.pool.hopper.shape import Shape, Tile
 
-SHARED_TAPS = 3  # from so many taps along both axes on, tiles and strips are faster (benchmarks/notes-pool.md)
+# What was measured on an H200, in benchmarks/notes-pool.md:
+SHARED_TAPS = 3  # from so many taps along both axes on, tiles and strips are faster
+GATHERED_TAPS = 9  # up to so many taps max-pooling's gradient is faster in gather form, in float32
 MOST_ROWS = 14  # of a strip, and also its most columns
 MOST_SHARED = 110 << 10  # bytes of a block, for two of them on a multiprocessor
 MANY_THREADS = 1 << 15  # about 250 for each multiprocessor
 
 
-def forward_rows(k: Shape) -> int:
-    """Outputs of a thread: two if their windows share rows and the inputs fit into registers."""
+def _shares_much(k: Shape) -> bool:
+    return k.slides(0) and k.slides(1) and min(k.taps) >= SHARED_TAPS
+
+
+def forward_tile(k: Shape, *, average: bool = False) -> Tile:
+    """The outputs of a thread: of a column two if their windows share rows and the inputs fit into registers."""
+    if _shares_much(k):
+        return _shared(k, k.out, 4, 1 if average and not k.wide else 2)
     shares = (k.taps[0] - 1) * k.dilation[0] >= k.stride[0]
     loads = (k.taps[0] + k.stride[0]) * k.taps[1]
-    return 2 if shares and loads <= 16 and k.out[0] > 1 else 1
+    return Tile(2 if shares and loads <= 16 and k.out[0] > 1 else 1, 1, k.vectors)
 
 
-def _shares_much(k: Shape) -> bool:
-    # Offsets from a tile's first element are immediate operands of 32 bits.
-    reach = 16 * k.vectors * max(k.size[1], k.out[1]) * (k.taps[0] + 4)
-    return k.stride == (1, 1) and k.dilation == (1, 1) and min(k.taps) >= SHARED_TAPS and reach < 2**31
-
-
-def tile_of(k: Shape, size: tuple[int, int]) -> Tile | None:
-    """The tile of a thread for an array of so many rows and columns; None if windows share little."""
+def backward_tile(k: Shape, *, average: bool = False) -> Tile:
+    """The cells of a thread."""
     if not _shares_much(k):
-        return None
+        return Tile(1, 1, k.vectors)
+    return _shared(k, k.cells, 4, 2 if k.wide else 1) if average else _shared(k, k.cells, 2, 1)
+
+
+def _shared(k: Shape, size: tuple[int, int], rows: int, columns: int) -> Tile:
+    """The tile of an array of this size where windows share much.
+
+    An average holds its inputs in float32: of 16 bits they take twice the registers, and so get one column.
+    """
     vectors = next((v for v in (8, 4) if k.vectors % v == 0), k.vectors)
-    return Tile(rows=min(4, size[0]), columns=min(2, size[1]), vectors=vectors, threads=THREADS)
+    return Tile(min(rows, size[0]), min(columns, size[1]), vectors)
 
 
 def strip_of(k: Shape) -> Strip | None:
-    """The strip of a thread for max-pooling's gradient; None if windows share little or the sums do not fit."""
+    """The strip of a thread for max-pooling's gradient; None where the gather form serves."""
+    if not _shares_much(k) or (k.wide and math.prod(k.taps) <= GATHERED_TAPS):
+        return None
     most = k.images * scatter_ptx.pairs(k) * max(math.prod(k.size), math.prod(k.out))
-    if not _shares_much(k) or most >= 2**31:  # the kernel numbers pairs in 32 bits
+    # Offsets from a strip's first element are immediate operands of 32 bits.
+    reach = 16 * k.vectors * max(k.size[1], k.out[1]) * (k.taps[0] + 4)
+    if max(most, reach) >= 2**31:  # the kernel numbers pairs in 32 bits
         return None
     down, across = (-(-size // MOST_ROWS) for size in k.size)
     part = lambda axis, parts: -(-k.size[axis] // parts)
@@ -60,64 +72,40 @@ def strip_of(k: Shape) -> Strip | None:
 
 def maximum(x: Array, k: Shape, *, indices: bool) -> Any:
     """y of x (n, h, w, c), and with indices the taps."""
-    shape = (k.images, *k.out, x.shape[-1])
-    results = [jax.ShapeDtypeStruct(shape, x.dtype)] + [jax.ShapeDtypeStruct(shape, jnp.uint8)] * indices
-    rows, tile = forward_rows(k), tile_of(k, k.out)
-    if tile is None:
-        code, grid = ptx.maximum(k, indices=indices, rows=rows), _blocks(k.forward_threads(rows))
-    else:
-        code, grid = tile_ptx.maximum(k, tile, indices=indices), _tiles(k, tile, k.out)
-    _record("max and indices" if indices else "max", k, tile, rows)
-    found = launch(code, [x], results, name="pool_max", **grid)
-    return found if indices else found[0]
+    tile = forward_tile(k)
+    _record("max and indices" if indices else "max", k, tile)
+    return kernels.maximum(x, k, tile, indices=indices)
 
 
 def average(x: Array, k: Shape, *, factor: float | None) -> Array:
     """y of x (n, h, w, c): sums times a factor."""
-    result = jax.ShapeDtypeStruct((k.images, *k.out, x.shape[-1]), x.dtype)
-    rows, tile = forward_rows(k), tile_of(k, k.out)
-    if tile is None:
-        code, grid = ptx.average(k, factor=factor, rows=rows), _blocks(k.forward_threads(rows))
-    else:
-        code, grid = tile_ptx.average(k, tile, factor=factor), _tiles(k, tile, k.out)
-    _record("average", k, tile, rows)
-    return launch(code, [x], [result], name="pool_average", **grid)[0]
+    tile = forward_tile(k, average=True)
+    _record("average", k, tile)
+    return kernels.average(x, k, tile, factor=factor)
 
 
 def maximum_backward(dy: Array, taps: Array, k: Shape) -> Array:
     """dx of dy and taps (n, p, q, c)."""
-    result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
     strip = strip_of(k)
     if strip is None:
-        code, grid = ptx.maximum_backward(k), _blocks(k.backward_threads())
-    else:
-        code = scatter_ptx.maximum_backward(k, strip)
-        grid = {"blocks": -(-strip.count(k) // strip.threads), "threads": strip.threads, "floats": strip.floats(k)}
+        tile = backward_tile(k)
+        _record("max backward", k, tile)
+        return kernels.maximum_backward(dy, taps, k, tile)
     _record("max backward", k, strip)
+    result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
+    grid = {"blocks": -(-strip.count(k) // strip.threads), "threads": strip.threads, "floats": strip.floats(k)}
+    code = scatter_ptx.maximum_backward(k, strip)
     return launch(code, [dy, taps], [result], name="pool_max_dgrad", **grid)[0]
 
 
 def average_backward(dy: Array, k: Shape, *, factor: float | None) -> Array:
     """dx of dy (n, p, q, c)."""
-    result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
-    tile = tile_of(k, k.size)
-    if tile is None:
-        code, grid = ptx.average_backward(k, factor=factor), _blocks(k.backward_threads())
-    else:
-        code, grid = tile_ptx.average_backward(k, tile, factor=factor), _tiles(k, tile, k.size)
+    tile = backward_tile(k, average=True)
     _record("average backward", k, tile)
-    return launch(code, [dy], [result], name="pool_average_dgrad", **grid)[0]
+    return kernels.average_backward(dy, k, tile, factor=factor)
 
 
-def _blocks(threads: int) -> dict[str, int]:
-    return {"blocks": -(-threads // THREADS), "threads": THREADS}
-
-
-def _tiles(k: Shape, tile: Tile, size: tuple[int, int]) -> dict[str, int]:
-    return {"blocks": -(-tile.count(k, size) // tile.threads), "threads": tile.threads}
-
-
-def _record(which: str, k: Shape, shared: Tile | Strip | None, rows: int = 1) -> None:
-    of_outputs = "a thread two outputs" if rows > 1 else "a thread an output"
-    kernel = "strips" if isinstance(shared, Strip) else "tiles" if shared else of_outputs
+def _record(which: str, k: Shape, shared: Tile | Strip) -> None:
+    of_outputs = "a thread two outputs" if shared.rows > 1 else "a thread an output"
+    kernel = "strips" if isinstance(shared, Strip) else "tiles" if _shares_much(k) else of_outputs
     branches.record("pool", operands=k.dtype, pass_=which, kernel=kernel, counts="several" if k.counted else "one")

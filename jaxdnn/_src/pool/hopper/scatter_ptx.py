@@ -12,13 +12,20 @@ the ring is read from a table, one for each position of the ring; numbers that a
 row of the ring has extra columns for elements outside of the tile.
 
 The next row of outputs is loaded while one is added.
+
+It is PTX text, which an otherwise empty Pallas kernel launches: Pallas' loads from shared memory take whole arrays, and
+here each thread adds to a place of its own. The gather form, in Pallas (`kernels.maximum_backward`), compares every
+element with all taps of its windows. On an H200 that takes 1.1 times as long for 3x3 windows of 16 bits, 1.6 times for
+5x5, and 1.5 times for 5x5 in float32. In float32 3x3 windows are faster in gather form, which serves them
+(benchmarks/notes-pool.md).
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-from jaxdnn._src.pool.hopper import ptx
-from jaxdnn._src.pool.hopper.ptx import Emitter, Shape
+from jaxdnn._src.hopper import ptx
+from jaxdnn._src.pool.hopper.shape import Shape
 
 TAPS = 256  # entries of a table: a tap is a byte
 
@@ -54,6 +61,25 @@ def pairs(k: Shape) -> int:
     return k.vectors * (2 if k.wide else 4)
 
 
+class Emitter(ptx.Emitter):
+    """The emitter with what scattering needs besides."""
+
+    def quotient(self, value: str, divisor: int) -> tuple[str, str]:
+        """value // divisor and value % divisor."""
+        if divisor == 1:
+            return value, self.r("mov.b32", 0)
+        quotient = self.r("div.u32", value, divisor)
+        return quotient, self.r("sub.u32", value, self.r("mul.lo.u32", quotient, divisor))
+
+    def store(self, names: Sequence[str], place: str, when: str) -> None:
+        width = f".v{len(names)}" if len(names) > 1 else ""
+        self.op(f"st.global{width}.b32", place, list(names) if len(names) > 1 else names[0], when=when)
+
+
+def _address(base: str, offset: int) -> str:
+    return f"[{base}+{offset}]" if offset >= 0 else f"[{base}+-{-offset}]"
+
+
 class _Scatter:
     """A thread's tile, and the addresses of its sums. `row` and `column` are those of its first element."""
 
@@ -73,9 +99,12 @@ class _Scatter:
         self.bytes = 8 if k.wide else 4  # of a pair
 
     def pointer(self, operand: int, row: str, column: str, size: tuple[int, int], width: int) -> str:
+        """The address of the thread's pair of an operand's pixel; a pair has `width` bytes."""
         e = self.e
-        at = ptx.flat_index(e, self.image, row, column, self.pair, size, pairs(self.k))
-        return ptx.pointer(e, operand, at, width)
+        line = e.r("mad.lo.s32", self.image, size[0], row)
+        pixel = e.r("mad.lo.s32", line, size[1], column)
+        at = e.r("mad.lo.s32", pixel, pairs(self.k), self.pair)
+        return e.d("mad.wide.s32", at, width, e.d("cvta.to.global.u64", f"${operand}"))
 
     def cell(self, slot: int, column: int, half: int) -> int:
         """The offset of a sum, in bytes from the thread's first sum."""
@@ -113,8 +142,8 @@ class _Scatter:
         e.op("mov.b32", tap, "0xffff")
         offset = column * pairs(k)
         name = "ld.global.nc.v2.b32" if k.wide else "ld.global.nc.b32"
-        e.op(name, list(words) if k.wide else words[0], ptx.address(dy, self.bytes * offset), when=when)
-        e.op("ld.global.nc.u16", tap, ptx.address(taps, 2 * offset), when=when)
+        e.op(name, list(words) if k.wide else words[0], _address(dy, self.bytes * offset), when=when)
+        e.op("ld.global.nc.u16", tap, _address(taps, 2 * offset), when=when)
 
 
 def maximum_backward(k: Shape, strip: Strip) -> str:
@@ -210,4 +239,4 @@ def _flush(t: _Scatter, sums: str, done: str, dx: str) -> None:
         for place in places:
             e.op("st.shared.b32", place, 0)
         inside = e.p("setp.lt.u32", e.r("add.u32", t.column, column), limit)
-        e.store(e.pack(k.dtype, values), ptx.address(dx, t.bytes * pairs(k) * column), inside)
+        e.store(e.pack(k.dtype, values), _address(dx, t.bytes * pairs(k) * column), inside)

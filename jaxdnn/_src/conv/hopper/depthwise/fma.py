@@ -4,6 +4,9 @@ A lane computes one channel; a warp computes a strip of one or two columns with 
 once read, is used for every tap row. Order of additions for one output: from zero, tap columns from left to right, and
 in each the tap rows downwards (by offset in the input tile), by one fused multiply-add each.
 
+It is PTX text, though Pallas could write it by `hopper.lanes` with a fused multiply-add of its own: that form has not
+been written or measured.
+
 In the filter gradient, too, the warps share the columns of a tile and process the rows downwards; each warp has its own
 sum for every tap.
 """

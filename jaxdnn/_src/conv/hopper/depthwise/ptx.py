@@ -1,9 +1,9 @@
 """PTX text for the depthwise kernels: lanes, swizzled tiles in shared memory, matrix fragments.
 
 Pallas moves the tiles and allocates the barriers. The arithmetic between them is one block of PTX for each kernel,
-because Mosaic GPU has neither `mma.sync` with operands that are built in registers nor addresses for each lane. A block
-is a scope of its own: it declares its registers, reads its operands ($0, $1, ...) at the top, and stores its results
-in shared memory or in the operands that are results.
+because Mosaic GPU has no `mma.sync` with operands that are built in registers. A block is a scope of its own: it
+declares its registers, reads its operands ($0, $1, ...) at the top, and stores its results in shared memory or in the
+operands that are results.
 """
 
 import dataclasses

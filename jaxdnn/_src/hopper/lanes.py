@@ -1,0 +1,348 @@
+"""Kernels in which each thread of a warpgroup has a vector at an address of its own.
+
+Pallas addresses blocks of arrays, not single elements. So the loads and stores here are Mosaic's own code, as are the
+comparisons of two 16-bit numbers at once, which Mosaic would split. All else is Pallas: an array (warps, lanes) has a
+number for each thread, an array (warps, lanes, elements) a vector.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.core.compat import fa, ir, llvm, mgpu, mgpu_utils, plgpu, scf, vector
+from jaxdnn._src.hopper.rows import tiled
+
+# Not typed: what they return depends on their arguments.
+inline_mgpu: Any = plgpu.inline_mgpu
+_inline_asm: Any = llvm.inline_asm
+
+WARPS, LANES = 4, 32
+THREADS = WARPS * LANES
+_KINDS = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}  # of PTX's instructions for a word
+_UNSIGNED = {2: jnp.uint16, 4: jnp.uint32}
+
+
+def layout(elements: int) -> Any:
+    """Of an array (warps, lanes, elements)."""
+    tiling = fa.Tiling(((WARPS, LANES, elements),))
+    return fa.TiledLayout(tiling, (-3,), (-2,), -1, _check_canonical=False).canonicalize()
+
+
+ONE = layout(1).reduce((2,))  # of an array (warps, lanes)
+
+
+def numbers(first: Any) -> Array:
+    """The number of each thread, of which the warpgroup's first thread has `first`."""
+    iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (WARPS, LANES), axis, layout=tiled(ONE))
+    return iota(0) * LANES + iota(1) + first
+
+
+def divided(n: Array, by: int) -> tuple[Array, Array]:
+    """The quotients and the remainders of numbers that are not negative."""
+    if by == 1:
+        return n, jnp.zeros_like(n)
+    unsigned = n.astype(jnp.uint32)
+    quotient = lax.div(unsigned, jnp.uint32(by))
+    return quotient.astype(n.dtype), (unsigned - quotient * jnp.uint32(by)).astype(n.dtype)
+
+
+def wide(value: Array, elements: int) -> Array:
+    """A number of each thread for all elements of its vector."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(value, (WARPS, LANES, elements), (0, 1)), tiled(layout(elements)))
+
+
+def full(value: Any, elements: int, dtype: Any) -> Array:
+    """Vectors of one number."""
+    return plgpu.layout_cast(jnp.full((WARPS, LANES, elements), value, dtype), tiled(layout(elements)))
+
+
+def one(value: Any, dtype: Any) -> Array:
+    """The same number for each thread."""
+    return plgpu.layout_cast(jnp.full((WARPS, LANES), value, dtype), tiled(ONE))
+
+
+def positions(elements: int) -> Array:
+    """The number of each element within its vector."""
+    shape = (WARPS, LANES, elements)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 2, layout=tiled(layout(elements)))
+
+
+def load(ref: Any, number: Array, when: Array | None = None) -> Array:
+    """The vectors of these numbers of an array (count, elements); zeros where `when` does not hold."""
+    elements, dtype = ref.shape[-1], ref.dtype
+    given = (number,) if when is None else (number, when)
+
+    @inline_mgpu(arg_types=(plgpu.RefType(()), *(tiled(ONE) for _ in given)), return_type=_vectors(elements, dtype))
+    def run(_: Any, ref: Any, number: Any, when: Any = None) -> Any:
+        element = mgpu_utils.dtype_to_ir_type(dtype)
+        size = elements * mgpu_utils.bytewidth(element)
+        words, place = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32)), _place(ref, number, size)
+        if when is None:
+            found = llvm.load(words, place, alignment=size, invariant=not _is_shared(ref))
+        else:
+            found = _load_if(_own(when), place, size // 4)
+        return _array(vector.bitcast(ir.VectorType.get((elements,), element), found), dtype)
+
+    return run(ref, *given)
+
+
+def _load_if(holds: Any, place: Any, words: int) -> Any:
+    """Words of global memory, zeros where a predicate does not hold: PTX has a load with a predicate, LLVM has none."""
+    i32, names = ir.IntegerType.get_signless(32), [f"${i}" for i in range(words)]
+    many = f".v{words}" if words > 1 else ""
+    zeros = "".join(f"mov.b32 {name}, 0; " for name in names)
+    code = f"{zeros}@${words} ld.global.nc{many}.b32 {{{', '.join(names)}}}, [${words + 1}];"
+    result = llvm.StructType.get_literal([i32] * words) if words > 1 else i32
+    found = _inline_asm(result, [holds, place], code, ",".join(["=&r"] * words) + ",b,l", has_side_effects=False)
+    own = [llvm.extractvalue(i32, found, [i]) for i in range(words)] if words > 1 else [found]
+    return vector.from_elements(ir.VectorType.get((words,), i32), own)
+
+
+def store(ref: Any, number: Array, value: Array, when: Array | None = None) -> None:
+    """Stores vectors at these numbers of an array (count, elements), those for which `when` holds."""
+    elements = ref.shape[-1]
+    given = (number,) if when is None else (number, when)
+
+    @inline_mgpu(arg_types=(plgpu.RefType(()), tiled(layout(elements)), *(tiled(ONE) for _ in given)))
+    def run(_: Any, ref: Any, value: Any, number: Any, when: Any = None) -> None:
+        size = elements * mgpu_utils.bytewidth(value.mlir_dtype)
+        words = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
+        [own] = value.registers.flat
+        put = lambda: llvm.store(vector.bitcast(words, own), _place(ref, number, size), alignment=size)
+        if when is None:
+            put()
+            return
+        with ir.InsertionPoint(scf.IfOp(_own(when)).then_block):
+            put()
+            scf.yield_([])
+
+    run(ref, value, *given)
+
+
+def copy(to: Any, place: Array, ref: Any, number: Array, when: Array | None = None) -> None:
+    """Starts to copy vectors to places in shared memory, those for which `when` holds; see `wait`.
+
+    The assembler moves a load into registers down to its first use; a copy begins where it is written.
+    """
+    size = ref.shape[-1] * ref.dtype.itemsize
+    given = (place, number) if when is None else (place, number, when)
+
+    @inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.RefType(()), *(tiled(ONE) for _ in given)))
+    def run(_: Any, to: Any, ref: Any, place: Any, number: Any, when: Any = None) -> None:
+        near = llvm.ptrtoint(ir.IntegerType.get_signless(32), _place(to, place, size))
+        operands = [near, _place(ref, number, size), *([] if when is None else [_own(when)])]
+        guard, last = ("", "") if when is None else ("@$2 ", ",b")
+        code = "".join(f"{guard}cp.async.cg.shared.global [$0+{i}], [$1+{i}], 16;" for i in range(0, size, 16))
+        _effect(code, operands, "r,l" + last)
+
+    run(to, ref, *given)
+
+
+def commit() -> None:
+    """Makes a group of the copies that the threads have started since the last one."""
+    inline_mgpu(arg_types=())(lambda _: _effect("cp.async.commit_group;", [], ""))()
+
+
+def wait(groups: int) -> None:
+    """Waits until no more than so many groups of each thread's own copies are under way."""
+    inline_mgpu(arg_types=())(lambda _: _effect(f"cp.async.wait_group {groups};", [], ""))()
+
+
+def entries(ref: Any, index: Array) -> Array:
+    """The elements of an array (count,) at an array of numbers, one for each thread or one for each element."""
+    result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=_layout_of(index))
+
+    @inline_mgpu(arg_types=(plgpu.RefType(()), _layout_of(index)), return_type=result)
+    def run(_: Any, ref: Any, index: Any) -> Any:
+        kind, i64, base = mgpu_utils.dtype_to_ir_type(result.dtype), ir.IntegerType.get_signless(64), _pointer(ref)
+        place = lambda number: _element(base, llvm.zext(i64, number), kind)
+        return index.foreach(lambda number, _: llvm.load(kind, place(number), invariant=True), create_array=True)
+
+    return run(ref, index)
+
+
+def float32(v: Array) -> Array:
+    """Floats in float32. Of bfloat16 Mosaic takes three instructions for two numbers, and this two."""
+    elements = v.shape[-1]
+    if v.dtype != jnp.bfloat16:
+        return v.astype(jnp.float32)
+
+    @inline_mgpu(arg_types=(tiled(layout(elements)),), return_type=_vectors(elements, jnp.float32))
+    def run(_: Any, v: Any) -> Any:
+        i32, [own] = ir.IntegerType.get_signless(32), v.registers.flat
+        own = vector.bitcast(ir.VectorType.get((elements // 2,), i32), own)
+        constant = lambda value: llvm.mlir_constant(ir.IntegerAttr.get(i32, value))
+        found = []
+        for i in range(elements // 2):
+            word = vector.extract(own, dynamic_position=[], static_position=[i])
+            low = llvm.shl(word, constant(16), overflow_flags=llvm.IntegerOverflowFlags.none)
+            found += [low, llvm.and_(word, constant(-(1 << 16)))]
+        floats = vector.from_elements(ir.VectorType.get((elements,), i32), found)
+        return _array(vector.bitcast(ir.VectorType.get((elements,), ir.F32Type.get()), floats), jnp.float32)
+
+    return run(v)
+
+
+def words(v: Array) -> Array:
+    """The 32-bit words of vectors: two numbers each if these have 16 bits."""
+    return _as(v, v.shape[-1] * v.dtype.itemsize // 4, jnp.uint32)
+
+
+def of_words(v: Array, dtype: Any) -> Array:
+    """The numbers of which these are the words."""
+    return _as(v, v.shape[-1] * 4 // jnp.dtype(dtype).itemsize, dtype)
+
+
+def _as(v: Array, elements: int, dtype: Any) -> Array:
+    @inline_mgpu(arg_types=(tiled(layout(v.shape[-1])),), return_type=_vectors(elements, dtype))
+    def run(_: Any, v: Any) -> Any:
+        [own] = v.registers.flat
+        return _array(vector.bitcast(ir.VectorType.get((elements,), mgpu_utils.dtype_to_ir_type(dtype)), own), dtype)
+
+    return run(v)
+
+
+def larger(a: tuple[Array, ...], b: tuple[Array, ...], dtype: Any, *, nan: bool) -> tuple[Array, ...]:
+    """The words of a where the first of them, floats of a dtype, are greater or equal; elsewhere those of b.
+
+    nan: whether a is taken where it is NaN as well, and b where it alone is; otherwise there is none.
+    """
+    if jnp.dtype(dtype).itemsize == 4:
+        x, y = (of_words(v[0], dtype) for v in (a, b))
+        keeps = (x >= y) | (x != x) if nan else x >= y
+        return tuple(jnp.where(keeps, v, w) for v, w in zip(a, b, strict=True))
+    kind = _KINDS[jnp.dtype(dtype).name]
+    code, out = f"set.ge.u32.{kind} $0, $1, $2;", "=r"
+    if nan:
+        code = f"{{.reg .b32 m; set.ge.u32.{kind} m, $1, $2; set.nan.u32.{kind} $0, $1, $1; or.b32 $0, $0, m;}}"
+        out = "=&r"
+    mask = _words(code, out, (a[0], b[0]), jnp.uint32)
+    pick = lambda v, w: _words("lop3.b32 $0, $1, $2, $3, 0xCA;", "=r", (mask, v, w), jnp.uint32)
+    return tuple(pick(v, w) for v, w in zip(a, b, strict=True))
+
+
+def to_bytes(v: Array, bits: int) -> Array:
+    """The bytes of numbers of 16 or 32 bits, in words, that are below 256."""
+    pick = {16: (0x6420,), 32: (0x0040, 0x5410)}[bits]
+    count = v.shape[-1] * 32 // bits
+
+    @inline_mgpu(arg_types=(tiled(layout(v.shape[-1])),), return_type=_vectors(count, jnp.uint8))
+    def run(_: Any, v: Any) -> Any:
+        i32, [own] = ir.IntegerType.get_signless(32), v.registers.flat
+        found = [vector.extract(own, dynamic_position=[], static_position=[i]) for i in range(own.type.shape[0])]
+        for control in pick:  # neighbours are joined, and then those that this makes
+            join = f"prmt.b32 $0, $1, $2, {control};"
+            pairs = zip(found[::2], found[1::2], strict=True)
+            found = [_inline_asm(i32, list(pair), join, "=r,r,r") for pair in pairs]
+        joined = vector.from_elements(ir.VectorType.get((len(found),), i32), found)
+        return _array(vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(8)), joined), jnp.uint8)
+
+    return run(v)
+
+
+def equal(a: Array, b: Array) -> Array:
+    """All ones where unsigned numbers below 1024 are equal, elsewhere zero: as float16 they are subnormal."""
+    kind = {2: "f16x2", 4: "u32"}[a.dtype.itemsize]
+    return _words(f"set.eq.u32.{kind} $0, $1, $2;", "=r", (a, b), _UNSIGNED[a.dtype.itemsize])
+
+
+def product(a: Array, b: Array) -> Array:
+    """a b of float32, rounded before anything is added to it.
+
+    Mosaic's products are such as the assembler contracts with sums, also behind `lax.optimization_barrier`.
+    """
+    return _words("mul.rn.f32 $0, $1, $2;", "=r", (a, b), jnp.float32)
+
+
+def _words(code: str, out: str, operands: tuple[Array, ...], dtype: Any) -> Array:
+    """What PTX makes of each word of vectors: of two numbers if they have 16 bits."""
+    elements, kind = operands[0].shape[-1], jnp.dtype(dtype)
+    of = tiled(layout(elements))
+
+    @inline_mgpu(arg_types=(of,) * len(operands), return_type=_vectors(elements, kind))
+    def run(_: Any, *values: Any) -> Any:
+        i32, count = ir.IntegerType.get_signless(32), elements * kind.itemsize // 4
+        words = ir.VectorType.get((count,), i32)
+        given = [vector.bitcast(words, v.registers.flat[0]) for v in values]
+        take = lambda v, i: vector.extract(v, dynamic_position=[], static_position=[i])
+        constraints = ",".join([out, *["r"] * len(given)])
+        found = [_inline_asm(i32, [take(v, i) for v in given], code, constraints) for i in range(count)]
+        element = mgpu_utils.dtype_to_ir_type(kind)
+        return _array(vector.bitcast(ir.VectorType.get((elements,), element), vector.from_elements(words, found)), kind)
+
+    return run(*operands)
+
+
+def any_nan(v: Array, flag: Any) -> Any:
+    """Whether a thread of the block, which is one warpgroup, has NaN among its floats; `flag` is shared memory (1,)."""
+    kind, dtype = _KINDS[v.dtype.name], v.dtype
+
+    @inline_mgpu(arg_types=(plgpu.RefType(()), tiled(layout(v.shape[-1]))))
+    def run(_: Any, flag: Any, v: Any) -> None:
+        i32, [own] = ir.IntegerType.get_signless(32), v.registers.flat
+        count = own.type.shape[0] * dtype.itemsize // 4
+        own = vector.bitcast(ir.VectorType.get((count,), i32), own)
+        words = [vector.extract(own, dynamic_position=[], static_position=[i]) for i in range(count)]
+        tests = "".join(f"set.nan.u32.{kind} w, ${i + 1}, ${i + 1}; or.b32 m, m, w; " for i in range(count))
+        code = "{.reg .pred p; .reg .b32 m, w; mov.b32 m, 0; " + tests + "setp.ne.u32 p, m, 0; "
+        code += f"bar.red.or.pred p, 1, {THREADS}, p; selp.b32 $0, 1, 0, p;}}"
+        found = _inline_asm(i32, words, code, ",".join(["=r", *["r"] * count]), has_side_effects=True)
+        llvm.store(found, _pointer(flag))  # each thread what it will load
+
+    run(flag, v)
+    return flag[0] != 0
+
+
+# ---- within Mosaic's code --------------------------------------------------------------------------------------------
+
+
+def _effect(code: str, operands: list[Any], constraints: str) -> None:
+    constraints = ",".join(filter(None, [constraints, "~{memory}"]))
+    _inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
+
+
+def _vectors(elements: int, dtype: Any) -> Any:
+    """The type of vectors."""
+    return plgpu.ShapeDtypeStruct((WARPS, LANES, elements), dtype, layout=tiled(layout(elements)))
+
+
+def _array(register: Any, dtype: Any) -> Any:
+    """The vectors of which a thread has this one."""
+    elements = ir.VectorType(register.type).shape[0]
+    of = layout(elements)
+    own = np.empty(of.registers_shape((WARPS, LANES, elements)), dtype=object)
+    own.flat[0] = register
+    signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
+    return mgpu.FragmentedArray(_registers=own, _layout=of, _is_signed=signed)
+
+
+def _own(value: Any) -> Any:
+    """The number of a thread."""
+    [own] = value.registers.flat
+    return vector.extract(own, dynamic_position=[], static_position=[0]) if isinstance(own.type, ir.VectorType) else own
+
+
+def _layout_of(index: Array) -> Any:
+    return tiled(ONE if index.ndim == 2 else layout(index.shape[-1]))
+
+
+def _is_shared(ref: Any) -> bool:
+    return ir.MemRefType(ref.type).memory_space is not None
+
+
+def _pointer(ref: Any) -> Any:
+    """The address of an array, in global memory where it is not in shared memory."""
+    pointer = mgpu_utils.memref_ptr(ref)
+    return pointer if _is_shared(ref) else llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), pointer)
+
+
+def _element(base: Any, number: Any, kind: Any) -> Any:
+    return llvm.getelementptr(base.type, base, [number], [-(2**31)], kind, llvm.GEPNoWrapFlags.none)
+
+
+def _place(ref: Any, number: Any, size: int) -> Any:
+    """The address of a thread's vector of `size` bytes."""
+    number = llvm.sext(ir.IntegerType.get_signless(64), _own(number))
+    return _element(_pointer(ref), number, ir.Type.parse(f"!llvm.array<{size} x i8>"))
