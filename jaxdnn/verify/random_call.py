@@ -170,13 +170,15 @@ def _may_take(found: Drawn, branch: Branch) -> bool:
 
 
 def takes(found: Drawn, branch: Branch) -> bool:
-    """Whether the call takes a branch: lowered for a GPU, nothing is compiled."""
-    if found.facts.refusal is not None:
-        return False
+    return found.facts.refusal is None and branch in branches_of(found)
+
+
+def branches_of(found: Drawn) -> set[Branch]:
+    """The branches that a call takes: it is lowered for a GPU, nothing is compiled."""
     operands, extras = _arrays(found, 0)
     with jax.enable_x64(found.case.x64), found.settings(), branches.recorded() as taken:
         jax.jit(found.case.function()).trace(*operands, **extras).lower(lowering_platforms=("cuda",))
-    return branch in taken
+    return taken
 
 
 def _arrays(found: Drawn, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,6 +5,7 @@ comparisons of two 16-bit numbers at once, which Mosaic would split. All else is
 number for each thread, an array (warps, lanes, elements) a vector.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,9 +15,7 @@ from jax import Array, lax
 from jaxdnn._src.core.compat import fa, ir, llvm, mgpu, mgpu_utils, plgpu, scf, vector
 from jaxdnn._src.hopper.rows import tiled
 
-# Not typed: what they return depends on their arguments.
-inline_mgpu: Any = plgpu.inline_mgpu
-_inline_asm: Any = llvm.inline_asm
+_inline_asm: Any = llvm.inline_asm  # not typed: what it returns depends on its arguments
 
 WARPS, LANES = 4, 32
 THREADS = WARPS * LANES
@@ -31,6 +30,33 @@ def layout(elements: int) -> Any:
 
 
 ONE = layout(1).reduce((2,))  # of an array (warps, lanes)
+
+
+def _layout_of(v: Array) -> Any:
+    return tiled(ONE if v.ndim == 2 else layout(v.shape[-1]))
+
+
+def _laid_out(v: Array) -> Array:
+    """An array in the layout of lanes. All arrays have it, and are left as they are, but for those of a single number.
+
+    Where an array's numbers are known to be the same (the remainders by one; whether these are below a bound), Mosaic
+    keeps one of them, in a layout that is taken neither by code of Mosaic's own nor by a broadcast.
+    """
+    return plgpu.layout_cast(v, _layout_of(v))
+
+
+def _inline(references: int = 0, returns: Any = None) -> Any:
+    """Makes a function of Mosaic's own code, whose arguments are a context, so many references, and arrays."""
+
+    def decorate(run: Callable[..., Any]) -> Any:
+        def call(*given: Any) -> Any:
+            arrays = [_laid_out(v) for v in given[references:]]
+            types = (*(plgpu.RefType(()) for _ in given[:references]), *map(_layout_of, arrays))
+            return plgpu.inline_mgpu(arg_types=types, return_type=returns)(run)(*given[:references], *arrays)
+
+        return call
+
+    return decorate
 
 
 def numbers(first: Any) -> Array:
@@ -50,17 +76,17 @@ def divided(n: Array, by: int) -> tuple[Array, Array]:
 
 def wide(value: Array, elements: int) -> Array:
     """A number of each thread for all elements of its vector."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(value, (WARPS, LANES, elements), (0, 1)), tiled(layout(elements)))
+    return _laid_out(lax.broadcast_in_dim(_laid_out(value), (WARPS, LANES, elements), (0, 1)))
 
 
 def full(value: Any, elements: int, dtype: Any) -> Array:
     """Vectors of one number."""
-    return plgpu.layout_cast(jnp.full((WARPS, LANES, elements), value, dtype), tiled(layout(elements)))
+    return _laid_out(jnp.full((WARPS, LANES, elements), value, dtype))
 
 
 def one(value: Any, dtype: Any) -> Array:
     """The same number for each thread."""
-    return plgpu.layout_cast(jnp.full((WARPS, LANES), value, dtype), tiled(ONE))
+    return _laid_out(jnp.full((WARPS, LANES), value, dtype))
 
 
 def positions(elements: int) -> Array:
@@ -74,7 +100,7 @@ def load(ref: Any, number: Array, when: Array | None = None) -> Array:
     elements, dtype = ref.shape[-1], ref.dtype
     given = (number,) if when is None else (number, when)
 
-    @inline_mgpu(arg_types=(plgpu.RefType(()), *(tiled(ONE) for _ in given)), return_type=_vectors(elements, dtype))
+    @_inline(1, _vectors(elements, dtype))
     def run(_: Any, ref: Any, number: Any, when: Any = None) -> Any:
         element = mgpu_utils.dtype_to_ir_type(dtype)
         size = elements * mgpu_utils.bytewidth(element)
@@ -105,7 +131,7 @@ def store(ref: Any, number: Array, value: Array, when: Array | None = None) -> N
     elements = ref.shape[-1]
     given = (number,) if when is None else (number, when)
 
-    @inline_mgpu(arg_types=(plgpu.RefType(()), tiled(layout(elements)), *(tiled(ONE) for _ in given)))
+    @_inline(1)
     def run(_: Any, ref: Any, value: Any, number: Any, when: Any = None) -> None:
         size = elements * mgpu_utils.bytewidth(value.mlir_dtype)
         words = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
@@ -129,7 +155,7 @@ def copy(to: Any, place: Array, ref: Any, number: Array, when: Array | None = No
     size = ref.shape[-1] * ref.dtype.itemsize
     given = (place, number) if when is None else (place, number, when)
 
-    @inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.RefType(()), *(tiled(ONE) for _ in given)))
+    @_inline(2)
     def run(_: Any, to: Any, ref: Any, place: Any, number: Any, when: Any = None) -> None:
         near = llvm.ptrtoint(ir.IntegerType.get_signless(32), _place(to, place, size))
         operands = [near, _place(ref, number, size), *([] if when is None else [_own(when)])]
@@ -142,19 +168,19 @@ def copy(to: Any, place: Array, ref: Any, number: Array, when: Array | None = No
 
 def commit() -> None:
     """Makes a group of the copies that the threads have started since the last one."""
-    inline_mgpu(arg_types=())(lambda _: _effect("cp.async.commit_group;", [], ""))()
+    _inline()(lambda _: _effect("cp.async.commit_group;", [], ""))()
 
 
 def wait(groups: int) -> None:
     """Waits until no more than so many groups of each thread's own copies are under way."""
-    inline_mgpu(arg_types=())(lambda _: _effect(f"cp.async.wait_group {groups};", [], ""))()
+    _inline()(lambda _: _effect(f"cp.async.wait_group {groups};", [], ""))()
 
 
 def entries(ref: Any, index: Array) -> Array:
     """The elements of an array (count,) at an array of numbers, one for each thread or one for each element."""
     result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=_layout_of(index))
 
-    @inline_mgpu(arg_types=(plgpu.RefType(()), _layout_of(index)), return_type=result)
+    @_inline(1, result)
     def run(_: Any, ref: Any, index: Any) -> Any:
         kind, i64, base = mgpu_utils.dtype_to_ir_type(result.dtype), ir.IntegerType.get_signless(64), _pointer(ref)
         place = lambda number: _element(base, llvm.zext(i64, number), kind)
@@ -169,7 +195,7 @@ def float32(v: Array) -> Array:
     if v.dtype != jnp.bfloat16:
         return v.astype(jnp.float32)
 
-    @inline_mgpu(arg_types=(tiled(layout(elements)),), return_type=_vectors(elements, jnp.float32))
+    @_inline(returns=_vectors(elements, jnp.float32))
     def run(_: Any, v: Any) -> Any:
         i32, [own] = ir.IntegerType.get_signless(32), v.registers.flat
         own = vector.bitcast(ir.VectorType.get((elements // 2,), i32), own)
@@ -196,7 +222,7 @@ def of_words(v: Array, dtype: Any) -> Array:
 
 
 def _as(v: Array, elements: int, dtype: Any) -> Array:
-    @inline_mgpu(arg_types=(tiled(layout(v.shape[-1])),), return_type=_vectors(elements, dtype))
+    @_inline(returns=_vectors(elements, dtype))
     def run(_: Any, v: Any) -> Any:
         [own] = v.registers.flat
         return _array(vector.bitcast(ir.VectorType.get((elements,), mgpu_utils.dtype_to_ir_type(dtype)), own), dtype)
@@ -228,7 +254,7 @@ def to_bytes(v: Array, bits: int) -> Array:
     pick = {16: (0x6420,), 32: (0x0040, 0x5410)}[bits]
     count = v.shape[-1] * 32 // bits
 
-    @inline_mgpu(arg_types=(tiled(layout(v.shape[-1])),), return_type=_vectors(count, jnp.uint8))
+    @_inline(returns=_vectors(count, jnp.uint8))
     def run(_: Any, v: Any) -> Any:
         i32, [own] = ir.IntegerType.get_signless(32), v.registers.flat
         found = [vector.extract(own, dynamic_position=[], static_position=[i]) for i in range(own.type.shape[0])]
@@ -259,9 +285,8 @@ def product(a: Array, b: Array) -> Array:
 def _words(code: str, out: str, operands: tuple[Array, ...], dtype: Any) -> Array:
     """What PTX makes of each word of vectors: of two numbers if they have 16 bits."""
     elements, kind = operands[0].shape[-1], jnp.dtype(dtype)
-    of = tiled(layout(elements))
 
-    @inline_mgpu(arg_types=(of,) * len(operands), return_type=_vectors(elements, kind))
+    @_inline(returns=_vectors(elements, kind))
     def run(_: Any, *values: Any) -> Any:
         i32, count = ir.IntegerType.get_signless(32), elements * kind.itemsize // 4
         words = ir.VectorType.get((count,), i32)
@@ -279,7 +304,7 @@ def any_nan(v: Array, flag: Any) -> Any:
     """Whether a thread of the block, which is one warpgroup, has NaN among its floats; `flag` is shared memory (1,)."""
     kind, dtype = _KINDS[v.dtype.name], v.dtype
 
-    @inline_mgpu(arg_types=(plgpu.RefType(()), tiled(layout(v.shape[-1]))))
+    @_inline(1)
     def run(_: Any, flag: Any, v: Any) -> None:
         i32, [own] = ir.IntegerType.get_signless(32), v.registers.flat
         count = own.type.shape[0] * dtype.itemsize // 4
@@ -322,10 +347,6 @@ def _own(value: Any) -> Any:
     """The number of a thread."""
     [own] = value.registers.flat
     return vector.extract(own, dynamic_position=[], static_position=[0]) if isinstance(own.type, ir.VectorType) else own
-
-
-def _layout_of(index: Array) -> Any:
-    return tiled(ONE if index.ndim == 2 else layout(index.shape[-1]))
 
 
 def _is_shared(ref: Any) -> bool:
