@@ -23,9 +23,8 @@ A tile at the end of an axis begins earlier, so that it ends with the axis: what
 no store has a condition but that of a cell that reaches beyond dx.
 
 Pallas addresses blocks of arrays. What windows of each thread's own need, loads and stores at addresses of its own, and
-comparisons of two 16-bit numbers at once, is Mosaic's own code (`hopper.lanes`). On an H200 the kernels take 0.85 to
-1.05 times the time of the PTX text that they replaced; maxima with taps of windows that move by one took up to 1.25
-times in a form before this one (benchmarks/notes-pool.md).
+comparisons of two 16-bit numbers at once, is Mosaic's own code (`hopper.lanes`). On an H200 the kernels take 0.78 to
+1.04 times the time of the PTX text that they replaced (benchmarks/notes-pool.md).
 """
 
 import copy

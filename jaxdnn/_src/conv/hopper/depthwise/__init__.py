@@ -1,9 +1,9 @@
 """Depthwise and narrow-group convolution on Hopper: forward, backward data, backward filter.
 
 Pallas (Mosaic GPU) moves the tiles; the arithmetic on a tile in shared memory is PTX text, because Pallas has no
-`mma.sync` (`ptx`). A prototype of forward in plain Pallas, with float32 products and untuned, had about 0.59 of the
-speed on 64x28x28x384 7x7 and 0.74 on 128x14x14x384 3x3, timed in another process
-(benchmarks/notes-hopper-depthwise.md).
+`mma.sync` (`ptx`). Forward in plain Pallas, the best of several tiles, had 0.68 of the speed on 64x28x28x384 7x7, 0.54
+on 64x56x56x128 7x7 and 0.73 on 128x14x14x384 3x3, on an H200 in one process: it multiplies in float32, one by one,
+which for the first takes 50 us at least where the tensor core takes 27 (benchmarks/notes-hopper-depthwise.md).
 
 Schedule. A block of threads computes one tile: up to 14 x 28 outputs of 32 channels (or 64). TMA loads the input tile
 with its halo (and zeros outside of the image, so that padding costs nothing) and the filter for the tile's channels.
