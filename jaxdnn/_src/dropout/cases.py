@@ -122,7 +122,18 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> DropoutCase:
     return DropoutCase(op, engine, dtype, name, rate, offset, layout, shape)
 
 
+def _planes(op: str, engine: str, rng: drawn.Generator, name: str) -> DropoutCase:
+    """Channels first: fours of channels, and planes of whole vectors."""
+    found, c = draw(op, engine, rng, name), 4 * drawn.between(rng, 1, 160)
+    layout = str(rng.choice(["NCW", "NCHW", "NCDHW"]))
+    *others, last = drawn.axes(rng, len(layout) - 2, 2**17 / c)
+    sizes = (*others, -(-last // 8) * 8)
+    shape = drawn.laid_out(layout, drawn.batch(rng, 2**19 / (c * math.prod(sizes))), c, sizes)
+    return dataclasses.replace(found, offset=found.offset // 4 * 4, layout=layout, shape=shape)
+
+
+LEADS = {("dropout", ("dropout", "kernel", "planes")): _planes}
 FAMILY = dataclasses.replace(
-    family("dropout", DropoutCase, OPS, cases, subjects, "rate 0.1", (3, 6), draw=draw),
+    family("dropout", DropoutCase, OPS, cases, subjects, "rate 0.1", (3, 6), draw=draw, leads=LEADS),
     facets=lambda case: {case.dtype, ("offset", case.offset > 0), ("layout", case.layout is None)},
 )
