@@ -5,10 +5,12 @@ in one: alone and in the batch, operation by operation and compiled among other 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -95,3 +97,38 @@ def test_examples_without_a_batch_keep_their_levels(name: str):
     if not is_fixed(made.declared):
         pytest.skip("no level promises its bits")
     assert not list(found_of(made, "eager", "company"))
+
+
+# What the compilers for GPUs approximate, or do in an order of their own: but for float64's quotients and roots.
+NARROW = r"[x<](?:f32|bf16|f16)>"
+APPROXIMATE = re.compile(
+    rf"stablehlo\.(?:(?:divide|sqrt)\b.*{NARROW}|(?:rsqrt|cbrt|exponential|log|tanh?|sine|cosine|power)\w*\b"
+    rf"|(?:dot_general|convolution|reduce\(.* stablehlo\.add).*{NARROW})"
+)
+
+
+def approximated(function: Callable[..., Any], *operands: Any) -> list[str]:
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    return [line for line in text.splitlines() if APPROXIMATE.search(line)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*CALLS, *OTHERS])
+def test_what_is_portable_is_made_of_what_every_device_computes_alike(name: str, dtype: str):
+    made = example_of({**CALLS, **OTHERS}[name], dtype)
+    if made.declared != "portable" or (made.out_axis is None and name in CALLS):
+        pytest.skip("no level promises its bits on every device")
+    found = approximated(made.whole(), *made.operands)
+    if name == "reduce-max":  # whether a sum is NaN depends on no order
+        found = [line for line in found if "stablehlo.add" not in line]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: 1 / x, jnp.sqrt, jnp.sum, lambda x: x @ x.T, jnp.exp, lambda x: x**0.3],
+    ids=["quotient", "root", "sum", "product", "exp", "power"],
+)
+def test_what_gpus_approximate_is_seen(function: Callable[..., Any]):
+    for dtype in (np.float32, jnp.bfloat16):
+        assert approximated(function, jnp.ones((3, 5), dtype))

@@ -1,5 +1,6 @@
 """The fence between a product and a sum: bits against NumPy, which rounds every product."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxdnn as dnn
+from jaxdnn._src.core import rounding
 from jaxdnn._src.core.rounding import nearest, nearest_number, power, product, quotient, real, reciprocal, root, rounded
 from jaxdnn._src.softmax import xla as formulas
 
@@ -143,6 +145,23 @@ def test_a_quotient_by_one_number_for_all_is_a_quotient(dtype: Any):
     for b in (np.full((1,) * a.ndim, 0.7, dtype), np.asarray(3, dtype)):
         same_bits(jax.jit(lambda a, b: quotient(a, jnp.broadcast_to(b, a.shape)))(a, b), a / b)
     same_bits(jax.jit(lambda a: quotient(a, jnp.full_like(a, 3)))(a), a / dtype(3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quotients_of_gpus_are_rounded_to_nearest(dtype: Any):
+    """In float64, and not narrowed at once: LLVM would make that a quotient in float32, which GPUs approximate."""
+    a, b, _ = drawn(dtype)
+    text = jax.jit(quotient).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    (made,) = re.findall(r"(%\w+) = stablehlo\.divide .*f64>", text)
+    assert text.count("stablehlo.divide") == 1
+    assert f"stablehlo.convert {made} " not in text
+    run = jax.jit(rounding._divided_on_gpus)
+    same_bits(run(a, b), a / b)
+    special = np.meshgrid(*[np.asarray([0.0, -0.0, 1.0, 3.0, np.inf, -np.inf, np.nan], dtype)] * 2)
+    with np.errstate(all="ignore"):
+        found, wanted = run(*special), special[0] / special[1]
+    np.testing.assert_array_equal(np.asarray(found, np.float64), wanted.astype(np.float64))
+    assert (np.signbit(found) == np.signbit(wanted))[wanted == wanted].all()
 
 
 def test_a_product_with_a_tangent_is_rounded_and_linear():

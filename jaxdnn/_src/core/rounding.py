@@ -7,7 +7,8 @@ operands the bits of the result then depend on the shape, on the rest of the pro
 `lax.optimization_barrier` does not prevent it on CPUs up to JAX 0.10 (XLA drops it before it fuses loops), and where it
 does, it writes the product to memory. Here a select separates the two, and no compiler can prove that it always returns
 p: -p has other bits than p, also if p is NaN. It does not use the factors, so that the compilers' knowledge of the sign
-of a square is no problem; but they know that a float that was an integer is not NaN, hence `real`.
+of a square is no problem; but they know that a float that was an integer is not NaN, hence `real`. They know it of one
+that was put together of bits, too: a product of such is not safe beside a sum.
 
 Derivatives consist of products and sums too. So the fence is a primitive whose tangents and cotangents pass it as well,
 `product` is one whose derivatives are such products again, and the derivatives of `root`, `reciprocal`, `quotient` and
@@ -187,6 +188,44 @@ for _primitive in _product.both:
     mlir.register_lowering(_primitive, _lowered(lambda a, b: _hidden(a * b)))
 
 
+def _divided(a: Array, b: Array) -> Array:
+    """a / b as XLA divides.
+
+    Where all of b is one number, XLA moves a fence of b out of the broadcast, and multiplies by a reciprocal after
+    all. A select by what a is has to stay.
+    """
+    b = _hidden(b)
+    return _hidden(a / jnp.where(a == a, b, -b))
+
+
+def _divided_on_gpus(a: Array, b: Array) -> Array:
+    """a / b in float64, for in float32 XLA's code for GPUs has `div.full`, which is two units in the last place off.
+
+    The quotient of two numbers of 24 bits is 2^-49 of its size away from the middle of two such numbers, so rounding
+    twice gives what rounding once does. LLVM knows that too and would divide in float32 again, hence a factor of which
+    it does not know that it is 1, n being any integer. `_hidden` is not enough: LLVM knows of some quotients that they
+    are not NaN.
+    """
+    if a.dtype == np.float64:
+        return _divided(a, b)
+    n, one = lax.bitcast_convert_type(b.astype(np.float32), np.uint32), np.uint32(1)
+    with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
+        wide = (lax.convert_element_type(v, np.float64) for v in (a, b, (n * (n + one) & one) + one))
+        dividend, divisor, factor = wide
+        found = _hidden(lax.convert_element_type(dividend / divisor * factor, np.float32))
+    return found if a.dtype == np.float32 else _hidden(found.astype(a.dtype))
+
+
+_quotient = Partitioned("rounded_quotient")
+for _primitive in _quotient.both:
+    _primitive.def_impl(together(_primitive.bind))  # JAX's own operation is what a GPU's is
+    _primitive.def_abstract_eval(lambda a, b: lax.div_p.abstract_eval(a, b)[0])
+    batching.defbroadcasting(_primitive)
+    mlir.register_lowering(_primitive, _lowered(_divided))
+    for _platform in ("cuda", "rocm"):
+        mlir.register_lowering(_primitive, _lowered(_divided_on_gpus), platform=_platform)
+
+
 # ---- functions of one element ----------------------------------------------------------------------------------------
 
 
@@ -204,7 +243,10 @@ def _root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def reciprocal(x: Any) -> Any:
-    """1 / x. XLA replaces some quotients, such as those by a broadcast array, by products with it, and others not."""
+    """1 / x as the device has it: on GPUs an approximation, for which see `quotient`.
+
+    XLA replaces some quotients, such as those by a broadcast array, by products with it, and others not.
+    """
     return rounded(1 / rounded(x))
 
 
@@ -216,13 +258,8 @@ def _reciprocal_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def quotient(a: Any, b: Any) -> Any:
-    """a / b of two arrays of one shape, rounded once.
-
-    Where all of b is one number, XLA moves a fence of b out of the broadcast, and multiplies by a reciprocal after
-    all. A select by what a is has to stay.
-    """
-    b = rounded(b)
-    return rounded(a / jnp.where(a == a, b, -b))
+    """a / b of two arrays of one dtype, rounded to nearest on every device."""
+    return _quotient.bind(*vary_alike(jnp.broadcast_arrays(a, b)))
 
 
 @quotient.defjvp

@@ -13,7 +13,7 @@ from jaxdnn._src.core import blending, checks, primitives, trees
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
-from jaxdnn._src.core.rounding import at_edges, product, real, reciprocal, rounded
+from jaxdnn._src.core.rounding import at_edges, product, quotient, real, rounded
 from jaxdnn._src.ctc.primitive import CtcSpec
 
 LAYOUTS = ("NTC", "TNC")
@@ -109,7 +109,7 @@ def ctc_loss(
     if reduction == "none":
         return loss
     if reduction == "mean":
-        loss = product(loss, reciprocal(real(jnp.maximum(operands[3], 1), loss.dtype)))
+        loss = product(loss, quotient(jnp.ones_like(loss), real(jnp.maximum(operands[3], 1), loss.dtype)))
     return _reduced(reduction, loss)
 
 
@@ -118,7 +118,9 @@ def _reduced(reduction: str, losses: Array) -> Array:
 
     def run(losses: Array) -> Array:
         total = trees.halves(rounded(losses), (0,)).reshape(())
-        return total if reduction == "sum" else product(total, reciprocal(jnp.asarray(losses.shape[0], losses.dtype)))
+        if reduction == "sum":
+            return total
+        return product(total, quotient(jnp.ones_like(total), jnp.asarray(losses.shape[0], losses.dtype)))
 
     return primitives.composed(run, lambda losses: Factors((("n",),), ((),), ()), losses)
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import blending, engines, trees
-from jaxdnn._src.core.rounding import nearest, product, quotient, real, reciprocal, rounded
+from jaxdnn._src.core.rounding import nearest, product, quotient, real, rounded
 
 FARTHEST = 2.0**27  # of a score from its row's maximum, or from 0; beyond, its exponential is 0
 LARGEST = 2**28  # exponents
@@ -143,10 +143,11 @@ def exponential(d: Array) -> tuple[Array, Array]:
     of, at = FLOATS[d.dtype], ft.partial(jnp.asarray, dtype=d.dtype)
     near = jnp.abs(d) <= FARTHEST
     d = jnp.where(near, d, jnp.zeros_like(d))
-    n = lax.round(product(d, at(1 / math.log(2))), lax.RoundingMethod.TO_NEAREST_EVEN)
+    whole = lax.round(product(d, at(1 / math.log(2))), lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    n = real(whole, d.dtype)
     r = (d - product(n, at(of.high))) - product(n, at(of.low))
     w = horner(of.exp, jnp.clip(r, -0.5, 0.5))  # where d has no digits behind the point, r may be anything
-    return jnp.where(near, w, jnp.zeros_like(w)), n.astype(jnp.int32)
+    return jnp.where(near, w, jnp.zeros_like(w)), whole
 
 
 def logarithm(x: Number) -> Array:
@@ -222,7 +223,8 @@ def problem(spec: Any, x: Array, labels: Array, steps: Array, count: Array | Non
 def rows(p: Problem) -> tuple[Array, Array]:
     """(B, T, 1): the largest score of a step, and 1 over the sum of e^(x - largest)."""
     largest = jnp.max(p.x, -1, keepdims=True, initial=-jnp.inf)
-    return largest, reciprocal(trees.halves(plain(*exponential(rounded(p.x - largest))), (-1,)))
+    total = trees.halves(plain(*exponential(rounded(p.x - largest))), (-1,))
+    return largest, quotient(jnp.ones_like(total), total)
 
 
 def shares(p: Problem, scores: Array, of_rows: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -353,7 +355,8 @@ def _occupied(p: Problem, probability: Number, a: Number, b: Number) -> Array:
     """(T, B, S): the share of paths that are in a state, from what comes to it and what goes from it."""
     m, e = (v[None, :, None] for v in probability)
     possible = (e > ZERO) & p.in_time.T[..., None]
-    w = product(product(a.m, b.m), reciprocal(jnp.where(m == 0, jnp.ones_like(m), m)))
+    one = jnp.ones_like(m)
+    w = product(product(a.m, b.m), quotient(one, jnp.where(m == 0, one, m)))
     return jnp.where(possible, plain(w, a.e + b.e - e), jnp.zeros_like(w))
 
 
