@@ -76,15 +76,9 @@ def _apply(eqn: Any, given: list[Pair]) -> list[Pair]:
     values, errors = [z for z, _ in given], [e for _, e in given]
     if name == "optimization_barrier":
         return given
-    if name == "call_hi_primitive":  # the newest JAX's ways to powers of two, which are exact
-        name = type(params["_prim"]).__name__
-        if name == "Ldexp":
-            return [(np.ldexp(values[0], values[1]), np.ldexp(errors[0], values[1]))]
-        if name == "Frexp":
-            mantissa, exponent = np.frexp(values[0])
-            return [(mantissa, np.ldexp(errors[0], -exponent)), _exact(exponent)]
-    # Counters, what is made of choices, and bits, which choices are made of.
-    if name == "bitcast_convert_type" or not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars):
+    # Counters, what is made of choices, bits and powers of two, which choices are made of.
+    floats = any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)
+    if name in ("bitcast_convert_type", "reduce_precision") or not floats:
         read = [jnp.asarray(z, v.aval.dtype) for z, v in zip(values, eqn.invars, strict=True)]
         return [_exact(eqn.primitive.bind(*read, **params))]
     if name == "split":

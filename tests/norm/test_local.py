@@ -252,6 +252,24 @@ def test_p_norms_derivatives(p: float):
     assert np.isfinite(np.asarray(second)).all()
 
 
+def test_a_vector_of_each_size_is_scaled_on_its_own():
+    sizes = np.array([[1e-30], [1e-20], [1e-13], [1.0], [1e19], [1e25], [1e37]])
+    x = (arrays((7, 33))[0] * sizes).astype(np.float32)
+    for eps in (0.0, 1e-12, 0.5):
+        run = jax.jit(ft.partial(dnn.lp_normalize, eps=eps))
+        y = run(x)
+        agree(
+            y, reference.lp_normalize(x, eps=eps), cases_local.vector_error(x.astype(np.float64), 2, -1, eps, "float32")
+        )
+        np.testing.assert_array_equal(run(x[3:5]), y[3:5])
+
+
+def test_lp_normalize_stores_its_result_alone():
+    """XLA for CPUs makes no other array of x's size, unless a vector must be scaled."""
+    text = jax.jit(dnn.lp_normalize).lower(jnp.ones((64, 80, 24))).compile().as_text()
+    assert text[text.index("ENTRY") :].count("80,24]{2,1,0} fusion") == 1
+
+
 def test_p_norms_of_rows_do_not_depend_on_the_batch():
     x = jnp.asarray(arrays((33, 7), np.float32)[0])
     run = jax.jit(lambda x: dnn.lp_normalize(x, determinism="batch_invariant"))

@@ -47,7 +47,7 @@ lrn                       | NHWC -> NHWC                            | NHW -/- C 
 lrn_dgrad                 | NHWC, NHWC -> NHWC                      | NHW -/- C h/h      | windows of channels
 divisive_norm             | NHWC -> NHWC                            | NC -/- HW h/h      | windows reach over edges
 divisive_norm_dgrad       | NHWC, NHWC -> NHWC NHWC                 | NC -/- HW h/h      | windows reach over edges
-lp_normalize              | NHWC -> NHWC                            | NHW -/- C +/+      | norms over channels
+lp_normalize              | NHWC -> NHWC                            | NHW c/c C +/+      | sums; on CPUs a choice
 """,
     engines=("hopper.engine", "xla"),
     cases=("cases", "cases_activated", "cases_local", "cases_stats"),
