@@ -136,6 +136,19 @@ class Emitter:
         operand = list(values) if len(values) > 1 else values[0]
         self.op(f"st.{space}.{_vector(len(values))}f32", place, operand, when=when)
 
+    def store_words(self, target: str, start: int, words: Sequence[str], when: str = "") -> None:
+        """Stores 2, 4 or 8 neighbouring words of 32 bits in device memory."""
+        for i in range(0, len(words), 4):
+            part = list(words[i : i + 4])
+            self.op(f"st.global.v{len(part)}.b32", f"[{target}+{start + 4 * i}]", part, when=when)
+
+    def wait(self, barrier: str, phase: str, scope: str = "") -> None:
+        """Waits for an mbarrier's phase of this parity; in scope ".acquire.cluster" also for other blocks' stores."""
+        again = self.label()
+        self.place(again)
+        complete = self.p(f"mbarrier.try_wait.parity{scope}.shared::cta.b64", f"[{barrier}]", phase)
+        self.op("bra", again, when="!" + complete)
+
     def over_lanes(self, value: str, distance: int, least: int = 1, instruction: str = "add.rn.f32") -> str:
         """A value added, or joined otherwise, over lanes by exchanges at `distance`, half of it, ..., `least`."""
         while distance >= least:

@@ -32,7 +32,7 @@ class Ring:
         """Starts the copy of so many bytes into the next slot, if the predicate holds."""
         e = self.e
         issues = e.p("and.pred", self.leads, when)
-        barrier = self._barrier(self.filled)
+        barrier = f"[{self._barrier(self.filled)}]"
         e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", barrier, size, when=issues)
         e.op(_LOAD, f"[{self.address(self.filled)}]", f"[{source}]", size, barrier, when=issues)
         self._advance(self.filled)
@@ -42,11 +42,7 @@ class Ring:
 
     def wait(self) -> None:
         """Waits until the slot that is read next has been filled."""
-        e, again = self.e, self.e.label()
-        barrier = self._barrier(self.read)
-        e.place(again)
-        complete = e.p("mbarrier.try_wait.parity.shared::cta.b64", barrier, self.phase)
-        e.op("bra", again, when="!" + complete)
+        self.e.wait(self._barrier(self.read), self.phase)
 
     def next_read(self) -> None:
         """Advances the slot that is read."""
@@ -78,4 +74,4 @@ class Ring:
         return wraps
 
     def _barrier(self, slot: str) -> str:
-        return f"[{self.e.scaled(slot, 8, self.barriers)}]"
+        return self.e.scaled(slot, 8, self.barriers)

@@ -20,7 +20,6 @@ from jaxdnn._src.norm.hopper.group_vectors import Vectors
 
 BLOCK = 1  # the number of the barrier of the block's threads
 _STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32"
-_WAIT = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64"
 
 
 class Buffer(NamedTuple):
@@ -113,9 +112,7 @@ class Exchange:
         if plan.cluster > 1:
             size = 4 * buffer.quantities * plan.cluster * plan.groups
             e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", f"[{buffer.barrier}]", size, when=self._first)
-            again = e.label()
-            e.place(again)
-            e.op("bra", again, when="!" + e.p(_WAIT, f"[{buffer.barrier}]", buffer.phase))
+            e.wait(buffer.barrier, buffer.phase, ".acquire.cluster")
         else:
             e.op("bar.sync", BLOCK, plan.threads)
         found: list[list[str]] = [[] for _ in range(buffer.quantities)]

@@ -245,8 +245,4 @@ class Vectors:
         e, plan = self.e, self.plan
         stride = self._stride(SIZES[plan.out_dtype])
         target = e.d("mad.wide.u32", index, stride, target) if index else target
-        words, start = e.pack(plan.out_dtype, values), number * stride
-        while words:  # of 8, 16 or 32 bytes
-            part, words = words[:4], words[4:]
-            e.op(f"st.global.v{len(part)}.b32", f"[{target}+{start}]", part)
-            start += 4 * len(part)
+        e.store_words(target, number * stride, e.pack(plan.out_dtype, values))

@@ -153,11 +153,7 @@ class Kernel:
         guard, _, moved = vector(j)
         words = e.pack(plan.out_dtype, values)
         target = e.d("add.s64", self.target, moved) if moved else self.target
-        start = j * self.stride * plan.elements * SIZES[plan.out_dtype]
-        while words:  # of 8, 16 or 32 bytes
-            part, words = words[:4], words[4:]
-            e.op(f"st.global.v{len(part)}.b32", f"[{target}+{start}]", part, when=guard)
-            start += 4 * len(part)
+        e.store_words(target, j * self.stride * plan.elements * SIZES[plan.out_dtype], words, guard)
 
     def store_scalar(self, value: str) -> None:
         """Stores the single result of a row, in the first of its threads."""

@@ -324,10 +324,7 @@ class _Stream(ptx.Kernel):
     def receive(self) -> tuple[list[str], list[str]]:
         """Waits for all pairs; returns, for lane i, m and s of warp i (modulo a block's warps) of every block."""
         e, plan = self.e, self.plan
-        again, barrier = e.label(), f"[{e.scaled(self.turn, 8, self.sums)}]"
-        e.place(again)
-        come = e.p("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", barrier, self.phase)
-        e.op("bra", again, when="!" + come)
+        e.wait(e.scaled(self.turn, 8, self.sums), self.phase, ".acquire.cluster")
         start = e.scaled(self.turn, _exchange_bytes(plan), self.shared)
         start = e.scaled(e.r("and.b32", self.lane, self.warps - 1), _PAIR, start)
         pairs = [[e.new("f"), e.new("f")] for _ in range(plan.cluster)]
