@@ -17,9 +17,8 @@ from jaxdnn._src.conv.hopper.depthwise import filter, fma
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.plan import bias_floats, plan_walk
 from jaxdnn._src.conv.hopper.depthwise.plan import unsupported as refusal
+from jaxdnn._src.conv.hopper.depthwise.planar import Config, Planar, planar
 from jaxdnn._src.conv.hopper.depthwise.walk import Walk, walk
-from jaxdnn._src.conv.hopper.depthwise.window import Config, Window
-from jaxdnn._src.conv.hopper.depthwise.window import window as two_axes
 from tests.hopper.ptx_machine import Machine, from_tile_bytes, tile_bytes
 from tests.hopper.races import Races
 
@@ -117,7 +116,7 @@ class Memory:
 def run_walk(op, source, w, call, config, change=lambda text: text, bias=None):
     plan = plan_walk(op, call, config, bias=bias is not None)
     text = change(walk(plan.walk) if isinstance(plan.walk, Walk) else fma.lane_walk(plan.walk))
-    inputs, outputs = (call.size, call.out) if op == "fprop" else (call.out, call.size)
+    inputs, outputs = (call.sizes, call.out) if op == "fprop" else (call.out, call.sizes)
     source = source.reshape(call.images, *inputs, call.channels)
     w = w.reshape(call.taps[0], call.taps[1] * call.group, call.channels)
     y = np.full((call.images, *outputs, call.channels), np.nan, source.dtype)
@@ -185,7 +184,7 @@ def run_a_tile(op, call, config):
 def run_filter(x, dy, call, config):
     plan = plan_filter(call, config)
     body, store = filter_code(plan)
-    x = x.reshape(call.images, *call.size, call.channels)
+    x = x.reshape(call.images, *call.sizes, call.channels)
     dy = dy.reshape(call.images, *call.out, call.channels)
     warps, registers = 4 * plan.warpgroups, plan.walk.accumulators
     total = call.images * math.prod(plan.tiles)
@@ -223,11 +222,11 @@ def run_filter(x, dy, call, config):
 def reference(x, w, dy, call):
     """Output, input gradient and filter gradient in float64, by loops over taps and channels of a group."""
     images, group = call.images, call.group
-    x = x.astype(np.float64).reshape(images, *call.size, -1)
+    x = x.astype(np.float64).reshape(images, *call.sizes, -1)
     dy = dy.astype(np.float64).reshape(images, *call.out, -1)
     w = w.astype(np.float64).reshape(*call.taps, group, -1)
     reach = [(call.out[i] - 1) * call.stride[i] + (call.taps[i] - 1) * call.dilation[i] + 1 for i in range(2)]
-    after = [max(0, reach[i] - call.size[i] - call.low[i]) for i in range(2)]
+    after = [max(0, reach[i] - call.sizes[i] - call.low[i]) for i in range(2)]
     x = np.pad(x, ((0, 0), *((call.low[i], after[i]) for i in range(2)), (0, 0)))
     y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
     first = np.arange(call.channels) // group * group
@@ -243,7 +242,7 @@ def reference(x, w, dy, call):
                 dw[r, s, i] = (seen * dy).sum((0, 1, 2))
                 place: Any = (..., first + i)  # output channels of a group share an input channel: `at` adds them all
                 np.add.at(dx[:, *at], place, dy * w[r, s, i])
-    inside = tuple(slice(call.low[i], call.low[i] + call.size[i]) for i in range(2))
+    inside = tuple(slice(call.low[i], call.low[i] + call.sizes[i]) for i in range(2))
     return y, dx[:, *inside], dw.reshape(call.taps[0], -1, call.channels)
 
 
@@ -252,9 +251,9 @@ def geometry(shape: Any, w_shape: Any, *, stride: Any, padding: Any, dilation: A
     return Geometry(shape[1:-1], w_shape[:-2], stride, padding, dilation, groups=shape[-1] // w_shape[-2])
 
 
-def window(shape: Any, w_shape: Any, dtype: Any, **options: Any) -> Window:
+def window(shape: Any, w_shape: Any, dtype: Any, **options: Any) -> Planar:
     """The same as two axes."""
-    return two_axes(geometry(shape, w_shape, **options), shape[0], shape[-1], dtype)
+    return planar(geometry(shape, w_shape, **options), shape[0], shape[-1], dtype)
 
 
 def unsupported(op: str, shape: Any, w_shape: Any, dtype: Any, *, config: Any = None, **options: Any) -> str | None:
@@ -267,7 +266,7 @@ def operands(case, seed=0):
     rng = np.random.default_rng(seed)
     w_shape = (*taps, group, shape[-1])
     geo = geometry(shape, w_shape, stride=stride, padding=padding, dilation=dilation)
-    call = two_axes(geo, shape[0], shape[-1], DTYPES[dtype])
+    call = planar(geo, shape[0], shape[-1], DTYPES[dtype])
     draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES[dtype])
     x, w, dy = draw(shape), draw(w_shape), draw((call.images, *call.out, call.channels))
     return x, w, dy, call, config, geo

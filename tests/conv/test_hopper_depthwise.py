@@ -13,7 +13,7 @@ import pytest
 import jaxdnn_reference as definition
 from jaxdnn._src.conv.hopper.depthwise.filter import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
-from jaxdnn._src.conv.hopper.depthwise.window import Config
+from jaxdnn._src.conv.hopper.depthwise.planar import Config
 from tests.conv.depthwise_cases import (
     CASES,
     DTYPES,
@@ -106,7 +106,7 @@ def test_an_output_does_not_see_what_it_does_not_own(case, poison):
     x, w, dy, call, config, _ = operands(case)
     w = np.where(w == 0, w.dtype.type(1), w)
     clean = run_walk("fprop", x, w, call, config)
-    x = x.reshape(call.images, *call.size, -1).copy()
+    x = x.reshape(call.images, *call.sizes, -1).copy()
     x[0, 4, 5, 9] = poison
     mark = np.zeros_like(x)
     mark[0, 4, 5, 9] = 1

@@ -17,7 +17,7 @@ if hopper.unavailable():
 
 from jaxdnn._src.conv.hopper import depthwise as kernels
 from jaxdnn._src.conv.hopper.depthwise.launch import each, grid
-from jaxdnn._src.conv.hopper.depthwise.window import window
+from jaxdnn._src.conv.hopper.depthwise.planar import planar
 from jaxdnn._src.core.compat import plgpu
 
 
@@ -95,7 +95,7 @@ SEEN: list[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], tuple[t
 def test_whole_numbers_are_exact(shape, taps, group, stride, padding, sms):
     w_shape, rng = (*taps, group, shape[-1]), np.random.default_rng(0)
     geo = geometry(shape, w_shape, stride=stride, padding=padding, dilation=(1,) * len(taps))
-    call = window(geo, shape[0], shape[-1], jnp.bfloat16)
+    call = planar(geo, shape[0], shape[-1], jnp.bfloat16)
     draw = lambda size: rng.integers(-2, 3, size).astype(DTYPES["bf16"])
     x, w, dy = draw(shape), draw(w_shape), draw((shape[0], *geo.out, shape[-1]))
     for want, got in zip(
@@ -119,7 +119,7 @@ def test_slots_are_not_filled_while_they_are_read(shape, dtype):
     rng = np.random.default_rng(0)
     geo = geometry(shape, (3, 3, 1, shape[-1]), stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
     x, dy = (rng.integers(-2, 3, shape).astype(DTYPES[dtype]) for _ in range(2))
-    *_, wanted = reference(x, np.zeros((3, 3, 1, shape[-1])), dy, window(geo, shape[0], shape[-1], x.dtype))
+    *_, wanted = reference(x, np.zeros((3, 3, 1, shape[-1])), dy, planar(geo, shape[0], shape[-1], x.dtype))
     wgrad = jax.jit(lambda x, dy: kernels.depthwise_wgrad(x, dy, geo=geo))
     x, dy, wanted = jax.device_put((x, dy, wanted.astype(DTYPES[dtype])))
     differs = jax.jit(lambda got: (got.reshape(wanted.shape) != wanted).any())

@@ -11,7 +11,7 @@ import pytest
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.order import orders
 from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
-from jaxdnn._src.conv.hopper.depthwise.window import Config
+from jaxdnn._src.conv.hopper.depthwise.planar import Config
 from tests.conv.depthwise_cases import (
     CASES,
     GEOMETRY,
@@ -28,7 +28,7 @@ def test_an_unswizzled_store_that_overhangs_is_never_one_piece_of_memory(columns
     call = window(
         (2, 11, columns, 32), (3, 3, 1, 32), np.float32, stride=stride, padding=((1, 1),) * 2, dilation=(1, 1)
     )
-    for op, target in (("fprop", call.out), ("dgrad", call.size)):
+    for op, target in (("fprop", call.out), ("dgrad", call.sizes)):
         plan = plan_walk(op, call)
         assert plan.out_tile[1] != target[1] or plan.channels != call.channels
     for taps in ((1, 9), (31, 3), (7, 7)):

@@ -25,7 +25,7 @@ if hopper.unavailable():
 
 from jaxdnn._src.conv.hopper import depthwise as conv_depthwise
 from jaxdnn._src.conv.hopper import dgrad, fprop, wgrad
-from jaxdnn._src.conv.hopper.depthwise.window import Config as Cut
+from jaxdnn._src.conv.hopper.depthwise.planar import Config as Cut
 from jaxdnn._src.conv.hopper.plan import Config as Cuts
 from jaxdnn._src.core import primitives
 from jaxdnn.verify import random_call

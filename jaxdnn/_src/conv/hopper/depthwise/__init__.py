@@ -39,8 +39,8 @@ from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.order import orders
 from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
 from jaxdnn._src.conv.hopper.depthwise.plan import unsupported as unsupported
+from jaxdnn._src.conv.hopper.depthwise.planar import Config, planar
 from jaxdnn._src.conv.hopper.depthwise.walk_launch import run_walk
-from jaxdnn._src.conv.hopper.depthwise.window import Config, window
 from jaxdnn._src.core import engines
 
 
@@ -48,7 +48,7 @@ def schedule(
     op: str, geo: Geometry, images: int, channels: int, dtype: Any, config: Config | None = None
 ) -> engines.Schedule:
     """The order of additions of every output; of a flipped convolution the filter is reversed before the call."""
-    call = window(geo, images, channels, dtype)
+    call = planar(geo, images, channels, dtype)
     arithmetic, found, classes = orders(op, call, config)
     if geo.flip and op != "wgrad":  # tap t of the reversed filter is tap T - 1 - t of the filter
         tap, channel = np.divmod(np.arange(math.prod(call.taps) * call.group), call.group)
@@ -63,7 +63,7 @@ def workspace(op: str, geo: Geometry, images: int, channels: int, dtype: Any, co
     """Bytes of device memory beside operands and result: the filter gradient's partial sums."""
     if op != "wgrad":
         return 0
-    call = window(geo, images, channels, dtype)
+    call = planar(geo, images, channels, dtype)
     return 4 * math.prod(plan_filter(call, config).partial_shape(call))
 
 
@@ -82,7 +82,7 @@ def depthwise_data(
 
     It runs on at most `sms` multiprocessors.
     """
-    call = window(geo, a.shape[0], a.shape[-1], a.dtype)
+    call = planar(geo, a.shape[0], a.shape[-1], a.dtype)
     plan = plan_walk(op, call, config, bias=bias is not None)
     found = run_walk(a, w, bias, call, plan, f"depthwise_{op}", sms)
     return found.reshape(a.shape[0], *(geo.out if op == "fprop" else geo.sizes), a.shape[-1])
@@ -95,7 +95,7 @@ def depthwise_wgrad(
 
     It runs on at most `sms` multiprocessors. Tiles and splits, and so the bits, do not depend on this number.
     """
-    call = window(geo, x.shape[0], x.shape[-1], x.dtype)
+    call = planar(geo, x.shape[0], x.shape[-1], x.dtype)
     plan = plan_filter(call, config)
     partial = filter_partials(x, dy, call, plan, sms)
     width = call.taps[1] * call.group * call.channels

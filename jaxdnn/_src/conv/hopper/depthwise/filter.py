@@ -18,34 +18,43 @@ from jaxdnn._src.conv.hopper.depthwise.walk import Kind, kinds
 from jaxdnn._src.hopper.ptx import SIZES, Emitter
 
 
-@dataclasses.dataclass(frozen=True)
-class FilterWalk:
-    """The filter gradient of one tile of the input and one tile of the output's gradient.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FilterTile:
+    """The filter gradient of one tile of the input and one tile of the output's gradient, by either arithmetic.
 
     Attributes:
-      dtype: "bf16" or "f16".
-      group: channels of a group: 1, 2, 4 or 8.
       in_pitch, out_pitch: pixels in a row of the input tile and of the gradient's tile.
       in_step: pixels between the inputs of neighbouring outputs.
       dilation: pixels between taps.
       row_taps: tap rows of the block.
       column_taps: tap columns of one warpgroup; group g has g*column_taps to (g+1)*column_taps - 1.
-      warpgroups: groups with a warp for each eight channels, which share the tap columns.
       rows, columns: outputs of the tile.
+    """
+
+    in_pitch: int
+    out_pitch: int
+    in_step: tuple[int, ...]
+    dilation: tuple[int, ...]
+    row_taps: int
+    column_taps: int
+    rows: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FilterWalk(FilterTile):
+    """A tile on the tensor core.
+
+    Attributes:
+      dtype: "bf16" or "f16".
+      group: channels of a group: 1, 2, 4 or 8.
+      warpgroups: groups with a warp for each eight channels, which share the tap columns.
       channels: channels of the tile: 32 or 64.
     """
 
     dtype: str
     group: int
-    in_pitch: int
-    out_pitch: int
-    in_step: tuple[int, int]
-    dilation: tuple[int, int]
-    row_taps: int
-    column_taps: int
     warpgroups: int
-    rows: int
-    columns: int
     channels: int = 32
 
     @property

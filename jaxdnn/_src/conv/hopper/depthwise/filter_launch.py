@@ -13,7 +13,7 @@ from jaxdnn._src.conv.hopper.depthwise import fma as lanes
 from jaxdnn._src.conv.hopper.depthwise.filter import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import FilterPlan
 from jaxdnn._src.conv.hopper.depthwise.launch import as_images, each, grid, loads_done, ref_type, shared
-from jaxdnn._src.conv.hopper.depthwise.window import DTYPES, Window
+from jaxdnn._src.conv.hopper.depthwise.planar import DTYPES, Planar
 from jaxdnn._src.core.compat import ir, llvm, mgpu, pl, plgpu, vector
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address, scalars
@@ -21,7 +21,7 @@ from jaxdnn._src.hopper.launch import kernel, launch, when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 
-def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: int | None) -> Array:
+def filter_partials(x: Array, dy: Array, call: Planar, plan: FilterPlan, sms: int | None) -> Array:
     """Partial sums (splits, parts, r, s * group, c) in float32."""
     chunks, stages = ceil_div(call.channels, plan.channels), plan.stages
     groups, (r, s) = plan.warpgroups, plan.tap_block
@@ -128,7 +128,7 @@ def filter_partials(x: Array, dy: Array, call: Window, plan: FilterPlan, sms: in
         ],
         kernel_name="depthwise_wgrad",
     )
-    return compiled(as_images(x, call.size), as_images(dy, call.out))
+    return compiled(as_images(x, call.sizes), as_images(dy, call.out))
 
 
 def _inline_filter(code: str, plan: FilterPlan, carry: Any, x_tile: Any, dy_tile: Any, layout: Any) -> Any:

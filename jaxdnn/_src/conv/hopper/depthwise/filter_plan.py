@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxdnn._src.conv.hopper.depthwise.filter import FilterWalk
 from jaxdnn._src.conv.hopper.depthwise.fma import LaneFilter
-from jaxdnn._src.conv.hopper.depthwise.window import (
+from jaxdnn._src.conv.hopper.depthwise.planar import (
     Config,
     NoTile,
-    Window,
+    Planar,
     best,
     check_tile,
     whole_copies,
@@ -36,7 +36,7 @@ class FilterPlan:
     warpgroups: int
     swizzle: int
 
-    def partial_shape(self, call: Window) -> tuple[int, int, int, int, int]:
+    def partial_shape(self, call: Planar) -> tuple[int, int, int, int, int]:
         """(splits, parts, r, s * group, c) of the partial sums, in whole blocks of taps.
 
         A contiguous unswizzled copy is clipped only at the end of the array (JAX 0.11), and so none may cross another
@@ -48,7 +48,7 @@ class FilterPlan:
         return self.splits, self.parts, rows, columns * call.group, channels
 
 
-def plan_filter(call: Window, config: Config | None = None) -> FilterPlan:
+def plan_filter(call: Planar, config: Config | None = None) -> FilterPlan:
     """The tiles and splits of a filter gradient.
 
     Measured: for depthwise 3x3, stride 1, where a tile has the whole image, tiles of 64 channels are faster, whose rows
@@ -69,7 +69,7 @@ def plan_filter(call: Window, config: Config | None = None) -> FilterPlan:
     return plan
 
 
-def _plan_filter(call: Window, config: Config) -> tuple[FilterPlan, int]:
+def _plan_filter(call: Planar, config: Config) -> tuple[FilterPlan, int]:
     """A plan, and how many of its blocks are assumed to fit into a multiprocessor."""
     check_tile(config, (1, 1))
     itemsize = call.itemsize

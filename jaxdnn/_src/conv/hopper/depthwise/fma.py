@@ -11,28 +11,16 @@ In the filter gradient, too, the warps share the columns of a tile and process t
 sum for every tap.
 """
 
-import dataclasses
-
+from jaxdnn._src.conv.hopper.depthwise.filter import FilterTile
 from jaxdnn._src.conv.hopper.depthwise.ptx import Lanes
-from jaxdnn._src.conv.hopper.depthwise.walk import UNROLLED_COLUMNS, WARPS, Phase
+from jaxdnn._src.conv.hopper.depthwise.walk import UNROLLED_COLUMNS, WARPS, DataTile, Phase
 from jaxdnn._src.hopper.ptx import Emitter
 
 PIXEL_BYTES = 128  # one pixel of the tile: 32 lanes of 4 bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class LaneWalk:
-    """Forward or backward data of one tile; the fields are those of `walk.Walk`."""
-
-    filter_columns: int
-    in_pitch: int
-    out_pitch: int
-    in_step: tuple[int, int]
-    out_step: tuple[int, int]
-    rows: int
-    columns: int
-    phases: tuple[Phase, ...]
-    bias: bool = False
+class LaneWalk(DataTile):
+    """A tile in float32."""
 
     @property
     def strip(self) -> int:
@@ -98,18 +86,8 @@ def _add_columns(
                 e.op("fma.rn.f32", total, held[at], weight, total)
 
 
-@dataclasses.dataclass(frozen=True)
-class LaneFilter:
-    """The float32 filter gradient of one tile; the fields are those of `filter.FilterWalk`."""
-
-    in_pitch: int
-    out_pitch: int
-    in_step: tuple[int, int]
-    dilation: tuple[int, int]
-    row_taps: int
-    column_taps: int
-    rows: int
-    columns: int
+class LaneFilter(FilterTile):
+    """The filter gradient of a tile in float32."""
 
     @property
     def accumulators(self) -> int:

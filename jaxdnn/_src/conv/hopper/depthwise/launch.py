@@ -9,7 +9,7 @@ from jaxdnn._src.core.compat import ir, llvm, pl, plgpu
 from jaxdnn._src.hopper.ptx import LOADS_DONE
 
 
-def as_images(x: Array, size: tuple[int, int]) -> Array:
+def as_images(x: Array, size: tuple[int, ...]) -> Array:
     return x.reshape(-1, *size, x.shape[-1])
 
 

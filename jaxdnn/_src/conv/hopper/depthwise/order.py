@@ -8,11 +8,11 @@ from jaxdnn._src.conv.hopper.depthwise.filter import FilterWalk, pixel_order
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import FilterPlan, plan_filter
 from jaxdnn._src.conv.hopper.depthwise.fma import LaneFilter, LaneWalk
 from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
+from jaxdnn._src.conv.hopper.depthwise.planar import Config, Planar
 from jaxdnn._src.conv.hopper.depthwise.walk import Phase, Walk, tap_steps
-from jaxdnn._src.conv.hopper.depthwise.window import Config, Window
 
 
-def orders(op: str, call: Window, config: Config | None = None) -> tuple[str, tuple[np.ndarray, ...], np.ndarray]:
+def orders(op: str, call: Planar, config: Config | None = None) -> tuple[str, tuple[np.ndarray, ...], np.ndarray]:
     """The arithmetic ("tensor_core" or "ordered"), the orders of additions, and the `classes` that say which is whose.
 
     An order has a row for each partial sum, and these are added one after another in float32; on the tensor core
@@ -39,7 +39,7 @@ def _arithmetic(walk: Walk | LaneWalk | FilterWalk | LaneFilter) -> str:
     return "tensor_core" if isinstance(walk, Walk | FilterWalk) else "ordered"
 
 
-def _walk_order(call: Window, k: Walk | LaneWalk, phase: Phase, parity: int) -> np.ndarray:
+def _walk_order(call: Planar, k: Walk | LaneWalk, phase: Phase, parity: int) -> np.ndarray:
     if isinstance(k, LaneWalk):
         taps = [r * call.taps[1] + s for s, _ in phase.column_taps for r, _ in phase.row_taps]
         return np.array([taps], np.int64)
@@ -50,7 +50,7 @@ def _walk_order(call: Window, k: Walk | LaneWalk, phase: Phase, parity: int) -> 
     return np.array([steps], np.int64)
 
 
-def _filter_order(call: Window, plan: FilterPlan) -> tuple[str, np.ndarray]:
+def _filter_order(call: Planar, plan: FilterPlan) -> tuple[str, np.ndarray]:
     arithmetic, (rows, columns) = _arithmetic(plan.walk), plan.out_tile
     if arithmetic == "tensor_core":
         walks = [pixel_order(rows, columns)]

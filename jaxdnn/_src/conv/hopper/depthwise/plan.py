@@ -12,18 +12,18 @@ import numpy as np
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.fma import LaneWalk
-from jaxdnn._src.conv.hopper.depthwise.walk import Phase, Walk
-from jaxdnn._src.conv.hopper.depthwise.window import (
+from jaxdnn._src.conv.hopper.depthwise.planar import (
     DTYPES,
     Config,
     NoTile,
-    Window,
+    Planar,
     best,
     check_tile,
+    planar,
     whole_copies,
     whole_pattern,
-    window,
 )
+from jaxdnn._src.conv.hopper.depthwise.walk import Phase, Walk
 from jaxdnn._src.hopper.sizes import MULTIPROCESSORS, SHARED_BYTES, aligned, ceil_div
 
 GROUPS = (1, 2, 4, 8)
@@ -57,8 +57,8 @@ def unsupported(
     many = 16 // np.dtype(dtype).itemsize
     if channels % many:
         return f"the copy engine needs rows of 16 bytes: channels divisible by {many}, got {channels}"
-    call = window(geo, images, channels, dtype)
-    if min(*call.out, *call.size, call.images, channels) < 1:
+    call = planar(geo, images, channels, dtype)
+    if min(*call.out, *call.sizes, call.images, channels) < 1:
         return f"there is nothing to compute: input {(images, *geo.sizes, channels)} gives output size {call.out}"
     if min(call.low) < 0 or any(high < 0 for _, high in geo.padding):
         return f"negative padding is not served, got {geo.padding}"
@@ -69,7 +69,7 @@ def unsupported(
     return None
 
 
-def phases(op: str, call: Window) -> tuple[tuple[Phase, ...], tuple[int, int]]:
+def phases(op: str, call: Planar) -> tuple[tuple[Phase, ...], tuple[int, int]]:
     """The phases of the outputs (forward has one), and the input offset of the tile's first row and column."""
     if op == "fprop":
         taps = [tuple((t, t * call.dilation[i]) for t in range(call.taps[i])) for i in range(2)]
@@ -119,7 +119,7 @@ def bias_floats(channels: int) -> int:
     return max(32, channels)
 
 
-def plan_walk(op: str, call: Window, config: Config | None = None, *, bias: bool = False) -> WalkPlan:
+def plan_walk(op: str, call: Planar, config: Config | None = None, *, bias: bool = False) -> WalkPlan:
     """The tiles of a forward ("fprop") or backward-data ("dgrad") call.
 
     Measured: on the tensor core, blocks that process several tiles with two in flight are faster if four of them fit
@@ -138,12 +138,12 @@ def plan_walk(op: str, call: Window, config: Config | None = None, *, bias: bool
     return turns if same and turns.blocks == IN_TURN * MULTIPROCESSORS and tiles > turns.blocks else plan
 
 
-def _plan_walk(op: str, call: Window, config: Config, bias: bool) -> WalkPlan:
+def _plan_walk(op: str, call: Planar, config: Config, bias: bool) -> WalkPlan:
     check_tile(config, (1, 1) if op == "fprop" else call.stride)
     grid, first = phases(op, call)
     forward = op == "fprop"
     in_step, out_step = (call.stride, (1, 1)) if forward else ((1, 1), call.stride)
-    target = call.out if forward else call.size
+    target = call.out if forward else call.sizes
     itemsize = call.itemsize
     extent = [ceil_div(target[i], out_step[i]) for i in range(2)]
     rows = config.rows // out_step[0] if config.rows else best(extent[0], (14, 16, 12, 10, 8, 6, 4, 2))

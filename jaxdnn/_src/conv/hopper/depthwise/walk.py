@@ -41,37 +41,46 @@ class Phase:
     column_taps: tuple[tuple[int, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """Forward or backward data of one tile.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataTile:
+    """Forward or backward data of one tile, by either arithmetic.
+
+    Attributes:
+      filter_columns: S of the filter; tap (r, s) is number r*S + s.
+      in_pitch, out_pitch: pixels in a row of the input and of the output tile.
+      in_step, out_step: pixels between neighbouring outputs, in the input tile and in the output tile.
+      rows, columns: outputs of one phase in the tile.
+      bias: whether a float32 of each channel, in shared memory too, is added to its sums before they are rounded.
+    """
+
+    filter_columns: int
+    in_pitch: int
+    out_pitch: int
+    in_step: tuple[int, ...]
+    out_step: tuple[int, ...]
+    rows: int
+    columns: int
+    phases: tuple[Phase, ...]
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk(DataTile):
+    """A tile on the tensor core.
 
     Attributes:
       dtype: "bf16" or "f16".
       channels: channels of the tile: 16, 32 or 64.
       group: channels of a group: 1, 2, 4 or 8.
-      filter_columns: S of the filter; tap (r, s) is number r*S + s.
       swapped: the filter block is transposed (backward data).
-      in_pitch, out_pitch: pixels in a row of the input and of the output tile.
-      in_step, out_step: pixels between neighbouring outputs, in the input tile and in the output tile.
-      rows, columns: outputs of one phase in the tile.
       block: rows that a warp computes at a time; even, divides rows.
-      bias: whether a float32 of each channel, in shared memory too, is added to its sums before they are rounded.
     """
 
     dtype: str
     channels: int
     group: int
-    filter_columns: int
     swapped: bool
-    in_pitch: int
-    out_pitch: int
-    in_step: tuple[int, int]
-    out_step: tuple[int, int]
-    rows: int
-    columns: int
     block: int
-    phases: tuple[Phase, ...]
-    bias: bool = False
 
 
 def row_pairs(phase: Phase, step: int) -> list[int]:
@@ -159,7 +168,7 @@ class Kind:
     first_column: int
     groups: int
 
-    def lane_pixel(self, e: Emitter, lane8: str, step: tuple[int, int], pitch: int, apart: int) -> str:
+    def lane_pixel(self, e: Emitter, lane8: str, step: tuple[int, ...], pitch: int, apart: int) -> str:
         if not self.half:
             return e.scaled(lane8, step[1])
         across = e.scaled(e.r("and.b32", lane8, 3), step[1])

@@ -12,8 +12,8 @@ from jaxdnn._src.conv.hopper.copies import pad
 from jaxdnn._src.conv.hopper.depthwise import fma as lanes
 from jaxdnn._src.conv.hopper.depthwise.launch import as_images, grid, ref_type, shared
 from jaxdnn._src.conv.hopper.depthwise.plan import WalkPlan, bias_floats
+from jaxdnn._src.conv.hopper.depthwise.planar import Planar
 from jaxdnn._src.conv.hopper.depthwise.walk import Walk, walk
-from jaxdnn._src.conv.hopper.depthwise.window import Window
 from jaxdnn._src.core.compat import ir, llvm, pl, plgpu
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address
@@ -22,7 +22,7 @@ from jaxdnn._src.hopper.sizes import ceil_div
 
 
 def run_walk(
-    x: Array, w: Array, bias: Array | None, call: Window, plan: WalkPlan, kernel_name: str, sms: int | None
+    x: Array, w: Array, bias: Array | None, call: Planar, plan: WalkPlan, kernel_name: str, sms: int | None
 ) -> Array:
     """Runs forward or backward data on all tiles; x is the input, in backward data dy. The plan has a bias or none.
 
@@ -31,8 +31,8 @@ def run_walk(
     """
     tall, wide = plan.in_tile
     backward = kernel_name == "depthwise_dgrad"
-    image = as_images(x, call.out if backward else call.size)
-    target = call.size if backward else call.out
+    image = as_images(x, call.out if backward else call.sizes)
+    target = call.sizes if backward else call.out
     filters = w.reshape(call.taps[0], call.taps[1] * call.group, call.channels)
     code = walk(plan.walk) if isinstance(plan.walk, Walk) else lanes.lane_walk(plan.walk)
     width, chunks = plan.channels, ceil_div(call.channels, plan.channels)

@@ -35,20 +35,23 @@ class Config:
     stages: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """A two-dimensional call: the shapes, and stride, low padding and dilation of its two axes."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planar(Geometry):
+    """A convolution along two axes, with what a geometry leaves out."""
 
     images: int
-    size: tuple[int, int]
-    out: tuple[int, int]
-    taps: tuple[int, int]
     channels: int
-    group: int
-    stride: tuple[int, int]
-    low: tuple[int, int]
-    dilation: tuple[int, int]
     dtype: str
+
+    @property
+    def group(self) -> int:
+        """Channels of a group."""
+        return self.channels // self.groups
+
+    @property
+    def low(self) -> tuple[int, ...]:
+        """The low padding of each axis."""
+        return tuple(low for low, _ in self.padding)
 
     @property
     def tensor(self) -> bool:
@@ -74,24 +77,21 @@ def whole_pattern(tall: int, wide: int) -> int:
     return next(rows for rows in range(tall, tall + 8) if rows * wide % 8 == 0)
 
 
-def window(geo: Geometry, images: int, channels: int, dtype: Any) -> Window:
+def planar(geo: Geometry, images: int, channels: int, dtype: Any) -> Planar:
     """The call as two axes; x (images, *sizes, channels) and w (*taps, channels / groups, channels)."""
-    size, out, taps, stride, dilation = (list(v) for v in (geo.sizes, geo.out, geo.taps, geo.stride, geo.dilation))
-    low = [low for low, _ in geo.padding]
     if geo.rank == 1:
-        size, out, taps = [images, *size], [images, *out], [1, *taps]
-        stride, dilation, low = [1, *stride], [1, *dilation], [0, *low]
+        row: dict[str, Any] = {"sizes": images, "taps": 1, "stride": 1, "padding": (0, 0), "dilation": 1}
+        geo = dataclasses.replace(geo, **{name: (of_row, *getattr(geo, name)) for name, of_row in row.items()})
         images = 1
-    two = lambda values: (int(values[0]), int(values[1]))
-    name, group = DTYPES.get(np.dtype(dtype).name, ""), channels // geo.groups
-    return Window(images, two(size), two(out), two(taps), channels, group, two(stride), two(low), two(dilation), name)
+    name = DTYPES.get(np.dtype(dtype).name, "")
+    return Planar(**vars(geo), images=images, channels=channels, dtype=name)
 
 
 class NoTile(ValueError):
     pass
 
 
-def check_tile(config: Config, step: tuple[int, int]) -> None:
+def check_tile(config: Config, step: tuple[int, ...]) -> None:
     """Raises NoTile unless tiles start at even rows of a phase, so that all pair rows alike, and columns are fours."""
     if (config.rows and config.rows % (2 * step[0])) or (config.columns and config.columns % (4 * step[1])):
         raise NoTile(
