@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.activation import formulas, primitive
+from jaxdnn._src.activation import formulas
 from jaxdnn._src.activation.primitive import ActivationSpec
 from jaxdnn._src.core import blending, checks, primitives
-from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.determinism import require, required
 from jaxdnn._src.core.explain import public
 
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 Activation = str | tuple[str, float] | tuple[str, float, float, float] | None
 
 
@@ -76,7 +74,7 @@ def activation(
       CUDNN_NOT_PROPAGATE_NAN, relu(NaN) = 0, is `activation(jnp.where(jnp.isnan(x), 0, x))`.
     """
     x = _operand("x", x)
-    out = checks.out_dtype(out_dtype, x.dtype, FLOATS, primitive.wide(x.dtype))
+    out = checks.out_dtype(out_dtype, x.dtype, checks.FLOATS, blending.accumulator(x.dtype))
     return _call("activation", (x,), activation, alpha, beta, prior, out, engine, determinism)
 
 
@@ -129,13 +127,13 @@ def activation_dgrad(
     """
     dy, x = _operand("dy", dy), _operand("x", x)
     checks.shape("dy", dy, x.shape, "that of x")
-    out = checks.out_dtype(out_dtype, x.dtype, FLOATS, primitive.wide(x.dtype))
+    out = checks.out_dtype(out_dtype, x.dtype, checks.FLOATS, blending.accumulator(x.dtype))
     return _call("activation_dgrad", (dy, x), activation, alpha, beta, prior, out, engine, determinism)
 
 
 def _operand(name: str, value: Any) -> Array:
     value = checks.array(name, value)
-    checks.dtype(name, value, FLOATS)
+    checks.dtype(name, value, checks.FLOATS)
     return value
 
 
@@ -155,12 +153,10 @@ def _call(
     alone = isinstance(alpha, float) and isinstance(beta, float) and beta == 0
     level = required(determinism)
     x = operands[-1]
-    precision = primitive.wide(x.dtype)
-    if not alone and not satisfies("mesh_invariant", level):
-        raise NotImplementedError(
-            f"`determinism` {level!r} cannot be guaranteed for {op} with a prior or a traced scale, expected "
-            "'mesh_invariant' or less: the blend's product and sum may be fused."
-        )
+    precision = blending.accumulator(x.dtype)
+    if not alone:
+        what = f"{op} with a prior or a traced scale"
+        require(what, level, "mesh_invariant", "the blend's product and sum may be fused")
     # A table holds alpha act(x) rounded once. A product that is to be added to is left to the blend, which rounds it.
     inside = isinstance(alpha, float) and (alone or np.dtype(x.dtype) in formulas.NARROW)
     factor = alpha + 0.0 if inside else 1.0  # -0 and 0 are equal, so they must not differ

@@ -15,6 +15,7 @@ from jax import Array
 from jaxdnn._src.activation import formulas
 from jaxdnn._src.activation.formulas import Parameter
 from jaxdnn._src.core import partitioning, primitives, rounding
+from jaxdnn._src.core.blending import accumulator
 from jaxdnn._src.core.primitives import bind
 
 OPS = ("activation", "activation_dgrad")
@@ -32,21 +33,16 @@ class ActivationSpec:
     level: str = "fast"
 
 
-def wide(dtype: Any) -> np.dtype:
-    """The dtype to compute in: float64 for float64, otherwise float32."""
-    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
-
-
 def value(spec: ActivationSpec, x: Array) -> Array:
     """alpha act(x) by the formula; for narrow types the engines look it up instead."""
-    z = x.astype(wide(x.dtype))
+    z = x.astype(accumulator(x.dtype))
     y = formulas.activate(z, spec.name, spec.parameter)
     return rounding.nearest(y if spec.alpha == 1 else spec.alpha * y, spec.out_dtype)
 
 
 def backward(spec: ActivationSpec, dy: Array, x: Array) -> Array:
     """alpha dy act'(x) by the formula."""
-    precision = wide(x.dtype)
+    precision = accumulator(x.dtype)
     slope = formulas.derivative(x.astype(precision), spec.name, spec.parameter)
     slope = slope if spec.alpha == 1 else spec.alpha * slope
     return rounding.nearest(rounding.product(dy.astype(precision), slope), spec.out_dtype)

@@ -13,7 +13,7 @@ from jax import Array
 
 from jaxdnn._src.activation import formulas, primitive
 from jaxdnn._src.activation.primitive import ActivationSpec
-from jaxdnn._src.core import engines, rounding
+from jaxdnn._src.core import blending, engines, rounding
 
 
 def run(call: engines.Call, x: Array) -> Array:
@@ -70,7 +70,7 @@ engines.declare(
     run=lambda call, *operands: _RUN[call.op](call, *operands),
     level=_level,
     hazards=_hazards,
-    accumulation=lambda call: primitive.wide(call.avals[-1].dtype).name,
+    accumulation=lambda call: blending.accumulator(call.avals[-1].dtype).name,
     workspace=lambda call: None,
     notes=("bfloat16 and float16 by a table of correctly rounded results",),
 )

@@ -14,6 +14,7 @@ from jaxdnn._src.conv import arguments, skip
 from jaxdnn._src.conv.arguments import Options
 from jaxdnn._src.conv.skip import SkipSpec
 from jaxdnn._src.core import checks, frames, selection
+from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
 
 
@@ -354,7 +355,8 @@ def conv_bgrad(
     frame = frames.frame(layout)
     dy = frame.array("dy", dy)
     types = arguments.types({"dy": dy}, accumulate, None, out_dtype)
-    level = arguments.sum_level(dy, determinism)
+    guaranteed = "portable" if types.accumulate == jnp.int32 else "run_to_run"  # a sum of integers is exact
+    level = require(f"conv_bgrad of {dy.dtype}", determinism, guaranteed, "it adds over the batch")
     axes = tuple(axis for axis in range(dy.ndim) if axis != frame.layout.channel)
     total = jnp.sum(dy, axes, dtype=types.accumulate)
     return arguments.blend(total, types, alpha=alpha, beta=beta, prior=prior, like=dy, level=level)

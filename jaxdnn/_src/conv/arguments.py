@@ -17,12 +17,12 @@ from jaxdnn._src.conv import primitive
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import blending, checks, primitives, windows
-from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.blending import FLOATS, Types
+from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import at_edges
 
 MODES = ("cross_correlation", "convolution")
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
 _FLOAT8 = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
 _INT8, _INT32, _F32, _F64 = (np.dtype(t) for t in (jnp.int8, jnp.int32, jnp.float32, jnp.float64))
 
@@ -41,14 +41,6 @@ class Options:
     out_dtype: Any
     engine: Any
     determinism: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Types:
-    """The dtypes of a call."""
-
-    accumulate: np.dtype
-    out: np.dtype
 
 
 # ---- geometry and types ----------------------------------------------------------------------------------------------
@@ -295,14 +287,3 @@ def _is_integer_epilogue(alpha: Any, beta: Any, act: Any, given: Mapping[str, Ar
 
 def _is_static(scale: Any) -> bool:
     return isinstance(scale, float)
-
-
-def sum_level(dy: Array, determinism: Any) -> str:
-    """Reads the level of a plain sum over the batch: repeatable for floats, exact for integers."""
-    level, guaranteed = required(determinism), "portable" if dy.dtype == _INT8 else "run_to_run"
-    if not satisfies(guaranteed, level):
-        raise NotImplementedError(
-            f"`determinism` {level!r} cannot be guaranteed for conv_bgrad of {dy.dtype}, expected {guaranteed!r} or "
-            "less: it adds over the batch."
-        )
-    return level

@@ -3,6 +3,7 @@
 The blend is bound by memory and consists of XLA's operations; it needs neither a primitive nor an engine.
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +15,21 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxdnn._src.core import checks
-from jaxdnn._src.core.determinism import LEVELS, required, satisfies
+from jaxdnn._src.core.determinism import LEVELS, required
 from jaxdnn._src.core.rounding import at_edges, nearest, product, real, rounded
 
-# What a scale that is an array may be.
-SCALES = (
-    *(jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2),
-    *(jnp.int32, jnp.int64),
-)
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2)
+FLOATS = (*checks.FLOATS, jnp.float8_e4m3fn, jnp.float8_e5m2)
+SCALES = (*FLOATS, jnp.int32, jnp.int64)  # what a scale that is an array may be
 INTEGERS = (jnp.int8, jnp.uint8, jnp.int32)
 _F32, _F64, _I32 = (np.dtype(t) for t in (jnp.float32, jnp.float64, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Types:
+    """The dtypes of a call: what it is computed in, and the result's."""
+
+    accumulate: np.dtype
+    out: np.dtype
 
 
 def array(name: str, value: Any, level: str | None = None) -> Array:
@@ -53,15 +58,6 @@ def out_dtype(value: Any, like: Array) -> np.dtype:
     """Reads `out_dtype`; None is the operand's."""
     wide = _F64 if like.dtype == _F64 else _F32
     return checks.out_dtype(value, like.dtype, (*FLOATS, *INTEGERS), wide)
-
-
-def refuse_portable(what: str, level: str) -> None:
-    """Raises where a square root would have to be the same on every device; XLA's on GPUs is not correctly rounded."""
-    if satisfies(level, "portable"):
-        raise NotImplementedError(
-            f"`determinism` 'portable' cannot be guaranteed for {what}, expected 'mesh_invariant' or less: XLA's "
-            "square roots differ between devices."
-        )
 
 
 def scaled(z: Array, alpha: float | Array) -> Array:

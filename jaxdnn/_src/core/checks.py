@@ -14,6 +14,7 @@ from jaxdnn._src.core.compat import Tracer
 
 T = TypeVar("T")
 LONG = 200  # characters of a value that an error shows
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)  # that most ops take
 LARGEST = 2**31 - 1  # of a stride, a padding, a dilation: beyond, sizes overflow in XLA
 
 

@@ -71,6 +71,17 @@ def required(level: str | None = None) -> str:
     return max(context, level, key=LEVELS.index)
 
 
+def require(what: str, level: str | None, guaranteed: str, why: str = "") -> str:
+    """The level that a call of this `determinism` is under; raises where more is required than `what` guarantees."""
+    level = required(level)
+    if not satisfies(guaranteed, level):
+        why = f": {why}" if why else ""
+        raise NotImplementedError(
+            f"`determinism` {level!r} cannot be guaranteed for {what}, expected {guaranteed!r} or less{why}."
+        )
+    return level
+
+
 def satisfies(guaranteed: str, level: str) -> bool:
     """Whether a guarantee covers a requirement."""
     return LEVELS.index(guaranteed) >= LEVELS.index(level)

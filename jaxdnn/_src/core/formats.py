@@ -32,6 +32,11 @@ class Format:
         """u = 2^-bits: half the distance from 1 to the next number."""
         return 2.0**-self.bits
 
+    def growth(self, count: float) -> float:
+        """γ = n u / (1 - n u): how far n roundings may take a value, relative to it; infinite where n u reaches 1."""
+        rate = count * self.roundoff
+        return rate / (1 - rate) if rate < 1 else math.inf
+
     @property
     def smallest_normal(self) -> float:
         return 2.0**self.emin

@@ -19,8 +19,6 @@ from jaxdnn._src.dropout import primitive
 from jaxdnn._src.dropout.fused import FusedSpec
 from jaxdnn._src.dropout.primitive import BLOCK, DropoutSpec
 
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +155,10 @@ def dropout(
       of PyTorch, which number the elements in other ways, by their kernels' threads: the masks are others.
     """
     x = checks.array("x", x)
-    checks.dtype("x", x, FLOATS)
+    checks.dtype("x", x, checks.FLOATS)
     arrays = _arrays(x, bias, residual, layout)
     act, parameter = read_activation(activation) or ("identity", None)
-    out = checks.out_dtype(out_dtype, x.dtype, FLOATS, np.promote_types(x.dtype, np.float32))
+    out = checks.out_dtype(out_dtype, x.dtype, checks.FLOATS, np.promote_types(x.dtype, np.float32))
     alone = not arrays and act == "identity" and out == x.dtype
     fused = None if alone else _Fused(arrays, act, parameter, np.dtype(out))
     return _call(x, key, rate, offset, layout, engine, determinism, fused)
@@ -284,7 +282,7 @@ def _arrays(x: Array, bias: Any, residual: Any, layout: Any) -> dict[str, Array]
     for name, value in (("bias", bias), ("residual", residual)):
         if value is not None:
             value = checks.array(name, value)
-            checks.dtype(name, value, FLOATS)
+            checks.dtype(name, value, checks.FLOATS)
             if value.dtype == np.float64 and x.dtype != np.float64:
                 raise TypeError(f"`{name}` must not be float64 unless x is, got x of {x.dtype}.")
             found[name] = value

@@ -11,22 +11,12 @@ from jax import Array
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.core import blending, checks
-from jaxdnn._src.core.determinism import is_fixed, required, satisfies
+from jaxdnn._src.core.blending import Types
+from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.norm import primitive
-from jaxdnn._src.norm.spec import ACTIVATIONS, Activation, NormSpec
-
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
-_F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
-
-
-@dataclasses.dataclass(frozen=True)
-class Types:
-    """The dtypes of a call: what statistics are computed in, and the result's."""
-
-    accumulate: np.dtype
-    out: np.dtype
+from jaxdnn._src.norm.spec import ACTIVATIONS, Activation, NormSpec, reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +40,7 @@ class View:
 
     @property
     def reduced(self) -> tuple[int, ...]:
-        return tuple(1 if a - len(self.shape) in self.axes else size for a, size in enumerate(self.shape))
+        return reduced(self.shape, self.axes)
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -83,14 +73,14 @@ class View:
 
 def narrower(accumulate: np.dtype) -> tuple[Any, ...]:
     """The float types that the accumulator holds."""
-    return tuple(t for t in FLOATS if np.dtype(t).itemsize <= accumulate.itemsize)
+    return tuple(t for t in checks.FLOATS if np.dtype(t).itemsize <= accumulate.itemsize)
 
 
 def types(x: Any, out_dtype: Any, *, name: str = "x") -> Types:
     """Reads the dtype of x and of the result."""
-    found = checks.dtype(name, x, FLOATS)
-    acc = _F64 if found == _F64 else _F32
-    return Types(acc, checks.out_dtype(out_dtype, found, FLOATS, acc))
+    found = checks.dtype(name, x, checks.FLOATS)
+    acc = blending.accumulator(found)
+    return Types(acc, checks.out_dtype(out_dtype, found, checks.FLOATS, acc))
 
 
 def epsilon(value: Any) -> float:
@@ -300,15 +290,6 @@ def cotangent(dy: Any, x: Array, found: Types) -> Array:
     checks.shape("dy", dy, x.shape, "that of x")
     checks.dtype("dy", dy, narrower(found.accumulate))
     return dy
-
-
-def require(op: str, determinism: Any, guaranteed: str, why: str) -> None:
-    """Checks the level of an op without engines."""
-    level = required(determinism)
-    if not satisfies(guaranteed, level):
-        raise NotImplementedError(
-            f"`determinism` {level!r} cannot be guaranteed for {op}, expected {guaranteed!r} or less: {why}."
-        )
 
 
 # ---- blends and epilogues of batch normalisation ---------------------------------------------------------------------

@@ -16,13 +16,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.core import blending, checks, frames
-from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.blending import Types
+from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, joined, nearest, product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm import devices as several
-from jaxdnn._src.norm.arguments import Options, Types, View
+from jaxdnn._src.norm.arguments import Options, View
 from jaxdnn._src.norm.devices import AxisName
 
 
@@ -217,10 +218,11 @@ def batch_norm_inference(
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     behind = {"alpha": alpha, "beta": beta, "prior": prior, "residual": residual, "activation": activation}
     extras = arguments.epilogue(frame, x, found, **behind)
-    arguments.require("batch_norm_inference", determinism, "mesh_invariant", "compilers may fuse its products and sums")
+    why = "compilers may fuse its products and sums"
+    level = require("batch_norm_inference", determinism, "mesh_invariant", why)
     given = {name: view.parameter(name, v, found) for name, v in (("mean", mean), ("variance", variance))}
     given |= {name: view.parameter(name, v, found) for name, v in (("scale", scale), ("bias", bias)) if v is not None}
-    small, level = jnp.asarray(arguments.epsilon(eps), found.accumulate), required(determinism)
+    small = jnp.asarray(arguments.epsilon(eps), found.accumulate)
     edge = ft.partial(at_edges, level)
     y = product(edge(x).astype(found.accumulate) - given["mean"], reciprocal(root(given["variance"] + small)))
     y = product(y, given["scale"]) if "scale" in given else y

@@ -63,8 +63,7 @@ class Problem:
 
     def growth(self, n: int) -> float:
         """γ."""
-        rate = (n + 8) * self.roundoff
-        return rate / (1 - rate) if rate < 1 else math.inf
+        return FORMATS[self.format].growth(n + 8)
 
 
 @dataclasses.dataclass(frozen=True)

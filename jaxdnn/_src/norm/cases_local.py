@@ -150,10 +150,6 @@ class LocalCase(Case):
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
-def _growth(count: float, u: float) -> float:
-    return count * u / (1 - count * u)
-
-
 def power_error(t: Values, off: Values | float, q: float, u: float) -> Values:
     """The largest relative error of t^q if t has the relative error `off`."""
     own = POWER * u * (1 + np.abs(q * np.log(t)))
@@ -188,7 +184,7 @@ class Window:
         total = window_sum(self.v**2, self.axes, self.n, self.even)
         s = self.k + self.rate / self.n ** len(self.axes) * total
         error = (
-            _growth(self.terms + 8, u) * (abs(self.k) + scale * total)
+            self.rule.growth(self.terms + 8) * (abs(self.k) + scale * total)
             + (1 + scale * self.terms) * self.rule.smallest_normal
         )
         off = error / s
@@ -208,11 +204,11 @@ class Window:
         inner = dy * x * power / s
         off_inner = (1 + off) * (1 + u) ** 3 / (1 - off_s) - 1
         gathered, size = around(inner), around(np.abs(inner) * (1 + off_inner) + 3 * tiny)
-        error = around(np.abs(inner) * off_inner + 3 * tiny) + _growth(self.terms, u) * size
+        error = around(np.abs(inner) * off_inner + 3 * tiny) + self.rule.growth(self.terms) * size
         rate = 2 * self.rate * self.exponent / self.n ** len(self.axes)
         through = rate * self.v * gathered
         reach = np.abs(rate * self.v) * (np.abs(gathered) + error)
-        through_error = np.abs(rate * self.v) * error + _growth(5, u) * reach + 2 * tiny
+        through_error = np.abs(rate * self.v) * error + self.rule.growth(5) * reach + 2 * tiny
         direct = dy * power
         direct_error = np.abs(direct) * ((1 + off) * (1 + u) - 1) + tiny
         dx, before = direct - through, direct_error + through_error
@@ -235,11 +231,11 @@ def vector_error(x: Values, p: float, axis: Any, eps: float, format: str) -> Val
         powers = np.where(size > 0, scaled**p, 0)
         own = 0.0 if p == 1 else u if p == 2 else power_error(scaled, np.where(scaled == 1, 0, u), p, u)
         total = powers.sum(axes, keepdims=True)
-        off = ((powers * own).sum(axes, keepdims=True) + n * tiny) / total * (1 + _growth(n, u)) + _growth(n, u)
+        off = ((powers * own).sum(axes, keepdims=True) + n * tiny) / total * (1 + rule.growth(n)) + rule.growth(n)
         norm = total ** (1 / p) * divisor * unit
         off = off if p == 1 else power_error(total, off, 1 / p, u)
     y = size * unit / np.maximum(norm, eps * unit)
-    return y * ((1 + _growth(5, u)) / (1 - off) - 1) + tiny * (1 + 1 / np.maximum(norm, eps * unit))
+    return y * ((1 + rule.growth(5)) / (1 - off) - 1) + tiny * (1 + 1 / np.maximum(norm, eps * unit))
 
 
 # ---- the family ------------------------------------------------------------------------------------------------------

@@ -171,16 +171,14 @@ def sums_error(x: Values, layout: str, format: str, shift: Values | None = None)
     rule, v = tolerance.FORMATS[format], of_batch(x.astype(np.float64), "spatial", layout)
     axes, n, extra = tuple(v.axes), v.x.size // v.own[0], 0 if shift is None else 1
     size = np.abs(v.x if shift is None else v.x - shift.astype(np.float64).reshape(v.spread))
-    growth = lambda k: k * rule.roundoff / (1 - k * rule.roundoff)
-    squares = growth(n + 1 + 2 * extra) * (size**2).sum(axes) + n * rule.smallest_normal
-    return growth(n + extra) * size.sum(axes), squares
+    squares = rule.growth(n + 1 + 2 * extra) * (size**2).sum(axes) + n * rule.smallest_normal
+    return rule.growth(n + extra) * size.sum(axes), squares
 
 
 def finalize_error(given: dict[str, Values], m: int, *, eps: float, momentum: float, format: str) -> tuple[Values, ...]:
     """How far the results of `bn_finalize` may be off."""
     rule = tolerance.FORMATS[format]
     u, tiny = rule.roundoff, 8 * rule.smallest_normal
-    growth = 6 * u / (1 - 6 * u)
     mean, second = given["total"] / m, given["squares"] / m
     mean_error = 2 * u * np.abs(mean) + tiny
     square_error = 2 * np.abs(mean) * mean_error + mean_error**2
@@ -208,7 +206,7 @@ def finalize_error(given: dict[str, Values], m: int, *, eps: float, momentum: fl
     for new, own, name in ((np.abs(mean), mean_error, GIVEN[2]), (unbiased, unbiased_error, GIVEN[3])):
         weight = momentum if name in given else 1.0
         old = np.abs(given.get(name, 0.0))
-        found.append(weight * own + growth * (weight * (new + own) + abs(1 - weight) * old) + tiny)
+        found.append(weight * own + rule.growth(6) * (weight * (new + own) + abs(1 - weight) * old) + tiny)
     return tuple(found)
 
 
@@ -216,20 +214,18 @@ def inference_error(given: dict[str, Values], *, eps: float, format: str) -> tup
     """How far the results of `bn_finalize_inference` may be off."""
     rule = tolerance.FORMATS[format]
     u, tiny = rule.roundoff, 8 * rule.smallest_normal
-    growth = lambda k: k * u / (1 - k * u)
     scale, bias = (np.abs(given.get(name, default)) for name, default in (("scale", 1.0), ("bias", 0.0)))
     factor = scale / np.sqrt(given["variance"] + eps)
     product = np.abs(given["mean"]) * factor
-    summand = growth(6) * product + tiny
-    return growth(5) * factor + tiny, summand + u * (product + bias + summand)
+    summand = rule.growth(6) * product + tiny
+    return rule.growth(5) * factor + tiny, summand + u * (product + bias + summand)
 
 
 def weight_error(given: dict[str, Values], layout: str, *, format: str) -> tuple[Values, ...]:
     """How far the results of `dbn_weight` may be off."""
     rule, v = tolerance.FORMATS[format], of_batch(given["x"], "spatial", layout)
     axes, m = tuple(v.axes), v.x.size // v.own[0]
-    u, tiny = rule.roundoff, 8 * m * rule.smallest_normal
-    growth = lambda k: k * u / (1 - k * u)
+    tiny = 8 * m * rule.smallest_normal
     dy, c = np.abs(v.array(given["dy"])), np.abs(v.x - given["mean"].reshape(v.spread))
     r, mean = np.abs(given["rstd"]), np.abs(given["mean"])
     along, total = (dy * c).sum(axes), dy.sum(axes)
@@ -238,11 +234,11 @@ def weight_error(given: dict[str, Values], layout: str, *, format: str) -> tuple
     of_x, of_dy = factor * r * r * along / m, factor * total / m
     spare = tiny * (1 + r) * (1 + factor * (1 + r) * (1 + mean))  # what results below the normal numbers may lose
     return (
-        growth(m + 3) * r * along + spare,
-        growth(m) * total + spare,
-        growth(1) * factor + spare,
-        growth(m + 9) * of_x + spare,
-        growth(m + 11) * (of_dy + mean * of_x) + spare,
+        rule.growth(m + 3) * r * along + spare,
+        rule.growth(m) * total + spare,
+        rule.growth(1) * factor + spare,
+        rule.growth(m + 9) * of_x + spare,
+        rule.growth(m + 11) * (of_dy + mean * of_x) + spare,
     )
 
 

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.core import checks
+from jaxdnn._src.core.blending import Types
+from jaxdnn._src.core.determinism import require
 from jaxdnn._src.norm import arguments
-from jaxdnn._src.norm.arguments import Options, Types, View
+from jaxdnn._src.norm.arguments import Options, View
 
 AxisName = str | Sequence[str] | None
 
@@ -89,5 +91,5 @@ def _spec(view: View, scale: Any, bias: Any, found: Types, options: Options) -> 
     """The spec of XLA's formula between devices; it serves no other engine and promises no more than run_to_run."""
     if options.engine not in (None, "xla"):
         raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {options.engine!r}.")
-    arguments.require("batch_norm with `axis_name`", options.determinism, "run_to_run", "it adds over the batch")
+    require("batch_norm with `axis_name`", options.determinism, "run_to_run", "it adds over the batch")
     return arguments.spec(view, found, options, scale=scale is not None, bias=bias is not None)

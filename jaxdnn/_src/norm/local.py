@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, partitioning, primitives
-from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, power, product, reciprocal, root
 from jaxdnn._src.norm import arguments
@@ -79,9 +79,9 @@ def lrn(
       these are; PyTorch's local_response_norm, ONNX's LRN.
     """
     frame = frames.frame(layout)
-    x = at_edges(required(determinism), frame.array("x", x))
+    level = require("lrn", determinism, "mesh_invariant", _WHY)
+    x = at_edges(level, frame.array("x", x))
     found = arguments.types(x, out_dtype)
-    arguments.require("lrn", determinism, "mesh_invariant", _WHY)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
     y = product(wide, window.powers(wide, (frame.layout.channel,))[0])
@@ -138,9 +138,9 @@ def lrn_dgrad(
     Sources: cuDNN's cudnnLRNCrossChannelBackward, which takes y too and does not need it.
     """
     frame = frames.frame(layout)
-    x, dy = at_edges(required(determinism), (frame.array("x", x), frame.array("dy", dy)))
+    level = require("lrn_dgrad", determinism, "mesh_invariant", _WHY)
+    x, dy = at_edges(level, (frame.array("x", x), frame.array("dy", dy)))
     found = arguments.types(x, out_dtype)
-    arguments.require("lrn_dgrad", determinism, "mesh_invariant", _WHY)
     dy = arguments.cotangent(dy, x, found).astype(found.accumulate)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
@@ -203,10 +203,9 @@ def divisive_norm(
       Kavukcuoglu, Ranzato and LeCun (2009) for local contrast normalisation, of which this is the division.
     """
     frame = frames.frame(layout)
-    level = required(determinism)
+    level = require("divisive_norm", determinism, "mesh_invariant", _WHY)
     x = at_edges(level, frame.array("x", x))
     found = arguments.types(x, out_dtype)
-    arguments.require("divisive_norm", determinism, "mesh_invariant", _WHY)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)
     y = product(wide, window.powers(wide - _means(frame, means, x, found, level), frame.layout.spatial)[0])
@@ -265,10 +264,9 @@ def divisive_norm_dgrad(
     Sources: cuDNN's cudnnDivisiveNormalizationBackward.
     """
     frame = frames.frame(layout)
-    level = required(determinism)
+    level = require("divisive_norm_dgrad", determinism, "mesh_invariant", _WHY)
     x, dy = at_edges(level, (frame.array("x", x), frame.array("dy", dy)))
     found = arguments.types(x, out_dtype)
-    arguments.require("divisive_norm_dgrad", determinism, "mesh_invariant", _WHY)
     dy = arguments.cotangent(dy, x, found).astype(found.accumulate)
     window = _window_of(n, lrn_alpha, lrn_beta, k, even)
     wide = x.astype(found.accumulate)

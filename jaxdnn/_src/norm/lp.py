@@ -12,7 +12,8 @@ from jax import Array, export, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import checks, partitioning, primitives, trees
-from jaxdnn._src.core.determinism import is_fixed, required
+from jaxdnn._src.core.blending import Types
+from jaxdnn._src.core.determinism import is_fixed, require
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, nearest, power, product, quotient, root
 from jaxdnn._src.norm import arguments
@@ -66,13 +67,12 @@ def lp_normalize(
     p, small = checks.as_float("p", p), arguments.epsilon(eps)
     if not p >= 1:
         raise ValueError(f"`p` must be a number of at least 1, got {p!r}.")
-    arguments.require("lp_normalize", determinism, "batch_invariant", "its powers are the device's")
-    level = required(determinism)
+    level = require("lp_normalize", determinism, "batch_invariant", "its powers are the device's")
     normalized = ft.partial(_normalized, p=p, eps=small, view=view, found=found, level=level)
     return primitives.composed(normalized, partitioning.elementwise, x)
 
 
-def _normalized(x: Array, *, p: float, eps: float, view: arguments.View, found: arguments.Types, level: str) -> Array:
+def _normalized(x: Array, *, p: float, eps: float, view: arguments.View, found: Types, level: str) -> Array:
     edge = ft.partial(at_edges, level)
     wide = edge(x).astype(found.accumulate)
     axes = tuple(axis % x.ndim for axis in view.axes)

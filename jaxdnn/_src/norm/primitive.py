@@ -33,7 +33,7 @@ from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run
 from jaxdnn._src.core.primitives import bind as bind
 from jaxdnn._src.core.primitives import call as call
-from jaxdnn._src.norm.spec import NormSpec
+from jaxdnn._src.norm.spec import NormSpec, reduced
 
 LINEAR = ("x", "scale", "bias")
 
@@ -47,12 +47,8 @@ def _formula(op: str, spec: NormSpec, *operands: Array) -> Any:
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
-def _reduced(shape: tuple[int, ...], axes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(1 if axis - len(shape) in axes else size for axis, size in enumerate(shape))
-
-
 def _norm_results(spec: NormSpec, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    statistic = jax.ShapeDtypeStruct(_reduced(x.shape, spec.axes), spec.accumulate)
+    statistic = jax.ShapeDtypeStruct(reduced(x.shape, spec.axes), spec.accumulate)
     return jax.ShapeDtypeStruct(x.shape, spec.out_dtype), statistic, statistic, statistic
 
 
@@ -61,7 +57,7 @@ def _tangent_result(spec: NormSpec, *operands: Any) -> jax.ShapeDtypeStruct:
 
 
 def _dgrad_results(spec: NormSpec, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    parameter = jax.ShapeDtypeStruct(_reduced(x.shape, spec.summed), spec.accumulate)
+    parameter = jax.ShapeDtypeStruct(reduced(x.shape, spec.summed), spec.accumulate)
     return jax.ShapeDtypeStruct(x.shape, spec.out_dtype), parameter, parameter
 
 

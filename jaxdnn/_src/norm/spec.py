@@ -14,6 +14,11 @@ ACTIVATIONS: tuple[Activation, ...] = (("relu", None), ("swish", 1.0))
 RANGE = "squared deviations must add up to less than 2^128: beyond, their inverse root is 0 or NaN, and shows it"
 
 
+def reduced(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """A shape with length 1 along axes, which are negative."""
+    return tuple(1 if axis - len(shape) in axes else size for axis, size in enumerate(shape))
+
+
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
     """What is known of a normalisation when it is traced.

@@ -11,11 +11,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxdnn._src.core import checks, frames
+from jaxdnn._src.core.blending import Types
+from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
-from jaxdnn._src.norm.arguments import Types, View
+from jaxdnn._src.norm.arguments import View
 from jaxdnn._src.norm.batch import read_running, updated_running, weight
 
 
@@ -57,7 +59,7 @@ def genstats(
     frame = frames.frame(layout)
     x = frame.array("x", x)
     found = arguments.types(x, None)
-    arguments.require("genstats", determinism, "run_to_run", "it adds over the batch")
+    require("genstats", determinism, "run_to_run", "it adds over the batch")
     axes = tuple(a for a in range(x.ndim) if a != frame.layout.channel)
     wide = x.astype(found.accumulate)
     if shift is not None:
@@ -137,7 +139,7 @@ def bn_finalize(
     m = _count(count, accumulate)
     running = read_running(view, running_mean, running_variance, found)
     small = jnp.asarray(arguments.epsilon(eps), accumulate)
-    arguments.require("bn_finalize", determinism, "run_to_run", "compilers fuse its products and sums as they see fit")
+    require("bn_finalize", determinism, "run_to_run", "compilers fuse its products and sums as they see fit")
     mean = total / m
     difference = squares / m - mean * mean
     mean = mean if shift is None else view.parameter("shift", shift, found) + mean
@@ -200,7 +202,7 @@ def bn_finalize_inference(
     checks.dtype("variance", variance, (found.out,))
     view = View(mean.shape, (), mean.shape, mean.shape, mean.shape, "one a channel")
     small = jnp.asarray(arguments.epsilon(eps), found.accumulate)
-    arguments.require("bn_finalize_inference", determinism, "mesh_invariant", "its reciprocal roots are the device's")
+    require("bn_finalize_inference", determinism, "mesh_invariant", "its reciprocal roots are the device's")
     wide = lambda name, value: rounded(view.parameter(name, value, found))
     factor = reciprocal(root(wide("variance", variance) + small))
     factor = factor if scale is None else product(factor, wide("scale", scale))
@@ -265,7 +267,7 @@ def dbn_weight(
     found, view = arguments.types(x, None), arguments.batches(frame, x, "spatial")
     dy = arguments.cotangent(dy, x, found).astype(found.accumulate)
     center, inverse = (view.statistic(name, v, found) for name, v in (("mean", mean), ("rstd", rstd)))
-    arguments.require("dbn_weight", determinism, "run_to_run", "it adds over the batch")
+    require("dbn_weight", determinism, "run_to_run", "it adds over the batch")
     channels = lambda v: v.reshape(view.parameters)
     dscale = channels(jnp.sum(dy * ((x.astype(found.accumulate) - center) * inverse), view.axes))
     dbias = channels(jnp.sum(dy, view.axes))

@@ -205,7 +205,7 @@ def pool_dgrad(
     order = windows.layout(layout)
     shape = arguments.shape_of("x", x, order)
     dy = arguments.array("dy", dy, order)
-    checks.dtype("dy", dy, arguments.FLOATS)
+    checks.dtype("dy", dy, checks.FLOATS)
     out = arguments.result_dtype(mode, "dy", dy.dtype, out_dtype)
     spec = arguments.spec(found, order, shape, out)
     arguments.like_y("dy", spec, dy, shape)

@@ -11,13 +11,12 @@ import numpy as np
 from jax import Array, export
 
 from jaxdnn._src.core import blending, checks, windows
-from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.determinism import require, required
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.core.windows import Layout, Window
 from jaxdnn._src.pool.spec import PoolSpec, y_shape
 
 MODES = ("max", "average", "average_exclude_padding", "lp")
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 _INT8 = np.dtype(jnp.int8)
 
 
@@ -72,8 +71,8 @@ def spatial_axes(layout: Layout) -> tuple[int, ...]:
 def result_dtype(mode: str, name: str, dtype: Any, out_dtype: Any) -> np.dtype:
     """Checks the mode and the dtype of an operand, and reads that of the result."""
     integers = (jnp.int8,) if checks.choice("mode", mode, MODES) != "lp" else ()
-    found = checks.dtype(name, dtype, (*FLOATS, *integers))
-    choices = (*FLOATS, *(integers if found == _INT8 else ()))
+    found = checks.dtype(name, dtype, (*checks.FLOATS, *integers))
+    choices = (*checks.FLOATS, *(integers if found == _INT8 else ()))
     return checks.out_dtype(out_dtype, found, choices, accumulator(found))
 
 
@@ -173,10 +172,8 @@ def require_level(spec: PoolSpec, mode: str, alpha: Any, beta: Any) -> None:
     static = checks.is_number(alpha) and checks.is_number(beta)
     fused = not static or (beta != 0 and (alpha != 1 or beta != 1))
     for holds, what in ((mode == "lp", "mode 'lp'"), (fused, "a blend of two scaled terms")):
-        if holds and not satisfies("mesh_invariant", spec.level):
-            raise NotImplementedError(
-                f"`determinism` {spec.level!r} cannot be guaranteed for {what}, expected 'mesh_invariant' or less."
-            )
+        if holds:
+            require(what, spec.level, "mesh_invariant")
 
 
 def finish(y: Array, alpha: Any, beta: Any, prior: Any, out: np.dtype, dtype: Any) -> Array:

@@ -160,8 +160,7 @@ class PoolCase(Case):
         depth = self._taps if by_xla else math.ceil(math.log2(self._taps)) + 3
         steps = {"max": self._taps, "lp": 2 * depth + 12}.get(self.mode, depth + 2)
         steps *= 2 if self.dtype == "f64" else 1  # the definition's own
-        u = tolerance.FORMATS["float64" if self.dtype == "f64" else accumulation.format].roundoff
-        return steps * u / (1 - steps * u)
+        return tolerance.FORMATS["float64" if self.dtype == "f64" else accumulation.format].growth(steps)
 
     def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
         if self.forward:

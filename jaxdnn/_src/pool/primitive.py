@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import primitives
+from jaxdnn._src.core.blending import accumulator
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Devices, Factors, Run, Windows
 from jaxdnn._src.core.primitives import bind
@@ -78,7 +79,7 @@ def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *fur
     part, divided_after = spec if spec.divisor is None else dataclasses.replace(spec, divisor="padded"), False
     if spec.divisor is not None and not spec.whole:
         divided_after = not backward or len(set(spec.counts().flat)) == 1
-        out = pool.accumulator(first.dtype) if divided_after else spec.out_dtype
+        out = accumulator(first.dtype) if divided_after else spec.out_dtype
         part = dataclasses.replace(spec, divisor=None, out_dtype=out, engine="xla")
         first = first if divided_after else pool.shares(spec, first, here)
     operands = [first, *further]

@@ -23,7 +23,6 @@ from jaxdnn._src.resample.band import BOUNDARIES, COORDINATES, METHODS, ROUNDING
 from jaxdnn._src.tensor import folding
 
 ORDERS = ("CRD", "DCR")
-_FLOATS = blending.FLOATS[:4]
 
 
 @public
@@ -167,7 +166,7 @@ def resample_dgrad(
     """
     frame = frames.frame(layout)
     given = blending.array("dy", dy, determinism)
-    checks.dtype("dy", given, _FLOATS)
+    checks.dtype("dy", given, checks.FLOATS)
     plain, shape = frame.array("dy", given), frame.array_shape("x_shape", x_shape)
     axes = frame.layout
     before, after = (tuple(s[axis] for axis in axes.spatial) for s in (shape, plain.shape))
@@ -200,7 +199,7 @@ def _along_axes(
 def _check_dtype(x: Array, method: Any) -> None:
     checks.choice("method", method, METHODS)
     if method != "nearest":
-        checks.dtype("x", x, (*_FLOATS, jnp.int8, jnp.uint8))
+        checks.dtype("x", x, (*checks.FLOATS, jnp.int8, jnp.uint8))
 
 
 def _sizes(before: tuple[int, ...], sizes: Any, scale: Any) -> tuple[tuple[int, ...], tuple[Fraction, ...]]:

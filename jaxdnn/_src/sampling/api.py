@@ -22,8 +22,6 @@ from jaxdnn._src.core.rounding import product, real, rounded
 from jaxdnn._src.sampling.primitive import SampleSpec
 from jaxdnn._src.sampling.taps import COORDINATES, MODES, ORDERS, PADDINGS, Rule
 
-_FLOATS = blending.FLOATS[:4]
-
 
 @public
 def grid_sample(
@@ -101,7 +99,7 @@ def grid_sample(
     frame = frames.frame(layout)
     given = blending.array("x", x, determinism)
     plain = frame.array("x", given)
-    checks.dtype("x", given, (*_FLOATS, jnp.int8, jnp.uint8))
+    checks.dtype("x", given, (*checks.FLOATS, jnp.int8, jnp.uint8))
     axes = frame.layout
     sizes = tuple(plain.shape[axis] for axis in axes.spatial)
     grid = _grid(grid, plain.shape[axes.batch], sizes)
@@ -123,7 +121,7 @@ def grid_sample(
 
 def _grid(value: Any, images: Any, sizes: tuple[int, ...]) -> Array:
     grid, d = checks.array("grid", value), len(sizes)
-    checks.dtype("grid", grid, _FLOATS)
+    checks.dtype("grid", grid, checks.FLOATS)
     if grid.ndim != d + 2 or grid.shape[-1] != d or (grid.shape[0] != 1 and grid.shape[0] != images):
         raise ValueError(
             f"`grid` must have {d + 2} axes, the first of size {images} or 1 and the last of size {d}, for images of "
@@ -199,7 +197,7 @@ def affine_grid(
       ONNX's AffineGrid; Jaderberg et al., arXiv:1506.02025.
     """
     theta = checks.array("theta", theta)
-    checks.dtype("theta", theta, _FLOATS)
+    checks.dtype("theta", theta, checks.FLOATS)
     d = theta.shape[1] if theta.ndim == 3 else 0
     if d not in (1, 2, 3) or theta.shape[2] != d + 1:
         raise ValueError(f"`theta` must have shape (N, d, d + 1) with d from 1 to 3, got {checks.shown(theta.shape)}.")

@@ -17,8 +17,6 @@ from jaxdnn._src.softmax.primitive import SoftmaxSpec
 
 ALGORITHMS = ("accurate", "fast", "log")
 MODES = (None, "channel", "instance")
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
-_F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 @public
@@ -157,9 +155,9 @@ def softmax_dgrad(
     """
     dy, spec = _read(dy, axis, mode, layout, out_dtype, engine, determinism, name="dy")
     y = checks.array("y", y)
-    checks.dtype("y", y, FLOATS)
+    checks.dtype("y", y, checks.FLOATS)
     checks.shape("y", y, dy.shape, "that of dy")
-    wide = _F64 if np.dtype(y.dtype) == _F64 else spec.accumulate
+    wide = np.dtype(np.float64) if y.dtype == np.float64 else spec.accumulate
     spec = dataclasses.replace(spec, algorithm=checks.choice("algorithm", algorithm, ALGORITHMS), accumulate=wide)
     if prior is None and blending.is_plain(alpha, beta):
         return primitives.call("softmax_dgrad", dy, y, spec=spec)
@@ -229,12 +227,12 @@ def _read(
     x: Any, axis: Any, mode: Any, layout: Any, out_dtype: Any, engine: Any, determinism: Any, *, name: str = "x"
 ) -> tuple[Array, SoftmaxSpec]:
     x = checks.array(name, x)
-    dtype = checks.dtype(name, x, FLOATS)
+    dtype = checks.dtype(name, x, checks.FLOATS)
     checks.choice("mode", mode, MODES)
     windows.layout(layout)  # a wrong one is refused where no mode reads it, too
     axes = _axes(axis, name, len(x.shape)) if mode is None else _mode_axes(mode, layout, name, x.shape)
-    wide = _F64 if x.dtype == _F64 else _F32
-    out = checks.out_dtype(out_dtype, dtype, FLOATS, wide)
+    wide = blending.accumulator(dtype)
+    out = checks.out_dtype(out_dtype, dtype, checks.FLOATS, wide)
     return x, SoftmaxSpec(axes, wide, out, engine=engine, level=required(determinism))
 
 

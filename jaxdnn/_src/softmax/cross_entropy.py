@@ -12,17 +12,15 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jaxdnn._src.core import checks, primitives
-from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core import blending, checks, primitives
+from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors, vary_alike
 from jaxdnn._src.core.primitives import composed, in_types
 from jaxdnn._src.softmax import primitive
 
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 REDUCTIONS = ("mean", "sum", "none")
 CHUNK_LOGITS = 1 << 27  # logits that exist at once: 512 MiB in float32
-_F64 = np.dtype(np.float64)
 
 
 @public
@@ -102,7 +100,7 @@ def linear_cross_entropy(
     arrays, spec = _read(
         x, w, labels, bias, weights, ignore_index, label_smoothing, z_loss, reduction, chunk, precision
     )
-    _require_level(determinism)
+    require("linear_cross_entropy", determinism, "run_to_run", "XLA orders the sums of its matrix products")
     return _compiled(spec, *arrays)
 
 
@@ -144,7 +142,7 @@ def _read(
     precision: Any,
 ) -> tuple[tuple[Array | None, ...], _Spec]:
     x, w, labels = (checks.array(name, v) for name, v in (("x", x), ("w", w), ("labels", labels)))
-    dtype = checks.dtype("x", x, FLOATS)
+    dtype = checks.dtype("x", x, checks.FLOATS)
     checks.dtype("w", w, (dtype,))
     if len(x.shape) < 1 or len(w.shape) != 2 or w.shape[0] != x.shape[-1] or w.shape[1] < 1:
         raise ValueError(f"`w` must be (D, V) for `x` (..., D), got {tuple(w.shape)} for {tuple(x.shape)}.")
@@ -157,7 +155,7 @@ def _read(
     if precision == "tf32" and dtype != np.float32:
         raise TypeError(f"`precision` 'tf32' needs float32 operands, got {dtype.name}.")
     exact = dtype.itemsize >= 4 and precision is None
-    rows, wide = math.prod(leading), _F64 if dtype == _F64 else np.dtype(np.float32)
+    rows, wide = math.prod(leading), blending.accumulator(dtype)
     spec = _Spec(
         leading=tuple(leading),
         label_smoothing=_between("label_smoothing", label_smoothing, 1.0),
@@ -250,15 +248,6 @@ def _words(labels: Array, words: int) -> Array:
 def _holds(dtype: Any, value: int) -> bool:
     limits = jnp.iinfo(dtype)
     return int(limits.min) <= value <= int(limits.max)
-
-
-def _require_level(determinism: Any) -> None:
-    level = required(determinism)
-    if not satisfies("run_to_run", level):
-        raise NotImplementedError(
-            f"`determinism` {level!r} cannot be guaranteed for linear_cross_entropy, expected 'run_to_run' or 'fast': "
-            "XLA orders the sums of its matrix products."
-        )
 
 
 # ---- by chunks -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees, windows
-from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.determinism import require, required
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import nearest_number, product, real, root, rounded
@@ -279,7 +279,7 @@ def op_tensor(
     acc = blending.accumulator(a.dtype)
     first = blending.scaled(a.astype(acc), blending.read_scale("alpha1", alpha1))
     if op == "sqrt":
-        blending.refuse_portable("op_tensor op 'sqrt'", level)
+        require("op_tensor op 'sqrt'", level, "mesh_invariant", "XLA's square roots differ between devices")
     if op in ("sqrt", "not"):
         computed = _unary(op, first)
     else:

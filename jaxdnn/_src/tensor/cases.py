@@ -137,8 +137,8 @@ class TensorCase(Case):
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         golden = np.asarray(self._applied(getattr(reference, self.op), operands, self.formula), np.float64)
         rounds = self._roundings
-        u = tolerance.FORMATS["float64" if self.dtype == "f64" else "float32"].roundoff
-        error = rounds * u / (1 - rounds * u) * self._magnitude(operands, golden) if rounds else 0.0
+        accumulator = tolerance.FORMATS["float64" if self.dtype == "f64" else "float32"]
+        error = accumulator.growth(rounds) * self._magnitude(operands, golden) if rounds else 0.0
         if rounds and accumulation.flush and self.dtype != "f64":
             error = error + rounds * 2.0**-126
         return (Expected(golden, error, self.in_dtype, generic=False),)

@@ -11,7 +11,7 @@ from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm import xla
 from jaxdnn._src.norm.hopper.kind import Kind, size_of, unlike, x_of
-from jaxdnn._src.norm.spec import NormSpec
+from jaxdnn._src.norm.spec import NormSpec, reduced
 
 FEW_BYTES, FEW_ROWS = 3 << 19, 1024  # bytes of x
 
@@ -56,8 +56,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 def _kept(call: engines.Call) -> tuple[int, ...]:
     """The shape of statistics."""
-    shape = x_of(call).shape
-    return tuple(1 if a - len(shape) in call.spec.axes else size for a, size in enumerate(shape))
+    return reduced(x_of(call).shape, call.spec.axes)
 
 
 def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:

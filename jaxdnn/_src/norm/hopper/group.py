@@ -45,37 +45,27 @@ def forward(
     images = x.shape[0]
     chosen = config or _plan(x, groups, out_dtype, 1)
     _record("forward", chosen, images)
-    if isinstance(chosen, SlicePlan):
-        return _forward_in_slices(x, scale, bias, groups, eps, out_dtype, activation, chosen)
-    turns = chosen.turns(images, 1)
     given, has = _parameters(scale, bias, activation)
+    outs = jax.ShapeDtypeStruct(x.shape, out_dtype), *[_statistic(images, groups)] * 3
+    if isinstance(chosen, SlicePlan):
+        return _forward_in_slices(chosen, x, given, outs, groups, eps=eps, **has)
+    turns = chosen.turns(images, 1)
     code = group_ptx.forward(chosen, eps=eps, **has, images=images if turns else 0, clusters=turns)
     shape = _shape(chosen, turns or images * chosen.parts, 1, turns > 0)
-    return launch(code, [x, *given], _outs(x, groups, out_dtype), name="group_norm", **shape)
+    return launch(code, [x, *given], outs, name="group_norm", **shape)
 
 
-def _forward_in_slices(
-    x: Array,
-    scale: Array | None,
-    bias: Array | None,
-    groups: int,
-    eps: float,
-    out_dtype: Any,
-    activation: str | None,
-    plans: SlicePlan,
-) -> Any:
+def _forward_in_slices(plans: SlicePlan, x: Array, given: list[Array], outs: Any, groups: int, **options: Any) -> Any:
     """`forward` by two kernels: one for the statistics of the images' slices, one for the result."""
     images, pixels, _ = x.shape
     first, second = plans.statistics, plans.applied
     merged, slices = pixels // first.pixels, pixels // second.pixels
-    apart = jax.ShapeDtypeStruct((images * merged, groups), jnp.float32)
     code = group_slices_ptx.statistics(first)
     shape = _shape(first, images * merged * first.parts, 1)
-    found = launch(code, [x], [apart] * 3, name="group_norm_statistics", **shape)
-    given, has = _parameters(scale, bias, activation)
-    code = group_slices_ptx.apply(second, images, slices, merged, eps=eps, **has)
+    found = launch(code, [x], [_statistic(images * merged, groups)] * 3, name="group_norm_statistics", **shape)
+    code = group_slices_ptx.apply(second, images, slices, merged, **options)
     shape = _shape(second, images * slices * second.parts, 1)
-    return launch(code, [x, *found, *given], _outs(x, groups, out_dtype), name="group_norm_apply", **shape)
+    return launch(code, [x, *found, *given], outs, name="group_norm_apply", **shape)
 
 
 def _parameters(scale: Array | None, bias: Array | None, activation: str | None) -> tuple[list[Array], dict[str, Any]]:
@@ -84,10 +74,8 @@ def _parameters(scale: Array | None, bias: Array | None, activation: str | None)
     return [v for v in (scale, bias) if v is not None], has
 
 
-def _outs(x: Array, groups: int, out_dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The results of `forward`."""
-    statistic = jax.ShapeDtypeStruct((x.shape[0], groups), jnp.float32)
-    return jax.ShapeDtypeStruct(x.shape, out_dtype), statistic, statistic, statistic
+def _statistic(images: int, groups: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((images, groups), jnp.float32)
 
 
 def backward(
@@ -110,45 +98,33 @@ def backward(
     images, _, channels = x.shape
     chosen = config or _plan(x, groups, out_dtype, 2)
     _record("backward", chosen, images)
-    if isinstance(chosen, SlicePlan):
-        return _backward_in_slices(dy, x, mean, rstd, scale, bias, groups, out_dtype, activation, chosen)
-    turns = chosen.turns(images, 2)
     given, has = _parameters(scale, bias, activation)
+    arrays, out = [dy, x, mean, rstd, *given], jax.ShapeDtypeStruct(x.shape, out_dtype)
+    if isinstance(chosen, SlicePlan):
+        return _backward_in_slices(chosen, arrays, out, groups, **has)
+    turns = chosen.turns(images, 2)
     code = group_ptx.backward(chosen, **has, images=images if turns else 0, clusters=turns)
     sums = jax.ShapeDtypeStruct((images * chosen.cluster, 2, channels), jnp.float32)
-    outs = (jax.ShapeDtypeStruct(x.shape, out_dtype), sums)
     shape = _shape(chosen, turns or images * chosen.parts, 2, turns > 0)
-    dx, each = launch(code, [dy, x, mean, rstd, *given], outs, name="group_norm_dgrad", **shape)
+    dx, each = launch(code, arrays, (out, sums), name="group_norm_dgrad", **shape)
     return dx, *merged_gradients(each)
 
 
-def _backward_in_slices(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    rstd: Array,
-    scale: Array | None,
-    bias: Array | None,
-    groups: int,
-    out_dtype: Any,
-    activation: str | None,
-    plans: SlicePlan,
-) -> tuple[Array, Array, Array]:
+def _backward_in_slices(plans: SlicePlan, arrays: list[Array], out: Any, groups: int, **has: Any) -> Any:
     """`backward` by two kernels: one for the sums of the images' slices, one for dx."""
-    images, pixels, channels = x.shape
+    images, pixels, channels = out.shape
     first, second = plans.statistics, plans.applied
     merged, slices = pixels // first.pixels, pixels // second.pixels
     names, wide = group_slices_ptx.sums_of_groups(first.dtype), first.dtype == "f32"
-    given, has = _parameters(scale, bias, activation)
     outs = [jax.ShapeDtypeStruct((images * merged * first.cluster, 2, channels), jnp.float32)]
-    outs += [jax.ShapeDtypeStruct((images * merged, groups), jnp.float32) for _ in names]
+    outs += [_statistic(images * merged, groups)] * len(names)
     code = group_slices_ptx.gradient_sums(first, merged, **has)
     shape = _shape(first, images * merged * first.parts, 2)
-    each, *sums = launch(code, [dy, x, mean, rstd, *given], outs, name="group_norm_dgrad_sums", **shape)
+    each, *sums = launch(code, arrays, outs, name="group_norm_dgrad_sums", **shape)
     code = group_slices_ptx.apply_gradients(second, images, slices, merged, **has)
-    outs = [jax.ShapeDtypeStruct(x.shape, out_dtype)] + [jax.ShapeDtypeStruct((images, groups), jnp.float32)] * wide
+    outs = [out] + [_statistic(images, groups)] * wide
     shape = _shape(second, images * slices * second.parts, 2)
-    dx, *rest = launch(code, [dy, x, mean, rstd, *given, *sums], outs, name="group_norm_dgrad_apply", **shape)
+    dx, *rest = launch(code, [*arrays, *sums], outs, name="group_norm_dgrad_apply", **shape)
     return dx, *merged_gradients(each, *rest)
 
 

@@ -13,7 +13,7 @@ from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper import group_plan
 from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan
 from jaxdnn._src.norm.hopper.kind import Kind, marks, size_of, unlike, x_of
-from jaxdnn._src.norm.spec import NormSpec
+from jaxdnn._src.norm.spec import NormSpec, reduced
 
 LARGEST = 1 << 31  # bytes of an image, in which offsets have 32 bits
 SECTOR = 32
@@ -83,14 +83,12 @@ def _run(call: engines.Call, *operands: Array) -> Any:
         x, *parameters = operands
         scale, bias = spec.split([p.reshape(size.channels) for p in parameters])
         y, *statistics = norm_group.forward(flat(x), scale, bias, eps=spec.eps, **options)
-        reduced = tuple(1 if a - len(shape) in spec.axes else n for a, n in enumerate(shape))
-        return y.reshape(shape), *(s.reshape(reduced) for s in statistics)
+        return y.reshape(shape), *(s.reshape(reduced(shape, spec.axes)) for s in statistics)
     dy, x, mean, rstd, *parameters = operands
     scale, bias = spec.split([p.reshape(size.channels) for p in parameters])
     mean, rstd = (v.reshape(size.images, size.groups) for v in (mean, rstd))
     dx, *gradients = norm_group.backward(flat(dy), flat(x), mean, rstd, scale, bias, **options)
-    own = tuple(n if a - len(shape) in _own(call) else 1 for a, n in enumerate(shape))
-    return dx.reshape(shape), *(g.reshape(own) for g in gradients)
+    return dx.reshape(shape), *(g.reshape(reduced(shape, spec.summed)) for g in gradients)
 
 
 def _workspace(call: engines.Call) -> int | None:

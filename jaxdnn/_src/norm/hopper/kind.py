@@ -14,6 +14,7 @@ from typing import Any
 from jax import Array
 
 from jaxdnn._src.core import engines
+from jaxdnn._src.norm.spec import reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +68,10 @@ def marks(call: engines.Call) -> str:
 def unlike(call: engines.Call, along: str, own: Sequence[int]) -> str | None:
     """Why parameters that vary along other axes of x than its `own` (negative), or whose gradients do, do not fit."""
     shape = x_of(call).shape
-    rank = len(shape)
-    fits = tuple(size if axis - rank in own else 1 for axis, size in enumerate(shape))
+    fits = reduced(shape, [axis for axis in range(-len(shape), 0) if axis not in own])
     for value in parameters_of(call):
         if value.shape != fits:
             return f"its kernels take parameters that vary along {along} alone, not of shape {value.shape}"
-    if call.op == "norm_dgrad":
-        added = tuple(1 if axis - rank in call.spec.summed else size for axis, size in enumerate(shape))
-        if added != fits:
-            return f"its kernels add the gradients in scale and bias over all but {along}, not over {call.spec.summed}"
+    if call.op == "norm_dgrad" and reduced(shape, call.spec.summed) != fits:
+        return f"its kernels add the gradients in scale and bias over all but {along}, not over {call.spec.summed}"
     return None

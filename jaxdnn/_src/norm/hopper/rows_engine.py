@@ -8,7 +8,7 @@ from jax import Array
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper import MULTIPROCESSORS
 from jaxdnn._src.norm.hopper.kind import Kind, unlike, x_of
-from jaxdnn._src.norm.spec import NormSpec
+from jaxdnn._src.norm.spec import NormSpec, reduced
 
 ROWS_MOST = 1 << 30
 
@@ -44,19 +44,16 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     spec: NormSpec = call.spec
     shape, length = x_of(call).shape, _length(call)
     options: dict[str, Any] = {"centred": spec.centred, "out_dtype": spec.out_dtype}
-    rank, kept = len(shape), len(spec.axes)
-    reduced = shape[: rank - kept] + (1,) * kept
     if call.op == "norm":
         x, *parameters = operands
         scale, bias = spec.split([p.reshape(length) for p in parameters])
         y, *statistics = rows.forward(x.reshape(-1, length), scale, bias, eps=spec.eps, **options)
-        return y.reshape(shape), *(s.reshape(reduced) for s in statistics)
+        return y.reshape(shape), *(s.reshape(reduced(shape, spec.axes)) for s in statistics)
     dy, x, mean, rstd, *parameters = operands
     scale = parameters[0].reshape(length) if parameters else None
     dy, x = (v.reshape(-1, length) for v in (dy, x))
     dx, *gradients = rows.backward(dy, x, mean.reshape(-1), rstd.reshape(-1), scale, **options)
-    own = (1,) * (rank - kept) + shape[rank - kept :]
-    return dx.reshape(shape), *(g.reshape(own) for g in gradients)
+    return dx.reshape(shape), *(g.reshape(reduced(shape, spec.summed)) for g in gradients)
 
 
 def _few_rows(call: engines.Call) -> bool:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import blending, engines
 from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.rounding import nearest, real, rounded
 from jaxdnn._src.pool.spec import PoolSpec
@@ -162,18 +162,12 @@ def _is_in_x(spec: PoolSpec, tap: Array) -> Array:
 
 def _max_dgrad(call: engines.Call, dy: Array, tap: Array) -> Array:
     spec: PoolSpec = call.spec
-    wide = dy.astype(accumulator(dy.dtype))
+    wide = dy.astype(blending.accumulator(dy.dtype))
     wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # sums are from +0; done first, it costs no pass
     return nearest(gather_form(spec, wide, tap, jnp.add), spec.out_dtype)
 
 
 # ---- average ---------------------------------------------------------------------------------------------------------
-
-
-def accumulator(dtype: Any) -> np.dtype:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return np.dtype(np.int32)
-    return np.dtype(np.float64 if dtype == jnp.float64 else np.float32)
 
 
 def _add(a: Array, b: Array, _: int) -> Array:
@@ -188,7 +182,7 @@ def _sums_whole(spec: PoolSpec, i: int) -> bool:
 
 def _average(call: engines.Call, x: Array) -> Array:
     spec: PoolSpec = call.spec
-    y = padded(spec, x.astype(accumulator(x.dtype)), 0)
+    y = padded(spec, x.astype(blending.accumulator(x.dtype)), 0)
     for i, axis in last_first(spec):
         if _sums_whole(spec, i):
             y = jnp.sum(y, axis, keepdims=True, dtype=y.dtype)  # in XLA's order, which no level at hand fixes
@@ -231,7 +225,7 @@ def rounded_quotient(total: Array, count: Array) -> Array:
 
 def _average_dgrad(call: engines.Call, dy: Array) -> Array:
     spec: PoolSpec = call.spec
-    dx = dy.astype(accumulator(dy.dtype))
+    dx = dy.astype(blending.accumulator(dy.dtype))
     factor = None if spec.divisor is None else _reciprocals(spec, dx)
     if factor is not None and factor.size > 1:
         dx = shares(spec, dy)
@@ -244,7 +238,7 @@ def _average_dgrad(call: engines.Call, dy: Array) -> Array:
 
 def shares(spec: PoolSpec, dy: Array, here: Here = lambda full: full) -> Array:
     """What each element of a window gets of dy, where the counts differ."""
-    wide = dy.astype(accumulator(dy.dtype))
+    wide = dy.astype(blending.accumulator(dy.dtype))
     return rounded(wide * here(_reciprocals(spec, wide)))
 
 
