@@ -392,6 +392,18 @@ def test_export_with_a_symbolic_batch(layout: str | None):
 # ---- levels and errors -----------------------------------------------------------------------------------------------
 
 
+def test_the_tangent_of_x_and_residual_is_rounded_whatever_follows():
+    """Of a narrow type XLA would leave the rounding of the sum of both shares out."""
+    x, r = (jnp.asarray(np.random.default_rng(i).normal(size=(16, 8)), jnp.bfloat16) for i in range(2))
+
+    def tangent(x: Any, r: Any) -> Any:
+        run = lambda x, r: dnn.dropout(x, SEED, activation="gelu", residual=r, determinism="batch_invariant")
+        return jax.jvp(run, (x, r), (r, x))[1]
+
+    scaled = lambda v: v.astype(np.float32) * 1.3
+    np.testing.assert_array_equal(jax.jit(lambda *v: scaled(tangent(*v)))(x, r), scaled(jax.jit(tangent)(x, r)))
+
+
 def test_levels():
     x, b, r, _ = arrays(14, ml_dtypes.bfloat16)
     op = lambda x, **options: dnn.dropout(x, SEED, bias=b, residual=r, **options)

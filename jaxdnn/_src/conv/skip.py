@@ -91,8 +91,7 @@ def _jvp(spec: SkipSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
     terms = [] if isinstance(ddx, ad.Zero) else [bind(OP, ddx, h, w, spec=spec)]
     if not isinstance(dw, ad.Zero):
         terms.append((bind("conv", found[1], dw, spec=spec.conv), jnp.zeros_like(found[1])))
-    total = primitives.added(found, terms)
-    return found, at_edges(spec.conv.level, total) if len(terms) > 1 else total
+    return found, primitives.added(found, terms, spec.conv.level)
 
 
 def _transpose(spec: SkipSpec, cts: Sequence[Any], dx: Any, h: Any, w: Any) -> list[Array | None]:

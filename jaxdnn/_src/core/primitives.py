@@ -146,11 +146,13 @@ def along_others(
     return [jax.jvp(of_others, tuple(primals[linear:stop]), along)[1]]
 
 
-def added(found: Any, terms: Sequence[Any]) -> Any:
-    """The tangent of a result, or of each of several: the sum of terms, which may be none."""
+def added(found: Any, terms: Sequence[Any], level: str = "fast") -> Any:
+    """The tangent of a result, or of each of several: the sum of terms, which may be none, rounded if the level fixes
+    bits."""
     if not terms:
         return tuple(map(zero_tangent, found)) if isinstance(found, tuple) else zero_tangent(found)
-    return jax.tree.map(lambda *parts: ft.reduce(jnp.add, parts), *terms)
+    total = jax.tree.map(lambda *parts: ft.reduce(jnp.add, parts), *terms)
+    return at_edges(level, total) if len(terms) > 1 else total
 
 
 def batch_leading(

@@ -132,7 +132,7 @@ def _jvp(spec: FusedSpec, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
         # At its edges: its transpose is a result, which XLA would join with what comes before and after.
         edge = ft.partial(rounding.at_edges, spec.level)
         terms.append(edge(edge(d_residual).astype(spec.out_dtype)))
-    return y, primitives.added(y, terms)
+    return y, primitives.added(y, terms, spec.level)
 
 
 def _formula(op: str, spec: FusedSpec, *operands: Array) -> Any:
