@@ -312,3 +312,15 @@ def test_errors_of_sizes_and_of_theta():
             dnn.affine_grid(theta, (2, 2))
     with pytest.raises(ValueError, match="`sizes` must be an integer or 2 integers, one per spatial axis, got"):
         dnn.affine_grid(np.ones((1, 2, 3)), (2, 2, 2))
+
+
+def test_programs_have_what_costs_no_more_than_it_must():
+    """No remainder, which is a call for every point; one sorted array; no fence in a gradient of XLA's order."""
+    x, grid, theta = jnp.ones((2, 5, 6, 3)), jnp.ones((2, 4, 7, 2)), jnp.ones((2, 2, 3))
+    sample = lambda x, grid: dnn.grid_sample(x, grid, padding="reflection")
+    text = jax.jit(jax.grad(lambda *v: jnp.sum(sample(*v)), (0, 1))).lower(x, grid).as_text()
+    (sort,) = (line for line in text.splitlines() if "stablehlo.sort" in line)
+    assert sort.count("%") == 2
+    assert "stablehlo.remainder" not in jax.jit(sample).lower(x, grid).as_text()
+    gradient = jax.jit(jax.grad(lambda theta: jnp.sum(dnn.affine_grid(theta, (9, 8)))))
+    assert "stablehlo.select" not in gradient.lower(theta).as_text()

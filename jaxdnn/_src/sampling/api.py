@@ -5,17 +5,17 @@ Letters: N batch, C channels, [D,] H, W sizes of the image, [D',] H', W' of the 
 
 import functools as ft
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees
-from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
 from jaxdnn._src.core.rounding import product, real, rounded
@@ -218,9 +218,23 @@ def affine_grid(
         ]
         return ft.reduce(jnp.add, [*terms, columns[-1]])
 
+    def product_of_matrices(theta: Array) -> Array:
+        along = [jnp.broadcast_to(c.reshape(-1, *[1] * axis), after) for axis, c in enumerate(centres)]
+        points = jnp.stack([*along, jnp.ones(after, wide)], -1)
+        return jnp.einsum("nij,...j->n...i", theta, points, precision=lax.Precision.HIGHEST)
+
     factors = lambda theta: Factors((("n", "i", "j"),), (("n", *(f"m{i}" for i in range(d)), "i"),), ("n",))
-    grid = primitives.composed(run, factors, rounded(jnp.asarray(theta)).astype(wide))
-    return rounded(blending.convert(grid, theta.dtype))
+
+    def at_points(function: Callable[[Array], Array], edge: Callable[[Array], Array], theta: Array) -> Array:
+        grid = primitives.composed(function, factors, edge(theta).astype(wide))
+        return edge(blending.convert(grid, theta.dtype))
+
+    found = ft.partial(at_points, run, rounded)
+    if not is_fixed(level):
+        tangent = ft.partial(at_points, product_of_matrices, lambda v: v)
+        found = jax.custom_jvp(found)
+        found.defjvp(lambda given, along: (found(*given), tangent(*along)))
+    return found(jnp.asarray(theta))
 
 
 def _centres(n: int, align_corners: bool) -> np.ndarray:

@@ -84,7 +84,8 @@ class Rule:
             distance = product(p - low, jnp.sign(p - low))
             flips = lax.stop_gradient(jnp.floor(quotient(distance, span)))
             rest = distance - product(flips, span)
-            p = jnp.where(flips % 2 == 0, rest + low, rounded(span - rest) + low)
+            even = jnp.floor(flips * 0.5) == flips * 0.5  # a remainder is a call of a library for every point
+            p = jnp.where(even, rest + low, rounded(span - rest) + low)
         return _clip(p, 0, size - 1)
 
 
