@@ -272,6 +272,8 @@ def test_explain_names_the_public_op_that_several_share():
     assert str(dnn.explain(normalise, x)).startswith("batch_norm: norm(float32[2,3,4])")
     gradient = dnn.explain(jax.grad(lambda x: dnn.dropout(x, 1, activation="relu").sum()), x)
     assert [call.public for call in gradient] == ["dropout", "dropout"]
+    # The convolution is in a program of its own (`jax.custom_jvp`), which JAX does not name by what is around it.
+    assert [call.public for call in dnn.explain(dnn.conv_skip, X, W, layout="NWC")] == ["conv_skip"]
 
 
 def test_explain_another_platform():

@@ -170,12 +170,12 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
     here = engines.platform() if platform is None else checks.choice("platform", platform, engines.PLATFORMS)
     with _explaining(True):
         jaxpr = _traced(function, args, kwargs)
-    return Explanations((_explain_call(eqn, here) for eqn in _calls(jaxpr)), _formulas(jaxpr))
+    return Explanations((_explain_call(*found, here) for found in _calls(jaxpr)), _formulas(jaxpr))
 
 
 def traced_calls(function: Callable[..., Any], /, *args: Any, platform: str, **kwargs: Any) -> Iterator[engines.Call]:
     """Every jaxdnn call of a function of such arguments, as an engine on a platform sees it."""
-    return (_call(eqn, platform) for eqn in _calls(_traced(function, args, kwargs)))
+    return (_call(eqn, platform) for eqn, _ in _calls(_traced(function, args, kwargs)))
 
 
 def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,8 +239,8 @@ def _level_of_formula(call: Callable[[], Any]) -> str | None:
 
 
 def _formulas(jaxpr: Any) -> tuple[Formula, ...]:
-    stacks = dict.fromkeys(compat.scope(eqn) for eqn in _equations(jaxpr))
-    found = [pair for stack in stacks for pair in re.findall(r"jaxdnn\.(\w+):(\w+)", stack)]
+    scopes = dict.fromkeys(names for _, names in _equations(jaxpr))
+    found = [pair for names in scopes for pair in re.findall(r"jaxdnn\.(\w+):(\w+)", names)]
     return tuple(Formula(op, level) for op, level in dict.fromkeys(found))
 
 
@@ -249,18 +249,19 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
 
 
-def _calls(jaxpr: Any) -> Iterator[Any]:
-    return (eqn for eqn in _equations(jaxpr) if eqn.primitive.name.startswith("jaxdnn_"))
+def _calls(jaxpr: Any) -> Iterator[tuple[Any, str]]:
+    return ((eqn, scopes) for eqn, scopes in _equations(jaxpr) if eqn.primitive.name.startswith("jaxdnn_"))
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a program and of those within it."""
+def _equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
+    """The equations of a program and of those within it, each with the names of the scopes that it was traced in."""
     for eqn in jaxpr.eqns:
-        yield eqn
+        scopes = f"{outer}/{compat.scope(eqn)}"  # within a program JAX does not name what is around it
+        yield eqn, scopes
         for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(param, "jaxpr", param)
             if hasattr(inner, "eqns"):
-                yield from _equations(inner)
+                yield from _equations(inner, scopes)
 
 
 def _call(eqn: Any, platform: str) -> engines.Call:
@@ -269,14 +270,14 @@ def _call(eqn: Any, platform: str) -> engines.Call:
     return engines.Call(op, spec, avals, platform, engines.device_kind(platform))
 
 
-def _explain_call(eqn: Any, platform: str) -> Explanation:
+def _explain_call(eqn: Any, scopes: str, platform: str) -> Explanation:
     call = _call(eqn, platform)
     op, spec, avals = call.op, call.spec, call.avals
     found = selection.ranked(call)
     refusals = {e.name: _refusal(e, call) for e in found}
     served = next((name for name, reason in refusals.items() if reason is None), None)
     out = eqn.outvars[0].aval
-    public_ops = re.findall(r"jaxdnn\.(\w+)", compat.scope(eqn))
+    public_ops = re.findall(r"jaxdnn\.(\w+)", scopes)
     return Explanation(
         device_kind=call.device_kind,
         op=op,
