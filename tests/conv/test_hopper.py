@@ -189,10 +189,7 @@ def test_exact_with_a_halo(name, op, outer):
     _, _, operands, keywords = kernel(op, case, outer)
     module: Any = {"fprop": fprop, "dgrad": dgrad}[op]
     a, b = (jax.ShapeDtypeStruct(shape, BF16) for shape in operands)
-    if op == "fprop":
-        problem = fprop.plan(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16).problem
-    else:
-        problem, *_ = dgrad._problem(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16)
+    problem = module.plan(a, b, keywords["geo"], epilogue=None, extras=(), out_dtype=BF16).problem
     rng = np.random.default_rng(2)
     x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
     want = np.asarray(jnp.asarray(case.definition(op, x, w, outer)).astype(BF16))

@@ -31,7 +31,7 @@ def test_the_table_has_the_shapes_that_were_measured(c, k, size, taps, stride, b
     x, w, dy = (jax.ShapeDtypeStruct(shape, BF16) for shape in (case.x, case.w(), case.dy))
     geo = case.geometry()
     plan = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=BF16)
-    back, *_ = dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=BF16)
+    back = dgrad.plan(dy, w, geo, epilogue=None, extras=(), out_dtype=BF16).problem
     table = tuning.table("NVIDIA H200")
     for op, problem in (("fprop", plan.problem), ("dgrad", back)):
         entry = table[tuning.key(op, problem, problem.out_dtype)]
@@ -49,9 +49,8 @@ def test_zeros_are_stored_apart_where_they_stay_zeros():
     dy, w = case.avals("dgrad")
     blanks = []
     for epilogue, out_dtype in ((None, BF16), (Epilogue(activation=("sigmoid", None)), BF16), (None, F32)):
-        problem, *_ = dgrad._problem(
-            dy, w, case.geometry(), epilogue=epilogue, extras=(), out_dtype=jnp.dtype(out_dtype)
-        )
+        options = {"epilogue": epilogue, "extras": (), "out_dtype": jnp.dtype(out_dtype)}
+        problem = dgrad.plan(dy, w, case.geometry(), **options).problem
         config = tuning.choose("dgrad", problem, 132)
         assert conv_plan.check(problem, config) is None
         blanks.append(config.blank)

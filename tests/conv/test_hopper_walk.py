@@ -181,7 +181,7 @@ def test_a_resident_filter_lies_as_its_taps_are_met(taps, backward, flip):
     w = jax.ShapeDtypeStruct((*taps, 64, 64), jnp.bfloat16)
     dy = jax.ShapeDtypeStruct((2, *geo.out, 64), jnp.bfloat16)
     if backward:
-        problem = dgrad._problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16)[0]
+        problem = dgrad.plan(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16).problem
     else:
         problem = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16).problem
     walk = Walk(problem, plan.Config(1, (8,) * len(taps), 64, resident=True))

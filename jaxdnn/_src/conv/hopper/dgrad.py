@@ -29,8 +29,9 @@ from jax import Array
 
 from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.conv.geometry import Geometry
-from jaxdnn._src.conv.hopper import copies, pipeline, tuning
+from jaxdnn._src.conv.hopper import copies, data
 from jaxdnn._src.conv.hopper import epilogue as ep
+from jaxdnn._src.conv.hopper.data import Plan
 from jaxdnn._src.conv.hopper.limits import accumulator_of, channels_of, data_reason, narrowest, result_dtype
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
 from jaxdnn._src.hopper import branches
@@ -66,16 +67,7 @@ def axes_of(geo: Geometry) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def _problem(
-    dy: Any,
-    w: Any,
-    geo: Geometry,
-    *,
-    epilogue: Epilogue | None,
-    extras: tuple[Any, ...],
-    out_dtype: Any,
-) -> tuple[Problem, bool, int, int]:
-    """(problem, whether the filter is transposed by a copy, zero channels added to dy, to dx)."""
+def plan(dy: Any, w: Any, geo: Geometry, *, epilogue: Epilogue | None, extras: tuple[Any, ...], out_dtype: Any) -> Plan:
     width = jnp.dtype(dy.dtype).itemsize
     groups, outer = geo.groups, geo.outer
     reduce, columns = dy.shape[-1] // groups, channels_of(w, geo)[0]
@@ -100,7 +92,7 @@ def _problem(
         groups=groups,
         grouped="c",
     )
-    return problem, transpose, pad_reduce, pad_columns
+    return Plan(problem, flat, pad_reduce, pad_columns, transpose)
 
 
 def joined(geo: Geometry, channels: int, operands: Sequence[Any] = ()) -> bool:
@@ -143,32 +135,19 @@ def conv_dgrad(
     if joined(geo, x_shape[-1], operands):
         branches.record("dgrad", copies="joined phases")
         return _joined_phases(dy, w, geo, epilogue, out_dtype, config, sms)
-    problem, transpose, pad_reduce, pad_columns = _problem(
-        dy, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype
-    )
-    sms = sms or tuning.multiprocessors()
-    config = config or tuning.choose("dgrad", problem, sms)
-    made = {"padded channels": pad_reduce, "padded columns": pad_columns, "transposed filter": transpose, "none": True}
-    for name in filter(made.get, made):
-        branches.record("dgrad", copies=name)
-    flat = geo.pointwise
-    a = copies.pad_axes(dy.reshape(-1, dy.shape[-1]) if flat else dy, problem.axes, pad_reduce)
-    b = _filter(w, geo, transpose, pad_reduce, pad_columns)
-    bias, extras = copies.prepare_epilogue(epilogue, operands, problem, config, flat, pad_columns)
-    dx = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
-    if not flat:
-        dx = dx[(slice(None), *(slice(0, n) for n in x_shape[1:-1]))]
-    return dx[..., : x_shape[-1]].reshape(tuple(x_shape))
+    todo = plan(dy, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype)
+    a = copies.pad_axes(dy.reshape(-1, dy.shape[-1]) if todo.flat else dy, todo.problem.axes, todo.pad_reduce)
+    return data.run("dgrad", a, _filter(w, geo, todo), todo, x_shape, epilogue, operands, config, sms)
 
 
-def _filter(w: Array, geo: Geometry, transpose: bool, pad_reduce: int, pad_columns: int) -> Array:
+def _filter(w: Array, geo: Geometry, todo: Plan) -> Array:
     """The filter with its reduced axis k padded, in the order of `Problem.filter_dims`."""
     if geo.outer:
         w = w.reshape(w.shape[0], -1, w.shape[-1])
-        w = copies.pad(w, ((0, pad_reduce if transpose else 0), (0, 0), (0, pad_columns)))
-        return w.transpose(1, 2, 0) if transpose else w
+        w = copies.pad(w, ((0, todo.pad_reduce if todo.transpose else 0), (0, 0), (0, todo.pad_columns)))
+        return w.transpose(1, 2, 0) if todo.transpose else w
     w = w.reshape(-1, w.shape[-2], w.shape[-1])
-    return copies.pad(w, ((0, 0), (0, 0), (0, pad_reduce)))
+    return copies.pad(w, ((0, 0), (0, 0), (0, todo.pad_reduce)))
 
 
 def _joined_phases(
@@ -223,19 +202,13 @@ def _joint(geo: Geometry) -> tuple[Geometry, list[np.ndarray]]:
     return Geometry(positions, places, ones, pads, ones), windows
 
 
-def schedule(
-    dy: Any,
-    w: Any,
-    /,
-    *,
-    geo: Geometry,
-) -> np.ndarray:
+def schedule(dy: Any, w: Any, /, *, geo: Geometry) -> np.ndarray:
     """The order in which the products of an output are added: flat indices tap * K + k, -1 for a padding zero.
 
     A position uses some of the taps; the others add nothing, and so one order is valid for all positions.
     """
-    problem, _, pad_reduce, _ = _problem(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
-    reduce = problem.reduce - pad_reduce
+    todo = plan(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.float32)
+    problem, reduce = todo.problem, todo.problem.reduce - todo.pad_reduce
     taps = range(math.prod(geo.taps))
     rows = []
     for start in range(0, problem.reduce, problem.chunk):
@@ -245,33 +218,18 @@ def schedule(
 
 
 def workspace(
-    dy: Any,
-    w: Any,
-    /,
-    *operands: Any,
-    geo: Geometry,
-    epilogue: Epilogue | None = None,
-    out_dtype: Any = None,
+    dy: Any, w: Any, /, *operands: Any, geo: Geometry, epilogue: Epilogue | None = None, out_dtype: Any = None
 ) -> int:
     """Bytes of device memory of the copies around the kernel."""
-    out_dtype = jnp.dtype(out_dtype or dy.dtype)
-    width, total, x_shape = jnp.dtype(dy.dtype).itemsize, 0, _x_shape(dy, w, geo)
-    if joined(geo, x_shape[-1], operands):
+    out_dtype, width = jnp.dtype(out_dtype or dy.dtype), jnp.dtype(dy.dtype).itemsize
+    if joined(geo, channels_of(w, geo)[0], operands):
         return _joined_workspace(dy, w, geo, epilogue, out_dtype)
-    extras = ep.dtypes(epilogue, operands)
-    problem, transpose, pad_reduce, pad_columns = _problem(
-        dy, w, geo, epilogue=None, extras=extras, out_dtype=out_dtype
-    )
-    flat = jax.ShapeDtypeStruct((math.prod(dy.shape[:-1]), dy.shape[-1]) if geo.pointwise else dy.shape, dy.dtype)
-    total += copies.copied(dy, jax.eval_shape(lambda dy: copies.pad_axes(dy, problem.axes, pad_reduce), flat))
-    if transpose or pad_reduce or (pad_columns and geo.outer):
-        padded_first = transpose and (pad_reduce or pad_columns)
-        total += copies.filter_bytes(problem, width) * (2 if padded_first else 1)
-    total += copies.epilogue_bytes(epilogue, operands, problem, pad_columns)
-    longer = [ax.positions * ax.out_step for ax in problem.axes]
-    if pad_columns or longer != list(x_shape[1:-1][: len(longer)]):
-        total += dy.shape[0] * math.prod(longer or dy.shape[1:-1]) * problem.columns * out_dtype.itemsize
-    return total
+    todo = plan(dy, w, geo, epilogue=None, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype)
+    flat = jax.ShapeDtypeStruct((math.prod(dy.shape[:-1]), dy.shape[-1]) if todo.flat else dy.shape, dy.dtype)
+    padded = jax.eval_shape(lambda dy: copies.pad_axes(dy, todo.problem.axes, todo.pad_reduce), flat)
+    filter_is_copied = todo.transpose or todo.pad_reduce or (todo.pad_columns and geo.outer)
+    further = data.further_bytes(todo, width, bool(filter_is_copied), epilogue, operands, out_dtype)
+    return copies.copied(dy, padded) + further
 
 
 def _joined_workspace(dy: Any, w: Any, geo: Geometry, epilogue: Epilogue | None, out_dtype: Any) -> int:
@@ -281,7 +239,7 @@ def _joined_workspace(dy: Any, w: Any, geo: Geometry, epilogue: Epilogue | None,
     filters = jax.ShapeDtypeStruct((*joint.taps, columns, k), w.dtype)
     total = workspace(dy, filters, geo=joint, epilogue=epilogue, out_dtype=out_dtype)
     total += (math.prod(r + 1 for r in geo.taps) * c * k + math.prod(filters.shape)) * width
-    *_, pad_columns = _problem(dy, filters, joint, epilogue=None, extras=(), out_dtype=out_dtype)
-    if not pad_columns:  # otherwise the kernel's result has been counted there
+    todo = plan(dy, filters, joint, epilogue=None, extras=(), out_dtype=out_dtype)
+    if not todo.pad_columns:  # otherwise the kernel's result has been counted there
         total += dy.shape[0] * math.prod(joint.sizes) * columns * out_dtype.itemsize
     return total

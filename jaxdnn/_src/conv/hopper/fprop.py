@@ -18,7 +18,6 @@ multiple of 16 bytes are padded by a copy; so are strided axes whose length the 
 16, 32 or a multiple of 64 channels each (bfloat16). With a stride in three dimensions a tile has one image.
 """
 
-import dataclasses
 import functools as ft
 import math
 from typing import Any
@@ -30,12 +29,12 @@ from jax import Array
 
 from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.conv.geometry import Geometry
-from jaxdnn._src.conv.hopper import copies, pipeline, tuning
+from jaxdnn._src.conv.hopper import copies, data
 from jaxdnn._src.conv.hopper import epilogue as ep
 from jaxdnn._src.conv.hopper import plan as conv_plan
+from jaxdnn._src.conv.hopper.data import Plan
 from jaxdnn._src.conv.hopper.limits import accumulator_of, channels_of, data_reason, narrowest, result_dtype
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem
-from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
 
 # Why `conv_fprop` cannot serve a call, which adds over the input channels, or None.
@@ -53,28 +52,7 @@ def axes_of(geo: Geometry) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a call is computed: the problem that the pipeline solves, and the copies around it."""
-
-    problem: Problem
-    flat: bool  # the pixels are flattened: a matrix product
-    folded: bool  # a copy turns the last axis' taps into channels
-    cells: int  # pixels of a 16-byte cell, of which an output reads a window; 0: no cells
-    pad_reduce: int  # zero channels that are added to x and w
-    pad_columns: int  # zero output channels that are added, and removed from the result
-    transpose: bool  # the filter is copied transposed, for types that wgmma reads only along the reduction
-
-
-def plan(
-    x: Any,
-    w: Any,
-    geo: Geometry,
-    *,
-    epilogue: Epilogue | None,
-    extras: tuple[Any, ...],
-    out_dtype: Any,
-) -> Plan:
+def plan(x: Any, w: Any, geo: Geometry, *, epilogue: Epilogue | None, extras: tuple[Any, ...], out_dtype: Any) -> Plan:
     dtype, width = jnp.dtype(x.dtype), jnp.dtype(x.dtype).itemsize
     groups, channels_last = geo.groups, geo.outer
     _, columns = channels_of(w, geo)
@@ -116,7 +94,7 @@ def plan(
         bias=epilogue is not None and epilogue.bias,
         groups=groups,
     )
-    return Plan(problem, flat, folded, cells, pad_reduce, pad_columns, transpose)
+    return Plan(problem, flat, pad_reduce, pad_columns, transpose, folded, cells)
 
 
 def conv_fprop(
@@ -140,25 +118,14 @@ def conv_fprop(
     """
     out_dtype = result_dtype(x, out_dtype)
     todo = plan(x, w, geo, epilogue=epilogue, extras=ep.dtypes(epilogue, operands), out_dtype=out_dtype)
-    problem = todo.problem
-    sms = sms or tuning.multiprocessors()
-    config = config or tuning.choose("fprop", problem, sms)
-    made = {"padded channels": todo.pad_reduce, "padded columns": todo.pad_columns, "transposed filter": todo.transpose}
-    made |= {"folded taps": todo.folded, "cells": todo.cells, "none": True}
-    for name in filter(made.get, made):
-        branches.record("fprop", copies=name)
-    out_shape = (x.shape[0], *geo.out, problem.columns - todo.pad_columns)
+    shape = (x.shape[0], *geo.out, todo.problem.columns - todo.pad_columns)
     if todo.cells:
         x, w = copies.in_cells(x, geo, todo.cells), _window_filter(w, geo, todo)
-    if todo.folded:
-        x = copies.fold_taps(x, geo, problem.reduce)
+    elif todo.folded:
+        x = copies.fold_taps(x, geo, todo.problem.reduce)
     a = _input(x, todo)
     b = w if todo.cells else _filter(w, geo, todo)
-    bias, extras = copies.prepare_epilogue(epilogue, operands, problem, config, todo.flat, todo.pad_columns)
-    y = pipeline.run(a, b, bias, extras, problem, config, sms=sms)
-    if todo.pad_columns:
-        y = y[..., : out_shape[-1]]
-    return y.reshape(out_shape)
+    return data.run("fprop", a, b, todo, shape, epilogue, operands, config, sms)
 
 
 def _input(x: Array, todo: Plan) -> Array:
@@ -191,13 +158,7 @@ def _window_filter(w: Array, geo: Geometry, todo: Plan) -> Array:
     return w.reshape(-1, problem.reduce, problem.columns)
 
 
-def schedule(
-    x: Any,
-    w: Any,
-    /,
-    *,
-    geo: Geometry,
-) -> np.ndarray:
+def schedule(x: Any, w: Any, /, *, geo: Geometry) -> np.ndarray:
     """The order in which the products of an output are added: flat indices tap * C + c, -1 for a padding zero.
 
     Taps are numbered as they are stored. Windows are read forwards, so that a flipped filter begins with its last tap;
@@ -216,13 +177,7 @@ def schedule(
 
 
 def workspace(
-    x: Any,
-    w: Any,
-    /,
-    *operands: Any,
-    geo: Geometry,
-    epilogue: Epilogue | None = None,
-    out_dtype: Any = None,
+    x: Any, w: Any, /, *operands: Any, geo: Geometry, epilogue: Epilogue | None = None, out_dtype: Any = None
 ) -> int:
     """Bytes of device memory of the copies around the kernel."""
     out_dtype = jnp.dtype(out_dtype or x.dtype)
@@ -238,10 +193,5 @@ def workspace(
         x = jax.eval_shape(lambda x: copies.fold_taps(x, geo, problem.reduce), jax.ShapeDtypeStruct(x.shape, x.dtype))
     a = jax.eval_shape(lambda x: _input(x, todo), jax.ShapeDtypeStruct(x.shape, x.dtype))
     total += copies.copied(x, a)
-    if todo.cells or todo.transpose or todo.pad_columns or (todo.pad_reduce and geo.outer):
-        padded_first = todo.transpose and (todo.pad_columns or todo.pad_reduce)
-        total += copies.filter_bytes(problem, width) * (2 if padded_first else 1)
-    total += copies.epilogue_bytes(epilogue, operands, problem, todo.pad_columns)
-    if todo.pad_columns:
-        total += x.shape[0] * math.prod(geo.out) * problem.columns * out_dtype.itemsize
-    return total
+    filter_is_copied = todo.cells or todo.transpose or todo.pad_columns or (todo.pad_reduce and geo.outer)
+    return total + data.further_bytes(todo, width, bool(filter_is_copied), epilogue, operands, out_dtype)
