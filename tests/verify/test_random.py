@@ -24,6 +24,7 @@ from jaxdnn._src.cases import case as plain
 from jaxdnn._src.conv.cases import checks, data
 from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.conv.cases.geometries import Geometry
+from jaxdnn._src.conv.cases.skip import SkipCase
 from jaxdnn._src.conv.hopper import tuning
 from jaxdnn._src.conv.hopper.plan import Axis, Problem
 from jaxdnn._src.conv.hopper.walk import decided
@@ -547,3 +548,11 @@ def test_one_element_has_no_deviation_beyond_the_range(op, shape, beyond):
     """Its deviation is 0 and its gradient a rounding error, where an inverse deviation of 0 would give 0 exactly."""
     layout = (("layout", "NWC"),) if op == "instance_norm" else ()
     assert ("beyond" in NormCase(f"{op}_dgrad", "xla", "f32", "drawn", shape, layout).kinds()) is beyond
+
+
+def test_a_case_that_takes_a_gradient_needs_an_engine_for_it(as_on_h200):
+    """Of these groups the convolution's kernel takes both numbers of channels, backward data's does not."""
+    geometry = Geometry("groups", 1, (4, 6), 320, 720, (3, 3), padding=((1, 1), (1, 1)), groups=5)
+    one = SkipCase("conv_skip", "hopper", "f16", "groups", geometry)
+    assert plain.facts(one).refusal is None
+    assert "as many output channels" in matrix.of("conv_skip").facts(one).refusal
