@@ -12,7 +12,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.ctc import xla
+from jaxdnn._src.ctc import numbers
 
 LABELS = np.array([[1, 1, 2], [3, 2, 3], [2, 0, 0]], np.int32)
 LENGTHS: dict[str, Any] = {"logit_lengths": np.array([6, 5, 4]), "label_lengths": np.array([3, 3, 1])}
@@ -416,28 +416,30 @@ def test_exponentials_and_logarithms(dtype: Any):
     """Off by a few roundings, of numbers from e^-80 to e^80, and at powers of two."""
     u = float(np.finfo(dtype).eps) / 2
     d = np.concatenate([np.linspace(-80, 80, 4001), np.arange(-80, 81) * math.log(2)]).astype(dtype)
-    w, n = jax.jit(xla.exponential)(d)
+    w, n = jax.jit(numbers.exponential)(d)
     wanted = np.exp(d.astype(np.longdouble))
     found = np.ldexp(np.asarray(w, np.longdouble), np.asarray(n))
     assert np.max(np.abs(found / wanted - 1)) < 4 * u
-    number = xla.normal(w, n)
+    number = numbers.normal(w, n)
     assert ((np.asarray(number.m) >= 0.5) & (np.asarray(number.m) < 1)).all()
-    log = np.asarray(jax.jit(xla.logarithm)(number), np.longdouble)
+    log = np.asarray(jax.jit(numbers.logarithm)(number), np.longdouble)
     exact = np.log(np.ldexp(np.asarray(number.m, np.longdouble), np.asarray(number.e)))
     assert np.max(np.abs(log - exact) / np.maximum(np.abs(exact), u)) < 4 * u
 
 
 def test_sums_of_numbers_of_any_size():
     """The floats beside the largest one, rounded from the left; 0 and numbers far below it have no effect."""
-    a, b, c = (xla.normal(jnp.float32(m), jnp.int32(e)) for m, e in ((0.7, 10**8), (0.9, 10**8 - 3), (0.6, 10**8 - 90)))
-    total = xla.added(a, b, c)
+    a, b, c = (
+        numbers.normal(jnp.float32(m), jnp.int32(e)) for m, e in ((0.7, 10**8), (0.9, 10**8 - 3), (0.6, 10**8 - 90))
+    )
+    total = numbers.added(a, b, c)
     assert float(total.m) == np.float32(0.7) + np.float32(0.9) / 8
     assert int(total.e) == 10**8
-    none = xla.normal(jnp.float32(0), jnp.int32(0))
-    assert int(none.e) == xla.ZERO
-    assert jax.tree.map(float, xla.added(none, c, none)) == jax.tree.map(float, c)
-    assert jax.tree.map(float, xla.added_times(a, none, none)) == jax.tree.map(float, none)
-    assert float(xla.added_times(a, b, c).m) == float(np.float32(0.7) * np.float32(0.9)) * 1.0
+    none = numbers.normal(jnp.float32(0), jnp.int32(0))
+    assert int(none.e) == numbers.ZERO
+    assert jax.tree.map(float, numbers.added(none, c, none)) == jax.tree.map(float, c)
+    assert jax.tree.map(float, numbers.added_times(a, none, none)) == jax.tree.map(float, none)
+    assert float(numbers.added_times(a, b, c).m) == float(np.float32(0.7) * np.float32(0.9)) * 1.0
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

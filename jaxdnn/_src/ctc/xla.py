@@ -1,20 +1,15 @@
 """Engine `xla` of CTC: forward and backward recursions over the states of a lattice, in numbers of any size.
 
 Letters: B sequences, T steps, V classes, L labels. A lattice has S = 2 L + 1 states, the labels between L + 1 blanks;
-in time t a path passes from a state to itself, to the next one, or from a label to the next label if they differ.
-
-Probabilities of long sequences are too small for a float, and their logarithms too inexact: beside a loss of 30,000,
-float32 does not tell 0.002 apart. So a probability is a `Number` m 2^e, a float m from 1/2 to 1 and an integer e. A sum
-of such numbers multiplies by powers of two alone, which is exact: no compiler can change its bits by contraction, and
-nothing is computed but products, sums, quotients and integers, each rounded in IEEE arithmetic. Exponential and
-logarithm are polynomials of stated coefficients; the sum of a row's exponentials is the tree `core.trees.halves`.
+in time t a path passes from a state to itself, to the next one, or from a label to the next label if they differ. The
+sum of a row's exponentials is the tree `core.trees.halves`.
 """
 
 import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,149 +17,20 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import blending, engines, trees
-from jaxdnn._src.core.rounding import nearest, product, quotient, real, rounded
-
-FARTHEST = 2.0**27  # of a score from its row's maximum, or from 0; beyond, its exponential is 0
-LARGEST = 2**28  # exponents
-ZERO = -(2**29)  # the exponent of 0
-ALIGNED = -64  # so many places below the largest term of a sum another has no effect on it
-
-
-class Number(NamedTuple):
-    """m 2^e, element by element: m from 1/2 to 1, or m = 0 and e = `ZERO`."""
-
-    m: Array
-    e: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Float:
-    """What differs between float32 and float64.
-
-    Attributes:
-      bits: the integers of its size; digits: those behind the point; half: the exponent field of 1/2.
-      least: the least exponent that a plain result has; below, it is 0.
-      exp: the coefficients of e^r, the highest power first; log: those of artanh(s) / s in s^2.
-      high, low: log 2, in a part of few digits and the rest.
-    """
-
-    bits: Any
-    digits: int
-    half: int
-    least: int
-    exp: tuple[float, ...]
-    log: tuple[float, ...]
-    high: float
-    low: float
-
-
-def _exponential(degree: int) -> tuple[float, ...]:
-    return tuple(1 / math.factorial(k) for k in range(degree, -1, -1))
-
-
-def _artanh(degree: int) -> tuple[float, ...]:
-    return tuple(1 / (2 * k + 1) for k in range(degree, -1, -1))
-
-
-FLOATS = {
-    np.dtype(np.float32): Float(
-        jnp.int32, 23, 126, -100, _exponential(7), _artanh(5), 0.693359375, -2.121944400546905827679e-4
-    ),
-    np.dtype(np.float64): Float(
-        jnp.int64,
-        52,
-        1022,
-        -1000,
-        _exponential(13),
-        _artanh(11),
-        6.93147180369123816490e-01,
-        1.90821492927058770002e-10,
-    ),
-}
-
-
-# ---- numbers of any size ---------------------------------------------------------------------------------------------
-
-
-def normal(m: Array, e: Array) -> Number:
-    """m 2^e for any normal m that is not negative, with m brought to its place."""
-    of = FLOATS[m.dtype]
-    bits = lax.bitcast_convert_type(m, of.bits)
-    e = e + (bits >> of.digits).astype(jnp.int32) - of.half
-    m = lax.bitcast_convert_type(bits & ((1 << of.digits) - 1) | (of.half << of.digits), m.dtype)
-    zero = (bits == 0) | (e < -LARGEST)
-    return Number(jnp.where(zero, jnp.zeros_like(m), m), jnp.where(zero, ZERO, jnp.minimum(e, LARGEST)))
-
-
-def power(e: Array, dtype: Any) -> Array:
-    """2^e for exponents of normal numbers."""
-    of = FLOATS[np.dtype(dtype)]
-    return lax.bitcast_convert_type((e.astype(of.bits) + (of.half + 1)) << of.digits, dtype)
-
-
-def plain(m: Array, e: Array) -> Array:
-    """m 2^e as a float; 0 where e is small."""
-    least = FLOATS[m.dtype].least
-    return jnp.where(e < least, jnp.zeros_like(m), m * power(jnp.clip(e, least, -least), m.dtype))
-
-
-def aligned(*terms: Number) -> tuple[list[Array], Array]:
-    """Terms as floats beside the largest of them, and its exponent."""
-    top = ft.reduce(jnp.maximum, [term.e for term in terms])
-    below = [term.e - top for term in terms]
-    scales = (jnp.where(e < ALIGNED, 0, power(jnp.maximum(e, ALIGNED), terms[0].m.dtype)) for e in below)
-    return [term.m * scale for term, scale in zip(terms, scales, strict=True)], top
-
-
-def added(*terms: Number) -> Number:
-    """The sum, from the left."""
-    parts, top = aligned(*terms)
-    return normal(ft.reduce(jnp.add, parts), top)
-
-
-def added_times(p: Number, *terms: Number) -> Number:
-    """The sum, from the left, rounded, times p."""
-    parts, top = aligned(*terms)
-    return normal(ft.reduce(jnp.add, parts) * p.m, top + p.e)
-
-
-def where(keep: Array, a: Number, b: Number) -> Number:
-    return Number(*(jnp.where(keep, x, y) for x, y in zip(a, b, strict=True)))
-
-
-def one_at(place: Array, count: int, dtype: Any) -> Number:
-    """(B, count): 1 at a place of each row, else 0."""
-    here = lax.broadcasted_iota(jnp.int32, (place.shape[0], count), 1) == place[:, None]
-    return Number(jnp.where(here, 0.5, 0.0).astype(dtype), jnp.where(here, 1, ZERO).astype(jnp.int32))
-
-
-def exponential(d: Array) -> tuple[Array, Array]:
-    """w, about from 1/2 to 2, and n with e^d = w 2^n; w = 0 for a d that is no number or far from 0."""
-    of, at = FLOATS[d.dtype], ft.partial(jnp.asarray, dtype=d.dtype)
-    near = jnp.abs(d) <= FARTHEST
-    d = jnp.where(near, d, jnp.zeros_like(d))
-    whole = lax.round(product(d, at(1 / math.log(2))), lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
-    n = real(whole, d.dtype)
-    r = (d - product(n, at(of.high))) - product(n, at(of.low))
-    w = horner(of.exp, jnp.clip(r, -0.5, 0.5))  # where d has no digits behind the point, r may be anything
-    return jnp.where(near, w, jnp.zeros_like(w)), whole
-
-
-def logarithm(x: Number) -> Array:
-    """log x, of an x that is not 0."""
-    of, at = FLOATS[x.m.dtype], ft.partial(jnp.asarray, dtype=x.m.dtype)
-    low = x.m < at(math.sqrt(0.5))
-    m, e = jnp.where(low, x.m + x.m, x.m), real(jnp.where(low, x.e - 1, x.e), x.m.dtype)
-    s = quotient(m - 1, m + 1)
-    half = product(s, horner(of.log, product(s, s)))
-    return product(e, at(of.high)) + (product(e, at(of.low)) + (half + half))
-
-
-def horner(coefficients: tuple[float, ...], x: Array) -> Array:
-    """A polynomial, each product and each sum rounded."""
-    constants = [jnp.asarray(c, x.dtype) for c in coefficients]
-    return ft.reduce(lambda total, c: product(total, x) + c, constants[1:], jnp.broadcast_to(constants[0], x.shape))
-
+from jaxdnn._src.core.rounding import nearest, product, quotient, rounded
+from jaxdnn._src.ctc.numbers import (
+    FARTHEST,
+    ZERO,
+    Number,
+    added,
+    added_times,
+    aligned,
+    exponential,
+    logarithm,
+    one_at,
+    plain,
+    where,
+)
 
 # ---- what a step emits -----------------------------------------------------------------------------------------------
 
