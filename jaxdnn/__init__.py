@@ -30,6 +30,7 @@ from jaxdnn._src.core.determinism import determinism as determinism
 from jaxdnn._src.core.explain import explain as explain
 from jaxdnn._src.core.limits import limits as limits
 from jaxdnn._src.core.tune import tune as tune
+from jaxdnn._src.ctc.api import ctc_align as ctc_align
 from jaxdnn._src.ctc.api import ctc_lengths as ctc_lengths
 from jaxdnn._src.ctc.api import ctc_loss as ctc_loss
 from jaxdnn._src.ctc.api import ctc_posterior as ctc_posterior

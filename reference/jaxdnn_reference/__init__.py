@@ -20,6 +20,7 @@ from jaxdnn_reference.conv import conv_dgrad as conv_dgrad
 from jaxdnn_reference.conv import conv_skip as conv_skip
 from jaxdnn_reference.conv import conv_transpose as conv_transpose
 from jaxdnn_reference.conv import conv_wgrad as conv_wgrad
+from jaxdnn_reference.ctc import ctc_align as ctc_align
 from jaxdnn_reference.ctc import ctc_lengths as ctc_lengths
 from jaxdnn_reference.ctc import ctc_loss as ctc_loss
 from jaxdnn_reference.ctc import ctc_posterior as ctc_posterior

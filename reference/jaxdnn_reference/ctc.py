@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: the loss, the posterior of each label, and the gradient.
+"""Connectionist temporal classification: the loss, the posterior of each label, the gradient, the best alignment.
 
     loss = -log sum over paths of prod_t p_t(path_t)         p_t = softmax(logits_t), or exp(logits_t) for "none"
 
@@ -14,6 +14,10 @@ over the blanks; the gradient in logits is softmax minus the posterior of each c
 
 Labels that no path has (P = 0) have an infinite loss and the gradient 0. A label that is the blank or no class, a
 length out of range, and a step whose scores are NaN, +inf or all -inf give NaN.
+
+The best alignment is the path with the largest sum of logits; each sum from the first step on, in float64, whatever
+the arithmetic. Of equal sums that which comes from the state itself is taken, then from the state before it, then from
+the label before it; at the end the last label's, then that of the blank behind it.
 
 arithmetic "ordered": in float32 (float64 for float64) with numbers m 2^e, m from 1/2 to 1 and e an integer; each step
 rounded. d = x - max x; n = rint(d log2 e), r = (d - n h) - n l, clipped to +-1/2, for log 2 = h + l; e^d = 2^n times
@@ -85,6 +89,57 @@ def ctc_posterior(
     given: dict[str, Any] = dict(blank=blank, normalize=normalize, layout=layout, arithmetic=arithmetic)
     found = _all(logits, labels, logit_lengths, label_lengths, **given)[1]
     return found if layout == "NTC" else found.swapaxes(0, 1)
+
+
+def ctc_align(
+    logits: Array,
+    labels: Array,
+    /,
+    *,
+    logit_lengths: Array | None = None,
+    label_lengths: Array | None = None,
+    blank: int = 0,
+    layout: str = "NTC",
+) -> Array:
+    """(N, T): 0 for the blank, l for the l-th label; -1 beyond the length, and where there is no path."""
+    x = np.asarray(logits if layout == "NTC" else logits.swapaxes(0, 1), np.float64)
+    n, steps, classes = x.shape
+    found = np.full((n, steps), -1, np.int32)
+    for i in range(n):
+        time = steps if logit_lengths is None else int(logit_lengths[i])
+        count = labels.shape[1] if label_lengths is None else int(label_lengths[i])
+        z = labels[i, : max(count, 0)].astype(np.int64)
+        if not (0 <= time <= steps and 0 <= count <= labels.shape[1]):
+            continue
+        if not ((z >= 0) & (z < classes) & (z != blank % classes)).all():
+            continue
+        symbols = np.full(2 * count + 1, blank % classes)
+        symbols[1::2] = z
+        own = x[i, :time, symbols].T
+        if not (np.isnan(own) | np.isposinf(own)).any():
+            found[i, :time] = _best_path(own, symbols)
+    return found if layout == "NTC" else found.T
+
+
+def _best_path(own: Array, symbols: Array) -> list[int]:
+    """The label of each step, or -1: of scores (T, S) of states with these symbols."""
+    sums, moves = [0.0] + [-np.inf] * (len(symbols) - 1), []
+    for row in own:
+        best = []
+        for s in range(len(symbols)):
+            skip = s >= 3 and s % 2 == 1 and symbols[s] != symbols[s - 2]
+            best.append(max(range(min(s, 1 + skip) + 1), key=lambda back: sums[s - back]))  # the first of the largest
+        sums = [sums[s - back] + row[s] for s, back in enumerate(best)]
+        moves.append(best)
+    last = len(symbols) - 1
+    state = last - 1 if last and sums[last - 1] >= sums[last] else last
+    if sums[state] == -np.inf:
+        return [-1] * len(own)
+    path = []
+    for best in reversed(moves):
+        path.append((state + 1) // 2 if state % 2 else 0)
+        state -= best[state]
+    return path[::-1]
 
 
 def ctc_lengths(paddings: Array, /) -> Array:

@@ -174,6 +174,58 @@ def ctc_posterior(
 
 
 @public
+def ctc_align(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    /,
+    *,
+    logit_lengths: ArrayLike | None = None,
+    label_lengths: ArrayLike | None = None,
+    blank: int = 0,
+    layout: str = "NTC",
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """Forced alignment: which label the most probable path emits in each step, given that the labels are right.
+
+    y[n] = argmax_π Σ_t logits[n, t, π_t]        over the paths of `ctc_loss`
+
+    A step's normalisation is common to all paths, so logits and log-probabilities have the same result.
+
+    Args:
+      logits, labels, logit_lengths, label_lengths, blank, layout: as in `ctc_loss`; only logits of the blank and of the
+        sequence's labels are read.
+      engine, determinism: as in `ctc_loss`.
+
+    Returns:
+      y, (N, T) for layout "NTC", (T, N) for "TNC", int32: 0 in steps that emit the blank, l in those that emit the l-th
+      label, its place in `ctc_posterior`; -1 in steps beyond the length. -1 in all steps where no path has the labels,
+      and of a sequence with a label that is the blank or no class, a length out of range, or a logit that is NaN or
+      +inf. Of equal sums, from the end back: that of a path that ends in the last label, not in the blank behind it;
+      that stays in its state; that came from the state before it; that left out the blank between two labels.
+
+    Differentiation: none.
+
+    Numerics: sums in float64, from the first step on, so that those of equal sums of 16-bit logits are equal.
+      Determinism level "portable". A byte a step and state is kept, of 2 L + 1 states.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `ctc_loss`.
+
+    Example:
+      >>> logits = jnp.array([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 1.0, 2.0], [0.0, 0.0, 2.0]]])
+      >>> dnn.ctc_align(logits, jnp.array([[1, 2]])).tolist()
+      [[1, 0, 2, 2]]
+
+    Sources: torchaudio's `forced_align` has classes in place of places, and the logarithm of each step's probability:
+      `jnp.take_along_axis` of labels, and of log-probabilities, at y. It raises for labels that no path has.
+    """
+    operands, spec, *_ = _read(logits, labels, logit_lengths, label_lengths, blank, "none", layout, engine, determinism)
+    found = at_edges(spec.level, primitives.call("ctc_align", *operands, spec=spec))
+    return found if layout == "NTC" else jnp.swapaxes(found, 0, 1)
+
+
+@public
 def ctc_lengths(paddings: ArrayLike, /) -> Array:
     """The lengths of sequences that are padded at their ends, from paddings as optax has them.
 

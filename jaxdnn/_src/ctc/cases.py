@@ -19,7 +19,7 @@ from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import FORMATS, Accumulation
 
-OPS = ("ctc_loss", "ctc_posterior", "ctc_lengths")
+OPS = ("ctc_loss", "ctc_posterior", "ctc_align", "ctc_lengths")
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "scores": {"normalize": "none", "blank": -1},
@@ -41,13 +41,13 @@ class CtcCase(Case):
     classes: int = 7
     labels: int = 4
 
-    primitive = {"ctc_loss": "ctc_loss", "ctc_posterior": "ctc_posterior"}  # noqa: RUF012
+    primitive = {op: op for op in OPS[:3]}  # noqa: RUF012
 
     @property
     def options(self) -> dict[str, Any]:
         given = VARIANTS[self.variant.rpartition("/")[2]]
-        loss_alone = ("infeasible", "reduction") if self.op == "ctc_posterior" else ()
-        return {name: value for name, value in given.items() if name not in loss_alone}
+        others = {"ctc_posterior": ("infeasible", "reduction"), "ctc_align": ("normalize",)}.get(self.op, ())
+        return {name: value for name, value in given.items() if name not in others}
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         if self.op == "ctc_lengths":
@@ -59,7 +59,9 @@ class CtcCase(Case):
         return dict(zip(("logit_lengths", "label_lengths"), lengths, strict=True))
 
     def kinds(self) -> tuple[str, ...]:
-        return ("normal",) if self.op == "ctc_lengths" else ("normal", "special")
+        return {"ctc_lengths": ("normal",), "ctc_align": ("normal", "special", "ties")}.get(
+            self.op, ("normal", "special")
+        )
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         n = self.batch
@@ -71,6 +73,8 @@ class CtcCase(Case):
         labels = rng.integers(0, max(self.classes - 1, 1), (n, self.labels))
         labels = (labels + (labels >= own)).astype(np.int32)
         count = np.minimum(rng.integers(0, self.labels + 1, n), steps // 2).astype(np.int32)
+        if kind == "ties":
+            x = np.round(x)
         if kind == "special":
             x = np.where(rng.random(x.shape) < 0.1, -np.inf, x * 20)
             x[..., own] = np.maximum(x[..., own], -50)  # no step has nothing at all
@@ -83,6 +87,8 @@ class CtcCase(Case):
             return (Expected(reference.ctc_lengths(*operands), 0.0, np.int32),)
         x, labels, *lengths = operands
         given = {**self._lengths(lengths), **self.options}
+        if self.op == "ctc_align":
+            return (Expected(reference.ctc_align(x, labels, **given), 0.0, np.int32),)
         value = np.asarray(getattr(reference, self.op)(x, labels, **given), np.float64)
         plain = {name: given[name] for name in given if name not in ("infeasible", "reduction")}
         posterior = reference.ctc_posterior(x, labels, **plain)
@@ -130,15 +136,17 @@ class CtcCase(Case):
         if self.op == "ctc_lengths":
             return (reference.ctc_lengths(*operands),)
         x, labels, *lengths = operands
-        given = {**self._lengths(lengths), **self.options}
-        return (np.asarray(getattr(reference, self.op)(x, labels, **given, arithmetic="ordered")),)
+        arithmetic = {} if self.op == "ctc_align" else {"arithmetic": "ordered"}
+        given = {**self._lengths(lengths), **self.options, **arithmetic}
+        return (np.asarray(getattr(reference, self.op)(x, labels, **given)),)
 
     def describe(self) -> dict[str, Any]:
         return {"steps": self.steps, "classes": self.classes, "labels": self.labels, **self.options}
 
 
 def _variants(op: str) -> tuple[str, ...]:
-    return {"ctc_lengths": ("softmax",), "ctc_posterior": ("softmax", "scores")}.get(op, tuple(VARIANTS))
+    two = ("softmax", "scores")
+    return {"ctc_lengths": two[:1], "ctc_posterior": two, "ctc_align": two}.get(op, tuple(VARIANTS))
 
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[CtcCase]:

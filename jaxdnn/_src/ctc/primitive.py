@@ -4,6 +4,7 @@
 |---|---|---|---|
 | ctc_loss | x, labels, steps, count | loss | ctc_tangent at the posterior |
 | ctc_posterior | x, labels, steps, count | loss, posterior | ctc_tangent, ctc_covariance |
+| ctc_align | x, labels, steps, count | the label of each step, (..., T) | none |
 | ctc_tangent | dx, x, posterior, loss, labels, steps | the loss's derivative along dx | a formula |
 | ctc_dgrad | ct, x, posterior, loss, labels, steps | its transpose: the gradient | a formula |
 | ctc_covariance | v, x, labels, steps, count | the posterior's derivative along v, symmetric | a formula |
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import blending, partitioning, primitives
@@ -58,6 +60,10 @@ def _posteriors(spec: CtcSpec, x: Any, labels: Any, steps: Any, count: Any) -> t
     return loss, jax.ShapeDtypeStruct(shape, loss.dtype)
 
 
+def _alignments(spec: CtcSpec, x: Any, labels: Any, steps: Any, count: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*steps.shape, x.shape[-2]), np.int32)
+
+
 def _like(which: int, spec: CtcSpec, *avals: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(avals[which].shape, avals[which].dtype)
 
@@ -83,6 +89,11 @@ def _posterior_jvp(spec: CtcSpec, primals: Any, tangents: Any) -> tuple[Any, Any
     # What is added to all scores of a step changes no share of a path.
     v = _emitted(spec, tangents[0].astype(posterior.dtype), labels)
     return found, (along, bind("ctc_covariance", v, *primals, spec=spec))
+
+
+def _align_jvp(spec: CtcSpec, primals: Any, tangents: Any) -> tuple[Array, Any]:
+    found = bind("ctc_align", *primals, spec=spec)
+    return found, primitives.zero_tangent(found)
 
 
 def _emitted(spec: CtcSpec, x: Array, labels: Array) -> Array:
@@ -173,6 +184,7 @@ def _factors(op: str, spec: CtcSpec, *avals: Any) -> Factors:
 _RULES: dict[str, dict[str, Any]] = {
     "ctc_loss": {"results": _losses, "jvp": _loss_jvp},
     "ctc_posterior": {"results": _posteriors, "jvp": _posterior_jvp, "many": True},
+    "ctc_align": {"results": _alignments, "jvp": _align_jvp},
     "ctc_tangent": {
         "results": ft.partial(_like, 3),
         "jvp": ft.partial(primitives.jvp_of_linear, "ctc_tangent", _tangent_formula, constant=3),

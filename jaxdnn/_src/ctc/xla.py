@@ -127,6 +127,11 @@ def _moved(x: Number, by: int) -> Number:
     return Number(pad(x.m, 0), pad(x.e, ZERO))
 
 
+def _at(v: Array, place: Array) -> Array:
+    """(B,): an element of each row of (B, S)."""
+    return jnp.take_along_axis(v, place[:, None], 1, mode="promise_in_bounds")[:, 0]
+
+
 def _skips(p: Problem) -> Array:
     """(B, S): whether a path may come to a state from the one before the last; only labels differ from that one."""
     differ = p.symbols[:, 2:] != p.symbols[:, :-2]
@@ -156,8 +161,8 @@ def _backward(p: Problem, skips: Array, states: Number, emitted: Number, t: Arra
 
 def _probability(p: Problem, states: Number) -> Number:
     """(B,): that of the labels, from the states after the last step: it ends in the last blank or in the last label."""
-    at = lambda v, state: jnp.take_along_axis(v, jnp.maximum(state, 0)[:, None], 1, mode="promise_in_bounds")[:, 0]
-    blank, label = (Number(*(at(v, 2 * p.count - i) for v in states)) for i in (0, 1))
+    places = (jnp.maximum(2 * p.count - i, 0) for i in (0, 1))
+    blank, label = (Number(*(_at(v, place) for v in states)) for place in places)
     return added(blank, _none_but(p.count > 0, label))
 
 
@@ -351,6 +356,52 @@ def covariance(p: Problem, v: Array) -> Array:
     return jnp.where(live, found, jnp.zeros_like(found))
 
 
+# ---- the best path ---------------------------------------------------------------------------------------------------
+
+
+def align(p: Problem) -> Array:
+    """(B, T): the label that the path with the largest sum of scores emits, 0 for the blank; -1 where there is none.
+
+    In float64, whose sums and comparisons are the same on every device: of what is given in 16 bits, sums that are
+    equal are found to be equal.
+    """
+    skips, symbols = _skips(p), p.symbols
+    scores = jnp.take_along_axis(p.x, symbols[:, None], 2, mode="promise_in_bounds")
+    states = lax.broadcasted_iota(jnp.int32, symbols.shape, 1)
+    wrong = (states <= 2 * p.count[:, None])[:, None] & p.in_time[..., None] & ~(scores < jnp.inf)
+    times = jnp.arange(p.x.shape[1], dtype=jnp.int32)
+    with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
+        none = lax.full(symbols.shape, -np.inf, np.float64)
+        moved = lambda v, by: lax.pad(v, lax.full((), -np.inf, np.float64), [(0, 0, 0), (by, -by, 0)])
+
+        def step(sums: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
+            own, t = at
+            best, back = sums, jnp.zeros_like(states, np.int8)
+            for i, other in ((1, moved(sums, 1)), (2, jnp.where(skips, moved(sums, 2), none))):
+                back = jnp.where(other > best, lax.full_like(back, i), back)
+                best = jnp.where(other > best, other, best)
+            live = (t < p.steps)[:, None]
+            sums = jnp.where(live, best + lax.convert_element_type(own, np.float64), sums)
+            return sums, jnp.where(live, back, lax.full_like(back, 0))
+
+        sums, moves = lax.scan(
+            step, jnp.where(states == 0, lax.full_like(none, 0), none), (jnp.moveaxis(scores, 1, 0), times)
+        )
+        last = 2 * p.count
+        label, blank = (_at(sums, jnp.maximum(place, 0)) for place in (last - 1, last))
+        state = jnp.where((label >= blank) & (p.count > 0), last - 1, last)
+        possible = jnp.maximum(label, blank) > -np.inf
+
+    def back(state: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
+        moves, t = at
+        before = state - _at(moves, state).astype(jnp.int32)
+        return before, jnp.where(t < p.steps, jnp.where(state % 2 == 1, (state + 1) // 2, 0), -1)
+
+    _, path = lax.scan(back, state, (moves, times), reverse=True)
+    known = p.known & possible & ~jnp.any(wrong, (1, 2))
+    return jnp.where(known[:, None], path.T, -1)
+
+
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +414,8 @@ def _run(call: engines.Call, *operands: Array) -> Any:
             found, occupied = posterior(problem(spec, *operands))
             lead = operands[2].shape
             return found.reshape(lead), occupied.reshape(*lead, *occupied.shape[1:])
+        case "ctc_align":
+            return align(problem(spec, *operands)).reshape(*operands[2].shape, operands[0].shape[-2])
         case "ctc_covariance":
             v, *others = operands
             return covariance(problem(spec, *others), _flat(v, 2)).reshape(v.shape)
@@ -375,12 +428,14 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     return run(spec, *operands)
 
 
+_PORTABLE = ("ctc_loss", "ctc_posterior", "ctc_align", "ctc_dgrad")
+
 engines.declare(
     "xla",
-    *("ctc_loss", "ctc_posterior", "ctc_dgrad", "ctc_tangent", "ctc_covariance", "ctc_emitted", "ctc_by_class"),
+    *(*_PORTABLE, "ctc_tangent", "ctc_covariance", "ctc_emitted", "ctc_by_class"),
     run=_run,
-    level=lambda call: "portable" if call.op in ("ctc_loss", "ctc_posterior", "ctc_dgrad") else "mesh_invariant",
+    level=lambda call: "portable" if call.op in _PORTABLE else "mesh_invariant",
     partition=lambda call: True,
-    accumulation=lambda call: "float64" if call.avals[0].dtype == np.float64 else "float32",
+    accumulation=lambda call: "float64" if call.op == "ctc_align" or call.avals[0].dtype == np.float64 else "float32",
     notes=("probabilities as mantissa and exponent; T steps forward and backward at once",),
 )
