@@ -143,6 +143,13 @@ def test_derivatives_of_any_order_are_finite(name: str):
         assert np.isfinite(jax.jit(jax.vmap(function))(found)).all()
 
 
+def test_third_derivatives_at_zero():
+    """Where a formula by |z| changes branches."""
+    for name, wanted in (("sigmoid", -1 / 8), ("tanh", -2.0), ("swish", 0.0), ("gelu_tanh", 0.0)):
+        third = jax.grad(jax.grad(jax.grad(ft.partial(dnn.activation, activation=name))))
+        assert float(jax.jit(third)(0.0)) == pytest.approx(wanted, abs=1e-6), name
+
+
 def test_bounded_relu_is_named_by_what_it_is():
     """The graph API's relu with a bound, or with a slope, is the activation of its own name."""
     x = inputs((500,), 4)
@@ -461,7 +468,7 @@ def test_limits_at_infinity() -> None:
     assert np.isnan(dnn.activation_dgrad(one, x * jnp.nan, activation=("swish", 0.0))).all()
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "tanh"])
+@pytest.mark.parametrize("name", ["sigmoid", "tanh", "swish", "gelu_tanh"])
 def test_a_slope_takes_one_exponential(name: str):
     """logistic(z) logistic(-z) of two is as exact, and on CPUs takes half as long again."""
     x = jax.ShapeDtypeStruct((8,), jnp.float32)

@@ -47,12 +47,36 @@ class Functions:
     numpy: Any
     erfc: Callable[[Any], Any]
     logistic: Callable[[Any], Any]
+    logistics: Callable[
+        [Any], tuple[Any, Any, Any]
+    ]  # logistic(z), logistic(-z) and their product, without cancellation
     positive: Callable[[Any], Any]  # max(z, 0), which is +0 for -0 too: NumPy's maximum leaves that open
 
 
 def _logistic(x: np.ndarray) -> np.ndarray:
+    return _logistics_in_float64(x)[0]
+
+
+def _logistics_in_float64(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1.0, small) / (1.0 + small)
+    near, far = 1 / (1 + small), small / (1 + small)
+    return np.where(x >= 0, near, far), np.where(x >= 0, far, near), near * far
+
+
+@jax.custom_jvp
+def _logistics(z: Array) -> tuple[Array, Array, Array]:
+    """By one exponential; each derivative is made of the three again, and has no kink where the choice changes."""
+    small = jnp.exp(-jnp.abs(z))
+    near = 1 / (1 + small)
+    far = small * near
+    return jnp.where(z >= 0, near, far), jnp.where(z >= 0, far, near), near * far
+
+
+@_logistics.defjvp
+def _logistics_jvp(primals: Any, tangents: Any) -> Any:
+    s, q, bell = _logistics(*primals)
+    along = bell * tangents[0]
+    return (s, q, bell), (along, -along, (q - s) * along)
 
 
 @jax.custom_jvp
@@ -67,8 +91,14 @@ def _erfc_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _erfc(z), -_TWO_OVER_SQRT_PI * jnp.exp(-z * z) * tangent
 
 
-IN_JAX = Functions(jnp, _erfc, lax.logistic, lambda z: jnp.maximum(z, 0))
-IN_FLOAT64 = Functions(np, np.vectorize(math.erfc, otypes=[np.float64]), _logistic, lambda z: np.where(z <= 0, 0.0, z))
+IN_JAX = Functions(jnp, _erfc, lax.logistic, _logistics, lambda z: jnp.maximum(z, 0))
+IN_FLOAT64 = Functions(
+    np,
+    np.vectorize(math.erfc, otypes=[np.float64]),
+    _logistic,
+    _logistics_in_float64,
+    lambda z: np.where(z <= 0, 0.0, z),
+)
 
 
 # ---- the formulas ----------------------------------------------------------------------------------------------------
@@ -114,6 +144,11 @@ def _curvature(z: Array, name: str, parameter: Parameter) -> Array:
 def _times(z: Any, factor: Any, f: Functions) -> Any:
     """z * factor, and a zero of z's sign where the factor has vanished, even if z is infinite."""
     return f.numpy.where(factor == 0, f.numpy.copysign(factor, z), z * factor)
+
+
+def _finite(z: Any, f: Functions) -> Any:
+    """z, and the least number in place of -inf, whose product with a factor that has vanished is a zero of z's sign."""
+    return f.numpy.maximum(z, -jnp.finfo(z.dtype).max)
 
 
 def _plus(s: Any, t: Any, f: Functions) -> Any:
@@ -173,11 +208,12 @@ def _softsign_derivative(z: Any, _: Any, f: Functions) -> Any:
 
 def _gelu(z: Any, _: Any, f: Functions) -> Any:
     # erfc keeps the relative accuracy of the negative tail, where 1 + erf cancels.
-    return _times(0.5 * z, f.erfc(-z * _SQRT_HALF), f)
+    return 0.5 * _finite(z, f) * f.erfc(-z * _SQRT_HALF)
 
 
 def _gelu_derivative(z: Any, _: Any, f: Functions) -> Any:
-    return _plus(0.5 * f.erfc(-z * _SQRT_HALF), _times(_INV_SQRT_2PI * z, f.numpy.exp(-0.5 * z * z), f), f)
+    z = f.numpy.clip(z, -100, 100)  # beyond, the exponential is 0
+    return _plus(0.5 * f.erfc(-z * _SQRT_HALF), _INV_SQRT_2PI * z * f.numpy.exp(-0.5 * z * z), f)
 
 
 def _gelu_tanh_argument(z: Any) -> Any:
@@ -186,28 +222,28 @@ def _gelu_tanh_argument(z: Any) -> Any:
 
 
 def _gelu_tanh(z: Any, _: Any, f: Functions) -> Any:
-    return _times(z, f.logistic(_gelu_tanh_argument(z)), f)
+    return _finite(z, f) * f.logistic(_gelu_tanh_argument(z))
 
 
 def _gelu_tanh_derivative(z: Any, _: Any, f: Functions) -> Any:
     z = f.numpy.clip(z, -100, 100)  # beyond, the slope is 0 or 1; the cube would overflow, and its derivative be NaN
     a = _gelu_tanh_argument(z)
-    s = f.logistic(a)
-    bell = s * f.logistic(-a)
-    return _plus(s, _times(_SQRT_8_OVER_PI * (z + 3 * _CUBIC * z * z * z), bell, f), f)
+    s, q, _ = f.logistics(a)
+    return s * (1 + _SQRT_8_OVER_PI * (z + 3 * _CUBIC * z * z * z) * q)
 
 
 def _swish(z: Any, beta: Any, f: Functions) -> Any:
     if beta == 0:  # 0 times an infinite z is not 0
         return 0.5 * z
-    return _times(z, f.logistic(z * beta), f)
+    return (_finite(z, f) if beta > 0 else -_finite(-z, f)) * f.logistic(z * beta)
 
 
 def _swish_derivative(z: Any, beta: Any, f: Functions) -> Any:
     if beta == 0:
         return f.numpy.where(f.numpy.isnan(z), z, f.numpy.full_like(z, 0.5))
-    s = f.logistic(z * beta)
-    return _plus(s, _times(z * beta, s * f.logistic(-z * beta), f), f)
+    t = f.numpy.clip(z * beta, -1000, 1000)  # beyond, one of the two has vanished
+    s, q, _ = f.logistics(t)
+    return s * (1 + t * q)
 
 
 def _softplus(z: Any, beta: Any, f: Functions) -> Any:
@@ -225,12 +261,6 @@ def _hard_sigmoid_derivative(z: Any, _: Any, f: Functions) -> Any:
 
 def _hard_swish_derivative(z: Any, _: Any, f: Functions) -> Any:
     return f.numpy.where(z <= -3, f.numpy.zeros_like(z), f.numpy.where(z >= 3, f.numpy.ones_like(z), (2 * z + 3) / 6))
-
-
-def _bell(z: Any, f: Functions) -> Any:
-    """logistic(z) logistic(-z), by one exponential, without the cancellation of s (1 - s)."""
-    t = f.numpy.exp(-f.numpy.abs(z))
-    return t / ((1 + t) * (1 + t))
 
 
 def _leaky_relu_derivative(z: Any, slope: Any, f: Functions) -> Any:
@@ -264,8 +294,8 @@ class Activation(NamedTuple):
 FORMULAS = {
     "identity": Activation(None, lambda z, _, f: z, lambda z, _, f: f.numpy.ones_like(z)),
     "relu": Activation(None, lambda z, _, f: f.positive(z), lambda z, _, f: (z > 0).astype(z.dtype)),
-    "sigmoid": Activation(None, lambda z, _, f: f.logistic(z), lambda z, _, f: _bell(z, f)),
-    "tanh": Activation(None, lambda z, _, f: f.numpy.tanh(z), lambda z, _, f: 4 * _bell(2 * z, f)),
+    "sigmoid": Activation(None, lambda z, _, f: f.logistic(z), lambda z, _, f: f.logistics(z)[2]),
+    "tanh": Activation(None, lambda z, _, f: f.numpy.tanh(z), lambda z, _, f: 4 * f.logistics(2 * z)[2]),
     "gelu": Activation(None, _gelu, _gelu_derivative),
     "gelu_tanh": Activation(None, _gelu_tanh, _gelu_tanh_derivative),
     "elu": Activation(1.0, _elu, _elu_derivative),
