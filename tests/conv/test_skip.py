@@ -1,5 +1,6 @@
 """A convolution that hands on what it reads: as its two ops, but for the rounding of the gradient that both give."""
 
+import functools as ft
 import re
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_vmap_over_nothing(axes: tuple[int | None, int | None]):
         return jax.vmap(forward, axes)(*several), jax.grad(lambda *v: loss(jax.vmap(op, axes)(*v)), (0, 1))(*several)
 
     assert_same(*[run(op) for op in pair("strided", "relu")])
+
+
+def test_a_gradient_is_rounded_once_under_vmap_too():
+    """Of one group is each of several convolutions with filters of their own, in whatever order vmap and grad are."""
+    rng = np.random.default_rng(7)
+    arrays = [jnp.asarray(rng.normal(size=(3, 2, *s)), BF16) for s in ((4, 4, 4), (2, 4, 6), (3, 3, 6), (4, 4, 4))]
+    op = ft.partial(dnn.conv_skip, input_activation="relu", determinism="batch_invariant")
+    pull = lambda run, x, w, dy, dh: jax.vjp(lambda x: run(x, w), x)[1]((dy, dh))[0]
+    one, several = jax.jit(ft.partial(pull, op)), jax.jit(ft.partial(pull, jax.vmap(op)))
+    np.testing.assert_array_equal(several(*arrays), jnp.stack([one(*v) for v in zip(*arrays, strict=True)]))
 
 
 def test_the_tangent_of_both_operands_is_rounded_whatever_follows():

@@ -247,7 +247,8 @@ def conv_skip(
     x, w = frame.array("x", x), frame.filter("w", w)
     spec = arguments.spec(frame, options, x.shape, w.shape, {"x": x, "w": w})
     selection.check("conv", spec, x, w)
-    y, h = skip.conv_skip(SkipSpec(spec, relu), x, w)
+    # Kernels of narrow groups have no epilogue, and would have to leave the gradient to XLA.
+    y, h = skip.conv_skip(SkipSpec(spec, relu, together=spec.geo.groups == 1), x, w)
     return frame.restore(y), frame.restore(h)
 
 

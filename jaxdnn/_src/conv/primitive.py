@@ -192,9 +192,13 @@ def _batch(op: str, spec: ConvSpec, operands: Sequence[Any], dims: Sequence[int 
     roles = _operand_roles(op, spec)
     letter = _folding_letter(op, roles, dims)
     folded = [fold(spec, role, x, d, letter, size) for role, x, d in zip(roles, operands, dims, strict=True)]
-    groups = spec.geo.groups * size if letter == "G" else spec.geo.groups
-    y = bind(op, *folded, spec=dataclasses.replace(spec, geo=dataclasses.replace(spec.geo, groups=groups)))
+    y = bind(op, *folded, spec=of_groups(spec, size) if letter == "G" else spec)
     return unfold(spec, ROLES[op][2], y, letter, size)
+
+
+def of_groups(spec: ConvSpec, times: int) -> ConvSpec:
+    """The spec of a call with so many times the groups."""
+    return dataclasses.replace(spec, geo=dataclasses.replace(spec.geo, groups=spec.geo.groups * times))
 
 
 def _operand_roles(op: str, spec: ConvSpec) -> list[str]:

@@ -34,10 +34,15 @@ OP = "conv_skip_tangent"
 
 @dataclasses.dataclass(frozen=True)
 class SkipSpec:
-    """The convolution, and whether a relu is before it. The engine and level that a call requires are its parts'."""
+    """The convolution, and whether a relu is before it. The engine and level that a call requires are its parts'.
+
+    together: whether the gradients of h are added in the accumulator. The call decides it, not how many groups `vmap`
+      makes of it, or it would change bits.
+    """
 
     conv: ConvSpec
     relu: bool
+    together: bool
     engine: str | None = None
     level: str = "fast"
 
@@ -102,7 +107,7 @@ def _transpose(spec: SkipSpec, cts: Sequence[Any], dx: Any, h: Any, w: Any) -> l
     back = dataclasses.replace(
         spec.conv, out_dtype=dtype, accumulate=primitive.wider(spec.conv.accumulate, dtype), converted=None
     )
-    if spec.conv.geo.groups > 1:  # kernels of narrow groups have no epilogue, and would have to leave the call to XLA
+    if not spec.together:
         d = bind("conv_dgrad", of_y, w, spec=back)
         edge = ft.partial(at_edges, spec.conv.level)
         d = d if isinstance(of_h, ad.Zero) else edge(d + edge(of_h))
@@ -114,16 +119,14 @@ def _transpose(spec: SkipSpec, cts: Sequence[Any], dx: Any, h: Any, w: Any) -> l
 
 
 def _batch(spec: SkipSpec, operands: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, Any]:
-    """Folds the new axis into the batch; with a filter for each of its elements, or without any, the parts are batched
-    apart."""
+    """Folds the new axis into the batch, or into the groups if there is a filter for each of its elements."""
     size = next(v.shape[d] for v, d in zip(operands, dims, strict=True) if d is not None)
-    if dims[2] is not None or size == 0:
-        mapped = jax.vmap(ft.partial(_tangent, spec), in_axes=tuple(dims))
-        return mapped(*operands), (0, 0)
-    fold = lambda v, d: primitive.fold(spec.conv, "x", v, d, "N", size)
-    dy, dh = bind(OP, *map(fold, operands[:2], dims[:2]), operands[2], spec=spec)
-    unfold = lambda role, v: primitive.unfold(spec.conv, role, v, "N", size)[0]
-    return (unfold("y", dy), unfold("x", dh)), (0, 0)
+    if size == 0:  # the axis cannot be told from a folded axis of no elements
+        return jax.vmap(ft.partial(_tangent, spec), in_axes=tuple(dims))(*operands), (0, 0)
+    letter, conv = ("N", spec.conv) if dims[2] is None else ("G", primitive.of_groups(spec.conv, size))
+    folded = [primitive.fold(spec.conv, r, v, d, letter, size) for r, v, d in zip("xxw", operands, dims, strict=True)]
+    found = bind(OP, *folded, spec=dataclasses.replace(spec, conv=conv))
+    return tuple(primitive.unfold(spec.conv, r, v, letter, size)[0] for r, v in zip("yx", found, strict=True)), (0, 0)
 
 
 def _factors(spec: SkipSpec, dx: Any, h: Any, w: Any) -> Factors:
