@@ -223,7 +223,7 @@ def conv_skip(
     Returns:
       y, as of `conv`, and h, in x's shape and dtype.
 
-    Differentiation: any order, forward and reverse, in x and w. Where h is not positive, NaN too, x's gradient is 0.
+    Differentiation: any order, forward and reverse, in x and w. With a relu x's gradient is 0 where h is 0 or NaN.
 
     Numerics: as `conv`. With one group dx = (Σ dy w + dh) [h > 0] is computed in the accumulator's dtype and converted
       once, where two ops convert Σ dy w before they add dh; with more groups it is as of two ops.

@@ -75,7 +75,7 @@ conv_skip.defjvp(_conv_skip_jvp, symbolic_zeros=True)
 
 
 def _before(spec: SkipSpec, d: Array, h: Array) -> Array:
-    """d times the slope of the activation whose result h is: it is its own transpose."""
+    """d times the slope of the activation whose result h is; element by element, so this is its transpose too."""
     return epilogues.before_relu(d, h) if spec.relu else d
 
 

@@ -297,7 +297,7 @@ def untraced() -> bool:
 
 
 class Partitioned:
-    """A primitive whose lowering may use custom_partitioning, which needs the program's mesh: two of it, in fact.
+    """A pair of equal primitives whose lowering may use custom_partitioning, which needs the program's mesh.
 
     JAX finds the mesh of a program in its operands' shardings where a primitive asks for it, and refuses operands on
     two. But a pullback of a jitted function that is called outside of jit has two if the axes are explicit: cotangents

@@ -175,8 +175,9 @@ def batch_leading(
 
 
 def linear_map(name: str, run: Callable[..., Array], transposed: Callable[..., dict[str, Any]]) -> Callable[..., Array]:
-    """A function of one array and static arguments, linear in the array, of whose shape the result is: as a primitive,
-    for the sake of its transpose, where what JAX makes of `run` is slow. It has no engines.
+    """A linear function of one array, whose result has the array's shape, with a transpose that is stated.
+
+    For maps of which JAX's own transpose is slow. The function is bound as a primitive, without engines.
 
     Args:
       name: the primitive's name.

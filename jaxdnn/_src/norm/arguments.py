@@ -308,9 +308,9 @@ def blended(
 def epilogue(
     frame: Frame, x: Array, found: Types, *, alpha: Any, beta: Any, activation: Any, **given: Any
 ) -> tuple[epilogues.Epilogue, list[Array]] | None:
-    """y = act(alpha c + beta prior + residual) and its operands, of which `given` has those that there are or None.
+    """The epilogue y = act(alpha c + beta prior + residual), and its operands; None if there is nothing to do.
 
-    None if there is nothing to do.
+    given: prior and residual, each an array or None.
     """
     alpha, beta = blending.read_scales(alpha, beta, given["prior"])
     activation = read_activation(activation)

@@ -82,6 +82,7 @@ def fold_taps(x: Array, geo: Geometry, channels: int) -> Array:
         words = x.reshape(*x.shape[:-2], -1, s * c * width // 4, 4 // width)
         words = lax.bitcast_convert_type(words, jnp.int32)
         runs = [words[..., i : i + q, :] for i in range(ceil_div(r, s))]
+        # Ones in the bits of the taps' channels, zeros behind: the last stride may have pixels that no tap reads.
         kept = np.where(np.arange(channels) < r * c, -1, 0).astype(f"int{8 * width}").view(np.int32)
         folded = _wide(runs, kept.size) & np.expand_dims(kept, tuple(range(x.ndim - 1)))
         folded = lax.bitcast_convert_type(folded, x.dtype)

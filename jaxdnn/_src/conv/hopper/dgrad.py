@@ -128,7 +128,7 @@ def conv_dgrad(
 ) -> Array:
     """The gradient in x (N, spatial..., C), from dy (N, spatial..., K) and w as `conv_fprop` takes it.
 
-    `operands` are the epilogue's, in its order (prior, bias, residual).
+    `operands` are the epilogue's, in its order (prior, bias, residual, a relu's result).
     """
     out_dtype = result_dtype(dy, out_dtype)
     x_shape = _x_shape(dy, w, geo)

@@ -185,7 +185,7 @@ def workspace(
     problem, width, total = todo.problem, jnp.dtype(x.dtype).itemsize, 0
     if todo.cells:
         cells = jax.eval_shape(lambda x: copies.in_cells(x, geo, todo.cells), jax.ShapeDtypeStruct(x.shape, x.dtype))
-        # The cells may be an array of their own before they are there twice, once with masked pixels.
+        # XLA may store the cells before it makes the array that has them twice, the second time with masked pixels.
         total += math.prod(cells.shape) * width * (3 if problem.partial else 2) // 2
         x = cells
     elif todo.folded:

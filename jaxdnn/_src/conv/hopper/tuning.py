@@ -1,8 +1,8 @@
 """Which configuration a kernel runs: the measured one for the device kind and the problem, or the cost model's choice.
 
-The tables are JSON files beside this module, one a device kind, made from measurements; a key names everything that the
-choice depends on. No configuration changes a bit of fprop or dgrad, so the table is about speed alone; wgrad's splits
-and boxes are part of its schedule, and a table entry fixes them.
+The tables are JSON files beside this module, one a device kind, made from measurements; a key names the problem, and of
+its epilogue how many operands there are. No configuration changes a bit of fprop or dgrad, so the table is about speed
+alone; wgrad's splits and boxes are part of its schedule, and a table entry fixes them.
 """
 
 import dataclasses

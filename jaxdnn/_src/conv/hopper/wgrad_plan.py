@@ -314,7 +314,8 @@ def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:
         direct = dataclasses.replace(base, splits=splits, direct=True)
         for stages in range(base.stages, 1, -1):  # the output buffers leave less memory for the ring
             config = dataclasses.replace(direct, stages=stages)
-            # Sums of few boxes too, or they would pass through memory in float32.
+            # One block stores sums of any number of boxes, which would otherwise pass through memory in float32. A
+            # cluster of two needs enough boxes for each to make up for the exchange of the sums.
             if (splits == 1 or ceil_div(walk.boxes, splits) >= 4) and check(problem, config) is None:
                 yield config
                 break
