@@ -341,7 +341,7 @@ def _count_compilations() -> list[None]:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """At most eight threads; what has not begun when an exception ends the run is not begun."""
+    """A pool of at most eight threads; when an exception ends the run, waiting tasks are cancelled."""
     with concurrent.futures.ThreadPoolExecutor(min(count, 8)) as pool:
         try:
             yield pool

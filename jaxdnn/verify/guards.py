@@ -142,7 +142,7 @@ def _within(at: int, size: int, most: int) -> Range | None:
 
 
 def _near(at: int, ranges: list[Range]) -> str:
-    """Where a piece lies, told by the array that ends or begins next to it."""
+    """The place of a piece, by its distance from the nearest end or beginning of an array."""
     number, distance = min(
         ((i, at - start - size if at >= start + size else at - start) for i, (start, size) in enumerate(ranges)),
         key=lambda found: abs(found[1]),

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    """Two columns; lines are wrapped for a terminal only, and whole for whatever else reads them."""
+    """Prints two columns; lines are wrapped on a terminal only."""
     if not console.is_terminal:
         width = max((len(name) for name, _ in rows), default=0)
         for name, line in rows:

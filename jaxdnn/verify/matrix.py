@@ -67,7 +67,7 @@ def _part(
     of_turn: Callable[[Iterable[str]], list[str]],
     added: Callable[[Any], bool] = lambda one: True,
 ) -> list[Any]:
-    """Of each family the part `of_turn`, and what has the facets of an engine that it lacks, of what may be `added`."""
+    """The part `of_turn` of each family, and of what may be `added` enough to have every facet of every engine."""
     by_family = collections.defaultdict[str, dict[str, Any]](dict)
     for one in every:
         named = by_family[of(one.op).name]

@@ -212,7 +212,7 @@ def _error(ours: np.ndarray, alone: np.ndarray) -> float:
 
 
 def _bound(row: Example, dtype: Any) -> float:
-    """Of sums of up to all elements in float32 in any two orders, and of the rounding of both results."""
+    """A bound on the difference of sums of up to all elements in float32 in two orders, both rounded."""
     terms = max(int(np.prod(of)) for of in row.shapes(LARGE))
     return terms * 2.0**-24 + 2 * float(jax.numpy.finfo(dtype).eps)
 

@@ -122,7 +122,7 @@ def _picture(cells: list[dict[str, Any]]) -> str:
 
 
 def _at(ratio: float) -> float:
-    """Where a ratio lies; below the lowest decade at its edge."""
+    """The horizontal place of a ratio; below the lowest decade it is that decade's edge."""
     start = EXACT + 52
     power = min(max(math.log10(ratio), LOWEST), HIGHEST) if ratio > 0 else LOWEST
     return start + (power - LOWEST) / (HIGHEST - LOWEST) * (WIDTH - RIGHT - start)

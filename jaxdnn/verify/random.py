@@ -47,7 +47,7 @@ TOOL = re.compile(r"={2,}(\d+={2,})? +\S")
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Where a process computes.
+    """The device of a process.
 
     Attributes:
       visible: of which GPUs it is told, as CUDA_VISIBLE_DEVICES says it; "" for all; None for the CPU.
@@ -260,7 +260,7 @@ def _reports(arguments: argparse.Namespace, calls: Calls, devices: list[Device])
 
 
 def _devices(arguments: argparse.Namespace, gpus: int, gpu_bytes: int) -> list[Device]:
-    """Where each process computes: GPUs in turn, of those that are visible, whose memory they share."""
+    """The device of each process: the visible GPUs in turn, whose memory the processes share."""
     if not gpus:
         return [Device()] * min(arguments.workers or 1, arguments.random)
     used = int(USED * gpu_bytes)

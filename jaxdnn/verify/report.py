@@ -55,7 +55,7 @@ def summary(cells: list[dict[str, Any]], trials: list[dict[str, Any]]) -> dict[s
 
 
 def predicted(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By op, engine and dtype: how many outputs were compared with predicted bits, on which data, and in which cells.
+    """The outputs compared with predicted bits, by op, engine and dtype: how many, on which data, in which cells.
 
     What is predicted is the sum by the engine's stated schedule; of integers, the exact sum.
     """

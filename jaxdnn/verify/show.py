@@ -88,7 +88,7 @@ def random(console: Console, document: dict[str, Any]) -> None:
 
 
 def mesh(console: Console, document: dict[str, Any]) -> None:
-    """By line of the table: what each sharded axis makes the op and its pullback communicate, by level and mesh."""
+    """Prints what each sharded axis makes an op and its pullback communicate, by line of the table, level and mesh."""
     title = "collectives, forward/backward, by sharded axis: - none, h neighbours, + sum, g gather, t all to all"
     by_line: dict[str, dict[Any, Any]] = collections.defaultdict(dict)
     for line in document["lines"]:
@@ -129,7 +129,7 @@ def _refusals(cells: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _matrix(cells: list[dict[str, Any]]) -> Table:
-    """For each engine and dtype, by op: how many cells passed, and the worst error over its bound."""
+    """The number of cells that passed and the worst error over its bound, for each engine and dtype, by op."""
     groups: dict[Any, dict[str, list[dict[str, Any]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for cell in cells:
         if cell["status"] != "refused":

@@ -68,7 +68,7 @@ def part(names: Iterable[str], parts: int, turn: int) -> list[str]:
 
 
 def following(items: Sequence[T], size: int, turn: int) -> Iterator[T]:
-    """At most `size` items, those that follow what the turn before has."""
+    """The turn's `size` items at most, after those of the turn before."""
     return (items[(turn * size + i) % len(items)] for i in range(min(size, len(items))))
 
 

@@ -201,7 +201,7 @@ class Epilogue:
 
 
 def _bounded_relu_error(bounds: tuple[float, float, float], z: Values, e: Values, u: float, tiny: float) -> Values:
-    """Of ("relu", lower, upper, slope): three roundings of what is below `lower`, the bounds' own, e by the slope."""
+    """The error of ("relu", lower, upper, slope): three roundings below `lower`, the bounds', the slope times e."""
     lower, upper, slope = (float(v) for v in bounds)
     below = abs(lower) + 2 * abs(slope) * (np.abs(z) + e + abs(lower))
     size = np.where(z - e <= lower, below, 0.0) + np.where(z + e >= upper, abs(upper), 0.0)

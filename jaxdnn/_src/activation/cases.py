@@ -81,7 +81,7 @@ class ActivationCase(Blended, Case):
         return (Expected(value, error, self.in_dtype, generic=generic),)
 
     def _error(self, kind: str, value: np.ndarray, x: np.ndarray, operands: Any, flush: bool) -> Any:
-        """For narrow types the function is rounded once: what is left is float64's own error, and a product's."""
+        """The error: narrow types round the function once, so it is that of float64 and of a product."""
         wide = "float64" if self.dtype == "f64" else "float32"
         size = np.abs(value)
         if self.op == "activation_dgrad":

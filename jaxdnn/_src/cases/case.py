@@ -165,7 +165,7 @@ class Case(abc.ABC):
 
 
 class Blended:
-    """Of cases whose op takes `count` arrays, and behind them a prior if its beta is not 0: the op, and its prior."""
+    """A case whose op takes `count` arrays and, where its beta is not 0, a prior after them."""
 
     op: str
     beta: float

@@ -109,13 +109,13 @@ class Example:
 
     @property
     def letters(self) -> str:
-        """Those whose sizes the arguments have."""
+        """The letters whose sizes the arguments have."""
         every = (*self.arguments, *self.options.values())
         found = "".join(v.letters for v in every if isinstance(v, Axes)).replace("F", "RSC").replace("_", "")
         return "".join(dict.fromkeys(found.upper()))
 
     def shapes(self, sizes: Mapping[str, Any] = SMALL) -> list[tuple[Any, ...]]:
-        """Of the operands."""
+        """The shapes of the operands."""
         return [shape(axes, sizes) for axes in self.operands]
 
     def data(self, sizes: Mapping[str, Any] = SMALL, *, whole: bool = False) -> list[np.ndarray]:
@@ -141,7 +141,7 @@ class Example:
 
 @ft.cache
 def examples() -> dict[str, Example]:
-    """Those of all families, by name."""
+    """The examples of all families, by name."""
     lines = (line for manifest in families.manifests().values() for line in manifest.examples.strip().splitlines())
     return {example.name: example for example in map(read, lines)}
 

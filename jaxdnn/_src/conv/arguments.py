@@ -151,8 +151,9 @@ def check_output(name: str, spec: ConvSpec, y: Array, x_shape: tuple[int, ...], 
 def transposed(
     frame: Frame, options: Options, x: Array, w: Array, output_padding: Any
 ) -> tuple[Array, tuple[int, ...], Options]:
-    """Of a transposed convolution x, with zeros behind it where the result is longer than x alone would make it, the
-    shape of the result, and the options with the padding as numbers.
+    """A transposed convolution's x, the shape of its result, and its options with the padding as numbers.
+
+    Zeros follow x where the result is longer than x alone would make it.
     """
     layout, filt = frame.layout, frame.filter_layout
     sizes, taps = [x.shape[a] for a in layout.spatial], [w.shape[a] for a in filt.spatial]

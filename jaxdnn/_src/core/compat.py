@@ -373,7 +373,7 @@ def has_devices(ctx: Any) -> bool:
 
 
 def automatic_devices(ctx: Any) -> int:
-    """Among how many devices XLA itself shards the program that a primitive is lowered in; 1 inside shard_map."""
+    """The number of devices among which XLA itself shards the program that is being lowered; 1 inside shard_map."""
     return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
 
 

@@ -33,7 +33,7 @@ class Format:
         return 2.0**-self.bits
 
     def growth(self, count: float) -> float:
-        """γ = n u / (1 - n u): how far n roundings may take a value, relative to it; infinite where n u reaches 1."""
+        """The relative error of n roundings at most: γ = n u / (1 - n u), infinite where n u reaches 1."""
         rate = count * self.roundoff
         return rate / (1 - rate) if rate < 1 else math.inf
 

@@ -315,7 +315,7 @@ def nearest_number(x: float, dtype: Any) -> np.ndarray:
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _narrowed(x: Array, dtype: np.dtype) -> Array:
-    """In float64: the digits cut by XLA where x is normal in the narrow dtype, and below by adding a large number."""
+    """A float64 x in a narrow dtype: XLA cuts its digits where it is normal there, and adding a large number below."""
     digits, least = _digits(dtype)
     x = rounded(x)
     large = jnp.asarray(1.5 * 2.0 ** (52 + least - digits), x.dtype)  # its last place is the least subnormal number
@@ -331,7 +331,7 @@ def _narrowed_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _overflowing(x: Array, dtype: np.dtype) -> Array:
-    """In a float8 type: NaN or infinity where x rounds to no number of it; a tie goes to the even significand."""
+    """x in a float8 type: NaN or infinity where it rounds to no number of it; a tie goes to the even significand."""
     info = jnp.finfo(dtype)
     half = 2.0 ** (info.maxexp - 2 - info.nmant)  # of the distance from the largest number to the next one
     limit, size = float(info.max) + half, jnp.abs(x.astype(np.float32))

@@ -102,7 +102,7 @@ class Fused(Dropout):
 
 
 def _gradients(run: Function) -> Function:
-    """In x and bias; what is added to is not read."""
+    """The gradients in x and bias; the residual is not read."""
 
     def backward(x: Array, dy: Array, bias: Array, key: Array) -> Any:
         return jax.vjp(lambda x, bias: run(x, None, bias, key), x, bias)[1](dy)

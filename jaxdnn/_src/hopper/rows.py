@@ -163,7 +163,7 @@ class Exchange:
 
     @staticmethod
     def scratch(rows: Rows, values: int) -> dict[str, Any]:
-        """For up to so many values at a time."""
+        """The shared memory and the barriers of exchanges of up to so many values."""
         warps, groups = rows.warps * rows.warpgroups, rows.groups
         memory = plgpu.SMEM((2, groups, values, *rows.rows, warps), jnp.float32)
         barriers = plgpu.Barrier(num_arrivals=rows.warpgroups, num_barriers=2 * groups)
@@ -175,7 +175,7 @@ class Exchange:
         self.turn: Any = 0  # which memory is next; a loop with an odd number of exchanges has to set it
 
     def join(self, *parts: Array, over: Callable[..., Array] = jnp.sum) -> list[Array]:
-        """From the parts (at once, rows, warps) that warps have of sums, or with `jnp.max` of maxima, to the rows'."""
+        """The rows' sums, or with `jnp.max` their maxima, from the parts (at once, rows, warps) that warps have."""
         rows = self.rows
         if self.memory is None:
             return [over(part, 3) for part in parts]

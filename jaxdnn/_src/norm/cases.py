@@ -108,7 +108,7 @@ class NormCase(Arrays, Case):
 
     @property
     def factors(self) -> dict[str, float]:
-        """Those of the blend that the variant names, if it does."""
+        """The factors of the blend that the variant names, if it names one."""
         found = BLENDS.get(_blend_of(self.variant), {})
         return found if self.backward else {k: v for k, v in found.items() if not k.endswith("_param")}
 

@@ -145,7 +145,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ActivatedCase
 
 
 def facets(case: ActivatedCase) -> set[Any]:
-    """Of 16 bits each activation of each normalisation; a dtype."""
+    """A dtype; in bfloat16 each activation of each normalisation."""
     return {case.dtype, (case.of, case.activation) if case.dtype == "bf16" else ""}
 
 

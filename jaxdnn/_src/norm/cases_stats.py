@@ -108,7 +108,7 @@ class StatsCase(Case):
         return lambda *v: function(*v[:count], *extra, **named(v[count:]), **options)
 
     def kinds(self) -> tuple[str, ...]:
-        """In "large" data dy (x - mean) leaves the range, but not times rstd."""
+        """ "large" data too, of which dy (x - mean) leaves the range and dy (x - mean) rstd does not."""
         return ("normal", "integers", *["large"] * (self.op == "dbn_weight" and self.dtype != "f16"))
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:

@@ -104,7 +104,7 @@ def divisive_norm(x: Array, means: Array | None = None) -> Array:
 
 
 def divisive_norm_dgrad(dy: Array, x: Array) -> tuple[Array, Array]:
-    """In x and in means of 0, which are subtracted within the square alone."""
+    """The gradients in x and in means of 0, which are subtracted within the square alone."""
     return jax.vjp(divisive_norm, x, jnp.zeros_like(x))[1](dy)
 
 

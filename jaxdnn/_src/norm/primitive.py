@@ -83,7 +83,7 @@ def _norm_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -
 
 
 def _statistics_tangents(spec: NormSpec, x: Array, mean: Array, rstd: Array, dx: Array) -> tuple[Array, Array, Array]:
-    """Those of μ, r and σ²: Σ dx / n, -r² Σ dx h / n and 2 Σ dx (x - μ) / n. What nobody uses is not computed."""
+    """The tangents of μ, r and σ²: Σ dx / n, -r² Σ dx h / n, 2 Σ dx (x - μ) / n. XLA removes those without a use."""
     wide, v = x.astype(spec.accumulate), dx.astype(spec.accumulate)
     centred = wide - mean if spec.centred else wide
     d_mean = jnp.mean(v, spec.axes, keepdims=True)

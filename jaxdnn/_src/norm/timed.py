@@ -56,7 +56,7 @@ class Norm(timed.Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of images: the layout, and a group norm's groups."""
+        """The options of images: the layout, and a group norm's groups."""
         if self.op in ROWS:
             return {}
         layout = {2: "NWC", 3: "NHWC", 4: "NDHWC"}[len(self.size)]

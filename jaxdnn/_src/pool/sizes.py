@@ -216,7 +216,7 @@ def _averages(spec: PoolSpec, x: Array, pairs: Pairs, out: np.dtype | None) -> A
 
 
 def _windows(size: int, count: int) -> list[tuple[int, int]]:
-    """Where each window of an axis starts, and its taps."""
+    """The start and the taps of each window of an axis."""
     return [(i * size // count, -(-(i + 1) * size // count) - i * size // count) for i in range(count)]
 
 

@@ -65,7 +65,7 @@ def band(rule: Rule, transposed: bool = False) -> Band:
 
 
 def _numerators(rule: Rule) -> tuple[np.ndarray, int]:
-    """Where each result lies in the source, as exact fractions over one denominator (Python's integers)."""
+    """The place of each result in the source, as exact fractions over one denominator (Python's integers)."""
     p, q = rule.ratio.numerator, rule.ratio.denominator
     i = np.arange(rule.outputs).astype(object)
     return ((2 * i + 1) * p - q if rule.coordinates == "half_pixel" else 2 * i * p), 2 * q
@@ -94,7 +94,7 @@ def _kernel_weights(rule: Rule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sums(weights: np.ndarray) -> np.ndarray:
-    """Those of rows, each rounded once."""
+    """The sums of rows, each rounded once."""
     return np.array([math.fsum(row) for row in weights]).reshape(-1, 1)
 
 

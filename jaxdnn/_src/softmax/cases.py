@@ -127,7 +127,7 @@ class LossCase(Case):
         return (Expected(value, error, np.float64 if self.x64 else np.float32, generic=False),)
 
     def _row_error(self, x: np.ndarray, w: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Of a loss: of its logits, of their logsumexp, and of the terms that are added."""
+        """The error of each row's loss: of its logits, of their logsumexp, and of the terms that are added."""
         unit = (
             "float64"
             if self.x64

@@ -103,7 +103,7 @@ class CrossEntropy(timed.Case):
 
 
 def _plain(x: Array, w: Array, labels: Array) -> Array:
-    """With all logits in memory, in float32."""
+    """The loss with all logits in memory, in float32."""
     logits = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)

@@ -181,7 +181,7 @@ def _windows(geometry: Window) -> list[Windows]:
 
 
 def _factors(layout: Layout, windows: Sequence[Windows], x: Any) -> Factors:
-    """Of `im2col`: all axes may be sharded, spatial ones with as many patches as the stride goes into the size.
+    """How `im2col` may be sharded: along all axes, spatial ones with as many patches as the stride goes into the size.
 
     Features of a device's channels are not neighbours in the result, whose parts are exchanged once more.
     """

@@ -88,14 +88,14 @@ def norm2(x: Array, axes: Axes, fixed: bool) -> Array:
 
 
 def _norm2_in_float64(x: Array, *, axes: Axes, fixed: bool) -> Array:
-    """Of narrower numbers, whose squares float64 holds exactly (int32's all but): one reading, nothing to scale."""
+    """The norm of narrower numbers: float64 holds their squares (int32's nearly), so x is read once and not scaled."""
     with jax.enable_x64(True):
         wide = real(x, np.float64) if jnp.issubdtype(x.dtype, jnp.integer) else lax.convert_element_type(x, np.float64)
         return lax.convert_element_type(jnp.sqrt(_squares(wide, axes, fixed)), np.float32)
 
 
 def _norm2_in_one_pass(x: Array, *, axes: Axes, fixed: bool) -> Array:
-    """Without scaling for the sums that show that nothing has overflowed, or underflowed that rounding would keep.
+    """The norm without scaling where the sum shows that no overflow or underflow changed it, else with scaling.
 
     Which of the two an element of the result is taken from depends on its own elements of x alone.
     """
@@ -203,7 +203,7 @@ def _extreme_jvp(op: str, axes: Axes, nan: str, primals: tuple[Array], tangents:
 
 
 def index(x: Array, y: Array, op: str, axes: Axes) -> Array:
-    """Where the first element equal to the extreme y is: int32, flat over the reduced axes in row-major order."""
+    """The place of the first element equal to the extreme y: int32, flat over the reduced axes in row-major order."""
     x = jnp.abs(x) if op == "amax" else x
     equal = x == y
     if jnp.issubdtype(x.dtype, jnp.inexact):

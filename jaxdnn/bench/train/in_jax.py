@@ -15,7 +15,7 @@ _LAYOUTS = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", 
 
 
 class Lax:
-    """By lax, jnp and jax.nn; norms by Flax's formula, variance as E[x²] - E[x]² in float32."""
+    """The operations by lax, jnp and jax.nn; norms by Flax's formula, variance as E[x²] - E[x]² in float32."""
 
     def __init__(self) -> None:
         self.statistics: list[tuple[Array, Array]] = []
@@ -35,14 +35,14 @@ class Lax:
         return self.conv(x, w), x
 
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
-        """Of as many taps as the stride."""
+        """A transposed convolution with as many taps as the stride."""
         # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward one.
         kernel = lax.rev(w, range(w.ndim - 2)).swapaxes(-1, -2).astype(x.dtype)
         strides = (stride,) * (x.ndim - 2)
         return lax.conv_transpose(x, kernel, strides, "VALID", dimension_numbers=_LAYOUTS[x.ndim])
 
     def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Any = None) -> Array:
-        """By the batch's own statistics, which are kept; then the residual is added, and the activation applied."""
+        """Normalises by the batch's statistics, which are kept; then adds the residual and applies the activation."""
         h = x.astype(jnp.float32)
         axes = tuple(range(x.ndim - 1))
         mean = h.mean(axes)
@@ -75,7 +75,7 @@ class Lax:
         return y if bias is None else y + bias.astype(y.dtype)
 
     def attention(self, x: Array, heads: int) -> Array:
-        """Of queries, keys and values that lie side by side: (N, T, 3 D) to (N, T, D)."""
+        """Attention of queries, keys and values that lie side by side: (N, T, 3 D) to (N, T, D)."""
         n, t, d = x.shape
         q, k, v = jnp.moveaxis(x.reshape(n, t, 3, heads, d // 3 // heads), 2, 0)
         return jax.nn.dot_product_attention(q, k, v).reshape(n, t, d // 3)
@@ -108,7 +108,7 @@ class Lax:
 
 
 class Jaxdnn(Lax):
-    """By this library wherever it has the op; matrix products and attention are XLA's."""
+    """The operations by this library wherever it has the op; matrix products and attention are XLA's."""
 
     def conv(
         self, x: Array, w: Array, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1

@@ -183,7 +183,7 @@ def _vit(rng: np.random.Generator) -> Any:
 
 
 def _vit_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
-    """Without a class token and positions: the head reads the mean of the tokens."""
+    """A vision transformer without class token and positions: the head reads the mean of the tokens."""
     x = ops.tokens(ops.conv(x, *p["patch"], stride=VIT_PATCH))
     for block in p["blocks"]:
         y = ops.attention(ops.dense(ops.layer_norm(x, block["before"]), *block["qkv"]), VIT_HEADS)
@@ -203,7 +203,7 @@ EFFICIENTNET_STAGES = (
 
 
 def _efficientnet_blocks() -> list[tuple[int, int, int, int, int]]:
-    """Of each block its input's width, the width inside, its own, stride and taps."""
+    """Each block's input width, inner width, output width, stride and taps."""
     found, c = [], 32
     for expansion, width, count, stride, taps in EFFICIENTNET_STAGES:
         for i in range(count):
@@ -231,7 +231,7 @@ def _efficientnet(rng: np.random.Generator) -> Any:
 
 
 def _efficientnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
-    """Without stochastic depth and dropout, which cost next to nothing."""
+    """EfficientNet without stochastic depth and dropout, which cost next to nothing."""
 
     def conv_norm(x: Array, layer: Any, *, activation: str | None = "silu", **how: Any) -> Array:
         return ops.batch_norm(ops.conv(x, layer[0], **how), layer[1], activation=activation)

@@ -76,5 +76,5 @@ def cases(op: str, make: Callable[..., Any]) -> Iterator[Any]:
 
 @ft.cache
 def processes() -> concurrent.futures.ProcessPoolExecutor:
-    """Where the model runs: its many small NumPy calls would take turns in threads. Not forked, for JAX has threads."""
+    """The processes that run the model, whose small NumPy calls block threads; not forked, for JAX has threads."""
     return concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))

@@ -121,7 +121,7 @@ def _sparse(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) 
 
 
 def _infinite(case: Case, rng: np.random.Generator, shapes: Any, _: Accumulation) -> list[np.ndarray]:
-    """Two at least, of either sign, so that most results are finite or NaN by padding alone."""
+    """Two infinities at least, of either sign, so that most results are finite, or NaN because of padding alone."""
     first, second = (rng.standard_normal(s) for s in shapes)
     places = rng.choice(second.size, min(second.size, 2), replace=False)
     second.reshape(-1)[places] = rng.choice([np.inf, -np.inf], places.size)

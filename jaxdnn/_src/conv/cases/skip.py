@@ -72,7 +72,7 @@ class SkipCase(plain.Case):
 
     @property
     def bits(self) -> int:
-        """Of the significand that results have."""
+        """The bits of the results' significand."""
         return checks.tolerance.FORMATS[np.dtype(self.in_dtype).name].bits
 
     def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
@@ -109,7 +109,7 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[SkipCase]:
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:
-    """Of a batch that meshes divide."""
+    """The quick cases, with a batch that meshes divide."""
     for case in cases(op, engine, "quick", seed):
         case = dataclasses.replace(case, geometry=dataclasses.replace(case.geometry, batch=8))
         yield subject(case, seed, batch_axes=(0, None, 0, 0), out_axis=0)

@@ -103,7 +103,7 @@ def _wide(parts: Sequence[Array], channels: int) -> Array:
 
 
 def _folded_padding(geo: Geometry) -> tuple[int, int]:
-    """To whole strides, as many as the windows read; a negative number removes pixels that none reads."""
+    """The padding to as many whole strides as the windows read; a negative number removes pixels that none reads."""
     low, (s, d, r, q) = geo.padding[-1][0], (v[-1] for v in (geo.stride, geo.dilation, geo.taps, geo.out))
     return low, (q - 1 + ceil_div((r - 1) * d + 1, s)) * s - low - geo.sizes[-1]
 

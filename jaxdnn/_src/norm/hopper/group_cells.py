@@ -67,7 +67,7 @@ class Cells:
     # ---- between cells and channels ----------------------------------------------------------------------------------
 
     def to_channels(self, values: Sequence[str]) -> list[str]:
-        """For each channel of the vector the value of its cell."""
+        """The value of its cell for each channel of the vector."""
         plan, found = self.plan, []
         for i in range(plan.elements):
             value = values[0]
@@ -79,7 +79,7 @@ class Cells:
         return found
 
     def from_channels(self, sums: Sequence[str]) -> list[str]:
-        """For each cell the sum of its channels' values, added in the order of the channels."""
+        """The sum of each cell's channels, added in their order."""
         e, found = self.e, []
         for j in range(self.plan.cells):
             total = ""

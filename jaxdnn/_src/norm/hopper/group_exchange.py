@@ -51,13 +51,13 @@ class Exchange:
             e.op("barrier.cluster.arrive.release.aligned")
 
     def begin(self) -> None:
-        """Before the loop over the cluster's parts."""
+        """Prepares for the loop over the cluster's parts."""
         if self._in_turn:
             self._part = self.e.r("mov.b32", 0)
             self._wait_for_cluster()
 
     def next_part(self) -> None:
-        """At the end of the loop's body."""
+        """Counts a part, at the end of the loop's body."""
         if self._in_turn:
             self.e.op("add.s32", self._part, self._part, 1)
 

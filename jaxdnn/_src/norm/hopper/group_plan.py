@@ -109,7 +109,7 @@ class ImagePlan:
 
     @property
     def offsets(self) -> list[int]:
-        """For each column, the number of its first channel within its group."""
+        """The number of each column's first channel within its group."""
         return [column * self.elements % self.group for column in range(self.columns)]
 
     @property
@@ -119,7 +119,7 @@ class ImagePlan:
 
     @property
     def spans(self) -> list[int]:
-        """For each group of the part, how many columns have channels of it."""
+        """The number of columns that have channels of a group, for each group of the part."""
         starts = range(0, self.part, self.group)
         return [(start + self.group - 1) // self.elements - start // self.elements + 1 for start in starts]
 

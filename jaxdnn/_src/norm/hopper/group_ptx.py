@@ -190,7 +190,7 @@ class Before:
         self.bias = k.vectors.parameter("bias") if bias else none
 
     def __call__(self, i: int, dy: str, h: str) -> str:
-        """Of the thread's i-th channel."""
+        """The gradient for the thread's i-th channel."""
         if self.activation is None:
             return dy
         z = activation_ptx.affine(self.k.e, h, self.scale[i], self.bias[i])
@@ -198,7 +198,7 @@ class Before:
 
 
 def added_gradients(k: Kernel, saved: Saved, scale: bool, before: Before) -> tuple[list[list[str]], str]:
-    """For each of the thread's cells Σ g h, Σ g, where g = dy scale, and for float32 Σ h.
+    """Σ g h and Σ g, where g = dy scale, and for float32 Σ h, for each of the thread's cells.
 
     Also the address in shared memory of the block's sums of its channels: dy h, dy, and h.
     """

@@ -86,7 +86,7 @@ def _gather_phase(spec: PoolSpec, dy: Item, tap: Array, join: Any, chosen: list[
 
 
 def _gather_disjoint(spec: PoolSpec, dy: Item, tap: Array) -> Item:
-    """For windows that do not overlap: dy and tap are repeated over the elements of their window."""
+    """The gather for windows that do not overlap: dy and tap are repeated over the elements of their window."""
     wanted = np.zeros((), np.int64)
     for i, axis in enumerate(spec.spatial):
         stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
@@ -115,7 +115,7 @@ def spread(a: Array, axis: int, stride: int, low: int, size: int) -> Array:
 
 
 def _gather_by_loop(spec: PoolSpec, dy: Item, tap: Array, join: Any) -> Item:
-    """For long overlapping windows: a loop over the taps, dy and tap spaced out by the strides."""
+    """The gather for long overlapping windows: a loop over the taps, dy and tap spaced out by the strides."""
     rank, shape = tap.ndim, x_shape(spec, tap.shape)
     widths, reach = [(0, 0, 0)] * rank, []
     for i, axis in enumerate(spec.spatial):

@@ -227,7 +227,7 @@ def shifted(k: Kernel, words: Sequence[str], m: str) -> list[str]:
 
 
 def finisher(k: Kernel, algorithm: str, s: str) -> Callable[[str], str]:
-    """From exp(d), or for "log" from d, to the result; for "logsumexp" the logarithm of the sum alone."""
+    """The map from exp(d), or for "log" from d, to the result; for "logsumexp" it gives the logarithm of the sum."""
     if algorithm in ("log", "logsumexp"):
         log = k.log(s)
         return lambda d: k.e.f("sub.rn.f32", d, log) if d else log

@@ -342,7 +342,7 @@ class _Section:
             e.op("st.shared.u16", place, e.r("shr.u32", word, 16 * j), when=when)
 
     def _repair(self, x: str, y: str, source: str, block: str, group: str, chunk: str, sums: list[list[str]]) -> None:
-        """If a sum is not finite, computes all again, for one output row of a pair and one channel group at a time."""
+        """Computes all again if a sum is not finite, for one output row of a pair and one channel group at a time."""
         e, k, lanes = self.e, self.k, self.lanes
         zero = "0f00000000"
         probe = e.f("mov.f32", zero)
