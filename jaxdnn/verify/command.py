@@ -23,7 +23,7 @@ from rich.console import Console
 from jaxdnn._src.cases.case import DTYPES as EVERY_DTYPE
 from jaxdnn._src.cases.case import Result, flushes_subnormals
 from jaxdnn._src.cases.subject import Subject
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, files
 from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, random, random_report, report, show, turns
 from jaxdnn.verify.random_report import Report
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"jaxdnn verify: no engine here guarantees what {', '.join(procedures)} tests.", file=sys.stderr)
         return 2
     finished = {
-        "command": shlex.join(["jaxdnn", "verify", *_words(arguments)]),
+        "command": _line(*_words(arguments)),
         "extent": arguments.extent,
         "turn": arguments.turn,
         "counted": counted,
@@ -138,15 +138,12 @@ def _run_random(arguments: argparse.Namespace) -> int:
     # What this process asks of a GPU is what it is; the memory is for the processes that run the calls.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     console, start, here = _begun(arguments.random, "random calls")
-    words = ["jaxdnn", "verify", "--random", str(arguments.random), *_words(arguments)]
-    words += ["--index", str(arguments.index)] if arguments.index else []
-    words += ["--towards", arguments.towards] if arguments.towards else []
-    words += ["--under", arguments.under] if arguments.under else []
+    words = ["--random", str(arguments.random), *_words(arguments), *_given(arguments, "index", "towards", "under")]
     found: list[Report] = []
 
     def document(*, finished: bool) -> dict[str, Any]:
         seconds = round(time.perf_counter() - start, 1)
-        made = {"command": shlex.join(words), "environment": here, "seconds": seconds, "finished": finished}
+        made = {"command": _line(*words), "environment": here, "seconds": seconds, "finished": finished}
         made |= random_report.summary(found)
         for failed in made["failed"]:
             failed["reproduce"] = _reproduce_random(arguments, failed["index"], failed["towards"])
@@ -174,9 +171,8 @@ def _run_random(arguments: argparse.Namespace) -> int:
 
 
 def _reproduce_random(arguments: argparse.Namespace, index: int, towards: str | None) -> str:
-    words = ["jaxdnn", "verify", "--random", "1", "--index", str(index), *_words(arguments)]
-    words += ["--under", arguments.under] if arguments.under else []
-    return shlex.join([*words, *(["--towards", towards] if towards else [])])
+    words = ["--random", "1", "--index", str(index), *_words(arguments), *_given(arguments, "under")]
+    return _line(*words, *(["--towards", towards] if towards else []))
 
 
 def _misplaced(arguments: argparse.Namespace) -> str | None:
@@ -226,9 +222,8 @@ def _run_mesh(arguments: argparse.Namespace) -> int:
             if outcome.status == "failed":
                 name = outcome.trial.id
                 show.failure(console, name, outcome.message, _reproduce_mesh(arguments, name))
-    words = ["jaxdnn", "verify", "--mesh", *_words(arguments)]
     document = {
-        "command": shlex.join(words),
+        "command": _line("--mesh", *_words(arguments)),
         "environment": here,
         "seconds": round(time.perf_counter() - start, 1),
         **mesh.summary(outcomes),
@@ -242,7 +237,7 @@ def _run_mesh(arguments: argparse.Namespace) -> int:
 
 
 def _reproduce_mesh(arguments: argparse.Namespace, name: str) -> str:
-    return shlex.join(["jaxdnn", "verify", "--mesh", "--case", name, *_setting(arguments)])
+    return _line("--mesh", "--case", name, *_setting(arguments))
 
 
 def _turn(arguments: argparse.Namespace) -> tuple[int | None, str | None]:
@@ -376,24 +371,29 @@ def _words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _setting(arguments: argparse.Namespace) -> list[str]:
-    words = ["--seed", str(arguments.seed)]
-    for name in ("platform", "devices"):
-        words += [f"--{name}", str(getattr(arguments, name))] if getattr(arguments, name) else []
-    return words
+    return ["--seed", str(arguments.seed), *_given(arguments, "platform", "devices")]
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """The words for those arguments of one value that are given."""
+    values = ((name, getattr(arguments, name)) for name in names)
+    return [word for name, value in values if value for word in (f"--{name}", str(value))]
+
+
+def _line(*words: str) -> str:
+    """The command line of these words."""
+    return shlex.join(["jaxdnn", "verify", *words])
 
 
 def _reproduce(arguments: argparse.Namespace, name: str) -> str:
     # Of a determinism procedure the extent is part: it sets repeats and batch sizes.
     extent = [f"--{arguments.extent}"] if name.startswith("determinism/") and arguments.extent != "standard" else []
-    return shlex.join(["jaxdnn", "verify", "--case", name, *extent, *_setting(arguments)])
+    return _line("--case", name, *extent, *_setting(arguments))
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replaces the file by one rename, so that it is complete even if this process is stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    written.replace(path)
+    files.write(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def _write(arguments: argparse.Namespace, document: dict[str, Any], console: Console) -> None:
@@ -401,14 +401,10 @@ def _write(arguments: argparse.Namespace, document: dict[str, Any], console: Con
         _write_json(arguments.json, document)
     found = document["summary"]
     counts, bits = found["cells"], found["determinism"]
-    verdict = "[bold green]passed[/]" if found["passed"] else "[bold red]FAILED[/]"
-    console.print(
-        f"{verdict}: {counts['passed']} cells passed, {counts['failed']} failed, {counts['refused']} not served; "
-        f"{bits['passed']} determinism procedures passed, {bits['failed']} failed; "
-        f"{document['run']['compilations']} compilations, {document['run']['seconds']} s",
-        highlight=False,
-        soft_wrap=True,
-    )
+    text = f"{counts['passed']} cells passed, {counts['failed']} failed, {counts['refused']} not served; "
+    text += f"{bits['passed']} determinism procedures passed, {bits['failed']} failed; "
+    text += f"{document['run']['compilations']} compilations, {document['run']['seconds']} s"
+    show.verdict(console, found["passed"], text)
     if document["run"]["turn"] is not None:
         console.print(turns.said(**document["run"]), highlight=False, soft_wrap=True)
     path = arguments.html or (None if arguments.case else Path("jaxdnn-report.html"))

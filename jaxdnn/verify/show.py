@@ -36,6 +36,12 @@ def failure(console: Console, name: str, message: str, reproduce: str | None) ->
         console.print(f"       reproduce: [bold]{escape(reproduce)}[/]", soft_wrap=True, highlight=False)
 
 
+def verdict(console: Console, passed: bool, text: str) -> None:
+    """Prints whether a run passed, and its counts."""
+    word = "[bold green]passed[/]" if passed else "[bold red]FAILED[/]"
+    console.print(f"{word}: {text}", highlight=False, soft_wrap=True)
+
+
 def tables(console: Console, document: dict[str, Any]) -> None:
     """The matrix by op, engine and dtype; refusals by reason; levels; controls."""
     if document["cells"]:
@@ -81,10 +87,9 @@ def random(console: Console, document: dict[str, Any]) -> None:
         others = f"; {document['procedures_not_run']} could not be run" if document["procedures_not_run"] else ""
         console.print(f"procedures of levels: {escape(words)}{others}", soft_wrap=True, highlight=False)
     counts = document["calls"]
-    verdict = "[bold green]passed[/]" if document["passed"] else "[bold red]FAILED[/]"
     text = ", ".join(f"{counts.get(status, 0)} {status}" for status in ("passed", "failed", "refused"))
     guarded = f"{document['guarded']} in guarded memory"
-    console.print(f"{verdict}: {text}; {guarded}; {document['seconds']} s", highlight=False)
+    verdict(console, document["passed"], f"{text}; {guarded}; {document['seconds']} s")
 
 
 def mesh(console: Console, document: dict[str, Any]) -> None:
@@ -100,9 +105,8 @@ def mesh(console: Console, document: dict[str, Any]) -> None:
     console.print(table)
     for reason, count in document["refusals"].items():
         console.print(f"[dim]not guaranteed: {escape(reason)} ({count})[/]", soft_wrap=True, highlight=False)
-    verdict = "[bold green]passed[/]" if document["passed"] else "[bold red]FAILED[/]"
     counts = ", ".join(f"{count} {status}" for status, count in document["counts"].items())
-    console.print(f"{verdict}: {counts}; {document['seconds']} s", highlight=False)
+    verdict(console, document["passed"], f"{counts}; {document['seconds']} s")
 
 
 def _signs(by_letter: dict[str, str]) -> str:
