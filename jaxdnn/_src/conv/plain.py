@@ -1,18 +1,23 @@
-"""Convolutions in plain JAX, by the names of the manifest's examples."""
+"""Convolutions in plain JAX, as users write them, and the manifest's examples by their names."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-_NHWC = ("NHWC", "HWIO", "NHWC")
+AXES = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", "DHWIO", "NDHWC")}  # by dimensions
 
 
-def conv(x: Array, w: Array, stride: int = 1, groups: int = 1, pad: int = 1) -> Array:
+def conv(
+    x: Array, w: Array, stride: int = 1, groups: int = 1, pad: tuple[int, int] = (1, 1), dilation: int = 1
+) -> Array:
+    rank = x.ndim - 2
     return lax.conv_general_dilated(
-        x, w, (stride, stride), ((pad, pad), (pad, pad)), dimension_numbers=_NHWC, feature_group_count=groups
-    )
+        x, w, (stride,) * rank, (pad,) * rank, rhs_dilation=(dilation,) * rank,
+        dimension_numbers=AXES[x.ndim], feature_group_count=groups,
+    )  # fmt: skip
 
 
 def conv_dgrad(dy: Array, w: Array) -> Array:
@@ -25,8 +30,10 @@ def conv_wgrad(x: Array, dy: Array) -> Array:
     return jax.vjp(lambda w: conv(x, w), w)[1](dy)[0]
 
 
-def conv_transpose(x: Array, w: Array) -> Array:
-    return lax.conv_transpose(x, w, (2, 2), "VALID", dimension_numbers=_NHWC, transpose_kernel=True)
+def conv_transpose(x: Array, w: Array, stride: int = 2, pads: Any = "VALID") -> Array:
+    """The adjoint of a forward convolution, for which lax exchanges the filter's channels and reverses its taps."""
+    strides = (stride,) * (x.ndim - 2)
+    return lax.conv_transpose(x, w, strides, pads, dimension_numbers=AXES[x.ndim], transpose_kernel=True)
 
 
 conv_strided = ft.partial(conv, stride=2)

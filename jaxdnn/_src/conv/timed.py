@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 import jaxdnn as dnn
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
+from jaxdnn._src.conv import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +39,6 @@ class Conv(timed.Case):
     def padding(self) -> tuple[int, int]:
         same = (self.taps - 1) * self.dilation // 2
         return self.pad or (same, same)
-
-    @property
-    def layout(self) -> str:
-        return {1: "NWC", 2: "NHWC", 3: "NDHWC"}[self.rank]
-
-    @property
-    def filter_layout(self) -> str:
-        return {1: "WIO", 2: "HWIO", 3: "DHWIO"}[self.rank]
 
     @property
     def output_padding(self) -> int:
@@ -86,29 +79,19 @@ class Conv(timed.Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"stride": self.stride, "padding": (self.padding,) * self.rank, "layout": self.layout}
+        options: dict[str, Any] = {
+            "stride": self.stride,
+            "padding": (self.padding,) * self.rank,
+            "layout": plain.AXES[self.rank + 2][0],
+        }
         options |= {"dilation": self.dilation, "groups": self.groups}
         return {**options, "output_padding": self.output_padding} if self.transposed else options
 
     def _lax(self, x: Array, w: Array) -> Array:
-        numbers = (self.layout, self.filter_layout, self.layout)
-        if self.transposed:
-            # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward.
-            low, high = (self.taps - 1 - n for n in self.padding)
-            high += self.output_padding
-            kernel = lax.rev(w, range(self.rank)).swapaxes(-1, -2)
-            return lax.conv_transpose(
-                x, kernel, (self.stride,) * self.rank, ((low, high),) * self.rank, dimension_numbers=numbers
-            )
-        return lax.conv_general_dilated(
-            x,
-            w,
-            (self.stride,) * self.rank,
-            (self.padding,) * self.rank,
-            rhs_dilation=(self.dilation,) * self.rank,
-            dimension_numbers=numbers,
-            feature_group_count=self.groups,
-        )
+        if not self.transposed:
+            return plain.conv(x, w, self.stride, self.groups, self.padding, self.dilation)
+        low, high = (self.taps - 1 - n for n in self.padding)
+        return plain.conv_transpose(x, w, self.stride, ((low, high + self.output_padding),) * self.rank)
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """cuDNN through PyTorch, channels last: the same memory for images, the filter as (K, taps, C)."""

@@ -1,6 +1,7 @@
 """Pooling in plain JAX, by the names of the manifest's examples."""
 
 import functools as ft
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,24 @@ import numpy as np
 from jax import Array, lax
 
 
+def _over_windows(x: Array, start: float, join: Callable[..., Array], n: int, stride: int, pad: int) -> Array:
+    pads = ((0, 0), (pad, pad), (pad, pad), (0, 0))
+    return lax.reduce_window(x, np.asarray(start, x.dtype), join, (1, n, n, 1), (1, stride, stride, 1), pads)
+
+
 def pool(x: Array, n: int = 2, stride: int = 2, pad: int = 0) -> Array:
-    pads = ((0, 0), (pad, pad), (pad, pad), (0, 0))
-    return lax.reduce_window(x, np.float32(-np.inf), lax.max, (1, n, n, 1), (1, stride, stride, 1), pads)
+    return _over_windows(x, -np.inf, lax.max, n, stride, pad)
 
 
-def _average(x: Array, n: int = 2, stride: int = 2, pad: int = 0) -> Array:
-    pads = ((0, 0), (pad, pad), (pad, pad), (0, 0))
-    return lax.reduce_window(x, np.float32(0), lax.add, (1, n, n, 1), (1, stride, stride, 1), pads) / n**2
+def average(x: Array, n: int = 2, stride: int = 2, pad: int = 0) -> Array:
+    return _over_windows(x, 0, lax.add, n, stride, pad) / jnp.asarray(n**2, x.dtype)
+
+
+def average_exclude_padding(x: Array, n: int = 2, stride: int = 2, pad: int = 0) -> Array:
+    total, counts = (
+        _over_windows(v, 0, lax.add, n, stride, pad) for v in (x, jnp.ones((1, *x.shape[1:3], 1), x.dtype))
+    )
+    return total / jnp.broadcast_to(counts, total.shape)
 
 
 def unpool(y: Array, indices: Array) -> Array:
@@ -26,10 +37,10 @@ def unpool(y: Array, indices: Array) -> Array:
 
 
 pool_overlapping = ft.partial(pool, n=3, stride=1, pad=1)
-pool_average = ft.partial(_average, n=3, stride=2, pad=1)
+pool_average = ft.partial(average, n=3, stride=2, pad=1)
 pool_dgrad = lambda dy, x: jax.vjp(pool, x)[1](dy)[0]
 pool_dgrad_average = lambda dy: jax.vjp(
-    _average, jnp.zeros((dy.shape[0], 2 * dy.shape[1], 2 * dy.shape[2], dy.shape[3]), dy.dtype)
+    average, jnp.zeros((dy.shape[0], 2 * dy.shape[1], 2 * dy.shape[2], dy.shape[3]), dy.dtype)
 )[1](dy)[0]
 global_pool = lambda x: jnp.mean(x, (1, 2), keepdims=True)
 adaptive_pool = pool

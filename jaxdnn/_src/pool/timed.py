@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import jaxdnn as dnn
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
+from jaxdnn._src.pool import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +69,8 @@ class Pool(timed.Case):
         return lambda x, *_: self._lax(x)
 
     def _lax(self, x: Array) -> Array:
-        maximum = self.mode == "max"
-        window, strides = ((1, n, n, 1) for n in (self.window, self.stride))
-        pad = self.padding, self.padding
-        start = np.asarray(-np.inf if maximum else 0, x.dtype)
-        fold = lambda x: lax.reduce_window(
-            x, start, lax.max if maximum else lax.add, window, strides, ((0, 0), pad, pad, (0, 0))
-        )
-        if self.mode == "average_exclude_padding":
-            return fold(x) / jnp.broadcast_to(
-                fold(jnp.ones((1, *x.shape[1:3], 1), x.dtype)), self.shapes(x.shape[0])[1]
-            )
-        return fold(x) if maximum else fold(x) / jnp.asarray(self.window**2, x.dtype)
+        by_mode = {"average": plain.average, "average_exclude_padding": plain.average_exclude_padding}
+        return by_mode.get(self.mode, plain.pool)(x, self.window, self.stride, self.padding)
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
         """PyTorch's kernels on the same memory, seen as channels last."""

@@ -12,7 +12,7 @@ def softmax_dgrad(dy: Array, y: Array) -> Array:
 
 
 def linear_cross_entropy(x: Array, w: Array, labels: Array, rows: bool = False) -> Array:
-    logits = x @ w
+    logits = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - picked
     return losses if rows else jnp.mean(losses)

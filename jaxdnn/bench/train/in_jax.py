@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import jaxdnn as dnn
+from jaxdnn._src.conv import plain
 from jaxdnn.bench.train.networks import Norm
 
 _OURS = {"silu": "swish"}  # by name, where ours is another
-_LAYOUTS = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", "DHWIO", "NDHWC")}
 
 
 class Lax:
@@ -23,11 +23,7 @@ class Lax:
     def conv(
         self, x: Array, w: Array, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1
     ) -> Array:
-        rank = x.ndim - 2
-        y = lax.conv_general_dilated(
-            x, w.astype(x.dtype), (stride,) * rank, ((padding, padding),) * rank,
-            dimension_numbers=_LAYOUTS[x.ndim], feature_group_count=groups,
-        )  # fmt: skip
+        y = plain.conv(x, w.astype(x.dtype), stride, groups, (padding, padding))
         return y if bias is None else y + bias.astype(y.dtype)
 
     def conv_skip(self, x: Array, w: Array, activation: str | None) -> tuple[Array, Array]:
@@ -36,10 +32,7 @@ class Lax:
 
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
         """A transposed convolution with as many taps as the stride."""
-        # (in, out) channels exchanged and taps reversed make lax's transposed convolution the adjoint of a forward one.
-        kernel = lax.rev(w, range(w.ndim - 2)).swapaxes(-1, -2).astype(x.dtype)
-        strides = (stride,) * (x.ndim - 2)
-        return lax.conv_transpose(x, kernel, strides, "VALID", dimension_numbers=_LAYOUTS[x.ndim])
+        return plain.conv_transpose(x, w.astype(x.dtype), stride)
 
     def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Any = None) -> Array:
         """Normalises by the batch's statistics, which are kept; then adds the residual and applies the activation."""
@@ -114,7 +107,7 @@ class Jaxdnn(Lax):
         self, x: Array, w: Array, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1
     ) -> Array:
         bias = None if bias is None else bias.astype(x.dtype)
-        layout = _LAYOUTS[x.ndim][0]
+        layout = plain.AXES[x.ndim][0]
         return dnn.conv(
             x, w.astype(x.dtype), bias=bias, stride=stride, padding=padding, groups=groups, layout=layout
         )  # fmt: skip
@@ -123,7 +116,7 @@ class Jaxdnn(Lax):
         return dnn.conv_skip(x, w.astype(x.dtype), input_activation=activation)
 
     def conv_transpose(self, x: Array, w: Array, stride: int) -> Array:
-        return dnn.conv_transpose(x, w.astype(x.dtype), stride=stride, layout=_LAYOUTS[x.ndim][0])
+        return dnn.conv_transpose(x, w.astype(x.dtype), stride=stride, layout=plain.AXES[x.ndim][0])
 
     def batch_norm(self, x: Array, p: Norm, *, activation: str | None = "relu", residual: Any = None) -> Array:
         y, _, _, *statistics = dnn.batch_norm(
@@ -137,7 +130,7 @@ class Jaxdnn(Lax):
         return y
 
     def group_norm(self, x: Array, p: Norm, groups: int, activation: str) -> Array:
-        layout = _LAYOUTS[x.ndim][0]
+        layout = plain.AXES[x.ndim][0]
         norm = dnn.instance_norm if groups == x.shape[-1] else ft.partial(dnn.group_norm, groups=groups)
         y: Any = norm(x, **p, layout=layout, activation=_OURS.get(activation, activation))
         return y
