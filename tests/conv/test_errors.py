@@ -209,6 +209,8 @@ BAD: list[Bad] = [
     ("level nobody has", conv, {"activation": "tanh", "determinism": "portable"}, NotImplementedError, "`conv` on cpu cannot be served by any engine at determinism level 'portable'"),
     ("level of a named engine", conv, {"determinism": "portable", "engine": "xla"}, NotImplementedError, "cannot be served by engine 'xla' at .*xla: it guarantees 'run_to_run' here, not 'portable'"),
     ("level of wgrad", wgrad, {"alpha": 0.1, "beta": 0.1, "prior": W, "determinism": "portable"}, NotImplementedError, "`conv_wgrad` on cpu cannot be served"),
+    ("level of a traced scale", conv, {"alpha": jnp.ones(()), "activation": "tanh", "determinism": "portable"}, NotImplementedError, "`conv` on cpu cannot be served by any engine at determinism level 'portable'"),
+    ("level of a scaled prior", bgrad, {"dy": X.astype(np.int8), "beta": 0.3, "prior": np.ones(X.shape[-1], np.float32), "out_dtype": "float32", "determinism": "portable"}, NotImplementedError, "'portable' cannot be guaranteed for conv_bgrad with a `beta` that is not 0 or 1, expected 'mesh_invariant' or less"),
     ("level of a sum", bgrad, {"determinism": "batch_invariant"}, NotImplementedError, "`determinism` 'batch_invariant' cannot be guaranteed for conv_bgrad of float32, expected 'run_to_run' or less"),
     # dtypes
     ("x int32", conv, {"x": X.astype(np.int32)}, TypeError, "`x` must have one of the dtypes float32, bfloat16, .*int8, got int32"),

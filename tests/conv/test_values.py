@@ -106,6 +106,15 @@ def test_bias_gradient_in_every_layout_and_dtype():
     helpers.check_all([cases.case("conv_bgrad", cases.VOLUME, 5).with_epilogue(5, alpha=-0.5, beta=2.0, prior=True)])
 
 
+def test_bias_gradient_of_integers_is_the_definition_s_to_the_last_bit():
+    """LLVM knows that a sum of integers is not NaN, and would contract its product by alpha with what is added."""
+    rng = np.random.default_rng(8)
+    dy, prior = rng.integers(-128, 128, (2, 3, 999)).astype(np.int8), rng.normal(size=999).astype(np.float32) * 300
+    blend: dict[str, Any] = {"layout": "NWC", "alpha": 0.3, "beta": 1.0, "out_dtype": np.float32}
+    found = jax.jit(lambda dy, prior: dnn.conv_bgrad(dy, prior=prior, determinism="portable", **blend))(dy, prior)
+    np.testing.assert_array_equal(found, reference.conv_bgrad(dy, prior=prior, arithmetic="ordered", **blend))
+
+
 @pytest.mark.parametrize("letters", ["KCRS", "OIHW"])
 def test_every_order_of_a_filter(letters: str):
     layouts = ["".join(order) for order in itertools.permutations(letters)]

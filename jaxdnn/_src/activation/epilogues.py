@@ -17,7 +17,7 @@ from jaxdnn._src.activation import formulas, primitive
 from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT, Parameter, activate, derivative
 from jaxdnn._src.core.blending import along_channel, convert, scaled_prior
 from jaxdnn._src.core.determinism import LEVELS, is_fixed
-from jaxdnn._src.core.rounding import product
+from jaxdnn._src.core.rounding import product, real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def apply(
     """
     extras = dict(zip(epilogue.operands, operands, strict=True))
     if jnp.issubdtype(acc.dtype, jnp.integer) and not epilogue.integer:
-        acc = acc.astype(jnp.float32)
+        acc = real(acc, np.float32) if is_fixed(level) else acc.astype(jnp.float32)
     z = acc if is_one(epilogue.alpha) else product(acc, jnp.asarray(epilogue.alpha).astype(acc.dtype))
     if "prior" in extras:
         z = z + scaled_prior(epilogue.beta, extras["prior"].astype(z.dtype))

@@ -335,7 +335,8 @@ def conv_bgrad(
       dy: the gradient in the convolution's result, (N, P, Q, K) for layout NHWC; dtypes as for `conv`.
       layout: the axes of dy, see `conv`.
       alpha, beta, prior: the blend, see `conv`; prior is (K,).
-      accumulate, out_dtype, determinism: see `conv`; a sum over the batch promises run_to_run, of integers portable.
+      accumulate, out_dtype, determinism: see `conv`; a sum over the batch promises run_to_run, of integers portable, or
+        mesh_invariant where beta is not 0 or 1.
 
     Returns:
       db, (K,).

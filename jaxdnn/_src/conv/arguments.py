@@ -16,9 +16,9 @@ from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.conv import primitive
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.primitive import ConvSpec
-from jaxdnn._src.core import blending, checks, primitives, windows
+from jaxdnn._src.core import blending, checks, primitives, selection, windows
 from jaxdnn._src.core.blending import FLOATS, Types
-from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.determinism import require, required, satisfies
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import at_edges
 
@@ -228,6 +228,10 @@ def call(
     epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype)
     if _is_static(alpha) and _is_static(beta):
         return primitives.call(op, a, b, *further, spec=dataclasses.replace(spec, epilogue=epilogue))
+    if satisfies(spec.level, "portable"):  # where not every epilogue is; a traced scale may be neither 0 nor 1
+        scales = {name: 0.5 for name in ("alpha", "beta") if not _is_static(getattr(epilogue, name))}
+        like = dataclasses.replace(spec, epilogue=dataclasses.replace(epilogue, **scales))
+        selection.check(op, like, a, b, *further)
     plain = dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype)
     acc = primitives.call(op, a, b, spec=plain)
     return _finished(epilogue, acc, further, spec.channel(role), spec.out_dtype, spec.level)
@@ -246,6 +250,9 @@ def blend(acc: Array, types: Types, *, alpha: Any, beta: Any, prior: Any, like: 
     prior = None if prior is None else _like("prior", prior, acc.shape, "the result's")
     operands = {"prior": prior, "bias": None, "residual": None}
     epilogue, further = _epilogue_of(types, operands, alpha, beta, None, like.dtype)
+    if further and not (_is_static(epilogue.beta) and epilogue.beta == 1):
+        scaled = "conv_bgrad with a `beta` that is not 0 or 1"
+        require(scaled, level, "mesh_invariant", "the definition does not round beta * prior")
     return _finished(epilogue, acc, further, 0, types.out, level)
 
 
