@@ -68,6 +68,12 @@ from jaxdnn._src.resample.api import pixel_shuffle as pixel_shuffle
 from jaxdnn._src.resample.api import pixel_unshuffle as pixel_unshuffle
 from jaxdnn._src.resample.api import resample as resample
 from jaxdnn._src.resample.api import resample_dgrad as resample_dgrad
+from jaxdnn._src.rnn.api import gru as gru
+from jaxdnn._src.rnn.api import gru_cell as gru_cell
+from jaxdnn._src.rnn.api import lstm as lstm
+from jaxdnn._src.rnn.api import lstm_cell as lstm_cell
+from jaxdnn._src.rnn.api import rnn as rnn
+from jaxdnn._src.rnn.api import rnn_cell as rnn_cell
 from jaxdnn._src.sampling.api import affine_grid as affine_grid
 from jaxdnn._src.sampling.api import grid_sample as grid_sample
 from jaxdnn._src.softmax.api import logsumexp as logsumexp

@@ -64,6 +64,12 @@ from jaxdnn_reference.resample import pixel_shuffle as pixel_shuffle
 from jaxdnn_reference.resample import pixel_unshuffle as pixel_unshuffle
 from jaxdnn_reference.resample import resample as resample
 from jaxdnn_reference.resample import resample_dgrad as resample_dgrad
+from jaxdnn_reference.rnn import gru as gru
+from jaxdnn_reference.rnn import gru_cell as gru_cell
+from jaxdnn_reference.rnn import lstm as lstm
+from jaxdnn_reference.rnn import lstm_cell as lstm_cell
+from jaxdnn_reference.rnn import rnn as rnn
+from jaxdnn_reference.rnn import rnn_cell as rnn_cell
 from jaxdnn_reference.rounding import fma as fma
 from jaxdnn_reference.rounding import round_to as round_to
 from jaxdnn_reference.softmax import logsumexp as logsumexp

@@ -16,6 +16,7 @@ are. And why: of what is added up, is looked up, or lies where.
 | K, R, S, P, Q | results of R x S or P x Q taps |
 | F | R S C features, of which the channels are the outer factor, sharded if C is |
 | T, D, V | tokens of D features, and a vocabulary |
+| E, G | the columns of three or four gates of D units each |
 | _, ? | an axis of length 1; a result that depends on no operand, and is sharded in any way |
 
 `index(T)` is an array of indices, all 0, `shape(NHWC)` a shape, `size(C)` a size.
@@ -48,6 +49,7 @@ LARGE: Mapping[str, Any] = dict(N=8, H=16, W=16, C=32, K=64, R=3, S=3, P=2, Q=2,
 def shape(axes: str, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sizes of axes, in letters."""
     known = {**sizes, **{a.lower(): sizes[a] // 2 for a in "HW"}, "F": sizes["R"] * sizes["S"] * sizes["C"], "_": 1}
+    known |= {"E": 3 * sizes["D"], "G": 4 * sizes["D"]}
     return tuple(known[letter] for letter in axes)
 
 
@@ -111,7 +113,8 @@ class Example:
     def letters(self) -> str:
         """The letters whose sizes the arguments have."""
         every = (*self.arguments, *self.options.values())
-        found = "".join(v.letters for v in every if isinstance(v, Axes)).replace("F", "RSC").replace("_", "")
+        found = "".join(v.letters for v in every if isinstance(v, Axes))
+        found = found.replace("F", "RSC").replace("E", "D").replace("G", "D").replace("_", "")
         return "".join(dict.fromkeys(found.upper()))
 
     def shapes(self, sizes: Mapping[str, Any] = SMALL) -> list[tuple[Any, ...]]:

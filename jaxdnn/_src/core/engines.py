@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,6 +141,14 @@ def flushes_on_cpus(call: Call) -> tuple[str, ...]:
     Products of bfloat16 are float32's.
     """
     return ("flushes_subnormals",) if call.platform == "cpu" else ()
+
+
+def level_of_products(call: Call) -> str:
+    """The level of XLA's own products of floats: on GPUs its autotuner chooses an algorithm, unless flags forbid that."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+    asked = any(f"--{name}" in flags and f"--{name}=false" not in flags for name in names)
+    return "run_to_run" if asked or call.platform == "cpu" else "fast"
 
 
 _registry: dict[str, list[Engine]] = {}

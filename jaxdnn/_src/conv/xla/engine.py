@@ -9,7 +9,6 @@ its filter gradient is an ordinary backward-filter one.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -212,12 +211,7 @@ def _exchange_channels(spec: ConvSpec, w: Array) -> Array:
 def _level(call: engines.Call) -> str:
     if jnp.issubdtype(call.avals[0].dtype, jnp.integer):
         return "portable" if call.spec.epilogue.integer else "run_to_run"
-    if call.platform == "cpu":
-        return "run_to_run"
-    flags = os.environ.get("XLA_FLAGS", "")
-    names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
-    asked = any(f"--{name}" in flags and f"--{name}=false" not in flags for name in names)
-    return "run_to_run" if asked else "fast"
+    return engines.level_of_products(call)
 
 
 def _accumulation(call: engines.Call) -> str:

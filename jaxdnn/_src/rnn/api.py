@@ -1,0 +1,544 @@
+"""Recurrent layers over whole sequences, `lstm`, `gru` and `rnn`, and their cells, which are one step.
+
+Letters: N sequences, T steps, I inputs, H units, P columns of a projection. Weights have a row for each of what they
+multiply and a column for each unit of each gate, gate by gate.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jaxdnn._src.core import blending, checks, primitives, trees
+from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.rounding import at_edges, nearest
+from jaxdnn._src.rnn.primitive import RnnSpec, multiply
+from jaxdnn._src.rnn.steps import GATES
+
+LAYOUTS = ("NTC", "TNC")
+DIRECTIONS = ("forward", "reverse")
+RESET_GATES = ("after", "before")
+ACTIVATIONS = ("tanh", "relu")
+_FLOATS = blending.FLOATS[:4]
+
+
+@public
+def lstm(
+    x: ArrayLike,
+    w: ArrayLike,
+    r: ArrayLike,
+    /,
+    *,
+    bias: ArrayLike | None = None,
+    recurrent_bias: ArrayLike | None = None,
+    projection: ArrayLike | None = None,
+    h0: ArrayLike | None = None,
+    c0: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    direction: str = "forward",
+    clip: Sequence[float] | None = None,
+    fill: float = 0.0,
+    layout: str = "NTC",
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> tuple[Array, tuple[Array, Array]]:
+    """Long short-term memory: a layer of it over sequences.
+
+    z = x_t W + bias + h_{t-1} R + recurrent_bias, of which z_i, z_f, z_g, z_o are the quarters
+    c_t = clip(sigmoid(z_f) c_{t-1} + sigmoid(z_i) tanh(z_g))
+    h_t = sigmoid(z_o) tanh(c_t), times the projection if there is one
+    y_t = h_t
+
+    Args:
+      x: (N, T, I) for layout "NTC"; float32, bfloat16, float16 or float64.
+      w: (I, 4 H), of x's dtype as all weights; the columns in the order i, f, g, o.
+      r: (H, 4 H); with a projection (P, 4 H).
+      bias, recurrent_bias: (4 H,), of x's dtype or the accumulator's; here it is their sum that counts.
+      projection: (H, P); y, h0 and the final h then have P columns in place of H.
+      h0: (N, H), of x's dtype; None is zeros.
+      c0: (N, H), of x's dtype or the accumulator's; None is zeros.
+      lengths: (N,), integers from 0 to T in any order: the steps of each sequence; None is T. Inputs of later steps are
+        not read. A length above T counts as T, one below 0 as 0.
+      direction: "forward", or "reverse": from each sequence's last step to its first.
+      clip: (low, high), which c_t is cut to; None is no limit.
+      fill: what y has behind a sequence's end.
+      layout: "NTC", or "TNC" for x (T, N, I) and y (T, N, H).
+      engine: None, or the name of the engine that must serve the call.
+      determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
+
+    Returns:
+      y, (N, T, H) for "NTC", and the final states (h, c), (N, H) each: those after the step that comes last in the
+      direction, and h0 and c0 for a sequence of length 0. Of x's dtype; c of c0's if that is given. So a long sequence
+      may be cut in pieces, and with c0 in the accumulator's dtype nothing is rounded between them.
+
+    Differentiation: any order, forward and reverse, in x, weights, biases, h0 and c0. Where c_t was cut it has the
+      derivative 0 in what it is computed from; at the limits themselves 1.
+
+    Numerics: x W, gates and c in float32 (float64 for float64); h_t is rounded to x's dtype, in which it is multiplied
+      by R, and so is what multiplies weights in derivatives. Determinism level "run_to_run" as XLA multiplies (on GPUs
+      "fast", unless its flags ask for more); engine `ordered`, slow, adds in the definition's order: results "portable",
+      gradients "mesh_invariant". Second derivatives are run_to_run. For the gradient 5 H numbers a step are kept.
+
+    Raises:
+      ValueError: shapes that do not fit, an unknown option. TypeError: a dtype that is not served. NotImplementedError:
+      no engine serves the call at the required level.
+
+    Example:
+      >>> x, w, r = jnp.ones((2, 5, 3)), jnp.ones((3, 16)), jnp.zeros((4, 16))
+      >>> y, (h, c) = dnn.lstm(x, w, r, lengths=jnp.array([5, 2]))
+      >>> y.shape, y[1, 2:].any().item(), (y[0, 4] == h[0]).all().item()
+      ((2, 5, 4), False, True)
+
+    Sources: Hochreiter and Schmidhuber (1997); Gers et al. (2000); Sak et al., arXiv:1402.1128, for the projection.
+      cuDNN's cudnnRNNForward (CUDNN_LSTM) and PyTorch's LSTM have the same gates in the same order, matrices transposed,
+      and a bias of each kind. ONNX orders i, o, f, c and clips preactivations; Keras i, f, c, o with one bias; of Flax's
+      OptimizedLSTMCell the kernels, of i, f, g, o side by side, fit as they are, and its carry is (c, h).
+    """
+    weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias, "projection": projection}
+    own = {"direction": direction, "clip": clip, "engine": engine, "determinism": determinism}
+    y, h, c = _layer("lstm", x, weights, {"h0": h0, "c0": c0}, lengths, fill, layout, **own)
+    return y, (h, c)
+
+
+@public
+def gru(
+    x: ArrayLike,
+    w: ArrayLike,
+    r: ArrayLike,
+    /,
+    *,
+    bias: ArrayLike | None = None,
+    recurrent_bias: ArrayLike | None = None,
+    h0: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    direction: str = "forward",
+    reset_gate: str = "after",
+    fill: float = 0.0,
+    layout: str = "NTC",
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> tuple[Array, Array]:
+    """Gated recurrent units: a layer of them over sequences.
+
+    a = x_t W + bias,  s = h_{t-1} R + recurrent_bias, of which a_r, a_z, a_n and s_r, s_z, s_n are the thirds
+    ρ = sigmoid(a_r + s_r),  ζ = sigmoid(a_z + s_z),  n = tanh(a_n + ρ s_n)
+    h_t = (1 - ζ) n + ζ h_{t-1}
+    y_t = h_t
+
+    With reset_gate "before" ρ multiplies the state: n = tanh(a_n + (ρ h_{t-1}) R_n + recurrent_bias_n).
+
+    Args:
+      x: as in `lstm`.
+      w: (I, 3 H), of x's dtype as r; the columns in the order r, z, n.
+      r: (H, 3 H).
+      bias, recurrent_bias: (3 H,), of x's dtype or the accumulator's. With reset_gate "after" they are two: ρ multiplies
+        recurrent_bias_n.
+      h0: (N, H), of x's dtype; None is zeros.
+      reset_gate: "after" or "before" the product with R_n.
+      lengths, direction, fill, layout, engine, determinism: as in `lstm`.
+
+    Returns:
+      y, (N, T, H) for "NTC", and the final state h, (N, H), as in `lstm`.
+
+    Differentiation: any order, forward and reverse, in x, weights, biases and h0.
+
+    Numerics: as `lstm`; "before" rounds ρ h_{t-1} to x's dtype.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `lstm`.
+
+    Example:
+      >>> y, h = dnn.gru(jnp.ones((1, 4, 3)), jnp.zeros((3, 6)), jnp.zeros((2, 6)), h0=jnp.ones((1, 2)))
+      >>> y[0, :, 0].tolist()
+      [0.5, 0.25, 0.125, 0.0625]
+
+    Sources: Cho et al., arXiv:1406.1078 ("before"). cuDNN (CUDNN_GRU), PyTorch and Flax have "after" and this order of
+      gates, as ONNX has it with linear_before_reset, and Keras with reset_after; these two order z, r, n. There, as
+      here, ζ keeps the old state.
+    """
+    checks.choice("reset_gate", reset_gate, RESET_GATES)
+    weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias}
+    own = {"direction": direction, "engine": engine, "determinism": determinism}
+    y, h = _layer(f"gru_{reset_gate}", x, weights, {"h0": h0}, lengths, fill, layout, **own)
+    return y, h
+
+
+@public
+def rnn(
+    x: ArrayLike,
+    w: ArrayLike,
+    r: ArrayLike,
+    /,
+    *,
+    bias: ArrayLike | None = None,
+    recurrent_bias: ArrayLike | None = None,
+    h0: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
+    direction: str = "forward",
+    activation: str = "tanh",
+    fill: float = 0.0,
+    layout: str = "NTC",
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> tuple[Array, Array]:
+    """The plain recurrent layer over sequences.
+
+    h_t = act(x_t W + bias + h_{t-1} R + recurrent_bias)
+    y_t = h_t
+
+    Args:
+      x: as in `lstm`.
+      w: (I, H), of x's dtype as r.
+      r: (H, H).
+      bias, recurrent_bias: (H,), of x's dtype or the accumulator's; it is their sum that counts.
+      h0: (N, H), of x's dtype; None is zeros.
+      activation: "tanh" or "relu".
+      lengths, direction, fill, layout, engine, determinism: as in `lstm`.
+
+    Returns:
+      y, (N, T, H) for "NTC", and the final state h, (N, H), as in `lstm`.
+
+    Differentiation: any order, forward and reverse, in x, weights, biases and h0; at its kink relu has the derivative 0.
+
+    Numerics: as `lstm`.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `lstm`.
+
+    Example:
+      >>> eye = jnp.eye(1)
+      >>> dnn.rnn(jnp.ones((1, 3, 1)), eye, eye, activation="relu")[0][0, :, 0].tolist()
+      [1.0, 2.0, 3.0]
+
+    Sources: Elman (1990); cuDNN's CUDNN_RNN_TANH and CUDNN_RNN_RELU; PyTorch's and ONNX's RNN; Keras' SimpleRNN.
+    """
+    checks.choice("activation", activation, ACTIVATIONS)
+    weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias}
+    own = {"direction": direction, "engine": engine, "determinism": determinism}
+    y, h = _layer(activation, x, weights, {"h0": h0}, lengths, fill, layout, **own)
+    return y, h
+
+
+@public
+def lstm_cell(
+    x: ArrayLike,
+    w: ArrayLike,
+    r: ArrayLike,
+    h: ArrayLike,
+    c: ArrayLike,
+    /,
+    *,
+    bias: ArrayLike | None = None,
+    recurrent_bias: ArrayLike | None = None,
+    projection: ArrayLike | None = None,
+    clip: Sequence[float] | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> tuple[Array, Array]:
+    """One step of `lstm`, for loops of one's own.
+
+    (h', c') = those of `lstm` after the step x from h and c
+
+    Args:
+      x: (N, I); the dtypes as in `lstm`.
+      w, r, bias, recurrent_bias, projection, clip: as in `lstm`.
+      h: (N, H), or (N, P) with a projection.
+      c: (N, H).
+      engine, determinism: as in `lstm`.
+
+    Returns:
+      (h', c'), of the dtypes of h and c.
+
+    Differentiation: as `lstm`, in h and c too.
+
+    Numerics: as `lstm`; at a level that fixes bits, steps by cells have those of a layer if c has the accumulator's dtype.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `lstm`.
+
+    Example:
+      >>> h, c = dnn.lstm_cell(jnp.ones((2, 3)), jnp.ones((3, 16)), jnp.ones((4, 16)), jnp.ones((2, 4)), jnp.ones((2, 4)))
+      >>> h.shape
+      (2, 4)
+
+    Sources: PyTorch's LSTMCell; Flax's OptimizedLSTMCell, whose carry is (c, h).
+    """
+    weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias, "projection": projection}
+    own = {"clip": clip, "engine": engine, "determinism": determinism}
+    h, c = _cell("lstm", x, weights, {"h": h, "c": c}, **own)
+    return h, c
+
+
+@public
+def gru_cell(
+    x: ArrayLike,
+    w: ArrayLike,
+    r: ArrayLike,
+    h: ArrayLike,
+    /,
+    *,
+    bias: ArrayLike | None = None,
+    recurrent_bias: ArrayLike | None = None,
+    reset_gate: str = "after",
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """One step of `gru`, for loops of one's own.
+
+    h' = that of `gru` after the step x from h
+
+    Args:
+      x: (N, I); the dtypes as in `lstm`.
+      w, r, bias, recurrent_bias, reset_gate: as in `gru`.
+      h: (N, H).
+      engine, determinism: as in `lstm`.
+
+    Returns:
+      h', of the dtype of h.
+
+    Differentiation: as `gru`, in h too.
+
+    Numerics: as `gru`; at a level that fixes bits, steps by cells have those of a layer.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `lstm`.
+
+    Example:
+      >>> dnn.gru_cell(jnp.ones((2, 3)), jnp.zeros((3, 6)), jnp.zeros((2, 6)), jnp.ones((2, 2))).tolist()
+      [[0.5, 0.5], [0.5, 0.5]]
+
+    Sources: PyTorch's GRUCell; Flax's GRUCell, which has no bias within the reset.
+    """
+    checks.choice("reset_gate", reset_gate, RESET_GATES)
+    weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias}
+    return _cell(f"gru_{reset_gate}", x, weights, {"h": h}, engine=engine, determinism=determinism)[0]
+
+
+@public
+def rnn_cell(
+    x: ArrayLike,
+    w: ArrayLike,
+    r: ArrayLike,
+    h: ArrayLike,
+    /,
+    *,
+    bias: ArrayLike | None = None,
+    recurrent_bias: ArrayLike | None = None,
+    activation: str = "tanh",
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """One step of `rnn`, for loops of one's own.
+
+    h' = act(x W + bias + h R + recurrent_bias)
+
+    Args:
+      x: (N, I); the dtypes as in `lstm`.
+      w, r, bias, recurrent_bias, activation: as in `rnn`.
+      h: (N, H).
+      engine, determinism: as in `lstm`.
+
+    Returns:
+      h', of the dtype of h.
+
+    Differentiation: as `rnn`, in h too.
+
+    Numerics: as `rnn`; at a level that fixes bits, steps by cells have those of a layer.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `lstm`.
+
+    Example:
+      >>> eye = jnp.eye(2)
+      >>> dnn.rnn_cell(jnp.ones((1, 2)), eye, eye, jnp.ones((1, 2)), activation="relu").tolist()
+      [[2.0, 2.0]]
+
+    Sources: PyTorch's RNNCell; Flax's SimpleCell.
+    """
+    checks.choice("activation", activation, ACTIVATIONS)
+    weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias}
+    return _cell(activation, x, weights, {"h": h}, engine=engine, determinism=determinism)[0]
+
+
+# ---- reading arguments -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """Arrays and sizes of a call. x is (N, T, I), whatever the layout."""
+
+    spec: RnnSpec
+    x: Array
+    weights: dict[str, Array]
+    initial: dict[str, Array]
+    final: tuple[np.dtype, ...]
+    lengths: Array | None
+
+
+def _read(
+    cell: str,
+    x: Array,
+    weights: Mapping[str, Any],
+    initial: Mapping[str, Any],
+    lengths: Any = None,
+    direction: Any = "forward",
+    clip: Any = None,
+    engine: Any = None,
+    determinism: Any = None,
+) -> _Layer:
+    """Reads all but x, which is (N, T, I)."""
+    level, gates = required(determinism), GATES[cell]
+    wide = blending.accumulator(x.dtype)
+    given = {name: checks.array(name, v) for name, v in weights.items() if v is not None}
+    for name, v in given.items():
+        own = (x.dtype,) if name in ("w", "r", "projection") else dict.fromkeys((np.dtype(x.dtype), wide))
+        checks.dtype(name, v, tuple(own))
+    hidden = _units(gates, x, given)
+    columns = given["projection"].shape[1] if "projection" in given else hidden
+    if "projection" in given:
+        of_r = f"for a projection to {columns} columns"
+    else:
+        of_r = f"for the {hidden} units of `w`"
+    checks.shape("r", given["r"], (columns, gates * hidden), of_r)
+    for name in ("bias", "recurrent_bias"):
+        if name in given:
+            checks.shape(name, given[name], (gates * hidden,), "one for every column of `w`")
+    states, kinds = {}, []
+    for name, v in initial.items():
+        shape = (x.shape[0], columns if name.startswith("h") else hidden)
+        dtypes = (x.dtype,) if name.startswith("h") else tuple(dict.fromkeys((np.dtype(x.dtype), wide)))
+        v = jnp.zeros(shape, x.dtype) if v is None else checks.array(name, v)
+        checks.dtype(name, v, dtypes)
+        checks.shape(name, v, shape, "one row for every sequence")
+        kinds.append(np.dtype(v.dtype))
+        states[name[0]] = v
+    if lengths is not None:
+        lengths = checks.array("lengths", lengths)
+        if not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise TypeError(f"`lengths` must be integers, got {lengths.dtype.name}.")
+        checks.shape("lengths", lengths, (x.shape[0],), "one for every sequence")
+        lengths = jnp.clip(lengths, 0, min(x.shape[1], jnp.iinfo(lengths.dtype).max)).astype(jnp.int32)
+    spec = RnnSpec(
+        cell=cell,
+        reverse=checks.choice("direction", direction, DIRECTIONS) == "reverse",
+        clip=_limits(clip),
+        projected="projection" in given,
+        ragged=lengths is not None,
+        narrow=np.dtype(x.dtype),
+        engine=engine,
+        level=level,
+    )
+    edges = at_edges(level, (x, given, states))
+    return _Layer(spec, *edges, tuple(kinds), lengths)
+
+
+def _units(gates: int, x: Array, weights: Mapping[str, Array]) -> int:
+    """H, from the weights, whose ranks are checked."""
+    for name in ("w", "r", "projection"):
+        if name in weights and weights[name].ndim != 2:
+            raise ValueError(f"`{name}` must be a matrix, got shape {checks.shown(tuple(weights[name].shape))}.")
+    w = weights["w"]
+    if w.shape[0] != x.shape[-1] or w.shape[1] % gates:
+        each = "" if gates == 1 else f"{gates} "
+        hint = "; it looks transposed" if w.shape[1] == x.shape[-1] and w.shape[0] % gates == 0 else ""
+        raise ValueError(
+            f"`w` must have shape (I, {each}H) with I = {x.shape[-1]} as in `x`, got {tuple(w.shape)}{hint}."
+        )
+    hidden = w.shape[1] // gates
+    if "projection" in weights and weights["projection"].shape[0] != hidden:
+        raise ValueError(
+            f"`projection` must have shape (H, P) with H = {hidden} as in `w`, got {tuple(weights['projection'].shape)}."
+        )
+    return hidden
+
+
+def _limits(clip: Any) -> tuple[float, float] | None:
+    if clip is None:
+        return None
+    if not checks.is_sequence(clip) or len(clip) != 2:
+        raise ValueError(f"`clip` must be None or a pair (low, high), got {checks.shown(clip)}.")
+    low, high = (checks.as_float("clip", v) for v in clip)
+    if not low <= high:
+        raise ValueError(f"`clip` must have a low limit that is at most the high one, got {checks.shown(clip)}.")
+    return low, high
+
+
+def _sequences(x: Any, axes: str) -> Array:
+    x = checks.array("x", x)
+    checks.dtype("x", x, _FLOATS)
+    if x.ndim != len(axes):
+        names = ", ".join(axes.replace("C", "I"))
+        raise ValueError(f"`x` must have shape ({names}), got {checks.shown(tuple(x.shape))}.")
+    return x
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
+
+
+def _layer(
+    cell: str, x: Any, weights: Mapping[str, Any], initial: Mapping[str, Any], lengths: Any, fill: Any, layout: Any,
+    **own: Any,
+) -> tuple[Array, ...]:  # fmt: skip
+    """y and the final states."""
+    checks.choice("layout", layout, LAYOUTS)
+    x = _sequences(x, layout)
+    fill = checks.as_float("fill", fill)
+    call = _read(cell, x if layout == "NTC" else jnp.swapaxes(x, 0, 1), weights, initial, lengths, **own)
+    y, *states = _run(call)
+    if call.lengths is not None:
+        y = jnp.where(jnp.swapaxes(_live(call), 0, 1), y, jnp.asarray(fill, y.dtype))
+    return (jnp.swapaxes(y, 0, 1) if layout == "NTC" else y), *states
+
+
+def _cell(
+    cell: str, x: Any, weights: Mapping[str, Any], states: Mapping[str, Any], **own: Any
+) -> tuple[Array, ...]:
+    """The states after one step."""
+    return _run(_read(cell, jnp.expand_dims(_sequences(x, "NC"), 1), weights, states, **own))[1:]
+
+
+def _live(call: _Layer) -> Array:
+    """(N, T, 1): whether a step is one of its sequence."""
+    n, t, _ = call.x.shape
+    return lax.broadcasted_iota(jnp.int32, (n, t, 1), 1) < jnp.expand_dims(call.lengths, (1, 2))
+
+
+def _run(call: _Layer) -> tuple[Array, ...]:
+    """(T, N, H) of a layer, and the final states."""
+    spec, weights = call.spec, call.weights
+    x = call.x if call.lengths is None else jnp.where(_live(call), call.x, jnp.zeros_like(call.x))
+    a = multiply(spec, x, weights["w"], 2)
+    entering, within = _biases(spec, weights, a.dtype)
+    if entering is not None:
+        a = a + trees.broadcast(jnp.expand_dims(entering, (0, 1)), a, spec.level)
+    operands = {"a": jnp.swapaxes(a, 0, 1), "r": weights["r"], "h": call.initial["h"]}
+    if spec.projected:
+        operands["p"] = weights["projection"]
+    if spec.cell == "gru_after":
+        hidden = weights["r"].shape[0]
+        operands["q"] = jnp.zeros((hidden,), a.dtype) if within is None else within
+    if "c" in call.initial:
+        operands["c"] = call.initial["c"].astype(a.dtype)
+    if call.lengths is not None:
+        operands["lengths"] = call.lengths
+    found = primitives.call("rnn", *(operands[name] for name in spec.operands), spec=spec)
+    y, *states = at_edges(spec.level, found)
+    return y, *(at_edges(spec.level, nearest(v, kind)) for v, kind in zip(states, call.final, strict=True))
+
+
+def _biases(spec: RnnSpec, weights: Mapping[str, Array], wide: Any) -> tuple[Array | None, Array | None]:
+    """What is added to x W, and what the reset gate of "after" multiplies."""
+    b, d = (weights[name].astype(wide) if name in weights else None for name in ("bias", "recurrent_bias"))
+    if d is None or b is None:
+        b, both = (jnp.zeros_like(d) if b is None and d is not None else b), d if b is None else b
+    else:
+        both = b + d
+    if spec.cell != "gru_after" or b is None or d is None or both is None:
+        return both, None
+    kept = 2 * weights["r"].shape[0]
+    return jnp.concatenate([both[:kept], b[kept:]]), d[kept:]

@@ -1,0 +1,1 @@
+FAMILY = None

@@ -1,0 +1,172 @@
+"""The engines of recurrent layers: `xla`, and `ordered`, which has the definition's order of additions.
+
+Both run over the steps in a loop, beside which stand the products that need no state. In `ordered` a product starts
+from 0 and takes its terms one by one, each multiplied and added with a rounding; sigmoid and tanh are polynomials and a
+quotient, of stated steps. So an element depends on its own sequence alone, and its bits on no device.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.core import blending, engines, selection
+from jaxdnn._src.core.rounding import nearest, product, quotient
+from jaxdnn._src.rnn import primitive, steps
+from jaxdnn._src.rnn.primitive import PRODUCTS, ProductSpec
+
+UNROLLED = 8  # terms of a sum that a pass over the result adds
+
+
+# ---- stated functions ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Float:
+    """What differs between float32 and float64.
+
+    Attributes:
+      bits: the integers of its size; digits: those behind the point; bias: that of its exponents.
+      degree: that of the polynomial; high, low: log 2, in a part of few digits and the rest.
+      sigmoid, tanh: how far from 0 they are computed; beyond, sigmoid's exponential is 0, and tanh no longer changes.
+    """
+
+    bits: Any
+    digits: int
+    bias: int
+    degree: int
+    high: float
+    low: float
+    sigmoid: float
+    tanh: float
+
+
+FLOATS = {
+    np.dtype(np.float32): Float(jnp.int32, 23, 127, 6, 0.693359375, -2.121944400546905827679e-4, 69.0, 20.0),
+    np.dtype(np.float64): Float(
+        jnp.int64, 52, 1023, 12, 6.93147180369123816490e-01, 1.90821492927058770002e-10, 690.0, 40.0
+    ),
+}
+
+
+def _exponential(v: Array) -> tuple[Array, Array]:
+    """2^n and 2^n t, with e^v = 2^n (1 + t)."""
+    of, at = FLOATS[v.dtype], ft.partial(jnp.asarray, dtype=v.dtype)
+    n = lax.round(product(v, at(1 / math.log(2))), lax.RoundingMethod.TO_NEAREST_EVEN)
+    s = (v - product(n, at(of.high))) - product(n, at(of.low))
+    q = jnp.full_like(s, 1 / math.factorial(of.degree + 1))
+    for i in range(of.degree, 0, -1):
+        q = product(q, s) + at(1 / math.factorial(i))
+    power = lax.bitcast_convert_type((n.astype(of.bits) + of.bias) << of.digits, v.dtype)
+    return power, product(power, product(s, q))
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x), by the exponential of -|x|."""
+    most = jnp.asarray(FLOATS[x.dtype].sigmoid, x.dtype)
+    size = jnp.where(x == x, jnp.abs(x), jnp.zeros_like(x))
+    power, rest = _exponential(-jnp.minimum(size, most))
+    e = jnp.where(size > most, jnp.zeros_like(x), power + rest)
+    return jnp.where(x == x, quotient(jnp.where(x >= 0, jnp.ones_like(x), e), 1 + e), x)
+
+
+def tanh(x: Array) -> Array:
+    """-m / (2 + m) with the sign of x, for m = e^(-2 |x|) - 1."""
+    most = jnp.asarray(FLOATS[x.dtype].tanh, x.dtype)
+    size = jnp.where(x == x, jnp.minimum(jnp.abs(x), most), jnp.zeros_like(x))
+    power, rest = _exponential(-(size + size))
+    m = (power - 1) + rest
+    return jnp.where(x == x, jnp.copysign(quotient(m, 2 + m), x), x)
+
+
+def ordered_dot(a: Array, b: Array) -> Array:
+    """a (..., K) times b (K, M), from 0 on, term by term."""
+    wide = blending.accumulator(b.dtype)
+    # The barrier keeps XLA from removing 0 + p, which is +0 for p = -0.
+    zero = lax.optimization_barrier(jnp.zeros((*a.shape[:-1], b.shape[1]), wide))
+    terms = jnp.moveaxis(a, -1, 0).astype(wide), b.astype(wide)
+    add = lambda total, term: (total + product(term[0][..., None], term[1]), None)
+    return lax.scan(add, zero, terms, unroll=UNROLLED if isinstance(b.shape[0], int) else 1)[0]
+
+
+ORDERED = steps.Arithmetic(ordered_dot, product, sigmoid, tanh)
+
+
+# ---- products over all steps -----------------------------------------------------------------------------------------
+
+
+def _multiply(dot: Any, result: str, spec: ProductSpec, wide: Any, a: Array, b: Array) -> Array:
+    """A derivative of the trilinear form; of what is wide the rounding is multiplied."""
+
+    def one(a: Array, b: Array) -> Array:
+        a, b = (nearest(v, spec.narrow).astype(wide) for v in (a, b))
+        if result == "w":
+            a, b = (v.reshape(math.prod(v.shape[:-1]), v.shape[-1]) for v in (a, b))
+            return dot(a.T, b)
+        return dot(a, b if result == "y" else b.T)
+
+    for _ in range(a.ndim - 1 - spec.rows):
+        one = jax.vmap(one)
+    found = one(a, b)
+    return found if spec.wide else nearest(found, spec.narrow)
+
+
+# ---- the engines -----------------------------------------------------------------------------------------------------
+
+
+def _run(k: steps.Arithmetic, call: engines.Call, *operands: Array) -> Any:
+    """Off GPUs, narrow operands are multiplied in the accumulator's dtype, in which XLA's products on CPUs are faster."""
+    spec: Any = call.spec
+    as_they_are = call.platform == "cuda" and k is steps.PLAIN
+    dtype = spec.narrow if as_they_are else blending.accumulator(spec.narrow)
+    for result, name in PRODUCTS.items():
+        if name == call.op:
+            return _multiply(k.dot, result, spec, dtype, *operands)
+    names = primitive.operands_of(call.op, spec)
+    given = [v.astype(dtype) if name in ("r", "p") else v for name, v in zip(names, operands, strict=True)]
+    return primitive.formula(call.op, spec, *given, k=k)
+
+
+def _accumulation(call: engines.Call) -> str:
+    narrow = min(v.dtype.itemsize for v in call.avals) <= 2
+    if call.platform == "cuda" and narrow:
+        return "tensor_core"
+    return "float64" if np.float64 in [v.dtype for v in call.avals] else "float32"
+
+
+def _level(call: engines.Call) -> str:
+    return "portable" if call.op in ("rnn", "rnn_saved", "rnn_product") else "mesh_invariant"
+
+
+_OPS = ("rnn", "rnn_saved", "rnn_tangent", "rnn_backward", *PRODUCTS.values())
+engines.declare(
+    "xla",
+    *_OPS,
+    run=ft.partial(_run, steps.PLAIN),
+    level=engines.level_of_products,
+    accumulation=_accumulation,
+    hazards=engines.flushes_on_cpus,
+    partition=lambda call: True,
+    notes=("a loop over the steps, beside one product for the inputs of all",),
+)
+engines.declare(
+    "ordered",
+    *_OPS,
+    run=ft.partial(_run, ORDERED),
+    level=_level,
+    accumulation=lambda call: "float64" if np.float64 in [v.dtype for v in call.avals] else "float32",
+    hazards=engines.flushes_on_cpus,
+    rank=lambda call: selection.LAST,
+    partition=lambda call: True,
+    adds_in_order=True,
+    modelled=("cpu", "cuda"),
+    notes=(
+        f"a pass over the result for every {UNROLLED} products of an element, in every step: slow",
+        "XLA flushes subnormal numbers to zero on CPUs, so portability is for normal ones",
+    ),
+)

@@ -1,0 +1,314 @@
+"""Recurrent layers and their cells: LSTM, GRU, and the plain layer of tanh or relu.
+
+Of a sequence x_1, x_2, ... and a state h, gate by gate, with the columns of W, R and the biases ordered by gate:
+
+    a = x_t W + b,  s = h_{t-1} R + d          b: bias, d: recurrent_bias
+    rnn    h_t = act(a + s)
+    lstm   i, f, o = sigmoid(a + s), g = tanh(a + s), in the order i, f, g, o
+           c_t = clip(f c_{t-1} + i g),  h_t = o tanh(c_t), or (o tanh(c_t)) P with a projection P
+    gru    r, z = sigmoid(a + s), in the order r, z, n;  h_t = (1 - z) n + z h_{t-1}, where
+           n = tanh(a_n + r s_n) for reset_gate "after", n = tanh(a_n + (r h_{t-1}) R_n + d_n) for "before"
+
+"reverse" runs from a sequence's last step to its first. A sequence ends with its length: later results are `fill`, and
+the final state is the one after its last step, of no steps the initial one.
+
+arithmetic "golden": float64, nothing is rounded to the inputs' type. "ordered": float32 (float64 for float64); each
+product and each sum is rounded. A sum of products starts from 0 and takes them in the order of the index; the biases
+are added to each other, then to x W, and h R to that (of n with reset_gate "after" d_n to h R_n). h is rounded to the
+type of x after each step; so are r h, and o tanh(c) before a projection. c_n is rounded once, at the end.
+
+    n = rint(v log2 e), s = (v - n p) - n q for log 2 = p + q, t = s times the Taylor polynomial of (e^s - 1) / s of
+    degree 6 (12);  e^v = 2^n + 2^n t,  e^v - 1 = (2^n - 1) + 2^n t
+    sigmoid(x) = 1 / (1 + e), and e / (1 + e) for x < 0, with e = e^-|x|, which is 0 for |x| > 69 (690)
+    tanh(x) = -m / (2 + m) with the sign of x and m = e^(-2 |x|) - 1, |x| cut to 20 (40)
+
+Sources: Hochreiter and Schmidhuber (1997), Gers et al. (2000); Cho et al., arXiv:1406.1078; cuDNN's cudnnRNNForward.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdnn_reference.rounding import round_to
+from jaxdnn_reference.tensor import wide
+
+Array = np.ndarray[Any, Any]
+GATES = {"lstm": 4, "gru_after": 3, "gru_before": 3, "tanh": 1, "relu": 1}
+
+
+class Arithmetic(NamedTuple):
+    """What formulas are made of beside sums and products: of a vector and a matrix, and a rounding to the input's type."""
+
+    dot: Callable[[Any, Any], Any]
+    sigmoid: Callable[[Any], Any]
+    tanh: Callable[[Any], Any]
+    relu: Callable[[Any], Any]
+    clip: Callable[[Any, float, float], Any]
+    narrow: Callable[[Any], Any]
+
+
+def lstm(
+    x: Array,
+    w: Array,
+    r: Array,
+    /,
+    *,
+    bias: Array | None = None,
+    recurrent_bias: Array | None = None,
+    projection: Array | None = None,
+    h0: Array | None = None,
+    c0: Array | None = None,
+    lengths: Array | None = None,
+    direction: str = "forward",
+    clip: Sequence[float] | None = None,
+    fill: float = 0.0,
+    layout: str = "NTC",
+    arithmetic: str = "golden",
+) -> tuple[Array, tuple[Array, Array]]:
+    """y, and the final h and c."""
+    weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias, "p": projection}
+    order = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
+    y, (h, c) = layer("lstm", x, weights, (h0, c0), **order, clip=clip, arithmetic=arithmetic)
+    return y, (h, c)
+
+
+def gru(
+    x: Array,
+    w: Array,
+    r: Array,
+    /,
+    *,
+    bias: Array | None = None,
+    recurrent_bias: Array | None = None,
+    h0: Array | None = None,
+    lengths: Array | None = None,
+    direction: str = "forward",
+    reset_gate: str = "after",
+    fill: float = 0.0,
+    layout: str = "NTC",
+    arithmetic: str = "golden",
+) -> tuple[Array, Array]:
+    """y, and the final h."""
+    weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
+    order = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
+    y, (h,) = layer(f"gru_{reset_gate}", x, weights, (h0,), **order, arithmetic=arithmetic)
+    return y, h
+
+
+def rnn(
+    x: Array,
+    w: Array,
+    r: Array,
+    /,
+    *,
+    bias: Array | None = None,
+    recurrent_bias: Array | None = None,
+    h0: Array | None = None,
+    lengths: Array | None = None,
+    direction: str = "forward",
+    activation: str = "tanh",
+    fill: float = 0.0,
+    layout: str = "NTC",
+    arithmetic: str = "golden",
+) -> tuple[Array, Array]:
+    """y, and the final h."""
+    weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
+    order = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
+    y, (h,) = layer(activation, x, weights, (h0,), **order, arithmetic=arithmetic)
+    return y, h
+
+
+def lstm_cell(
+    x: Array,
+    w: Array,
+    r: Array,
+    h: Array,
+    c: Array,
+    /,
+    *,
+    bias: Array | None = None,
+    recurrent_bias: Array | None = None,
+    projection: Array | None = None,
+    clip: Sequence[float] | None = None,
+    arithmetic: str = "golden",
+) -> tuple[Array, Array]:
+    """h and c after a step of `lstm`."""
+    weights = {"bias": bias, "recurrent_bias": recurrent_bias, "projection": projection}
+    return lstm(x[:, None], w, r, **weights, h0=h, c0=c, clip=clip, arithmetic=arithmetic)[1]
+
+
+def gru_cell(
+    x: Array,
+    w: Array,
+    r: Array,
+    h: Array,
+    /,
+    *,
+    bias: Array | None = None,
+    recurrent_bias: Array | None = None,
+    reset_gate: str = "after",
+    arithmetic: str = "golden",
+) -> Array:
+    """h after a step of `gru`."""
+    weights = {"bias": bias, "recurrent_bias": recurrent_bias}
+    return gru(x[:, None], w, r, **weights, h0=h, reset_gate=reset_gate, arithmetic=arithmetic)[1]
+
+
+def rnn_cell(
+    x: Array,
+    w: Array,
+    r: Array,
+    h: Array,
+    /,
+    *,
+    bias: Array | None = None,
+    recurrent_bias: Array | None = None,
+    activation: str = "tanh",
+    arithmetic: str = "golden",
+) -> Array:
+    """h after a step of `rnn`."""
+    weights = {"bias": bias, "recurrent_bias": recurrent_bias}
+    return rnn(x[:, None], w, r, **weights, h0=h, activation=activation, arithmetic=arithmetic)[1]
+
+
+# ---- a layer -----------------------------------------------------------------------------------------------------
+
+
+def layer(
+    cell: str,
+    x: Array,
+    weights: dict[str, Any],
+    initial: Sequence[Array | None],
+    *,
+    lengths: Array | None,
+    direction: str,
+    fill: float,
+    layout: str,
+    clip: Sequence[float] | None = None,
+    arithmetic: str = "golden",
+) -> tuple[Array, list[Array]]:
+    """y and the final states."""
+    x = x if layout == "NTC" else x.swapaxes(0, 1)
+    n, steps, _ = x.shape
+    k, numbers = (GOLDEN if arithmetic == "golden" else ordered(x.dtype)), {"x": x, **weights}
+    known = {name: wide(v, arithmetic) for name, v in numbers.items() if v is not None}
+    hidden = known["r"].shape[1] // GATES[cell]
+    sizes, kind = (known["r"].shape[0], hidden), known["x"].dtype
+    given = [np.zeros((n, s), kind) if v is None else wide(v, arithmetic) for v, s in zip(initial, sizes, strict=False)]
+    rounded = np.dtype(np.float64) if arithmetic == "golden" else x.dtype
+    y = np.full((n, steps, sizes[0]), fill, rounded)
+    last = [v.copy() for v in given]
+    for i in range(n):
+        count = steps if lengths is None else min(max(int(lengths[i]), 0), steps)
+        time = range(count) if direction == "forward" else range(count)[::-1]
+        state = tuple(v[i] for v in given)
+        for t in time:
+            state = step(k, cell, known, known["x"][i, t], state, clip)
+            y[i, t] = state[0]
+        for whole, own in zip(last, state, strict=True):
+            whole[i] = own
+    kinds = [rounded, *(rounded if v is None or arithmetic == "golden" else v.dtype for v in initial[1:])]
+    final = [round_to(v, kind) for v, kind in zip(last, kinds, strict=True)]
+    return (y if layout == "NTC" else y.swapaxes(0, 1)), final
+
+
+def step(
+    k: Arithmetic, cell: str, v: dict[str, Any], x: Any, state: Sequence[Any], clip: Sequence[float] | None = None
+) -> tuple[Any, ...]:
+    """The state after a step; of vectors, or of one row a sequence."""
+    h, hidden = state[0], v["r"].shape[1] // GATES[cell]
+    part = lambda z, gate: z[..., gate * hidden : (gate + 1) * hidden]
+    plus = lambda z, name: z + v[name] if name in v else z
+    both = v["b"] + v["d"] if "b" in v and "d" in v else v.get("b", v.get("d"))
+    a = k.dot(x, v["w"])
+    if cell == "gru_after":
+        whole = both if "d" not in v else np.concatenate([both[: 2 * hidden], v.get("b", 0 * v["d"])[2 * hidden :]])
+        a, s = (a if whole is None else a + whole), k.dot(h, v["r"])
+        r, z = (k.sigmoid(part(a, gate) + part(s, gate)) for gate in (0, 1))
+        q = part(s, 2) + part(v["d"], 2) if "d" in v else part(s, 2)
+        n = k.tanh(part(a, 2) + r * q)
+        return (k.narrow((1 - z) * n + z * h),)
+    a = a if both is None else a + both
+    if cell == "gru_before":
+        s = k.dot(h, v["r"][:, : 2 * hidden])
+        r, z = (k.sigmoid(part(a, gate) + part(s, gate)) for gate in (0, 1))
+        n = k.tanh(part(a, 2) + k.dot(k.narrow(r * h), v["r"][:, 2 * hidden :]))
+        return (k.narrow((1 - z) * n + z * h),)
+    sums = a + k.dot(h, v["r"])
+    if cell != "lstm":
+        return (k.narrow(k.tanh(sums) if cell == "tanh" else k.relu(sums)),)
+    i, f, o = (k.sigmoid(part(sums, gate)) for gate in (0, 1, 3))
+    c = f * state[1] + i * k.tanh(part(sums, 2))
+    c = c if clip is None else k.clip(c, *clip)
+    u = o * k.tanh(c)
+    return k.narrow(k.dot(k.narrow(u), v["p"]) if "p" in v else u), c
+
+
+def _sigmoid(x: Array) -> Array:
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1, e) / (1 + e)
+
+
+def _relu(x: Array) -> Array:
+    return np.where(x <= 0, np.zeros_like(x), x)
+
+
+def _clip(x: Array, low: float, high: float) -> Array:
+    return np.where(x < low, x.dtype.type(low), np.where(x > high, x.dtype.type(high), x))
+
+
+GOLDEN = Arithmetic(np.matmul, _sigmoid, np.tanh, _relu, _clip, lambda x: x)
+
+# ---- ordered: each step rounded ----------------------------------------------------------------------------------
+
+# The degree of the polynomial, the parts of log 2, how far from 0 sigmoid's exponential and tanh are computed.
+CONSTANTS = {
+    np.dtype(np.float32): (6, 0.693359375, -2.121944400546905827679e-4, 69.0, 20.0),
+    np.dtype(np.float64): (12, 6.93147180369123816490e-01, 1.90821492927058770002e-10, 690.0, 40.0),
+}
+
+
+def ordered(dtype: np.dtype) -> Arithmetic:
+    """The stated arithmetic for inputs of a type."""
+    narrow = lambda x: round_to(x, dtype).astype(x.dtype)
+    return Arithmetic(in_order, sigmoid, tanh, _relu, _clip, narrow)
+
+
+def in_order(x: Array, w: Array) -> Array:
+    """x w from 0 on, each product and each sum rounded."""
+    total = np.zeros((*x.shape[:-1], w.shape[1]), x.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for j in range(w.shape[0]):
+            total = total + x[..., j, None] * w[j]
+    return total
+
+
+def exponential(v: Array) -> tuple[Array, Array]:
+    """2^n and 2^n t, with e^v = 2^n (1 + t)."""
+    degree, high, low, *_ = CONSTANTS[v.dtype]
+    of = v.dtype.type
+    n = np.rint(v * of(1 / math.log(2)))
+    s = (v - n * of(high)) - n * of(low)
+    q = np.full_like(s, 1 / math.factorial(degree + 1))
+    for i in range(degree, 0, -1):
+        q = q * s + of(1 / math.factorial(i))
+    power = np.ldexp(np.ones_like(v), n.astype(np.int64))
+    return power, power * (s * q)
+
+
+def sigmoid(x: Array) -> Array:
+    most = x.dtype.type(CONSTANTS[x.dtype][3])
+    size = np.where(np.isnan(x), 0, np.abs(x)).astype(x.dtype)
+    power, rest = exponential(-np.minimum(size, most))
+    e = np.where(size > most, 0, power + rest).astype(x.dtype)
+    return np.where(np.isnan(x), x, np.where(x >= 0, 1, e).astype(x.dtype) / (1 + e))
+
+
+def tanh(x: Array) -> Array:
+    most = x.dtype.type(CONSTANTS[x.dtype][4])
+    size = np.where(np.isnan(x), 0, np.minimum(np.abs(x), most)).astype(x.dtype)
+    power, rest = exponential(-(size + size))
+    m = (power - 1) + rest
+    return np.where(np.isnan(x), x, np.copysign(m / (2 + m), x))
