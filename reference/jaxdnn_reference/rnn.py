@@ -39,7 +39,7 @@ GATES = {"lstm": 4, "gru_after": 3, "gru_before": 3, "tanh": 1, "relu": 1}
 
 
 class Arithmetic(NamedTuple):
-    """What formulas are made of beside sums and products: of a vector and a matrix, and a rounding to the input's type."""
+    """What formulas have beside sums and products: `dot` of a vector and a matrix, `narrow` to the inputs' type."""
 
     dot: Callable[[Any, Any], Any]
     sigmoid: Callable[[Any], Any]
@@ -69,7 +69,7 @@ def lstm(
 ) -> tuple[Array, tuple[Array, Array]]:
     """y, and the final h and c."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias, "p": projection}
-    order = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
+    order: dict[str, Any] = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
     y, (h, c) = layer("lstm", x, weights, (h0, c0), **order, clip=clip, arithmetic=arithmetic)
     return y, (h, c)
 
@@ -92,7 +92,7 @@ def gru(
 ) -> tuple[Array, Array]:
     """y, and the final h."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
-    order = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
+    order: dict[str, Any] = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
     y, (h,) = layer(f"gru_{reset_gate}", x, weights, (h0,), **order, arithmetic=arithmetic)
     return y, h
 
@@ -115,7 +115,7 @@ def rnn(
 ) -> tuple[Array, Array]:
     """y, and the final h."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
-    order = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
+    order: dict[str, Any] = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
     y, (h,) = layer(activation, x, weights, (h0,), **order, arithmetic=arithmetic)
     return y, h
 
@@ -135,7 +135,7 @@ def lstm_cell(
     arithmetic: str = "golden",
 ) -> tuple[Array, Array]:
     """h and c after a step of `lstm`."""
-    weights = {"bias": bias, "recurrent_bias": recurrent_bias, "projection": projection}
+    weights: dict[str, Any] = {"bias": bias, "recurrent_bias": recurrent_bias, "projection": projection}
     return lstm(x[:, None], w, r, **weights, h0=h, c0=c, clip=clip, arithmetic=arithmetic)[1]
 
 
@@ -152,7 +152,7 @@ def gru_cell(
     arithmetic: str = "golden",
 ) -> Array:
     """h after a step of `gru`."""
-    weights = {"bias": bias, "recurrent_bias": recurrent_bias}
+    weights: dict[str, Any] = {"bias": bias, "recurrent_bias": recurrent_bias}
     return gru(x[:, None], w, r, **weights, h0=h, reset_gate=reset_gate, arithmetic=arithmetic)[1]
 
 
@@ -169,7 +169,7 @@ def rnn_cell(
     arithmetic: str = "golden",
 ) -> Array:
     """h after a step of `rnn`."""
-    weights = {"bias": bias, "recurrent_bias": recurrent_bias}
+    weights: dict[str, Any] = {"bias": bias, "recurrent_bias": recurrent_bias}
     return rnn(x[:, None], w, r, **weights, h0=h, activation=activation, arithmetic=arithmetic)[1]
 
 
@@ -220,17 +220,15 @@ def step(
     """The state after a step; of vectors, or of one row a sequence."""
     h, hidden = state[0], v["r"].shape[1] // GATES[cell]
     part = lambda z, gate: z[..., gate * hidden : (gate + 1) * hidden]
-    plus = lambda z, name: z + v[name] if name in v else z
-    both = v["b"] + v["d"] if "b" in v and "d" in v else v.get("b", v.get("d"))
-    a = k.dot(x, v["w"])
+    none, a = np.zeros(v["w"].shape[1], v["w"].dtype), k.dot(x, v["w"])
+    b, d = v.get("b", none), v.get("d", none)
     if cell == "gru_after":
-        whole = both if "d" not in v else np.concatenate([both[: 2 * hidden], v.get("b", 0 * v["d"])[2 * hidden :]])
-        a, s = (a if whole is None else a + whole), k.dot(h, v["r"])
+        s = k.dot(h, v["r"])
+        a, q = a + np.concatenate([(b + d)[: 2 * hidden], part(b, 2)]), part(s, 2) + part(d, 2)
         r, z = (k.sigmoid(part(a, gate) + part(s, gate)) for gate in (0, 1))
-        q = part(s, 2) + part(v["d"], 2) if "d" in v else part(s, 2)
         n = k.tanh(part(a, 2) + r * q)
         return (k.narrow((1 - z) * n + z * h),)
-    a = a if both is None else a + both
+    a = a + (b + d)
     if cell == "gru_before":
         s = k.dot(h, v["r"][:, : 2 * hidden])
         r, z = (k.sigmoid(part(a, gate) + part(s, gate)) for gate in (0, 1))

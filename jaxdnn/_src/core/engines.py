@@ -144,7 +144,7 @@ def flushes_on_cpus(call: Call) -> tuple[str, ...]:
 
 
 def level_of_products(call: Call) -> str:
-    """The level of XLA's own products of floats: on GPUs its autotuner chooses an algorithm, unless flags forbid that."""
+    """The level of XLA's own products of floats: on GPUs its autotuner chooses an algorithm, if no flag forbids it."""
     flags = os.environ.get("XLA_FLAGS", "")
     names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
     asked = any(f"--{name}" in flags and f"--{name}=false" not in flags for name in names)

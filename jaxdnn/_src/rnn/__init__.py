@@ -12,7 +12,7 @@ MANIFEST = Manifest(
     ),
     examples="""
 lstm      | NTC, CG, DG, bias=G                               -> NTD ND ND | N -/+ | filters add over sequences
-lstm-more | NTC, CG, DG, h0=ND, c0=ND, direction="reverse"    -> NTD ND ND | N -/+ | the same
+lstm-states | NTC, CG, DG, h0=ND, c0=ND, direction="reverse"    -> NTD ND ND | N -/+ | the same
 gru       | NTC, CE, DE, recurrent_bias=E                     -> NTD ND    | N -/+ | the same
 rnn       | NTC, CD, DD, activation="tanh"                    -> NTD ND    | N -/+ | the same
 lstm_cell | NC, CG, DG, ND, ND                                -> ND ND     | N -/+ | the same

@@ -81,8 +81,9 @@ def lstm(
 
     Numerics: x W, gates and c in float32 (float64 for float64); h_t is rounded to x's dtype, in which it is multiplied
       by R, and so is what multiplies weights in derivatives. Determinism level "run_to_run" as XLA multiplies (on GPUs
-      "fast", unless its flags ask for more); engine `ordered`, slow, adds in the definition's order: results "portable",
-      gradients "mesh_invariant". Second derivatives are run_to_run. For the gradient 5 H numbers a step are kept.
+      "fast", unless its flags ask for more); engine `ordered`, slow, adds in the definition's order: results
+      "portable", gradients "mesh_invariant". Second derivatives are run_to_run. For the gradient 5 H numbers a step and
+      sequence are kept in the accumulator's dtype.
 
     Raises:
       ValueError: shapes that do not fit, an unknown option. TypeError: a dtype that is not served. NotImplementedError:
@@ -95,9 +96,9 @@ def lstm(
       ((2, 5, 4), False, True)
 
     Sources: Hochreiter and Schmidhuber (1997); Gers et al. (2000); Sak et al., arXiv:1402.1128, for the projection.
-      cuDNN's cudnnRNNForward (CUDNN_LSTM) and PyTorch's LSTM have the same gates in the same order, matrices transposed,
-      and a bias of each kind. ONNX orders i, o, f, c and clips preactivations; Keras i, f, c, o with one bias; of Flax's
-      OptimizedLSTMCell the kernels, of i, f, g, o side by side, fit as they are, and its carry is (c, h).
+      cuDNN's cudnnRNNForward (CUDNN_LSTM) and PyTorch's LSTM have the same gates in the same order, their matrices
+      transposed, and a bias of each kind. ONNX orders i, o, f, c and clips preactivations; Keras i, f, c, o with one
+      bias. Of Flax's OptimizedLSTMCell the kernels of i, f, g, o, side by side, fit as they are; its carry is (c, h).
     """
     weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias, "projection": projection}
     own = {"direction": direction, "clip": clip, "engine": engine, "determinism": determinism}
@@ -136,8 +137,8 @@ def gru(
       x: as in `lstm`.
       w: (I, 3 H), of x's dtype as r; the columns in the order r, z, n.
       r: (H, 3 H).
-      bias, recurrent_bias: (3 H,), of x's dtype or the accumulator's. With reset_gate "after" they are two: ρ multiplies
-        recurrent_bias_n.
+      bias, recurrent_bias: (3 H,), of x's dtype or the accumulator's. With reset_gate "after" ρ multiplies the last
+        third of recurrent_bias, so that the two are not one.
       h0: (N, H), of x's dtype; None is zeros.
       reset_gate: "after" or "before" the product with R_n.
       lengths, direction, fill, layout, engine, determinism: as in `lstm`.
@@ -203,7 +204,7 @@ def rnn(
     Returns:
       y, (N, T, H) for "NTC", and the final state h, (N, H), as in `lstm`.
 
-    Differentiation: any order, forward and reverse, in x, weights, biases and h0; at its kink relu has the derivative 0.
+    Differentiation: any order, forward and reverse, in x, weights, biases and h0; the derivative of relu at 0 is 0.
 
     Numerics: as `lstm`.
 
@@ -256,15 +257,17 @@ def lstm_cell(
 
     Differentiation: as `lstm`, in h and c too.
 
-    Numerics: as `lstm`; at a level that fixes bits, steps by cells have those of a layer if c has the accumulator's dtype.
+    Numerics: as `lstm`; at a level that fixes bits, steps by cells have those of a layer if c has the accumulator's
+      dtype.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `lstm`.
 
     Example:
-      >>> h, c = dnn.lstm_cell(jnp.ones((2, 3)), jnp.ones((3, 16)), jnp.ones((4, 16)), jnp.ones((2, 4)), jnp.ones((2, 4)))
-      >>> h.shape
-      (2, 4)
+      >>> x, w, r, h = jnp.ones((2, 3)), jnp.zeros((3, 16)), jnp.zeros((4, 16)), jnp.zeros((2, 4))
+      >>> h, c = dnn.lstm_cell(x, w, r, h, jnp.ones((2, 4)))
+      >>> c[0].tolist()
+      [0.5, 0.5, 0.5, 0.5]
 
     Sources: PyTorch's LSTMCell; Flax's OptimizedLSTMCell, whose carry is (c, h).
     """
@@ -400,11 +403,7 @@ def _read(
         checks.dtype(name, v, tuple(own))
     hidden = _units(gates, x, given)
     columns = given["projection"].shape[1] if "projection" in given else hidden
-    if "projection" in given:
-        of_r = f"for a projection to {columns} columns"
-    else:
-        of_r = f"for the {hidden} units of `w`"
-    checks.shape("r", given["r"], (columns, gates * hidden), of_r)
+    checks.shape("r", given["r"], (columns, gates * hidden), f"for {hidden} units, as `w` has, and states of {columns}")
     for name in ("bias", "recurrent_bias"):
         if name in given:
             checks.shape(name, given[name], (gates * hidden,), "one for every column of `w`")
@@ -451,9 +450,8 @@ def _units(gates: int, x: Array, weights: Mapping[str, Array]) -> int:
         )
     hidden = w.shape[1] // gates
     if "projection" in weights and weights["projection"].shape[0] != hidden:
-        raise ValueError(
-            f"`projection` must have shape (H, P) with H = {hidden} as in `w`, got {tuple(weights['projection'].shape)}."
-        )
+        given = tuple(weights["projection"].shape)
+        raise ValueError(f"`projection` must have shape (H, P) with H = {hidden} as in `w`, got {given}.")
     return hidden
 
 
@@ -491,28 +489,27 @@ def _layer(
     call = _read(cell, x if layout == "NTC" else jnp.swapaxes(x, 0, 1), weights, initial, lengths, **own)
     y, *states = _run(call)
     if call.lengths is not None:
-        y = jnp.where(jnp.swapaxes(_live(call), 0, 1), y, jnp.asarray(fill, y.dtype))
+        y = jnp.where(jnp.swapaxes(_live(call.x, call.lengths), 0, 1), y, jnp.asarray(fill, y.dtype))
     return (jnp.swapaxes(y, 0, 1) if layout == "NTC" else y), *states
 
 
-def _cell(
-    cell: str, x: Any, weights: Mapping[str, Any], states: Mapping[str, Any], **own: Any
-) -> tuple[Array, ...]:
+def _cell(cell: str, x: Any, weights: Mapping[str, Any], states: Mapping[str, Any], **own: Any) -> tuple[Array, ...]:
     """The states after one step."""
     return _run(_read(cell, jnp.expand_dims(_sequences(x, "NC"), 1), weights, states, **own))[1:]
 
 
-def _live(call: _Layer) -> Array:
+def _live(x: Array, lengths: Array) -> Array:
     """(N, T, 1): whether a step is one of its sequence."""
-    n, t, _ = call.x.shape
-    return lax.broadcasted_iota(jnp.int32, (n, t, 1), 1) < jnp.expand_dims(call.lengths, (1, 2))
+    return lax.broadcasted_iota(jnp.int32, (*x.shape[:2], 1), 1) < jnp.expand_dims(lengths, (1, 2))
 
 
 def _run(call: _Layer) -> tuple[Array, ...]:
     """(T, N, H) of a layer, and the final states."""
     spec, weights = call.spec, call.weights
-    x = call.x if call.lengths is None else jnp.where(_live(call), call.x, jnp.zeros_like(call.x))
-    a = multiply(spec, x, weights["w"], 2)
+    x = call.x
+    if call.lengths is not None:
+        x = jnp.where(_live(x, call.lengths), x, jnp.zeros_like(x))  # not a product: 0 times NaN is NaN
+    a = multiply(spec, x, weights["w"], run=primitives.call)
     entering, within = _biases(spec, weights, a.dtype)
     if entering is not None:
         a = a + trees.broadcast(jnp.expand_dims(entering, (0, 1)), a, spec.level)

@@ -21,7 +21,7 @@ have any number of common axes in front of those in `AXES`.
 
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -177,7 +177,7 @@ def _before(spec: RnnSpec, v: dict[str, Any], after: Array, initial: Array) -> A
 def _entering(spec: RnnSpec, v: dict[str, Any], d: dict[str, Any]) -> Array:
     """e: what enters each step from the tangents of all but the states."""
     hidden = v["r"].shape[-1] // steps.GATES[spec.cell]
-    product = lambda x, w: multiply(spec, x, w, 2)
+    product = lambda x, w: multiply(spec, x, w)
     parts = [d.get("a")]
     if "r" in d:
         if spec.cell == "gru_before":
@@ -327,10 +327,10 @@ class ProductSpec:
     level: str
 
 
-def multiply(spec: RnnSpec, x: Array, w: Array, rows: int) -> Array:
-    """x w, of rows along so many axes of x, for a call with the engine and the level of `spec`."""
-    own = ProductSpec(rows, spec.narrow, True, spec.engine, spec.level)
-    return bind("rnn_product", x, w, spec=own)
+def multiply(spec: RnnSpec, x: Array, w: Array, *, run: Callable[..., Array] = bind) -> Array:
+    """x w, of rows along two axes of x, for a call with the engine and the level of `spec`; `run` binds."""
+    own = ProductSpec(2, spec.narrow, True, spec.engine, spec.level)
+    return run("rnn_product", x, w, spec=own)
 
 
 def _product_dims(result: str, spec: ProductSpec, *avals: Any) -> dict[str, tuple[str, ...]]:

@@ -230,7 +230,7 @@ def _gru_cell(k: Arithmetic, spec: Any, v: Values, a: Array, state: Values) -> t
     a_r, a_z, a_n = split(a, hidden)[:3]
     if spec.cell == "gru_after":
         s_r, s_z, q = split(k.dot(_narrow(spec, v, h), v["r"]), hidden)[:3]
-        q = q + v["q"]
+        q = q + jnp.expand_dims(v["q"], 0)
         r, z = k.sigmoid(a_r + s_r), k.sigmoid(a_z + s_z)
         n = k.tanh(a_n + k.times(r, q))
         saved = {"gates": joined(r, z, n, q)}

@@ -90,7 +90,8 @@ def ordered_dot(a: Array, b: Array) -> Array:
     # The barrier keeps XLA from removing 0 + p, which is +0 for p = -0.
     zero = lax.optimization_barrier(jnp.zeros((*a.shape[:-1], b.shape[1]), wide))
     terms = jnp.moveaxis(a, -1, 0).astype(wide), b.astype(wide)
-    add = lambda total, term: (total + product(term[0][..., None], term[1]), None)
+    row = lambda w: jnp.expand_dims(w, range(a.ndim - 1))
+    add = lambda total, term: (total + product(term[0][..., None], row(term[1])), None)
     return lax.scan(add, zero, terms, unroll=UNROLLED if isinstance(b.shape[0], int) else 1)[0]
 
 
@@ -120,7 +121,7 @@ def _multiply(dot: Any, result: str, spec: ProductSpec, wide: Any, a: Array, b: 
 
 
 def _run(k: steps.Arithmetic, call: engines.Call, *operands: Array) -> Any:
-    """Off GPUs, narrow operands are multiplied in the accumulator's dtype, in which XLA's products on CPUs are faster."""
+    """Off GPUs narrow operands are multiplied in the accumulator's dtype: in that XLA's products on CPUs are faster."""
     spec: Any = call.spec
     as_they_are = call.platform == "cuda" and k is steps.PLAIN
     dtype = spec.narrow if as_they_are else blending.accumulator(spec.narrow)
