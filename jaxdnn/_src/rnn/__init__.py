@@ -11,13 +11,14 @@ MANIFEST = Manifest(
         ),
     ),
     examples="""
-lstm      | NTC, CG, DG, bias=G                               -> NTD ND ND | N -/+ | filters add over sequences
-lstm-states | NTC, CG, DG, h0=ND, c0=ND, direction="reverse"    -> NTD ND ND | N -/+ | the same
-gru       | NTC, CE, DE, recurrent_bias=E                     -> NTD ND    | N -/+ | the same
-rnn       | NTC, CD, DD, activation="tanh"                    -> NTD ND    | N -/+ | the same
-lstm_cell | NC, CG, DG, ND, ND                                -> ND ND     | N -/+ | the same
-gru_cell  | NC, CE, DE, ND                                    -> ND        | N -/+ | the same
-rnn_cell  | NC, CD, DD, ND, bias=D                            -> ND        | N -/+ | the same
+lstm        | NTC, CG, DG                                            -> NTD ND ND | N -/+ | filters add over sequences
+lstm-states | NTC, CG, DG, bias=G, h0=ND, c0=ND, direction="reverse" -> NTD ND ND | N -/+ | the same
+gru         | NTC, CE, DE                                            -> NTD ND    | N -/+ | the same
+gru-bias    | NTC, CE, DE, recurrent_bias=E, reset_gate="after"      -> NTD ND    | N -/+ | the same
+rnn         | NTC, CD, DD, activation="tanh"                         -> NTD ND    | N -/+ | the same
+lstm_cell   | NC, CG, DG, ND, ND                                     -> ND ND     | N -/+ | the same
+gru_cell    | NC, CE, DE, ND                                         -> ND        | N -/+ | the same
+rnn_cell    | NC, CD, DD, ND                                         -> ND        | N -/+ | the same
 """,
     engines=("xla",),
     cases=("cases",),

@@ -27,25 +27,37 @@ def _gru(a: Array, s: Array, h: Array) -> Array:
     return (1 - z) * jnp.tanh(a_n + jax.nn.sigmoid(a_r + s_r) * s_n) + z * h
 
 
-def rnn_cell(x: Array, w: Array, r: Array, h: Array, bias: Array) -> Array:
-    return jnp.tanh(x @ w + jnp.expand_dims(bias, 0) + h @ r)
+def rnn_cell(x: Array, w: Array, r: Array, h: Array) -> Array:
+    return jnp.tanh(x @ w + h @ r)
 
 
-def lstm(
-    x: Array, w: Array, r: Array, bias: Any = None, h0: Any = None, c0: Any = None, direction: str = "forward"
-) -> Any:
+def lstm(x: Array, w: Array, r: Array) -> Any:
+    start = jnp.zeros((x.shape[0], r.shape[0]), x.dtype)
+    return _lstm_layer(x @ w, r, (start, start), reverse=False)
+
+
+def lstm_states(x: Array, w: Array, r: Array, bias: Array, h0: Array, c0: Array) -> Any:
+    return _lstm_layer(x @ w + jnp.expand_dims(bias, (0, 1)), r, (h0, c0), reverse=True)
+
+
+def _lstm_layer(a: Array, r: Array, states: tuple[Array, Array], *, reverse: bool) -> Any:
     def step(state: tuple[Array, Array], a: Array) -> Any:
         h, c = _lstm(a, state[0] @ r, state[1])
         return (h, c), h
 
-    a = x @ w if bias is None else x @ w + jnp.expand_dims(bias, (0, 1))
-    start = jnp.zeros((x.shape[0], r.shape[0]), x.dtype)
-    states = start if h0 is None else h0, start if c0 is None else c0
-    states, y = lax.scan(step, states, jnp.swapaxes(a, 0, 1), reverse=direction == "reverse")
+    states, y = lax.scan(step, states, jnp.swapaxes(a, 0, 1), reverse=reverse)
     return jnp.swapaxes(y, 0, 1), states
 
 
-def gru(x: Array, w: Array, r: Array, recurrent_bias: Array) -> Any:
+def gru(x: Array, w: Array, r: Array) -> Any:
+    return _gru_layer(x, w, r, jnp.zeros(r.shape[1:], r.dtype))
+
+
+def gru_bias(x: Array, w: Array, r: Array, recurrent_bias: Array) -> Any:
+    return _gru_layer(x, w, r, recurrent_bias)
+
+
+def _gru_layer(x: Array, w: Array, r: Array, recurrent_bias: Array) -> Any:
     def step(h: Array, a: Array) -> Any:
         h = _gru(a, h @ r + jnp.expand_dims(recurrent_bias, 0), h)
         return h, h
@@ -54,13 +66,10 @@ def gru(x: Array, w: Array, r: Array, recurrent_bias: Array) -> Any:
     return jnp.swapaxes(y, 0, 1), h
 
 
-def rnn(x: Array, w: Array, r: Array, activation: str = "tanh") -> Any:
+def rnn(x: Array, w: Array, r: Array) -> Any:
     def step(h: Array, a: Array) -> Any:
-        h = jnp.tanh(a + h @ r) if activation == "tanh" else jax.nn.relu(a + h @ r)
+        h = jnp.tanh(a + h @ r)
         return h, h
 
     h, y = lax.scan(step, jnp.zeros((x.shape[0], r.shape[0]), x.dtype), jnp.swapaxes(x @ w, 0, 1))
     return jnp.swapaxes(y, 0, 1), h
-
-
-lstm_states = lstm

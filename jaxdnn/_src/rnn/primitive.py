@@ -161,12 +161,13 @@ def _jvp(spec: RnnSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
 def _before(spec: RnnSpec, v: dict[str, Any], after: Array, initial: Array) -> Array:
     """The states before each step, from those after it; 0 behind a sequence's end."""
     axis = after.ndim - 3
-    first = jnp.expand_dims(initial, axis)
+    if not after.shape[axis]:
+        return after
+    first, last = jnp.expand_dims(initial, axis), after.shape[axis] - 1
     if spec.reverse:
-        found = lax.concatenate([lax.slice_in_dim(after, 1, None, axis=axis), first], axis)
+        found = lax.concatenate([lax.slice_in_dim(after, 1, last + 1, axis=axis), first], axis)
     else:
-        found = lax.concatenate([first, lax.slice_in_dim(after, 0, after.shape[axis] - 1, axis=axis)], axis)
-    found = found if after.shape[axis] else after
+        found = lax.concatenate([first, lax.slice_in_dim(after, 0, last, axis=axis)], axis)
     if not spec.ragged:
         return found
     time = lax.broadcasted_iota(jnp.int32, after.shape, axis)
