@@ -178,6 +178,11 @@ def _as_axis(names: tuple[str, ...]) -> Any:
     return names if len(names) > 1 else names[0] if names else None
 
 
+def alike(names: Dims, sizes: Sequence[int], shape: Sequence[int], own: str) -> Dims:
+    """The factors of an array that has the `sizes`, of these names, or has length 1; then the axis has its own name."""
+    return tuple(a if n == size else f"{own}{a}" for a, size, n in zip(names, sizes, shape, strict=True))
+
+
 def leading(operands: Sequence[Any], results: Sequence[Any], count: int) -> Factors:
     """The `Factors` of an op whose operands and results share their first `count` axes, which may be sharded."""
     shared = tuple(f"l{i}" for i in range(count))

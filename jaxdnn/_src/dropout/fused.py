@@ -29,7 +29,7 @@ from jaxdnn._src.activation.formulas import Parameter
 from jaxdnn._src.core import primitives, rounding
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.determinism import satisfies
-from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.core.partitioning import Factors, alike
 from jaxdnn._src.core.primitives import bind
 from jaxdnn._src.dropout.primitive import DropoutSpec
 from jaxdnn._src.tensor import reductions
@@ -211,9 +211,8 @@ def _factors(op: str, spec: FusedSpec, *avals: Any) -> Factors:
     summed = [spec.leading + axis for axis in spec.summed] if op == "fused_dropout_dgrad" else []
 
     def dims(kind: str, own: tuple[int, ...], words: bool) -> tuple[str, ...]:
-        along = own[:-1] if words else own
-        shared = zip(along, shape, axes, strict=False)
-        return (*(a if n == m else f"{kind}{a}" for n, m, a in shared), *((f"{kind}words",) if words else ()))
+        rank = spec.leading if words else len(shape)
+        return (*alike(axes[:rank], shape[:rank], own[:rank], kind), *((f"{kind}words",) if words else ()))
 
     results = _dgrad_results(spec, *avals) if op == "fused_dropout_dgrad" else (_result(spec, *avals),)
     kinds = roles(op, spec)

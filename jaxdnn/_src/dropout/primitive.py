@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.core import primitives
-from jaxdnn._src.core.partitioning import Factors
+from jaxdnn._src.core.partitioning import Factors, alike
 
 BLOCK = 4  # random words that one counter gives
 COUNTERS = 2**64 // BLOCK  # elements are numbered modulo 2^64, and begin anew with counter 0
@@ -53,12 +53,9 @@ def _batch(spec: DropoutSpec, operands: Sequence[Any], dims: Sequence[int | None
 def _factors(spec: DropoutSpec, x: Any, key: Any, start: Any) -> Factors:
     """XLA may shard any axis; a kernel would have to know the position of its part, and so cannot be partitioned."""
     axes = tuple(f"x{i}" for i in range(len(x.shape)))
-
-    def names(kind: str, aval: Any) -> tuple[str, ...]:
-        shared = zip(aval.shape[: spec.leading], x.shape, axes, strict=False)
-        return (*(a if n == m else f"{kind}{a}" for n, m, a in shared), f"{kind}words")
-
-    return Factors(operands=(axes, names("k", key), names("s", start)), results=(axes,), free=(), placed=axes)
+    lead = slice(spec.leading)
+    words = lambda own, v: (*alike(axes[lead], x.shape[lead], v.shape[lead], own), f"{own}words")
+    return Factors(operands=(axes, words("k", key), words("s", start)), results=(axes,), free=(), placed=axes)
 
 
 primitives.define(

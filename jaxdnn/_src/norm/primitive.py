@@ -30,7 +30,7 @@ from jax import Array
 
 from jaxdnn._src.core import primitives
 from jaxdnn._src.core.compat import ad
-from jaxdnn._src.core.partitioning import Axes, Factors, Run
+from jaxdnn._src.core.partitioning import Axes, Factors, Run, alike
 from jaxdnn._src.core.primitives import bind as bind
 from jaxdnn._src.core.primitives import call as call
 from jaxdnn._src.norm.spec import NormSpec, reduced
@@ -164,18 +164,12 @@ def _factors(op: str, spec: NormSpec, *avals: Any) -> Factors:
     x = next(a for a, role in zip(avals, roles, strict=True) if role == "x")
     rank = len(x.shape)
     added = {*spec.axes, *(spec.summed if op == "norm_dgrad" else ())}
-    names = [f"d{axis}" for axis in range(rank)]
-
-    def dims(shape: tuple[int, ...], own: str) -> tuple[str, ...]:
-        """Axes of length 1 where x's is longer have a name of their own: they are not sharded."""
-        pairs = zip(names, shape, x.shape, strict=True)
-        return tuple(name if size == full else f"{own}{name}" for name, size, full in pairs)
-
+    names = tuple(f"d{axis}" for axis in range(rank))
     results = _RULES[op]["results"](spec, *avals)
     found = results if isinstance(results, tuple) else (results,)
     return Factors(
-        operands=tuple(dims(a.shape, f"o{i}") for i, a in enumerate(avals)),
-        results=tuple(dims(r.shape, f"r{i}") for i, r in enumerate(found)),
+        operands=tuple(alike(names, x.shape, a.shape, f"o{i}") for i, a in enumerate(avals)),
+        results=tuple(alike(names, x.shape, r.shape, f"r{i}") for i, r in enumerate(found)),
         free=tuple(name for axis, name in enumerate(names) if axis - rank not in added),
         summed=tuple(name for axis, name in enumerate(names) if axis - rank in added),
         local=ft.partial(_on_device, op, spec, rank),
