@@ -9,10 +9,10 @@ Arrays are positional, everything else is given by keyword. In every op that tak
   determinism      the level that the implementation must guarantee; around many calls: `with determinism(level):`
 
 An op whose name ends in dgrad, wgrad or bgrad is a backward pass, for programs that call it by itself; `jax.grad` finds
-it without being told. `explain(op, *arguments)` says which engine would serve a call and what it promises. `jax.export`
-may leave the batch open, as a symbolic dimension, of all but `linear_cross_entropy`; kernels that need every size are
-then passed over. The package `jaxdnn_reference` has the definition of every op in NumPy, with the same name and
-arguments. The examples in docstrings take `import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
+it without being told. `explain(op, *arguments)` says which engine would serve a call and what it guarantees.
+`jax.export` may leave the batch open, as a symbolic dimension, of all but `linear_cross_entropy`; kernels that need
+every size are then passed over. The package `jaxdnn_reference` has the definition of every op in NumPy, with the same
+name and arguments. The examples in docstrings take `import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
 """
 
 from jaxdnn import engines as engines

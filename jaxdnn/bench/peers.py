@@ -20,7 +20,7 @@ def torch_is_here() -> bool:
 
 
 def torch_time(make: Callable[..., Callable[[], Any] | None], sets: Sequence[Sequence[Array]], repeats: int) -> Any:
-    """Milliseconds of a call, by CUDA events around a replayed CUDA graph; None if `make` knows no such op.
+    """Milliseconds of a call, by CUDA events around a replayed CUDA graph; None if `make` has no such op.
 
     `make` turns the module and tensors into the function that is timed; the tensors are the arrays' own memory.
     """

@@ -48,8 +48,9 @@ def of_turn(cases: Iterable[Any], turn: int) -> list[Any]:
 def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
     """The part of a turn; it has each family with each of its engines.
 
-    They are dealt evenly over more turns than cells are, for each is dear; names would put four in a turn. What is
-    added for a family and an engine is a plain call: blends and gradients take twice as long.
+    They are distributed evenly, over more turns than cells are, because each takes long: chosen by a hash of their
+    names, four would be in one turn. What is added for a family and an engine is a plain call: blends and gradients
+    take twice as long.
     """
 
     def dealt(names: Iterable[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Of a line's op and of its pullback three things are compared: what the compiled programs communicate, with the table;
 how results are sharded, with the operands; and what they are, with one device's: bit for bit where sums of whole
-numbers are exact or the level promises it.
+numbers are exact or the level guarantees it.
 """
 
 import collections
@@ -27,7 +27,7 @@ from jaxdnn._src.core.determinism import is_fixed, satisfies
 AXIS = "d"
 STATISTICS = "batch_norm-statistics"
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-# Where XLA shards by itself, where shardings are in types, and at the level that promises bits; GPUs' kernels too.
+# Where XLA shards by itself, where shardings are in types, and at the level that guarantees bits; GPUs' kernels too.
 VARIANTS = (("auto", "fast", "float32"), ("explicit", "fast", "float32"), ("auto", "mesh_invariant", "float32"))
 KERNELS = ("auto", "batch_invariant", "bfloat16")
 TRANSFORMED = ("conv", "conv_dgrad", "conv_wgrad", "conv_transpose")
@@ -138,8 +138,8 @@ def _line(trial: Trial) -> Outcome:
         faults += _differences(f"result {i}", row, y, one, None if axes == "?" else at(axes), exact or bits)
     for i, (axes, x, one) in enumerate(zip(row.operands, gradients, alone.gradients, strict=True)):
         # Of gradients a level fixes the first derivatives in arrays with a batch; those in others are sums over it.
-        promised = bits and "N" in axes and (i == 0 or "_dgrad" not in row.op)
-        faults += _differences(f"gradient {i}", row, x, one, at(axes), exact or promised)
+        guaranteed = bits and "N" in axes and (i == 0 or "_dgrad" not in row.op)
+        faults += _differences(f"gradient {i}", row, x, one, at(axes), exact or guaranteed)
     return Outcome(trial, "failed" if faults else "passed", *signs, message="; ".join(faults))
 
 

@@ -307,7 +307,7 @@ def _modelled(told: plain.Facts) -> int:
 
 
 def _subject(found: Drawn, seed: int) -> tuple[Subject, tuple[str, ...]] | None:
-    """What procedures run on, and the levels that can be tested; None for operands by name, which they know not of."""
+    """What procedures run on, and the levels that can be tested; None if operands are given by name."""
     case, family = found.case, matrix.of(found.case.op)
     operands, extras = _arrays(found, seed)
     if extras:

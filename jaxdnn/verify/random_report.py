@@ -65,7 +65,8 @@ class Report:
 def summary(reports: Sequence[Report]) -> dict[str, Any]:
     """Counts by op and engine, of branches and of procedures; the calls that failed. `passed` is the verdict.
 
-    A branch that a kernel recorded and `branches.EVERY` does not know fails the run: what is not listed, nobody misses.
+    A branch that a kernel recorded and `branches.EVERY` does not list fails the run: a branch that is not listed would
+    never be reported as not taken.
     """
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     dtypes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)

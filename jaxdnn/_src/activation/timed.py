@@ -38,7 +38,7 @@ class Activation(timed.Case):
         return lambda x, dy: plain(x) if which == "forward" else timed.gradient(plain, 0, x, dy)
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
-        """PyTorch's own kernels; the backward ones take what autograd hands them."""
+        """PyTorch's own kernels; the backward ones take what autograd saves for them."""
         x, dy = tensors
         aten = torch.ops.aten
         forward = {

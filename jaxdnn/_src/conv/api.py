@@ -59,7 +59,7 @@ def conv(
       padding: zeros around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
         "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side).
       dilation: steps between the taps of a window, one integer or one per spatial axis.
-      groups: G; output channel k sees the input channels of group ⌊k / Kg⌋ only. G = C is depthwise convolution.
+      groups: G; output channel k reads the input channels of group ⌊k / Kg⌋ only. G = C is depthwise convolution.
       mode: "cross_correlation", or "convolution", which reverses the filter's spatial taps and nothing else.
       layout: the axes of x, prior, residual and the result: NWC, NCW, CWN, NHWC, NCHW, CHWN, NDHWC, NCDHW, CDHWN, or
         with channels in vectors of 32 (any number), NC/32HW32: NCWc32, NCHWc32, NCDHWc32, of shape (N, C/32, H, W, 32).
@@ -292,7 +292,7 @@ def conv_wgrad(
 
     Differentiation: any order, in x, dy, prior, and alpha and beta if they are arrays.
 
-    Numerics: as `conv`; the sum runs over the batch, so of floats only engine `ordered` promises more than run_to_run.
+    Numerics: as `conv`; the sum runs over the batch, so of floats only engine `ordered` has a level above run_to_run.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `conv`.
@@ -335,8 +335,8 @@ def conv_bgrad(
       dy: the gradient in the convolution's result, (N, P, Q, K) for layout NHWC; dtypes as for `conv`.
       layout: the axes of dy, see `conv`.
       alpha, beta, prior: the blend, see `conv`; prior is (K,).
-      accumulate, out_dtype, determinism: see `conv`; a sum over the batch promises run_to_run, of integers portable, or
-        mesh_invariant where beta is not 0 or 1.
+      accumulate, out_dtype, determinism: see `conv`; a sum over the batch guarantees run_to_run, of integers portable,
+        or mesh_invariant where beta is not 0 or 1.
 
     Returns:
       db, (K,).

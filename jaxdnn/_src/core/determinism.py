@@ -1,6 +1,6 @@
-"""What an op promises about its bits: the levels, and the context that requires one.
+"""What an op guarantees of its bits: the levels, and the context that requires one.
 
-| level | promise, bit for bit |
+| level | guarantee, bit for bit |
 |---|---|
 | `"fast"` | none |
 | `"run_to_run"` | same build, device model and shapes: the same result over repeats, processes, recompilation |

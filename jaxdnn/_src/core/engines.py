@@ -1,4 +1,4 @@
-"""Engines: the implementations of an op, what each can serve and promises; `selection` chooses among them."""
+"""Engines: the implementations of an op, what each can serve and guarantees; `selection` chooses among them."""
 
 import contextlib
 import contextvars

@@ -38,7 +38,7 @@ class Candidate:
     """One engine for one call: why it cannot serve it (None: it can), and what it guarantees if it does.
 
     Where no engine is named, `later` says why it is tried after another that could serve, `earlier` why before the
-    others: the rule or the measurement. None of engines of which neither speaks.
+    others: the rule or the measurement. None where neither the rule nor a measurement names the engine.
     """
 
     engine: str

@@ -242,7 +242,7 @@ def vector_error(x: Values, p: float, axis: Any, eps: float, format: str) -> Val
 
 
 def facts(case: LocalCase) -> Facts:
-    """What is promised: of a norm without a level, XLA's order of additions; of a maximum, whatever the order."""
+    """What is guaranteed: of a norm without a level, XLA's order of additions; of a maximum, whatever the order."""
     found = plain.facts(case)
     loose = case.op == "lp_normalize" and "determinism" not in case.options
     return dataclasses.replace(found, level="run_to_run") if loose else found

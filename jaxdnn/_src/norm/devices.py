@@ -88,7 +88,7 @@ def backward(
 
 
 def _spec(view: View, scale: Any, bias: Any, found: Types, options: Options) -> Any:
-    """The spec of XLA's formula between devices; it serves no other engine and promises no more than run_to_run."""
+    """The spec of XLA's formula between devices; it serves no other engine and guarantees no more than run_to_run."""
     if options.engine not in (None, "xla"):
         raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {options.engine!r}.")
     require("batch_norm with `axis_name`", options.determinism, "run_to_run", "it adds over the batch")

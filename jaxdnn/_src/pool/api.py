@@ -271,7 +271,7 @@ def unpool(
 
     Differentiation: any order, forward and reverse, in y. A value that another window's has replaced has none.
 
-    Numerics: exact. Determinism: portable; no window races another.
+    Numerics: exact. Determinism: portable; the order of writes does not decide which window it is.
 
     Raises:
       ValueError: shapes that do not fit, or an argument out of range.

@@ -195,7 +195,7 @@ class TensorCase(Case):
 
 
 def facts(case: TensorCase) -> Facts:
-    """What is promised: of a reduction of floats without a level, XLA's order."""
+    """What is guaranteed: of a reduction of floats without a level, XLA's order."""
     found = plain.facts(case)
     loose = case.op == "reduce" and case.variant.endswith("-any") and case.options["op"] not in EXTREMES
     return dataclasses.replace(found, level="run_to_run") if loose and case.dtype != "int8" else found

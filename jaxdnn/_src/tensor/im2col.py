@@ -39,7 +39,7 @@ def im2col(
     layout: str = "NHWC",
     order: str | None = None,
 ) -> Array:
-    """Gathers what the taps of a convolution see, so that the convolution becomes a matrix product.
+    """Gathers what the taps of a convolution read, so that the convolution becomes a matrix product.
 
     y[n, p, q, (r S + s) C + c] = x[n, p u + r d - a, q v + s e - b, c]     order "taps_channels"
     y[n, p, q, (c R + r) S + s] = x[n, p u + r d - a, q v + s e - b, c]     order "channels_taps"
@@ -215,7 +215,7 @@ def _along_spatial(layout: Layout, values: Sequence[Any], other: Any) -> list[An
 
 
 def _shift(layout: Layout, padded: Array, window: Window, tap: tuple[int, ...]) -> Array:
-    """What one tap sees: every stride-th element from the tap's place on."""
+    """The elements that one tap reads: every stride-th from the tap's place on."""
     starts = [r * d for r, d in zip(tap, window.dilation, strict=True)]
     ends = [start + (p - 1) * u + 1 for start, p, u in zip(starts, window.out, window.stride, strict=True)]
     shape = padded.shape

@@ -128,7 +128,7 @@ def _narrow(call: engines.Call) -> _Kernel:
     return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
 
 
-# ---- what the engine promises ----------------------------------------------------------------------------------------
+# ---- what the engine guarantees --------------------------------------------------------------------------------------
 
 
 def _run(call: engines.Call, *operands: Array) -> Array:

@@ -205,7 +205,7 @@ def _exchange_channels(spec: ConvSpec, w: Array) -> Array:
     return moved.reshape(*moved.shape[:o], g * moved.shape[o + 1], *moved.shape[o + 2 :])
 
 
-# ---- what the engine promises ----------------------------------------------------------------------------------------
+# ---- what the engine guarantees --------------------------------------------------------------------------------------
 
 
 def _level(call: engines.Call) -> str:

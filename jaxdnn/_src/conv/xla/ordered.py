@@ -168,7 +168,7 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
         return lax.bitcast_convert_type(odd.reshape(-1), jnp.float64).reshape(s.shape).astype(jnp.float32)
 
 
-# ---- what the engine promises ----------------------------------------------------------------------------------------
+# ---- what the engine guarantees --------------------------------------------------------------------------------------
 
 
 def _supports(call: engines.Call) -> str | None:

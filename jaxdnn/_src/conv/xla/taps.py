@@ -1,4 +1,4 @@
-"""Convolution tap by tap: for every tap the pixels that the outputs see through it, times that tap's weights.
+"""Convolution tap by tap: for every tap the pixels that the outputs read by it, times that tap's weights.
 
 Depthwise convolution multiplies element by element (`shifted_*`), every other one by matrix products (`taps_*`).
 """
@@ -29,7 +29,7 @@ def padded(problem: Problem, x: Array) -> Array:
 
 
 def shift(problem: Problem, padded: Array, start: Sequence[Any]) -> Array:
-    """The input pixel that every output pixel sees through the tap that starts at `start` (may be traced)."""
+    """The input pixel that every output pixel reads by the tap that starts at `start` (may be traced)."""
     spans = [(p - 1) * s + 1 for p, s in zip(problem.geo.out, problem.geo.stride, strict=True)]
     sizes = (padded.shape[0], *spans, padded.shape[-1])
     if all(isinstance(v, int) for v in start):

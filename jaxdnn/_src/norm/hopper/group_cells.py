@@ -1,8 +1,9 @@
 """The groups that the channels of a thread's vector belong to.
 
 A vector of `elements` neighbouring channels has channels of one group, or of several neighbouring ones, at most
-`plan.cells`. Cell j of a vector is those of its channels that belong to the j-th of these groups. What a thread knows
-of groups is a list with one register for each cell. A cell that a thread's vector does not have repeats the one before.
+`plan.cells`. Cell j of a vector is those of its channels that belong to the j-th of these groups. A thread has each
+quantity of groups as a list with one register for each cell. A cell that its vector does not have repeats the one
+before.
 """
 
 import math

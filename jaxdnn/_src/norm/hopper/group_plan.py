@@ -166,8 +166,8 @@ class ImagePlan:
     def turns(self, images: int, arrays: int) -> int:
         """How many clusters there are if each processes several parts, one after another; 0 if each processes one.
 
-        Several pay where a block has its multiprocessor alone, so that no other block loads while it adds and stores.
-        Where two blocks share a multiprocessor they pay forward, in clusters of 8, if 16-bit vectors straddle groups.
+        Several are faster where a block has its multiprocessor alone, so that no other block loads while it adds and
+        stores; where two blocks share one, forward, in clusters of 8, if 16-bit vectors straddle groups.
         """
         alone = 4 * self.floats(arrays) > HALF
         across = self.group % self.elements != 0 and self.elements % self.group != 0

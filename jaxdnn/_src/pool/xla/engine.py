@@ -271,7 +271,7 @@ def _sum_backward(spec: PoolSpec, i: int, axis: int, dy: Array) -> Array:
     return interleaved(parts, axis, size)
 
 
-# ---- what the engine promises ----------------------------------------------------------------------------------------
+# ---- what the engine guarantees --------------------------------------------------------------------------------------
 
 _RUN: dict[str, Any] = {
     "pool_max": _max,
