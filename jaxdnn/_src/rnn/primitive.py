@@ -107,12 +107,12 @@ def results_of(op: str, spec: RnnSpec) -> tuple[str, ...]:
 
 def formula(op: str, spec: RnnSpec, *operands: Array, k: steps.Arithmetic = steps.PLAIN) -> tuple[Array, ...]:
     """An op of the recurrence in JAX's operations, which are differentiated further."""
-    names = operands_of(op, spec)
+    names, wanted = operands_of(op, spec), results_of(op, spec)
     run = {"rnn_tangent": steps.tangent, "rnn_backward": steps.backward}.get(op, steps.forward)
 
     def one(*given: Array) -> tuple[Array, ...]:
-        found = run(k, spec, dict(zip(names, given, strict=True)))
-        return tuple(found[name] for name in results_of(op, spec))
+        found = run(k, spec, dict(zip(names, given, strict=True)), wanted)
+        return tuple(found[name] for name in wanted)
 
     for _ in range(operands[0].ndim - 3):
         one = jax.vmap(one)

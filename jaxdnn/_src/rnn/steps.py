@@ -11,7 +11,7 @@ Arrays have the steps first, and no axes before them. Formulas are in the accumu
 multiplied by weights, is rounded to the weights' dtype.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -56,9 +56,9 @@ PLAIN = Arithmetic(
 # ---- over the steps --------------------------------------------------------------------------------------------------
 
 
-def forward(k: Arithmetic, spec: Any, v: Values) -> dict[str, Array]:
-    """y, of which steps behind a sequence's end repeat its state, the final h and c; and what derivatives take:
-    gates (T, N, ...), the cells (T, N, H), and u, the operand of a second product (T, N, H)."""
+def forward(k: Arithmetic, spec: Any, v: Values, wanted: Collection[str]) -> dict[str, Array]:
+    """y, of which steps behind a sequence's end repeat its state, the final h and c; and, if wanted, what derivatives
+    take: gates (T, N, ...), the cells (T, N, H), and u, the operand of a second product (T, N, H)."""
     wide = v["a"].dtype
     keep = _keeper(spec, v)
 
@@ -66,12 +66,12 @@ def forward(k: Arithmetic, spec: Any, v: Values) -> dict[str, Array]:
         new, saved = CELLS[spec.cell](k, spec, v, at["a"], {**state, "h": state["h"].astype(wide)})
         new = keep(at, {**new, "h": nearest(new["h"], spec.narrow)}, state)
         saved |= {"y": new["h"], **({"cells": new["c"]} if "c" in new else {})}
-        return new, saved
+        return new, {name: x for name, x in saved.items() if name in wanted}
 
     return _scanned(step, {name: v[name] for name in ("h", "c") if name in v}, {"a": v["a"]}, spec.reverse)
 
 
-def tangent(k: Arithmetic, spec: Any, v: Values) -> dict[str, Array]:
+def tangent(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
     """The tangents of y and of the final states, along e and those of the initial ones."""
     wide = v["e"].dtype
     keep = _keeper(spec, v)
@@ -85,7 +85,7 @@ def tangent(k: Arithmetic, spec: Any, v: Values) -> dict[str, Array]:
     return {**found, "h": nearest(found["h"], spec.narrow)}
 
 
-def backward(k: Arithmetic, spec: Any, v: Values) -> dict[str, Array]:
+def backward(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
     """The transpose: the cotangents of e and of the initial states, of those of y and of the final ones."""
     wide = v["gates"].dtype
     keep = _keeper(spec, v)
