@@ -22,4 +22,5 @@ rnn_cell    | NC, CD, DD, ND                                         -> ND      
 """,
     engines=("xla",),
     cases=("cases",),
+    timed="timed",
 )
