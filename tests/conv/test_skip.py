@@ -1,4 +1,4 @@
-"""A convolution that hands on what it reads: as its two ops, but for the rounding of the gradient that both give."""
+"""A convolution that also returns what it reads: its two ops, but for the rounding of the gradient that both give."""
 
 import functools as ft
 import re

@@ -207,7 +207,7 @@ def conv_skip(
     engine: str | None = None,
     determinism: str | None = None,
 ) -> tuple[Array, Array]:
-    """The first convolution of a residual block, which hands on what it reads for the skip connection.
+    """The first convolution of a residual block, which also returns what it reads, for the skip connection.
 
     h = act(x)        y = conv(h, w)
 

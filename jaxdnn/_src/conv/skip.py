@@ -1,4 +1,4 @@
-"""A convolution that hands on what it reads: y = conv(h, w) and h = act(x), so that one rule sees both gradients of h.
+"""A convolution that also returns what it reads, y = conv(h, w) and h = act(x): one rule has both gradients of h.
 
 JAX adds the gradients of an array that two ops read between the ops, where no kernel can take the sum in. The
 tangent of this pair is a primitive, linear in the tangent of x, whose transpose is one call of backward data:

@@ -1,4 +1,4 @@
-"""The cases of convolutions that hand on what they read: both results, and the one gradient that follows from both."""
+"""The cases of convolutions that also return what they read: both results, and the one gradient of both."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
