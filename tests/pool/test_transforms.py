@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
+from jaxdnn._src.pool.xla import engine
 from tests.pool.cases import MODES, data, drawn
 
 # ---- transformations, by an independent formula ----------------------------------------------------------------------
@@ -116,6 +117,34 @@ def test_a_loop_over_the_taps_where_jax_has_integers_of_64_bits(options: dict[st
     expected = gradient(jnp.asarray(x))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(gradient(jnp.asarray(x)), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 3, "stride": 1, "padding": 1},
+        {"window": (3, 2), "stride": (2, 1), "padding": (1, 0)},
+        {"window": (2, 4), "stride": (3, 2), "padding": (0, 1)},
+        {"window": 2, "stride": 1, "dilation": 2},
+    ],
+    ids=str,
+)
+def test_the_gradient_with_and_without_a_loop_over_the_taps(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    x, found = np.random.default_rng(3).integers(0, 4, (2, 9, 10, 3)).astype(np.float32), []
+    for unrolled in (0, 128):
+        monkeypatch.setattr(engine, "UNROLLED_ON_CPUS", unrolled)
+        jax.clear_caches()
+        gradient = jax.jit(jax.grad(lambda a: jnp.sum(dnn.pool(a, **options) ** 3)))
+        assert ("stablehlo.while" in gradient.lower(x).as_text()) == (unrolled == 0)
+        found.append(gradient(x))
+    np.testing.assert_array_equal(*found)
+
+
+def test_on_cpus_a_gradient_of_many_taps_is_a_loop():
+    """XLA would compute the chosen tap anew for each: 15 times the time."""
+    gradient = jax.jit(jax.grad(lambda a, n: jnp.sum(dnn.pool(a, window=n, stride=1))), static_argnums=1)
+    x = jnp.ones((1, 9, 9, 2))
+    assert ["stablehlo.while" in gradient.lower(x, n).as_text() for n in (2, 3)] == [False, True]
 
 
 @pytest.mark.parametrize("window", [2, 12])  # by selection, by a gather

@@ -27,7 +27,15 @@ from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.rounding import nearest, real, rounded
 from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.fold import Item, fold, last_first, padded, slice_axis
-from jaxdnn._src.pool.xla.gather import UNROLLED_TERMS, gather_form, interleaved, phases, shifted, spread
+from jaxdnn._src.pool.xla.gather import (
+    UNROLLED_ON_CPUS,
+    UNROLLED_TERMS,
+    gather_form,
+    interleaved,
+    phases,
+    shifted,
+    spread,
+)
 
 Here = Callable[[Array], Array]
 
@@ -164,7 +172,8 @@ def _max_dgrad(call: engines.Call, dy: Array, tap: Array) -> Array:
     spec: PoolSpec = call.spec
     wide = dy.astype(blending.accumulator(dy.dtype))
     wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # sums are from +0; done first, it costs no pass
-    return nearest(gather_form(spec, wide, tap, jnp.add), spec.out_dtype)
+    unrolled = UNROLLED_ON_CPUS if call.platform == "cpu" else UNROLLED_TERMS
+    return nearest(gather_form(spec, wide, tap, jnp.add, unrolled), spec.out_dtype)
 
 
 # ---- average ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jaxdnn._src.pool.spec import PoolSpec, x_shape
 from jaxdnn._src.pool.xla.fold import Item, last_first
 
 UNROLLED_TERMS = 128  # beyond, a loop over the taps
+UNROLLED_ON_CPUS = 8  # XLA would compute the chosen tap, which it fuses with its use, anew for every term
 
 
 def phases(spec: PoolSpec, i: int) -> list[list[tuple[int, int]]]:
@@ -42,14 +43,16 @@ def shifted(a: Array, axis: int, shift: int, count: int, fill: Any) -> Array:
     return a if widths[axis] == (0, 0, 0) else lax.pad(a, jnp.asarray(fill, a.dtype), widths)
 
 
-def gather_form(spec: PoolSpec, dy: Item, tap: Array, join: Callable[[Item, Item], Item]) -> Item:
+def gather_form(
+    spec: PoolSpec, dy: Item, tap: Array, join: Callable[[Item, Item], Item], unrolled: int = UNROLLED_TERMS
+) -> Item:
     """Every element of dx: the dy of the windows that chose it, zero of the others, joined in the order of the taps.
 
-    dy: an array, or several of its shape.
+    dy: an array, or several of its shape; unrolled: up to how many taps there is no loop over them.
     """
     if spec.disjoint:
         return _gather_disjoint(spec, dy, tap)
-    if math.prod(spec.taps) > UNROLLED_TERMS or math.prod(spec.stride) > UNROLLED_TERMS:
+    if math.prod(spec.taps) > unrolled or math.prod(spec.stride) > unrolled:
         return _gather_by_loop(spec, dy, tap, join)
     return _gather_phases(spec, dy, tap, join, [], 0)
 
