@@ -88,6 +88,15 @@ def test_nan_is_found_among_infinities(axes: tuple[int, ...]):
         np.testing.assert_array_equal(np.isnan(jax.jit(lambda x, op=op: dnn.reduce(x, op=op, axis=axes))(x)), spoilt)
 
 
+def test_an_index_beyond_what_float32_holds():
+    """Up to 2^24 elements the least index is found among floats."""
+    for n in (2**24, 2**24 + 2):
+        x = np.zeros(n, np.float32)
+        x[-1] = 1
+        _, at = jax.jit(lambda x: dnn.reduce(x, op="max", return_indices=True))(x)
+        assert at == n - 1
+
+
 @pytest.mark.parametrize("op", EXTREMES)
 def test_looking_for_nan_stores_nothing(op: str):
     """Of x's size XLA for CPUs makes no array: it stored what `any` was taken of."""

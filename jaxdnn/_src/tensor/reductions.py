@@ -208,8 +208,11 @@ def index(x: Array, y: Array, op: str, axes: Axes) -> Array:
     equal = x == y
     if jnp.issubdtype(x.dtype, jnp.inexact):
         equal |= jnp.isnan(x) & jnp.isnan(y)
-    beyond = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
-    return jnp.min(jnp.where(equal, places(x.shape, axes), beyond), axes, keepdims=True)
+    # As floats, which hold them, the least is found by XLA's library on CPUs.
+    count, place = math.prod(x.shape[axis] for axis in axes), places(x.shape, axes)
+    place = place.astype(jnp.float32) if not export.is_symbolic_dim(count) and count <= 2**24 else place
+    beyond = jnp.asarray(np.iinfo(np.int32).max, place.dtype)
+    return jnp.min(jnp.where(equal, place, beyond), axes, keepdims=True).astype(jnp.int32)
 
 
 def places(shape: tuple[int, ...], axes: Axes) -> Array:
