@@ -9,8 +9,9 @@ Of a sequence x_1, x_2, ... and a state h, gate by gate, with the columns of W, 
     gru    r, z = sigmoid(a + s), in the order r, z, n;  h_t = (1 - z) n + z h_{t-1}, where
            n = tanh(a_n + r s_n) for reset_gate "after", n = tanh(a_n + (r h_{t-1}) R_n + d_n) for "before"
 
-"reverse" runs from a sequence's last step to its first. A sequence ends with its length: later results are `fill`, and
-the final state is the one after its last step, of no steps the initial one.
+"reverse" runs from a sequence's last step to its first; "bidirectional" is a layer of each, whose results lie side by
+side, and whose weights and states have an axis of 2 in front. A sequence ends with its length: later results are
+`fill`, and the final state is the one after its last step, of no steps the initial one.
 
 arithmetic "golden": float64, nothing is rounded to the inputs' type. "ordered": float32 (float64 for float64); each
 product and each sum is rounded. A sum of products starts from 0 and takes them in the order of the index; the biases
@@ -190,6 +191,15 @@ def layer(
     arithmetic: str = "golden",
 ) -> tuple[Array, list[Array]]:
     """y and the final states."""
+    if direction == "bidirectional":
+        order: dict[str, Any] = dict(lengths=lengths, fill=fill, layout=layout, clip=clip, arithmetic=arithmetic)
+        of = lambda v, i: None if v is None else v[i]
+        both = []
+        for i, one in enumerate(("forward", "reverse")):
+            own = {name: of(v, i) for name, v in weights.items()}
+            both.append(layer(cell, x, own, [of(v, i) for v in initial], direction=one, **order))
+        (y, final), (z, others) = both
+        return np.concatenate([y, z], -1), [np.stack(pair) for pair in zip(final, others, strict=True)]
     x = x if layout == "NTC" else x.swapaxes(0, 1)
     n, steps, _ = x.shape
     k, numbers = (GOLDEN if arithmetic == "golden" else ordered(x.dtype)), {"x": x, **weights}

@@ -288,6 +288,26 @@ def test_layouts_and_directions(kind: str, engine: str):
         np.testing.assert_allclose(a, b, atol=0 if engine == "ordered" else 2e-6)
 
 
+@pytest.mark.parametrize("layout", ["NTC", "TNC"])
+def test_both_directions_are_two_layers_side_by_side(layout: str):
+    """The definition's bits, and those of a layer in each direction."""
+    kind, pair = "lstm-projected-clipped", [data("lstm-projected-clipped", seed) for seed in (0, 1)]
+    x = pair[0]["x"] if layout == "NTC" else np.swapaxes(pair[0]["x"], 0, 1)
+    v = {name: np.stack([one[name] for one in pair]) for name in pair[0]} | {"x": x, "lengths": LENGTHS}
+    given: dict[str, Any] = {"fill": 2.0, "layout": layout}
+    found = compiled(kind, v, direction="bidirectional", engine="ordered", **given)
+    wanted = called(reference, kind, v, direction="bidirectional", arithmetic="ordered", **given)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    of_each = [
+        compiled(kind, {**one, "x": x, "lengths": LENGTHS}, direction=direction, engine="ordered", **given)
+        for one, direction in zip(pair, ("forward", "reverse"), strict=True)
+    ]
+    np.testing.assert_array_equal(found[0], np.concatenate([y for y, *_ in of_each], -1))
+    for i, states in enumerate(found[1:], 1):
+        np.testing.assert_array_equal(states, np.stack([one[i] for one in of_each]))
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("lstm-projected-clipped", jnp.bfloat16), ("gru-after", np.float32), ("gru-before", jnp.bfloat16)],
@@ -471,6 +491,7 @@ X, W, R = ZEROS(N, T, D), ZEROS(D, 4 * H), ZEROS(H, 4 * H)
             ValueError,
             "`reset_gate` must be one of 'after', 'before', got True",
         ),
+        (lambda: dnn.lstm(X, W, R, direction="bidirectional"), ValueError, r"`w` must have a first axis of 2 for `dir"),
         (lambda: dnn.rnn(X, W, R, activation="gelu"), ValueError, "`activation` must be one of 'tanh', 'relu', got"),
         (lambda: dnn.lstm(X, W, R, engine="cudnn"), ValueError, "`engine` must be one of"),
     ],

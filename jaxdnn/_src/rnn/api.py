@@ -21,7 +21,7 @@ from jaxdnn._src.rnn.primitive import RnnSpec, multiply
 from jaxdnn._src.rnn.steps import GATES
 
 LAYOUTS = ("NTC", "TNC")
-DIRECTIONS = ("forward", "reverse")
+DIRECTIONS = ("forward", "reverse", "bidirectional")
 RESET_GATES = ("after", "before")
 ACTIVATIONS = ("tanh", "relu")
 _FLOATS = blending.FLOATS[:4]
@@ -64,7 +64,9 @@ def lstm(
       c0: (N, H), of x's dtype or the accumulator's; None is zeros.
       lengths: (N,), integers from 0 to T in any order: the steps of each sequence; None is T. Inputs of later steps are
         not read. A length above T counts as T, one below 0 as 0.
-      direction: "forward", or "reverse": from each sequence's last step to its first.
+      direction: "forward"; "reverse", from each sequence's last step to its first; or "bidirectional", a layer of each.
+        Then all weights, biases and initial states have an axis of 2 in front, forward and reverse, and so have final
+        states; y has the columns of the forward layer and behind them those of the other.
       clip: (low, high), which c_t is cut to; None is no limit.
       fill: what y has behind a sequence's end.
       layout: "NTC", or "TNC" for x (T, N, I) and y (T, N, H).
@@ -389,7 +391,8 @@ def _read(
     weights: Mapping[str, Any],
     initial: Mapping[str, Any],
     lengths: Any = None,
-    direction: Any = "forward",
+    *,
+    reverse: bool = False,
     clip: Any = None,
     engine: Any = None,
     determinism: Any = None,
@@ -424,7 +427,7 @@ def _read(
         lengths = jnp.clip(lengths, 0, min(x.shape[1], jnp.iinfo(lengths.dtype).max)).astype(jnp.int32)
     spec = RnnSpec(
         cell=cell,
-        reverse=checks.choice("direction", direction, DIRECTIONS) == "reverse",
+        reverse=reverse,
         clip=_limits(clip),
         projected="projection" in given,
         ragged=lengths is not None,
@@ -480,13 +483,23 @@ def _sequences(x: Any, axes: str) -> Array:
 
 def _layer(
     cell: str, x: Any, weights: Mapping[str, Any], initial: Mapping[str, Any], lengths: Any, fill: Any, layout: Any,
-    **own: Any,
+    *, direction: Any, **own: Any,
 ) -> tuple[Array, ...]:  # fmt: skip
     """y and the final states."""
+    if checks.choice("direction", direction, DIRECTIONS) == "bidirectional":
+        of_each = []
+        for i, one in enumerate(DIRECTIONS[:2]):
+            of_one = {name: _of_direction(name, v, i) for name, v in {**weights, **initial}.items()}
+            w, states = ({name: of_one[name] for name in given} for given in (weights, initial))
+            of_each.append(_layer(cell, x, w, states, lengths, fill, layout, direction=one, **own))
+        (forward, *before), (reverse, *after) = of_each
+        final = (jnp.stack(pair) for pair in zip(before, after, strict=True))
+        return jnp.concatenate([forward, reverse], -1), *final
     checks.choice("layout", layout, LAYOUTS)
     x = _sequences(x, layout)
     fill = checks.as_float("fill", fill)
-    call = _read(cell, x if layout == "NTC" else jnp.swapaxes(x, 0, 1), weights, initial, lengths, **own)
+    x = x if layout == "NTC" else jnp.swapaxes(x, 0, 1)
+    call = _read(cell, x, weights, initial, lengths, reverse=direction == "reverse", **own)
     y, *states = _run(call)
     if call.lengths is not None:
         y = jnp.where(jnp.swapaxes(_live(call.x, call.lengths), 0, 1), y, jnp.asarray(fill, y.dtype))
@@ -496,6 +509,19 @@ def _layer(
 def _cell(cell: str, x: Any, weights: Mapping[str, Any], states: Mapping[str, Any], **own: Any) -> tuple[Array, ...]:
     """The states after one step."""
     return _run(_read(cell, jnp.expand_dims(_sequences(x, "NC"), 1), weights, states, **own))[1:]
+
+
+def _of_direction(name: str, value: Any, i: int) -> Array | None:
+    """The part of weights or states that belongs to one of two directions."""
+    if value is None:
+        return None
+    value = checks.array(name, value)
+    if value.ndim < 1 or value.shape[0] != 2:
+        raise ValueError(
+            f"`{name}` must have a first axis of 2 for `direction` 'bidirectional', forward and reverse, got shape "
+            f"{checks.shown(tuple(value.shape))}."
+        )
+    return value[i]
 
 
 def _live(x: Array, lengths: Array) -> Array:

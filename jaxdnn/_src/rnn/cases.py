@@ -31,6 +31,7 @@ LAYERS: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "gru": {
         "after": (("bias", "recurrent_bias", "h0", "lengths"), {}),
         "before": (("bias", "recurrent_bias"), {"reset_gate": "before", "direction": "reverse"}),
+        "both": (("recurrent_bias", "h0", "lengths"), {"direction": "bidirectional"}),
     },
     "rnn": {
         "tanh": (("bias", "h0", "lengths"), {}),
@@ -65,6 +66,10 @@ class RnnCase(Case):
     @property
     def _kind(self) -> tuple[tuple[str, ...], dict[str, Any]]:
         return LAYERS[self.op][self.variant.rpartition("/")[2]]
+
+    @property
+    def both(self) -> bool:
+        return self._kind[1].get("direction") == "bidirectional"
 
     @property
     def cell(self) -> str:
@@ -104,6 +109,8 @@ class RnnCase(Case):
         shapes = {"w": (self.inputs, wide), "r": (p, wide), "bias": (wide,), "recurrent_bias": (wide,)}
         shapes |= {"x": (n, self.inputs) if self.op.endswith("_cell") else (n, self.steps, self.inputs)}
         shapes |= {"projection": (h, p), "h0": (n, p), "h": (n, p), "c0": (n, h), "c": (n, h)}
+        if self.both:
+            shapes |= {name: (2, *shape) for name, shape in shapes.items() if name != "x"}
         scale = {"r": 1.5 / max(p, 1), "projection": 1.5 / max(h, 1)}
         lengths = rng.integers(0, self.steps + 1, n).astype(np.int32)
         made = {name: rng.normal(size=shapes[name]) * scale.get(name, 1) for name in self.names if name != "lengths"}
@@ -118,8 +125,14 @@ class RnnCase(Case):
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         op: Any = getattr(reference, self.op)
         golden = _leaves(self._called(op, operands))
+        given = dict(zip(self.names, operands, strict=True))
         with np.errstate(all="ignore"):
-            errors = self._errors(dict(zip(self.names, operands, strict=True)), accumulation)
+            if self.both:
+                halves = ({k: v if k in ("x", "lengths") else v[i] for k, v in given.items()} for i in (0, 1))
+                (y, *states), (z, *others) = (self._errors(v, accumulation, i == 1) for i, v in enumerate(halves))
+                errors = np.concatenate([y, z], -1), *map(np.stack, zip(states, others, strict=True))
+            else:
+                errors = self._errors(given, accumulation, self._kind[1].get("direction") == "reverse")
         errors = errors[1:] if self.op.endswith("_cell") else errors
         names = ("h", "c") if self.op.endswith("_cell") else ("y", "h", "c")
         return tuple(
@@ -127,8 +140,8 @@ class RnnCase(Case):
             for v, e, name in zip(golden, errors, names, strict=False)
         )
 
-    def _errors(self, v: dict[str, np.ndarray], accumulation: Accumulation) -> tuple[np.ndarray, ...]:
-        """Of y, and of the final states."""
+    def _errors(self, v: dict[str, np.ndarray], accumulation: Accumulation, reverse: bool) -> tuple[np.ndarray, ...]:
+        """Of y, and of the final states, in one direction."""
         x = v["x"].astype(np.float64)
         x = x[:, None] if self.op.endswith("_cell") else x
         n, steps, _ = x.shape
@@ -143,7 +156,7 @@ class RnnCase(Case):
         )
         live = np.arange(steps) < v.get("lengths", np.full(n, steps))[:, None]
         y = np.zeros((n, steps, sizes[0]))
-        for t in range(steps) if self._kind[1].get("direction") != "reverse" else reversed(range(steps)):
+        for t in range(steps)[:: -1 if reverse else 1]:
             new = step(k, self.cell, weights, np.where(live[:, t, None], x[:, t], 0), states, self._kind[1].get("clip"))
             y[:, t] = np.where(live[:, t, None], new[0].unrounded, 0)
             states = tuple(a.where(live[:, t, None], b) for a, b in zip(new, states, strict=True))
@@ -243,7 +256,8 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[RnnCase]:
 
 
 def _axes(case: RnnCase) -> tuple[int | None, ...]:
-    return tuple(0 if name in BATCHED else None for name in case.names)
+    states = 1 if case.both else 0
+    return tuple(None if name not in BATCHED else states if name in ("h0", "c0") else 0 for name in case.names)
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:
