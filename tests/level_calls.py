@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -282,3 +283,36 @@ KINDS = (
     dropouts,
     convolutions,
 )
+
+
+# ---- what a compiler for GPUs may change -----------------------------------------------------------------------------
+
+_ASSIGNED = re.compile(r"^\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?(.*)$")
+_NARROW = re.compile(r"[x<](?:bf16|f16)>[^>]*$")
+_MOVE = ("reshape", "transpose", "broadcast_in_dim", "slice", "reverse")  # elements about, and are of one operand
+_END = ("stablehlo.bitcast_convert", "stablehlo.while", "call", "func.call")
+
+
+def roundings_omitted(function: Callable[..., Any], *operands: Any) -> list[str]:
+    """Conversions to float32, in the program for GPUs, of what was rounded to 16 bits before, with no fence between.
+
+    XLA omits both (`xla_allow_excess_precision`), also across a select, and across what moves elements about. A fence
+    takes the bits as integers, which ends what is followed here, and so do loops and functions. What was of 16 bits
+    before it was converted is not rounded.
+    """
+    found, rounded, exact = list[str](), set[str](), set[str]()
+    for line in jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text().splitlines():
+        if "func.func" in line:
+            rounded, exact = set(), set()
+        if not (assigned := _ASSIGNED.match(line)):
+            continue
+        name, operation, rest = assigned.groups()
+        used, narrow = set(re.findall(r"%\w+", rest)), bool(_NARROW.search(rest))
+        converts, moves = operation == "stablehlo.convert", operation.removeprefix("stablehlo.") in _MOVE
+        if converts and not narrow and used & rounded:
+            found.append(line.strip())
+        if (converts and not narrow and "16>)" in rest) or (moves and used & exact):
+            exact.add(name)
+        elif narrow and operation not in _END and (used & rounded or (converts and not used & exact)):
+            rounded.add(name)
+    return found

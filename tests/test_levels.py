@@ -18,9 +18,10 @@ import jaxdnn as dnn
 from jaxdnn._src.cases.example import LARGE, Example, examples
 from jaxdnn._src.cases.subject import Subject, gradient, strongest
 from jaxdnn._src.core.determinism import is_fixed
+from jaxdnn._src.core.rounding import rounded
 from jaxdnn.verify import levels
 from tests import level_calls
-from tests.level_calls import LevelCall
+from tests.level_calls import LevelCall, roundings_omitted
 
 SEED = 11
 
@@ -122,6 +123,14 @@ def test_what_is_portable_is_made_of_what_every_device_computes_alike(name: str,
     if name == "reduce-max":  # whether a sum is NaN depends on no order
         found = [line for line in found if "stablehlo.add" not in line]
     assert not found
+    assert not roundings_omitted(made.whole(), *made.operands)
+
+
+def test_a_rounding_that_gpus_omit_is_seen():
+    x = jnp.ones((3, 5), jnp.bfloat16)
+    double = lambda x: x.astype(jnp.float32) * 3
+    assert roundings_omitted(lambda x: double(x).astype(x.dtype).T.astype(jnp.float32) + 1, x)
+    assert not roundings_omitted(lambda x: rounded(double(x).astype(x.dtype)).T.astype(jnp.float32) + 1, x)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.rnn import xla
 from jaxdnn_reference.rnn import sigmoid, tanh
+from tests.level_calls import roundings_omitted
 
 N, T, D, H, P = 5, 8, 3, 4, 2
 LENGTHS = np.array([8, 0, 3, 1, 6], np.int32)  # in no order; all, none and one of the steps among them
@@ -78,6 +79,21 @@ def test_bits_are_the_definitions(kind: str, direction: str):
         for a, b in zip(found, wanted, strict=True):
             assert a.dtype == b.dtype == dtype
             np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=np.dtype(dtype).name)
+
+
+@each_kind
+@pytest.mark.parametrize("steps", [1, 3])
+def test_no_device_omits_a_rounding_of_what_is_multiplied(kind: str, steps: int):
+    """Seen on an H200: the operands of a projection and of the product behind a reset gate were not rounded."""
+    v = data(kind, 1, jnp.bfloat16, (3, steps, 5, 4, 2))
+    function = lambda v: called(dnn, kind, v, engine="ordered")
+
+    def pulled(v: dict[str, Any]) -> Any:
+        found, back = jax.vjp(function, v)
+        return back([jnp.ones_like(y) for y in found])
+
+    for run in (function, pulled):
+        assert not roundings_omitted(run, v)
 
 
 @pytest.mark.usefixtures("x64")

@@ -28,13 +28,15 @@ Values = Mapping[str, Any]
 class Arithmetic(NamedTuple):
     """What the formulas are made of, beside sums.
 
-    `dot` multiplies a (..., K) by b (K, M), of one dtype, and adds up wide; `times` is a product of elements.
+    `dot` multiplies a (..., K) by b (K, M), of one dtype, and adds up wide; `times` is a product of elements; `narrow`
+    rounds to a dtype.
     """
 
     dot: Callable[[Array, Array], Array]
     times: Callable[[Array, Array], Array]
     sigmoid: Callable[[Array], Array]
     tanh: Callable[[Array], Array]
+    narrow: Callable[[Array, Any], Array]
 
 
 def plain_dot(a: Array, b: Array) -> Array:
@@ -50,6 +52,7 @@ PLAIN = Arithmetic(
     lambda a, b: a * b,
     lambda z: activate(z, "sigmoid", None),
     lambda z: activate(z, "tanh", None),
+    nearest,
 )
 
 
@@ -64,7 +67,7 @@ def forward(k: Arithmetic, spec: Any, v: Values, wanted: Collection[str]) -> dic
 
     def step(state: dict[str, Array], at: Values) -> tuple[dict[str, Array], dict[str, Array]]:
         new, saved = CELLS[spec.cell](k, spec, v, at["a"], {**state, "h": state["h"].astype(wide)})
-        new = keep(at, {**new, "h": nearest(new["h"], spec.narrow)}, state)
+        new = keep(at, {**new, "h": k.narrow(new["h"], spec.narrow)}, state)
         saved |= {"y": new["h"], **({"cells": new["c"]} if "c" in new else {})}
         return new, {name: x for name, x in saved.items() if name in wanted}
 
@@ -78,11 +81,11 @@ def tangent(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
 
     def step(state: dict[str, Array], at: Values) -> tuple[dict[str, Array], dict[str, Array]]:
         new = keep(at, TANGENTS[spec.cell](k, spec, v, at, state), state)
-        return new, {"y": nearest(new["h"], spec.narrow)}
+        return new, {"y": k.narrow(new["h"], spec.narrow)}
 
     states = {name: v[name].astype(wide) for name in ("h", "c") if name in v}
     found = _scanned(step, states, {name: v[name] for name in ("e", *SAVED) if name in v}, spec.reverse)
-    return {**found, "h": nearest(found["h"], spec.narrow)}
+    return {**found, "h": k.narrow(found["h"], spec.narrow)}
 
 
 def backward(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
@@ -97,7 +100,7 @@ def backward(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
 
     states = {name: v[name].astype(wide) for name in ("h", "c") if name in v}
     found = _scanned(step, states, {name: v[name] for name in ("y", *SAVED) if name in v}, not spec.reverse)
-    return {**found, "h": nearest(found["h"], spec.narrow)}
+    return {**found, "h": k.narrow(found["h"], spec.narrow)}
 
 
 SAVED = ("gates", "before", "cells_before")
@@ -146,13 +149,13 @@ def _of_tanh(k: Arithmetic, t: Array) -> Array:
     return 1 - k.times(t, t)
 
 
-def _narrow(spec: Any, v: Values, x: Array) -> Array:
+def _narrow(k: Arithmetic, spec: Any, v: Values, x: Array) -> Array:
     """x as a factor of weights, which may be given in a wider dtype than theirs."""
-    return nearest(x, spec.narrow).astype(v["r"].dtype)
+    return k.narrow(x, spec.narrow).astype(v["r"].dtype)
 
 
 def _plain_cell(k: Arithmetic, spec: Any, v: Values, a: Array, state: Values) -> tuple[dict[str, Array], Any]:
-    z = a + k.dot(_narrow(spec, v, state["h"]), v["r"])
+    z = a + k.dot(_narrow(k, spec, v, state["h"]), v["r"])
     h = k.tanh(z) if spec.cell == "tanh" else jnp.where(z <= 0, jnp.zeros_like(z), z)
     return {"h": h}, {"gates": h}
 
@@ -162,12 +165,12 @@ def _plain_slope(k: Arithmetic, spec: Any, gates: Array) -> Array:
 
 
 def _plain_tangent(k: Arithmetic, spec: Any, v: Values, at: Values, d: Values) -> dict[str, Array]:
-    return {"h": k.times(_plain_slope(k, spec, at["gates"]), at["e"] + k.dot(_narrow(spec, v, d["h"]), v["r"]))}
+    return {"h": k.times(_plain_slope(k, spec, at["gates"]), at["e"] + k.dot(_narrow(k, spec, v, d["h"]), v["r"]))}
 
 
 def _plain_transpose(k: Arithmetic, spec: Any, v: Values, at: Values, d: Values) -> tuple[dict[str, Array], Array]:
     e = k.times(_plain_slope(k, spec, at["gates"]), d["h"])
-    return {"h": k.dot(_narrow(spec, v, e), v["r"].T)}, e
+    return {"h": k.dot(_narrow(k, spec, v, e), v["r"].T)}, e
 
 
 def _cell(k: Arithmetic, spec: Any, i: Array, f: Array, g: Array, before: Array) -> tuple[Array, Array | None]:
@@ -185,13 +188,13 @@ def _inside(inside: Array | None, d: Array) -> Array:
 
 
 def _lstm_cell(k: Arithmetic, spec: Any, v: Values, a: Array, state: Values) -> tuple[dict[str, Array], Any]:
-    z = split(a + k.dot(_narrow(spec, v, state["h"]), v["r"]), state["c"].shape[-1])
+    z = split(a + k.dot(_narrow(k, spec, v, state["h"]), v["r"]), state["c"].shape[-1])
     i, f, g, o = k.sigmoid(z[0]), k.sigmoid(z[1]), k.tanh(z[2]), k.sigmoid(z[3])
     c, _ = _cell(k, spec, i, f, g, state["c"])
     u, saved = k.times(o, k.tanh(c)), {"gates": joined(i, f, g, o)}
     if not spec.projected:
         return {"h": u, "c": c}, saved
-    u = _narrow(spec, v, u)
+    u = _narrow(k, spec, v, u)
     return {"h": k.dot(u, v["p"]), "c": c}, {**saved, "u": u.astype(spec.narrow)}
 
 
@@ -200,13 +203,13 @@ def _lstm_tangent(k: Arithmetic, spec: Any, v: Values, at: Values, d: Values) ->
     i, f, g, o = split(at["gates"], hidden)
     c, inside = _cell(k, spec, i, f, g, at["cells_before"])
     t = k.tanh(c)
-    di, df, dg, do = split(at["e"][..., : 4 * hidden] + k.dot(_narrow(spec, v, d["h"]), v["r"]), hidden)
+    di, df, dg, do = split(at["e"][..., : 4 * hidden] + k.dot(_narrow(k, spec, v, d["h"]), v["r"]), hidden)
     di, df, do = (k.times(_of_sigmoid(k, s), ds) for s, ds in ((i, di), (f, df), (o, do)))
     dg = k.times(_of_tanh(k, g), dg)
     dc = k.times(f, d["c"]) + k.times(at["cells_before"], df) + k.times(g, di) + k.times(i, dg)
     dc = _inside(inside, dc)
     du = k.times(t, do) + k.times(k.times(o, _of_tanh(k, t)), dc)
-    dh = k.dot(_narrow(spec, v, du), v["p"]) + at["e"][..., 4 * hidden :] if spec.projected else du
+    dh = k.dot(_narrow(k, spec, v, du), v["p"]) + at["e"][..., 4 * hidden :] if spec.projected else du
     return {"h": dh, "c": dc}
 
 
@@ -214,14 +217,14 @@ def _lstm_transpose(k: Arithmetic, spec: Any, v: Values, at: Values, d: Values) 
     i, f, g, o = split(at["gates"], d["c"].shape[-1])
     c, inside = _cell(k, spec, i, f, g, at["cells_before"])
     t = k.tanh(c)
-    du = k.dot(_narrow(spec, v, d["h"]), v["p"].T) if spec.projected else d["h"]
+    du = k.dot(_narrow(k, spec, v, d["h"]), v["p"].T) if spec.projected else d["h"]
     dc = _inside(inside, d["c"] + k.times(du, k.times(o, _of_tanh(k, t))))
     di = k.times(k.times(dc, g), _of_sigmoid(k, i))
     df = k.times(k.times(dc, at["cells_before"]), _of_sigmoid(k, f))
     dg = k.times(k.times(dc, i), _of_tanh(k, g))
     do = k.times(k.times(du, t), _of_sigmoid(k, o))
     e = joined(di, df, dg, do)
-    new = {"h": k.dot(_narrow(spec, v, e), v["r"].T), "c": k.times(dc, f)}
+    new = {"h": k.dot(_narrow(k, spec, v, e), v["r"].T), "c": k.times(dc, f)}
     return new, joined(e, d["h"]) if spec.projected else e
 
 
@@ -229,15 +232,15 @@ def _gru_cell(k: Arithmetic, spec: Any, v: Values, a: Array, state: Values) -> t
     h, hidden = state["h"], state["h"].shape[-1]
     a_r, a_z, a_n = split(a, hidden)[:3]
     if spec.cell == "gru_after":
-        s_r, s_z, q = split(k.dot(_narrow(spec, v, h), v["r"]), hidden)[:3]
+        s_r, s_z, q = split(k.dot(_narrow(k, spec, v, h), v["r"]), hidden)[:3]
         q = q + jnp.expand_dims(v["q"], 0)
         r, z = k.sigmoid(a_r + s_r), k.sigmoid(a_z + s_z)
         n = k.tanh(a_n + k.times(r, q))
         saved = {"gates": joined(r, z, n, q)}
     else:
-        s_r, s_z = split(k.dot(_narrow(spec, v, h), v["r"][:, : 2 * hidden]), hidden)[:2]
+        s_r, s_z = split(k.dot(_narrow(k, spec, v, h), v["r"][:, : 2 * hidden]), hidden)[:2]
         r, z = k.sigmoid(a_r + s_r), k.sigmoid(a_z + s_z)
-        u = _narrow(spec, v, k.times(r, h))
+        u = _narrow(k, spec, v, k.times(r, h))
         n = k.tanh(a_n + k.dot(u, v["r"][:, 2 * hidden :]))
         saved = {"gates": joined(r, z, n), "u": u.astype(spec.narrow)}
     return {"h": k.times(1 - z, n) + k.times(z, h)}, saved
@@ -248,13 +251,13 @@ def _gru_tangent(k: Arithmetic, spec: Any, v: Values, at: Values, d: Values) -> 
     after = spec.cell == "gru_after"
     r, z, n, *q = split(at["gates"], hidden)[: 4 if after else 3]
     e_r, e_z, e_n, *e_q = split(at["e"], hidden)[: 4 if after else 3]
-    s = split(k.dot(_narrow(spec, v, d["h"]), v["r"] if after else v["r"][:, : 2 * hidden]), hidden)
+    s = split(k.dot(_narrow(k, spec, v, d["h"]), v["r"] if after else v["r"][:, : 2 * hidden]), hidden)
     dr, dz = k.times(_of_sigmoid(k, r), e_r + s[0]), k.times(_of_sigmoid(k, z), e_z + s[1])
     if after:
         dn = e_n + k.times(dr, q[0]) + k.times(r, e_q[0] + s[2])
     else:
         du = k.times(r, d["h"]) + k.times(dr, h)
-        dn = e_n + k.dot(_narrow(spec, v, du), v["r"][:, 2 * hidden :])
+        dn = e_n + k.dot(_narrow(k, spec, v, du), v["r"][:, 2 * hidden :])
     dn = k.times(_of_tanh(k, n), dn)
     return {"h": k.times(1 - z, dn) + k.times(h - n, dz) + k.times(z, d["h"])}
 
@@ -268,10 +271,10 @@ def _gru_transpose(k: Arithmetic, spec: Any, v: Values, at: Values, d: Values) -
     kept = k.times(d["h"], z)
     if after:
         dr, dq = k.times(k.times(dn, q[0]), _of_sigmoid(k, r)), k.times(dn, r)
-        return {"h": kept + k.dot(_narrow(spec, v, joined(dr, dz, dq)), v["r"].T)}, joined(dr, dz, dn, dq)
-    du = k.dot(_narrow(spec, v, dn), v["r"][:, 2 * hidden :].T)
+        return {"h": kept + k.dot(_narrow(k, spec, v, joined(dr, dz, dq)), v["r"].T)}, joined(dr, dz, dn, dq)
+    du = k.dot(_narrow(k, spec, v, dn), v["r"][:, 2 * hidden :].T)
     dr = k.times(k.times(du, h), _of_sigmoid(k, r))
-    both = k.dot(_narrow(spec, v, joined(dr, dz)), v["r"][:, : 2 * hidden].T)
+    both = k.dot(_narrow(k, spec, v, joined(dr, dz)), v["r"][:, : 2 * hidden].T)
     return {"h": kept + k.times(du, r) + both}, joined(dr, dz, dn)
 
 

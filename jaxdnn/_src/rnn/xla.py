@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import blending, engines, selection
-from jaxdnn._src.core.rounding import nearest, product, quotient
+from jaxdnn._src.core.rounding import nearest, product, quotient, rounded
 from jaxdnn._src.rnn import primitive, steps
 from jaxdnn._src.rnn.primitive import PRODUCTS, ProductSpec
 
@@ -95,26 +95,31 @@ def ordered_dot(a: Array, b: Array) -> Array:
     return lax.scan(add, zero, terms, unroll=UNROLLED if isinstance(b.shape[0], int) else 1)[0]
 
 
-ORDERED = steps.Arithmetic(ordered_dot, product, sigmoid, tanh)
+def _stored(x: Array, dtype: Any) -> Array:
+    """x rounded to a dtype, behind a fence: XLA on GPUs omits the rounding of what is converted back at once."""
+    return x if x.dtype == dtype else rounded(nearest(x, dtype))
+
+
+ORDERED = steps.Arithmetic(ordered_dot, product, sigmoid, tanh, _stored)
 
 
 # ---- products over all steps -----------------------------------------------------------------------------------------
 
 
-def _multiply(dot: Any, result: str, spec: ProductSpec, wide: Any, a: Array, b: Array) -> Array:
+def _multiply(k: steps.Arithmetic, result: str, spec: ProductSpec, wide: Any, a: Array, b: Array) -> Array:
     """A derivative of the trilinear form; of what is wide the rounding is multiplied."""
 
     def one(a: Array, b: Array) -> Array:
-        a, b = (nearest(v, spec.narrow).astype(wide) for v in (a, b))
+        a, b = (k.narrow(v, spec.narrow).astype(wide) for v in (a, b))
         if result == "w":
             a, b = (v.reshape(math.prod(v.shape[:-1]), v.shape[-1]) for v in (a, b))
-            return dot(a.T, b)
-        return dot(a, b if result == "y" else b.T)
+            return k.dot(a.T, b)
+        return k.dot(a, b if result == "y" else b.T)
 
     for _ in range(a.ndim - 1 - spec.rows):
         one = jax.vmap(one)
     found = one(a, b)
-    return found if spec.wide else nearest(found, spec.narrow)
+    return found if spec.wide else k.narrow(found, spec.narrow)
 
 
 # ---- the engines -----------------------------------------------------------------------------------------------------
@@ -127,7 +132,7 @@ def _run(k: steps.Arithmetic, call: engines.Call, *operands: Array) -> Any:
     dtype = spec.narrow if as_they_are else blending.accumulator(spec.narrow)
     for result, name in PRODUCTS.items():
         if name == call.op:
-            return _multiply(k.dot, result, spec, dtype, *operands)
+            return _multiply(k, result, spec, dtype, *operands)
     names = primitive.operands_of(call.op, spec)
     given = [v.astype(dtype) if name in ("r", "p") else v for name, v in zip(names, operands, strict=True)]
     return primitive.formula(call.op, spec, *given, k=k)
