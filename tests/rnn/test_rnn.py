@@ -452,6 +452,29 @@ def test_levels():
         dnn.lstm(*arrays, engine="xla", determinism="batch_invariant")
 
 
+@each_op
+def test_gradients_of_weights_are_added_in_a_fixed_order(kind: str):
+    """Where the level fixes bits: on a mesh they have those of one device."""
+    v = data(kind, 7, sizes=(8, 5, D, H, P)) | {"lengths": np.array([5, 0, 3, 1, 4, 5, 2, 5], np.int32)}
+    batched = [name for name in v if name in ("x", "h0", "c0", "lengths")]
+
+    @jax.jit
+    def gradients(v: dict[str, Any]) -> Any:
+        rest = {name: a for name, a in v.items() if name != "lengths"}
+        run = lambda rest: called(dnn, kind, {**v, **rest}, determinism="mesh_invariant")
+        y, pull = jax.vjp(run, rest)
+        return pull([jnp.cos(one) for one in y])[0]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
+    placed = {
+        name: jax.device_put(a, jax.NamedSharding(mesh, jax.P("d") if name in batched else jax.P()))
+        for name, a in v.items()
+    }
+    wanted = gradients(v)
+    for name, found in gradients(placed).items():
+        np.testing.assert_array_equal(found, wanted[name], err_msg=name)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 ANY: Callable[[Any], Any] = lambda v: v

@@ -42,8 +42,8 @@ def determinism(level: str, /) -> Iterator[None]:
       or average, and of dropout in x. Other ops differentiate XLA's formula from the second derivative on: run_to_run.
       Sums over the batch that XLA adds are run_to_run whatever the level: the gradients in a convolution's bias
       (`jaxdnn.conv_bgrad` itself would raise), in parameters of a normalisation that examples share, and in alpha and
-      beta. Those in dropout's bias, in an operand that `add` or `op_tensor` broadcasts, and in `affine_grid`'s theta
-      are added on a tree from "batch_invariant" on: mesh_invariant.
+      beta. Those in dropout's bias, in an operand that `add` or `op_tensor` broadcasts, in `affine_grid`'s theta, and
+      in weights and biases of recurrent layers are added in a fixed order from "batch_invariant" on: mesh_invariant.
 
     Numerics: the level changes which engine serves a call, hence the order of additions, never the formula. No level
       fixes the sign and the payload of a NaN that is computed.

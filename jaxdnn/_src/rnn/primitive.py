@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.core import blending, primitives
+from jaxdnn._src.core import blending, primitives, trees
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run
 from jaxdnn._src.core.primitives import bind
@@ -205,7 +205,7 @@ def _entering_after(spec: RnnSpec, v: dict[str, Any], d: dict[str, Any], parts: 
     for s in of_r:
         e = e + jnp.concatenate([s[..., : 2 * hidden], none, s[..., 2 * hidden :]], -1)
     if "q" in d:
-        q = jnp.broadcast_to(jnp.expand_dims(d["q"], (-2, -3)), none.shape)
+        q = trees.broadcast(jnp.expand_dims(d["q"], (-2, -3)), none, spec.level)
         e = e + jnp.concatenate([jnp.zeros_like(v["a"]), q], -1)
     return e
 
