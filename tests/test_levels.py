@@ -123,7 +123,15 @@ def test_what_is_portable_is_made_of_what_every_device_computes_alike(name: str,
     if name == "reduce-max":  # whether a sum is NaN depends on no order
         found = [line for line in found if "stablehlo.add" not in line]
     assert not found
-    assert not roundings_omitted(made.whole(), *made.operands)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *OTHERS])
+def test_no_rounding_of_bits_that_a_level_fixes_is_omitted(name: str):
+    made = example_of({**CALLS, **OTHERS}[name], "bfloat16")
+    if not is_fixed(made.declared) or (made.out_axis is None and name in CALLS):
+        pytest.skip("no level promises its bits")
+    for subject in filter(None, (made, gradient(made))):
+        assert not roundings_omitted(subject.whole(), *subject.operands)
 
 
 def test_a_rounding_that_gpus_omit_is_seen():
