@@ -282,10 +282,37 @@ def test_what_is_behind_the_end_is_not_read(kind: str):
         assert not np.isfinite(one[0]).all()
 
 
+@each_op
+@pytest.mark.parametrize("engine", ["xla", "ordered"])
+def test_the_state_of_a_sequence_without_steps_is_in_no_gradient_of_weights(kind: str, engine: str):
+    v = data(kind)
+    weights = {name: a for name, a in v.items() if name not in ("x", "h0", "c0")}
+    gradients = jax.jit(
+        jax.grad(lambda w, h0: jnp.sum(called(dnn, kind, {**v, **w, "h0": h0, "lengths": LENGTHS}, engine=engine)[0]))
+    )
+    wanted = gradients(weights, v["h0"])
+    for name, found in gradients(weights, np.where(LENGTHS[:, None] > 0, v["h0"], np.nan).astype(np.float32)).items():
+        np.testing.assert_array_equal(found, wanted[name], err_msg=name)
+
+
+def test_lengths_where_the_number_of_steps_is_a_symbol():
+    v = data("gru-after") | {"lengths": LENGTHS}
+    n, t = jax.export.symbolic_shape("n, t")
+    shapes = {"x": (n, t, D), "h0": (n, H), "lengths": (n,)}
+    avals = {name: jax.ShapeDtypeStruct(shapes.get(name, a.shape), a.dtype) for name, a in v.items()}
+    program = jax.export.export(jax.jit(ft.partial(called, dnn, "gru-after")))(avals)
+    for a, b in zip(program.call(v), compiled("gru-after", v), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
 def test_lengths_of_any_integers():
     v = data("gru-after")
     wanted = compiled("gru-after", {**v, "lengths": np.array([T, 0, 2, 0, T], np.int32)})
-    for given in (np.array([T + 5, -3, 2, -1, 2**31 - 1], np.int32), np.array([200, 0, 2, 0, 255], np.uint8)):
+    for given in (
+        np.array([T + 5, -3, 2, -1, 2**31 - 1], np.int32),
+        np.array([200, 0, 2, 0, 255], np.uint8),
+        np.array([2**32 - 1, 0, 2, 0, 2**31], np.uint32),
+    ):
         for a, b in zip(compiled("gru-after", {**v, "lengths": given}), wanted, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -479,6 +506,7 @@ def test_gradients_of_weights_are_added_in_a_fixed_order(kind: str):
 
 ANY: Callable[[Any], Any] = lambda v: v
 ZEROS: Callable[..., Any] = lambda *shape: np.zeros(shape, np.float32)
+BOTH = "bidirectional"
 X, W, R = ZEROS(N, T, D), ZEROS(D, 4 * H), ZEROS(H, 4 * H)
 
 
@@ -530,7 +558,15 @@ X, W, R = ZEROS(N, T, D), ZEROS(D, 4 * H), ZEROS(H, 4 * H)
             ValueError,
             "`reset_gate` must be one of 'after', 'before', got True",
         ),
-        (lambda: dnn.lstm(X, W, R, direction="bidirectional"), ValueError, r"`w` must have a first axis of 2 for `dir"),
+        (lambda: dnn.lstm(X, W, R, direction="bidirectional"), ValueError, r"`w` must have 3 axes for `direction` 'bi"),
+        (
+            lambda: dnn.rnn(X[:2], W[[0] * 6].reshape(2, D, -1), ZEROS(2, 16, 16), h0=ZEROS(2, 16), direction=BOTH),
+            ValueError,
+            r"`h0` must have 3 axes for `direction` 'bidirectional', the first of 2, .* got shape \(2, 16\)",
+        ),
+        (lambda: dnn.lstm(X, ANY(None), R), TypeError, "`w` must be an array, got NoneType"),
+        (lambda: dnn.lstm(X, W, ANY(None)), TypeError, "`r` must be an array, got NoneType"),
+        (lambda: dnn.rnn_cell(X[0], W, ZEROS(16, 16), ANY(None)), TypeError, "`h` must be an array, got NoneType"),
         (lambda: dnn.rnn(X, W, R, activation="gelu"), ValueError, "`activation` must be one of 'tanh', 'relu', got"),
         (lambda: dnn.lstm(X, W, R, engine="cudnn"), ValueError, "`engine` must be one of"),
     ],

@@ -58,7 +58,7 @@ def lstm(
       x: (N, T, I) for layout "NTC"; float32, bfloat16, float16 or float64.
       w: (I, 4 H), of x's dtype as all weights; the columns in the order i, f, g, o.
       r: (H, 4 H); with a projection (P, 4 H).
-      bias, recurrent_bias: (4 H,), of x's dtype or the accumulator's; here it is their sum that counts.
+      bias, recurrent_bias: (4 H,), of x's dtype or the accumulator's; only their sum counts: other libraries have both.
       projection: (H, P); y, h0 and the final h then have P columns in place of H.
       h0: (N, H), of x's dtype; None is zeros.
       c0: (N, H), of x's dtype or the accumulator's; None is zeros.
@@ -66,7 +66,7 @@ def lstm(
         not read. A length above T counts as T, one below 0 as 0.
       direction: "forward"; "reverse", from each sequence's last step to its first; or "bidirectional", a layer of each.
         Then all weights, biases and initial states have an axis of 2 in front, forward and reverse, and so have final
-        states; y has the columns of the forward layer and behind them those of the other.
+        states: w is (2, I, 4 H), h0 (2, N, H). y, (N, T, 2 H), has the columns of the forward layer first.
       clip: (low, high), which c_t is cut to; None is no limit.
       fill: what y has behind a sequence's end.
       layout: "NTC", or "TNC" for x (T, N, I) and y (T, N, H).
@@ -400,7 +400,7 @@ def _read(
     """Reads all but x, which is (N, T, I)."""
     level, gates = required(determinism), GATES[cell]
     wide = blending.accumulator(x.dtype)
-    given = {name: checks.array(name, v) for name, v in weights.items() if v is not None}
+    given = {name: checks.array(name, v) for name, v in weights.items() if v is not None or name in ("w", "r")}
     for name, v in given.items():
         own = (x.dtype,) if name in ("w", "r", "projection") else dict.fromkeys((np.dtype(x.dtype), wide))
         checks.dtype(name, v, tuple(own))
@@ -414,7 +414,8 @@ def _read(
     for name, v in initial.items():
         shape = (x.shape[0], columns if name.startswith("h") else hidden)
         dtypes = (x.dtype,) if name.startswith("h") else tuple(dict.fromkeys((np.dtype(x.dtype), wide)))
-        v = jnp.zeros(shape, x.dtype) if v is None else checks.array(name, v)
+        optional = name in ("h0", "c0")  # a cell's h and c are not
+        v = jnp.zeros(shape, x.dtype) if v is None and optional else checks.array(name, v)
         checks.dtype(name, v, dtypes)
         checks.shape(name, v, shape, "one row for every sequence")
         kinds.append(np.dtype(v.dtype))
@@ -424,7 +425,9 @@ def _read(
         if not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise TypeError(f"`lengths` must be integers, got {lengths.dtype.name}.")
         checks.shape("lengths", lengths, (x.shape[0],), "one for every sequence")
-        lengths = jnp.clip(lengths, 0, min(x.shape[1], jnp.iinfo(lengths.dtype).max)).astype(jnp.int32)
+        wide = lengths if lengths.dtype.itemsize >= 4 else lengths.astype(jnp.int32)  # which holds any T
+        none, most = (jnp.asarray(v, wide.dtype) for v in (0, x.shape[1]))
+        lengths = lax.clamp(none, wide, most).astype(jnp.int32)
     spec = RnnSpec(
         cell=cell,
         reverse=reverse,
@@ -516,10 +519,11 @@ def _of_direction(name: str, value: Any, i: int) -> Array | None:
     if value is None:
         return None
     value = checks.array(name, value)
-    if value.ndim < 1 or value.shape[0] != 2:
+    rank = 2 if "bias" in name else 3
+    if value.ndim != rank or value.shape[0] != 2:
         raise ValueError(
-            f"`{name}` must have a first axis of 2 for `direction` 'bidirectional', forward and reverse, got shape "
-            f"{checks.shown(tuple(value.shape))}."
+            f"`{name}` must have {rank} axes for `direction` 'bidirectional', the first of 2, forward and reverse, got "
+            f"shape {checks.shown(tuple(value.shape))}."
         )
     return value[i]
 

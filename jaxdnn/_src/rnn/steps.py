@@ -69,6 +69,8 @@ def forward(k: Arithmetic, spec: Any, v: Values, wanted: Collection[str]) -> dic
         new, saved = CELLS[spec.cell](k, spec, v, at["a"], {**state, "h": state["h"].astype(wide)})
         new = keep(at, {**new, "h": k.narrow(new["h"], spec.narrow)}, state)
         saved |= {"y": new["h"], **({"cells": new["c"]} if "c" in new else {})}
+        if "u" in saved:  # a factor in the gradients of weights: 0 times what a state of no steps gives may be NaN
+            saved |= keep(at, {"u": saved["u"]}, {"u": jnp.zeros_like(saved["u"])})
         return new, {name: x for name, x in saved.items() if name in wanted}
 
     return _scanned(step, {name: v[name] for name in ("h", "c") if name in v}, {"a": v["a"]}, spec.reverse)
