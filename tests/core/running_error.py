@@ -171,10 +171,10 @@ def _mul(eqn: Any, v: Any, e: Any) -> Pair:
     return _rounded(eqn, v[0] * v[1], (np.abs(v[0]) + e[0]) * e[1] + np.abs(v[1]) * e[0])
 
 
-def _div(eqn: Any, v: Any, e: Any) -> Pair:
-    """Three roundings: XLA may multiply by a reciprocal, or by that of a root."""
+def _div(eqn: Any, v: Any, e: Any, roundings: float = 3) -> Pair:
+    """Three roundings, if none are stated: XLA may multiply by a reciprocal, or by that of a root."""
     z, left = v[0] / v[1], np.abs(v[1]) - e[1]
-    return _rounded(eqn, z, np.where(left > 0, (e[0] + np.abs(z) * e[1]) / left, np.inf), 3)
+    return _rounded(eqn, z, np.where(left > 0, (e[0] + np.abs(z) * e[1]) / left, np.inf), roundings)
 
 
 def _sqrt(eqn: Any, v: Any, e: Any) -> Pair:
@@ -228,6 +228,7 @@ _RULES: dict[str, Callable[..., Pair]] = {
     "rounded_product": _mul,
     "square": lambda eqn, v, e: _mul(eqn, (v[0], v[0]), (e[0], e[0])),
     "div": _div,
+    "rounded_quotient": ft.partial(_div, roundings=1),
     "sqrt": _sqrt,
     "integer_pow": _integer_pow,
     "pow": _pow,
