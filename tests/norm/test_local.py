@@ -266,7 +266,7 @@ def test_a_vector_of_each_size_is_scaled_on_its_own():
 
 def test_lp_normalize_stores_its_result_alone():
     """XLA for CPUs makes no other array of x's size, unless a vector must be scaled."""
-    text = jax.jit(dnn.lp_normalize).lower(jnp.ones((64, 80, 24))).compile().as_text()
+    text = str(jax.jit(dnn.lp_normalize).lower(jnp.ones((64, 80, 24))).compile().as_text())
     assert text[text.index("ENTRY") :].count("80,24]{2,1,0} fusion") == 1
 
 

@@ -100,7 +100,7 @@ def test_an_index_beyond_what_float32_holds():
 @pytest.mark.parametrize("op", EXTREMES)
 def test_looking_for_nan_stores_nothing(op: str):
     """Of x's size XLA for CPUs makes no array: it stored what `any` was taken of."""
-    text = jax.jit(lambda x: dnn.reduce(x, op=op, axis=(0, 1))).lower(jnp.ones((64, 80, 8))).compile().as_text()
+    text = str(jax.jit(lambda x: dnn.reduce(x, op=op, axis=(0, 1))).lower(jnp.ones((64, 80, 8))).compile().as_text())
     entry = text[text.index("ENTRY") :]
     assert "8]{2,1,0} parameter" in entry
     assert "80,8]{2,1,0} fusion" not in entry
