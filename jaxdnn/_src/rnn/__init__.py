@@ -11,7 +11,7 @@ MANIFEST = Manifest(
         ),
     ),
     examples="""
-lstm        | NTC, CG, DG                                            -> NTD ND ND | N -/+ | filters add over sequences
+lstm        | NTC, CG, DG                                            -> NTD ND ND | N -/+ | weights add over sequences
 lstm-states | NTC, CG, DG, bias=G, h0=ND, c0=ND, direction="reverse" -> NTD ND ND | N -/+ | the same
 gru         | NTC, CE, DE                                            -> NTD ND    | N -/+ | the same
 gru-bias    | NTC, CE, DE, recurrent_bias=E, reset_gate="after"      -> NTD ND    | N -/+ | the same
