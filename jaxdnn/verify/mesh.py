@@ -30,7 +30,7 @@ KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # Where XLA shards by itself, where shardings are in types, and at the level that guarantees bits; GPUs' kernels too.
 VARIANTS = (("auto", "fast", "float32"), ("explicit", "fast", "float32"), ("auto", "mesh_invariant", "float32"))
 KERNELS = ("auto", "batch_invariant", "bfloat16")
-TRANSFORMED = ("conv", "conv_dgrad", "conv_wgrad", "conv_transpose")
+TRANSFORMED = ("conv", "conv_skip", "conv_dgrad", "conv_wgrad", "conv_transpose")
 # Threads compile at the same time. Programs run one after the other: two that communicate between the same devices wait
 # for one another for ever, if one device starts the first of them and another device the second.
 _RUNNING = threading.Lock()

@@ -33,12 +33,14 @@ def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> i
     if unknown := sorted(set(args.case or ()) - set(NETWORKS)):
         print(f"`bench train` knows no {', '.join(unknown)}; there are {', '.join(NETWORKS)}", file=sys.stderr)
         return 2
-    for name in ("family", "passes", "engine", "peers", "seconds", "part", "turns"):
+    for name in ("family", "passes", "engine", "seconds", "part", "turns"):
         if getattr(args, name):
             print(f"`bench train` has no --{name}: it measures whole steps, with no engine named", file=sys.stderr)
             return 2
     on_gpu = jax.default_backend() == "gpu"
-    able = [name for name in IMPLEMENTATIONS if not name.startswith("torch") or peers.torch_is_here()]
+    wanted = ("lax", "torch") if args.peers is None else args.peers
+    able = [name for name in IMPLEMENTATIONS if name == "jaxdnn" or name.partition(".")[0] in wanted]
+    able = [name for name in able if not name.startswith("torch") or peers.torch_is_here()]
     rows = []
     for name in args.case or NETWORKS:
         shape = NETWORKS[name].shape if on_gpu else NETWORKS[name].small

@@ -206,7 +206,7 @@ def _axis(longest: int, rng: Generator) -> tuple[int, int, int, tuple[int, int],
 
 
 def _small(g: Geometry, rng: Generator, vector: int) -> Geometry:
-    """The geometry with fewer images, then shorter axes, then fewer channels, until its products are few enough."""
+    """The geometry with fewer images, then shorter axes, then fewer channels, then taps, until its products are few enough."""
     most = MANY if rng.random() < 0.03 else PRODUCTS
 
     def work(g: Geometry) -> float:
@@ -223,6 +223,8 @@ def _small(g: Geometry, rng: Generator, vector: int) -> Geometry:
             g = dataclasses.replace(g, sizes=sizes)
         elif fewer != [g.channels, g.filters]:
             g = dataclasses.replace(g, channels=fewer[0], filters=fewer[1])
+        elif max(g.taps) > 1 and sizes == g.sizes and g.batch == 1:  # a window of a part of them, without padding
+            g = dataclasses.replace(g, taps=tuple((r + 1) // 2 for r in g.taps), padding=0)
         elif sizes == g.sizes and g.batch == 1:
             return g
     return g

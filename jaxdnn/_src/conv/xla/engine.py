@@ -43,10 +43,10 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:
         acc = _channels_last(call.op, spec, problem, a, b)
-    if on_gpu and (_becomes_float8(spec) or acc.dtype == jnp.float64):
-        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN; and
-        # XLA puts the scale of a float64 result into cuDNN's call, where a result with alpha = 0.3 was off by as much
-        # as float32's 0.3 is.
+    if on_gpu and (_becomes_float8(spec) or acc.dtype == jnp.float64 or _is_filter_in_float16(call)):
+        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN; XLA
+        # puts the scale of a float64 result into cuDNN's call, where a result with alpha = 0.3 was off by as much as
+        # float32's 0.3 is; and a kernel of cuDNN's that writes float16 was seen to write 0 for sums below -65504.
         acc = lax.optimization_barrier(acc)
     return primitive.finish(call.op, spec, acc, *operands)
 
@@ -77,13 +77,18 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     wide = primitive.wider(_narrow_float(a.dtype), _narrow_float(b.dtype))
     if call.platform != "cuda" or spec.accumulate.itemsize > 4:
         wide = primitive.wider(wide, spec.accumulate)
-    rounds_once = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide
+    rounds_once = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide and not _is_filter_in_float16(call)
     preferred = wide if rounds_once else primitive.wider(wide, spec.accumulate)
     narrow = call.platform == "cuda" and 1 in (a.dtype.itemsize, b.dtype.itemsize)
     a, b = a.astype(wide), b.astype(wide)
     # Unless it is kept from seeing the float8, XLA asks cuDNN for a float8 convolution, which it then may not have.
     a, b = lax.optimization_barrier((a, b)) if narrow else (a, b)
     return a, b, preferred
+
+
+def _is_filter_in_float16(call: engines.Call) -> bool:
+    """Whether a GPU computes a filter gradient in float16, an array that is small beside what it is computed from."""
+    return call.platform == "cuda" and call.op == "conv_wgrad" and call.spec.out_dtype == jnp.float16
 
 
 def _becomes_float8(spec: ConvSpec) -> bool:
