@@ -379,6 +379,13 @@ def test_drawn_arrays_are_small():
     assert largest["batch_norm_dgrad"] > 2**20
 
 
+def test_windows_that_are_drawn_fit():
+    """Also where taps were taken away because the definition would sum too many products."""
+    for index in range(400):
+        found = random_call.draw(777, index, {("conv", "xla"): 1.0})
+        assert min(found.case.geometry.outputs) > 0, (index, found.case.geometry)
+
+
 LED = sorted({branch for f in families.cases() for _, branch in f.leads})
 # What is named otherwise by configurations than by branches, and is found among them all the same.
 NAMED = [("pipeline", "teams", "2 x 1"), ("wgrad", "warpgroups", "1 x 3"), ("pipeline", "tiles in turn", "yes")]
@@ -556,3 +563,33 @@ def test_a_case_that_takes_a_gradient_needs_an_engine_for_it(as_on_h200):
     one = SkipCase("conv_skip", "hopper", "f16", "groups", geometry)
     assert plain.facts(one).refusal is None
     assert "as many output channels" in str(matrix.of("conv_skip").facts(one).refusal)
+
+
+def test_an_overflow_that_cudnn_writes_as_zero_is_stated_and_expected_of_it_only(as_on_h200):
+    """0 in place of -infinity; a 0 in place of +infinity, or of another float16's negative number, fails."""
+    case = Case("conv_wgrad", "xla", "f16", "NHWC", None, Geometry("overflow", 2, (3, 3), 2, 2, (1, 1)))
+    told = checks.facts(case)
+    assert "loses_negative_overflow" in told.hazards
+    assert "loses_negative_overflow" not in checks.facts(dataclasses.replace(case, out="f32")).hazards
+    assert "loses_negative_overflow" not in checks.facts(dataclasses.replace(case, dtype="bf16")).hazards
+    x, dy = np.ones((2, 3, 3, 2), np.float16), np.ones((2, 3, 3, 2), np.float16)
+    x[..., 0], dy[..., 0] = 128, -128
+    with np.errstate(over="ignore"):
+        golden = np.asarray(reference.conv_wgrad(x, dy, *case.sizes_argument(), **case.arguments())).astype(np.float16)
+    rule = ACCUMULATIONS["float32"]
+
+    def passes(hazards: tuple[str, ...], out: np.ndarray) -> bool:
+        facts = dataclasses.replace(told, hazards=hazards, level="run_to_run")
+        return all(c.passed for c in checks.judge_all(case, facts, "integers", (x, dy), {}, out, rule))
+
+    lost = np.where(golden == -np.inf, np.float16(0), golden)
+    assert (lost != golden).sum() == 1
+    assert passes((), golden)
+    assert passes(told.hazards, golden)
+    assert passes(told.hazards, lost)
+    assert not passes((), lost)
+    assert not passes(told.hazards, np.where(golden < 0, np.float16(0), golden))
+    positive = [np.where(golden == -np.inf, np.float16(v), -golden) for v in (np.inf, 0)]
+    x = -x
+    assert passes(told.hazards, positive[0])
+    assert not passes(told.hazards, positive[1])

@@ -103,7 +103,8 @@ class Engine:
       modelled: the architectures on which tests showed that the reference predicts the bits from the schedule.
       hazards: what it may do to exceptional values: "flushes_subnormals" (reads or writes them as zero),
         "spreads_nonfinite" (NaN and infinity may show in results that do not depend on them), "leaves_out_padding"
-        (products with padding zeros, which are NaN if the other factor is infinite, may be skipped).
+        (products with padding zeros, which are NaN if the other factor is infinite, may be skipped),
+        "loses_negative_overflow" (a result below the dtype's least number may be 0 instead of -infinity).
       measured_on: the kinds of devices on which it was measured beside XLA's program: there it is tried before that,
         elsewhere after it. None of an engine that nobody need measure, which stands beside XLA's.
       slower: the kinds of calls on which it is tried after XLA's all the same.

@@ -27,6 +27,7 @@ HAZARDS = {
     "flushes_subnormals": "reads or writes subnormal numbers as zero",
     "spreads_nonfinite": "NaN and infinity may show in other results too",
     "leaves_out_padding": "may leave out products with the zeros of padding",
+    "loses_negative_overflow": "0 may stand where a result below -65504 should be -infinity",
 }
 
 # Whether `explain` is tracing. JAX keys its tracing caches on this value, so what was traced before is traced anew.

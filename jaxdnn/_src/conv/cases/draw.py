@@ -206,7 +206,7 @@ def _axis(longest: int, rng: Generator) -> tuple[int, int, int, tuple[int, int],
 
 
 def _small(g: Geometry, rng: Generator, vector: int) -> Geometry:
-    """The geometry with fewer images, then shorter axes, then fewer channels, then taps, until its products are few enough."""
+    """The geometry with fewer images, shorter axes, fewer channels, then taps, until its products are few enough."""
     most = MANY if rng.random() < 0.03 else PRODUCTS
 
     def work(g: Geometry) -> float:
@@ -223,8 +223,9 @@ def _small(g: Geometry, rng: Generator, vector: int) -> Geometry:
             g = dataclasses.replace(g, sizes=sizes)
         elif fewer != [g.channels, g.filters]:
             g = dataclasses.replace(g, channels=fewer[0], filters=fewer[1])
-        elif max(g.taps) > 1 and sizes == g.sizes and g.batch == 1:  # a window of a part of them, without padding
+        elif max(g.taps) > 1 and sizes == g.sizes and g.batch == 1:  # without padding, where the window has to fit
             g = dataclasses.replace(g, taps=tuple((r + 1) // 2 for r in g.taps), padding=0)
+            g = dataclasses.replace(g, sizes=tuple(max(n, _least(g, axis)) for axis, n in enumerate(g.sizes)))
         elif sizes == g.sizes and g.batch == 1:
             return g
     return g

@@ -43,10 +43,10 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:
         acc = _channels_last(call.op, spec, problem, a, b)
-    if on_gpu and (_becomes_float8(spec) or acc.dtype == jnp.float64 or _is_filter_in_float16(call)):
-        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN; XLA
-        # puts the scale of a float64 result into cuDNN's call, where a result with alpha = 0.3 was off by as much as
-        # float32's 0.3 is; and a kernel of cuDNN's that writes float16 was seen to write 0 for sums below -65504.
+    if on_gpu and (_becomes_float8(spec) or acc.dtype == jnp.float64):
+        # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN; and
+        # XLA puts the scale of a float64 result into cuDNN's call, where a result with alpha = 0.3 was off by as much
+        # as float32's 0.3 is.
         acc = lax.optimization_barrier(acc)
     return primitive.finish(call.op, spec, acc, *operands)
 
@@ -77,8 +77,7 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     wide = primitive.wider(_narrow_float(a.dtype), _narrow_float(b.dtype))
     if call.platform != "cuda" or spec.accumulate.itemsize > 4:
         wide = primitive.wider(wide, spec.accumulate)
-    rounds_once = spec.epilogue == type(spec.epilogue)() and spec.out_dtype == wide and not _is_filter_in_float16(call)
-    preferred = wide if rounds_once else primitive.wider(wide, spec.accumulate)
+    preferred = wide if _rounds_once(spec, wide) else primitive.wider(wide, spec.accumulate)
     narrow = call.platform == "cuda" and 1 in (a.dtype.itemsize, b.dtype.itemsize)
     a, b = a.astype(wide), b.astype(wide)
     # Unless it is kept from seeing the float8, XLA asks cuDNN for a float8 convolution, which it then may not have.
@@ -86,9 +85,9 @@ def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array
     return a, b, preferred
 
 
-def _is_filter_in_float16(call: engines.Call) -> bool:
-    """Whether a GPU computes a filter gradient in float16, an array that is small beside what it is computed from."""
-    return call.platform == "cuda" and call.op == "conv_wgrad" and call.spec.out_dtype == jnp.float16
+def _rounds_once(spec: ConvSpec, dtype: Any) -> bool:
+    """Whether a convolution that gives this dtype is the whole call."""
+    return spec.epilogue == type(spec.epilogue)() and spec.out_dtype == dtype
 
 
 def _becomes_float8(spec: ConvSpec) -> bool:
@@ -232,11 +231,14 @@ def _hazards(call: engines.Call) -> tuple[str, ...]:
     """cuDNN pads groups, strides and tiles with zeros, by which it multiplies: infinity becomes NaN elsewhere.
 
     XLA's own loops (those of float64 all) and the phases of a stride pass over what lies outside of an array.
+    Algorithm 47 of cuDNN's forward convolution, which XLA may choose for any of the three ops in float16, writes 0 for
+    a result below -65504 (`benchmarks/notes-random-calls.md`). With an epilogue cuDNN is asked for float32.
     """
     if jnp.issubdtype(call.avals[0].dtype, jnp.integer):
         return ()
     spreads = ("spreads_nonfinite",) if call.platform == "cuda" else ()
-    return ("flushes_subnormals", *spreads, "leaves_out_padding")
+    loses = ("loses_negative_overflow",) if call.platform == "cuda" and _rounds_once(call.spec, jnp.float16) else ()
+    return ("flushes_subnormals", *spreads, "leaves_out_padding", *loses)
 
 
 engines.declare(
