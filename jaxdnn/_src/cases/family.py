@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,12 +12,14 @@ from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases.case import Case, Check, Facts
 from jaxdnn._src.hopper.branches import Branch
 
+T = TypeVar("T")
+
 EXTENTS = ("quick", "standard", "full")
 
 
-def up_to(extent: str, by_extent: Mapping[str, tuple[str, ...]]) -> list[str]:
+def up_to(extent: str, by_extent: Mapping[str, tuple[T, ...]]) -> list[T]:
     """What is listed for an extent and for those before it."""
-    return [name for e in EXTENTS[: EXTENTS.index(extent) + 1] for name in by_extent[e]]
+    return [one for e in EXTENTS[: EXTENTS.index(extent) + 1] for one in by_extent[e]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,7 +150,7 @@ def _with_extras(
     stored for the next convolution, and so has its gradient, for the residual and the normalisation.
     """
     epilogue, operands = extras
-    trunk = epilogue.residual and epilogue.activation is not None
+    stored = epilogue.residual and epilogue.activation is not None
     # To NumPy a dtype equals None where it is float64. The one gradient that a joined sum has must fit both its terms.
     join = epilogue.residual and not epilogue.prior and narrow is not None and operands[0].dtype == narrow
     if join and jax.typeof(y).sharding == jax.typeof(operands[0]).sharding:
@@ -158,7 +158,7 @@ def _with_extras(
         epilogue, operands = dataclasses.replace(epilogue, residual=False), []
     else:
         y = rounded(y)
-    return epilogues.apply(epilogue, y, operands, channel=channel, out_dtype=found.out, stored=trunk)
+    return epilogues.apply(epilogue, y, operands, channel=channel, out_dtype=found.out, stored=stored)
 
 
 @public

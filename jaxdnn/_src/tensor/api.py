@@ -71,9 +71,9 @@ def transform(
     Differentiation: any order, in x, prior, and alpha and beta if they are arrays; the transpose is the inverse moves.
 
     Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers stay integers
-      if alpha is 1 and beta 0 or 1, and else become float32 first. Each product is rounded
-      before it is added to anything within the op, and where a level that fixes bits is required before it meets other
-      operations: determinism level "portable".
+      if alpha is 1 and beta 0 or 1, and else become float32 first. Each product is rounded before it is added to
+      anything within the op, and where a level that fixes bits is required before other operations use it: determinism
+      level "portable".
 
     Raises:
       ValueError: shapes or layouts that do not fit. TypeError: a dtype that is not served.

@@ -78,15 +78,15 @@ def reduce(
       Zeros that mul_no_zeros passes over have none. The gradient in x adds nothing, so it depends on no order.
 
     Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers are added,
-      multiplied and compared in int32, which wraps; avg of them is float32. avg is the sum
-      times the rounded 1 / n. norm2 overflows only if the result does, and tiny numbers do not underflow: squares are
-      added in float64, which on a GPU takes no longer than reading x. float64 numbers are scaled by a power of two that
-      a second pass over x finds. (CPUs add squares in float32 unless the order is fixed, and run that second pass
-      if some norm needs it, as a norm of zeros does.) An empty sum is 0, an empty product 1, and so
-      is mul_no_zeros of zeros alone. min, max and amax give +0 for any zero. Determinism: of floats, sums and products
-      are XLA's (run_to_run); from "batch_invariant" on they are taken on a tree that only the reduced lengths decide,
-      axis by axis from the last: of n elements the last ⌊n / 2⌋ are joined to the first, and so on, which is
-      "portable". min, max and amax always are.
+      multiplied and compared in int32, which wraps; avg of them is float32. avg is the sum times the rounded 1 / n.
+      norm2 overflows only if the result does, and tiny numbers do not underflow: squares are added in float64, which on
+      a GPU takes no longer than reading x. float64 numbers are scaled by a power of two that a second pass over x
+      finds. (CPUs add squares in float32 unless the order is fixed, and run that second pass if some norm needs it, as
+      a norm of zeros does.) An empty sum is 0, an empty product 1, and so is mul_no_zeros of zeros alone. min, max and
+      amax give +0 for any zero. Determinism: of floats, sums and products are XLA's (run_to_run); from
+      "batch_invariant" on they are taken on a tree that only the reduced lengths decide, axis by axis from the last: of
+      n elements the last ⌊n / 2⌋ are joined to the first, and so on, which is "portable". min, max and amax always
+      are.
 
     Raises:
       NotImplementedError: a level that fixes the order, over a batch that `jax.export` leaves open.

@@ -12,7 +12,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases.case import Expected
 from jaxdnn._src.cases.drawn import Generator
-from jaxdnn._src.cases.family import family
+from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.conv.cases import checks
 from jaxdnn._src.conv.cases import draw as conv_draw
@@ -89,7 +89,7 @@ class SkipCase(plain.Case):
         return {"geometry": dataclasses.asdict(self.geometry), "input_activation": "relu" if self.relu else None}
 
 
-GIVEN = {
+BY_EXTENT = {
     "quick": (("bf16", "wide", True), ("f32", "plain", False)),
     "standard": (("f16", "pointwise", True), ("f32", "stride", True), ("bf16", "wide-groups", True)),
     "full": (
@@ -101,11 +101,8 @@ GIVEN = {
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[SkipCase]:
     """A few geometries; those of the convolutions are many."""
-    for upto, given in GIVEN.items():
-        for dtype, name, relu in given:
-            yield SkipCase(op, engine, dtype, f"{name}-{'relu' if relu else 'plain'}", GEOMETRIES[name], relu)
-        if upto == extent:
-            return
+    for dtype, name, relu in up_to(extent, BY_EXTENT):
+        yield SkipCase(op, engine, dtype, f"{name}-{'relu' if relu else 'plain'}", GEOMETRIES[name], relu)
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:

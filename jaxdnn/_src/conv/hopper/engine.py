@@ -93,7 +93,7 @@ def _narrow(call: engines.Call) -> _Kernel:
     spec: ConvSpec = call.spec
     geo, (a, b) = spec.geo, call.avals[:2]
     images, channels, filters = primitive.channels(spec, call.op, a, b)
-    told = (PASS[call.op], geo, images, channels)
+    described = (PASS[call.op], geo, images, channels)
     refusal = None
     bias = spec.epilogue.bias and call.op != "conv_wgrad"
     if a.dtype != b.dtype or spec.out_dtype != a.dtype or spec.epilogue != Epilogue(bias=bias):
@@ -102,7 +102,7 @@ def _narrow(call: engines.Call) -> _Kernel:
         refusal = "its kernels take filters whose input and output channels are last, as HWIO"
     elif geo.groups == 1:
         refusal = "its kernels for narrow groups need groups"
-    refusal = refusal or depthwise.unsupported(*told, filters, a.dtype, bias=bias)
+    refusal = refusal or depthwise.unsupported(*described, filters, a.dtype, bias=bias)
 
     def reversed_taps(w: Array) -> Array:
         return lax.rev(w, range(geo.rank)) if geo.flip else w
@@ -117,13 +117,13 @@ def _narrow(call: engines.Call) -> _Kernel:
     def schedule() -> engines.Schedule | None:
         if spec.precision == "tf32" and a.dtype == jnp.float32:
             return None  # the definition truncates the operands to TF32, and this kernel does not
-        return depthwise.schedule(*told, a.dtype)
+        return depthwise.schedule(*described, a.dtype)
 
     def workspace() -> int:
         turned = math.prod(geo.taps) * channels // geo.groups * filters * a.dtype.itemsize if geo.flip else 0
         # As float32, filled up to whole tiles, of 16 to 64 channels, and again to the 32 floats that a tile stores.
         biases = 12 * (channels + 63) * bias
-        return depthwise.workspace(*told, a.dtype) + turned + biases
+        return depthwise.workspace(*described, a.dtype) + turned + biases
 
     return _Kernel(run, refusal, schedule, workspace, lambda: call.op == "conv_wgrad")
 

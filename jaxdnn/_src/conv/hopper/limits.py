@@ -31,7 +31,7 @@ def result_dtype(a: Any, out_dtype: Any) -> Any:
 
 
 def data_reason(
-    reduced: int,
+    added_over: int,
     a: Any,
     w: Any,
     /,
@@ -41,15 +41,15 @@ def data_reason(
     out_dtype: Any = None,
     precision: str | None = None,
 ) -> str | None:
-    """Why a convolution of arrays of these shapes and dtypes by w, which adds over w's input channels (0) or its output
-    channels (1), cannot be served with an epilogue of `operands`, or None."""
+    """Why a convolution of arrays of these shapes and dtypes by w cannot be served with an epilogue of `operands`, or
+    None. It adds over w's input channels (`added_over` is 0) or its output channels (1)."""
     out_dtype = result_dtype(a, out_dtype)
     reason = operand_reason(a.dtype, w.dtype, out_dtype, precision) or ep.supports(epilogue, accumulator_of(a))
     if reason:
         return reason
     found = [n // geo.groups for n in channels_of(w, geo)]
     least = narrowest(out_dtype, ep.dtypes(epilogue, operands))
-    return shape_reason(geo, a.shape[0], found[reduced], found[1 - reduced], jnp.dtype(a.dtype).itemsize, least)
+    return shape_reason(geo, a.shape[0], found[added_over], found[1 - added_over], jnp.dtype(a.dtype).itemsize, least)
 
 
 def operand_reason(dtype: Any, other: Any, out_dtype: Any, precision: str | None) -> str | None:

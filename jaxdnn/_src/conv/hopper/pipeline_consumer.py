@@ -132,7 +132,7 @@ class Consumer(Block):
         return self.a_ring.at[(slot, *where)]
 
     def position(self, place: Any, column: Any, size: int) -> tuple[Any, ...]:
-        """The indices of this warpgroup's part of the tile in an output-shaped array."""
+        """The indices of this warpgroup's part of the tile in an array of the output's shape."""
         n, at, phase, _ = place
         index: list[Any] = []
         for d, (start, whole, piece) in enumerate(zip((n, *at), self.cut.box, self.cut.part, strict=True)):

@@ -1,7 +1,7 @@
 """Batch normalisation's sums on Hopper: over the columns of a matrix, reading it once. PTX text.
 
 Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multiprocessor; a thread keeps mean and
-second moment of a vector of columns in registers and goes down its share of the rows, with many loads in flight. The
+second moment of a vector of columns in registers and adds its share of the rows, with many loads in flight. The
 blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
 and their sums. XLA computes the pass that follows, and fuses it with an activation or an addition after it.
 `batch_walk` and `batch_ptx` write the instructions and state their order.

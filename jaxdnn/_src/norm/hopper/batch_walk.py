@@ -1,6 +1,6 @@
 """Reductions over the columns of arrays (rows, columns), in PTX: what the kernels of batch normalisation share.
 
-A vector is 16 bytes of a row. A thread keeps its vector of the row and goes down the rows, a chunk of them at a time;
+A vector is 16 bytes of a row. A thread processes one vector of every row, a chunk of rows at a time;
 the threads of a block cover `width` vectors of `lines` rows. A tile is lines x chunk rows, and split i of `splits`
 processes every `splits`-th tile, from the last row to the first: the rows that are read last are those that the next
 kernel reads first, and still in the L2 cache. Then the threads' values are joined over the lines of a block, the upper
