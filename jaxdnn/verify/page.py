@@ -5,6 +5,7 @@ import html
 import math
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from jaxdnn.verify import turns
@@ -35,8 +36,13 @@ def render(document: dict[str, Any]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>jaxdnn verify: {'passed' if found['passed'] else 'failed'}</title>"
-        f"<style>{_STYLE}</style></head><body><main>{body}</main><script>{_SCRIPT}</script></body></html>\n"
+        f"<style>{_beside('css')}</style></head><body><main>{body}</main><script>{_beside('js')}</script></body></html>\n"
     )
+
+
+def _beside(kind: str) -> str:
+    """The page's style or script, which is a file beside this one."""
+    return Path(__file__).with_suffix(f".{kind}").read_text().strip()
 
 
 def _e(value: Any) -> str:
@@ -274,52 +280,3 @@ _CONTROLS_TEXT = (
 )
 _REFUSED_TEXT = "Calls that an engine does not serve here, with its reason. Another engine serves them."
 _CELLS_TEXT = "The id and the seed of a cell are enough to run it again: <code>jaxdnn verify --case ID --seed N</code>."
-
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fbfbfa;--card:#fff;--ink:#1d2126;--dim:#646b75;--line:#e3e5e8;--band:#f4f5f6;
---dot:#2463c9;--one:#1a8a72;--bad:#c8292f;--good:#1a7f4b;--over:#c8292f14}
-@media(prefers-color-scheme:dark){:root{--bg:#15171a;--card:#1c1f23;--ink:#e6e8eb;--dim:#98a0ab;--line:#31363d;
---band:#22262b;--dot:#6ea8ff;--one:#4cc9a8;--bad:#ff6b6b;--good:#4fc483;--over:#ff6b6b1c}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1240px;margin:0 auto;padding:28px 20px 60px}
-h1{font-size:26px;margin:0;display:flex;gap:14px;align-items:center}h2{font-size:18px;margin:0 0 6px}
-p{margin:0 0 12px;max-width:86ch;color:var(--dim)}.dim{color:var(--dim);margin:4px 0 0}
-.pill{font-size:14px;font-weight:600;padding:3px 12px;border-radius:99px;color:#fff}
-.pill.good{background:#1a7f4b}.pill.bad{background:#c8292f}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(160px,1fr));gap:12px;margin:20px 0}
-.tiles div,section{background:var(--card);border:1px solid var(--line);border-radius:10px}
-.tiles div{padding:12px 16px}.tiles b{display:block;font-size:21px;font-variant-numeric:tabular-nums}
-.tiles span{font-size:13px;color:var(--dim)}
-section{padding:18px 20px;margin:16px 0}
-.wide{overflow-x:auto}svg{width:100%;min-width:760px;height:auto;display:block}
-svg text{fill:var(--ink);font-size:11.5px}svg .op{font-weight:600;font-size:13px}
-svg .count{fill:var(--dim);text-anchor:end;font-variant-numeric:tabular-nums}
-svg .tick{fill:var(--dim);text-anchor:middle}
-.band{fill:var(--band)}.over{fill:var(--over)}.grid{stroke:var(--line)}.limit{stroke:var(--bad);stroke-width:1.5}
-.dot{fill:var(--dot);fill-opacity:.55;stroke:var(--card);stroke-width:.7}.dot.one{fill:var(--one)}
-.dot.bad{fill:var(--bad);fill-opacity:1}.dot:hover{fill-opacity:1;stroke:var(--ink);stroke-width:1.5}
-table{border-collapse:collapse;font-size:13.5px;width:100%}
-th{text-align:left;font-weight:600;color:var(--dim)}
-td,th{padding:4px 10px;border-bottom:1px solid var(--line);vertical-align:top}
-tbody tr:last-child td{border-bottom:0}
-.levels td,.levels th{padding:4px 7px}.levels td{white-space:nowrap}.levels td:nth-child(n+5){text-align:center}
-.levels th:nth-child(n+5),.levels thead tr:first-child th{text-align:center}
-.levels thead tr:first-child th{border-left:1px solid var(--line);color:var(--ink)}
-.levels td span{color:var(--dim);font-size:12px}
-.ok{color:var(--good)}.no{color:var(--bad);font-weight:700}.none{color:var(--dim)}
-.cells td{white-space:nowrap;font-variant-numeric:tabular-nums}
-.facts{width:auto}.facts th{padding-right:24px}.failures td{padding:10px 0}
-code{font:12.5px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;background:var(--band);padding:2px 6px;
-border-radius:5px;overflow-wrap:anywhere}
-summary{cursor:pointer;color:var(--dim)}details[open] summary{margin-bottom:10px}
-input{font:inherit;color:inherit;background:var(--bg);border:1px solid var(--line);border-radius:8px;padding:6px 12px;
-width:min(420px,100%);margin-bottom:10px}
-""".strip()
-
-_SCRIPT = """
-const find=document.getElementById('find');
-if(find)find.addEventListener('input',()=>{const words=find.value.toLowerCase().split(/\\s+/);
-for(const row of document.querySelectorAll('.cells tbody tr')){const text=row.textContent.toLowerCase();
-row.hidden=!words.every(word=>text.includes(word))}});
-""".strip()

@@ -18,8 +18,10 @@ import dataclasses
 import functools as ft
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -140,136 +142,11 @@ SHARDING = (
     *_names("jax.experimental.custom_partitioning", "a rule for the partitioner", "custom_partitioning"),
 )
 
-KERNELS = (
-    *_names(_PALLAS, "control flow and slices of a kernel", "ds", "loop", "when"),
-    *_names(
-        f"{_PALLAS}.mosaic_gpu",
-        "a launch: its grid, shared memory and barriers",
-        "kernel(out_type, scratch_types, compiler_params, grid, grid_names, cluster, cluster_names, num_threads, "
-        "thread_name, interpret)",
-        "CompilerParams(lowering_semantics, unsafe_no_auto_barriers, approx_math)",
-        "LoweringSemantics.Lane",
-        "SMEM",
-        "RefUnion",
-        "Barrier(num_arrivals, num_barriers)",
-        "ClusterBarrier(collective_axes, num_barriers, num_arrivals)",
-        "SwizzleTransform",
-        "TilingTransform",
-    ),
-    *_names(
-        f"{_PALLAS}.mosaic_gpu",
-        "copies, waits and registers of a pipeline",
-        "barrier_arrive",
-        "barrier_wait",
-        "commit_smem",
-        "copy_gmem_to_smem",
-        "copy_smem_to_gmem(commit_group)",
-        "wait_smem_to_gmem(wait_read_only)",
-        "wgmma_wait",
-        "set_max_registers(action)",
-        "load(layout, optimized)",
-        "layout_cast",
-        "Layout.WGMMA",
-        "Layout.WG_STRIDED",
-        "Layout.TILED",
-        "broadcasted_iota(layout)",
-    ),
-    *_names(
-        f"{_PALLAS}.mosaic_gpu",
-        "PTX and Mosaic's own code within a kernel",
-        "inline_mgpu(arg_types, return_type)",
-        "RefType",
-        "ShapeDtypeStruct",
-        "Layout._WGMMA_ACC_32BIT",  # the accumulator's registers as wgmma leaves them: Pallas' own would be copied
-    ),
-    *_names(
-        _MOSAIC,
-        "values in registers: Pallas has no wgmma of overlapping rows, of halos, or that stays in flight between calls",
-        "FragmentedArray(_registers, _layout, _is_signed)",
-        "FragmentedArray.store_tiled(swizzle, tiling_rank)",
-        "WGMMAAccumulator(_value, _original_layout, _sync)",
-        "WGMMAAccumulator.zero(is_signed)",
-        "wgmma(swizzle)",
-    ),
-    *_names(f"{_MOSAIC}.fragmented_array", "the accumulator's layout", "WGMMA_LAYOUT", "optimization_barrier"),
-    *_names(
-        f"{_MOSAIC}.fragmented_array",
-        "which thread has which elements of a row",
-        "TiledLayout(tiling, warp_dims, lane_dims, vector_dim, _check_canonical)",
-        "Tiling",
-        "Replicated",
-    ),
-    *_names(
-        f"{_MOSAIC}.mma_utils",
-        "wgmma's descriptors of operands that lie unlike Pallas' own",
-        "create_descriptor(swizzle, large_tile, group_size, logical_k_major)",
-        "encode_descriptor(leading_byte_offset, stride_byte_offset, swizzle)",
-        "Dim.K",
-    ),
-    *_names(
-        f"{_MOSAIC}.wgmma",
-        "one instruction of the product of overlapping rows",
-        "wgmma_m64(a_transpose, b_transpose, a_k_stride, b_k_stride, n, swizzle, a_element_type, b_element_type)",
-    ),
-    *_names(
-        f"{_MOSAIC}.utils",
-        "addresses and slices of shared memory for PTX",
-        "bytewidth",
-        "c",
-        "ds",
-        "dtype_to_ir_type",
-        "memref_ptr",
-        "memref_slice",
-        "ptr_as_memref",
-        "warpgroup_barrier",
-    ),
-    *_names(
-        f"{_MLIR}.ir",
-        "types of PTX's operands",
-        "F32Type.get",
-        "InsertionPoint",
-        "IntegerAttr.get",
-        "IntegerType.get_signless",
-        "MemRefType.get",
-        "StridedLayoutAttr.get",
-        "Type.parse",
-        "Value",
-        "VectorType.get",
-    ),
-    *_names(
-        f"{_MLIR}.dialects.llvm",
-        "a block of PTX and its operands",
-        "IntegerOverflowFlags.none",
-        "add",
-        "extractvalue",
-        "inline_asm(has_side_effects)",
-        "ptrtoint",
-    ),
-    *_names(
-        f"{_MLIR}.dialects.llvm",
-        "loads and stores at addresses of each thread's own, which Pallas does not have",
-        "GEPNoWrapFlags.none",
-        "StructType.get_literal",
-        "addrspacecast",
-        "and_",
-        "getelementptr",
-        "load(alignment, invariant)",
-        "mlir_constant",
-        "sext",
-        "shl(overflow_flags)",
-        "store(alignment)",
-        "zext",
-    ),
-    *_names(f"{_MLIR}.dialects.scf", "a store of some threads", "IfOp", "yield_"),
-    *_names(
-        f"{_MLIR}.dialects.vector",
-        "single registers of a value",
-        "bitcast",
-        "broadcast",
-        "extract(dynamic_position, static_position)",
-        "from_elements",
-        "insert(dynamic_position, static_position)",
-    ),
+# What kernels use of Pallas, Mosaic and MLIR.
+KERNELS = tuple(
+    name
+    for used in json.loads(Path(__file__).with_name("kernel_names.json").read_text())
+    for name in _names(used["module"], used["why"], *used["names"])
 )
 
 UNTRACED = _names("jax._src.core", "whether a call is made outside of all transformations", "trace_state_clean")
