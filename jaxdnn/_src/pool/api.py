@@ -89,8 +89,8 @@ def pool(
       along the last spatial axis first, then along those before it, always neighbours, then neighbouring pairs and so
       on; where a window is as long as its axis and no level is required, in XLA's. They are multiplied by 1 / count,
       rounded once (int8 to int8: divided exactly, ties to even). Backward, an element of dx adds the dy of its windows
-      in a fixed order too, in gather form. Determinism: portable, for normal numbers; "lp" is mesh_invariant, for powers
-      differ between devices.
+      in a fixed order too, in gather form. Determinism: portable, for normal numbers; "lp" is mesh_invariant, for
+      powers differ between devices.
 
     Raises:
       ValueError: a window wholly in padding or larger than the padded input, or an argument out of range.
