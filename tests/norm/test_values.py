@@ -12,8 +12,10 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.activation.bounds import Epilogue
+from jaxdnn._src.cases.case import generator
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.norm import bounds as norm_bounds
+from jaxdnn._src.norm import cases_activated
 from tests.core import running_error
 from tests.norm.cases import CASES, FEW, Norm, agree, as_given, in_view
 
@@ -97,6 +99,17 @@ def test_float32_of_mean_1e4_is_right_to_float32(engine: str):
     exact = reference.layer_norm_dgrad(dy, x)
     assert np.abs(np.asarray(dx) - exact[0]).max() < 16 * 2.0**-24 * np.abs(exact[0]).max()
     assert np.abs(np.asarray(dscale) - exact[1]).max() < 16 * 2.0**-24 * np.abs(exact[1]).max()
+
+
+def test_a_gradient_and_its_value_have_one_mean():
+    """XLA computes the mean in several places of a program: with a fused multiply-add in one of them alone it would be
+    off by a unit in the last place, of 1e4."""
+    every = cases_activated.cases("norm_activated_dgrad", "xla", "quick", 0)
+    case = next(c for c in every if c.dtype == "f32" and (c.of, c.activation) == ("group_norm", "swish"))
+    operands = case.operands("far", generator(case, "far", 0))
+    expected = case.expected("far", operands, tolerance.ACCUMULATIONS["float32"])
+    for out, wanted in zip(jax.jit(case.function())(*operands), expected, strict=True):
+        assert np.abs(np.asarray(out) - wanted.value).max() < 64 * 2.0**-24 * np.abs(wanted.value).max()
 
 
 EVERY = {

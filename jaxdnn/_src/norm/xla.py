@@ -84,10 +84,11 @@ def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Ar
         some = wide if sample is None else lax.slice_in_dim(wide, 0, sample[1], axis=sample[0])
         # All that XLA makes one pass over memory, or a call of its library, is of sums and elementary operations. The
         # maximum stands for `rounded`, which would be a pass of its own: a mean that is not finite leaves y NaN.
-        lowest = jnp.finfo(wide.dtype).min
-        shift = jnp.maximum(_sum(some, spec.axes) / max(1, count(some, spec.axes)), lowest)
+        alone = lambda v: jnp.maximum(v, jnp.finfo(wide.dtype).min)
+        shift = alone(_sum(some, spec.axes) / max(1, count(some, spec.axes)))
         rest, variance = _about(arithmetic, spec, wide - shift)
-        return wide - shift - rest, shift + rest, variance
+        # The saved mean as well: where it is a fused multiply-add in one place and not in another, there are two means.
+        return wide - shift - rest, shift + alone(rest), variance
     mean = mean_of(wide)
     if not narrow:
         # The barrier keeps one mean for all uses: XLA on GPUs would add its last terms in each kernel, in other orders.
