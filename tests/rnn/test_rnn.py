@@ -295,6 +295,35 @@ def test_the_state_of_a_sequence_without_steps_is_in_no_gradient_of_weights(kind
         np.testing.assert_array_equal(found, wanted[name], err_msg=name)
 
 
+@each_kind
+def test_the_state_of_a_sequence_without_steps_is_in_no_second_derivative(kind: str):
+    v = data(kind)
+    weights = {name: a for name, a in v.items() if name not in ("x", "h0", "c0")}
+    total = lambda w, h0: jnp.sum(jnp.sin(called(dnn, kind, {**v, **w, "h0": h0, "lengths": LENGTHS})[0]))
+    size = lambda w, h0: sum(jnp.vdot(g, g) for g in jax.tree.leaves(jax.grad(total)(w, h0)))
+    second = jax.jit(jax.grad(size))
+    wanted = second(weights, v["h0"])
+    for name, found in second(weights, np.where(LENGTHS[:, None] > 0, v["h0"], np.nan).astype(np.float32)).items():
+        np.testing.assert_array_equal(found, wanted[name], err_msg=name)
+
+
+def test_directions_that_are_sharded_in_types():
+    """A device has the weights of one direction; their gradients are sharded as they are."""
+    rng = np.random.default_rng(0)
+    x, w, r = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 5, 3), (2, 3, 8), (2, 2, 8)))
+    run = lambda *arrays: jax.vjp(lambda *v: dnn.lstm(*v, direction="bidirectional")[0], *arrays)
+    y, pull = jax.jit(run)(x, w, r)
+    wanted = pull(jnp.cos(y))
+    with jax.set_mesh(jax.make_mesh((2, 4), ("d", "n"))):
+        placed = [jax.device_put(a, p) for a, p in zip((x, w, r), (jax.P("n"), jax.P("d"), jax.P("d")), strict=True)]
+        for wrap in (lambda f: f, jax.jit):
+            found, pull = wrap(run)(*placed)
+            np.testing.assert_allclose(found, y, atol=2e-6)
+            for a, b, like in zip(pull(jnp.cos(found)), wanted, placed, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+                assert jax.typeof(a).sharding == jax.typeof(like).sharding
+
+
 def test_lengths_where_the_number_of_steps_is_a_symbol():
     v = data("gru-after") | {"lengths": LENGTHS}
     n, t = jax.export.symbolic_shape("n, t")

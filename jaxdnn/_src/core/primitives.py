@@ -240,6 +240,15 @@ def placed_like(x: Array, like: Array) -> Array:
     return reshard(x, sharding) if AxisType.Explicit in sharding.mesh.axis_types else x
 
 
+def gathered(x: Array, axis: int) -> Array:
+    """x with an axis that is not sharded, if shardings are in types; for indexing, which JAX refuses along others."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or sharding.spec[axis] is None:
+        return x
+    spec = PartitionSpec(*sharding.spec[:axis], None, *sharding.spec[axis + 1 :])
+    return reshard(x, NamedSharding(sharding.mesh, spec))
+
+
 def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
     """One value for every result, or the value of the only one. An op of many results never has just one."""
     return values if len(rule.results) > 1 else values[0]

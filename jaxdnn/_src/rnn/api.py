@@ -525,7 +525,7 @@ def _of_direction(name: str, value: Any, i: int) -> Array | None:
             f"`{name}` must have {rank} axes for `direction` 'bidirectional', the first of 2, forward and reverse, got "
             f"shape {checks.shown(tuple(value.shape))}."
         )
-    return value[i]
+    return primitives.gathered(value, 0)[i]
 
 
 def _live(x: Array, lengths: Array) -> Array:

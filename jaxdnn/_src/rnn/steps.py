@@ -66,11 +66,11 @@ def forward(k: Arithmetic, spec: Any, v: Values, wanted: Collection[str]) -> dic
     keep = _keeper(spec, v)
 
     def step(state: dict[str, Array], at: Values) -> tuple[dict[str, Array], dict[str, Array]]:
-        new, saved = CELLS[spec.cell](k, spec, v, at["a"], {**state, "h": state["h"].astype(wide)})
+        # Behind the end from 0: the slopes of what NaN or infinity gives are NaN, and derivatives 0 times them.
+        known = keep(at, state, {name: jnp.zeros_like(x) for name, x in state.items()})
+        new, saved = CELLS[spec.cell](k, spec, v, at["a"], {**known, "h": known["h"].astype(wide)})
         new = keep(at, {**new, "h": k.narrow(new["h"], spec.narrow)}, state)
         saved |= {"y": new["h"], **({"cells": new["c"]} if "c" in new else {})}
-        if "u" in saved:  # a factor in the gradients of weights: 0 times what a state of no steps gives may be NaN
-            saved |= keep(at, {"u": saved["u"]}, {"u": jnp.zeros_like(saved["u"])})
         return new, {name: x for name, x in saved.items() if name in wanted}
 
     return _scanned(step, {name: v[name] for name in ("h", "c") if name in v}, {"a": v["a"]}, spec.reverse)
