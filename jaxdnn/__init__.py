@@ -76,6 +76,8 @@ from jaxdnn._src.rnn.api import rnn as rnn
 from jaxdnn._src.rnn.api import rnn_cell as rnn_cell
 from jaxdnn._src.sampling.api import affine_grid as affine_grid
 from jaxdnn._src.sampling.api import grid_sample as grid_sample
+from jaxdnn._src.sampling.api import spatial_transformer as spatial_transformer
+from jaxdnn._src.sampling.api import warp as warp
 from jaxdnn._src.softmax.api import logsumexp as logsumexp
 from jaxdnn._src.softmax.api import softmax as softmax
 from jaxdnn._src.softmax.api import softmax_dgrad as softmax_dgrad

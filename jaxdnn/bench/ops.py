@@ -86,7 +86,7 @@ def sides(example: Example, sizes: dict[str, Any]) -> tuple[Function, Function, 
     floats = [jnp.asarray(v, jnp.float32) for v in example.data(sizes)]
     op, plain = getattr(dnn, example.op), plain_form(example.name)
     named = {id(v): i for i, v in enumerate(v for v in arguments if isinstance(v, Axes) and v.kind == "index")}
-    rest = shapes if example.name in ("dropout_mask", "affine_grid") else []
+    rest = shapes if example.name in ("dropout_mask", "affine_grid", "spatial_transformer") else []
 
     def ours(*operands: jax.Array) -> Any:
         given, options = example.bind(*operands[: len(floats)], sizes=sizes)

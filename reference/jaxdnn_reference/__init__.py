@@ -29,6 +29,8 @@ from jaxdnn_reference.dropout import dropout as dropout
 from jaxdnn_reference.dropout import dropout_mask as dropout_mask
 from jaxdnn_reference.grid_sample import affine_grid as affine_grid
 from jaxdnn_reference.grid_sample import grid_sample as grid_sample
+from jaxdnn_reference.grid_sample import spatial_transformer as spatial_transformer
+from jaxdnn_reference.grid_sample import warp as warp
 from jaxdnn_reference.im2col import col2im as col2im
 from jaxdnn_reference.im2col import im2col as im2col
 from jaxdnn_reference.norm import adaptive_layer_norm as adaptive_layer_norm

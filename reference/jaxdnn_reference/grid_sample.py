@@ -1,4 +1,4 @@
-"""Images sampled at the points of a grid, and the grid of an affine map.
+"""Images sampled at the points of a grid, the grid of an affine map, and what is made of both.
 
     y[n, m, c] = sum over taps t of w_t x[n, t, c]
 
@@ -153,3 +153,32 @@ def centres(n: int, align_corners: bool) -> Array:
     if align_corners:
         return np.linspace(-1, 1, n) if n > 1 else np.zeros(n)
     return (2 * np.arange(n) + 1) / n - 1
+
+
+def spatial_transformer(
+    x: Array,
+    theta: Array,
+    /,
+    *,
+    sizes: tuple[int, ...] | None = None,
+    align_corners: bool = True,
+    layout: str = "NHWC",
+    arithmetic: str = "golden",
+    **options: Any,
+) -> Array:
+    """grid_sample(x, affine_grid(theta, sizes)), whose grid is not rounded to 16 bits."""
+    after = lay.image_axes(layout).to_canonical(x).shape[1:-1] if sizes is None else sizes
+    grid = affine_grid(wide(theta, arithmetic), after, align_corners=align_corners, arithmetic=arithmetic)
+    return grid_sample(x, grid, align_corners=align_corners, layout=layout, arithmetic=arithmetic, **options)
+
+
+def warp(x: Array, flow: Array, /, *, order: str = "xy", arithmetic: str = "golden", **options: Any) -> Array:
+    """y[n, m] = x[n] at the place m + flow[n, m] in pixels.
+
+    "ordered": the sum rounded to float32 (float64 if x or flow is).
+    """
+    here = np.moveaxis(np.indices(flow.shape[1:-1]), 0, -1)
+    precise = arithmetic == "golden" or np.float64 in (x.dtype, flow.dtype)
+    precision = np.float64 if precise else np.float32
+    places = flow.astype(precision) + (here if order == "ij" else here[..., ::-1]).astype(precision)
+    return grid_sample(x, places, coordinates="pixel", order=order, arithmetic=arithmetic, **options)

@@ -7,12 +7,14 @@ MANIFEST = Manifest(
         Ops(
             "SpatialTfGridGenerator, SpatialTfSampler, both directions",
             "`portable`; gradients `mesh_invariant`",
-            "grid_sample affine_grid",
+            "grid_sample affine_grid spatial_transformer warp",
         ),
     ),
     examples="""
-grid_sample | NHWC, NTDP, padding="reflection" -> NTDC | N -/- TD -/g C -/g HW g/g | any pixel may be asked for
-affine_grid | NPR, shape(TD) -> NTDP               | N -/- | rows of matrices
+grid_sample         | NHWC, NTDP, padding="reflection" -> NTDC | N -/- TD -/g C -/g HW g/g | any pixel may be asked for
+affine_grid         | NPR, shape(TD) -> NTDP                   | N -/- | rows of matrices
+spatial_transformer | NHWC, NPR, sizes=shape(TD) -> NTDC       | N -/- C -/g HW g/g | as grid_sample
+warp                | NHWC, NTDP, padding="border" -> NTDC     | N -/- TD -/g C -/g HW g/g | as grid_sample
 """,
     engines=("xla",),
     cases=("cases",),

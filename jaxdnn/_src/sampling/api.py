@@ -1,4 +1,4 @@
-"""Sampling images at any points: `grid_sample`, and the grids of affine maps.
+"""Sampling images at any points: `grid_sample`, the grids of affine maps, spatial transformers, warps by a flow.
 
 Letters: N batch, C channels, [D,] H, W sizes of the image, [D',] H', W' of the grid, d how many of them.
 """
@@ -18,7 +18,7 @@ from jaxdnn._src.core import blending, checks, frames, primitives, trees
 from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
-from jaxdnn._src.core.rounding import product, real, rounded
+from jaxdnn._src.core.rounding import at_edges, product, real, rounded
 from jaxdnn._src.sampling.primitive import SampleSpec
 from jaxdnn._src.sampling.taps import COORDINATES, MODES, ORDERS, PADDINGS, Rule
 
@@ -119,19 +119,19 @@ def grid_sample(
     return blending.blend(frame.restore(y), **blend, out=out, dtypes=(given.dtype,), level=spec.level)
 
 
-def _grid(value: Any, images: Any, sizes: tuple[int, ...]) -> Array:
-    grid, d = checks.array("grid", value), len(sizes)
-    checks.dtype("grid", grid, checks.FLOATS)
+def _grid(value: Any, images: Any, sizes: tuple[int, ...], name: str = "grid") -> Array:
+    grid, d = checks.array(name, value), len(sizes)
+    checks.dtype(name, grid, checks.FLOATS)
     if grid.ndim != d + 2 or grid.shape[-1] != d or (grid.shape[0] != 1 and grid.shape[0] != images):
         raise ValueError(
-            f"`grid` must have {d + 2} axes, the first of size {images} or 1 and the last of size {d}, for images of "
+            f"`{name}` must have {d + 2} axes, the first of size {images} or 1 and the last of size {d}, for images of "
             f"{d} spatial axes, got shape {checks.shown(tuple(grid.shape))}."
         )
     if min(sizes) < 1:
         raise ValueError(f"`x` must have at least one pixel along every spatial axis, got {sizes}.")
     if max(math.prod(sizes), math.prod(grid.shape[1:-1]) * 4**d) > checks.LARGEST - 2:
         raise ValueError(
-            f"`x` and `grid` must have fewer than 2^31 pixels and taps an image, got {sizes} and "
+            f"`x` and `{name}` must have fewer than 2^31 pixels and taps an image, got {sizes} and "
             f"{checks.shown(tuple(grid.shape[1:-1]))}."
         )
     return rounded(jnp.asarray(grid))
@@ -242,3 +242,178 @@ def _centres(n: int, align_corners: bool) -> np.ndarray:
     if align_corners:
         return np.linspace(-1, 1, n) if n != 1 else np.zeros(1)
     return (2 * np.arange(n) + 1) / max(n, 1) - 1
+
+
+@public
+def spatial_transformer(
+    x: ArrayLike,
+    theta: ArrayLike,
+    /,
+    *,
+    sizes: Sequence[int] | None = None,
+    mode: str = "linear",
+    padding: str = "zeros",
+    align_corners: bool = True,
+    cubic_coefficient: float = -0.75,
+    layout: str = "NHWC",
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """Samples images at the points to which affine maps take the pixels of the result: a spatial transformer.
+
+    y = grid_sample(x, affine_grid(theta, sizes))
+
+    With the defaults this is cuDNN's: "linear", "zeros" and `align_corners`, of which the last is not the default of
+    `grid_sample` and `affine_grid`. So theta = ((1, 0, 0), (0, 1, 0)) is the identity, ((s, 0, 0), (0, s, 0)) with
+    s < 1 magnifies about the centre, and the last column moves by half the distance between the outermost pixels.
+
+    Args:
+      x: (N, H, W, C) for layout NHWC; one to three spatial axes, d of them; the dtypes of `grid_sample`.
+      theta: (N, d, d + 1), or (1, d, d + 1) for all images; x first, as for `affine_grid`; float32, bfloat16, float16
+        or float64, whatever x is.
+      sizes: the spatial sizes of the result, (H', W'); None is those of x.
+      align_corners: of both steps.
+      mode, padding, cubic_coefficient, layout, alpha, beta, prior, out_dtype, engine, determinism: see `grid_sample`.
+
+    Returns:
+      y, (N, H', W', C) for NHWC.
+
+    Differentiation: any order, in x, theta, prior, and alpha and beta if they are arrays; as `grid_sample` and
+      `affine_grid` say.
+
+    Numerics: as theirs; the grid stays in float32 (float64 if theta is), also of a theta in 16 bits. Determinism level
+      "portable", gradients "mesh_invariant", but that in theta "run_to_run" if no level is required.
+
+    Raises:
+      ValueError: an option out of range, a theta or sizes that do not fit. TypeError: a dtype that is not served.
+      NotImplementedError: no engine serves the call at the required determinism level.
+
+    Example:
+      >>> x, flip = jnp.array([[[0.0], [1.0], [4.0]]]), jnp.array([[[-1.0, 0.0]]])
+      >>> dnn.spatial_transformer(x, flip, sizes=(5,), layout="NWC")[0, :, 0].tolist()
+      [4.0, 2.5, 1.0, 0.5, 0.0]
+
+    Sources: cuDNN's cudnnSpatialTfGridGeneratorForward followed by cudnnSpatialTfSamplerForward, over two spatial axes;
+      Jaderberg et al., arXiv:1506.02025.
+    """
+    plain, axes = _images(x, layout)
+    of_x = tuple(plain.shape[axis] for axis in axes.spatial)
+    images, d = plain.shape[axes.batch], len(of_x)
+    theta = checks.array("theta", theta)
+    checks.dtype("theta", theta, checks.FLOATS)
+    if theta.ndim != 3 or theta.shape[1:] != (d, d + 1) or (theta.shape[0] != 1 and theta.shape[0] != images):
+        raise ValueError(
+            f"`theta` must have shape ({images}, {d}, {d + 1}) or (1, {d}, {d + 1}) for images of {d} spatial axes, "
+            f"got {checks.shown(tuple(theta.shape))}."
+        )
+    after = of_x if sizes is None else checks.integers("sizes", sizes, d, minimum=0)
+    theta = at_edges(required(determinism), theta).astype(blending.accumulator(theta.dtype))
+    grid = affine_grid(theta, after, align_corners=align_corners, determinism=determinism)
+    return grid_sample(
+        x,
+        grid,
+        mode=mode,
+        padding=padding,
+        align_corners=align_corners,
+        cubic_coefficient=cubic_coefficient,
+        layout=layout,
+        alpha=alpha,
+        beta=beta,
+        prior=prior,
+        out_dtype=out_dtype,
+        engine=engine,
+        determinism=determinism,
+    )
+
+
+@public
+def warp(
+    x: ArrayLike,
+    flow: ArrayLike,
+    /,
+    *,
+    mode: str = "linear",
+    padding: str = "zeros",
+    align_corners: bool = False,
+    order: str = "xy",
+    cubic_coefficient: float = -0.75,
+    layout: str = "NHWC",
+    alpha: float | ArrayLike = 1.0,
+    beta: float | ArrayLike = 0.0,
+    prior: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    engine: str | None = None,
+    determinism: str | None = None,
+) -> Array:
+    """Samples images at the pixels that a flow points to.
+
+    y[n, i, j] = x[n] at the place (i + v, j + u) in pixels        with (u, v) = flow[n, i, j]
+
+    The flow from a first image to a second one says where the first one's pixels are in the second. So
+    `warp(second, flow)` is the first image, where the second one shows the same.
+
+    Args:
+      x: (N, H, W, C) for layout NHWC; one to three spatial axes, d of them; the dtypes of `grid_sample`.
+      flow: (N, H', W', d), or (1, H', W', d) for all images, in pixels and not normalised: displacements of the pixels
+        of the result, (u, v) along (W, H). float32, bfloat16, float16 or float64, whatever x is. A flow with its
+        components on the second axis is to be transposed: `jnp.moveaxis(flow, 1, -1)`.
+      align_corners: of "reflection", where x is mirrored; places are in pixels and do not depend on it.
+      order: "xy", (u, v) as above; "ij", (v, u), in the order of the axes.
+      mode, padding, cubic_coefficient, layout, alpha, beta, prior, out_dtype, engine, determinism: see `grid_sample`.
+
+    Returns:
+      y, (N, H', W', C) for NHWC.
+
+    Differentiation: any order, in x, flow, prior, and alpha and beta if they are arrays; in flow as `grid_sample` in
+      grid.
+
+    Numerics: a place is rounded to float32 (float64 if x or flow is), also of a flow in 16 bits; no place is
+      normalised and brought back. The rest is that of `grid_sample`: level "portable", gradients "mesh_invariant". A
+      displacement of NaN gives NaN and sends no gradient to x.
+
+    Raises:
+      ValueError: an option out of range, a flow that does not fit. TypeError: a dtype that is not served.
+      NotImplementedError: no engine serves the call at the required determinism level.
+
+    Example:
+      >>> x, flow = jnp.array([[[1.0], [2.0], [4.0]]]), jnp.array([[[0.0], [0.5], [1.0]]])
+      >>> dnn.warp(x, flow, layout="NWC")[0, :, 0].tolist()
+      [1.0, 3.0, 0.0]
+
+    Sources: PyTorch has no such op: its users add the flow to a mesh of pixels and normalise for `grid_sample`, by
+      (size - 1) / 2, which is right with `align_corners` only, as RAFT (Teed and Deng, arXiv:2003.12039) has it.
+    """
+    plain, axes = _images(x, layout)
+    sizes = tuple(plain.shape[axis] for axis in axes.spatial)
+    flow = _grid(flow, plain.shape[axes.batch], sizes, "flow")
+    checks.choice("order", order, ORDERS)
+    flow = flow.astype(np.float64 if np.float64 in (plain.dtype, flow.dtype) else np.float32)
+    places = range(len(sizes)) if order == "ij" else range(len(sizes))[::-1]
+    here = jnp.stack([lax.broadcasted_iota(flow.dtype, (1, *flow.shape[1:-1]), axis + 1) for axis in places], -1)
+    return grid_sample(
+        x,
+        flow + primitives.placed_like(jnp.broadcast_to(here, flow.shape), flow),
+        mode=mode,
+        padding=padding,
+        align_corners=align_corners,
+        coordinates="pixel",
+        order=order,
+        cubic_coefficient=cubic_coefficient,
+        layout=layout,
+        alpha=alpha,
+        beta=beta,
+        prior=prior,
+        out_dtype=out_dtype,
+        engine=engine,
+        determinism=determinism,
+    )
+
+
+def _images(x: Any, layout: Any) -> tuple[Array, Any]:
+    """x without vectors of channels, and which axis is which."""
+    frame = frames.frame(layout)
+    return frame.array("x", blending.array("x", x)), frame.layout

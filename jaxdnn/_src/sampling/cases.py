@@ -1,4 +1,4 @@
-"""Sampling at points inside of images and outside, and affine grids: matrix, data and bounds.
+"""Sampling at points inside of images and outside, affine grids, and both in one: matrix, data and bounds.
 
 A coordinate in pixels is off by at most `PLACE` roundings of what it is computed from. Away from where other pixels are
 sampled, a result is off by that times its steepest slope, by two roundings for each factor of a weight, and by one for
@@ -21,7 +21,7 @@ from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.formats import FORMATS
 from jaxdnn._src.core.tolerance import Accumulation
 
-OPS = ("grid_sample", "affine_grid")
+OPS = ("grid_sample", "affine_grid", "spatial_transformer", "warp")
 VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {},
     "nearest": {"mode": "nearest", "padding": "border"},
@@ -30,6 +30,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear-corners": {"padding": "border", "align_corners": True},
     "cubic-zeros": {"mode": "cubic", "coordinates": "pixel", "order": "ij"},
     "nearest-corners": {"mode": "nearest", "padding": "reflection", "align_corners": True},
+}
+# Of an op that has not all of them. A transformer's places are any, also where "nearest" and "zeros" have steps.
+OF_OP = {
+    "affine_grid": ("centres", "corners"),
+    "spatial_transformer": ("linear", "cubic", "linear-reflection"),
+    "warp": ("linear", "cubic-zeros", "nearest", "linear-reflection"),
 }
 # Of a mode: taps along an axis, the largest sum of |weights| and of |slopes| along it, for the usual cubic coefficient.
 MODES = {"nearest": (1, 1.0, 0.0), "linear": (2, 1.0, 2.0), "cubic": (4, 1.4, 3.0)}
@@ -47,13 +53,17 @@ class SamplingCase(Case):
     channels: int = 5
     align_corners: bool = False  # of affine_grid
 
-    primitive = {"grid_sample": "grid_sample"}  # noqa: RUF012
+    primitive = dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), "grid_sample")
 
     @property
     def options(self) -> dict[str, Any]:
         if self.op == "affine_grid":
             return {"align_corners": self.align_corners}
-        return {"layout": f"N{'DHW'[3 - len(self.sizes) :]}C", **VARIANTS[self.variant.rpartition("/")[2]]}
+        given = {"layout": f"N{'DHW'[3 - len(self.sizes) :]}C", **VARIANTS[self.variant.rpartition("/")[2]]}
+        if self.op == "grid_sample":
+            return given
+        given.pop("coordinates", None)
+        return given | ({"sizes": self.points} if self.op == "spatial_transformer" else {})
 
     @property
     def static(self) -> tuple[Any, ...]:
@@ -65,10 +75,17 @@ class SamplingCase(Case):
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         d = len(self.sizes)
+        theta = rng.normal(size=(self.batch, d, d + 1)).astype(self.in_dtype)
         if self.op == "affine_grid":
-            return (rng.normal(size=(self.batch, d, d + 1)).astype(self.in_dtype),)
+            return (theta,)
         x = rng.normal(size=(self.batch, *self.sizes, self.channels)).astype(self.in_dtype)
-        return x, np.stack([self._coordinates(rng, size) for size in self._by_component()], -1)
+        if self.op == "spatial_transformer":
+            return x, theta
+        places = np.stack([self._coordinates(rng, size) for size in self._by_component()], -1)
+        if self.op == "warp":
+            here = np.moveaxis(np.indices(self.points), 0, -1)
+            places = places - (here if self.options.get("order") == "ij" else here[..., ::-1]).astype(places.dtype)
+        return x, places
 
     def _by_component(self) -> tuple[int, ...]:
         return self.sizes if self.options.get("order") == "ij" else self.sizes[::-1]
@@ -77,21 +94,25 @@ class SamplingCase(Case):
         """Away from pixels' centres and from the middle between two, of which some are outside."""
         shape = (self.batch, *self.points)
         p = rng.integers(-3, size + 3, shape) + rng.choice([0.125, 0.25, 0.75, 0.875], shape)
-        if self.options.get("coordinates") != "pixel":
+        if self.op != "warp" and self.options.get("coordinates") != "pixel":
             p = 2 * p / max(size - 1, 1) - 1 if self.options.get("align_corners") else (2 * p + 1) / size - 1
         return p.astype(np.float64 if self.dtype == "f64" else np.float32)
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         golden = np.asarray(getattr(reference, self.op)(*operands, *self.static, **self.options), np.float64)
         u, d = FORMATS["float64" if self.dtype == "f64" else "float32"].roundoff, len(self.sizes)
+        affine = self.op in ("affine_grid", "spatial_transformer")
+        grid = np.abs(operands[-1].astype(np.float64))
+        if affine:
+            grid = grid.sum(-1).reshape(self.batch, *[1] * d, d)
         if self.op == "affine_grid":
-            size = np.abs(operands[0].astype(np.float64)).sum(-1).reshape(self.batch, *[1] * d, d)
-            error: Any = (2 * d + 4) * u * size
+            error: Any = (2 * d + 4) * u * grid
         else:
             taps, weight, slope = MODES[self.options.get("mode", "linear")]
             largest = np.abs(operands[0].astype(np.float64)).max(tuple(range(1, d + 1)), keepdims=True)
-            far = 1 + np.abs(operands[1].astype(np.float64))
-            place = PLACE * u * (far * (np.asarray(self._by_component()) + 1)).sum(-1, keepdims=True)
+            roundings = PLACE + (2 * d + 4) * affine
+            far = 1 + grid + (max(self.points) if self.op == "warp" else 0)
+            place = roundings * u * (far * (np.asarray(self._by_component()) + 1)).sum(-1, keepdims=True)
             error = largest * (place * slope * weight ** (d - 1) + (taps**d + 24 * d) * u * weight**d)
         return (Expected(golden, error + 2.0**-120, self.in_dtype, generic=False),)
 
@@ -109,7 +130,7 @@ def _case(op: str, engine: str, dtype: str, variant: str, **given: Any) -> Sampl
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[SamplingCase]:
     """Every variant in every dtype of the extent, over one to three axes in turn."""
     ranks = ({}, {"sizes": (9,), "points": (11,)}, {"sizes": (5, 4, 3), "points": (2, 4, 3), "batch": 2})
-    variants = ("centres", "corners") if op == "affine_grid" else tuple(VARIANTS)
+    variants = OF_OP.get(op, tuple(VARIANTS))
     for dtype in up_to(extent, DTYPES):
         for number, variant in enumerate(variants):
             yield _case(op, engine, dtype, variant, **ranks[number % 3])
@@ -122,18 +143,21 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     each blend, takes four seconds of a core.
     """
     modes = ("linear", "cubic", "nearest-corners")
-    variants = ("centres", "corners") if op == "affine_grid" else tuple(dict.fromkeys((*modes, *VARIANTS)))
+    variants = OF_OP.get(op, tuple(dict.fromkeys((*modes, *VARIANTS))))
+    if extent != "full":
+        variants = variants[:2] if op in OF_OP else modes
     for dtype, variant in zip(("f32", "bf16", "f16") * 3, variants, strict=False):
-        one_axis = {"sizes": (9,), "points": (11,)} if variant == "cubic" and extent != "full" else {}
+        one_axis = {"sizes": (9,), "points": (11,)} if variant.startswith("cubic") and extent != "full" else {}
         case = _case(op, engine, dtype, variant, **one_axis)
         found = subject(case, seed, batch_axes=(0,) * (1 if op == "affine_grid" else 2), out_axis=0)
-        if found is not None and (extent == "full" or variant in variants[:3]):
+        if found is not None:
             yield dataclasses.replace(found, variant=variant)
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
     """Every variant on images and grids of any sizes and rank."""
-    rank, variant = int(rng.integers(1, 4)), str(rng.choice(list(VARIANTS)))
+    rank = int(rng.integers(1, 4))
+    variant = str(rng.choice(list(VARIANTS if op == "affine_grid" else OF_OP.get(op, tuple(VARIANTS)))))
     sizes, points = drawn.axes(rng, rank, 2**12, 60), drawn.axes(rng, rank, 2**7, 60)
     given = {"sizes": sizes, "points": points, "channels": drawn.channels(rng, 64)}
     batch = drawn.batch(rng, 2**16 / (math.prod(sizes) * given["channels"]))

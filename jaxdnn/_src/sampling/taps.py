@@ -5,6 +5,7 @@ Every product is rounded before it is added to, and so in derivatives: bits depe
 
 import dataclasses
 import functools as ft
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +38,7 @@ class Rule:
         """
         along = [grid[..., i] for i in range(len(sizes))]
         along = along[::-1] if self.order == "xy" else along
-        index, weights = self._along(along[0], sizes[0])
-        for g, size in zip(along[1:], sizes[1:], strict=True):
-            pixels, factors = self._along(g, size)
-            outer, inner = index[..., None], pixels[..., None, :]
-            index = jnp.where((outer < 0) | (inner < 0), jnp.int32(-1), outer * size + inner)
-            # Copies, not broadcasts: their cotangents are added one after another, not by XLA in an order of its own.
-            outer, inner = jnp.stack([weights] * factors.shape[-1], -1), jnp.stack([factors] * weights.shape[-1], -2)
-            index, weights = map(_joined, (index, product(outer, inner)))
-        return index, weights
+        return across([self._along(*of) for of in zip(along, sizes, strict=True)], sizes)
 
     def _along(self, g: Array, size: int) -> tuple[Array, Array]:
         """The pixel, -1 outside, and the weight of each tap along an axis of the image."""
@@ -70,7 +63,7 @@ class Rule:
             factor = jnp.asarray(size - 1 if self.align_corners else size, g.dtype)
             g = product((g + 1) * 0.5, factor) if self.align_corners else (product(g + 1, factor) - 1) * 0.5
         # Without a reflection all that is far out is alike, infinity too.
-        return g if self.padding == "reflection" else _clip(g, -3, size + 2)
+        return g if self.padding == "reflection" else clip(g, -3, size + 2)
 
     def _inside(self, p: Array, size: int) -> Array:
         """p brought into the image; its derivative is 0 where it is clipped and where it turns at the first pixel."""
@@ -86,7 +79,19 @@ class Rule:
             rest = distance - product(flips, span)
             even = jnp.floor(flips * 0.5) == flips * 0.5  # a remainder is a call of a library for every point
             p = jnp.where(even, rest + low, rounded(span - rest) + low)
-        return _clip(p, 0, size - 1)
+        return clip(p, 0, size - 1)
+
+
+def across(each: Sequence[tuple[Array, Array]], sizes: Sequence[int]) -> tuple[Array, Array]:
+    """The taps along each axis of an image of `sizes`, -1 outside, made those of all axes: flat indices and weights."""
+    index, weights = each[0]
+    for (pixels, factors), size in zip(each[1:], sizes[1:], strict=True):
+        outer, inner = index[..., None], pixels[..., None, :]
+        index = jnp.where((outer < 0) | (inner < 0), jnp.int32(-1), outer * size + inner)
+        # Copies, not broadcasts: their cotangents are added one after another, not by XLA in an order of its own.
+        outer, inner = jnp.stack([weights] * factors.shape[-1], -1), jnp.stack([factors] * weights.shape[-1], -2)
+        index, weights = map(_joined, (index, product(outer, inner)))
+    return index, weights
 
 
 def _joined(v: Array) -> Array:
@@ -94,7 +99,7 @@ def _joined(v: Array) -> Array:
     return v.reshape(*v.shape[:-2], v.shape[-2] * v.shape[-1])
 
 
-def _clip(p: Array, low: int, high: int) -> Array:
+def clip(p: Array, low: int, high: int) -> Array:
     """p within the two, with derivative 0 at them; NaN stays."""
     return jnp.where(p <= low, jnp.full_like(p, low), jnp.where(p >= high, jnp.full_like(p, high), p))
 
