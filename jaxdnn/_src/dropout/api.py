@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.activation.formulas import Parameter, read_activation
+from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.core import checks, primitives, rounding, selection, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.eager import data
@@ -160,8 +160,8 @@ def dropout(
     act, parameter = read_activation(activation) or ("identity", None)
     out = checks.out_dtype(out_dtype, x.dtype, checks.FLOATS, np.promote_types(x.dtype, np.float32))
     alone = not arrays and act == "identity" and out == x.dtype
-    fused = None if alone else _Fused(arrays, act, parameter, np.dtype(out))
-    return _call(x, key, rate, offset, layout, engine, determinism, fused)
+    fused = {} if alone else {"activation": act, "parameter": parameter, "out_dtype": np.dtype(out)}
+    return _call(x, key, rate, offset, layout, engine, determinism, arrays, **fused)
 
 
 @public
@@ -211,15 +211,6 @@ def dropout_mask(
     return _call(jnp.ones(sizes, jnp.float32), key, rate, offset, layout, engine, determinism) != 0
 
 
-class _Fused(NamedTuple):
-    """What is fused with dropout: the bias and the residual that are given, the activation, and the result's dtype."""
-
-    arrays: dict[str, Array]
-    activation: str
-    parameter: Parameter
-    out_dtype: np.dtype
-
-
 def _call(
     x: Array,
     key: Any,
@@ -228,10 +219,11 @@ def _call(
     layout: Any,
     engine: Any,
     determinism: Any,
-    fused: _Fused | None = None,
+    arrays: dict[str, Array] | None = None,
+    **fused: Any,
 ) -> Array:
-    """Dropout alone, or fused with the ops around it."""
-    rate, order = _rate(rate), _order(layout, x)
+    """Dropout alone, or by what `FusedSpec` has of its own with the bias and the residual among `arrays`."""
+    rate, order, arrays = _rate(rate), _order(layout, x), arrays or {}
     used, words = None, key
     if isinstance(key, DropoutState):
         used, words = _state_words("used", key.used), _state_words("key", key.key)
@@ -248,24 +240,16 @@ def _call(
         engine=engine,
         level=required(determinism),
     )
-    arrays: dict[str, Array] = {} if fused is None else fused.arrays
     op, spec = "dropout", DropoutSpec(**common)
-    if fused is not None:
-        op = "fused_dropout"
-        spec = FusedSpec(
-            **common,
-            activation=fused.activation,
-            parameter=fused.parameter,
-            bias="bias" in arrays,
-            residual="residual" in arrays,
-            out_dtype=fused.out_dtype,
-        )
+    if fused:
+        given = {name: name in arrays for name in ("bias", "residual")}
+        op, spec = "fused_dropout", FusedSpec(**common, **given, **fused)
     operands = (x, *arrays.values(), words, start)
     if not dropped:
         return primitives.call(op, *operands, spec=spec)
     selection.check(op, spec, *operands)
     zeros = jnp.zeros_like(x)
-    return zeros if fused is None else _all_dropped(zeros, arrays.get("residual"), fused.out_dtype)
+    return _all_dropped(zeros, arrays.get("residual"), fused["out_dtype"]) if fused else zeros
 
 
 def _all_dropped(zeros: Array, residual: Array | None, out: np.dtype) -> Array:

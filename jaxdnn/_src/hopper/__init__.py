@@ -7,6 +7,8 @@ launches (`launch`).
 """
 
 import functools as ft
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -50,6 +52,17 @@ def no_device(call: engines.Call) -> str | None:
     if call.device_kind not in MEASURED_ON and (found := capability()) != CAPABILITY:
         return f"it needs compute capability {CAPABILITY}, and {call.device_kind} has {found or 'an unknown one'}"
     return None
+
+
+def declare(*ops: str, unsupported: Callable[[engines.Call], str | None], **declared: Any) -> None:
+    """Registers the engine `hopper` of these ops: `engines.declare` with what its kernels have in common.
+
+    `unsupported` says why no kernel serves a call, whatever the device; None if one does.
+    """
+    of_sizes = {"needs_sizes": lambda call: True, "partition": lambda call: True}
+    supports = lambda call: no_device(call) or unsupported(call)
+    common = {**of_sizes, "fused": False, "supports": supports, "measured_on": MEASURED_ON}
+    engines.declare("hopper", *ops, **(common | declared))
 
 
 @ft.lru_cache

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class View:
         rank = len(self.shape)
         return tuple(a - rank for a, size in enumerate(self.spread) if size == 1)
 
-    def parameter(self, name: str, value: Any, types: Types, level: str = "portable") -> Array:
+    def parameter(self, name: str, value: Any, types: Types | NormSpec, level: str = "portable") -> Array:
         """Reads a scale or bias: in the accumulator's dtype, shaped for the view.
 
         It passes a fence where the level fixes bits or a rounding could be left out; elsewhere that would be a kernel.
@@ -59,7 +60,7 @@ class View:
         value = rounded(value) if is_fixed(level) or value.dtype != types.accumulate else value
         return value.astype(types.accumulate).reshape(self.spread)
 
-    def statistic(self, name: str, value: Any, types: Types) -> Array:
+    def statistic(self, name: str, value: Any, types: Types | NormSpec) -> Array:
         """Reads a saved statistic."""
         value = checks.array(name, value)
         checks.shape(name, value, self.statistics, "one for every slice")
@@ -155,41 +156,38 @@ def batches(frame: Frame, x: Any, mode: Any) -> View:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the normalisations have in common, as it was given."""
-
-    eps: Any
-    engine: Any
-    determinism: Any
-    centred: bool = True
-    zero_centred: Any = False
-    per_example: bool = True
-    converted: Any = None
-    activation: Any = None
-
-
-def spec(view: View, found: Types, options: Options, *, scale: bool, bias: bool) -> NormSpec:
-    """The spec of a call."""
+def spec(
+    view: View,
+    x: Any,
+    out_dtype: Any,
+    eps: Any,
+    engine: Any,
+    determinism: Any,
+    *,
+    centred: bool = True,
+    per_example: bool = True,
+    **behind: Any,
+) -> NormSpec:
+    """Reads what the normalisations have in common; scale and bias are not known yet. `behind`: see `NormSpec`."""
+    found = types(x, out_dtype)
     return NormSpec(
         axes=view.axes,
         summed=view.summed,
-        centred=options.centred,
-        eps=epsilon(options.eps),
-        scale=scale,
-        bias=bias,
-        per_example=options.per_example,
+        centred=centred,
+        eps=epsilon(eps),
+        scale=False,
+        bias=False,
+        per_example=per_example,
         accumulate=found.accumulate,
         out_dtype=found.out,
-        converted=options.converted,
-        activation=options.activation,
-        engine=options.engine,
-        level=required(options.determinism),
+        engine=engine,
+        level=required(determinism),
+        **behind,
     )
 
 
 def own_activation(
-    view: View, x: Array, activation: Activation | None, found: Types, level: str = "fast"
+    view: View, x: Array, activation: Activation | None, found: Types | NormSpec, level: str = "fast"
 ) -> Activation | None:
     """The activation, if it can be part of the op; where the level fixes bits it is an op of its own.
 
@@ -200,44 +198,42 @@ def own_activation(
     return activation if fits else None
 
 
-def scale_of(view: View, value: Any, found: Types, options: Options) -> list[Array]:
+def _scale(view: View, value: Any, spec: NormSpec, zero_centred: Any) -> list[Array]:
     """The scale, if it is given, plus one if it is stored as its distance from one."""
-    zero_centred = checks.flag("zero_centred", options.zero_centred)
+    zero_centred = checks.flag("zero_centred", zero_centred)
     if value is None:
         return []
-    scale = view.parameter("scale", value, found, required(options.determinism))
+    scale = view.parameter("scale", value, spec, spec.level)
     return [1 + scale] if zero_centred else [scale]
 
 
 def forward(
-    view: View, x: Array, scale: Any, bias: Any, found: Types, options: Options
+    view: View, x: Array, scale: Any, bias: Any, spec: NormSpec, zero_centred: Any = False
 ) -> tuple[Array, Array, Array, Array]:
     """y in x's shape; mean, inverse deviation and variance in the view's."""
-    scales = scale_of(view, scale, found, options)
-    biases = [] if bias is None else [view.parameter("bias", bias, found, required(options.determinism))]
-    read = spec(view, found, options, scale=bool(scales), bias=bool(biases))
-    operands = (x.reshape(view.shape), *scales, *biases)
-    y, mean, rstd, variance = primitive.call("norm", *operands, spec=read)
+    scales = _scale(view, scale, spec, zero_centred)
+    biases = [] if bias is None else [view.parameter("bias", bias, spec, spec.level)]
+    spec = dataclasses.replace(spec, scale=bool(scales), bias=bool(biases))
+    y, mean, rstd, variance = primitive.call("norm", x.reshape(view.shape), *scales, *biases, spec=spec)
     return y.reshape(x.shape), mean, rstd, variance
 
 
 def backward(
-    view: View, dy: Any, x: Array, scale: Any, mean: Any, rstd: Any, found: Types, options: Options
+    view: View, dy: Any, x: Array, scale: Any, mean: Any, rstd: Any, spec: NormSpec, zero_centred: Any = False
 ) -> tuple[Array, Array, Array]:
     """dx in x's shape; dscale and dbias in the parameters'."""
-    dy = cotangent(dy, x, found)
-    scales = scale_of(view, scale, found, options)
-    needed = (rstd,) if not options.centred else (mean, rstd)
+    dy = cotangent(dy, x, spec)
+    scales = _scale(view, scale, spec, zero_centred)
+    needed = (mean, rstd) if spec.centred else (rstd,)
     if all(v is None for v in needed):
-        _, mean_, rstd_, _ = forward(view, x, None, None, found, options)
+        _, mean_, rstd_, _ = forward(view, x, None, None, spec)
     elif any(v is None for v in needed):
         raise ValueError("`mean` and `rstd` must be given both or neither, got one of them.")
     else:
-        rstd_ = view.statistic("rstd", rstd, found)
-        mean_ = view.statistic("mean", mean, found) if options.centred else jnp.zeros_like(rstd_)
-    read = spec(view, found, options, scale=bool(scales), bias=False)
+        rstd_ = view.statistic("rstd", rstd, spec)
+        mean_ = view.statistic("mean", mean, spec) if spec.centred else jnp.zeros_like(rstd_)
     operands = (dy.reshape(view.shape), x.reshape(view.shape), mean_, rstd_, *scales)
-    dx, ds, db = primitive.call("norm_dgrad", *operands, spec=read)
+    dx, ds, db = primitive.call("norm_dgrad", *operands, spec=dataclasses.replace(spec, scale=bool(scales)))
     ds, db = (jnp.squeeze(v, view.summed).reshape(view.parameters) for v in (ds, db))
     return dx.reshape(x.shape), ds, db
 
@@ -247,44 +243,29 @@ def normalised(
     x: Array,
     scale: Any,
     bias: Any,
-    options: Options,
-    out_dtype: Any,
+    spec: NormSpec,
     statistics: Any,
-    restore: Any = None,
+    *,
+    zero_centred: Any = False,
+    restore: Callable[[Array], Array] = lambda y: y,
     activation: Any = None,
 ) -> Any:
     """y in the caller's layout; with `statistics` also the mean, where there is one, and the inverse deviation."""
-    found, level = types(x, out_dtype), required(options.determinism)
     activation = read_activation(activation)
-    own = own_activation(view, x, activation, found, level)
+    own = own_activation(view, x, activation, spec, spec.level)
+    read = dataclasses.replace(spec, activation=own)
     if behind := activation is not None and own is None:
-        options = dataclasses.replace(options, converted=found.out)
-    wide = dataclasses.replace(found, out=found.accumulate) if behind else found
-    y, mean, rstd, _ = forward(view, x, scale, bias, wide, dataclasses.replace(options, activation=own))
+        read = dataclasses.replace(read, converted=spec.out_dtype, out_dtype=spec.accumulate)
+    y, mean, rstd, _ = forward(view, x, scale, bias, read, zero_centred)
     if behind:
         epilogue = epilogues.Epilogue(activation=activation)
-        y = epilogues.apply(epilogue, rounded(y), [], channel=0, out_dtype=found.out, level=level)
-    y = y if restore is None else restore(y)
-    saved = (mean, rstd) if options.centred else (rstd,)
-    return (y, *map(view.give_statistic, saved)) if checks.flag("return_statistics", statistics) else y
+        y = epilogues.apply(epilogue, rounded(y), [], channel=0, out_dtype=spec.out_dtype, level=spec.level)
+    saved = (mean, rstd) if spec.centred else (rstd,)
+    found = (restore(y), *map(view.give_statistic, saved))
+    return found if checks.flag("return_statistics", statistics) else found[0]
 
 
-def gradients(
-    view: View,
-    dy: Any,
-    x: Array,
-    scale: Any,
-    statistics: tuple[Any, Any],
-    options: Options,
-    out_dtype: Any,
-    restore: Any = None,
-) -> tuple[Array, Array, Array]:
-    """dx in the caller's layout; dscale and dbias in the parameters' shape."""
-    dx, ds, db = backward(view, dy, x, scale, *statistics, types(x, out_dtype), options)
-    return dx if restore is None else restore(dx), ds, db
-
-
-def cotangent(dy: Any, x: Array, found: Types) -> Array:
+def cotangent(dy: Any, x: Array, found: Types | NormSpec) -> Array:
     """Reads dy: like x, of x's, the result's or the accumulator's dtype or narrower."""
     dy = checks.array("dy", dy)
     checks.shape("dy", dy, x.shape, "that of x")

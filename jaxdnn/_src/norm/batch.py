@@ -23,7 +23,7 @@ from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges, joined, nearest, product, reciprocal, root, rounded
 from jaxdnn._src.norm import arguments
 from jaxdnn._src.norm import devices as several
-from jaxdnn._src.norm.arguments import Options, View
+from jaxdnn._src.norm.arguments import View
 from jaxdnn._src.norm.devices import AxisName
 
 
@@ -125,16 +125,17 @@ def batch_norm(
     if extras is not None and not extras[1] and epilogues.is_one(extras[0].alpha) and axis_name is None:
         own = arguments.own_activation(view, x, extras[0].activation, found)
     extras = extras if own is None else None
-    wide = found if extras is None else dataclasses.replace(found, out=found.accumulate)
+    wide = found.out if extras is None else found.accumulate
     # The gradient that arrives here is converted to y's dtype, unless alpha may take it out of that dtype's range.
     narrow = found.out if extras is not None and epilogues.is_one(extras[0].alpha) else None
-    options = Options(eps, engine, determinism, per_example=False, converted=narrow, activation=own)
+    given: dict[str, Any] = {"per_example": False, "converted": narrow, "activation": own}
+    spec = arguments.spec(view, x, wide, eps, engine, determinism, **given)
     running = read_running(view, running_mean, running_variance, found)
     devices = 1 if axis_name is None else several.devices(axis_name)
     if axis_name is None:
-        y, mean, rstd, variance = arguments.forward(view, x, scale, bias, wide, options)
+        y, mean, rstd, variance = arguments.forward(view, x, scale, bias, spec)
     else:
-        y, mean, rstd, variance = several.forward(view, x, scale, bias, found, options, axis_name)
+        y, mean, rstd, variance = several.forward(view, x, scale, bias, spec, axis_name)
     y = nearest(y, found.out) if extras is None else _with_extras(extras, y, frame.layout.channel, found, narrow)
     unbiased = variance * _bessel(math.prod(view.shape[axis] for axis in view.axes) * devices, variance.dtype)
     mean, rstd, unbiased = (view.give_statistic(v) for v in (mean, rstd, unbiased))
@@ -310,18 +311,18 @@ def batch_norm_dgrad(
     x, dy = frame.array("x", x), frame.array("dy", dy)
     found, view = arguments.types(x, out_dtype), arguments.batches(frame, x, mode)
     dy = arguments.cotangent(dy, x, found)
-    options = Options(eps, engine, determinism, per_example=False)
     if y is not None:
         y = frame.array("y", y)
         checks.shape("y", y, x.shape, "that of x")
         checks.dtype("y", y, arguments.narrower(found.accumulate))
         dy = jnp.where(y > 0, dy, jnp.zeros_like(dy))
     prior = None if prior is None else frame.array("prior", prior)
-    wide = found if blending.is_plain(alpha, beta) else dataclasses.replace(found, out=found.accumulate)
+    wide = found.out if blending.is_plain(alpha, beta) else found.accumulate
+    spec = arguments.spec(view, x, wide, eps, engine, determinism, per_example=False)
     if axis_name is None:
-        dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, wide, options)
+        dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, spec)
     else:
-        dx, ds, db = several.backward(view, dy, x, scale, mean, rstd, wide, options, axis_name)
+        dx, ds, db = several.backward(view, dy, x, scale, mean, rstd, spec, axis_name)
     dx = frame.restore(arguments.blended(dx, alpha, beta, prior, ("alpha", "beta", "prior"), found.out, found))
     ds, db = (
         arguments.blended(v, alpha_param, beta_param, given, ("alpha_param", "beta_param", name), v.dtype, found)

@@ -1,5 +1,6 @@
 """Batch normalisation whose statistics are those of several devices, each of which has equally many elements."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,10 +8,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.core import checks
-from jaxdnn._src.core.blending import Types
 from jaxdnn._src.core.determinism import require
-from jaxdnn._src.norm import arguments
-from jaxdnn._src.norm.arguments import Options, View
+from jaxdnn._src.norm.arguments import View
+from jaxdnn._src.norm.spec import NormSpec
 
 AxisName = str | Sequence[str] | None
 
@@ -36,15 +36,15 @@ def _gathered(v: Array, axis_name: AxisName) -> Array:
 
 
 def forward(
-    view: View, x: Array, scale: Any, bias: Any, found: Types, options: Options, axis_name: AxisName
+    view: View, x: Array, scale: Any, bias: Any, spec: NormSpec, axis_name: AxisName
 ) -> tuple[Array, Array, Array, Array]:
     """`arguments.forward` with the statistics of all devices."""
     from jaxdnn._src.norm import xla
 
-    spec = _spec(view, scale, bias, found, options)
+    _check(spec)
     centred, mean, variance = xla.moments(xla.XLA, spec, x)
     # A mean is held in two parts, for where it is large its rounding would move the distances between the means.
-    wide = x.dtype == found.accumulate
+    wide = x.dtype == spec.accumulate
     low = jnp.mean(x - mean, spec.axes, keepdims=True) if wide else jnp.zeros_like(mean)
     means, lows, moments = _gathered(jnp.stack([mean, low, variance]), axis_name).swapaxes(0, 1)
     distances = (means - means[:1]) + (lows - lows[:1])
@@ -53,21 +53,13 @@ def forward(
     variance = jnp.mean(moments, 0) + jnp.mean((distances - centre[None]) ** 2, 0)
     rstd = xla.inverse_deviation(xla.XLA, variance, spec.eps)
     y = (centred + ((mean - means[0]) + (low - lows[0]) - centre)) * rstd
-    y = y if scale is None else y * view.parameter("scale", scale, found)
-    y = y if bias is None else y + view.parameter("bias", bias, found)
+    y = y if scale is None else y * view.parameter("scale", scale, spec)
+    y = y if bias is None else y + view.parameter("bias", bias, spec)
     return y, whole, rstd, variance
 
 
 def backward(
-    view: View,
-    dy: Array,
-    x: Array,
-    scale: Any,
-    mean: Any,
-    rstd: Any,
-    found: Types,
-    options: Options,
-    axis_name: AxisName,
+    view: View, dy: Array, x: Array, scale: Any, mean: Any, rstd: Any, spec: NormSpec, axis_name: AxisName
 ) -> tuple[Array, Array, Array]:
     """`arguments.backward` with every sum over all devices."""
     from jaxdnn._src.norm import xla
@@ -76,20 +68,19 @@ def backward(
     if (mean is None) != (rstd is None):
         raise ValueError("`mean` and `rstd` must be given both or neither, got one of them.")
     if mean is None:
-        _, whole, inverse, _ = forward(view, x, None, None, found, options, axis_name)
+        _, whole, inverse, _ = forward(view, x, None, None, spec, axis_name)
     else:
-        whole, inverse = view.statistic("mean", mean, found), view.statistic("rstd", rstd, found)
-    spec = _spec(view, scale, None, found, options)
+        whole, inverse = view.statistic("mean", mean, spec), view.statistic("rstd", rstd, spec)
+    _check(spec)
     total = lambda v, axes: lax.psum(jnp.sum(v, tuple(axes), keepdims=True), axis_name)
     added = xla.Arithmetic(total, lambda product: product, copies=copies)
-    scales = [] if scale is None else [view.parameter("scale", scale, found)]
-    dx, ds, db = xla.norm_dgrad(added, spec, dy, x, whole, inverse, *scales)
+    scales = [] if scale is None else [view.parameter("scale", scale, spec)]
+    dx, ds, db = xla.norm_dgrad(added, dataclasses.replace(spec, scale=bool(scales)), dy, x, whole, inverse, *scales)
     return dx, ds.reshape(view.parameters), db.reshape(view.parameters)
 
 
-def _spec(view: View, scale: Any, bias: Any, found: Types, options: Options) -> Any:
-    """The spec of XLA's formula between devices; it serves no other engine and guarantees no more than run_to_run."""
-    if options.engine not in (None, "xla"):
-        raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {options.engine!r}.")
-    require("batch_norm with `axis_name`", options.determinism, "run_to_run", "it adds over the batch")
-    return arguments.spec(view, found, options, scale=scale is not None, bias=bias is not None)
+def _check(spec: NormSpec) -> None:
+    """Raises for what XLA's formula between devices does not have: other engines, and more than run_to_run."""
+    if spec.engine not in (None, "xla"):
+        raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {spec.engine!r}.")
+    require("batch_norm with `axis_name`", spec.level, "run_to_run", "it adds over the batch")

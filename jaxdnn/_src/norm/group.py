@@ -14,7 +14,6 @@ from jaxdnn._src.core import checks, frames
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.norm import arguments
-from jaxdnn._src.norm.arguments import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +114,10 @@ def group_norm(
     x = frame.array("x", x)
     images = _images(frame, x, channels)
     x = images.array(x)
-    view, options = arguments.grouped(frame, x, groups), Options(eps, engine, determinism)
+    view = arguments.grouped(frame, x, groups)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
     given = {"restore": images.restore, "activation": activation}
-    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, **given)
+    return arguments.normalised(view, x, scale, bias, spec, return_statistics, **given)
 
 
 @public
@@ -174,8 +174,10 @@ def group_norm_dgrad(
     checks.shape("dy", dy, x.shape, "that of x")
     images = _images(frame, x, channels)
     x, dy = images.array(x), images.array(dy)
-    view, options = arguments.grouped(frame, x, groups), Options(eps, engine, determinism)
-    return arguments.gradients(view, dy, x, scale, (mean, rstd), options, out_dtype, images.restore)
+    view = arguments.grouped(frame, x, groups)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
+    dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, spec)
+    return images.restore(dx), ds, db
 
 
 @public
@@ -227,9 +229,10 @@ def instance_norm(
     """
     frame = frames.frame(layout)
     x = frame.array("x", x)
-    view, options = arguments.instances(frame, x), Options(eps, engine, determinism)
+    view = arguments.instances(frame, x)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
     given = {"restore": frame.restore, "activation": activation}
-    return arguments.normalised(view, x, scale, bias, options, out_dtype, return_statistics, **given)
+    return arguments.normalised(view, x, scale, bias, spec, return_statistics, **given)
 
 
 @public
@@ -278,5 +281,7 @@ def instance_norm_dgrad(
     """
     frame = frames.frame(layout)
     x, dy = frame.array("x", x), frame.array("dy", dy)
-    view, options = arguments.instances(frame, x), Options(eps, engine, determinism)
-    return arguments.gradients(view, dy, x, scale, (mean, rstd), options, out_dtype, frame.restore)
+    view = arguments.instances(frame, x)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
+    dx, ds, db = arguments.backward(view, dy, x, scale, mean, rstd, spec)
+    return frame.restore(dx), ds, db

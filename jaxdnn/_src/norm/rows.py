@@ -11,7 +11,6 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.norm import arguments
-from jaxdnn._src.norm.arguments import Options
 
 
 @public
@@ -73,8 +72,9 @@ def layer_norm(
       LayerNormalization. cuDNN's INV_VARIANCE is the inverse deviation returned here.
     """
     x = checks.array("x", x)
-    options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    return arguments.normalised(arguments.rows(x, axis), x, scale, bias, options, out_dtype, return_statistics)
+    view = arguments.rows(x, axis)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
+    return arguments.normalised(view, x, scale, bias, spec, return_statistics, zero_centred=zero_centred)
 
 
 @public
@@ -129,8 +129,9 @@ def layer_norm_dgrad(
     Sources: cuDNN's norm_backward, mode LAYER; PyTorch's native_layer_norm_backward.
     """
     x = checks.array("x", x)
-    options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    return arguments.gradients(arguments.rows(x, axis), dy, x, scale, (mean, rstd), options, out_dtype)
+    view = arguments.rows(x, axis)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
+    return arguments.backward(view, dy, x, scale, mean, rstd, spec, zero_centred)
 
 
 @public
@@ -180,8 +181,9 @@ def rms_norm(
       None is the smallest step from 1 of x's dtype; ONNX's RMSNormalization.
     """
     x = checks.array("x", x)
-    options = Options(eps, engine, determinism, centred=False, zero_centred=zero_centred)
-    return arguments.normalised(arguments.rows(x, axis), x, scale, bias, options, out_dtype, return_statistics)
+    view = arguments.rows(x, axis)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism, centred=False)
+    return arguments.normalised(view, x, scale, bias, spec, return_statistics, zero_centred=zero_centred)
 
 
 @public
@@ -230,8 +232,9 @@ def rms_norm_dgrad(
     Sources: cuDNN's norm_backward, mode RMS.
     """
     x = checks.array("x", x)
-    options = Options(eps, engine, determinism, centred=False, zero_centred=zero_centred)
-    return arguments.gradients(arguments.rows(x, axis), dy, x, scale, (None, rstd), options, out_dtype)
+    view = arguments.rows(x, axis)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism, centred=False)
+    return arguments.backward(view, dy, x, scale, None, rstd, spec, zero_centred)
 
 
 @public
@@ -282,8 +285,9 @@ def adaptive_layer_norm(
     Sources: cuDNN's norm_forward, mode ADA_LAYER; Peebles and Xie, arXiv:2212.09748.
     """
     x = checks.array("x", x)
-    options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    return arguments.normalised(arguments.samples(x, axis), x, scale, bias, options, out_dtype, return_statistics)
+    view = arguments.samples(x, axis)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
+    return arguments.normalised(view, x, scale, bias, spec, return_statistics, zero_centred=zero_centred)
 
 
 @public
@@ -332,5 +336,6 @@ def adaptive_layer_norm_dgrad(
     Sources: cuDNN's norm_backward, mode ADA_LAYER.
     """
     x = checks.array("x", x)
-    options = Options(eps, engine, determinism, zero_centred=zero_centred)
-    return arguments.gradients(arguments.samples(x, axis), dy, x, scale, (mean, rstd), options, out_dtype)
+    view = arguments.samples(x, axis)
+    spec = arguments.spec(view, x, out_dtype, eps, engine, determinism)
+    return arguments.backward(view, dy, x, scale, mean, rstd, spec, zero_centred)

@@ -135,10 +135,9 @@ def _run(call: engines.Call, *operands: Array) -> Array:
     return _kernel(call).run(*operands)
 
 
-def _supports(call: engines.Call) -> str | None:
+def _unsupported(call: engines.Call) -> str | None:
+    """Why no kernel serves a call, on any device."""
     spec: ConvSpec = call.spec
-    if reason := hopper.no_device(call):
-        return reason
     if any(export.is_symbolic_dim(n) for n in call.avals[0].shape):
         return "its kernels are cut for a batch that is known when traced"
     if not spec.layout.channels_last:
@@ -237,20 +236,17 @@ SLOWER = (
 )
 
 
-engines.declare(
-    "hopper",
+hopper.declare(
     *primitive.ROLES,
     run=_run,
-    fused=False,
-    supports=_supports,
+    unsupported=_unsupported,
+    needs_sizes=lambda call: False,  # it says so itself, of the batch
     level=_level,
     accumulation=_accumulation,
     schedule=_schedule,
     modelled=hopper.MEASURED_ON,
     hazards=_hazards,
-    measured_on=hopper.MEASURED_ON,
     slower=SLOWER,
     workspace=_workspace,
-    partition=lambda call: True,
     notes=("tensor cores",),
 )

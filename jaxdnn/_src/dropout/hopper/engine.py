@@ -36,10 +36,6 @@ def _operands(call: engines.Call) -> dict[str, Any]:
     return dict(zip(_operand_names(call), call.avals, strict=True))
 
 
-def _supports(call: engines.Call) -> str | None:
-    return hopper.no_device(call) or _unsupported(call)
-
-
 def _unsupported(call: engines.Call) -> str | None:
     """Why no kernel serves a call, on any device."""
     spec, operands = call.spec, _operands(call)
@@ -267,17 +263,14 @@ def _workspace(call: engines.Call) -> int:
     return 4 * plan.width * columns(plan).splits
 
 
-engines.declare(
-    "hopper",
+hopper.declare(
     "dropout",
     *fused.OPS,
     run=_run,
-    fused=False,
-    supports=_supports,
+    unsupported=_unsupported,
     level=_level,
-    measured_on=hopper.MEASURED_ON,
     slower=SLOWER,
     workspace=_workspace,
-    needs_sizes=lambda call: True,
+    partition=lambda call: False,
     notes=("Philox4x32-10, drawn again for the backward pass",),
 )

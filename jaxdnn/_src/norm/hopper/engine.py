@@ -29,10 +29,6 @@ def _kind(call: engines.Call) -> Kind | None:
     return next((kind for kind in KINDS if kind.has(call)), None)
 
 
-def _supports(call: engines.Call) -> str | None:
-    return hopper.no_device(call) or _unsupported(call)
-
-
 def _unsupported(call: engines.Call) -> str | None:
     """Why no kernel serves a call, on any device."""
     x, spec = x_of(call), call.spec
@@ -63,10 +59,14 @@ def _level(call: engines.Call) -> str:
     return "batch_invariant" if call.spec.per_example else "run_to_run"
 
 
+def _serves(call: engines.Call) -> bool:
+    return hopper.no_device(call) is None and _unsupported(call) is None
+
+
 def _slower(kind: Kind) -> Iterator[engines.Slower]:
     """What a kind's kernels name, of the calls that they serve."""
     for found in kind.slower:
-        has = lambda call, found=found: kind.has(call) and _supports(call) is None and found.has(call)
+        has = lambda call, found=found: kind.has(call) and _serves(call) and found.has(call)
         yield dataclasses.replace(found, has=has)
 
 
@@ -75,18 +75,13 @@ def _workspace(call: engines.Call) -> int | None:
     return kind.workspace(call) if kind is not None and _unsupported(call) is None else None
 
 
-engines.declare(
-    "hopper",
+hopper.declare(
     *OPS,
     run=_run,
-    fused=False,
-    supports=_supports,
-    needs_sizes=lambda call: True,
+    unsupported=_unsupported,
     level=_level,
-    measured_on=hopper.MEASURED_ON,
     slower=tuple(found for kind in KINDS for found in _slower(kind)),
     workspace=_workspace,
-    partition=lambda call: True,
     notes=(
         "gradients in scale and bias add over the batch: run_to_run",
         "where statistics go over an axis that is sharded, XLA's formula serves, with its sums over the mesh",

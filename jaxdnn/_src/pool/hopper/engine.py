@@ -46,10 +46,6 @@ def _counted(spec: PoolSpec, pad: Any) -> Any:
     return pad([(-low, size + high) if padded else (0, size) for (low, high), size in pairs], (0, 1))
 
 
-def _supports(call: engines.Call) -> str | None:
-    return hopper.no_device(call) or _unsupported(call)
-
-
 def _unsupported(call: engines.Call) -> str | None:
     """Why the kernels do not serve a call, whatever the device."""
     spec: PoolSpec = call.spec
@@ -114,16 +110,11 @@ SLOWER = (
 )
 
 
-engines.declare(
-    "hopper",
+hopper.declare(
     *OPS,
     run=_run,
-    fused=False,
-    supports=_supports,
-    needs_sizes=lambda call: True,
+    unsupported=_unsupported,
     level=lambda call: "portable",
-    measured_on=hopper.MEASURED_ON,
     slower=SLOWER,
     workspace=lambda call: 0,
-    partition=lambda call: True,
 )

@@ -33,10 +33,9 @@ def _run(call: engines.Call, *operands: Array) -> Array:
     return found.reshape(shape if call.op == "softmax" else shape[: len(shape) - len(spec.axes)])
 
 
-def _supports(call: engines.Call) -> str | None:
+def _unsupported(call: engines.Call) -> str | None:
+    """Why no kernel serves a call, on any device."""
     spec: SoftmaxSpec = call.spec
-    if reason := hopper.no_device(call):
-        return reason
     dtypes = [v.dtype for v in call.avals]
     if any(dtype not in NAMES for dtype in (*dtypes, np.dtype(spec.out_dtype))):
         return f"its kernels take and give {', '.join(map(str, NAMES))}, not {dtypes[0].name} and {spec.out_dtype.name}"
@@ -56,19 +55,14 @@ def _supports(call: engines.Call) -> str | None:
     return None
 
 
-engines.declare(
-    "hopper",
+hopper.declare(
     *OPS,
     run=_run,
-    fused=False,
-    supports=_supports,
-    needs_sizes=lambda call: True,
+    unsupported=_unsupported,
     level=lambda call: "batch_invariant",
     accumulation=lambda call: "float32",
     hazards=lambda call: ("flushes_subnormals",),
-    measured_on=hopper.MEASURED_ON,
     workspace=lambda call: 0,
-    partition=lambda call: True,
     notes=(
         "exponentials by the special function unit",
         "where rows are sharded, XLA's formula serves, with its maxima and sums over the mesh",
