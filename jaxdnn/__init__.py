@@ -20,6 +20,9 @@ from jaxdnn import tolerance as tolerance
 from jaxdnn._src import families as _families
 from jaxdnn._src.activation.api import activation as activation
 from jaxdnn._src.activation.api import activation_dgrad as activation_dgrad
+from jaxdnn._src.attention.api import attention as attention
+from jaxdnn._src.attention.api import attention_dgrad as attention_dgrad
+from jaxdnn._src.attention.api import merge_attention as merge_attention
 from jaxdnn._src.conv.api import conv as conv
 from jaxdnn._src.conv.api import conv_bgrad as conv_bgrad
 from jaxdnn._src.conv.api import conv_dgrad as conv_dgrad

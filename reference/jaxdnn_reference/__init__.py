@@ -14,6 +14,9 @@ from jaxdnn_reference.arithmetic import Sum as Sum
 from jaxdnn_reference.arithmetic import dot as dot
 from jaxdnn_reference.arithmetic import dot_with_bound as dot_with_bound
 from jaxdnn_reference.arithmetic import magnitude as magnitude
+from jaxdnn_reference.attention import attention as attention
+from jaxdnn_reference.attention import attention_dgrad as attention_dgrad
+from jaxdnn_reference.attention import merge_attention as merge_attention
 from jaxdnn_reference.conv import conv as conv
 from jaxdnn_reference.conv import conv_bgrad as conv_bgrad
 from jaxdnn_reference.conv import conv_dgrad as conv_dgrad

@@ -1,0 +1,21 @@
+"""Attention: the mean of values, weighted by the softmax of scores; and how parts of it are merged."""
+
+from jaxdnn._src.core.manifest import Manifest, Ops
+
+MANIFEST = Manifest(
+    ops=(
+        Ops(
+            "SDPA forward, backward, with options; legacy multi-head attention's core",
+            "`run_to_run`",
+            "attention attention_dgrad merge_attention",
+        ),
+    ),
+    examples="""
+attention       | NTHD, NTHD, NTHD, causal=True            -> NTHD           | N -/- H -/- T g/g | a query needs all keys
+attention-bias  | NTHD, NTHD, NTHD, bias=_HTT, softcap=2.0 -> NTHD           | N -/+ H -/-       | the bias is shared
+attention_dgrad | NTHD, NTHD, NTHD, NTHD, NTHD, NTH        -> NTHD NTHD NTHD | N -/- H -/-       | a query needs all keys
+merge_attention | PNTHD, PNTH                              -> NTHD NTH       | N -/- T -/- H -/- | independent rows
+""",
+    engines=("xla",),
+    cases=("cases",),
+)

@@ -1,0 +1,80 @@
+"""What is known of a call of attention when it is traced, and the operands and results of its primitives by name."""
+
+import dataclasses
+
+# Of every operand its last axes: n heads of queries, h heads of keys, t queries, s keys, d and e features.
+FLOATS = {"q": "ntd", "k": "hsd", "v": "hse", "bias": "nts", "alibi_slopes": "n", "sinks": "n"}
+SAVED = {"y": "nte", "lse": "nt"}
+CONSTANTS = {
+    "mask": "nts",
+    "query_lengths": "",
+    "key_lengths": "",
+    "query_segments": "t",
+    "key_segments": "s",
+    "start": "",
+}
+AXES = FLOATS | SAVED | CONSTANTS
+SHARED = ("bias", "alibi_slopes", "sinks", "mask", "start")  # whose leading axes may have length 1
+IN_LAYOUT = ("q", "k", "v", "y", "lse")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What is known when a call is traced.
+
+    Attributes:
+      heads_first: whether heads come before queries and keys in q, k, v, y and lse.
+      scale, softcap: the factor of the products, and the limit of the scores or None.
+      left, right: the sides of the window, None without a limit.
+      bottom_right: whether the window is shifted to where the last query sees the last key; shift: by how much, where
+        there are no lengths.
+      given: the operands that a call need not have, in the order of `AXES`.
+      along: of the two linear ops, the operands with tangents or gradients.
+    """
+
+    heads_first: bool
+    scale: float
+    softcap: float | None
+    left: int | None
+    right: int | None
+    bottom_right: bool
+    shift: int
+    given: tuple[str, ...]
+    engine: str | None
+    level: str
+    along: tuple[str, ...] = ()
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        return tuple(name for name in FLOATS if name in ("q", "k", "v") or name in self.given)
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        return tuple(name for name in CONSTANTS if name in self.given)
+
+    @property
+    def knows_places(self) -> bool:
+        """Whether a result depends on where its query stands."""
+        limits = self.left is not None or self.right is not None
+        return limits or "alibi_slopes" in self.given or "query_lengths" in self.given
+
+    def along_all(self) -> "AttentionSpec":
+        """With gradients of all operands."""
+        return dataclasses.replace(self, along=self.floats)
+
+    def axes(self, name: str) -> str:
+        """The last axes of an operand or result, in the call's layout."""
+        own = AXES[name]
+        return own if self.heads_first or name not in IN_LAYOUT else own[1] + own[0] + own[2:]
+
+
+def operands_of(op: str, spec: AttentionSpec) -> tuple[str, ...]:
+    """The names of an op's operands; of tangents and cotangents those of what they belong to."""
+    if op == "attention":
+        return (*spec.floats, *spec.constants)
+    first = spec.along if op == "attention_tangent" else tuple(SAVED)
+    return (*first, *spec.floats, *SAVED, *spec.constants)
+
+
+def results_of(op: str, spec: AttentionSpec) -> tuple[str, ...]:
+    return spec.along if op == "attention_dgrad" else tuple(SAVED)
