@@ -70,7 +70,7 @@ def attention(
     y, lse = (a if layout == "BNTH" else np.swapaxes(a, 1, 2) for a in (y, lse))
     if details:
         return y, lse, p, x
-    found = round_to(y, dtype), lse.astype(np.float64 if dtype == np.float64 else np.float32)
+    found = round_to(y, dtype), _accumulated(lse, dtype)
     return found if return_logsumexp else found[0]
 
 
@@ -156,7 +156,7 @@ def merge_attention(y: Array, logsumexp: Array, /) -> tuple[Array, Array]:
         total = e.sum(0)
         share = np.where(lse == -np.inf, 0.0, e / total)[..., None]
         merged = np.where(share == 0, 0.0, share * parts).sum(0)
-        return round_to(merged, y.dtype), round_to(m + np.log(total), logsumexp.dtype)
+        return round_to(merged, y.dtype), _accumulated(m + np.log(total), y.dtype)
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
@@ -251,11 +251,15 @@ def _wide(a: Array) -> Array:
     return np.asarray(a).astype(np.float64)
 
 
+def _accumulated(a: Array, dtype: Any) -> Array:
+    return a.astype(np.float64 if dtype == np.float64 else np.float32)
+
+
 def _repeated(a: Array, heads: int) -> Array:
     """Keys or values for each of so many heads: those of head h are h // (heads / K)."""
-    return np.repeat(a, heads // a.shape[1], axis=1)
+    return np.repeat(a, heads // max(a.shape[1], 1), axis=1)
 
 
 def _added(a: Array, groups: int) -> Array:
     """The sum over the heads that share keys and values."""
-    return a.reshape(a.shape[0], groups, a.shape[1] // groups, *a.shape[2:]).sum(2)
+    return a.reshape(a.shape[0], groups, a.shape[1] // max(groups, 1), *a.shape[2:]).sum(2)

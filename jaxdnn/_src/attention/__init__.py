@@ -5,16 +5,16 @@ from jaxdnn._src.core.manifest import Manifest, Ops
 MANIFEST = Manifest(
     ops=(
         Ops(
-            "SDPA forward, backward, with options; legacy multi-head attention's core",
+            "SDPA forward and backward",
             "`run_to_run`",
             "attention attention_dgrad merge_attention",
         ),
     ),
     examples="""
-attention       | NTHD, NTHD, NTHD, causal=True            -> NTHD           | N -/- H -/- T g/g | a query needs all keys
-attention-bias  | NTHD, NTHD, NTHD, bias=_HTT, softcap=2.0 -> NTHD           | N -/+ H -/-       | the bias is shared
-attention_dgrad | NTHD, NTHD, NTHD, NTHD, NTHD, NTH        -> NTHD NTHD NTHD | N -/- H -/-       | a query needs all keys
-merge_attention | PNTHD, PNTH                              -> NTHD NTH       | N -/- T -/- H -/- | independent rows
+attention       | NTHD, NTHD, NTHD, causal=True            -> NTHD           | N -/- H -/- T g/+g | keys are gathered
+attention-bias  | NTHD, NTHD, NTHD, bias=_HTT, softcap=2.0 -> NTHD           | N -/+ H -/-        | the bias is shared
+attention_dgrad | NTHD, NTHD, NTHD, NTHD, NTHD, NTH        -> NTHD NTHD NTHD | N -/- H -/-        | as forward
+merge_attention | PNTHD, PNTH                              -> NTHD NTH       | N -/- T -/- H -/-  | independent rows
 """,
     engines=("xla",),
     cases=("cases",),

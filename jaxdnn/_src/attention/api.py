@@ -163,8 +163,9 @@ def attention_dgrad(
       q, k, v: as in `attention`.
       y, logsumexp: what `attention` returned for these arguments.
       dlogsumexp: as logsumexp; None is 0.
-      scale, causal, window, softcap, bias, mask, query_lengths, key_lengths, query_segments, key_segments,
-        alibi_slopes, sinks, layout, engine, determinism: as in `attention`.
+      scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, layout: as in `attention`.
+      query_lengths, key_lengths, query_segments, key_segments: as in `attention`.
+      engine, determinism: as in `attention`.
 
     Returns:
       dq, dk, dv, as q, k and v; and behind them the gradients of bias (Σ dS over what it is broadcast along),
@@ -216,8 +217,8 @@ def attention_dgrad(
     ):
         value = checks.array(name, value)
         checks.shape(name, value, shape, "what `attention` returns for these operands")
-        checks.dtype(name, value, [dtype])
-        saved[name] = at_edges(spec.level, value)
+        checks.dtype(name, value, [dtype] if dtype == q.dtype else _FLOATS)
+        saved[name] = at_edges(spec.level, value).astype(dtype)
     spec = spec.along_all()
     count = len(spec.floats)
     operands = (saved["dy"], saved["dlogsumexp"], *arrays[:count], saved["y"], saved["logsumexp"], *arrays[count:])
@@ -234,16 +235,16 @@ def merge_attention(y: ArrayLike, logsumexp: ArrayLike, /, *, determinism: str |
 
     Args:
       y: (P, ..., E), what `attention` returned for each of P parts of the keys; float32, bfloat16, float16, float64.
-      logsumexp: (P, ...), its logsumexp, float32 (float64 for float64). A sink belongs to one of the parts.
+      logsumexp: (P, ...), its logsumexp, floats. A sink belongs to one of the parts.
       determinism: a level that must be guaranteed, as within `jaxdnn.determinism`.
 
     Returns:
-      y, (..., E), of y's dtype, and logsumexp, (...). Parts that saw nothing, with -inf, change nothing; of none but
-      such y is 0 and logsumexp -inf.
+      y, (..., E), of y's dtype, and logsumexp, (...), in float32 (float64 for float64). Parts that saw nothing, with
+      -inf, change nothing; of none but such y is 0 and logsumexp -inf.
 
     Differentiation: any order, forward and reverse, in both.
 
-    Numerics: in the dtype of logsumexp, rounded once. Determinism level run_to_run.
+    Numerics: in the dtype of the logsumexp that is returned, rounded once. Determinism level run_to_run.
 
     Raises:
       ValueError: shapes that do not fit. TypeError: a dtype that is not served. NotImplementedError: the determinism
@@ -259,12 +260,13 @@ def merge_attention(y: ArrayLike, logsumexp: ArrayLike, /, *, determinism: str |
     require("merge_attention", determinism, "run_to_run", "its sums are in XLA's order")
     y, logsumexp = checks.array("y", y), checks.array("logsumexp", logsumexp)
     checks.dtype("y", y, _FLOATS)
-    checks.dtype("logsumexp", logsumexp, [blending.accumulator(y.dtype)])
+    checks.dtype("logsumexp", logsumexp, _FLOATS)
     if y.ndim < 2 or not y.shape[0]:
         raise ValueError(f"`y` must have shape (P, ..., E) with at least one part, got {tuple(y.shape)}.")
     checks.shape("logsumexp", logsumexp, y.shape[:-1], "one for each row of `y`")
 
     def run(y: Array, lse: Array) -> tuple[Array, Array]:
+        lse = lse.astype(blending.accumulator(y.dtype))
         m = jnp.max(lse, 0, keepdims=True)
         m = jax.lax.stop_gradient(jnp.where(m == -jnp.inf, jnp.zeros_like(m), m))
         e = jnp.exp(lse - m)

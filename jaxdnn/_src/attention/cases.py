@@ -67,7 +67,7 @@ class AttentionCase(Case):
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         if self.op == "merge_attention":
-            return dnn.merge_attention
+            return lambda *a: dnn.merge_attention(*a, **choices)
         op: Any = getattr(dnn, self.op)
         more = {"return_logsumexp": True} if self.op == "attention" else {}
         return lambda *a: op(*a[: self.count], **self._named(a), **self.options, **more, **choices)
@@ -145,7 +145,9 @@ class AttentionCase(Case):
         raw = dict(scale=scale, cap=None, bias=None, slopes=None)
         product, _ = scores(q, k, **raw)
         size, _ = scores(np.abs(q), np.abs(k), **raw)
-        of_product = accumulation.error(product / scale, size / scale, self.features) * scale + 2 * u * np.abs(product)
+        of_product = accumulation.error(
+            product / scale, size / scale, np.asarray(self.features)
+        ) * scale + 2 * u * np.abs(product)
         cap, bias, slopes = o.get("softcap"), named.get("bias"), named.get("alibi_slopes")
         x, slope = scores(q, k, scale, cap, bias, slopes)
         e, of_slope = of_product, np.zeros_like(x)
@@ -178,7 +180,7 @@ class AttentionCase(Case):
         sigma = (p * eta).sum(-1) + others + (self.keys + 1) * (u + tiny)
         values = np.repeat(self._laid_out(v).astype(np.float64), self.heads // self.shared, 1)
         reach = p @ np.abs(values)
-        of_products = accumulation.error(y, reach, self.keys)
+        of_products = accumulation.error(y, reach, np.asarray(self.keys))
         weights = self._narrow(accumulation)
         error = (
             (p * (eta + weights)) @ np.abs(values)
@@ -209,7 +211,7 @@ class AttentionCase(Case):
         far = np.where(seen, np.abs(x - np.where(np.isfinite(lse), lse, 0)[..., None]), 0.0)
         e_p = np.where(seen, p * (np.expm1(e_x + 3 * u * far) + EXP * u), 0.0) + tiny
         size = np.abs(dy) @ np.swapaxes(np.abs(v), 2, 3)
-        e_dp = accumulation.error(dp, size, self.values) + weights * size  # dy may be rounded again
+        e_dp = accumulation.error(dp, size, np.asarray(self.values)) + weights * size  # dy may be rounded again
         e_d = ((self.values + 1) * u * np.abs(dy * y).sum(-1) + 2 * u * np.abs(of_y) + tiny)[..., None]
         gap = np.abs(dp - of_y[..., None])
         e_ds = np.where(seen, e_p * (gap + e_dp + e_d) + p * (e_dp + e_d) + 3 * u * p * (gap + e_dp + e_d), 0.0) + tiny
@@ -220,7 +222,9 @@ class AttentionCase(Case):
 
         def product(a: np.ndarray, e: np.ndarray, b: np.ndarray, count: int, own: Callable[..., Any]) -> np.ndarray:
             magnitude = own((np.abs(a) + e) @ np.abs(b))
-            return own((e + weights * (np.abs(a) + e)) @ np.abs(b)) + accumulation.error(magnitude, magnitude, count)
+            return own((e + weights * (np.abs(a) + e)) @ np.abs(b)) + accumulation.error(
+                magnitude, magnitude, np.asarray(count)
+            )
 
         rows = group * self.queries
         errors = [

@@ -5,8 +5,24 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def attention(q: Array, k: Array, v: Array, *, causal: bool) -> Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """Causal."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention_bias(q: Array, k: Array, v: Array, bias: Array) -> Array:
+    """With scores cut softly at 2."""
+    x = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(2 * jnp.tanh(x / 2) + bias), v)
+
+
+def attention_dgrad(dy: Array, q: Array, k: Array, v: Array, y: Array, logsumexp: Array) -> tuple[Array, Array, Array]:
+    scale, of_row = q.shape[-1] ** -0.5, jnp.einsum("bthd,bthd->bht", dy, y)
+    x = jnp.einsum("bthd,bshd->bhts", q, k) * scale
+    p = jnp.exp(x - jnp.swapaxes(logsumexp, 1, 2)[..., None])
+    ds = p * (jnp.einsum("bthd,bshd->bhts", dy, v) - of_row[..., None]) * scale
+    dv = jnp.einsum("bhts,bthd->bshd", p, dy)
+    return jnp.einsum("bhts,bshd->bthd", ds, k), jnp.einsum("bhts,bthd->bshd", ds, q), dv
 
 
 def merge_attention(y: Array, logsumexp: Array) -> tuple[Array, Array]:
