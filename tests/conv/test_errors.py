@@ -29,6 +29,8 @@ LAYOUT_CHOICES = "`layout` must be one of NWC, NCW, CWN, NHWC"
 # x (2, 6, 5, 4), w (3, 2, 4, 7), y (2, 4, 4, 7)
 X, W, Y = (np.ones(shape, np.float32) for shape in ((2, 6, 5, 4), (3, 2, 4, 7), (2, 4, 4, 7)))
 BIAS = np.ones(7, np.float32)
+with jax.enable_x64(True):
+    X64 = jnp.asarray(X, jnp.float64)
 
 
 def conv(x: Any = X, w: Any = W, **options: Any) -> Any:
@@ -216,6 +218,7 @@ BAD: list[Bad] = [
     ("x int32", conv, {"x": X.astype(np.int32)}, TypeError, "`x` must have one of the dtypes float32, bfloat16, .*int8, got int32"),
     ("x bool", conv, {"x": X.astype(bool)}, TypeError, "`x` must have one of the dtypes .* got bool"),
     ("x uint8", conv, {"x": X.astype(np.uint8)}, TypeError, "`x` must have one of the dtypes .* got uint8"),
+    ("x float64 of JAX", conv, {"x": X64}, TypeError, "`x` must have a dtype of JAX's 32-bit mode, got float64; enable jax_enable_x64 for the call, or convert it."),
     ("x complex", conv, {"x": X.astype(np.complex64)}, TypeError, "`x` must have one of the dtypes .* got complex64"),
     ("x object", conv, {"x": X.astype(object)}, TypeError, "`x` must be an array of numbers, got one of object"),
     ("x dates", conv, {"x": np.zeros(3, "datetime64[s]")}, TypeError, "`x` must be an array of numbers, got one of datetime64"),

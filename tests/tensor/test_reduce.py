@@ -275,6 +275,12 @@ def test_options_of_another_type_are_refused(options: dict[str, Any], message: s
         dnn.reduce(jnp.ones((2, 3)), **options)
 
 
+@each_op
+def test_a_number_of_python_has_derivatives(op: str):
+    by = jax.grad(lambda x: dnn.reduce(x, op=op, axis=None))
+    assert by(2.0) == by(jnp.float32(2)) == 1
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_products_that_underflow_keep_their_sign_where_their_axis_is_sharded(axis: int):
     """XLA gathers such an axis by adding zeros to what is elsewhere, and -0 + 0 is +0."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._src.core.compat import Tracer
 
@@ -19,11 +19,22 @@ LARGEST = 2**31 - 1  # of a stride, a padding, a dilation: beyond, sizes overflo
 
 
 def array(name: str, value: Any) -> Array:
-    """Returns `value` as JAX's array; outside the 64-bit mode float64 and int64 become float32 and int32."""
+    """Returns `value` as JAX's array.
+
+    Outside of the 64-bit mode NumPy's float64 and int64 become float32 and int32, as everywhere in JAX. An array of JAX
+    that has such a dtype is an error: the operations on it would be of 32 bits, or of types that do not match.
+    """
     if hasattr(value, "shape") and hasattr(value, "dtype") and getattr(value.dtype, "kind", "O") in "OSUMm":
         raise TypeError(f"`{name}` must be an array of numbers, got one of {value.dtype}.")
-    if isinstance(value, Array) and jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype:
-        return value  # as `jnp.asarray` would, a hundred times as fast
+    if isinstance(value, Array):
+        if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+            raise TypeError(
+                f"`{name}` must have a dtype of JAX's 32-bit mode, got {value.dtype}; "
+                "enable jax_enable_x64 for the call, or convert it."
+            )
+        # What is traced of one of Python's numbers becomes an array, for rules of derivatives get the number as it is.
+        # All others are returned as `jnp.asarray` would, a hundred times as fast.
+        return lax.convert_element_type(value, value.dtype) if value.weak_type else value
     try:
         return jnp.asarray(value)
     except OverflowError as error:

@@ -75,6 +75,11 @@ def define(
             checks.countable(engines.in_words(op), aval.shape)
         return found if many else found[0]
 
+    @in_mode_of_operands
+    def differentiated(primals: Any, tangents: Any, *, spec: Spec) -> Any:
+        return jvp(spec, primals, tangents)
+
+    @in_mode_of_operands
     def transposed(ct: Any, *operands: Any, spec: Spec) -> Any:
         if transpose is None:
             raise NotImplementedError(f"`{op}` is linear in none of its operands, so it has no transpose.")
@@ -87,7 +92,7 @@ def define(
         primitive.multiple_results = many
         primitive.def_impl(ft.partial(_eager, primitive))
         primitive.def_abstract_eval(abstract)
-        ad.primitive_jvps[primitive] = lambda primals, tangents, *, spec: jvp(spec, primals, tangents)
+        ad.primitive_jvps[primitive] = differentiated
         ad.primitive_transposes[primitive] = transposed
         batching.primitive_batchers[primitive] = lambda operands, dims, *, spec: batch(spec, operands, dims)
         _register_lowerings(primitive, op, factors)
@@ -114,6 +119,25 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def _bind(of_op: Partitioned, spec: Spec, *operands: Any) -> Any:
     found = of_op.bind(*operands, spec=spec)
     return tuple(found) if isinstance(found, list) else found
+
+
+def in_mode_of_operands(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule, traced in JAX's 64-bit mode if an operand has a dtype of it.
+
+    A derivative that was made in that mode may be asked for outside of it.
+    """
+
+    def run(*args: Any, **static: Any) -> Any:
+        with of_64_bits(jax.tree.leaves(args)):
+            return rule(*args, **static)
+
+    return run
+
+
+def of_64_bits(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """JAX's 64-bit mode if one of arrays or types is of 64 bits, otherwise the mode as it is."""
+    wide = any(np.dtype(getattr(v, "dtype", np.int32)).itemsize == 8 for v in values)
+    return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
 
 # ---- rules that many ops share ---------------------------------------------------------------------------------------
@@ -295,7 +319,7 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
                 ctx = compat.on_mesh(ctx)
                 lowered = ft.partial(_partitioned, ctx, op, platform or "other", spec, factors)
             ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
-            with ahead.compiling(ctx) if platform == "cuda" else contextlib.nullcontext():
+            with of_64_bits(ctx.avals_in), ahead.compiling(ctx) if platform == "cuda" else contextlib.nullcontext():
                 return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
