@@ -235,3 +235,32 @@ def test_exact_cases(engine: str):
     np.testing.assert_array_equal(dnn.softmax_dgrad(dy, y, engine=engine), [[0.5, -0.5, -1.5, 1.5]])
     log = dnn.softmax_dgrad(dy, np.zeros((1, 4), np.float32), algorithm="log", engine=engine)
     np.testing.assert_array_equal(log, dy - 8)
+
+
+@each_algorithm
+@each_engine
+def test_a_scalar_is_a_row_of_its_own(engine: str, algorithm: str):
+    """With axis None, as in `jax.nn`; also if it is one of Python's numbers, alone, differentiated and mapped."""
+
+    def ours(x: Any) -> Any:
+        options = {"axis": None, "engine": engine}
+        return dnn.softmax(x, algorithm=algorithm, **options), dnn.logsumexp(x, **options)
+
+    def theirs(x: Any) -> Any:
+        function = jax.nn.log_softmax if algorithm == "log" else jax.nn.softmax
+        return function(x, axis=None), jax.nn.logsumexp(x)
+
+    for of in (
+        lambda f: f(0.5),
+        lambda f: jax.jacfwd(f)(0.5),
+        lambda f: jax.jacrev(f)(0.5),
+        lambda f: jax.jvp(f, (0.5,), (2.0,)),
+        lambda f: jax.vmap(jax.hessian(f))(np.array([0.5, -3], np.float32)),
+        lambda f: f(np.float32(-np.inf))[1],
+    ):
+        jax.tree.map(np.testing.assert_array_equal, of(ours), of(theirs))
+    y, x = (np.array(v, np.float32) for v in (3, 0.5))
+    wanted = reference.softmax_dgrad(y, reference.softmax(x, algorithm=algorithm, axis=None), axis=None)
+    np.testing.assert_array_equal(dnn.softmax_dgrad(y, ours(x)[0], axis=None, engine=engine), wanted)
+    masked = dnn.softmax(x, algorithm=algorithm, axis=None, engine=engine, where=False)
+    np.testing.assert_array_equal(masked, reference.softmax(x, algorithm=algorithm, axis=None, where=np.False_))

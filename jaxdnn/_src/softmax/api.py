@@ -50,7 +50,8 @@ def softmax(
       algorithm: "accurate"; "fast", which saves the maximum and overflows where some x is above 88 (float16 too: it
         is computed in float32) and is NaN where all are far below 0 (see Numerics); or "log", the logarithm
         of the softmax.
-      axis: the axis of a row, or several, which then are one row; None: all. Not read where `mode` is given.
+      axis: the axis of a row, or several, which then are one row; None: all, of a scalar none. Not read where `mode`
+        is given.
       mode: None, or cuDNN's names for the axes: "channel" (a row is the channels at one place) or "instance" (a row is
         all of one example).
       layout: the axes of x for `mode`: NWC, NCW, CWN, NHWC, NCHW, CHWN, NDHWC, NCDHW, CDHWN, or with channels in
@@ -237,9 +238,9 @@ def _read(
 
 
 def _axes(axis: Any, name: str, rank: int) -> tuple[int, ...]:
-    """The axes of a row, from the last: negative, ascending."""
-    chosen = tuple(range(rank)) or -1 if axis is None else axis
-    return tuple(a - rank for a in checks.axes(name, chosen, rank))
+    """The axes of a row, from the last: negative, ascending. All axes of a scalar are none; its row is the scalar."""
+    chosen, least = (tuple(range(rank)), 0) if axis is None else (axis, 1)
+    return tuple(a - rank for a in checks.axes(name, chosen, rank, minimum=least))
 
 
 def _mode_axes(mode: str, layout: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
