@@ -16,7 +16,7 @@ from jaxdnn._src.cases import example
 
 EXAMPLES = {name: found for name, found in example.first().items() if found.operands}
 # Made of JAX's own lax.pad and lax.dot_general, whose transposes need the mode that they were traced in (to JAX 0.12).
-IN_THE_MODE = ("im2col", "col2im", "affine_grid")
+IN_THE_MODE = ("im2col", "col2im", "affine_grid", "spatial_transformer")
 REFUSED = "must have a dtype of JAX's 32-bit mode, got float64; enable jax_enable_x64 for the call, or convert it."
 
 X = np.random.default_rng(0).standard_normal((2, 6, 7)).astype(np.float32)

@@ -263,4 +263,4 @@ def test_a_scalar_is_a_row_of_its_own(engine: str, algorithm: str):
     wanted = reference.softmax_dgrad(y, reference.softmax(x, algorithm=algorithm, axis=None), axis=None)
     np.testing.assert_array_equal(dnn.softmax_dgrad(y, ours(x)[0], axis=None, engine=engine), wanted)
     masked = dnn.softmax(x, algorithm=algorithm, axis=None, engine=engine, where=False)
-    np.testing.assert_array_equal(masked, reference.softmax(x, algorithm=algorithm, axis=None, where=np.False_))
+    np.testing.assert_array_equal(masked, reference.softmax(x, algorithm=algorithm, axis=None, where=np.array(False)))
