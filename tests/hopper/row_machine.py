@@ -50,7 +50,9 @@ class Rows:
         self.limit, self.shared_bytes = shared, -(-shared // 128) * 128  # of a block, and to the next one of a cluster
         self.races: Races | None = None  # made for each cluster; a machine without one does not look for them
         self.shared = np.full(8 * self.shared_bytes, 0xFF, np.uint8)
+        self.constants: dict[tuple[str, int], np.ndarray] = {}  # by how an operand writes them, and by the threads
 
+    @np.errstate(all="ignore")
     def run(self, text: str, operands: list[int], block_size: int, clusters: int, cluster: int = 1) -> None:
         threads = block_size * cluster
         code, labels = [], {}
@@ -96,17 +98,25 @@ class Rows:
     def _bits(self, operand: str) -> np.ndarray:
         if operand in self.registers:
             return self.registers[operand]
-        value = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
-        return np.full(self.threads, value & 0xFFFFFFFFFFFFFFFF, U64)
+        constant = self.constants.get((operand, self.threads))
+        if constant is None:
+            value = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+            constant = np.full(self.threads, value & 0xFFFFFFFFFFFFFFFF, U64)
+            constant.flags.writeable = False
+            self.constants[operand, self.threads] = constant
+        return constant
 
     def _real(self, operand: str) -> np.ndarray:
         return self._bits(operand).astype(U32).view(np.float32)
 
     def _put(self, target: str, value: np.ndarray, active: np.ndarray) -> None:
         value = value.view(U32).astype(U64) if value.dtype == np.float32 else value
-        value = value if value.dtype == bool else value.astype(U64)
-        old = self.registers.get(target, np.zeros_like(value))
-        self.registers[target] = np.where(active, value, old)
+        value = value if value.dtype == bool else value.astype(U64, copy=False)
+        if not active.all():
+            value = np.where(
+                active, value, self.registers[target] if target in self.registers else np.zeros_like(value)
+            )
+        self.registers[target] = value
 
     def _places(self, operand: str, size: int) -> np.ndarray:
         base, _, offset = operand[1:-1].partition("+")
@@ -211,130 +221,124 @@ class Rows:
         bits, real = self._bits, self._real
         put = lambda value: self._put(arguments[0], value, active)
         low = lambda x: bits(x) & U64(0xFFFFFFFF)
-        with np.errstate(all="ignore"):
-            match name:
-                case ["mov", "b32"] if isinstance(arguments[0], tuple):
-                    for i, half in enumerate(arguments[0]):
-                        self._put(half, bits(arguments[1]) >> U64(16 * i) & U64(0xFFFF), active)
-                case ["mov", "b64"]:
-                    put(bits(arguments[1]))
-                case ["mov", _]:
-                    put(low(arguments[1]))
-                case ["add", "s64"]:
-                    put(bits(arguments[1]) + bits(arguments[2]))
-                case ["add" | "sub" as way, "s32"]:
-                    put(
-                        (np.add if way == "add" else np.subtract)(bits(arguments[1]), bits(arguments[2]))
-                        & U64(0xFFFFFFFF)
-                    )
-                case ["min", "s32"]:
-                    put(np.minimum(*(low(x).astype(U32).view(np.int32) for x in arguments[1:])).view(U32).astype(U64))
-                case ["xor", "b32"]:
-                    put((bits(arguments[1]) ^ bits(arguments[2])) & U64(0xFFFFFFFF))
-                case ["mul", "lo", "s32"]:
-                    put((bits(arguments[1]) * bits(arguments[2])) & U64(0xFFFFFFFF))
-                case ["mul", "wide", "u32"]:
-                    put(low(arguments[1]) * low(arguments[2]))
-                case ["mad", "lo", "s32"]:
-                    put((bits(arguments[1]) * bits(arguments[2]) + bits(arguments[3])) & U64(0xFFFFFFFF))
-                case ["mad", "wide", "u32"]:
-                    put(low(arguments[1]) * low(arguments[2]) + bits(arguments[3]))
-                case ["and", "b32"]:
-                    put(bits(arguments[1]) & bits(arguments[2]))
-                case ["and", "pred"]:
-                    put(bits(arguments[1]) & bits(arguments[2]))
-                case ["shl" | "shr" as way, _]:
-                    shift = np.left_shift if way == "shl" else np.right_shift
-                    put(shift(low(arguments[1]), bits(arguments[2])) & U64(0xFFFFFFFF))
-                case ["setp", relation, "s32" | "u32" as kind]:
-                    a, b = (bits(x).astype(U32).view(np.int32 if kind == "s32" else U32) for x in arguments[1:])
-                    put({"lt": a < b, "ge": a >= b, "eq": a == b}[relation])
-                case ["setp", "eq" | "gt" as relation, "f32"]:
-                    a, b = real(arguments[1]), real(arguments[2])
-                    put(a == b if relation == "eq" else a > b)
-                case ["setp", "nan", "f32"]:
-                    put(np.isnan(real(arguments[1])) | np.isnan(real(arguments[2])))
-                case ["selp", "f32"]:
-                    put(np.where(bits(arguments[3]), real(arguments[1]), real(arguments[2])))
-                case ["abs", "f32"]:
-                    put(np.abs(real(arguments[1])))
-                case ["max" | "min" as which, "f32"]:  # of a number and NaN, the number
-                    put((np.fmax if which == "max" else np.fmin)(real(arguments[1]), real(arguments[2])))
-                case ["max", "bf16x2" | "f16x2" as kind]:  # likewise
-                    halves = (low(x).astype(U32).view(HALF[kind[:-2]]) for x in arguments[1:])
-                    a, b = (half.astype(np.float32) for half in halves)
-                    put(np.fmax(a, b).astype(HALF[kind[:-2]]).view(U32).astype(U64))
-                case ["add" | "sub" | "mul" as which, "rn", "f32"]:
-                    a, b = real(arguments[1]), real(arguments[2])
-                    put({"add": a + b, "sub": a - b, "mul": a * b}[which])
-                case ["rcp", "rn", "f32"] | ["rcp", "approx", "ftz", "f32"]:
-                    put(np.float32(1) / real(arguments[1]))
-                case ["ex2", "approx", "ftz", "f32"]:
-                    value = np.exp2(real(arguments[1]).astype(np.float64)).astype(np.float32)
-                    put(np.where(value < 2.0**-126, np.float32(0), value))
-                case ["lg2", "approx", "f32"]:
-                    put(np.log2(real(arguments[1]).astype(np.float64)).astype(np.float32))
-                case ["shfl", "sync", "bfly", "b32"]:
-                    distance = int(arguments[2])
-                    put(bits(arguments[1])[np.arange(self.threads) ^ distance])
-                case ["cvt", "f32", "f16"]:
-                    put(bits(arguments[1]).astype(np.uint16).view(np.float16).astype(np.float32))
-                case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
-                    high, lower = (real(x).astype(HALF[kind[:-2]]).view(np.uint16).astype(U64) for x in arguments[1:])
-                    put(high << U64(16) | lower)
-                case ["cvt", "rn", "bf16" | "f16" as kind, "f32"]:
-                    put(real(arguments[1]).astype(HALF[kind]).view(np.uint16).astype(U64))
-                case ["mapa", "shared::cluster", "u32"]:
-                    put(low(arguments[1]) + bits(arguments[2]) * U64(self.shared_bytes))
-                case ["fence", "proxy", "async", *_]:
-                    assert self.races is not None
-                    self.races.fence(np.flatnonzero(active))
-                case ["fence", "acq_rel", *_] if self.races is not None:
-                    self.races.complete_loads(np.flatnonzero(active))
-                case ["fence", *_]:
-                    pass
-                case ["mbarrier", *_]:
-                    self._mbarrier(name, arguments, active)
-                case ["cp", "async", "bulk", "global", *_]:
-                    self._bulk_store(arguments, active)
-                case ["cp", "async", "bulk", "commit_group"]:
-                    self._commit(active)
-                case ["cp", "async", "bulk", "wait_group", "read"] if arguments == ["0"]:
-                    self._wait_for_bulk_stores(active)
-                case ["cp", "async", "bulk", *_]:
-                    self._bulk_copy(arguments, active)
-                case ["st", "async", *_]:
-                    self._store_to_cluster(arguments, active)
-                case ["ld", space, *_, width]:
-                    targets = arguments[0] if isinstance(arguments[0], tuple) else (arguments[0],)
-                    memory = self.shared if space == "shared" else self.memory
-                    found = self._shared if space == "shared" else self._global
-                    places = found(arguments[1], 4 * len(targets), active)[active]
-                    if not width[1:] == "32" or (places[:, 0] % (4 * len(targets))).any():
-                        raise RuntimeError("an access is not aligned")
-                    if self.races and space == "shared":
-                        self.races.load(np.flatnonzero(active), places)
-                    words = np.zeros((self.threads, len(targets)), U32)
-                    words[active] = memory[places].view(U32)
-                    for i, target in enumerate(targets):
-                        self._put(target, words[:, i].astype(U64), active)
-                case ["st", space, *_, width]:
-                    values = arguments[1] if isinstance(arguments[1], tuple) else (arguments[1],)
-                    size = WIDTHS[width]
-                    of_global = (arguments[0], size * len(values), active)
-                    places = (self._global(*of_global) if space == "global" else self._shared(*of_global, space))[
-                        active
-                    ]
-                    if (places[:, 0] % (size * len(values))).any():
-                        raise RuntimeError("an access is not aligned")
-                    if self.races and space != "global":
-                        self.races.store(np.flatnonzero(active), places)
-                    raw = np.stack([bits(v).astype(f"<u{size}") for v in values], 1).view(np.uint8)[active]
-                    (self.memory if space == "global" else self.shared)[places] = raw
-                    if space == "global":
-                        np.add.at(self.written, places, 1)
-                case _:
-                    raise NotImplementedError(".".join(name))
+        match name:
+            case ["mov", "b32"] if isinstance(arguments[0], tuple):
+                for i, half in enumerate(arguments[0]):
+                    self._put(half, bits(arguments[1]) >> U64(16 * i) & U64(0xFFFF), active)
+            case ["mov", "b64"]:
+                put(bits(arguments[1]))
+            case ["mov", _]:
+                put(low(arguments[1]))
+            case ["add", "s64"]:
+                put(bits(arguments[1]) + bits(arguments[2]))
+            case ["add" | "sub" as way, "s32"]:
+                put((np.add if way == "add" else np.subtract)(bits(arguments[1]), bits(arguments[2])) & U64(0xFFFFFFFF))
+            case ["min", "s32"]:
+                put(np.minimum(*(low(x).astype(U32).view(np.int32) for x in arguments[1:])).view(U32).astype(U64))
+            case ["xor", "b32"]:
+                put((bits(arguments[1]) ^ bits(arguments[2])) & U64(0xFFFFFFFF))
+            case ["mul", "lo", "s32"]:
+                put((bits(arguments[1]) * bits(arguments[2])) & U64(0xFFFFFFFF))
+            case ["mul", "wide", "u32"]:
+                put(low(arguments[1]) * low(arguments[2]))
+            case ["mad", "lo", "s32"]:
+                put((bits(arguments[1]) * bits(arguments[2]) + bits(arguments[3])) & U64(0xFFFFFFFF))
+            case ["mad", "wide", "u32"]:
+                put(low(arguments[1]) * low(arguments[2]) + bits(arguments[3]))
+            case ["and", "b32"]:
+                put(bits(arguments[1]) & bits(arguments[2]))
+            case ["and", "pred"]:
+                put(bits(arguments[1]) & bits(arguments[2]))
+            case ["shl" | "shr" as way, _]:
+                shift = np.left_shift if way == "shl" else np.right_shift
+                put(shift(low(arguments[1]), bits(arguments[2])) & U64(0xFFFFFFFF))
+            case ["setp", relation, "s32" | "u32" as kind]:
+                a, b = (bits(x).astype(U32).view(np.int32 if kind == "s32" else U32) for x in arguments[1:])
+                put({"lt": np.less, "ge": np.greater_equal, "eq": np.equal}[relation](a, b))
+            case ["setp", "eq" | "gt" as relation, "f32"]:
+                a, b = real(arguments[1]), real(arguments[2])
+                put(a == b if relation == "eq" else a > b)
+            case ["setp", "nan", "f32"]:
+                put(np.isnan(real(arguments[1])) | np.isnan(real(arguments[2])))
+            case ["selp", "f32"]:
+                put(np.where(bits(arguments[3]), real(arguments[1]), real(arguments[2])))
+            case ["abs", "f32"]:
+                put(np.abs(real(arguments[1])))
+            case ["max" | "min" as which, "f32"]:  # of a number and NaN, the number
+                put((np.fmax if which == "max" else np.fmin)(real(arguments[1]), real(arguments[2])))
+            case ["max", "bf16x2" | "f16x2" as kind]:  # likewise
+                halves = (low(x).astype(U32).view(HALF[kind[:-2]]) for x in arguments[1:])
+                a, b = (half.astype(np.float32) for half in halves)
+                put(np.fmax(a, b).astype(HALF[kind[:-2]]).view(U32).astype(U64))
+            case ["add" | "sub" | "mul" as which, "rn", "f32"]:
+                way = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[which]
+                put(way(real(arguments[1]), real(arguments[2])))
+            case ["rcp", "rn", "f32"] | ["rcp", "approx", "ftz", "f32"]:
+                put(np.float32(1) / real(arguments[1]))
+            case ["ex2", "approx", "ftz", "f32"]:
+                value = np.exp2(real(arguments[1]).astype(np.float64)).astype(np.float32)
+                put(np.where(value < 2.0**-126, np.float32(0), value))
+            case ["lg2", "approx", "f32"]:
+                put(np.log2(real(arguments[1]).astype(np.float64)).astype(np.float32))
+            case ["shfl", "sync", "bfly", "b32"]:
+                distance = int(arguments[2])
+                put(bits(arguments[1])[np.arange(self.threads) ^ distance])
+            case ["cvt", "f32", "f16"]:
+                put(bits(arguments[1]).astype(np.uint16).view(np.float16).astype(np.float32))
+            case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
+                high, lower = (real(x).astype(HALF[kind[:-2]]).view(np.uint16).astype(U64) for x in arguments[1:])
+                put(high << U64(16) | lower)
+            case ["cvt", "rn", "bf16" | "f16" as kind, "f32"]:
+                put(real(arguments[1]).astype(HALF[kind]).view(np.uint16).astype(U64))
+            case ["mapa", "shared::cluster", "u32"]:
+                put(low(arguments[1]) + bits(arguments[2]) * U64(self.shared_bytes))
+            case ["fence", "proxy", "async", *_]:
+                assert self.races is not None
+                self.races.fence(np.flatnonzero(active))
+            case ["fence", "acq_rel", *_] if self.races is not None:
+                self.races.complete_loads(np.flatnonzero(active))
+            case ["fence", *_]:
+                pass
+            case ["mbarrier", *_]:
+                self._mbarrier(name, arguments, active)
+            case ["cp", "async", "bulk", "global", *_]:
+                self._bulk_store(arguments, active)
+            case ["cp", "async", "bulk", "commit_group"]:
+                self._commit(active)
+            case ["cp", "async", "bulk", "wait_group", "read"] if arguments == ["0"]:
+                self._wait_for_bulk_stores(active)
+            case ["cp", "async", "bulk", *_]:
+                self._bulk_copy(arguments, active)
+            case ["st", "async", *_]:
+                self._store_to_cluster(arguments, active)
+            case ["ld", space, *_, width]:
+                targets = arguments[0] if isinstance(arguments[0], tuple) else (arguments[0],)
+                memory = self.shared if space == "shared" else self.memory
+                found = self._shared if space == "shared" else self._global
+                places = found(arguments[1], 4 * len(targets), active)[active]
+                if not width[1:] == "32" or (places[:, 0] % (4 * len(targets))).any():
+                    raise RuntimeError("an access is not aligned")
+                if self.races and space == "shared":
+                    self.races.load(np.flatnonzero(active), places)
+                words = np.zeros((self.threads, len(targets)), U32)
+                words[active] = memory[places].view(U32)
+                for i, target in enumerate(targets):
+                    self._put(target, words[:, i].astype(U64), active)
+            case ["st", space, *_, width]:
+                values = arguments[1] if isinstance(arguments[1], tuple) else (arguments[1],)
+                size = WIDTHS[width]
+                of_global = (arguments[0], size * len(values), active)
+                places = (self._global(*of_global) if space == "global" else self._shared(*of_global, space))[active]
+                if (places[:, 0] % (size * len(values))).any():
+                    raise RuntimeError("an access is not aligned")
+                if self.races and space != "global":
+                    self.races.store(np.flatnonzero(active), places)
+                raw = np.stack([bits(v).astype(f"<u{size}") for v in values], 1).view(np.uint8)[active]
+                (self.memory if space == "global" else self.shared)[places] = raw
+                if space == "global":
+                    np.add.at(self.written, places, 1)
+            case _:
+                raise NotImplementedError(".".join(name))
 
 
 def _decode(line: str) -> tuple[str | None, list[str], list[Any]]:
