@@ -31,8 +31,13 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imported(module: str) -> Iterator[str]:
+@ft.cache
+def imported(module: str) -> tuple[str, ...]:
     """The modules of the package that a module imports, wherever in it."""
+    return tuple(_imported(module))
+
+
+def _imported(module: str) -> Iterator[str]:
     for node in ast.walk(modules()[module]):
         if isinstance(node, ast.ImportFrom) and node.module:
             full = (f"{node.module}.{alias.name}" for alias in node.names)
