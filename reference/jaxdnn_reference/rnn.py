@@ -11,7 +11,12 @@ Of a sequence x_1, x_2, ... and a state h, gate by gate, with the columns of W, 
 
 "reverse" runs from a sequence's last step to its first; "bidirectional" is a layer of each, whose results lie side by
 side, and whose weights and states have an axis of 2 in front. A sequence ends with its length: later results are
-`fill`, and the final state is the one after its last step, of no steps the initial one.
+`fill`, and the final state is the one after its last step, of no steps the initial one. Where resets[t] is true no
+state passes between the steps t - 1 and t, in either direction: it is 0 before the later one of the two.
+
+Without W, a is x, once for every gate. An R of heads is block-diagonal: of every gate's columns, head by head, each
+head has its own R and P. Of several layers each reads y of the one before, after dropout(y, key, rate, (l - 1) 2^48),
+y as (N, T, columns), in layer l = 1, 2, ...
 
 arithmetic "golden": float64, nothing is rounded to the inputs' type. "ordered": float32 (float64 for float64); each
 product and each sum is rounded. A sum of products starts from 0 and takes them in the order of the index; the biases
@@ -32,10 +37,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdnn_reference.dropout import dropout as drop
 from jaxdnn_reference.rounding import round_to
 from jaxdnn_reference.tensor import wide
 
 Array = np.ndarray[Any, Any]
+Layers = Array | Sequence[Array | None]  # of one layer, or one for each
 GATES = {"lstm": 4, "gru_after": 3, "gru_before": 3, "tanh": 1, "relu": 1}
 
 
@@ -52,78 +59,90 @@ class Arithmetic(NamedTuple):
 
 def lstm(
     x: Array,
-    w: Array,
-    r: Array,
+    w: Layers | None,
+    r: Layers,
     /,
     *,
-    bias: Array | None = None,
-    recurrent_bias: Array | None = None,
-    projection: Array | None = None,
-    h0: Array | None = None,
-    c0: Array | None = None,
+    bias: Layers | None = None,
+    recurrent_bias: Layers | None = None,
+    projection: Layers | None = None,
+    h0: Layers | None = None,
+    c0: Layers | None = None,
     lengths: Array | None = None,
+    resets: Array | None = None,
     direction: str = "forward",
     clip: Sequence[float] | None = None,
+    dropout: float = 0.0,
+    dropout_key: Any = None,
     fill: float = 0.0,
     layout: str = "NTC",
     arithmetic: str = "golden",
-) -> tuple[Array, tuple[Array, Array]]:
-    """y, and the final h and c."""
+) -> tuple[Array, tuple[Any, Any]]:
+    """y, and the final h and c, of several layers tuples."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias, "p": projection}
-    order: dict[str, Any] = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
-    y, (h, c) = layer("lstm", x, weights, (h0, c0), **order, clip=clip, arithmetic=arithmetic)
+    order: dict[str, Any] = {"lengths": lengths, "resets": resets, "direction": direction, "layout": layout}
+    order |= {"dropout": dropout, "key": dropout_key, "fill": fill}
+    y, (h, c) = layers("lstm", x, weights, (h0, c0), **order, clip=clip, arithmetic=arithmetic)
     return y, (h, c)
 
 
 def gru(
     x: Array,
-    w: Array,
-    r: Array,
+    w: Layers | None,
+    r: Layers,
     /,
     *,
-    bias: Array | None = None,
-    recurrent_bias: Array | None = None,
-    h0: Array | None = None,
+    bias: Layers | None = None,
+    recurrent_bias: Layers | None = None,
+    h0: Layers | None = None,
     lengths: Array | None = None,
+    resets: Array | None = None,
     direction: str = "forward",
     reset_gate: str = "after",
+    dropout: float = 0.0,
+    dropout_key: Any = None,
     fill: float = 0.0,
     layout: str = "NTC",
     arithmetic: str = "golden",
-) -> tuple[Array, Array]:
-    """y, and the final h."""
+) -> tuple[Array, Any]:
+    """y, and the final h, of several layers a tuple."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
-    order: dict[str, Any] = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
-    y, (h,) = layer(f"gru_{reset_gate}", x, weights, (h0,), **order, arithmetic=arithmetic)
+    order: dict[str, Any] = {"lengths": lengths, "resets": resets, "direction": direction, "layout": layout}
+    order |= {"dropout": dropout, "key": dropout_key, "fill": fill}
+    y, (h,) = layers(f"gru_{reset_gate}", x, weights, (h0,), **order, arithmetic=arithmetic)
     return y, h
 
 
 def rnn(
     x: Array,
-    w: Array,
-    r: Array,
+    w: Layers | None,
+    r: Layers,
     /,
     *,
-    bias: Array | None = None,
-    recurrent_bias: Array | None = None,
-    h0: Array | None = None,
+    bias: Layers | None = None,
+    recurrent_bias: Layers | None = None,
+    h0: Layers | None = None,
     lengths: Array | None = None,
+    resets: Array | None = None,
     direction: str = "forward",
     activation: str = "tanh",
+    dropout: float = 0.0,
+    dropout_key: Any = None,
     fill: float = 0.0,
     layout: str = "NTC",
     arithmetic: str = "golden",
-) -> tuple[Array, Array]:
-    """y, and the final h."""
+) -> tuple[Array, Any]:
+    """y, and the final h, of several layers a tuple."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
-    order: dict[str, Any] = {"lengths": lengths, "direction": direction, "fill": fill, "layout": layout}
-    y, (h,) = layer(activation, x, weights, (h0,), **order, arithmetic=arithmetic)
+    order: dict[str, Any] = {"lengths": lengths, "resets": resets, "direction": direction, "layout": layout}
+    order |= {"dropout": dropout, "key": dropout_key, "fill": fill}
+    y, (h,) = layers(activation, x, weights, (h0,), **order, arithmetic=arithmetic)
     return y, h
 
 
 def lstm_cell(
     x: Array,
-    w: Array,
+    w: Array | None,
     r: Array,
     h: Array,
     c: Array,
@@ -142,7 +161,7 @@ def lstm_cell(
 
 def gru_cell(
     x: Array,
-    w: Array,
+    w: Array | None,
     r: Array,
     h: Array,
     /,
@@ -159,7 +178,7 @@ def gru_cell(
 
 def rnn_cell(
     x: Array,
-    w: Array,
+    w: Array | None,
     r: Array,
     h: Array,
     /,
@@ -174,7 +193,55 @@ def rnn_cell(
     return rnn(x[:, None], w, r, **weights, h0=h, activation=activation, arithmetic=arithmetic)[1]
 
 
-# ---- a layer -----------------------------------------------------------------------------------------------------
+# ---- layers ------------------------------------------------------------------------------------------------------
+
+
+def layers(
+    cell: str,
+    x: Array,
+    weights: dict[str, Any],
+    initial: Sequence[Any],
+    *,
+    dropout: float,
+    key: Any,
+    fill: float,
+    layout: str,
+    arithmetic: str,
+    **own: Any,
+) -> tuple[Array, Sequence[Any]]:
+    """y of the last layer and the final states of all: of each state a tuple, if there is a sequence of layers."""
+    own |= {"layout": layout, "arithmetic": arithmetic}
+    if not isinstance(weights["r"], tuple | list):
+        return layer(cell, x, weights, initial, fill=fill, **own)
+    of = lambda v, i: None if v is None else v[i]
+    turned = lambda y: y if layout == "NTC" else y.swapaxes(0, 1)
+    y, states, count = x, [], len(weights["r"])
+    for i in range(count):
+        if i and dropout:
+            y = turned(drop(turned(y), key, rate=dropout, offset=(i - 1) * 2**48, arithmetic=arithmetic))
+        given = {name: of(v, i) for name, v in weights.items()}
+        behind = fill if i == count - 1 else 0.0
+        y, final = layer(cell, y, given, [of(v, i) for v in initial], fill=behind, **own)
+        states.append(final)
+    return y, list(zip(*states, strict=True))
+
+
+def by_heads(
+    heads: int, cell: str, x: Array, weights: dict[str, Any], initial: Sequence[Any], **own: Any
+) -> tuple[Array, list[Array]]:
+    """Head j has its part of the columns of every gate, and its own recurrent matrix and projection."""
+    each = []
+    for j in range(heads):
+        part = lambda v, gates, j=j: v.reshape(*v.shape[:-1], gates, heads, -1)[..., j, :].reshape(*v.shape[:-1], -1)
+        given = {name: v[j] for name, v in weights.items() if name in ("r", "p") and v is not None}
+        if weights["w"] is None:
+            given["w"], columns = None, part(x, 1)
+        else:
+            columns = x
+        given |= {n: part(weights[n], GATES[cell]) for n in ("w", "b", "d") if weights.get(n) is not None}
+        each.append(layer(cell, columns, given, [None if v is None else part(v, 1) for v in initial], **own))
+    y, states = zip(*each, strict=True)
+    return np.concatenate(y, -1), [np.concatenate(of_heads, -1) for of_heads in zip(*states, strict=True)]
 
 
 def layer(
@@ -184,6 +251,7 @@ def layer(
     initial: Sequence[Array | None],
     *,
     lengths: Array | None,
+    resets: Array | None = None,
     direction: str,
     fill: float,
     layout: str,
@@ -191,8 +259,9 @@ def layer(
     arithmetic: str = "golden",
 ) -> tuple[Array, list[Array]]:
     """y and the final states."""
+    order: dict[str, Any] = dict(lengths=lengths, resets=resets, fill=fill, layout=layout)
+    order |= dict(clip=clip, arithmetic=arithmetic)
     if direction == "bidirectional":
-        order: dict[str, Any] = dict(lengths=lengths, fill=fill, layout=layout, clip=clip, arithmetic=arithmetic)
         of = lambda v, i: None if v is None else v[i]
         both = []
         for i, one in enumerate(("forward", "reverse")):
@@ -200,7 +269,10 @@ def layer(
             both.append(layer(cell, x, own, [of(v, i) for v in initial], direction=one, **order))
         (y, final), (z, others) = both
         return np.concatenate([y, z], -1), [np.stack(pair) for pair in zip(final, others, strict=True)]
-    x = x if layout == "NTC" else x.swapaxes(0, 1)
+    if weights["r"].ndim == 3:
+        return by_heads(len(weights["r"]), cell, x, weights, initial, direction=direction, **order)
+    if layout == "TNC":
+        x, resets = x.swapaxes(0, 1), None if resets is None else resets.T
     n, steps, _ = x.shape
     k, numbers = (GOLDEN if arithmetic == "golden" else ordered(x.dtype)), {"x": x, **weights}
     known = {name: wide(v, arithmetic) for name, v in numbers.items() if v is not None}
@@ -215,6 +287,9 @@ def layer(
         time = range(count) if direction == "forward" else range(count)[::-1]
         state = tuple(v[i] for v in given)
         for t in time:
+            begun = t if direction == "forward" else t + 1
+            if resets is not None and begun < count and resets[i, begun]:
+                state = tuple(np.zeros_like(v) for v in state)
             state = step(k, cell, known, known["x"][i, t], state, clip)
             y[i, t] = state[0]
         for whole, own in zip(last, state, strict=True):
@@ -230,7 +305,8 @@ def step(
     """The state after a step; of vectors, or of one row a sequence."""
     h, hidden = state[0], v["r"].shape[1] // GATES[cell]
     part = lambda z, gate: z[..., gate * hidden : (gate + 1) * hidden]
-    none, a = np.zeros(v["w"].shape[1], v["w"].dtype), k.dot(x, v["w"])
+    a = k.dot(x, v["w"]) if "w" in v else np.concatenate([x] * GATES[cell], -1)
+    none = np.zeros(v["r"].shape[1], v["r"].dtype)
     b, d = v.get("b", none), v.get("d", none)
     if cell == "gru_after":
         s = k.dot(h, v["r"])

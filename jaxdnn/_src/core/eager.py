@@ -67,6 +67,9 @@ def program(function: Function) -> Function:
         if known or (kind is np.ndarray and name in takes_arrays and not _is_integer(value)):
             operands.append(value)
             return _OPERAND
+        if kind in (list, tuple) and name in takes_arrays and all(v is None or _is_operand(v) for v in value):
+            operands.append(value)  # a layer's weights beside another's
+            return _OPERAND
         if name in readers and (operand := readers[name](value)) is not None:
             operands.append(operand)
             return _OPERAND
@@ -113,6 +116,10 @@ def _is_array(value: Any) -> bool:
     if isinstance(value, Tracer):
         raise TypeError("a traced value outside of its transformation")
     return _arrays.setdefault(type(value), isinstance(value, Array))
+
+
+def _is_operand(value: Any) -> bool:
+    return isinstance(value, Array) or (type(value) is np.ndarray and not _is_integer(value))
 
 
 def _is_integer(value: np.ndarray) -> bool:

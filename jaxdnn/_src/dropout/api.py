@@ -65,13 +65,13 @@ class DropoutState:
         return {"seed": seed, "offset": BLOCK * used % 2**64}
 
 
-def _operand(key: Any) -> Any:
+def operand(key: Any) -> Any:
     """A key that is no array as an operand of a call's program."""
     return key if isinstance(key, DropoutState) else primitive.words(_below_2_64("key", key))
 
 
 @public
-@data(key=_operand)
+@data(key=operand)
 def dropout(
     x: ArrayLike,
     key: ArrayLike | DropoutState,
@@ -165,7 +165,7 @@ def dropout(
 
 
 @public
-@data(key=_operand)
+@data(key=operand)
 def dropout_mask(
     key: ArrayLike | DropoutState,
     shape: tuple[int, ...],

@@ -27,11 +27,13 @@ LAYERS: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         "plain": (("bias",), {}),
         "lengths": (("bias", "recurrent_bias", "h0", "c0", "lengths"), {"direction": "reverse", "fill": -1.5}),
         "projected": (("recurrent_bias", "projection", "lengths"), {"clip": (-0.25, 0.375)}),
+        "resets": (("bias", "h0", "lengths", "resets"), {}),
     },
     "gru": {
         "after": (("bias", "recurrent_bias", "h0", "lengths"), {}),
         "before": (("bias", "recurrent_bias"), {"reset_gate": "before", "direction": "reverse"}),
         "both": (("recurrent_bias", "h0", "lengths"), {"direction": "bidirectional"}),
+        "heads": (("recurrent_bias", "h0", "resets"), {"direction": "reverse"}),
     },
     "rnn": {
         "tanh": (("bias", "h0", "lengths"), {}),
@@ -44,7 +46,8 @@ LAYERS: dict[str, dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "gru_cell": {"after": (("recurrent_bias",), {}), "before": (("bias",), {"reset_gate": "before"})},
     "rnn_cell": {"tanh": (("bias",), {}), "relu": ((), {"activation": "relu"})},
 }
-BATCHED = ("x", "h0", "c0", "lengths", "h", "c")
+MARKS = ("lengths", "resets")
+BATCHED = ("x", "h0", "c0", "h", "c", *MARKS)
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
 LOGISTIC, TANH = 5.0, 10.0  # roundings, as for activations; and the least exponential of a sigmoid
 LEAST = {"float32": 2.0**-99, "float64": 2.0**-990}
@@ -70,6 +73,11 @@ class RnnCase(Case):
     @property
     def both(self) -> bool:
         return self._kind[1].get("direction") == "bidirectional"
+
+    @property
+    def heads(self) -> int | None:
+        """How many the recurrent matrix has, if it has any."""
+        return None if not self.variant.endswith("heads") else 5 if self.units % 5 == 0 else 1
 
     @property
     def cell(self) -> str:
@@ -109,17 +117,20 @@ class RnnCase(Case):
         shapes = {"w": (self.inputs, wide), "r": (p, wide), "bias": (wide,), "recurrent_bias": (wide,)}
         shapes |= {"x": (n, self.inputs) if self.op.endswith("_cell") else (n, self.steps, self.inputs)}
         shapes |= {"projection": (h, p), "h0": (n, p), "h": (n, p), "c0": (n, h), "c": (n, h)}
+        if self.heads is not None:
+            shapes["r"] = (self.heads, p // self.heads, wide // self.heads)
         if self.both:
             shapes |= {name: (2, *shape) for name, shape in shapes.items() if name != "x"}
         scale = {"r": 1.5 / max(p, 1), "projection": 1.5 / max(h, 1)}
         lengths = rng.integers(0, self.steps + 1, n).astype(np.int32)
-        made = {name: rng.normal(size=shapes[name]) * scale.get(name, 1) for name in self.names if name != "lengths"}
+        made = {name: rng.normal(size=shapes[name]) * scale.get(name, 1) for name in self.names if name not in MARKS}
         x = made["x"]
         if kind == "special":
             x[0, ..., -1:] = np.nan  # of one sequence, which no other shows
             if "lengths" in self.names:
                 x[np.arange(self.steps) >= lengths[:, None]] = np.inf  # is not read
         typed = {name: v.astype(self.in_dtype) for name, v in made.items()} | {"lengths": lengths}
+        typed["resets"] = rng.uniform(size=(n, self.steps)) < 0.25
         return tuple(typed[name] for name in self.names)
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
@@ -148,6 +159,8 @@ class RnnCase(Case):
         k, exact = _bounds(self.in_dtype, accumulation, self._kind[1].get("clip", ()))
         short = {"bias": "b", "recurrent_bias": "d", "projection": "p"}
         weights = {short.get(name, name): v[name].astype(np.float64) for name in self.names if name not in BATCHED}
+        if self.heads is not None:
+            weights["r"] = _block_diagonal(weights["r"], GATES[self.cell])
         given = [next((v[name] for name in (s, f"{s}0") if name in v), None) for s in ("h", "c")]
         sizes = (weights["r"].shape[0], self.units)[: 2 if self.cell == "lstm" else 1]
         states: tuple[Bounded, ...] = tuple(
@@ -155,8 +168,11 @@ class RnnCase(Case):
             for s, size in zip(given, sizes, strict=False)
         )
         live = np.arange(steps) < v.get("lengths", np.full(n, steps))[:, None]
+        begun = v.get("resets", np.zeros((n, steps), bool)) & live
+        begun = np.concatenate([begun[:, 1:], np.zeros((n, 1), bool)], 1) if reverse else begun
         y = np.zeros((n, steps, sizes[0]))
         for t in range(steps)[:: -1 if reverse else 1]:
+            states = tuple(exact(np.zeros(s.value.shape)).where(begun[:, t, None], s) for s in states)
             new = step(k, self.cell, weights, np.where(live[:, t, None], x[:, t], 0), states, self._kind[1].get("clip"))
             y[:, t] = np.where(live[:, t, None], new[0].unrounded, 0)
             states = tuple(a.where(live[:, t, None], b) for a, b in zip(new, states, strict=True))
@@ -167,6 +183,15 @@ class RnnCase(Case):
 
     def describe(self) -> dict[str, Any]:
         return {"steps": self.steps, "inputs": self.inputs, "units": self.units, **self._kind[1]}
+
+
+def _block_diagonal(r: np.ndarray, gates: int) -> np.ndarray:
+    """The matrix of heads, (K, H/K, G H/K), as one."""
+    heads, rows, wide = r.shape
+    found = np.zeros((heads, rows, gates, heads, wide // gates))
+    for j in range(heads):
+        found[j, :, :, j] = r[j].reshape(rows, gates, -1)
+    return found.reshape(heads * rows, heads * wide)
 
 
 def _leaves(found: Any) -> tuple[np.ndarray, ...]:

@@ -9,10 +9,10 @@ x and w have the call's dtype, y that of the accumulator. Of the recurrence:
 
 | op | operands | results |
 |---|---|---|
-| rnn | a, r, [p], [q], h, [c], [lengths] | y, h, [c] |
+| rnn | a, r, [p], [q], h, [c], [lengths], [resets] | y, h, [c] |
 | rnn_saved | the same | and gates, [cells], [u] |
-| rnn_tangent | e, h, [c]; r, [p], gates, [before], [cells_before], [lengths] | y, h, [c], tangents |
-| rnn_backward | y, h, [c]; r, [p], gates, [before], [cells_before], [lengths] | e, h, [c], cotangents |
+| rnn_tangent | e, h, [c]; r, [p], gates, [before], [cells_before], [lengths], [resets] | y, h, [c], tangents |
+| rnn_backward | y, h, [c]; r, [p], gates, [before], [cells_before], [lengths], [resets] | e, h, [c], cotangents |
 
 The last two are linear in the operands before the semicolon, and each is the other's transpose. `steps` says what e is,
 and why weights need not be among those: the tangents and gradients of r and p are products of the form above. Arrays
@@ -38,7 +38,7 @@ from jaxdnn._src.rnn import steps
 # Of every array its last axes: t steps, n sequences, others of its own. Those without n are weights.
 AXES = {
     **dict.fromkeys(("a", "e", "y", "gates", "cells", "u", "before", "cells_before"), "tn."),
-    **{"h": "n.", "c": "n.", "lengths": "n", "r": "..", "p": "..", "q": "."},
+    **{"h": "n.", "c": "n.", "lengths": "n", "resets": "tn", "r": "..", "p": "..", "q": "."},
 }
 
 
@@ -48,7 +48,8 @@ class RnnSpec:
 
     Attributes:
       cell: a key of `steps.GATES`; reverse: whether the last step comes first.
-      clip: the limits of an LSTM's cell; projected: whether it has a projection; ragged: whether there are lengths.
+      clip: the limits of an LSTM's cell; projected: whether it has a projection; ragged: whether there are lengths;
+        resets: whether there are steps before which the states are set to 0.
       narrow: the dtype of weights, x and h.
     """
 
@@ -57,6 +58,7 @@ class RnnSpec:
     clip: tuple[float, float] | None
     projected: bool
     ragged: bool
+    resets: bool
     narrow: Any
     engine: str | None
     level: str
@@ -79,19 +81,20 @@ class RnnSpec:
         return ("r", *(["p"] if self.projected else []))
 
     @property
-    def _lengths(self) -> tuple[str, ...]:
-        return ("lengths",) if self.ragged else ()
+    def marks(self) -> tuple[str, ...]:
+        """The operands, behind all others, that have no derivative."""
+        return (*(["lengths"] if self.ragged else []), *(["resets"] if self.resets else []))
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Of `rnn` and `rnn_saved`."""
-        return ("a", *self._weights, *(["q"] if self.cell == "gru_after" else []), *self.states, *self._lengths)
+        return ("a", *self._weights, *(["q"] if self.cell == "gru_after" else []), *self.states, *self.marks)
 
     @property
     def coefficients(self) -> tuple[str, ...]:
         """Of the two linear ops, the operands in which they are not linear."""
         before = ["cells_before"] if self.cell == "lstm" else ["before"] if self.cell.startswith("gru") else []
-        return (*self._weights, "gates", *before, *self._lengths)
+        return (*self._weights, "gates", *before, *self.marks)
 
 
 def operands_of(op: str, spec: RnnSpec) -> tuple[str, ...]:
@@ -159,7 +162,7 @@ def _jvp(spec: RnnSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def _before(spec: RnnSpec, v: dict[str, Any], after: Array, initial: Array) -> Array:
-    """The states before each step, from those after it; 0 behind a sequence's end."""
+    """The states before each step, from those after it; 0 behind a sequence's end, and before what begins anew."""
     axis = after.ndim - 3
     if not after.shape[axis]:
         return after
@@ -168,11 +171,13 @@ def _before(spec: RnnSpec, v: dict[str, Any], after: Array, initial: Array) -> A
         found = lax.concatenate([lax.slice_in_dim(after, 1, last + 1, axis=axis), first], axis)
     else:
         found = lax.concatenate([first, lax.slice_in_dim(after, 0, last, axis=axis)], axis)
-    if not spec.ragged:
-        return found
-    time = lax.broadcasted_iota(jnp.int32, after.shape, axis)
-    live = time < jnp.expand_dims(v["lengths"], (axis, after.ndim - 1))
-    return jnp.where(live, found, jnp.zeros_like(found))
+    if spec.ragged:
+        time = lax.broadcasted_iota(jnp.int32, after.shape, axis)
+        live = time < jnp.expand_dims(v["lengths"], (axis, after.ndim - 1))
+        found = jnp.where(live, found, jnp.zeros_like(found))
+    if spec.resets:
+        found = jnp.where(jnp.expand_dims(v["resets"], after.ndim - 1), jnp.zeros_like(found), found)
+    return found
 
 
 def _entering(spec: RnnSpec, v: dict[str, Any], d: dict[str, Any]) -> Array:
@@ -217,7 +222,7 @@ def _sum(parts: Sequence[Array | None], like: Array) -> Array:
 
 def _saved_jvp(spec: RnnSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
     found = bind("rnn_saved", *primals, spec=spec)
-    terms = primitives.along_others(ft.partial(formula, "rnn_saved", spec), primals, tangents, 0, int(spec.ragged))
+    terms = primitives.along_others(ft.partial(formula, "rnn_saved", spec), primals, tangents, 0, len(spec.marks))
     return found, primitives.added(found, terms)
 
 
@@ -227,7 +232,7 @@ def _linear_jvp(op: str, spec: RnnSpec, primals: Any, tangents: Any) -> tuple[An
     terms = []
     if not all(isinstance(t, ad.Zero) for t in own):
         terms = [bind(op, *map(ad.instantiate_zeros, own), *primals[linear:], spec=spec)]
-    terms += primitives.along_others(ft.partial(formula, op, spec), primals, tangents, linear, int(spec.ragged))
+    terms += primitives.along_others(ft.partial(formula, op, spec), primals, tangents, linear, len(spec.marks))
     return found, primitives.added(found, terms)
 
 

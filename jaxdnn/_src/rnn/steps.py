@@ -63,26 +63,27 @@ def forward(k: Arithmetic, spec: Any, v: Values, wanted: Collection[str]) -> dic
     """y, of which steps behind a sequence's end repeat its state, the final h and c; and, if wanted, what derivatives
     take: gates (T, N, ...), the cells (T, N, H), and u, the operand of a second product (T, N, H)."""
     wide = v["a"].dtype
-    keep = _keeper(spec, v)
+    keep, start = _keeper(spec, v), _starter(spec)
 
     def step(state: dict[str, Array], at: Values) -> tuple[dict[str, Array], dict[str, Array]]:
         # Behind the end from 0: the slopes of what NaN or infinity gives are NaN, and derivatives 0 times them.
-        known = keep(at, state, {name: jnp.zeros_like(x) for name, x in state.items()})
+        known = keep(at, start(at, state), {name: jnp.zeros_like(x) for name, x in state.items()})
         new, saved = CELLS[spec.cell](k, spec, v, at["a"], {**known, "h": known["h"].astype(wide)})
         new = keep(at, {**new, "h": k.narrow(new["h"], spec.narrow)}, state)
         saved |= {"y": new["h"], **({"cells": new["c"]} if "c" in new else {})}
         return new, {name: x for name, x in saved.items() if name in wanted}
 
-    return _scanned(step, {name: v[name] for name in ("h", "c") if name in v}, {"a": v["a"]}, spec.reverse)
+    arrays = {name: v[name] for name in ("a", "resets") if name in v}
+    return _scanned(step, {name: v[name] for name in ("h", "c") if name in v}, arrays, spec.reverse)
 
 
 def tangent(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
     """The tangents of y and of the final states, along e and those of the initial ones."""
     wide = v["e"].dtype
-    keep = _keeper(spec, v)
+    keep, start = _keeper(spec, v), _starter(spec)
 
     def step(state: dict[str, Array], at: Values) -> tuple[dict[str, Array], dict[str, Array]]:
-        new = keep(at, TANGENTS[spec.cell](k, spec, v, at, state), state)
+        new = keep(at, TANGENTS[spec.cell](k, spec, v, at, start(at, state)), state)
         return new, {"y": k.narrow(new["h"], spec.narrow)}
 
     states = {name: v[name].astype(wide) for name in ("h", "c") if name in v}
@@ -93,19 +94,19 @@ def tangent(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
 def backward(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:
     """The transpose: the cotangents of e and of the initial states, of those of y and of the final ones."""
     wide = v["gates"].dtype
-    keep = _keeper(spec, v)
+    keep, start = _keeper(spec, v), _starter(spec)
 
     def step(state: dict[str, Array], at: Values) -> tuple[dict[str, Array], dict[str, Array]]:
         state = {**state, "h": state["h"] + at["y"].astype(wide)}
         new, e = TRANSPOSES[spec.cell](k, spec, v, at, state)
-        return keep(at, new, state), keep(at, {"e": e}, {"e": jnp.zeros_like(e)})
+        return keep(at, start(at, new), state), keep(at, {"e": e}, {"e": jnp.zeros_like(e)})
 
     states = {name: v[name].astype(wide) for name in ("h", "c") if name in v}
     found = _scanned(step, states, {name: v[name] for name in ("y", *SAVED) if name in v}, not spec.reverse)
     return {**found, "h": k.narrow(found["h"], spec.narrow)}
 
 
-SAVED = ("gates", "before", "cells_before")
+SAVED = ("gates", "before", "cells_before", "resets")
 
 
 def _keeper(spec: Any, v: Values) -> Callable[[Values, dict[str, Array], dict[str, Array]], dict[str, Array]]:
@@ -118,6 +119,14 @@ def _keeper(spec: Any, v: Values) -> Callable[[Values, dict[str, Array], dict[st
         return {name: jnp.where(live, new[name], old[name]) for name in new}
 
     return keep
+
+
+def _starter(spec: Any) -> Callable[[Values, dict[str, Array]], dict[str, Array]]:
+    """What sets states, or what is due to them, to 0 before a step with which a sequence begins anew."""
+    if not spec.resets:
+        return lambda at, state: state
+    anew = lambda at, x: jnp.where(jnp.expand_dims(at["resets"], 1), jnp.zeros_like(x), x)
+    return lambda at, state: {name: anew(at, x) for name, x in state.items()}
 
 
 def _scanned(step: Callable[..., Any], state: Any, arrays: dict[str, Array], reverse: bool) -> dict[str, Array]:
