@@ -63,6 +63,20 @@ def _jvp(spec: AttentionSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return found, bind("attention_tangent", *given.values(), *others, spec=along)
 
 
+def _transpose_in_v(spec: AttentionSpec, cts: Any, *operands: Any) -> list[Any]:
+    """y is linear in v alone: the gradient in v, which neither v nor y has a part in."""
+    names = operands_of("attention", spec)
+    if [n for n, x in zip(names, operands, strict=True) if primitives.is_linear_operand(x)] != ["v"]:
+        raise NotImplementedError("`attention` is linear in `v` alone.")
+    of_y, of_lse = map(ad.instantiate_zeros, cts)
+    v = names.index("v")
+    whole = [*operands[:v], jnp.zeros(operands[v].aval.shape, operands[v].aval.dtype), *operands[v + 1 :]]
+    found, count = bind("attention", *whole, spec=spec), len(spec.floats)
+    along = dataclasses.replace(spec, along=("v",))
+    (dv,) = bind("attention_dgrad", of_y, jnp.zeros_like(of_lse), *whole[:count], *found, *whole[count:], spec=along)
+    return [dv if i == v else None for i in range(len(operands))]
+
+
 def _linear_jvp(op: str, spec: AttentionSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
     found, linear = bind(op, *primals, spec=spec), _linear(op, spec)
     own, terms = tangents[:linear], []
@@ -160,7 +174,7 @@ def _on_device(
 
 
 _RULES: dict[str, dict[str, Any]] = {
-    "attention": {"jvp": _jvp},
+    "attention": {"jvp": _jvp, "transpose": _transpose_in_v},
     "attention_tangent": {
         "jvp": ft.partial(_linear_jvp, "attention_tangent"),
         "transpose": ft.partial(_transpose, "attention_tangent"),

@@ -6,9 +6,9 @@ axes where they are constant.
 
 | primitive | operands | results | linear in |
 |---|---|---|---|
-| `norm` | x, [scale], [bias] | y, mean, rstd, variance | - |
+| `norm` | x, [scale], [bias] | y, mean, rstd, variance | scale and bias together |
 | `norm_tangent` | of dx, dscale, dbias those there are; x, mean, rstd, [scale] | the tangent of y | the former |
-| `norm_dgrad` | dy, x, mean, rstd, [scale] | dx, dscale, dbias | dy |
+| `norm_dgrad` | dy, x, mean, rstd, [scale] | dx, dscale, dbias | dy; scale, but for dscale and dbias |
 
 The latter two have the bias too, after the scale, if y is behind an activation, whose slope they find.
 
@@ -33,6 +33,7 @@ from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, alike
 from jaxdnn._src.core.primitives import bind as bind
 from jaxdnn._src.core.primitives import call as call
+from jaxdnn._src.core.rounding import product
 from jaxdnn._src.norm.spec import NormSpec, reduced
 
 LINEAR = ("x", "scale", "bias")
@@ -80,6 +81,19 @@ def _norm_jvp(spec: NormSpec, primals: Sequence[Any], tangents: Sequence[Any]) -
     if "x" not in wanted:
         return found, (dy, *map(primitives.zero_tangent, found[1:]))
     return found, (dy, *_statistics_tangents(spec, x, mean, rstd, wanted["x"]))
+
+
+def _norm_transpose(spec: NormSpec, cts: Sequence[Any], x: Any, *parameters: Any) -> list[Array | None]:
+    """That of `norm_tangent` along those of scale and bias that there are, at the statistics of x."""
+    if spec.activation is not None or not all(map(primitives.is_linear_operand, parameters)) or not parameters:
+        raise NotImplementedError("A normalisation without activation is linear in `scale` and `bias` together.")
+    names = tuple(name for name, given in zip(LINEAR[1:], (spec.scale, spec.bias), strict=True) if given)
+    plain = dataclasses.replace(spec, scale=False, bias=False, converted=None)
+    _, mean, rstd, _ = bind("norm", x, spec=plain)
+    along = dataclasses.replace(plain, tangents=names)
+    if isinstance(cts[0], ad.Zero):
+        return [None] * (1 + len(names))
+    return [None, *_tangent_transpose(along, cts[0], *parameters, x, mean, rstd)[: len(names)]]
 
 
 def _statistics_tangents(spec: NormSpec, x: Array, mean: Array, rstd: Array, dx: Array) -> tuple[Array, Array, Array]:
@@ -131,9 +145,27 @@ def _summed_to(x: Array, aval: Any) -> Array:
 def _dgrad_transpose(spec: NormSpec, cts: Sequence[Any], *operands: Any) -> list[Array | None]:
     """`norm_tangent` of the cotangents of dx, dscale and dbias."""
     dy, *residuals = operands
+    if any(map(primitives.is_linear_operand, residuals)):
+        return _dgrad_transpose_of_scale(spec, cts[0], *operands)
     wanted = {name: ct for name, ct in zip(LINEAR, cts, strict=True) if not isinstance(ct, ad.Zero)}
     forth = dataclasses.replace(spec, tangents=tuple(wanted), out_dtype=np.dtype(dy.aval.dtype))
     return [bind("norm_tangent", *wanted.values(), *residuals, spec=forth), *(None for _ in residuals)]
+
+
+def _dgrad_transpose_of_scale(spec: NormSpec, ct: Any, *operands: Any) -> list[Array | None]:
+    """dx is a linear function of scale dy that is its own transpose, `norm_tangent` along x of a call without scale."""
+    dy, x, mean, rstd, *parameters = operands
+    others = (dy, x, mean, rstd, *parameters[1:])
+    if spec.activation is not None or any(map(primitives.is_linear_operand, others)):
+        raise NotImplementedError(
+            "The gradient of a normalisation is linear in `dy`, and in `scale` if there is no activation."
+        )
+    scale, found = parameters[0].aval, None
+    if not isinstance(ct, ad.Zero):
+        back = dataclasses.replace(spec, tangents=("x",), scale=False, bias=False, out_dtype=np.dtype(scale.dtype))
+        along = bind("norm_tangent", ct, x, mean, rstd, spec=back)
+        found = _summed_to(product(along, dy.astype(along.dtype)), scale)
+    return [None, None, None, None, found, *(None for _ in parameters[1:])]
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
@@ -195,7 +227,13 @@ def _on_device(op: str, spec: NormSpec, rank: int, run: Run, axes: Axes, *operan
 
 
 _RULES: dict[str, dict[str, Any]] = {
-    "norm": {"results": _norm_results, "jvp": _norm_jvp, "many": True, "words": "A normalisation"},
+    "norm": {
+        "results": _norm_results,
+        "jvp": _norm_jvp,
+        "transpose": _norm_transpose,
+        "many": True,
+        "words": "A normalisation",
+    },
     "norm_tangent": {
         "results": _tangent_result,
         "jvp": _tangent_jvp,
