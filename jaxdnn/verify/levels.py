@@ -47,13 +47,6 @@ SIZES = {
     "full": (*range(2, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024),
 }
 PLACES = {"quick": 3, "standard": 3, "full": 8}  # positions of the sample in the batch, from the first to the last
-PROCEDURES = {
-    "run_to_run": ("repeats", "under load", "recompilation", "poisoned output"),
-    "batch_invariant": ("alone", "batch sizes", "neighbours", "vmap", "eager", "company"),
-    "mesh_invariant": ("mesh",),
-    "portable": ("definition",),
-}
-EVERY = tuple(procedure for group in PROCEDURES.values() for procedure in group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +89,7 @@ def trial(subject: Subject, level: str, procedure: str, extent: str, *, control:
     who = (subject.op, subject.engine, subject.dtype, subject.declared)
     made = ft.partial(Trial, *who, level, procedure, variant=subject.variant)
     try:
-        runs, why_not = _RUN[procedure](subject, extent)
+        runs, why_not = PROCEDURES[level][procedure](subject, extent)
     except Different as found:
         message = f"found: {found}" if control else str(found)
         return made("passed" if control else "failed", 0, message, control)
@@ -327,17 +320,16 @@ def _portable(subject: Subject, extent: str) -> tuple[int, str]:
     return 1, ""
 
 
-_RUN: dict[str, Callable[[Subject, str], tuple[int, str]]] = {
-    "repeats": _repeat,
-    "under load": _under_load,
-    "recompilation": _recompiled,
-    "poisoned output": _poisoned,
-    "alone": _alone,
-    "batch sizes": _batch_sizes,
-    "neighbours": _neighbours,
-    "vmap": _vmap,
-    "eager": _eager,
-    "company": _in_company,
-    "mesh": _mesh,
-    "definition": _portable,
-}
+# level -> the names of its procedures -> what runs them
+PROCEDURES: dict[str, dict[str, Callable[[Subject, str], tuple[int, str]]]] = {
+    "run_to_run": {
+        "repeats": _repeat, "under load": _under_load, "recompilation": _recompiled, "poisoned output": _poisoned,
+    },
+    "batch_invariant": {
+        "alone": _alone, "batch sizes": _batch_sizes, "neighbours": _neighbours,
+        "vmap": _vmap, "eager": _eager, "company": _in_company,
+    },
+    "mesh_invariant": {"mesh": _mesh},
+    "portable": {"definition": _portable},
+}  # fmt: skip
+EVERY = tuple(procedure for group in PROCEDURES.values() for procedure in group)

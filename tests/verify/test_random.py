@@ -111,8 +111,9 @@ def test_a_procedure_that_fails_fails_its_call(monkeypatch, message):
     def die(subject, extent):
         raise RuntimeError(message)
 
-    for procedure in levels.EVERY:
-        monkeypatch.setitem(levels._RUN, procedure, die)
+    for of_level in levels.PROCEDURES.values():
+        for procedure in of_level:
+            monkeypatch.setitem(of_level, procedure, die)
     told: list[Report] = []
     found = random_call.draw(3, 10, {("layer_norm", "xla"): 1.0})
     report = random_call.run(found, 3, 10, flush=plain.flushes_subnormals(), guards=None, tell=told.append)

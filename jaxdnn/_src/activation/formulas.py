@@ -47,9 +47,7 @@ class Functions:
     numpy: Any
     erfc: Callable[[Any], Any]
     logistic: Callable[[Any], Any]
-    logistics: Callable[
-        [Any], tuple[Any, Any, Any]
-    ]  # logistic(z), logistic(-z) and their product, without cancellation
+    logistics: Callable[[Any], tuple[Any, Any, Any]]  # of z, of -z and their product, without cancellation
     positive: Callable[[Any], Any]  # max(z, 0), which is +0 for -0 too: NumPy's maximum leaves that open
 
 

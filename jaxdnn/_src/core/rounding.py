@@ -293,13 +293,13 @@ def nearest(x: Array, dtype: Any) -> Array:
     """
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize <= 2
     if narrow and x.dtype == np.float64:
-        return _narrowed(x, np.dtype(dtype))
+        return _converted(x, np.dtype(dtype), _narrowed)
     if narrow and x.dtype == np.int32:
         # Of what float32 does not hold, the low byte is one bit: to which side of the middle of two numbers x lies.
         sticky = jnp.where(x & 255 == 0, x, (x | 511) - 255)
         x = jnp.where((x < 2**24) & (x > -(2**24)), x, sticky)
     if narrow and np.dtype(dtype).itemsize == 1 and x.dtype != dtype:
-        return _overflowing(x, np.dtype(dtype))
+        return _converted(x, np.dtype(dtype), _overflowing)
     return x.astype(dtype)
 
 
@@ -313,7 +313,16 @@ def nearest_number(x: float, dtype: Any) -> np.ndarray:
         return np.asarray(x, dtype)
 
 
-@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _converted(x: Array, dtype: np.dtype, how: Callable[[Array, np.dtype], Array]) -> Array:
+    return how(x, dtype)
+
+
+@_converted.defjvp
+def _converted_jvp(dtype: np.dtype, how: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _converted(*primals, dtype, how), tangents[0].astype(dtype)
+
+
 def _narrowed(x: Array, dtype: np.dtype) -> Array:
     """A float64 x in a narrow dtype: XLA cuts its digits where it is normal there, and adding a large number below."""
     digits, least = _digits(dtype)
@@ -324,12 +333,6 @@ def _narrowed(x: Array, dtype: np.dtype) -> Array:
     return jnp.where(jnp.abs(x) < 2.0**least, jnp.where(jnp.signbit(x), -below, below), normal).astype(dtype)
 
 
-@_narrowed.defjvp
-def _narrowed_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _narrowed(*primals, dtype), tangents[0].astype(dtype)
-
-
-@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _overflowing(x: Array, dtype: np.dtype) -> Array:
     """x in a float8 type: NaN or infinity where it rounds to no number of it; a tie goes to the even significand."""
     info = jnp.finfo(dtype)
@@ -339,11 +342,6 @@ def _overflowing(x: Array, dtype: np.dtype) -> Array:
     beyond = size >= limit if odd else size > limit
     over = jnp.where(jnp.signbit(x), -jnp.inf, jnp.inf).astype(dtype)  # NaN where there is no infinity
     return jnp.where(beyond, over, x.astype(dtype))
-
-
-@_overflowing.defjvp
-def _overflowing_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _overflowing(*primals, dtype), tangents[0].astype(dtype)
 
 
 def _digits(dtype: Any) -> tuple[int, int]:

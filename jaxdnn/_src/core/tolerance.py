@@ -27,19 +27,6 @@ import numpy as np
 
 from jaxdnn._src.core.formats import FORMATS, Format, IntegerFormat, Values, format_of
 
-__all__ = [
-    "ACCUMULATIONS",
-    "FORMATS",
-    "Accumulation",
-    "Comparison",
-    "compare",
-    "format_of",
-    "integer_amplitude",
-    "output_bound",
-    "products_are_exact",
-    "truncated_inputs_error",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
