@@ -36,6 +36,7 @@ from jaxdnn_reference.grid_sample import spatial_transformer as spatial_transfor
 from jaxdnn_reference.grid_sample import warp as warp
 from jaxdnn_reference.im2col import col2im as col2im
 from jaxdnn_reference.im2col import im2col as im2col
+from jaxdnn_reference.map_coordinates import map_coordinates as map_coordinates
 from jaxdnn_reference.norm import adaptive_layer_norm as adaptive_layer_norm
 from jaxdnn_reference.norm import adaptive_layer_norm_dgrad as adaptive_layer_norm_dgrad
 from jaxdnn_reference.norm import layer_norm as layer_norm

@@ -39,7 +39,8 @@ def test_transformer_is_scipys_affine_transform(rank: int):
         offset = back * (1 + theta[n, ::-1, rank].astype(np.float64)) - matrix @ into
         for c in range(3):
             of = x[n, ..., c].astype(np.float64)
-            wanted = scipy.ndimage.affine_transform(of, matrix, offset, after, order=1, mode="grid-constant")
+            moved: Any = offset  # an array, of which SciPy's types do not know
+            wanted = scipy.ndimage.affine_transform(of, matrix, moved, after, order=1, mode="grid-constant")
             np.testing.assert_allclose(y[n, ..., c], wanted, atol=2e-5)
 
 
@@ -77,7 +78,7 @@ def test_the_defaults_of_a_transformer():
     np.testing.assert_allclose(dnn.spatial_transformer(x, identity), x, atol=1e-6)
     channels_first = dnn.spatial_transformer(np.moveaxis(x, -1, 1), identity, sizes=(4, 9), layout="NCHW")
     aligned = dnn.spatial_transformer(x, identity, sizes=(4, 9))
-    np.testing.assert_array_equal(np.moveaxis(channels_first, 1, -1), aligned)
+    np.testing.assert_array_equal(jnp.moveaxis(channels_first, 1, -1), aligned)
     grid = dnn.affine_grid(jnp.tile(identity.astype(jnp.float32), (2, 1, 1)), (4, 9))
     other = dnn.spatial_transformer(x, identity, sizes=(4, 9), align_corners=False)
     np.testing.assert_array_equal(other, dnn.grid_sample(x, grid))

@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "SpatialTfGridGenerator, SpatialTfSampler, both directions",
             "`portable`; gradients `mesh_invariant`",
-            "grid_sample affine_grid spatial_transformer warp",
+            "grid_sample affine_grid spatial_transformer warp map_coordinates",
         ),
     ),
     examples="""
@@ -15,7 +15,8 @@ grid_sample         | NHWC, NTDP, padding="reflection" -> NTDC | N -/- TD -/g C 
 affine_grid         | NPR, shape(TD) -> NTDP                   | N -/- | rows of matrices
 spatial_transformer | NHWC, NPR, sizes=shape(TD) -> NTDC       | N -/- C -/g HW g/g | as grid_sample
 warp                | NHWC, NTDP, padding="border" -> NTDC     | N -/- TD -/g C -/g HW g/g | as grid_sample
+map_coordinates     | HW, PTD, order=1, mode="nearest" -> TD   | TD -/g H g/gh W g/g | any element may be asked for
 """,
     engines=("xla",),
-    cases=("cases",),
+    cases=("cases", "cases_composed"),
 )

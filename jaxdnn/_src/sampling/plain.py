@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import Array
+from jax.scipy import ndimage
 
 
 def bilinear(x: Array, p: Array, q: Array, inside: bool = True) -> Array:
@@ -56,3 +57,7 @@ def warp(x: Array, flow: Array) -> Array:
     p = jnp.arange(h, dtype=flow.dtype)[None, :, None] + flow[..., 1]
     q = jnp.arange(w, dtype=flow.dtype)[None, None] + flow[..., 0]
     return bilinear(x, jnp.clip(p, 0, x.shape[1] - 1), jnp.clip(q, 0, x.shape[2] - 1))
+
+
+def map_coordinates(x: Array, coordinates: Array) -> Array:
+    return ndimage.map_coordinates(x, list(coordinates), 1, "nearest")

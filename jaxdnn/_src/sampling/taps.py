@@ -99,7 +99,7 @@ def _joined(v: Array) -> Array:
     return v.reshape(*v.shape[:-2], v.shape[-2] * v.shape[-1])
 
 
-def clip(p: Array, low: int, high: int) -> Array:
+def clip(p: Array, low: float, high: float) -> Array:
     """p within the two, with derivative 0 at them; NaN stays."""
     return jnp.where(p <= low, jnp.full_like(p, low), jnp.where(p >= high, jnp.full_like(p, high), p))
 
