@@ -38,9 +38,9 @@ class Rule:
         """
         along = [grid[..., i] for i in range(len(sizes))]
         along = along[::-1] if self.order == "xy" else along
-        return across([self._along(*of) for of in zip(along, sizes, strict=True)], sizes)
+        return across([self.along(*of) for of in zip(along, sizes, strict=True)], sizes)
 
-    def _along(self, g: Array, size: int) -> tuple[Array, Array]:
+    def along(self, g: Array, size: int) -> tuple[Array, Array]:
         """The pixel, -1 outside, and the weight of each tap along an axis of the image."""
         p = self._place(g, size)
         low = jnp.floor(p)
