@@ -130,8 +130,9 @@ def lstm(
     Sources: Hochreiter and Schmidhuber (1997); Gers et al. (2000); Sak et al., arXiv:1402.1128, for the projection.
       cuDNN's cudnnRNNForward (CUDNN_LSTM) and PyTorch's LSTM have the same gates in the same order, their matrices
       transposed, and a bias of each kind; cuDNN's bias modes are no bias, `bias` alone, `recurrent_bias` alone, both.
-      ONNX orders i, o, f, c and clips preactivations; Keras i, f, c, o with one
-      bias. Of Flax's OptimizedLSTMCell the kernels of i, f, g, o, side by side, fit as they are; its carry is (c, h).
+      ONNX orders i, o, f, c and clips preactivations; Keras i, f, c, o with one bias. Of Flax's OptimizedLSTMCell the
+      kernels of i, f, g, o, side by side, fit as they are; its carry is (c, h). `jaxdnn.recurrent` converts the weights
+      of all of them.
     """
     weights = {"w": w, "r": r, "bias": bias, "recurrent_bias": recurrent_bias, "projection": projection}
     between = {"dropout": dropout, "key": dropout_key}
