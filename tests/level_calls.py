@@ -285,31 +285,40 @@ KINDS = (
 # ---- what a compiler for GPUs may change -----------------------------------------------------------------------------
 
 _ASSIGNED = re.compile(r"^\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?(.*)$")
-_NARROW = re.compile(r"[x<](?:bf16|f16)>[^>]*$")
+_DTYPES = re.compile(r"tensor<(?:[\d?]+x)*(\w+)>")  # of a line's operands, if it says them, and results
+_SMALL = ("f8E4M3FN", "f8E5M2")
+_NARROW = ("bf16", "f16", *_SMALL)
 _MOVE = ("reshape", "transpose", "broadcast_in_dim", "slice", "reverse")  # elements about, and are of one operand
 _END = ("stablehlo.bitcast_convert", "stablehlo.while", "call", "func.call")
 
 
 def roundings_omitted(function: Callable[..., Any], *operands: Any) -> list[str]:
-    """Conversions to float32, in the program for GPUs, of what was rounded to 16 bits before, with no fence between.
+    """Conversions, in the program for GPUs, of what was rounded to 16 or 8 bits before, with no fence between.
 
-    XLA omits both (`xla_allow_excess_precision`), also across a select, and across what moves elements about. A fence
-    takes the bits as integers, which ends what is followed here, and so do loops and functions. What was of 16 bits
-    before it was converted is not rounded.
+    XLA omits the rounding (`xla_allow_excess_precision`), also across a select, and across what moves elements about. A
+    fence takes the bits as integers, which ends what is followed here, and so do loops and functions. What was of 16
+    bits before it was converted is not rounded, and 8 bits are exact in all wider types.
     """
-    found, rounded, exact = list[str](), set[str](), set[str]()
+    found, rounded, exact = list[str](), set[str](), dict[str, str]()
     for line in jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text().splitlines():
         if "func.func" in line:
-            rounded, exact = set(), set()
+            rounded, exact = set(), {}
         if not (assigned := _ASSIGNED.match(line)):
             continue
         name, operation, rest = assigned.groups()
-        used, narrow = set(re.findall(r"%\w+", rest)), bool(_NARROW.search(rest))
-        converts, moves = operation == "stablehlo.convert", operation.removeprefix("stablehlo.") in _MOVE
-        if converts and not narrow and used & rounded:
-            found.append(line.strip())
-        if (converts and not narrow and "16>)" in rest) or (moves and used & exact):
-            exact.add(name)
-        elif narrow and operation not in _END and (used & rounded or (converts and not used & exact)):
+        used, dtypes = re.findall(r"%\w+", rest), _DTYPES.findall(rest)
+        to, narrow = dtypes[-1] if dtypes else "", bool(dtypes) and dtypes[-1] in _NARROW
+        if operation == "stablehlo.convert":
+            source = exact.get(used[0], dtypes[0])
+            if used[0] in rounded and to != dtypes[0] and "f" in to:
+                found.append(line.strip())
+            fits = to not in _NARROW or to == source or (source in _SMALL and to not in _SMALL)
+            if source in _NARROW and used[0] not in rounded and fits:
+                exact[name] = source
+            elif narrow:
+                rounded.add(name)
+        elif operation.removeprefix("stablehlo.") in _MOVE and used[0] in exact:
+            exact[name] = exact[used[0]]
+        elif narrow and operation not in _END and not rounded.isdisjoint(used):
             rounded.add(name)
     return found

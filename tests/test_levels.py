@@ -125,20 +125,45 @@ def test_what_is_portable_is_made_of_what_every_device_computes_alike(name: str,
     assert not found
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", [*CALLS, *OTHERS])
-def test_no_rounding_of_bits_that_a_level_fixes_is_omitted(name: str):
-    made = example_of({**CALLS, **OTHERS}[name], "bfloat16")
+def test_no_rounding_of_bits_that_a_level_fixes_is_omitted(name: str, dtype: str):
+    """In values and gradients, and in the tangents of gradients, which are first derivatives too."""
+    try:
+        made = example_of({**CALLS, **OTHERS}[name], dtype)
+    except TypeError:
+        if dtype == "bfloat16":
+            raise
+        pytest.skip("it takes no float8")
     if not is_fixed(made.declared) or (made.out_axis is None and name in CALLS):
         pytest.skip("no level promises its bits")
     for subject in filter(None, (made, gradient(made))):
         assert not roundings_omitted(subject.whole(), *subject.operands)
+    if "dgrad" in name:
+        along = lambda *given: jax.jvp(made.whole(), given[: len(given) // 2], given[len(given) // 2 :])
+        assert not roundings_omitted(along, *made.operands, *made.operands)
 
 
-def test_a_rounding_that_gpus_omit_is_seen():
-    x = jnp.ones((3, 5), jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_rounding_that_gpus_omit_is_seen(dtype: Any):
+    x = jnp.ones((3, 5), dtype)
     double = lambda x: x.astype(jnp.float32) * 3
-    assert roundings_omitted(lambda x: double(x).astype(x.dtype).T.astype(jnp.float32) + 1, x)
-    assert not roundings_omitted(lambda x: rounded(double(x).astype(x.dtype)).T.astype(jnp.float32) + 1, x)
+    other = jnp.float16 if x.dtype == jnp.bfloat16 else jnp.bfloat16
+    small = jnp.float8_e4m3fn if x.dtype == jnp.float8_e5m2 else jnp.float8_e5m2
+    for omitted in (
+        lambda x: double(x).astype(x.dtype).T.astype(jnp.float32) + 1,
+        lambda x: double(x).astype(x.dtype).astype(other),
+        lambda x: x.astype(jnp.float32).astype(small).astype(jnp.float32),
+    ):
+        assert roundings_omitted(omitted, x)
+    for kept in (
+        lambda x: rounded(double(x).astype(x.dtype)).T.astype(jnp.float32) + 1,
+        lambda x: x.astype(jnp.float32).T.astype(x.dtype).astype(jnp.float32),
+        lambda x: double(x).astype(x.dtype) == x,
+    ):
+        assert not roundings_omitted(kept, x)
+    wide = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+    assert bool(roundings_omitted(wide, x)) == (x.dtype == jnp.float16)
 
 
 @pytest.mark.parametrize(
