@@ -5,10 +5,10 @@
 all in the accumulator's precision, and one rounding at the end.
 
 Numerics. The accumulator is float32 (float64 for float64 inputs or accumulate=float64; "golden": float64, or
-np.longdouble for float64 inputs). alpha * sum, + residual and + bias are rounded one after another, beta * prior
-is added by a fused multiply-add, and the activation is rounded from float64. int8: the sum is exact and wraps to
-int32. If alpha is 1, beta 0 or 1, the activation none or relu, and what is added integers, it is added in
-wrapping int32; otherwise float32(sum) (golden: float64) goes through the formula.
+np.longdouble for float64 inputs). alpha * sum, beta * prior, and each sum with prior, residual and bias are rounded one
+after another, and the activation is rounded from float64. int8: the sum is exact and wraps to int32. If alpha is 1,
+beta 0 or 1, the activation none or relu, and what is added integers, it is added in wrapping int32; otherwise
+float32(sum) (golden: float64) goes through the formula.
 
 Sources: the cuDNN developer guide, "Scaling Parameters"; cudnnConvolutionBiasActivationForward.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jaxdnn_reference.activation import Activation, activate, parse
 from jaxdnn_reference.arithmetic import Schedule, dot, dot_with_bound, magnitude, wrapped
 from jaxdnn_reference.layout import Axes
-from jaxdnn_reference.rounding import FLOAT32, FLOAT64, INT32, fma, round_to
+from jaxdnn_reference.rounding import FLOAT32, FLOAT64, INT32, round_to
 
 Array = np.ndarray[Any, Any]
 
@@ -206,8 +206,7 @@ def blend(
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         total = summed if alpha == 1 else kind(alpha) * summed
         if beta != 0 and prior is not None:
-            product = (np.full(total.shape, kind(beta)), prior.astype(kind))
-            total = product[0] * product[1] + total if exact else fma(*product, total)
+            total = total + kind(beta) * prior.astype(kind)
         for term in present:
             total = total + term.astype(kind)
     return total

@@ -115,6 +115,25 @@ def test_bias_gradient_of_integers_is_the_definition_s_to_the_last_bit():
     np.testing.assert_array_equal(found, reference.conv_bgrad(dy, prior=prior, arithmetic="ordered", **blend))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("op", ["conv", "conv_dgrad", "conv_wgrad", "conv_transpose"])
+def test_a_blend_is_the_definition_s_to_the_last_bit(op: str, dtype: Any):
+    rng = np.random.default_rng(9)
+    of = lambda *shape: rng.standard_normal(shape).astype(dtype)
+    x, w, y = of(2, 9, 8, 4), of(3, 3, 4, 6), of(2, 7, 6, 6)
+    arguments = {
+        "conv": (x, w),
+        "conv_dgrad": (y, w, x.shape),
+        "conv_wgrad": (x, y, w.shape),
+        "conv_transpose": (y, w),
+    }[op]
+    shape = {"conv": y, "conv_dgrad": x, "conv_wgrad": w, "conv_transpose": x}[op].shape
+    prior = rng.standard_normal(shape).astype(np.float32)
+    blend: dict[str, Any] = {"alpha": 0.3, "beta": 0.7, "prior": prior, "out_dtype": np.float32}
+    found = getattr(dnn, op)(*arguments, engine="ordered", **blend)
+    np.testing.assert_array_equal(found, getattr(reference, op)(*arguments, arithmetic="ordered", **blend))
+
+
 @pytest.mark.parametrize("letters", ["KCRS", "OIHW"])
 def test_every_order_of_a_filter(letters: str):
     layouts = ["".join(order) for order in itertools.permutations(letters)]
