@@ -1,5 +1,6 @@
 """Attention: every option against a dense formula in float64, alone and together; derivatives; what is not seen."""
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.attention import blocks
+from jaxdnn._src.attention import arithmetic, blocks
 
 FLOATS = ("bias", "alibi_slopes", "sinks")
 
@@ -168,7 +169,8 @@ def test_second_derivatives_of_any_combination(seed: int):
 )
 def test_blocks_and_strips(monkeypatch, block: int, options: dict[str, Any]):
     """Long sequences in strips with keys of their own, and those in blocks of which the last one is shorter."""
-    monkeypatch.setattr(blocks, "BLOCK", {"": block})
+    for platform, plain_one in arithmetic.PLAIN.items():
+        monkeypatch.setitem(arithmetic.PLAIN, platform, dataclasses.replace(plain_one, scores=block))
     monkeypatch.setattr(blocks, "ROWS", 100 if block > 1 else 3)
     t, s = (517, 430) if block > 1 else (11, 7)
     rng = np.random.default_rng(0)
@@ -258,11 +260,12 @@ def test_nothing_at_all(shape: tuple[int, int, int]):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v", "dy"])
-def test_what_is_not_seen_does_not_show(which: str, bad: float):
+@pytest.mark.parametrize("cap", [{}, {"softcap": 2.0}], ids=str)
+def test_what_is_not_seen_does_not_show(which: str, bad: float, cap: dict[str, float]):
     """The last key is seen by the last query only, and the first query sees the first key only."""
     rng = np.random.default_rng(6)
     given = dict(zip("qkv", arrays(rng, 1, 6, 6, 2, 1), strict=True))
-    f = ours({}, {"causal": True})
+    f = ours({}, {"causal": True, **cap})
     given["dy"] = np.asarray(f(*given.values())[0]) * 0 + rng.normal(size=(1, 2, 6, 6))
     at = 0 if which in ("q", "dy") else 5
     broken = given | {which: given[which].copy()}
@@ -440,3 +443,45 @@ def test_default_scale():
     assert math.isclose(
         float(dnn.attention(Q + 1, K + 1, K, return_logsumexp=True)[1][0, 0, 0]), 8**0.5 + math.log(6), rel_tol=1e-6
     )
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 2), "softcap": 2.0}], ids=str)
+def test_in_order_a_row_decides_its_bits(options: dict[str, Any]):
+    """Values and gradients of a sequence, alone, among others, and with keys behind the last one that counts."""
+    rng = np.random.default_rng(10)
+    q, k, v = (a.astype(np.float32) for a in arrays(rng, 3, 70, 19, 2, 1))
+    dy = rng.normal(size=(3, 2, 70, 6)).astype(np.float32)
+    lengths = np.full(3, 19)
+
+    def both(q: Any, k: Any, v: Any, dy: Any, lengths: Any) -> Any:
+        f = ours({}, {**options, "key_lengths": lengths}, engine="ordered", determinism="mesh_invariant")
+        (y, lse), back = jax.vjp(f, q, k, v)
+        return y, lse, *back((dy, jnp.ones_like(lse)))
+
+    every = jax.jit(both)(q, k, v, dy, lengths)
+    alone = jax.jit(both)(q[1:2], k[1:2], v[1:2], dy[1:2], lengths[:1])
+    longer = [np.concatenate([a, np.full((3, 1, 20, a.shape[3]), np.nan, np.float32)], 2) for a in (k, v)]
+    padded = jax.jit(both)(q, *longer, dy, lengths)
+    for name, one, a, b in zip(("y", "lse", "dq", "dk", "dv"), every, alone, padded, strict=True):
+        np.testing.assert_array_equal(one[1:2], a, name)
+        np.testing.assert_array_equal(one, b if name in ("y", "lse", "dq") else b[:, :, :19], name)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_any_combination_in_order(seed: int):
+    operands, extras, options = drawn(seed)
+    every = (*operands, *extras.values())
+    f, g = ours(extras, options, engine="ordered"), ours(extras, options, engine="xla")
+    found = jax.jit(f)(*every)
+    close(found, jax.jit(g)(*every))
+    cotangents = tuple(jnp.where(jnp.isfinite(y), jnp.cos(y), 0.0) for y in found)
+    tangents = tuple(jnp.sin(jnp.asarray(x) * 7) for x in every)
+
+    def both(f: Any) -> Any:
+        return jax.jit(lambda *a: (jax.vjp(f, *a)[1](cotangents), jax.jvp(f, a, tangents)[1]))(*every)
+
+    close(both(f), both(g), 1e-11)

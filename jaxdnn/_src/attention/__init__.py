@@ -6,7 +6,7 @@ MANIFEST = Manifest(
     ops=(
         Ops(
             "SDPA forward and backward",
-            "`run_to_run`",
+            "`mesh_invariant`; `merge_attention` `run_to_run`",
             "attention attention_dgrad merge_attention",
         ),
     ),

@@ -87,6 +87,7 @@ def attention(
 
     Numerics: scores, exponentials and sums in float32 (float64 for float64), rounded once; products of narrow operands
       on GPUs with narrow weights, as all attention kernels have them. float32 is not cut to TF32. Determinism level
+      run_to_run by engine `xla`, mesh_invariant by `ordered`, which adds products term by term; second derivatives
       run_to_run.
 
     Raises:

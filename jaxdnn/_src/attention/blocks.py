@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxdnn._src.attention.arithmetic import Arithmetic, dot
 from jaxdnn._src.attention.spec import AttentionSpec
 from jaxdnn._src.core import blending
 from jaxdnn._src.core.rounding import nearest
 
-# Scores of all heads and sequences that exist at once: on CPUs they stay in caches, GPUs need many for each launch.
-# Of formulas that are differentiated further no platform is known.
-BLOCK = {"cpu": 2**21, "cuda": 2**26, "": 2**22}
 STRIPS = 4  # of queries, each with a range of keys of its own
 ROWS = 256  # the fewest of a strip
 
@@ -38,22 +36,21 @@ class Block:
     high: Any
 
 
-def exponential(x: Array, lse: Array) -> Array:
+def exponential(k: Arithmetic, x: Array, lse: Array) -> Array:
     """exp(x - lse), of a row that saw nothing exp(x)."""
-    return jnp.exp(x - jnp.where(lse == -jnp.inf, jnp.zeros_like(lse), lse))
+    return k.exp(x - jnp.where(lse == -jnp.inf, jnp.zeros_like(lse), lse))
 
 
 class Arrays:
     """The operands of a call with heads first, (..., heads, rows, features), and in the dtype that is computed in.
 
-    Features and weights are multiplied in `dtype`: the accumulator's, or on GPUs the narrow one of the call.
+    Features and weights are multiplied in `dtype`: the accumulator's, or the narrow one of the call.
     """
 
-    def __init__(self, spec: AttentionSpec, given: Values, on: str) -> None:
+    def __init__(self, spec: AttentionSpec, given: Values, k: Arithmetic) -> None:
         q = given["q"]
         self.spec, self.narrow, self.wide = spec, q.dtype, blending.accumulator(q.dtype)
-        self.dtype = self.narrow if on == "cuda" else self.wide
-        self.most = BLOCK.get(on, BLOCK[""])
+        self.k, self.dtype = k, self.narrow if k.narrow else self.wide
         self.dtypes = {name: value.dtype for name, value in given.items()}
         self.given = {name: self._heads_first(name, value) for name, value in given.items()}
         self.lead, (self.n, self.t) = self.given["q"].shape[:-3], self.given["q"].shape[-3:-1]
@@ -142,15 +139,19 @@ class Arrays:
 
     def _raw(self, at: Block) -> tuple[Array, Array | None]:
         """The scores of all pairs, and with a cap their slope."""
-        x, slope = self.with_keys(self.rows("q", at), self.columns("k", at)) * self.spec.scale, None
-        if self.spec.softcap is not None:
-            t = jnp.tanh(x / self.spec.softcap)
-            x, slope = t * self.spec.softcap, 1 - t * t
+        times, cap, slope = self.k.times, self.spec.softcap, None
+        x = times(self.with_keys(self.rows("q", at), self.columns("k", at)), self.spec.scale)
+        if cap is not None:
+            t = self.k.tanh(times(x, 1 / cap))
+            x, slope = times(t, cap), 1 - times(t, t)
         if "bias" in self.given:
             x = x + self._tile("bias", at)
         if "alibi_slopes" in self.given:
-            x = x + self.given["alibi_slopes"][..., None, None] * self.distance(at)
+            x = x + times(*self._along_distance(self.given["alibi_slopes"], at))
         return x, slope
+
+    def _along_distance(self, slopes: Array, at: Block) -> list[Array]:
+        return jnp.broadcast_arrays(slopes[..., None, None], self.distance(at))
 
     def scores(self, at: Block) -> tuple[Array, Array | None]:
         """The scores, -inf where nothing is seen, and what is seen."""
@@ -160,7 +161,7 @@ class Arrays:
     def probabilities(self, at: Block) -> tuple[Array, Array | None, Array | None]:
         """P, the scores' slope and what is seen."""
         (x, slope), seen = self._raw(at), self._seen(at)
-        p = exponential(x if seen is None else jnp.where(seen, x, -jnp.inf), self.rows("lse", at)[..., None])
+        p = exponential(self.k, x if seen is None else jnp.where(seen, x, -jnp.inf), self.rows("lse", at)[..., None])
         return p if seen is None else jnp.where(seen, p, jnp.zeros_like(p)), slope, seen  # also where lse is NaN
 
     def tangent_of_scores(self, d: "Arrays", at: Block, slope: Array | None) -> Array:
@@ -171,12 +172,13 @@ class Arrays:
         if "k" in d.given:
             parts.append(self.with_keys(self.rows("q", at), d.columns("k", at)))
         shape = (*self.lead, self.n, at.rows, at.high - at.low)
-        x = ft.reduce(jnp.add, parts) * self.spec.scale if parts else jnp.zeros(shape, self.wide)
-        x = x if slope is None else x * slope
+        times = self.k.times
+        x = times(ft.reduce(jnp.add, parts), self.spec.scale) if parts else jnp.zeros(shape, self.wide)
+        x = x if slope is None else times(x, slope)
         if "bias" in d.given:
             x = x + d._tile("bias", at)
         if "alibi_slopes" in d.given:
-            x = x + d.given["alibi_slopes"][..., None, None] * self.distance(at)
+            x = x + times(*self._along_distance(d.given["alibi_slopes"], at))
         return x
 
     # -- products --
@@ -222,7 +224,9 @@ class Arrays:
             weights = jnp.concatenate([p > 0, p < 0, where & (p == 0), where], i)
             made = [(up, down, none), (down, up, none), (none, none, up | down), (none, none, jnp.isnan(values))]
             kinds = jnp.concatenate([jnp.concatenate(kinds, -1) for kinds in made], j)
-            up, down, nan = jnp.split(self._product(weights, kinds, i, j) > 0, 3, -1)
+            up, down, nan = jnp.split(
+                dot(weights.astype(self.dtype), kinds.astype(self.dtype), i, j, self.wide) > 0, 3, -1
+            )
             found = jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, found))
             return jnp.where(nan | (up & down), jnp.nan, found)
 
@@ -230,10 +234,7 @@ class Arrays:
 
     def _product(self, a: Array, b: Array, i: int, j: int) -> Array:
         """Σ along axis i of a and j of b, in the accumulator's dtype."""
-        a, b = (x.astype(self.dtype) for x in (a, b))
-        precision = lax.Precision.HIGHEST if self.dtype.itemsize >= 4 else lax.Precision.DEFAULT
-        dims = (((i,), (j,)), ((0, 1), (0, 1)))
-        return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=self.wide)
+        return self.k.dot(a.astype(self.dtype), b.astype(self.dtype), i, j, self.wide)
 
     # -- blocks --
 
@@ -249,7 +250,8 @@ class Arrays:
         found = []
         for first in range(0, t, rows):
             last = min(first + rows, t)
-            low = 0 if spec.left is None else min(max(first + shift - spec.left, 0), s)
+            # In order a row's sum is a tree from the first key on.
+            low = 0 if spec.left is None or self.k.rows is not None else min(max(first + shift - spec.left, 0), s)
             high = s if spec.right is None else max(min(last + shift + spec.right, s), low)
             found.append((first, last, low, high))
         return found
@@ -258,7 +260,9 @@ class Arrays:
         """The rows of a block of so many rows and keys."""
         if not isinstance(rows, int) or not all(isinstance(n, int) for n in (*self.lead, keys)):
             return rows
-        return max(1, min(rows, self.most // max(1, math.prod(self.lead) * self.n * keys)))
+        if self.k.rows is not None:
+            return max(1, min(rows, self.k.rows))
+        return max(1, min(rows, self.k.scores // max(1, math.prod(self.lead) * self.n * keys)))
 
     def over_queries(self, block: Callable[[Block], tuple[Named, Named]]) -> Named:
         """What blocks give: of all queries, one behind the other, and sums over the queries, by name."""
@@ -315,16 +319,21 @@ class Arrays:
     def _of_bias(self, ds: Array, at: Block) -> Array:
         """The part of bias's gradient in a block: sums over what it is broadcast along, and 0 for other keys."""
         shape = self.given["bias"].shape
-        ds = jnp.sum(ds, tuple(i for i, n in enumerate(shape) if n == 1 and ds.shape[i] != 1), keepdims=True)
+        ds = self._added_like(ds, shape)
         if shape[-1] == 1 or (at.low, at.high) == (0, self.s):
             return ds
         return jnp.pad(ds, [(0, 0)] * (ds.ndim - 1) + [(at.low, self.s - at.high)])
+
+    def _added_like(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """The sums over the axes along which an array of this shape is broadcast to x."""
+        axes = tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1)
+        return self.k.total(x, axes) if axes else x
 
     def _as_given(self, name: str, x: Array) -> Array:
         """A gradient as its operand is, in shape, layout and dtype."""
         given = self.given[name]
         if name in ("alibi_slopes", "sinks"):
-            x = jnp.sum(x, tuple(i for i, n in enumerate(given.shape) if n == 1 and x.shape[i] != 1), keepdims=True)
+            x = self._added_like(x, given.shape)
         swapped = not self.spec.heads_first and name in ("q", "k", "v")
         return nearest(jnp.swapaxes(x, -3, -2) if swapped else x, self.dtypes[name])
 

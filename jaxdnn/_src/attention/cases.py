@@ -40,7 +40,7 @@ EXP, LOG, TANH = 10.0, 6.0, 16.0
 class AttentionCase(Case):
     """Sequences of T queries and S keys, some heads of which share keys."""
 
-    batch: int = 3
+    batch: int = 8
     queries: int = 11
     keys: int = 13
     heads: int = 4

@@ -3,6 +3,8 @@
 A block has all scores of its rows, so nothing is rescaled, and memory grows with the number of keys only: a limit holds
 for the scores that exist at once. Where a window is known when a call is traced, a strip of queries takes the keys from
 the first to the last one that any of them sees: of causal attention three eighths are not computed.
+
+Engine `xla` leaves the order of sums to XLA; `ordered` has one that depends on a row alone (`arithmetic`).
 """
 
 from collections.abc import Callable
@@ -11,14 +13,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxdnn._src.attention.arithmetic import ORDERED, PLAIN, Arithmetic
 from jaxdnn._src.attention.blocks import Arrays, Block, Named, exponential
 from jaxdnn._src.attention.spec import AttentionSpec, operands_of
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 
 
-def attention(spec: AttentionSpec, *operands: Array, on: str = "") -> tuple[Array, ...]:
+def attention(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) -> tuple[Array, ...]:
     """y and lse."""
-    v = Arrays(spec, dict(zip(operands_of("attention", spec), operands, strict=True)), on)
+    v = Arrays(spec, dict(zip(operands_of("attention", spec), operands, strict=True)), k)
 
     def block(at: Block) -> tuple[Named, Named]:
         x, seen = v.scores(at)
@@ -26,32 +29,35 @@ def attention(spec: AttentionSpec, *operands: Array, on: str = "") -> tuple[Arra
         if "sinks" in v.given:
             m = jnp.maximum(m, v.sinks)
         m = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
-        e = jnp.exp(x - m[..., None])
-        total = jnp.sum(e, -1)
+        e = k.exp(x - m[..., None])
+        total = k.total(e, (-1,))[..., 0]
         if "sinks" in v.given:
-            total = total + jnp.exp(v.sinks - m)
+            total = total + k.exp(v.sinks - m)
         y = v.over_keys(e, seen, v.columns("v", at))
-        y = y / jnp.where(total == 0, jnp.ones_like(total), total)[..., None]
-        return {"y": y, "lse": m + jnp.log(total)}, {}
+        y = k.over(y, jnp.broadcast_to(jnp.where(total == 0, jnp.ones_like(total), total)[..., None], y.shape))
+        return {"y": y, "lse": m + k.log(total)}, {}
 
     return v.results(v.over_queries(block))
 
 
-def attention_tangent(spec: AttentionSpec, *operands: Array, on: str = "") -> tuple[Array, ...]:
+def attention_tangent(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) -> tuple[Array, ...]:
     """dy and dlse."""
     count = len(spec.along)
     names = operands_of("attention_tangent", spec)
-    v = Arrays(spec, dict(zip(names[count:], operands[count:], strict=True)), on)
+    v = Arrays(spec, dict(zip(names[count:], operands[count:], strict=True)), k)
     d = v.also(dict(zip(spec.along, operands[:count], strict=True)))
 
     def block(at: Block) -> tuple[Named, Named]:
         p, slope, seen = v.probabilities(at)
         dx = v.tangent_of_scores(d, at, slope)
-        weighted = p * (dx if seen is None else jnp.where(seen, dx, jnp.zeros_like(dx)))
-        mean = jnp.sum(weighted, -1)
+        weighted = k.times(p, dx if seen is None else jnp.where(seen, dx, jnp.zeros_like(dx)))
+        mean = k.total(weighted, (-1,))[..., 0]
         if "sinks" in spec.along:
-            mean = mean + exponential(v.sinks, v.rows("lse", at)) * d.sinks
-        dy = v.over_keys(weighted, seen, v.columns("v", at)) - mean[..., None] * v.rows("y", at)
+            lse = v.rows("lse", at)
+            mean = mean + k.times(exponential(k, v.sinks, lse), jnp.broadcast_to(d.sinks, lse.shape))
+        y = v.rows("y", at)
+        of_mean = k.times(y, jnp.broadcast_to(mean[..., None], y.shape))
+        dy = v.over_keys(weighted, seen, v.columns("v", at)) - of_mean
         if "v" in spec.along:
             dy = dy + v.over_keys(p, seen, d.columns("v", at))
         return {"y": dy, "lse": mean}, {}
@@ -59,27 +65,29 @@ def attention_tangent(spec: AttentionSpec, *operands: Array, on: str = "") -> tu
     return v.results(v.over_queries(block))
 
 
-def attention_dgrad(spec: AttentionSpec, *operands: Array, on: str = "") -> tuple[Array, ...]:
+def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) -> tuple[Array, ...]:
     """The gradients of the operands in `along`."""
     names = operands_of("attention_dgrad", spec)
-    v = Arrays(spec, dict(zip(names[2:], operands[2:], strict=True)), on)
+    v = Arrays(spec, dict(zip(names[2:], operands[2:], strict=True)), k)
     d = v.also(dict(zip(("y", "lse"), operands[:2], strict=True)))
 
     def block(at: Block) -> Named:
         p, slope, seen = v.probabilities(at)
         dy = d.rows("y", at)
-        of_row = jnp.sum(dy * v.rows("y", at), -1) - d.rows("lse", at)
+        of_row = k.total(k.times(dy, v.rows("y", at)), (-1,))[..., 0] - d.rows("lse", at)
         dp = v.with_keys(dy, v.columns("v", at))
-        ds = p * (dp - of_row[..., None])
-        ds = ds if seen is None else jnp.where(seen, ds, jnp.zeros_like(ds))
+        ds = k.times(p, dp - of_row[..., None])
+        only_seen = lambda x: x if seen is None else jnp.where(seen, x, jnp.zeros_like(x))
+        ds = only_seen(ds)
         found: Named = {}
         if "bias" in spec.along:
             found["bias"] = ds
         if "alibi_slopes" in spec.along:
-            found["alibi_slopes"] = jnp.sum(ds * v.distance(at), (-2, -1))
+            along = k.times(ds, jnp.broadcast_to(v.distance(at), ds.shape))
+            found["alibi_slopes"] = k.total(along, (-2, -1))[..., 0, 0]
         if "sinks" in spec.along:
-            found["sinks"] = -jnp.sum(exponential(v.sinks, v.rows("lse", at)) * of_row, -1)
-        dx = ds * spec.scale if slope is None else ds * slope * spec.scale
+            found["sinks"] = -k.total(k.times(exponential(k, v.sinks, v.rows("lse", at)), of_row), (-1,))[..., 0]
+        dx = k.times(ds if slope is None else only_seen(k.times(ds, slope)), spec.scale)
         if "q" in spec.along:
             found["q"] = v.over_keys(dx, seen, v.columns("k", at))
         if "k" in spec.along:
@@ -98,19 +106,22 @@ FORMULAS: dict[str, Callable[..., tuple[Array, ...]]] = {
 }
 
 
-# ---- the engine ------------------------------------------------------------------------------------------------------
+# ---- the engines -----------------------------------------------------------------------------------------------------
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
     """Off GPUs narrow operands are multiplied in the accumulator's dtype: in that XLA's products on CPUs are faster."""
-    return FORMULAS[call.op](call.spec, *operands, on=call.platform)
+    return FORMULAS[call.op](call.spec, *operands, k=PLAIN.get(call.platform, PLAIN[""]))
 
 
 def _accumulation(call: engines.Call) -> str:
     sizes = [v.dtype.itemsize for v in call.avals if jnp.issubdtype(v.dtype, jnp.floating)]
-    if call.platform == "cuda" and min(sizes, default=4) <= 2:
-        return "tensor_core"
     return "float64" if max(sizes, default=4) == 8 else "float32"
+
+
+def _accumulation_of_units(call: engines.Call) -> str:
+    narrow = any(v.dtype.itemsize <= 2 for v in call.avals if jnp.issubdtype(v.dtype, jnp.floating))
+    return "tensor_core" if call.platform == "cuda" and narrow else _accumulation(call)
 
 
 engines.declare(
@@ -118,8 +129,21 @@ engines.declare(
     *FORMULAS,
     run=_run,
     level=engines.level_of_products,
-    accumulation=_accumulation,
+    accumulation=_accumulation_of_units,
     hazards=engines.flushes_on_cpus,
     partition=lambda call: True,
     notes=("blocks of queries against all keys that they may see; memory grows with the number of keys",),
+)
+engines.declare(
+    "ordered",
+    *FORMULAS,
+    run=lambda call, *operands: FORMULAS[call.op](call.spec, *operands, k=ORDERED),
+    needs_sizes=lambda call: True,
+    level=lambda call: "mesh_invariant",
+    accumulation=_accumulation,
+    hazards=engines.flushes_on_cpus,
+    rank=lambda call: selection.LAST,
+    partition=lambda call: True,
+    adds_in_order=True,
+    notes=("products of matrices term by term: slow",),
 )

@@ -281,6 +281,25 @@ def _power_jvp(exponent: float, primals: Any, tangents: Any) -> tuple[Array, Arr
     return power(*primals, exponent), product(tangents[0], slope)
 
 
+LINE = 1024
+
+
+def steady(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function of one element, with bits that do not depend on the array that the element is in.
+
+    On CPUs XLA has several exponentials: in its vector loops, for the remainder of these loops, and, for large arrays,
+    that of YNNPACK. So there a loop processes the elements in lines of a fixed length.
+    """
+    return lax.platform_dependent(x, cpu=ft.partial(_by_lines, function), default=function)
+
+
+def _by_lines(function: Callable[[Array], Array], x: Array) -> Array:
+    lines = max(2, -(-x.size // LINE))  # a loop of one line would be inlined
+    filled = lax.pad(x.reshape(-1), jnp.ones((), x.dtype), [(0, lines * LINE - x.size, 0)])
+    found = lax.map(function, filled.reshape(lines, LINE))
+    return lax.slice(found.reshape(-1), (0,), (x.size,)).reshape(x.shape)
+
+
 # ---- the one conversion ----------------------------------------------------------------------------------------------
 
 

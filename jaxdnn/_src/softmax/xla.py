@@ -8,7 +8,6 @@ maxima are exact in any order; everything else is computed element by element. E
 pass over memory, and on CPUs, where XLA has several exponentials, these run in a loop.
 """
 
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +16,10 @@ from jax import Array, lax
 
 from jaxdnn._src.core import engines, selection, trees
 from jaxdnn._src.core.determinism import is_fixed
-from jaxdnn._src.core.rounding import nearest, product, rounded
+from jaxdnn._src.core.rounding import nearest, product, rounded, steady
 
 Sum = Callable[[Array, tuple[int, ...]], Array]
 Apart = Callable[[Array], Array]  # keeps XLA from contracting a step with the next, which changes bits
-LINE = 1024
 
 
 def xla_sum(x: Array, axes: tuple[int, ...]) -> Array:
@@ -65,22 +63,6 @@ def _exp(x: Array, apart: Apart) -> Array:
 
 def _log(x: Array, apart: Apart) -> Array:
     return jnp.log(x) if apart is _plain else steady(jnp.log, x)
-
-
-def steady(function: Callable[[Array], Array], x: Array) -> Array:
-    """A function of one element, with bits that do not depend on the array that the element is in.
-
-    On CPUs XLA has several exponentials: in its vector loops, for the remainder of these loops, and, for large arrays,
-    that of YNNPACK. So there a loop processes the elements in lines of a fixed length.
-    """
-    return lax.platform_dependent(x, cpu=ft.partial(_by_lines, function), default=function)
-
-
-def _by_lines(function: Callable[[Array], Array], x: Array) -> Array:
-    lines = max(2, -(-x.size // LINE))  # a loop of one line would be inlined
-    filled = lax.pad(x.reshape(-1), jnp.ones((), x.dtype), [(0, lines * LINE - x.size, 0)])
-    found = lax.map(function, filled.reshape(lines, LINE))
-    return lax.slice(found.reshape(-1), (0,), (x.size,)).reshape(x.shape)
 
 
 def _share(e: Array, s: Array, apart: Apart) -> Array:
