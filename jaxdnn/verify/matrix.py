@@ -46,19 +46,23 @@ def of_turn(cases: Iterable[Any], turn: int) -> list[Any]:
 
 
 def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
-    """The part of a turn; it has each family with each of its engines.
+    """The part of a turn; two in a row have each family with each of its engines.
 
     They are distributed evenly, over more turns than cells are, because each takes long: chosen by a hash of their
     names, four would be in one turn. What is added for a family and an engine is a plain call: blends and gradients
     take twice as long.
     """
+    every = list(subjects)
+    names = turns.shuffled({of(one.op).name for one in every})
+    added = {name for place, name in enumerate(names) if (place + turn) % 2 == 0}
 
     def dealt(names: Iterable[str]) -> list[str]:
         order = turns.shuffled(names)
         first = turn + turns.number(order[0])  # a family has fewer subjects than there are turns: each begins elsewhere
         return order[first % turns.SUBJECT_TURNS :: turns.SUBJECT_TURNS]
 
-    return _part(subjects, turn, lambda f, subject: {f.name}, dealt, lambda subject: not subject.derived)
+    facets = lambda f, subject: {f.name} if f.name in added else set[Any]()
+    return _part(every, turn, facets, dealt, lambda subject: not subject.derived)
 
 
 def _part(
