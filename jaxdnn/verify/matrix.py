@@ -56,13 +56,13 @@ def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
     names = turns.shuffled({of(one.op).name for one in every})
     added = {name for place, name in enumerate(names) if (place + turn) % 2 == 0}
 
-    def dealt(names: Iterable[str]) -> list[str]:
+    def evenly(names: Iterable[str]) -> list[str]:
         order = turns.shuffled(names)
         first = turn + turns.number(order[0])  # a family has fewer subjects than there are turns: each begins elsewhere
         return order[first % turns.SUBJECT_TURNS :: turns.SUBJECT_TURNS]
 
     facets = lambda f, subject: {f.name} if f.name in added else set[Any]()
-    return _part(every, turn, facets, dealt, lambda subject: not subject.derived)
+    return _part(every, turn, facets, evenly, lambda subject: not subject.derived)
 
 
 def _part(

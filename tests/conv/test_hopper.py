@@ -275,12 +275,12 @@ def test_the_number_of_multiprocessors_changes_no_bit_of_a_depthwise_convolution
 
 
 @on_hopper
-@pytest.mark.parametrize("deal", ["round", "snake", "together"])
+@pytest.mark.parametrize("sharing", ["round", "snake", "together"])
 @pytest.mark.parametrize("padding", [((0, 0), (0, 0)), ((1, 0), (0, 2))])
-def test_rows_without_taps_are_zero(padding, deal):
+def test_rows_without_taps_are_zero(padding, sharing):
     """Also where the memory of the result held something else."""
     case = Case(5, (8, 12), 256, 128, (1, 1), (2, 2), padding, (1, 1))
-    config = plan.Config(4, (4, 4), 128, 3, staged=2, blank=3, deal=deal)
+    config = plan.Config(4, (4, 4), 128, 3, staged=2, blank=3, sharing=sharing)
     _, function, operands, _ = kernel("dgrad", case, False, config=config, sms=5)
     rng = np.random.default_rng(4)
     a, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)
@@ -293,12 +293,12 @@ def test_rows_without_taps_are_zero(padding, deal):
 
 
 @on_hopper
-@pytest.mark.parametrize("deal", ["round", "snake", "together"])
+@pytest.mark.parametrize("sharing", ["round", "snake", "together"])
 @pytest.mark.parametrize("name", ["strided, odd", "stride of three", "pointwise, strided", "stride and dilation"])
-def test_exact_in_every_order_of_phases(name, deal):
+def test_exact_in_every_order_of_phases(name, sharing):
     case = CASES[name]
     for staged, teams, groups in ((1, 2, 1), (2, 1, 2), (3, 2, 1)):
-        config = plan.Config(8, (4, 4), 64, 3, teams, groups, staged=staged, deal=deal)
+        config = plan.Config(8, (4, 4), 64, 3, teams, groups, staged=staged, sharing=sharing)
         _, function, operands, _ = kernel("dgrad", case, False, config=config, sms=5)
         rng = np.random.default_rng(1)
         a, b = (rng.integers(-2, 3, shape).astype(np.float32) for shape in operands)

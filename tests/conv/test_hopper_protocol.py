@@ -107,7 +107,7 @@ def depthwise(op: str, x: Any, w: Any, dtype: Any, *, bias: bool = False, **opti
 @contextlib.contextmanager
 def any_configuration(rng: np.random.Generator) -> Iterator[None]:
     """One kind of configuration is as likely as another, however many there are of it."""
-    fields = ("halo", "resident", "unroll", "blank", "direct", "staged", "deal", "splits", "stages")
+    fields = ("halo", "resident", "unroll", "blank", "direct", "staged", "sharing", "splits", "stages")
 
     def pick(_: Any, configs: Sequence[Any], decided: Any) -> Any:
         for name in rng.permutation(fields):

@@ -190,12 +190,12 @@ def test_a_resident_filter_lies_as_its_taps_are_met(taps, backward, flip):
 
 
 @pytest.mark.parametrize("sms", [1, 2, 7, 132, 1000])
-@pytest.mark.parametrize("deal", ["round", "snake", "together"])
-def test_every_tile_is_computed_once(deal, sms):
+@pytest.mark.parametrize("sharing", ["round", "snake", "together"])
+def test_every_tile_is_computed_once(sharing, sms):
     """Each block of threads has its own tiles; where phases are unequal, "snake" leaves none much more than another."""
     axes = dgrad.axes_of(Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = Walk(problem, plan.Config(2, (1, 4), 64, deal=deal))
+    walk = Walk(problem, plan.Config(2, (1, 4), 64, sharing=sharing))
     blocks = walk.blocks(sms)
     assert 1 <= blocks <= sms
     count = jnp.int32(blocks)
@@ -204,7 +204,7 @@ def test_every_tile_is_computed_once(deal, sms):
     sm, local = jnp.asarray(places, jnp.int32).T
     tiles = np.asarray(jax.jit(jax.vmap(lambda sm, local: walk.tile(local, sm, count)))(sm, local))
     assert sorted(tiles) == list(range(walk.tiles))
-    if deal == "snake" and walk.tiles > 8 * blocks:
+    if sharing == "snake" and walk.tiles > 8 * blocks:
         steps = np.bincount(np.asarray(sm), weights=np.array(walk.taps)[tiles // walk.per_phase])
         assert steps.max() - steps.min() <= 2 * max(walk.taps)
 

@@ -122,7 +122,7 @@ def test_forward_adds_in_the_stated_order(threads: int, forward: Any):
     np.testing.assert_array_equal(mean, total[:, 0] * np.float32(1 / (12 * threads)))
 
 
-def test_bits_do_not_depend_on_how_rows_are_dealt_out(forward: Any):
+def test_bits_do_not_depend_on_how_rows_are_partitioned(forward: Any):
     n = Norm("layer_norm", (8, 520), (520,))
     x, s, b, _ = arrays_of(n, "bf16", 0.5)
     lone = forward(x, s, b, "bf16", n.eps, centred=True, plan=Plan(64), races=True)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("h200")
 
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 RULE = Accumulation(flush=True)
-# Every way to deal out a long row.
+# Every way to partition a long row.
 LENGTHS = (16392, 20000, 40000, 70000, 140000)
 CLUSTERS = 2  # of blocks that stay
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -146,7 +146,7 @@ def test_what_is_not_finite_in_registers(
 
 
 @pytest.mark.parametrize(("length", "threads"), [(64, 32), (520, 64)])
-def test_bits_do_not_depend_on_how_rows_are_dealt_out(length: int, threads: int, monkeypatch: pytest.MonkeyPatch):
+def test_bits_do_not_depend_on_how_rows_are_partitioned(length: int, threads: int, monkeypatch: pytest.MonkeyPatch):
     """Whole numbers, whose sums are exact: the interpreter adds a vector's elements in any order."""
     draw = np.random.default_rng(length).integers
     dy, y = (jnp.asarray(draw(-9, 9, (33, length)), jnp.bfloat16) for _ in range(2))

@@ -121,7 +121,7 @@ def beside(problem: Problem, base: Config) -> Iterator[Config]:
     changes: list[dict[str, Any]] = [{"order": order} for order in ("k", "kp", "n", "p") if order != base.order]
     changes += [{"staged": count, "stages": stages} for count in (3, 4) for stages in range(2, base.stages)]
     if len(problem.phases) > 1:
-        changes += [{"deal": deal} for deal in ("snake", "together")]
+        changes += [{"sharing": how} for how in ("snake", "together")]
         changes += [{"blank": problem.axes[-1].positions // parts} for parts in (1, 2, 4)]
     for change in changes:
         config = dataclasses.replace(base, **change)

@@ -84,13 +84,13 @@ class Walk:
 
     def blocks(self, sms: int) -> int:
         """How many blocks of threads run on `sms` multiprocessors."""
-        return min(sms, self.per_phase if self.config.deal == "together" else self.tiles)
+        return min(sms, self.per_phase if self.config.sharing == "together" else self.tiles)
 
     def share(self, sm: Any, sms: Any) -> Any:
         """How many tiles block `sm` of `sms` computes."""
-        if self.config.deal == "together":
+        if self.config.sharing == "together":
             return lax.div(self.per_phase - sm + sms - 1, sms) * len(self.phases)
-        if self.config.deal == "snake":
+        if self.config.sharing == "snake":
             rounds, rest = lax.div(self.tiles, sms), lax.rem(self.tiles, sms)
             return rounds + jnp.int32(self._reversed(rounds, sm, sms) < rest)
         return lax.div(self.tiles - sm + sms - 1, sms)
@@ -102,10 +102,10 @@ class Walk:
         long phase then gets one of a short phase. "together": all phases of one place, whose outputs are interleaved in
         memory.
         """
-        if self.config.deal == "together":
+        if self.config.sharing == "together":
             phases = len(self.phases)
             return lax.rem(local, phases) * self.per_phase + sm + lax.div(local, phases) * sms
-        if self.config.deal == "snake":
+        if self.config.sharing == "snake":
             return local * sms + self._reversed(local, sm, sms)
         return sm + local * sms
 
@@ -166,7 +166,7 @@ def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
         stages=config.stages,
         staged=config.staged,
         order=config.order,
-        deal=config.deal,
+        sharing=config.sharing,
         halo=config.halo,
         resident=config.resident,
         unroll=config.unroll,
