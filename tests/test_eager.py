@@ -155,6 +155,24 @@ def test_an_integer_of_numpy_keeps_its_64_bits(programs: Programs):
     assert len(programs) == 6
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda v: dnn.conv(v, W),
+        lambda v: dnn.conv(X, W, bias=v[0, 0, :, 0]),
+        lambda v: dnn.scale(v, alpha=2),
+        lambda v: dnn.scale(X, alpha=v[0, 0, 0, :1].reshape(())),
+        lambda v: dnn.ctc_lengths(v[..., 0, 0]),
+    ],
+    ids=["array", "option", "formula", "number", "paddings"],
+)
+def test_another_byte_order_is_refused_also_where_the_program_is_there(call: Callable[[Any], Any]):
+    """`jax.jit` checks it when it compiles alone, and then takes the bytes for those of this machine."""
+    call(np.asarray(X))
+    with pytest.raises(TypeError, match=r"must have the byte order of this machine, got [<>]f4"):
+        call(np.asarray(X).astype(X.dtype.newbyteorder()))
+
+
 def test_an_error_is_about_what_was_given():
     with pytest.raises(TypeError, match="got an array of int32 of shape") as error:
         dnn.conv(X, W, stride=jnp.array([1, 1]))  # type: ignore[arg-type]

@@ -61,6 +61,8 @@ def program(function: Function) -> Function:
     def read(name: str, value: Any, operands: list[Any]) -> Any:
         """What the key has for an argument."""
         kind = type(value)
+        if kind is np.ndarray and not value.dtype.isnative:
+            raise TypeError("an array whose bytes a program that was compiled for others would misread")
         known = _arrays.get(kind)
         if known is None:
             known = _is_array(value)
@@ -119,7 +121,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_operand(value: Any) -> bool:
-    return isinstance(value, Array) or (type(value) is np.ndarray and not _is_integer(value))
+    numbers = type(value) is np.ndarray and value.dtype.isnative
+    return isinstance(value, Array) or (numbers and not _is_integer(value))
 
 
 def _is_integer(value: np.ndarray) -> bool:
