@@ -182,7 +182,7 @@ def conv_dgrad(
     dy, w = frame.array("dy", dy), frame.filter("w", w)
     shape = frame.array_shape("x_shape", x_shape)
     spec = arguments.spec(frame, options, shape, w.shape, {"dy": dy, "w": w})
-    arguments.check_output("dy", spec, dy, shape, w.shape)
+    arguments.check_dy(spec, dy, shape, w.shape)
     extras = dict(alpha=alpha, beta=beta, prior=prior, relu=x)
     return frame.restore(arguments.call("conv_dgrad", frame, spec, dy, w, **extras))
 
@@ -309,7 +309,7 @@ def conv_wgrad(
     x, dy = frame.array("x", x), frame.array("dy", dy)
     shape = frame.filter_shape("w_shape", w_shape)
     spec = arguments.spec(frame, options, x.shape, shape, {"x": x, "dy": dy})
-    arguments.check_output("dy", spec, dy, x.shape, shape)
+    arguments.check_dy(spec, dy, x.shape, shape)
     dw = arguments.call("conv_wgrad", frame, spec, x, dy, alpha=alpha, beta=beta, prior=prior)
     return frame.restore_filter(dw)
 

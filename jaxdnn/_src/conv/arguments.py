@@ -141,11 +141,11 @@ def _accumulator(value: Any, natural: np.dtype) -> np.dtype:
     return acc
 
 
-def check_output(name: str, spec: ConvSpec, y: Array, x_shape: tuple[int, ...], w_shape: tuple[int, ...]) -> None:
-    """Checks that an array is shaped like the result of the convolution of these shapes."""
+def check_dy(spec: ConvSpec, dy: Array, x_shape: tuple[int, ...], w_shape: tuple[int, ...]) -> None:
+    """Checks that dy is shaped like the result of the convolution of these shapes."""
     layout = spec.layout
     expected = layout.shape(x_shape[layout.batch], spec.output_sizes, w_shape[spec.filter.output])
-    checks.shape(name, y, expected, f"as a convolution of {x_shape} and {w_shape} has (axes {layout.name})")
+    checks.shape("dy", dy, expected, f"as a convolution of {x_shape} and {w_shape} has (axes {layout.name})")
 
 
 def transposed(

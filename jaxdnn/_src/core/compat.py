@@ -44,28 +44,6 @@ if TYPE_CHECKING:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, scf, vector
 
-__all__ = (
-    "Primitive",
-    "ShapedArray",
-    "Tracer",
-    "ad",
-    "batching",
-    "custom_partitioning",
-    "fa",
-    "ir",
-    "llvm",
-    "mgpu",
-    "mgpu_utils",
-    "mlir",
-    "mma_utils",
-    "pl",
-    "plgpu",
-    "profiler",
-    "scf",
-    "vector",
-    "wgmma_m64",
-)
-
 _PALLAS, _MOSAIC, _MLIR = "jax.experimental.pallas", "jax.experimental.mosaic.gpu", "jaxlib.mlir"
 # What is imported when it is first used; a test holds these against the imports above.
 LAZY = {

@@ -125,10 +125,10 @@ class Emitter:
         self.op(f"ld.{space}.{_vector(count)}f32", found if count > 1 else found[0], place)
         return found
 
-    def load_vector(self, space: str, place: str, when: str = "") -> list[str]:
+    def load_vector(self, space: str, place: str) -> list[str]:
         """Four neighbouring words of 32 bits."""
         found = [self.new() for _ in range(4)]
-        self.op(f"ld.{space}.v4.b32", found, place, when=when)
+        self.op(f"ld.{space}.v4.b32", found, place)
         return found
 
     def store_floats(self, space: str, place: str, values: Sequence[str], when: str = "") -> None:

@@ -85,7 +85,6 @@ hopper.declare(
     notes=(
         "gradients in scale and bias add over the batch: run_to_run",
         "where statistics go over an axis that is sharded, XLA's formula serves, with its sums over the mesh",
-        *(note for kind in KINDS for note in kind.notes),
         RANGE,
     ),
 )

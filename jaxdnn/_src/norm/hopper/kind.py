@@ -28,7 +28,6 @@ class Kind:
       run: a call and its operands to its results.
       workspace: bytes of device memory beside operands and results; None of a call that no kernel serves.
       slower: the kinds of calls that the kernels serve, but XLA's program faster.
-      notes: what a user may want to know.
     """
 
     axes: str
@@ -37,7 +36,6 @@ class Kind:
     run: Callable[..., tuple[Array, ...]]
     workspace: Callable[[engines.Call], int | None]
     slower: tuple[engines.Slower, ...] = ()
-    notes: tuple[str, ...] = ()
 
     def has(self, call: engines.Call) -> bool:
         return re.fullmatch(self.pattern, marks(call)) is not None
