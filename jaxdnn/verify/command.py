@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said = f"on a CPU, and where nothing is selected, a run takes the part of its turn, one of {turns.TURNS} (default: "
     said += "the number of commits of the checkout, without them that of days)"
     rotation.add_argument("--turn", type=int, metavar="N", help=said)
-    rotation.add_argument("--all", action="store_true", help="every cell of the extent, whosever turn it is")
+    rotation.add_argument("--all", action="store_true", help="every cell of the extent, whichever turn it is")
     parser.add_argument("--seed", type=int, default=0, help="of all random data and geometries (default 0)")
     parser.add_argument(
         "--case",

@@ -31,12 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     facts.append(("subnormals", "flushed to zero" if here["flushes_subnormals"] else "kept"))
     _print(console, facts)
 
-    told: dict[Any, list[str]] = collections.defaultdict(list)
+    by_facts: dict[Any, list[str]] = collections.defaultdict(list)
     for op in matrix.ops():
         family = matrix.of(op)
         lines = tuple((engine, line) for engine in family.engines_of(op) for line in _lines(family, op, engine))
-        told[family.typical_name, lines].append(op)
-    for (typical, rows), ops in told.items():
+        by_facts[family.typical_name, lines].append(op)
+    for (typical, rows), ops in by_facts.items():
         console.print(f"\n[bold]{', '.join(ops)}[/], {typical}", highlight=False, soft_wrap=True)
         before = ["", *(engine for engine, _ in rows)]
         _print(
@@ -68,18 +68,18 @@ def _lines(family: Family, op: str, engine: str) -> list[str]:
     for dtype in (d for d in DTYPES if d != "int32"):
         case = family.typical(op, engine, dtype)
         if case is not None:
-            told = family.facts(case)
-            groups[_line(told)].append(dtype)
-            notes = told.notes
+            facts = family.facts(case)
+            groups[_line(facts)].append(dtype)
+            notes = facts.notes
     lines = [f"{' '.join(dtypes)}: {line}" for line, dtypes in groups.items()]
     return [*lines, *(f"[dim]{escape(note)}[/]" for note in notes)]
 
 
-def _line(told: Facts) -> str:
-    if told.refusal is not None:
+def _line(facts: Facts) -> str:
+    if facts.refusal is not None:
         # The line begins with these dtypes already.
-        return f"[red]no[/], {escape(told.refusal.partition(', and these are')[0])}"
-    accumulator = ACCUMULATORS.get(told.accumulation, told.accumulation)
-    words = [f"[green]{told.level}[/]", f"accumulates in {accumulator}"]
-    words += [f"the reference predicts its bits on {', '.join(told.modelled)}"] if told.modelled else []
+        return f"[red]no[/], {escape(facts.refusal.partition(', and these are')[0])}"
+    accumulator = ACCUMULATORS.get(facts.accumulation, facts.accumulation)
+    words = [f"[green]{facts.level}[/]", f"accumulates in {accumulator}"]
+    words += [f"the reference predicts its bits on {', '.join(facts.modelled)}"] if facts.modelled else []
     return ", ".join(words)

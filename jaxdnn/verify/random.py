@@ -50,7 +50,7 @@ class Device:
     """The device of a process.
 
     Attributes:
-      visible: of which GPUs it is told, as CUDA_VISIBLE_DEVICES says it; "" for all; None for the CPU.
+      visible: its GPUs, as the value of CUDA_VISIBLE_DEVICES; "" for all; None for the CPU.
       memory: the share of the GPU's memory that it takes.
     """
 
@@ -64,7 +64,7 @@ class Worker:
     Attributes:
       last: the latest report of the call that it runs or has run.
       ran: these calls.
-      accused: whether the tool that it runs under has accused one.
+      reported: whether the tool that it runs under has reported an error in one.
     """
 
     def __init__(self, words: list[str], device: Device, *, under: bool = False):
@@ -82,9 +82,9 @@ class Worker:
             environment["CUDA_VISIBLE_DEVICES"] = device.visible
         if device.visible is None:
             environment["JAX_PLATFORMS"] = "cpu"
-        self.under, self.last, self.accused = under, Report(-1), False
+        self.under, self.last, self.reported = under, Report(-1), False
         self.ran: list[tuple[int, Branch | None]] = []
-        self.errors, self.said = collections.deque[str](maxlen=5), list[str]()
+        self.errors, self.output = collections.deque[str](maxlen=5), list[str]()
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
             words,
@@ -113,7 +113,7 @@ class Worker:
             raise RuntimeError(f"a process for random calls does not start: {error}") from None
 
     def _listen(self, stream: IO[str], answers: bool) -> None:
-        """Passes answers on, and keeps what else is said: the last lines, and those of the tool."""
+        """Passes answers on, and keeps what else is printed: the last lines, and those of the tool."""
         with contextlib.suppress(ValueError), stream:  # it may be closed while it is read
             for line in stream:
                 if answers and line.startswith(ANSWER):
@@ -121,7 +121,7 @@ class Worker:
                     continue
                 self.errors.append(line.strip()[:300])
                 if TOOL.match(line):
-                    self.said.append(line.strip("= \n")[:300])
+                    self.output.append(line.strip("= \n")[:300])
         if answers:
             self.answers.put(None)
 
@@ -141,7 +141,7 @@ class Worker:
     def run(self, index: int, towards: Branch | None) -> Report:
         """What came of a call. Raises EOFError where the process ends; `last` then says what it was doing."""
         self.ran.append((index, towards))
-        self.said.clear()
+        self.output.clear()
         self.last = Report(index, towards="/".join(towards) if towards else None, message="before it was drawn")
         try:
             print(json.dumps({"index": index, "towards": towards}), file=self.stdin, flush=True)
@@ -151,14 +151,14 @@ class Worker:
             self.last = Report.read(self._read())
         if self.under:
             time.sleep(LATE)
-            if self.said:
-                self.accused = True
-                return self.last.failed(f"while it ran, what it ran under said: {self.told()}")
+            if self.output:
+                self.reported = True
+                return self.last.failed(f"while it ran, what it ran under said: {self.first_report()}")
         return self.last
 
-    def told(self) -> str:
-        """What the tool said of the first thing that it found."""
-        return " | ".join(self.said[:TOLD])
+    def first_report(self) -> str:
+        """What the tool printed of the first error that it found."""
+        return " | ".join(self.output[:TOLD])
 
     def _kill(self) -> None:
         """Ends the process and those that it started."""
@@ -184,14 +184,14 @@ class Calls:
     """The calls that are still to be run: first as they come, then steered to branches that were taken least.
 
     `share` of them are steered; if all are, there are no more than it takes to take each branch once, as far as can be.
-    A branch counts as taken by calls that passed; after twice as many calls in vain as were wanted it is given up.
+    A branch counts as taken by calls that passed; after twice as many that missed it as were wanted it is given up.
     """
 
     def __init__(self, first: int, count: int, towards: Branch | None, share: float):
         self.next, self.end, self.towards = first, first + count, towards
         self.steered_from = self.end - int(count * share)
         self.once = share == 1
-        self.taken, self.under_way, self.in_vain = (collections.Counter[Branch]() for _ in range(3))
+        self.taken, self.under_way, self.missed = (collections.Counter[Branch]() for _ in range(3))
         self.lock, self.failed = threading.Lock(), 0
 
     def take(self) -> tuple[int, Branch | None] | None:
@@ -211,8 +211,8 @@ class Calls:
         """The branch that was taken least, if not often enough, with the calls that are under way to it."""
         enough = 1 if self.once else OFTEN
         tried = lambda b: self.taken[b] + self.under_way[b]
-        left = [b for b in branches.every() if tried(b) < enough and self.in_vain[b] < 2 * enough]
-        return min(left, key=lambda b: (tried(b) + self.in_vain[b], b), default=None)
+        left = [b for b in branches.every() if tried(b) < enough and self.missed[b] < 2 * enough]
+        return min(left, key=lambda b: (tried(b) + self.missed[b], b), default=None)
 
     def tell(self, report: Report, towards: Branch | None) -> None:
         """Counts the branches that a call took; ends the run when there are failures enough."""
@@ -225,7 +225,7 @@ class Calls:
                 self.taken.update(report.branches)
             if towards and self.under_way[towards]:
                 self.under_way[towards] -= 1
-                self.in_vain[towards] += not (passed and towards in report.branches)
+                self.missed[towards] += not (passed and towards in report.branches)
 
 
 def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[Report]:
@@ -271,8 +271,8 @@ def _devices(arguments: argparse.Namespace, gpus: int, gpu_bytes: int) -> list[D
     if sharing > most:
         raise ValueError(f"`--workers` must be at most {most * gpus}, for which the memory suffices, got {workers}.")
     memory = min(MEMORY, used // sharing - CONTEXT) / gpu_bytes
-    told = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in told.split(",")] if told else [str(i) for i in range(gpus)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",")] if visible else [str(i) for i in range(gpus)]
     return [Device(names[i % gpus] if gpus > 1 else "", memory) for i in range(workers)]
 
 
@@ -319,7 +319,7 @@ class _Serving:
                     report = worker.run(*call)
                 except EOFError as error:
                     last = worker.last
-                    said = f"; what it ran under said: {worker.told()}" if worker.said else ""
+                    said = f"; what it ran under said: {worker.first_report()}" if worker.output else ""
                     report = last.failed(f"{last.message}, the process that ran it ended: {error}{said}")
                     worker.end()
                     worker = None
@@ -346,7 +346,7 @@ class _Serving:
         One that had to be killed has ended late, which is no failure of a call.
         """
         status = worker.end()
-        if not status or worker.accused or worker.last.fatal:
+        if not status or worker.reported or worker.last.fatal:
             return
         report, ended = worker.last, f"status {status}: {' | '.join(worker.errors)}"
         first, last = worker.ran[0][0], worker.ran[-1][0]

@@ -162,7 +162,7 @@ def _served(op: str, engine: str, rng: np.random.Generator, name: str, towards: 
 
 
 def _may_take(found: Drawn, branch: Branch) -> bool:
-    """Whether the call's dtypes are those of a branch, which is told at once."""
+    """Whether the call's dtypes are those of a branch, which needs no lowering."""
     _, what, value = branch
     if what == "operands":
         return value in (found.case.dtype, found.case.in_dtype.name)
@@ -190,7 +190,7 @@ def run(
     found: Drawn, seed: int, index: int, *, flush: bool, guards: Guards | None, tell: Tell = lambda report: None
 ) -> Report:
     """Runs a call; `tell` is given its report before it runs and before each step that may end the process."""
-    case, told = found.case, found.facts
+    case, facts = found.case, found.facts
     report = Report(
         index,
         towards="/".join(found.towards) if found.towards else None,
@@ -198,14 +198,14 @@ def run(
         op=case.op,
         engine=case.engine,
         dtype=case.dtype,
-        level=told.level,
+        level=facts.level,
         kind=found.kind,
         call=repr(case),
         picked=found.picks is not None,
         multiprocessors=found.multiprocessors,
     )
-    if told.refusal is not None:
-        return dataclasses.replace(report, status="refused", message=told.refusal)
+    if facts.refusal is not None:
+        return dataclasses.replace(report, status="refused", message=facts.refusal)
     one = _Run(found, seed, dataclasses.replace(report, message="while it ran"), flush, guards, tell)
     try:
         message = one.problem()
@@ -299,9 +299,9 @@ class _Run:
         return f"{self.report.procedure}: {trial.message}" if trial.status == "failed" else ""
 
 
-def _modelled(told: plain.Facts) -> int:
+def _modelled(facts: plain.Facts) -> int:
     """How many outputs are compared with predicted bits."""
-    orders = told.schedule.order if told.schedule else ()
+    orders = facts.schedule.order if facts.schedule else ()
     terms = max(map(np.size, orders if isinstance(orders, tuple) else (orders,)), default=1)
     return max(LEAST_MODELLED, min(MODELLED, PRODUCTS // max(terms, 1)))
 
@@ -314,7 +314,7 @@ def _subject(found: Drawn, seed: int) -> tuple[Subject, tuple[str, ...]] | None:
         return None
     axes, out_axis = family.samples(case) or ((None,) * len(operands), None)
     sized = lambda batch: case
-    if hasattr(case, "geometry") and out_axis is not None:  # the gradient in x is told the shape of x
+    if hasattr(case, "geometry") and out_axis is not None:  # the gradient in x takes the shape of x
         sized = lambda batch: dataclasses.replace(case, geometry=dataclasses.replace(case.geometry, batch=batch))
     function = lambda batch: lambda *arrays: jax.tree.leaves(sized(batch).function()(*arrays))[0]
     names = (case.op, case.engine, case.dtype, found.facts.level)

@@ -1,4 +1,4 @@
-"""What the dropout kernels are told of a call."""
+"""The static arguments of the dropout kernels."""
 
 import dataclasses
 

@@ -69,7 +69,7 @@ def _forward_in_slices(plans: SlicePlan, x: Array, given: list[Array], outs: Any
 
 
 def _parameters(scale: Array | None, bias: Array | None, activation: str | None) -> tuple[list[Array], dict[str, Any]]:
-    """The parameters that there are, and what the code is told of them and of what follows."""
+    """The parameters that there are, and the code's options for them and for the activation."""
     has = {"scale": scale is not None, "bias": bias is not None, "activation": activation}
     return [v for v in (scale, bias) if v is not None], has
 
