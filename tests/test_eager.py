@@ -20,6 +20,7 @@ import pytest
 import jaxdnn as dnn
 from jaxdnn._src.cases import example
 from jaxdnn._src.core import compat, eager
+from jaxdnn._src.core.rounding import quotient
 
 X, W = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 8))
 MOST = 80  # of Python's calls; operation by operation they are hundreds, and thousands
@@ -171,6 +172,17 @@ def test_another_byte_order_is_refused_also_where_the_program_is_there(call: Cal
     call(np.asarray(X))
     with pytest.raises(TypeError, match=r"must have the byte order of this machine, got [<>]f4"):
         call(np.asarray(X).astype(X.dtype.newbyteorder()))
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "grad"])
+def test_debug_nans_names_the_op(how: str):
+    run = {"eager": dnn.softmax, "jit": jax.jit(dnn.softmax), "grad": jax.grad(lambda x: dnn.softmax(x).sum())}[how]
+    with jax.debug_nans(True):
+        assert jnp.isfinite(run(X)).all()
+        with pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in jaxdnn_softmax"):
+            run(jnp.full_like(X, -jnp.inf))
+        with pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in rounded_quotient"):
+            quotient(jnp.zeros(3), jnp.zeros(3))
 
 
 def test_an_error_is_about_what_was_given():

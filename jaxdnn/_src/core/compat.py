@@ -171,6 +171,18 @@ class Partitioned:
         return self.both[typed].bind(*operands, **parameters)
 
 
+def operation(primitive: Any) -> Callable[..., Any]:
+    """What binds a primitive, as one operation: `jax.debug_nans` would run a function of a program once more, operation
+    by operation, to say which one gave NaN, and the operation is this program again."""
+
+    def run(*operands: Any, **parameters: Any) -> Any:
+        return primitive.bind(*operands, **parameters)
+
+    run.__name__ = run.__qualname__ = primitive.name
+    run._apply_primitive = True  # type: ignore[attr-defined]
+    return run
+
+
 def _mesh_of(types: Iterable[Any]) -> Any:
     """The mesh that one of the types names and XLA shards along, if any does."""
     meshes = (t.sharding.mesh for t in types)

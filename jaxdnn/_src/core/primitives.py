@@ -90,7 +90,7 @@ def define(
     of_op = Partitioned(f"jaxdnn_{op}")
     for primitive in of_op.both:
         primitive.multiple_results = many
-        primitive.def_impl(ft.partial(_eager, primitive))
+        primitive.def_impl(together(compat.operation(primitive), static_argnames="spec"))
         primitive.def_abstract_eval(abstract)
         ad.primitive_jvps[primitive] = differentiated
         ad.primitive_transposes[primitive] = transposed
@@ -299,11 +299,6 @@ def zero_tangent(y: Array) -> Any:
 def is_linear_operand(operand: Any) -> bool:
     """Whether a transpose rule must produce a cotangent for this operand."""
     return ad.is_undefined_primal(operand)
-
-
-@ft.partial(together, static_argnums=0, static_argnames="spec")
-def _eager(primitive: Any, *operands: Any, spec: Spec) -> Any:
-    return primitive.bind(*operands, spec=spec)
 
 
 listeners: list[Callable[[engines.Call], None]] = []  # told of each call that is lowered, of a device's part of it

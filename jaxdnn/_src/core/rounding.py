@@ -218,7 +218,7 @@ def _divided_on_gpus(a: Array, b: Array) -> Array:
 
 _quotient = Partitioned("rounded_quotient")
 for _primitive in _quotient.both:
-    _primitive.def_impl(together(_primitive.bind))  # JAX's own operation is what a GPU's is
+    _primitive.def_impl(together(compat.operation(_primitive)))  # JAX's own operation is what a GPU's is
     _primitive.def_abstract_eval(lambda a, b: lax.div_p.abstract_eval(a, b)[0])
     batching.defbroadcasting(_primitive)
     mlir.register_lowering(_primitive, _lowered(_divided))
