@@ -18,7 +18,10 @@ from jaxdnn._src.rnn.steps import GATES
 
 @dataclasses.dataclass(frozen=True)
 class Layer(timed.Case):
-    """y of sequences of one length; the gradient in x and both matrices is along one cotangent of y."""
+    """y of sequences of one length; the gradient in x and both matrices is along one cotangent of y.
+
+    hoisted: whether plain JAX multiplies the inputs of all steps at once, or as Flax's cells do step by step.
+    """
 
     op: str
     family: str
@@ -28,6 +31,7 @@ class Layer(timed.Case):
     inputs: int
     units: int
     passes: tuple[str, ...] = ("forward", "gradient")
+    hoisted: bool = True
 
     @property
     def gates(self) -> int:
@@ -56,7 +60,9 @@ class Layer(timed.Case):
         return _passed(which, lambda x, w, r: getattr(dnn, self.op)(x, w, r, engine=engine)[0])
 
     def xla(self, which: str) -> Function:
-        return _passed(which, lambda x, w, r: getattr(plain, self.op)(x, w, r)[0])
+        return _passed(
+            which, lambda x, w, r: getattr(plain, self.op if self.hoisted else f"{self.op}_by_cells")(x, w, r)[0]
+        )
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
         x, w, r, dy = tensors
@@ -98,4 +104,6 @@ CASES: tuple[timed.Case, ...] = (
     Layer("lstm", "text", "lstm-1024", 32, 128, 1024, 1024),
     Layer("gru", "agent", "gru-1", 1, 64, 256, 512),
     Layer("rnn", "agent", "rnn-256", 32, 128, 256, 256),
+    *(Layer("lstm", "units", f"lstm-{n}", 64, 64, n, n) for n in (128, 256, 512)),
+    *(Layer("lstm", "cells", f"lstm-{n}-by-cells", 64, 64, n, n, hoisted=False) for n in (128, 256, 512)),
 )
