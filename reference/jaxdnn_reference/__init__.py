@@ -76,6 +76,7 @@ from jaxdnn_reference.rnn import lstm as lstm
 from jaxdnn_reference.rnn import lstm_cell as lstm_cell
 from jaxdnn_reference.rnn import rnn as rnn
 from jaxdnn_reference.rnn import rnn_cell as rnn_cell
+from jaxdnn_reference.roi_align import roi_align as roi_align
 from jaxdnn_reference.rounding import fma as fma
 from jaxdnn_reference.rounding import round_to as round_to
 from jaxdnn_reference.softmax import logsumexp as logsumexp

@@ -86,7 +86,7 @@ def map_coordinates(
             if any(tap is None for tap in each):
                 y[point] = cval
                 continue
-            for tap in itertools.product(*each):
+            for tap in itertools.product(*(along or [] for along in each)):
                 at, weight = tuple(k for k, _ in tap), math.prod((w for _, w in tap[1:]), start=tap[0][1])
                 inside = all(0 <= k < n for k, n in zip(at, c.shape, strict=True))
                 if weight != 0:

@@ -1,4 +1,4 @@
-"""What is made of samples by ops of their own arguments, `map_coordinates`: matrix, data and bounds."""
+"""What is made of samples by ops with arguments of their own: matrix, data and bounds."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from jaxdnn._src.core.formats import FORMATS
 from jaxdnn._src.core.tolerance import Accumulation
 from jaxdnn._src.sampling.cases import DTYPES, PLACE
 
-OPS = ("map_coordinates",)
+OPS = ("map_coordinates", "roi_align")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "map_coordinates": {
         "cubic": {"mode": "reflect"},
@@ -25,28 +25,44 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "nearest": {"order": 0, "mode": "grid-constant"},
         "quadratic": {"order": 2, "mode": "nearest"},
     },
+    "roi_align": {
+        "average": {"output_sizes": 3},
+        "max": {"output_sizes": 2, "mode": "max", "aligned": False, "adaptive": True},
+        "scaled": {"output_sizes": 2, "sampling_ratio": 3, "spatial_scale": 0.5, "adaptive": True},
+        "taps": {"output_sizes": 2, "mode": "max_of_taps", "box_format": "xywh"},
+    },
 }
 GAIN = (1.0, 1.0, 2.0, 3.0, 4.8, 7.5)  # of the filter of each order: the sum of its response's magnitudes
 
 
 @dataclasses.dataclass(frozen=True)
 class ComposedCase(Case):
-    """An array of some sizes, and a number of points."""
+    """An array of some sizes and a number of points in it; or a batch of images and in each a number of boxes."""
 
     sizes: tuple[int, ...] = (7, 6)
     points: int = 24
+    batch: int = 8
 
     primitive = dict.fromkeys(OPS, "grid_sample")
 
     @property
     def options(self) -> dict[str, Any]:
-        return VARIANTS[self.op][self.variant.rpartition("/")[2]]
+        given = VARIANTS[self.op][self.variant.rpartition("/")[2]]
+        return given if self.op == "map_coordinates" else {**given, "layout": f"N{'DHW'[3 - len(self.sizes) :]}C"}
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         op: Any = getattr(dnn, self.op)
         return lambda *arrays: op(*arrays, **{**self.options, **choices})
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        if self.op == "roi_align":
+            x = rng.normal(size=(self.batch, *self.sizes, 3)).astype(self.in_dtype)
+            # Of sixteenths, so that the number of samples is that of the definition, and inside of the image.
+            ends = [np.sort(rng.integers(0, 16 * n, (self.batch, self.points, 2)), -1) for n in self.sizes[::-1]]
+            boxes = (
+                np.stack([end[..., i] for i in (0, 1) for end in ends], -1) / 16 / self.options.get("spatial_scale", 1)
+            )
+            return x, boxes.astype(np.float64 if self.x64 else np.float32)
         x = rng.normal(size=self.sizes).astype(self.in_dtype)
         # Away from the elements and from the middle between two, of which some are outside.
         p = [rng.integers(-3, n + 3, self.points) + rng.choice([0.125, 0.25, 0.75], self.points) for n in self.sizes]
@@ -55,6 +71,10 @@ class ComposedCase(Case):
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         golden = np.asarray(getattr(reference, self.op)(*operands, **self.options), np.float64)
         u, d = FORMATS["float64" if self.x64 else "float32"].roundoff, len(self.sizes)
+        if self.op == "roi_align":
+            largest, m = float(np.abs(operands[0].astype(np.float64)).max()), self.options.get("sampling_ratio", 2)
+            error = largest * u * (2 * PLACE * sum(2.0 * n + 4 for n in self.sizes) + 4 * (2 * m) ** d + 32)
+            return (Expected(golden, np.full(golden.shape, error + 2.0**-120), self.in_dtype, generic=False),)
         order = self.options.get("order", 3)
         largest = max(float(np.abs(operands[0].astype(np.float64)).max()), 1.5) * GAIN[order] ** d
         places = sum(n + 13.0 for n in self.sizes)
@@ -74,14 +94,16 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[ComposedCase
     for dtype in up_to(extent, DTYPES):
         for number, variant in enumerate(VARIANTS[op]):
             sizes = ((7, 6), (9,), (4, 5, 3))[number % 3]
-            yield ComposedCase(op, engine, dtype, variant, sizes, 24 if len(sizes) < 3 else 5)
+            count = 3 if op == "roi_align" else 24 if len(sizes) < 3 else 5
+            yield ComposedCase(op, engine, dtype, variant, sizes, count)
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
-    """A filtered and an unfiltered spline; every variant in the full extent. The points are the batch."""
+    """Two variants, of splines a filtered and an unfiltered one, whose points are the batch; all in the full extent."""
     of_dtype = zip(("f32", "bf16", "f16", "f32", "bf16"), VARIANTS[op], strict=False)
     for dtype, variant in list(of_dtype)[: None if extent == "full" else 2]:
-        found = subject(ComposedCase(op, engine, dtype, variant), seed, batch_axes=(None, 1), out_axis=0)
+        case = ComposedCase(op, engine, dtype, variant, points=3 if op == "roi_align" else 24)
+        found = subject(case, seed, batch_axes=(0, 0) if op == "roi_align" else (None, 1), out_axis=0)
         if found is not None:
             yield dataclasses.replace(found, variant=variant)
 
@@ -90,6 +112,9 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ComposedCase:
     """Every variant on arrays of any sizes and rank."""
     variant, rank = str(rng.choice(list(VARIANTS[op]))), int(rng.integers(1, 4))
     sizes = drawn.axes(rng, rank, 2**10, 60)
+    if op == "roi_align":
+        points, batch = drawn.between(rng, 1, 8), drawn.between(rng, 1, 4)
+        return ComposedCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{variant}", sizes, points, batch)
     points = drawn.between(rng, 1, max(1, 2**12 // (VARIANTS[op][variant].get("order", 3) + 1) ** rank))
     return ComposedCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{variant}", sizes, min(points, 500))
 

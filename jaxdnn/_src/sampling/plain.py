@@ -61,3 +61,16 @@ def warp(x: Array, flow: Array) -> Array:
 
 def map_coordinates(x: Array, coordinates: Array) -> Array:
     return ndimage.map_coordinates(x, list(coordinates), 1, "nearest")
+
+
+def roi_align(x: Array, boxes: Array, bins: int = 3) -> Array:
+    """Of lines, with two samples a bin."""
+    batch = jnp.arange(len(x))[:, None, None]
+    low, length = boxes[..., :1] - 0.5, boxes[..., 1:] - boxes[..., :1]
+    p = low + (jnp.arange(2 * bins, dtype=x.dtype) + 0.5)[None, None] * length / (2 * bins)
+    q = jnp.clip(p, 0, x.shape[1] - 1)
+    i = jnp.floor(q).astype(jnp.int32)
+    f = (q - i)[..., None]
+    each = x[batch, i] * (1 - f) + x[batch, jnp.minimum(i + 1, x.shape[1] - 1)] * f
+    each = jnp.where(((p < -1) | (p > x.shape[1]))[..., None], 0, each)
+    return each.reshape(*boxes.shape[:2], bins, 2, -1).mean(3)
