@@ -83,6 +83,7 @@ from jaxdnn._src.sampling.api import affine_grid as affine_grid
 from jaxdnn._src.sampling.api import grid_sample as grid_sample
 from jaxdnn._src.sampling.api import spatial_transformer as spatial_transformer
 from jaxdnn._src.sampling.api import warp as warp
+from jaxdnn._src.sampling.deform import deform_conv as deform_conv
 from jaxdnn._src.sampling.regions import roi_align as roi_align
 from jaxdnn._src.sampling.splines import map_coordinates as map_coordinates
 from jaxdnn._src.softmax.api import logsumexp as logsumexp

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # A module may import from its own floor and from those that stand before it.
 FLOORS = (
     *("core", "hopper"),
-    *("activation", "tensor", "dropout", "a family"),
+    *("activation", "tensor", "dropout", "conv", "a family"),
     *("families", "surface", "cases", "cases of a family", "commands"),
 )
 COMMANDS = ("verify", "bench", "__main__")
@@ -65,7 +65,7 @@ def test_imports_go_down():
     assert up == []
 
 
-def test_families_use_activation_tensor_and_dropout_alone_of_others():
+def test_families_use_activation_tensor_dropout_and_conv_alone_of_others():
     pairs = ((name, n) for name in modules() for n in imported(name) if n in modules())
     assert [p for p in pairs if {*map(floor, p)} == {"a family"} and len({n.split(".")[2] for n in p}) > 1] == []
 

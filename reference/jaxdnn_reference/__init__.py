@@ -27,6 +27,7 @@ from jaxdnn_reference.ctc import ctc_align as ctc_align
 from jaxdnn_reference.ctc import ctc_lengths as ctc_lengths
 from jaxdnn_reference.ctc import ctc_loss as ctc_loss
 from jaxdnn_reference.ctc import ctc_posterior as ctc_posterior
+from jaxdnn_reference.deform_conv import deform_conv as deform_conv
 from jaxdnn_reference.descriptor import TensorDescriptor as TensorDescriptor
 from jaxdnn_reference.dropout import dropout as dropout
 from jaxdnn_reference.dropout import dropout_mask as dropout_mask

@@ -1,4 +1,4 @@
-"""Images sampled at the points of a grid, and what is made of such samples: spatial transformers, warps, regions."""
+"""Images sampled at the points of a grid, and what is made of them: transformers, warps, regions, windows."""
 
 from jaxdnn._src.core.manifest import Manifest, Ops
 
@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "SpatialTfGridGenerator, SpatialTfSampler, both directions",
             "`portable`; gradients `mesh_invariant`",
-            "grid_sample affine_grid spatial_transformer warp map_coordinates roi_align",
+            "grid_sample affine_grid spatial_transformer warp map_coordinates roi_align deform_conv",
         ),
     ),
     examples="""
@@ -17,6 +17,7 @@ spatial_transformer | NHWC, NPR, sizes=shape(TD) -> NTDC       | N -/- C -/g HW 
 warp                | NHWC, NTDP, padding="border" -> NTDC     | N -/- TD -/g C -/g HW g/g | as grid_sample
 map_coordinates     | HW, PTD, order=1, mode="nearest" -> TD   | TD -/g H g/gh W g/g | any element may be asked for
 roi_align           | NWC, NTP, output_sizes=size(R), layout="NWC" -> NTRC | N -/- T -/g C -/g W g/g | as grid_sample
+deform_conv         | NWC, NWR, RCK, padding=1, layout="NWC" -> NWK | N -/+ W g/g C g/g K -/+ | filters add over pixels
 """,
     engines=("xla",),
     cases=("cases", "cases_composed"),

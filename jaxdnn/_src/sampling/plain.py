@@ -74,3 +74,14 @@ def roi_align(x: Array, boxes: Array, bins: int = 3) -> Array:
     each = x[batch, i] * (1 - f) + x[batch, jnp.minimum(i + 1, x.shape[1] - 1)] * f
     each = jnp.where(((p < -1) | (p > x.shape[1]))[..., None], 0, each)
     return each.reshape(*boxes.shape[:2], bins, 2, -1).mean(3)
+
+
+def deform_conv(x: Array, offsets: Array, w: Array) -> Array:
+    """Of lines, with as many zeros around them as keep their length."""
+    batch, taps = jnp.arange(len(x))[:, None, None], len(w)
+    at = jnp.arange(x.shape[1])[:, None] + jnp.arange(taps)[None] - taps // 2
+    p = at.astype(x.dtype)[None] + offsets
+    i = jnp.floor(p)
+    f, i = (p - i)[..., None], i.astype(jnp.int32)
+    tap = lambda i: jnp.where(((i >= 0) & (i < x.shape[1]))[..., None], x[batch, i], 0)
+    return jnp.einsum("nprc,rck->npk", tap(i) * (1 - f) + tap(i + 1) * f, w)
