@@ -22,6 +22,7 @@ LINEAR: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("attention", "attention-bias"), (2,)),
     **dict.fromkeys(("rms_norm", "instance_norm"), (1,)),
     "conv_skip": (0, 1),
+    "deform_conv": (0, 2),
     "dbn_weight": (0,),
     "adaptive_layer_norm_dgrad": (0, 2),
 }
@@ -29,7 +30,7 @@ ONLY_FIRST = """
     activation_dgrad attention_dgrad merge_attention conv_bgrad dropout batch_norm_dgrad bn_finalize_inference
     layer_norm_dgrad rms_norm_dgrad instance_norm_dgrad group_norm_dgrad lrn_dgrad divisive_norm_dgrad
     pool-average pool_dgrad pool_dgrad-average unpool global_pool resample resample_dgrad pixel_shuffle
-    pixel_unshuffle grid_sample affine_grid spatial_transformer warp softmax_dgrad transform scale reduce
+    pixel_unshuffle grid_sample affine_grid spatial_transformer warp map_coordinates roi_align softmax_dgrad transform scale reduce
     im2col col2im
 """
 LINEAR |= dict.fromkeys(ONLY_FIRST.split(), (0,))

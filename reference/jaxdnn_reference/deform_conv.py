@@ -49,7 +49,9 @@ def deform_conv(
     kernel = lay.filter_axes(filter_layout or lay.default_filter_layout(layout)).to_canonical(w).shape[:-2]
     image = wide(axes.to_canonical(x), arithmetic)
     window = lay.window_of(image.shape[:-1], kernel, stride, padding, dilation, "cross_correlation")
-    by_tap = (len(image), *window.out_size, -1, *kernel)
+    numbers = math.prod(kernel) * len(kernel)
+    many = axes.to_canonical(offsets).shape[-1] // max(numbers, 1)
+    by_tap = (len(image), *window.out_size, many, *kernel)
     moved = wide(axes.to_canonical(offsets), arithmetic).reshape(*by_tap, len(kernel))
     moved = moved.astype(np.result_type(image.dtype, moved.dtype))
     factor = None if mask is None else wide(axes.to_canonical(mask), arithmetic).reshape(by_tap)
@@ -85,7 +87,7 @@ def samples_of(image: Array, moved: Array, factor: Array | None, window: Any) ->
             block = tuple(i for both in zip(p, r, strict=True) for i in both)
             for tap in itertools.product(*along):
                 weight = math.prod((v for _, v in tap[1:]), start=tap[0][1])
-                weight = weight if factor is None else weight * weight.dtype.type(factor[(n, *at)])
+                weight = weight if factor is None else weight * type(weight)(factor[(n, *at)])
                 inside = all(0 <= t < size for (t, _), size in zip(tap, window.in_size, strict=True))
                 if np.isnan(weight):
                     found[(n, *block)][g * c : (g + 1) * c] = np.nan

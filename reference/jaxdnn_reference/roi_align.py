@@ -62,14 +62,14 @@ def roi_align(
     lines = numbers.reshape(-1, numbers.shape[-1])
     of = np.repeat(np.arange(len(xc)), numbers.shape[-2]) if batch_indices is None else batch_indices
     y = np.zeros((len(lines), *bins, xc.shape[-1]), xc.dtype)
-    options = spatial_scale, sampling_ratio, adaptive, aligned, box_format
+    options: Any = (spatial_scale, sampling_ratio, adaptive, aligned, box_format)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         for k, line in enumerate(lines):
             if np.isnan(line).any() or not 0 <= of[k] < len(xc):
                 y[k] = np.nan
                 continue
             pairs = line.reshape(2, -1) if order == "ij" else line.reshape(2, -1)[:, ::-1]
-            each = [samples(*pairs[:, i], bins[i], n, *options) for i, n in enumerate(sizes)]
+            each = [samples(pairs[0, i], pairs[1, i], bins[i], n, *options) for i, n in enumerate(sizes)]
             for at in np.ndindex(*bins):
                 values = [
                     taps(xc[of[k]], sample)
@@ -84,8 +84,11 @@ def roi_align(
                     y[k][at] = np.max([sum(terms, np.zeros(xc.shape[-1], xc.dtype)) for terms in values], 0)
                 else:
                     y[k][at] = np.max([term for terms in values for term in terms], 0)
-    y = np.stack([axes.from_canonical(each) for each in y.reshape(-1, numbers.shape[-2], *y.shape[1:])])
-    return finish(y if batch_indices is None else y[0], x.dtype, 1.0, 0.0, None, out_dtype, arithmetic)
+    restored = axes.from_canonical(y)  # whose N are all boxes
+    if batch_indices is None:
+        each = [axes.from_canonical(of) for of in y.reshape(*numbers.shape[:2], *y.shape[1:])]
+        restored = np.stack(each) if each else restored.reshape(*numbers.shape[:2], *restored.shape[1:])
+    return finish(restored, x.dtype, 1.0, 0.0, None, out_dtype, arithmetic)
 
 
 def samples(

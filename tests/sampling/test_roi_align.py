@@ -75,7 +75,7 @@ def test_values_are_torchvisions(aligned: bool):
     """Adaptive sampling too, where a bin has at most so many pixels, of boxes with an extent."""
     x = images()
     for ratio, kept in ((2, BOXES), (3, BOXES), (0, BOXES[[0, 1, 2, 3, 6]])):
-        how = {"sampling_ratio": ratio} if ratio else {"sampling_ratio": 5, "adaptive": True}
+        how: Any = {"sampling_ratio": ratio} if ratio else {"sampling_ratio": 5, "adaptive": True}
         y = dnn.roi_align(x, for_each(kept), output_sizes=(2, 3), aligned=aligned, **how)
         for n, k in np.ndindex(2, len(kept)):
             wanted = as_torchvision(x[n].astype(np.float64), for_each(kept)[n, k], (2, 3), ratio, aligned)

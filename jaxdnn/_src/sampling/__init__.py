@@ -17,8 +17,9 @@ spatial_transformer | NHWC, NPR, sizes=shape(TD) -> NTDC       | N -/- C -/g HW 
 warp                | NHWC, NTDP, padding="border" -> NTDC     | N -/- TD -/g C -/g HW g/g | as grid_sample
 map_coordinates     | HW, PTD, order=1, mode="nearest" -> TD   | TD -/g H g/gh W g/g | any element may be asked for
 roi_align           | NWC, NTP, output_sizes=size(R), layout="NWC" -> NTRC | N -/- T -/g C -/g W g/g | as grid_sample
-deform_conv         | NWC, NWR, RCK, padding=1, layout="NWC" -> NWK | N -/+ W g/g C g/g K -/+ | filters add over pixels
+deform_conv         | NWC, NWR, RCK, padding=1, layout="NWC" -> NWK | N -/+ K -/+ | filters add over pixels
 """,
     engines=("xla",),
     cases=("cases", "cases_composed"),
+    timed="timed",
 )

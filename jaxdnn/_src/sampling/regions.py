@@ -223,7 +223,8 @@ class Regions:
             weights = jnp.where(there, weights, jnp.full_like(weights, jnp.nan))
         taps = (math.prod(shape[-d:]) << d,) if self.mode == "average" else self._apart(shape)
         lead = shape[: boxes.ndim - 1 + d]
-        return *(v.reshape(*lead[: len(lead) + 1 - len(taps)], *taps) for v in (index, weights)), count
+        shape = (*lead[: len(lead) + 1 - len(taps)], *taps)
+        return index.reshape(shape), weights.reshape(shape), count
 
     def _apart(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The last axis of points where samples, or their taps, are points of their own; and the taps of each."""
