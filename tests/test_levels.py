@@ -43,7 +43,8 @@ def found(call: LevelCall) -> Iterator[str]:
 
 def found_of(made: Subject, *procedures: str) -> Iterator[str]:
     for procedure in procedures:
-        trial = levels.trial(made, made.declared, procedure, "quick")
+        level = next(level for level, group in levels.PROCEDURES.items() if procedure in group)
+        trial = levels.trial(made, level, procedure, "quick")
         if trial.status == "failed":
             yield f"{trial.id} at {made.declared}: {trial.message}"
 

@@ -18,7 +18,7 @@ with a NaN and one of an image that is not there are NaN.
 
 "ordered": all of it in float32 (float64 if x or boxes are), each step rounded, (i m + a + 1/2) (s / (P m)) as these two
 factors; weights multiplied in the order of the axes; 0 + w x + ... over samples and, within each, taps in row-major
-order, and the sum divided by the number of samples.
+order, and the sum times the rounded 1 / the number of samples.
 
 Sources: He et al., arXiv:1703.06870; torchvision's and Detectron2's roi_align; ONNX's RoiAlign.
 """
@@ -79,7 +79,7 @@ def roi_align(
                     total = np.zeros(xc.shape[-1], xc.dtype)
                     for term in itertools.chain(*values):
                         total = total + term
-                    y[k][at] = total / xc.dtype.type(len(values))
+                    y[k][at] = total * (xc.dtype.type(1) / xc.dtype.type(len(values)))
                 elif mode == "max":
                     y[k][at] = np.max([sum(terms, np.zeros(xc.shape[-1], xc.dtype)) for terms in values], 0)
                 else:

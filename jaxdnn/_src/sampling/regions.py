@@ -89,7 +89,7 @@ def roi_align(
       the edge; m has none. Of equal maxima the first has the whole derivative.
 
     Numerics: places and weights in float32 (float64 if x or boxes are), each step rounded; products are added in it
-      tap by tap, divided once by the number of samples, and converted once. Determinism level "portable", gradients
+      tap by tap, multiplied by 1 / the number of samples, and converted once. Determinism level "portable", gradients
       "mesh_invariant". A pixel of weight 0 is not read.
 
     Raises:
@@ -147,7 +147,8 @@ def _joined(y: Array, count: Array, regions: "Regions", level: str) -> Array:
     """The bins, of sums over samples, or of samples along the last axis of bins."""
     if regions.mode == "average":
         count = count.astype(y.dtype).reshape(*count.shape, *[1] * (y.ndim - count.ndim))
-        return quotient(y, primitives.placed_like(jnp.broadcast_to(count, y.shape), y))
+        share = quotient(jnp.ones_like(count), count)
+        return product(y, primitives.placed_like(jnp.broadcast_to(share, y.shape), y))
     each = y.reshape(*y.shape[:-2], regions.bins[-1], y.shape[-2] // regions.bins[-1], y.shape[-1])
     return reduce(each, op="max", axis=each.ndim - 2, determinism=level)
 
