@@ -5,6 +5,7 @@
 
 The sums run over the keys j that query i sees; a sink s adds exp(s) to the sum in L and has no value. A row that sees
 no key has y = 0 and L = -inf (of a sink, s), and what is not seen is multiplied with nothing: NaN in it does not show.
+Dropout multiplies P before the values by 0 or 1 / (1 - rate), and so dP and the P in dv.
 
 Query i sees key j if all of these hold that are given: the mask is True; i is less than the query length and j less
 than the key length; their segments are equal; -left <= j - i - shift <= right for the window, of which causal sets the
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdnn_reference.dropout import dropout_mask
 from jaxdnn_reference.rounding import round_to
 
 Array = np.ndarray[Any, Any]
@@ -45,6 +47,8 @@ def attention(
     key_segments: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    dropout: float = 0.0,
+    dropout_key: Any = None,
     layout: str = "BTNH",
     return_logsumexp: bool = False,
     details: bool = False,
@@ -66,7 +70,8 @@ def attention(
     )
     x, _ = scores(q, k, scale, softcap, bias, alibi_slopes)
     p, lse = probabilities(x, seen, sinks)
-    y = weighted(p, seen, _repeated(v, q.shape[1]))
+    kept = _kept(p.shape, dropout, dropout_key)
+    y = weighted(p * kept, seen, _repeated(v, q.shape[1]))
     y, lse = (a if layout == "BNTH" else np.swapaxes(a, 1, 2) for a in (y, lse))
     if details:
         return y, lse, p, x
@@ -96,6 +101,8 @@ def attention_dgrad(
     key_segments: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    dropout: float = 0.0,
+    dropout_key: Any = None,
     layout: str = "BTNH",
     details: bool = False,
 ) -> Any:
@@ -124,14 +131,15 @@ def attention_dgrad(
         of_y = (dy * y).sum(-1)
         if dlogsumexp is not None:
             of_y = of_y - _heads_first(dlogsumexp, layout)
-        dp = np.where(seen, dy @ np.swapaxes(_repeated(v, heads), 2, 3), 0.0)
+        kept = _kept(p.shape, dropout, dropout_key)
+        dp = np.where(seen & (kept != 0), kept * (dy @ np.swapaxes(_repeated(v, heads), 2, 3)), 0.0)
         ds = np.where(seen, p * (dp - of_y[..., None]), 0.0)
         factor = _factor(q, scale)
         dx = ds * slope * factor
     dq = weighted(dx, seen, _repeated(k, heads))
     dk, dv = (
         _added(weighted(np.swapaxes(a, 2, 3), np.swapaxes(np.broadcast_to(seen, a.shape), 2, 3), b), groups)
-        for a, b in ((dx, q), (p, dy))
+        for a, b in ((dx, q), (p * kept, dy))
     )
     found = [a if layout == "BNTH" else np.swapaxes(a, 1, 2) for a in (dq, dk, dv)]
     if bias is not None:
@@ -233,6 +241,13 @@ def weighted(p: Array, seen: Array, values: Array) -> Array:
     with np.errstate(all="ignore"):
         terms = np.where(seen[..., None], p[..., None] * values[..., None, :, :], 0.0)
         return terms.sum(-2)
+
+
+def _kept(shape: tuple[int, ...], rate: float, key: Any) -> Array:
+    """What dropout multiplies the weights by: 0, or 1 / (1 - rate)."""
+    if rate == 0:
+        return np.ones(shape)
+    return dropout_mask(key, shape, rate=rate) / (1 - rate)
 
 
 def _distance(q: Array, k: Array) -> Array:

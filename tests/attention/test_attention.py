@@ -49,7 +49,11 @@ def dense(q: Any, k: Any, v: Any, extras: dict[str, Any], **o: Any) -> tuple[Any
     e = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(e, -1, keepdims=True)
     none = total == 0
-    y = jnp.einsum("bnts,bnsd->bntd", e / jnp.where(none, 1.0, total), v)
+    p = e / jnp.where(none, 1.0, total)
+    if "dropout" in o:
+        kept = reference.dropout_mask(o["dropout_key"], (*p.shape[:3], s), rate=o["dropout"])
+        p = p * np.pad(kept / (1 - o["dropout"]), [(0, 0)] * 3 + [(0, p.shape[3] - s)])
+    y = jnp.einsum("bnts,bnsd->bntd", p, v)
     lse = jnp.where(none, -jnp.inf, jnp.log(jnp.where(none, 1.0, total)) + top)
     return y, lse[..., 0]
 
@@ -83,6 +87,8 @@ def drawn(seed: int) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray], dic
     options = {name: value for name, value in options.items() if rng.random() < 0.4}
     if "causal" in options:
         options["causal"] = options["causal"] == "True" or str(options["causal"])
+    if rng.random() < 0.3:
+        options |= {"dropout": float(rng.choice([0.1, 0.5, 0.9])), "dropout_key": int(rng.integers(2**40))}
     if rng.random() < 0.3:
         options |= {"query_segments": segments(t), "key_segments": segments(s)}
     return operands, extras, options
@@ -162,7 +168,7 @@ def test_second_derivatives_of_any_combination(seed: int):
     [
         {"causal": True},
         {"causal": "bottom_right", "window": (40, None)},
-        {"window": (300, 3), "softcap": 1.0},
+        {"window": (300, 3), "softcap": 1.0, "dropout": 0.3, "dropout_key": 2**40 + 5},
         {"query_lengths": np.array([500, 71]), "causal": True},
     ],
     ids=str,
@@ -223,6 +229,19 @@ def test_like_jax_nn(options: dict[str, Any]):
     names = {"is_causal": "causal", "local_window_size": "window"}
     y = dnn.attention(q, k, v, **{names[n]: value for n, value in options.items()})
     np.testing.assert_allclose(y, jax.nn.dot_product_attention(q, k, v, **options), atol=1e-6)
+
+
+def test_dropout_continues_a_state_and_repeats():
+    q, k, v = (a.astype(np.float32) for a in arrays(np.random.default_rng(11)))
+    state = dnn.DropoutState.of_seed(9, offset=8)
+    run = lambda key: np.asarray(ours({}, {"dropout": 0.5, "dropout_key": key})(q, k, v)[0])
+    np.testing.assert_array_equal(run(state), run(state))
+    assert (run(state) != run(9)).any()
+    assert (run(9) == run(dnn.DropoutState.of_seed(9))).all()
+    assert (run(jax.random.key(3)) == run(jax.random.key_data(jax.random.key(3)))).all()
+    p = np.asarray(jax.nn.softmax(jnp.einsum("bntd,bnsd->bnts", q, np.repeat(k, 2, 1)) * 5**-0.5))
+    kept = np.asarray(dnn.dropout_mask(state, (2, 4, 9, 9), rate=0.5))
+    np.testing.assert_allclose(run(state), np.einsum("bnts,bnsd->bntd", p * kept * 2, np.repeat(v, 2, 1)), atol=1e-6)
 
 
 # ---- what is not seen ------------------------------------------------------------------------------------------------
@@ -329,7 +348,12 @@ def test_vmap(mapped: tuple[int | None, ...]):
 @pytest.mark.parametrize("axis", ["batch", "heads", "queries", "keys"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"causal": "bottom_right", "window": (4, None)}, {"query_lengths": np.array([3, 16] * 4)}],
+    [
+        {},
+        {"causal": True, "dropout": 0.4, "dropout_key": 7},
+        {"causal": "bottom_right", "window": (4, None)},
+        {"query_lengths": np.array([3, 16] * 4)},
+    ],
     ids=str,
 )
 def test_meshes(axis: str, options: dict[str, Any]):
@@ -414,6 +438,9 @@ BAD = [
     (dict(query_segments=np.zeros((2, 5), np.int32)), ValueError, "`key_segments` must be given with `query_segments`"),
     (dict(sinks=np.zeros(3, np.float32)), ValueError, r"`sinks` must have shape \(4,\), one for each head of `q`"),
     (dict(alibi_slopes=np.zeros(4, np.int32)), TypeError, "`alibi_slopes` must have one of the dtypes"),
+    (dict(dropout=1.0, dropout_key=1), ValueError, "`dropout` must be at least 0 and below 1, got 1.0"),
+    (dict(dropout=0.5), ValueError, "`dropout_key` must be given with `dropout`"),
+    (dict(dropout=0.5, dropout_key=np.zeros(3, np.uint32)), ValueError, "`dropout_key` must be one jax.random.key of"),
     (dict(return_logsumexp=1), TypeError, "`return_logsumexp` must be True or False"),
     (dict(engine="cudnn"), ValueError, "`engine` must be one of"),
 ]

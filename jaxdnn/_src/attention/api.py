@@ -4,6 +4,7 @@ Letters: B sequences, T queries, S keys, N heads of queries, K heads of keys and
 E of values.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -15,9 +16,12 @@ from jax.typing import ArrayLike
 from jaxdnn._src.attention.primitive import AttentionSpec
 from jaxdnn._src.core import blending, checks, primitives
 from jaxdnn._src.core.determinism import require, required
+from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
 from jaxdnn._src.core.rounding import at_edges
+from jaxdnn._src.dropout.api import DropoutState, operand, read_key
+from jaxdnn._src.dropout.primitive import pair, threshold, times_block
 
 LAYOUTS = ("BTNH", "BNTH")
 CAUSAL = ("top_left", "bottom_right")
@@ -25,6 +29,7 @@ _FLOATS = blending.FLOATS[:4]
 
 
 @public
+@data(dropout_key=lambda key: None if key is None else operand(key))
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -43,6 +48,8 @@ def attention(
     key_segments: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    dropout: float = 0.0,
+    dropout_key: ArrayLike | DropoutState | None = None,
     layout: str = "BTNH",
     return_logsumexp: bool = False,
     engine: str | None = None,
@@ -73,6 +80,10 @@ def attention(
       query_segments, key_segments: (B, T) and (B, S), integers: packed sequences. A query sees the keys of its segment.
       alibi_slopes: (N,), floats: slope (j - i) is added to the scores of each head.
       sinks: (N,), floats: a score that each query of a head has besides those of its keys, without a value.
+      dropout: the rate of dropping weights exp(x_ij - L_i), from 0 to below 1. What is kept is multiplied by
+        1 / (1 - dropout). Kept are elements of `dropout_mask(dropout_key, (B, N, T, S), rate=dropout)`, whatever the
+        layout and the mesh.
+      dropout_key: as `key` in `dropout`; None where nothing is dropped.
       layout: "BTNH", or "BNTH" for arrays (B, N, T, D), (B, K, S, D), (B, K, S, E).
       return_logsumexp: whether L is returned too.
       engine: None, or the name of the engine that must serve the call.
@@ -117,6 +128,8 @@ def attention(
             query_segments=query_segments,
             key_segments=key_segments,
         ),
+        dropout,
+        dropout_key,
         layout,
         engine,
         determinism,
@@ -126,6 +139,7 @@ def attention(
 
 
 @public
+@data(dropout_key=lambda key: None if key is None else operand(key))
 def attention_dgrad(
     dy: ArrayLike,
     q: ArrayLike,
@@ -148,6 +162,8 @@ def attention_dgrad(
     key_segments: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    dropout: float = 0.0,
+    dropout_key: ArrayLike | DropoutState | None = None,
     layout: str = "BTNH",
     engine: str | None = None,
     determinism: str | None = None,
@@ -164,7 +180,8 @@ def attention_dgrad(
       q, k, v: as in `attention`.
       y, logsumexp: what `attention` returned for these arguments.
       dlogsumexp: as logsumexp; None is 0.
-      scale, causal, window, softcap, bias, mask, alibi_slopes, sinks, layout: as in `attention`.
+      scale, causal, window, softcap, bias, mask, alibi_slopes, sinks: as in `attention`.
+      dropout, dropout_key, layout: as in `attention`.
       query_lengths, key_lengths, query_segments, key_segments: as in `attention`.
       engine, determinism: as in `attention`.
 
@@ -202,6 +219,8 @@ def attention_dgrad(
             query_segments=query_segments,
             key_segments=key_segments,
         ),
+        dropout,
+        dropout_key,
         layout,
         engine,
         determinism,
@@ -297,6 +316,8 @@ def _read(
     softcap: Any,
     floats: dict[str, Any],
     constants: dict[str, Any],
+    dropout: Any,
+    dropout_key: Any,
     layout: Any,
     engine: Any,
     determinism: Any,
@@ -337,6 +358,9 @@ def _read(
             value = value[None]
         given[name] = value
     given |= _constants(constants, full)
+    thinned = _thinned(dropout, full)
+    if thinned is not None:
+        given["dropout_key"] = _key(dropout_key)
     left, right = _window(window)
     if not isinstance(causal, bool | np.bool_):
         checks.choice("causal", causal, CAUSAL)
@@ -350,6 +374,7 @@ def _read(
         right,
         causal == "bottom_right",
         s - t if causal == "bottom_right" else 0,
+        thinned,
         tuple(given),
         engine,
         required(determinism),
@@ -391,6 +416,28 @@ def _constants(constants: dict[str, Any], full: tuple[Any, ...]) -> dict[str, Ar
         if one in given and other not in given:
             raise ValueError(f"`{other}` must be given with `{one}`.")
     return given
+
+
+def _thinned(rate: Any, full: tuple[Any, ...]) -> tuple[int, float, int, int] | None:
+    """What a call's spec says of dropout."""
+    rate = checks.as_float("dropout", rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"`dropout` must be at least 0 and below 1, got {rate}.")
+    if rate == 0:
+        return None
+    _, n, t, s = full
+    known = [size for size in full[:3] if isinstance(size, int)]
+    if len(known) < 3 or not isinstance(s, int) or math.prod(known) >= 2**32:
+        raise ValueError(f"`dropout` needs (B, N, T, S) known when traced, with B N T below 2^32, got {full}.")
+    return threshold(rate), 1 / (1 - rate), n, t
+
+
+def _key(key: Any) -> Array:
+    """The key's words, and the number of the first element in its count."""
+    if key is None:
+        raise ValueError("`dropout_key` must be given with `dropout`.")
+    words, used = read_key("dropout_key", key)
+    return jnp.concatenate([words, pair(0) if used is None else times_block(used)])[None]
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:

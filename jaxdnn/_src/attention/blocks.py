@@ -16,8 +16,10 @@ from jax import Array, lax
 
 from jaxdnn._src.attention.arithmetic import Arithmetic, dot
 from jaxdnn._src.attention.spec import AttentionSpec
-from jaxdnn._src.core import blending
+from jaxdnn._src.core import blending, primitives
 from jaxdnn._src.core.rounding import nearest
+from jaxdnn._src.dropout import primitive as dropout
+from jaxdnn._src.dropout.primitive import DropoutSpec
 
 STRIPS = 4  # of queries, each with a range of keys of its own
 ROWS = 256  # the fewest of a strip
@@ -96,7 +98,7 @@ class Arrays:
     def _queries(self, at: Block) -> Array:
         """(..., 1, rows, 1): the places of queries."""
         i = (at.first + jnp.arange(at.rows, dtype=jnp.int32)).reshape(*(1 for _ in self.lead), 1, at.rows, 1)
-        return i + self.given["start"][..., None, None, None] if "start" in self.given else i
+        return i + self.given["start"][..., 2][..., None, None, None] if "start" in self.given else i
 
     def _keys(self, at: Block) -> Array:
         """(..., 1, 1, keys): the places of keys."""
@@ -134,6 +136,24 @@ class Arrays:
         if not {"query_lengths", "key_lengths"} & self.given.keys():
             return self.spec.shift
         return of_each("key_lengths", self.s) - of_each("query_lengths", self.s - self.spec.shift)
+
+    def dropped(self, p: Array, at: Block) -> Array:
+        """Weights of all pairs, some of which are 0 and the others scaled: as dropout of (B, N, T, S) has them."""
+        if self.spec.dropout is None:
+            return p
+        limit, scale, heads, queries = self.spec.dropout
+        lead, word = len(self.lead), jnp.uint32
+        start = self.given["start"].astype(word) if "start" in self.given else jnp.zeros((1,) * lead + (3,), word)
+        place = lambda i, axis: start[..., i][..., None, None] + lax.broadcasted_iota(word, _along(p, axis), axis)
+        # Of each row of keys the first element's number. A row is counted below 2^32, its elements below 2^64.
+        of_heads = place(0, lead - 1) * word(heads) + place(1, lead)
+        row = of_heads * word(queries) + place(2, lead + 1) + jnp.asarray(at.first, word)
+        key = self.given["dropout_key"][..., None, None, :]
+        first = dropout.times(row, self.s)
+        for further in (key[..., 2:], dropout.pair(at.low)):
+            first = dropout.plus(first, jnp.broadcast_to(further, first.shape))
+        spec = DropoutSpec(limit, scale, (0,), None, lead + 2, "xla", self.spec.level)
+        return primitives.bind("dropout", p, key[..., :2], first, spec=spec)
 
     # -- scores --
 
@@ -336,6 +356,11 @@ class Arrays:
             x = self._added_like(x, given.shape)
         swapped = not self.spec.heads_first and name in ("q", "k", "v")
         return nearest(jnp.swapaxes(x, -3, -2) if swapped else x, self.dtypes[name])
+
+
+def _along(x: Array, axis: int) -> list[int]:
+    """The shape of an array without keys that is broadcast to x, but for this axis."""
+    return [n if i == axis else 1 for i, n in enumerate(x.shape[:-1])]
 
 
 def _cut(x: Array, first: Any, rows: Any, axis: int) -> Array:

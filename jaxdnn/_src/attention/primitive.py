@@ -8,7 +8,7 @@
 
 The last two are linear in the operands before the first semicolon, and each is the other's transpose; `along` of the
 spec names the operands whose tangents are given, or gradients asked for. Constants have no derivative: mask, lengths,
-segments, and `start`, the place of the first query where a device has a part of them.
+segments, the key of dropout, and `start`, the places of the first sequence, head and query that a device has.
 
 Arrays have any number of common axes in front of those in `AXES`. Those of bias, mask, slopes, sinks and start may
 have length 1, as may the axes of bias and mask: they are broadcast, and their gradients are sums.
@@ -140,7 +140,7 @@ def _factors(op: str, spec: AttentionSpec, *avals: Any) -> Factors:
     results = tuple(dims(n, s, f"r{i}") for i, (n, s) in enumerate(zip(results_of(op, spec), of_results, strict=True)))
     free = [*(f"l{i}" for i in range(lead)), "g" if heads == "g" else "h", "t"]
     missing = {f for f in free if any(f not in " ".join(r).split() for r in results)}
-    placed = ["t"] if spec.knows_places else []
+    placed = free[-3 if lead else -2 :] if spec.dropout else ["t"] if spec.knows_places else []
     return Factors(
         tuple(dims(n, a.shape, f"o{i}") for i, (n, a) in enumerate(zip(names, avals, strict=True))),
         results,
@@ -155,16 +155,18 @@ def _factors(op: str, spec: AttentionSpec, *avals: Any) -> Factors:
 def _on_device(
     op: str, spec: AttentionSpec, results: Sequence[Sequence[str]], run: Run, axes: Axes, *operands: Array
 ) -> Any:
-    """A device's part: its queries stand behind those of the devices before it; gradients are added over the mesh."""
+    """A device's part: it stands behind those of the devices before it; gradients are added over the mesh."""
     names = operands_of(op, spec)
-    first = len(names) - 1 - names[::-1].index("q")
-    q = operands[first]
+    q = operands[len(names) - 1 - names[::-1].index("q")]
     lead = q.ndim - 3
-    if "t" in axes and spec.knows_places:
-        rows = q.shape[lead + spec.axes("q").index("t")]
-        start = (axes["t"].index() * rows).astype(jnp.int32).reshape((1,) * lead)
+    if spec.dropout or (spec.knows_places and "t" in axes):
+        size = dict(zip(spec.axes("q"), q.shape[-3:], strict=True))
+        parts = {f"l{lead - 1}": q.shape[lead - 1], "h": size["n"], "g": size["n"], "t": size["t"]}
+        first = {f: axes[f].index().astype(jnp.int32) * n for f, n in parts.items() if f in axes}
+        none = jnp.zeros((), jnp.int32)
+        places = [first.get(f"l{lead - 1}", none), first.get("h", first.get("g", none)), first.get("t", none)]
         spec = dataclasses.replace(spec, given=(*spec.given, "start"))
-        operands = (*operands, start)
+        operands = (*operands, jnp.stack(places).reshape(*(1 for _ in range(lead)), 3))
     found = run(spec, *operands)
     added = []
     for dims, x in zip(results, found, strict=True):

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-# Of every operand its last axes: n heads of queries, h heads of keys, t queries, s keys, d and e features.
+# Of every operand its last axes: n heads of queries, h heads of keys, t queries, s keys, d and e features; w four
+# words, of the key and of the first element in its count; p the places of a device's first sequence, head and query.
 FLOATS = {"q": "ntd", "k": "hsd", "v": "hse", "bias": "nts", "alibi_slopes": "n", "sinks": "n"}
 SAVED = {"y": "nte", "lse": "nt"}
 CONSTANTS = {
@@ -11,10 +12,11 @@ CONSTANTS = {
     "key_lengths": "",
     "query_segments": "t",
     "key_segments": "s",
-    "start": "",
+    "dropout_key": "w",
+    "start": "p",
 }
 AXES = FLOATS | SAVED | CONSTANTS
-SHARED = ("bias", "alibi_slopes", "sinks", "mask", "start")  # whose leading axes may have length 1
+SHARED = ("bias", "alibi_slopes", "sinks", "mask", "dropout_key", "start")  # whose leading axes may have length 1
 IN_LAYOUT = ("q", "k", "v", "y", "lse")
 
 
@@ -28,6 +30,7 @@ class AttentionSpec:
       left, right: the sides of the window, None without a limit.
       bottom_right: whether the window is shifted to where the last query sees the last key; shift: by how much, where
         there are no lengths.
+      dropout: None, or threshold and scale of `DropoutSpec`, and the numbers of heads and queries of all devices.
       given: the operands that a call need not have, in the order of `AXES`.
       along: of the two linear ops, the operands with tangents or gradients.
     """
@@ -39,6 +42,7 @@ class AttentionSpec:
     right: int | None
     bottom_right: bool
     shift: int
+    dropout: tuple[int, float, int, int] | None
     given: tuple[str, ...]
     engine: str | None
     level: str

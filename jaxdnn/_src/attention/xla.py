@@ -33,7 +33,7 @@ def attention(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) 
         total = k.total(e, (-1,))[..., 0]
         if "sinks" in v.given:
             total = total + k.exp(v.sinks - m)
-        y = v.over_keys(e, seen, v.columns("v", at))
+        y = v.over_keys(v.dropped(e, at), seen, v.columns("v", at))
         y = k.over(y, jnp.broadcast_to(jnp.where(total == 0, jnp.ones_like(total), total)[..., None], y.shape))
         return {"y": y, "lse": m + k.log(total)}, {}
 
@@ -57,9 +57,9 @@ def attention_tangent(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLA
             mean = mean + k.times(exponential(k, v.sinks, lse), jnp.broadcast_to(d.sinks, lse.shape))
         y = v.rows("y", at)
         of_mean = k.times(y, jnp.broadcast_to(mean[..., None], y.shape))
-        dy = v.over_keys(weighted, seen, v.columns("v", at)) - of_mean
+        dy = v.over_keys(v.dropped(weighted, at), seen, v.columns("v", at)) - of_mean
         if "v" in spec.along:
-            dy = dy + v.over_keys(p, seen, d.columns("v", at))
+            dy = dy + v.over_keys(v.dropped(p, at), seen, d.columns("v", at))
         return {"y": dy, "lse": mean}, {}
 
     return v.results(v.over_queries(block))
@@ -75,7 +75,7 @@ def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN
         p, slope, seen = v.probabilities(at)
         dy = d.rows("y", at)
         of_row = k.total(k.times(dy, v.rows("y", at)), (-1,))[..., 0] - d.rows("lse", at)
-        dp = v.with_keys(dy, v.columns("v", at))
+        dp = v.dropped(v.with_keys(dy, v.columns("v", at)), at)
         ds = k.times(p, dp - of_row[..., None])
         only_seen = lambda x: x if seen is None else jnp.where(seen, x, jnp.zeros_like(x))
         ds = only_seen(ds)
@@ -93,7 +93,7 @@ def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN
         if "k" in spec.along:
             found["k"] = v.over_rows(dx, seen, v.rows("q", at))
         if "v" in spec.along:
-            found["v"] = v.over_rows(p, seen, dy)
+            found["v"] = v.over_rows(v.dropped(p, at), seen, dy)
         return found
 
     return v.gradients(block)

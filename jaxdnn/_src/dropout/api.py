@@ -224,10 +224,7 @@ def _call(
 ) -> Array:
     """Dropout alone, or by what `FusedSpec` has of its own with the bias and the residual among `arrays`."""
     rate, order, arrays = _rate(rate), _order(layout, x), arrays or {}
-    used, words = None, key
-    if isinstance(key, DropoutState):
-        used, words = _state_words("used", key.used), _state_words("key", key.key)
-    words = _words(words)
+    words, used = read_key("key", key)
     start, shift, counter = _start(offset, used, words)
     limit = primitive.threshold(rate)
     dropped = limit >= 2**32
@@ -340,17 +337,24 @@ def _below_2_64(name: str, value: Any) -> int:
     return number
 
 
-def _words(key: Any) -> Array:
+def read_key(name: str, key: Any) -> tuple[Array, Array | None]:
+    """The two words of a key, and how many of its counters are used, None if that is not counted."""
+    if isinstance(key, DropoutState):
+        return _words(name, _state_words("key", key.key)), _state_words("used", key.used)
+    return _words(name, key), None
+
+
+def _words(name: str, key: Any) -> Array:
     """The two words of a key."""
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
-        return primitive.pair(_below_2_64("key", key))
+        return primitive.pair(_below_2_64(name, key))
     if isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
-    key = checks.array("key", key)
+    key = checks.array(name, key)
     if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
         raise ValueError(
-            "`key` must be one jax.random.key of two words (threefry2x32), an array of two uint32 words, an integer "
-            f"known when traced or a DropoutState, got {checks.shown(key)}."
+            f"`{name}` must be one jax.random.key of two words (threefry2x32), an array of two uint32 words, an "
+            f"integer known when traced or a DropoutState, got {checks.shown(key)}."
         )
     return key
 

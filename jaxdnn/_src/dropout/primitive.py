@@ -96,6 +96,16 @@ def plus(a: Array, b: Array) -> Array:
     return jnp.stack([low, a[..., 1] + b[..., 1] + carry], -1)
 
 
+def times(a: Array, n: Any) -> Array:
+    """a n of two numbers below 2^32, as pairs."""
+    low = lambda v: v & jnp.uint32(0xFFFF)
+    high = lambda v: v >> jnp.uint32(16)
+    b = jnp.full_like(a, n)
+    middle = high(low(a) * low(b)) + low(high(a) * low(b)) + low(low(a) * high(b))
+    above = high(a) * high(b) + high(high(a) * low(b)) + high(low(a) * high(b)) + high(middle)
+    return jnp.stack([a * b, above], -1)
+
+
 def times_block(a: Array) -> Array:
     """BLOCK a of a pair, modulo 2^64."""
     low, high = a[..., 0], a[..., 1]
