@@ -385,6 +385,40 @@ def test_meshes(axis: str, options: dict[str, Any]):
         assert found[0][0].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*specs[0])), 4)
 
 
+def test_sums_over_a_mesh_are_rounded_once():
+    """Gradients of keys and values in bfloat16, of queries that lie on eight devices, are those of one device."""
+    rng = np.random.default_rng(12)
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in arrays(rng, 1, 64, 32, 2, 2, 8, 8))
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    placed = jax.device_put(q, NamedSharding(mesh, PartitionSpec(None, None, "x")))
+    gradient = jax.jit(
+        jax.grad(lambda *a: jnp.sum(jnp.sin(ours({}, {"causal": True})(*a)[0].astype(jnp.float32))), (1, 2))
+    )
+    for found, alone in zip(gradient(placed, k, v), gradient(q, k, v), strict=True):
+        different = np.asarray(found, np.float32) != np.asarray(alone, np.float32)
+        assert different.mean() < 0.02  # of sums in float32 that were added in another order
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64"])
+def test_lengths_of_any_integers(dtype: str):
+    q, k, v = (a.astype(np.float32) for a in arrays(np.random.default_rng(13), 2, 3, 300))
+    run = lambda lengths: np.asarray(ours({}, {"key_lengths": lengths})(q, k, v)[0])
+    np.testing.assert_array_equal(run(np.array([100, 7], dtype)), run(np.array([100, 7], np.int32)))
+
+
+def test_a_mapped_key_of_dropout():
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays(np.random.default_rng(14)))
+    keys = jnp.arange(6, dtype=jnp.uint32).reshape(3, 2)
+    run = lambda key: ours({}, {"dropout": 0.5, "dropout_key": key})(q, k, v)[0]
+    close(jax.jit(jax.vmap(run))(keys), jnp.stack([run(key) for key in keys]), 1e-6)
+
+
+def test_dy_of_rows_that_see_nothing_is_not_read():
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays(np.random.default_rng(15)))
+    y, back = jax.vjp(lambda *a: ours({"sinks": 0}, {"query_lengths": np.array([3, 9])})(*a)[0], q, k, v, jnp.ones(4))
+    assert all(np.isfinite(g).all() for g in back(jnp.ones_like(y).at[0, :, 3:].set(jnp.nan)))
+
+
 def test_parts_are_merged():
     """Attention over two parts of the keys, one of which some rows see nothing of, and its gradient."""
     q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays(np.random.default_rng(9), 2, 8, 12))
@@ -436,6 +470,11 @@ BAD = [
     (dict(key_lengths=np.zeros(2, np.float32)), TypeError, "`key_lengths` must be integers, got float32"),
     (dict(key_lengths=np.zeros(3, np.int32)), ValueError, r"`key_lengths` must have shape \(2,\), one for every seq"),
     (dict(query_segments=np.zeros((2, 5), np.int32)), ValueError, "`key_segments` must be given with `query_segments`"),
+    (
+        dict(query_segments=np.zeros((2, 5), np.int8), key_segments=np.zeros((2, 6), np.int32)),
+        TypeError,
+        "`key_segments` must have one of the dtypes int8, got int32",
+    ),
     (dict(sinks=np.zeros(3, np.float32)), ValueError, r"`sinks` must have shape \(4,\), one for each head of `q`"),
     (dict(alibi_slopes=np.zeros(4, np.int32)), TypeError, "`alibi_slopes` must have one of the dtypes"),
     (dict(dropout=1.0, dropout_key=1), ValueError, "`dropout` must be at least 0 and below 1, got 1.0"),

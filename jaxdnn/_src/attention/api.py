@@ -25,6 +25,7 @@ from jaxdnn._src.dropout.primitive import pair, threshold, times_block
 
 LAYOUTS = ("BTNH", "BNTH")
 CAUSAL = ("top_left", "bottom_right")
+FARTHEST = 2**30  # of a window's sides, which int32 holds beside any place
 _FLOATS = blending.FLOATS[:4]
 
 
@@ -60,25 +61,27 @@ def attention(
     x_ij = softcap(scale q_i · k_j) + bias_ij + slope (j - i)        softcap(x) = c tanh(x / c)
     y_i = Σ_j exp(x_ij - L_i) v_j        L_i = log Σ_j exp(x_ij)
 
-    The sums run over the keys that a query sees. What it does not see is multiplied with nothing: NaN there does not
-    show. A query that sees no key has y = 0 and L = -inf, and gradients of 0.
+    The sums run over the keys that a query sees. What it does not see is multiplied with nothing: NaN there shows
+    neither in values nor in first derivatives. A query that sees no key has y = 0 and L = -inf (of a sink, the sink),
+    and gradients of y that are 0.
 
     Args:
       q: (B, T, N, D); float32, bfloat16, float16, float64.
       k: (B, S, K, D) of q's dtype; K divides N, and heads n of queries share head n // (N / K) of keys.
       v: (B, S, K, E) of q's dtype.
       scale: the factor of the products; None is 1 / √D. (cuDNN's default is 1.)
-      causal: whether a query sees no key behind it. True or "top_left": query i sees keys j <= i; "bottom_right": the
+      causal: whether a query sees no key after it. True or "top_left": query i sees keys j <= i; "bottom_right": the
         last query sees the last key, so j <= i + S - T, or with lengths, i + key length - query length.
-      window: (left, right), the number of keys before and behind the diagonal that are seen, None without a limit; or
+      window: (left, right), the number of keys before and after the diagonal that are seen, None without a limit; or
         one number for both. left counts the keys before the diagonal, as in `jax.nn`; cuDNN's counts the diagonal too.
+        Causal makes right 0, and with "bottom_right" the diagonal is that of the last query and the last key.
       softcap: c; None without a cap.
-      bias: (B or 1, N or 1, T or 1, S or 1), floats; added to the scores behind the cap.
+      bias: (B or 1, N or 1, T or 1, S or 1), floats; added to the scores after the cap.
       mask: as bias, booleans; False is not seen.
       query_lengths, key_lengths: (B,), integers, cut to 0 and T or S: queries beyond see nothing, and keys beyond are
         not seen.
       query_segments, key_segments: (B, T) and (B, S), integers: packed sequences. A query sees the keys of its segment.
-      alibi_slopes: (N,), floats: slope (j - i) is added to the scores of each head.
+      alibi_slopes: (N,), floats: slope (j - i) is added to the scores of each head, wherever the diagonal is.
       sinks: (N,), floats: a score that each query of a head has besides those of its keys, without a value.
       dropout: the rate of dropping weights exp(x_ij - L_i), from 0 to below 1. What is kept is multiplied by
         1 / (1 - dropout). Kept are elements of `dropout_mask(dropout_key, (B, N, T, S), rate=dropout)`, whatever the
@@ -408,6 +411,7 @@ def _constants(constants: dict[str, Any], full: tuple[Any, ...]) -> dict[str, Ar
         elif name.endswith("lengths"):
             checks.shape(name, value, (batch,), "one for every sequence")
             most = t if name == "query_lengths" else s
+            value = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)  # which holds `most`
             value = jnp.clip(value, 0, most).astype(jnp.int32)
         else:
             checks.shape(name, value, (batch, t if name == "query_segments" else s), "one for every row")
@@ -415,6 +419,8 @@ def _constants(constants: dict[str, Any], full: tuple[Any, ...]) -> dict[str, Ar
     for one, other in (("query_segments", "key_segments"), ("key_segments", "query_segments")):
         if one in given and other not in given:
             raise ValueError(f"`{other}` must be given with `{one}`.")
+    if "query_segments" in given:
+        checks.dtype("key_segments", given["key_segments"], [given["query_segments"].dtype])
     return given
 
 
@@ -447,7 +453,8 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     found = tuple(None if side is None else checks.integer("window", side) for side in pair)
     if any(side is not None and side < 0 for side in found):
         raise ValueError(f"`window` must have no negative side (None is without a limit), got {checks.shown(window)}.")
-    return found[0], found[1]
+    left, right = (None if side is None else min(side, FARTHEST) for side in found)
+    return left, right
 
 
 def _cap(softcap: Any) -> float | None:

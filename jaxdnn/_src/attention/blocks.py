@@ -151,7 +151,8 @@ class Arrays:
         key = self.given["dropout_key"][..., None, None, :]
         first = dropout.times(row, self.s)
         for further in (key[..., 2:], dropout.pair(at.low)):
-            first = dropout.plus(first, jnp.broadcast_to(further, first.shape))
+            further = further.reshape((1,) * (first.ndim - further.ndim) + further.shape)
+            first = dropout.plus(*jnp.broadcast_arrays(first, further))
         spec = DropoutSpec(limit, scale, (0,), None, lead + 2, "xla", self.spec.level)
         return primitives.bind("dropout", p, key[..., :2], first, spec=spec)
 
@@ -266,6 +267,8 @@ class Arrays:
         if not known or moved or "start" in self.given or (spec.left is None and spec.right is None) or not t:
             return [(0, t, 0, s)]
         rows = max(ROWS, -(-t // STRIPS))
+        if self.k.rows is not None:  # blocks in order are the same ones without strips, as on a mesh
+            rows = -(-rows // self.k.rows) * self.k.rows
         shift = spec.shift if spec.bottom_right else 0
         found = []
         for first in range(0, t, rows):
@@ -355,7 +358,8 @@ class Arrays:
         if name in ("alibi_slopes", "sinks"):
             x = self._added_like(x, given.shape)
         swapped = not self.spec.heads_first and name in ("q", "k", "v")
-        return nearest(jnp.swapaxes(x, -3, -2) if swapped else x, self.dtypes[name])
+        x = jnp.swapaxes(x, -3, -2) if swapped else x
+        return x if self.spec.wide else nearest(x, self.dtypes[name])
 
 
 def _along(x: Array, axis: int) -> list[int]:

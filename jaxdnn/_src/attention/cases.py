@@ -189,6 +189,7 @@ class AttentionCase(Case):
         )
         error = (error + np.abs(y) * (sigma + 3 * u)[..., None]) * (1 + 4 * sigma)[..., None]
         of_lse = -np.log1p(-np.minimum(sigma, 0.5)) + LOG * u * (1 + np.log(self.keys + 2.0)) + 4 * u * np.abs(lse)
+        of_lse = np.where(sigma < 0.5, of_lse, np.inf)
         of_lse = np.where(np.isfinite(lse), of_lse + 4 * u * far.max(-1, initial=0), 0.0)
         given = {"y": (y, error, self.in_dtype), "logsumexp": (lse, of_lse, self._wide)}
         return tuple(

@@ -29,6 +29,7 @@ from jaxdnn._src.core import blending, primitives
 from jaxdnn._src.core.compat import ad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run
 from jaxdnn._src.core.primitives import bind
+from jaxdnn._src.core.rounding import nearest
 
 
 def _linear(op: str, spec: AttentionSpec) -> int:
@@ -167,12 +168,14 @@ def _on_device(
         places = [first.get(f"l{lead - 1}", none), first.get("h", first.get("g", none)), first.get("t", none)]
         spec = dataclasses.replace(spec, given=(*spec.given, "start"))
         operands = (*operands, jnp.stack(places).reshape(*(1 for _ in range(lead)), 3))
-    found = run(spec, *operands)
-    added = []
-    for dims, x in zip(results, found, strict=True):
-        over = [n for f, devices in axes.items() if f not in " ".join(dims).split() for n in devices.names]
-        added.append(lax.psum(x, tuple(over)) if over else x)
-    return tuple(added)
+    of_others = lambda dims: [n for f, at in axes.items() if f not in " ".join(dims).split() for n in at.names]
+    over = [tuple(of_others(dims)) for dims in results]
+    if not any(over):
+        return run(spec, *operands)
+    dtypes = {name: x.dtype for name, x in zip(names, operands, strict=False)}
+    found = run(dataclasses.replace(spec, wide=True), *operands)
+    added = (lax.psum(x, axes) if axes else x for x, axes in zip(found, over, strict=True))
+    return tuple(nearest(x, dtypes[name]) for x, name in zip(added, spec.along, strict=True))
 
 
 _RULES: dict[str, dict[str, Any]] = {

@@ -33,6 +33,7 @@ class AttentionSpec:
       dropout: None, or threshold and scale of `DropoutSpec`, and the numbers of heads and queries of all devices.
       given: the operands that a call need not have, in the order of `AXES`.
       along: of the two linear ops, the operands with tangents or gradients.
+      wide: whether gradients are not rounded to the dtypes of their operands: where they are added over a mesh first.
     """
 
     heads_first: bool
@@ -47,6 +48,7 @@ class AttentionSpec:
     engine: str | None
     level: str
     along: tuple[str, ...] = ()
+    wide: bool = False
 
     @property
     def floats(self) -> tuple[str, ...]:

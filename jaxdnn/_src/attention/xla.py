@@ -86,6 +86,9 @@ def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN
             along = k.times(ds, jnp.broadcast_to(v.distance(at), ds.shape))
             found["alibi_slopes"] = k.total(along, (-2, -1))[..., 0, 0]
         if "sinks" in spec.along:
+            if seen is not None:  # of a row that sees no key dy is not read
+                sees = jnp.broadcast_to(jnp.any(seen, -1), of_row.shape)
+                of_row = jnp.where(sees, of_row, -d.rows("lse", at))
             found["sinks"] = -k.total(k.times(exponential(k, v.sinks, v.rows("lse", at)), of_row), (-1,))[..., 0]
         dx = k.times(ds if slope is None else only_seen(k.times(ds, slope)), spec.scale)
         if "q" in spec.along:
