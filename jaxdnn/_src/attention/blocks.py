@@ -264,17 +264,16 @@ class Arrays:
         spec, t, s = self.spec, self.t, self.s
         known = isinstance(t, int) and isinstance(s, int)
         moved = spec.bottom_right and {"query_lengths", "key_lengths"} & self.given.keys()
-        if not known or moved or "start" in self.given or (spec.left is None and spec.right is None) or not t:
+        everything = spec.left is None and spec.right is None
+        # In order a row's sum is a tree from the first key on, and blocks are added one by one, on a mesh too.
+        if not known or moved or "start" in self.given or everything or not t or self.k.rows is not None:
             return [(0, t, 0, s)]
         rows = max(ROWS, -(-t // STRIPS))
-        if self.k.rows is not None:  # blocks in order are the same ones without strips, as on a mesh
-            rows = -(-rows // self.k.rows) * self.k.rows
         shift = spec.shift if spec.bottom_right else 0
         found = []
         for first in range(0, t, rows):
             last = min(first + rows, t)
-            # In order a row's sum is a tree from the first key on.
-            low = 0 if spec.left is None or self.k.rows is not None else min(max(first + shift - spec.left, 0), s)
+            low = 0 if spec.left is None else min(max(first + shift - spec.left, 0), s)
             high = s if spec.right is None else max(min(last + shift + spec.right, s), low)
             found.append((first, last, low, high))
         return found
