@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.attention import arithmetic, blocks
+from jaxdnn._src.attention import arithmetic, blocks, cases
+from jaxdnn._src.cases import case as case_module
+from jaxdnn._src.core import tolerance
 
 FLOATS = ("bias", "alibi_slopes", "sinks")
 
@@ -563,3 +565,18 @@ def test_any_combination_in_order(seed: int):
         return jax.jit(lambda *a: (jax.vjp(f, *a)[1](cotangents), jax.jvp(f, a, tangents)[1]))(*every)
 
     close(both(f), both(g), 1e-11)
+
+
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+@pytest.mark.parametrize("op", ["attention", "attention_dgrad"])
+def test_the_bound_covers_weights_that_are_rounded_to_16_bits(op: str, variant: str, monkeypatch: Any):
+    """As on GPUs, on a CPU: in float16 most weights of distant scores are subnormal numbers."""
+    monkeypatch.setitem(arithmetic.PLAIN, "cpu", arithmetic.PLAIN["cuda"])
+    case = cases.AttentionCase(op, "xla", "f16", variant)
+    accumulation = case_module.ACCUMULATIONS["tensor_core"]
+    for kind in case.kinds():
+        operands = case.operands(kind, np.random.default_rng(7))
+        found = jax.jit(case.call())(*operands)
+        for out, wanted in zip(found, case.expected(kind, operands, accumulation), strict=True):
+            compared = tolerance.compare(np.asarray(out), wanted.value, wanted.error, generic=False)
+            assert compared.passed, f"{kind} {wanted.name}: {compared.message}"

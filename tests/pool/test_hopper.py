@@ -18,6 +18,9 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src import hopper
+from jaxdnn._src.cases.subject import gradient
+from jaxdnn._src.core import engines
+from jaxdnn._src.pool.cases import subjects
 from jaxdnn._src.pool.hopper import scatter_ptx
 from jaxdnn._src.pool.hopper.scatter_ptx import Strip
 from jaxdnn._src.pool.hopper.shape import Shape, Tile
@@ -546,3 +549,14 @@ def test_plans_fit(images: int, size: tuple[int, int], taps: tuple[int, int]):
             other = dataclasses.replace(k, **change)
             assert kernels.strip_of(other) is None
             assert kernels.backward_tile(other) == Tile(1, 1, vectors)
+
+
+@needs_pallas
+def test_a_gradient_is_put_to_levels_where_kernels_serve_it(monkeypatch: Any):
+    """That of `pool_dgrad` of maxima is a derivative along a tangent, which has no kernel: refused."""
+    monkeypatch.setattr(engines, "platform", lambda: "cuda")
+    has = {}
+    for op in ("pool", "pool_dgrad"):
+        made = next(s for s in subjects(op, "hopper", "standard", 0) if s and (s.dtype, s.variant) == ("f16", "max"))
+        has[op] = gradient(made) is not None
+    assert has == {"pool": True, "pool_dgrad": False}

@@ -1,7 +1,8 @@
 """Attention with each option and with several: matrix, data and bounds.
 
-Letters: u the unit roundoff, w that of the weights of products of narrow operands (0 where they are wide), TC(.) the
-bound of a sum of products, x the scores, P = exp(x - L), e_x what a score is off by, η that of an exponential.
+Letters: u the unit roundoff, w that of the weights of products of narrow operands and ω half their smallest subnormal
+number (0 where they are wide), TC(.) the bound of a sum of products, x the scores, P = exp(x - L), e_x what a score is
+off by, η that of an exponential.
 """
 
 import dataclasses
@@ -181,11 +182,11 @@ class AttentionCase(Case):
         values = np.repeat(self._laid_out(v).astype(np.float64), self.heads // self.shared, 1)
         reach = p @ np.abs(values)
         of_products = accumulation.error(y, reach, np.asarray(self.keys))
-        weights = self._narrow(accumulation)
+        weights, least = self._narrow(accumulation)
         error = (
             (p * (eta + weights)) @ np.abs(values)
             + of_products * (1 + weights)
-            + tiny * np.abs(values).sum(2, keepdims=True)
+            + (tiny + least) * np.abs(values).sum(2, keepdims=True)
         )
         error = (error + np.abs(y) * (sigma + 3 * u)[..., None]) * (1 + 4 * sigma)[..., None]
         of_lse = -np.log1p(-np.minimum(sigma, 0.5)) + LOG * u * (1 + np.log(self.keys + 2.0)) + 4 * u * np.abs(lse)
@@ -196,13 +197,16 @@ class AttentionCase(Case):
             Expected(self._laid_out(a), self._laid_out(e), d, n, generic=False) for n, (a, e, d) in given.items()
         )
 
-    def _narrow(self, accumulation: Accumulation) -> float:
-        """w: what the weights of a product are rounded by."""
-        return FORMATS[np.dtype(self.in_dtype).name].roundoff if accumulation.kind == "tensor_core" else 0.0
+    def _narrow(self, accumulation: Accumulation) -> tuple[float, float]:
+        """w and ω: what rounding may change the weights of a product by, relative to them and at least."""
+        if accumulation.kind != "tensor_core":
+            return 0.0, 0.0
+        rule = FORMATS[np.dtype(self.in_dtype).name]
+        return rule.roundoff, rule.smallest_subnormal / 2
 
     def _attention_dgrad(self, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         (dy, q, k, v, y, lse), named = operands[:6], self._named(operands)
-        rule, weights = FORMATS[accumulation.format], self._narrow(accumulation)
+        rule, (weights, least) = FORMATS[accumulation.format], self._narrow(accumulation)
         u, tiny, scale = rule.roundoff, rule.smallest_normal, self.options.get("scale", self.features**-0.5)
         x, e_x, slope, of_slope, seen = self._scores(q, k, named, accumulation)
         *found, p, dp, of_y, ds = reference.attention_dgrad(dy, q, k, v, y, lse, **named, **self.options, details=True)
@@ -223,7 +227,7 @@ class AttentionCase(Case):
 
         def product(a: np.ndarray, e: np.ndarray, b: np.ndarray, count: int, own: Callable[..., Any]) -> np.ndarray:
             magnitude = own((np.abs(a) + e) @ np.abs(b))
-            return own((e + weights * (np.abs(a) + e)) @ np.abs(b)) + accumulation.error(
+            return own((e + weights * (np.abs(a) + e) + least) @ np.abs(b)) + accumulation.error(
                 magnitude, magnitude, np.asarray(count)
             )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 import jaxdnn as dnn
 from jaxdnn._src.cases.case import Case, facts, generator
+from jaxdnn._src.core import engines
 from jaxdnn._src.core.determinism import LEVELS, is_fixed
 
 
@@ -262,8 +263,23 @@ def gradient(subject: Subject) -> Subject | None:
         definition=None,
         blends=tuple,
     )
-    declared = min(strongest(made), "mesh_invariant", key=LEVELS.index)
-    return dataclasses.replace(made, declared=declared) if is_fixed(declared) else None
+    made = dataclasses.replace(made, declared=min(strongest(made), "mesh_invariant", key=LEVELS.index))
+    return made if is_fixed(made.declared) and _is_served(made) else None
+
+
+def _is_served(subject: Subject) -> bool:
+    """Whether the subject's engine serves its derivatives too: only when they are lowered is each one's engine chosen.
+
+    Engines without kernels serve every derivative of what they serve.
+    """
+    if subject.engine != "hopper":
+        return True
+    traced = jax.jit(subject.whole()).trace(*subject.operands)
+    try:
+        traced.lower(lowering_platforms=(engines.platform(),))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def variants(subject: Subject) -> Iterator[Subject]:
