@@ -21,10 +21,19 @@ class Lax:
         self.statistics: list[tuple[Array, Array]] = []
 
     def conv(
-        self, x: Array, w: Array, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1
+        self,
+        x: Array,
+        w: Array,
+        bias: Any = None,
+        *,
+        stride: int = 1,
+        padding: int = 0,
+        groups: int = 1,
+        residual: Any = None,
     ) -> Array:
         y = plain.conv(x, w.astype(x.dtype), stride, groups, (padding, padding))
-        return y if bias is None else y + bias.astype(y.dtype)
+        y = y if bias is None else y + bias.astype(y.dtype)
+        return y if residual is None else residual + y
 
     def conv_skip(self, x: Array, w: Array, activation: str | None) -> tuple[Array, Array]:
         x = x if activation is None else self.activation(x, activation)
@@ -104,13 +113,19 @@ class Jaxdnn(Lax):
     """The operations by this library wherever it has the op; matrix products and attention are XLA's."""
 
     def conv(
-        self, x: Array, w: Array, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1
+        self,
+        x: Array,
+        w: Array,
+        bias: Any = None,
+        *,
+        stride: int = 1,
+        padding: int = 0,
+        groups: int = 1,
+        residual: Any = None,
     ) -> Array:
         bias = None if bias is None else bias.astype(x.dtype)
-        layout = plain.AXES[x.ndim][0]
-        return dnn.conv(
-            x, w.astype(x.dtype), bias=bias, stride=stride, padding=padding, groups=groups, layout=layout
-        )  # fmt: skip
+        window: Any = {"stride": stride, "padding": padding, "groups": groups, "layout": plain.AXES[x.ndim][0]}
+        return dnn.conv(x, w.astype(x.dtype), bias=bias, residual=residual, **window)
 
     def conv_skip(self, x: Array, w: Array, activation: str | None) -> tuple[Array, Array]:
         return dnn.conv_skip(x, w.astype(x.dtype), input_activation=activation)

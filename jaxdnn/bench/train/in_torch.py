@@ -21,11 +21,20 @@ class Torch:
         self.statistics: list[Any] = []
 
     def conv(
-        self, x: Tensor, w: Tensor, bias: Any = None, *, stride: int = 1, padding: int = 0, groups: int = 1
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Any = None,
+        *,
+        stride: int = 1,
+        padding: int = 0,
+        groups: int = 1,
+        residual: Any = None,
     ) -> Tensor:
         convolution = F.conv2d if x.ndim == 4 else F.conv3d
         bias = None if bias is None else bias.to(x.dtype)
-        return convolution(x, w.to(x.dtype), bias, stride, padding, groups=groups)
+        y = convolution(x, w.to(x.dtype), bias, stride, padding, groups=groups)
+        return y if residual is None else residual + y
 
     def conv_skip(self, x: Tensor, w: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:
         x = x if activation is None else self.activation(x, activation)

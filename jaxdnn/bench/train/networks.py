@@ -147,16 +147,18 @@ def _unet(rng: np.random.Generator) -> Any:
 
 
 def _unet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
-    def norm_conv(x: Array, layer: Any) -> Array:
-        return ops.conv(ops.group_norm(x, layer[0], 32, "silu"), layer[1], padding=1)
+    def norm_conv(x: Array, layer: Any, residual: Any = None) -> Array:
+        return ops.conv(ops.group_norm(x, layer[0], 32, "silu"), layer[1], padding=1, residual=residual)
 
     x = ops.conv(x, p["stem"], padding=1)
     for block in p["blocks"]:
         if "down" in block:
             x = ops.conv(x, block["down"], stride=2, padding=1)
         else:
-            residual = ops.conv(x, block["project"]) if "project" in block else x
-            x = residual + norm_conv(norm_conv(x, block["in"]), block["out"])
+            residual = x
+            if "project" in block:
+                residual, x = ops.conv_skip(x, block["project"], None)
+            x = norm_conv(norm_conv(x, block["in"]), block["out"], residual)
     return ops.mean_square(x)
 
 
@@ -233,17 +235,20 @@ def _efficientnet(rng: np.random.Generator) -> Any:
 def _efficientnet_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
     """EfficientNet without stochastic depth and dropout, which cost next to nothing."""
 
-    def conv_norm(x: Array, layer: Any, *, activation: str | None = "silu", **how: Any) -> Array:
-        return ops.batch_norm(ops.conv(x, layer[0], **how), layer[1], activation=activation)
+    def conv_norm(x: Array, layer: Any, **how: Any) -> Array:
+        return ops.batch_norm(ops.conv(x, layer[0], **how), layer[1], activation="silu")
 
     x = conv_norm(x, p["stem"], stride=2, padding=1)
     for block, (c, inside, width, stride, taps) in zip(p["blocks"], _efficientnet_blocks(), strict=True):
-        y = conv_norm(x, block["in"]) if "in" in block else x
+        y = x
+        if "in" in block:
+            y, x = ops.conv_skip(x, block["in"][0], None)
+            y = ops.batch_norm(y, block["in"][1], activation="silu")
         y = conv_norm(y, block["depthwise"], stride=stride, padding=taps // 2, groups=inside)
         gate = ops.activation(ops.dense(ops.mean(y, keep=True), *block["squeeze"]), "silu")
         y = y * ops.activation(ops.dense(gate, *block["excite"]), "sigmoid")
-        y = conv_norm(y, block["out"], activation=None)
-        x = x + y if stride == 1 and c == width else y
+        residual = x if stride == 1 and c == width else None
+        x = ops.batch_norm(ops.conv(y, block["out"][0]), block["out"][1], activation=None, residual=residual)
     return ops.cross_entropy(ops.mean(conv_norm(x, p["last"])), p["head"], labels)
 
 
