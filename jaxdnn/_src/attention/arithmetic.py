@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxdnn._src.activation.stated import tanh
 from jaxdnn._src.core import trees
 from jaxdnn._src.core.rounding import product, quotient, rounded, steady
 
@@ -83,7 +84,7 @@ ORDERED = Arithmetic(
     over=quotient,
     exp=lambda x: steady(jnp.exp, x),
     log=lambda x: steady(jnp.log, x),
-    tanh=lambda x: steady(jnp.tanh, x),
+    tanh=tanh,
     total=lambda x, axes: trees.halves(rounded(x), axes),
     dot=_ordered_dot,
     scores=2**22,
