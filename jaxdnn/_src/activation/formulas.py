@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxdnn._src.activation import stated
 from jaxdnn._src.core import checks
+from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.formats import Format, format_of
 from jaxdnn._src.core.rounding import product, rounded, together
 
@@ -49,6 +51,7 @@ class Functions:
     logistic: Callable[[Any], Any]
     logistics: Callable[[Any], tuple[Any, Any, Any]]  # of z, of -z and their product, without cancellation
     positive: Callable[[Any], Any]  # max(z, 0), which is +0 for -0 too: NumPy's maximum leaves that open
+    tanh: Callable[[Any], Any]
 
 
 def _logistic(x: np.ndarray) -> np.ndarray:
@@ -89,29 +92,31 @@ def _erfc_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _erfc(z), -_TWO_OVER_SQRT_PI * jnp.exp(-z * z) * tangent
 
 
-IN_JAX = Functions(jnp, _erfc, lax.logistic, _logistics, lambda z: jnp.maximum(z, 0))
+IN_JAX = Functions(jnp, _erfc, lax.logistic, _logistics, lambda z: jnp.maximum(z, 0), jnp.tanh)
+IN_STATED_STEPS = dataclasses.replace(IN_JAX, tanh=stated.tanh)
 IN_FLOAT64 = Functions(
     np,
     np.vectorize(math.erfc, otypes=[np.float64]),
     _logistic,
     _logistics_in_float64,
     lambda z: np.where(z <= 0, 0.0, z),
+    np.tanh,
 )
 
 
 # ---- the formulas ----------------------------------------------------------------------------------------------------
 
 
-@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def activate(z: Array, name: str, parameter: Parameter) -> Array:
-    """act(z) in z's own precision."""
-    return FORMULAS[name].value(z, parameter, IN_JAX)
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def activate(z: Array, name: str, parameter: Parameter, level: str = "fast") -> Array:
+    """act(z) in z's own precision; where the level fixes bits, with those that no program around it changes."""
+    return FORMULAS[name].value(z, parameter, IN_STATED_STEPS if is_fixed(level) else IN_JAX)
 
 
 @activate.defjvp
-def _activate_jvp(name: str, parameter: Parameter, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _activate_jvp(name: str, parameter: Parameter, level: str, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (z,), (tangent,) = primals, tangents
-    return activate(z, name, parameter), derivative(z, name, parameter) * tangent
+    return activate(z, name, parameter, level), derivative(z, name, parameter) * tangent
 
 
 def derivative(z: Array, name: str, parameter: Parameter) -> Array:
@@ -293,7 +298,7 @@ FORMULAS = {
     "identity": Activation(None, lambda z, _, f: z, lambda z, _, f: f.numpy.ones_like(z)),
     "relu": Activation(None, lambda z, _, f: f.positive(z), lambda z, _, f: (z > 0).astype(z.dtype)),
     "sigmoid": Activation(None, lambda z, _, f: f.logistic(z), lambda z, _, f: f.logistics(z)[2]),
-    "tanh": Activation(None, lambda z, _, f: f.numpy.tanh(z), lambda z, _, f: 4 * f.logistics(2 * z)[2]),
+    "tanh": Activation(None, lambda z, _, f: f.tanh(z), lambda z, _, f: 4 * f.logistics(2 * z)[2]),
     "gelu": Activation(None, _gelu, _gelu_derivative),
     "gelu_tanh": Activation(None, _gelu_tanh, _gelu_tanh_derivative),
     "elu": Activation(1.0, _elu, _elu_derivative),

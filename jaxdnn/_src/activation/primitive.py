@@ -36,7 +36,7 @@ class ActivationSpec:
 def value(spec: ActivationSpec, x: Array) -> Array:
     """alpha act(x) by the formula; for narrow types the engines look it up instead."""
     z = x.astype(accumulator(x.dtype))
-    y = formulas.activate(z, spec.name, spec.parameter)
+    y = formulas.activate(z, spec.name, spec.parameter, spec.level)
     return rounding.nearest(y if spec.alpha == 1 else spec.alpha * y, spec.out_dtype)
 
 

@@ -32,7 +32,7 @@ def run(call: engines.Call, x: Array, *operands: Array) -> Array:
         entries = formulas.table(spec.activation, spec.parameter, float(scale), np.dtype(x.dtype), wide)
         v = formulas.look_up(_argument(x, bias), entries)
     else:
-        v = formulas.activate(_sum(x, bias, wide), spec.activation, spec.parameter)
+        v = formulas.activate(_sum(x, bias, wide), spec.activation, spec.parameter, spec.level)
         v = v if scale == 1 else product(v, jnp.asarray(scale))
     v = jnp.where(_kept(call, x.shape, key, start), v, jnp.zeros_like(v))
     return nearest(rest[0].astype(wide) + v if rest else v, spec.out_dtype)
