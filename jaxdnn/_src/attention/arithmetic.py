@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.activation.stated import tanh
-from jaxdnn._src.core import trees
+from jaxdnn._src.core import products, trees
 from jaxdnn._src.core.rounding import product, quotient, rounded, steady
 
 UNROLLED = 4  # terms of a sum that a pass over the result adds
@@ -48,9 +48,7 @@ class Arithmetic:
 def dot(a: Array, b: Array, i: int, j: int, dtype: Any) -> Array:
     """In XLA's order."""
     precision = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else lax.Precision.DEFAULT
-    dims = (((i,), (j,)), ((0, 1), (0, 1)))
-    wider = None if a.dtype == dtype else dtype
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=wider)
+    return products.dot(a, b, ((i,), (j,)), ((0, 1), (0, 1)), precision=precision, preferred=dtype)
 
 
 def _plain(scores: int, *, narrow: bool = False) -> Arithmetic:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.activation.formulas import activate
-from jaxdnn._src.core import blending
+from jaxdnn._src.core import blending, products
 from jaxdnn._src.core.rounding import nearest
 
 GATES = {"lstm": 4, "gru_after": 3, "gru_before": 3, "tanh": 1, "relu": 1}
@@ -43,8 +43,7 @@ def plain_dot(a: Array, b: Array) -> Array:
     """a b as XLA multiplies and adds."""
     wide = blending.accumulator(b.dtype)
     exact = lax.Precision.DEFAULT if b.dtype.itemsize <= 2 else lax.Precision.HIGHEST
-    dims = (((a.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=wide)
+    return products.dot(a, b, ((a.ndim - 1,), (0,)), precision=exact, preferred=wide)
 
 
 PLAIN = Arithmetic(

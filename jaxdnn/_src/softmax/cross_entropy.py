@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jaxdnn._src.core import blending, checks, primitives
+from jaxdnn._src.core import blending, checks, primitives, products
 from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors, vary_alike
@@ -121,8 +121,8 @@ class _Spec:
 
     def dot(self, a: Array, b: Array, over: tuple[int, int]) -> Array:
         """The matrix product over one axis of each, accumulated wide."""
-        dims = (((over[0],), (over[1],)), ((), ()))
-        return lax.dot_general(a, b, dims, precision=self.precision, preferred_element_type=self.accumulate)
+        contract = (over[0],), (over[1],)
+        return products.dot(a, b, contract, precision=self.precision, preferred=self.accumulate)
 
 
 # ---- reading arguments -----------------------------------------------------------------------------------------------

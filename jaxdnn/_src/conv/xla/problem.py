@@ -1,13 +1,13 @@
 """What a convolution written for XLA is, and its matrix products: in what type they are multiplied and added."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, export, lax
 
 from jaxdnn._src.conv.geometry import Geometry
+from jaxdnn._src.core import products
 
 # Beyond this many taps the unrolled sum would take long to compile, and a loop over the taps serves.
 UNROLLED_TAPS = 128
@@ -15,8 +15,6 @@ UNROLLED_TAPS = 128
 UNROLLED_INTEGER_TAPS = 9
 # So many products of two int8 values add up to 2^24 at most.
 EXACT_TERMS = 1024
-# Products of so few elements cost nothing in float32; XLA's own limit, below which no library is called, is lower.
-SMALL_PRODUCT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +59,7 @@ class Problem:
         """A matrix product in the problem's precision."""
         if self.integer_taps:
             return _exact_integer_dot(a, b, contract, batch)
-        narrow = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4
-        if narrow and _is_thin(a, b, contract, batch):
-            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-            highest = lax.Precision.HIGHEST
-            product = lax.dot_general(a, b, (contract, batch), precision=highest, preferred_element_type=jnp.float32)
-            return product.astype(self.preferred)
-        return lax.dot_general(a, b, (contract, batch), precision=self.precision, preferred_element_type=self.preferred)
+        return products.dot(a, b, contract, batch, precision=self.precision, preferred=self.preferred)
 
     def convolve(
         self, x: Array, w: Array, numbers: Any, stride: Any, padding: Any, dilation: Any, **more: Any
@@ -98,18 +90,6 @@ def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Arr
         preferred_element_type=jnp.float32,
     )
     return jnp.sum(sums.astype(jnp.int32), 0, dtype=jnp.int32)
-
-
-def _is_thin(a: Array, b: Array, contract: tuple, batch: tuple) -> bool:
-    """Whether XLA may turn a product into multiplications and sums in the operands' own type (seen on GPUs).
-
-    It does so where a side is a vector or the terms are one, and leaves small products to a loop that does the same.
-    """
-    terms = math.prod(a.shape[axis] for axis in contract[0])
-    shared = terms * math.prod(a.shape[axis] for axis in batch[0])
-    if any(map(export.is_symbolic_dim, (a.size, b.size))):  # then it may be: the batch is known when it is compiled
-        return True
-    return 1 in (terms, a.size // max(shared, 1), b.size // max(shared, 1)) or a.size + b.size < SMALL_PRODUCT
 
 
 def is_less(size: Any, least: int) -> bool:
