@@ -1,0 +1,44 @@
+"""Launches the kernels of recurrences."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxdnn._src.hopper.launch import launch
+from jaxdnn._src.rnn.hopper import forward_ptx
+from jaxdnn._src.rnn.hopper.forward_ptx import Given
+from jaxdnn._src.rnn.hopper.plan import Plan, clusters
+
+
+def forward(plan: Plan, given: Given, v: Mapping[str, Array], results: Sequence[str]) -> list[Array]:
+    """Of the operands of `rnn`, those results of it, or of `rnn_saved`."""
+    names = forward_ptx.operands(plan.cell, given)
+    shapes = forward_shapes(plan, given, v["h"].dtype)
+    values: dict[str, Array] = {**v, "r": v["r"].T}
+    if given.resets:
+        values["resets"] = v["resets"].astype(jnp.int32)
+    arrays = [values[name] for name in names if name not in shapes]
+    outs = [shapes[name] for name in names if name in shapes]
+    code = forward_ptx.forward(plan, given)
+    blocks = clusters(plan, given.batch) * plan.cluster
+    shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
+    found = launch(code, arrays, outs, name=f"rnn_{plan.cell}", blocks=blocks, **shape)
+    named = dict(zip((name for name in names if name in shapes), found, strict=True))
+    return [named[name if name in named else f"last_{name}"] for name in results]
+
+
+def forward_shapes(plan: Plan, given: Given, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of every array that the kernel stores."""
+    wide, of = jnp.float32, jax.ShapeDtypeStruct
+    rows, units = (given.steps, given.batch), plan.units
+    shapes = {"y": of((*rows, units), dtype), "last_h": of((given.batch, units), dtype)}
+    if plan.cell == "lstm":
+        shapes["last_c"] = of((given.batch, units), wide)
+    if given.saves:
+        shapes["gates"] = of((*rows, forward_ptx.saved_columns(plan)), wide)
+        if plan.cell == "lstm":
+            shapes["cells"] = of((*rows, units), wide)
+    return shapes

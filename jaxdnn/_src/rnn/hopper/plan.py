@@ -1,0 +1,148 @@
+"""How a recurrence is partitioned over clusters, blocks and warps.
+
+The sequences are cut in sets of N, a multiple of 8, and a cluster runs all steps of one set. The units are cut among
+the cluster's blocks, and a block's units in groups of eight: a group's rows of the recurrent matrix, for each gate,
+belong to one warp for all steps, as operands of `mma`, in registers as far as these suffice and else in shared memory.
+
+A tile is the 16 rows that one `mma` multiplies: two halves of 8 units, each for one gate. So all gates of a unit are in
+one thread. Nothing is partitioned by the number of sequences, so that bits do not depend on it.
+"""
+
+import dataclasses
+import functools as ft
+
+from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
+
+COLUMNS = 8  # sequences that one `mma` multiplies
+CHUNK = 32  # units whose products two `mma` add: the length of a lane's vector of 16 bytes, times four lanes
+SHARED = 226 << 10  # bytes of a block's shared memory
+WARPS = 8  # the most of a block, so that a thread may have 255 registers
+REGISTERS = 176  # of a thread, for the recurrent matrix
+# Of every kind of cell: the halves of its tiles, (gate, group of units) or None, and the groups of a warp.
+Half = tuple[int, int] | None
+TILES: dict[str, tuple[tuple[Half, Half], ...]] = {
+    "lstm": (((0, 0), (1, 0)), ((2, 0), (3, 0))),
+    "gru_after": (((0, 0), (1, 0)), ((2, 0), None)),
+    "tanh": (((0, 0), (0, 1)),),
+    "relu": (((0, 0), (0, 1)),),
+}
+CLUSTERS = (2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A partition.
+
+    Attributes:
+      cell: a key of `TILES`; units: H; dtype: "bf16" or "f16".
+      cluster: blocks that share the units.
+      tiles: sets of eight sequences that a cluster runs.
+      kept: chunks of units whose part of the recurrent matrix is in registers.
+    """
+
+    cell: str
+    units: int
+    dtype: str
+    cluster: int
+    tiles: int = 1
+    kept: int = 0
+
+    @property
+    def halves(self) -> tuple[tuple[int, int], ...]:
+        """The halves of the tiles that have rows."""
+        return tuple(half for tile in TILES[self.cell] for half in tile if half is not None)
+
+    @property
+    def groups(self) -> int:
+        """Groups of eight units that a warp has."""
+        return 1 + max(group for _, group in self.halves)
+
+    @property
+    def own(self) -> int:
+        """Units of a block."""
+        return self.units // self.cluster
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block that have units."""
+        return self.own // (8 * self.groups)
+
+    @property
+    def threads(self) -> int:
+        return -(-self.warps // 4) * 128
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return self.tiles * COLUMNS
+
+    @property
+    def chunks(self) -> int:
+        return self.units // CHUNK
+
+    @property
+    def state(self) -> int:
+        """Bytes of h of all units and of a cluster's sequences."""
+        return self.units * self.sequences * 2
+
+    @property
+    def matrix(self) -> int:
+        """Bytes of the recurrent matrix in a block's shared memory."""
+        return (self.chunks - self.kept) * len(self.halves) * 512 * self.warps
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a block's shared memory: two states, two mbarriers, and the rest of the matrix."""
+        return 2 * self.state + 128 + self.matrix
+
+
+def registers(plan: Plan) -> int:
+    """The registers of a thread that the recurrent matrix has."""
+    return plan.kept * len(plan.halves) * 4
+
+
+@ft.cache
+def partition(cell: str, units: int, dtype: str) -> Plan | None:
+    """The smallest cluster that holds the matrix, which the cell and its units decide alone."""
+    if units % CHUNK or cell not in TILES:
+        return None
+    for cluster in CLUSTERS:
+        plan = Plan(cell, units, dtype, cluster)
+        if units % (8 * plan.groups * cluster) or plan.warps > WARPS:
+            continue
+        plan = dataclasses.replace(plan, kept=min(plan.chunks, REGISTERS // (4 * len(plan.halves))))
+        if plan.shared <= SHARED:
+            return plan
+    return None
+
+
+MOST_TILES = 4
+
+
+def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
+    """The partition, with the number of sequences of a cluster that is fastest by a model of a step."""
+    least = partition(cell, units, dtype)
+    if least is None:
+        return None
+    plans = [with_tiles(least, tiles) for tiles in range(1, MOST_TILES + 1)]
+    return min((plan for plan in plans if plan), key=lambda plan: time(plan, batch))
+
+
+def with_tiles(plan: Plan, tiles: int) -> Plan | None:
+    """The partition for so many sets of eight sequences, which also need registers; None if shared memory is short."""
+    left = REGISTERS - 24 * (tiles - 1) if len(plan.halves) > 2 else REGISTERS - 12 * (tiles - 1)
+    kept = min(plan.kept, left // (4 * len(plan.halves)))
+    found = dataclasses.replace(plan, tiles=tiles, kept=kept)
+    return found if found.shared <= SHARED else None
+
+
+def clusters(plan: Plan, batch: int) -> int:
+    return -(-batch // plan.sequences)
+
+
+def time(plan: Plan, batch: int) -> float:
+    """Cycles of a step, times the rounds in which all clusters run."""
+    rounds = -(-clusters(plan, batch) // CLUSTERS_AT_ONCE[plan.cluster])
+    multiplied = plan.warps * plan.chunks * 2 * len(TILES[plan.cell]) * plan.tiles * 1.53
+    read = (plan.matrix + plan.warps * plan.state) / 128
+    return rounds * (max(multiplied, read) + 600 + 250 * plan.tiles)
