@@ -10,6 +10,7 @@ of step s + 1 after it has received all of step s, which every warp of the clust
 the last ones from that buffer, had given the sums that it stored.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from jaxdnn._src.hopper.ptx import Emitter
@@ -80,44 +81,48 @@ class Turn:
 
 
 class Matrix:
-    """A warp's rows of a matrix of vectors, in registers and the rest in shared memory.
+    """A warp's rows of a matrix, as operands of `mma`: the first `kept` in registers, the others in shared memory.
 
-    tiles: for each its two halves, of which each is a number among those that have rows, or None.
+    tiles: for each its two halves, numbers among those that have rows, or None. Operands are numbered by chunk, then by
+    tile, then by half of the chunk. apart: whether the first and the second half of the `mma` of a sum have sums of
+    their own, which are added at the end.
     """
 
-    def __init__(self, k: Block, tiles: Sequence[tuple[int | None, int | None]], chunks: int, kept: int, place: int) -> None:
-        self.k, self.tiles, self.chunks, self.kept = k, tiles, chunks, kept
-        self.halves = sum(half is not None for tile in tiles for half in tile)
+    def __init__(
+        self, k: Block, tiles: Sequence[tuple[int | None, int | None]], chunks: int, kept: int, place: int, *, apart: bool
+    ) -> None:
+        self.k, self.tiles, self.chunks, self.kept, self.apart = k, tiles, chunks, kept, apart
         e = k.e
-        part = (chunks - kept) * self.halves * 512
+        part = max(0, chunks * len(tiles) * 2 - kept) * 512
         self.rest = e.scaled(k.lane, VECTOR, e.scaled(k.warp, part, e.r("add.s32", k.shared, place))) if part else ""
-        self.zero = e.r("mov.b32", 0) if any(half is None for tile in tiles for half in tile) else ""
+        self.operands: list[list[str]] = []
 
     def load(self, source: Callable[[int, int], str]) -> None:
-        """Reads the matrix; `source` is the place in device memory of a half's chunk."""
+        """Reads the matrix; `source` is the place in device memory of a half's vector of a chunk."""
         e = self.k.e
-        self.vectors: dict[tuple[int, int], list[str]] = {}
-        for chunk in range(self.chunks):
-            for half in range(self.halves):
-                words = [e.new() for _ in range(4)]
-                e.op("ld.global.nc.v4.b32", words, source(half, chunk))
-                if chunk < self.kept:
-                    self.vectors[half, chunk] = words
-                else:
-                    e.op("st.shared.v4.b32", f"[{self.rest}+{self._offset(half, chunk)}]", words)
+        for number in range(self.chunks * len(self.tiles) * 2):
+            (chunk, i), s = divmod(number // 2, len(self.tiles)), number % 2
+            if not s:
+                low, high = (self._vector(half, chunk, source) for half in self.tiles[i])
+            rows = [low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]]
+            if number < self.kept:
+                self.operands.append(rows)
+            else:
+                e.op("st.shared.v4.b32", f"[{self.rest}+{(number - self.kept) * 512}]", rows)
 
-    def _offset(self, half: int, chunk: int) -> int:
-        return ((chunk - self.kept) * self.halves + half) * 512
+    def _vector(self, half: int | None, chunk: int, source: Callable[[int, int], str]) -> list[str]:
+        e = self.k.e
+        if half is None:
+            return [e.r("mov.b32", 0)] * 4
+        return e.load_vector("global.nc", source(half, chunk))
 
-    def _chunk(self, chunk: int) -> list[list[str]]:
-        if chunk < self.kept:
-            return [self.vectors[half, chunk] for half in range(self.halves)]
-        return [
-            self.k.e.load_vector("shared", f"[{self.rest}+{self._offset(half, chunk)}]") for half in range(self.halves)
-        ]
+    def _operand(self, number: int) -> list[str]:
+        if number < self.kept:
+            return self.operands[number]
+        return self.k.e.load_vector("shared", f"[{self.rest}+{(number - self.kept) * 512}]")
 
     def multiply(self, dtype: str, columns: Sequence[Callable[[int], str]]) -> list[list[list[str]]]:
-        """[columns][tiles]: the four sums of a lane, of the products of the low half of the steps and of the high one.
+        """[columns][tiles]: the four sums of a lane.
 
         columns: for each eight sequences the place in shared memory of a chunk's vectors.
         """
@@ -125,27 +130,19 @@ class Matrix:
         nothing = [e.f("mov.f32", ZERO)] * 4
         sums: dict[tuple[int, int, int], list[str]] = {}
         for chunk in range(self.chunks):
-            a = self._chunk(chunk)
+            a = [self._operand(chunk * len(self.tiles) * 2 + i) for i in range(2 * len(self.tiles))]
             for n, place in enumerate(columns):
                 b = e.load_vector("shared", place(chunk))
-                for i, tile in enumerate(self.tiles):
-                    low, high = ([self.zero] * 4 if half is None else a[half] for half in tile)
-                    for s in range(2):
-                        part = (n, i, int(2 * chunk + s >= self.chunks))
-                        into = sums.get(part) or [e.new("f") for _ in range(4)]
-                        rows = [low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]]
-                        e.op(
-                            f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32",
-                            into, rows, b[2 * s : 2 * s + 2], sums.get(part, nothing),
-                        )  # fmt: skip
-                        sums[part] = into
-        return [
-            [
-                [e.f("add.rn.f32", low, high) for low, high in zip(sums[n, i, 0], sums[n, i, 1], strict=True)]
-                for i in range(len(self.tiles))
-            ]
-            for n in range(len(columns))
-        ]
+                for s, i in itertools.product(range(2), range(len(self.tiles))):
+                    part = (n, i, int(self.apart and 2 * chunk + s >= self.chunks))
+                    before = sums.get(part, nothing)
+                    into = sums.setdefault(part, before if part in sums else [e.new("f") for _ in range(4)])
+                    kind = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+                    e.op(kind, into, a[2 * i + s], b[2 * s : 2 * s + 2], before)
+        total = lambda n, i: [e.f("add.rn.f32", *pair) for pair in zip(sums[n, i, 0], sums[n, i, 1], strict=True)]
+        every = [(n, i) for n in range(len(columns)) for i in range(len(self.tiles))]
+        found = {key: total(*key) if self.apart else sums[*key, 0] for key in every}
+        return [[found[n, i] for i in range(len(self.tiles))] for n in range(len(columns))]
 
 
 class States:

@@ -105,7 +105,7 @@ class Forward:
         numbers = iter(range(len(halves)))
         tiles = [tuple(None if half is None else next(numbers) for half in tile) for tile in TILES[plan.cell]]
         place = 2 * plan.state + 128
-        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, place)  # type: ignore[arg-type]
+        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, place, apart=True)  # type: ignore[arg-type]
         self.matrix.load(lambda half, chunk: f"[{rows}+{self._row(*halves[half]) * 2 * units + 64 * chunk}]")
         self.sequence = e.scaled(k.quad, 2, self.first)
         self.exists = self._each(self._exists)

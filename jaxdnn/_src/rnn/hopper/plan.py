@@ -17,7 +17,8 @@ COLUMNS = 8  # sequences that one `mma` multiplies
 CHUNK = 32  # units whose products two `mma` add: the length of a lane's vector of 16 bytes, times four lanes
 SHARED = 226 << 10  # bytes of a block's shared memory
 WARPS = 8  # the most of a block, so that a thread may have 255 registers
-REGISTERS = 176  # of a thread, for the recurrent matrix
+# The most operands in registers, by the sets of eight sequences.
+KEPT = (44, 38, 32, 26)
 # Of every kind of cell: the halves of its tiles, (gate, group of units) or None, and the groups of a warp.
 Half = tuple[int, int] | None
 TILES: dict[str, tuple[tuple[Half, Half], ...]] = {
@@ -37,7 +38,7 @@ class Plan:
       cell: a key of `TILES`; units: H; dtype: "bf16" or "f16".
       cluster: blocks that share the units.
       tiles: sets of eight sequences that a cluster runs.
-      kept: chunks of units whose part of the recurrent matrix is in registers.
+      kept: operands of `mma`, of a warp's rows of the recurrent matrix, that are in registers.
     """
 
     cell: str
@@ -81,6 +82,11 @@ class Plan:
         return self.units // CHUNK
 
     @property
+    def operands(self) -> int:
+        """Operands of `mma`, each of four registers, of a warp's rows of the recurrent matrix."""
+        return self.chunks * len(TILES[self.cell]) * 2
+
+    @property
     def state(self) -> int:
         """Bytes of h of all units and of a cluster's sequences."""
         return self.units * self.sequences * 2
@@ -88,17 +94,12 @@ class Plan:
     @property
     def matrix(self) -> int:
         """Bytes of the recurrent matrix in a block's shared memory."""
-        return (self.chunks - self.kept) * len(self.halves) * 512 * self.warps
+        return (self.operands - self.kept) * 512 * self.warps
 
     @property
     def shared(self) -> int:
         """Bytes of a block's shared memory: two states, two mbarriers, and the rest of the matrix."""
         return 2 * self.state + 128 + self.matrix
-
-
-def registers(plan: Plan) -> int:
-    """The registers of a thread that the recurrent matrix has."""
-    return plan.kept * len(plan.halves) * 4
 
 
 @ft.cache
@@ -110,13 +111,10 @@ def partition(cell: str, units: int, dtype: str) -> Plan | None:
         plan = Plan(cell, units, dtype, cluster)
         if units % (8 * plan.groups * cluster) or plan.warps > WARPS:
             continue
-        plan = dataclasses.replace(plan, kept=min(plan.chunks, REGISTERS // (4 * len(plan.halves))))
+        plan = dataclasses.replace(plan, kept=min(plan.operands, KEPT[0]))
         if plan.shared <= SHARED:
             return plan
     return None
-
-
-MOST_TILES = 4
 
 
 def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
@@ -124,15 +122,13 @@ def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
     least = partition(cell, units, dtype)
     if least is None:
         return None
-    plans = [with_tiles(least, tiles) for tiles in range(1, MOST_TILES + 1)]
+    plans = [with_tiles(least, tiles) for tiles in range(1, len(KEPT) + 1)]
     return min((plan for plan in plans if plan), key=lambda plan: time(plan, batch))
 
 
 def with_tiles(plan: Plan, tiles: int) -> Plan | None:
     """The partition for so many sets of eight sequences, which also need registers; None if shared memory is short."""
-    left = REGISTERS - 24 * (tiles - 1) if len(plan.halves) > 2 else REGISTERS - 12 * (tiles - 1)
-    kept = min(plan.kept, left // (4 * len(plan.halves)))
-    found = dataclasses.replace(plan, tiles=tiles, kept=kept)
+    found = dataclasses.replace(plan, tiles=tiles, kept=min(plan.operands, KEPT[tiles - 1]))
     return found if found.shared <= SHARED else None
 
 
