@@ -9,13 +9,19 @@ import numpy as np
 
 from jaxdnn_reference import arithmetic
 from tests.hopper.image_machine import Images
-from tests.hopper.row_machine import HALF, U32, U64
+from tests.hopper.row_machine import HALF, U32, U64, Rows
 
 KNOWN = ("mma", "prmt", "copysign", "prefetch", "ld", "mov", "setp", "selp", "max", "st")
 
 
 class Recurrent(Images):
     """Memory as bytes, and `run`, which runs a block of PTX for every cluster of blocks."""
+
+    def _barrier(self, active: np.ndarray, name: str, count: str = "") -> None:
+        if not count:
+            super()._barrier(active, name)
+        elif active.any():
+            Rows._barrier(self, active, name, count)
 
     def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
         if name[0] not in KNOWN or not active.any():
@@ -41,7 +47,7 @@ class Recurrent(Images):
             case ["copysign", "f32"]:
                 put(np.copysign(real(arguments[2]), real(arguments[1])))
             case ["prefetch", *_]:
-                self._global(arguments[0], 4, active)
+                self._global(arguments[0], 1, active)
             case ["max", "NaN", "f32"]:
                 put(np.maximum(real(arguments[1]), real(arguments[2])))
             case ["ld", "global", "nc", "b16"]:

@@ -64,7 +64,7 @@ class Turn:
     def __init__(self, k: Block, step: str) -> None:
         e = k.e
         self.k, self.step = k, step
-        odd = e.r("and.b32", step, 1)
+        odd = self.odd = e.r("and.b32", step, 1)
         self.here = e.scaled(odd, k.size, k.shared)
         self.barrier = e.scaled(odd, 8, k.barriers)
         other = e.r("xor.b32", odd, 1)

@@ -12,6 +12,7 @@ the matrix' dtype; all else is float32.
 
 import dataclasses
 import functools as ft
+from typing import Any
 
 from jaxdnn._src.hopper.ptx import real
 from jaxdnn._src.rnn.hopper.block_ptx import Block, Matrix, States, Turn
@@ -50,7 +51,7 @@ def operands(cell: str, given: Given) -> tuple[str, ...]:
     return (*names, "y", "last_h", *(f"last_{c}" for c in cells), *saved)
 
 
-def saved_columns(plan: Plan) -> int:
+def saved_columns(plan: Any) -> int:
     """Columns of the gates that are saved."""
     return (GATES[plan.cell] + (plan.cell == "gru_after")) * plan.units
 
