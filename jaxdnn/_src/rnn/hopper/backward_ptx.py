@@ -11,128 +11,17 @@ rounded to the matrix' dtype before; all else is float32. So bits depend on the 
 the cell alone decide.
 """
 
-import dataclasses
 import functools as ft
 from collections.abc import Callable
 
-from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
 from jaxdnn._src.hopper.ptx import real
-from jaxdnn._src.rnn.hopper.block_ptx import LINE, VECTOR, Block, Matrix, Turn
+from jaxdnn._src.rnn.hopper.backward_plan import Plan
+from jaxdnn._src.rnn.hopper.block_ptx import VECTOR, Block, Matrix, Turn
 from jaxdnn._src.rnn.hopper.curves_ptx import ONE, ZERO, tanh
-from jaxdnn._src.rnn.hopper.forward_ptx import AHEAD, Given
-from jaxdnn._src.rnn.hopper.plan import CLUSTERS, COLUMNS, SHARED, WARPS
-from jaxdnn._src.rnn.steps import GATES
+from jaxdnn._src.rnn.hopper.plan import AHEAD, COLUMNS, LINE, Given
 
 STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
 MEETING = 1  # the number of the barrier of the warps that have units
-CELLS = ("lstm", "gru_after", "tanh", "relu")
-KEPT = (40, 32, 24, 16)  # the most operands in registers, by the sets of eight sequences
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A partition, as `plan.Plan` of the forward pass; a warp has eight units, and `cluster` / 2 tiles of 16 rows."""
-
-    cell: str
-    units: int
-    dtype: str
-    cluster: int
-    tiles: int = 1
-    kept: int = 0
-
-    @property
-    def gates(self) -> int:
-        return GATES[self.cell]
-
-    @property
-    def own(self) -> int:
-        """Units of a block."""
-        return self.units // self.cluster
-
-    @property
-    def warps(self) -> int:
-        return self.own // 8
-
-    @property
-    def threads(self) -> int:
-        return -(-self.warps // 4) * 128
-
-    @property
-    def sequences(self) -> int:
-        return self.tiles * COLUMNS
-
-    @property
-    def rows(self) -> int:
-        """Tiles of 16 rows of a warp."""
-        return self.cluster // 2
-
-    @property
-    def chunks(self) -> int:
-        """Of 32 columns of a block."""
-        return -(-self.warps * self.gates // 4)
-
-    @property
-    def operands(self) -> int:
-        return self.chunks * self.rows * 2
-
-    @property
-    def received(self) -> int:
-        """Bytes of a buffer: a pair of sums for each source, unit and two sequences."""
-        return self.tiles * self.warps * self.cluster * 256
-
-    @property
-    def joined(self) -> int:
-        """Bytes of a block's derivatives in a step."""
-        return self.chunks * 4 * LINE * self.tiles
-
-    @property
-    def matrix(self) -> int:
-        return (self.operands - self.kept) * 512 * self.warps
-
-    @property
-    def shared(self) -> int:
-        return 2 * self.received + 128 + 2 * self.joined + self.matrix
-
-
-@ft.cache
-def partition(cell: str, units: int, dtype: str) -> Plan | None:
-    """The smallest cluster that holds the matrix, which the cell and its units decide alone."""
-    if cell not in CELLS:
-        return None
-    for cluster in CLUSTERS:
-        plan = Plan(cell, units, dtype, cluster)
-        if units % (8 * cluster) or plan.warps > WARPS or plan.warps * plan.gates % 4:
-            continue
-        plan = with_tiles(plan, 1)
-        if plan is not None:
-            return plan
-    return None
-
-
-def with_tiles(plan: Plan, tiles: int) -> Plan | None:
-    """The partition for so many sets of eight sequences; None if shared memory is short."""
-    found = dataclasses.replace(plan, tiles=tiles, kept=min(plan.operands, KEPT[tiles - 1]))
-    return found if found.shared <= SHARED else None
-
-
-def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
-    least = partition(cell, units, dtype)
-    if least is None:
-        return None
-    plans = [with_tiles(least, tiles) for tiles in range(1, len(KEPT) + 1)]
-    return min((plan for plan in plans if plan), key=lambda plan: time(plan, batch))
-
-
-def clusters(plan: Plan, batch: int) -> int:
-    return -(-batch // plan.sequences)
-
-
-def time(plan: Plan, batch: int) -> float:
-    """Cycles of a step, times the rounds in which all clusters run."""
-    rounds = -(-clusters(plan, batch) // CLUSTERS_AT_ONCE[plan.cluster])
-    multiplied = plan.warps * plan.operands * plan.tiles * 1.53
-    read = (plan.matrix + plan.warps * plan.joined) / 128
-    return rounds * (max(multiplied, read) + 700 + plan.tiles * (300 + plan.cluster * 64))
 
 
 def operands(cell: str, given: Given) -> tuple[str, ...]:
@@ -140,7 +29,18 @@ def operands(cell: str, given: Given) -> tuple[str, ...]:
     lstm, gru = cell == "lstm", cell == "gru_after"
     marks = [*(["lengths"] if given.ragged else []), *(["resets"] if given.resets else [])]
     before = ["cells_before"] if lstm else ["before"] if gru else []
-    return ("y", "h", *(["c"] if lstm else []), "r", "gates", *before, *marks, "e", "first_h", *(["first_c"] if lstm else []))
+    return (
+        "y",
+        "h",
+        *(["c"] if lstm else []),
+        "r",
+        "gates",
+        *before,
+        *marks,
+        "e",
+        "first_h",
+        *(["first_c"] if lstm else []),
+    )
 
 
 @ft.lru_cache
@@ -266,7 +166,9 @@ class Backward:
             block = e.r("div.u32", group, plan.warps)
             warp = e.r("sub.s32", group, e.r("mul.lo.s32", block, plan.warps))
             place = e.scaled(warp, plan.cluster * 256, from_here)
-            self.targets.append((e.r("mapa.shared::cluster.u32", place, block), e.r("mapa.shared::cluster.u32", k.barriers, block)))
+            self.targets.append(
+                (e.r("mapa.shared::cluster.u32", place, block), e.r("mapa.shared::cluster.u32", k.barriers, block))
+            )
 
     def _less(self, plus: int) -> str:
         return "" if self.whole else self.e.p("setp.lt.s32", self.sequence, self.given.batch - plus)
@@ -339,7 +241,9 @@ class Backward:
         found = {}
         for key in self.keys:
             dh = e.f("add.rn.f32", self.dh[key], dy[key])
-            derivatives, kept = self._derivatives(key, dh, [g[key] for g in gates], before.get(key, ""), live[key], resets[key])
+            derivatives, kept = self._derivatives(
+                key, dh, [g[key] for g in gates], before.get(key, ""), live[key], resets[key]
+            )
             self._keep(key, dh, kept, live[key], resets[key])
             found[key] = self._stored(key, derivatives, live[key])
         for n in range(plan.tiles):
@@ -375,7 +279,7 @@ class Backward:
 
     def _receive(self, turn: Turn) -> None:
         """dh from the sums of all blocks, where they count, and what the cell keeps."""
-        plan, k, e = self.plan, self.k, self.e
+        plan, e = self.plan, self.e
         turn.receive(self.given.steps + 1)
         with e.only_if("setp.gt.s32", turn.step, 0):
             start = e.r("add.s32", turn.here, self.slot)

@@ -15,17 +15,18 @@ from collections.abc import Callable, Sequence
 
 from jaxdnn._src.hopper.ptx import Emitter
 from jaxdnn._src.rnn.hopper.curves_ptx import ZERO
-from jaxdnn._src.rnn.hopper.plan import COLUMNS
+from jaxdnn._src.rnn.hopper.plan import COLUMNS, LINE
 
 VECTOR = 16
-LINE = 128  # bytes of eight units of eight sequences
 STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
 
 
 class Block:
     """The place of a thread, and of the block's buffers in shared memory: two of `size` bytes and their mbarriers."""
 
-    def __init__(self, operands: Sequence[str], *, cluster: int, warps: int, threads: int, groups: int, size: int) -> None:
+    def __init__(
+        self, operands: Sequence[str], *, cluster: int, warps: int, threads: int, groups: int, size: int
+    ) -> None:
         e = self.e = Emitter()
         self.cluster, self.warps, self.threads, self.groups, self.size = cluster, warps, threads, groups, size
         self.base = {name: e.d("mov.b64", f"${i}") for i, name in enumerate(operands)}
@@ -80,6 +81,9 @@ class Turn:
             k.expect(self.barrier, again)
 
 
+Tiles = Sequence[tuple[int | None, int | None]]
+
+
 class Matrix:
     """A warp's rows of a matrix, as operands of `mma`: the first `kept` in registers, the others in shared memory.
 
@@ -89,7 +93,14 @@ class Matrix:
     """
 
     def __init__(
-        self, k: Block, tiles: Sequence[tuple[int | None, int | None]], chunks: int, kept: int, place: int, *, apart: bool
+        self,
+        k: Block,
+        tiles: Sequence[tuple[int | None, int | None]],
+        chunks: int,
+        kept: int,
+        place: int,
+        *,
+        apart: bool,
     ) -> None:
         self.k, self.tiles, self.chunks, self.kept, self.apart = k, tiles, chunks, kept, apart
         e = k.e
@@ -99,16 +110,16 @@ class Matrix:
 
     def load(self, source: Callable[[int, int], str]) -> None:
         """Reads the matrix; `source` is the place in device memory of a half's vector of a chunk."""
-        e = self.k.e
-        for number in range(self.chunks * len(self.tiles) * 2):
-            (chunk, i), s = divmod(number // 2, len(self.tiles)), number % 2
-            if not s:
-                low, high = (self._vector(half, chunk, source) for half in self.tiles[i])
-            rows = [low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]]
-            if number < self.kept:
-                self.operands.append(rows)
-            else:
-                e.op("st.shared.v4.b32", f"[{self.rest}+{(number - self.kept) * 512}]", rows)
+        e, stored = self.k.e, 0
+        for chunk, (low, high) in itertools.product(range(self.chunks), self.tiles):
+            first, second = self._vector(low, chunk, source), self._vector(high, chunk, source)
+            for s in range(2):
+                rows = [first[2 * s], second[2 * s], first[2 * s + 1], second[2 * s + 1]]
+                if len(self.operands) < self.kept:
+                    self.operands.append(rows)
+                else:
+                    e.op("st.shared.v4.b32", f"[{self.rest}+{stored * 512}]", rows)
+                    stored += 1
 
     def _vector(self, half: int | None, chunk: int, source: Callable[[int, int], str]) -> list[str]:
         e = self.k.e
@@ -168,7 +179,9 @@ class States:
             for group in range(k.groups):
                 line = e.scaled(self.number, k.groups, group)
                 place = self._place(self.column, e.r("and.b32", line, 3))
-                mapped.append(e.r("mapa.shared::cluster.u32", e.scaled(line, LINE, e.scaled(place, VECTOR, k.shared)), block))
+                mapped.append(
+                    e.r("mapa.shared::cluster.u32", e.scaled(line, LINE, e.scaled(place, VECTOR, k.shared)), block)
+                )
             self.targets.append((mapped, e.r("mapa.shared::cluster.u32", k.barriers, block)))
         self.bits = [self._bit(i) for i in range(3)]
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._src.hopper.launch import launch
-from jaxdnn._src.rnn.hopper import backward_ptx, forward_ptx
-from jaxdnn._src.rnn.hopper.forward_ptx import Given
-from jaxdnn._src.rnn.hopper.plan import Plan, clusters
+from jaxdnn._src.rnn.hopper import backward_plan, backward_ptx, forward_ptx
+from jaxdnn._src.rnn.hopper.plan import Given, Plan, clusters
 
 
 def forward(plan: Plan, given: Given, v: Mapping[str, Array], results: Sequence[str]) -> list[Array]:
@@ -44,7 +43,7 @@ def forward_shapes(plan: Plan, given: Given, dtype: Any) -> dict[str, jax.ShapeD
     return shapes
 
 
-def backward(plan: backward_ptx.Plan, given: Given, v: Mapping[str, Array]) -> list[Array]:
+def backward(plan: backward_plan.Plan, given: Given, v: Mapping[str, Array]) -> list[Array]:
     """The results of `rnn_backward`, of its operands."""
     names = backward_ptx.operands(plan.cell, given)
     shapes = backward_shapes(plan, given, v["h"].dtype)
@@ -53,12 +52,12 @@ def backward(plan: backward_ptx.Plan, given: Given, v: Mapping[str, Array]) -> l
         values["resets"] = v["resets"].astype(jnp.int32)
     arrays = [values[name] for name in names if name not in shapes]
     code = backward_ptx.backward(plan, given)
-    blocks = backward_ptx.clusters(plan, given.batch) * plan.cluster
+    blocks = backward_plan.clusters(plan, given.batch) * plan.cluster
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
     return list(launch(code, arrays, list(shapes.values()), name=f"rnn_{plan.cell}_backward", blocks=blocks, **shape))
 
 
-def backward_shapes(plan: backward_ptx.Plan, given: Given, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def backward_shapes(plan: backward_plan.Plan, given: Given, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Of every array that the kernel stores."""
     wide, of = jnp.float32, jax.ShapeDtypeStruct
     columns = forward_ptx.saved_columns(plan)

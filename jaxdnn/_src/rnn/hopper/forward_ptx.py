@@ -10,36 +10,15 @@ half of the `mma` and the second half, each from 0, give two sums, which are add
 the matrix' dtype; all else is float32.
 """
 
-import dataclasses
 import functools as ft
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdnn._src.hopper.ptx import real
 from jaxdnn._src.rnn.hopper.block_ptx import Block, Matrix, States, Turn
 from jaxdnn._src.rnn.hopper.curves_ptx import ONE, ZERO, sigmoid, tanh
-from jaxdnn._src.rnn.hopper.plan import COLUMNS, TILES, Plan
+from jaxdnn._src.rnn.hopper.plan import AHEAD, COLUMNS, TILES, Given, Plan
 from jaxdnn._src.rnn.steps import GATES
-
-AHEAD = 2  # steps by which what enters is fetched into the second-level cache
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """What a launch computes.
-
-    Attributes:
-      steps, batch: T and the number of sequences.
-      reverse, ragged, resets, clip: as in `RnnSpec`.
-      saves: whether results for derivatives are stored.
-    """
-
-    steps: int
-    batch: int
-    reverse: bool = False
-    ragged: bool = False
-    resets: bool = False
-    clip: tuple[float, float] | None = None
-    saves: bool = False
 
 
 def operands(cell: str, given: Given) -> tuple[str, ...]:
@@ -60,6 +39,10 @@ def saved_columns(plan: Any) -> int:
 def forward(plan: Plan, given: Given) -> str:
     """The PTX; operands as `operands` says, then shared memory."""
     return Forward(plan, given).text()
+
+
+Marks = dict[tuple[int, int], str]  # by set of sequences, and sequence of two
+Entering = dict[tuple[int, int, int, int], str]  # by gate, set of sequences, group of units, and sequence of two
 
 
 class Forward:
@@ -104,16 +87,15 @@ class Forward:
         rows = e.d("mad.wide.u32", k.quad, 16, rows)
         halves = plan.halves
         numbers = iter(range(len(halves)))
-        tiles = [tuple(None if half is None else next(numbers) for half in tile) for tile in TILES[plan.cell]]
-        place = 2 * plan.state + 128
-        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, place, apart=True)  # type: ignore[arg-type]
+        number = lambda half: None if half is None else next(numbers)
+        tiles = [(number(low), number(high)) for low, high in TILES[plan.cell]]
+        after = 2 * plan.state + 128
+        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, after, apart=True)
         self.matrix.load(lambda half, chunk: f"[{rows}+{self._row(*halves[half]) * 2 * units + 64 * chunk}]")
         self.sequence = e.scaled(k.quad, 2, self.first)
         self.exists = self._each(self._exists)
         self.sent = e.r("add.s32", self.first, self.states.column)
-        self.sent_exists = [
-            self._less(self.sent, COLUMNS * n) for n in range(plan.tiles)
-        ]
+        self.sent_exists = [self._less(self.sent, COLUMNS * n) for n in range(plan.tiles)]
         self.at: dict[str, str] = {}
         self.strides: dict[str, int] = {}
         for name, columns in (("a", self.wide), ("gates", saved_columns(self.plan)), ("cells", units), ("resets", 1)):
@@ -125,15 +107,12 @@ class Forward:
         self.c = {}
         if plan.cell == "lstm":
             at = self._row_of("c", self.sequence, units, 4, own)
-            self.c = self._loaded(lambda n, group, i: f"[{at}+{4 * (units * (COLUMNS * n + i) + 8 * group)}]", self._every)
+            place = lambda n, group, i: f"[{at}+{4 * (units * (COLUMNS * n + i) + 8 * group)}]"
+            self.c = self._loaded(place, self._every)
             self.last_c = self._row_of("last_c", self.sequence, units, 4, own)
-        self.q = {}
-        if "q" in base:
-            at = e.d("mad.wide.u32", own, 4, base["q"])
-            self.q = {}
-            value = e.new("f")
-            e.op("ld.global.nc.f32", value, f"[{at}]")
-            self.q[0] = value
+        self.q = (
+            "" if "q" not in base else e.load_floats("global.nc", f"[{e.d('mad.wide.u32', own, 4, base['q'])}]", 1)[0]
+        )
         self.lengths = {}
         if given.ragged:
             at = e.d("mad.wide.u32", self.sequence, 4, base["lengths"])
@@ -162,7 +141,7 @@ class Forward:
     def _exists(self, n: int, i: int) -> str:
         return self._less(self.sequence, COLUMNS * n + i)
 
-    def _each(self, of):  # type: ignore[no-untyped-def]
+    def _each(self, of: Callable[[int, int], str]) -> Marks:
         return {(n, i): of(n, i) for n, i in self._columns}
 
     def _row_of(self, name: str, sequence: str, columns: int, size: int, column: str) -> str:
@@ -180,7 +159,7 @@ class Forward:
             at = e.d("add.s64", at, (given.steps - 1) * stride)
         self.at[name], self.strides[name] = at, -stride if given.reverse else stride
 
-    def _loaded(self, place, keys):  # type: ignore[no-untyped-def]
+    def _loaded(self, place: Callable[..., str], keys: Sequence[Any]) -> dict[Any, str]:
         """Floats, 0 where there is no such sequence."""
         e, found = self.e, {}
         for key in keys:
@@ -189,7 +168,7 @@ class Forward:
             e.op("ld.global.nc.f32", found[key], place(*key), when=exists)
         return found
 
-    def _first_h(self, own: str) -> dict[tuple[int, int], str]:
+    def _first_h(self, own: str) -> Marks:
         """A unit's initial states of a thread's two sequences, as words."""
         e, units = self.e, self.plan.units
         at = self._row_of("h", self.sequence, units, 2, own)
@@ -237,7 +216,7 @@ class Forward:
         for name, at in self.at.items():
             e.op("add.s64", at, at, self.strides[name])
 
-    def _entering(self, step: str) -> dict[tuple[int, int, int, int], str]:
+    def _entering(self, step: str) -> Entering:
         """a by gate, and what is fetched for later steps."""
         plan, e, at, later = self.plan, self.e, self.at["a"], AHEAD * self.strides["a"]
         found = {}
@@ -252,7 +231,7 @@ class Forward:
                     e.op("prefetch.global.L2", f"[{at}+{place + later}]", when=e.both(fetches, exists))
         return found
 
-    def _marks(self, step: str) -> tuple[dict[tuple[int, int], str], dict[tuple[int, int], str]]:
+    def _marks(self, step: str) -> tuple[Marks, Marks]:
         """Of each sequence: whether its state before the step is known, and whether it has the step; "" for always."""
         e, given = self.e, self.given
         live = {key: "" for key in self._columns}
@@ -268,7 +247,7 @@ class Forward:
                 known[n, i] = e.both(e.p("setp.eq.s32", mark, 0), live[n, i])
         return known, live
 
-    def _by_gate(self, sums: list[list[list[str]]], known: dict[tuple[int, int], str]) -> dict[tuple[int, int, int, int], str]:
+    def _by_gate(self, sums: list[list[list[str]]], known: Marks) -> Entering:
         """h times the matrix, by gate; 0 where the state is not known."""
         found = {}
         for n, of_tiles in enumerate(sums):
@@ -290,7 +269,7 @@ class Forward:
         place = 4 * ((COLUMNS * n + i) * columns + column + 8 * group)
         self.e.op("st.global.f32", f"[{self.at[name]}+{place}]", value, when=self.exists[n, i])
 
-    def _cell(self, key, a, products, known, live) -> str:  # type: ignore[no-untyped-def]
+    def _cell(self, key: tuple[int, int, int], a: Entering, products: Entering, known: Marks, live: Marks) -> str:
         """h of a unit and a sequence after the step."""
         n, group, i = key
         e, cell, units = self.e, self.plan.cell, self.plan.units
@@ -306,7 +285,7 @@ class Forward:
             h = e.f("mul.rn.f32", saved[3], tanh(e, c))
             e.op("mov.f32", self.c[key], self._if(live[n, i], c, self.c[key]))
         elif cell == "gru_after":
-            q = e.f("add.rn.f32", s[2], self.q[0])
+            q = e.f("add.rn.f32", s[2], self.q)
             r, z = (sigmoid(e, e.f("add.rn.f32", entering[j], s[j])) for j in range(2))
             new = tanh(e, e.f("fma.rn.f32", r, q, entering[2]))
             before = self._if(known[n, i], self._old(n, group, i))

@@ -28,6 +28,27 @@ TILES: dict[str, tuple[tuple[Half, Half], ...]] = {
     "relu": (((0, 0), (0, 1)),),
 }
 CLUSTERS = (2, 4, 8)
+LINE = 128  # bytes of eight units of eight sequences
+AHEAD = 2  # steps by which what is read is fetched into the second-level cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a launch computes.
+
+    Attributes:
+      steps, batch: T and the number of sequences.
+      reverse, ragged, resets, clip: as in `RnnSpec`.
+      saves: whether results for derivatives are stored.
+    """
+
+    steps: int
+    batch: int
+    reverse: bool = False
+    ragged: bool = False
+    resets: bool = False
+    clip: tuple[float, float] | None = None
+    saves: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
