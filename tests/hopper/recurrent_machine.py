@@ -17,6 +17,27 @@ KNOWN = ("mma", "prmt", "copysign", "prefetch", "ld", "mov", "setp", "selp", "ma
 class Recurrent(Images):
     """Memory as bytes, and `run`, which runs a block of PTX for every cluster of blocks."""
 
+    def run(self, *arguments: Any, **options: Any) -> None:
+        self.made: dict[int, tuple[int, int]] = {}  # of each mbarrier the warp that made it, and when
+        super().run(*arguments, **options)
+
+    def _mbarrier(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
+        super()._mbarrier(name, arguments, active)
+        if name[1] == "init":
+            assert self.races is not None
+            where = self._shared(arguments[0], 8, active)[active, 0]
+            for barrier, warp in zip(where, np.flatnonzero(active) // 32, strict=True):
+                self.made[int(barrier)] = int(warp), int(self.races.clocks[warp, warp])
+
+    def _store_to_cluster(self, arguments: list[Any], active: np.ndarray) -> None:
+        """A store must come after the receiver has made the mbarrier."""
+        assert self.races is not None
+        for thread, barrier in zip(np.flatnonzero(active), self._places(arguments[2], 1)[active, 0], strict=True):
+            warp, moment = self.made[int(barrier)]
+            if warp != thread // 32 and moment > self.races.clocks[thread // 32, warp]:
+                raise RuntimeError(f"warp {thread // 32} stores before warp {warp} is known to have made its barrier")
+        super()._store_to_cluster(arguments, active)
+
     def _barrier(self, active: np.ndarray, name: str, count: str = "") -> None:
         if not count:
             super()._barrier(active, name)

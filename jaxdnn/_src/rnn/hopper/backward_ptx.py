@@ -157,7 +157,7 @@ class Backward:
         self.slot = e.scaled(k.lane, 8, e.scaled(k.warp, plan.cluster * 256, 0))  # what a lane receives
 
     def _find_targets(self) -> None:
-        """Of each half of a tile the place where its units' block receives a lane's sums, and that block's mbarriers."""
+        """Of each half of a tile where its units' block receives a lane's sums, and that block's mbarriers."""
         plan, k, e = self.plan, self.k, self.e
         self.targets: list[tuple[str, str]] = []
         from_here = e.scaled(k.rank, 256, e.scaled(k.lane, 8, k.shared))

@@ -22,7 +22,7 @@ def forward(plan: Plan, given: Given, v: Mapping[str, Array], results: Sequence[
     arrays = [values[name] for name in names if name not in shapes]
     outs = [shapes[name] for name in names if name in shapes]
     code = forward_ptx.forward(plan, given)
-    blocks = clusters(plan, given.batch) * plan.cluster
+    blocks = clusters(plan, given.batch)  # `launch` counts clusters
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
     found = launch(code, arrays, outs, name=f"rnn_{plan.cell}", blocks=blocks, **shape)
     named = dict(zip((name for name in names if name in shapes), found, strict=True))
@@ -52,7 +52,7 @@ def backward(plan: backward_plan.Plan, given: Given, v: Mapping[str, Array]) -> 
         values["resets"] = v["resets"].astype(jnp.int32)
     arrays = [values[name] for name in names if name not in shapes]
     code = backward_ptx.backward(plan, given)
-    blocks = backward_plan.clusters(plan, given.batch) * plan.cluster
+    blocks = backward_plan.clusters(plan, given.batch)
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
     return list(launch(code, arrays, list(shapes.values()), name=f"rnn_{plan.cell}_backward", blocks=blocks, **shape))
 

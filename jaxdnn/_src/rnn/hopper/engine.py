@@ -7,9 +7,9 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.hopper.ptx import NAMES
-from jaxdnn._src.rnn import primitive
+from jaxdnn._src.rnn import primitive, xla
 from jaxdnn._src.rnn.hopper import backward_plan, plan
 from jaxdnn._src.rnn.primitive import RnnSpec
 
@@ -93,4 +93,17 @@ hopper.declare(
         "one kernel for all steps, in which a cluster of blocks holds the recurrent matrix",
         "exponentials and reciprocals by the special function unit",
     ),
+)
+
+# So that `engine="hopper"` has an engine for a layer's products, which are XLA's whoever asks.
+engines.declare(
+    "hopper",
+    *primitive.PRODUCTS.values(),
+    run=xla.plain,
+    supports=hopper.no_device,
+    level=engines.level_of_products,
+    accumulation=xla.accumulation,
+    rank=lambda call: selection.LAST,
+    partition=lambda call: True,
+    notes=("XLA's product",),
 )
