@@ -13,8 +13,10 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from jaxdnn._src.core import compat
+from jaxdnn._src.core import compat, primitives
 from jaxdnn._src.hopper import branches
+from jaxdnn._src.rnn.primitive import RnnSpec, operands_of
+from jaxdnn._src.rnn.steps import GATES
 from tests.hopper import assembler as ptxas
 from tests.hopper.assembler import Block, needs_ptxas
 
@@ -209,6 +211,29 @@ def dropouts() -> Iterator[Call]:
     yield call(fused, (16384, 4096), (4096,), activation="gelu")
 
 
+def recurrences() -> Iterator[Call]:
+    """Of every cell, cluster and number of sets of sequences, with and without what an option needs."""
+    for cell in ("lstm", "gru_after", "tanh", "relu"):
+        for units, batch in ((128, 8), (256, 600), (512, 61), (384 if cell == "lstm" else 128, 250)):
+            marks = batch in (600, 61)
+            for op in ("rnn", "rnn_saved", "rnn_backward"):
+                dtype = F16 if (units, op) == (128, "rnn") else BF16
+                spec = RnnSpec(cell, marks, None, False, marks, marks, jnp.dtype(dtype), "hopper", "fast")
+                yield ft.partial(primitives.bind, op, spec=spec), recurrent_operands(op, spec, 3, batch, units)
+
+
+def recurrent_operands(op: str, spec: RnnSpec, steps: int, batch: int, units: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    narrow, wide, rows = spec.narrow, F32, (steps, batch)
+    columns = GATES[spec.cell] * units
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = {
+        "a": ((*rows, columns), wide), "r": ((units, columns), narrow), "q": ((units,), wide),
+        "h": ((batch, units), narrow), "c": ((batch, units), wide), "y": ((*rows, units), narrow),
+        "gates": ((*rows, columns + units * (spec.cell == "gru_after")), wide), "before": ((*rows, units), narrow),
+        "cells_before": ((*rows, units), wide), "lengths": ((batch,), jnp.int32), "resets": (rows, jnp.bool_),
+    }  # fmt: skip
+    return tuple(jax.ShapeDtypeStruct(*shapes[name]) for name in operands_of(op, spec))
+
+
 # What calls are of -> those that between them take all ways in which these kernels write instructions, and the
 # decisions of their planners (`branches`) that choose the way.
 FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...]]]] = {
@@ -230,6 +255,24 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...
     "norm of rows": (rows, {"norm of rows": ("operands", "pass", "threads", "stays", "keeps")}),
     "norm of images": (images, {"norm images": ("operands", "pass", "image", "vector")}),
     "norm of batches": (batches, {"norm batches": ("operands", "pass", "fold", "splits", "columns")}),
+    "recurrence": (
+        recurrences,
+        {
+            "recurrence": (
+                "operands",
+                "pass",
+                "cell",
+                "cluster",
+                "sets",
+                "matrix in registers",
+                "warps without units",
+                "ragged",
+                "resets",
+                "reverse",
+                "tail of sequences",
+            )
+        },
+    ),
     "pool": (pooling, {"pool": ("operands", "pass", "kernel", "counts")}),
     "dropout": (dropouts, {"dropout": ("operands", "kernel", "pass", "activation", "bias", "residual")}),
 }

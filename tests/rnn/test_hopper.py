@@ -12,8 +12,10 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines
-from jaxdnn._src.rnn import primitive
+from jaxdnn._src.cases.case import Facts, judge_all
+from jaxdnn._src.core import engines, selection
+from jaxdnn._src.core.tolerance import ACCUMULATIONS
+from jaxdnn._src.rnn import cases, primitive
 from jaxdnn._src.rnn.primitive import RnnSpec
 from tests.rnn import recurrent_calls as r
 
@@ -83,6 +85,52 @@ def test_large_clusters():
         assert_near(r.run_forward(chosen, given, v), r.golden_forward(cell, given, v), BF16)
         gradient, v = r.gradient_plan(cell, 512, BF16), r.backward_data(cell, 512, given, BF16)
         assert_near(r.run_backward(gradient, given, v), r.golden_backward(cell, given, v), BF16)
+
+
+BOUNDED = ("lstm/plain", "lstm/lengths", "lstm/resets", "gru/after", "gru/both", "rnn/tanh", "rnn/relu")
+
+
+@pytest.mark.parametrize("variant", BOUNDED)
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_errors_are_within_the_computed_bounds(variant: str, dtype: str):
+    """Those that `verify` allows, of the op whose products NumPy adds up in float32."""
+    op, name = variant.split("/")
+    case = cases.RnnCase(op, "hopper", dtype, name, batch=5, steps=4, inputs=8, units=64)
+    operands = case.operands("normal", np.random.default_rng(3))
+    v = dict(zip(case.names, operands, strict=True))
+    reverse = case._kind[1].get("direction") == "reverse"
+    halves = [{k: x if k in ("x", "lengths") else x[i] for k, x in v.items()} for i in (0, 1)] if case.both else [v]
+    found = [layer_by_kernel(case, half, reverse or i == 1) for i, half in enumerate(halves)]
+    y = np.concatenate([half[0] for half in found], -1)
+    states = [np.stack(pair) if case.both else pair[0] for pair in zip(*(half[1:] for half in found), strict=True)]
+    told = Facts(None, "batch_invariant", "tensor_core")
+    checks = judge_all(case, told, "normal", operands, {}, (y, *states), ACCUMULATIONS["tensor_core"])
+    assert checks
+    assert [check.message for check in checks if not check.passed] == []
+
+
+def layer_by_kernel(case: cases.RnnCase, v: r.Arrays, reverse: bool) -> list[np.ndarray]:
+    """y and the final states of a layer in one direction."""
+    x, wide = v["x"], np.float32
+    lengths = v.get("lengths", np.full(case.batch, case.steps, np.int32))
+    live = np.arange(case.steps) < lengths[:, None]
+    a = np.where(live[:, :, None], x.astype(wide), 0) @ v["w"].astype(wide)
+    kept = 2 * case.units if case.cell == "gru_after" else a.shape[2]
+    biases = [v[name].astype(wide) for name in ("bias", "recurrent_bias") if name in v]
+    within = v["recurrent_bias"].astype(wide)[kept:] if "recurrent_bias" in v else np.zeros(case.units, wide)
+    for i, bias in enumerate(biases):
+        is_within = case.cell == "gru_after" and i == len(biases) - 1 and "recurrent_bias" in v
+        a = a + (np.concatenate([bias[:kept], 0 * bias[kept:]]) if is_within else bias)
+    resets = v.get("resets", np.zeros(live.shape, bool)) & live
+    resets = np.concatenate([resets[:, 1:], np.zeros((case.batch, 1), bool)], 1) if reverse else resets
+    states = {name: v.get(f"{name}0", np.zeros((case.batch, case.units), x.dtype)) for name in ("h", "c")}
+    given = Given(case.steps, case.batch, reverse, ragged=True, resets=True)
+    chosen = r.forward_plan(case.cell, case.units, x.dtype)
+    arrays = {"a": a.swapaxes(0, 1).astype(wide), "r": v["r"], "q": within, "h": states["h"]}
+    arrays |= {"c": states["c"].astype(wide), "lengths": lengths, "resets": resets.T}
+    found = r.run_forward(chosen, given, arrays)
+    y = np.where(live[:, :, None], found["y"].swapaxes(0, 1), np.asarray(case._kind[1].get("fill", 0), x.dtype))
+    return [y, found["last_h"], *([found["last_c"].astype(x.dtype)] if case.cell == "lstm" else [])]
 
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
@@ -311,5 +359,52 @@ def test_a_layer_and_its_gradient_are_lowered(layer: Any, monkeypatch: pytest.Mo
     shapes = (3, 5, 64), (64, 128 * gates), (128, 128 * gates)
     arrays = [*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), jax.ShapeDtypeStruct((3,), jnp.int32)]
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("custom_call @mosaic_gpu") == 2
-    assert lowered.count("stablehlo.dot_general") == 4  # x W, and the gradients of x and of both matrices
+    assert (
+        lowered.count("custom_call @mosaic_gpu") == 6
+    )  # x W, and the gradients of x and of both matrices, are convolutions
+
+
+def product(
+    op: str, *, rows: int = 2, shape: tuple[int, ...] = (3, 5), inputs: int = 64, **changes: Any
+) -> engines.Call:
+    spec = primitive.ProductSpec(
+        **({"rows": rows, "narrow": BF16, "wide": True, "engine": "hopper", "level": "fast"} | changes)
+    )
+    shapes = {"x": (*shape, inputs), "w": (inputs, 128), "y": (*shape, 128)}
+    result = {name: result for result, name in primitive.PRODUCTS.items()}[op]
+    dtypes = {"x": spec.narrow, "w": spec.narrow, "y": np.float32}
+    avals = (jax.ShapeDtypeStruct(shapes[name], dtypes[name]) for name in primitive.OPERANDS[result])
+    return engines.Call(op, spec, tuple(avals), "cuda", "NVIDIA H200")
+
+
+@pytest.mark.parametrize("op", primitive.PRODUCTS.values())
+def test_products_by_kernels(op: str, monkeypatch: pytest.MonkeyPatch):
+    """They have an order of additions; none is chosen where XLA's may serve."""
+    kernel, called = engine(op), product(op)
+    assert kernel.supports(called) is None
+    assert kernel.level(called) == ("run_to_run" if op == "rnn_product_w" else "batch_invariant")
+    ranked = [e.name for e in selection.ranked(called)]
+    assert ranked.index("xla") < ranked.index("hopper") < ranked.index("ordered")
+    found = jax.eval_shape(lambda *v: kernel.run(called, *v), *called.avals)
+    wanted = primitive.product_result(kernel_result(op), called.spec, *called.avals)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    for changes, says in (
+        ({"narrow": np.dtype(np.float32)}, "multiply bfloat16 and float16, not float32"),
+        ({"shape": (4, 3, 5)}, "one matrix"),
+        ({"shape": (0, 5)}, "at least one row"),
+        ({"inputs": 0}, "at least one row"),
+    ):
+        assert says in (kernel.supports(product(op, **changes)) or "")
+
+
+def kernel_result(op: str) -> str:
+    return {name: result for result, name in primitive.PRODUCTS.items()}[op]
+
+
+def test_a_level_that_fixes_bits_has_the_kernels(monkeypatch: pytest.MonkeyPatch):
+    """Also where none is named; else XLA's loop serves, for the kernels were not measured."""
+    monkeypatch.setattr(hopper, "no_device", lambda call: None)
+    for level, name in (("fast", "xla"), ("batch_invariant", "hopper"), ("portable", "ordered")):
+        asked = call(engine=None, level=level)
+        assert selection.select(asked).name == name
+    assert "measured on no device" in (selection.why_later(engine(), call(engine=None)) or "")

@@ -20,7 +20,7 @@ lstm_cell   | NC, CG, DG, ND, ND                                     -> ND ND   
 gru_cell    | NC, CE, DE, ND                                         -> ND        | N -/+ | the same
 rnn_cell    | NC, CD, DD, ND                                         -> ND        | N -/+ | the same
 """,
-    engines=("xla", "hopper.engine"),
+    engines=("hopper.engine", "hopper.products", "xla"),
     cases=("cases",),
     timed="timed",
 )

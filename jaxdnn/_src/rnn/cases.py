@@ -50,6 +50,8 @@ MARKS = ("lengths", "resets")
 BATCHED = ("x", "h0", "c0", "h", "c", *MARKS)
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
 LOGISTIC, TANH = 5.0, 10.0  # roundings, as for activations; and the least exponential of a sigmoid
+# The kernels' exponential has an exponent with two more roundings, and is off by 2^-22 itself; see `curves_ptx`.
+BY_KERNELS = {"hopper": (7.0, 2.0)}  # roundings of a sigmoid, and of what it and tanh are of
 LEAST = {"float32": 2.0**-99, "float64": 2.0**-990}
 CURVED, CURVED_TANH = 0.0963, 0.77  # at least the largest second derivatives
 
@@ -156,7 +158,8 @@ class RnnCase(Case):
         x = v["x"].astype(np.float64)
         x = x[:, None] if self.op.endswith("_cell") else x
         n, steps, _ = x.shape
-        k, exact = _bounds(self.in_dtype, accumulation, self._kind[1].get("clip", ()))
+        curves = BY_KERNELS.get(self.engine, (LOGISTIC, 0.0))
+        k, exact = _bounds(self.in_dtype, accumulation, self._kind[1].get("clip", ()), *curves)
         short = {"bias": "b", "recurrent_bias": "d", "projection": "p"}
         weights = {short.get(name, name): v[name].astype(np.float64) for name in self.names if name not in BATCHED}
         if self.heads is not None:
@@ -233,8 +236,13 @@ class Bounded:
         return Bounded(value, error, self.own, unrounded)
 
 
-def _bounds(dtype: np.dtype, accumulation: Accumulation, limits: tuple[float, ...]) -> tuple[Arithmetic, Any]:
-    """The definition's arithmetic on numbers with errors, and what makes one of exact numbers."""
+def _bounds(
+    dtype: np.dtype, accumulation: Accumulation, limits: tuple[float, ...], of_sigmoid: float, of_argument: float
+) -> tuple[Arithmetic, Any]:
+    """The definition's arithmetic on numbers with errors, and what makes one of exact numbers.
+
+    of_sigmoid, of_argument: the roundings of a sigmoid, and those of the argument of a sigmoid and of tanh.
+    """
     own, to = FORMATS[accumulation.format], format_of(dtype)
     u, least = own.roundoff, LEAST[accumulation.format]
     short = products_are_exact(dtype, dtype, format=accumulation.format)
@@ -250,8 +258,9 @@ def _bounds(dtype: np.dtype, accumulation: Accumulation, limits: tuple[float, ..
     def curve(value: Callable[[Any], Any], slope: Callable[[Any], Any], curved: float, rate: float) -> Any:
         def of(z: Bounded) -> Bounded:
             s = value(z.value)
-            steepest = np.minimum(slope(s) + curved * z.error, slope(value(np.zeros(()))))
-            error = np.minimum(steepest * z.error, 2) + rate * u * np.abs(s) + least
+            off = z.error + of_argument * u * (np.abs(z.value) + z.error)
+            steepest = np.minimum(slope(s) + curved * off, slope(value(np.zeros(()))))
+            error = np.minimum(steepest * off, 2) + rate * u * np.abs(s) + least
             return Bounded(s, error, own, error)
 
         return of
@@ -267,17 +276,21 @@ def _bounds(dtype: np.dtype, accumulation: Accumulation, limits: tuple[float, ..
             x.value, x.error + to.roundoff * (np.abs(x.value) + x.error) + to.smallest_subnormal, own, x.error
         )
 
-    logistic = curve(lambda z: 1 / (1 + np.exp(-z)), lambda s: s * (1 - s), CURVED, LOGISTIC)
+    logistic = curve(lambda z: 1 / (1 + np.exp(-z)), lambda s: s * (1 - s), CURVED, of_sigmoid)
     tanh = curve(np.tanh, lambda t: 1 - t * t, CURVED_TANH, TANH)
     relu = lambda z: Bounded(np.maximum(z.value, 0), z.error, own, z.error)
     return Arithmetic(dot, logistic, tanh, relu, clip, narrow), exact
+
+
+# Sizes that kernels serve, of fewer sequences than a cluster runs, and of a matrix that four blocks share.
+SIZES: dict[str, dict[str, int]] = {"hopper": {"batch": 6, "inputs": 24, "units": 256}}
 
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[RnnCase]:
     """Every variant in every dtype of the extent."""
     for dtype in up_to(extent, DTYPES):
         for variant in LAYERS[op]:
-            yield RnnCase(op, engine, dtype, variant)
+            yield RnnCase(op, engine, dtype, variant, **SIZES.get(engine, {}))
 
 
 def _axes(case: RnnCase) -> tuple[int | None, ...]:
@@ -290,22 +303,28 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject |
     for dtype, variant in zip(
         ("f32", "bf16", "f16"), list(LAYERS[op])[: 1 if op.endswith("_cell") else 3], strict=False
     ):
-        case = RnnCase(op, engine, dtype, variant)
+        case = RnnCase(op, engine, dtype, variant, **SIZES.get(engine, {}))
         found = subject(case, seed, batch_axes=_axes(case), out_axis=0)
         if found is not None:
             yield dataclasses.replace(found, variant=variant)
 
 
+UNITS = (32, 64, 96, 128, 192, 256, 320, 384, 512)  # that clusters of two, four and eight blocks share
+
+
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> RnnCase:
-    """Every variant at any sizes."""
+    """Every variant at any sizes; for kernels those of the numbers of units that they serve, and more sequences."""
+    kernels = engine == "hopper"
     sizes = {
-        "batch": drawn.between(rng, 1, 8),
-        "steps": drawn.between(rng, 1, 30),
+        "batch": drawn.between(rng, 1, 300 if kernels else 8),
+        "steps": drawn.between(rng, 1, 8 if kernels else 30),
         "inputs": drawn.between(rng, 1, 100),
-        "units": drawn.between(rng, 1, 100),
+        "units": int(rng.choice(UNITS)) if kernels else drawn.between(rng, 1, 100),
         "columns": drawn.between(rng, 1, 50),
     }
-    return RnnCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{rng.choice(list(LAYERS[op]))}", **sizes)
+    variants = [v for v in LAYERS[op] if not kernels or not v.startswith(("projected", "before", "heads"))]
+    dtype = drawn.pick(rng, {"bf16": 1, "f16": 1} if kernels else drawn.WIDER)
+    return RnnCase(op, engine, dtype, f"{name}/{rng.choice(variants)}", **sizes)
 
 
 def samples(case: RnnCase) -> tuple[tuple[int | None, ...], int] | None:

@@ -77,10 +77,7 @@ def _run(k: steps.Arithmetic, call: engines.Call, *operands: Array) -> Any:
     return primitive.formula(call.op, spec, *given, k=k)
 
 
-plain = ft.partial(_run, steps.PLAIN)
-
-
-def accumulation(call: engines.Call) -> str:
+def _accumulation(call: engines.Call) -> str:
     narrow = min(v.dtype.itemsize for v in call.avals) <= 2
     if call.platform == "cuda" and narrow:
         return "tensor_core"
@@ -95,9 +92,9 @@ _OPS = ("rnn", "rnn_saved", "rnn_tangent", "rnn_backward", *PRODUCTS.values())
 engines.declare(
     "xla",
     *_OPS,
-    run=plain,
+    run=ft.partial(_run, steps.PLAIN),
     level=engines.level_of_products,
-    accumulation=accumulation,
+    accumulation=_accumulation,
     hazards=engines.flushes_on_cpus,
     partition=lambda call: True,
     notes=("a loop over the steps, beside one product for the inputs of all",),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.launch import launch
 from jaxdnn._src.rnn.hopper import backward_plan, backward_ptx, forward_ptx
 from jaxdnn._src.rnn.hopper.plan import Given, Plan, clusters
@@ -21,6 +22,7 @@ def forward(plan: Plan, given: Given, v: Mapping[str, Array], results: Sequence[
         values["resets"] = v["resets"].astype(jnp.int32)
     arrays = [values[name] for name in names if name not in shapes]
     outs = [shapes[name] for name in names if name in shapes]
+    _record("saved" if given.saves else "forward", plan, given)
     code = forward_ptx.forward(plan, given)
     blocks = clusters(plan, given.batch)  # `launch` counts clusters
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
@@ -51,6 +53,7 @@ def backward(plan: backward_plan.Plan, given: Given, v: Mapping[str, Array]) -> 
     if given.resets:
         values["resets"] = v["resets"].astype(jnp.int32)
     arrays = [values[name] for name in names if name not in shapes]
+    _record("backward", plan, given)
     code = backward_ptx.backward(plan, given)
     blocks = backward_plan.clusters(plan, given.batch)
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
@@ -66,3 +69,20 @@ def backward_shapes(plan: backward_plan.Plan, given: Given, dtype: Any) -> dict[
         "first_h": of((given.batch, plan.units), dtype),
     }
     return shapes | ({"first_c": of((given.batch, plan.units), wide)} if plan.cell == "lstm" else {})
+
+
+def _record(which: str, plan: Plan | backward_plan.Plan, given: Given) -> None:
+    branches.record(
+        "recurrence",
+        operands=plan.dtype,
+        pass_=which,
+        cell=plan.cell,
+        cluster=plan.cluster,
+        sets=plan.tiles,
+        matrix_in_registers=plan.kept == plan.operands,
+        warps_without_units=32 * plan.warps < plan.threads,
+        ragged=given.ragged,
+        resets=given.resets,
+        reverse=given.reverse,
+        tail_of_sequences=given.batch % plan.sequences != 0,
+    )

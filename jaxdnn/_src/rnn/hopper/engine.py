@@ -7,9 +7,9 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines, selection
+from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
-from jaxdnn._src.rnn import primitive, xla
+from jaxdnn._src.rnn import primitive
 from jaxdnn._src.rnn.hopper import backward_plan, plan
 from jaxdnn._src.rnn.primitive import RnnSpec
 
@@ -77,8 +77,6 @@ def _workspace(call: engines.Call) -> int:
     return 0 if call.op == "rnn_backward" else 2 * math.prod(_value(call, "r").shape)
 
 
-SLOWER: tuple[engines.Slower, ...] = ()
-
 hopper.declare(
     "rnn",
     "rnn_saved",
@@ -88,22 +86,9 @@ hopper.declare(
     level=lambda call: "batch_invariant",
     accumulation=lambda call: "tensor_core",
     workspace=_workspace,
-    slower=SLOWER,
+    measured_on=(),
     notes=(
         "one kernel for all steps, in which a cluster of blocks holds the recurrent matrix",
         "exponentials and reciprocals by the special function unit",
     ),
-)
-
-# So that `engine="hopper"` has an engine for a layer's products, which are XLA's whoever asks.
-engines.declare(
-    "hopper",
-    *primitive.PRODUCTS.values(),
-    run=xla.plain,
-    supports=hopper.no_device,
-    level=engines.level_of_products,
-    accumulation=xla.accumulation,
-    rank=lambda call: selection.LAST,
-    partition=lambda call: True,
-    notes=("XLA's product",),
 )
