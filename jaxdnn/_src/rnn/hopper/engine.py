@@ -7,12 +7,13 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.rnn import primitive
 from jaxdnn._src.rnn.hopper import backward_plan, plan
 from jaxdnn._src.rnn.primitive import RnnSpec
 
+UNTRIED = selection.LAST + 1  # the rank of kernels that no GPU has run: none serves but by `engine=`
 LARGEST = 1 << 40  # bytes of an array, within which addresses are computed
 
 
@@ -86,9 +87,10 @@ hopper.declare(
     level=lambda call: "batch_invariant",
     accumulation=lambda call: "tensor_core",
     workspace=_workspace,
-    measured_on=(),
+    rank=lambda call: UNTRIED,
     notes=(
         "one kernel for all steps, in which a cluster of blocks holds the recurrent matrix",
         "exponentials and reciprocals by the special function unit",
+        "run by a model of the machine, not yet on a GPU",
     ),
 )
