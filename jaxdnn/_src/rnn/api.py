@@ -114,8 +114,9 @@ def lstm(
     Numerics: x W, gates and c in float32 (float64 for float64); h_t is rounded to x's dtype, in which it is multiplied
       by R, and so is what multiplies weights in derivatives. Determinism level "run_to_run" as XLA multiplies (on GPUs
       "fast", unless its flags ask for more); engine `ordered`, slow, adds in the definition's order: results
-      "portable", gradients "mesh_invariant". Second derivatives are run_to_run. For the gradient 5 H numbers a step and
-      sequence are kept in the accumulator's dtype.
+      "portable", gradients "mesh_invariant"; engine `hopper`, of bfloat16 and float16, is "batch_invariant", gradients of
+      weights "run_to_run". Second derivatives are run_to_run. For the gradient 5 H numbers a step and sequence are kept
+      in the accumulator's dtype.
 
     Raises:
       ValueError: shapes that do not fit, an unknown option. TypeError: a dtype that is not served. NotImplementedError:
