@@ -40,7 +40,8 @@ class Recurrent(Images):
 
     def _barrier(self, active: np.ndarray, name: str, count: str = "") -> None:
         if not count:
-            super()._barrier(active, name)
+            if name != "0xffffffff" or (active.reshape(-1, 32).any(1) != active.reshape(-1, 32).all(1)).any():
+                raise RuntimeError("a barrier of a warp without all lanes")
         elif active.any():
             Rows._barrier(self, active, name, count)
 

@@ -114,7 +114,7 @@ def lstm(
     Numerics: x W, gates and c in float32 (float64 for float64); h_t is rounded to x's dtype, in which it is multiplied
       by R, and so is what multiplies weights in derivatives. Determinism level "run_to_run" as XLA multiplies (on GPUs
       "fast", unless its flags ask for more); engine `ordered`, slow, adds in the definition's order: results
-      "portable", gradients "mesh_invariant"; engine `hopper`, of bfloat16 and float16, is "batch_invariant", gradients of
+      "portable", gradients "mesh_invariant"; engine `hopper`, for 16 bits, is "batch_invariant", and of gradients of
       weights "run_to_run". Second derivatives are run_to_run. For the gradient 5 H numbers a step and sequence are kept
       in the accumulator's dtype.
 

@@ -11,7 +11,7 @@ from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
 from jaxdnn._src.rnn.hopper.plan import CLUSTERS, COLUMNS, LINE, SHARED, TILES, WARPS
 from jaxdnn._src.rnn.steps import GATES
 
-KEPT = (40, 32, 24, 16)  # the most operands in registers, by the sets of eight sequences
+KEPT = (44, 36, 28, 20)  # the most operands in registers, by the sets of eight sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +71,27 @@ class Plan:
         return self.chunks * 4 * LINE * self.tiles
 
     @property
+    def together(self) -> bool:
+        """Whether all units of a warp's rows are one block's."""
+        return self.warps % self.cluster == 0
+
+    @property
+    def table(self) -> int:
+        """Bytes of a warp's table of where its sums go."""
+        return 0 if self.together else 8 * self.cluster
+
+    @property
+    def before_joined(self) -> int:
+        """Bytes of what is sent, of the mbarriers, and of tables."""
+        return 2 * self.received + 128 + -(-self.warps * self.table // 128) * 128
+
+    @property
     def matrix(self) -> int:
         return (self.operands - self.kept) * 512 * self.warps
 
     @property
     def shared(self) -> int:
-        return 2 * self.received + 128 + 2 * self.joined + self.matrix
+        return self.before_joined + 2 * self.joined + self.matrix
 
 
 @ft.cache

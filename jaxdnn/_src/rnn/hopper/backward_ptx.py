@@ -12,7 +12,7 @@ the cell alone decide.
 """
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxdnn._src.hopper.ptx import real
 from jaxdnn._src.rnn.hopper.backward_plan import Plan
@@ -120,7 +120,7 @@ class Backward:
     def _load_matrix(self, begins: str) -> None:
         """Of rows of all units the block's columns: a chunk has four groups of eight of one gate's columns."""
         plan, k, e = self.plan, self.k, self.e
-        place = 2 * plan.received + 128 + 2 * plan.joined
+        place = plan.before_joined + 2 * plan.joined
         tiles = [(2 * i, 2 * i + 1) for i in range(plan.rows)]
         self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, place, apart=plan.rows < 4)
         row = e.r("add.s32", e.scaled(k.warp, 16 * plan.rows, 0), k.row)
@@ -141,7 +141,7 @@ class Backward:
     def _find_places(self) -> None:
         """Where a lane writes and reads the block's derivatives: lines of eight vectors, one for each sequence."""
         plan, k, e = self.plan, self.k, self.e
-        self.joined = e.r("add.s32", k.shared, 2 * plan.received + 128)
+        self.joined = e.r("add.s32", k.shared, plan.before_joined)
         place = lambda column, group: e.r("and.b32", e.scaled(group, 2, column), COLUMNS - 1)
         line = e.scaled(k.quad, LINE, e.scaled(place(k.row, k.quad), VECTOR, 0))
         self.read = e.r("add.s32", self.joined, line)
@@ -157,18 +157,37 @@ class Backward:
         self.slot = e.scaled(k.lane, 8, e.scaled(k.warp, plan.cluster * 256, 0))  # what a lane receives
 
     def _find_targets(self) -> None:
-        """Of each half of a tile where its units' block receives a lane's sums, and that block's mbarriers."""
+        """Where the units' block receives a lane's sums of each group of eight units, and that block's mbarriers.
+
+        If all groups of a warp are one block's, the first group's place says where the others are. Else a table in
+        shared memory has the place and the mbarriers for each, of which a lane writes one and all read all.
+        """
         plan, k, e = self.plan, self.k, self.e
-        self.targets: list[tuple[str, str]] = []
-        from_here = e.scaled(k.rank, 256, e.scaled(k.lane, 8, k.shared))
-        for half in range(2 * plan.rows):
-            group = e.scaled(k.warp, 2 * plan.rows, half)  # of eight units among all
-            block = e.r("div.u32", group, plan.warps)
-            warp = e.r("sub.s32", group, e.r("mul.lo.s32", block, plan.warps))
-            place = e.scaled(warp, plan.cluster * 256, from_here)
-            self.targets.append(
-                (e.r("mapa.shared::cluster.u32", place, block), e.r("mapa.shared::cluster.u32", k.barriers, block))
-            )
+        self.lane = e.scaled(k.lane, 8, 0)
+        which = "0" if plan.together else e.r("and.b32", k.lane, plan.cluster - 1)
+        group = e.scaled(k.warp, plan.cluster, which)  # of eight units among all
+        block = e.r("div.u32", group, plan.warps)
+        warp = e.r("sub.s32", group, e.r("mul.lo.s32", block, plan.warps))
+        place = e.scaled(warp, plan.cluster * 256, e.scaled(k.rank, 256, k.shared))
+        target = [e.r("mapa.shared::cluster.u32", address, block) for address in (place, k.barriers)]
+        self.target = (e.r("add.s32", target[0], self.lane), target[1])
+        self.table = e.r("add.s32", k.shared, 2 * plan.received + 128)
+        self.table = e.scaled(k.warp, plan.table, self.table)
+        if not plan.together:
+            own = e.scaled(which, 8, self.table)
+            e.op("st.shared.v2.b32", f"[{own}]", target, when=e.p("setp.lt.u32", k.lane, plan.cluster))
+            e.op("bar.warp.sync", "0xffffffff")
+
+    def _targets(self) -> Iterator[tuple[str, int, str]]:
+        """For each group of eight units the address to which a lane sends, what is added to it, and the mbarriers."""
+        plan, e = self.plan, self.e
+        for half in range(plan.cluster):
+            if plan.together:
+                yield self.target[0], half * plan.cluster * 256, self.target[1]
+            else:
+                place, barrier = e.new(), e.new()
+                e.op("ld.shared.v2.b32", [place, barrier], f"[{self.table}+{8 * half}]")
+                yield e.r("add.s32", place, self.lane), 0, barrier
 
     def _less(self, plus: int) -> str:
         return "" if self.whole else self.e.p("setp.lt.s32", self.sequence, self.given.batch - plus)
@@ -250,11 +269,12 @@ class Backward:
             self._join(n, [(found[n, 0][j], found[n, 1][j]) for j in range(plan.gates)], turn)
         e.op("bar.sync", MEETING, 32 * plan.warps)
         columns = [self._columns(n, turn) for n in range(plan.tiles)]
-        for n, of_tiles in enumerate(self.matrix.multiply(plan.dtype, columns)):
-            for half, (place, barrier) in enumerate(self.targets):
+        sums = self.matrix.multiply(plan.dtype, columns)
+        for half, (place, further, barrier) in enumerate(self._targets()):
+            to, told = e.r("add.s32", place, turn.other), e.r("add.s32", barrier, turn.other_barrier)
+            for n, of_tiles in enumerate(sums):
                 values = of_tiles[half // 2][2 * (half % 2) : 2 * (half % 2) + 2]
-                to, told = e.r("add.s32", place, turn.other), e.r("add.s32", barrier, turn.other_barrier)
-                e.op(STORE, f"[{to}+{n * plan.warps * plan.cluster * 256}]", values, f"[{told}]")
+                e.op(STORE, f"[{to}+{further + n * plan.warps * plan.cluster * 256}]", values, f"[{told}]")
         for name, at in self.at.items():
             e.op("add.s64", at, at, self.strides[name])
 
