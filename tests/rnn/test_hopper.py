@@ -75,6 +75,24 @@ def test_gradients(cell: str, kind: str):
     assert_near(r.run_backward(chosen, given, v), r.golden_backward(cell, given, v), dtype)
 
 
+def test_sixteen_blocks():
+    given = Given(3, 8)
+    chosen, v = r.forward_plan("lstm", 768, BF16), r.forward_data("lstm", 768, given, BF16)
+    assert chosen.cluster == 16
+    assert_near(r.run_forward(chosen, given, v), r.golden_forward("lstm", given, v), BF16)
+    gradient, v = r.gradient_plan("lstm", 768, BF16), r.backward_data("lstm", 768, given, BF16)
+    assert gradient.cluster == 16
+    assert_near(r.run_backward(gradient, given, v), r.golden_backward("lstm", given, v), BF16)
+
+
+@each_cell
+def test_columns_that_do_not_fill_chunks(cell: str):
+    """Of a gradient: 9 or 18 groups of eight columns in a block, of which four are a chunk; and a table of targets."""
+    given = Given(3, 19)
+    chosen, v = r.gradient_plan(cell, 96, BF16, tiles=2), r.backward_data(cell, 96, given, BF16)
+    assert_near(r.run_backward(chosen, given, v), r.golden_backward(cell, given, v), BF16)
+
+
 def test_large_clusters():
     """Eight blocks, of which some warps have no units, and a part of the matrix in shared memory."""
     given = Given(2, 8)
@@ -336,6 +354,20 @@ def test_refusals(changes: dict[str, Any], says: str):
         reason = engine(op).supports(call(op, **changes))
         assert reason is not None
         assert says in reason
+
+
+def test_sixteen_blocks_are_asked_of_known_devices_alone():
+    large = dataclasses.replace(call(units=768), device_kind="NVIDIA H100 80GB HBM3")
+    assert "clusters of 16 blocks were started on NVIDIA H200 alone" in (unsupported(large) or "")
+    assert unsupported(call(units=768)) is None
+    assert unsupported(dataclasses.replace(large, avals=call(units=512).avals)) is None
+
+
+def unsupported(asked: engines.Call) -> str | None:
+    """Of a device that has the kernels' compute capability."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "no_device", lambda call: None)
+        return engine(asked.op).supports(asked)
 
 
 @each_cell

@@ -7,8 +7,7 @@ of eight units, and in the product the rows of `cluster` groups of eight.
 import dataclasses
 import functools as ft
 
-from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
-from jaxdnn._src.rnn.hopper.plan import CLUSTERS, COLUMNS, LINE, SHARED, TILES, WARPS
+from jaxdnn._src.rnn.hopper.plan import AT_ONCE, CLUSTERS, COLUMNS, LINE, MORE, SHARED, TILES, WARPS
 from jaxdnn._src.rnn.steps import GATES
 
 KEPT = (44, 36, 28, 20)  # the most operands in registers, by the sets of eight sequences
@@ -52,9 +51,14 @@ class Plan:
         return self.cluster // 2
 
     @property
+    def columns(self) -> int:
+        """Groups of eight columns of a block."""
+        return self.warps * self.gates
+
+    @property
     def chunks(self) -> int:
-        """Of 32 columns of a block."""
-        return -(-self.warps * self.gates // 4)
+        """Of four groups of columns; the last one may have groups of zeros."""
+        return -(-self.columns // 4)
 
     @property
     def operands(self) -> int:
@@ -101,7 +105,7 @@ def partition(cell: str, units: int, dtype: str) -> Plan | None:
         return None
     for cluster in CLUSTERS:
         plan = Plan(cell, units, dtype, cluster)
-        if units % (8 * cluster) or plan.warps > WARPS or plan.warps * plan.gates % 4:
+        if units % (8 * cluster) or plan.warps > WARPS:
             continue
         plan = with_tiles(plan, 1)
         if plan is not None:
@@ -111,8 +115,11 @@ def partition(cell: str, units: int, dtype: str) -> Plan | None:
 
 def with_tiles(plan: Plan, tiles: int) -> Plan | None:
     """The partition for so many sets of eight sequences; None if shared memory is short."""
-    found = dataclasses.replace(plan, tiles=tiles, kept=min(plan.operands, KEPT[tiles - 1]))
-    return found if found.shared <= SHARED else None
+    for kept in range(KEPT[tiles - 1], KEPT[tiles - 1] + MORE + 1):
+        found = dataclasses.replace(plan, tiles=tiles, kept=min(plan.operands, kept))
+        if found.shared <= SHARED:
+            return found
+    return None
 
 
 def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
@@ -129,7 +136,7 @@ def clusters(plan: Plan, batch: int) -> int:
 
 def time(plan: Plan, batch: int) -> float:
     """Cycles of a step, times the rounds in which all clusters run."""
-    rounds = -(-clusters(plan, batch) // CLUSTERS_AT_ONCE[plan.cluster])
+    rounds = -(-clusters(plan, batch) // AT_ONCE[plan.cluster])
     multiplied = plan.warps * plan.operands * plan.tiles * 1.53
     read = (plan.matrix + plan.warps * plan.joined) / 128
     return rounds * (max(multiplied, read) + 700 + plan.tiles * (300 + plan.cluster * 64))

@@ -12,6 +12,7 @@ the cell alone decide.
 """
 
 import functools as ft
+import itertools
 from collections.abc import Callable, Iterator
 
 from jaxdnn._src.hopper.ptx import real
@@ -129,7 +130,7 @@ class Backward:
 
         def source(half: int, chunk: int) -> str:
             if chunk not in places:
-                group = e.r("add.s32", k.quad, 4 * chunk)
+                group = e.r("min.s32", e.r("add.s32", k.quad, 4 * chunk), plan.columns - 1)  # others multiply zeros
                 warp = e.r("div.u32", group, plan.gates)
                 gate = e.r("sub.s32", group, e.r("mul.lo.s32", warp, plan.gates))
                 column = e.r("mad.lo.s32", gate, plan.units, e.scaled(warp, 8, begins))
@@ -154,6 +155,11 @@ class Backward:
         bit = lambda i: e.p("setp.gt.s32", e.r("and.b32", k.row, 1 << i), 0)
         self.bits = [bit(i) for i in range(3)]
         self.picks = e.r("selp.b32", "0x3276", "0x5410", self.bits[0])
+        for line in range(plan.columns, 4 * plan.chunks):
+            for n, odd in itertools.product(range(plan.tiles), range(2)):
+                at = e.scaled(k.lane, 4, self.joined)
+                further = odd * plan.joined + (n * plan.chunks * 4 + line) * LINE
+                e.op("st.shared.b32", f"[{at}+{further}]", 0, when=e.p("setp.eq.u32", k.warp, 0))
         self.slot = e.scaled(k.lane, 8, e.scaled(k.warp, plan.cluster * 256, 0))  # what a lane receives
 
     def _find_targets(self) -> None:

@@ -52,7 +52,10 @@ def _unsupported(call: engines.Call) -> str | None:
     steps, batch, units = sizes
     if math.prod((steps, batch, units)) * 16 >= LARGEST:
         return f"its kernels take arrays of less than {LARGEST} bytes"
-    if _partition(call) is None:
+    chosen = _partition(call)
+    if chosen is not None and chosen.cluster > plan.PORTABLE and call.device_kind not in (None, *hopper.MEASURED_ON):
+        return f"clusters of {chosen.cluster} blocks were started on {', '.join(hopper.MEASURED_ON)} alone"
+    if chosen is None:
         return (
             f"a cluster of at most {plan.CLUSTERS[-1]} blocks holds the matrix of multiples of {plan.CHUNK} units that "
             f"divide among its warps, up to a size, not of {units}"

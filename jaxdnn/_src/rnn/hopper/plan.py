@@ -19,6 +19,7 @@ SHARED = 226 << 10  # bytes of a block's shared memory
 WARPS = 8  # the most of a block, so that a thread may have 255 registers
 # The most operands in registers, by the sets of eight sequences.
 KEPT = (44, 38, 32, 26)
+MORE = 3  # operands beyond these, for which a few other registers are spilled, where shared memory needs it
 # Of every kind of cell: the halves of its tiles, (gate, group of units) or None, and the groups of a warp.
 Half = tuple[int, int] | None
 TILES: dict[str, tuple[tuple[Half, Half], ...]] = {
@@ -27,7 +28,9 @@ TILES: dict[str, tuple[tuple[Half, Half], ...]] = {
     "tanh": (((0, 0), (0, 1)),),
     "relu": (((0, 0), (0, 1)),),
 }
-CLUSTERS = (2, 4, 8)
+CLUSTERS = (2, 4, 8, 16)
+PORTABLE = 8  # the most blocks of a cluster that every device of the kind starts
+AT_ONCE = {**CLUSTERS_AT_ONCE, 16: 7}  # clusters that an H200 ran at once in a test
 LINE = 128  # bytes of eight units of eight sequences
 AHEAD = 2  # steps by which what is read is fetched into the second-level cache
 
@@ -132,9 +135,9 @@ def partition(cell: str, units: int, dtype: str) -> Plan | None:
         plan = Plan(cell, units, dtype, cluster)
         if units % (8 * plan.groups * cluster) or plan.warps > WARPS:
             continue
-        plan = dataclasses.replace(plan, kept=min(plan.operands, KEPT[0]))
-        if plan.shared <= SHARED:
-            return plan
+        found = with_tiles(plan, 1)
+        if found is not None:
+            return found
     return None
 
 
@@ -149,8 +152,11 @@ def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
 
 def with_tiles(plan: Plan, tiles: int) -> Plan | None:
     """The partition for so many sets of eight sequences, which also need registers; None if shared memory is short."""
-    found = dataclasses.replace(plan, tiles=tiles, kept=min(plan.operands, KEPT[tiles - 1]))
-    return found if found.shared <= SHARED else None
+    for kept in range(KEPT[tiles - 1], KEPT[tiles - 1] + MORE + 1):
+        found = dataclasses.replace(plan, tiles=tiles, kept=min(plan.operands, kept))
+        if found.shared <= SHARED:
+            return found
+    return None
 
 
 def clusters(plan: Plan, batch: int) -> int:
@@ -159,7 +165,7 @@ def clusters(plan: Plan, batch: int) -> int:
 
 def time(plan: Plan, batch: int) -> float:
     """Cycles of a step, times the rounds in which all clusters run."""
-    rounds = -(-clusters(plan, batch) // CLUSTERS_AT_ONCE[plan.cluster])
+    rounds = -(-clusters(plan, batch) // AT_ONCE[plan.cluster])
     multiplied = plan.warps * plan.chunks * 2 * len(TILES[plan.cell]) * plan.tiles * 1.53
     read = (plan.matrix + plan.warps * plan.state) / 128
     return rounds * (max(multiplied, read) + 600 + 250 * plan.tiles)
