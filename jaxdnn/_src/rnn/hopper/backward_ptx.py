@@ -15,11 +15,13 @@ import functools as ft
 import itertools
 from collections.abc import Callable, Iterator
 
-from jaxdnn._src.hopper.ptx import real
+from jaxdnn._src.rnn.hopper import cells_ptx
 from jaxdnn._src.rnn.hopper.backward_plan import Plan
 from jaxdnn._src.rnn.hopper.block_ptx import VECTOR, Block, Matrix, Turn
-from jaxdnn._src.rnn.hopper.curves_ptx import ONE, ZERO, tanh
-from jaxdnn._src.rnn.hopper.plan import AHEAD, COLUMNS, LINE, Given
+from jaxdnn._src.rnn.hopper.curves_ptx import ZERO
+from jaxdnn._src.rnn.hopper.forward_ptx import saved_columns
+from jaxdnn._src.rnn.hopper.plan import COLUMNS, LINE, Given
+from jaxdnn._src.rnn.hopper.sequences_ptx import Key, Sequences
 
 STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
 MEETING = 1  # the number of the barrier of the warps that have units
@@ -50,9 +52,6 @@ def backward(plan: Plan, given: Given) -> str:
     return Backward(plan, given).text()
 
 
-Key = tuple[int, int]  # a set of eight sequences, and one of a thread's two sequences in it
-
-
 class Backward:
     """Emits the kernel."""
 
@@ -61,62 +60,51 @@ class Backward:
         names = operands(plan.cell, given)
         sizes = {"cluster": plan.cluster, "warps": plan.warps, "threads": plan.threads, "groups": 1}
         k = self.k = Block(names, **sizes, size=plan.received)
-        self.e = k.e
-        self.keys: list[Key] = [(n, i) for n in range(plan.tiles) for i in range(2)]
+        self.e, self.units = k.e, plan.units
         self.wide = plan.gates * plan.units
-        self.entering = self.saved = self.wide + (plan.units if plan.cell == "gru_after" else 0)
-        self.whole = given.batch % plan.sequences == 0
+        k.make_barriers(given.steps)
+        self.sequences = Sequences(k, given, plan.tiles, backwards=not given.reverse)
 
     def text(self) -> str:
-        plan, given, k, e = self.plan, self.given, self.k, self.e
-        k.make_barriers(given.steps)
+        k, e = self.k, self.e
         k.arrive()
-        has_units = ("setp.lt.u32", k.warp, plan.warps)
+        has_units = ("setp.lt.u32", k.warp, self.plan.warps)
         with e.only_if(*has_units):
             self._begin()
+        # What one warp has written here for others, another reads after a barrier of the block in the first step.
         k.meet()
         with e.only_if(*has_units):
-            with e.loop(0, given.steps, 1) as step:
+            with e.loop(0, self.given.steps, 1) as step:
                 self._step(step)
             self._end()
         k.arrive()  # no block ends before all have received
         k.meet()
         return e.text()
 
-    # ---- places ------------------------------------------------------------------------------------------------------
+    # ---- before the steps --------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        plan, given, k, e = self.plan, self.given, self.k, self.e
-        first = e.scaled(e.r("mov.u32", "%clusterid.x"), plan.sequences)
-        self.sequence = e.scaled(k.quad, 2, first)
-        self.exists = {(n, i): self._less(COLUMNS * n + i) for n, i in self.keys}
+        plan, s, k, e, units = self.plan, self.sequences, self.k, self.e, self.units
         begins = e.r("mul.lo.s32", k.rank, plan.own)  # the block's first unit
         own = e.r("add.s32", e.scaled(k.warp, 8, begins), k.row)
         self._load_matrix(begins)
         self._find_places()
         self._find_targets()
-        self.at: dict[str, str] = {}
-        self.strides: dict[str, int] = {}
+        self.saved = saved_columns(plan)  # of the gates, and of e
         for name, columns, size in (
-            ("y", plan.units, 2), ("gates", self.saved, 4), ("cells_before", plan.units, 4), ("before", plan.units, 2),
-            ("e", self.entering, 4), ("resets", 1, 4),
+            ("y", units, 2), ("gates", self.saved, 4), ("cells_before", units, 4), ("before", units, 2),
+            ("e", self.saved, 4),
         ):  # fmt: skip
             if name in k.base:
-                self._walk(name, columns, size, "" if name == "resets" else own)
-        self.dh = self._narrow(self._row_of("h", plan.units, 2, own))
-        self.first_h = self._row_of("first_h", plan.units, 2, own)
+                s.walk(name, columns, size, own)
+        self.dh = s.widened(plan.dtype, s.halves(s.row("h", units, 2, own), units))
+        self.first_h = s.row("first_h", units, 2, own)
         self.dc: dict[Key, str] = {}
         if plan.cell == "lstm":
-            self.dc = self._floats(self._row_of("c", plan.units, 4, own), plan.units)
-            self.first_c = self._row_of("first_c", plan.units, 4, own)
-        self.lengths: dict[Key, str] = {}
-        if given.ragged:
-            at = e.d("mad.wide.u32", self.sequence, 4, k.base["lengths"])
-            for n, i in self.keys:
-                self.lengths[n, i] = e.r("mov.b32", 0)
-                e.op("ld.global.nc.b32", self.lengths[n, i], f"[{at}+{4 * (COLUMNS * n + i)}]", when=self.exists[n, i])
+            self.dc = s.floats(s.row("c", units, 4, own), units)
+            self.first_c = s.row("first_c", units, 4, own)
         # Whether the sums that come count, or else `dh` is what was kept.
-        self.counts = {key: e.r("mov.b32", 1) for key in self.keys} if given.ragged or given.resets else {}
+        self.counts = {key: e.r("mov.b32", 1) for key in s.keys} if self.given.ragged or self.given.resets else {}
 
     def _load_matrix(self, begins: str) -> None:
         """Of rows of all units the block's columns: a chunk has four groups of eight of one gate's columns."""
@@ -195,113 +183,47 @@ class Backward:
                 e.op("ld.shared.v2.b32", [place, barrier], f"[{self.table}+{8 * half}]")
                 yield e.r("add.s32", place, self.lane), 0, barrier
 
-    def _less(self, plus: int) -> str:
-        return "" if self.whole else self.e.p("setp.lt.s32", self.sequence, self.given.batch - plus)
-
-    def _row_of(self, name: str, columns: int, size: int, column: str) -> str:
-        row = self.e.d("mad.wide.u32", self.sequence, columns * size, self.k.base[name])
-        return self.e.d("mad.wide.u32", column, size, row) if column else row
-
-    def _walk(self, name: str, columns: int, size: int, column: str) -> None:
-        """The address of an element in an array (steps, sequences, columns), at the first step, and its stride."""
-        e, given = self.e, self.given
-        stride = given.batch * columns * size
-        at = self._row_of(name, columns, size, column)
-        if not given.reverse:
-            at = e.d("add.s64", at, (given.steps - 1) * stride)
-        self.at[name], self.strides[name] = at, stride if given.reverse else -stride
-
-    def _floats(self, at: str, columns: int, column: int = 0) -> dict[Key, str]:
-        """Floats of a thread's unit, 0 where there is no such sequence."""
-        e, found = self.e, {}
-        for n, i in self.keys:
-            exists = self.exists[n, i]
-            found[n, i] = e.f("mov.f32", ZERO) if exists else e.new("f")
-            place = 4 * ((COLUMNS * n + i) * columns + column)
-            e.op("ld.global.nc.f32", found[n, i], f"[{at}+{place}]", when=exists)
-        return found
-
-    def _narrow(self, at: str) -> dict[Key, str]:
-        """The same of an array of the narrow dtype, of a row of `units`."""
-        e, found = self.e, {}
-        for n, i in self.keys:
-            value = e.new("h")
-            e.op("mov.b16", value, 0)
-            place = f"[{at}+{2 * (COLUMNS * n + i) * self.plan.units}]"
-            e.op("ld.global.nc.b16", value, place, when=self.exists[n, i])
-            zero = e.new("h")
-            e.op("mov.b16", zero, 0)
-            found[n, i] = e.unpack(self.plan.dtype, [e.r("mov.b32", [value, zero])])[0]
-        return found
-
-    def _fetch(self, name: str, step: str, columns: list[int], width: int, size: int) -> None:
-        """Fetches what a later step reads into the second-level cache."""
-        e, later = self.e, AHEAD * self.strides[name]
-        fetches = e.p("setp.lt.s32", step, self.given.steps - AHEAD)
-        for n, i in self.keys:
-            for column in columns:
-                place = size * ((COLUMNS * n + i) * width + column) + later
-                if abs(place) < 1 << 31:
-                    e.op("prefetch.global.L2", f"[{self.at[name]}+{place}]", when=e.both(fetches, self.exists[n, i]))
-
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _step(self, step: str) -> None:
-        plan, k, e = self.plan, self.k, self.e
-        units, count = plan.units, self.saved // plan.units
-        turn = Turn(k, step)
-        gates = [self._floats(self.at["gates"], self.saved, j * units) for j in range(count)]
-        self._fetch("gates", step, [j * units for j in range(count)], self.saved, 4)
-        dy = self._narrow(self.at["y"])
-        self._fetch("y", step, [0], units, 2)
-        before: dict[Key, str] = {}
-        if "cells_before" in self.at:
-            before = self._floats(self.at["cells_before"], units)
-            self._fetch("cells_before", step, [0], units, 4)
-        if "before" in self.at:
-            before = self._narrow(self.at["before"])
-            self._fetch("before", step, [0], units, 2)
-        live, resets = self._marks(step)
+        plan, s, e = self.plan, self.sequences, self.e
+        turn = Turn(self.k, step)
+        gates, dy, before = self._read(step)
+        live, anew = s.live(step), s.resets(lambda mark: e.p("setp.gt.s32", mark, 0))
         self._receive(turn)
         found = {}
-        for key in self.keys:
+        for key in s.keys:
             dh = e.f("add.rn.f32", self.dh[key], dy[key])
-            derivatives, kept = self._derivatives(
-                key, dh, [g[key] for g in gates], before.get(key, ""), live[key], resets[key]
-            )
-            self._keep(key, dh, kept, live[key], resets[key])
+            derivatives, kept = self._derivatives(key, dh, [g[key] for g in gates], before, live[key], anew[key])
+            self._keep(key, dh, kept, live[key], anew[key])
             found[key] = self._stored(key, derivatives, live[key])
         for n in range(plan.tiles):
-            self._join(n, [(found[n, 0][j], found[n, 1][j]) for j in range(plan.gates)], turn)
+            self._join(n, list(zip(found[n, 0], found[n, 1], strict=True)), turn)
         e.op("bar.sync", MEETING, 32 * plan.warps)
-        columns = [self._columns(n, turn) for n in range(plan.tiles)]
-        sums = self.matrix.multiply(plan.dtype, columns)
+        sums = self.matrix.multiply(plan.dtype, [self._columns(n, turn) for n in range(plan.tiles)])
         for half, (place, further, barrier) in enumerate(self._targets()):
             to, told = e.r("add.s32", place, turn.other), e.r("add.s32", barrier, turn.other_barrier)
             for n, of_tiles in enumerate(sums):
                 values = of_tiles[half // 2][2 * (half % 2) : 2 * (half % 2) + 2]
                 e.op(STORE, f"[{to}+{further + n * plan.warps * plan.cluster * 256}]", values, f"[{told}]")
-        for name, at in self.at.items():
-            e.op("add.s64", at, at, self.strides[name])
+        s.advance()
 
-    def _columns(self, n: int, turn: Turn) -> Callable[[int], str]:
-        start = self.e.scaled(turn.odd, self.plan.joined, self.read)
-        return lambda chunk: f"[{start}+{(n * self.plan.chunks + chunk) * 4 * LINE}]"
-
-    def _marks(self, step: str) -> tuple[dict[Key, str], dict[Key, str]]:
-        """Of each sequence: whether it has the step, and whether it begins anew with it; "" for always, and never."""
-        e, given = self.e, self.given
-        live, resets = dict.fromkeys(self.keys, ""), dict.fromkeys(self.keys, "")
-        if given.ragged:
-            time = step if given.reverse else e.r("sub.s32", given.steps - 1, step)
-            live = {key: e.p("setp.lt.s32", time, self.lengths[key]) for key in self.keys}
-        if given.resets:
-            for n, i in self.keys:
-                mark = e.r("mov.b32", 0)
-                place = f"[{self.at['resets']}+{4 * (COLUMNS * n + i)}]"
-                e.op("ld.global.nc.b32", mark, place, when=self.exists[n, i])
-                resets[n, i] = e.p("setp.gt.s32", mark, 0)
-        return live, resets
+    def _read(self, step: str) -> tuple[list[dict[Key, str]], dict[Key, str], dict[Key, str]]:
+        """The gates, dy, and the state before the step that derivatives take; the later steps' are fetched."""
+        s, units = self.sequences, self.units
+        columns = range(0, self.saved, units)
+        gates = [s.floats(s.at["gates"], self.saved, column) for column in columns]
+        s.fetch("gates", step, self.saved, 4, columns)
+        dy = s.widened(self.plan.dtype, s.halves(s.at["y"], units))
+        s.fetch("y", step, units, 2)
+        before: dict[Key, str] = {}
+        if "cells_before" in s.at:
+            before = s.floats(s.at["cells_before"], units)
+            s.fetch("cells_before", step, units, 4)
+        elif "before" in s.at:
+            before = s.widened(self.plan.dtype, s.halves(s.at["before"], units))
+            s.fetch("before", step, units, 2)
+        return gates, dy, before
 
     def _receive(self, turn: Turn) -> None:
         """dh from the sums of all blocks, where they count, and what the cell keeps."""
@@ -310,83 +232,61 @@ class Backward:
         with e.only_if("setp.gt.s32", turn.step, 0):
             start = e.r("add.s32", turn.here, self.slot)
             for n in range(plan.tiles):
-                pairs = [
-                    e.load_floats("shared", f"[{start}+{n * plan.warps * plan.cluster * 256 + 256 * s}]", 2)
-                    for s in range(plan.cluster)
-                ]
+                place = lambda source, n=n: f"[{start}+{256 * (n * plan.warps * plan.cluster + source)}]"
+                pairs = [e.load_floats("shared", place(source), 2) for source in range(plan.cluster)]
                 for i in range(2):
-                    total = ft.reduce(lambda a, b: e.f("add.rn.f32", a, b), [pair[i] for pair in pairs])
-                    counts = e.p("setp.gt.s32", self.counts[n, i], 0) if self.counts else ""
+                    total = ft.reduce(ft.partial(e.f, "add.rn.f32"), [pair[i] for pair in pairs])
                     dh = self.dh[n, i]
                     if plan.cell == "gru_after":
                         total = e.f("add.rn.f32", dh, total)
-                    e.op("mov.f32", dh, e.f("selp.f32", total, dh, counts) if counts else total)
+                    if self.counts:
+                        total = e.f("selp.f32", total, dh, e.p("setp.gt.s32", self.counts[n, i], 0))
+                    e.op("mov.f32", dh, total)
 
-    def _keep(self, key: Key, dh: str, kept: str, live: str, resets: str) -> None:
+    def _derivatives(
+        self, key: Key, dh: str, gates: list[str], before: dict[Key, str], live: str, anew: str
+    ) -> tuple[list[str], str]:
+        """e by column, and of dh what does not pass through the matrix; an LSTM's dc is set."""
+        e, cell = self.e, self.plan.cell
+        if cell == "gru_after":
+            return cells_ptx.gru_gradient(e, gates, before[key], dh)
+        if cell != "lstm":
+            return [cells_ptx.plain_gradient(e, cell, gates[0], dh)], ""
+        dc = self.dc[key]
+        found, new = cells_ptx.lstm_gradient(e, gates, before[key], dh, dc, self.given.clip)
+        new = e.f("selp.f32", ZERO, new, anew) if anew else new
+        e.op("mov.f32", dc, e.f("selp.f32", new, dc, live) if live else new)
+        return found, ""
+
+    def _keep(self, key: Key, dh: str, kept: str, live: str, anew: str) -> None:
         """dh before the sums of this step come: that of the cell, or where a sequence has no such step all of it."""
         e = self.e
-        if resets:
-            kept = e.f("selp.f32", ZERO, kept or ZERO, resets)
+        if anew:
+            kept = e.f("selp.f32", ZERO, kept or ZERO, anew)
         if live:
             kept = e.f("selp.f32", kept or ZERO, dh, live)
         if kept:
             e.op("mov.f32", self.dh[key], kept)
         if self.counts:
-            counts = e.r("selp.b32", 0, 1, resets) if resets else 1
+            counts = e.r("selp.b32", 0, 1, anew) if anew else 1
             counts = e.r("selp.b32", counts, 0, live) if live else counts
             e.op("mov.b32", self.counts[key], counts)
 
-    def _derivatives(
-        self, key: Key, dh: str, gates: list[str], before: str, live: str, resets: str
-    ) -> tuple[list[str], str]:
-        """e by column, and of dh what does not pass through the matrix; an LSTM's dc is set."""
-        e, cell = self.e, self.plan.cell
-        times = lambda *v: ft.reduce(lambda a, b: e.f("mul.rn.f32", a, b), v)
-        less = lambda a, b: e.f("sub.rn.f32", a, b)
-        plus = lambda a, b, c: e.f("fma.rn.f32", a, b, c)
-        of_sigmoid = lambda s: times(s, less(ONE, s))
-        of_tanh = lambda t: plus(e.f("neg.f32", t), t, ONE)
-        if cell == "lstm":
-            i, f, g, o = gates
-            c = plus(f, before, times(i, g))
-            below = above = ""
-            if self.given.clip is not None:
-                low, high = map(real, self.given.clip)
-                below, above = e.p("setp.lt.f32", c, low), e.p("setp.gt.f32", c, high)
-                c = e.f("selp.f32", low, e.f("selp.f32", high, c, above), below)
-            t = tanh(e, c)
-            dc = plus(dh, times(o, of_tanh(t)), self.dc[key])
-            if below:
-                dc = e.f("selp.f32", ZERO, e.f("selp.f32", ZERO, dc, above), below)
-            found = [
-                times(dc, g, of_sigmoid(i)), times(dc, before, of_sigmoid(f)),
-                times(dc, i, of_tanh(g)), times(dh, t, of_sigmoid(o)),
-            ]  # fmt: skip
-            new = times(dc, f)
-            new = e.f("selp.f32", ZERO, new, resets) if resets else new
-            e.op("mov.f32", self.dc[key], e.f("selp.f32", new, self.dc[key], live) if live else new)
-            return found, ""
-        if cell == "gru_after":
-            r, z, n, q = gates
-            dn = times(dh, less(ONE, z), of_tanh(n))
-            dz = times(dh, less(before, n), of_sigmoid(z))
-            dr = times(dn, q, of_sigmoid(r))
-            return [dr, dz, dn, times(dn, r)], times(dh, z)
-        (h,) = gates
-        slope = of_tanh(h) if cell == "tanh" else e.f("selp.f32", ONE, ZERO, e.p("setp.gt.f32", h, ZERO))
-        return [times(slope, dh)], ""
-
     def _stored(self, key: Key, derivatives: list[str], live: str) -> list[str]:
         """Stores e, which is 0 where a sequence has no such step; returns what multiplies the matrix, by gate."""
-        e, (n, i) = self.e, key
+        e, s = self.e, self.sequences
         if live:
             derivatives = [e.f("selp.f32", v, ZERO, live) for v in derivatives]
         for j, value in enumerate(derivatives):
-            place = 4 * ((COLUMNS * n + i) * self.entering + j * self.plan.units)
-            e.op("st.global.f32", f"[{self.at['e']}+{place}]", value, when=self.exists[key])
+            place = s.place(s.at["e"], key, self.saved, 4, j * self.units)
+            e.op("st.global.f32", place, value, when=s.exists[key])
         if self.plan.cell == "gru_after":
             return [*derivatives[:2], derivatives[3]]
         return derivatives
+
+    def _columns(self, n: int, turn: Turn) -> Callable[[int], str]:
+        start = self.e.scaled(turn.odd, self.plan.joined, self.read)
+        return lambda chunk: f"[{start}+{(n * self.plan.chunks + chunk) * 4 * LINE}]"
 
     def _join(self, n: int, pairs: list[tuple[str, str]], turn: Turn) -> None:
         """Writes the derivatives of eight units and eight sequences: each lane a vector of one gate and sequence."""
@@ -416,13 +316,11 @@ class Backward:
 
     def _end(self) -> None:
         """Receives the last sums and stores the gradients of the initial states."""
-        plan, e = self.plan, self.e
+        e, s = self.e, self.sequences
         self._receive(Turn(self.k, e.r("mov.b32", self.given.steps)))
-        for n, i in self.keys:
+        for key in s.keys:
             half = e.new("h")
-            e.op(f"cvt.rn.{plan.dtype}.f32", half, self.dh[n, i])
-            place = 2 * (COLUMNS * n + i) * plan.units
-            e.op("st.global.b16", f"[{self.first_h}+{place}]", half, when=self.exists[n, i])
+            e.op(f"cvt.rn.{self.plan.dtype}.f32", half, self.dh[key])
+            e.op("st.global.b16", s.place(self.first_h, key, self.units, 2), half, when=s.exists[key])
             if self.dc:
-                place = 4 * (COLUMNS * n + i) * plan.units
-                e.op("st.global.f32", f"[{self.first_c}+{place}]", self.dc[n, i], when=self.exists[n, i])
+                e.op("st.global.f32", s.place(self.first_c, key, self.units, 4), self.dc[key], when=s.exists[key])
