@@ -433,7 +433,7 @@ def kernel_result(op: str) -> str:
 
 
 def test_no_kernel_serves_unasked(monkeypatch: pytest.MonkeyPatch):
-    """None has run on a GPU, so that whatever else serves a call is tried before."""
+    """Their times are not known, so that whatever else serves a call is tried before."""
     monkeypatch.setattr(hopper, "no_device", lambda call: None)
     for level, name in (("fast", "xla"), ("batch_invariant", "ordered"), ("portable", "ordered")):
         asked = call(engine=None, level=level)

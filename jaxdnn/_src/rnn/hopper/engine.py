@@ -13,7 +13,7 @@ from jaxdnn._src.rnn import primitive
 from jaxdnn._src.rnn.hopper import backward_plan, plan
 from jaxdnn._src.rnn.primitive import RnnSpec
 
-UNTRIED = selection.LAST + 1  # the rank of kernels that no GPU has run: none serves but by `engine=`
+UNMEASURED = selection.LAST + 1  # the rank of kernels whose times are not known: none serves but by `engine=`
 LARGEST = 1 << 40  # bytes of an array, within which addresses are computed
 
 
@@ -90,10 +90,10 @@ hopper.declare(
     level=lambda call: "batch_invariant",
     accumulation=lambda call: "tensor_core",
     workspace=_workspace,
-    rank=lambda call: UNTRIED,
+    rank=lambda call: UNMEASURED,
     notes=(
         "one kernel for all steps, in which a cluster of blocks holds the recurrent matrix",
         "exponentials and reciprocals by the special function unit",
-        "run by a model of the machine, not yet on a GPU",
+        "its times were not measured",
     ),
 )
