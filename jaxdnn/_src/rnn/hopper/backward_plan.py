@@ -11,6 +11,7 @@ from jaxdnn._src.rnn.hopper.plan import AT_ONCE, CLUSTERS, COLUMNS, LINE, MORE, 
 from jaxdnn._src.rnn.steps import GATES
 
 KEPT = (44, 36, 28, 20)  # the most operands in registers, by the sets of eight sequences
+SETS = (1, 2)  # that a cluster is given; more were not timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
     least = partition(cell, units, dtype)
     if least is None:
         return None
-    plans = [with_tiles(least, tiles) for tiles in range(1, len(KEPT) + 1)]
+    plans = [with_tiles(least, tiles) for tiles in SETS]
     return min((plan for plan in plans if plan), key=lambda plan: time(plan, batch))
 
 
@@ -134,9 +135,12 @@ def clusters(plan: Plan, batch: int) -> int:
     return -(-batch // plan.sequences)
 
 
+def rounds(plan: Plan, batch: int) -> int:
+    return -(-clusters(plan, batch) // AT_ONCE[plan.cluster])
+
+
 def time(plan: Plan, batch: int) -> float:
-    """Cycles of a step, times the rounds in which all clusters run."""
-    rounds = -(-clusters(plan, batch) // AT_ONCE[plan.cluster])
+    """Cycles of a step in all rounds."""
     multiplied = plan.warps * plan.operands * plan.tiles * 1.53
     read = (plan.matrix + plan.warps * plan.joined) / 128
-    return rounds * (max(multiplied, read) + 700 + plan.tiles * (300 + plan.cluster * 64))
+    return rounds(plan, batch) * (multiplied + read + 700 + plan.tiles * (300 + plan.cluster * 64))

@@ -7,13 +7,13 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines, selection
+from jaxdnn._src.core import engines
+from jaxdnn._src.core.engines import Slower
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.rnn import primitive
 from jaxdnn._src.rnn.hopper import backward_plan, plan
 from jaxdnn._src.rnn.primitive import RnnSpec
 
-UNMEASURED = selection.LAST + 1  # the rank of kernels whose times are not known: none serves but by `engine=`
 LARGEST = 1 << 40  # bytes of an array, within which addresses are computed
 
 
@@ -81,6 +81,27 @@ def _workspace(call: engines.Call) -> int:
     return 0 if call.op == "rnn_backward" else 2 * math.prod(_value(call, "r").shape)
 
 
+def _rounds(call: engines.Call) -> int:
+    """In how many rounds the clusters run all sequences; 0 of a call that is not served."""
+    if _unsupported(call) is not None:
+        return 0
+    planner = backward_plan if call.op == "rnn_backward" else plan
+    chosen = _partition(call)
+    return planner.rounds(chosen, _sizes(call)[1])
+
+
+def _in_sixteen(call: engines.Call) -> bool:
+    return _unsupported(call) is None and _partition(call).cluster > plan.PORTABLE
+
+
+SLOWER = (
+    Slower("clusters of sixteen blocks were never timed", _in_sixteen),
+    Slower(
+        "with so many sequences that the clusters run in more than three rounds it was never timed",
+        lambda call: _rounds(call) > plan.TIMED_ROUNDS,
+    ),
+)
+
 hopper.declare(
     "rnn",
     "rnn_saved",
@@ -90,10 +111,9 @@ hopper.declare(
     level=lambda call: "batch_invariant",
     accumulation=lambda call: "tensor_core",
     workspace=_workspace,
-    rank=lambda call: UNMEASURED,
+    slower=SLOWER,
     notes=(
         "one kernel for all steps, in which a cluster of blocks holds the recurrent matrix",
         "exponentials and reciprocals by the special function unit",
-        "its times were not measured",
     ),
 )

@@ -14,8 +14,8 @@ from jax import Array
 from jaxdnn._src import hopper
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.core import blending, engines
+from jaxdnn._src.core.engines import Slower
 from jaxdnn._src.rnn import primitive
-from jaxdnn._src.rnn.hopper.engine import UNMEASURED
 from jaxdnn._src.rnn.primitive import ProductSpec
 
 OF = {name: result for result, name in primitive.PRODUCTS.items()}
@@ -79,6 +79,6 @@ hopper.declare(
     run=_run,
     level=_level,
     accumulation=lambda call: "tensor_core",
-    rank=lambda call: UNMEASURED,
+    slower=(Slower("beside XLA's products of matrices it was not timed", lambda call: True),),
     notes=("tensor cores", "a convolution of one tap"),
 )
