@@ -386,7 +386,7 @@ def test_a_layer_and_its_gradient_are_lowered(layer: Any, monkeypatch: pytest.Mo
 
     def loss(x: jax.Array, w: jax.Array, matrix: jax.Array, lengths: jax.Array) -> jax.Array:
         y, last = layer(x, w, matrix, direction="reverse", lengths=lengths, engine="hopper")
-        return sum((v.astype(jnp.float32).sum() for v in jax.tree.leaves((y, last))), jnp.float32(0))
+        return jnp.stack([v.astype(jnp.float32).sum() for v in jax.tree.leaves((y, last))]).sum()
 
     shapes = (3, 5, 64), (64, 128 * gates), (128, 128 * gates)
     arrays = [*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), jax.ShapeDtypeStruct((3,), jnp.int32)]
@@ -433,7 +433,7 @@ def kernel_result(op: str) -> str:
 
 
 def test_what_serves_unasked(monkeypatch: pytest.MonkeyPatch):
-    """The kernels on the device that they were timed on, but for kinds that were not; of products cuBLAS', if it may."""
+    """The kernels on the device that they were timed on, but for kinds that were not; of products XLA's, if it may."""
     monkeypatch.setattr(hopper, "no_device", lambda call: None)
     for level, name in (("fast", "hopper"), ("batch_invariant", "hopper"), ("portable", "ordered")):
         assert selection.select(call(engine=None, level=level)).name == name
