@@ -248,8 +248,10 @@ def truncate_to_tf32(x: Array) -> Array:
     return np.where(np.isnan(x), x, cut)
 
 
-def tensor_core(a: Array, b: Array, promote_every: int | None = None) -> Sum:
+def tensor_core(a: Array, b: Array, promote_every: int | None = None, *, start: Array | None = None) -> Sum:
     """The sum over i of a[i, ..., m] * b[i, ..., n] as Hopper's wgmma forms it in a float32 accumulator.
+
+    [..., n, m]; `start` is what the accumulator has before, of that shape (0 by default).
 
     The products come in steps (16 for bfloat16 and float16, 8 for float32 read as TF32, 32 for float8); a
     last step that is not full is filled with 0 * 0. A step adds its products to the accumulator c:
@@ -273,10 +275,11 @@ def tensor_core(a: Array, b: Array, promote_every: int | None = None) -> Sum:
     unit = UNITS[a.dtype]
     shape = (*b.shape[1:], a.shape[-1])
     promoted = np.zeros(shape, np.float32)
-    partial, bound = np.zeros(shape), np.zeros(shape)
+    partial = np.zeros(shape) if start is None else start.astype(np.float64)
+    bound = np.zeros(shape)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        for start in range(0, len(a), unit.step):
-            part = slice(start, min(start + unit.step, len(a)))
+        for first in range(0, len(a), unit.step):
+            part = slice(first, min(first + unit.step, len(a)))
             partial, error = _tensor_core_step(partial, a[part], b[part], unit)
             bound += error
             if promote_every and (part.stop % promote_every == 0 or part.stop == len(a)):

@@ -235,6 +235,26 @@ def recurrent_operands(op: str, spec: RnnSpec, steps: int, batch: int, units: in
     return tuple(jax.ShapeDtypeStruct(*shapes[name]) for name in operands_of(op, spec))
 
 
+def attentions() -> Iterator[Call]:
+    q, k = (2, 300, 4, 128), (2, 400, 2, 128)
+    for dtype in (BF16, F16):
+        yield call(dnn.attention, q, k, k, dtype=dtype)
+        yield call(dnn.attention, q, k, k, dtype=dtype, causal=True)
+    for d, e in ((64, 64), (96, 96), (256, 256), (192, 128), (192, 192), (32, 128)):
+        shapes = (2, 4, 300, d), (2, 4, 400, d), (2, 4, 400, e)
+        yield call(dnn.attention, *shapes, layout="BNTH", causal="bottom_right", return_logsumexp=True)
+    yield call(dnn.attention, q, k, k, window=(9, 3), softcap=2.0)
+    masks = jnp.ones((2, 1, 300, 400), bool), jnp.ones((1, 4, 1, 400), bool)
+    biases = jnp.ones((1, 4, 300, 400), BF16), jnp.ones((2, 1, 1, 400))
+    for mask, bias in zip(masks, biases, strict=True):
+        yield call(dnn.attention, q, k, k, mask=mask)
+        yield call(dnn.attention, q, k, k, bias=bias, alibi_slopes=jnp.ones(4), sinks=jnp.ones(4))
+    lengths = jnp.ones(2, jnp.int32)
+    yield call(dnn.attention, q, k, k, query_lengths=lengths, key_lengths=lengths)
+    segments = {f"{name}_segments": jnp.ones((2, n), jnp.int32) for name, n in (("query", 300), ("key", 400))}
+    yield call(dnn.attention, q, k, k, **segments)
+
+
 # What calls are of -> those that between them take all ways in which these kernels write instructions, and the
 # decisions of their planners (`branches`) that choose the way.
 FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...]]]] = {
@@ -275,6 +295,29 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...
         },
     ),
     "pool": (pooling, {"pool": ("operands", "pass", "kernel", "counts")}),
+    "attention": (
+        attentions,
+        {
+            "attention forward": (
+                "operands",
+                "keys",
+                "stages",
+                "consumers",
+                "swizzle",
+                "results staged",
+                "window",
+                "lengths",
+                "segments",
+                "shared heads",
+                "heads first",
+                "softcap",
+                "bias",
+                "mask",
+                "slopes",
+                "sinks",
+            )
+        },
+    ),
     "dropout": (dropouts, {"dropout": ("operands", "kernel", "pass", "activation", "bias", "residual")}),
 }
 
@@ -285,6 +328,7 @@ NEWER = (
     "norm of rows",
     "pool",
     "dropout",
+    "attention",
 )  # of which older releases lower nothing, or not all
 
 

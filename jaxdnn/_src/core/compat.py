@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, scf, vector
+    from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 _PALLAS, _MOSAIC, _MLIR = "jax.experimental.pallas", "jax.experimental.mosaic.gpu", "jaxlib.mlir"
 # What is imported when it is first used; a test holds these against the imports above.
@@ -57,6 +57,7 @@ LAZY = {
     "fa": f"{_MOSAIC}.fragmented_array",
     "profiler": f"{_MOSAIC}.profiler",  # what `jaxdnn bench` times kernels with
     "ir": f"{_MLIR}.ir",
+    "arith": f"{_MLIR}.dialects.arith",
     "llvm": f"{_MLIR}.dialects.llvm",
     "scf": f"{_MLIR}.dialects.scf",
     "vector": f"{_MLIR}.dialects.vector",

@@ -1,0 +1,1 @@
+"""Attention's kernels for compute capability 9.0."""
