@@ -347,6 +347,7 @@ KERNEL_OPS = {
     "softmax": ("softmax", "softmax_dgrad", "logsumexp"),
     "norm": ("layer_norm", "rms_norm_dgrad", "group_norm", "instance_norm_dgrad", "batch_norm", "batch_norm_dgrad"),
     "pool": ("pool", "pool_dgrad"),
+    "attention": ("attention",),
     "dropout": ("dropout", "fused_dropout", "fused_dropout_dgrad"),
 }
 

@@ -31,7 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "capped": {"softcap": 1.5, "given": ("bias",), "scale": 0.5},
     "sinks": {"given": ("sinks", "alibi_slopes"), "causal": True},
     "masked": {"given": ("mask", "query_segments", "key_segments"), "layout": "BNTH"},
+    "by-key": {"given": ("bias", "mask"), "causal": True},
 }
+BY_KEY = "by-key"  # bias and mask are the same for all queries
+HOPPER = {"queries": 150, "keys": 200, "features": 64, "values": 32}  # sizes that its kernels serve, with tails
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
 # In units of u: of an exponential, twice what was measured of softmax's; of a logarithm relative to itself; of tanh.
 EXP, LOG, TANH = 10.0, 6.0, 16.0
@@ -90,11 +93,12 @@ class AttentionCase(Case):
         if kind == "wide":
             qkv = qkv[0] * 8, *qkv[1:]
         arrays = [self._laid_out(x).astype(self.in_dtype) for x in qkv]
+        rows = 1 if self.variant.endswith(BY_KEY) else t
         every = {
-            "bias": normal(1, n, t, s),
+            "bias": normal(1, n, rows, s),
             "alibi_slopes": 2.0 ** -rng.integers(1, 8, n),
             "sinks": normal(n),
-            "mask": rng.random((b, 1, t, s)) < 0.7,
+            "mask": rng.random((b, 1, rows, s)) < 0.7,
             "query_lengths": rng.integers(0, t + 1, b).astype(np.int32),
             "key_lengths": rng.integers(0, s + 1, b).astype(np.int32),
             "query_segments": np.sort(rng.integers(0, 3, (b, t)), 1).astype(np.int32),
@@ -260,20 +264,24 @@ class AttentionCase(Case):
 
 
 def _variants(op: str) -> tuple[str, ...]:
-    return ("plain",) if op == "merge_attention" else tuple(VARIANTS)
+    if op == "merge_attention":
+        return ("plain",)
+    return tuple(name for name in VARIANTS if op == "attention" or name != BY_KEY)
 
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[AttentionCase]:
     """Every variant in every dtype of the extent."""
     for dtype in up_to(extent, DTYPES):
         for variant in _variants(op):
-            yield AttentionCase(op, engine, dtype, variant)
+            yield AttentionCase(op, engine, dtype, variant, **(HOPPER if engine == "hopper" else {}))
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """Two variants."""
-    for dtype, variant in zip(("f32", "bf16"), ("causal", "bottom-right"), strict=True):
-        case = AttentionCase(op, engine, dtype, variant if op != "merge_attention" else "plain")
+    hopper = engine == "hopper"
+    for dtype, variant in zip(("f16" if hopper else "f32", "bf16"), ("causal", "bottom-right"), strict=True):
+        sizes = HOPPER if hopper else {}
+        case = AttentionCase(op, engine, dtype, variant if op != "merge_attention" else "plain", **sizes)
         axes = (1, 1) if op == "merge_attention" else (0,) * (case.count + len(case.given))
         found = subject(case, seed, batch_axes=axes, out_axis=0)
         if found is not None:
@@ -282,6 +290,8 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> AttentionCase:
     """Every variant on sequences of any lengths."""
+    if engine == "hopper":
+        return _draw_tiles(op, engine, rng, name)
     shared = drawn.between(rng, 1, 6)
     sizes = {
         "batch": drawn.between(rng, 1, 6),
@@ -293,6 +303,25 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> AttentionCase
         "values": drawn.between(rng, 1, 130),
     }
     return AttentionCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{rng.choice(_variants(op))}", **sizes)
+
+
+def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str, most: int = 256) -> AttentionCase:
+    """Sequences of several tiles of the kernels, and features that they serve."""
+    shared = drawn.between(rng, 1, 3)
+    heads = shared * drawn.between(rng, 1, 3)
+    batch = drawn.between(rng, 1, 3)
+    longest = min(700, int((2**21 / (batch * heads)) ** 0.5))
+    sizes = {
+        "batch": batch,
+        "queries": drawn.between(rng, 1, longest),
+        "keys": drawn.between(rng, 1, longest),
+        "shared": shared,
+        "heads": heads,
+        "features": 8 * drawn.between(rng, 1, most // 8),
+        "values": 8 * drawn.between(rng, 1, most // 8),
+    }
+    dtype = drawn.pick(rng, {"bf16": 1, "f16": 1})
+    return AttentionCase(op, engine, dtype, f"{name}/{rng.choice(_variants(op))}", **sizes)
 
 
 FAMILY = family("attention", AttentionCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw)
