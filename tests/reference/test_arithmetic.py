@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxdnn_reference as reference
-from jaxdnn_reference.arithmetic import truncate_to_tf32
+from jaxdnn_reference.arithmetic import tensor_core, truncate_to_tf32
 
 Array = np.ndarray[Any, Any]
 LOW = [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -277,6 +277,16 @@ def test_a_zero_product_is_not_aligned_to(dtype: Any):
     """2^-40 + 0 * 2^120: beside an exponent of 120 - 126 = -6 the first would be cut off; on an H200 it is not."""
     a, b = np.array([[2.0**-40, 0, 2.0**120]], dtype), np.array([[1, 2.0**120, 0]], dtype).T
     assert reference.dot(a, b, "tensor_core")[0, 0] == np.float32(2.0**-40)
+
+
+def test_a_chain_goes_on_from_what_the_accumulator_has():
+    """And from something else it does not give the same."""
+    a, b = operands(ml_dtypes.bfloat16, "normal", 5, 4, 70)
+    a = np.ascontiguousarray(a.T)
+    half = tensor_core(a[:32], b[:32]).value
+    found = tensor_core(a[32:], b[32:], start=half).value
+    assert found.tobytes() == tensor_core(a, b).value.tobytes()
+    assert found.tobytes() != (half + tensor_core(a[32:], b[32:]).value).tobytes()
 
 
 @pytest.mark.parametrize("dtype", MODEL)
