@@ -1,6 +1,7 @@
 """Attention's forward kernel on Hopper without a GPU: its PTX on the machine, its plans, its refusals, its assembly."""
 
 import contextlib
+import dataclasses
 import itertools
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from jaxdnn._src.core import engines
+from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, FORMATS
 
 if hopper.unavailable():
@@ -355,6 +356,27 @@ def test_refusals(how, why):
                for f in [sizes[f]])  # fmt: skip
     call, _ = read(q, k, v, **{n: x for n, x in how.items() if n not in ("t", "d", "e", "dtype")})
     assert why in (engine._unsupported(call) or "")
+
+
+CHOSEN = [
+    ({}, "hopper"), ({"causal": True}, "hopper"), ({"causal": "bottom_right"}, "xla"), ({"window": (9, 9)}, "xla"),
+    ({"sinks": np.zeros(4, np.float32)}, "xla"), ({"dtype": jnp.float16}, "xla"), ({"t": 500}, "xla"),
+    ({"heads": 2}, "xla"), ({"d": 56}, "xla"), ({"layout": "BNTH"}, "xla"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "name"), CHOSEN)
+def test_unasked_it_serves_what_was_measured(how, name):
+    """On an H200; and everything that it can serve where the level asks for it."""
+    sizes: dict[str, Any] = {"t": 2048, "d": 64, "heads": 4, "dtype": BF16} | how
+    o = {n: x for n, x in how.items() if n not in ("t", "d", "heads", "dtype")}
+    swap = (lambda x: np.swapaxes(x, 1, 2)) if o.get("layout") == "BNTH" else (lambda x: x)
+    rows = (sizes["t"], 4), (2048, sizes["heads"]), (2048, sizes["heads"])
+    call, _ = read(*(swap(np.zeros((8, n, h, sizes["d"]), sizes["dtype"])) for n, h in rows), **o)
+    for level, found in (("fast", name), ("batch_invariant", "hopper")):
+        spec = dataclasses.replace(call.spec, engine=None, level=level)
+        here = dataclasses.replace(call, spec=spec, device_kind="NVIDIA H200")
+        assert selection.select(here).name == found
 
 
 def test_a_scale_of_a_call_is_kept_apart_from_others():
