@@ -79,6 +79,12 @@ from jaxdnn._src.rnn.api import lstm as lstm
 from jaxdnn._src.rnn.api import lstm_cell as lstm_cell
 from jaxdnn._src.rnn.api import rnn as rnn
 from jaxdnn._src.rnn.api import rnn_cell as rnn_cell
+from jaxdnn._src.rnn.backward import gru_dgrad as gru_dgrad
+from jaxdnn._src.rnn.backward import gru_wgrad as gru_wgrad
+from jaxdnn._src.rnn.backward import lstm_dgrad as lstm_dgrad
+from jaxdnn._src.rnn.backward import lstm_wgrad as lstm_wgrad
+from jaxdnn._src.rnn.backward import rnn_dgrad as rnn_dgrad
+from jaxdnn._src.rnn.backward import rnn_wgrad as rnn_wgrad
 from jaxdnn._src.sampling.api import affine_grid as affine_grid
 from jaxdnn._src.sampling.api import grid_sample as grid_sample
 from jaxdnn._src.sampling.api import spatial_transformer as spatial_transformer

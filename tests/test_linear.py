@@ -31,7 +31,7 @@ ONLY_FIRST = """
     layer_norm_dgrad rms_norm_dgrad instance_norm_dgrad group_norm_dgrad lrn_dgrad divisive_norm_dgrad
     pool-average pool_dgrad pool_dgrad-average unpool global_pool resample resample_dgrad pixel_shuffle
     pixel_unshuffle grid_sample affine_grid spatial_transformer warp map_coordinates roi_align
-    softmax_dgrad transform scale reduce im2col col2im
+    softmax_dgrad transform scale reduce im2col col2im lstm_dgrad lstm_wgrad gru_dgrad gru_wgrad rnn_dgrad rnn_wgrad
 """
 LINEAR |= dict.fromkeys(ONLY_FIRST.split(), (0,))
 

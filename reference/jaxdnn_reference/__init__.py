@@ -77,6 +77,12 @@ from jaxdnn_reference.rnn import lstm as lstm
 from jaxdnn_reference.rnn import lstm_cell as lstm_cell
 from jaxdnn_reference.rnn import rnn as rnn
 from jaxdnn_reference.rnn import rnn_cell as rnn_cell
+from jaxdnn_reference.rnn_backward import gru_dgrad as gru_dgrad
+from jaxdnn_reference.rnn_backward import gru_wgrad as gru_wgrad
+from jaxdnn_reference.rnn_backward import lstm_dgrad as lstm_dgrad
+from jaxdnn_reference.rnn_backward import lstm_wgrad as lstm_wgrad
+from jaxdnn_reference.rnn_backward import rnn_dgrad as rnn_dgrad
+from jaxdnn_reference.rnn_backward import rnn_wgrad as rnn_wgrad
 from jaxdnn_reference.roi_align import roi_align as roi_align
 from jaxdnn_reference.rounding import fma as fma
 from jaxdnn_reference.rounding import round_to as round_to

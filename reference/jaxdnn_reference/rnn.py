@@ -18,6 +18,11 @@ Without W, a is x, once for every gate. An R of heads is block-diagonal: of ever
 head has its own R and P. Of several layers each reads y of the one before, after dropout(y, key, rate, (l - 1) 2^48),
 y as (N, T, columns), in layer l = 1, 2, ...
 
+What is saved for `rnn_backward` is, of each layer, and in it of each direction: h; the gates, which are i, f, g, o, or
+r, z, n and for reset_gate "after" s_n, or h again; c of lstm; what a projection multiplies, or r h of reset_gate
+"before". Steps come first, (T, N, columns); heads are an axis in front of the columns, but not of h. Behind a
+sequence's end h and c are the state that the direction has there, the initial one in reverse; no gates are read.
+
 arithmetic "golden": float64, nothing is rounded to the inputs' type. "ordered": float32 (float64 for float64); each
 product and each sum is rounded. A sum of products starts from 0 and takes them in the order of the index; the biases
 are added to each other, then to x W, and h R to that (of n with reset_gate "after" d_n to h R_n). h is rounded to the
@@ -47,7 +52,11 @@ GATES = {"lstm": 4, "gru_after": 3, "gru_before": 3, "tanh": 1, "relu": 1}
 
 
 class Arithmetic(NamedTuple):
-    """What formulas have beside sums and products: `dot` of a vector and a matrix, `narrow` to the inputs' type."""
+    """What formulas have beside sums and products.
+
+    `dot` is of a vector and a matrix; `narrow` rounds to the inputs' type; `join` is along the last axis; `within` is d
+    where c is not beyond the limits, and else 0.
+    """
 
     dot: Callable[[Any, Any], Any]
     sigmoid: Callable[[Any], Any]
@@ -55,6 +64,8 @@ class Arithmetic(NamedTuple):
     relu: Callable[[Any], Any]
     clip: Callable[[Any, float, float], Any]
     narrow: Callable[[Any], Any]
+    join: Callable[[Any], Any] = lambda parts: np.concatenate(parts, -1)
+    within: Callable[[Any, Any, float, float], Any] = lambda c, d, low, high: np.where((c < low) | (c > high), 0, d)
 
 
 def lstm(
@@ -76,14 +87,15 @@ def lstm(
     dropout_key: Any = None,
     fill: float = 0.0,
     layout: str = "NTC",
+    return_saved: bool = False,
     arithmetic: str = "golden",
-) -> tuple[Array, tuple[Any, Any]]:
-    """y, and the final h and c, of several layers tuples."""
+) -> tuple[Any, ...]:
+    """y, and the final h and c, of several layers tuples; with `return_saved` what is saved."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias, "p": projection}
     order: dict[str, Any] = {"lengths": lengths, "resets": resets, "direction": direction, "layout": layout}
     order |= {"dropout": dropout, "key": dropout_key, "fill": fill}
-    y, (h, c) = layers("lstm", x, weights, (h0, c0), **order, clip=clip, arithmetic=arithmetic)
-    return y, (h, c)
+    y, (h, c), saved = layers("lstm", x, weights, (h0, c0), **order, clip=clip, arithmetic=arithmetic)
+    return (y, (h, c), saved) if return_saved else (y, (h, c))
 
 
 def gru(
@@ -103,14 +115,15 @@ def gru(
     dropout_key: Any = None,
     fill: float = 0.0,
     layout: str = "NTC",
+    return_saved: bool = False,
     arithmetic: str = "golden",
-) -> tuple[Array, Any]:
-    """y, and the final h, of several layers a tuple."""
+) -> tuple[Any, ...]:
+    """y, and the final h, of several layers a tuple; with `return_saved` what is saved."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
     order: dict[str, Any] = {"lengths": lengths, "resets": resets, "direction": direction, "layout": layout}
     order |= {"dropout": dropout, "key": dropout_key, "fill": fill}
-    y, (h,) = layers(f"gru_{reset_gate}", x, weights, (h0,), **order, arithmetic=arithmetic)
-    return y, h
+    y, (h,), saved = layers(f"gru_{reset_gate}", x, weights, (h0,), **order, arithmetic=arithmetic)
+    return (y, h, saved) if return_saved else (y, h)
 
 
 def rnn(
@@ -130,14 +143,15 @@ def rnn(
     dropout_key: Any = None,
     fill: float = 0.0,
     layout: str = "NTC",
+    return_saved: bool = False,
     arithmetic: str = "golden",
-) -> tuple[Array, Any]:
-    """y, and the final h, of several layers a tuple."""
+) -> tuple[Any, ...]:
+    """y, and the final h, of several layers a tuple; with `return_saved` what is saved."""
     weights = {"w": w, "r": r, "b": bias, "d": recurrent_bias}
     order: dict[str, Any] = {"lengths": lengths, "resets": resets, "direction": direction, "layout": layout}
     order |= {"dropout": dropout, "key": dropout_key, "fill": fill}
-    y, (h,) = layers(activation, x, weights, (h0,), **order, arithmetic=arithmetic)
-    return y, h
+    y, (h,), saved = layers(activation, x, weights, (h0,), **order, arithmetic=arithmetic)
+    return (y, h, saved) if return_saved else (y, h)
 
 
 def lstm_cell(
@@ -208,27 +222,30 @@ def layers(
     layout: str,
     arithmetic: str,
     **own: Any,
-) -> tuple[Array, Sequence[Any]]:
-    """y of the last layer and the final states of all: of each state a tuple, if there is a sequence of layers."""
+) -> tuple[Array, Sequence[Any], tuple[Array, ...]]:
+    """y of the last layer, the final states of all, of each a tuple if there is a sequence of layers, what is saved."""
     own |= {"layout": layout, "arithmetic": arithmetic}
     if not isinstance(weights["r"], tuple | list):
-        return layer(cell, x, weights, initial, fill=fill, **own)
+        y, final, saved = layer(cell, x, weights, initial, fill=fill, **own)
+        return y, final, tuple(v for kept in saved for v in kept.values())
     of = lambda v, i: None if v is None else v[i]
     turned = lambda y: y if layout == "NTC" else y.swapaxes(0, 1)
-    y, states, count = x, [], len(weights["r"])
+    y, states, count, every = x, [], len(weights["r"]), ()
     for i in range(count):
         if i and dropout:
-            y = turned(drop(turned(y), key, rate=dropout, offset=(i - 1) * 2**48, arithmetic=arithmetic))
+            dropped = drop(turned(y), key, rate=dropout, offset=(i - 1) * 2**48, arithmetic=arithmetic)
+            y = turned(dropped).astype(y.dtype)
         given = {name: of(v, i) for name, v in weights.items()}
         behind = fill if i == count - 1 else 0.0
-        y, final = layer(cell, y, given, [of(v, i) for v in initial], fill=behind, **own)
+        y, final, saved = layer(cell, y, given, [of(v, i) for v in initial], fill=behind, **own)
         states.append(final)
-    return y, list(zip(*states, strict=True))
+        every += tuple(v for kept in saved for v in kept.values())
+    return y, list(zip(*states, strict=True)), every
 
 
 def by_heads(
     heads: int, cell: str, x: Array, weights: dict[str, Any], initial: Sequence[Any], **own: Any
-) -> tuple[Array, list[Array]]:
+) -> tuple[Array, list[Array], list[dict[str, Array]]]:
     """Head j has its part of the columns of every gate, and its own recurrent matrix and projection."""
     each = []
     for j in range(heads):
@@ -240,8 +257,11 @@ def by_heads(
             columns = x
         given |= {n: part(weights[n], GATES[cell]) for n in ("w", "b", "d") if weights.get(n) is not None}
         each.append(layer(cell, columns, given, [None if v is None else part(v, 1) for v in initial], **own))
-    y, states = zip(*each, strict=True)
-    return np.concatenate(y, -1), [np.concatenate(of_heads, -1) for of_heads in zip(*states, strict=True)]
+    y, states, saved = zip(*each, strict=True)
+    kept = {name: [own[0][name] for own in saved] for name in saved[0][0]}
+    whole = {name: np.concatenate(v, -1) if name == "h" else np.stack(v, -2) for name, v in kept.items()}
+    states = [np.concatenate(of_heads, -1) for of_heads in zip(*states, strict=True)]
+    return np.concatenate(y, -1), states, [whole]
 
 
 def layer(
@@ -257,8 +277,8 @@ def layer(
     layout: str,
     clip: Sequence[float] | None = None,
     arithmetic: str = "golden",
-) -> tuple[Array, list[Array]]:
-    """y and the final states."""
+) -> tuple[Array, list[Array], list[dict[str, Array]]]:
+    """y, the final states, and what is saved in each direction."""
     order: dict[str, Any] = dict(lengths=lengths, resets=resets, fill=fill, layout=layout)
     order |= dict(clip=clip, arithmetic=arithmetic)
     if direction == "bidirectional":
@@ -267,8 +287,9 @@ def layer(
         for i, one in enumerate(("forward", "reverse")):
             own = {name: of(v, i) for name, v in weights.items()}
             both.append(layer(cell, x, own, [of(v, i) for v in initial], direction=one, **order))
-        (y, final), (z, others) = both
-        return np.concatenate([y, z], -1), [np.stack(pair) for pair in zip(final, others, strict=True)]
+        (y, final, saved), (z, others, further) = both
+        states = [np.stack(pair) for pair in zip(final, others, strict=True)]
+        return np.concatenate([y, z], -1), states, [*saved, *further]
     if weights["r"].ndim == 3:
         return by_heads(len(weights["r"]), cell, x, weights, initial, direction=direction, **order)
     if layout == "TNC":
@@ -281,7 +302,7 @@ def layer(
     given = [np.zeros((n, s), kind) if v is None else wide(v, arithmetic) for v, s in zip(initial, sizes, strict=False)]
     rounded = np.dtype(np.float64) if arithmetic == "golden" else x.dtype
     y = np.full((n, steps, sizes[0]), fill, rounded)
-    last = [v.copy() for v in given]
+    last, saved = [v.copy() for v in given], _unwritten(cell, known, steps, n, rounded)
     for i in range(n):
         count = steps if lengths is None else min(max(int(lengths[i]), 0), steps)
         time = range(count) if direction == "forward" else range(count)[::-1]
@@ -290,22 +311,46 @@ def layer(
             begun = t if direction == "forward" else t + 1
             if resets is not None and begun < count and resets[i, begun]:
                 state = tuple(np.zeros_like(v) for v in state)
-            state = step(k, cell, known, known["x"][i, t], state, clip)
+            kept: dict[str, Any] = {}
+            state = step(k, cell, known, known["x"][i, t], state, clip, kept)
             y[i, t] = state[0]
-        for whole, own in zip(last, state, strict=True):
+            kept |= dict(zip(("h", "cells"), state, strict=False))
+            for name, v in saved.items():
+                v[t, i] = kept[name]
+        for whole, own, first, name in zip(last, state, given, ("h", "cells"), strict=False):
             whole[i] = own
+            saved[name][count:, i] = own if direction == "forward" else first[i]
     kinds = [rounded, *(rounded if v is None or arithmetic == "golden" else v.dtype for v in initial[1:])]
     final = [round_to(v, kind) for v, kind in zip(last, kinds, strict=True)]
-    return (y if layout == "NTC" else y.swapaxes(0, 1)), final
+    return (y if layout == "NTC" else y.swapaxes(0, 1)), final, [saved]
+
+
+def _unwritten(cell: str, v: dict[str, Any], steps: int, n: int, narrow: Any) -> dict[str, Array]:
+    """What is saved of no step."""
+    columns, wide = v["r"].shape
+    hidden = wide // GATES[cell]
+    widths = {"h": columns, "gates": wide + (hidden if cell == "gru_after" else 0)}
+    widths |= {"cells": hidden} if cell == "lstm" else {}
+    widths |= {"u": hidden} if "p" in v or cell == "gru_before" else {}
+    kinds = {"h": narrow, "u": narrow}
+    kept = np.float64 if narrow == np.float64 else v["r"].dtype
+    return {name: np.zeros((steps, n, size), kinds.get(name, kept)) for name, size in widths.items()}
 
 
 def step(
-    k: Arithmetic, cell: str, v: dict[str, Any], x: Any, state: Sequence[Any], clip: Sequence[float] | None = None
+    k: Arithmetic,
+    cell: str,
+    v: dict[str, Any],
+    x: Any,
+    state: Sequence[Any],
+    clip: Sequence[float] | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
-    """The state after a step; of vectors, or of one row a sequence."""
+    """The state after a step; of vectors, or of one row a sequence. Puts what is saved into `saved`."""
+    kept: dict[str, Any] = {} if saved is None else saved
     h, hidden = state[0], v["r"].shape[1] // GATES[cell]
     part = lambda z, gate: z[..., gate * hidden : (gate + 1) * hidden]
-    a = k.dot(x, v["w"]) if "w" in v else np.concatenate([x] * GATES[cell], -1)
+    a = k.dot(x, v["w"]) if "w" in v else k.join([x] * GATES[cell])
     none = np.zeros(v["r"].shape[1], v["r"].dtype)
     b, d = v.get("b", none), v.get("d", none)
     if cell == "gru_after":
@@ -313,21 +358,29 @@ def step(
         a, q = a + np.concatenate([(b + d)[: 2 * hidden], part(b, 2)]), part(s, 2) + part(d, 2)
         r, z = (k.sigmoid(part(a, gate) + part(s, gate)) for gate in (0, 1))
         n = k.tanh(part(a, 2) + r * q)
+        kept["gates"] = k.join([r, z, n, q])
         return (k.narrow((1 - z) * n + z * h),)
     a = a + (b + d)
     if cell == "gru_before":
         s = k.dot(h, v["r"][:, : 2 * hidden])
         r, z = (k.sigmoid(part(a, gate) + part(s, gate)) for gate in (0, 1))
-        n = k.tanh(part(a, 2) + k.dot(k.narrow(r * h), v["r"][:, 2 * hidden :]))
+        kept["u"] = k.narrow(r * h)
+        n = k.tanh(part(a, 2) + k.dot(kept["u"], v["r"][:, 2 * hidden :]))
+        kept["gates"] = k.join([r, z, n])
         return (k.narrow((1 - z) * n + z * h),)
     sums = a + k.dot(h, v["r"])
     if cell != "lstm":
-        return (k.narrow(k.tanh(sums) if cell == "tanh" else k.relu(sums)),)
+        kept["gates"] = k.tanh(sums) if cell == "tanh" else k.relu(sums)
+        return (k.narrow(kept["gates"]),)
     i, f, o = (k.sigmoid(part(sums, gate)) for gate in (0, 1, 3))
-    c = f * state[1] + i * k.tanh(part(sums, 2))
+    g = k.tanh(part(sums, 2))
+    c = f * state[1] + i * g
     c = c if clip is None else k.clip(c, *clip)
-    u = o * k.tanh(c)
-    return k.narrow(k.dot(k.narrow(u), v["p"]) if "p" in v else u), c
+    u, kept["gates"] = o * k.tanh(c), k.join([i, f, g, o])
+    if "p" not in v:
+        return k.narrow(u), c
+    kept["u"] = k.narrow(u)
+    return k.narrow(k.dot(kept["u"], v["p"])), c
 
 
 def _sigmoid(x: Array) -> Array:

@@ -7,7 +7,7 @@ MANIFEST = Manifest(
         Ops(
             "RNNForward, RNNBackwardData, RNNBackwardWeights",
             "`portable`; gradients `mesh_invariant`",
-            "lstm gru rnn lstm_cell gru_cell rnn_cell",
+            "lstm gru rnn lstm_cell gru_cell rnn_cell lstm_dgrad gru_dgrad rnn_dgrad lstm_wgrad gru_wgrad rnn_wgrad",
         ),
     ),
     examples="""
@@ -19,8 +19,14 @@ rnn         | NTC, CD, DD, activation="tanh"                         -> NTD ND  
 lstm_cell   | NC, CG, DG, ND, ND                                     -> ND ND     | N -/+ | the same
 gru_cell    | NC, CE, DE, ND                                         -> ND        | N -/+ | the same
 rnn_cell    | NC, CD, DD, ND                                         -> ND        | N -/+ | the same
+lstm_dgrad  | NTD, NTC, CG, DG                                       -> NTC ND ND | N -/+ | the same
+gru_dgrad   | NTD, NTC, CE, DE                                       -> NTC ND    | N -/+ | the same
+rnn_dgrad   | NTD, NTC, CD, DD                                       -> NTC ND    | N -/+ | the same
+lstm_wgrad  | NTD, NTC, CG, DG                                       -> CG DG     | N +/+ | the same
+gru_wgrad   | NTD, NTC, CE, DE                                       -> CE DE     | N +/+ | the same
+rnn_wgrad   | NTD, NTC, CD, DD                                       -> CD DD     | N +/+ | the same
 """,
     engines=("hopper.engine", "hopper.products", "xla"),
-    cases=("cases",),
+    cases=("cases_stacks", "cases_backward"),
     timed="timed",
 )

@@ -5,7 +5,7 @@ slopes of sigmoid and tanh at most what they are within it. A state's error so i
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,6 +223,13 @@ class Bounded:
     def __rsub__(self, other: Any) -> "Bounded":
         return self._of(other - self.value, self.error)
 
+    def __sub__(self, other: "Bounded") -> "Bounded":
+        return self._of(self.value - other.value, self.error + other.error)
+
+    def __gt__(self, other: float) -> "Bounded":
+        """1 where it is and 0 elsewhere, of exact numbers."""
+        return Bounded((self.value > other) * 1.0, self.error, self.own, self.error)
+
     def __mul__(self, other: "Bounded") -> "Bounded":
         error = np.abs(self.value) * other.error + np.abs(other.value) * self.error + self.error * other.error
         return self._of(self.value * other.value, error)
@@ -279,7 +286,20 @@ def _bounds(
     logistic = curve(lambda z: 1 / (1 + np.exp(-z)), lambda s: s * (1 - s), CURVED, of_sigmoid)
     tanh = curve(np.tanh, lambda t: 1 - t * t, CURVED_TANH, TANH)
     relu = lambda z: Bounded(np.maximum(z.value, 0), z.error, own, z.error)
-    return Arithmetic(dot, logistic, tanh, relu, clip, narrow), exact
+
+    def join(parts: Sequence[Bounded]) -> Bounded:
+        each = zip(*((x.value, x.error, x.error if x.unrounded is None else x.unrounded) for x in parts), strict=True)
+        value, error, unrounded = (np.concatenate(v, -1) for v in each)
+        return Bounded(value, error, own, unrounded)
+
+    def within(c: Bounded, d: Bounded, low: float, high: float) -> Bounded:
+        cut = (c.value < low) | (c.value > high)
+        value = np.where(cut, 0, d.value)
+        unsure = np.minimum(np.abs(c.value - low), np.abs(c.value - high)) <= c.error
+        error = np.where(unsure, np.abs(d.value) + d.error, np.where(cut, 0, d.error))
+        return Bounded(value, error, own, error)
+
+    return Arithmetic(dot, logistic, tanh, relu, clip, narrow, join, within), exact
 
 
 # Sizes that kernels serve, of fewer sequences than a cluster runs, and of a matrix that four blocks share.

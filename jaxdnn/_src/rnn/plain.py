@@ -62,26 +62,59 @@ def _lstm_layer(a: Array, r: Array, states: tuple[Array, Array], *, reverse: boo
 
 
 def gru(x: Array, w: Array, r: Array) -> Any:
-    return _gru_layer(x, w, r, jnp.zeros(r.shape[1:], r.dtype))
+    return gru_bias(x, w, r, jnp.zeros(r.shape[1:], r.dtype))
 
 
 def gru_bias(x: Array, w: Array, r: Array, recurrent_bias: Array) -> Any:
-    return _gru_layer(x, w, r, recurrent_bias)
+    return _gru_layer(x, w, r, recurrent_bias, jnp.zeros((x.shape[0], r.shape[0]), x.dtype))
 
 
-def _gru_layer(x: Array, w: Array, r: Array, recurrent_bias: Array) -> Any:
+def _gru_layer(x: Array, w: Array, r: Array, recurrent_bias: Array, start: Array) -> Any:
     def step(h: Array, a: Array) -> Any:
         h = _gru(a, h @ r + jnp.expand_dims(recurrent_bias, 0), h)
         return h, h
 
-    h, y = lax.scan(step, jnp.zeros((x.shape[0], r.shape[0]), x.dtype), jnp.swapaxes(x @ w, 0, 1))
+    h, y = lax.scan(step, start, jnp.swapaxes(x @ w, 0, 1))
     return jnp.swapaxes(y, 0, 1), h
 
 
 def rnn(x: Array, w: Array, r: Array) -> Any:
+    return _rnn_layer(x, w, r, jnp.zeros((x.shape[0], r.shape[0]), x.dtype))
+
+
+def _rnn_layer(x: Array, w: Array, r: Array, start: Array) -> Any:
     def step(h: Array, a: Array) -> Any:
         h = jnp.tanh(a + h @ r)
         return h, h
 
-    h, y = lax.scan(step, jnp.zeros((x.shape[0], r.shape[0]), x.dtype), jnp.swapaxes(x @ w, 0, 1))
+    h, y = lax.scan(step, start, jnp.swapaxes(x @ w, 0, 1))
     return jnp.swapaxes(y, 0, 1), h
+
+
+def lstm_dgrad(dy: Array, x: Array, w: Array, r: Array) -> Any:
+    start = jnp.zeros((x.shape[0], r.shape[0]), x.dtype)
+    run = lambda x, h, c: _lstm_layer(x @ w, r, (h, c), reverse=False)[0]
+    dx, *states = jax.vjp(run, x, start, start)[1](dy)
+    return dx, tuple(states)
+
+
+def lstm_wgrad(dy: Array, x: Array, w: Array, r: Array) -> Any:
+    return jax.vjp(lambda w, r: lstm(x, w, r)[0], w, r)[1](dy)
+
+
+def gru_dgrad(dy: Array, x: Array, w: Array, r: Array) -> Any:
+    none, start = jnp.zeros(r.shape[1:], r.dtype), jnp.zeros((x.shape[0], r.shape[0]), x.dtype)
+    return jax.vjp(lambda x, h: _gru_layer(x, w, r, none, h)[0], x, start)[1](dy)
+
+
+def gru_wgrad(dy: Array, x: Array, w: Array, r: Array) -> Any:
+    return jax.vjp(lambda w, r: gru(x, w, r)[0], w, r)[1](dy)
+
+
+def rnn_dgrad(dy: Array, x: Array, w: Array, r: Array) -> Any:
+    start = jnp.zeros((x.shape[0], r.shape[0]), x.dtype)
+    return jax.vjp(lambda x, h: _rnn_layer(x, w, r, h)[0], x, start)[1](dy)
+
+
+def rnn_wgrad(dy: Array, x: Array, w: Array, r: Array) -> Any:
+    return jax.vjp(lambda w, r: rnn(x, w, r)[0], w, r)[1](dy)

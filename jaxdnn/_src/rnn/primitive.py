@@ -152,16 +152,16 @@ def _jvp(spec: RnnSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
     every = bind("rnn_saved", *primals, spec=spec)
     found, saved = every[:count], dict(zip(spec.saved, every[count:], strict=True))
     y = every[0]
-    v |= saved | {"before": _before(spec, v, y, v["h"])}
+    v |= saved | {"before": before(spec, v, y, v["h"])}
     if "cells" in saved:
-        v["cells_before"] = _before(spec, v, saved["cells"], v["c"])
+        v["cells_before"] = before(spec, v, saved["cells"], v["c"])
     e = _entering(spec, v, d)
     initial = [d[name] if name in d else jnp.zeros_like(v[name]) for name in spec.states]
     along = bind("rnn_tangent", e, *initial, *(v[name] for name in spec.coefficients), spec=spec)
     return found, along
 
 
-def _before(spec: RnnSpec, v: dict[str, Any], after: Array, initial: Array) -> Array:
+def before(spec: RnnSpec, v: dict[str, Any], after: Array, initial: Array) -> Array:
     """The states before each step, from those after it; 0 behind a sequence's end, and before what begins anew."""
     axis = after.ndim - 3
     if not after.shape[axis]:

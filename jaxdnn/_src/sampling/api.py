@@ -93,7 +93,8 @@ def grid_sample(
 
     Sources: cuDNN's cudnnSpatialTfSamplerForward and -Backward are "linear" with "zeros" and `align_corners`. PyTorch's
       grid_sample and ONNX's GridSample have these names; there a NaN in a pixel of weight 0 spreads, and PyTorch's
-      grid has the dtype of x. `jax.scipy.ndimage.map_coordinates` is "pixel" and "ij", with coordinates on the first
+      grid has the dtype of x, and what it makes of NaN and infinity in it (NaN, 0 or a pixel) differs by mode and
+      padding. `jax.scipy.ndimage.map_coordinates` is "pixel" and "ij", with coordinates on the first
       axis; of order 0 it rounds half away from zero. Jaderberg et al., arXiv:1506.02025; Keys (1981) for "cubic".
     """
     frame = frames.frame(layout)
