@@ -98,9 +98,11 @@ def _read_saved(call: Layer, i: int, left: Iterator[tuple[bool, Any]]) -> Arrays
     return found
 
 
-def backward(given: Pass, known: bool) -> tuple[Array, list[list[dict[str, Any]]]]:
-    """dx, (T, N, I), and of each layer and direction e, the cotangents of the initial states and those of weights, by
-    name. If `known`, e is that which was saved, and neither dx nor cotangents of states are computed."""
+def backward(given: Pass, weights: bool) -> tuple[Array, list[list[dict[str, Any]]]]:
+    """dx, (T, N, I), and of each layer and direction e and the cotangents of the initial states, by name.
+
+    With `weights` the cotangents of weights in place of dx and of those of states, of the e that was saved if it was.
+    """
     dy, found = given.dy, []
     for i in range(len(given.calls) - 1, -1, -1):
         own = given.calls[i]
@@ -112,11 +114,10 @@ def backward(given: Pass, known: bool) -> tuple[Array, list[list[dict[str, Any]]
             final = given.final[i]
             if len(own) == 2:
                 final = {name: of_direction(name, v, j) for name, v in final.items()}
-            if known and "e" in saved:
-                each.append(_of_weights(call, saved, saved["e"]))
-                continue
-            e, states = _of_steps(call, saved, parts[j], final)
-            each.append({"e": e, **states, **_of_weights(call, saved, e)})
+            known = weights and "e" in saved
+            e, states = (saved["e"], {}) if known else _of_steps(call, saved, parts[j], final)
+            passed = not known and (i > 0 or not weights)
+            each.append({"e": e, **states, **_of_products(call, saved, e, weights, passed)})
         found.append(each)
         if "x" in each[0]:
             dy = given.stack.thinned(i, ft.reduce(jnp.add, [v["x"] for v in each]))
@@ -173,15 +174,18 @@ def _before(spec: Any, v: Arrays) -> Arrays:
     return found | ({"cells_before": primitive.before(spec, v, v["cells"], v["c"])} if "c" in v else {})
 
 
-def _of_weights(call: Layer, saved: Arrays, e: Array) -> dict[str, Array]:
-    """The cotangents of x, as "x", and of what there is of the weights."""
-    spec, weights = call.spec, call.weights
-    hidden = weights["r"].shape[-1] // GATES[spec.cell]
+def _of_products(call: Layer, saved: Arrays, e: Array, weights: bool, data: bool) -> dict[str, Array]:
+    """The cotangents of what there is of the weights, and of x, as "x", if they are asked for."""
+    spec, given = call.spec, call.weights
+    hidden = given["r"].shape[-1] // GATES[spec.cell]
     product = lambda x, y: primitives.call("rnn_product_w", x, y, spec=_product(spec))
 
     def one(v: Arrays) -> dict[str, Array]:
         e, wide = v["e"], GATES[spec.cell] * hidden
-        before, found = primitive.before(spec, v, v["y"], v["h"]), {"a": e[..., :wide]}
+        found = {"a": e[..., :wide]}
+        if not weights:
+            return found
+        before = primitive.before(spec, v, v["y"], v["h"])
         if spec.cell == "gru_after":
             found["q"] = e[..., wide:]
             found["r"] = product(before, jnp.concatenate([e[..., : 2 * hidden], found["q"]], -1))
@@ -192,19 +196,19 @@ def _of_weights(call: Layer, saved: Arrays, e: Array) -> dict[str, Array]:
             found["r"] = product(before, found["a"])
         return found | ({"projection": product(v["u"], e[..., wide:])} if spec.projected else {})
 
-    given = {"y": saved["y"], **_initial(call, saved["y"])}
-    parts = {"a": GATES[spec.cell], "q": 1, "r": 0, "projection": 0}
-    found = _each_head(call, one, given, saved | {"e": e}, parts)
+    parts = {"a": GATES[spec.cell]} | ({"q": 1, "r": 0, "projection": 0} if weights else {})
+    found = _each_head(call, one, {"y": saved["y"], **_initial(call, saved["y"])}, saved | {"e": e}, parts)
     a, x = found.pop("a"), layers.inputs(call)
-    if "w" in weights:
-        found["x"] = primitives.call("rnn_product_x", a, weights["w"], spec=_product(spec))
-        found["w"] = product(x, a)
-    else:
+    if weights:
+        found |= _of_biases(call, a, found.pop("q", None))
+        found |= {"w": product(x, a)} if "w" in given else {}
+    if data and "w" in given:
+        found["x"] = primitives.call("rnn_product_x", a, given["w"], spec=_product(spec))
+    elif data:
         size = x.shape[-1]
         each = [a[..., j * size : (j + 1) * size] for j in range(GATES[spec.cell])]
         found["x"] = nearest(ft.reduce(jnp.add, each), x.dtype)
-    found |= _of_biases(call, a, found.pop("q", None))
-    return {name: at_edges(spec.level, nearest(v, (weights | {"x": x})[name].dtype)) for name, v in found.items()}
+    return {name: at_edges(spec.level, nearest(v, (given | {"x": x})[name].dtype)) for name, v in found.items()}
 
 
 def _product(spec: Any) -> ProductSpec:
@@ -272,7 +276,7 @@ def _names(call: Layer, parts: Mapping[str, Any]) -> Sequence[str]:
 
 def of_data(given: Pass) -> tuple[Array, list[Any], tuple[Array, ...]]:
     """dx, the cotangents of the initial states as these are given, and what was saved, e among it."""
-    dx, found = backward(given, known=False)
+    dx, found = backward(given, weights=False)
     states = [_as_given(given.stack, found, f"{name}0") for name in given.calls[0][0].spec.states]
     pairs = zip(given.saved, found, strict=True)
     every = [kept | {"e": own["e"]} for saved, each in pairs for kept, own in zip(saved, each, strict=True)]
@@ -281,7 +285,7 @@ def of_data(given: Pass) -> tuple[Array, list[Any], tuple[Array, ...]]:
 
 def of_weights(given: Pass) -> tuple[Any, ...]:
     """The cotangents of the weights that are given, in the order of `WEIGHTS`."""
-    _, found = backward(given, known=True)
+    _, found = backward(given, weights=True)
     names = [name for name in WEIGHTS if any(own.get(name) is not None for own in given.stack.weights)]
     return tuple(_as_given(given.stack, found, name) for name in names)
 
