@@ -42,6 +42,7 @@ KERNELS = {
     "pool": ("pool",),
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
+    "attention_dgrad": ("attention gradient",),
 }
 # How often for a call that the engine serves, and for one that takes a branch: of those that may, and of all.
 REDRAWN, TRIED, DRAWN = 30, 40, 400

@@ -121,6 +121,7 @@ class Block:
         self.rank = rank
         self.buffers: dict[Any, Any] = {}
         self.came: dict[int, list[np.ndarray]] = {}  # what other blocks knew when they stored, by warpgroup
+        self.meetings: dict[int, list[np.ndarray]] = {}  # what warpgroups knew at named barriers of two of them
         self.visits: list[tuple[int, int]] = []  # other blocks' arrivals: agent and moment
 
     def memories(self) -> Iterator[Memory]:
@@ -133,8 +134,9 @@ class Block:
 class Result:
     """The kernel's array in global memory: how often each element is written."""
 
-    def __init__(self, shape: Sequence[int]) -> None:
+    def __init__(self, shape: Sequence[int], data: np.ndarray | None = None) -> None:
         self.shape, self.times = tuple(shape), np.zeros(shape, np.int32)
+        self.data = data  # of an operand whose numbers the kernel's scalars depend on
 
     def write(self, starts: Sequence[int], sizes: Sequence[int], piece: bool) -> None:
         """`piece`: as one piece of memory where it is contiguous, which is clipped at the array's end alone."""
@@ -300,9 +302,11 @@ class Warpgroup:
                 self.fence()
                 self.meet()
             case "swap" | "get" | "load":
-                self.access(name, given, params)
+                if (found := self.access(name, given, params)) is not None:
+                    return [found]
             case "inline_mgpu" | "inline_mgpu_p":  # the second up to JAX 0.11
-                yield from self.inline(given, params)
+                if found := (yield from self.inline(given, params)):
+                    return found
             case "set_max_registers":
                 pass
             case _ if any(isinstance(v, View | list | tuple) for v in given):
@@ -377,7 +381,8 @@ class Warpgroup:
 
     # ---- threads' own accesses, and blocks of PTX
 
-    def access(self, name: str, given: Sequence[Any], params: dict[str, Any]) -> None:
+    def access(self, name: str, given: Sequence[Any], params: dict[str, Any]) -> Any:
+        """What is read, if it is known."""
         tree: Any = params.get("tree", params.get("args_tree"))
         view = given[0]
         if name == "load":
@@ -389,6 +394,9 @@ class Warpgroup:
             self.threads(view, "store" if name == "swap" else "load")
         elif name == "swap":
             view.buffer.write(view.starts, view.sizes, piece=False)
+        elif view.buffer.data is not None:
+            return view.buffer.data[tuple(view.starts)].item()
+        return None
 
     def inline(self, given: Sequence[Any], params: dict[str, Any]) -> Run:
         """The functions that emit what Pallas has no name for, each with what it does to its references."""
@@ -407,6 +415,24 @@ class Warpgroup:
                     self.knows(self.tensor, self.products)
             case "start_accumulator" | "scaled" | "_named":
                 pass
+            case "scores" | "accumulate" | "accumulate_weighted":
+                self.issue(views)
+            case "accumulate_repaired":  # the operands of products first, then those that are looked at
+                rows = views.pop(-1) if len(views) % 2 == 0 and views[-1].shape[-1:] != views[0].shape[-1:] else None
+                yield from self.mend(views[-2:])
+                for view in views[:-2]:
+                    self.issue([view])
+                if rows is not None:
+                    self.threads(rows, "load")
+            case "waited":
+                self.knows(self.tensor, self.products - int(params["mgpu_fn"].__defaults__[0]))
+            case "repair":
+                yield from self.mend(views)
+            case "probabilities" | "score_gradients" | "received":
+                self.threads(views[0], "load")
+                self.fence() if name == "received" else None
+            case "store_rounded" | "hand_over":
+                self.threads(views[0], "store")
             case "store":
                 self.threads(views[0], "store")
             case "prepare":
@@ -432,6 +458,32 @@ class Warpgroup:
             case _:
                 raise NotImplementedError(f"{name} has no meaning here")
         return []
+
+    def issue(self, views: Sequence[View]) -> None:
+        """A product, which is a group."""
+        self.products += 1
+        for view in views:
+            view.buffer.use(view.part, self.tensor, self.products, self.clocks[1], "read")
+
+    def mend(self, views: Sequence[View]) -> Generator[None, None, None]:
+        """Both consumers meet, replace what is not finite, which each half of its threads has, and meet again."""
+        yield from self.together()
+        for view in views:
+            (low, high), clock = view.part, self.clocks[1]
+            half = (high - low) // 2
+            part = low + self.number * half, low + (self.number + 1) * half
+            view.buffer.use(part, self.rest, clock[self.rest], clock, "store")
+        self.fence()
+        yield from self.together()
+
+    def together(self) -> Generator[None, None, None]:
+        """A barrier of the two consumers."""
+        here = self.block.meetings
+        number = len(here.setdefault(self.number, []))
+        here[self.number].append(self.leave())
+        while len(here.get(1 - self.number, ())) <= number:
+            yield
+        self.told(here[1 - self.number][number])
 
     # ---- sums over a cluster (`cluster.py`)
 
@@ -494,6 +546,8 @@ class Kernel:
         (self.blocks,), (self.grid_name,) = mesh.grid, mesh.grid_names
         self.cluster, (self.cluster_name,) = math.prod(mesh.cluster), mesh.cluster_names or (None,)
         self.warpgroups, self.thread_name = mesh.num_threads or 1, mesh.thread_name
+        self.warpgroup: Any = Warpgroup
+        self.dtype: Any = None  # of the operands, where values are computed
         self.missing: Any = None  # an equation that is left out
         self.early: Any = None  # a wait for groups that lets one more be under way
         self._programs: dict[int, Any] = {}
@@ -558,16 +612,19 @@ class Kernel:
                     return self.buffer(block, var).buffer
         raise AssertionError("no such buffer")
 
-    def run(self) -> None:
-        """Interprets the launch; raises a `Fault`."""
-        arrays = [Result(v.aval.shape) for v in self.jaxpr.invars]
+    def run(self, known: dict[int, np.ndarray] | None = None, whole: tuple[int, ...] = (-1,)) -> None:
+        """Interprets the launch; raises a `Fault`.
+
+        known: operands that scalars depend on, by their number. whole: the arrays that are written, each element once.
+        """
+        arrays = [Result(v.aval.shape, (known or {}).get(i)) for i, v in enumerate(self.jaxpr.invars)]
         views = [View(array, array.shape, 1) for array in arrays]
         for number in range(self.blocks):
             self.run_cluster(number, views)
-        *_, result = arrays
-        if (result.times != 1).any():
-            where = tuple(int(i[0]) for i in np.nonzero(result.times != 1))
-            raise Fault(f"element {where} of the result is written {result.times[where]} times")
+        for result in (arrays[i] for i in whole):
+            if (result.times != 1).any():
+                where = tuple(int(i[0]) for i in np.nonzero(result.times != 1))
+                raise Fault(f"element {where} of the result is written {result.times[where]} times")
 
     def run_cluster(self, number: int, views: Sequence[View]) -> None:
         self.running = cluster = [Block(rank) for rank in range(self.cluster)]
@@ -575,7 +632,7 @@ class Kernel:
         for rank in range(self.cluster):
             for thread in range(self.warpgroups):
                 names = {self.grid_name: number, self.cluster_name: rank, self.thread_name: thread}
-                warpgroups.append(Warpgroup(self, cluster, rank, thread, names))
+                warpgroups.append(self.warpgroup(self, cluster, rank, thread, names))
         active = [(w, w.run(self.jaxpr, views)) for w in warpgroups]
         before = None
         while active:
@@ -597,7 +654,7 @@ class Kernel:
 
 def _progress(cluster: list[Block]) -> Iterator[Any]:
     for block in cluster:
-        yield sum(map(len, block.came.values()))
+        yield sum(map(len, block.came.values())) + sum(map(len, block.meetings.values()))
         yield from ((len(b.over), b.due, *map(len, b.waits.values())) for b in block.barriers())
 
 

@@ -16,6 +16,6 @@ attention-bias  | NTHD, NTHD, NTHD, bias=_HTT, softcap=2.0 -> NTHD           | N
 attention_dgrad | NTHD, NTHD, NTHD, NTHD, NTHD, NTH        -> NTHD NTHD NTHD | N -/- H -/-        | as forward
 merge_attention | PNTHD, PNTH                              -> NTHD NTH       | N -/- T -/- H -/-  | independent rows
 """,
-    engines=("hopper.engine", "xla"),
+    engines=("hopper.engine", "hopper.backward_engine", "xla"),
     cases=("cases",),
 )

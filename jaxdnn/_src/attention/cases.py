@@ -226,6 +226,8 @@ class AttentionCase(Case):
         e_ds = np.where(seen, e_p * (gap + e_dp + e_d) + p * (e_dp + e_d) + 3 * u * p * (gap + e_dp + e_d), 0.0) + tiny
         dx, e_dx = scale * ds * slope, scale * (e_ds * (np.abs(slope) + of_slope) + np.abs(ds) * of_slope)
         e_dx = e_dx + 4 * u * np.abs(dx) + tiny
+        # Weights below the narrow dtype's normal numbers; a kernel multiplies by the scale behind the product.
+        least = FORMATS[np.dtype(self.in_dtype).name].smallest_subnormal * max(1.0, scale) if weights else 0.0
         turned = lambda a: np.swapaxes(a, 2, 3)
         added = lambda a: a.reshape(len(a), self.shared, group, *a.shape[2:]).sum(2)
 
@@ -242,6 +244,7 @@ class AttentionCase(Case):
             self._laid_out(product(turned(p), turned(e_p), dy, rows, added)),
         ]
         total = self.batch * self.queries * self.keys
+        e_ds = e_ds + least + weights * (np.abs(ds) + e_ds)  # dS is added as it was rounded
         if "bias" in named:
             errors.append((e_ds + total * u * (np.abs(ds) + e_ds)).sum(0, keepdims=True))
         if "alibi_slopes" in named:
