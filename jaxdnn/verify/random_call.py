@@ -42,7 +42,9 @@ KERNELS = {
     "pool": ("pool",),
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
+    "attention": ("attention forward",),
     "attention_dgrad": ("attention gradient",),
+    "rnn": ("recurrence",),
 }
 # How often for a call that the engine serves, and for one that takes a branch: of those that may, and of all.
 REDRAWN, TRIED, DRAWN = 30, 40, 400

@@ -358,25 +358,25 @@ def test_refusals(how, why):
     assert why in (engine._unsupported(call) or "")
 
 
-CHOSEN = [
-    ({}, "hopper"), ({"causal": True}, "hopper"), ({"causal": "bottom_right"}, "xla"), ({"window": (9, 9)}, "xla"),
-    ({"sinks": np.zeros(4, np.float32)}, "xla"), ({"dtype": jnp.float16}, "xla"), ({"t": 500}, "xla"),
-    ({"heads": 2}, "xla"), ({"d": 56}, "xla"), ({"layout": "BNTH"}, "xla"),
+OF_ALL_KINDS: list[dict[str, Any]] = [
+    {}, {"causal": True}, {"causal": "bottom_right"}, {"window": (9, 9)}, {"sinks": np.zeros(4, np.float32)},
+    {"dtype": jnp.float16}, {"t": 5}, {"heads": 2}, {"d": 56}, {"layout": "BNTH"},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "name"), CHOSEN)
-def test_unasked_it_serves_what_was_measured(how, name):
-    """On an H200; and everything that it can serve where the level asks for it."""
+@pytest.mark.parametrize("how", OF_ALL_KINDS)
+def test_unasked_it_serves_wherever_it_can(how):
+    """On an H200, where each kind that was timed took a half to a fifteenth of XLA's time."""
     sizes: dict[str, Any] = {"t": 2048, "d": 64, "heads": 4, "dtype": BF16} | how
     o = {n: x for n, x in how.items() if n not in ("t", "d", "heads", "dtype")}
     swap = (lambda x: np.swapaxes(x, 1, 2)) if o.get("layout") == "BNTH" else (lambda x: x)
     rows = (sizes["t"], 4), (2048, sizes["heads"]), (2048, sizes["heads"])
     call, _ = read(*(swap(np.zeros((8, n, h, sizes["d"]), sizes["dtype"])) for n, h in rows), **o)
-    for level, found in (("fast", name), ("batch_invariant", "hopper")):
+    for level in ("fast", "batch_invariant"):
         spec = dataclasses.replace(call.spec, engine=None, level=level)
         here = dataclasses.replace(call, spec=spec, device_kind="NVIDIA H200")
-        assert selection.select(here).name == found
+        assert selection.select(here).name == "hopper"
+        assert selection.select(dataclasses.replace(here, device_kind="NVIDIA A100")).name != "hopper"
 
 
 def test_a_scale_of_a_call_is_kept_apart_from_others():

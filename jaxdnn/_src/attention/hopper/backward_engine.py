@@ -169,7 +169,6 @@ hopper.declare(
     accumulation=lambda call: "tensor_core",
     hazards=lambda call: ("flushes_subnormals", "spreads_nonfinite"),
     workspace=_workspace,
-    measured_on=(),
     notes=(
         "tensor cores",
         "exponentials by the special function unit",

@@ -121,43 +121,6 @@ def _workspace(call: engines.Call) -> int:
     return (math.prod(v["mask"].shape) if "mask" in v else 0) + ranges_bytes(problem, plan)
 
 
-# ---- which calls it serves unasked: those whose kind was measured (`benchmarks/notes-attention.md`) -----------------
-
-
-def _has_options(call: engines.Call) -> bool:
-    spec: AttentionSpec = call.spec
-    window = (spec.left, spec.right) not in ((None, None), (None, 0))
-    return bool(spec.given) or window or spec.bottom_right or spec.softcap is not None
-
-
-def _is_other_form(call: engines.Call) -> bool:
-    q, k = call.avals[:2]
-    heads = -3 if call.spec.heads_first else -2
-    return q.dtype != jnp.bfloat16 or q.shape[heads] != k.shape[heads] or call.spec.heads_first
-
-
-def _is_small(call: engines.Call) -> bool:
-    """Few queries or keys, or fewer blocks of queries than the device computes at a time."""
-    q, k = call.avals[:2]
-    rows = -2 if call.spec.heads_first else -3
-    blocks = math.prod(q.shape[:-1]) // LARGEST_BLOCK
-    return min(q.shape[rows], k.shape[rows]) < LEAST_LENGTH or blocks < hopper.MULTIPROCESSORS
-
-
-LEAST_LENGTH, LARGEST_BLOCK = 1024, 192
-SLOWER = (
-    engines.Slower("of its options only causal from the first query on was measured", _has_options),
-    engines.Slower(
-        "it was measured in bfloat16 and layout BTNH, with as many heads of keys as of queries", _is_other_form
-    ),
-    engines.Slower(
-        "it was measured with 64 features and more",
-        lambda call: min(call.avals[0].shape[-1], call.avals[2].shape[-1]) < 64,
-    ),
-    engines.Slower("it was measured with a thousand queries and keys or more, of many sequences and heads", _is_small),
-)
-
-
 hopper.declare(
     "attention",
     run=_run,
@@ -165,6 +128,5 @@ hopper.declare(
     level=lambda call: "batch_invariant",
     accumulation=lambda call: "tensor_core",
     workspace=_workspace,
-    slower=SLOWER,
     notes=("tensor cores", "weights are rounded to the operands' dtype", "exponentials by the special function unit"),
 )
