@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ from rich.table import Table
 
 from jaxdnn._src import families
 from jaxdnn._src.cases import networks
-from jaxdnn._src.cases.timed import Between, Case
+from jaxdnn._src.cases.timed import Between, Case, Prepared
 from jaxdnn._src.core import engines, files, selection, timing, tuned
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
 from jaxdnn.bench import ops, peers
 from jaxdnn.bench.train import measure as train
 
-CORPUS, PEERS = "corpus", ("lax", "torch")
+CORPUS, PEERS = "corpus", ("lax", "cudnn", "torch")
 TOTALS = "all others", "all that are held out"  # of the summary
 
 
@@ -197,25 +197,34 @@ def _measured(
     wanted = PEERS if args.peers is None else args.peers
     if not functions or (compared and not args.engine and not wanted and len(functions) == 1):
         return None
-    if "lax" in wanted:
-        functions["lax"] = case.xla(which)
+    others = {name: f for name, f in case.others(which, batch, args.dtype).items() if name in wanted}
+    programs = {name: jax.jit(f).lower(*shapes) for name, f in functions.items()}
+    programs |= _lowered(others, shapes)
+    functions |= {name: f for name, f in others.items() if name in programs}
     # Where XLA times kernels of libraries on the device to compile a pass, it has to be alone there.
     late = [name for name in functions if case.tuned and name != "jaxdnn:hopper"]
-    lowered = {name: jax.jit(f).lower(*shapes) for name, f in functions.items()}
-    compiled = {name: program.compile() for name, program in lowered.items() if name not in late}
+    early = [name for name in programs if name not in late]
+    compiled = {name: programs[name].compile() for name in early if name not in others}
+    compiled |= _compiled({name: programs[name] for name in early if name in others})
+    functions = {name: f for name, f in functions.items() if name in compiled or name in late}
     size = case.bytes(which, batch, jax.numpy.dtype(args.dtype).itemsize)
     of_set = max(size or 0, sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)))  # some passes read a part
     rotation = min(max(1, timing.ROTATED_BYTES // of_set), timing.MOST_SETS) if on_gpu and size else 1
     copy = None
     with timing.turn(args.turns, until):
-        compiled |= {name: lowered[name].compile() for name in late}
+        compiled |= {name: programs[name].compile() for name in late}
         timing.in_time(until)
         sets = [make(seed) for seed in range(rotation)]
+        own_sets = {name: _own(f, sets) for name, f in functions.items() if isinstance(f, Prepared)}
+        refused = [n for n in others if n in functions and not _runs(n, compiled[n], own_sets.get(n, sets)[0])]
+        functions = {name: f for name, f in functions.items() if name not in refused}
         given = [compiled[name] for name in functions]
-        ms = dict(zip(functions, timing.measure(given, sets, repeats=args.repeats), strict=True))
+        own = {i: own_sets[name] for i, name in enumerate(functions) if name in own_sets}
+        ms = dict(zip(functions, timing.measure(given, sets, repeats=args.repeats, own=own), strict=True))
         if "torch" in wanted and peers.torch_is_here():
-            ms |= _torch(case, which, sets, args.repeats)
-        del sets
+            for name, make in case.torches(which).items():
+                ms |= _torch(f"{case.name} {which}", name, make, sets, args.repeats)
+        del sets, own_sets, own
         if size and not compared:
             copy = timing.copy_bandwidth()
     flops = case.flops(which, batch)
@@ -254,14 +263,58 @@ def _bandwidth(size: int, ms: dict[str, float], copy: float) -> dict[str, Any]:
     return {"bytes": size, "tb_per_s": rates, "of_copy": {name: rate / copy for name, rate in rates.items()}}
 
 
-def _torch(case: Case, which: str, sets: Sequence[Sequence[Any]], repeats: int) -> dict[str, float]:
+def _lowered(others: Mapping[str, Callable[..., Any] | Prepared], shapes: Any) -> dict[str, Any]:
+    """The programs of peers in JAX; one that does not serve the pass says so and is no peer."""
+    found = {}
+    for name, f in others.items():
+        try:
+            given = jax.eval_shape(f.prepare, *shapes) if isinstance(f, Prepared) else shapes
+            found[name] = jax.jit(f.function if isinstance(f, Prepared) else f).lower(*given)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            print(f"{name}: {_first_line(error)}", flush=True)
+    return found
+
+
+def _compiled(programs: Mapping[str, Any]) -> dict[str, Any]:
+    """The programs of peers, compiled; one that its compiler refuses says so and is no peer."""
+    found = {}
+    for name, program in programs.items():
+        try:
+            found[name] = program.compile()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            print(f"{name}: {_first_line(error)}", flush=True)
+    return found
+
+
+def _own(f: Prepared, sets: Sequence[Sequence[Any]]) -> list[Any]:
+    prepare = jax.jit(f.prepare)
+    return [prepare(*of_set) for of_set in sets]
+
+
+def _runs(name: str, program: Callable[..., Any], operands: Sequence[Any]) -> bool:
+    """Whether a peer runs at all: cuDNN may refuse a call late, and plain JAX may need more memory than there is."""
+    try:
+        jax.block_until_ready(program(*operands))
+    except RuntimeError as error:
+        print(f"{name}: {_first_line(error)}", flush=True)
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _torch(
+    title: str, name: str, make: Callable[..., Any], sets: Sequence[Sequence[Any]], repeats: int
+) -> dict[str, float]:
     """PyTorch's time where it serves the pass; where it raises, what it said is printed and it is no peer."""
     try:
-        found = peers.torch_time(ft.partial(case.torch, which), sets, repeats)
+        found = peers.torch_time(make, sets, repeats)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        print(f"torch: {case.name} {which}: {str(error).splitlines()[0]}", flush=True)
+        print(f"{name}: {title}: {_first_line(error)}", flush=True)
         return {}
-    return {} if found is None else {"torch": found}
+    return {} if found is None else {name: found}
 
 
 def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | None:

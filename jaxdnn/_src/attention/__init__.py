@@ -18,4 +18,5 @@ merge_attention | PNTHD, PNTH                              -> NTHD NTH       | N
 """,
     engines=("hopper.engine", "hopper.backward_engine", "xla"),
     cases=("cases",),
+    timed="timed",
 )

@@ -10,6 +10,19 @@ def attention(q: Array, k: Array, v: Array) -> Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+def attention_of(q: Array, k: Array, v: Array, *, causal: bool, window: int | None) -> Array:
+    """By `jax.nn` where values are as wide as keys; a window is of so many keys before a query."""
+    if q.shape[3] == v.shape[3]:
+        local = None if window is None else (window, 0)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, local_window_size=local)
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
+    x = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    distance = jnp.arange(k.shape[1])[None] - jnp.arange(q.shape[1])[:, None]
+    seen = (distance <= 0 if causal else True) & (True if window is None else distance >= -window)
+    p = jax.nn.softmax(jnp.where(seen, x, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
 def attention_bias(q: Array, k: Array, v: Array, bias: Array) -> Array:
     """With scores cut softly at 2."""
     x = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools as ft
 import itertools
 import math
 from collections.abc import Callable
@@ -11,6 +12,14 @@ import jax
 from jax import Array
 
 Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A peer whose pass needs more than the case's operands: timed is `function` of what `prepare` makes of these."""
+
+    prepare: Function
+    function: Function
 
 
 class Case(abc.ABC):
@@ -50,6 +59,14 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def xla(self, which: str) -> Function:
         """The same pass in jax.lax and jax.numpy, as users write it."""
+
+    def others(self, which: str, batch: int, dtype: Any) -> dict[str, Function | Prepared]:
+        """What the pass is compared with in JAX, by name."""
+        return {"lax": self.xla(which)}
+
+    def torches(self, which: str) -> dict[str, Callable[..., Any]]:
+        """What the pass is compared with in PyTorch, by name, which begins with "torch"; as `torch` without a pass."""
+        return {"torch": ft.partial(self.torch, which)}
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
         """The same pass through PyTorch, whose module is `torch`, as a function to time; None if it has no such op.

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,31 @@ def compiled(function: Callable[..., Any], operands: Operands) -> Callable[..., 
     return jax.jit(function).lower(*operands).compile()
 
 
-def measure(functions: Sequence[Callable[..., Any]], sets: Sequence[Operands], *, repeats: int) -> list[float]:
-    """The median time of each function on the sets of operands in turn, after a warm-up that compiles what is not."""
+def measure(
+    functions: Sequence[Callable[..., Any]],
+    sets: Sequence[Operands],
+    *,
+    repeats: int,
+    own: Mapping[int, Sequence[Operands]] | None = None,
+) -> list[float]:
+    """The median time of each function on the sets of operands in turn, after a warm-up that compiles what is not.
+
+    `own` has, by number, the sets of functions with operands of their own.
+    """
     functions = [f if isinstance(f, jax.stages.Compiled) else jax.jit(f) for f in functions]
-    for f in functions:
-        jax.block_until_ready(f(*sets[0]))
+    given = [(own or {}).get(i, sets) for i in range(len(functions))]
+    for f, of_f in zip(functions, given, strict=True):
+        jax.block_until_ready(f(*of_f[0]))
     if jax.default_backend() == "gpu":
-        return [_device_time(f, sets, max(repeats, len(sets) if len(sets) > 1 else 0)) for f in functions]
+        calls = max(repeats, len(sets) if len(sets) > 1 else 0)
+        return [_device_time(f, of_f, calls) for f, of_f in zip(functions, given, strict=True)]
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats):
         # In turn, and in both directions, so that a slow moment of the machine falls on all of them.
         order = range(len(functions)) if repeat % 2 == 0 else reversed(range(len(functions)))
         for i in order:
             start = time.perf_counter()
-            jax.block_until_ready(functions[i](*sets[repeat % len(sets)]))
+            jax.block_until_ready(functions[i](*given[i][repeat % len(sets)]))
             times[i].append(1e3 * (time.perf_counter() - start))
     return [statistics.median(t) for t in times]
 
