@@ -18,6 +18,7 @@ docstrings take `import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
 
 from jaxdnn import engines as engines
 from jaxdnn import recurrent as recurrent
+from jaxdnn import ring as ring
 from jaxdnn import tolerance as tolerance
 from jaxdnn._src import families as _families
 from jaxdnn._src.activation.api import activation as activation
@@ -25,6 +26,8 @@ from jaxdnn._src.activation.api import activation_dgrad as activation_dgrad
 from jaxdnn._src.attention.api import attention as attention
 from jaxdnn._src.attention.api import attention_dgrad as attention_dgrad
 from jaxdnn._src.attention.api import merge_attention as merge_attention
+from jaxdnn._src.attention.decode import attention_decode as attention_decode
+from jaxdnn._src.attention.rope import rope as rope
 from jaxdnn._src.conv.api import conv as conv
 from jaxdnn._src.conv.api import conv_bgrad as conv_bgrad
 from jaxdnn._src.conv.api import conv_dgrad as conv_dgrad

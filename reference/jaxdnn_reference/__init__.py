@@ -15,6 +15,7 @@ from jaxdnn_reference.arithmetic import dot as dot
 from jaxdnn_reference.arithmetic import dot_with_bound as dot_with_bound
 from jaxdnn_reference.arithmetic import magnitude as magnitude
 from jaxdnn_reference.attention import attention as attention
+from jaxdnn_reference.attention import attention_decode as attention_decode
 from jaxdnn_reference.attention import attention_dgrad as attention_dgrad
 from jaxdnn_reference.attention import merge_attention as merge_attention
 from jaxdnn_reference.conv import conv as conv
@@ -84,6 +85,7 @@ from jaxdnn_reference.rnn_backward import lstm_wgrad as lstm_wgrad
 from jaxdnn_reference.rnn_backward import rnn_dgrad as rnn_dgrad
 from jaxdnn_reference.rnn_backward import rnn_wgrad as rnn_wgrad
 from jaxdnn_reference.roi_align import roi_align as roi_align
+from jaxdnn_reference.rope import rope as rope
 from jaxdnn_reference.rounding import fma as fma
 from jaxdnn_reference.rounding import round_to as round_to
 from jaxdnn_reference.softmax import logsumexp as logsumexp

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.attention import arithmetic, blocks, cases
+from jaxdnn._src.attention import arithmetic, cases, walk
 from jaxdnn._src.cases import case as case_module
 from jaxdnn._src.core import tolerance
 
@@ -28,6 +28,9 @@ def dense(q: Any, k: Any, v: Any, extras: dict[str, Any], **o: Any) -> tuple[Any
     if (cap := o.get("softcap")) is not None:
         x = cap * jnp.tanh(x / cap)
     i, j = jnp.arange(t).reshape(1, 1, t, 1), jnp.arange(s).reshape(1, 1, 1, s)
+    if "score_fn" in o:
+        of_b, of_n = jnp.arange(q.shape[0]).reshape(-1, 1, 1, 1), jnp.arange(q.shape[1]).reshape(1, -1, 1, 1)
+        x = o["score_fn"](x, of_b, of_n, i, j, *o["score_arrays"])
     if "bias" in extras:
         x = x + extras["bias"]
     if "alibi_slopes" in extras:
@@ -41,6 +44,9 @@ def dense(q: Any, k: Any, v: Any, extras: dict[str, Any], **o: Any) -> tuple[Any
     seen = seen & (gap >= -(t + s if left is None else left))
     if "mask" in o:
         seen = seen & o["mask"]
+    if "block_mask" in o:
+        (u, w), large = o["block_mask_tile"], o["block_mask"]
+        seen = seen & jnp.repeat(jnp.repeat(large, u, 2), w, 3)[:, :, :t, :s]
     if "query_segments" in o:
         seen = seen & (o["query_segments"][:, None, :, None] == o["key_segments"][:, None, None, :])
     x = jnp.where(seen, x, -jnp.inf)
@@ -91,21 +97,46 @@ def drawn(seed: int) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray], dic
         options["causal"] = options["causal"] == "True" or str(options["causal"])
     if rng.random() < 0.3:
         options |= {"dropout": float(rng.choice([0.1, 0.5, 0.9])), "dropout_key": int(rng.integers(2**40))}
+    if rng.random() < 0.25:
+        tile = tuple(int(n) for n in rng.integers(1, 6, 2))
+        counts = (*own()[:2], -(-t // tile[0]), -(-s // tile[1]))
+        options |= {"block_mask": rng.random(counts) < 0.7, "block_mask_tile": tile}
+    if rng.random() < 0.25:
+        extras |= {"score_table": rng.normal(size=(n, 2 * (t + s))), "score_sequence": rng.normal(size=b)}
+        options["score_fn"] = changed
     if rng.random() < 0.3:
         options |= {"query_segments": segments(t), "key_segments": segments(s)}
     return operands, extras, options
 
 
-def ours(extras: dict[str, Any], options: dict[str, Any], **more: Any) -> Any:
+def changed(x: Any, sequence: Any, head: Any, query: Any, key: Any, table: Any, of_sequence: Any) -> Any:
+    """A function of scores with a table of distances, and with a curve that depends on the sequence."""
+    return x + table[head, key - query + table.shape[1] // 2] + 0.1 * of_sequence[sequence] * x * x
+
+
+def named(extras: Any) -> dict[str, Any]:
+    """The operands beside q, k and v as the op takes them."""
+    of_score = tuple(value for name, value in extras.items() if name.startswith("score"))
+    others = {name: value for name, value in extras.items() if not name.startswith("score")}
+    return others | ({"score_arrays": of_score} if of_score else {})
+
+
+def ours(extras: Any, options: dict[str, Any], **more: Any) -> Any:
     names = tuple(extras)
     return lambda q, k, v, *e: dnn.attention(
-        q, k, v, **dict(zip(names, e, strict=True)), **options, layout="BNTH", return_logsumexp=True, **more
+        q, k, v, **named(dict(zip(names, e, strict=True))), **options, layout="BNTH", return_logsumexp=True, **more
     )
 
 
-def plain(extras: dict[str, Any], options: dict[str, Any]) -> Any:
+def plain(extras: Any, options: dict[str, Any]) -> Any:
     names = tuple(extras)
-    return lambda q, k, v, *e: dense(q, k, v, dict(zip(names, e, strict=True)), **options)
+
+    def run(q: Any, k: Any, v: Any, *e: Any) -> Any:
+        given = named(dict(zip(names, e, strict=True)))
+        arrays = given.pop("score_arrays", ())
+        return dense(q, k, v, given, **options, score_arrays=arrays)
+
+    return run
 
 
 def close(found: Any, wanted: Any, tolerance: float = 1e-12) -> None:
@@ -125,16 +156,21 @@ def test_any_combination(seed: int):
     f, g = ours(extras, options), plain(extras, options)
     found = jax.jit(f)(*every)
     close(found, g(*every))
-    close(found, reference.attention(*operands, **extras, **options, layout="BNTH", return_logsumexp=True))
+    close(found, reference.attention(*operands, **named(extras), **options, layout="BNTH", return_logsumexp=True))
+    in_splits = jax.jit(ours(extras, options, split=1 + seed % 5, return_maximum=True))(*every)
+    whole = reference.attention(
+        *operands, **named(extras), **options, layout="BNTH", return_logsumexp=True, return_maximum=True
+    )
+    close(in_splits, whole)
     rng = np.random.default_rng(seed)
     cotangents = tuple(jnp.asarray(np.where(np.isfinite(y), rng.normal(size=y.shape), 0.0)) for y in found)
     wanted = jax.vjp(g, *every)[1](cotangents)
     close(jax.jit(lambda *a: jax.vjp(f, *a)[1](cotangents))(*every), wanted, 1e-11)
     y, lse = (np.asarray(x) for x in found)
-    given = dict(dlogsumexp=np.asarray(cotangents[1]), **extras, **options, layout="BNTH")
-    for module, dy in ((dnn, cotangents[0]), (reference, np.asarray(cotangents[0]))):
+    given = dict(dlogsumexp=np.asarray(cotangents[1]), **named(extras), **options, layout="BNTH")
+    for module, dy, tolerance in ((dnn, cotangents[0], 1e-11), (reference, np.asarray(cotangents[0]), 1e-9)):
         dgrad: Any = module.attention_dgrad
-        close(dgrad(dy, *operands, y, lse, **given), wanted, 1e-11)
+        close(dgrad(dy, *operands, y, lse, **given), wanted, tolerance if "score_fn" in options else 1e-11)
     tangents = tuple(jnp.asarray(rng.normal(size=x.shape)) for x in every)
     along = jax.jvp(g, tuple(map(jnp.asarray, every)), tangents)[1]
     along = tuple(jnp.where(jnp.isfinite(y), x, 0.0) for y, x in zip(found, along, strict=True))
@@ -179,7 +215,7 @@ def test_blocks_and_strips(monkeypatch, block: int, options: dict[str, Any]):
     """Long sequences in strips with keys of their own, and those in blocks of which the last one is shorter."""
     for platform, plain_one in arithmetic.PLAIN.items():
         monkeypatch.setitem(arithmetic.PLAIN, platform, dataclasses.replace(plain_one, scores=block))
-    monkeypatch.setattr(blocks, "ROWS", 100 if block > 1 else 3)
+    monkeypatch.setattr(walk, "ROWS", 100 if block > 1 else 3)
     t, s = (517, 430) if block > 1 else (11, 7)
     rng = np.random.default_rng(0)
     operands = arrays(rng, 2, t, s, 2, 1, 3, 2)
@@ -554,6 +590,8 @@ def test_in_order_a_row_decides_its_bits(options: dict[str, Any]):
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_any_combination_in_order(seed: int):
     operands, extras, options = drawn(seed)
+    options.pop("score_fn", None)
+    extras = {name: value for name, value in extras.items() if not name.startswith("score")}
     every = (*operands, *extras.values())
     f, g = ours(extras, options, engine="ordered"), ours(extras, options, engine="xla")
     found = jax.jit(f)(*every)

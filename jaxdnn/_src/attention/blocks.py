@@ -10,19 +10,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.attention.arithmetic import Arithmetic, dot
 from jaxdnn._src.attention.spec import AttentionSpec
 from jaxdnn._src.core import blending, primitives
-from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.dropout import primitive as dropout
 from jaxdnn._src.dropout.primitive import DropoutSpec
 
-STRIPS = 4  # of queries, each with a range of keys of its own
-ROWS = 256  # the fewest of a strip
+ROWS_OF_ANY = 64  # of a block, where the number of queries, keys or sequences is not known
 
 Values = Mapping[str, Any]
 Named = dict[str, Array]
@@ -54,8 +51,10 @@ class Arrays:
         self.spec, self.narrow, self.wide = spec, q.dtype, blending.accumulator(q.dtype)
         self.k, self.dtype = k, self.narrow if k.narrow else self.wide
         self.dtypes = {name: value.dtype for name, value in given.items()}
+        self.t = q.shape[spec.axes("q").index("t") - 3]
+        self.filled = 0 if isinstance(self.t, int) else -(-self.t // ROWS_OF_ANY) * ROWS_OF_ANY - self.t
         self.given = {name: self._heads_first(name, value) for name, value in given.items()}
-        self.lead, (self.n, self.t) = self.given["q"].shape[:-3], self.given["q"].shape[-3:-1]
+        self.lead, self.n = self.given["q"].shape[:-3], self.given["q"].shape[-3]
         self.h, self.s = self.given["k"].shape[-3:-1]
 
     def also(self, given: Values) -> "Arrays":
@@ -67,11 +66,23 @@ class Arrays:
 
     def _heads_first(self, name: str, x: Array) -> Array:
         swapped = not self.spec.heads_first and name in ("q", "k", "v", "y", "lse")
+        if name.startswith("score"):
+            return x
         if swapped:
             x = jnp.swapaxes(x, -3, -2) if name != "lse" else jnp.swapaxes(x, -2, -1)
+        x = self._filled(name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return x.astype(self.dtype if name in ("q", "k", "v") else self.wide)
+
+    def _filled(self, name: str, x: Array) -> Array:
+        """An operand whose rows are those of whole blocks, where their number is not known."""
+        axis = {"lse": -1, "query_segments": -1, "q": -2, "y": -2, "bias": -2, "mask": -2}.get(name)
+        if isinstance(self.filled, int) or axis is None or x.shape[axis] == 1:
+            return x
+        padding: list[Any] = [(0, 0)] * x.ndim
+        padding[axis] = (0, self.filled)
+        return jnp.pad(x, padding)
 
     # -- parts of a block --
 
@@ -106,13 +117,16 @@ class Arrays:
         return j.reshape(*(1 for _ in self.lead), 1, 1, at.high - at.low)
 
     def distance(self, at: Block) -> Array:
-        """(..., 1, rows, keys): j - i."""
-        return (self._keys(at) - self._queries(at)).astype(self.wide)
+        """(..., 1, rows, keys): j - i, or how far a key is behind the window's diagonal."""
+        shift = self._shift() if self.spec.diagonal else 0
+        return (self._keys(at) - self._queries(at) - shift).astype(self.wide)
 
     def _seen(self, at: Block) -> Array | None:
         """Which pairs count, of a shape that is broadcast; None if all do."""
         spec, given, conditions = self.spec, self.given, []
         i, j = self._queries(at), self._keys(at)
+        if not isinstance(self.filled, int):
+            conditions.append(at.first + jnp.arange(at.rows).reshape(*(1 for _ in self.lead), 1, at.rows, 1) < self.t)
         of_each = lambda name: given[name][..., None, None, None]
         if "query_lengths" in given:
             conditions.append(i < of_each("query_lengths"))
@@ -124,10 +138,17 @@ class Arrays:
             conditions += [] if spec.right is None else [distance <= spec.right]
         if "mask" in given:
             conditions.append(self._tile("mask", at))
+        if "block_mask" in given:
+            conditions.append(self._tiles(i, j))
         if "query_segments" in given:
             of_queries = self.rows("query_segments", at)[..., None, :, None]
             conditions.append(of_queries == self.columns("key_segments", at)[..., None, None, :])
         return ft.reduce(jnp.logical_and, conditions) if conditions else None
+
+    def _tiles(self, i: Array, j: Array) -> Array:
+        """The elements of the block mask that queries and keys at these places have, (..., heads or 1, rows, keys)."""
+        u, v = (places.ravel() // n for places, n in zip((i, j), self.spec.tile, strict=True))
+        return jnp.take(jnp.take(self.given["block_mask"], u, -2, mode="clip"), v, -1, mode="clip")
 
     def _shift(self) -> Any:
         if not self.spec.bottom_right:
@@ -165,11 +186,37 @@ class Arrays:
         if cap is not None:
             t = self.k.tanh(times(x, 1 / cap))
             x, slope = times(t, cap), 1 - times(t, t)
+        if self.spec.score is not None:
+            x, own = self.spec.score.with_slope(x, self._places(at), self.given)
+            slope = own if slope is None else times(slope, own)
         if "bias" in self.given:
             x = x + self._tile("bias", at)
         if "alibi_slopes" in self.given:
             x = x + times(*self._along_distance(self.given["alibi_slopes"], at))
         return x, slope
+
+    def _products(self, at: Block) -> Array:
+        """The scores of all pairs before the user's function."""
+        x = self.k.times(self.with_keys(self.rows("q", at), self.columns("k", at)), self.spec.scale)
+        cap = self.spec.softcap
+        return x if cap is None else self.k.times(self.k.tanh(self.k.times(x, 1 / cap)), cap)
+
+    def _places(self, at: Block) -> tuple[Array, ...]:
+        """Of the sequences, heads, queries and keys of a block; those of a device stand behind the others'."""
+        start = self.given["start"].reshape(3) if "start" in self.given else jnp.zeros(3, jnp.int32)
+        counts = (self.lead[-1], self.n, at.rows)
+        first = (start[0], start[1], start[2] + at.first)
+        of_rows = (jnp.arange(n, dtype=jnp.int32) + f for n, f in zip(counts, first, strict=True))
+        return (*of_rows, at.low + jnp.arange(at.high - at.low, dtype=jnp.int32))
+
+    def of_score(self, ds: Array, seen: Array | None, at: Block) -> Named:
+        """The gradients of the arrays that the user's function takes, from those of the scores."""
+        names = tuple(name for name in self.spec.along if name.startswith("score"))
+        if not names or self.spec.score is None:
+            return {}
+        x = self._products(at)
+        x = x if seen is None else jnp.where(seen, x, jnp.zeros_like(x))
+        return self.spec.score.back(ds, x, self._places(at), self.given, names)
 
     def _along_distance(self, slopes: Array, at: Block) -> list[Array]:
         return jnp.broadcast_arrays(slopes[..., None, None], self.distance(at))
@@ -196,6 +243,8 @@ class Arrays:
         times = self.k.times
         x = times(ft.reduce(jnp.add, parts), self.spec.scale) if parts else jnp.zeros(shape, self.wide)
         x = x if slope is None else times(x, slope)
+        if self.spec.score is not None and any(name in d.given for name in self.spec.score.floats):
+            x = x + self.spec.score.along(self._products(at), self._places(at), self.given, d.given)
         if "bias" in d.given:
             x = x + d._tile("bias", at)
         if "alibi_slopes" in d.given:
@@ -221,6 +270,24 @@ class Arrays:
         given = self._grouped(p), self._where(seen, p), self._flat(values)
         found = self._seen_product(*given, 3, 2)
         return found.reshape(*p.shape[:-1], values.shape[-1])
+
+    def in_splits(self, x: Array, axis: int) -> Array:
+        """An array of which an axis, counted from the last one, has keys: with their splits behind the common axes."""
+        n, lead = self.spec.split or 1, len(self.lead)
+        parts = -(-x.shape[axis] // n)
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, parts * n - x.shape[axis])
+        x = jnp.pad(x, padding)
+        at = x.ndim + axis
+        x = x.reshape(*x.shape[:at], parts, n, *x.shape[at + 1 :])
+        return jnp.moveaxis(x, at, lead)
+
+    def over_splits(self, parts: int) -> "Arrays":
+        """The same operands, of which splits of keys are one more common axis."""
+        other = object.__new__(Arrays)
+        other.__dict__.update(self.__dict__)
+        other.lead = (*self.lead, parts)
+        return other
 
     def over_rows(self, p: Array, seen: Array | None, values: Array) -> Array:
         """Σ over the queries of all heads that share a key: (..., h, keys, features)."""
@@ -257,109 +324,6 @@ class Arrays:
         """Σ along axis i of a and j of b, in the accumulator's dtype."""
         return self.k.dot(a.astype(self.dtype), b.astype(self.dtype), i, j, self.wide)
 
-    # -- blocks --
-
-    def _strips(self) -> list[tuple[int, Any, int, Any]]:
-        """Of each strip the first query and the last, and the range of its keys."""
-        spec, t, s = self.spec, self.t, self.s
-        known = isinstance(t, int) and isinstance(s, int)
-        moved = spec.bottom_right and {"query_lengths", "key_lengths"} & self.given.keys()
-        everything = spec.left is None and spec.right is None
-        # In order a row's sum is a tree from the first key on, and blocks are added one by one, on a mesh too.
-        if not known or moved or "start" in self.given or everything or not t or self.k.rows is not None:
-            return [(0, t, 0, s)]
-        rows = max(ROWS, -(-t // STRIPS))
-        shift = spec.shift if spec.bottom_right else 0
-        found = []
-        for first in range(0, t, rows):
-            last = min(first + rows, t)
-            low = 0 if spec.left is None else min(max(first + shift - spec.left, 0), s)
-            high = s if spec.right is None else max(min(last + shift + spec.right, s), low)
-            found.append((first, last, low, high))
-        return found
-
-    def _rows_of_block(self, rows: int, keys: int) -> int:
-        """The rows of a block of so many rows and keys."""
-        if not isinstance(rows, int) or not all(isinstance(n, int) for n in (*self.lead, keys)):
-            return rows
-        if self.k.rows is not None:
-            return max(1, min(rows, self.k.rows))
-        return max(1, min(rows, self.k.scores // max(1, math.prod(self.lead) * self.n * keys)))
-
-    def over_queries(self, block: Callable[[Block], tuple[Named, Named]]) -> Named:
-        """What blocks give: of all queries, one behind the other, and sums over the queries, by name."""
-        rows: dict[str, list[Array]] = {}
-        sums: dict[str, Array] = {}
-        axis = len(self.lead) + 1
-
-        def take(of_rows: Named, terms: Named, low: int, high: Any) -> None:
-            for name, x in of_rows.items():
-                rows.setdefault(name, []).append(x)
-            for name, x in terms.items():
-                if name in ("k", "v") and (low, high) != (0, self.s):
-                    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(low, self.s - high), (0, 0)])
-                sums[name] = sums[name] + x if name in sums else x
-
-        for first, last, low, high in self._strips():
-            many = self._rows_of_block(last - first, high - low)
-            whole = (last - first) // many if isinstance(many, int) else 0
-            if whole > 1:
-                run = jax.checkpoint(lambda i, many=many, low=low, high=high: block(Block(i, many, low, high)))
-
-                def step(carry: Any, i: Array, run: Any = run) -> Any:
-                    of_rows, terms = run(i)
-                    return jax.tree.map(jnp.add, carry, terms), of_rows
-
-                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, jnp.int32(0))[1])
-                terms, found = lax.scan(step, zeros, first + many * jnp.arange(whole, dtype=jnp.int32))
-                take({name: _joined(x, axis) for name, x in found.items()}, terms, low, high)
-                first += whole * many
-            if whole <= 1 or first < last:
-                run = jax.checkpoint(lambda at=Block(first, last - first, low, high): block(at))
-                of_rows, terms = run()
-                take(of_rows, terms, low, high)
-        return sums | {name: jnp.concatenate(x, axis) for name, x in rows.items()}
-
-    def results(self, found: Named) -> tuple[Array, ...]:
-        """y and lse in the call's layout and dtypes."""
-        y, lse = nearest(found["y"], self.narrow), found["lse"]
-        return (y, lse) if self.spec.heads_first else (jnp.swapaxes(y, -3, -2), jnp.swapaxes(lse, -2, -1))
-
-    def gradients(self, block: Callable[[Block], Named]) -> tuple[Array, ...]:
-        """The gradients of the operands in `along`, from a block's: of its queries, and terms of the others'."""
-
-        def parts(at: Block) -> tuple[Named, Named]:
-            found = block(at)
-            if "bias" in found:
-                found["bias"] = self._of_bias(found["bias"], at)
-            by_rows = {n: x for n, x in found.items() if n == "q" or (n == "bias" and self.given[n].shape[-2] != 1)}
-            return by_rows, {n: x for n, x in found.items() if n not in by_rows}
-
-        found = self.over_queries(parts)
-        return tuple(self._as_given(name, found[name]) for name in self.spec.along)
-
-    def _of_bias(self, ds: Array, at: Block) -> Array:
-        """The part of bias's gradient in a block: sums over what it is broadcast along, and 0 for other keys."""
-        shape = self.given["bias"].shape
-        ds = self._added_like(ds, shape)
-        if shape[-1] == 1 or (at.low, at.high) == (0, self.s):
-            return ds
-        return jnp.pad(ds, [(0, 0)] * (ds.ndim - 1) + [(at.low, self.s - at.high)])
-
-    def _added_like(self, x: Array, shape: tuple[int, ...]) -> Array:
-        """The sums over the axes along which an array of this shape is broadcast to x."""
-        axes = tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1)
-        return self.k.total(x, axes) if axes else x
-
-    def _as_given(self, name: str, x: Array) -> Array:
-        """A gradient as its operand is, in shape, layout and dtype."""
-        given = self.given[name]
-        if name in ("alibi_slopes", "sinks"):
-            x = self._added_like(x, given.shape)
-        swapped = not self.spec.heads_first and name in ("q", "k", "v")
-        x = jnp.swapaxes(x, -3, -2) if swapped else x
-        return x if self.spec.wide else nearest(x, self.dtypes[name])
-
 
 def _along(x: Array, axis: int) -> list[int]:
     """The shape of an array without keys that is broadcast to x, but for this axis."""
@@ -370,9 +334,3 @@ def _cut(x: Array, first: Any, rows: Any, axis: int) -> Array:
     if isinstance(first, int):
         return lax.slice_in_dim(x, first, first + rows, axis=axis)
     return lax.dynamic_slice_in_dim(x, first, rows, axis)
-
-
-def _joined(x: Array, axis: int) -> Array:
-    """(blocks, ..., rows, ...) as (..., blocks rows, ...)."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])

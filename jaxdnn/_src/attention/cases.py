@@ -18,11 +18,11 @@ from jaxdnn._src.cases.case import Case, Expected
 from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import FORMATS, Accumulation
-from jaxdnn_reference.attention import scores, visible
+from jaxdnn_reference.attention import kept, scores, tiles, visible
 
 OPS = ("attention", "attention_dgrad", "merge_attention")
 FLOATS = ("bias", "alibi_slopes", "sinks")
-ARRAYS = (*FLOATS, "mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
+ARRAYS = (*FLOATS, "mask", "block_mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -30,6 +30,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"window": (5, 2), "layout": "BNTH"},
     "capped": {"softcap": 1.5, "given": ("bias",), "scale": 0.5},
     "sinks": {"given": ("sinks", "alibi_slopes"), "causal": True},
+    "dropped": {"dropout": 0.3, "dropout_key": 2**33 + 5, "causal": True, "given": ("bias",)},
+    "tiles": {"block_mask_tile": (4, 3), "split": 4, "given": ("block_mask", "sinks"), "causal": True},
+    "several": {
+        "window": (7, None),
+        "causal": "bottom_right",
+        "softcap": 2.0,
+        "dropout": 0.2,
+        "dropout_key": 7,
+        "split": 5,
+        "given": ("bias", "alibi_slopes", "sinks", "mask", "key_lengths", "query_segments", "key_segments"),
+    },
     "masked": {"given": ("mask", "query_segments", "key_segments"), "layout": "BNTH"},
     "by-key": {"given": ("bias", "mask"), "causal": True},
 }
@@ -56,7 +67,8 @@ class AttentionCase(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {n: v for n, v in VARIANTS[self.variant.rpartition("/")[2]].items() if n != "given"}
+        beside = ("given",) if self.op == "attention" else ("given", "split")
+        return {n: v for n, v in VARIANTS[self.variant.rpartition("/")[2]].items() if n not in beside}
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -99,6 +111,7 @@ class AttentionCase(Case):
             "alibi_slopes": 2.0 ** -rng.integers(1, 8, n),
             "sinks": normal(n),
             "mask": rng.random((b, 1, rows, s)) < 0.7,
+            "block_mask": rng.random((b, 1, -(-t // 4), -(-s // 3))) < 0.7,
             "query_lengths": rng.integers(0, t + 1, b).astype(np.int32),
             "key_lengths": rng.integers(0, s + 1, b).astype(np.int32),
             "query_segments": np.sort(rng.integers(0, 3, (b, t)), 1).astype(np.int32),
@@ -163,8 +176,9 @@ class AttentionCase(Case):
         terms = terms + (0 if bias is None else np.abs(bias.astype(np.float64)))
         if slopes is not None:
             terms = terms + slopes.astype(np.float64)[:, None, None] * (self.keys + self.queries)
-        segments = (named.get(name) for name in ARRAYS[3:])
-        seen = visible(len(q), self.queries, self.keys, o.get("causal", False), o.get("window"), *segments)
+        others: list[Any] = [named.get(name) for name in ARRAYS[3:] if name != "block_mask"]
+        large = tiles(named.get("block_mask"), o.get("block_mask_tile", 1), q, k)
+        seen = visible(len(q), self.queries, self.keys, o.get("causal", False), o.get("window"), *others, large)
         return x, e + 4 * u * terms, slope, of_slope, np.broadcast_to(seen, x.shape)
 
     def _attention(self, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
@@ -178,17 +192,20 @@ class AttentionCase(Case):
             far = np.where(seen, np.abs(np.where(seen, x, 0) - np.where(np.isfinite(lse), lse, 0)[..., None]), 0.0)
         span = far + far.max(-1, keepdims=True, initial=0)  # x - max x, whose size is at most that
         eta = np.where(seen, np.expm1(e_x + 3 * u * span) + EXP * u, 0.0)
+        if (split := self.options.get("split")) is not None:  # each part is scaled once for each that follows
+            eta = eta + np.where(seen, -(-self.keys // split) * (EXP + 6) * u + 3 * u * span, 0.0)
         others = 0.0
         if "sinks" in named:
             share = np.exp(named["sinks"].astype(np.float64)[:, None] - lse)
             others = share * (EXP * u + 3 * u * np.abs(lse - named["sinks"].astype(np.float64)[:, None]))
         sigma = (p * eta).sum(-1) + others + (self.keys + 1) * (u + tiny)
         values = np.repeat(self._laid_out(v).astype(np.float64), self.heads // self.shared, 1)
-        reach = p @ np.abs(values)
+        times = kept(p.shape, self.options.get("dropout", 0.0), self.options.get("dropout_key"))
+        reach = (p * times) @ np.abs(values)
         of_products = accumulation.error(y, reach, np.asarray(self.keys))
         weights, least = self._narrow(accumulation)
         error = (
-            (p * (eta + weights)) @ np.abs(values)
+            (p * times * (eta + weights + 2 * u)) @ np.abs(values)
             + of_products * (1 + weights)
             + (tiny + least) * np.abs(values).sum(2, keepdims=True)
         )
@@ -219,8 +236,9 @@ class AttentionCase(Case):
         k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
         far = np.where(seen, np.abs(x - np.where(np.isfinite(lse), lse, 0)[..., None]), 0.0)
         e_p = np.where(seen, p * (np.expm1(e_x + 3 * u * far) + EXP * u), 0.0) + tiny
-        size = np.abs(dy) @ np.swapaxes(np.abs(v), 2, 3)
-        e_dp = accumulation.error(dp, size, np.asarray(self.values)) + weights * size  # dy may be rounded again
+        times = kept(p.shape, self.options.get("dropout", 0.0), self.options.get("dropout_key"))
+        size = times * (np.abs(dy) @ np.swapaxes(np.abs(v), 2, 3))
+        e_dp = times * accumulation.error(dp, size, np.asarray(self.values)) + (weights + 2 * u) * size
         e_d = ((self.values + 1) * u * np.abs(dy * y).sum(-1) + 2 * u * np.abs(of_y) + tiny)[..., None]
         gap = np.abs(dp - of_y[..., None])
         e_ds = np.where(seen, e_p * (gap + e_dp + e_d) + p * (e_dp + e_d) + 3 * u * p * (gap + e_dp + e_d), 0.0) + tiny
@@ -241,7 +259,7 @@ class AttentionCase(Case):
         errors = [
             self._laid_out(product(dx, e_dx, k, self.keys, lambda a: a)),
             self._laid_out(product(turned(dx), turned(e_dx), q, rows, added)),
-            self._laid_out(product(turned(p), turned(e_p), dy, rows, added)),
+            self._laid_out(product(turned(p * times), turned((e_p + 2 * u * p) * times), dy, rows, added)),
         ]
         total = self.batch * self.queries * self.keys
         e_ds = e_ds + least + weights * (np.abs(ds) + e_ds)  # dS is added as it was rounded

@@ -46,8 +46,10 @@ def _results(op: str, spec: AttentionSpec, *avals: Any) -> tuple[jax.ShapeDtypeS
     if op == "attention_dgrad":
         return tuple(jax.ShapeDtypeStruct(v[name].shape, v[name].dtype) for name in spec.along)
     q = v["q"]
-    lse = jax.ShapeDtypeStruct(q.shape[:-1], blending.accumulator(q.dtype))
-    return jax.ShapeDtypeStruct((*q.shape[:-1], v["v"].shape[-1]), q.dtype), lse
+    wide = blending.accumulator(q.dtype)
+    y = jax.ShapeDtypeStruct((*q.shape[:-1], v["v"].shape[-1]), wide if spec.wide_y else q.dtype)
+    of_rows = jax.ShapeDtypeStruct(q.shape[:-1], wide)
+    return (y, *[of_rows] * (len(results_of(op, spec)) - 1))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
@@ -60,8 +62,9 @@ def _jvp(spec: AttentionSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
     if not given:
         return found, tuple(map(primitives.zero_tangent, found))
     along = dataclasses.replace(spec, along=tuple(given))
-    others = (*primals[:count], *found, *primals[count:])
-    return found, bind("attention_tangent", *given.values(), *others, spec=along)
+    others = (*primals[:count], *found[: len(SAVED)], *primals[count:])
+    tangents = bind("attention_tangent", *given.values(), *others, spec=along)
+    return found, (*tangents, *map(primitives.zero_tangent, found[len(SAVED) :]))
 
 
 def _transpose_in_v(spec: AttentionSpec, cts: Any, *operands: Any) -> list[Any]:
@@ -69,10 +72,10 @@ def _transpose_in_v(spec: AttentionSpec, cts: Any, *operands: Any) -> list[Any]:
     names = operands_of("attention", spec)
     if [n for n, x in zip(names, operands, strict=True) if primitives.is_linear_operand(x)] != ["v"]:
         raise NotImplementedError("`attention` is linear in `v` alone.")
-    of_y, of_lse = map(ad.instantiate_zeros, cts)
+    of_y, of_lse = map(ad.instantiate_zeros, cts[: len(SAVED)])
     v = names.index("v")
     whole = [*operands[:v], jnp.zeros(operands[v].aval.shape, operands[v].aval.dtype), *operands[v + 1 :]]
-    found, count = bind("attention", *whole, spec=spec), len(spec.floats)
+    found, count = bind("attention", *whole, spec=spec)[: len(SAVED)], len(spec.floats)
     along = dataclasses.replace(spec, along=("v",))
     (dv,) = bind("attention_dgrad", of_y, jnp.zeros_like(of_lse), *whole[:count], *found, *whole[count:], spec=along)
     return [dv if i == v else None for i in range(len(operands))]
@@ -110,7 +113,7 @@ def _batch(op: str, spec: AttentionSpec, operands: Sequence[Any], dims: Sequence
     """One more axis in front; what is the same for all of it is not repeated, unless its gradient is asked for."""
     summed = spec.along if op == "attention_dgrad" else ()
     names = operands_of(op, spec)
-    shared = [i for i, name in enumerate(names) if name in SHARED and name not in summed]
+    shared = [i for i, n in enumerate(names) if (n in SHARED or n.startswith("score")) and n not in summed]
     return primitives.batch_leading(op, spec, operands, dims, shared)
 
 
@@ -141,7 +144,7 @@ def _factors(op: str, spec: AttentionSpec, *avals: Any) -> Factors:
     results = tuple(dims(n, s, f"r{i}") for i, (n, s) in enumerate(zip(results_of(op, spec), of_results, strict=True)))
     free = [*(f"l{i}" for i in range(lead)), "g" if heads == "g" else "h", "t"]
     missing = {f for f in free if any(f not in " ".join(r).split() for r in results)}
-    placed = free[-3 if lead else -2 :] if spec.dropout else ["t"] if spec.knows_places else []
+    placed = free[-3 if lead else -2 :] if spec.dropout or spec.score else ["t"] if spec.knows_places else []
     return Factors(
         tuple(dims(n, a.shape, f"o{i}") for i, (n, a) in enumerate(zip(names, avals, strict=True))),
         results,
@@ -160,7 +163,7 @@ def _on_device(
     names = operands_of(op, spec)
     q = operands[len(names) - 1 - names[::-1].index("q")]
     lead = q.ndim - 3
-    if spec.dropout or (spec.knows_places and "t" in axes):
+    if spec.dropout or spec.score or (spec.knows_places and "t" in axes):
         size = dict(zip(spec.axes("q"), q.shape[-3:], strict=True))
         parts = {f"l{lead - 1}": q.shape[lead - 1], "h": size["n"], "g": size["n"], "t": size["t"]}
         first = {f: axes[f].index().astype(jnp.int32) * n for f, n in parts.items() if f in axes}

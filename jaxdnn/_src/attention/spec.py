@@ -2,12 +2,17 @@
 
 import dataclasses
 
+from jaxdnn._src.attention.score import Score
+
 # Of every operand its last axes: n heads of queries, h heads of keys, t queries, s keys, d and e features; w four
-# words, of the key and of the first element in its count; p the places of a device's first sequence, head and query.
+# words, of the key and of the first element in its count; p the places of a device's first sequence, head and query;
+# u and v tiles of queries and of keys.
 FLOATS = {"q": "ntd", "k": "hsd", "v": "hse", "bias": "nts", "alibi_slopes": "n", "sinks": "n"}
 SAVED = {"y": "nte", "lse": "nt"}
+MAXIMUM = {"maximum": "nt"}
 CONSTANTS = {
     "mask": "nts",
+    "block_mask": "nuv",
     "query_lengths": "",
     "key_lengths": "",
     "query_segments": "t",
@@ -15,9 +20,17 @@ CONSTANTS = {
     "dropout_key": "w",
     "start": "p",
 }
-AXES = FLOATS | SAVED | CONSTANTS
-SHARED = ("bias", "alibi_slopes", "sinks", "mask", "dropout_key", "start")  # whose leading axes may have length 1
-IN_LAYOUT = ("q", "k", "v", "y", "lse")
+AXES = FLOATS | SAVED | MAXIMUM | CONSTANTS
+SHARED = (
+    "bias",
+    "alibi_slopes",
+    "sinks",
+    "mask",
+    "block_mask",
+    "dropout_key",
+    "start",
+)  # whose leading axes may have length 1
+IN_LAYOUT = ("q", "k", "v", "y", "lse", "maximum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +47,12 @@ class AttentionSpec:
       given: the operands that a call need not have, in the order of `AXES`.
       along: of the two linear ops, the operands with tangents or gradients.
       wide: whether gradients are not rounded to the dtypes of their operands: where they are added over a mesh first.
+      wide_y: whether y is in the accumulator's dtype: for parts that are merged.
+      maximum: whether the largest score of each row is a result too.
+      split: None, or the number of keys after which the sum of a row is merged with that of the keys before.
+      tile: the queries and keys of an element of the block mask.
+      diagonal: whether ALiBi's distance is counted from the window's diagonal.
+      score: None, or the user's function of the scores.
     """
 
     heads_first: bool
@@ -49,19 +68,41 @@ class AttentionSpec:
     level: str
     along: tuple[str, ...] = ()
     wide: bool = False
+    wide_y: bool = False
+    maximum: bool = False
+    split: int | None = None
+    tile: tuple[int, int] = (1, 1)
+    diagonal: bool = False
+    score: Score | None = None
 
     @property
     def floats(self) -> tuple[str, ...]:
-        return tuple(name for name in FLOATS if name in ("q", "k", "v") or name in self.given)
+        own = tuple(name for name in FLOATS if name in ("q", "k", "v") or name in self.given)
+        return (*own, *(self.score.floats if self.score else ()))
 
     @property
     def constants(self) -> tuple[str, ...]:
-        return tuple(name for name in CONSTANTS if name in self.given)
+        own = tuple(name for name in CONSTANTS if name in self.given)
+        return (*own, *(self.score.constants if self.score else ()))
+
+    @property
+    def beyond_kernels(self) -> str | None:
+        """What a kernel does not know of the call, as a clause; None if there is nothing."""
+        asked = {
+            "the user's function of scores": self.score is not None,
+            "a block mask": "block_mask" in self.given,
+            "keys in splits of a stated size": self.split is not None,
+            "a result in the accumulator's dtype": self.wide_y,
+            "the largest scores as a result": self.maximum,
+            "ALiBi from the window's diagonal": self.diagonal,
+        }
+        found = [what for what, is_asked in asked.items() if is_asked]
+        return f"{' and '.join(found)} is XLA's" if found else None
 
     @property
     def knows_places(self) -> bool:
         """Whether a result depends on where its query stands."""
-        limits = self.left is not None or self.right is not None
+        limits = self.left is not None or self.right is not None or "block_mask" in self.given
         return limits or "alibi_slopes" in self.given or "query_lengths" in self.given
 
     def along_all(self) -> "AttentionSpec":
@@ -70,6 +111,8 @@ class AttentionSpec:
 
     def axes(self, name: str) -> str:
         """The last axes of an operand or result, in the call's layout."""
+        if self.score and name in self.score.axes:
+            return self.score.axes[name]
         own = AXES[name]
         return own if self.heads_first or name not in IN_LAYOUT else own[1] + own[0] + own[2:]
 
@@ -83,4 +126,6 @@ def operands_of(op: str, spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def results_of(op: str, spec: AttentionSpec) -> tuple[str, ...]:
-    return spec.along if op == "attention_dgrad" else tuple(SAVED)
+    if op == "attention_dgrad":
+        return spec.along
+    return (*SAVED, *MAXIMUM) if op == "attention" and spec.maximum else tuple(SAVED)

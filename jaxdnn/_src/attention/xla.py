@@ -16,6 +16,8 @@ from jax import Array
 from jaxdnn._src.attention.arithmetic import ORDERED, PLAIN, Arithmetic
 from jaxdnn._src.attention.blocks import Arrays, Block, Named, exponential
 from jaxdnn._src.attention.spec import AttentionSpec, operands_of
+from jaxdnn._src.attention.splits import by_splits
+from jaxdnn._src.attention.walk import gradients, over_queries, results
 from jaxdnn._src.core import engines, selection
 
 
@@ -24,8 +26,11 @@ def attention(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) 
     v = Arrays(spec, dict(zip(operands_of("attention", spec), operands, strict=True)), k)
 
     def block(at: Block) -> tuple[Named, Named]:
+        if spec.split is not None and at.high - at.low:
+            return by_splits(v, at), {}
         x, seen = v.scores(at)
         m = jnp.max(x, -1, initial=-jnp.inf)
+        found = {"maximum": m} if spec.maximum else {}
         if "sinks" in v.given:
             m = jnp.maximum(m, v.sinks)
         m = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
@@ -35,9 +40,9 @@ def attention(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) 
             total = total + k.exp(v.sinks - m)
         y = v.over_keys(v.dropped(e, at), seen, v.columns("v", at))
         y = k.over(y, jnp.broadcast_to(jnp.where(total == 0, jnp.ones_like(total), total)[..., None], y.shape))
-        return {"y": y, "lse": m + k.log(total)}, {}
+        return {"y": y, "lse": m + k.log(total), **found}, {}
 
-    return v.results(v.over_queries(block))
+    return results(v, over_queries(v, block))
 
 
 def attention_tangent(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) -> tuple[Array, ...]:
@@ -62,7 +67,7 @@ def attention_tangent(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLA
             dy = dy + v.over_keys(v.dropped(p, at), seen, d.columns("v", at))
         return {"y": dy, "lse": mean}, {}
 
-    return v.results(v.over_queries(block))
+    return results(v, over_queries(v, block))
 
 
 def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN[""]) -> tuple[Array, ...]:
@@ -90,6 +95,7 @@ def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN
                 sees = jnp.broadcast_to(jnp.any(seen, -1), of_row.shape)
                 of_row = jnp.where(sees, of_row, -d.rows("lse", at))
             found["sinks"] = -k.total(k.times(exponential(k, v.sinks, v.rows("lse", at)), of_row), (-1,))[..., 0]
+        found |= v.of_score(ds, seen, at)
         dx = k.times(ds if slope is None else only_seen(k.times(ds, slope)), spec.scale)
         if "q" in spec.along:
             found["q"] = v.over_keys(dx, seen, v.columns("k", at))
@@ -99,7 +105,7 @@ def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN
             found["v"] = v.over_rows(v.dropped(p, at), seen, dy)
         return found
 
-    return v.gradients(block)
+    return gradients(v, block)
 
 
 FORMULAS: dict[str, Callable[..., tuple[Array, ...]]] = {
@@ -141,6 +147,7 @@ engines.declare(
     "ordered",
     *FORMULAS,
     run=lambda call, *operands: FORMULAS[call.op](call.spec, *operands, k=ORDERED),
+    supports=lambda call: "a function that the user wrote adds in no stated order" if call.spec.score else None,
     needs_sizes=lambda call: True,
     level=lambda call: "mesh_invariant",
     accumulation=_accumulation,
