@@ -17,6 +17,7 @@ docstrings take `import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
 """
 
 from jaxdnn import engines as engines
+from jaxdnn import multi_head as multi_head
 from jaxdnn import recurrent as recurrent
 from jaxdnn import ring as ring
 from jaxdnn import tolerance as tolerance

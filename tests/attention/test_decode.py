@@ -1,5 +1,6 @@
 """Decoding: the last queries of sequences over a cache, in pages too, as rows of attention; bits; errors."""
 
+import functools as ft
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def operands(options: dict[str, Any], t: int = 2, seed: int = 0) -> tuple[list[np.ndarray], dict[str, Any]]:
+def operands(options: dict[str, Any], t: int = 2, seed: int = 0) -> tuple[Any, dict[str, Any]]:
     """q, k, v and lengths, and what is given by name; sequences share their first page."""
     rng = np.random.default_rng(seed)
     b, n, h, d, e, m, r = 3, 4, 2, 5, 6, 4, 3
@@ -58,7 +59,8 @@ def test_values_and_gradients(options: dict[str, Any]):
     along = [rng.normal(size=a.shape) for a in (q, k, v)]
 
     def defined(step: float) -> float:
-        y = reference.attention_decode(*(a + step * d for a, d in zip((q, k, v), along, strict=True)), lengths, **o)
+        moved: Any = [*(a + step * d for a, d in zip((q, k, v), along, strict=True)), lengths]
+        y = reference.attention_decode(*moved, **o)
         return float(np.sin(y).sum())
 
     slope = (defined(1e-5) - defined(-1e-5)) / 2e-5
@@ -86,9 +88,10 @@ def test_a_row_of_a_prefill_has_the_bits_of_a_decoded_one(causal: dict[str, Any]
     @jax.jit
     def decoded(i: Any) -> Any:
         one, lengths = jax.lax.dynamic_slice_in_dim(q, i, 1, 1), jnp.full(b, i + 1)
-        plain = dnn.attention_decode(one, *room, lengths, **options, **causal)
-        alone = dnn.attention_decode(one[:1], *(a[:1] for a in room), lengths[:1], **options, **causal)
-        return plain, alone, dnn.attention_decode(one, *pages, lengths, page_table=table, **options, **causal)
+        plain: Any = (one, *room, lengths)
+        paged: Any = (one, *pages, lengths)
+        run = ft.partial(dnn.attention_decode, **options, **causal)
+        return run(*plain), run(*(a[:1] for a in plain)), run(*paged, page_table=table)
 
     for i in (0, 3, 4, 20):
         plain, alone, paged = decoded(i)

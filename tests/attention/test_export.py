@@ -33,7 +33,7 @@ def test_open_sizes(options: dict[str, Any]):
         return dnn.attention(q, k, v, **given, **more, return_logsumexp=True)
 
     def both(*a: Any) -> Any:
-        loss = lambda *f: jnp.sum(jnp.sin(attend(*f, a[4])[0]))
+        loss = lambda q, k, v, bias: jnp.sum(jnp.sin(attend(q, k, v, bias, a[4])[0]))
         return attend(*a), jax.grad(loss, (0, 1, 2, 3))(*a[:4])
 
     open_b, open_t, open_s = export.symbolic_shape("b, t, s")

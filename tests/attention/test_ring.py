@@ -32,7 +32,7 @@ def test_values_and_gradients(options: dict[str, Any]):
         "query_segments": np.sort(rng.integers(0, 3, (b, t)), 1),
         "key_segments": np.sort(rng.integers(0, 3, (b, s)), 1),
     }
-    constants = segments if "segments" in options else {}
+    constants: dict[str, Any] = segments if "segments" in options else {}
     given = {name: value for name, value in options.items() if name not in (*names, "segments")}
     rows, none = PartitionSpec(None, "x") if first else PartitionSpec(None, None, "x"), PartitionSpec()
     of_lse = rows

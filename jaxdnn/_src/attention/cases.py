@@ -178,7 +178,8 @@ class AttentionCase(Case):
             terms = terms + slopes.astype(np.float64)[:, None, None] * (self.keys + self.queries)
         others: list[Any] = [named.get(name) for name in ARRAYS[3:] if name != "block_mask"]
         large = tiles(named.get("block_mask"), o.get("block_mask_tile", 1), q, k)
-        seen = visible(len(q), self.queries, self.keys, o.get("causal", False), o.get("window"), *others, large)
+        others = [len(q), self.queries, self.keys, o.get("causal", False), o.get("window"), *others, large]
+        seen = visible(*others)
         return x, e + 4 * u * terms, slope, of_slope, np.broadcast_to(seen, x.shape)
 
     def _attention(self, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
