@@ -12,9 +12,9 @@ An op whose name ends in dgrad, wgrad or bgrad is a backward pass, for programs 
 it without being told. `explain(op, *arguments)` says which engine would serve a call and what it guarantees.
 `jax.export` may leave the batch open, as a symbolic dimension, of all but `linear_cross_entropy`; kernels that need
 every size are then passed over. The package `jaxdnn_reference` has the definition of every op in NumPy, with the same
-name and arguments. `recurrent` converts weights of recurrent layers from and to other libraries; `ring` and `multi_head`
-are attention over keys on several devices, and with its projections. The examples in
-docstrings take `import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
+name and arguments. `recurrent` converts weights of recurrent layers from and to other libraries; `ring` is attention to
+keys on several devices, `multi_head` attention with its projections. The examples in docstrings take
+`import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
 """
 
 from jaxdnn import engines as engines

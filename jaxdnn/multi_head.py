@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jaxdnn._src.attention.api import attention as _attention
-from jaxdnn._src.core import blending, checks
+from jaxdnn._src.core import blending, checks, products
 from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.dropout.api import dropout as _dropout
 
@@ -125,10 +125,7 @@ def _projected(name: str, x: Array, weight: Any, bias: Any) -> Array:
         )
     wide = blending.accumulator(x.dtype)
     exact = lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else lax.Precision.DEFAULT
-    wider = None if wide == x.dtype else wide
-    found = lax.dot_general(
-        x, weight.astype(x.dtype), (((2,), (0,)), ((), ())), precision=exact, preferred_element_type=wider
-    )
+    found = products.dot(x, weight.astype(x.dtype), ((2,), (0,)), precision=exact, preferred=wide)
     if bias is not None:
         bias = checks.array(f"weights.{name}_bias", bias)
         checks.shape(f"weights.{name}_bias", bias, (weight.shape[1],), f"one for each column of `weights.{name}`")

@@ -168,9 +168,9 @@ def test_any_combination(seed: int):
     close(jax.jit(lambda *a: jax.vjp(f, *a)[1](cotangents))(*every), wanted, 1e-11)
     y, lse = (np.asarray(x) for x in found)
     given = dict(dlogsumexp=np.asarray(cotangents[1]), **named(extras), **options, layout="BNTH")
-    for module, dy, tolerance in ((dnn, cotangents[0], 1e-11), (reference, np.asarray(cotangents[0]), 1e-9)):
+    for module, dy, least in ((dnn, cotangents[0], 1e-11), (reference, np.asarray(cotangents[0]), 1e-9)):
         dgrad: Any = module.attention_dgrad
-        close(dgrad(dy, *operands, y, lse, **given), wanted, tolerance if "score_fn" in options else 1e-11)
+        close(dgrad(dy, *operands, y, lse, **given), wanted, least if "score_fn" in options else 1e-11)
     tangents = tuple(jnp.asarray(rng.normal(size=x.shape)) for x in every)
     along = jax.jvp(g, tuple(map(jnp.asarray, every)), tangents)[1]
     along = tuple(jnp.where(jnp.isfinite(y), x, 0.0) for y, x in zip(found, along, strict=True))

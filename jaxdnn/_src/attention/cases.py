@@ -208,7 +208,7 @@ class AttentionCase(Case):
         error = (
             (p * times * (eta + weights + 2 * u)) @ np.abs(values)
             + of_products * (1 + weights)
-            + (tiny + least) * np.abs(values).sum(2, keepdims=True)
+            + (tiny * times.max(initial=1.0) + least) * np.abs(values).sum(2, keepdims=True)
         )
         error = (error + np.abs(y) * (sigma + 3 * u)[..., None]) * (1 + 4 * sigma)[..., None]
         of_lse = -np.log1p(-np.minimum(sigma, 0.5)) + LOG * u * (1 + np.log(self.keys + 2.0)) + 4 * u * np.abs(lse)
