@@ -30,7 +30,7 @@ ONLY_FIRST = """
     activation_dgrad attention_dgrad merge_attention conv_bgrad dropout batch_norm_dgrad bn_finalize_inference
     layer_norm_dgrad rms_norm_dgrad instance_norm_dgrad group_norm_dgrad lrn_dgrad divisive_norm_dgrad
     pool-average pool_dgrad pool_dgrad-average unpool global_pool resample resample_dgrad pixel_shuffle
-    pixel_unshuffle grid_sample affine_grid spatial_transformer warp map_coordinates roi_align
+    pixel_unshuffle grid_sample affine_grid spatial_transformer warp map_coordinates roi_align rope
     softmax_dgrad transform scale reduce im2col col2im lstm_dgrad lstm_wgrad gru_dgrad gru_wgrad rnn_dgrad rnn_wgrad
 """
 LINEAR |= dict.fromkeys(ONLY_FIRST.split(), (0,))

@@ -43,6 +43,17 @@ def test_peers_compute_the_same(family: str):
                 np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_peers_decode_the_same():
+    (case,) = (c for c in timed.CASES if c.name == "8k x 16")
+    assert isinstance(case, timed.Decode)
+    small = dataclasses.replace(case, keys=37, heads=4, shared=2, features=8)
+    operands = small.operands(3, np.float32, 0)
+    found, wanted = jax.jit(small.ours("forward", None))(*operands), jax.jit(small.xla("forward"))(*operands)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert small.bytes("forward", 3, 4) == 4 * (2 * 3 * 4 * 8 + 2 * 3 * 37 * 2 * 8)
+    assert set(small.torches("forward")) == {"torch:cudnn", "torch:flash"}
+
+
 def test_operations_are_those_of_pairs_that_are_seen():
     for case in SMALL.values():
         i, j = np.arange(case.queries)[:, None], np.arange(case.keys)[None]

@@ -24,7 +24,7 @@ def attention_of(q: Array, k: Array, v: Array, *, causal: bool, window: int | No
 
 
 def attention_decode(q: Array, k: Array, v: Array, key_lengths: Array) -> Array:
-    rows = jnp.arange(q.shape[1])[:, None] + (key_lengths - q.shape[1])[:, None, None]
+    rows = jnp.arange(q.shape[1])[None, :, None] + (key_lengths - q.shape[1])[:, None, None]
     mask = jnp.arange(k.shape[1])[None, None] <= rows
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 

@@ -1,4 +1,4 @@
-"""The cases of `jaxdnn bench attention`: lengths, widths and heads of language and vision models; windows, gradients.
+"""The cases of `jaxdnn bench attention`: lengths, widths and heads of language and vision models; windows; decoding.
 
 Operations are those of pairs that a query sees: two products forward, five backward, seven of a value with its tangent,
 whatever a kernel computes again. Beside lax there are cuDNN, through `jax.nn`, and PyTorch with two of its backends.
@@ -6,6 +6,7 @@ whatever a kernel computes again. Beside lax there are cuDNN, through `jax.nn`, 
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,51 @@ class Attention(timed.Case):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Decode(timed.Case):
+    """One query of each sequence to a cache that is full; memory binds."""
+
+    family: str
+    name: str
+    batch: int
+    keys: int
+    heads: int = 32
+    shared: int = 8
+    features: int = 128
+    passes: tuple[str, ...] = ("forward",)
+
+    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """q, k and v; the lengths come with them."""
+        cache = (batch, self.keys, self.shared, self.features)
+        return (batch, 1, self.heads, self.features), cache, cache
+
+    def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
+        return *super().operands(batch, dtype, seed), jnp.full(batch, self.keys, jnp.int32)
+
+    def bytes(self, which: str, batch: int, itemsize: int) -> int:
+        q, k, v = self.shapes(batch)
+        return itemsize * (2 * math.prod(q) + math.prod(k) + math.prod(v))
+
+    def ours(self, which: str, engine: str | None) -> Function:
+        return ft.partial(dnn.attention_decode, engine=engine)
+
+    def xla(self, which: str) -> Function:
+        return plain.attention_decode
+
+    def others(self, which: str, batch: int, dtype: Any) -> dict[str, Function | timed.Prepared]:
+        found: dict[str, Function | timed.Prepared] = {"lax": self.xla(which)}
+        if jax.default_backend() == "gpu" and jnp.dtype(dtype).itemsize == 2:
+            run = ft.partial(jax.nn.dot_product_attention, implementation="cudnn")
+            found["cudnn"] = lambda q, k, v, n: run(q, k, v, query_seq_lengths=n * 0 + 1, key_value_seq_lengths=n)
+        return found
+
+    def torches(self, which: str) -> dict[str, Callable[..., Any]]:
+        """PyTorch's have no lengths: they see the whole cache too."""
+        whole = Attention("", "", 1, 1, self.keys, features=self.features)
+        run = lambda name, torch, q, k, v, _: whole._torch("forward", name, torch, q, k, v, q)
+        return {f"torch:{name}": ft.partial(run, name) for name in ("cudnn", "flash")}
+
+
 def _passed(which: str, run: Function) -> Function:
     """Forward, or with the tangent along the operands themselves."""
     if which == "forward":
@@ -183,6 +229,12 @@ CASES: tuple[timed.Case, ...] = (
     *(_of("window", n, causal=True, window=1023) for n in (4096, 16384)),
     # Lengths and numbers of heads that no published table has.
     *(_of("other", n, causal=True, heads=12, shared=4) for n in (1500, 3000, 10000)),
+    *(
+        Decode("decode", f"{n // 1024}k x {b}", b, n)
+        for n in (8192, 32768, 131072)
+        for b in (1, 16, 64)
+        if n * b <= 1 << 21
+    ),
     Attention("vision", "vit-b", 128, 197, 197, heads=12, shared=12, features=64, values=64),
     Attention("vision", "cross", 16, 4096, 77, heads=8, shared=8, features=64, values=64),
 )

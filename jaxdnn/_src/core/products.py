@@ -20,7 +20,9 @@ def dot(
         highest = lax.Precision.HIGHEST
         product = lax.dot_general(a, b, (contract, batch), precision=highest, preferred_element_type=jnp.float32)
         return product.astype(preferred)
-    return lax.dot_general(a, b, (contract, batch), precision=precision, preferred_element_type=preferred)
+    # A dtype of 64 bits is named only where it is not the operands' own: outside of that mode JAX warns of the name.
+    wider = None if a.dtype == preferred else preferred
+    return lax.dot_general(a, b, (contract, batch), precision=precision, preferred_element_type=wider)
 
 
 def _is_thin(a: Array, b: Array, contract: tuple, batch: tuple) -> bool:
