@@ -17,7 +17,7 @@ attention-bias  | NTHD, NTHD, NTHD, bias=_HTT, softcap=2.0 -> NTHD           | N
 attention_dgrad | NTHD, NTHD, NTHD, NTHD, NTHD, NTH        -> NTHD NTHD NTHD | N -/- H -/-        | as forward
 attention_decode | NTHD, NTHD, NTHD, index(N)            -> NTHD           | N -/- H -/- | keys are gathered
 merge_attention | PNTHD, PNTH                              -> NTHD NTH       | N -/- T -/- H -/-  | independent rows
-rope            | NTHD                                   -> NTHD           | N -/- T -/- H -/-  | independent rows
+rope            | NTHD                                   -> NTHD           | N -/- T h/h H -/-  | sines are computed in lines
 """,
     engines=("hopper.engine", "hopper.backward_engine", "xla"),
     cases=("cases", "cases_decode"),

@@ -26,12 +26,13 @@ def attention_of(q: Array, k: Array, v: Array, *, causal: bool, window: int | No
 def attention_decode(q: Array, k: Array, v: Array, key_lengths: Array) -> Array:
     rows = jnp.arange(q.shape[1])[None, :, None] + (key_lengths - q.shape[1])[:, None, None]
     mask = jnp.arange(k.shape[1])[None, None] <= rows
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    return jnp.where((key_lengths > 0)[:, None, None, None], y, jnp.zeros_like(y))
 
 
 def rope(x: Array) -> Array:
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)[None]
+    angle = jnp.arange(x.shape[1], dtype=x.dtype)[:, None] * 10000.0 ** (-jnp.arange(half) / half)[None]
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos[None] - b * sin[None], b * cos[None] + a * sin[None]], -1)

@@ -82,8 +82,9 @@ class AttentionSpec:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        own = tuple(name for name in CONSTANTS if name in self.given)
-        return (*own, *(self.score.constants if self.score else ()))
+        """`start` is the last one: it is added where a call is partitioned."""
+        own = tuple(name for name in CONSTANTS if name in self.given and name != "start")
+        return (*own, *(self.score.constants if self.score else ()), *(("start",) if "start" in self.given else ()))
 
     @property
     def beyond_kernels(self) -> str | None:
