@@ -629,3 +629,22 @@ def test_a_cap_in_order_is_no_tanh_of_the_device(level: str):
     text = jax.jit(value_and_gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     assert "tanh" not in text
     assert "exponential" in text
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"causal": "bottom_right", "window": (50, None), "split": 32}], ids=str
+)
+def test_strips_in_order_change_no_bit(monkeypatch, options: dict[str, Any]):
+    """What a strip leaves out would have added zeros."""
+    rng = np.random.default_rng(17)
+    operands = [jnp.asarray(a, jnp.float32) for a in arrays(rng, 1, 300, 270, 2, 1, 3, 2)]
+    bias, slopes = (jnp.asarray(rng.normal(size=z) / 9, jnp.float32) for z in ((1, 1, 300, 1), (2,)))
+    found = []
+    for rows in (128, 10**6):
+        monkeypatch.setattr(walk, "ROWS", rows)
+        jax.clear_caches()
+        f = ours({"bias": 0, "alibi_slopes": 0}, {**options, "determinism": "mesh_invariant"})
+        both = jax.jit(lambda *a, f=f: (f(*a), jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)[0])), tuple(range(5)))(*a)))
+        found.append(jax.tree.leaves(both(*operands, bias, slopes)))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -121,6 +121,12 @@ class Arrays:
         shift = self._shift() if self.spec.diagonal else 0
         return (self._keys(at) - self._queries(at) - shift).astype(self.wide)
 
+    def of_all_keys(self, x: Array, at: Block) -> Array:
+        """An array whose last axis has a block's keys, with 0 for all others: trees of sums in order have every key."""
+        if (at.low, at.high) == (0, self.s):
+            return x
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(at.low, self.s - at.high)])
+
     def _seen(self, at: Block) -> Array | None:
         """Which pairs count, of a shape that is broadcast; None if all do."""
         spec, given, conditions = self.spec, self.given, []

@@ -158,10 +158,9 @@ def gradients(v: Arrays, block: Callable[[Block], Named]) -> tuple[Array, ...]:
 def _of_bias(v: Arrays, ds: Array, at: Block) -> Array:
     """The part of bias's gradient in a block: sums over what it is broadcast along, and 0 for other keys."""
     shape = v.given["bias"].shape
-    ds = _added_like(v, ds, shape)
-    if shape[-1] == 1 or (at.low, at.high) == (0, v.s):
-        return ds
-    return jnp.pad(ds, [(0, 0)] * (ds.ndim - 1) + [(at.low, v.s - at.high)])
+    if shape[-1] == 1 and v.k.rows is None:
+        return _added_like(v, ds, shape)
+    return _added_like(v, v.of_all_keys(ds, at), shape)
 
 
 def _added_like(v: Arrays, x: Array, shape: tuple[int, ...]) -> Array:

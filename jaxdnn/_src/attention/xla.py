@@ -89,6 +89,7 @@ def attention_dgrad(spec: AttentionSpec, *operands: Array, k: Arithmetic = PLAIN
             found["bias"] = ds
         if "alibi_slopes" in spec.along:
             along = k.times(ds, jnp.broadcast_to(v.distance(at), ds.shape))
+            along = along if k.rows is None else v.of_all_keys(along, at)
             found["alibi_slopes"] = k.total(along, (-2, -1))[..., 0, 0]
         if "sinks" in spec.along:
             if seen is not None:  # of a row that sees no key dy is not read
