@@ -24,7 +24,7 @@ def changed(x: Any, sequence: Any, head: Any, query: Any, key: Any, table: Any, 
 
 def captured(table: Any) -> Any:
     """The same, with its arrays captured."""
-    return lambda x, *places: changed(x, *places, table, jnp.asarray(LABELS))
+    return lambda x, b, h, i, j: changed(x, b, h, i, j, table, jnp.asarray(LABELS))
 
 
 @pytest.mark.usefixtures("x64")
@@ -61,7 +61,7 @@ def test_meshes(axis: int):
         return run(q, k, v, table), jax.grad(lambda *a: jnp.sum(jnp.sin(run(*a))), (0, 1, 2, 3))(q, k, v, table)
 
     def placed(x: Any, i: int) -> Any:
-        names = [None] * 4
+        names: list[Any] = [None] * 4
         names[axis] = "x"
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*names if i == 0 or axis != 1 else ())))
 
