@@ -90,15 +90,15 @@ class AttentionSpec:
     def beyond_kernels(self) -> str | None:
         """What a kernel does not know of the call, as a clause; None if there is nothing."""
         asked = {
-            "the user's function of scores": self.score is not None,
-            "a block mask": "block_mask" in self.given,
-            "keys in splits of a stated size": self.split is not None,
-            "a result in the accumulator's dtype": self.wide_y,
-            "the largest scores as a result": self.maximum,
+            "function of scores": self.score is not None,
+            "block mask": "block_mask" in self.given,
+            "splits of a stated size": self.split is not None,
+            "result in the accumulator's dtype": self.wide_y,
+            "result of the largest scores": self.maximum,
             "ALiBi from the window's diagonal": self.diagonal,
         }
         found = [what for what, is_asked in asked.items() if is_asked]
-        return f"{' and '.join(found)} is XLA's" if found else None
+        return f"its kernel has no {' and no '.join(found)}" if found else None
 
     @property
     def knows_places(self) -> bool:

@@ -97,6 +97,8 @@ def _unsupported(call: engines.Call) -> str | None:
         return f"its kernel takes bfloat16 and float16, not {q.dtype.name}"
     if not math.prod(q.shape) * math.prod(k.shape) * math.prod(values.shape):
         return "it has nothing to do for an empty array"
+    if spec.beyond_kernels:
+        return spec.beyond_kernels
     if spec.dropout is not None:
         return "its kernel has no dropout"
     if any(n % 8 or n > WIDEST for n in sizes):
