@@ -21,7 +21,8 @@ from jaxdnn._src.core.tolerance import ACCUMULATIONS, FORMATS
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
-from jaxdnn._src.attention import api
+from jaxdnn._src.attention.arguments import Options
+from jaxdnn._src.attention.arguments import read as read_arguments
 from jaxdnn._src.attention.cases import AttentionCase
 from jaxdnn._src.attention.hopper import engine, forward, work
 from jaxdnn._src.attention.hopper.forward_ptx import code
@@ -35,8 +36,6 @@ from tests.hopper.attention_machine import DTYPES, every_item
 from tests.hopper.device import on_hopper
 
 BF16 = jnp.bfloat16
-FLOATS = ("bias", "alibi_slopes", "sinks")
-CONSTANTS = ("mask", "query_lengths", "key_lengths", "query_segments", "key_segments")
 
 
 # ---- the kernel's PTX on the machine ---------------------------------------------------------------------------------
@@ -62,11 +61,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def read(q: Any, k: Any, v: Any, **o: Any) -> tuple[engines.Call, Any]:
     """A call as the engine sees it, and its operands."""
-    named: Any = {name: {n: o.get(n) for n in names} for name, names in (("floats", FLOATS), ("constants", CONSTANTS))}
-    given: Any = (o.get("scale"), o.get("causal", False), o.get("window"), o.get("softcap"), *named.values())
-    rest = (o.get("dropout", 0.0), o.get("dropout_key"), o.get("layout", "BTNH"), "hopper", "batch_invariant")
-    options: Any = (*given, *rest)
-    arrays, spec = api._read((("q", q), ("k", k), ("v", v)), *options)
+    options = Options(**o, engine="hopper", determinism="batch_invariant")
+    arrays, spec = read_arguments((("q", q), ("k", k), ("v", v)), options)
     avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     return engines.Call("attention", spec, avals, "cuda"), arrays
 

@@ -26,27 +26,27 @@ FLOATS = blending.FLOATS[:4]
 class Options:
     """What attention and its backward pass take by name, as the user passed it."""
 
-    scale: Any
-    causal: Any
-    window: Any
-    softcap: Any
-    bias: Any
-    mask: Any
-    block_mask: Any
-    block_mask_tile: Any
-    query_lengths: Any
-    key_lengths: Any
-    query_segments: Any
-    key_segments: Any
-    alibi_slopes: Any
-    sinks: Any
-    score_fn: Any
-    score_arrays: Any
-    dropout: Any
-    dropout_key: Any
-    layout: Any
-    engine: Any
-    determinism: Any
+    scale: Any = None
+    causal: Any = False
+    window: Any = None
+    softcap: Any = None
+    bias: Any = None
+    mask: Any = None
+    block_mask: Any = None
+    block_mask_tile: Any = 128
+    query_lengths: Any = None
+    key_lengths: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    score_fn: Any = None
+    score_arrays: Any = ()
+    dropout: Any = 0.0
+    dropout_key: Any = None
+    layout: Any = "BTNH"
+    engine: Any = None
+    determinism: Any = None
     out_dtype: Any = None
     split: Any = None
     maximum: bool = False
