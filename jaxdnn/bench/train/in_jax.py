@@ -110,7 +110,7 @@ class Lax:
 
 
 class Jaxdnn(Lax):
-    """The operations by this library wherever it has the op; matrix products and attention are XLA's."""
+    """The operations by this library wherever it has the op; matrix products are XLA's."""
 
     def conv(
         self,
@@ -152,6 +152,12 @@ class Jaxdnn(Lax):
 
     def activation(self, x: Array, name: str) -> Array:
         return dnn.activation(x, activation=_OURS.get(name, name))
+
+    def attention(self, x: Array, heads: int) -> Array:
+        n, t, d = x.shape
+        q, k, v = jnp.moveaxis(x.reshape(n, t, 3, heads, d // 3 // heads), 2, 0)
+        y: Any = dnn.attention(q, k, v)
+        return y.reshape(n, t, d // 3)
 
     def max_pool(self, x: Array) -> Array:
         return dnn.pool(x, window=3, stride=2, padding=1)
