@@ -40,7 +40,7 @@ def roi_align(
     boxes: Array,
     /,
     *,
-    output_sizes: int | tuple[int, ...],
+    output_sizes: int | tuple[int, ...] = 1,
     batch_indices: Array | None = None,
     spatial_scale: float = 1.0,
     sampling_ratio: int = 2,

@@ -36,7 +36,7 @@ def roi_align(
     boxes: ArrayLike,
     /,
     *,
-    output_sizes: int | Sequence[int],
+    output_sizes: int | Sequence[int] = 1,
     batch_indices: ArrayLike | None = None,
     spatial_scale: float = 1.0,
     sampling_ratio: int = 2,
@@ -63,7 +63,7 @@ def roi_align(
       x: (N, H, W, C) for layout NHWC; one to three spatial axes, d of them; float32, bfloat16, float16 or float64.
       boxes: (K, 2 d) with `batch_indices`, or (N, K, 2 d), K boxes for each image; float32, bfloat16, float16 or
         float64, whatever x is. See `box_format`.
-      output_sizes: P and Q, the bins of a box: one integer or one per spatial axis.
+      output_sizes: P and Q, the bins of a box: one integer or one per spatial axis; 1 where not given, as in ONNX.
       batch_indices: (K,), integers from 0 to N - 1: the image of each box.
       spatial_scale: by which coordinates are multiplied: 1/16 for features of a 16th of the image's size.
       sampling_ratio: m, the samples of a bin along each axis.
