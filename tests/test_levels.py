@@ -141,7 +141,12 @@ def test_no_rounding_of_bits_that_a_level_fixes_is_omitted(name: str, dtype: str
     for subject in filter(None, (made, gradient(made))):
         assert not roundings_omitted(subject.whole(), *subject.operands)
     if "dgrad" in name:
-        along = lambda *given: jax.jvp(made.whole(), given[: len(given) // 2], given[len(given) // 2 :])
+        # Of recurrent layers along dy alone: their second derivatives are XLA's products at any level.
+        count = 1 if name.startswith(("lstm", "gru", "rnn")) else len(made.operands)
+        whole = lambda rest: lambda *linear: made.whole()(*linear, *rest)
+        along = lambda *given: jax.jvp(
+            whole(given[count : len(made.operands)]), given[:count], given[len(made.operands) :][:count]
+        )
         assert not roundings_omitted(along, *made.operands, *made.operands)
 
 
