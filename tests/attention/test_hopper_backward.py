@@ -444,6 +444,8 @@ def faulty(launch: Any, known: Any, whole: Any) -> bool:
         ),
         (Sizes(1, 64, 64, 1, 1, 64, 64), {"dropout": 0.5, "dropout_key": 1}, "no dropout"),
         (Sizes(1, 0, 64, 1, 1, 64, 64), {}, "nothing to do for an empty array"),
+        (Sizes(1, 64, 64, 1, 1, 64, 64), {"softcap": 1e6}, "take caps"),
+        (Sizes(1, 64, 64, 1, 1, 64, 64), {"scale": 1e300}, "take scales"),
     ],
 )
 def test_refusals(sizes, options, reason):

@@ -340,7 +340,10 @@ REFUSED = [
     (dict(d=68), "multiples of 8 features, to 256, not 68 and 64"),
     (dict(e=264), "multiples of 8 features, to 256, not 64 and 264"),
     (dict(d=208, e=248), "its tiles of 208 and 248 features do not fit"),
-    (dict(scale=-1.0), "takes scales above 0, not -1.0"),
+    (dict(scale=-1.0), "take scales from 1e-20 to 1e+20, not -1.0"),
+    (dict(scale=1e300), "take scales"),
+    (dict(softcap=1e6), "take caps from 0.0009765625 to 1024.0, not 1000000.0"),
+    (dict(softcap=1e-40), "take caps"),
     (dict(dropout=0.5, dropout_key=np.zeros(2, np.uint32)), "no dropout"),
 ]
 
@@ -373,6 +376,18 @@ def test_unasked_it_serves_wherever_it_can(how):
         here = dataclasses.replace(call, spec=spec, device_kind="NVIDIA H200")
         assert selection.select(here).name == "hopper"
         assert selection.select(dataclasses.replace(here, device_kind="NVIDIA A100")).name != "hopper"
+
+
+def test_in_64_bit_mode_kernels_are_lowered_alike(h200: None):
+    """Forward and backward: they count in 32 bits."""
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    loss = lambda q, k, v: dnn.attention(q, k, v, causal=True).astype(jnp.float32).sum()
+    kernels = []
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        kernels.append(text.count("custom_call @mosaic_gpu"))
+    assert kernels == [4, 4]
 
 
 def test_a_scale_of_a_call_is_kept_apart_from_others():

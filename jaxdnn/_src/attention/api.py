@@ -116,9 +116,10 @@ def attention(
 
     Numerics: scores, exponentials and sums in float32 (float64 for float64), rounded once; products of narrow operands
       on GPUs with narrow weights, as all attention kernels have them. float32 is not cut to TF32. Determinism level
-      run_to_run by engine `xla`, batch_invariant by `hopper` (bfloat16 and float16, multiples of 8 features to 256;
-      `explain` says which options it does not take), mesh_invariant by `ordered`, which adds products term by term;
-      second derivatives run_to_run.
+      run_to_run by engine `xla`; batch_invariant by `hopper`, which takes bfloat16 and float16 in multiples of 8
+      features to 256 and says in `explain` which options it does not; its gradients of bias, slopes and
+      sinks are run_to_run, and those of bias and slopes take memory for all scores. mesh_invariant by `ordered`, which
+      adds products term by term; second derivatives run_to_run.
 
     Raises:
       ValueError: shapes that do not fit, an unknown option. TypeError: a dtype that is not served. NotImplementedError:

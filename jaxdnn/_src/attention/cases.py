@@ -265,7 +265,8 @@ class AttentionCase(Case):
         total = self.batch * self.queries * self.keys
         e_ds = e_ds + least + weights * (np.abs(ds) + e_ds)  # dS is added as it was rounded
         if "bias" in named:
-            errors.append((e_ds + total * u * (np.abs(ds) + e_ds)).sum(0, keepdims=True))
+            shared = tuple(axis for axis, n in enumerate(named["bias"].shape) if n == 1)
+            errors.append((e_ds + total * u * (np.abs(ds) + e_ds)).sum(shared, keepdims=True))
         if "alibi_slopes" in named:
             distance = np.abs(np.arange(self.keys)[None] - np.arange(self.queries)[:, None])
             errors.append(((e_ds + (total + 2) * u * (np.abs(ds) + e_ds)) * distance).sum((0, 2, 3)))

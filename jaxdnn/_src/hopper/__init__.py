@@ -54,15 +54,23 @@ def no_device(call: engines.Call) -> str | None:
     return None
 
 
-def declare(*ops: str, unsupported: Callable[[engines.Call], str | None], **declared: Any) -> None:
+def declare(
+    *ops: str, unsupported: Callable[[engines.Call], str | None], run: Callable[..., Any], **declared: Any
+) -> None:
     """Registers the engine `hopper` of these ops: `engines.declare` with what its kernels have in common.
 
-    `unsupported` says why no kernel serves a call, whatever the device; None if one does.
+    `unsupported` says why no kernel serves a call, whatever the device; None if one does. Kernels count in 32 bits, in
+    JAX's 64-bit mode too.
     """
+
+    def narrow(call: engines.Call, *operands: Any) -> Any:
+        with jax.enable_x64(False):
+            return run(call, *operands)
+
     of_sizes = {"needs_sizes": lambda call: True, "partition": lambda call: True}
     supports = lambda call: no_device(call) or unsupported(call)
     common = {**of_sizes, "fused": False, "supports": supports, "measured_on": MEASURED_ON}
-    engines.declare("hopper", *ops, **(common | declared))
+    engines.declare("hopper", *ops, run=narrow, **(common | declared))
 
 
 @ft.lru_cache

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, export
 
 from jaxdnn._src import hopper
+from jaxdnn._src.attention.hopper.engine import beyond_range
 from jaxdnn._src.attention.spec import AXES, AttentionSpec, operands_of
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest
@@ -22,6 +23,7 @@ PAIRS = ("query_segments", "key_segments", "mask", "alibi_slopes", "bias")
 SUMMED = ("bias", "alibi_slopes")  # whose gradients are sums of dS
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 LARGEST = 2**31 - 1  # of rows of all heads, and of positions of a head
+MOST_ADDED = 2**30  # scores of a sequence, of all heads, whose gradients are in memory at once to be added
 
 
 def _shapes(call: engines.Call) -> dict[str, Any]:
@@ -42,6 +44,8 @@ def _unsupported(call: engines.Call) -> str | None:
         return spec.beyond_kernels
     if spec.dropout is not None:
         return "its kernels of gradients have no dropout"
+    if reason := beyond_range(spec):
+        return reason
     if spec.wide:
         return "its kernels round gradients, which are added over a mesh first here"
     if other := [name for name in spec.given if name not in (*LENGTHS, *PAIRS, "sinks")]:
@@ -52,7 +56,19 @@ def _unsupported(call: engines.Call) -> str | None:
         lead = v[name].shape[: -len(AXES[name])] if name in spec.along else ()
         if math.prod(lead) not in (1, math.prod(v["q"].shape[:-3])):
             return f"its gradient of `{name}` is added over all sequences or over none"
+    sizes = _sizes(spec, v)
+    if _adds_scores(spec) and sizes["n"] * sizes["t"] * sizes["s"] > MOST_ADDED:
+        return f"its gradients of {' and '.join(SUMMED)} take memory for all scores, of a sequence at most {MOST_ADDED}"
     return _of_sizes(spec, v)
+
+
+def _adds_scores(spec: AttentionSpec) -> bool:
+    return any(name in spec.along for name in SUMMED)
+
+
+def _level(call: engines.Call) -> str:
+    """A gradient that sequences share is a sum over them, of which vmap makes another."""
+    return "run_to_run" if {"sinks", *SUMMED} & set(call.spec.along) else "batch_invariant"
 
 
 def _of_sizes(spec: AttentionSpec, v: dict[str, Any]) -> str | None:
@@ -160,14 +176,14 @@ def _as_given(x: Array, operand: Array) -> Array:
 def _workspace(call: engines.Call) -> int:
     from jaxdnn._src.attention.hopper import backward_launch
 
-    return backward_launch.workspace(problem(call), summed=any(name in call.spec.along for name in SUMMED))
+    return backward_launch.workspace(problem(call), summed=_adds_scores(call.spec))
 
 
 hopper.declare(
     "attention_dgrad",
     run=_run,
     unsupported=_unsupported,
-    level=lambda call: "batch_invariant",
+    level=_level,
     accumulation=lambda call: "tensor_core",
     hazards=lambda call: ("flushes_subnormals", "spreads_nonfinite"),
     workspace=_workspace,

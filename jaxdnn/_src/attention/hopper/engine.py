@@ -13,6 +13,7 @@ from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
 
 WIDEST = 256  # features of a head
+SCALES, CAPS = (1e-20, 1e20), (2.0**-10, 2.0**10)
 MOST = 2**31  # numbers of an array that has one for each pair of query and key, or of logarithms: 32 bits
 LENGTHS, SEGMENTS = ("query_lengths", "key_lengths"), ("query_segments", "key_segments")
 OF_HEADS, OF_PAIRS = ("alibi_slopes", "sinks"), ("bias", "mask")
@@ -87,6 +88,18 @@ def _with_one_lead(name: str, x: Array, lead: tuple[int, ...]) -> Array:
     return x.reshape(-1, *own)
 
 
+def beyond_range(spec: AttentionSpec) -> str | None:
+    """Why kernels do not take a call's scale or cap, which stand in their code as float32 numbers.
+
+    A cap c is c (1 - 2 / (1 + e^(2 x / c))), which is off by 2^-23 c, whatever the score x is.
+    """
+    if not SCALES[0] <= spec.scale <= SCALES[1]:
+        return f"its kernels take scales from {SCALES[0]} to {SCALES[1]}, not {spec.scale}"
+    if spec.softcap is not None and not CAPS[0] <= spec.softcap <= CAPS[1]:
+        return f"its kernels take caps from {CAPS[0]} to {CAPS[1]}, not {spec.softcap}"
+    return None
+
+
 def _unsupported(call: engines.Call) -> str | None:
     """Why no kernel serves a call, on any device."""
     spec: AttentionSpec = call.spec
@@ -103,8 +116,8 @@ def _unsupported(call: engines.Call) -> str | None:
         return "its kernel has no dropout"
     if any(n % 8 or n > WIDEST for n in sizes):
         return f"its kernel takes multiples of 8 features, to {WIDEST}, not {sizes[0]} and {sizes[1]}"
-    if not 0 < spec.scale < math.inf:
-        return f"its kernel takes scales above 0, not {spec.scale}"
+    if reason := beyond_range(spec):
+        return reason
     if any(name in v and v[name].dtype.itemsize > 4 for name in ("bias", *OF_HEADS, *SEGMENTS)):
         return "its kernel takes biases, slopes, sinks and segments of at most 32 bits"
     problem, plan = _forward(call)

@@ -95,6 +95,7 @@ def _in_sixteen(call: engines.Call) -> bool:
 
 
 SLOWER = (
+    Slower("more than 512 units were never timed", lambda call: _value(call, "r").shape[0] > 512),
     Slower("clusters of sixteen blocks were never timed", _in_sixteen),
     Slower(
         "with so many sequences that the clusters run in more than three rounds it was never timed",
