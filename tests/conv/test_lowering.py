@@ -91,6 +91,18 @@ def test_no_product_is_converted_to_float8_without_a_barrier(op: str, name: str,
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_nothing_is_multiplied_or_added_in_a_narrow_type_on_gpus(op: str, name: str, dtype: Any):
+    """Only a library, which adds in float32, is given operands of a narrow type."""
+    function, avals = call(op, name, dtype, engine="xla")
+    found = list(operations(module(function, *avals, platform="cuda").body))
+    steps = [op.operation for op in found if op.operation.name in ("stablehlo.multiply", "stablehlo.add")]
+    assert not [step for step in steps if "f16" in str(step.results[0].type)]  # bf16 too
+    assert steps or {op.operation.name for op in found} & {*PRODUCTS}
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_barriers_are_for_float8_on_gpus_alone(op: str):
     for dtype, out, platform in ((E4M3, None, "cpu"), (BF16, E4M3, "cpu"), (BF16, None, "cuda"), (F32, BF16, "cuda")):
         function, avals = call(op, "direct", dtype, out_dtype=out)

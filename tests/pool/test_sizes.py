@@ -119,6 +119,16 @@ def test_indices_of_global_pool():
         assert np.array_equal(np.asarray(found[1])[:, 0, 0], x.reshape(2, -1, 3).argmax(1))
 
 
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_windows_of_adaptive_pool_add_in_the_stated_order_unasked(layout: str):
+    """Sizes without a common factor: each window is a pooling of a part that is as long as the window."""
+    x = np.random.default_rng(5).normal(size=laid_out(layout, 2, 3, (97, 5))).astype(np.float32) * 3.7
+    options = {"output_sizes": (4, 3), "layout": layout}
+    for operand in (x, np.full_like(x, -0.0)):
+        wanted = reference.adaptive_pool(operand, **options, arithmetic="ordered")
+        assert_bits(dnn.adaptive_pool(operand, **options), wanted)
+
+
 @pytest.mark.parametrize("mode", ["average", "max", "lp"])
 @pytest.mark.parametrize("outputs", [(3, 2), (5, 7)])
 def test_blend_of_adaptive_pool(mode: str, outputs: Any):

@@ -195,6 +195,11 @@ def _positions(x: Array, axes: Sequence[int]) -> Array:
 
 
 def _sums(spec: PoolSpec, x: Array, pairs: Pairs) -> Array:
+    """The sums over the windows, in the stated order whatever level is required.
+
+    A window alone of its kind is as long as the part that it is given, and would be left to XLA's sum below that level.
+    """
+    spec = dataclasses.replace(spec, level="portable")
     for axis, count in reversed(pairs):
         x = _joined([_bind("pool_average", spec, axis, kind, x)[0] for kind in _kinds(x.shape[axis], count)], axis)
     return x

@@ -8,6 +8,7 @@ convolution never has `lhs_dilation`, for which cuDNN has no kernel: transposed 
 its filter gradient is an ordinary backward-filter one.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,8 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     if on_gpu and not integer and not _has_better_form_on_gpu(call, problem):
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:
+        if not (integer or problem.is_matrix or problem.is_patches):  # each of these is one product, rounded once
+            problem = dataclasses.replace(problem, preferred=primitive.wider(preferred, spec.accumulate))
         acc = _channels_last(call.op, spec, problem, a, b)
     if on_gpu and (_becomes_float8(spec) or acc.dtype == jnp.float64):
         # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN; and
