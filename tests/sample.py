@@ -8,7 +8,8 @@ algorithms, kinds of plan), in some test of it.
 
 Where the suite runs twice, on two releases of JAX, one of the runs is `beside` the other, which is on the newest JAX,
 where all kernels run. It leaves the facets to that run, and the tests that ask nothing of JAX (`ONCE`); of the other
-functions it takes every fourth, in turns, and a larger part of their parameters. So the newest release meets every
+functions it takes every fourth, in turns, and a larger part of their parameters, but each time those that assemble the
+PTX that this release lowers (`ALWAYS`). So the newest release meets every
 function each time, the other one in four runs, and both every parameter in `SLICES` runs.
 """
 
@@ -24,6 +25,7 @@ BESIDE = 4
 # Whose outcome hardly depends on the release of JAX: the definition in NumPy, PTX as text, documents, the layout.
 _ONCE_AT_TOP = ("layout", "notebooks", "readme", "record_lowered", "sample")
 ONCE = ("tests/reference/", "tests/hopper/", *(f"tests/test_{name}.py" for name in _ONCE_AT_TOP))
+ALWAYS = "tests/hopper/test_assembles.py"
 FEW = 24
 # The parameters that are facets; in tests of kernels also those that name the cases, which are kinds of plan.
 FACETS = {"algorithm", "dtype", "engine", "family", "layout", "level", "mode", "op", "out_dtype", "transformation"}
@@ -43,8 +45,8 @@ def chosen(tests: Mapping[str, Mapping[str, Any]], count: int, slice_: int, besi
         functions[test.partition("[")[0]].append(test)
     names, parts = list(functions), SLICES // BESIDE if beside else SLICES
     if beside:
-        of_turn = [name for name in names if (slice_ + turns.number(name)) % BESIDE == 0]
-        names, slice_ = [name for name in of_turn if not name.startswith(ONCE)], slice_ // BESIDE
+        of_turn = [name for name in names if (slice_ + turns.number(name)) % BESIDE == 0 and not name.startswith(ONCE)]
+        names, slice_ = [*of_turn, *(name for name in names if name.startswith(ALWAYS))], slice_ // BESIDE
     kept: set[str] = set()
     for name in names:
         own = dict.fromkeys(turns.part(functions[name], parts, slice_))

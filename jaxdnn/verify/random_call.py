@@ -42,7 +42,7 @@ KERNELS = {
     "pool": ("pool",),
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
-    "attention": ("attention forward",),
+    **dict.fromkeys(("attention", "attention_decode"), ("attention forward", "attention merge")),
     "attention_dgrad": ("attention gradient",),
     "rnn": ("recurrence",),
 }

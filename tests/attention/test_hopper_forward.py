@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxdnn as dnn
+import jaxdnn_reference as reference
 from jaxdnn._src import hopper
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, FORMATS
@@ -24,7 +25,7 @@ if hopper.unavailable():
 from jaxdnn._src.attention.arguments import Options
 from jaxdnn._src.attention.arguments import read as read_arguments
 from jaxdnn._src.attention.cases import AttentionCase
-from jaxdnn._src.attention.hopper import engine, forward, work
+from jaxdnn._src.attention.hopper import engine, forward, merge, work
 from jaxdnn._src.attention.hopper.forward_ptx import code
 from jaxdnn._src.attention.hopper.plan import Mask, Plan, Problem, Spread, plan
 from jaxdnn._src.attention.hopper.tile_ptx import operands
@@ -52,11 +53,38 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         arrays |= {name: np.asarray(x) for name, x in given.items()}
         if "mask" in arrays:
             arrays["mask"] = arrays["mask"].astype(np.uint8)
-        y, lse = attention_machine.attention(problem, plan, arrays, every_item(problem, plan), **options)
+        if problem.packed:
+            arrays["q"] = np.asarray(q)
+        found = attention_machine.attention(problem, plan, arrays, every_item(problem, plan), **options)
+        if plan.partial:
+            return found
+        y, lse = found
         return jnp.asarray(first(y)).astype(q.dtype), jnp.asarray(first(lse))
 
     monkeypatch.setattr(forward, "attention_forward", run)
+    monkeypatch.setattr(merge, "merge", merged)
     return options
+
+
+def merged(m: Any, total: Any, values: Any, sinks: Any, *, packed: bool, heads_first: bool, dtype: Any) -> Any:
+    """What `merge.merge` computes, in float64."""
+    b, n, _, t, e = values.shape
+    m, total = m.astype(np.float64), total.astype(np.float64)
+    values = np.where(total[..., None] == 0, 0, values)
+    if sinks is not None:
+        own = np.asarray(sinks, np.float64).reshape(-1, n, t) if packed else np.asarray(sinks)[..., None]
+        own = np.broadcast_to(own, (b, n, t))[:, :, None] * np.log2(np.e)
+        m, total = np.concatenate([m, own], 2), np.concatenate([total, np.ones_like(own)], 2)
+        values = np.concatenate([values, np.zeros((b, n, 1, t, e))], 2)
+    top = m.max(2, keepdims=True)
+    share = np.exp2(m - np.where(top == -np.inf, 0, top))
+    whole = (share * total).sum(2)
+    with np.errstate(divide="ignore"):
+        lse = np.where(top == -np.inf, 0, top)[:, :, 0] * np.log(2) + np.log(whole)
+    y = (share[..., None] * values).sum(2) / np.where(whole == 0, 1, whole)[..., None]
+    if not (packed or heads_first):
+        y, lse = np.swapaxes(y, 1, 2), np.swapaxes(lse, 1, 2)
+    return jnp.asarray(y, dtype).reshape(-1, e), jnp.asarray(lse, jnp.float32).reshape(-1)
 
 
 def read(q: Any, k: Any, v: Any, **o: Any) -> tuple[engines.Call, Any]:
@@ -110,6 +138,46 @@ def test_a_row_that_sees_nothing_is_zero(machine):
     assert (y[0, nothing] == 0).all()
     assert (lse[0, nothing] == -np.inf).all()
     assert np.isfinite(lse[0, 40:60]).all()
+
+
+PARTS = [
+    ({}, {}), ({"window": 150}, {}), ({"alibi": True}, {}), ({"sinks": True}, {"heads_first": True}),
+    ({"softcap": 2.0}, {"queries": 3}), ({"window": 150}, {"queries": 70, "shared": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "how"), PARTS)
+def test_splits_are_merged_to_the_whole(machine, options, how):
+    """The last queries over a cache, of which rows, heads that share keys and parts behind the last key have shares."""
+    b, t, s, n, h, d, e = 2, how.get("queries", 1), 300, 4, how.get("shared", 2), 64, 40
+    rng, options = np.random.default_rng(5), dict(options)
+    q, k, v = (rng.normal(size=shape).astype(BF16) for shape in ((b, t, n, d), (b, s, h, d), (b, s, h, e)))
+    lengths = np.array([129, 300], np.int32)
+    named = {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.4])} if options.pop("alibi", False) else {}
+    named |= {"sinks": np.float32([0.5, -1, 2, 0])} if options.pop("sinks", False) else {}
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    wanted, log = reference.attention_decode(*wide, lengths, **options, **named, split=128, return_logsumexp=True)
+    options |= named | {"causal": "bottom_right", "key_lengths": lengths}
+    if how.get("heads_first"):
+        q, k, v, wanted = (np.swapaxes(x, 1, 2) for x in (q, k, v, wanted))
+        log, options = np.swapaxes(log, 1, 2), options | {"layout": "BNTH"}
+    window = (options.pop("window", None), 0)
+    y, lse = attention(q, k, v, **options, window=window, split=128, diagonal=True)
+    np.testing.assert_allclose(y.astype(np.float64), wanted, atol=0.02, rtol=0.02)
+    np.testing.assert_allclose(lse, log, atol=1e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_parts_have_the_bits_of_the_same_rows_of_all(machine, queries):
+    """One of four heads that share keys, packed or not; with room behind the last key or without."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.normal(size=shape).astype(BF16) for shape in ((1, 150, 4, 64), (1, 150, 2, 64), (1, 150, 2, 64)))
+    y, lse = attention(q, k, v, causal=True, split=128)
+    room = ((0, 0), (0, 170), (0, 0), (0, 0))
+    lengths = {"key_lengths": np.array([150], np.int32), "causal": "bottom_right", "split": 128}
+    found, log = attention(q[:, -queries:], np.pad(k, room), np.pad(v, room), **lengths)
+    assert found.tobytes() == y[:, -queries:].tobytes()
+    assert log.tobytes() == lse[:, -queries:].tobytes()
 
 
 @pytest.mark.parametrize("place", [3, 100, 130, 199])
@@ -191,6 +259,21 @@ def test_bits_are_predicted(dtype, features, values, how):
     assert np.asarray(y).tobytes() == predicted(q, k, v, **how).tobytes()
 
 
+@on_hopper
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("room", [700, 2048, 4097, 20_000, 70_000])
+def test_rows_have_the_same_bits_in_any_room(queries, room):
+    """Of a cache: parts behind the last key, which one kernel merges or several, change nothing."""
+    rng = np.random.default_rng(9)
+    q, k, v = (rng.normal(size=(2, 700, n, 128)).astype(BF16) for n in (8, 2, 2))
+    how = {"split": 128, "engine": "hopper", "return_logsumexp": True}
+    cache = [np.pad(x, ((0, 0), (0, room - 700), (0, 0), (0, 0))) for x in (k, v)]
+    wanted = jax.jit(lambda *a: dnn.attention(*a, causal=True, **how))(q, k, v)
+    found = jax.jit(lambda *a: dnn.attention_decode(*a, **how))(q[:, -queries:], *cache, np.array([700, 700]))
+    for x, y in zip(found, wanted, strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y)[:, -queries:].tobytes()
+
+
 # What is changed in the text, and what then shows; `None`: wrong results.
 FAULTS = [
     (r"@!?p\d+ mbarrier\.arrive\S* _, \[r\d+\];", "", "a wait without an end"),
@@ -256,8 +339,8 @@ def _seen(problem: Problem, mask: Mask, given: dict[str, Any], image: int) -> np
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_are_those_that_are_seen(seed):
     problem, plan, given = _drawn_problem(np.random.default_rng(seed))
-    for b, n, row in every_item(problem, plan):
-        item = work.bounded(problem, plan, given, jnp.int32(b), jnp.int32(n), jnp.int32(row))
+    for b, n, row, part in every_item(problem, plan):
+        item = work.bounded(problem, plan, given, *map(jnp.int32, (b, n, row, part)))
         item = {name: int(value) for name, value in vars(item).items()}
         seen = _seen(problem, plan.mask, given, b)[row : row + plan.block_rows]
         for j in range(-(-problem.keys // plan.keys)):
@@ -306,7 +389,7 @@ def test_every_item_is_computed_once(right):
     assert sorted(numbers) == list(range(work.count(problem, found)))
     places = {tuple(map(int, work.placed(jnp.int32(n), problem, found))) for n in numbers}
     assert len(places) == len(numbers)
-    assert {head for _, head in places} == set(range(12))
+    assert {head for _, _, head in places} == set(range(12))
 
 
 def test_the_longest_come_first_and_no_block_waits_long():

@@ -6,6 +6,7 @@ be used, and a slot is overwritten as soon as its barrier says that it has been 
 """
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Generator
@@ -18,7 +19,7 @@ import numpy as np
 from jaxdnn._src.attention.hopper import work
 from jaxdnn._src.attention.hopper.forward_ptx import code
 from jaxdnn._src.attention.hopper.plan import ROWS, Plan, Problem, Spread
-from jaxdnn._src.attention.hopper.tile_ptx import TURN, operands
+from jaxdnn._src.attention.hopper.tile_ptx import RESULTS, TURN, operands
 from jaxdnn_reference.arithmetic import tensor_core
 from jaxdnn_reference.rounding import fma
 from jaxdnn_reference.special_function import ex2
@@ -67,7 +68,7 @@ class Block:
 
     def __init__(self, problem: Problem, plan: Plan, rng: np.random.Generator, add: Add) -> None:
         self.problem, self.plan, self.rng, self.add = problem, plan, rng, add
-        sizes = {"q": plan.consumers * plan.q_bytes, "k": plan.stages * plan.k_bytes, "v": plan.stages * plan.v_bytes}
+        sizes = {"q": plan.q_slots * plan.q_bytes, "k": plan.stages * plan.k_bytes, "v": plan.stages * plan.v_bytes}
         sizes["out"] = 0 if plan.out_in_q else plan.consumers * plan.out_bytes
         self.at, place = {}, 1024
         for name, size in sizes.items():
@@ -77,8 +78,8 @@ class Block:
             self.at["out"] = self.at["q"]
         self.shared = np.full(place, 0xFF, np.uint8)
         self.bars = 1 << 20
-        n, s = plan.consumers, plan.stages
-        counts = [1] * n + [4] * n + [1] * 2 * s + [4 * n] * 2 * s
+        n, s = plan.q_slots, plan.stages
+        counts = [1] * n + [4] * n + [1] * 2 * s + [4 * plan.consumers] * 2 * s
         self.barriers = [Barrier(c) for c in counts]
         self.arrays: list[np.ndarray] = []
         self.named: dict[int, list[Any]] = {}  # of a barrier its number of threads, who has come, predicates
@@ -142,7 +143,7 @@ class Warpgroup:
         self.threads = np.arange(LANES) + LANES * number
         self.flying: list[set[str]] = []
         self.group: set[str] = set()
-        self.lse: dict[int, float] = {}
+        self.stored: dict[int, float] = {}
 
     def run(self, text: str, kinds: dict[str, str], given: dict[str, Any]) -> Run:
         code, labels = _decoded(text)
@@ -320,10 +321,11 @@ class Warpgroup:
                     block.shared[where[active]] = bytes_[active]
             case ["ld", "global", "nc", kind]:
                 self._load_global(o, kind, active)
-            case ["st", "global", "f32"]:
-                for p, v in zip(self.place(o[0])[active], self.real(o[1])[active], strict=True):
-                    assert int(p) not in self.lse
-                    self.lse[int(p)] = float(v)
+            case ["st", "global", "f32"] | ["st", "global", "v2", "f32"]:
+                for i, source in enumerate(o[1] if isinstance(o[1], tuple) else (o[1],)):
+                    for p, v in zip(self.place(o[0])[active] + 4 * i, self.real(source)[active], strict=True):
+                        assert int(p) not in self.stored
+                        self.stored[int(p)] = float(v)
             case ["mbarrier", "arrive", *_]:
                 barrier = block.barriers[(int(self.place(o[1])[0]) - block.bars) // 8]
                 for _ in range(int(active.sum())):
@@ -473,12 +475,14 @@ def attention(
     problem: Problem,
     plan: Plan,
     arrays: dict[str, np.ndarray],
-    items: list[tuple[int, int, int]],
+    items: list[tuple[int, int, int, int]],
     *,
     seed: int = 0,
     add: Add = nearest,
-) -> tuple[np.ndarray, np.ndarray]:
-    """y (B, N, T, E) and lse (B, N, T) of these blocks of queries, (b, n, first row), NaN elsewhere.
+) -> tuple[np.ndarray, ...]:
+    """y (B, N, T, E) and lse (B, N, T) of these blocks of queries, (b, n, first row, part), NaN elsewhere.
+
+    Of a plan for parts their largest scores, sums (B, N, parts, T) and values (B, N, parts, T, E).
 
     arrays: q, k and v with heads first, and what else the problem has, by name.
     """
@@ -487,24 +491,29 @@ def attention(
     given: dict[str, Any] = {name: jnp.asarray(x) for name, x in arrays.items() if name not in "qkv"}
     if plan.mask.listed:
         given["ranges"] = work.ranges(problem, plan, given)
-    found = [vars(work.bounded(problem, plan, given, b, n, jnp.int32(row))) for b, n, row in items]
+    found = [
+        vars(work.bounded(problem, plan, given, b, n, jnp.int32(row), jnp.int32(part))) for b, n, row, part in items
+    ]
     found = [{name: int(value) for name, value in item.items()} for item in found]
     q, k, v = (arrays[name] for name in "qkv")
     y = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     groups = [Warpgroup(block, w) for w in range(plan.consumers)]
     text, kinds = code(problem, plan), operands(problem, plan)
-    memory = {name: block.keep(arrays[name]) for name, kind in kinds.items() if kind == "l" and name != "lse"}
+    results = RESULTS[plan.partial]
+    memory = {name: block.keep(arrays[name]) for name, kind in kinds.items() if kind == "l" and name not in results}
+    written = {name: (100 + i) << 40 for i, name in enumerate(results)}
 
     def produce() -> Run:
         number = used = 0
 
         def load_queries(item: dict[str, int]) -> Run:
             for w in range(plan.consumers):
-                while used and not block.barrier("q_empty", w).passed((used - 1) & 1):
+                over, slot = used // plan.q_buffers, w * plan.q_buffers + used % plan.q_buffers
+                while over and not block.barrier("q_empty", slot).passed((over - 1) & 1):
                     yield
                 rows = _rows(q[item["image"], item["head"]], item["row"] + ROWS * w, ROWS)
-                block.put("q", w * plan.q_bytes, rows)
-                block.barrier("q_full", w).arrive()
+                block.put("q", slot * plan.q_bytes, rows)
+                block.barrier("q_full", slot).arrive()
 
         for item in found:
             for j in range(item["first"], item["last"]):
@@ -525,31 +534,37 @@ def attention(
 
     def consume(group: Warpgroup) -> Run:
         number = used = 0
-        if group.number == plan.consumers - 1:
+        if plan.consumers > 1 and group.number == plan.consumers - 1:
             block.come(TURN, 2 * LANES)
         for item in found:
             numbers = _numbers(problem, arrays, item)
-            places = {**block.at, "bars": block.bars, "lse": 0, **memory, "number": number, "item": used}
+            places = {**block.at, "bars": block.bars, **written, **memory, "number": number, "item": used}
             yield from group.run(text, kinds, places | numbers)
             row = item["row"] + ROWS * group.number
-            stride = plan.q_bytes if plan.out_in_q else plan.out_bytes
-            out = block.get("out", group.number * stride, ROWS, v.shape[3])
-            kept = max(0, min(ROWS, problem.queries - row))
-            y[item["image"], item["head"], row : row + kept] = out[:kept]
+            if not plan.partial:
+                stride = plan.q_bytes if plan.out_in_q else plan.out_bytes
+                out = block.get("out", group.number * stride, ROWS, v.shape[3])
+                kept = max(0, min(ROWS, problem.queries - row))
+                y[item["image"], item["head"], row : row + kept] = out[:kept]
             if plan.out_in_q:
                 for _ in range(4):
                     block.barrier("q_empty", group.number).arrive()
             number += item["last"] - item["first"]
             used += plan.out_in_q or item["last"] > item["first"]
-        if group.number == 0:
+        if plan.consumers > 1 and group.number == 0:
             yield from group.meet(TURN, 2 * LANES)
 
     _interleave(block, [produce(), *map(consume, groups)], rng)
     b, n, t = q.shape[:3]
-    lse = np.full((b, n, t) if problem.heads_first else (b, t, n), np.nan, np.float32)
-    for group in groups:
-        for place, value in group.lse.items():
-            lse.reshape(-1)[place // 4] = value
+    shapes: dict[str, tuple[int, ...]] = {"lse": (b, n, t) if problem.heads_first else (b, t, n)}
+    parts = (b, n, problem.parts, t)
+    shapes |= {"largest": parts, "total": parts, "values": (*parts, plan.values)}
+    arrays_of = {name: np.full(shapes[name], np.nan, np.float32) for name in results}
+    for place, value in (stored for group in groups for stored in group.stored.items()):
+        arrays_of[results[(place >> 40) - 100]].reshape(-1)[(place & (1 << 40) - 1) // 4] = value
+    if plan.partial:
+        return tuple(arrays_of.values())
+    lse = arrays_of["lse"]
     return y, lse if problem.heads_first else np.swapaxes(lse, 1, 2)
 
 
@@ -558,7 +573,9 @@ def _numbers(problem: Problem, arrays: dict[str, np.ndarray], item: dict[str, in
     image, head = item["image"], item["head"]
     heads, queries = problem.heads, problem.queries
     first = (image * heads + head) * queries if problem.heads_first else image * heads * queries + head
-    found: dict[str, Any] = item | {"lse_first": first}
+    if problem.split is not None:
+        first = ((image * heads + head) * problem.parts + item["part"]) * queries
+    found: dict[str, Any] = item | {"result_first": first}
     for name, operand in (("alibi_slopes", "slope"), ("sinks", "sink")):
         if name in arrays:
             found[operand] = arrays[name][image if len(arrays[name]) > 1 else 0, head]
@@ -598,8 +615,7 @@ def _rows(matrix: np.ndarray, first: int, count: int) -> np.ndarray:
     return found
 
 
-def every_item(problem: Problem, plan: Plan) -> list[tuple[int, int, int]]:
-    tiles = math.ceil(problem.queries / plan.block_rows)
-    return [
-        (b, n, t * plan.block_rows) for b in range(problem.batch) for n in range(problem.heads) for t in range(tiles)
-    ]
+def every_item(problem: Problem, plan: Plan) -> list[tuple[int, int, int, int]]:
+    tiles = range(math.ceil(problem.queries / plan.block_rows))
+    numbers = itertools.product(range(problem.batch), range(problem.heads), tiles, range(problem.parts))
+    return [(b, n, t * plan.block_rows, part) for b, n, t, part in numbers]

@@ -253,6 +253,12 @@ def attentions() -> Iterator[Call]:
     yield call(dnn.attention, q, k, k, query_lengths=lengths, key_lengths=lengths)
     segments = {f"{name}_segments": jnp.ones((2, n), jnp.int32) for name, n in (("query", 300), ("key", 400))}
     yield call(dnn.attention, q, k, k, **segments)
+    decode = lambda *arrays, **options: dnn.attention_decode(*arrays, lengths, **options)
+    q, k, ones = (2, 1, 4, 64), (2, 20000, 2, 64), jnp.ones(4)
+    yield call(decode, q, k, k)
+    yield call(decode, q, k, k, sinks=ones, alibi_slopes=ones)
+    q, k = (2, 4, 3, 64), (2, 2, 400, 64)
+    yield call(decode, q, k, k, layout="BNTH")
 
 
 # What calls are of -> those that between them take all ways in which these kernels write instructions, and the
@@ -315,7 +321,10 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...
                 "mask",
                 "slopes",
                 "sinks",
-            )
+                "split",
+                "packed",
+            ),
+            "attention merge": ("groups", "sinks", "heads first"),
         },
     ),
     "dropout": (dropouts, {"dropout": ("operands", "kernel", "pass", "activation", "bias", "residual")}),

@@ -43,12 +43,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "masked": {"given": ("mask", "query_segments", "key_segments"), "layout": "BNTH"},
     "by-key": {"given": ("bias", "mask"), "causal": True},
+    "parts": {"split": 1, "given": ("bias", "sinks"), "causal": True, "layout": "BNTH"},
+    "wide": {"out_dtype": True, "given": ("mask",), "causal": True},
 }
 BY_KEY = "by-key"  # bias and mask are the same for all queries
 HOPPER = {"queries": 150, "keys": 200, "features": 64, "values": 32}  # sizes that its kernels serve, with tails
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
 # In units of u: of an exponential, twice what was measured of softmax's; of a logarithm relative to itself; of tanh.
 EXP, LOG, TANH = 10.0, 6.0, 16.0
+
+
+def in_tiles(engine: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with splits that an engine serves: kernels take those of whole tiles."""
+    more = {"split": 128 * max(1, options["split"] - 2)} if engine == "hopper" and "split" in options else {}
+    return options | more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +75,9 @@ class AttentionCase(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        beside = ("given",) if self.op == "attention" else ("given", "split")
-        return {n: v for n, v in VARIANTS[self.variant.rpartition("/")[2]].items() if n not in beside}
+        beside = ("given", "out_dtype", *(("split",) if self.op != "attention" else ()))
+        found = {n: v for n, v in VARIANTS[self.variant.rpartition("/")[2]].items() if n not in beside}
+        return in_tiles(self.engine, found)
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -85,7 +94,8 @@ class AttentionCase(Case):
         if self.op == "merge_attention":
             return lambda *a: dnn.merge_attention(*a, **choices)
         op: Any = getattr(dnn, self.op)
-        more = {"return_logsumexp": True} if self.op == "attention" else {}
+        more: dict[str, Any] = {"return_logsumexp": True} if self.op == "attention" else {}
+        more |= {"out_dtype": self._wide} if self._is_wide else {}
         return lambda *a: op(*a[: self.count], **self._named(a), **self.options, **more, **choices)
 
     def _named(self, operands: tuple[Any, ...]) -> dict[str, Any]:
@@ -122,6 +132,11 @@ class AttentionCase(Case):
             y, lse = reference.attention(*arrays, **named, **self.options, return_logsumexp=True)
             arrays = [normal(*y.shape).astype(self.in_dtype), *arrays, y, lse]
         return *arrays, *named.values()
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether y is asked for in the accumulator's dtype."""
+        return bool(VARIANTS.get(self.variant.rpartition("/")[2], {}).get("out_dtype"))
 
     @property
     def _wide(self) -> Any:
@@ -214,7 +229,10 @@ class AttentionCase(Case):
         of_lse = -np.log1p(-np.minimum(sigma, 0.5)) + LOG * u * (1 + np.log(self.keys + 2.0)) + 4 * u * np.abs(lse)
         of_lse = np.where(sigma < 0.5, of_lse, np.inf)
         of_lse = np.where(np.isfinite(lse), of_lse + 4 * u * far.max(-1, initial=0), 0.0)
-        given = {"y": (y, error, self.in_dtype), "logsumexp": (lse, of_lse, self._wide)}
+        given = {
+            "y": (y, error, self._wide if self._is_wide else self.in_dtype),
+            "logsumexp": (lse, of_lse, self._wide),
+        }
         return tuple(
             Expected(self._laid_out(a), self._laid_out(e), d, n, generic=False) for n, (a, e, d) in given.items()
         )
@@ -289,7 +307,7 @@ class AttentionCase(Case):
 def _variants(op: str) -> tuple[str, ...]:
     if op == "merge_attention":
         return ("plain",)
-    return tuple(name for name in VARIANTS if op == "attention" or name != BY_KEY)
+    return tuple(name for name in VARIANTS if op == "attention" or name not in (BY_KEY, "parts", "wide"))
 
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[AttentionCase]:

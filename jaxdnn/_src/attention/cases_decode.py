@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.attention.cases import DTYPES, AttentionCase
+from jaxdnn._src.attention.cases import DTYPES, HOPPER, AttentionCase, in_tiles
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected
 from jaxdnn._src.cases.family import family, up_to
@@ -44,7 +44,7 @@ class DecodeCase(AttentionCase):
 
     @property
     def asked(self) -> dict[str, Any]:
-        return DECODE[self.variant.rpartition("/")[2]]
+        return in_tiles(self.engine, DECODE[self.variant.rpartition("/")[2]])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -158,16 +158,19 @@ def _cases_of(op: str) -> tuple[type[Case], dict[str, dict[str, Any]]]:
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[Case]:
     """Every variant in every dtype of the extent."""
     kind, variants = _cases_of(op)
+    sizes = {**HOPPER, "queries": 2, "keys": 1100} if engine == "hopper" else {}
     for dtype in up_to(extent, DTYPES):
         for variant in variants:
-            yield kind(op, engine, dtype, variant)
+            yield kind(op, engine, dtype, variant, **sizes)
 
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     """A variant of each op."""
-    case: Case = (
-        DecodeCase(op, engine, "f32", "alibi") if op == "attention_decode" else RopeCase(op, engine, "bf16", "half")
-    )
+    case: Case = RopeCase(op, engine, "bf16", "half")
+    if op == "attention_decode":
+        case = DecodeCase(op, engine, "f32", "alibi")
+        if engine == "hopper":
+            case = DecodeCase(op, engine, "bf16", "alibi", **HOPPER | {"queries": 1, "keys": 1100})
     axes = (0, 0, 0, 0, None, None) if op == "attention_decode" else (0,)
     found = subject(case, seed, batch_axes=axes, out_axis=0)
     if found is not None:
@@ -177,6 +180,8 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
     """Every variant on sequences of any lengths."""
     variants = _cases_of(op)[1]
+    if engine == "hopper":
+        return _draw_tiles(op, engine, rng, f"{name}/{rng.choice(list(variants))}")
     dtype = drawn.pick(rng, drawn.WIDER)
     batch, heads = drawn.between(rng, 1, 6), drawn.between(rng, 1, 4)
     if op == "rope":
@@ -194,6 +199,22 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
         "values": drawn.between(rng, 1, 130),
     }
     return DecodeCase(op, engine, dtype, f"{name}/{rng.choice(list(variants))}", **sizes)
+
+
+def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
+    """One query, mostly, or some, over several parts of the keys, and features that kernels serve."""
+    long = rng.random() < 0.2  # more parts than one kernel merges, of the smaller splits
+    shared = 1 if long else drawn.between(rng, 1, 4)
+    sizes = {
+        "batch": 1 if long else drawn.between(rng, 1, 4),
+        "queries": 1 if rng.random() < 0.6 else drawn.between(rng, 2, 10 if long else 100),
+        "keys": drawn.between(rng, 8000, 9500) if long else drawn.between(rng, 1, 3000),
+        "shared": shared,
+        "heads": shared * drawn.between(rng, 1, 6),
+        "features": 8 * drawn.between(rng, 1, 32),
+        "values": 8 * drawn.between(rng, 1, 32),
+    }
+    return DecodeCase(op, engine, drawn.pick(rng, {"bf16": 1, "f16": 1}), name, **sizes)
 
 
 FAMILY = family("attention", DecodeCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw)

@@ -121,6 +121,11 @@ class Case(abc.ABC):
     primitive: ClassVar[dict[str, str]] = {}  # the primitive of each op that has engines to choose from
 
     @property
+    def bound(self) -> str:
+        """The primitive whose engine is asked what it guarantees."""
+        return self.primitive[self.op]
+
+    @property
     def id(self) -> str:
         return f"{self.op}/{self.engine}/{self.dtype}/{self.variant}"
 
@@ -217,7 +222,7 @@ def facts(case: Case) -> Facts:
     operands = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in case.operands("normal", generator(case, "normal", 0))]
     if case.op not in case.primitive:
         return Facts(None, strongest_level(case, operands), "float64" if case.x64 else "float32")
-    return explained(case, case.primitive[case.op], operands)
+    return explained(case, case.bound, operands)
 
 
 def explained(case: Any, primitive: str, operands: Any, **extras: Any) -> Facts:

@@ -279,7 +279,34 @@ def product(a: Array, b: Array) -> Array:
 
     Mosaic's products are such as the assembler contracts with sums, also behind `lax.optimization_barrier`.
     """
-    return _words("mul.rn.f32 $0, $1, $2;", "=r", (a, b), jnp.float32)
+    code = "mul.rn.f32 $0, $1, $2;"
+    return _words(code, "=r", (a, b), jnp.float32) if a.ndim == 3 else _of_threads(code, a, b)
+
+
+def exp2(v: Array) -> Array:
+    """2^v of a number of each thread, by the special function unit; Mosaic's code for it depends on what is around."""
+    return _of_threads("ex2.approx.ftz.f32 $0, $1;", v)
+
+
+def log2(v: Array) -> Array:
+    """The logarithm to base 2 of a number of each thread, by the special function unit."""
+    return _of_threads("lg2.approx.f32 $0, $1;", v)
+
+
+def _of_threads(code: str, *operands: Array) -> Array:
+    """What PTX makes of a float32 number of each thread."""
+
+    @_inline(returns=plgpu.ShapeDtypeStruct((WARPS, LANES), jnp.float32, layout=tiled(ONE)))
+    def run(_: Any, *values: Any) -> Any:
+        constraints = ",".join(["=f", *["f"] * len(values)])
+        found = _inline_asm(ir.F32Type.get(), [_own(v) for v in values], code, constraints)
+        [of_thread] = values[0].registers.flat
+        own = np.empty_like(values[0].registers)
+        several = isinstance(of_thread.type, ir.VectorType)
+        own.flat[0] = vector.from_elements(of_thread.type, [found]) if several else found
+        return mgpu.FragmentedArray(_registers=own, _layout=values[0].layout, _is_signed=None)
+
+    return run(*operands)
 
 
 def _words(code: str, out: str, operands: tuple[Array, ...], dtype: Any) -> Array:

@@ -58,15 +58,23 @@ CURVED, CURVED_TANH = 0.0963, 0.77  # at least the largest second derivatives
 
 @dataclasses.dataclass(frozen=True)
 class RnnCase(Case):
-    """Sequences of up to some steps."""
+    """Sequences of up to some steps.
+
+    saves: whether the call returns what its gradients need, which is not compared.
+    """
 
     batch: int = 8
     steps: int = 6
     inputs: int = 3
     units: int = 5
     columns: int = 4  # of a projection
+    saves: bool = False
 
     primitive = dict.fromkeys(OPS, "rnn")
+
+    @property
+    def bound(self) -> str:
+        return "rnn_saved" if self.saves else super().bound
 
     @property
     def _kind(self) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -107,6 +115,8 @@ class RnnCase(Case):
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         op: Any = getattr(dnn, self.op)
+        if self.saves:
+            return lambda *arrays: self._called(op, arrays, return_saved=True, **choices)[:-1]
         return lambda *arrays: self._called(op, arrays, **choices)
 
     def kinds(self) -> tuple[str, ...]:
@@ -344,7 +354,8 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> RnnCase:
     }
     variants = [v for v in LAYERS[op] if not kernels or not v.startswith(("projected", "before", "heads"))]
     dtype = drawn.pick(rng, {"bf16": 1, "f16": 1} if kernels else drawn.WIDER)
-    return RnnCase(op, engine, dtype, f"{name}/{rng.choice(variants)}", **sizes)
+    saves = kernels and not op.endswith("_cell") and bool(rng.random() < 0.4)
+    return RnnCase(op, engine, dtype, f"{name}/{rng.choice(variants)}", **sizes, saves=saves)
 
 
 def samples(case: RnnCase) -> tuple[tuple[int | None, ...], int] | None:

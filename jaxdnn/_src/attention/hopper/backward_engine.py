@@ -40,8 +40,8 @@ def _unsupported(call: engines.Call) -> str | None:
     dtypes = {v[name].dtype for name in ("q", "k", "v", "y")} | {call.avals[0].dtype}
     if len(dtypes) > 1 or next(iter(dtypes)) not in DTYPES:
         return f"its kernels take operands of one dtype, bfloat16 or float16, not {', '.join(sorted(map(str, dtypes)))}"
-    if spec.beyond_kernels:
-        return spec.beyond_kernels
+    if reason := spec.beyond_kernels():
+        return reason
     if spec.dropout is not None:
         return "its kernels of gradients have no dropout"
     if reason := beyond_range(spec):

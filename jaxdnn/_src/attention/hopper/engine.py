@@ -11,8 +11,10 @@ from jaxdnn._src import hopper
 from jaxdnn._src.attention.spec import AttentionSpec, operands_of
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
+from jaxdnn._src.hopper.sizes import ceil_div
 
 WIDEST = 256  # features of a head
+PARTS = 128  # a tile of keys, of whose multiples splits are
 SCALES, CAPS = (1e-20, 1e20), (2.0**-10, 2.0**10)
 MOST = 2**31  # numbers of an array that has one for each pair of query and key, or of logarithms: 32 bits
 LENGTHS, SEGMENTS = ("query_lengths", "key_lengths"), ("query_segments", "key_segments")
@@ -40,11 +42,14 @@ def _forward(call: engines.Call) -> tuple[Any, Any]:
         lead = math.prod(shape[:-3]) > 1
         return Spread((lead, *(n > 1 for n in shape[-3:])), kinds[v[name].dtype])
 
+    # A row in float32 may be one part.
+    split = PARTS * ceil_div(k[rows], PARTS) if spec.wide_y and spec.split is None else spec.split
+    packed = split is not None and _is_packed(tuple(v), q[rows], q[heads], k[heads])
     problem = Problem(
         batch=math.prod(q[:-3]),
-        queries=q[rows],
+        queries=q[heads] // k[heads] if packed else q[rows],
         keys=k[rows],
-        heads=q[heads],
+        heads=k[heads] if packed else q[heads],
         shared=k[heads],
         heads_first=spec.heads_first,
         scale=spec.scale,
@@ -55,23 +60,45 @@ def _forward(call: engines.Call) -> tuple[Any, Any]:
         bias=spread("bias"),
         mask=spread("mask"),
         slopes="alibi_slopes" in v,
-        sinks="sinks" in v,
+        sinks="sinks" in v and split is None,  # which are merged like a part
+        diagonal=spec.diagonal,
+        split=split,
+        packed=packed,
     )
     lengths = any(name in v for name in LENGTHS)
     mask = Mask(spec.left, spec.right, lengths, pairs="mask" in v, segments="query_segments" in v)
     return problem, plan(NAMES[v["q"].dtype], q[-1], v["v"].shape[-1], problem, mask)
 
 
+def _is_packed(names: Iterable[str], queries: int, heads: int, shared: int) -> bool:
+    """Whether heads that share keys are rows of one block: of one query, where nothing but q differs between them."""
+    apart = {"bias", "mask", "alibi_slopes", "query_lengths"} & set(names)
+    return queries == 1 and heads > shared and not apart
+
+
 def _run(call: engines.Call, *operands: Array) -> Any:
     from jaxdnn._src.attention.hopper.forward import attention_forward
+    from jaxdnn._src.attention.hopper.merge import merge
 
     problem, plan = _forward(call)
     v = _named(call, operands)
     lead = v["q"].shape[:-3]
     flat = {name: _with_one_lead(name, x, lead) for name, x in v.items()}
     q, k, values = (flat.pop(name) for name in ("q", "k", "v"))
-    y, lse = attention_forward(q, k, values, flat, problem, plan)
     shape = v["q"].shape
+    if plan.partial:
+        sinks = flat.pop("sinks").astype(jnp.float32) if "sinks" in flat else None
+        if problem.packed:
+            q = q.reshape(problem.batch, problem.heads, problem.queries, -1)
+        parts = attention_forward(q, k, values, flat, problem, plan)
+        how = {
+            "packed": problem.packed,
+            "heads_first": problem.heads_first,
+            "dtype": jnp.float32 if call.spec.wide_y else q.dtype,
+        }
+        y, lse = merge(*parts, sinks, **how)
+    else:
+        y, lse = attention_forward(q, k, values, flat, problem, plan)
     return y.reshape(*shape[:-1], v["v"].shape[-1]), lse.reshape(shape[:-1])
 
 
@@ -110,8 +137,8 @@ def _unsupported(call: engines.Call) -> str | None:
         return f"its kernel takes bfloat16 and float16, not {q.dtype.name}"
     if not math.prod(q.shape) * math.prod(k.shape) * math.prod(values.shape):
         return "it has nothing to do for an empty array"
-    if spec.beyond_kernels:
-        return spec.beyond_kernels
+    if reason := spec.beyond_kernels(split=True, diagonal=True, wide_y=True):
+        return reason
     if spec.dropout is not None:
         return "its kernel has no dropout"
     if any(n % 8 or n > WIDEST for n in sizes):
@@ -124,16 +151,21 @@ def _unsupported(call: engines.Call) -> str | None:
     most = [math.prod(q.shape[:-1]), *(math.prod(v[name].shape) for name in OF_PAIRS if name in v)]
     if max(most) >= MOST or max(problem.queries, problem.keys) >= MOST // 4:
         return "it numbers rows, and pairs of a bias or a mask, in 31 bits"
+    if plan is None and spec.split is not None and spec.split % PARTS:
+        return f"its kernel takes splits in multiples of {PARTS} keys, not {spec.split}"
     return None if plan else f"its tiles of {sizes[0]} and {sizes[1]} features do not fit"
 
 
 def _workspace(call: engines.Call) -> int:
-    """The mask as bytes, and the tiles that are seen of it and of segments."""
+    """The mask as bytes, the tiles that are seen of it and of segments, and the parts of rows."""
+    from jaxdnn._src.attention.hopper.merge import GROUP
     from jaxdnn._src.attention.hopper.work import ranges_bytes
 
     v = _named(call, call.avals)
     problem, plan = _forward(call)
-    return (math.prod(v["mask"].shape) if "mask" in v else 0) + ranges_bytes(problem, plan)
+    rows = problem.batch * problem.heads * problem.queries if plan.partial else 0
+    parts = 4 * rows * (problem.parts + ceil_div(problem.parts, GROUP)) * (plan.values + 2)
+    return (math.prod(v["mask"].shape) if "mask" in v else 0) + ranges_bytes(problem, plan) + parts
 
 
 hopper.declare(

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxdnn._src.attention.hopper import work
 from jaxdnn._src.attention.hopper.forward_ptx import code
 from jaxdnn._src.attention.hopper.plan import ROWS, Plan, Problem, Spread, decided
-from jaxdnn._src.attention.hopper.tile_ptx import THREADS, TURN, operands
+from jaxdnn._src.attention.hopper.tile_ptx import RESULTS, THREADS, TURN, operands
 from jaxdnn._src.attention.hopper.work import Item
 from jaxdnn._src.core.compat import arith, ir, llvm, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
@@ -25,7 +25,8 @@ from jaxdnn._src.hopper.cluster import address
 from jaxdnn._src.hopper.launch import kernel, when
 from jaxdnn._src.hopper.wgmma import swizzle_transform
 
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a thread of the producer, of a consumer, by the number of consumers
+# Of a thread of the producer, and of a consumer, by the number of consumers.
+REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
 _NUMBER = plgpu.Layout.WG_SPLAT(())  # of a number that all threads have
 _inline: Any = plgpu.inline_mgpu
 _inline_asm: Any = llvm.inline_asm
@@ -36,8 +37,11 @@ _copy: Any = mgpu.LaunchContext.async_copy
 
 def attention_forward(
     q: Array, k: Array, v: Array, given: Mapping[str, Array], problem: Problem, plan: Plan, *, sms: int | None = None
-) -> tuple[Array, Array]:
-    """y and lse. `given`: what else the problem has, by name, each with one leading axis where it has leading axes."""
+) -> tuple[Array, ...]:
+    """y and lse, or of each part its largest scores, sums (B, N, parts, T) and weighted values (B, N, parts, T, E).
+
+    given: what else the problem has, by name, each with one leading axis where it has leading axes.
+    """
     branches.record("attention forward", **decided(plan, problem))
     blocks = min(sms or MULTIPROCESSORS, work.count(problem, plan))
     given = _prepared(given, problem, plan, blocks)
@@ -45,6 +49,9 @@ def attention_forward(
         jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
         jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
     )
+    if plan.partial:
+        rows = (problem.batch, problem.heads, problem.parts, problem.queries)
+        outs = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (rows, rows, (*rows, plan.values)))
 
     def body(*refs: Any, **scratch: Any) -> None:
         block = _Block(problem, plan, refs, list(given), scratch)
@@ -83,12 +90,12 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     swizzle = (swizzle_transform(plan.swizzle),)
     box = lambda *shape: plgpu.SMEM((*shape, plan.chunk), dtype, transforms=swizzle)
     found = {
-        "q": box(plan.consumers, plan.feature_chunks, ROWS),
+        "q": box(plan.q_slots, plan.feature_chunks, ROWS),
         "k": box(plan.stages, plan.feature_chunks, plan.keys),
         "v": box(plan.stages, plan.value_chunks, plan.keys),
         "bars": plgpu.SMEM((2 * plan.barriers,), jnp.int32),
     }
-    return found if plan.out_in_q else found | {"out": box(plan.consumers, plan.value_chunks, ROWS)}
+    return found if plan.out_in_q or plan.partial else found | {"out": box(plan.consumers, plan.value_chunks, ROWS)}
 
 
 class _Block:
@@ -98,9 +105,12 @@ class _Block:
         self, problem: Problem, plan: Plan, refs: Sequence[Any], names: Sequence[str], scratch: dict[str, Any]
     ) -> None:
         self.problem, self.plan, self.scratch = problem, plan, scratch
-        self.q, self.k, self.v, *rest, self.y, self.lse = refs
-        self.given = dict(zip(names, rest, strict=True))
-        self.out = scratch["q" if plan.out_in_q else "out"]
+        self.q, self.k, self.v, *rest = refs
+        self.given = dict(zip(names, rest, strict=False))
+        results = rest[len(names) :]
+        self.y = None if plan.partial else results.pop(0)
+        self.results = dict(zip(RESULTS[plan.partial], results, strict=True))
+        self.out = scratch.get("out", scratch["q"])
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
         self.box = plgpu.RefType((swizzle_transform(plan.swizzle),))
 
@@ -131,16 +141,16 @@ class _Block:
         lax.fori_loop(zero, table[self.sm, 0], step, (table[self.sm, 1], (zero, zero)))
 
     def item(self, number: Any) -> Item:
-        tile, head = work.placed(number, self.problem, self.plan)
+        tile, part, head = work.placed(number, self.problem, self.plan)
         heads = jnp.int32(self.problem.heads)
         image, head = lax.div(head, heads), lax.rem(head, heads)
-        return work.bounded(self.problem, self.plan, self.given, image, head, tile * self.plan.block_rows)
+        return work.bounded(self.problem, self.plan, self.given, image, head, tile * self.plan.block_rows, part)
 
     def prepare(self) -> None:
         """Initialises the barriers."""
         plan = self.plan
         warps = THREADS // 32
-        counts = [1] * plan.consumers + [warps] * plan.consumers
+        counts = [1] * plan.q_slots + [warps] * plan.q_slots
         counts += [1] * 2 * plan.stages + [warps * plan.consumers] * 2 * plan.stages
 
         @_inline(arg_types=(_raw,))
@@ -181,14 +191,16 @@ class _Block:
             head = lax.div(head, jnp.int32(self.problem.heads // self.problem.shared))
         chunks = plan.feature_chunks if name == "k" else plan.value_chunks
         place = (item.image, head, j * plan.keys)
-        self.fetch(source, self.scratch[name], f"{name}_full", slot, place, chunks, plan.keys)
+        self.fetch(source, self.scratch[name], f"{name}_full", slot, place, chunks, plan.keys, self.problem.heads_first)
 
     def load_queries(self, item: Item, items: Any) -> None:
+        buffers = jnp.int32(self.plan.q_buffers)
         for wg in range(self.plan.consumers):
-            slot = jnp.int32(wg)
-            self.wait_empty("q_empty", slot, items)
+            slot = lax.rem(items, buffers) + wg * buffers
+            self.wait_empty("q_empty", slot, lax.div(items, buffers))
             place = (item.image, item.head, item.row + wg * ROWS)
-            self.fetch(self.q, self.scratch["q"], "q_full", slot, place, self.plan.feature_chunks, ROWS)
+            heads_first = self.problem.heads_first or self.problem.packed
+            self.fetch(self.q, self.scratch["q"], "q_full", slot, place, self.plan.feature_chunks, ROWS, heads_first)
 
     def wait_empty(self, name: str, slot: Any, over: Any) -> None:
         """Waits until a slot that has been filled `over` times has been read as often."""
@@ -210,10 +222,18 @@ class _Block:
         wait(self.scratch["bars"], slot, over)
 
     def fetch(
-        self, source: Any, target: Any, full: str, slot: Any, place: tuple[Any, Any, Any], chunks: int, rows: int
+        self,
+        source: Any,
+        target: Any,
+        full: str,
+        slot: Any,
+        place: tuple[Any, Any, Any],
+        chunks: int,
+        rows: int,
+        heads_first: bool,
     ) -> None:
         """Loads `rows` rows of a head into a slot, which its barrier tells of."""
-        plan, heads_first, first = self.plan, self.problem.heads_first, self.plan.barrier(full)
+        plan, first = self.plan, self.plan.barrier(full)
 
         @_inline(arg_types=(_raw, self.box, _raw, *[_NUMBER] * 4))
         def load(ctx: Any, source: Any, target: Any, bars: Any, *numbers: Any) -> None:
@@ -248,14 +268,17 @@ class _Block:
         plan = self.plan
         plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
         # The last consumer gives the first one its first turn, which after the last item takes the last one.
-        self.pass_turn("arrive", plan.consumers - 1)
+        if plan.consumers > 1:
+            self.pass_turn("arrive", plan.consumers - 1)
 
         def compute(item: Item, number: Any, items: Any) -> None:
             self.compute(item, number, items)
-            self.store(item)
+            if not plan.partial:
+                self.store(item)
 
         self.over_items(compute)
-        self.pass_turn("sync", 0)
+        if plan.consumers > 1:
+            self.pass_turn("sync", 0)
         plgpu.wait_smem_to_gmem(0)
 
     def pass_turn(self, what: str, warpgroup: int) -> None:
@@ -271,7 +294,7 @@ class _Block:
         text, kinds = code(problem, plan), operands(problem, plan)
         numbers = self._numbers(item) | {"number": number, "item": items}
         names = [name for name in kinds if name in numbers]
-        refs = {"lse": self.lse} | {name: self.given[name] for name, kind in kinds.items() if name in self.given}
+        refs = self.results | {name: self.given[name] for name, kind in kinds.items() if name in self.given}
         buffers = {"q": self.box, "k": self.box, "v": self.box, "bars": _raw, "out": self.box}
         types = (*buffers.values(), *[_raw] * len(refs), *[_NUMBER] * len(names))
 
@@ -290,11 +313,12 @@ class _Block:
         """The operands of the text that are numbers, by name."""
         problem = self.problem
         heads, queries = problem.heads, problem.queries
-        if problem.heads_first:
-            first = (item.image * heads + item.head) * queries
-        else:
+        first = (item.image * heads + item.head) * queries
+        if problem.split is not None:
+            first = first * problem.parts + item.part * queries
+        elif not problem.heads_first:
             first = item.image * (queries * heads) + item.head
-        found = dict(vars(item)) | {"lse_first": first}
+        found = dict(vars(item)) | {"result_first": first}
         own = lambda name: self.given[name][item.image if self.given[name].shape[0] > 1 else 0, item.head]
         found |= {"slope": own("alibi_slopes")} if problem.slopes else {}
         found |= {"sink": own("sinks")} if problem.sinks else {}

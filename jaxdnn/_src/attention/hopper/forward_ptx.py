@@ -13,6 +13,8 @@ multiplications with additions are fused where they stand in one term; 2^x is `e
 tile that a row does not see leaves its m, l and O as they are, so that leaving it out changes no bit. Nothing that a
 row's result depends on is decided for several rows at once.
 
+Of parts of rows, m c rounded, l added over the lanes, and O are the results; `merge` goes on with them.
+
 Overlap. The products S of a tile and P V of the one before are issued together; while P V runs, the softmax of S goes
 on. The consumers take turns in issuing (`take_turn`), so that one has the tensor cores while another has the rest.
 """
@@ -20,6 +22,7 @@ on. The consumers take turns in issuing (`take_turn`), so that one has the tenso
 from jaxdnn._src.attention.hopper.finite_ptx import Finite
 from jaxdnn._src.attention.hopper.plan import ROWS, Plan, Problem
 from jaxdnn._src.attention.hopper.tile_ptx import THREADS, of_row
+from jaxdnn._src.hopper.ptx import real
 
 
 class Forward(Finite):
@@ -38,8 +41,13 @@ class Forward(Finite):
         self.first_tile()
         self.further_tiles()
         self.last_values()
+        if plan.partial:
+            self.store_values()
         e.place(end)
-        self.finish()
+        if plan.partial:
+            self.store_sums()
+        else:
+            self.finish()
         return _uniform(e.text())
 
     # ---- tiles
@@ -137,7 +145,7 @@ class Forward(Finite):
         stride = 1 if self.problem.heads_first else self.problem.heads
         for (_, log), row in zip(totals, self.row, strict=True):
             first = e.p("setp.lt.and.s32", row, self.problem.queries, self.quad_first)
-            place = e.d("mad.wide.u32", e.scaled(row, stride, g["lse_first"]), 4, g["lse"])
+            place = e.d("mad.wide.u32", e.scaled(row, stride, g["result_first"]), 4, g["lse"])
             e.op("st.global.f32", f"[{place}]", log, when=first)
         size = plan.q_bytes if plan.out_in_q else plan.out_bytes
         target = e.scaled(self.wg, size, g["q" if plan.out_in_q else "out"])
@@ -152,6 +160,30 @@ class Forward(Finite):
                 at = e.r("add.s32", place, e.r("xor.b32", flip, 2 * unit))
                 (word,) = e.pack(plan.dtype, [e.f("mul.rn.f32", x, inverse) for x in o[2 * i : 2 * i + 2]])
                 e.op("st.shared.b32", f"[{at}+{box * ROWS * plan.swizzle}]", word)
+
+    def store_values(self) -> None:
+        """O of a part to device memory. What no tile was seen of is not stored."""
+        e, plan, g = self.e, self.plan, self.given
+        for row, number in enumerate(self.row):
+            inside = e.p("setp.lt.s32", number, self.problem.queries)
+            first = e.r("add.s32", number, g["result_first"])
+            place = e.d("mad.wide.u32", first, 4 * plan.values, g["values"])
+            place = e.d("add.s64", place, e.d("mul.wide.u32", self.column, 4))
+            o = of_row(self.o, row)
+            for i in range(plan.values // 8):
+                e.store_floats("global", f"[{place}+{32 * i}]", o[2 * i : 2 * i + 2], when=inside)
+
+    def store_sums(self) -> None:
+        """m c and l of a part to device memory."""
+        e, g = self.e, self.given
+        for number, m, own in zip(self.row, self.m, self.sums, strict=True):
+            inside = e.p("setp.lt.and.s32", number, self.problem.queries, self.quad_first)
+            first = e.r("add.s32", number, g["result_first"])
+            for name, value in (
+                ("largest", e.f("mul.rn.f32", m, real(self.factor))),
+                ("total", e.over_lanes(own, 2)),
+            ):
+                e.op("st.global.f32", f"[{e.d('mad.wide.u32', first, 4, g[name])}]", value, when=inside)
 
 
 def code(problem: Problem, plan: Plan) -> str:

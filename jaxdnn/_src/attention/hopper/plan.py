@@ -2,7 +2,8 @@
 
 A block of threads computes 64 queries of a head at a time with each consumer warpgroup, and takes the keys in tiles of
 128 (64 where features are many) from key 0 on, in ascending order, whatever the batch, the lengths and the mask. Tiles
-that no query of the block sees are left out, which changes no bit.
+that no query of the block sees are left out, which changes no bit. With splits, other blocks begin at each multiple of
+their size, and what they find is merged (`merge`); the heads that share keys may then be the rows of one block.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jaxdnn._src.hopper.sizes import SHARED_BYTES, aligned, ceil_div
 ROWS = 64  # queries of a consumer warpgroup
 BARRIER_BYTES = 8
 # The most registers for accumulators and rounded weights, beside addresses and numbers, by the number of consumers.
-REGISTERS = {2: 176, 3: 128}
+REGISTERS = {1: 176, 2: 176, 3: 128}
 TILES = (128, 64)
 STAGES = (4, 3, 2)
 
@@ -68,6 +69,9 @@ class Problem:
       query_lengths, key_lengths, start: whether they are given.
       bias, mask: what is known of these arrays, or None.
       slopes, sinks: whether heads have slopes (ALiBi) and sinks.
+      diagonal: whether slopes count from the window's diagonal.
+      split: the keys of a part, or None: then results are whole rows, otherwise parts of rows.
+      packed: whether the rows of a head of keys are the heads of one query.
     """
 
     batch: int
@@ -87,6 +91,13 @@ class Problem:
     mask: Spread | None = None
     slopes: bool = False
     sinks: bool = False
+    diagonal: bool = False
+    split: int | None = None
+    packed: bool = False
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.split is None else ceil_div(self.keys, self.split)
 
     @property
     def plain(self) -> bool:
@@ -106,6 +117,7 @@ class Plan:
       keys: of a tile.
       stages: tiles of keys, and of values, in shared memory.
       consumers: warpgroups of 64 queries each.
+      partial: whether results are parts of rows, which go from registers to device memory.
     """
 
     dtype: str
@@ -116,6 +128,7 @@ class Plan:
     keys: int
     stages: int
     consumers: int = 2
+    partial: bool = False
 
     @ft.cached_property
     def swizzle(self) -> int:
@@ -147,6 +160,15 @@ class Plan:
         return ROWS * self.consumers
 
     @property
+    def q_buffers(self) -> int:
+        """Blocks of queries that a consumer has in shared memory: its next item's loads do not wait for its last's."""
+        return 2 if self.consumers == 1 else 1
+
+    @property
+    def q_slots(self) -> int:
+        return self.consumers * self.q_buffers
+
+    @property
     def q_bytes(self) -> int:
         """Of one warpgroup's queries."""
         return self.feature_chunks * ROWS * self.swizzle
@@ -162,7 +184,7 @@ class Plan:
     @property
     def out_bytes(self) -> int:
         """Of one warpgroup's results."""
-        return self.value_chunks * ROWS * self.swizzle
+        return 0 if self.partial else self.value_chunks * ROWS * self.swizzle
 
     @property
     def out_in_q(self) -> bool:
@@ -181,12 +203,12 @@ class Plan:
 
     @property
     def barriers(self) -> int:
-        return 2 * self.consumers + 4 * self.stages
+        return 2 * self.q_slots + 4 * self.stages
 
     def barrier(self, name: str) -> int:
         """The byte of a kind's first barrier."""
         names = ("q_full", "q_empty", "k_full", "v_full", "k_empty", "v_empty")
-        counts = (self.consumers, self.consumers, *[self.stages] * 4)
+        counts = (self.q_slots, self.q_slots, *[self.stages] * 4)
         return BARRIER_BYTES * sum(counts[: names.index(name)])
 
     def fits(self, *, apart: bool) -> bool:
@@ -195,25 +217,37 @@ class Plan:
             return False
         out = self.consumers * self.out_bytes if apart else 0
         ring = aligned(self.stages * self.k_bytes) + aligned(self.stages * self.v_bytes)
-        return aligned(self.consumers * self.q_bytes) + ring + aligned(out) + 2048 <= SHARED_BYTES
+        return aligned(self.q_slots * self.q_bytes) + ring + aligned(out) + 2048 <= SHARED_BYTES
 
 
 def plan(dtype: str, features: int, values: int, problem: Problem, mask: Mask) -> Plan | None:
     """The tiles of a problem; None if none fit."""
     for tile in TILES:
-        cut = Plan(dtype, features, values, mask, bool(problem.keys % tile), tile, STAGES[0])
+        ragged, partial = bool(problem.keys % tile), problem.split is not None
+        cut = Plan(dtype, features, values, mask, ragged, tile, STAGES[0], partial=partial)
         consumers = _consumers(cut, problem)
         if cut.registers > REGISTERS[consumers]:
             continue
         plans = [dataclasses.replace(cut, stages=stages, consumers=consumers) for stages in STAGES]
         for apart in (True, False):
             if found := next((p for p in plans if p.fits(apart=apart)), None):
-                return found
+                return _with_parts(found, problem) if partial else found
     return None
+
+
+def _with_parts(found: Plan, problem: Problem) -> Plan | None:
+    """The plan for parts of rows: with one consumer where that has all queries. The tile stays, which decides bits."""
+    if (problem.split or 0) % found.keys:
+        return None
+    if problem.queries > ROWS:
+        return found
+    return next(p for n in STAGES if (p := dataclasses.replace(found, stages=n, consumers=1)).fits(apart=True))
 
 
 def _consumers(cut: Plan, problem: Problem) -> int:
     """Three, where the registers suffice and blocks of 192 queries leave hardly more rows unused than those of 128."""
+    if cut.partial:
+        return 2
     if cut.registers > REGISTERS[3] or cut.mask.listed or not problem.plain:
         return 2
     rows = [ceil_div(problem.queries, ROWS * n) * ROWS * n for n in (2, 3)]
@@ -253,4 +287,6 @@ def decided(plan: Plan, problem: Problem) -> dict[str, Any]:
         "mask": spread(problem.mask),
         "slopes": problem.slopes,
         "sinks": problem.sinks,
+        "split": problem.split is not None,
+        "packed": problem.packed,
     }

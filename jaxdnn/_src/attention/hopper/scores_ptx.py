@@ -32,10 +32,11 @@ class Scores(Tile):
 
     def _find_bounds(self) -> None:
         """low, high: of each row the first key that it sees and the one behind the last, less this thread's column."""
-        e, g, mask = self.e, self.given, self.plan.mask
+        e, g, mask, problem = self.e, self.given, self.plan.mask, self.problem
         lows, highs = [], []
         for row in self.row:
-            place, high = e.r("add.s32", row, g["shift"]), g["key_end"]
+            place = g["shift"] if problem.packed else e.r("add.s32", row, g["shift"])
+            high = g["key_end"]
             if mask.right is not None:
                 high = e.r("min.s32", e.r("add.s32", place, mask.right + 1), high)
             if mask.left is not None:
@@ -107,7 +108,7 @@ class Scores(Tile):
                 found[i].append((value, real(LOG2_E)))
         if problem.slopes:
             place = e.r("sub.s32", e.r("add.s32", self._first_key(), self.column), self.row[row])
-            place = e.r("sub.s32", place, self.given["start"])
+            place = e.r("sub.s32", place, self.given["shift" if problem.diagonal else "start"])
             first = e.f("cvt.rn.f32.s32", place)
             slope = e.f("mul.rn.f32", self.given["slope"], real(LOG2_E))
             for i in range(count):

@@ -16,6 +16,8 @@ LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 LOWEST, ZERO, ONE = real(-math.inf), real(0.0), real(1.0)
 TURN, VOTE, MEET = 8, 11, 14  # named barriers, up to three of the first two; Mosaic uses those below 8
 THREADS = 128  # of a warpgroup
+# What goes from registers to device memory: a logarithm, or a part's largest score, sum and weighted values.
+RESULTS = {False: ("lse",), True: ("largest", "total", "values")}
 
 
 def operands(problem: Problem, plan: Plan) -> dict[str, str]:
@@ -24,11 +26,11 @@ def operands(problem: Problem, plan: Plan) -> dict[str, str]:
     Addresses in shared memory; numbers of this block of queries; what heads have; addresses in device memory.
     """
     words = ["q", "k", "v", "bars", "out", "number", "item", "first", "whole_from", "whole_to", "last", "row", "shift"]
-    words += ["start", "row_end", "key_end", "lse_first"]
+    words += ["start", "row_end", "key_end", "result_first"]
     words += ["bias_first"] * (problem.bias is not None) + ["mask_first"] * (problem.mask is not None)
     words += ["image"] * plan.mask.segments
     floats = ["slope"] * problem.slopes + ["sink"] * problem.sinks
-    wide = ["lse", *["bias"] * (problem.bias is not None), *["mask"] * (problem.mask is not None)]
+    wide = [*RESULTS[plan.partial], *["bias"] * (problem.bias is not None), *["mask"] * (problem.mask is not None)]
     wide += ["query_segments", "key_segments"] * plan.mask.segments
     return dict.fromkeys(words, "r") | dict.fromkeys(floats, "f") | dict.fromkeys(wide, "l")
 
@@ -101,9 +103,13 @@ class Tile:
         e, plan, g = self.e, self.plan, self.given
         zero = e.r("mov.b32", 0)
         self.yes, self.no = e.p("setp.eq.u32", zero, 0), e.p("setp.ne.u32", zero, 0)
-        self.q_full, self.q_empty = self.barrier("q_full", self.wg), self.barrier("q_empty", self.wg)
-        self.item_phase = e.r("and.b32", g["item"], 1)
-        self.desc_q = self.descriptor(e.scaled(self.wg, plan.q_bytes, g["q"]), 0)
+        buffer, over = self.wg, g["item"]
+        if plan.q_buffers > 1:
+            over = e.r("div.u32", g["item"], plan.q_buffers)
+            buffer = e.scaled(self.wg, plan.q_buffers, e.r("rem.u32", g["item"], plan.q_buffers))
+        self.q_full, self.q_empty = self.barrier("q_full", buffer), self.barrier("q_empty", buffer)
+        self.item_phase = e.r("and.b32", over, 1)
+        self.desc_q = self.descriptor(e.scaled(buffer, plan.q_bytes, g["q"]), 0)
         self.desc_k = self.descriptor(g["k"], 0)
         self.desc_v = self.descriptor(g["v"], plan.keys * plan.swizzle)
 
@@ -166,10 +172,12 @@ class Tile:
 
     def take_turn(self) -> None:
         """Waits until the warpgroup before this one has issued its products."""
-        self.e.op("bar.sync", self.turn, 2 * THREADS)
+        if self.plan.consumers > 1:
+            self.e.op("bar.sync", self.turn, 2 * THREADS)
 
     def give_turn(self) -> None:
-        self.e.op("bar.arrive", self.next_turn, 2 * THREADS)
+        if self.plan.consumers > 1:
+            self.e.op("bar.arrive", self.next_turn, 2 * THREADS)
 
     def issue_scores(self) -> None:
         """S = Q Kᵀ of the current tile, left in flight."""

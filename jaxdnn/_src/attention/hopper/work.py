@@ -24,6 +24,7 @@ class Item:
 
     Attributes:
       image, head, row: the sequence, the head, the first query.
+      part: of the keys.
       first, last: the tiles that some query of the block may see.
       whole_from, whole_to: those of them that all of its queries see whole.
       shift: what is added to a query's number to have its place on the diagonal.
@@ -34,6 +35,7 @@ class Item:
     image: Any
     head: Any
     row: Any
+    part: Any
     first: Any
     whole_from: Any
     whole_to: Any
@@ -48,7 +50,7 @@ class Item:
 
 
 def count(problem: Problem, plan: Plan) -> int:
-    return problem.batch * problem.heads * ceil_div(problem.queries, plan.block_rows)
+    return problem.batch * problem.heads * problem.parts * ceil_div(problem.queries, plan.block_rows)
 
 
 def together(problem: Problem, plan: Plan) -> int:
@@ -59,15 +61,23 @@ def together(problem: Problem, plan: Plan) -> int:
     return max(n for n in range(1, min(heads, most) + 1) if heads % n == 0)
 
 
-def placed(number: Any, problem: Problem, plan: Plan) -> tuple[Any, Any]:
-    """The block of queries and the head (of all sequences) of an item: with a right bound the longest come first."""
+def placed(number: Any, problem: Problem, plan: Plan) -> tuple[Any, Any, Any]:
+    """The block of queries, the part of the keys and the head (of all sequences) of an item.
+
+    With a right bound the longest come first. Blocks of queries that read the same part follow each other.
+    """
     tiles = ceil_div(problem.queries, plan.block_rows)
+    if problem.split is not None:
+        rest = lax.div(number, jnp.int32(tiles))
+        parts = jnp.int32(problem.parts)
+        return lax.rem(number, jnp.int32(tiles)), lax.rem(rest, parts), lax.div(rest, parts)
+    whole = jnp.int32(0)
     if plan.mask.right is None:
-        return lax.rem(number, jnp.int32(tiles)), lax.div(number, jnp.int32(tiles))
+        return lax.rem(number, jnp.int32(tiles)), whole, lax.div(number, jnp.int32(tiles))
     group = together(problem, plan)
     inner = lax.rem(number, jnp.int32(group * tiles))
     head = lax.div(number, jnp.int32(group * tiles)) * group + lax.rem(inner, jnp.int32(group))
-    return tiles - 1 - lax.div(inner, jnp.int32(group)), head
+    return tiles - 1 - lax.div(inner, jnp.int32(group)), whole, head
 
 
 def shared_out(costs: Sequence[int], blocks: int) -> np.ndarray:
@@ -89,7 +99,8 @@ def shared_out(costs: Sequence[int], blocks: int) -> np.ndarray:
 
 def work_table(problem: Problem, plan: Plan, blocks: int) -> np.ndarray | None:
     """`shared_out` of a launch; None where all items take the same time, or are too many for it to matter."""
-    if (plan.mask.left, plan.mask.right) == (None, None) or count(problem, plan) > TABLE:
+    alike = problem.split is not None or (plan.mask.left, plan.mask.right) == (None, None)
+    if alike or count(problem, plan) > TABLE:
         return None
     tiles, heads = ceil_div(problem.queries, plan.block_rows), problem.batch * problem.heads
     costs = [OVERHEAD + tiles_seen(t * plan.block_rows, problem, plan) for t in range(tiles)]
@@ -102,7 +113,7 @@ def work_table(problem: Problem, plan: Plan, blocks: int) -> np.ndarray | None:
 # ---- the tiles of an item
 
 
-def bounded(problem: Problem, plan: Plan, given: Mapping[str, Any], image: Any, head: Any, row: Any) -> Item:
+def bounded(problem: Problem, plan: Plan, given: Mapping[str, Any], image: Any, head: Any, row: Any, part: Any) -> Item:
     """An item's bounds and tiles. `given`: the lengths, places and `ranges` of tiles that the problem has."""
     mask, zero = plan.mask, jnp.int32(0)
     keys = given["key_lengths"][image] if problem.key_lengths else jnp.int32(problem.keys)
@@ -119,12 +130,13 @@ def bounded(problem: Problem, plan: Plan, given: Mapping[str, Any], image: Any, 
     end = lax.min(lax.min(row + plan.block_rows, jnp.int32(problem.queries)), row_end)  # of the queries that see
     low_from = low_to = zero
     high_from = high_to = keys
+    above, below = (zero, zero) if problem.packed else (row, end - 1)  # the first query and the last one
     if mask.right is not None:
-        high_from = lax.max(lax.min(row + shift + (mask.right + 1), keys), zero)
-        high_to = lax.max(lax.min(end + shift + mask.right, keys), zero)
+        high_from = lax.max(lax.min(above + shift + (mask.right + 1), keys), zero)
+        high_to = lax.max(lax.min(below + 1 + shift + mask.right, keys), zero)
     if mask.left is not None:
-        low_from = lax.max(row + shift - mask.left, zero)
-        low_to = lax.max(end - 1 + shift - mask.left, zero)
+        low_from = lax.max(above + shift - mask.left, zero)
+        low_to = lax.max(below + shift - mask.left, zero)
     tile = jnp.int32(plan.keys)
     some = (end > row) & (high_to > low_from)
     first, last = lax.div(low_from, tile), lax.div(high_to + (tile - 1), tile)
@@ -136,8 +148,11 @@ def bounded(problem: Problem, plan: Plan, given: Mapping[str, Any], image: Any, 
         own = [ranges[image, head if ranges.shape[1] > 1 else 0, block, i] for i in range(4)]
         first, last = lax.max(first, own[0]), lax.min(last, own[3])
         whole_from, whole_to = lax.max(whole_from, own[1]), lax.min(whole_to, own[2])
+    if problem.split is not None:
+        size = jnp.int32(problem.split // plan.keys)
+        first, last = lax.max(first, part * size), lax.min(last, (part + 1) * size)
     last = lax.select(some & (last > first), last, first)
-    return Item(image, head, row, first, whole_from, whole_to, last, shift, start, row_end, keys)
+    return Item(image, head, row, part, first, whole_from, whole_to, last, shift, start, row_end, keys)
 
 
 # ---- the tiles that arrays say are seen, computed by XLA
