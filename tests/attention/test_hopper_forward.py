@@ -112,7 +112,7 @@ def data(t: int, s: int, d: int = 64, e: int = 64, *, heads: int = 1, seed: int 
 CASES = [
     ("plain", "bf16", 128, 128), ("causal", "bf16", 256, 256), ("bottom-right", "f16", 96, 40),
     ("window", "bf16", 192, 128), ("capped", "bf16", 64, 64), ("sinks", "f16", 64, 32), ("masked", "bf16", 64, 64),
-    ("by-key", "bf16", 40, 104),
+    ("by-key", "bf16", 40, 104), ("parts", "f16", 64, 40), ("wide", "bf16", 64, 64),
 ]  # fmt: skip
 
 
@@ -121,7 +121,8 @@ def test_results_are_within_the_bound(machine, variant, dtype, features, values)
     sizes = {"batch": 2, "queries": 150, "keys": 200, "heads": 2, "shared": 1, "features": features, "values": values}
     case = AttentionCase("attention", "hopper", dtype, variant, **sizes)
     given = case.operands("wide", np.random.default_rng(1))
-    found = attention(*given[:3], **case._named(given), **case.options)
+    more = {"out_dtype": "float32"} if variant == "wide" else {}
+    found = attention(*given[:3], **case._named(given), **case.options, **more)
     for x, expected in zip(found, case.expected("wide", given, ACCUMULATIONS["tensor_core"]), strict=True):
         rule, value = FORMATS[np.dtype(expected.dtype).name], expected.value
         seen = np.isfinite(value)
@@ -153,10 +154,11 @@ def test_splits_are_merged_to_the_whole(machine, options, how):
     rng, options = np.random.default_rng(5), dict(options)
     q, k, v = (rng.normal(size=shape).astype(BF16) for shape in ((b, t, n, d), (b, s, h, d), (b, s, h, e)))
     lengths = np.array([129, 300], np.int32)
-    named = {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.4])} if options.pop("alibi", False) else {}
-    named |= {"sinks": np.float32([0.5, -1, 2, 0])} if options.pop("sinks", False) else {}
-    wide = (x.astype(np.float64) for x in (q, k, v))
-    wanted, log = reference.attention_decode(*wide, lengths, **options, **named, split=128, return_logsumexp=True)
+    named = {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32)} if options.pop("alibi", False) else {}
+    named |= {"sinks": np.array([0.5, -1, 2, 0], np.float32)} if options.pop("sinks", False) else {}
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    how_long: dict[str, Any] = {"split": 128, "return_logsumexp": True}
+    wanted, log = reference.attention_decode(wide[0], wide[1], wide[2], lengths, **options, **named, **how_long)
     options |= named | {"causal": "bottom_right", "key_lengths": lengths}
     if how.get("heads_first"):
         q, k, v, wanted = (np.swapaxes(x, 1, 2) for x in (q, k, v, wanted))

@@ -253,7 +253,7 @@ def attentions() -> Iterator[Call]:
     yield call(dnn.attention, q, k, k, query_lengths=lengths, key_lengths=lengths)
     segments = {f"{name}_segments": jnp.ones((2, n), jnp.int32) for name, n in (("query", 300), ("key", 400))}
     yield call(dnn.attention, q, k, k, **segments)
-    decode = lambda *arrays, **options: dnn.attention_decode(*arrays, lengths, **options)
+    decode = lambda q, k, v, **options: dnn.attention_decode(q, k, v, lengths, **options)
     q, k, ones = (2, 1, 4, 64), (2, 20000, 2, 64), jnp.ones(4)
     yield call(decode, q, k, k)
     yield call(decode, q, k, k, sinks=ones, alibi_slopes=ones)

@@ -90,13 +90,10 @@ def _run(call: engines.Call, *operands: Array) -> Any:
         sinks = flat.pop("sinks").astype(jnp.float32) if "sinks" in flat else None
         if problem.packed:
             q = q.reshape(problem.batch, problem.heads, problem.queries, -1)
-        parts = attention_forward(q, k, values, flat, problem, plan)
-        how = {
-            "packed": problem.packed,
-            "heads_first": problem.heads_first,
-            "dtype": jnp.float32 if call.spec.wide_y else q.dtype,
-        }
-        y, lse = merge(*parts, sinks, **how)
+        largest, total, summed = attention_forward(q, k, values, flat, problem, plan)
+        dtype = jnp.float32 if call.spec.wide_y else q.dtype
+        how = {"packed": problem.packed, "heads_first": problem.heads_first, "dtype": dtype}
+        y, lse = merge(largest, total, summed, sinks, **how)
     else:
         y, lse = attention_forward(q, k, values, flat, problem, plan)
     return y.reshape(*shape[:-1], v["v"].shape[-1]), lse.reshape(shape[:-1])

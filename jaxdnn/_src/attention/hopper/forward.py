@@ -108,7 +108,7 @@ class _Block:
         self.q, self.k, self.v, *rest = refs
         self.given = dict(zip(names, rest, strict=False))
         results = rest[len(names) :]
-        self.y = None if plan.partial else results.pop(0)
+        self.y: Any = None if plan.partial else results.pop(0)
         self.results = dict(zip(RESULTS[plan.partial], results, strict=True))
         self.out = scratch.get("out", scratch["q"])
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")

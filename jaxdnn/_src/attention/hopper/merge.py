@@ -77,7 +77,8 @@ def merge(
       heads_first: whether results have heads before queries.
       dtype: of y.
     """
-    shape = Shape(*values.shape, packed, heads_first)
+    batch, heads, count, queries, features = values.shape
+    shape = Shape(batch, heads, count, queries, features, packed, heads_first)
     branches.record(
         "attention merge", groups=shape.parts > DIRECT * GROUP, sinks=sinks is not None, heads_first=heads_first
     )
