@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 
 from jaxdnn.__main__ import main
-from jaxdnn.bench.train import in_jax, measure
+from jaxdnn.bench.train import in_jax, measure, networks
 from jaxdnn.bench.train.networks import NETWORKS, Network
 
 # Parameters as published; ConvNeXt's and ViT's are less exact in the papers. The U-Nets state none of these blocks.
-PUBLISHED = {"resnet50": 25_557_032, "convnext": 28_589_128, "vit": 86_415_592, "efficientnet": 5_288_548}
+PUBLISHED = {
+    "resnet50": 25_557_032,
+    "convnext": 28_589_128,
+    "vit": 86_415_592,
+    "decoder": 1_235_814_400,
+    "efficientnet": 5_288_548,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +28,11 @@ def _as_users_have_it():
     """The formulas of Flax broadcast along leading axes, and jax.nn's attention promotes dtypes."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _weights_without_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(networks, "_filter", lambda _, *shape: np.broadcast_to(np.float32(0), shape))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -37,8 +48,9 @@ def test_networks_have_the_published_number_of_parameters(name: str):
 def test_a_step_gives_new_parameters_and_a_loss(name: str, ops: Any):
     network = NETWORKS[name]
     parameters = jax.eval_shape(lambda: network.make(np.random.default_rng(0)))
-    x = jax.ShapeDtypeStruct(network.shape, jnp.bfloat16)
-    labels = jax.ShapeDtypeStruct(network.shape[:1], jnp.int32)
+    text = network.vocabulary is not None
+    x = jax.ShapeDtypeStruct(network.shape, jnp.int32 if text else jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct(network.shape if text else network.shape[:1], jnp.int32)
     new, loss, _ = jax.eval_shape(measure.jax_step(network, ops), parameters, x, labels)
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
     of = lambda tree: [(v.shape, v.dtype) for v in jax.tree.leaves(tree)]
@@ -59,6 +71,9 @@ CALLS = {
     "sigmoid": lambda ops, x, w, p: ops.activation(x, "sigmoid"),
     "max_pool": lambda ops, x, w, p: ops.max_pool(x),
     "mean": lambda ops, x, w, p: ops.mean(x, keep=True) * x,
+    "rms_norm": lambda ops, x, w, p: ops.rms_norm(x, p["scale"]),
+    "rope": lambda ops, x, w, p: ops.rope(x, 500.0),
+    "attention": lambda ops, x, w, p: ops.attention(x, x[:, :, :1] * 0.5, jnp.sin(x[:, :, :1]), causal=True),
     "cross_entropy": lambda ops, x, w, p: ops.cross_entropy(x[:, 0, 0], w[0, 0], jnp.array([1, 3])),
 }  # fmt: skip
 

@@ -76,11 +76,27 @@ class Lax:
         y = x @ w.astype(x.dtype)
         return y if bias is None else y + bias.astype(y.dtype)
 
-    def attention(self, x: Array, heads: int) -> Array:
-        """Attention of queries, keys and values that lie side by side: (N, T, 3 D) to (N, T, D)."""
-        n, t, d = x.shape
-        q, k, v = jnp.moveaxis(x.reshape(n, t, 3, heads, d // 3 // heads), 2, 0)
-        return jax.nn.dot_product_attention(q, k, v).reshape(n, t, d // 3)
+    def embed(self, table: Array, tokens: Array) -> Array:
+        return table[tokens].astype(jnp.bfloat16)
+
+    def rms_norm(self, x: Array, scale: Array) -> Array:
+        h = x.astype(jnp.float32)
+        return (h * lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
+
+    def heads(self, x: Array, count: int) -> Array:
+        """(N, T, D) as (N, T, heads, features)."""
+        return x.reshape(*x.shape[:2], count, -1)
+
+    def rope(self, x: Array, base: float) -> Array:
+        half = x.shape[-1] // 2
+        angle = jnp.arange(x.shape[1])[:, None] * base ** (-jnp.arange(half) / half)
+        cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+    def attention(self, q: Array, k: Array, v: Array, causal: bool = False) -> Array:
+        """(N, T, heads, features) to (N, T, D)."""
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal).reshape(*q.shape[:2], -1)
 
     def max_pool(self, x: Array) -> Array:
         padding = ((0, 0), (1, 1), (1, 1), (0, 0))
@@ -153,11 +169,16 @@ class Jaxdnn(Lax):
     def activation(self, x: Array, name: str) -> Array:
         return dnn.activation(x, activation=_OURS.get(name, name))
 
-    def attention(self, x: Array, heads: int) -> Array:
-        n, t, d = x.shape
-        q, k, v = jnp.moveaxis(x.reshape(n, t, 3, heads, d // 3 // heads), 2, 0)
-        y: Any = dnn.attention(q, k, v)
-        return y.reshape(n, t, d // 3)
+    def rms_norm(self, x: Array, scale: Array) -> Array:
+        y: Any = dnn.rms_norm(x, scale=scale, eps=1e-5)
+        return y
+
+    def rope(self, x: Array, base: float) -> Array:
+        return dnn.rope(x, base=base)
+
+    def attention(self, q: Array, k: Array, v: Array, causal: bool = False) -> Array:
+        y: Any = dnn.attention(q, k, v, causal=causal)
+        return y.reshape(*q.shape[:2], -1)
 
     def max_pool(self, x: Array) -> Array:
         return dnn.pool(x, window=3, stride=2, padding=1)

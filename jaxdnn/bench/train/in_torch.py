@@ -67,10 +67,27 @@ class Torch:
         y = y if bias is None else y + bias.to(x.dtype)
         return y.movedim(-1, 1) if x.ndim > 3 else y
 
-    def attention(self, x: Tensor, heads: int) -> Tensor:
-        n, t, d = x.shape
-        q, k, v = x.reshape(n, t, 3, heads, d // 3 // heads).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, d // 3)
+    def embed(self, table: Tensor, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, table).to(torch.bfloat16)
+
+    def rms_norm(self, x: Tensor, scale: Tensor) -> Tensor:
+        return F.rms_norm(x, scale.shape, scale.to(x.dtype), 1e-5)
+
+    def heads(self, x: Tensor, count: int) -> Tensor:
+        return x.reshape(*x.shape[:2], count, -1)
+
+    def rope(self, x: Tensor, base: float) -> Tensor:
+        half = x.shape[-1] // 2
+        places = torch.arange(x.shape[1], device=x.device)[:, None]
+        angle = places * base ** (-torch.arange(half, device=x.device) / half)
+        cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
+        a, b = x.float().split(half, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        first = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*first, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2])
+        return y.transpose(1, 2).reshape(*q.shape[:2], -1)
 
     def max_pool(self, x: Tensor) -> Tensor:
         return F.max_pool2d(x, 3, 2, 1)
@@ -102,7 +119,10 @@ def parameter(value: np.ndarray, device: str) -> Tensor:
     return tensor.requires_grad_()
 
 
-def images(value: np.ndarray, device: str) -> Tensor:
+def batch(value: np.ndarray, device: str) -> Tensor:
+    """Images, channels first over memory that is channels last; or texts."""
+    if value.ndim == 2:
+        return torch.from_numpy(value).to(device)
     tensor = torch.from_numpy(value).to(device).to(torch.bfloat16).movedim(-1, 1)
     return tensor.contiguous(memory_format=_LAST[tensor.ndim])
 

@@ -104,11 +104,14 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
 def _data(network: Network, shape: tuple[int, ...]) -> tuple[Any, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(SEED)
     parameters = network.make(rng)
+    if network.vocabulary is not None:
+        tokens = rng.integers(0, network.vocabulary, (shape[0], shape[1] + 1))
+        return parameters, np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
     return parameters, rng.standard_normal(shape, np.float32), rng.integers(0, CLASSES, shape[0])
 
 
 def jax_step(network: Network, ops: Callable[[], Any]) -> Callable[..., Any]:
-    """A step of SGD: parameters, images and labels to new parameters, the loss and the batch's statistics."""
+    """A step of SGD: parameters, a batch and labels to new parameters, the loss and the batch's statistics."""
 
     def loss_of(parameters: Any, x: jax.Array, labels: jax.Array) -> Any:
         made = ops()
@@ -127,7 +130,8 @@ def _measure_jax(network: Network, name: str, shape: tuple[int, ...], repeats: i
 
     values, x, labels = _data(network, shape)
     parameters = jax.device_put(values)
-    x, labels = jnp.asarray(x, jnp.bfloat16), jnp.asarray(labels, jnp.int32)
+    x = jnp.asarray(x, jnp.bfloat16 if network.vocabulary is None else jnp.int32)
+    labels = jnp.asarray(labels, jnp.int32)
     step = jax_step(network, {"lax": in_jax.Lax, "jaxdnn": in_jax.Jaxdnn}[name])
     start = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=0).lower(parameters, x, labels).compile()
@@ -163,7 +167,7 @@ def _measure_torch(network: Network, name: str, shape: tuple[int, ...], repeats:
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     values, x, labels = _data(network, shape)
     parameters = jax.tree.map(lambda v: in_torch.parameter(v, device), values)
-    x, labels = in_torch.images(x, device), torch.from_numpy(labels).to(device)
+    x, labels = in_torch.batch(x, device), torch.from_numpy(labels).to(device)
     step = in_torch.step_of(network, parameters, RATE, compiled=name == "torch.compile")
     losses = []
 

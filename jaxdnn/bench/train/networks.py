@@ -1,7 +1,8 @@
 """The networks: parameters as nested dicts and lists of NumPy arrays, and the loss over operations like `in_jax.Lax`.
 
-Images are (N, spatial..., C) here; the operations may lay them out as they like. Parameters of one axis are those of
-norms and biases, of two axes matrices (in, out), of more axes filters (taps..., in / groups, out).
+Images are (N, spatial..., C) here; the operations may lay them out as they like. Texts are (N, T), numbers of tokens.
+Parameters of one axis are those of norms and biases, of two axes matrices (in, out), of more axes filters
+(taps..., in / groups, out).
 """
 
 import dataclasses
@@ -23,10 +24,11 @@ class Network:
 
     Attributes:
       make: the parameters, from a generator.
-      loss: of operations, parameters, images and labels.
-      shape: of a batch of images, as published for one GPU.
+      loss: of operations, parameters, images and labels; or texts, and of each token the next one.
+      shape: of a batch, as published for one GPU.
       small: of a batch for a machine without a GPU.
       source: where the network is from.
+      vocabulary: of texts, how many tokens there are; None where a batch is images.
     """
 
     make: Callable[[np.random.Generator], Any]
@@ -34,13 +36,16 @@ class Network:
     shape: tuple[int, ...]
     small: tuple[int, ...]
     source: str
+    vocabulary: int | None = None
 
 
 CLASSES = 1000
 
 
 def _filter(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.normal(0, math.sqrt(2 / math.prod(shape[:-1])), shape).astype(np.float32)
+    drawn = rng.standard_normal(shape, np.float32)
+    drawn *= np.float32(math.sqrt(2 / math.prod(shape[:-1])))
+    return drawn
 
 
 def _norm(channels: int) -> dict[str, np.ndarray]:
@@ -188,11 +193,46 @@ def _vit_loss(ops: Ops, p: Any, x: Array, labels: Array) -> Array:
     """A vision transformer without class token and positions: the head reads the mean of the tokens."""
     x = ops.tokens(ops.conv(x, *p["patch"], stride=VIT_PATCH))
     for block in p["blocks"]:
-        y = ops.attention(ops.dense(ops.layer_norm(x, block["before"]), *block["qkv"]), VIT_HEADS)
+        qkv = ops.heads(ops.dense(ops.layer_norm(x, block["before"]), *block["qkv"]), 3 * VIT_HEADS)
+        y = ops.attention(*(qkv[:, :, i * VIT_HEADS : (i + 1) * VIT_HEADS] for i in range(3)))
         x = x + ops.dense(y, *block["project"])
         y = ops.activation(ops.dense(ops.layer_norm(x, block["between"]), *block["wide"]), "gelu")
         x = x + ops.dense(y, *block["narrow"])
     return ops.cross_entropy(ops.layer_norm(x, p["norm"]).mean(1), p["head"], labels)
+
+
+# ---- a language model of 1.2 billion parameters ----------------------------------------------------------------------
+
+DECODER_WIDTH, DECODER_BLOCKS, DECODER_HEADS, DECODER_SHARED, DECODER_WIDE = 2048, 16, 32, 8, 8192
+DECODER_VOCABULARY, DECODER_BASE = 128_256, 500_000.0
+
+
+def _decoder(rng: np.random.Generator) -> Any:
+    d, wide, shared = DECODER_WIDTH, DECODER_WIDE, DECODER_WIDTH * DECODER_SHARED // DECODER_HEADS
+    ones = lambda: np.ones(d, np.float32)
+    shapes = {"q": (d, d), "k": (d, shared), "v": (d, shared), "o": (d, d)}
+    shapes |= {"gate": (d, wide), "up": (d, wide), "down": (wide, d)}
+    blocks = [
+        {"before": ones(), "between": ones(), **{name: _filter(rng, *shape) for name, shape in shapes.items()}}
+        for _ in range(DECODER_BLOCKS)
+    ]
+    return {"embed": _filter(rng, DECODER_VOCABULARY, d), "blocks": blocks, "norm": ones()}
+
+
+def _decoder_loss(ops: Ops, p: Any, tokens: Array, following: Array) -> Array:
+    """Llama's decoder, whose head is its embedding."""
+    x = ops.embed(p["embed"], tokens)
+    for block in p["blocks"]:
+        h = ops.rms_norm(x, block["before"])
+        q = ops.rope(ops.heads(ops.dense(h, block["q"]), DECODER_HEADS), DECODER_BASE)
+        k = ops.rope(ops.heads(ops.dense(h, block["k"]), DECODER_SHARED), DECODER_BASE)
+        v = ops.heads(ops.dense(h, block["v"]), DECODER_SHARED)
+        x = x + ops.dense(ops.attention(q, k, v, causal=True), block["o"])
+        h = ops.rms_norm(x, block["between"])
+        gate = ops.activation(ops.dense(h, block["gate"]), "silu")
+        x = x + ops.dense(gate * ops.dense(h, block["up"]), block["down"])
+    x = ops.rms_norm(x, p["norm"])
+    return ops.cross_entropy(x.reshape(-1, DECODER_WIDTH), p["embed"].T, following.reshape(-1))
 
 
 # ---- EfficientNet-B0 -------------------------------------------------------------------------------------------------
@@ -297,6 +337,9 @@ NETWORKS = {
         _unet, _unet_loss, (32, 128, 128, 3), (1, 16, 16, 3), "the downward blocks of a diffusion U-Net, Ho et al. 2020"
     ),
     "vit": Network(_vit, _vit_loss, (128, 224, 224, 3), (1, 64, 64, 3), "ViT-B/16, Dosovitskiy et al. 2020"),
+    "decoder": Network(
+        _decoder, _decoder_loss, (4, 2048), (1, 32), "Llama 3.2 1B, Meta 2024", vocabulary=DECODER_VOCABULARY
+    ),
     "efficientnet": Network(
         _efficientnet, _efficientnet_loss, (128, 224, 224, 3), (2, 64, 64, 3), "EfficientNet-B0, Tan and Le 2019"
     ),
