@@ -58,7 +58,7 @@ def attention(
       scale, window, softcap, alibi_slopes, sinks, layout, return_logsumexp: as in `attention`, of whole sequences.
       causal: whether a query sees no key after it, counted in whole sequences.
       query_segments, key_segments: a device's parts, as in `attention`.
-      engine: None, or the name of the engine that must serve the parts: "xla" or "ordered".
+      engine: None, or the name of the engine that must serve the parts.
       determinism: a level that must be guaranteed, run_to_run at most.
 
     Returns:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import itertools
 import re
 import subprocess
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
@@ -31,7 +33,7 @@ from jaxdnn._src.attention.hopper.plan import Mask, Plan, Problem, Spread, plan
 from jaxdnn._src.attention.hopper.tile_ptx import operands
 from jaxdnn_reference.attention import visible
 from jaxdnn_reference.attention_scheduled import attention_scheduled
-from tests.hopper import assembler, attention_machine
+from tests.hopper import assembler, attention_machine, lane_machine
 from tests.hopper.assembler import needs_ptxas
 from tests.hopper.attention_machine import DTYPES, every_item
 from tests.hopper.device import on_hopper
@@ -48,22 +50,30 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     options: dict[str, Any] = {}
 
     def run(q: Any, k: Any, v: Any, given: Any, problem: Problem, plan: Plan) -> Any:
-        first = (lambda x: x) if problem.heads_first else (lambda x: np.swapaxes(x, 1, 2))
-        arrays = {name: first(np.asarray(x)) for name, x in (("q", q), ("k", k), ("v", v))}
-        arrays |= {name: np.asarray(x) for name, x in given.items()}
+        first = lambda x, there=problem.heads_first: x if there else np.swapaxes(x, 1, 2)
+        arrays = {name: first(np.asarray(x)) for name, x in (("k", k), ("v", v))}
+        arrays |= {name: np.asarray(x) for name, x in given.items()} | {
+            "q": first(np.asarray(q), problem.q_heads_first)
+        }
         if "mask" in arrays:
             arrays["mask"] = arrays["mask"].astype(np.uint8)
-        if problem.packed:
-            arrays["q"] = np.asarray(q)
         found = attention_machine.attention(problem, plan, arrays, every_item(problem, plan), **options)
         if plan.partial:
-            return found
+            return tuple(map(jnp.asarray, found))
         y, lse = found
         return jnp.asarray(first(y)).astype(q.dtype), jnp.asarray(first(lse))
 
     monkeypatch.setattr(forward, "attention_forward", run)
-    monkeypatch.setattr(merge, "merge", merged)
+    monkeypatch.setattr(merge, "merge", on_lanes)
     return options
+
+
+MERGE = merge.merge
+
+
+def on_lanes(*arrays: Any, **how: Any) -> Any:
+    with lane_machine.on_cpu(merge):
+        return MERGE(*arrays, **how)
 
 
 def merged(m: Any, total: Any, values: Any, sinks: Any, *, packed: bool, heads_first: bool, dtype: Any) -> Any:
@@ -144,13 +154,15 @@ def test_a_row_that_sees_nothing_is_zero(machine):
 PARTS = [
     ({}, {}), ({"window": 150}, {}), ({"alibi": True}, {}), ({"sinks": True}, {"heads_first": True}),
     ({"softcap": 2.0}, {"queries": 3}), ({"window": 150}, {"queries": 70, "shared": 4}),
+    ({"window": 20}, {"heads": 140, "shared": 1}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "how"), PARTS)
 def test_splits_are_merged_to_the_whole(machine, options, how):
     """The last queries over a cache, of which rows, heads that share keys and parts behind the last key have shares."""
-    b, t, s, n, h, d, e = 2, how.get("queries", 1), 300, 4, how.get("shared", 2), 64, 40
+    b, t, s, d, e = 2, how.get("queries", 1), 300, 64, 40
+    n, h = how.get("heads", 4), how.get("shared", 2)
     rng, options = np.random.default_rng(5), dict(options)
     q, k, v = (rng.normal(size=shape).astype(BF16) for shape in ((b, t, n, d), (b, s, h, d), (b, s, h, e)))
     lengths = np.array([129, 300], np.int32)
@@ -167,6 +179,38 @@ def test_splits_are_merged_to_the_whole(machine, options, how):
     y, lse = attention(q, k, v, **options, window=window, split=128, diagonal=True)
     np.testing.assert_allclose(y.astype(np.float64), wanted, atol=0.02, rtol=0.02)
     np.testing.assert_allclose(lse, log, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"query_lengths": np.array([0, 1], np.int32)},
+        {"query_segments": np.array([[1], [0]], np.int32), "key_segments": np.arange(300)[None].repeat(2, 0) // 150},
+    ],
+)
+def test_one_query_of_heads_that_share_keys_has_bounds_of_its_own(machine, given):
+    """Rows of one block are its heads only where nothing is known of the query alone."""
+    rng = np.random.default_rng(6)
+    q, k, v = (rng.normal(size=(2, *shape)).astype(BF16) for shape in ((1, 4, 64), (300, 2, 64), (300, 2, 40)))
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    wanted, log = reference.attention(*wide, **given, split=128, return_logsumexp=True)
+    y, lse = attention(q, k, v, **given, split=128)
+    np.testing.assert_allclose(y.astype(np.float64), wanted, atol=0.02, rtol=0.02)
+    np.testing.assert_allclose(lse, log, atol=1e-4)
+
+
+def test_blocks_of_queries_one_after_the_other_have_the_bits_of_all(machine, monkeypatch):
+    """Where the parts of all rows need much memory; with what is known of each query."""
+    rng, t, s = np.random.default_rng(8), 300, 280
+    q, k, v = (rng.normal(size=(2, *shape)).astype(BF16) for shape in ((t, 2, 64), (s, 1, 64), (s, 1, 40)))
+    how = {"bias": rng.normal(size=(1, 2, t, s)).astype(np.float32), "window": (200, 50), "split": 128}
+    how |= {"query_segments": (np.arange(t) // 140)[None].repeat(2, 0), "key_segments": np.zeros((2, s), int)}
+    y, lse = attention(q, k, v, **how)
+    monkeypatch.setattr(engine, "PARTS_BYTES", 1)
+    with jax.disable_jit():  # the machine has no traced numbers
+        found, log = attention(q, k, v, **how)
+    assert found.tobytes() == y.tobytes()
+    assert log.tobytes() == lse.tobytes()
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -259,6 +303,33 @@ def test_bits_are_predicted(dtype, features, values, how):
     how = _as_arrays(how, 3)
     y = jax.jit(lambda *a: dnn.attention(*a, **how, engine="hopper"))(q, k, v)
     assert np.asarray(y).tobytes() == predicted(q, k, v, **how).tobytes()
+
+
+MERGED = [  # b, n, parts, t, e; whether rows are heads; whether heads come first; sinks for how many sequences
+    ((2, 3, 5, 4, 40), False, False, 0), ((2, 3, 17, 1, 8), False, True, 1), ((2, 2, 40, 3, 24), True, False, 2),
+    ((2, 2, 70, 3, 16), True, True, 1), ((1, 1, 1, 7, 136), False, False, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "packed", "heads_first", "of_sinks"), MERGED)
+def test_parts_are_merged(sizes, packed, heads_first, of_sinks):
+    """Of some nothing is seen, and their values are what was in memory. Further ones behind them change no bit."""
+    rng, (b, n, _, t, _) = np.random.default_rng(3), sizes
+    m, total = rng.normal(0, 3, sizes[:-1]).astype(np.float32), rng.uniform(1, 50, sizes[:-1]).astype(np.float32)
+    values = rng.normal(size=sizes).astype(np.float32) * total[..., None]
+    unseen = rng.random(sizes[:-1]) < 0.3
+    unseen[0, 0, :, 0] = True
+    m[unseen], total[unseen], values[unseen] = -np.inf, 0, np.nan
+    sinks = rng.normal(size=(of_sinks, n * t if packed else n)).astype(np.float32) if of_sinks else None
+    how = {"packed": packed, "heads_first": heads_first, "dtype": jnp.float32}
+    wanted, log = merged(m, total, values, sinks, **how)
+    y, lse = on_lanes(*map(jnp.asarray, (m, total, values)), sinks, **how)
+    np.testing.assert_allclose(y, wanted, atol=2e-6)
+    np.testing.assert_allclose(lse, log, atol=4e-6)
+    behind = lambda x, value: np.concatenate([x, np.full((b, n, 45, *x.shape[3:]), value, np.float32)], 2)
+    more = on_lanes(*map(jnp.asarray, (behind(m, -np.inf), behind(total, 0), behind(values, np.nan))), sinks, **how)
+    for found, before in zip(more, (y, lse), strict=True):
+        assert np.asarray(found).tobytes() == np.asarray(before).tobytes()
 
 
 @on_hopper
@@ -394,6 +465,16 @@ def test_every_item_is_computed_once(right):
     assert {head for _, _, head in places} == set(range(12))
 
 
+def test_every_part_is_computed_once():
+    problem = Problem(2, 300, 900, 6, 3, True, 0.1, split=256)
+    found = plan("bf16", 128, 128, problem, Mask(None, 0))
+    assert found is not None
+    assert work.work_table(problem, found, 7) is None
+    places = [tuple(map(int, work.placed(jnp.int32(n), problem, found))) for n in range(work.count(problem, found))]
+    tiles = -(-300 // found.block_rows)
+    assert sorted(places) == [(t, p, h) for t in range(tiles) for p in range(4) for h in range(12)]
+
+
 def test_the_longest_come_first_and_no_block_waits_long():
     costs = [int(c) for c in sorted(np.random.default_rng(0).integers(1, 33, 500), reverse=True)]
     table = work.shared_out(costs, 11)
@@ -430,6 +511,7 @@ REFUSED = [
     (dict(softcap=1e6), "take caps from 0.0009765625 to 1024.0, not 1000000.0"),
     (dict(softcap=1e-40), "take caps"),
     (dict(dropout=0.5, dropout_key=np.zeros(2, np.uint32)), "no dropout"),
+    (dict(split=100), "takes splits in multiples of 128 keys, not 100"),
 ]
 
 
@@ -475,6 +557,31 @@ def test_in_64_bit_mode_kernels_are_lowered_alike(h200: None):
     assert kernels == [4, 4]
 
 
+def lowered(f: Any, *avals: Any) -> int:
+    """The number of kernels in a program that is lowered for a GPU that is not here."""
+    return jax.jit(f).trace(*avals).lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
+
+
+def test_decoding_is_lowered_to_kernels_and_differentiated(h200: None):
+    """Unasked; also more rows than have room for their parts at once, and a split of more keys than there are."""
+    q, k = (jax.ShapeDtypeStruct((2, *shape), BF16) for shape in ((1, 8, 64), (4000, 2, 64)))
+    n = jax.ShapeDtypeStruct((2,), jnp.int32)
+    loss = lambda q, k, v, n: dnn.attention_decode(q, k, v, n).astype(jnp.float32).sum()
+    assert lowered(dnn.attention_decode, q, k, k, n) == 2
+    assert lowered(jax.grad(loss, (0, 1, 2)), q, k, k, n) == 2
+    long = jax.ShapeDtypeStruct((1, 30_000, 32, 128), BF16)
+    assert lowered(lambda q, k, v: dnn.attention(q, k, v, causal=True, split=256), long, long, long) == 6
+    assert lowered(lambda q, k, v: dnn.attention(q, k, v, split=2**45), q, k, k) == 2
+
+
+def test_rings_are_lowered_to_kernels(h200: None):
+    x = jax.ShapeDtypeStruct((1, 256, 4, 64), BF16)
+    rows = PartitionSpec(None, "x")
+    ring = ft.partial(dnn.ring.attention, axis_name="x", causal=True)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    assert lowered(jax.shard_map(ring, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows), x, x, x) >= 2
+
+
 def test_a_scale_of_a_call_is_kept_apart_from_others():
     """The text is made for one scale: two calls have two."""
     problem = Problem(1, 10, 20, 1, 1, True, 0.5)
@@ -515,6 +622,10 @@ BUDGETS = [
     (128, 128, Mask(None, 0), {"softcap": 5.0, "sinks": True}, 0),
     (128, 128, Mask(None, 0), {"slopes": True, "bias": PAIRS}, 0),
     (128, 128, Mask(pairs=True, segments=True), {"mask": Spread((True, True, True, True), "bool")}, 256),
+    (128, 128, Mask(None, 0, True), {"split": 256}, 0),
+    (128, 128, Mask(None, 0, True), {"split": 256, "packed": True, "queries": 4}, 0),
+    (256, 256, Mask(None, 0, True), {"split": 256, "packed": True, "queries": 4}, 0),
+    (128, 128, Mask(None, 0, True), {"split": 256, "slopes": True, "diagonal": True, "queries": 4}, 32),
 ]  # fmt: skip
 
 
@@ -522,7 +633,8 @@ BUDGETS = [
 @pytest.mark.parametrize(("features", "values", "mask", "more", "most"), BUDGETS)
 def test_registers_suffice_and_products_overlap(tmp_path: Path, features, values, mask, more, most):
     """And no product is one that the assembler would wait for at once."""
-    problem = Problem(2, 4096, 4096, 8, 8, True, 0.1, **more)
+    more = dict(more)
+    problem = Problem(2, more.pop("queries", 4096), 4096, 8, 8, True, 0.1, **more)
     found = plan("bf16", features, values, problem, mask)
     assert found is not None
     source = tmp_path / "attention.ptx"

@@ -484,7 +484,7 @@ def attention(
 
     Of a plan for parts their largest scores, sums (B, N, parts, T) and values (B, N, parts, T, E).
 
-    arrays: q, k and v with heads first, and what else the problem has, by name.
+    arrays: q, k and v, these with heads first, and what else the problem has, by name.
     """
     rng = np.random.default_rng(seed)
     block = Block(problem, plan, rng, add)
@@ -508,7 +508,7 @@ def attention(
 
         def load_queries(item: dict[str, int]) -> Run:
             for w in range(plan.consumers):
-                over, slot = used // plan.q_buffers, w * plan.q_buffers + used % plan.q_buffers
+                slot, over = map(int, work.query_slot(plan, w, jnp.int32(used)))
                 while over and not block.barrier("q_empty", slot).passed((over - 1) & 1):
                     yield
                 rows = _rows(q[item["image"], item["head"]], item["row"] + ROWS * w, ROWS)
@@ -571,11 +571,7 @@ def attention(
 def _numbers(problem: Problem, arrays: dict[str, np.ndarray], item: dict[str, int]) -> dict[str, Any]:
     """The operands that are numbers, as the frame computes them."""
     image, head = item["image"], item["head"]
-    heads, queries = problem.heads, problem.queries
-    first = (image * heads + head) * queries if problem.heads_first else image * heads * queries + head
-    if problem.split is not None:
-        first = ((image * heads + head) * problem.parts + item["part"]) * queries
-    found: dict[str, Any] = item | {"result_first": first}
+    found: dict[str, Any] = item | {"result_first": work.first_result(problem, image, head, item["part"])}
     for name, operand in (("alibi_slopes", "slope"), ("sinks", "sink")):
         if name in arrays:
             found[operand] = arrays[name][image if len(arrays[name]) > 1 else 0, head]

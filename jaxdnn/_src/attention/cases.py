@@ -54,7 +54,7 @@ EXP, LOG, TANH = 10.0, 6.0, 16.0
 
 
 def in_tiles(engine: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with splits that an engine serves: kernels take those of whole tiles."""
+    """Options with splits that an engine serves. Kernels take those of whole tiles: 1 to 3 of them for 1 to 5 keys."""
     more = {"split": 128 * max(1, options["split"] - 2)} if engine == "hopper" and "split" in options else {}
     return options | more
 

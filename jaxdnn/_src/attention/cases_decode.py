@@ -210,7 +210,7 @@ def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
         "queries": 1 if rng.random() < 0.6 else drawn.between(rng, 2, 10 if long else 100),
         "keys": drawn.between(rng, 8000, 9500) if long else drawn.between(rng, 1, 3000),
         "shared": shared,
-        "heads": shared * drawn.between(rng, 1, 6),
+        "heads": shared * (drawn.between(rng, 1, 6) if rng.random() < 0.9 else drawn.between(rng, 60, 140)),
         "features": 8 * drawn.between(rng, 1, 32),
         "values": 8 * drawn.between(rng, 1, 32),
     }

@@ -86,18 +86,18 @@ class AttentionSpec:
         own = tuple(name for name in CONSTANTS if name in self.given and name != "start")
         return (*own, *(self.score.constants if self.score else ()), *(("start",) if "start" in self.given else ()))
 
-    def beyond_kernels(self, **known: bool) -> str | None:
+    def beyond_kernels(self, *, has_parts: bool = False) -> str | None:
         """What a kernel does not know of the call, as a clause; None if there is nothing.
 
-        known: `split`, `diagonal`, `wide_y`, which some kernel has.
+        has_parts: whether it has what decoding and rings ask for: splits, ALiBi from the diagonal, float32 results.
         """
         asked = {
             "function of scores": self.score is not None,
             "block mask": "block_mask" in self.given,
-            "splits of a stated size": self.split is not None and not known.get("split"),
-            "result in the accumulator's dtype": self.wide_y and not known.get("wide_y"),
+            "splits of a stated size": self.split is not None and not has_parts,
+            "result in the accumulator's dtype": self.wide_y and not has_parts,
             "result of the largest scores": self.maximum,
-            "ALiBi from the window's diagonal": self._counts_from_diagonal and not known.get("diagonal"),
+            "ALiBi from the window's diagonal": self._counts_from_diagonal and not has_parts,
         }
         found = [what for what, is_asked in asked.items() if is_asked]
         return f"its kernel has no {' and no '.join(found)}" if found else None

@@ -284,7 +284,11 @@ def product(a: Array, b: Array) -> Array:
 
 
 def exp2(v: Array) -> Array:
-    """2^v of a number of each thread, by the special function unit; Mosaic's code for it depends on what is around."""
+    """2^v of a number of each thread, by the special function unit.
+
+    What Mosaic makes of exponentials and logarithms has products that the assembler contracts in one place and not in
+    another: a logarithm had other bits within a loop.
+    """
     return _of_threads("ex2.approx.ftz.f32 $0, $1;", v)
 
 

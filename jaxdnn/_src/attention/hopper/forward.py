@@ -194,12 +194,11 @@ class _Block:
         self.fetch(source, self.scratch[name], f"{name}_full", slot, place, chunks, plan.keys, self.problem.heads_first)
 
     def load_queries(self, item: Item, items: Any) -> None:
-        buffers = jnp.int32(self.plan.q_buffers)
         for wg in range(self.plan.consumers):
-            slot = lax.rem(items, buffers) + wg * buffers
-            self.wait_empty("q_empty", slot, lax.div(items, buffers))
+            slot, over = work.query_slot(self.plan, wg, items)
+            self.wait_empty("q_empty", slot, over)
             place = (item.image, item.head, item.row + wg * ROWS)
-            heads_first = self.problem.heads_first or self.problem.packed
+            heads_first = self.problem.q_heads_first
             self.fetch(self.q, self.scratch["q"], "q_full", slot, place, self.plan.feature_chunks, ROWS, heads_first)
 
     def wait_empty(self, name: str, slot: Any, over: Any) -> None:
@@ -289,7 +288,7 @@ class _Block:
         when(self.wg == warpgroup)(turn)
 
     def compute(self, item: Item, number: Any, items: Any) -> None:
-        """The item's results into shared memory, and its logarithms into device memory."""
+        """The item's results into shared memory, and its logarithms into device memory; there go parts of rows too."""
         problem, plan = self.problem, self.plan
         text, kinds = code(problem, plan), operands(problem, plan)
         numbers = self._numbers(item) | {"number": number, "item": items}
@@ -312,12 +311,7 @@ class _Block:
     def _numbers(self, item: Item) -> dict[str, Any]:
         """The operands of the text that are numbers, by name."""
         problem = self.problem
-        heads, queries = problem.heads, problem.queries
-        first = (item.image * heads + item.head) * queries
-        if problem.split is not None:
-            first = first * problem.parts + item.part * queries
-        elif not problem.heads_first:
-            first = item.image * (queries * heads) + item.head
+        first = work.first_result(problem, item.image, item.head, item.part)
         found = dict(vars(item)) | {"result_first": first}
         own = lambda name: self.given[name][item.image if self.given[name].shape[0] > 1 else 0, item.head]
         found |= {"slope": own("alibi_slopes")} if problem.slopes else {}

@@ -65,6 +65,11 @@ class Shape:
         return self.batch * self.heads * self.queries
 
 
+def groups(parts: int) -> int:
+    """How many groups a kernel of its own merges; 0 where one kernel does all."""
+    return ceil_div(parts, GROUP) if parts > DIRECT * GROUP else 0
+
+
 def merge(
     largest: Array, total: Array, values: Array, sinks: Array | None, *, packed: bool, heads_first: bool, dtype: Any
 ) -> tuple[Array, Array]:
@@ -79,11 +84,9 @@ def merge(
     """
     batch, heads, count, queries, features = values.shape
     shape = Shape(batch, heads, count, queries, features, packed, heads_first)
-    branches.record(
-        "attention merge", groups=shape.parts > DIRECT * GROUP, sinks=sinks is not None, heads_first=heads_first
-    )
+    branches.record("attention merge", groups=groups(shape.parts) > 0, sinks=sinks is not None, heads_first=heads_first)
     parts, size = (largest, total, values), GROUP
-    if shape.parts > DIRECT * GROUP:
+    if groups(shape.parts):
         parts, size = _groups(shape, *parts), 1
         shape = dataclasses.replace(shape, parts=parts[0].shape[2])
     given = () if sinks is None else (sinks.reshape(-1),)
@@ -122,20 +125,20 @@ def merge(
 
 def _groups(shape: Shape, largest: Array, total: Array, values: Array) -> tuple[Array, ...]:
     """Each group of parts as a part."""
-    groups = ceil_div(shape.parts, GROUP)
+    count_of_groups = groups(shape.parts)
 
     def body(number: Array, *refs: Any) -> None:
         *sources, largest, total, values = refs
         rest, column = lanes.divided(number, shape.vectors)
         rest, row = lanes.divided(rest, shape.queries)
-        head, group = lanes.divided(rest, groups)
+        head, group = lanes.divided(rest, count_of_groups)
         found = _merged(_loaded(shape, sources, head, group, row, column))
         lanes.store(values, number, found.values)
         place, first = rest * shape.queries + row, column == 0
         lanes.store(largest, place, lanes.wide(found.m, 1), first)
         lanes.store(total, place, lanes.wide(found.total, 1), first)
 
-    rows = (shape.batch, shape.heads, groups, shape.queries)
+    rows = (shape.batch, shape.heads, count_of_groups, shape.queries)
     count = math.prod(rows)
     of_rows = jax.ShapeDtypeStruct((count, 1), F32)
     outs = (of_rows, of_rows, jax.ShapeDtypeStruct((count * shape.vectors, VECTOR), F32))

@@ -100,6 +100,11 @@ class Problem:
         return 1 if self.split is None else ceil_div(self.keys, self.split)
 
     @property
+    def q_heads_first(self) -> bool:
+        """Whether q is (B, N, T, D) as the kernel takes it."""
+        return self.heads_first or self.packed
+
+    @property
     def plain(self) -> bool:
         """Whether scores are products of queries and keys times a factor, and no more."""
         return self.softcap is None and self.bias is None and not self.slopes

@@ -24,7 +24,7 @@ class Item:
 
     Attributes:
       image, head, row: the sequence, the head, the first query.
-      part: of the keys.
+      part: the number of the part of the keys.
       first, last: the tiles that some query of the block may see.
       whole_from, whole_to: those of them that all of its queries see whole.
       shift: what is added to a query's number to have its place on the diagonal.
@@ -108,6 +108,23 @@ def work_table(problem: Problem, plan: Plan, blocks: int) -> np.ndarray | None:
         return shared_out(costs * heads, blocks)
     group = together(problem, plan)
     return shared_out([cost for cost in reversed(costs) for _ in range(group)] * (heads // group), blocks)
+
+
+# ---- where an item's queries and results are
+
+
+def query_slot(plan: Plan, warpgroup: int, items: Any) -> tuple[Any, Any]:
+    """The place in shared memory of a consumer's queries, and how often it was filled before; `items` before this."""
+    buffers = jnp.int32(plan.q_buffers)
+    return lax.rem(items, buffers) + warpgroup * buffers, lax.div(items, buffers)
+
+
+def first_result(problem: Problem, image: Any, head: Any, part: Any) -> Any:
+    """The number of the first row of a head among the logarithms, or of a part of it among the parts' sums."""
+    heads, queries = problem.heads, problem.queries
+    if problem.split is not None:
+        return ((image * heads + head) * problem.parts + part) * queries
+    return (image * heads + head) * queries if problem.heads_first else image * (queries * heads) + head
 
 
 # ---- the tiles of an item
