@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from jaxdnn._src.core.determinism import is_fixed
 
@@ -68,6 +68,9 @@ def broadcast(x: Array, like: Array, level: str) -> Array:
     """
     shape, sharding = like.shape, jax.typeof(like).sharding
     placed = sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+    if placed is not None:  # JAX takes no x that is sharded where the result is not
+        spec = (names if n == size else None for names, n, size in zip(sharding.spec, x.shape, shape, strict=True))
+        x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
     if not is_fixed(level) or math.prod(shape) == 0:
         return jnp.broadcast_to(x, shape, out_sharding=placed)
     axes = [axis for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want]
