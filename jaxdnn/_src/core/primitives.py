@@ -12,6 +12,7 @@ a formula; `batch_leading` serves ops that work along trailing axes.
 import contextlib
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from jax.sharding import (
 from jaxdnn._src.core import ahead, checks, compat, engines, selection
 from jaxdnn._src.core.compat import Partitioned, ShapedArray, ad, batching, mlir, varying
 from jaxdnn._src.core.determinism import satisfies
-from jaxdnn._src.core.partitioning import Factors, vary_alike
+from jaxdnn._src.core.partitioning import Factors, names_of, vary_alike
 from jaxdnn._src.core.rounding import at_edges, together
 
 Spec = Any
@@ -271,6 +272,45 @@ def gathered(x: Array, axis: int) -> Array:
         return x
     spec = PartitionSpec(*sharding.spec[:axis], None, *sharding.spec[axis + 1 :])
     return reshard(x, NamedSharding(sharding.mesh, spec))
+
+
+def evenly(x: Array, shape: Sequence[int]) -> Array:
+    """x to be sliced or padded to a shape. JAX refuses axes of which shardings in types would be uneven then: these are
+    gathered."""
+    sharding = jax.typeof(x).sharding
+    for axis, (size, names) in enumerate(zip(shape, sharding.spec, strict=True)):
+        if size != x.shape[axis] and size % _parts(sharding.mesh, names):
+            x = gathered(x, axis)
+    return x
+
+
+def reshaped(x: Array, shape: Sequence[int]) -> Array:
+    """x of another shape, if shardings are in types sharded as far as `_reshaped_spec` says: JAX refuses to choose."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or x.shape == tuple(shape):
+        return x.reshape(shape)
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, _reshaped_spec(x, shape)))
+
+
+def keeps_sharding(x: Array, shape: Sequence[int]) -> bool:
+    """Whether x may be sharded in another shape as it is, as far as shardings are in types."""
+    count = lambda spec: sum(len(names_of(names)) for names in spec)
+    return count(_reshaped_spec(x, shape)) == count(jax.typeof(x).sharding.spec)
+
+
+def _reshaped_spec(x: Array, shape: Sequence[int]) -> PartitionSpec:
+    """How x is sharded in another shape: along axes that begin at the element at which x's do, in as many parts."""
+    first = lambda sizes, axis: math.prod(size for size in sizes[:axis] if size)
+    sharding = jax.typeof(x).sharding
+    given = {first(x.shape, axis): names for axis, names in enumerate(sharding.spec) if x.shape[axis] > 1}
+    found = [given.get(first(shape, axis)) if size > 1 else None for axis, size in enumerate(shape)]
+    even = [None if n % _parts(sharding.mesh, names) else names for n, names in zip(shape, found, strict=True)]
+    return PartitionSpec(*even)
+
+
+def _parts(mesh: Any, names: Any) -> int:
+    """Into how many parts an array is divided along an axis that is sharded along mesh axes of these names."""
+    return math.prod(mesh.shape[name] for name in names_of(names))
 
 
 def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
