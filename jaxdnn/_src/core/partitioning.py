@@ -228,7 +228,15 @@ def broadcast_alike(*operands: Array) -> list[Any]:
             taken = {name for other in axes for name in names_of(other)}
             axes[axis] = axes[axis] or (None if taken & {*names_of(names)} else names)
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
-    return vary_alike([reshard(jnp.broadcast_to(x, shape), sharding) for x in operands])
+    return vary_alike([broadcast_to(x, shape, sharding) for x in operands])
+
+
+def broadcast_to(x: Array, shape: Sequence[int], sharding: NamedSharding) -> Array:
+    """x broadcast to a shape that is sharded so; first it is placed, for JAX takes none that is sharded otherwise."""
+    own = tuple(sharding.spec)[len(shape) - x.ndim :]
+    kept = (names if n == size else None for names, n, size in zip(own, x.shape, shape[-x.ndim :], strict=True))
+    x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*kept))) if x.ndim else x
+    return jnp.broadcast_to(x, shape, out_sharding=sharding)
 
 
 def exchange(x: Array, axis: int, devices: Devices, before: int, after: int, fill: Any = 0) -> Array:
