@@ -6,7 +6,7 @@ exact or the engine promises it, else within the computed bounds of both.
 """
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -45,6 +45,28 @@ reduce-mul-batch         | NC, op="mul", axis=0
 reduce-max-batch         | NHWC, op="max", axis=(0, 1)
 resample_dgrad-nearest   | NHWC, shape(NhwC), method="nearest"
 """
+# What eight devices do not divide: groups, windows, channels. Of each line the letters whose axes are sharded in turn.
+LINES = """
+group_norm-shared        | NHWC, groups=4, scale=C, bias=C                              | NC
+group_norm-first         | NCHW, groups=2, scale=C, layout="NCHW", activation="relu"    | NC
+group_norm-last          | CHWN, groups=4, layout="CHWN", return_statistics=True        | NC
+group_norm-invariant     | NHWC, groups=2, determinism="batch_invariant"                | C
+group_norm_dgrad-shared  | NHWC, NHWC, groups=4, scale=C                                | NC
+adaptive_pool-few        | NHWC, output_sizes=(3, 5)                                    | HW
+adaptive_pool-nearly     | NHWC, output_sizes=(7, 7), mode="average"                    | HW
+adaptive_pool-periods    | NHWC, output_sizes=(24, 12), mode="max", return_indices=True | HW
+adaptive_pool-lp         | NHWC, output_sizes=(12, 3), mode="lp"                        | HW
+transform-vector         | NHWC, out_layout="NCHWc8"                                    | HWC
+transform-filled         | NHWC, out_layout="NCHWc6"                                    | HC
+transform-padding        | NHWC, padding=1, channels=20                                 | HWC
+transform-cropping       | NHWC, padding=-1, channels=12                                | HWC
+op_tensor-whole          | NHWC, NHWC, op="mul"                                         | NHWC
+lrn_dgrad-whole          | NHWC, NHWC                                                   | NC
+divisive_norm-means      | NHWC, means=NHWC                                             | NHWC
+lstm-bias                | NTC, CG, DG, bias=G, engine="ordered"                        | G
+"""
+UNEVEN = {line.split()[0]: (read(line.rpartition("|")[0]), line.split()[-1]) for line in LINES.strip().splitlines()}
+UNEVEN_SIZES = {**SIZES, "H": 8, "W": 8, "T": 2, "D": 8}
 # Exact of whole numbers, or of a promised order; arrays of eight examples are sharded, the others are not.
 EXACT = {e.name: e for e in examples().values() if (e.exact and e.operands) or e.name in ("resample", "pool_dgrad")}
 EXACT |= {e.name: e for e in map(read, FURTHER.strip().splitlines())}
@@ -52,10 +74,10 @@ NORMS = ("layer_norm", "rms_norm", "adaptive_layer_norm", "group_norm", "instanc
 BOUNDED = (*NORMS, "batch_norm_inference", "layer_norm_dgrad", "lrn", "divisive_norm", "lp_normalize")
 
 
-def function_of(called: Example) -> tuple[Function, list[np.ndarray]]:
+def function_of(called: Example, sizes: Mapping[str, Any] = SIZES) -> tuple[Function, list[np.ndarray]]:
     """The call's first result as a function of its operands, and these."""
-    function = lambda *arrays: jax.tree.leaves(called.call(getattr(dnn, called.op), *arrays, sizes=SIZES))[0]
-    return function, [v.astype(np.float32) for v in called.data(SIZES, whole=True)]
+    function = lambda *arrays: jax.tree.leaves(called.call(getattr(dnn, called.op), *arrays, sizes=sizes))[0]
+    return function, [v.astype(np.float32) for v in called.data(sizes, whole=True)]
 
 
 def derivatives(function: Function, *arrays: Any) -> Any:
@@ -136,6 +158,32 @@ def test_a_residual_that_is_sharded_unlike_the_array(specs: tuple[P, P], wrap: F
             assert jax.typeof(gradient).sharding == jax.typeof(array).sharding
     for ours, value, error in zip(jax.tree.leaves(found), wanted, errors, strict=True):
         running_error.agree(np.asarray(ours), value, error, error)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("alone", [False, True], ids=["every", "last"])
+@pytest.mark.parametrize(("name", "letter"), [(e.name, a) for e, letters in UNEVEN.values() for a in letters])
+def test_what_devices_do_not_divide(name: str, letter: str, alone: bool, wrap: Function):
+    """The axes of a letter are sharded, of all operands or of the last one that has them."""
+    called, _ = UNEVEN[name]
+    function, arrays = function_of(called, UNEVEN_SIZES)
+    having = [i for i, axes in enumerate(called.operands) if letter in axes]
+    specs = [P(*("d" if a == letter else None for a in axes)) for axes in called.operands]
+    specs = [spec if i in having[-1:] or not alone else P() for i, spec in enumerate(specs)]
+    with jax.set_mesh(jax.make_mesh((8,), ("d",))):
+        placed = [jax.device_put(a, spec) for a, spec in zip(arrays, specs, strict=True)]
+        found = wrap(ft.partial(derivatives, function))(*placed)
+        for array, gradient in zip(placed, found[1], strict=True):
+            assert jax.typeof(gradient).sharding == jax.typeof(array).sharding
+    run = ft.partial(derivatives, function)
+    ours = map(np.asarray, jax.tree.leaves(found))
+    if not called.op.startswith(("group_norm", "lrn", "divisive")):
+        for one, wanted in zip(ours, jax.tree.leaves(run(*map(jnp.asarray, arrays))), strict=True):
+            np.testing.assert_array_equal(one, wanted)
+        return
+    wanted, errors = map(jax.tree.leaves, running_error.bounds(run, *arrays))
+    for one, value, error in zip(ours, wanted, errors, strict=True):
+        running_error.agree(one, value, error, error)
 
 
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "replicated"])

@@ -31,6 +31,28 @@ def test_narrow_floats_are_rounded_where_they_are(name: str, kind: str):
     assert mesh.run(mesh.Trial(name, "H", kind, "fast", "bfloat16")).message == ""
 
 
+@pytest.mark.parametrize(
+    ("found", "needed", "fits"),
+    [
+        ("h2", "h4", True),
+        ("+h2", "h2+", True),
+        ("h4", "h2", False),
+        ("+2", "+", False),
+        ("-", "h", False),
+        ("-", "-", True),
+    ],
+)
+def test_collectives_are_counted(found: str, needed: str, fits: bool):
+    assert mesh._as_needed(found, needed, movable=False) == fits
+
+
+@pytest.mark.parametrize("name", ["im2col", "divisive_norm"])
+def test_a_halo_is_exchanged_once(name: str):
+    """Not once for each tap: two neighbours, whatever the window."""
+    outcome = mesh.run(mesh.Trial(name, "H", "explicit", "fast", "float32"))
+    assert (outcome.forward, outcome.status) == ("h2", "passed")
+
+
 def found_of(call: Callable[..., Any], letter: str, monkeypatch: pytest.MonkeyPatch) -> mesh.Outcome:
     """Of a call in place of `scale`, which communicates nothing."""
     monkeypatch.setattr(dnn, "scale", lambda x, **_: call(x))

@@ -7,8 +7,9 @@ Tests over all ops and `jaxdnn verify --mesh` draw their arrays from it, at size
 The op, and after a hyphen what tells this call from the op's first; an asterisk where all that is computed of small
 whole numbers is exact, in whatever order it is added up. Its arguments, of which letters are an array with these axes,
 and the axes of its results. What it communicates, forward/backward, where all axes of a letter are sharded over all
-devices; backward is from cotangents that are sharded as the results are to gradients that are sharded as the operands
-are. And why: of what is added up, is looked up, or lies where.
+devices, or of two letters "N,H" each over one axis of a mesh of two; backward is from cotangents that are sharded as
+the results are to gradients that are sharded as the operands are. And why: of what is added up, is looked up, or lies
+where.
 
 | letters | axes |
 |---|---|
@@ -29,6 +30,8 @@ are. And why: of what is added up, is looked up, or lies where.
 | g | all-gather | a device needs the whole axis: the line says for what |
 | c | all-reduce, on CPUs alone | the line says of what |
 | t | all-to-all | elements that lie side by side in the operand do not in the result |
+
+A number behind a sign says how many of them there are at most, on eight CPUs; without one it is one.
 """
 
 import ast
@@ -166,10 +169,15 @@ def read(line: str) -> Example:
         tuple(map(_value, tree.args)),
         {word.arg: _value(word.value) for word in tree.keywords},
         tuple(results.split()) or ("",),  # a scalar has no axes
-        {letter: (forward, backward) for letters, (forward, _, backward) in pairs for letter in letters},
+        {letter: (forward, backward) for letters, (forward, _, backward) in pairs for letter in _each(letters)},
         why,
         name.endswith("*"),
     )
+
+
+def _each(letters: str) -> Sequence[str]:
+    """The letters that are sharded by themselves, or those that are together."""
+    return [letters] if "," in letters else letters
 
 
 def _value(node: ast.expr) -> Any:

@@ -16,14 +16,14 @@ MANIFEST = Manifest(
         ),
     ),
     examples="""
-conv*           | NHWC, RSCK, padding=1 -> NHWK                 | N -/+ HW h/+h C +/- K -/+ | filters add over pixels
-conv-strided*   | NHWC, RSCK, padding=1, stride=2 -> NHWK       | N -/+ HW h/+h C +/- K -/+ | the same
-conv-depthwise* | NHWC, RS_C, padding=1, groups=size(C) -> NHWC | N -/+ HW h/+h C -/-       | a device has whole groups
-conv_skip*      | NHWC, RSCK, padding=1 -> NHWK, NHWC           | N -/+ HW h/+h C +/- K -/+ | as conv
-conv_dgrad*     | NHWK, RSCK, shape(NHWC), padding=1 -> NHWC    | N -/+ HW h/+h C -/+ K +/- | as conv
-conv_wgrad*     | NHWC, NHWK, shape(RSCK), padding=1 -> RSCK    | N +/- HW +h/h C -/+ K -/+ | as conv
-conv_bgrad*     | NHWC -> C                                     | NHW +/- C -/-             | adds all but channels
-conv_transpose* | NHWC, PQKC, stride=2 -> NHWK                  | N -/+ HW -/+ C +/- K -/+  | as conv_dgrad, apart
+conv*           | NHWC, RSCK, padding=1 -> NHWK                 | NK -/+ HW h2/+h4 C +/- | filters add over pixels
+conv-strided*   | NHWC, RSCK, padding=1, stride=2 -> NHWK       | NK -/+ HW h/+h2 C +/-  | the same
+conv-depthwise* | NHWC, RS_C, padding=1, groups=size(C) -> NHWC | N -/+ HW h2/+h4 C -/-  | a device has whole groups
+conv_skip*      | NHWC, RSCK, padding=1 -> NHWK, NHWC           | NK -/+ HW h2/+h4 C +/- | as conv
+conv_dgrad*     | NHWK, RSCK, shape(NHWC), padding=1 -> NHWC    | NC -/+ HW h2/+h4 K +/- | as conv
+conv_wgrad*     | NHWC, NHWK, shape(RSCK), padding=1 -> RSCK    | N +/- HW +h2/h4 CK -/+ | as conv
+conv_bgrad*     | NHWC -> C                                     | NHW +/- C -/-          | adds all but channels
+conv_transpose* | NHWC, PQKC, stride=2 -> NHWK                  | NHWK -/+ C +/-         | as conv_dgrad, apart
 """,
     engines=("hopper.engine", "xla.engine", "xla.ordered"),
     cases=("cases.family", "cases.skip"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 
-from jaxdnn._src.core import checks, windows
+from jaxdnn._src.core import checks, primitives, windows
 from jaxdnn._src.core.windows import FilterLayout, Layout
 
 
@@ -84,12 +84,12 @@ def _plain_shape(name: str, shape: Any, layout: Layout | FilterLayout, why: str,
 
 
 def _devectorise(value: Array, channel: int, shape: tuple[int, ...]) -> Array:
-    return jnp.moveaxis(value, -1, channel + 1).reshape(shape)
+    return primitives.reshaped(jnp.moveaxis(value, -1, channel + 1), shape)
 
 
 def _vectorise(value: Array, channel: int, vector: int, name: str) -> Array:
     c = value.shape[channel]
     if c % vector:
         raise ValueError(f"`layout` needs the channels of the {name} divisible by {vector}, got {c}.")
-    split = value.reshape(*value.shape[:channel], c // vector, vector, *value.shape[channel + 1 :])
-    return jnp.moveaxis(split, channel + 1, -1)
+    split = (*value.shape[:channel], c // vector, vector, *value.shape[channel + 1 :])
+    return jnp.moveaxis(primitives.reshaped(value, split), channel + 1, -1)

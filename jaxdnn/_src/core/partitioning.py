@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from jaxdnn._src.core.compat import varying
 
@@ -210,6 +210,33 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
     union = frozenset[str]().union(*axes)
     pairs = zip(operands, axes, strict=True)
     return [lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x for x, own in pairs]
+
+
+def broadcast_alike(*operands: Array) -> list[Any]:
+    """Operands of one shape, marked as varying alike, and if shardings are in types sharded alike.
+
+    Along each axis they are sharded as the first operand that is sharded there, as the result of JAX's own ops is.
+    """
+    types = [jax.typeof(x) for x in operands]
+    mesh = next((t.sharding.mesh for t in types if AxisType.Explicit in t.sharding.mesh.axis_types), None)
+    if mesh is None or all(t.sharding == types[0].sharding for t in types):
+        return vary_alike(jnp.broadcast_arrays(*operands))
+    shape = jnp.broadcast_shapes(*(t.shape for t in types))
+    axes: list[Any] = [None] * len(shape)
+    for t in types:
+        for axis, names in enumerate(t.sharding.spec, len(shape) - len(t.shape)):
+            taken = {name for other in axes for name in names_of(other)}
+            axes[axis] = axes[axis] or (None if taken & {*names_of(names)} else names)
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return vary_alike([broadcast_to(x, shape, sharding) for x in operands])
+
+
+def broadcast_to(x: Array, shape: Sequence[int], sharding: NamedSharding) -> Array:
+    """x broadcast to a shape that is sharded so; first it is placed, for JAX takes none that is sharded otherwise."""
+    own = tuple(sharding.spec)[len(shape) - x.ndim :]
+    kept = (names if n == size else None for names, n, size in zip(own, x.shape, shape[-x.ndim :], strict=True))
+    x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*kept))) if x.ndim else x
+    return jnp.broadcast_to(x, shape, out_sharding=sharding)
 
 
 def exchange(x: Array, axis: int, devices: Devices, before: int, after: int, fill: Any = 0) -> Array:

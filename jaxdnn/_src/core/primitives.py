@@ -12,6 +12,8 @@ a formula; `batch_leading` serves ops that work along trailing axes.
 import contextlib
 import dataclasses
 import functools as ft
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +35,7 @@ from jax.sharding import (
 from jaxdnn._src.core import ahead, checks, compat, engines, selection
 from jaxdnn._src.core.compat import Partitioned, ShapedArray, ad, batching, mlir, varying
 from jaxdnn._src.core.determinism import satisfies
-from jaxdnn._src.core.partitioning import Factors, vary_alike
+from jaxdnn._src.core.partitioning import Factors, names_of, vary_alike
 from jaxdnn._src.core.rounding import at_edges, together
 
 Spec = Any
@@ -198,24 +200,48 @@ def batch_leading(
     return (found, (0,) * len(found)) if isinstance(found, tuple) else (found, 0)
 
 
-def linear_map(name: str, run: Callable[..., Array], transposed: Callable[..., dict[str, Any]]) -> Callable[..., Array]:
-    """A linear function of one array, whose result has the array's shape, with a transpose that is stated.
+def linear_map(
+    name: str,
+    run: Callable[..., Array],
+    transposed: Callable[..., dict[str, Any]],
+    factors: Callable[..., Factors] | None = None,
+) -> Callable[..., Array]:
+    """A linear function of one array, with a transpose that is stated.
 
-    For maps of which JAX's own transpose is slow. The function is bound as a primitive, without engines.
+    For maps of which JAX's own transpose is slow, or that XLA partitions badly. The function is bound as a primitive,
+    without engines.
 
     Args:
       name: the primitive's name.
       run: (array, static arguments by name) to the result; any axes may lead, so it counts axes from the last.
       transposed: the static arguments by name to those with which the same map is its transpose.
+      factors: (array, static arguments by name) to the ways the map may be sharded; None leaves them to XLA.
     """
-    primitive = compat.Primitive(name)
-    primitive.def_impl(run)
-    primitive.def_abstract_eval(lambda x, **_: x)
-    ad.deflinear2(primitive, lambda ct, _, **static: [primitive.bind(ct, **transposed(**static))])
-    lead = lambda operands, dims, **static: (primitive.bind(jnp.moveaxis(operands[0], dims[0], 0), **static), 0)
-    batching.primitive_batchers[primitive] = lead
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
-    return primitive.bind
+    of_map = Partitioned(name)
+    static = [p.name for p in inspect.signature(run).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    def abstract(x: Any, **given: Any) -> Any:
+        return _result(jax.eval_shape(ft.partial(run, **given), Aval(x.shape, x.dtype)), x)
+
+    def lowering(ctx: Any, x: Any, **given: Any) -> Any:
+        program = ft.partial(run, **given)
+        if factors is not None and compat.automatic_devices(ctx) > 1:
+            ctx = compat.on_mesh(ctx)
+            if _may_partition(ctx):
+                rule = factors(ctx.avals_in[0], **given)
+                of_device = lambda axes, x: rule.local(run, axes, x) if axes and rule.local else run(x, **given)
+                program = ft.partial(_on_devices, ctx, rule, of_device)
+        ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
+        return mlir.lower_fun(program, multiple_results=False)(ctx, x)
+
+    for primitive in of_map.both:
+        primitive.def_impl(together(compat.operation(primitive), static_argnames=static))
+        primitive.def_abstract_eval(abstract)
+        ad.deflinear2(primitive, lambda ct, _, **given: [of_map.bind(ct, **transposed(**given))])
+        lead = lambda operands, dims, **given: (of_map.bind(jnp.moveaxis(operands[0], dims[0], 0), **given), 0)
+        batching.primitive_batchers[primitive] = lead
+        mlir.register_lowering(primitive, lowering)
+    return of_map.bind
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -271,6 +297,45 @@ def gathered(x: Array, axis: int) -> Array:
         return x
     spec = PartitionSpec(*sharding.spec[:axis], None, *sharding.spec[axis + 1 :])
     return reshard(x, NamedSharding(sharding.mesh, spec))
+
+
+def evenly(x: Array, shape: Sequence[int]) -> Array:
+    """x to be sliced or padded to a shape. JAX refuses axes of which shardings in types would be uneven then: these are
+    gathered."""
+    sharding = jax.typeof(x).sharding
+    for axis, (size, names) in enumerate(zip(shape, sharding.spec, strict=True)):
+        if size != x.shape[axis] and size % _parts(sharding.mesh, names):
+            x = gathered(x, axis)
+    return x
+
+
+def reshaped(x: Array, shape: Sequence[int]) -> Array:
+    """x of another shape, if shardings are in types sharded as far as `_reshaped_spec` says: JAX refuses to choose."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or x.shape == tuple(shape):
+        return x.reshape(shape)
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, _reshaped_spec(x, shape)))
+
+
+def keeps_sharding(x: Array, shape: Sequence[int]) -> bool:
+    """Whether x may be sharded in another shape as it is, as far as shardings are in types."""
+    count = lambda spec: sum(len(names_of(names)) for names in spec)
+    return count(_reshaped_spec(x, shape)) == count(jax.typeof(x).sharding.spec)
+
+
+def _reshaped_spec(x: Array, shape: Sequence[int]) -> PartitionSpec:
+    """How x is sharded in another shape: along axes that begin at the element at which x's do, in as many parts."""
+    first = lambda sizes, axis: math.prod(size for size in sizes[:axis] if size)
+    sharding = jax.typeof(x).sharding
+    given = {first(x.shape, axis): names for axis, names in enumerate(sharding.spec) if x.shape[axis] > 1}
+    found = [given.get(first(shape, axis)) if size > 1 else None for axis, size in enumerate(shape)]
+    even = [None if n % _parts(sharding.mesh, names) else names for n, names in zip(shape, found, strict=True)]
+    return PartitionSpec(*even)
+
+
+def _parts(mesh: Any, names: Any) -> int:
+    """Into how many parts an array is divided along an axis that is sharded along mesh axes of these names."""
+    return math.prod(mesh.shape[name] for name in names_of(names))
 
 
 def _like_results(rule: Factors, values: tuple[Any, ...]) -> Any:
@@ -356,16 +421,33 @@ def _partitioned(
         rule = dataclasses.replace(rule, placed=(), summed=())
     if engine.adds_in_order or (satisfies(engine.level(call), "mesh_invariant") and not rule.exact):
         rule = rule.in_order
-    if compat.is_exported(ctx) or compat.lacking(compat.SHARDING) or not compat.has_devices(ctx):
+    if not _may_partition(ctx):
         loose = zip(operands, rule.loose_specs(), strict=True)
         return _run(engine, call, [_loosened(ctx, x, spec) for x, spec in loose])
+
+    def of_device(axes: Any, *operands: Array) -> Any:
+        run = ft.partial(_local, op, platform)
+        if rule.local is None or not axes:
+            return run(spec, *operands)
+        return at_edges(spec.level, rule.local(run, axes, *operands))
+
+    return _on_devices(ctx, rule, of_device, *operands)
+
+
+def _may_partition(ctx: Any) -> bool:
+    """Whether a program that is being lowered may hold a rule for XLA's partitioner."""
+    return not compat.is_exported(ctx) and not compat.lacking(compat.SHARDING) and compat.has_devices(ctx)
+
+
+def _on_devices(ctx: Any, rule: Factors, of_device: Callable[..., Any], *operands: Array) -> Any:
+    """The results of a program that XLA partitions by a rule: `of_device(axes, *operands)` computes a device's part."""
     # JAX uses only the types of this function's results; `_partition` lowers what is computed.
     sharded = compat.custom_partitioning(
         lambda *_: _like_results(rule, tuple(jnp.zeros(r.shape, r.dtype) for r in ctx.avals_out))
     )
     wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     sharded.def_partition(
-        partition=ft.partial(_partition, rule, op, platform, spec, wide),
+        partition=ft.partial(_partition, rule, of_device, wide),
         infer_sharding_from_operands=lambda mesh, args, _: _like_results(
             rule, tuple(NamedSharding(mesh, spec) for spec in rule.specs(mesh, args)[1])
         ),
@@ -380,22 +462,15 @@ def _loosened(ctx: Any, x: Array, spec: PartitionSpec) -> Array:
     return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def _partition(
-    rule: Factors, op: str, platform: str, spec: Spec, wide: bool, mesh: Any, args: Any, results: Any
-) -> Any:
+def _partition(rule: Factors, of_device: Callable[..., Any], wide: bool, mesh: Any, args: Any, results: Any) -> Any:
     operand_specs, result_specs, axes = rule.specs(mesh, args, _as_tuple(results))
     special = {factor: names for factor, names in axes.items() if factor not in rule.free}
-
-    def run(spec: Spec, *operands: Array) -> Any:
-        return _local(op, platform, spec, *operands)
 
     def lower(*operands: Array) -> Any:
         # The program of one device has no mesh, although this is traced inside the mesh that the caller has set.
         # And the caller's own choice of 64 bits may be over when XLA asks for it.
         with use_abstract_mesh(AbstractMesh((), ())), jax.enable_x64(wide):
-            if rule.local is None or not special:
-                return run(spec, *operands)
-            return at_edges(spec.level, rule.local(run, special, *operands))
+            return of_device(special, *operands)
 
     shardings = tuple(NamedSharding(mesh, spec) for spec in operand_specs)
     outs = tuple(NamedSharding(mesh, spec) for spec in result_specs)

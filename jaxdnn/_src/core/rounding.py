@@ -36,7 +36,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, u
 from jaxdnn._src.core import compat
 from jaxdnn._src.core.compat import Partitioned, ShapedArray, ad, batching, mlir
 from jaxdnn._src.core.determinism import is_fixed
-from jaxdnn._src.core.partitioning import never_in_part, vary_alike
+from jaxdnn._src.core.partitioning import broadcast_alike, never_in_part, vary_alike
 
 _Arrays = TypeVar("_Arrays")
 _INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -46,7 +46,7 @@ def product(a: Array, b: Array) -> Array:
     """a b for two arrays of one dtype, rounded to that dtype whatever it is added to; also in its derivatives."""
     if not jnp.issubdtype(jnp.result_type(a, b), jnp.floating):
         return a * b
-    return _product.bind(*vary_alike(jnp.broadcast_arrays(a, b)))
+    return _product.bind(*broadcast_alike(a, b))
 
 
 def rounded(p: Array) -> Array:
@@ -259,7 +259,7 @@ def _reciprocal_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 @jax.custom_jvp
 def quotient(a: Any, b: Any) -> Any:
     """a / b of two arrays of one dtype, rounded to nearest on every device."""
-    return _quotient.bind(*vary_alike(jnp.broadcast_arrays(a, b)))
+    return _quotient.bind(*broadcast_alike(a, b))
 
 
 @quotient.defjvp

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, reshard
 
 from jaxdnn._src.core.determinism import is_fixed
+from jaxdnn._src.core.partitioning import broadcast_to
 
 
 def tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Array:
@@ -69,7 +70,7 @@ def broadcast(x: Array, like: Array, level: str) -> Array:
     shape, sharding = like.shape, jax.typeof(like).sharding
     placed = sharding if AxisType.Explicit in sharding.mesh.axis_types else None
     if not is_fixed(level) or math.prod(shape) == 0:
-        return jnp.broadcast_to(x, shape, out_sharding=placed)
+        return jnp.broadcast_to(x, shape) if placed is None else broadcast_to(x, shape, placed)
     axes = [axis for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want]
     for axis in axes:
         sizes = [shape[axis]]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from jax import Array
 
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.formulas import read_activation
-from jaxdnn._src.core import blending, checks
+from jaxdnn._src.core import blending, checks, primitives
 from jaxdnn._src.core.blending import Types
 from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.frames import Frame
+from jaxdnn._src.core.partitioning import Factors
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.norm import primitive
 from jaxdnn._src.norm.spec import ACTIVATIONS, Activation, NormSpec, reduced
@@ -58,7 +59,7 @@ class View:
         checks.shape(name, value, self.parameters, self.why)
         checks.dtype(name, value, narrower(types.accumulate))
         value = rounded(value) if is_fixed(level) or value.dtype != types.accumulate else value
-        return value.astype(types.accumulate).reshape(self.spread)
+        return primitives.reshaped(value.astype(types.accumulate), self.spread)
 
     def statistic(self, name: str, value: Any, types: Types | NormSpec) -> Array:
         """Reads a saved statistic."""
@@ -214,8 +215,7 @@ def forward(
     scales = _scale(view, scale, spec, zero_centred)
     biases = [] if bias is None else [view.parameter("bias", bias, spec, spec.level)]
     spec = dataclasses.replace(spec, scale=bool(scales), bias=bool(biases))
-    y, mean, rstd, variance = primitive.call("norm", x.reshape(view.shape), *scales, *biases, spec=spec)
-    return y.reshape(x.shape), mean, rstd, variance
+    return _called("norm", view, spec, (x,), (*scales, *biases))
 
 
 def backward(
@@ -232,10 +232,33 @@ def backward(
     else:
         rstd_ = view.statistic("rstd", rstd, spec)
         mean_ = view.statistic("mean", mean, spec) if spec.centred else jnp.zeros_like(rstd_)
-    operands = (dy.reshape(view.shape), x.reshape(view.shape), mean_, rstd_, *scales)
-    dx, ds, db = primitive.call("norm_dgrad", *operands, spec=dataclasses.replace(spec, scale=bool(scales)))
-    ds, db = (jnp.squeeze(v, view.summed).reshape(view.parameters) for v in (ds, db))
-    return dx.reshape(x.shape), ds, db
+    spec = dataclasses.replace(spec, scale=bool(scales))
+    dx, ds, db = _called("norm_dgrad", view, spec, (dy, x), (mean_, rstd_, *scales))
+    ds, db = (primitives.reshaped(jnp.squeeze(v, view.summed), view.parameters) for v in (ds, db))
+    return dx, ds, db
+
+
+def _called(op: str, view: View, spec: NormSpec, arrays: Sequence[Array], others: Sequence[Array]) -> tuple[Array, ...]:
+    """The results of a primitive of arrays in x's shape, which the first result has too, and of others in the view's.
+
+    Types that hold shardings cannot say how groups are sharded that several devices share. There XLA alone knows it.
+    """
+
+    def run(*operands: Array) -> tuple[Array, ...]:
+        seen = [v.reshape(view.shape) if v.shape == x.shape else v for v in operands]
+        y, *further = primitive.call(op, *seen, spec=spec)
+        return y.reshape(x.shape), *further
+
+    def factors(*operands: Any) -> Factors:
+        own, whole = tuple(f"x{i}" for i in range(x.ndim)), tuple(f"view{i}" for i in range(len(view.shape)))
+        results = (own, *[whole] * (3 if op == "norm" else 2))
+        return Factors(tuple(own if v.shape == x.shape else whole for v in operands), results, free=own)
+
+    x = arrays[0]
+    operands = (*arrays, *others)
+    if all(primitives.keeps_sharding(v, view.shape) for v in arrays):
+        return run(*operands)
+    return primitives.composed(run, factors, *operands)
 
 
 def normalised(

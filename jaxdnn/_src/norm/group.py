@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxdnn._src.core import checks, frames
+from jaxdnn._src.core import checks, frames, primitives
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.norm import arguments
@@ -25,15 +25,23 @@ class _Images:
     channels: int
 
     def array(self, v: Array) -> Array:
-        return lax.slice_in_dim(v, 0, self.channels, axis=self.frame.layout.channel) if self.filled else v
+        if not self.filled:
+            return v
+        v = primitives.evenly(v, self._with(v, self.channels))
+        return lax.slice_in_dim(v, 0, self.channels, axis=self.frame.layout.channel)
 
     def restore(self, v: Array) -> Array:
         widths = [(0, self.filled if a == self.frame.layout.channel else 0) for a in range(v.ndim)]
-        return self.frame.restore(jnp.pad(v, widths) if self.filled else v)
+        even = primitives.evenly(v, self._with(v, self.stored))
+        return self.frame.restore(jnp.pad(even, widths) if self.filled else v)
 
     @property
     def filled(self) -> int:
         return self.stored - self.channels
+
+    def _with(self, v: Array, channels: int) -> tuple[int, ...]:
+        """v's shape with so many channels."""
+        return tuple(channels if a == self.frame.layout.channel else n for a, n in enumerate(v.shape))
 
 
 def _images(frame: Frame, x: Array, channels: Any) -> _Images:

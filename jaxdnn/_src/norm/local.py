@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.core import blending, checks, frames, partitioning, primitives
 from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.partitioning import Axes, Factors, Run, exchange
 from jaxdnn._src.core.rounding import at_edges, power, product, reciprocal, root
 from jaxdnn._src.norm import arguments
 
@@ -338,21 +339,36 @@ def _window_of(n: Any, alpha: Any, beta: Any, k: Any, even: Any) -> _Window:
 
 def added(v: Array, *, axes: tuple[int, ...], low: int, high: int) -> Array:
     """The sum over a window around every element along each of the axes, which are counted from the last: negative."""
-    for axis in axes:
-        size = v.shape[axis]
+    return _added_on_device(axes, low, high, None, {}, v)
+
+
+def _added_on_device(axes: Sequence[int], low: int, high: int, _: Run | None, placed: Axes, v: Array) -> Array:
+    """The sums around a device's elements, with those of other devices along the axes of which it has a part."""
+    for axis in (axis % v.ndim for axis in axes):
+        size, devices = v.shape[axis], placed.get(f"d{axis}")
         # What lies further away than the axis is long is zero.
-        reach = [min(r, max(size - 1, 0)) for r in (low, high)]
-        pad = [(reach[0], reach[1]) if a - v.ndim == axis else (0, 0) for a in range(v.ndim)]
-        padded = jnp.pad(v, pad)
-        terms = [lax.slice_in_dim(padded, i, i + size, axis=axis) for i in range(sum(reach) + 1)]
+        before, after = (min(r, max(size * (devices.count if devices else 1) - 1, 0)) for r in (low, high))
+        if devices is None:
+            around = jnp.pad(v, [(before, after) if a == axis else (0, 0) for a in range(v.ndim)])
+        else:
+            around = exchange(v, axis, devices, before, after)
+        terms = [lax.slice_in_dim(around, i, i + size, axis=axis) for i in range(before + after + 1)]
         v = ft.reduce(jnp.add, terms)
     return v
 
 
+def _factors(v: Any, *, axes: tuple[int, ...], low: int, high: int) -> Factors:
+    """All axes may be sharded, those of the window with their neighbours."""
+    rank = len(v.shape)
+    names, along = tuple(f"d{axis}" for axis in range(rank)), tuple(f"d{axis % rank}" for axis in axes)
+    free = tuple(name for name in names if name not in along)
+    return Factors((names,), (names,), free, placed=along, local=ft.partial(_added_on_device, axes, low, high))
+
+
 # The transpose is the sum over the mirrored window: that of slices is a sum of padded arrays, for each of which XLA on
-# CPUs computes anew whatever they are made of.
+# CPUs computes anew whatever they are made of. Of slices XLA would also exchange each one's elements by itself.
 _window_sum = primitives.linear_map(
-    "window_sum", added, lambda *, axes, low, high: {"axes": axes, "low": high, "high": low}
+    "window_sum", added, lambda *, axes, low, high: {"axes": axes, "low": high, "high": low}, _factors
 )
 
 

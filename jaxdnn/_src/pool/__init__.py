@@ -12,7 +12,7 @@ MANIFEST = Manifest(
     ),
     examples="""
 pool*             | NHWC -> NHWC                                                | NHWC -/-      | windows do not overlap
-pool-overlapping* | NHWC, window=3, stride=1, padding=1 -> NHWC                 | NC -/- HW h/h | windows overlap
+pool-overlapping* | NHWC, window=3, stride=1, padding=1 -> NHWC                 | NC -/- HW h2/h6 | windows overlap
 pool-average      | NHWC, mode="average", window=3, stride=2, padding=1 -> NHWC | NC -/- HW h/h | windows overlap
 pool_dgrad*       | NhwC, NHWC -> NHWC                                          | NHWC -/-      | windows do not overlap
 pool_dgrad-average | NhwC, shape(NHWC), mode="average" -> NHWC                  | NHWC -/-      | windows do not overlap

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.partitioning import Factors
 from jaxdnn._src.core.rounding import at_edges, product, real
 from jaxdnn._src.pool import arguments, lp
 from jaxdnn._src.pool.api import pool
@@ -158,22 +160,45 @@ def adaptive_pool(
     arguments.require_level(spec, mode, alpha, beta)
     pairs = list(zip(axes, outputs, strict=True))
     if mode == "max":
-        y, at = _maxima(spec, x, pairs, indices)
+        y, *at = _in_types(lambda x: _maxima(spec, x, pairs, indices), x, pairs, 1 + indices)
         y = arguments.finish(y, alpha, beta, prior, out, x.dtype)
-        return (y, at) if indices else y
+        return (y, *at) if indices else y
     if mode == "lp":
-        wide = x.astype(arguments.accumulator(x.dtype))
-        y = lp.root(exponent, _sums(spec, lp.powers(exponent, wide), pairs))
+        powers = lp.powers(exponent, x.astype(arguments.accumulator(x.dtype)))
+        (total,) = _in_types(lambda v: _sums(spec, v, pairs), powers, pairs)
+        y = lp.root(exponent, total)
     else:
-        y = _averages(spec, x, pairs, out if blending.is_plain(alpha, beta) else None)
+        whole = out if blending.is_plain(alpha, beta) else None
+        (y,) = _in_types(lambda x: _averages(spec, x, pairs, whole), x, pairs)
     return arguments.finish(y, alpha, beta, prior, out, x.dtype)
 
 
 Pairs = Sequence[tuple[int, int]]  # a spatial axis, counted from the end, and how many windows there are along it
 
 
-def _maxima(spec: PoolSpec, x: Array, pairs: Pairs, indices: bool) -> tuple[Array, Array | None]:
-    """The maxima, and where they are: of a window's rows the first that has the maximum, and in it the first."""
+def _in_types(run: Callable[[Array], Any], x: Array, pairs: Pairs, results: int = 1) -> tuple[Array, ...]:
+    """`run(x)`, a tuple, where shardings may be in types: a device has the windows of its elements if these are whole
+    periods, see `_kinds`, and otherwise all elements."""
+
+    counts = dict(pairs)
+
+    def factors(x: Any) -> Factors:
+        names = [f"d{axis}" for axis in range(x.ndim)]
+        inputs, windows, sizes = list(names), list(names), {}
+        for axis, count in pairs:
+            periods, name = math.gcd(x.shape[axis], count), names[axis]
+            inputs[axis], windows[axis] = f"{name} {name}in", f"{name} {name}out"
+            sizes |= {name: periods, f"{name}in": x.shape[axis] // periods, f"{name}out": count // periods}
+        return Factors((tuple(inputs),), (tuple(windows),) * results, free=tuple(names), sizes=sizes)
+
+    x = primitives.evenly(x, [math.gcd(n, counts.get(axis - x.ndim, n)) for axis, n in enumerate(x.shape)])
+    sharded = any(jax.typeof(x).sharding.spec[axis] for axis in counts)
+    found = primitives.composed(run, factors, x) if sharded else run(x)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _maxima(spec: PoolSpec, x: Array, pairs: Pairs, indices: bool) -> Any:
+    """The maxima, and if asked for where they are: of a window's rows the first that has one, and in it the first."""
     at = _positions(x, [axis for axis, _ in pairs]) if indices else None
     for axis, count in reversed(pairs):
         kinds = _kinds(x.shape[axis], count)
@@ -183,7 +208,7 @@ def _maxima(spec: PoolSpec, x: Array, pairs: Pairs, indices: bool) -> tuple[Arra
         found = [_bind("pool_max_indices", spec, axis, kind, x) for kind in kinds]
         chosen = [_bind("pool_pick", spec, axis, kind, at, tap)[0] for kind, (_, tap) in zip(kinds, found, strict=True)]
         x, at = _joined([y for y, _ in found], axis), _joined(chosen, axis)
-    return x, at
+    return x if at is None else (x, at)
 
 
 def _positions(x: Array, axes: Sequence[int]) -> Array:
@@ -231,7 +256,8 @@ Kind = tuple[int, int, int, int]  # where the first window starts, taps, stride,
 def _kinds(size: int, count: int) -> list[Kind]:
     """The windows of an axis as several poolings.
 
-    With g = gcd(H, P), window i + P / g is window i moved on by H / g: P / g kinds of windows, each a pooling.
+    With g = gcd(H, P), window i + P / g is window i moved on by H / g, the period: P / g kinds of windows, each a
+    pooling.
     """
     common = math.gcd(size, count)
     return [(*window, size // common, common) for window in _windows(size, count)[: count // common]]

@@ -11,10 +11,10 @@ MANIFEST = Manifest(
         ),
     ),
     examples="""
-resample         | NHWC, scale=2 -> NHWC     | NC -/- HW h/h | a result is made of neighbours
-resample_dgrad   | NHWC, shape(NhwC) -> NHWC | NC -/- HW h/h | a result is made of neighbours
-pixel_shuffle*   | NHWC -> NHWC              | NHWC -/-      | channels become pixels
-pixel_unshuffle* | NHWC -> NHWC              | NHWC -/-      | pixels become channels
+resample         | NHWC, scale=2 -> NHWC     | NC -/- HW h2/h2 | a result is made of neighbours
+resample_dgrad   | NHWC, shape(NhwC) -> NHWC | NC -/- HW h2/h2 | a result is made of neighbours
+pixel_shuffle*   | NHWC -> NHWC              | NHWC -/-        | channels become pixels
+pixel_unshuffle* | NHWC -> NHWC              | NHWC -/-        | pixels become channels
 """,
     engines=("xla",),
 )

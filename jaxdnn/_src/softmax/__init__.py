@@ -11,11 +11,11 @@ MANIFEST = Manifest(
         ),
     ),
     examples="""
-softmax                   | NHWC -> NHWC                            | NHW -/- C +/+ | a row's maximum and sum
-softmax_dgrad             | NHWC, NHWC -> NHWC                      | NHW -/- C +/+ | a row's sum
-logsumexp                 | NHWC -> NHW                             | NHW -/- C +/+ | a row's maximum and sum
-linear_cross_entropy      | TD, DV, index(T) ->                     | TDV +/+       | logits, rows' sums; the mean
-linear_cross_entropy-rows | TD, DV, index(T), reduction="none" -> T | T -/+ DV +/+  | logits, rows' sums; w's gradient
+softmax                   | NHWC -> NHWC                            | NHW -/- C +2/+3     | a row's maximum and sum
+softmax_dgrad             | NHWC, NHWC -> NHWC                      | NHW -/- C +/+       | a row's sum
+logsumexp                 | NHWC -> NHW                             | NHW -/- C +2/+2     | a row's maximum and sum
+linear_cross_entropy      | TD, DV, index(T) ->                     | TD +/+ V +2/+3      | logits, rows' sums; the mean
+linear_cross_entropy-rows | TD, DV, index(T), reduction="none" -> T | T -/+ D +/+ V +2/+3 | logits, sums; w's gradient
 """,
     engines=("hopper.engine", "xla"),
     cases=("cases",),

@@ -138,6 +138,7 @@ def _pad(x: Array, pads: tuple[tuple[int, int], ...]) -> Array:
     checks.countable("`padding`", x.shape[:2] + sizes)
     if not any(map(any, pads)):
         return x
+    x = primitives.evenly(x, x.shape[:2] + sizes)
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pads)])
 
 
@@ -148,8 +149,10 @@ def _with_channels(x: Array, channels: Any, vector: int) -> Array:
         raise ValueError(f"`channels` must be None or at least 1, got {wanted}.")
     if wanted > checks.LARGEST:
         raise ValueError(f"`channels` must be at most {checks.LARGEST}, got {checks.shown(wanted)}.")
-    kept = x[:, :wanted]
-    filled = -(-wanted // vector) * vector - kept.shape[1]
+    stored = -(-wanted // vector) * vector
+    kept = primitives.evenly(x, (x.shape[0], min(x.shape[1], wanted), *x.shape[2:]))[:, :wanted]
+    filled = stored - kept.shape[1]
+    kept = primitives.evenly(kept, (x.shape[0], stored, *x.shape[2:]))
     return jnp.pad(kept, [(0, 0), (0, filled), *[(0, 0)] * (x.ndim - 2)]) if filled else kept
 
 

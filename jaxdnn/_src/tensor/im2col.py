@@ -7,10 +7,12 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -18,7 +20,7 @@ from jaxdnn._src.core import blending, checks, frames, primitives
 from jaxdnn._src.core import windows as _window
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
-from jaxdnn._src.core.partitioning import Factors, Windows
+from jaxdnn._src.core.partitioning import Axes, Factors, Run, Windows
 from jaxdnn._src.core.rounding import at_edges
 from jaxdnn._src.core.windows import Layout, Window
 
@@ -85,10 +87,10 @@ def im2col(
     pads = _along_spatial(frame.layout, [(low, high, 0) for low, high in geometry.padding], (0, 0, 0))
     checks.countable("`padding`", [n + low + high for n, (low, high, _) in zip(plain.shape, pads, strict=True)])
 
+    taps = _Taps(frame.layout, geometry, flip, _order(order, frame.layout), given.dtype, last_first=True)
+
     def patches(x: Array) -> Array:
-        padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
-        seen = [_shift(frame.layout, padded, geometry, tap).astype(given.dtype) for tap in _taps(geometry.taps, flip)]
-        return _join(seen, frame.layout.channel, _order(order, frame.layout))
+        return _joined(_moved(x, taps=taps, back=False), taps)
 
     factors = ft.partial(_factors, frame.layout, _windows(geometry))
     return at_edges(required(), frame.restore(primitives.composed(patches, factors, plain)))
@@ -146,14 +148,10 @@ def col2im(
     expected = axes.shape(plain_shape[axes.batch], geometry.out, features)
     checks.shape("y", plain, expected, f"as im2col of {plain_shape} has (axes {axes.name})")
     flip = checks.choice("mode", mode, MODES) == "convolution"
-    numbered, acc = _order(order, axes), blending.accumulator(given.dtype)
+    taps = _Taps(axes, geometry, flip, _order(order, axes), given.dtype)
 
     def image(y: Array) -> Array:
-        total, taps = None, _taps(geometry.taps, flip)
-        for part, tap in zip(_split(y, axes.channel, len(taps), numbered), taps, strict=True):
-            spread = _spread(axes, part.astype(acc), geometry, tap)
-            total = spread if total is None else total + spread
-        return jnp.zeros(plain_shape, acc) if total is None else _without_padding(axes, total, geometry)
+        return _moved(_apart(y, taps), taps=taps, back=True)
 
     def factors(y: Any) -> Factors:
         of_image = _factors(axes, _windows(geometry), y)
@@ -200,10 +198,91 @@ def _order(value: Any, layout: Layout) -> str:
     return checks.choice("order", value, ORDERS)
 
 
-def _taps(taps: tuple[int, ...], flip: bool) -> list[tuple[int, ...]]:
-    """The taps in the order in which they are numbered."""
-    every = list(itertools.product(*map(range, taps)))
-    return every[::-1] if flip else every
+# ---- what taps read, and back ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taps:
+    """How patches are numbered. They have an axis of taps, beside that of the channels, and their own dtype; in images
+    the accumulator's is added up, of the last tap first or of the first."""
+
+    layout: Layout
+    window: Window
+    flip: bool
+    order: str
+    dtype: np.dtype
+    last_first: bool = False
+
+    @property
+    def axis(self) -> int:
+        """The axis of the taps."""
+        return self.layout.channel + (self.order == "channels_taps")
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        """The taps in the order in which they are numbered."""
+        every = list(itertools.product(*map(range, self.window.taps)))
+        return iter(every[::-1] if self.flip else every)
+
+
+def _run(x: Array, *, taps: _Taps, back: bool) -> Array:
+    """The patches of an image, or `back` the image in which they are added up."""
+    run = ft.partial(_image if back else _patches, taps)
+    for _ in range(x.ndim - len(taps.layout.axes) - back):
+        run = jax.vmap(run)
+    return run(x)
+
+
+def _patches(taps: _Taps, x: Array) -> Array:
+    pads = _along_spatial(taps.layout, [(low, high, 0) for low, high in taps.window.padding], (0, 0, 0))
+    padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
+    return jnp.stack([_shift(taps.layout, padded, taps.window, tap).astype(taps.dtype) for tap in taps], taps.axis)
+
+
+def _image(taps: _Taps, y: Array) -> Array:
+    total, every = None, list(enumerate(taps))
+    for i, tap in every[::-1] if taps.last_first else every:
+        part = lax.index_in_dim(y, i, taps.axis, keepdims=False).astype(blending.accumulator(y.dtype))
+        spread = _spread(taps.layout, part, taps.window, tap)
+        total = spread if total is None else total + spread
+    return _without_padding(taps.layout, total, taps.window)
+
+
+def _rule(x: Any, *, taps: _Taps, back: bool) -> Factors:
+    """All axes but the taps' may be sharded, spatial ones with their neighbours, see `_factors`."""
+    of = _factors(taps.layout, _windows(taps.window), x)
+    lead = tuple(f"lead{i}" for i in range(len(x.shape) - len(taps.layout.axes) - back))
+    image, (patches,) = (*lead, *of.operands[0]), of.results
+    patches = (*lead, *patches[: taps.axis], "taps", *patches[taps.axis :])
+    placed = tuple(f for f in of.free if f not in ("n", "c"))
+    return Factors(
+        operands=(patches if back else image,),
+        results=(image if back else patches,),
+        free=(*lead, "n", "c"),
+        placed=placed,
+        sizes=of.sizes,
+        local=ft.partial(_on_device, taps, back),
+    )
+
+
+def _on_device(taps: _Taps, back: bool, _: Run, axes: Axes, x: Array) -> Array:
+    """A device's part, with the rows that its windows, or its image's, share with other devices."""
+    sizes, padding = list(taps.window.sizes), list(taps.window.padding)
+    lead = x.ndim - len(taps.layout.axes) - back
+    for i, (axis, window) in enumerate(zip(taps.layout.spatial, _windows(taps.window), strict=True)):
+        if (devices := axes.get(f"s{i}")) is None:
+            continue
+        if back:
+            x, padding[i] = window.around_outputs(x, lead + axis + (axis >= taps.axis), devices)
+            sizes[i] //= devices.count
+        else:
+            x = window.around_inputs(x, lead + axis, devices)
+            sizes[i], padding[i] = x.shape[lead + axis], (0, 0)
+    part = dataclasses.replace(taps.window, sizes=tuple(sizes), padding=tuple(padding))
+    return _run(x, taps=dataclasses.replace(taps, window=part), back=back)
+
+
+# XLA would exchange rows tap by tap.
+_moved = primitives.linear_map("patches", _run, lambda *, taps, back: {"taps": taps, "back": not back}, _rule)
 
 
 def _along_spatial(layout: Layout, values: Sequence[Any], other: Any) -> list[Any]:
@@ -244,16 +323,29 @@ def _without_padding(layout: Layout, padded: Array, window: Window) -> Array:
     return lax.slice(padded, _along_spatial(layout, starts, 0), limits)
 
 
-def _join(parts: list[Array], channel: int, order: str) -> Array:
-    if order == "taps_channels":
-        return lax.concatenate(parts, channel)
-    stacked = jnp.stack(parts, channel + 1)
-    features = stacked.shape[channel] * stacked.shape[channel + 1]
-    return stacked.reshape(*stacked.shape[:channel], features, *stacked.shape[channel + 2 :])
+def _joined(y: Array, taps: _Taps) -> Array:
+    """Taps and channels as one axis."""
+    channel = taps.layout.channel
+    if taps.axis == channel:
+        return _runs(y, axis=channel - len(taps.layout.axes), count=y.shape[channel], back=False)
+    return y.reshape(*y.shape[:channel], y.shape[channel] * y.shape[channel + 1], *y.shape[channel + 2 :])
 
 
-def _split(y: Array, channel: int, count: int, order: str) -> list[Array]:
-    if order == "taps_channels":
-        return jnp.split(y, count, channel)
-    apart = y.reshape(*y.shape[:channel], y.shape[channel] // count, count, *y.shape[channel + 1 :])
-    return [lax.index_in_dim(apart, i, channel + 1, keepdims=False) for i in range(count)]
+def _apart(y: Array, taps: _Taps) -> Array:
+    """Taps and channels as two axes."""
+    channel, count = taps.layout.channel, math.prod(taps.window.taps)
+    if taps.axis == channel:
+        return _runs(y, axis=channel - len(taps.layout.axes), count=count, back=True)
+    return y.reshape(*y.shape[:channel], y.shape[channel] // count, count, *y.shape[channel + 1 :])
+
+
+def _joined_runs(y: Array, *, axis: int, count: int, back: bool) -> Array:
+    """Of a number of runs, along the axis before this one, one axis, or `back`. XLA gathers what is sharded to reshape
+    it; the parts of an array it moves."""
+    if back:
+        return jnp.stack(jnp.split(y, count, axis), y.ndim + axis)
+    parts = [lax.index_in_dim(y, i, y.ndim + axis - 1, keepdims=False) for i in range(count)]
+    return lax.concatenate(parts, y.ndim + axis - 1)
+
+
+_runs = primitives.linear_map("runs", _joined_runs, lambda *, back, **given: {**given, "back": not back})
