@@ -221,7 +221,7 @@ def broadcast_alike(*operands: Array) -> list[Any]:
     mesh = next((t.sharding.mesh for t in types if AxisType.Explicit in t.sharding.mesh.axis_types), None)
     if mesh is None or all(t.sharding == types[0].sharding for t in types):
         return vary_alike(jnp.broadcast_arrays(*operands))
-    shape = jnp.broadcast_shapes(*(t.shape for t in types))
+    shape = np.broadcast_shapes(*(t.shape for t in types))
     axes: list[Any] = [None] * len(shape)
     for t in types:
         for axis, names in enumerate(t.sharding.spec, len(shape) - len(t.shape)):

@@ -325,11 +325,12 @@ def keeps_sharding(x: Array, shape: Sequence[int]) -> bool:
 
 def _reshaped_spec(x: Array, shape: Sequence[int]) -> PartitionSpec:
     """How x is sharded in another shape: along axes that begin at the element at which x's do, in as many parts."""
-    first = lambda sizes, axis: math.prod(size for size in sizes[:axis] if size)
+    several = lambda size: size not in (0, 1)  # a symbolic size too
+    first = lambda sizes, axis: math.prod(filter(several, sizes[:axis]))
     sharding = jax.typeof(x).sharding
-    given = {first(x.shape, axis): names for axis, names in enumerate(sharding.spec) if x.shape[axis] > 1}
-    found = [given.get(first(shape, axis)) if size > 1 else None for axis, size in enumerate(shape)]
-    even = [None if n % _parts(sharding.mesh, names) else names for n, names in zip(shape, found, strict=True)]
+    given = {first(x.shape, axis): names for axis, names in enumerate(sharding.spec) if several(x.shape[axis])}
+    found = [given.get(first(shape, axis)) if several(size) else None for axis, size in enumerate(shape)]
+    even = [names if n % _parts(sharding.mesh, names) == 0 else None for n, names in zip(shape, found, strict=True)]
     return PartitionSpec(*even)
 
 

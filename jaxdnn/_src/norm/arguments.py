@@ -238,7 +238,7 @@ def backward(
     return dx, ds, db
 
 
-def _called(op: str, view: View, spec: NormSpec, arrays: Sequence[Array], others: Sequence[Array]) -> tuple[Array, ...]:
+def _called(op: str, view: View, spec: NormSpec, arrays: Sequence[Array], others: Sequence[Array]) -> Any:
     """The results of a primitive of arrays in x's shape, which the first result has too, and of others in the view's.
 
     Types that hold shardings cannot say how groups are sharded that several devices share. There XLA alone knows it.

@@ -313,7 +313,7 @@ def _bounds(
 
 
 # Sizes that kernels serve, of fewer sequences than a cluster runs, and of a matrix that four blocks share.
-SIZES: dict[str, dict[str, int]] = {"hopper": {"batch": 6, "inputs": 24, "units": 256}}
+SIZES: dict[str, dict[str, Any]] = {"hopper": {"batch": 6, "inputs": 24, "units": 256}}
 
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[RnnCase]:

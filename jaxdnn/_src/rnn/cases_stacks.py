@@ -232,7 +232,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> RnnCase:
         return single.draw(op, engine, rng, name)
     variant = str(rng.choice(variants))
     heads = KINDS[op][variant].heads or 1
-    sizes = {
+    sizes: dict[str, Any] = {
         "batch": drawn.between(rng, 1, 6),
         "steps": drawn.between(rng, 1, 12),
         "inputs": drawn.between(rng, 1, 60),

@@ -239,12 +239,13 @@ def _patches(taps: _Taps, x: Array) -> Array:
 
 
 def _image(taps: _Taps, y: Array) -> Array:
-    total, every = None, list(enumerate(taps))
-    for i, tap in every[::-1] if taps.last_first else every:
-        part = lax.index_in_dim(y, i, taps.axis, keepdims=False).astype(blending.accumulator(y.dtype))
-        spread = _spread(taps.layout, part, taps.window, tap)
-        total = spread if total is None else total + spread
-    return _without_padding(taps.layout, total, taps.window)
+    def spread(i: int, tap: tuple[int, ...]) -> Array:
+        part = lax.index_in_dim(y, i, taps.axis, keepdims=False)
+        return _spread(taps.layout, part.astype(blending.accumulator(y.dtype)), taps.window, tap)
+
+    every = list(enumerate(taps))
+    terms = [spread(i, tap) for i, tap in (every[::-1] if taps.last_first else every)]
+    return _without_padding(taps.layout, ft.reduce(jnp.add, terms), taps.window)
 
 
 def _rule(x: Any, *, taps: _Taps, back: bool) -> Factors:
