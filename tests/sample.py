@@ -9,8 +9,8 @@ algorithms, kinds of plan), in some test of it.
 Where the suite runs twice, on two releases of JAX, one of the runs is `beside` the other, which is on the newest JAX,
 where all kernels run. It leaves the facets to that run, and the tests that ask nothing of JAX (`ONCE`); of the other
 functions it takes every fourth, in turns, and a larger part of their parameters, but each time those that assemble the
-PTX that this release lowers (`ALWAYS`). So the newest release meets every
-function each time, the other one in four runs, and both every parameter in `SLICES` runs.
+PTX that this release lowers (`ALWAYS`). So the newest release meets every function each time, the other one in four
+runs, and both every parameter in `SLICES` runs.
 """
 
 import collections

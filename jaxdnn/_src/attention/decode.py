@@ -63,10 +63,10 @@ def attention_decode(
     Differentiation: any order, forward and reverse, in q, k, v, slopes and sinks. Gradients of pages that sequences
       share are sums that XLA scatters.
 
-    Numerics: as `attention`; engine `hopper` takes splits in multiples of 128 keys, merges 16 parts at a time, copies
-      keys and values of pages in their order. At batch_invariant and above a row has the bits of the same row of
-      `attention(..., causal=True, split=split)`, whatever the batch, the room of the cache and the pages are. That does
-      not hold for gradients of pages.
+    Numerics: as `attention`. Engine `hopper` takes splits in multiples of 128 keys, merges 16 parts at a time, and
+      copies the keys and values of pages into their order. At batch_invariant and above a row has the bits of the same
+      row of `attention(..., causal=True, split=split)`, whatever the batch, the room of the cache and the pages are.
+      That does not hold for gradients of pages.
 
     Raises:
       ValueError: shapes that do not fit, an unknown option. TypeError: a dtype that is not served. NotImplementedError:

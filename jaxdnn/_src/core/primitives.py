@@ -300,8 +300,10 @@ def gathered(x: Array, axis: int) -> Array:
 
 
 def evenly(x: Array, shape: Sequence[int]) -> Array:
-    """x to be sliced or padded to a shape. JAX refuses axes of which shardings in types would be uneven then: these are
-    gathered."""
+    """x to be sliced or padded to a shape, gathered along axes that devices would then not divide.
+
+    JAX refuses these where shardings are in types.
+    """
     sharding = jax.typeof(x).sharding
     for axis, (size, names) in enumerate(zip(shape, sharding.spec, strict=True)):
         if size != x.shape[axis] and size % _parts(sharding.mesh, names):

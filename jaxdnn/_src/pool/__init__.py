@@ -11,14 +11,14 @@ MANIFEST = Manifest(
         ),
     ),
     examples="""
-pool*             | NHWC -> NHWC                                                | NHWC -/-      | windows do not overlap
-pool-overlapping* | NHWC, window=3, stride=1, padding=1 -> NHWC                 | NC -/- HW h2/h6 | windows overlap
-pool-average      | NHWC, mode="average", window=3, stride=2, padding=1 -> NHWC | NC -/- HW h/h | windows overlap
-pool_dgrad*       | NhwC, NHWC -> NHWC                                          | NHWC -/-      | windows do not overlap
-pool_dgrad-average | NhwC, shape(NHWC), mode="average" -> NHWC                  | NHWC -/-      | windows do not overlap
-unpool*           | NhwC, index(NhwC), shape(NHWC) -> NHWC                      | NHWC -/-      | windows do not overlap
-global_pool       | NHWC -> N11C                                                | NC -/- HW g/- | one order on any mesh
-adaptive_pool*    | NHWC, output_sizes=shape(hw), mode="max" -> NHWC            | NHWC -/-      | windows do not overlap
+pool*              | NHWC -> NHWC                                                | NHWC -/-        | no overlap
+pool-overlapping*  | NHWC, window=3, stride=1, padding=1 -> NHWC                 | NC -/- HW h2/h6 | they overlap
+pool-average       | NHWC, mode="average", window=3, stride=2, padding=1 -> NHWC | NC -/- HW h/h   | they overlap
+pool_dgrad*        | NhwC, NHWC -> NHWC                                          | NHWC -/-        | no overlap
+pool_dgrad-average | NhwC, shape(NHWC), mode="average" -> NHWC                   | NHWC -/-        | no overlap
+unpool*            | NhwC, index(NhwC), shape(NHWC) -> NHWC                      | NHWC -/-        | no overlap
+global_pool        | NHWC -> N11C                                                | NC -/- HW g/-   | one stated order
+adaptive_pool*     | NHWC, output_sizes=shape(hw), mode="max" -> NHWC            | NHWC -/-        | no overlap
 """,
     engines=("hopper.engine", "xla.engine"),
     cases=("cases",),

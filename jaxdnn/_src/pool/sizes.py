@@ -177,9 +177,10 @@ Pairs = Sequence[tuple[int, int]]  # a spatial axis, counted from the end, and h
 
 
 def _in_types(run: Callable[[Array], Any], x: Array, pairs: Pairs, results: int = 1) -> tuple[Array, ...]:
-    """`run(x)`, a tuple, where shardings may be in types: a device has the windows of its elements if these are whole
-    periods, see `_kinds`, and otherwise all elements."""
+    """The results of `run(x)`, also where shardings are in types.
 
+    A device has the windows of its elements if these are whole periods, see `_kinds`, and otherwise all elements.
+    """
     counts = dict(pairs)
 
     def factors(x: Any) -> Factors:

@@ -203,8 +203,10 @@ def _order(value: Any, layout: Layout) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Taps:
-    """How patches are numbered. They have an axis of taps, beside that of the channels, and their own dtype; in images
-    the accumulator's is added up, of the last tap first or of the first."""
+    """How patches are numbered, which have an axis of taps beside that of the channels.
+
+    dtype: of the patches; images are added up in its accumulator, from the first tap or, by `last_first`, the last on.
+    """
 
     layout: Layout
     window: Window
@@ -341,8 +343,7 @@ def _apart(y: Array, taps: _Taps) -> Array:
 
 
 def _joined_runs(y: Array, *, axis: int, count: int, back: bool) -> Array:
-    """Of a number of runs, along the axis before this one, one axis, or `back`. XLA gathers what is sharded to reshape
-    it; the parts of an array it moves."""
+    """One axis of so many runs, which have the axis before it, or `back`: without a reshape, for which XLA gathers."""
     if back:
         return jnp.stack(jnp.split(y, count, axis), y.ndim + axis)
     parts = [lax.index_in_dim(y, i, y.ndim + axis - 1, keepdims=False) for i in range(count)]

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src import hopper
+from jaxdnn._src.attention.hopper.plan import TILES
 from jaxdnn._src.attention.spec import AttentionSpec, operands_of
 from jaxdnn._src.core import engines
 from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.hopper.sizes import ceil_div
 
 WIDEST = 256  # features of a head
-PARTS = 128  # a tile of keys, of whose multiples splits are; and queries of a block
+PARTS = TILES[0]  # keys, of whose multiples splits are; and queries, of whose multiples some are computed at once
 PARTS_BYTES = 1 << 30  # of the parts of rows that are in memory at once
 SCALES, CAPS = (1e-20, 1e20), (2.0**-10, 2.0**10)
 MOST = 2**31  # numbers of an array that has one for each pair of query and key, or of logarithms: 32 bits
@@ -96,7 +97,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 
 def _in_parts(problem: Any, plan: Any, v: dict[str, Array], dtype: Any) -> tuple[Array, Array]:
-    """y and lse of rows in parts: of some queries after the other, so that the parts of all of them need no memory."""
+    """y and lse of rows in parts, some queries after the other: the parts of all would need much memory."""
     from jaxdnn._src.attention.hopper.forward import attention_forward
     from jaxdnn._src.attention.hopper.merge import merge
     from jaxdnn._src.attention.hopper.plan import plan as planned
