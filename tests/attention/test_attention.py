@@ -605,8 +605,9 @@ def test_any_combination_in_order(seed: int):
     close(both(f), both(g), 1e-11)
 
 
-@pytest.mark.parametrize("variant", cases.VARIANTS)
-@pytest.mark.parametrize("op", ["attention", "attention_dgrad"])
+@pytest.mark.parametrize(
+    ("op", "variant"), [(op, variant) for op in ("attention", "attention_dgrad") for variant in cases.variants(op)]
+)
 def test_the_bound_covers_weights_that_are_rounded_to_16_bits(op: str, variant: str, monkeypatch: Any):
     """As on GPUs, on a CPU: in float16 most weights of distant scores are subnormal numbers."""
     monkeypatch.setitem(arithmetic.PLAIN, "cpu", arithmetic.PLAIN["cuda"])

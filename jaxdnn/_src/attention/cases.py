@@ -304,7 +304,7 @@ class AttentionCase(Case):
         return {**sizes, **{name: str(value) for name, value in self.options.items()}, "given": ", ".join(self.given)}
 
 
-def _variants(op: str) -> tuple[str, ...]:
+def variants(op: str) -> tuple[str, ...]:
     if op == "merge_attention":
         return ("plain",)
     return tuple(name for name in VARIANTS if op == "attention" or name not in (BY_KEY, "parts", "wide"))
@@ -313,7 +313,7 @@ def _variants(op: str) -> tuple[str, ...]:
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[AttentionCase]:
     """Every variant in every dtype of the extent."""
     for dtype in up_to(extent, DTYPES):
-        for variant in _variants(op):
+        for variant in variants(op):
             yield AttentionCase(op, engine, dtype, variant, **(HOPPER if engine == "hopper" else {}))
 
 
@@ -343,7 +343,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> AttentionCase
         "features": drawn.between(rng, 1, 130),
         "values": drawn.between(rng, 1, 130),
     }
-    return AttentionCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{rng.choice(_variants(op))}", **sizes)
+    return AttentionCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{rng.choice(variants(op))}", **sizes)
 
 
 def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str, most: int = 256) -> AttentionCase:
@@ -362,7 +362,7 @@ def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str, most: int
         "values": 8 * drawn.between(rng, 1, most // 8),
     }
     dtype = drawn.pick(rng, {"bf16": 1, "f16": 1})
-    return AttentionCase(op, engine, dtype, f"{name}/{rng.choice(_variants(op))}", **sizes)
+    return AttentionCase(op, engine, dtype, f"{name}/{rng.choice(variants(op))}", **sizes)
 
 
 FAMILY = family("attention", AttentionCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw)
