@@ -13,11 +13,13 @@ it without being told. `explain(op, *arguments)` says which engine would serve a
 `jax.export` may leave the batch open, as a symbolic dimension, of all but `linear_cross_entropy`; kernels that need
 every size are then passed over. The package `jaxdnn_reference` has the definition of every op in NumPy, with the same
 name and arguments. `recurrent` converts weights of recurrent layers from and to other libraries; `ring` is attention to
-keys on several devices, `multi_head` attention with its projections. The examples in docstrings take
-`import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
+keys on several devices, `multi_head` attention with its projections. `lax_like` has functions with lax's signatures,
+and `patch` is a context that puts them into programs that call lax's, such as a Flax model. The examples in docstrings
+take `import jax`, `import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
 """
 
 from jaxdnn import engines as engines
+from jaxdnn import lax_like as lax_like
 from jaxdnn import multi_head as multi_head
 from jaxdnn import recurrent as recurrent
 from jaxdnn import ring as ring
@@ -25,6 +27,7 @@ from jaxdnn import tolerance as tolerance
 from jaxdnn._src import families as _families
 from jaxdnn._src.activation.api import activation as activation
 from jaxdnn._src.activation.api import activation_dgrad as activation_dgrad
+from jaxdnn._src.adapters.patch import patch as patch
 from jaxdnn._src.attention.api import attention as attention
 from jaxdnn._src.attention.api import attention_dgrad as attention_dgrad
 from jaxdnn._src.attention.api import merge_attention as merge_attention
@@ -114,4 +117,4 @@ from jaxdnn._version import __version__ as __version__
 _families.load_engines()
 
 # What is imported above as itself; type checkers and readers see it there.
-__all__ = sorted([*_families.ops(), "DropoutState", "determinism", "explain", "limits", "tune"])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted([*_families.ops(), "DropoutState", "determinism", "explain", "limits", "patch", "tune"])  # pyright: ignore[reportUnsupportedDunderAll]

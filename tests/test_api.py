@@ -28,7 +28,7 @@ DEFINITION = sorted((ROOT / "reference").rglob("*.py"))
 OTHER = sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 FUNCTIONS = [name for name in dnn.__all__ if inspect.isfunction(getattr(dnn, name))]
-NO_OPS = {"determinism", "explain", "limits", "tune"}  # what says how ops are computed
+NO_OPS = {"determinism", "explain", "limits", "patch", "tune"}  # what says how ops are computed
 OPS = [name for name in FUNCTIONS if name not in NO_OPS]
 PIECES = {"activate", "derivative", "dot", "dot_with_bound", "fma", "magnitude", "round_to"}  # of definitions
 
@@ -44,7 +44,7 @@ jax.monitoring.register_event_duration_secs_listener(
     lambda event, duration_secs, **_: _compilations.append(duration_secs) if event == COMPILATION else None
 )
 
-NAMES = {"jnp": jnp, "dnn": dnn}  # what examples take for imported, as the package's docstring says
+NAMES = {"jax": jax, "jnp": jnp, "dnn": dnn}  # what examples take for imported, as the package's docstring says
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 each_op = pytest.mark.parametrize("name", EXAMPLES)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     *("core", "hopper"),
     *("activation", "tensor", "dropout", "conv", "a family"),
-    *("families", "surface", "cases", "cases of a family", "commands"),
+    *("families", "adapters", "surface", "cases", "cases of a family", "commands"),
 )
 COMMANDS = ("verify", "bench", "__main__")
 
@@ -90,7 +90,15 @@ def test_manifests_name_every_public_op():
     assert ops == named
     public = {name for name in dir(dnn) if not name.startswith("_")}
     # Python binds the packages of commands to their parent when they are imported.
-    assert public - set(dnn.__all__) <= {"engines", "multi_head", "recurrent", "ring", "tolerance", *COMMANDS}
+    assert public - set(dnn.__all__) <= {
+        "engines",
+        "lax_like",
+        "multi_head",
+        "recurrent",
+        "ring",
+        "tolerance",
+        *COMMANDS,
+    }
 
 
 def test_primitives_are_declared_in_the_core():

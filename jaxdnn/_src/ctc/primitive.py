@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.nn import softmax  # JAX's own, whatever `jaxdnn.patch` puts under its name
 
 from jaxdnn._src.core import blending, partitioning, primitives
 from jaxdnn._src.core.compat import ad
@@ -114,7 +115,7 @@ def _gradient(spec: CtcSpec, x: Array, posterior: Array, loss: Array, labels: Ar
     live = (time < steps[..., None, None]) & jnp.isfinite(loss)[..., None, None]
     x = jnp.where(live, x, jnp.zeros_like(x)).astype(posterior.dtype)
     counted = bind("ctc_by_class", posterior, labels, spec=dataclasses.replace(spec, classes=x.shape[-1]))
-    found = (jax.nn.softmax(x, axis=-1) if spec.normalize == "softmax" else jnp.zeros_like(x)) - counted
+    found = (softmax(x, axis=-1) if spec.normalize == "softmax" else jnp.zeros_like(x)) - counted
     return jnp.where(live, found, jnp.zeros_like(found))
 
 

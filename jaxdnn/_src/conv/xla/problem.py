@@ -8,6 +8,7 @@ from jax import Array, export, lax
 
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.core import products
+from jaxdnn._src.core.unpatched import unpatched
 
 # Beyond this many taps the unrolled sum would take long to compile, and a loop over the taps serves.
 UNROLLED_TAPS = 128
@@ -67,7 +68,8 @@ class Problem:
         """XLA's convolution in the problem's precision, which the keywords of `lax.conv_general_dilated` may change."""
         types = {"precision": self.precision, "preferred_element_type": self.preferred}
         more |= {"rhs_dilation": dilation, "dimension_numbers": numbers}
-        return lax.conv_general_dilated(x, w, stride, padding, **more, **types)
+        with unpatched():
+            return lax.conv_general_dilated(x, w, stride, padding, **more, **types)
 
 
 def _exact_integer_dot(a: Array, b: Array, contract: tuple, batch: tuple) -> Array:
