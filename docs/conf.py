@@ -1,0 +1,77 @@
+"""What Sphinx reads: `make docs`."""
+
+import inspect
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "reference")]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "svg")
+
+import matplotlib as mpl  # noqa: E402
+
+import jaxdnn  # noqa: E402
+from docs.site import DOCS, docstrings, pictures, plots, reference, tables  # noqa: E402
+
+project = "jaxdnn"
+author = "the authors of jaxdnn"
+version = release = jaxdnn.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build", "generated"]
+nitpicky = True
+smartquotes = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+
+autodoc_typehints = "none"  # the docstrings say what an argument may be; unions are long
+autodoc_preserve_defaults = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"jaxdnn {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+
+def process_docstring(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    try:
+        own = list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        own = []
+    lines[:] = docstrings.restructured(lines, reference.links(), [*own, name.rpartition(".")[2]])
+
+
+def prepare(app: Any, page: str, source: list[str]) -> None:
+    """What the files themselves, read without Sphinx, have otherwise.
+
+    Links to Markdown beside `docs` are links to files, which are no pages here. Pages for those who come from other
+    libraries are in the table of contents once they are there.
+    """
+    source[0] = re.sub(r"\]\((\.\./[^):#]+\.md)(#[^)]*)?\)", r"](path:\1)", source[0])
+    absent = {name for name in re.findall(r"^from-\w+$", source[0], re.MULTILINE) if not (DOCS / f"{name}.md").exists()}
+    source[0] = "\n".join(line for line in source[0].split("\n") if line not in absent)
+
+
+def generate(app: Any) -> None:
+    folder = DOCS / "generated"
+    folder.mkdir(exist_ok=True)
+    mpl.rcParams.update({"svg.hashsalt": "jaxdnn", "font.size": 9, "savefig.facecolor": "white"})
+    reference.write()
+    pictures.write(folder)
+    plots.write(folder)
+    tables.write(folder)
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", generate)
+    app.connect("source-read", prepare)
+    app.connect("autodoc-process-docstring", process_docstring)
