@@ -74,6 +74,7 @@ notebooks: .venv/.dev
 
 # A warning is an error: a link that leads nowhere, a page that no table of contents has.
 docs: .venv/.dev
+	rm -rf build/docs
 	$(RUN) sphinx -W --keep-going --quiet -b html docs build/docs
 
 clean:

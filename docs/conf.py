@@ -43,11 +43,18 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def process_docstring(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    try:
-        own = list(inspect.signature(value).parameters)
-    except (TypeError, ValueError):
-        own = []
-    lines[:] = docstrings.restructured(lines, reference.links(), [*own, name.rpartition(".")[2]])
+    if what == "data" and "\n".join(lines).strip() == (inspect.getdoc(type(value)) or "").strip():
+        lines[:] = [f"One of each: {', '.join(f'``{key}``' for key in value)}."]  # a dictionary has no words of its own
+        return
+    lines[:] = docstrings.restructured(lines, reference.links(), unlinked(name, value))
+
+
+def unlinked(name: str, value: Any) -> list[str]:
+    """What stands in backquotes and is no op: the names of arguments and of a module's parts, and the name itself."""
+    if inspect.ismodule(value):
+        return dir(value)
+    own = [name.rpartition(".")[2]] if name.count(".") == 1 else []
+    return own + (list(inspect.signature(value).parameters) if callable(value) else [])
 
 
 def prepare(app: Any, page: str, source: list[str]) -> None:

@@ -147,6 +147,15 @@ def test_docstrings_become_sections_lists_and_formulas():
     assert any(":py:obj:`softmax_dgrad <jaxdnn.softmax_dgrad>`" in line for line in found)
 
 
+def test_formulas_beside_each_other_are_put_below_each_other_where_they_are_too_long():
+    long = f"y = {'a + ' * 20}b        z = c"
+    lines = ["One line.", "", long, "x = 1        w = 2", "", "With y = 1 this is in words."]
+    found = docstrings.restructured(lines, {})
+    assert [line.strip() for line in found if "=" in line] == [*long.split(" " * 8), lines[3], lines[5]]
+    columns = ["One line.", "", f"add  Σ x        avg  {long}", "                max  |x|"]
+    assert f"   {columns[3]}" in docstrings.restructured(columns, {})
+
+
 @pytest.mark.parametrize("family", families.NAMES)
 def test_formulas_are_told_from_words(family: str):
     """Of the ops of a family, each has a formula, or says of which op it is the same."""

@@ -1,6 +1,7 @@
 """A docstring of this library as reStructuredText: formulas as they stand, sections, arguments, links to other ops."""
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 SECTIONS = {
@@ -16,6 +17,8 @@ SECTIONS = {
 ENTRY = re.compile(r"^(\*{0,2}[A-Za-z]\w*(?:, \*{0,2}\w+)*): (.*)$")
 # Paragraphs that begin so go on in words, though they have equations in them.
 IN_WORDS = ("with ", "where ", "over ", "so ", "and ", "for ", "if ", "but ", "which ", "from ")
+
+WIDTH = 84  # of a formula, in characters, on a page
 
 Inline = Callable[[str], str]
 
@@ -62,11 +65,16 @@ def _sections(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
         head = re.match(rf"^({'|'.join(SECTIONS)}):\s*(.*)$", line)
         if head:
             yield title, body
-            title, body = head[1], [f"  {head[2]}"] if head[2] else []
+            title, body = head[1], [f"  {_as_sentence(head[2])}"] if head[2] else []
         else:
             body.append(line)
     yield title, body
-    # What a section has is indented by two; text that comes after it, unindented, belongs to it too.
+
+
+def _as_sentence(text: str) -> str:
+    """A section's text, which goes on behind its title, with a capital: but for names, which are not whole words."""
+    first = text.partition(" ")[0].rstrip(",;:")
+    return text[0].upper() + text[1:] if len(first) > 1 and first.isalpha() and first.islower() else text
 
 
 def _undented(lines: list[str]) -> list[str]:
@@ -107,10 +115,18 @@ def _paragraphs(body: list[str], inline: Inline) -> Iterator[str]:
         elif block[0].startswith("|"):
             yield from _table(block, inline)
         elif is_formula([line.strip() for line in block]):
-            shown = (line.strip().replace("`", "") for line in block)
+            shown = _lines(textwrap.dedent("\n".join(block)).replace("`", "").split("\n"))
             yield from ("", ".. code-block:: text", "   :class: formula", "", *(f"   {line}" for line in shown), "")
         else:
             yield from (inline(" ".join(line.strip() for line in block)), "")
+
+
+def _lines(formulas: list[str]) -> Iterator[str]:
+    """Formulas that stand beside each other, below each other where a line of them is too long; but no columns."""
+    columns = any(line.startswith(" ") for line in formulas)
+    for line in formulas:
+        beside = re.split(r" {4,}", line)
+        yield from beside if len(line) > WIDTH and not columns and "=" in beside[0] else [line]
 
 
 def _table(block: list[str], inline: Inline) -> Iterator[str]:

@@ -179,7 +179,7 @@ PICTURES = {
     "attention": Picture("which keys a query sees: four masks", _attention, (7.2, 2.2)),
     "conv": Picture("an image with padding, a filter of 3 by 3, and the result with stride 2", _conv),
     "ctc": Picture("the lattice of two labels in five steps", _ctc),
-    "norm": Picture("which elements of a batch share a mean, in four normalisations", _norm, (7.2, 1.7)),
+    "norm": Picture("which elements of a batch share a mean, in four normalisations", _norm, (7.2, 1.4)),
     "pool": Picture("max-pooling of 4 by 4 pixels, and its gradient", _pool, (7.2, 2.0)),
     "resample": Picture("five pixels resampled to forty, by three methods", _resample),
 }

@@ -4,10 +4,10 @@ import functools as ft
 import importlib
 import importlib.util
 import inspect
+import itertools
 import pkgutil
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import jaxdnn as dnn
 from docs.site import DOCS
@@ -146,9 +146,12 @@ def _page(page: str, names: list[str]) -> Iterator[str]:
     yield from ("", levels + measured, "")
     if page in PICTURES:
         yield from (f"![{PICTURES[page].alt}](../generated/picture-{page}.svg)", "")
-    yield from _letters(manifest)
     own = [name for name in names if name.count(".") == 1]
-    yield from _documented(own)
+    ops = [name for name in own if name.removeprefix("jaxdnn.") in families.ops()]
+    for letters, group in itertools.groupby(ops, lambda name: _letters(name.removeprefix("jaxdnn."))):
+        yield from (letters, "")
+        yield from _documented(list(group))
+    yield from _documented([name for name in own if name not in ops])
     for module in (module for module, home in OF_FAMILY.items() if home == page):
         yield from _module(module)
     if page in FAMILY_PLOTS:
@@ -162,14 +165,10 @@ def link(name: str) -> str:
     return f"{{py:obj}}`{name.removeprefix('jaxdnn.')} <{name}>`"
 
 
-def _letters(manifest: Any) -> Iterator[str]:
-    """The legends of letters that the docstrings of a family's modules have."""
-    names = [name for ops in manifest.ops for name in ops.names.split()]
-    texts = dict.fromkeys(inspect.unwrap(getattr(dnn, name)).__globals__["__doc__"] or "" for name in names)
-    for text in texts:
-        for paragraph in text.split("\n\n"):
-            if paragraph.startswith("Letters"):
-                yield from (" ".join(paragraph.split()), "")
+def _letters(name: str) -> str:
+    """The legend of letters that the module of an op has; "" if it has none."""
+    text = inspect.unwrap(getattr(dnn, name)).__globals__["__doc__"] or ""
+    return next((" ".join(one.split()) for one in text.split("\n\n") if one.startswith("Letters")), "")
 
 
 def _module(name: str) -> Iterator[str]:
