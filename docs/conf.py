@@ -57,15 +57,9 @@ def unlinked(name: str, value: Any) -> list[str]:
     return own + (list(inspect.signature(value).parameters) if callable(value) else [])
 
 
-def prepare(app: Any, page: str, source: list[str]) -> None:
-    """What the files themselves, read without Sphinx, have otherwise.
-
-    Links to Markdown beside `docs` are links to files, which are no pages here. Pages for those who come from other
-    libraries are in the table of contents once they are there.
-    """
+def link_files(app: Any, page: str, source: list[str]) -> None:
+    """Links to Markdown beside `docs`, read without Sphinx, are links to pages; here they are to files."""
     source[0] = re.sub(r"\]\((\.\./[^):#]+\.md)(#[^)]*)?\)", r"](path:\1)", source[0])
-    absent = {name for name in re.findall(r"^from-\w+$", source[0], re.MULTILINE) if not (DOCS / f"{name}.md").exists()}
-    source[0] = "\n".join(line for line in source[0].split("\n") if line not in absent)
 
 
 def generate(app: Any) -> None:
@@ -80,5 +74,5 @@ def generate(app: Any) -> None:
 
 def setup(app: Any) -> None:
     app.connect("builder-inited", generate)
-    app.connect("source-read", prepare)
+    app.connect("source-read", link_files)
     app.connect("autodoc-process-docstring", process_docstring)
