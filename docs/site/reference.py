@@ -78,9 +78,13 @@ def _imported(name: str) -> ModuleType | None:
 
 
 def public_names(module: str) -> list[str]:
-    """What a public module is to be documented with: its `__all__`, without modules and without other libraries'."""
+    """What of a public module is to be documented: its `__all__`, or what it defines, but for modules in it."""
     found = modules().get(module)
-    return [] if found is None else [name for name in found.__all__ if not inspect.ismodule(getattr(found, name))]
+    if found is None:
+        return []
+    defined = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == found.__name__]
+    names = getattr(found, "__all__", [name for name in defined if not name.startswith("_")])
+    return [name for name in names if not inspect.ismodule(getattr(found, name))]
 
 
 def placed() -> dict[str, list[str]]:
