@@ -38,6 +38,7 @@ html_title = f"jaxdnn {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 

@@ -25,7 +25,6 @@ def write(folder: Path) -> None:
     """Writes them all, as Markdown that pages include."""
     made: dict[str, Callable[[], Iterator[str]]] = {
         "ops": ops,
-        "levels": levels,
         "reproducibility": reproducibility,
         "convolutions": convolutions,
         "memory-bound": memory_bound,
@@ -41,12 +40,6 @@ def ops() -> Iterator[str]:
         for line in manifest.ops:
             names = ", ".join(link(f"jaxdnn.{name}") for name in line.names.split())
             yield f"| {line.cudnn} | {names} | {line.level} |"
-
-
-def levels() -> Iterator[str]:
-    """The table of levels, as the module that has them says it."""
-    text = determinism.__doc__ or ""
-    yield from (line for line in text.splitlines() if line.startswith("|"))
 
 
 def reproducibility() -> Iterator[str]:
