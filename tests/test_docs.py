@@ -16,6 +16,7 @@ from docs.site import docstrings, plots, reference, tables
 from jaxdnn._src import families
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.determinism import LEVELS
+from jaxdnn.verify.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -212,6 +213,13 @@ def test_every_make_target_exists(path: Path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)", path.read_text())) <= targets
     assert set(re.findall(r"^make ([a-z-]+)", path.read_text(), flags=re.MULTILINE)) <= targets
+
+
+def test_commands_has_every_command_and_every_environment_variable_that_is_there():
+    page = (DOCS / "commands.md").read_text()
+    assert set(re.findall(r"`jaxdnn ([a-z]+)", page)) == set(COMMANDS)
+    sources = [path.read_text() for path in (ROOT / "jaxdnn").rglob("*.py")]
+    assert set(re.findall(r"JAXDNN_[A-Z_]+", page)) == set(re.findall(r"JAXDNN_[A-Z_]+", "".join(sources)))
 
 
 def test_readme_is_one_screen():
