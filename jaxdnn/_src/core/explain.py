@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools as ft
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxdnn._src.core import checks, compat, eager, engines, selection
+from jaxdnn._src.core.annotations import Shown
 from jaxdnn._src.core.determinism import LEVELS, determinism
 
 P = ParamSpec("P")
@@ -225,7 +227,15 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         return named(*args, **kwargs)
 
     call.__module__ = "jaxdnn"  # where pickle finds it
+    call.__signature__ = _signature(function)  # pyright: ignore[reportAttributeAccessIssue]
     return call
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature with the names of annotations as they are written, `ArrayLike` for one, not what they stand for."""
+    found = inspect.signature(function)
+    parameters = [p.replace(annotation=Shown(p.annotation)) for p in found.parameters.values()]
+    return found.replace(parameters=parameters, return_annotation=Shown(found.return_annotation))
 
 
 def _level_of_formula(call: Callable[[], Any]) -> str | None:
