@@ -9,12 +9,3 @@ Scale: TypeAlias = float | ArrayLike
 PerAxis: TypeAlias = int | Sequence[int]  # one for all spatial axes, or one for each
 Padding: TypeAlias = int | Sequence[int] | Sequence[tuple[int, int]] | str
 Activation: TypeAlias = str | tuple[str, float] | tuple[str, float, float, float] | None
-
-
-class Shown(str):
-    """The text of an annotation, which `inspect` and `help` show without quotation marks."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools as ft
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -11,8 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxdnn._src.core import checks, compat, eager, engines, selection
-from jaxdnn._src.core.annotations import Shown
+from jaxdnn._src.core import checks, compat, eager, engines, selection, signatures
 from jaxdnn._src.core.determinism import LEVELS, determinism
 
 P = ParamSpec("P")
@@ -201,7 +199,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
     An op that a public op calls is part of that one. Outside of jit an op runs as one program, see `eager`.
     """
-    op = function.__name__
+    op, signature = function.__name__, signatures.shown(function)
 
     @ft.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -224,18 +222,16 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             # such as for want of memory, is not run twice.
             with contextlib.suppress(TypeError, ValueError, OverflowError, NotImplementedError):
                 return program(args, kwargs)
-        return named(*args, **kwargs)
+        try:
+            return named(*args, **kwargs)
+        except TypeError:
+            if (wrong := signatures.misfit(op, signature, args, kwargs)) is not None:
+                raise TypeError(wrong) from None
+            raise
 
     call.__module__ = "jaxdnn"  # where pickle finds it
-    call.__signature__ = _signature(function)  # pyright: ignore[reportAttributeAccessIssue]
+    call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     return call
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature with the names of annotations as they are written, `ArrayLike` for one, not what they stand for."""
-    found = inspect.signature(function)
-    parameters = [p.replace(annotation=Shown(p.annotation)) for p in found.parameters.values()]
-    return found.replace(parameters=parameters, return_annotation=Shown(found.return_annotation))
 
 
 def _level_of_formula(call: Callable[[], Any]) -> str | None:
