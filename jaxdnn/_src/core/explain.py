@@ -23,6 +23,13 @@ ACCUMULATORS = {
     "tensor_core_fp8": "14 bits on tensor cores",
     "transform": "float32, on tensor cores or after a fast Fourier transform, as the library chooses",
 }
+# What a primitive computes for the op that was called, by the end of its name.
+PARTS = {
+    "_dgrad": "gradient in the data",
+    "_wgrad": "gradient in the weights",
+    "_tangent": "derivative along a tangent",
+    "_backward": "gradient",
+}
 HAZARDS = {
     "flushes_subnormals": "reads or writes subnormal numbers as zero",
     "spreads_nonfinite": "NaN and infinity may show in other results too",
@@ -74,8 +81,7 @@ class Explanation:
     device_kind: str | None = None
 
     def __str__(self) -> str:
-        head = f"{self.op}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
-        head = head if self.public in ("", self.op) else f"{self.public}: {head}"
+        head = f"{self._name()}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
         served = f"served by {self.engine}" if self.engine else "served by no engine: it raises"
         elsewhere = "" if self.device_kind else f"; no {self.platform} device is here: this is an export's choice"
         lines = [head, f"  {served}{elsewhere}"]
@@ -96,6 +102,12 @@ class Explanation:
             facts += [HAZARDS[hazard] for hazard in c.hazards]
             lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
         return "\n".join(lines)
+
+    def _name(self) -> str:
+        """The op that was called and, of a primitive that is its derivative, of what."""
+        public = self.public or self.op
+        part = next((words for suffix, words in PARTS.items() if self.op.endswith(suffix)), None)
+        return public if part is None or public.endswith(("_dgrad", "_wgrad")) else f"{public}, {part}: "
 
 
 def _schedule(schedule: engines.Schedule | None) -> str:
@@ -134,7 +146,7 @@ class Explanations(tuple[Explanation, ...]):
         return found
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, (*self, *self.formulas))) or "no jaxdnn call that computes anything"
+        return "\n".join(map(str, (*self, *self.formulas))) or "no op of jaxdnn is called, or none whose result is used"
 
     __str__ = __repr__
 
