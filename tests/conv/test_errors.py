@@ -255,7 +255,7 @@ BAD: list[Bad] = [
     ("beta in wgrad", wgrad, {"beta": 1.0}, ValueError, "`prior` must be given"),
     ("beta in bgrad", bgrad, {"beta": 1.0}, ValueError, "`prior` must be given"),
     ("prior shape", conv, {"beta": 1.0, "prior": Y[:1]}, ValueError, r"`prior` must have shape \(2, 4, 4, 7\), the result's, got \(1, 4, 4, 7\)"),
-    ("prior shape, unread", conv, {"prior": Y[:1]}, ValueError, "`prior` must have shape"),
+    ("prior shape, unread", conv, {"beta": 0.0, "prior": Y[:1]}, ValueError, "`prior` must have shape"),
     ("prior rank", conv, {"beta": 1.0, "prior": BIAS}, ValueError, "`prior` must have 4 dimensions"),
     ("prior dtype", conv, {"beta": 1.0, "prior": Y.astype(np.float16)}, TypeError, "`prior` must have the dtype float32, got float16"),
     ("prior of bgrad", bgrad, {"beta": 1.0, "prior": BIAS[:3]}, ValueError, r"`prior` must have shape \(7,\)"),

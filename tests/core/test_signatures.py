@@ -8,7 +8,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src.cases import example
-from jaxdnn._src.core import peers
+from jaxdnn._src.core import peers, signatures
 
 EXAMPLES = example.first()
 
@@ -67,3 +67,21 @@ def test_other_errors_of_types_are_the_ops_own():
         dnn.conv(jnp.ones((2, 4, 4, 3)))  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="`x` must have one of the dtypes"):
         dnn.activation(jnp.ones(3, jnp.int32))
+
+
+BLENDS = [name for name in EXAMPLES if signatures.blends(inspect.signature(getattr(dnn, name)))]
+
+
+@pytest.mark.parametrize("name", BLENDS)
+def test_a_prior_without_beta_is_refused(name: str):
+    """It would not be read. With beta=0.0, which says so, it is not refused for that."""
+    arguments, given = EXAMPLES[name].bind(*map(jnp.asarray, EXAMPLES[name].data()))
+    prior = jnp.ones((1, 1, 1, 1, 1, 1))  # of no result's shape
+    with pytest.raises(ValueError, match=r"`beta` must be given with `prior`, .*, got a prior alone\."):
+        getattr(dnn, name)(*arguments, **given, prior=prior)
+    with pytest.raises(ValueError, match="`prior` must have"):
+        getattr(dnn, name)(*arguments, **given, beta=0.0, prior=prior)
+
+
+def test_ops_that_blend_are_found():
+    assert set(BLENDS) >= {"conv", "conv_dgrad", "activation", "pool", "softmax", "batch_norm", "resample", "reduce"}

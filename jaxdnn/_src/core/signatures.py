@@ -7,6 +7,10 @@ from typing import Any
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.peers import ARGUMENTS
 
+WITHOUT_BETA = (
+    "`beta` must be given with `prior`, which it scales (beta=1 adds it, beta=0 leaves it unread), got a prior alone."
+)
+
 
 class Shown(str):
     """The text of an annotation, which `inspect` and `help` show without quotation marks."""
@@ -22,6 +26,12 @@ def shown(function: Callable[..., Any]) -> inspect.Signature:
     found = inspect.signature(function)
     parameters = [p.replace(annotation=Shown(p.annotation)) for p in found.parameters.values()]
     return found.replace(parameters=parameters, return_annotation=Shown(found.return_annotation))
+
+
+def blends(signature: inspect.Signature) -> bool:
+    """Whether an op takes a prior that counts only with a beta, which is 0 unless it is given."""
+    beta = signature.parameters.get("beta")
+    return "prior" in signature.parameters and beta is not None and beta.default == 0
 
 
 def misfit(op: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
