@@ -159,7 +159,7 @@ BAD: list[Bad] = [
     ("padding count", conv, {"padding": (1, 1, 1)}, ValueError, "`padding` must be an integer, 2 integers or 2"),
     ("padding pair count", conv, {"padding": ((1, 1, 1), 0)}, ValueError, "`padding` must be an integer or"),
     ("padding empty", conv, {"padding": ()}, ValueError, "`padding` must be an integer, 2 integers"),
-    ("padding name", conv, {"padding": "same"}, ValueError, "`padding` must be one of 'SAME', 'VALID', got 'same'"),
+    ("padding name", conv, {"padding": "same"}, ValueError, "`padding` must be one of 'SAME', 'SAME_LOWER', 'VALID', got 'same'"),
     ("padding bytes", conv, {"padding": b"ab"}, (TypeError, ValueError), "`padding` must be"),
     ("padding None", conv, {"padding": None}, TypeError, f"`padding` {INTEGERS} None"),
     ("padding float", conv, {"padding": 0.5}, TypeError, f"`padding` {INTEGERS} 0.5"),

@@ -60,7 +60,7 @@ def conv(
         `layout` do not oblige it to have any: OIHW or KCRS, say, serve every layout.
       stride: steps between windows, one integer or one per spatial axis.
       padding: zeros around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
-        "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side).
+        "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side; of "SAME_LOWER" to the low side).
       dilation: steps between the taps of a window, one integer or one per spatial axis.
       groups: G; output channel k reads the input channels of group ⌊k / Kg⌋ only. G = C is depthwise convolution.
       mode: "cross_correlation", or "convolution", which reverses the filter's spatial taps and nothing else.
@@ -405,7 +405,7 @@ def conv_transpose(
       output_padding: how many elements longer the result is than the shortest possible, from 0 and smaller than stride
         or dilation; from stride on as if zeros followed x.
       stride, padding, dilation, groups, mode: those of the convolution that this transposes, see `conv`. Padding
-        shortens the result; "SAME" makes it size times stride, "VALID" is no padding.
+        shortens the result; "SAME" and "SAME_LOWER" make it size times stride, "VALID" is no padding.
       layout, filter_layout: see `conv`.
       bias: (C,). residual, prior: the result's shape. activation, alpha, beta: see `conv`.
       accumulate, precision, out_dtype, engine, determinism: see `conv`.

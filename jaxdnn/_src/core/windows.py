@@ -200,15 +200,16 @@ def window(
 def _named_padding(
     padding: str, sizes: Sequence[int], extents: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    checks.choice("padding", padding, ("SAME", "VALID"))
+    checks.choice("padding", padding, ("SAME", "SAME_LOWER", "VALID"))
     if padding == "VALID":
         return ((0, 0),) * len(sizes)
-    # ceil(size / stride) outputs; what is needed is split evenly, the odd element goes to the high side.
+    # ceil(size / stride) outputs; what is needed is split evenly, the odd element goes to the high or the low side.
     needed = [
         max((-(-size // stride) - 1) * stride + extent - size, 0)
         for size, extent, stride in zip(sizes, extents, strides, strict=True)
     ]
-    return tuple((total // 2, total - total // 2) for total in needed)
+    pads = tuple((total // 2, total - total // 2) for total in needed)
+    return pads if padding == "SAME" else tuple((high, low) for low, high in pads)
 
 
 def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
@@ -217,7 +218,7 @@ def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
     if len(padding) != rank:
         raise ValueError(
             f"`padding` must be an integer, {rank} integers or {rank} (low, high) pairs, one per spatial axis, "
-            f'or "SAME" or "VALID", got {checks.shown(padding)}.'
+            f'or "SAME", "SAME_LOWER" or "VALID", got {checks.shown(padding)}.'
         )
     pairs = (checks.integers("padding", axis, 2, minimum=0) for axis in padding)
     return tuple((low, high) for low, high in pairs)

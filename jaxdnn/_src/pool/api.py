@@ -64,7 +64,7 @@ def pool(
       mode: "max"; "average", whose count includes padding; "average_exclude_padding"; or "lp".
       stride: steps between windows, one integer or one per spatial axis; None: the window.
       padding: around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
-        "SAME" (⌈size / stride⌉ outputs, an odd element goes to the high side).
+        "SAME" (⌈size / stride⌉ outputs, an odd element goes to the high side; of "SAME_LOWER" to the low side).
       dilation: steps between the taps of a window, one integer or one per spatial axis.
       ceil_mode: rounds the number of windows up, as long as the last one starts in x or its low padding. What the last
         window reaches beyond x and `padding` is in no count.
