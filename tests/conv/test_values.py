@@ -185,7 +185,8 @@ def test_same_lower_is_jax_s(stride: int):
     how: dict[str, Any] = {"stride": stride, "padding": "SAME_LOWER"}
     y = dnn.conv(x, w, **how)
     axes = ("NHWC", "HWIO", "NHWC")
-    wanted = jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME_LOWER", dimension_numbers=axes)
+    steps = ((stride, stride), "SAME_LOWER")
+    wanted = lax.conv_general_dilated(jnp.asarray(x), jnp.asarray(w), *steps, dimension_numbers=axes)
     np.testing.assert_array_equal(y, wanted)
     np.testing.assert_array_equal(y, reference.conv(x, w, **how))
     back = dnn.conv_transpose(y, w, **how)
@@ -193,8 +194,8 @@ def test_same_lower_is_jax_s(stride: int):
     assert back.shape[1:3] == (y.shape[1] * stride, y.shape[2] * stride)
     most = dnn.pool(x, window=(4, 2), **how)
     np.testing.assert_array_equal(most, reference.pool(x, window=(4, 2), **how))
-    steps = ((1, 4, 2, 1), (1, stride, stride, 1), "SAME_LOWER")
-    np.testing.assert_array_equal(most, jax.lax.reduce_window(x, -np.inf, jax.lax.max, *steps))
+    found = lax.reduce_window(x, -np.inf, lax.max, (1, 4, 2, 1), (1, stride, stride, 1), "SAME_LOWER")
+    np.testing.assert_array_equal(most, found)
 
 
 # ---- other libraries -------------------------------------------------------------------------------------------------
