@@ -4,6 +4,8 @@ Letters: B sequences, T queries, S keys, N heads of queries, K heads of keys and
 E of values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
