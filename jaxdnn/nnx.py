@@ -20,11 +20,13 @@ from typing import Any
 import jax
 from jax import Array
 
-from jaxdnn._src.adapters import layers
+from jaxdnn import recurrent
+from jaxdnn._src.adapters import cells, layers
 
 try:
     from flax import nnx
     from flax.nnx.nn import dtypes
+    from flax.nnx.nn.recurrent import flip_sequences
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
@@ -232,3 +234,129 @@ class Dropout(_Layer, nnx.Dropout):
         rngs = rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
         key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
         return layers.dropped(inputs, key, self.rate, self.broadcast_dims, **self._how)
+
+
+def _op(cell: Any) -> str:
+    """The op that computes a cell."""
+    for op, kinds in _CELLS.items():
+        if isinstance(cell, kinds):
+            return op
+    names = ", ".join(kind.__name__ for kinds in _CELLS.values() for kind in kinds)
+    raise refused("cell", f"one of {names}", type(cell).__name__)
+
+
+_CELLS = {"lstm": (nnx.LSTMCell, nnx.OptimizedLSTMCell), "gru": (nnx.GRUCell,), "rnn": (nnx.SimpleCell,)}
+
+
+def _operands(op: str, cell: Any, carry: Any, x: Any) -> cells.Operands:
+    """What a cell multiplies."""
+    dense = {name: v for name, v in vars(cell).items() if isinstance(v, nnx.Linear)}
+    named = {name: dict(zip(("kernel", "bias"), _values(v.kernel, v.bias), strict=True)) for name, v in dense.items()}
+    promote = lambda *given: cell.promote_dtype(given, dtype=cell.dtype)
+    return cells.operands(op, recurrent.of_flax(named, op), promote, carry, x)
+
+
+class _Cell(_Layer):
+    """A step of a recurrent layer."""
+
+    def __call__(self, carry: Any, inputs: Any) -> tuple[Any, Array]:
+        op = _op(self)
+        new = cells.step(op, _operands(op, self, carry, inputs), **cells.options(op, self), **self._how)
+        return new, new[1] if op == "lstm" else new
+
+
+class LSTMCell(_Cell, nnx.LSTMCell):
+    """`flax.nnx.LSTMCell`, computed by `lstm_cell`.
+
+    `gate_fn` must be sigmoid and `activation_fn` tanh; all else is served. A state is rounded to the dtype of the
+    computation at each step, also where the carry is wider.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxdnn import nnx as dnnx
+      >>> cell = dnnx.LSTMCell(3, 4, rngs=nnx.Rngs(0))
+      >>> carry, y = cell(cell.initialize_carry((2, 3), nnx.Rngs(0)), jnp.ones((2, 3)))
+      >>> y.shape
+      (2, 4)
+    """
+
+
+class OptimizedLSTMCell(_Cell, nnx.OptimizedLSTMCell):
+    """`flax.nnx.OptimizedLSTMCell`, see `LSTMCell`."""
+
+
+class GRUCell(_Cell, nnx.GRUCell):
+    """`flax.nnx.GRUCell`, computed by `gru_cell`; arguments as `LSTMCell`."""
+
+
+class SimpleCell(_Cell, nnx.SimpleCell):
+    """`flax.nnx.SimpleCell`, computed by `rnn_cell`.
+
+    `activation_fn` must be tanh or relu, and `residual` False; else as `LSTMCell`.
+    """
+
+
+class RNN(_Layer, nnx.RNN):
+    """`flax.nnx.RNN`: a cell over whole sequences, computed by `lstm`, `gru` or `rnn`.
+
+    The cell is one of this module's or of Flax's of the same names. `unroll` changes nothing, for no loop is written
+    out, and `state_axes` and `broadcast_rngs` must be None. With `seq_lengths` outputs behind the end of a sequence are
+    0, where Flax's are computed from the padding. `flax.nnx.Bidirectional` takes two of these as they are.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxdnn import nnx as dnnx
+      >>> dnnx.RNN(dnnx.GRUCell(3, 4, rngs=nnx.Rngs(0)))(jnp.ones((2, 5, 3))).shape
+      (2, 5, 4)
+    """
+
+    def __init__(self, cell: Any, *, state_axes: Any = None, broadcast_rngs: Any = None, **kwargs: Any) -> None:
+        layers.require_unset(state_axes=state_axes, broadcast_rngs=broadcast_rngs)
+        _op(cell)
+        super().__init__(cell, **kwargs)
+
+    def __call__(
+        self,
+        inputs: Any,
+        *,
+        initial_carry: Any = None,
+        seq_lengths: Any = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: Any = None,
+    ) -> Any:
+        given = {"return_carry": return_carry, "time_major": time_major, "reverse": reverse, "keep_order": keep_order}
+        asked = {name: getattr(self, name) if v is None else v for name, v in given.items()}
+        if initial_carry is None:
+            rngs = self.rngs if rngs is None else rngs
+            rngs = rngs.carry.fork() if isinstance(rngs, nnx.Rngs) else rngs
+            initial_carry = self.cell.initialize_carry(cells.step_shape(inputs, asked["time_major"]), rngs)
+        op = _op(self.cell)
+        operands = _operands(op, self.cell, initial_carry, inputs)
+        how = cells.options(op, self.cell) | self._how
+        return cells.scanned(op, operands, seq_lengths, flip_sequences, **asked, **how)
+
+
+class MultiHeadAttention(_Served, nnx.MultiHeadAttention):
+    """`flax.nnx.MultiHeadAttention`, whose attention is computed by `attention`.
+
+    All arguments of Flax's are served. Where weights are dropped, or sown, they exist: then the products with queries
+    and values are Flax's, and only the softmax is this library's. Projections and `normalize_qk` are Flax's.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxdnn import nnx as dnnx
+      >>> layer = dnnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 5, 8)), is_causal=True).shape
+      (1, 5, 8)
+    """
+
+
+dot_product_attention = layers.served_function(
+    nnx.dot_product_attention,
+    "`flax.nnx.dot_product_attention`, computed by `attention`; see `MultiHeadAttention`.",
+)
+avg_pool = layers.served_function(nnx.avg_pool, "`flax.nnx.avg_pool`: sums of windows by `pool`, which are divided.")
+max_pool = layers.served_function(nnx.max_pool, "`flax.nnx.max_pool`, computed by `pool`.")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools as ft
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -168,3 +169,21 @@ def dropped(x: Array, key: Any, rate: float, shared: Sequence[int] = (), **how: 
     shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
     kept = jnp.broadcast_to(dropout_mask(key, shape, rate=rate, **how), x.shape)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x)) if rate < 1 else jnp.zeros_like(x)
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def served_function(function: Callable[..., Any], doc: str) -> Callable[..., Any]:
+    """A framework's function within `served`, with `engine` and `determinism` besides."""
+
+    @ft.wraps(function)
+    def call(*args: Any, engine: str | None = None, determinism: str | None = None, **kwargs: Any) -> Any:
+        with served(engine, determinism):
+            return function(*args, **kwargs)
+
+    call.__doc__ = doc
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = (inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("engine", "determinism"))
+    call.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+    return call
