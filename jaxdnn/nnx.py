@@ -22,6 +22,7 @@ from jax import Array
 
 from jaxdnn import recurrent
 from jaxdnn._src.adapters import cells, layers
+from jaxdnn._src.adapters.calls import refused
 
 try:
     from flax import nnx
@@ -86,8 +87,9 @@ def _values(*variables: Any) -> list[Any]:
 
 
 class BatchNorm(_Layer, nnx.BatchNorm):
-    """`flax.nnx.BatchNorm`, computed by `batch_norm`, and by `batch_norm_inference` with running averages.
+    """`flax.nnx.BatchNorm`, computed by `batch_norm`, and with running averages by `batch_norm_inference`.
 
+    The latter is one formula for every `engine`.
     As in Flax, `momentum` weighs the old statistic and the running variance is the biased one. The variance is always
     that of deviations from the mean, whatever `use_fast_variance` says: Flax's default subtracts squares, and loses
     digits where the mean is large. `axis_name` synchronises statistics. `mask` and `axis_index_groups` are refused.

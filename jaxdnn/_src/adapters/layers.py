@@ -89,11 +89,11 @@ def batch_statistics(
 
 
 def by_statistics(
-    x: Array, mean: Array, variance: Array, scale: Any, bias: Any, *, axis: int, eps: float, **how: Any
+    x: Array, mean: Array, variance: Array, scale: Any, bias: Any, *, axis: int, engine: str | None, **how: Any
 ) -> Array:
-    """x normalised by given statistics."""
+    """x normalised by given statistics: a formula of XLA's, whatever engine is asked for."""
     given, layout = _with_pixels(x, axis)
-    y = batch_norm_inference(given, mean, variance, scale=scale, bias=bias, eps=eps, layout=layout, **how)
+    y = batch_norm_inference(given, mean, variance, scale=scale, bias=bias, layout=layout, **how)
     return _restored(y, x.shape, axis)
 
 
