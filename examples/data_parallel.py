@@ -2,8 +2,8 @@
 
 The same net is trained on the same batches in four ways, and the losses are compared:
   * one device       the whole batch on one device;
-  * shard_map        each device has its part of the batch; `dnn.batch_norm(..., axis_name="data")` merges the statistics
-                     of all devices, and gradients are averaged by `jax.lax.pmean`;
+  * shard_map        each device has its part of the batch; `dnn.batch_norm(..., axis_name="data")` merges the
+                     statistics of all devices, and gradients are averaged by `jax.lax.pmean`;
   * sharded jit      the program of one device, given arrays that are sharded: JAX divides it, nothing else is written;
   * unsynchronised   as shard_map, but every device normalises by the statistics of its own few images.
 
@@ -89,7 +89,8 @@ def train(way: str, mesh: Mesh, options: argparse.Namespace) -> tuple[list[float
     channels, per_device = SIZES[options.size]
     if way == "one device":
         mesh, per_device = Mesh(mesh.devices[:1], ("data",)), per_device * mesh.size
-    data, rng = load_digits(), np.random.default_rng(options.seed)
+    data: Any = load_digits()
+    rng = np.random.default_rng(options.seed)
     place = lambda arrays, spec: jax.device_put(arrays, NamedSharding(mesh, spec))
     weights, running = place(initial(options.seed, channels), P())
     optimiser, of = optax.sgd(0.05, momentum=0.9), for_way(way, mesh)
@@ -123,14 +124,14 @@ def logits(weights: Tree, running: Any, x: jax.Array) -> jax.Array:
 
 
 def accuracy(weights: Tree, running: Any) -> float:
-    data = load_digits()
+    data: Any = load_digits()
     found = logits(weights, running, jnp.asarray(data.images[1400:, ..., None] / 16, jnp.float32)).argmax(-1)
     return float((np.asarray(found) == data.target[1400:]).mean())
 
 
 def draw(losses: dict[str, list[float]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for (way, values), style in zip(losses.items(), ("-", "--", ":", "-"), strict=True):
+    for (way, values), style in zip(losses.items(), ("C0-", "C1--", "C2:", "C3-"), strict=True):
         left.plot(range(1, len(values) + 1), values, style, label=way)
         if way != "one device":
             difference = abs(np.array(values) - losses["one device"])

@@ -9,7 +9,8 @@ What one learns:
   * `dnn.group_norm(..., activation="swish")` is one op, and so is `dnn.conv(..., bias=b, residual=x)`: the residual is
     added to the accumulator, before the result is rounded.
   * `dnn.attention` takes (batch, pixels, heads, features): an image is a sequence after one reshape.
-  * `dnn.resample(x, scale=2, method="nearest")` and a convolution make the way up; a convolution of stride 2 the way down.
+  * `dnn.resample(x, scale=2, method="nearest")` and a convolution make the way up, a convolution of stride 2 the way
+    down.
 
 Run: python examples/diffusion.py                (a CPU)
      python examples/diffusion.py --size full    (a GPU: images of 32x32 pixels, 128 channels, bfloat16)
@@ -100,7 +101,7 @@ def conv(p: dict[str, jax.Array], x: jax.Array, **how: Any) -> jax.Array:
     return dnn.conv(x, p["w"], padding="SAME", bias=p["bias"], **how)
 
 
-def norm(p: dict[str, jax.Array], x: jax.Array, activation: str | None = "swish") -> Any:
+def norm(p: dict[str, Any], x: jax.Array, activation: str | None = "swish") -> Any:
     return dnn.group_norm(x, groups=8, activation=activation, **p)
 
 
@@ -135,7 +136,7 @@ def unet(p: Tree, x: jax.Array, t: jax.Array, digits: jax.Array) -> jax.Array:
 
 def images(size: Size) -> tuple[jax.Array, jax.Array]:
     """All digits, from -1 to 1, at the size's resolution."""
-    data = load_digits()
+    data: Any = load_digits()
     x = jnp.asarray(data.images[..., None] / 8 - 1, jnp.float32)
     return dnn.resample(x, output_sizes=size.pixels), jnp.asarray(data.target, jnp.int32)
 
@@ -198,7 +199,8 @@ def draw(samples: np.ndarray, losses: list[float], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(1, 1.2))
     left.plot(losses, linewidth=0.5)
     left.set(xlabel="step", ylabel="mean square error of the noise", yscale="log")
-    rows = np.concatenate(samples.reshape(-1, 10, *samples.shape[1:3]).transpose(0, 2, 1, 3))
+    apart = np.pad(samples[..., 0], ((0, 0), (1, 1), (1, 1)), constant_values=-1)
+    rows = np.concatenate(apart.reshape(-1, 10, *apart.shape[1:]).transpose(0, 2, 1, 3))
     right.imshow(rows.reshape(len(rows), -1), cmap="gray_r", vmin=-1, vmax=1)
     right.set(title="samples, a column for each digit", xticks=[], yticks=[])
     figure.savefig(path)

@@ -1,13 +1,13 @@
 """Inference in int8: a trained net is quantised after training, with a scale for each output channel.
 
-A convolutional net learns handwritten digits in float32. Then its weights and what flows between its layers become int8:
+A convolutional net learns handwritten digits in float32. Then its weights, and what its layers read, become int8:
 x ≈ s q, with q an integer from -127 to 127 and s a scale. The program compares both nets on digits that neither has
-seen, and quantises the weights a second time with one scale for a whole filter, to show what the scales by channel are
-worth.
+seen, and quantises the weights a second time with one scale for a layer's whole filter, to show what scales by channel
+are worth.
 
 What one learns:
-  * Of int8 operands `dnn.conv` adds the products exactly, in int32, and `out_dtype=jnp.float32` gives that sum: multiplied
-    by the input's scale and by each output channel's, it is the float layer's result but for the rounding of operands.
+  * Of int8 operands `dnn.conv` adds the products exactly, in int32, and `out_dtype=jnp.float32` gives that sum. Times
+    the input's scale and each output channel's it is the float layer's result, but for the rounding of the operands.
   * Batch normalisation is folded into the convolution before (`fold`), so that an inference net has none.
   * Scales of activations are calibrated: from the largest value that some training examples reach.
   * Sums of integers have no order, so that an int8 layer guarantees the level "portable": bits equal on every device.
@@ -40,7 +40,7 @@ Tree = Any
 
 def digits() -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """The digits to train on and those to test on: images (N, 8, 8, 1) from 0 to 1, and labels."""
-    data = load_digits()
+    data: Any = load_digits()
     images = jnp.asarray(data.images[..., None] / 16, jnp.float32)
     labels = jnp.asarray(data.target, jnp.int32)
     return (images[:1400], labels[:1400]), (images[1400:], labels[1400:])
@@ -61,7 +61,7 @@ def features(weights: Tree, running: list[tuple[jax.Array, jax.Array]], x: jax.A
     new = []
     for layer, stride, (mean, variance) in zip(weights["layers"], STRIDES, running, strict=True):
         x = dnn.conv(x, layer["w"], padding=1, stride=stride)
-        statistics = {"running_mean": mean, "running_variance": variance}
+        statistics: dict[str, Any] = {"running_mean": mean, "running_variance": variance}
         x, _, _, mean, variance = dnn.batch_norm(
             x, scale=layer["scale"], bias=layer["bias"], activation="relu", **statistics
         )

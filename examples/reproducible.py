@@ -6,12 +6,12 @@ with the same weights, bit for bit, of which the program prints and compares has
 requiring a level, and plots how far the runs drift apart.
 
 What one learns:
-  * A level is required around a program (`with dnn.determinism(level):`), not built into it. An op that no engine serves
-    at the level raises when it is traced; a normalisation, for instance, is batch_invariant at most.
-  * A sum over the batch is the one place where examples meet, so its order decides. Here `jax.vmap(jax.grad(...))` gives
-    a gradient for each example, which depends on nothing else, and `dnn.reduce` adds them on a tree that only their
-    number fixes: the second half to the first, and so on. Micro-batch j has the examples j, j + 4, j + 8, ..., which are
-    branches of that tree, so that adding its sums on a tree again gives the same additions.
+  * A level is required around a program (`with dnn.determinism(level):`), not built into it. An op that no engine
+    serves at the level raises when it is traced: a normalisation, for instance, which is batch_invariant at most.
+  * A sum over the batch is the one place where examples meet, so its order decides. Here `jax.vmap(jax.grad(...))`
+    gives a gradient for each example, which depends on nothing else, and `dnn.reduce` adds them on a tree that only
+    their number fixes: the second half to the first, and so on. Micro-batch j has the examples j, j + 4, j + 8, ...,
+    whose sum is a branch of that tree; so the sum of the micro-batches' sums consists of the same additions.
   * The optimiser counts too: `dnn.add(g, v, beta=0.9)` rounds each product before it adds, where a compiler may fuse.
   * What it costs: memory for a gradient per example, and slower convolutions (the program prints both times).
 
@@ -88,7 +88,8 @@ def updated(weights: Weights, velocity: Weights, gradient: Weights, rate: float)
 def train(steps: int, seed: int, size: str, micro_batches: int = 1, devices: int = 1) -> tuple[list[Weights], float]:
     """The weights after each step, and the seconds of a step."""
     channels, batch = SIZES[size]
-    data, rng = load_digits(), np.random.default_rng(seed)
+    data: Any = load_digits()
+    rng = np.random.default_rng(seed)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("batch",))
     place = lambda arrays, *axes: jax.device_put(arrays, NamedSharding(mesh, P(*axes)))
     weights = place(initial(seed, channels))
@@ -111,7 +112,7 @@ def hashed(weights: Weights) -> str:
 
 
 def accuracy(weights: Weights) -> float:
-    data = load_digits()
+    data: Any = load_digits()
     found = log_probabilities(weights, jnp.asarray(data.images[1400:, ..., None] / 16, jnp.float32)).argmax(-1)
     return float((np.asarray(found) == data.target[1400:]).mean())
 

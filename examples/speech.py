@@ -54,7 +54,8 @@ Weights = dict[str, jax.Array]
 
 def lines(rng: np.random.Generator, size: Size, count: int, testing: bool = False) -> Lines:
     """Lines of digits: columns (N, T, HEIGHT), their number, labels (N, L) from 1 to 10, and their number."""
-    data, most = load_digits(), size.digits[1]
+    data: Any = load_digits()
+    most = size.digits[1]
     pool = np.arange(1400, 1797) if testing else np.arange(1400)
     columns = rng.normal(0, 0.1, (count, most * WIDTH, HEIGHT)).astype(np.float32)
     labels, steps = np.zeros((count, most), np.int32), np.zeros(count, np.int32)
@@ -86,7 +87,7 @@ def logits(weights: Weights, columns: jax.Array, steps: jax.Array) -> jax.Array:
     """(N, T, 11): for each column the scores of the blank and of the ten digits."""
     x = columns.astype(weights["conv"].dtype)
     x = dnn.conv(x, weights["conv"], padding="SAME", layout="NWC", bias=weights["conv_bias"], activation="relu")
-    biases = {name: weights[name] for name in ("bias", "recurrent_bias")}
+    biases: dict[str, Any] = {name: weights[name] for name in ("bias", "recurrent_bias")}
     x, _ = dnn.gru(x, weights["w"], weights["r"], direction="bidirectional", lengths=steps, **biases)
     return x @ weights["dense"]
 
@@ -138,7 +139,7 @@ def error_rate(scores: np.ndarray, tests: Lines) -> float:
     """Edits for each digit that there is."""
     _, steps, labels, numbers = tests
     each = zip(scores, steps, labels, numbers, strict=True)
-    return sum(edits(read(s[:t]), list(l[:n])) for s, t, l, n in each) / int(numbers.sum())
+    return sum(edits(read(s[:t]), list(there[:n])) for s, t, there, n in each) / int(numbers.sum())
 
 
 def draw(path: Path, scores: np.ndarray, tests: Lines) -> None:
