@@ -15,7 +15,9 @@ What one learns:
 
 Run: python examples/data_parallel.py                (a CPU, as four devices)
      python examples/data_parallel.py --size full    (all GPUs of a host)
-Expect: HEAD
+Expect: synchronised, the first loss is within 2.4e-7 of one device's, and otherwise 1.5e-2 off. After 150 steps the
+  losses are 0.067 and 0.177; accuracy on test digits is 0.889 and 0.904, for statistics of few images are a noise that
+  may help. 17 seconds of processor time on two slow cores.
 Ops: conv, batch_norm, batch_norm_inference, global_pool, linear_cross_entropy.
 """
 

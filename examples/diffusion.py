@@ -14,7 +14,7 @@ What one learns:
 
 Run: python examples/diffusion.py                (a CPU)
      python examples/diffusion.py --size full    (a GPU: images of 32x32 pixels, 128 channels, bfloat16)
-Expect: HEAD
+Expect: 93 of 100 samples recognised after 800 steps; 61 seconds of processor time on two slow cores.
 Ops: conv, group_norm, attention, resample.
 """
 

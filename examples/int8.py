@@ -14,7 +14,8 @@ What one learns:
 
 Run: python examples/int8.py                (a CPU)
      python examples/int8.py --size full    (a GPU: wider layers)
-Expect: HEAD
+Expect: accuracy 0.950 on test digits in float32 and 0.947 in int8; the error of the logits is 2.1 % with scales by
+  channel, 3.2 % without. 10 seconds of processor time on two slow cores.
 Ops: conv (float32 and int8), batch_norm, activation, global_pool, linear_cross_entropy.
 """
 

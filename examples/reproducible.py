@@ -13,11 +13,13 @@ What one learns:
     their number fixes: the second half to the first, and so on. Micro-batch j has the examples j, j + 4, j + 8, ...,
     whose sum is a branch of that tree; so the sum of the micro-batches' sums consists of the same additions.
   * The optimiser counts too: `dnn.add(g, v, beta=0.9)` rounds each product before it adds, where a compiler may fuse.
-  * What it costs: memory for a gradient per example, and slower convolutions (the program prints both times).
+  * What it costs: memory for a gradient per example, and slower convolutions: the program prints the times.
 
 Run: python examples/reproducible.py                (a CPU, as four devices)
      python examples/reproducible.py --size full    (one or more GPUs: a wider net and a larger batch)
-Expect: HEAD
+Expect: one hash of the four runs at mesh_invariant, three without a level (the run repeated, alone, has the same bits),
+  and weights that differ by 5e-7 after 60 steps. A step took about ten times as long at the level, 20 ms for 2 ms.
+  34 seconds of processor time on two slow cores; accuracy 0.829 on test digits, for 60 steps are few.
 Ops: conv, add, activation, global_pool, softmax, reduce, and the levels of `determinism`.
 """
 
@@ -39,7 +41,7 @@ from sklearn.datasets import load_digits
 import jaxdnn as dnn
 
 # Channels of the two convolutions, and examples in a batch (a power of two, so that micro-batches are branches).
-SIZES = {"tiny": ((4, 8), 8), "laptop": ((16, 32), 32), "full": ((128, 256), 256)}
+SIZES = {"tiny": ((4, 8), 8), "laptop": ((16, 32), 32), "full": ((64, 128), 128)}
 Weights = dict[str, jax.Array]
 
 

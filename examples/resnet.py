@@ -15,7 +15,7 @@ What one learns:
 
 Run: python examples/resnet.py                (a CPU)
      python examples/resnet.py --size full    (a GPU: ResNet-18's four stages in bfloat16, images of 32x32 pixels)
-Expect: HEAD
+Expect: accuracy 0.980 on test digits after 300 steps; 23 seconds of processor time on two slow cores.
 Ops: conv, batch_norm, batch_norm_inference, resample (for --size full), linear_cross_entropy, patch.
 """
 

@@ -12,7 +12,7 @@ What one learns:
 
 Run: python examples/speech.py                (a CPU)
      python examples/speech.py --size full    (a GPU: 512 units in bfloat16, lines of up to 30 digits)
-Expect: HEAD
+Expect: 0.08 errors for each digit of unseen lines after 300 steps; 21 seconds of processor time on two slow cores.
 Ops: conv (of one spatial axis), gru, ctc_loss, ctc_align, softmax.
 """
 

@@ -24,7 +24,7 @@ each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.s
 
 @pytest.fixture(autouse=True)
 def as_users_have_it(monkeypatch: pytest.MonkeyPatch):
-    """Outside of the tests pictures need a screen or none is said, and JAX widens dtypes and ranks."""
+    """Promotion as JAX has it by default, which optimisers and Flax rely on; and pictures that need no screen."""
     monkeypatch.setenv("MPLBACKEND", "agg")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
@@ -87,7 +87,7 @@ def test_resnet(tmp_path: Path):
 
 def test_convnext(tmp_path: Path):
     pytest.importorskip("equinox", reason="the examples extra is not installed")
-    found = ran("convnext", tmp_path / "plot.png", steps=30)
+    found = ran("convnext", tmp_path / "plot.png", steps=120)
     assert falls(found["losses"])
     assert found["apart"] < 1e-4
 
@@ -113,8 +113,8 @@ def test_speech_counts_errors():
 
 
 def test_int8(tmp_path: Path):
-    found = ran("int8", tmp_path / "plot.png", steps=100)
-    assert found["float32"] > 0.7
+    found = ran("int8", tmp_path / "plot.png", steps=250)
+    assert found["float32"] > 0.7  # of ten digits
     assert found["a scale per channel"] > found["float32"] - 0.03
     assert found["a scale per channel, error"] < 0.05
 
@@ -171,8 +171,8 @@ def test_nothing_else_is_listed():
 def test_says_how_it_is_run_and_what_to_expect(path: Path):
     head = path.read_text().split('"""')[1]
     assert f"Run: python examples/{path.name}" in head
-    assert re.search(r"^Expect: .*\n?.*\bseconds\b", head, re.M)
-    assert re.search(r"^Ops: ", head, re.M)
+    assert re.search(r"^Expect: (.*\n){1,4}Ops: ", head, re.M)
+    assert re.search(r"\d+ seconds of processor time", head)
     assert "--size full" in head
 
 
