@@ -47,7 +47,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size((4, 8), 1, 16),
+    "tiny": Size((8, 16), 1, 32),
     "laptop": Size((16, 32, 64), 1, 64),
     "full": Size((64, 128, 256, 512), 2, 256, 32, jnp.bfloat16),
 }
