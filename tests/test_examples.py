@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,7 +78,7 @@ def test_picture_without_content_is_noticed(tmp_path: Path):
         check_picture(tmp_path / "white.png")
 
 
-def test_resnet(tmp_path: Path):
+def check_resnet(tmp_path: Path) -> None:
     pytest.importorskip("flax", reason="the examples extra is not installed")
     found = ran("resnet", tmp_path / "plot.png", steps=150)
     assert falls(found["losses"])
@@ -85,21 +86,21 @@ def test_resnet(tmp_path: Path):
     assert found["replaced"] == 6  # the convolutions of two blocks
 
 
-def test_convnext(tmp_path: Path):
+def check_convnext(tmp_path: Path) -> None:
     pytest.importorskip("equinox", reason="the examples extra is not installed")
     found = ran("convnext", tmp_path / "plot.png", steps=120)
     assert falls(found["losses"])
     assert found["apart"] < 1e-4
 
 
-def test_diffusion(tmp_path: Path):
+def check_diffusion(tmp_path: Path) -> None:
     found = ran("diffusion", tmp_path / "plot.png", steps=40)
     assert falls(found["losses"])
     assert np.isfinite(found["samples"]).all()
     assert found["samples"].std() > 0.3
 
 
-def test_speech(tmp_path: Path):
+def check_speech(tmp_path: Path) -> None:
     found = ran("speech", tmp_path / "plot.png", steps=60)
     assert falls(found["losses"])
     assert 0 < found["error rate"] <= 1
@@ -112,7 +113,7 @@ def test_speech_counts_errors():
     assert [speech.edits([3, 3, 1], to) for to in ([3, 3, 1], [3, 1], [3, 1, 3], [], [4, 3, 3, 2])] == [0, 1, 2, 3, 2]
 
 
-def test_int8(tmp_path: Path):
+def check_int8(tmp_path: Path) -> None:
     found = ran("int8", tmp_path / "plot.png", steps=250)
     assert found["float32"] > 0.7  # of ten digits
     assert found["a scale per channel"] > found["float32"] - 0.03
@@ -135,7 +136,7 @@ def test_int8_of_one_scale_is_worse(tmp_path: Path):
     assert error(False)[-1] > 0.2
 
 
-def test_data_parallel(tmp_path: Path):
+def check_data_parallel(tmp_path: Path) -> None:
     printed = ran_alone("data_parallel", tmp_path / "plot.png", steps=6)
     assert printed.startswith("4 devices")
     differs = {way.strip(): float(by) for way, by in re.findall(r"^(.*?) +the first loss .* by (\S+)$", printed, re.M)}
@@ -145,7 +146,7 @@ def test_data_parallel(tmp_path: Path):
     assert differs["unsynchronised"] > 1e-3
 
 
-def test_reproducible(tmp_path: Path):
+def check_reproducible(tmp_path: Path) -> None:
     printed = ran_alone("reproducible", tmp_path / "plot.png", steps=4)
     hashes = re.findall(r"^ +(\S+) +(.+?) +([0-9a-f]{16}) ", printed, re.M)
     fixed = {name: found for level, name, found in hashes if level == "mesh_invariant"}
@@ -153,6 +154,23 @@ def test_reproducible(tmp_path: Path):
     assert len(set(fixed.values())) == 1
     assert len({found for level, _, found in hashes if level == "fast"}) > 1
     assert "mesh_invariant: 4 runs ended with 1 different set of weights" in printed
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "convnext": check_convnext,
+    "data_parallel": check_data_parallel,
+    "diffusion": check_diffusion,
+    "int8": check_int8,
+    "reproducible": check_reproducible,
+    "resnet": check_resnet,
+    "speech": check_speech,
+}
+
+
+@each_example
+def test_runs(path: Path, tmp_path: Path):
+    """One function, so that a sample of the tests has one example in turn."""
+    CHECKS[path.stem](tmp_path)
 
 
 @each_example
