@@ -262,7 +262,7 @@ BAD: list[Bad] = [
     ("prior of wgrad", wgrad, {"beta": 1.0, "prior": Y}, ValueError, r"`prior` must have shape \(3, 2, 4, 7\)"),
     ("residual shape", conv, {"residual": X}, ValueError, "`residual` must have shape"),
     ("residual dtype", conv, {"residual": Y.astype(np.int32)}, TypeError, "`residual` must have the dtype"),
-    ("bias shape", conv, {"bias": BIAS[:4]}, ValueError, r"`bias` must have shape \(7,\), one a channel of the result, got \(4,\)"),
+    ("bias shape", conv, {"bias": BIAS[:4]}, ValueError, r"`bias` must have shape \(7,\), one for each channel of the result, got \(4,\)"),
     ("bias rank", conv, {"bias": np.ones((1, 7), np.float32)}, ValueError, r"`bias` must have shape \(7,\)"),
     ("bias scalar", conv, {"bias": 1.0}, ValueError, r"`bias` must have shape \(7,\)"),
     ("bias dtype", conv, {"bias": BIAS.astype(np.complex64)}, TypeError, "`bias` must have the dtype"),

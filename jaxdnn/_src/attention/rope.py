@@ -86,7 +86,8 @@ def rope(
     checks.dtype("x", x, FLOATS)
     if x.ndim != 4:
         raise ValueError(
-            f"`x` must have four axes, {'(B, T, N, D)' if layout == 'BTNH' else '(B, N, T, D)'}, got {x.ndim}."
+            f"`x` must have four axes, {'(B, T, N, D)' if layout == 'BTNH' else '(B, N, T, D)'}, got {x.ndim}"
+            f"{checks.unbatched('x', x.ndim, 4)}."
         )
     turned = x.shape[3] if width is None else checks.integer("width", width)
     if turned % 2 or not 0 <= turned <= x.shape[3]:

@@ -353,7 +353,7 @@ def read_running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Ar
     read = []
     for name, value in (("running_mean", mean), ("running_variance", variance)):
         value = checks.array(name, value)
-        checks.shape(name, value, view.parameters, view.why)
+        view.check_parameter(name, value)
         checks.dtype(name, value, arguments.narrower(found.accumulate))
         read.append(value)
     return read[0], read[1]
