@@ -50,8 +50,8 @@ def rope(
       frequencies: w, F / 2 numbers that are known when the call is traced, instead of those of `base`, for rules that
         stretch positions (linear, NTK, YaRN).
       width: F, how many features are rotated, an even number; None is D. The others are multiplied by scale alone.
-      pairs: "half", where feature f is paired with f + F / 2, as in cuDNN, GPT-NeoX and Llama of Hugging Face; or
-        "interleaved", 2 f with 2 f + 1, as in RoFormer and the original Llama.
+      pairs: "half", where feature f is paired with f + F / 2, as in cuDNN, GPT-NeoX, Llama of Hugging Face and
+        Equinox's RotaryPositionalEmbedding; or "interleaved", 2 f with 2 f + 1, as in RoFormer and the original Llama.
       side: whether the "first" or the "last" F features are rotated; cuDNN rotates the last.
       scale: a factor of all features, of which YaRN has one.
       layout: "BTNH", or "BNTH" for an array (B, N, T, D).
