@@ -336,13 +336,13 @@ def _message(
     found = [
         f"{counts[key]} of {counts['elements']} {says}"
         for key, says in (
-            ("wrong_specials", "NaN or infinity where the reference has none, or the other way round"),
-            ("unreachable", "are no rounding of a value within the error bound"),
+            ("wrong_specials", "elements are NaN or infinite where the definition's are not, or the other way round"),
+            ("unreachable", "elements are outside of the error bound, rounding included"),
         )
         if counts[key]
     ]
     if not found:
-        found = [f"{counts['misrounded']} of {counts['elements']} not rounded correctly"]
+        found = [f"{counts['misrounded']} of {counts['elements']} elements are not rounded correctly"]
         return f"{found[0]}, at most {counts['misrounded_allowed']:.1f} allowed"
-    at = f"worst at {tuple(where)}: got {out[tuple(where)]:.9g}, golden {golden[tuple(where)]:.9g}"
+    at = f"worst at {tuple(where)}: got {out[tuple(where)]:.9g}, by definition {golden[tuple(where)]:.9g}"
     return f"{'; '.join(found)}; {at}, bound {bound[tuple(where)]:.3g}"
