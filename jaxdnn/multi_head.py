@@ -95,7 +95,22 @@ def attention(
 
 
 def windows(low: ArrayLike, high: ArrayLike, keys: int) -> Array:
-    """The mask, (1, 1, T, keys), with which query i sees keys from low[i] to high[i] - 1."""
+    """The mask of attention with which query i sees the keys j with low[i] <= j < high[i].
+
+    Args:
+      low: (T,), integers: the first key that each query sees, cuDNN's loWinIdx.
+      high: (T,), integers: the first key behind them, cuDNN's hiWinIdx. Where it is not above low a query sees none.
+      keys: S, how many keys there are.
+
+    Returns:
+      (1, 1, T, S), booleans, for the `mask` of `attention`.
+
+    Example:
+      >>> dnn.multi_head.windows(jnp.array([0, 1]), jnp.array([2, 2]), 3)[0, 0].astype(int).tolist()
+      [[1, 1, 0], [0, 1, 0]]
+
+    Sources: cuDNN's `cudnnMultiHeadAttnForward`.
+    """
     low, high = (checks.array(name, x)[:, None] for name, x in (("low", low), ("high", high)))
     j = jnp.arange(keys)[None]
     return ((j >= low) & (j < high))[None, None]

@@ -55,7 +55,15 @@ FLAX = {"lstm": "ifgo", "gru": "rzn", "rnn": ("",)}
 class Weights(NamedTuple):
     """The weights of layers: of each kind a list with an array, or None, for each layer, or None for no layer.
 
-    With two directions every array has an axis of 2 in front.
+    With two directions every array has an axis of 2 in front. G is the number of gates: 4 of an LSTM, 3 of a GRU, 1 of
+    a plain layer.
+
+    Attributes:
+      w: (I, G H), which multiply a layer's input.
+      r: (H, G H), which multiply its states; with a projection (P, G H).
+      bias, recurrent_bias: (G H,), of inputs and of states.
+      projection: (H, P), which makes states of P columns of those of H.
+      rest: those that `lstm`, `gru` and `rnn` take by name, without those that are None.
     """
 
     w: list[Any]

@@ -22,6 +22,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import rich
+from rich.box import SIMPLE
 from rich.table import Table
 
 from jaxdnn._src import families
@@ -345,7 +346,8 @@ def _engines(case: Case, which: str, operands: Any) -> tuple[str | None, Sequenc
 def _line(row: dict[str, Any]) -> str:
     times = "  ".join(f"{name} {ms:9.4f} ms" for name, ms in row["ms"].items())
     copy = "".join(
-        f"  {row['tb_per_s'][n]:.2f} TB/s, {share:.2f} of copy" for n, share in list(row.get("of_copy", {}).items())[:1]
+        f"  {row['tb_per_s'][n]:.2f} TB/s, {share:.2f} of a copy's"
+        for n, share in list(row.get("of_copy", {}).items())[:1]
     )
     gain = f"  speed-up {row['best_peer_over_jaxdnn']:.2f}" if "best_peer_over_jaxdnn" in row else ""
     regret = f"  {row['unasked']} unasked, {row['over_best_engine']:.3f} of best" if "over_best_engine" in row else ""
@@ -358,7 +360,9 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
         groups[row["family"], row["pass"]].append(row)
         if "over_best_engine" in row:
             groups[TOTALS[row["family"] in held_out], row["pass"]].append(row)
-    table = Table("family", "pass", "cases", "speed-up, geometric mean", "lowest", "highest", "regret", "largest")
+    table = Table("family", "pass", box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("cases", "speed-up", "lowest", "highest", "regret", "largest"):
+        table.add_column(name, justify="right")
     for (family, which), of_group in sorted(groups.items(), key=lambda group: group[0][0] in TOTALS):
         gains = [row["best_peer_over_jaxdnn"] for row in of_group if "best_peer_over_jaxdnn" in row]
         over = [row["over_best_engine"] for row in of_group if "over_best_engine" in row]
@@ -367,8 +371,9 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
         cells = [*(f"{value:.2f}" for value in told), *[""] * (3 - len(told)), *(f"{100 * v:.1f} %" for v in lost)]
         table.add_row(family, which, str(len(of_group)), *cells)
     table.caption = (
-        "speed-up: time of the best peer over jaxdnn's; regret: by how much the engine that serves unasked takes "
-        "longer than the fastest; held out: networks that rules of choice are not to be fitted to; medians of one run"
+        "speed-up: time of the best peer over jaxdnn's, geometric mean; regret: by how much the engine that serves "
+        "unasked takes longer than the fastest; held out: networks that rules of choice are not to be fitted to; "
+        "medians of one run"
     )
     rich.print(table)
 

@@ -284,7 +284,7 @@ def _execute(
             tasks.append(pool.submit(reported, trials))
         cells = [pool.submit(reported, map(run, [case])) for case in chosen]
         done = concurrent.futures.as_completed([*tasks, *cells])
-        for future in show.progress(console, done, len(tasks) + len(cells), "cells and subjects of procedures"):
+        for future in show.progress(console, done, len(tasks) + len(cells), "cells and determinism tests"):
             future.result()
     return [r for f in cells for r in f.result()], [t for f in tasks for t in f.result()]
 

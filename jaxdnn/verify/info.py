@@ -37,8 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
         lines = tuple((engine, line) for engine in family.engines_of(op) for line in _lines(family, op, engine))
         by_facts[family.typical_name, lines].append(op)
     for (typical, rows), ops in by_facts.items():
-        console.print(f"\n[bold]{', '.join(PUBLIC.get(op, op) for op in ops)}[/]", highlight=False, soft_wrap=True)
-        console.print(f"asked about {typical}", highlight=False, soft_wrap=True)
+        whole = not console.is_terminal
+        console.print(f"\n[bold]{', '.join(PUBLIC.get(op, op) for op in ops)}[/]", highlight=False, soft_wrap=whole)
+        console.print(f"for example, of {typical}:", highlight=False, soft_wrap=whole)
         before = ["", *(engine for engine, _ in rows)]
         _print(
             console,

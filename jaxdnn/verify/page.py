@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxdnn._src.core.explain import ACCUMULATORS
 from jaxdnn.verify import turns
 from jaxdnn.verify.levels import PROCEDURES
 
@@ -182,7 +183,7 @@ def _levels(trials: list[dict[str, Any]]) -> str:
         dtype = f"{t['dtype']} {t['variant']}" if t["variant"] else t["dtype"]
         rows[t["op"], t["engine"], dtype, t["declared"]][t["procedure"]] = t
     spans = "".join(f'<th colspan="{len(group)}">{_e(level)}</th>' for level, group in PROCEDURES.items())
-    names = "".join(f"<th>{_e(p)}</th>" for p in procedures)
+    names = "".join(f'<th class="upright"><span>{_e(p)}</span></th>' for p in procedures)
     lines = []
     for key, row in rows.items():
         cells = "".join(f"<td>{_e(word)}</td>" for word in key[:3]) + f"<td><b>{_e(key[3])}</b></td>"
@@ -218,7 +219,7 @@ def _controls(controls: list[dict[str, Any]]) -> str:
         mark = {"passed": "✓", "failed": "✗", "not run": "–"}[c["status"]]
         words = (c["level"], c["procedure"], c["op"], c["message"])
         rows.append([f'<td class="{kind}">{mark}</td>', *(f"<td>{_e(word)}</td>" for word in words)])
-    return _table(("", "level", "procedure", "planted fault", "what the procedure found"), rows)
+    return _table(("", "level", "procedure", "planted fault", "what the procedure found"), rows, "controls")
 
 
 def _refused(cells: list[dict[str, Any]]) -> str:
@@ -238,7 +239,14 @@ def _cells(cells: list[dict[str, Any]]) -> str:
         data = ", ".join(f"{k['data']} ({k['rule']})" for k in c["checks"])
         misrounded = sum(k["misrounded"] for k in c["checks"])
         elements = sum(k["elements"] for k in c["checks"])
-        words = (c["id"], ratio, f"{misrounded:,} of {elements:,}", data, c["level"], c["accumulation"])
+        words = (
+            c["id"],
+            ratio,
+            f"{misrounded:,} of {elements:,}",
+            data,
+            c["level"],
+            ACCUMULATORS.get(c["accumulation"], c["accumulation"]),
+        )
         rows.append([f'<td class="{kind}">{mark}</td>', *(f"<td>{_e(word)}</td>" for word in words)])
     head = ("", "id", "error / bound", "misrounded", "data (rule)", "guarantees", "accumulates in")
     find = '<input id="find" type="search" placeholder="filter, for example: conv_wgrad bf16" aria-label="filter">'

@@ -44,8 +44,8 @@ def verdict(console: Console, passed: bool, text: str) -> None:
 
 def tables(console: Console, document: dict[str, Any]) -> None:
     """The matrix by op, engine and dtype; refusals by reason; levels; controls."""
-    if document["cells"]:
-        console.print(_matrix(document["cells"]))
+    for part in _parts(document["cells"], console.width):
+        console.print(_matrix(part))
     for reason, count in _refusals(document["cells"]).items():
         console.print(f"[dim]not served: {escape(reason)} ({count} cells)[/]", soft_wrap=True, highlight=False)
     if document["summary"]["predicted"]:
@@ -132,6 +132,20 @@ def _refusals(cells: list[dict[str, Any]]) -> dict[str, int]:
     return collections.Counter(f"{c['engine']}: {c['message']}" for c in cells if c["status"] == "refused")
 
 
+def _parts(cells: list[dict[str, Any]], width: int) -> Iterator[list[dict[str, Any]]]:
+    """The cells of as many ops at a time as there is room for, a column each."""
+    ops, used = [], 0
+    for op in dict.fromkeys(cell["op"] for cell in cells):
+        needed = max(len(op.removeprefix("conv_")), 10) + 1
+        if ops and 18 + used + needed > width:
+            yield [cell for cell in cells if cell["op"] in ops]
+            ops, used = [], 0
+        ops.append(op)
+        used += needed
+    if ops:
+        yield [cell for cell in cells if cell["op"] in ops]
+
+
 def _matrix(cells: list[dict[str, Any]]) -> Table:
     """The number of cells that passed and the worst error over its bound, for each engine and dtype, by op."""
     groups: dict[Any, dict[str, list[dict[str, Any]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -148,7 +162,9 @@ def _matrix(cells: list[dict[str, Any]]) -> Table:
 
 
 def _plain(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
     table.header_style = "dim"
     return table
 
@@ -179,15 +195,19 @@ def _determinism(trials: list[dict[str, Any]]) -> Table:
         "mesh_invariant": "meshes",
         "portable": "definition",
     }
-    table = _plain("determinism: runs compared bit for bit", "op", "engine", "dtype", "guarantees")
-    for level in PROCEDURES:
-        table.add_column(heads[level], justify="right")
+    table = _plain("determinism: runs compared bit for bit", "op", "engine", "dtype")
+    table.padding = (0, 0, 0, 0)  # so that it fits into 80 columns; the box has a space between two
+    for name in ("guarantees", *(heads[level] for level in PROCEDURES)):
+        table.add_column(name, justify="left" if name == "guarantees" else "right", no_wrap=True)
     rows: dict[Any, dict[str, list[dict[str, Any]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for t in trials:
-        dtype = f"{t['dtype']} {t['variant']}" if t["variant"] else t["dtype"]
+        dtype = " ".join((t["dtype"], *t["variant"].replace("traced-", "traced ").split("/")))  # words, to fold between
         rows[t["op"], t["engine"], dtype, t["declared"]][t["level"]].append(t)
-    for key, by_level in rows.items():
-        table.add_row(*key, *(_runs(by_level[level]) for level in PROCEDURES))
+    last: tuple[str, str] = ("", "")
+    for (op, engine, *rest), by_level in rows.items():
+        named = ("", "") if (op, engine) == last else (op, engine)
+        table.add_row(*named, *rest, *(_runs(by_level[level]) for level in PROCEDURES))
+        last = op, engine
     return table
 
 

@@ -499,7 +499,11 @@ def test_merging_nothing():
 
 Q, K = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 6, 2, 8), np.float32)
 BAD = [
-    (dict(q=Q[0]), ValueError, r"`q` must have shape \(B, T, N, D\) with D > 0, got \(5, 4, 8\)\."),
+    (
+        dict(q=Q[0]),
+        ValueError,
+        r"`q` must have shape \(B, T, N, D\) with D > 0, got \(5, 4, 8\) \(one example .* `q\[None\]`\)\.",
+    ),
     (dict(q=Q.astype(np.int32)), TypeError, "`q` must have one of the dtypes"),
     (dict(k=K.astype(np.float16)), TypeError, "`k` must have the dtype float32, got float16"),
     (dict(k=K[:1]), ValueError, r"`k` must have shape \(B, S, K, D\) with B = 2 as in `q`, got \(1, 6, 2, 8\)"),

@@ -83,13 +83,13 @@ INTEGERS = r"must be made of integers known when traced, got"
 
 BAD: list[Bad] = [
     # shapes
-    ("rank of x", conv, {"x": X[0]}, ValueError, r"`x` must have 4 dimensions for layout NHWC, got shape \(6, 5, 4\) \(as NWC has\)\."),
+    ("rank of x", conv, {"x": X[0]}, ValueError, r"`x` must have 4 dimensions for layout NHWC, got shape \(6, 5, 4\) \(as NWC has; one example is a batch as `x\[None\]`\)\."),
     ("rank 0", conv, {"x": np.float32(1)}, ValueError, r"`x` must have 4 dimensions .* got shape \(\)"),
     ("python number", conv, {"x": 1.0}, ValueError, r"`x` must have 4 dimensions .* got shape \(\)"),
     ("rank of w", conv, {"w": W[0]}, ValueError, r"`w` must have 4 dimensions for filter layout HWIO, got shape"),
     ("channels", conv, {"x": X[..., :3]}, ValueError, r"`w` must have 3 input channels for 3 channels of x in 1 groups, got 4"),
     ("channels first", conv, {"x": np.moveaxis(X, 3, 1)}, ValueError, r"got 4 \(in layout NCHW x has 4\)\."),
-    ("a line for an image", conv, {"x": X[0]}, ValueError, r'`x` must have 4 dimensions for layout NHWC, got shape \(.*\) \(as NWC has\)\.'),
+    ("a line for an image", conv, {"x": X[0]}, ValueError, r'`x` must have 4 dimensions for layout NHWC, got shape \(.*\) \(as NWC has; one example is a batch as `x\[None\]`\)\.'),
     ("what others call it", conv, {"activation": "silu"}, ValueError, r"got 'silu' \(did you mean 'swish'\?\)\."),
     ("lower case", conv, {"padding": "same"}, ValueError, r"got 'same' \(did you mean 'SAME'\?\)\."),
     ("nothing like it", conv, {"engine": "zzz"}, ValueError, r"got 'zzz'\."),
@@ -262,7 +262,7 @@ BAD: list[Bad] = [
     ("prior of wgrad", wgrad, {"beta": 1.0, "prior": Y}, ValueError, r"`prior` must have shape \(3, 2, 4, 7\)"),
     ("residual shape", conv, {"residual": X}, ValueError, "`residual` must have shape"),
     ("residual dtype", conv, {"residual": Y.astype(np.int32)}, TypeError, "`residual` must have the dtype"),
-    ("bias shape", conv, {"bias": BIAS[:4]}, ValueError, r"`bias` must have shape \(7,\), one a channel of the result, got \(4,\)"),
+    ("bias shape", conv, {"bias": BIAS[:4]}, ValueError, r"`bias` must have shape \(7,\), one for each channel of the result, got \(4,\)"),
     ("bias rank", conv, {"bias": np.ones((1, 7), np.float32)}, ValueError, r"`bias` must have shape \(7,\)"),
     ("bias scalar", conv, {"bias": 1.0}, ValueError, r"`bias` must have shape \(7,\)"),
     ("bias dtype", conv, {"bias": BIAS.astype(np.complex64)}, TypeError, "`bias` must have the dtype"),

@@ -275,6 +275,9 @@ def test_explain_names_the_public_op_that_several_share():
     assert [str(call).partition("(")[0] for call in gradient] == ["dropout", "dropout, derivative along a tangent: "]
     backward = dnn.explain(jax.grad(lambda x: dnn.batch_norm(x, layout="NWC")[0].sum()), x)
     assert str(backward[-1]).startswith("batch_norm, gradient in the data: (float32[2,3,4], ")
+    assert max(map(len, str(backward).splitlines())) <= 80
+    convolved = dnn.explain(jax.grad(lambda x: dnn.conv(x, W, layout="NWC").sum()), X)
+    assert str(convolved[-1]).startswith("conv, gradient in the data: conv_dgrad(float32[")
     # The convolution is in a program of its own (`jax.custom_jvp`), which JAX does not name by what is around it.
     assert [call.public for call in dnn.explain(dnn.conv_skip, X, W, layout="NWC")] == ["conv_skip"]
 
@@ -422,7 +425,7 @@ def lowered(function: Any, **options: Any) -> str:
 def test_hopper_serves_integers_and_states_orders_by_place():
     def hopper_of(function: Any, *arrays: Any) -> Any:
         found = explain(function, *arrays, platform="cuda")[0]
-        return next(c for c in found.candidates if c.engine == "hopper"), str(found)
+        return next(c for c in found.candidates if c.engine == "hopper"), " ".join(str(found).split())
 
     x, w = jnp.ones((2, 5, 4, 16), jnp.int8), jnp.ones((3, 3, 16, 32), jnp.int8)
     whole, _ = hopper_of(ft.partial(dnn.conv, out_dtype=jnp.int32), x, w)

@@ -88,7 +88,11 @@ class _Faulty:
 
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [("wrong", "no rounding of a value"), ("sometimes", "other bits when it is repeated"), ("dies", "ILLEGAL_ADDRESS")],
+    [
+        ("wrong", "outside of the error bound"),
+        ("sometimes", "other bits when it is repeated"),
+        ("dies", "ILLEGAL_ADDRESS"),
+    ],
 )
 def test_faults_fail(monkeypatch, fault, text):
     repeated = random_call._Run.repeated

@@ -61,22 +61,28 @@ def read(arrays: Any, o: Options) -> tuple[tuple[Array, ...], AttentionSpec]:
     rows, heads = (1, 2) if o.layout == "BTNH" else (2, 1)
     letters = lambda t, n, d: f"(B, {t}, {n}, {d})" if o.layout == "BTNH" else f"(B, {n}, {t}, {d})"
     if q.ndim != 4 or not q.shape[3]:
-        raise ValueError(f"`q` must have shape {letters('T', 'N', 'D')} with D > 0, got {tuple(q.shape)}.")
+        raise ValueError(
+            f"`q` must have shape {letters('T', 'N', 'D')} with D > 0, got {tuple(q.shape)}"
+            f"{checks.unbatched('q', q.ndim, 4)}."
+        )
     for name, x, d in (("k", k, "D"), ("v", v, "E")):
         checks.dtype(name, x, [q.dtype])
         if x.ndim != 4 or x.shape[0] != q.shape[0]:
             raise ValueError(
                 f"`{name}` must have shape {letters('S', 'K', d)} with B = {q.shape[0]} as in `q`, "
-                f"got {tuple(x.shape)}."
+                f"got {tuple(x.shape)}{checks.unbatched(name, x.ndim, 4)}."
             )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"`k` must have as many features as `q`, {q.shape[3]}, got {k.shape[3]}.")
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(f"`v` must have the rows and heads of `k`, {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}.")
     n, groups, t, s = q.shape[heads], k.shape[heads], q.shape[rows], k.shape[rows]
+    other = "BNTH" if o.layout == "BTNH" else "BTNH"
     if n != groups and (not groups or n % groups):
-        raise ValueError(f"`k` must have a number of heads that divides that of `q`, {n}, got {groups}.")
-    full = (q.shape[0], n, t, s)
+        swapped = s > 0 and t % s == 0
+        hint = f" (in layout {other} q has {t} and k {s})" if swapped else ""
+        raise ValueError(f"`k` must have a number of heads that divides that of `q`, {n}, got {groups}{hint}.")
+    full = Sizes(q.shape[0], n, t, s, groups, other)
     given: dict[str, Array] = {}
     for name in ("bias", "alibi_slopes", "sinks"):
         value = getattr(o, name)
@@ -87,12 +93,13 @@ def read(arrays: Any, o: Options) -> tuple[tuple[Array, ...], AttentionSpec]:
         if name == "bias":
             _broadcast(name, value, full)
         else:
-            checks.shape(name, value, (n,), "one for each head of `q`")
+            hint = f" (in layout {other} `q` has {t} heads)" if value.shape == (t,) else ""
+            checks.shape(name, value, (n,), "one for each head of `q`", hint)
             value = value[None]
         given[name] = value
     tile = _tile(o.block_mask_tile)
     given |= _constants(o, full, tile)
-    thinned = _thinned(o.dropout, full)
+    thinned = _thinned(o.dropout, full.scores)
     if thinned is not None:
         given["dropout_key"] = _key(o.dropout_key)
     score, of_score = read_score(o.score_fn, o.score_arrays, blending.accumulator(q.dtype))
@@ -125,17 +132,42 @@ def read(arrays: Any, o: Options) -> tuple[tuple[Array, ...], AttentionSpec]:
     return tuple(at_edges(spec.level, named[name]) if name in spec.floats else named[name] for name in order), spec
 
 
-def _broadcast(name: str, value: Array, full: tuple[Any, ...]) -> None:
-    if value.ndim != 4 or any(m not in (1, n) for m, n in zip(value.shape, full, strict=False)):
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a call: the batch, heads of queries, queries, keys, heads of keys, and the layout that it has not."""
+
+    batch: Any
+    n: Any
+    t: Any
+    s: Any
+    groups: Any
+    other: str
+
+    @property
+    def scores(self) -> tuple[Any, ...]:
+        """(B, N, T, S)."""
+        return self.batch, self.n, self.t, self.s
+
+    @property
+    def swapped(self) -> "Sizes":
+        """The sizes that the same arrays have in the other layout."""
+        return dataclasses.replace(self, n=self.t, t=self.n, s=self.groups, groups=self.s)
+
+
+def _broadcast(name: str, value: Array, full: Sizes) -> None:
+    fits = lambda scores: value.ndim == 4 and all(m in (1, n) for m, n in zip(value.shape, scores, strict=True))
+    if not fits(full.scores):
+        swapped = full.swapped.scores
+        hint = f" (in layout {full.other} of q and k it would fit {swapped})" if fits(swapped) else ""
         raise ValueError(
-            f"`{name}` must have shape (B or 1, N or 1, T or 1, S or 1) with (B, N, T, S) = {full}, "
-            f"got {tuple(value.shape)}."
+            f"`{name}` must have shape (B or 1, N or 1, T or 1, S or 1) with (B, N, T, S) = {full.scores}, "
+            f"got {tuple(value.shape)}{hint}."
         )
 
 
-def _constants(o: Options, full: tuple[Any, ...], tile: tuple[int, int]) -> dict[str, Array]:
+def _constants(o: Options, full: Sizes, tile: tuple[int, int]) -> dict[str, Array]:
     """Masks, lengths and segments."""
-    batch, n, t, s = full
+    batch, n, t, s = full.scores
     given: dict[str, Array] = {}
     for name in ("mask", "block_mask", "query_lengths", "key_lengths", "query_segments", "key_segments"):
         value = getattr(o, name)
@@ -165,7 +197,9 @@ def _constants(o: Options, full: tuple[Any, ...], tile: tuple[int, int]) -> dict
             value = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)  # which holds `most`
             value = jnp.clip(value, 0, most).astype(jnp.int32)
         else:
-            checks.shape(name, value, (batch, t if name == "query_segments" else s), "one for every row")
+            rows, swapped = (v.t if name == "query_segments" else v.s for v in (full, full.swapped))
+            hint = f" (in layout {full.other} of q and k it would fit)" if value.shape == (batch, swapped) else ""
+            checks.shape(name, value, (batch, rows), "one for every row", hint)
         given[name] = value
     for one, other in (("query_segments", "key_segments"), ("key_segments", "query_segments")):
         if one in given and other not in given:

@@ -50,8 +50,8 @@ def rope(
       frequencies: w, F / 2 numbers that are known when the call is traced, instead of those of `base`, for rules that
         stretch positions (linear, NTK, YaRN).
       width: F, how many features are rotated, an even number; None is D. The others are multiplied by scale alone.
-      pairs: "half", where feature f is paired with f + F / 2, as in cuDNN, GPT-NeoX and Llama of Hugging Face; or
-        "interleaved", 2 f with 2 f + 1, as in RoFormer and the original Llama.
+      pairs: "half", where feature f is paired with f + F / 2, as in cuDNN, GPT-NeoX, Llama of Hugging Face and
+        Equinox's RotaryPositionalEmbedding; or "interleaved", 2 f with 2 f + 1, as in RoFormer and the original Llama.
       side: whether the "first" or the "last" F features are rotated; cuDNN rotates the last.
       scale: a factor of all features, of which YaRN has one.
       layout: "BTNH", or "BNTH" for an array (B, N, T, D).
@@ -86,7 +86,8 @@ def rope(
     checks.dtype("x", x, FLOATS)
     if x.ndim != 4:
         raise ValueError(
-            f"`x` must have four axes, {'(B, T, N, D)' if layout == 'BTNH' else '(B, N, T, D)'}, got {x.ndim}."
+            f"`x` must have four axes, {'(B, T, N, D)' if layout == 'BTNH' else '(B, N, T, D)'}, got {x.ndim}"
+            f"{checks.unbatched('x', x.ndim, 4)}."
         )
     turned = x.shape[3] if width is None else checks.integer("width", width)
     if turned % 2 or not 0 <= turned <= x.shape[3]:

@@ -273,7 +273,7 @@ def run(
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Result(case, "failed", level, accumulation, message, time.perf_counter() - start)
     failed = [c for c in checks if not c.passed]
-    message = f"on {failed[0].data} data, by {failed[0].rule}: {failed[0].message}" if failed else ""
+    message = f"on data {failed[0].data!r}, by {failed[0].rule}: {failed[0].message}" if failed else ""
     status = "failed" if failed else "passed"
     return Result(case, status, level, accumulation, message, time.perf_counter() - start, checks)
 

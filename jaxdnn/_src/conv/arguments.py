@@ -93,11 +93,7 @@ def _groups(frame: Frame, value: Any, x: str, x_shape: tuple[int, ...], w: str, 
     if c == i * groups:
         return groups
     # Arrays as PyTorch has them, with the layouts of JAX, or the other way round, are the commonest cause.
-    axis, taken = (1, "NCHW") if layout.channels_last else (-1, "NHWC")
-    hint = ""
-    if frame.given.vector is None and x_shape[axis] == i * groups:
-        other = windows.layout(taken).of_rank(layout.rank)
-        hint = f" (in layout {other} x has {i * groups})"
+    hint = windows.in_other_layout(frame.given, "x", x_shape, i * groups)
     if x != "x":
         raise ValueError(f"`{x}` must have {i * groups} channels, {i} in w for each of {groups} groups, got {c}{hint}.")
     raise ValueError(
@@ -185,7 +181,8 @@ def transposed(
     if w.shape[filt.output] != k:
         raise ValueError(
             f"`w` must have {k} output channels, which are the channels of a transposed convolution's x, got "
-            f"{w.shape[filt.output]} (filter layout {filt.name})."
+            f"{w.shape[filt.output]} (filter layout {filt.name})"
+            f"{windows.in_other_layout(frame.given, 'x', x.shape, w.shape[filt.output])}."
         )
     shape = layout.shape(x.shape[layout.batch], result, w.shape[filt.input] * groups)
     longer = dict(zip(layout.spatial, (e // u for e, u in zip(extra, strides, strict=True)), strict=True))
@@ -220,7 +217,7 @@ def call(
         "prior": None if prior is None else _like("prior", read("prior", prior), shape, "the result's"),
         "bias": None
         if bias is None
-        else _like("bias", bias, (shape[spec.channel(role)],), "one a channel of the result"),
+        else _like("bias", bias, (shape[spec.channel(role)],), "one for each channel of the result"),
         "residual": None if residual is None else _like("residual", read("residual", residual), shape, "the result's"),
         "relu": None if relu is None else _like("x", read("x", relu), shape, "the result's"),
     }

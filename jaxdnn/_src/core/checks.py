@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -85,10 +86,25 @@ def did_you_mean(value: Any, choices: Sequence[Any]) -> str:
     return ""
 
 
-def shape(name: str, value: Any, expected: tuple[int, ...], why: str) -> None:
-    """Checks the whole shape; `why` says where the expectation comes from."""
+def shape(name: str, value: Any, expected: tuple[int, ...], why: str, hint: str = "") -> None:
+    """Checks the whole shape; `why` says where the expectation comes from, `hint` what may be meant by another."""
     if tuple(value.shape) != expected:
-        raise ValueError(f"`{name}` must have shape {expected}, {why}, got {tuple(value.shape)}.")
+        found = tuple(value.shape)
+        raise ValueError(
+            f"`{name}` must have shape {expected}, {why}, got {found}{reordered(found, expected) or hint}."
+        )
+
+
+def reordered(found: tuple[Any, ...], expected: tuple[Any, ...]) -> str:
+    """What an error says behind a shape that has the expected sizes along other axes; nothing of other shapes."""
+    if found == expected or Counter(found) != Counter(expected):
+        return ""
+    return "; it looks transposed" if len(found) == 2 else "; it has these sizes in another order, as in another layout"
+
+
+def unbatched(name: str, axes: int, wanted: int) -> str:
+    """What an error says behind a shape with so many axes if it lacks one: how one example becomes a batch."""
+    return f" (one example is a batch as `{name}[None]`)" if axes == wanted - 1 else ""
 
 
 def dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:

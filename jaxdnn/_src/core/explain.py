@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools as ft
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,6 +37,9 @@ HAZARDS = {
     "leaves_out_padding": "may leave out products with the zeros of padding",
     "loses_negative_overflow": "0 may stand where a result below -65504 should be -infinity",
 }
+
+WIDTH = 80  # of the text, beyond which a line is folded
+_public_ops: set[str] = set()
 
 # Whether `explain` is tracing. JAX keys its tracing caches on this value, so what was traced before is traced anew.
 _explaining = jax.make_user_context(False)
@@ -81,13 +85,14 @@ class Explanation:
     device_kind: str | None = None
 
     def __str__(self) -> str:
-        head = f"{self._name()}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
+        operands = ", ".join(self.operands)
+        head = f"{self._name()}({operands}) -> {self.result} on {self.platform}, level {self.level!r}"
         served = f"served by {self.engine}" if self.engine else "served by no engine: it raises"
         elsewhere = "" if self.device_kind else f"; no {self.platform} device is here: this is an export's choice"
-        lines = [head, f"  {served}{elsewhere}"]
+        lines = [_folded(head, 4), _folded(f"  {served}{elsewhere}", 4)]
         for c in self.candidates:
             if c.refusal is not None:
-                lines.append(f"    {c.engine}: no: {c.refusal}")
+                lines.append(_folded(f"    {c.engine}: no: {c.refusal}", 6))
                 continue
             verdict = "can serve"
             if c.later:
@@ -100,14 +105,21 @@ class Explanation:
             if c.modelled:
                 facts.append(f"the reference predicts its bits on {', '.join(c.modelled)}")
             facts += [HAZARDS[hazard] for hazard in c.hazards]
-            lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
+            lines.append(_folded(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})", 6))
         return "\n".join(lines)
 
     def _name(self) -> str:
-        """The op that was called and, of a primitive that is its derivative, of what."""
+        """The op that was called and, of a primitive that is its derivative, of what, and the op that is that pass."""
         public = self.public or self.op
         part = next((words for suffix, words in PARTS.items() if self.op.endswith(suffix)), None)
-        return public if part is None or public.endswith(("_dgrad", "_wgrad")) else f"{public}, {part}: "
+        if part is None or public.endswith(("_dgrad", "_wgrad")):
+            return public
+        return f"{public}, {part}: {self.op if self.op in _public_ops else ''}"
+
+
+def _folded(line: str, indent: int) -> str:
+    """A line in as many as it needs, of which all but the first are indented."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _schedule(schedule: engines.Schedule | None) -> str:
@@ -213,6 +225,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     """
     op, signature = function.__name__, signatures.shown(function)
     blends = signatures.blends(signature)
+    _public_ops.add(op)
 
     @ft.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:

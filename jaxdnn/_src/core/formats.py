@@ -113,6 +113,10 @@ FORMATS: dict[str, Format] = {
     "float8_e4m3fn": _of(ml_dtypes.float8_e4m3fn, "nan"),
     "float8_e5m2": _of(ml_dtypes.float8_e5m2),
 }
+"""The floating-point formats by name: how many bits their significand has, their least exponent, their largest number.
+
+"tf32" is what tensor cores cut float32 to, which is no dtype.
+"""
 
 
 @ft.cache

@@ -157,6 +157,12 @@ ACCUMULATIONS: dict[str, Accumulation] = {
     # For Hopper's 8-bit floats without promotion, whose accumulator has 14 bits.
     "tensor_core_fp8": Accumulation(kind="tensor_core", step=32, fraction_bits=13, sum_bits=14),
 }
+"""How engines accumulate, by the name that each declares, which `jaxdnn.explain` has as `accumulation` of a candidate.
+
+"float32", "float64" and "int32" in that dtype; "tensor_core", "tensor_core_tf32" and "tensor_core_fp8" as tensor cores
+add products of 16-bit floats, of TF32 and of 8-bit floats; "transform" as a library that may choose a fast Fourier
+transform.
+"""
 
 
 def products_are_exact(a: Any, b: Any, /, *, format: str = "float32") -> bool:
@@ -218,7 +224,9 @@ def compare(
     """Compares a result with the float64 reference: by the bound, and by the rate of correct rounding.
 
     Args:
-      out: the result, of its own dtype. golden: G, shaped like it. error: E, from `Accumulation` and `Epilogue`.
+      out: the result, of its own dtype.
+      golden: G, shaped like it.
+      error: E, from `Accumulation` and `Epilogue`.
       golden_error: a bound on the error of G itself, which matters for float64 results.
       generic: whether G may be anywhere between two numbers of the output's format. This is not so if the data are
         integers, or if a sum is much smaller than a prior of the output's format: then ties are common, while the rate
@@ -328,13 +336,13 @@ def _message(
     found = [
         f"{counts[key]} of {counts['elements']} {says}"
         for key, says in (
-            ("wrong_specials", "NaN or infinity where the reference has none, or the other way round"),
-            ("unreachable", "are no rounding of a value within the error bound"),
+            ("wrong_specials", "elements are NaN or infinite where the definition's are not, or the other way round"),
+            ("unreachable", "elements are outside of the error bound, rounding included"),
         )
         if counts[key]
     ]
     if not found:
-        found = [f"{counts['misrounded']} of {counts['elements']} not rounded correctly"]
+        found = [f"{counts['misrounded']} of {counts['elements']} elements are not rounded correctly"]
         return f"{found[0]}, at most {counts['misrounded_allowed']:.1f} allowed"
-    at = f"worst at {tuple(where)}: got {out[tuple(where)]:.9g}, golden {golden[tuple(where)]:.9g}"
+    at = f"worst at {tuple(where)}: got {out[tuple(where)]:.9g}, by definition {golden[tuple(where)]:.9g}"
     return f"{'; '.join(found)}; {at}, bound {bound[tuple(where)]:.3g}"

@@ -57,6 +57,13 @@ class Layout:
         """The layout of so many spatial axes that has its channels where this one has them; None if there is none."""
         return LAYOUTS[3 * (rank - 1) + LAYOUTS.index(self.axes) % 3] if rank in SPATIAL else None
 
+    @property
+    def other(self) -> "Layout | None":
+        """The layout that is commonly meant in place of this one: channels first for last, or last for others."""
+        if self.vector is not None:
+            return None
+        return Layout(("NC" + SPATIAL[self.rank]) if self.channels_last else f"N{SPATIAL[self.rank]}C")
+
     def shape(self, n: int, spatial: Sequence[int], c: int) -> tuple[int, ...]:
         """The shape of an array of this layout (of its plain form, if it is vectorised)."""
         sizes = {"N": n, "C": c, **dict(zip(SPATIAL[self.rank], spatial, strict=True))}
@@ -149,12 +156,31 @@ def require_shape(name: str, shape: Sequence[Any], layout: Layout | FilterLayout
     """Checks that a shape has as many dimensions as a layout, and its channel vectors innermost."""
     if len(shape) != layout.ndim:
         fitting = layout.of_rank(len(shape) - 2) if isinstance(layout, Layout) and layout.vector is None else None
-        wanted, hint = f"{layout.ndim} dimensions", f" (as {fitting} has)" if fitting else ""
+        hints = [f"as {fitting} has"] if fitting else []
+        if isinstance(layout, Layout) and len(shape) == layout.ndim - 1:
+            hints.append(_of_one_example(name, layout))
+        wanted, hint = f"{layout.ndim} dimensions", f" ({'; '.join(hints)})" if hints else ""
     elif layout.vector is not None and shape[-1] != layout.vector:
         wanted, hint = f"{layout.vector} channels innermost", ""
     else:
         return
     raise ValueError(f"`{name}` must have {wanted} for {why} {layout.name}, got shape {tuple(shape)}{hint}.")
+
+
+def _of_one_example(name: str, layout: Layout) -> str:
+    """How an array, or a shape, of one example becomes that of a batch."""
+    last = layout.batch == layout.ndim - 1
+    if name.endswith("_shape"):
+        return f"one example has the shape `(*{name}, 1)`" if last else f"one example has the shape `(1, *{name})`"
+    return f"one example is a batch as `{name}[{'..., ' if last else ''}None]`"
+
+
+def in_other_layout(layout: Layout, name: str, shape: Sequence[Any], channels: Any) -> str:
+    """What an error says where an array has another number of channels, if it has this one in the other layout."""
+    other = layout.other
+    if other is None or shape[layout.channel] == channels or shape[other.channel] != channels:
+        return ""
+    return f" (in layout {other.name} {name} has {channels})"
 
 
 def filter_layout(value: Any, of: Layout) -> FilterLayout:

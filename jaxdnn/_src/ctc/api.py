@@ -288,16 +288,19 @@ def _read(
         checks.choice(name, value, choices)
     if logits.ndim != 3:
         axes = ", ".join(layout.replace("C", "V"))
-        raise ValueError(f"`logits` must have shape ({axes}), got {checks.shown(tuple(logits.shape))}.")
+        hint = checks.unbatched("logits", logits.ndim, 3)
+        raise ValueError(f"`logits` must have shape ({axes}), got {checks.shown(tuple(logits.shape))}{hint}.")
     logits = logits if layout == "NTC" else jnp.swapaxes(logits, 0, 1)
     n, steps, classes = logits.shape
     if classes < 1:
         raise ValueError(f"`logits` must have at least one class, got shape {tuple(logits.shape)}.")
     _integers("labels", labels)
+    other = f" (in layout {LAYOUTS[layout == LAYOUTS[0]]} `logits` has {steps} sequences)"
     if labels.ndim != 2 or labels.shape[0] != n:
+        hint = other if labels.ndim == 2 and labels.shape[0] == steps else checks.unbatched("labels", labels.ndim, 2)
         raise ValueError(
             f"`labels` must have shape (N, L) with N = {n} as in `logits`, the labels of each sequence padded to one "
-            f"length, got {checks.shown(tuple(labels.shape))}."
+            f"length, got {checks.shown(tuple(labels.shape))}{hint}."
         )
     blank = checks.integer("blank", blank)
     if not -classes <= blank < classes:

@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.activation.formulas import read_activation
-from jaxdnn._src.core import blending, checks, primitives
+from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.blending import Types
 from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.frames import Frame
@@ -19,6 +19,8 @@ from jaxdnn._src.core.partitioning import Factors
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.norm import primitive
 from jaxdnn._src.norm.spec import ACTIVATIONS, Activation, NormSpec, reduced
+
+EACH_CHANNEL = "one for each channel of x"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class View:
       parameters: the shape of scale and bias as the caller has them; `spread`: the same with x's rank in the view.
       statistics: the shape of saved statistics as the caller has them, and `reduced` in the view, keeping the axes.
       swapped: whether the two axes of the caller's statistics stand in the other order in the view.
-      why: what the caller is told of the parameters' shape.
+      why: what the caller is told of the parameters' shape; `instead`: and of other shapes that say what is wrong.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +41,7 @@ class View:
     statistics: tuple[int, ...]
     why: str
     swapped: bool = False
+    instead: tuple[tuple[tuple[int, ...], str], ...] = ()
 
     @property
     def reduced(self) -> tuple[int, ...]:
@@ -56,10 +59,15 @@ class View:
         It passes a fence where the level fixes bits or a rounding could be left out; elsewhere that would be a kernel.
         """
         value = checks.array(name, value)
-        checks.shape(name, value, self.parameters, self.why)
+        self.check_parameter(name, value)
         checks.dtype(name, value, narrower(types.accumulate))
         value = rounded(value) if is_fixed(level) or value.dtype != types.accumulate else value
         return primitives.reshaped(value.astype(types.accumulate), self.spread)
+
+    def check_parameter(self, name: str, value: Any) -> None:
+        """Checks the shape of what is shaped as a scale is."""
+        hint = dict(self.instead).get(tuple(value.shape), "").format(name=name)
+        checks.shape(name, value, self.parameters, self.why, hint)
 
     def statistic(self, name: str, value: Any, types: Types | NormSpec) -> Array:
         """Reads a saved statistic."""
@@ -103,7 +111,12 @@ def rows(x: Any, axis: Any) -> View:
     spread = tuple(size if a in axes else 1 for a, size in enumerate(x.shape))
     statistics = tuple(size for a, size in enumerate(x.shape) if a not in axes)
     negative = tuple(a - len(x.shape) for a in axes)
-    return View(x.shape, negative, parameters, spread, statistics, f"the sizes of x along axes {axes}")
+    others = [(size, a) for a, size in enumerate(x.shape) if a not in axes] if len(axes) == 1 else []
+    instead = tuple(
+        ((size,), f" (x has {size} along axis {a})") for size, a in others[::-1]
+    )  # of two, the first counts
+    why = f"the sizes of x along axes {axes}"
+    return View(x.shape, negative, parameters, spread, statistics, why, instead=instead)
 
 
 def samples(x: Any, axis: Any) -> View:
@@ -113,7 +126,8 @@ def samples(x: Any, axis: Any) -> View:
         raise ValueError(f"`axis` must leave the first axis, along which the scale differs, got {checks.shown(axis)}.")
     why = f"the first size of x and {view.why}"
     shape = (x.shape[0], *view.parameters)
-    return dataclasses.replace(view, parameters=shape, spread=(x.shape[0], *view.spread[1:]), why=why)
+    one = (view.parameters, " (one example is a batch as `x[None]`, with `{name}[None]`)")
+    return dataclasses.replace(view, parameters=shape, spread=(x.shape[0], *view.spread[1:]), why=why, instead=(one,))
 
 
 def grouped(frame: Frame, x: Any, groups: int) -> View:
@@ -127,7 +141,7 @@ def grouped(frame: Frame, x: Any, groups: int) -> View:
     batch = layout.batch + (layout.batch > channel)
     axes = tuple(a - len(shape) for a in range(len(shape)) if a not in (batch, channel))
     spread = tuple(size if a in (channel, channel + 1) else 1 for a, size in enumerate(shape))
-    return View(shape, axes, (c,), spread, (n, groups), "one a channel of x", batch > channel)
+    return View(shape, axes, (c,), spread, (n, groups), EACH_CHANNEL, batch > channel, _of_other(frame, x))
 
 
 def instances(frame: Frame, x: Any) -> View:
@@ -136,7 +150,8 @@ def instances(frame: Frame, x: Any) -> View:
     axes = tuple(a - len(x.shape) for a in layout.spatial)
     n, c = x.shape[layout.batch], x.shape[layout.channel]
     spread = tuple(c if a == layout.channel else 1 for a in range(len(x.shape)))
-    return View(x.shape, axes, (c,), spread, (n, c), "one a channel of x", layout.batch > layout.channel)
+    swapped = layout.batch > layout.channel
+    return View(x.shape, axes, (c,), spread, (n, c), EACH_CHANNEL, swapped, _of_other(frame, x))
 
 
 def batches(frame: Frame, x: Any, mode: Any) -> View:
@@ -144,14 +159,23 @@ def batches(frame: Frame, x: Any, mode: Any) -> View:
     layout, rank = frame.layout, len(x.shape)
     if checks.choice("mode", mode, ("spatial", "per_activation")) == "spatial":
         kept = (layout.channel,)
-        why = "one a channel of x"
+        why, instead = EACH_CHANNEL, _of_other(frame, x)
     else:
         kept = tuple(a for a in range(rank) if a != layout.batch)
-        why = "the sizes of x without the batch's"
+        why, instead = "the sizes of x without the batch's", ()
     shape = tuple(x.shape[a] for a in kept)
     axes = tuple(a - rank for a in range(rank) if a not in kept)
     spread = tuple(size if a in kept else 1 for a, size in enumerate(x.shape))
-    return View(x.shape, axes, shape, spread, shape, why)
+    return View(x.shape, axes, shape, spread, shape, why, instead=instead)
+
+
+def _of_other(frame: Frame, x: Any) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """What is said of parameters that have an element for each channel that x has in the other layout."""
+    other = frame.given.other
+    if other is None:
+        return ()
+    c = x.shape[other.channel]
+    return (((c,), windows.in_other_layout(frame.given, "x", x.shape, c)),)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

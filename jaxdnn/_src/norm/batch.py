@@ -73,8 +73,9 @@ def batch_norm(
       scale, bias: (C,), or in mode "per_activation" x's shape without N; None is 1, and 0.
       running_mean, running_variance: the running statistics, shaped like the scale. Where neither is given the batch's
         own mean and unbiased variance are returned for them, as a momentum of 1 would.
-      momentum: the weight of the NEW statistic, as cuDNN's exponentialAverageFactor and PyTorch's momentum; Flax and
-        Keras weigh the old one. A number or a scalar array. With 0 the new statistic is not read, with 1 the old.
+      momentum: the weight of the NEW statistic, as cuDNN's exponentialAverageFactor and PyTorch's momentum. Flax,
+        Equinox, Keras and ONNX weigh the old one: their 0.9 is 0.1 here. A number or a scalar array. With 0 the new
+        statistic is not read, with 1 the old.
       eps: added to the variance; a number.
       mode: "spatial", statistics over N, H and W for every channel, or "per_activation", over N alone.
       axis_name: a mesh axis, or several, inside shard_map (or pmap, vmap): statistics are those of all its devices.
@@ -115,8 +116,8 @@ def batch_norm(
       ([-1.0, 1.0], [2.0], [2.0])
 
     Sources: Ioffe and Szegedy, arXiv:1502.03167; cuDNN's cudnnBatchNormalizationForwardTrainingEx, whose
-      resultSaveInvVariance is the inverse deviation returned here; PyTorch's batch_norm and SyncBatchNorm; ONNX's
-      BatchNormalization, whose momentum weighs the old statistic and whose running variance is the biased one.
+      resultSaveInvVariance is the inverse deviation returned here; PyTorch's batch_norm and SyncBatchNorm, whose
+      running variance is the unbiased one too; that of Flax, Equinox and ONNX's BatchNormalization is the biased σ².
     """
     frame = frames.frame(layout)
     x = frame.array("x", x)
@@ -353,7 +354,7 @@ def read_running(view: View, mean: Any, variance: Any, found: Types) -> tuple[Ar
     read = []
     for name, value in (("running_mean", mean), ("running_variance", variance)):
         value = checks.array(name, value)
-        checks.shape(name, value, view.parameters, view.why)
+        view.check_parameter(name, value)
         checks.dtype(name, value, arguments.narrower(found.accumulate))
         read.append(value)
     return read[0], read[1]

@@ -11,7 +11,7 @@ from jaxdnn._src.activation.formulas import Parameter
 OPS = ("norm", "norm_tangent", "norm_dgrad")
 Activation = tuple[str, Parameter]
 ACTIVATIONS: tuple[Activation, ...] = (("relu", None), ("swish", 1.0))
-RANGE = "squared deviations must add up to less than 2^128: beyond, their inverse root is 0 or NaN, and shows it"
+RANGE = "where squared deviations add up to 2^128 or more, results are 0 or NaN"
 
 
 def reduced(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:

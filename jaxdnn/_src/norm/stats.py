@@ -102,7 +102,8 @@ def bn_finalize(
       count: m, how many elements were added; a number, or an array without axes of float32, float64, int32 or int64,
         whose value is not checked: 0 gives NaN.
       scale, bias: (C,); None is 1, and 0.
-      running_mean, running_variance, momentum, eps: see `batch_norm`. A statistic of weight 0 is not read.
+      running_mean, running_variance, momentum, eps: see `batch_norm`. The momentum is the weight of the new statistic,
+        as PyTorch has it, and 1 minus that of Flax, Equinox, Keras and ONNX. A statistic of weight 0 is not read.
       shift: as it was given to `genstats`.
       determinism: a level that must be guaranteed, as within `jaxdnn.determinism`: run_to_run at most.
 

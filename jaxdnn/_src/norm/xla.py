@@ -272,5 +272,5 @@ engines.declare(
     accumulation=lambda call: call.spec.accumulate.name,
     hazards=engines.flushes_on_cpus,
     rank=lambda call: selection.LAST,
-    notes=("a pass over memory for every third level of the tree: slow", RANGE),
+    notes=("sums over a binary tree, with a pass over memory for every third level of it: slow", RANGE),
 )

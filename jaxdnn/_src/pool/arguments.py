@@ -92,7 +92,7 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
     exponent(options.p)
     found = PoolSpec(
         **vars(window),
-        outputs=_output_sizes(window, checks.flag("ceil_mode", options.ceil_mode)),
+        outputs=_output_sizes(window, checks.flag("ceil_mode", options.ceil_mode), layout, x_shape),
         spatial=spatial,
         out_dtype=out_dtype,
         divisor={"average": "padded", "average_exclude_padding": "valid"}.get(mode),
@@ -104,12 +104,13 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
     return found
 
 
-def _output_sizes(window: Window, ceil_mode: bool) -> tuple[int, ...]:
+def _output_sizes(window: Window, ceil_mode: bool, layout: Layout, x_shape: tuple[int, ...]) -> tuple[int, ...]:
     padded = tuple(size + sum(pad) for size, pad in zip(window.sizes, window.padding, strict=True))
     extents = window.extents
     if max(padded) >= 2**31 or any(extent > have for extent, have in zip(extents, padded, strict=True)):
         raise ValueError(
-            f"`window` must fit into the padded input of sizes {padded}, got taps {window.taps} that span {extents}."
+            f"`window` must fit into the padded input of sizes {padded}, got taps {window.taps} that span {extents}"
+            f"{_fits_in_other(window, layout, x_shape)}."
         )
     if not ceil_mode:
         return window.out
@@ -119,6 +120,16 @@ def _output_sizes(window: Window, ceil_mode: bool) -> tuple[int, ...]:
         outputs = -(-(have - extent) // stride) + 1
         result.append(outputs - ((outputs - 1) * stride >= size + low))  # the last window starts in x or before
     return tuple(result)
+
+
+def _fits_in_other(window: Window, layout: Layout, x_shape: tuple[int, ...]) -> str:
+    """What an error says of a window that does not fit, if it fits into x in the other layout."""
+    if layout.other is None:
+        return ""
+    sizes = tuple(x_shape[axis] for axis in layout.other.spatial)
+    axes = zip(window.extents, sizes, window.padding, strict=True)
+    fits = all(extent <= size + low + high for extent, size, (low, high) in axes)
+    return f" (in layout {layout.other.name} the sizes of x are {sizes})" if fits else ""
 
 
 def _require_windows_in_x(spec: PoolSpec) -> None:

@@ -100,8 +100,9 @@ def resample(
       with "asymmetric" and "floor", "nearest-exact" is "nearest" as it stands here, "bicubic" is "cubic" (with
       antialias its a is -0.5). jax.image.resize: antialias is on, its cubic has a = -0.5 and boundary "renormalise".
       TensorFlow's resize and Pillow: antialias as here, a = -0.5. ONNX's Resize: its names for coordinates and rounding
-      are these, round_prefer_ceil is "half_up". Keys (1981), "Cubic convolution interpolation for digital image
-      processing".
+      are these; round_prefer_floor, its default, is "half_down", and round_prefer_ceil "half_up". Its antialias=1 is
+      antialias=True with boundary "edge", or with exclude_outside=1 "renormalise". Keys (1981), "Cubic convolution
+      interpolation for digital image processing".
     """
     frame = frames.frame(layout)
     given = blending.array("x", x, determinism)

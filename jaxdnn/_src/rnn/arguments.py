@@ -42,12 +42,13 @@ def read(
     lengths: Any = None,
     resets: Any = None,
     *,
+    layout: str | None = None,
     reverse: bool = False,
     clip: Any = None,
     engine: Any = None,
     determinism: Any = None,
 ) -> Layer:
-    """Reads all but x, which is (T, N, I), and resets, which are (T, N) and read."""
+    """Reads all but x, which is (T, N, I), and resets, which are (T, N) and read; layout: that of the caller's x."""
     level, gates = required(determinism), GATES[cell]
     wide = blending.accumulator(x.dtype)
     given = {name: checks.array(name, v) for name, v in weights.items() if v is not None or name == "r"}
@@ -55,6 +56,8 @@ def read(
         own = (x.dtype,) if name in ("w", "r", "projection") else dict.fromkeys((np.dtype(x.dtype), wide))
         checks.dtype(name, v, tuple(own))
     hidden, heads = _units(gates, x, given)
+    swapped = f" (in layout {LAYOUTS[layout == LAYOUTS[0]]} x has {x.shape[0]} sequences)"
+    other = lambda v: swapped if layout is not None and v.shape[:1] == x.shape[:1] else ""
     columns = given["projection"].shape[-1] * (heads or 1) if "projection" in given else hidden
     own = (columns, gates * hidden) if heads is None else (heads, columns // heads, gates * hidden // heads)
     whose = "as `w` has" if "w" in given else "as `x` has columns"
@@ -69,14 +72,14 @@ def read(
         optional = name in ("h0", "c0")  # a cell's h and c are not
         v = jnp.zeros(shape, x.dtype) if v is None and optional else checks.array(name, v)
         checks.dtype(name, v, dtypes)
-        checks.shape(name, v, shape, "one row for every sequence")
+        checks.shape(name, v, shape, "one row for every sequence", other(v))
         kinds.append(np.dtype(v.dtype))
         states[name[0]] = v
     if lengths is not None:
         lengths = checks.array("lengths", lengths)
         if not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise TypeError(f"`lengths` must be integers, got {lengths.dtype.name}.")
-        checks.shape("lengths", lengths, (x.shape[1],), "one for every sequence")
+        checks.shape("lengths", lengths, (x.shape[1],), "one for every sequence", other(lengths))
         wide = lengths if lengths.dtype.itemsize >= 4 else lengths.astype(jnp.int32)  # which holds any T
         none, most = (jnp.asarray(v, wide.dtype) for v in (0, x.shape[0]))
         lengths = lax.clamp(none, wide, most).astype(jnp.int32)
@@ -143,7 +146,8 @@ def sequences(x: Any, axes: str) -> Array:
     checks.dtype("x", x, blending.FLOATS[:4])
     if x.ndim != len(axes):
         names = ", ".join(axes.replace("C", "I"))
-        raise ValueError(f"`x` must have shape ({names}), got {checks.shown(tuple(x.shape))}.")
+        hint = checks.unbatched("x", x.ndim, len(axes))
+        raise ValueError(f"`x` must have shape ({names}), got {checks.shown(tuple(x.shape))}{hint}.")
     return x
 
 

@@ -52,7 +52,7 @@ class Stack:
     def calls(self, i: int, x: Array) -> list[Layer]:
         """Layer i on x, once for each direction."""
         found, two = [], len(self.directions) == 2
-        own = {name: v for name, v in self.options.items() if name != "direction"}
+        own = {name: v for name, v in self.options.items() if name != "direction"} | {"layout": self.layout}
         try:
             for j, one in enumerate(self.directions):
                 of = lambda given, j=j: {n: arguments.of_direction(n, v, j) if two else v for n, v in given.items()}

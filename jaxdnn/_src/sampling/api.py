@@ -204,7 +204,10 @@ def affine_grid(
     checks.dtype("theta", theta, checks.FLOATS)
     d = theta.shape[1] if theta.ndim == 3 else 0
     if d not in (1, 2, 3) or theta.shape[2] != d + 1:
-        raise ValueError(f"`theta` must have shape (N, d, d + 1) with d from 1 to 3, got {checks.shown(theta.shape)}.")
+        hint = checks.unbatched("theta", theta.ndim, 3)
+        raise ValueError(
+            f"`theta` must have shape (N, d, d + 1) with d from 1 to 3, got {checks.shown(theta.shape)}{hint}."
+        )
     after = checks.integers("sizes", sizes, d, minimum=0)
     checks.countable("`affine_grid`", (theta.shape[0], *after, d))
     align_corners = checks.flag("align_corners", align_corners)

@@ -139,5 +139,5 @@ engines.declare(
     rank=lambda call: selection.LAST,
     partition=lambda call: True,
     adds_in_order=True,
-    notes=("a pass over memory for every third level of the tree: slow",),
+    notes=("sums over a binary tree, with a pass over memory for every third level of it: slow",),
 )
