@@ -240,6 +240,35 @@ def test_average_of_each_count():
     np.testing.assert_allclose(dnn.pool(x, mode="average_exclude_padding", **options).ravel(), [1, 1, 1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FEW)
+def test_divisor(name: str, dtype: str):
+    """The definition's bits, and the sums that XLA's windows give, divided."""
+    x, dy, options = drawn(name, DTYPES[dtype])
+    options = {**options, "mode": "average", "divisor": 7}
+    ours, gradient = jax.jit(lambda x, dy: (dnn.pool(x, **options), dnn.pool_dgrad(dy, x.shape, **options)))(x, dy)
+    assert_bits(ours, reference.pool(x, **options, arithmetic="ordered"))
+    assert_bits(gradient, reference.pool_dgrad(dy, x, **options, arithmetic="ordered"))
+    if not options.get("ceil_mode"):
+        spread = lambda v: (1, *np.broadcast_to(v, 2).tolist(), 1)
+        pads = ((0, 0), *((n, n) for n in spread(options["padding"])[1:3]), (0, 0))
+        wide = jnp.asarray(x).astype(jnp.float32)
+        sums = lax.reduce_window(wide, 0.0, lax.add, spread(options["window"]), spread(options["stride"]), pads)
+        np.testing.assert_allclose(ours.astype(np.float32), sums / 7, rtol=2.0**-8, atol=2.0**-8)
+
+
+def test_divisor_as_pytorch_has_it():
+    """avg_pool2d(arange(9), 2, ceil_mode=True, divisor_override=5): sums of what a window has in x, over 5."""
+    x = jnp.arange(9.0).reshape(1, 3, 3, 1)
+    options = {"mode": "average", "ceil_mode": True, "divisor": 5}
+    np.testing.assert_allclose(dnn.pool(x, **options).ravel(), [8 / 5, 7 / 5, 13 / 5, 8 / 5], rtol=2.0**-22)
+    whole = jnp.asarray([[[8], [7], [-8]]], jnp.int8)  # 15 / 2 is 7.5, whose nearest even integer is 8, and -1 / 2 0
+    halves = dnn.pool(whole, window=2, stride=1, mode="average", divisor=2, layout="NWC")
+    assert halves.ravel().tolist() == [8, 0]
+    gradient = jax.grad(lambda x: dnn.pool(x, **options).sum())(x)
+    np.testing.assert_allclose(gradient, np.full(x.shape, 1 / 5), rtol=2.0**-22)
+
+
 # ---- integers --------------------------------------------------------------------------------------------------------
 
 

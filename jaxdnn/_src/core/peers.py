@@ -178,6 +178,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "kernel_size": ("window",),
     "pool_size": ("window",),
     "window_shape": ("window",),
+    "divisor_override": ("divisor",),
     "kernel_dilation": ("dilation",),
     "rhs_dilation": ("dilation",),
     "feature_group_count": ("groups",),

@@ -42,6 +42,7 @@ def pool(
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
+    divisor: int | None = None,
     nan: str = "propagate",
     return_indices: bool | str = False,
     alpha: Scale = 1.0,
@@ -70,6 +71,7 @@ def pool(
         window reaches beyond x and `padding` is in no count.
       layout: the axes of x, prior and the result, see `conv`.
       p: the exponent of mode "lp", at least 1.
+      divisor: for "average", what every sum is divided by, from 1 to 2^30 - 1, in place of its count; None: the count.
       nan: "propagate": the first NaN of a window is its maximum; "ignore": NaN only where a window has nothing else.
       return_indices: for "max", whether to return where the maxima are too: True, as flat spatial positions in x
         without padding, int32; "tap", as positions in the window, in row-major order, uint8 (uint16, uint32 where a
@@ -105,10 +107,12 @@ def pool(
 
     Sources: cuDNN's cudnnPoolingForward; its modes MAX_DETERMINISTIC, AVERAGE_COUNT_INCLUDE_PADDING and
       AVERAGE_COUNT_EXCLUDE_PADDING; its NOT_PROPAGATE is nan="ignore"; the graph API's index tensor is "tap". PyTorch's
-      max_pool2d (whose indices are True's) and avg_pool2d (count_include_pad=True by default), ceil mode and its
-      divisor included; ONNX's MaxPool, AveragePool, LpPool. PyTorch's lp_pool2d sums signed powers.
+      max_pool2d (whose indices are True's) and avg_pool2d (count_include_pad=True by default; its divisor_override is
+      `divisor`), ceil mode and its counts included; ONNX's MaxPool, AveragePool, LpPool. PyTorch's lp_pool2d sums
+      signed powers.
     """
-    found = Options(window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    common = (window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    found = Options(*common, divisor=divisor)
     order = windows.layout(layout)
     x = arguments.array("x", x, order)
     out = arguments.result_dtype(mode, "x", x.dtype, out_dtype)
@@ -155,6 +159,7 @@ def pool_dgrad(
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
+    divisor: int | None = None,
     nan: str = "propagate",
     indices: ArrayLike | None = None,
     alpha: Scale = 1.0,
@@ -173,7 +178,7 @@ def pool_dgrad(
     Args:
       dy: the gradient in y, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16 or float64.
       x: the input of the pooling. For an average, or with `indices`, its shape is enough.
-      window, mode, stride, padding, dilation, ceil_mode, layout, p, nan: of the pooling; see `pool`.
+      window, mode, stride, padding, dilation, ceil_mode, layout, p, divisor, nan: of the pooling; see `pool`.
       indices: for "max", what `pool` returned as indices, flat positions (int32) or taps (unsigned), so that the
         maxima are not sought again. A position outside its window receives nothing.
       alpha, beta, prior: the blend of dx, see `conv`; prior has x's shape.
@@ -202,7 +207,8 @@ def pool_dgrad(
 
     Sources: cuDNN's cudnnPoolingBackward, mode MAX_DETERMINISTIC; PyTorch's max_pool2d_with_indices_backward.
     """
-    found = Options(window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    common = (window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    found = Options(*common, divisor=divisor)
     order = windows.layout(layout)
     shape = arguments.shape_of("x", x, order)
     dy = arguments.array("dy", dy, order)

@@ -36,6 +36,7 @@ class Options:
     out_dtype: Any = None
     engine: Any = None
     determinism: Any = None
+    divisor: Any = None
 
 
 def array(name: str, value: Any, layout: Layout) -> Array:
@@ -95,13 +96,25 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
         outputs=_output_sizes(window, checks.flag("ceil_mode", options.ceil_mode)),
         spatial=spatial,
         out_dtype=out_dtype,
-        divisor={"average": "padded", "average_exclude_padding": "valid"}.get(mode),
+        divisor=_divisor(options.divisor, mode),
         nan=checks.choice("nan", options.nan, ("propagate", "ignore")),
         engine=options.engine,
         level=required(options.determinism),
     )
     _require_windows_in_x(found)
     return found
+
+
+def _divisor(value: Any, mode: str) -> str | int | None:
+    """Reads `divisor`, which mode "average" alone uses."""
+    if value is None:
+        return {"average": "padded", "average_exclude_padding": "valid"}.get(mode)
+    if mode != "average":
+        raise ValueError(f"`divisor` must be None for mode {mode!r}, expected mode 'average', got {mode!r}.")
+    number = checks.integer("divisor", value)
+    if not 1 <= number < 2**30:
+        raise ValueError(f"`divisor` must be None or an integer from 1 to 2^30 - 1, got {number}.")
+    return number
 
 
 def _output_sizes(window: Window, ceil_mode: bool) -> tuple[int, ...]:
