@@ -162,7 +162,7 @@ def maximum(xc: Array, windows: Sequence[Windows], nan: str) -> tuple[Array, Arr
         value, inside = tap_values(xc, windows, place)
         with np.errstate(invalid="ignore"):
             better = value > best
-        if xc.dtype.kind != "i":
+        if xc.dtype.kind not in "iu":
             is_nan, best_is_nan = np.isnan(value), np.isnan(best)
             better |= is_nan & ~best_is_nan if nan == "propagate" else best_is_nan & ~is_nan
         takes = inside & (better | ~started)

@@ -41,9 +41,19 @@ ANY_TAP: Any = "tap"
 MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.pool(jnp.ones((4, 4))), ValueError, r"`x` must have 4 dimensions for layout NHWC, got shape \(4, 4\)"),
     (
-        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.int32)),
+        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.uint16)),
         TypeError,
-        "`x` must have one of the dtypes float32, bfloat16",
+        "`x` must have one of the dtypes float32, bfloat16, float16, float64, int8, uint8, int32, got uint16",
+    ),
+    (
+        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.uint8), mode="average"),
+        TypeError,
+        "`x` must have one of the dtypes float32, bfloat16, float16, float64, int8, got uint8",
+    ),
+    (
+        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.uint8), out_dtype=jnp.int8),
+        TypeError,
+        "`out_dtype` must have one of the dtypes .* uint8, got int8",
     ),
     (lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.int8), mode="lp"), TypeError, "`x` must have one of the dtypes"),
     (lambda: dnn.pool(X, mode="min"), ValueError, "`mode` must be one of 'max', 'average'"),

@@ -286,6 +286,37 @@ def test_int8(name: str, mode: str):
     np.testing.assert_allclose(wide, 0.5 * exact, rtol=2**-22)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+@pytest.mark.parametrize("name", [*FEW, "volume"])
+def test_maxima_of_other_integers(name: str, dtype: Any):
+    """The definition's bits, with the ends of the dtype in x; maxima of NumPy's windows where there is no padding."""
+    sizes, options = WINDOWS[name]
+    layout, ends = LAYOUTS[len(sizes)][0], np.iinfo(dtype)
+    x = np.random.default_rng(1).integers(ends.min, ends.max, laid_out(layout, 2, 3, sizes), dtype, endpoint=True)
+    x = np.where(np.random.default_rng(2).random(x.shape) < 0.4, ends.min, x).astype(dtype)
+    options = {**options, "layout": layout}
+    y, indices = dnn.pool(x, **options, return_indices=True)
+    wanted, places = reference.pool(x, **options, return_indices=True, arithmetic="ordered")
+    assert_bits(y, wanted)
+    assert_bits(indices, places)
+    assert_bits(dnn.pool(x, **options), wanted)
+    assert_bits(dnn.unpool(y, indices, x.shape, **options), reference.unpool(wanted, places, x.shape, **options))
+    half = dnn.pool(x, **options, out_dtype=np.float32, alpha=0.5)
+    np.testing.assert_allclose(half, wanted / 2, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_maxima_of_other_integers_by_numpy(dtype: Any):
+    ends = np.iinfo(dtype)
+    x = np.random.default_rng(1).integers(ends.min, ends.max, (2, 7, 9, 3), dtype, endpoint=True)
+    views = np.lib.stride_tricks.sliding_window_view(x, (3, 2), (1, 2))[:, ::2]
+    np.testing.assert_array_equal(dnn.pool(x, window=(3, 2), stride=(2, 1)), views.max((-2, -1)))
+    np.testing.assert_array_equal(dnn.global_pool(x, mode="max")[:, 0, 0], x.max((1, 2)))
+    y, at = dnn.adaptive_pool(x, output_sizes=(2, 4), mode="max", return_indices=True)
+    np.testing.assert_array_equal(np.take_along_axis(x.reshape(2, -1, 3), at.reshape(2, -1, 3), 1), y.reshape(2, -1, 3))
+    np.testing.assert_array_equal(y, reference.adaptive_pool(x, output_sizes=(2, 4), mode="max"))
+
+
 # ---- the blend -------------------------------------------------------------------------------------------------------
 
 

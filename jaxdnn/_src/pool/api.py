@@ -60,7 +60,8 @@ def pool(
     with stride (u, v), dilation (d, e) and low padding (a, b). Padding counts as zero in sums and is never a maximum.
 
     Args:
-      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
+      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64; int8 except for "lp"; uint8 and
+        int32 for "max".
       window: taps of a window, one integer or one per spatial axis.
       mode: "max"; "average", whose count includes padding; "average_exclude_padding"; or "lp".
       stride: steps between windows, one integer or one per spatial axis; None: the window.
@@ -88,12 +89,12 @@ def pool(
     Differentiation: any order, forward and reverse, in x, prior, and alpha and beta if they are arrays. Of equal
       maxima the first in row-major order has the whole derivative. At a window of zeros that of "lp" is 0.
 
-    Numerics: a maximum is exact. Sums are added in float32 (float64 for float64, int32 for int8) in a fixed order:
-      along the last spatial axis first, then along those before it, always neighbours, then neighbouring pairs and so
-      on; where a window is as long as its axis and no level is required, in XLA's. They are multiplied by 1 / count,
-      rounded once (int8 to int8: divided exactly, ties to even). Backward, an element of dx adds the dy of its windows
-      in a fixed order too, in gather form. Determinism: portable, for normal numbers; "lp" is mesh_invariant, for
-      powers differ between devices.
+    Numerics: a maximum is exact; a blend of integers is computed in float32. Sums are added in float32 (float64 for
+      float64, int32 for int8) in a fixed order: along the last spatial axis first, then along those before it, always
+      neighbours, then neighbouring pairs and so on; where a window is as long as its axis and no level is required, in
+      XLA's. They are multiplied by 1 / count, rounded once (int8 to int8: divided exactly, ties to even). Backward, an
+      element of dx adds the dy of its windows in a fixed order too, in gather form. Determinism: portable, for normal
+      numbers; "lp" is mesh_invariant, for powers differ between devices.
 
     Raises:
       ValueError: a window wholly in padding or larger than the padded input, or an argument out of range.
@@ -267,7 +268,8 @@ def unpool(
     x[n,h,w,c] = y[n,p,q,c] of the last window (p, q), in row-major order, whose index is (h, w), or 0 if there is none
 
     Args:
-      y: values to place, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16, float64 or int8.
+      y: values to place, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16, float64, int8, uint8
+        or int32.
       indices: what `pool` returned as indices, flat positions (int32) or taps (unsigned), the shape of y. A
         position outside its window is placed nowhere.
       x_shape: the shape of the result, or an array of it.

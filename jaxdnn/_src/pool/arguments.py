@@ -17,7 +17,12 @@ from jaxdnn._src.core.windows import Layout, Window
 from jaxdnn._src.pool.spec import PoolSpec, y_shape
 
 MODES = ("max", "average", "average_exclude_padding", "lp")
-_INT8 = np.dtype(jnp.int8)
+INTEGERS = {  # that a mode takes
+    "max": (jnp.int8, jnp.uint8, jnp.int32),
+    "average": (jnp.int8,),
+    "average_exclude_padding": (jnp.int8,),
+    "lp": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +76,9 @@ def spatial_axes(layout: Layout) -> tuple[int, ...]:
 
 def result_dtype(mode: str, name: str, dtype: Any, out_dtype: Any) -> np.dtype:
     """Checks the mode and the dtype of an operand, and reads that of the result."""
-    integers = (jnp.int8,) if checks.choice("mode", mode, MODES) != "lp" else ()
+    integers = INTEGERS[checks.choice("mode", mode, MODES)]
     found = checks.dtype(name, dtype, (*checks.FLOATS, *integers))
-    choices = (*checks.FLOATS, *(integers if found == _INT8 else ()))
+    choices = (*checks.FLOATS, *(t for t in integers if found == t))
     return checks.out_dtype(out_dtype, found, choices, accumulator(found))
 
 
