@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "reduce": {
         f"{op}-{name}": {"op": op, "axis": (1, 2), **level}
-        for op in ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros")
+        for op in ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares")
         for name, level in (("any", {}), ("ordered", PORTABLE))
     },
     "im2col": {"patches": PATCHES},
