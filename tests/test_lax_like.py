@@ -318,19 +318,21 @@ def test_dilated_and_cut_off_windows(reduction: str):
     assert_equal([found], [lax.reduce_window(x[:, 1:, :-2], *REDUCTIONS[reduction], (1, 3, 2, 1), None, "VALID")])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8, jnp.int32])
 def test_windows_of_narrow_dtypes(dtype: Any):
     x, args = integers(2, 7, 6, 3, dtype=dtype), ((1, 3, 2, 1), (1, 2, 2, 1), "SAME")
-    first = np.int8(-128) if dtype == jnp.int8 else np.array(-np.inf, dtype)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    first = np.array(jnp.iinfo(dtype).min if whole else -np.inf, dtype)
     assert_equal([lax_like.reduce_window(x, first, lax.max, *args)], [lax.reduce_window(x, first, lax.max, *args)])
-    if dtype != jnp.int8:
+    if not whole:
         zero = jnp.zeros((), dtype)
         assert_equal([lax_like.reduce_window(x, zero, lax.add, *args)], [lax.reduce_window(x, zero, lax.add, *args)])
 
 
-def test_maxima_of_int8_may_start_at_minus_infinity():
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32])
+def test_maxima_of_integers_may_start_at_minus_infinity(dtype: Any):
     """lax takes it for the least integer."""
-    x, args = integers(2, 7, 6, 3, dtype=jnp.int8), (lax.max, (1, 3, 2, 1), (1, 2, 2, 1), "SAME")
+    x, args = integers(2, 7, 6, 3, dtype=dtype), (lax.max, (1, 3, 2, 1), (1, 2, 2, 1), "SAME")
     assert_equal([lax_like.reduce_window(x, -jnp.inf, *args)], [lax.reduce_window(x, -jnp.inf, *args)])
 
 
@@ -351,7 +353,8 @@ WINDOWS = dict(init_value=-jnp.inf, computation=lax.max, window_dimensions=(1, 2
         (X, {"init_value": 0.0}, "`init_value` must be -inf, known when traced.*got 0.0"),
         (X, {"computation": lax.add, "init_value": 1.0}, "`init_value` must be 0, known when traced.*got 1.0"),
         ((X, X), {"init_value": (0.0, 0.0)}, "`operand` must be one array"),
-        (X.astype(jnp.int32), {"init_value": np.int32(-(2**31))}, "`operand` must be float32, .* int8 .*got 'int32'"),
+        (X.astype(jnp.int16), {"init_value": np.int16(-(2**15))}, "`operand` must be one of .* int32 .*got 'int16'"),
+        (X.astype(jnp.uint8), {"init_value": 1}, "`init_value` must be 0 or -inf, known when traced .*got 1"),
         (X, {"base_dilation": (1, 2, 1, 1)}, r"`base_dilation` must be None or 1 .*got \(1, 2, 1, 1\)"),
         (X, {"window_dimensions": (2, 2, 2, 2)}, r"`window_dimensions` must be of windows .*got \(2, 2, 2, 2\)"),
         (X, {"padding": ((0, 0), (2, 0), (0, 0), (0, 0))}, r"`padding` must be such that .*got \(\(0, 0\), \(2, 0\)"),

@@ -5,7 +5,7 @@ For one spatial axis (with more, each has its own p, r, stride, ...), the taps o
     x[p * stride + r * dilation - low],  r < R        that lie in x; outside is padding
 
     max        the first of the largest; nan="propagate": the first NaN; "ignore": NaN only if there is nothing else
-    average    sum of the taps in x / number of taps in x or in its padding (low, high)
+    average    sum of the taps in x / number of taps in x or in its padding (low, high), or / a given divisor
     average_exclude_padding    ... / number of taps in x
     lp         (sum |x|^p)^(1/p)
 
@@ -26,7 +26,7 @@ the taps that an element can be of a window, in row-major order, one after the o
 counting as zero. lp has no ordered arithmetic.
 
 Sources: the cuDNN developer guide, cudnnPoolingForward and cudnnPoolingBackward; PyTorch's max_pool2d and avg_pool2d
-for ceil mode, its divisor and the flat indices; ONNX's MaxPool, AveragePool and LpPool.
+for ceil mode, its counts, the divisor (divisor_override) and the flat indices; ONNX's MaxPool, AveragePool and LpPool.
 """
 
 import itertools
@@ -88,6 +88,7 @@ def pool(
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
+    divisor: int | None = None,
     nan: str = "propagate",
     return_indices: bool | str = False,
     alpha: float = 1.0,
@@ -113,7 +114,11 @@ def pool(
         summed = norms(xc.astype(FLOAT64), windows, p)
     else:
         summed = average(
-            xc, windows, mode, exact, x.dtype == INT8 and out_dtype in (None, INT8) and alpha == 1 and beta == 0
+            xc,
+            windows,
+            counts(windows, mode, divisor),
+            exact,
+            x.dtype == INT8 and out_dtype in (None, INT8) and alpha == 1 and beta == 0,
         )
     prior_c = None if prior is None or beta == 0 else axes.to_canonical(prior)
     y = blend(summed, alpha, beta, prior_c, (), None, exact=exact)
@@ -157,7 +162,7 @@ def maximum(xc: Array, windows: Sequence[Windows], nan: str) -> tuple[Array, Arr
         value, inside = tap_values(xc, windows, place)
         with np.errstate(invalid="ignore"):
             better = value > best
-        if xc.dtype.kind != "i":
+        if xc.dtype.kind not in "iu":
             is_nan, best_is_nan = np.isnan(value), np.isnan(best)
             better |= is_nan & ~best_is_nan if nan == "propagate" else best_is_nan & ~is_nan
         takes = inside & (better | ~started)
@@ -196,16 +201,17 @@ def sums(xc: Array, windows: Sequence[Windows]) -> Array:
     return xc
 
 
-def counts(windows: Sequence[Windows], mode: str) -> Array:
+def counts(windows: Sequence[Windows], mode: str, divisor: int | None = None) -> Array:
     """[P..., 1]: what the sums are divided by."""
+    if divisor is not None:
+        return np.full([len(w.at) for w in windows] + [1], divisor)
     total = np.ones((), np.int64)
     for w in windows:
         total = total[..., None] * (w.counted if mode == "average" else w.inside).sum(1)
     return total[..., None]
 
 
-def average(xc: Array, windows: Sequence[Windows], mode: str, exact: bool, to_integers: bool) -> Array:
-    count = counts(windows, mode)
+def average(xc: Array, windows: Sequence[Windows], count: Array, exact: bool, to_integers: bool) -> Array:
     if exact:
         return sums(xc.astype(FLOAT64), windows) / count
     if xc.dtype.kind == "i":
@@ -235,6 +241,7 @@ def pool_dgrad(
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
+    divisor: int | None = None,
     nan: str = "propagate",
     indices: Array | None = None,
     alpha: float = 1.0,
@@ -266,7 +273,7 @@ def pool_dgrad(
             weighted = np.where(y == 0, 0.0, gradient * y ** (1 - p))
         dx = np.sign(xc) * np.abs(xc) ** (p - 1) * window_sums(weighted, windows)
     else:
-        dx = average_gradient(gradient, windows, counts(windows, mode))
+        dx = average_gradient(gradient, windows, counts(windows, mode, divisor))
     prior_c = None if prior is None or beta == 0 else axes.to_canonical(prior)
     dx = blend(dx, alpha, beta, prior_c, (), None, exact=exact)
     return axes.from_canonical(finished(dx, dy.dtype, out_dtype, exact))

@@ -4,14 +4,16 @@ y = alpha * r + beta * prior, where r over the elements along the axes is
 
     add sum x      min, max               avg sum x / n      norm2 sqrt(sum x^2)
     mul prod x     amax max |x|           norm1 sum |x|      mul_no_zeros prod of the x that are not 0
+    add_squares sum x^2
 
 arithmetic "golden" is float64's. "ordered" joins in float32 (float64 for float64), correctly rounded at each step, on a
 tree: along the last of the axes, then the one before it, and so on, of n elements the last floor(n / 2) are joined to
-the first floor(n / 2), element by element; an odd middle one passes on; until one is left. avg multiplies the tree's
-sum by 1 / n, which is rounded. norm2 squares, adds and takes the root in float64, then rounds to float32; float64 is
-multiplied by 2^-e first, and the root by 2^e, 2^e the power of two below max |x|. A zero that min or max finds is +0.
+the first floor(n / 2), element by element; an odd middle one passes on; until one is left. add_squares rounds the
+squares before they are added. avg multiplies the tree's sum by 1 / n, which is rounded. norm2 squares, adds and takes
+the root in float64, then rounds to float32; float64 is multiplied by 2^-e first, and the root by 2^e, 2^e the power of
+two below max |x|. A zero that min or max finds is +0.
 
-Source: cuDNN's cudnnReduceTensor.
+Sources: cuDNN's cudnnReduceTensor; ONNX's ReduceSumSquare, and ArgMax with select_last_index.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +33,7 @@ def reduce(
     op: str = "add",
     axis: int | Sequence[int] | None = None,
     keepdims: bool = False,
-    return_indices: bool = False,
+    return_indices: bool | str = False,
     nan: str = "propagate",
     alpha: float = 1.0,
     beta: float = 0.0,
@@ -39,7 +41,10 @@ def reduce(
     out_dtype: Any = None,
     arithmetic: str = "golden",
 ) -> Any:
-    """alpha * r + beta * prior; with return_indices also where the first extreme element is, counted over the axes."""
+    """alpha * r + beta * prior; with return_indices also where the first extreme element is, counted over the axes.
+
+    With return_indices="last" it is the last one.
+    """
     given = range(x.ndim) if axis is None else np.atleast_1d(np.asarray(axis, int))
     along = tuple(sorted(int(a) % x.ndim for a in given))
     w = wide(x, arithmetic)
@@ -55,7 +60,7 @@ def reduce(
     y = finish(r, x.dtype, alpha, beta, prior, out_dtype, arithmetic)
     if not return_indices:
         return y
-    at = _first(w, found, op, along)
+    at = _place(w, found, op, along, last=return_indices == "last")
     return y, at if keepdims else at.squeeze(along)
 
 
@@ -74,6 +79,8 @@ def _reduced(x: Array, op: str, axes: tuple[int, ...], nan: str, join: Join) -> 
         return join(np.multiply, x, axes)
     if op == "mul_no_zeros":
         return join(np.multiply, np.where(x == 0, x.dtype.type(1), x), axes)
+    if op == "add_squares":
+        return join(np.add, x * x, axes)
     if op == "norm1":
         return join(np.add, np.abs(x), axes)
     largest = np.max(np.abs(x), axis=axes, keepdims=True, initial=0)
@@ -107,9 +114,10 @@ def _extreme(x: Array, op: str, axes: tuple[int, ...], nan: str) -> Array:
     return np.where(found == 0, x.dtype.type(0), found)
 
 
-def _first(x: Array, found: Array, op: str, axes: tuple[int, ...]) -> Array:
+def _place(x: Array, found: Array, op: str, axes: tuple[int, ...], *, last: bool) -> Array:
     x = np.abs(x) if op == "amax" else x
     equal = (x == found) | (np.isnan(x) & np.isnan(found))
     others = [axis for axis in range(x.ndim) if axis not in axes]
     flat = equal.transpose(*others, *axes).reshape(*(x.shape[axis] for axis in others), -1)
-    return np.expand_dims(flat.argmax(axis=-1).astype(np.int32), axes)
+    at = flat.shape[-1] - 1 - flat[..., ::-1].argmax(axis=-1) if last else flat.argmax(axis=-1)
+    return np.expand_dims(at.astype(np.int32), axes)

@@ -6,6 +6,8 @@ With g = in / out (1 / scale where scale is given; (in - 1) / (out - 1) for "ali
 
     s_i = (i + 1/2) g - 1/2 ("half_pixel")        s_i = i g ("asymmetric", "align_corners")
 
+"half_pixel_symmetric" adds (in - out g) / 2 to the first; "pytorch_half_pixel" has 0 in its place where out is 1.
+
 "nearest": w[i, round(s_i)] = 1, clamped to the array. Otherwise w[i, j] = k((j - s_i) / t), t = max(g, 1) with
 antialias and else 1, divided by the row's sum with antialias and for lanczos3, where
 
@@ -134,7 +136,7 @@ def matrix(
     boundary = boundary or ("renormalise" if antialias else "edge")
     w = np.zeros((m, n))
     for i in range(m):
-        s = (i + Fraction(1, 2)) * g - Fraction(1, 2) if coordinates == "half_pixel" else i * g
+        s = _place(i, n, m, g, coordinates)
         if method == "nearest":
             w[i, min(max(_rounded(s, rounding), 0), n - 1)] = 1
             continue
@@ -151,6 +153,15 @@ def matrix(
         if boundary == "renormalise" and w[i].sum() != 0:
             w[i] /= math.fsum(w[i])
     return w
+
+
+def _place(i: int, n: int, m: int, g: Fraction, coordinates: str) -> Fraction:
+    if coordinates in ("asymmetric", "align_corners"):
+        return i * g
+    if coordinates == "pytorch_half_pixel" and m == 1:
+        return Fraction(0)
+    s = (i + Fraction(1, 2)) * g - Fraction(1, 2)
+    return s + (n - m * g) / 2 if coordinates == "half_pixel_symmetric" else s
 
 
 def _rounded(s: Fraction, rounding: str) -> int:

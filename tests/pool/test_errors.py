@@ -41,9 +41,19 @@ ANY_TAP: Any = "tap"
 MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.pool(jnp.ones((4, 4))), ValueError, r"`x` must have 4 dimensions for layout NHWC, got shape \(4, 4\)"),
     (
-        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.int32)),
+        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.uint16)),
         TypeError,
-        "`x` must have one of the dtypes float32, bfloat16",
+        "`x` must have one of the dtypes float32, bfloat16, float16, float64, int8, uint8, int32, got uint16",
+    ),
+    (
+        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.uint8), mode="average"),
+        TypeError,
+        "`x` must have one of the dtypes float32, bfloat16, float16, float64, int8, got uint8",
+    ),
+    (
+        lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.uint8), out_dtype=jnp.int8),
+        TypeError,
+        "`out_dtype` must have one of the dtypes .* uint8, got int8",
     ),
     (lambda: dnn.pool(jnp.ones((1, 4, 4, 1), jnp.int8), mode="lp"), TypeError, "`x` must have one of the dtypes"),
     (lambda: dnn.pool(X, mode="min"), ValueError, "`mode` must be one of 'max', 'average'"),
@@ -56,6 +66,9 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.pool(X, ceil_mode=ANY_ONE), TypeError, "`ceil_mode` must be True or False, got 1"),
     (lambda: dnn.pool(X, mode="lp", p=0.5), ValueError, "`p` must be at least 1 and finite, got 0.5"),
     (lambda: dnn.pool(X, mode="lp", p=ANY_TWO), TypeError, "`p` must be a number known when traced, got '2'"),
+    (lambda: dnn.pool(X, divisor=2), ValueError, "`divisor` must be None for mode 'max', expected mode 'average'"),
+    (lambda: dnn.pool(X, mode="average", divisor=0), ValueError, r"`divisor` must be None or .* 1 to 2\^30 - 1, got 0"),
+    (lambda: dnn.pool_dgrad(Y, X, mode="average", divisor=ANY_TWO), TypeError, "`divisor` must be made of integers"),
     (lambda: dnn.pool(X, return_indices="flat"), ValueError, "`return_indices` must be False, True or 'tap'"),
     (lambda: dnn.pool(X, mode="average", return_indices=True), ValueError, "`return_indices` must be False for mode"),
     (lambda: dnn.pool(X, out_dtype=jnp.int8), TypeError, "`out_dtype` must have one of the dtypes"),

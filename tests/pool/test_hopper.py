@@ -349,6 +349,8 @@ def test_maximum_backward(kernels: Any, name: str, dtype: str, tile: tuple[int, 
 
 def counted_of(k: Shape, options: dict[str, Any]) -> tuple[Shape, float | None]:
     """What the average's kernels are told of its counts: the positions that are counted, or one factor."""
+    if "divisor" in options:
+        return k, 1.0 / options["divisor"]
     pads, exclude = options.get("padding", 0), options["mode"] == "average_exclude_padding"
     if pads == 0 or not (exclude or "ceil_mode" in options):
         return k, 1.0 / np.prod(k.taps)
@@ -362,10 +364,10 @@ def counted_of(k: Shape, options: dict[str, Any]) -> tuple[Shape, float | None]:
 @each[0]
 @each[1]
 @each_tile
-@pytest.mark.parametrize("mode", ["average", "average_exclude_padding"])
+@pytest.mark.parametrize("mode", ["average", "average_exclude_padding", "divisor"])
 def test_average_and_its_backward(kernels: Any, name: str, dtype: str, tile: tuple[int, int, int], mode: str):
     k, options = shape_of(name, dtype, 4)
-    options = {**options, "mode": mode}
+    options = {**options, **({"mode": "average", "divisor": 7} if mode == "divisor" else {"mode": mode})}
     x = data((2, *k.size, 4 * k.elements), DTYPES[dtype], 4)
     y = reference.pool(x, **options, arithmetic="ordered")
     k, factor = counted_of(k, options)

@@ -196,6 +196,17 @@ def test_sharded_batch_and_channels(mode: str, kind: AxisType):
         assert a.sharding.is_equivalent_to(sharding, 4)
 
 
+def test_a_divisor_where_rows_are_sharded():
+    """Windows reach over the ends of a device's rows, and those at the ends of x over its padding; all are divided."""
+    mesh = jax.make_mesh((4,), ("h",), axis_types=(AxisType.Auto,))
+    x = data((2, 16, 6, 4), np.float32)
+    f = jax.jit(jax.value_and_grad(lambda x: jnp.sum(ours_divided(x) ** 2)))
+    ours_divided = ft.partial(dnn.pool, window=(4, 3), stride=(2, 1), padding=1, mode="average", divisor=7)
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, "h")))
+    np.testing.assert_array_equal(jax.jit(ours_divided)(placed), jax.jit(ours_divided)(x))
+    np.testing.assert_array_equal(f(placed)[1], f(x)[1])
+
+
 def test_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     x = data((8, 5, 6, 3), np.float32)

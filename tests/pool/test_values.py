@@ -240,6 +240,35 @@ def test_average_of_each_count():
     np.testing.assert_allclose(dnn.pool(x, mode="average_exclude_padding", **options).ravel(), [1, 1, 1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FEW)
+def test_divisor(name: str, dtype: str):
+    """The definition's bits, and the sums that XLA's windows give, divided."""
+    x, dy, options = drawn(name, DTYPES[dtype])
+    options = {**options, "mode": "average", "divisor": 7}
+    ours, gradient = jax.jit(lambda x, dy: (dnn.pool(x, **options), dnn.pool_dgrad(dy, x.shape, **options)))(x, dy)
+    assert_bits(ours, reference.pool(x, **options, arithmetic="ordered"))
+    assert_bits(gradient, reference.pool_dgrad(dy, x, **options, arithmetic="ordered"))
+    if not options.get("ceil_mode"):
+        spread = lambda v: (1, *np.broadcast_to(v, 2).tolist(), 1)
+        pads = ((0, 0), *((n, n) for n in spread(options["padding"])[1:3]), (0, 0))
+        wide = jnp.asarray(x).astype(jnp.float32)
+        sums = lax.reduce_window(wide, 0.0, lax.add, spread(options["window"]), spread(options["stride"]), pads)
+        np.testing.assert_allclose(ours.astype(np.float32), sums / 7, rtol=2.0**-8, atol=2.0**-8)
+
+
+def test_divisor_as_pytorch_has_it():
+    """avg_pool2d(arange(9), 2, ceil_mode=True, divisor_override=5): sums of what a window has in x, over 5."""
+    x = jnp.arange(9.0).reshape(1, 3, 3, 1)
+    options = {"mode": "average", "ceil_mode": True, "divisor": 5}
+    np.testing.assert_allclose(dnn.pool(x, **options).ravel(), [8 / 5, 7 / 5, 13 / 5, 8 / 5], rtol=2.0**-22)
+    whole = jnp.asarray([[[8], [7], [-8]]], jnp.int8)  # 15 / 2 is 7.5, whose nearest even integer is 8, and -1 / 2 0
+    halves = dnn.pool(whole, window=2, stride=1, mode="average", divisor=2, layout="NWC")
+    assert halves.ravel().tolist() == [8, 0]
+    gradient = jax.grad(lambda x: dnn.pool(x, **options).sum())(x)
+    np.testing.assert_allclose(gradient, np.full(x.shape, 1 / 5), rtol=2.0**-22)
+
+
 # ---- integers --------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +284,37 @@ def test_int8(name: str, mode: str):
     np.testing.assert_array_equal(dnn.pool(x, **options), np.clip(np.rint(exact), -128, 127))
     wide = dnn.pool(x, **options, out_dtype=np.float32, alpha=0.5)
     np.testing.assert_allclose(wide, 0.5 * exact, rtol=2**-22)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+@pytest.mark.parametrize("name", [*FEW, "volume"])
+def test_maxima_of_other_integers(name: str, dtype: Any):
+    """The definition's bits, with the ends of the dtype in x; maxima of NumPy's windows where there is no padding."""
+    sizes, options = WINDOWS[name]
+    layout, ends = LAYOUTS[len(sizes)][0], np.iinfo(dtype)
+    x = np.random.default_rng(1).integers(ends.min, ends.max, laid_out(layout, 2, 3, sizes), dtype, endpoint=True)
+    x = np.where(np.random.default_rng(2).random(x.shape) < 0.4, ends.min, x).astype(dtype)
+    options = {**options, "layout": layout}
+    y, indices = dnn.pool(x, **options, return_indices=True)
+    wanted, places = reference.pool(x, **options, return_indices=True, arithmetic="ordered")
+    assert_bits(y, wanted)
+    assert_bits(indices, places)
+    assert_bits(dnn.pool(x, **options), wanted)
+    assert_bits(dnn.unpool(y, indices, x.shape, **options), reference.unpool(wanted, places, x.shape, **options))
+    half = dnn.pool(x, **options, out_dtype=np.float32, alpha=0.5)
+    np.testing.assert_allclose(half, wanted / 2, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_maxima_of_other_integers_by_numpy(dtype: Any):
+    ends = np.iinfo(dtype)
+    x = np.random.default_rng(1).integers(ends.min, ends.max, (2, 7, 9, 3), dtype, endpoint=True)
+    views = np.lib.stride_tricks.sliding_window_view(x, (3, 2), (1, 2))[:, ::2]
+    np.testing.assert_array_equal(dnn.pool(x, window=(3, 2), stride=(2, 1)), views.max((-2, -1)))
+    np.testing.assert_array_equal(dnn.global_pool(x, mode="max")[:, 0, 0], x.max((1, 2)))
+    y, at = dnn.adaptive_pool(x, output_sizes=(2, 4), mode="max", return_indices=True)
+    np.testing.assert_array_equal(np.take_along_axis(x.reshape(2, -1, 3), at.reshape(2, -1, 3), 1), y.reshape(2, -1, 3))
+    np.testing.assert_array_equal(y, reference.adaptive_pool(x, output_sizes=(2, 4), mode="max"))
 
 
 # ---- the blend -------------------------------------------------------------------------------------------------------

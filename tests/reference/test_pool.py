@@ -74,6 +74,13 @@ def test_worked_example_of_pytorch():
     np.testing.assert_array_equal(padded.ravel(), [0, 0.75, 2.25, 6])
 
 
+def test_divisor_in_place_of_the_counts():
+    """avg_pool2d(arange(9), 2, ceil_mode=True, divisor_override=5) divides every sum, of four numbers or less, by 5."""
+    x = np.arange(9.0).reshape(1, 3, 3, 1)
+    y = reference.pool(x, mode="average", ceil_mode=True, divisor=5)
+    np.testing.assert_array_equal(y.ravel(), np.asarray([8, 7, 13, 8]) / 5)
+
+
 def test_ordered_sums():
     """((a + b) + (c + d)) + e, in float32."""
     x = np.asarray([1, 2.0**-24, 2.0**-24, 2.0**-24, 1], np.float32)
@@ -83,7 +90,7 @@ def test_ordered_sums():
     assert y.dtype == np.float32
 
 
-@pytest.mark.parametrize("mode", ["max", "average", "average_exclude_padding", "lp"])
+@pytest.mark.parametrize("mode", ["max", "average", "average_exclude_padding", "lp", "divisor"])
 @pytest.mark.parametrize("ceil", [False, True])
 def test_gradient_by_finite_differences(mode: str, ceil: bool):
     rng = np.random.default_rng(1)
@@ -95,6 +102,7 @@ def test_gradient_by_finite_differences(mode: str, ceil: bool):
         "ceil_mode": ceil,
         "mode": mode,
     }
+    options |= {"mode": "average", "divisor": 7} if mode == "divisor" else {}
     dy = rng.normal(size=reference.pool(x, **options).shape)
     gradient, step = reference.pool_dgrad(dy, x, **options), 2.0**-12
     for at in range(0, x.size, 3):

@@ -2,6 +2,7 @@
 
 import functools as ft
 import itertools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, cast
@@ -27,6 +28,9 @@ RULES: list[dict[str, Any]] = [
     {"method": "linear"},
     {"method": "linear", "coordinates": "align_corners"},
     {"method": "linear", "coordinates": "asymmetric", "boundary": "zero"},
+    {"method": "linear", "coordinates": "half_pixel_symmetric"},
+    {"method": "nearest", "coordinates": "half_pixel_symmetric", "rounding": "half_down"},
+    {"method": "cubic", "coordinates": "pytorch_half_pixel"},
     {"method": "linear", "antialias": True},
     {"method": "cubic"},
     {"method": "cubic", "antialias": True, "cubic_coefficient": -0.5},
@@ -109,6 +113,37 @@ def test_known_values():
     nearest = ft.partial(line, [1.0, 2.0, 3.0, 4.0, 5.0], output_sizes=3, method="nearest")
     assert nearest(coordinates="asymmetric", rounding="floor") == [1.0, 2.0, 4.0]  # PyTorch's "nearest": floor(i 5 / 3)
     assert nearest() == [1.0, 3.0, 5.0]  # "nearest-exact"
+
+
+def onnx_places(n: int, scale: float, coordinates: str) -> np.ndarray:
+    """ONNX's formulas, as its specification of Resize writes them."""
+    length = math.floor(n * scale)
+    i = np.arange(length)
+    if coordinates == "pytorch_half_pixel":
+        return (i + 0.5) / scale - 0.5 if length > 1 else np.zeros(1)
+    adjustment, centre = length / (scale * n), n / 2
+    return centre * (1 - adjustment) + (i + 0.5) / scale - 0.5
+
+
+@pytest.mark.parametrize("coordinates", ["half_pixel_symmetric", "pytorch_half_pixel"])
+@pytest.mark.parametrize("scale", [0.15, 0.3, 0.6, 1.0, 1.7, 2.0])
+def test_coordinates_of_onnx(coordinates: str, scale: float):
+    """Linear interpolation by NumPy at the places that ONNX gives."""
+    x = np.random.default_rng(0).normal(size=11)
+    wanted = np.interp(onnx_places(11, scale, coordinates), np.arange(11), x)
+    found = line(x.tolist(), scale=scale, coordinates=coordinates)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2.0**-20)
+
+
+def test_examples_of_onnx():
+    """Its tests of Resize, downsample_scales_linear_half_pixel_symmetric and sizes_linear_pytorch_half_pixel."""
+    found = line([1.0, 2.0, 3.0, 4.0], scale=0.6, coordinates="half_pixel_symmetric")
+    np.testing.assert_allclose(found, [5 / 3, 10 / 3], rtol=2.0**-22)
+    x = jnp.arange(1.0, 17).reshape(1, 4, 4, 1)
+    found = dnn.resample(x, output_sizes=(3, 1), coordinates="pytorch_half_pixel").ravel()
+    np.testing.assert_allclose(found, [5 / 3, 7, 37 / 3], rtol=2.0**-22)
+    symmetric = dnn.resample(x, output_sizes=(3, 7), coordinates="half_pixel_symmetric")
+    np.testing.assert_array_equal(symmetric, dnn.resample(x, output_sizes=(3, 7)))
 
 
 def test_cubic_kernel_at_halves():

@@ -13,7 +13,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src.core import tolerance
 from tests.tensor.data import DTYPES, X, agree, data
 
-OPS = ["add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros"]
+OPS = ["add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares"]
 EXTREMES = ["min", "max", "amax"]
 PORTABLE: dict[str, Any] = {"determinism": "portable"}
 
@@ -36,7 +36,7 @@ def test_bits_operation_by_operation(op: str):
     agree("reduce", data("bfloat16", *X), op=op, axis=(3, 1), choices=PORTABLE, eager=True)
 
 
-@pytest.mark.parametrize("op", ["add", "avg", "norm1", "norm2", "mul", "mul_no_zeros"])
+@pytest.mark.parametrize("op", ["add", "avg", "norm1", "norm2", "mul", "mul_no_zeros", "add_squares"])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000])
 def test_bits_of_many_lengths(op: str, n: int):
     for shape, axes in (((n, 5), 0), ((3, n), 1)):
@@ -49,16 +49,38 @@ def test_extremes_and_indices(op: str, dtype: str):
     x = data(dtype, 5, 8, 6)
     for axes in (None, (0, 2), 1, (1, 2)):
         agree("reduce", x, op=op, axis=axes, return_indices=True)
-        agree("reduce", x, op=op, axis=axes, return_indices=True, keepdims=True)
+        agree("reduce", x, op=op, axis=axes, return_indices="last", keepdims=True)
 
 
 @pytest.mark.parametrize("op", EXTREMES)
 def test_indices_are_numpys(op: str):
     x = np.random.default_rng(0).integers(-9, 9, (4, 30)).astype(np.float32)
-    _, at = jax.jit(lambda x: dnn.reduce(x, op=op, axis=1, return_indices=True))(x)
-    wanted = {"min": x.argmin(1), "max": x.argmax(1), "amax": abs(x).argmax(1)}[op]
-    np.testing.assert_array_equal(at, wanted)
-    assert at.dtype == np.int32
+    kinds = (True, "last")
+    found = jax.jit(lambda x: [dnn.reduce(x, op=op, axis=1, return_indices=kind)[1] for kind in kinds])(x)
+    place = {"min": lambda x: x.argmin(1), "max": lambda x: x.argmax(1), "amax": lambda x: abs(x).argmax(1)}[op]
+    for at, wanted in zip(found, (place(x), 29 - place(x[:, ::-1])), strict=True):
+        np.testing.assert_array_equal(at, wanted)
+        assert at.dtype == np.int32
+    assert not np.array_equal(*found)
+
+
+@pytest.mark.parametrize("nan", ["propagate", "ignore"])
+def test_the_last_index_among_nan_and_zeros_of_both_signs(nan: str):
+    x = np.array([[np.nan, 5, np.nan, 5, -7], [np.nan] * 5, [-1, 0.0, -0.0, -3, -4]], np.float32)
+    _, at = agree("reduce", x, op="max", axis=1, nan=nan, return_indices="last")
+    assert at.tolist() == [2 if nan == "propagate" else 3, 4, 2]
+
+
+def test_sums_of_squares():
+    """NumPy's in float64; their gradient is 2 x; and unlike those of norm2 they overflow."""
+    x = data("float32", 5, 33)
+    square = lambda x: dnn.reduce(x, op="add_squares", axis=1)
+    y, gradient = jax.jit(lambda x: (square(x), jax.grad(lambda x: square(x).sum())(x)))(x)
+    np.testing.assert_allclose(y, (x.astype(np.float64) ** 2).sum(1), rtol=33 * 2.0**-24)
+    np.testing.assert_array_equal(gradient, 2 * x)
+    assert dnn.reduce(jnp.array([1e20, 1.0]), op="add_squares") == np.inf
+    assert dnn.reduce(jnp.array([100, -100], jnp.int8), op="add_squares", out_dtype=jnp.int32) == 20000
+    assert dnn.reduce(jnp.ones((0, 3)), op="add_squares", axis=0).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("op", EXTREMES)
@@ -122,8 +144,10 @@ def test_default_is_within_its_bound(op: str, dtype: str):
         squares = (wide**2).sum(1)
         error = rule.error(squares, squares, n) / (2 * golden) * (1 + 1e-3) + u * golden
     else:
-        total, size = {"add": (wide.sum(1), 1), "norm1": (abs(wide).sum(1), 1), "avg": (wide.sum(1), n)}[op]
-        error = rule.error(total, abs(wide).sum(1), n, exact_products=True) / size + u * abs(golden) * (size > 1)
+        terms = {"norm1": abs(wide), "add_squares": wide**2}.get(op, wide)
+        size, exact = n if op == "avg" else 1, op != "add_squares"
+        error = rule.error(terms.sum(1), abs(terms).sum(1), n, exact_products=exact) / size
+        error = error + u * abs(golden) * (size > 1)
     found = tolerance.compare(np.asarray(dnn.reduce(x, op=op, axis=1)), golden, error)
     assert found.passed, found.message
 
@@ -266,7 +290,8 @@ def test_the_gradient_of_norm2_depends_on_no_scale(size: float):
     ("options", "message"),
     [
         ({"keepdims": "no"}, "`keepdims` must be True or False, got 'no'"),
-        ({"op": "max", "return_indices": 1}, "`return_indices` must be True or False, got 1"),
+        ({"op": "max", "return_indices": 1}, "`return_indices` must be True, False or 'last', got 1"),
+        ({"op": "max", "return_indices": "first"}, "`return_indices` must be True, False or 'last', got 'first'"),
         ({"out_dtype": np.ones(3)}, r"`out_dtype` must be a dtype, got an array of shape \(3,\)"),
     ],
 )
@@ -278,7 +303,7 @@ def test_options_of_another_type_are_refused(options: dict[str, Any], message: s
 @each_op
 def test_a_number_of_python_has_derivatives(op: str):
     by = jax.grad(lambda x: dnn.reduce(x, op=op, axis=None))
-    assert by(2.0) == by(jnp.float32(2)) == 1
+    assert by(2.0) == by(jnp.float32(2)) == (4 if op == "add_squares" else 1)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -207,7 +207,7 @@ _TARGETS = (
         lax.reduce_window_max_p,
         "bind",
         "reduce_window",
-        _of_windows(lax.max, lambda t: np.array(np.iinfo(t).min, t) if t.kind == "i" else -np.inf),
+        _of_windows(lax.max, lambda t: np.array(np.iinfo(t).min, t) if t.kind in "iu" else -np.inf),
     ),
     _Target(lax.reduce_window_sum_p, "bind", "reduce_window", _of_windows(lax.add, lambda t: 0)),
     _Target(lax.reduce_window_min_p, "bind", "reduce_window", _of_windows(lax.min, lambda t: np.inf)),

@@ -19,6 +19,7 @@ from jaxdnn._src.pool.api import pool
 from jaxdnn._src.pool.arguments import Options
 
 _FLOATS = [np.dtype(t) for t in checks.FLOATS]
+_INTEGERS = [np.dtype(t) for t in arguments.INTEGERS["max"]]
 _MAXIMUM, _SUM = (lax.max, lax.add)
 
 
@@ -61,9 +62,10 @@ def reduce_window(
     with strides u, dilation d and low padding a. Padding is no maximum, and zero in sums.
 
     Args:
-      operand: one array, of any rank; float32, bfloat16, float16, float64, or int8 for maxima. Windows extend along
-        three axes at most.
-      init_value: -inf, or for int8 also -128, with `jax.lax.max`; 0 with `jax.lax.add`. Known when traced.
+      operand: one array, of any rank; float32, bfloat16, float16, float64, and for maxima int8, uint8 or int32. Windows
+        extend along three axes at most.
+      init_value: -inf, or for integers also the least of their dtype, with `jax.lax.max`; 0 with `jax.lax.add`. Known
+        when traced.
       computation: `jax.lax.max` or `jax.lax.add`.
       window_dimensions: a sequence of integers, one for each axis.
       window_strides: None, or a sequence of integers.
@@ -99,8 +101,9 @@ def reduce_window(
         raise refused("operand", "one array", operand)
     x = checks.array("operand", operand)
     maximum = computation is _MAXIMUM
-    if x.dtype not in _FLOATS and not (maximum and x.dtype == jnp.int8):
-        raise refused("operand", f"float32, bfloat16, float16, float64{' or int8' * maximum}", x.dtype.name)
+    served = [*_FLOATS, *(_INTEGERS if maximum else ())]
+    if x.dtype not in served:
+        raise refused("operand", f"one of {', '.join(t.name for t in served)}", x.dtype.name)
     _require_identity(init_value, maximum, x.dtype)
     # JAX compares it while it traces, which it cannot do with its own arrays.
     known = np.asarray(init_value) if isinstance(init_value, Array) else init_value
@@ -137,7 +140,8 @@ def _computed(x: Array, over: Windows, reduce: Callable[..., Array]) -> Array:
 
 def _require_identity(value: Any, maximum: bool, dtype: Any) -> None:
     """Refuses an initial value that changes results: it would be one more element of every window."""
-    wanted = (0,) if not maximum else (-128, -np.inf) if dtype == jnp.int8 else (-np.inf,)
+    wanted: tuple[float, ...] = (0,) if not maximum else (-np.inf,)
+    wanted = (int(np.iinfo(dtype).min), *wanted) if maximum and dtype in _INTEGERS else wanted
     known = checks.is_number(value) or (hasattr(value, "dtype") and not isinstance(value, Tracer))
     if not known or np.ndim(value) or float(value) not in wanted:
         raise refused("init_value", f"{' or '.join(map(str, wanted))}, known when traced", value)

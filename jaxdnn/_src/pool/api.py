@@ -42,6 +42,7 @@ def pool(
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
+    divisor: int | None = None,
     nan: str = "propagate",
     return_indices: bool | str = False,
     alpha: Scale = 1.0,
@@ -59,7 +60,8 @@ def pool(
     with stride (u, v), dilation (d, e) and low padding (a, b). Padding counts as zero in sums and is never a maximum.
 
     Args:
-      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
+      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64; int8 except for "lp"; uint8 and
+        int32 for "max".
       window: taps of a window, one integer or one per spatial axis.
       mode: "max"; "average", whose count includes padding; "average_exclude_padding"; or "lp".
       stride: steps between windows, one integer or one per spatial axis; None: the window.
@@ -70,6 +72,7 @@ def pool(
         window reaches beyond x and `padding` is in no count.
       layout: the axes of x, prior and the result, see `conv`.
       p: the exponent of mode "lp", at least 1.
+      divisor: for "average", what every sum is divided by, from 1 to 2^30 - 1, in place of its count; None: the count.
       nan: "propagate": the first NaN of a window is its maximum; "ignore": NaN only where a window has nothing else.
       return_indices: for "max", whether to return where the maxima are too: True, as flat spatial positions in x
         without padding, int32; "tap", as positions in the window, in row-major order, uint8 (uint16, uint32 where a
@@ -86,12 +89,12 @@ def pool(
     Differentiation: any order, forward and reverse, in x, prior, and alpha and beta if they are arrays. Of equal
       maxima the first in row-major order has the whole derivative. At a window of zeros that of "lp" is 0.
 
-    Numerics: a maximum is exact. Sums are added in float32 (float64 for float64, int32 for int8) in a fixed order:
-      along the last spatial axis first, then along those before it, always neighbours, then neighbouring pairs and so
-      on; where a window is as long as its axis and no level is required, in XLA's. They are multiplied by 1 / count,
-      rounded once (int8 to int8: divided exactly, ties to even). Backward, an element of dx adds the dy of its windows
-      in a fixed order too, in gather form. Determinism: portable, for normal numbers; "lp" is mesh_invariant, for
-      powers differ between devices.
+    Numerics: a maximum is exact; a blend of integers is computed in float32. Sums are added in float32 (float64 for
+      float64, int32 for int8) in a fixed order: along the last spatial axis first, then along those before it, always
+      neighbours, then neighbouring pairs and so on; where a window is as long as its axis and no level is required, in
+      XLA's. They are multiplied by 1 / count, rounded once (int8 to int8: divided exactly, ties to even). Backward, an
+      element of dx adds the dy of its windows in a fixed order too, in gather form. Determinism: portable, for normal
+      numbers; "lp" is mesh_invariant, for powers differ between devices.
 
     Raises:
       ValueError: a window wholly in padding or larger than the padded input, or an argument out of range.
@@ -105,10 +108,12 @@ def pool(
 
     Sources: cuDNN's cudnnPoolingForward; its modes MAX_DETERMINISTIC, AVERAGE_COUNT_INCLUDE_PADDING and
       AVERAGE_COUNT_EXCLUDE_PADDING; its NOT_PROPAGATE is nan="ignore"; the graph API's index tensor is "tap". PyTorch's
-      max_pool2d (whose indices are True's) and avg_pool2d (count_include_pad=True by default), ceil mode and its
-      divisor included; ONNX's MaxPool, AveragePool, LpPool. PyTorch's lp_pool2d sums signed powers.
+      max_pool2d (whose indices are True's) and avg_pool2d (count_include_pad=True by default; its divisor_override is
+      `divisor`), ceil mode and its counts included; ONNX's MaxPool, AveragePool, LpPool. PyTorch's lp_pool2d sums
+      signed powers.
     """
-    found = Options(window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    common = (window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    found = Options(*common, divisor=divisor)
     order = windows.layout(layout)
     x = arguments.array("x", x, order)
     out = arguments.result_dtype(mode, "x", x.dtype, out_dtype)
@@ -155,6 +160,7 @@ def pool_dgrad(
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
+    divisor: int | None = None,
     nan: str = "propagate",
     indices: ArrayLike | None = None,
     alpha: Scale = 1.0,
@@ -173,7 +179,7 @@ def pool_dgrad(
     Args:
       dy: the gradient in y, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16 or float64.
       x: the input of the pooling. For an average, or with `indices`, its shape is enough.
-      window, mode, stride, padding, dilation, ceil_mode, layout, p, nan: of the pooling; see `pool`.
+      window, mode, stride, padding, dilation, ceil_mode, layout, p, divisor, nan: of the pooling; see `pool`.
       indices: for "max", what `pool` returned as indices, flat positions (int32) or taps (unsigned), so that the
         maxima are not sought again. A position outside its window receives nothing.
       alpha, beta, prior: the blend of dx, see `conv`; prior has x's shape.
@@ -202,7 +208,8 @@ def pool_dgrad(
 
     Sources: cuDNN's cudnnPoolingBackward, mode MAX_DETERMINISTIC; PyTorch's max_pool2d_with_indices_backward.
     """
-    found = Options(window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    common = (window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
+    found = Options(*common, divisor=divisor)
     order = windows.layout(layout)
     shape = arguments.shape_of("x", x, order)
     dy = arguments.array("dy", dy, order)
@@ -261,7 +268,8 @@ def unpool(
     x[n,h,w,c] = y[n,p,q,c] of the last window (p, q), in row-major order, whose index is (h, w), or 0 if there is none
 
     Args:
-      y: values to place, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16, float64 or int8.
+      y: values to place, (N, P, Q, C) for layout NHWC; float32, bfloat16, float16, float64, int8, uint8
+        or int32.
       indices: what `pool` returned as indices, flat positions (int32) or taps (unsigned), the shape of y. A
         position outside its window is placed nowhere.
       x_shape: the shape of the result, or an array of it.

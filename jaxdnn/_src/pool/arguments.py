@@ -17,7 +17,12 @@ from jaxdnn._src.core.windows import Layout, Window
 from jaxdnn._src.pool.spec import PoolSpec, y_shape
 
 MODES = ("max", "average", "average_exclude_padding", "lp")
-_INT8 = np.dtype(jnp.int8)
+INTEGERS = {  # that a mode takes
+    "max": (jnp.int8, jnp.uint8, jnp.int32),
+    "average": (jnp.int8,),
+    "average_exclude_padding": (jnp.int8,),
+    "lp": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Options:
     out_dtype: Any = None
     engine: Any = None
     determinism: Any = None
+    divisor: Any = None
 
 
 def array(name: str, value: Any, layout: Layout) -> Array:
@@ -70,9 +76,9 @@ def spatial_axes(layout: Layout) -> tuple[int, ...]:
 
 def result_dtype(mode: str, name: str, dtype: Any, out_dtype: Any) -> np.dtype:
     """Checks the mode and the dtype of an operand, and reads that of the result."""
-    integers = (jnp.int8,) if checks.choice("mode", mode, MODES) != "lp" else ()
+    integers = INTEGERS[checks.choice("mode", mode, MODES)]
     found = checks.dtype(name, dtype, (*checks.FLOATS, *integers))
-    choices = (*checks.FLOATS, *(integers if found == _INT8 else ()))
+    choices = (*checks.FLOATS, *(t for t in integers if found == t))
     return checks.out_dtype(out_dtype, found, choices, accumulator(found))
 
 
@@ -95,13 +101,25 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
         outputs=_output_sizes(window, checks.flag("ceil_mode", options.ceil_mode), layout, x_shape),
         spatial=spatial,
         out_dtype=out_dtype,
-        divisor={"average": "padded", "average_exclude_padding": "valid"}.get(mode),
+        divisor=_divisor(options.divisor, mode),
         nan=checks.choice("nan", options.nan, ("propagate", "ignore")),
         engine=options.engine,
         level=required(options.determinism),
     )
     _require_windows_in_x(found)
     return found
+
+
+def _divisor(value: Any, mode: str) -> str | int | None:
+    """Reads `divisor`, which mode "average" alone uses."""
+    if value is None:
+        return {"average": "padded", "average_exclude_padding": "valid"}.get(mode)
+    if mode != "average":
+        raise ValueError(f"`divisor` must be None for mode {mode!r}, expected mode 'average', got {mode!r}.")
+    number = checks.integer("divisor", value)
+    if not 1 <= number < 2**30:
+        raise ValueError(f"`divisor` must be None or an integer from 1 to 2^30 - 1, got {number}.")
+    return number
 
 
 def _output_sizes(window: Window, ceil_mode: bool, layout: Layout, x_shape: tuple[int, ...]) -> tuple[int, ...]:

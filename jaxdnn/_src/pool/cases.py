@@ -46,6 +46,7 @@ CHOSEN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "adaptive_pool": ("5 x 4", (13, 11), {"output_sizes": (5, 4)}),
 }
 QUICK = ("3x3 step 2", "ceil")
+DIVISOR = 5  # of sums, in place of their counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +212,15 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[PoolCase]:
                     yield _case(op, engine, dtype, mode, layout, window)
                 if op == "pool" and mode == "max":
                     yield _case(op, engine, dtype, mode, layouts[0], window, indices=True)
+                if mode == "average" and window == "ceil" and dtype == "bf16":
+                    yield _divided(_case(op, engine, dtype, mode, layouts[0], window))
+
+
+def _divided(case: PoolCase) -> PoolCase:
+    """The same with a divisor."""
+    sizes, options = WINDOWS[case.window]
+    given = (sizes, tuple({**options, "divisor": DIVISOR}.items()))
+    return dataclasses.replace(case, variant=f"{case.variant}/divisor", given=given)
 
 
 def _chosen(op: str, engine: str, extent: str) -> Iterator[PoolCase]:
@@ -277,6 +287,8 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> PoolCase:
     elif op != "global_pool":
         options = _window(rng, sizes)
     indices = op != "pool_dgrad" and mode == "max" and rng.random() < 0.4
+    if op in ("pool", "pool_dgrad") and mode == "average" and rng.random() < 0.15:
+        options["divisor"] = int(rng.integers(1, 100))
     given = (sizes, tuple(options.items()))
     return PoolCase(op, engine, dtype, name, mode, layout, name, indices, n, c, given)
 

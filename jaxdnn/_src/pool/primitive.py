@@ -76,8 +76,9 @@ def _on_device(op: str, spec: PoolSpec, run: Run, axes: Axes, first: Array, *fur
 
     placed = [axes.get(f"a{axis + first.ndim}") for axis in spec.spatial]
     backward, here = op.endswith("dgrad"), ft.partial(_here, spec, placed)
-    part, divided_after = spec if spec.divisor is None else dataclasses.replace(spec, divisor="padded"), False
-    if spec.divisor is not None and not spec.whole:
+    counted = spec.divisor in ("padded", "valid")
+    part, divided_after = dataclasses.replace(spec, divisor="padded") if counted else spec, False
+    if counted and not spec.whole:
         divided_after = not backward or len(set(spec.counts().flat)) == 1
         out = accumulator(first.dtype) if divided_after else spec.out_dtype
         part = dataclasses.replace(spec, divisor=None, out_dtype=out, engine="xla")

@@ -47,7 +47,8 @@ def global_pool(
     y[n,0,0,c] = the maximum, average or p-norm of x[n,h,w,c] over all h and w
 
     Args:
-      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
+      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64; int8 except for "lp"; uint8 and
+        int32 for "max".
       mode: "average", "max" or "lp".
       layout, p, nan, return_indices, alpha, beta, prior, out_dtype, engine, determinism: as for `pool`.
 
@@ -114,7 +115,8 @@ def adaptive_pool(
     y = alpha o + beta prior
 
     Args:
-      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64, and int8 except for "lp".
+      x: the input, (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64; int8 except for "lp"; uint8 and
+        int32 for "max".
       output_sizes: P and Q, one integer or one per spatial axis; they may exceed H and W.
       mode: "average", "max" or "lp".
       return_indices: for "max", whether to return where the maxima are too, as flat spatial positions in x, int32.

@@ -18,8 +18,8 @@ class PoolSpec(Window):
     Attributes:
       outputs: the spatial sizes of y; in ceil mode the last window may reach over the high padding.
       spatial: the spatial axes, counted from the end.
-      divisor: what a sum is divided by: None (nothing), "padded" (the window's taps in x and its padding) or "valid"
-        (those in x).
+      divisor: what a sum is divided by: None (nothing), "padded" (the window's taps in x and its padding), "valid"
+        (those in x), or a number that the user gave.
       nan: "propagate" or "ignore", for max.
       out_dtype: the result's dtype.
     """
@@ -27,7 +27,7 @@ class PoolSpec(Window):
     outputs: tuple[int, ...]
     spatial: tuple[int, ...]
     out_dtype: np.dtype
-    divisor: str | None = None
+    divisor: str | int | None = None
     nan: str = "propagate"
     engine: str | None = None
     level: str = "fast"
@@ -45,7 +45,9 @@ class PoolSpec(Window):
         return p[:, None] * stride + r * dilation - low
 
     def counts(self) -> np.ndarray:
-        """What each output's sum is divided by, an integer array with the spatial axes of y."""
+        """What each output's sum is divided by, an integer array with the spatial axes of y; their lengths may be 1."""
+        if isinstance(self.divisor, int):
+            return np.full((1,) * self.rank, self.divisor, np.int64)
         total = np.ones((), np.int64)
         for axis, (size, (_, high)) in enumerate(zip(self.sizes, self.padding, strict=True)):
             at = self.positions(axis)
@@ -55,8 +57,8 @@ class PoolSpec(Window):
 
     @property
     def whole(self) -> bool:
-        """Whether all taps of every window count."""
-        return bool((self.counts() == math.prod(self.taps)).all())
+        """Whether the divisor is one number for all windows: that given, or all the taps of each."""
+        return isinstance(self.divisor, int) or bool((self.counts() == math.prod(self.taps)).all())
 
     def first_taps(self) -> np.ndarray:
         """Each output's first tap in x, an integer array with the spatial axes of y."""

@@ -56,6 +56,7 @@ def resample(
 
     with s_i = (i + 1/2) g - 1/2 for coordinates "half_pixel", i g for "asymmetric" and "align_corners"; g = in / out,
     or 1 / scale where scale is given, or (in - 1) / (out - 1) for "align_corners"; t = max(g, 1) if antialias, else 1.
+    "half_pixel_symmetric" adds (in - out g) / 2; "pytorch_half_pixel" has s_0 = 0 where out is 1.
 
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64; for "nearest" also float8_e4m3fn,
@@ -65,7 +66,9 @@ def resample(
       method: "nearest", x[round(s_i)]; "linear", k(v) = max(1 - |v|, 0), which is bilinear over two axes and trilinear
         over three; "cubic", k(v) = (a + 2)|v|³ - (a + 3)|v|² + 1 up to 1 and a|v|³ - 5a|v|² + 8a|v| - 4a up to 2;
         "lanczos3", k(v) = sinc(v) sinc(v / 3) up to 3.
-      coordinates: "half_pixel", "align_corners" (the first and the last elements meet) or "asymmetric".
+      coordinates: "half_pixel"; "align_corners", where the first and the last elements meet; "asymmetric";
+        "half_pixel_symmetric", where a result whose size `scale` does not give exactly lies around the middle of x, and
+        which for output_sizes is "half_pixel"; or "pytorch_half_pixel", where one result alone is the first element.
       rounding: of "nearest": "half_up", "half_down", "floor" or "ceil".
       cubic_coefficient: a.
       antialias: whether the kernel widens where there are fewer results than elements; needs "half_pixel".

@@ -11,7 +11,7 @@ import numpy as np
 RADIUS = {"linear": 1, "cubic": 2, "lanczos3": 3}  # of the kernel, in source elements
 TINY = 2.0**-45  # a weight below is 0 but for the rounding of sin(πv)
 METHODS = ("nearest", *RADIUS)
-COORDINATES = ("half_pixel", "align_corners", "asymmetric")
+COORDINATES = ("half_pixel", "align_corners", "asymmetric", "half_pixel_symmetric", "pytorch_half_pixel")
 ROUNDINGS = ("half_up", "half_down", "floor", "ceil")
 BOUNDARIES = ("edge", "renormalise", "zero")
 
@@ -68,7 +68,12 @@ def _numerators(rule: Rule) -> tuple[np.ndarray, int]:
     """The place of each result in the source, as exact fractions over one denominator (Python's integers)."""
     p, q = rule.ratio.numerator, rule.ratio.denominator
     i = np.arange(rule.outputs).astype(object)
-    return ((2 * i + 1) * p - q if rule.coordinates == "half_pixel" else 2 * i * p), 2 * q
+    if rule.coordinates == "pytorch_half_pixel" and rule.outputs == 1:
+        return 0 * i, 2 * q
+    if rule.coordinates in ("align_corners", "asymmetric"):
+        return 2 * i * p, 2 * q
+    centred = rule.inputs * q - rule.outputs * p if rule.coordinates == "half_pixel_symmetric" else 0
+    return (2 * i + 1) * p - q + centred, 2 * q
 
 
 def _nearest(rule: Rule) -> np.ndarray:

@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "reduce": {
         f"{op}-{name}": {"op": op, "axis": (1, 2), **level}
-        for op in ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros")
+        for op in ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares")
         for name, level in (("any", {}), ("ordered", PORTABLE))
     },
     "im2col": {"patches": PATCHES},
@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "antialias": {"output_sizes": (3, 13), "antialias": True},
         "cubic": {"output_sizes": (9, 4), "method": "cubic"},
         "lanczos": {"output_sizes": (3, 8), "method": "lanczos3", "antialias": True},
+        "symmetric": {"scale": (0.6, 1.7), "coordinates": "half_pixel_symmetric"},
     },
     "resample_dgrad": {
         "nearest": {"method": "nearest"},
@@ -178,7 +179,8 @@ class TensorCase(Case):
         options |= {k: v for k, v in self.formula.items() if k in options}
         after = self.formula.get("output_sizes", RESAMPLED) if "scale" not in self.formula else (4, 10)
         for axis, (n, m) in enumerate(zip(self.sizes[:2], after, strict=True), 1):
-            ratio = module.Fraction(n, m)
+            scale = self.formula.get("scale")
+            ratio = 1 / module.Fraction(scale[axis - 1]) if scale else module.Fraction(n, m)
             w = np.abs(module.matrix(n, m, ratio, cubic_coefficient=-0.75, boundary=None, **options))
             w = w.T if self.op == "resample_dgrad" else w
             x = np.moveaxis(np.tensordot(w, x, (1, axis)), 0, axis)

@@ -30,8 +30,9 @@ _SUMS = {
     "norm1": reductions.norm1,
     "norm2": reductions.norm2,
     "mul_no_zeros": reductions.multiply_without_zeros,
+    "add_squares": reductions.add_squares,
 }
-OPS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros")
+OPS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares")
 
 
 @public
@@ -43,7 +44,7 @@ def reduce(
     op: str = "add",
     axis: PerAxis | None = None,
     keepdims: bool = False,
-    return_indices: bool = False,
+    return_indices: bool | str = False,
     nan: str = "propagate",
     alpha: Scale = 1.0,
     beta: Scale = 0.0,
@@ -51,20 +52,21 @@ def reduce(
     out_dtype: DTypeLike | None = None,
     determinism: str | None = None,
 ) -> Any:
-    """Reduces an array along axes, in one of cuDNN's nine ways.
+    """Reduces an array along axes, in one of cuDNN's nine ways or as a sum of squares.
 
     y = alpha r + beta prior, where r over the elements x along the axes is
 
     add  Σ x       min   the smallest       avg    Σ x / n      norm2         √Σ x²
     mul  Π x       max   the largest        norm1  Σ |x|        mul_no_zeros  Π x over the x that are not zero
-                   amax  max |x|
+                   amax  max |x|                            add_squares  Σ x²
 
     Args:
       x: any shape; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8, uint8, int32.
-      op: one of the nine.
+      op: one of the ten.
       axis: the axis to reduce, or several, negative ones from the end; None is all of them.
       keepdims: whether reduced axes stay, with length 1.
-      return_indices: of "min", "max" and "amax": whether the index of the extreme element is returned too.
+      return_indices: of "min", "max" and "amax": whether the index of the extreme element is returned too: True, of the
+        first; "last", of the last.
       nan: of "min", "max" and "amax": "propagate" gives NaN where an element is NaN; "ignore" passes over NaN, and
         gives NaN only where all elements are.
       alpha, beta, prior: the blend, see `conv`; prior has the result's shape. alpha scales the result of the
@@ -74,11 +76,12 @@ def reduce(
 
     Returns:
       y, or (y, indices): int32, the place of the first extreme element, counted over the reduced axes in row-major
-      order. Of several equal ones (+0 and -0 are equal) and of several NaN that propagate it is the first.
+      order. Of several equal ones (+0 and -0 are equal) and of several NaN that propagate it is the first, or the last.
 
     Differentiation: any order, in x, prior, and alpha and beta if they are arrays. The derivative of min, max and amax
-      is that of the first extreme element alone; of amax and norm1 at x = 0, and of norm2 where it is 0, it is 0.
-      Zeros that mul_no_zeros passes over have none. The gradient in x adds nothing, so it depends on no order.
+      is that of the first extreme element alone, whichever index is returned; of amax and norm1 at x = 0, and of norm2
+      where it is 0, it is 0. Zeros that mul_no_zeros passes over have none. The gradient in x adds nothing, so it
+      depends on no order.
 
     Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers are added,
       multiplied and compared in int32, which wraps; avg of them is float32. avg is the sum times the rounded 1 / n.
@@ -102,14 +105,17 @@ def reduce(
       (5.0, 1)
 
     Sources: cuDNN's cudnnReduceTensor (CUDNN_REDUCE_TENSOR_..., flattened 32-bit indices; its default for NaN is
-      "ignore", and it knows the axes from the result's dimensions). jax.numpy's max shares its gradient among ties.
+      "ignore", and it knows the axes from the result's dimensions). ONNX's ReduceSumSquare, and select_last_index of
+      ArgMax and ArgMin. jax.numpy's max shares its gradient among ties.
     """
     level = required(determinism)
     edge = ft.partial(at_edges, level)
     x = blending.array("x", x, level)
     checks.choice("op", op, OPS)
     checks.choice("nan", nan, NAN_RULES)
-    keepdims, return_indices = checks.flag("keepdims", keepdims), checks.flag("return_indices", return_indices)
+    keepdims, last = checks.flag("keepdims", keepdims), isinstance(return_indices, str) and return_indices == "last"
+    if not last and not isinstance(return_indices, bool | np.bool_):
+        raise TypeError(f"`return_indices` must be True, False or 'last', got {checks.shown(return_indices)}.")
     reduced = tuple(range(x.ndim)) if axis is None else checks.axes("x", axis, x.ndim, minimum=0)
     symbolic = any(export.is_symbolic_dim(x.shape[axis]) for axis in reduced)
     count = math.prod(x.shape[axis] for axis in reduced if not export.is_symbolic_dim(x.shape[axis]))
@@ -136,7 +142,7 @@ def reduce(
     y = blending.blend(edge(y), **blend, out=out, dtypes=(x.dtype,), level=level)
     if not return_indices:
         return y
-    indices = _sharded(lambda a, y: reductions.index(a, y, op, reduced), reduced, wide, found)
+    indices = _sharded(lambda a, y: reductions.index(a, y, op, reduced, last), reduced, wide, found)
     return y, indices if keepdims else jnp.squeeze(indices, reduced)
 
 

@@ -66,6 +66,11 @@ def norm1(x: Array, axes: Axes, fixed: bool) -> Array:
     return add(product(x, jnp.sign(x)), axes, fixed)  # whose derivative at 0 is 0, which that of JAX's abs is not
 
 
+def add_squares(x: Array, axes: Axes, fixed: bool) -> Array:
+    """Σ x², which overflows sooner than the 2-norm."""
+    return _squares(x, axes, fixed)
+
+
 def _floating(x: Array) -> Array:
     return real(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
@@ -202,8 +207,11 @@ def _extreme_jvp(op: str, axes: Axes, nan: str, primals: tuple[Array], tangents:
     return y, jnp.sum(jnp.where(chosen, dx, jnp.zeros_like(dx)), axes, keepdims=True)
 
 
-def index(x: Array, y: Array, op: str, axes: Axes) -> Array:
-    """The place of the first element equal to the extreme y: int32, flat over the reduced axes in row-major order."""
+def index(x: Array, y: Array, op: str, axes: Axes, last: bool = False) -> Array:
+    """The place of the first element equal to the extreme y, or of the last.
+
+    int32, flat over the reduced axes in row-major order.
+    """
     x = jnp.abs(x) if op == "amax" else x
     equal = x == y
     if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -211,6 +219,8 @@ def index(x: Array, y: Array, op: str, axes: Axes) -> Array:
     # As floats, which hold them, the least is found by XLA's library on CPUs.
     count, place = math.prod(x.shape[axis] for axis in axes), places(x.shape, axes)
     place = place.astype(jnp.float32) if not export.is_symbolic_dim(count) and count <= 2**24 else place
+    if last:
+        return jnp.max(jnp.where(equal, place, jnp.full_like(place, -1)), axes, keepdims=True).astype(jnp.int32)
     beyond = jnp.asarray(np.iinfo(np.int32).max, place.dtype)
     return jnp.min(jnp.where(equal, place, beyond), axes, keepdims=True).astype(jnp.int32)
 
