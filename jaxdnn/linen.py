@@ -46,7 +46,7 @@ class _Layer(nn.Module):
     determinism: str | None = None
 
     @property
-    def _how(self) -> dict[str, str | None]:
+    def _how(self) -> dict[str, Any]:
         return {"engine": self.engine, "determinism": self.determinism}
 
 
@@ -95,7 +95,7 @@ class _Norm(_Layer):
 
 
 def _normalised(layer: Any, x: Any, features: Any, compute: Callable[..., Any]) -> Any:
-    """What `compute` makes of x, in which no precision is lost, and of scale and bias, which extend along `features`."""
+    """What `compute` makes of x, not narrower than its result, and of scale and bias, which extend along `features`."""
     shape = [x.shape[axis] for axis in layers.axes_of(x.ndim, features)]
     scale = layer.param("scale", layer.scale_init, shape, layer.param_dtype) if layer.use_scale else None
     bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if getattr(layer, "use_bias", False) else None
@@ -403,8 +403,8 @@ class MultiHeadDotProductAttention(_Served, nn.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention`, whose attention is computed by `attention`.
 
     All arguments of Linen's are served. Where weights are dropped, or sown, or products have functions of their own,
-    weights exist: then the products with queries and values are Linen's, and only the softmax is this library's. Without
-    them the softmax is in float32 whatever `force_fp32_for_softmax` says. Projections and `normalize_qk` are Linen's.
+    weights exist: then the products with queries and values are Linen's, and only the softmax is this library's. Else
+    the softmax is in float32 whatever `force_fp32_for_softmax` says. Projections and `normalize_qk` are Linen's.
 
     Example:
       >>> from jaxdnn import linen

@@ -45,7 +45,7 @@ class _Layer:
         self.determinism = determinism
 
     @property
-    def _how(self) -> dict[str, str | None]:
+    def _how(self) -> dict[str, Any]:
         return {"engine": self.engine, "determinism": self.determinism}
 
 

@@ -59,7 +59,8 @@ def operands(op: str, weights: Any, promote: Promote, carry: Any, x: Any) -> Ope
     bias, recurrent_bias = (None if v is None else v[0] for v in (weights.bias, weights.recurrent_bias))
     given = [*promote(x, weights.w[0], bias), *promote(h, weights.r[0], recurrent_bias)]
     common = jnp.result_type(*(v.dtype for v in given if v is not None))
-    x, w, bias, h, r, recurrent_bias = (None if v is None else v.astype(common) for v in given)
+    alike: Callable[[Any], Any] = lambda v: None if v is None else v.astype(common)
+    x, w, bias, h, r, recurrent_bias = map(alike, given)
     state = carry if op == "gru" else c
     wide = common if state is None else jnp.promote_types(common, state.dtype)
     biases = {"bias": bias, "recurrent_bias": recurrent_bias}

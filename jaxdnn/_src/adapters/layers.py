@@ -110,7 +110,7 @@ def over_axes(
     **how: Any,
 ) -> Array:
     """x normalised over the axes `reduced`, with a scale and a bias that extend along the axes `features`."""
-    norm = layer_norm if centred else rms_norm
+    norm: Callable[..., Any] = layer_norm if centred else rms_norm
     sizes = [x.shape[axis] for axis in features]
     scale, bias = (None if v is None else v.reshape(sizes) for v in (scale, bias))
     if tuple(reduced) == tuple(features):
@@ -126,7 +126,7 @@ def over_axes(
 def over_groups(x: Array, scale: Any, bias: Any, *, groups: int, eps: float, axis: int, **how: Any) -> Array:
     """x normalised, for each element of the first axis, over groups of its channels and everything but these."""
     given, layout = _with_pixels(x, axis)
-    y = group_norm(given, groups=groups, scale=scale, bias=bias, eps=eps, layout=layout, **how)
+    y: Any = group_norm(given, groups=groups, scale=scale, bias=bias, eps=eps, layout=layout, **how)
     return _restored(y, x.shape, axis)
 
 
