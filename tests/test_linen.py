@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.linen import dtypes
 
 import jaxdnn as dnn
 from jaxdnn import linen
@@ -19,7 +20,7 @@ normal = nn.initializers.normal(1.0)
 
 def promoted(*arrays: Any, **kwargs: Any) -> Any:
     """Linen's function of this kind, as another function."""
-    return nn.dtypes.promote_dtype(*arrays, **kwargs)
+    return dtypes.promote_dtype(*arrays, **kwargs)
 
 
 def halved(*args: Any, **kwargs: Any) -> Any:
@@ -156,14 +157,14 @@ def test_sequences_are_linens(kind: str, direction: dict[str, Any], lengths: Any
 def test_dropout_is_ours_of_linens_key():
     x, key = numbers((4, 5, 6)), jax.random.key(2)
     layer = linen.Dropout(0.25, broadcast_dims=(1,), rng_collection="noise")
-    y = layer.apply({}, x, deterministic=False, rng=key)
+    y: Any = layer.apply({}, x, deterministic=False, rng=key)
     kept = dnn.dropout_mask(key, (4, 1, 6), rate=0.25)
     np.testing.assert_allclose(y, jnp.where(kept, x / 0.75, 0), rtol=1e-6)
     drawn = linen.Dropout(0.25, deterministic=False).apply({}, x, rngs={"dropout": key})
     own = nn.Dropout(0.25, deterministic=False).bind({}, rngs={"dropout": key}).make_rng("dropout")
     np.testing.assert_array_equal(drawn, dnn.dropout(x, own, rate=0.25))
     assert layer.apply({}, x, deterministic=True) is x
-    named = layer.apply({}, x, deterministic=False, rngs={"noise": key})
+    named: Any = layer.apply({}, x, deterministic=False, rngs={"noise": key})
     assert ((named == 0).all(1) | (named != 0).all(1)).all()
 
 
@@ -193,7 +194,7 @@ def test_every_argument_is_exercised_or_refused(name: str):
 
 def test_refusals_name_the_argument():
     x, key = jnp.ones((3, 4)), jax.random.key(0)
-    for name, argument in ((name, argument) for name in REFUSED if "Norm" in name for argument in REFUSED[name]):
+    for name, argument in ((n, a) for n in REFUSED if "Norm" in n for a in REFUSED[n]):
         layer = getattr(linen, name)(**{argument: "x"}, **({"num_groups": 2} if name == "GroupNorm" else {}))
         with pytest.raises(NotImplementedError, match=f"`{argument}` must be None"):
             layer.init(key, x, **({"use_running_average": False} if name == "BatchNorm" else {}))
