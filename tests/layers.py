@@ -51,7 +51,8 @@ def numbers(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> 
 def other(tree: Any) -> Any:
     """The same arrays with other numbers, positive, so that they may be variances too."""
     leaves, structure = jax.tree.flatten(tree)
-    new = [abs(numbers(v.shape, v.dtype, i)) + 0.25 if v.dtype.kind in "fV" else v for i, v in enumerate(leaves)]
+    floats = [hasattr(v, "dtype") and v.dtype.kind in "fV" for v in leaves]
+    new = [abs(numbers(v.shape, v.dtype, i)) + 0.25 if floats[i] else v for i, v in enumerate(leaves)]
     return jax.tree.unflatten(structure, new)
 
 

@@ -39,8 +39,8 @@ CONV = {"padding": ((2, 1),), "kernel_dilation": (2,), "mask": MASK, "precision"
 CONV |= {"kernel_init": normal, "bias_init": normal, "strides": (1,)}
 NORM = {"epsilon": 0.5, "scale_init": normal, "use_fast_variance": False, "force_float32_reductions": False}
 NORM |= {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-CELL = {"kernel_init": normal, "recurrent_kernel_init": normal, "bias_init": normal, "dtype": jnp.float32}
-CELL |= {"param_dtype": jnp.bfloat16, "carry_init": normal, "activation_fn": jax.lax.tanh}
+CELL = {"kernel_init": normal, "recurrent_kernel_init": normal, "bias_init": normal}
+CELL |= {"carry_init": normal, "activation_fn": jax.lax.tanh}
 GATED = {"gate_fn": jax.lax.logistic, **CELL}
 bf16 = jnp.bfloat16
 
@@ -154,6 +154,18 @@ def test_sequences_are_linens(kind: str, direction: dict[str, Any], lengths: Any
         assert_near(outcome(Whole(nn.RNN(ours)), variables, x), wanted, 64, bf16)
 
 
+@pytest.mark.parametrize("kind", ["LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell"])
+def test_cells_of_narrow_computations(kind: str):
+    """dtype and param_dtype; a state is rounded to the dtype of the computation."""
+    how = {"dtype": bf16, "param_dtype": jnp.float16, "recurrent_kernel_init": normal}
+    ours, theirs = (getattr(m, kind)(6, **how) for m in (linen, nn))
+    carry = jax.tree.map(lambda v: v + 0.25, theirs.initialize_carry(jax.random.key(0), (3, 4)))
+    variables = theirs.init(jax.random.key(1), carry, numbers((3, 4)))
+    assert_same(ours.init(jax.random.key(1), carry, numbers((3, 4))), variables)
+    found, wanted = (jax.jit(layer.apply)(variables, carry, numbers((3, 4))) for layer in (ours, theirs))
+    assert_near(found, wanted, 16, bf16)
+
+
 def test_dropout_is_ours_of_linens_key():
     x, key = numbers((4, 5, 6)), jax.random.key(2)
     layer = linen.Dropout(0.25, broadcast_dims=(1,), rng_collection="noise")
@@ -174,6 +186,7 @@ ELSEWHERE = {
     "RNN": {"cell", "time_major", "return_carry", "reverse", "keep_order", "unroll"},
     "MultiHeadDotProductAttention": {"attention_fn", "decode"},
 }
+ELSEWHERE |= {name: {"dtype", "param_dtype"} for name in ("LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell")}
 ELSEWHERE["MultiHeadAttention"] = ELSEWHERE["MultiHeadDotProductAttention"]
 REFUSED = {
     **{name: {"axis_name", "axis_index_groups"} for name in ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")},
