@@ -92,8 +92,11 @@ def test_manifests_name_every_public_op():
     # Python binds the packages of commands to their parent when they are imported.
     assert public - set(dnn.__all__) <= {
         "engines",
+        "equinox",
         "lax_like",
+        "linen",
         "multi_head",
+        "nnx",
         "recurrent",
         "ring",
         "tolerance",

@@ -154,6 +154,8 @@ def level_of_products(call: Call) -> str:
 
 _registry: dict[str, list[Engine]] = {}
 _called: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
+# The engine that must serve the calls within that name none; JAX keys its tracing and compilation caches on it.
+asked = jax.make_user_context(None)
 _words: dict[str, str] = {}  # the names of primitives in error messages if no public op is being called
 
 
