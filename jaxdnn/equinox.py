@@ -81,6 +81,9 @@ class Conv3d(_Served, eqx.nn.Conv3d):
     """`equinox.nn.Conv3d`, see `Conv`."""
 
 
+_NOT_GIVEN: Any = object()
+
+
 class LayerNorm(_Layer, eqx.nn.LayerNorm):
     """`equinox.nn.LayerNorm`, computed by `layer_norm`. All arguments of Equinox's are served.
 
@@ -90,7 +93,7 @@ class LayerNorm(_Layer, eqx.nn.LayerNorm):
       [1.0, -1.0]
     """
 
-    def __call__(self, x: Array, state: Any = None, *, key: Any = None) -> Any:
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         return _with_state(_over_all(self, x, centred=True), state)
 
 
@@ -105,7 +108,7 @@ def _over_all(layer: Any, x: Array, centred: bool) -> Array:
 
 def _with_state(y: Array, state: Any) -> Any:
     """The result, with the state if one was given."""
-    return y if state is None else (y, state)
+    return y if state is _NOT_GIVEN else (y, state)
 
 
 class RMSNorm(_Layer, eqx.nn.RMSNorm):
@@ -117,7 +120,7 @@ class RMSNorm(_Layer, eqx.nn.RMSNorm):
       [1.0, -1.0]
     """
 
-    def __call__(self, x: Array, state: Any = None, *, key: Any = None) -> Any:
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         return _with_state(_over_all(self, x, centred=False), state)
 
 
@@ -130,7 +133,7 @@ class GroupNorm(_Layer, eqx.nn.GroupNorm):
       [-1.0, 1.0, 1.0, -1.0]
     """
 
-    def __call__(self, x: Array, state: Any = None, *, key: Any = None) -> Any:
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         how = {"groups": self.groups, "eps": self.eps, "axis": 1, "out_dtype": x.dtype, **self._how}
         return _with_state(layers.over_groups(x[None], self.weight, self.bias, **how)[0], state)
 
@@ -218,9 +221,12 @@ class Dropout(_Layer, eqx.nn.Dropout):
     ) -> Array:
         if not checks.is_number(self.p):
             raise refused("p", "a number known when traced", self.p)
-        inference = self.inference if inference is None else inference
-        if self.p == 0 or inference or deterministic is not None or key is None:
+        asked = inference if deterministic is None else deterministic
+        fixed = self.inference if asked is None else asked
+        if self.p == 0 or fixed or key is None:
             return super().__call__(x, key=key, inference=inference, deterministic=deterministic)
+        if deterministic is not None:  # Equinox's warning of a deprecated argument
+            super().__call__(x, inference=True, deterministic=True)
         return layers.dropped(x, key, self.p, **self._how)
 
 

@@ -53,9 +53,12 @@ class _Layer(nn.Module):
 class _Served(_Layer):
     """A layer that computes what Linen's does, with functions of lax and jax.nn replaced by this library's."""
 
+    @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The function that Linen has wrapped: one call of the layer is one to interceptors, tables and intermediates.
+        compute = super().__call__.__wrapped__  # type: ignore[misc]
         with layers.served(**self._how):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return compute(self, *args, **kwargs)
 
 
 class Conv(_Served, nn.Conv):
@@ -242,6 +245,8 @@ class Dropout(_Layer, nn.Dropout):
         fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
         if self.rate == 0.0 or fixed:
             return inputs
+        if self.rate == 1.0:  # no key is drawn, as in Linen
+            return jnp.zeros_like(inputs)
         key = self.make_rng(self.rng_collection) if rng is None else rng
         return layers.dropped(inputs, key, self.rate, self.broadcast_dims, **self._how)
 

@@ -112,7 +112,7 @@ def test_batch_normalisation_in_both_modes(mode: Any):
         fixed = eqx.nn.inference_mode(layer)
         after = jax.vmap(fixed, axis_name="b", in_axes=(0, None), out_axes=(0, None))(numbers((5, 4, 3)), state)[0]
         found.append((values, after, [v for v in jax.tree.leaves(state) if v.dtype.kind == "f"]))
-    assert_near(*found, 64)
+    assert_near(*found, 64)  # type: ignore[call-arg]
     plain = dnneqx.BatchNorm(4, "b", channelwise_affine=False, inference=True, dtype=jnp.float32, mode=mode)
     assert plain.weight is None
     assert plain.inference
@@ -143,6 +143,14 @@ def test_attention_of_masks_sizes_and_dropout():
         assert_near(run(ours), run(theirs), 64)
 
 
+@pytest.mark.parametrize(("name", "args"), [("LayerNorm", (4,)), ("RMSNorm", (4,)), ("GroupNorm", (2, 4))])
+def test_a_state_that_is_given_is_returned(name: str, args: tuple[int, ...]):
+    """Also None, as a block hands on that may have a batch normalisation in this place."""
+    for module in (dnneqx, eqx.nn):
+        y, state = getattr(module, name)(*args)(jnp.ones(4), None)
+        assert (y.shape, state) == ((4,), None)
+
+
 def test_dropout_is_ours():
     x, key = numbers((4, 5)), jax.random.key(2)
     layer = dnneqx.Dropout(0.25)
@@ -150,6 +158,9 @@ def test_dropout_is_ours():
     assert eqx.nn.inference_mode(layer)(x) is x
     with pytest.raises(RuntimeError, match="requires a key"):
         layer(x)
+    with pytest.warns(UserWarning, match="deprecated"):
+        old = layer(x, key=key, deterministic=False)
+    np.testing.assert_array_equal(old, dnn.dropout(x, key, rate=0.25))
     with pytest.raises(NotImplementedError, match="`p` must be a number known when traced"):
         dnneqx.Dropout(jnp.float32(0.5))(x, key=key)  # type: ignore[arg-type]
 
@@ -180,7 +191,7 @@ def test_every_argument_is_exercised_or_refused(name: str):
 def test_engine_and_determinism_reach_the_op_and_are_no_leaves():
     layer = dnneqx.Conv1d(4, 6, 3, engine="ordered", determinism="portable", **KEY)
     x = numbers((4, 9))
-    how = {"layout": "NCW", "filter_layout": "OIW", "engine": "ordered", "determinism": "portable"}
+    how: Any = {"layout": "NCW", "filter_layout": "OIW", "engine": "ordered", "determinism": "portable"}
     np.testing.assert_array_equal(layer(x), dnn.conv(x[None], layer.weight, **how)[0] + layer.bias)
     assert len(jax.tree.leaves(layer)) == 2
     with pytest.raises(NotImplementedError, match="cannot be served by engine 'hopper'"):

@@ -166,6 +166,31 @@ def test_cells_of_narrow_computations(kind: str):
     assert_near(found, wanted, 16, bf16)
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "shape"), [("Conv", (2, (3,)), (1, 4, 3)), ("MultiHeadDotProductAttention", (1,), (1, 4, 3))]
+)
+def test_a_call_is_one_to_interceptors_and_intermediates(name: str, args: tuple[Any, ...], shape: tuple[int, ...]):
+    seen: dict[Any, Any] = {}
+    for module in (linen, nn):
+        called: list[str] = []
+
+        def note(following: Any, args: Any, kwargs: Any, context: Any, called: list[str] = called) -> Any:
+            called.append(f"{type(context.module).__name__}.{context.method_name}")
+            return following(*args, **kwargs)
+
+        layer = getattr(module, name)(*args)
+        variables = layer.init(jax.random.key(0), jnp.ones(shape))
+        with nn.intercept_methods(note):
+            _, kept = layer.apply(variables, jnp.ones(shape), capture_intermediates=True, mutable="intermediates")
+        seen[module] = called, jax.tree.map(jnp.shape, kept)
+    assert seen[linen] == seen[nn]
+
+
+def test_dropout_of_everything_draws_no_key():
+    for module in (linen, nn):
+        assert not module.Dropout(1.0, deterministic=False).apply({}, jnp.ones(3)).any()
+
+
 def test_dropout_is_ours_of_linens_key():
     x, key = numbers((4, 5, 6)), jax.random.key(2)
     layer = linen.Dropout(0.25, broadcast_dims=(1,), rng_collection="noise")

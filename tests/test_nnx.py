@@ -230,6 +230,16 @@ def test_dropout_is_ours_of_flaxs_key():
     )
     layer.eval()
     assert layer(x) is x
+    with pytest.raises(TypeError, match="`rngs` must be an Rngs, an RngStream or a key, got int"):
+        plain(x, rngs=3)  # type: ignore[arg-type]
+
+
+def test_dropout_of_everything_draws_no_key():
+    for module in (dnnx, nnx):
+        assert not module.Dropout(1.0)(jnp.ones(3)).any()
+        layer = module.Dropout(1.0, rngs=nnx.Rngs(0))
+        layer(jnp.ones(3))
+        assert layer.rngs.count[...] == 0  # type: ignore[union-attr]
 
 
 def test_modes_and_pooling():
