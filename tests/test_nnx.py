@@ -234,6 +234,17 @@ def test_dropout_is_ours_of_flaxs_key():
         plain(x, rngs=3)  # type: ignore[arg-type]
 
 
+def test_a_level_that_is_none_is_named_by_its_argument():
+    with pytest.raises(ValueError, match="`determinism` must be one of 'fast'"):
+        dnnx.Conv(4, 6, (3,), determinism="nope", rngs=nnx.Rngs(0))(jnp.ones((1, 5, 4)))
+
+
+def test_features_that_do_not_fit():
+    for name in ("LayerNorm", "RMSNorm", "InstanceNorm"):
+        with pytest.raises(ValueError, match=r"`x` must have 4 features, as the layer.s scale, got \[3\] along \(2,\)"):
+            getattr(dnnx, name)(4, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 3)))
+
+
 def test_dropout_of_everything_draws_no_key():
     for module in (dnnx, nnx):
         assert not module.Dropout(1.0)(jnp.ones(3)).any()
