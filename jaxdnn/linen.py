@@ -365,7 +365,8 @@ class RNN(_Layer, nn.RNN):
             initial_carry = self.cell.initialize_carry(key, cells.step_shape(inputs, asked["time_major"]))
         if self.is_initializing():  # one step makes the parameters
             self.cell(initial_carry, inputs[0] if asked["time_major"] else inputs[..., 0, :])
-        operands = _operands(op, self.cell, self.cell.variables["params"], initial_carry, inputs)
+        parameters = nn.unbox(self.cell.variables["params"])  # without metadata of partitioning
+        operands = _operands(op, self.cell, parameters, initial_carry, inputs)
         how = cells.options(op, self.cell) | self._how
         return cells.scanned(op, operands, seq_lengths, flip_sequences, **asked, **how)
 

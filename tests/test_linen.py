@@ -186,6 +186,13 @@ def test_a_call_is_one_to_interceptors_and_intermediates(name: str, args: tuple[
     assert seen[linen] == seen[nn]
 
 
+def test_a_sequence_of_partitioned_parameters():
+    split = nn.with_partitioning(nn.initializers.normal(1.0), (None, "model"))
+    x = numbers((2, 3, 4))
+    found = [m.RNN(m.GRUCell(6, kernel_init=split)).init_with_output(jax.random.key(0), x) for m in (linen, nn)]
+    assert_near(*found, 64)
+
+
 def test_dropout_of_everything_draws_no_key():
     for module in (linen, nn):
         assert not module.Dropout(1.0, deterministic=False).apply({}, jnp.ones(3)).any()
