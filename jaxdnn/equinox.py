@@ -16,18 +16,23 @@ An argument that is not served raises NotImplementedError, which names it. `pip 
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._src.adapters import layers
+from jaxdnn._src.adapters.calls import refused
+from jaxdnn._src.adapters.neural import dot_product_attention
+from jaxdnn._src.core import checks
+from jaxdnn._src.rnn.api import gru_cell, lstm_cell
 
 try:
     import equinox as eqx
 except ModuleNotFoundError as error:
     if error.name != "equinox":
         raise
-    raise ModuleNotFoundError(
-        "`jaxdnn.equinox` needs Equinox, which `pip install jaxdnn[equinox]` installs.", name="equinox"
-    ) from error
+    message = "`jaxdnn.equinox` needs Equinox, which `pip install jaxdnn[equinox]` installs."
+    raise ModuleNotFoundError(message, name="equinox") from error
 
 
 class _Layer(eqx.Module):
@@ -42,7 +47,7 @@ class _Layer(eqx.Module):
         self.determinism = determinism
 
     @property
-    def _how(self) -> dict[str, str | None]:
+    def _how(self) -> dict[str, Any]:
         return {"engine": self.engine, "determinism": self.determinism}
 
 
@@ -76,6 +81,9 @@ class Conv3d(_Served, eqx.nn.Conv3d):
     """`equinox.nn.Conv3d`, see `Conv`."""
 
 
+_NOT_GIVEN: Any = object()
+
+
 class LayerNorm(_Layer, eqx.nn.LayerNorm):
     """`equinox.nn.LayerNorm`, computed by `layer_norm`. All arguments of Equinox's are served.
 
@@ -85,7 +93,7 @@ class LayerNorm(_Layer, eqx.nn.LayerNorm):
       [1.0, -1.0]
     """
 
-    def __call__(self, x: Array, state: Any = None, *, key: Any = None) -> Any:
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         return _with_state(_over_all(self, x, centred=True), state)
 
 
@@ -100,4 +108,239 @@ def _over_all(layer: Any, x: Array, centred: bool) -> Array:
 
 def _with_state(y: Array, state: Any) -> Any:
     """The result, with the state if one was given."""
-    return y if state is None else (y, state)
+    return y if state is _NOT_GIVEN else (y, state)
+
+
+class RMSNorm(_Layer, eqx.nn.RMSNorm):
+    """`equinox.nn.RMSNorm`, computed by `rms_norm`. All arguments of Equinox's are served.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> dnneqx.RMSNorm(2, eps=0.0)(jnp.array([3.0, -3.0])).tolist()
+      [1.0, -1.0]
+    """
+
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
+        return _with_state(_over_all(self, x, centred=False), state)
+
+
+class GroupNorm(_Layer, eqx.nn.GroupNorm):
+    """`equinox.nn.GroupNorm`, computed by `group_norm`. All arguments of Equinox's are served.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> dnneqx.GroupNorm(2, 4, eps=0.0)(jnp.array([1.0, 3.0, 2.0, 0.0])).tolist()
+      [-1.0, 1.0, 1.0, -1.0]
+    """
+
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
+        how = {"groups": self.groups, "eps": self.eps, "axis": 1, "out_dtype": x.dtype, **self._how}
+        return _with_state(layers.over_groups(x[None], self.weight, self.bias, **how)[0], state)
+
+
+class BatchNorm(_Layer, eqx.nn.BatchNorm):
+    """`equinox.nn.BatchNorm`, computed by `batch_norm`, and by `batch_norm_inference` with running statistics.
+
+    The latter is one formula for every `engine`. As in Equinox the layer is mapped with `axis_name`, `momentum` weighs
+    the old statistic, and the running variance is the biased one; both modes are served. All arguments of Equinox's are
+    served.
+
+    Example:
+      >>> import equinox as eqx
+      >>> from jaxdnn import equinox as dnneqx
+      >>> norm, state = eqx.nn.make_with_state(dnneqx.BatchNorm)(1, "batch", eps=0.0, mode="batch")
+      >>> mapped = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+      >>> mapped(jnp.array([[1.0], [3.0]]), state)[0].ravel().tolist()
+      [-1.0, 1.0]
+    """
+
+    def __call__(self, x: Array, state: Any, *, key: Any = None, inference: bool | None = None) -> Any:
+        inference = self.inference if inference is None else inference
+        index = self.ema_state_index if self.mode == "ema" else self.batch_state_index
+        first, second = state.get(index)
+        out = jnp.result_type(x.dtype, first.dtype)
+        given = x.astype(out)[None]
+        how = {"axis": 1, "eps": self.eps, "out_dtype": out, **self._how}
+        if inference:
+            statistics = (first, second)
+            if self.mode == "batch":
+                count = state.get(self.batch_counter)
+                scale = jnp.where(count == 0, 1, 1 - self.momentum**count).astype(first.dtype)
+                statistics = (first / scale, second / scale)
+            return layers.by_statistics(given, *statistics, self.weight, self.bias, **how)[0], state
+        names = (self.axis_name,) if isinstance(self.axis_name, str) else tuple(self.axis_name)  # type: ignore[arg-type]
+        y, *new = layers.batch_statistics(given, self.weight, self.bias, axis_name=names, **how)
+        blend = [self.momentum * a + (1 - self.momentum) * b for a, b in zip((first, second), new, strict=True)]
+        if self.mode == "batch":
+            state = state.set(self.batch_counter, state.get(self.batch_counter) + 1)
+            return y[0], state.set(index, tuple(v.astype(first.dtype) for v in blend))
+        unset = state.get(self.ema_first_time_index)
+        state = state.set(self.ema_first_time_index, jnp.array(False))
+        mean, variance = (jnp.where(unset, b, a).astype(first.dtype) for a, b in zip(blend, new, strict=True))
+        state = state.set(index, (mean, variance))
+        return layers.by_statistics(given, mean, variance, self.weight, self.bias, **how)[0], state
+
+
+class ConvTranspose(_Served, eqx.nn.ConvTranspose):
+    """`equinox.nn.ConvTranspose`, computed by `conv_transpose`. All arguments of Equinox's are served.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> dnneqx.ConvTranspose(2, 3, 4, kernel_size=2, stride=2, key=jax.random.key(0))(jnp.ones((3, 4, 4))).shape
+      (4, 8, 8)
+    """
+
+
+class ConvTranspose1d(_Served, eqx.nn.ConvTranspose1d):
+    """`equinox.nn.ConvTranspose1d`, see `ConvTranspose`."""
+
+
+class ConvTranspose2d(_Served, eqx.nn.ConvTranspose2d):
+    """`equinox.nn.ConvTranspose2d`, see `ConvTranspose`."""
+
+
+class ConvTranspose3d(_Served, eqx.nn.ConvTranspose3d):
+    """`equinox.nn.ConvTranspose3d`, see `ConvTranspose`."""
+
+
+class Dropout(_Layer, eqx.nn.Dropout):
+    """`equinox.nn.Dropout`, computed by `dropout`.
+
+    The elements that are dropped are those of `jaxdnn.dropout_mask` for the key, other ones than Equinox drops: a mask
+    is a function of key and index alone, is drawn again in the gradient, and costs no memory. `p` must be known when
+    traced; all else is served.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> sorted(set(dnneqx.Dropout(0.5)(jnp.ones(100), key=jax.random.key(0)).tolist()))
+      [0.0, 2.0]
+    """
+
+    def __call__(
+        self, x: Array, *, key: Any = None, inference: bool | None = None, deterministic: bool | None = None
+    ) -> Array:
+        if not checks.is_number(self.p):
+            raise refused("p", "a number known when traced", self.p)
+        asked = inference if deterministic is None else deterministic
+        fixed = self.inference if asked is None else asked
+        if self.p == 0 or fixed or key is None:
+            return super().__call__(x, key=key, inference=inference, deterministic=deterministic)
+        if deterministic is not None:  # Equinox's warning of a deprecated argument
+            super().__call__(x, inference=True, deterministic=True)
+        return layers.dropped(x, key, self.p, **self._how)
+
+
+class LSTMCell(_Layer, eqx.nn.LSTMCell):
+    """`equinox.nn.LSTMCell`, computed by `lstm_cell`. All arguments of Equinox's are served.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> h, c = dnneqx.LSTMCell(3, 4, key=jax.random.key(0))(jnp.ones(3), (jnp.zeros(4), jnp.zeros(4)))
+      >>> h.shape
+      (4,)
+    """
+
+    def __call__(self, input: Array, hidden: Any, *, key: Any = None) -> tuple[Array, Array]:
+        h, c = hidden
+        x, h, c, w, r, bias = _alike(input, h, c, self.weight_ih, self.weight_hh, self.bias)
+        h, c = lstm_cell(x[None], w.T, r.T, h[None], c[None], bias=bias, **self._how)
+        return h[0], c[0]
+
+
+class GRUCell(_Layer, eqx.nn.GRUCell):
+    """`equinox.nn.GRUCell`, computed by `gru_cell`. All arguments of Equinox's are served.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> dnneqx.GRUCell(3, 4, key=jax.random.key(0))(jnp.ones(3), jnp.zeros(4)).shape
+      (4,)
+    """
+
+    def __call__(self, input: Array, hidden: Array, *, key: Any = None) -> Array:
+        x, h, w, r, bias, last = _alike(input, hidden, self.weight_ih, self.weight_hh, self.bias, self.bias_n)
+        behind = None if last is None else jnp.concatenate([jnp.zeros(2 * last.size, last.dtype), last])
+        return gru_cell(x[None], w.T, r.T, h[None], bias=bias, recurrent_bias=behind, **self._how)[0]
+
+
+def _alike(*arrays: Any) -> list[Any]:
+    """Arrays in the dtype that their sums and products have."""
+    dtype = jnp.result_type(*(v for v in arrays if v is not None))
+    return [None if v is None else v.astype(dtype) for v in arrays]
+
+
+class MultiheadAttention(_Layer, eqx.nn.MultiheadAttention):
+    """`equinox.nn.MultiheadAttention`, computed by `attention`.
+
+    All arguments of Equinox's are served. Where weights are dropped, or `vo_size` is another than `qk_size`, the
+    products with queries and values are Equinox's, and only the softmax is this library's. Projections are Equinox's.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> x = jnp.ones((5, 8))
+      >>> dnneqx.MultiheadAttention(2, 8, key=jax.random.key(0))(x, x, x).shape
+      (5, 8)
+    """
+
+    def __call__(
+        self,
+        query: Array,
+        key_: Array,
+        value: Array,
+        mask: Array | None = None,
+        *,
+        key: Any = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Any = None,
+    ) -> Array:
+        fixed = self.dropout.inference if inference is None else inference
+        with layers.served(**self._how):
+            if deterministic is not None or not (fixed or self.dropout.p == 0) or self.qk_size != self.vo_size:
+                how = {"inference": inference, "deterministic": deterministic, "process_heads": process_heads}
+                return super().__call__(query, key_, value, mask, key=key, **how)
+            given = ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
+            q, k, v = (self._project(projection, x) for projection, x in given)
+            if process_heads is not None:
+                shapes = (q.shape, k.shape, v.shape)
+                q, k, v = process_heads(q, k, v)
+                if (q.shape, k.shape, v.shape) != shapes:
+                    raise ValueError(
+                        f"`process_heads` must not change shapes, {shapes}, got {(q.shape, k.shape, v.shape)}."
+                    )
+            heads = mask if mask is None or mask.ndim == 3 else mask[None]
+            y = dot_product_attention(q, k, v, mask=heads)
+            return jax.vmap(self.output_proj)(y.reshape(y.shape[0], -1))
+
+
+class Pool(_Served, eqx.nn.Pool):
+    """`equinox.nn.Pool`, computed by `pool`: `operation` is `jax.lax.max` or `jax.lax.add`, and `init` its identity.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> dnneqx.MaxPool2d(2, stride=2)(jnp.arange(16.0).reshape(1, 4, 4)).tolist()
+      [[[5.0, 7.0], [13.0, 15.0]]]
+    """
+
+
+class AvgPool1d(_Served, eqx.nn.AvgPool1d):
+    """`equinox.nn.AvgPool1d`: sums of windows by `pool`, which are divided."""
+
+
+class AvgPool2d(_Served, eqx.nn.AvgPool2d):
+    """`equinox.nn.AvgPool2d`, see `AvgPool1d`."""
+
+
+class AvgPool3d(_Served, eqx.nn.AvgPool3d):
+    """`equinox.nn.AvgPool3d`, see `AvgPool1d`."""
+
+
+class MaxPool1d(_Served, eqx.nn.MaxPool1d):
+    """`equinox.nn.MaxPool1d`, computed by `pool`."""
+
+
+class MaxPool2d(_Served, eqx.nn.MaxPool2d):
+    """`equinox.nn.MaxPool2d`, computed by `pool`."""
+
+
+class MaxPool3d(_Served, eqx.nn.MaxPool3d):
+    """`equinox.nn.MaxPool3d`, computed by `pool`."""

@@ -46,16 +46,19 @@ class _Layer(nn.Module):
     determinism: str | None = None
 
     @property
-    def _how(self) -> dict[str, str | None]:
+    def _how(self) -> dict[str, Any]:
         return {"engine": self.engine, "determinism": self.determinism}
 
 
 class _Served(_Layer):
     """A layer that computes what Linen's does, with functions of lax and jax.nn replaced by this library's."""
 
+    @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The function that Linen has wrapped: one call of the layer is one to interceptors, tables and intermediates.
+        compute = super().__call__.__wrapped__  # type: ignore[misc]
         with layers.served(**self._how):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return compute(self, *args, **kwargs)
 
 
 class Conv(_Served, nn.Conv):
@@ -95,7 +98,7 @@ class _Norm(_Layer):
 
 
 def _normalised(layer: Any, x: Any, features: Any, compute: Callable[..., Any]) -> Any:
-    """What `compute` makes of x, which loses no precision, and of scale and bias, which extend along `features`."""
+    """What `compute` makes of x, not narrower than its result, and of scale and bias, which extend along `features`."""
     shape = [x.shape[axis] for axis in layers.axes_of(x.ndim, features)]
     scale = layer.param("scale", layer.scale_init, shape, layer.param_dtype) if layer.use_scale else None
     bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if getattr(layer, "use_bias", False) else None
@@ -242,6 +245,8 @@ class Dropout(_Layer, nn.Dropout):
         fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
         if self.rate == 0.0 or fixed:
             return inputs
+        if self.rate == 1.0:  # no key is drawn, as in Linen
+            return jnp.zeros_like(inputs)
         key = self.make_rng(self.rng_collection) if rng is None else rng
         return layers.dropped(inputs, key, self.rate, self.broadcast_dims, **self._how)
 
@@ -360,7 +365,8 @@ class RNN(_Layer, nn.RNN):
             initial_carry = self.cell.initialize_carry(key, cells.step_shape(inputs, asked["time_major"]))
         if self.is_initializing():  # one step makes the parameters
             self.cell(initial_carry, inputs[0] if asked["time_major"] else inputs[..., 0, :])
-        operands = _operands(op, self.cell, self.cell.variables["params"], initial_carry, inputs)
+        parameters = nn.unbox(self.cell.variables["params"])  # without metadata of partitioning
+        operands = _operands(op, self.cell, parameters, initial_carry, inputs)
         how = cells.options(op, self.cell) | self._how
         return cells.scanned(op, operands, seq_lengths, flip_sequences, **asked, **how)
 
@@ -403,8 +409,8 @@ class MultiHeadDotProductAttention(_Served, nn.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention`, whose attention is computed by `attention`.
 
     All arguments of Linen's are served. Where weights are dropped, or sown, or products have functions of their own,
-    weights exist: then the products with queries and values are Linen's, and the softmax is this library's. Without
-    them the softmax is in float32 whatever `force_fp32_for_softmax` says. Projections and `normalize_qk` are Linen's.
+    weights exist: then the products with queries and values are Linen's, and only the softmax is this library's. Else
+    the softmax is in float32 whatever `force_fp32_for_softmax` says. Projections and `normalize_qk` are Linen's.
 
     Example:
       >>> from jaxdnn import linen

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import recurrent
@@ -45,7 +46,7 @@ class _Layer:
         self.determinism = determinism
 
     @property
-    def _how(self) -> dict[str, str | None]:
+    def _how(self) -> dict[str, Any]:
         return {"engine": self.engine, "determinism": self.determinism}
 
 
@@ -230,11 +231,15 @@ class Dropout(_Layer, nnx.Dropout):
         )
         if self.rate == 0.0 or fixed:
             return inputs
+        if self.rate == 1.0:  # no key is drawn, as in Flax
+            return jnp.zeros_like(inputs)
         rngs = nnx.module.first_from(
             rngs, self.rngs, error_msg="`rngs` must be given to Dropout's constructor or call, got None in both."
         )
         rngs = rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
         key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
+        if not isinstance(key, Array):
+            raise TypeError(f"`rngs` must be an Rngs, an RngStream or a key, got {type(key).__name__}.")
         return layers.dropped(inputs, key, self.rate, self.broadcast_dims, **self._how)
 
 

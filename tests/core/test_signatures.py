@@ -60,6 +60,18 @@ def test_options_are_chosen_by_what_is_given():
         dnn.pool(x, 2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"as in activation\(x, activation=\.\.\.\), got 2 arguments"):
         dnn.activation(x, "relu")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"as in softmax\(x, axis=\.\.\.\), got 2 arguments"):
+        dnn.softmax(x, 1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"as in layer_norm\(x, scale=\.\.\., eps=\.\.\.\), got 3 arguments"):
+        dnn.layer_norm(x, c, 1e-3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"as in conv\(x, w, padding=\.\.\.\), got 3 arguments"):
+        dnn.conv(x, jnp.ones((1, 1, 3, 2)), "SAME")  # type: ignore[call-arg]
+
+
+def test_an_array_too_many():
+    x = jnp.ones(3)
+    with pytest.raises(TypeError, match="`add` must be given `a`, `c` by position and no more, got 3 arguments"):
+        dnn.add(x, x, x)  # type: ignore[call-arg]
 
 
 def test_other_errors_of_types_are_the_ops_own():

@@ -14,6 +14,7 @@ from jax import Array
 from jaxdnn._src.adapters.calls import refused
 from jaxdnn._src.adapters.patch import patch
 from jaxdnn._src.core import checks, engines
+from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn._src.core.determinism import determinism as required_level
 from jaxdnn._src.dropout.api import dropout, dropout_mask
 from jaxdnn._src.norm import devices as several
@@ -27,7 +28,7 @@ def served(engine: str | None, determinism: str | None) -> Iterator[None]:
     """Within the context JAX's functions that `patch` knows are this library's; what one does not serve raises."""
     with contextlib.ExitStack() as stack:
         if determinism is not None:
-            stack.enter_context(required_level(determinism))
+            stack.enter_context(required_level(checks.choice("determinism", determinism, LEVELS)))
         if engine is not None:
             stack.enter_context(engines.asked(checks.choice("engine", engine, engines.names())))
         patched = stack.enter_context(patch())
@@ -110,8 +111,11 @@ def over_axes(
     **how: Any,
 ) -> Array:
     """x normalised over the axes `reduced`, with a scale and a bias that extend along the axes `features`."""
-    norm = layer_norm if centred else rms_norm
+    norm: Callable[..., Any] = layer_norm if centred else rms_norm
     sizes = [x.shape[axis] for axis in features]
+    for name, v in (("scale", scale), ("bias", bias)):
+        if v is not None and v.size != math.prod(sizes):
+            raise ValueError(f"`x` must have {v.size} features, as the layer's {name}, got {sizes} along {features}.")
     scale, bias = (None if v is None else v.reshape(sizes) for v in (scale, bias))
     if tuple(reduced) == tuple(features):
         return norm(x, axis=reduced, scale=scale, bias=bias, eps=eps, out_dtype=out_dtype, **how)
@@ -126,7 +130,7 @@ def over_axes(
 def over_groups(x: Array, scale: Any, bias: Any, *, groups: int, eps: float, axis: int, **how: Any) -> Array:
     """x normalised, for each element of the first axis, over groups of its channels and everything but these."""
     given, layout = _with_pixels(x, axis)
-    y = group_norm(given, groups=groups, scale=scale, bias=bias, eps=eps, layout=layout, **how)
+    y: Any = group_norm(given, groups=groups, scale=scale, bias=bias, eps=eps, layout=layout, **how)
     return _restored(y, x.shape, axis)
 
 

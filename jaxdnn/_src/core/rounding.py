@@ -179,11 +179,22 @@ for _primitive in _joined.both:
     batching.defbroadcasting(_primitive)
     mlir.register_lowering(_primitive, _lowered(lambda p, residual, *, narrow: _hidden(p) + residual))
 
+
+def _of_shape(operand: Any, ct: Any) -> Any:
+    """A cotangent summed to its operand's shape: `vmap` gives an operand that it does not map an axis of size 1."""
+    axes = tuple(i for i, (n, m) in enumerate(zip(operand.aval.shape, ct.shape, strict=True)) if n != m)
+    return ct.sum(axes, keepdims=True) if axes else ct
+
+
 _product = Partitioned("rounded_product")
 for _primitive in _product.both:
     _primitive.def_impl(lax.mul_p.bind)
     _primitive.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
-    ad.defbilinear(_primitive, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
+    ad.defbilinear(
+        _primitive,
+        lambda ct, a, b: _of_shape(a, product(ct, b)),
+        lambda ct, a, b: _of_shape(b, product(a, ct)),
+    )
     batching.defbroadcasting(_primitive)
     mlir.register_lowering(_primitive, _lowered(lambda a, b: _hidden(a * b)))
 

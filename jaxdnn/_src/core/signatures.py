@@ -34,6 +34,30 @@ def blends(signature: inspect.Signature) -> bool:
     return "prior" in signature.parameters and beta is not None and beta.default == 0
 
 
+def _is_array(value: Any) -> bool:
+    return getattr(value, "ndim", 0) > 0
+
+
+def _of_arrays(annotation: str) -> bool:
+    return annotation.startswith("ArrayLike")
+
+
+# Words of annotations whose options take a value of the type.
+_WORDS: Mapping[type, tuple[str, ...]] = {
+    bool: ("bool",),
+    int: ("int", "PerAxis", "Padding", "float", "Scale"),
+    float: ("float", "Scale"),
+    str: ("str", "DTypeLike", "Padding", "Activation"),
+    tuple: ("Sequence", "tuple", "PerAxis", "Padding", "Activation"),
+    list: ("Sequence", "PerAxis", "Padding"),
+}
+
+
+def _admits(annotation: str, value: Any) -> bool:
+    """Whether an option so annotated takes values of this type, as far as its words tell."""
+    return any(word in annotation for word in _WORDS.get(type(value), ("DTypeLike", "Callable", "Any")))
+
+
 def misfit(op: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with a call that gives too much by position or names no argument; None of all other calls."""
     options = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -43,9 +67,11 @@ def misfit(op: str, signature: inspect.Signature, args: Sequence[Any], kwargs: M
         left = [p for p in options if p.name not in kwargs]
         named: list[str] = []
         for value in surplus:
-            arrays = getattr(value, "ndim", 0) > 0
-            fitting = [p.name for p in left if p.name not in named and p.annotation.startswith("ArrayLike") == arrays]
-            named += fitting[:1]
+            fitting = [p for p in left if p.name not in named and _is_array(value) == _of_arrays(p.annotation)]
+            named += [p.name for p in sorted(fitting, key=lambda p: not _admits(p.annotation, value))][:1]
+        if not named:
+            arrays = ", ".join(f"`{name}`" for name in required)
+            return f"`{op}` must be given {arrays} by position and no more, got {len(args)} arguments by position."
         call = ", ".join([*required, *(f"{name}=..." for name in named)])
         return f"Options of `{op}` must be given by keyword, as in {op}({call}), got {len(args)} arguments by position."
     for name in kwargs:
