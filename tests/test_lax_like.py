@@ -281,7 +281,7 @@ def test_what_lax_refuses_is_refused_in_its_words(options: Any, error: type[Exce
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
 
-REDUCTIONS = {"max": (-jnp.inf, lax.max), "add": (0.0, lax.add)}
+REDUCTIONS = {"max": (-jnp.inf, lax.max), "min": (jnp.inf, lax.min), "add": (0.0, lax.add)}
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -322,8 +322,10 @@ def test_dilated_and_cut_off_windows(reduction: str):
 def test_windows_of_narrow_dtypes(dtype: Any):
     x, args = integers(2, 7, 6, 3, dtype=dtype), ((1, 3, 2, 1), (1, 2, 2, 1), "SAME")
     whole = jnp.issubdtype(dtype, jnp.integer)
-    first = np.array(jnp.iinfo(dtype).min if whole else -np.inf, dtype)
-    assert_equal([lax_like.reduce_window(x, first, lax.max, *args)], [lax.reduce_window(x, first, lax.max, *args)])
+    least, largest = (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max) if whole else (-np.inf, np.inf)
+    for computation, first in ((lax.max, np.array(least, dtype)), (lax.min, np.array(largest, dtype))):
+        wanted = lax.reduce_window(x, first, computation, *args)
+        assert_equal([lax_like.reduce_window(x, first, computation, *args)], [wanted])
     if not whole:
         zero = jnp.zeros((), dtype)
         assert_equal([lax_like.reduce_window(x, zero, lax.add, *args)], [lax.reduce_window(x, zero, lax.add, *args)])
@@ -334,6 +336,19 @@ def test_maxima_of_integers_may_start_at_minus_infinity(dtype: Any):
     """lax takes it for the least integer."""
     x, args = integers(2, 7, 6, 3, dtype=dtype), (lax.max, (1, 3, 2, 1), (1, 2, 2, 1), "SAME")
     assert_equal([lax_like.reduce_window(x, -jnp.inf, *args)], [lax.reduce_window(x, -jnp.inf, *args)])
+
+
+def test_minima_of_nan_infinities_and_the_ends_of_integers():
+    """NaN spreads to its windows as in lax, and no negation overflows."""
+    x = jnp.asarray([[np.nan, 1.0, -np.inf, 2.0, np.inf, np.inf, np.inf]])
+    args = (lax.min, (1, 2), (1, 1), "SAME")
+    np.testing.assert_array_equal(lax_like.reduce_window(x, jnp.inf, *args), lax.reduce_window(x, jnp.inf, *args))
+    for dtype in (jnp.int8, jnp.uint8, jnp.int32):
+        ends = jnp.iinfo(dtype)
+        x = jnp.asarray([[ends.min, ends.max, ends.max, ends.min, ends.max]], dtype)
+        wanted = lax.reduce_window(x, np.array(ends.max, dtype), *args)
+        assert_equal([lax_like.reduce_window(x, np.array(ends.max, dtype), *args)], [wanted])
+        assert_equal([lax_like.reduce_window(x, jnp.inf, *args)], [wanted])
 
 
 def test_sums_are_no_averages_times_a_count():
@@ -349,7 +364,12 @@ WINDOWS = dict(init_value=-jnp.inf, computation=lax.max, window_dimensions=(1, 2
 @pytest.mark.parametrize(
     ("operand", "options", "message"),
     [
-        (X, {"computation": lax.min, "init_value": jnp.inf}, "`computation` must be jax.lax.max or .*got 'min'"),
+        (
+            X,
+            {"computation": lax.mul, "init_value": 1.0},
+            "`computation` must be jax.lax.max, jax.lax.min or .*got 'mul'",
+        ),
+        (X, {"computation": lax.min}, "`init_value` must be inf, known when traced .*got -inf"),
         (X, {"init_value": 0.0}, "`init_value` must be -inf, known when traced.*got 0.0"),
         (X, {"computation": lax.add, "init_value": 1.0}, "`init_value` must be 0, known when traced.*got 1.0"),
         ((X, X), {"init_value": (0.0, 0.0)}, "`operand` must be one array"),

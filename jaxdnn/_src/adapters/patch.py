@@ -122,9 +122,9 @@ def patch(*, precision: str | None = None) -> Patched:
         print(patched)
 
     Replaced are `lax.conv_general_dilated` and what is made of it (`lax.conv`, `lax.conv_transpose`, convolutions of
-    Flax and Equinox), `lax.reduce_window` of maxima and sums (pooling), under whatever name a program has them, and
-    `jax.nn.dot_product_attention`, `jax.nn.softmax` and `jax.nn.log_softmax` where they are called under these names.
-    They become the functions of `jaxdnn.lax_like`. What these refuse is left to JAX, and listed with the reason.
+    Flax and Equinox), `lax.reduce_window` of maxima, minima and sums (pooling), under whatever name a program has them,
+    and `jax.nn.dot_product_attention`, `jax.nn.softmax` and `jax.nn.log_softmax` where they are called under these
+    names. They become the functions of `jaxdnn.lax_like`. What these refuse is left to JAX, and listed with the reason.
 
     Args:
       precision: None multiplies float32 in convolutions exactly. "tf32" lets it be cut to TF32, as lax itself does on
@@ -193,8 +193,8 @@ def _of_windows(computation: Any, first: Callable[[Any], Any]) -> Callable[..., 
 
 
 def _unknown_windows(_: str | None, /, *operands: Any, **parameters: Any) -> Any:
-    expected = "`computation` must be jax.lax.max or jax.lax.add, and `init_value` its identity, known when traced,"
-    raise NotImplementedError(f"{expected} to be served by jaxdnn, got others.")
+    expected = "`computation` must be jax.lax.max, jax.lax.min or jax.lax.add, and `init_value` its identity,"
+    raise NotImplementedError(f"{expected} known when traced, to be served by jaxdnn, got others.")
 
 
 def _under_its_name(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,8 +209,13 @@ _TARGETS = (
         "reduce_window",
         _of_windows(lax.max, lambda t: np.array(np.iinfo(t).min, t) if t.kind in "iu" else -np.inf),
     ),
+    _Target(
+        lax.reduce_window_min_p,
+        "bind",
+        "reduce_window",
+        _of_windows(lax.min, lambda t: np.array(np.iinfo(t).max, t) if t.kind in "iu" else np.inf),
+    ),
     _Target(lax.reduce_window_sum_p, "bind", "reduce_window", _of_windows(lax.add, lambda t: 0)),
-    _Target(lax.reduce_window_min_p, "bind", "reduce_window", _of_windows(lax.min, lambda t: np.inf)),
     _Target(lax.reduce_window_p, "bind", "reduce_window", _unknown_windows),
     *(
         _Target(jax.nn, name, name, _under_its_name(getattr(neural, name)))

@@ -1,4 +1,4 @@
-"""Maxima and sums over windows with lax's signature."""
+"""Maxima, minima and sums over windows with lax's signature."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from jaxdnn._src.pool.arguments import Options
 
 _FLOATS = [np.dtype(t) for t in checks.FLOATS]
 _INTEGERS = [np.dtype(t) for t in arguments.INTEGERS["max"]]
-_MAXIMUM, _SUM = (lax.max, lax.add)
+_MAXIMUM, _MINIMUM, _SUM = (lax.max, lax.min, lax.add)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,33 +55,34 @@ def reduce_window(
     base_dilation: Sequence[int] | None = None,
     window_dilation: Sequence[int] | None = None,
 ) -> Array:
-    """`jax.lax.reduce_window` of maxima and sums, computed by the engines of `pool`.
+    """`jax.lax.reduce_window` of maxima, minima and sums, computed by the engines of `pool`.
 
-    y[p] = max, or Σ, of x[p u + r d - a] over the taps r of a window, along every axis
+    y[p] = max, min, or Σ, of x[p u + r d - a] over the taps r of a window, along every axis
 
-    with strides u, dilation d and low padding a. Padding is no maximum, and zero in sums.
+    with strides u, dilation d and low padding a. Padding is no maximum and no minimum, and zero in sums.
 
     Args:
-      operand: one array, of any rank; float32, bfloat16, float16, float64, and for maxima int8, uint8 or int32. Windows
-        extend along three axes at most.
-      init_value: -inf, or for integers also the least of their dtype, with `jax.lax.max`; 0 with `jax.lax.add`. Known
-        when traced.
-      computation: `jax.lax.max` or `jax.lax.add`.
+      operand: one array, of any rank; float32, bfloat16, float16, float64, and but for sums int8, uint8 or int32.
+        Windows extend along three axes at most.
+      init_value: -inf, or for integers also the least of their dtype, with `jax.lax.max`; inf, or the largest, with
+        `jax.lax.min`; 0 with `jax.lax.add`. Known when traced.
+      computation: `jax.lax.max`, `jax.lax.min` or `jax.lax.add`.
       window_dimensions: a sequence of integers, one for each axis.
       window_strides: None, or a sequence of integers.
-      padding: "SAME", "SAME_LOWER", "VALID", or (low, high) for each axis; negative numbers cut off. Every window of
-        maxima must have at least one element of the operand.
+      padding: "SAME", "SAME_LOWER", "VALID", or (low, high) for each axis; negative numbers cut off. Every window must
+        have at least one element of the operand.
       base_dilation: None or 1 along all axes.
       window_dilation: None, or a sequence of integers: steps between taps.
 
     Returns:
       What lax returns: an array of the same shape and dtype.
 
-    Differentiation: any order, forward and reverse. Of equal maxima the first in row-major order has the whole
-      derivative.
+    Differentiation: any order, forward and reverse. Of equal maxima or minima the first in row-major order has the
+      whole derivative.
 
-    Numerics: a maximum is exact; sums are added in float32 (float64 for float64) in the order that `pool` states, and
-      rounded once. They are no averages times a count, which would be rounded twice.
+    Numerics: maxima and minima are exact (a minimum is the maximum of -x, or of ~x for integers, turned back); sums are
+      added in float32 (float64 for float64) in the order that `pool` states, and rounded once. They are no averages
+      times a count, which would be rounded twice.
 
     Raises:
       NotImplementedError: what is not served: the argument, and what it was. Whatever lax raises for arguments that are
@@ -95,16 +96,16 @@ def reduce_window(
 
     Sources: `jax.lax.reduce_window`; XLA's ReduceWindow.
     """
-    if computation is not _MAXIMUM and computation is not _SUM:
-        raise refused("computation", "jax.lax.max or jax.lax.add", getattr(computation, "__name__", computation))
+    if all(computation is not served for served in (_MAXIMUM, _MINIMUM, _SUM)):
+        name = getattr(computation, "__name__", computation)
+        raise refused("computation", "jax.lax.max, jax.lax.min or jax.lax.add", name)
     if isinstance(operand, Sequence | dict) or not hasattr(operand, "dtype"):
         raise refused("operand", "one array", operand)
     x = checks.array("operand", operand)
-    maximum = computation is _MAXIMUM
-    served = [*_FLOATS, *(_INTEGERS if maximum else ())]
+    served = [*_FLOATS, *(_INTEGERS if computation is not _SUM else ())]
     if x.dtype not in served:
         raise refused("operand", f"one of {', '.join(t.name for t in served)}", x.dtype.name)
-    _require_identity(init_value, maximum, x.dtype)
+    _require_identity(init_value, computation, x.dtype)
     # JAX compares it while it traces, which it cannot do with its own arrays.
     known = np.asarray(init_value) if isinstance(init_value, Array) else init_value
     checked_by_jax(
@@ -124,7 +125,14 @@ def reduce_window(
         raise refused("base_dilation", "None or 1 along all axes", base_dilation)
     with serving("reduce_window"):
         over = _windows(x, window_dimensions, window_strides, padding, window_dilation)
-        return _computed(x, over, _maxima if maximum else _sums)
+        if computation is not _MINIMUM:
+            return _computed(x, over, _maxima if computation is _MAXIMUM else _sums)
+        return _reversed(_computed(_reversed(x), over, _maxima))
+
+
+def _reversed(x: Array) -> Array:
+    """x in the reverse order: where a number is larger, its image is smaller. Its own inverse, and exact."""
+    return -x if jnp.issubdtype(x.dtype, jnp.floating) else ~x
 
 
 def _computed(x: Array, over: Windows, reduce: Callable[..., Array]) -> Array:
@@ -138,10 +146,13 @@ def _computed(x: Array, over: Windows, reduce: Callable[..., Array]) -> Array:
     return _reduced(x, over, reduce)
 
 
-def _require_identity(value: Any, maximum: bool, dtype: Any) -> None:
+def _require_identity(value: Any, computation: Callable[..., Any], dtype: Any) -> None:
     """Refuses an initial value that changes results: it would be one more element of every window."""
-    wanted: tuple[float, ...] = (0,) if not maximum else (-np.inf,)
-    wanted = (int(np.iinfo(dtype).min), *wanted) if maximum and dtype in _INTEGERS else wanted
+    infinite = {_MAXIMUM: -np.inf, _MINIMUM: np.inf}.get(computation)
+    wanted: tuple[float, ...] = (0,) if infinite is None else (infinite,)
+    if infinite is not None and dtype in _INTEGERS:
+        ends = np.iinfo(dtype)
+        wanted = (int(ends.min if infinite < 0 else ends.max), infinite)
     known = checks.is_number(value) or (hasattr(value, "dtype") and not isinstance(value, Tracer))
     if not known or np.ndim(value) or float(value) not in wanted:
         raise refused("init_value", f"{' or '.join(map(str, wanted))}, known when traced", value)
