@@ -104,6 +104,7 @@ from jaxdnn._src.softmax.api import logsumexp as logsumexp
 from jaxdnn._src.softmax.api import softmax as softmax
 from jaxdnn._src.softmax.api import softmax_dgrad as softmax_dgrad
 from jaxdnn._src.softmax.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from jaxdnn._src.softmax.losses import cross_entropy as cross_entropy
 from jaxdnn._src.tensor.api import add as add
 from jaxdnn._src.tensor.api import fill as fill
 from jaxdnn._src.tensor.api import op_tensor as op_tensor

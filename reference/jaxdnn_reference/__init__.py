@@ -91,6 +91,7 @@ from jaxdnn_reference.rounding import round_to as round_to
 from jaxdnn_reference.softmax import logsumexp as logsumexp
 from jaxdnn_reference.softmax import softmax as softmax
 from jaxdnn_reference.softmax import softmax_dgrad as softmax_dgrad
+from jaxdnn_reference.softmax_cross_entropy import cross_entropy as cross_entropy
 from jaxdnn_reference.softmax_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxdnn_reference.tensor import add as add
 from jaxdnn_reference.tensor import fill as fill
