@@ -27,6 +27,7 @@ from jaxdnn import tolerance as tolerance
 from jaxdnn._src import families as _families
 from jaxdnn._src.activation.api import activation as activation
 from jaxdnn._src.activation.api import activation_dgrad as activation_dgrad
+from jaxdnn._src.activation.prelu import prelu as prelu
 from jaxdnn._src.adapters.patch import patch as patch
 from jaxdnn._src.attention.api import attention as attention
 from jaxdnn._src.attention.api import attention_dgrad as attention_dgrad

@@ -66,6 +66,7 @@ from jaxdnn_reference.pool import global_pool as global_pool
 from jaxdnn_reference.pool import pool as pool
 from jaxdnn_reference.pool import pool_dgrad as pool_dgrad
 from jaxdnn_reference.pool import unpool as unpool
+from jaxdnn_reference.prelu import prelu as prelu
 from jaxdnn_reference.product import Details as Details
 from jaxdnn_reference.reduce import reduce as reduce
 from jaxdnn_reference.resample import pixel_shuffle as pixel_shuffle
