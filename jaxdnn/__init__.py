@@ -27,6 +27,7 @@ from jaxdnn import tolerance as tolerance
 from jaxdnn._src import families as _families
 from jaxdnn._src.activation.api import activation as activation
 from jaxdnn._src.activation.api import activation_dgrad as activation_dgrad
+from jaxdnn._src.activation.prelu import prelu as prelu
 from jaxdnn._src.adapters.patch import patch as patch
 from jaxdnn._src.attention.api import attention as attention
 from jaxdnn._src.attention.api import attention_dgrad as attention_dgrad
@@ -104,6 +105,7 @@ from jaxdnn._src.softmax.api import logsumexp as logsumexp
 from jaxdnn._src.softmax.api import softmax as softmax
 from jaxdnn._src.softmax.api import softmax_dgrad as softmax_dgrad
 from jaxdnn._src.softmax.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from jaxdnn._src.softmax.losses import cross_entropy as cross_entropy
 from jaxdnn._src.tensor.api import add as add
 from jaxdnn._src.tensor.api import fill as fill
 from jaxdnn._src.tensor.api import op_tensor as op_tensor

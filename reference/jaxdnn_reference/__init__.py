@@ -66,6 +66,7 @@ from jaxdnn_reference.pool import global_pool as global_pool
 from jaxdnn_reference.pool import pool as pool
 from jaxdnn_reference.pool import pool_dgrad as pool_dgrad
 from jaxdnn_reference.pool import unpool as unpool
+from jaxdnn_reference.prelu import prelu as prelu
 from jaxdnn_reference.product import Details as Details
 from jaxdnn_reference.reduce import reduce as reduce
 from jaxdnn_reference.resample import pixel_shuffle as pixel_shuffle
@@ -91,6 +92,7 @@ from jaxdnn_reference.rounding import round_to as round_to
 from jaxdnn_reference.softmax import logsumexp as logsumexp
 from jaxdnn_reference.softmax import softmax as softmax
 from jaxdnn_reference.softmax import softmax_dgrad as softmax_dgrad
+from jaxdnn_reference.softmax_cross_entropy import cross_entropy as cross_entropy
 from jaxdnn_reference.softmax_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxdnn_reference.tensor import add as add
 from jaxdnn_reference.tensor import fill as fill

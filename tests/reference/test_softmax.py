@@ -104,3 +104,23 @@ def test_cross_entropy_by_hand():
     smooth = reference.linear_cross_entropy(one_hot, eye, np.arange(4), label_smoothing=0.25, reduction="none")
     target = 0.75 * eye[:4] + 0.25 / 6
     np.testing.assert_allclose(smooth, -(target * one_hot).sum(-1), rtol=1e-13)
+
+
+def test_cross_entropy_of_logits_by_hand():
+    z, labels, zeros = RANDOM.normal(size=(3, 8)), np.array([0, 5, 7]), np.zeros((3, 8))
+    assert abs(float(reference.cross_entropy(zeros, labels)) - np.log(8)) < 1e-15
+    assert abs(float(reference.cross_entropy(zeros, labels, z_loss=2.0)) - np.log(8) - 2 * np.log(8) ** 2) < 1e-14
+    kept = reference.cross_entropy(zeros, labels, ignore_index=5, reduction="none")
+    np.testing.assert_allclose(kept, [np.log(8), 0, np.log(8)])
+    assert np.isnan(reference.cross_entropy(zeros, labels + 8))
+    wanted = -scipy.special.log_softmax(z, -1)
+    weights = np.array([1.0, 2.0, 0.5])
+    found = reference.cross_entropy(z, labels, weights=weights)
+    np.testing.assert_allclose(found, (weights * wanted[np.arange(3), labels]).sum() / 3.5, rtol=1e-13)
+    p = RANDOM.random((8, 3))
+    target = 0.75 * p.T + 0.25 / 8
+    found = reference.cross_entropy(z.T, p, axis=0, label_smoothing=0.25, reduction="sum")
+    np.testing.assert_allclose(found, (target * wanted).sum(), rtol=1e-13)
+    np.testing.assert_allclose(
+        reference.cross_entropy(z, labels), reference.linear_cross_entropy(z, np.eye(8), labels), rtol=1e-14
+    )

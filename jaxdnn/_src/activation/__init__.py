@@ -9,12 +9,14 @@ MANIFEST = Manifest(
             "`portable` in bfloat16, float16, correctly rounded",
             "activation activation_dgrad",
         ),
+        Ops("none", "`portable`; the gradient in slopes `mesh_invariant`", "prelu"),
     ),
     examples="""
 activation       | NHWC, activation="gelu" -> NHWC       | NHWC -/- | element by element
 activation_dgrad | NHWC, NHWC, activation="gelu" -> NHWC | NHWC -/- | element by element
+prelu*           | NHWC, C -> NHWC                       | NHW -/+ C -/- | the slopes' gradient
 """,
     engines=("xla",),
-    cases=("cases",),
+    cases=("cases", "cases_prelu"),
     timed="timed",
 )

@@ -71,7 +71,7 @@ def activation(
     Sources: cuDNN's cudnnActivationForward (its seven modes) and the graph API's pointwise modes RELU to
       GELU_APPROX_TANH; the definition, `jaxdnn_reference.activation`, has a source for each. hard_sigmoid is PyTorch's
       and Keras 3's; ONNX's HardSigmoid is `activation(a * x + b, activation=("relu", 0, 1, 0))`. PReLU, whose slope is
-      learned and so is an operand with a gradient, is `jnp.where(x > 0, x, slope * x)`. cuDNN's legacy option
+      learned and so is an operand with a gradient, is `prelu`. cuDNN's legacy option
       CUDNN_NOT_PROPAGATE_NAN, relu(NaN) = 0, is `activation(jnp.where(jnp.isnan(x), 0, x))`.
     """
     x = _operand("x", x)

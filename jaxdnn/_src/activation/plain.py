@@ -15,3 +15,4 @@ FUNCTIONS = {
 }
 activation = FUNCTIONS["gelu"]
 activation_dgrad = lambda dy, x: jax.vjp(activation, x)[1](dy)[0]
+prelu = lambda x, slope: jnp.where(x > 0, x, jnp.expand_dims(slope, tuple(range(x.ndim - 1))) * x)

@@ -19,9 +19,8 @@ from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors, vary_alike
 from jaxdnn._src.core.primitives import composed, in_types
-from jaxdnn._src.softmax import primitive
+from jaxdnn._src.softmax import primitive, targets
 
-REDUCTIONS = ("mean", "sum", "none")
 CHUNK_LOGITS = 1 << 27  # logits that exist at once: 512 MiB in float32
 
 
@@ -152,7 +151,7 @@ def _read(
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"`labels` must be integers, got {labels.dtype}.")
     checks.shape("labels", labels, tuple(leading), "one for every row of x")
-    checks.choice("reduction", reduction, REDUCTIONS)
+    checks.choice("reduction", reduction, targets.REDUCTIONS)
     checks.choice("precision", precision, (None, "tf32"))
     if precision == "tf32" and dtype != np.float32:
         raise TypeError(f"`precision` 'tf32' needs float32 operands, got {dtype.name}.")
@@ -160,8 +159,8 @@ def _read(
     rows, wide = math.prod(leading), blending.accumulator(dtype)
     spec = _Spec(
         leading=tuple(leading),
-        label_smoothing=_between("label_smoothing", label_smoothing, 1.0),
-        z_loss=_between("z_loss", z_loss, math.inf),
+        label_smoothing=targets.between("label_smoothing", label_smoothing, 1.0),
+        z_loss=targets.between("z_loss", z_loss, math.inf),
         chunk=_chunk(chunk, rows, w.shape[1]),
         reduction=reduction,
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
@@ -170,8 +169,9 @@ def _read(
         biased=bias is not None,
         weighted=weights is not None,
     )
-    bias = None if bias is None else _vector("bias", bias, w.shape[1:], dtype, wide)
-    weights = None if weights is None else _vector("weights", weights, tuple(leading), dtype, wide)
+    bias = None if bias is None else targets.vector("bias", bias, w.shape[1:], dtype, wide, "a word each")
+    if weights is not None:
+        weights = targets.vector("weights", weights, tuple(leading), dtype, wide, "one for every row of x")
     return (x, w, labels, bias, weights), spec
 
 
@@ -201,13 +201,13 @@ def _flat(spec: _Spec, x: Array, w: Array, bias: Array, weights: Array, labels: 
     rows = math.prod(spec.leading)
     x, weights, labels = x.reshape(rows, x.shape[-1]), weights.reshape(rows), labels.reshape(rows)
     keep = jnp.ones_like(labels, bool)
-    if spec.ignored is not None and _holds(labels.dtype, spec.ignored):
+    if spec.ignored is not None and targets.holds(labels.dtype, spec.ignored):
         keep = labels != spec.ignored
         x = jnp.where(jnp.expand_dims(keep, 1), x, jnp.zeros_like(x))
         weights = jnp.where(keep, weights, jnp.zeros_like(weights))
     # What a loop carries varies over the same mesh axes throughout: so the gradient of an array that is the same on all
     # devices is added over the mesh once, after the loop.
-    return tuple(vary_alike((x, w, bias, weights, _words(labels, w.shape[1]), keep)))
+    return tuple(vary_alike((x, w, bias, weights, targets.class_indices(labels, w.shape[1]), keep)))
 
 
 def _factors(leading: int, reduction: str, *arrays: Any) -> Factors:
@@ -217,39 +217,12 @@ def _factors(leading: int, reduction: str, *arrays: Any) -> Factors:
     return Factors(operands=operands, results=(rows if reduction == "none" else (),), free=(*rows, "d", "v"))
 
 
-def _vector(name: str, value: Any, shape: tuple[int, ...], dtype: Any, wide: Any) -> Array:
-    value = checks.array(name, value)
-    checks.shape(name, value, tuple(shape), "a word each" if name == "bias" else "one for every row of x")
-    checks.dtype(name, value, tuple(dict.fromkeys((np.dtype(dtype), np.dtype(wide)))))
-    return value
-
-
-def _between(name: str, value: Any, most: float) -> float:
-    value = checks.as_float(name, value)
-    if not 0 <= value <= most or math.isinf(value):
-        limits = "at least 0 and finite" if math.isinf(most) else f"from 0 to {most:g}"
-        raise ValueError(f"`{name}` must be {limits}, got {value!r}.")
-    return value
-
-
 def _chunk(chunk: Any, rows: int, words: int) -> int:
     if chunk is None:
         return max(1, min(rows, CHUNK_LOGITS // words))
     if (found := checks.integer("chunk", chunk)) < 1:
         raise ValueError(f"`chunk` must be at least 1, got {found}.")
     return max(1, min(rows, found))
-
-
-def _words(labels: Array, words: int) -> Array:
-    """The labels as int32, -1 for those that name no word; their own dtype may not hold the number of words."""
-    known = labels >= 0
-    known = known & (labels < words) if _holds(labels.dtype, words) else known
-    return jnp.where(known, labels.astype(jnp.int32), jnp.full(labels.shape, -1, jnp.int32))
-
-
-def _holds(dtype: Any, value: int) -> bool:
-    limits = jnp.iinfo(dtype)
-    return int(limits.min) <= value <= int(limits.max)
 
 
 # ---- by chunks -------------------------------------------------------------------------------------------------------

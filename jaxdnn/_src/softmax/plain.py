@@ -11,6 +11,15 @@ def softmax_dgrad(dy: Array, y: Array) -> Array:
     return y * (dy - jnp.sum(y * dy, -1, keepdims=True))
 
 
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def cross_entropy_rows(logits: Array, labels: Array) -> Array:
+    return -jnp.sum(labels * jax.nn.log_softmax(logits), -1)
+
+
 def linear_cross_entropy(x: Array, w: Array, labels: Array, rows: bool = False) -> Array:
     logits = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
