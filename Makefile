@@ -18,7 +18,7 @@ NEWER_PYTHON ?= $(shell \
     "$$python" -c "$$is_newer" 2>/dev/null && { echo "$$python"; break; }; \
   done)
 
-.PHONY: help verify test test-all test-default test-newest lint format types bench notebooks clean
+.PHONY: help verify test test-all test-default test-newest lint format types bench notebooks docs dist clean
 
 help:
 	@echo 'make verify     set up, compare every op with its definition on the CPU, write the report'
@@ -27,6 +27,8 @@ help:
 	@echo 'make lint       ruff: rules and format       make format     let ruff mend what it can'
 	@echo 'make types      pyright                      make bench      measure the engines and their peers'
 	@echo 'make notebooks  execute the notebooks again, in place'
+	@echo 'make docs       build the site into build/docs, without a network'
+	@echo 'make dist       build the wheel and the source archive, and test them'
 	@echo 'make clean      remove the environments and the caches'
 
 verify: .venv/.installed
@@ -71,8 +73,18 @@ bench: .venv/.installed
 notebooks: .venv/.dev
 	.venv/bin/jupyter execute --inplace notebooks/*.ipynb
 
+# A warning is an error: a link that leads nowhere, a page that no table of contents has.
+docs: .venv/.dev
+	rm -rf build/docs
+	$(RUN) sphinx -W --keep-going --quiet -b html docs build/docs
+
+dist: .venv/.dev
+	rm -rf dist
+	$(RUN) pytest --sample 0 tests/test_package.py
+	$(RUN) build --no-isolation --outdir dist
+
 clean:
-	rm -rf .venv .venv-newest .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-newest .pytest_cache .ruff_cache .hypothesis build dist docs/generated docs/ops docs/around
 
 # The stamps: an environment is made again when pyproject.toml changes, and only then. Python 3.11's own pip knows
 # no dependency groups, hence the upgrade.

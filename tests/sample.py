@@ -23,7 +23,7 @@ from jaxdnn.verify import turns
 SLICES = 84  # runs that hold everything, if each commit has one or, without the history, each day
 BESIDE = 4
 # Whose outcome hardly depends on the release of JAX: the definition in NumPy, PTX as text, documents, the layout.
-_ONCE_AT_TOP = ("layout", "notebooks", "readme", "record_lowered", "sample")
+_ONCE_AT_TOP = ("docs", "layout", "notebooks", "record_lowered", "sample")
 ONCE = ("tests/reference/", "tests/hopper/", *(f"tests/test_{name}.py" for name in _ONCE_AT_TOP))
 ALWAYS = "tests/hopper/test_assembles.py"
 FEW = 24

@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def test_every_op_has_a_definition():
 @each_function
 def test_arguments_are_positional_only_or_keyword_only(name: str):
     assert not [p.name for p in parameters(getattr(dnn, name)) if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@each_op
+def test_signature_shows_the_names_of_annotations(name: str):
+    """As they are written, not what they stand for, which tools find all the same."""
+    shown = str(inspect.signature(getattr(dnn, name)))
+    assert not re.search(r"Union\[|numpy|jaxlib|collections|'\w+ \|", shown)
+    assert all(len(str(p.annotation)) < 60 for p in parameters(getattr(dnn, name)))
+    assert typing.get_type_hints(getattr(dnn, name)).keys() >= {p.name for p in parameters(getattr(dnn, name))}
 
 
 @each_op

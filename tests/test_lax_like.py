@@ -328,6 +328,12 @@ def test_windows_of_narrow_dtypes(dtype: Any):
         assert_equal([lax_like.reduce_window(x, zero, lax.add, *args)], [lax.reduce_window(x, zero, lax.add, *args)])
 
 
+def test_maxima_of_int8_may_start_at_minus_infinity():
+    """lax takes it for the least integer."""
+    x, args = integers(2, 7, 6, 3, dtype=jnp.int8), (lax.max, (1, 3, 2, 1), (1, 2, 2, 1), "SAME")
+    assert_equal([lax_like.reduce_window(x, -jnp.inf, *args)], [lax.reduce_window(x, -jnp.inf, *args)])
+
+
 def test_sums_are_no_averages_times_a_count():
     """A third, thrice, of a sum that float32 has exactly is not that sum."""
     x = jnp.asarray([[1.0, 2.0**23, 1.0]])[..., None]

@@ -63,6 +63,41 @@ def test_values_and_gradients_are_the_same(call: Callable[[Array], Array]):
     assert {c.place.partition(":")[0] for c in patched.replaced} == {__name__}
 
 
+def test_maxima_of_integers():
+    """The primitive has no initial value, so the context says one: of the operand's dtype, as lax asks for."""
+    pooled = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+    wanted = pooled(X.astype(jnp.int8))
+    with dnn.patch() as patched:
+        found = pooled(X.astype(jnp.int8))
+    assert_equal([found], [wanted])
+    assert (patched.replaced.total(), patched.left.total()) == (1, 0)
+
+
+def test_sizes_that_are_symbolic():
+    """The batch may be, and is served, wherever the windows are; what needs other sizes is left to JAX."""
+    window = ((1, 3, 2, 1), (1, 2, 1, 1), "SAME")
+    pooled = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *window)
+    summed = lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 2), (1, 1), "VALID")[..., None]
+    leading = lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1, 3, 2), (1, 1, 1, 1), "VALID")
+    attended = lambda x: jax.nn.dot_product_attention(x, x, x)
+    (n,) = jax.export.symbolic_shape("n")
+    for call, shape, x, served in (
+        (convolved, (n, 7, 6, 4), X, True),
+        (pooled, (n, 7, 6, 4), X, True),
+        (leading, (n, 2, 7, 6), X.transpose(0, 3, 1, 2)[:, :2], True),
+        (convolved, (2, n, 6, 4), X, False),
+        (pooled, (2, n, 6, 4), X, False),
+        (summed, (n, 6), X[0, ..., 0], False),
+        (attended, (2, n, 6, 4), X, False),
+    ):
+        wanted = call(x)
+        with dnn.patch() as patched:
+            found = jax.export.export(jax.jit(call))(jax.ShapeDtypeStruct(shape, x.dtype)).call(x)
+        assert (patched.replaced.total(), patched.left.total()) == ((1, 0) if served else (0, 1)), shape
+        assert_near = np.testing.assert_allclose if call is attended else np.testing.assert_array_equal
+        assert_near(found, wanted)
+
+
 def test_functions_of_jax_nn():
     q = jax.random.normal(jax.random.key(0), (2, 5, 2, 8))
     run = lambda: (jax.nn.softmax(q), jax.nn.log_softmax(q, 0), jax.nn.dot_product_attention(q, q, q, is_causal=True))
@@ -73,6 +108,14 @@ def test_functions_of_jax_nn():
     assert sorted(c.function for c in patched.replaced) == ["dot_product_attention", "log_softmax", "softmax"]
     for a, b in zip(found, wanted, strict=True):
         assert abs(a - b).max() <= 64 * np.finfo(np.float32).eps * abs(b).max()  # sums of 8 terms, a few exponentials
+
+
+def test_operands_are_listed_however_they_are_given():
+    where = X > 0
+    with dnn.patch() as patched:
+        jax.nn.softmax(x=X, axis=-1, where=where)
+    ((call, _),) = patched.replaced.items()
+    assert call.operands == ("float32[2,7,6,4]", "bool[2,7,6,4]")
 
 
 def test_what_is_refused_is_left_and_listed():
@@ -175,6 +218,30 @@ def test_decorator():
     assert_equal([model(X, 2)], [wanted])
     assert_equal([model(X, 0)], [wanted])
     assert patched.replaced.total() == 2
+
+
+def test_what_runs_after_the_context_is_not_decorated():
+    def pieces() -> Any:
+        yield convolved(X)
+
+    async def later() -> Array:
+        return convolved(X)
+
+    for function in (pieces, later):
+        with pytest.raises(TypeError, match=f"`function` must be no generator or coroutine.*{function.__name__}"):
+            dnn.patch()(function)
+
+
+def test_a_context_is_left_as_often_as_it_was_entered():
+    """And no more: the next context would else stay in place for good."""
+    patched = dnn.patch()
+    with patched:
+        pass
+    with pytest.raises(RuntimeError, match="must be left by the thread that entered it, once for each entry"):
+        patched.__exit__()
+    with patched:
+        convolved(X)
+    assert patched.replaced.total() == 1
 
 
 def test_other_threads_are_not_affected():

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="jaxdnn", description="Deep-neural-network primitives for JAX.")
     parser.add_argument("--version", action="version", version=f"jaxdnn {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in given if word in COMMANDS), None)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -32,4 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(given)
     except SystemExit as stop:  # argparse has printed why
         return int(stop.code or 0)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)  # all commands, a line each
+        return 2
     return importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)

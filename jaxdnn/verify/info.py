@@ -37,13 +37,24 @@ def run(arguments: argparse.Namespace) -> int:
         lines = tuple((engine, line) for engine in family.engines_of(op) for line in _lines(family, op, engine))
         by_facts[family.typical_name, lines].append(op)
     for (typical, rows), ops in by_facts.items():
-        console.print(f"\n[bold]{', '.join(ops)}[/], {typical}", highlight=False, soft_wrap=True)
+        console.print(f"\n[bold]{', '.join(PUBLIC.get(op, op) for op in ops)}[/]", highlight=False, soft_wrap=True)
+        console.print(f"asked about {typical}", highlight=False, soft_wrap=True)
         before = ["", *(engine for engine, _ in rows)]
         _print(
             console,
             [("" if engine == last else engine, line) for (engine, line), last in zip(rows, before, strict=False)],
         )
     return 0
+
+
+# What users call, and with what, of the primitives that are no public ops.
+PUBLIC = {
+    "fused_dropout": "dropout with a bias, an activation or a residual",
+    "fused_dropout_tangent": "its derivative along a tangent",
+    "fused_dropout_dgrad": "the gradient of dropout with a bias, an activation or a residual",
+    "norm_activated": "batch_norm and others with an activation",
+    "norm_activated_dgrad": "their gradients",
+}
 
 
 def _print(console: Console, rows: Sequence[tuple[str, str]]) -> None:

@@ -105,16 +105,18 @@ def per_axis(value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
 def pad_amounts(
     padding: Padding, in_size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """(low, high) of each axis from an int, ints, pairs, "VALID" (none) or "SAME".
+    """(low, high) of each axis from an int, ints, pairs, "VALID" (none), "SAME" or "SAME_LOWER".
 
-    "SAME" makes the output ceil(in / stride) long; an odd amount puts the extra zero on the high side.
+    "SAME" makes the output ceil(in / stride) long; an odd amount puts the extra zero on the high side, for "SAME_LOWER"
+    on the low side.
     """
-    if padding == "SAME":
+    if padding in ("SAME", "SAME_LOWER"):
         total = [
             max((math.ceil(i / u) - 1) * u + d * (r - 1) + 1 - i, 0)
             for i, r, u, d in zip(in_size, kernel, stride, dilation, strict=True)
         ]
-        return tuple((t // 2, t - t // 2) for t in total)
+        pads = tuple((t // 2, t - t // 2) for t in total)
+        return pads if padding == "SAME" else tuple((high, low) for low, high in pads)
     if isinstance(padding, str):  # "VALID"
         return ((0, 0),) * len(in_size)
     amounts = [padding] * len(in_size) if isinstance(padding, int | np.integer) else list(padding)
@@ -149,7 +151,7 @@ def transposed_output_size(
     output_padding: Sequence[int],
 ) -> tuple[int, ...]:
     """(in - 1) stride - low - high + dilation (R - 1) + 1 + output_padding; "SAME": in * stride."""
-    if padding == "SAME":
+    if padding in ("SAME", "SAME_LOWER"):
         return tuple(i * u for i, u in zip(in_size, stride, strict=True))
     pads = transposed_pad_amounts(padding, kernel, stride, dilation)
     axes = zip(in_size, kernel, stride, pads, dilation, output_padding, strict=True)

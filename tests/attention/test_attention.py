@@ -501,7 +501,7 @@ Q, K = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 6, 2, 8), np.float32)
 BAD = [
     (dict(q=Q[0]), ValueError, r"`q` must have shape \(B, T, N, D\) with D > 0, got \(5, 4, 8\)\."),
     (dict(q=Q.astype(np.int32)), TypeError, "`q` must have one of the dtypes"),
-    (dict(k=K.astype(np.float16)), TypeError, "`k` must have one of the dtypes float32, got float16"),
+    (dict(k=K.astype(np.float16)), TypeError, "`k` must have the dtype float32, got float16"),
     (dict(k=K[:1]), ValueError, r"`k` must have shape \(B, S, K, D\) with B = 2 as in `q`, got \(1, 6, 2, 8\)"),
     (dict(k=K[..., :7]), ValueError, "`k` must have as many features as `q`, 8, got 7"),
     (dict(v=K[:, :5]), ValueError, r"`v` must have the rows and heads of `k`, \(2, 6, 2\), got \(2, 5, 2\)"),
@@ -515,7 +515,7 @@ BAD = [
     (dict(scale="a"), TypeError, "`scale` must be a number known when traced"),
     (dict(bias=np.zeros((5, 6), np.float32)), ValueError, r"`bias` must have shape \(B or 1, N or 1, T or 1, S or 1\)"),
     (dict(bias=np.zeros((1, 1, 5, 6), bool)), TypeError, "`bias` must have one of the dtypes"),
-    (dict(mask=np.zeros((1, 1, 5, 6), np.float32)), TypeError, "`mask` must have one of the dtypes bool, got float32"),
+    (dict(mask=np.zeros((1, 1, 5, 6), np.float32)), TypeError, "`mask` must have the dtype bool, got float32"),
     (dict(mask=np.zeros((2, 3, 5, 6), bool)), ValueError, r"`mask` must have shape .* = \(2, 4, 5, 6\), got \(2, 3"),
     (dict(key_lengths=np.zeros(2, np.float32)), TypeError, "`key_lengths` must be integers, got float32"),
     (dict(key_lengths=np.zeros(3, np.int32)), ValueError, r"`key_lengths` must have shape \(2,\), one for every seq"),
@@ -523,7 +523,7 @@ BAD = [
     (
         dict(query_segments=np.zeros((2, 5), np.int8), key_segments=np.zeros((2, 6), np.int32)),
         TypeError,
-        "`key_segments` must have one of the dtypes int8, got int32",
+        "`key_segments` must have the dtype int8, got int32",
     ),
     (dict(sinks=np.zeros(3, np.float32)), ValueError, r"`sinks` must have shape \(4,\), one for each head of `q`"),
     (dict(alibi_slopes=np.zeros(4, np.int32)), TypeError, "`alibi_slopes` must have one of the dtypes"),

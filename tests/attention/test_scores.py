@@ -112,7 +112,7 @@ BAD = [
     (dict(score_arrays=(1.0,)), ValueError, "`score_arrays` must be given with `score_fn`"),
     (dict(score_fn=lambda x, b, h, i, j: (x, x)), ValueError, "`score_fn` must return one score"),
     (dict(score_fn=lambda x, b, h, i, j: i), ValueError, r"`score_fn` must return one score.*got int32\[\]"),
-    (dict(block_mask=np.ones((1, 1, 2, 2))), TypeError, "`block_mask` must have one of the dtypes bool"),
+    (dict(block_mask=np.ones((1, 1, 2, 2))), TypeError, "`block_mask` must have the dtype bool"),
     (
         dict(block_mask=np.ones((1, 1, 2, 2), bool)),
         ValueError,

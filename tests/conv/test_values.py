@@ -174,6 +174,28 @@ def test_same_padding_puts_the_odd_zero_behind():
     x, w = jnp.arange(1.0, 5.0).reshape(1, 4, 1), jnp.array([10.0, 1.0]).reshape(2, 1, 1)
     np.testing.assert_array_equal(dnn.conv(x, w, padding="SAME", layout="NWC").ravel(), [12, 23, 34, 40])
     assert dnn.conv(x, w, padding="SAME", stride=3, layout="NWC").shape == (1, 2, 1)
+    np.testing.assert_array_equal(dnn.conv(x, w, padding="SAME_LOWER", layout="NWC").ravel(), [1, 12, 23, 34])
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_same_lower_is_jax_s(stride: int):
+    """Even and odd windows, where the odd zero goes before; exactly, on whole numbers."""
+    rng = np.random.default_rng(3)
+    x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((2, 6, 5, 3), (4, 2, 3, 4)))
+    how: dict[str, Any] = {"stride": stride, "padding": "SAME_LOWER"}
+    y = dnn.conv(x, w, **how)
+    axes = ("NHWC", "HWIO", "NHWC")
+    steps = ((stride, stride), "SAME_LOWER")
+    wanted = lax.conv_general_dilated(jnp.asarray(x), jnp.asarray(w), *steps, dimension_numbers=axes)
+    np.testing.assert_array_equal(y, wanted)
+    np.testing.assert_array_equal(y, reference.conv(x, w, **how))
+    back = dnn.conv_transpose(y, w, **how)
+    np.testing.assert_array_equal(back, reference.conv_transpose(np.asarray(y), w, **how))
+    assert back.shape[1:3] == (y.shape[1] * stride, y.shape[2] * stride)
+    most = dnn.pool(x, window=(4, 2), **how)
+    np.testing.assert_array_equal(most, reference.pool(x, window=(4, 2), **how))
+    found = lax.reduce_window(x, -np.inf, lax.max, (1, 4, 2, 1), (1, stride, stride, 1), "SAME_LOWER")
+    np.testing.assert_array_equal(most, found)
 
 
 # ---- other libraries -------------------------------------------------------------------------------------------------

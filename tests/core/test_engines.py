@@ -269,9 +269,12 @@ def test_explain_refusals(extra_engines: None):
 def test_explain_names_the_public_op_that_several_share():
     x = jnp.ones((2, 3, 4))
     normalise = lambda x: dnn.batch_norm(x, layout="NWC")[0]
-    assert str(dnn.explain(normalise, x)).startswith("batch_norm: norm(float32[2,3,4])")
+    assert str(dnn.explain(normalise, x)).startswith("batch_norm(float32[2,3,4])")
     gradient = dnn.explain(jax.grad(lambda x: dnn.dropout(x, 1, activation="relu").sum()), x)
     assert [call.public for call in gradient] == ["dropout", "dropout"]
+    assert [str(call).partition("(")[0] for call in gradient] == ["dropout", "dropout, derivative along a tangent: "]
+    backward = dnn.explain(jax.grad(lambda x: dnn.batch_norm(x, layout="NWC")[0].sum()), x)
+    assert str(backward[-1]).startswith("batch_norm, gradient in the data: (float32[2,3,4], ")
     # The convolution is in a program of its own (`jax.custom_jvp`), which JAX does not name by what is around it.
     assert [call.public for call in dnn.explain(dnn.conv_skip, X, W, layout="NWC")] == ["conv_skip"]
 
@@ -288,7 +291,7 @@ def test_explain_refuses_unknown_platforms():
 
 
 def test_explain_without_a_call():
-    assert repr(dnn.explain(jnp.sum, X)) == "no jaxdnn call that computes anything"
+    assert repr(dnn.explain(jnp.sum, X)) == "no op of jaxdnn is called, or none whose result is used"
     assert dnn.explain(jnp.sum, X).formulas == ()
     assert len(dnn.explain(jnp.sum, X)) == 0
 

@@ -131,7 +131,7 @@ def _blends() -> dict[str, Any]:
     found["prior of another batch"] = (
         ValueError,
         r"`prior` must have shape \(2, 3, 4, 6\), the result's",
-        ft.partial(back, prior=X[:1]),
+        ft.partial(back, beta=0.0, prior=X[:1]),
     )
     return found
 

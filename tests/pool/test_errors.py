@@ -76,7 +76,11 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.adaptive_pool(X.astype(jnp.int8), mode="lp"), TypeError, "`x` must have one of the dtypes float32"),
     (lambda: dnn.adaptive_pool(X, output_sizes=3, mode="lp", p=0.5), ValueError, "`p` must be at least 1 and finite"),
     (lambda: dnn.adaptive_pool(X, output_sizes=3, beta=1.0), ValueError, "`prior` must be given when `beta` is not"),
-    (lambda: dnn.adaptive_pool(X, output_sizes=3, prior=Y), ValueError, r"`prior` must have shape \(1, 3, 3, 1\)"),
+    (
+        lambda: dnn.adaptive_pool(X, output_sizes=3, beta=0.0, prior=Y),
+        ValueError,
+        r"`prior` must have shape \(1, 3, 3, 1\)",
+    ),
     (
         lambda: dnn.adaptive_pool(X, output_sizes=3, mode="max", return_indices=ANY_TAP),
         ValueError,

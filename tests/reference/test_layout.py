@@ -62,6 +62,7 @@ def test_padding_forms():
     size, kernel, ones = (7, 8), (3, 2), (1, 1)
     forms = {2: ((2, 2), (2, 2)), (1, 2): ((1, 1), (2, 2)), ((0, 1), (2, 3)): ((0, 1), (2, 3)), "VALID": ((0, 0),) * 2}
     forms["SAME"] = ((1, 1), (0, 1))
+    forms["SAME_LOWER"] = ((1, 1), (1, 0))
     for padding, expected in forms.items():
         assert lay.pad_amounts(padding, size, kernel, ones, ones) == expected
     assert lay.pad_amounts("SAME", (7, 8), (3, 3), (2, 2), (1, 1)) == ((1, 1), (0, 1))
@@ -75,6 +76,7 @@ def test_output_sizes():
     assert lay.output_size((1,), (9,), (1,), ((0, 0),), (1,)) == (0,)
     assert lay.transposed_output_size((4,), (3,), (2,), 1, (1,), (1,)) == (8,)
     assert lay.transposed_output_size((4,), (2,), (3,), "SAME", (1,), (0,)) == (12,)
+    assert lay.transposed_output_size((4,), (2,), (3,), "SAME_LOWER", (1,), (0,)) == (12,)
 
 
 @pytest.mark.parametrize("mode", ["cross_correlation", "convolution"])

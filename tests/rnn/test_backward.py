@@ -256,7 +256,7 @@ X, W, R, DY = jnp.ones((2, 5, 3)), jnp.ones((3, 16)), jnp.ones((4, 16)), jnp.one
         (
             lambda: dnn.lstm_dgrad(DY.astype(jnp.bfloat16), X, W, R),
             TypeError,
-            "`dy` must have one of the dtypes float32",
+            "`dy` must have the dtype float32",
         ),
         (lambda: dnn.lstm_dgrad(DY, X, W, R, dh=DY[:, 0, :3]), ValueError, r"`dh` must have shape \(2, 4\)"),
         (lambda: dnn.lstm_wgrad(DY, X, W, R, dc=[DY[:, 0]]), ValueError, "`dc`"),

@@ -728,7 +728,7 @@ X, W, R = ZEROS(N, T, D), ZEROS(D, 4 * H), ZEROS(H, 4 * H)
         (
             lambda: dnn.lstm(X, W.astype(np.float16), R),
             TypeError,
-            "`w` must have one of the dtypes float32, got float16",
+            "`w` must have the dtype float32, got float16",
         ),
         (lambda: dnn.lstm(X, W.T, R), ValueError, r"`w` must have shape \(I, 4 H\) with I = 3 .* it looks transposed"),
         (lambda: dnn.gru(X, W, R), ValueError, r"`w` must have shape \(I, 3 H\) with I = 3 as in `x`, got \(3, 16\)\."),
@@ -747,7 +747,7 @@ X, W, R = ZEROS(N, T, D), ZEROS(D, 4 * H), ZEROS(H, 4 * H)
         (lambda: dnn.lstm(X, W, R, bias=ZEROS(2, 16)), ValueError, r"`bias` must have shape \(16,\), one for every"),
         (lambda: dnn.lstm(X, W, R, h0=ZEROS(1, N, H)), ValueError, r"`h0` must have shape \(5, 4\), one row for every"),
         (lambda: dnn.lstm(X, W, R, c0=ZEROS(N, 3)), ValueError, r"`c0` must have shape \(5, 4\)"),
-        (lambda: dnn.lstm(X, W, R, h0=ZEROS(N, H).astype(np.float16)), TypeError, "`h0` must have one of the dtypes"),
+        (lambda: dnn.lstm(X, W, R, h0=ZEROS(N, H).astype(np.float16)), TypeError, "`h0` must have the dtype"),
         (lambda: dnn.gru_cell(X[0], ZEROS(D, 12), ZEROS(H, 12), ZEROS(N, H)), ValueError, "`h` must have shape"),
         (lambda: dnn.lstm(X, W, R, lengths=ZEROS(N)), TypeError, "`lengths` must be integers, got float32"),
         (lambda: dnn.lstm(X, W, R, lengths=np.zeros((T, N), int)), ValueError, r"`lengths` must have shape \(5,\)"),

@@ -90,7 +90,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: softmax(np.float32(1)), ValueError, "`x` must have at least one axis, got a scalar."),
     (lambda: logsumexp(1.0, axis=0), ValueError, "`x` must have at least one axis, got a scalar."),
     (lambda: softmax_dgrad(1.0, 1.0), ValueError, "`dy` must have at least one axis, got a scalar."),
-    (lambda: softmax(X, where=X), TypeError, "`where` must have one of the dtypes bool"),
+    (lambda: softmax(X, where=X), TypeError, "`where` must have the dtype bool"),
     (lambda: softmax(X, where=X[:, :1, 0] > 0), ValueError, "`where` must broadcast to the shape"),
     (lambda: softmax(X, where=np.ones((7, 1, 1, 1, 1), bool)), ValueError, "`where` must broadcast"),
     (lambda: softmax(X, beta=1.0), ValueError, "`prior` must be given when `beta` is not zero"),
@@ -104,7 +104,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: softmax_dgrad(X, X > 0), TypeError, "`y` must have one of the dtypes"),
     (lambda: softmax_dgrad(X, X, axis=9), ValueError, "`axis` must be made of axes from -4 to 3 of `dy`, got 9"),
     (lambda: logsumexp(X, keepdims=1), TypeError, "`keepdims` must be True or False, got 1"),
-    (lambda: logsumexp(X, where=X), TypeError, "`where` must have one of the dtypes bool"),
+    (lambda: logsumexp(X, where=X), TypeError, "`where` must have the dtype bool"),
 ]
 
 

@@ -1,5 +1,7 @@
 """Activations, forward and backward."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxdnn._src.activation import formulas
 from jaxdnn._src.activation.primitive import ActivationSpec
 from jaxdnn._src.core import blending, checks, primitives
+from jaxdnn._src.core.annotations import Activation, Scale
 from jaxdnn._src.core.determinism import require, required
 from jaxdnn._src.core.explain import public
-
-Activation = str | tuple[str, float] | tuple[str, float, float, float] | None
 
 
 @public
@@ -21,8 +22,8 @@ def activation(
     /,
     *,
     activation: Activation = "relu",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -85,8 +86,8 @@ def activation_dgrad(
     /,
     *,
     activation: Activation = "relu",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,

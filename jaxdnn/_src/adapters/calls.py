@@ -23,9 +23,15 @@ def checked_by_jax(function: Callable[..., Any], *arrays: Any, **static: Any) ->
 
 @contextlib.contextmanager
 def serving(function: str) -> Iterator[None]:
-    """Within the context, of arguments that JAX takes, what an op of this library refuses is a refusal to serve."""
+    """Within the context, of arguments that JAX takes, what an op of this library refuses is a refusal to serve.
+
+    So is what needs a size of which `jax.export` knows a symbol alone.
+    """
     try:
         yield
+    except jax.errors.InconclusiveDimensionOperation as error:
+        why = str(error).partition("\n")[0]
+        raise NotImplementedError(f"`{function}` is not served by jaxdnn for these symbolic sizes: {why}.") from error
     except (TypeError, ValueError) as error:
         raise NotImplementedError(f"`{function}` is not served by jaxdnn for these arguments: {error}") from error
 

@@ -127,13 +127,13 @@ def conv_general_dilated(
     )
     if lhs.ndim - 2 not in SPATIAL:
         raise refused("lhs", "of one to three spatial axes", lhs)
-    numbers = _numbers(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     types = _types(lhs.dtype, wanted.dtype) | ({"precision": "tf32"} if tf32 and lhs.dtype == _F32 else {})
-    x = transposed(lhs, numbers.lhs, numbers.layout)
-    if batch_group_count > 1:
-        x = _batch_groups_as_channels(x, numbers.layout, batch_group_count)
     groups = feature_group_count * batch_group_count  # one of them is 1
     with serving("conv_general_dilated"):
+        numbers = _numbers(lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+        x = transposed(lhs, numbers.lhs, numbers.layout)
+        if batch_group_count > 1:
+            x = _batch_groups_as_channels(x, numbers.layout, batch_group_count)
         compute = _computed if set(numbers.lhs_dilation) == {1} else _computed_transposed
         y = compute(numbers, x, rhs, groups, **types)
     return transposed(y, numbers.layout, numbers.out)

@@ -64,7 +64,9 @@ def dot_product_attention(
 
     Numerics: as `attention`: scores, exponentials and sums in float32, rounded once; memory is linear in the lengths,
       but for those of bias and mask. float32 is not cut to TF32, to which GPUs cut JAX's products by default. A query
-      whose scores are all -inf by the bias is 0 where JAX has NaN.
+      whose scores are all -inf by the bias is 0 where JAX has NaN. Derivatives recompute weights from scores and their
+      logsumexp in float32: of a query all of whose keys have scores as large as -1e9, by a bias that stands for a mask,
+      they are not JAX's, which keeps the weights. The result itself is; `mask` has no such limit.
 
     Raises:
       NotImplementedError: what is not served: the argument, and what it was. Whatever JAX raises for arguments that are
@@ -106,7 +108,7 @@ def dot_product_attention(
             key_lengths=lengths[1],
             return_logsumexp=True,
         )
-    blind = _blind(q.shape[1], k.shape[1], mask_, (*_sides(window, bool(is_causal)), lengths[1]))
+        blind = _blind(q.shape[1], k.shape[1], mask_, (*_sides(window, bool(is_causal)), lengths[1]))
     beyond = _beyond(q.shape[1], lengths[0])
     if blind is not None:
         mean = jnp.mean(v, 1, keepdims=True, dtype=np.float32).astype(v.dtype)

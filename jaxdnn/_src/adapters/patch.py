@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,10 +67,19 @@ class Patched(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if not (stack := self._stack()):
+            raise RuntimeError("A context of `patch` must be left by the thread that entered it, once for each entry.")
         try:
-            self._stack().pop().__exit__(*error)
+            stack.pop().__exit__(*error)
         finally:
             _uninstall()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_one(function) for is_one in later):
+            expected = "no generator or coroutine, whose body runs when the context has been left"
+            raise TypeError(f"`function` must be {expected}, got {function.__qualname__}.")
+        return super().__call__(function)
 
     def _stack(self) -> list[Any]:
         if not hasattr(self._entered, "stack"):
@@ -123,10 +132,12 @@ def patch(*, precision: str | None = None) -> Patched:
 
     Returns:
       A context manager, which may also decorate functions and be entered again, within itself and in several threads.
-      It acts on the thread that enters it. `replaced` and `left` count calls (`collections.Counter`), each with its
-      function, operands, place in the program, and the reason for which it was left; it prints as text. A call is
-      counted when it is traced: a jitted function that was traced inside before is neither traced nor counted again.
-      Functions traced outside are traced anew inside, and the other way round. Contexts within one another all count.
+      It acts on the thread that enters it. Contexts within one another are left in reverse order, as those of JAX, so a
+      generator or coroutine should not yield or await inside. `replaced` and `left` count calls
+      (`collections.Counter`), each with its function, operands, place in the program, and the reason for which it was
+      left; it prints as text. A call is counted when it is traced: a jitted function that was traced inside before is
+      neither traced nor counted again. Functions traced outside are traced anew inside, and the other way round.
+      Contexts within one another all count.
 
     Differentiation: of what is replaced, derivatives are this library's, wherever they are taken. Those of what is left
       are JAX's; convolutions in them that are traced inside are replaced or left like others.
@@ -196,7 +207,7 @@ _TARGETS = (
         lax.reduce_window_max_p,
         "bind",
         "reduce_window",
-        _of_windows(lax.max, lambda t: np.iinfo(t).min if t.kind == "i" else -np.inf),
+        _of_windows(lax.max, lambda t: np.array(np.iinfo(t).min, t) if t.kind == "i" else -np.inf),
     ),
     _Target(lax.reduce_window_sum_p, "bind", "reduce_window", _of_windows(lax.add, lambda t: 0)),
     _Target(lax.reduce_window_min_p, "bind", "reduce_window", _of_windows(lax.min, lambda t: np.inf)),
@@ -223,7 +234,7 @@ def _replacement(target: _Target, original: Callable[..., Any]) -> Callable[...,
             reason = str(error)
             with unpatched():  # outside of jit JAX binds it once more, in a program of its own
                 found = original(*args, **kwargs)
-        listed = Call(target.function, _operands(args), _place(), reason)
+        listed = Call(target.function, _operands([*args, *kwargs.values()]), _place(), reason)
         for each in active.lists:
             each._list(listed)
         return found
@@ -271,8 +282,9 @@ def _uninstall() -> None:
 _HERE = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, sys.modules["jaxdnn"].__file__ or ""))
 
 
-def _operands(args: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in args if hasattr(x, "dtype"))
+def _operands(args: Iterable[Any]) -> tuple[str, ...]:
+    arrays = (x for x in args if hasattr(x, "dtype") and hasattr(x, "shape"))
+    return tuple(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in arrays)
 
 
 def _place() -> str:

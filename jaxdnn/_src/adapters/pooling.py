@@ -1,6 +1,7 @@
 """Maxima and sums over windows with lax's signature."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def reduce_window(
     Args:
       operand: one array, of any rank; float32, bfloat16, float16, float64, or int8 for maxima. Windows extend along
         three axes at most.
-      init_value: -inf, or for int8 -128, with `jax.lax.max`; 0 with `jax.lax.add`. Known when traced.
+      init_value: -inf, or for int8 also -128, with `jax.lax.max`; 0 with `jax.lax.add`. Known when traced.
       computation: `jax.lax.max` or `jax.lax.add`.
       window_dimensions: a sequence of integers, one for each axis.
       window_strides: None, or a sequence of integers.
@@ -101,7 +102,8 @@ def reduce_window(
     if x.dtype not in _FLOATS and not (maximum and x.dtype == jnp.int8):
         raise refused("operand", f"float32, bfloat16, float16, float64{' or int8' * maximum}", x.dtype.name)
     _require_identity(init_value, maximum, x.dtype)
-    known = np.asarray(init_value)  # which JAX may compare while it traces
+    # JAX compares it while it traces, which it cannot do with its own arrays.
+    known = np.asarray(init_value) if isinstance(init_value, Array) else init_value
     checked_by_jax(
         lambda given: lax.reduce_window(
             given,
@@ -117,24 +119,28 @@ def reduce_window(
     )
     if set(per_axis(base_dilation, x.ndim)) - {1}:
         raise refused("base_dilation", "None or 1 along all axes", base_dilation)
-    over = _windows(x, window_dimensions, window_strides, padding, window_dilation)
+    with serving("reduce_window"):
+        over = _windows(x, window_dimensions, window_strides, padding, window_dilation)
+        return _computed(x, over, _maxima if maximum else _sums)
+
+
+def _computed(x: Array, over: Windows, reduce: Callable[..., Array]) -> Array:
     if len(over.spatial) > len(SPATIAL):
-        raise refused("window_dimensions", "of windows along three axes at most", tuple(window_dimensions))
+        raise refused("window_dimensions", "of windows along three axes at most", over.taps)
     if not over.spatial:
         return x
     cut = [(min(low, 0), min(high, 0), 0) for low, high in over.padding]
     x = lax.pad(x, jnp.zeros((), x.dtype), cut) if any(map(any, cut)) else x
     _require_elements(x, over)
-    with serving("reduce_window"):
-        return _reduced(x, over, _maxima if maximum else _sums)
+    return _reduced(x, over, reduce)
 
 
 def _require_identity(value: Any, maximum: bool, dtype: Any) -> None:
     """Refuses an initial value that changes results: it would be one more element of every window."""
-    wanted = 0 if not maximum else -128 if dtype == jnp.int8 else -np.inf
+    wanted = (0,) if not maximum else (-128, -np.inf) if dtype == jnp.int8 else (-np.inf,)
     known = checks.is_number(value) or (hasattr(value, "dtype") and not isinstance(value, Tracer))
-    if not known or np.ndim(value) or float(value) != wanted:
-        raise refused("init_value", f"{wanted}, known when traced", value)
+    if not known or np.ndim(value) or float(value) not in wanted:
+        raise refused("init_value", f"{' or '.join(map(str, wanted))}, known when traced", value)
 
 
 def _windows(x: Array, taps: Any, strides: Any, padding: Any, dilation: Any) -> Windows:
@@ -168,7 +174,7 @@ def _reduced(x: Array, over: Windows, reduce: Callable[..., Array]) -> Array:
     first = [axis for axis in range(x.ndim) if axis not in spatial and axis not in last]
     order = [*first, *spatial, *last]
     moved = lax.transpose(x, order)
-    count = lambda axes: int(np.prod([x.shape[axis] for axis in axes], dtype=np.int64))
+    count = lambda axes: math.prod(x.shape[axis] for axis in axes)
     joined = moved.reshape(count(first), *(x.shape[axis] for axis in spatial), count(last))
     y = reduce(joined, f"N{SPATIAL[len(spatial)]}C", **over.options(spatial))
     y = y.reshape(*moved.shape[: len(first)], *y.shape[1:-1], *(x.shape[axis] for axis in last))

@@ -4,6 +4,8 @@ Letters: B sequences, T queries, S keys, N heads of queries, K heads of keys and
 E of values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,7 +122,9 @@ def attention(
       run_to_run by engine `xla`; batch_invariant by `hopper`, which takes bfloat16 and float16 in multiples of 8
       features to 256 and says in `explain` which options it does not; its gradients of bias, slopes and
       sinks are run_to_run, and those of bias and slopes take memory for all scores. mesh_invariant by `ordered`, which
-      adds products term by term; second derivatives run_to_run.
+      adds products term by term; second derivatives run_to_run. Derivatives recompute
+      weights as exp(x - L) from a logsumexp L that is rounded to float32, so they have a relative error of |L| 2^-24:
+      mask by `mask`, `causal` or lengths, not by a bias of -1e9 on all keys of a query.
 
     Raises:
       ValueError: shapes that do not fit, an unknown option. TypeError: a dtype that is not served. NotImplementedError:

@@ -245,5 +245,6 @@ def _is_wide(out_dtype: Any, dtype: Any) -> bool:
     except TypeError:
         found = None
     if found is None or found.name not in names:
-        raise ValueError(f"`out_dtype` must be one of {', '.join(names)} here, got {checks.shown(out_dtype)}.")
+        meant = checks.did_you_mean(out_dtype, names)
+        raise ValueError(f"`out_dtype` must be one of {', '.join(names)} here, got {checks.shown(out_dtype)}{meant}.")
     return found != dtype

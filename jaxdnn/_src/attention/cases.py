@@ -365,4 +365,4 @@ def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str, most: int
     return AttentionCase(op, engine, dtype, f"{name}/{rng.choice(variants(op))}", **sizes)
 
 
-FAMILY = family("attention", AttentionCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw)
+FAMILY = family("attention", AttentionCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw)

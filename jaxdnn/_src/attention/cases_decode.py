@@ -217,4 +217,4 @@ def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str) -> Case:
     return DecodeCase(op, engine, drawn.pick(rng, {"bf16": 1, "f16": 1}), name, **sizes)
 
 
-FAMILY = family("attention", DecodeCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw)
+FAMILY = family("attention", DecodeCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw)

@@ -1,5 +1,7 @@
 """Attention of the last queries of sequences over a cache of their keys. Letters as in `api`; P pages of R keys."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

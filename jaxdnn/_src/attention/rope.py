@@ -1,5 +1,7 @@
 """Rotary position embedding. Letters: B sequences, T places, N heads, D features, of which F are rotated."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -4,6 +4,8 @@ Letters: N batch, C channels of x, K channels of y, G groups, Cg = C / G and Kg 
 [O,] P, Q of y, [T,] R, S taps of w. Formulas are written for two spatial axes; the others drop an axis or add one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jaxdnn._src.conv import arguments, skip
 from jaxdnn._src.conv.arguments import Options
 from jaxdnn._src.conv.skip import SkipSpec
 from jaxdnn._src.core import checks, frames, selection
+from jaxdnn._src.core.annotations import Activation, Padding, PerAxis, Scale
 from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
 
@@ -24,18 +27,18 @@ def conv(
     w: ArrayLike,
     /,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
     layout: str = "NHWC",
     filter_layout: str | None = None,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
-    activation: str | tuple[str, float] | tuple[str, float, float, float] | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    activation: Activation = None,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     accumulate: DTypeLike | None = None,
     precision: str | None = None,
@@ -57,7 +60,7 @@ def conv(
         `layout` do not oblige it to have any: OIHW or KCRS, say, serve every layout.
       stride: steps between windows, one integer or one per spatial axis.
       padding: zeros around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
-        "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side).
+        "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side; of "SAME_LOWER" to the low side).
       dilation: steps between the taps of a window, one integer or one per spatial axis.
       groups: G; output channel k reads the input channels of group ⌊k / Kg⌋ only. G = C is depthwise convolution.
       mode: "cross_correlation", or "convolution", which reverses the filter's spatial taps and nothing else.
@@ -126,15 +129,15 @@ def conv_dgrad(
     x_shape: Sequence[int],
     /,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
     layout: str = "NHWC",
     filter_layout: str | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     x: ArrayLike | None = None,
     accumulate: DTypeLike | None = None,
@@ -194,9 +197,9 @@ def conv_skip(
     /,
     *,
     input_activation: str | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
     layout: str = "NHWC",
@@ -259,15 +262,15 @@ def conv_wgrad(
     w_shape: Sequence[int],
     /,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
     layout: str = "NHWC",
     filter_layout: str | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     accumulate: DTypeLike | None = None,
     precision: str | None = None,
@@ -320,8 +323,8 @@ def conv_bgrad(
     /,
     *,
     layout: str = "NHWC",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     accumulate: DTypeLike | None = None,
     out_dtype: DTypeLike | None = None,
@@ -370,19 +373,19 @@ def conv_transpose(
     w: ArrayLike,
     /,
     *,
-    output_padding: int | Sequence[int] = 0,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    output_padding: PerAxis = 0,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
     layout: str = "NHWC",
     filter_layout: str | None = None,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
-    activation: str | tuple[str, float] | tuple[str, float, float, float] | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    activation: Activation = None,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     accumulate: DTypeLike | None = None,
     precision: str | None = None,
@@ -402,7 +405,7 @@ def conv_transpose(
       output_padding: how many elements longer the result is than the shortest possible, from 0 and smaller than stride
         or dilation; from stride on as if zeros followed x.
       stride, padding, dilation, groups, mode: those of the convolution that this transposes, see `conv`. Padding
-        shortens the result; "SAME" makes it size times stride, "VALID" is no padding.
+        shortens the result; "SAME" and "SAME_LOWER" make it size times stride, "VALID" is no padding.
       layout, filter_layout: see `conv`.
       bias: (C,). residual, prior: the result's shape. activation, alpha, beta: see `conv`.
       accumulate, precision, out_dtype, engine, determinism: see `conv`.

@@ -171,9 +171,9 @@ def transposed(
         )
     spans = zip(sizes, strides, window.padding, window.extents, extra, strict=True)
     result = [(p - 1) * u - low - high + extent + e for p, u, (low, high), extent, e in spans]
-    if isinstance(options.padding, str) and options.padding == "SAME":
+    if isinstance(options.padding, str) and options.padding != "VALID":
         if any(extra):
-            raise ValueError(f'`output_padding` must be 0 for padding "SAME", got {extra}.')
+            raise ValueError(f'`output_padding` must be 0 for padding "{options.padding}", got {extra}.')
         result = targets
     if min(result) < 1:
         raise ValueError(f"`padding` must leave a result, got sizes {tuple(result)} for padding {window.padding}.")

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core.compat import Tracer
+from jaxdnn._src.core.peers import ELSEWHERE
 
 T = TypeVar("T")
 LONG = 200  # characters of a value that an error shows
@@ -67,25 +68,6 @@ def choice(name: str, value: T, choices: Sequence[T]) -> T:
     return value
 
 
-# What PyTorch, JAX, SciPy, ONNX or Keras calls one of our choices.
-ELSEWHERE = {
-    "silu": ("swish",),
-    "bilinear": ("linear",),
-    "trilinear": ("linear",),
-    "bicubic": ("cubic",),
-    "avg": ("average",),
-    "mean": ("average", "avg"),
-    "average": ("avg",),
-    "sum": ("add",),
-    "prod": ("mul",),
-    "edge": ("border",),
-    "replicate": ("border",),
-    "constant": ("zeros",),
-    "log_softmax": ("log",),
-    "lp": ("norm",),
-}
-
-
 def did_you_mean(value: Any, choices: Sequence[Any]) -> str:
     """What an error says behind a name: the choice that is spelt nearly so, or that others call so; or nothing."""
     if not isinstance(value, str):
@@ -93,8 +75,14 @@ def did_you_mean(value: Any, choices: Sequence[Any]) -> str:
     names = {name.lower(): name for name in choices if isinstance(name, str)}
     given = value.lower()
     near = difflib.get_close_matches(given, names, 1, cutoff=0.7)
-    meant = [names[name] for name in (given, *ELSEWHERE.get(given, ()), *near) if name in names]
-    return f" (did you mean {meant[0]!r}?)" if meant else ""
+    for name in (given, *ELSEWHERE.get(given.replace("-", "_"), ()), *near):
+        if name is None and None in choices:
+            return " (did you mean None?)"
+        if isinstance(name, tuple) and name[0] in names:
+            return f" (did you mean {name!r}?)"
+        if isinstance(name, str) and name.lower() in names:
+            return f" (did you mean {names[name.lower()]!r}?)"
+    return ""
 
 
 def shape(name: str, value: Any, expected: tuple[int, ...], why: str) -> None:
@@ -107,20 +95,29 @@ def dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
     """Returns the dtype of an array (or the dtype itself) if it is one of `choices`."""
     found = np.dtype(value.dtype if hasattr(value, "dtype") else value)
     if found not in [np.dtype(c) for c in choices]:
-        names = ", ".join(np.dtype(c).name for c in choices)
-        raise TypeError(f"`{name}` must have one of the dtypes {names}, got {found.name}.")
+        names = [np.dtype(c).name for c in choices]
+        raise TypeError(f"`{name}` must have {_one_of(names)}, got {found.name}.")
     return found
+
+
+def _one_of(dtypes: Sequence[str]) -> str:
+    return f"the dtype {dtypes[0]}" if len(dtypes) == 1 else f"one of the dtypes {', '.join(dtypes)}"
 
 
 def as_dtype(name: str, value: Any, choices: Sequence[Any]) -> np.dtype:
     """Reads a dtype argument."""
     if hasattr(value, "shape") and not isinstance(value, np.dtype | type):
         raise TypeError(f"`{name}` must be a dtype, got an array of shape {tuple(value.shape)}.")
+    names = [np.dtype(c).name for c in choices]
     try:
         found = np.dtype(value)
     except TypeError as error:
-        raise TypeError(f"`{name}` must be a dtype, got {shown(value)}.") from error
-    return dtype(name, found, choices)
+        meant = did_you_mean(value, names)
+        raise TypeError(f"`{name}` must be a dtype, got {shown(value)}{meant}.") from error
+    if found.name not in names:
+        got = shown(value) if isinstance(value, str) and value != found.name else found.name
+        raise TypeError(f"`{name}` must have {_one_of(names)}, got {got}{did_you_mean(value, names)}.")
+    return found
 
 
 def out_dtype(value: Any, own: Any, choices: Sequence[Any], accumulate: Any) -> np.dtype:

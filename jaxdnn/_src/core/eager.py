@@ -53,7 +53,7 @@ def program(function: Function) -> Function:
 
     It raises what the op raises when it is traced, and TypeError for values that are not understood here.
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
     names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     takes_arrays = {p.name for p in parameters if np.ndarray in get_args(p.annotation)}
     readers = _data.get(function.__name__, {})

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxdnn._src.core import checks, compat, eager, engines, selection
+from jaxdnn._src.core import checks, compat, eager, engines, selection, signatures
 from jaxdnn._src.core.determinism import LEVELS, determinism
 
 P = ParamSpec("P")
@@ -22,6 +22,13 @@ ACCUMULATORS = {
     "tensor_core_tf32": "float32 on tensor cores, with operands cut to TF32",
     "tensor_core_fp8": "14 bits on tensor cores",
     "transform": "float32, on tensor cores or after a fast Fourier transform, as the library chooses",
+}
+# What a primitive computes for the op that was called, by the end of its name.
+PARTS = {
+    "_dgrad": "gradient in the data",
+    "_wgrad": "gradient in the weights",
+    "_tangent": "derivative along a tangent",
+    "_backward": "gradient",
 }
 HAZARDS = {
     "flushes_subnormals": "reads or writes subnormal numbers as zero",
@@ -74,8 +81,7 @@ class Explanation:
     device_kind: str | None = None
 
     def __str__(self) -> str:
-        head = f"{self.op}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
-        head = head if self.public in ("", self.op) else f"{self.public}: {head}"
+        head = f"{self._name()}({', '.join(self.operands)}) -> {self.result} on {self.platform}, level {self.level!r}"
         served = f"served by {self.engine}" if self.engine else "served by no engine: it raises"
         elsewhere = "" if self.device_kind else f"; no {self.platform} device is here: this is an export's choice"
         lines = [head, f"  {served}{elsewhere}"]
@@ -96,6 +102,12 @@ class Explanation:
             facts += [HAZARDS[hazard] for hazard in c.hazards]
             lines.append(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})")
         return "\n".join(lines)
+
+    def _name(self) -> str:
+        """The op that was called and, of a primitive that is its derivative, of what."""
+        public = self.public or self.op
+        part = next((words for suffix, words in PARTS.items() if self.op.endswith(suffix)), None)
+        return public if part is None or public.endswith(("_dgrad", "_wgrad")) else f"{public}, {part}: "
 
 
 def _schedule(schedule: engines.Schedule | None) -> str:
@@ -134,7 +146,7 @@ class Explanations(tuple[Explanation, ...]):
         return found
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, (*self, *self.formulas))) or "no jaxdnn call that computes anything"
+        return "\n".join(map(str, (*self, *self.formulas))) or "no op of jaxdnn is called, or none whose result is used"
 
     __str__ = __repr__
 
@@ -199,7 +211,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
     An op that a public op calls is part of that one. Outside of jit an op runs as one program, see `eager`.
     """
-    op = function.__name__
+    op, signature = function.__name__, signatures.shown(function)
+    blends = signatures.blends(signature)
 
     @ft.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -217,14 +230,22 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if engines.is_called():
             return function(*args, **kwargs)
+        if blends and "prior" in kwargs and "beta" not in kwargs and kwargs["prior"] is not None:
+            raise ValueError(signatures.WITHOUT_BETA)
         if compat.untraced():
             # What is wrong with arguments is raised again below, about what the user passed; what fails when it runs,
             # such as for want of memory, is not run twice.
             with contextlib.suppress(TypeError, ValueError, OverflowError, NotImplementedError):
                 return program(args, kwargs)
-        return named(*args, **kwargs)
+        try:
+            return named(*args, **kwargs)
+        except TypeError:
+            if (wrong := signatures.misfit(op, signature, args, kwargs)) is not None:
+                raise TypeError(wrong) from None
+            raise
 
     call.__module__ = "jaxdnn"  # where pickle finds it
+    call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
 

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """Public ops that share a line of the README's table.
+    """Public ops that share a line of the table of ops.
 
     Attributes:
       cudnn: what cuDNN has for them.

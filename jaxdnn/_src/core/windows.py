@@ -138,9 +138,10 @@ def layout(value: Any, name: str = "layout") -> Layout:
     match = _letters_and_lanes(value)
     if match and match[1] in LAYOUTS and (match[2] is None or match[1].startswith("NC")):
         return Layout(match[1], int(match[2]) if match[2] else None)
+    meant = checks.did_you_mean(value, (*LAYOUTS, "NCWc32", "NCHWc32", "NCDHWc32"))
     raise ValueError(
         f"`{name}` must be one of {', '.join(LAYOUTS)}, or a vectorised NCWc32, NCHWc32, NCDHWc32 "
-        f"(any number of channels for 32), got {checks.shown(value)}."
+        f"(any number of channels for 32), got {checks.shown(value)}{meant}."
     )
 
 
@@ -168,9 +169,11 @@ def filter_layout(value: Any, of: Layout) -> FilterLayout:
         if sorted(axes) == sorted("OI" + spatial):
             return FilterLayout(axes, int(match[2]) if match[2] else None, value)
     taps = {1: "S", 2: "RS", 3: "TRS"}[of.rank]
+    usual = (f"OI{spatial}", f"{spatial}IO", f"O{spatial}I", f"KC{taps}", f"{taps}CK", f"K{taps}C")
+    meant = checks.did_you_mean(value, usual)
     raise ValueError(
         f"`filter_layout` must be the letters KC{taps} (cuDNN) or OI{spatial} (JAX) in the order of the filter's axes "
-        f"for layout {of.name}, with c32 or so behind if vectorised, got {checks.shown(value)}."
+        f"for layout {of.name}, with c32 or so behind if vectorised, got {checks.shown(value)}{meant}."
     )
 
 
@@ -197,15 +200,16 @@ def window(
 def _named_padding(
     padding: str, sizes: Sequence[int], extents: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    checks.choice("padding", padding, ("SAME", "VALID"))
+    checks.choice("padding", padding, ("SAME", "SAME_LOWER", "VALID"))
     if padding == "VALID":
         return ((0, 0),) * len(sizes)
-    # ceil(size / stride) outputs; what is needed is split evenly, the odd element goes to the high side.
+    # ceil(size / stride) outputs; what is needed is split evenly, the odd element goes to the high or the low side.
     needed = [
         max((-(-size // stride) - 1) * stride + extent - size, 0)
         for size, extent, stride in zip(sizes, extents, strides, strict=True)
     ]
-    return tuple((total // 2, total - total // 2) for total in needed)
+    pads = tuple((total // 2, total - total // 2) for total in needed)
+    return pads if padding == "SAME" else tuple((high, low) for low, high in pads)
 
 
 def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
@@ -214,7 +218,7 @@ def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
     if len(padding) != rank:
         raise ValueError(
             f"`padding` must be an integer, {rank} integers or {rank} (low, high) pairs, one per spatial axis, "
-            f'or "SAME" or "VALID", got {checks.shown(padding)}.'
+            f'or "SAME", "SAME_LOWER" or "VALID", got {checks.shown(padding)}.'
         )
     pairs = (checks.integers("padding", axis, 2, minimum=0) for axis in padding)
     return tuple((low, high) for low, high in pairs)

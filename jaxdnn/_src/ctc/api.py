@@ -3,6 +3,8 @@
 Letters: N sequences, T steps, V classes, L labels.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

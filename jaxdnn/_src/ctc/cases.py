@@ -184,4 +184,4 @@ def samples(case: CtcCase) -> tuple[tuple[int | None, ...], int] | None:
     return ((0,) if case.op == "ctc_lengths" else (0,) * 4), 0
 
 
-FAMILY = family("ctc", CtcCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw, samples=samples)
+FAMILY = family("ctc", CtcCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw, samples=samples)

@@ -1,5 +1,7 @@
 """Dropout that is a function of a key and of every element's logical index."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from typing import Any
@@ -12,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation.formulas import read_activation
 from jaxdnn._src.core import checks, primitives, rounding, selection, windows
+from jaxdnn._src.core.annotations import Activation
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
@@ -45,14 +48,14 @@ class DropoutState:
     used: Array
 
     @classmethod
-    def of_seed(cls, seed: int, offset: int = 0) -> "DropoutState":
+    def of_seed(cls, seed: int, offset: int = 0) -> DropoutState:
         """The state of a seed, a number below 2^64, `offset` elements into its count, a multiple of four."""
         seed, offset = _below_2_64("seed", seed), _below_2_64("offset", offset)
         if offset % BLOCK:
             raise ValueError(f"`offset` must be a multiple of {BLOCK}, got {offset}.")
         return cls(primitive.pair(seed), primitive.pair(offset // BLOCK))
 
-    def advance(self, count: int) -> "DropoutState":
+    def advance(self, count: int) -> DropoutState:
         """The state after `count` elements, rounded up to a multiple of four, modulo 2^64."""
         blocks = -(-_below_2_64("count", count) // BLOCK)
         low, high = primitive.plus(_state_words("used", self.used), primitive.pair(blocks))
@@ -82,7 +85,7 @@ def dropout(
     layout: str | None = None,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
-    activation: str | tuple[str, float] | tuple[str, float, float, float] | None = None,
+    activation: Activation = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
     determinism: str | None = None,

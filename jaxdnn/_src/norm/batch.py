@@ -4,6 +4,8 @@ Letters: N batch, C channels, H, W spatial sizes; m the number of elements that 
 (mode "spatial") or N ("per_activation"), times the devices where the statistics are synchronised.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools as ft
 import math
@@ -16,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.activation import epilogues
 from jaxdnn._src.core import blending, checks, frames
+from jaxdnn._src.core.annotations import Scale
 from jaxdnn._src.core.blending import Types
 from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.eager import data
@@ -43,14 +46,14 @@ def batch_norm(
     bias: ArrayLike | None = None,
     running_mean: ArrayLike | None = None,
     running_variance: ArrayLike | None = None,
-    momentum: float | ArrayLike = 0.1,
+    momentum: Scale = 0.1,
     eps: float = 1e-5,
     mode: str = "spatial",
     axis_name: AxisName = None,
     residual: ArrayLike | None = None,
     activation: str | tuple[str, float] | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     layout: str = "NHWC",
     out_dtype: DTypeLike | None = None,
@@ -175,8 +178,8 @@ def batch_norm_inference(
     mode: str = "spatial",
     residual: ArrayLike | None = None,
     activation: str | tuple[str, float] | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     layout: str = "NHWC",
     out_dtype: DTypeLike | None = None,
@@ -248,11 +251,11 @@ def batch_norm_dgrad(
     eps: float = 1e-5,
     mode: str = "spatial",
     axis_name: AxisName = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
-    alpha_param: float | ArrayLike = 1.0,
-    beta_param: float | ArrayLike = 0.0,
+    alpha_param: Scale = 1.0,
+    beta_param: Scale = 0.0,
     prior_dscale: ArrayLike | None = None,
     prior_dbias: ArrayLike | None = None,
     layout: str = "NHWC",

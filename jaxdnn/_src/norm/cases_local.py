@@ -286,4 +286,4 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> LocalCase:
     return LocalCase(op, engine, dtype, name, (shape, tuple((options | blended).items())))
 
 
-FAMILY = family("norm_local", LocalCase, OPS, cases, subjects, "the first of its cases", (3, 8), facts, draw=draw)
+FAMILY = family("norm_local", LocalCase, OPS, cases, subjects, "a small call", (3, 8), facts, draw=draw)

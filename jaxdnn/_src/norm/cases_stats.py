@@ -275,7 +275,7 @@ FAMILY = family(
     tuple(VARIANTS),
     cases,
     subjects,
-    "the first of its cases",
+    "a small call",
     (2, 3),
     plain.facts,
     draw=draw,

@@ -3,6 +3,8 @@
 Letters: N batch, C channels, G groups, H, W spatial sizes; n the number of elements that a statistic is taken over.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -4,6 +4,8 @@ They are XLA's, element by element: the sums have few terms, added in a fixed or
 than its own neighbourhood.
 """
 
+from __future__ import annotations
+
 import functools as ft
 import math
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, partitioning, primitives
+from jaxdnn._src.core.annotations import Scale
 from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, exchange
@@ -35,8 +38,8 @@ def lrn(
     lrn_beta: float = 0.75,
     k: float = 2.0,
     even: str = "high",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     layout: str = "NHWC",
     out_dtype: DTypeLike | None = None,
@@ -100,8 +103,8 @@ def lrn_dgrad(
     lrn_beta: float = 0.75,
     k: float = 2.0,
     even: str = "high",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     layout: str = "NHWC",
     out_dtype: DTypeLike | None = None,
@@ -160,8 +163,8 @@ def divisive_norm(
     lrn_beta: float = 0.75,
     k: float = 2.0,
     even: str = "high",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     layout: str = "NHWC",
     out_dtype: DTypeLike | None = None,
@@ -225,8 +228,8 @@ def divisive_norm_dgrad(
     lrn_beta: float = 0.75,
     k: float = 2.0,
     even: str = "high",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     layout: str = "NHWC",
     out_dtype: DTypeLike | None = None,

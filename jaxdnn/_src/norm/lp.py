@@ -1,5 +1,7 @@
 """Division by the norm of a vector."""
 
+from __future__ import annotations
+
 import functools as ft
 import math
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from jax import Array, export, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import checks, partitioning, primitives, trees
+from jaxdnn._src.core.annotations import PerAxis
 from jaxdnn._src.core.blending import Types
 from jaxdnn._src.core.determinism import is_fixed, require
 from jaxdnn._src.core.explain import public
@@ -26,7 +29,7 @@ def lp_normalize(
     /,
     *,
     p: float = 2.0,
-    axis: int | Sequence[int] = -1,
+    axis: PerAxis = -1,
     eps: float = 1e-12,
     out_dtype: DTypeLike | None = None,
     determinism: str | None = None,

@@ -3,12 +3,13 @@
 Letters: A the axes that are normalised, n how many elements they have, N the first axis, S the sizes along A.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import checks
+from jaxdnn._src.core.annotations import PerAxis
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.norm import arguments
 
@@ -18,7 +19,7 @@ def layer_norm(
     x: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: PerAxis = -1,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-5,
@@ -83,7 +84,7 @@ def layer_norm_dgrad(
     x: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: PerAxis = -1,
     scale: ArrayLike | None = None,
     mean: ArrayLike | None = None,
     rstd: ArrayLike | None = None,
@@ -139,7 +140,7 @@ def rms_norm(
     x: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: PerAxis = -1,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-6,
@@ -192,7 +193,7 @@ def rms_norm_dgrad(
     x: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: PerAxis = -1,
     scale: ArrayLike | None = None,
     rstd: ArrayLike | None = None,
     eps: float = 1e-6,
@@ -244,7 +245,7 @@ def adaptive_layer_norm(
     bias: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: PerAxis = -1,
     eps: float = 1e-5,
     zero_centred: bool = False,
     return_statistics: bool = False,
@@ -297,7 +298,7 @@ def adaptive_layer_norm_dgrad(
     scale: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] = -1,
+    axis: PerAxis = -1,
     mean: ArrayLike | None = None,
     rstd: ArrayLike | None = None,
     eps: float = 1e-5,

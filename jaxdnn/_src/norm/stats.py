@@ -3,6 +3,8 @@
 Letters: N batch, C channels, H, W spatial sizes; m the number of elements that were added.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -11,6 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxdnn._src.core import checks, frames
+from jaxdnn._src.core.annotations import Scale
 from jaxdnn._src.core.blending import Types
 from jaxdnn._src.core.determinism import require
 from jaxdnn._src.core.eager import data
@@ -80,7 +83,7 @@ def bn_finalize(
     bias: ArrayLike | None = None,
     running_mean: ArrayLike | None = None,
     running_variance: ArrayLike | None = None,
-    momentum: float | ArrayLike = 0.1,
+    momentum: Scale = 0.1,
     eps: float = 1e-5,
     shift: ArrayLike | None = None,
     determinism: str | None = None,

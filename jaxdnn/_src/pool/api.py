@@ -4,6 +4,8 @@ Letters: N batch, C channels, [D,] H, W spatial sizes of x, [O,] P, Q of y, [T,]
 written for two spatial axes; the others drop an axis or add one.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools as ft
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, primitives, windows
+from jaxdnn._src.core.annotations import Padding, PerAxis, Scale
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import vary_alike
 from jaxdnn._src.core.rounding import at_edges
@@ -25,26 +28,24 @@ from jaxdnn._src.pool.spec import PoolSpec
 from jaxdnn._src.pool.xla.engine import flat_positions
 from jaxdnn._src.pool.xla.gather import gather_form
 
-Padding = int | Sequence[int] | Sequence[tuple[int, int]] | str
-
 
 @public
 def pool(
     x: ArrayLike,
     /,
     *,
-    window: int | Sequence[int] = 2,
+    window: PerAxis = 2,
     mode: str = "max",
-    stride: int | Sequence[int] | None = None,
+    stride: PerAxis | None = None,
     padding: Padding = 0,
-    dilation: int | Sequence[int] = 1,
+    dilation: PerAxis = 1,
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
     nan: str = "propagate",
     return_indices: bool | str = False,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -63,7 +64,7 @@ def pool(
       mode: "max"; "average", whose count includes padding; "average_exclude_padding"; or "lp".
       stride: steps between windows, one integer or one per spatial axis; None: the window.
       padding: around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
-        "SAME" (⌈size / stride⌉ outputs, an odd element goes to the high side).
+        "SAME" (⌈size / stride⌉ outputs, an odd element goes to the high side; of "SAME_LOWER" to the low side).
       dilation: steps between the taps of a window, one integer or one per spatial axis.
       ceil_mode: rounds the number of windows up, as long as the last one starts in x or its low padding. What the last
         window reaches beyond x and `padding` is in no count.
@@ -146,18 +147,18 @@ def pool_dgrad(
     x: ArrayLike | Sequence[int],
     /,
     *,
-    window: int | Sequence[int] = 2,
+    window: PerAxis = 2,
     mode: str = "max",
-    stride: int | Sequence[int] | None = None,
+    stride: PerAxis | None = None,
     padding: Padding = 0,
-    dilation: int | Sequence[int] = 1,
+    dilation: PerAxis = 1,
     ceil_mode: bool = False,
     layout: str = "NHWC",
     p: float = 2.0,
     nan: str = "propagate",
     indices: ArrayLike | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -248,10 +249,10 @@ def unpool(
     x_shape: ArrayLike | Sequence[int],
     /,
     *,
-    window: int | Sequence[int] = 2,
-    stride: int | Sequence[int] | None = None,
+    window: PerAxis = 2,
+    stride: PerAxis | None = None,
     padding: Padding = 0,
-    dilation: int | Sequence[int] = 1,
+    dilation: PerAxis = 1,
     ceil_mode: bool = False,
     layout: str = "NHWC",
 ) -> Array:

@@ -1,5 +1,7 @@
 """Pooling to given sizes: to one element, or to any number of windows that together cover the input."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, primitives, windows
+from jaxdnn._src.core.annotations import PerAxis, Scale
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
@@ -32,8 +35,8 @@ def global_pool(
     p: float = 2.0,
     nan: str = "propagate",
     return_indices: bool | str = False,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -92,14 +95,14 @@ def adaptive_pool(
     x: ArrayLike,
     /,
     *,
-    output_sizes: int | Sequence[int] = 1,
+    output_sizes: PerAxis = 1,
     mode: str = "average",
     layout: str = "NHWC",
     p: float = 2.0,
     nan: str = "propagate",
     return_indices: bool = False,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,

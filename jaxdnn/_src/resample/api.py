@@ -3,6 +3,8 @@
 Letters: N batch, C channels, [D,] H, W spatial sizes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, selection
+from jaxdnn._src.core.annotations import PerAxis, Scale
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import real
@@ -30,7 +33,7 @@ def resample(
     x: ArrayLike,
     /,
     *,
-    output_sizes: int | Sequence[int] | None = None,
+    output_sizes: PerAxis | None = None,
     scale: float | Fraction | Sequence[float | Fraction] | None = None,
     method: str = "linear",
     coordinates: str = "half_pixel",
@@ -39,8 +42,8 @@ def resample(
     antialias: bool = False,
     boundary: str | None = None,
     layout: str = "NHWC",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -129,8 +132,8 @@ def resample_dgrad(
     antialias: bool = False,
     boundary: str | None = None,
     layout: str = "NHWC",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -265,9 +268,7 @@ def _rules(
 
 
 @public
-def pixel_shuffle(
-    x: ArrayLike, /, *, factor: int | Sequence[int] = 2, order: str = "CRD", layout: str = "NHWC"
-) -> Array:
+def pixel_shuffle(x: ArrayLike, /, *, factor: PerAxis = 2, order: str = "CRD", layout: str = "NHWC") -> Array:
     """Moves channels into space: every pixel becomes f x g pixels.
 
     y[n, h f + i, w g + j, c] = x[n, h, w, (c f + i) g + j]     order "CRD"
@@ -300,9 +301,7 @@ def pixel_shuffle(
 
 
 @public
-def pixel_unshuffle(
-    x: ArrayLike, /, *, factor: int | Sequence[int] = 2, order: str = "CRD", layout: str = "NHWC"
-) -> Array:
+def pixel_unshuffle(x: ArrayLike, /, *, factor: PerAxis = 2, order: str = "CRD", layout: str = "NHWC") -> Array:
     """Moves space into channels: f x g pixels become one. The inverse of `pixel_shuffle`.
 
     y[n, h, w, (c f + i) g + j] = x[n, h f + i, w g + j, c]     order "CRD"

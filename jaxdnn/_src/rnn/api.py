@@ -4,6 +4,8 @@ Letters: N sequences, T steps, I inputs, H units, P columns of a projection. Wei
 multiply and a column for each unit of each gate, gate by gate.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 

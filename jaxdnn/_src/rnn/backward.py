@@ -4,6 +4,8 @@ Whoever differentiates `lstm` needs neither. They are for programs that schedule
 forward pass returns what it saved, that in data adds what that in weights needs, and each may run when it suits.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

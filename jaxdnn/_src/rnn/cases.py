@@ -363,4 +363,4 @@ def samples(case: RnnCase) -> tuple[tuple[int | None, ...], int] | None:
     return None if case.batch == 1 else (_axes(case), 0)
 
 
-FAMILY = family("rnn", RnnCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw, samples=samples)
+FAMILY = family("rnn", RnnCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw, samples=samples)

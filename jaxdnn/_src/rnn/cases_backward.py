@@ -246,4 +246,4 @@ def samples(case: BackwardCase) -> tuple[tuple[int | None, ...], int] | None:
     return None if case.batch == 1 or case.op.endswith("wgrad") else (_axes(case), 0)
 
 
-FAMILY = family("rnn", BackwardCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw, samples=samples)
+FAMILY = family("rnn", BackwardCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw, samples=samples)

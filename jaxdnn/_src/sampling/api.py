@@ -3,6 +3,8 @@
 Letters: N batch, C channels, [D,] H, W sizes of the image, [D',] H', W' of the grid, d how many of them.
 """
 
+from __future__ import annotations
+
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees
+from jaxdnn._src.core.annotations import Scale
 from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
@@ -36,8 +39,8 @@ def grid_sample(
     order: str = "xy",
     cubic_coefficient: float = -0.75,
     layout: str = "NHWC",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -257,8 +260,8 @@ def spatial_transformer(
     align_corners: bool = True,
     cubic_coefficient: float = -0.75,
     layout: str = "NHWC",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -343,8 +346,8 @@ def warp(
     order: str = "xy",
     cubic_coefficient: float = -0.75,
     layout: str = "NHWC",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,

@@ -168,4 +168,4 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
     return SamplingCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{variant}", batch, **given)
 
 
-FAMILY = family("sampling", SamplingCase, OPS, cases, subjects, "the first of its cases", (1, 1), draw=draw)
+FAMILY = family("sampling", SamplingCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw)

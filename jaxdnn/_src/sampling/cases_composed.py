@@ -150,4 +150,4 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ComposedCase:
     return ComposedCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{variant}", sizes, min(points, 500))
 
 
-FAMILY = family("sampling", ComposedCase, OPS, cases, subjects, "the first of its cases", (2, 3), draw=draw)
+FAMILY = family("sampling", ComposedCase, OPS, cases, subjects, "a small call", (2, 3), draw=draw)

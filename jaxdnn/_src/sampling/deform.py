@@ -4,9 +4,10 @@ The samples of every window are laid out beside each other, as an image of R S t
 convolution whose stride is its window reads each of them once, so that its engines serve, with all that they guarantee.
 """
 
+from __future__ import annotations
+
 import functools as ft
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.conv.api import conv
 from jaxdnn._src.core import blending, checks, frames, primitives, windows
+from jaxdnn._src.core.annotations import Activation, Padding, PerAxis
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.frames import Frame
@@ -36,14 +38,14 @@ def deform_conv(
     /,
     *,
     mask: ArrayLike | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     groups: int = 1,
     layout: str = "NHWC",
     filter_layout: str | None = None,
     bias: ArrayLike | None = None,
-    activation: str | tuple[str, float] | tuple[str, float, float, float] | None = None,
+    activation: Activation = None,
     accumulate: DTypeLike | None = None,
     precision: str | None = None,
     out_dtype: DTypeLike | None = None,

@@ -4,6 +4,8 @@ A bin's average is one sum over the taps of all its samples: the primitive of `g
 as an axis, so that boxes look up their images as they look up pixels.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools as ft
 import math
@@ -17,6 +19,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees
+from jaxdnn._src.core.annotations import PerAxis
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
@@ -36,7 +39,7 @@ def roi_align(
     boxes: ArrayLike,
     /,
     *,
-    output_sizes: int | Sequence[int] = 1,
+    output_sizes: PerAxis = 1,
     batch_indices: ArrayLike | None = None,
     spatial_scale: float = 1.0,
     sampling_ratio: int = 2,
@@ -143,7 +146,7 @@ def roi_align(
     return blending.blend(y, alpha=1.0, beta=0.0, prior=None, out=out, level=level)
 
 
-def _joined(y: Array, count: Array, regions: "Regions", level: str) -> Array:
+def _joined(y: Array, count: Array, regions: Regions, level: str) -> Array:
     """The bins, of sums over samples, or of samples along the last axis of bins."""
     if regions.mode == "average":
         count = count.astype(y.dtype).reshape(*count.shape, *[1] * (y.ndim - count.ndim))

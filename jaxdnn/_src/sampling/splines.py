@@ -4,6 +4,8 @@ The coefficients of the spline through x are x filtered along each axis. Both ar
 `grid_sample`, for the filter on the elements of an axis, for the sampling on x as a line, behind which stands `cval`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools as ft
 import math

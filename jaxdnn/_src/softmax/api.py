@@ -1,7 +1,8 @@
 """Softmax, its backward pass, and the logarithm of a sum of exponentials."""
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, primitives, windows
+from jaxdnn._src.core.annotations import PerAxis, Scale
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import at_edges
@@ -25,12 +27,12 @@ def softmax(
     /,
     *,
     algorithm: str = "accurate",
-    axis: int | Sequence[int] | None = -1,
+    axis: PerAxis | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     where: ArrayLike | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -111,11 +113,11 @@ def softmax_dgrad(
     /,
     *,
     algorithm: str = "accurate",
-    axis: int | Sequence[int] | None = -1,
+    axis: PerAxis | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     engine: str | None = None,
@@ -172,7 +174,7 @@ def logsumexp(
     x: ArrayLike,
     /,
     *,
-    axis: int | Sequence[int] | None = -1,
+    axis: PerAxis | None = -1,
     mode: str | None = None,
     layout: str = "NHWC",
     where: ArrayLike | None = None,

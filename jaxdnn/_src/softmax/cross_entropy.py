@@ -1,5 +1,7 @@
 """A linear layer and the cross-entropy of its softmax as one op, whose logits never exist all at once."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools as ft
 import math

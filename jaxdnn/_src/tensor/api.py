@@ -3,6 +3,8 @@
 Letters: N batch, C channels, [D,] H, W spatial sizes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees, windows
+from jaxdnn._src.core.annotations import PerAxis, Scale
 from jaxdnn._src.core.determinism import require, required
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
@@ -31,11 +34,11 @@ def transform(
     layout: str = "NHWC",
     out_layout: str | None = None,
     padding: int | Sequence[int] | Sequence[tuple[int, int]] = 0,
-    fold: int | Sequence[int] = 1,
-    unfold: int | Sequence[int] = 1,
+    fold: PerAxis = 1,
+    unfold: PerAxis = 1,
     channels: int | None = None,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Array:
@@ -163,8 +166,8 @@ def add(
     c: ArrayLike,
     /,
     *,
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 1.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 1.0,
     out_dtype: DTypeLike | None = None,
     determinism: str | None = None,
 ) -> Array:
@@ -228,9 +231,9 @@ def op_tensor(
     /,
     *,
     op: str = "add",
-    alpha1: float | ArrayLike = 1.0,
-    alpha2: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha1: Scale = 1.0,
+    alpha2: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     nan: str = "propagate",
     out_dtype: DTypeLike | None = None,
@@ -319,7 +322,7 @@ def _binary(op: str, a: Array, b: Array, nan: str) -> Array:
 
 @public
 @data(alpha=blending.operand)
-def scale(x: ArrayLike, /, *, alpha: float | ArrayLike = 1.0, out_dtype: DTypeLike | None = None) -> Array:
+def scale(x: ArrayLike, /, *, alpha: Scale = 1.0, out_dtype: DTypeLike | None = None) -> Array:
     """Scales an array.
 
     y = alpha x
@@ -359,7 +362,7 @@ def _whole(value: Any) -> float | None:
 
 @public
 @data(value=_whole)
-def fill(x: ArrayLike, /, *, value: float | ArrayLike = 0.0, out_dtype: DTypeLike | None = None) -> Array:
+def fill(x: ArrayLike, /, *, value: Scale = 0.0, out_dtype: DTypeLike | None = None) -> Array:
     """An array like another one, with one value everywhere.
 
     y = value

@@ -253,4 +253,4 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> TensorCase:
     return TensorCase(op, engine, dtype, f"{name}-{variant}", n, (h, w, c), tuple(options.items()))
 
 
-FAMILY = family("tensor", TensorCase, OPS, cases, subjects, "the first of its cases", (3, 4), facts, draw=draw)
+FAMILY = family("tensor", TensorCase, OPS, cases, subjects, "a small call", (3, 4), facts, draw=draw)

@@ -3,6 +3,8 @@
 Letters as in `conv`: N batch, C channels, H, W spatial sizes of x, P, Q of the convolution's result, R, S taps.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools as ft
 import itertools
@@ -18,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives
 from jaxdnn._src.core import windows as _window
+from jaxdnn._src.core.annotations import Padding, PerAxis
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, Windows
@@ -33,10 +36,10 @@ def im2col(
     x: ArrayLike,
     /,
     *,
-    window: int | Sequence[int] = 3,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    window: PerAxis = 3,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     mode: str = "cross_correlation",
     layout: str = "NHWC",
     order: str | None = None,
@@ -102,10 +105,10 @@ def col2im(
     x_shape: Sequence[int],
     /,
     *,
-    window: int | Sequence[int] = 3,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | Sequence[tuple[int, int]] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    window: PerAxis = 3,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
     mode: str = "cross_correlation",
     layout: str = "NHWC",
     order: str | None = None,

@@ -1,8 +1,10 @@
 """Reductions of an array along any of its axes."""
 
+from __future__ import annotations
+
 import functools as ft
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax import Array, export
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, primitives
+from jaxdnn._src.core.annotations import PerAxis, Scale
 from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
@@ -38,12 +41,12 @@ def reduce(
     /,
     *,
     op: str = "add",
-    axis: int | Sequence[int] | None = None,
+    axis: PerAxis | None = None,
     keepdims: bool = False,
     return_indices: bool = False,
     nan: str = "propagate",
-    alpha: float | ArrayLike = 1.0,
-    beta: float | ArrayLike = 0.0,
+    alpha: Scale = 1.0,
+    beta: Scale = 0.0,
     prior: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     determinism: str | None = None,

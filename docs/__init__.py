@@ -1,0 +1,1 @@
+"""The pages of the site: Markdown, and in `site` what makes the others."""

@@ -1,0 +1,87 @@
+"""A call that gives an option by position, or an argument that the op has not, is told how to give it: over all ops."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxdnn as dnn
+from jaxdnn._src.cases import example
+from jaxdnn._src.core import peers, signatures
+
+EXAMPLES = example.first()
+
+
+def options(name: str) -> list[str]:
+    return [p.name for p in inspect.signature(getattr(dnn, name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+each_op = pytest.mark.parametrize("name", [name for name in EXAMPLES if options(name)])  # of which one has no options
+
+
+@each_op
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_an_option_by_position(name: str, jitted: bool):
+    arguments, _ = EXAMPLES[name].bind(*map(jnp.asarray, EXAMPLES[name].data()))
+    required = [p for p in inspect.signature(getattr(dnn, name)).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    arguments = [*arguments[: len(required)], "surplus"]
+    call = (lambda: jax.eval_shape(lambda: getattr(dnn, name)(*arguments))) if jitted else None
+    wanted = rf"Options of `{name}` must be given by keyword, as in {name}\(.+=\.\.\.\), got {len(arguments)} arg"
+    with pytest.raises(TypeError, match=wanted):
+        call() if call else getattr(dnn, name)(*arguments)
+
+
+@each_op
+def test_an_argument_that_is_none(name: str):
+    arguments, given = EXAMPLES[name].bind(*map(jnp.asarray, EXAMPLES[name].data()))
+    misspelt = max(options(name), key=len) + "s"
+    with pytest.raises(TypeError, match=rf"`{name}` has no argument `{misspelt}` \(did you mean '"):
+        getattr(dnn, name)(*arguments, **given, **{misspelt: 1})
+
+
+@pytest.mark.parametrize("other", peers.ARGUMENTS)
+def test_arguments_of_peers(other: str):
+    """Every row of the table is a name that some op has not, and hints at one that it has."""
+    known = [
+        name for name in EXAMPLES if set(peers.ARGUMENTS[other]) & set(options(name)) and other not in options(name)
+    ]
+    assert known
+    arguments, given = EXAMPLES[known[0]].bind(*map(jnp.asarray, EXAMPLES[known[0]].data()))
+    with pytest.raises(TypeError, match=rf"`{known[0]}` has no argument `{other}` \(did you mean '"):
+        getattr(dnn, known[0])(*arguments, **given, **{other: 1})
+
+
+def test_options_are_chosen_by_what_is_given():
+    x, c = jnp.ones((2, 4, 4, 3)), jnp.ones(3)
+    with pytest.raises(TypeError, match=r"as in batch_norm\(x, scale=\.\.\., bias=\.\.\.\), got 3 arguments"):
+        dnn.batch_norm(x, c, c)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"as in pool\(x, window=\.\.\.\), got 2 arguments"):
+        dnn.pool(x, 2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"as in activation\(x, activation=\.\.\.\), got 2 arguments"):
+        dnn.activation(x, "relu")  # type: ignore[call-arg]
+
+
+def test_other_errors_of_types_are_the_ops_own():
+    with pytest.raises(TypeError, match=r"conv\(\) missing 1 required positional argument: 'w'"):
+        dnn.conv(jnp.ones((2, 4, 4, 3)))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="`x` must have one of the dtypes"):
+        dnn.activation(jnp.ones(3, jnp.int32))
+
+
+BLENDS = [name for name in EXAMPLES if signatures.blends(inspect.signature(getattr(dnn, name)))]
+
+
+@pytest.mark.parametrize("name", BLENDS)
+def test_a_prior_without_beta_is_refused(name: str):
+    """It would not be read. With beta=0.0, which says so, it is not refused for that."""
+    arguments, given = EXAMPLES[name].bind(*map(jnp.asarray, EXAMPLES[name].data()))
+    prior = jnp.ones((1, 1, 1, 1, 1, 1))  # of no result's shape
+    with pytest.raises(ValueError, match=r"`beta` must be given with `prior`, .*, got a prior alone\."):
+        getattr(dnn, name)(*arguments, **given, prior=prior)
+    with pytest.raises(ValueError, match="`prior` must have"):
+        getattr(dnn, name)(*arguments, **given, beta=0.0, prior=prior)
+
+
+def test_ops_that_blend_are_found():
+    assert set(BLENDS) >= {"conv", "conv_dgrad", "activation", "pool", "softmax", "batch_norm", "resample", "reduce"}
