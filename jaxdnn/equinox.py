@@ -34,9 +34,38 @@ except ModuleNotFoundError as error:
     message = "`jaxdnn.equinox` needs Equinox, which `pip install jaxdnn[equinox]` installs."
     raise ModuleNotFoundError(message, name="equinox") from error
 
+__all__ = [
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
+    "BatchNorm",
+    "Conv",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "Dropout",
+    "GRUCell",
+    "GroupNorm",
+    "LSTMCell",
+    "LayerNorm",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+    "MultiheadAttention",
+    "Pool",
+    "RMSNorm",
+]
+
 
 class _Layer(eqx.Module):
-    """The constructor of Equinox's class that stands behind this one, with `engine` and `determinism` besides."""
+    """The constructor of Equinox's class that stands behind this one, with `engine` and `determinism` besides.
+
+    Each class names it as its own, for type checkers take a class without one for a dataclass of its fields.
+    """
 
     engine: str | None = eqx.field(static=True)
     determinism: str | None = eqx.field(static=True)
@@ -54,6 +83,8 @@ class _Layer(eqx.Module):
 class _Served(_Layer):
     """A layer that computes what Equinox's does, with functions of lax and jax.nn replaced by this library's."""
 
+    __init__ = _Layer.__init__
+
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         with layers.served(**self._how):
             return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
@@ -68,17 +99,25 @@ class Conv(_Served, eqx.nn.Conv):
       (4, 4, 4)
     """
 
+    __init__ = _Layer.__init__
+
 
 class Conv1d(_Served, eqx.nn.Conv1d):
-    """`equinox.nn.Conv1d`, see `Conv`."""
+    """`equinox.nn.Conv1d`: `Conv` with one spatial axis, which its constructor does not take; all else as there."""
+
+    __init__ = _Layer.__init__
 
 
 class Conv2d(_Served, eqx.nn.Conv2d):
-    """`equinox.nn.Conv2d`, see `Conv`."""
+    """`equinox.nn.Conv2d`: `Conv` with two spatial axes, which its constructor does not take; all else as there."""
+
+    __init__ = _Layer.__init__
 
 
 class Conv3d(_Served, eqx.nn.Conv3d):
-    """`equinox.nn.Conv3d`, see `Conv`."""
+    """`equinox.nn.Conv3d`: `Conv` with three spatial axes, which its constructor does not take; all else as there."""
+
+    __init__ = _Layer.__init__
 
 
 _NOT_GIVEN: Any = object()
@@ -92,6 +131,8 @@ class LayerNorm(_Layer, eqx.nn.LayerNorm):
       >>> dnneqx.LayerNorm(2, eps=0.0)(jnp.array([7.0, 3.0])).tolist()
       [1.0, -1.0]
     """
+
+    __init__ = _Layer.__init__
 
     def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         return _with_state(_over_all(self, x, centred=True), state)
@@ -120,6 +161,8 @@ class RMSNorm(_Layer, eqx.nn.RMSNorm):
       [1.0, -1.0]
     """
 
+    __init__ = _Layer.__init__
+
     def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         return _with_state(_over_all(self, x, centred=False), state)
 
@@ -132,6 +175,8 @@ class GroupNorm(_Layer, eqx.nn.GroupNorm):
       >>> dnneqx.GroupNorm(2, 4, eps=0.0)(jnp.array([1.0, 3.0, 2.0, 0.0])).tolist()
       [-1.0, 1.0, 1.0, -1.0]
     """
+
+    __init__ = _Layer.__init__
 
     def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         how = {"groups": self.groups, "eps": self.eps, "axis": 1, "out_dtype": x.dtype, **self._how}
@@ -153,6 +198,8 @@ class BatchNorm(_Layer, eqx.nn.BatchNorm):
       >>> mapped(jnp.array([[1.0], [3.0]]), state)[0].ravel().tolist()
       [-1.0, 1.0]
     """
+
+    __init__ = _Layer.__init__
 
     def __call__(self, x: Array, state: Any, *, key: Any = None, inference: bool | None = None) -> Any:
         inference = self.inference if inference is None else inference
@@ -190,17 +237,25 @@ class ConvTranspose(_Served, eqx.nn.ConvTranspose):
       (4, 8, 8)
     """
 
+    __init__ = _Layer.__init__
+
 
 class ConvTranspose1d(_Served, eqx.nn.ConvTranspose1d):
-    """`equinox.nn.ConvTranspose1d`, see `ConvTranspose`."""
+    """`equinox.nn.ConvTranspose1d`: `ConvTranspose` with one spatial axis, which its constructor does not take."""
+
+    __init__ = _Layer.__init__
 
 
 class ConvTranspose2d(_Served, eqx.nn.ConvTranspose2d):
-    """`equinox.nn.ConvTranspose2d`, see `ConvTranspose`."""
+    """`equinox.nn.ConvTranspose2d`: `ConvTranspose` with two spatial axes, which its constructor does not take."""
+
+    __init__ = _Layer.__init__
 
 
 class ConvTranspose3d(_Served, eqx.nn.ConvTranspose3d):
-    """`equinox.nn.ConvTranspose3d`, see `ConvTranspose`."""
+    """`equinox.nn.ConvTranspose3d`: `ConvTranspose` with three spatial axes, which its constructor does not take."""
+
+    __init__ = _Layer.__init__
 
 
 class Dropout(_Layer, eqx.nn.Dropout):
@@ -215,6 +270,8 @@ class Dropout(_Layer, eqx.nn.Dropout):
       >>> sorted(set(dnneqx.Dropout(0.5)(jnp.ones(100), key=jax.random.key(0)).tolist()))
       [0.0, 2.0]
     """
+
+    __init__ = _Layer.__init__
 
     def __call__(
         self, x: Array, *, key: Any = None, inference: bool | None = None, deterministic: bool | None = None
@@ -240,6 +297,8 @@ class LSTMCell(_Layer, eqx.nn.LSTMCell):
       (4,)
     """
 
+    __init__ = _Layer.__init__
+
     def __call__(self, input: Array, hidden: Any, *, key: Any = None) -> tuple[Array, Array]:
         h, c = hidden
         x, h, c, w, r, bias = _alike(input, h, c, self.weight_ih, self.weight_hh, self.bias)
@@ -255,6 +314,8 @@ class GRUCell(_Layer, eqx.nn.GRUCell):
       >>> dnneqx.GRUCell(3, 4, key=jax.random.key(0))(jnp.ones(3), jnp.zeros(4)).shape
       (4,)
     """
+
+    __init__ = _Layer.__init__
 
     def __call__(self, input: Array, hidden: Array, *, key: Any = None) -> Array:
         x, h, w, r, bias, last = _alike(input, hidden, self.weight_ih, self.weight_hh, self.bias, self.bias_n)
@@ -280,6 +341,8 @@ class MultiheadAttention(_Layer, eqx.nn.MultiheadAttention):
       >>> dnneqx.MultiheadAttention(2, 8, key=jax.random.key(0))(x, x, x).shape
       (5, 8)
     """
+
+    __init__ = _Layer.__init__
 
     def __call__(
         self,
@@ -321,26 +384,49 @@ class Pool(_Served, eqx.nn.Pool):
       [[[5.0, 7.0], [13.0, 15.0]]]
     """
 
+    __init__ = _Layer.__init__
+
 
 class AvgPool1d(_Served, eqx.nn.AvgPool1d):
-    """`equinox.nn.AvgPool1d`: sums of windows by `pool`, which are divided."""
+    """`equinox.nn.AvgPool1d`: sums of windows of one spatial axis by `pool`, which are divided.
+
+    Windows at the end, with `use_ceil`, are divided by the whole window's size. All arguments are served.
+    """
+
+    __init__ = _Layer.__init__
 
 
 class AvgPool2d(_Served, eqx.nn.AvgPool2d):
-    """`equinox.nn.AvgPool2d`, see `AvgPool1d`."""
+    """`equinox.nn.AvgPool2d`: sums of windows of two spatial axes by `pool`, which are divided.
+
+    Windows at the end, with `use_ceil`, are divided by the whole window's size. All arguments are served.
+    """
+
+    __init__ = _Layer.__init__
 
 
 class AvgPool3d(_Served, eqx.nn.AvgPool3d):
-    """`equinox.nn.AvgPool3d`, see `AvgPool1d`."""
+    """`equinox.nn.AvgPool3d`: sums of windows of three spatial axes by `pool`, which are divided.
+
+    Windows at the end, with `use_ceil`, are divided by the whole window's size. All arguments are served.
+    """
+
+    __init__ = _Layer.__init__
 
 
 class MaxPool1d(_Served, eqx.nn.MaxPool1d):
-    """`equinox.nn.MaxPool1d`, computed by `pool`."""
+    """`equinox.nn.MaxPool1d`: `Pool` of maxima with one spatial axis. All arguments are served."""
+
+    __init__ = _Layer.__init__
 
 
 class MaxPool2d(_Served, eqx.nn.MaxPool2d):
-    """`equinox.nn.MaxPool2d`, computed by `pool`."""
+    """`equinox.nn.MaxPool2d`: `Pool` of maxima with two spatial axes. All arguments are served."""
+
+    __init__ = _Layer.__init__
 
 
 class MaxPool3d(_Served, eqx.nn.MaxPool3d):
-    """`equinox.nn.MaxPool3d`, computed by `pool`."""
+    """`equinox.nn.MaxPool3d`: `Pool` of maxima with three spatial axes. All arguments are served."""
+
+    __init__ = _Layer.__init__

@@ -38,6 +38,27 @@ except ModuleNotFoundError as error:
     message = "`jaxdnn.linen` needs Flax, which `pip install jaxdnn[flax]` installs."
     raise ModuleNotFoundError(message, name="flax") from error
 
+__all__ = [
+    "RNN",
+    "BatchNorm",
+    "Conv",
+    "ConvTranspose",
+    "Dropout",
+    "GRUCell",
+    "GroupNorm",
+    "InstanceNorm",
+    "LSTMCell",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "OptimizedLSTMCell",
+    "RMSNorm",
+    "SimpleCell",
+    "avg_pool",
+    "dot_product_attention",
+    "max_pool",
+]
+
 
 class _Layer(nn.Module):
     """The attributes that every layer has besides Linen's."""
@@ -313,11 +334,11 @@ class LSTMCell(_Cell, nn.LSTMCell):
 
 
 class OptimizedLSTMCell(_Cell, nn.OptimizedLSTMCell):
-    """`flax.linen.OptimizedLSTMCell`, see `LSTMCell`."""
+    """`flax.linen.OptimizedLSTMCell`: computed as `LSTMCell` is, where its arguments are described."""
 
 
 class GRUCell(_Cell, nn.GRUCell):
-    """`flax.linen.GRUCell`, computed by `gru_cell`; arguments as `LSTMCell`."""
+    """`flax.linen.GRUCell`, computed by `gru_cell`, with the reset behind the product; arguments as `LSTMCell`."""
 
 
 class SimpleCell(_Cell, nn.SimpleCell):
@@ -423,7 +444,7 @@ class MultiHeadDotProductAttention(_Served, nn.MultiHeadDotProductAttention):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """`flax.linen.MultiHeadAttention`, see `MultiHeadDotProductAttention`."""
+    """`flax.linen.MultiHeadAttention`: `MultiHeadDotProductAttention` by another name, where all is described."""
 
 
 avg_pool = layers.served_function(nn.avg_pool, "`flax.linen.avg_pool`: sums of windows by `pool`, which are divided.")

@@ -36,6 +36,26 @@ except ModuleNotFoundError as error:
         "`jaxdnn.nnx` needs Flax, which `pip install jaxdnn[flax]` installs.", name="flax"
     ) from error
 
+__all__ = [
+    "RNN",
+    "BatchNorm",
+    "Conv",
+    "ConvTranspose",
+    "Dropout",
+    "GRUCell",
+    "GroupNorm",
+    "InstanceNorm",
+    "LSTMCell",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "OptimizedLSTMCell",
+    "RMSNorm",
+    "SimpleCell",
+    "avg_pool",
+    "dot_product_attention",
+    "max_pool",
+]
+
 
 class _Layer:
     """The constructor of Flax's class that stands behind this one, with `engine` and `determinism` besides."""
@@ -289,11 +309,11 @@ class LSTMCell(_Cell, nnx.LSTMCell):
 
 
 class OptimizedLSTMCell(_Cell, nnx.OptimizedLSTMCell):
-    """`flax.nnx.OptimizedLSTMCell`, see `LSTMCell`."""
+    """`flax.nnx.OptimizedLSTMCell`: computed as `LSTMCell` is, where its arguments are described."""
 
 
 class GRUCell(_Cell, nnx.GRUCell):
-    """`flax.nnx.GRUCell`, computed by `gru_cell`; arguments as `LSTMCell`."""
+    """`flax.nnx.GRUCell`, computed by `gru_cell`, with the reset behind the product; arguments as `LSTMCell`."""
 
 
 class SimpleCell(_Cell, nnx.SimpleCell):

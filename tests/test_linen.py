@@ -1,5 +1,6 @@
 """Layers of `jaxdnn.linen`: Linen's arguments, variables, values and gradients."""
 
+import functools as ft
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.linen import dtypes
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 from jaxdnn import linen
@@ -52,15 +55,15 @@ EINSUMS = {f"{name}_einsum_cls": lambda: jnp.einsum for name in ("qk_attn_weight
 EINSUMS |= {f"{name}_dot_general_cls": lambda: doubled for name in ("qkv", "out")}
 
 CASES = [
-    Case("MultiHeadDotProductAttention", (2,), {}, (3, 5, 8)),
-    Case("MultiHeadDotProductAttention", (2,), ATTENTION, (3, 5, 8), 512, bf16),
+    Case("MultiHeadDotProductAttention", (2,), {}, (3, 5, 8), cancelled=16),
+    Case("MultiHeadDotProductAttention", (2,), ATTENTION, (3, 5, 8), 16, bf16, 16),
     Case("MultiHeadAttention", (2,), {"use_bias": False, **EINSUMS}, (3, 5, 8)),
-    Case("Conv", (6, (3,)), {"input_dilation": (2,), **CONV}, (2, 7, 4), 64, bf16),
+    Case("Conv", (6, (3,)), {"input_dilation": (2,), **CONV}, (2, 7, 4), 16, bf16),
     Case("Conv", (6, (3, 3)), {}, (2, 5, 6, 4)),
     Case("Conv", (6, 3), {"conv_general_dilated": halved}, (2, 7, 4)),
     Case("Conv", (6, 3), {"conv_general_dilated_cls": lambda: halved}, (2, 7, 4)),
     Case("Conv", (6, 3), {"strides": 2, "feature_group_count": 2, "use_bias": False, "padding": "CAUSAL"}, (7, 4)),
-    Case("ConvTranspose", (6, (3,)), CONV, (2, 5, 4), 64, bf16),
+    Case("ConvTranspose", (6, (3,)), CONV, (2, 5, 4), 16, bf16),
     Case(
         "ConvTranspose",
         (6, (3,)),
@@ -75,7 +78,7 @@ CASES = [
     ),
     Case("BatchNorm", (False,), {"momentum": 0.7}, (3, 4, 4, 5)),
     Case("BatchNorm", (True,), {"epsilon": 0.1}, (3, 5)),
-    Case("BatchNorm", (False, 1), {"bias_init": normal, **NORM}, (3, 5, 4), 64, bf16),
+    Case("BatchNorm", (False, 1), {"bias_init": normal, **NORM}, (3, 5, 4), 16, bf16),
     Case("BatchNorm", (False,), {"use_scale": False, "use_bias": False}, (5, 4)),
     Case("LayerNorm", (), {}, (3, 4, 5)),
     Case(
@@ -83,19 +86,19 @@ CASES = [
         (),
         {"reduction_axes": (1, 2), "feature_axes": (1, -1), "bias_init": normal, **NORM},
         (3, 4, 5),
-        64,
+        16,
         bf16,
     ),
     Case("LayerNorm", (), {"feature_axes": 1, "use_scale": False}, (3, 4, 5)),
     Case("LayerNorm", (), {"use_bias": False}, (3, 5)),
     Case("RMSNorm", (), {}, (3, 4, 5)),
-    Case("RMSNorm", (), {"reduction_axes": 2, "feature_axes": 1, **NORM}, (3, 4, 5), 64, bf16),
+    Case("RMSNorm", (), {"reduction_axes": 2, "feature_axes": 1, **NORM}, (3, 4, 5), 16, bf16),
     Case("RMSNorm", (), {"use_scale": False}, (3, 5)),
     Case("GroupNorm", (2,), {}, (3, 4, 4, 6)),
-    Case("GroupNorm", (None, 3), {"reduction_axes": (1, 2), "bias_init": normal, **NORM}, (3, 4, 6), 64, bf16),
+    Case("GroupNorm", (None, 3), {"reduction_axes": (1, 2), "bias_init": normal, **NORM}, (3, 4, 6), 16, bf16),
     Case("GroupNorm", (2,), {"use_scale": False, "use_bias": False}, (3, 6)),
     Case("InstanceNorm", (), {}, (3, 4, 4, 5)),
-    Case("InstanceNorm", (), {"feature_axes": 1, "bias_init": normal, **NORM}, (3, 4, 5), 64, bf16),
+    Case("InstanceNorm", (), {"feature_axes": 1, "bias_init": normal, **NORM}, (3, 4, 5), 16, bf16),
     Case("InstanceNorm", (), {"use_scale": False, "use_bias": False}, (3, 4, 5)),
 ]
 
@@ -107,7 +110,7 @@ def test_variables_values_and_gradients_are_linens(case: Case):
     assert_same(ours.init(jax.random.key(1), case.x), variables)
     variables = layers.other(variables)
     found, wanted = (outcome(layer, variables, case.x) for layer in (ours, theirs))
-    assert_near(found, wanted, case.terms, case.dtype)
+    case.assert_near(found, wanted)
 
 
 def outcome(layer: Any, variables: Any, *arrays: Any, **kwargs: Any) -> Any:
@@ -124,7 +127,7 @@ def outcome(layer: Any, variables: Any, *arrays: Any, **kwargs: Any) -> Any:
 
 SEQUENCES = [
     ("LSTMCell", {"reverse": True, "keep_order": True}, None),
-    ("OptimizedLSTMCell", {"reverse": True}, (7, 3, 5)),
+    ("OptimizedLSTMCell", {"reverse": True}, (4, 2, 3)),
     ("GRUCell", {}, None),
     ("SimpleCell", {"reverse": True}, None),
 ]
@@ -134,9 +137,9 @@ SEQUENCES = [
 def test_sequences_are_linens(kind: str, direction: dict[str, Any], lengths: Any):
     """Up to the ends where there are lengths; and Linen's loop over our cell."""
     kwargs = {**CELL, "activation_fn": jax.nn.relu} if kind == "SimpleCell" else GATED
-    x = numbers((3, 7, 4))
+    x = numbers((3, 4, 4))
     lengths = None if lengths is None else jnp.array(lengths)
-    inside = jnp.ones(()) if lengths is None else (jnp.arange(7) < lengths[:, None])[..., None].astype(float)
+    inside = jnp.ones(()) if lengths is None else (jnp.arange(4) < lengths[:, None])[..., None].astype(float)
 
     class Whole(nn.Module):
         rnn: Any
@@ -149,9 +152,56 @@ def test_sequences_are_linens(kind: str, direction: dict[str, Any], lengths: Any
     variables = Whole(nn.RNN(theirs)).init(jax.random.key(1), x)
     assert_same(Whole(linen.RNN(ours)).init(jax.random.key(1), x), variables)
     wanted = outcome(Whole(nn.RNN(theirs)), variables, x)
-    assert_near(outcome(Whole(linen.RNN(ours)), variables, x), wanted, 64, bf16)
-    if lengths is None:
-        assert_near(outcome(Whole(nn.RNN(ours)), variables, x), wanted, 64, bf16)
+    for rnn in (linen.RNN(ours), nn.RNN(ours)):
+        assert_near(outcome(Whole(rnn), variables, x), wanted)
+
+
+def test_sequences_time_first():
+    x, cell = numbers((3, 2, 4)), nn.GRUCell(6, recurrent_kernel_init=normal)
+    ours, theirs = linen.RNN(cell, time_major=True, unroll=2), nn.RNN(cell, time_major=True)
+    variables = theirs.init(jax.random.key(1), x)
+    assert_near(*(jax.jit(layer.apply)(variables, x) for layer in (ours, theirs)))
+
+
+def test_a_sharded_batch_shares_statistics():
+    """Statistics of all devices of an axis, within shard_map, are those of the whole batch; gradients too."""
+    x, mesh = numbers((8, 3, 5)), Mesh(np.array(jax.devices()[:4]), ("batch",))
+    variables = nn.BatchNorm(False).init(jax.random.key(0), x)
+
+    def found(layer: nn.Module, where: Any) -> Any:
+        call = where(lambda v, x: layer.apply(v, x, mutable="batch_stats"))
+
+        @jax.jit
+        def run(variables: Any, x: Any) -> Any:
+            y, pull, state = jax.vjp(call, variables, x, has_aux=True)
+            return y, state, pull(layers.weighted(y))
+
+        return run(variables, x)
+
+    sharded = ft.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=(P("batch"), P()))
+    ours = found(linen.BatchNorm(False, axis_name="batch"), sharded)
+    assert_near(ours, found(nn.BatchNorm(False), lambda call: call))
+
+
+def test_attention_caches_and_functions_of_ones_own():
+    x, own = numbers((3, 4, 8)), {"attention_fn": lambda q, k, v, **_: q + k * v}
+
+    def run(module: Any) -> Any:
+        plain, layer = module.MultiHeadAttention(2, **own), module.MultiHeadDotProductAttention(2, decode=True)
+        variables = nn.MultiHeadDotProductAttention(2, decode=True).init(jax.random.key(0), x)
+
+        @jax.jit
+        def steps(variables: Any) -> Any:
+            parameters, found = {"params": variables["params"]}, []
+            for i in range(2):
+                y, cache = layer.apply(variables, x[:, i : i + 1], mutable="cache")
+                variables = parameters | cache
+                found.append(y)
+            return found, variables, plain.apply(parameters, x)
+
+        return steps(variables)
+
+    assert_near(run(linen), run(nn))
 
 
 @pytest.mark.parametrize("kind", ["LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell"])
@@ -162,7 +212,8 @@ def test_cells_of_narrow_computations(kind: str):
     carry = jax.tree.map(lambda v: v + 0.25, theirs.initialize_carry(jax.random.key(0), (3, 4)))
     variables = theirs.init(jax.random.key(1), carry, numbers((3, 4)))
     assert_same(ours.init(jax.random.key(1), carry, numbers((3, 4))), variables)
-    found, wanted = (jax.jit(layer.apply)(variables, carry, numbers((3, 4))) for layer in (ours, theirs))
+    run = jax.jit(lambda *given: [layer.apply(*given) for layer in (ours, theirs)])
+    found, wanted = run(variables, carry, numbers((3, 4)))
     assert_near(found, wanted, 16, bf16)
 
 
@@ -276,7 +327,7 @@ def test_a_unet_block_class_by_class():
     ours, theirs = block(linen), block(nn)
     variables = theirs.init(jax.random.key(0), x)
     assert_same(ours.init(jax.random.key(0), x), variables)
-    assert_near(outcome(ours, variables, x), outcome(theirs, variables, x), 128)
+    assert_near(outcome(ours, variables, x), outcome(theirs, variables, x), 64, cancelled=1)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -1,5 +1,6 @@
 """Layers of `jaxdnn.nnx`: Flax's arguments, state, values and gradients."""
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 from jaxdnn import nnx as dnnx
@@ -71,14 +74,14 @@ CASES = [
     Case("Conv", (4, 6, (3, 3)), {}, (2, 7, 6, 4)),
     Case("Conv", (4, 6, (3,), (1,)), CONV, (2, 7, 4)),
     Case("Conv", (4, 6, (3,)), {"strides": 2, "feature_group_count": 2, "padding": "CAUSAL", **BIAS}, (2, 7, 4)),
-    Case("Conv", (4, 6, (3,)), {"padding": "CIRCULAR", **WIDE}, (3, 2, 5, 4), 64, jnp.bfloat16),
+    Case("Conv", (4, 6, (3,)), {"padding": "CIRCULAR", **WIDE}, (3, 2, 5, 4), 16, jnp.bfloat16),
     Case("Conv", (4, 6, 3), {"conv_general_dilated": halved}, (7, 4)),
     Case("ConvTranspose", (4, 6, (3, 3)), {"strides": (2, 1), **BIAS}, (2, 5, 6, 4)),
     Case("ConvTranspose", (4, 6, (3,)), {**TRANSPOSED, "strides": 2}, (5, 4)),
-    Case("ConvTranspose", (4, 6, (3,)), {"padding": "CIRCULAR", "strides": 2, **WIDE}, (2, 5, 4), 64, jnp.bfloat16),
+    Case("ConvTranspose", (4, 6, (3,)), {"padding": "CIRCULAR", "strides": 2, **WIDE}, (2, 5, 4), 16, jnp.bfloat16),
     Case("BatchNorm", (5,), {"momentum": 0.7}, (3, 4, 4, 5)),
     Case("BatchNorm", (5,), {"use_running_average": True, "epsilon": 0.1}, (3, 4, 5)),
-    Case("BatchNorm", (5,), {"axis": 1, **NORM, **BIAS}, (3, 5, 4), 64, jnp.bfloat16),
+    Case("BatchNorm", (5,), {"axis": 1, **NORM, **BIAS}, (3, 5, 4), 16, jnp.bfloat16),
     Case("BatchNorm", (5,), {"axis": 2, "use_scale": False, "use_bias": False}, (2, 3, 5, 2, 2, 2)),
     Case("LayerNorm", (5,), {}, (3, 4, 5)),
     Case(
@@ -88,16 +91,16 @@ CASES = [
     Case("LayerNorm", (4,), {"feature_axes": 1, "use_scale": False, "epsilon": 0.1}, (3, 4, 5)),
     Case("LayerNorm", (5,), {"use_bias": False}, (5,)),
     Case("RMSNorm", (5,), {}, (3, 4, 5)),
-    Case("RMSNorm", (4,), {"reduction_axes": 2, "feature_axes": 1, **NORM}, (3, 4, 5), 64, jnp.bfloat16),
+    Case("RMSNorm", (4,), {"reduction_axes": 2, "feature_axes": 1, **NORM}, (3, 4, 5), 16, jnp.bfloat16),
     Case("RMSNorm", (5,), {"use_scale": False}, (3, 5)),
     Case("GroupNorm", (6, 2), {}, (3, 4, 4, 6)),
-    Case("GroupNorm", (6, None, 2), {"reduction_axes": (1, 2), **NORM, **BIAS}, (3, 4, 6), 64, jnp.bfloat16),
+    Case("GroupNorm", (6, None, 2), {"reduction_axes": (1, 2), **NORM, **BIAS}, (3, 4, 6), 16, jnp.bfloat16),
     Case("GroupNorm", (6, 2), {"use_scale": False, "use_bias": False, "use_fast_variance": False}, (3, 6)),
     Case("InstanceNorm", (5,), {}, (3, 4, 4, 5)),
-    Case("InstanceNorm", (4,), {"feature_axes": 1, **NORM, **BIAS}, (3, 4, 5), 64, jnp.bfloat16),
+    Case("InstanceNorm", (4,), {"feature_axes": 1, **NORM, **BIAS}, (3, 4, 5), 16, jnp.bfloat16),
     Case("InstanceNorm", (5,), {"use_scale": False, "use_bias": False}, (3, 4, 5)),
-    Case("MultiHeadAttention", (2, 8), {"decode": False}, (3, 5, 8)),
-    Case("MultiHeadAttention", (4, 8, 8, 6, 2, 8), ATTENTION, (3, 5, 8), 512, jnp.bfloat16),
+    Case("MultiHeadAttention", (2, 8), {"decode": False}, (3, 5, 8), cancelled=16),
+    Case("MultiHeadAttention", (4, 8, 8, 6, 2, 8), ATTENTION, (3, 5, 8), 16, jnp.bfloat16, 16),
 ]
 
 
@@ -137,7 +140,7 @@ def test_state_values_and_gradients_are_flaxs(case: Case):
     nnx.update(ours, nnx.state(theirs))
     call = lambda layer, x: layer(x)
     found, wanted = outcome(ours, call, case.x), outcome(theirs, call, case.x)
-    assert_near(found, wanted, case.terms, case.dtype)
+    case.assert_near(found, wanted)
     back = both(case)[1]
     nnx.update(back, nnx.state(ours))
     assert_same(nnx.to_pure_dict(nnx.state(back)), nnx.to_pure_dict(nnx.state(theirs)))
@@ -145,12 +148,10 @@ def test_state_values_and_gradients_are_flaxs(case: Case):
 
 BACK, KEPT = {"reverse": True}, {"reverse": True, "keep_order": True}
 SEQUENCES = [
-    ("LSTMCell", KEPT, None),
-    ("LSTMCell", {}, (7, 3, 5)),
-    ("OptimizedLSTMCell", BACK, (7, 3, 5)),
-    ("GRUCell", {}, None),
-    ("GRUCell", KEPT, (7, 3, 5)),
-    ("SimpleCell", BACK, None),
+    ("LSTMCell", {}, (4, 2, 3)),
+    ("OptimizedLSTMCell", BACK, (4, 2, 3)),
+    ("GRUCell", KEPT, (4, 2, 3)),
+    ("SimpleCell", KEPT, None),
 ]
 
 
@@ -160,56 +161,68 @@ def test_sequences_are_flaxs(kind: str, direction: dict[str, Any], lengths: Any)
     kwargs = SIMPLE if kind == "SimpleCell" else CELL
     ours, theirs = (getattr(m, kind)(4, 6, **kwargs, rngs=nnx.Rngs(3)) for m in (dnnx, nnx))
     assert_same(nnx.to_pure_dict(nnx.state(ours)), nnx.to_pure_dict(nnx.state(theirs)))
-    x, carry = numbers((3, 7, 4)), jax.tree.map(lambda v: v + 0.25, theirs.initialize_carry((3, 4), nnx.Rngs(0)))
+    x, carry = numbers((3, 4, 4)), jax.tree.map(lambda v: v + 0.25, theirs.initialize_carry((3, 4), nnx.Rngs(0)))
     lengths = None if lengths is None else jnp.array(lengths)
-    inside = jnp.ones(()) if lengths is None else (jnp.arange(7) < lengths[:, None])[..., None].astype(float)
+    inside = jnp.ones(()) if lengths is None else (jnp.arange(4) < lengths[:, None])[..., None].astype(float)
 
     def call(rnn: Any, x: jax.Array) -> Any:
         c, y = rnn(x, return_carry=True, initial_carry=carry, seq_lengths=lengths, **direction)
         return c, y * inside
 
     wanted = outcome(nnx.RNN(theirs), call, x)
-    assert_near(outcome(dnnx.RNN(ours), call, x), wanted, 64)
-    if lengths is None:
-        assert_near(outcome(nnx.RNN(ours), call, x), wanted, 64)
+    for rnn in (dnnx.RNN(ours), nnx.RNN(ours)):
+        assert_near(outcome(rnn, call, x), wanted)
+
+
+def near_in_one_program(call: Any, ours: Any, theirs: Any, *arrays: Any) -> None:
+    """What a call of both makes of arrays, compiled together, and their state behind it."""
+
+    @nnx.jit
+    def run(layers: Any, *arrays: Any) -> Any:
+        return [call(layer, *arrays) for layer in layers]
+
+    assert_near(*run((ours, theirs), *arrays))
+    found, wanted = (nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngState))) for layer in (ours, theirs))
+    assert_near(found, wanted)
 
 
 def test_sequences_time_first_and_without_batch_axes_or_with_several():
-    cell = nnx.GRUCell(4, 6, rngs=nnx.Rngs(3))
+    cell = nnx.GRUCell(4, 6, kernel_init=normal, recurrent_kernel_init=normal, rngs=nnx.Rngs(3))
     ours, theirs = dnnx.RNN(cell, time_major=True, unroll=2), nnx.RNN(cell, time_major=True)
-    for shape in ((7, 4), (7, 2, 3, 4)):
-        found, wanted = (nnx.jit(lambda layer, x: layer(x))(layer, numbers(shape)) for layer in (ours, theirs))
-        assert_near(found, wanted, 64)
-    both_ways = nnx.Bidirectional(dnnx.RNN(cell), dnnx.RNN(cell)), nnx.Bidirectional(nnx.RNN(cell), nnx.RNN(cell))
-    found, wanted = (layer(numbers((2, 7, 4))) for layer in both_ways)
-    assert_near(found, wanted, 64)
+    both_ways = (nnx.Bidirectional(m.RNN(cell), m.RNN(nnx.clone(cell))) for m in (dnnx, nnx))
+    near_in_one_program(
+        lambda layer, *given: [layer(x) for x in given], ours, theirs, numbers((3, 4)), numbers((3, 2, 3, 4))
+    )
+    near_in_one_program(lambda layer, x: layer(x), *both_ways, numbers((2, 3, 4)))
 
 
 def test_attention_masks_caches_and_functions_of_ones_own():
     ours, theirs = (m.MultiHeadAttention(2, 8, use_bias=False, rngs=nnx.Rngs(3)) for m in (dnnx, nnx))
-    x, mask = numbers((3, 5, 8)), numbers((3, 1, 5, 5)) > 0
-    for how in ({"mask": mask}, {"is_causal": True}):
-        found, wanted = (layer(x, numbers((3, 5, 8), seed=1), decode=False, **how) for layer in (ours, theirs))
-        assert_near(found, wanted, 64)
     for layer in (ours, theirs):
         layer.init_cache((3, 4, 8))
-    for i in range(2):
-        found, wanted = (layer(x[:, i : i + 1], decode=True) for layer in (ours, theirs))
-        assert_near(found, wanted, 64)
-    assert_near(nnx.to_pure_dict(nnx.state(ours)), nnx.to_pure_dict(nnx.state(theirs)), 64)
+
+    def call(layer: Any, x: Any, keys: Any) -> Any:
+        masked = [
+            layer(x, keys, decode=False, **how) for how in ({"mask": keys[:, None, :, :5] > 0}, {"is_causal": True})
+        ]
+        return masked, [layer(x[:, i : i + 1], decode=True) for i in range(2)]
+
+    near_in_one_program(call, ours, theirs, numbers((3, 5, 8)), numbers((3, 5, 8), seed=1))
     kinds = {"qkv_dot_general_cls": lambda: doubled, "out_dot_general_cls": lambda: doubled, "decode": False}
     kinds["attention_fn"] = lambda q, k, v, **_: q + k * v
-    found, wanted = (m.MultiHeadAttention(2, 8, **kinds, rngs=nnx.Rngs(3))(x) for m in (dnnx, nnx))
-    assert_near(found, wanted, 64)
+    own = (m.MultiHeadAttention(2, 8, **kinds, rngs=nnx.Rngs(3)) for m in (dnnx, nnx))
+    near_in_one_program(lambda layer, x: layer(x), *own, numbers((3, 5, 8)))
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_attention_that_drops_or_sows_weights_has_flaxs_weights():
     dropping = [m.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.5, rngs=nnx.Rngs(3)) for m in (dnnx, nnx)]
-    found, wanted = (layer(numbers((3, 5, 8)), deterministic=False, sow_weights=True) for layer in dropping)
-    assert_near(found, wanted, 64)
-    found, wanted = (layer.attention_weights[0] for layer in dropping)
-    assert_near(found, wanted, 64)
+
+    def call(layer: Any, x: Any) -> Any:
+        y = layer(x, deterministic=False, sow_weights=True)
+        return y, nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate))
+
+    near_in_one_program(call, *dropping, numbers((3, 5, 8)))
 
 
 def test_dropout_is_ours_of_flaxs_key():
@@ -254,30 +267,37 @@ def test_dropout_of_everything_draws_no_key():
 
 
 def test_modes_and_pooling():
-    ours, theirs = (m.BatchNorm(4, rngs=nnx.Rngs(0)) for m in (dnnx, nnx))
-    x = numbers((3, 6, 6, 4))
-    for mode in ("train", "eval"):
-        for layer in (ours, theirs):
+    def call(layer: Any, x: Any) -> Any:
+        module = dnnx if isinstance(layer, dnnx.BatchNorm) else nnx
+        modes = []
+        for mode in ("train", "eval"):
             getattr(layer, mode)()
-        assert_near(ours(x), theirs(x), 128)
-    assert_near(nnx.to_pure_dict(nnx.state(ours)), nnx.to_pure_dict(nnx.state(theirs)), 128)
-    np.testing.assert_array_equal(dnnx.max_pool(x, (2, 2), (2, 1), "SAME"), nnx.max_pool(x, (2, 2), (2, 1), "SAME"))
-    for count in (True, False):
-        how = {"strides": (2, 2), "padding": "SAME", "count_include_pad": count}
-        assert_near(dnnx.avg_pool(x, (3, 3), **how), nnx.avg_pool(x, (3, 3), **how), 9)
+            modes.append(layer(x))
+        how = {"strides": (2, 2), "padding": "SAME"}
+        averages = [module.avg_pool(x, (3, 3), **how, count_include_pad=count) for count in (True, False)]
+        return modes, averages, module.max_pool(x, (2, 2), (2, 1), "SAME")
+
+    near_in_one_program(call, *(m.BatchNorm(4, rngs=nnx.Rngs(0)) for m in (dnnx, nnx)), numbers((2, 5, 5, 4)))
 
 
 def test_a_sharded_batch_shares_statistics():
-    """Statistics of all devices of an axis, within shard_map and vmap."""
-    x = numbers((4, 3, 5))
-    ours, theirs = (m.BatchNorm(5, axis_name="batch", rngs=nnx.Rngs(0)) for m in (dnnx, nnx))
+    """Statistics of all devices of an axis, within shard_map, are those of the whole batch; gradients too."""
+    x, mesh = numbers((8, 3, 5)), Mesh(np.array(jax.devices()[:4]), ("batch",))
+    ours, theirs = (dnnx.BatchNorm(5, axis_name="batch", rngs=nnx.Rngs(0)), nnx.BatchNorm(5, rngs=nnx.Rngs(0)))
 
-    def call(layer: Any) -> Any:
+    def sharded(layer: Any, x: Any) -> Any:
         graph, state = nnx.split(layer)
-        return jax.vmap(lambda x: nnx.merge(graph, jax.tree.map(lambda v: v, state))(x), axis_name="batch")(x)
 
-    assert_near(call(ours), call(theirs), 64)
-    assert_near(call(ours), dnnx.BatchNorm(5, rngs=nnx.Rngs(0))(x), 64)
+        @jax.shard_map(mesh=mesh, in_specs=(P(), P("batch")), out_specs=(P("batch"), P()))
+        def run(state: Any, x: Any) -> Any:
+            module = nnx.merge(graph, state)
+            return module(x), nnx.state(module, nnx.BatchStat)
+
+        y, new = run(state, x)
+        nnx.update(layer, new)
+        return y
+
+    assert_near(outcome(ours, sharded, x), outcome(theirs, lambda layer, x: layer(x), x))
 
 
 # What each class's test of values gives by other means than its cases.
@@ -309,15 +329,20 @@ def test_every_argument_is_exercised_or_refused(name: str):
     assert layers.unserved(getattr(nnx, name), cases, given) <= {"rngs"}
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
-def test_cells_of_narrow_computations(kind: str, dtype: Any):
-    """A state is rounded to the dtype of the computation, and returned in that of the carry."""
-    how = {"dtype": dtype, "param_dtype": jnp.float32, "promote_dtype": promoted}
+@pytest.mark.filterwarnings("ignore:.*(carry_init|keep_rngs)")
+@pytest.mark.parametrize("kind", ["LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell"])
+def test_cells_of_narrow_computations(kind: str):
+    """A state is rounded to the dtype of the computation, and returned in that of the carry, which the cell draws."""
+    dtype = jnp.float16 if kind == "OptimizedLSTMCell" else jnp.bfloat16
+    how = {"dtype": dtype, "param_dtype": jnp.float32, "promote_dtype": promoted, "recurrent_kernel_init": normal}
+    how |= {"carry_init": normal, "keep_rngs": True}
     ours, theirs = (getattr(m, kind)(4, 6, **how, rngs=nnx.Rngs(3)) for m in (dnnx, nnx))
-    carry = theirs.initialize_carry((3, 4), nnx.Rngs(0), carry_init=normal)
-    call = lambda layer: jax.jit(lambda x: layer(carry, x))(numbers((3, 4)))
-    assert_near(call(ours), call(theirs), 16, dtype)
+    assert_same(*(nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in (ours, theirs)))
+    assert isinstance(ours.rngs, nnx.RngStream)
+    carry, own = (layer.initialize_carry((3, 4), nnx.Rngs(0)) for layer in (theirs, ours))
+    assert_same(own, carry)
+    found, wanted = jax.jit(lambda x: [layer(carry, x) for layer in (ours, theirs)])(numbers((3, 4)))
+    assert_near(found, wanted, 16, dtype)
 
 
 CALLED = {"axis_name": "x", "axis_index_groups": [[0]], "mask": np.ones((3, 4), bool)}
@@ -379,7 +404,7 @@ def test_a_residual_block_class_by_class():
 
     ours, theirs = Block(dnnx), Block(nnx)
     found, wanted = (outcome(block, lambda b, x: b(x), numbers((2, 5, 5, 4))) for block in (ours, theirs))
-    assert_near(found, wanted, 256)
+    assert_near(found, wanted, 64, cancelled=8)  # a bias in front of a normalisation has no gradient
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -387,10 +412,11 @@ def test_docstring_example_runs(name: str):
     layers.run_example(LAYERS[name])
 
 
-@pytest.mark.parametrize("module", ["nnx", "linen", "equinox"])
-def test_without_the_framework_one_sentence_says_what_to_install(module: str):
-    extra = "equinox" if module == "equinox" else "flax"
-    code = "import sys, jaxdnn; assert not {'flax', 'equinox'} & set(sys.modules); "
-    code += f"sys.modules['{extra}'] = None; import jaxdnn.{module}"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"pip install jaxdnn[{extra}]" in found.stderr.splitlines()[-1]
+def test_without_the_framework_one_sentence_says_what_to_install():
+    code = "import sys, jaxdnn; assert not {'flax', 'equinox'} & set(sys.modules)\n"
+    code += "sys.modules['flax'] = sys.modules['equinox'] = None\n"
+    for module in ("nnx", "linen", "equinox"):
+        code += f"try: import jaxdnn.{module}\nexcept ModuleNotFoundError as error: print(error)\n"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    extras = re.findall(r"`jaxdnn\.(\w+)` needs .* `pip install jaxdnn\[(\w+)\]`", found.stdout)
+    assert extras == [("nnx", "flax"), ("linen", "flax"), ("equinox", "equinox")]

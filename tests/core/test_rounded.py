@@ -92,6 +92,49 @@ def test_derivatives_and_vmap():
     np.testing.assert_array_equal(jax.vmap(product, 1)(a, b), (a * b).T)
 
 
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "product": product,
+    "joined": lambda a, b: rounding.joined(a, b, a.dtype),
+    "quotient": quotient,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, None), (0, 1)])
+def test_gradients_in_operands_that_vmap_does_not_map(axes: tuple[Any, Any], operation: str):
+    """Each operand's has its shape, and is the sum over the axis that is mapped."""
+    function, size = OPERATIONS[operation], 3
+    rng = np.random.default_rng(0)
+    plain = [rng.integers(1, 9, size=(5,)) / 2 if i is None else rng.integers(1, 9, (size, 5)) / 2 for i in axes]
+    given = [jnp.asarray(v.T if i == 1 else v) for v, i in zip(plain, axes, strict=True)]
+    cotangent = jnp.asarray(rng.integers(-4, 4, size=(size, 5)), float)
+
+    @jax.jit
+    def mapped(*arrays: Any) -> Any:
+        y, pull = jax.vjp(jax.vmap(function, axes), *arrays)
+        return y, pull(cotangent)
+
+    y, gradients = mapped(*given)
+    rows = [np.broadcast_to(v, (size, 5)) for v in plain]
+    looped = [jax.vjp(function, *map(jnp.asarray, pair)) for pair in zip(*rows, strict=True)]
+    np.testing.assert_array_equal(y, [v for v, _ in looped])
+    each = zip(*(pull(ct) for (_, pull), ct in zip(looped, cotangent, strict=True)), strict=True)
+    for found, wanted, array, axis in zip(gradients, each, given, axes, strict=True):
+        assert found.shape == array.shape
+        of_rows = np.stack(wanted)
+        whole = of_rows.sum(0) if axis is None else of_rows.T if axis == 1 else of_rows
+        np.testing.assert_allclose(found, whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_narrow_operands_that_vmap_does_not_map_on_several_devices(operation: str):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("i",))
+    a, b = jnp.arange(1, 33, dtype=jnp.bfloat16).reshape(8, 4), jnp.full((4,), 3, jnp.bfloat16)
+    a = jax.device_put(a, NamedSharding(mesh, PartitionSpec("i")))
+    mapped = jax.vmap(OPERATIONS[operation], (0, None))
+    assert jnp.array_equal(jax.jit(mapped)(a, b), OPERATIONS[operation](a, jnp.broadcast_to(b, a.shape)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_derivatives_are_rounded_too(dtype: Any):
     """Forward and backward, and before what the caller adds to a tangent or a cotangent."""

@@ -105,7 +105,7 @@ def _lowered(function: Callable[..., Array]) -> Callable[..., Any]:
     """
 
     def rule(ctx: Any, *operands: Any, **static: Any) -> Any:
-        run, out = ft.partial(function, **static), ctx.avals_out[0]
+        run, out = (lambda *arrays: function(*arrays, **static)), ctx.avals_out[0]
         narrow = out.dtype.itemsize <= 2 and out.ndim > 1 and compat.automatic_devices(ctx) > 1
         ctx = compat.on_mesh(ctx) if narrow else ctx
         if narrow and not compat.is_exported(ctx) and not compat.lacking(compat.SHARDING) and compat.has_devices(ctx):
@@ -148,6 +148,17 @@ def _on_each_device(
     return lambda *arrays: sharded(*(lax.with_sharding_constraint(v, whole) for v in arrays))
 
 
+def _batched(primitive: Any, operands: Sequence[Array], axes: Sequence[Any], **static: Any) -> tuple[Array, int]:
+    """`vmap` of an operation of operands of one shape: they have one shape again, also where some are not mapped.
+
+    JAX's own rule gives these an axis of size 1, which neither `_lowered` nor the derivatives expect.
+    """
+    axis = next(i for i in axes if i is not None)
+    pairs = zip(operands, axes, strict=True)
+    alike = [jnp.expand_dims(v, axis) if i is None else jnp.moveaxis(v, i, axis) for v, i in pairs]
+    return primitive.bind(*broadcast_alike(*alike), **static), axis
+
+
 _fence = Partitioned("rounded")
 for _primitive in _fence.both:
     _primitive.def_impl(lambda p: p)  # an operation of its own has nothing to be joined with
@@ -176,26 +187,16 @@ for _primitive in _joined.both:
     _primitive.def_abstract_eval(lambda p, residual, *, narrow: lax.add_p.abstract_eval(p, residual)[0])
     ad.primitive_jvps[_primitive] = _joined_jvp
     ad.primitive_transposes[_primitive] = _joined_transpose
-    batching.defbroadcasting(_primitive)
+    batching.primitive_batchers[_primitive] = ft.partial(_batched, _primitive)
     mlir.register_lowering(_primitive, _lowered(lambda p, residual, *, narrow: _hidden(p) + residual))
-
-
-def _of_shape(operand: Any, ct: Any) -> Any:
-    """A cotangent summed to its operand's shape: `vmap` gives an operand that it does not map an axis of size 1."""
-    axes = tuple(i for i, (n, m) in enumerate(zip(operand.aval.shape, ct.shape, strict=True)) if n != m)
-    return ct.sum(axes, keepdims=True) if axes else ct
 
 
 _product = Partitioned("rounded_product")
 for _primitive in _product.both:
     _primitive.def_impl(lax.mul_p.bind)
     _primitive.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b)[0])
-    ad.defbilinear(
-        _primitive,
-        lambda ct, a, b: _of_shape(a, product(ct, b)),
-        lambda ct, a, b: _of_shape(b, product(a, ct)),
-    )
-    batching.defbroadcasting(_primitive)
+    ad.defbilinear(_primitive, lambda ct, a, b: _product.bind(ct, b), lambda ct, a, b: _product.bind(a, ct))
+    batching.primitive_batchers[_primitive] = ft.partial(_batched, _primitive)
     mlir.register_lowering(_primitive, _lowered(lambda a, b: _hidden(a * b)))
 
 
@@ -231,7 +232,7 @@ _quotient = Partitioned("rounded_quotient")
 for _primitive in _quotient.both:
     _primitive.def_impl(together(compat.operation(_primitive)))  # JAX's own operation is what a GPU's is
     _primitive.def_abstract_eval(lambda a, b: lax.div_p.abstract_eval(a, b)[0])
-    batching.defbroadcasting(_primitive)
+    batching.primitive_batchers[_primitive] = ft.partial(_batched, _primitive)
     mlir.register_lowering(_primitive, _lowered(_divided))
     for _platform in ("cuda", "rocm"):
         mlir.register_lowering(_primitive, _lowered(_divided_on_gpus), platform=_platform)
