@@ -110,23 +110,24 @@ def _blends() -> dict[str, Any]:
         ("prior_dbias", r"\(6,\), the result's"),
     ):
         # Read or not, a prior is checked.
-        found[f"shape of {name}"] = (ValueError, f"`{name}` must have ", ft.partial(back, **{name: short}))
+        unread = {"beta": 0.0} if name == "prior" else {"beta_param": 0.0}
+        found[f"shape of {name}"] = (ValueError, f"`{name}` must have ", ft.partial(back, **unread, **{name: short}))
         full = X if name == "prior" else C
         found[f"dtype of {name}"] = (
             TypeError,
             f"`{name}` must have one of the dtypes bfloat16, float16, float32",
-            ft.partial(back, **{name: full.astype(jnp.int32)}),
+            ft.partial(back, **unread, **{name: full.astype(jnp.int32)}),
         )
         found[f"{name} is no array"] = (
             TypeError,
             f"`{name}` must be an array, got str",
-            ft.partial(back, **{name: TEXT}),
+            ft.partial(back, **unread, **{name: TEXT}),
         )
         if name != "prior":
             found[f"full shape of {name}"] = (
                 ValueError,
                 f"`{name}` must have shape {shape}",
-                ft.partial(back, **{name: X}),
+                ft.partial(back, **unread, **{name: X}),
             )
     found["prior of another batch"] = (
         ValueError,
