@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import jaxdnn as dnn
-from docs.site import docstrings, plots, reference, tables
+from docs.site import docstrings, pictures, plots, reference, tables
 from jaxdnn._src import families
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.determinism import LEVELS
@@ -25,6 +25,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 LINKING = [*DOCUMENTS, *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 README = (ROOT / "README.md").read_text()
 GENERATED = reference.pages()
+DRAWN = {f"generated/picture-{page}.svg" for page in pictures.PICTURES}
 NETWORKS = {title: network for network, title in plots.NETWORKS.items()}
 
 named = lambda path: str(path.relative_to(ROOT))
@@ -53,6 +54,8 @@ def markdown_of(path: Path) -> str | None:
     inside = path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else ""
     if inside in GENERATED:
         return GENERATED[inside]
+    if inside in DRAWN:
+        return ""
     if not path.exists():
         return None
     return text(path) if path.suffix in (".md", ".ipynb") else ""
