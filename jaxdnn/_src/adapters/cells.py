@@ -60,13 +60,12 @@ def operands(op: str, weights: Any, promote: Promote, carry: Any, x: Any) -> Ope
     given = [*promote(x, weights.w[0], bias), *promote(h, weights.r[0], recurrent_bias)]
     common = jnp.result_type(*(v.dtype for v in given if v is not None))
     alike: Callable[[Any], Any] = lambda v: None if v is None else v.astype(common)
-    x, w, bias, h, r, recurrent_bias = [alike(v) for v in given]
+    x, w, bias, h, r, recurrent_bias = (alike(v) for v in given)
     state = carry if op == "gru" else c
     wide = common if state is None else jnp.promote_types(common, state.dtype)
     biases = {"bias": bias, "recurrent_bias": recurrent_bias}
     rest = {name: v for name, v in biases.items() if v is not None}
-    multiplied: Any = (x, w, r, h)
-    return Operands(*multiplied, None if c is None else c.astype(wide), rest, wide)
+    return Operands(x, w, r, h, None if c is None else c.astype(wide), rest, wide)
 
 
 def step(op: str, given: Operands, **how: Any) -> Any:
