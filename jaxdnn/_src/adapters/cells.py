@@ -53,19 +53,22 @@ class Operands:
     wide: Any
 
 
+def _as(v: Any, dtype: Any) -> Any:
+    return None if v is None else v.astype(dtype)
+
+
 def operands(op: str, weights: Any, promote: Promote, carry: Any, x: Any) -> Operands:
     """The operands of a cell whose carry is Flax's, (c, h) of an LSTM."""
     c, h = carry if op == "lstm" else (None, carry)
     bias, recurrent_bias = (None if v is None else v[0] for v in (weights.bias, weights.recurrent_bias))
     given = [*promote(x, weights.w[0], bias), *promote(h, weights.r[0], recurrent_bias)]
     common = jnp.result_type(*(v.dtype for v in given if v is not None))
-    alike: Callable[[Any], Any] = lambda v: None if v is None else v.astype(common)
-    x, w, bias, h, r, recurrent_bias = (alike(v) for v in given)
+    x, w, bias, h, r, recurrent_bias = (_as(v, common) for v in given)
     state = carry if op == "gru" else c
     wide = common if state is None else jnp.promote_types(common, state.dtype)
     biases = {"bias": bias, "recurrent_bias": recurrent_bias}
     rest = {name: v for name, v in biases.items() if v is not None}
-    return Operands(x, w, r, h, None if c is None else c.astype(wide), rest, wide)
+    return Operands(x, w, r, h, _as(c, wide), rest, wide)
 
 
 def step(op: str, given: Operands, **how: Any) -> Any:
