@@ -209,7 +209,7 @@ def test_engine_and_determinism_reach_the_op_and_are_no_leaves():
         dnneqx.Conv1d(4, 6, 3, engine="hopper", **KEY)(x)
     with pytest.raises(ValueError, match="`x` must have shape"):
         dnneqx.LayerNorm(4)(x)
-    with pytest.raises(NotImplementedError, match=r"must be jax.lax.max or jax.lax.add"):
+    with pytest.raises(NotImplementedError, match=r"must be jax.lax.max, jax.lax.min or jax.lax.add"):
         dnneqx.Pool(1.0, jax.lax.mul, 1, 2)(x)
 
 
