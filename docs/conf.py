@@ -29,7 +29,6 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 autodoc_typehints = "none"  # the docstrings say what an argument may be; unions are long
-autodoc_preserve_defaults = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 

@@ -123,11 +123,11 @@ def test_every_function_of_cudnn_stands_on_its_page_once():
     assert not declared
 
 
-def test_tables_have_three_columns():
+def test_tables_have_three_columns_at_most():
     for name, text in PAGES.items():
         rows = [row for row in FENCE.sub("", text).splitlines() if row.startswith("|")]
         assert rows
-        assert not [(name, row) for row in rows if row.count("|") != 4]
+        assert not [(name, row) for row in rows if row.count("|") > 4]
 
 
 def test_links_resolve():

@@ -256,7 +256,7 @@ def test_explain_refusals(extra_engines: None):
     (named,) = dnn.explain(lambda x: conv(x, engine="xla"), X[:1])
     assert named.engine == "xla"
     assert {c.engine: c.refusal for c in named.candidates}["picky"] == "the call names engine 'xla'"
-    text = str(dnn.explain(conv, X[:1], W))
+    text = " ".join(str(dnn.explain(conv, X[:1], W)).split())
     for part in (
         "conv(float32[1,5,3], float32[2,3,4]) -> float32[1,4,4] on cpu",
         "served by picky",
@@ -374,7 +374,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, str | None]
 def served(function: Any, *arrays: Any, **options: Any) -> tuple[str | None, Any, str]:
     """The engine, the candidate `hopper` and the text of an explanation for CUDA."""
     found = explain(ft.partial(function, **options), *arrays, platform="cuda")
-    return found[0].engine, next(c for c in found[0].candidates if c.engine == "hopper"), str(found)
+    return found[0].engine, next(c for c in found[0].candidates if c.engine == "hopper"), " ".join(str(found).split())
 
 
 @needs_kernels
