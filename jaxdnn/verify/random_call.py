@@ -26,9 +26,9 @@ from jaxdnn.verify import levels, matrix
 from jaxdnn.verify.guards import PATTERNS, Guards
 from jaxdnn.verify.random_report import Report
 
-# How often a pair of an op and an engine is drawn; others once.
-WEIGHTS = {("conv", "hopper"): 46, ("conv_dgrad", "hopper"): 45, ("conv_wgrad", "hopper"): 45}
-HOPPER, ENGINES = 3, {"ordered": 0.5}
+# The share of the calls of all ops that a pair of an op and an engine has, however many ops there are.
+SHARES = {("conv", "hopper"): 0.18, ("conv_dgrad", "hopper"): 0.18, ("conv_wgrad", "hopper"): 0.18}
+HOPPER, ENGINES = 3, {"ordered": 0.5}  # how often another pair is drawn, for one of XLA
 # Which kernels' branches an op can take.
 KERNELS = {
     "conv": ("pipeline", "fprop", "depthwise walk"),
@@ -116,9 +116,10 @@ def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tupl
     for op in ops or matrix.ops():
         for engine in matrix.of(op).engines_of(op):
             if engine in named:
-                weight = HOPPER if engine == "hopper" else ENGINES.get(engine, 1)
-                found[op, engine] = WEIGHTS.get((op, engine), weight)
-    return found
+                found[op, engine] = HOPPER if engine == "hopper" else ENGINES.get(engine, 1)
+    shares = {pair: share for pair, share in SHARES.items() if pair in found and not ops}
+    others = sum(found.values()) - HOPPER * len(shares) or 1.0
+    return found | {pair: others * share / (1 - sum(shares.values())) for pair, share in shares.items()}
 
 
 def draw(seed: int, index: int, among: dict[tuple[str, str], float], towards: Branch | None = None) -> Drawn:
