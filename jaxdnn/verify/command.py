@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,26 @@ from jaxdnn._src.cases.case import Result, flushes_subnormals
 from jaxdnn._src.cases.subject import Subject
 from jaxdnn._src.core import engines, files
 from jaxdnn._src.core.determinism import LEVELS
-from jaxdnn.verify import controls, environment, levels, matrix, mesh, page, random, random_report, report, show, turns
+from jaxdnn.verify import (
+    controls,
+    environment,
+    levels,
+    matrix,
+    mesh,
+    page,
+    random,
+    random_call,
+    random_report,
+    report,
+    show,
+    turns,
+)
 from jaxdnn.verify.random_report import Report
 
 DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
 SELECT = ("op", "engine", "dtype", "level", "case")
-WRITTEN_EVERY = 3.0  # seconds, while random calls run
+THREADS = 32  # at most: more wait for Python's lock
+WRITTEN_EVERY = 3.0  # seconds, while random calls or shardings run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,34 +154,41 @@ def _run_random(arguments: argparse.Namespace) -> int:
     console, start, here = _begun(arguments.random, "random calls")
     words = ["--random", str(arguments.random), *_words(arguments), *_given(arguments, "index", "towards", "under")]
     found: list[Report] = []
+    reachable = random_call.reachable(arguments.op, arguments.engine)
 
     def document(*, finished: bool) -> dict[str, Any]:
         seconds = round(time.perf_counter() - start, 1)
         made = {"command": _line(*words), "environment": here, "seconds": seconds, "finished": finished}
-        made |= random_report.summary(found)
+        made |= random_report.summary(found, reachable)
         for failed in made["failed"]:
             failed["reproduce"] = _reproduce_random(arguments, failed["index"], failed["towards"])
         return made
 
     try:
-        calls = random.run(arguments, here)
+        calls = random.run(arguments, here, reachable)
     except ValueError as error:
         print(f"jaxdnn verify: {error}", file=sys.stderr)
         return 2
-    written = -WRITTEN_EVERY
-    for call in show.progress(console, calls, arguments.random, "calls"):
-        found.append(call)
+    for call in _kept(arguments.json, show.progress(console, calls, arguments.random, "calls"), found, document):
         if call.status == "failed":
             line = _reproduce_random(arguments, call.index, call.towards)
             show.failure(console, f"{call.index} {call.id}", call.message, line)
-        if arguments.json and time.perf_counter() - written > WRITTEN_EVERY:  # a run may be cut off at any time
-            _write_json(arguments.json, document(finished=False))
-            written = time.perf_counter()
     made = document(finished=True)
     show.random(console, made)
-    if arguments.json:
-        _write_json(arguments.json, made)
     return 0 if made["passed"] else 1
+
+
+def _kept(path: Path | None, ones: Iterable[Any], found: list[Any], document: Callable[..., Any]) -> Iterator[Any]:
+    """Each of `ones`, appended to `found`; meanwhile and at the end `document` is written, as a run may be cut off."""
+    written = -WRITTEN_EVERY
+    for one in ones:
+        found.append(one)
+        yield one
+        if path and time.perf_counter() - written > WRITTEN_EVERY:
+            _write_json(path, document(finished=False))
+            written = time.perf_counter()
+    if path:
+        _write_json(path, document(finished=True))
 
 
 def _reproduce_random(arguments: argparse.Namespace, index: int, towards: str | None) -> str:
@@ -215,25 +236,24 @@ def _run_mesh(arguments: argparse.Namespace) -> int:
         print(f"jaxdnn verify: `--mesh` {why}.", file=sys.stderr)
         return 2
     console, start, here = _begun(len(chosen), "shardings")
-    outcomes = []
+    found: list[mesh.Outcome] = []
+
+    def document(*, finished: bool) -> dict[str, Any]:
+        made = {"command": _line("--mesh", *_words(arguments)), "environment": here, "finished": finished}
+        made |= {"seconds": round(time.perf_counter() - start, 1), **mesh.summary(found)}
+        for failed in made["failed"]:
+            failed["reproduce"] = _reproduce_mesh(arguments, failed["id"])
+        return made
+
     with _threads(os.cpu_count() or 1) as pool:
-        for outcome in show.progress(console, pool.map(mesh.run, chosen), len(chosen), "shardings"):
-            outcomes.append(outcome)
+        outcomes = show.progress(console, pool.map(mesh.run, chosen), len(chosen), "shardings")
+        for outcome in _kept(arguments.json, outcomes, found, document):
             if outcome.status == "failed":
                 name = outcome.trial.id
                 show.failure(console, name, outcome.message, _reproduce_mesh(arguments, name))
-    document = {
-        "command": _line("--mesh", *_words(arguments)),
-        "environment": here,
-        "seconds": round(time.perf_counter() - start, 1),
-        **mesh.summary(outcomes),
-    }
-    for failed in document["failed"]:
-        failed["reproduce"] = _reproduce_mesh(arguments, failed["id"])
-    show.mesh(console, document)
-    if arguments.json:
-        _write_json(arguments.json, document)
-    return 0 if document["passed"] else 1
+    made = document(finished=True)
+    show.mesh(console, made)
+    return 0 if made["passed"] else 1
 
 
 def _reproduce_mesh(arguments: argparse.Namespace, name: str) -> str:
@@ -336,8 +356,8 @@ def _count_compilations() -> list[None]:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """A pool of at most eight threads; when an exception ends the run, waiting tasks are cancelled."""
-    with concurrent.futures.ThreadPoolExecutor(min(count, 8)) as pool:
+    """A pool of threads, THREADS at most; when an exception ends the run, waiting tasks are cancelled."""
+    with concurrent.futures.ThreadPoolExecutor(min(count, THREADS)) as pool:
         try:
             yield pool
         except BaseException:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from jaxdnn._src.core import engines
@@ -184,11 +184,12 @@ class Calls:
     """The calls that are still to be run: first as they come, then steered to branches that were taken least.
 
     `share` of them are steered; if all are, there are no more than it takes to take each branch once, as far as can be.
-    A branch counts as taken by calls that passed; after twice as many that missed it as were wanted it is given up.
+    Steered to the `reachable` branches. A branch counts as taken by calls that passed; after twice as many that missed
+    it as were wanted it is given up.
     """
 
-    def __init__(self, first: int, count: int, towards: Branch | None, share: float):
-        self.next, self.end, self.towards = first, first + count, towards
+    def __init__(self, first: int, count: int, towards: Branch | None, share: float, reachable: Sequence[Branch] = ()):
+        self.next, self.end, self.towards, self.reachable = first, first + count, towards, reachable
         self.steered_from = self.end - int(count * share)
         self.once = share == 1
         self.taken, self.under_way, self.missed = (collections.Counter[Branch]() for _ in range(3))
@@ -211,7 +212,7 @@ class Calls:
         """The branch that was taken least, if not often enough, with the calls that are under way to it."""
         enough = 1 if self.once else OFTEN
         tried = lambda b: self.taken[b] + self.under_way[b]
-        left = [b for b in branches.every() if tried(b) < enough and self.missed[b] < 2 * enough]
+        left = [b for b in self.reachable if tried(b) < enough and self.missed[b] < 2 * enough]
         return min(left, key=lambda b: (tried(b) + self.missed[b], b), default=None)
 
     def tell(self, report: Report, towards: Branch | None) -> None:
@@ -228,8 +229,8 @@ class Calls:
                 self.missed[towards] += not (passed and towards in report.branches)
 
 
-def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[Report]:
-    """Runs the calls that the arguments ask for: a report for each as it ends.
+def run(arguments: argparse.Namespace, here: dict[str, Any], reachable: Sequence[Branch]) -> Iterator[Report]:
+    """Runs the calls that the arguments ask for, some steered to reachable branches: a report for each as it ends.
 
     Raises:
       ValueError: there is no such branch, or so many processes do not fit a GPU's memory.
@@ -237,9 +238,9 @@ def run(arguments: argparse.Namespace, here: dict[str, Any]) -> Iterator[Report]
     on_gpu = engines.platform() == "cuda"
     gpus = len(here["devices"]) if on_gpu else 0
     devices = _devices(arguments, gpus, _gpu_bytes() if on_gpu else 0)
-    chosen = arguments.towards or arguments.op or arguments.engine
-    share = 0.0 if chosen or not on_gpu or arguments.random < 400 else 1.0 if arguments.under else STEERED
-    calls = Calls(arguments.index, arguments.random, _branch(arguments.towards), share)
+    few = arguments.random < 400
+    share = 0.0 if arguments.towards or few or not on_gpu else 1.0 if arguments.under else STEERED
+    calls = Calls(arguments.index, arguments.random, _branch(arguments.towards), share, reachable)
     return _reports(arguments, calls, devices)
 
 

@@ -34,11 +34,13 @@ KERNELS = {
     "conv": ("pipeline", "fprop", "depthwise walk"),
     "conv_transpose": ("pipeline", "dgrad", "depthwise walk"),
     "conv_dgrad": ("pipeline", "dgrad", "depthwise walk"),
+    "deform_conv": ("pipeline", "fprop"),
     "conv_wgrad": ("wgrad", "wgrad, images last", "depthwise filter"),
     **dict.fromkeys(("group_norm", "instance_norm", "group_norm_dgrad", "instance_norm_dgrad"), ("norm images",)),
     **dict.fromkeys(("batch_norm", "batch_norm_dgrad"), ("norm batches",)),
     "norm": ("norm of rows",),
-    "softmax": ("softmax of rows", "softmax of long rows"),
+    "norm_activated": ("norm images", "norm batches"),
+    **dict.fromkeys(("softmax", "cross-entropy"), ("softmax of rows", "softmax of long rows")),
     "pool": ("pool",),
     "dropout": ("dropout",),
     "dropout_fused": ("dropout",),
@@ -120,6 +122,12 @@ def pairs(ops: Sequence[str] | None, engines: Sequence[str] | None) -> dict[tupl
     shares = {pair: share for pair, share in SHARES.items() if pair in found and not ops}
     others = sum(found.values()) - HOPPER * len(shares) or 1.0
     return found | {pair: others * share / (1 - sum(shares.values())) for pair, share in shares.items()}
+
+
+def reachable(ops: Sequence[str] | None, engines: Sequence[str] | None) -> list[Branch]:
+    """The branches of planners that calls of these ops and engines may take."""
+    kernels = {kernel for op, engine in pairs(ops, engines) if engine == "hopper" for kernel in _kernels(op)}
+    return [branch for branch in branches.every() if branch[0] in kernels]
 
 
 def draw(seed: int, index: int, among: dict[tuple[str, str], float], towards: Branch | None = None) -> Drawn:

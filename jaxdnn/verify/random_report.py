@@ -62,8 +62,10 @@ class Report:
         return dataclasses.replace(self, status="failed", message=message)
 
 
-def summary(reports: Sequence[Report]) -> dict[str, Any]:
-    """Counts by op and engine, of branches and of procedures; the calls that failed. `passed` is the verdict.
+def summary(reports: Sequence[Report], reachable: Sequence[Branch]) -> dict[str, Any]:
+    """Counts by op and engine, of the reachable branches and of procedures; the calls that failed.
+
+    `passed` is the verdict.
 
     A branch that a kernel recorded and `branches.EVERY` does not list fails the run: a branch that is not listed would
     never be reported as not taken.
@@ -80,8 +82,7 @@ def summary(reports: Sequence[Report]) -> dict[str, Any]:
         if r.status == "passed":
             taken.update(r.branches)
     failed = [r for r in reports if r.status == "failed"]
-    every = branches.every()
-    unknown = sorted("/".join(branch) for branch in recorded - set(every))
+    unknown = sorted("/".join(branch) for branch in recorded - set(branches.every()))
     calls = collections.Counter(r.status for r in reports)
     return {
         "passed": not failed and not unknown and calls["passed"] > 0,
@@ -89,9 +90,9 @@ def summary(reports: Sequence[Report]) -> dict[str, Any]:
         "by_op": {name: dict(c) | {"dtypes": dict(dtypes[name])} for name, c in sorted(counts.items())},
         "procedures": dict(sorted(collections.Counter(r.procedure for r in reports if r.tried).items())),
         "procedures_not_run": sum(bool(r.procedure) and not r.tried for r in reports),
-        "branches": {"/".join(branch): taken[branch] for branch in every},
+        "branches": {"/".join(branch): taken[branch] for branch in reachable},
         "unknown_branches": unknown,
-        "never_taken": sorted("/".join(branch) for branch in every if not taken[branch]),
+        "never_taken": sorted("/".join(branch) for branch in reachable if not taken[branch]),
         "guarded": sum(r.guarded for r in reports),
         "largest_ratio": number(max((r.ratio for r in reports if r.status == "passed"), default=0.0)),
         "seconds_in_processes": {

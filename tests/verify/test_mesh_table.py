@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -108,3 +109,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "--mesh --case mesh/scale/H/auto/fast/float32" in capsys.readouterr().out
     assert json.loads(path.read_text())["failed"][0]["id"] == "mesh/scale/H/auto/fast/float32"
     assert cli.main([*words, "mesh/nothing/*"]) == 2
+
+
+def test_a_device_that_is_left_out_of_an_iterated_gradient_is_found():
+    """The bound for steps that round to 16 bits is wide, and still far below what half of the sequences add."""
+    row, alone = mesh.rows()["lstm_dgrad"], mesh._alone("lstm_dgrad", "fast", "bfloat16")
+    half = [jnp.where(jnp.arange(v.shape[0]).reshape(-1, *[1] * (v.ndim - 1)) % 2 == 0, v, 0) for v in alone.cotangents]
+    gradients = jax.jit(mesh._programs(row, "fast")[1])(*half, *alone.operands)
+    assert mesh._error(np.asarray(gradients[3]), np.asarray(alone.gradients[3])) > 2 * mesh._bound(row, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("platform", "needed"), [("cpu", ("h4", "+2")), ("cuda", ("-", "g"))])
+def test_what_cpus_alone_communicate(platform: str, needed: tuple[str, str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mesh.engines, "platform", lambda: platform)
+    assert mesh._needed(("ch4", "c+2" if platform == "cpu" else "gc+2")) == needed

@@ -264,7 +264,7 @@ def test_a_run_that_is_cut_off_has_written_what_it_found(tmp_path, monkeypatch):
     """Whoever reads the file finds a whole document, which says that the run had not finished."""
     path = tmp_path / "r.json"
 
-    def cut_off(arguments, here):
+    def cut_off(arguments, here, reachable):
         yield Report(3, status="failed", message="wrong", op="add", engine="xla", dtype="f32", ratio=np.inf)
         raise KeyboardInterrupt
 
@@ -302,7 +302,7 @@ def _passed(*taken: branches.Branch) -> Report:
 
 
 def test_calls_are_steered_to_the_branches_taken_least():
-    calls, every = random.Calls(0, 1000, None, random.STEERED), branches.every()
+    calls, every = random.Calls(0, 1000, None, random.STEERED, branches.every()), branches.every()
     rare = ("pool", "kernel", "strips")
     for _ in range(random.OFTEN):
         calls.tell(_passed(*(b for b in every if b != rare)), None)
@@ -315,7 +315,7 @@ def test_calls_are_steered_to_the_branches_taken_least():
 
 def test_a_branch_counts_when_it_was_taken_not_when_it_was_asked_for():
     """Calls that miss it, are refused or fail are asked for again, so often; then it is given up."""
-    calls, every = random.Calls(0, 1000, None, 1.0), branches.every()
+    calls, every = random.Calls(0, 1000, None, 1.0, branches.every()), branches.every()
     rare = ("pool", "kernel", "strips")
     calls.tell(_passed(*(b for b in every if b != rare)), None)
     assert calls.take() == (0, rare)
@@ -324,7 +324,7 @@ def test_a_branch_counts_when_it_was_taken_not_when_it_was_asked_for():
     assert calls.take() == (1, rare)
     calls.tell(Report(1, status="failed", branches=(rare,)), rare)
     assert calls.take() is None
-    calls = random.Calls(0, 1000, None, 1.0)
+    calls = random.Calls(0, 1000, None, 1.0, branches.every())
     calls.tell(_passed(*(b for b in every if b != rare)), None)
     assert calls.take() == (0, rare)
     calls.tell(_passed(rare), rare)
@@ -332,7 +332,7 @@ def test_a_branch_counts_when_it_was_taken_not_when_it_was_asked_for():
 
 
 def test_under_a_checker_each_branch_is_taken_once():
-    calls, every = random.Calls(0, 1000, None, 1.0), branches.every()
+    calls, every = random.Calls(0, 1000, None, 1.0, branches.every()), branches.every()
     calls.tell(_passed(*every[3:]), None)
     assert [calls.take() for _ in range(4)] == [(i, branch) for i, branch in enumerate(sorted(every[:3]))] + [None]
 
@@ -502,7 +502,7 @@ def test_summary_counts_and_names_what_was_never_taken():
         Report(1, status="failed", dtype="f16", **told),
         Report(2, status="passed", dtype="f16", **told, procedure="run_to_run, poisoned output"),
     ]
-    found = random_report.summary(reports)
+    found = random_report.summary(reports, branches.every())
     assert found["calls"] == {"passed": 2, "failed": 1}
     assert found["by_op"]["conv hopper"]["dtypes"] == {"bf16": 1, "f16": 2}
     assert found["branches"]["pool/kernel/tiles"] == 2
@@ -515,7 +515,7 @@ def test_summary_counts_and_names_what_was_never_taken():
 
 def test_a_branch_that_is_not_listed_fails_the_run(capsys):
     passed = Report(0, status="passed", op="pool", engine="hopper", branches=(("pool", "kernel", "carpets"),))
-    found = random_report.summary([passed])
+    found = random_report.summary([passed], branches.every())
     assert (found["unknown_branches"], found["passed"]) == (["pool/kernel/carpets"], False)
     show.random(Console(width=200), found | {"seconds": 1})
     shown = capsys.readouterr().out
@@ -600,3 +600,14 @@ def test_an_overflow_that_cudnn_writes_as_zero_is_stated_and_expected_of_it_only
     x = -x
     assert passes(told.hazards, positive[0])
     assert not passes(told.hazards, positive[1])
+
+
+def test_the_branches_of_chosen_ops_and_engines():
+    assert {kernel for kernel, *_ in random_call.reachable(["pool"], ["hopper"])} == {"pool"}
+    assert {kernel for kernel, *_ in random_call.reachable(["lstm", "cross_entropy"], ["hopper", "xla"])} == {
+        "recurrence",
+        "softmax of rows",
+        "softmax of long rows",
+    }
+    assert random_call.reachable(["pool"], ["xla"]) == []
+    assert set(random_call.reachable(None, ["hopper"])) == set(branches.every())

@@ -352,10 +352,14 @@ def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str, most: int
     heads = shared * drawn.between(rng, 1, 3)
     batch = drawn.between(rng, 1, 3)
     longest = min(700, int((2**21 / (batch * heads)) ** 0.5))
+    # Every fourth length is one of whole tiles, as most of a user's are.
+    length = lambda: (
+        64 * drawn.between(rng, 1, longest // 64) if rng.random() < 0.25 else drawn.between(rng, 1, longest)
+    )
     sizes = {
         "batch": batch,
-        "queries": drawn.between(rng, 1, longest),
-        "keys": drawn.between(rng, 1, longest),
+        "queries": length(),
+        "keys": length(),
         "shared": shared,
         "heads": heads,
         "features": 8 * drawn.between(rng, 1, most // 8),

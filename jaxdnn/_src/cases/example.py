@@ -28,10 +28,10 @@ where.
 | h | collective-permute | windows reach over the edge of a device's part, which asks its neighbours for those rows |
 | + | all-reduce | results, statistics or gradients of what is not sharded are added up over the axis |
 | g | all-gather | a device needs the whole axis: the line says for what |
-| c | all-reduce, on CPUs alone | the line says of what |
 | t | all-to-all | elements that lie side by side in the operand do not in the result |
 
-A number behind a sign says how many of them there are at most, on eight CPUs; without one it is one.
+A number behind a sign says how many of them there are at most, on eight CPUs; without one it is one. A "c" before a
+sign says that CPUs alone communicate so; the line says why.
 """
 
 import ast

@@ -47,7 +47,7 @@ lrn                       | NHWC -> NHWC                            | NHW -/- C 
 lrn_dgrad                 | NHWC, NHWC -> NHWC                      | NHW -/- C h4/h8      | windows of channels
 divisive_norm             | NHWC -> NHWC                            | NC -/- HW h2/h4      | windows reach over edges
 divisive_norm_dgrad       | NHWC, NHWC -> NHWC NHWC                 | NC -/- HW h4/h8      | windows reach over edges
-lp_normalize              | NHWC -> NHWC                            | NHW c/c C +3/+6      | sums; on CPUs a choice
+lp_normalize              | NHWC -> NHWC                            | NHW c+/c+ C +3/+6    | sums; on CPUs a choice
 """,
     engines=("hopper.engine", "xla"),
     cases=("cases", "cases_activated", "cases_local", "cases_stats"),
