@@ -44,7 +44,9 @@ html_theme_options = {"navigation_with_keys": True}
 
 def process_docstring(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     if what == "data" and "\n".join(lines).strip() == (inspect.getdoc(type(value)) or "").strip():
-        lines[:] = [f"One of each: {', '.join(f'``{key}``' for key in value)}."]  # a dictionary has no words of its own
+        # A dictionary or a number has no words of its own.
+        keys = isinstance(value, dict) and f"One of each: {', '.join(f'``{key}``' for key in value)}."
+        lines[:] = [keys or f"``{value}`` in this version: 10000 major + 100 minor + patch."]
         return
     lines[:] = docstrings.restructured(lines, reference.links(), unlinked(name, value))
 

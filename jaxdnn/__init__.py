@@ -43,6 +43,9 @@ from jaxdnn._src.conv.api import conv_wgrad as conv_wgrad
 from jaxdnn._src.core.determinism import determinism as determinism
 from jaxdnn._src.core.explain import explain as explain
 from jaxdnn._src.core.limits import limits as limits
+from jaxdnn._src.core.logs import logged as logged
+from jaxdnn._src.core.releases import VERSION as VERSION
+from jaxdnn._src.core.releases import check_version as check_version
 from jaxdnn._src.core.tune import tune as tune
 from jaxdnn._src.ctc.api import ctc_align as ctc_align
 from jaxdnn._src.ctc.api import ctc_lengths as ctc_lengths
@@ -119,4 +122,5 @@ from jaxdnn._version import __version__ as __version__
 _families.load_engines()
 
 # What is imported above as itself; type checkers and readers see it there.
-__all__ = sorted([*_families.ops(), "DropoutState", "determinism", "explain", "limits", "patch", "tune"])  # pyright: ignore[reportUnsupportedDunderAll]
+_OTHERS = ["DropoutState", "VERSION", "check_version", "determinism", "explain", "limits", "logged", "patch", "tune"]
+__all__ = sorted([*_families.ops(), *_OTHERS])  # pyright: ignore[reportUnsupportedDunderAll]

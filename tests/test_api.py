@@ -29,7 +29,7 @@ DEFINITION = sorted((ROOT / "reference").rglob("*.py"))
 OTHER = sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 FUNCTIONS = [name for name in dnn.__all__ if inspect.isfunction(getattr(dnn, name))]
-NO_OPS = {"determinism", "explain", "limits", "patch", "tune"}  # what says how ops are computed
+NO_OPS = {"check_version", "determinism", "explain", "limits", "logged", "patch", "tune"}  # they are about ops
 OPS = [name for name in FUNCTIONS if name not in NO_OPS]
 PIECES = {"activate", "derivative", "dot", "dot_with_bound", "fma", "magnitude", "round_to"}  # of definitions
 

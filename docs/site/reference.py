@@ -37,7 +37,7 @@ OTHERS = {
         "Engines, levels, limits",
         "How ops are computed: which [engine](../concepts.md#engine) serves a call, what it must guarantee "
         "([level](../concepts.md#level)), what it may use. None of this changes what an op means.",
-        ("explain", "determinism", "limits", "tune", "engines"),
+        ("explain", "determinism", "limits", "tune", "logged", "VERSION", "check_version", "engines"),
     ),
     "programs": (
         "Unchanged programs",

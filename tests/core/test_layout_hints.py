@@ -15,7 +15,7 @@ from jaxdnn._src.cases import example
 OF_ANY_RANK = (
     *("activation", "activation_dgrad", "add", "op_tensor", "scale", "fill", "reduce", "dropout"),
     *("softmax", "softmax_dgrad", "logsumexp", "layer_norm", "layer_norm_dgrad", "rms_norm", "rms_norm_dgrad"),
-    *("lp_normalize", "merge_attention"),
+    *("lp_normalize", "merge_attention", "prelu"),
 )
 
 

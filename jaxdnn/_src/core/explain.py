@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxdnn._src.core import checks, compat, eager, engines, selection, signatures
+from jaxdnn._src.core import checks, compat, eager, engines, logs, selection, signatures
 from jaxdnn._src.core.determinism import LEVELS, determinism
 
 P = ParamSpec("P")
@@ -248,8 +248,13 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         if compat.untraced():
             # What is wrong with arguments is raised again below, about what the user passed; what fails when it runs,
             # such as for want of memory, is not run twice.
-            with contextlib.suppress(TypeError, ValueError, OverflowError, NotImplementedError):
+            token = logs.raised_again.set(True)
+            try:
                 return program(args, kwargs)
+            except (TypeError, ValueError, OverflowError, NotImplementedError):
+                pass
+            finally:
+                logs.raised_again.reset(token)
         try:
             return named(*args, **kwargs)
         except TypeError:

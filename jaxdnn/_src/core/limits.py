@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from jaxdnn._src.core import settings
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -33,7 +35,8 @@ def limits(*, workspace: int | None = None, multiprocessors: int | None = None) 
         many tiles in turn (filter gradients whose blocks work in pairs two at least). Other kernels use all.
 
     Returns:
-      A context manager. A limit that is not given stays what it is outside.
+      A context manager. A limit that is not given stays what it is outside; of workspace, outside of all contexts, the
+      bytes that the environment variable `JAXDNN_WORKSPACE_LIMIT` gives.
 
     Differentiation: derivatives of a call that was made inside are under its limits, wherever they are taken.
 
@@ -61,6 +64,8 @@ def limits(*, workspace: int | None = None, multiprocessors: int | None = None) 
 def current_limits() -> Limits:
     """The limits of the enclosing context."""
     context: Any = _current.value
+    if context.workspace is None and settings.workspace() is not None:
+        return dataclasses.replace(context, workspace=settings.workspace())
     return context
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxdnn._src.core import checks, compat, engines, tuned
+from jaxdnn._src.core import checks, compat, engines, logs, settings, tuned
 from jaxdnn._src.core.determinism import satisfies
 from jaxdnn._src.core.engines import Call, Engine
 from jaxdnn._src.core.limits import limits_of
@@ -111,6 +111,8 @@ def refusal(engine: Engine, call: Call, level: str) -> str | None:
     """Why an engine may not serve a call at a determinism level and within its limits, as a clause; None if it may."""
     if _lacks_sizes(engine, call):
         return "it needs every size when a call is traced, and the batch is symbolic"
+    if not settings.kernels() and not engine.fused:
+        return f"it is a kernel, and `{settings.CONFIG}` is XLA_ONLY"
     reason = engine.supports(call) or _unshardable(engine, call)
     if reason is None and not satisfies(engine.level(call), level):
         reason = f"it guarantees {engine.level(call)!r} here, not {level!r}"
@@ -134,33 +136,48 @@ def _lacks_sizes(engine: Engine, call: Call) -> bool:
 
 
 def select(call: Call) -> Engine:
-    """The engine that serves a call; its spec says which engine and level are asked for."""
-    reasons = []
-    named = [engine for engine in engines.registered(call.op) if engine.name == call.spec.engine]
-    for engine in ranked(call) if call.spec.engine is None else named:
-        reason = refusal(engine, call, call.spec.level)
-        if reason is None:
-            return engine
-        reasons.append(f"{engine.name}: {reason}")
-    asked = f"engine {call.spec.engine!r}" if call.spec.engine else "any engine"
-    why = "; ".join(reasons) or "it has no such engine"
-    raise NotImplementedError(
-        f"{engines.in_words(call.op)} on {call.platform} cannot be served by {asked} at determinism level "
-        f"{call.spec.level!r} ({why})."
-    )
+    """The engine that serves a call; its spec says which engine and level are asked for. It is logged."""
+    engine, refusals = _tried(call)
+    logs.choice(call, engine and engine.name, refusals)
+    if engine is None:
+        raise _unserved(call, refusals)
+    return engine
 
 
 def check(op: str, spec: Any, *operands: Any) -> None:
     """Raises, when a call is traced, if no platform it could be lowered for has an engine for it."""
     checks.choice("engine", spec.engine, (None, *engines.names()))
     avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands)
-    errors = []
+    found = []
     for platform in dict.fromkeys((engines.platform(), *engines.PLATFORMS)):
-        try:
-            select(Call(op, spec, avals, platform, engines.device_kind(platform)))
+        call = Call(op, spec, avals, platform, engines.device_kind(platform))
+        engine, refusals = _tried(call)
+        if engine is not None:
             return
-        except NotImplementedError as error:
-            errors.append(error)
-    for other in errors[1:]:  # what `jax.export` lowers is not for the platform that is here
-        errors[0].add_note(str(other))
-    raise errors[0]
+        found.append((call, refusals))
+    logs.choice(found[0][0], None, found[0][1])
+    error, *others = (_unserved(*one) for one in found)
+    for other in others:  # what `jax.export` lowers is not for the platform that is here
+        error.add_note(str(other))
+    raise error
+
+
+def _tried(call: Call) -> tuple[Engine | None, dict[str, str]]:
+    """The engine that serves a call, None if none does, and why those that come before it do not, by name."""
+    refusals: dict[str, str] = {}
+    named = [engine for engine in engines.registered(call.op) if engine.name == call.spec.engine]
+    for engine in ranked(call) if call.spec.engine is None else named:
+        reason = refusal(engine, call, call.spec.level)
+        if reason is None:
+            return engine, refusals
+        refusals[engine.name] = reason
+    return None, refusals
+
+
+def _unserved(call: Call, refusals: dict[str, str]) -> NotImplementedError:
+    asked = f"engine {call.spec.engine!r}" if call.spec.engine else "any engine"
+    why = "; ".join(f"{name}: {reason}" for name, reason in refusals.items()) or "it has no such engine"
+    return NotImplementedError(
+        f"{engines.in_words(call.op)} on {call.platform} cannot be served by {asked} at determinism level "
+        f"{call.spec.level!r} ({why})."
+    )

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxdnn._src.core import files
+from jaxdnn._src.core import files, logs
 from jaxdnn._src.core.engines import Call
 from jaxdnn._version import __version__
 
@@ -105,5 +105,8 @@ def _read(given: str | None, caches: str | None) -> Table:
             raise ValueError(f"`{VARIABLE}` must name a file that `jaxdnn.tune` wrote, got {given}: {error}") from error
     try:
         return _parsed(_path(None, caches))
-    except (OSError, RuntimeError, ValueError):  # a RuntimeError: no home folder
+    except FileNotFoundError:
+        return {}
+    except (OSError, RuntimeError, ValueError) as error:  # a RuntimeError: no home folder
+        logs.warn(f"the measurements of `jaxdnn.tune` are not read: {error}")
         return {}
