@@ -100,7 +100,7 @@ def pool(
     """y = alpha * pooling(x) + beta * prior, in x's layout.
 
     return_indices: True: also the flat spatial positions of the maxima in x, int32; "tap": their positions in the
-    window, in row-major order.
+    window, in row-major order, uint8 (uint16, uint32 where a window has more than 2^8, 2^16 taps).
     """
     axes = lay.image_axes(layout)
     xc = axes.to_canonical(x)
@@ -127,8 +127,7 @@ def pool(
     y = axes.from_canonical(finished(y, x.dtype, out_dtype, exact))
     if not return_indices:
         return y
-    small = np.uint8 if math.prod(w.at.shape[1] for w in windows) <= 256 else np.uint16
-    found = tap.astype(small) if return_indices == "tap" else positions(tap, windows)
+    found = tap.astype(tap_dtype(windows)) if return_indices == "tap" else positions(tap, windows)
     return y, axes.from_canonical(found)
 
 
@@ -170,14 +169,27 @@ def maximum(xc: Array, windows: Sequence[Windows], nan: str) -> tuple[Array, Arr
     return best, tap
 
 
+def tap_dtype(windows: Sequence[Windows]) -> Any:
+    taps = math.prod(w.at.shape[1] for w in windows)
+    return np.uint8 if taps <= 1 << 8 else np.uint16 if taps <= 1 << 16 else np.uint32
+
+
 def positions(tap: Array, windows: Sequence[Windows]) -> Array:
-    """Taps as flat spatial positions in x, int32."""
-    place = np.unravel_index(tap, [w.at.shape[1] for w in windows])
+    """Taps as flat spatial positions in x, int32; -1 for a tap that no window has, or that is outside of x."""
+    counts = [w.at.shape[1] for w in windows]
+    within = tap < math.prod(counts)
+    place = np.unravel_index(np.where(within, tap, 0), counts)
     flat = np.zeros(tap.shape, np.int64)
     for axis, (w, r) in enumerate(zip(windows, place, strict=True)):
         p = np.arange(len(w.at)).reshape([-1 if d == axis + 1 else 1 for d in range(tap.ndim)])
         flat = flat * w.size + w.at[p, r]
-    return flat.astype(np.int32)
+        within = within & w.inside[p, r]
+    return np.where(within, flat, -1).astype(np.int32)
+
+
+def as_positions(indices: Array, windows: Sequence[Windows]) -> Array:
+    """What `pool` returns as indices, of either kind, as flat spatial positions: taps are unsigned."""
+    return positions(indices, windows) if indices.dtype.kind == "u" else indices
 
 
 def pairwise(terms: list[Array]) -> Array:
@@ -252,7 +264,8 @@ def pool_dgrad(
 ) -> Array:
     """dx = alpha * (the gradient) + beta * prior, in the layout of x, of which a shape is enough for averages.
 
-    indices: flat spatial positions of the maxima in x, if they are not to be sought in it.
+    indices: flat spatial positions of the maxima in x (int32), or their taps (unsigned), if they are not to be sought
+    in x.
     """
     axes = lay.image_axes(layout)
     exact = arithmetic == "golden"
@@ -264,7 +277,7 @@ def pool_dgrad(
         if indices is None:
             flat = positions(maximum(axes.to_canonical(x), windows, nan)[1], windows)
         else:
-            flat = axes.to_canonical(indices)
+            flat = as_positions(axes.to_canonical(indices), windows)
         dx = chosen_sums(gradient, flat, shape, windows)
     elif mode == "lp":
         xc = axes.to_canonical(x).astype(FLOAT64)
@@ -341,12 +354,12 @@ def unpool(
 ) -> Array:
     """x[indices[p]] = y[p] for the windows p in row-major order, a later one replacing an earlier one; else 0.
 
-    An index outside of its window is placed nowhere.
+    indices: flat spatial positions (int32), or taps (unsigned). An index outside of its window is placed nowhere.
     """
     axes = lay.image_axes(layout)
     shape = axes.canonical_shape(x_shape.shape if hasattr(x_shape, "shape") else x_shape)
     windows = make_windows(shape[1:-1], window, stride, padding, dilation, ceil_mode)
-    yc, flat = axes.to_canonical(y), axes.to_canonical(indices)
+    yc, flat = axes.to_canonical(y), as_positions(axes.to_canonical(indices), windows)
     x = np.zeros((shape[0], math.prod(shape[1:-1]), shape[-1]), y.dtype)
     n, c = np.ix_(np.arange(shape[0]), np.arange(shape[-1]))
     for place in itertools.product(*(range(len(w.at)) for w in windows)):

@@ -134,3 +134,32 @@ def test_adaptive_windows(size: int, count: int):
     np.testing.assert_allclose(y.ravel(), [x[a:b].mean() for a, b in ends])
     y = reference.adaptive_pool(image, output_sizes=count, layout="NWC", mode="max")
     np.testing.assert_array_equal(y.ravel(), [x[a:b].max() for a, b in ends])
+
+
+@pytest.mark.parametrize("padding", [0, ((1, 1), (0, 2))])
+def test_taps_say_what_positions_say(padding: Any):
+    x = np.random.default_rng(5).permutation(np.arange(2 * 7 * 6 * 3)).reshape(2, 7, 6, 3).astype(np.float32)
+    options = {"window": (3, 2), "stride": (2, 1), "dilation": (1, 2), "padding": padding}
+    y, flat = reference.pool(x, return_indices=True, **options)
+    _, taps = reference.pool(x, return_indices="tap", **options)
+    assert taps.dtype == np.uint8 and not np.array_equal(taps, flat)
+    assert np.array_equal(
+        reference.pool_dgrad(y, x.shape, indices=taps, **options),
+        reference.pool_dgrad(y, x.shape, indices=flat, **options),
+    )
+    assert np.array_equal(reference.unpool(y, taps, x.shape, **options), reference.unpool(y, flat, x.shape, **options))
+
+
+def test_a_tap_that_no_window_has_goes_nowhere():
+    y, taps = np.array([5.0, 7.0]).reshape(1, 2, 1), np.array([6, 0], np.uint8).reshape(1, 2, 1)
+    options = {"window": 3, "stride": 2, "padding": ((1, 1),), "layout": "NWC"}
+    assert reference.unpool(y, taps, (1, 3, 1), **options).ravel().tolist() == [0.0, 7.0, 0.0]
+    padding = np.zeros((1, 2, 1), np.uint8)  # the first window's tap 0 is in the padding
+    assert reference.pool_dgrad(y, (1, 3, 1), indices=padding, **options).ravel().tolist() == [0.0, 7.0, 0.0]
+
+
+def test_taps_of_a_large_window_do_not_wrap():
+    x = np.zeros((1, 70_000, 1), np.float32)
+    x[0, 69_999] = 1
+    _, taps = reference.global_pool(x, mode="max", layout="NWC", return_indices="tap")
+    assert taps.dtype == np.uint32 and taps.item() == 69_999
