@@ -142,7 +142,8 @@ def test_taps_say_what_positions_say(padding: Any):
     options = {"window": (3, 2), "stride": (2, 1), "dilation": (1, 2), "padding": padding}
     y, flat = reference.pool(x, return_indices=True, **options)
     _, taps = reference.pool(x, return_indices="tap", **options)
-    assert taps.dtype == np.uint8 and not np.array_equal(taps, flat)
+    assert taps.dtype == np.uint8
+    assert not np.array_equal(taps, flat)
     assert np.array_equal(
         reference.pool_dgrad(y, x.shape, indices=taps, **options),
         reference.pool_dgrad(y, x.shape, indices=flat, **options),
@@ -162,4 +163,5 @@ def test_taps_of_a_large_window_do_not_wrap():
     x = np.zeros((1, 70_000, 1), np.float32)
     x[0, 69_999] = 1
     _, taps = reference.global_pool(x, mode="max", layout="NWC", return_indices="tap")
-    assert taps.dtype == np.uint32 and taps.item() == 69_999
+    assert taps.dtype == np.uint32
+    assert taps.item() == 69_999
