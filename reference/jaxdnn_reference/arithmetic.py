@@ -244,7 +244,7 @@ LEAST_EXPONENT = {BFLOAT16: -126, FLOAT16: -14, FLOAT32: -126, FLOAT8_E4M3: -6, 
 
 def truncate_to_tf32(x: Array) -> Array:
     """float32 with its fraction cut to 10 bits, as the matrix unit reads it. NaN stays NaN."""
-    cut = (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    cut = (np.asarray(x, np.float32, order="C").view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isnan(x), x, cut)
 
 

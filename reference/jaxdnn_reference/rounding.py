@@ -56,7 +56,7 @@ def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 def _round_to_odd(s: Array, e: Array) -> Array:
     """s + e rounded to odd, s being its rounding to nearest: exact, or the neighbour whose last bit is one."""
-    bits = np.ascontiguousarray(s).view(np.int64)
+    bits = np.asarray(s, order="C").view(np.int64)
     to_next = ((e > 0) | (e < 0)) & (bits & 1 == 0)
     away_from_zero = np.where((e > 0) == (s > 0), 1, -1)
     return (bits + to_next * away_from_zero).view(np.float64)
@@ -99,7 +99,7 @@ def _narrow_to_odd(x: Array, narrow: Any, bits: Any) -> Array:
     y = x.astype(narrow)
     largest = np.finfo(narrow).max
     y = np.where(np.isinf(y) & np.isfinite(x), np.copysign(largest, y), y)
-    raw = np.ascontiguousarray(y).view(bits)
+    raw = np.asarray(y, order="C").view(bits)
     to_next = (y != x) & ~np.isnan(x) & (raw & 1 == 0)
     away_from_zero = np.where(np.abs(x) > np.abs(y), 1, -1)
     odd = (raw + (to_next * away_from_zero).astype(bits)).view(narrow)

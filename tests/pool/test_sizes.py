@@ -29,6 +29,13 @@ def test_unpool(name: str):
     assert float(kept.sum()) == np.sum(placed)  # what another window has replaced has no derivative
 
 
+def test_a_shape_may_be_a_numpy_array():
+    y, indices = jnp.ones((1, 2, 1)), jnp.array([1, 2], jnp.int32).reshape(1, 2, 1)
+    options = {"window": 2, "layout": "NWC"}
+    assert dnn.unpool(y, indices, np.array([1, 5, 1]), **options).shape == (1, 5, 1)
+    assert dnn.pool_dgrad(y, np.array([1, 5, 1]), indices=indices, **options).shape == (1, 5, 1)
+
+
 def test_unpool_places_nothing_outside_a_window():
     y, indices = jnp.ones((1, 2, 1)), jnp.asarray([[[3], [-1]]], jnp.int32)
     assert not dnn.unpool(y, indices, (1, 4, 1), window=2, layout="NWC").any()

@@ -141,6 +141,13 @@ def test_round_to_agrees_with_ml_dtypes_where_a_cast_rounds_once():
         np.testing.assert_array_equal(reference.round_to(double, dtype), x.astype(dtype))
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e5m2, np.float32, np.int8])
+def test_rounding_keeps_an_array_without_axes(dtype: Any):
+    assert reference.round_to(np.array(1.3), dtype).shape == ()
+    assert reference.fma(*(np.array(v, np.float32) for v in (1.3, 2.1, 0.7))).shape == ()
+    assert truncate_to_tf32(np.array(1.3, np.float32)).shape == ()
+
+
 def test_a_plain_cast_rounds_twice():
     x = np.array([1 + 2.0**-8 + 2.0**-40])  # just above the middle of two bfloat16 numbers
     assert float(reference.round_to(x, ml_dtypes.bfloat16)[0]) == 1 + 2.0**-7

@@ -52,7 +52,9 @@ def array(name: str, value: Any, layout: Layout) -> Array:
 
 
 def shape_of(name: str, value: Any, layout: Layout) -> tuple[int, ...]:
-    """Reads an array or a shape, and returns the shape."""
+    """Reads an array or a shape, and returns the shape. No image is a line of integers, so that is a shape too."""
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        value = tuple(value)
     if hasattr(value, "shape") and not isinstance(value, type):
         value = value.shape
     elif not checks.is_sequence(value):
