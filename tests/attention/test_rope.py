@@ -96,6 +96,11 @@ def test_stretched_frequencies():
         (dict(side="middle"), ValueError, "`side` must be one of"),
         (dict(base=0.0), ValueError, "`base` must be a positive number, got 0.0"),
         (dict(frequencies=[1.0]), ValueError, "`frequencies` must be 4 numbers"),
+        (
+            dict(frequencies=1.0),
+            TypeError,
+            "`frequencies` must be 4 numbers.*, in a sequence or a NumPy array, got 1.0",
+        ),
         (dict(positions=np.zeros((1, 5))), ValueError, r"`positions` must have shape \(5,\) or \(2, 5\), got \(1, 5\)"),
         (dict(positions=np.zeros(5, bool)), TypeError, "`positions` must be integers or floats, got bool"),
     ],

@@ -474,5 +474,7 @@ def test_errors(x: Any, labels: Any, options: dict[str, Any], error: type[Except
 
 
 def test_an_error_of_paddings():
+    with pytest.raises(TypeError, match="`paddings` must be booleans, integers or floats, got complex64"):
+        dnn.ctc_lengths(jnp.zeros((2, 3), jnp.complex64))
     with pytest.raises(ValueError, match=r"`paddings` must have shape \(N, T\), got \(6,\)"):
         dnn.ctc_lengths(X[0, :, 0])

@@ -162,11 +162,12 @@ def _frequencies(base: Any, frequencies: Any, turned: int) -> np.ndarray:
         if not 0 < base < math.inf:
             raise ValueError(f"`base` must be a positive number, got {base}.")
         return base ** (-np.arange(0, turned, 2) / max(turned, 1))
+    needed = f"`frequencies` must be {turned // 2} numbers, one for each pair"
+    if not checks.is_sequence(frequencies):
+        raise TypeError(f"{needed}, in a sequence or a NumPy array, got {checks.shown(frequencies)}.")
     found = np.asarray([checks.as_float("frequencies", f) for f in frequencies])
     if found.shape != (turned // 2,) or not np.isfinite(found).all():
-        raise ValueError(
-            f"`frequencies` must be {turned // 2} numbers, one for each pair, got {checks.shown(frequencies)}."
-        )
+        raise ValueError(f"{needed}, got {checks.shown(frequencies)}.")
     return found
 
 

@@ -244,7 +244,7 @@ def ctc_lengths(paddings: ArrayLike, /) -> Array:
     Numerics: integers, determinism level "portable".
 
     Raises:
-      ValueError: an array that has not two axes.
+      ValueError: an array that has not two axes. TypeError: complex numbers.
 
     Example:
       >>> dnn.ctc_lengths(jnp.array([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])).tolist()
@@ -256,6 +256,8 @@ def ctc_lengths(paddings: ArrayLike, /) -> Array:
     paddings = checks.array("paddings", paddings)
     if paddings.ndim != 2:
         raise ValueError(f"`paddings` must have shape (N, T), got {checks.shown(tuple(paddings.shape))}.")
+    if jnp.issubdtype(paddings.dtype, jnp.complexfloating):
+        raise TypeError(f"`paddings` must be booleans, integers or floats, got {paddings.dtype.name}.")
     run = lambda paddings: jnp.sum(jnp.cumprod((~paddings.astype(bool)).astype(jnp.int32), 1), 1, dtype=jnp.int32)
     return primitives.composed(run, lambda paddings: Factors((("n", "t"),), (("n",),), ("n",)), paddings)
 
