@@ -24,6 +24,9 @@ Function = Callable[..., Any]
 SIZES = {**LARGE, "H": 6, "W": 4, "C": 16, "K": 5}
 FURTHER = """
 conv-epilogue            | NHWC, RSCK, padding=1, bias=K, activation="relu"
+conv-cropped             | NHWC, RSCK, padding=((-1, 1), (2, -1))
+conv_dgrad-cropped       | NhwK, RSCK, shape(NHWC), padding=((-1, 0), (1, -1)), alpha=2.0
+pool-cropped             | NHWC, padding=((-2, 0), (0, -1)), return_indices=True
 pool-indices             | NHWC, return_indices=True
 pool-average             | NHWC, mode="average"
 global_pool-max          | NHWC, mode="max"
@@ -63,6 +66,8 @@ transform-cropping       | NHWC, padding=-1, channels=12                        
 op_tensor-whole          | NHWC, NHWC, op="mul"                                         | NHWC
 lrn_dgrad-whole          | NHWC, NHWC                                                   | NC
 divisive_norm-means      | NHWC, means=NHWC                                             | NHWC
+conv-cropped             | NHWC, RSCK, padding=-1                                       | HW
+conv_dgrad-cropped       | NhwK, RSCK, shape(NHWC), padding=-1                          | HW
 lstm-bias                | NTC, CG, DG, bias=G, engine="ordered"                        | G
 """
 UNEVEN = {line.split()[0]: (read(line.rpartition("|")[0]), line.split()[-1]) for line in LINES.strip().splitlines()}

@@ -15,7 +15,8 @@ For one spatial axis (with more, each has its own p, r, stride, ...), the taps o
 
 The number of outputs is floor((H + low + high - dilation (R - 1) - 1) / stride) + 1, or with ceil_mode the same with
 ceil, less one if the last window would start beyond x and its low padding. A tap beyond the high padding, where only
-ceil_mode reaches, is in no count.
+ceil_mode reaches, is in no count. A negative padding (low, high) cuts off the elements of x that stand there: they are
+in no window.
 
 Arithmetic. "golden" computes in float64 and rounds only to a given out_dtype. "ordered" gives the bits: sums in
 float32 (float64 for float64; int8 exactly), taps along the last axis first, then along those before it; along one
@@ -46,10 +47,12 @@ Array = np.ndarray[Any, Any]
 class Windows(NamedTuple):
     """The windows over one spatial axis.
 
-    at: [P, R] positions in x. inside: [P, R] whether in x. counted: [P, R] whether in x or its padding.
+    at: [P, R] positions in x. inside: [P, R] whether in x. counted: [P, R] whether in x or its padding. end: of x, less
+    what negative padding cuts off.
     """
 
     size: int
+    end: int
     at: Array
     inside: Array
     counted: Array
@@ -66,13 +69,13 @@ def make_windows(
     pads = lay.pad_amounts(padding, sizes, taps, strides, dilations)
     found = []
     for size, r, u, d, (low, high) in zip(sizes, taps, strides, dilations, pads, strict=True):
-        room = size + low + high - d * (r - 1) - 1
+        room, end = size + low + high - d * (r - 1) - 1, size + min(high, 0)
         outputs = room // u + 1
         if ceil_mode:
             outputs = math.ceil(room / u) + 1
-            outputs -= (outputs - 1) * u >= size + low
+            outputs -= (outputs - 1) * u >= end + low
         at = np.arange(outputs)[:, None] * u + np.arange(r) * d - low
-        found.append(Windows(size, at, (at >= 0) & (at < size), at < size + high, u, d, low))
+        found.append(Windows(size, end, at, (at >= 0) & (at < end), at < size + high, u, d, low))
     return found
 
 
@@ -303,8 +306,9 @@ def seen_by(w: Windows) -> list[tuple[Array, Array, Array]]:
     """For each tap r: [H] the output that has r at h, whether r can be at h, and whether there is that output."""
     found = []
     for r in range(w.at.shape[1]):
-        p, rest = np.divmod(np.arange(w.size) + w.low - r * w.dilation, w.stride)
-        found.append((np.clip(p, 0, len(w.at) - 1), rest == 0, (p >= 0) & (p < len(w.at))))
+        h = np.arange(w.size)
+        p, rest = np.divmod(h + w.low - r * w.dilation, w.stride)
+        found.append((np.clip(p, 0, len(w.at) - 1), (rest == 0) & (h < w.end), (p >= 0) & (p < len(w.at))))
     return found
 
 

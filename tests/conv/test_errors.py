@@ -20,7 +20,7 @@ from jaxdnn._src.core import engines, selection
 
 ROOT = Path(__file__).parents[2] / "jaxdnn" / "_src"
 SOURCES = (
-    *("core/checks", "core/frames", "core/windows", "core/engines", "core/determinism"),
+    *("core/checks", "core/cropping", "core/frames", "core/windows", "core/engines", "core/determinism"),
     *("conv/arguments", "conv/primitive", "activation/epilogues"),
 )
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -35,6 +35,10 @@ with jax.enable_x64(True):
 
 def conv(x: Any = X, w: Any = W, **options: Any) -> Any:
     return dnn.conv(x, w, **options)
+
+
+def skip(x: Any = X, w: Any = W, **options: Any) -> Any:
+    return dnn.conv_skip(x, w, **options)
 
 
 def dgrad(dy: Any = Y, w: Any = W, shape: Any = X.shape, **options: Any) -> Any:
@@ -154,8 +158,10 @@ BAD: list[Bad] = [
     ("dilation zero", conv, {"dilation": 0}, ValueError, "`dilation` must be at least 1"),
     ("dilation negative", conv, {"dilation": (-1, 1)}, ValueError, "`dilation` must be at least 1"),
     ("dilation float", conv, {"dilation": (1, 1.5)}, TypeError, f"`dilation` {INTEGERS} 1.5"),
-    ("padding negative", conv, {"padding": -1}, ValueError, "`padding` must be at least 0 along every axis, got -1"),
-    ("padding pair negative", conv, {"padding": ((0, 0), (-1, 2))}, ValueError, r"`padding` must be at least 0.* got \(-1, 2\)"),
+    ("padding cuts all", conv, {"padding": ((0, 0), (-2, -3))}, ValueError, r"`padding` must leave at least one element of every spatial axis that it cuts off, got \(\(0, 0\), \(-2, -3\)\) for sizes \(6, 5\)\."),
+    ("padding cuts more", dgrad, {"padding": ((-7, 9), (0, 0))}, ValueError, r"`padding` must leave at least one element .* for sizes \(6, 5\)\."),
+    ("padding leaves too little", conv, {"padding": -2}, ValueError, r"`w` must fit into the padded input, got taps \(3, 2\) .* padded sizes \(2, 1\)\."),
+    ("padding negative, with what it reads", skip, {"padding": ((-1, 0), (0, 0))}, ValueError, r"`padding` must be at least 0, for h is all of what the convolution reads, got \(\(-1, 0\), \(0, 0\)\)\."),
     ("padding count", conv, {"padding": (1, 1, 1)}, ValueError, "`padding` must be an integer, 2 integers or 2"),
     ("padding pair count", conv, {"padding": ((1, 1, 1), 0)}, ValueError, "`padding` must be an integer or"),
     ("padding empty", conv, {"padding": ()}, ValueError, "`padding` must be an integer, 2 integers"),

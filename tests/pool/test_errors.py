@@ -63,6 +63,11 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dnn.pool(X, window=5), ValueError, "`window` must fit into the padded input"),
     (lambda: dnn.pool(X, window=2, padding=2), ValueError, "`padding` must leave every window at least one element"),
     (lambda: dnn.pool(X, window=2, padding=4, dilation=7), ValueError, "window 1 of spatial axis 0 has none"),
+    (
+        lambda: dnn.pool(X, window=1, padding=-8),
+        ValueError,
+        "`padding` must leave at least one element of every spatial",
+    ),
     (lambda: dnn.pool(X, ceil_mode=ANY_ONE), TypeError, "`ceil_mode` must be True or False, got 1"),
     (lambda: dnn.pool(X, mode="lp", p=0.5), ValueError, "`p` must be at least 1 and finite, got 0.5"),
     (lambda: dnn.pool(X, mode="lp", p=ANY_TWO), TypeError, "`p` must be a number known when traced, got '2'"),

@@ -1,7 +1,7 @@
 """Convolution with lax's signatures.
 
-lax names axes by numbers, dilates the input, and pads by negative numbers; `conv` and `conv_transpose` do not. So axes
-get letters, a dilated input is that of a transposed convolution, and negative padding cuts off.
+lax names axes by numbers and dilates the input; `conv` and `conv_transpose` do not. So axes get letters, and a dilated
+input is that of a transposed convolution.
 """
 
 import dataclasses
@@ -358,10 +358,10 @@ def _batch_groups_as_channels(x: Array, layout: str, groups: int) -> Array:
 
 def _computed(numbers: Numbers, x: Array, w: Array, groups: int, **types: Any) -> Array:
     return _conv(
-        _padded(x, numbers.layout, [(min(low, 0), min(high, 0)) for low, high in numbers.padding]),
+        x,
         w,
         stride=numbers.strides,
-        padding=[(max(low, 0), max(high, 0)) for low, high in numbers.padding],
+        padding=numbers.padding,
         dilation=numbers.rhs_dilation,
         groups=groups,
         layout=numbers.layout,
@@ -382,11 +382,11 @@ def _computed_transposed(numbers: Numbers, x: Array, w: Array, groups: int, **ty
     spans = [(r - 1) * d for r, d in zip(taps, numbers.rhs_dilation, strict=True)]
     pads = [(span - low, span - high) for span, (low, high) in zip(spans, numbers.padding, strict=True)]
     w, axes = _exchanged(w, numbers, groups)
-    y = _conv_transpose(
+    return _conv_transpose(
         x,
         w,
         stride=numbers.lhs_dilation,
-        padding=[(max(low, 0), max(high, 0)) for low, high in pads],
+        padding=pads,
         dilation=numbers.rhs_dilation,
         groups=groups,
         mode="convolution",
@@ -394,7 +394,6 @@ def _computed_transposed(numbers: Numbers, x: Array, w: Array, groups: int, **ty
         filter_layout=axes,
         **types,
     )
-    return _padded(y, numbers.layout, [(max(-low, 0), max(-high, 0)) for low, high in pads])
 
 
 def _exchanged(w: Array, numbers: Numbers, groups: int) -> tuple[Array, str]:
@@ -405,11 +404,3 @@ def _exchanged(w: Array, numbers: Numbers, groups: int) -> tuple[Array, str]:
     *taps, inputs, outputs = w.shape
     w = jnp.swapaxes(w.reshape(*taps, inputs, groups, outputs // groups), -1, -3)
     return w.reshape(*taps, outputs // groups, groups * inputs), f"{numbers.spatial}IO"
-
-
-def _padded(x: Array, axes: str, pads: Sequence[tuple[int, int]]) -> Array:
-    """x with zeros around its spatial axes, or with less of it where a number is negative."""
-    if not any(map(any, pads)):
-        return x
-    of = dict(zip(SPATIAL[len(pads)], pads, strict=True))
-    return lax.pad(x, jnp.zeros((), x.dtype), [(*of.get(letter, (0, 0)), 0) for letter in axes])

@@ -60,7 +60,8 @@ def conv(
         `layout` do not oblige it to have any: OIHW or KCRS, say, serve every layout.
       stride: steps between windows, one integer or one per spatial axis.
       padding: zeros around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
-        "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side; of "SAME_LOWER" to the low side).
+        "SAME" (⌈size / stride⌉ outputs, an odd zero goes to the high side; of "SAME_LOWER" to the low side). A negative
+        number cuts off that many elements of x.
       dilation: steps between the taps of a window, one integer or one per spatial axis.
       groups: G; output channel k reads the input channels of group ⌊k / Kg⌋ only. G = C is depthwise convolution.
       mode: "cross_correlation", or "convolution", which reverses the filter's spatial taps and nothing else.
@@ -168,7 +169,7 @@ def conv_dgrad(
 
     Differentiation: any order, in dy, w, prior, and alpha and beta if they are arrays; in x it is 0.
 
-    Numerics: as `conv`; elements of x that no window covers get beta prior.
+    Numerics: as `conv`; elements of x that no window covers, or that negative padding cuts off, get beta prior.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `conv`.
@@ -219,7 +220,7 @@ def conv_skip(
 
     Args:
       x: the sum that the block before ends with, (N, H, W, C) for layout NHWC; dtypes as for `conv`.
-      w, stride, padding, dilation, groups, mode, layout, filter_layout: see `conv`.
+      w, stride, padding, dilation, groups, mode, layout, filter_layout: see `conv`; padding of at least 0.
       input_activation: None, or "relu".
       accumulate, precision, out_dtype, engine, determinism: of the convolution, see `conv`; out_dtype is y's.
 
@@ -249,6 +250,8 @@ def conv_skip(
     frame = frames.frame(layout, filter_layout)
     x, w = frame.array("x", x), frame.filter("w", w)
     spec = arguments.spec(frame, options, x.shape, w.shape, {"x": x, "w": w})
+    if spec.cut is not None:
+        raise ValueError(f"`padding` must be at least 0, for h is all of what the convolution reads, got {padding!r}.")
     selection.check("conv", spec, x, w)
     # Kernels of narrow groups have no epilogue, and would have to leave the gradient to XLA.
     y, h = skip.conv_skip(SkipSpec(spec, relu, together=spec.geo.groups == 1), x, w)
@@ -405,7 +408,8 @@ def conv_transpose(
       output_padding: how many elements longer the result is than the shortest possible, from 0 and smaller than stride
         or dilation; from stride on as if zeros followed x.
       stride, padding, dilation, groups, mode: those of the convolution that this transposes, see `conv`. Padding
-        shortens the result; "SAME" and "SAME_LOWER" make it size times stride, "VALID" is no padding.
+        shortens the result, and lengthens it where it is negative; "SAME" and "SAME_LOWER" make it size times stride,
+        "VALID" is no padding.
       layout, filter_layout: see `conv`.
       bias: (C,). residual, prior: the result's shape. activation, alpha, beta: see `conv`.
       accumulate, precision, out_dtype, engine, determinism: see `conv`.

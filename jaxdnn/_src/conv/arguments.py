@@ -18,6 +18,7 @@ from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import blending, checks, primitives, selection, windows
 from jaxdnn._src.core.blending import FLOATS, Types
+from jaxdnn._src.core.cropping import cropped
 from jaxdnn._src.core.determinism import require, required, satisfies
 from jaxdnn._src.core.frames import Frame
 from jaxdnn._src.core.rounding import at_edges
@@ -57,12 +58,11 @@ def spec(
     groups = _groups(frame, options.groups, x, x_shape, w, w_shape)
     if min(taps) < 1:
         raise ValueError(f"`{w}` must have at least one tap along every axis, got {taps}.")
-    window = windows.window(
-        stride=options.stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps
-    )
+    moves = {"stride": options.stride, "padding": options.padding, "dilation": options.dilation}
+    cut, window = cropped(windows.window(**moves, sizes=sizes, taps=taps, negative=True), layout)
     flip = checks.choice("mode", options.mode, MODES) == "convolution"
     geo = Geometry(**vars(window), flip=flip, groups=groups)
-    padded = tuple(size + sum(pad) for size, pad in zip(sizes, geo.padding, strict=True))
+    padded = tuple(size + sum(pad) for size, pad in zip(geo.sizes, geo.padding, strict=True))
     if max(padded) >= 2**31:
         raise ValueError(f"`padding` must leave padded sizes below 2^31, got {padded}.")
     if min(geo.out) < 1:
@@ -75,6 +75,7 @@ def spec(
         geo=geo,
         layout=layout,
         filter=filt,
+        cut=cut,
         accumulate=found.accumulate,
         precision=options.precision,
         out_dtype=found.out,
@@ -157,9 +158,8 @@ def transposed(
     extra = checks.integers("output_padding", output_padding, rank, minimum=0)
     strides = checks.integers("stride", options.stride, rank, minimum=1)
     targets = [size * stride for size, stride in zip(sizes, strides, strict=True)]
-    window = windows.window(
-        stride=strides, padding=options.padding, dilation=options.dilation, sizes=targets, taps=taps
-    )
+    moves = {"stride": strides, "padding": options.padding, "dilation": options.dilation}
+    window = windows.window(**moves, sizes=targets, taps=taps, negative=True)
     if any(e >= max(u, d) for e, u, d in zip(extra, strides, window.dilation, strict=True)):
         raise ValueError(
             f"`output_padding` must be smaller than the stride {strides} or the dilation {window.dilation}, "
@@ -210,8 +210,12 @@ def call(
     activation: Any = None,
 ) -> Array:
     """Binds the primitive of an op with its epilogue."""
-    shape = primitive.result_shape(op, spec, a, b)
     role = primitive.ROLES[op][2]
+    cut = spec.cut if role == "x" else None  # of the result
+    if spec.cut and role != "x":
+        a = spec.cut.off(a)  # x
+    shape = primitive.result_shape(op, spec, a, b)
+    shape = cut.before(shape) if cut else shape
     read = frame.filter if role == "w" else frame.array
     operands = {
         "prior": None if prior is None else _like("prior", read("prior", prior), shape, "the result's"),
@@ -223,15 +227,21 @@ def call(
     }
     types = Types(spec.accumulate, spec.out_dtype)
     epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype)
+    finished = lambda acc: _finished(epilogue, acc, further, spec.channel(role), spec.out_dtype, spec.level)
+    kept = [cut.off(v) if cut and name != "bias" else v for name, v in zip(epilogue.operands, further, strict=True)]
     if _is_static(alpha) and _is_static(beta):
-        return primitives.call(op, a, b, *further, spec=dataclasses.replace(spec, epilogue=epilogue))
+        y = primitives.call(op, a, b, *kept, spec=dataclasses.replace(spec, epilogue=epilogue))
+        if cut is None:
+            return y
+        # What no window covers is a sum of nothing, which goes through the epilogue too.
+        return jnp.where(cut.within(shape), cut.undone(y), finished(jnp.zeros(shape, spec.accumulate)))
     if satisfies(spec.level, "portable"):  # where not every epilogue is; a traced scale may be neither 0 nor 1
         scales = {name: 0.5 for name in ("alpha", "beta") if not _is_static(getattr(epilogue, name))}
         like = dataclasses.replace(spec, epilogue=dataclasses.replace(epilogue, **scales))
-        selection.check(op, like, a, b, *further)
+        selection.check(op, like, a, b, *kept)
     plain = dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype)
     acc = primitives.call(op, a, b, spec=plain)
-    return _finished(epilogue, acc, further, spec.channel(role), spec.out_dtype, spec.level)
+    return finished(cut.undone(acc) if cut else acc)
 
 
 def _finished(

@@ -27,6 +27,7 @@ from jaxdnn._src.activation.formulas import DERIVATIVE_FROM_OUTPUT
 from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.core import blending, primitives
 from jaxdnn._src.core.compat import ad
+from jaxdnn._src.core.cropping import Cut
 from jaxdnn._src.core.limits import Limits, current_limits
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, Windows
 from jaxdnn._src.core.primitives import bind
@@ -52,6 +53,7 @@ class ConvSpec:
     engine: str | None = None
     level: str = "fast"
     limits: Limits = dataclasses.field(default_factory=current_limits)  # those that hold where the call is made
+    cut: Cut | None = None  # what negative padding has cut off x
 
     @property
     def output_sizes(self) -> tuple[int, ...]:

@@ -71,7 +71,8 @@ class Explanation:
     """One call of an op: its operands, the engine that would serve it (None: it would raise), and all candidates.
 
     `op` is the primitive, which several public ops share or which is a derivative; `public` is the op that was called.
-    `device_kind` is None where no device of the platform is here: then this is what an export would choose.
+    `device_kind` is None where no device of the platform is here: then this is what an export would choose. `cropped`
+    says that padding is negative: the call is on a copy of what is left of x, or its result is padded with zeros.
     """
 
     op: str
@@ -83,13 +84,14 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     public: str = ""
     device_kind: str | None = None
+    cropped: bool = False
 
     def __str__(self) -> str:
         operands = ", ".join(self.operands)
         head = f"{self._name()}({operands}) -> {self.result} on {self.platform}, level {self.level!r}"
         served = f"served by {self.engine}" if self.engine else "served by no engine: it raises"
         elsewhere = "" if self.device_kind else f"; no {self.platform} device is here: this is an export's choice"
-        lines = [_folded(head, 4), _folded(f"  {served}{elsewhere}", 4)]
+        lines = [_folded(head, 4), _folded(f"  {served}{elsewhere}{self._copy()}", 4)]
         for c in self.candidates:
             if c.refusal is not None:
                 lines.append(_folded(f"    {c.engine}: no: {c.refusal}", 6))
@@ -107,6 +109,12 @@ class Explanation:
             facts += [HAZARDS[hazard] for hazard in c.hazards]
             lines.append(_folded(f"    {c.engine}: {verdict} ({'; '.join([*facts, *c.notes])})", 6))
         return "\n".join(lines)
+
+    def _copy(self) -> str:
+        if not self.cropped:
+            return ""
+        done = "its result is padded with zeros after it" if self.op.endswith("_dgrad") else "x is cropped before it"
+        return f"; {done}, a copy, for padding is negative"
 
     def _name(self) -> str:
         """The op that was called and, of a primitive that is its derivative, of what, and the op that is that pass."""
@@ -328,6 +336,7 @@ def _explain_call(eqn: Any, scopes: str, platform: str) -> Explanation:
         engine=served,
         candidates=tuple(_candidate(e, call, refusals[e.name]) for e in found),
         public=public_ops[-1] if public_ops else "",
+        cropped=getattr(spec, "cut", None) is not None,
     )
 
 

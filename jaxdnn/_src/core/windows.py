@@ -210,8 +210,12 @@ def window(
     dilation: Any,
     sizes: Sequence[int],
     taps: Sequence[int],
+    negative: bool = False,
 ) -> Window:
-    """Reads `stride`, `padding` and `dilation` for an input of these spatial sizes and a filter of these taps."""
+    """Reads `stride`, `padding` and `dilation` for an input of these spatial sizes and a filter of these taps.
+
+    negative: whether padding may be, see `cropping`.
+    """
     rank = len(sizes)
     strides = checks.integers("stride", stride, rank, minimum=1)
     dilations = checks.integers("dilation", dilation, rank, minimum=1)
@@ -219,7 +223,7 @@ def window(
     if isinstance(padding, str):
         pads = _named_padding(padding, sizes, extents, strides)
     else:
-        pads = _explicit_padding(padding, rank)
+        pads = _explicit_padding(padding, rank, -checks.LARGEST if negative else 0)
     return Window(tuple(sizes), tuple(taps), strides, pads, dilations)
 
 
@@ -238,7 +242,7 @@ def _named_padding(
     return pads if padding == "SAME" else tuple((high, low) for low, high in pads)
 
 
-def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
+def _explicit_padding(padding: Any, rank: int, minimum: int) -> tuple[tuple[int, int], ...]:
     if not checks.is_sequence(padding):
         padding = (padding,) * rank
     if len(padding) != rank:
@@ -246,5 +250,5 @@ def _explicit_padding(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
             f"`padding` must be an integer, {rank} integers or {rank} (low, high) pairs, one per spatial axis, "
             f'or "SAME", "SAME_LOWER" or "VALID", got {checks.shown(padding)}.'
         )
-    pairs = (checks.integers("padding", axis, 2, minimum=0) for axis in padding)
+    pairs = (checks.integers("padding", axis, 2, minimum=minimum) for axis in padding)
     return tuple((low, high) for low, high in pairs)

@@ -66,7 +66,8 @@ def pool(
       mode: "max"; "average", whose count includes padding; "average_exclude_padding"; or "lp".
       stride: steps between windows, one integer or one per spatial axis; None: the window.
       padding: around x: one integer, one per spatial axis, a (low, high) pair per spatial axis, "VALID" (none) or
-        "SAME" (⌈size / stride⌉ outputs, an odd element goes to the high side; of "SAME_LOWER" to the low side).
+        "SAME" (⌈size / stride⌉ outputs, an odd element goes to the high side; of "SAME_LOWER" to the low side). A
+        negative number cuts off that many elements of x, which are then in no window and in no count.
       dilation: steps between the taps of a window, one integer or one per spatial axis.
       ceil_mode: rounds the number of windows up, as long as the last one starts in x or its low padding. What the last
         window reaches beyond x and `padding` is in no count.
@@ -119,13 +120,21 @@ def pool(
     out = arguments.result_dtype(mode, "x", x.dtype, out_dtype)
     spec = arguments.spec(found, order, x.shape, out)
     arguments.require_level(spec, mode, alpha, beta)
-    x = at_edges(spec.level, x)
+    x = _left_of(spec, at_edges(spec.level, x))
     if arguments.wants_indices(return_indices, mode, (True, "tap")):
         y, tap = primitives.call("pool_max_indices", x, spec=_of(spec, x.dtype))
-        indices = tap if return_indices == "tap" else flat_positions(spec, tap)
+        indices = tap if return_indices == "tap" else flat_positions(spec.uncut, tap)
         return arguments.finish(y, alpha, beta, prior, out, x.dtype), indices
     y = _computed(spec, mode, p, x, blending.is_plain(alpha, beta))
     return arguments.finish(y, alpha, beta, prior, out, x.dtype)
+
+
+def _left_of(spec: PoolSpec, x: Array) -> Array:
+    return x if spec.cut is None else spec.cut.off(x)
+
+
+def _whole(spec: PoolSpec, dx: Array) -> Array:
+    return dx if spec.cut is None else spec.cut.undone(dx)
 
 
 def _of(spec: PoolSpec, dtype: Any) -> PoolSpec:
@@ -227,12 +236,12 @@ def pool_dgrad(
         dx = primitives.call("pool_max_dgrad", dy, tap, spec=_of(spec, wide))
     elif mode == "lp":
         exponent, accumulator = arguments.exponent(p), arguments.accumulator(dy.dtype)
-        given = at_edges(spec.level, _given_x(x, order))
+        given = _left_of(spec, at_edges(spec.level, _given_x(x, order)))
         given, along = vary_alike([v.astype(accumulator) for v in (given, dy)])
         dx = jax.vjp(lambda v: _lp(spec, exponent, v), given)[1](along)[0]
     else:
         dx = primitives.call("pool_average_dgrad", dy, spec=_of(spec, wide))
-    return arguments.finish(dx, alpha, beta, prior, out, dy.dtype)
+    return arguments.finish(_whole(spec, dx), alpha, beta, prior, out, dy.dtype)
 
 
 def _given_x(x: Any, order: windows.Layout) -> Array:
@@ -246,7 +255,7 @@ def _taps(spec: PoolSpec, x: Any, indices: Any, y_shape: Any, order: windows.Lay
         return arguments.taps_of(spec, indices, tuple(y_shape))
     given = _given_x(x, order)
     arguments.result_dtype("max", "x", given.dtype, None)
-    return primitives.call("pool_max_indices", given, spec=_of(spec, given.dtype))[1]
+    return primitives.call("pool_max_indices", _left_of(spec, given), spec=_of(spec, given.dtype))[1]
 
 
 @public
@@ -305,4 +314,5 @@ def unpool(
     # The first tap that matches belongs to the last window. A flag tells a value of zero from none.
     first = lambda a, b: (jnp.where(a[1], a[0], b[0]), a[1] | b[1])
     place = lambda y, tap: gather_form(spec, (y, jnp.ones(y.shape, bool)), tap, first)[0]
-    return primitives.in_types(place, ft.partial(primitive.factors, "pool_max_dgrad", spec), (y, tap))(y, tap)
+    x = primitives.in_types(place, ft.partial(primitive.factors, "pool_max_dgrad", spec), (y, tap))(y, tap)
+    return _whole(spec, x)

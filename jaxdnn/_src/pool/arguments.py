@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, export
 
 from jaxdnn._src.core import blending, checks, windows
+from jaxdnn._src.core.cropping import cropped
 from jaxdnn._src.core.determinism import require, required
 from jaxdnn._src.core.rounding import rounded
 from jaxdnn._src.core.windows import Layout, Window
@@ -95,7 +96,8 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
     sizes = tuple(x_shape[axis] for axis in spatial)
     taps = checks.integers("window", options.window, len(sizes), minimum=1)
     stride = taps if options.stride is None else options.stride
-    window = windows.window(stride=stride, padding=options.padding, dilation=options.dilation, sizes=sizes, taps=taps)
+    moves = {"stride": stride, "padding": options.padding, "dilation": options.dilation}
+    cut, window = cropped(windows.window(**moves, sizes=sizes, taps=taps, negative=True), layout)
     mode = checks.choice("mode", options.mode, MODES)
     exponent(options.p)
     found = PoolSpec(
@@ -107,6 +109,7 @@ def spec(options: Options, layout: Layout, x_shape: tuple[int, ...], out_dtype: 
         nan=checks.choice("nan", options.nan, ("propagate", "ignore")),
         engine=options.engine,
         level=required(options.determinism),
+        cut=cut,
     )
     _require_windows_in_x(found)
     return found
@@ -230,6 +233,7 @@ def taps_at(spec: PoolSpec, positions: Array) -> Array:
     """The tap of every window that lies at a flat position of x; the largest number of its dtype where none does."""
     rest, tap, factor = positions, jnp.zeros(positions.shape, jnp.int32), 1
     inside = positions >= 0
+    spec = spec.uncut
     for i, axis in list(enumerate(spec.spatial))[::-1]:
         stride, dilation, (low, _) = spec.stride[i], spec.dilation[i], spec.padding[i]
         start = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim + axis) * stride - low

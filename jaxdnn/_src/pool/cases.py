@@ -39,6 +39,7 @@ WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "long": ((25, 9), {"window": (11, 5), "stride": (2, 1), "padding": (5, 2)}),
     "steps over elements": ((13, 10), {"window": (2, 1), "stride": (3, 4)}),
     "global": ((13, 11), {"window": (13, 11)}),
+    "cropped": ((12, 10), {"window": (3, 2), "stride": (2, 1), "padding": ((-2, 1), (1, -3)), "ceil_mode": True}),
 }
 # The same for the ops that choose their windows by themselves.
 CHOSEN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -315,6 +316,9 @@ def _window(rng: drawn.Generator, sizes: tuple[int, ...]) -> dict[str, Any]:
         dilation.append(d)
         stride.append(int(rng.integers(1, 5)))
         padding.append(tuple(int(v) for v in pads))
+    if rng.random() < 0.05:  # instead of padding; the window still fits
+        spare = [size - d * (r - 1) - 1 for size, r, d in zip(sizes, window, dilation, strict=True)]
+        padding = [(-(n // 2), -int(rng.integers(0, n - n // 2 + 1))) for n in spare]
     options = {"window": tuple(window), "stride": tuple(stride), "dilation": tuple(dilation)}
     if rng.random() < 0.15:
         return options | {"padding": "SAME"}

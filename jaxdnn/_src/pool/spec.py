@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxdnn._src.core.cropping import Cut
 from jaxdnn._src.core.windows import Window
 
 OPS = ("pool_max", "pool_max_indices", "pool_pick", "pool_max_dgrad", "pool_average", "pool_average_dgrad")
@@ -22,6 +23,7 @@ class PoolSpec(Window):
         (those in x), or a number that the user gave.
       nan: "propagate" or "ignore", for max.
       out_dtype: the result's dtype.
+      cut: what negative padding has cut off x, whose sizes are of what is left.
     """
 
     outputs: tuple[int, ...]
@@ -31,12 +33,23 @@ class PoolSpec(Window):
     nan: str = "propagate"
     engine: str | None = None
     level: str = "fast"
+    cut: Cut | None = None
 
     @property
     def tap_dtype(self) -> np.dtype:
         """The dtype of taps."""
         count = math.prod(self.taps)
         return np.dtype(np.uint8 if count <= 256 else np.uint16 if count <= 65536 else np.uint32)
+
+    @property
+    def uncut(self) -> "PoolSpec":
+        """The same windows on the x that nothing is cut off, by negative padding, which only positions are told by."""
+        if self.cut is None:
+            return self
+        pads = zip(self.padding, self.cut.ends, strict=True)
+        padding = tuple((low - before, high - after) for (low, high), (before, after) in pads)
+        sizes = tuple(size + sum(ends) for size, ends in zip(self.sizes, self.cut.ends, strict=True))
+        return dataclasses.replace(self, sizes=sizes, padding=padding, cut=None)
 
     def positions(self, axis: int) -> np.ndarray:
         """[outputs, taps] along a spatial axis: p * stride + r * dilation - low, in x or its padding."""

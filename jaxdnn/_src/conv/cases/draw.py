@@ -53,6 +53,25 @@ DEPTHWISE = ("narrow groups", "wide", "small images")
 
 def draw(op: str, engine: str, rng: Generator, name: str, *, lead: str = "") -> Case:
     """A convolution for an op and an engine, of a kind of `SHAPES` if it is given; the engine may refuse it."""
+    case = uncropped(op, engine, rng, name, lead=lead)
+    if lead or rng.random() >= 0.05:
+        return case
+    ends = [[between(rng, 1, 3) if rng.random() < 0.5 else 0 for _ in range(2)] for _ in case.geometry.sizes]
+    return dataclasses.replace(case, geometry=_cropped(case.geometry, ends))
+
+
+def _cropped(g: Geometry, ends: list[list[int]]) -> Geometry:
+    """The same convolution of images that are longer by so many elements at the ends that are not padded."""
+    cuts = [
+        [0 if pad else end for pad, end in zip(*axis, strict=True)] for axis in zip(g.window.padding, ends, strict=True)
+    ]
+    sizes = tuple(size + sum(cut) for size, cut in zip(g.sizes, cuts, strict=True))
+    padding = tuple((low - a, high - b) for (low, high), (a, b) in zip(g.window.padding, cuts, strict=True))
+    return dataclasses.replace(g, sizes=sizes, padding=padding)
+
+
+def uncropped(op: str, engine: str, rng: Generator, name: str, *, lead: str = "") -> Case:
+    """The same without negative padding."""
     dtype = pick(rng, DTYPES[engine])
     if op == "conv_bgrad" and dtype == "tf32":
         dtype = "f32"

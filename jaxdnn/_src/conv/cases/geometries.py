@@ -30,7 +30,7 @@ class Geometry:
     @property
     def window(self) -> windows.Window:
         settings = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        return windows.window(**settings, sizes=self.sizes, taps=self.taps)
+        return windows.window(**settings, sizes=self.sizes, taps=self.taps, negative=True)
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -83,6 +83,7 @@ GEOMETRIES: dict[str, Geometry] = {
         Geometry("outer", 3, (5, 4), 1, 6, (1, 1)),  # likewise forward
         Geometry("thin", 1, (1, 9), 1, 3, (1, 4), padding=((0, 0), (2, 1))),
         Geometry("only-padding", 2, (3, 2), 4, 5, (2, 3), padding=4, stride=3),
+        Geometry("cropped", 2, (9, 11), 5, 6, (3, 2), padding=((-2, 1), (3, -4)), stride=(1, 2)),
         Geometry("global", 4, (6, 5), 7, 3, (6, 5)),
         Geometry("empty", 0, (6, 7), 3, 4, (3, 2), padding=1),
         Geometry("long-channels", 2, (4, 3), 512, 6, (3, 2), padding=1),
