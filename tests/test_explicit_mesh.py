@@ -43,6 +43,7 @@ transform-vectors        | NHWC, out_layout="NCHWc4", alpha=2.0
 transform-fold           | NHWC, fold=2
 transform-unfold         | NHWC, unfold=2
 op_tensor-mul            | NHWC, _HWC, op="mul"
+resample-roi             | NHWC, output_sizes=(3, 2), coordinates="tf_crop_and_resize", roi=((0, 2), (0.5, 1))
 reduce-add-batch         | NHWC, axis=0, determinism="portable"
 reduce-mul-batch         | NC, op="mul", axis=0
 reduce-max-batch         | NHWC, op="max", axis=(0, 1)

@@ -7,6 +7,9 @@ With g = in / out (1 / scale where scale is given; (in - 1) / (out - 1) for "ali
     s_i = (i + 1/2) g - 1/2 ("half_pixel")        s_i = i g ("asymmetric", "align_corners")
 
 "half_pixel_symmetric" adds (in - out g) / 2 to the first; "pytorch_half_pixel" has 0 in its place where out is 1.
+"tf_crop_and_resize" has s_i = (in - 1) (start + i (end - start) / (out - 1)) with an axis' roi (start, end), and
+(in - 1) (start + end) / 2 where out is 1; where a place is before 0 or behind in - 1 along any axis, r is the
+extrapolation value, and dy[i] counts as 0.
 
 "nearest": w[i, round(s_i)] = 1, clamped to the array. Otherwise w[i, j] = k((j - s_i) / t), t = max(g, 1) with
 antialias and else 1, divided by the row's sum with antialias and for lanczos3, where
@@ -40,6 +43,7 @@ from jaxdnn_reference.tensor import finish, pixel_shuffle_canonical, pixel_unshu
 
 Array = np.ndarray[Any, Any]
 Scale = float | Fraction | Sequence[float | Fraction]
+Roi = Sequence[tuple[float, float]] | None
 RADIUS = {"linear": 1, "cubic": 2, "lanczos3": 3}
 
 
@@ -55,6 +59,8 @@ def resample(
     cubic_coefficient: float = -0.75,
     antialias: bool = False,
     boundary: str | None = None,
+    roi: Roi = None,
+    extrapolation_value: float = 0.0,
     layout: str = "NHWC",
     alpha: float = 1.0,
     beta: float = 0.0,
@@ -69,8 +75,12 @@ def resample(
     after, distances = _sizes(before, output_sizes, scale)
     r = wide(xc, arithmetic)
     for axis, (n, m, g) in enumerate(zip(before, after, distances, strict=True)):
-        w = matrix(n, m, g, method, coordinates, rounding, cubic_coefficient, antialias, boundary)
+        part = roi[axis] if roi else None
+        w = matrix(n, m, g, method, coordinates, rounding, cubic_coefficient, antialias, boundary, part)
         r = _apply(w, r, axis + 1, copies=method == "nearest", arithmetic=arithmetic)
+    if roi:
+        value = np.asarray(extrapolation_value).astype(r.dtype)
+        r = np.where(_outside(before, after, roi), value, r)
     return finish(axes.from_canonical(r), x.dtype, alpha, beta, prior, out_dtype, arithmetic)
 
 
@@ -86,6 +96,7 @@ def resample_dgrad(
     cubic_coefficient: float = -0.75,
     antialias: bool = False,
     boundary: str | None = None,
+    roi: Roi = None,
     layout: str = "NHWC",
     alpha: float = 1.0,
     beta: float = 0.0,
@@ -99,8 +110,11 @@ def resample_dgrad(
     before = axes.canonical_shape(x_shape)[1:-1]
     after, distances = _sizes(before, dyc.shape[1:-1] if scale is None else None, scale)
     dx = wide(dyc, arithmetic)
+    if roi:
+        dx = np.where(_outside(before, after, roi), np.zeros((), dx.dtype), dx)
     for axis, (n, m, g) in reversed(list(enumerate(zip(before, after, distances, strict=True)))):
-        w = matrix(n, m, g, method, coordinates, rounding, cubic_coefficient, antialias, boundary)
+        part = roi[axis] if roi else None
+        w = matrix(n, m, g, method, coordinates, rounding, cubic_coefficient, antialias, boundary, part)
         dx = _apply(w.T, dx, axis + 1, copies=False, arithmetic=arithmetic)
     return finish(axes.from_canonical(dx), dy.dtype, alpha, beta, prior, out_dtype, arithmetic)
 
@@ -129,6 +143,7 @@ def matrix(
     cubic_coefficient: float,
     antialias: bool,
     boundary: str | None,
+    roi: tuple[float, float] | None = None,
 ) -> Array:
     """w, float64 [m, n]."""
     if coordinates == "align_corners":
@@ -136,7 +151,7 @@ def matrix(
     boundary = boundary or ("renormalise" if antialias else "edge")
     w = np.zeros((m, n))
     for i in range(m):
-        s = _place(i, n, m, g, coordinates)
+        s = _place(i, n, m, g, coordinates) if roi is None else _place_in(roi, i, n, m)
         if method == "nearest":
             w[i, min(max(_rounded(s, rounding), 0), n - 1)] = 1
             continue
@@ -162,6 +177,20 @@ def _place(i: int, n: int, m: int, g: Fraction, coordinates: str) -> Fraction:
         return Fraction(0)
     s = (i + Fraction(1, 2)) * g - Fraction(1, 2)
     return s + (n - m * g) / 2 if coordinates == "half_pixel_symmetric" else s
+
+
+def _place_in(roi: tuple[float, float], i: int, n: int, m: int) -> Fraction:
+    start, end = map(Fraction, roi)
+    return (n - 1) * (start + i * (end - start) / (m - 1) if m > 1 else (start + end) / 2)
+
+
+def _outside(before: Sequence[int], after: Sequence[int], roi: Sequence[tuple[float, float]]) -> Array:
+    """[1, sizes..., 1] whether a result's place is outside of x along an axis."""
+    found = np.zeros((), bool)
+    for n, m, part in zip(before, after, roi, strict=True):
+        out = np.array([not 0 <= _place_in(part, i, n, m) <= n - 1 for i in range(m)])
+        found = found[..., None] | out
+    return found[None, ..., None]
 
 
 def _rounded(s: Fraction, rounding: str) -> int:

@@ -146,6 +146,42 @@ def test_examples_of_onnx():
     np.testing.assert_array_equal(symmetric, dnn.resample(x, output_sizes=(3, 7)))
 
 
+ROI = ((0.25, 1.125), (0.75, -0.125))
+PART: dict[str, Any] = {"coordinates": "tf_crop_and_resize", "roi": ROI}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("method", ["nearest", "linear", "cubic"])
+def test_bits_of_a_part(method: str, dtype: str):
+    x = data(dtype, *X)
+    for sizes in [(9, 4), (1, 7), (6, 5)]:
+        agree("resample", x, output_sizes=sizes, method=method, extrapolation_value=-3.0, **PART)
+    agree("resample", x, output_sizes=(6, 5), method=method, coordinates=PART["coordinates"], roi=((0, 1), (0, 1)))
+    if dtype != "int8":
+        agree("resample_dgrad", data(dtype, 2, 9, 4, 3), X, method=method, boundary="renormalise", **PART)
+
+
+def test_a_part_by_onnx_examples():
+    """Its tests of Resize with tf_crop_and_resize, and with an extrapolation value."""
+    x = jnp.arange(1.0, 17).reshape(1, 4, 4, 1)
+    resized = lambda **options: dnn.resample(x, output_sizes=3, coordinates="tf_crop_and_resize", **options)[0, ..., 0]
+    wanted = [[7.6, 7.9, 8.2], [8.8, 9.1, 9.4], [10.0, 10.3, 10.6]]
+    np.testing.assert_allclose(resized(roi=((0.4, 0.6), (0.6, 0.8))), wanted, rtol=2.0**-22)
+    wanted = [[7.6, 10.0, 10.0], [12.4, 10.0, 10.0], [10.0, 10.0, 10.0]]
+    found = resized(roi=((0.4, 1.2), (0.6, 1.7)), extrapolation_value=10.0)
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-22)
+
+
+def test_gradient_of_a_part():
+    """That of `resample_dgrad`; an extrapolated result depends on no element."""
+    x, dy = data("float32", *X), data("float32", 2, 9, 4, 3)
+    y, pullback = jax.vjp(lambda x: dnn.resample(x, output_sizes=(9, 4), extrapolation_value=7.0, **PART), x)
+    np.testing.assert_array_equal(pullback(jnp.asarray(dy))[0], dnn.resample_dgrad(dy, X, **PART))
+    spoilt = np.where(np.asarray(y) == 7, np.nan, dy)
+    assert np.isnan(spoilt).any()
+    np.testing.assert_array_equal(dnn.resample_dgrad(spoilt, X, **PART), dnn.resample_dgrad(dy, X, **PART))
+
+
 def test_cubic_kernel_at_halves():
     """Half way between two pixels the weights are a/8, 1/2 - a/8, 1/2 - a/8, a/8."""
     for a in (-0.75, -0.5, -1.0):
@@ -249,6 +285,37 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: resampled(method="area"), ValueError, "`method` must be one of 'nearest', "),
     (lambda: resampled(coordinates="x"), ValueError, "`coordinates` must be one of"),
     (lambda: resampled(rounding="x"), ValueError, "`rounding` must be one of 'half_up'"),
+    (
+        lambda: resampled(roi=ROI),
+        ValueError,
+        r"`roi` must be given for coordinates 'tf_crop_and_resize' and None for others",
+    ),
+    (lambda: resampled(coordinates="tf_crop_and_resize"), ValueError, "`roi` must be given for .*, got None and 'tf_"),
+    (
+        lambda: resampled(coordinates="tf_crop_and_resize", roi=(0, 1)),
+        ValueError,
+        "`roi` must be 2 pairs of a start and an",
+    ),
+    (
+        lambda: resampled(coordinates="tf_crop_and_resize", roi=((0, np.inf), (0, 1))),
+        ValueError,
+        "`roi` must be made of finite",
+    ),
+    (
+        lambda: dnn.resample(jnp.ones(X), scale=2, **PART),
+        ValueError,
+        "`scale` must be None for coordinates 'tf_crop_and_resize', got 2",
+    ),
+    (
+        lambda: resampled(extrapolation_value=1.0),
+        ValueError,
+        "`extrapolation_value` must be 0 for coordinates other than",
+    ),
+    (
+        lambda: dnn.resample(jnp.ones(X, jnp.uint8), output_sizes=3, method="nearest", extrapolation_value=0.5, **PART),
+        ValueError,
+        "`extrapolation_value` must be a number that int32 has, got 0.5",
+    ),
     (lambda: resampled(boundary="x"), ValueError, "`boundary` must be one of None, 'edge'"),
     (lambda: resampled(antialias=True, method="nearest"), ValueError, "`antialias` needs"),
     (lambda: resampled(cubic_coefficient=np.inf), ValueError, "`cubic_coefficient` must be"),

@@ -39,7 +39,7 @@ WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "long": ((25, 9), {"window": (11, 5), "stride": (2, 1), "padding": (5, 2)}),
     "steps over elements": ((13, 10), {"window": (2, 1), "stride": (3, 4)}),
     "global": ((13, 11), {"window": (13, 11)}),
-    "cropped": ((12, 10), {"window": (3, 2), "stride": (2, 1), "padding": ((-2, 1), (1, -3)), "ceil_mode": True}),
+    "cropped": ((13, 14), {"window": (3, 4), "stride": (2, 3), "padding": ((-2, 1), (1, -3)), "ceil_mode": True}),
 }
 # The same for the ops that choose their windows by themselves.
 CHOSEN: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {

@@ -22,7 +22,7 @@ from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.rounding import real
 from jaxdnn._src.resample import primitive
-from jaxdnn._src.resample.band import BOUNDARIES, COORDINATES, METHODS, ROUNDINGS, ResampleSpec, Rule
+from jaxdnn._src.resample.band import BOUNDARIES, COORDINATES, METHODS, ROI, ROUNDINGS, ResampleSpec, Rule
 from jaxdnn._src.tensor import folding
 
 ORDERS = ("CRD", "DCR")
@@ -41,6 +41,8 @@ def resample(
     cubic_coefficient: float = -0.75,
     antialias: bool = False,
     boundary: str | None = None,
+    roi: Sequence[tuple[float, float]] | None = None,
+    extrapolation_value: float = 0.0,
     layout: str = "NHWC",
     alpha: Scale = 1.0,
     beta: Scale = 0.0,
@@ -56,7 +58,8 @@ def resample(
 
     with s_i = (i + 1/2) g - 1/2 for coordinates "half_pixel", i g for "asymmetric" and "align_corners"; g = in / out,
     or 1 / scale where scale is given, or (in - 1) / (out - 1) for "align_corners"; t = max(g, 1) if antialias, else 1.
-    "half_pixel_symmetric" adds (in - out g) / 2; "pytorch_half_pixel" has s_0 = 0 where out is 1.
+    "half_pixel_symmetric" adds (in - out g) / 2; "pytorch_half_pixel" has s_0 = 0 where out is 1. With an axis' roi
+    (a, b), "tf_crop_and_resize" has s_i = (in - 1) (a + i (b - a) / (out - 1)), or (in - 1) (a + b) / 2 where out is 1.
 
     Args:
       x: (N, H, W, C) for layout NHWC; float32, bfloat16, float16, float64; for "nearest" also float8_e4m3fn,
@@ -68,12 +71,16 @@ def resample(
         "lanczos3", k(v) = sinc(v) sinc(v / 3) up to 3.
       coordinates: "half_pixel"; "align_corners", where the first and the last elements meet; "asymmetric";
         "half_pixel_symmetric", where a result whose size `scale` does not give exactly lies around the middle of x, and
-        which for output_sizes is "half_pixel"; or "pytorch_half_pixel", where one result alone is the first element.
+        which for output_sizes is "half_pixel"; "pytorch_half_pixel", where one result alone is the first element; or
+        "tf_crop_and_resize", where the first and the last result are the ends of `roi`.
       rounding: of "nearest": "half_up", "half_down", "floor" or "ceil".
       cubic_coefficient: a.
       antialias: whether the kernel widens where there are fewer results than elements; needs "half_pixel".
       boundary: what stands outside of x: "edge", its nearest element; "renormalise", nothing, and the weights within
         are scaled to a sum of 1; "zero". None is "edge", or with antialias "renormalise".
+      roi: for "tf_crop_and_resize" a pair (start, end) for each spatial axis, numbers known when traced: 0 is the first
+        element, 1 the last. They may lie outside, and end may be before start.
+      extrapolation_value: r for "tf_crop_and_resize" where s_i < 0 or s_i > in - 1 along any axis.
       layout: the axes of x, prior and the result, see `conv`.
       alpha, beta, prior: the blend, see `conv`; prior has the result's shape.
       out_dtype: the result's dtype; None is that of x.
@@ -104,8 +111,9 @@ def resample(
       antialias its a is -0.5). jax.image.resize: antialias is on, its cubic has a = -0.5 and boundary "renormalise".
       TensorFlow's resize and Pillow: antialias as here, a = -0.5. ONNX's Resize: its names for coordinates and rounding
       are these; round_prefer_floor, its default, is "half_down", and round_prefer_ceil "half_up". Its antialias=1 is
-      antialias=True with boundary "edge", or with exclude_outside=1 "renormalise". Keys (1981), "Cubic convolution
-      interpolation for digital image processing".
+      antialias=True with boundary "edge", or with exclude_outside=1 "renormalise". Its roi has all starts first, here
+      pairs of the spatial axes alone; TensorFlow's crop_and_resize is "tf_crop_and_resize" of one box. Keys (1981),
+      "Cubic convolution interpolation for digital image processing".
     """
     frame = frames.frame(layout)
     given = blending.array("x", x, determinism)
@@ -115,8 +123,9 @@ def resample(
     after, ratios = _sizes(before, output_sizes, scale)
     checks.countable("`resample`", (plain.shape[frame.layout.batch], *after, plain.shape[frame.layout.channel]))
     options = (method, coordinates, rounding, cubic_coefficient, antialias, boundary)
-    rules = _rules(before, after, ratios, options)
-    y = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=False))
+    rules = _rules(before, after, ratios, options, roi, scale)
+    r = _along_axes(frame, plain, rules, engine, determinism, transposed=False)
+    y = frame.restore(_extrapolated(frame, r, rules, extrapolation_value))
     out = blending.out_dtype(out_dtype, given)
     blend = {"alpha": alpha, "beta": beta, "prior": prior}
     return blending.blend(y, **blend, out=out, dtypes=(given.dtype,), level=required(determinism))
@@ -135,6 +144,7 @@ def resample_dgrad(
     cubic_coefficient: float = -0.75,
     antialias: bool = False,
     boundary: str | None = None,
+    roi: Sequence[tuple[float, float]] | None = None,
     layout: str = "NHWC",
     alpha: Scale = 1.0,
     beta: Scale = 0.0,
@@ -151,7 +161,7 @@ def resample_dgrad(
       dy: the gradient in the result, (N, H', W', C) for layout NHWC; float32, bfloat16, float16, float64.
       x_shape: the shape of x in `layout`.
       scale: as it was given to `resample`; None if output_sizes were.
-      method, coordinates, rounding, cubic_coefficient, antialias, boundary, layout: those of `resample`.
+      method, coordinates, rounding, cubic_coefficient, antialias, boundary, roi, layout: those of `resample`.
       alpha, beta, prior: the blend of dx, see `conv`; prior has x's shape.
       out_dtype, engine, determinism: see `resample`.
 
@@ -180,7 +190,8 @@ def resample_dgrad(
     wanted, ratios = _sizes(before, after if scale is None else None, scale)
     checks.shape("dy", plain, axes.shape(shape[axes.batch], wanted, shape[axes.channel]), "as resample of x has")
     options = (method, coordinates, rounding, cubic_coefficient, antialias, boundary)
-    rules = _rules(before, after, ratios, options)
+    rules = _rules(before, after, ratios, options, roi, scale)
+    plain = _extrapolated(frame, plain, rules, 0.0)
     dx = frame.restore(_along_axes(frame, plain, rules, engine, determinism, transposed=True))
     out = blending.out_dtype(out_dtype, given)
     blend = {"alpha": alpha, "beta": beta, "prior": prior}
@@ -201,6 +212,26 @@ def _along_axes(
         selection.check("resample", spec, x)
         x = x if rule.is_identity else primitive.bind("resample", x, spec=spec)
     return x
+
+
+def _extrapolated(frame: frames.Frame, y: Array, rules: list[Rule], value: Any) -> Array:
+    """y with a value where its place is outside of x."""
+    number = checks.as_float("extrapolation_value", value)
+    if rules[0].coordinates != ROI:
+        if number != 0:
+            raise ValueError(f"`extrapolation_value` must be 0 for coordinates other than {ROI!r}, got {number!r}.")
+        return y
+    fits = jnp.issubdtype(y.dtype, jnp.floating) or (number.is_integer() and _holds(y.dtype, number))
+    if not fits:
+        raise ValueError(f"`extrapolation_value` must be a number that {y.dtype.name} has, got {number!r}.")
+    outside = np.zeros((1,) * y.ndim, bool)
+    for axis, rule in zip(frame.layout.spatial, rules, strict=True):
+        outside = outside | rule.outside.reshape([-1 if i == axis else 1 for i in range(y.ndim)])
+    return jnp.where(outside, jnp.asarray(number, y.dtype), y) if outside.any() else y
+
+
+def _holds(dtype: Any, number: float) -> bool:
+    return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
 
 
 def _check_dtype(x: Array, method: Any) -> None:
@@ -244,7 +275,12 @@ def _fraction(value: Any) -> Fraction:
 
 
 def _rules(
-    before: tuple[int, ...], after: tuple[int, ...], ratios: tuple[Fraction, ...], options: tuple[Any, ...]
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    ratios: tuple[Fraction, ...],
+    options: tuple[Any, ...],
+    roi: Any,
+    scale: Any,
 ) -> list[Rule]:
     """Checks the options, and makes a rule for every axis."""
     method, coordinates, rounding, cubic, antialias, boundary = options
@@ -263,12 +299,39 @@ def _rules(
         raise ValueError(f"`cubic_coefficient` must be finite, got {cubic!r}.")
     boundary = boundary or ("renormalise" if antialias else "edge")
     common = Rule(1, 1, Fraction(1), method, coordinates, rounding, cubic, antialias, boundary)
+    if (coordinates == ROI) != (roi is not None):
+        raise ValueError(
+            f"`roi` must be given for coordinates {ROI!r} and None for others, got {checks.shown(roi)} and "
+            f"{coordinates!r}."
+        )
+    if roi is not None:
+        return _within(common, before, after, roi, scale)
     if coordinates == "align_corners":
         ratios = tuple(Fraction(n - 1, max(m - 1, 1)) for n, m in zip(before, after, strict=True))
     return [
         dataclasses.replace(common, inputs=n, outputs=m, ratio=ratio)
         for n, m, ratio in zip(before, after, ratios, strict=True)
     ]
+
+
+def _within(common: Rule, before: tuple[int, ...], after: tuple[int, ...], roi: Any, scale: Any) -> list[Rule]:
+    """The rules of "tf_crop_and_resize"."""
+    if scale is not None:
+        raise ValueError(f"`scale` must be None for coordinates {ROI!r}, got {checks.shown(scale)}.")
+    pairs: tuple[Any, ...] = tuple(roi) if checks.is_sequence(roi) else ()
+    if len(pairs) != len(before) or not all(checks.is_sequence(pair) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            f"`roi` must be {len(before)} pairs of a start and an end, one per spatial axis, got {checks.shown(roi)}."
+        )
+    rules = []
+    for n, m, pair in zip(before, after, pairs, strict=True):
+        numbers = [checks.as_float("roi", value) for value in pair]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"`roi` must be made of finite numbers, got {checks.shown(roi)}.")
+        start, end = map(Fraction, numbers)
+        first, step = (start, (end - start) / (m - 1)) if m > 1 else ((start + end) / 2, Fraction(0))
+        rules.append(dataclasses.replace(common, inputs=n, outputs=m, ratio=(n - 1) * step, offset=(n - 1) * first))
+    return rules
 
 
 @public

@@ -11,14 +11,18 @@ import numpy as np
 RADIUS = {"linear": 1, "cubic": 2, "lanczos3": 3}  # of the kernel, in source elements
 TINY = 2.0**-45  # a weight below is 0 but for the rounding of sin(πv)
 METHODS = ("nearest", *RADIUS)
-COORDINATES = ("half_pixel", "align_corners", "asymmetric", "half_pixel_symmetric", "pytorch_half_pixel")
+ROI = "tf_crop_and_resize"
+COORDINATES = ("half_pixel", "align_corners", "asymmetric", "half_pixel_symmetric", "pytorch_half_pixel", ROI)
 ROUNDINGS = ("half_up", "half_down", "floor", "ceil")
 BOUNDARIES = ("edge", "renormalise", "zero")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How one axis is resampled; `ratio` is the distance of two neighbouring results in source elements."""
+    """How one axis is resampled; `ratio` is the distance of two neighbouring results in source elements.
+
+    offset: the first result's place, of "tf_crop_and_resize".
+    """
 
     inputs: int
     outputs: int
@@ -29,10 +33,17 @@ class Rule:
     cubic_coefficient: float
     antialias: bool
     boundary: str
+    offset: Fraction = Fraction(0)
 
     @property
     def is_identity(self) -> bool:
-        return self.inputs == self.outputs and self.ratio == 1
+        return self.inputs == self.outputs and self.ratio == 1 and self.offset == 0
+
+    @property
+    def outside(self) -> np.ndarray:
+        """Whether the place of each result is outside of the source."""
+        s, d = _numerators(self)
+        return ((s < 0) | (s > (self.inputs - 1) * d)).astype(bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +81,9 @@ def _numerators(rule: Rule) -> tuple[np.ndarray, int]:
     i = np.arange(rule.outputs).astype(object)
     if rule.coordinates == "pytorch_half_pixel" and rule.outputs == 1:
         return 0 * i, 2 * q
+    if rule.coordinates == ROI:
+        a, b = rule.offset.numerator, rule.offset.denominator
+        return 2 * (i * p * b + a * q), 2 * q * b
     if rule.coordinates in ("align_corners", "asymmetric"):
         return 2 * i * p, 2 * q
     centred = rule.inputs * q - rule.outputs * p if rule.coordinates == "half_pixel_symmetric" else 0

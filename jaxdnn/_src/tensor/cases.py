@@ -26,6 +26,7 @@ DTYPES = {"quick": ("f32", "bf16"), "standard": ("f32", "bf16", "f16", "int8"), 
 SIZES = (7, 6, 5)  # H, W, C
 RESAMPLED = (9, 4)  # of what comes back from a resampled image
 PATCHES = {"window": (3, 2), "stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2)}
+PART = {"coordinates": "tf_crop_and_resize", "roi": ((0.25, 1.125), (0.75, -0.125))}
 PORTABLE, ORDERED = {"determinism": "portable"}, {"determinism": "mesh_invariant"}
 # op -> variant -> its options. Those of reduce and op_tensor name the level that they are asked for.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -54,11 +55,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "cubic": {"output_sizes": (9, 4), "method": "cubic"},
         "lanczos": {"output_sizes": (3, 8), "method": "lanczos3", "antialias": True},
         "symmetric": {"scale": (0.6, 1.7), "coordinates": "half_pixel_symmetric"},
+        "roi": {"output_sizes": (9, 4), **PART, "extrapolation_value": -2.0},
+        "roi-nearest": {"output_sizes": (9, 4), "method": "nearest", **PART, "extrapolation_value": 3.0},
     },
     "resample_dgrad": {
         "nearest": {"method": "nearest"},
         "linear": {},
         "cubic": {"method": "cubic"},
+        "roi": PART,
     },
     "pixel_shuffle": {"CRD": {"factor": (5, 1)}, "DCR": {"factor": (1, 5), "order": "DCR"}},
     "pixel_unshuffle": {"CRD": {"factor": (7, 2)}},
@@ -181,7 +185,8 @@ class TensorCase(Case):
         for axis, (n, m) in enumerate(zip(self.sizes[:2], after, strict=True), 1):
             scale = self.formula.get("scale")
             ratio = 1 / module.Fraction(scale[axis - 1]) if scale else module.Fraction(n, m)
-            w = np.abs(module.matrix(n, m, ratio, cubic_coefficient=-0.75, boundary=None, **options))
+            part = self.formula["roi"][axis - 1] if "roi" in self.formula else None
+            w = np.abs(module.matrix(n, m, ratio, cubic_coefficient=-0.75, boundary=None, roi=part, **options))
             w = w.T if self.op == "resample_dgrad" else w
             x = np.moveaxis(np.tensordot(w, x, (1, axis)), 0, axis)
         return x
