@@ -286,13 +286,13 @@ def exponential(d: Array) -> Number:
 
 
 def minus_logarithm(m: Array, e: Array) -> Array:
+    """-log(m 2^e), for m from 1/2 to 1."""
     _, terms, high, low, _ = CONSTANTS[m.dtype]
     of = m.dtype.type
-    if m < of(math.sqrt(0.5)):
-        m, e = m + m, e - 1
+    low_half = m < of(math.sqrt(0.5))
+    m, e = np.where(low_half, m + m, m), np.where(low_half, e - 1, e).astype(m.dtype)
     s = (m - of(1)) / (m + of(1))
     half = s * horner([1 / (2 * k + 1) for k in range(terms, -1, -1)], s * s)
-    e = of(e)
     return -(e * of(high) + (e * of(low) + (half + half)))
 
 

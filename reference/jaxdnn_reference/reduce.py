@@ -4,16 +4,17 @@ y = alpha * r + beta * prior, where r over the elements along the axes is
 
     add sum x      min, max               avg sum x / n      norm2 sqrt(sum x^2)
     mul prod x     amax max |x|           norm1 sum |x|      mul_no_zeros prod of the x that are not 0
-    add_squares sum x^2
+    add_squares sum x^2        log_add log sum x
 
-arithmetic "golden" is float64's. "ordered" joins in float32 (float64 for float64), correctly rounded at each step, on a
-tree: along the last of the axes, then the one before it, and so on, of n elements the last floor(n / 2) are joined to
-the first floor(n / 2), element by element; an odd middle one passes on; until one is left. add_squares rounds the
-squares before they are added. avg multiplies the tree's sum by 1 / n, which is rounded. norm2 squares, adds and takes
-the root in float64, then rounds to float32; float64 is multiplied by 2^-e first, and the root by 2^e, 2^e the power of
-two below max |x|. A zero that min or max finds is +0.
+arithmetic "golden" is float64's. "ordered" joins in float32 (float64 for float64), correctly rounded at each step, on
+a tree: along the last of the axes, then the one before it, and so on, of n elements the last floor(n / 2) are joined
+to the first floor(n / 2), element by element; an odd middle one passes on; until one is left. add_squares rounds the
+squares before they are added. log_add takes the logarithm of the tree's sum by the steps of `ctc`'s. avg multiplies
+the tree's sum by 1 / n, which is rounded. norm2 squares, adds and takes the root in float64, then rounds to float32;
+float64 is multiplied by 2^-e first, and the root by 2^e, 2^e the power of two below max |x|. A zero that min or max
+finds is +0.
 
-Sources: cuDNN's cudnnReduceTensor; ONNX's ReduceSumSquare, and ArgMax with select_last_index.
+Sources: cuDNN's cudnnReduceTensor; ONNX's ReduceSumSquare and ReduceLogSum, and ArgMax with select_last_index.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdnn_reference.ctc import minus_logarithm
 from jaxdnn_reference.tensor import finish, wide
 
 Array = np.ndarray[Any, Any]
@@ -50,9 +52,9 @@ def reduce(
     w = wide(x, arithmetic)
     if op == "norm2":
         w = x.astype(np.float64)
-    elif op == "avg" and w.dtype.kind == "i":
+    elif op in ("avg", "log_add") and w.dtype.kind == "i":
         w = w.astype(np.float64 if arithmetic == "golden" else np.float32)
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         found = _reduced(w, op, along, nan, _plain if arithmetic == "golden" else _tree)
         if op == "norm2" and arithmetic == "ordered" and x.dtype != np.float64:
             found = found.astype(np.float32)
@@ -75,6 +77,9 @@ def _reduced(x: Array, op: str, axes: tuple[int, ...], nan: str, join: Join) -> 
         if op == "add":
             return total
         return total / count if join is _plain else total * (x.dtype.type(1) / count)
+    if op == "log_add":
+        total = join(np.add, x, axes)
+        return np.log(total) if join is _plain else _logarithm(total)
     if op == "mul":
         return join(np.multiply, x, axes)
     if op == "mul_no_zeros":
@@ -88,6 +93,13 @@ def _reduced(x: Array, op: str, axes: tuple[int, ...], nan: str, join: Join) -> 
     e = np.clip(exponent - 1, -1022, 1022)
     scaled = np.ldexp(x, -e)
     return np.ldexp(np.sqrt(join(np.add, scaled * scaled, axes)), e)
+
+
+def _logarithm(x: Array) -> Array:
+    """log x; of 0 -infinity, of what is less NaN."""
+    fits = (x > 0) & (x < np.inf)
+    m, e = np.frexp(np.where(fits, x, x.dtype.type(1)))
+    return np.where(fits, -minus_logarithm(m, e), np.log(x)).astype(x.dtype)
 
 
 def _plain(combine: Any, x: Array, axes: tuple[int, ...]) -> Array:

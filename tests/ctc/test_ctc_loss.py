@@ -12,7 +12,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.ctc import numbers
+from jaxdnn._src.core import numbers
 
 LABELS = np.array([[1, 1, 2], [3, 2, 3], [2, 0, 0]], np.int32)
 LENGTHS: dict[str, Any] = {"logit_lengths": np.array([6, 5, 4]), "label_lengths": np.array([3, 3, 1])}

@@ -13,7 +13,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src.core import tolerance
 from tests.tensor.data import DTYPES, X, agree, data
 
-OPS = ["add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares"]
+OPS = ["add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares", "log_add"]
 EXTREMES = ["min", "max", "amax"]
 PORTABLE: dict[str, Any] = {"determinism": "portable"}
 
@@ -21,10 +21,16 @@ PORTABLE: dict[str, Any] = {"determinism": "portable"}
 each_op = pytest.mark.parametrize("op", OPS)
 
 
+def terms(op: str, dtype: str, *shape: int, seed: int = 0) -> np.ndarray:
+    """What may be reduced by an op: for a logarithm of sums numbers that are positive."""
+    x = data(dtype, *shape, seed=seed)
+    return abs(x) + x.dtype.type(1) if op == "log_add" else x
+
+
 @each_op
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_at_the_strongest_level(op: str, dtype: str):
-    x = data(dtype, *X)
+    x = terms(op, dtype, *X)
     for axes in (None, 0, (1, 2), -1, (3, 1), ()):
         agree("reduce", x, op=op, axis=axes, choices=PORTABLE)
     agree("reduce", x, op=op, axis=(1, 3), keepdims=True, alpha=0.3, out_dtype=np.float32, choices=PORTABLE)
@@ -33,14 +39,14 @@ def test_bits_at_the_strongest_level(op: str, dtype: str):
 
 @each_op
 def test_bits_operation_by_operation(op: str):
-    agree("reduce", data("bfloat16", *X), op=op, axis=(3, 1), choices=PORTABLE, eager=True)
+    agree("reduce", terms(op, "bfloat16", *X), op=op, axis=(3, 1), choices=PORTABLE, eager=True)
 
 
-@pytest.mark.parametrize("op", ["add", "avg", "norm1", "norm2", "mul", "mul_no_zeros", "add_squares"])
+@pytest.mark.parametrize("op", ["add", "avg", "norm1", "norm2", "mul", "mul_no_zeros", "add_squares", "log_add"])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000])
 def test_bits_of_many_lengths(op: str, n: int):
     for shape, axes in (((n, 5), 0), ((3, n), 1)):
-        agree("reduce", data("float32", *shape, seed=n), op=op, axis=axes, choices=PORTABLE)
+        agree("reduce", terms(op, "float32", *shape, seed=n), op=op, axis=axes, choices=PORTABLE)
 
 
 @pytest.mark.parametrize("op", EXTREMES)
@@ -81,6 +87,31 @@ def test_sums_of_squares():
     assert dnn.reduce(jnp.array([1e20, 1.0]), op="add_squares") == np.inf
     assert dnn.reduce(jnp.array([100, -100], jnp.int8), op="add_squares", out_dtype=jnp.int32) == 20000
     assert dnn.reduce(jnp.ones((0, 3)), op="add_squares", axis=0).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_logarithms_of_sums(dtype: str, x64: None):
+    """NumPy's, to four units in the last place, for sums of any size and near 1; and the derivative, 1 / Σ x."""
+    rng = np.random.default_rng(3)
+    info = jnp.finfo(dtype)
+    sums = np.exp2(rng.uniform(info.minexp, info.maxexp - 1, 4000))
+    x = np.concatenate([sums, 1 + np.arange(-500, 500) * float(info.eps), 1 + rng.normal(size=1000) / 8])
+    x = x.astype(dtype)[:, None]
+    run = jax.jit(lambda x: dnn.reduce(x, op="log_add", axis=1, **PORTABLE))
+    wanted = np.log(x[:, 0].astype(np.longdouble))
+    unit = np.abs(np.spacing(wanted.astype(dtype)))
+    assert np.max(np.abs(np.asarray(run(x)) - wanted) / np.where(unit == 0, 1, unit)) < 4
+    gradient = jax.jit(jax.grad(lambda x: run(x).sum()))(x[:50].reshape(5, 10))
+    np.testing.assert_allclose(gradient, 1 / x[:50].reshape(5, 10).sum(1, keepdims=True).repeat(10, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["run_to_run", "portable"])
+def test_logarithms_of_sums_that_are_not_positive(level: str):
+    x = np.array([[1.0, -1.0], [-1.0, 0.5], [np.inf, 1.0], [np.nan, 1.0], [-np.inf, 1.0], [-0.0, -0.0]], np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wanted = np.log(x.sum(1))
+    np.testing.assert_array_equal(dnn.reduce(x, op="log_add", axis=1, determinism=level), wanted)
+    assert dnn.reduce(jnp.ones((0, 2)), op="log_add", axis=0, determinism=level).tolist() == [-np.inf] * 2
 
 
 @pytest.mark.parametrize("op", EXTREMES)
@@ -132,7 +163,7 @@ def test_looking_for_nan_stores_nothing(op: str):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_default_is_within_its_bound(op: str, dtype: str):
     """Sums by the bound for an unknown order; products by (1 + u)^n - 1; square roots and quotients by u more."""
-    x = data(dtype, 4, 300) if "mul" not in op else data(dtype, 4, 20)
+    x = terms(op, dtype, 4, 300) if "mul" not in op else data(dtype, 4, 20)
     golden = reference.reduce(x, op=op, axis=1)
     wide, n, u = x.astype(np.float64), x.shape[1], 2.0**-24
     rule = tolerance.ACCUMULATIONS["float32"]
@@ -143,10 +174,12 @@ def test_default_is_within_its_bound(op: str, dtype: str):
     elif op == "norm2":
         squares = (wide**2).sum(1)
         error = rule.error(squares, squares, n) / (2 * golden) * (1 + 1e-3) + u * golden
+    elif op == "log_add":
+        error = rule.error(wide.sum(1), wide.sum(1), n) / wide.sum(1) * (1 + 1e-3) + 2 * u * abs(golden)
     else:
-        terms = {"norm1": abs(wide), "add_squares": wide**2}.get(op, wide)
+        added = {"norm1": abs(wide), "add_squares": wide**2}.get(op, wide)
         size, exact = n if op == "avg" else 1, op != "add_squares"
-        error = rule.error(terms.sum(1), abs(terms).sum(1), n, exact_products=exact) / size
+        error = rule.error(added.sum(1), abs(added).sum(1), n, exact_products=exact) / size
         error = error + u * abs(golden) * (size > 1)
     found = tolerance.compare(np.asarray(dnn.reduce(x, op=op, axis=1)), golden, error)
     assert found.passed, found.message
@@ -303,7 +336,7 @@ def test_options_of_another_type_are_refused(options: dict[str, Any], message: s
 @each_op
 def test_a_number_of_python_has_derivatives(op: str):
     by = jax.grad(lambda x: dnn.reduce(x, op=op, axis=None))
-    assert by(2.0) == by(jnp.float32(2)) == (4 if op == "add_squares" else 1)
+    assert by(2.0) == by(jnp.float32(2)) == {"add_squares": 4, "log_add": 0.5}.get(op, 1)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

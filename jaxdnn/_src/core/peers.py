@@ -118,6 +118,7 @@ SUMS: Mapping[str, tuple[Any, ...]] = {
     "l1": ("norm1",),
     "sum_square": ("add_squares",),
     "sumsq": ("add_squares",),
+    "log_sum": ("log_add",),
     "sum_over_batch_size": ("mean",),
     "log_softmax": ("log",),
     "backward": ("reverse",),

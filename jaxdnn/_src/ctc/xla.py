@@ -17,8 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core import blending, engines, trees
-from jaxdnn._src.core.rounding import nearest, product, quotient, rounded
-from jaxdnn._src.ctc.numbers import (
+from jaxdnn._src.core.numbers import (
     FARTHEST,
     ZERO,
     Number,
@@ -31,6 +30,7 @@ from jaxdnn._src.ctc.numbers import (
     plain,
     where,
 )
+from jaxdnn._src.core.rounding import nearest, product, quotient, rounded
 
 # ---- what a step emits -----------------------------------------------------------------------------------------------
 

@@ -42,7 +42,19 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "reduce": {
         f"{op}-{name}": {"op": op, "axis": (1, 2), **level}
-        for op in ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares")
+        for op in (
+            "add",
+            "mul",
+            "min",
+            "max",
+            "amax",
+            "avg",
+            "norm1",
+            "norm2",
+            "mul_no_zeros",
+            "add_squares",
+            "log_add",
+        )
         for name, level in (("any", {}), ("ordered", PORTABLE))
     },
     "im2col": {"patches": PATCHES},
@@ -130,6 +142,8 @@ class TensorCase(Case):
         elif self.options.get("beta"):
             shapes += [(c, h, w, self.batch)]
         drawn = [self._drawn(rng, shape) for shape in shapes]
+        if self.options.get("op") == "log_add":
+            return tuple(abs(v) + v.dtype.type(1) for v in drawn)
         return tuple(abs(v) if self.options.get("op") == "sqrt" else v for v in drawn)
 
     def _drawn(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -159,7 +173,7 @@ class TensorCase(Case):
             return 0 if self.options.get("method") == "nearest" else 2 * (16 + 3)
         if self.op == "resample_dgrad":
             return 2 * (16 + 3)
-        if whole and op not in ("avg", "norm2"):
+        if whole and op not in ("avg", "norm2", "log_add"):
             return 0
         return {"reduce": self.sizes[0] * self.sizes[1] + 4, "col2im": 6}.get(self.op, 8)
 
@@ -169,6 +183,8 @@ class TensorCase(Case):
         positive = {k: abs(v) if isinstance(v, float) else v for k, v in self.formula.items()}
         if self.op == "reduce" and op in ("mul", "mul_no_zeros"):
             return np.abs(golden)
+        if op == "log_add":  # of positive numbers: what the sum errs by, relative to itself, and the logarithm
+            return 2 + np.abs(golden)
         if op in ("min", "max", "not", "add") and self.op == "op_tensor":
             positive["op"] = "add"
             return 1 + np.asarray(self._applied(reference.op_tensor, wide, positive), np.float64)

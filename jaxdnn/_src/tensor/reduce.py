@@ -31,8 +31,9 @@ _SUMS = {
     "norm2": reductions.norm2,
     "mul_no_zeros": reductions.multiply_without_zeros,
     "add_squares": reductions.add_squares,
+    "log_add": reductions.log_add,
 }
-OPS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares")
+OPS = ("add", "mul", "min", "max", "amax", "avg", "norm1", "norm2", "mul_no_zeros", "add_squares", "log_add")
 
 
 @public
@@ -52,17 +53,17 @@ def reduce(
     out_dtype: DTypeLike | None = None,
     determinism: str | None = None,
 ) -> Any:
-    """Reduces an array along axes, in one of cuDNN's nine ways or as a sum of squares.
+    """Reduces an array along axes, in one of cuDNN's nine ways, as a sum of squares or as the logarithm of a sum.
 
     y = alpha r + beta prior, where r over the elements x along the axes is
 
     add  Σ x       min   the smallest       avg    Σ x / n      norm2         √Σ x²
     mul  Π x       max   the largest        norm1  Σ |x|        mul_no_zeros  Π x over the x that are not zero
-                   amax  max |x|                            add_squares  Σ x²
+                   amax  max |x|      log_add  log Σ x      add_squares  Σ x²
 
     Args:
       x: any shape; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, int8, uint8, int32.
-      op: one of the ten.
+      op: one of the eleven.
       axis: the axis to reduce, or several, negative ones from the end; None is all of them.
       keepdims: whether reduced axes stay, with length 1.
       return_indices: of "min", "max" and "amax": whether the index of the extreme element is returned too: True, of the
@@ -84,7 +85,9 @@ def reduce(
       depends on no order.
 
     Numerics: float32 (float64 for float64), converted once, to nearest even; integers saturate. Integers are added,
-      multiplied and compared in int32, which wraps; avg of them is float32. avg is the sum times the rounded 1 / n.
+      multiplied and compared in int32, which wraps; avg and log_add of them are float32. avg is the sum times the
+      rounded 1 / n. log_add of a negative sum is NaN, of 0 -infinity; where its order is fixed its logarithm is a
+      polynomial.
       norm2 overflows only if the result does, and tiny numbers do not underflow: squares are added in float64, which on
       a GPU takes no longer than reading x. float64 numbers are scaled by a power of two that a second pass over x
       finds. (CPUs add squares in float32 unless the order is fixed, and run that second pass if some norm needs it, as
@@ -105,8 +108,8 @@ def reduce(
       (5.0, 1)
 
     Sources: cuDNN's cudnnReduceTensor (CUDNN_REDUCE_TENSOR_..., flattened 32-bit indices; its default for NaN is
-      "ignore", and it knows the axes from the result's dimensions). ONNX's ReduceSumSquare, and select_last_index of
-      ArgMax and ArgMin. jax.numpy's max shares its gradient among ties.
+      "ignore", and it knows the axes from the result's dimensions). ONNX's ReduceSumSquare, ReduceLogSum, and
+      select_last_index of ArgMax and ArgMin. jax.numpy's max shares its gradient among ties.
     """
     level = required(determinism)
     edge = ft.partial(at_edges, level)

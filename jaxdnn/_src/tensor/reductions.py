@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export, lax
 
-from jaxdnn._src.core import blending, trees
+from jaxdnn._src.core import blending, numbers, trees
 from jaxdnn._src.core.rounding import product, real, reciprocal
 
 Axes = tuple[int, ...]
@@ -69,6 +69,11 @@ def norm1(x: Array, axes: Axes, fixed: bool) -> Array:
 def add_squares(x: Array, axes: Axes, fixed: bool) -> Array:
     """Σ x², which overflows sooner than the 2-norm."""
     return _squares(x, axes, fixed)
+
+
+def log_add(x: Array, axes: Axes, fixed: bool) -> Array:
+    """log Σ x; integers as floats. JAX's logarithm differs between devices."""
+    return (numbers.log if fixed else jnp.log)(add(_floating(x), axes, fixed))
 
 
 def _floating(x: Array) -> Array:

@@ -12,11 +12,12 @@ import functools as ft
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.core.rounding import product, quotient, real
+from jaxdnn._src.core.rounding import product, quotient, real, reciprocal
 
 FARTHEST = 2.0**27  # of a score from its row's maximum, or from 0; beyond, its exponential is 0
 LARGEST = 2**28  # exponents
@@ -152,6 +153,22 @@ def logarithm(x: Number) -> Array:
     s = quotient(m - 1, m + 1)
     half = product(s, horner(of.log, product(s, s)))
     return product(e, at(of.high)) + (product(e, at(of.low)) + (half + half))
+
+
+@jax.custom_jvp
+def log(x: Array) -> Array:
+    """log x of floats, with stated bits; of 0 it is -infinity, of what is less NaN. Its derivative is dx / x."""
+    fits = (x > 0) & (x < jnp.inf)
+    small = x < 2.0**-60  # and perhaps no normal float, whose exponent says less
+    scaled = jnp.where(small, x * 2.0**60, x)
+    m, e = normal(jnp.where(fits, scaled, jnp.ones_like(x)), jnp.zeros(x.shape, jnp.int32))
+    of_others = jnp.where(x == 0, -jnp.inf, jnp.where(x > 0, x, jnp.nan)).astype(x.dtype)
+    return jnp.where(fits & (scaled > 0), logarithm(Number(m, e - jnp.where(small, 60, 0))), of_others)
+
+
+@log.defjvp
+def _log_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return log(*primals), product(tangents[0], reciprocal(primals[0]))
 
 
 def horner(coefficients: tuple[float, ...], x: Array) -> Array:
