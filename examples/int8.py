@@ -121,15 +121,15 @@ def quantise(layer: dict[str, jax.Array], x: jax.Array, by_channel: bool) -> dic
     axes = (0, 1, 2) if by_channel else (0, 1, 2, 3)
     scale = jnp.abs(layer["w"]).max(axes, keepdims=True) / 127
     x_scale = jnp.abs(x).max() / 127
-    scales = jnp.broadcast_to(x_scale * scale, (1, 1, 1, layer["w"].shape[-1]))
-    bias = layer["bias"].reshape(1, 1, 1, -1)
-    return {"w": quantised(layer["w"], scale), "x_scale": x_scale, "scales": scales, "bias": bias}
+    scales = jnp.broadcast_to(x_scale * scale.ravel(), layer["bias"].shape)
+    return {"w": quantised(layer["w"], scale), "x_scale": x_scale, "scales": scales, "bias": layer["bias"]}
 
 
 def int8_layer(layer: dict[str, jax.Array], x: jax.Array, stride: int) -> jax.Array:
     """The same layer on integers. Its sums are exact: all that is lost is in the rounding of w and x."""
-    sums = dnn.conv(quantised(x, layer["x_scale"]), layer["w"], padding=1, stride=stride, out_dtype=jnp.float32)
-    return dnn.activation(sums * layer["scales"] + layer["bias"], activation="relu")
+    epilogue: dict[str, Any] = {"alpha": layer["scales"], "bias": layer["bias"], "activation": "relu"}
+    x = quantised(x, layer["x_scale"])
+    return dnn.conv(x, layer["w"], padding=1, stride=stride, out_dtype=jnp.float32, **epilogue)
 
 
 def logits(run: Callable[..., jax.Array], layers: list[Any], dense: jax.Array, x: jax.Array) -> jax.Array:

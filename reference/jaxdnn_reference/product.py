@@ -69,7 +69,7 @@ def finish(
     in_dtype: np.dtype,
     /,
     *,
-    alpha: float = 1.0,
+    alpha: float | Array = 1.0,
     beta: float = 0.0,
     prior: Array | None = None,
     bias: Array | None = None,
@@ -87,7 +87,7 @@ def finish(
 
     total(): the golden sums [groups, rows, columns]. product: the same sums, for the other arithmetics, `at` and
         `details`.
-    bias: [K]. prior, residual: in the output's shape and layout.
+    alpha: a number, or [K]. bias: [K]. prior, residual: in the output's shape and layout.
     relu: likewise; a gradient is then that before the relu that gave this: 0 where it is not positive.
     out_dtype: default the input's type; "golden" does not round unless one is given.
     at: flat positions in the output as it lies; only these are computed and returned, as a vector.
@@ -102,17 +102,21 @@ def finish(
             parts = all_sums(product, arithmetic, schedule, accumulate, details)
         parts = [axes.from_canonical(part.reshape(shape)) for part in parts]
         prior_at, residual_at, relu_at = prior, residual, relu
-        bias_at = None if bias is None else bias.reshape([-1 if a == "C" else 1 for a in axes.canonical])
-        if bias_at is not None:
-            bias_at = axes.from_canonical(np.broadcast_to(bias_at, shape))
+        along = [-1 if a == "C" else 1 for a in axes.canonical]
+        wide = lambda v: axes.from_canonical(np.broadcast_to(v.reshape(along), shape))
+        bias_at, alpha_at = (
+            None if bias is None else wide(bias),
+            wide(np.asarray(alpha)) if np.ndim(alpha) == 1 else alpha,
+        )
     else:
         at = np.asarray(at)
         position = axes.canonical_positions(at, shape)
         parts = sums_at(product, position, arithmetic, schedule, accumulate, details)
         prior_at, residual_at, relu_at = (None if v is None else v.reshape(-1)[at] for v in (prior, residual, relu))
         bias_at = None if bias is None else bias[position % shape[-1]]
+        alpha_at = np.asarray(alpha)[position % shape[-1]] if np.ndim(alpha) == 1 else alpha
     added = (residual_at, bias_at)
-    blended = blend(parts[0], alpha, beta, prior_at, added, activation, exact=arithmetic == "golden")
+    blended = blend(parts[0], alpha_at, beta, prior_at, added, activation, exact=arithmetic == "golden")
     value = blended if parse(activation)[0] == "identity" else activated(blended, activation)
     if relu_at is not None:
         value = np.where(relu_at > 0, value, np.zeros_like(value))
@@ -185,7 +189,7 @@ def sums(a: Array, b: Array, arithmetic: str, schedule: Schedule | None, accumul
 
 def blend(
     summed: Array,
-    alpha: float,
+    alpha: float | Array,
     beta: float,
     prior: Array | None,
     added: Sequence[Array | None],
@@ -194,17 +198,17 @@ def blend(
     exact: bool,
 ) -> Array:
     """alpha * sum + beta * prior + residual + bias in the accumulator's type. With beta = 0 prior is not read."""
-    present = [v for v in added if v is not None]
+    present, unscaled = [v for v in added if v is not None], np.ndim(alpha) == 0 and bool(alpha == 1)
     if summed.dtype == INT32:
         if beta == 1 and prior is not None:
             present, beta = [prior, *present], 0.0
-        plain = alpha == 1 and beta == 0 and parse(activation)[0] in ("identity", "relu")
+        plain = unscaled and beta == 0 and parse(activation)[0] in ("identity", "relu")
         if plain and all(np.issubdtype(v.dtype, np.integer) for v in present):
             return sum((v.astype(np.int64) for v in present), summed.astype(np.int64)).astype(np.int32)
         summed = summed.astype(FLOAT64 if exact else FLOAT32)
     kind = summed.dtype.type
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        total = summed if alpha == 1 else kind(alpha) * summed
+        total = summed if unscaled else np.asarray(alpha).astype(kind) * summed
         if beta != 0 and prior is not None:
             total = total + kind(beta) * prior.astype(kind)
         for term in present:

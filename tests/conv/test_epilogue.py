@@ -54,6 +54,43 @@ def test_every_combination_of_operands():
     helpers.check_all(many)
 
 
+SCALES = np.asarray([0.5, -2.0, 0.25, 1.0, 3.0, -1.5], np.float32)
+
+
+@pytest.mark.parametrize("layout", ["NCW", "CWN", "NWC", "NCWc2"])
+@pytest.mark.parametrize("op", ["conv", "conv_transpose"])
+def test_a_scale_for_each_channel(op: str, layout: str):
+    """On whole numbers, so that it is exact."""
+    case = cases.case(op, Geometry(3, (7,), 4, 6, (2,), layout=layout), 5, integers=3)
+    case = case.with_epilogue(5, bias=True, prior=True, beta=0.5, integers=4)
+    case = case.with_options(alpha=SCALES[: case.result_channels])
+    found = jax.jit(lambda *arrays: helpers.call(case, *arrays))(*cases.as_jax(case))
+    np.testing.assert_array_equal(found, getattr(reference, op)(*case.arrays, *case.static, **case.arguments))
+
+
+def test_derivatives_of_a_scale_for_each_channel():
+    """In the scale the sum of its channel, in x and w those of a filter that is scaled."""
+    x, w = cases.case("conv", Geometry(3, (7,), 4, 6, (2,), layout="NWC"), 5).arrays
+    gradients = jax.jit(jax.grad(lambda x, w, s: (dnn.conv(x, w, alpha=s, layout="NWC") ** 2).sum(), (0, 1, 2)))
+    scaled = jax.jit(jax.grad(lambda x, w, s: (dnn.conv(x, w * s, layout="NWC") ** 2).sum(), (0, 1, 2)))
+    for ours, wanted in zip(gradients(x, w, SCALES), scaled(x, w, SCALES[None, None]), strict=True):
+        np.testing.assert_allclose(ours, wanted.reshape(ours.shape), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out", "level"),
+    [(np.int8, np.int8, "run_to_run"), (np.int8, np.float32, "run_to_run"), (BF16, BF16, "mesh_invariant")],
+)
+def test_bits_of_a_scale_for_each_channel(dtype: Any, out: Any, level: str):
+    """As the definition has them: of integers because sums are exact and products are rounded, of others by level."""
+    case = cases.case("conv", SMALL, 6, dtype=dtype).with_epilogue(6, dtype=np.float32, bias=True, activation="relu")
+    options = {**case.arguments, "alpha": SCALES[:4] / 70, "out_dtype": out}
+    wanted = reference.conv(*case.arrays, **options, arithmetic="ordered")
+    assert len(np.unique(wanted)) > 20
+    found = jax.jit(lambda x, w: dnn.conv(x, w, **options, determinism=level))(*case.arrays)
+    np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("layout", ["NCW", "CWN", "NWC", "NCWc2"])
 def test_bias_lies_along_the_channels(layout: str):
     g = Geometry(3, (7,), 4, 6, (2,), layout=layout)

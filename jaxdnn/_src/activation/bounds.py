@@ -147,7 +147,7 @@ class Epilogue:
       format: the format of every step, or "exact" for integers.
     """
 
-    alpha: float = 1.0
+    alpha: float | Values = 1.0
     beta: float = 0.0
     activation: Any = None
     format: str = "float32"
@@ -171,8 +171,9 @@ class Epilogue:
                 value = np.asarray(value, np.float64)  # in float16 what follows would be zero
                 parts.append(scale * value)
                 e = e + abs(scale) * off
-                if scale != 1:  # the scale as the format holds it, the product's rounding, a tiny product's flush
-                    stored = abs(scale - float(accumulator.round(scale)))
+                if np.ndim(scale) or scale != 1:
+                    # The scale as the format holds it, the product's rounding, a tiny product's flush.
+                    stored = abs(scale - np.asarray(accumulator.round(scale), np.float64))
                     e = e + (stored * (1 + u) + abs(scale) * u) * (np.abs(value) + off) + tiny
             parts += [np.asarray(term, np.float64) for term in terms]
             if len(parts) > 1:

@@ -67,12 +67,13 @@ def apply(
     """Runs the epilogue on an accumulator; `channel` is the axis the bias lies along. Products are rounded.
 
     stored: whether an activation's result is read from memory by all that uses it, see `activated`.
-    `epilogue.alpha` and `epilogue.beta` may be traced scalars here; a traced beta of zero does not read the prior.
+    `epilogue.alpha` and `epilogue.beta` may be traced scalars here, and alpha a vector of a scale for each channel; a
+    traced beta of zero does not read the prior.
     """
     extras = dict(zip(epilogue.operands, operands, strict=True))
     if jnp.issubdtype(acc.dtype, jnp.integer) and not epilogue.integer:
         acc = real(acc, np.float32) if is_fixed(level) else acc.astype(jnp.float32)
-    z = acc if is_one(epilogue.alpha) else product(acc, jnp.asarray(epilogue.alpha).astype(acc.dtype))
+    z = acc if is_one(epilogue.alpha) else product(acc, _factor(epilogue.alpha, acc, channel))
     if "prior" in extras:
         z = z + scaled_prior(epilogue.beta, extras["prior"].astype(z.dtype))
     if "residual" in extras:
@@ -86,6 +87,11 @@ def apply(
     if not jnp.issubdtype(out_dtype, jnp.inexact):
         return convert(activated(z, *epilogue.activation, level, z.dtype, stored), out_dtype)
     return activated(z, *epilogue.activation, level, np.dtype(out_dtype), stored)
+
+
+def _factor(alpha: float | Array, acc: Array, channel: int) -> Array:
+    alpha = jnp.asarray(alpha).astype(acc.dtype)
+    return along_channel(alpha, acc.ndim, channel) if alpha.ndim else alpha
 
 
 def before_relu(dy: Array, y: Array) -> Array:

@@ -76,8 +76,8 @@ def conv(
       residual: added to the accumulator, the result's shape.
       activation: None, or one of those that `activation` lists: a name, a pair of a name and its parameter, or
         ("relu", lower, upper, slope).
-      alpha: scales the convolution; a number or a scalar array. One scale per output channel, as int8 filters have,
-        is applied afterwards: `conv(x, w, out_dtype=jnp.float32) * scales` with channels last, which adds in int32.
+      alpha: scales the convolution; a number, a scalar array, or (K,), a scale for each output channel, as int8 filters
+        have. What alpha and beta are as arrays is applied by XLA behind the engine, to its accumulator.
       beta: scales the prior; a number or a scalar array. Where it is zero the prior is not read: NaN in it is harmless.
       prior: the former result that is blended in, the result's shape.
       accumulate: the accumulator's dtype: None is float32 (float64 for float64, int32 for int8); may be a wider float.
@@ -120,7 +120,7 @@ def conv(
     x, w = frame.array("x", x), frame.filter("w", w)
     spec = arguments.spec(frame, options, x.shape, w.shape, {"x": x, "w": w})
     extras = dict(alpha=alpha, beta=beta, prior=prior, bias=bias, residual=residual, activation=activation)
-    return frame.restore(arguments.call("conv", frame, spec, x, w, **extras))
+    return frame.restore(arguments.call("conv", frame, spec, x, w, **extras, scale_each=True))
 
 
 @public
@@ -411,7 +411,7 @@ def conv_transpose(
         shortens the result, and lengthens it where it is negative; "SAME" and "SAME_LOWER" make it size times stride,
         "VALID" is no padding.
       layout, filter_layout: see `conv`.
-      bias: (C,). residual, prior: the result's shape. activation, alpha, beta: see `conv`.
+      bias: (C,). residual, prior: the result's shape. activation, beta: see `conv`; alpha too, or (C,).
       accumulate, precision, out_dtype, engine, determinism: see `conv`.
 
     Returns:
@@ -440,4 +440,4 @@ def conv_transpose(
     x, shape, options = arguments.transposed(frame, options, x, w, output_padding)
     spec = arguments.spec(frame, options, shape, w.shape, {"x": x, "w": w})
     extras = dict(alpha=alpha, beta=beta, prior=prior, bias=bias, residual=residual, activation=activation)
-    return frame.restore(arguments.call("conv_dgrad", frame, spec, x, w, **extras))
+    return frame.restore(arguments.call("conv_dgrad", frame, spec, x, w, **extras, scale_each=True))

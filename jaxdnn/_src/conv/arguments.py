@@ -208,8 +208,12 @@ def call(
     residual: Any = None,
     relu: Any = None,
     activation: Any = None,
+    scale_each: Any = False,
 ) -> Array:
-    """Binds the primitive of an op with its epilogue."""
+    """Binds the primitive of an op with its epilogue.
+
+    scale_each: whether alpha may have a number for each channel of the result.
+    """
     role = primitive.ROLES[op][2]
     cut = spec.cut if role == "x" else None  # of the result
     if spec.cut and role != "x":
@@ -226,7 +230,8 @@ def call(
         "relu": None if relu is None else _like("x", read("x", relu), shape, "the result's"),
     }
     types = Types(spec.accumulate, spec.out_dtype)
-    epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype)
+    each = shape[spec.channel(role)] if scale_each else None
+    epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype, each)
     finished = lambda acc: _finished(epilogue, acc, further, spec.channel(role), spec.out_dtype, spec.level)
     kept = [cut.off(v) if cut and name != "bias" else v for name, v in zip(epilogue.operands, further, strict=True)]
     if _is_static(alpha) and _is_static(beta):
@@ -270,9 +275,15 @@ def _like(name: str, value: Any, shape: tuple[int, ...], why: str) -> Array:
 
 
 def _epilogue_of(
-    types: Types, operands: dict[str, Any], alpha: Any, beta: Any, activation: Any, operand_dtype: Any
+    types: Types,
+    operands: dict[str, Any],
+    alpha: Any,
+    beta: Any,
+    activation: Any,
+    operand_dtype: Any,
+    channels: int | None = None,
 ) -> tuple[Epilogue, list[Array]]:
-    alpha, beta = blending.read_scales(alpha, beta, operands["prior"])
+    alpha, beta = blending.read_scales(alpha, beta, operands["prior"], channels=channels)
     allowed = {np.dtype(operand_dtype), types.accumulate, types.out}
     allowed |= {_F32} if types.accumulate == _INT32 else set()
     for name, value in operands.items():

@@ -139,11 +139,18 @@ _scaled_unless_zero.defjvp(_scaled_unless_zero_jvp, symbolic_zeros=True)
 
 
 def read_scales(
-    alpha: Any, beta: Any, prior: Any, names: tuple[str, str, str] = ("alpha", "beta", "prior")
+    alpha: Any,
+    beta: Any,
+    prior: Any,
+    names: tuple[str, str, str] = ("alpha", "beta", "prior"),
+    channels: int | None = None,
 ) -> tuple[float | Array, float | Array]:
-    """Reads the two scales of a blend; with a beta that is not zero there must be a prior."""
+    """Reads the two scales of a blend; with a beta that is not zero there must be a prior.
+
+    channels: of the result, if alpha may have a number for each.
+    """
     of_alpha, of_beta, of_prior = names
-    alpha, beta = read_scale(of_alpha, alpha), read_scale(of_beta, beta)
+    alpha, beta = read_scale(of_alpha, alpha, channels), read_scale(of_beta, beta)
     if prior is None and not (isinstance(beta, float) and beta == 0):
         raise ValueError(
             f"`{of_prior}` must be given when `{of_beta}` is not zero, got {of_beta} {checks.shown(beta)} and no "
@@ -152,12 +159,18 @@ def read_scales(
     return alpha, beta
 
 
-def read_scale(name: str, value: Any) -> float | Array:
-    """Reads `alpha` or `beta`: a number known when traced, or a scalar array, whose rounding is not left out."""
+def read_scale(name: str, value: Any, channels: int | None = None) -> float | Array:
+    """Reads `alpha` or `beta`: a number known when traced, or a scalar array, whose rounding is not left out.
+
+    With `channels` it may be an array of a number for each.
+    """
     if checks.is_number(value):
         return checks.as_float(name, value)
     value = checks.array(name, value)
-    checks.shape(name, value, (), "a number or a scalar array")
+    if channels is None or value.ndim == 0:
+        checks.shape(name, value, (), "a number or a scalar array")
+    else:
+        checks.shape(name, value, (channels,), "one for each channel of the result, if it is no number")
     checks.dtype(name, value, SCALES)
     return rounded(value) if value.dtype.itemsize <= 2 else value
 

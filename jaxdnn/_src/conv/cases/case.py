@@ -100,7 +100,8 @@ class Case:
     def integer(self) -> bool:
         """Whether everything is done in integers, by the ops' rule."""
         b = self.blend
-        return self.dtype == "int8" and b.alpha == 1 and b.beta in (0, 1) and b.activation in (None, "relu")
+        scaled = b.each or b.alpha != 1 or b.beta not in (0, 1)
+        return self.dtype == "int8" and not scaled and b.activation in (None, "relu")
 
     def shape(self, role: str) -> tuple[int, ...]:
         """The shape of the array in this role, as it is stored."""
@@ -132,7 +133,9 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments that op and reference share, arrays left out."""
         g, b = self.geometry, self.blend
-        given: dict[str, Any] = {"layout": self.layout, "alpha": b.alpha, "beta": b.beta}
+        given: dict[str, Any] = {"layout": self.layout, "beta": b.beta}
+        if not b.each:
+            given["alpha"] = b.alpha
         if self.out:
             given["out_dtype"] = self.out_dtype
         if self.accumulate:

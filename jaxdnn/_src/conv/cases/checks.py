@@ -131,8 +131,9 @@ def error_bound(
     if "bias" in extras:
         terms.append(np.broadcast_to(case.along_channel(np.asarray(extras["bias"], np.float64)), computed.shape))
     wide = "float64" if accumulation.format == "float64" else "float32"
-    blend = Epilogue(case.blend.alpha, case.blend.beta, case.blend.activation, wide)
-    if blend != Epilogue(format=wide) or terms:
+    alpha = case.along_channel(np.asarray(extras["alpha"], np.float64)) if case.blend.each else case.blend.alpha
+    blend = Epilogue(alpha, case.blend.beta, case.blend.activation, wide)
+    if case.blend.each or blend != Epilogue(format=wide) or terms:
         error = blend.error(computed, error, *terms, prior=extras.get("prior"))
     return np.where(extras["x"] > 0, error, 0.0) if "x" in extras else error
 

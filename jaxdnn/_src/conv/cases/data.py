@@ -173,6 +173,8 @@ def extras(case: Case, kind: str, rng: np.random.Generator) -> dict[str, np.ndar
         whole = kind in INTEGERS or np.dtype(dtype).kind == "i"
         values = rng.integers(-9, 10, size) if whole else rng.standard_normal(size)
         drawn[name] = values.astype(dtype)
+    if blend.each:
+        drawn["alpha"] = (blend.alpha * np.exp2(rng.uniform(-1, 1, channels))).astype(np.float32)
     if "x" in drawn:  # a relu's result: half of it 0, some of it the least number above
         drawn["x"] = np.maximum(drawn["x"], np.zeros((), drawn["x"].dtype))
         drawn["x"].reshape(-1)[::7] = (

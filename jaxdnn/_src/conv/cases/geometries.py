@@ -49,11 +49,13 @@ class Blend:
     residual: bool = False
     relu: bool = False  # backward data's x is given: the gradient is that before a relu
     activation: Any = None
+    each: bool = False  # alpha is an array with a number for each channel, drawn around it
 
     @property
     def exact_on_integers(self) -> bool:
         name = self.activation[0] if isinstance(self.activation, tuple) else self.activation
-        return self.alpha * 4 % 1 == 0 and self.beta * 4 % 1 == 0 and name in (None, "identity", "relu")
+        whole = self.alpha * 4 % 1 == 0 and self.beta * 4 % 1 == 0 and not self.each
+        return whole and name in (None, "identity", "relu")
 
 
 NO_BLEND = Blend()
@@ -158,6 +160,7 @@ EPILOGUES = (
     Blend("softplus", activation="softplus"),
     Blend("elu", activation=("elu", 0.5)),
     Blend("leaky_relu", activation=("leaky_relu", 0.1)),
+    Blend("each-bias-relu", alpha=1.3, bias=True, activation="relu", each=True),
     Blend("clipped_relu", activation=("clipped_relu", 1.5)),
 )
 INT8_BLENDS = (
@@ -165,6 +168,8 @@ INT8_BLENDS = (
     (Blend("bias-residual", bias=True, residual=True), "int32"),
     (Blend("accumulating", beta=1.0, prior=True, bias=True), "int32"),
     (Blend("scaled", alpha=0.013), None),
+    (Blend("scaled-each", alpha=0.013, each=True), None),
+    (Blend("requantised-each", alpha=0.007, bias=True, residual=True, activation="relu", each=True), None),
     (Blend("requantised-relu", alpha=0.007, bias=True, residual=True, activation="relu"), None),
     (Blend("blended", alpha=0.02, beta=0.5, prior=True, bias=True), "f32"),
 )
