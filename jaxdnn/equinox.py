@@ -18,12 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._src.adapters import layers
 from jaxdnn._src.adapters.calls import refused
 from jaxdnn._src.adapters.neural import dot_product_attention
 from jaxdnn._src.core import checks
+from jaxdnn._src.core.windows import SPATIAL
+from jaxdnn._src.pool.api import pool
 from jaxdnn._src.rnn.api import gru_cell, lstm_cell
 
 try:
@@ -35,6 +37,13 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="equinox") from error
 
 __all__ = [
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "AdaptiveMaxPool1d",
+    "AdaptiveMaxPool2d",
+    "AdaptiveMaxPool3d",
+    "AdaptivePool",
     "AvgPool1d",
     "AvgPool2d",
     "AvgPool3d",
@@ -428,5 +437,82 @@ class MaxPool2d(_Served, eqx.nn.MaxPool2d):
 
 class MaxPool3d(_Served, eqx.nn.MaxPool3d):
     """`equinox.nn.MaxPool3d`: `Pool` of maxima with three spatial axes. All arguments are served."""
+
+    __init__ = _Layer.__init__
+
+
+class AdaptivePool(_Layer, eqx.nn.AdaptivePool):
+    """`equinox.nn.AdaptivePool`, computed by `pool`: `operation` is `jax.numpy.mean` or `jax.numpy.max`.
+
+    Windows are Equinox's: of n elements along an axis that become m, the first n mod m windows have one more than the
+    others. Of equal maxima the first has the whole derivative; Equinox's share it.
+
+    Example:
+      >>> from jaxdnn import equinox as dnneqx
+      >>> dnneqx.AdaptiveAvgPool1d(2)(jnp.arange(5.0)[None]).tolist()
+      [[1.0, 3.5]]
+    """
+
+    __init__ = _Layer.__init__
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        mode = {jnp.mean: "average", jnp.max: "max"}.get(self.operation)
+        if mode is None:
+            raise refused("operation", "jax.numpy.mean or jax.numpy.max", self.operation)
+        sizes, targets = x.shape[1:], tuple(self.target_shape)
+        if len(targets) not in SPATIAL or len(sizes) != len(targets):
+            raise ValueError(f"`x` must have channels and {len(targets)} axes, at most three, got shape {x.shape}.")
+        if any(not 1 <= wanted <= size for size, wanted in zip(sizes, targets, strict=True)):
+            raise ValueError(f"`target_shape` must be made of sizes from 1 to those of x, {sizes}, got {targets}.")
+        wide = x if mode == "max" or jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+        return self._blocks(wide[None], mode, ())[0]
+
+    def _blocks(self, x: Array, mode: str, window: tuple[int, ...]) -> Array:
+        """The pooling, with this window along the first axes: along each of the others two kinds, one after another."""
+        axis = len(window)
+        if axis == len(self.target_shape):
+            return pool(x, window=window, mode=mode, layout=f"NC{SPATIAL[axis]}", **self._how)
+        taps, more = divmod(x.shape[axis + 2], self.target_shape[axis])
+        kinds = ((0, more, taps + 1), (more * (taps + 1), self.target_shape[axis] - more, taps))
+        parts = [
+            self._blocks(lax.slice_in_dim(x, start, start + count * r, axis=axis + 2), mode, (*window, r))
+            for start, count, r in kinds
+            if count
+        ]
+        return lax.concatenate(parts, axis + 2)
+
+
+class AdaptiveAvgPool1d(AdaptivePool, eqx.nn.AdaptiveAvgPool1d):
+    """`equinox.nn.AdaptiveAvgPool1d`: `AdaptivePool` of one spatial axis with `jax.numpy.mean`; all else as there."""
+
+    __init__ = _Layer.__init__
+
+
+class AdaptiveAvgPool2d(AdaptivePool, eqx.nn.AdaptiveAvgPool2d):
+    """`equinox.nn.AdaptiveAvgPool2d`: `AdaptivePool` of two spatial axes with `jax.numpy.mean`; all else as there."""
+
+    __init__ = _Layer.__init__
+
+
+class AdaptiveAvgPool3d(AdaptivePool, eqx.nn.AdaptiveAvgPool3d):
+    """`equinox.nn.AdaptiveAvgPool3d`: `AdaptivePool` of three spatial axes with `jax.numpy.mean`; all else as there."""
+
+    __init__ = _Layer.__init__
+
+
+class AdaptiveMaxPool1d(AdaptivePool, eqx.nn.AdaptiveMaxPool1d):
+    """`equinox.nn.AdaptiveMaxPool1d`: `AdaptivePool` of one spatial axis with `jax.numpy.max`; all else as there."""
+
+    __init__ = _Layer.__init__
+
+
+class AdaptiveMaxPool2d(AdaptivePool, eqx.nn.AdaptiveMaxPool2d):
+    """`equinox.nn.AdaptiveMaxPool2d`: `AdaptivePool` of two spatial axes with `jax.numpy.max`; all else as there."""
+
+    __init__ = _Layer.__init__
+
+
+class AdaptiveMaxPool3d(AdaptivePool, eqx.nn.AdaptiveMaxPool3d):
+    """`equinox.nn.AdaptiveMaxPool3d`: `AdaptivePool` of three spatial axes with `jax.numpy.max`; all else as there."""
 
     __init__ = _Layer.__init__

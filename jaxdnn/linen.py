@@ -53,6 +53,7 @@ __all__ = [
     "MultiHeadDotProductAttention",
     "OptimizedLSTMCell",
     "RMSNorm",
+    "SelfAttention",
     "SimpleCell",
     "avg_pool",
     "dot_product_attention",
@@ -445,6 +446,18 @@ class MultiHeadDotProductAttention(_Served, nn.MultiHeadDotProductAttention):
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadAttention`: `MultiHeadDotProductAttention` by another name, where all is described."""
+
+
+class SelfAttention(_Served, nn.SelfAttention):
+    """`flax.linen.SelfAttention`, which Flax says to replace: `MultiHeadDotProductAttention` of one array, see there.
+
+    Example:
+      >>> from jaxdnn import linen
+      >>> linen.SelfAttention(2).init_with_output(jax.random.key(0), jnp.ones((1, 5, 8)))[0].shape
+      (1, 5, 8)
+    """
+
+    attention_fn: Callable[..., Array] = dot_product_attention
 
 
 avg_pool = layers.served_function(nn.avg_pool, "`flax.linen.avg_pool`: sums of windows by `pool`, which are divided.")

@@ -46,6 +46,13 @@ CASES = [
     Case("MaxPool1d", (2, 2, 1), {"use_ceil": True}, (3, 8)),
     Case("MaxPool2d", (3, 2, 1), {"use_ceil": True}, (3, 5, 6)),
     Case("MaxPool3d", (2, 2, 1), {"use_ceil": True}, (3, 4, 4, 4)),
+    Case("AdaptiveAvgPool1d", (3,), {}, (2, 8)),
+    Case("AdaptiveAvgPool2d", ((3, 2),), {}, (2, 7, 4)),
+    Case("AdaptiveAvgPool3d", (2,), {}, (2, 4, 5, 3)),
+    Case("AdaptiveMaxPool1d", (3,), {}, (2, 8)),
+    Case("AdaptiveMaxPool2d", (2,), {}, (2, 5, 4)),
+    Case("AdaptiveMaxPool3d", ((2, 3, 1),), {}, (2, 4, 5, 3)),
+    Case("AdaptivePool", ((3, 2), 2, jnp.max), {}, (3, 7, 5)),
     Case("Pool", (-jnp.inf, jax.lax.max, 2, 3, 2, 1, True), {}, (3, 6, 6)),
 ]
 
@@ -193,10 +200,31 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_argument_is_exercised_or_refused(name: str):
     """The classes of one to three axes hand theirs to the class of any number."""
-    general = next((stem for stem in ("ConvTranspose", "Conv", "AvgPool", "MaxPool") if name.startswith(stem)), name)
+    general = next(
+        (
+            stem
+            for stem in ("ConvTranspose", "Conv", "AvgPool", "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool")
+            if name.startswith(stem)
+        ),
+        name,
+    )
     cases = [case for case in CASES if case.name.rstrip("123d") == general.rstrip("123d")]
     found = set().union(*(layers.given(getattr(eqx.nn, c.name), c) for c in cases), ELSEWHERE.get(name, set()))
     assert layers.unserved(getattr(eqx.nn, name), [], found) == set()
+
+
+def test_adaptive_pooling_refuses_by_name():
+    x = jnp.ones((2, 5, 4))
+    with pytest.raises(NotImplementedError, match=r"`operation` must be jax.numpy.mean or jax.numpy.max"):
+        dnneqx.AdaptivePool(2, 2, jnp.sum)(x)
+    with pytest.raises(
+        ValueError, match=r"`target_shape` must be made of sizes from 1 to those of x, \(5, 4\), got \(6, 2\)\."
+    ):
+        dnneqx.AdaptiveAvgPool2d((6, 2))(x)
+    with pytest.raises(ValueError, match=r"`x` must have channels and 3 axes, at most three, got shape \(2, 5, 4\)\."):
+        dnneqx.AdaptiveMaxPool3d(2)(x)
+    whole = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_array_equal(dnneqx.AdaptiveAvgPool1d(2)(whole), eqx.nn.AdaptiveAvgPool1d(2)(whole))
 
 
 def test_engine_and_determinism_reach_the_op_and_are_no_leaves():
