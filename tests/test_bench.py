@@ -16,6 +16,7 @@ from jaxdnn._src import families, hopper
 from jaxdnn._src.cases import networks
 from jaxdnn._src.core import timing, tuned
 from jaxdnn.bench import cli
+from jaxdnn.bench.lines import joined
 from jaxdnn.verify.cli import main
 
 LAYERS = [
@@ -78,7 +79,22 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     for name in ("jaxdnn", "lax"):
         assert row["tb_per_s"][name] == pytest.approx(row["bytes"] / row["ms"][name] / 1e9)
         assert row["of_copy"][name] == pytest.approx(row["tb_per_s"][name] / found["copy_tb_per_s"])
-    assert "speed-up" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "speed-up" in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_lines_are_folded_between_their_parts():
+    parts = [
+        "depthwise  mbv2_384      forward ",
+        *(f"{name}    0.1234 ms" for name in ("jaxdnn", "lax", "torch")),
+        "",
+        "x" * 90,
+    ]
+    lines = joined(parts).split("\n")
+    assert [line.strip() for line in lines] == [f"{parts[0]}  {parts[1]}  {parts[2]}", parts[3], parts[5]]
+    assert [len(line) - len(line.lstrip()) for line in lines] == [0, 4, 4]
+    assert joined(["one", "", "two"]) == "one  two"
 
 
 @pytest.fixture

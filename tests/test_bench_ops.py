@@ -38,7 +38,9 @@ def test_the_command_measures_what_is_asked_for(capsys: pytest.CaptureFixture[st
     path = tmp_path / "ops.json"
     args = argparse.Namespace(case=["scale"], passes=["eager", "forward"], seconds=0.01, json=path)
     assert ops.run(args, dict) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said)) <= 80
+    lines = [line for line in said if not line.startswith(" ")]
     assert [line.split()[:3] for line in lines[:3]] == [
         ["scale", "eager", "tiny"],
         ["scale", "forward", "small"],

@@ -32,6 +32,7 @@ from jaxdnn._src.core import engines, files, selection, timing, tuned
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
 from jaxdnn.bench import ops, peers
+from jaxdnn.bench.lines import joined
 from jaxdnn.bench.train import measure as train
 
 CORPUS, PEERS = "corpus", ("lax", "cudnn", "torch")
@@ -344,14 +345,12 @@ def _engines(case: Case, which: str, operands: Any) -> tuple[str | None, Sequenc
 
 
 def _line(row: dict[str, Any]) -> str:
-    times = "  ".join(f"{name} {ms:9.4f} ms" for name, ms in row["ms"].items())
-    copy = "".join(
-        f"  {row['tb_per_s'][n]:.2f} TB/s, {share:.2f} of a copy's"
-        for n, share in list(row.get("of_copy", {}).items())[:1]
-    )
-    gain = f"  speed-up {row['best_peer_over_jaxdnn']:.2f}" if "best_peer_over_jaxdnn" in row else ""
-    regret = f"  {row['unasked']} unasked, {row['over_best_engine']:.3f} of best" if "over_best_engine" in row else ""
-    return f"{row['family']:10s} {row['case']:13s} {row['pass']:8s} {times}{gain}{regret}{copy}"
+    times = [f"{name} {ms:9.4f} ms" for name, ms in row["ms"].items()]
+    gain = f"speed-up {row['best_peer_over_jaxdnn']:.2f}" if "best_peer_over_jaxdnn" in row else ""
+    regret = f"{row['unasked']} unasked, {row['over_best_engine']:.3f} of best" if "over_best_engine" in row else ""
+    copies = list(row.get("of_copy", {}).items())[:1]
+    copy = [f"{row['tb_per_s'][name]:.2f} TB/s, {share:.2f} of a copy's" for name, share in copies]
+    return joined([f"{row['family']:10s} {row['case']:13s} {row['pass']:8s}", *times, gain, regret, *copy])
 
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ import jaxdnn as dnn
 from jaxdnn._src import families
 from jaxdnn._src.cases.example import Axes, Example, examples
 from jaxdnn._src.core import files
+from jaxdnn.bench.lines import joined
 
 Function = Callable[..., Any]
 TINY = dict(N=2, H=4, W=4, C=8, K=8, R=3, S=3, P=2, Q=2, T=4, D=4, V=8)
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace, provenance: Callable[[], dict[str, Any]]) -> i
                 files.write(args.json, json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
     slow = [row for row in rows if row["speed_up"] < (1 / 3 if row["pass"] == "eager" else 0.95)]
     late = [row for row in rows if row.get("compile_over_plain", 0) > 2]
-    print(f"{len(rows)} rows; {len(slow)} too slow: {', '.join(map(_name, slow))}")
-    print(f"{len(late)} that take over twice as long to compile: {', '.join(map(_name, late))}")
+    print(joined([f"{len(rows)} rows; {len(slow)} too slow", *map(_name, slow)]))
+    print(joined([f"{len(late)} that take over twice as long to compile", *map(_name, late)]))
     return 0
 
 
@@ -168,10 +169,8 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    compiled = (
-        f"  compiles {row['compile_s']:.2f} s, {row['compile_over_plain']:.2f} of plain" if "compile_s" in row else ""
-    )
-    return (
-        f"{row['op']:26s} {row['pass']:8s} {row['size']:5s} {row['ms']:9.4f} ms  plain {row['plain_ms']:9.4f} ms  "
-        f"speed-up {row['speed_up']:5.2f}{compiled}"
-    )
+    times = f"{row['op']:18s} {row['pass']:8s} {row['size']:5s} {row['ms']:8.4f} ms", f"plain {row['plain_ms']:8.4f} ms"
+    compiled = ""
+    if "compile_s" in row:
+        compiled = f"compiles {row['compile_s']:.2f} s, {row['compile_over_plain']:.2f} of plain"
+    return joined([*times, f"speed-up {row['speed_up']:5.2f}", compiled])

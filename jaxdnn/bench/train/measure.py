@@ -18,6 +18,7 @@ from rich.table import Table
 
 from jaxdnn._src.core import files, timing, tuned
 from jaxdnn.bench import peers
+from jaxdnn.bench.lines import joined
 from jaxdnn.bench.train.networks import CLASSES, NETWORKS, Network
 
 RATE = 1e-3
@@ -77,15 +78,15 @@ def _in_a_process(network: str, implementation: str, shape: tuple[int, ...], rep
 
 
 def _print(row: dict[str, Any], first: dict[str, Any]) -> None:
-    said = f"{row['network']:13s} {row['implementation']:14s} "
+    said = f"{row['network']:13s} {row['implementation']:14s}"
     if "error" in row:
-        print(said + f"failed: {' '.join(row['error'])}", flush=True)
+        print(f"{said} failed: {' '.join(row['error'])}", flush=True)
         return
-    ratio = f"  {first['wall_ms'] / row['wall_ms']:.2f} times {first['implementation']}'s speed"
-    device = "" if row["device_ms"] is None else f"  device {row['device_ms']:.2f} ms in {row['kernels']} kernels"
-    memory = "" if row["peak_gib"] is None else f"  peak {row['peak_gib']:.2f} GiB"
-    wall = f"{row['wall_ms']:.2f} ms a step  compiled in {row['compile_s']:.1f} s"
-    print(said + wall + device + memory + ratio, flush=True)
+    ratio = f"{first['wall_ms'] / row['wall_ms']:.2f} times {first['implementation']}'s speed"
+    device = "" if row["device_ms"] is None else f"device {row['device_ms']:.2f} ms in {row['kernels']} kernels"
+    memory = "" if row["peak_gib"] is None else f"peak {row['peak_gib']:.2f} GiB"
+    wall = f"{said} {row['wall_ms']:.2f} ms a step"
+    print(joined([wall, f"compiled in {row['compile_s']:.1f} s", device, memory, ratio]), flush=True)
 
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:
