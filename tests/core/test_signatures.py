@@ -81,19 +81,26 @@ def test_other_errors_of_types_are_the_ops_own():
         dnn.activation(jnp.ones(3, jnp.int32))
 
 
-BLENDS = [name for name in EXAMPLES if signatures.blends(inspect.signature(getattr(dnn, name)))]
+BLENDS = [
+    (name, prior, beta)
+    for name in EXAMPLES
+    for prior, beta in signatures.priors(inspect.signature(getattr(dnn, name))).items()
+]
 
 
-@pytest.mark.parametrize("name", BLENDS)
-def test_a_prior_without_beta_is_refused(name: str):
+@pytest.mark.parametrize(("name", "prior", "beta"), BLENDS)
+def test_a_prior_without_beta_is_refused(name: str, prior: str, beta: str):
     """It would not be read. With beta=0.0, which says so, it is not refused for that."""
     arguments, given = EXAMPLES[name].bind(*map(jnp.asarray, EXAMPLES[name].data()))
-    prior = jnp.ones((1, 1, 1, 1, 1, 1))  # of no result's shape
-    with pytest.raises(ValueError, match=r"`beta` must be given with `prior`, .*, got a prior alone\."):
-        getattr(dnn, name)(*arguments, **given, prior=prior)
-    with pytest.raises(ValueError, match="`prior` must have"):
-        getattr(dnn, name)(*arguments, **given, beta=0.0, prior=prior)
+    given[prior] = jnp.ones((1, 1, 1, 1, 1, 1))  # of no result's shape
+    with pytest.raises(ValueError, match=rf"`{beta}` must be given with `{prior}`, .*, got {prior} alone\."):
+        getattr(dnn, name)(*arguments, **given)
+    with pytest.raises(ValueError, match=f"`{prior}` must have"):
+        getattr(dnn, name)(*arguments, **given, **{beta: 0.0})
 
 
 def test_ops_that_blend_are_found():
-    assert set(BLENDS) >= {"conv", "conv_dgrad", "activation", "pool", "softmax", "batch_norm", "resample", "reduce"}
+    found = {name for name, *_ in BLENDS}
+    assert found >= {"conv", "conv_dgrad", "activation", "pool", "softmax", "batch_norm", "resample", "reduce"}
+    of_parameters = {("batch_norm_dgrad", f"prior_{name}", "beta_param") for name in ("dscale", "dbias")}
+    assert {blend for blend in BLENDS if blend[1] != "prior"} == of_parameters

@@ -232,7 +232,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     An op that a public op calls is part of that one. Outside of jit an op runs as one program, see `eager`.
     """
     op, signature = function.__name__, signatures.shown(function)
-    blends = signatures.blends(signature)
+    betas = signatures.priors(signature)
     _public_ops.add(op)
 
     @ft.wraps(function)
@@ -251,8 +251,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if engines.is_called():
             return function(*args, **kwargs)
-        if blends and "prior" in kwargs and "beta" not in kwargs and kwargs["prior"] is not None:
-            raise ValueError(signatures.WITHOUT_BETA)
+        if (wrong := signatures.unread(betas, kwargs)) is not None:
+            raise ValueError(wrong)
         if compat.untraced():
             # What is wrong with arguments is raised again below, about what the user passed; what fails when it runs,
             # such as for want of memory, is not run twice.

@@ -7,10 +7,6 @@ from typing import Any
 from jaxdnn._src.core import checks
 from jaxdnn._src.core.peers import ARGUMENTS
 
-WITHOUT_BETA = (
-    "`beta` must be given with `prior`, which it scales (beta=1 adds it, beta=0 leaves it unread), got a prior alone."
-)
-
 
 class Shown(str):
     """The text of an annotation, which `inspect` and `help` show without quotation marks."""
@@ -28,10 +24,20 @@ def shown(function: Callable[..., Any]) -> inspect.Signature:
     return found.replace(parameters=parameters, return_annotation=Shown(found.return_annotation))
 
 
-def blends(signature: inspect.Signature) -> bool:
-    """Whether an op takes a prior that counts only with a beta, which is 0 unless it is given."""
-    beta = signature.parameters.get("beta")
-    return "prior" in signature.parameters and beta is not None and beta.default == 0
+def priors(signature: inspect.Signature) -> dict[str, str]:
+    """The priors that an op takes, each with the name of its beta, which is 0 unless it is given."""
+    named = signature.parameters
+    betas = {name: "beta" if name == "prior" else "beta_param" for name in named if name.startswith("prior")}
+    return {prior: beta for prior, beta in betas.items() if beta in named and named[beta].default == 0}
+
+
+def unread(betas: Mapping[str, str], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with a call that gives a prior without its beta, beside which it would not be read."""
+    for prior, beta in betas.items():
+        if beta not in kwargs and kwargs.get(prior) is not None:
+            scales = f"which it scales ({beta}=1 adds it, {beta}=0 leaves it unread)"
+            return f"`{beta}` must be given with `{prior}`, {scales}, got {prior} alone."
+    return None
 
 
 def _is_array(value: Any) -> bool:
