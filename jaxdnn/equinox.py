@@ -28,13 +28,8 @@ from jaxdnn._src.core.windows import SPATIAL
 from jaxdnn._src.pool.api import pool
 from jaxdnn._src.rnn.api import gru_cell, lstm_cell
 
-try:
+with layers.required("jaxdnn.equinox", "Equinox", "equinox"):
     import equinox as eqx
-except ModuleNotFoundError as error:
-    if error.name != "equinox":
-        raise
-    message = "`jaxdnn.equinox` needs Equinox, which `pip install jaxdnn[equinox]` installs."
-    raise ModuleNotFoundError(message, name="equinox") from error
 
 __all__ = [
     "AdaptiveAvgPool1d",
@@ -70,23 +65,17 @@ __all__ = [
 ]
 
 
-class _Layer(eqx.Module):
-    """The constructor of Equinox's class that stands behind this one, with `engine` and `determinism` besides.
+class _Layer(layers.Layer, eqx.Module):
+    """The fields that every layer has besides Equinox's.
 
-    Each class names it as its own, for type checkers take a class without one for a dataclass of its fields.
+    Each class names the constructor as its own, for type checkers take a class without one for a dataclass of its
+    fields.
     """
 
     engine: str | None = eqx.field(static=True)
     determinism: str | None = eqx.field(static=True)
 
-    def __init__(self, *args: Any, engine: str | None = None, determinism: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.engine = engine
-        self.determinism = determinism
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"engine": self.engine, "determinism": self.determinism}
+    __init__ = layers.Layer.__init__
 
 
 class _Served(_Layer):

@@ -27,16 +27,11 @@ from jaxdnn._src.adapters import cells, layers
 from jaxdnn._src.adapters.calls import refused
 from jaxdnn._src.adapters.neural import dot_product_attention as _fused_attention
 
-try:
+with layers.required("jaxdnn.linen", "Flax", "flax"):
     from flax import linen as nn
     from flax.core import FrozenDict
     from flax.linen import dtypes
     from flax.linen.recurrent import DenseParams, flip_sequences
-except ModuleNotFoundError as error:
-    if error.name != "flax":
-        raise
-    message = "`jaxdnn.linen` needs Flax, which `pip install jaxdnn[flax]` installs."
-    raise ModuleNotFoundError(message, name="flax") from error
 
 __all__ = [
     "RNN",
@@ -61,15 +56,11 @@ __all__ = [
 ]
 
 
-class _Layer(nn.Module):
+class _Layer(layers.Asked, nn.Module):
     """The attributes that every layer has besides Linen's."""
 
     engine: str | None = None
     determinism: str | None = None
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"engine": self.engine, "determinism": self.determinism}
 
 
 class _Served(_Layer):

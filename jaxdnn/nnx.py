@@ -25,16 +25,10 @@ from jaxdnn import recurrent
 from jaxdnn._src.adapters import cells, layers
 from jaxdnn._src.adapters.calls import refused
 
-try:
+with layers.required("jaxdnn.nnx", "Flax", "flax"):
     from flax import nnx
     from flax.nnx.nn import dtypes
     from flax.nnx.nn.recurrent import flip_sequences
-except ModuleNotFoundError as error:
-    if error.name != "flax":
-        raise
-    raise ModuleNotFoundError(
-        "`jaxdnn.nnx` needs Flax, which `pip install jaxdnn[flax]` installs.", name="flax"
-    ) from error
 
 __all__ = [
     "RNN",
@@ -57,20 +51,7 @@ __all__ = [
 ]
 
 
-class _Layer:
-    """The constructor of Flax's class that stands behind this one, with `engine` and `determinism` besides."""
-
-    def __init__(self, *args: Any, engine: str | None = None, determinism: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.engine = engine
-        self.determinism = determinism
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"engine": self.engine, "determinism": self.determinism}
-
-
-class _Served(_Layer):
+class _Served(layers.Layer):
     """A layer that computes what Flax's does, with functions of lax and jax.nn replaced by this library's."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +88,7 @@ def _values(*variables: Any) -> list[Any]:
     return [None if v is None else v[...] for v in variables]
 
 
-class BatchNorm(_Layer, nnx.BatchNorm):
+class BatchNorm(layers.Layer, nnx.BatchNorm):
     """`flax.nnx.BatchNorm`, computed by `batch_norm`, and with running averages by `batch_norm_inference`.
 
     The latter is one formula for every `engine`.
@@ -155,7 +136,7 @@ def _result_dtype(dtype: Any, *arrays: Any) -> Any:
     return dtypes.canonicalize_dtype(*(v for v in arrays if v is not None), dtype=dtype)
 
 
-class _Norm(_Layer):
+class _Norm(layers.Layer):
     """A layer of which Flax's attributes say over which axes it normalises."""
 
     def _normalised(self, x: Any, mask: Any, compute: Callable[..., Array]) -> Array:
@@ -229,7 +210,7 @@ class InstanceNorm(_Norm, nnx.InstanceNorm):
         return self._normalised(x, mask, layers.instances(x.ndim, self.feature_axes))
 
 
-class Dropout(_Layer, nnx.Dropout):
+class Dropout(layers.Layer, nnx.Dropout):
     """`flax.nnx.Dropout`, computed by `dropout`, from the key that Flax would draw.
 
     The elements that are dropped are those of `jaxdnn.dropout_mask` for this key, other ones than Flax drops: a mask is
@@ -283,7 +264,7 @@ def _operands(op: str, cell: Any, carry: Any, x: Any) -> cells.Operands:
     return cells.operands(op, recurrent.of_flax(named, op), promote, carry, x)
 
 
-class _Cell(_Layer):
+class _Cell(layers.Layer):
     """A step of a recurrent layer."""
 
     def __call__(self, carry: Any, inputs: Any) -> tuple[Any, Array]:
@@ -323,7 +304,7 @@ class SimpleCell(_Cell, nnx.SimpleCell):
     """
 
 
-class RNN(_Layer, nnx.RNN):
+class RNN(layers.Layer, nnx.RNN):
     """`flax.nnx.RNN`: a cell over whole sequences, computed by `lstm`, `gru` or `rnn`.
 
     The cell is one of this module's or of Flax's of the same names. `unroll` changes nothing, for no loop is written

@@ -37,6 +37,38 @@ def served(engine: str | None, determinism: str | None) -> Iterator[None]:
         raise NotImplementedError(call.reason)
 
 
+@contextlib.contextmanager
+def required(module: str, framework: str, extra: str) -> Iterator[None]:
+    """Around imports of a framework, which is the distribution `extra`: without it, one sentence says what to do."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != extra:
+            raise
+        message = f"`{module}` needs {framework}, which `pip install jaxdnn[{extra}]` installs."
+        raise ModuleNotFoundError(message, name=extra) from error
+
+
+class Asked:
+    """What every layer has besides its framework's: the engine and the level that are asked for."""
+
+    engine: str | None
+    determinism: str | None
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"engine": self.engine, "determinism": self.determinism}
+
+
+class Layer(Asked):
+    """The constructor of the framework's class that stands behind this one, with `engine` and `determinism` besides."""
+
+    def __init__(self, *args: Any, engine: str | None = None, determinism: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.engine = engine
+        self.determinism = determinism
+
+
 def require_unset(**arguments: Any) -> None:
     """Refuses, by name, arguments that are served with None alone."""
     for name, value in arguments.items():
