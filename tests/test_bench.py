@@ -18,6 +18,7 @@ from jaxdnn._src.core import timing, tuned
 from jaxdnn.bench import cli
 from jaxdnn.bench.lines import joined
 from jaxdnn.verify.cli import main
+from tests.texts import unfolded
 
 LAYERS = [
     (family, case)
@@ -246,6 +247,6 @@ def test_command_refuses_unknown_names(capsys: pytest.CaptureFixture[str]):
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "--help"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    words = unfolded(capsys.readouterr().out)
     assert "--dtype DTYPE of the operands (default: float32 here)" in words
     assert "--repeats REPEATS timings, of which the median counts (default: 15 here)" in words

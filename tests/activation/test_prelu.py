@@ -1,6 +1,5 @@
 """The rectifier with a learned slope: values, derivatives, bad input."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from tests.texts import Refused, assert_refused
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(2, 3, 5)).astype(np.float32)
@@ -48,7 +48,7 @@ def test_derivatives(level: str):
     np.testing.assert_array_equal(mixed, np.where(x > 0, 0, dy))
 
 
-BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
+BAD: list[Refused] = [
     (lambda: dnn.prelu(np.ones(3, np.int32), SLOPE), TypeError, "`x` must have one of the dtypes"),
     (lambda: dnn.prelu(X, SLOPE.astype(np.float16), axis=1), TypeError, "`slope` must have the dtype float32, got"),
     (lambda: dnn.prelu(X, SLOPE), ValueError, "`slope` must have shape (5,), one for each element along `axis` -1 of"),
@@ -59,7 +59,4 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("index", range(len(BAD)))
 def test_bad_input(index: int):
-    call, kind, text = BAD[index]
-    with pytest.raises(kind) as raised:
-        call()
-    assert text in str(raised.value)
+    assert_refused(*BAD[index])

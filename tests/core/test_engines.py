@@ -19,6 +19,7 @@ from jaxdnn._src.core import engines, selection
 from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn._src.core.explain import explain
 from tests.conv import cases, helpers
+from tests.texts import unfolded
 
 X, W = jnp.ones((2, 5, 3)), jnp.ones((2, 3, 4))
 needs_kernels = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
@@ -256,7 +257,7 @@ def test_explain_refusals(extra_engines: None):
     (named,) = dnn.explain(lambda x: conv(x, engine="xla"), X[:1])
     assert named.engine == "xla"
     assert {c.engine: c.refusal for c in named.candidates}["picky"] == "the call names engine 'xla'"
-    text = " ".join(str(dnn.explain(conv, X[:1], W)).split())
+    text = unfolded(dnn.explain(conv, X[:1], W))
     for part in (
         "conv(float32[1,5,3], float32[2,3,4]) -> float32[1,4,4] on cpu",
         "served by picky",
@@ -374,7 +375,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, str | None]
 def served(function: Any, *arrays: Any, **options: Any) -> tuple[str | None, Any, str]:
     """The engine, the candidate `hopper` and the text of an explanation for CUDA."""
     found = explain(ft.partial(function, **options), *arrays, platform="cuda")
-    return found[0].engine, next(c for c in found[0].candidates if c.engine == "hopper"), " ".join(str(found).split())
+    return found[0].engine, next(c for c in found[0].candidates if c.engine == "hopper"), unfolded(found)
 
 
 @needs_kernels
@@ -425,7 +426,7 @@ def lowered(function: Any, **options: Any) -> str:
 def test_hopper_serves_integers_and_states_orders_by_place():
     def hopper_of(function: Any, *arrays: Any) -> Any:
         found = explain(function, *arrays, platform="cuda")[0]
-        return next(c for c in found.candidates if c.engine == "hopper"), " ".join(str(found).split())
+        return next(c for c in found.candidates if c.engine == "hopper"), unfolded(found)
 
     x, w = jnp.ones((2, 5, 4, 16), jnp.int8), jnp.ones((3, 3, 16, 32), jnp.int8)
     whole, _ = hopper_of(ft.partial(dnn.conv, out_dtype=jnp.int32), x, w)

@@ -18,6 +18,7 @@ from jaxdnn._src.core import engines, tuned
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn.verify.cli import main
 from tests.test_engines_answer import calls
+from tests.texts import unfolded
 
 X, W = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5))
 
@@ -62,7 +63,7 @@ def test_the_fastest_serves_at_level_fast_alone(file: Path):
     (found,) = dnn.explain(dnn.conv, X, W)
     assert found.engine == "other"
     words = f"on this call other took 1.0000 ms, xla took 2.0000 ms, says {file}"
-    told = " ".join(str(found).split())
+    told = unfolded(found)
     assert f"other: can serve; it comes first, because {words}" in told
     assert f"xla: can serve; unless it is named, another comes first, because {words}" in told
     with dnn.determinism("run_to_run"):
@@ -81,7 +82,7 @@ def test_a_gain_of_less_than_5_percent_decides_nothing(file: Path, xla: float, e
     decide(file, other=1.0, xla=xla)
     (found,) = dnn.explain(dnn.conv, X, W)
     assert found.engine == engine
-    assert ("a gain of less than 5 % decides nothing" in " ".join(str(found).split())) == (engine == "xla")
+    assert ("a gain of less than 5 % decides nothing" in unfolded(found)) == (engine == "xla")
 
 
 def test_engines_that_are_not_here_decide_nothing(file: Path):

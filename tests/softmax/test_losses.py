@@ -1,7 +1,6 @@
 """The cross-entropy of logits: values beside optax's, derivatives, memory, sharding, bad input."""
 
 import functools as ft
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from tests.texts import Refused, assert_refused
 
 RANDOM = np.random.default_rng(7)
 Z = (3 * RANDOM.normal(size=(4, 5, 9))).astype(np.float32)
@@ -178,7 +178,7 @@ def test_explicit_axes(reduction: str):
     jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, wanted)
 
 
-BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
+BAD: list[Refused] = [
     (lambda: loss(Z.astype(np.int32), LABELS), TypeError, "`logits` must have one of the dtypes"),
     (lambda: loss(Z, LABELS[0]), ValueError, "`labels` must have shape (4, 5), one for every row of `logits`"),
     (lambda: loss(Z, WEIGHTS), ValueError, "`labels` must have shape (4, 5, 9), that of `logits`, as distributions"),
@@ -205,7 +205,4 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("index", range(len(BAD)))
 def test_bad_input(index: int):
-    call, kind, text = BAD[index]
-    with pytest.raises(kind) as raised:
-        call()
-    assert text in str(raised.value)
+    assert_refused(*BAD[index])
