@@ -15,7 +15,8 @@ from jaxdnn._src.attention.hopper import backward, backward_dq
 from jaxdnn._src.attention.hopper.backward_plan import TILE, Problem
 from jaxdnn._src.attention.hopper.backward_products import LOG2_E
 from tests.hopper import protocol
-from tests.hopper.protocol import Kernel, Memory, Run, View, Warpgroup
+from tests.hopper.protocol import Kernel, Run, Warpgroup
+from tests.hopper.shared_memory import Memory, View
 
 
 class Values(Warpgroup):

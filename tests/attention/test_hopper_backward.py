@@ -22,7 +22,8 @@ from jaxdnn._src.attention.hopper import backward, backward_dq, backward_launch,
 from jaxdnn._src.attention.hopper.backward_plan import TILE, Extent, Problem, Spread, Window
 from tests.hopper import assembler
 from tests.hopper.device import on_hopper
-from tests.hopper.protocol import Fault, kernels, place_of
+from tests.hopper.protocol import kernels, place_of
+from tests.hopper.shared_memory import Fault
 
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)

@@ -29,7 +29,8 @@ from jaxdnn._src.conv.hopper.depthwise.planar import Config as Cut
 from jaxdnn._src.conv.hopper.plan import Config as Cuts
 from jaxdnn._src.core import primitives
 from jaxdnn.verify import random_call
-from tests.hopper.protocol import Fault, kernels, place_of
+from tests.hopper.protocol import kernels, place_of
+from tests.hopper.shared_memory import Fault
 
 DTYPES = ["bfloat16"] * 6 + ["float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32"]
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]

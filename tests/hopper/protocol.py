@@ -30,11 +30,9 @@ import numpy as np
 from jax._src import source_info_util
 from jax.extend.core import Literal
 
+from tests.hopper.shared_memory import Barrier, Block, Fault, Memory, Result, View
+
 Run = Generator[None, None, list[Any]]
-
-
-class Fault(Exception):
-    """What a protocol lacks."""
 
 
 def _quotient(a: int, b: int) -> int:
@@ -51,152 +49,6 @@ SCALARS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 ORDERING = {"barrier_wait", "barrier_arrive", "wait_smem_to_gmem", "wgmma_wait", "commit_smem"}
 FINISH = "finish_accumulator"
-
-
-class Memory:
-    """Bytes of shared memory, and who last used them."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.uses: list[tuple[int, int, int, int, bool, bool]] = []  # from, to, agent, moment, stored, not yet fenced
-
-    def use(self, part: tuple[int, int], agent: int, moment: int, clock: np.ndarray, kind: str) -> None:
-        """`kind` is "load" or "store" by threads, "read" or "write" by the copy engine or the tensor core, "send" by
-        threads of another block.
-        """
-        low, high = part
-        stores, kept, written = kind in ("store", "write", "send"), [], []
-        for use in self.uses:
-            start, end, other, then, stored, unfenced = use
-            if end <= low or high <= start:
-                kept.append(use)
-                continue
-            if (stores or stored) and clock[other] < then:
-                raise Fault(f"bytes {low} to {high}: a {kind} is not ordered after a {'store' if stored else 'load'}")
-            if unfenced and stored and kind == "read":
-                raise Fault(f"bytes {low} to {high}: no fence shows the copy engine what threads have stored")
-            if unfenced and kind in ("write", "send"):
-                raise Fault(f"bytes {low} to {high}: no fence completes a thread's load or store before a {kind}")
-            written += [(start, end)] if stored else []
-            same = (start, end, other, stored) == (low, high, agent, stores)
-            if not same and not (stores and low <= start and end <= high):
-                kept.append(use)
-        if not stores:
-            for start, end in sorted(written):
-                low = max(low, end) if start <= low else low
-            if low < high:
-                raise Fault(f"byte {low}: a {kind} of what nothing wrote")
-        self.uses = [*kept, (*part, agent, moment, stores, kind in ("load", "store"))]
-
-    def fence(self, agent: int) -> None:
-        self.uses = [(*use[:5], use[5] and use[2] != agent) for use in self.uses]
-
-
-class Barrier:
-    def __init__(self, agent: int, arrivals: int, agents: int) -> None:
-        self.agent, self.arrivals, self.due = agent, arrivals, arrivals
-        self.coming, self.over = np.zeros(agents, int), list[np.ndarray]()
-        self.waits: dict[int, list[int]] = {}  # by warpgroup, its moments when they returned
-
-    def arrive(self, clock: np.ndarray) -> None:
-        if clock[self.agent] < len(self.over):
-            raise Fault("an arrival does not know that the last phase is over")
-        self.coming, self.due = np.maximum(self.coming, clock), self.due - 1
-        if not self.due:
-            self.due, phase = self.arrivals, self.coming.copy()
-            phase[self.agent] = len(self.over) + 1
-            self.over.append(phase)
-
-    def check(self) -> None:
-        """A wait takes a phase by its parity: the next one must not be over before the wait has returned."""
-        for agent, moments in self.waits.items():
-            if any(phase[agent] < moment for moment, phase in zip(moments, self.over[1:], strict=False)):
-                raise Fault("a phase may be over before a wait for the last one returns")
-
-
-class Block:
-    """A block's shared memory, by the variable that holds the reference."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.buffers: dict[Any, Any] = {}
-        self.came: dict[int, list[np.ndarray]] = {}  # what other blocks knew when they stored, by warpgroup
-        self.meetings: dict[int, list[np.ndarray]] = {}  # what warpgroups knew at named barriers of two of them
-        self.visits: list[tuple[int, int]] = []  # other blocks' arrivals: agent and moment
-
-    def memories(self) -> Iterator[Memory]:
-        return (buffer for buffer in self.buffers.values() if isinstance(buffer, Memory))
-
-    def barriers(self) -> Iterator[Barrier]:
-        return itertools.chain(*(buffer for buffer in self.buffers.values() if isinstance(buffer, list)))
-
-
-class Result:
-    """The kernel's array in global memory: how often each element is written."""
-
-    def __init__(self, shape: Sequence[int], data: np.ndarray | None = None) -> None:
-        self.shape, self.times = tuple(shape), np.zeros(shape, np.int32)
-        self.data = data  # of an operand whose numbers the kernel's scalars depend on
-
-    def write(self, starts: Sequence[int], sizes: Sequence[int], piece: bool) -> None:
-        """`piece`: as one piece of memory where it is contiguous, which is clipped at the array's end alone."""
-        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
-        dense = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
-        over = [start + size > n or start < 0 for start, size, n in zip(starts, sizes, self.shape, strict=True)]
-        if piece and any(over) and all(n == 1 or s == d for n, s, d in zip(sizes, strides, dense, strict=True)):
-            raise Fault(f"a copy in one piece, {tuple(sizes)} at {tuple(starts)} of {self.shape}, runs over an edge")
-        if any(n == 1 == size and start for start, size, n in zip(starts, sizes, self.shape, strict=True)):
-            raise Fault("the copy engine drops an axis of one position, and takes any index there for 0")
-        self.times[tuple(slice(max(0, s), max(0, s + n)) for s, n in zip(starts, sizes, strict=True))] += 1
-
-
-class View:
-    """A part of a buffer: a buffer, where it starts, and (stride, size) of every axis, all in elements."""
-
-    def __init__(self, buffer: Any, shape: Sequence[int], width: int, offset: int = 0) -> None:
-        self.buffer, self.shape, self.width, self.offset = buffer, tuple(shape), width, offset  # offset in bytes
-        self.axes = [(math.prod(shape[d + 1 :]), n) for d, n in enumerate(shape)]
-        self.starts, self.sizes, self.swizzled = [0] * len(shape), list(shape), False
-
-    def transformed(self, transforms: Sequence[Any]) -> "View":
-        view, indexed = self, False
-        for transform in transforms:
-            name = type(transform).__name__
-            if name == "ExtractAliasedRef":
-                shape, width = transform.shape, np.dtype(transform.dtype).itemsize
-                view = View(view.buffer, shape, width, view.offset + transform.offset)
-                if view.offset + math.prod(shape) * width > self.buffer.size:
-                    raise Fault("a reference to more than its buffer")
-            elif name == "UnswizzleRef":
-                view.swizzled = True
-            elif name == "UntilingTransform":  # of the innermost axes; what comes before them lies as it was
-                tiled = len(transform.tiling)
-                (*lead,) = view.shape[: len(view.shape) - 2 * tiled]
-                inner = [a * b for a, b in zip(view.shape[-2 * tiled : -tiled], view.shape[-tiled:], strict=True)]
-                view, swizzled = View(view.buffer, (*lead, *inner), view.width, view.offset), view.swizzled
-                view.swizzled = swizzled
-            elif name == "NDIndexer" and not indexed:
-                view, indexed = view._indexed(transform.indices), True
-            else:
-                raise NotImplementedError(f"{name} of a reference")
-        return view
-
-    def _indexed(self, indices: Sequence[Any]) -> "View":
-        view = View(self.buffer, self.shape, self.width, self.offset)
-        view.swizzled = self.swizzled
-        view.starts = [int(i.start) if hasattr(i, "start") else int(i) for i in indices]
-        view.sizes = [int(i.size) if hasattr(i, "start") else 1 for i in indices]
-        return view
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """From its first byte to its last."""
-        for start, size, n in zip(self.starts, self.sizes, self.shape, strict=True):
-            if start < 0 or start + size > n:
-                raise Fault(f"positions {start} to {start + size} of a buffer of {n}")
-        first = sum(start * stride for start, (stride, _) in zip(self.starts, self.axes, strict=True))
-        last = first + sum((size - 1) * stride for size, (stride, _) in zip(self.sizes, self.axes, strict=True))
-        return self.offset + first * self.width, self.offset + (last + 1) * self.width
 
 
 class Warpgroup:

@@ -31,6 +31,7 @@ def arrays_of(n: Norm, dtype: str, mean: float) -> tuple[np.ndarray, ...]:
 
 # What x and dy are multiplied by, so that squares of x fit into float32's range, and dy h, but not dy (x - mean).
 EXTREMES = {"large": (2.0**52, 2.0**80), "tiny": (2.0**-50, 2.0**-98)}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_extreme = pytest.mark.parametrize("extreme", EXTREMES)
 wide_range = pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "f16"])
 

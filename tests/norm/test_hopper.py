@@ -12,7 +12,16 @@ from jaxdnn._src import hopper
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.norm import bounds
 from jaxdnn._src.norm.spec import NormSpec
-from tests.norm.calls import DTYPES, arrays_of, check_backward, check_forward, each_extreme, extreme_of, wide_range
+from tests.norm.calls import (
+    DTYPES,
+    arrays_of,
+    check_backward,
+    check_forward,
+    each_dtype,
+    each_extreme,
+    extreme_of,
+    wide_range,
+)
 from tests.norm.cases import Norm, agree, in_view
 
 if (reason := hopper.unavailable()) is not None:
@@ -27,7 +36,6 @@ pytestmark = pytest.mark.usefixtures("h200")
 
 # One vector a row, part of a warp's, ragged ends, several warps, as many vectors a thread as there may be.
 LENGTHS = (8, 128, 136, 1000, 2056, 8192)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_length = pytest.mark.parametrize("length", LENGTHS)
 each_op = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 

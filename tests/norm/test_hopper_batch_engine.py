@@ -14,7 +14,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src import hopper
 from jaxdnn._src.core import engines, selection
 from jaxdnn._src.norm import bounds
-from tests.norm.calls import each_extreme, extreme_of, wide_range
+from tests.norm.calls import each_dtype, each_extreme, extreme_of, wide_range
 from tests.norm.cases import Norm, agree
 
 if (reason := hopper.unavailable()) is not None:
@@ -27,8 +27,6 @@ from jaxdnn._src.norm.spec import ACTIVATIONS
 from tests.hopper.column_machine import DTYPES, plan_of, statistics, sums
 
 pytestmark = pytest.mark.usefixtures("h200")
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def call_of(function: Any, *operands: Any) -> engines.Call:

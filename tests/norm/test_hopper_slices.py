@@ -17,6 +17,7 @@ from tests.norm.calls import (
     check_activation,
     check_backward,
     check_forward,
+    each_dtype,
     each_extreme,
     extreme_of,
     norm_of,
@@ -32,7 +33,6 @@ from jaxdnn._src.norm.hopper.group_plan import ImagePlan, SlicePlan
 
 pytestmark = pytest.mark.usefixtures("h200")
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # Images (pixels, channels, channels of a group), their slices whose statistics are merged and those written, and
 # blocks of a cluster.
 SIZES: dict[str, tuple[tuple[int, int, int], int, int, int]] = {
