@@ -7,6 +7,8 @@ order: what the first kernel has read last is still in the L2 cache.
 
 Merging order: the slices of an image are split over several lanes (`lanes_of`). A lane adds every so many-th slice, one
 after another, and the lanes are then added by exchanges.
+
+It is PTX text, which an empty Pallas kernel embeds. Plain Pallas was not measured.
 """
 
 import functools as ft
