@@ -1,8 +1,9 @@
 # Two commands need nothing before them but Python 3.11 or newer: `make verify` and `make test`.
 PYTHON ?= python3
 WORKERS ?= 2
-# Of a test function's parameters `make test` runs so many, on the newest JAX every facet and on the other one every fourth
-# function, for twelve minutes on two cores (tests/sample.py says which); 0 runs all, over 10,000.
+# Of a test function's parameters `make test` runs so many, on the newest JAX of the functions over all ops and of every third
+# other one, with every facet, and on the other JAX of every fourth (tests/sample.py; CONTRIBUTING.md has what that takes); 0
+# runs all, nearly 20,000.
 SAMPLE ?= 1
 RUN := .venv/bin/python -m
 # Bytecode is kept, whatever the environment says: each worker of the tests, and each process that a test starts, would

@@ -1,8 +1,9 @@
-"""The sample of the tests that `make test` runs: every facet each time, all in `SLICES` runs, always the same."""
+"""The sample of the tests that `make test` runs: all facets and ops each time, everything in `SLICES` runs."""
 
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jaxdnn._src import families
 from jaxdnn.verify import turns
 from tests import sample
 
@@ -25,7 +27,15 @@ TESTS: dict[str, dict[str, Any]] = {
     **{f"test_b.py::test_it[{d}]": {"dtype": d} for d in DTYPES},
     **{f"tests/a/test_hopper_rows.py::test_lengths[{n}]": {"length": n} for n in LENGTHS},
     **{f"test_c.py::test_errors[{n}]": {"message": str(n)} for n in range(500)},
+    **{f"test_d.py::test_each[{op}]": {"name": op} for op in families.ops()},
+    **{f"test_e.py::test_each[{op}-{d}]": {"name": op, "dtype": d} for op in families.ops() for d in DTYPES},
+    **{f"test_e.py::test_some[{op}]": {"name": op} for op in families.ops()[: sample.OVER_ALL - 1]},
 }
+OVER_ALL = ("test_d.py::test_each", "test_e.py::test_each")
+
+
+def functions(kept: set[str]) -> set[str]:
+    return {test.partition("[")[0] for test in kept}
 
 
 def held(kept: set[str], module: str, parameter: str) -> set[Any]:
@@ -33,15 +43,45 @@ def held(kept: set[str], module: str, parameter: str) -> set[Any]:
 
 
 @pytest.mark.parametrize("slice_", [0, 5, sample.SLICES - 1])
-def test_every_slice_holds_every_function_and_facet(slice_: int):
+def test_every_slice_holds_every_facet(slice_: int):
     kept = sample.chosen(TESTS, 1, slice_)
-    assert {test.partition("[")[0] for test in kept} == {test.partition("[")[0] for test in TESTS}
-    for module in ("test_a", "test_b"):
+    for module in ("test_a", "test_b", "test_e"):
         assert held(kept, module, "dtype") == set(DTYPES)
     assert held(kept, "test_a", "layout") == set(LAYOUTS)
     assert held(kept, "tests/a/test_hopper_rows", "length") == set(LENGTHS)
-    assert len(held(kept, "test_a", "seed")) < 20
+    assert len(held(kept, "test_a", "seed")) < 25
     assert len(kept) < 80
+
+
+@pytest.mark.parametrize("slice_", [0, 5, 700])
+def test_every_slice_holds_every_function_over_all_ops_and_every_op_in_one(slice_: int, monkeypatch):
+    of = lambda kept: {f: [TESTS[test]["name"] for test in kept if test.startswith(f"{f}[")] for f in OVER_ALL}
+    few = of(sample.chosen(TESTS, 1, slice_))
+    assert all(0 < len(names) < 10 for names in few.values())
+    monkeypatch.setattr(sample, "MANY", len(OVER_ALL))
+    every = of(sample.chosen(TESTS, 1, slice_))
+    assert set().union(*every.values()) == set(families.ops())
+    assert sum(map(len, every.values())) < len(families.ops()) + 10
+
+
+@pytest.mark.parametrize("first", [0, 5, 700])
+def test_as_many_slices_as_turns_hold_every_function(first: int):
+    runs = [functions(sample.chosen(TESTS, 1, first + i)) for i in range(sample.TURNS)]
+    assert set().union(*runs) == functions(set(TESTS))
+    assert sum("test_c.py::test_errors" in of_run for of_run in runs) == 1
+
+
+def test_a_function_of_fewer_ops_is_a_family_s():
+    groups = {name: [test for test in TESTS if test.startswith(f"{name}[")] for name in functions(set(TESTS))}
+    assert sorted(sample.of_ops(groups)) == sorted(OVER_ALL)
+
+
+def test_a_run_keeps_to_its_budget(request: pytest.FixtureRequest):
+    """Of these very tests: where it fails, fewer facets or parameters are asked for, or `TURNS` are more."""
+    config = request.config
+    if not config.option.sample:
+        pytest.skip("no sample is taken")
+    assert len(request.session.items) <= sample.BUDGET * config.option.sample
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (2, 11), (1, 700)])
@@ -53,14 +93,14 @@ def test_slices_in_a_row_hold_everything(count: int, first: int):
 
 @pytest.mark.parametrize("first", [0, 5, 700])
 def test_a_run_beside_another_takes_every_fourth_function_in_turns(first: int):
-    every = {test.partition("[")[0] for test in TESTS}
-    many = {"test_a.py::test_forward": 270, "test_c.py::test_errors": 500}
+    every = functions(set(TESTS))
+    many = {name: sum(test.startswith(f"{name}[") for test in TESTS) for name in every}
     runs = [sample.chosen(TESTS, 1, first + i, beside=True) for i in range(sample.SLICES)]
-    functions = [[test.partition("[")[0] for test in kept] for kept in runs]
+    of_runs = [[test.partition("[")[0] for test in kept] for kept in runs]
     parts = sample.SLICES // sample.BESIDE
-    assert all(of_run.count(f) <= 3 * -(-many.get(f, 1) // parts) for of_run in functions for f in of_run)
-    assert sum(len(set(of_run)) for of_run in functions[: sample.BESIDE]) == len(every)
-    assert set().union(*functions[: sample.BESIDE]) == every
+    assert all(of_run.count(f) <= 3 * max(1, -(-many[f] // parts)) for of_run in of_runs for f in of_run)
+    assert sum(len(set(of_run)) for of_run in of_runs[: sample.BESIDE]) == len(every)
+    assert set().union(*of_runs[: sample.BESIDE]) == every
     assert set().union(*runs) == set(TESTS)
 
 
@@ -88,7 +128,7 @@ def test_a_run_each_night_of_a_shallow_clone_has_everything(
 
 def test_the_definition_is_tested_once():
     test = {"tests/reference/test_conv.py::test_it": {}}
-    assert sample.chosen(test, 1, 0) == set(test)
+    assert [bool(sample.chosen(test, 1, slice_)) for slice_ in range(sample.TURNS)].count(True) == 1
     assert not any(sample.chosen(test, 1, slice_, beside=True) for slice_ in range(sample.BESIDE))
     assert all((Path(__file__).parents[1] / name).exists() for name in sample.ONCE)
 
@@ -121,19 +161,26 @@ def test_a_sample_does_not_depend_on_the_order_of_the_tests():
     assert sample.chosen(TESTS, 1, 3) != sample.chosen(TESTS, 1, 4)
 
 
+def collected(*options: str, seed: str = "1") -> tuple[str, list[str]]:
+    """What a process that hashes by a seed collects of this suite: its header, and a line for each test."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *options]
+    env = {**os.environ, "PYTHONHASHSEED": seed}
+    root = Path(__file__).parents[1]  # where the tests are run from: paths in PYTHONPATH may be relative to it
+    text = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True).stdout
+    return text, re.findall(r"<Function (.*)>", text)
+
+
 def test_the_header_says_how_to_repeat_it():
-    """Of this suite itself: a process that hashes otherwise collects the same."""
-
-    def collect(seed: str) -> str:
-        options = ["--collect-only", "-p", "no:cacheprovider", "--sample", "1", "--slice", "7"]
-        files = ["tests/softmax/test_errors.py", "tests/core/test_tolerance.py"]
-        command = [sys.executable, "-m", "pytest", *options, *files]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        root = Path(__file__).parents[1]  # where the tests are run from: paths in PYTHONPATH may be relative to it
-        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True).stdout
-
-    first, again = collect("1"), collect("2")
-    assert "repeat this sample with --sample 1 --slice 7" in first
-    tests = [[line for line in text.splitlines() if "<Function" in line] for text in (first, again)]
-    assert tests[0] == tests[1]
+    options = ("--sample", "1", "--slice", "7", "tests/softmax/test_errors.py", "tests/core/test_tolerance.py")
+    (header, tests), (_, again) = collected(*options), collected(*options, seed="2")
+    assert "repeat this sample with --sample 1 --slice 7" in header
+    assert tests == again
+    assert tests
     assert sample.current() > 0
+
+
+def test_functions_over_all_ops_are_found_by_the_names_of_their_tests():
+    groups: dict[str, list[str]] = {}
+    for test in collected("--sample", "0", "tests/core/test_signatures.py")[1]:
+        groups.setdefault(test.partition("[")[0], []).append(test)
+    assert sorted(sample.of_ops(groups)) == ["test_an_argument_that_is_none", "test_an_option_by_position"]
