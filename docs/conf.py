@@ -56,7 +56,10 @@ def unlinked(name: str, value: Any) -> list[str]:
     if inspect.ismodule(value):
         return dir(value)
     own = [name.rpartition(".")[2]] if name.count(".") == 1 else []
-    return own + (list(inspect.signature(value).parameters) if callable(value) else [])
+    try:
+        return own + (list(inspect.signature(value).parameters) if callable(value) else [])
+    except ValueError:  # a class that takes what a built-in one takes, such as an error
+        return own
 
 
 def link_files(app: Any, page: str, source: list[str]) -> None:

@@ -14,11 +14,13 @@ it without being told. `explain(op, *arguments)` says which engine would serve a
 every size are then passed over. The package `jaxdnn_reference` has the definition of every op in NumPy, with the same
 name and arguments. `recurrent` converts weights of recurrent layers from and to other libraries; `ring` is attention to
 keys on several devices, `multi_head` attention with its projections. `lax_like` has functions with lax's signatures,
-and `patch` is a context that puts them into programs that call lax's, such as a Flax model. The examples in docstrings
-take `import jax`, `import jax.numpy as jnp` and `import jaxdnn as dnn` as given.
+and `patch` is a context that puts them into programs that call lax's, such as a Flax model. `graph` has operation
+graphs in cuDNN's manner, over these ops. The examples in docstrings take `import jax`, `import jax.numpy as jnp` and
+`import jaxdnn as dnn` as given.
 """
 
 from jaxdnn import engines as engines
+from jaxdnn import graph as graph
 from jaxdnn import lax_like as lax_like
 from jaxdnn import multi_head as multi_head
 from jaxdnn import recurrent as recurrent

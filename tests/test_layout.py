@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     *("core", "hopper"),
     *("activation", "tensor", "dropout", "conv", "a family"),
-    *("families", "adapters", "surface", "cases", "cases of a family", "commands"),
+    *("families", "adapters", "graph", "surface", "cases", "cases of a family", "commands"),
 )
 COMMANDS = ("verify", "bench", "__main__")
 
@@ -93,6 +93,7 @@ def test_manifests_name_every_public_op():
     assert public - set(dnn.__all__) <= {
         "engines",
         "equinox",
+        "graph",
         "lax_like",
         "linen",
         "multi_head",

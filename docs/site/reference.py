@@ -50,6 +50,11 @@ OTHERS = {
         "the library's ops.",
         ("nnx", "linen", "equinox"),
     ),
+    "graphs": (
+        "Operation graphs",
+        "Graphs of operations by cudnn-frontend's names: [how they are built, planned and called](../graph.md).",
+        ("graph",),
+    ),
     "tolerances": (
         "Tolerances",
         "How far a result may be from its [definition](../concepts.md#definition). No "
@@ -57,6 +62,7 @@ OTHERS = {
         ("tolerance",),
     ),
 }
+WITH_MEMBERS = ("jaxdnn", "jaxdnn.graph")  # whose classes are shown with their methods
 FOLDERS = ("ops", "around")
 COMMANDS = {"bench", "verify"}  # what is a program, not a module to import from
 
@@ -192,7 +198,9 @@ def _documented(names: list[str]) -> Iterator[str]:
         module, _, one = name.rpartition(".")
         value = getattr(importlib.import_module(module), one)
         if inspect.isclass(value):
-            yield from (f".. autoclass:: {name}", "   :members:" if module == "jaxdnn" else "   :no-members:", "")
+            shown = "   :members:" if module in WITH_MEMBERS else "   :no-members:"
+            derived = module in WITH_MEMBERS and any(base.__module__.startswith("jaxdnn._") for base in value.__bases__)
+            yield from (f".. autoclass:: {name}", shown, *["   :inherited-members:"] * derived, "")
         elif callable(value):
             yield from (f".. autofunction:: {name}", "")
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxdnn._src.core.manifest import Manifest
 
-SHARED = ("adapters", "cases", "core", "hopper")
+SHARED = ("adapters", "cases", "core", "graph", "hopper")
 # Every package beside this file but those that families share or that are made of them, in the alphabet's order.
 NAMES = tuple(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.ispkg and m.name not in SHARED)
 

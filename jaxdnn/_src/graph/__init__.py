@@ -1,0 +1,1 @@
+"""Operation graphs: tensors, nodes, plans."""

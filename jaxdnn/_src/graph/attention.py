@@ -1,0 +1,234 @@
+"""Attention, forward and backward, and rotary embedding; dimensions are (B, H, S, D)."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.attention.api import attention, attention_dgrad
+from jaxdnn._src.graph.nodes import Inference, Kind, Run, register
+from jaxdnn._src.graph.products import result_dtype
+from jaxdnn._src.graph.random import words
+
+FLOATS = ("float32", "float64")
+ALIGNMENTS = ("TOP_LEFT", "BOTTOM_RIGHT")
+
+
+def _infer_masks(node: Inference) -> None:
+    """What is said of masks, brought to one form: alignment, left and right bounds."""
+    for name in ("use_alibi_mask", "use_padding_mask", "use_causal_mask", "use_causal_mask_bottom_right"):
+        node.flag(name)
+    causal, corner = node.attribute("use_causal_mask"), node.attribute("use_causal_mask_bottom_right")
+    node.expect(not (causal and corner), "use_causal_mask", "False with use_causal_mask_bottom_right", causal)
+    alignment = node.choice("diagonal_alignment", ALIGNMENTS)
+    left, right = node.attribute("diagonal_band_left_bound"), node.attribute("diagonal_band_right_bound")
+    length = node.attribute("sliding_window_length")
+    node.expect(left is None or length is None, "sliding_window_length", "None with diagonal_band_left_bound", length)
+    left = length if left is None else left
+    if causal or corner:
+        node.expect(right in (None, 0), "diagonal_band_right_bound", "None or 0 with a causal mask", right)
+        alignment, right = "BOTTOM_RIGHT" if corner else alignment, 0
+    node.integer("sliding_window_length", 1, optional=True)
+    node.integer("diagonal_band_left_bound", 1, optional=True)
+    node.integer("diagonal_band_right_bound", 0, optional=True)
+    free = alignment == "TOP_LEFT" or right == 0 or (left, right) == (None, None)
+    node.expect(free, "diagonal_band_right_bound", "0 with alignment BOTTOM_RIGHT and a bound", right)
+    node.expect(
+        not node.attribute("use_alibi_mask") or right == 0, "use_alibi_mask", "False but with a right bound of 0", True
+    )
+    node.derive(alignment=alignment, left=left, right=right)
+
+
+def _infer_operands(node: Inference) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    q, k, v = (node.rank(port, 4) for port in ("q", "k", "v"))
+    node.expect(k[0] == q[0] and k[3] == q[3], "k.dim", f"(B, H, S, D) with B = {q[0]} and D = {q[3]}", k)
+    node.expect(q[1] % k[1] == 0, "k.dim", f"heads that divide q's {q[1]}", k)
+    node.shaped("v", (*k[:3], v[3]), "k's batch, heads and length")
+    node.floats("q")
+    for port in ("k", "v"):
+        node.typed(port, node.dtype("q"))
+    compute = node.node.compute
+    fits = (node.dtype("q") == "float64") == (compute == "float64")
+    node.expect(fits, "compute_data_type", "float64 where q is, else float32", compute)
+    padded = node.attribute("use_padding_mask")
+    for port in ("seq_len_q", "seq_len_kv"):
+        node.expect(node.has(port) == padded, port, "given with use_padding_mask, and else not", node.has(port))
+        if node.has(port):
+            node.shaped(port, (q[0], 1, 1, 1), "one length for each of the batch")
+            node.typed(port, "int32")
+    if node.has("bias"):
+        dim, full = node.dim("bias"), (*q[:3], k[2])
+        fits = len(dim) == 4 and all(n in (1, m) for n, m in zip(dim, full, strict=True))
+        node.expect(fits, "bias.dim", f"sizes that are 1 or those of {full}", dim)
+    if node.has("sink_token"):
+        node.shaped("sink_token", (1, q[1], 1, 1), "one for each head")
+    node.number("dropout_probability", 0.0, 1.0)
+    seeded, dropped = node.has("seed"), node.attribute("dropout_probability") > 0
+    node.expect(seeded == dropped, "seed", "given with a dropout_probability above 0, and else not", seeded)
+    if seeded:
+        node.one("seed")
+        node.typed("seed", "int32", "int64")
+    if node.has("attn_scale"):
+        node.one("attn_scale")
+    return q, v
+
+
+def _infer_sdpa(node: Inference) -> None:
+    _infer_masks(node)
+    q, v = _infer_operands(node)
+    node.output("O", (*q[:3], v[3]), "q")
+    node.output("Stats", (*q[:3], 1), None, "float64" if node.node.compute == "float64" else "float32")
+
+
+def slopes(heads: int) -> np.ndarray:
+    """ALiBi's slopes: of the largest power of two within a geometric series, of the others the odd ones of the next."""
+    near = 2 ** math.floor(math.log2(heads))
+    first = [2.0 ** (-8.0 * (i + 1) / near) for i in range(near)]
+    return np.array(first + [2.0 ** (-4.0 * (2 * j + 1) / near) for j in range(heads - near)])
+
+
+def _options(node: Run) -> dict[str, Any]:
+    left, right, alignment = (node.derived(name) for name in ("left", "right", "alignment"))
+    scale = float(node.static("attn_scale")) if node.has("attn_scale") else 1.0
+    options: dict[str, Any] = {"layout": "BNTH", "scale": scale}
+    if right == 0:
+        options["causal"] = "bottom_right" if alignment == "BOTTOM_RIGHT" else "top_left"
+    if left is not None or right not in (None, 0):
+        options["window"] = (None if left is None else left - 1, right)
+    if node.has("bias"):
+        options["bias"] = node.x("bias").astype(node.compute)
+    if node.has("seq_len_q"):
+        options["query_lengths"] = node.x("seq_len_q").reshape(-1)
+        options["key_lengths"] = node.x("seq_len_kv").reshape(-1)
+    if node.attribute("use_alibi_mask"):
+        options["alibi_slopes"] = jnp.asarray(slopes((node.tensor("q").dim or (0, 0))[1]), node.compute)
+    if node.has("sink_token"):
+        options["sinks"] = node.wide("sink_token").reshape(-1)
+    if node.has("seed"):
+        options["dropout"], options["dropout_key"] = float(node.attribute("dropout_probability")), words(node.x("seed"))
+    return options
+
+
+def _sdpa(node: Run) -> dict[str, Array]:
+    q, k, v = (node.stored(port) for port in ("q", "k", "v"))
+    o, stats = attention(q, k, v, return_logsumexp=True, out_dtype=_served(node, "O"), **_options(node))
+    return {"O": o, "Stats": stats[..., None]} if node.asked("Stats") else {"O": o}
+
+
+def _served(node: Run, port: str) -> Any:
+    """The dtype asked of `attention`: float32 or its operands'; another is converted to from float32."""
+    wanted, own = np.dtype(result_dtype(node, port)).name, node.tensor("q").data_type
+    return own if wanted == own else "float32" if node.compute == "float32" else "float64"
+
+
+MASKS = {
+    "use_alibi_mask": False,
+    "use_padding_mask": False,
+    "use_causal_mask": False,
+    "use_causal_mask_bottom_right": False,
+    "sliding_window_length": None,
+    "diagonal_alignment": "TOP_LEFT",
+    "diagonal_band_left_bound": None,
+    "diagonal_band_right_bound": None,
+    "dropout_probability": 0.0,
+}
+_OPTIONAL = ("attn_scale?", "bias?", "seq_len_q?", "seq_len_kv?", "sink_token?", "seed?")
+register(
+    Kind(
+        "sdpa",
+        ("q", "k", "v", *_OPTIONAL),
+        ("O", "Stats?"),
+        MASKS,
+        _infer_sdpa,
+        _sdpa,
+        ("attn_scale",),
+        FLOATS,
+        ("attention",),
+    )
+)
+
+
+def _infer_backward(node: Inference) -> None:
+    _infer_masks(node)
+    q, v = _infer_operands(node)
+    for port in ("o", "dO"):
+        node.shaped(port, (*q[:3], v[3]), "the result's")
+    node.shaped("stats", (*q[:3], 1), "one for each query")
+    for port in ("q", "k", "v"):
+        node.output(f"d{port.upper()}", node.dim(port), port)
+    if node.asked("dBias"):
+        node.expect(node.has("bias"), "bias", "given, for its gradient is asked for", None)
+        node.output("dBias", node.dim("bias"), "bias")
+    if node.asked("dSink_token"):
+        node.expect(node.has("sink_token"), "sink_token", "given, for its gradient is asked for", None)
+        node.output("dSink_token", node.dim("sink_token"), "sink_token")
+
+
+def _backward(node: Run) -> dict[str, Array]:
+    q, k, v, o, do = (node.stored(port) for port in ("q", "k", "v", "o", "dO"))
+    options = _options(node)
+    stats = node.wide("stats")[..., 0]
+    dq, dk, dv, *others = attention_dgrad(do.astype(q.dtype), q, k, v, o.astype(q.dtype), stats, **options)
+    found = {"dQ": dq, "dK": dk, "dV": dv}
+    given = [name for name in ("bias", "alibi_slopes", "sinks") if name in options]
+    named = dict(zip(given, others, strict=True))
+    if node.asked("dBias"):
+        found["dBias"] = named["bias"]
+    if node.asked("dSink_token"):
+        found["dSink_token"] = named["sinks"].reshape(node.tensor("sink_token").dim or ())
+    return found
+
+
+register(
+    Kind(
+        "sdpa_backward",
+        ("q", "k", "v", "o", "dO", "stats", *_OPTIONAL),
+        ("dQ", "dK", "dV", "dBias?", "dSink_token?"),
+        MASKS,
+        _infer_backward,
+        _backward,
+        ("attn_scale",),
+        FLOATS,
+        ("attention_dgrad",),
+    )
+)
+
+
+def _infer_rope(node: Inference) -> None:
+    x, freqs = node.rank("input", 4), node.rank("freqs", 4)
+    node.floats("input", "freqs")
+    fits = "float64" not in (node.dtype("input"), node.dtype("freqs")) or node.node.compute == "float64"
+    node.expect(fits, "compute_data_type", "float64, for an input is", node.node.compute)
+    width = freqs[3]
+    node.expect(freqs[:3] == (x[2], 1, 1), "freqs.dim", f"(S, 1, 1, rope_dim) with S = {x[2]}", freqs)
+    node.expect(width % 2 == 0 and width <= x[3], "freqs.dim", f"an even rope_dim of at most D = {x[3]}", freqs)
+    node.number("output_scale")
+    node.output("Y", x, "input")
+
+
+def rotated(node: Run, sign: float) -> Array:
+    """The last rope_dim features, whose first half is paired with the second, turned by angles; all scaled."""
+    x, angles = node.wide("input"), node.wide("freqs")
+    width = angles.shape[3]
+    theta = angles[:, 0, 0, : width // 2][None, None]
+    cos, sin = jnp.cos(theta), sign * jnp.sin(theta)
+    plain, low, high = jnp.split(x, (x.shape[3] - width, x.shape[3] - width // 2), axis=3)
+    cos, sin = (jnp.broadcast_to(v, low.shape) for v in (cos, sin))
+    turned = jnp.concatenate([plain, low * cos - high * sin, high * cos + low * sin], axis=3)
+    return turned * jnp.asarray(node.attribute("output_scale"), x.dtype)
+
+
+for _op, _sign in (("rope", 1.0), ("rope_backward", -1.0)):
+    register(
+        Kind(
+            _op,
+            ("input", "freqs"),
+            ("Y",),
+            {"output_scale": 1.0},
+            _infer_rope,
+            lambda node, sign=_sign: {"Y": rotated(node, sign)},
+            compute=FLOATS,
+        )
+    )

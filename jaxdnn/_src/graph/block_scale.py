@@ -1,0 +1,139 @@
+"""Quantisation by blocks: numbers of few bits with a scale for each block of neighbours along an axis.
+
+scale = the least number of its dtype that is at least amax / the largest number of y's dtype
+y = x / scale, rounded to nearest even and saturated
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn._src.graph.nodes import Inference, Kind, Run, is_integer, numpy_of, register
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0}
+SCALES = ("float8_e8m0fnu", "float8_e4m3fn", "float32")
+
+
+def _infer_quantise(node: Inference) -> None:
+    x = node.dim("input")
+    node.typed("input", "float32", "bfloat16", "float16")
+    axis, block = node.place("axis", len(x), "an axis of the input", optional=True), node.integer("block_size", 1)
+    axis = len(x) - 1 if axis is None else axis
+    node.expect(x[axis] % block == 0, "block_size", f"a divisor of {x[axis]}, the size of axis {axis}", block)
+    for port, choices in (("Y", tuple(LARGEST)), ("scale", SCALES)):
+        dtype = node.node.outputs[port].data_type
+        node.expect(dtype in choices, f"{port}.data_type", f"set to one of {', '.join(choices)}", dtype)
+    node.derive(axis=axis)
+    node.output("Y", x, "input")
+    node.output("scale", [n // block if i == axis else n for i, n in enumerate(x)], "input")
+
+
+def power(exponent: Array) -> Array:
+    """2 to an integer from -126 to 127, exactly, in float32."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _exponent_up(v: Array) -> Array:
+    """The least integer e with 2^e >= v, of numbers above 0; from -127 to 127."""
+    bits = lax.bitcast_convert_type(v, jnp.int32)
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).astype(jnp.int32)
+    return jnp.clip(exponent, -127, 127)
+
+
+def _blocks(x: Array, axis: int, block: int) -> Array:
+    return x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
+
+
+def _quantise(node: Run) -> dict[str, Array]:
+    x, axis, block = node.wide("input"), node.derived("axis"), node.attribute("block_size")
+    kind, scale_kind = node.out("Y").data_type or "", node.out("scale").data_type
+    parts = _blocks(x, axis, block)
+    ratio = jnp.max(jnp.abs(parts), axis=axis + 1, keepdims=True) / LARGEST[kind]
+    if scale_kind == "float8_e8m0fnu":
+        exponent = _exponent_up(ratio)
+        scaled = parts * power(-exponent)
+        scale = lax.bitcast_convert_type((exponent + 127).astype(jnp.uint8), jnp.float8_e8m0fnu)
+    else:
+        scale = ratio if scale_kind == "float32" else _up_to_e4m3(ratio)
+        wide = scale.astype(jnp.float32)
+        scaled = jnp.where(wide == 0, 0, parts / jnp.where(wide == 0, 1, wide))
+    limit = LARGEST[kind]
+    y = jnp.clip(scaled, -limit, limit).astype(numpy_of(node.out("Y")))
+    return {"Y": y.reshape(x.shape), "scale": jnp.squeeze(scale, axis + 1)}
+
+
+def _up_to_e4m3(v: Array) -> Array:
+    """The least float8_e4m3fn of at least v, or 448."""
+    near = jnp.minimum(v, 448.0).astype(jnp.float8_e4m3fn)
+    bits = lax.bitcast_convert_type(near, jnp.uint8)
+    short = near.astype(jnp.float32) < jnp.minimum(v, 448.0)
+    return lax.bitcast_convert_type(bits + short.astype(jnp.uint8), jnp.float8_e4m3fn)
+
+
+def _infer_dequantise(node: Inference) -> None:
+    x, scale, block = node.dim("input"), node.dim("descale"), node.attribute("block_size")
+    node.typed("input", *LARGEST)
+    node.typed("descale", *SCALES)
+    ok = isinstance(block, tuple) and all(is_integer(b) and b >= 1 for b in block)
+    node.expect(ok and len(block) in (1, len(x)), "block_size", f"1 or {len(x)} integers of at least 1", block)
+    node.expect(len(scale) == len(x), "descale.dim", f"{len(x)} sizes, as the input", scale)
+    if len(block) == 1:
+        divided = lambda axis: tuple(-(-n // block[0]) if i == axis else n for i, n in enumerate(x))
+        fits = [axis for axis in range(len(x)) if scale == divided(axis)]
+        node.expect(bool(fits), "descale.dim", f"the input's sizes {x}, one of them divided by {block[0]}", scale)
+        block = tuple(block[0] if axis == fits[-1] else 1 for axis in range(len(x)))
+    wanted = tuple(math.ceil(n / b) for n, b in zip(x, block, strict=True))
+    node.expect(scale == wanted, "descale.dim", f"{wanted}, a scale for each block", scale)
+    negative = node.flag("is_negative_scale")
+    fits = not negative or node.dtype("descale") == "float8_e8m0fnu"
+    node.expect(fits, "is_negative_scale", "False but for scales of float8_e8m0fnu", negative)
+    node.derive(blocks=block)
+    node.output("Y", x, "input")
+
+
+def _dequantise(node: Run) -> dict[str, Array]:
+    x, scale = node.x("input").astype(jnp.float32), node.x("descale")
+    if node.tensor("descale").data_type == "float8_e8m0fnu":
+        exponent = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32) - 127
+        exponent = -exponent if node.attribute("is_negative_scale") else exponent
+        half = exponent >> 1  # in two steps, for 2^-127 is no normal number
+        factors = (power(half), power(exponent - half))
+    else:
+        factors = (scale.astype(jnp.float32),)
+    for factor in factors:
+        x = x * _spread(factor, x.shape, node.derived("blocks"))
+    return {"Y": x.astype(np.dtype(node.compute))}
+
+
+def _spread(scale: Array, shape: tuple[int, ...], blocks: tuple[int, ...]) -> Array:
+    """A scale for each element."""
+    for axis, block in enumerate(blocks):
+        if block != 1:
+            scale = jnp.repeat(scale, block, axis=axis)
+    return scale[tuple(slice(0, n) for n in shape)]
+
+
+register(
+    Kind(
+        "block_scale_quantize",
+        ("input",),
+        ("Y", "scale"),
+        {"block_size": None, "axis": None},
+        _infer_quantise,
+        _quantise,
+        compute=("float32",),
+    )
+)
+register(
+    Kind(
+        "block_scale_dequantize",
+        ("input", "descale"),
+        ("Y",),
+        {"block_size": None, "is_negative_scale": False},
+        _infer_dequantise,
+        _dequantise,
+        compute=("float32",),
+    )
+)

@@ -1,0 +1,187 @@
+"""Random graphs: nodes that read what is there already, of every kind whose inputs may be inexact."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxdnn.graph import Graph, Tensor
+from tests.graph.examples import Example, array, last
+
+Draw = np.random.Generator
+IMAGE = (2, 4, 5, 3)  # what every node keeps, but for those that end in another shape
+SMOOTH = ("tanh", "sigmoid", "gelu", "gelu_approx_tanh", "swish", "elu", "softplus", "sin", "cos", "erf", "neg", "abs")
+BINARY = ("add", "sub", "mul", "max", "min", "add_square")
+COMPARE = ("cmp_eq", "cmp_neq", "cmp_gt", "cmp_ge", "cmp_lt", "cmp_le")
+
+
+class Drawn:
+    """A graph while it grows: `images` are the tensors of the common shape, by kind of number."""
+
+    def __init__(self, rng: Draw, io: str, virtual: str) -> None:
+        self.rng, self.io, self.arrays = rng, io, {}
+        self.g = Graph("drawn", io_data_type=io, intermediate_data_type=virtual)
+        self.images: list[Tensor] = [self.given(IMAGE) for _ in range(2)]
+
+    def given(self, dim: tuple[int, ...], low: float | None = None, high: float = 2.0) -> Tensor:
+        stride = last(dim) if len(dim) > 2 and self.rng.random() < 0.7 else None
+        tensor = self.g.tensor(dim, stride)
+        self.arrays[tensor] = (low, high)
+        return tensor
+
+    def image(self) -> Tensor:
+        """One of the last few, so that chains are long."""
+        return self.images[-int(self.rng.integers(1, min(4, len(self.images)) + 1))]
+
+    def operand(self) -> Tensor:
+        """One of the dtype of what is given, as factors of products have to be."""
+        x = self.image()
+        return x if x in self.arrays else self.g.identity(x).set_data_type(self.io)
+
+    def pick(self, names: tuple[str, ...]) -> str:
+        return names[int(self.rng.integers(len(names)))]
+
+
+def unary(d: Drawn) -> Tensor:
+    return getattr(d.g, d.pick(SMOOTH))(d.image())
+
+
+def relu(d: Drawn) -> Tensor:
+    slope, clip = (float(d.rng.choice([0.0, 0.25])), [None, 1.5][int(d.rng.integers(2))])
+    return d.g.relu(d.image(), slope, 0.0, clip)
+
+
+def binary(d: Drawn) -> Tensor:
+    other = d.image() if d.rng.random() < 0.5 else d.given([(1, 4, 1, 1), (1, 1, 1, 1), IMAGE][int(d.rng.integers(3))])
+    return getattr(d.g, d.pick(BINARY))(d.image(), other)
+
+
+def root(d: Drawn) -> Tensor:
+    """Of numbers that are positive for sure."""
+    square = d.g.add_square(float(d.rng.uniform(0.5, 1)), d.image())
+    return getattr(d.g, d.pick(("sqrt", "rsqrt", "log", "reciprocal")))(square)
+
+
+def select(d: Drawn) -> Tensor:
+    """Both ways are within the bound where the comparison could go either way."""
+    mask = getattr(d.g, d.pick(COMPARE))(d.image(), d.given((1, 1, 1, 1)))
+    return d.g.binary_select(d.image(), d.image(), mask)
+
+
+def convolution(d: Drawn) -> Tensor:
+    groups = int(d.rng.choice([1, 2, 4]))
+    w = d.given((4, 4 // groups, 3, 1), -0.4, 0.4)
+    return d.g.conv_fprop(d.operand(), w, pre_padding=[1, 0], post_padding=[1, 0])
+
+
+def block(d: Drawn) -> Tensor:
+    """A convolution with an epilogue, of which each part may be missing."""
+    y = convolution(d)
+    if d.rng.random() < 0.5:
+        y = d.g.scale(y, 0.5)
+    if d.rng.random() < 0.7:
+        y = d.g.bias(y, d.given((1, 4, 1, 1)))
+    if d.rng.random() < 0.7:
+        y = d.g.add(y, d.image())
+    return d.g.relu(y) if d.rng.random() < 0.7 else y
+
+
+def gradient(d: Drawn) -> Tensor:
+    w = d.given((4, 4, 3, 1), -0.4, 0.4)
+    return d.g.conv_dgrad(d.operand(), w, padding=[1, 0]).set_dim(IMAGE)
+
+
+def product(d: Drawn) -> Tensor:
+    return d.g.matmul(d.operand(), d.given((2, 1, 3, 3), -0.5, 0.5))
+
+
+def norm(d: Drawn) -> Tensor:
+    op = d.pick(("layernorm", "instancenorm", "batchnorm", "rmsnorm"))
+    dim = (1, 1, 5, 3) if op in ("layernorm", "rmsnorm") else (1, 4, 1, 1)
+    scale, bias = d.given(dim), d.given(dim)
+    if op == "batchnorm":
+        return d.g.batchnorm(d.image(), scale, bias, epsilon=0.5)[0]
+    return getattr(d.g, op)("INFERENCE", d.image(), scale, bias, epsilon=0.5)
+
+
+def normed(d: Drawn) -> Tensor:
+    """With what the norm may take up."""
+    y = norm(d)
+    y = d.g.add(y, d.image()) if d.rng.random() < 0.5 else y
+    return d.g.relu(y)
+
+
+def pool(d: Drawn) -> Tensor:
+    mode = d.pick(("MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING"))
+    return d.g.resample(d.image(), mode, [3, 3], [1, 1], [1, 1], [1, 1])
+
+
+def spread(d: Drawn) -> Tensor:
+    """A reduction, and what is left of an image when it is subtracted."""
+    dim = [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 5, 3)][int(d.rng.integers(3))]
+    mode = d.pick(("ADD", "AVG", "MAX", "MIN", "AMAX", "NORM1", "NORM2"))
+    return d.g.sub(d.image(), d.g.reduction(d.image(), mode).set_dim(dim))
+
+
+def moved(d: Drawn) -> Tensor:
+    """Turned over and back, in another shape between."""
+    x = d.g.transpose(d.image(), [0, 2, 3, 1])
+    y = d.g.reshape(x, reshape_mode="LOGICAL").set_dim((2, 15, 4))
+    y = d.g.tanh(y)
+    return d.g.transpose(d.g.reshape(y, reshape_mode="LOGICAL").set_dim((2, 5, 3, 4)), [0, 3, 1, 2])
+
+
+def joined(d: Drawn) -> Tensor:
+    parts = [d.g.slice(d.operand(), [slice(0, 2), slice(a, b), slice(0, 5), slice(0, 3)]) for a, b in ((0, 1), (1, 4))]
+    return d.g.concatenate(parts, 1)
+
+
+GROW: tuple[Callable[[Drawn], Tensor], ...] = (
+    *(unary, relu, binary, binary, root, select, convolution, block, block, gradient),
+    *(product, norm, normed, pool, spread, moved, joined),
+)
+
+
+def graph(seed: int) -> Example:
+    """A graph of three to eight parts."""
+    rng = np.random.default_rng([20261126, seed])
+    io = str(rng.choice(["float32", "bfloat16", "float16"], p=[0.5, 0.3, 0.2]))
+    d = Drawn(rng, io, str(rng.choice(["float32", "bfloat16"], p=[0.8, 0.2])))
+    for _ in range(int(rng.integers(3, 9))):
+        made = GROW[int(rng.integers(len(GROW)))](d)
+        # Squares and products must not grow beyond what float16 holds.
+        made = d.g.tanh(made) if rng.random() < 0.3 else made
+        if rng.random() < 0.25:
+            made.set_output(True)
+        d.images.append(made)
+    d.images[-1].set_output(True)
+    inputs = set(d.g.inputs())
+    arrays = {t.uid: array(t, rng, *ends) for t, ends in d.arrays.items() if t in inputs}
+    return d.g, arrays
+
+
+def integers(seed: int) -> Example:
+    """A graph of sums, products, maxima and moves of small integers, in which nothing is rounded."""
+    rng = np.random.default_rng([20261127, seed])
+    d = Drawn(rng, "float32", "float32")
+    grow: Any = (relu_exact, binary, convolution, block, gradient, product, moved_exact, joined, spread_exact)
+    for _ in range(int(rng.integers(2, 5))):
+        made = d.g.min(d.g.max(grow[int(rng.integers(len(grow)))](d), -3.0), 3.0)
+        d.images.append(made)
+    d.images[-1].set_output(True)
+    inputs = set(d.g.inputs())
+    whole = lambda t: rng.integers(-2, 3, t.get_shape()).astype(np.float32)
+    return d.g, {t.uid: whole(t) for t in d.arrays if t in inputs}
+
+
+def relu_exact(d: Drawn) -> Tensor:
+    return d.g.relu(d.image(), upper_clip=2.0)
+
+
+def moved_exact(d: Drawn) -> Tensor:
+    return d.g.transpose(d.g.neg(d.g.transpose(d.image(), [3, 2, 0, 1])), [2, 3, 1, 0])
+
+
+def spread_exact(d: Drawn) -> Tensor:
+    mode = d.pick(("ADD", "MAX", "MIN", "AMAX", "NORM1"))
+    return d.g.sub(d.image(), d.g.reduction(d.image(), mode).set_dim((2, 4, 1, 1)))
