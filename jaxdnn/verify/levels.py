@@ -175,7 +175,8 @@ def _poisoned(subject: Subject, extent: str) -> tuple[int, str]:
     function = jax.jit(into, donate_argnums=0, keep_unused=True)
     reused = 0
     for _ in range(count):
-        poison = jnp.asarray(np.full(wanted.shape, 0x7F if subject.dtype == "int8" else np.nan, wanted.dtype))
+        filling = 0x7F if jnp.issubdtype(wanted.dtype, jnp.integer) else np.nan
+        poison = jnp.asarray(np.full(wanted.shape, filling, wanted.dtype))
         address = poison.unsafe_buffer_pointer()
         out = function(poison, *subject.operands)
         _expect([out], [wanted], "in a poisoned buffer")
