@@ -74,3 +74,32 @@ def test_a_named_kernel_says_what_it_needs(name: str, monkeypatch: pytest.Monkey
     function, shapes = BIG[name]
     with pytest.raises(NotImplementedError, match=r"hopper: .* the batch is symbolic"):
         jax.eval_shape(lambda *arrays: function(*arrays, engine="hopper"), *specs(shapes))
+
+
+OPEN: dict[str, Callable[..., Any]] = {
+    "softmax with a mask": lambda x: dnn.softmax(x, where=x > 0),
+    "logsumexp with a mask": lambda x: dnn.logsumexp(x, axis=(0, 1), where=x > 0),
+    "batch_norm per activation": lambda x: dnn.batch_norm(x, mode="per_activation", layout="NWC")[0],
+    "ctc_loss, mean": lambda x: dnn.ctc_loss(
+        x, jnp.ones((1, 2), jnp.int32) + 0 * x[:, 0, :2].astype(jnp.int32), reduction="mean"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_options_over_a_batch_of_any_size(name: str):
+    x = np.random.default_rng(3).standard_normal((3, 4, 5)).astype(np.float32)
+    (n,) = export.symbolic_shape("n")
+    exported = export.export(jax.jit(OPEN[name]))(jax.ShapeDtypeStruct((n, 4, 5), jnp.float32))
+    np.testing.assert_allclose(exported.call(x), OPEN[name](x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_an_open_batch_cannot_have_is_said():
+    (n,) = export.symbolic_shape("n")
+    x, labels = jax.ShapeDtypeStruct((n, 4, 5), jnp.float32), jax.ShapeDtypeStruct((n, 2), jnp.int32)
+    ctc = jax.jit(lambda x, labels: dnn.ctc_loss(x, labels, reduction="mean", determinism="portable"))
+    with pytest.raises(NotImplementedError, match=r"`reduction` 'mean' over a batch that `jax\.export` leaves"):
+        export.export(ctc)(x, labels)
+    linear = jax.jit(lambda x, labels: dnn.linear_cross_entropy(x, jnp.ones((5, 7)), labels))
+    with pytest.raises(NotImplementedError, match="`x` must have a number of rows known when traced"):
+        export.export(linear)(x, jax.ShapeDtypeStruct((n, 4), jnp.int32))

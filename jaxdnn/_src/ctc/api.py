@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, export
 from jax.typing import ArrayLike
 
 from jaxdnn._src.core import blending, checks, primitives, trees
-from jaxdnn._src.core.determinism import required
+from jaxdnn._src.core.determinism import is_fixed, required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Factors
 from jaxdnn._src.core.rounding import at_edges, product, quotient, real, rounded
@@ -76,8 +76,9 @@ def ctc_loss(
     Numerics: computed in float32 (float64 for float64) and rounded once. Probabilities have an exponent of their own:
       the error of a loss is a few units of 2^-24 a step relative to 1, not to the loss, and nothing underflows between
       e^-(10^8) and 1; a probability below is 0. A loss is not below 0, but under "none". Levels: losses and gradients
-      "portable"; derivatives along tangents "mesh_invariant"; second derivatives run_to_run. For the gradient 16 bytes
-      (32 in float64) a step and state are kept while it is computed, of 2 L + 1 states, and then 4 a step and label.
+      "portable" ("mean" and "sum" of a batch that `jax.export` leaves open: run_to_run); derivatives along tangents
+      "mesh_invariant"; second derivatives run_to_run. For the gradient 16 bytes (32 in float64) a step and state are
+      kept while it is computed, of 2 L + 1 states, and then 4 a step and label.
 
     Raises:
       ValueError: shapes that do not fit, a blank that is no class, an unknown option. TypeError: a dtype that is not
@@ -112,14 +113,20 @@ def ctc_loss(
         return loss
     if reduction == "mean":
         loss = product(loss, quotient(jnp.ones_like(loss), real(jnp.maximum(operands[3], 1), loss.dtype)))
-    return _reduced(reduction, loss)
+    return _reduced(reduction, loss, spec.level)
 
 
-def _reduced(reduction: str, losses: Array) -> Array:
-    """Their sum or mean, added in an order that depends on their number alone."""
+def _reduced(reduction: str, losses: Array, level: str) -> Array:
+    """Their sum or mean, added in an order that depends on their number alone; of an open batch, in XLA's."""
+    open_batch = export.is_symbolic_dim(losses.shape[0])
+    if open_batch and is_fixed(level):
+        raise NotImplementedError(
+            f"`determinism` {level!r} cannot be guaranteed for `reduction` {reduction!r} over a batch that "
+            "`jax.export` leaves open, expected 'run_to_run' or less, or reduction 'none'."
+        )
 
     def run(losses: Array) -> Array:
-        total = trees.halves(rounded(losses), (0,)).reshape(())
+        total = jnp.sum(losses) if open_batch else trees.halves(rounded(losses), (0,)).reshape(())
         if reduction == "sum":
             return total
         return product(total, quotient(jnp.ones_like(total), jnp.asarray(losses.shape[0], losses.dtype)))

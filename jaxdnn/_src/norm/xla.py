@@ -85,7 +85,8 @@ def moments(arithmetic: Arithmetic, spec: NormSpec, x: Array) -> tuple[Array, Ar
         # All that XLA makes one pass over memory, or a call of its library, is of sums and elementary operations. The
         # maximum stands for `rounded`, which would be a pass of its own: a mean that is not finite leaves y NaN.
         alone = lambda v: jnp.maximum(v, jnp.finfo(wide.dtype).min)
-        shift = alone(_sum(some, spec.axes) / max(1, count(some, spec.axes)))
+        several = count(some, spec.axes)
+        shift = alone(_sum(some, spec.axes) / (several if export.is_symbolic_dim(several) else max(1, several)))
         rest, variance = _about(arithmetic, spec, wide - shift)
         # The saved mean as well: where it is a fused multiply-add in one place and not in another, there are two means.
         return wide - shift - rest, shift + alone(rest), variance

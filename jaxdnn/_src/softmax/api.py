@@ -258,7 +258,7 @@ def _mask(where: Any, shape: tuple[int, ...]) -> Array:
     where = checks.array("where", where)
     checks.dtype("where", where, (jnp.bool_,))
     try:
-        fits = np.broadcast_shapes(tuple(where.shape), tuple(shape)) == tuple(shape)
+        fits = jnp.broadcast_shapes(tuple(where.shape), tuple(shape)) == tuple(shape)  # NumPy's knows no open batch
     except ValueError:
         fits = False
     if not fits:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, export, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
@@ -218,6 +218,10 @@ def _factors(leading: int, reduction: str, *arrays: Any) -> Factors:
 
 
 def _chunk(chunk: Any, rows: int, words: int) -> int:
+    if export.is_symbolic_dim(rows):
+        raise NotImplementedError(
+            f"`x` must have a number of rows known when traced, which are cut in chunks, got {rows}."
+        )
     if chunk is None:
         return max(1, min(rows, CHUNK_LOGITS // words))
     if (found := checks.integer("chunk", chunk)) < 1:
