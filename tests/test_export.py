@@ -76,9 +76,14 @@ def test_a_named_kernel_says_what_it_needs(name: str, monkeypatch: pytest.Monkey
         jax.eval_shape(lambda *arrays: function(*arrays, engine="hopper"), *specs(shapes))
 
 
+IMAGE = np.arange(20, dtype=np.float32).reshape(1, 4, 5, 1) ** 2
 OPEN: dict[str, Callable[..., Any]] = {
     "softmax with a mask": lambda x: dnn.softmax(x, where=x > 0),
     "logsumexp with a mask": lambda x: dnn.logsumexp(x, axis=(0, 1), where=x > 0),
+    "map_coordinates at any number of points": lambda x: dnn.map_coordinates(IMAGE[0, :, :, 0], jnp.abs(x[:, :2, 0]).T),
+    "roi_align of any number of boxes": lambda x: dnn.roi_align(
+        IMAGE, 2 * x[:, 0, :4], batch_indices=0 * x[:, 0, 0].astype(jnp.int32), output_sizes=2
+    ),
     "batch_norm per activation": lambda x: dnn.batch_norm(x, mode="per_activation", layout="NWC")[0],
     "ctc_loss, mean": lambda x: dnn.ctc_loss(
         x, jnp.ones((1, 2), jnp.int32) + 0 * x[:, 0, :2].astype(jnp.int32), reduction="mean"

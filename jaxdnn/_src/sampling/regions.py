@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, export, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees
@@ -121,7 +121,8 @@ def roi_align(
     boxes, indices = _boxes(boxes, batch_indices, images, len(sizes))
     regions = _regions(sizes, output_sizes, spatial_scale, sampling_ratio, adaptive, mode, aligned, box_format, order)
     taps = math.prod(regions.bins) * (2 * regions.samples) ** len(sizes)
-    if max(math.prod(sizes) * (1 if indices is None else images), boxes.shape[-2] * taps) > checks.LARGEST - 2:
+    pixels, read = math.prod(sizes) * (1 if indices is None else images), boxes.shape[-2] * taps
+    if any(not export.is_symbolic_dim(n) and n > checks.LARGEST - 2 for n in (pixels, read)):
         raise ValueError(
             f"`x` and `boxes` must have fewer than 2^31 pixels and taps, got {checks.shown(tuple(given.shape))} and "
             f"{checks.shown(tuple(boxes.shape))}."

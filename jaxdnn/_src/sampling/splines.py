@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, export, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, primitives
@@ -113,7 +113,8 @@ def map_coordinates(
     if x.ndim < 1 or min(x.shape) < 1:
         raise ValueError(f"`x` must have at least one axis, and one element along each, got shape {tuple(x.shape)}.")
     elements, points = math.prod(n + 2 * pad for n in x.shape), math.prod(places.shape[1:])
-    if max(elements, points * (order + 1) ** x.ndim) > checks.LARGEST - 2:
+    taps = 0 if export.is_symbolic_dim(points) else points * (order + 1) ** x.ndim
+    if max(elements, taps) > checks.LARGEST - 2:
         raise ValueError(
             f"`x` and `coordinates` must have fewer than 2^31 elements and taps, got shapes {tuple(x.shape)} and "
             f"{checks.shown(tuple(places.shape))}."
