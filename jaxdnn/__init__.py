@@ -56,6 +56,9 @@ from jaxdnn._src.ctc.api import ctc_posterior as ctc_posterior
 from jaxdnn._src.dropout.api import DropoutState as DropoutState
 from jaxdnn._src.dropout.api import dropout as dropout
 from jaxdnn._src.dropout.api import dropout_mask as dropout_mask
+from jaxdnn._src.matmul.api import matmul as matmul
+from jaxdnn._src.matmul.grouped import grouped_matmul as grouped_matmul
+from jaxdnn._src.matmul.grouped import grouped_matmul_wgrad as grouped_matmul_wgrad
 from jaxdnn._src.norm.batch import batch_norm as batch_norm
 from jaxdnn._src.norm.batch import batch_norm_dgrad as batch_norm_dgrad
 from jaxdnn._src.norm.batch import batch_norm_inference as batch_norm_inference

@@ -23,6 +23,10 @@ LINEAR: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("rms_norm", "instance_norm"), (1,)),
     "conv_skip": (0, 1),
     "deform_conv": (0, 2),
+    "matmul": (0, 1),
+    "matmul-batched": (0, 1),
+    "grouped_matmul": (0, 1),
+    "grouped_matmul_wgrad": (0, 1),
     "dbn_weight": (0,),
     "adaptive_layer_norm_dgrad": (0, 2),
 }

@@ -82,11 +82,12 @@ def plain_form(name: str) -> Function:
 def sides(example: Example, sizes: dict[str, Any]) -> tuple[Function, Function, tuple[jax.Array, ...]]:
     """Ours and the plain one as functions of the same arrays, and these."""
     arguments = [*example.arguments, *example.options.values()]
-    indices = [v.value(sizes) for v in arguments if isinstance(v, Axes) and v.kind == "index"]
+    integers = [v for v in arguments if isinstance(v, Axes) and v.kind in ("index", "counts")]
+    indices = [v.value(sizes) for v in integers]
     shapes = [v.value(sizes) for v in arguments if isinstance(v, Axes) and v.kind == "shape"]
     floats = [jnp.asarray(v, jnp.float32) for v in example.data(sizes)]
     op, plain = getattr(dnn, example.op), plain_form(example.name)
-    named = {id(v): i for i, v in enumerate(v for v in arguments if isinstance(v, Axes) and v.kind == "index")}
+    named = {id(v): i for i, v in enumerate(integers)}
     rest = shapes if example.name in ("dropout_mask", "affine_grid", "spatial_transformer") else []
 
     def ours(*operands: jax.Array) -> Any:

@@ -326,7 +326,8 @@ def _subject(found: Drawn, seed: int) -> tuple[Subject, tuple[str, ...]] | None:
         return None
     axes, out_axis = family.samples(case) or ((None,) * len(operands), None)
     sized = lambda batch: case
-    if hasattr(case, "geometry") and out_axis is not None:  # the gradient in x takes the shape of x
+    batched = hasattr(getattr(case, "geometry", None), "batch")
+    if batched and out_axis is not None:  # the gradient in x takes the shape of x
         sized = lambda batch: dataclasses.replace(case, geometry=dataclasses.replace(case.geometry, batch=batch))
     function = lambda batch: lambda *arrays: jax.tree.leaves(sized(batch).function()(*arrays))[0]
     names = (case.op, case.engine, case.dtype, found.facts.level)

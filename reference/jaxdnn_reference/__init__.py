@@ -36,9 +36,12 @@ from jaxdnn_reference.grid_sample import affine_grid as affine_grid
 from jaxdnn_reference.grid_sample import grid_sample as grid_sample
 from jaxdnn_reference.grid_sample import spatial_transformer as spatial_transformer
 from jaxdnn_reference.grid_sample import warp as warp
+from jaxdnn_reference.grouped_matmul import grouped_matmul as grouped_matmul
+from jaxdnn_reference.grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
 from jaxdnn_reference.im2col import col2im as col2im
 from jaxdnn_reference.im2col import im2col as im2col
 from jaxdnn_reference.map_coordinates import map_coordinates as map_coordinates
+from jaxdnn_reference.matmul import matmul as matmul
 from jaxdnn_reference.norm import adaptive_layer_norm as adaptive_layer_norm
 from jaxdnn_reference.norm import adaptive_layer_norm_dgrad as adaptive_layer_norm_dgrad
 from jaxdnn_reference.norm import layer_norm as layer_norm

@@ -87,13 +87,15 @@ def finish(
 
     total(): the golden sums [groups, rows, columns]. product: the same sums, for the other arithmetics, `at` and
         `details`.
-    alpha: a number, or [K]. bias: [K]. prior, residual: in the output's shape and layout.
+    alpha: a number, [K], or what broadcasts to the output. bias: [K].
+    prior, residual: in the output's shape and layout.
     relu: likewise; a gradient is then that before the relu that gave this: 0 where it is not positive.
     out_dtype: default the input's type; "golden" does not round unless one is given.
     at: flat positions in the output as it lies; only these are computed and returned, as a vector.
     details: return `Details` instead of the result alone.
     """
     axes, shape = product.axes, product.shape
+    alpha = np.broadcast_to(alpha, axes.shape(shape)) if np.ndim(alpha) > 1 else alpha
     if at is None:
         if arithmetic == "golden" and not details:
             with np.errstate(invalid="ignore", over="ignore"):
@@ -115,6 +117,7 @@ def finish(
         prior_at, residual_at, relu_at = (None if v is None else v.reshape(-1)[at] for v in (prior, residual, relu))
         bias_at = None if bias is None else bias[position % shape[-1]]
         alpha_at = np.asarray(alpha)[position % shape[-1]] if np.ndim(alpha) == 1 else alpha
+        alpha_at = np.asarray(alpha).reshape(-1)[at] if np.ndim(alpha) > 1 else alpha_at
     added = (residual_at, bias_at)
     blended = blend(parts[0], alpha_at, beta, prior_at, added, activation, exact=arithmetic == "golden")
     value = blended if parse(activation)[0] == "identity" else activated(blended, activation)

@@ -199,7 +199,7 @@ def test_ordered_products_below_the_normal_numbers_keep_their_bits(dtype, precis
     c = draw(-126, -122).astype(np.float32)
     x = jax.ShapeDtypeStruct((1, 4, 4, 8), dtype)
     call: Any = types.SimpleNamespace(avals=(x, x), spec=types.SimpleNamespace(precision=precision))
-    add: Any = ordered._addition(call)
+    add: Any = ordered.addition(call)
     # One operation at a time, so that no compiler fuses them.
     assert (np.asarray(add(a, b, c)) == (a.astype(np.float64) * b + c).astype(np.float32)).all()
 

@@ -67,8 +67,8 @@ def apply(
     """Runs the epilogue on an accumulator; `channel` is the axis the bias lies along. Products are rounded.
 
     stored: whether an activation's result is read from memory by all that uses it, see `activated`.
-    `epilogue.alpha` and `epilogue.beta` may be traced scalars here, and alpha a vector of a scale for each channel; a
-    traced beta of zero does not read the prior.
+    `epilogue.alpha` and `epilogue.beta` may be traced scalars here, and alpha a vector of a scale for each channel, or
+    an array of the accumulator's rank that broadcasts to it; a traced beta of zero does not read the prior.
     """
     extras = dict(zip(epilogue.operands, operands, strict=True))
     if jnp.issubdtype(acc.dtype, jnp.integer) and not epilogue.integer:
@@ -91,7 +91,7 @@ def apply(
 
 def _factor(alpha: float | Array, acc: Array, channel: int) -> Array:
     alpha = jnp.asarray(alpha).astype(acc.dtype)
-    return along_channel(alpha, acc.ndim, channel) if alpha.ndim else alpha
+    return along_channel(alpha, acc.ndim, channel) if alpha.ndim == 1 else alpha
 
 
 def before_relu(dy: Array, y: Array) -> Array:

@@ -20,7 +20,7 @@ where.
 | E, G | the columns of three or four gates of D units each |
 | _, ? | an axis of length 1; a result that depends on no operand, and is sharded in any way |
 
-`index(T)` is an array of indices, all 0, `shape(NHWC)` a shape, `size(C)` a size.
+`index(T)` is an array of indices, all 0, `counts(P)` one of numbers, all 2, `shape(NHWC)` a shape, `size(C)` a size.
 
 | sign | collective | why |
 |---|---|---|
@@ -65,7 +65,7 @@ def numbers(seed: int, shape: Sequence[int], whole: bool) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """An argument in letters. kind: "array", "index", "shape" or "size"."""
+    """An argument in letters. kind: "array", "index", "counts", "shape" or "size"."""
 
     letters: str
     kind: str = "array"
@@ -77,6 +77,8 @@ class Axes:
             case "index":
                 known = all(isinstance(n, int) for n in found)  # NumPy knows no symbolic sizes
                 return (np if known else jnp).zeros(found, np.int32)
+            case "counts":
+                return np.full(found, 2, np.int32)
             case "size":
                 return found[0]
         return found

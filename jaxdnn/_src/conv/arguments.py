@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -231,7 +231,8 @@ def call(
     }
     types = Types(spec.accumulate, spec.out_dtype)
     each = shape[spec.channel(role)] if scale_each else None
-    epilogue, further = _epilogue_of(types, operands, alpha, beta, activation, a.dtype, each)
+    scales = blending.read_scales(alpha, beta, prior, channels=each)
+    epilogue, further = epilogue_of(types, operands, scales, activation, a.dtype)
     finished = lambda acc: _finished(epilogue, acc, further, spec.channel(role), spec.out_dtype, spec.level)
     kept = [cut.off(v) if cut and name != "bias" else v for name, v in zip(epilogue.operands, further, strict=True)]
     if _is_static(alpha) and _is_static(beta):
@@ -249,6 +250,21 @@ def call(
     return finished(cut.undone(acc) if cut else acc)
 
 
+def with_epilogue(
+    run: Callable[..., Array], spec: ConvSpec, epilogue: Epilogue, operands: Sequence[Array], channel: int
+) -> Array:
+    """`run(spec, *operands)` of a product, with the epilogue in the call if its scales are known when traced, else
+    behind it."""
+    if _is_static(epilogue.alpha) and _is_static(epilogue.beta):
+        return run(dataclasses.replace(spec, epilogue=epilogue), *operands)
+    if satisfies(spec.level, "portable"):  # where not every epilogue is; a traced scale may be neither 0 nor 1
+        scales = {name: 0.5 for name in ("alpha", "beta") if not _is_static(getattr(epilogue, name))}
+        like = dataclasses.replace(spec, epilogue=dataclasses.replace(epilogue, **scales))
+        jax.eval_shape(ft.partial(run, like), *operands)
+    acc = run(dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype))
+    return _finished(epilogue, acc, operands, channel, spec.out_dtype, spec.level)
+
+
 def _finished(
     epilogue: Epilogue, acc: Array, operands: Sequence[Array], channel: int, out_dtype: Any, level: str
 ) -> Array:
@@ -261,7 +277,8 @@ def blend(acc: Array, types: Types, *, alpha: Any, beta: Any, prior: Any, like: 
     """alpha * acc + beta * prior for a vector, converted once."""
     prior = None if prior is None else _like("prior", prior, acc.shape, "the result's")
     operands = {"prior": prior, "bias": None, "residual": None}
-    epilogue, further = _epilogue_of(types, operands, alpha, beta, None, like.dtype)
+    scales = blending.read_scales(alpha, beta, prior)
+    epilogue, further = epilogue_of(types, operands, scales, None, like.dtype)
     if further and not (_is_static(epilogue.beta) and epilogue.beta == 1):
         scaled = "conv_bgrad with a `beta` that is not 0 or 1"
         require(scaled, level, "mesh_invariant", "the definition does not round beta * prior")
@@ -274,16 +291,11 @@ def _like(name: str, value: Any, shape: tuple[int, ...], why: str) -> Array:
     return value
 
 
-def _epilogue_of(
-    types: Types,
-    operands: dict[str, Any],
-    alpha: Any,
-    beta: Any,
-    activation: Any,
-    operand_dtype: Any,
-    channels: int | None = None,
+def epilogue_of(
+    types: Types, operands: dict[str, Any], scales: tuple[Any, Any], activation: Any, operand_dtype: Any
 ) -> tuple[Epilogue, list[Array]]:
-    alpha, beta = blending.read_scales(alpha, beta, operands["prior"], channels=channels)
+    """The epilogue of alpha and beta, which were read, and its operands, whose dtypes are checked here."""
+    alpha, beta = scales
     allowed = {np.dtype(operand_dtype), types.accumulate, types.out}
     allowed |= {_F32} if types.accumulate == _INT32 else set()
     for name, value in operands.items():

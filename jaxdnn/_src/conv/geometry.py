@@ -40,3 +40,12 @@ class Geometry(Window):
             padding=(*self.padding[:-1], (0, 0)),
             dilation=(*self.dilation[:-1], 1),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(Geometry):
+    """Products of matrices, as `matmul` asks for them: one tap without padding, rows are pixels, groups are matrices.
+
+    A type of its own, because engines were measured on convolutions and not on these: what an engine does otherwise for
+    products must change nothing of a convolution with the same numbers, nor be found under its key by `jaxdnn.tune`.
+    """

@@ -261,7 +261,7 @@ def factors(op: str, spec: ConvSpec, *avals: Any) -> Factors:
     _, c, k = channels(spec, op, *avals[:2])
     windows = {f"s{i}": w.dims(f"s{i}") for i, w in enumerate(_windows(spec))}
     sizes = {name: size for *_, found in windows.values() for name, size in found.items()}
-    if (groups := spec.geo.groups) > 1:
+    if (groups := spec.geo.groups) != 1:  # may be symbolic
         sizes |= {"g": groups, "c": c // groups, "k": k // groups}
     operands = tuple(_dims(spec, role, windows) for role in _operand_roles(op, spec))
     result = _dims(spec, ROLES[op][2], windows)
@@ -288,7 +288,7 @@ def _windows(spec: ConvSpec) -> list[Windows]:
 
 def _dims(spec: ConvSpec, role: str, windows: Any) -> tuple[str, ...]:
     """The factors of an array's dimensions; the taps, and sizes that do not fit together, have names of their own."""
-    grouped = lambda name: f"g {name}" if spec.geo.groups > 1 else name
+    grouped = lambda name: f"g {name}" if spec.geo.groups != 1 else name
     if role.startswith("bias"):
         return (grouped({"x": "c", "y": "k"}[role[-1]]),)
     if role == "w":

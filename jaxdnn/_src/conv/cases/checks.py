@@ -127,6 +127,9 @@ def error_bound(
         error = error + np.asarray(details.bound, np.float64)
     if case.dtype == "tf32" and engines.platform() == "cuda" and not whole:
         error = error + tolerance.truncated_inputs_error(magnitude)
+    if "alpha" in extras and not case.blend.each:  # an array of powers of two, by which products are exact
+        scale = np.asarray(extras["alpha"], np.float64)
+        computed, error = scale * computed, scale * error
     terms = [np.asarray(extras[name], np.float64) for name in ("residual",) if name in extras]
     if "bias" in extras:
         terms.append(np.broadcast_to(case.along_channel(np.asarray(extras["bias"], np.float64)), computed.shape))

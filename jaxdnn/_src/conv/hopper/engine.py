@@ -15,6 +15,7 @@ from jax import Array, export, lax
 from jaxdnn._src import hopper
 from jaxdnn._src.activation.epilogues import Epilogue
 from jaxdnn._src.conv import primitive
+from jaxdnn._src.conv.geometry import Products
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import engines
 
@@ -205,6 +206,10 @@ def _is_padded(call: engines.Call) -> bool:
 
 
 SLOWER = (
+    engines.Slower(
+        "its kernels were measured on convolutions, and this is a product of matrices",
+        lambda call: isinstance(call.spec.geo, Products),
+    ),
     engines.Slower(
         "of its kernels only those of operands and results in bfloat16 or float16 were measured at large",
         lambda call: not call.avals[0].dtype == call.spec.out_dtype in (jnp.bfloat16, jnp.float16),

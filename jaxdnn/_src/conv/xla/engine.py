@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from jaxdnn._src.activation import formulas
 from jaxdnn._src.conv import primitive
+from jaxdnn._src.conv.geometry import Products
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.conv.xla import forms
 from jaxdnn._src.conv.xla.problem import Problem
@@ -30,7 +31,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     spec: ConvSpec = call.spec
     if (nothing := primitive.sum_of_nothing(call.op, spec, a, b)) is not None:
         return primitive.finish(call.op, spec, nothing, *operands)
-    a, b, preferred = _compute_types(call, a, b)
+    a, b, preferred = compute_types(call, a, b)
     if spec.precision == "tf32" and call.platform != "cuda":
         a, b = truncate_to_tf32(a), truncate_to_tf32(b)
     # HIGHEST keeps float32 operands as they are; DEFAULT lets an NVIDIA GPU cut them to TF32. It is for them only:
@@ -43,10 +44,11 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     if on_gpu and not integer and not _has_better_form_on_gpu(call, problem):
         acc = _NATIVE[call.op](spec, problem, a, b)
     else:
-        if not (integer or problem.is_matrix or problem.is_patches):  # each of these is one product, rounded once
+        once = problem.is_matrix or problem.is_patches or isinstance(spec.geo, Products)  # one product, rounded once
+        if not (integer or once):
             problem = dataclasses.replace(problem, preferred=primitive.wider(preferred, spec.accumulate))
         acc = _channels_last(call.op, spec, problem, a, b)
-    if on_gpu and (_becomes_float8(spec) or acc.dtype == jnp.float64):
+    if on_gpu and (becomes_float8(spec) or acc.dtype == jnp.float64):
         # Else XLA's autotuner may fuse the conversion into a product by cuBLASLt, which saturates instead of NaN; and
         # XLA puts the scale of a float64 result into cuDNN's call, where a result with alpha = 0.3 was off by as much
         # as float32's 0.3 is.
@@ -55,8 +57,10 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
 
 
 def _has_better_form_on_gpu(call: engines.Call, problem: Problem) -> bool:
-    """Whether a form beat cuDNN when measured on an H200 (`benchmarks/notes-xla-gpu.md`)."""
+    """Whether a form beat cuDNN when measured on an H200 (`benchmarks/notes-xla-gpu.md`), or a product is asked for."""
     spec: ConvSpec = call.spec
+    if isinstance(spec.geo, Products):  # goes to cuBLAS; several matrices were not timed beside cuDNN's groups
+        return True
     if not spec.layout.channels_last:
         return False
     dense_pixels = problem.is_matrix and set(spec.geo.stride) == {1}
@@ -72,7 +76,7 @@ def _has_better_form_on_gpu(call: engines.Call, problem: Problem) -> bool:
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
-def _compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array, Any]:
+def compute_types(call: engines.Call, a: Array, b: Array) -> tuple[Array, Array, Any]:
     """Operands in a type that holds both exactly and that the platform multiplies, and the type to accumulate in."""
     spec: ConvSpec = call.spec
     if jnp.issubdtype(a.dtype, jnp.integer):
@@ -93,7 +97,7 @@ def _rounds_once(spec: ConvSpec, dtype: Any) -> bool:
     return spec.epilogue == type(spec.epilogue)() and spec.out_dtype == dtype
 
 
-def _becomes_float8(spec: ConvSpec) -> bool:
+def becomes_float8(spec: Any) -> bool:
     """Whether the accumulator is converted to a float8, in the call or by what follows it."""
     found = (spec.out_dtype, spec.out_dtype if spec.converted is None else spec.converted)
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 for dtype in found)

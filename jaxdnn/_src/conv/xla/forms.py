@@ -11,6 +11,7 @@ Integers tap by tap are faster than XLA's loop over 1-D, 3-D and filter gradient
 | matrix | one tap, no padding, one group | a matrix product over the (strided) pixels |
 | patches | windows tile the input: stride = taps, no padding, no dilation, one group | a reshape and a matrix product |
 | shifted | depthwise | one multiply-add over the shifted input per tap |
+| products | a `matmul` of several matrices, which are groups | a batch of matrix products |
 | taps | grouped (forward: wide groups); integers, but where CPUs have a library: forward in 2-D | products tap by tap |
 | direct | everything else | XLA's convolution |
 """
@@ -24,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.conv.geometry import Geometry
+from jaxdnn._src.conv.geometry import Geometry, Products
 from jaxdnn._src.conv.xla.patches import from_patches, from_strided_pixels, strided_pixels, to_patches
 from jaxdnn._src.conv.xla.problem import Problem, is_less, zero
 from jaxdnn._src.conv.xla.taps import shifted_backward_filter, shifted_forward, taps_backward_filter, taps_forward
@@ -43,6 +44,8 @@ def forward(problem: Problem, x: Array, w: Array) -> Array:
         return problem.dot(strided_pixels(problem, x), w.reshape(c, k), ((x.ndim - 1,), (0,)))
     if problem.is_patches:
         return problem.dot(to_patches(problem, x), w.reshape(-1, k), ((x.ndim - 1,), (0,)))
+    if isinstance(problem.geo, Products):
+        return _products(problem, x, w.reshape(-1, problem.geo.groups, k // problem.geo.groups), (2, 0))
     if _is_depthwise(problem, c):
         return shifted_forward(problem, x, w)
     wide = problem.geo.groups > 1 and c // problem.geo.groups >= NARROW_GROUP
@@ -60,6 +63,9 @@ def backward_data(problem: Problem, dy: Array, w: Array) -> Array:
     if problem.is_patches:
         patches = problem.dot(dy, w.reshape(-1, w.shape[-1]), ((dy.ndim - 1,), (1,)))
         return from_patches(problem, patches, c)
+    if isinstance(problem.geo, Products):
+        k = dy.shape[-1]
+        return _products(problem, dy, w.reshape(-1, problem.geo.groups, k // problem.geo.groups), (2, 2))
     # As a forward convolution of dy by the reversed filter with its channels exchanged within each group.
     back = exchange_channels(lax.rev(w, range(problem.geo.rank)), problem.geo.groups)
     if 1 < math.prod(problem.geo.stride) <= UNROLLED_PHASES:
@@ -86,6 +92,10 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     if (problem.is_matrix or problem.is_patches) and not problem.integer_taps:
         patches = strided_pixels(problem, x) if problem.is_matrix else to_patches(problem, x)
         return problem.dot(patches, dy, (pixels, pixels)).reshape(*problem.geo.taps, c, k)
+    if isinstance(problem.geo, Products):
+        x, dy = (v.reshape(-1, problem.geo.groups, v.shape[-1] // problem.geo.groups) for v in (x, dy))
+        products = problem.dot(x, dy, ((0,), (0,)), ((1,), (1,)))  # (G, C / G, K / G)
+        return jnp.moveaxis(products, 0, 1).reshape(*problem.geo.taps, -1, k)
     if _is_depthwise(problem, c):
         return shifted_backward_filter(problem, x, dy)
     # XLA's backward-filter convolution is fast for images that are large in proportion to the channels; for small ones
@@ -93,6 +103,14 @@ def backward_filter(problem: Problem, x: Array, dy: Array) -> Array:
     if problem.geo.groups > 1 or problem.is_integer or is_less(math.prod(dy.shape[:-1]), 8 * c):
         return taps_backward_filter(problem, x, dy)
     return _direct_backward_filter(problem, x, dy)
+
+
+def _products(problem: Problem, pixels: Array, w: Array, terms: tuple[int, int]) -> Array:
+    """Pixels times the (C / G, G, K / G) of a filter; the axes that are added over are `terms`."""
+    g, (left, right) = problem.geo.groups, terms
+    split = pixels.reshape(-1, g, pixels.shape[-1] // g)
+    products = problem.dot(split, w, ((left,), (right,)), ((1,), (1,)))  # (G, pixels, channels)
+    return jnp.moveaxis(products, 0, 1).reshape(*pixels.shape[:-1], g * products.shape[-1])
 
 
 def _is_depthwise(problem: Problem, c: int) -> bool:

@@ -44,7 +44,7 @@ def run(call: engines.Call, a: Array, b: Array, *operands: Array) -> Array:
     a, b = (canonical(spec, role, v).astype(jnp.float32) for role, v in zip(roles, (a, b), strict=False))
     if spec.precision == "tf32":
         a, b = truncate_to_tf32(a), truncate_to_tf32(b)
-    add = _addition(call)
+    add = addition(call)
     problem = Problem(spec.geo, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
     if roles[2] == "w":
         result = _backward_filter(problem, a, b, add)
@@ -93,7 +93,7 @@ def _chain(problem: Problem, shift: Any, w: Array, shape: tuple[int, ...], add: 
         factor = lax.dynamic_slice(w, (tap, c, 0, 0), (1, 1, *w.shape[2:])).reshape(groups, k // groups)
         return add(one, factor.reshape((1,) * len(shape) + factor.shape), acc)
 
-    zero = _zero((*shape, groups, k // groups))
+    zero = zeros((*shape, groups, k // groups))
     return lax.fori_loop(0, w.shape[0] * cg, body, zero).reshape(*shape, k)
 
 
@@ -117,16 +117,16 @@ def _backward_filter(problem: Problem, x: Array, dy: Array, add: Add) -> Array:
         pixel = lax.dynamic_index_in_dim(pixels, m, keepdims=False)
         return add(taps, pixel.reshape((1,) * rank + pixel.shape), acc)
 
-    zero = _zero((*problem.geo.taps, cg, groups, kg))
+    zero = zeros((*problem.geo.taps, cg, groups, kg))
     return lax.fori_loop(0, n * math.prod(outputs), body, zero).reshape(*problem.geo.taps, cg, groups * kg)
 
 
-def _zero(shape: tuple[int, ...]) -> Array:
+def zeros(shape: tuple[int, ...]) -> Array:
     """The zero that a sum starts from. The barrier keeps XLA from omitting 0 + p, which for p = -0 is 0."""
     return lax.optimization_barrier(jnp.zeros(shape, jnp.float32))
 
 
-def _addition(call: engines.Call) -> Add:
+def addition(call: engines.Call) -> Add:
     """The fastest multiply-add with one rounding for operands of these dtypes."""
     found = [v.dtype for v in call.avals[:2]]
     if all(dtype in _SMALL for dtype in found):
@@ -171,7 +171,7 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
 # ---- what the engine guarantees --------------------------------------------------------------------------------------
 
 
-def _supports(call: engines.Call) -> str | None:
+def supports(call: engines.Call) -> str | None:
     found = [v.dtype for v in call.avals[:2]]
     if any(dtype not in (*_NARROW, jnp.float32) for dtype in found):
         names = " and ".join(dict.fromkeys(dtype.name for dtype in found))
@@ -206,7 +206,7 @@ engines.declare(
     "ordered",
     *primitive.ROLES,
     run=run,
-    supports=_supports,
+    supports=supports,
     level=_level,
     schedule=_schedule,
     rank=lambda call: selection.LAST,
