@@ -46,7 +46,7 @@ def of_turn(cases: Iterable[Any], turn: int) -> list[Any]:
 
 
 def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
-    """The part of a turn; two in a row have each family with each of its engines.
+    """The part of a turn; FAMILY_TURNS in a row have each family with each of its engines.
 
     They are distributed evenly, over more turns than cells are, because each takes long: chosen by a hash of their
     names, four would be in one turn. What is added for a family and an engine is a plain call: blends and gradients
@@ -54,7 +54,7 @@ def subjects_of_turn(subjects: Iterable[Any], turn: int) -> list[Any]:
     """
     every = list(subjects)
     names = turns.shuffled({of(one.op).name for one in every})
-    added = {name for place, name in enumerate(names) if (place + turn) % 2 == 0}
+    added = {name for place, name in enumerate(names) if (place + turn) % turns.FAMILY_TURNS == 0}
 
     def evenly(names: Iterable[str]) -> list[str]:
         order = turns.shuffled(names)

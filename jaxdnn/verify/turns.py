@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TURNS = 12  # that take every cell
+FAMILY_TURNS = 3  # that take a subject of every family with each of its engines
 SUBJECT_TURNS = 84  # that take every subject of the determinism procedures, each of which costs as much as 25 cells
 
 

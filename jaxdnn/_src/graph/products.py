@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxdnn._src.conv.api import conv, conv_dgrad, conv_wgrad
 from jaxdnn._src.graph.nodes import Inference, Kind, Run, is_held, numpy_of, register, rounded
 from jaxdnn._src.graph.tensors import WIDE
+from jaxdnn._src.matmul.grouped import grouped_matmul, grouped_matmul_wgrad
 
 MODES = {"CROSS_CORRELATION": "cross_correlation", "CONVOLUTION": "convolution"}
 OPERANDS = (*WIDE, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -305,25 +306,23 @@ def _infer_grouped(node: Inference) -> None:
 
 
 def _experts(first: Array, rows: int) -> Array:
-    """How many rows each expert has: from its offset to the next one's, the last to the end."""
+    """How many rows belong to none, those before the first offset, and to each expert: up to the next one's offset."""
     first = first.reshape(-1)
-    return jnp.diff(jnp.concatenate([first, jnp.full((1,), rows, first.dtype)]))
+    ends = (jnp.zeros((1,), first.dtype), first, jnp.full((1,), rows, first.dtype))
+    return jnp.diff(jnp.concatenate(ends))
 
 
 def _grouped(node: Run) -> dict[str, Array]:
-    token, weight, first = node.stored("token")[0], node.stored("weight"), node.x("first_token_offset").reshape(-1)
+    token, weight = node.stored("token")[0], node.stored("weight")
     mode = node.attribute("mode")
     index = None if mode == "NONE" else node.x("token_index").reshape(-1)
     rows = token if mode != "GATHER" else token[index]
-    sizes = _experts(first, rows.shape[0])
+    sizes = _experts(node.x("first_token_offset"), rows.shape[0])
     if node.compute != "float32" or rows.dtype != weight.dtype or rows.dtype.name.startswith(("float8", "int")):
         rows, weight = rows.astype(node.compute), weight.astype(node.compute)
-    # Rows before the first expert's offset belong to none: an expert of zeros takes them.
+    # Rows of no expert are those of one of zeros.
     weight = jnp.concatenate([jnp.zeros_like(weight[:1]), weight])
-    sizes = jnp.concatenate([first[:1], sizes]).astype(jnp.int32)
-    out = lax.ragged_dot(
-        rows, weight, sizes, precision=lax.Precision.HIGHEST, preferred_element_type=np.dtype(node.compute)
-    )
+    out = grouped_matmul(rows, weight, sizes, out_dtype=node.compute)
     if mode == "SCATTER":
         out = jnp.zeros_like(out).at[index].set(out)
     return {"OUT": out[None]}
@@ -353,13 +352,8 @@ def _infer_grouped_bwd(node: Inference) -> None:
 
 def _grouped_bwd(node: Run) -> dict[str, Array]:
     dout, token = node.wide("doutput")[0], node.wide("token")[0]
-    first = node.x("first_token_offset").reshape(-1)
-    place = jnp.arange(token.shape[0], dtype=first.dtype)
-    after = jnp.concatenate([first[1:], jnp.full((1,), token.shape[0], first.dtype)])
-    of = (place[None, :] >= first[:, None]) & (place[None, :] < after[:, None])
-    masked = jnp.where(of[:, :, None], token[None], jnp.zeros((), token.dtype))
-    dims = (((1,), (0,)), ((), ()))
-    return {"DWEIGHT": lax.dot_general(masked, dout, dims, precision=lax.Precision.HIGHEST)}
+    sizes = _experts(node.x("first_token_offset"), token.shape[0])
+    return {"DWEIGHT": grouped_matmul_wgrad(token, dout, sizes)[1:]}
 
 
 register(
