@@ -43,7 +43,7 @@ from jaxdnn.verify.random_report import Report
 
 DTYPES = tuple(d for d in EVERY_DTYPE if d != "int32")
 SELECT = ("op", "engine", "dtype", "level", "case")
-THREADS = 32  # at most: more wait for Python's lock
+THREADS = 32  # at most, however many processors there are
 WRITTEN_EVERY = 3.0  # seconds, while random calls or shardings run
 
 

@@ -28,6 +28,11 @@ class Call:
     partitioned: bool = False
 
 
+def in_short(aval: Any) -> str:
+    """An array's dtype and shape, such as float32[2,3]."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """The order in which an engine adds the products of an output; enough for the reference to predict its bits.

@@ -329,8 +329,8 @@ def _explain_call(eqn: Any, scopes: str, platform: str) -> Explanation:
     return Explanation(
         device_kind=call.device_kind,
         op=op,
-        operands=tuple(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in avals),
-        result=f"{out.dtype}[{','.join(map(str, out.shape))}]",
+        operands=tuple(map(engines.in_short, avals)),
+        result=engines.in_short(out),
         platform=platform,
         level=spec.level,
         engine=served,

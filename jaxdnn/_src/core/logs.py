@@ -74,9 +74,8 @@ def choice(call: Call, engine: str | None, refusals: Mapping[str, str]) -> None:
     _configure()
     if not logger.isEnabledFor(logging.DEBUG) or (engine is None and raised_again.get()):
         return
-    operands = ", ".join(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in call.avals)
     name = engines.in_words(call.op).strip("`")
-    line = f"{name}({operands}) on {call.platform}, level {call.spec.level!r}: "
+    line = f"{name}({', '.join(map(engines.in_short, call.avals))}) on {call.platform}, level {call.spec.level!r}: "
     line += f"served by {engine}" if engine else "served by no engine"
     line += "".join(f"; {name}: {reason}" for name, reason in refusals.items())
     told = {"op": call.op, "engine": engine, "platform": call.platform, "refusals": dict(refusals)}

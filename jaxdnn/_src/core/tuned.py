@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxdnn._src.core import files, logs
-from jaxdnn._src.core.engines import Call
+from jaxdnn._src.core.engines import Call, in_short
 from jaxdnn._version import __version__
 
 VARIABLE = "JAXDNN_TUNED"
@@ -51,7 +51,7 @@ def _path(given: str | None, caches: str | None) -> Path:
 
 def key(call: Call) -> str:
     """A call in words, alike in every process."""
-    operands = ", ".join(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in call.avals)
+    operands = ", ".join(map(in_short, call.avals))
     return f"{call.op}({operands}) {dataclasses.replace(call.spec, engine=None, level='fast')!r}"
 
 
