@@ -34,6 +34,7 @@ conv-two*         | NHWC, RSCK, padding=1 -> NHWK                 | N,H h2/+h4 N
 divisive_norm-two | NHWC -> NHWC                                  | N,H h2/h4 H,W h4/h8             | windows
 im2col-two*       | NHWC, padding=1 -> NHWF                       | N,H h2/h2 H,W h4/h4             | windows
 """
+SHARED = {("group_norm-shared", "C"): 8}  # devices, more than the four groups: fewer would each have whole ones
 STATISTICS = "batch_norm-statistics"
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # Where XLA shards by itself, where shardings are in types, and at the level that guarantees bits; GPUs' kernels too.
@@ -105,7 +106,15 @@ def trials() -> list[Trial]:
     """Every line of the table, letter and variant, and batch norm's statistics."""
     variants = VARIANTS if engines.platform() == "cpu" else (*VARIANTS, KERNELS)
     lines = [Trial(r.name, letter, *variant) for r in rows().values() for variant in variants for letter in r.needs]
+    lines = [line for line in lines if jax.device_count() >= _fewest(line)]
     return lines + [Trial(STATISTICS, "N", kind, "fast", "float32") for kind in ("auto", "manual")]
+
+
+def _fewest(trial: Trial) -> int:
+    """How many devices there must be for the line to say what they communicate."""
+    if "," in trial.letter:
+        return 4  # along each axis of the mesh at least two
+    return SHARED.get((trial.row, trial.letter), 1)
 
 
 def collectives(compiled: Any) -> str:

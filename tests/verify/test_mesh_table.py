@@ -54,6 +54,17 @@ def test_a_halo_is_exchanged_once(name: str):
     assert (outcome.forward, outcome.status) == ("h2", "passed")
 
 
+@pytest.mark.parametrize(("devices", "two_axes", "shared"), [(2, False, False), (4, True, False), (8, True, True)])
+def test_a_line_needs_devices_that_communicate(
+    devices: int, two_axes: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Two devices along two axes leave one along the second, and groups of channels may lie in one device each."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    trials = mesh.trials()
+    assert any("," in t.letter for t in trials) == two_axes
+    assert any((t.row, t.letter) == ("group_norm-shared", "C") for t in trials) == shared
+
+
 def found_of(call: Callable[..., Any], letter: str, monkeypatch: pytest.MonkeyPatch) -> mesh.Outcome:
     """Of a call in place of `scale`, which communicates nothing."""
     monkeypatch.setattr(dnn, "scale", lambda x, **_: call(x))
