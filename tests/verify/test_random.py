@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import queue
+import subprocess
 import sys
 import textwrap
 from typing import Any
@@ -23,7 +24,7 @@ from jaxdnn._src.conv.cases.geometries import Geometry
 from jaxdnn._src.conv.cases.skip import SkipCase
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
 from jaxdnn._src.norm.cases import NormCase
-from jaxdnn.verify import command, levels, matrix, random, random_call
+from jaxdnn.verify import command, levels, matrix, random, random_call, random_worker
 from jaxdnn.verify.cli import main
 from jaxdnn.verify.random_report import Report
 
@@ -171,6 +172,21 @@ def test_a_process_that_ends_late_fails_no_call(monkeypatch):
     monkeypatch.setattr(random, "ENDING", 0.3)
     reports = _served("for i in calls(): tell(index=i, status='passed')\ntime.sleep(60)", 2)
     assert [r and r.status for r in reports] == ["passed", "passed", None]
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0.2, 0), (60, random_worker.ABANDONED)])
+def test_a_process_whose_asker_has_gone_ends(seconds: float, status: int):
+    """What it does may still end; of a call that takes minutes nobody would read the report."""
+    head = "import sys, time\nfrom jaxdnn.verify import random_worker\nrandom_worker.GRACE = 3\n"
+    body = f"for _ in random_worker.asked(sys.stdin): print('begun', flush=True); time.sleep({seconds})"
+    words = [sys.executable, "-c", head + body]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        print("a call", file=process.stdin, flush=True)
+        assert process.stdout.readline() == "begun\n"
+        process.stdin.close()
+        assert process.wait(30) == status
 
 
 def test_what_a_process_runs_under_names_the_call():
