@@ -48,6 +48,7 @@ ITERATED: dict[str, float] = dict.fromkeys(
 # Threads compile at the same time. Programs run one after the other: two that communicate between the same devices wait
 # for one another for ever, if one device starts the first of them and another device the second.
 _RUNNING = threading.Lock()
+_COMPUTING: dict[tuple[str, str, str], threading.Lock] = {}
 _COLLECTIVES = {
     "collective-permute": "h",
     "all-reduce": "+",
@@ -293,8 +294,14 @@ def _programs(row: Example, level: str) -> tuple[Callable[..., Any], Callable[..
     return forward, backward
 
 
-@ft.lru_cache(maxsize=64)
 def _alone(name: str, level: str, dtype: str) -> _Alone:
+    """Of all threads that want the same, one computes it: the lines of a letter each begin at the same time."""
+    with _COMPUTING.setdefault((name, level, dtype), threading.Lock()):
+        return _computed(name, level, dtype)
+
+
+@ft.lru_cache(maxsize=64)
+def _computed(name: str, level: str, dtype: str) -> _Alone:
     row = rows()[name]
     forward, backward = (jax.jit(program) for program in _programs(row, level))
     whole = level != "mesh_invariant" or row.exact

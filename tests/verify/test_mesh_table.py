@@ -1,5 +1,6 @@
 """The table of collectives: every op, every axis sharded in turn, forward and backward, on eight simulated devices."""
 
+import concurrent.futures
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -68,11 +69,11 @@ def test_a_line_needs_devices_that_communicate(
 def found_of(call: Callable[..., Any], letter: str, monkeypatch: pytest.MonkeyPatch) -> mesh.Outcome:
     """Of a call in place of `scale`, which communicates nothing."""
     monkeypatch.setattr(dnn, "scale", lambda x, **_: call(x))
-    mesh._alone.cache_clear()
+    mesh._computed.cache_clear()
     try:
         return mesh.run(mesh.Trial("scale", letter, "auto", "fast", "float32"))
     finally:
-        mesh._alone.cache_clear()
+        mesh._computed.cache_clear()
 
 
 def replicated(x: jax.Array) -> jax.Array:
@@ -114,12 +115,23 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert document["lines"][0]["found"] == {"H": "-/-"}
     assert "as needed" in capsys.readouterr().out
     monkeypatch.setattr(dnn, "scale", lambda x, **_: jnp.flip(x, 1))
-    mesh._alone.cache_clear()
+    mesh._computed.cache_clear()
     assert cli.main([*words, "mesh/scale/H/auto/fast/*"]) == 1
-    mesh._alone.cache_clear()
+    mesh._computed.cache_clear()
     assert "--mesh --case mesh/scale/H/auto/fast/float32" in capsys.readouterr().out
     assert json.loads(path.read_text())["failed"][0]["id"] == "mesh/scale/H/auto/fast/float32"
     assert cli.main([*words, "mesh/nothing/*"]) == 2
+
+
+def test_threads_that_want_the_same_compute_it_once(monkeypatch: pytest.MonkeyPatch):
+    scale, calls = dnn.scale, list[int]()
+    monkeypatch.setattr(dnn, "scale", lambda x, **given: calls.append(0) or scale(x, **given))
+    mesh._computed.cache_clear()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: mesh._alone("scale", "fast", "float32"), range(8)))
+    mesh._computed.cache_clear()
+    assert all(one is found[0] for one in found)
+    assert len(calls) == 2  # traced forward, and for the gradient
 
 
 def test_a_device_that_is_left_out_of_an_iterated_gradient_is_found():
