@@ -95,6 +95,21 @@ def product(d: Drawn) -> Tensor:
     return d.g.matmul(d.operand(), d.given((2, 1, 3, 3), -0.5, 0.5))
 
 
+def layer(d: Drawn) -> Tensor:
+    """A product with scales before it and an epilogue, of which each part may be missing."""
+    a = d.operand()
+    a = d.g.mul(a, d.given((2, 1, 5, 1))).set_data_type(d.io) if d.rng.random() < 0.3 else a
+    b = d.given((2, 1, 3, 3), -0.5, 0.5)
+    b = d.g.transpose(b, [0, 1, 3, 2]).set_data_type(d.io) if d.rng.random() < 0.3 else b
+    y = d.g.matmul(a, b)
+    for dim in ((1, 1, 1, 1), (1, 4, 1, 1)):
+        y = d.g.mul(y, d.given(dim)) if d.rng.random() < 0.4 else y
+    for dim in ((1, 1, 1, 3), (2, 1, 5, 1)):
+        y = d.g.add(y, d.given(dim)) if d.rng.random() < 0.4 else y
+    y = d.g.add(d.image(), y) if d.rng.random() < 0.4 else y
+    return d.g.relu(y) if d.rng.random() < 0.7 else y
+
+
 def norm(d: Drawn) -> Tensor:
     op = d.pick(("layernorm", "instancenorm", "batchnorm", "rmsnorm"))
     dim = (1, 1, 5, 3) if op in ("layernorm", "rmsnorm") else (1, 4, 1, 1)
@@ -138,7 +153,7 @@ def joined(d: Drawn) -> Tensor:
 
 GROW: tuple[Callable[[Drawn], Tensor], ...] = (
     *(unary, relu, binary, binary, root, select, convolution, block, block, gradient),
-    *(product, norm, normed, pool, spread, moved, joined),
+    *(layer, layer, product, norm, normed, pool, spread, moved, joined),
 )
 
 
@@ -164,7 +179,10 @@ def integers(seed: int) -> Example:
     """A graph of sums, products, maxima and moves of small integers, in which nothing is rounded."""
     rng = np.random.default_rng([20261127, seed])
     d = Drawn(rng, "float32", "float32")
-    grow: Any = (relu_exact, binary, convolution, block, gradient, product, moved_exact, joined, spread_exact)
+    grow: Any = (
+        *(relu_exact, binary, convolution, block, gradient, product, layer),
+        *(moved_exact, joined, spread_exact),
+    )
     for _ in range(int(rng.integers(2, 5))):
         made = d.g.min(d.g.max(grow[int(rng.integers(len(grow)))](d), -3.0), 3.0)
         d.images.append(made)

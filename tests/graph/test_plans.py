@@ -348,7 +348,7 @@ def test_derivatives_are_those_of_the_definition(name: str):
 
     def exact(sign: float) -> float:
         moved = {uid: arrays[uid] + sign * step * ways[uid].astype(np.float64) for uid in floats}
-        held = definition.hold(_in_float64(described), {**moved, **rest})
+        held = definition.hold(in_float64(described), {**moved, **rest})
         named = {t.name: definition.to_memory(held[t.uid], _tensor(described, t.uid)) for t in graph.outputs()}
         return sum(float((named[name] * w).sum()) for name, w in weights.items())
 
@@ -362,7 +362,7 @@ def _tensor(described: dict[str, Any], uid: int) -> dict[str, Any]:
     return next(t for t in described["tensors"] if t["uid"] == uid)
 
 
-def _in_float64(described: dict[str, Any]) -> dict[str, Any]:
+def in_float64(described: dict[str, Any]) -> dict[str, Any]:
     wide = [{**t, "data_type": "float64"} if t["data_type"] == "float32" else t for t in described["tensors"]]
     return {**described, "tensors": wide}
 

@@ -303,6 +303,10 @@ class Operations(Methods):
         """The tensors that a plan returns, in the order of their nodes."""
         return tuple(t for node in self.nodes for t in node.outputs.values() if not t.is_virtual)
 
+    def maker(self, tensor: Tensor) -> Node | None:
+        """The node that makes a tensor; None of an input or a constant."""
+        return next((node for node in self.nodes if any(t is tensor for t in node.outputs.values())), None)
+
     def readers(self, tensor: Tensor) -> list[Node]:
         return [node for node in self.nodes if any(t is tensor for t in node.inputs.values())]
 

@@ -19,9 +19,10 @@ from jaxdnn._src.core.limits import limits
 from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.errors import GraphError, NotOffered
 from jaxdnn._src.graph.execute import Step, evaluate
-from jaxdnn._src.graph.fuse import NotFused, steps
+from jaxdnn._src.graph.fuse import steps
 from jaxdnn._src.graph.nodes import numpy_of
 from jaxdnn._src.graph.report import Report, StepReport, lowest, step_reports
+from jaxdnn._src.graph.rules import NotFused
 from jaxdnn._src.graph.tensors import Tensor, check_number, memory_shape
 from jaxdnn._version import __version__
 

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxdnn._src.conv.api import conv, conv_dgrad, conv_wgrad
 from jaxdnn._src.graph.nodes import Inference, Kind, Run, is_held, numpy_of, register, rounded
 from jaxdnn._src.graph.tensors import WIDE
+from jaxdnn._src.matmul.api import matmul
 from jaxdnn._src.matmul.grouped import grouped_matmul, grouped_matmul_wgrad
 
 MODES = {"CROSS_CORRELATION": "cross_correlation", "CONVOLUTION": "convolution"}
@@ -134,23 +135,26 @@ def wide_or(wanted: np.dtype, compute: str) -> np.dtype:
 
 def served_dtype(wanted: np.dtype, operand: np.dtype, compute: str) -> np.dtype:
     """What `conv` is asked for: what it does not convert to itself is converted from the accumulator."""
-    whole = operand.name == "int8"
-    names = (*WIDE, "int8", "int32") if whole else (*WIDE, "float8_e4m3fn", "float8_e5m2")
+    whole = ("int8", "int32") if compute == "int32" else ("int8",)
+    names = (*WIDE, *whole) if operand.name == "int8" else (*WIDE, "float8_e4m3fn", "float8_e5m2")
     return wanted if wanted.name in names else np.dtype(compute)
 
 
 def _fprop(node: Run) -> dict[str, Array]:
-    return {"Y": fused_conv(node, result_dtype(node, "Y"))}
+    return {"Y": fused_conv(node, result_dtype(node, "Y"), node.compute)}
 
 
-def fused_conv(node: Run, out_dtype: Any, **epilogue: Any) -> Array:
-    """`conv` of a node, with an epilogue in the letters of its layout; the result in the order of its dimensions."""
+def fused_conv(node: Run, out_dtype: Any, compute: str, **epilogue: Any) -> Array:
+    """`conv` of a node, with an epilogue in the letters of its layout, which computes in `compute`.
+
+    The result is in the order of its dimensions.
+    """
     x, w = node.stored("image"), node.stored("weight")
     letters, layout, order = LETTERS[x.ndim], layout_of(node, "image"), node.order("weight")
     moved: dict[str, Any] = {
         k: into(v, letters, layout) if k in ("residual", "prior") else v for k, v in epilogue.items()
     }
-    asked = served_dtype(np.dtype(out_dtype), x.dtype, node.compute)
+    asked = served_dtype(np.dtype(out_dtype), x.dtype, compute)
     y = conv(
         into(x, letters, layout),
         w.transpose(order),
@@ -231,29 +235,27 @@ def _infer_matmul(node: Inference) -> None:
     node.output("C", (*batch, a[-2], b[-1]), "A")
 
 
-def product(a: Array, b: Array, accumulate: str) -> Array:
-    """The matrix product, its sums in `accumulate`. The one place to change when a matrix product is an op here."""
-    shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = (jnp.broadcast_to(v, (*shape, *v.shape[-2:])) for v in (a, b))
-    batch = tuple(range(len(shape)))
-    if a.dtype != b.dtype or (a.dtype == np.int8 and accumulate != "int32"):
-        a, b = a.astype(accumulate), b.astype(accumulate)
-    numbers = (((a.ndim - 1,), (b.ndim - 2,)), (batch, batch))
-    return lax.dot_general(a, b, numbers, precision=lax.Precision.HIGHEST, preferred_element_type=np.dtype(accumulate))
+def multiplied(node: Run, a: Array, b: Array, out_dtype: Any, compute: str, **epilogue: Any) -> Array:
+    """`matmul` of a node's operands, with an epilogue, which computes in `compute`."""
+    for axis in range(a.ndim - 2):  # heads of queries share heads of keys: an integer factor between batch sizes
+        if 1 not in (a.shape[axis], b.shape[axis]) and a.shape[axis] != b.shape[axis]:
+            a, b = (_repeated(v, axis, max(a.shape[axis], b.shape[axis])) for v in (a, b))
+    asked = served_dtype(np.dtype(out_dtype), a.dtype, compute)
+    wide = "float64" if node.compute == "float64" else None
+    return rounded(matmul(a, b, accumulate=wide, out_dtype=asked, **epilogue), np.dtype(out_dtype))
 
 
 def _matmul(node: Run) -> dict[str, Array]:
     a, b = node.stored("A"), node.stored("B")
-    for axis in range(a.ndim - 2):  # heads of queries share heads of keys: an integer factor between batch sizes
-        if 1 not in (a.shape[axis], b.shape[axis]) and a.shape[axis] != b.shape[axis]:
-            a, b = (_repeated(v, axis, max(a.shape[axis], b.shape[axis])) for v in (a, b))
+    if a.dtype == np.int8 and node.compute != "int32":
+        a, b = a.astype(node.compute), b.astype(node.compute)
     if node.has("K_override"):
         a = _up_to(a, -1, node.x("K_override"), 0)
         b = _up_to(b, -2, node.x("K_override"), 0)
-    c = product(a, b, node.compute)
-    for port, axis in (("M_override", -2), ("N_override", -1)):
-        if node.has(port):
-            c = _up_to(c, axis, node.x(port), node.attribute("padding"))
+    sized = [(port, axis) for port, axis in (("M_override", -2), ("N_override", -1)) if node.has(port)]
+    c = multiplied(node, a, b, node.compute if sized else result_dtype(node, "C"), node.compute)
+    for port, axis in sized:
+        c = _up_to(c, axis, node.x(port), node.attribute("padding"))
     return {"C": c}
 
 
@@ -277,6 +279,7 @@ register(
         {"padding": 0.0},
         _infer_matmul,
         _matmul,
+        calls=("matmul",),
     )
 )
 

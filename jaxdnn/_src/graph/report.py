@@ -13,13 +13,13 @@ from jaxdnn._src.core.determinism import LEVELS
 from jaxdnn._src.core.explain import Explanations, explain
 from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.execute import Numbers, Step, Values, called, constants, finished
-from jaxdnn._src.graph.fuse import NotFused
 from jaxdnn._src.graph.nodes import Node, numpy_of
+from jaxdnn._src.graph.rules import NotFused
 from jaxdnn._src.graph.tensors import Tensor, span
 
 # What nodes that move data do; their results have no rounding but the one to the dtype.
 MOVES = ("reshape", "transpose", "slice", "concatenate")
-SUMS = ("matmul", "moe_grouped_matmul", "moe_grouped_matmul_bwd")
+SUMS = ("moe_grouped_matmul", "moe_grouped_matmul_bwd")
 
 
 @dataclasses.dataclass(frozen=True)

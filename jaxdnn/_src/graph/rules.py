@@ -1,0 +1,194 @@
+"""The rules by which nodes become one call of an op: what each takes up behind its first node, and how it is called.
+
+`fuse` applies them; the rule of matrix products, which takes up what its operands are made of too, is in
+`rules_matmul`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jaxdnn._src.graph import norms, products
+from jaxdnn._src.graph.build import Operations
+from jaxdnn._src.graph.execute import Numbers, Values
+from jaxdnn._src.graph.nodes import Node, Run, is_held, numpy_of
+from jaxdnn._src.graph.pointwise import FORWARD
+from jaxdnn._src.graph.tensors import Tensor
+
+REDUCTIONS = ("reduction", "genstats")
+
+
+@dataclasses.dataclass(frozen=True)
+class NotFused:
+    """Nodes that follow one another and are not joined, the rule that would have joined them, and why it did not."""
+
+    rule: str
+    nodes: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{' + '.join(self.nodes)} by rule {self.rule!r}: {self.reason}"
+
+
+@dataclasses.dataclass
+class Operand:
+    """What a product reads instead of the tensor at its port, which is computed from it.
+
+    Attributes:
+      tensor: in memory, or the tensor at the port itself.
+      data_type: the dtype in which it is read.
+      turned: whether its last two axes are swapped.
+      factors: the tensors that it is multiplied by, each with whether its last two axes are swapped.
+      nodes: those that are taken up, in order.
+    """
+
+    tensor: Tensor
+    data_type: str
+    turned: bool = False
+    factors: tuple[tuple[Tensor, bool], ...] = ()
+    nodes: tuple[Node, ...] = ()
+
+
+@dataclasses.dataclass
+class Fusion:
+    """A node with what is taken up behind it, in the order of the chain, and before it."""
+
+    nodes: list[Node]
+    operands: dict[str, Operand] = dataclasses.field(default_factory=dict)
+    alpha: tuple[Tensor, ...] = ()
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    activation: Any = None
+    done: bool = False  # behind an activation nothing can follow
+
+    @property
+    def before(self) -> list[Node]:
+        return [node for operand in self.operands.values() for node in operand.nodes]
+
+    @property
+    def all(self) -> list[Node]:
+        """Every node, in an order in which they can be computed."""
+        return [*self.before, *self.nodes]
+
+    @property
+    def compute(self) -> str:
+        """The compute dtype of what is taken up."""
+        return self.nodes[-1].compute
+
+    @property
+    def last(self) -> Tensor:
+        node = self.nodes[-1]
+        return next(iter(node.outputs.values()))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the result: the compute dtype where it is held, else the tensor's."""
+        return np.dtype(self.compute) if is_held(self.last) else numpy_of(self.last)
+
+
+Part = tuple[str, Tensor | None]  # what a node would be to an op, alpha for example, and its other operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule.
+
+    Attributes:
+      name, op: its name, and the operation that it begins with.
+      call: the public op that is called.
+      takes: what it may take up behind that.
+      part: what a node behind a tensor, with its other operand, would be to the op; in words of what no op takes up.
+      run: the first node's outputs, by port.
+      before: what is taken up before the node, by port, and what was not and why.
+      lacks: what the node has that the op does not, or nothing.
+    """
+
+    name: str
+    op: str
+    call: str
+    takes: tuple[str, ...]
+    part: Callable[[str, Tensor, Tensor, Fusion], Part]
+    run: Callable[[Run, Fusion, Values, Numbers], Mapping[str, Array]]
+    before: Callable[[Operations, Node, Sequence[Node]], tuple[dict[str, Operand], list[NotFused]]] | None = None
+    lacks: Callable[[Node], str] = lambda node: ""
+
+
+def part_of(rule: Rule, node: Node, tensor: Tensor, fusion: Fusion) -> Part | None:
+    """What a node behind `tensor` would be to the op; None of what no rule is about."""
+    if node.op in REDUCTIONS:
+        return node.op, None
+    if node.op != "pointwise":
+        return None
+    mode, inputs = node.attributes["mode"], list(node.inputs.values())
+    if mode in FORWARD:
+        return "activation", None
+    if mode not in ("ADD", "MUL") or sum(t is tensor for t in inputs) != 1:
+        return f"mode {mode}", None
+    return rule.part(mode, tensor, inputs[1] if inputs[0] is tensor else inputs[0], fusion)
+
+
+def of_channels(mode: str, tensor: Tensor, other: Tensor, fusion: Fusion) -> Part:
+    """The parts of ops whose channels are the second axis."""
+    dim, own = other.dim or (), tensor.dim or ()
+    channel = len(own) > 2 and dim == (1, own[1], *(1 for _ in own[2:]))
+    if mode == "MUL":
+        first = fusion.bias is None and fusion.residual is None and not fusion.alpha
+        if set(dim) <= {1}:
+            return ("alpha", other) if first else ("alpha behind a sum or another alpha", None)
+        return ("scale for each channel" if channel else "factor of more than one element"), None
+    if channel and dim != own and fusion.bias is None:
+        return "bias", other
+    if dim == own and fusion.residual is None:
+        return "residual", other
+    return ("second bias or residual" if channel or dim == own else f"summand of sizes {dim}"), None
+
+
+def factor(tensors: Sequence[tuple[Tensor, bool]], values: Values, numbers: Numbers, compute: str) -> Any:
+    """The product of factors, each with whether its last two axes are swapped: a number where all are known."""
+    if all(tensor.uid in numbers for tensor, _ in tensors):
+        return float(np.prod([float(numbers[tensor.uid]) for tensor, _ in tensors]))
+    found = None
+    for tensor, turned in tensors:
+        value = values[tensor.uid].astype(compute)
+        value = value.reshape(()) if value.size == 1 else value.swapaxes(-1, -2) if turned else value
+        found = value if found is None else found * value
+    return found
+
+
+def summand(residual: Array, dtype: np.dtype, compute: str) -> Array:
+    """A residual as ops take it: floats in the operand's dtype, or in the compute dtype."""
+    same = residual.dtype == dtype and residual.dtype.kind not in "iub"
+    return residual if same else residual.astype(compute)
+
+
+def _conv(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[str, Array]:
+    options: dict[str, Any] = {"activation": fusion.activation}
+    compute = fusion.compute
+    if fusion.alpha:
+        options["alpha"] = factor([(t, False) for t in fusion.alpha], values, numbers, compute)
+    if fusion.bias is not None:
+        options["bias"] = values[fusion.bias.uid].astype(compute).reshape(-1)
+    if fusion.residual is not None:
+        options["residual"] = summand(values[fusion.residual.uid], numpy_of(node.tensor("image")), compute)
+    return {"Y": products.fused_conv(node, fusion.dtype, compute, **options)}
+
+
+def _batch(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[str, Array]:
+    del numbers
+    residual = None if fusion.residual is None else values[fusion.residual.uid]
+    residual = None if residual is None else summand(residual, numpy_of(node.tensor("input")), fusion.compute)
+    return norms.batch(node, products.wide_or(fusion.dtype, fusion.compute), fusion.activation, residual)
+
+
+def _instance(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[str, Array]:
+    del values, numbers
+    return norms.instance(node, products.wide_or(fusion.dtype, fusion.compute), fusion.activation)
+
+
+EPILOGUE = ("alpha", "bias", "residual", "activation")
+CONV = Rule("conv_epilogue", "conv_fprop", "conv", EPILOGUE, of_channels, _conv)
+BATCH = Rule("batch_norm_epilogue", "batchnorm", "batch_norm", EPILOGUE[2:], of_channels, _batch)
+INSTANCE = Rule("instance_norm_epilogue", "instancenorm", "instance_norm", EPILOGUE[3:], of_channels, _instance)
