@@ -27,23 +27,26 @@ from rich.table import Table
 
 from jaxdnn._src import families
 from jaxdnn._src.cases import networks
-from jaxdnn._src.cases.timed import Between, Case, Prepared
+from jaxdnn._src.cases.timed import Between, Case, Clock, Prepared
 from jaxdnn._src.core import engines, files, selection, timing, tuned
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._version import __version__
-from jaxdnn.bench import ops, peers
+from jaxdnn.bench import graph, ops, peers
 from jaxdnn.bench.lines import joined
 from jaxdnn.bench.train import measure as train
 
-CORPUS, PEERS = "corpus", ("lax", "cudnn", "torch")
+CORPUS, PEERS = "corpus", ("lax", "single", "cudnn", "torch")
 TOTALS = "all others", "all that are held out"  # of the summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `jaxdnn bench`."""
     on_gpu = jax.default_backend() == "gpu"
-    whole = "what to measure: the ops of a family, with `train` whole training steps, with `ops` every op and plain JAX"
-    parser.add_argument("op", choices=(*families.with_timed(), "ops", "train"), help=whole)
+    whole = (
+        "what to measure: the ops of a family, with `graph` operation graphs, with `train` whole training steps, with "
+        "`ops` every op and plain JAX"
+    )
+    parser.add_argument("op", choices=(*families.with_timed(), "graph", "ops", "train"), help=whole)
     parser.add_argument(
         "--family",
         action="append",
@@ -84,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
         return train.run(args, provenance)
     if args.op == "ops":
         return ops.run(args, provenance)
-    own, of_networks = families.timed(args.op), networks.cases(families.of_layer(args.op))
+    own, of_networks = graph.CASES, ()
+    if args.op != "graph":
+        own, of_networks = families.timed(args.op), networks.cases(families.of_layer(args.op))
     if args.judge:
         _print_summary(judged(json.loads(args.judge.read_text()), [*own, *of_networks]))
         return 0
@@ -226,6 +231,9 @@ def _measured(
         if "torch" in wanted and peers.torch_is_here():
             for name, make in case.torches(which).items():
                 ms |= _torch(f"{case.name} {which}", name, make, sets, args.repeats)
+        for name, clock in case.clocks(which, batch, args.dtype).items():
+            if name in wanted:
+                ms |= _clocked(f"{case.name} {which}", name, clock, sets, args.repeats)
         del sets, own_sets, own
         if size and not compared:
             copy = timing.copy_bandwidth()
@@ -317,6 +325,15 @@ def _torch(
         print(f"{name}: {title}: {_first_line(error)}", flush=True)
         return {}
     return {} if found is None else {name: found}
+
+
+def _clocked(title: str, name: str, clock: Clock, sets: Sequence[Sequence[Any]], repeats: int) -> dict[str, float]:
+    """The time by a clock of its own; where it raises, what it said is printed and it is no peer."""
+    try:
+        return {name: clock(sets, repeats)}
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, OSError) as error:
+        print(f"{name}: {title}: {_first_line(error)}", flush=True)
+        return {}
 
 
 def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | None:

@@ -5,13 +5,15 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array
 
 Function = Callable[..., Any]
+# Milliseconds of a call, of sets of operands and a number of repeats; raises a RuntimeError where it is no peer.
+Clock = Callable[[Sequence[Sequence[Array]], int], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Case(abc.ABC):
     def others(self, which: str, batch: int, dtype: Any) -> dict[str, Function | Prepared]:
         """What the pass is compared with in JAX, by name."""
         return {"lax": self.xla(which)}
+
+    def clocks(self, which: str, batch: int, dtype: Any) -> dict[str, Clock]:
+        """What the pass is compared with outside of JAX and PyTorch, by name, each with a clock of its own."""
+        return {}
 
     def torches(self, which: str) -> dict[str, Callable[..., Any]]:
         """What the pass is compared with in PyTorch, by name, which begins with "torch"; as `torch` without a pass."""

@@ -1,0 +1,320 @@
+"""The cases of `jaxdnn bench graph`: graphs that cuDNN fuses, by one builder for this library and cuDNN's frontend.
+
+Ours is the plan that heuristic A puts first. Its peers: "single", the plan in which each node is a call of its own;
+"lax", the graph as jax.numpy writes it, left to XLA; "cudnn", cuDNN's frontend, where its Python package is.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxdnn._src.cases import timed
+from jaxdnn._src.cases.timed import Function
+from jaxdnn.bench import frontend
+from jaxdnn.bench.frontend import channels_last
+from jaxdnn.graph import Graph, Plan
+
+HELD = jnp.float32  # what virtual tensors hold
+EPSILON = 1e-5
+
+
+class Builder(Protocol):
+    """What a graph is built with: the graph itself, whose methods both libraries have, and what they call differently.
+
+    `image` lies channels last, `tensor` as its axes stand; `output` marks what is returned. No dtype is the graph's.
+    """
+
+    g: Any
+    phase: Any
+
+    def image(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any: ...
+    def tensor(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any: ...
+    def number(self, value: float) -> Any: ...
+    def mode(self, name: str) -> Any: ...
+    def output(self, tensor: Any, dtype: str | None = None, dim: Sequence[int] | None = None) -> Any: ...
+
+
+class Ours:
+    """The builder of this library's graphs."""
+
+    def __init__(self, name: str, dtype: str) -> None:
+        types = {"io_data_type": dtype, "intermediate_data_type": "float32", "compute_data_type": "float32"}
+        self.g, self.phase = Graph(name, **types), "INFERENCE"
+
+    def image(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any:
+        return self.g.tensor(dim, channels_last(dim), dtype, name=name)
+
+    def tensor(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any:
+        return self.g.tensor(dim, None, dtype, name=name)
+
+    def number(self, value: float) -> Any:
+        return value
+
+    def mode(self, name: str) -> Any:
+        return name
+
+    def output(self, tensor: Any, dtype: str | None = None, dim: Sequence[int] | None = None) -> Any:
+        tensor = tensor if dim is None else tensor.set_dim(dim)
+        tensor = tensor if dtype is None else tensor.set_data_type(dtype)
+        return tensor.set_output(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(timed.Case):
+    """A graph.
+
+    Attributes:
+      build: makes the graph with a builder, for so many images or rows.
+      plain: the same in jax.numpy, of the arrays in the order of the graph's inputs, with the same results.
+      work: floating-point operations of an image or row; 0 where memory binds.
+      axis: that of the first input along which the images or rows are.
+    """
+
+    family: str
+    name: str
+    build: Callable[[Builder, int], Any]
+    plain: Function
+    batch: int
+    work: int = 0
+    axis: int = 0
+    passes: tuple[str, ...] = ("forward",)
+    tuned = True
+
+    def graph(self, batch: int, dtype: Any) -> Graph:
+        """The graph; what it writes is of the dtype."""
+        made = Ours(self.name, jnp.dtype(dtype).name)
+        self.build(made, batch)
+        return made.g
+
+    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(t.get_shape() for t in self.graph(batch, "float32").inputs())
+
+    def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
+        """Normal numbers in the tensors' dtypes."""
+        drawn = super().operands(batch, jnp.float32, seed)
+        types = (t.get_data_type() for t in self.graph(batch, dtype).inputs())
+        return tuple(a.astype(t) for a, t in zip(drawn, types, strict=True))
+
+    def plan(self, mode: str, arrays: Sequence[Array]) -> Plan:
+        """The first plan of a heuristic mode for operands of these shapes and dtypes."""
+        dtypes = [a.dtype.name for a in arrays if a.dtype.itemsize > 1]
+        dtype = next((name for name in dtypes if name != "float32"), dtypes[0])
+        return self.graph(arrays[0].shape[self.axis], dtype).plan(mode)
+
+    def ours(self, which: str, engine: str | None) -> Function:
+        def run(*arrays: Array) -> Any:
+            if engine is not None:
+                raise NotImplementedError("`engine` must be None: the engines of a graph's steps are chosen one by one")
+            return self.plan("A", arrays).function(*arrays)
+
+        return run
+
+    def xla(self, which: str) -> Function:
+        return self.plain
+
+    def others(self, which: str, batch: int, dtype: Any) -> dict[str, Function | timed.Prepared]:
+        return {"lax": self.plain, "single": lambda *arrays: self.plan("FALLBACK", arrays).function(*arrays)}
+
+    def clocks(self, which: str, batch: int, dtype: Any) -> dict[str, timed.Clock]:
+        return {"cudnn": ft.partial(frontend.time, self, batch, jnp.dtype(dtype).name)}
+
+    def flops(self, which: str, batch: int) -> int | None:
+        return self.work * batch or None
+
+    def bytes(self, which: str, batch: int, itemsize: int) -> int | None:
+        if self.work:
+            return None
+        graph = self.graph(batch, {2: "bfloat16", 4: "float32"}[itemsize])
+        size = lambda t: math.prod(t.get_shape()) * jnp.dtype(t.get_data_type()).itemsize
+        return sum(map(size, (*graph.inputs(), *graph.outputs())))
+
+
+def _precision(x: Array) -> Any:
+    """float32 is multiplied as it is, as this library does."""
+    return lax.Precision.HIGHEST if x.dtype == HELD else None
+
+
+# Convolutions, 3 x 3 of so many channels and pixels
+
+
+def _conv(b: Builder, x: Any, w: Any) -> Any:
+    return b.g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+
+
+def _plain_conv(x: Array, w: Array) -> Array:
+    """Of an image NHWC and a filter KRSC."""
+    numbers = ("NHWC", "OHWI", "NHWC")
+    return lax.conv_general_dilated(
+        x, w, (1, 1), ((1, 1), (1, 1)), dimension_numbers=numbers, preferred_element_type=HELD, precision=_precision(x)
+    )
+
+
+def prologue(channels: int, size: int, b: Builder, batch: int) -> Any:
+    """relu(scale x + bias) into the convolution, and the statistics of what it writes."""
+    each = (1, channels, 1, 1)
+    x, scale, bias = b.image("x", (batch, channels, size, size)), b.image("scale", each), b.image("bias", each)
+    w = b.image("w", (channels, channels, 3, 3))
+    y = b.output(_conv(b, b.g.relu(b.g.add(b.g.mul(x, scale), bias)).set_data_type(x.get_data_type()), w))
+    return y, *(b.output(v, "float32") for v in b.g.genstats(y))
+
+
+def plain_prologue(x: Array, scale: Array, bias: Array, w: Array) -> Any:
+    given = jax.nn.relu(x.astype(HELD) * scale.astype(HELD) + bias.astype(HELD)).astype(x.dtype)
+    y = _plain_conv(given, w).astype(x.dtype)
+    seen = y.astype(HELD)
+    each = (1, y.shape[-1], 1, 1)
+    return y, *(v.sum((0, 1, 2)).reshape(each) for v in (seen, seen * seen))
+
+
+def epilogue(channels: int, size: int, b: Builder, batch: int) -> Any:
+    """relu(scale conv + bias + residual)."""
+    image, each = (batch, channels, size, size), (1, channels, 1, 1)
+    x, w = b.image("x", image), b.image("w", (channels, channels, 3, 3))
+    scale, bias, residual = b.image("scale", each), b.image("bias", each), b.image("residual", image)
+    return b.output(b.g.relu(b.g.add(b.g.add(b.g.mul(_conv(b, x, w), scale), bias), residual)))
+
+
+def plain_epilogue(x: Array, w: Array, scale: Array, bias: Array, residual: Array) -> Any:
+    y = _plain_conv(x, w)
+    return jax.nn.relu(y * scale.astype(HELD) + bias.astype(HELD) + residual.astype(HELD)).astype(x.dtype)
+
+
+def batch_norm(channels: int, size: int, b: Builder, batch: int) -> Any:
+    """relu(batch_norm(x) + residual) in training."""
+    image, each = (batch, channels, size, size), (1, channels, 1, 1)
+    x, residual = b.image("x", image), b.image("residual", image)
+    named = {name: b.image(name, each, "float32") for name in ("scale", "bias", "in_running_mean", "in_running_var")}
+    y, *found = b.g.batchnorm(input=x, **named, epsilon=b.number(EPSILON), momentum=b.number(0.1))
+    found = [b.output(v, "float32") for v in found]
+    return *found, b.output(b.g.relu(b.g.add(y, residual)))
+
+
+def plain_batch_norm(x: Array, residual: Array, scale: Array, bias: Array, mean: Array, variance: Array) -> Any:
+    axes, seen, count = (0, 1, 2), x.astype(HELD), x.size // x.shape[-1]
+    mu = seen.mean(axes, keepdims=True)
+    var = jnp.square(seen - mu).mean(axes, keepdims=True)
+    rstd = lax.rsqrt(var + EPSILON)
+    y = jax.nn.relu((seen - mu) * (rstd * scale) + bias + residual.astype(HELD)).astype(x.dtype)
+    unbiased = var * (count / max(count - 1, 1))
+    return mu, rstd, 0.9 * mean + 0.1 * mu, 0.9 * variance + 0.1 * unbiased, y
+
+
+# Matrix products of so many columns in and out
+
+
+def layer(k: int, n: int, reduced: bool, b: Builder, batch: int) -> Any:
+    """gelu(a w + bias), and the sums of its columns."""
+    a, w, bias = b.tensor("a", (1, batch, k)), b.tensor("w", (1, k, n)), b.tensor("bias", (1, 1, n))
+    y = b.output(b.g.gelu(b.g.bias(b.g.matmul(a, w), bias)))
+    return (y, b.output(b.g.reduction(y, mode=b.mode("ADD")), "float32", (1, 1, n))) if reduced else (y,)
+
+
+def plain_layer(reduced: bool, a: Array, w: Array, bias: Array) -> Any:
+    y = jnp.matmul(a[0], w[0], preferred_element_type=HELD, precision=_precision(a)) + bias[0].astype(HELD)
+    y = jax.nn.gelu(y, approximate=False).astype(a.dtype)[None]
+    return (y, y.astype(HELD).sum(1, keepdims=True)) if reduced else (y,)
+
+
+def quantised(k: int, n: int, b: Builder, batch: int) -> Any:
+    """The product of float8 with its scales, its largest magnitude, and the result scaled for float8."""
+    one = (1, 1, 1)
+    a, w = b.tensor("a", (1, batch, k), "float8_e4m3fn"), b.tensor("w", (1, k, n), "float8_e4m3fn")
+    scales = [b.tensor(name, one, "float32") for name in ("descale_a", "descale_w", "scale_y")]
+    y = b.g.mul(b.g.mul(b.g.matmul(a, w), scales[0]), scales[1])
+    amax = b.output(b.g.reduction(y, mode=b.mode("AMAX")), "float32", one)
+    return amax, b.output(b.g.mul(y, scales[2]), "float8_e4m3fn")
+
+
+def plain_quantised(a: Array, w: Array, descale_a: Array, descale_w: Array, scale: Array) -> Any:
+    y = jnp.matmul(a[0], w[0], preferred_element_type=HELD)[None] * descale_a * descale_w
+    return jnp.abs(y).max(keepdims=True), (y * scale).astype(a.dtype)
+
+
+# Normalisations of so many features
+
+
+def rms_norm(features: int, out: str | None, b: Builder, batch: int) -> Any:
+    """swish(rms_norm(x)), or rms_norm(x) scaled for float8."""
+    x, scale = b.tensor("x", (batch, features, 1, 1)), b.tensor("scale", (1, features, 1, 1))
+    by = b.tensor("by", (1, 1, 1, 1), "float32") if out else None
+    found = b.g.rmsnorm(norm_forward_phase=b.phase, input=x, scale=scale, epsilon=b.number(EPSILON))
+    y = found[0] if isinstance(found, tuple | list) else found
+    return (b.output(b.g.swish(y) if by is None else b.g.mul(y, by), out),)
+
+
+def plain_rms_norm(x: Array, scale: Array, by: Array | None = None) -> Any:
+    seen = x.astype(HELD)
+    y = seen * lax.rsqrt(jnp.square(seen).mean(1, keepdims=True) + EPSILON) * scale.astype(HELD)
+    return (jax.nn.silu(y).astype(x.dtype) if by is None else (y * by).astype(jnp.float8_e4m3fn),)
+
+
+# Attention of so many heads, tokens and features
+
+
+def attention(heads: int, tokens: int, features: int, b: Builder, batch: int) -> Any:
+    """Causal, with a bias that is added to each head's scores."""
+    q, k, v = (b.tensor(name, (batch, heads, tokens, features)) for name in "qkv")
+    bias = b.tensor("bias", (1, heads, tokens, tokens))
+    how = {"is_inference": True, "attn_scale": features**-0.5, "use_causal_mask": True}
+    found = b.g.sdpa(q=q, k=k, v=v, bias=bias, **how)
+    return (b.output(found[0] if isinstance(found, tuple | list) else found),)
+
+
+def plain_attention(q: Array, k: Array, v: Array, bias: Array) -> Any:
+    scores = (
+        jnp.einsum("bntd,bnsd->bnts", q, k, preferred_element_type=HELD, precision=_precision(q)) * q.shape[3] ** -0.5
+    )
+    causal = jnp.tri(q.shape[2], dtype=bool)[None, None]
+    p = jax.nn.softmax(jnp.where(causal, scores + bias.astype(HELD), -jnp.inf)).astype(q.dtype)
+    y = jnp.einsum("bnts,bnsd->bntd", p, v, preferred_element_type=HELD, precision=_precision(q))
+    return (y.astype(q.dtype),)
+
+
+def _cases() -> tuple[Fused, ...]:
+    partial = ft.partial
+    found = []
+    for channels, size in ((64, 56), (256, 14)):
+        name, work = f"{channels} at {size}", 18 * channels**2 * size**2
+        found += [
+            Fused(
+                "conv",
+                f"scale, bias, relu, conv, sums {name}",
+                partial(prologue, channels, size),
+                plain_prologue,
+                128,
+                work,
+            ),
+            Fused(
+                "conv",
+                f"conv, scale, bias, residual, relu {name}",
+                partial(epilogue, channels, size),
+                plain_epilogue,
+                128,
+                work,
+            ),
+            Fused("batch norm", f"residual, relu {name}", partial(batch_norm, channels, size), plain_batch_norm, 128),
+        ]
+    for k, n in ((768, 3072), (4096, 11008)):
+        for reduced in (False, True):
+            name = f"bias, gelu{', sums' if reduced else ''} {k} to {n}"
+            build, plain = partial(layer, k, n, reduced), partial(plain_layer, reduced)
+            found.append(Fused("matmul", name, build, plain, 8192, 2 * k * n, 1))
+        build = partial(quantised, k, n)
+        found.append(Fused("matmul", f"float8, amax {k} to {n}", build, plain_quantised, 8192, 2 * k * n, 1))
+    for features in (768, 4096):
+        for out in (None, "float8_e4m3fn"):
+            build = partial(rms_norm, features, out)
+            found.append(Fused("rms norm", f"{'float8' if out else 'swish'} {features}", build, plain_rms_norm, 8192))
+    work = 4 * 16 * 2048 * 2048 * 128 // 2
+    build = partial(attention, 16, 2048, 128)
+    found.append(Fused("attention", "causal, bias, 16 heads of 2048", build, plain_attention, 8, work))
+    return tuple(found)
+
+
+CASES = _cases()
