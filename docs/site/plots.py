@@ -10,7 +10,13 @@ from typing import Any
 from docs.site import RESULTS
 from docs.site.pictures import BLUE, GREY, ORANGE
 
-NETWORKS = {"resnet50": "ResNet-50", "convnext": "ConvNeXt-T", "vit": "ViT-B/16", "unet": "U-Net blocks"}
+NETWORKS = {
+    "resnet50": "ResNet-50",
+    "convnext": "ConvNeXt-T",
+    "vit": "ViT-B/16",
+    "unet": "U-Net blocks",
+    "efficientnet": "EfficientNet-B0",
+}
 CONVOLUTIONS = ("resnet50", "fused", "depthwise", "grouped", "dilated", "conv3d", "transposed")
 MEMORY_BOUND = ("pool", "norm", "softmax", "activation", "dropout", "tensor")
 
@@ -135,7 +141,7 @@ def _plain(axes: Any) -> None:
 
 def _each() -> Iterator[tuple[str, Plot]]:
     text = "Training steps (bfloat16: forward, backward, SGD) of the same model, no engine named; shorter is better."
-    yield "train", Plot("train_nvidia_h200", "milliseconds of training steps of four networks", _train, text)
+    yield "train", Plot("train_nvidia_h200", "milliseconds of training steps of five networks", _train, text)
     text = "bfloat16; engine `hopper`, named; a point a layer and pass, the bar their geometric mean; peers are XLA "
     text += "(cuDNN, autotuned) and PyTorch, in one process."
     yield "conv", Plot("conv_nvidia_h200", "gains of convolutions over peers", _by_family_and_pass, text, 5.0)

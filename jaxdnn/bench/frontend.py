@@ -101,11 +101,15 @@ def time(case: Any, batch: int, dtype: str, sets: Sequence[Sequence[Array]], rep
         raise RuntimeError(f"cuDNN's frontend is not here: {error}") from error
     made = Theirs(cudnn, dtype, cudnn.create_handle())
     case.build(made, batch)
-    made.g.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    try:
+        made.g.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    except cudnn.cudnnGraphNotSupportedError as error:
+        raise RuntimeError(f"cuDNN has no engine for the graph: {error}") from error
     size = made.g.get_workspace_size()
-    wanted = [np.asarray(v, np.float32) for v in jax.jit(case.ours("forward", None))(*sets[0])]
+    ours = case.ours("forward", None)
+    wanted = [np.asarray(v, np.float32) for v in jax.tree.leaves(jax.jit(ours)(*sets[0]))]
     # Every call writes its own memory where operands rotate; it is no constant that XLA could share.
-    shapes = jax.eval_shape(case.ours("forward", None), *sets[0])
+    shapes = jax.tree.leaves(jax.eval_shape(ours, *sets[0]))
     results = [[jnp.zeros(s.shape, s.dtype) + 0 for s in shapes] for _ in sets]
     workspace = jnp.zeros(max(size, 1), jnp.uint8)
     jax.block_until_ready((results, workspace))

@@ -90,11 +90,12 @@ def matmul(
 
     Numerics: everything up to the last step is done in the accumulator's dtype, then converted once, to nearest even;
       of integers and float8 as `conv` says. An alpha that is an array is applied to the accumulator behind the
-      engine's call, and so is what follows it. Determinism: the engines are those of `conv`, but kernels serve only
-      where they are named or the level asks for them: they were measured on convolutions. Of a b with leading axes
-      "batch_invariant" means "mesh_invariant", for kernels choose by the number of matrices. The gradient in b is a
-      sum over the rows, and over the leading axes that b lacks. Of a b with leading axes devices gather K and N, which
-      are groups of channels, if these are sharded; leading axes and rows stay sharded.
+      engine's call, and so is what follows it. Determinism: the engines are those of `conv`. Unasked, kernels serve a
+      product of two matrices with an activation, a residual or a prior; where there is none, and of a b with leading
+      axes, XLA's are as fast or faster. Of such a b "batch_invariant" means "mesh_invariant", for kernels choose by the
+      number of matrices. The gradient in b is a sum over the rows, and over the leading axes that b lacks. Of a b with
+      leading axes devices gather K and N, which are groups of channels, if these are sharded; leading axes and rows
+      stay sharded.
 
     Raises:
       ValueError: shapes that do not fit, or an argument out of range.

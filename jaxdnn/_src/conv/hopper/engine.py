@@ -200,6 +200,12 @@ def _is_product(call: engines.Call) -> bool:
     return _taps(call) == call.spec.geo.groups == 1
 
 
+def _has_further_passes(call: engines.Call) -> bool:
+    """Whether an epilogue has more than a bias, which cuBLAS's kernels have too: an activation, or further arrays."""
+    epilogue = call.spec.epilogue
+    return call.op == "conv" and (epilogue.activation is not None or bool(epilogue.like_result))
+
+
 def _is_padded(call: engines.Call) -> bool:
     """Whether the channels that are added over are no whole vectors of 16 bytes."""
     return bool(call.avals[0].shape[-1] * call.avals[0].dtype.itemsize % 16)
@@ -207,8 +213,14 @@ def _is_padded(call: engines.Call) -> bool:
 
 SLOWER = (
     engines.Slower(
-        "its kernels were measured on convolutions, and this is a product of matrices",
-        lambda call: isinstance(call.spec.geo, Products),
+        "it is a product of matrices without an epilogue that XLA needs another kernel for",
+        lambda call: isinstance(call.spec.geo, Products) and not _has_further_passes(call),
+        engines.Measured("matmul", "layers", "vocabulary 1024 to 50304", "forward", 0.75),
+    ),
+    engines.Slower(
+        "it is a batch of products of matrices",
+        lambda call: isinstance(call.spec.geo, Products) and call.spec.geo.groups > 1,
+        engines.Measured("matmul", "batches", "values 512 to 64", "forward", 0.28),
     ),
     engines.Slower(
         "of its kernels only those of operands and results in bfloat16 or float16 were measured at large",
