@@ -79,16 +79,23 @@ def block(d: Drawn) -> Tensor:
     y = convolution(d)
     if d.rng.random() < 0.5:
         y = d.g.scale(y, 0.5)
+    if d.rng.random() < 0.3:
+        y = d.g.mul(y, d.given((1, 4, 1, 1)))
     if d.rng.random() < 0.7:
         y = d.g.bias(y, d.given((1, 4, 1, 1)))
     if d.rng.random() < 0.7:
         y = d.g.add(y, d.image())
+    if d.rng.random() < 0.3:
+        d.images.append(d.g.cmp_gt(y, 0.0).set_data_type("float32"))
     return d.g.relu(y) if d.rng.random() < 0.7 else y
 
 
 def gradient(d: Drawn) -> Tensor:
+    """Of a convolution, with what else reaches its image and the gradient of a relu, if any."""
     w = d.given((4, 4, 3, 1), -0.4, 0.4)
-    return d.g.conv_dgrad(d.operand(), w, padding=[1, 0]).set_dim(IMAGE)
+    y = d.g.conv_dgrad(d.operand(), w, padding=[1, 0]).set_dim(IMAGE)
+    y = d.g.add(d.image(), y) if d.rng.random() < 0.4 else y
+    return d.g.relu_backward(y, d.given(IMAGE)) if d.rng.random() < 0.4 else y
 
 
 def product(d: Drawn) -> Tensor:

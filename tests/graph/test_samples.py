@@ -97,7 +97,7 @@ def int8_conv_scale_bias_add_relu(rng: np.random.Generator) -> Example:
     return filled(g, rng)
 
 
-@sample()
+@sample(("matmul_0", "add_1", "gelu_fwd_2"))
 def matmul_bias_gelu_reduction(rng: np.random.Generator) -> Example:
     g = Graph(io_data_type="BFLOAT16")
     y = g.matmul(g.tensor((2, 5, 8), name="a"), g.tensor((2, 8, 6), name="b"))
@@ -106,7 +106,7 @@ def matmul_bias_gelu_reduction(rng: np.random.Generator) -> Example:
     return filled(g, rng)
 
 
-@sample()
+@sample(("matmul_0", "mul_1", "mul_2"))
 def matmul_fp8(rng: np.random.Generator) -> Example:
     """Factors of eight bits with their scales; the largest magnitude is taken before the result is scaled."""
     g = Graph(io_data_type="FP8_E4M3")
@@ -121,7 +121,7 @@ def matmul_fp8(rng: np.random.Generator) -> Example:
     return filled(g, rng, **numbers)
 
 
-@sample()
+@sample(("identity_0", "matmul_1"))
 def mixed_precision_matmul(rng: np.random.Generator) -> Example:
     """Weights of int8 are cast on the way into a product of bfloat16."""
     g = Graph(io_data_type="BFLOAT16")
@@ -155,7 +155,7 @@ def layernorm_and_quantised_rows(rng: np.random.Generator) -> Example:
     return filled(g, rng)
 
 
-@sample()
+@sample(("transpose_0", "matmul_1", "mul_2"))
 def softmax_of_pieces(rng: np.random.Generator) -> Example:
     """What attention is made of, with a causal mask of indices."""
     g = Graph(io_data_type="FLOAT")

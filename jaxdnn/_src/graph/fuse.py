@@ -16,11 +16,11 @@ from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.execute import Numbers, Step, Values, single
 from jaxdnn._src.graph.nodes import Node, Run, is_held
 from jaxdnn._src.graph.pointwise import named_activation
-from jaxdnn._src.graph.rules import BATCH, CONV, INSTANCE, Fusion, NotFused, Rule, part_of
+from jaxdnn._src.graph.rules import ALONE, BATCH, CONV, DGRAD, INSTANCE, Fusion, NotFused, Rule, is_plain_relu, part_of
 from jaxdnn._src.graph.rules_matmul import MATMUL
 from jaxdnn._src.graph.tensors import Tensor
 
-RULES = {rule.op: rule for rule in (CONV, MATMUL, BATCH, INSTANCE)}
+RULES = {rule.op: rule for rule in (CONV, DGRAD, MATMUL, BATCH, INSTANCE, *ALONE)}
 
 
 def steps(graph: Operations, fusion: bool) -> tuple[list[Step], list[NotFused]]:
@@ -63,10 +63,13 @@ def _extended(graph: Operations, rule: Rule, fusion: Fusion, taken: Mapping[Node
     follows = [node for node in readers if part_of(rule, node, tensor, fusion) is not None]
     if not follows:
         return ""
-    if fusion.done:
-        return f"{rule.call!r} ends with its activation"
+    if fusion.end:
+        return f"{rule.call!r} ends with its {fusion.end}"
     if not tensor.is_virtual:
         return f"{tensor.name!r} is an output, so it is written before it is read"
+    mask = _mask(rule, readers, tensor)
+    if mask:
+        readers = follows = [node for node in readers if node is not mask]
     if len(readers) > 1:
         return f"{tensor.name!r} has {len(readers)} readers"
     whole = first.op in ("conv_fprop", "matmul") and first.compute == "int32" and len(fusion.nodes) == 1
@@ -84,13 +87,35 @@ def _extended(graph: Operations, rule: Rule, fusion: Fusion, taken: Mapping[Node
     if other is not None and _depends(graph, other, first, taken):
         return f"{other.name!r} is computed from the same result"
     if part == "activation":
-        fusion.activation, fusion.done = named_activation(node.attributes["mode"], node.attributes), True
+        fusion.activation, fusion.end = named_activation(node.attributes["mode"], node.attributes), part
+        fusion.mask = mask
+    elif part == "gradient of a relu":
+        fusion.relu, fusion.end = other, part
+    elif part == "prior":
+        fusion.residual = other
     elif part == "alpha" and other is not None:
         fusion.alpha = (*fusion.alpha, other)
     else:
         setattr(fusion, part, other)
     fusion.nodes.append(node)
     return None
+
+
+def _mask(rule: Rule, readers: Sequence[Node], tensor: Tensor) -> Node | None:
+    """The node that compares with 0 what a relu reads, if that is what the relu's result is compared with 0 for.
+
+    A positive number stays positive where it is rounded to a dtype of the same exponents.
+    """
+    if "activation" not in rule.takes or len(readers) != 2:
+        return None
+    relu, mask = sorted(readers, key=lambda node: node.attributes.get("mode") == "CMP_GT")
+    if relu.op != "pointwise" or relu.attributes["mode"] != "RELU_FWD" or not is_plain_relu(relu):
+        return None
+    if mask.attributes.get("mode") != "CMP_GT" or mask.inputs["IN_0"] is not tensor or mask.inputs["IN_1"].value != 0:
+        return None
+    result = relu.outputs["OUT_0"]
+    same = is_held(result) or result.data_type in ("float32", "bfloat16", "float64")
+    return mask if same and mask.compute == relu.compute else None
 
 
 def _depends(graph: Operations, tensor: Tensor, node: Node, taken: Mapping[Node, Any]) -> bool:
@@ -116,6 +141,8 @@ def _fused(rule: Rule, fusion: Fusion) -> Step:
         found = dict(rule.run(Run(first, values, numbers), fusion, values, numbers))
         main = next(iter(first.outputs))
         made = {first.outputs[port].uid: array for port, array in found.items() if port != main}
+        if fusion.mask:
+            made[fusion.mask.outputs["OUT_0"].uid] = found[main] > 0
         return {fusion.last.uid: found[main], **made}
 
     return Step(tuple(fusion.all), (rule.call,), run, rule.name)

@@ -167,20 +167,26 @@ def fused_conv(node: Run, out_dtype: Any, compute: str, **epilogue: Any) -> Arra
 
 
 def _dgrad(node: Run) -> dict[str, Array]:
+    return {"DX": fused_dgrad(node, result_dtype(node, "DX"), node.compute)}
+
+
+def fused_dgrad(node: Run, out_dtype: Any, compute: str, **epilogue: Any) -> Array:
+    """`conv_dgrad` of a node, with an epilogue which computes in `compute`; in the order of its dimensions."""
     dy, w = node.stored("loss"), node.stored("filter")
     letters, layout, order = LETTERS[dy.ndim], layout_of(node, "loss"), node.order("filter")
-    dim = node.out("DX").dim or ()
+    dim, wanted = node.out("DX").dim or (), np.dtype(out_dtype)
     shape = tuple(dim[letters.index(letter)] for letter in layout)
-    wanted = result_dtype(node, "DX")
+    moved: dict[str, Any] = {k: into(v, letters, layout) if k in ("prior", "x") else v for k, v in epilogue.items()}
     dx = conv_dgrad(
         into(dy, letters, layout),
         w.transpose(order),
         shape,
         filter_layout=filter_layout(order),
-        out_dtype=served_dtype(wanted, dy.dtype, node.compute),
+        out_dtype=served_dtype(wanted, dy.dtype, compute),
         **options(node, layout),
+        **moved,
     )
-    return {"DX": rounded(into(dx, layout, letters), wanted)}
+    return rounded(into(dx, layout, letters), wanted)
 
 
 def _wgrad(node: Run) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from jaxdnn._src.graph import norms, products
 from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.execute import Numbers, Values
 from jaxdnn._src.graph.nodes import Node, Run, is_held, numpy_of
-from jaxdnn._src.graph.pointwise import FORWARD
+from jaxdnn._src.graph.pointwise import FORWARD, named_activation
 from jaxdnn._src.graph.tensors import Tensor
 
 REDUCTIONS = ("reduction", "genstats")
@@ -62,7 +62,9 @@ class Fusion:
     bias: Tensor | None = None
     residual: Tensor | None = None
     activation: Any = None
-    done: bool = False  # behind an activation nothing can follow
+    relu: Tensor | None = None  # what a gradient is 0 behind, where it is not positive
+    mask: Node | None = None  # what compares with 0 what the activation, a relu, reads
+    end: str = ""  # what nothing can follow
 
     @property
     def before(self) -> list[Node]:
@@ -71,7 +73,7 @@ class Fusion:
     @property
     def all(self) -> list[Node]:
         """Every node, in an order in which they can be computed."""
-        return [*self.before, *self.nodes]
+        return [*self.before, *self.nodes[:-1], *([self.mask] if self.mask else []), self.nodes[-1]]
 
     @property
     def compute(self) -> str:
@@ -125,9 +127,17 @@ def part_of(rule: Rule, node: Node, tensor: Tensor, fusion: Fusion) -> Part | No
     mode, inputs = node.attributes["mode"], list(node.inputs.values())
     if mode in FORWARD:
         return "activation", None
-    if mode not in ("ADD", "MUL") or sum(t is tensor for t in inputs) != 1:
+    once = sum(t is tensor for t in inputs) == 1
+    if once and mode == "RELU_BWD" and inputs[0] is tensor and is_plain_relu(node):
+        return "gradient of a relu", inputs[1]
+    if not once or mode not in ("ADD", "MUL"):
         return f"mode {mode}", None
     return rule.part(mode, tensor, inputs[1] if inputs[0] is tensor else inputs[0], fusion)
+
+
+def is_plain_relu(node: Node) -> bool:
+    """Whether a relu, or its gradient, is that of max(x, 0)."""
+    return named_activation(node.attributes["mode"], node.attributes) == "relu"
 
 
 def of_channels(mode: str, tensor: Tensor, other: Tensor, fusion: Fusion) -> Part:
@@ -135,15 +145,25 @@ def of_channels(mode: str, tensor: Tensor, other: Tensor, fusion: Fusion) -> Par
     dim, own = other.dim or (), tensor.dim or ()
     channel = len(own) > 2 and dim == (1, own[1], *(1 for _ in own[2:]))
     if mode == "MUL":
-        first = fusion.bias is None and fusion.residual is None and not fusion.alpha
-        if set(dim) <= {1}:
-            return ("alpha", other) if first else ("alpha behind a sum or another alpha", None)
-        return ("scale for each channel" if channel else "factor of more than one element"), None
+        if not (set(dim) <= {1} or channel):
+            return f"factor of sizes {dim}", None
+        return ("alpha", other) if fusion.bias is None and fusion.residual is None else ("alpha behind a sum", None)
     if channel and dim != own and fusion.bias is None:
         return "bias", other
     if dim == own and fusion.residual is None:
         return "residual", other
     return ("second bias or residual" if channel or dim == own else f"summand of sizes {dim}"), None
+
+
+def of_gradients(mode: str, tensor: Tensor, other: Tensor, fusion: Fusion) -> Part:
+    """The parts of a gradient: a factor, and what else reaches the same tensor."""
+    dim = other.dim or ()
+    if mode == "ADD":
+        fits = dim == tensor.dim and fusion.residual is None
+        return ("prior", other) if fits else (f"summand of sizes {dim}", None)
+    if not set(dim) <= {1}:
+        return f"factor of sizes {dim}", None
+    return ("alpha", other) if fusion.residual is None else ("alpha behind a sum", None)
 
 
 def factor(tensors: Sequence[tuple[Tensor, bool]], values: Values, numbers: Numbers, compute: str) -> Any:
@@ -168,12 +188,29 @@ def _conv(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[s
     options: dict[str, Any] = {"activation": fusion.activation}
     compute = fusion.compute
     if fusion.alpha:
-        options["alpha"] = factor([(t, False) for t in fusion.alpha], values, numbers, compute)
+        options["alpha"] = _flat(factor([(t, False) for t in fusion.alpha], values, numbers, compute))
     if fusion.bias is not None:
         options["bias"] = values[fusion.bias.uid].astype(compute).reshape(-1)
     if fusion.residual is not None:
         options["residual"] = summand(values[fusion.residual.uid], numpy_of(node.tensor("image")), compute)
     return {"Y": products.fused_conv(node, fusion.dtype, compute, **options)}
+
+
+def _flat(alpha: Any) -> Any:
+    """A scale for each channel as a vector."""
+    return alpha.reshape(-1) if np.ndim(alpha) else alpha
+
+
+def _dgrad(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[str, Array]:
+    options: dict[str, Any] = {}
+    dtype, compute = numpy_of(node.tensor("loss")), fusion.compute
+    if fusion.alpha:
+        options["alpha"] = factor([(t, False) for t in fusion.alpha], values, numbers, compute)
+    if fusion.residual is not None:
+        options |= {"beta": 1.0, "prior": summand(values[fusion.residual.uid], dtype, compute)}
+    if fusion.relu is not None:
+        options["x"] = summand(values[fusion.relu.uid], dtype, compute)
+    return {"DX": products.fused_dgrad(node, fusion.dtype, compute, **options)}
 
 
 def _batch(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[str, Array]:
@@ -189,6 +226,25 @@ def _instance(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> di
 
 
 EPILOGUE = ("alpha", "bias", "residual", "activation")
+GRADIENT = ("alpha", "prior", "gradient of a relu")
 CONV = Rule("conv_epilogue", "conv_fprop", "conv", EPILOGUE, of_channels, _conv)
+DGRAD = Rule("conv_dgrad_epilogue", "conv_dgrad", "conv_dgrad", GRADIENT, of_gradients, _dgrad)
 BATCH = Rule("batch_norm_epilogue", "batchnorm", "batch_norm", EPILOGUE[2:], of_channels, _batch)
 INSTANCE = Rule("instance_norm_epilogue", "instancenorm", "instance_norm", EPILOGUE[3:], of_channels, _instance)
+
+
+def _nothing(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[str, Array]:
+    raise NotImplementedError(f"{node.node.where} takes nothing up")
+
+
+# Ops that take nothing up, so that it is said of what follows them.
+ALONE = tuple(
+    Rule(f"{call}_epilogue", op, call, (), of_channels, _nothing)
+    for op, call in (
+        ("layernorm", "layer_norm"),
+        ("rmsnorm", "rms_norm"),
+        ("adalayernorm", "adaptive_layer_norm"),
+        ("conv_wgrad", "conv_wgrad"),
+        ("sdpa", "attention"),
+    )
+)
