@@ -259,3 +259,11 @@ def typed(shape: tuple[int, ...], dtype: Any, sharding: Any, like: Any) -> Shape
 def scope(equation: Any) -> str:
     """The names of the scopes that an equation was traced in."""
     return str(equation.source_info.name_stack)
+
+
+def place(equation: Any) -> str | None:
+    """The file and the line in which an equation was made, outside of JAX and this library; None if it is not known."""
+    outside = [str(Path(module.__file__ or "").parent) for module in (jax, sys.modules["jaxdnn"])]
+    frames = getattr(equation.source_info.traceback, "frames", ())
+    own = [frame for frame in frames if not frame.file_name.startswith((*outside, "<"))]
+    return f"{own[0].file_name}:{own[0].line_num}" if own else None
