@@ -140,7 +140,7 @@ def pointwise(how: Any, x: Any, e: Any, y: Array, u: float) -> Array:
         return np.where(jump, 2 * (np.abs(xs[1]) + es[1]) + es[0], u * np.abs(xs[1]))
     if mode.endswith(("_FWD", "_BWD")):
         return _activation(how, mode, xs, es, u)
-    change = corners(definition.MATH[mode], xs, es, y)
+    change = corners(definition.pointwise.MATH[mode], xs, es, y)
     size = np.abs(y) + change
     flushed = TINY * (1 + sum(np.abs(v) for v in xs)) if mode in ("MUL", "ADD_SQUARE", "DIV", "POW") else 0.0
     if mode in ("MIN", "MAX", "ABS", "NEG", "IDENTITY"):
@@ -169,7 +169,7 @@ def pointwise(how: Any, x: Any, e: Any, y: Array, u: float) -> Array:
 
 
 def _activation(how: Any, mode: str, xs: list[Array], es: list[Array], u: float) -> Array:
-    activation = definition._activation(definition.Node({"attributes": how}, {}, {}), mode)  # type: ignore[arg-type]
+    activation = definition.pointwise._activation(definition.Node({"attributes": how}, {}, {}), mode)  # type: ignore[arg-type]
     dtype = "float32" if u == ROUNDOFF["float32"] else "float64"
     steep = 1.2 * max(
         [1.0, *(abs(v) for v in (activation[1:] if isinstance(activation, tuple) else ()) if np.isfinite(v))]
@@ -214,7 +214,7 @@ def products(node: Any, known: Any, x: Any, e: Any, run: Any, u: float) -> dict[
 
 def reduction(how: Any, x: Array, e: Array, y: Array, run: Any, u: float) -> Array:
     mode = how["mode"]
-    as_mode = lambda name, v: definition.reduction(_As(how, name, y.shape), {"input": v})["Y"]
+    as_mode = lambda name, v: definition.shapes.reduction(_As(how, name, y.shape), {"input": v})["Y"]
     n = x.size / y.size
     gamma = (n + 4) * u
     if mode in ("MIN", "MAX", "AMAX"):
@@ -426,7 +426,7 @@ def _probabilities(node: Any, x: Any, run: Any, u: float) -> tuple[Array, Array,
     eye = np.broadcast_to(np.eye(n), (*x["k"].shape[:2], n, n))
     how = {**node, "op": "sdpa"}
     nodes = definition.Node(how, {"q": x["q"].shape}, {})  # type: ignore[arg-type]
-    p = definition.sdpa(nodes, {**{k: v for k, v in x.items() if k not in ("o", "dO", "stats")}, "v": eye})["O"]
+    p = definition.attention.sdpa(nodes, {**{k: v for k, v in x.items() if k not in ("o", "dO", "stats")}, "v": eye})["O"]
     return p, sizes, np.expm1(2 * off + (n + 24) * u)
 
 
