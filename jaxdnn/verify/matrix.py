@@ -40,7 +40,7 @@ def of_turn(cases: Iterable[Any], turn: int) -> list[Any]:
     """The part of a turn; of every family it has each op with each engine, each facet, each kind of data."""
 
     def facets(f: Family, case: Any) -> set[Any]:
-        return {*f.facets(case), *(("data", kind) for kind in f.kinds(case)), case.op}
+        return {*f.facets(case), *(("data", kind) for kind in case.kinds()), case.op}
 
     return _part(cases, turn, facets, lambda names: turns.part(names, turns.TURNS, turn))
 

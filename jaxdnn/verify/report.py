@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxdnn._src.cases.case import Result
-from jaxdnn.verify import matrix
 from jaxdnn.verify.levels import Trial
 
 SCHEMA = 1
@@ -90,7 +89,7 @@ def _cell(result: Result, reproduce: Any) -> dict[str, Any]:
         "op": case.op,
         "engine": case.engine,
         "dtype": case.dtype,
-        **matrix.of(case.op).describe(case),
+        **case.describe(),
         "level": result.level,
         "accumulation": result.accumulation,
         "status": result.status,

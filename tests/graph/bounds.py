@@ -426,7 +426,8 @@ def _probabilities(node: Any, x: Any, run: Any, u: float) -> tuple[Array, Array,
     eye = np.broadcast_to(np.eye(n), (*x["k"].shape[:2], n, n))
     how = {**node, "op": "sdpa"}
     nodes = definition.Node(how, {"q": x["q"].shape}, {})  # type: ignore[arg-type]
-    p = definition.attention.sdpa(nodes, {**{k: v for k, v in x.items() if k not in ("o", "dO", "stats")}, "v": eye})["O"]
+    given = {**{k: v for k, v in x.items() if k not in ("o", "dO", "stats")}, "v": eye}
+    p = definition.attention.sdpa(nodes, given)["O"]
     return p, sizes, np.expm1(2 * off + (n + 24) * u)
 
 

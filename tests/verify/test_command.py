@@ -275,7 +275,7 @@ def test_a_million_outputs_of_every_op_and_dtype_are_predicted(op: str):
         told = next(c for c in explained.candidates if c.engine == "hopper")
         assert told.refusal or case.dtype == "int8" or told.schedule is not None, case.id
         key = case.dtype, case.geometry.name.startswith(("bits-depthwise", "bits-pairs", "bits-eights", "bits-causal"))
-        outputs = math.prod(case.shape(case.result_role)) * len(data.kinds(case))
+        outputs = math.prod(case.shape(case.result_role)) * len(case.kinds())
         counts[key] = counts.get(key, 0) + (0 if told.refusal else outputs)
     narrow = {(dtype, True): 10**6 for dtype in ("bf16", "f16", "f32")}
     dense = ("bf16", "f16") if op == "conv_wgrad" else ("bf16", "f16", "tf32", "e4m3fn", "e5m2", "int8")

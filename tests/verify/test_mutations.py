@@ -316,7 +316,7 @@ def test_faults_are_found(op: str):
     for seed, (dtype, geometry, blend) in enumerate(settings):
         case, order = case_of(op, dtype, geometry, blend), list(ORDERS)[seed % 4]
         accumulation, runs = accumulation_of(order), []
-        for kind in data.kinds(case):
+        for kind in case.kinds():
             operands, extras = data.arrays(case, kind, seed, accumulation)
             details = checks.golden(case, operands, extras)
             runs.append((kind, operands, extras, details, Engine().run(case, operands, extras, ORDERS[order])))

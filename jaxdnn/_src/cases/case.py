@@ -106,11 +106,11 @@ class Expected:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case(abc.ABC):
-    """One call of one op by one engine, for families whose ops take arrays and keyword arguments only.
+class Call(abc.ABC):
+    """One call of one op by one engine.
 
-    A subclass adds fields (a window, a shape), and defines the op's arguments, the data and the expected results.
-    `variant` names all of these; with op, engine and dtype it is the case's id.
+    A subclass adds fields (a window, a shape) and defines the op's arguments. `variant` names all of these; with op,
+    engine and dtype it is the case's id.
     """
 
     op: str
@@ -141,21 +141,9 @@ class Case(abc.ABC):
     def call(self, **choices: Any) -> Callable[..., Any]:
         """The op as a function of its arrays; `choices` are `engine` (not for ops without engines), `determinism`."""
 
-    @abc.abstractmethod
-    def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """The arrays, in the dtypes the case stores them in, for a kind of data."""
-
-    @abc.abstractmethod
-    def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
-        """What is expected of each result."""
-
     def kinds(self) -> tuple[str, ...]:
         """The kinds of data that the case runs on."""
         return ("normal",)
-
-    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
-        """The bits that an engine of level "portable" guarantees, one array for each result."""
-        return None
 
     def describe(self) -> dict[str, Any]:
         """The facts of the case that the report has besides its id."""
@@ -167,6 +155,22 @@ class Case(abc.ABC):
         if self.op in self.primitive and not any_engine:
             choices["engine"] = self.engine
         return self.call(**choices)
+
+
+class Case(Call):
+    """A call with its data and what is expected of it, of an op that takes arrays and keyword arguments only."""
+
+    @abc.abstractmethod
+    def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """The arrays, in the dtypes the case stores them in, for a kind of data."""
+
+    @abc.abstractmethod
+    def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
+        """What is expected of each result."""
+
+    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
+        """The bits that an engine of level "portable" guarantees, one array for each result."""
+        return None
 
 
 class Blended:
@@ -212,7 +216,7 @@ def flushes_subnormals() -> bool:
     return float(product) == 0 or float(total[0, 0]) == 0
 
 
-def engines_of(case: type[Case], op: str) -> tuple[str, ...]:
+def engines_of(case: type[Call], op: str) -> tuple[str, ...]:
     """The names of an op's engines; ("xla",) for an op without engines, which is XLA's formula."""
     return tuple(e.name for e in engines.registered(case.primitive[op])) if op in case.primitive else ("xla",)
 
@@ -225,7 +229,7 @@ def facts(case: Case) -> Facts:
     return explained(case, case.bound, operands)
 
 
-def explained(case: Any, primitive: str, operands: Any, **extras: Any) -> Facts:
+def explained(case: Call, primitive: str, operands: Any, **extras: Any) -> Facts:
     """What `jaxdnn.explain` says of a case's engine and primitive."""
     with jax.enable_x64(case.x64):
         # No engine is named, because a call that names one that cannot serve it raises.
@@ -237,7 +241,7 @@ def explained(case: Any, primitive: str, operands: Any, **extras: Any) -> Facts:
     return Facts(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Facts)})
 
 
-def strongest_level(case: Any, operands: Any, **extras: Any) -> str:
+def strongest_level(case: Call, operands: Any, **extras: Any) -> str:
     """The strongest level at which a call can be traced without an error."""
     for level in reversed(LEVELS):
         try:
@@ -252,13 +256,13 @@ def strongest_level(case: Any, operands: Any, **extras: Any) -> str:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-def generator(case: Any, kind: str, seed: int) -> np.random.Generator:
+def generator(case: Call, kind: str, seed: int) -> np.random.Generator:
     """A generator of random numbers that depends on the case's id and not on its position in the matrix."""
     return np.random.default_rng([seed, zlib.crc32(f"{case.id}|{kind}".encode())])
 
 
 def run(
-    case: Any, seed: int, *, flush: bool, facts: Callable[[Any], Facts], check: Callable[..., list[Check]]
+    case: Call, seed: int, *, flush: bool, facts: Callable[[Any], Facts], check: Callable[..., list[Check]]
 ) -> Result:
     """The result of a case on all of its kinds of data. An exception fails the case and does not end the run."""
     start = time.perf_counter()

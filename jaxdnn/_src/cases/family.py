@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxdnn._src.cases import case as plain
-from jaxdnn._src.cases.case import Case, Check, Facts
+from jaxdnn._src.cases.case import Call, Check, Facts
 from jaxdnn._src.hopper.branches import Branch
 
 T = TypeVar("T")
@@ -35,11 +35,9 @@ class Family:
       typical: (op, engine, dtype) to a case whose facts hold for the engine in general; None if there is none.
       typical_name: such a case in words.
       facts: a case to what its engine declares for it.
-      kinds: a case to the kinds of data that it runs on.
       arrays: (case, kind, seed, accumulation) to its operands, and those that it takes by name.
       judge: (case, facts, kind, operands, operands by name, results, accumulation) to its checks; by the name
         `modelled`, how many outputs are compared with predicted bits at most.
-      describe: a case to its facts in the report besides its id.
       strides: (a, b): short of the full extent, which has everything, the matrix takes every a-th of the quick cases
         and every b-th of the further standard ones, and the first of each of its facets; if a is not 1, the determinism
         procedures run on one subject for every fifth pair of an op and an engine.
@@ -63,10 +61,8 @@ class Family:
     typical: Callable[[str, str, str], Any | None]
     typical_name: str
     facts: Callable[[Any], Facts] = plain.facts
-    kinds: Callable[[Any], tuple[str, ...]] = lambda case: case.kinds()
     arrays: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = plain.arrays
     judge: Callable[..., list[Check]] = plain.judge_all
-    describe: Callable[[Any], dict[str, Any]] = lambda case: case.describe()
     strides: tuple[int, int] = (1, 1)
     slow: tuple[str, ...] = ()
     facets: Callable[[Any], set[Any]] = lambda case: {case.dtype}
@@ -90,7 +86,7 @@ class Family:
     def kinds_of(self, case: Any, told: Facts) -> tuple[str, ...]:
         """The kinds of data of a case; none with NaN and infinity if an engine does not guarantee where they show."""
         spreads = "spreads_nonfinite" in told.hazards
-        return tuple(kind for kind in self.kinds(case) if not (spreads and kind in ("special", "infinite")))
+        return tuple(kind for kind in case.kinds() if not (spreads and kind in ("special", "infinite")))
 
     def of_extent(self, op: str, engine: str, extent: str, seed: int) -> list[Any]:
         """The cases of an extent, each once."""
@@ -119,19 +115,28 @@ def _sample(cases: list[Any], stride: int, facets: Callable[[Any], set[Any]], kn
 
 def family(
     name: str,
-    kind: type[Case],
+    kind: type[Call],
     ops: Iterable[str],
-    cases: Callable[[str, str, str, int], Iterable[Case]],
+    cases: Callable[[str, str, str, int], Iterable[Call]],
     subjects: Callable[[str, str, str, int], Iterable[Any]],
     typical_name: str,
     strides: tuple[int, int] = (1, 1),
     facts: Callable[[Any], Facts] = plain.facts,
     **given: Any,
 ) -> Family:
-    """A family whose cases are a subclass of `Case`."""
+    """A family whose cases are of a class that says which primitive an op has, and of which any may be typical."""
 
-    def typical(op: str, engine: str, dtype: str) -> Case | None:
+    def typical(op: str, engine: str, dtype: str) -> Call | None:
         return next((c for c in cases(op, engine, "full", 0) if c.dtype == dtype), None)
 
-    engines_of = ft.partial(plain.engines_of, kind)
-    return Family(name, tuple(ops), engines_of, cases, subjects, typical, typical_name, facts, strides=strides, **given)
+    chosen = {"engines_of": ft.partial(plain.engines_of, kind), "typical": typical} | given
+    return Family(
+        name,
+        tuple(ops),
+        cases=cases,
+        subjects=subjects,
+        typical_name=typical_name,
+        facts=facts,
+        strides=strides,
+        **chosen,
+    )

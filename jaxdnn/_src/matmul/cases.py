@@ -7,7 +7,7 @@ case how many products a result has, which arrays it takes, and what its blend i
 import dataclasses
 import functools as ft
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -15,13 +15,12 @@ import numpy as np
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases.case import Facts, generator
 from jaxdnn._src.cases.drawn import Generator, between, channels, pick
-from jaxdnn._src.cases.family import Family, up_to
+from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject
 from jaxdnn._src.conv.cases import case as conv_cases
 from jaxdnn._src.conv.cases import checks, data
 from jaxdnn._src.conv.cases.draw import DTYPES as DRAWN
 from jaxdnn._src.conv.cases.geometries import BLENDS, EPILOGUES, INT8_BLENDS, NO_BLEND, OUTS, Blend
-from jaxdnn._src.core import engines
 from jaxdnn._src.core.tolerance import Accumulation
 from jaxdnn_reference import matmul as definition
 
@@ -61,6 +60,8 @@ class Sizes:
 @dataclasses.dataclass(frozen=True)
 class MatmulCase(conv_cases.Case):
     """One product by one engine. `layout` has N or T for a and for b: as it is, or stored transposed, as in BLAS."""
+
+    primitive: ClassVar[dict[str, str]] = {OP: BOUND}
 
     geometry: Any
 
@@ -102,6 +103,14 @@ class MatmulCase(conv_cases.Case):
         given |= {"accumulate": np.dtype(plain.DTYPES[self.accumulate])} if self.accumulate else {}
         return given | ({"precision": "tf32"} if self.dtype == "tf32" else {})
 
+    def describe(self) -> dict[str, Any]:
+        return {
+            "stored": self.layout,
+            "sizes": dataclasses.asdict(self.geometry),
+            "out": self.out or self.dtype,
+            "blend": dataclasses.asdict(self.blend),
+        }
+
 
 def arrays(
     case: MatmulCase, kind: str, seed: int, accumulation: Accumulation
@@ -119,7 +128,7 @@ def facts(case: MatmulCase) -> Facts:
     operands, extras = arrays(case, "normal", 0, checks.EXACT)
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands]
     told = plain.explained(
-        case, BOUND, shapes, **{n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in extras.items()}
+        case, case.bound, shapes, **{n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in extras.items()}
     )
     # Of convolutions on GPUs XLA may take a transform; for products it calls cuBLAS.
     return dataclasses.replace(told, accumulation="tensor_core") if told.accumulation == "transform" else told
@@ -261,27 +270,20 @@ def samples(case: MatmulCase) -> tuple[tuple[int | None, ...], int] | None:
     return (0, 0 if shared and g.right[0] > 1 else None), 0
 
 
-FAMILY = Family(
-    name="matmul",
-    ops=(OP,),
-    engines_of=lambda op: tuple(e.name for e in engines.registered(BOUND)),
-    cases=cases,
-    subjects=subjects,
+FAMILY = family(
+    "matmul",
+    MatmulCase,
+    (OP,),
+    cases,
+    subjects,
+    "a layer",
+    strides=(1, 4),
     typical=lambda op, engine, dtype: MatmulCase(op, engine, dtype, "NN", None, Sizes("a layer", 512, 256, 256, (8,))),
-    typical_name="a layer",
     facts=facts,
-    kinds=data.kinds,
     arrays=arrays,
     judge=checks.judge_all,
     draw=draw,
     samples=samples,
-    describe=lambda case: {
-        "stored": case.layout,
-        "sizes": dataclasses.asdict(case.geometry),
-        "out": case.out or case.dtype,
-        "blend": dataclasses.asdict(case.blend),
-    },
-    strides=(1, 4),
     slow=conv_cases.SLOW,
     facets=facets,
     bound_as={OP: BOUND},

@@ -17,7 +17,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected, Facts
-from jaxdnn._src.cases.family import Family, up_to
+from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import Accumulation
@@ -325,16 +325,17 @@ def _window(rng: drawn.Generator, sizes: tuple[int, ...]) -> dict[str, Any]:
     return options | {"padding": tuple(padding), "ceil_mode": bool(rng.random() < 0.2)}
 
 
-FAMILY = Family(
-    name="pool",
+FAMILY = family(
+    "pool",
+    PoolCase,
+    OPS,
+    cases,
+    subjects,
+    "3 x 3 windows of every second pixel",
+    (3, 8),
+    facts,
+    engines_of=engines_of,
+    typical=_typical,
     draw=draw,
     samples=samples,
-    ops=OPS,
-    engines_of=engines_of,
-    cases=cases,
-    subjects=subjects,
-    typical=_typical,
-    typical_name="3 x 3 windows of every second pixel",
-    facts=facts,
-    strides=(3, 8),
 )

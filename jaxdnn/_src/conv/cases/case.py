@@ -1,21 +1,21 @@
 """The convolutions' matrix: which calls `jaxdnn verify` makes.
 
 A case is one call of one op by one engine: dtypes, layouts, geometry, epilogue. Its id names it, so that a failing
-case can be run alone: the id and the seed are all it takes.
+case can be run alone: the id and the seed are all it takes. `data` draws its arrays, `checks` judges them.
 """
 
 import dataclasses
 import functools as ft
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 import jaxdnn as dnn
-from jaxdnn._src.cases.case import DTYPES
+from jaxdnn._src.cases.case import DTYPES, Call
 from jaxdnn._src.conv.cases import bits
 from jaxdnn._src.conv.cases.geometries import (
     BEFORE_RELU,
@@ -34,21 +34,21 @@ from jaxdnn._src.conv.cases.geometries import (
     Geometry,
     random_geometry,
 )
-from jaxdnn._src.core import engines, windows
+from jaxdnn._src.core import windows
 
 OPS = ("conv", "conv_dgrad", "conv_wgrad", "conv_bgrad", "conv_transpose")
-# Under which op an op's engines are registered; a backward bias is a sum that XLA does, without a choice.
-ENGINES_OF = {"conv": "conv", "conv_dgrad": "conv_dgrad", "conv_wgrad": "conv_wgrad", "conv_transpose": "conv_dgrad"}
 ROLES = {"conv": "xwy", "conv_dgrad": "ywx", "conv_wgrad": "xyw", "conv_bgrad": "yb", "conv_transpose": "ywx"}
+SPECIALS = ("lognormal", "cancelling", "subnormal", "special")  # kinds of data of which a case has one
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One call of one op by one engine."""
+class Case(Call):
+    """One call of one op by one engine; its fields name it."""
 
-    op: str
-    engine: str
-    dtype: str
+    # A backward bias is a sum that XLA does, without a choice.
+    primitive: ClassVar[dict[str, str]] = {op: op for op in OPS[:3]} | {"conv_transpose": "conv_dgrad"}
+
+    variant: str = dataclasses.field(init=False)
     layout: str
     filter_layout: str | None
     geometry: Geometry
@@ -56,20 +56,15 @@ class Case:
     out: str | None = None
     accumulate: str | None = None
 
-    @property
-    def id(self) -> str:
+    def __post_init__(self) -> None:
         layout = self.layout if self.filter_layout is None else f"{self.layout}-{self.filter_layout}"
-        parts = [self.op, self.engine, self.dtype, layout, self.geometry.name, self.blend.name]
+        parts = [layout, self.geometry.name, self.blend.name]
         parts += [f"to-{self.out}" if self.out else "", f"in-{self.accumulate}" if self.accumulate else ""]
-        return "/".join(filter(None, parts))
+        object.__setattr__(self, "variant", "/".join(filter(None, parts)))
 
     @property
     def x64(self) -> bool:
         return "f64" in (self.dtype, self.out, self.accumulate)
-
-    @property
-    def in_dtype(self) -> np.dtype:
-        return np.dtype(DTYPES[self.dtype])
 
     @property
     def out_dtype(self) -> np.dtype:
@@ -162,28 +157,38 @@ class Case:
         """The x_shape or w_shape that a backward op takes after its arrays."""
         return (self.shape(self.result_role),) if self.op in ("conv_dgrad", "conv_wgrad") else ()
 
-    def function(self, level: str | None = None, *, any_engine: bool = False) -> Callable[..., jax.Array]:
-        """The op with everything but its arrays: operands, then the epilogue's arrays by name."""
-        arguments = self.arguments()
-        if self.op != "conv_bgrad" and not any_engine:
-            arguments["engine"] = self.engine
-        op, sizes = getattr(dnn, self.op), self.sizes_argument()
+    def call(self, **choices: Any) -> Callable[..., Any]:
+        """The op of its operands, and of the epilogue's arrays by name."""
+        op, sizes, given = getattr(dnn, self.op), self.sizes_argument(), self.arguments() | choices
+        return lambda *operands, **extras: op(*operands, *sizes, **extras, **given)
 
-        def call(*operands: jax.Array, **extras: jax.Array) -> jax.Array:
-            return op(*operands, *sizes, **extras, **arguments, determinism=level)
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of data: "normal" and "integers", "ties" if the output is narrow, and one of the others.
 
-        return call
+        The case's id selects the last one. Cases with a million predicted outputs have six kinds.
+        """
+        if self.geometry.name.startswith(bits.PREFIX) and self.dtype != "int8":
+            return bits.KINDS
+        if self.dtype == "int8":
+            return ("normal",) if self.geometry.name == "wrap" else ("normal", "integers")
+        special = SPECIALS[zlib.crc32(self.id.encode()) % len(SPECIALS)]
+        infinite = ("infinite",) if special == "special" and self.dtype != "e4m3fn" and len(self.roles) > 1 else ()
+        return ("normal", "integers", *(("ties",) if self.out_dtype.itemsize <= 2 else ()), special, *infinite)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "out": self.out or self.dtype,
+            "layout": self.layout,
+            "filter_layout": self.filter_layout,
+            "geometry": dataclasses.asdict(self.geometry),
+            "blend": dataclasses.asdict(self.blend),
+        }
 
 
 def _vectorised(layout: Any, plain: tuple[int, ...], channel: int) -> tuple[int, ...]:
     if layout.vector is None:
         return plain
     return (*plain[:channel], plain[channel] // layout.vector, *plain[channel + 1 :], layout.vector)
-
-
-def engines_of(op: str) -> tuple[str, ...]:
-    """The names of the engines that an op may be given."""
-    return tuple(e.name for e in engines.registered(ENGINES_OF[op])) if op in ENGINES_OF else ("xla",)
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from jaxdnn._src.cases.case import (
     strongest_level,
 )
 from jaxdnn._src.conv.cases import bits, data
-from jaxdnn._src.conv.cases.case import ENGINES_OF, Case
+from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.core import engines, tolerance
 from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn_reference import layout as axes
@@ -34,7 +34,7 @@ def facts(case: Case) -> Facts:
     extras = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in given.items()}
     if case.op == "conv_bgrad":
         return Facts(None, strongest_level(case, operands, **extras), _sum_accumulation(case))
-    return plain.explained(case, ENGINES_OF[case.op], operands, **extras)
+    return plain.explained(case, case.bound, operands, **extras)
 
 
 EXACT = ACCUMULATIONS["int32"]

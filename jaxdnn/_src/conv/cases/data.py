@@ -14,35 +14,18 @@
 """
 
 import math
-import zlib
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxdnn._src.cases.case import generator
-from jaxdnn._src.conv.cases import bits as conv_bits
 from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.core import tolerance
 from jaxdnn._src.core.tolerance import Accumulation, Format
 
 INTEGERS = ("integers", "ties")  # kinds of data whose sums are exact
 TINY = ("subnormal", "sparse")  # kinds of data whose results may be subnormal
-SPECIALS = ("lognormal", "cancelling", "subnormal", "special")
-
-
-def kinds(case: Case) -> tuple[str, ...]:
-    """The kinds of data for a case: "normal" and "integers", "ties" if the output is narrow, and one of the others.
-
-    The case's id selects the last one. Cases with a million predicted outputs have six kinds.
-    """
-    if case.geometry.name.startswith(conv_bits.PREFIX) and case.dtype != "int8":
-        return conv_bits.KINDS
-    if case.dtype == "int8":
-        return ("normal",) if case.geometry.name == "wrap" else ("normal", "integers")
-    special = SPECIALS[zlib.crc32(case.id.encode()) % len(SPECIALS)]
-    infinite = ("infinite",) if special == "special" and case.dtype != "e4m3fn" and len(case.roles) > 1 else ()
-    return ("normal", "integers", *(("ties",) if case.out_dtype.itemsize <= 2 else ()), special, *infinite)
 
 
 def arrays(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import jaxdnn_reference as reference
-from jaxdnn._src.cases.family import Family
+from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject
 from jaxdnn._src.conv.cases import case as conv_cases
 from jaxdnn._src.conv.cases import checks, data, draw
@@ -72,17 +72,6 @@ def samples(case: Case) -> tuple[tuple[int | None, ...], int] | None:
     return tuple(axis if role in "xy" else None for role in case.roles), axis
 
 
-def describe(case: Case) -> dict[str, Any]:
-    """What the report says of a case."""
-    return {
-        "out": case.out or case.dtype,
-        "layout": case.layout,
-        "filter_layout": case.filter_layout,
-        "geometry": dataclasses.asdict(case.geometry),
-        "blend": dataclasses.asdict(case.blend),
-    }
-
-
 def facets(case: Case) -> set[Any]:
     """A dtype, a layout, a result's dtype, no batch and one of one, a mode, a prior that is not read, a relu before; of
     kernels every geometry."""
@@ -100,23 +89,21 @@ def facets(case: Case) -> set[Any]:
     }
 
 
-FAMILY = Family(
-    name="conv",
-    ops=conv_cases.OPS,
-    engines_of=conv_cases.engines_of,
-    cases=conv_cases.cases,
-    subjects=subjects,
+FAMILY = family(
+    "conv",
+    Case,
+    conv_cases.OPS,
+    conv_cases.cases,
+    subjects,
+    TYPICAL.name,
+    strides=(1, 6),
     typical=lambda op, engine, dtype: Case(op, engine, dtype, "NHWC", None, TYPICAL),
-    typical_name=TYPICAL.name,
     facts=checks.facts,
-    kinds=data.kinds,
     arrays=data.arrays,
     judge=checks.judge_all,
     draw=draw.draw,
     leads=draw.LEADS,
     samples=samples,
-    describe=describe,
-    strides=(1, 6),
     slow=conv_cases.SLOW,
     facets=facets,
     bound_as={"conv_transpose": "conv_dgrad"},
