@@ -17,8 +17,8 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.activation import bounds
 from jaxdnn._src.dropout import cases_fused
-from jaxdnn._src.dropout import xla_fused as kernel
-from jaxdnn._src.dropout.fused import FusedSpec
+from jaxdnn._src.dropout import xla as kernel
+from jaxdnn._src.dropout.primitive import DropoutSpec
 from jaxdnn.verify import matrix
 from jaxdnn_reference.dropout import dropout_dgrad
 
@@ -409,7 +409,7 @@ def test_levels():
     op = lambda x, **options: dnn.dropout(x, SEED, bias=b, residual=r, **options)
     (found,) = dnn.explain(lambda x: op(x, activation="gelu"), x)
     assert (found.op, found.candidates[0].level, found.candidates[0].accumulation) == (
-        "fused_dropout",
+        "dropout",
         "portable",
         "float32",
     )
@@ -498,7 +498,10 @@ def test_a_traced_rate_is_refused():
 
 def test_a_spec_names_its_own_dropout():
     """What differentiates twice draws by the op that the first derivative draws by."""
-    spec = FusedSpec(7, 2.0, (0, 1), None, leading=1, level="portable", bias=True, activation="gelu")
-    plain = spec.plain()
-    assert type(plain) is not FusedSpec
-    assert (plain.threshold, plain.scale, plain.order, plain.shift, plain.leading) == (7, 2.0, (0, 1), None, 1)
+    common: dict[str, Any] = dict(
+        threshold=7, scale=2.0, order=(0, 1), shift=None, leading=1, level="portable", start=3
+    )
+    spec = DropoutSpec(**common, bias=True, activation="gelu", out_dtype=np.dtype(np.float32))
+    assert not spec.is_alone
+    assert spec.alone() == DropoutSpec(**common)
+    assert spec.alone().is_alone

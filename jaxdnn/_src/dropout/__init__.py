@@ -14,7 +14,7 @@ MANIFEST = Manifest(
 dropout*      | NHWC, 7 -> NHWC     | NHWC -/- | element by element
 dropout_mask* | 7, shape(NHWC) -> ? |          | no operand has an axis
 """,
-    engines=("hopper.engine", "xla", "xla_fused"),
+    engines=("hopper.engine", "xla"),
     cases=("cases", "cases_fused"),
     timed="timed",
 )

@@ -19,7 +19,6 @@ from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.dropout import primitive
-from jaxdnn._src.dropout.fused import FusedSpec
 from jaxdnn._src.dropout.primitive import BLOCK, DropoutSpec
 
 
@@ -225,7 +224,7 @@ def _call(
     arrays: dict[str, Array] | None = None,
     **fused: Any,
 ) -> Array:
-    """Dropout alone, or by what `FusedSpec` has of its own with the bias and the residual among `arrays`."""
+    """Dropout alone, or by what `DropoutSpec` has of an epilogue with the bias and the residual among `arrays`."""
     rate, order, arrays = _rate(rate), _order(layout, x), arrays or {}
     words, used = read_key("key", key)
     start, shift, counter = _start(offset, used, words)
@@ -240,14 +239,11 @@ def _call(
         engine=engine,
         level=required(determinism),
     )
-    op, spec = "dropout", DropoutSpec(**common)
-    if fused:
-        given = {name: name in arrays for name in ("bias", "residual")}
-        op, spec = "fused_dropout", FusedSpec(**common, **given, **fused)
+    spec = DropoutSpec(**common, **{name: True for name in arrays}, **fused)
     operands = (x, *arrays.values(), words, start)
     if not dropped:
-        return primitives.call(op, *operands, spec=spec)
-    selection.check(op, spec, *operands)
+        return primitives.call("dropout", *operands, spec=spec)
+    selection.check("dropout", spec, *operands)
     zeros = jnp.zeros_like(x)
     return _all_dropped(zeros, arrays.get("residual"), fused["out_dtype"]) if fused else zeros
 

@@ -34,7 +34,7 @@ class FusedCase(Case):
     The operands are x and a key, between them the bias and the residual; backward dy comes first.
     """
 
-    primitive: ClassVar[dict[str, str]] = {op: op for op in OPS}
+    primitive: ClassVar[dict[str, str]] = {op: op.removeprefix("fused_") for op in OPS}
 
     activation: Any = None
     rate: float = 0.1

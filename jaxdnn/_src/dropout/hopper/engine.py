@@ -15,10 +15,8 @@ from jax import Array
 from jaxdnn._src import hopper
 from jaxdnn._src.activation import formulas
 from jaxdnn._src.core import engines
-from jaxdnn._src.dropout import fused
-from jaxdnn._src.dropout.fused import FusedSpec
 from jaxdnn._src.dropout.hopper.plan import Plan
-from jaxdnn._src.dropout.primitive import BLOCK
+from jaxdnn._src.dropout.primitive import BLOCK, OPS, DropoutSpec, operand_names
 from jaxdnn._src.hopper.ptx import NAMES
 
 FEW, FEW_IN_X, FEW_WITH_BIAS = 1 << 21, 1 << 25, 1 << 20  # elements, as `SLOWER` uses them
@@ -26,14 +24,8 @@ FEW_OF_EXAMPLE, FEW_COLUMNS, FEW_ROWS = 1 << 19, 768, 1024
 LARGEST = 1 << 30  # groups of elements that one key counts
 
 
-def _operand_names(call: engines.Call) -> tuple[str, ...]:
-    if isinstance(call.spec, FusedSpec):
-        return fused.operand_names(call.op, call.spec)
-    return ("x", "key", "start")
-
-
 def _operands(call: engines.Call) -> dict[str, Any]:
-    return dict(zip(_operand_names(call), call.avals, strict=True))
+    return dict(zip(operand_names(call.op, call.spec), call.avals, strict=True))
 
 
 def _unsupported(call: engines.Call) -> str | None:
@@ -68,7 +60,7 @@ def _misplaced(call: engines.Call, operands: dict[str, Any]) -> str | None:
             return f"under vmap its kernels take a {name} for each example or one for all"
     if "bias" in operands and _width(call, operands) is None:
         return f"its kernels take a bias along the last axes, not of shape {operands['bias'].shape[spec.leading :]}"
-    if call.op == "fused_dropout_dgrad":
+    if call.op == "dropout_dgrad":
         rows = tuple(range(len(shape) - len(_own_axes(call))))
         if [a for a in range(len(shape)) if a in spec.summed and shape[a] > 1] != [a for a in rows if shape[a] > 1]:
             return f"its kernels add the gradient in a bias along the last axes, not the sum over {spec.summed}"
@@ -96,7 +88,7 @@ def _unlike_planes(call: engines.Call, operands: dict[str, Any]) -> str | None:
         return "its kernels take channels last, or channels first behind the batch, and no channel vectors"
     if leads > 1:
         return "under vmap it has no kernel for channels first"
-    if call.op == "fused_dropout_dgrad":
+    if call.op == "dropout_dgrad":
         return "it has no kernel for the gradient in the bias of channels first"
     channel = spec.order[-1]
     own = tuple(n if axis == channel else 1 for axis, n in enumerate(shape))
@@ -126,13 +118,13 @@ def _split(call: engines.Call) -> tuple[int, tuple[int, ...]]:
 
 
 def _own_axes(call: engines.Call) -> tuple[int, ...]:
-    """Of `fused_dropout_dgrad`, the axes along which the bias varies."""
+    """Of `dropout_dgrad`, the axes along which the bias varies."""
     _, shape = _split(call)
     return tuple(a for a in range(len(shape)) if a not in call.spec.summed)
 
 
 def _own_width(call: engines.Call) -> int:
-    """Of `fused_dropout_dgrad`, elements of the bias."""
+    """Of `dropout_dgrad`, elements of the bias."""
     _, shape = _split(call)
     return math.prod(shape[a] for a in _own_axes(call))
 
@@ -148,15 +140,13 @@ def _width(call: engines.Call, operands: dict[str, Any]) -> int | None:
     return None
 
 
-def _activation(spec: Any) -> str:
+def _activation(spec: DropoutSpec) -> str:
     """What a kernel calls it: an activation of one formula, or a table."""
-    if not isinstance(spec, FusedSpec):
-        return "identity"
     return "table" if spec.looked_up else spec.activation
 
 
 def _out_dtype(call: engines.Call) -> np.dtype:
-    return np.dtype(call.spec.out_dtype if isinstance(call.spec, FusedSpec) else call.avals[0].dtype)
+    return np.dtype(call.spec.out_dtype or call.avals[0].dtype)
 
 
 def _plan(call: engines.Call) -> Plan:
@@ -165,18 +155,17 @@ def _plan(call: engines.Call) -> Plan:
     size = math.prod(shape)
     arrays = tuple((name, NAMES[np.dtype(v.dtype)]) for name, v in operands.items() if name not in ("key", "start"))
     width = math.prod(operands["bias"].shape[spec.leading :]) if "bias" in operands else 0
-    if call.op == "fused_dropout_dgrad":
+    if call.op == "dropout_dgrad":
         width = _own_width(call)
     channel = spec.order[-1] if shape else 0
     apart = not _is_sorted(call, spec.order)
     mapped = [n for n in ("bias", "key", "start") if n in operands and math.prod(operands[n].shape[: spec.leading]) > 1]
-    parameter = getattr(spec, "parameter", None)
     return Plan(
-        backward=call.op in ("fused_dropout_tangent", "fused_dropout_dgrad"),
+        backward=call.op in ("dropout_tangent", "dropout_dgrad"),
         arrays=arrays,
         result=NAMES[_out_dtype(call)],
         activation=_activation(spec),
-        parameter=float(np.float32(parameter)) if isinstance(parameter, float) else 0.0,
+        parameter=float(np.float32(spec.parameter)) if isinstance(spec.parameter, float) else 0.0,
         limit=spec.threshold,
         scale=float(np.float32(spec.scale)),
         size=size,
@@ -191,9 +180,9 @@ def _plan(call: engines.Call) -> Plan:
 
 def _table(call: engines.Call) -> Array:
     """The activation or its slope, times the scale."""
-    spec: FusedSpec = call.spec
+    spec: DropoutSpec = call.spec
     dtype, scale = np.dtype(_operands(call)["x"].dtype), float(np.float32(spec.scale))
-    if call.op == "fused_dropout":
+    if call.op == "dropout":
         return jnp.asarray(formulas.table(spec.activation, spec.parameter, scale, dtype, np.dtype(np.float32)))
     return jnp.asarray(formulas.slope_table(spec.activation, spec.parameter, scale, dtype))
 
@@ -202,11 +191,11 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     from jaxdnn._src.dropout.hopper import calls
 
     plan, shape, dtype = _plan(call), call.avals[0].shape, _out_dtype(call)
-    given = dict(zip(_operand_names(call), operands, strict=True))
+    given = dict(zip(operand_names(call.op, call.spec), operands, strict=True))
     if plan.activation == "table":
         given["table"] = _table(call)
     ordered = [given[name] for name in plan.operands]
-    if call.op != "fused_dropout_dgrad":
+    if call.op != "dropout_dgrad":
         return calls.run(plan, ordered, shape, dtype)
     dx, total = calls.run_columns(plan, ordered, shape, dtype)
     return dx, total.reshape([1 if a in call.spec.summed else n for a, n in enumerate(shape)])
@@ -214,7 +203,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 def _level(call: engines.Call) -> str:
     """Element by element; the gradient in a bias adds over the batch."""
-    return "run_to_run" if call.op == "fused_dropout_dgrad" else "portable"
+    return "run_to_run" if call.op == "dropout_dgrad" else "portable"
 
 
 def _widest(call: engines.Call) -> int:
@@ -224,9 +213,7 @@ def _widest(call: engines.Call) -> int:
 
 
 def _has_few(call: engines.Call) -> bool:
-    least = {"fused_dropout": FEW, "fused_dropout_tangent": FEW_IN_X, "fused_dropout_dgrad": FEW_WITH_BIAS}.get(
-        call.op, 0
-    )
+    least = {"dropout": FEW, "dropout_tangent": FEW_IN_X, "dropout_dgrad": FEW_WITH_BIAS}.get(call.op, 0)
     return math.prod(call.avals[0].shape) < (FEW_IN_X if _widest(call) > 2 else least)
 
 
@@ -235,18 +222,18 @@ def _has_short_examples(call: engines.Call) -> bool:
 
 
 def _has_narrow_columns(call: engines.Call) -> bool:
-    if call.op != "fused_dropout_dgrad":
+    if call.op != "dropout_dgrad":
         return False
     width = max(_own_width(call), 1)
     return width < FEW_COLUMNS or math.prod(call.avals[0].shape) // width < FEW_ROWS
 
 
 SLOWER = (
-    engines.Slower("XLA fuses dropout alone with the operations around it", lambda call: call.op == "dropout"),
+    engines.Slower("XLA fuses dropout alone with the operations around it", lambda call: call.spec.is_alone),
     engines.Slower("where all is kept nothing is drawn", lambda call: not call.spec.threshold),
     engines.Slower(
         "XLA's program is as fast where 4 bytes an element bind it",
-        lambda call: call.op != "fused_dropout_dgrad" and _widest(call) > 2,
+        lambda call: call.op != "dropout_dgrad" and _widest(call) > 2,
     ),
     engines.Slower("it has few elements to draw for", _has_few),
     engines.Slower("each example starts a block of its own", _has_short_examples),
@@ -257,15 +244,14 @@ SLOWER = (
 def _workspace(call: engines.Call) -> int:
     from jaxdnn._src.dropout.hopper.calls import columns
 
-    if call.op != "fused_dropout_dgrad":
+    if call.op != "dropout_dgrad":
         return 0
     plan = _plan(call)
     return 4 * plan.width * columns(plan).splits
 
 
 hopper.declare(
-    "dropout",
-    *fused.OPS,
+    *OPS,
     run=_run,
     unsupported=_unsupported,
     level=_level,
