@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdnn._src.attention.hopper import backward, backward_dq
 from jaxdnn._src.attention.hopper.backward_plan import TILE, Problem
-from jaxdnn._src.attention.hopper.backward_products import LOG2_E
+from jaxdnn._src.attention.hopper.backward_scores import LOG2_E
 from tests.hopper import protocol
 from tests.hopper.protocol import Kernel, Run, Warpgroup
 from tests.hopper.shared_memory import Memory, View
@@ -107,7 +107,7 @@ class Values(Warpgroup):
                 return [np.where(x[0] != 0, ds, 0) if known["by_weight"] else self.masked(ds, x[3:], known["seen"])]
             case "store_rounded" | "store":
                 x[1][...] = np.asarray(x[0]).astype(self.kernel.dtype)
-            case "hand_over":
+            case "send":
                 x[1][...] = x[0].ravel()
             case "received":
                 return [x[0].reshape(TILE, TILE).copy()]

@@ -283,7 +283,7 @@ class Warpgroup:
             case "probabilities" | "score_gradients" | "received":
                 self.threads(views[0], "load")
                 self.fence() if name == "received" else None
-            case "store_rounded" | "hand_over":
+            case "store_rounded" | "send":
                 self.threads(views[0], "store")
             case "store":
                 self.threads(views[0], "store")

@@ -142,8 +142,8 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject |
 
 def facts(case: ActivationCase) -> Facts:
     """What the engine says; a blend is added to its result outside of it."""
-    told = plain.facts(case)
-    return dataclasses.replace(told, level="mesh_invariant") if case.beta else told
+    declared = plain.facts(case)
+    return dataclasses.replace(declared, level="mesh_invariant") if case.beta else declared
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ActivationCase:

@@ -265,7 +265,7 @@ class AttentionCase(Case):
         e_dx = e_dx + 4 * u * np.abs(dx) + tiny
         # Weights below the narrow dtype's normal numbers; a kernel multiplies by the scale behind the product.
         least = FORMATS[np.dtype(self.in_dtype).name].smallest_subnormal * max(1.0, scale) if weights else 0.0
-        turned = lambda a: np.swapaxes(a, 2, 3)
+        transposed = lambda a: np.swapaxes(a, 2, 3)
         added = lambda a: a.reshape(len(a), self.shared, group, *a.shape[2:]).sum(2)
 
         def product(a: np.ndarray, e: np.ndarray, b: np.ndarray, count: int, own: Callable[..., Any]) -> np.ndarray:
@@ -277,8 +277,8 @@ class AttentionCase(Case):
         rows = group * self.queries
         errors = [
             self._laid_out(product(dx, e_dx, k, self.keys, lambda a: a)),
-            self._laid_out(product(turned(dx), turned(e_dx), q, rows, added)),
-            self._laid_out(product(turned(p * times), turned((e_p + 2 * u * p) * times), dy, rows, added)),
+            self._laid_out(product(transposed(dx), transposed(e_dx), q, rows, added)),
+            self._laid_out(product(transposed(p * times), transposed((e_p + 2 * u * p) * times), dy, rows, added)),
         ]
         total = self.batch * self.queries * self.keys
         e_ds = e_ds + least + weights * (np.abs(ds) + e_ds)  # dS is added as it was rounded
@@ -346,7 +346,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> AttentionCase
     return AttentionCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{rng.choice(variants(op))}", **sizes)
 
 
-def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str, most: int = 256) -> AttentionCase:
+def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str) -> AttentionCase:
     """Sequences of several tiles of the kernels, and features that they serve."""
     shared = drawn.between(rng, 1, 3)
     heads = shared * drawn.between(rng, 1, 3)
@@ -362,8 +362,8 @@ def _draw_tiles(op: str, engine: str, rng: drawn.Generator, name: str, most: int
         "keys": length(),
         "shared": shared,
         "heads": heads,
-        "features": 8 * drawn.between(rng, 1, most // 8),
-        "values": 8 * drawn.between(rng, 1, most // 8),
+        "features": 8 * drawn.between(rng, 1, 32),
+        "values": 8 * drawn.between(rng, 1, 32),
     }
     dtype = drawn.pick(rng, {"bf16": 1, "f16": 1})
     return AttentionCase(op, engine, dtype, f"{name}/{rng.choice(variants(op))}", **sizes)

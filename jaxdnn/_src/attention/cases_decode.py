@@ -82,8 +82,8 @@ class DecodeCase(AttentionCase):
         shapes = (b, self.queries, n, self.features), (*rows, self.shared, self.features)
         q, k, v = (rng.normal(size=shape) for shape in (*shapes, (*rows, self.shared, self.values)))
         q = 8 * q if kind == "wide" else q
-        turned = lambda a: np.swapaxes(a, 1, 2) if self.options.get("layout") == "BNTH" else a
-        found = [turned(a).astype(self.in_dtype) for a in (q, k, v)]
+        transposed = lambda a: np.swapaxes(a, 1, 2) if self.options.get("layout") == "BNTH" else a
+        found = [transposed(a).astype(self.in_dtype) for a in (q, k, v)]
         found.append(rng.integers(0, s + 1, b).astype(np.int32))
         every = {
             "alibi_slopes": (2.0 ** -rng.integers(1, 8, n)).astype(self.in_dtype),

@@ -44,7 +44,7 @@ def attention_decode(
 
     Args:
       q: (B, T, N, D); float32, bfloat16, float16, float64.
-      k: (B, S, K, D) of q's dtype, S the room that the cache has; with a page table (P, R, K, D), pages of R keys.
+      k: (B, S, K, D) of q's dtype, S the capacity of the cache; with a page table (P, R, K, D), pages of R keys.
       v: (B, S, K, E), or (P, R, K, E), of q's dtype.
       key_lengths: (B,), integers, cut to 0 and S: how many keys each sequence has, with those of its last T queries.
       page_table: (B, M), integers: the pages of each sequence in order, so that key j is number j mod R of page
@@ -53,7 +53,7 @@ def attention_decode(
       window: how many keys before its own a query sees; None without a limit.
       alibi_slopes: (N,), floats: slope times the distance from the query's own key is added to the scores.
       split: the number of keys after which the sum of a row is merged with that of the keys before, see `attention`.
-        It does not depend on the batch, nor on the room of the cache.
+        It does not depend on the batch, nor on the capacity of the cache.
       layout: "BTNH", or "BNTH" for arrays (B, N, T, D), (B, K, S, D), (P, K, R, D).
       out_dtype, return_logsumexp: as in `attention`.
       engine: None, or the name of the engine that must serve the call.
@@ -67,7 +67,7 @@ def attention_decode(
 
     Numerics: as `attention`. Engine `hopper` takes splits in multiples of 128 keys, merges 16 parts at a time, and
       copies the keys and values of pages into their order. At batch_invariant and above a row has the bits of the same
-      row of `attention(..., causal=True, split=split)`, whatever the batch, the room of the cache and the pages are.
+      row of `attention(..., causal=True, split=split)`, whatever the batch, the cache's capacity and the pages are.
       That does not hold for gradients of pages.
 
     Raises:

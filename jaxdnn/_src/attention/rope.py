@@ -89,10 +89,10 @@ def rope(
             f"`x` must have four axes, {'(B, T, N, D)' if layout == 'BTNH' else '(B, N, T, D)'}, got {x.ndim}"
             f"{checks.unbatched('x', x.ndim, 4)}."
         )
-    turned = x.shape[3] if width is None else checks.integer("width", width)
-    if turned % 2 or not 0 <= turned <= x.shape[3]:
-        raise ValueError(f"`width` must be an even number of at most D = {x.shape[3]} features, got {turned}.")
-    w = _frequencies(base, frequencies, turned)
+    rotated = x.shape[3] if width is None else checks.integer("width", width)
+    if rotated % 2 or not 0 <= rotated <= x.shape[3]:
+        raise ValueError(f"`width` must be an even number of at most D = {x.shape[3]} features, got {rotated}.")
+    w = _frequencies(base, frequencies, rotated)
     rows = x.shape[1] if layout == "BTNH" else x.shape[2]
     places = _positions(positions, x.shape[0], rows)
     factor = checks.as_float("scale", scale)
@@ -102,8 +102,8 @@ def rope(
         cos, sin = (_of_angles(f, places, w, wide.dtype) for f in (jnp.cos, jnp.sin))
         axis = 2 if layout == "BTNH" else 1
         cos, sin = (jnp.expand_dims(a, axis) for a in (cos, sin))
-        first = 0 if side == "first" else x.shape[3] - turned
-        before, middle, after = jnp.split(wide, [first, first + turned], -1)
+        first = 0 if side == "first" else x.shape[3] - rotated
+        before, middle, after = jnp.split(wide, [first, first + rotated], -1)
         found = jnp.concatenate([before, _rotated(middle, cos, sin, pairs), after], -1)
         found = found if factor == 1 else product(found, jnp.full_like(found, factor))
         return nearest(found, x.dtype)
@@ -156,17 +156,17 @@ def _exact(places: Array, w: np.ndarray, dtype: Any) -> Array:
     return turns * jnp.asarray(2 * math.pi * 2.0**-32, dtype)
 
 
-def _frequencies(base: Any, frequencies: Any, turned: int) -> np.ndarray:
+def _frequencies(base: Any, frequencies: Any, rotated: int) -> np.ndarray:
     if frequencies is None:
         base = checks.as_float("base", base)
         if not 0 < base < math.inf:
             raise ValueError(f"`base` must be a positive number, got {base}.")
-        return base ** (-np.arange(0, turned, 2) / max(turned, 1))
-    needed = f"`frequencies` must be {turned // 2} numbers, one for each pair"
+        return base ** (-np.arange(0, rotated, 2) / max(rotated, 1))
+    needed = f"`frequencies` must be {rotated // 2} numbers, one for each pair"
     if not checks.is_sequence(frequencies):
         raise TypeError(f"{needed}, in a sequence or a NumPy array, got {checks.shown(frequencies)}.")
     found = np.asarray([checks.as_float("frequencies", f) for f in frequencies])
-    if found.shape != (turned // 2,) or not np.isfinite(found).all():
+    if found.shape != (rotated // 2,) or not np.isfinite(found).all():
         raise ValueError(f"{needed}, got {checks.shown(frequencies)}.")
     return found
 

@@ -1,8 +1,8 @@
 """A row's sum over its keys in parts of a stated size, which are merged from the first one on.
 
 What a part gives does not depend on how many there are, and one of which nothing is seen changes no bit: so a row has
-the same bits whether its keys stand in a cache with room for more or end where it stands, and kernels may compute the
-parts beside each other.
+the same bits whether its keys stand in a cache with capacity for more or end where it stands, and kernels may compute
+the parts beside each other.
 """
 
 import dataclasses

@@ -268,11 +268,11 @@ def run(
     start = time.perf_counter()
     level, accumulation = "fast", ""
     try:
-        told = facts(case)
-        level, accumulation = told.level, told.accumulation
-        if told.refusal is not None:
-            return Result(case, "refused", level, accumulation, told.refusal, time.perf_counter() - start)
-        checks = tuple(check(case, told, seed, flush))
+        declared = facts(case)
+        level, accumulation = declared.level, declared.accumulation
+        if declared.refusal is not None:
+            return Result(case, "refused", level, accumulation, declared.refusal, time.perf_counter() - start)
+        checks = tuple(check(case, declared, seed, flush))
     except Exception as error:  # whatever an op raises is a finding about this case
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Result(case, "failed", level, accumulation, message, time.perf_counter() - start)
@@ -289,14 +289,16 @@ def arrays(
     return case.operands(kind, generator(case, kind, seed)), {}
 
 
-def accumulation_of(told: Facts, flush: bool) -> Accumulation:
+def accumulation_of(declared: Facts, flush: bool) -> Accumulation:
     """How the engine accumulates on this device; `flush` says whether the device flushes subnormal numbers to zero."""
-    return dataclasses.replace(ACCUMULATIONS[told.accumulation], flush=flush or "flushes_subnormals" in told.hazards)
+    return dataclasses.replace(
+        ACCUMULATIONS[declared.accumulation], flush=flush or "flushes_subnormals" in declared.hazards
+    )
 
 
 def judge_all(
     case: Case,
-    told: Facts,
+    declared: Facts,
     kind: str,
     operands: Any,
     extras: Any,
@@ -312,7 +314,7 @@ def judge_all(
     found = as_tuple(outs)
     wanted = case.expected(kind, operands, accumulation)
     checks = [judge(kind, out, e) for out, e in zip(found, wanted, strict=True)]
-    if told.level == "portable" and not (accumulation.flush and kind == "subnormal"):
+    if declared.level == "portable" and not (accumulation.flush and kind == "subnormal"):
         checks += _bits(kind, found, case.definition(operands))
     return checks
 

@@ -25,7 +25,7 @@ where.
 | sign | collective | why |
 |---|---|---|
 | - | none | results along the axis are independent of each other |
-| h | collective-permute | windows reach over the edge of a device's part, which asks its neighbours for those rows |
+| h | collective-permute | windows reach over the edge of a device's part, which receives rows of its neighbours |
 | + | all-reduce | results, statistics or gradients of what is not sharded are added up over the axis |
 | g | all-gather | a device needs the whole axis: the line says for what |
 | t | all-to-all | elements that lie side by side in the operand do not in the result |

@@ -71,21 +71,21 @@ class Family:
     leads: Mapping[tuple[str, Branch], Callable[..., Any]] = dataclasses.field(default_factory=dict)
     samples: Callable[[Any], tuple[tuple[int | None, ...], int] | None] = lambda case: None
 
-    def check(self, case: Any, told: Facts, seed: int, flush: bool) -> list[Check]:
+    def check(self, case: Any, declared: Facts, seed: int, flush: bool) -> list[Check]:
         """Compares a case's results with what is expected, on every kind of data."""
-        accumulation = plain.accumulation_of(told, flush)
+        accumulation = plain.accumulation_of(declared, flush)
         checks = []
         with jax.enable_x64(case.x64):
             function = jax.jit(case.function())
-            for kind in self.kinds_of(case, told):
+            for kind in self.kinds_of(case, declared):
                 operands, extras = self.arrays(case, kind, seed, accumulation)
                 outs = function(*operands, **extras)
-                checks += self.judge(case, told, kind, operands, extras, outs, accumulation)
+                checks += self.judge(case, declared, kind, operands, extras, outs, accumulation)
         return checks
 
-    def kinds_of(self, case: Any, told: Facts) -> tuple[str, ...]:
+    def kinds_of(self, case: Any, declared: Facts) -> tuple[str, ...]:
         """The kinds of data of a case; none with NaN and infinity if an engine does not guarantee where they show."""
-        spreads = "spreads_nonfinite" in told.hazards
+        spreads = "spreads_nonfinite" in declared.hazards
         return tuple(kind for kind in case.kinds() if not (spreads and kind in ("special", "infinite")))
 
     def of_extent(self, op: str, engine: str, extent: str, seed: int) -> list[Any]:

@@ -122,8 +122,8 @@ def subject(
       blended: whether the case is a blend already.
       variant: the subject's name, if the op, engine and dtype have several.
     """
-    told = facts(case)
-    if told.refusal is not None:
+    declared = facts(case)
+    if declared.refusal is not None:
         return None
     operands = case.operands("normal", generator(case, "normal", seed))
 
@@ -137,11 +137,11 @@ def subject(
             raise Different('it promises "portable", but has no definition')
         return bits[result]
 
-    names = (case.op, case.engine, case.dtype, told.level)
+    names = (case.op, case.engine, case.dtype, declared.level)
     found = Subject(*names, function, operands, batch_axes, out_axis, definition=definition, variant=variant)
     op = getattr(dnn, case.op, None)
     named = inspect.signature(op).parameters if op is not None else {}
-    if blended or not is_fixed(told.level) or not {"alpha", "beta", "prior"} <= named.keys():
+    if blended or not is_fixed(declared.level) or not {"alpha", "beta", "prior"} <= named.keys():
         return found
     return dataclasses.replace(found, blends=lambda: _blends(found, case if sized is None else sized))
 

@@ -112,9 +112,9 @@ def matmul(
       cuDNN's graph operation Matmul takes any strides, and its epilogue is a graph of pointwise operations.
     """
     a, b = _matrices("a", a), _matrices("b", b)
-    turned, outer = checks.flag("transpose_a", transpose_a), checks.flag("transpose_b", transpose_b)
-    _check_terms(a, b, turned, outer)
-    rows, n = _stored(a, turned)[0], _stored(b, outer)[1]
+    transposed, outer = checks.flag("transpose_a", transpose_a), checks.flag("transpose_b", transpose_b)
+    _check_terms(a, b, transposed, outer)
+    rows, n = _stored(a, transposed)[0], _stored(b, outer)[1]
     shape = (*_batch(a, b), rows, n)
     checks.countable("`matmul`", shape)
     types = arguments.types({"a": a, "b": b}, accumulate, precision, out_dtype)
@@ -137,7 +137,7 @@ def matmul(
         engine=engine,
         level=level,
     )
-    run = ft.partial(_run, a, b, (turned, outer))
+    run = ft.partial(_run, a, b, (transposed, outer))
     return arguments.with_epilogue(run, spec, epilogue, further, len(shape) - 1)
 
 
@@ -154,26 +154,26 @@ def _matrices(name: str, value: Any) -> Array:
     return value
 
 
-def _check_terms(a: Array, b: Array, turned: bool, outer: bool) -> None:
+def _check_terms(a: Array, b: Array, transposed: bool, outer: bool) -> None:
     """Checks that a has as many columns as b has rows, and that these and b's columns are known."""
-    (rows, k), (terms, n) = _stored(a, turned), _stored(b, outer)
+    (rows, k), (terms, n) = _stored(a, transposed), _stored(b, outer)
     for name, size in (("a", k), ("b", terms), ("b", n)):
         if export.is_symbolic_dim(size):
             raise ValueError(f"`{name}` must have known sizes but for the rows of a and leading axes, got {size}.")
     if k == terms:
         return
     hint = ""
-    for name, flag, fits in (("transpose_b", outer, n == k), ("transpose_a", turned, rows == terms)):
+    for name, flag, fits in (("transpose_b", outer, n == k), ("transpose_a", transposed, rows == terms)):
         if fits and not hint:
             hint = f" ({name}={not flag} would fit)"
     order = f"(..., N, {k})" if outer else f"(..., {k}, N)"
     raise ValueError(f"`b` must have shape {order} for {k} columns of a, got {tuple(b.shape)}{hint}.")
 
 
-def _stored(v: Array, turned: bool) -> tuple[Any, Any]:
+def _stored(v: Array, transposed: bool) -> tuple[Any, Any]:
     """The numbers of rows and columns of matrices that may be stored transposed."""
     rows, columns = v.shape[-2:]
-    return (columns, rows) if turned else (rows, columns)
+    return (columns, rows) if transposed else (rows, columns)
 
 
 def _batch(a: Array, b: Array) -> tuple[Any, ...]:
@@ -251,7 +251,7 @@ def _folded(
     """
     shared, grouped, further = ([i for i, k in enumerate(kinds) if k is kind] for kind in (SHARED, GROUPED, FURTHER))
     first, last = len(kinds), len(kinds) + 1
-    (m, k), (terms, n) = ((last, first) if turned else (first, last) for turned in stored)
+    (m, k), (terms, n) = ((last, first) if transposed else (first, last) for transposed in stored)
     rows, counts = [a.shape[i] for i in (*shared, m)], [b.shape[i] for i in (*grouped, *further)]
     groups, columns = math.prod(b.shape[i] for i in grouped), math.prod(counts) * b.shape[n]
     image = tuple(rows) if is_image else (math.prod(rows), 1)

@@ -127,11 +127,13 @@ def facts(case: MatmulCase) -> Facts:
     """Asks `jaxdnn.explain` about a case; nothing is computed."""
     operands, extras = arrays(case, "normal", 0, checks.EXACT)
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands]
-    told = plain.explained(
+    declared = plain.explained(
         case, case.bound, shapes, **{n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in extras.items()}
     )
     # Of convolutions on GPUs XLA may take a transform; for products it calls cuBLAS.
-    return dataclasses.replace(told, accumulation="tensor_core") if told.accumulation == "transform" else told
+    return (
+        dataclasses.replace(declared, accumulation="tensor_core") if declared.accumulation == "transform" else declared
+    )
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
@@ -211,8 +213,8 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
         if extent == "quick" and dtype == "f32":
             continue
         case = MatmulCase(op, engine, dtype, "NN", None, sizes, out="int32" if dtype == "int8" else None)
-        told = facts(case)
-        if told.refusal is None:
+        declared = facts(case)
+        if declared.refusal is None:
             operands, _ = arrays(case, "normal", seed, checks.EXACT)
             if dtype != "int8":  # float32's 24 bits and a spread of magnitudes, so that a change of order changes bits
                 spread = (v.astype(np.float32) * np.exp2(np.sin(np.arange(v.size)).reshape(v.shape)) for v in operands)
@@ -222,7 +224,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
             given = {**case.arguments(), "out_dtype": case.out_dtype, "arithmetic": "ordered"}
             bits = ft.partial(definition, *operands, **given)
             yield Subject(
-                op, engine, dtype, told.level, lambda _, run=function: run, operands, batched, 0,
+                op, engine, dtype, declared.level, lambda _, run=function: run, operands, batched, 0,
                 definition=bits, variant=sizes.name,
             )  # fmt: skip
 

@@ -148,8 +148,8 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> GroupedCase:
     sizes = tuple(int(size) for size in np.floor(shares))
     dtype = drawn.pick(rng, DRAWN[engine])
     out = str(rng.choice(["int32", "int8", "f32"])) if dtype == "int8" else None
-    turned = op == PRODUCT and bool(rng.random() < 0.5)
-    return GroupedCase(op, engine, dtype, name, rows, sizes, k, n, turned, out)
+    transposed = op == PRODUCT and bool(rng.random() < 0.5)
+    return GroupedCase(op, engine, dtype, name, rows, sizes, k, n, transposed, out)
 
 
 FAMILY = family(

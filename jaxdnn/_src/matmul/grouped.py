@@ -78,17 +78,17 @@ def grouped_matmul(
       where infinities of one group show in the others; PyTorch's grouped_mm has the rows where groups end.
     """
     a, b = _matrices("a", a, 2), _matrices("b", b, 3)
-    turned = checks.flag("transpose_b", transpose_b)
-    k, terms = a.shape[1], b.shape[2 if turned else 1]
+    transposed = checks.flag("transpose_b", transpose_b)
+    k, terms = a.shape[1], b.shape[2 if transposed else 1]
     if k != terms:
-        order = f"(G, N, {k})" if turned else f"(G, {k}, N)"
-        hint = f" (transpose_b={not turned} would fit)" if k == b.shape[1 if turned else 2] else ""
+        order = f"(G, N, {k})" if transposed else f"(G, {k}, N)"
+        hint = f" (transpose_b={not transposed} would fit)" if k == b.shape[1 if transposed else 2] else ""
         raise ValueError(f"`b` must have shape {order} for {k} columns of a, got {tuple(b.shape)}{hint}.")
-    checks.countable("`grouped_matmul`", (a.shape[0], b.shape[1 if turned else 2]))
+    checks.countable("`grouped_matmul`", (a.shape[0], b.shape[1 if transposed else 2]))
     sizes = _sizes(group_sizes, a.shape[0])
     checks.shape("group_sizes", sizes, b.shape[:1], "one for every matrix of b")
     types = arguments.types({"a": a, "b": b}, accumulate, precision, out_dtype)
-    spec = GroupedSpec(types.accumulate, types.out, precision, engine, required(determinism), turned)
+    spec = GroupedSpec(types.accumulate, types.out, precision, engine, required(determinism), transposed)
     return primitives.call(PRODUCT, a, b, sizes, spec=spec)
 
 

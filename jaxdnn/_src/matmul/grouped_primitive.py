@@ -77,11 +77,11 @@ def _transpose(op: str, spec: GroupedSpec, ct: Array, a: Any, b: Any, sizes: Any
     of_a = primitives.is_linear_operand(a)
     dtype = np.dtype((a if of_a else b).aval.dtype)
     back = dataclasses.replace(spec, out_dtype=dtype, accumulate=wider(spec.accumulate, dtype), transpose_b=False)
-    turned = dataclasses.replace(back, transpose_b=not spec.transpose_b)
+    transposed = dataclasses.replace(back, transpose_b=not spec.transpose_b)
     if op == WGRAD:
-        found = bind(PRODUCT, b, ct, sizes, spec=turned) if of_a else bind(PRODUCT, a, ct, sizes, spec=back)
+        found = bind(PRODUCT, b, ct, sizes, spec=transposed) if of_a else bind(PRODUCT, a, ct, sizes, spec=back)
     elif of_a:
-        found = bind(PRODUCT, ct, b, sizes, spec=turned)
+        found = bind(PRODUCT, ct, b, sizes, spec=transposed)
     else:
         rows = (ct, a) if spec.transpose_b else (a, ct)
         found = bind(WGRAD, *rows, sizes, spec=back)

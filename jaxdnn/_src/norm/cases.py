@@ -378,11 +378,18 @@ def facets(case: NormCase) -> set[str]:
 
 
 def judge(
-    case: NormCase, told: Facts, kind: str, operands: Any, extras: Any, outs: Any, accumulation: Accumulation, **_: Any
+    case: NormCase,
+    declared: Facts,
+    kind: str,
+    operands: Any,
+    extras: Any,
+    outs: Any,
+    accumulation: Accumulation,
+    **_: Any,
 ) -> list[Check]:
     """As every family; beyond the range, each result is NaN or what an inverse deviation of 0 gives."""
     if kind != "beyond":
-        return common.judge_all(case, told, kind, operands, extras, outs, accumulation)
+        return common.judge_all(case, declared, kind, operands, extras, outs, accumulation)
     without = list(operands)
     x = operands[case.backward]
     without[case.backward] = np.where(np.isnan(x), x, np.zeros_like(x))

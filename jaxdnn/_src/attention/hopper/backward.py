@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxdnn._src.attention.hopper.backward_nonfinite import accumulate_repaired
 from jaxdnn._src.attention.hopper.backward_plan import (
     CONSUMERS,
     STAGED,
@@ -39,19 +40,15 @@ from jaxdnn._src.attention.hopper.backward_plan import (
     whole,
 )
 from jaxdnn._src.attention.hopper.backward_products import (
-    LOG2_E,
-    Visible,
-    accumulate_repaired,
     accumulate_weighted,
-    hand_over,
     loads_done,
-    probabilities,
     received,
-    score_gradients,
     scores,
+    send,
     store_rounded,
     waited,
 )
+from jaxdnn._src.attention.hopper.backward_scores import LOG2_E, Visible, probabilities, score_gradients
 from jaxdnn._src.core.compat import pl, plgpu
 from jaxdnn._src.hopper.launch import kernel, when
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
@@ -343,7 +340,7 @@ class _ByRole(_Block):
         x = waited(scores(self.k_box.at[0], q, swizzle=swizzle), 0)
         weights, sloped = self.weights_of(x, rows(0), seen)
         when(count > 0)(lambda: plgpu.barrier_wait(s["p_empty"]))
-        hand_over(sloped, s["p"])
+        send(sloped, s["p"])
         plgpu.barrier_arrive(s["p_full"])
         if seen is None:
             dv = accumulate_weighted(dv, weights, dy, swizzle=swizzle)

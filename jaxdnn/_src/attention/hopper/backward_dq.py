@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.attention.hopper.backward import columns_of, drain, extent_of, where
+from jaxdnn._src.attention.hopper.backward_nonfinite import repair
 from jaxdnn._src.attention.hopper.backward_plan import (
     CONSUMERS,
     TILE,
@@ -29,7 +30,7 @@ from jaxdnn._src.attention.hopper.backward_plan import (
     stages_dq,
     tile_sees,
 )
-from jaxdnn._src.attention.hopper.backward_products import accumulate, repair, waited
+from jaxdnn._src.attention.hopper.backward_products import accumulate, waited
 from jaxdnn._src.core.compat import pl, plgpu
 from jaxdnn._src.hopper.launch import kernel, when
 from jaxdnn._src.hopper.sizes import ceil_div

@@ -36,14 +36,14 @@ _copy: Any = mgpu.LaunchContext.async_copy
 
 
 def attention_forward(
-    q: Array, k: Array, v: Array, given: Mapping[str, Array], problem: Problem, plan: Plan, *, sms: int | None = None
+    q: Array, k: Array, v: Array, given: Mapping[str, Array], problem: Problem, plan: Plan
 ) -> tuple[Array, ...]:
     """y and lse, or of each part its largest scores, sums (B, N, parts, T) and weighted values (B, N, parts, T, E).
 
     given: what else the problem has, by name, each with one leading axis where it has leading axes.
     """
     branches.record("attention forward", **decided(plan, problem))
-    blocks = min(sms or MULTIPROCESSORS, work.count(problem, plan))
+    blocks = min(MULTIPROCESSORS, work.count(problem, plan))
     given = _prepared(given, problem, plan, blocks)
     outs = (
         jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),

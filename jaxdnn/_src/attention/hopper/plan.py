@@ -193,7 +193,7 @@ class Plan:
 
     @property
     def out_in_q(self) -> bool:
-        """Whether results are staged where the queries were: where there is no room beside them."""
+        """Whether results are staged where the queries were: where shared memory does not hold both."""
         return not self.fits(apart=True)
 
     @property

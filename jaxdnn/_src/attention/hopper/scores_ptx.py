@@ -104,7 +104,7 @@ class Scores(Tile):
         e, problem, count = self.e, self.problem, self.plan.keys // 4
         found: list[list[tuple[str, str]]] = [[] for _ in range(count)]
         if problem.bias:
-            for i, value in enumerate(self._numbers(self.bias_rows[row], problem.bias, row, tail)):
+            for i, value in enumerate(self._numbers(self.bias_rows[row], problem.bias, tail)):
                 found[i].append((value, real(LOG2_E)))
         if problem.slopes:
             place = e.r("sub.s32", e.r("add.s32", self._first_key(), self.column), self.row[row])
@@ -118,7 +118,7 @@ class Scores(Tile):
     def _first_key(self) -> str:
         return self.e.r("mul.lo.s32", self.j, self.plan.keys)
 
-    def _numbers(self, place: str, array: Spread, row: int, tail: bool) -> list[str]:
+    def _numbers(self, place: str, array: Spread, tail: bool) -> list[str]:
         """A row's numbers of the current tile in float32, or for booleans in words of a byte."""
         e, width, count = self.e, WIDTHS[array.dtype], self.plan.keys // 4
         if not array.axes[3]:
@@ -171,7 +171,7 @@ class Scores(Tile):
         found = []
         if self.problem.mask:
             tail = True  # the tile may be the last one
-            found.append(("ne.and.u32", self._numbers(self.mask_rows[row], self.problem.mask, row, tail), "0"))
+            found.append(("ne.and.u32", self._numbers(self.mask_rows[row], self.problem.mask, tail), "0"))
         if self.plan.mask.segments:
             if row == 0:
                 self.keys_of = self._key_segments()

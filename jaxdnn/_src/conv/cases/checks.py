@@ -48,7 +48,7 @@ def _sum_accumulation(case: Case) -> str:
 
 def judge_all(
     case: Case,
-    told: Facts,
+    declared: Facts,
     kind: str,
     operands: Any,
     extras: Any,
@@ -62,21 +62,21 @@ def judge_all(
     At most `modelled` outputs are run through the model of the schedule.
     """
     out = np.asarray(outs)
-    if "loses_negative_overflow" in told.hazards:
+    if "loses_negative_overflow" in declared.hazards:
         details = golden(case, operands, extras)
         with np.errstate(over="ignore"):
             is_lost = (out == 0) & (np.asarray(details.value, np.float64).astype(out.dtype) == -np.inf)
         out = np.where(is_lost, out.dtype.type(-np.inf), out)
         return [judge(case, kind, operands, extras, out, accumulation, details)]
-    if kind == "infinite" and "leaves_out_padding" in told.hazards:  # where it is NaN it may be anything
+    if kind == "infinite" and "leaves_out_padding" in declared.hazards:  # where it is NaN it may be anything
         details = golden(case, operands, extras)
         undecided = np.isnan(np.asarray(details.value, np.float64))
         out = np.where(undecided, np.asarray(details.value).astype(out.dtype), out)
         return [judge(case, kind, operands, extras, out, accumulation, details)]
     checks = [judge(case, kind, operands, extras, out, accumulation)]
     # A device that flushes subnormal numbers is outside of what the model describes.
-    if _is_modelled(case, told) and not (accumulation.flush and kind in data.TINY):
-        checks.append(_modelled(case, kind, operands, extras, out, told.schedule, modelled))
+    if _is_modelled(case, declared) and not (accumulation.flush and kind in data.TINY):
+        checks.append(_modelled(case, kind, operands, extras, out, declared.schedule, modelled))
     return checks
 
 
@@ -151,20 +151,20 @@ def _of_least_exponents(case: Case, operands: Any, extras: Any, magnitude: np.nd
     return np.asarray(golden(case, raised, extras).magnitude, np.float64)
 
 
-def _is_modelled(case: Case, told: Facts) -> bool:
+def _is_modelled(case: Case, declared: Facts) -> bool:
     """Whether the reference predicts the result's bits.
 
     It predicts those of the sum on the engine's `modelled` architectures. The epilogue must have one possible rounding
     however it is fused, and no function whose last bits depend on the device.
     """
-    blend, here = case.blend, not architectures().isdisjoint(told.modelled)
+    blend, here = case.blend, not architectures().isdisjoint(declared.modelled)
     name = blend.activation[0] if isinstance(blend.activation, tuple) else blend.activation
     joined = blend.bias or blend.residual or blend.beta
     one_way = (blend.alpha == 1 or not joined) and blend.beta in (0, 1)
     parameter = float(blend.activation[1]) if isinstance(blend.activation, tuple) else 0.0
     stored = parameter == float(np.float32(parameter))  # else the device multiplies with another number
     known = name in (None, "relu", "clipped_relu", "leaky_relu") and stored
-    return here and told.schedule is not None and one_way and known
+    return here and declared.schedule is not None and one_way and known
 
 
 def _modelled(case: Case, kind: str, operands: Any, extras: Any, out: np.ndarray, schedule: Any, most: int) -> Check:

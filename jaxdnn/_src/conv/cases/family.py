@@ -32,9 +32,9 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
     geometries = (GEOMETRY, DEPTHWISE) if engine in NARROW else (GEOMETRY,)
     for geometry, dtype in itertools.product(geometries, DTYPES[extent == "quick" :]):
         case = Case(op, engine, dtype, "NHWC", None, geometry, out="int32" if dtype == "int8" else None)
-        told = checks.facts(case)
-        if told.refusal is None:
-            yield _subject(case, told.level, seed)
+        declared = checks.facts(case)
+        if declared.refusal is None:
+            yield _subject(case, declared.level, seed)
 
 
 def _subject(case: Case, level: str, seed: int) -> Subject:

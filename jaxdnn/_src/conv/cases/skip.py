@@ -120,10 +120,10 @@ def draw(op: str, engine: str, rng: Generator, name: str) -> SkipCase:
 
 def facts(case: SkipCase) -> plain.Facts:
     """Those of the convolution; the engine must serve backward data too, for a gradient names it again."""
-    told = plain.facts(case)
+    declared = plain.facts(case)
     operands = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in case.operands("normal", np.random.default_rng(0))]
     back = plain.explained(case, "conv_dgrad", operands)
-    return dataclasses.replace(told, refusal=told.refusal or back.refusal)
+    return dataclasses.replace(declared, refusal=declared.refusal or back.refusal)
 
 
 FAMILY = family("conv", SkipCase, OPS, cases, subjects, "3 x 3, relu", (1, 3), facts=facts, draw=draw)
