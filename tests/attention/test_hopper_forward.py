@@ -24,9 +24,10 @@ from jaxdnn._src.attention.hopper.plan import Plan, Problem
 from jaxdnn_reference.attention import visible
 from jaxdnn_reference.attention_scheduled import attention_scheduled
 from tests.attention.calls import read
-from tests.hopper import attention_machine, lane_machine
-from tests.hopper.attention_machine import DTYPES, every_item
+from tests.hopper import attention_machine, lane_machine, warpgroup_machine
+from tests.hopper.attention_machine import every_item
 from tests.hopper.device import on_hopper
+from tests.hopper.warpgroup_machine import DTYPES
 
 BF16 = jnp.bfloat16
 
@@ -271,7 +272,7 @@ def predicted(q: Any, k: Any, v: Any, **how: Any) -> np.ndarray:
 @pytest.mark.parametrize(("dtype", "features", "values", "how"), BITS)
 def test_bits_are_those_of_the_stated_schedule(machine, dtype, features, values, how):
     """On the machine with the model of the matrix unit: whether the definition states what the kernel does."""
-    machine["add"] = attention_machine.modelled
+    machine["add"] = warpgroup_machine.modelled
     q, k, v = (x.astype(DTYPES[dtype]) for x in data(70, 140, features, values, heads=2, scale=3.0))
     how = _as_arrays(how, 2)
     y, _ = attention(q, k, v, **how)

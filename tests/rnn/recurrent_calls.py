@@ -62,9 +62,9 @@ def backward_data(cell: str, units: int, given: Given, dtype: np.dtype, seed: in
 
 
 def forward_plan(cell: str, units: int, dtype: np.dtype, tiles: int = 1, kept: int | None = None) -> plan.Plan:
-    found = plan.partition(cell, units, NAMES[dtype])
+    found = plan.Plan.least(cell, units, NAMES[dtype])
     assert found is not None
-    found = plan.with_tiles(found, tiles)
+    found = found.with_tiles(tiles)
     assert found is not None
     return found if kept is None else dataclasses.replace(found, kept=kept)
 
@@ -72,9 +72,9 @@ def forward_plan(cell: str, units: int, dtype: np.dtype, tiles: int = 1, kept: i
 def gradient_plan(
     cell: str, units: int, dtype: np.dtype, tiles: int = 1, kept: int | None = None
 ) -> backward_plan.Plan:
-    found = backward_plan.partition(cell, units, NAMES[dtype])
+    found = backward_plan.Plan.least(cell, units, NAMES[dtype])
     assert found is not None
-    found = backward_plan.with_tiles(found, tiles)
+    found = found.with_tiles(tiles)
     assert found is not None
     return found if kept is None else dataclasses.replace(found, kept=kept)
 
@@ -82,24 +82,22 @@ def gradient_plan(
 def run_forward(chosen: plan.Plan, given: Given, v: Arrays, code: str = "") -> Arrays:
     values = {**v, "r": np.ascontiguousarray(v["r"].T), "resets": v["resets"].astype(np.int32)}
     names, shapes = forward_ptx.operands(chosen.cell, given), calls.forward_shapes(chosen, given, v["h"].dtype)
-    return _run(chosen, given, values, names, shapes, code or forward_ptx.forward(chosen, given), plan.clusters)
+    return _run(chosen, given, values, names, shapes, code or forward_ptx.forward(chosen, given))
 
 
 def run_backward(chosen: backward_plan.Plan, given: Given, v: Arrays, code: str = "") -> Arrays:
     values = {**v, "resets": v["resets"].astype(np.int32)}
     names, shapes = backward_ptx.operands(chosen.cell, given), calls.backward_shapes(chosen, given, v["h"].dtype)
-    return _run(
-        chosen, given, values, names, shapes, code or backward_ptx.backward(chosen, given), backward_plan.clusters
-    )
+    return _run(chosen, given, values, names, shapes, code or backward_ptx.backward(chosen, given))
 
 
 def _run(
-    chosen: Any, given: Given, values: Arrays, names: tuple[str, ...], shapes: Any, code: str, clusters: Any
+    chosen: plan.Partition, given: Given, values: Arrays, names: tuple[str, ...], shapes: Any, code: str
 ) -> Arrays:
     results = [name for name in names if name in shapes]
     arrays = [values[name] for name in names if name not in shapes]
     outs = [(shapes[name].shape, np.dtype(shapes[name].dtype)) for name in results]
-    count = clusters(chosen, given.batch)
+    count = chosen.clusters(given.batch)
     floats = chosen.shared // 4
     found = on_arrays(Recurrent, code, arrays, outs, chosen.threads, count, chosen.cluster, floats=floats)
     return dict(zip(results, found, strict=True))

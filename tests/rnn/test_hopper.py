@@ -22,7 +22,8 @@ from tests.rnn import recurrent_calls as r
 if (reason := hopper.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from jaxdnn._src.rnn.hopper import backward_plan, backward_ptx, calls, curves_ptx, forward_ptx, plan
+from jaxdnn._src.hopper import curves_ptx
+from jaxdnn._src.rnn.hopper import backward_plan, backward_ptx, calls, forward_ptx, plan
 from jaxdnn._src.rnn.hopper.plan import Given
 from jaxdnn_reference.arithmetic import Schedule, dot
 
@@ -292,8 +293,8 @@ def test_launches_count_clusters(batch: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calls, "launch", launch)
     given = Given(2, batch)
     for cell in r.CELLS:
-        chosen = plan.choose(cell, 128, "bf16", batch)
-        gradient = backward_plan.choose(cell, 128, "bf16", batch)
+        chosen = plan.Plan.choose(cell, 128, "bf16", batch)
+        gradient = backward_plan.Plan.choose(cell, 128, "bf16", batch)
         assert chosen is not None
         assert gradient is not None
         v = {name: jnp.asarray(x) for name, x in r.forward_data(cell, 128, given, BF16).items()}
@@ -455,6 +456,6 @@ def test_plans_follow_what_was_timed():
         (512, 256): {1: 4.768, 2: 5.937, 4: 5.015},
     }
     for (units, batch), times in timed.items():
-        chosen = plan.choose("lstm", units, "bf16", batch)
+        chosen = plan.Plan.choose("lstm", units, "bf16", batch)
         assert chosen is not None
         assert times[chosen.tiles] < 1.06 * min(times.values())

@@ -143,3 +143,10 @@ def gradient(function: Function, wanted: int, *operands: Array) -> Any:
         return function(*given[:wanted], value, *given[wanted + 1 :])
 
     return jax.vjp(of_one, given[wanted])[1](cotangent)[0]
+
+
+def product_pass(function: Function, which: str) -> Function:
+    """A pass of a function of two operands, as one of these and of the result's cotangent."""
+    if which == "forward":
+        return lambda a, b, dy: function(a, b)
+    return ft.partial(gradient, function, {"dgrad": 0, "wgrad": 1}[which])

@@ -69,13 +69,13 @@ class Conv(timed.Case):
         """A gradient is its own op, so that an engine is named for it alone."""
         options: dict[str, Any] = {**self.options, "engine": engine}
         if which == "forward" or self.transposed:
-            return _pass(ft.partial(dnn.conv_transpose if self.transposed else dnn.conv, **options), which)
+            return timed.product_pass(ft.partial(dnn.conv_transpose if self.transposed else dnn.conv, **options), which)
         if which == "dgrad":
             return lambda x, w, dy: dnn.conv_dgrad(dy, w, x.shape, **options)
         return lambda x, w, dy: dnn.conv_wgrad(x, dy, w.shape, **options)
 
     def xla(self, which: str) -> Function:
-        return _pass(self._lax, which)
+        return timed.product_pass(self._lax, which)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -141,12 +141,6 @@ class Fused(Conv):
         x, w, residual = self.channels_first(torch, x, w, residual)
         per_axis = ([self.stride] * self.rank, [self.padding[0]] * self.rank, [self.dilation] * self.rank)
         return lambda: torch.ops.aten.cudnn_convolution_add_relu(x, w, residual, 1.0, bias, *per_axis, self.groups)
-
-
-def _pass(function: Function, which: str) -> Function:
-    if which == "forward":
-        return lambda x, w, dy: function(x, w)
-    return ft.partial(timed.gradient, function, {"dgrad": 0, "wgrad": 1}[which])
 
 
 def _resnet(name: str, c: int, k: int, size: int, taps: int, stride: int = 1) -> Conv:

@@ -56,6 +56,18 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return lambda body: lax.switch(lax.select(condition, 1, 0), (lambda: None, body))
 
 
+def drain(empty: Any, total: Any, slots: int) -> None:
+    """Waits on the "empty" barriers of all slots in use, so that the producer ends after the consumers' last reads.
+
+    The results do not depend on it: consumers wait for their products before they end, and a block keeps its shared
+    memory until all of its warps have ended.
+    """
+
+    @pl.loop(lax.max(total - slots, 0), total)
+    def _(count: Any) -> None:
+        plgpu.barrier_wait(empty.at[lax.rem(count, slots)])
+
+
 def launch(
     code: str,
     arrays: Sequence[Array],

@@ -37,10 +37,10 @@ class Layer(timed.Case):
         return 2 * math.prod(a) * self.n
 
     def ours(self, which: str, engine: str | None) -> Function:
-        return _pass(ft.partial(dnn.matmul, engine=engine), which)
+        return timed.product_pass(ft.partial(dnn.matmul, engine=engine), which)
 
     def xla(self, which: str) -> Function:
-        return _pass(jnp.matmul, which)
+        return timed.product_pass(jnp.matmul, which)
 
     def torch(self, which: str, torch: Any, *tensors: Any) -> Any:
         """cuBLAS through PyTorch."""
@@ -127,14 +127,8 @@ class Experts(Layer):
         return lambda: [torch.matmul(left, right) for left, right in pairs]
 
 
-def _pass(function: Function, which: str) -> Function:
-    if which == "forward":
-        return lambda a, b, dy: function(a, b)
-    return ft.partial(timed.gradient, function, {"dgrad": 0, "wgrad": 1}[which])
-
-
 def _pass_of_groups(function: Function, which: str) -> Function:
-    return lambda a, b, dy, sizes: _pass(lambda a, b: function(a, b, sizes), which)(a, b, dy)
+    return lambda a, b, dy, sizes: timed.product_pass(lambda a, b: function(a, b, sizes), which)(a, b, dy)
 
 
 CASES: tuple[Layer, ...] = (

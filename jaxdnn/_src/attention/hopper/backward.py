@@ -50,7 +50,7 @@ from jaxdnn._src.attention.hopper.backward_products import (
 )
 from jaxdnn._src.attention.hopper.backward_scores import LOG2_E, Visible, probabilities, score_gradients
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import kernel, when
+from jaxdnn._src.hopper.launch import drain, kernel, when
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
 
 IN_FLIGHT = 1  # products that are still in flight where a tile's step ends: those for dK, or none
@@ -376,11 +376,3 @@ class _ByRole(_Block):
 def all_waited(carry: Any) -> Any:
     count, dk, dv = carry
     return count, waited(dk, 0), waited(dv, 0)
-
-
-def drain(empty: Any, total: Any, slots: int) -> None:
-    """Waits on the "empty" barriers of all slots in use, so that the producer ends after the consumers' last reads."""
-
-    @pl.loop(lax.max(total - slots, 0), total)
-    def _(count: Any) -> None:
-        plgpu.barrier_wait(empty.at[lax.rem(count, slots)])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.attention.hopper.backward import columns_of, drain, extent_of, where
+from jaxdnn._src.attention.hopper.backward import columns_of, extent_of, where
 from jaxdnn._src.attention.hopper.backward_nonfinite import repair
 from jaxdnn._src.attention.hopper.backward_plan import (
     CONSUMERS,
@@ -32,7 +32,7 @@ from jaxdnn._src.attention.hopper.backward_plan import (
 )
 from jaxdnn._src.attention.hopper.backward_products import accumulate, waited
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import kernel, when
+from jaxdnn._src.hopper.launch import drain, kernel, when
 from jaxdnn._src.hopper.sizes import ceil_div
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
 

@@ -19,7 +19,7 @@ from jaxdnn._src.conv.hopper.plan import (
     swizzled,
 )
 from jaxdnn._src.conv.hopper.walk import Walk
-from jaxdnn._src.core.compat import pl, plgpu
+from jaxdnn._src.core.compat import plgpu
 from jaxdnn._src.hopper.wgmma import tiling_transform
 
 
@@ -111,15 +111,3 @@ class Block:
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
         self.mine = self.walk.share(self.sm, self.sms)
         self.image = (0,) if cut.problem.one_image else ()  # removes the axis of images from a box with one image
-
-
-def drain(empty: Any, total: Any, slots: int) -> None:
-    """Waits on the "empty" barriers of all slots in use, so that the producer ends after the consumers' last reads.
-
-    The results do not depend on it: consumers wait for their products before they end, and a block keeps its shared
-    memory until all of its warps have ended.
-    """
-
-    @pl.loop(lax.max(total - slots, 0), total)
-    def _(count: Any) -> None:
-        plgpu.barrier_wait(empty.at[lax.rem(count, slots)])

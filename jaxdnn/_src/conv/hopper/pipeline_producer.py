@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdnn._src.conv.hopper.pipeline_block import Block, drain
+from jaxdnn._src.conv.hopper.pipeline_block import Block
 from jaxdnn._src.conv.hopper.plan import a_box
 from jaxdnn._src.conv.hopper.walk import select
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import when
+from jaxdnn._src.hopper.launch import drain, when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 REGISTERS = 40

@@ -17,11 +17,10 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.conv.hopper import pipeline
-from jaxdnn._src.conv.hopper.pipeline_block import drain
 from jaxdnn._src.conv.hopper.wgrad_plan import REGISTERS, STAGED, Config, Problem, Walk, check, slot_boxes, x_box
 from jaxdnn._src.core.compat import fa, ir, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import cluster, wgmma
-from jaxdnn._src.hopper.launch import kernel, when
+from jaxdnn._src.hopper.launch import drain, kernel, when
 from jaxdnn._src.hopper.sizes import ceil_div
 from jaxdnn._src.hopper.wgmma import ACCUMULATOR
 

@@ -3,11 +3,10 @@
 With σ = 1 / (1 + exp(-z)), swish is z σ, and its slope σ + z σ (1 - σ).
 """
 
+from jaxdnn._src.hopper.curves_ptx import ONE, ZERO, sigmoid
 from jaxdnn._src.hopper.ptx import Emitter, real
 
 _HALF_OF_LEAST = {"bf16": 2.0**-134, "f16": 2.0**-25}  # of a dtype's numbers above 0: it is rounded to 0
-_LOG2_E = 1.4426950408889634
-_ONE, _ZERO = real(1.0), real(0.0)
 
 
 def affine(e: Emitter, h: str, scale: str | None, bias: str | None) -> str:
@@ -29,28 +28,23 @@ def slope(e: Emitter, name: str, z: str, dtype: str) -> str:
 def before(e: Emitter, name: str, dy: str, z: str, dtype: str) -> str:
     """dy act'(z), but of relu 0 where z is NaN: two instructions in place of five."""
     if name == "relu":
-        return e.f("selp.f32", dy, _ZERO, e.p("setp.gt.f32", z, real(_HALF_OF_LEAST[dtype])))
+        return e.f("selp.f32", dy, ZERO, e.p("setp.gt.f32", z, real(_HALF_OF_LEAST[dtype])))
     return e.f("mul.rn.f32", dy, slope(e, name, z, dtype))
 
 
 def _relu(e: Emitter, z: str) -> str:
-    return e.f("max.NaN.f32", z, _ZERO)
+    return e.f("max.NaN.f32", z, ZERO)
 
 
 def _relu_slope(e: Emitter, z: str, dtype: str) -> str:
-    found = e.f("selp.f32", _ONE, _ZERO, e.p("setp.gt.f32", z, real(_HALF_OF_LEAST[dtype])))
+    found = e.f("selp.f32", ONE, ZERO, e.p("setp.gt.f32", z, real(_HALF_OF_LEAST[dtype])))
     return e.f("selp.f32", z, found, e.p("setp.nan.f32", z, z))
 
 
 def _swish(e: Emitter, z: str) -> str:
-    return e.f("mul.rn.f32", z, _logistic(e, z))
+    return e.f("mul.rn.f32", z, sigmoid(e, z))
 
 
 def _swish_slope(e: Emitter, z: str, _: str) -> str:
-    sigmoid = _logistic(e, z)
-    return e.f("fma.rn.f32", e.f("mul.rn.f32", z, sigmoid), e.f("sub.rn.f32", _ONE, sigmoid), sigmoid)
-
-
-def _logistic(e: Emitter, z: str) -> str:
-    power = e.f("ex2.approx.ftz.f32", e.f("mul.rn.f32", z, real(-_LOG2_E)))
-    return e.f("rcp.approx.ftz.f32", e.f("add.rn.f32", power, _ONE))
+    s = sigmoid(e, z)
+    return e.f("fma.rn.f32", e.f("mul.rn.f32", z, s), e.f("sub.rn.f32", ONE, s), s)

@@ -17,10 +17,10 @@ import functools as ft
 import itertools
 from collections.abc import Callable, Iterator
 
+from jaxdnn._src.hopper.curves_ptx import ZERO
 from jaxdnn._src.rnn.hopper import cells_ptx
 from jaxdnn._src.rnn.hopper.backward_plan import Plan
 from jaxdnn._src.rnn.hopper.block_ptx import VECTOR, Block, Matrix, Turn
-from jaxdnn._src.rnn.hopper.curves_ptx import ZERO
 from jaxdnn._src.rnn.hopper.forward_ptx import saved_columns
 from jaxdnn._src.rnn.hopper.plan import COLUMNS, LINE, Given
 from jaxdnn._src.rnn.hopper.sequences_ptx import Key, Sequences

@@ -13,8 +13,8 @@ the last ones from that buffer, had given the sums that it stored.
 import itertools
 from collections.abc import Callable, Sequence
 
+from jaxdnn._src.hopper.curves_ptx import ZERO
 from jaxdnn._src.hopper.ptx import Emitter
-from jaxdnn._src.rnn.hopper.curves_ptx import ZERO
 from jaxdnn._src.rnn.hopper.plan import COLUMNS, LINE
 
 VECTOR = 16

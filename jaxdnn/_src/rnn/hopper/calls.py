@@ -10,7 +10,7 @@ from jax import Array
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.launch import launch
 from jaxdnn._src.rnn.hopper import backward_plan, backward_ptx, forward_ptx
-from jaxdnn._src.rnn.hopper.plan import Given, Plan, clusters
+from jaxdnn._src.rnn.hopper.plan import Given, Partition, Plan
 
 
 def forward(plan: Plan, given: Given, v: Mapping[str, Array], results: Sequence[str]) -> list[Array]:
@@ -24,7 +24,7 @@ def forward(plan: Plan, given: Given, v: Mapping[str, Array], results: Sequence[
     outs = [shapes[name] for name in names if name in shapes]
     _record("saved" if given.saves else "forward", plan, given)
     code = forward_ptx.forward(plan, given)
-    blocks = clusters(plan, given.batch)  # `launch` counts clusters
+    blocks = plan.clusters(given.batch)  # `launch` counts clusters
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
     found = launch(code, arrays, outs, name=f"rnn_{plan.cell}", blocks=blocks, **shape)
     named = dict(zip((name for name in names if name in shapes), found, strict=True))
@@ -55,7 +55,7 @@ def backward(plan: backward_plan.Plan, given: Given, v: Mapping[str, Array]) -> 
     arrays = [values[name] for name in names if name not in shapes]
     _record("backward", plan, given)
     code = backward_ptx.backward(plan, given)
-    blocks = backward_plan.clusters(plan, given.batch)
+    blocks = plan.clusters(given.batch)
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
     return list(launch(code, arrays, list(shapes.values()), name=f"rnn_{plan.cell}_backward", blocks=blocks, **shape))
 
@@ -71,7 +71,7 @@ def backward_shapes(plan: backward_plan.Plan, given: Given, dtype: Any) -> dict[
     return shapes | ({"first_c": of((given.batch, plan.units), wide)} if plan.cell == "lstm" else {})
 
 
-def _record(which: str, plan: Plan | backward_plan.Plan, given: Given) -> None:
+def _record(which: str, plan: Partition, given: Given) -> None:
     branches.record(
         "recurrence",
         operands=plan.dtype,

@@ -4,8 +4,8 @@ import functools as ft
 
 import numpy as np
 
+from jaxdnn._src.hopper.curves_ptx import ONE, ZERO, sigmoid, tanh
 from jaxdnn._src.hopper.ptx import Emitter, real
-from jaxdnn._src.rnn.hopper.curves_ptx import ONE, ZERO, sigmoid, tanh
 
 Limits = tuple[float, float] | None  # of an LSTM's cell
 

@@ -33,8 +33,8 @@ def _sizes(call: engines.Call) -> tuple[int, int, int]:
 
 def _partition(call: engines.Call) -> Any:
     _, batch, units = _sizes(call)
-    planner = backward_plan if call.op == "rnn_backward" else plan
-    return planner.choose(call.spec.cell, units, _dtype(call), batch)
+    kind = backward_plan.Plan if call.op == "rnn_backward" else plan.Plan
+    return kind.choose(call.spec.cell, units, _dtype(call), batch)
 
 
 def _unsupported(call: engines.Call) -> str | None:
@@ -85,9 +85,7 @@ def _rounds(call: engines.Call) -> int:
     """In how many rounds the clusters run all sequences; 0 of a call that is not served."""
     if _unsupported(call) is not None:
         return 0
-    planner = backward_plan if call.op == "rnn_backward" else plan
-    chosen = _partition(call)
-    return planner.rounds(chosen, _sizes(call)[1])
+    return _partition(call).rounds(_sizes(call)[1])
 
 
 def _in_sixteen(call: engines.Call) -> bool:

@@ -15,9 +15,9 @@ It is PTX text, which an empty Pallas kernel embeds: Mosaic GPU has no `mma.sync
 import functools as ft
 from typing import Any
 
+from jaxdnn._src.hopper.curves_ptx import ZERO
 from jaxdnn._src.rnn.hopper import cells_ptx
 from jaxdnn._src.rnn.hopper.block_ptx import VECTOR, Block, Matrix, States, Turn
-from jaxdnn._src.rnn.hopper.curves_ptx import ZERO
 from jaxdnn._src.rnn.hopper.plan import COLUMNS, TILES, Given, Plan
 from jaxdnn._src.rnn.hopper.sequences_ptx import Key, Sequences
 from jaxdnn._src.rnn.steps import GATES

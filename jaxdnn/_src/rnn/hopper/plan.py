@@ -8,8 +8,10 @@ A tile is the 16 rows that one `mma` multiplies: two halves of 8 units, each for
 one thread. Nothing is partitioned by the number of sequences, so that bits do not depend on it.
 """
 
+import abc
 import dataclasses
 import functools as ft
+from typing import ClassVar, Self
 
 from jaxdnn._src.hopper import CLUSTERS_AT_ONCE
 
@@ -17,8 +19,6 @@ COLUMNS = 8  # sequences that one `mma` multiplies
 CHUNK = 32  # units whose products two `mma` add: the length of a lane's vector of 16 bytes, times four lanes
 SHARED = 226 << 10  # bytes of a block's shared memory
 WARPS = 8  # the most of a block, so that a thread may have 255 registers
-# The most operands in registers, by the sets of eight sequences.
-KEPT = (44, 38, 32, 26)
 MORE = 3  # operands beyond these, for which a few other registers are spilled, where shared memory needs it
 # Of every kind of cell: the halves of its tiles, (gate, group of units) or None, and the groups of a warp.
 Half = tuple[int, int] | None
@@ -31,8 +31,6 @@ TILES: dict[str, tuple[tuple[Half, Half], ...]] = {
 CLUSTERS = (2, 4, 8, 16)
 PORTABLE = 8  # the most blocks of a cluster that every device of the kind starts
 AT_ONCE = {**CLUSTERS_AT_ONCE, 16: 7}  # clusters that an H200 ran at once in a test
-# Sets of eight sequences that a cluster is given. Three took twice the time of four on an H200, for a reason not known.
-SETS = (1, 2, 4)
 TIMED_ROUNDS = 3  # the most in which clusters were timed
 LINE = 128  # bytes of eight units of eight sequences
 AHEAD = 2  # steps by which what is read is fetched into the second-level cache
@@ -58,15 +56,18 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A partition.
+class Partition(abc.ABC):
+    """How the units are partitioned; `Plan` is that of the forward pass, `backward_plan.Plan` that of the gradient.
 
     Attributes:
       cell: a key of `TILES`; units: H; dtype: "bf16" or "f16".
       cluster: blocks that share the units.
       tiles: sets of eight sequences that a cluster runs.
-      kept: operands of `mma`, of a warp's rows of the recurrent matrix, that are in registers.
+      kept: operands of `mma`, of a warp's part of the recurrent matrix, that are in registers.
     """
+
+    most_kept: ClassVar[tuple[int, ...]]  # the most operands in registers, by the sets of eight sequences
+    sets: ClassVar[tuple[int, ...]]  # sets of eight sequences that a cluster is given
 
     cell: str
     units: int
@@ -76,14 +77,28 @@ class Plan:
     kept: int = 0
 
     @property
-    def halves(self) -> tuple[tuple[int, int], ...]:
-        """The halves of the tiles that have rows."""
-        return tuple(half for tile in TILES[self.cell] for half in tile if half is not None)
-
-    @property
+    @abc.abstractmethod
     def groups(self) -> int:
         """Groups of eight units that a warp has."""
-        return 1 + max(group for _, group in self.halves)
+
+    @property
+    @abc.abstractmethod
+    def operands(self) -> int:
+        """Operands of `mma`, each of four registers, of a warp's part of the recurrent matrix."""
+
+    @property
+    @abc.abstractmethod
+    def shared(self) -> int:
+        """Bytes of a block's shared memory."""
+
+    @abc.abstractmethod
+    def step_cycles(self) -> float:
+        """Cycles of a step, but for a factor of 1.1 to 1.2 by seven kernels of LSTM on an H200."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether blocks and warps divide the units."""
+        return self.units % (8 * self.groups * self.cluster) == 0
 
     @property
     def own(self) -> int:
@@ -105,12 +120,70 @@ class Plan:
         return self.tiles * COLUMNS
 
     @property
+    def matrix(self) -> int:
+        """Bytes of the recurrent matrix in a block's shared memory."""
+        return (self.operands - self.kept) * 512 * self.warps
+
+    def with_tiles(self, tiles: int) -> Self | None:
+        """The partition for so many sets of eight sequences, which also need registers; None if memory is short."""
+        for kept in range(self.most_kept[tiles - 1], self.most_kept[tiles - 1] + MORE + 1):
+            found = dataclasses.replace(self, tiles=tiles, kept=min(self.operands, kept))
+            if found.shared <= SHARED:
+                return found
+        return None
+
+    def clusters(self, batch: int) -> int:
+        return -(-batch // self.sequences)
+
+    def rounds(self, batch: int) -> int:
+        """How often in turn the device runs as many clusters as it can."""
+        return -(-self.clusters(batch) // AT_ONCE[self.cluster])
+
+    @classmethod
+    @ft.cache
+    def least(cls, cell: str, units: int, dtype: str) -> Self | None:
+        """The smallest cluster that holds the matrix, which the cell and its units decide alone."""
+        if cell not in TILES:
+            return None
+        plans = (cls(cell, units, dtype, cluster) for cluster in CLUSTERS)
+        fitting = (plan.with_tiles(1) for plan in plans if plan.is_whole and plan.warps <= WARPS)
+        return next((plan for plan in fitting if plan is not None), None)
+
+    @classmethod
+    def choose(cls, cell: str, units: int, dtype: str, batch: int) -> Self | None:
+        """The partition, with the number of sequences of a cluster that is fastest by a model of all rounds' steps."""
+        least = cls.least(cell, units, dtype)
+        if least is None:
+            return None
+        plans = [plan for tiles in cls.sets if (plan := least.with_tiles(tiles)) is not None]
+        return min(plans, key=lambda plan: plan.rounds(batch) * plan.step_cycles())
+
+
+class Plan(Partition):
+    """The forward pass by rows of the matrix."""
+
+    most_kept = (44, 38, 32, 26)
+    sets = (1, 2, 4)  # three took twice the time of four on an H200, for a reason not known
+
+    @property
+    def halves(self) -> tuple[tuple[int, int], ...]:
+        """The halves of the tiles that have rows."""
+        return tuple(half for tile in TILES[self.cell] for half in tile if half is not None)
+
+    @property
+    def groups(self) -> int:
+        return 1 + max(group for _, group in self.halves)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.units % CHUNK == 0 and super().is_whole
+
+    @property
     def chunks(self) -> int:
         return self.units // CHUNK
 
     @property
     def operands(self) -> int:
-        """Operands of `mma`, each of four registers, of a warp's rows of the recurrent matrix."""
         return self.chunks * len(TILES[self.cell]) * 2
 
     @property
@@ -119,60 +192,11 @@ class Plan:
         return self.units * self.sequences * 2
 
     @property
-    def matrix(self) -> int:
-        """Bytes of the recurrent matrix in a block's shared memory."""
-        return (self.operands - self.kept) * 512 * self.warps
-
-    @property
     def shared(self) -> int:
-        """Bytes of a block's shared memory: two states, two mbarriers, and the rest of the matrix."""
+        """Two states, two mbarriers, and the rest of the matrix."""
         return 2 * self.state + 128 + self.matrix
 
-
-@ft.cache
-def partition(cell: str, units: int, dtype: str) -> Plan | None:
-    """The smallest cluster that holds the matrix, which the cell and its units decide alone."""
-    if units % CHUNK or cell not in TILES:
-        return None
-    for cluster in CLUSTERS:
-        plan = Plan(cell, units, dtype, cluster)
-        if units % (8 * plan.groups * cluster) or plan.warps > WARPS:
-            continue
-        found = with_tiles(plan, 1)
-        if found is not None:
-            return found
-    return None
-
-
-def choose(cell: str, units: int, dtype: str, batch: int) -> Plan | None:
-    """The partition, with the number of sequences of a cluster that is fastest by a model of a step."""
-    least = partition(cell, units, dtype)
-    if least is None:
-        return None
-    plans = [with_tiles(least, tiles) for tiles in SETS]
-    return min((plan for plan in plans if plan), key=lambda plan: time(plan, batch))
-
-
-def with_tiles(plan: Plan, tiles: int) -> Plan | None:
-    """The partition for so many sets of eight sequences, which also need registers; None if shared memory is short."""
-    for kept in range(KEPT[tiles - 1], KEPT[tiles - 1] + MORE + 1):
-        found = dataclasses.replace(plan, tiles=tiles, kept=min(plan.operands, kept))
-        if found.shared <= SHARED:
-            return found
-    return None
-
-
-def clusters(plan: Plan, batch: int) -> int:
-    return -(-batch // plan.sequences)
-
-
-def rounds(plan: Plan, batch: int) -> int:
-    """How often in turn the device runs as many clusters as it can."""
-    return -(-clusters(plan, batch) // AT_ONCE[plan.cluster])
-
-
-def time(plan: Plan, batch: int) -> float:
-    """Cycles of a step in all rounds, but for a factor of 1.1 to 1.2 by seven kernels of LSTM on an H200."""
-    multiplied = plan.warps * plan.chunks * 2 * len(TILES[plan.cell]) * plan.tiles * 1.53
-    read = (plan.matrix + plan.warps * plan.state) / 128
-    return rounds(plan, batch) * (multiplied + read + 600 + 250 * plan.tiles)
+    def step_cycles(self) -> float:
+        multiplied = self.warps * self.chunks * 2 * len(TILES[self.cell]) * self.tiles * 1.53
+        read = (self.matrix + self.warps * self.state) / 128
+        return multiplied + read + 600 + 250 * self.tiles

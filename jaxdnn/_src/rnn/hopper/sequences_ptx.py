@@ -5,8 +5,8 @@ A thread has two sequences of each set of eight. `Key` is the number of a set an
 
 from collections.abc import Callable, Sequence
 
+from jaxdnn._src.hopper.curves_ptx import ZERO
 from jaxdnn._src.rnn.hopper.block_ptx import Block
-from jaxdnn._src.rnn.hopper.curves_ptx import ZERO
 from jaxdnn._src.rnn.hopper.plan import AHEAD, COLUMNS, Given
 
 Key = tuple[int, int]
