@@ -19,7 +19,7 @@ from jaxdnn._src import families
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.conv.hopper import tuning
 from jaxdnn._src.conv.hopper.plan import Axis, Problem
-from jaxdnn._src.conv.hopper.walk import decided
+from jaxdnn._src.conv.hopper.scheduler import decided
 from jaxdnn._src.hopper import branches
 from jaxdnn.verify import random, random_call, random_report, show
 from jaxdnn.verify.cli import main

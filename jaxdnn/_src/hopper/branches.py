@@ -3,8 +3,8 @@
 A planner decides from shapes and dtypes how a kernel partitions the work. Each launch calls `record` with what was
 decided; a program that is traced within `recorded` yields the branches that it takes. `branches.json` lists all of them
 (`EVERY`), so that those that are never taken can be reported. If a kernel's configuration may be picked, one function
-(`decided`, in `walk` and `wgrad_plan` of convolutions) returns the branches of a configuration, both for recording and
-for picking.
+(`decided`, in `scheduler` and `wgrad_plan` of convolutions) returns the branches of a configuration, both for recording
+and for picking.
 
 The planner of the convolutions chooses among many configurations that give the same bits (for a filter gradient, other
 bits, which its schedule states). The choice depends on measurements and changes with them. Within `picking` a

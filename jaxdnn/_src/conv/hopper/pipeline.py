@@ -26,7 +26,7 @@ from jaxdnn._src.conv.hopper.pipeline_block import Cut
 from jaxdnn._src.conv.hopper.pipeline_consumer import Consumer
 from jaxdnn._src.conv.hopper.pipeline_producer import Producer
 from jaxdnn._src.conv.hopper.plan import Axis, Config, Problem, check
-from jaxdnn._src.conv.hopper.walk import decided
+from jaxdnn._src.conv.hopper.scheduler import decided
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.launch import kernel, when
 
@@ -55,7 +55,7 @@ def run(
     compiled = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((*shape, problem.columns), problem.out_dtype),
-        grid=(cut.walk.blocks(sms),),
+        grid=(cut.scheduler.blocks(sms),),
         grid_names=("sm",),
         num_threads=cut.consumers + 1,
         thread_name="wg",

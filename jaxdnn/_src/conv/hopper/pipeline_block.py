@@ -18,7 +18,7 @@ from jaxdnn._src.conv.hopper.plan import (
     split,
     swizzled,
 )
-from jaxdnn._src.conv.hopper.walk import Walk
+from jaxdnn._src.conv.hopper.scheduler import TileScheduler
 from jaxdnn._src.core.compat import plgpu
 from jaxdnn._src.hopper.wgmma import tiling_transform
 
@@ -27,7 +27,7 @@ class Cut:
     """What is static in a launch: boxes, buffers and counts."""
 
     def __init__(self, problem: Problem, config: Config):
-        self.problem, self.config, self.walk = problem, config, Walk(problem, config)
+        self.problem, self.config, self.scheduler = problem, config, TileScheduler(problem, config)
         part = split(config)
         if part is None:  # for the type checker: `check` has refused it
             raise ValueError(f"`config` {config} cannot run: the tile does not divide among the team's warpgroups")
@@ -100,7 +100,7 @@ class Block:
     """What producer and consumers of one block share: its operands, its buffers and its number among the blocks."""
 
     def __init__(self, cut: Cut, refs: Sequence[Any], scratch: dict[str, Any]):
-        self.cut, self.problem, self.config, self.walk = cut, cut.problem, cut.config, cut.walk
+        self.cut, self.problem, self.config, self.scheduler = cut, cut.problem, cut.config, cut.scheduler
         rest = list(refs)
         self.a, self.b = rest.pop(0), rest.pop(0)
         self.bias = rest.pop(0) if cut.problem.bias else None
@@ -109,5 +109,5 @@ class Block:
         self.a_ring, self.b_ring = scratch["a_ring"], scratch["b_ring"]
         self.out_box, self.out_matrix, *self.zeros = scratch["out"]
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
-        self.mine = self.walk.share(self.sm, self.sms)
+        self.mine = self.scheduler.share(self.sm, self.sms)
         self.image = (0,) if cut.problem.one_image else ()  # removes the axis of images from a box with one image

@@ -26,8 +26,8 @@ class Consumer(Block):
             plgpu.barrier_wait(self.scratch["b_full"])
 
         def tile(local: Any, count: Any) -> Any:
-            index = self.walk.tile(local, self.sm, self.sms)
-            steps = self.walk.steps(index)
+            index = self.scheduler.tile(local, self.sm, self.sms)
+            steps = self.scheduler.steps(index)
             when(lax.rem(local, config.teams) == self.team)(lambda: self.compute_tile(local, index, count, steps))
             return count + steps
 
@@ -38,7 +38,7 @@ class Consumer(Block):
 
     def compute_tile(self, local: Any, tile: Any, first: Any, steps: Any) -> None:
         """Accumulates the products of `steps` slots from number `first` on, then runs the epilogue."""
-        place = self.walk.place(tile)
+        place = self.scheduler.place(tile)
         self.request_extras(place)
         stages = self.config.stages
         acc = start_accumulator(self.cut.rows, self.config.columns, self.problem.accumulator)
@@ -184,23 +184,23 @@ class Consumer(Block):
         row, pieces = self.zeros
         row[self.wg] = jnp.zeros(row.shape[1:], self.problem.out_dtype)
         plgpu.commit_smem()
-        per, width, walk = self.config.blank, self.problem.blank_columns, self.walk
+        per, width, scheduler = self.config.blank, self.problem.blank_columns, self.scheduler
         here, workers = self.sm * self.cut.consumers + self.wg, self.sms * self.cut.consumers
         share = lambda total: lax.div(total - here + workers - 1, workers)
 
         def write_piece(local: Any) -> None:
-            *index, first, phase, part = walk.blank_piece(here + local * workers)
+            *index, first, phase, part = scheduler.blank_piece(here + local * workers)
             where = (*index, pl.ds(first * per, per), phase, pl.ds(part * width, width))
             plgpu.copy_smem_to_gmem(pieces.at[self.wg, 0], self.y.at[where])
 
         def write_row(local: Any) -> None:
-            *index, first = walk.blank_row(here + local * workers)
+            *index, first = scheduler.blank_row(here + local * workers)
             plgpu.copy_smem_to_gmem(row.at[self.wg], self.y.at[(*index, pl.ds(first * per, per))])
 
         if self.problem.blank_phases:
-            pl.loop(0, share(walk.blank_pieces()))(write_piece)
+            pl.loop(0, share(scheduler.blank_pieces()))(write_piece)
         if self.problem.blank_rows:
-            pl.loop(0, share(walk.blank_rows()))(write_row)
+            pl.loop(0, share(scheduler.blank_rows()))(write_row)
 
 
 def _extra_tile(matrix: Any, wg: Any, columns: slice) -> Array:

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxdnn._src.conv.hopper.pipeline_block import Block
 from jaxdnn._src.conv.hopper.plan import a_box
-from jaxdnn._src.conv.hopper.walk import select
+from jaxdnn._src.conv.hopper.scheduler import select
 from jaxdnn._src.core.compat import pl, plgpu
 from jaxdnn._src.hopper.launch import drain, when
 from jaxdnn._src.hopper.sizes import ceil_div
@@ -37,12 +37,12 @@ class Producer(Block):
 
         @pl.loop(0, self.cut.steps)
         def _(step: Any) -> None:
-            tap = self.walk.tap(lax.rem(step, taps))
+            tap = self.scheduler.tap(lax.rem(step, taps))
             self.load_b(lax.div(step, taps), tap, jnp.int32(0), step, self.scratch["b_full"])
 
     def load_tile(self, local: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
         """Loads a tile's slots. `counts`: the slots of the ring and of the halo ring that were filled before."""
-        n, at, phase, k = self.walk.place(self.walk.tile(local, self.sm, self.sms))
+        n, at, phase, k = self.scheduler.place(self.scheduler.tile(local, self.sm, self.sms))
         team = lax.rem(local, self.config.teams)
         extents = [select(p, ax.count) for p, ax in zip(phase, self.problem.axes, strict=True)]
 
@@ -84,7 +84,7 @@ class Producer(Block):
         problem = self.problem
         start = cc * problem.chunk
         if problem.groups > 1:
-            start += lax.div(k, self.walk.columns // problem.groups) * problem.reduce
+            start += lax.div(k, self.scheduler.columns // problem.groups) * problem.reduce
         return pl.ds(start, problem.a_chunk)
 
     def load_step(self, cc: Any, j: Sequence[Any], place: Any, team: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -131,7 +131,7 @@ class Producer(Block):
         problem, chunk = self.problem, self.problem.chunk
         first, reduced = k * self.config.columns, cc * chunk
         if problem.groups > 1 and problem.grouped == "c":
-            per = self.walk.columns // problem.groups
+            per = self.scheduler.columns // problem.groups
             first, reduced = lax.rem(k, per) * self.config.columns, lax.div(k, per) * problem.reduce + reduced
         for piece in range(self.cut.b_pieces):
             where = {"t": tap, "c": pl.ds(reduced, chunk), "j": pl.ds(first, self.config.columns)}

@@ -54,7 +54,9 @@ class Config:
     resident: bool = False  # the whole filter stays in shared memory
     unroll: bool = False  # one loop iteration handles all taps of the last axis; needs a halo and a resident filter
     blank: int = 0  # positions of the last axis in one store of zeros to phases without taps; 0: these have tiles
-    sharing: str = "round"  # how blocks share the tiles of several phases: "round", "snake" or "together" (`Walk.tile`)
+    sharing: str = (
+        "round"  # how blocks share tiles of several phases (`TileScheduler.tile`): "round", "snake", "together"
+    )
 
     @property
     def rows(self) -> int:

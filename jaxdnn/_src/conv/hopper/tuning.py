@@ -18,7 +18,7 @@ import jax
 
 from jaxdnn._src.conv.hopper import plan
 from jaxdnn._src.conv.hopper.plan import Config, Problem
-from jaxdnn._src.conv.hopper.walk import decided
+from jaxdnn._src.conv.hopper.scheduler import decided
 from jaxdnn._src.hopper import MEASURED_ON, MULTIPROCESSORS, branches
 from jaxdnn._src.hopper.sizes import ceil_div
 

@@ -34,7 +34,7 @@ from jaxdnn._src.conv.hopper import copies, fprop, tuning
 from jaxdnn._src.conv.hopper import wgrad_kernel as kernel
 from jaxdnn._src.conv.hopper import wgrad_transposed as transposed
 from jaxdnn._src.conv.hopper.limits import shape_reason
-from jaxdnn._src.conv.hopper.wgrad_plan import Config, Problem, Walk, choose, decided
+from jaxdnn._src.conv.hopper.wgrad_plan import Config, Problem, TileScheduler, choose, decided
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.sizes import ceil_div
 
@@ -233,7 +233,7 @@ def workspace(
         exact = (problem.filters, problem.channels) == (dy.shape[-1], channels)
         total += 0 if exact and not geo.flip else problem.filters * problem.taps * problem.channels * 2
     else:
-        rows = Walk(problem, config).rows * config.filters * config.across
+        rows = TileScheduler(problem, config).rows * config.filters * config.across
         total += config.splits * rows * problem.taps * problem.chunks * problem.chunk * 4
         if geo.groups > 1:  # XLA may materialise each group's channels before it transposes them to (taps, C, K)
             total += dy.shape[-1] * problem.taps * (x.shape[-1] // geo.groups) * 4

@@ -17,7 +17,16 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.conv.hopper import pipeline
-from jaxdnn._src.conv.hopper.wgrad_plan import REGISTERS, STAGED, Config, Problem, Walk, check, slot_boxes, x_box
+from jaxdnn._src.conv.hopper.wgrad_plan import (
+    REGISTERS,
+    STAGED,
+    Config,
+    Problem,
+    TileScheduler,
+    check,
+    slot_boxes,
+    x_box,
+)
 from jaxdnn._src.core.compat import fa, ir, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import cluster, wgmma
 from jaxdnn._src.hopper.launch import drain, kernel, when
@@ -33,7 +42,7 @@ def run(x: Array, dy: Array, problem: Problem, config: Config, sms: int) -> Arra
     reason = check(problem, config)
     if reason is not None:
         raise ValueError(f"`config` {config} cannot run: {reason}")
-    walk = Walk(problem, config)
+    scheduler = TileScheduler(problem, config)
     pixels = (config.images, *config.block)
     left, right = slot_boxes(problem, config)
     ring = lambda boxes, box: plgpu.SMEM(
@@ -45,19 +54,19 @@ def run(x: Array, dy: Array, problem: Problem, config: Config, sms: int) -> Arra
         full=plgpu.Barrier(num_arrivals=left + right, num_barriers=config.stages),
         empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
     )
-    grid: dict[str, Any] = dict(grid=(walk.blocks(sms),), grid_names=("sm",))
+    grid: dict[str, Any] = dict(grid=(scheduler.blocks(sms),), grid_names=("sm",))
     if config.direct:
         scratch |= _direct_scratch(problem, config)
         grid |= dict(cluster=(config.splits,), cluster_names=("split",)) if config.splits > 1 else {}
 
     def body(x: Any, dy: Any, out: Any, **scratch: Any) -> None:
-        block = (_DirectBlock if config.direct else _Block)(walk, x, dy, out, scratch)
+        block = (_DirectBlock if config.direct else _Block)(scheduler, x, dy, out, scratch)
         when(block.wg == config.consumers)(block.produce)
         when(block.wg < config.consumers)(block.consume)
 
     compiled = kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(_out_shape(walk), problem.dtype if config.direct else jnp.float32),
+        out_type=jax.ShapeDtypeStruct(_out_shape(scheduler), problem.dtype if config.direct else jnp.float32),
         num_threads=config.consumers + 1,
         thread_name="wg",
         scratch_types=scratch,
@@ -71,12 +80,12 @@ def _swizzled(problem: Problem) -> tuple[Any, ...]:
     return (wgmma.swizzle_transform(problem.swizzle),)
 
 
-def _out_shape(walk: Walk) -> tuple[int, ...]:
-    problem, config = walk.problem, walk.config
+def _out_shape(scheduler: TileScheduler) -> tuple[int, ...]:
+    problem, config = scheduler.problem, scheduler.config
     if config.direct:
         k, c = problem.filters, problem.channels
         return (k, problem.taps, c) if problem.outer else (problem.taps, c, k)
-    return config.splits, walk.rows * config.filters * config.across, problem.taps, problem.chunks * problem.chunk
+    return config.splits, scheduler.rows * config.filters * config.across, problem.taps, problem.chunks * problem.chunk
 
 
 def _direct_scratch(problem: Problem, config: Config) -> dict[str, Any]:
@@ -100,14 +109,14 @@ def _direct_scratch(problem: Problem, config: Config) -> dict[str, Any]:
 class _Block:
     """One block of threads: the producer's methods, then the consumers'."""
 
-    def __init__(self, walk: Walk, x: Any, dy: Any, out: Any, scratch: dict[str, Any]):
-        self.walk, self.problem, self.config = walk, walk.problem, walk.config
+    def __init__(self, scheduler: TileScheduler, x: Any, dy: Any, out: Any, scratch: dict[str, Any]):
+        self.scheduler, self.problem, self.config = scheduler, scheduler.problem, scheduler.config
         self.x, self.dy, self.out, self.scratch = x, dy, out, scratch
         self.left_ring, self.right_ring = scratch["left_ring"], scratch["right_ring"]
         self.full, self.empty = scratch["full"], scratch["empty"]
         self.wg, self.sm, self.sms = lax.axis_index("wg"), lax.axis_index("sm"), lax.axis_size("sm")
-        self.items = walk.items
-        self.registers = REGISTERS[walk.config.consumers]
+        self.items = scheduler.items
+        self.registers = REGISTERS[scheduler.config.consumers]
 
     @property
     def mine(self) -> Any:
@@ -115,7 +124,7 @@ class _Block:
         return lax.div(self.items - self.sm + self.sms - 1, self.sms)
 
     def place(self, local: Any) -> tuple[Any, Any, Any, Any, Any]:
-        return self.walk.place(self.sm + local * self.sms)
+        return self.scheduler.place(self.sm + local * self.sms)
 
     # ---- the producer
 
@@ -132,7 +141,7 @@ class _Block:
         problem, config, chunk = self.problem, self.config, self.problem.chunk
         slot = lax.rem(count, config.stages)
         when(count >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
-        at = self.walk.box(number)
+        at = self.scheduler.box(number)
         left, right = slot_boxes(problem, config)
         group = lax.div(row * left * chunk, problem.filters // problem.groups) if problem.groups > 1 else 0
         images = at[0] if problem.one_image else pl.ds(at[0] * config.images, config.images)
@@ -149,7 +158,7 @@ class _Block:
             index = (images, *self.x_positions(at[1:], tap), channels)
             plgpu.copy_gmem_to_smem(self.x.at[index], target, self.full.at[slot])
 
-        load_left, load_right = (load_x, load_dy) if self.walk.x_left else (load_dy, load_x)
+        load_left, load_right = (load_x, load_dy) if self.scheduler.x_left else (load_dy, load_x)
         for j in range(left):
             load_left(row * left + j, self.left_ring.at[(slot, j, *image)])
         for j in range(right):
@@ -244,12 +253,13 @@ class _DirectBlock(_Block):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.items = self.walk.items // self.config.splits  # of the cluster: its blocks compute the splits of an item
+        # Of the cluster, whose blocks compute the splits of an item.
+        self.items = self.scheduler.items // self.config.splits
         self.split = lax.axis_index("split") if self.config.splits > 1 else jnp.int32(0)
         self.out_box, self.out_matrix = self.scratch["out_stage"]
 
     def place(self, local: Any) -> tuple[Any, Any, Any, Any, Any]:
-        return self.walk.place(self.sm + local * self.sms, self.split)
+        return self.scheduler.place(self.sm + local * self.sms, self.split)
 
     def consume(self) -> None:
         if self.config.splits > 1:
@@ -287,7 +297,7 @@ class _DirectBlock(_Block):
         plgpu.wait_smem_to_gmem(STAGED - 1, wait_read_only=True)
         wgmma.store(value.astype(problem.dtype), self.out_matrix.at[self.wg, buffer])
         plgpu.commit_smem()
-        k, x = (column, row) if self.walk.x_left else (row, column)
+        k, x = (column, row) if self.scheduler.x_left else (row, column)
         tap, c = self.column(x)
         filters, channels = pl.ds(k * 64, 64), pl.ds(c * 64, 64)
         where = (filters, tap, channels) if problem.outer else (tap, channels, filters)

@@ -162,7 +162,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return ring(left * config.pixels) + ring(right * math.prod(box)) + staged + exchanged
 
 
-class Walk:
+class TileScheduler:
     """The numbering of work items: a tile of the filter for one run of boxes."""
 
     def __init__(self, problem: Problem, config: Config):
@@ -225,10 +225,10 @@ def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
 
     Without those that the call decides: how its groups are processed, and whether taps were folded.
     """
-    walk, axes = Walk(problem, config), problem.axes
+    scheduler, axes = TileScheduler(problem, config), problem.axes
     left, right = config.filters * config.across, config.columns * config.along
     of_filters, of_columns = problem.filters // problem.groups, problem.taps * problem.chunks * problem.chunk
-    rows, columns = (of_columns, of_filters) if walk.x_left else (of_filters, of_columns)
+    rows, columns = (of_columns, of_filters) if scheduler.x_left else (of_filters, of_columns)
     pairs = zip((problem.batch, *(ax.out for ax in axes)), (config.images, *config.block), strict=True)
     return dict(
         operands=problem.dtype.name,
@@ -240,13 +240,13 @@ def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
         splits="one" if config.splits == 1 else "several",
         halo=config.halo,
         direct=("1 block" if config.splits == 1 else f"{config.splits} blocks") if config.direct else "no",
-        rows="taps" if walk.x_left else "filters",
+        rows="taps" if scheduler.x_left else "filters",
         swizzle=problem.swizzle,
         strided_input=any(ax.in_step > 1 for ax in axes),
         tail_of_positions=any(size % part for size, part in pairs),
         tail_of_filters=bool(rows % left),
         tail_of_columns=bool(columns % right) and not config.halo,
-        tiles_in_turn=walk.items // (config.splits if config.direct else 1) > walk.blocks(sms),
+        tiles_in_turn=scheduler.items // (config.splits if config.direct else 1) > scheduler.blocks(sms),
     )
 
 
@@ -297,17 +297,17 @@ def _candidates(problem: Problem, sms: int) -> Iterator[Config]:
 def _beside(problem: Problem, base: Config) -> Iterator[Config]:
     """A larger cluster. It was never the fastest in a measurement; random calls test it."""
     larger = dataclasses.replace(base, splits=4, stages=2)
-    if base.direct and check(problem, larger) is None and Walk(problem, larger).boxes >= larger.splits:
+    if base.direct and check(problem, larger) is None and TileScheduler(problem, larger).boxes >= larger.splits:
         yield larger
 
 
 def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:
     """The configuration with numbers of splits whose work items fill whole waves of multiprocessors."""
-    walk = Walk(problem, base)
-    tiles = walk.rows * walk.tiles
+    scheduler = TileScheduler(problem, base)
+    tiles = scheduler.rows * scheduler.tiles
     for waves in (1, 2, 3, 4):
         splits = waves * sms // tiles
-        if splits >= 1 and ceil_div(walk.boxes, splits) >= 4:
+        if splits >= 1 and ceil_div(scheduler.boxes, splits) >= 4:
             yield dataclasses.replace(base, splits=splits)
     yield base
     for splits in (1, 2):  # larger clusters do not all run at once, and were slower in every measurement
@@ -316,7 +316,7 @@ def _splits(problem: Problem, base: Config, sms: int) -> Iterator[Config]:
             config = dataclasses.replace(direct, stages=stages)
             # One block stores sums of any number of boxes, which would otherwise pass through memory in float32. A
             # cluster of two needs enough boxes for each to make up for the exchange of the sums.
-            if (splits == 1 or ceil_div(walk.boxes, splits) >= 4) and check(problem, config) is None:
+            if (splits == 1 or ceil_div(scheduler.boxes, splits) >= 4) and check(problem, config) is None:
                 yield config
                 break
 
@@ -347,7 +347,7 @@ def _boxes(problem: Problem, pixels: int) -> list[tuple[int, tuple[int, ...]]]:
 
 def cost(problem: Problem, config: Config, sms: int) -> float:
     """Estimated cycles, by a model of tensor cores, shared memory, the L2 cache and the traffic of partial sums."""
-    walk = Walk(problem, config)
+    scheduler = TileScheduler(problem, config)
     left, right = slot_boxes(problem, config)
     loaded = (left * config.pixels + right * math.prod(x_box(problem, config))) * problem.swizzle
     consumers = config.consumers
@@ -356,8 +356,8 @@ def cost(problem: Problem, config: Config, sms: int) -> float:
     step = max(products, (read + loaded) / 128, loaded / 46, 200)
     if config.direct:
         clusters = max(sms // config.splits, 1)
-        waves = ceil_div(walk.items // config.splits, clusters)
-        return waves * (walk.run * step + 2500 + 4000 * (config.splits > 1))
-    waves = ceil_div(walk.items, sms)
+        waves = ceil_div(scheduler.items // config.splits, clusters)
+        return waves * (scheduler.run * step + 2500 + 4000 * (config.splits > 1))
+    waves = ceil_div(scheduler.items, sms)
     outputs = problem.filters * problem.taps * problem.channels
-    return waves * (walk.run * step + 2500) + 3400 + config.splits * outputs * 8 / 2000
+    return waves * (scheduler.run * step + 2500) + 3400 + config.splits * outputs * 8 / 2000

@@ -30,8 +30,8 @@ def digits(number: Any, sizes: Sequence[int]) -> list[Any]:
     return [*found, number]
 
 
-class Walk:
-    """The numbering of tiles, which the producer and the consumers share."""
+class TileScheduler:
+    """Which tiles a block of threads computes and in which order: a numbering that its producer and consumers share."""
 
     def __init__(self, problem: Problem, config: Config):
         self.problem, self.config = problem, config
@@ -152,7 +152,7 @@ class Walk:
 
 def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
     """The branches of the planner that a configuration takes, by the names in `branches.EVERY`."""
-    walk = Walk(problem, config)
+    scheduler = TileScheduler(problem, config)
     axes, taps = problem.axes, [problem.taps(phase) for phase in problem.phases]
     sizes = zip((problem.batch, *(ax.positions for ax in axes)), (config.images, *config.block), strict=True)
     given = ["function"] * (problem.finish is not None) + ["bias"] * problem.bias + ["arrays"] * bool(problem.extras)
@@ -182,5 +182,5 @@ def decided(problem: Problem, config: Config, sms: int) -> dict[str, Any]:
         tail_of_columns=bool(problem.columns % config.columns),
         tail_of_channels=bool(problem.reduce % problem.chunk),
         epilogue=", ".join(given) or "none",
-        tiles_in_turn=walk.tiles > walk.blocks(sms),
+        tiles_in_turn=scheduler.tiles > scheduler.blocks(sms),
     )

@@ -1,4 +1,4 @@
-"""The index arithmetic of the dense Hopper convolutions, by brute force: walks, schedules, tiles and halos."""
+"""The index arithmetic of the dense Hopper convolutions, by brute force: orders, schedules, tiles and halos."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from jaxdnn._src.conv.geometry import Geometry
 from jaxdnn._src.conv.hopper import copies, dgrad, fprop, plan, wgrad
 from jaxdnn._src.conv.hopper.pipeline_block import Cut
 from jaxdnn._src.conv.hopper.pipeline_consumer import Consumer
-from jaxdnn._src.conv.hopper.walk import Walk
+from jaxdnn._src.conv.hopper.scheduler import TileScheduler
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.explain import traced_calls
 from tests.conv.hopper_cases import BF16, CASES, F32, LAYOUTS, Case, lowered
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("h200")
 
 
 def reads(axes):
-    """All (output position, tap, input position) that a walk over some axes visits, one axis at a time."""
+    """All (output position, tap, input position) that a schedule over some axes visits, one axis at a time."""
     found = []
     for ax in axes:
         triples = set()
@@ -96,7 +96,7 @@ def by_the_model(x: Any, w: Any, geo: Geometry, **options: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["3x3", "dilated, flipped", "one axis, strided, flipped", "three axes", "stem"])
 def test_the_schedule_of_a_flipped_filter(name):
-    """Its bits are those of the kernel's own walk: of the turned filter's, or of the copy that made taps channels."""
+    """Its bits are those of the kernel's own order: of the flipped filter, or of the copy that made taps channels."""
     case = CASES[name]
     geo = dataclasses.replace(case.geometry(), flip=True)
     rng = np.random.default_rng(3)
@@ -160,14 +160,14 @@ def test_the_copies_of_few_channels(name, dtype):
 def test_tiles_cover_the_output_once(order):
     axes = dgrad.axes_of(Geometry((9, 7), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = plan.Problem(5, 64, 200, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = Walk(problem, plan.Config(2, (2, 2), 64, order=order))
+    scheduler = TileScheduler(problem, plan.Config(2, (2, 2), 64, order=order))
     seen = set()
-    for tile in range(walk.tiles):
-        n, at, phase, k = walk.place(jnp.int32(tile))
+    for tile in range(scheduler.tiles):
+        n, at, phase, k = scheduler.place(jnp.int32(tile))
         seen.add((int(n), *map(int, at), *map(int, phase), int(k)))
         steps = math.prod(ax.count[int(p)] for ax, p in zip(axes, phase, strict=True))
-        assert int(walk.steps(jnp.int32(tile))) == steps
-    assert len(seen) == walk.tiles == 3 * 3 * 2 * 4 * 4
+        assert int(scheduler.steps(jnp.int32(tile))) == steps
+    assert len(seen) == scheduler.tiles == 3 * 3 * 2 * 4 * 4
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -184,9 +184,9 @@ def test_a_resident_filter_lies_as_its_taps_are_met(taps, backward, flip):
         problem = dgrad.plan(dy, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16).problem
     else:
         problem = fprop.plan(x, w, geo, epilogue=None, extras=(), out_dtype=jnp.bfloat16).problem
-    walk = Walk(problem, plan.Config(1, (8,) * len(taps), 64, resident=True))
+    scheduler = TileScheduler(problem, plan.Config(1, (8,) * len(taps), 64, resident=True))
     order = plan.schedule_order(problem).reshape(-1, problem.reduce)
-    assert [int(walk.tap(number)) for number in range(len(order))] == list(order[:, 0] // problem.reduce)
+    assert [int(scheduler.tap(number)) for number in range(len(order))] == list(order[:, 0] // problem.reduce)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 7, 132, 1000])
@@ -195,18 +195,18 @@ def test_every_tile_is_computed_once(sharing, sms):
     """Each block of threads has its own tiles; where phases are unequal, "snake" leaves none much more than another."""
     axes = dgrad.axes_of(Geometry((14, 14), (3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)))
     problem = plan.Problem(33, 64, 256, axes, "tjc", jnp.dtype(BF16), jnp.dtype(BF16), F32)
-    walk = Walk(problem, plan.Config(2, (1, 4), 64, sharing=sharing))
-    blocks = walk.blocks(sms)
+    scheduler = TileScheduler(problem, plan.Config(2, (1, 4), 64, sharing=sharing))
+    blocks = scheduler.blocks(sms)
     assert 1 <= blocks <= sms
     count = jnp.int32(blocks)
-    share = jax.jit(jax.vmap(lambda sm: walk.share(sm, count)))(jnp.arange(blocks, dtype=jnp.int32))
+    share = jax.jit(jax.vmap(lambda sm: scheduler.share(sm, count)))(jnp.arange(blocks, dtype=jnp.int32))
     places = [(sm, local) for sm in range(blocks) for local in range(int(share[sm]))]
     sm, local = jnp.asarray(places, jnp.int32).T
-    tiles = np.asarray(jax.jit(jax.vmap(lambda sm, local: walk.tile(local, sm, count)))(sm, local))
-    assert sorted(tiles) == list(range(walk.tiles))
-    if sharing == "snake" and walk.tiles > 8 * blocks:
-        steps = np.bincount(np.asarray(sm), weights=np.array(walk.taps)[tiles // walk.per_phase])
-        assert steps.max() - steps.min() <= 2 * max(walk.taps)
+    tiles = np.asarray(jax.jit(jax.vmap(lambda sm, local: scheduler.tile(local, sm, count)))(sm, local))
+    assert sorted(tiles) == list(range(scheduler.tiles))
+    if sharing == "snake" and scheduler.tiles > 8 * blocks:
+        steps = np.bincount(np.asarray(sm), weights=np.array(scheduler.taps)[tiles // scheduler.per_phase])
+        assert steps.max() - steps.min() <= 2 * max(scheduler.taps)
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_rows_without_taps_are_written_once(geo, block, blank, columns):
     images = 1 if len(axes) == 3 else 4
     config = plan.Config(images, block, 64, staged=4, blank=blank)
     assert plan.check(problem, config) is None
-    walk = Walk(problem, config)
+    scheduler = TileScheduler(problem, config)
     shape = [problem.batch, *itertools.chain(*((ax.positions, ax.out_step) for ax in axes))]
     written = np.zeros(shape, int)
-    for tile in range(0, walk.tiles, walk.columns):  # in the order "k" the column tiles of a place are neighbours
-        n, at, phase, _ = walk.place(jnp.int32(tile))
+    for tile in range(0, scheduler.tiles, scheduler.columns):  # in the order "k" those of a place are neighbours
+        n, at, phase, _ = scheduler.place(jnp.int32(tile))
         index: list[Any] = [slice(int(n) * images, (int(n) + 1) * images)]
         for i, b, p in zip(at, block, phase, strict=True):
             index += [slice(int(i) * b, (int(i) + 1) * b), int(p)]
@@ -241,11 +241,11 @@ def test_rows_without_taps_are_written_once(geo, block, blank, columns):
         rest = iter(index)
         return [next(rest), *itertools.chain(*((next(rest), next(rest) if a.out_step > 1 else 0) for a in axes[:-1]))]
 
-    for number in range(walk.blank_rows() if problem.blank_rows else 0):
-        *index, first = map(int, walk.blank_row(jnp.int32(number)))
+    for number in range(scheduler.blank_rows() if problem.blank_rows else 0):
+        *index, first = map(int, scheduler.blank_row(jnp.int32(number)))
         zeros[(*leading(index), slice(first * per, (first + 1) * per))] += 1
-    for number in range(walk.blank_pieces() if problem.blank_phases else 0):
-        *index, first, phase, part = map(int, walk.blank_piece(jnp.int32(number)))
+    for number in range(scheduler.blank_pieces() if problem.blank_phases else 0):
+        *index, first, phase, part = map(int, scheduler.blank_piece(jnp.int32(number)))
         where = (slice(first * per, (first + 1) * per), phase, slice(part * width, (part + 1) * width))
         zeros[(*leading(index), *where)] += 1
     assert np.array_equal(written[..., None] + zeros, np.ones_like(zeros))
