@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 from jax.lax import conv_general_dilated as held  # as a program may hold it, from before any patch
+from jax.nn import softmax
 
 import jaxdnn as dnn
 from jaxdnn._src.adapters.patch import _TARGETS
@@ -109,6 +110,33 @@ def test_functions_of_jax_nn():
     assert sorted(c.function for c in patched.replaced) == ["dot_product_attention", "log_softmax", "softmax"]
     for a, b in zip(found, wanted, strict=True):
         assert abs(a - b).max() <= 64 * np.finfo(np.float32).eps * abs(b).max()  # sums of 8 terms, a few exponentials
+
+
+def test_functions_of_jax_nn_that_modules_have_imported():
+    """Under their own names; under another, as `sm` here, or in an object they are not seen."""
+    linen, flax_nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    sm = softmax
+    with jax.numpy_rank_promotion("allow"):
+        wanted = softmax(X)
+        with dnn.patch() as patched:
+            found = [f(X) for f in (lambda x: softmax(x), lambda x: linen.softmax(x), lambda x: flax_nnx.softmax(x))]
+            assert sm is ORIGINALS[-2]
+            sm(X)
+    for y in found:
+        np.testing.assert_allclose(y, wanted, rtol=64 * float(np.finfo(np.float32).eps))
+    assert (patched.replaced.total(), patched.left.total()) == (3, 0)
+    assert all(f is ORIGINALS[-2] for f in (softmax, linen.softmax, flax_nnx.softmax))
+
+
+def test_places_are_lines_of_the_program_not_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    first, second = (nnx.Conv(4, 4, (3, 3), rngs=nnx.Rngs(0)) for _ in range(2))
+    with dnn.patch() as patched, jax.numpy_rank_promotion("allow"):
+        y = first(X)
+        second(y)
+    places = sorted(call.place.split(":") for call in patched.replaced)
+    assert [module for module, _ in places] == [__name__] * 2
+    assert int(places[1][1]) == int(places[0][1]) + 1
 
 
 def test_operands_are_listed_however_they_are_given():

@@ -2,7 +2,7 @@
 
 lax's functions end in a primitive's `bind`, which is what is replaced of them: so it does not matter under which name,
 or since when, a program holds `lax.conv_general_dilated`. Flax's NNX layers, for example, keep it since they were made.
-jax.nn's functions are replaced under their names.
+jax.nn's functions are replaced under their names, in jax.nn and in every module that has imported them from there.
 """
 
 import collections
@@ -10,11 +10,10 @@ import contextlib
 import dataclasses
 import functools as ft
 import inspect
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ class Call(NamedTuple):
     Attributes:
       function: the name of JAX's function.
       operands: their dtypes and shapes.
-      place: the module and the line that call it, the nearest outside of JAX and of this library.
+      place: the module and the line that call it, the nearest outside of JAX, Flax, Equinox and this library.
       reason: None, or why it was left to JAX.
     """
 
@@ -50,15 +49,16 @@ class Call(NamedTuple):
 class Patched(contextlib.ContextDecorator):
     """What `patch` returns: a context manager and decorator, which lists the calls that are traced inside."""
 
-    def __init__(self, precision: str | None) -> None:
+    def __init__(self, precision: str | None, *, importers: bool = True) -> None:
         self.precision = precision
+        self._importers = importers  # whether jax.nn's functions are replaced in modules that have imported them, too
         self.replaced: collections.Counter[Call] = collections.Counter()
         self.left: collections.Counter[Call] = collections.Counter()
         self._counting = threading.Lock()
         self._entered = threading.local()  # of each thread, what leaving the context has to undo
 
     def __enter__(self) -> "Patched":
-        _install()
+        _install(self._importers)
         outer: _Active | None = _active.value  # type: ignore[assignment]
         lists = (*(p for p in (outer.lists if outer else ()) if p is not self), self)
         context: Any = _active(_Active(self.precision, lists))
@@ -123,8 +123,10 @@ def patch(*, precision: str | None = None) -> Patched:
 
     Replaced are `lax.conv_general_dilated` and what is made of it (`lax.conv`, `lax.conv_transpose`, convolutions of
     Flax and Equinox), `lax.reduce_window` of maxima, minima and sums (pooling), under whatever name a program has them,
-    and `jax.nn.dot_product_attention`, `jax.nn.softmax` and `jax.nn.log_softmax` where they are called under these
-    names. They become the functions of `jaxdnn.lax_like`. What these refuse is left to JAX, and listed with the reason.
+    and `jax.nn.dot_product_attention`, `jax.nn.softmax` and `jax.nn.log_softmax` where they are called by these names,
+    in jax.nn or in a module that imported them (`from jax.nn import softmax`, `flax.linen.softmax`). They become the
+    functions of `jaxdnn.lax_like`. What these refuse is left to JAX, and listed with the reason. Not seen, and so in
+    neither list, is a function of jax.nn under another name, or in an object: `nnx.Sequential(layer, nnx.softmax)`.
 
     Args:
       precision: None multiplies float32 in convolutions exactly. "tf32" lets it be cut to TF32, as lax itself does on
@@ -249,29 +251,49 @@ def _replacement(target: _Target, original: Callable[..., Any]) -> Callable[...,
 
 _changing = threading.Lock()
 _contexts = 0  # that are entered, in all threads
+_importers_too = False  # whether any of these replaces what modules have imported
 _replaced: list[tuple[_Target, bool, Any, Any]] = []  # with whether the owner itself had it, the original, and ours
 
 
-def _install() -> None:
-    global _contexts
+def _install(importers: bool) -> None:
+    global _contexts, _importers_too
     with _changing:
         _contexts += 1
-        if _contexts > 1:
-            return
-        for target in _TARGETS:
-            original = getattr(target.owner, target.attribute)
-            ours = _replacement(target, original)
-            _replaced.append((target, target.attribute in vars(target.owner), original, ours))
-            setattr(target.owner, target.attribute, ours)
+        if _contexts == 1:
+            for target in _TARGETS:
+                original = getattr(target.owner, target.attribute)
+                _replace(target, original, _replacement(target, original))
+        if importers and not _importers_too:
+            _importers_too = True
+            for target, _, original, ours in [each for each in _replaced if each[0].owner is jax.nn]:
+                for module in _modules_with(target.attribute, original):
+                    _replace(target._replace(owner=module), original, ours)
+
+
+def _replace(target: _Target, original: Any, ours: Any) -> None:
+    _replaced.append((target, target.attribute in vars(target.owner), original, ours))
+    setattr(target.owner, target.attribute, ours)
+
+
+def _modules_with(name: str, function: Any) -> list[ModuleType]:
+    """The modules, but for JAX's and this library's, in which the name stands for the function."""
+    theirs = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    names = [ModuleType.__getattribute__(m, "__dict__") for m in theirs]  # without importing what is imported lazily
+    return [
+        module
+        for module, held in zip(theirs, names, strict=True)
+        if held.get(name) is function and str(held.get("__name__")).partition(".")[0] not in ("jax", "jaxdnn")
+    ]
 
 
 def _uninstall() -> None:
     """What others have replaced meanwhile stays; ours, which theirs may call, does nothing outside of a context."""
-    global _contexts
+    global _contexts, _importers_too
     with _changing:
         _contexts -= 1
         if _contexts:
             return
+        _importers_too = False
         for target, had, original, ours in _replaced:
             if vars(target.owner).get(target.attribute) is not ours:
                 continue
@@ -284,7 +306,8 @@ def _uninstall() -> None:
 
 # ---- what is listed --------------------------------------------------------------------------------------------------
 
-_HERE = tuple(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, sys.modules["jaxdnn"].__file__ or ""))
+# Their layers call lax from a few lines each, which do not tell one layer of a program from another.
+_NOT_THE_PROGRAM = ("jax", "jaxdnn", "flax", "equinox")
 
 
 def _operands(args: Iterable[Any]) -> tuple[str, ...]:
@@ -293,8 +316,12 @@ def _operands(args: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _place() -> str:
-    """The module and the line of the nearest frame outside of JAX and of this library."""
+    """The module and the line of the nearest frame of the program."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None and _module(frame).partition(".")[0] in _NOT_THE_PROGRAM:
         frame = frame.f_back
-    return "an unknown place" if frame is None else f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+    return "an unknown place" if frame is None else f"{_module(frame)}:{frame.f_lineno}"
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "?"))
