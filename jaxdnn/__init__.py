@@ -19,6 +19,8 @@ graphs in cuDNN's manner, over these ops. The examples in docstrings take `impor
 `import jaxdnn as dnn` as given.
 """
 
+import typing as _typing
+
 from jaxdnn import engines as engines
 from jaxdnn import graph as graph
 from jaxdnn import lax_like as lax_like
@@ -42,6 +44,7 @@ from jaxdnn._src.conv.api import conv_dgrad as conv_dgrad
 from jaxdnn._src.conv.api import conv_skip as conv_skip
 from jaxdnn._src.conv.api import conv_transpose as conv_transpose
 from jaxdnn._src.conv.api import conv_wgrad as conv_wgrad
+from jaxdnn._src.core import peers as _peers
 from jaxdnn._src.core.determinism import determinism as determinism
 from jaxdnn._src.core.explain import explain as explain
 from jaxdnn._src.core.limits import limits as limits
@@ -129,3 +132,8 @@ _families.load_engines()
 # What is imported above as itself; type checkers and readers see it there.
 _OTHERS = ["DropoutState", "VERSION", "check_version", "determinism", "explain", "limits", "logged", "patch", "tune"]
 __all__ = sorted([*_families.ops(), *_OTHERS])  # pyright: ignore[reportUnsupportedDunderAll]
+
+if not _typing.TYPE_CHECKING:  # which find what is missing themselves
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(_peers.no_attribute(name, __all__), name=name)

@@ -138,6 +138,11 @@ def test_explain_knows_every_op(name: str):
     assert all(formula.op == name for formula in found.formulas)
 
 
+def test_explain_takes_a_function_not_its_result():
+    with pytest.raises(TypeError, match=r"^`function` must be an op .* as in explain\(conv, x, w\), got an array of"):
+        dnn.explain(jnp.ones(3))  # type: ignore[call-arg]
+
+
 @each_op
 def test_pickle_finds_every_op(name: str):
     assert pickle.loads(pickle.dumps(getattr(dnn, name))) is getattr(dnn, name)

@@ -32,7 +32,7 @@ BAD = [
     (dict(scale="a"), TypeError, "`scale` must be a number known when traced"),
     (dict(bias=np.zeros((5, 6), np.float32)), ValueError, r"`bias` must have shape \(B or 1, N or 1, T or 1, S or 1\)"),
     (dict(bias=np.zeros((1, 1, 5, 6), bool)), TypeError, "`bias` must have one of the dtypes"),
-    (dict(mask=np.zeros((1, 1, 5, 6), np.float32)), TypeError, "`mask` must have the dtype bool, got float32"),
+    (dict(mask=np.zeros((1, 1, 5, 6), np.float32)), TypeError, "`mask` must be bool, .* are `bias`, got float32"),
     (dict(mask=np.zeros((2, 3, 5, 6), bool)), ValueError, r"`mask` must have shape .* = \(2, 4, 5, 6\), got \(2, 3"),
     (dict(key_lengths=np.zeros(2, np.float32)), TypeError, "`key_lengths` must be integers, got float32"),
     (dict(key_lengths=np.zeros(3, np.int32)), ValueError, r"`key_lengths` must have shape \(2,\), one for every seq"),

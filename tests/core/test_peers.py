@@ -136,3 +136,11 @@ def test_what_resembles_nothing_gets_no_hint():
     assert checks.did_you_mean(NONSENSE, ("relu", "swish")) == ""
     assert checks.did_you_mean("silu", ("relu", "tanh")) == ""
     assert checks.did_you_mean(5, ("relu",)) == ""
+    assert checks.did_you_mean(lambda x: x, ("relu",)) == ""
+
+
+@pytest.mark.parametrize(("function", "meant"), [(jax.nn.relu, "relu"), (jax.nn.silu, "swish"), (np.tanh, "tanh")])
+def test_a_function_is_taken_by_its_name(function: Any, meant: str):
+    """As Flax and Keras have activations."""
+    with pytest.raises(ValueError, match=rf"^`activation` must be .* \(did you mean '{meant}'\?\)\.$"):
+        dnn.activation(np.ones(3, np.float32), activation=function)

@@ -1,5 +1,7 @@
 """A call that gives an option by position, or an argument that the op has not, is told how to give it: over all ops."""
 
+import functools as ft
+import importlib.util
 import inspect
 
 import jax
@@ -50,6 +52,54 @@ def test_arguments_of_peers(other: str):
     arguments, given = EXAMPLES[known[0]].bind(*map(jnp.asarray, EXAMPLES[known[0]].data()))
     with pytest.raises(TypeError, match=rf"`{known[0]}` has no argument `{other}` \(did you mean '"):
         getattr(dnn, known[0])(*arguments, **given, **{other: 1})
+
+
+@pytest.mark.parametrize(("op", "other"), peers.NOTES)
+def test_arguments_of_peers_that_none_stands_for(op: str, other: str):
+    """A note says what to do, and no argument of a near name is guessed: `determinism` for `deterministic`, say."""
+    assert other not in options(op)
+    arguments, given = EXAMPLES[op].bind(*map(jnp.asarray, EXAMPLES[op].data()))
+    with pytest.raises(TypeError) as caught:
+        getattr(dnn, op)(*arguments, **given, **{other: True})
+    assert str(caught.value) == f"`{op}` has no argument `{other}` ({peers.NOTES[op, other]})."
+
+
+@pytest.mark.parametrize("other", peers.FUNCTIONS)
+def test_functions_of_peers(other: str):
+    """Every name of the table is none of ours, and what is hinted at exists, with that choice of its argument."""
+    with pytest.raises(AttributeError) as caught:
+        getattr(dnn, other)
+    meant = peers.FUNCTIONS[other]
+    assert str(caught.value) == f"module 'jaxdnn' has no attribute {other!r} (did you mean {meant}?)"
+    if meant.startswith("`import"):
+        assert importlib.util.find_spec(meant.strip("`").removeprefix("import "))
+        return
+    path, _, call = meant.removeprefix("jaxdnn.").partition("(")
+    function = ft.reduce(getattr, path.split("."), dnn)
+    if call:
+        x = jnp.ones((1, 4, 4, 2))
+        written = meant.replace("...", "2").replace("jaxdnn.", "dnn.")
+        jax.eval_shape(lambda: eval(written, {"dnn": dnn, "x": x}))
+    assert callable(function)
+
+
+@pytest.mark.parametrize(
+    ("other", "meant"),
+    [
+        *(("BatchNorm", "batch_norm"), ("Conv2d", "conv"), ("ConvTranspose2d", "conv_transpose"), ("max_pool", "pool")),
+        *(("MaxPool2d", "pool"), ("GroupNorm", "group_norm"), ("CTCLoss", "ctc_loss"), ("layernorm", "layer_norm")),
+        *(("grid_sampler", "grid_sample"), ("atention", "attention")),
+    ],
+)
+def test_names_in_other_spellings(other: str, meant: str):
+    with pytest.raises(AttributeError, match=rf"no attribute '{other}' \(did you mean jaxdnn\.{meant}\?\)$"):
+        getattr(dnn, other)
+
+
+def test_what_resembles_no_function_gets_no_hint():
+    with pytest.raises(AttributeError, match=r"^module 'jaxdnn' has no attribute 'qzxw'$"):
+        _ = dnn.qzxw  # pyright: ignore[reportAttributeAccessIssue]
+    assert not hasattr(dnn, "__path_of_nothing__")
 
 
 def test_options_are_chosen_by_what_is_given():

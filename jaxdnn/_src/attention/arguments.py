@@ -187,7 +187,9 @@ def _constants(o: Options, full: Sizes, tile: tuple[int, int]) -> dict[str, Arra
                     f"{tile[0]} queries and {tile[1]} keys, got {tuple(value.shape)}."
                 )
         elif name == "mask":
-            checks.dtype(name, value, [jnp.bool_])
+            if value.dtype != jnp.bool_:
+                numbers = "; numbers that are added to the scores are `bias`"
+                raise TypeError(f"`mask` must be bool, with True for a key that is seen{numbers}, got {value.dtype}.")
             _broadcast(name, value, full)
         elif not jnp.issubdtype(value.dtype, jnp.integer):
             raise TypeError(f"`{name}` must be integers, got {value.dtype.name}.")

@@ -67,9 +67,9 @@ def spec(
         raise ValueError(f"`padding` must leave padded sizes below 2^31, got {padded}.")
     if min(geo.out) < 1:
         fit = f"`{w}` must fit into the padded input" if x == "x" else f"`{x}` must have room for w when padded"
-        raise ValueError(
-            f"{fit}, got taps {taps} that span {geo.extents} at dilation {geo.dilation} for padded sizes {padded}."
-        )
+        hint = windows.in_other_filter_layout(filt, w_shape, w_shape[filt.input]) if x == "x" else ""
+        span = f"taps {taps} that span {geo.extents} at dilation {geo.dilation} for padded sizes {padded}"
+        raise ValueError(f"{fit}, got {span}{hint}.")
     found = types(arrays, options.accumulate, options.precision, options.out_dtype)
     return ConvSpec(
         geo=geo,
@@ -97,6 +97,7 @@ def _groups(frame: Frame, value: Any, x: str, x_shape: tuple[int, ...], w: str, 
     hint = windows.in_other_layout(frame.given, "x", x_shape, i * groups)
     if x != "x":
         raise ValueError(f"`{x}` must have {i * groups} channels, {i} in w for each of {groups} groups, got {c}{hint}.")
+    hint = hint or windows.in_other_filter_layout(filt, w_shape, c // groups)
     raise ValueError(
         f"`{w}` must have {c // groups} input channels for {c} channels of x in {groups} groups, got {i}{hint}."
     )

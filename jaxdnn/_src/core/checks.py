@@ -70,7 +70,11 @@ def choice(name: str, value: T, choices: Sequence[T]) -> T:
 
 
 def did_you_mean(value: Any, choices: Sequence[Any]) -> str:
-    """What an error says behind a name: the choice that is spelt nearly so, or that others call so; or nothing."""
+    """What an error says behind a name: the choice that is spelt nearly so, or that others call so; or nothing.
+
+    A function, `jax.nn.relu` for one, is taken by its name.
+    """
+    value = getattr(value, "__name__", value) if callable(value) else value
     if not isinstance(value, str):
         return ""
     names = {name.lower(): name for name in choices if isinstance(name, str)}

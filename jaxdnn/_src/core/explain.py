@@ -200,6 +200,9 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
 
     Sources: answers what cuDNN's engine heuristics and `cudnnGetConvolutionForwardAlgorithm_v7` answer.
     """
+    if not callable(function):
+        expected = "an op or another function, with its arguments behind it, as in explain(conv, x, w)"
+        raise TypeError(f"`function` must be {expected}, got {checks.shown(function)}.")
     here = engines.platform() if platform is None else checks.choice("platform", platform, engines.PLATFORMS)
     with _explaining(True):
         jaxpr = _traced(function, args, kwargs)

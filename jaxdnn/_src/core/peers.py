@@ -4,7 +4,8 @@ By another's name, in small letters, the names here. Of several the first that t
 argument's None, a tuple a name with its parameter.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 ACTIVATIONS: Mapping[str, tuple[Any, ...]] = {
@@ -200,4 +201,68 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("out_dtype",),
     "keepdim": ("keepdims",),
     "scale_factor": ("scale",),
+    "p": ("rate",),
+    "size": ("output_sizes",),
+    "output_size": ("output_sizes",),
+    "mode": ("method",),
+    "normalized_shape": ("axis",),
+    "reduction_axes": ("axis",),
+    "key_padding_mask": ("mask",),
+    "query_seq_lengths": ("query_lengths",),
+    "key_value_seq_lengths": ("key_lengths",),
+    "local_window_size": ("window",),
+    "input_lengths": ("logit_lengths",),
+    "target_lengths": ("label_lengths",),
+    "blank_id": ("blank",),
+    "batch_first": ("layout",),
+    "time_major": ("layout",),
+    "initial_carry": ("h0",),
+    "seq_lengths": ("lengths",),
 }
+_EVALUATION = "in evaluation leave the call out, or give rate=0"
+_RUNNING = "`batch_norm_inference` normalises by running statistics"
+# What to do instead of giving an op an argument that none of its own stands for.
+NOTES: Mapping[tuple[str, str], str] = {
+    **{("dropout", name): _EVALUATION for name in ("deterministic", "training", "train", "inference")},
+    **{("batch_norm", name): _RUNNING for name in ("use_running_average", "training", "train", "inference")},
+    ("dropout", "broadcast_dims"): "`dropout_mask` draws a mask of any shape",
+    ("softmax", "log"): "algorithm='log' is its logarithm",
+}
+
+# By others' names of functions, in small letters without underscores, what to write here.
+_ACTIVATION = "jaxdnn.activation(x, activation={!r})"
+FUNCTIONS: Mapping[str, str] = {
+    **{f"conv{n}": "jaxdnn.conv" for n in ("1d", "2d", "3d", "olution", "generaldilated")},
+    **{f"convtranspose{n}": "jaxdnn.conv_transpose" for n in ("1d", "2d", "3d")},
+    **{f"{name}{n}": "jaxdnn.pool" for name in ("maxpool", "pooling") for n in ("", "1d", "2d", "3d")},
+    **{f"avgpool{n}": "jaxdnn.pool(x, window=..., mode='average')" for n in ("", "1d", "2d", "3d")},
+    **{f"adaptive{name}pool{n}": "jaxdnn.adaptive_pool" for name in ("avg", "max") for n in ("1d", "2d", "3d")},
+    **{f"batchnorm{n}": "jaxdnn.batch_norm" for n in ("1d", "2d", "3d")},
+    **{f"instancenorm{n}": "jaxdnn.instance_norm" for n in ("1d", "2d", "3d")},
+    **{name: _ACTIVATION.format(name) for name in ("relu", "sigmoid", "tanh", "gelu", "elu", "selu", "celu", "mish")},
+    **{name: _ACTIVATION.format(name) for name in ("swish", "softplus", "softsign")},
+    "silu": _ACTIVATION.format("swish"),
+    "leakyrelu": _ACTIVATION.format("leaky_relu"),
+    "relu6": _ACTIVATION.format(("clipped_relu", 6.0)),
+    "logsoftmax": "jaxdnn.softmax(x, algorithm='log')",
+    "localresponsenorm": "jaxdnn.lrn",
+    **{name: "jaxdnn.attention" for name in ("dotproductattention", "scaleddotproductattention", "sdpa")},
+    "multiheadattention": "jaxdnn.multi_head.attention",
+    "multiheaddotproductattention": "jaxdnn.multi_head.attention",
+    **{name: "jaxdnn.resample" for name in ("interpolate", "resize", "upsample")},
+    "unfold": "jaxdnn.im2col",
+    "fold": "jaxdnn.col2im",
+    "dot": "jaxdnn.matmul",
+    "reducewindow": "jaxdnn.lax_like.reduce_window",
+    "nllloss": "jaxdnn.cross_entropy",
+    **{name: f"`import jaxdnn.{name}`" for name in ("linen", "nnx", "equinox")},
+}
+
+
+def no_attribute(name: str, public: Iterable[str]) -> str:
+    """What is said of an attribute that this library has not, with the name of its own that is meant."""
+    plain = lambda text: text.lower().replace("_", "")
+    ours = {plain(each): each for each in public}
+    near = [ours[found] for found in difflib.get_close_matches(plain(name), ours, 1, cutoff=0.75)]
+    meant = FUNCTIONS.get(plain(name)) or next((f"jaxdnn.{each}" for each in near), None)
+    return f"module 'jaxdnn' has no attribute {name!r}{f' (did you mean {meant}?)' if meant else ''}"

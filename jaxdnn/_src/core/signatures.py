@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxdnn._src.core import checks
-from jaxdnn._src.core.peers import ARGUMENTS
+from jaxdnn._src.core.peers import ARGUMENTS, NOTES
 
 
 class Shown(str):
@@ -84,6 +84,8 @@ def misfit(op: str, signature: inspect.Signature, args: Sequence[Any], kwargs: M
         if name not in signature.parameters:
             names = [p.name for p in options]
             known = [n for n in ARGUMENTS.get(name, ()) if n in names]
-            meant = f" (did you mean {known[0]!r}?)" if known else checks.did_you_mean(name, names)
+            note = NOTES.get((op, name))
+            near = f" ({note})" if note else checks.did_you_mean(name, names)
+            meant = f" (did you mean {known[0]!r}?)" if known else near
             return f"`{op}` has no argument `{name}`{meant}."
     return None

@@ -5,6 +5,7 @@ O (cuDNN: K) output channels, I (cuDNN: C) input channels of one group, [D, H,] 
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -181,6 +182,17 @@ def in_other_layout(layout: Layout, name: str, shape: Sequence[Any], channels: A
     if other is None or shape[layout.channel] == channels or shape[other.channel] != channels:
         return ""
     return f" (in layout {other.name} {name} has {channels})"
+
+
+def in_other_filter_layout(layout: FilterLayout, shape: Sequence[Any], channels: Any) -> str:
+    """What an error says of a filter that does not fit, if it has so many input channels, and fewer taps, in the layout
+    of PyTorch's and cuDNN's filters or in that of JAX's."""
+    spatial = "".join(axis for axis in layout.axes if axis not in "OI")
+    taps = lambda axes: math.prod(shape[axes.index(axis)] for axis in spatial)
+    for axes in (f"OI{spatial}", f"{spatial}IO"):
+        if shape[axes.index("I")] == channels and taps(axes) < taps(layout.axes):
+            return f" (with filter_layout={axes!r} w has {channels} input channels)"
+    return ""
 
 
 def filter_layout(value: Any, of: Layout) -> FilterLayout:
