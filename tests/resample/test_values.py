@@ -172,6 +172,16 @@ def test_a_part_by_onnx_examples():
     np.testing.assert_allclose(found, wanted, rtol=2.0**-22)
 
 
+def test_aligned_corners_by_onnx_scales():
+    """Its test downsample_scales_linear_align_corners: the places of its own, by the part that from-onnx.md gives."""
+    x = jnp.arange(1.0, 9).reshape(1, 2, 4, 1)
+    roi = tuple((0.0, (math.floor(0.6 * n) - 1) / (0.6 * n - 1)) for n in (2, 4))
+    found = dnn.resample(x, output_sizes=(1, 2), coordinates="tf_crop_and_resize", roi=roi)
+    np.testing.assert_allclose(found.ravel(), [1.0, 1 + 3 / 1.4], rtol=2.0**-22)
+    stretched = dnn.resample(x, scale=0.6, coordinates="align_corners")
+    assert stretched.ravel().tolist() == [1.0, 4.0]
+
+
 def test_gradient_of_a_part():
     """That of `resample_dgrad`; an extrapolated result depends on no element."""
     x, dy = data("float32", *X), data("float32", 2, 9, 4, 3)
