@@ -147,6 +147,19 @@ def test_labels_outside_are_nan_and_ignored_ones_are_nothing():
                                   dnn.linear_cross_entropy(X, W, LABELS, chunk=4))  # fmt: skip
 
 
+@pytest.mark.parametrize("rows", [3, 0])
+def test_gradients_are_0_where_no_row_counts(rows: int):
+    """As PyTorch's: a batch without labels makes the loss NaN, and leaves the weights what they are."""
+    x, w, bias, weights = jnp.ones((rows, 4)), jnp.asarray(W[:4]), jnp.ones(50), jnp.ones(rows)
+    labels = jnp.full(rows, -100)
+    f = lambda x, w, b, s: dnn.linear_cross_entropy(x, w, labels, bias=b, weights=s, ignore_index=-100)
+    slopes = jax.jit(jax.grad(lambda *a: sum(jnp.sum(g) for g in jax.grad(f, range(4))(*a)), range(4)))
+    value, found = jax.jit(jax.value_and_grad(f, range(4)))(x, w, bias, weights)
+    assert np.isnan(value)
+    for array in (*found, *slopes(x, w, bias, weights)):
+        assert not np.asarray(array).any()
+
+
 def test_gradients_of_float16_when_their_sum_over_rows_is_out_of_range():
     """64 rows of 4096, 3/4 of it each, sum to -196608: beyond float16, unlike their mean."""
     x, w, labels = jnp.full((64, 2), 4096, jnp.float16), jnp.zeros((2, 4), jnp.float16), jnp.zeros(64, int)

@@ -61,8 +61,8 @@ def linear_cross_entropy(
       z_loss: ζ, at least 0: the weight of lse², which keeps the logits from drifting.
       ignore_index: a label, inside or outside the vocabulary, whose rows do not count at all: nothing in them, NaN
         neither, reaches the loss or a gradient, and their own gradient is 0. None: there is none.
-      reduction: "mean", the sum of weights times losses over the sum of the weights (NaN if no row counts); "sum";
-        "none", a loss for every row, multiplied by its weight.
+      reduction: "mean", the sum of weights times losses over the sum of the weights (NaN if no row counts, with
+        gradients of 0); "sum"; "none", a loss for every row, multiplied by its weight.
       chunk: the most rows whose logits are in memory at a time; at least half as many are, if the rows can be divided
         so (otherwise the last chunk is padded); None: as many as have 2^27 logits.
       precision: None multiplies the stored values exactly; "tf32" lets float32 operands be cut for tensor cores.
@@ -193,7 +193,14 @@ def _reduced(spec: _Spec, *arrays: Array) -> Array:
     if spec.reduction == "none":
         return (weights * _rows(spec, x, w, bias, labels, keep)).reshape(spec.leading)
     total: Any = _total(spec, x, w, bias, weights, labels, keep)
-    return total if spec.reduction == "sum" else total / jnp.sum(weights)
+    if spec.reduction == "sum":
+        return total
+    size = jnp.sum(weights)
+    if spec.ignored is None and len(keep):
+        return total / size
+    # Where no row counts the mean is NaN; its gradients have nothing to add up and are 0, which 0 / 0 would not give.
+    counts = jnp.any(keep)
+    return total / jnp.where(counts, size, jnp.ones_like(size)) + jnp.where(counts, 0.0, jnp.nan).astype(total.dtype)
 
 
 def _flat(spec: _Spec, x: Array, w: Array, bias: Array, weights: Array, labels: Array) -> tuple[Array, ...]:
