@@ -21,6 +21,7 @@ from jaxdnn._src.attention.cases import AttentionCase
 from jaxdnn._src.attention.hopper import engine, forward, merge
 from jaxdnn._src.attention.hopper.forward_ptx import code
 from jaxdnn._src.attention.hopper.plan import Plan, Problem
+from jaxdnn._src.hopper.ptx import Emitter
 from jaxdnn_reference.attention import visible
 from jaxdnn_reference.attention_scheduled import attention_scheduled
 from tests.attention.calls import read
@@ -356,4 +357,19 @@ def test_faults_are_found(machine, monkeypatch, pattern, instead, shows):
     monkeypatch.setattr(attention_machine, "code", changed)
     with pytest.raises(RuntimeError, match=shows) if shows else contextlib.nullcontext():
         found, _ = attention(q, k, v, causal=True)
-        assert (found != right).any()
+        assert not np.array_equal(found, right, equal_nan=True)  # rows that see a NaN are NaN in both
+
+
+def test_a_wait_that_is_taken_away_shows(machine, monkeypatch):
+    """Each wait of a consumer for a load, of queries, keys or values, where all keys are seen."""
+    q, k, v = data(64, 400)
+    wait, waits = Emitter.wait, list[Any]()
+    monkeypatch.setattr(Emitter, "wait", lambda *a: waits.append(a) or wait(*a))
+    attention(q, k, v)
+    for missing in range(count := len(waits)):
+        waits.clear()
+        others = lambda *a, missing=missing: waits.append(a) if len(waits) == missing else waits.append(wait(*a))
+        monkeypatch.setattr(Emitter, "wait", others)
+        with pytest.raises(RuntimeError, match="before a wait for the load"):
+            attention(q, k, v)
+    assert count == 7

@@ -1,7 +1,7 @@
 """Runs the PTX of warpgroups on the CPU: a block of attention's forward kernel, whose warpgroups have 128 lanes.
 
 Shared memory is bytes, in which boxes lie as TMA lays them out. A register that a product in flight reads or writes may
-not be used.
+not be used. A product may read a slot only after its own warpgroup has waited for the load into it.
 """
 
 import re
@@ -80,6 +80,15 @@ class Block:
     def barrier(self, name: str, index: int) -> Barrier:
         return self.barriers[self.plan.barrier(name) // 8 + index]
 
+    def load_of(self, address: int) -> Barrier | None:
+        """The barrier of the load into the slot that has an address; None if it is in no slot."""
+        plan = self.plan
+        for name, size, slots in (("q", plan.q_bytes, plan.q_slots), ("k", plan.k_bytes, plan.stages),
+                                  ("v", plan.v_bytes, plan.stages)):  # fmt: skip
+            if 0 <= address - self.at[name] < slots * size:
+                return self.barrier(f"{name}_full", (address - self.at[name]) // size)
+        return None
+
     def put(self, name: str, offset: int, rows: np.ndarray) -> None:
         """A matrix of rows as boxes of a chunk's features each; features beyond the last are zero."""
         plan, chunk = self.plan, self.plan.chunk
@@ -136,6 +145,7 @@ class Warpgroup:
         self.flying: list[set[str]] = []
         self.group: set[str] = set()
         self.stored: dict[int, float] = {}
+        self.waited: dict[Barrier, int] = {}  # for which phase of each barrier
 
     def run(self, text: str, kinds: dict[str, str], given: dict[str, Any]) -> Run:
         code, labels = _decoded(text)
@@ -362,6 +372,7 @@ class Warpgroup:
         parity = int(self.value(o[2])[0])
         while not barrier.passed(parity):
             yield
+        self.waited[barrier] = barrier.over
         self.r[o[0]] = np.ones(LANES, bool)
         yield
 
@@ -385,6 +396,9 @@ class Warpgroup:
         assert (self.value(descriptor) == np.uint64(word)).all()
         address, leading, stride = (word & 0x3FFF) << 4, (word >> 16 & 0x3FFF) << 4, (word >> 32 & 0x3FFF) << 4
         swizzle = {1: 128, 2: 64, 3: 32}[word >> 62]
+        load = self.block.load_of(address)
+        if load is not None and self.waited.get(load, 0) != load.over:
+            raise RuntimeError("a product reads a slot before a wait for the load into it")
         assert swizzle == self.block.plan.swizzle
         n, k = np.arange(rows)[:, None], np.arange(16)[None]
         if transposed:  # features go on within a row, then in the next box; keys by rows
