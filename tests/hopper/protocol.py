@@ -19,6 +19,7 @@ back while it is in use, a wait without an end, and in the result's memory an el
 or a copy in one piece that no edge clips.
 """
 
+import functools as ft
 import itertools
 import math
 import operator
@@ -27,9 +28,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax._src import source_info_util
 from jax.extend.core import Literal
 
+from jaxdnn._src.core import primitives
 from tests.hopper.shared_memory import Barrier, Block, Fault, Memory, Result, View
 
 Run = Generator[None, None, list[Any]]
@@ -49,6 +52,7 @@ SCALARS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 ORDERING = {"barrier_wait", "barrier_arrive", "wait_smem_to_gmem", "wgmma_wait", "commit_smem"}
 FINISH = "finish_accumulator"
+STORES = ("swap", "store")
 
 
 class Warpgroup:
@@ -90,6 +94,8 @@ class Warpgroup:
 
     def threads(self, view: View, kind: str) -> None:
         clock = self.clocks[1]
+        if self.kernel.exchanges:
+            view.buffer.meets(view.part, self.rest, clock[self.rest], kind)
         view.buffer.use(view.part, self.rest, clock[self.rest], clock, kind)
 
     # ---- the jaxpr
@@ -153,7 +159,7 @@ class Warpgroup:
             case "commit_smem":
                 self.fence()
                 self.meet()
-            case "swap" | "get" | "load":
+            case "swap" | "store" | "get" | "load":  # the second since JAX 0.12
                 if (found := self.access(name, given, params)) is not None:
                     return [found]
             case "inline_mgpu" | "inline_mgpu_p":  # the second up to JAX 0.11
@@ -240,11 +246,11 @@ class Warpgroup:
         if name == "load":
             transforms = tree.unflatten(given[1:])
         else:
-            transforms = tree.unflatten(given[2:] if name == "swap" else given[1:])
+            transforms = tree.unflatten(given[2:] if name in STORES else given[1:])
         view = view.transformed(transforms)
         if isinstance(view.buffer, Memory):
-            self.threads(view, "store" if name == "swap" else "load")
-        elif name == "swap":
+            self.threads(view, "store" if name in STORES else "load")
+        elif name in STORES:
             view.buffer.write(view.starts, view.sizes, piece=False)
         elif view.buffer.data is not None:
             return view.buffer.data[tuple(view.starts)].item()
@@ -402,6 +408,7 @@ class Kernel:
         self.dtype: Any = None  # of the operands, where values are computed
         self.missing: Any = None  # an equation that is left out
         self.early: Any = None  # a wait for groups that lets one more be under way
+        self.exchanges = False  # whether threads read what other threads of their warpgroup have stored
         self._programs: dict[int, Any] = {}
         scoped = [e for e in _equations(self.jaxpr) if e.primitive.name == "run_scoped"]
         self.kinds = {v: v.aval.inner_aval.dtype for e in scoped for v in e.params["jaxpr"].invars}
@@ -546,4 +553,22 @@ def kernels(function: Callable[..., Any], *avals: Any) -> list[Kernel]:
     """The launches of a function that have a frame to check: those of which PTX is not all."""
     traced = jax.make_jaxpr(function)(*avals).jaxpr
     launches = [Kernel(e) for e in _equations(traced) if e.primitive.name == "mpmd_map"]
-    return [kernel for kernel in launches if kernel.counts]
+    return [kernel for kernel in launches if kernel.counts or kernel.ordering()]
+
+
+def lowered(function: Callable[..., Any], *operands: Any, **named: Any) -> list[Kernel]:
+    """The launches of all calls that engine hopper serves when a function of public ops is lowered for a GPU."""
+    run, calls = primitives._run, list[Any]()
+
+    def seen(engine: Any, call: Any, given: Sequence[Any]) -> Any:
+        calls.append((engine, call, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]))
+        return run(engine, call, given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "_run", seen)
+        jax.jit(function).trace(*operands, **named).lower(lowering_platforms=("cuda",))
+    found = []
+    for engine, call, avals in calls:
+        if engine.name == "hopper":
+            found += kernels(ft.partial(lambda engine, call, *given: run(engine, call, given), engine, call), *avals)
+    return found

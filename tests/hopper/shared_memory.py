@@ -47,6 +47,12 @@ class Memory:
                 raise Fault(f"byte {low}: a {kind} of what nothing wrote")
         self.uses = [*kept, (*part, agent, moment, stores, kind in ("load", "store"))]
 
+    def meets(self, part: tuple[int, int], agent: int, moment: int, kind: str) -> None:
+        """Of a warpgroup's threads: between their stores and their loads of the same bytes all of them have to meet."""
+        for start, end, other, then, stored, _ in self.uses:
+            if end > part[0] and part[1] > start and (other, then) == (agent, moment) and stored != (kind == "store"):
+                raise Fault(f"bytes {start} to {end}: a {kind} without a barrier of the warpgroup before it")
+
     def fence(self, agent: int) -> None:
         self.uses = [(*use[:5], use[5] and use[2] != agent) for use in self.uses]
 
@@ -116,35 +122,44 @@ class View:
         self.buffer, self.shape, self.width, self.offset = buffer, tuple(shape), width, offset  # offset in bytes
         self.axes = [(math.prod(shape[d + 1 :]), n) for d, n in enumerate(shape)]
         self.starts, self.sizes, self.swizzled = [0] * len(shape), list(shape), False
+        self.left = list(range(len(shape)))  # the axes that no index has taken a position of
 
     def transformed(self, transforms: Sequence[Any]) -> "View":
-        view, indexed = self, False
+        view, indexed, reshaped = self, False, False
         for transform in transforms:
             name = type(transform).__name__
-            if name == "ExtractAliasedRef":
+            if name == "ExtractAliasedRef" and not indexed:
                 shape, width = transform.shape, np.dtype(transform.dtype).itemsize
                 view = View(view.buffer, shape, width, view.offset + transform.offset)
                 if view.offset + math.prod(shape) * width > self.buffer.size:
                     raise Fault("a reference to more than its buffer")
             elif name == "UnswizzleRef":
                 view.swizzled = True
-            elif name == "UntilingTransform":  # of the innermost axes; what comes before them lies as it was
+            elif (
+                name == "UntilingTransform" and not indexed
+            ):  # of the innermost axes; what comes before them lies as it was
                 tiled = len(transform.tiling)
                 (*lead,) = view.shape[: len(view.shape) - 2 * tiled]
                 inner = [a * b for a, b in zip(view.shape[-2 * tiled : -tiled], view.shape[-tiled:], strict=True)]
                 view, swizzled = View(view.buffer, (*lead, *inner), view.width, view.offset), view.swizzled
                 view.swizzled = swizzled
-            elif name == "NDIndexer" and not indexed:
+            elif name == "NDIndexer" and not reshaped:
                 view, indexed = view._indexed(transform.indices), True
+            elif name == "ReshapeTransform":  # the same elements; of them only all can be asked for
+                reshaped = True
+            elif name == "NDIndexer" and all(getattr(i, "start", None) == 0 for i in transform.indices):
+                pass
             else:
                 raise NotImplementedError(f"{name} of a reference")
         return view
 
     def _indexed(self, indices: Sequence[Any]) -> "View":
         view = View(self.buffer, self.shape, self.width, self.offset)
-        view.swizzled = self.swizzled
-        view.starts = [int(i.start) if hasattr(i, "start") else int(i) for i in indices]
-        view.sizes = [int(i.size) if hasattr(i, "start") else 1 for i in indices]
+        view.swizzled, view.starts, view.sizes = self.swizzled, [*self.starts], [*self.sizes]
+        for axis, i in zip(self.left, indices, strict=True):
+            view.starts[axis] += int(i.start) if hasattr(i, "start") else int(i)
+            view.sizes[axis] = int(i.size) if hasattr(i, "start") else 1
+        view.left = [axis for axis, i in zip(self.left, indices, strict=True) if hasattr(i, "start")]
         return view
 
     @property
