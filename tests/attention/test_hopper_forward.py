@@ -1,6 +1,8 @@
 """Attention's forward kernel on Hopper without a GPU: its PTX on the machine, its plans, its refusals, its assembly."""
 
 import contextlib
+import inspect
+import itertools
 import re
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.attention.calls import read
 from tests.hopper import attention_machine, lane_machine, warpgroup_machine
 from tests.hopper.attention_machine import every_item
 from tests.hopper.device import on_hopper
+from tests.hopper.protocol import equations, lowered
 from tests.hopper.warpgroup_machine import DTYPES
 
 BF16 = jnp.bfloat16
@@ -373,3 +376,23 @@ def test_a_wait_that_is_taken_away_shows(machine, monkeypatch):
         with pytest.raises(RuntimeError, match="before a wait for the load"):
             attention(q, k, v)
     assert count == 7
+
+
+@pytest.mark.parametrize(("heads", "features"), [(8, 64), (1, 256)])
+def test_each_load_follows_a_wait_for_its_slot(heads, features):
+    """The machine has a producer of its own. The kernel's waits for the barrier that says that a slot has been read."""
+    q, k = (jax.ShapeDtypeStruct((2, 512, n, features), BF16) for n in (8, heads))
+    (launch,) = lowered(lambda q, k: dnn.attention(q, k, k, causal=True, engine="hopper"), q, k)
+    emitted = lambda e: e.params["mgpu_fn"].__qualname__ if e.primitive.name.startswith("inline_mgpu") else ""
+    steps = [e for e in equations(launch.jaxpr) if emitted(e).startswith(("_Block.wait_empty", "_Block.fetch"))]
+    known = lambda e: inspect.getclosurevars(e.params["mgpu_fn"]).nonlocals
+    plan: Plan = next(known(e)["plan"] for e in steps if "plan" in known(e))
+    barriers = {plan.barrier(f"{name}_full"): plan.barrier(f"{name}_empty") for name in ("q", "k", "v")}
+    found = []
+    for wait, load in itertools.pairwise(steps):
+        if "plan" in known(load):
+            assert emitted(wait).startswith("_Block.wait_empty")
+            assert known(wait)["first"] == barriers[known(load)["first"]]
+            assert wait.invars[-2] is load.invars[-4], "another slot than the one that was waited for"
+            found.append(known(load)["first"])
+    assert set(found) == set(barriers)

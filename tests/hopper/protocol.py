@@ -410,7 +410,7 @@ class Kernel:
         self.early: Any = None  # a wait for groups that lets one more be under way
         self.exchanges = False  # whether threads read what other threads of their warpgroup have stored
         self._programs: dict[int, Any] = {}
-        scoped = [e for e in _equations(self.jaxpr) if e.primitive.name == "run_scoped"]
+        scoped = [e for e in equations(self.jaxpr) if e.primitive.name == "run_scoped"]
         self.kinds = {v: v.aval.inner_aval.dtype for e in scoped for v in e.params["jaxpr"].invars}
         self.counts = {v: math.prod(v.aval.shape) for v, kind in self.kinds.items() if hasattr(kind, "num_arrivals")}
         self.firsts = dict(zip(self.counts, itertools.accumulate(self.counts.values(), initial=0), strict=False))
@@ -440,9 +440,9 @@ class Kernel:
 
     def ordering(self) -> list[Any]:
         """The equations that order accesses, `FINISH` for the wait in `finish_accumulator` among them."""
-        found = [e for e in _equations(self.jaxpr) if e.primitive.name in ORDERING]
-        found += [e for e in _equations(self.jaxpr) if _emits(e, "loads_done")]
-        waits = any(_emits(e, FINISH) for e in _equations(self.jaxpr))
+        found = [e for e in equations(self.jaxpr) if e.primitive.name in ORDERING]
+        found += [e for e in equations(self.jaxpr) if _emits(e, "loads_done")]
+        waits = any(_emits(e, FINISH) for e in equations(self.jaxpr))
         return [*{id(e): e for e in found}.values(), *([FINISH] if waits else [])]
 
     def buffer(self, block: Block, var: Any) -> Any:
@@ -538,7 +538,7 @@ def place_of(equation: Any) -> str:
     return frame.function_name if frame else ""
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations, those of inner jaxprs too."""
     for equation in jaxpr.eqns:
         yield equation
@@ -546,13 +546,13 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = _open(inner)
                 if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+                    yield from equations(inner)
 
 
 def kernels(function: Callable[..., Any], *avals: Any) -> list[Kernel]:
     """The launches of a function that have a frame to check: those of which PTX is not all."""
     traced = jax.make_jaxpr(function)(*avals).jaxpr
-    launches = [Kernel(e) for e in _equations(traced) if e.primitive.name == "mpmd_map"]
+    launches = [Kernel(e) for e in equations(traced) if e.primitive.name == "mpmd_map"]
     return [kernel for kernel in launches if kernel.counts or kernel.ordering()]
 
 
