@@ -390,11 +390,11 @@ def test_a_kernel_is_chosen_unasked_only_where_it_was_measured(device: Callable[
         assert f"unless it is named, another comes first, because {why}" in text
         assert served(function, X_LARGE, engine="hopper")[0] == "hopper"
     assert served(dnn.softmax, X_LARGE, determinism="batch_invariant")[0] == "hopper"  # XLA does not promise that
-    for kind, capability in (("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA B200", "10.0")):
+    for kind, capability in (("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA B200", "10.0"), ("a new one", None)):
         device(kind, capability)
         engine, kernel, _ = served(dnn.pool, X_LARGE)
         assert engine == "xla"
-        assert kernel.refusal == f"it needs compute capability 9.0, and {kind} has {capability}"
+        assert kernel.refusal == f"it needs compute capability 9.0, and {kind} has {capability or 'an unknown one'}"
         with pytest.raises(NotImplementedError, match=r"it needs compute capability 9\.0"):
             lowered(dnn.pool, engine="hopper")
 

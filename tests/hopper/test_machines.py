@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxdnn._src.hopper.ptx import Emitter
 from tests.hopper.norm_machine import NormRows
 from tests.hopper.ptx_machine import Machine
 from tests.hopper.row_machine import Rows, on_arrays
@@ -88,3 +89,14 @@ def test_a_tile_ends_where_its_buffer_does():
     machine.run("{\nmov.b32 r0, 28;\nld.shared.b32 r1, [r0+0];\n}", [], 1)
     with pytest.raises(RuntimeError, match="shared byte 32 lies in no buffer"):
         machine.run("{\nmov.b32 r0, 28;\nld.shared.b32 r1, [r0+2];\n}", [], 1)
+
+
+def test_a_constant_of_more_than_32_bits_is_no_operand_of_32():
+    """The assembler would take its low bits, and so do the machines."""
+    e = Emitter()
+    for number in (2**32, -(2**31) - 1):
+        with pytest.raises(OverflowError, match=r"a constant of more than 32 bits: mov\.b32"):
+            e.r("mov.b32", number)
+        e.d("mov.b64", number)
+    for number in (2**32 - 1, -(2**31)):
+        e.r("mov.b32", number)
