@@ -411,7 +411,7 @@ def conv_transpose(
         shortens the result, and lengthens it where it is negative; "SAME" and "SAME_LOWER" make it size times stride,
         "VALID" is no padding.
       layout, filter_layout: see `conv`.
-      bias: (C,). residual, prior: the result's shape. activation, beta: see `conv`; alpha too, or (C,).
+      bias: (C,). residual, prior: the result's shape. activation, alpha, beta: see `conv`; alpha may be (C,).
       accumulate, precision, out_dtype, engine, determinism: see `conv`.
 
     Returns:
