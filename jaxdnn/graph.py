@@ -19,8 +19,9 @@ from jaxdnn._src.graph.api import Graph as Graph
 from jaxdnn._src.graph.errors import GraphError as GraphError
 from jaxdnn._src.graph.errors import NotOffered as NotOffered
 from jaxdnn._src.graph.heuristics import plans as plans
+from jaxdnn._src.graph.knobs import Knob as Knob
 from jaxdnn._src.graph.plan import Plan as Plan
 from jaxdnn._src.graph.tensors import Tensor as Tensor
 from jaxdnn._src.graph.trace import trace as trace
 
-__all__ = ["Graph", "GraphError", "NotOffered", "Plan", "Tensor", "plans", "trace"]
+__all__ = ["Graph", "GraphError", "Knob", "NotOffered", "Plan", "Tensor", "plans", "trace"]

@@ -73,9 +73,6 @@ def test_plans_can_be_compared_with_ones_own_kernels():
     fused, single = g.plans()
     assert (fused.engine, single.engine) == ("fused", "single")
     assert fused.bytes_moved < single.bytes_moved
-    measured = g.plans("B")
-    assert {p.engine for p in measured} == {"fused", "single"}
-    assert 0 < (measured[0].measured or 0) <= (measured[1].measured or 0)
 
 
 def test_uids_are_integers_of_64_bits_and_local_to_a_graph():
@@ -529,15 +526,15 @@ def test_plans_are_pickled_as_their_json():
     np.testing.assert_array_equal(read(arrays)["y::OUT_0"], plan(arrays)["y::OUT_0"])
 
 
-@pytest.mark.parametrize("key", ["engine", "determinism", "workspace_limit", "sm_count", "donate", "graph"])
+@pytest.mark.parametrize("key", ["engine", "determinism", "workspace_limit", "sm_count", "donate", "engines", "graph"])
 @pytest.mark.parametrize("junk", ["absent", "cuda", -3, [], {}, [99]])
 def test_spoilt_plans_are_refused(key: str, junk: Any):
     g = Graph(io_data_type="float32")
     g.exp(g.tensor((2,))).set_output(True)
     found = json.loads(g.plan().to_json())
     found.pop(key) if junk == "absent" else found.update({key: junk})
-    if (key, junk) == ("donate", []):
-        assert Plan.from_json(json.dumps(found)).asked.donate == ()
+    if (key, junk) in (("donate", []), ("engines", [])):
+        assert getattr(Plan.from_json(json.dumps(found)).asked, key) == ()
     else:
         with pytest.raises(GraphError):
             Plan.from_json(json.dumps(found))

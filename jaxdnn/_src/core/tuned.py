@@ -1,4 +1,4 @@
-"""What `jaxdnn.tune` measured on single calls, in a file that later runs read.
+"""What `jaxdnn.tune` measured on single calls, and a graph's heuristic B on its plans, in a file that later runs read.
 
 The file is JSON: by kind of device, by versions, by call, the milliseconds of each engine that could serve it. The call
 is written in words: the op, its operands, and its static arguments but for the engine and the level.
@@ -62,8 +62,19 @@ def times(call: Call) -> Times | None:
     """
     if call.spec.level != "fast" or call.partitioned or call.device_kind is None or _ignored.value:
         return None
-    of_device = _read(os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")).get(call.device_kind)
+    of_device = _table().get(call.device_kind)
     return of_device.get(VERSIONS, {}).get(key(call)) if of_device else None
+
+
+def kept(name: str, device_kind: str | None) -> Times | None:
+    """What was measured under a name that is no call's, such as a graph's plans."""
+    if device_kind is None or _ignored.value:
+        return None
+    return _table().get(device_kind, {}).get(VERSIONS, {}).get(name)
+
+
+def _table() -> Table:
+    return _read(os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME"))
 
 
 def keep(file: Path, device_kind: str, found: Mapping[str, Times]) -> None:

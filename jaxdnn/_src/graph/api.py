@@ -1,11 +1,12 @@
 """Graphs as users build, plan and call them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdnn._src.graph.build import Operations
-from jaxdnn._src.graph.heuristics import plans
-from jaxdnn._src.graph.plan import Plan
+from jaxdnn._src.graph.heuristics import create, knobs_of, plans
+from jaxdnn._src.graph.knobs import Knob
+from jaxdnn._src.graph.plan import ENGINES, Plan
 
 
 class Graph(Operations):
@@ -28,6 +29,23 @@ class Graph(Operations):
     def plan(self, mode: str = "A", **asked: Any) -> Plan:
         """The first of `plans`."""
         return self.plans(mode, **asked)[0]
+
+    def get_engine_count(self) -> int:
+        """How many engines there are: 0 is "fused", 1 is "single"; see `jaxdnn.graph.plans`."""
+        return len(ENGINES)
+
+    def get_knobs_for_engine(self, engine_id: int) -> tuple[Knob, ...]:
+        """The knobs of an engine's plan, with their choices; see `Plan.knobs`."""
+        return knobs_of(self, engine_id)
+
+    def create_execution_plan(self, engine_id: int, knobs: Mapping[str, Any] | None = None) -> Plan:
+        """The plan of an engine with these values of its knobs; what is not given is chosen as by `plan`.
+
+        Raises:
+          GraphError: there is no such engine, knob or value.
+          NotOffered: the plan cannot be so; the message says why.
+        """
+        return create(self, engine_id, knobs or {})
 
     def function(self, **asked: Any) -> Callable[..., Any]:
         """The graph as a JAX function: arrays in the order of `inputs()`, or by name, to those of `outputs()`."""

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxdnn._src.core import engines
 from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.nodes import Node, Run, is_held, numpy_of, rounded
 from jaxdnn._src.graph.tensors import WIDE, Tensor, from_memory, to_memory
@@ -31,12 +32,23 @@ class Step:
       calls: the public ops that it calls; nothing where it is a formula that XLA compiles.
       run: what it makes, by uid, of the values so far and the numbers that are known when the program is traced.
       rule: the rule that joined the nodes; None of a single node.
+      core: the node that the calls are of.
     """
 
     nodes: tuple[Node, ...]
     calls: tuple[str, ...]
     run: Callable[[Values, Numbers], Mapping[int, Array]]
     rule: str | None = None
+    core: Node | None = None
+
+    def by(self, engine: str) -> "Step":
+        """The step with the engine that its calls name."""
+
+        def run(values: Values, numbers: Numbers) -> Mapping[int, Array]:
+            with engines.asked(engine):
+                return self.run(values, numbers)
+
+        return dataclasses.replace(self, run=run)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors it reads that it does not make, each once."""
@@ -55,7 +67,7 @@ def single(node: Node) -> Step:
         found = node.kind.run(Run(node, values, numbers))
         return {node.outputs[port].uid: array for port, array in found.items()}
 
-    return Step((node,), called(node), run)
+    return Step((node,), called(node), run, core=node)
 
 
 def called(node: Node) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def _fused(rule: Rule, fusion: Fusion) -> Step:
             made[fusion.mask.outputs["OUT_0"].uid] = found[main] > 0
         return {fusion.last.uid: found[main], **made}
 
-    return Step(tuple(fusion.all), (rule.call,), run, rule.name)
+    return Step(tuple(fusion.all), (rule.call,), run, rule.name, first)
 
 
 def _sorted(found: Sequence[Step]) -> list[Step]:

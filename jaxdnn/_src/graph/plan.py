@@ -20,6 +20,7 @@ from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.errors import GraphError, NotOffered
 from jaxdnn._src.graph.execute import Step, evaluate
 from jaxdnn._src.graph.fuse import steps
+from jaxdnn._src.graph.knobs import OF_STEP, Knob, limited, of_steps
 from jaxdnn._src.graph.nodes import numpy_of
 from jaxdnn._src.graph.report import Report, StepReport, lowest, step_reports
 from jaxdnn._src.graph.rules import NotFused
@@ -41,12 +42,16 @@ BEHAVIOR_NOTES = ("RUNTIME_COMPILATION",)
 
 @dataclasses.dataclass(frozen=True)
 class Requirements:
-    """What a plan must satisfy, and the uids of the inputs whose memory it may use for its outputs; see `plans`."""
+    """What a plan must satisfy, and the uids of the inputs whose memory it may use for its outputs; see `plans`.
+
+    `engines` has pairs of a node and the engine that the op it calls must have.
+    """
 
     determinism: str | None = None
     workspace_limit: int | None = None
     sm_count: int | None = None
     donate: tuple[int, ...] = ()
+    engines: tuple[tuple[str, str], ...] = ()
 
 
 REQUIREMENTS = tuple(field.name for field in dataclasses.fields(Requirements))
@@ -98,7 +103,11 @@ class Program:
     def __init__(self, graph: Operations, engine: str, asked: Requirements) -> None:
         self.graph, self.asked = graph, asked
         fused, self.not_fused = steps(graph, True)
-        self.steps = fused if ENGINES[engine] else steps(graph, False)[0]
+        found = fused if ENGINES[engine] else steps(graph, False)[0]
+        chosen = dict(asked.engines)
+        self.steps = [
+            step.by(chosen[step.core.name]) if step.core and step.core.name in chosen else step for step in found
+        ]
         read = (node.inputs[port] for node in graph.nodes for port in node.kind.static if port in node.inputs)
         self.static = {tensor.uid for tensor in read if tensor.value is None}
         shaped = lambda t: (memory_shape(t.dim or (), t.stride or ()), numpy_of(t))
@@ -151,6 +160,7 @@ class Plan:
         self.measured: float | None = None
         self.declined: tuple[str, ...] = ()
         self._parts: tuple[StepReport, ...] | None = None
+        self._knobs: tuple[Knob, ...] | None = None
         inputs = self.graph.inputs()
         mine = [(graph.tensors[t.uid], t.uid) for t in inputs]
         self._keys = dict(mine) | {key: t.uid for t in inputs for key in (t, t.uid, t.name)}
@@ -343,7 +353,47 @@ class Plan:
             return [str(error)]
         level = self.asked.determinism or LEVELS[0]
         low = [part for part in parts if not satisfies(part.level, level)]
-        return [f"{' + '.join(part.nodes)} guarantees {part.level} at most, not {level}" for part in low]
+        found = [f"{' + '.join(part.nodes)} guarantees {part.level} at most, not {level}" for part in low]
+        cores = [step.core.name for step, part in zip(self.steps, parts, strict=True) if step.core and part.engines]
+        found += [f"it has no knob '{OF_STEP}{name}'" for name, _ in self.asked.engines if name not in cores]
+        unserved = [(part, call) for part in parts for call in part.engines if call.engine is None]
+        for part, call in unserved:
+            why = next((c.refusal for c in call.candidates if (part.nodes and c.engine in self._chosen(part))), None)
+            found.append(f"{' + '.join(part.nodes)} is served by no engine{f': {why}' if why else ''}")
+        return found
+
+    def _chosen(self, part: StepReport) -> tuple[str, ...]:
+        return tuple(engine for name, engine in self.asked.engines if name in part.nodes)
+
+    # Its configuration
+
+    @property
+    def engine_id(self) -> int:
+        """The number of its engine, as `Graph.create_execution_plan` takes it."""
+        return tuple(ENGINES).index(self.engine)
+
+    @property
+    def knobs(self) -> tuple[Knob, ...]:
+        """What can be chosen of the plan, among what, and what is chosen.
+
+        A knob for each step whose op has engines, "engine:NODE"; "determinism"; and "sm_count" and "workspace_limit"
+        where an engine that may serve keeps to them. Tiles of kernels are chosen by their planners, and are no knobs.
+        """
+        if self._knobs is None:
+            free = Plan(self.graph, self.engine, dataclasses.replace(self.asked, engines=()))
+            found = [*of_steps(self.steps, free.parts, dict(self.asked.engines))]
+            levels = [Plan(self.graph, self.engine, dataclasses.replace(self.asked, determinism=one)) for one in LEVELS]
+            able = tuple(plan.asked.determinism for plan in levels if not plan.refusals())
+            found.append(Knob("determinism", able, self.asked.determinism or LEVELS[0]))
+            cores, rooms = limited(free.parts)
+            found += [Knob("sm_count", (), self.asked.sm_count, 1)] if cores else []
+            found += [Knob("workspace_limit", (), self.asked.workspace_limit, 0)] if rooms else []
+            self._knobs = tuple(found)
+        return self._knobs
+
+    def get_engine_and_knobs(self) -> tuple[int, dict[str, Any]]:
+        """Its engine's number and the value of each knob, of which `Graph.create_execution_plan` makes it again."""
+        return self.engine_id, {knob.name: knob.value for knob in self.knobs}
 
     def explain(self) -> Report:
         """What it computes by which kernels, what was fused, what was not and why, and what that costs.
@@ -395,12 +445,17 @@ class Plan:
         if not isinstance(donate, list) or any(uid not in inputs for uid in donate):
             raise GraphError("plan", "donate", f"a list of uids of inputs, {inputs}", donate)
         level, workspace, sm_count = (found[name] for name in REQUIREMENTS[:3])
+        pairs, nodes = found["engines"], [node.name for node in graph.nodes]
+        well = isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 2 for p in pairs)
+        if not well or any(node not in nodes or name not in engines.names() for node, name in pairs):
+            raise GraphError("plan", "engines", "pairs of a node and an engine", pairs)
         try:
             with limits(workspace=workspace, multiprocessors=sm_count):
                 level = None if level is None else checks.choice("determinism", level, LEVELS)
         except (TypeError, ValueError) as error:
             raise GraphError("plan", "text", f"the JSON of a plan ({error})", sorted(found)) from error
-        plan = cls(graph, engine, Requirements(level, workspace, sm_count, tuple(donate)))
+        chosen = tuple((node, name) for node, name in pairs)
+        plan = cls(graph, engine, Requirements(level, workspace, sm_count, tuple(donate), chosen))
         if reasons := plan.refusals():
             raise NotOffered(f"plan {plan.engine!r}: {'; '.join(reasons)}")
         return plan
