@@ -172,17 +172,20 @@ def plain_prologue(x: Array, scale: Array, bias: Array, w: Array) -> Any:
     return y, *(v.sum((0, 1, 2)).reshape(each) for v in (seen, seen * seen))
 
 
-def epilogue(channels: int, size: int, b: Builder, batch: int) -> Any:
-    """relu(scale conv + bias + residual)."""
+def epilogue(channels: int, size: int, scaled: bool, b: Builder, batch: int) -> Any:
+    """relu(scale conv + bias + residual), with a scale for each channel or without."""
     image, each = (batch, channels, size, size), (1, channels, 1, 1)
     x, w = b.image("x", image), b.image("w", (channels, channels, 3, 3))
-    scale, bias, residual = b.image("scale", each), b.image("bias", each), b.image("residual", image)
-    return b.output(b.g.relu(b.g.add(b.g.add(b.g.mul(_conv(b, x, w), scale), bias), residual)))
+    bias, residual = b.image("bias", each), b.image("residual", image)
+    y = _conv(b, x, w)
+    y = b.g.mul(y, b.image("scale", each)) if scaled else y
+    return b.output(b.g.relu(b.g.add(b.g.add(y, bias), residual)))
 
 
-def plain_epilogue(x: Array, w: Array, scale: Array, bias: Array, residual: Array) -> Any:
+def plain_epilogue(x: Array, w: Array, bias: Array, residual: Array, scale: Array | None = None) -> Any:
     y = _plain_conv(x, w)
-    return jax.nn.relu(y * scale.astype(HELD) + bias.astype(HELD) + residual.astype(HELD)).astype(x.dtype)
+    y = y if scale is None else y * scale.astype(HELD)
+    return jax.nn.relu(y + bias.astype(HELD) + residual.astype(HELD)).astype(x.dtype)
 
 
 def batch_norm(channels: int, size: int, b: Builder, batch: int) -> Any:
@@ -281,25 +284,14 @@ def _cases() -> tuple[Fused, ...]:
     found = []
     for channels, size in ((64, 56), (256, 14)):
         name, work = f"{channels} at {size}", 18 * channels**2 * size**2
-        found += [
-            Fused(
-                "conv",
-                f"scale, bias, relu, conv, sums {name}",
-                partial(prologue, channels, size),
-                plain_prologue,
-                128,
-                work,
-            ),
-            Fused(
-                "conv",
-                f"conv, scale, bias, residual, relu {name}",
-                partial(epilogue, channels, size),
-                plain_epilogue,
-                128,
-                work,
-            ),
-            Fused("batch norm", f"residual, relu {name}", partial(batch_norm, channels, size), plain_batch_norm, 128),
-        ]
+        build = partial(prologue, channels, size)
+        found.append(Fused("conv", f"scale, bias, relu, conv, sums {name}", build, plain_prologue, 128, work))
+        for scaled in (True, False):
+            build, with_scale = partial(epilogue, channels, size, scaled), "scale, " if scaled else ""
+            title = f"conv, {with_scale}bias, residual, relu {name}"
+            found.append(Fused("conv", title, build, plain_epilogue, 128, work))
+        build = partial(batch_norm, channels, size)
+        found.append(Fused("batch norm", f"residual, relu {name}", build, plain_batch_norm, 128))
     for k, n in ((768, 3072), (4096, 11008)):
         for reduced in (False, True):
             name = f"bias, gelu{', sums' if reduced else ''} {k} to {n}"

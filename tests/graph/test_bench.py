@@ -19,7 +19,8 @@ from tests.texts import unfolded
 
 SMALL = (
     Fused("conv", "prologue", ft.partial(graph.prologue, 6, 5), graph.plain_prologue, 3, 1),
-    Fused("conv", "epilogue", ft.partial(graph.epilogue, 6, 5), graph.plain_epilogue, 3, 1),
+    Fused("conv", "epilogue", ft.partial(graph.epilogue, 6, 5, True), graph.plain_epilogue, 3, 1),
+    Fused("conv", "unscaled", ft.partial(graph.epilogue, 6, 5, False), graph.plain_epilogue, 3, 1),
     Fused("batch norm", "residual", ft.partial(graph.batch_norm, 6, 5), graph.plain_batch_norm, 3),
     Fused("matmul", "gelu", ft.partial(graph.layer, 7, 6, False), ft.partial(graph.plain_layer, False), 5, 1, 1),
     Fused("matmul", "sums", ft.partial(graph.layer, 7, 6, True), ft.partial(graph.plain_layer, True), 5, 1, 1),
