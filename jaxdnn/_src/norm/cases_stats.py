@@ -1,4 +1,4 @@
-"""Batch normalisation in pieces: the sums of channels, and what is made of them.
+"""Batch normalisation in pieces: the sums of channels, what is made of them, and y of given statistics.
 
 The bounds, with u the accumulator's unit roundoff and γ(k) = k u / (1 - k u) what k roundings come to:
 
@@ -12,6 +12,7 @@ The bounds, with u the accumulator's unit roundoff and γ(k) = k u / (1 - k u) w
   magnitudes: of the weights, the quotient m / (m - 1), the products and their sum.
 * r of a given variance is off by γ(4): the addition, the root and the quotient, of which XLA's rsqrt rounds two.
 * Σ dy (x - mean) has two roundings a term beside the adding, times r one more.
+* y of given statistics has those of r, and one for x - mean, each product, and the addition of the bias.
 
 The definition's own error, in float64 or np.longdouble, is the same bound times the quotient of the roundoffs.
 """
@@ -49,6 +50,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "bn_finalize": tuple(FINALIZE),
     "bn_finalize_inference": ("parameters", "plain"),
     "dbn_weight": tuple(SHAPES),
+    "batch_norm_inference": tuple(SHAPES),
 }
 COUNT, CHANNELS = 210, 13
 RESULTS = {
@@ -56,14 +58,17 @@ RESULTS = {
     "bn_finalize": ("factor", "summand", "mean", "rstd", "running_mean", "running_variance"),
     "bn_finalize_inference": ("factor", "summand"),
     "dbn_weight": ("dscale", "dbias", "factor_dy", "factor_x", "summand"),
+    "batch_norm_inference": ("y",),
 }
 POSITIONAL = {
     "genstats": ("x",),
     "bn_finalize": ("total", "squares"),
     "bn_finalize_inference": ("mean", "variance"),
     "dbn_weight": ("dy", "x", "mean", "rstd"),
+    "batch_norm_inference": ("x", "mean", "variance"),
 }
 GIVEN = ("scale", "bias", "running_mean", "running_variance")
+OF_IMAGES = ("genstats", "dbn_weight", "batch_norm_inference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,8 @@ class StatsCase(Case):
     @property
     def _named(self) -> tuple[str, ...]:
         shift = ("shift",) if self.shifted else ()
-        parameters = {"bn_finalize": GIVEN, "bn_finalize_inference": GIVEN[:2], "dbn_weight": GIVEN[:1]}
+        parameters = {"bn_finalize": GIVEN, "dbn_weight": GIVEN[:1]}
+        parameters |= dict.fromkeys(("bn_finalize_inference", "batch_norm_inference"), GIVEN[:2])
         return (*shift, *(() if self.variant == "plain" else parameters.get(self.op, ())))
 
     @property
@@ -94,7 +100,7 @@ class StatsCase(Case):
     @property
     def options(self) -> dict[str, Any]:
         """What is given beside operands."""
-        if self.op in ("genstats", "dbn_weight"):
+        if self.op in OF_IMAGES:
             return {"layout": self.given[0] if self.given else self.variant.removesuffix("-shifted")}
         return FINALIZE[self.variant] if self.op == "bn_finalize" else {}
 
@@ -131,6 +137,10 @@ class StatsCase(Case):
             x = draw(*shape) + FAR * self.shifted
             arrays = [x, *[draw(*channels) + FAR] * self.shifted]
             return tuple(v.astype(self.in_dtype) for v in arrays)
+        if self.op == "batch_norm_inference":
+            mean, variance, scale, bias = (draw(*channels) for _ in range(4))
+            arrays = [draw(*shape), mean, np.abs(variance), scale, bias]
+            return tuple(v.astype(self.in_dtype) for v in arrays)
         wide = np.float64 if self.x64 else np.float32
         images, (mean, scale) = (draw(*shape), draw(*shape)), (draw(*channels), draw(*channels))
         rstd = 2.0 ** np.round(np.abs(mean)) / of_x
@@ -143,6 +153,7 @@ class StatsCase(Case):
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         values = self._function(reference)(*operands)
+        values = (values,) if self.op == "batch_norm_inference" else values
         format = accumulation.format
         named = dict(zip(self.names, (v.astype(np.float64) for v in operands), strict=True))
         if self.op == "genstats":
@@ -151,10 +162,13 @@ class StatsCase(Case):
             errors = weight_error(named, self.options["layout"], format=format)
         elif self.op == "bn_finalize_inference":
             errors = inference_error(named, eps=1e-5, format=format)
+        elif self.op == "batch_norm_inference":
+            errors = (normalised_error(named, self.options["layout"], eps=1e-5, format=format),)
         else:
             errors = finalize_error(named, COUNT, **{"eps": 1e-5, "momentum": 0.1, **self.options}, format=format)
         share = definition_share(format)
         wide = np.float64 if self.x64 else np.float32
+        wide = self.in_dtype if self.op == "batch_norm_inference" else wide
         found = zip(RESULTS[self.op], values, errors, strict=True)
         generic = kind != "integers"
         return tuple(Expected(np.asarray(v, np.float64), e * (1 + share), wide, n, generic) for n, v, e in found)
@@ -221,6 +235,16 @@ def inference_error(given: dict[str, Values], *, eps: float, format: str) -> tup
     return rule.growth(5) * factor + tiny, summand + u * (product + bias + summand)
 
 
+def normalised_error(given: dict[str, Values], layout: str, *, eps: float, format: str) -> Values:
+    """How far y of `batch_norm_inference` may be off."""
+    rule, v = tolerance.FORMATS[format], of_batch(given["x"], "spatial", layout)
+    mean, variance, scale, bias = (given[name].reshape(v.spread) for name in ("mean", "variance", "scale", "bias"))
+    r, s = 1 / np.sqrt(variance + eps), np.abs(scale)
+    size = np.abs(v.x - mean) * r * s + np.abs(bias)
+    spare = 8 * rule.smallest_normal * (1 + r) * (1 + s)
+    return v.restore(rule.growth(8) * size + spare)
+
+
 def weight_error(given: dict[str, Values], layout: str, *, format: str) -> tuple[Values, ...]:
     """How far the results of `dbn_weight` may be off."""
     rule, v = tolerance.FORMATS[format], of_batch(given["x"], "spatial", layout)
@@ -259,8 +283,8 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject |
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> StatsCase:
-    """Sums over images in every layout, with and without a shift; what is made of sums in each of its ways."""
-    if not op.startswith(("genstats", "dbn")):
+    """Images in every layout, sums of them with and without a shift; what is made of sums in each of its ways."""
+    if op not in OF_IMAGES:
         return StatsCase(op, engine, "f32", str(rng.choice(VARIANTS[op])))
     rank = int(drawn.pick(rng, {1: 1, 2: 4, 3: 1}))
     layout = drawn.layout(rng, rank, last=False)

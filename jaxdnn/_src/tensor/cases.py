@@ -78,6 +78,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "pixel_shuffle": {"CRD": {"factor": (5, 1)}, "DCR": {"factor": (1, 5), "order": "DCR"}},
     "pixel_unshuffle": {"CRD": {"factor": (7, 2)}},
+    "scale": {"number": {"alpha": -0.7}},
+    "fill": {"number": {"value": -2.7}},
 }
 OPS = tuple(VARIANTS)
 LEVELLED = ("add", "op_tensor", "reduce", "resample", "resample_dgrad")
@@ -167,7 +169,8 @@ class TensorCase(Case):
         """How often the accumulator rounds on the way to an element, scales and weights included; 0 if never."""
         op = self.options.get("op")
         whole = self.dtype == "int8" and not {"alpha", "alpha1", "beta"} & set(self.options)
-        if self.op in ("im2col", "pixel_shuffle", "pixel_unshuffle") or (self.op == "reduce" and op in EXTREMES):
+        exact = ("im2col", "pixel_shuffle", "pixel_unshuffle", "fill")
+        if self.op in exact or (self.op == "reduce" and op in EXTREMES):
             return 0
         if self.op == "resample":
             return 0 if self.options.get("method") == "nearest" else 2 * (16 + 3)
