@@ -358,8 +358,8 @@ def test_determinism_is_sampled_over_dtypes(monkeypatch: pytest.MonkeyPatch):
         of_family = [(matrix.of(s.op).name, s.dtype) for s in found]
         sampled = {dtype for name, dtype in of_family if name not in ("conv", "norm_local", "norm_stats")}
         assert sampled == wanted, extent
-        of_conv = [s for s in found if matrix.of(s.op).name == "conv" and s.op not in matrix.of(s.op).bound_as]
-        slow = {(s.op, s.dtype) for s in of_conv if s.engine in matrix.of(s.op).slow}
+        of_conv = [(s, matrix.of(s.op)) for s in found if matrix.of(s.op).name == "conv"]
+        slow = {(s.op, s.dtype) for s, family in of_conv if s.engine in family.slow and s.op not in family.bound_as}
         both = [(op, dtype) for op in ("conv", "conv_dgrad", "conv_wgrad") for dtype in ("f32", "bf16")]
         assert slow == set({"quick": both[1::2], "standard": [both[0], both[3], both[4]], "full": both}[extent])
         if extent == "full":
