@@ -122,6 +122,8 @@ FUNCTIONS: list[tuple[Callable[..., Any], list[Any], tuple[tuple[str, ...], ...]
     (lambda x: jax.nn.logsumexp(x, axis=1), numbers(X), ()),
     (heads, numbers((2, 8, 8), (8, 24)), ()),
     (masked_softmax, numbers((2, 5, 3), (2, 4, 3)), ()),
+    (lambda q, k: dnn.attention(q, k, k, window=(2, 1), scale=0.5), numbers((2, 5, 2, 8), (2, 5, 2, 8)), ()),
+    (lambda a, b: a[:, None] * b[None] + a.sum(), numbers((3,), (4,)), ()),
     (gradient, numbers(FILTER, X), ()),
     (image_gradient, numbers(X, FILTER), ()),
     (lambda a, b: jnp.tensordot(a, b, 2), numbers((5, 3, 2), (3, 2, 4)), ()),
@@ -192,6 +194,31 @@ def test_the_plan_is_a_function_of_the_same_arrays():
     np.testing.assert_allclose(graph.function()(*arrays), relu_block(*arrays), rtol=1e-5, atol=1e-5)
     again = Graph.from_json(graph.to_json())
     np.testing.assert_array_equal(again.function()(*arrays), graph.function()(*arrays))
+
+
+def test_images_keep_their_memory():
+    """What a convolution reads in the order of its axes lies channels last, as the array does: nothing is moved."""
+    graph = trace(relu_block, *numbers(X, FILTER, CHANNELS))
+    (conv,) = (node for node in graph.nodes if node.op == "conv_fprop")
+    assert conv.inputs["image"].get_dim() == (2, 6, 5, 7)
+    assert conv.inputs["image"].get_shape() == X
+
+
+def gelu_by_hand(x: Any, both: bool) -> Any:
+    """As jax.nn.gelu has it, with what it is made of."""
+    cdf = 0.5 * (1.0 + jnp.tanh(np.sqrt(2 / np.pi).astype(x.dtype) * (x + 0.044715 * (x**3))))
+    return (x * cdf, cdf) if both else x * cdf
+
+
+def test_an_activation_of_which_a_part_is_read_is_no_node():
+    (x,) = numbers((4, 5))
+    modes = lambda both: [n.attributes["mode"] for n in trace(lambda x: gelu_by_hand(x, both), x).nodes]
+    assert modes(False) == ["GELU_APPROX_TANH_FWD"]
+    assert "GELU_APPROX_TANH_FWD" not in modes(True)
+    graph, given = traced(lambda x: gelu_by_hand(x, True), x)
+    found = definition.evaluate(graph.describe(), given)
+    for number, wanted in enumerate(gelu_by_hand(x.astype(np.float64), True)):
+        np.testing.assert_allclose(found[graph.find(f"out[{number}]").uid], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_shapes_serve_as_well_as_arrays_and_what_is_not_read_is_no_input():

@@ -26,7 +26,8 @@ def trace(function: Callable[..., Any], /, *args: Any, name: str | None = None) 
     Returns:
       A graph. Its inputs are the leaves of `args` that the function reads, named by the parameters and by the path to
       them ("x", "params['w']"), in the order of the function; its outputs are the leaves of what it returns, named
-      "out" and the path to them. Tensors lie as the arrays do, so that `plan({"x": x, ...})` takes and returns these.
+      "out" and the path to them ("out[0]"), in the order of their nodes. Tensors lie as the arrays do, so that
+      `plan({"x": x, ...})` takes and returns these.
 
     Differentiation: of its plans and of `Graph.function`; a function that differentiates, by jax.grad, is traced too.
 
