@@ -107,7 +107,7 @@ class Values(Warpgroup):
                 return [np.where(x[0] != 0, ds, 0) if known["by_weight"] else self.masked(ds, x[3:], known["seen"])]
             case "store_rounded" | "store":
                 x[1][...] = np.asarray(x[0]).astype(self.kernel.dtype)
-            case "send":
+            case "store_registers":
                 x[1][...] = x[0].ravel()
             case "received":
                 return [x[0].reshape(TILE, TILE).copy()]

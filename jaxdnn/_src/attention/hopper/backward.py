@@ -44,7 +44,7 @@ from jaxdnn._src.attention.hopper.backward_products import (
     loads_done,
     received,
     scores,
-    send,
+    store_registers,
     store_rounded,
     waited,
 )
@@ -340,7 +340,7 @@ class _ByRole(_Block):
         x = waited(scores(self.k_box.at[0], q, swizzle=swizzle), 0)
         weights, sloped = self.weights_of(x, rows(0), seen)
         when(count > 0)(lambda: plgpu.barrier_wait(s["p_empty"]))
-        send(sloped, s["p"])
+        store_registers(sloped, s["p"])
         plgpu.barrier_arrive(s["p_full"])
         if seen is None:
             dv = accumulate_weighted(dv, weights, dy, swizzle=swizzle)

@@ -180,11 +180,11 @@ def waited(acc: Array, pending: int) -> Array:
 # ---- through shared memory -------------------------------------------------------------------------------------------
 
 
-def send(value: Array, buffer: Any) -> None:
+def store_registers(value: Array, buffer: Any) -> None:
     """Stores the registers of a tile of 64 by 64 in shared memory, for the same thread of another warpgroup."""
 
     @inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(())))
-    def send(_: Any, value: Any, buffer: Any) -> None:
+    def store_registers(_: Any, value: Any, buffer: Any) -> None:
         given = scalars(value)
         for i in range(0, len(given), 4):
             code = _own_place("$4") + f" st.shared.v4.f32 [t+{4 * THREADS // 2 * i}], {{$0, $1, $2, $3}}; }}"
@@ -192,7 +192,7 @@ def send(value: Array, buffer: Any) -> None:
             void: Any = ir.Type.parse("!llvm.void")
             llvm.inline_asm(void, operands, code, "f,f,f,f,r,~{memory}", has_side_effects=True)
 
-    send(value, buffer)
+    store_registers(value, buffer)
 
 
 def received(buffer: Any) -> Array:
