@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "reference")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "svg")
 
+import latex2mathml.converter  # noqa: E402
 import matplotlib as mpl  # noqa: E402
+from docutils.nodes import SkipNode  # noqa: E402
 
 import jaxdnn  # noqa: E402
 from docs.site import DOCS, docstrings, pictures, plots, reference, tables  # noqa: E402
@@ -20,18 +23,21 @@ from docs.site import DOCS, docstrings, pictures, plots, reference, tables  # no
 project = "jaxdnn"
 author = "the authors of jaxdnn"
 version = release = jaxdnn.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc"]  # the former reads Markdown too
 exclude_patterns = ["_build", "generated"]
 nitpicky = True
 smartquotes = False
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
+
+nb_execution_mode = "off"  # notebooks are committed executed, and the tests execute them
 
 autodoc_typehints = "none"  # the docstrings say what an argument may be; unions are long
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
+html_math_renderer = "mathml"  # which browsers show without a script from elsewhere
 html_theme = "furo"
 html_title = f"jaxdnn {version}"
 html_static_path = ["_static"]
@@ -63,7 +69,11 @@ def unlinked(name: str, value: Any) -> list[str]:
 
 
 def link_files(app: Any, page: str, source: list[str]) -> None:
-    """Links to Markdown beside `docs`, read without Sphinx, are links to pages; here they are to files."""
+    """Links to Markdown beside `docs`, read without Sphinx, are links to pages; here they are to files. Notebooks are
+    pages, in a copy."""
+    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+    if page == "notebooks":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nnotebooks/*\n```\n"
     source[0] = re.sub(r"\]\((\.\./[^):#]+\.md)(#[^)]*)?\)", r"](path:\1)", source[0])
 
 
@@ -72,12 +82,26 @@ def generate(app: Any) -> None:
     folder.mkdir(exist_ok=True)
     mpl.rcParams.update({"svg.hashsalt": "jaxdnn", "font.size": 9, "savefig.facecolor": "white"})
     reference.write()
+    shutil.rmtree(DOCS / "notebooks", ignore_errors=True)
+    shutil.copytree(ROOT / "notebooks", DOCS / "notebooks", ignore=shutil.ignore_patterns(".*"))
     pictures.write(folder)
     plots.write(folder)
     tables.write(folder)
 
 
+def inline_formula(self: Any, node: Any) -> None:
+    self.body.append(latex2mathml.converter.convert(node.astext(), display="inline"))
+    raise SkipNode
+
+
+def displayed_formula(self: Any, node: Any) -> None:
+    formula = latex2mathml.converter.convert(node.astext(), display="block")
+    self.body.append(f'<div class="math">{formula}</div>')
+    raise SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (inline_formula, None), (displayed_formula, None))
     app.connect("builder-inited", generate)
     app.connect("source-read", link_files)
     app.connect("autodoc-process-docstring", process_docstring)

@@ -1,7 +1,7 @@
 """Equinox's layers, computed by this library's ops.
 
-    from jaxdnn import equinox as dnneqx
-    conv = dnneqx.Conv2d(16, 24, 3, stride=2, key=jax.random.key(0))
+    from jaxdnn import equinox as nn  # in place of equinox.nn
+    conv = nn.Conv2d(16, 24, 3, stride=2, key=jax.random.key(0))
 
 Each class is a subclass of Equinox's class of the same name: it has Equinox's constructor, fields, shapes (one example,
 channels first) and initialisers, so that weights move from one to the other by `eqx.tree_at`, and files of
@@ -11,7 +11,8 @@ ops. Besides Equinox's arguments each takes
   engine        None, or the name of the implementation that must serve the layer
   determinism   None, or the level that must be guaranteed, see `jaxdnn.determinism`
 
-An argument that is not served raises NotImplementedError, which names it. `pip install jaxdnn[equinox]`.
+An argument that is not served raises NotImplementedError, which names it. Names that are not in `__all__` are those of
+`equinox.nn`, unchanged. `pip install jaxdnn[equinox]`.
 """
 
 from typing import Any
@@ -505,3 +506,6 @@ class AdaptiveMaxPool3d(AdaptivePool, eqx.nn.AdaptiveMaxPool3d):
     """`equinox.nn.AdaptiveMaxPool3d`: `AdaptivePool` of three spatial axes with `jax.numpy.max`; all else as there."""
 
     __init__ = _Layer.__init__
+
+
+__getattr__ = layers.others_of(__name__, eqx.nn)

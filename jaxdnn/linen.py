@@ -1,7 +1,7 @@
 """Flax Linen's layers, computed by this library's ops.
 
-    from jaxdnn import linen as dnn_linen
-    conv = dnn_linen.Conv(24, (3, 3), strides=2)
+    from jaxdnn import linen as nn  # in place of flax's
+    conv = nn.Conv(24, (3, 3), strides=2)
 
 Each class is a subclass of Linen's class of the same name: it has Linen's attributes, parameters, collections and
 initialisers, and its own name, so that variables of a model with one load into the model with the other. What is
@@ -10,7 +10,8 @@ computed has Linen's meaning, with the numerics of this library's ops. Besides L
   engine        None, or the name of the implementation that must serve the layer
   determinism   None, or the level that must be guaranteed, see `jaxdnn.determinism`
 
-An argument that is not served raises NotImplementedError, which names it. `pip install jaxdnn[flax]`.
+An argument that is not served raises NotImplementedError, which names it. Names that are not in `__all__` are those of
+`flax.linen`, unchanged. `pip install jaxdnn[flax]`.
 """
 
 import functools as ft
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn import recurrent
+from jaxdnn import recurrent as convert
 from jaxdnn._src.adapters import cells, layers
 from jaxdnn._src.adapters.calls import refused
 from jaxdnn._src.adapters.neural import dot_product_attention as _fused_attention
@@ -281,7 +282,7 @@ def _op(cell: Any) -> str:
 def _operands(op: str, cell: Any, parameters: Any, carry: Any, x: Any) -> cells.Operands:
     """What a cell multiplies."""
     promote = lambda *given: dtypes.promote_dtype(*given, dtype=cell.dtype)
-    return cells.operands(op, recurrent.of_flax(parameters, op), promote, carry, x)
+    return cells.operands(op, convert.of_flax(parameters, op), promote, carry, x)
 
 
 class _Cell(_Layer):
@@ -292,7 +293,7 @@ class _Cell(_Layer):
         op: str = _op(self)
         state = carry[1] if op == "lstm" else carry
         parameters = {}
-        for gate in recurrent.FLAX[op]:  # in Linen's order, for keys are drawn in it
+        for gate in convert.FLAX[op]:  # in Linen's order, for keys are drawn in it
             for side, x in (("i", inputs), ("h", state)):
                 biased = (side == "h") == (op == "lstm") or (op, side, gate) == ("gru", "h", "n")
                 kernel_init = self.kernel_init if side == "i" else self.recurrent_kernel_init  # type: ignore[attr-defined]
@@ -453,3 +454,5 @@ class SelfAttention(_Served, nn.SelfAttention):
 
 avg_pool = layers.served_function(nn.avg_pool, "`flax.linen.avg_pool`: sums of windows by `pool`, which are divided.")
 max_pool = layers.served_function(nn.max_pool, "`flax.linen.max_pool`, computed by `pool`.")
+
+__getattr__ = layers.others_of(__name__, nn)

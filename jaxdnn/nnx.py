@@ -1,7 +1,7 @@
 """Flax NNX's layers, computed by this library's ops.
 
-    from jaxdnn import nnx as dnnx
-    conv = dnnx.Conv(16, 24, (3, 3), strides=2, rngs=nnx.Rngs(0))
+    from jaxdnn import nnx  # in place of flax's
+    conv = nnx.Conv(16, 24, (3, 3), strides=2, rngs=nnx.Rngs(0))
 
 Each class is a subclass of Flax's class of the same name: it has Flax's constructor, parameters, Variables and
 initialisers, so that state moves from one to the other by `nnx.split` and `nnx.merge` or `nnx.update`, and checkpoints
@@ -11,7 +11,8 @@ each takes
   engine        None, or the name of the implementation that must serve the layer
   determinism   None, or the level that must be guaranteed, see `jaxdnn.determinism`
 
-An argument that is not served raises NotImplementedError, which names it. `pip install jaxdnn[flax]`.
+An argument that is not served raises NotImplementedError, which names it. Names that are not in `__all__` are those of
+`flax.nnx`, unchanged. `pip install jaxdnn[flax]`.
 """
 
 from collections.abc import Callable
@@ -368,3 +369,6 @@ dot_product_attention = layers.served_function(
 )
 avg_pool = layers.served_function(nnx.avg_pool, "`flax.nnx.avg_pool`: sums of windows by `pool`, which are divided.")
 max_pool = layers.served_function(nnx.max_pool, "`flax.nnx.max_pool`, computed by `pool`.")
+
+__getattr__ = layers.others_of(__name__, nnx)
+del Any  # which is another thing in flax.nnx

@@ -21,6 +21,7 @@ TITLES = {
     "conv": "Convolution",
     "ctc": "CTC",
     "dropout": "Dropout",
+    "matmul": "Matrix products",
     "norm": "Normalisation",
     "pool": "Pooling",
     "resample": "Resampling",

@@ -5,6 +5,7 @@ import functools as ft
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,6 +48,18 @@ def required(module: str, framework: str, extra: str) -> Iterator[None]:
             raise
         message = f"`{module}` needs {framework}, which `pip install jaxdnn[{extra}]` installs."
         raise ModuleNotFoundError(message, name=extra) from error
+
+
+def others_of(module: str, framework: ModuleType) -> Callable[[str], Any]:
+    """The `__getattr__` of a module: the names that it has not are the framework's own, for programs that import one
+    in place of the other."""
+
+    def found(name: str) -> Any:
+        if name.startswith("_") or not hasattr(framework, name):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}, nor has {framework.__name__!r}")
+        return getattr(framework, name)
+
+    return found
 
 
 class Asked:
