@@ -111,7 +111,7 @@ def pool(
       AVERAGE_COUNT_EXCLUDE_PADDING; its NOT_PROPAGATE is nan="ignore"; the graph API's index tensor is "tap". PyTorch's
       max_pool2d (whose indices are True's) and avg_pool2d (count_include_pad=True by default; its divisor_override is
       `divisor`), ceil mode and its counts included; ONNX's MaxPool, AveragePool, LpPool. PyTorch's lp_pool2d sums
-      signed powers.
+      signed powers, and multiplies the sum of a window that ceil mode cuts off by its taps / its elements.
     """
     common = (window, mode, stride, padding, dilation, ceil_mode, layout, p, nan, out_dtype, engine, determinism)
     found = Options(*common, divisor=divisor)
