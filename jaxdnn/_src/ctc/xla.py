@@ -30,6 +30,7 @@ from jaxdnn._src.core.numbers import (
     plain,
     where,
 )
+from jaxdnn._src.core.padding import pad
 from jaxdnn._src.core.rounding import nearest, product, quotient, rounded
 
 # ---- what a step emits -----------------------------------------------------------------------------------------------
@@ -123,8 +124,8 @@ def _none_but(keep: Array, x: Number) -> Number:
 
 def _moved(x: Number, by: int) -> Number:
     """Each state's number at the state that is `by` later, with zeros where none comes from."""
-    pad = lambda v, fill: lax.pad(v, jnp.asarray(fill, v.dtype), [(0, 0, 0), (by, -by, 0)])
-    return Number(pad(x.m, 0), pad(x.e, ZERO))
+    moved = lambda v, fill: pad(v, fill, [(0, 0, 0), (by, -by, 0)])
+    return Number(moved(x.m, 0), moved(x.e, ZERO))
 
 
 def _at(v: Array, place: Array) -> Array:
@@ -324,7 +325,7 @@ def covariance(p: Problem, v: Array) -> Array:
     """
     loss, emitted, probability, forward, ends = both(p)
     skips, v = _skips(p), by_state(jnp.moveaxis(v, 1, 0))
-    moved = lambda x, by: lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (by, -by, 0)])
+    moved = lambda x, by: pad(x, 0, [(0, 0, 0), (by, -by, 0)])
 
     def mean(terms: tuple[Number, ...], change: Array, by: int) -> Array:
         parts, _ = aligned(*terms)
@@ -372,7 +373,7 @@ def align(p: Problem) -> Array:
     times = jnp.arange(p.x.shape[1], dtype=jnp.int32)
     with jax.enable_x64(True):  # this runs while a program is lowered, where no transformation sees the wide types
         none = lax.full(symbols.shape, -np.inf, np.float64)
-        moved = lambda v, by: lax.pad(v, lax.full((), -np.inf, np.float64), [(0, 0, 0), (by, -by, 0)])
+        moved = lambda v, by: pad(v, -np.inf, [(0, 0, 0), (by, -by, 0)])
 
         def step(sums: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
             own, t = at

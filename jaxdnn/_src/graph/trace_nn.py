@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
+from jaxdnn._src.core.compat import Literal
 from jaxdnn._src.graph.tensors import WIDE
 
 FUNCTIONS = {

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxdnn._src.core import compat
+from jaxdnn._src.core.compat import Literal
 from jaxdnn._src.graph import trace_nn
 from jaxdnn._src.graph.api import Graph
 from jaxdnn._src.graph.errors import GraphError

@@ -69,8 +69,8 @@ def roi_align(x: Array, boxes: Array, bins: int = 3) -> Array:
     low, length = boxes[..., :1] - 0.5, boxes[..., 1:] - boxes[..., :1]
     p = low + (jnp.arange(2 * bins, dtype=x.dtype) + 0.5)[None, None] * length / (2 * bins)
     q = jnp.clip(p, 0, x.shape[1] - 1)
-    i = jnp.floor(q).astype(jnp.int32)
-    f = (q - i)[..., None]
+    i = jnp.floor(q)
+    f, i = (q - i)[..., None], i.astype(jnp.int32)
     each = x[batch, i] * (1 - f) + x[batch, jnp.minimum(i + 1, x.shape[1] - 1)] * f
     each = jnp.where(((p < -1) | (p > x.shape[1]))[..., None], 0, each)
     return each.reshape(*boxes.shape[:2], bins, 2, -1).mean(3)

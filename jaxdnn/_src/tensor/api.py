@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxdnn._src.core import blending, checks, frames, primitives, trees, windows
@@ -18,6 +18,7 @@ from jaxdnn._src.core.annotations import PerAxis, Scale
 from jaxdnn._src.core.determinism import require, required
 from jaxdnn._src.core.eager import data
 from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.padding import pad
 from jaxdnn._src.core.rounding import nearest_number, product, real, root, rounded
 from jaxdnn._src.tensor import folding
 
@@ -142,7 +143,7 @@ def _pad(x: Array, pads: tuple[tuple[int, int], ...]) -> Array:
     if not any(map(any, pads)):
         return x
     x = primitives.evenly(x, x.shape[:2] + sizes)
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pads)])
+    return pad(x, 0, [(0, 0, 0), (0, 0, 0), *((low, high, 0) for low, high in pads)])
 
 
 def _with_channels(x: Array, channels: Any, vector: int) -> Array:

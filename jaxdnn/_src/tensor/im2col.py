@@ -23,6 +23,7 @@ from jaxdnn._src.core import windows as _window
 from jaxdnn._src.core.annotations import Padding, PerAxis
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
+from jaxdnn._src.core.padding import pad
 from jaxdnn._src.core.partitioning import Axes, Factors, Run, Windows
 from jaxdnn._src.core.rounding import at_edges
 from jaxdnn._src.core.windows import Layout, Window
@@ -168,7 +169,7 @@ def _geometry(sizes: tuple[int, ...], window: Any, stride: Any, padding: Any, di
     taps = checks.integers("window", window, len(sizes), minimum=1)
     found = _window.window(stride=stride, padding=padding, dilation=dilation, sizes=sizes, taps=taps)
     if min(found.out) < 1:
-        padded = tuple(n + sum(pad) for n, pad in zip(sizes, found.padding, strict=True))
+        padded = tuple(n + sum(ends) for n, ends in zip(sizes, found.padding, strict=True))
         raise ValueError(
             f"`window` must fit into the padded input, got {taps} that spans {found.extents} at dilation "
             f"{found.dilation} for padded sizes {padded}."
@@ -239,7 +240,7 @@ def _run(x: Array, *, taps: _Taps, back: bool) -> Array:
 
 def _patches(taps: _Taps, x: Array) -> Array:
     pads = _along_spatial(taps.layout, [(low, high, 0) for low, high in taps.window.padding], (0, 0, 0))
-    padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
+    padded = pad(x, 0, pads)
     return jnp.stack([_shift(taps.layout, padded, taps.window, tap).astype(taps.dtype) for tap in taps], taps.axis)
 
 
@@ -319,7 +320,7 @@ def _spread(layout: Layout, part: Array, window: Window, tap: tuple[int, ...]) -
     ):
         reach = (part.shape[axis] - 1) * u + 1
         pads.append((r * d, low + size + high - r * d - reach, u - 1))
-    return lax.pad(part, jnp.zeros((), part.dtype), _along_spatial(layout, pads, (0, 0, 0)))
+    return pad(part, 0, _along_spatial(layout, pads, (0, 0, 0)))
 
 
 def _without_padding(layout: Layout, padded: Array, window: Window) -> Array:

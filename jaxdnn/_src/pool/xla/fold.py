@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxdnn._src.core.padding import pad
 from jaxdnn._src.pool.spec import PoolSpec
 
 UNROLLED_TAPS = 8  # of one axis: up to here each tap is a slice
@@ -101,7 +102,7 @@ def padded(spec: PoolSpec, x: Array, fill: Any) -> Array:
         strict=True,
     ):
         widths[axis] = (low, (outputs - 1) * stride + extent - low - size, 0)
-    return x if all(w == (0, 0, 0) for w in widths) else lax.pad(x, jnp.asarray(fill, x.dtype), widths)
+    return pad(x, fill, widths)
 
 
 def last_first(spec: PoolSpec) -> Sequence[tuple[int, int]]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxdnn._src.core.padding import pad
 from jaxdnn._src.core.partitioning import vary_alike
 from jaxdnn._src.pool.spec import PoolSpec, x_shape
 from jaxdnn._src.pool.xla.fold import Item, last_first
@@ -40,7 +41,7 @@ def shifted(a: Array, axis: int, shift: int, count: int, fill: Any) -> Array:
     """a[i + shift] for i < count along an axis, `fill` outside."""
     widths = [(0, 0, 0)] * a.ndim
     widths[axis] = (-shift, count + shift - a.shape[axis], 0)
-    return a if widths[axis] == (0, 0, 0) else lax.pad(a, jnp.asarray(fill, a.dtype), widths)
+    return a if widths[axis] == (0, 0, 0) else pad(a, fill, widths)
 
 
 def gather_form(
@@ -126,7 +127,7 @@ def _gather_by_loop(spec: PoolSpec, dy: Item, tap: Array, join: Any) -> Item:
         before = max(spec.extents[i] - 1 - low, 0)
         widths[axis] = (before, max(spec.sizes[i] + low - (spec.outputs[i] - 1) * stride - 1, 0), stride - 1)
         reach.append(before + low)
-    spaced, indices = jax.tree.map(lambda a: lax.pad(a, jnp.zeros((), a.dtype), widths), (dy, tap))
+    spaced, indices = jax.tree.map(lambda a: pad(a, 0, widths), (dy, tap))
 
     def body(t: Array, carry: tuple[Item, Array]) -> tuple[Item, Array]:
         t, (total, started) = t.astype(jnp.int32), carry  # of 64 bits where JAX has such integers
