@@ -270,15 +270,6 @@ class Dropout(_Layer, nn.Dropout):
 _CELLS = {"lstm": (nn.LSTMCell, nn.OptimizedLSTMCell), "gru": (nn.GRUCell,), "rnn": (nn.SimpleCell,)}
 
 
-def _op(cell: Any) -> str:
-    """The op that computes a cell."""
-    for op, kinds in _CELLS.items():
-        if isinstance(cell, kinds):
-            return op
-    names = ", ".join(kind.__name__ for kinds in _CELLS.values() for kind in kinds)
-    raise refused("cell", f"one of {names}", type(cell).__name__)
-
-
 def _operands(op: str, cell: Any, parameters: Any, carry: Any, x: Any) -> cells.Operands:
     """What a cell multiplies."""
     promote = lambda *given: dtypes.promote_dtype(*given, dtype=cell.dtype)
@@ -290,7 +281,7 @@ class _Cell(_Layer):
 
     @nn.compact
     def __call__(self, carry: Any, inputs: Any) -> tuple[Any, Array]:
-        op: str = _op(self)
+        op = cells.op_of(self, _CELLS)
         state = carry[1] if op == "lstm" else carry
         parameters = {}
         for gate in convert.FLAX[op]:  # in Linen's order, for keys are drawn in it
@@ -371,7 +362,7 @@ class RNN(_Layer, nn.RNN):
         for name, default in _LOOP.items():
             if getattr(self, name) != default:
                 raise refused(name, f"{default!r}, Linen's default,", getattr(self, name))
-        op = _op(self.cell)
+        op = cells.op_of(self.cell, _CELLS)
         given = {"return_carry": return_carry, "time_major": time_major, "reverse": reverse, "keep_order": keep_order}
         asked = {name: getattr(self, name) if v is None else v for name, v in given.items()}
         if initial_carry is None:

@@ -24,7 +24,6 @@ from jax import Array
 
 from jaxdnn import recurrent
 from jaxdnn._src.adapters import cells, layers
-from jaxdnn._src.adapters.calls import refused
 
 with layers.required("jaxdnn.nnx", "Flax", "flax"):
     from flax import nnx
@@ -245,15 +244,6 @@ class Dropout(layers.Layer, nnx.Dropout):
         return layers.dropped(inputs, key, self.rate, self.broadcast_dims, **self._how)
 
 
-def _op(cell: Any) -> str:
-    """The op that computes a cell."""
-    for op, kinds in _CELLS.items():
-        if isinstance(cell, kinds):
-            return op
-    names = ", ".join(kind.__name__ for kinds in _CELLS.values() for kind in kinds)
-    raise refused("cell", f"one of {names}", type(cell).__name__)
-
-
 _CELLS = {"lstm": (nnx.LSTMCell, nnx.OptimizedLSTMCell), "gru": (nnx.GRUCell,), "rnn": (nnx.SimpleCell,)}
 
 
@@ -269,7 +259,7 @@ class _Cell(layers.Layer):
     """A step of a recurrent layer."""
 
     def __call__(self, carry: Any, inputs: Any) -> tuple[Any, Array]:
-        op = _op(self)
+        op = cells.op_of(self, _CELLS)
         new = cells.step(op, _operands(op, self, carry, inputs), **cells.options(op, self), **self._how)
         return new, new[1] if op == "lstm" else new
 
@@ -321,7 +311,7 @@ class RNN(layers.Layer, nnx.RNN):
 
     def __init__(self, cell: Any, *, state_axes: Any = None, broadcast_rngs: Any = None, **kwargs: Any) -> None:
         layers.require_unset(state_axes=state_axes, broadcast_rngs=broadcast_rngs)
-        _op(cell)
+        cells.op_of(cell, _CELLS)
         super().__init__(cell, **kwargs)
 
     def __call__(
@@ -342,7 +332,7 @@ class RNN(layers.Layer, nnx.RNN):
             rngs = self.rngs if rngs is None else rngs
             rngs = rngs.carry.fork() if isinstance(rngs, nnx.Rngs) else rngs
             initial_carry = self.cell.initialize_carry(cells.step_shape(inputs, asked["time_major"]), rngs)
-        op = _op(self.cell)
+        op = cells.op_of(self.cell, _CELLS)
         operands = _operands(op, self.cell, initial_carry, inputs)
         how = cells.options(op, self.cell) | self._how
         return cells.scanned(op, operands, seq_lengths, flip_sequences, **asked, **how)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,15 @@ Promote = Callable[[Any, Any, Any], Sequence[Any]]  # an array, its matrix and i
 SIGMOIDS = (jax.nn.sigmoid, lax.logistic)
 TANHS = (jnp.tanh, jax.nn.tanh, lax.tanh)
 RELUS = (jax.nn.relu,)
+
+
+def op_of(cell: Any, kinds: Mapping[str, tuple[type, ...]]) -> str:
+    """The op that computes a cell, of those whose classes are listed; refuses other cells."""
+    for op, classes in kinds.items():
+        if isinstance(cell, classes):
+            return op
+    names = ", ".join(each.__name__ for classes in kinds.values() for each in classes)
+    raise refused("cell", f"one of {names}", type(cell).__name__)
 
 
 def options(op: str, cell: Any) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Geometry(Window):
 class Products(Geometry):
     """Products of matrices, as `matmul` asks for them: one tap without padding, rows are pixels, groups are matrices.
 
-    A type of its own, because engines were measured on convolutions and not on these: what an engine does otherwise for
-    products must change nothing of a convolution with the same numbers, nor be found under its key by `jaxdnn.tune`.
+    A type of its own, because engines are chosen for these by measurements of their own. What an engine does otherwise
+    for products must change nothing of a convolution with the same numbers, nor be found under its key by
+    `jaxdnn.tune`.
     """
