@@ -160,6 +160,19 @@ def test_time_that_is_limited_gives_a_sample_of_all():
     assert in_order == [(case, "wgrad") for case in cases]
 
 
+@pytest.mark.parametrize("ran", [(3.0, 1.0, 2.0), (3.0, 1.0, 2.0, 2.0)])
+def test_time_of_calls_whose_loops_differ(monkeypatch: pytest.MonkeyPatch, ran: tuple[float, ...]):
+    """As many kernels in each call: the median of calls; else the mean, and not a call's share of another's kernels."""
+    started: list[int] = []
+    monkeypatch.setattr(timing, "kernels", lambda run: (run(), [("k", t) for t in ran])[1])
+    found = timing.device_time(lambda i: started.append(i) or i, lambda last: started.extend(last), 3, kept=2)
+    assert started == [0, 1, 2, 1, 2]
+    assert found == (statistics.median(ran) if len(ran) == 3 else sum(ran) / 3)
+    monkeypatch.setattr(timing, "kernels", lambda run: [])
+    with pytest.raises(RuntimeError, match="no kernel ran in 3 calls"):
+        timing.device_time(lambda i: i, lambda last: None, 3)
+
+
 def test_nothing_waits_past_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Where another process has its turn on the device for too long, the command ends."""
     turn, path = tmp_path / "turn", tmp_path / "found.json"

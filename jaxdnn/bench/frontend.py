@@ -7,7 +7,6 @@ or where its results are not ours; what it said is printed.
 
 import ctypes
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,22 +115,18 @@ def time(case: Any, batch: int, dtype: str, sets: Sequence[Sequence[Array]], rep
     fixed = {tensor: value.ctypes.data for tensor, value in made.numbers}
     packs = [fixed | _addresses(made, given, found) for given, found in zip(sets, results, strict=True)]
 
-    def run(calls: int) -> None:
-        for i in range(calls):
-            made.g.execute(packs[i % len(packs)], workspace.unsafe_buffer_pointer(), handle=made.handle)
-        _finished()
+    def run(i: int) -> None:
+        made.g.execute(packs[i % len(packs)], workspace.unsafe_buffer_pointer(), handle=made.handle)
 
-    run(len(packs))
+    for i in range(len(packs)):
+        run(i)
+    _finished()
     for index, (found, value) in enumerate(zip(results[0], wanted, strict=True)):
         off = np.asarray(found, np.float32) - value
         if not np.sqrt(np.mean(off**2)) <= FAR * np.sqrt(np.mean(value**2)):
             raise RuntimeError(f"result {index} of cuDNN's graph is not ours")
     calls = max(repeats, len(packs) if len(packs) > 1 else 0)
-    times = timing.kernels(lambda: run(calls))
-    each, rest = divmod(len(times), calls)
-    if rest or not each:
-        raise RuntimeError(f"{len(times)} kernels ran in {calls} calls of cuDNN's graph, which are not alike")
-    return statistics.median(sum(t for _, t in times[i * each : (i + 1) * each]) for i in range(calls))
+    return timing.device_time(run, lambda _: _finished(), calls)
 
 
 def _addresses(made: Theirs, given: Sequence[Array], found: Sequence[Array]) -> dict[Any, int]:

@@ -41,7 +41,10 @@ def measure(
         jax.block_until_ready(f(*of_f[0]))
     if jax.default_backend() == "gpu":
         calls = max(repeats, len(sets) if len(sets) > 1 else 0)
-        return [_device_time(f, of_f, calls) for f, of_f in zip(functions, given, strict=True)]
+        return [
+            device_time(lambda i, f=f, of_f=of_f: f(*of_f[i % len(of_f)]), jax.block_until_ready, calls, kept=len(of_f))
+            for f, of_f in zip(functions, given, strict=True)
+        ]
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats):
         # In turn, and in both directions, so that a slow moment of the machine falls on all of them.
@@ -80,26 +83,26 @@ def in_time(until: float) -> None:
         raise TimeoutError("the time is up")
 
 
-def _device_time(function: Callable[..., Any], sets: Sequence[Operands], calls: int) -> float:
-    """The median over calls of the summed time of a call's kernels."""
-    from jaxdnn._src.core.compat import profiler  # needs a GPU build of jaxlib
+def device_time(call: Callable[[int], Any], wait: Callable[..., Any], calls: int, kept: int = 1) -> float:
+    """The median over calls of the summed time of a call's kernels; the mean if some ran more kernels than others.
 
-    if len(sets) == 1:
-        _, times = profiler.Cupti(finalize=False).measure(function, iterations=calls)(*sets[0])
-        times = times if isinstance(times, list) else [times]
-        return float(statistics.median(t for t in times if t is not None))
-    # `Cupti.measure` repeats one set of operands; this is what it does, over all of them.
-    kept: deque[Any] = deque(maxlen=len(sets))  # so that results do not land where the last one was, in the cache
+    Args:
+      call: starts a call, of a number, and returns its results.
+      wait: returns when the device is done; it is given the results of the last `kept` calls.
+    """
+    results: deque[Any] = deque(maxlen=kept)  # so that results do not land where the last one was, in the cache
 
     def run() -> None:
         for i in range(calls):
-            kept.append(function(*sets[i % len(sets)]))
-        jax.block_until_ready(list(kept))
+            results.append(call(i))
+        wait(list(results))
 
     found = kernels(run)
+    if not found:
+        raise RuntimeError(f"no kernel ran in {calls} calls")
     each, rest = divmod(len(found), calls)
-    if rest or not each:
-        raise RuntimeError(f"{len(found)} kernels ran in {calls} calls, which are not alike")
+    if rest:
+        return sum(t for _, t in found) / calls
     return statistics.median(sum(t for _, t in found[i * each : (i + 1) * each]) for i in range(calls))
 
 
