@@ -31,6 +31,10 @@ from jaxdnn.verify.random_report import Report
 PAIRS = [(op, e) for f in families.cases() for op in f.ops for e in f.engines_of(op) if e != "hopper"]
 
 
+def test_every_public_op_is_drawn():
+    assert {op for op, _ in random_call.pairs(None, None)} >= set(families.ops())
+
+
 @pytest.mark.parametrize(("op", "engine"), PAIRS, ids=lambda v: v)
 def test_a_drawn_call_passes(op, engine):
     """In this process, as a worker runs it; index 10 is put to a procedure of its level as well."""

@@ -16,7 +16,7 @@ from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import Accumulation
 
-OPS = ("dropout",)
+OPS = ("dropout", "dropout_mask")
 SHAPES = {
     None: (16, 33, 130),
     "NHWC": (3, 8, 7, 20),
@@ -29,9 +29,12 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class DropoutCase(Case):
-    """Dropout of x by a key of two words; its bits are checked against the definition's on every kind of data."""
+    """Dropout of x by a key of two words; its bits are checked against the definition's on every kind of data.
 
-    primitive: ClassVar[dict[str, str]] = {op: op for op in OPS}
+    A mask is one of x's shape, as numbers.
+    """
+
+    primitive: ClassVar[dict[str, str]] = dict.fromkeys(OPS, "dropout")
 
     rate: float = 0.5
     offset: int = 0
@@ -42,10 +45,13 @@ class DropoutCase(Case):
         return {"rate": self.rate, "offset": self.offset, "layout": self.layout}
 
     def call(self, **choices: Any) -> Callable[..., Any]:
-        return lambda x, key: dnn.dropout(x, key, **self.arguments(), **choices)
+        given = {**self.arguments(), **choices}
+        if self.op == "dropout_mask":
+            return lambda x, key: dnn.dropout_mask(key, x.shape, **given).astype(x.dtype)
+        return lambda x, key: dnn.dropout(x, key, **given)
 
     def kinds(self) -> tuple[str, ...]:
-        return ("normal", "magnitudes", "special")
+        return ("normal",) if self.op == "dropout_mask" else ("normal", "magnitudes", "special")
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         x = rng.normal(size=self.shape or SHAPES[self.layout])
@@ -58,13 +64,19 @@ class DropoutCase(Case):
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         """Two roundings: of the scale, and of the product."""
+        if self.op == "dropout_mask":
+            (mask,) = self.definition(operands)
+            return (Expected(mask.astype(np.float64), 0.0, self.in_dtype, generic=False),)
         value = reference.dropout(*operands, **self.arguments())
         u = 2.0**-53 if self.dtype == "f64" else 2.0**-24
         with np.errstate(invalid="ignore"):
             error = np.where(np.isfinite(value), 2.01 * u * np.abs(value), 0.0)
         return (Expected(value, error, self.in_dtype, generic=self.dtype in ("f32", "f64")),)
 
-    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
+    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        if self.op == "dropout_mask":
+            x, key = operands
+            return (reference.dropout_mask(key, x.shape, **self.arguments()).astype(self.in_dtype),)
         return (reference.dropout(*operands, **self.arguments(), arithmetic="ordered"),)
 
     def describe(self) -> dict[str, Any]:
@@ -73,7 +85,8 @@ class DropoutCase(Case):
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[DropoutCase]:
     """Rates, layouts and offsets; float64 beyond the quick extent."""
-    for dtype in ("f32", "bf16", "f16") if extent == "quick" else ("f32", "bf16", "f16", "f64"):
+    dtypes = ("f32",) if op == "dropout_mask" else ("f32", "bf16", "f16", "f64")
+    for dtype in dtypes[:3] if extent == "quick" else dtypes:
         for rate in (0.1,) if extent == "quick" else (0.0, 0.1, 0.5, 0.99):
             yield DropoutCase(op, engine, dtype, f"rate{rate}", rate)
         for offset in (3,) if extent == "quick" else (3, 4, 2**34 - 100, 2**63 + 1):
@@ -84,7 +97,7 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[DropoutCase]
 
 def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject | None]:
     """A sample's place in the batch is part of its logical index, so each is a batch of one: vmap's, not the op's."""
-    for dtype in ("f32", "bf16", "f16"):
+    for dtype in ("f32",) if op == "dropout_mask" else ("f32", "bf16", "f16"):
         case = BySample(op, engine, dtype, "by-sample", 0.3)
         yield subject(case, seed, batch_axes=(0, None), out_axis=0)
 
@@ -97,16 +110,16 @@ class BySample(DropoutCase):
         one = super().call(**choices)
         return jax.vmap(one, (0, None))
 
-    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
+    def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         x, key = operands
         define = super().definition
-        found = [define((sample, key)) for sample in x]
-        return (np.stack([f[0] for f in found if f is not None]),)
+        return (np.stack([define((sample, key))[0] for sample in x]),)
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> DropoutCase:
     """Any rate, offsets of 64 bits, every layout."""
     dtype = drawn.pick(rng, drawn.FLOATS if engine == "hopper" else drawn.WIDER)
+    dtype = "f32" if op == "dropout_mask" else dtype
     rate = drawn.pick(rng, {0.0: 1, 0.1: 4, 0.5: 4, 0.99: 1, round(float(rng.random()), 3): 4})
     offset = int(drawn.pick(rng, {0: 6, int(rng.integers(1, 100)): 2, 4 * int(rng.integers(1, 2**60)): 2}))
     if rng.random() < 0.4:

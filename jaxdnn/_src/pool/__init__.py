@@ -21,6 +21,6 @@ global_pool        | NHWC -> N11C                                               
 adaptive_pool*     | NHWC, output_sizes=shape(hw), mode="max" -> NHWC            | NHWC -/-        | no overlap
 """,
     engines=("hopper.engine", "xla.engine"),
-    cases=("cases",),
+    cases=("cases", "cases_unpool"),
     timed="timed",
 )

@@ -286,7 +286,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> PoolCase:
     if op == "adaptive_pool":
         options["output_sizes"] = tuple(int(rng.integers(1, size + 1)) for size in sizes)
     elif op != "global_pool":
-        options = _window(rng, sizes)
+        options = windows_of(rng, sizes)
     indices = op != "pool_dgrad" and mode == "max" and rng.random() < 0.4
     if op in ("pool", "pool_dgrad") and mode == "average" and rng.random() < 0.15:
         options["divisor"] = int(rng.integers(1, 100))
@@ -300,7 +300,7 @@ def samples(case: PoolCase) -> tuple[tuple[int | None, ...], int] | None:
     return ((axis,) * (1 if case.forward else 2), axis) if case.batch > 1 else None
 
 
-def _window(rng: drawn.Generator, sizes: tuple[int, ...]) -> dict[str, Any]:
+def windows_of(rng: drawn.Generator, sizes: tuple[int, ...]) -> dict[str, Any]:
     """A window that fits somewhere on every axis, and whose padding is less than it reaches."""
     if rng.random() < 0.4:  # stride 1, square, from three taps on: windows share much
         edge = int(rng.integers(3, 8))
