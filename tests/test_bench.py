@@ -44,7 +44,7 @@ def test_peers_have_our_shapes(case: Any):
         assert case.flops(which, case.batch) or case.bytes(which, case.batch, 4)
 
 
-@pytest.mark.parametrize("name", ["fused-l4.up", "transposed-1d 16/8", "depthwise-mbv2_384"])
+@pytest.mark.parametrize("name", ["fused-l4.up", "transposed-1d 16/8", "depthwise-mbv2_384", "filters-first-resnext"])
 def test_peers_compute_what_we_compute(name: str):
     (case,) = (c for _, c in ALL if f"{c.family}-{c.name}" == name)
     operands = case.operands(1, np.float32, 1)

@@ -33,6 +33,7 @@ class Conv(timed.Case):
     pad: tuple[int, int] | None = None  # low and high, of every axis; None: what keeps the size
     batch: int = 128
     passes: tuple[str, ...] = ("forward", "dgrad", "wgrad")
+    filters_first: bool = False  # as OHWI, the order of cuDNN's and PyTorch's channels-last filters
     tuned = True
 
     @property
@@ -49,7 +50,7 @@ class Conv(timed.Case):
         """x, w and dy; a transposed convolution has K input channels."""
         spatial, taps = (self.size,) * self.rank, (self.taps,) * self.rank
         x = (batch, *spatial, self.k if self.transposed else self.c)
-        w = (*taps, self.c // self.groups, self.k)
+        w = (self.k, *taps, self.c // self.groups) if self.filters_first else (*taps, self.c // self.groups, self.k)
         y = jax.eval_shape(self._lax, jax.ShapeDtypeStruct(x, jnp.float32), jax.ShapeDtypeStruct(w, jnp.float32))
         return x, w, y.shape
 
@@ -85,9 +86,11 @@ class Conv(timed.Case):
             "layout": plain.AXES[self.rank + 2][0],
         }
         options |= {"dilation": self.dilation, "groups": self.groups}
+        options |= {"filter_layout": "O" + "DHW"[3 - self.rank :] + "I"} if self.filters_first else {}
         return {**options, "output_padding": self.output_padding} if self.transposed else options
 
     def _lax(self, x: Array, w: Array) -> Array:
+        w = jnp.moveaxis(w, 0, -1) if self.filters_first else w  # a change of the order's name: nothing is copied
         if not self.transposed:
             return plain.conv(x, w, self.stride, self.groups, self.padding, self.dilation)
         low, high = (self.taps - 1 - n for n in self.padding)
@@ -109,10 +112,9 @@ class Conv(timed.Case):
         """PyTorch's order of dimensions over memory that is channels last (in one dimension it has no such thing)."""
         rank = self.rank
         last = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}[rank]
-        orders = [(0, rank + 1, *range(1, rank + 1)), (rank + 1, rank, *range(rank))]
-        return [
-            t.permute(o).contiguous(memory_format=last) for t, o in zip((x, w, dy), (*orders, orders[0]), strict=True)
-        ]
+        images = 0, rank + 1, *range(1, rank + 1)
+        orders = images, images if self.filters_first else (rank + 1, rank, *range(rank)), images
+        return [t.permute(o).contiguous(memory_format=last) for t, o in zip((x, w, dy), orders, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,5 +187,19 @@ CASES: tuple[Conv, ...] = (
     Conv("transposed", "1d 16/8", 64, 64, 512, 16, 8, rank=1, transposed=True, batch=32),
     Conv("transposed", "3d 4/2", 32, 32, 16, 4, 2, rank=3, transposed=True, batch=4),
     Conv("patches", "vit 16x16/16", 3, 768, 224, 16, 16, batch=64),
+    *(
+        dataclasses.replace(_resnet(*layer), family="filters-first", filters_first=True)
+        for layer in (
+            ("l1.up", 64, 256, 56, 1),
+            ("l2.3x3s2", 128, 128, 56, 3, 2),
+            ("l2.down", 512, 128, 28, 1),
+            ("l3.3x3", 256, 256, 14, 3),
+            ("l4.3x3", 512, 512, 7, 3),
+        )
+    ),
+    Conv("filters-first", "u-net 320", 320, 320, 32, 3, batch=16, filters_first=True),
+    Conv("filters-first", "resnext", 256, 256, 28, 3, groups=32, filters_first=True),
+    Conv("filters-first", "convnext_s2", 384, 384, 28, 7, groups=384, batch=64, filters_first=True),
+    Conv("filters-first", "conv3d", 64, 64, 32, 3, rank=3, batch=4, filters_first=True),
 )
 OF_LAYER = {"conv": Conv, "conv_transpose": ft.partial(Conv, transposed=True)}
