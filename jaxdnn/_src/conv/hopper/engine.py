@@ -195,6 +195,15 @@ def _channels(call: engines.Call) -> tuple[int, int]:
     return primitive.channels(call.spec, call.op, *call.avals[:2])[1:]
 
 
+def _rank(call: engines.Call) -> int:
+    return len(call.spec.geo.taps)
+
+
+def _filters_first(call: engines.Call) -> bool:
+    """Whether filters lie as OHWI."""
+    return not call.spec.filter.axes.endswith("IO")
+
+
 def _is_product(call: engines.Call) -> bool:
     """Whether there is one tap and one group, so that a matrix product computes a call."""
     return _taps(call) == call.spec.geo.groups == 1
@@ -227,8 +236,18 @@ SLOWER = (
         lambda call: not call.avals[0].dtype == call.spec.out_dtype in (jnp.bfloat16, jnp.float16),
     ),
     engines.Slower(
-        "its kernels were measured with filters as HWIO",
-        lambda call: not call.spec.filter.axes.endswith("IO"),
+        "XLA's program takes filters as OHWI as they are, and is about as fast",
+        lambda call: _filters_first(call) and call.op != "conv_wgrad" and not (call.op == "conv" and _rank(call) == 3),
+        engines.Measured("filters_first", "filters-first", "u-net 320", "dgrad", 0.9),
+    ),
+    engines.Slower(
+        "its filter gradients of depthwise filters as OHWI take longer",
+        lambda call: _filters_first(call) and call.spec.geo.groups == call.avals[0].shape[-1] > 1,
+        engines.Measured("filters_first", "filters-first", "convnext_s2", "wgrad", 0.38),
+    ),
+    engines.Slower(
+        "of its kernels with filters as OHWI those of one dimension were not measured",
+        lambda call: _filters_first(call) and _rank(call) == 1,
     ),
     engines.Slower(
         "its tiles are mostly padding where there are few channels and many taps",
