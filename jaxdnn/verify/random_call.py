@@ -36,6 +36,7 @@ KERNELS = {
     "conv_dgrad": ("pipeline", "dgrad", "depthwise walk"),
     "deform_conv": ("pipeline", "fprop"),
     "conv_wgrad": ("wgrad", "wgrad, images last", "depthwise filter"),
+    "grouped matmul": ("grouped",),
     **dict.fromkeys(("group_norm", "instance_norm", "group_norm_dgrad", "instance_norm_dgrad"), ("norm images",)),
     **dict.fromkeys(("batch_norm", "batch_norm_dgrad"), ("norm batches",)),
     "norm": ("norm of rows",),

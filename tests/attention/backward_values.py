@@ -57,6 +57,8 @@ class Values(Warpgroup):
     def send_out(self, given: Sequence[Any], params: dict[str, Any]) -> None:
         super().send_out(given, params)
         source, target, *flat = given
+        if params["has_user_predicate"] and not flat.pop():
+            return
         trees = [params[f"{name}_transforms_treedef"] for name in ("src", "dst")]
         count = trees[0].num_leaves
         source = source.transformed(trees[0].unflatten(flat[:count]))

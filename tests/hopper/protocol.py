@@ -289,7 +289,7 @@ class Warpgroup:
             case "probabilities" | "score_gradients" | "received":
                 self.threads(views[0], "load")
                 self.fence() if name == "received" else None
-            case "store_rounded" | "store_registers":
+            case "store_rounded" | "store_registers" | "clear_rows":
                 self.threads(views[0], "store")
             case "store":
                 self.threads(views[0], "store")

@@ -1,6 +1,7 @@
 """Rows times the matrices of their groups: the definition's bits, groups of all sizes, derivatives, errors."""
 
 import functools as ft
+import json
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from jaxdnn._src.matmul import grouped_xla
+from jaxdnn._src.matmul import cases_grouped, grouped_xla
 
 # Rows left over, a negative size, several tiles a group, sizes that exceed the rows, no rows in any group, no group.
 SIZES = {"left": (7, 0, 3), "negative": (2, -4, 5, 1), "tiles": (40, 0, 51, 2), "exceeded": (9, 9), "empty": (0, 0)}
@@ -169,6 +170,14 @@ def test_lowers_for_gpus_to_products_without_a_scatter(dtype: Any):
         assert "stablehlo.scatter" not in text
 
 
+@pytest.mark.parametrize("op", cases_grouped.OPS)
+@pytest.mark.parametrize("engine", ["xla", "hopper"])
+def test_a_report_can_be_written_of_every_case(op: str, engine: str):
+    described = [case.describe() for case in cases_grouped.cases(op, engine, "full", 0)]
+    assert json.loads(json.dumps(described)) == described
+    assert {found.get("out_dtype") for found in described} >= {None, "int32", "float32", "bfloat16"}
+
+
 A, B, SIZE = np.ones((7, 4), np.float32), np.ones((3, 4, 5), np.float32), np.asarray((2, 0, 4), np.int32)
 BAD: list[tuple[Any, ...]] = [
     ((A[0], B, SIZE), {}, ValueError, r"`a` must have 2 axes, \(M, K\), got shape \(4,\)"),
@@ -185,7 +194,7 @@ BAD: list[tuple[Any, ...]] = [
     ((A, B, SIZE), {"out_dtype": jnp.int8}, TypeError, "`out_dtype`"),
     ((A, B, SIZE), {"accumulate": jnp.bfloat16}, TypeError, "`accumulate`"),
     ((A, B, SIZE), {"precision": "high"}, ValueError, "`precision` must be one of None, 'tf32'"),
-    ((A, B, SIZE), {"engine": "hopper"}, NotImplementedError, "it has no such engine"),
+    ((A, B, SIZE), {"engine": "hopper"}, NotImplementedError, "on cpu cannot be served by engine 'hopper'"),
     ((A, B, SIZE), {"determinism": "all"}, ValueError, "`determinism`"),
     ((A, B, SIZE), {"engine": "xla", "determinism": "portable"}, NotImplementedError, "it guarantees 'run_to_run'"),
 ]

@@ -79,6 +79,7 @@ def test_a_run_ends_at_many_failures():
 KERNEL_OPS = {
     "pipeline": ("conv", "conv_dgrad", "conv_transpose"),
     "wgrad": ("conv_wgrad",),
+    "grouped": ("grouped_matmul", "grouped_matmul_wgrad"),
     "attention gradient": ("attention_dgrad",),
     "softmax": ("softmax", "softmax_dgrad", "logsumexp"),
     "norm": ("layer_norm", "rms_norm_dgrad", "group_norm", "instance_norm_dgrad", "batch_norm", "batch_norm_dgrad"),

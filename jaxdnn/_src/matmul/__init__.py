@@ -17,7 +17,7 @@ matmul-batched*       | NTD, NDV -> NTV          | N -/- T -/+ D g2/g2 | matrice
 grouped_matmul*       | TD, PDV, counts(P) -> TV | T -/+ D +/- V -/+   | terms are added over the mesh
 grouped_matmul_wgrad* | TD, TV, counts(P) -> PDV | T +/- D -/+ V -/+   | and so are rows
 """,
-    engines=("grouped_xla",),
+    engines=("hopper.engine", "grouped_xla"),
     cases=("cases", "cases_grouped"),
     timed="timed",
 )

@@ -23,6 +23,7 @@ from jaxdnn._src.conv.primitive import wider
 from jaxdnn._src.core import primitives
 from jaxdnn._src.core.blending import convert
 from jaxdnn._src.core.compat import ad
+from jaxdnn._src.core.limits import Limits, current_limits
 from jaxdnn._src.core.partitioning import Axes, Dims, Factors, Run
 from jaxdnn._src.core.primitives import bind
 
@@ -39,6 +40,7 @@ class GroupedSpec:
     engine: str | None
     level: str
     transpose_b: bool = False
+    limits: Limits = dataclasses.field(default_factory=current_limits)  # those that hold where the call is made
 
     # As a convolution's spec has them: nothing is done to the accumulator, and a result is converted in the call.
     epilogue: ClassVar[Epilogue] = Epilogue()

@@ -1,0 +1,1 @@
+"""The Hopper kernels of grouped products."""
