@@ -95,9 +95,13 @@ class Fused(Layer):
 
 @dataclasses.dataclass(frozen=True)
 class Experts(Layer):
-    """Rows of `groups` groups whose sizes are drawn."""
+    """Rows of `groups` groups whose sizes are drawn.
+
+    uneven: whether group i is 1 / (i + 1) as likely as the first; otherwise all groups are alike.
+    """
 
     groups: int = 8
+    uneven: bool = False
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """a, b and dy."""
@@ -105,7 +109,8 @@ class Experts(Layer):
 
     def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
         """The arrays, and the number of rows of each group."""
-        sizes = np.random.default_rng(0).multinomial(batch, np.full(self.groups, 1 / self.groups))
+        shares = 1 / np.arange(1, self.groups + 1) if self.uneven else np.ones(self.groups)
+        sizes = np.random.default_rng(0).multinomial(batch, shares / shares.sum())
         return *super().operands(batch, dtype, seed), jnp.asarray(sizes, jnp.int32)
 
     def ours(self, which: str, engine: str | None) -> Function:
@@ -125,6 +130,19 @@ class Experts(Layer):
         }
         pairs = list(operands[which])
         return lambda: [torch.matmul(left, right) for left, right in pairs]
+
+    def torches(self, which: str) -> dict[str, Any]:
+        return super().torches(which) | {"torch grouped_mm": ft.partial(self.torch_grouped, which)}
+
+    def torch_grouped(self, which: str, torch: Any, *tensors: Any) -> Any:
+        """PyTorch's kernel for groups whose sizes are on the device: of bfloat16 alone, on these GPUs."""
+        a, b, dy, sizes = tensors
+        run = getattr(torch, "_grouped_mm", None)
+        if run is None or a.dtype != torch.bfloat16:
+            return None
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        left, right = {"forward": (a, b), "dgrad": (dy, b.mT), "wgrad": (a.mT, dy)}[which]
+        return lambda: run(left, right, offs=ends)
 
 
 def _pass_of_groups(function: Function, which: str) -> Function:
@@ -148,5 +166,8 @@ CASES: tuple[Layer, ...] = (
     Fused("fused", "bias, gelu, Llama 7B 4096 to 11008", 4096, 11008),
     Fused("fused", "bias, residual, ViT-B 3072 to 768", 3072, 768, residual=True),
     Experts("experts", "8 of 4096 to 14336", 4096, 14336),
+    Experts("experts", "8 of 14336 to 4096", 14336, 4096),
+    Experts("experts", "8 of 4096 to 14336, uneven", 4096, 14336, uneven=True),
     Experts("experts", "64 of 2048 to 1408", 2048, 1408, groups=64),
+    Experts("experts", "64 of 2048 to 1408, 256 rows", 2048, 1408, 256, groups=64),
 )  # fmt: skip
