@@ -108,17 +108,19 @@ def grid_sample(
     sizes = tuple(plain.shape[axis] for axis in axes.spatial)
     grid = _grid(grid, plain.shape[axes.batch], sizes)
     rule = _rule(mode, padding, align_corners, coordinates, order, cubic_coefficient)
-    spec = SampleSpec(sizes, engine, required(determinism))
     wide = blending.accumulator(given.dtype)
     wide = wide if jnp.issubdtype(wide, jnp.floating) else np.dtype(np.float32)
     places = grid.astype(max(wide, np.dtype(grid.dtype), key=lambda dtype: dtype.itemsize))
-    every = jax.ShapeDtypeStruct((plain.shape[axes.batch], *grid.shape[1:]), places.dtype)
-    index, weights = rule.taps(_for_all(places, every, spec.level), sizes)
-    canonical = (axes.batch, *axes.spatial, axes.channel)
-    operands = real(jnp.transpose(plain, canonical), wide), weights.astype(wide), index
-    y = primitives.call("grid_sample", *operands, spec=spec)
-    y = jnp.transpose(y, [int(axis) for axis in np.argsort(canonical)])
     out = blending.out_dtype(out_dtype, given)
+    # An image in 16 bits is read, and a result in 16 bits written, by the primitive: neither lies in memory in 32 bits.
+    dtypes = [dtype if dtype in map(np.dtype, checks.FLOATS) else wide for dtype in (given.dtype, out)]
+    dtypes[1] = dtypes[1] if blending.is_plain(alpha, beta) and prior is None else wide
+    spec = SampleSpec(sizes, engine, required(determinism), rule, *dtypes)
+    every = jax.ShapeDtypeStruct((plain.shape[axes.batch], *grid.shape[1:]), places.dtype)
+    canonical = (axes.batch, *axes.spatial, axes.channel)
+    operands = real(jnp.transpose(plain, canonical), dtypes[0]), _for_all(places, every, spec.level)
+    y = primitives.call("grid_sample_at", *operands, spec=spec)
+    y = jnp.transpose(y, [int(axis) for axis in np.argsort(canonical)])
     blend = {"alpha": alpha, "beta": beta, "prior": prior}
     return blending.blend(frame.restore(y), **blend, out=out, dtypes=(given.dtype,), level=spec.level)
 
@@ -138,7 +140,7 @@ def _grid(value: Any, images: Any, sizes: tuple[int, ...], name: str = "grid") -
             f"`x` and `{name}` must have fewer than 2^31 pixels and taps an image, got {sizes} and "
             f"{checks.shown(tuple(grid.shape[1:-1]))}."
         )
-    return rounded(jnp.asarray(grid))
+    return jnp.asarray(grid)
 
 
 def _for_all(grid: Array, every: Any, level: str) -> Array:
@@ -396,7 +398,7 @@ def warp(
     """
     plain, axes = _images(x, layout)
     sizes = tuple(plain.shape[axis] for axis in axes.spatial)
-    flow = _grid(flow, plain.shape[axes.batch], sizes, "flow")
+    flow = rounded(_grid(flow, plain.shape[axes.batch], sizes, "flow"))
     checks.choice("order", order, ORDERS)
     flow = flow.astype(np.float64 if np.float64 in (plain.dtype, flow.dtype) else np.float32)
     places = range(len(sizes)) if order == "ij" else range(len(sizes))[::-1]

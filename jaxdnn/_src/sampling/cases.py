@@ -53,7 +53,7 @@ class SamplingCase(Case):
     channels: int = 5
     align_corners: bool = False  # of affine_grid
 
-    primitive = dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), "grid_sample")
+    primitive = dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), "grid_sample_at")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -133,6 +133,8 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[SamplingCase
     variants = OF_OP.get(op, tuple(VARIANTS))
     for dtype in up_to(extent, DTYPES):
         for number, variant in enumerate(variants):
+            if engine == "hopper" and (variant.startswith("cubic") or dtype == "f64"):
+                continue
             yield _case(op, engine, dtype, variant, **ranks[number % 3])
 
 

@@ -213,7 +213,7 @@ class Regions:
             spare |= sample >= every
             place = along(axis) * every + jnp.minimum(sample, every - 1) + 0.5
             p = spread(low) + product(place, spread(quotient(length, m * bins)))
-            index, weights = INSIDE.along(p, size)
+            index, weights = (jnp.stack(taps, -1) for taps in INSIDE.along(p, size))
             far = ((p < -1) | (p > size))[..., None]
             each.append((index, jnp.where(far, jnp.zeros_like(weights), weights)))
             count = count * m

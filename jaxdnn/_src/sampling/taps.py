@@ -36,26 +36,38 @@ class Rule:
 
         grid: (..., d), coordinates in float32 or float64, for `sizes` of d axes.
         """
+        stacked = lambda taps: jnp.stack(taps, -1)
+        return across([(stacked(i), stacked(w)) for i, w in self._by_axis(rounded(grid), sizes)], sizes)
+
+    def listed(self, grid: Array, sizes: tuple[int, ...]) -> list[tuple[Array, Array]]:
+        """The same taps one by one: XLA writes what is stacked to memory, and makes these where they are used."""
+        found: list[tuple[Array, Array]] = []
+        for (places, weights), size in zip(self._by_axis(rounded(grid), sizes), sizes, strict=True):
+            own = list(zip(places, weights, strict=True))
+            found = [(_nested(i, j, size), product(v, w)) for i, v in found for j, w in own] if found else own
+        return found
+
+    def _by_axis(self, grid: Array, sizes: tuple[int, ...]) -> list[tuple[list[Array], list[Array]]]:
         along = [grid[..., i] for i in range(len(sizes))]
         along = along[::-1] if self.order == "xy" else along
-        return across([self.along(*of) for of in zip(along, sizes, strict=True)], sizes)
+        return [self.along(*of) for of in zip(along, sizes, strict=True)]
 
-    def along(self, g: Array, size: int) -> tuple[Array, Array]:
+    def along(self, g: Array, size: int) -> tuple[list[Array], list[Array]]:
         """The pixel, -1 outside, and the weight of each tap along an axis of the image."""
         p = self._place(g, size)
         low = jnp.floor(p)
         if self.mode == "cubic":
             f, a = rounded(p - low), self.cubic  # each rounded before XLA joins constants
-            weights = (_far(rounded(1 + f), a), _near(f, a), _near(rounded(1 - f), a), _far(rounded(2 - f), a))
+            weights = [_far(rounded(1 + f), a), _near(f, a), _near(rounded(1 - f), a), _far(rounded(2 - f), a)]
             places = [self._inside(low + k, size) for k in (-1, 0, 1, 2)]
         else:
             p = self._inside(p, size)
             low = jnp.floor(p)
-            places, weights = [low, low + 1], (1 - (p - low), p - low)
+            places, weights = [low, low + 1], [1 - (p - low), p - low]
             if self.mode == "nearest":  # NaN where p is NaN
-                places, weights = [jnp.round(p)], (lax.stop_gradient(jnp.where(jnp.isnan(p), p, jnp.ones_like(p))),)
-        at = jnp.stack(places, -1)
-        return jnp.where((at >= 0) & (at <= size - 1), at, -1).astype(jnp.int32), jnp.stack(weights, -1)
+                places, weights = [jnp.round(p)], [lax.stop_gradient(jnp.where(jnp.isnan(p), p, jnp.ones_like(p)))]
+        pixel = lambda at: jnp.where((at >= 0) & (at <= size - 1), at, -1).astype(jnp.int32)
+        return [pixel(at) for at in places], weights
 
     def _place(self, g: Array, size: int) -> Array:
         """A coordinate in pixels, of which the first is at 0."""
@@ -87,11 +99,16 @@ def across(each: Sequence[tuple[Array, Array]], sizes: Sequence[int]) -> tuple[A
     index, weights = each[0]
     for (pixels, factors), size in zip(each[1:], sizes[1:], strict=True):
         outer, inner = index[..., None], pixels[..., None, :]
-        index = jnp.where((outer < 0) | (inner < 0), jnp.int32(-1), outer * size + inner)
+        index = _nested(outer, inner, size)
         # Copies, not broadcasts: their cotangents are added one after another, not by XLA in an order of its own.
         outer, inner = jnp.stack([weights] * factors.shape[-1], -1), jnp.stack([factors] * weights.shape[-1], -2)
         index, weights = map(_joined, (index, product(outer, inner)))
     return index, weights
+
+
+def _nested(outer: Array, inner: Array, size: int) -> Array:
+    """The flat index of pixels along two axes, of which the inner one has `size`."""
+    return jnp.where((outer < 0) | (inner < 0), jnp.int32(-1), outer * size + inner)
 
 
 def _joined(v: Array) -> Array:
