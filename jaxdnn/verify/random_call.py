@@ -48,6 +48,7 @@ KERNELS = {
     **dict.fromkeys(("attention", "attention_decode"), ("attention forward", "attention merge")),
     "attention_dgrad": ("attention gradient",),
     "rnn": ("recurrence",),
+    **dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), ("sampling",)),
 }
 # How often for a call that the engine serves, and for one that takes a branch: of those that may, and of all.
 REDRAWN, TRIED, DRAWN = 30, 40, 400

@@ -261,6 +261,18 @@ def attentions() -> Iterator[Call]:
     yield call(decode, q, k, k, layout="BNTH")
 
 
+def samplings() -> Iterator[Call]:
+    places = lambda *shape: jax.ShapeDtypeStruct(shape, F32)
+    run = lambda **options: backward(ft.partial(dnn.grid_sample, layout=options.pop("layout")), (1,), **options)[0]
+    images = {"NWC": (3, 16), "NHWC": (3, 8, 6), "NDHWC": (3, 4, 2, 6)}
+    rules = (("linear", "zeros"), ("nearest", "border"), ("linear", "reflection"))
+    for (layout, sizes), (mode, padding) in zip(images.items(), rules, strict=True):
+        for dtype, channels in ((BF16, 3), (F16, 64), (F32, 1)):
+            x = jax.ShapeDtypeStruct((*sizes, channels), dtype)
+            grid = places(*sizes, len(sizes) - 1)
+            yield run(layout=layout, mode=mode, padding=padding), (x, grid)
+
+
 # What calls are of -> those that between them take all ways in which these kernels write instructions, and the
 # decisions of their planners (`branches`) that choose the way.
 FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...]]]] = {
@@ -327,6 +339,7 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...
             "attention merge": ("groups", "sinks", "heads first"),
         },
     ),
+    "sampling": (samplings, {"sampling": ("operands", "axes", "mode", "padding", "threads", "taps together")}),
     "dropout": (dropouts, {"dropout": ("operands", "kernel", "pass", "activation", "bias", "residual")}),
 }
 

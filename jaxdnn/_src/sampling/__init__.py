@@ -19,7 +19,7 @@ map_coordinates     | HW, PTD, order=1, mode="nearest" -> TD   | TD -/g3 H g2/g2
 roi_align           | NWC, NTP, output_sizes=size(R), layout="NWC" -> NTRC | N -/- T -/g3 C -/g2 W g/g | as grid_sample
 deform_conv         | NWC, NWR, RCK, padding=1, layout="NWC" -> NWK | NK -/+      | filters add over pixels
 """,
-    engines=("xla",),
+    engines=("hopper.engine", "xla"),
     cases=("cases", "cases_composed"),
     timed="timed",
 )
