@@ -24,7 +24,7 @@ from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper import batch as norm_batch
 from jaxdnn._src.norm.hopper import batch_engine
 from jaxdnn._src.norm.spec import ACTIVATIONS
-from tests.hopper.column_machine import DTYPES, plan_of, statistics, sums
+from tests.norm.columns import DTYPES, plan_of, statistics, sums
 
 pytestmark = pytest.mark.usefixtures("h200")
 

@@ -1,9 +1,9 @@
 """What the kernels for compute capability 9.0 (H100, H200, GH200) share.
 
-Convolutions, layer and RMS norm and softmax of rows (`rows`, `row_kernel`), and pooling and dropout (`lanes`) are
-Pallas kernels (Mosaic GPU), and so is attention, but for its consumers, which are PTX text within it. The kernels of
-softmax of long rows, the others of norms, those of sampling, and max-pooling's gradient where windows move by one
-element (but for small ones in float32) are PTX text, which an otherwise empty Pallas kernel launches (`launch`).
+Convolutions, layer and RMS norm and softmax of rows (`rows`, `row_kernel`), and batch norm, pooling and dropout
+(`lanes`) are Pallas kernels (Mosaic GPU), and so is attention, but for its consumers, which are PTX text within it. The
+kernels of softmax of long rows, group and instance norm, sampling, CTC, and recurrences are PTX text, which an otherwise
+empty Pallas kernel launches (`launch`).
 """
 
 import functools as ft

@@ -79,6 +79,18 @@ def wide(value: Array, elements: int) -> Array:
     return _laid_out(lax.broadcast_in_dim(_laid_out(value), (WARPS, LANES, elements), (0, 1)))
 
 
+def narrow(value: Array) -> Array:
+    """The number of each thread whose vector has only this one."""
+    return jnp.sum(value, 2)
+
+
+def where(holds: Array, value: Array, other: Any) -> Array:
+    """The vectors, or numbers, of the threads for which `holds` does; of the others those of `other`, or one number."""
+    if value.ndim == 2:
+        return jnp.where(holds, value, other)
+    return jnp.where(wide(jnp.where(holds, 1, 0), value.shape[-1]) > 0, value, other)
+
+
 def full(value: Any, elements: int, dtype: Any) -> Array:
     """Vectors of one number."""
     return _laid_out(jnp.full((WARPS, LANES, elements), value, dtype))
@@ -95,8 +107,11 @@ def positions(elements: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, 2, layout=tiled(layout(elements)))
 
 
-def load(ref: Any, number: Array, when: Array | None = None) -> Array:
-    """The vectors of these numbers of an array (count, elements); zeros where `when` does not hold."""
+def load(ref: Any, number: Array, when: Array | None = None, plus: int = 0) -> Array:
+    """The vectors of these numbers of an array (count, elements); zeros where `when` does not hold.
+
+    plus: a constant that is added to the numbers, as a part of the instruction.
+    """
     elements, dtype = ref.shape[-1], ref.dtype
     given = (number,) if when is None else (number, when)
 
@@ -104,39 +119,43 @@ def load(ref: Any, number: Array, when: Array | None = None) -> Array:
     def run(_: Any, ref: Any, number: Any, when: Any = None) -> Any:
         element = mgpu_utils.dtype_to_ir_type(dtype)
         size = elements * mgpu_utils.bytewidth(element)
-        words, place = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32)), _place(ref, number, size)
+        words = _words_of(size)
         if when is None:
-            found = llvm.load(words, place, alignment=size, invariant=not _is_shared(ref))
+            found = llvm.load(words, _place(ref, number, size, plus), alignment=size, invariant=not _is_shared(ref))
         else:
-            found = _load_if(_own(when), place, size // 4)
+            found = _load_if(_own(when), _place(ref, number, size), words, plus * size)
         return _array(vector.bitcast(ir.VectorType.get((elements,), element), found), dtype)
 
     return run(ref, *given)
 
 
-def _load_if(holds: Any, place: Any, words: int) -> Any:
-    """Words of global memory, zeros where a predicate does not hold: PTX has a load with a predicate, LLVM has none."""
-    i32, names = ir.IntegerType.get_signless(32), [f"${i}" for i in range(words)]
-    many = f".v{words}" if words > 1 else ""
-    zeros = "".join(f"mov.b32 {name}, 0; " for name in names)
-    code = f"{zeros}@${words} ld.global.nc{many}.b32 {{{', '.join(names)}}}, [${words + 1}];"
-    result = llvm.StructType.get_literal([i32] * words) if words > 1 else i32
-    found = _inline_asm(result, [holds, place], code, ",".join(["=&r"] * words) + ",b,l", has_side_effects=False)
-    own = [llvm.extractvalue(i32, found, [i]) for i in range(words)] if words > 1 else [found]
-    return vector.from_elements(ir.VectorType.get((words,), i32), own)
+def _load_if(holds: Any, place: Any, words: Any, offset: int) -> Any:
+    """Words of global memory, so many bytes from a place, zeros where a predicate does not hold.
+
+    PTX has a load with a predicate, LLVM has none.
+    """
+    kind, count = words.element_type, words.shape[0]
+    names, many = [f"${i}" for i in range(count)], f".v{count}" if count > 1 else ""
+    zeros = "".join(f"mov.b{kind.width} {name}, 0; " for name in names)
+    at = f"[${count + 1}{f'+{offset}' if offset else ''}]"
+    code = f"{zeros}@${count} ld.global.nc{many}.b{kind.width} {{{', '.join(names)}}}, {at};"
+    result = llvm.StructType.get_literal([kind] * count) if count > 1 else kind
+    outs = {16: "=&h", 32: "=&r"}[kind.width]
+    found = _inline_asm(result, [holds, place], code, ",".join([outs] * count) + ",b,l", has_side_effects=False)
+    own = [llvm.extractvalue(kind, found, [i]) for i in range(count)] if count > 1 else [found]
+    return vector.from_elements(words, own)
 
 
-def store(ref: Any, number: Array, value: Array, when: Array | None = None) -> None:
-    """Stores vectors at these numbers of an array (count, elements), those for which `when` holds."""
+def store(ref: Any, number: Array, value: Array, when: Array | None = None, plus: int = 0) -> None:
+    """Stores vectors at these numbers of an array (count, elements), those for which `when` holds; see `load`."""
     elements = ref.shape[-1]
     given = (number,) if when is None else (number, when)
 
     @_inline(1)
     def run(_: Any, ref: Any, value: Any, number: Any, when: Any = None) -> None:
         size = elements * mgpu_utils.bytewidth(value.mlir_dtype)
-        words = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
         [own] = value.registers.flat
-        put = lambda: llvm.store(vector.bitcast(words, own), _place(ref, number, size), alignment=size)
+        put = lambda: llvm.store(vector.bitcast(_words_of(size), own), _place(ref, number, size, plus), alignment=size)
         if when is None:
             put()
             return
@@ -147,8 +166,12 @@ def store(ref: Any, number: Array, value: Array, when: Array | None = None) -> N
     run(ref, value, *given)
 
 
-def copy(to: Any, place: Array, ref: Any, number: Array, when: Array | None = None) -> None:
+def copy(
+    to: Any, place: Array, ref: Any, number: Array, when: Array | None = None, plus: tuple[int, int] = (0, 0)
+) -> None:
     """Starts to copy vectors to places in shared memory, those for which `when` holds; see `wait`.
+
+    plus: constants that are added to the places and to the numbers.
 
     The assembler moves a load into registers down to its first use; a copy begins where it is written.
     """
@@ -160,7 +183,8 @@ def copy(to: Any, place: Array, ref: Any, number: Array, when: Array | None = No
         near = llvm.ptrtoint(ir.IntegerType.get_signless(32), _place(to, place, size))
         operands = [near, _place(ref, number, size), *([] if when is None else [_own(when)])]
         guard, last = ("", "") if when is None else ("@$2 ", ",b")
-        code = "".join(f"{guard}cp.async.cg.shared.global [$0+{i}], [$1+{i}], 16;" for i in range(0, size, 16))
+        at = lambda i: f"[$0+{plus[0] * size + i}], [$1+{plus[1] * size + i}]"
+        code = "".join(f"{guard}cp.async.cg.shared.global {at(i)}, 16;" for i in range(0, size, 16))
         _effect(code, operands, "r,l" + last)
 
     run(to, ref, *given)
@@ -176,17 +200,38 @@ def wait(groups: int) -> None:
     _inline()(lambda _: _effect(f"cp.async.wait_group {groups};", [], ""))()
 
 
-def entries(ref: Any, index: Array) -> Array:
-    """The elements of an array (count,) at an array of numbers, one for each thread or one for each element."""
+def meet() -> None:
+    """All threads of the block wait for each other, and load what others have stored in shared memory before."""
+    _inline()(lambda _: _effect("bar.sync 0;", [], ""))()
+
+
+def entries(ref: Any, index: Array, plus: int = 0) -> Array:
+    """The elements of an array (count,) at an array of numbers, one for each thread or one for each element.
+
+    plus: a constant that is added to the numbers.
+    """
     result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=_layout_of(index))
 
     @_inline(1, result)
     def run(_: Any, ref: Any, index: Any) -> Any:
-        kind, i64, base = mgpu_utils.dtype_to_ir_type(result.dtype), ir.IntegerType.get_signless(64), _pointer(ref)
-        place = lambda number: _element(base, llvm.zext(i64, number), kind)
-        return index.foreach(lambda number, _: llvm.load(kind, place(number), invariant=True), create_array=True)
+        kind, shared = mgpu_utils.dtype_to_ir_type(result.dtype), _is_shared(ref)
+        load = lambda number: llvm.load(kind, _entry(ref, number, kind, plus), invariant=not shared)
+        return index.foreach(lambda number, _: load(number), create_array=True, is_signed=_is_signed(result.dtype))
 
     return run(ref, index)
+
+
+def put(ref: Any, index: Array, value: Array, plus: int = 0) -> None:
+    """Stores the elements of vectors in an array (count,) in shared memory; see `entries`."""
+
+    @_inline(1)
+    def run(_: Any, ref: Any, value: Any, index: Any) -> None:
+        [own], [numbers], count = value.registers.flat, index.registers.flat, value.shape[-1]
+        for i in range(count):
+            of = lambda v, i=i: vector.extract(v, dynamic_position=[], static_position=[i])
+            llvm.store(of(own), _entry(ref, of(numbers), value.mlir_dtype, plus))
+
+    run(ref, value, index)
 
 
 def float32(v: Array) -> Array:
@@ -279,22 +324,36 @@ def product(a: Array, b: Array) -> Array:
 
     Mosaic's products are such as the assembler contracts with sums, also behind `lax.optimization_barrier`.
     """
-    code = "mul.rn.f32 $0, $1, $2;"
-    return _words(code, "=r", (a, b), jnp.float32) if a.ndim == 3 else _of_threads(code, a, b)
+    return _floats("mul.rn.f32 $0, $1, $2;", a, b)
+
+
+def reciprocal(v: Array, *, approximate: bool = False) -> Array:
+    """1 / v, rounded to nearest, or by the special function unit. Mosaic's division is approximate, as is its root."""
+    return _floats("rcp.approx.ftz.f32 $0, $1;" if approximate else "rcp.rn.f32 $0, $1;", v)
+
+
+def square_root(v: Array) -> Array:
+    """The square root, rounded to nearest."""
+    return _floats("sqrt.rn.f32 $0, $1;", v)
 
 
 def exp2(v: Array) -> Array:
-    """2^v of a number of each thread, by the special function unit.
+    """2^v, by the special function unit.
 
     What Mosaic makes of exponentials and logarithms has products that the assembler contracts in one place and not in
     another: a logarithm had other bits within a loop.
     """
-    return _of_threads("ex2.approx.ftz.f32 $0, $1;", v)
+    return _floats("ex2.approx.ftz.f32 $0, $1;", v)
 
 
 def log2(v: Array) -> Array:
-    """The logarithm to base 2 of a number of each thread, by the special function unit."""
-    return _of_threads("lg2.approx.f32 $0, $1;", v)
+    """The logarithm to base 2, by the special function unit."""
+    return _floats("lg2.approx.f32 $0, $1;", v)
+
+
+def _floats(code: str, *operands: Array) -> Array:
+    """What PTX makes of float32 numbers: of each thread's, or of each element of its vector."""
+    return _words(code, "=r", operands, jnp.float32) if operands[0].ndim == 3 else _of_threads(code, *operands)
 
 
 def _of_threads(code: str, *operands: Array) -> Array:
@@ -370,14 +429,24 @@ def _array(register: Any, dtype: Any) -> Any:
     of = layout(elements)
     own = np.empty(of.registers_shape((WARPS, LANES, elements)), dtype=object)
     own.flat[0] = register
-    signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
-    return mgpu.FragmentedArray(_registers=own, _layout=of, _is_signed=signed)
+    return mgpu.FragmentedArray(_registers=own, _layout=of, _is_signed=_is_signed(dtype))
+
+
+def _is_signed(dtype: Any) -> bool | None:
+    """Of an integer type whether it has a sign."""
+    return jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
 
 
 def _own(value: Any) -> Any:
     """The number of a thread."""
     [own] = value.registers.flat
     return vector.extract(own, dynamic_position=[], static_position=[0]) if isinstance(own.type, ir.VectorType) else own
+
+
+def _words_of(size: int) -> Any:
+    """The type of so many bytes: words of 32 bits, or one of 16."""
+    bits = min(32, 8 * size)
+    return ir.VectorType.get((8 * size // bits,), ir.IntegerType.get_signless(bits))
 
 
 def _is_shared(ref: Any) -> bool:
@@ -390,11 +459,17 @@ def _pointer(ref: Any) -> Any:
     return pointer if _is_shared(ref) else llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), pointer)
 
 
-def _element(base: Any, number: Any, kind: Any) -> Any:
-    return llvm.getelementptr(base.type, base, [number], [-(2**31)], kind, llvm.GEPNoWrapFlags.none)
+def _element(base: Any, number: Any, kind: Any, plus: int) -> Any:
+    found = llvm.getelementptr(base.type, base, [number], [-(2**31)], kind, llvm.GEPNoWrapFlags.none)
+    return llvm.getelementptr(base.type, found, [], [plus], kind, llvm.GEPNoWrapFlags.none) if plus else found
 
 
-def _place(ref: Any, number: Any, size: int) -> Any:
+def _entry(ref: Any, number: Any, kind: Any, plus: int) -> Any:
+    """The address of an element."""
+    return _element(_pointer(ref), llvm.zext(ir.IntegerType.get_signless(64), number), kind, plus)
+
+
+def _place(ref: Any, number: Any, size: int, plus: int = 0) -> Any:
     """The address of a thread's vector of `size` bytes."""
     number = llvm.sext(ir.IntegerType.get_signless(64), _own(number))
-    return _element(_pointer(ref), number, ir.Type.parse(f"!llvm.array<{size} x i8>"))
+    return _element(_pointer(ref), number, ir.Type.parse(f"!llvm.array<{size} x i8>"), plus)

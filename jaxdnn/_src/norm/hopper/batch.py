@@ -1,10 +1,10 @@
-"""Batch normalisation's sums on Hopper: over the columns of a matrix, reading it once. PTX text.
+"""Batch normalisation's sums on Hopper: over the columns of a matrix, reading it once.
 
 Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multiprocessor; a thread keeps mean and
-second moment of a vector of columns in registers and adds its share of the rows, with many loads in flight. The
+second moment of a vector of columns in registers and adds its share of the rows, with many copies in flight. The
 blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
 and their sums. XLA computes the pass that follows, and fuses it with an activation or an addition after it.
-`batch_walk` and `batch_ptx` write the instructions and state their order.
+`batch_walk` and `batch_kernels` have the kernels and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
 the number of rows (3 channels: 8 pixels); bfloat16, float16 or float32.
@@ -15,16 +15,13 @@ import functools as ft
 import math
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
-from jaxdnn._src.hopper.launch import launch
 from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
-from jaxdnn._src.norm.hopper import batch_ptx
-from jaxdnn._src.norm.hopper.batch_ptx import LANES
+from jaxdnn._src.norm.hopper import batch_kernels
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
 from jaxdnn._src.norm.spec import Activation
 
@@ -32,7 +29,6 @@ BLOCKS = 2  # of a multiprocessor
 THREADS, CHUNK, STAGES = 256, 4, 2
 WIDTH = 32  # the most vectors of a row for a block; fewer give fewer columns a block, and so fewer pairs of a column
 BACKWARD = {None: (2, 2), "relu": (2, 2), "swish": (4, 1)}  # chunk and stages, by activation
-MERGE_THREADS, MERGE_BATCH = 1024, 9
 
 
 def forward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
@@ -88,26 +84,9 @@ class Statistics:
 def statistics(x: Array, scale: Array | None, *, eps: float) -> Statistics:
     """The statistics of the columns of x (rows, columns); scale (columns,)."""
     found = _found(forward_plan, x)
-    columns = x.shape[1]
-    pairs = ((found.columns,), (found.splits, 2, found.columns))
-    base, sums = _walked(
-        batch_ptx.statistics(found),
-        [x.reshape(found.rows, found.columns)],
-        pairs,
-        found,
-        batch_ptx.values_of(found),
-        "norm_columns",
-    )
-    results = launch(
-        batch_ptx.merge(found, MERGE_THREADS, MERGE_BATCH, eps=eps, scale=scale is not None),
-        [base, sums, *([] if scale is None else [scale])],
-        (jax.ShapeDtypeStruct((columns,), jnp.float32),) * (4 if scale is None else 5),
-        name="norm_merge",
-        blocks=-(-columns // LANES),
-        threads=MERGE_THREADS,
-        floats=MERGE_THREADS + LANES,
-    )
-    mean, rstd, variance, rest, *factor = results
+    _record(found, "forward")
+    base, pairs = batch_kernels.statistics(x, found)
+    mean, rstd, variance, rest, *factor = batch_kernels.merge(base, pairs, scale, found, eps=eps)
     return Statistics(mean, rstd, variance, rest, factor[0] if factor else rstd)
 
 
@@ -125,17 +104,9 @@ def sums(
     activation: dy counts times its slope at scale h + bias; `affine` has scale and bias.
     """
     found = config or _found(ft.partial(backward_plan, activation=activation), x)
-    count = batch_ptx.sums_of(found)
-    shapes = ((found.splits, count, found.columns),)
-    (parts,) = _walked(
-        batch_ptx.sums(found, None if activation is None else activation[0]),
-        [*(v.reshape(found.rows, found.columns) for v in (dy, x)), mean, rstd, *affine],
-        shapes,
-        found,
-        count * found.elements,
-        "norm_columns_dgrad",
-    )
-    return jnp.sum(parts.reshape(found.splits, count, found.fold, x.shape[1]), (0, 2))
+    _record(found, "backward")
+    parts = batch_kernels.sums(dy, x, mean, rstd, found, None if activation is None else activation[0], affine)
+    return jnp.sum(parts.reshape(found.splits, -1, found.fold, x.shape[1]), (0, 2))
 
 
 def _found(plan: Callable[..., ColumnPlan | None], x: Array) -> ColumnPlan:
@@ -145,24 +116,12 @@ def _found(plan: Callable[..., ColumnPlan | None], x: Array) -> ColumnPlan:
     return found
 
 
-def _walked(
-    code: str, arrays: Sequence[Array], outs: Sequence[tuple[int, ...]], found: ColumnPlan, values: int, name: str
-) -> Sequence[Array]:
-    """Launches a kernel that reduces columns."""
+def _record(found: ColumnPlan, which: str) -> None:
     branches.record(
         "norm batches",
         operands=found.dtype,
-        pass_="backward" if name.endswith("dgrad") else "forward",
+        pass_=which,
         fold="one row" if found.fold == 1 else "several rows",
         splits="one" if found.splits == 1 else "several",
         columns="one block" if found.row_vectors <= found.width else "several blocks",
-    )
-    return launch(
-        code,
-        arrays,
-        tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in outs),
-        name=name,
-        blocks=found.blocks,
-        threads=found.threads,
-        floats=max(found.floats(values), 32),
     )

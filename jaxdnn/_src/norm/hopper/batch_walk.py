@@ -1,20 +1,33 @@
-"""Reductions over the columns of arrays (rows, columns), in PTX: what the kernels of batch normalisation share.
+"""Reductions over the columns of arrays (rows, columns): what the kernels of batch normalisation share.
 
 A vector is 16 bytes of a row. A thread processes one vector of every row, a chunk of rows at a time;
 the threads of a block cover `width` vectors of `lines` rows. A tile is lines x chunk rows, and split i of `splits`
 processes every `splits`-th tile, from the last row to the first: the rows that are read last are those that the next
 kernel reads first, and still in the L2 cache. Then the threads' values are joined over the lines of a block, the upper
 half of the lines with the lower half, until one line is left. The plan alone determines the order.
+
+A thread copies its vectors of the next tiles into slots of shared memory that belong to it alone, while it processes
+one: nothing is read twice, so nothing should be kept in the L1 cache, which these copies pass by.
 """
 
-import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES, Emitter, real
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 
-ZERO = real(0.0)
-Words = Sequence[Sequence[str]]  # for every row of a chunk the registers of its vector
+from jaxdnn._src.core.compat import pl, plgpu
+from jaxdnn._src.hopper import lanes
+from jaxdnn._src.hopper.launch import BLOCK, WARPGROUP, grid, kernel, when
+from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES
+
+F32 = jnp.float32
+Values = Sequence[Array]  # what a thread keeps for its columns: vectors, and numbers
+Chunks = Sequence[Sequence[Array]]  # of each array the vectors of a chunk's rows, in float32
+Exist = Sequence[Array] | None  # which rows of a chunk exist; None if all do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +40,8 @@ class ColumnPlan:
       dtype: "bf16", "f16" or "f32".
       threads: of a block.
       width: vectors of a row that a block covers.
-      chunk: rows that a thread loads before it uses the first.
-      stages: chunks whose loads a thread has in flight.
+      chunk: rows of a line that a thread processes together.
+      stages: chunks that a thread copies while it processes one.
       splits: blocks that share the rows of a column; at least one, and at most as many as there are whole tiles.
     """
 
@@ -48,12 +61,8 @@ class ColumnPlan:
         return VECTOR_BYTES // SIZES[self.dtype]
 
     @property
-    def row_bytes(self) -> int:
-        return self.columns * SIZES[self.dtype]
-
-    @property
     def row_vectors(self) -> int:
-        return self.row_bytes // VECTOR_BYTES
+        return self.columns // self.elements
 
     @property
     def lines(self) -> int:
@@ -89,169 +98,156 @@ class ColumnPlan:
         """The lower lines in the first join: the largest power of two below their number; 0 if there is one line."""
         return 1 << (self.lines - 1).bit_length() - 1 if self.lines > 1 else 0
 
-    def floats(self, values: int) -> int:
-        """Floats of shared memory: so many values of each thread of the upper half of the lines."""
-        return self.half * self.width * values
+    @property
+    def joined(self) -> int:
+        """Vectors of shared memory for a value of the threads that are joined with others, in all joins."""
+        return max(1, (2 * self.half - 1) * self.width)
 
 
-class Walk(abc.ABC):
-    """A kernel that reduces columns of one or several arrays.
+class Threads:
+    """Of each thread of a block its split, its line, its vector of a row, and whether that exists.
 
-    `operands` names $0, $1, ..., the arrays first; the operand after them is the address of shared memory. A subclass
-    says what a thread keeps for its columns (`values`), and how it adds rows and joins another thread's values.
+    Threads beyond the columns or lines read what the last ones do, and their values are not used.
     """
 
-    def __init__(self, plan: ColumnPlan, arrays: int, operands: Sequence[str]) -> None:
-        self.plan, self.e = plan, Emitter()
-        e = self.e
-        self.at = {name: e.d("mov.b64", f"${i}") for i, name in enumerate(operands)}
-        self.shared = e.r("mov.b32", f"${len(operands)}")
-        self.split, across = divided(e, e.r("mov.u32", "%ctaid.x"), plan.across)
-        self.line, self.place = divided(e, e.r("mov.u32", "%tid.x"), plan.width)
-        vector = e.scaled(across, plan.width, self.place)
-        self.inside = e.p("setp.lt.s32", vector, plan.row_vectors)
-        # Threads beyond the columns or lines read what the last ones do, and their values are not used.
-        self.vector = e.r("min.s32", vector, plan.row_vectors - 1)
-        self.row = e.r("min.s32", self.line, plan.lines - 1)
-        starts = [self.columns_of(name, VECTOR_BYTES) for name in operands[:arrays]]
-        self.starts = [e.d("mad.wide.u32", self.row, plan.row_bytes, start) for start in starts]
+    def __init__(self, plan: ColumnPlan) -> None:
+        self.plan, block = plan, lax.axis_index(BLOCK)
+        self.split, across = (of(block, jnp.int32(plan.across)) for of in (lax.div, lax.rem))
+        self.number = thread(plan.threads)
+        self.line, self.place = lanes.divided(self.number, plan.width)
+        vector = across * plan.width + self.place
+        self.inside = vector < plan.row_vectors
+        self.vector = lax.min(vector, jnp.int32(plan.row_vectors - 1))
+        self.row = lax.min(self.line, jnp.int32(plan.lines - 1))
+        self.first = self.row * plan.row_vectors + self.vector  # the number of its vector in the first row of a tile
 
-    # ---- what a kernel is made of ------------------------------------------------------------------------------------
-
-    def begin(self, chunks: Sequence[Words], exist: Sequence[str] = ()) -> None:  # noqa: B027  (most need none)
-        """Prepares for the thread's first chunk of each array, which `add` then adds."""
-
-    @abc.abstractmethod
-    def add(self, chunks: Sequence[Words], exist: Sequence[str] = ()) -> None:
-        """Adds a chunk of each array; `exist` has a predicate for each of its rows, or none if all rows exist."""
-
-    @property
-    @abc.abstractmethod
-    def values(self) -> list[str]:
-        """The registers with the thread's values."""
-
-    @abc.abstractmethod
-    def join(self, others: Sequence[str]) -> None:
-        """Joins another thread's values with this thread's."""
-
-    @abc.abstractmethod
-    def store(self) -> None:
-        """Stores a block's values, in the threads of its first line."""
-
-    # ---- rows --------------------------------------------------------------------------------------------------------
-
-    def code(self) -> str:
-        """The PTX of the kernel."""
-        e, plan = self.e, self.plan
-        new = lambda: [[[e.new() for _ in range(4)] for _ in range(plan.chunk)] for _ in self.starts]
-        stages = [new() for _ in range(plan.stages)]
-        if plan.full:
-            step = plan.stages * plan.splits
-            for i, chunks in enumerate(stages):
-                self._load_tile(chunks, e.r("add.s32", self.split, i * plan.splits))
-            self.begin(stages[0])
-            with e.loop(self.split, plan.full, step) as index:
-                for i, chunks in enumerate(stages):
-                    tile = e.r("add.s32", index, i * plan.splits)
-                    with e.only_if("setp.lt.s32", tile, plan.full):
-                        self.add(chunks)
-                        self._load_tile(chunks, e.r("add.s32", tile, step))
-        if plan.rest:
-            with e.only_if("setp.eq.s32", self.split, plan.full % plan.splits):
-                self._add_rest(stages[0])
-        self._join_lines()
-        with e.only_if("setp.eq.s32", self.line, 0):
-            self.store()
-        return e.text()
-
-    def _load_tile(self, chunks: Sequence[Words], number: str) -> None:
-        """Loads the thread's chunks of a tile, if it exists; tile 0 is the last of x."""
-        e, plan = self.e, self.plan
-        exists = e.p("setp.lt.s32", number, plan.full)
-        tile = e.r("sub.s32", plan.full - 1, number)
-        for words, start in zip(chunks, self.starts, strict=True):
-            self._load(words, e.d("mad.wide.u32", tile, plan.tile * plan.row_bytes, start), [exists] * plan.chunk)
-
-    def _load(self, words: Words, address: str, exist: Sequence[str]) -> None:
-        step = self.plan.lines * self.plan.row_bytes
-        for i, (vector, exists) in enumerate(zip(words, exist, strict=True)):
-            # Nothing is read twice, so nothing should be kept in L1.
-            instruction = "ld.global.nc.L1::no_allocate.v4.b32"
-            self.e.op(instruction, list(vector), f"[{address}+{i * step}]", when=exists)
-
-    def _add_rest(self, chunks: Sequence[Words]) -> None:
-        """Adds the rows after the last whole tile, of which a thread has some, all or none."""
-        e, plan = self.e, self.plan
-        done = plan.full * plan.tile
-        row = [e.r("add.s32", self.row, done + i * plan.lines) for i in range(plan.chunk)]
-        exist = [e.p("setp.lt.s32", r, plan.rows) for r in row]
-        for words, start in zip(chunks, self.starts, strict=True):
-            for vector in words:
-                for word in vector:
-                    e.op("mov.b32", word, 0)
-            self._load(words, e.d("add.s64", start, done * plan.row_bytes), exist)
-        if not plan.full:
-            self.begin(chunks, exist)
-        self.add(chunks, exist)
-
-    # ---- columns -----------------------------------------------------------------------------------------------------
-
-    def columns_of(self, name: str, size: int) -> str:
-        """The address of the thread's columns in the first row of an array whose vectors have `size` bytes."""
-        return self.e.d("mad.wide.u32", self.vector, size, self.at[name])
-
-    def per_column(self, name: str, dtype: str) -> list[str]:
-        """An array (one element for each of the caller's columns) at the thread's columns, in float32."""
-        e, plan, size = self.e, self.plan, SIZES[dtype]
+    def per_column(self, ref: Any) -> Array:
+        """An array (one element for each of the caller's columns), viewed by `of_columns`, at the thread's columns."""
+        plan = self.plan
         if plan.fold == 1:
-            address, words = self.columns_of(name, plan.elements * size), []
-            for start in range(0, plan.elements * size, VECTOR_BYTES):
-                words.append(e.load_vector("global.nc", f"[{address}+{start}]"))
-            return [value for vector in words for value in e.unpack(dtype, vector)]
-        found = []
-        for i in range(plan.elements):
-            _, column = divided(e, e.scaled(self.vector, plan.elements, i), plan.columns // plan.fold)
-            found.append(_number_at(e, dtype, e.d("mad.wide.u32", column, size, self.at[name])))
-        return found
+            return lanes.float32(lanes.load(ref, self.vector))
+        column = lanes.wide(self.vector * plan.elements, plan.elements) + lanes.positions(plan.elements)
+        return lanes.float32(lanes.entries(ref, lanes.divided(column, plan.columns // plan.fold)[1]))
 
-    def store_floats(self, address: str, start: int, values: Sequence[str], when: str) -> None:
-        for i in range(0, len(values), 4):
-            self.e.op("st.global.v4.f32", f"[{address}+{start + 4 * i}]", list(values[i : i + 4]), when=when)
-
-    # ---- lines -------------------------------------------------------------------------------------------------------
-
-    def _join_lines(self) -> None:
-        e, plan, half = self.e, self.plan, self.plan.half
-        apart = 4 * plan.half * plan.width  # bytes
-        while half:
-            above = min(plan.lines, 2 * half) - half
-            upper = e.r("sub.s32", self.line, half)
-            writes = e.p("and.pred", e.p("setp.ge.s32", upper, 0), e.p("setp.lt.s32", upper, above))
-            if half < plan.half:
-                e.op("bar.sync", 0, plan.threads)  # after the reads of the last join
-            to = e.scaled(e.scaled(upper, plan.width, self.place), 4, self.shared)
-            for i, value in enumerate(self.values):
-                e.op("st.shared.f32", f"[{to}+{i * apart}]", value, when=writes)
-            e.op("bar.sync", 0, plan.threads)
-            with e.only_if("setp.lt.s32", self.line, above):
-                start = e.scaled(e.scaled(self.line, plan.width, self.place), 4, self.shared)
-                self.join([e.f("ld.shared.f32", f"[{start}+{i * apart}]") for i in range(len(self.values))])
-            half //= 2
+    def chunk(self, ref: Any, row: Any, rows: int, exist: Exist) -> list[Array]:
+        """The vectors of a chunk of a part of an array, so many rows from `row` on."""
+        part, step = ref.at[pl.ds(row, rows)], self.plan.lines * self.plan.row_vectors
+        found = (lanes.load(part, self.first, holds, i * step) for i, holds in enumerate(exist or ()))
+        return [lanes.float32(v) for v in found]
 
 
-def divided(e: Emitter, value: str, by: int) -> tuple[str, str]:
-    """Quotient and remainder."""
-    quotient = e.r("div.u32", value, by)
-    return quotient, e.r("sub.s32", value, e.r("mul.lo.s32", quotient, by))
+def thread(threads: int) -> Array:
+    """The number of each thread in its block."""
+    return lanes.numbers(lax.axis_index(WARPGROUP) * lanes.THREADS if threads > lanes.THREADS else 0)
 
 
-def _number_at(e: Emitter, dtype: str, address: str) -> str:
-    """One element in float32."""
-    if dtype == "f32":
-        return e.f("ld.global.nc.f32", f"[{address}]")
-    half = e.new("h")
-    e.op("ld.global.nc.b16", half, f"[{address}]")
-    if dtype == "f16":
-        return e.f("cvt.f32.f16", half)
-    word = e.r("cvt.u32.u16", half)
-    return e.f("mov.b32", e.r("shl.b32", word, 16))
+def of_columns(plan: ColumnPlan, v: Array) -> Array:
+    """An array of the caller's columns, as `Threads.per_column` takes it."""
+    return v.reshape(-1, plan.elements) if plan.fold == 1 else v
+
+
+def launch(
+    body: Callable[..., None],
+    plan: ColumnPlan,
+    arrays: Sequence[Array],
+    others: Sequence[Array],
+    outs: Sequence[tuple[int, ...]],
+    values: Sequence[int],
+    name: str,
+) -> list[Array]:
+    """The float32 results of a kernel: body(threads, arrays, others, results, memory for joins, slots).
+
+    arrays: those that are reduced, (rows, columns). values: the elements of each value that is joined.
+    """
+    e, views = plan.elements, [v.reshape(plan.rows, plan.row_vectors, plan.elements) for v in arrays]
+    slots = (plan.stages + 1) * plan.chunk * plan.threads
+    scratch = {
+        **{f"slots{i}": plgpu.SMEM((slots, e), v.dtype) for i, v in enumerate(arrays)},
+        **{f"joined{i}": plgpu.SMEM((plan.joined, size), F32) for i, size in enumerate(values)},
+    }
+
+    def run(*refs: Any, **scratch: Any) -> None:
+        split = len(views), len(views) + len(others)
+        of = lambda prefix: [ref for name, ref in scratch.items() if name.startswith(prefix)]
+        body(Threads(plan), refs[: split[0]], refs[slice(*split)], refs[split[1] :], of("joined"), of("slots"))
+
+    view = lambda shape: jax.ShapeDtypeStruct((int(np.prod(shape)) // e, e), F32)
+    options = {"scratch_types": scratch, **grid(plan.blocks, plan.threads // lanes.THREADS)}
+    found = kernel(run, out_type=tuple(map(view, outs)), kernel_name=name, **options)(*views, *others)
+    return [v.reshape(shape) for v, shape in zip(found, outs, strict=True)]
+
+
+def over_rows(
+    t: Threads,
+    arrays: Sequence[Any],
+    slots: Sequence[Any],
+    begin: Callable[[Chunks, Exist], Values],
+    add: Callable[[Values, Chunks, Exist], Values],
+) -> Values:
+    """The threads' values: those that `begin` makes for the first chunk, to which `add` then adds every chunk."""
+    plan = t.plan
+    step, size, ring = plan.lines * plan.row_vectors, plan.chunk * plan.threads, plan.stages + 1
+    count = lax.div(plan.full - 1 - t.split, jnp.int32(plan.splits)) + 1  # tiles of the split
+
+    place = lambda slot: t.number + slot * size
+
+    def fetch(number: Any, slot: Any) -> None:
+        """Starts to copy a tile of the split into a slot, if it exists; tile 0 is the last of x."""
+
+        @when(number < count)
+        def _() -> None:
+            row = (plan.full - 1 - t.split - number * plan.splits) * plan.tile
+            for ref, memory in zip(arrays, slots, strict=True):
+                part = ref.at[pl.ds(row, plan.tile)]
+                for i in range(plan.chunk):
+                    lanes.copy(memory, place(slot), part, t.first, plus=(i * plan.threads, i * step))
+
+        lanes.commit()
+
+    def held(slot: Any) -> Chunks:
+        loads = lambda memory: (lanes.load(memory, place(slot), plus=i * plan.threads) for i in range(plan.chunk))
+        return [[lanes.float32(v) for v in loads(memory)] for memory in slots]
+
+    def turn(number: Any, carry: Any) -> Any:
+        slot, free, values = carry
+        fetch(number + plan.stages, free)
+        lanes.wait(plan.stages)
+        return jnp.where(slot == plan.stages, 0, slot + 1), slot, add(values, held(slot), None)
+
+    def of_rest() -> tuple[Chunks, Exist]:
+        exist = [t.row + i * plan.lines < plan.rest for i in range(plan.chunk)]
+        return [t.chunk(ref, plan.full * plan.tile, plan.rest, exist) for ref in arrays], exist
+
+    if not plan.full:
+        rest = of_rest()
+        return add(begin(*rest), *rest)
+    for i in range(plan.stages):
+        fetch(jnp.int32(i), jnp.int32(i))
+    lanes.wait(plan.stages - 1)
+    values = begin(held(jnp.int32(0)), None)
+    values = lax.fori_loop(0, count, turn, (jnp.int32(0), jnp.int32(ring - 1), values))[2]
+    if plan.rest:
+        mine = jnp.where(t.split == plan.full % plan.splits, 1, 0)
+        values = lax.fori_loop(0, mine, lambda _, values: add(values, *of_rest()), values)
+    return values
+
+
+def over_lines(t: Threads, values: Values, memory: Sequence[Any], join: Callable[[Values, Values], Values]) -> Values:
+    """The values of a block, in the threads of its first line."""
+    plan, half, start = t.plan, t.plan.half, 0
+    vector = lambda v: v if v.ndim == 3 else lanes.wide(v, 1)
+    while half:
+        above = min(plan.lines, 2 * half) - half
+        upper = t.line - half
+        place, writes = start + upper * plan.width + t.place, (upper >= 0) & (upper < above)
+        for ref, value in zip(memory, values, strict=True):
+            lanes.store(ref, place, vector(value), writes)
+        lanes.meet()
+        own = start + lax.min(t.line, jnp.int32(above - 1)) * plan.width + t.place
+        others = [lanes.load(ref, own) for ref in memory]
+        others = [v if of.ndim == 3 else lanes.narrow(v) for v, of in zip(others, values, strict=True)]
+        new = join(values, others)
+        if above < half:  # the lines between have none to join with
+            new = [lanes.where(t.line < above, a, b) for a, b in zip(new, values, strict=True)]
+        values, start, half = new, start + half * plan.width, half // 2
+    return values

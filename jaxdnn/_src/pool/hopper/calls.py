@@ -3,13 +3,11 @@
 import math
 from typing import Any
 
-import jax
 from jax import Array
 
 from jaxdnn._src.hopper import branches
-from jaxdnn._src.hopper.launch import launch
-from jaxdnn._src.pool.hopper import kernels, scatter_ptx
-from jaxdnn._src.pool.hopper.scatter_ptx import Strip
+from jaxdnn._src.pool.hopper import kernels, scatter
+from jaxdnn._src.pool.hopper.scatter import Strip
 from jaxdnn._src.pool.hopper.shape import Shape, Tile
 
 # What was measured on an H200, in benchmarks/notes-pool.md:
@@ -53,7 +51,7 @@ def strip_of(k: Shape) -> Strip | None:
     """The strip of a thread for max-pooling's gradient; None where the gather form serves."""
     if not _shares_much(k) or (k.wide and math.prod(k.taps) <= GATHERED_TAPS):
         return None
-    most = k.images * scatter_ptx.pairs(k) * max(math.prod(k.size), math.prod(k.out))
+    most = k.images * scatter.pairs(k) * max(math.prod(k.size), math.prod(k.out))
     # Offsets from a strip's first element are immediate operands of 32 bits.
     reach = 16 * k.vectors * max(k.size[1], k.out[1]) * (k.taps[0] + 4)
     if max(most, reach) >= 2**31:  # the kernel numbers pairs in 32 bits
@@ -92,10 +90,7 @@ def maximum_backward(dy: Array, taps: Array, k: Shape) -> Array:
         _record("max backward", k, tile)
         return kernels.maximum_backward(dy, taps, k, tile)
     _record("max backward", k, strip)
-    result = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
-    grid = {"blocks": -(-strip.count(k) // strip.threads), "threads": strip.threads, "floats": strip.floats(k)}
-    code = scatter_ptx.maximum_backward(k, strip)
-    return launch(code, [dy, taps], [result], name="pool_max_dgrad", **grid)[0]
+    return scatter.maximum_backward(dy, taps, k, strip)
 
 
 def average_backward(dy: Array, k: Shape, *, factor: float | None) -> Array:

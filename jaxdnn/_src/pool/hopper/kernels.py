@@ -9,7 +9,7 @@ first, then down; of windows that move by one element, the parts that neighbours
 numbered with few vectors of channels innermost, then columns, then rows, so that those of a block share their halo in
 the L1 cache. Backward, a thread computes a tile of cells of dx, of stride by stride elements, which belong to the
 windows of the same few outputs: it loads dy and taps once. Of maxima the gradient of windows that move by one element
-has a kernel of PTX text, `scatter_ptx`, where that is faster.
+has a kernel of its own, `scatter`, where that is faster.
 
 Maxima. Of two items in the order of their taps the first is kept unless the second is larger, or is NaN and the first
 is not. So the result is the first of equal maxima, in whatever groups the items are joined. A tap outside of x is

@@ -1,0 +1,287 @@
+"""The kernels of batch normalisation's sums over columns: those of its statistics, and those of its gradients.
+
+Statistics, the mean and the centred second moment of each column of x, reading x once.
+
+The first row of x is subtracted from all rows (the base), so that a mean far from zero costs no precision. A thread
+keeps for each of its columns δ, the mean of x - base over its rows so far, and M, the sum of the squared distances from
+that mean. A chunk of k rows after n others, with d = (x - base) - δ, changes them to
+
+    δ' = δ + Σ d / (n + k)        M' = M + Σ d² - (Σ d)² / (n + k)
+
+δ starts as the mean of the first chunk. After n >= k rows, at most half of Σ d² is subtracted from it, and in the first
+chunk nearly nothing: there is no cancellation, whatever the data. Then pairs (δ, M) are joined over the lines of a
+block,
+
+    δ = δ₁ + (δ₂ - δ₁) n₂ / n        M = M₁ + M₂ + (δ₂ - δ₁)² n₁ n₂ / n
+
+and `merge` merges those of the splits.
+
+Gradients, reading dy and x once. A thread accumulates, row after row, for each of its columns
+
+    Σ dy        Σ dy h        and for float32 Σ h, which corrects for the rounding of the saved mean
+
+with h = (x - μ) / σ, and these are added over the lines of a block; XLA adds the splits' sums. `batch_walk` states the
+order of both.
+
+Sources: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+"""
+
+import functools as ft
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxdnn._src.core.compat import plgpu
+from jaxdnn._src.hopper import lanes
+from jaxdnn._src.hopper.curves_ptx import LOG2_E
+from jaxdnn._src.hopper.lanes import LANES
+from jaxdnn._src.hopper.launch import BLOCK, WARPGROUP, grid, kernel, when
+from jaxdnn._src.norm.hopper.activation_ptx import HALF_OF_LEAST
+from jaxdnn._src.norm.hopper.batch_walk import (
+    F32,
+    Chunks,
+    ColumnPlan,
+    Exist,
+    Threads,
+    Values,
+    launch,
+    of_columns,
+    over_lines,
+    over_rows,
+    thread,
+)
+
+MERGE_THREADS, MERGE_BATCH = 1024, 9
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+def statistics(x: Array, plan: ColumnPlan) -> tuple[Array, Array]:
+    """The base (columns,) and the splits' δ and M (splits, 2, columns) of x (rows, columns)."""
+    e = plan.elements
+
+    def body(t: Threads, arrays: Any, others: Any, outs: Any, joined: Any, slots: Any) -> None:
+        base = t.per_column(others[0] if others else arrays[0].at[0])
+
+        def totals(mean: Array, rows: Sequence[Array], exist: Exist, moment: Any = None) -> tuple[Array, Any]:
+            """Σ d of each column over the rows that exist; adds Σ d² to `moment`, if it is given."""
+            total: Any = None
+            for i, row in enumerate(rows):
+                d = (row - base) - mean
+                d = lanes.where(exist[i], d, 0.0) if exist else d
+                moment = None if moment is None else moment + d * d
+                total = d if total is None else total + d
+            return total, moment
+
+        def begin(chunks: Chunks, exist: Exist) -> Values:
+            zeros = lanes.full(0.0, e, F32)
+            total, _ = totals(zeros, chunks[0], exist)
+            return lanes.product(total, lanes.wide(_share(_number(plan, exist)), e)), zeros, lanes.one(0.0, F32)
+
+        def add(values: Values, chunks: Chunks, exist: Exist) -> Values:
+            mean, moment, count = values
+            count = count + _number(plan, exist)
+            total, moment = totals(mean, chunks[0], exist, moment)
+            step = lanes.product(total, lanes.wide(_share(count), e))
+            return mean + step, moment - total * step, count
+
+        def join(values: Values, others: Values) -> Values:
+            (mean, moment, count), (mean2, moment2, count2) = values, others
+            whole = count + count2
+            apart = mean2 - mean
+            step = lanes.product(apart, lanes.wide(lanes.product(count2, _share(whole)), e))
+            moment = (moment + moment2) + lanes.product(apart, step) * lanes.wide(count, e)
+            return mean + step, moment, whole
+
+        mean, moment, _ = over_lines(t, over_rows(t, arrays, slots, begin, add), joined, join)
+        stores = (t.line == 0) & t.inside
+        _store_sums(t, outs[1], (mean, moment), stores)
+        lanes.store(outs[0], t.vector, base, stores & (lanes.one(0, jnp.int32) + t.split == 0))
+
+    flat = [x.reshape(-1)] if plan.fold > 1 else []  # x again, by single elements
+    base, pairs = launch(
+        body, plan, [x], flat, [(plan.columns,), (plan.splits, 2, plan.columns)], (e, e, 1), "norm_columns"
+    )
+    return base, pairs
+
+
+def _number(plan: ColumnPlan, exist: Exist) -> Array:
+    """How many rows of a chunk exist."""
+    if exist is None:
+        return lanes.one(float(plan.chunk), F32)
+    return ft.reduce(jnp.add, (jnp.where(holds, 1.0, 0.0) for holds in exist))
+
+
+def _share(count: Array) -> Array:
+    """1 / n, and 1 for a thread without rows."""
+    return lanes.reciprocal(lax.max(count, 1.0))
+
+
+def _store_sums(t: Threads, ref: Any, values: Values, stores: Array) -> None:
+    """Stores the sums of a block, (splits, values, columns)."""
+    row = t.plan.row_vectors
+    for i, value in enumerate(values):
+        lanes.store(ref, (t.split * len(values) + i) * row + t.vector, value, stores)
+
+
+def merge(
+    base: Array, pairs: Array, scale: Array | None, plan: ColumnPlan, *, eps: float, batch: int = MERGE_BATCH
+) -> list[Array]:
+    """Merges the splits' pairs (δ, M) into mean, rstd, variance, rest and, with a scale, rstd scale.
+
+    mean + rest is base + δ: rest is the rounding error of the mean.
+
+    A block processes 32 columns; its warps take the pairs in turn, with the loads of at most `batch` pairs in flight.
+    First δ = Σ n_b δ_b / n, then σ² = Σ (M_b + n_b (δ_b - δ)²) / n; a warp adds its terms one after another, and then
+    the warps' sums are added one after another.
+    """
+    columns, entries, warps = plan.columns // plan.fold, plan.splits * plan.fold, MERGE_THREADS // LANES
+    batch = min(batch, -(-entries // warps))
+    given = [base, pairs, *([] if scale is None else [scale])]
+
+    def body(base_ref: Any, pairs_ref: Any, *rest: Any, shared: Any) -> None:
+        outs, scales = rest[len(given) - 2 :], rest[: len(given) - 2]
+        warp, lane = lanes.divided(thread(MERGE_THREADS), LANES)
+        own = lax.axis_index(BLOCK) * LANES + lane
+        stores, column = (own < columns) & (warp == 0), lax.min(own, jnp.int32(columns - 1))
+
+        def of_turn(turn: Any) -> Iterator[tuple[Array, ...]]:
+            """δ, M, n and whether they exist of the next pairs; zeros after the last pair."""
+            for i in range(batch):
+                entry = warp + (turn * (batch * warps) + i * warps)
+                exists = entry < entries
+                split, part = lanes.divided(entry, plan.fold)
+                at = split * (2 * plan.columns) + part * columns + column
+                found = (lanes.load(pairs_ref, at + j * plan.columns, exists) for j in range(2))
+                yield *found, lanes.wide(jnp.where(exists, _rows_of(plan, split), 0.0), 1), exists
+
+        turns = -(-entries // (batch * warps))
+        once = list(of_turn(0)) if turns == 1 else None  # loaded for both sums
+
+        def of_all(add: Callable[..., Array]) -> Array:
+            of_pairs = lambda found, total: ft.reduce(lambda total, pair: add(total, *pair), found, total)
+            zero = lanes.full(0.0, 1, F32)
+            if once is not None:
+                return of_pairs(once, zero)
+            return lax.fori_loop(0, turns, lambda turn, total: of_pairs(of_turn(turn), total), zero)
+
+        def share(value: Array) -> None:
+            """Stores the warps' values, for `mean`."""
+            lanes.store(shared, warp * LANES + lane, value)
+            lanes.meet()
+
+        def mean() -> Array:
+            """The sum of the warps' values over the number of rows."""
+            total = ft.reduce(jnp.add, [lanes.load(shared, lane + LANES * i) for i in range(warps)])
+            return lanes.product(total, lanes.full(1 / (plan.rows * plan.fold), 1, F32))
+
+        base, *factors = (lanes.load(ref, column) for ref in (base_ref, *scales))
+        share(of_all(lambda total, delta, _, n, __: total + delta * n))
+
+        @when(lax.axis_index(WARPGROUP) == 0)
+        def _() -> None:
+            lanes.store(shared, lane + MERGE_THREADS, mean(), warp == 0)
+
+        lanes.meet()
+        offset = lanes.load(shared, lane + MERGE_THREADS)
+
+        def squared(total: Array, delta: Array, moment: Array, n: Array, exists: Array) -> Array:
+            apart = lanes.where(exists, delta - offset, 0.0)
+            return (total + moment) + lanes.product(apart, apart) * n
+
+        share(of_all(squared))
+
+        @when(lax.axis_index(WARPGROUP) == 0)
+        def _() -> None:
+            variance = mean()
+            rstd = lanes.reciprocal(lanes.square_root(variance + eps))
+            found = [*_two_sum(base, offset), variance, rstd, *(lanes.product(rstd, factor) for factor in factors)]
+            for ref, value in zip(outs, (found[i] for i in (0, 3, 2, 1, 4)), strict=False):
+                lanes.store(ref, column, value, stores)
+
+    outs = [jax.ShapeDtypeStruct((columns, 1), F32)] * (2 + len(given))
+    options = grid(-(-columns // LANES), MERGE_THREADS // lanes.THREADS)
+    options |= {"scratch_types": {"shared": plgpu.SMEM((MERGE_THREADS + LANES, 1), F32)}, "kernel_name": "norm_merge"}
+    found = kernel(body, out_type=tuple(outs), **options)(*(v.reshape(-1, 1) for v in given))
+    return [v.reshape(columns) for v in found]
+
+
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """The rounded sum and its rounding error (Knuth's TwoSum)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
+def _rows_of(plan: ColumnPlan, split: Array) -> Array:
+    """How many rows a split has."""
+    each, more = divmod(plan.full, plan.splits)
+    rows = jnp.where(split < more, float((each + 1) * plan.tile), float(each * plan.tile))
+    return jnp.where(split == more, float(each * plan.tile + plan.rest), rows) if plan.rest else rows
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def sums_of(plan: ColumnPlan) -> int:
+    """The number of sums of a column."""
+    return 3 if plan.dtype == "f32" else 2
+
+
+def sums(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    plan: ColumnPlan,
+    activation: str | None = None,
+    affine: Sequence[Array] = (),
+) -> Array:
+    """The splits' sums (splits, 2 or 3, columns) of dy and x (rows, columns), mean and rstd (columns,).
+
+    activation: dy counts times its slope at scale h + bias; of relu, not at all where that is NaN. `affine` has scale
+    and bias.
+    """
+    e = plan.elements
+
+    def body(t: Threads, arrays: Any, others: Any, outs: Any, joined: Any, slots: Any) -> None:
+        mean, rstd, *affine = (t.per_column(ref) for ref in others)
+
+        def begin(chunks: Chunks, exist: Exist) -> Values:
+            return [lanes.full(0.0, e, F32)] * sums_of(plan)
+
+        def add(values: Values, chunks: Chunks, exist: Exist) -> Values:
+            """Rows that do not exist have a dy and an h of 0."""
+            of_dy, along, *rest = values
+            for i, (dy, x) in enumerate(zip(*chunks, strict=True)):
+                h = lanes.product(x - mean, rstd)
+                h = lanes.where(exist[i], h, 0.0) if exist else h
+                if activation is not None:
+                    scale, bias = affine  # each operation is rounded as forward, so that the sign is the same
+                    dy = _before(activation, dy, lanes.product(h, scale) + bias, plan.dtype)
+                of_dy, along, rest = of_dy + dy, along + dy * h, [total + h for total in rest]
+            return [of_dy, along, *rest]
+
+        def join(values: Values, others: Values) -> Values:
+            return [a + b for a, b in zip(values, others, strict=True)]
+
+        found = over_lines(t, over_rows(t, arrays, slots, begin, add), joined, join)
+        _store_sums(t, outs[0], found, (t.line == 0) & t.inside)
+
+    count = sums_of(plan)
+    others = [of_columns(plan, v) for v in (mean, rstd, *affine)]
+    outs = [(plan.splits, count, plan.columns)]
+    return launch(body, plan, [dy, x], others, outs, [e] * count, "norm_columns_dgrad")[0]
+
+
+def _before(activation: str, dy: Array, z: Array, dtype: str) -> Array:
+    """dy act'(z): of relu 0 where y is rounded to 0, or z is NaN; of swish with σ + z σ (1 - σ) for the slope."""
+    if activation == "relu":
+        return jnp.where(z > HALF_OF_LEAST[dtype], dy, 0.0)
+    power = lanes.exp2(lanes.product(z, lanes.full(-LOG2_E, z.shape[-1], F32)))
+    sigmoid = lanes.reciprocal(power + 1.0, approximate=True)
+    return lanes.product(dy, lanes.product(z, sigmoid) * (1.0 - sigmoid) + sigmoid)
