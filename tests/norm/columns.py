@@ -59,7 +59,7 @@ def sums(
     config: ColumnPlan | None = None,
     **machine: Any,
 ) -> jax.Array:
-    """Those of the kernel's splits, added up as the engine does."""
+    """Those of the splits, added up."""
     dy, x, mean, rstd = (jnp.asarray(v) for v in (dy, x, mean, rstd))
     rows, columns = x.shape
     plan = config or norm_batch.backward_plan(rows, columns, NAMES[np.dtype(x.dtype)], activation)
@@ -67,4 +67,4 @@ def sums(
     with on_cpu(batch_kernels, batch_walk, **machine):
         name = None if activation is None else activation[0]
         parts = batch_kernels.sums(dy, x, mean, rstd, plan, name, [jnp.asarray(v) for v in affine])
-    return jnp.asarray(parts).reshape(plan.splits, -1, plan.fold, columns).sum((0, 2))
+        return batch_kernels.totals(parts, plan)

@@ -79,6 +79,31 @@ def wide(value: Array, elements: int) -> Array:
     return _laid_out(lax.broadcast_in_dim(_laid_out(value), (WARPS, LANES, elements), (0, 1)))
 
 
+def element(value: Array, number: int) -> Array:
+    """The element of this number of each thread's vector."""
+
+    @_inline(returns=plgpu.ShapeDtypeStruct((WARPS, LANES), value.dtype, layout=tiled(ONE)))
+    def run(_: Any, v: Any) -> Any:
+        [own], found = v.registers.flat, np.empty(ONE.registers_shape((WARPS, LANES)), dtype=object)
+        one = vector.extract(own, dynamic_position=[], static_position=[number])
+        found.flat[0] = vector.from_elements(ir.VectorType.get((1,), one.type), [one])
+        return mgpu.FragmentedArray(_registers=found, _layout=ONE, _is_signed=_is_signed(value.dtype))
+
+    return run(value)
+
+
+def over_lanes(value: Array, distance: int) -> Array:
+    """The sums of the threads' numbers over their warps' lanes, by exchanges at `distance`, half of it, ..., 1."""
+
+    @_inline(returns=plgpu.ShapeDtypeStruct((WARPS, LANES), value.dtype, layout=tiled(ONE)))
+    def exchanged(_: Any, v: Any) -> Any:
+        found = np.empty_like(v.registers)
+        found.flat[0] = mgpu_utils.shfl_bfly(v.registers.flat[0], distance)
+        return mgpu.FragmentedArray(_registers=found, _layout=v.layout, _is_signed=None)
+
+    return over_lanes(value + exchanged(value), distance // 2) if distance else value
+
+
 def narrow(value: Array) -> Array:
     """The number of each thread whose vector has only this one."""
     return jnp.sum(value, 2)
@@ -119,11 +144,11 @@ def load(ref: Any, number: Array, when: Array | None = None, plus: int = 0) -> A
     def run(_: Any, ref: Any, number: Any, when: Any = None) -> Any:
         element = mgpu_utils.dtype_to_ir_type(dtype)
         size = elements * mgpu_utils.bytewidth(element)
-        words = _words_of(size)
+        words, place = _words_of(size), _place(ref, number, size, plus if when is None else 0)
         if when is None:
-            found = llvm.load(words, _place(ref, number, size, plus), alignment=size, invariant=not _is_shared(ref))
+            found = llvm.load(words, place, alignment=size, invariant=not _is_shared(ref))
         else:
-            found = _load_if(_own(when), _place(ref, number, size), words, plus * size)
+            found = _load_if(_own(when), place, words, plus * size)
         return _array(vector.bitcast(ir.VectorType.get((elements,), element), found), dtype)
 
     return run(ref, *given)
@@ -214,8 +239,8 @@ def entries(ref: Any, index: Array, plus: int = 0) -> Array:
 
     @_inline(1, result)
     def run(_: Any, ref: Any, index: Any) -> Any:
-        kind, shared = mgpu_utils.dtype_to_ir_type(result.dtype), _is_shared(ref)
-        load = lambda number: llvm.load(kind, _entry(ref, number, kind, plus), invariant=not shared)
+        kind, base, shared = mgpu_utils.dtype_to_ir_type(result.dtype), _pointer(ref), _is_shared(ref)
+        load = lambda number: llvm.load(kind, _entry(base, number, kind, plus), invariant=not shared)
         return index.foreach(lambda number, _: load(number), create_array=True, is_signed=_is_signed(result.dtype))
 
     return run(ref, index)
@@ -226,10 +251,10 @@ def put(ref: Any, index: Array, value: Array, plus: int = 0) -> None:
 
     @_inline(1)
     def run(_: Any, ref: Any, value: Any, index: Any) -> None:
-        [own], [numbers], count = value.registers.flat, index.registers.flat, value.shape[-1]
+        [own], [numbers], base, count = value.registers.flat, index.registers.flat, _pointer(ref), value.shape[-1]
         for i in range(count):
             of = lambda v, i=i: vector.extract(v, dynamic_position=[], static_position=[i])
-            llvm.store(of(own), _entry(ref, of(numbers), value.mlir_dtype, plus))
+            llvm.store(of(own), _entry(base, of(numbers), value.mlir_dtype, plus))
 
     run(ref, value, index)
 
@@ -325,6 +350,11 @@ def product(a: Array, b: Array) -> Array:
     Mosaic's products are such as the assembler contracts with sums, also behind `lax.optimization_barrier`.
     """
     return _floats("mul.rn.f32 $0, $1, $2;", a, b)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """a b + c of float32, rounded once. Which of its own products are contracted with sums is the compiler's choice."""
+    return _floats("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
 
 def reciprocal(v: Array, *, approximate: bool = False) -> Array:
@@ -464,9 +494,9 @@ def _element(base: Any, number: Any, kind: Any, plus: int) -> Any:
     return llvm.getelementptr(base.type, found, [], [plus], kind, llvm.GEPNoWrapFlags.none) if plus else found
 
 
-def _entry(ref: Any, number: Any, kind: Any, plus: int) -> Any:
-    """The address of an element."""
-    return _element(_pointer(ref), llvm.zext(ir.IntegerType.get_signless(64), number), kind, plus)
+def _entry(base: Any, number: Any, kind: Any, plus: int) -> Any:
+    """The address of an element of the array at an address."""
+    return _element(base, llvm.zext(ir.IntegerType.get_signless(64), number), kind, plus)
 
 
 def _place(ref: Any, number: Any, size: int, plus: int = 0) -> Any:

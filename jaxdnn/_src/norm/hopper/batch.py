@@ -3,7 +3,8 @@
 Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multiprocessor; a thread keeps mean and
 second moment of a vector of columns in registers and adds its share of the rows, with many copies in flight. The
 blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
-and their sums. XLA computes the pass that follows, and fuses it with an activation or an addition after it.
+and their sums, which another small kernel adds, because XLA adds them in another order in another program. XLA computes
+the pass that follows, and fuses it with an activation or an addition after it.
 `batch_walk` and `batch_kernels` have the kernels and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
@@ -15,7 +16,6 @@ import functools as ft
 import math
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -106,7 +106,7 @@ def sums(
     found = config or _found(ft.partial(backward_plan, activation=activation), x)
     _record(found, "backward")
     parts = batch_kernels.sums(dy, x, mean, rstd, found, None if activation is None else activation[0], affine)
-    return jnp.sum(parts.reshape(found.splits, -1, found.fold, x.shape[1]), (0, 2))
+    return batch_kernels.totals(parts, found)
 
 
 def _found(plan: Callable[..., ColumnPlan | None], x: Array) -> ColumnPlan:

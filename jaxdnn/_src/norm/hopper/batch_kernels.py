@@ -20,14 +20,14 @@ Gradients, reading dy and x once. A thread accumulates, row after row, for each 
 
     Σ dy        Σ dy h        and for float32 Σ h, which corrects for the rounding of the saved mean
 
-with h = (x - μ) / σ, and these are added over the lines of a block; XLA adds the splits' sums. `batch_walk` states the
-order of both.
+with h = (x - μ) / σ, and these are added over the lines of a block; `totals` adds the splits' sums. `batch_walk` states
+the order of both.
 
 Sources: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
 """
 
 import functools as ft
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +73,7 @@ def statistics(x: Array, plan: ColumnPlan) -> tuple[Array, Array]:
             for i, row in enumerate(rows):
                 d = (row - base) - mean
                 d = lanes.where(exist[i], d, 0.0) if exist else d
-                moment = None if moment is None else moment + d * d
+                moment = None if moment is None else lanes.fma(d, d, moment)
                 total = d if total is None else total + d
             return total, moment
 
@@ -87,14 +87,14 @@ def statistics(x: Array, plan: ColumnPlan) -> tuple[Array, Array]:
             count = count + _number(plan, exist)
             total, moment = totals(mean, chunks[0], exist, moment)
             step = lanes.product(total, lanes.wide(_share(count), e))
-            return mean + step, moment - total * step, count
+            return mean + step, lanes.fma(-total, step, moment), count
 
         def join(values: Values, others: Values) -> Values:
             (mean, moment, count), (mean2, moment2, count2) = values, others
             whole = count + count2
             apart = mean2 - mean
             step = lanes.product(apart, lanes.wide(lanes.product(count2, _share(whole)), e))
-            moment = (moment + moment2) + lanes.product(apart, step) * lanes.wide(count, e)
+            moment = lanes.fma(lanes.product(apart, step), lanes.wide(count, e), moment + moment2)
             return mean + step, moment, whole
 
         mean, moment, _ = over_lines(t, over_rows(t, arrays, slots, begin, add), joined, join)
@@ -133,80 +133,105 @@ def merge(
 ) -> list[Array]:
     """Merges the splits' pairs (δ, M) into mean, rstd, variance, rest and, with a scale, rstd scale.
 
-    mean + rest is base + δ: rest is the rounding error of the mean.
-
-    A block processes 32 columns; its warps take the pairs in turn, with the loads of at most `batch` pairs in flight.
-    First δ = Σ n_b δ_b / n, then σ² = Σ (M_b + n_b (δ_b - δ)²) / n; a warp adds its terms one after another, and then
-    the warps' sums are added one after another.
+    mean + rest is base + δ: rest is the rounding error of the mean. First δ = Σ n_b δ_b / n, then
+    σ² = Σ (M_b + n_b (δ_b - δ)²) / n, each added as `_Merging` says.
     """
-    columns, entries, warps = plan.columns // plan.fold, plan.splits * plan.fold, MERGE_THREADS // LANES
-    batch = min(batch, -(-entries // warps))
+    columns = plan.columns // plan.fold
     given = [base, pairs, *([] if scale is None else [scale])]
 
     def body(base_ref: Any, pairs_ref: Any, *rest: Any, shared: Any) -> None:
         outs, scales = rest[len(given) - 2 :], rest[: len(given) - 2]
-        warp, lane = lanes.divided(thread(MERGE_THREADS), LANES)
-        own = lax.axis_index(BLOCK) * LANES + lane
-        stores, column = (own < columns) & (warp == 0), lax.min(own, jnp.int32(columns - 1))
+        m = _Merging(columns, plan.splits * plan.fold, batch, shared)
 
-        def of_turn(turn: Any) -> Iterator[tuple[Array, ...]]:
-            """δ, M, n and whether they exist of the next pairs; zeros after the last pair."""
-            for i in range(batch):
-                entry = warp + (turn * (batch * warps) + i * warps)
-                exists = entry < entries
-                split, part = lanes.divided(entry, plan.fold)
-                at = split * (2 * plan.columns) + part * columns + column
-                found = (lanes.load(pairs_ref, at + j * plan.columns, exists) for j in range(2))
-                yield *found, lanes.wide(jnp.where(exists, _rows_of(plan, split), 0.0), 1), exists
-
-        turns = -(-entries // (batch * warps))
-        once = list(of_turn(0)) if turns == 1 else None  # loaded for both sums
-
-        def of_all(add: Callable[..., Array]) -> Array:
-            of_pairs = lambda found, total: ft.reduce(lambda total, pair: add(total, *pair), found, total)
-            zero = lanes.full(0.0, 1, F32)
-            if once is not None:
-                return of_pairs(once, zero)
-            return lax.fori_loop(0, turns, lambda turn, total: of_pairs(of_turn(turn), total), zero)
-
-        def share(value: Array) -> None:
-            """Stores the warps' values, for `mean`."""
-            lanes.store(shared, warp * LANES + lane, value)
-            lanes.meet()
+        def pair(entry: Array, exists: Array) -> tuple[Array, ...]:
+            """δ, M, n, and whether they exist; zeros if not."""
+            split, part = lanes.divided(entry, plan.fold)
+            at = split * (2 * plan.columns) + part * columns + m.column
+            found = (lanes.load(pairs_ref, at + j * plan.columns, exists) for j in range(2))
+            return *found, lanes.wide(jnp.where(exists, _rows_of(plan, split), 0.0), 1), exists
 
         def mean() -> Array:
             """The sum of the warps' values over the number of rows."""
-            total = ft.reduce(jnp.add, [lanes.load(shared, lane + LANES * i) for i in range(warps)])
-            return lanes.product(total, lanes.full(1 / (plan.rows * plan.fold), 1, F32))
+            return lanes.product(m.added(), lanes.full(1 / (plan.rows * plan.fold), 1, F32))
 
-        base, *factors = (lanes.load(ref, column) for ref in (base_ref, *scales))
-        share(of_all(lambda total, delta, _, n, __: total + delta * n))
+        of_all = m.each(pair)
+        base, *factors = (lanes.load(ref, m.column) for ref in (base_ref, *scales))
+        m.share(of_all(lambda total, delta, _, n, __: lanes.fma(delta, n, total)))
 
         @when(lax.axis_index(WARPGROUP) == 0)
         def _() -> None:
-            lanes.store(shared, lane + MERGE_THREADS, mean(), warp == 0)
+            lanes.store(shared, m.lane + MERGE_THREADS, mean(), m.warp == 0)
 
         lanes.meet()
-        offset = lanes.load(shared, lane + MERGE_THREADS)
+        offset = lanes.load(shared, m.lane + MERGE_THREADS)
 
         def squared(total: Array, delta: Array, moment: Array, n: Array, exists: Array) -> Array:
             apart = lanes.where(exists, delta - offset, 0.0)
-            return (total + moment) + lanes.product(apart, apart) * n
+            return lanes.fma(lanes.product(apart, apart), n, total + moment)
 
-        share(of_all(squared))
+        m.share(of_all(squared))
 
         @when(lax.axis_index(WARPGROUP) == 0)
         def _() -> None:
             variance = mean()
             rstd = lanes.reciprocal(lanes.square_root(variance + eps))
-            found = [*_two_sum(base, offset), variance, rstd, *(lanes.product(rstd, factor) for factor in factors)]
-            for ref, value in zip(outs, (found[i] for i in (0, 3, 2, 1, 4)), strict=False):
-                lanes.store(ref, column, value, stores)
+            mean_, rest = _two_sum(base, offset)
+            found = [mean_, rstd, variance, rest, *(lanes.product(rstd, factor) for factor in factors)]
+            for ref, value in zip(outs, found, strict=True):
+                lanes.store(ref, m.column, value, m.stores)
 
-    outs = [jax.ShapeDtypeStruct((columns, 1), F32)] * (2 + len(given))
-    options = grid(-(-columns // LANES), MERGE_THREADS // lanes.THREADS)
-    options |= {"scratch_types": {"shared": plgpu.SMEM((MERGE_THREADS + LANES, 1), F32)}, "kernel_name": "norm_merge"}
-    found = kernel(body, out_type=tuple(outs), **options)(*(v.reshape(-1, 1) for v in given))
+    return _merged(body, given, columns, 2 + len(given), "norm_merge")
+
+
+class _Merging:
+    """A block that adds up what the splits leave of 32 columns. Its warps take the entries of a column in turn.
+
+    A warp adds its entries one after another, and then the warps' sums are added one after another.
+    """
+
+    def __init__(self, columns: int, entries: int, batch: int, shared: Any) -> None:
+        self.entries, self.shared, self.warps = entries, shared, MERGE_THREADS // LANES
+        self.batch = min(batch, -(-entries // self.warps))  # entries whose loads are in flight at a time
+        self.warp, self.lane = lanes.divided(thread(MERGE_THREADS), LANES)
+        own = lax.axis_index(BLOCK) * LANES + self.lane
+        self.stores, self.column = (own < columns) & (self.warp == 0), lax.min(own, jnp.int32(columns - 1))
+
+    def each(self, load: Callable[[Array, Array], tuple[Array, ...]]) -> Callable[..., Array]:
+        """A function that adds up what it is given for each entry that `load` returns; they are loaded once if few."""
+        step = self.batch * self.warps
+        turns = -(-self.entries // step)
+
+        def of_turn(turn: Any) -> list[tuple[Array, ...]]:
+            entries = [self.warp + (turn * step + i * self.warps) for i in range(self.batch)]
+            return [load(entry, entry < self.entries) for entry in entries]
+
+        once = of_turn(0) if turns == 1 else None
+
+        def of_all(add: Callable[..., Array]) -> Array:
+            added = lambda found, total: ft.reduce(lambda total, entry: add(total, *entry), found, total)
+            zero = lanes.full(0.0, 1, F32)
+            if once is not None:
+                return added(once, zero)
+            return lax.fori_loop(0, turns, lambda turn, total: added(of_turn(turn), total), zero)
+
+        return of_all
+
+    def share(self, value: Array) -> None:
+        """Stores the warps' values, for `added`."""
+        lanes.store(self.shared, self.warp * LANES + self.lane, value)
+        lanes.meet()
+
+    def added(self) -> Array:
+        """The sum of the warps' values."""
+        return ft.reduce(jnp.add, [lanes.load(self.shared, self.lane + LANES * i) for i in range(self.warps)])
+
+
+def _merged(body: Callable[..., None], given: Sequence[Array], columns: int, outs: int, name: str) -> list[Array]:
+    """The results (columns,) of a kernel of blocks that add up what the splits leave."""
+    scratch = {"shared": plgpu.SMEM((MERGE_THREADS + LANES, 1), F32)}
+    options = {"scratch_types": scratch, **grid(-(-columns // LANES), MERGE_THREADS // lanes.THREADS)}
+    out = jax.ShapeDtypeStruct((columns, 1), F32)
+    found = kernel(body, out_type=(out,) * outs, kernel_name=name, **options)(*(v.reshape(-1, 1) for v in given))
     return [v.reshape(columns) for v in found]
 
 
@@ -263,7 +288,7 @@ def sums(
                 if activation is not None:
                     scale, bias = affine  # each operation is rounded as forward, so that the sign is the same
                     dy = _before(activation, dy, lanes.product(h, scale) + bias, plan.dtype)
-                of_dy, along, rest = of_dy + dy, along + dy * h, [total + h for total in rest]
+                of_dy, along, rest = of_dy + dy, lanes.fma(dy, h, along), [total + h for total in rest]
             return [of_dy, along, *rest]
 
         def join(values: Values, others: Values) -> Values:
@@ -278,10 +303,32 @@ def sums(
     return launch(body, plan, [dy, x], others, outs, [e] * count, "norm_columns_dgrad")[0]
 
 
+def totals(parts: Array, plan: ColumnPlan, *, batch: int = MERGE_BATCH) -> Array:
+    """The sums (sums, columns) of the splits' (splits, sums, columns), added as `_Merging` says."""
+    count, columns = parts.shape[1], plan.columns // plan.fold
+
+    def body(parts_ref: Any, out: Any, *, shared: Any) -> None:
+        m = _Merging(count * columns, plan.splits * plan.fold, batch, shared)
+        which, column = lanes.divided(m.column, columns)
+
+        def entry(number: Array, exists: Array) -> tuple[Array]:
+            split, part = lanes.divided(number, plan.fold)
+            at = (split * count + which) * plan.columns + part * columns + column
+            return (lanes.load(parts_ref, at, exists),)
+
+        m.share(m.each(entry)(jnp.add))
+
+        @when(lax.axis_index(WARPGROUP) == 0)
+        def _() -> None:
+            lanes.store(out, m.column, m.added(), m.stores)
+
+    return _merged(body, [parts], count * columns, 1, "norm_totals")[0].reshape(count, columns)
+
+
 def _before(activation: str, dy: Array, z: Array, dtype: str) -> Array:
     """dy act'(z): of relu 0 where y is rounded to 0, or z is NaN; of swish with σ + z σ (1 - σ) for the slope."""
     if activation == "relu":
         return jnp.where(z > HALF_OF_LEAST[dtype], dy, 0.0)
     power = lanes.exp2(lanes.product(z, lanes.full(-LOG2_E, z.shape[-1], F32)))
     sigmoid = lanes.reciprocal(power + 1.0, approximate=True)
-    return lanes.product(dy, lanes.product(z, sigmoid) * (1.0 - sigmoid) + sigmoid)
+    return lanes.product(dy, lanes.fma(lanes.product(z, sigmoid), 1.0 - sigmoid, sigmoid))

@@ -34,9 +34,10 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.conv.geometry import Geometry
-from jaxdnn._src.conv.hopper.depthwise.filter_launch import add_partials, filter_partials
+from jaxdnn._src.conv.hopper.depthwise.filter_launch import filter_partials
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.order import orders
+from jaxdnn._src.conv.hopper.depthwise.partials import add_partials
 from jaxdnn._src.conv.hopper.depthwise.plan import plan_walk
 from jaxdnn._src.conv.hopper.depthwise.plan import unsupported as unsupported
 from jaxdnn._src.conv.hopper.depthwise.planar import Config, planar

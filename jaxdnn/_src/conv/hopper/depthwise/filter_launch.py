@@ -1,4 +1,4 @@
-"""Depthwise and narrow-group filter gradients on Hopper: the launch for partial sums, and the one that adds them."""
+"""Depthwise and narrow-group filter gradients on Hopper: the launch for partial sums."""
 
 import math
 from typing import Any
@@ -10,14 +10,13 @@ from jax import Array, lax
 
 from jaxdnn._src.conv.hopper.depthwise import filter as tensor_filter
 from jaxdnn._src.conv.hopper.depthwise import fma as lanes
-from jaxdnn._src.conv.hopper.depthwise.filter import THREADS, Terms, add_terms
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import FilterPlan
 from jaxdnn._src.conv.hopper.depthwise.launch import as_images, each, grid, loads_done, ref_type, shared
-from jaxdnn._src.conv.hopper.depthwise.planar import DTYPES, Planar
+from jaxdnn._src.conv.hopper.depthwise.planar import Planar
 from jaxdnn._src.core.compat import ir, llvm, mgpu, pl, plgpu, vector
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address, scalars
-from jaxdnn._src.hopper.launch import kernel, launch, when
+from jaxdnn._src.hopper.launch import kernel, when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 
@@ -159,16 +158,3 @@ def _inline_filter_store(code: str, carry: Any, sums: Any, layout: Any) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
 
     run(carry, sums)
-
-
-def add_partials(partial: Array, rows: int, width: int, dtype: Any, sms: int | None) -> Array:
-    """Adds partial sums (splits, parts, r, s * group, c), one after another, and rounds to (rows, width).
-
-    A row of the result is the beginning of a row of s * group * c elements.
-    """
-    splits, parts, *rest = partial.shape
-    terms = Terms(splits * parts, math.prod(rest), math.prod(rest[1:]), rows, width, DTYPES[np.dtype(dtype).name])
-    (blocks,) = grid(ceil_div(rows * width, THREADS), sms)
-    result = jax.ShapeDtypeStruct((rows, width), dtype)
-    code = add_terms(terms, blocks)
-    return launch(code, [partial], [result], name="depthwise_add_partials", blocks=blocks, threads=THREADS)[0]
