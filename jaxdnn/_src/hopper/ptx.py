@@ -142,6 +142,38 @@ class Emitter:
             part = list(words[i : i + 4])
             self.op(f"st.global.v{len(part)}.b32", f"[{target}+{start + 4 * i}]", part, when=when)
 
+    # ---- mbarriers, and the blocks of a cluster ----------------------------------------------------------------------
+
+    def make_barriers(self, start: str, counts: Sequence[int], first: str) -> None:
+        """Initialises mbarriers, 8 bytes each from `start` on, in the one thread for which the predicate holds."""
+        for i, count in enumerate(counts):
+            self.op("mbarrier.init.shared::cta.b64", f"[{start}+{8 * i}]", count, when=first)
+
+    def barriers_made(self) -> None:
+        """Makes the mbarriers known to the copy engine, and to the cluster when its blocks meet next."""
+        self.op("fence.mbarrier_init.release.cluster")
+
+    def expect(self, barrier: str, size: object, when: str) -> None:
+        """Arrives at an mbarrier, and tells it of the bytes of a transfer."""
+        self.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", f"[{barrier}]", size, when=when)
+
+    def in_block(self, address: str, block: str) -> str:
+        """The address of the same place in the shared memory of another block of the cluster."""
+        return self.r("mapa.shared::cluster.u32", address, block)
+
+    def send(self, kind: str, place: str, values: object, barrier: str, when: str = "") -> None:
+        """Stores values of a kind at a place in another block, whose mbarrier counts their bytes."""
+        instruction = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind}"
+        self.op(instruction, f"[{place}]", values, f"[{barrier}]", when=when)
+
+    def arrive_in_cluster(self) -> None:
+        """Tells the cluster's blocks that this one has come here, and what it has stored before."""
+        self.op("barrier.cluster.arrive.release.aligned")
+
+    def wait_for_cluster(self) -> None:
+        """Waits until all blocks of the cluster have arrived."""
+        self.op("barrier.cluster.wait.acquire.aligned")
+
     def wait(self, barrier: str, phase: str, scope: str = "") -> None:
         """Waits for an mbarrier's phase of this parity; in scope ".acquire.cluster" also for other blocks' stores."""
         again = self.label()

@@ -23,18 +23,17 @@ class Ring:
         self.start, self.barriers = start, barriers
         self.filled, self.read, self.written = (e.r("mov.b32", 0) for _ in range(3))
         self.phase = e.r("mov.b32", 0)  # the parity of the phase in which the slot that is read next is filled
-        for i in range(slots):
-            e.op("mbarrier.init.shared::cta.b64", f"[{barriers}+{8 * i}]", 1, when=leads)
-        e.op("fence.mbarrier_init.release.cluster")
+        e.make_barriers(barriers, [1] * slots, leads)
+        e.barriers_made()
         e.op("fence.proxy.async.shared::cta")
 
     def fill(self, source: str, size: object, when: str) -> None:
         """Starts the copy of so many bytes into the next slot, if the predicate holds."""
         e = self.e
         issues = e.p("and.pred", self.leads, when)
-        barrier = f"[{self._barrier(self.filled)}]"
-        e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", barrier, size, when=issues)
-        e.op(_LOAD, f"[{self.address(self.filled)}]", f"[{source}]", size, barrier, when=issues)
+        barrier = self._barrier(self.filled)
+        e.expect(barrier, size, issues)
+        e.op(_LOAD, f"[{self.address(self.filled)}]", f"[{source}]", size, f"[{barrier}]", when=issues)
         self._advance(self.filled)
 
     def address(self, slot: str) -> str:

@@ -19,7 +19,6 @@ from jaxdnn._src.norm.hopper.group_plan import BARRIERS
 from jaxdnn._src.norm.hopper.group_vectors import Vectors
 
 BLOCK = 1  # the number of the barrier of the block's threads
-_STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32"
 
 
 class Buffer(NamedTuple):
@@ -44,11 +43,10 @@ class Exchange:
         if self.plan.cluster > 1:
             self._barriers = e.r("add.s32", vectors.shared, vectors.area)
             self._first = e.p("setp.eq.u32", vectors.thread, 0)
-            for i in range(2):
-                e.op("mbarrier.init.shared::cta.b64", f"[{self._barriers}+{8 * i}]", 1, when=self._first)
-            e.op("fence.mbarrier_init.release.cluster", "")
+            e.make_barriers(self._barriers, [1, 1], self._first)
+            e.barriers_made()
             # Waited for before the first store into another block's memory: that block then runs and has its mbarriers.
-            e.op("barrier.cluster.arrive.release.aligned")
+            e.arrive_in_cluster()
 
     def begin(self) -> None:
         """Prepares for the loop over the cluster's parts."""
@@ -63,7 +61,7 @@ class Exchange:
 
     def _wait_for_cluster(self) -> None:
         if self.plan.cluster > 1:
-            self.e.op("barrier.cluster.wait.acquire.aligned")
+            self.e.wait_for_cluster()
 
     def buffer(self, count: int) -> Buffer:
         """The memory of the next exchange of a part."""
@@ -102,7 +100,7 @@ class Exchange:
                 e.op("mapa.shared::cluster.u32", mapped, own, lane, when=sends)
         for i, value in enumerate(sums):
             if barrier:
-                e.op(_STORE, f"[{here}+{i * step}]", value, f"[{barrier}]", when=sends)
+                e.send("f32", f"{here}+{i * step}", value, barrier, sends)
             else:
                 e.op("st.shared.f32", f"[{here}+{i * step}]", value, when=sends)
 
@@ -111,7 +109,7 @@ class Exchange:
         e, plan = self.e, self.plan
         if plan.cluster > 1:
             size = 4 * buffer.quantities * plan.cluster * plan.groups
-            e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", f"[{buffer.barrier}]", size, when=self._first)
+            e.expect(buffer.barrier, size, self._first)
             e.wait(buffer.barrier, buffer.phase, ".acquire.cluster")
         else:
             e.op("bar.sync", BLOCK, plan.threads)

@@ -25,7 +25,6 @@ from jaxdnn._src.rnn.hopper.forward_ptx import saved_columns
 from jaxdnn._src.rnn.hopper.plan import COLUMNS, LINE, Given
 from jaxdnn._src.rnn.hopper.sequences_ptx import Key, Sequences
 
-STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
 MEETING = 1  # the number of the barrier of the warps that have units
 
 
@@ -69,18 +68,18 @@ class Backward:
 
     def text(self) -> str:
         k, e = self.k, self.e
-        k.arrive()
+        k.e.arrive_in_cluster()
         has_units = ("setp.lt.u32", k.warp, self.plan.warps)
         with e.only_if(*has_units):
             self._begin()
         # What one warp has written here for others, another reads after a barrier of the block in the first step.
-        k.meet()
+        k.e.wait_for_cluster()
         with e.only_if(*has_units):
             with e.loop(0, self.given.steps, 1) as step:
                 self._step(step)
             self._end()
-        k.arrive()  # no block ends before all have received
-        k.meet()
+        k.e.arrive_in_cluster()  # no block ends before all have received
+        k.e.wait_for_cluster()
         return e.text()
 
     # ---- before the steps --------------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ class Backward:
         block = e.r("div.u32", group, plan.warps)
         warp = e.r("sub.s32", group, e.r("mul.lo.s32", block, plan.warps))
         place = e.scaled(warp, plan.cluster * 256, e.scaled(k.rank, 256, k.shared))
-        target = [e.r("mapa.shared::cluster.u32", address, block) for address in (place, k.barriers)]
+        target = [e.in_block(address, block) for address in (place, k.barriers)]
         self.target = (e.r("add.s32", target[0], self.lane), target[1])
         self.table = e.r("add.s32", k.shared, 2 * plan.received + 128)
         self.table = e.scaled(k.warp, plan.table, self.table)
@@ -207,7 +206,7 @@ class Backward:
             to, told = e.r("add.s32", place, turn.other), e.r("add.s32", barrier, turn.other_barrier)
             for n, of_tiles in enumerate(sums):
                 values = of_tiles[half // 2][2 * (half % 2) : 2 * (half % 2) + 2]
-                e.op(STORE, f"[{to}+{further + n * plan.warps * plan.cluster * 256}]", values, f"[{told}]")
+                e.send("v2.f32", f"{to}+{further + n * plan.warps * plan.cluster * 256}", values, told)
         s.advance()
 
     def _read(self, step: str) -> tuple[list[dict[Key, str]], dict[Key, str], dict[Key, str]]:

@@ -18,7 +18,6 @@ from jaxdnn._src.hopper.ptx import Emitter
 from jaxdnn._src.rnn.hopper.plan import COLUMNS, LINE
 
 VECTOR = 16
-STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
 
 
 class Block:
@@ -42,21 +41,10 @@ class Block:
     def make_barriers(self, phases: int) -> None:
         """Initialises the mbarriers, for as many transfers, the first into the second buffer."""
         e = self.e
-        for i in range(2):
-            e.op("mbarrier.init.shared::cta.b64", f"[{self.barriers}+{8 * i}]", 1, when=self.first)
-        e.op("fence.mbarrier_init.release.cluster", "")
+        e.make_barriers(self.barriers, [1, 1], self.first)
+        e.barriers_made()
         for i in (1, 0)[:phases]:
-            self.expect(e.r("add.s32", self.barriers, 8 * i), self.first)
-
-    def expect(self, barrier: str, when: str) -> None:
-        """Tells an mbarrier of the bytes of its next transfer."""
-        self.e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", f"[{barrier}]", self.size, when=when)
-
-    def arrive(self) -> None:
-        self.e.op("barrier.cluster.arrive.release.aligned", "")
-
-    def meet(self) -> None:
-        self.e.op("barrier.cluster.wait.acquire.aligned", "")
+            e.expect(e.r("add.s32", self.barriers, 8 * i), self.size, self.first)
 
 
 class Turn:
@@ -78,7 +66,7 @@ class Turn:
             phase = e.r("and.b32", e.r("shr.u32", e.r("sub.s32", self.step, 1), 1), 1)
             e.wait(self.barrier, phase, ".acquire.cluster")
             again = e.both(k.first, e.p("setp.lt.s32", self.step, steps - 2))
-            k.expect(self.barrier, again)
+            e.expect(self.barrier, k.size, again)
 
 
 Tiles = Sequence[tuple[int | None, int | None]]
@@ -179,10 +167,8 @@ class States:
             for group in range(k.groups):
                 line = e.scaled(self.number, k.groups, group)
                 place = self._place(self.column, e.r("and.b32", line, 3))
-                mapped.append(
-                    e.r("mapa.shared::cluster.u32", e.scaled(line, LINE, e.scaled(place, VECTOR, k.shared)), block)
-                )
-            self.targets.append((mapped, e.r("mapa.shared::cluster.u32", k.barriers, block)))
+                mapped.append(e.in_block(e.scaled(line, LINE, e.scaled(place, VECTOR, k.shared)), block))
+            self.targets.append((mapped, e.in_block(k.barriers, block)))
         self.bits = [self._bit(i) for i in range(3)]
 
     def _bit(self, i: int) -> str:
@@ -234,4 +220,4 @@ class States:
         for mapped, barrier in self.targets:
             place = e.r("add.s32", mapped[group], turn.other)
             told = e.r("add.s32", barrier, turn.other_barrier)
-            e.op(STORE, f"[{place}+{tile * self.units * VECTOR}]", vector, f"[{told}]", when=self.sends)
+            e.send("v4.b32", f"{place}+{tile * self.units * VECTOR}", vector, told, self.sends)

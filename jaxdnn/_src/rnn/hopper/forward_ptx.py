@@ -63,16 +63,16 @@ class Forward:
     def text(self) -> str:
         plan, k, e = self.plan, self.k, self.e
         self.states.begin(k.base["h"], self.sequences.first, self.given.batch, plan.tiles)
-        k.arrive()
+        k.e.arrive_in_cluster()
         with e.only_if("setp.lt.u32", k.warp, plan.warps):
             self._begin()
-        k.meet()
+        k.e.wait_for_cluster()
         with e.only_if("setp.lt.u32", k.warp, plan.warps):
             with e.loop(0, self.given.steps, 1) as step:
                 self._step(step)
             self._end()
-        k.arrive()  # no block ends before all have received
-        k.meet()
+        k.e.arrive_in_cluster()  # no block ends before all have received
+        k.e.wait_for_cluster()
         return e.text()
 
     # ---- before the steps --------------------------------------------------------------------------------------------

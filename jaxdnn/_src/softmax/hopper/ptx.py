@@ -196,10 +196,10 @@ class Kernel:
             e.op("barrier.cluster.wait.aligned")
             self.started = True
         block = e.p("setp.lt.s32", e.scaled(self.warp, 32, self.lane), plan.cluster)  # a thread for each
-        there = e.r("mapa.shared::cluster.u32", e.scaled(self.rank, 4, slot), self.lane)
+        there = e.in_block(e.scaled(self.rank, 4, slot), self.lane)
         e.op("st.shared::cluster.f32", f"[{there}]", value, when=block)
-        e.op("barrier.cluster.arrive.release.aligned")
-        e.op("barrier.cluster.wait.acquire.aligned")
+        e.arrive_in_cluster()
+        e.wait_for_cluster()
         mine = e.r("and.b32", self.lane, plan.cluster - 1)
         there = e.f("ld.shared.f32", f"[{e.scaled(mine, 4, slot)}]")
         return e.over_lanes(there, plan.cluster // 2, 1, instruction)

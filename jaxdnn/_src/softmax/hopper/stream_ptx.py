@@ -30,7 +30,6 @@ from jaxdnn._src.softmax.hopper import ptx
 from jaxdnn._src.softmax.hopper.ptx import ZERO, RowPlan, bounded, finisher, shifted
 
 _PAIR = 8  # bytes of a warp's largest element and sum
-_STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
 
 
 def slice_vectors(plan: RowPlan) -> int:
@@ -120,9 +119,7 @@ class _Stream(ptx.Kernel):
         self.results = e.d("mad.wide.u32", before, out_vector, self.output)
         self.turn, self.phase = e.r("mov.b32", 0), e.r("mov.b32", 0)  # 0 or 1; the phase of this turn's barrier
         self.sums = e.r("add.s32", self.shared, 2 * _exchange_bytes(plan))
-        for i in range(2):
-            count = 1 if self.rank else self.warps
-            e.op("mbarrier.init.shared::cta.b64", f"[{self.sums}+{8 * i}]", count, when=self.first)
+        e.make_barriers(self.sums, [1 if self.rank else self.warps] * 2, self.first)
         size = self.piece * VECTOR_BYTES
         self.ring = Ring(
             e,
@@ -140,8 +137,8 @@ class _Stream(ptx.Kernel):
             self.load_next()
         # The loads of all warps' first rows come before any other; after this, all blocks' mbarriers are initialised.
         if self.rank:
-            e.op("barrier.cluster.arrive.release.aligned")
-            e.op("barrier.cluster.wait.acquire.aligned")
+            e.arrive_in_cluster()
+            e.wait_for_cluster()
         else:
             e.op("bar.sync", 1, plan.block)
         for _ in range(loads - first):
@@ -315,11 +312,10 @@ class _Stream(ptx.Kernel):
             e.op("st.shared.v2.f32", f"[{pair}]", values, when=when)
             e.op("mbarrier.arrive.shared::cta.b64", "_", f"[{barrier}]", when=when)
             return
-        expected = _exchange_bytes(plan)
-        e.op("mbarrier.arrive.expect_tx.shared::cta.b64", "_", f"[{barrier}]", expected, when=self.first)
+        e.expect(barrier, _exchange_bytes(plan), self.first)
         pair = e.scaled(self.rank, self.warps * _PAIR, pair)
-        pair, barrier = (e.r("mapa.shared::cluster.u32", where, self.lane) for where in (pair, barrier))
-        e.op(_STORE, f"[{pair}]", values, f"[{barrier}]", when=when)
+        pair, barrier = (e.in_block(where, self.lane) for where in (pair, barrier))
+        e.send("v2.f32", pair, values, barrier, when)
 
     def receive(self) -> tuple[list[str], list[str]]:
         """Waits for all pairs; returns, for lane i, m and s of warp i (modulo a block's warps) of every block."""
