@@ -20,8 +20,7 @@ import jaxdnn_reference as reference
 from jaxdnn._src import hopper
 from jaxdnn._src.attention.hopper import backward, backward_dq, backward_launch, backward_plan, backward_rows
 from jaxdnn._src.attention.hopper.backward_plan import TILE, Extent, Problem, Spread, Window
-from jaxdnn._src.hopper import ptx
-from tests.hopper import assembler, lane_machine
+from tests.hopper import assembler
 from tests.hopper.device import on_hopper
 from tests.hopper.protocol import kernels, place_of
 from tests.hopper.shared_memory import Fault
@@ -298,32 +297,6 @@ def rows_of(sizes: Sizes, given: dict[str, np.ndarray]) -> np.ndarray:
     found = np.full((p.batch * p.heads, 2, p.query_tiles * TILE), np.nan, np.float32)
     found[:, :, : p.queries] = np.stack([x.reshape(-1, p.queries) for x in both], 1)
     return found
-
-
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-@pytest.mark.parametrize(("features", "dtype"), [(64, BF16), (96, F16), (8, BF16), (256, F16)])
-def test_rows_are_added_in_their_order(layout: str, features: int, dtype: Any):
-    """The bits of D and of L in base 2; of a row that saw nothing L is taken for 0."""
-    sizes = Sizes(2, 70, 70, 3, 3, features, features, dtype, layout)
-    p, rng = sizes.problem, np.random.default_rng(features)
-    shape = (2, 3, 70) if p.heads_first else (2, 70, 3)
-    dy, y = (rng.normal(size=(*shape, features)).astype(dtype) for _ in range(2))
-    lse, dlse = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
-    lse[1, 2] = -np.inf
-    with lane_machine.on_cpu(backward_rows):
-        dy_, y_, dlse_, lse_ = map(jnp.asarray, (dy, y, dlse, lse))
-        found = np.asarray(backward_rows.run(dy_, y_, dlse_, lse_, p))
-    products = (dy.astype(np.float32) * y.astype(np.float32)).reshape(*shape, -1, 8)
-    parts = ptx.pairwise(np.add, list(np.moveaxis(products, -1, 0)))
-    lanes = backward_rows.sharing(p)
-    sums = np.concatenate([parts, np.zeros((*shape, lanes - parts.shape[-1]), np.float32)], -1)
-    while lanes > 1:
-        lanes //= 2
-        sums = sums[..., :lanes] + sums[..., lanes : 2 * lanes]
-    scaled = np.where(lse == -np.inf, np.float32(0), lse * np.float32(-backward_rows.LOG2_E))
-    for value, wanted in zip(np.moveaxis(found, 1, 0), (scaled, sums[..., 0] - dlse), strict=True):
-        wanted = wanted if p.heads_first else np.swapaxes(wanted, 1, 2)
-        np.testing.assert_array_equal(value[:, :70], wanted.reshape(6, 70))
 
 
 def expect_close(found: Any, wanted: Any, dtype: Any) -> None:

@@ -183,13 +183,6 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
         return jnp.asarray((math.prod(wide) + np.asarray(c, np.float64)).astype(np.float32))
 
 
-def _over_lanes(value: Any, distance: int) -> Any:
-    while distance:
-        value = value + value[:, np.arange(lanes.LANES) ^ distance]
-        distance //= 2
-    return value
-
-
 def _exp2(v: Any) -> Any:
     """Rounded once: XLA's own on a CPU is off by more the larger the exponent is."""
     with np.errstate(over="ignore", under="ignore"):
@@ -214,8 +207,6 @@ IN_JAX: dict[str, Any] = {
     "log2": jnp.log2,
     "product": lambda a, b: a * b,
     "fma": _fma,
-    "element": lambda value, number: value[..., number],
-    "over_lanes": _over_lanes,
     "reciprocal": lambda v, approximate=False: 1 / v,
     "square_root": jnp.sqrt,
     "narrow": lambda value: value[..., 0],

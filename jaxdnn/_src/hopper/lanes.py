@@ -79,31 +79,6 @@ def wide(value: Array, elements: int) -> Array:
     return _laid_out(lax.broadcast_in_dim(_laid_out(value), (WARPS, LANES, elements), (0, 1)))
 
 
-def element(value: Array, number: int) -> Array:
-    """The element of this number of each thread's vector."""
-
-    @_inline(returns=plgpu.ShapeDtypeStruct((WARPS, LANES), value.dtype, layout=tiled(ONE)))
-    def run(_: Any, v: Any) -> Any:
-        [own], found = v.registers.flat, np.empty(ONE.registers_shape((WARPS, LANES)), dtype=object)
-        one = vector.extract(own, dynamic_position=[], static_position=[number])
-        found.flat[0] = vector.from_elements(ir.VectorType.get((1,), one.type), [one])
-        return mgpu.FragmentedArray(_registers=found, _layout=ONE, _is_signed=_is_signed(value.dtype))
-
-    return run(value)
-
-
-def over_lanes(value: Array, distance: int) -> Array:
-    """The sums of the threads' numbers over their warps' lanes, by exchanges at `distance`, half of it, ..., 1."""
-
-    @_inline(returns=plgpu.ShapeDtypeStruct((WARPS, LANES), value.dtype, layout=tiled(ONE)))
-    def exchanged(_: Any, v: Any) -> Any:
-        found = np.empty_like(v.registers)
-        found.flat[0] = mgpu_utils.shfl_bfly(v.registers.flat[0], distance)
-        return mgpu.FragmentedArray(_registers=found, _layout=v.layout, _is_signed=None)
-
-    return over_lanes(value + exchanged(value), distance // 2) if distance else value
-
-
 def narrow(value: Array) -> Array:
     """The number of each thread whose vector has only this one."""
     return jnp.sum(value, 2)
