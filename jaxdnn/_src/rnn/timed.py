@@ -105,5 +105,7 @@ CASES: tuple[timed.Case, ...] = (
     Layer("gru", "agent", "gru-1", 1, 64, 256, 512),
     Layer("rnn", "agent", "rnn-256", 32, 128, 256, 256),
     *(Layer("lstm", "units", f"lstm-{n}", 64, 64, n, n) for n in (128, 256, 512)),
+    *(Layer("lstm", "wide", f"lstm-{n}", 64, 256, n, n) for n in (640, 768, 1024)),
+    *(Layer("gru", "wide", f"gru-{n}", 64, 256, n, n) for n in (768, 1024)),
     *(Layer("lstm", "cells", f"lstm-{n}-by-cells", 64, 64, n, n, hoisted=False) for n in (128, 256, 512)),
 )
