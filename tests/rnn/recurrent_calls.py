@@ -87,6 +87,8 @@ def run_forward(chosen: plan.Plan, given: Given, v: Arrays, code: str = "") -> A
 
 def run_backward(chosen: backward_plan.Plan, given: Given, v: Arrays, code: str = "") -> Arrays:
     values = {**v, "resets": v["resets"].astype(np.int32)}
+    if chosen.streamed:
+        values["r"] = calls.by_groups(chosen, v["r"])
     names, shapes = backward_ptx.operands(chosen.cell, given), calls.backward_shapes(chosen, given, v["h"].dtype)
     return _run(chosen, given, values, names, shapes, code or backward_ptx.backward(chosen, given))
 
@@ -98,8 +100,9 @@ def _run(
     arrays = [values[name] for name in names if name not in shapes]
     outs = [(shapes[name].shape, np.dtype(shapes[name].dtype)) for name in results]
     count = chosen.clusters(given.batch)
-    floats = chosen.shared // 4
-    found = on_arrays(Recurrent, code, arrays, outs, chosen.threads, count, chosen.cluster, floats=floats)
+    again = given.batch > chosen.sequences and given.batch % chosen.sequences != 0
+    shape: dict[str, Any] = {"floats": chosen.shared // 4, "again": again}
+    found = on_arrays(Recurrent, code, arrays, outs, chosen.threads, count, chosen.cluster, **shape)
     return dict(zip(results, found, strict=True))
 
 

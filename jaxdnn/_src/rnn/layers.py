@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.core import blending, checks, primitives, trees
+from jaxdnn._src.core import blending, checks, engines, primitives, trees
+from jaxdnn._src.core.determinism import is_fixed
 from jaxdnn._src.core.rounding import at_edges, nearest
 from jaxdnn._src.dropout.api import dropout
 from jaxdnn._src.rnn import arguments
@@ -140,16 +141,16 @@ def live(x: Array, lengths: Array) -> Array:
 
 def run(call: Layer, saving: bool = False) -> tuple[Array, list[Array], dict[str, Array]]:
     """y, (T, N, H), of which steps behind a sequence's end repeat its state; the final states; and what is saved."""
-    spec, weights = call.spec, call.weights
-    a = _products(call)
-    entering, within = _biases(spec, weights, a.dtype)
-    if entering is not None:
-        a = a + trees.broadcast(jnp.expand_dims(entering, (0, 1)), a, spec.level)
-    operands = {"a": a, "r": weights["r"], **initial(call), **marks(call)}
+    weights, wide = call.weights, blending.accumulator(call.x.dtype)
+    entering, within = _biases(call.spec, weights, wide)
+    given = _inputs(call, entering)
+    spec = dataclasses.replace(call.spec, inputs=tuple(given))
+    operands = {**given, "r": weights["r"], **initial(call), **marks(call)}
     if spec.projected:
         operands["p"] = weights["projection"]
     if spec.cell == "gru_after":
-        operands["q"] = jnp.zeros(a.shape[2:], a.dtype)[: a.shape[2] // 3] if within is None else within
+        hidden = weights["r"].shape[-1] // 3 * (call.heads or 1)
+        operands["q"] = jnp.zeros(hidden, wide) if within is None else within
     bound = ft.partial(primitives.call, "rnn_saved" if saving else "rnn", spec=spec)
     given = [operands[name] for name in spec.operands]
     results = ("y", *spec.states, *(spec.saved if saving else ()))
@@ -171,6 +172,27 @@ def inputs(call: Layer) -> Array:
     if call.lengths is None:
         return call.x
     return jnp.where(jnp.expand_dims(live(call.x, call.lengths), 2), call.x, jnp.zeros_like(call.x))
+
+
+def _inputs(call: Layer, bias: Array | None) -> dict[str, Array]:
+    """What enters the steps, as `RnnSpec.inputs` names it."""
+    if _on_cpus(call):
+        return {"x": inputs(call), "w": call.weights["w"]} | ({} if bias is None else {"b": bias})
+    a = _products(call)
+    return {"a": a if bias is None else a + trees.broadcast(jnp.expand_dims(bias, (0, 1)), a, call.spec.level)}
+
+
+def _on_cpus(call: Layer) -> bool:
+    """Whether XLA will compute the layer on a CPU, where the inputs' product need not be apart from the loop.
+
+    Heads have their products at once.
+    """
+    spec, named = call.spec, call.spec.engine or engines.asked.value
+    return (
+        engines.platform() == "cpu"
+        and named in (None, "xla")
+        and not (is_fixed(spec.level) or call.heads or "w" not in call.weights)
+    )
 
 
 def _products(call: Layer) -> Array:

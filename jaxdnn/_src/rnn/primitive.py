@@ -14,6 +14,9 @@ x and w have the call's dtype, y that of the accumulator. Of the recurrence:
 | rnn_tangent | e, h, [c]; r, [p], gates, [before], [cells_before], [lengths], [resets] | y, h, [c], tangents |
 | rnn_backward | y, h, [c]; r, [p], gates, [before], [cells_before], [lengths], [resets] | e, h, [c], cotangents |
 
+In place of a there may be x, w and [b], of which a is x w + b: what then multiplies the inputs is the engine's choice,
+beside the loop or step by step. Arrays then have no axes in front.
+
 The last two are linear in the operands before the semicolon, and each is the other's transpose. `steps` says what e is,
 and why weights need not be among those: the tangents and gradients of r and p are products of the form above. Arrays
 have any number of common axes in front of those in `AXES`.
@@ -37,8 +40,9 @@ from jaxdnn._src.rnn import steps
 
 # Of every array its last axes: t steps, n sequences, others of its own. Those without n are weights.
 AXES = {
-    **dict.fromkeys(("a", "e", "y", "gates", "cells", "u", "before", "cells_before"), "tn."),
-    **{"h": "n.", "c": "n.", "lengths": "n", "resets": "tn", "r": "..", "p": "..", "q": "."},
+    **dict.fromkeys(("a", "x", "e", "y", "gates", "cells", "u", "before", "cells_before"), "tn."),
+    **{"h": "n.", "c": "n.", "lengths": "n", "resets": "tn", "w": "..", "r": "..", "p": ".."},
+    **{"b": ".", "q": "."},
 }
 
 
@@ -51,6 +55,7 @@ class RnnSpec:
       clip: the limits of an LSTM's cell; projected: whether it has a projection; ragged: whether there are lengths;
         resets: whether there are steps before which the states are set to 0.
       narrow: the dtype of weights, x and h.
+      inputs: what enters a step: a, or x, w and perhaps b.
     """
 
     cell: str
@@ -62,6 +67,7 @@ class RnnSpec:
     narrow: Any
     engine: str | None
     level: str
+    inputs: tuple[str, ...] = ("a",)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -88,7 +94,7 @@ class RnnSpec:
     @property
     def operands(self) -> tuple[str, ...]:
         """Of `rnn` and `rnn_saved`."""
-        return ("a", *self._weights, *(["q"] if self.cell == "gru_after" else []), *self.states, *self.marks)
+        return (*self.inputs, *self._weights, *(["q"] if self.cell == "gru_after" else []), *self.states, *self.marks)
 
     @property
     def coefficients(self) -> tuple[str, ...]:
@@ -108,8 +114,29 @@ def results_of(op: str, spec: RnnSpec) -> tuple[str, ...]:
     return (first, *spec.states, *(spec.saved if op == "rnn_saved" else ()))
 
 
-def formula(op: str, spec: RnnSpec, *operands: Array, k: steps.Arithmetic = steps.PLAIN) -> tuple[Array, ...]:
-    """An op of the recurrence in JAX's operations, which are differentiated further."""
+def hoisted(
+    op: str, spec: RnnSpec, operands: Sequence[Any], product: Callable[..., Array]
+) -> tuple[RnnSpec, Sequence[Any]]:
+    """A call with a, the product of all steps' inputs, in place of x, w and b."""
+    if op not in ("rnn", "rnn_saved") or spec.inputs == ("a",):
+        return spec, operands
+    count = len(spec.inputs)
+    x, w, *b = operands[:count]
+    a = product(x, w)
+    if b:
+        a = a + trees.broadcast(jnp.expand_dims(b[0], (0, 1)), a, spec.level)
+    return dataclasses.replace(spec, inputs=("a",)), (a, *operands[count:])
+
+
+def formula(
+    op: str, spec: RnnSpec, *operands: Array, k: steps.Arithmetic = steps.PLAIN, by_steps: bool = False
+) -> tuple[Array, ...]:
+    """An op of the recurrence in JAX's operations, which are differentiated further.
+
+    by_steps: whether inputs that are given as x and w are multiplied in each step.
+    """
+    if not by_steps:
+        spec, operands = hoisted(op, spec, operands, lambda x, w: k.dot(x.astype(w.dtype), w))
     names, wanted = operands_of(op, spec), results_of(op, spec)
     run = {"rnn_tangent": steps.tangent, "rnn_backward": steps.backward}.get(op, steps.forward)
 
@@ -152,6 +179,9 @@ def _jvp(spec: RnnSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
     every = bind("rnn_saved", *primals, spec=spec)
     found, saved = every[:count], dict(zip(spec.saved, every[count:], strict=True))
     y = every[0]
+    if "x" in v:
+        v["a"] = jax.ShapeDtypeStruct((*y.shape[:-1], v["w"].shape[-1]), saved["gates"].dtype)
+        d |= _of_inputs(spec, v, d)
     v |= saved | {"before": before(spec, v, y, v["h"])}
     if "cells" in saved:
         v["cells_before"] = before(spec, v, saved["cells"], v["c"])
@@ -178,6 +208,16 @@ def before(spec: RnnSpec, v: dict[str, Any], after: Array, initial: Array) -> Ar
     if spec.resets:
         found = jnp.where(jnp.expand_dims(v["resets"], after.ndim - 1), jnp.zeros_like(found), found)
     return found
+
+
+def _of_inputs(spec: RnnSpec, v: dict[str, Any], d: dict[str, Any]) -> dict[str, Array]:
+    """The tangent of a, of those of x, w and b; nothing if there are none."""
+    terms = [multiply(spec, d["x"], v["w"])] if "x" in d else []
+    terms += [multiply(spec, v["x"], d["w"])] if "w" in d else []
+    if "b" in d:
+        none = jnp.zeros(v["a"].shape, v["a"].dtype)
+        terms.append(trees.broadcast(jnp.expand_dims(d["b"], (0, 1)), none, spec.level))
+    return {"a": ft.reduce(jnp.add, terms)} if terms else {}
 
 
 def _entering(spec: RnnSpec, v: dict[str, Any], d: dict[str, Any]) -> Array:
@@ -252,6 +292,8 @@ def _batch(op: str, spec: RnnSpec, operands: Sequence[Any], dims: Sequence[Any])
     """With weights that are not mapped, a mapped axis is more sequences; else all arrays have one more axis."""
     names = operands_of(op, spec)
     if any(d is not None and "n" not in AXES[name] for name, d in zip(names, dims, strict=True)):
+        if names[0] == "x":
+            return _batch(op, *_hoisted_batch(op, spec, operands, dims))
         return primitives.batch_leading(op, spec, operands, dims)
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
 
@@ -271,6 +313,17 @@ def _batch(op: str, spec: RnnSpec, operands: Sequence[Any], dims: Sequence[Any])
     found = bind(op, *map(merged, names, operands, dims), spec=spec)
     results = tuple(map(parted, results_of(op, spec), found))
     return results, (0,) * len(results)
+
+
+def _hoisted_batch(op: str, spec: RnnSpec, operands: Sequence[Any], dims: Sequence[Any]) -> Any:
+    """A mapped call, and its dimensions, with a in place of x, w and b."""
+    count = len(spec.inputs)
+    product = ft.partial(multiply, spec)
+    own, rest = tuple(dims[:count]), operands[count:]
+    enter = lambda *inputs: hoisted(op, spec, inputs, product)[1][0]
+    mapped = any(d is not None for d in own)
+    a = (jax.vmap(enter, own) if mapped else enter)(*operands[:count])
+    return dataclasses.replace(spec, inputs=("a",)), (a, *rest), (0 if mapped else None, *dims[count:])
 
 
 def _sequences(name: str, x: Array) -> int:

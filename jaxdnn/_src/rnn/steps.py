@@ -2,7 +2,8 @@
 
 Letters: T steps, N sequences, G gates, H units, P columns of the state h (H without a projection), E those of e.
 
-What enters a step from outside of the recurrence is a, of G H columns: x W and the biases. Its tangent e has a column
+What enters a step from outside of the recurrence is a, of G H columns: x W and the biases, which a step computes
+itself if it is given x and W. Its tangent e has a column
 for each place where a tangent can enter: those of a; of "lstm" with a projection also those of h; of "gru" also those
 of the n gate's recurrent part, which "reset after" multiplies. So tangents of the recurrent weights are products with
 what they multiply in the forward pass, over all steps at once, and in the transpose so are these weights' gradients.
@@ -61,19 +62,27 @@ PLAIN = Arithmetic(
 def forward(k: Arithmetic, spec: Any, v: Values, wanted: Collection[str]) -> dict[str, Array]:
     """y, of which steps behind a sequence's end repeat its state, the final h and c; and, if wanted, what derivatives
     take: gates (T, N, ...), the cells (T, N, H), and u, the operand of a second product (T, N, H)."""
-    wide = v["a"].dtype
+    wide = blending.accumulator(spec.narrow)
     keep, start = _keeper(spec, v), _starter(spec)
 
     def step(state: dict[str, Array], at: Values) -> tuple[dict[str, Array], dict[str, Array]]:
         # Behind the end from 0: the slopes of what NaN or infinity gives are NaN, and derivatives 0 times them.
         known = keep(at, start(at, state), {name: jnp.zeros_like(x) for name, x in state.items()})
-        new, saved = CELLS[spec.cell](k, spec, v, at["a"], {**known, "h": known["h"].astype(wide)})
+        new, saved = CELLS[spec.cell](k, spec, v, _entering(k, spec, v, at), {**known, "h": known["h"].astype(wide)})
         new = keep(at, {**new, "h": k.narrow(new["h"], spec.narrow)}, state)
         saved |= {"y": new["h"], **({"cells": new["c"]} if "c" in new else {})}
         return new, {name: x for name, x in saved.items() if name in wanted}
 
-    arrays = {name: v[name] for name in ("a", "resets") if name in v}
+    arrays = {name: v[name] for name in ("a", "x", "resets") if name in v}
     return _scanned(step, {name: v[name] for name in ("h", "c") if name in v}, arrays, spec.reverse)
+
+
+def _entering(k: Arithmetic, spec: Any, v: Values, at: Values) -> Array:
+    """a of a step."""
+    if "a" in at:
+        return at["a"]
+    a = k.dot(_narrow(k, spec, v, at["x"]), v["w"])
+    return a + jnp.expand_dims(v["b"], 0) if "b" in v else a
 
 
 def tangent(k: Arithmetic, spec: Any, v: Values, _: Any) -> dict[str, Array]:

@@ -72,5 +72,5 @@ class Plan(Partition):
 
     def step_cycles(self) -> float:
         multiplied = self.warps * self.operands * self.tiles * 1.53
-        read = (self.matrix + self.warps * self.joined) / 128
+        read = (self.matrix + self.warps * self.joined) / 128 + self.streaming
         return multiplied + read + 700 + self.tiles * (300 + self.cluster * 64)

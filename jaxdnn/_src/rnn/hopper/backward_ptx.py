@@ -112,7 +112,7 @@ class Backward:
         plan, k, e = self.plan, self.k, self.e
         place = plan.before_joined + 2 * plan.joined
         tiles = [(2 * i, 2 * i + 1) for i in range(plan.rows)]
-        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, place, apart=plan.rows < 4)
+        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, place, apart=plan.rows < 4, streamed=plan.streamed)
         row = e.r("add.s32", e.scaled(k.warp, 16 * plan.rows, 0), k.row)
         rows = e.d("mad.wide.u32", row, 2 * self.wide, k.base["r"])
         places: dict[int, str] = {}
@@ -120,9 +120,12 @@ class Backward:
         def source(half: int, chunk: int) -> str:
             if chunk not in places:
                 group = e.r("min.s32", e.r("add.s32", k.quad, 4 * chunk), plan.columns - 1)  # others multiply zeros
-                warp = e.r("div.u32", group, plan.gates)
-                gate = e.r("sub.s32", group, e.r("mul.lo.s32", warp, plan.gates))
-                column = e.r("mad.lo.s32", gate, plan.units, e.scaled(warp, 8, begins))
+                if plan.streamed:  # a block's columns lie beside each other
+                    column = e.scaled(group, 8, e.scaled(begins, plan.gates, 0))
+                else:
+                    warp = e.r("div.u32", group, plan.gates)
+                    gate = e.r("sub.s32", group, e.r("mul.lo.s32", warp, plan.gates))
+                    column = e.r("mad.lo.s32", gate, plan.units, e.scaled(warp, 8, begins))
                 places[chunk] = e.d("mad.wide.u32", column, 2, rows)
             return f"[{places[chunk]}+{8 * half * 2 * self.wide}]"
 
@@ -200,6 +203,7 @@ class Backward:
             found[key] = self._stored(key, derivatives, live[key])
         for n in range(plan.tiles):
             self._join(n, list(zip(found[n, 0], found[n, 1], strict=True)), turn)
+        self.matrix.fetch()
         e.op("bar.sync", MEETING, 32 * plan.warps)
         sums = self.matrix.multiply(plan.dtype, [self._columns(n, turn) for n in range(plan.tiles)])
         for half, (place, further, barrier) in enumerate(self._targets()):

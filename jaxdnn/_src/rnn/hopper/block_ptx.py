@@ -11,11 +11,11 @@ the last ones from that buffer, had given the sums that it stored.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxdnn._src.hopper.curves_ptx import ZERO
 from jaxdnn._src.hopper.ptx import Emitter
-from jaxdnn._src.rnn.hopper.plan import COLUMNS, LINE
+from jaxdnn._src.rnn.hopper.plan import COLUMNS, FLYING, LINE
 
 VECTOR = 16
 
@@ -77,7 +77,8 @@ class Matrix:
 
     tiles: for each its two halves, numbers among those that have rows, or None. Operands are numbered by chunk, then by
     tile, then by half of the chunk. apart: whether the first and the second half of the `mma` of a sum have sums of
-    their own, which are added at the end.
+    their own, which are added at the end. streamed: how many, apart from those, are read from device memory in each
+    step, in pairs of the same chunk and tile that are spread evenly among all pairs.
     """
 
     def __init__(
@@ -89,31 +90,53 @@ class Matrix:
         place: int,
         *,
         apart: bool,
+        streamed: int = 0,
     ) -> None:
         self.k, self.tiles, self.chunks, self.kept, self.apart = k, tiles, chunks, kept, apart
+        self.streamed, self.places, self.flying = streamed // 2, list[tuple[str, str]](), list[list[list[str]]]()
         e = k.e
-        part = max(0, chunks * len(tiles) * 2 - kept) * 512
+        part = max(0, chunks * len(tiles) * 2 - kept - streamed) * 512
         self.rest = e.scaled(k.lane, VECTOR, e.scaled(k.warp, part, e.r("add.s32", k.shared, place))) if part else ""
         self.operands: list[list[str]] = []
 
     def load(self, source: Callable[[int, int], str]) -> None:
         """Reads the matrix; `source` is the place in device memory of a half's vector of a chunk."""
         e, stored = self.k.e, 0
-        for chunk, (low, high) in itertools.product(range(self.chunks), self.tiles):
-            first, second = self._vector(low, chunk, source), self._vector(high, chunk, source)
-            for s in range(2):
-                rows = [first[2 * s], second[2 * s], first[2 * s + 1], second[2 * s + 1]]
+        for pair, (chunk, halves) in enumerate(itertools.product(range(self.chunks), self.tiles)):
+            places = ["" if half is None else source(half, chunk) for half in halves]
+            if self._is_streamed(pair):
+                self.places.append((places[0], places[1]))
+                continue
+            for rows in self._pair(*places):
                 if len(self.operands) < self.kept:
                     self.operands.append(rows)
                 else:
                     e.op("st.shared.v4.b32", f"[{self.rest}+{stored * 512}]", rows)
                     stored += 1
 
-    def _vector(self, half: int | None, chunk: int, source: Callable[[int, int], str]) -> list[str]:
+    def _pair(self, low: str, high: str) -> list[list[str]]:
+        """Both operands of a chunk and a tile, of the places in device memory of its halves' vectors; "" is zeros."""
         e = self.k.e
-        if half is None:
-            return [e.r("mov.b32", 0)] * 4
-        return e.load_vector("global.nc", source(half, chunk))
+        first, second = (e.load_vector("global.nc", at) if at else [e.r("mov.b32", 0)] * 4 for at in (low, high))
+        return [[first[2 * s], second[2 * s], first[2 * s + 1], second[2 * s + 1]] for s in range(2)]
+
+    def _is_streamed(self, pair: int) -> bool:
+        every = self.chunks * len(self.tiles)
+        return pair * self.streamed // every != (pair + 1) * self.streamed // every
+
+    def fetch(self) -> None:
+        """Begins to read the first pairs that are streamed."""
+        self.flying = [self._pair(*places) for places in self.places[:FLYING]]
+
+    def _operands(self) -> Iterator[list[str]]:
+        """All in order; where a streamed pair is taken, the reading of another one begins."""
+        coming, numbers = iter(self.places[FLYING:]), itertools.count()
+        for pair in range(self.chunks * len(self.tiles)):
+            if self._is_streamed(pair):
+                yield from self.flying.pop(0)
+                self.flying += [self._pair(*places) for places in itertools.islice(coming, 1)]
+            else:
+                yield from (self._operand(number) for number in itertools.islice(numbers, 2))
 
     def _operand(self, number: int) -> list[str]:
         if number < self.kept:
@@ -128,8 +151,9 @@ class Matrix:
         e = self.k.e
         nothing = [e.f("mov.f32", ZERO)] * 4
         sums: dict[tuple[int, int, int], list[str]] = {}
+        operands = self._operands()
         for chunk in range(self.chunks):
-            a = [self._operand(chunk * len(self.tiles) * 2 + i) for i in range(2 * len(self.tiles))]
+            a = list(itertools.islice(operands, 2 * len(self.tiles)))
             for n, place in enumerate(columns):
                 b = e.load_vector("shared", place(chunk))
                 for s, i in itertools.product(range(2), range(len(self.tiles))):

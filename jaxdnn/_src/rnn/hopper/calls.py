@@ -50,6 +50,8 @@ def backward(plan: backward_plan.Plan, given: Given, v: Mapping[str, Array]) -> 
     names = backward_ptx.operands(plan.cell, given)
     shapes = backward_shapes(plan, given, v["h"].dtype)
     values: dict[str, Array] = dict(v)
+    if plan.streamed:
+        values["r"] = by_groups(plan, v["r"])
     if given.resets:
         values["resets"] = v["resets"].astype(jnp.int32)
     arrays = [values[name] for name in names if name not in shapes]
@@ -58,6 +60,11 @@ def backward(plan: backward_plan.Plan, given: Given, v: Mapping[str, Array]) -> 
     blocks = plan.clusters(given.batch)
     shape: dict[str, Any] = {"threads": plan.threads, "cluster": plan.cluster, "floats": plan.shared // 4}
     return list(launch(code, arrays, list(shapes.values()), name=f"rnn_{plan.cell}_backward", blocks=blocks, **shape))
+
+
+def by_groups(plan: backward_plan.Plan, r: Any) -> Any:
+    """The matrix with its columns in groups of eight units, of all gates: what a warp reads at once lies together."""
+    return r.reshape(-1, plan.gates, plan.units // 8, 8).swapaxes(1, 2).reshape(r.shape)
 
 
 def backward_shapes(plan: backward_plan.Plan, given: Given, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -84,5 +91,6 @@ def _record(which: str, plan: Partition, given: Given) -> None:
         ragged=given.ragged,
         resets=given.resets,
         reverse=given.reverse,
+        streams=plan.streamed > 0,
         tail_of_sequences=given.batch % plan.sequences != 0,
     )

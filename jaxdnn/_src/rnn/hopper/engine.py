@@ -1,5 +1,6 @@
 """The engine `hopper` of recurrences: which calls its kernels serve, and how."""
 
+import functools as ft
 import math
 from typing import Any
 
@@ -68,6 +69,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
     from jaxdnn._src.rnn.hopper.plan import Given
 
     spec: RnnSpec = call.spec
+    spec, operands = primitive.hoisted(call.op, spec, operands, ft.partial(primitive.multiply, spec))
     steps, batch, _ = _sizes(call)
     v = dict(zip(primitive.operands_of(call.op, spec), operands, strict=True))
     given = Given(steps, batch, spec.reverse, spec.ragged, spec.resets, spec.clip, call.op == "rnn_saved")
@@ -88,13 +90,7 @@ def _rounds(call: engines.Call) -> int:
     return _partition(call).rounds(_sizes(call)[1])
 
 
-def _in_sixteen(call: engines.Call) -> bool:
-    return _unsupported(call) is None and _partition(call).cluster > plan.PORTABLE
-
-
 SLOWER = (
-    Slower("more than 512 units were never timed", lambda call: _value(call, "r").shape[0] > 512),
-    Slower("clusters of sixteen blocks were never timed", _in_sixteen),
     Slower(
         "with so many sequences that the clusters run in more than three rounds it was never timed",
         lambda call: _rounds(call) > plan.TIMED_ROUNDS,

@@ -108,7 +108,8 @@ class Forward:
         number = lambda half: None if half is None else next(numbers)
         tiles = [(number(low), number(high)) for low, high in TILES[plan.cell]]
         row = lambda gate, group: gate * units + 8 * group
-        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, 2 * plan.state + 128, apart=True)
+        place = 2 * plan.state + 128
+        self.matrix = Matrix(k, tiles, plan.chunks, plan.kept, place, apart=True, streamed=plan.streamed)
         self.matrix.load(lambda half, chunk: f"[{rows}+{row(*halves[half]) * 2 * units + 64 * chunk}]")
 
     def _by_group(self, at: str, columns: int, column: int = 0) -> dict[Cell, str]:
@@ -137,6 +138,7 @@ class Forward:
         )
         live, anew = s.live(step), s.resets(lambda mark: e.p("setp.eq.s32", mark, 0))
         known = {key: e.both(live[key], anew[key]) for key in s.keys}
+        self.matrix.fetch()
         turn.receive(given.steps)
         sums = self.matrix.multiply(plan.dtype, [self.states.at(turn.here, n) for n in range(plan.tiles)])
         products = self._by_gate(sums, known)

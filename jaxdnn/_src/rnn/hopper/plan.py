@@ -3,6 +3,7 @@
 The sequences are cut in sets of N, a multiple of 8, and a cluster runs all steps of one set. The units are cut among
 the cluster's blocks, and a block's units in groups of eight: a group's rows of the recurrent matrix, for each gate,
 belong to one warp for all steps, as operands of `mma`, in registers as far as these suffice and else in shared memory.
+What neither holds in the largest cluster is read from device memory, or the second-level cache, in every step.
 
 A tile is the 16 rows that one `mma` multiplies: two halves of 8 units, each for one gate. So all gates of a unit are in
 one thread. Nothing is partitioned by the number of sequences, so that bits do not depend on it.
@@ -20,6 +21,7 @@ CHUNK = 32  # units whose products two `mma` add: the length of a lane's vector 
 SHARED = 226 << 10  # bytes of a block's shared memory
 WARPS = 8  # the most of a block, so that a thread may have 255 registers
 MORE = 3  # operands beyond these, for which a few other registers are spilled, where shared memory needs it
+FLYING = 3  # pairs of operands that are being read from device memory, each in eight registers
 # Of every kind of cell: the halves of its tiles, (gate, group of units) or None, and the groups of a warp.
 Half = tuple[int, int] | None
 TILES: dict[str, tuple[tuple[Half, Half], ...]] = {
@@ -64,6 +66,7 @@ class Partition(abc.ABC):
       cluster: blocks that share the units.
       tiles: sets of eight sequences that a cluster runs.
       kept: operands of `mma`, of a warp's part of the recurrent matrix, that are in registers.
+      streamed: those that are read from device memory in every step.
     """
 
     most_kept: ClassVar[tuple[int, ...]]  # the most operands in registers, by the sets of eight sequences
@@ -75,6 +78,7 @@ class Partition(abc.ABC):
     cluster: int
     tiles: int = 1
     kept: int = 0
+    streamed: int = 0
 
     @property
     @abc.abstractmethod
@@ -122,15 +126,28 @@ class Partition(abc.ABC):
     @property
     def matrix(self) -> int:
         """Bytes of the recurrent matrix in a block's shared memory."""
-        return (self.operands - self.kept) * 512 * self.warps
+        return (self.operands - self.kept - self.streamed) * 512 * self.warps
 
     def with_tiles(self, tiles: int) -> Self | None:
         """The partition for so many sets of eight sequences, which also need registers; None if memory is short."""
-        for kept in range(self.most_kept[tiles - 1], self.most_kept[tiles - 1] + MORE + 1):
-            found = dataclasses.replace(self, tiles=tiles, kept=min(self.operands, kept))
+        most = self.most_kept[tiles - 1]
+        for kept in range(most, most + MORE + 1):
+            found = dataclasses.replace(self, tiles=tiles, kept=min(self.operands, kept), streamed=0)
+            if found.shared <= SHARED:
+                return found
+        if self.cluster < CLUSTERS[-1]:
+            return None
+        kept = most - 2 * FLYING
+        for streamed in range(2, self.operands - kept + 1, 2):
+            found = dataclasses.replace(self, tiles=tiles, kept=kept, streamed=streamed)
             if found.shared <= SHARED:
                 return found
         return None
+
+    @property
+    def streaming(self) -> float:
+        """Cycles in which a multiprocessor reads from the second-level cache what is streamed."""
+        return self.streamed * 512 * self.warps / 64
 
     def clusters(self, batch: int) -> int:
         return -(-batch // self.sequences)
@@ -142,7 +159,7 @@ class Partition(abc.ABC):
     @classmethod
     @ft.cache
     def least(cls, cell: str, units: int, dtype: str) -> Self | None:
-        """The smallest cluster that holds the matrix, which the cell and its units decide alone."""
+        """The smallest cluster that holds the matrix, or else the largest; the cell and its units decide alone."""
         if cell not in TILES:
             return None
         plans = (cls(cell, units, dtype, cluster) for cluster in CLUSTERS)
@@ -163,7 +180,7 @@ class Plan(Partition):
     """The forward pass by rows of the matrix."""
 
     most_kept = (44, 38, 32, 26)
-    sets = (1, 2, 4)  # three took twice the time of four on an H200, for a reason not known
+    sets = (1, 2, 3, 4)
 
     @property
     def halves(self) -> tuple[tuple[int, int], ...]:
@@ -198,5 +215,5 @@ class Plan(Partition):
 
     def step_cycles(self) -> float:
         multiplied = self.warps * self.chunks * 2 * len(TILES[self.cell]) * self.tiles * 1.53
-        read = (self.matrix + self.warps * self.state) / 128
+        read = (self.matrix + self.warps * self.state) / 128 + self.streaming
         return multiplied + read + 600 + 250 * self.tiles

@@ -1,6 +1,10 @@
 """A thread's sequences in device memory: addresses that walk over the steps, loads, and marks of steps, in PTX.
 
 A thread has two sequences of each set of eight. `Key` is the number of a set and of one of the two.
+
+The last cluster's sequences are the last ones of all, some of which another cluster has too if the number of sequences
+is no multiple: both compute and store the same. Only where there are fewer than one cluster takes, some do not exist:
+conditions on loads and stores need registers, for which others are spilled.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +22,12 @@ class Sequences:
     def __init__(self, k: Block, given: Given, sets: int, *, backwards: bool) -> None:
         e = k.e
         self.k, self.e, self.given, self.backwards = k, e, given, backwards
-        self.first = e.scaled(e.r("mov.u32", "%clusterid.x"), sets * COLUMNS)
+        size = sets * COLUMNS
+        self.whole = given.batch >= size
+        self.first = e.scaled(e.r("mov.u32", "%clusterid.x"), size)
+        if self.whole and given.batch % size:
+            self.first = e.r("min.s32", self.first, given.batch - size)
         self.own = e.scaled(k.quad, 2, self.first)
-        self.whole = given.batch % (sets * COLUMNS) == 0
         self.keys: list[Key] = [(n, i) for n in range(sets) for i in range(2)]
         self.exists = {(n, i): self.less(self.own, COLUMNS * n + i) for n, i in self.keys}
         self.at: dict[str, str] = {}
