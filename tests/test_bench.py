@@ -15,6 +15,7 @@ import pytest
 from jaxdnn._src import families, hopper
 from jaxdnn._src.cases import networks
 from jaxdnn._src.core import timing, tuned
+from jaxdnn._src.core.explain import traced_calls
 from jaxdnn.bench import cli
 from jaxdnn.bench.lines import joined
 from jaxdnn.verify.cli import main
@@ -66,6 +67,16 @@ def test_tensor_peers_compute_the_same_bits(case: Any):
         ours, theirs = (np.asarray(jax.jit(f)(*operands)) for f in (small.ours(which, None), small.xla(which)))
         np.testing.assert_array_equal(ours, theirs)
         assert np.any(ours != ours.flat[0]) or ours.size == 1
+
+
+def test_a_gradient_of_a_recurrence_names_the_engine_of_the_recurrence():
+    """Products of all steps, which come last, may be another engine's."""
+    case = next(case for case in families.timed("rnn") if case.name == "lstm-128")
+    shapes = jax.eval_shape(lambda: case.operands(3, "float32", 0))
+    for which, op in (("forward", "rnn"), ("gradient", "rnn_backward")):
+        calls = tuple(traced_calls(case.ours(which, None), *shapes, platform="cpu"))
+        assert cli._decisive(case, which, calls).op == op
+    assert cli._decisive(case, "forward", calls[-1:]) == calls[-1]  # of a pass that has no such call
 
 
 def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -141,7 +141,8 @@ def judged(table: dict[str, Any], cases: Sequence[Case]) -> list[dict[str, Any]]
         if case is None or not {"hopper", "xla"} <= set(names):
             continue
         operands = jax.eval_shape(ft.partial(case.operands, row["batch"], row["dtype"]), 0)
-        *_, call = traced_calls(case.ours(row["pass"], None), *operands, platform="cuda")
+        calls = traced_calls(case.ours(row["pass"], None), *operands, platform="cuda")
+        call = _decisive(case, row["pass"], tuple(calls))
         ranked = selection.ranked(dataclasses.replace(call, device_kind=table["device"]))
         found.append({**row, **_judged(row["ms"], next(e.name for e in ranked if e.name in names))})
     return found
@@ -349,16 +350,21 @@ def _refusal(name: str, function: Callable[..., Any], operands: Any) -> str | No
 
 
 def _engines(case: Case, which: str, operands: Any) -> tuple[str | None, Sequence[str | None]]:
-    """The engine that serves the last of a pass's calls unasked, and all that could, but for those of last resort."""
+    """The engine that serves a pass' decisive call unasked, and all that could, but for those of last resort."""
     here = engines.platform()
     calls = tuple(traced_calls(case.ours(which, None), *operands, platform=here))
     if not calls:
         return None, [None]
-    call = calls[-1]
+    call = _decisive(case, which, calls)
     able = [
         e.name for e in selection.ranked(call) if e.rank is None and not selection.refusal(e, call, call.spec.level)
     ]
     return selection.select(call).name, able
+
+
+def _decisive(case: Case, which: str, calls: Sequence[engines.Call]) -> engines.Call:
+    op = case.decisive(which)
+    return next((call for call in reversed(calls) if call.op == op), calls[-1])
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -214,9 +214,9 @@ def dropouts() -> Iterator[Call]:
 def recurrences() -> Iterator[Call]:
     """Of every cell, cluster and number of sets of sequences, with and without what an option needs."""
     for cell in ("lstm", "gru_after", "tanh", "relu"):
-        others = {"lstm": ((384, 250), (768, 60)), "tanh": ((96, 8), (1024, 60))}
-        for units, batch in ((128, 8), (256, 600), (512, 61), *others.get(cell, ())):
-            marks = batch in (600, 61)
+        others = {"lstm": ((384, 250), (768, 60), (896, 8)), "tanh": ((96, 8), (1024, 60))}
+        for units, batch in ((128, 8), (256, 900), (512, 61), *others.get(cell, ())):
+            marks = batch in (900, 61)
             for op in ("rnn_backward",) if units == 1024 else ("rnn", "rnn_saved", "rnn_backward"):
                 dtype = F16 if (units, op) == (128, "rnn") else BF16
                 spec = RnnSpec(cell, marks, None, False, marks, marks, jnp.dtype(dtype), "hopper", "fast")
@@ -304,6 +304,7 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...
                 "cluster",
                 "sets",
                 "matrix in registers",
+                "streams",
                 "warps without units",
                 "ragged",
                 "resets",

@@ -61,22 +61,18 @@ def backward_data(cell: str, units: int, given: Given, dtype: np.dtype, seed: in
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 
 
-def forward_plan(cell: str, units: int, dtype: np.dtype, tiles: int = 1, kept: int | None = None) -> plan.Plan:
-    found = plan.Plan.least(cell, units, NAMES[dtype])
-    assert found is not None
-    found = found.with_tiles(tiles)
-    assert found is not None
-    return found if kept is None else dataclasses.replace(found, kept=kept)
+def forward_plan(cell: str, units: int, dtype: np.dtype, tiles: int = 1, *own: Any) -> plan.Plan:
+    return _changed(plan.Plan.least(cell, units, NAMES[dtype]), tiles, *own)
 
 
-def gradient_plan(
-    cell: str, units: int, dtype: np.dtype, tiles: int = 1, kept: int | None = None
-) -> backward_plan.Plan:
-    found = backward_plan.Plan.least(cell, units, NAMES[dtype])
-    assert found is not None
-    found = found.with_tiles(tiles)
-    assert found is not None
-    return found if kept is None else dataclasses.replace(found, kept=kept)
+def gradient_plan(cell: str, units: int, dtype: np.dtype, tiles: int = 1, *own: Any) -> backward_plan.Plan:
+    return _changed(backward_plan.Plan.least(cell, units, NAMES[dtype]), tiles, *own)
+
+
+def _changed(least: Any, tiles: int, kept: int | None = None, streamed: int = 0) -> Any:
+    """With so many sets of sequences, and so many operands in registers and read in each step."""
+    found = least.with_tiles(tiles)
+    return found if kept is None else dataclasses.replace(found, kept=kept, streamed=streamed)
 
 
 def run_forward(chosen: plan.Plan, given: Given, v: Arrays, code: str = "") -> Arrays:

@@ -1,16 +1,21 @@
 """Derivatives of recurrent layers: by differences of the definition, under vmap, at kinks, at every level."""
 
+import dataclasses
 import functools as ft
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
-from tests.rnn.layer_calls import KINDS, LENGTHS, RESETS, D, H, P, called, data, each_op
+from jaxdnn._src.core import selection
+from jaxdnn._src.core.explain import traced_calls
+from tests.rnn.layer_calls import KINDS, LENGTHS, RESETS, D, H, N, P, called, data, each_op
 
 
 @pytest.mark.usefixtures("x64")
@@ -110,6 +115,37 @@ def test_levels():
     assert served(determinism="portable") == {"rnn_product": "ordered", "rnn": "ordered"}
     with pytest.raises(NotImplementedError, match="guarantees 'run_to_run' here, not 'batch_invariant'"):
         dnn.lstm(*arrays, engine="xla", determinism="batch_invariant")
+
+
+def products(jaxpr: Any, within: bool = False) -> tuple[int, int]:
+    """Matrix products of a program beside its loops, and in them."""
+    counts = [0, 0]
+    for eqn in jaxpr.eqns:
+        counts[within] += eqn.primitive.name == "dot_general"
+        for inner in jaxprs_in_params(eqn.params):
+            for i, n in enumerate(products(inner, within or eqn.primitive.name in ("scan", "while"))):
+                counts[i] += n
+    return counts[0], counts[1]
+
+
+@each_op
+@pytest.mark.parametrize("batch", [1, N])
+def test_where_inputs_are_multiplied(kind: str, batch: int):
+    """On CPUs in each step, but for a single sequence; on GPUs all at once. What comes of it does not differ."""
+    v = {name: a[:batch] if name in ("x", "h0", "c0") else a for name, a in data(kind).items()}
+    calls = list(traced_calls(ft.partial(called, dnn, kind), v, platform="cpu"))
+    assert [call.op for call in calls] == ["rnn"]
+    operands = [np.sin(np.arange(float(math.prod(a.shape)))).reshape(a.shape).astype(a.dtype) for a in calls[0].avals]
+    steps = 2 if "projected" in kind or kind == "gru-before" else 1
+    found = []
+    for platform in ("cpu", "cuda"):
+        call = dataclasses.replace(calls[0], platform=platform)
+        run = ft.partial(selection.select(call).run, call)
+        apart = platform == "cuda" or batch == 1
+        assert products(jax.make_jaxpr(run)(*operands).jaxpr) == (apart, steps + (not apart))
+        found.append(jax.jit(run)(*operands))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @each_op

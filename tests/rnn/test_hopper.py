@@ -58,7 +58,7 @@ def assert_near(found: r.Arrays, golden: r.Arrays, narrow: np.dtype) -> None:
 @each_kind
 @each_cell
 def test_forward_values(cell: str, kind: str):
-    """Of eleven sequences, which fill no set, so that some columns have none."""
+    """Of eleven sequences: with one set two clusters share some, with two sets some columns have none."""
     dtype = BF16 if kind in ("plain", "lengths") else F16
     given = Given(3, 11, saves=True, clip=(-0.5, 0.75) if cell == "lstm" else None, **KINDS[kind])
     chosen = r.forward_plan(cell, 64, dtype, tiles=1 if kind == "plain" else 2)
@@ -84,6 +84,26 @@ def test_sixteen_blocks():
     gradient, v = r.gradient_plan("lstm", 768, BF16), r.backward_data("lstm", 768, given, BF16)
     assert gradient.cluster == 16
     assert_near(r.run_backward(gradient, given, v), r.golden_backward("lstm", given, v), BF16)
+
+
+@pytest.mark.parametrize("which", ["forward", "gradient"])
+def test_what_no_cluster_holds_is_read_in_each_step(which: str):
+    """Of the 8 MB of an LSTM of 1,024 units; the first reads begin before what a step waits for."""
+    of, emit = {
+        "forward": (plan.Plan, forward_ptx.forward),
+        "gradient": (backward_plan.Plan, backward_ptx.backward),
+    }[which]
+    chosen = of.least("lstm", 1024, "bf16")
+    assert chosen is not None
+    assert chosen.cluster == 16
+    assert chosen.matrix + 512 * chosen.warps * (chosen.kept + chosen.streamed) == 2 * 1024 * 4096 / 16
+    assert chosen.shared <= plan.SHARED < chosen.shared + 1024 * chosen.warps  # no more than must be
+    lines = emit(chosen, Given(4, 16)).splitlines()
+    reads = [i for i, line in enumerate(lines) if "ld.global.nc.v4.b32" in line][-chosen.streamed :]
+    waits = "mbarrier.try_wait" if which == "forward" else "bar.sync"
+    wait = max(i for i, line in enumerate(lines) if waits in line)
+    assert sum(i < wait for i in reads) == 2 * plan.FLYING
+    assert max(reads) < max(i for i, line in enumerate(lines) if "mma.sync" in line)
 
 
 @each_cell
@@ -203,8 +223,8 @@ def test_bits_are_those_of_any_partition(cell: str):
         some[name] = np.concatenate([some[name], some[name][:1]])
     some["resets"] = np.concatenate([some["resets"], some["resets"][:, :1]], 1)
     few = dataclasses.replace(given, batch=10)
-    for tiles, kept in ((2, None), (1, 2)):
-        found = r.run_forward(r.forward_plan(cell, 64, BF16, tiles, kept), few, some)
+    for tiles, kept, streamed in ((2, None, 0), (1, 2, 0), (1, 0, 2)):
+        found = r.run_forward(r.forward_plan(cell, 64, BF16, tiles, kept, streamed), few, some)
         for name, value in found.items():
             of_all = all_[name][:, 3:12] if value.ndim == 3 else all_[name][3:12]
             part = value[:, :9] if value.ndim == 3 else value[:9]
@@ -216,8 +236,8 @@ def test_bits_of_gradients_are_those_of_any_partition(cell: str):
     given = Given(3, 19, ragged=True)
     v = r.backward_data(cell, 64, given, BF16)
     all_ = r.run_backward(r.gradient_plan(cell, 64, BF16), given, v)
-    for tiles, kept in ((3, None), (2, 1)):
-        found = r.run_backward(r.gradient_plan(cell, 64, BF16, tiles, kept), given, v)
+    for tiles, kept, streamed in ((3, None, 0), (2, 1, 0), (1, 0, 2), (2, 0, 2)):
+        found = r.run_backward(r.gradient_plan(cell, 64, BF16, tiles, kept, streamed), given, v)
         assert all(np.array_equal(value, all_[name]) for name, value in found.items())
 
 
@@ -438,14 +458,27 @@ def test_what_serves_unasked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hopper, "no_device", lambda call: None)
     for level, name in (("fast", "hopper"), ("batch_invariant", "hopper"), ("portable", "ordered")):
         assert selection.select(call(engine=None, level=level)).name == name
-    untimed: tuple[dict[str, Any], ...] = ({"units": 768}, {"shape": (4, 3 * 15 * 32 + 1), "units": 512})
-    for sizes in untimed:
-        assert selection.select(call(engine=None, level="fast", **sizes)).name == "xla"
-        assert selection.select(call(engine=None, level="batch_invariant", **sizes)).name == "hopper"
+    for units in (640, 768, 1024):
+        assert selection.select(call(engine=None, level="fast", units=units)).name == "hopper"
+    many: dict[str, Any] = {"shape": (4, 3 * 15 * 32 + 1), "units": 512}
+    assert selection.select(call(engine=None, level="fast", **many)).name == "xla"
+    assert selection.select(call(engine=None, level="batch_invariant", **many)).name == "hopper"
     for op in primitive.PRODUCTS.values():
         assert selection.select(product(op, engine=None, level="fast")).name == "xla"
     level, first = "batch_invariant", primitive.PRODUCTS["y"]
     assert selection.select(product(first, engine=None, level=level)).name == "hopper"
+
+
+@pytest.mark.parametrize("batch", [8, 57, 113])
+def test_no_condition_on_sequences_that_exist(batch: int):
+    """Those of loads cost registers: with two sets and more a step took up to twice the time on an H200."""
+    for tiles in (1, 2):
+        given = Given(4, batch)
+        forward, gradient = r.forward_plan("lstm", 512, BF16, tiles), r.gradient_plan("lstm", 512, BF16, tiles)
+        texts = forward_ptx.forward(forward, given), backward_ptx.backward(gradient, given)
+        loads = [line for text in texts for line in text.splitlines() if re.search(r"ld\.global\.nc\.(f32|b16)", line)]
+        assert loads
+        assert any(line.startswith("@") for line in loads) == (batch < 8 * tiles)
 
 
 def test_plans_follow_what_was_timed():

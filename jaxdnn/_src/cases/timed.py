@@ -66,6 +66,10 @@ class Case(abc.ABC):
         """What the pass is compared with in JAX, by name."""
         return {"lax": self.xla(which)}
 
+    def decisive(self, which: str) -> str | None:
+        """The primitive whose engine the pass' row names; None is the last that it calls."""
+        return None
+
     def clocks(self, which: str, batch: int, dtype: Any) -> dict[str, Clock]:
         """What the pass is compared with outside of JAX and PyTorch, by name, each with a clock of its own."""
         return {}

@@ -339,7 +339,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject |
             yield dataclasses.replace(found, variant=variant)
 
 
-UNITS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 768)  # that clusters of two to sixteen blocks share
+UNITS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)  # that clusters of two to sixteen blocks share
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> RnnCase:

@@ -116,10 +116,10 @@ def results_of(op: str, spec: RnnSpec) -> tuple[str, ...]:
 
 def hoisted(
     op: str, spec: RnnSpec, operands: Sequence[Any], product: Callable[..., Array]
-) -> tuple[RnnSpec, Sequence[Any]]:
+) -> tuple[RnnSpec, tuple[Any, ...]]:
     """A call with a, the product of all steps' inputs, in place of x, w and b."""
     if op not in ("rnn", "rnn_saved") or spec.inputs == ("a",):
-        return spec, operands
+        return spec, tuple(operands)
     count = len(spec.inputs)
     x, w, *b = operands[:count]
     a = product(x, w)

@@ -64,6 +64,10 @@ class Layer(timed.Case):
             which, lambda x, w, r: getattr(plain, self.op if self.hoisted else f"{self.op}_by_cells")(x, w, r)[0]
         )
 
+    def decisive(self, which: str) -> str | None:
+        """The recurrence: what else is called are products of all steps."""
+        return "rnn" if which == "forward" else "rnn_backward"
+
     def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
         x, w, r, dy = tensors
         module = getattr(torch.nn, self.op.upper())(self.inputs, self.units, bias=False, batch_first=True)
