@@ -136,7 +136,10 @@ def main() -> None:
             row |= {"kept": of.kept, "streamed": of.streamed, "cycles_of_model": round(of.step_cycles())} | checked(
                 launch, of_launch[CHECKED]
             )
-            row["us"] = {given.batch: microseconds(launch, given, of_launch[given]) for given in launch.timed()}
+            try:
+                row["us"] = {given.batch: microseconds(launch, given, of_launch[given]) for given in launch.timed()}
+            except RuntimeError as error:  # of CUPTI, which may lose a launch
+                row["failed"] = str(error).splitlines()[0]
             rows.append(row)
             print(json.dumps(row), flush=True)
             args.path.write_text(json.dumps(document, indent=1) + "\n")

@@ -105,7 +105,7 @@ engines.declare(
     accumulation=_accumulation,
     hazards=engines.flushes_on_cpus,
     partition=lambda call: True,
-    notes=("a loop over the steps, beside one product for the inputs of all",),
+    notes=("a loop over the steps; on CPUs with the inputs' product in each, elsewhere beside one for all",),
 )
 engines.declare(
     "ordered",

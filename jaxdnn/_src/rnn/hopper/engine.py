@@ -58,7 +58,7 @@ def _unsupported(call: engines.Call) -> str | None:
         return f"clusters of {chosen.cluster} blocks were started on {', '.join(hopper.MEASURED_ON)} alone"
     if chosen is None:
         return (
-            f"a cluster of at most {plan.CLUSTERS[-1]} blocks holds the matrix of multiples of {plan.CHUNK} units that "
+            f"a cluster of at most {plan.CLUSTERS[-1]} blocks has the matrix of multiples of {plan.CHUNK} units that "
             f"divide among its warps, up to a size, not of {units}"
         )
     return None
@@ -90,7 +90,28 @@ def _rounds(call: engines.Call) -> int:
     return _partition(call).rounds(_sizes(call)[1])
 
 
+def _sixteen(call: engines.Call) -> Any:
+    """The partition, if it is in clusters of sixteen blocks."""
+    if _unsupported(call) is not None:
+        return None
+    found = _partition(call)
+    return found if found.cluster > plan.PORTABLE else None
+
+
+def _beyond(call: engines.Call, most: int, streams: bool) -> bool:
+    found = _sixteen(call)
+    return found is not None and _sizes(call)[1] > most and (found.streamed > 0) >= streams
+
+
 SLOWER = (
+    Slower(
+        f"in clusters of sixteen blocks more than {plan.IN_SIXTEEN} sequences were never timed beside XLA's program",
+        lambda call: _beyond(call, plan.IN_SIXTEEN, False),
+    ),
+    Slower(
+        f"where a part of the matrix is read in each step more than {plan.STREAMED} sequences were never timed",
+        lambda call: _beyond(call, plan.STREAMED, True),
+    ),
     Slower(
         "with so many sequences that the clusters run in more than three rounds it was never timed",
         lambda call: _rounds(call) > plan.TIMED_ROUNDS,
