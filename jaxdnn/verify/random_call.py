@@ -49,6 +49,7 @@ KERNELS = {
     "attention_dgrad": ("attention gradient",),
     "rnn": ("recurrence",),
     **dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), ("sampling",)),
+    "ctc": ("ctc rows", "ctc lattice", "ctc shares"),
 }
 # How often for a call that the engine serves, and for one that takes a branch: of those that may, and of all.
 REDRAWN, TRIED, DRAWN = 30, 40, 400

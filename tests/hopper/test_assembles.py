@@ -235,6 +235,19 @@ def recurrent_operands(op: str, spec: RnnSpec, steps: int, batch: int, units: in
     return tuple(jax.ShapeDtypeStruct(*shapes[name]) for name in operands_of(op, spec))
 
 
+def ctc() -> Iterator[Call]:
+    """Lattices of each partition, and rows of each; the gradient's are the others of a row and of its result."""
+    losses = lambda x, labels, **options: dnn.ctc_loss(x, labels, engine="hopper", **options)
+    gradient = lambda x, labels, **options: jax.vjp(lambda x: losses(x, labels, **options), x)[1](jnp.ones(len(x)))
+    for count, classes, dtype, options in (
+        (8, 32, F32, {}), (8, 37, F16, {"normalize": "none"}), (100, 1300, BF16, {}), (600, 5200, F32, {}),
+        (1100, 10300, BF16, {}), (3, 25000, F32, {}),
+    ):  # fmt: skip
+        operands = (jax.ShapeDtypeStruct((2, 9, classes), dtype), jax.ShapeDtypeStruct((2, count), jnp.int32))
+        yield ft.partial(losses, **options), operands
+        yield ft.partial(gradient, **options), operands
+
+
 def attentions() -> Iterator[Call]:
     q, k = (2, 300, 4, 128), (2, 400, 2, 128)
     for dtype in (BF16, F16):
@@ -311,6 +324,14 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[Call]], dict[str, tuple[str, ...
                 "reverse",
                 "tail of sequences",
             )
+        },
+    ),
+    "ctc": (
+        ctc,
+        {
+            "ctc rows": ("operands", "pass", "normalized", "threads of a row", "read", "tail"),
+            "ctc lattice": ("pass", "pairs of a lane", "warps", "idle warps"),
+            "ctc shares": ("elements of a lane",),
         },
     ),
     "pool": (pooling, {"pool": ("operands", "pass", "kernel", "counts")}),

@@ -10,7 +10,7 @@ ctc_posterior | NTV, index(NP), blank=-1 -> NQP | N -/- TV g/g | a sequence's la
 ctc_align*    | NTV, index(NP), blank=-1 -> NQ  | N -/- TV g/- | a sequence's lattice needs all of it
 ctc_lengths   | index(NT) -> ?                  |              | no operand has an axis
 """,
-    engines=("xla",),
+    engines=("xla", "hopper.engine"),
     cases=("cases",),
     timed="timed",
 )

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxdnn as dnn
@@ -24,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "scores": {"normalize": "none", "blank": -1},
     "mean": {"infeasible": "zero", "reduction": "mean"},
+    "gradient": {},
 }
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
 # In roundings: of e^d beside what d itself is off by, of the logarithm relative to itself.
@@ -44,6 +47,15 @@ class CtcCase(Case):
     primitive = {op: op for op in OPS[:3]}  # noqa: RUF012
 
     @property
+    def gradient(self) -> bool:
+        """Whether the case is of the loss's gradient."""
+        return self.variant.rpartition("/")[2] == "gradient"
+
+    @property
+    def bound(self) -> str:
+        return "ctc_dgrad" if self.gradient else super().bound
+
+    @property
     def options(self) -> dict[str, Any]:
         given = VARIANTS[self.variant.rpartition("/")[2]]
         others = {"ctc_posterior": ("infeasible", "reduction"), "ctc_align": ("normalize",)}.get(self.op, ())
@@ -53,7 +65,8 @@ class CtcCase(Case):
         if self.op == "ctc_lengths":
             return dnn.ctc_lengths
         op: Any = getattr(dnn, self.op)
-        return lambda x, labels, *lengths: op(x, labels, **self._lengths(lengths), **self.options, **choices)
+        run = lambda x, labels, *lengths: op(x, labels, **self._lengths(lengths), **self.options, **choices)
+        return _gradient(run) if self.gradient else run
 
     def _lengths(self, lengths: Any) -> dict[str, Any]:
         return dict(zip(("logit_lengths", "label_lengths"), lengths, strict=True))
@@ -93,12 +106,17 @@ class CtcCase(Case):
         plain = {name: given[name] for name in given if name not in ("infeasible", "reduction")}
         posterior = reference.ctc_posterior(x, labels, **plain)
         u = FORMATS[accumulation.format].roundoff
-        mean, most = self._paths(x.astype(np.float64), labels, lengths[0], posterior, u)
+        own, common = self._factors(x.astype(np.float64), u)
+        mean, most = self._paths(own, common, labels, lengths[0], posterior, u)
         dtype = np.float64 if self.x64 else np.float32
+        depth = (self.labels + 1).bit_length()
+        of_shares = posterior * (2 * np.expm1(most)[:, None, None] + (4 + depth) * u) + (self.labels + 1) * LEAST
         if self.op == "ctc_posterior":
-            depth = (self.labels + 1).bit_length()
-            error = posterior * (2 * np.expm1(most)[:, None, None] + (4 + depth) * u) + (self.labels + 1) * LEAST
-            return (Expected(value, np.nan_to_num(error), dtype, generic=False),)
+            return (Expected(value, np.nan_to_num(of_shares), dtype, generic=False),)
+        if self.gradient:
+            golden = reference.ctc_loss(x, labels, **given, details=True)[1]
+            error = self._of_gradient(golden, own + common, labels, posterior, of_shares, u)
+            return (Expected(golden, error, self.in_dtype, generic=False),)
         loss = reference.ctc_loss(x, labels, **plain)
         with np.errstate(all="ignore"):
             off = -np.log1p(-mean * np.where(most > 0, np.expm1(most) / most, 1)) + LOG * u * np.abs(loss)
@@ -110,11 +128,8 @@ class CtcCase(Case):
             error = np.asarray(np.mean((error + depth * u * (finite + error)) / count))
         return (Expected(value, error, dtype, generic=False),)
 
-    def _paths(
-        self, x: np.ndarray, labels: np.ndarray, steps: np.ndarray, posterior: np.ndarray, u: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The mean of S over the paths of each sequence, and its largest value."""
-        symbols = np.concatenate([np.full((len(x), 1), self.options.get("blank", 0) % self.classes), labels], 1)
+    def _factors(self, x: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray]:
+        """Relative errors, in roundings' size: of each class's exponential, and of the sum of a step's."""
         with np.errstate(all="ignore"):
             top = x.max(2, keepdims=True) if self.options.get("normalize") != "none" else np.zeros((*x.shape[:2], 1))
             d = np.where(np.isfinite(x - top), np.abs(x - top), 0.0)
@@ -123,14 +138,45 @@ class CtcCase(Case):
             total = e.sum(2, keepdims=True)
             depth = self.classes.bit_length()
             of_total = (e * off).sum(2, keepdims=True) / total + depth * u + self.classes * LEAST
-            if self.options.get("normalize") == "none":
-                of_total = np.zeros_like(of_total)
+        return off, np.zeros_like(of_total) if self.options.get("normalize") == "none" else of_total
+
+    def _paths(
+        self,
+        off: np.ndarray,
+        of_total: np.ndarray,
+        labels: np.ndarray,
+        steps: np.ndarray,
+        posterior: np.ndarray,
+        u: float,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The mean of S over the paths of each sequence, and its largest value."""
+        symbols = np.concatenate([np.full((len(off), 1), self.options.get("blank", 0) % self.classes), labels], 1)
+        with np.errstate(all="ignore"):
             s = np.take_along_axis(off, symbols[:, None], 2) + of_total + 4 * u
         share = np.nan_to_num(posterior)
-        counted = np.arange(x.shape[1]) < steps[:, None]
+        counted = np.arange(off.shape[1]) < steps[:, None]
         mean = np.where(counted, (share * np.nan_to_num(s)).sum(2), 0).sum(1)
         most = np.where(counted, np.where(share > 0, np.nan_to_num(s), 0).max(2), 0).sum(1)
         return mean + 2 * u, most + 2 * u
+
+    def _of_gradient(
+        self,
+        golden: np.ndarray,
+        off: np.ndarray,
+        labels: np.ndarray,
+        posterior: np.ndarray,
+        of_shares: np.ndarray,
+        u: float,
+    ) -> np.ndarray:
+        """The error of probabilities minus the posteriors of each class."""
+        symbols = np.concatenate([np.zeros((len(off), 1), labels.dtype), labels], 1)
+        counted, error = np.zeros_like(golden), np.zeros_like(golden)
+        for n, i in np.ndindex(*symbols.shape):
+            counted[n, :, symbols[n, i]] += np.nan_to_num(posterior[n, :, i])
+            error[n, :, symbols[n, i]] += np.nan_to_num(of_shares[n, :, i])
+        p = np.nan_to_num(golden) + counted
+        depth = self.labels.bit_length() + 2
+        return error + np.nan_to_num(np.abs(p) * np.expm1(off + 4 * u)) + depth * u * (p + counted) + LEAST
 
     def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
         if self.op == "ctc_lengths":
@@ -138,10 +184,22 @@ class CtcCase(Case):
         x, labels, *lengths = operands
         arithmetic = {} if self.op == "ctc_align" else {"arithmetic": "ordered"}
         given = {**self._lengths(lengths), **self.options, **arithmetic}
+        if self.gradient:
+            return (reference.ctc_loss(x, labels, **given, details=True)[1],)
         return (np.asarray(getattr(reference, self.op)(x, labels, **given)),)
 
     def describe(self) -> dict[str, Any]:
         return {"steps": self.steps, "classes": self.classes, "labels": self.labels, **self.options}
+
+
+def _gradient(losses: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of each loss in the logits."""
+
+    def run(x: Any, *others: Any) -> Any:
+        found, pull = jax.vjp(lambda x: losses(x, *others), x)
+        return pull(jnp.ones_like(found))[0]
+
+    return run
 
 
 def _variants(op: str) -> tuple[str, ...]:
@@ -167,13 +225,14 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject |
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> CtcCase:
-    """Every variant on sequences of any lengths."""
-    sizes = {
-        "batch": drawn.between(rng, 1, 8),
-        "steps": drawn.between(rng, 1, 60),
-        "classes": drawn.between(rng, 2, 300),
-        "labels": drawn.between(rng, 1, 20),
-    }
+    """Every variant on sequences of any lengths; of the kernels also many labels, or many classes."""
+    steps, classes, labels = drawn.between(rng, 1, 60), drawn.between(rng, 2, 300), drawn.between(rng, 1, 20)
+    batch = drawn.between(rng, 1, 8)
+    if engine == "hopper" and rng.random() < 0.3:
+        many = rng.random() < 0.5
+        classes, labels = (classes, drawn.between(rng, 20, 2047)) if many else (drawn.between(rng, 300, 60_000), labels)
+        batch, steps = min(batch, 2), min(steps, 20) if classes > 300 else steps + labels // 2
+    sizes = {"batch": batch, "steps": steps, "classes": classes, "labels": labels}
     return CtcCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{rng.choice(_variants(op))}", **sizes)
 
 

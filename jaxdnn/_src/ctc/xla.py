@@ -60,9 +60,14 @@ class Problem:
 
     @property
     def symbols(self) -> Array:
-        """(B, S): the class of each state."""
+        """(B, L + 1): the class of the blank and of each label."""
         blank = jnp.full((self.labels.shape[0], 1), self.spec.blank, jnp.int32)
-        return by_state(jnp.concatenate([blank, jnp.maximum(self.labels, 0)], 1))
+        return jnp.concatenate([blank, jnp.maximum(self.labels, 0)], 1)
+
+    @property
+    def of_states(self) -> Array:
+        """(B, S): the class of each state."""
+        return by_state(self.symbols)
 
 
 def by_state(x: Array) -> Array:
@@ -71,7 +76,7 @@ def by_state(x: Array) -> Array:
     return x.at[..., np.where(states % 2, states // 2 + 1, 0)].get(mode="promise_in_bounds")
 
 
-def _flat(x: Array, rest: int) -> Array:
+def flat(x: Array, rest: int) -> Array:
     """An array with one axis before its last `rest`."""
     lead = x.ndim - rest
     return x.reshape(math.prod(x.shape[:lead]), *x.shape[lead:])
@@ -81,7 +86,7 @@ def problem(spec: Any, x: Array, labels: Array, steps: Array, count: Array | Non
     """Of operands with any leading axes, the lengths of which are -1 where they are none."""
     count = jnp.zeros_like(steps) if count is None else count
     wide = blending.accumulator(x.dtype)
-    x, labels, steps, count = (_flat(v, rest) for v, rest in ((x.astype(wide), 2), (labels, 1), (steps, 0), (count, 0)))
+    x, labels, steps, count = (flat(v, rest) for v, rest in ((x.astype(wide), 2), (labels, 1), (steps, 0), (count, 0)))
     read = lax.broadcasted_iota(jnp.int32, labels.shape, 1) < count[:, None]
     known = (steps >= 0) & (count >= 0) & ~jnp.any(read & (labels < 0), 1)
     return Problem(spec, x, labels, jnp.maximum(steps, 0), jnp.maximum(count, 0), known)
@@ -103,7 +108,7 @@ def shares(p: Problem, scores: Array, of_rows: tuple[Array, Array]) -> tuple[Arr
 
 def emissions(p: Problem) -> tuple[Number, Array]:
     """(T, B, S): each state's probability in each step, as w 2^n; (B,): whether all of them are known."""
-    scores = jnp.take_along_axis(p.x, p.symbols[:, None], 2, mode="promise_in_bounds")
+    scores = jnp.take_along_axis(p.x, p.of_states[:, None], 2, mode="promise_in_bounds")
     if p.spec.normalize == "softmax":
         of_rows = rows(p)
         wrong = ~jnp.isfinite(of_rows[0])[..., 0]
@@ -135,8 +140,8 @@ def _at(v: Array, place: Array) -> Array:
 
 def _skips(p: Problem) -> Array:
     """(B, S): whether a path may come to a state from the one before the last; only labels differ from that one."""
-    differ = p.symbols[:, 2:] != p.symbols[:, :-2]
-    return jnp.pad(differ, [(0, 0), (2, 0)])[:, : p.symbols.shape[1]]
+    differ = p.of_states[:, 2:] != p.of_states[:, :-2]
+    return jnp.pad(differ, [(0, 0), (2, 0)])[:, : p.of_states.shape[1]]
 
 
 def _into(skips: Array, x: Number) -> tuple[Number, ...]:
@@ -160,14 +165,14 @@ def _backward(p: Problem, skips: Array, states: Number, emitted: Number, t: Arra
     return where((t < p.steps)[:, None], added_times(emitted, *terms), states), added(*terms)
 
 
-def _probability(p: Problem, states: Number) -> Number:
+def probability_of(p: Problem, states: Number) -> Number:
     """(B,): that of the labels, from the states after the last step: it ends in the last blank or in the last label."""
     places = (jnp.maximum(2 * p.count - i, 0) for i in (0, 1))
     blank, label = (Number(*(_at(v, place) for v in states)) for place in places)
     return added(blank, _none_but(p.count > 0, label))
 
 
-def _loss(p: Problem, probability: Number, known: Array) -> Array:
+def loss_of(p: Problem, probability: Number, known: Array) -> Array:
     """(B,): -log of the probability; infinite if it is 0, NaN if not all is known."""
     possible = probability.e > ZERO
     loss = -logarithm(where(possible, probability, Number(jnp.full_like(probability.m, 0.5), probability.e)))
@@ -183,7 +188,7 @@ def loss(p: Problem) -> Array:
     skips, times = _skips(p), jnp.arange(p.x.shape[1], dtype=jnp.int32)
     step = lambda states, at: (_forward(p, skips, states, *at), None)
     states, _ = lax.scan(step, one_at(jnp.zeros_like(p.count), skips.shape[1], p.x.dtype), (emitted, times))
-    return _loss(p, _probability(p, states), known)
+    return loss_of(p, probability_of(p, states), known)
 
 
 def _both_ways(p: Problem, step: Callable[..., Any], starts: Any, of_time: Any) -> Any:
@@ -219,8 +224,8 @@ def both(p: Problem) -> tuple[Array, Number, Number, Number, Number]:
         return first, last, (first, ends)
 
     (states, _), (forward, ends) = _both_ways(p, step, _starts(p), emitted)
-    probability = _probability(p, states)
-    return _loss(p, probability, known), emitted, probability, forward, ends
+    probability = probability_of(p, states)
+    return loss_of(p, probability, known), emitted, probability, forward, ends
 
 
 def _occupied(p: Problem, probability: Number, a: Number, b: Number) -> Array:
@@ -302,14 +307,14 @@ def gradient(p: Problem, occupied: Array, loss: Array) -> tuple[Array, Array]:
 
 def _dgrad(spec: Any, ct: Array, x: Array, occupied: Array, loss: Array, labels: Array, steps: Array) -> Array:
     p = problem(spec, x, labels, steps)
-    found, live = gradient(p, _flat(occupied, 2), _flat(loss, 0))
-    found = product(jnp.broadcast_to(_flat(ct, 0)[:, None, None], found.shape), found)
+    found, live = gradient(p, flat(occupied, 2), flat(loss, 0))
+    found = product(jnp.broadcast_to(flat(ct, 0)[:, None, None], found.shape), found)
     return nearest(jnp.where(live, found, jnp.zeros_like(found)), x.dtype).reshape(x.shape)
 
 
 def _tangent(spec: Any, dx: Array, x: Array, occupied: Array, loss: Array, labels: Array, steps: Array) -> Array:
     p = problem(spec, x, labels, steps)
-    found, live = gradient(p, _flat(occupied, 2), _flat(loss, 0))
+    found, live = gradient(p, flat(occupied, 2), flat(loss, 0))
     terms = product(found, dx.reshape(found.shape).astype(found.dtype))
     return trees.halves(jnp.where(live, terms, jnp.zeros_like(terms)), (1, 2)).reshape(loss.shape)
 
@@ -366,7 +371,7 @@ def align(p: Problem) -> Array:
     In float64, whose sums and comparisons are the same on every device: of what is given in 16 bits, sums that are
     equal are found to be equal.
     """
-    skips, symbols = _skips(p), p.symbols
+    skips, symbols = _skips(p), p.of_states
     scores = jnp.take_along_axis(p.x, symbols[:, None], 2, mode="promise_in_bounds")
     states = lax.broadcasted_iota(jnp.int32, symbols.shape, 1)
     wrong = (states <= 2 * p.count[:, None])[:, None] & p.in_time[..., None] & ~(scores < jnp.inf)
@@ -419,9 +424,9 @@ def _run(call: engines.Call, *operands: Array) -> Any:
             return align(problem(spec, *operands)).reshape(*operands[2].shape, operands[0].shape[-2])
         case "ctc_covariance":
             v, *others = operands
-            return covariance(problem(spec, *others), _flat(v, 2)).reshape(v.shape)
+            return covariance(problem(spec, *others), flat(v, 2)).reshape(v.shape)
         case "ctc_emitted" | "ctc_by_class":
-            v, labels = _flat(operands[0], 2), _flat(operands[1], 1)
+            v, labels = flat(operands[0], 2), flat(operands[1], 1)
             back = call.op == "ctc_by_class"
             found = by_class(v, labels, spec.blank, spec.classes) if back else emitted(v, labels, spec.blank)
             return found.reshape(*operands[0].shape[:-1], found.shape[-1])

@@ -1,0 +1,1 @@
+"""The kernels of CTC for compute capability 9.0."""
