@@ -9,7 +9,7 @@ import numpy as np
 from tests.hopper.recurrent_machine import Recurrent
 from tests.hopper.row_machine import U32, U64
 
-KNOWN = ("shfl", "cvt", "setp", "mad", "selp", "or", "mov")  # the instructions that `Ctc` adds to
+KNOWN = ("shfl", "cvt", "setp", "mad", "selp", "or", "mov", "not")  # the instructions that `Ctc` adds to
 
 
 class Ctc(Recurrent):
@@ -43,6 +43,8 @@ class Ctc(Recurrent):
                 put(np.where(bits(arguments[3]), bits(arguments[1]), bits(arguments[2])))
             case ["or", "b32"]:
                 put((bits(arguments[1]) | bits(arguments[2])) & U64(0xFFFFFFFF))
+            case ["not", "pred"]:
+                put(~bits(arguments[1]))
             case ["mov", "b16"]:
                 put(bits(arguments[1]) & U64(0xFFFF))
             case _:
