@@ -89,7 +89,6 @@ def _lattice(p: Problem, emitted: Array, *, both: bool) -> Sequence[Array]:
     """The last states, and for `both` all of them."""
     batch, steps, _, pairs = emitted.shape
     plan = lattice_ptx.plan(steps, pairs - 1, both)
-    assert plan is not None
     branches.record(
         "ctc lattice",
         pass_="both" if both else "forward",

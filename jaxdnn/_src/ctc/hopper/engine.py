@@ -7,7 +7,9 @@ from jax import Array
 
 from jaxdnn._src import hopper
 from jaxdnn._src.core import engines
+from jaxdnn._src.core.engines import Slower
 from jaxdnn._src.core.rounding import at_edges
+from jaxdnn._src.ctc.hopper import rows_ptx
 from jaxdnn._src.ctc.hopper.lattice_ptx import MOST_LABELS
 from jaxdnn._src.ctc.xla import flat, problem
 from jaxdnn._src.hopper.ptx import NAMES
@@ -23,10 +25,13 @@ def _sizes(call: engines.Call) -> tuple[int, int, int, int]:
     return int(np.prod(lead)), steps, classes, labels.shape[-1]
 
 
+def _dtype(call: engines.Call) -> np.dtype:
+    return np.dtype(call.avals[1 if call.op == "ctc_dgrad" else 0].dtype)
+
+
 def _unsupported(call: engines.Call) -> str | None:
-    dtype = call.avals[1 if call.op == "ctc_dgrad" else 0].dtype
-    if np.dtype(dtype) not in NAMES:
-        return f"its kernels take {', '.join(map(str, NAMES))}, not {dtype}"
+    if _dtype(call) not in NAMES:
+        return f"its kernels take {', '.join(map(str, NAMES))}, not {_dtype(call)}"
     batch, steps, classes, labels = _sizes(call)
     if not batch * steps:
         return "its kernels take at least one sequence and one step"
@@ -64,6 +69,10 @@ def _workspace(call: engines.Call) -> int:
     return {"ctc_loss": 8, "ctc_posterior": 40}.get(call.op, 0) * batch * steps * (labels + 1)
 
 
+def _in_passes(call: engines.Call) -> bool:
+    return _unsupported(call) is None and not rows_ptx.plan(*_sizes(call), NAMES[_dtype(call)]).kept
+
+
 hopper.declare(
     "ctc_loss",
     "ctc_posterior",
@@ -72,6 +81,6 @@ hopper.declare(
     run=_run,
     level=lambda call: "portable",
     workspace=_workspace,
-    measured_on=(),
+    slower=(Slower("classes that a block's registers do not hold were never timed", _in_passes),),
     notes=("all steps of a sequence in one kernel, forward and backward in two blocks at once",),
 )

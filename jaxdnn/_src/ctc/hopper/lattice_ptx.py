@@ -67,10 +67,10 @@ class Plan:
 MOST_LABELS = WARPS * LANES * max(CHUNKS) - 1
 
 
-def plan(steps: int, labels: int, both: bool) -> Plan | None:
-    """The plan with the fewest pairs of a lane; None for more labels than a block has lanes for."""
+def plan(steps: int, labels: int, both: bool) -> Plan:
+    """The plan with the fewest pairs of a lane; a ValueError for more than `MOST_LABELS`."""
     found = (Plan(steps, labels, each, both) for each in CHUNKS)
-    return next((plan for plan in found if plan.warps <= WARPS), None)
+    return min((plan for plan in found if plan.warps <= WARPS), key=lambda plan: plan.each)
 
 
 @ft.lru_cache
