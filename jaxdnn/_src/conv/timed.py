@@ -188,13 +188,13 @@ CASES: tuple[Conv, ...] = (
     Conv("transposed", "3d 4/2", 32, 32, 16, 4, 2, rank=3, transposed=True, batch=4),
     Conv("patches", "vit 16x16/16", 3, 768, 224, 16, 16, batch=64),
     *(
-        dataclasses.replace(_resnet(*layer), family="filters-first", filters_first=True)
+        dataclasses.replace(layer, family="filters-first", filters_first=True)
         for layer in (
-            ("l1.up", 64, 256, 56, 1),
-            ("l2.3x3s2", 128, 128, 56, 3, 2),
-            ("l2.down", 512, 128, 28, 1),
-            ("l3.3x3", 256, 256, 14, 3),
-            ("l4.3x3", 512, 512, 7, 3),
+            _resnet("l1.up", 64, 256, 56, 1),
+            _resnet("l2.3x3s2", 128, 128, 56, 3, 2),
+            _resnet("l2.down", 512, 128, 28, 1),
+            _resnet("l3.3x3", 256, 256, 14, 3),
+            _resnet("l4.3x3", 512, 512, 7, 3),
         )
     ),
     Conv("filters-first", "u-net 320", 320, 320, 32, 3, batch=16, filters_first=True),

@@ -2,8 +2,8 @@
 
 Convolutions, layer and RMS norm and softmax of rows (`rows`, `row_kernel`), and batch norm, pooling and dropout
 (`lanes`) are Pallas kernels (Mosaic GPU), and so is attention, but for its consumers, which are PTX text within it. The
-kernels of softmax of long rows, group and instance norm, sampling, CTC, and recurrences are PTX text, which an otherwise
-empty Pallas kernel launches (`launch`).
+kernels of softmax of long rows, group and instance norm, sampling, CTC and recurrences are PTX text, which an
+otherwise empty Pallas kernel launches (`launch`).
 """
 
 import functools as ft
