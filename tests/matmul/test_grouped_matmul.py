@@ -14,6 +14,7 @@ from jax import lax
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.matmul import cases_grouped, grouped_xla
+from jaxdnn._src.matmul.grouped_primitive import group_ends
 
 # Rows left over, a negative size, several tiles a group, sizes that exceed the rows, no rows in any group, no group.
 SIZES = {"left": (7, 0, 3), "negative": (2, -4, 5, 1), "tiles": (40, 0, 51, 2), "exceeded": (9, 9), "empty": (0, 0)}
@@ -76,6 +77,16 @@ def test_nothing_of_other_groups_or_of_rows_without_one_shows(engine: str):
     np.testing.assert_array_equal(y[7:], np.zeros((2, 5)))
     assert np.isnan(w[0]).all()
     np.testing.assert_array_equal(w[1:], before[1][1:])
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(2**31 - 1, 5), (2**29, 4), (2**17, 2**14), (2**29, 3)])
+def test_sizes_whose_sum_exceeds_32_bits_end_with_the_last_row(rows: int, groups: int):
+    """Of two lists; one has all its rows in the last groups."""
+    sizes = np.full((2, groups), np.iinfo(np.int32).max, np.int32)
+    sizes[1, :-2] = (-1, *[0] * (groups - 3))
+    starts, ends = jax.jit(lambda sizes: group_ends(sizes, rows))(sizes)
+    np.testing.assert_array_equal(starts, [[0, *[rows] * (groups - 1)], [0] * (groups - 1) + [rows]])
+    np.testing.assert_array_equal(ends, [[rows] * groups, [0] * (groups - 2) + [rows] * 2])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "int8"])
@@ -210,6 +221,15 @@ WRONG: list[tuple[Any, ...]] = [
 def test_errors(arrays: Any, options: dict[str, Any], error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         dnn.grouped_matmul(*arrays, **options)
+
+
+@pytest.mark.parametrize("op", cases_grouped.OPS)
+def test_rows_that_no_size_can_count_are_refused(op: str):
+    rows = 2**31
+    second = (3, 1, 2) if op == cases_grouped.PRODUCT else (rows, 2)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 1), second)]
+    with pytest.raises(ValueError, match=r"`a` must have fewer than 2\^31 rows, .*, got 2147483648\."):
+        jax.eval_shape(getattr(dnn, op), *avals, jax.ShapeDtypeStruct((3,), jnp.int32))
 
 
 @pytest.mark.parametrize(("arrays", "options", "error", "text"), WRONG)

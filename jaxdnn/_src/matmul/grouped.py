@@ -156,6 +156,8 @@ def _matrices(name: str, value: Any, axes: int) -> Array:
 
 def _sizes(value: Any, rows: int) -> Array:
     """Integers of any dtype as int32, from 0 to the number of rows."""
+    if isinstance(rows, int) and rows >= 2**31:  # the batch may be symbolic
+        raise ValueError(f"`a` must have fewer than 2^31 rows, which sizes of groups are counted up to, got {rows}.")
     value = checks.array("group_sizes", value)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"`group_sizes` must be integers, got {value.dtype.name}.")

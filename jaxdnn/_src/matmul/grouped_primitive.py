@@ -121,7 +121,11 @@ def _on_device(op: str, spec: GroupedSpec, run: Run, axes: Axes, a: Array, b: Ar
 
 def group_ends(sizes: Array, rows: int) -> tuple[Array, Array]:
     """The first row of each group, and the one that follows its last: of no group beyond so many rows."""
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes, 0, rows), -1, dtype=sizes.dtype), rows)
+    sizes = jnp.clip(sizes, 0, rows)
+    if rows * sizes.shape[-1] < 2**31:
+        ends = jnp.minimum(jnp.cumsum(sizes, -1, dtype=sizes.dtype), rows)
+    else:  # sizes that exceed the rows may have a sum beyond 32 bits, so that none is made that exceeds them
+        ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, rows - a), sizes, axis=sizes.ndim - 1)
     return jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], -1), ends
 
 
