@@ -23,7 +23,7 @@ from jaxdnn._src.matmul import cases_grouped
 if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
-from jaxdnn._src.matmul.hopper import items, plan
+from jaxdnn._src.matmul.hopper import items, kernel, plan
 from jaxdnn._src.matmul.hopper.plan import Config, Problem
 from tests.hopper.protocol import place_of
 from tests.hopper.shared_memory import Fault
@@ -169,6 +169,23 @@ def test_whatever_is_taken_away_shows(which: str, teams: str):
     assert [(way, place) for way, place in unseen if place not in REDUNDANT] == []
 
 
+def test_buffers_that_a_warpgroup_leaves_out_are_whole_rotations(monkeypatch: pytest.MonkeyPatch):
+    """Or, as `check` says, a buffer is stored to while the copy engine reads it: after 40 rows, all the first one's."""
+    problem, sizes = Problem(False, 1, 300, 3, 200, 192, BF16, BF16), [[128, 40, 132]]
+    for staged in (1, 2):
+        config = Config(128, 192, 3, 1, 2, staged)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel, "check", lambda *given: None)
+            launch = grouped_values.launched(problem, config, 1)
+        known = {0: grouped_values.table(problem, config, sizes)}
+        if plan.check(problem, config) is None:
+            launch.run(known)
+        else:
+            with pytest.raises(Fault, match="a store is not ordered after a load"):
+                launch.run(known)
+    assert plan.check(problem, config) is not None
+
+
 # ---- public calls ----------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +263,7 @@ def test_every_branch_of_a_configuration_is_listed(which: str):
         (Config(128, 512, 2, 1, 2), "at most 256 of each"),
         (Config(128, 256, 4, 2, 1), "the accumulator does not fit the registers"),
         (Config(64, 128, 4, 1, 1), "two warpgroups multiply"),
+        (Config(128, 192, 3, 1, 2, 2), "must leave out whole rotations of its buffers"),
         (Config(128, 256, 5, 1, 2), "the ring does not fit shared memory"),
     ],
 )

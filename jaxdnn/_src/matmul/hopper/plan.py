@@ -107,6 +107,8 @@ def check(problem: Problem, config: Config) -> str | None:
         return "the accumulator does not fit the registers"
     if config.consumers != 2:
         return "two warpgroups multiply"
+    if config.members > 1 and config.columns // out_columns(problem) % config.staged:
+        return "a warpgroup that has no rows of a tile must leave out whole rotations of its buffers"
     if shared_bytes(problem, config) > SHARED_BYTES - 2048:
         return "the ring does not fit shared memory"
     return None
