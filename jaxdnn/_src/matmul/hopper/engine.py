@@ -18,7 +18,8 @@ DEPTH = 64  # products that a step adds
 CELL = 8  # columns of 16 bits in the 16 bytes that the copy engine moves at least
 
 
-def _even(n: int) -> int:
+def _whole(n: int) -> int:
+    """So many columns, rounded up to whole cells."""
     return n + -n % CELL
 
 
@@ -33,8 +34,8 @@ def _problem(call: engines.Call) -> Any:
         lists=math.prod(a.shape[:-2]),
         rows=a.shape[-2],
         groups=sizes.shape[-1],
-        terms=_even(a.shape[-1]),
-        columns=_even(b.shape[of_b]),
+        terms=_whole(a.shape[-1]),
+        columns=_whole(b.shape[of_b]),
         dtype=np.dtype(a.dtype),
         out_dtype=np.dtype(spec.out_dtype),
         transposed=spec.transpose_b,
@@ -85,7 +86,11 @@ def _unsupported(call: engines.Call) -> str | None:
 
 
 def _schedule(call: engines.Call) -> engines.Schedule:
-    """Over the columns of a; or over the rows of a group that has all, of which another has as much as it has rows."""
+    """The order of additions: over the columns of a, or over the rows of a group.
+
+    A group's rows are known on the device alone: this is the order of a group that has all rows, and of a smaller group
+    as much from its beginning as the group has rows.
+    """
     a = call.avals[0]
     terms = a.shape[-2 if call.op == WGRAD else -1]
     order = np.arange(-(-terms // DEPTH) * DEPTH)
@@ -93,7 +98,7 @@ def _schedule(call: engines.Call) -> engines.Schedule:
 
 
 def _workspace(call: engines.Call) -> int:
-    """Bytes of the table of items, of copies that are padded, and of a result that is longer than wanted."""
+    """Bytes of the table of items, of padded copies of operands, and of a padded result."""
     from jaxdnn._src.matmul.hopper import items, plan
 
     problem = _problem(call)
@@ -109,7 +114,8 @@ def _workspace(call: engines.Call) -> int:
 
 
 def _copied(shape: tuple[int, ...], axes: int, width: int) -> int:
-    wide = (*shape[:-axes], *map(_even, shape[-axes:]))
+    """Bytes of an array whose last axes are padded to whole cells, 0 if they are whole: then it is not copied."""
+    wide = (*shape[:-axes], *map(_whole, shape[-axes:]))
     return 0 if wide == tuple(shape) else math.prod(wide) * width
 
 

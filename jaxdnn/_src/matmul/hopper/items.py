@@ -19,8 +19,8 @@ MATRIX, START, ROWS, STEPS = range(4)  # the columns of the table
 def most(problem: Problem, config: Config) -> int:
     """The most items that any sizes make.
 
-    A run of rows is a group's or has no group, of which there may be one run for each list. At most one item of each
-    run is not full.
+    The rows of a list are runs: one for each group, and one of rows that have no group. At most one item of each run
+    is not full.
     """
     if problem.gradient:
         return problem.matrices
@@ -31,8 +31,8 @@ def most(problem: Problem, config: Config) -> int:
 def table(problem: Problem, config: Config, sizes: Array) -> Array:
     """int32 (1 + items, 4), of sizes (lists, groups).
 
-    Row 0 begins with the number of items; of these the matrix, the first row, how many rows, and how many steps follow.
-    Rows of no group are an item without a step, whose sums are zeros.
+    Row 0 begins with the number of items. A row follows for each: its matrix, its first row, how many rows it has, and
+    how many steps its sums take. Rows of no group make items without a step, whose sums are zeros.
     """
     starts, ends = group_ends(sizes, problem.rows)
     lists = jnp.arange(problem.lists, dtype=jnp.int32)[:, None]
@@ -46,7 +46,7 @@ def table(problem: Problem, config: Config, sizes: Array) -> Array:
         ends = jnp.concatenate([ends, jnp.full_like(ends[:, :1], problem.rows)], -1)
         last = jnp.cumsum(((ends - starts + config.rows - 1) // config.rows).reshape(-1), dtype=jnp.int32)
         count, number = last[-1], jnp.arange(most(problem, config), dtype=jnp.int32)
-        # Of each item the run that it is of: how many runs end before it.
+        # The run of each item is the number of runs whose items all come before it.
         run = jnp.minimum(jnp.sum(last[None] <= number[:, None], 1, dtype=jnp.int32), last.size - 1)
         of_list, group = run // (problem.groups + 1), run % (problem.groups + 1)
         before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])[run]
@@ -72,11 +72,11 @@ class Tiles:
         return min(sms, most(self.problem, self.config) * self.rows * self.columns)
 
     def share(self, items: Any, sm: Any, sms: Any) -> Any:
-        """How many tiles of so many items block `sm` of `sms` computes."""
+        """How many tiles block `sm` of `sms` computes, if there are so many items: every `sms`-th one."""
         return lax.div(items * (self.rows * self.columns) - sm + sms - 1, sms)
 
     def place(self, number: Any, items: Any) -> tuple[Any, Any, Any]:
-        """The item of a tile, and its tile of rows and of columns.
+        """The item of a tile, and the tile's number along the rows of the item and along the columns.
 
         Of a product some items (a panel) are multiplied by some columns before the next ones: tiles that are computed
         at the same time share their rows and their columns in the L2 cache.

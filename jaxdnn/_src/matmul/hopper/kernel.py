@@ -18,7 +18,7 @@ covers is read from the table of `items`.
 Limits: 16-bit operands of one dtype; whole rows of 16 bytes (the engine pads others).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,22 @@ def run(a: Array, b: Array, sizes: Array, problem: Problem, config: Config, sms:
     return compiled(table(problem, config, sizes), a, b)
 
 
+class _Tile(NamedTuple):
+    """What is loaded, or stored: its matrix, its first row of all lists' rows, and which tile of a matrix it is.
+
+    Attributes:
+      row: its number among the tiles along the rows of a gradient's matrix; 0 of a product.
+      column: its number among the tiles along the columns.
+      rows: how many rows of a it covers; the producer does not read that.
+    """
+
+    matrix: Any
+    start: Any
+    row: Any
+    column: Any
+    rows: Any = None
+
+
 class _Block:
     """One block of threads: the producer's methods, then the consumers'."""
 
@@ -102,7 +118,7 @@ class _Block:
         self.mine = tiles.share(self.items, self.sm, self.sms)
 
     def place(self, local: Any) -> tuple[Any, Any, Any]:
-        """The row of the table of one of the block's tiles, and its tile of rows and of columns."""
+        """Of one of the block's tiles the row of the table, and its numbers along the item's rows and the columns."""
         item, row, column = self.tiles.place(self.sm + local * self.sms, self.items)
         return item + 1, row, column
 
@@ -121,12 +137,12 @@ class _Block:
         def step(i: Any, count: Any) -> Any:
             slot = lax.rem(count, stages)
             when(count >= stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
-            self.load(i, (matrix, start, row, column), slot, self.full.at[team * stages + slot])
+            self.load(i, _Tile(matrix, start, row, column), slot, self.full.at[team * stages + slot])
             return count + 1
 
         return lax.fori_loop(0, steps, step, count)
 
-    def load(self, i: Any, place: Any, slot: Any, signal: Any) -> None:
+    def load(self, i: Any, tile: _Tile, slot: Any, signal: Any) -> None:
         """Loads the boxes of step i of a tile."""
         raise NotImplementedError
 
@@ -139,15 +155,18 @@ class _Block:
         def tile(local: Any, count: Any) -> Any:
             item, row, column = self.place(local)
             steps = self.table[item, STEPS]
-            own = lax.rem(local, self.config.teams) == self.team
-            when(own)(lambda: self.compute_tile((local, item, row, column), count, steps))
+            of_team = lax.rem(local, self.config.teams) == self.team
+            when(of_team)(lambda: self.compute_tile((local, item, row, column), count, steps))
             return count + steps
 
         lax.fori_loop(0, self.mine, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def compute_tile(self, place: Any, count: Any, steps: Any) -> None:
-        """Computes what this warpgroup has of a tile, from slot number `count` on."""
+        """Computes what this warpgroup has of a tile, whose first step is in slot number `count`.
+
+        place: the tile's number among the block's tiles, and what `self.place` says of it.
+        """
         self.compute(self.config.part, place, count, steps)
 
     def compute(self, height: int, place: Any, count: Any, steps: Any) -> None:
@@ -155,6 +174,7 @@ class _Block:
         local, item, row, column = place
         config, problem, stages = self.config, self.problem, self.config.stages
         matrix, start, rows = (self.table[item, i] for i in (MATRIX, START, ROWS))
+        tile = _Tile(matrix, start, row, column, rows)
 
         def step(i: Any, acc: Array) -> Array:
             slot = lax.rem(count + i, stages)
@@ -171,19 +191,19 @@ class _Block:
         width = out_columns(problem)
         chunks = config.columns // width
         for c in range(chunks):
-            # The buffers rotate across tiles as well. Each store commits a group or more, so that no more than
-            # `staged - 1` groups under way means that this buffer was read. A warpgroup that has nothing of a tile
-            # leaves out whole turns: a team of two has at least two chunks.
+            # The buffers rotate across tiles as well. Each store commits one group of copies or more: if no more than
+            # `staged - 1` groups are under way, the last store from this buffer has read it. A warpgroup that has
+            # nothing of a tile leaves out whole rotations (`check`).
             buffer = lax.rem(lax.div(local, config.teams) * chunks + c, config.staged)
             plgpu.wait_smem_to_gmem(config.staged - 1, wait_read_only=True)
             value = acc[:, c * width : (c + 1) * width].astype(problem.out_dtype)
             wgmma.store(value, self.out_matrix.at[self.wg, buffer, pl.ds(0, height)])
             plgpu.commit_smem()
             columns = pl.ds(column * config.columns + c * width, width)
-            self.store(self.out_box.at[self.wg, buffer, pl.ds(0, height)], (matrix, start, rows, row), columns)
+            self.store(self.out_box.at[self.wg, buffer, pl.ds(0, height)], tile, columns)
 
     def release(self, count: Any, steps: Any) -> None:
-        """Lets the slots of a tile pass of which this warpgroup has nothing."""
+        """Releases the slots of a tile of which this warpgroup has no rows, as they are loaded."""
         stages = self.config.stages
 
         @pl.loop(0, steps)
@@ -193,13 +213,13 @@ class _Block:
             plgpu.barrier_arrive(self.empty.at[slot])
 
     def clear(self, i: Any, slot: Any, rows: Any) -> None:
-        """Before step i: makes zeros of what must not be added."""
+        """Before the products of step i: makes zeros of what was loaded beyond the rows of the group."""
 
     def multiply(self, acc: Array, slot: Any) -> Array:
         """Adds the products of a slot."""
         raise NotImplementedError
 
-    def store(self, box: Any, place: Any, columns: Any) -> None:
+    def store(self, box: Any, tile: _Tile, columns: Any) -> None:
         """Stores some columns of a tile from a box in shared memory."""
         raise NotImplementedError
 
@@ -215,18 +235,17 @@ class _Block:
 class _Product(_Block):
     """Rows times the matrix of their group."""
 
-    def load(self, i: Any, place: Any, slot: Any, signal: Any) -> None:
-        matrix, start, _, column = place
-        terms, first = pl.ds(i * DEPTH, DEPTH), column * self.config.columns
-        plgpu.copy_gmem_to_smem(self.a.at[pl.ds(start, self.config.rows), terms], self.left.at[slot], signal)
+    def load(self, i: Any, tile: _Tile, slot: Any, signal: Any) -> None:
+        terms, first = pl.ds(i * DEPTH, DEPTH), tile.column * self.config.columns
+        plgpu.copy_gmem_to_smem(self.a.at[pl.ds(tile.start, self.config.rows), terms], self.left.at[slot], signal)
         if self.problem.transposed:
-            index = (matrix, pl.ds(first, self.config.columns), terms)
+            index = (tile.matrix, pl.ds(first, self.config.columns), terms)
             plgpu.copy_gmem_to_smem(self.b.at[index], self.right.at[slot], signal)
         else:
-            self.load_across(self.b, (matrix,), terms, first, self.right.at[slot], signal)
+            self.load_across(self.b, (tile.matrix,), terms, first, self.right.at[slot], signal)
 
     def compute_tile(self, place: Any, count: Any, steps: Any) -> None:
-        """Of the last tile of a group no more is computed than the 64 rows that hold all that a warpgroup has."""
+        """Of a group's last tile a warpgroup that has at most 64 rows computes 64, and one that has none nothing."""
         part = self.config.part
         own = self.own(self.table[place[1], ROWS])
         if part > 64:
@@ -244,16 +263,16 @@ class _Product(_Block):
         major = "k" if self.problem.transposed else "mn"
         return wgmma.multiply(acc, a, self.right.at[slot], swizzle=SWIZZLE, a_major="k", b_major=major)
 
-    def store(self, box: Any, place: Any, columns: Any) -> None:
-        _, start, rows, _ = place
-        height, own = box.shape[0], self.own(rows)
-        first = start + self.member * self.config.part
+    def store(self, box: Any, tile: _Tile, columns: Any) -> None:
+        height, own = box.shape[0], self.own(tile.rows)
+        first = tile.start + self.member * self.config.part
 
         def pieces() -> None:
+            """As many rows as `own` has, of which each binary digit is a piece, the largest first."""
             size = height
             while size := size // 2:
                 at = own - lax.rem(own, 2 * size)  # what the larger pieces have
-                there = lax.rem(lax.div(own, size), 2) == 1
+                there = lax.rem(lax.div(own, size), 2) == 1  # the digit
                 target = self.out.at[pl.ds(first + at, size), columns]
                 plgpu.copy_smem_to_gmem(box.at[pl.ds(at, size)], target, predicate=there)
 
@@ -264,14 +283,16 @@ class _Product(_Block):
 class _Gradient(_Block):
     """For each group the product of its rows."""
 
-    def load(self, i: Any, place: Any, slot: Any, signal: Any) -> None:
-        _, start, row, column = place
-        rows = pl.ds(start + i * DEPTH, DEPTH)
-        self.load_across(self.a, (), rows, row * self.config.rows, self.left.at[slot], signal)
-        self.load_across(self.b, (), rows, column * self.config.columns, self.right.at[slot], signal)
+    def load(self, i: Any, tile: _Tile, slot: Any, signal: Any) -> None:
+        rows = pl.ds(tile.start + i * DEPTH, DEPTH)
+        self.load_across(self.a, (), rows, tile.row * self.config.rows, self.left.at[slot], signal)
+        self.load_across(self.b, (), rows, tile.column * self.config.columns, self.right.at[slot], signal)
 
     def boxes(self, slot: Any) -> tuple[Any, Any]:
-        """The boxes of a slot that this warpgroup alone has of the left operand, and its share of the right one's."""
+        """Of a slot the left operand's boxes that this warpgroup alone reads, and its share of the right operand's.
+
+        The right ones are read by all warpgroups of the team; a share is what one of them clears.
+        """
         left, right = (n // self.config.members // DEPTH for n in (self.config.rows, self.config.columns))
         return (
             self.left.at[slot, pl.ds(self.member * left, left)],
@@ -294,14 +315,16 @@ class _Gradient(_Block):
         a, _ = self.boxes(slot)
         return wgmma.multiply(acc, a, self.right.at[slot], swizzle=SWIZZLE, a_major="mn", b_major="mn")
 
-    def store(self, box: Any, place: Any, columns: Any) -> None:
-        matrix, _, _, row = place
-        rows = pl.ds(row * self.config.rows + self.member * self.config.part, self.config.part)
-        plgpu.copy_smem_to_gmem(box, self.out.at[matrix, rows, columns])
+    def store(self, box: Any, tile: _Tile, columns: Any) -> None:
+        rows = pl.ds(tile.row * self.config.rows + self.member * self.config.part, self.config.part)
+        plgpu.copy_smem_to_gmem(box, self.out.at[tile.matrix, rows, columns])
 
 
 def clear_rows(boxes: Any, first: Any) -> None:
-    """Stores zeros to boxes (count, 64 rows, 64 columns) from row `first` on. Whole rows are alike in any swizzle."""
+    """Stores zeros to boxes (count, 64 rows, 64 columns) from row `first` on.
+
+    A swizzle moves columns within a row, so that whole rows are where they were.
+    """
 
     @wgmma.inline_mgpu(arg_types=(plgpu.RefType((wgmma.swizzle_transform(SWIZZLE),)), plgpu.Layout.WG_SPLAT(())))
     def cleared(_: Any, boxes: Any, first: Any) -> None:
