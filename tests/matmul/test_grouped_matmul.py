@@ -2,6 +2,7 @@
 
 import functools as ft
 import json
+import re
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
@@ -149,6 +152,55 @@ def test_vmap_over_each_operand(axes: tuple[int | None, ...]):
         np.testing.assert_array_equal(found[0][i], bits[0])
         np.testing.assert_array_equal(found[1][i], bits[1])
         np.testing.assert_allclose(found[2][i], gradient, atol=1e-4)
+
+
+X, WHOLE = P("x"), P()
+SENDS = re.compile(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
+SHARDED: dict[str, tuple[P, P, P, set[str], set[str]]] = {  # a, b, dy, what devices send for the product, the gradients
+    "rows": (X, WHOLE, X, set(), {"all-reduce"}),
+    "K": (P(None, "x"), P(None, "x"), WHOLE, {"all-reduce"}, set()),
+    "N": (WHOLE, P(None, None, "x"), P(None, "x"), set(), {"all-reduce"}),
+    "groups": (WHOLE, X, WHOLE, {"all-gather"}, {"all-gather"}),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_devices_of_a_mesh_send_each_other(name: str):
+    """As the docstring says."""
+    *specs, of_product, of_gradients = SHARDED[name]
+    mesh, (a, b, dy) = jax.make_mesh((2,), ("x",), (AxisType.Auto,)), normal((20, 6), (4, 6, 8), (20, 8))
+    placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((a, b, dy), specs, strict=True)]
+    sizes = np.asarray((7, 0, 9, 1), np.int32)
+    product = lambda a, b, dy: dnn.grouped_matmul(a, b, sizes)
+    gradients = lambda a, b, dy: jax.vjp(lambda a, b: dnn.grouped_matmul(a, b, sizes), a, b)[1](dy)
+    wanted = reference.grouped_matmul(a, b, sizes)
+    for function, sent in ((product, of_product), (gradients, of_gradients)):
+        compiled = jax.jit(function).lower(*placed).compile()
+        assert set(SENDS.findall(str(compiled.as_text()))) == sent
+        if function is product:
+            np.testing.assert_allclose(compiled(*placed), wanted, atol=1e-5)
+
+
+def test_experts_of_several_devices_within_shard_map_send_nothing():
+    """Each device has two groups and ten rows, of which its sizes leave some."""
+    a, b, dy = normal((20, 6), (4, 6, 8), (20, 8))
+    mesh, sizes = jax.make_mesh((2,), ("x",), (AxisType.Auto,)), np.asarray((7, 1, 0, 9), np.int32)
+
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=X, out_specs=X)
+    def both(a: Any, b: Any, dy: Any, sizes: Any) -> Any:
+        y, back = jax.vjp(lambda a, b: dnn.grouped_matmul(a, b, sizes), a, b)
+        return y, *back(dy)
+
+    compiled = jax.jit(both).lower(a, b, dy, sizes).compile()
+    y, da, db = compiled(*(jax.device_put(v, NamedSharding(mesh, X)) for v in (a, b, dy, sizes)))
+    assert SENDS.findall(str(compiled.as_text())) == []
+    for i in range(2):
+        rows, groups = slice(10 * i, 10 * i + 10), slice(2 * i, 2 * i + 2)
+        n = sizes[groups]
+        np.testing.assert_allclose(y[rows], reference.grouped_matmul(a[rows], b[groups], n), atol=1e-5)
+        of_a = reference.grouped_matmul(dy[rows], b[groups], n, transpose_b=True)
+        np.testing.assert_allclose(da[rows], of_a, atol=1e-5)
+        np.testing.assert_allclose(db[groups], reference.grouped_matmul_wgrad(a[rows], dy[rows], n), atol=1e-5)
 
 
 def test_a_row_belongs_to_the_group_that_ragged_dot_says():

@@ -232,6 +232,23 @@ def test_refusals(name: str):
 
 
 @pytest.mark.usefixtures("h200")
+def test_gradients_of_a_wider_result_are_xlas():
+    """Their operands have two dtypes, as the docstring says."""
+    a, b = avals(BF16, (70, 104), (3, 104, 80))
+    given = a, b, jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def gradients(*arrays: Any, engine: str | None = None) -> Any:
+        a, b, sizes = arrays
+        run = lambda a, b: jnp.sum(dnn.grouped_matmul(a, b, sizes, out_dtype=F32, engine=engine))
+        return jax.grad(run, (0, 1))(a, b)
+
+    calls = dnn.explain(gradients, *given, platform="cuda")
+    assert [call.engine for call in calls] == ["hopper", "xla", "xla"]
+    with pytest.raises(NotImplementedError, match="not bfloat16 and float32"):
+        jax.jit(ft.partial(gradients, engine="hopper")).trace(*given).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.usefixtures("h200")
 def test_what_it_guarantees_is_told():
     a, b = avals(BF16, (70, 100), (3, 100, 80))
     (call,) = dnn.explain(dnn.grouped_matmul, a, b, jax.ShapeDtypeStruct((3,), jnp.int32), platform="cuda")

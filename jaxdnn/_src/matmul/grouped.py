@@ -55,13 +55,23 @@ def grouped_matmul(
       y, (M, N).
 
     Differentiation: any order, forward and reverse, in a and b. The gradient in a is `grouped_matmul` by b transposed,
-      the one in b is `grouped_matmul_wgrad`; what rows of no group hold is in none of them.
+      the one in b is `grouped_matmul_wgrad`; what rows of no group hold is in none of them. If `out_dtype` is not the
+      dtype of a, both have operands of two dtypes, which no kernel takes: engine xla then serves the gradients, and
+      with engine="hopper" they are refused.
 
     Numerics: sums are in the accumulator's dtype, converted once, to nearest even; of integers and float8 as `conv`
       says. A row depends on its own group's matrix alone: infinities in other groups, or in rows of no group, do not
       show in it. M x N x K products are made, and at most G x 256 x N x K more, whatever the sizes are.
       Determinism: see `jaxdnn.explain`. The Hopper kernel serves bfloat16 and float16; a row of its result depends on
       the row and the matrix alone, to the bit.
+
+    Epilogue: none, unlike `matmul`. A bias of each group, (G, N), and an activation follow the call, as in the example;
+      XLA computes them in a pass over y.
+
+    Meshes: rows, K and N stay sharded; where K is, sums are added over the mesh, and for the gradient in b where rows
+      are. Matrices that are sharded by groups are gathered on every device. With experts on several devices, call it
+      within `jax.shard_map` on the experts that a device has and the rows that were sent to them. `jax.vmap` over a or
+      group_sizes alone copies b for each element of the batch.
 
     Raises:
       ValueError: shapes that do not fit, or an argument out of range.
@@ -71,6 +81,10 @@ def grouped_matmul(
     Example:
       >>> tokens, experts = jnp.ones((7, 4)), jnp.ones((3, 4, 5))
       >>> dnn.grouped_matmul(tokens, experts, jnp.array([2, 0, 4])).shape  # the last row is 0
+      (7, 5)
+      >>> bias = jnp.ones((3, 5))  # that of its group for each row; rows of no group have another group's
+      >>> of_rows = jnp.repeat(bias, jnp.array([2, 0, 4]), axis=0, total_repeat_length=7)
+      >>> jax.nn.gelu(dnn.grouped_matmul(tokens, experts, jnp.array([2, 0, 4])) + of_rows).shape
       (7, 5)
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer" (2017).
@@ -119,7 +133,7 @@ def grouped_matmul_wgrad(
     Returns:
       db, (G, K, N); 0 for a group without rows.
 
-    Differentiation: any order, forward and reverse, in a and dy.
+    Differentiation: any order, forward and reverse, in a and dy; `out_dtype` is as in `grouped_matmul`.
 
     Numerics: sums over the rows of a group are in the accumulator's dtype, converted once. Rows of no group are not
       added, nor multiplied by 0. Determinism: see `jaxdnn.explain`.
