@@ -135,6 +135,9 @@ CALLS = [
     ("reflection", 3, 8, "bf16", "f32"),
     ("reflection, corners", 2, 2, "f16", "bf16"),
     ("nearest", 2, 3, "f16", "f16"),
+    ("nearest", 1, 5, "f16", "f16"),
+    ("nearest", 1, 8, "f32", "bf16"),
+    ("border", 1, 6, "bf16", "bf16"),
     ("nearest", 3, 16, "f32", "f32"),
     ("nearest, border", 1, 12, "bf16", "bf16"),
 ]

@@ -39,8 +39,8 @@ def inner(k: Problem) -> int:
 
 
 def samples_in_records(k: Problem) -> bool:
-    """Whether a record of four words has a point's samples, and not its number."""
-    return inner(k) * 4 + k.channels * SIZES[k.y] <= VECTOR_BYTES
+    """Whether a record of four words has a point's samples, all of which one thread reads, and not its number."""
+    return k.units == 1 and inner(k) * 4 + k.channels * SIZES[k.y] <= VECTOR_BYTES
 
 
 @ft.lru_cache
