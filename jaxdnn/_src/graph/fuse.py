@@ -7,6 +7,7 @@ Where a rule does not apply, what kept it from it is returned, for `explain`.
 """
 
 import graphlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxdnn._src.graph.nodes import Node, Run, is_held
 from jaxdnn._src.graph.pointwise import named_activation
 from jaxdnn._src.graph.rules import ALONE, BATCH, CONV, DGRAD, INSTANCE, Fusion, NotFused, Rule, is_plain_relu, part_of
 from jaxdnn._src.graph.rules_matmul import MATMUL
-from jaxdnn._src.graph.tensors import Tensor
+from jaxdnn._src.graph.tensors import Tensor, numpy_dtype
 
 RULES = {rule.op: rule for rule in (CONV, DGRAD, MATMUL, BATCH, INSTANCE, *ALONE)}
 
@@ -145,7 +146,15 @@ def _fused(rule: Rule, fusion: Fusion) -> Step:
             made[fusion.mask.outputs["OUT_0"].uid] = found[main] > 0
         return {fusion.last.uid: found[main], **made}
 
-    return Step(tuple(fusion.all), (rule.call,), run, rule.name, first)
+    notes, copies = [], 0
+    for port, operand in fusion.dequantised.items():
+        data, scale = (operand.scaled.inputs[p].data_type for p in ("input", "descale"))  # pyright: ignore[reportOptionalMemberAccess]
+        notes.append(
+            f"operand {port} is dequantised to {operand.data_type} first, which holds its numbers: no kernel of this "
+            f"library multiplies {data} with scales of {scale}"
+        )
+        copies += numpy_dtype(operand.data_type).itemsize * math.prod(operand.tensor.dim or ())
+    return Step(tuple(fusion.all), (rule.call,), run, rule.name, first, tuple(notes), copies)
 
 
 def _sorted(found: Sequence[Step]) -> list[Step]:

@@ -311,7 +311,8 @@ class Methods(Pointwise, Norms, Attention):
 
         Returns:
           Y, whose dtype `set_data_type` has to tell (FP8_E4M3, FP8_E5M2, FP4_E2M1), and scale (FP8_E8M0, FP8_E4M3,
-          FLOAT), one for each block, in row-major order of its own sizes, not cuDNN's F8_128x4.
+          FLOAT), one for each block. With `set_reordering_type("F8_128x4")` the scale lies in tiles of 128 rows and 4
+          blocks, and has as many sizes as whole tiles have: those that fill up are bits of 0.
         """
         how = {"block_size": block_size, "axis": axis}
         return self._node("block_scale_quantize", {"input": input}, ("Y", "scale"), how, compute_data_type, name)
@@ -320,21 +321,26 @@ class Methods(Pointwise, Norms, Attention):
         self,
         input: Tensor,
         descale: Tensor,
-        block_size: Sequence[int],
+        block_size: Sequence[int] | int,
         is_negative_scale: bool = False,
         compute_data_type: Any = None,
         name: str = "",
     ) -> Tensor:
-        """y = input times the scale of its block.
+        """y = input times the scale of its block. MXFP8 has blocks of 32 and FP8_E8M0, NVFP4 of 16 and FP8_E4M3.
+
+        A `matmul` of the results takes them up: they are dequantised to bfloat16, which holds them, before they are
+        multiplied, for no kernel of this library multiplies numbers with scales of blocks.
 
         Args:
           input: FP8_E4M3, FP8_E5M2 or FP4_E2M1, of any sizes.
-          descale: FP8_E8M0, FP8_E4M3 or FLOAT, a number for each block.
-          block_size: an integer for each axis, or one, for the axis along which descale is smaller.
+          descale: FP8_E8M0, FP8_E4M3 or FLOAT, a number for each block; of reordering_type "F8_128x4" for each of whole
+            tiles, whose columns, the axis of the smallest stride, are the blocks.
+          block_size: an integer for each axis, or one, for the axis of the blocks: that along which descale is smaller.
           is_negative_scale: of FP8_E8M0: whether y is input divided by the scale.
           compute_data_type, name: the node's; the result is called `name::Y`.
         """
-        how = {"block_size": block_size, "is_negative_scale": is_negative_scale}
+        block = (block_size,) if isinstance(block_size, int) else block_size
+        how = {"block_size": block, "is_negative_scale": is_negative_scale}
         return self._node(
             "block_scale_dequantize", {"input": input, "descale": descale}, ("Y",), how, compute_data_type, name
         )

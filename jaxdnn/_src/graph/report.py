@@ -35,6 +35,7 @@ class StepReport:
       bytes_moved: of the tensors that it reads and writes, if nothing of it stays in registers of its neighbours.
       workspace: bytes that its engines state; None where XLA decides.
       engines: which engines could serve and which not, as `jaxdnn.explain` has it.
+      notes: what else is to be said of it.
     """
 
     nodes: tuple[str, ...]
@@ -45,12 +46,14 @@ class StepReport:
     bytes_moved: int
     workspace: int | None
     engines: Explanations
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         by = f"{', '.join(self.calls)} by {', '.join(self.engine) or 'its formula'}" if self.calls else "XLA's program"
         fused = f"; fused by rule {self.rule}" if self.rule else ""
         moved = f"{self.bytes_moved} bytes moved, workspace {_room(self.workspace)}"
-        return f"{' + '.join(self.nodes)}: {by}{fused}; level {self.level}, {moved}"
+        said = "".join(f"\n     {note}" for note in self.notes)
+        return f"{' + '.join(self.nodes)}: {by}{fused}; level {self.level}, {moved}{said}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +140,10 @@ def _report(graph: Operations, step: Step, said: Explanations) -> StepReport:
         rule=step.rule,
         engine=tuple(c.engine for c in served),
         level=lowest(levels),
-        bytes_moved=sum(map(_size, moved)),
+        bytes_moved=sum(map(_size, moved)) + 2 * step.copies,
         workspace=None if not rooms or None in rooms else sum(room for room in rooms if room is not None),
         engines=said,
+        notes=step.notes,
     )
 
 

@@ -43,6 +43,7 @@ class Operand:
       turned: whether its last two axes are swapped.
       factors: the tensors that it is multiplied by, each with whether its last two axes are swapped.
       nodes: those that are taken up, in order.
+      scaled: the node that makes the tensor of numbers of few bits and scales of blocks, if it is taken up too.
     """
 
     tensor: Tensor
@@ -50,6 +51,7 @@ class Operand:
     turned: bool = False
     factors: tuple[tuple[Tensor, bool], ...] = ()
     nodes: tuple[Node, ...] = ()
+    scaled: Node | None = None
 
 
 @dataclasses.dataclass
@@ -69,6 +71,11 @@ class Fusion:
     @property
     def before(self) -> list[Node]:
         return [node for operand in self.operands.values() for node in operand.nodes]
+
+    @property
+    def dequantised(self) -> dict[str, Operand]:
+        """The operands, by port, that numbers with scales of blocks are."""
+        return {port: operand for port, operand in self.operands.items() if operand.scaled}
 
     @property
     def all(self) -> list[Node]:

@@ -2,7 +2,8 @@
 
 Behind it: factors, which are multiplied with each other and become alpha, a bias, a residual, an activation. Before it:
 a transpose, a conversion, and factors that do not differ along K, which are taken out of the sum. So the product reads
-what lies in memory, int8 and float8 too, and its scales follow it.
+what lies in memory, int8 and float8 too, and its scales follow it. Numbers with scales of blocks along K, for which no
+kernel of this library has a product, are dequantised to bfloat16 before it, which holds them.
 """
 
 import dataclasses
@@ -20,6 +21,9 @@ from jaxdnn._src.graph.rules import EPILOGUE, Fusion, NotFused, Operand, Part, R
 from jaxdnn._src.graph.tensors import Tensor, numpy_dtype
 
 NAME = "matmul_epilogue"
+BEFORE = ("transpose", "pointwise", "block_scale_dequantize")
+# Products of numbers of float8 or float4 and scales of 8 bits have at most 8 bits, as bfloat16 has.
+DEQUANTISED = "bfloat16"
 # The dtypes that hold each number of a dtype.
 _OF_8 = ("bfloat16", "float16", "float32", "float64")
 HOLDERS = {
@@ -69,8 +73,13 @@ def _operand(graph: Operations, node: Node, port: str, taken: Sequence[Node]) ->
     best = at = Operand(start, start.data_type or "")
     while True:
         maker = graph.maker(at.tensor)
-        if maker is None or maker.op not in ("transpose", "pointwise") or not at.tensor.is_virtual or maker in taken:
+        if maker is None or maker.op not in BEFORE or not at.tensor.is_virtual or maker in taken:
             break
+        if maker.op == "block_scale_dequantize":
+            if reason := _not_dequantised(graph, node, maker, at):
+                return best, maker.name, f"operand {port}: {reason}"
+            dequantised = dataclasses.replace(at, data_type=DEQUANTISED, nodes=(maker, *at.nodes), scaled=maker)
+            return dequantised, "", ""
         step = _step(graph, node, port, maker, at)
         if isinstance(step, str):
             return best, maker.name, f"operand {port}: {step}"
@@ -83,6 +92,18 @@ def _operand(graph: Operations, node: Node, port: str, taken: Sequence[Node]) ->
         return best, "", ""
     what = "computed, too" if at.tensor.is_virtual else f"{at.tensor.data_type}, and read as {start.data_type}"
     return best, at.nodes[0].name, f"operand {port}: {at.tensor.name!r}, of which it is a multiple, is {what}"
+
+
+def _not_dequantised(graph: Operations, node: Node, maker: Node, at: Operand) -> str:
+    """Why numbers with scales of blocks are not taken up, but dequantised as they are without a rule; or nothing."""
+    tensor, scale = at.tensor, maker.inputs["descale"]
+    if len(graph.readers(tensor)) > 1:
+        return f"{tensor.name!r} has {len(graph.readers(tensor))} readers"
+    if not is_held(tensor):
+        return f"{tensor.name!r} is of {tensor.data_type}, to which it is converted before it is read"
+    if scale.data_type == "float32":
+        return f"{DEQUANTISED} does not hold products with scales of {scale.data_type}"
+    return f"it computes in float32, and 'matmul' would in {node.compute}" if node.compute != "float32" else ""
 
 
 def _step(graph: Operations, node: Node, port: str, maker: Node, at: Operand) -> Operand | str:
@@ -133,10 +154,15 @@ def _holds(dtype: str, other: str) -> bool:
     return dtype == other or dtype in HOLDERS.get(other, ())
 
 
+def _read(operand: Operand, values: Values, numbers: Numbers) -> Array:
+    maker = operand.scaled
+    return maker.kind.run(Run(maker, values, numbers))["Y"] if maker else values[operand.tensor.uid]
+
+
 def _matmul(node: Run, fusion: Fusion, values: Values, numbers: Numbers) -> dict[str, Array]:
     compute = fusion.compute
     read = [fusion.operands[port] for port in ("A", "B")]
-    a, b = (values[o.tensor.uid].astype(numpy_dtype(o.data_type)) for o in read)
+    a, b = (_read(o, values, numbers).astype(numpy_dtype(o.data_type)) for o in read)
     if not all(o.data_type.startswith("float8") for o in read):
         dtype = numpy_dtype(_dtype(read[0].data_type, read[1].data_type, node.node))
         a, b = a.astype(dtype), b.astype(dtype)

@@ -37,6 +37,10 @@ DTYPES = tuple(NAMES.values())
 # Floats that a virtual tensor may hold in the compute dtype instead: see `execute`.
 WIDE = ("float64", "float32", "bfloat16", "float16")
 COMPUTE = ("float32", "float64", "int32")
+# The orders in which elements lie in the memory of a tensor; see `Tensor`.
+TILED = "F8_128x4"
+REORDERINGS = ("NONE", TILED)
+TILED_TYPES = ("float8_e8m0fnu", "float8_e4m3fn")
 
 
 def dtype_of(where: str, attribute: str, value: Any, choices: Sequence[str] = DTYPES) -> str:
@@ -120,19 +124,53 @@ def _places(dim: Sequence[int], stride: Sequence[int]) -> Array:
     return sum(steps, jnp.zeros(tuple(dim), jnp.int32))
 
 
-def from_memory(array: Array, dim: Sequence[int], stride: Sequence[int]) -> Array:
+def from_memory(array: Array, tensor: "Tensor") -> Array:
     """The tensor in the order of its dimensions."""
+    dim, stride = tensor.dim or (), tensor.stride or ()
     if not is_packed(dim, stride):
         return array.reshape(-1)[_places(dim, stride)]
     order = order_of(stride)
-    return array.reshape([dim[axis] for axis in order]).transpose(np.argsort(order))
+    sizes = [dim[axis] for axis in order]
+    if tensor.reordering_type == TILED:
+        array = array.reshape(_tiles(sizes)).transpose(_swapped(len(sizes), (0, 3, 2, 1, 4)))
+    return array.reshape(sizes).transpose(np.argsort(order))
 
 
-def to_memory(array: Array, dim: Sequence[int], stride: Sequence[int]) -> Array:
+def to_memory(array: Array, tensor: "Tensor") -> Array:
     """The array that stands for a tensor; what lies between its elements is 0."""
+    dim, stride = tensor.dim or (), tensor.stride or ()
     if not is_packed(dim, stride):
         return jnp.zeros(span(dim, stride), array.dtype).at[_places(dim, stride)].set(array)
-    return array.transpose(order_of(stride))
+    array = array.transpose(order_of(stride))
+    if tensor.reordering_type != TILED:
+        return array
+    *lead, rows, columns = array.shape
+    parts = array.reshape(*lead, rows // 128, 4, 32, columns // 4, 4)
+    return parts.transpose(_swapped(len(dim), (0, 3, 2, 1, 4))).reshape(array.shape)
+
+
+def _tiles(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of memory in order F8_128x4: tiles of rows, of columns, and in a tile r % 32, r // 32 and c."""
+    *lead, rows, columns = sizes
+    return (*lead, rows // 128, columns // 4, 32, 4, 4)
+
+
+def _swapped(rank: int, order: Sequence[int]) -> tuple[int, ...]:
+    """Axes before the last two stay, and the five that these become are in an order."""
+    return (*range(rank - 2), *(rank - 2 + axis for axis in order))
+
+
+def check_reordering(where: str, attribute: str, tensor: "Tensor") -> None:
+    """Checks that a tensor can lie in the order that it has."""
+    if tensor.reordering_type != TILED:
+        return
+    dim, stride = tensor.dim or (), tensor.stride or ()
+    sizes = [dim[axis] for axis in order_of(stride)]
+    fits = len(sizes) > 1 and is_packed(dim, stride) and not (sizes[-2] % 128 or sizes[-1] % 4)
+    if not fits or tensor.data_type not in TILED_TYPES:
+        expected = "NONE, or be of a tensor of 8-bit floats without gaps, of multiples of 128 rows and 4 columns"
+        got = f"{tensor.reordering_type}, {dim}, {stride}, {tensor.data_type}"
+        raise GraphError(where, attribute, expected, got)
 
 
 class Tensor:
@@ -146,6 +184,9 @@ class Tensor:
       is_virtual: whether it is an intermediate that nobody reads, so that it need not be written.
       is_pass_by_value: whether it is one number, given when the plan is executed.
       value: a constant that is known when the plan is made; None of others.
+      reordering_type: "NONE", or "F8_128x4", the order of cuDNN's scales of blocks. The last two axes of the memory are
+        cut into tiles of 128 rows and 4 columns, one behind the other, and element (r, c) of a tile lies at
+        16 (r % 32) + 4 (r // 32) + c.
     """
 
     def __init__(self, graph: Any, uid: int, name: str, **properties: Any) -> None:
@@ -159,6 +200,8 @@ class Tensor:
         self.value: Any = properties.pop("value", None)
         self._check_kind()
         self.inferred: set[str] = set()  # what was inferred, which another validation infers again
+        self.reordering_type = "NONE"
+        self.set_reordering_type(properties.pop("reordering_type", "NONE"))
         if (dim := properties.pop("dim", None)) is not None:
             self.set_dim(dim)
         if (stride := properties.pop("stride", None)) is not None:
@@ -221,6 +264,13 @@ class Tensor:
         self._graph.changed()
         return self
 
+    def set_reordering_type(self, reordering_type: str) -> "Tensor":
+        if reordering_type not in REORDERINGS:
+            raise GraphError(self.where, "reordering_type", f"one of {', '.join(REORDERINGS)}", reordering_type)
+        self.reordering_type = reordering_type
+        self._graph.changed()
+        return self
+
     def get_uid(self) -> int:
         return self.uid
 
@@ -241,6 +291,9 @@ class Tensor:
 
     def get_is_virtual(self) -> bool:
         return self.is_virtual
+
+    def get_reordering_type(self) -> str:
+        return self.reordering_type
 
     def get_shape(self) -> tuple[int, ...]:
         """The shape of the JAX array that stands for it: the sizes by descending stride."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from jaxdnn_reference.graph.tensors import Array, Node
+from jaxdnn_reference.graph.tensors import Array, Node, by_stride
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0}
 
@@ -19,7 +19,10 @@ def quantize(node: Node, x: Mapping[str, Array]) -> dict[str, Array]:
     scales = [scale_at_least(np.abs(part).max(axis=axis, keepdims=True) / largest, kind) for part in parts]
     divided = [np.where(s == 0, 0.0, part / np.where(s == 0, 1.0, s)) for part, s in zip(parts, scales, strict=True)]
     y = np.clip(np.concatenate(divided, axis=axis), -largest, largest)
-    return {"Y": y, "scale": np.concatenate(scales, axis=axis)}
+    scale = np.concatenate(scales, axis=axis)
+    whole = np.full(node.dims["scale"], 2.0**-127 if kind == "float8_e8m0fnu" else 0.0)  # bits of 0 fill tiles up
+    whole[tuple(map(slice, scale.shape))] = scale
+    return {"Y": y, "scale": whole}
 
 
 def scale_at_least(v: Array, kind: str) -> Array:
@@ -38,9 +41,10 @@ def _numbers_of_e4m3() -> Array:
 def dequantize(node: Node, x: Mapping[str, Array]) -> dict[str, Array]:
     given, scale, blocks = x["input"], x["descale"], node["block_size"]
     if len(blocks) == 1:
-        (axis,) = [a for a, (n, m) in enumerate(zip(given.shape, scale.shape, strict=True)) if n != m] or [
-            given.ndim - 1
-        ]
+        descale = node.tensor("descale")
+        smaller = [a for a, (n, m) in enumerate(zip(given.shape, scale.shape, strict=True)) if n != m]
+        tiled = descale.get("reordering_type", "NONE") != "NONE"
+        axis = by_stride(descale)[-1] if tiled else [given.ndim - 1, *smaller][-1]
         blocks = [blocks[0] if a == axis else 1 for a in range(given.ndim)]
     at = np.ix_(*(np.arange(n) // b for n, b in zip(given.shape, blocks, strict=True)))
     return {"Y": given / scale[at] if node["is_negative_scale"] else given * scale[at]}
