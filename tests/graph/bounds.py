@@ -46,7 +46,8 @@ def tolerance(description: Mapping[str, Any], arrays: Mapping[int, Any]) -> tupl
 
 def _narrowed(node: Mapping[str, Any], tensor: Mapping[str, Any], value: Array) -> Array | float:
     """Operands of products are read in their dtype, which a virtual tensor need not have been converted to."""
-    products = ("conv_fprop", "conv_dgrad", "conv_wgrad", "matmul", "moe_grouped_matmul", "sdpa", "sdpa_backward")
+    products = ("conv_fprop", "conv_dgrad", "conv_wgrad", "matmul", "moe_grouped_matmul")
+    products += ("sdpa", "sdpa_fp8", "sdpa_backward")
     if node["op"] in products and tensor["is_virtual"] and tensor["data_type"] in ("bfloat16", "float16"):
         return _roundoff(tensor["data_type"]) * np.abs(value) + _smallest(tensor["data_type"])
     return 0.0
@@ -416,19 +417,39 @@ def _probabilities(node: Any, x: Any, run: Any, u: float) -> tuple[Array, Array,
     heads = x["q"].shape[1] // x["k"].shape[1]
     wide = lambda v: np.repeat(v, heads, axis=1)
     scale = abs(float(x["attn_scale"].item())) if "attn_scale" in x else 1.0
+    scale *= float(np.prod([np.abs(x[name].item()) for name in ("descale_q", "descale_k") if name in x]))
     sizes = scale * np.abs(x["q"]) @ np.abs(wide(x["k"])).swapaxes(2, 3)
     n = sizes.shape[-1]
     if "bias" in x:
         sizes = sizes + np.abs(x["bias"])
     if node["attributes"]["use_alibi_mask"]:
         sizes = sizes + max(sizes.shape[2:])
-    off = (x["q"].shape[3] + 6) * u * sizes.max(-1, keepdims=True)
+    steep, added = of_function(node.get("score_mod"), x)
+    sizes = steep * sizes + added
+    off = (x["q"].shape[3] + 12) * u * sizes.max(-1, keepdims=True)
     eye = np.broadcast_to(np.eye(n), (*x["k"].shape[:2], n, n))
     how = {**node, "op": "sdpa"}
     nodes = definition.Node(how, {"q": x["q"].shape}, {})  # type: ignore[arg-type]
     given = {**{k: v for k, v in x.items() if k not in ("o", "dO", "stats")}, "v": eye}
+    given["q"] = x["q"] * np.prod([x[name].item() for name in ("descale_q", "descale_k") if name in x])
     p = definition.attention.sdpa(nodes, given)["O"]
     return p, sizes, np.expm1(2 * off + (n + 24) * u)
+
+
+def of_function(body: Any, x: Any) -> tuple[float, float]:
+    """How much errors of scores grow in a function of them, and what it adds to their size, at most.
+
+    Of sums, products with numbers, selections and activations: slopes are at most 1.2 but for a product's factor.
+    """
+    if not body:
+        return 1.0, 0.0
+    largest = {port: float(np.abs(x[port]).max()) for port in body["reads"]}
+    steep = 1.0
+    for node in body["nodes"]:
+        names = {uid: port for port, uid in body["reads"].items()}
+        factors = [largest[names[uid]] for uid in node["inputs"].values() if uid in names]
+        steep *= max([1.0, *factors]) if node["attributes"]["mode"] == "MUL" else 1.2
+    return steep, 4.0 * steep * (1 + sum(largest.values()))
 
 
 def sdpa(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
@@ -439,6 +460,18 @@ def sdpa(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
         stats = np.where(np.isfinite(y["Stats"]), np.abs(y["Stats"]), 0)
         found["Stats"] = rate + 8 * u * (stats + sizes.max(-1, keepdims=True) + 1)
     return found
+
+
+def sdpa_fp8(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
+    p, sizes, rate = _probabilities(node, x, run, u)
+    factor = np.prod([np.abs(x[name].item()) for name in ("descale_v", "descale_s", "scale_s")])
+    found = sdpa(node, x, y, run, u)
+    size = factor * (p @ np.repeat(np.abs(x["v"]), x["q"].shape[1] // x["v"].shape[1], axis=1))
+    off = factor * found["O"] + 4 * u * size
+    found["Amax_S"] = np.full((1, 1, 1, 1), rate.max() + 8 * u * (1 + sizes.max()))
+    found["Amax_O"] = np.full((1, 1, 1, 1), off.max())
+    scale = np.abs(x["scale_o"].item())
+    return {**found, "O": scale * (off + u * size)}
 
 
 def sdpa_backward(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
@@ -454,6 +487,7 @@ def sdpa_backward(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Ar
     n = sum(p.shape[2:]) + x["q"].shape[3] + x["v"].shape[3] + 24
     off = (rate + 2 * n * u) * ds
     scale = abs(float(x["attn_scale"].item())) if "attn_scale" in x else 1.0
+    scale *= of_function(node.get("score_mod"), x)[0]
     found = {"dQ": scale * off @ k, "dK": narrow(scale * off.swapaxes(2, 3) @ q)}
     found["dV"] = narrow(((rate + n * u) * p).swapaxes(2, 3) @ do)
     if "dBias" in y:
@@ -472,5 +506,6 @@ EXACT_INPUTS = {
     "bn_finalize_inference": finalize_inference,
     "dbn_weight": weights,
     "sdpa": sdpa,
+    "sdpa_fp8": sdpa_fp8,
     "sdpa_backward": sdpa_backward,
 }

@@ -399,7 +399,15 @@ SDPA: dict[str, dict[str, Any]] = {
     "alibi": {"use_alibi_mask": True, "use_causal_mask": True},
     "sink": {"sink": True},
     "dropout": {"dropout": (0.25, 11), "attn_scale": 0.5},
+    "score_mod": {"score_mod": True, "attn_scale": 0.5, "use_padding_mask": True},
 }
+
+
+def soft_causal(g: Graph, s: Tensor, table: Tensor, low: Tensor) -> Tensor:
+    """Capped scores, with a number for each key of a head; keys behind the query have another."""
+    s = g.add(g.mul(g.tanh(g.mul(s, 0.25)), 4.0), table)
+    query, key = (g.gen_index(s, axis).set_data_type("int32") for axis in (2, 3))
+    return g.binary_select(s, low, g.cmp_ge(query, key))
 
 
 def options(g: Graph, kind: str) -> dict[str, Any]:
@@ -408,6 +416,9 @@ def options(g: Graph, kind: str) -> dict[str, Any]:
         how["bias"] = g.tensor((1, 4, 5, 7), name="bias")
     if how.pop("sink", False):
         how["sink_token"] = g.tensor((1, 4, 1, 1), name="sink")
+    if how.pop("score_mod", False):
+        table, low = g.tensor((1, 4, 1, 7), name="table"), g.tensor((1, 1, 1, 1), is_pass_by_value=True, name="low")
+        how["score_mod"] = lambda g, s: soft_causal(g, s, table, low)
     if how.get("use_padding_mask"):
         how["seq_len_q"], how["seq_len_kv"] = (g.tensor((2, 1, 1, 1), data_type="int32", name=n) for n in ("lq", "lk"))
     return how
@@ -420,7 +431,29 @@ def sdpa(kind: str, rng: np.random.Generator) -> Example:
     g = new()
     q, k, v = heads(g, "q", "k", "v")
     outputs(g.sdpa(q, k, v, **options(g, kind), generate_stats=True))
-    return filled(g, rng, **LENGTHS)
+    return filled(g, rng, low=LOW, **LENGTHS)
+
+
+LOW = np.full((1, 1, 1, 1), -2.5, np.float32)
+
+
+def sdpa_fp8(kind: str, rng: np.random.Generator) -> Example:
+    """Factors of scores are tensors, or numbers that are known."""
+    g = new("float8_e4m3fn")
+    q, k, v = heads(g, "q", "k", "v")
+    number = lambda name: g.tensor((1, 1, 1, 1), data_type="float32", name=name)
+    of_scores = (0.5, 0.25) if kind == "plain" else (number("dq"), number("dk"))
+    others: list[Any] = [number(name) for name in ("dv", "ds", "ss", "so")]
+    how = {
+        name: v.set_data_type("float32") if name in ("bias", "sink_token") else v
+        for name, v in options(g, kind).items()
+    }
+    made = g.sdpa_fp8(q, k, v, *of_scores, *others, **how, generate_stats=True)
+    outputs(tuple(t for t in made if t is not None))
+    made[0].set_data_type("float16")
+    values = {"dq": 0.75, "dk": 0.5, "dv": 1.25, "ds": 2.0**-8, "ss": 2.0**8, "so": 3.0}
+    given = {name: np.full((1, 1, 1, 1), value, np.float32) for name, value in values.items()}
+    return filled(g, rng, **given, **LENGTHS)
 
 
 def sdpa_backward(kind: str, rng: np.random.Generator) -> Example:
@@ -438,6 +471,8 @@ def sdpa_backward(kind: str, rng: np.random.Generator) -> Example:
 
 for _kind in SDPA:
     EXAMPLES[f"sdpa_{_kind}"] = lambda rng, kind=_kind: sdpa(kind, rng)
+    if _kind in ("plain", "causal", "padding", "bias", "sink"):
+        EXAMPLES[f"sdpa_fp8_{_kind}"] = lambda rng, kind=_kind: sdpa_fp8(kind, rng)
     if _kind != "alibi":  # the op gives the gradient of slopes too, which the node does not return
         EXAMPLES[f"sdpa_backward_{_kind}"] = lambda rng, kind=_kind: sdpa_backward(kind, rng)
 

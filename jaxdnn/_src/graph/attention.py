@@ -8,11 +8,15 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.attention.api import attention, attention_dgrad
+from jaxdnn._src.graph import score
 from jaxdnn._src.graph.nodes import Inference, Kind, Run, register
 from jaxdnn._src.graph.products import result_dtype
 from jaxdnn._src.graph.random import words
+from jaxdnn._src.graph.tensors import WIDE
 
 FLOATS = ("float32", "float64")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+FACTORS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 ALIGNMENTS = ("TOP_LEFT", "BOTTOM_RIGHT")
 
 
@@ -41,14 +45,15 @@ def _infer_masks(node: Inference) -> None:
     node.derive(alignment=alignment, left=left, right=right)
 
 
-def _infer_operands(node: Inference) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _infer_operands(node: Inference, *narrow: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Checks the operands, of floats of 16 bits or more or of the narrow dtypes that are named."""
     q, k, v = (node.rank(port, 4) for port in ("q", "k", "v"))
     node.expect(k[0] == q[0] and k[3] == q[3], "k.dim", f"(B, H, S, D) with B = {q[0]} and D = {q[3]}", k)
     node.expect(q[1] % k[1] == 0, "k.dim", f"heads that divide q's {q[1]}", k)
     node.shaped("v", (*k[:3], v[3]), "k's batch, heads and length")
-    node.floats("q")
+    node.typed("q", *(narrow or WIDE))
     for port in ("k", "v"):
-        node.typed(port, node.dtype("q"))
+        node.typed(port, *(narrow or (node.dtype("q"),)))
     compute = node.node.compute
     fits = (node.dtype("q") == "float64") == (compute == "float64")
     node.expect(fits, "compute_data_type", "float64 where q is, else float32", compute)
@@ -72,6 +77,7 @@ def _infer_operands(node: Inference) -> tuple[tuple[int, ...], tuple[int, ...]]:
         node.typed("seed", "int32", "int64")
     if node.has("attn_scale"):
         node.one("attn_scale")
+    score.infer(node, (*q[:3], k[2]), node.graph.check_node)
     return q, v
 
 
@@ -108,6 +114,8 @@ def _options(node: Run) -> dict[str, Any]:
         options["sinks"] = node.wide("sink_token").reshape(-1)
     if node.has("seed"):
         options["dropout"], options["dropout_key"] = float(node.attribute("dropout_probability")), words(node.x("seed"))
+    if node.node.body:
+        options["score_fn"], options["score_arrays"] = score.function_of(node)
     return options
 
 
@@ -115,6 +123,42 @@ def _sdpa(node: Run) -> dict[str, Array]:
     q, k, v = (node.stored(port) for port in ("q", "k", "v"))
     o, stats = attention(q, k, v, return_logsumexp=True, out_dtype=_served(node, "O"), **_options(node))
     return {"O": o, "Stats": stats[..., None]} if node.asked("Stats") else {"O": o}
+
+
+def _infer_fp8(node: Inference) -> None:
+    _infer_masks(node)
+    q, v = _infer_operands(node, *FLOAT8)
+    node.expect(node.attribute("dropout_probability") == 0, "dropout", "None for floats of 8 bits", "a probability")
+    for port in FACTORS:
+        node.one(port)
+        node.typed(port, "float32")
+    node.output("O", (*q[:3], v[3]), "q")
+    node.output("Stats", (*q[:3], 1), None, "float32")
+    for port in ("Amax_S", "Amax_O"):
+        node.output(port, (1, 1, 1, 1), None, "float32")
+
+
+def _fp8(node: Run) -> dict[str, Array]:
+    """Attention of what 8 bits hold, as bfloat16 holds it; scores are multiplied by the first two factors."""
+    q, k, v = (node.x(port).astype(jnp.bfloat16) for port in ("q", "k", "v"))
+    options = _options(node)
+    factors = {port: node.wide(port).reshape(()) for port in FACTORS}
+    scaled = [node.tensor(port) for port in FACTORS[:2]]
+    if all(tensor.value is not None for tensor in scaled):
+        for tensor in scaled:
+            options["scale"] *= float(np.float32(tensor.value))
+    else:
+        inner, arrays = options.get("score_fn"), options.get("score_arrays", ())
+        times = lambda s, places, by, given: inner(s * by, *places, *given) if inner else s * by
+        options["score_fn"] = lambda s, b, h, i, j, by, *given: times(s, (b, h, i, j), by, given)
+        options["score_arrays"] = (factors["descale_q"] * factors["descale_k"], *arrays)
+    o, stats, most = attention(q, k, v, return_logsumexp=True, return_maximum=True, out_dtype="float32", **options)
+    o = o * (factors["descale_v"] * (factors["scale_s"] * factors["descale_s"]))
+    one = (1, 1, 1, 1)
+    weight = jnp.where(most == -jnp.inf, 0, jnp.exp(most - jnp.where(most == -jnp.inf, 0, stats)))
+    found = {"O": o * factors["scale_o"], "Stats": stats[..., None]}
+    found |= {"Amax_S": jnp.max(weight).reshape(one), "Amax_O": jnp.max(jnp.abs(o)).reshape(one)}
+    return {port: array for port, array in found.items() if node.asked(port)}
 
 
 def _served(node: Run, port: str) -> Any:
@@ -146,6 +190,25 @@ register(
         ("attn_scale",),
         FLOATS,
         ("attention",),
+        scored=True,
+    )
+)
+register(
+    Kind(
+        "sdpa_fp8",
+        ("q", "k", "v", *FACTORS, *_OPTIONAL),
+        ("O", "Stats?", "Amax_S", "Amax_O"),
+        MASKS,
+        _infer_fp8,
+        _fp8,
+        ("attn_scale",),
+        ("float32",),
+        ("attention",),
+        scored=True,
+        notes=(
+            "q, k and v are multiplied in bfloat16, which holds their numbers, and weights are not rounded to 8 bits: "
+            "no kernel of this library attends in 8 bits",
+        ),
     )
 )
 
@@ -173,7 +236,7 @@ def _backward(node: Run) -> dict[str, Array]:
     dq, dk, dv, *others = attention_dgrad(do.astype(q.dtype), q, k, v, o.astype(q.dtype), stats, **options)
     found = {"dQ": dq, "dK": dk, "dV": dv}
     given = [name for name in ("bias", "alibi_slopes", "sinks") if name in options]
-    named = dict(zip(given, others, strict=True))
+    named = dict(zip(given, others, strict=False))  # behind them those of what a function of the scores reads
     if node.asked("dBias"):
         found["dBias"] = named["bias"]
     if node.asked("dSink_token"):
@@ -192,6 +255,7 @@ register(
         ("attn_scale",),
         FLOATS,
         ("attention_dgrad",),
+        scored=True,
     )
 )
 

@@ -4,12 +4,12 @@ import collections
 import graphlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
-from jaxdnn._src.graph import attention, block_scale, norms, pointwise, products, random, resample, shapes  # noqa: F401  # register kinds
+from jaxdnn._src.graph import attention, block_scale, norms, pointwise, products, random, resample, score, shapes  # noqa: F401  # register kinds
 from jaxdnn._src.graph.errors import GraphError
 from jaxdnn._src.graph.methods import Methods
 from jaxdnn._src.graph.nodes import KINDS, Inference, Node
@@ -19,6 +19,7 @@ from jaxdnn._src.graph.tensors import (
     INT64,
     Tensor,
     check_number,
+    check_reordering,
     dtype_of,
     is_addressable,
     packed,
@@ -26,6 +27,7 @@ from jaxdnn._src.graph.tensors import (
 from jaxdnn._version import __version__
 
 FORMAT = 1  # of the description; another is refused
+REORDERED = (("block_scale_dequantize", "descale"), ("block_scale_quantize", "scale"))
 
 
 class Operations(Methods):
@@ -69,6 +71,7 @@ class Operations(Methods):
         is_pass_by_value: bool = False,
         name: str = "",
         uid: int | None = None,
+        reordering_type: str = "NONE",
     ) -> Tensor:
         """A tensor of these sizes; without strides it is packed, in the order of the sizes."""
         return self._tensor(
@@ -79,6 +82,7 @@ class Operations(Methods):
             data_type=data_type,
             is_virtual=is_virtual,
             is_pass_by_value=is_pass_by_value,
+            reordering_type=reordering_type,
         )
 
     def tensor_like(self, input: Any, name: str = "") -> Tensor:
@@ -86,7 +90,7 @@ class Operations(Methods):
         if isinstance(input, Tensor):
             like = {"dim": input.dim, "stride": input.stride, "data_type": input.data_type}
             kinds = {"is_virtual": input.is_virtual, "is_pass_by_value": input.is_pass_by_value}
-            return self._tensor(name, None, **like, **kinds)
+            return self._tensor(name, None, **like, **kinds, reordering_type=input.reordering_type)
         if not (hasattr(input, "shape") and hasattr(input, "dtype")):
             raise GraphError(self.where, "input", "an array or a tensor", input)
         return self._tensor(name, None, dim=input.shape or (1,), data_type=input.dtype)
@@ -108,6 +112,15 @@ class Operations(Methods):
         self.tensors[uid] = tensor
         self.changed()
         return tensor
+
+    def tensor_of_scores(self, name: str) -> Tensor:
+        """A tensor that a function of attention's scores is called with."""
+        return self._tensor(name, None, is_virtual=True)
+
+    def take_out(self, nodes: Sequence[Node], tensors: Collection[Tensor]) -> None:
+        """Removes nodes, and tensors that they read and made, which belong to a node of attention from now on."""
+        self.nodes = [node for node in self.nodes if node not in nodes]
+        self.tensors = {uid: tensor for uid, tensor in self.tensors.items() if tensor not in tensors}
 
     def _check_name(self, what: str, name: Any) -> None:
         if not isinstance(name, str):
@@ -156,11 +169,14 @@ class Operations(Methods):
         attributes: Mapping[str, Any] | None = None,
         compute_data_type: Any = None,
         name: str = "",
+        score_mod: Any = None,
     ) -> Any:
         """Adds a node and returns its outputs: virtual tensors, to be set as outputs where they are to be read."""
         name = name or f"{op}_{len(self.nodes)}"
         self._check_name("node", name)
         where = f"node {name!r} ({op})"
+        body = None if score_mod is None else score.captured(self, where, name, score_mod)
+        inputs = {**inputs, **(body.reads if body else {})}
         found = {port: self._operand(where, port, v) for port, v in inputs.items() if v is not None}
         compute = (
             self.compute_data_type
@@ -169,7 +185,7 @@ class Operations(Methods):
         )
         results = {port: self._tensor(f"{name}::{port}", None, is_virtual=True) for port in outputs}
         given = {key: _frozen(value) for key, value in (attributes or {}).items()}
-        self.nodes.append(Node(name, op, found, results, {**KINDS[op].attributes, **given}, compute))
+        self.nodes.append(Node(name, op, found, results, {**KINDS[op].attributes, **given}, compute, body=body))
         self.changed()
         made = tuple(results.values())
         return made[0] if len(made) == 1 else made
@@ -214,7 +230,7 @@ class Operations(Methods):
                 raise GraphError(tensor.where, attribute, "left out, for a node makes it", getattr(tensor, attribute))
         for node in order:
             node.derived.clear()
-            self._check_node(node)
+            self.check_node(node)
             node.kind.infer(Inference(self, node))
         self._valid = True
 
@@ -247,13 +263,17 @@ class Operations(Methods):
             raise GraphError(tensor.where, "stride", f"{len(tensor.dim)} strides, one for each axis", tensor.stride)
         if not is_addressable(tensor.dim, tensor.stride):
             raise GraphError(tensor.where, "stride", ADDRESSABLE, tensor.stride)
+        check_reordering(tensor.where, "reordering_type", tensor)
         if (tensor.is_pass_by_value or tensor.value is not None) and not set(tensor.dim) <= {1}:
             raise GraphError(tensor.where, "dim", "1 along each axis, for it is one number", tensor.dim)
         if tensor.value is not None:
             check_number(tensor.where, "value", tensor.value, tensor.data_type)
 
-    def _check_node(self, node: Node) -> None:
+    def check_node(self, node: Node) -> None:
+        """Checks what does not depend on the kind of node: its ports, attributes and compute dtype."""
         kind = node.kind
+        if node.body is not None and not kind.scored:
+            raise GraphError(node.where, score.ARGUMENT, "None, for it has no scores", node.body.result.name)
         if node.compute not in kind.compute:
             raise GraphError(node.where, "compute_data_type", f"one of {', '.join(kind.compute)}", node.compute)
         many = any(port.endswith("*") for port in kind.inputs)
@@ -262,6 +282,7 @@ class Operations(Methods):
                 if port[-1] not in "?*" and port not in named:
                     raise GraphError(node.where, port, "given", None)
             allowed = [port.rstrip("?*") for port in ports]
+            allowed += node.body.reads if node.body and side == "inputs" else ()
             for port in named:
                 if port not in allowed and not (many and side == "inputs"):
                     raise GraphError(node.where, side, f"among {', '.join(allowed)}", port)
@@ -270,6 +291,14 @@ class Operations(Methods):
         for name in node.attributes:
             if name not in kind.attributes:
                 raise GraphError(node.where, "attributes", f"among {', '.join(kind.attributes)}", name)
+        for port, tensor in (*node.inputs.items(), *node.outputs.items()):
+            if tensor.reordering_type != "NONE" and (node.op, port) not in REORDERED:
+                raise GraphError(
+                    node.where,
+                    port,
+                    "of reordering_type NONE, for only scales of blocks are reordered",
+                    tensor.reordering_type,
+                )
         for port, tensor in node.inputs.items():
             if port in kind.static and tensor.value is None and not tensor.is_pass_by_value:
                 raise GraphError(node.where, port, "a number, or a tensor that is passed by value", tensor.name)
@@ -358,28 +387,35 @@ class Operations(Methods):
         defaults = ("io_data_type", "intermediate_data_type", "compute_data_type")
         graph = cls(found["name"], **{name: found[name] for name in defaults})
         for known in found["tensors"]:
-            properties = {key: _number(known[key]) for key in _PROPERTIES if key in known}
-            graph._tensor(known["name"], known["uid"], **properties)
+            graph._tensor(known["name"], known["uid"], **_read_properties(known))
         for known in found["nodes"]:
-            op = known["op"]
-            graph._check_name("node", known["name"])
-            if op not in KINDS:
-                raise GraphError("graph", "op", f"one of {', '.join(KINDS)}", op)
-            inputs, outputs = (
-                {port: graph.find(int(uid)) for port, uid in known[side].items()} for side in ("inputs", "outputs")
-            )
-            attributes = {key: _frozen(_number(value)) for key, value in known["attributes"].items()}
-            compute = dtype_of(
-                f"node {known['name']!r} ({op})", "compute_data_type", known["compute_data_type"], COMPUTE
-            )
-            graph.nodes.append(
-                Node(known["name"], op, inputs, outputs, {**KINDS[op].attributes, **attributes}, compute)
-            )
+            node = graph._read_node(known, graph.find)
+            graph.nodes.append(node)
+            if score.ARGUMENT in known:
+                of_tensor = lambda inner: Tensor(graph, inner["uid"], inner["name"], **_read_properties(inner))
+                node.body = score.read(known[score.ARGUMENT], node.inputs, of_tensor, graph._read_node)
         graph.changed()
         return graph
 
+    def _read_node(self, known: Mapping[str, Any], find: Callable[[int], Tensor]) -> Node:
+        op = known["op"]
+        self._check_name("node", known["name"])
+        if op not in KINDS:
+            raise GraphError("graph", "op", f"one of {', '.join(KINDS)}", op)
+        inputs, outputs = (
+            {port: find(int(uid)) for port, uid in known[side].items()} for side in ("inputs", "outputs")
+        )
+        attributes = {key: _frozen(_number(value)) for key, value in known["attributes"].items()}
+        where = f"node {known['name']!r} ({op})"
+        compute = dtype_of(where, "compute_data_type", known["compute_data_type"], COMPUTE)
+        return Node(known["name"], op, inputs, outputs, {**KINDS[op].attributes, **attributes}, compute)
 
-_PROPERTIES = ("dim", "stride", "data_type", "is_virtual", "is_pass_by_value", "value")
+
+_PROPERTIES = ("dim", "stride", "data_type", "is_virtual", "is_pass_by_value", "value", "reordering_type")
+
+
+def _read_properties(known: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _number(known[key]) for key in _PROPERTIES if key in known}
 
 
 def _of_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -388,8 +424,10 @@ def _of_tensor(tensor: Tensor) -> dict[str, Any]:
     return {**named, **{key: _thawed(value) for key, value in properties.items()}}
 
 
-def _of_node(node: Node) -> dict[str, Any]:
-    ports = lambda named: {port: tensor.uid for port, tensor in named.items()}
+def _of_node(node: Node, uids: Mapping[Tensor, int] | None = None) -> dict[str, Any]:
+    """A node; `uids` are those of its tensors if they are not the tensors' own."""
+    ports = lambda named: {port: uids[tensor] if uids else tensor.uid for port, tensor in named.items()}
+    body = {score.ARGUMENT: score.describe(node.body, _of_tensor, _of_node)} if node.body else {}
     return {
         "name": node.name,
         "op": node.op,
@@ -398,6 +436,7 @@ def _of_node(node: Node) -> dict[str, Any]:
         "attributes": {key: _thawed(value) for key, value in node.attributes.items()},
         "derived": {key: _thawed(value) for key, value in node.derived.items()},
         "compute_data_type": node.compute,
+        **body,
     }
 
 

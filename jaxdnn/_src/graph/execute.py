@@ -33,6 +33,8 @@ class Step:
       run: what it makes, by uid, of the values so far and the numbers that are known when the program is traced.
       rule: the rule that joined the nodes; None of a single node.
       core: the node that the calls are of.
+      notes: what else is to be said of it, in sentences.
+      copies: bytes that it writes to memory besides its outputs, and reads again.
     """
 
     nodes: tuple[Node, ...]
@@ -40,6 +42,8 @@ class Step:
     run: Callable[[Values, Numbers], Mapping[int, Array]]
     rule: str | None = None
     core: Node | None = None
+    notes: tuple[str, ...] = ()
+    copies: int = 0
 
     def by(self, engine: str) -> "Step":
         """The step with the engine that its calls name."""
@@ -67,7 +71,7 @@ def single(node: Node) -> Step:
         found = node.kind.run(Run(node, values, numbers))
         return {node.outputs[port].uid: array for port, array in found.items()}
 
-    return Step((node,), called(node), run, core=node)
+    return Step((node,), called(node), run, core=node, notes=node.kind.notes)
 
 
 def called(node: Node) -> tuple[str, ...]:
@@ -91,13 +95,13 @@ def evaluate(graph: Operations, steps: Sequence[Step], arrays: Values, numbers: 
     numbers = {**known, **numbers}
     for uid, array in arrays.items():
         tensor = graph.tensors[uid]
-        values[uid] = from_memory(array, tensor.dim or (), tensor.stride or ())
+        values[uid] = from_memory(array, tensor)
     for tensor in graph.inputs():
         if tensor.uid not in values:  # a number passed by value that is static
             values[tensor.uid] = jnp.full(tensor.dim or (), numbers[tensor.uid], numpy_of(tensor))
     for step in steps:
         values |= finished(graph, step.run(values, numbers))
-    return {t.uid: to_memory(values[t.uid], t.dim or (), t.stride or ()) for t in graph.outputs()}
+    return {t.uid: to_memory(values[t.uid], t) for t in graph.outputs()}
 
 
 def finished(graph: Operations, made: Mapping[int, Array]) -> dict[int, Array]:

@@ -11,6 +11,8 @@ from jaxdnn._src.graph.errors import GraphError
 from jaxdnn._src.graph.methods_pointwise import Operand
 from jaxdnn._src.graph.tensors import Tensor
 
+ScoreMod = Callable[[Any, Tensor], Tensor]
+
 
 class Attention:
     """The methods that make nodes of attention."""
@@ -40,6 +42,7 @@ class Attention:
         name: str = "",
         generate_stats: bool | None = None,
         sink_token: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Any:
         """O = softmax(attn_scale q k^T + bias, masked) v, as `jaxdnn.attention`.
 
@@ -59,6 +62,9 @@ class Attention:
           compute_data_type: "float32", or "float64" of float64; None is the graph's.
           name: the node's; the results are called `name::O` and `name::Stats`.
           sink_token: (1, H, 1, 1), a logit that takes its share of each softmax and has no value.
+          score_mod: a function (graph, scores) that builds pointwise nodes on the tensor of scores (B, H, S, S'), which
+            are scaled, and returns what takes their place; bias and masks follow. `gen_index` along axes 2 and 3 is the
+            query and the key. What it reads besides is of sizes that are 1 or those of the scores, or a number.
 
         Returns:
           O (B, H, S, D'), or O and Stats (B, H, S, 1), the logarithm of the softmax's denominator.
@@ -68,7 +74,61 @@ class Attention:
         inputs = {"q": q, "k": k, "v": v, "attn_scale": attn_scale, "bias": bias, "seq_len_q": seq_len_q}
         inputs = {**inputs, "seq_len_kv": seq_len_kv, "sink_token": sink_token, "seed": seed}
         stats = is_inference is False if generate_stats is None else generate_stats
-        return self._node("sdpa", inputs, ("O", "Stats") if stats else ("O",), how, compute_data_type, name)
+        outputs = ("O", "Stats") if stats else ("O",)
+        return self._node("sdpa", inputs, outputs, how, compute_data_type, name, score_mod)
+
+    def sdpa_fp8(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        descale_q: Operand,
+        descale_k: Operand,
+        descale_v: Operand,
+        descale_s: Operand,
+        scale_s: Operand,
+        scale_o: Operand,
+        is_inference: bool | None = None,
+        attn_scale: Operand | None = None,
+        bias: Tensor | None = None,
+        use_alibi_mask: bool = False,
+        use_padding_mask: bool = False,
+        seq_len_q: Tensor | None = None,
+        seq_len_kv: Tensor | None = None,
+        use_causal_mask: bool = False,
+        use_causal_mask_bottom_right: bool = False,
+        sliding_window_length: int | None = None,
+        diagonal_alignment: str = "TOP_LEFT",
+        diagonal_band_left_bound: int | None = None,
+        diagonal_band_right_bound: int | None = None,
+        compute_data_type: Any = None,
+        name: str = "",
+        generate_stats: bool | None = None,
+        sink_token: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """`sdpa` of floats of 8 bits with their factors: P = softmax(attn_scale descale_q descale_k q k^T), masked.
+
+        o = descale_v (scale_s descale_s) P v    O = scale_o o    Amax_S = max P    Amax_O = max |o|
+
+        Args:
+          q, k, v: as in `sdpa`, of FP8_E4M3 or FP8_E5M2.
+          descale_q, descale_k, descale_v, descale_s, scale_s, scale_o: a number, or a tensor of one float32. P is not
+            rounded to 8 bits, as cuDNN's kernels round it, so of scale_s and descale_s only the product matters.
+          is_inference, ..., score_mod: as in `sdpa`.
+
+        Returns:
+          O, Stats or None, Amax_S and Amax_O, which are (1, 1, 1, 1): the next call's factors are chosen by them.
+        """
+        masks = (use_alibi_mask, use_padding_mask, use_causal_mask, use_causal_mask_bottom_right, sliding_window_length)
+        how, _ = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, None)
+        inputs = {"q": q, "k": k, "v": v, "descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v}
+        inputs = {**inputs, "descale_s": descale_s, "scale_s": scale_s, "scale_o": scale_o, "attn_scale": attn_scale}
+        inputs = {**inputs, "bias": bias, "seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv, "sink_token": sink_token}
+        stats = is_inference is False if generate_stats is None else generate_stats
+        outputs = ("O", *(("Stats",) if stats else ()), "Amax_S", "Amax_O")
+        o, *found = self._node("sdpa_fp8", inputs, outputs, how, compute_data_type, name, score_mod)
+        return o, found[0] if stats else None, found[-2], found[-1]
 
     def sdpa_backward(
         self,
@@ -95,8 +155,11 @@ class Attention:
         name: str = "",
         sink_token: Tensor | None = None,
         generate_dbias: bool = False,
+        score_mod: ScoreMod | None = None,
     ) -> tuple[Tensor, ...]:
         """The gradients of `sdpa`, of its operands, o, stats and the gradient dO that reaches o; arguments as there.
+
+        The derivative of score_mod is taken of its nodes: cuDNN's score_mod_bprop is not needed.
 
         Returns:
           dQ, dK, dV, then dBias with generate_dbias, and dSink_token if there is a sink.
@@ -106,7 +169,7 @@ class Attention:
         inputs = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats, "attn_scale": attn_scale, "bias": bias}
         inputs = {**inputs, "seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv, "sink_token": sink_token, "seed": seed}
         more = (("dBias",) if generate_dbias else ()) + (("dSink_token",) if sink_token is not None else ())
-        return self._node("sdpa_backward", inputs, ("dQ", "dK", "dV", *more), how, compute_data_type, name)
+        return self._node("sdpa_backward", inputs, ("dQ", "dK", "dV", *more), how, compute_data_type, name, score_mod)
 
     def rope(
         self, input: Tensor, freqs: Tensor, output_scale: float = 1.0, compute_data_type: Any = None, name: str = ""

@@ -18,6 +18,7 @@ from jaxdnn._src.graph.tensors import (
     COMPUTE,
     WIDE,
     Tensor,
+    check_reordering,
     is_addressable,
     numpy_dtype,
     order_of,
@@ -39,6 +40,8 @@ class Kind:
       static: the inputs that must be numbers when the program is traced, as static arguments of `jax.jit` are.
       compute: the compute dtypes it is served in.
       calls: the public op that it calls; nothing where it is a formula that XLA compiles.
+      scored: whether it may have a function of attention's scores.
+      notes: what a plan says of it, in sentences.
     """
 
     op: str
@@ -50,6 +53,8 @@ class Kind:
     static: tuple[str, ...] = ()
     compute: tuple[str, ...] = COMPUTE
     calls: tuple[str, ...] = ()
+    scored: bool = False
+    notes: tuple[str, ...] = ()
 
 
 KINDS: dict[str, Kind] = {}
@@ -63,7 +68,8 @@ def register(kind: Kind) -> None:
 class Node:
     """An operation of a graph.
 
-    `derived` has what was inferred and is no attribute, such as the groups of a convolution.
+    `derived` has what was inferred and is no attribute, such as the groups of a convolution; `body` is the function of
+    attention's scores, a `score.Body`, if it has one.
     """
 
     name: str
@@ -73,6 +79,7 @@ class Node:
     attributes: dict[str, Any]
     compute: str
     derived: dict[str, Any] = dataclasses.field(default_factory=dict)
+    body: Any = None
 
     @property
     def kind(self) -> Kind:
@@ -212,6 +219,7 @@ class Inference:
         self.expect(len(stride) == len(dim), name, f"{len(dim)} strides", stride)
         self.expect(not overlaps(dim, stride), name, "strides under which no elements share a place", stride)
         self.expect(is_addressable(dim, stride), name, ADDRESSABLE, stride)
+        check_reordering(self.node.where, f"{port}.reordering_type", tensor)
 
 
 class Run:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.activation.api import activation, activation_dgrad
-from jaxdnn._src.graph.nodes import Inference, Kind, Run, register
+from jaxdnn._src.graph.nodes import Inference, Kind, Node, Run, register
 from jaxdnn._src.graph.tensors import WIDE
 
 
@@ -155,16 +155,23 @@ def _broadcast(node: Inference, ports: list[str]) -> tuple[int, ...]:
 def evaluate(node: Run) -> Array:
     """What a pointwise node computes, in its compute dtype; of indices and truths in int32 and bool."""
     mode, dim = node.attribute("mode"), node.out("OUT_0").dim or ()
-    if mode == "GEN_INDEX":
-        return lax.broadcasted_iota(jnp.int32, dim, node.attribute("axis"))
-    ports = [port for port in PORTS if node.has(port)]
-    exact = mode == "IDENTITY" and node.x("IN_0").dtype.name not in WIDE
-    args = [_shaped(node.x(p) if exact else node.wide(p), len(dim)) for p in ports]
+    places = [lax.broadcasted_iota(jnp.int32, dim, node.attribute("axis"))] if mode == "GEN_INDEX" else []
+    args = [_shaped(node.x(port), len(dim)) for port in PORTS if node.has(port)]
     if mode in FORWARD or mode in BACKWARD:
         args = [jnp.broadcast_to(a, dim) for a in args]
-        return MODES[mode].of(*args, named_activation(mode, node.node.attributes))
     with jax.numpy_rank_promotion("allow"):
-        return jnp.broadcast_to(MODES[mode].of(*args), dim)
+        return jnp.broadcast_to(computed(node.node, args, places * len(dim)), dim)
+
+
+def computed(node: Node, args: Sequence[Any], places: Sequence[Array]) -> Array:
+    """What a node computes of its inputs, in its compute dtype; `places` are the indices along each axis."""
+    mode = node.attributes["mode"]
+    if mode == "GEN_INDEX":
+        return places[node.attributes["axis"]]
+    if mode != "IDENTITY" or args[0].dtype.name in WIDE:
+        args = [a.astype(node.compute) for a in args]
+    how = [named_activation(mode, node.attributes)] if mode in FORWARD or mode in BACKWARD else []
+    return MODES[mode].of(*args, *how)
 
 
 def _shaped(x: Array, rank: int) -> Array:

@@ -17,7 +17,19 @@ from typing import Any
 import numpy as np
 
 from jaxdnn_reference.graph import attention, block_scale, norms, pointwise, products, random, resample, shapes
-from jaxdnn_reference.graph.tensors import HELD, Array, Description, Node, converted, from_memory, to_memory, wrapped
+from jaxdnn_reference.graph.tensors import (
+    HELD as HELD,
+)
+from jaxdnn_reference.graph.tensors import (
+    Array,
+    Description,
+    Node,
+    converted,
+    from_memory,
+    stored,
+    to_memory,
+    wrapped,
+)
 
 OPS: dict[str, Callable[[Node, Mapping[str, Array]], dict[str, Array]]] = {
     name: op
@@ -50,13 +62,6 @@ def hold(description: Description, arrays: Mapping[int, Any]) -> dict[int, Array
             tensor = known[node["outputs"][port]]
             held[tensor["uid"]] = stored(value, tensor)
     return held
-
-
-def stored(value: Array, tensor: Mapping[str, Any]) -> Array:
-    """What a tensor holds of a computed value."""
-    if tensor["is_virtual"] and tensor["data_type"] in HELD:
-        return value
-    return converted(value, tensor["data_type"]).astype(np.float64)
 
 
 def run(node: Mapping[str, Any], known: Mapping[int, Any], x: Mapping[str, Array]) -> dict[str, Array]:

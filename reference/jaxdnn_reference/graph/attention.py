@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 
 from jaxdnn_reference.attention import attention, attention_dgrad
-from jaxdnn_reference.graph.tensors import Array, Node
+from jaxdnn_reference.graph.pointwise import pointwise
+from jaxdnn_reference.graph.tensors import Array, Node, stored
+
+FACTORS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 
 
 def _masks(node: Node, x: Mapping[str, Array]) -> dict[str, Any]:
@@ -29,7 +32,29 @@ def _masks(node: Node, x: Mapping[str, Array]) -> dict[str, Any]:
         how["sinks"] = x["sink_token"].ravel()
     if "seed" in x:
         how["dropout"], how["dropout_key"] = node["dropout_probability"], int(x["seed"].item()) % 2**64
+    if node.score_mod:
+        how["score_fn"] = _function(node.score_mod, x)
     return how
+
+
+def _function(body: Mapping[str, Any], x: Mapping[str, Array]) -> Any:
+    """The function of the scores that pointwise nodes are; places are indices of the tensor of scores."""
+    known = {t["uid"]: t for t in body["tensors"]}
+    others = {uid: x[port] for port, uid in body["reads"].items()}
+
+    def function(scores: Array, *places: Array) -> Array:
+        del places
+        held, waiting = {body["score"]: scores, **others}, list(body["nodes"])
+        while waiting:
+            node = next(n for n in waiting if all(uid in held for uid in n["inputs"].values()))
+            waiting.remove(node)
+            (uid,) = node["outputs"].values()
+            given = {port: held[inner] for port, inner in node["inputs"].items()}
+            value = pointwise(Node(node, {"OUT_0": scores.shape}, known), given)["OUT_0"]
+            held[uid] = stored(value, known[uid])
+        return held[body["result"]]
+
+    return function
 
 
 def _slopes(heads: int) -> Array:
@@ -42,6 +67,15 @@ def _slopes(heads: int) -> Array:
 def sdpa(node: Node, x: Mapping[str, Array]) -> dict[str, Array]:
     o, stats = attention(x["q"], x["k"], x["v"], return_logsumexp=True, **_masks(node, x))
     return {"O": o, "Stats": stats}
+
+
+def sdpa_fp8(node: Node, x: Mapping[str, Array]) -> dict[str, Array]:
+    """Scores are scaled by descale_q descale_k before anything else is done to them; weights are not rounded."""
+    how, factor = _masks(node, x), {name: x[name].item() for name in FACTORS}
+    how["scale"] *= factor["descale_q"] * factor["descale_k"]
+    y, stats, p, _ = attention(x["q"], x["k"], x["v"], details=True, **how)
+    o = y * factor["descale_v"] * factor["descale_s"] * factor["scale_s"]
+    return {"O": o * factor["scale_o"], "Stats": stats, "Amax_S": p.max(), "Amax_O": np.abs(o).max()}
 
 
 def sdpa_backward(node: Node, x: Mapping[str, Array]) -> dict[str, Array]:
@@ -67,6 +101,7 @@ def rope_backward(node: Node, x: Mapping[str, Array]) -> dict[str, Array]:
 
 OPS = {
     "sdpa": sdpa,
+    "sdpa_fp8": sdpa_fp8,
     "sdpa_backward": sdpa_backward,
     "rope": rope,
     "rope_backward": rope_backward,

@@ -23,6 +23,13 @@ def converted(value: Array, data_type: str) -> Array:
     return round_to(np.asarray(value), dtype)
 
 
+def stored(value: Array, tensor: Mapping[str, Any]) -> Array:
+    """What a tensor holds of a computed value."""
+    if tensor["is_virtual"] and tensor["data_type"] in HELD:
+        return value
+    return converted(value, tensor["data_type"]).astype(np.float64)
+
+
 def from_memory(array: Array, tensor: Mapping[str, Any]) -> Array:
     """A tensor's elements in the shape of its dimensions: element i lies at the sum of i times the strides."""
     return np.asarray(array).reshape(-1)[_places(tensor)]
@@ -33,7 +40,20 @@ def _places(tensor: Mapping[str, Any]) -> Array:
     at = np.zeros(tuple(tensor["dim"]), np.int64)
     for axis, (n, stride) in enumerate(zip(tensor["dim"], tensor["stride"], strict=True)):
         at += stride * np.arange(n).reshape([-1 if a == axis else 1 for a in range(at.ndim)])
-    return at
+    return at if tensor.get("reordering_type", "NONE") == "NONE" else _tiled(at, tensor)
+
+
+def _tiled(at: Array, tensor: Mapping[str, Any]) -> Array:
+    """F8_128x4: tiles of 128 rows and 4 columns, in which (r, c) lies at 16 (r % 32) + 4 (r // 32) + c."""
+    rows, columns = (tensor["dim"][axis] for axis in by_stride(tensor)[-2:])
+    matrix, (r, c) = at // (rows * columns), divmod(at % (rows * columns), columns)
+    tile = r // 128 * (columns // 4) + c // 4
+    return matrix * rows * columns + tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+
+
+def by_stride(tensor: Mapping[str, Any]) -> list[int]:
+    """The axes by descending stride."""
+    return sorted(range(len(tensor["dim"])), key=lambda axis: -tensor["stride"][axis])
 
 
 def to_memory(value: Array, tensor: Mapping[str, Any]) -> Array:
@@ -42,8 +62,7 @@ def to_memory(value: Array, tensor: Mapping[str, Any]) -> Array:
     size = 1 + sum((n - 1) * s for n, s in zip(dim, stride, strict=True))
     flat = np.zeros(size, value.dtype)
     flat[_places(tensor)] = value
-    order = sorted(range(len(dim)), key=lambda axis: -stride[axis])
-    return flat.reshape([dim[axis] for axis in order]) if math.prod(dim) == size else flat
+    return flat.reshape([dim[axis] for axis in by_stride(tensor)]) if math.prod(dim) == size else flat
 
 
 def wrapped(value: Array) -> Array:
@@ -56,14 +75,18 @@ class Node:
 
     def __init__(self, node: Mapping[str, Any], dims: Mapping[str, tuple[int, ...]], known: Mapping[int, Any]) -> None:
         self.dims = dims
+        self.score_mod: Any = node.get("score_mod")
         self._node, self._known = node, known
 
     def __getitem__(self, name: str) -> Any:
         value = self._node["attributes"][name]
         return float(value) if value in ("inf", "-inf", "nan") else value
 
+    def tensor(self, port: str) -> Mapping[str, Any]:
+        return self._known[{**self._node["inputs"], **self._node["outputs"]}[port]]
+
     def dtype(self, port: str) -> str:
-        return self._known[{**self._node["inputs"], **self._node["outputs"]}[port]]["data_type"]
+        return self.tensor(port)["data_type"]
 
 
 def layout(node: Node) -> str:

@@ -1,0 +1,282 @@
+"""Attention with functions of its scores, and of floats of 8 bits: beside formulas written apart, and refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn as dnn
+from jaxdnn._src.core.explain import traced_calls
+from jaxdnn.graph import Graph, Tensor
+from jaxdnn_reference import graph as definition
+from tests.graph.examples import EXAMPLES, LOW, filled, heads
+from tests.graph.test_nodes import worst
+from tests.graph.test_plans import in_float64
+from tests.graph.test_refusals import refused
+
+Array = np.ndarray[Any, Any]
+
+
+def wide(v: Any) -> Array:
+    return np.asarray(v, np.float64)
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def scores(q: Array, k: Array, scale: float) -> Array:
+    """Of four heads of queries and two of keys."""
+    return scale * np.einsum("bhsd,bhtd->bhst", wide(q), np.repeat(wide(k), 2, axis=1))
+
+
+# What users write on the scores, with the same in NumPy of the scores, the query's and the key's numbers.
+ROW, COLUMN = np.arange(5)[:, None], np.arange(7)[None, :]
+
+
+def soft_cap(g: Graph, s: Tensor) -> Tensor:
+    return g.mul(g.tanh(g.mul(s, 0.5)), 2.0)
+
+
+def causal(g: Graph, s: Tensor) -> Tensor:
+    """As cudnn-frontend's sample has it, with a number that is passed by value."""
+    row, column = (g.gen_index(s, axis).set_data_type("INT32") for axis in (2, 3))
+    seen = g.cmp_ge(row, column, compute_data_type="INT32").set_data_type("BOOLEAN")
+    return g.binary_select(s, g.tensor((1, 1, 1, 1), is_pass_by_value=True, name="low"), seen)
+
+
+def distance(g: Graph, s: Tensor) -> Tensor:
+    """A penalty that grows with the distance, in heads of odd number."""
+    row, column, head = (g.gen_index(s, axis).set_data_type("INT32") for axis in (2, 3, 1))
+    far = g.mul(g.abs(g.sub(row, column)), -0.25)
+    return g.add(s, g.mul(far, g.mod(head, 2.0)))
+
+
+def activated(g: Graph, s: Tensor) -> Tensor:
+    """Functions that are ops here, and a conversion."""
+    return g.sub(g.gelu(s), g.identity(g.softplus(s)).set_data_type("BFLOAT16"))
+
+
+FUNCTIONS: dict[Any, Callable[[Array], Array]] = {
+    soft_cap: lambda s: 2 * np.tanh(0.5 * s),
+    causal: lambda s: np.where(ROW >= COLUMN, s, -2.5),
+    distance: lambda s: s - 0.25 * np.abs(ROW - COLUMN) * (np.arange(4) % 2)[:, None, None],
+    activated: lambda s: wide(jax.nn.gelu(np.float32(s), approximate=False)) - np.log1p(np.exp(s)),
+}
+
+
+def graph_of(function: Any, **how: Any) -> tuple[Graph, tuple[Tensor, ...], dict[int, Any]]:
+    g = Graph("scores", io_data_type="float32")
+    o, stats = g.sdpa(*heads(g, "q", "k", "v"), attn_scale=0.5, score_mod=function, generate_stats=True, **how)
+    o.set_output(True)
+    stats.set_output(True)
+    graph, arrays = filled(g, np.random.default_rng(51), low=LOW)
+    return graph, (o, stats), arrays
+
+
+def memory(v: Any) -> Array:
+    """(B, S, H, D) as (B, H, S, D)."""
+    return wide(v).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_of_scores(function: Any):
+    """Forward and backward, beside formulas and differences."""
+    graph, (o, stats), arrays = graph_of(function)
+    q, k, v = (memory(arrays[graph.find(name).uid]) for name in "qkv")
+    x = FUNCTIONS[function](scores(q, k, 0.5))
+    p = softmax(x)
+    plan = graph.plan()
+    assert plan.parts[-1].calls == ("attention",)
+    found = plan(arrays)
+    np.testing.assert_allclose(memory(found[o]), p @ np.repeat(v, 2, axis=1), atol=3e-6)
+    np.testing.assert_allclose(wide(found[stats])[..., 0], np.log(np.exp(x).sum(-1)), atol=3e-6)
+    again = Graph.from_json(graph.to_json())
+    assert again.describe() == graph.describe()
+    np.testing.assert_array_equal(again.plan()(arrays)[o.uid], found[o])
+    do = np.random.default_rng(52).standard_normal(found[o].shape).astype(np.float32)
+    names = {t.uid: t.name for t in graph.inputs()}
+    back = backward(function, {names[uid]: v for uid, v in arrays.items()}, found[o], found[stats], do)
+    _, pulled = jax.vjp(lambda q, k, v: plan({**arrays, 1: q, 2: k, 3: v})[o], *(arrays[uid] for uid in (1, 2, 3)))
+    for ours, derived in zip(back, pulled(jnp.asarray(do)), strict=True):
+        np.testing.assert_allclose(ours, derived, atol=2e-5)
+    described, uid = in_float64(graph.describe()), graph.find("q").uid
+    for at in ((0, 0, 0, 0), (1, 4, 3, 7), (0, 3, 1, 5)):
+        ends = []
+        for sign in (1, -1):
+            moved = wide(arrays[uid])
+            moved[at] += sign * 1e-4
+            ends.append((memory(do) * definition.hold(described, {**arrays, uid: moved})[o.uid]).sum())
+        assert abs((ends[0] - ends[1]) / 2e-4 - wide(back[0])[at]) <= 1e-4
+
+
+def backward(function: Any, arrays: dict[str, Any], o: Any, stats: Any, do: Any) -> list[Any]:
+    g = Graph("back", io_data_type="float32")
+    q, k, v, o_, do_ = heads(g, "q", "k", "v", "o", "dO")
+    saved = g.tensor((2, 4, 5, 1), name="stats")
+    made = g.sdpa_backward(q, k, v, o_, do_, saved, attn_scale=0.5, score_mod=function)
+    for tensor in made:
+        tensor.set_output(True)
+    plan = g.plan()
+    return list(plan({**arrays, "o": o, "dO": do, "stats": stats}).values())
+
+
+def test_a_function_of_scores_is_the_ops():
+    """The bits are those of `attention` with the function that the nodes are."""
+    graph, (o, _), arrays = graph_of(distance)
+    q, k, v = (jnp.asarray(arrays[graph.find(name).uid]) for name in "qkv")
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        far = jnp.abs(i.astype(jnp.float32) - j.astype(jnp.float32)) * -0.25
+        return s + far * jnp.fmod(h.astype(jnp.float32), 2.0)
+
+    wanted = jax.jit(lambda q, k, v: dnn.attention(q, k, v, scale=0.5, score_fn=function))(q, k, v)
+    np.testing.assert_array_equal(graph.plan()(arrays)[o], wanted)
+
+
+def test_what_does_not_depend_on_scores_stays_in_the_graph():
+    """A table that is computed once, and read by the function; its gradient is that of differences."""
+    g = Graph("table", io_data_type="float32")
+    table = g.tensor((1, 4, 1, 7), name="table")
+
+    def function(graph: Graph, s: Tensor) -> Tensor:
+        total = graph.reduction(table, "ADD").set_dim((1, 4, 1, 1))
+        return graph.add(graph.mul(s, graph.exp(table, name="grown")), total)
+
+    o = g.sdpa(*heads(g, "q", "k", "v"), score_mod=function, name="attention").set_output(True)
+    assert [node.op for node in g.nodes] == ["reduction", "pointwise", "sdpa"]
+    graph, arrays = filled(g, np.random.default_rng(53))
+    q, k, v = (memory(arrays[graph.find(name).uid]) for name in "qkv")
+    of_table = wide(arrays[table.uid])
+    x = scores(q, k, 1.0) * np.exp(of_table) + of_table.sum(-1, keepdims=True)
+    plan = graph.plan()
+    np.testing.assert_allclose(memory(plan(arrays)[o]), softmax(x) @ np.repeat(v, 2, axis=1), atol=2e-5)
+    found = jax.grad(lambda t: (plan({**arrays, table.uid: t})[o] ** 2).sum())(jnp.asarray(arrays[table.uid]))
+    described = in_float64(graph.describe())
+    for at in ((0, 0, 0, 0), (0, 3, 0, 6), (0, 2, 0, 3)):
+        ends = []
+        for sign in (1, -1):
+            moved = of_table.copy()
+            moved[at] += sign * 1e-4
+            ends.append((definition.hold(described, {**arrays, table.uid: moved})[o.uid] ** 2).sum())
+        assert abs((ends[0] - ends[1]) / 2e-4 - float(found[at])) <= 1e-3 * (1 + abs(float(found[at])))
+
+
+def other_sizes(g: Graph, s: Tensor) -> Tensor:
+    return g.add(s, g.tensor((2, 4, 5, 6)))
+
+
+def two_axes(g: Graph, s: Tensor) -> Tensor:
+    return g.add(s, g.tensor((5, 7)))
+
+
+def summed(g: Graph, s: Tensor) -> Tensor:
+    return g.sub(s, g.reduction(s, "MAX", name="most").set_dim((2, 4, 5, 1)))
+
+
+def written(g: Graph, s: Tensor) -> Tensor:
+    return g.exp(s).set_output(True)
+
+
+def no_node(g: Graph, s: Tensor) -> Tensor:
+    return g.tensor((2, 4, 5, 7))
+
+
+def wrong_axis(g: Graph, s: Tensor) -> Tensor:
+    return g.add(s, g.gen_index(s, 4))
+
+
+def wrong_parameter(g: Graph, s: Tensor) -> Tensor:
+    return g.relu(s, "a")  # pyright: ignore[reportArgumentType]
+
+
+BAD: dict[Any, tuple[str, str]] = {
+    "softcap": ("sdpa_0", "score_mod"),
+    3: ("sdpa_0", "score_mod"),
+    (lambda g, s: None): ("sdpa_0", "score_mod"),
+    (lambda g, s: 1.0): ("sdpa_0", "score_mod"),
+    (lambda g, s: Graph("other").tensor((2, 4, 5, 7))): ("sdpa_0", "score_mod"),
+    no_node: ("sdpa_0", "score_mod"),
+    summed: ("node 'most' (reduction)", "score_mod"),
+    written: ("exp_", "is_virtual"),
+    other_sizes: ("add_", "IN_1"),
+    two_axes: ("add_", "IN_1"),
+    wrong_axis: ("gen_index_", "axis"),
+    wrong_parameter: ("relu_fwd_", "negative_slope"),
+}
+
+
+@pytest.mark.parametrize("function", BAD)
+def test_functions_that_do_not_fit_are_refused(function: Any):
+    def build() -> Any:
+        g = Graph("bad", io_data_type="float32")
+        g.sdpa(*heads(g, "q", "k", "v"), score_mod=function).set_output(True)
+        return g.validate()
+
+    refused(build, *BAD[function])
+
+
+def test_scores_are_read_by_their_function_alone():
+    g = Graph("bad", io_data_type="float32")
+    kept: list[Tensor] = []
+    g.sdpa(*heads(g, "q", "k", "v"), score_mod=lambda g, s: kept.append(s) or g.exp(s))
+    refused(lambda: g.exp(kept[0]), "exp_1", "IN_0")
+
+
+# ---- floats of 8 bits ------------------------------------------------------------------------------------------------
+
+
+def test_fp8_attention_beside_a_formula():
+    graph, arrays = EXAMPLES["sdpa_fp8_causal"](np.random.default_rng(54))
+    given = {t.name: wide(arrays[t.uid]) for t in graph.inputs()}
+    q, k, v = (given[name].swapaxes(1, 2) for name in "qkv")
+    x = np.where(ROW >= COLUMN, scores(q, k, given["dq"].item() * given["dk"].item()), -np.inf)
+    p = softmax(x)
+    o = given["dv"].item() * given["ds"].item() * given["ss"].item() * (p @ np.repeat(v, 2, axis=1))
+    plan = graph.plan()
+    y, stats, most, largest = plan(arrays).values()
+    np.testing.assert_allclose(memory(y), given["so"].item() * o, atol=2e-3 * np.abs(o).max())
+    np.testing.assert_allclose(wide(stats)[..., 0], np.log(np.exp(x).sum(-1)), atol=3e-6)
+    np.testing.assert_allclose([most.item(), largest.item()], [p.max(), np.abs(o).max()], rtol=3e-6)
+    assert "weights are not rounded to 8 bits" in str(plan.explain())
+
+
+@pytest.mark.parametrize(("name", "scored"), [("sdpa_fp8_plain", False), ("sdpa_fp8_causal", True)])
+def test_factors_of_scores_that_are_known_are_part_of_the_scale(name: str, scored: bool):
+    """So that a kernel may serve; others are a function of the scores."""
+    graph, arrays = EXAMPLES[name](np.random.default_rng(55))
+    (call,) = traced_calls(lambda v: tuple(graph.plan()(v).values()), arrays, platform="cpu")
+    assert [a.dtype.name for a in call.avals[:3]] == ["bfloat16"] * 3
+    assert (call.spec.score is not None) == scored
+
+
+def test_fp8_attention_with_a_function_of_its_scores():
+    """Which sees scores that are descaled; rows that see nothing are 0 and have no part in the largest weight."""
+    g = Graph("fp8", io_data_type="float8_e4m3fn")
+    q, k, v = heads(g, "q", "k", "v")
+    lengths = {n: g.tensor((2, 1, 1, 1), data_type="int32", name=n) for n in ("seq_len_q", "seq_len_kv")}
+    one = g.tensor((1, 1, 1, 1), data_type="float32", name="one")
+    how = {"use_padding_mask": True, **lengths, "score_mod": soft_cap}
+    made = g.sdpa_fp8(q, k, v, one, 0.5, 1.0, 1.0, 1.0, 1.0, is_inference=True, **how)
+    assert made[1] is None
+    for tensor in made:
+        _ = tensor and tensor.set_output(True).set_data_type("float32")
+    zeros = np.zeros((2, 1, 1, 1), np.int32)
+    few = np.array([5, 2], np.int32).reshape(2, 1, 1, 1)
+    given = {"one": np.full((1, 1, 1, 1), 0.25, np.float32)}
+    graph, arrays = filled(g, np.random.default_rng(56), **given, seq_len_q=few, seq_len_kv=few)
+    plan = graph.plan()
+    assert worst(graph, arrays, plan(arrays)) <= 1
+    described = plan({**{t.name: arrays[t.uid] for t in graph.inputs()}, "seq_len_q": zeros, "seq_len_kv": zeros})
+    assert [float(np.abs(v).max()) for v in described.values()] == [0, 0, 0]
+
+
+def test_planted_faults_in_functions_of_scores_are_found():
+    for name, wrong in (("sdpa_score_mod", "table"), ("sdpa_backward_score_mod", "table"), ("sdpa_fp8_causal", "dq")):
+        graph, arrays = EXAMPLES[name](np.random.default_rng(57))
+        uid = graph.find(wrong).uid
+        assert worst(graph, arrays, graph.plan()({**arrays, uid: np.float32(1.01) * arrays[uid]})) > 1
