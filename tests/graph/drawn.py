@@ -23,9 +23,11 @@ class Drawn:
         self.g = Graph("drawn", io_data_type=io, intermediate_data_type=virtual)
         self.images: list[Tensor] = [self.given(IMAGE) for _ in range(2)]
 
-    def given(self, dim: tuple[int, ...], low: float | None = None, high: float = 2.0) -> Tensor:
-        stride = last(dim) if len(dim) > 2 and self.rng.random() < 0.7 else None
-        tensor = self.g.tensor(dim, stride)
+    def given(
+        self, dim: tuple[int, ...], low: float | None = None, high: float = 2.0, dtype: str | None = None, **how: Any
+    ) -> Tensor:
+        stride = last(dim) if len(dim) > 2 and self.rng.random() < 0.7 and not how else None
+        tensor = self.g.tensor(dim, stride, dtype, **how)
         self.arrays[tensor] = (low, high)
         return tensor
 
@@ -117,6 +119,75 @@ def layer(d: Drawn) -> Tensor:
     return d.g.relu(y) if d.rng.random() < 0.7 else y
 
 
+BLOCKS = (("float8_e4m3fn", "float8_e8m0fnu"), ("float8_e5m2", "float8_e8m0fnu"), ("float4_e2m1fn", "float8_e4m3fn"))
+
+
+def few_bits(d: Drawn, dim: tuple[int, ...]) -> Tensor:
+    """Numbers with scales of blocks along the last axis, dequantised: given so, or quantised from what is given."""
+    data, scale = BLOCKS[int(d.rng.integers(3))]
+    block = int(d.rng.choice([4, 16, 32]))
+    if d.rng.random() < 0.4:
+        x, s = d.g.block_scale_quantize(d.given(dim, -3.0, 3.0, "float32"), block)
+        return d.g.block_scale_dequantize(x.set_data_type(data), s.set_data_type(scale), block)
+    sizes, order = (*dim[:-1], dim[-1] // block), "NONE"
+    if d.rng.random() < 0.5:
+        sizes, order = (*dim[:-2], -(-dim[-2] // 128) * 128, -(-sizes[-1] // 4) * 4), "F8_128x4"
+    s = d.given(sizes, 0.25, 2.0, scale, reordering_type=order)
+    return d.g.block_scale_dequantize(d.given(dim, -1.0, 1.0, data), s, block)
+
+
+def scaled_blocks(d: Drawn) -> Tensor:
+    """A product of numbers of few bits, or of such and wide ones, with an epilogue."""
+    a = few_bits(d, (2, 4, 5, 32))
+    b = d.g.transpose(few_bits(d, (2, 1, 3, 32)), [0, 1, 3, 2]).set_data_type("float32")
+    b = b if d.rng.random() < 0.7 else d.given((2, 1, 32, 3), -0.2, 0.2, "float32")
+    dtype = "bfloat16" if d.rng.random() < 0.3 and b not in d.arrays else "float32"
+    y = d.g.matmul(a.set_data_type(dtype), b if dtype == "float32" else b.set_data_type(dtype))
+    y = d.g.mul(y, d.given((1, 1, 1, 1), 0.05, 0.1)) if d.rng.random() < 0.6 else y
+    y = d.g.add(y, d.given((1, 1, 1, 3))) if d.rng.random() < 0.4 else y
+    y = d.g.add(d.image(), y) if d.rng.random() < 0.4 else y
+    return d.g.gelu(y) if d.rng.random() < 0.5 else y
+
+
+def of_scores(d: Drawn, keys: int) -> Any:
+    """A function of scores, or none: it reads tables that are given, of sizes that are 1 or those of the scores."""
+    kind = int(d.rng.integers(4))
+    if kind == 0:
+        return None
+    table = d.given([(1, 4, 1, keys), (2, 1, 5, 1), (1, 1, 1, 1)][int(d.rng.integers(3))], -1.0, 1.0, "float32")
+    axis = int(d.rng.integers(1, 4))
+
+    def function(g: Graph, s: Tensor) -> Tensor:
+        if kind == 1:
+            return g.mul(g.tanh(g.mul(s, 0.5)), 2.0)
+        s = g.add(g.tanh(s), table)
+        if kind == 2:
+            return s
+        index = g.gen_index(s, axis).set_data_type("int32")
+        return g.binary_select(s, g.mul(s, 0.5), g.cmp_lt(index, 2.0))
+
+    return function
+
+
+def attended(d: Drawn) -> Tensor:
+    """Attention of what is given, by masks and functions of scores, in 8 bits too."""
+    keys, shared, narrow = int(d.rng.integers(3, 7)), int(d.rng.choice([1, 2, 4])), d.rng.random() < 0.4
+    dtype = d.pick(("float8_e4m3fn", "float8_e5m2")) if narrow else None
+    q, k, v = (d.given(dim, -1.0, 1.0, dtype) for dim in ((2, 4, 5, 8), (2, shared, keys, 8), (2, shared, keys, 3)))
+    how: dict[str, Any] = {"attn_scale": float(d.rng.uniform(0.2, 1)), "score_mod": of_scores(d, keys)}
+    if d.rng.random() < 0.4:
+        how |= {"use_causal_mask": True, "sliding_window_length": [None, 3][int(d.rng.integers(2))]}
+    if d.rng.random() < 0.3:
+        how["sink_token"] = d.given((1, 4, 1, 1), -1.0, 1.0, "float32")
+    if not narrow:
+        return d.g.sdpa(q, k, v, **how)
+    factor: Callable[[], Any] = lambda: 0.5 if d.rng.random() < 0.3 else d.given((1, 1, 1, 1), 0.5, 1.5, "float32")
+    o, _, largest, most = d.g.sdpa_fp8(q, k, v, *(factor() for _ in range(6)), **how)
+    for tensor in (largest, most):
+        _ = d.rng.random() < 0.3 and tensor.set_output(True).set_data_type("float32")
+    return o
+
+
 def norm(d: Drawn) -> Tensor:
     op = d.pick(("layernorm", "instancenorm", "batchnorm", "rmsnorm"))
     dim = (1, 1, 5, 3) if op in ("layernorm", "rmsnorm") else (1, 4, 1, 1)
@@ -162,15 +233,16 @@ GROW: tuple[Callable[[Drawn], Tensor], ...] = (
     *(unary, relu, binary, binary, root, select, convolution, block, block, gradient),
     *(layer, layer, product, norm, normed, pool, spread, moved, joined),
 )
+NEWER = (scaled_blocks, scaled_blocks, attended, attended, layer, binary, unary)
 
 
-def graph(seed: int) -> Example:
+def graph(seed: int, grow: tuple[Callable[[Drawn], Tensor], ...] = GROW) -> Example:
     """A graph of three to eight parts."""
     rng = np.random.default_rng([20261126, seed])
     io = str(rng.choice(["float32", "bfloat16", "float16"], p=[0.5, 0.3, 0.2]))
     d = Drawn(rng, io, str(rng.choice(["float32", "bfloat16"], p=[0.8, 0.2])))
     for _ in range(int(rng.integers(3, 9))):
-        made = GROW[int(rng.integers(len(GROW)))](d)
+        made = grow[int(rng.integers(len(grow)))](d)
         # Squares and products must not grow beyond what float16 holds.
         made = d.g.tanh(made) if rng.random() < 0.3 else made
         if rng.random() < 0.25:

@@ -10,7 +10,7 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src.core.explain import traced_calls
-from jaxdnn.graph import Graph, Tensor
+from jaxdnn.graph import Graph, Tensor, trace
 from jaxdnn_reference import graph as definition
 from tests.graph.examples import EXAMPLES, LOW, filled, heads
 from tests.graph.test_nodes import worst
@@ -136,6 +136,47 @@ def test_a_function_of_scores_is_the_ops():
 
     wanted = jax.jit(lambda q, k, v: dnn.attention(q, k, v, scale=0.5, score_fn=function))(q, k, v)
     np.testing.assert_array_equal(graph.plan()(arrays)[o], wanted)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_cap_is_the_ops_cap(divided: bool):
+    """Which kernels serve, as they serve no function of the user's."""
+    function = lambda g, s: g.mul(3.0, g.tanh(g.div(s, 3.0) if divided else g.mul(s, 1 / 3)))
+    graph, _, arrays = graph_of(function)
+    (call,) = traced_calls(lambda v: tuple(graph.plan()(v).values()), arrays, platform="cpu")
+    assert (call.spec.softcap, call.spec.score) == (3.0, None)
+    assert worst(graph, arrays, graph.plan()(arrays)) <= 1
+    assert graph.plan(determinism="mesh_invariant").parts[0].engine == ("ordered",)
+
+
+NO_CAPS: list[Any] = [
+    lambda g, s: g.mul(g.tanh(g.mul(s, 0.5)), 3.0),
+    lambda g, s: g.mul(g.tanh(g.div(2.0, s)), 2.0),
+    lambda g, s: g.tanh(g.mul(g.mul(s, 0.5), 2.0)),
+    lambda g, s: g.mul(g.tanh(g.mul(s, 0.5).set_data_type("int32")), 2.0),
+    lambda g, s: g.mul(g.tanh(g.mul(s, -0.5)), -2.0),
+    lambda g, s: g.mul(g.sigmoid(g.mul(s, 0.5)), 2.0),
+    lambda g, s: (g.mul(s, 0.5), g.mul(g.tanh(s), 2.0))[1],
+    lambda g, s: g.mul(g.tanh(g.mul(s, 0.5)), g.tensor((1, 1, 1, 1), is_pass_by_value=True, name="low")),
+]
+
+
+@pytest.mark.parametrize("function", NO_CAPS)
+def test_what_is_no_cap_is_a_function(function: Any):
+    graph, (o, _), arrays = graph_of(function)
+    (call,) = traced_calls(lambda v: tuple(graph.plan()(v).values()), arrays, platform="cpu")
+    assert call.spec.score is not None
+    wanted = definition.evaluate(graph.describe(), arrays)[o.uid]
+    np.testing.assert_allclose(graph.plan()(arrays)[o], wanted, atol=2e-5)
+
+
+def test_a_traced_cap_is_a_function_of_scores():
+    q = jax.ShapeDtypeStruct((2, 5, 3, 8), "float32")
+    graph = trace(lambda q: dnn.attention(q, q, q, softcap=2.0, causal=True), q)
+    assert graph.nodes[-1].body is not None
+    x = np.random.default_rng(58).standard_normal((2, 5, 3, 8)).astype(np.float32)
+    (found,) = graph.plan()({"q": x}).values()
+    np.testing.assert_allclose(found, dnn.attention(x, x, x, softcap=2.0, causal=True), atol=1e-6)
 
 
 def test_what_does_not_depend_on_scores_stays_in_the_graph():

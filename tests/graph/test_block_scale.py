@@ -273,3 +273,38 @@ def test_planted_faults_in_scales_are_found(kind: str):
     uid = graph.find("sa").uid
     wrong[uid] = np.roll(wrong[uid], 1, axis=1)
     assert worst(graph, arrays, graph.plan()(wrong)) > 1
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_scales_of_what_is_tiny_huge_or_not_finite(kind: str):
+    """The largest scale is the largest there is; NaN in a block makes its scale NaN."""
+    _, data, scale, block = FORMATS[kind]
+    x = np.zeros((7, block), np.float32)
+    x[1:6, 0] = (2.0**-120, 3e38, -np.inf, np.nan, 2.0**-12 * 1.1)
+    x[6] = np.linspace(-1, 1, block)
+    g = Graph("edges", io_data_type="float32")
+    q, s = g.block_scale_quantize(g.tensor(x.shape, name="x"), block)
+    q.set_data_type(data).set_output(True)
+    s.set_data_type(scale).set_output(True)
+    found, wanted = g.plan()({"x": x}), definition.evaluate(g.describe(), {1: x})
+    np.testing.assert_array_equal(np.float32(found[s]), np.float32(wanted[s.uid]))
+    whole = [row for row in range(7) if row != 4]  # float4 has no NaN
+    np.testing.assert_array_equal(
+        np.asarray(found[q]).astype(np.float32)[whole], wanted[q.uid].astype(np.float32)[whole]
+    )
+    assert np.isnan(np.asarray(found[s]).astype(np.float32)[4, 0])
+
+
+def test_every_scale_is_rounded_up():
+    """Of numbers at, just above and just below each number of float8_e4m3fn."""
+    numbers = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    near = np.concatenate([numbers, np.nextafter(numbers, np.float32(0)), np.nextafter(numbers, np.float32(1e9))])
+    near = near[np.abs(near) >= 2.0**-100]
+    g = Graph("scales", io_data_type="float32")
+    q, s = g.block_scale_quantize(g.tensor((len(near), 1), name="x"), 1)
+    q.set_data_type("float4_e2m1fn").set_output(True)
+    s.set_data_type("float8_e4m3fn").set_output(True)
+    x = (near * 6)[:, None]
+    found, wanted = g.plan()({"x": x}), definition.evaluate(g.describe(), {1: x})
+    np.testing.assert_array_equal(np.float32(found[s]), np.float32(wanted[s.uid]))
+    np.testing.assert_array_equal(np.float32(found[q]), np.float32(wanted[q.uid]))

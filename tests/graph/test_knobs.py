@@ -114,9 +114,9 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
         "`conv` on cpu cannot be served by engine 'hopper' .*it runs on NVIDIA GPUs",
     ),
     (1, {"determinism": "portable"}, NotOffered, "plan 'single': scaled guarantees run_to_run at most, not portable"),
-    (0, {"determinism": "exact"}, ValueError, "`determinism` must be"),
-    (0, {"sm_count": 0}, ValueError, "`multiprocessors` must be"),
-    (0, {"workspace_limit": -1}, ValueError, "`workspace` must be"),
+    (0, {"determinism": "exact"}, GraphError, "`determinism` must be"),
+    (0, {"sm_count": 0}, GraphError, "`sm_count` must be"),
+    (0, {"workspace_limit": -1}, GraphError, "`workspace_limit` must be"),
 ]
 
 

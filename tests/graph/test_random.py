@@ -20,6 +20,15 @@ def test_random_graphs_are_within_their_bound(seed: int):
             assert worst(graph, arrays, plan(arrays)) <= 1, f"drawn.graph({number}), plan {plan.engine!r}"
 
 
+@pytest.mark.parametrize("seed", range(SEEDS // 2))
+def test_random_graphs_of_blocks_and_attention_are_within_their_bound(seed: int):
+    """Products of numbers with scales of blocks, and attention with functions of scores, of 8 bits too."""
+    for number in range(EACH * seed, EACH * (seed + 1)):
+        graph, arrays = drawn.graph(number, drawn.NEWER)
+        for plan in graph.plans()[: 2 - number % 2]:
+            assert worst(graph, arrays, plan(arrays)) <= 1, f"drawn.graph({number}, NEWER), plan {plan.engine!r}"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_graphs_of_integers_are_exact(seed: int):
     graph, arrays = drawn.integers(seed)

@@ -386,10 +386,11 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
         "that a graph has a node for",
     ),
     (
-        lambda x: dnn.attention(*[x.reshape(1, 3, 1, 4)] * 3, softcap=2.0),
+        lambda x: dnn.attention(*[x.reshape(1, 3, 1, 4)] * 3, score_fn=lambda s, *_: jnp.sin(s)),
         "jaxdnn_attention",
-        "of attention without softcap",
+        "of attention without score",
     ),
+    (lambda x: (jax.debug.print("{}", x), x + 1)[1], "debug_print", "that a graph has a node for"),
 ]
 
 

@@ -45,7 +45,7 @@ class Graph(Operations):
           GraphError: there is no such engine, knob or value.
           NotOffered: the plan cannot be so; the message says why.
         """
-        return create(self, engine_id, knobs or {})
+        return create(self, engine_id, {} if knobs is None else knobs)
 
     def function(self, **asked: Any) -> Callable[..., Any]:
         """The graph as a JAX function: arrays in the order of `inputs()`, or by name, to those of `outputs()`."""

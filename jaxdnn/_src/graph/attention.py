@@ -69,7 +69,8 @@ def _infer_operands(node: Inference, *narrow: str) -> tuple[tuple[int, ...], tup
         node.expect(fits, "bias.dim", f"sizes that are 1 or those of {full}", dim)
     if node.has("sink_token"):
         node.shaped("sink_token", (1, q[1], 1, 1), "one for each head")
-    node.number("dropout_probability", 0.0, 1.0)
+    rate = node.number("dropout_probability", 0.0, 1.0)
+    node.expect(rate < 1, "dropout_probability", "a number from 0 to below 1", rate)
     seeded, dropped = node.has("seed"), node.attribute("dropout_probability") > 0
     node.expect(seeded == dropped, "seed", "given with a dropout_probability above 0, and else not", seeded)
     if seeded:
@@ -114,7 +115,9 @@ def _options(node: Run) -> dict[str, Any]:
         options["sinks"] = node.wide("sink_token").reshape(-1)
     if node.has("seed"):
         options["dropout"], options["dropout_key"] = float(node.attribute("dropout_probability")), words(node.x("seed"))
-    if node.node.body:
+    if node.node.body and (cap := score.cap_of(node.node.body)) is not None:
+        options["softcap"] = cap
+    elif node.node.body:
         options["score_fn"], options["score_arrays"] = score.function_of(node)
     return options
 
@@ -136,6 +139,8 @@ def _infer_fp8(node: Inference) -> None:
     node.output("Stats", (*q[:3], 1), None, "float32")
     for port in ("Amax_S", "Amax_O"):
         node.output(port, (1, 1, 1, 1), None, "float32")
+    largest = node.node.outputs["Amax_S"]
+    node.derive(largest=not largest.is_virtual or bool(node.graph.readers(largest)))
 
 
 def _fp8(node: Run) -> dict[str, Array]:
@@ -149,15 +154,21 @@ def _fp8(node: Run) -> dict[str, Array]:
             options["scale"] *= float(np.float32(tensor.value))
     else:
         inner, arrays = options.get("score_fn"), options.get("score_arrays", ())
+        if node.node.body and inner is None:  # a cap follows these factors
+            inner, arrays = score.function_of(node)
+            del options["softcap"]
         times = lambda s, places, by, given: inner(s * by, *places, *given) if inner else s * by
         options["score_fn"] = lambda s, b, h, i, j, by, *given: times(s, (b, h, i, j), by, given)
         options["score_arrays"] = (factors["descale_q"] * factors["descale_k"], *arrays)
-    o, stats, most = attention(q, k, v, return_logsumexp=True, return_maximum=True, out_dtype="float32", **options)
+    o, stats, *most = attention(
+        q, k, v, return_logsumexp=True, return_maximum=node.derived("largest"), out_dtype="float32", **options
+    )
     o = o * (factors["descale_v"] * (factors["scale_s"] * factors["descale_s"]))
     one = (1, 1, 1, 1)
-    weight = jnp.where(most == -jnp.inf, 0, jnp.exp(most - jnp.where(most == -jnp.inf, 0, stats)))
-    found = {"O": o * factors["scale_o"], "Stats": stats[..., None]}
-    found |= {"Amax_S": jnp.max(weight).reshape(one), "Amax_O": jnp.max(jnp.abs(o)).reshape(one)}
+    found = {"O": o * factors["scale_o"], "Stats": stats[..., None], "Amax_O": jnp.max(jnp.abs(o)).reshape(one)}
+    for x in most:
+        weight = jnp.where(x == -jnp.inf, 0, jnp.exp(x - jnp.where(x == -jnp.inf, 0, stats)))
+        found["Amax_S"] = jnp.max(weight).reshape(one)
     return {port: array for port, array in found.items() if node.asked(port)}
 
 

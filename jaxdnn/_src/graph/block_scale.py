@@ -41,6 +41,7 @@ def _infer_quantise(node: Inference) -> None:
         padded = _padded(own, order[-1], axis)
         scale.stride = packed(padded, (*order, axis))
         scale.inferred.add("stride")
+    node.expect(len(scale.stride) == len(x), "scale.stride", f"{len(x)} strides", scale.stride)
     rows, columns = order_of(scale.stride)[-2:]
     node.expect(columns == axis, "scale.stride", f"the smallest along axis {axis}, that of the blocks", scale.stride)
     return node.output("scale", _padded(own, rows, columns), "input")
@@ -61,7 +62,7 @@ def _exponent_up(v: Array) -> Array:
     """The least integer e with 2^e >= v, of numbers above 0; from -127 to 127."""
     bits = lax.bitcast_convert_type(v, jnp.int32)
     exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).astype(jnp.int32)
-    return jnp.clip(exponent, -127, 127)
+    return jnp.where(bits <= 0x400000, -127, jnp.minimum(exponent, 127))  # 2^-127 is a subnormal number
 
 
 def _blocks(x: Array, axis: int, block: int) -> Array:
@@ -76,11 +77,13 @@ def _quantise(node: Run) -> dict[str, Array]:
     ratio = quotient(largest, jnp.full_like(largest, LARGEST[kind]))
     if scale_kind == "float8_e8m0fnu":
         exponent = _exponent_up(ratio)
-        scaled = parts * power(-exponent)
-        scale = lax.bitcast_convert_type((exponent + 127).astype(jnp.uint8), jnp.float8_e8m0fnu)
+        half = exponent >> 1  # in two steps, for 2^-127 is no normal number
+        scaled = parts * power(-half) * power(half - exponent)
+        bits = jnp.where(jnp.isnan(ratio), 255, exponent + 127)
+        scale = lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e8m0fnu)
     else:
-        scale = ratio if scale_kind == "float32" else _up_to_e4m3(ratio)
-        wide = scale.astype(jnp.float32)
+        wide = ratio if scale_kind == "float32" else _up_to_e4m3(ratio)
+        scale = wide.astype(numpy_of(node.out("scale")))
         scaled = jnp.where(wide == 0, 0, quotient(parts, jnp.broadcast_to(jnp.where(wide == 0, 1, wide), parts.shape)))
     limit = LARGEST[kind]
     y = jnp.clip(scaled, -limit, limit).astype(numpy_of(node.out("Y")))
@@ -91,11 +94,15 @@ def _quantise(node: Run) -> dict[str, Array]:
 
 
 def _up_to_e4m3(v: Array) -> Array:
-    """The least float8_e4m3fn of at least v, or 448."""
-    near = jnp.minimum(v, 448.0).astype(jnp.float8_e4m3fn)
-    bits = lax.bitcast_convert_type(near, jnp.uint8)
-    short = near.astype(jnp.float32) < jnp.minimum(v, 448.0)
-    return lax.bitcast_convert_type(bits + short.astype(jnp.uint8), jnp.float8_e4m3fn)
+    """The least number of float8_e4m3fn of at least v, or 448, in float32.
+
+    In integers and powers of two: of a conversion to 8 bits and back XLA may leave out both.
+    """
+    v = jnp.minimum(v, 448.0)
+    bits = lax.bitcast_convert_type(v, jnp.int32)
+    exponent = jnp.maximum((bits >> 23) - 127, -6)  # subnormal numbers have that of the least normal one
+    steps = jnp.maximum(jnp.ceil(v * power(3 - exponent)), (bits > 0).astype(jnp.float32))
+    return steps * power(exponent - 3)
 
 
 def _infer_dequantise(node: Inference) -> None:

@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
+import jax
 import numpy as np
 
+from jaxdnn._src.core.compat import Tracer
 from jaxdnn._src.graph import attention, block_scale, norms, pointwise, products, random, resample, score, shapes  # noqa: F401  # register kinds
 from jaxdnn._src.graph.errors import GraphError
 from jaxdnn._src.graph.methods import Methods
@@ -101,7 +103,8 @@ class Operations(Methods):
             raise GraphError(self.where, "value", "a number", value)
         data_type = "int32" if isinstance(value, int | np.integer) else "float32"
         value = value.item() if isinstance(value, np.number) else value
-        return self._tensor(name, None, dim=(1,), data_type=scalar_type or data_type, value=value)
+        data_type = data_type if scalar_type is None else scalar_type
+        return self._tensor(name, None, dim=(1,), data_type=data_type, value=value)
 
     def _tensor(self, name: str, uid: int | None, **properties: Any) -> Tensor:
         if uid is None:
@@ -134,7 +137,7 @@ class Operations(Methods):
         return int(uid)
 
     def change_uid(self, tensor: Tensor, uid: int) -> None:
-        if uid != tensor.uid:
+        if not isinstance(uid, int | np.integer) or uid != tensor.uid:
             new = self._checked_uid(uid)
             self.tensors = {(new if t is tensor else u): t for u, t in self.tensors.items()}
             tensor.uid = new
@@ -142,7 +145,7 @@ class Operations(Methods):
 
     def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:
         """The tensor with this uid."""
-        if uid not in self.tensors:
+        if not isinstance(uid, int | np.integer) or uid not in self.tensors:
             raise GraphError(self.where, "uid", f"one of {', '.join(map(str, self.tensors))}", uid)
         return self.tensors[uid]
 
@@ -154,7 +157,7 @@ class Operations(Methods):
             return key
         if isinstance(key, int | np.integer) and not isinstance(key, bool):
             return self.query_tensor_attributes_of_uid(int(key))
-        named = [tensor for tensor in self.tensors.values() if tensor.name == key]
+        named = [tensor for tensor in self.tensors.values() if isinstance(key, str) and tensor.name == key]
         if len(named) != 1:
             raise GraphError(self.where, "tensor", f"one of {', '.join(t.name for t in self.tensors.values())}", key)
         return named[0]
@@ -172,8 +175,7 @@ class Operations(Methods):
         score_mod: Any = None,
     ) -> Any:
         """Adds a node and returns its outputs: virtual tensors, to be set as outputs where they are to be read."""
-        name = name or f"{op}_{len(self.nodes)}"
-        self._check_name("node", name)
+        name = self.name_of(name, op)
         where = f"node {name!r} ({op})"
         body = None if score_mod is None else score.captured(self, where, name, score_mod)
         inputs = {**inputs, **(body.reads if body else {})}
@@ -184,11 +186,16 @@ class Operations(Methods):
             else dtype_of(where, "compute_data_type", compute_data_type, COMPUTE)
         )
         results = {port: self._tensor(f"{name}::{port}", None, is_virtual=True) for port in outputs}
-        given = {key: _frozen(value) for key, value in (attributes or {}).items()}
+        given = {key: _known(where, key, value) for key, value in (attributes or {}).items()}
         self.nodes.append(Node(name, op, found, results, {**KINDS[op].attributes, **given}, compute, body=body))
         self.changed()
         made = tuple(results.values())
         return made[0] if len(made) == 1 else made
+
+    def name_of(self, name: Any, op: str) -> str:
+        """A node's name: that which was given, or the operation with the number of the node."""
+        self._check_name("node", "" if name is None else name)
+        return name or f"{op}_{len(self.nodes)}"
 
     def _operand(self, where: str, port: str, value: Any) -> Tensor:
         if isinstance(value, int | float | np.number) and not isinstance(value, bool):
@@ -440,8 +447,16 @@ def _of_node(node: Node, uids: Mapping[Tensor, int] | None = None) -> dict[str, 
     }
 
 
+def _known(where: str, attribute: str, value: Any) -> Any:
+    """An attribute, which may be an array that is known."""
+    if isinstance(value, Tracer):
+        raise GraphError(where, attribute, "known when the graph is built, not an array that is traced", value)
+    return _frozen(np.asarray(value) if isinstance(value, jax.Array) else value)
+
+
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down, and NumPy's numbers as Python's."""
+    """Lists and arrays as tuples, all the way down, and NumPy's numbers as Python's."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
     return value.item() if isinstance(value, np.generic) else value

@@ -22,5 +22,12 @@ class GraphError(ValueError):
         return GraphError, (self.where, self.attribute, self.expected, self.got)
 
 
+def flag(where: str, attribute: str, value: Any) -> bool:
+    """A truth, checked."""
+    if not isinstance(value, bool):
+        raise GraphError(where, attribute, "True or False", value)
+    return value
+
+
 class NotOffered(NotImplementedError):
     """No plan implements the whole graph as it was asked for; one line for each plan that declined, and why."""

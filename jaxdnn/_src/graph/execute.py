@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.graph.build import Operations
-from jaxdnn._src.graph.nodes import Node, Run, is_held, numpy_of, rounded
+from jaxdnn._src.graph.nodes import Node, Run, as_stored, is_held, numpy_of, rounded
 from jaxdnn._src.graph.tensors import WIDE, Tensor, from_memory, to_memory
 
 Values = Mapping[int, Array]
@@ -86,7 +86,7 @@ def constants(graph: Operations) -> tuple[dict[int, Array], dict[int, Any]]:
     """The tensors that are known when the program is made: as arrays, and as numbers."""
     given = [tensor for tensor in graph.tensors.values() if tensor.value is not None]
     arrays = {t.uid: jnp.full(t.dim or (), t.value, numpy_of(t)) for t in given}
-    return arrays, {t.uid: t.value for t in given}
+    return arrays, {t.uid: as_stored(t, t.value) for t in given}
 
 
 def evaluate(graph: Operations, steps: Sequence[Step], arrays: Values, numbers: Numbers) -> dict[int, Array]:

@@ -4,10 +4,11 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdnn._src.core import engines, tuned
 from jaxdnn._src.core.determinism import LEVELS, required
@@ -15,11 +16,16 @@ from jaxdnn._src.core.limits import current_limits, limits
 from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.errors import GraphError, NotOffered
 from jaxdnn._src.graph.knobs import OF_PLAN, OF_STEP, Knob
-from jaxdnn._src.graph.nodes import numpy_of
+from jaxdnn._src.graph.nodes import is_integer, numpy_of
 from jaxdnn._src.graph.plan import BEHAVIOR_NOTES, ENGINES, NUMERIC_NOTES, Plan, Requirements
 from jaxdnn._src.graph.tensors import memory_shape
 
 MODES = ("A", "B", "FALLBACK")
+CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "determinism": (lambda v: isinstance(v, str) and v in LEVELS, f"one of {', '.join(LEVELS)}"),
+    "sm_count": (lambda v: is_integer(v) and v >= 1, "an integer of at least 1"),
+    "workspace_limit": (lambda v: is_integer(v) and v >= 0, "an integer of at least 0"),
+}
 ALIKE = "it is the plan 'single', for no rule applies"
 
 
@@ -73,7 +79,7 @@ def plans(
     Sources: cudnn-frontend's create_execution_plans, (de)select_numeric_notes, (de)select_behavior_notes and
       deselect_engines; its deselect_workspace_greater_than is `workspace_limit`.
     """
-    if mode not in MODES:
+    if not (isinstance(mode, str) and mode in MODES):
         raise GraphError(graph.where, "mode", f"one of {', '.join(MODES)}", mode)
     notes = {
         ("select_numeric_notes", NUMERIC_NOTES): select_numeric_notes,
@@ -83,12 +89,13 @@ def plans(
     }
     names = (*ENGINES, *engines.names())
     for (name, choices), given in {("deselect_engines", names): deselect_engines, **notes}.items():
-        if not isinstance(given, list | tuple | set | frozenset) or any(one not in choices for one in given):
+        known = lambda one, choices=choices: isinstance(one, str) and one in choices
+        if not isinstance(given, list | tuple | set | frozenset) or not all(map(known, given)):
             raise GraphError(graph.where, name, f"a sequence of {', '.join(choices)}", given)
     graph.validate()
     _check_64(graph)
     limits_ = {"determinism": determinism, "sm_count": sm_count, "workspace_limit": workspace_limit}
-    asked = requirements(graph, limits_, donate, knobs or {})
+    asked = requirements(graph, limits_, donate, {} if knobs is None else knobs)
     offered, declined = [], []
     for engine in ENGINES:
         if mode == "FALLBACK" and engine != "single":
@@ -135,15 +142,18 @@ def requirements(
     nodes = [node.name for node in graph.nodes]
     for name, value in knobs.items():
         if name in OF_PLAN:
-            if limited[name] is not None and value != limited[name]:
+            if limited[name] is not None and not np.array_equal(value, limited[name]):
                 raise GraphError(graph.where, name, f"{limited[name]!r} as a knob too, for it is given", value)
             limited[name] = value
         elif isinstance(name, str) and name.startswith(OF_STEP) and name.removeprefix(OF_STEP) in nodes:
-            if value not in engines.names():
+            if not (isinstance(value, str) and value in engines.names()):
                 raise GraphError(graph.where, f"knobs[{name!r}]", f"one of {', '.join(engines.names())}", value)
             chosen[name.removeprefix(OF_STEP)] = value
         else:
             raise GraphError(graph.where, "knobs", f"of {', '.join(OF_PLAN)} and '{OF_STEP}' with a node", name)
+    for name, (check, expected) in CHECKS.items():
+        if limited[name] is not None and not check(limited[name]):
+            raise GraphError(graph.where, name, f"None or {expected}", limited[name])
     level = required(limited["determinism"])
     with limits(workspace=limited["workspace_limit"], multiprocessors=limited["sm_count"]):
         within = current_limits()

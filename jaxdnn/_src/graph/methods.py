@@ -7,6 +7,7 @@ constant. What does not fit raises GraphError when the graph is validated, in a 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxdnn._src.graph.errors import GraphError, flag
 from jaxdnn._src.graph.methods_attention import Attention
 from jaxdnn._src.graph.methods_norms import Norms
 from jaxdnn._src.graph.methods_pointwise import Operand, Pointwise
@@ -216,6 +217,8 @@ class Methods(Pointwise, Norms, Attention):
 
         in_place_index is taken for cudnn-frontend's sake: XLA decides whose memory the result shares.
         """
+        if not isinstance(inputs, list | tuple):
+            raise GraphError("node of concatenate", "inputs", "a list or tuple of tensors", inputs)
         named = {f"inputs_{i}": tensor for i, tensor in enumerate(inputs)}
         return self._node("concatenate", named, ("Y",), {"axis": axis, "in_place_index": in_place_index}, None, name)
 
@@ -251,7 +254,7 @@ class Methods(Pointwise, Norms, Attention):
         """
         how = {"mode": mode, "window": window, "stride": stride, "padding_mode": padding_mode}
         how = {**how, "pre_padding": pre_padding, "post_padding": post_padding}
-        outputs = ("Y", "INDEX") if generate_index else ("Y",)
+        outputs = ("Y", "INDEX") if flag("node of resample", "generate_index", generate_index) else ("Y",)
         return self._node("resample", {"input": input}, outputs, how, compute_data_type, name)
 
     def resample_backward(

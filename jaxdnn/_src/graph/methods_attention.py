@@ -7,7 +7,7 @@ constant. What does not fit raises GraphError when the graph is validated, in a 
 from collections.abc import Callable
 from typing import Any
 
-from jaxdnn._src.graph.errors import GraphError
+from jaxdnn._src.graph.errors import GraphError, flag
 from jaxdnn._src.graph.methods_pointwise import Operand
 from jaxdnn._src.graph.tensors import Tensor
 
@@ -73,8 +73,7 @@ class Attention:
         how, seed = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, dropout)
         inputs = {"q": q, "k": k, "v": v, "attn_scale": attn_scale, "bias": bias, "seq_len_q": seq_len_q}
         inputs = {**inputs, "seq_len_kv": seq_len_kv, "sink_token": sink_token, "seed": seed}
-        stats = is_inference is False if generate_stats is None else generate_stats
-        outputs = ("O", "Stats") if stats else ("O",)
+        outputs = ("O", "Stats") if _with_stats(is_inference, generate_stats) else ("O",)
         return self._node("sdpa", inputs, outputs, how, compute_data_type, name, score_mod)
 
     def sdpa_fp8(
@@ -118,14 +117,15 @@ class Attention:
           is_inference, ..., score_mod: as in `sdpa`.
 
         Returns:
-          O, Stats or None, Amax_S and Amax_O, which are (1, 1, 1, 1): the next call's factors are chosen by them.
+          O, Stats or None, Amax_S and Amax_O, which are (1, 1, 1, 1): the next call's factors are chosen by them. A
+          kernel serves where descale_q and descale_k are numbers and nothing reads Amax_S.
         """
         masks = (use_alibi_mask, use_padding_mask, use_causal_mask, use_causal_mask_bottom_right, sliding_window_length)
         how, _ = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, None)
         inputs = {"q": q, "k": k, "v": v, "descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v}
         inputs = {**inputs, "descale_s": descale_s, "scale_s": scale_s, "scale_o": scale_o, "attn_scale": attn_scale}
         inputs = {**inputs, "bias": bias, "seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv, "sink_token": sink_token}
-        stats = is_inference is False if generate_stats is None else generate_stats
+        stats = _with_stats(is_inference, generate_stats)
         outputs = ("O", *(("Stats",) if stats else ()), "Amax_S", "Amax_O")
         o, *found = self._node("sdpa_fp8", inputs, outputs, how, compute_data_type, name, score_mod)
         return o, found[0] if stats else None, found[-2], found[-1]
@@ -168,7 +168,8 @@ class Attention:
         how, seed = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, dropout)
         inputs = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats, "attn_scale": attn_scale, "bias": bias}
         inputs = {**inputs, "seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv, "sink_token": sink_token, "seed": seed}
-        more = (("dBias",) if generate_dbias else ()) + (("dSink_token",) if sink_token is not None else ())
+        more = ("dBias",) if flag("node of attention", "generate_dbias", generate_dbias) else ()
+        more = (*more, "dSink_token") if sink_token is not None else more
         return self._node("sdpa_backward", inputs, ("dQ", "dK", "dV", *more), how, compute_data_type, name, score_mod)
 
     def rope(
@@ -200,6 +201,13 @@ class Attention:
             compute_data_type,
             name,
         )
+
+
+def _with_stats(is_inference: Any, generate_stats: Any) -> bool:
+    given = {"is_inference": is_inference, "generate_stats": generate_stats}
+    for name, value in given.items():
+        _ = value is None or flag("node of attention", name, value)
+    return is_inference is False if generate_stats is None else generate_stats
 
 
 def _masks(

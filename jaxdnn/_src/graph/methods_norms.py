@@ -7,6 +7,7 @@ constant. What does not fit raises GraphError when the graph is validated, in a 
 from collections.abc import Callable
 from typing import Any
 
+from jaxdnn._src.graph.errors import flag
 from jaxdnn._src.graph.methods_pointwise import Operand
 from jaxdnn._src.graph.tensors import Tensor
 
@@ -201,7 +202,8 @@ class Norms:
     ) -> tuple[Tensor, ...]:
         """DX, DSCALE and, with has_dbias, DBIAS of `rmsnorm`."""
         inputs = {"grad": grad, "input": input, "scale": scale, "inv_variance": inv_variance}
-        outputs = ("DX", "DSCALE", "DBIAS") if has_dbias else ("DX", "DSCALE")
+        with_bias = flag("node of rmsnorm_backward", "has_dbias", has_dbias)
+        outputs = ("DX", "DSCALE", "DBIAS") if with_bias else ("DX", "DSCALE")
         return self._node("rmsnorm_backward", inputs, outputs, {}, compute_data_type, name)
 
     def _forward(
@@ -217,7 +219,8 @@ class Norms:
         name: str,
     ) -> Any:
         inputs = {"input": input, "scale": scale, "bias": bias, "epsilon": epsilon}
-        statistics = (("MEAN",) if mean else ()) + ("INV_VARIANCE",) if phase == "TRAINING" else ()
+        trained = isinstance(phase, str) and phase == "TRAINING"
+        statistics = (("MEAN",) if mean else ()) + ("INV_VARIANCE",) if trained else ()
         return self._node(op, inputs, ("Y", *statistics), {"norm_forward_phase": phase}, compute, name)
 
     def _backward(

@@ -51,6 +51,7 @@ class Pointwise:
     """The methods that make pointwise nodes."""
 
     _node: Callable[..., Any]
+    name_of: Callable[..., str]
     nodes: list[Any]
 
     def pointwise(
@@ -84,7 +85,7 @@ class Pointwise:
         """
         inputs = {"IN_0": in_0, "IN_1": in_1, "IN_2": in_2}
         given = {key: value for key, value in attributes.items() if value is not None}
-        name = name or f"{str(mode).lower()}_{len(self.nodes)}"
+        name = self.name_of(name, str(mode).lower())
         return self._node("pointwise", inputs, ("OUT_0",), {"mode": mode, **given}, compute_data_type, name)
 
     add = method("ADD", "a b", "y = a + b.")

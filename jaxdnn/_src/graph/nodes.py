@@ -153,8 +153,10 @@ class Inference:
         value = self.attribute(name)
         if value is None:
             return (default,) * count
-        ok = isinstance(value, tuple) and len(value) == count and all(is_integer(v) and v >= least for v in value)
-        self.expect(ok, name, f"{count} integers of at least {least}", value)
+        ok = isinstance(value, tuple) and len(value) == count
+        self.expect(ok and all(map(is_integer, value)), name, f"{count} integers of at least {least}", value)
+        ok = all(least <= v < 2**31 for v in value)
+        self.expect(ok, name, f"{count} integers of at least {least}, and below 2^31", value)
         return tuple(value)
 
     def integer(self, name: str, least: int, optional: bool = False) -> Any:
@@ -178,7 +180,7 @@ class Inference:
 
     def choice(self, name: str, choices: Sequence[Any]) -> Any:
         value = self.attribute(name)
-        self.expect(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
+        self.expect(isinstance(value, str) and value in choices, name, f"one of {', '.join(map(str, choices))}", value)
         return value
 
     def number(self, name: str, low: float = -np.inf, high: float = np.inf) -> float:
@@ -269,6 +271,13 @@ class Run:
 
 def numpy_of(tensor: Tensor) -> np.dtype:
     return numpy_dtype(tensor.data_type or "float32")
+
+
+def as_stored(tensor: Tensor, value: Any) -> Any:
+    """A number as a tensor's dtype has it."""
+    with np.errstate(over="ignore"):
+        found = np.asarray(value).astype(numpy_of(tensor))
+    return found.item() if found.dtype.kind in "iub" else float(found)
 
 
 def is_held(tensor: Tensor) -> bool:

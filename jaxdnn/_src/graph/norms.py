@@ -7,6 +7,7 @@ where the node computes in it. INV_VARIANCE is 1 / sqrt(variance + epsilon), as 
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,7 +78,7 @@ def _one_number(node: Inference, port: str) -> None:
     node.one(port)
     value = node.node.inputs[port].value
     if value is not None and port == "epsilon":
-        node.expect(value >= 0, port, "a number of at least 0", value)
+        node.expect(0 <= value < math.inf, port, "a finite number of at least 0", value)
 
 
 def _gradients_of(node: Inference, parameters: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ from jaxdnn._src.graph.errors import GraphError, NotOffered
 from jaxdnn._src.graph.execute import Step, evaluate
 from jaxdnn._src.graph.fuse import steps
 from jaxdnn._src.graph.knobs import OF_STEP, Knob, limited, of_steps
-from jaxdnn._src.graph.nodes import numpy_of
+from jaxdnn._src.graph.nodes import as_stored, numpy_of
 from jaxdnn._src.graph.report import Report, StepReport, lowest, step_reports
 from jaxdnn._src.graph.rules import NotFused
 from jaxdnn._src.graph.tensors import Tensor, check_number, memory_shape
@@ -252,7 +252,7 @@ class Plan:
         given = None if isinstance(value, Tracer) or np.size(value) != 1 else np.asarray(value)
         if given is None or not (given.dtype.kind in "iu" or jax.numpy.issubdtype(given.dtype, np.floating)):
             raise GraphError(tensor.where, "variant_pack", "a number that is known when it is traced", value)
-        return given.reshape(()).item()
+        return as_stored(tensor, given.reshape(()))
 
     def _array(self, uid: int, value: Any) -> Array:
         tensor = self.graph.tensors[uid]
@@ -262,7 +262,10 @@ class Plan:
             check_number(tensor.where, "variant_pack", value, wanted.name)
             with np.errstate(over="ignore"):
                 return jax.numpy.full(memory_shape(dim, stride), np.asarray(value).astype(wanted))
-        array = checks.array(tensor.name, value)
+        try:
+            array = checks.array(tensor.name, np.asarray(value) if isinstance(value, list | tuple) else value)
+        except (TypeError, ValueError) as error:
+            raise GraphError(tensor.where, "variant_pack", "an array of numbers", value) from error
         if array.dtype != wanted:
             raise GraphError(tensor.where, "data_type", f"{wanted.name}", array.dtype.name)
         shape = memory_shape(dim, stride)

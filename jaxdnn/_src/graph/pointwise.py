@@ -89,7 +89,7 @@ def named_activation(mode: str, attributes: Mapping[str, Any]) -> Any:
     name = mode.rpartition("_")[0]
     if name == "RELU":
         lower, upper, slope = (attributes[p] for p in ("lower_clip", "upper_clip", "negative_slope"))
-        if upper is None and lower == 0:
+        if upper is None and lower == 0 and 0 <= slope <= 1:
             return "relu" if slope == 0 else ("leaky_relu", float(slope))
         return ("relu", float(lower), float("inf") if upper is None else float(upper), float(slope))
     parameter = {"ELU": "elu_alpha", "SOFTPLUS": "softplus_beta", "SWISH": "swish_beta"}.get(name)
@@ -121,7 +121,7 @@ def _check_parameters(node: Inference, mode: str) -> None:
                 node.number(name)
         low, high = node.attribute("lower_clip"), node.attribute("upper_clip")
         node.expect(high is None or low <= high, "lower_clip", f"at most upper_clip, {high}", low)
-        for name in ("negative_slope", "elu_alpha", "softplus_beta", "swish_beta"):
+        for name in ("negative_slope", "lower_clip", "elu_alpha", "softplus_beta", "swish_beta"):
             node.expect(math.isfinite(node.attribute(name)), name, "a finite number", node.attribute(name))
         for name in ("elu_alpha", "softplus_beta"):
             node.expect(node.attribute(name) > 0, name, "a number above 0", node.attribute(name))

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.graph.errors import GraphError
+from jaxdnn._src.graph.errors import GraphError, flag
 
 INT64 = (-(2**63), 2**63 - 1)
 
@@ -46,7 +46,7 @@ TILED_TYPES = ("float8_e8m0fnu", "float8_e4m3fn")
 def dtype_of(where: str, attribute: str, value: Any, choices: Sequence[str] = DTYPES) -> str:
     """The canonical name of a dtype: of cudnn-frontend's name, of NumPy's or JAX's dtype, or of its name."""
     name = NAMES.get(value) if isinstance(value, str) else None
-    if name is None and value is not None:
+    if name is None and value is not None and not isinstance(value, np.ndarray | Array):
         try:
             name = np.dtype(getattr(ml_dtypes, value, value) if isinstance(value, str) else value).name
         except (SyntaxError, TypeError, ValueError):
@@ -228,12 +228,12 @@ class Tensor:
 
     def set_output(self, value: bool) -> "Tensor":
         """Whether a plan returns it; a virtual tensor is an intermediate."""
-        self.is_virtual = not value
+        self.is_virtual = not flag(self.where, "is_output", value)
         self._graph.changed()
         return self
 
     def set_is_virtual(self, value: bool) -> "Tensor":
-        return self.set_output(not value)
+        return self.set_output(not flag(self.where, "is_virtual", value))
 
     def set_name(self, name: str) -> "Tensor":
         if not isinstance(name, str):
@@ -265,7 +265,7 @@ class Tensor:
         return self
 
     def set_reordering_type(self, reordering_type: str) -> "Tensor":
-        if reordering_type not in REORDERINGS:
+        if not (isinstance(reordering_type, str) and reordering_type in REORDERINGS):
             raise GraphError(self.where, "reordering_type", f"one of {', '.join(REORDERINGS)}", reordering_type)
         self.reordering_type = reordering_type
         self._graph.changed()

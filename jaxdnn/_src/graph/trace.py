@@ -1,7 +1,7 @@
 """Graphs traced from Python functions of jaxdnn's and JAX's operations: `trace`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,21 +48,24 @@ def trace(function: Callable[..., Any], /, *args: Any, name: str | None = None) 
 
     Sources: cuDNN's frontend has graphs that are built alone; the program is that of `jax.make_jaxpr`.
     """
-    called = name or getattr(function, "__name__", "function")
+    called = getattr(function, "__name__", "function") if name is None else name
+    where = f"function {called!r}"
+    if not callable(function):
+        raise GraphError("function", "function", "a function of arrays", function)
     tracing = Tracing(called)
     leaves = jax.tree_util.tree_leaves_with_path(args)
     names = [_named(path, function) for path, _ in leaves]
     for label, (_, leaf) in zip(names, leaves, strict=True):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise GraphError(f"function {called!r}", label, "an array or a jax.ShapeDtypeStruct", leaf)
+            raise GraphError(where, label, "an array or a jax.ShapeDtypeStruct", leaf)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-    closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    closed, results = _traced(function, where, shapes)
     inputs = []
     for label, (_, leaf) in zip(names, leaves, strict=True):
         dtype, dim = np.dtype(leaf.dtype).name, tuple(leaf.shape)
         if dtype not in DTYPES or 0 in dim or len(dim) > 8:
             words = f"of a dtype among {', '.join(DTYPES)}, with at most 8 axes and no empty one"
-            raise GraphError(f"function {called!r}", label, words, f"{dtype}{list(dim)}")
+            raise GraphError(where, label, words, f"{dtype}{list(dim)}")
         tensor = tracing.g.tensor(dim or (1,), data_type=dtype, name=label)
         tracing.dims[tensor.uid] = dim or (1,)
         inputs.append(Value(tensor, tuple(range(len(dim))), dim, dtype))
@@ -74,6 +77,25 @@ def trace(function: Callable[..., Any], /, *args: Any, name: str | None = None) 
     made = {t.uid for node in tracing.g.nodes for t in node.outputs.values()}
     tracing.g.tensors = {u: t for u, t in tracing.g.tensors.items() if u in read or u in made}
     return tracing.g.validate()
+
+
+def _traced(function: Callable[..., Any], where: str, shapes: Any) -> tuple[Any, Any]:
+    """The program of a function, and the shapes of what it returns; what it raises itself is raised."""
+
+    def checked(*args: Any) -> Any:
+        found = function(*args)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(found, lambda v: isinstance(v, Iterator)):
+            number = isinstance(leaf, float) or (isinstance(leaf, int) and -(2**31) <= leaf < 2**31)
+            if not (number or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+                raise GraphError(where, f"out{jax.tree_util.keystr(path)}", "an array", leaf)
+        return found
+
+    try:
+        return jax.make_jaxpr(checked, return_shape=True)(*shapes)
+    except jax.errors.ConcretizationTypeError as error:
+        said = str(error).partition("\n")[0]
+        expected = "one in which nothing that Python decides depends on the values of arrays"
+        raise GraphError(where, "function", expected, said) from error
 
 
 def _named(path: Any, function: Callable[..., Any]) -> str:

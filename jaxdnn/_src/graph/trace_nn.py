@@ -29,7 +29,7 @@ def found(jaxpr: Any) -> dict[int, tuple[int, str, Any]]:
     """By the position of its last equation: how many a mode has, the mode, and the variable of its argument."""
     result: dict[int, tuple[int, str, Any]] = {}
     for position, eqn in enumerate(jaxpr.eqns):
-        aval = eqn.outvars[0].aval
+        aval: Any = eqn.outvars[0].aval if eqn.outvars else None
         if getattr(aval, "dtype", None) is None or aval.dtype.name not in WIDE:
             continue
         for mode, program in _programs(tuple(aval.shape), aval.dtype.name).items():

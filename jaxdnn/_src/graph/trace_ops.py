@@ -274,13 +274,15 @@ def _attention(tracing: Tracing, eqn: Any, values: Sequence[Value]) -> list[Valu
     given = dict(zip(spec.given, others, strict=True))
     if not set(given) <= {"bias"}:
         raise Refused(f"of attention with no more than a bias, not {', '.join(set(given) - {'bias'})}")
-    for name, plain in {"softcap": None, "dropout": None, "score": None, "diagonal": False, "maximum": False}.items():
+    for name, plain in {"dropout": None, "score": None, "diagonal": False, "maximum": False}.items():
         if getattr(spec, name) != plain:
             raise Refused(f"of attention without {name}")
     order = [0, 1, 2, 3] if spec.heads_first else [0, 2, 1, 3]
     how: dict[str, Any] = {"attn_scale": float(spec.scale), "diagonal_band_right_bound": spec.right}
     how["diagonal_band_left_bound"] = None if spec.left is None else spec.left + 1  # cuDNN counts the diagonal
     how["diagonal_alignment"] = "BOTTOM_RIGHT" if spec.bottom_right else "TOP_LEFT"
+    if (cap := spec.softcap) is not None:
+        how["score_mod"] = lambda g, s: g.mul(g.tanh(g.div(s, cap)), cap)
     bias = tracing.operand(given["bias"], [0, 1, 2, 3]) if given else None
     stats = len(eqn.outvars) > 1 and tracing.is_read(eqn.outvars[1])
     q, k, v = (tracing.operand(t, order) for t in (q, k, v))

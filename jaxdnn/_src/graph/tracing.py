@@ -255,11 +255,11 @@ class Tracing:
 
 
 def _needs(jaxpr: Any) -> tuple[set[int], set[Any]]:
-    """The equations, and the variables, on which a program's results depend."""
+    """The equations, and the variables, on which a program's results depend; and what has effects."""
     wanted, found = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, set()
     for position in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[position]
-        if any(v in wanted for v in eqn.outvars):
+        if eqn.effects or any(v in wanted for v in eqn.outvars):
             found.add(position)
             wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
     return found, wanted

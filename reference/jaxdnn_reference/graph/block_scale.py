@@ -26,12 +26,12 @@ def quantize(node: Node, x: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def scale_at_least(v: Array, kind: str) -> Array:
-    """The least number of a dtype of scales that is at least v, or its largest; float32: the nearest."""
+    """The least number of a dtype of scales that is at least v, or its largest; float32: the nearest. NaN of NaN."""
     if kind == "float32":
         return v.astype(np.float32).astype(np.float64)
     v = v.astype(np.float32).astype(np.float64)  # the ratio is a float32
     numbers = 2.0 ** np.arange(-127, 128) if kind == "float8_e8m0fnu" else _numbers_of_e4m3()
-    return numbers[np.minimum(np.searchsorted(numbers, v), len(numbers) - 1)]
+    return np.where(np.isnan(v), np.nan, numbers[np.minimum(np.searchsorted(numbers, v), len(numbers) - 1)])
 
 
 def _numbers_of_e4m3() -> Array:
