@@ -338,10 +338,11 @@ def weighted(p: Array, seen: Array, values: Array) -> Array:
 
 
 def kept(shape: tuple[int, ...], rate: float, key: Any) -> Array:
-    """What dropout multiplies the weights by: 0, or 1 / (1 - rate)."""
+    """What dropout multiplies the weights by: 0, or 1 / (1 - rate). A key may be a pair of a key and an offset."""
     if rate == 0:
         return np.ones(shape)
-    return dropout_mask(key, shape, rate=rate) / (1 - rate)
+    key, offset = key if isinstance(key, tuple) else (key, 0)
+    return dropout_mask(key, shape, rate=rate, offset=offset) / (1 - rate)
 
 
 def _places(x: Array) -> list[Array]:

@@ -399,6 +399,7 @@ SDPA: dict[str, dict[str, Any]] = {
     "alibi": {"use_alibi_mask": True, "use_causal_mask": True},
     "sink": {"sink": True},
     "dropout": {"dropout": (0.25, 11), "attn_scale": 0.5},
+    "dropout_offset": {"dropout": (0.25, 11, 36), "attn_scale": 0.5},
     "score_mod": {"score_mod": True, "attn_scale": 0.5, "use_padding_mask": True},
 }
 

@@ -168,6 +168,17 @@ def test_quotients_are_rounded_once(kind: str):
         )
 
 
+def test_roundings_to_few_bits_stay_when_they_are_undone():
+    """XLA on GPUs leaves out a conversion to 8 bits and back where nothing stands between."""
+    g = Graph("there and back", io_data_type="float32")
+    q, s = g.block_scale_quantize(g.tensor((4, 64), name="x"), 32)
+    q.set_data_type("float8_e4m3fn")
+    s.set_data_type("float8_e8m0fnu")
+    g.block_scale_dequantize(q, s, 32).set_output(True)
+    lowered = jax.jit(g.function()).lower(jnp.zeros((4, 64))).as_text()
+    assert lowered.count("optimization_barrier") == 2
+
+
 def read_twice(g: Graph, y: Tensor) -> None:
     g.exp(g.find("wide a::Y")).set_output(True).set_data_type("float32")
 

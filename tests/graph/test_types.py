@@ -15,7 +15,7 @@ from jaxdnn_reference import graph as definition
 from tests.graph.examples import EXAMPLES, filled
 from tests.graph.test_nodes import worst
 
-NARROW = ("block_scale", "conv_int8")
+NARROW = ("block_scale", "conv_int8", "sdpa_fp8")
 WIDE = [name for name in EXAMPLES if not name.startswith(NARROW)]
 
 
@@ -119,3 +119,27 @@ def test_results_of_any_dtype(op: str, out: str):
     graph, arrays = EXAMPLES[op](np.random.default_rng(24))
     graph.outputs()[0].set_data_type(out)
     assert worst(graph, arrays, graph.plan()(arrays)) <= 1
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float16"])
+def test_numbers_that_are_known_are_those_of_their_dtype(dtype: str, by_value: bool):
+    """An epsilon of 1e-3 is 0.0009765625 in float8_e5m2."""
+    g = Graph(io_data_type="float32")
+    how: dict[str, Any] = {"is_pass_by_value": True, "name": "epsilon"}
+    epsilon = g.tensor((1,), data_type=dtype, **how) if by_value else g.tensor_scalar(1e-3, dtype)
+    x, scale = g.tensor((5, 4), name="x"), g.tensor((1, 4), name="scale")
+    y = g.rmsnorm("INFERENCE", x, scale, epsilon=epsilon).set_output(True)
+    values = np.full((5, 4), 1e-3, np.float32)
+    arrays: dict[Any, Any] = {"x": values, "scale": np.ones((1, 4), np.float32)}
+    found = g.plan()({**arrays, "epsilon": 1e-3} if by_value else arrays)[y]
+    known = float(np.asarray(definition.converted(np.array(1e-3), dtype), np.float64))
+    np.testing.assert_allclose(found, values / np.sqrt(1e-6 + known), rtol=1e-6)
+
+
+@pytest.mark.parametrize("slope", [-1.0, 0.5, 2.0])
+def test_a_slope_may_be_any_number(slope: float):
+    g = Graph(io_data_type="float32")
+    y = g.relu(g.tensor((2, 3), name="x"), slope).set_output(True)
+    x = np.array([[-2, -1, 0], [0.5, 1, 3]], np.float32)
+    np.testing.assert_allclose(g.plan()({"x": x})[y], np.where(x > 0, x, slope * x))

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.attention.api import attention, attention_dgrad
+from jaxdnn._src.dropout.api import DropoutState
 from jaxdnn._src.graph import score
 from jaxdnn._src.graph.nodes import Inference, Kind, Run, register
 from jaxdnn._src.graph.products import result_dtype
@@ -73,9 +74,11 @@ def _infer_operands(node: Inference, *narrow: str) -> tuple[tuple[int, ...], tup
     node.expect(rate < 1, "dropout_probability", "a number from 0 to below 1", rate)
     seeded, dropped = node.has("seed"), node.attribute("dropout_probability") > 0
     node.expect(seeded == dropped, "seed", "given with a dropout_probability above 0, and else not", seeded)
-    if seeded:
-        node.one("seed")
-        node.typed("seed", "int32", "int64")
+    node.expect(seeded or not node.has("offset"), "offset", "left out without a seed", node.has("offset"))
+    for port in ("seed", "offset"):
+        if node.has(port):
+            node.one(port)
+            node.typed(port, "int32", "int64")
     if node.has("attn_scale"):
         node.one("attn_scale")
     score.infer(node, (*q[:3], k[2]), node.graph.check_node)
@@ -115,6 +118,10 @@ def _options(node: Run) -> dict[str, Any]:
         options["sinks"] = node.wide("sink_token").reshape(-1)
     if node.has("seed"):
         options["dropout"], options["dropout_key"] = float(node.attribute("dropout_probability")), words(node.x("seed"))
+    if node.has("offset"):
+        options["dropout_key"] = DropoutState(options["dropout_key"], words(node.x("offset") // 4))
+    if node.node.attributes.get("use_deterministic_algorithm"):
+        options["determinism"] = "run_to_run"
     if node.node.body and (cap := score.cap_of(node.node.body)) is not None:
         options["softcap"] = cap
     elif node.node.body:
@@ -189,7 +196,7 @@ MASKS = {
     "diagonal_band_right_bound": None,
     "dropout_probability": 0.0,
 }
-_OPTIONAL = ("attn_scale?", "bias?", "seq_len_q?", "seq_len_kv?", "sink_token?", "seed?")
+_OPTIONAL = ("attn_scale?", "bias?", "seq_len_q?", "seq_len_kv?", "sink_token?", "seed?", "offset?")
 register(
     Kind(
         "sdpa",
@@ -226,6 +233,7 @@ register(
 
 def _infer_backward(node: Inference) -> None:
     _infer_masks(node)
+    node.flag("use_deterministic_algorithm")
     q, v = _infer_operands(node)
     for port in ("o", "dO"):
         node.shaped(port, (*q[:3], v[3]), "the result's")
@@ -260,7 +268,7 @@ register(
         "sdpa_backward",
         ("q", "k", "v", "o", "dO", "stats", *_OPTIONAL),
         ("dQ", "dK", "dV", "dBias?", "dSink_token?"),
-        MASKS,
+        {**MASKS, "use_deterministic_algorithm": False},
         _infer_backward,
         _backward,
         ("attn_scale",),

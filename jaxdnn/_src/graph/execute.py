@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._src.core import engines
 from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.nodes import Node, Run, as_stored, is_held, numpy_of, rounded
-from jaxdnn._src.graph.tensors import WIDE, Tensor, from_memory, to_memory
+from jaxdnn._src.graph.tensors import NARROW, WIDE, Tensor, from_memory, to_memory
 
 Values = Mapping[int, Array]
 Numbers = Mapping[int, Any]  # what is known when the program is traced
@@ -105,9 +105,14 @@ def evaluate(graph: Operations, steps: Sequence[Step], arrays: Values, numbers: 
 
 
 def finished(graph: Operations, made: Mapping[int, Array]) -> dict[int, Array]:
-    """What nodes made, as it is held."""
+    """What nodes made, as it is held.
+
+    Without a barrier XLA may leave out a conversion to 8 bits or fewer and back (`xla_allow_excess_precision`).
+    """
     found = {}
     for uid, array in made.items():
         tensor = graph.tensors[uid]
         found[uid] = array if is_held(tensor) and array.dtype.name in WIDE else rounded(array, numpy_of(tensor))
+        if tensor.data_type in NARROW and graph.readers(tensor):
+            found[uid] = lax.optimization_barrier(found[uid])
     return found

@@ -37,7 +37,7 @@ class Attention:
         diagonal_alignment: str = "TOP_LEFT",
         diagonal_band_left_bound: int | None = None,
         diagonal_band_right_bound: int | None = None,
-        dropout: tuple[float, Operand] | None = None,
+        dropout: tuple[float, Operand] | tuple[float, Operand, Operand] | None = None,
         compute_data_type: Any = None,
         name: str = "",
         generate_stats: bool | None = None,
@@ -58,7 +58,8 @@ class Attention:
           sliding_window_length, diagonal_band_left_bound: how many keys are seen up to and with the diagonal.
           diagonal_band_right_bound: how many keys are seen beyond the diagonal.
           diagonal_alignment: "TOP_LEFT" or "BOTTOM_RIGHT", where the diagonal begins.
-          dropout: None, or the probability to drop and the seed.
+          dropout: None, or the probability to drop, the seed, and how many elements of the seed's numbers have been
+            used, a multiple of 4; without it 0.
           compute_data_type: "float32", or "float64" of float64; None is the graph's.
           name: the node's; the results are called `name::O` and `name::Stats`.
           sink_token: (1, H, 1, 1), a logit that takes its share of each softmax and has no value.
@@ -70,9 +71,9 @@ class Attention:
           O (B, H, S, D'), or O and Stats (B, H, S, 1), the logarithm of the softmax's denominator.
         """
         masks = (use_alibi_mask, use_padding_mask, use_causal_mask, use_causal_mask_bottom_right, sliding_window_length)
-        how, seed = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, dropout)
+        how, seeds = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, dropout)
         inputs = {"q": q, "k": k, "v": v, "attn_scale": attn_scale, "bias": bias, "seq_len_q": seq_len_q}
-        inputs = {**inputs, "seq_len_kv": seq_len_kv, "sink_token": sink_token, "seed": seed}
+        inputs = {**inputs, "seq_len_kv": seq_len_kv, "sink_token": sink_token, **seeds}
         outputs = ("O", "Stats") if _with_stats(is_inference, generate_stats) else ("O",)
         return self._node("sdpa", inputs, outputs, how, compute_data_type, name, score_mod)
 
@@ -150,26 +151,30 @@ class Attention:
         diagonal_alignment: str = "TOP_LEFT",
         diagonal_band_left_bound: int | None = None,
         diagonal_band_right_bound: int | None = None,
-        dropout: tuple[float, Operand] | None = None,
+        dropout: tuple[float, Operand] | tuple[float, Operand, Operand] | None = None,
         compute_data_type: Any = None,
         name: str = "",
         sink_token: Tensor | None = None,
         generate_dbias: bool = False,
         score_mod: ScoreMod | None = None,
+        use_deterministic_algorithm: bool = False,
     ) -> tuple[Tensor, ...]:
         """The gradients of `sdpa`, of its operands, o, stats and the gradient dO that reaches o; arguments as there.
 
         The derivative of score_mod is taken of its nodes: cuDNN's score_mod_bprop is not needed.
 
+        With use_deterministic_algorithm an engine of `jaxdnn.determinism`'s level "run_to_run" serves.
+
         Returns:
           dQ, dK, dV, then dBias with generate_dbias, and dSink_token if there is a sink.
         """
         masks = (use_alibi_mask, use_padding_mask, use_causal_mask, use_causal_mask_bottom_right, sliding_window_length)
-        how, seed = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, dropout)
+        how, seeds = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, dropout)
         inputs = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats, "attn_scale": attn_scale, "bias": bias}
-        inputs = {**inputs, "seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv, "sink_token": sink_token, "seed": seed}
+        inputs = {**inputs, "seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv, "sink_token": sink_token, **seeds}
         more = ("dBias",) if flag("node of attention", "generate_dbias", generate_dbias) else ()
         more = (*more, "dSink_token") if sink_token is not None else more
+        how["use_deterministic_algorithm"] = use_deterministic_algorithm
         return self._node("sdpa_backward", inputs, ("dQ", "dK", "dV", *more), how, compute_data_type, name, score_mod)
 
     def rope(
@@ -220,12 +225,13 @@ def _masks(
     left: int | None,
     right: int | None,
     dropout: Any,
-) -> tuple[dict[str, Any], Any]:
-    """The attributes of masks and dropout, and the seed."""
-    if dropout is not None and not (isinstance(dropout, list | tuple) and len(dropout) == 2):
-        raise GraphError("node of attention", "dropout", "None, or the probability to drop and the seed", dropout)
-    rate, seed = (0.0, None) if dropout is None else dropout
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes of masks and dropout, and the seed and the offset, by port."""
+    if dropout is not None and not (isinstance(dropout, list | tuple) and len(dropout) in (2, 3)):
+        expected = "None, or the probability to drop, the seed and perhaps an offset"
+        raise GraphError("node of attention", "dropout", expected, dropout)
+    rate, *seeds = (0.0,) if dropout is None else dropout
     how = {"use_alibi_mask": alibi, "use_padding_mask": padding, "use_causal_mask": causal}
     how = {**how, "use_causal_mask_bottom_right": corner, "sliding_window_length": window}
     how = {**how, "diagonal_alignment": alignment, "diagonal_band_left_bound": left, "diagonal_band_right_bound": right}
-    return {**how, "dropout_probability": rate}, seed
+    return {**how, "dropout_probability": rate}, dict(zip(("seed", "offset"), seeds, strict=False))

@@ -36,6 +36,8 @@ NAMES = {
 DTYPES = tuple(NAMES.values())
 # Floats that a virtual tensor may hold in the compute dtype instead: see `execute`.
 WIDE = ("float64", "float32", "bfloat16", "float16")
+# Floats of 8 bits and fewer.
+NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn")
 COMPUTE = ("float32", "float64", "int32")
 # The orders in which elements lie in the memory of a tensor; see `Tensor`.
 TILED = "F8_128x4"

@@ -32,6 +32,8 @@ def _masks(node: Node, x: Mapping[str, Array]) -> dict[str, Any]:
         how["sinks"] = x["sink_token"].ravel()
     if "seed" in x:
         how["dropout"], how["dropout_key"] = node["dropout_probability"], int(x["seed"].item()) % 2**64
+    if "offset" in x:
+        how["dropout_key"] = how["dropout_key"], int(x["offset"].item()) // 4 * 4 % 2**64
     if node.score_mod:
         how["score_fn"] = _function(node.score_mod, x)
     return how
