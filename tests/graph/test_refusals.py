@@ -103,8 +103,11 @@ ATTRIBUTES: list[tuple[str, str, Any, str]] = [
     *(("sdpa", "diagonal_alignment", value, "diagonal_alignment") for value in ("top_left", None)),
     *(("sdpa", "diagonal_band_left_bound", value, "diagonal_band_left_bound") for value in (0, -1, 1.0, True)),
     *(("sdpa", "diagonal_band_right_bound", value, "diagonal_band_right_bound") for value in (-1, 1.0, True)),
-    *(("sdpa", "dropout", value, "dropout") for value in (0.5, (0.5,), (1, 2, 3))),
-    *(("sdpa", "dropout", (value, 1), "dropout_probability") for value in (-0.5, 1.5, "a")),
+    *(("sdpa", "dropout", value, "dropout") for value in (0.5, (0.5,), (0.5, 2, 4, 4))),
+    *(("sdpa", "dropout", (value, 1), "dropout_probability") for value in (-0.5, 1.5, "a", 1)),
+    ("sdpa", "dropout", (0.5, "a"), "seed"),
+    ("sdpa", "dropout", (0.5, 1, 0.5), "offset.data_type"),
+    ("sdpa", "dropout", (0, 1), "seed"),
     ("sdpa", "use_padding_mask", True, "seq_len_q"),
     ("sdpa", "use_alibi_mask", True, "use_alibi_mask"),
 ]
