@@ -364,7 +364,7 @@ def in_float64(described: dict[str, Any]) -> dict[str, Any]:
     return {**described, "tensors": wide}
 
 
-@pytest.mark.parametrize("name", ["conv_fprop", "matmul", "reduction_ADD", "layernorm"])
+@pytest.mark.parametrize("name", ["conv_fprop", "matmul", "reduction_ADD", "layernorm", "sdpa_score_mod"])
 def test_vmap_and_jit_and_scan(name: str):
     graph, arrays = EXAMPLES[name](np.random.default_rng(11))
     plan = graph.plan()

@@ -15,6 +15,8 @@ KNOWN = ("shfl", "cvt", "setp", "mad", "selp", "or", "mov", "not")  # the instru
 class Ctc(Recurrent):
     """Memory as bytes, and `run`, which runs a block of PTX for every block of threads."""
 
+    replaces = True  # a block writes a row of the gradient, and after a barrier its labels' elements again
+
     def _step(self, name: list[str], arguments: list[Any], active: np.ndarray) -> None:
         if name[0] not in KNOWN:
             super()._step(name, arguments, active)

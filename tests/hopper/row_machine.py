@@ -42,6 +42,8 @@ class _Barrier:
 class Rows:
     """Memory as bytes, and `run`, which runs a block of PTX for every block of threads."""
 
+    replaces = False  # whether a kernel may store another value to an element that it has written
+
     def __init__(self, size: int, shared: int = 0) -> None:
         """`shared` are the bytes that a block of the launch has."""
         self.memory = np.full(size, 0xFF, np.uint8)  # NaN in every float format: what is read unwritten shows
@@ -336,7 +338,7 @@ class Rows:
                 raw = np.stack([bits(v).astype(f"<u{size}") for v in values], 1).view(np.uint8)[active]
                 memory = self.memory if space == "global" else self.shared
                 if space == "global":
-                    if ((self.written[places] > 0) & (memory[places] != raw)).any():
+                    if not self.replaces and ((self.written[places] > 0) & (memory[places] != raw)).any():
                         raise RuntimeError("an element is written again with another value")
                     np.add.at(self.written, places, 1)
                 memory[places] = raw
