@@ -309,7 +309,8 @@ def judge_all(
 ) -> list[Check]:
     """Compares the results of a case with the expected values, and with the definition's bits if they are guaranteed.
 
-    `modelled` is the most outputs whose bits are predicted, which takes long; only convolutions use it.
+    `modelled` is the most outputs whose bits are predicted, which takes long: of convolutions and grouped
+    products alone.
     """
     found = as_tuple(outs)
     wanted = case.expected(kind, operands, accumulation)

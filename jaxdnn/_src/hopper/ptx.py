@@ -142,6 +142,15 @@ class Emitter:
             part = list(words[i : i + 4])
             self.op(f"st.global.v{len(part)}.b32", f"[{target}+{start + 4 * i}]", part, when=when)
 
+    def store_rounded(self, dtype: str, place: str, value: str, when: str = "") -> None:
+        """Stores a float32 number in device memory, rounded to the dtype."""
+        if dtype == "f32":
+            self.op("st.global.f32", place, value, when=when)
+            return
+        half = self.new("h")
+        self.op(f"cvt.rn.{dtype}.f32", half, value)
+        self.op("st.global.b16", place, half, when=when)
+
     # ---- mbarriers, and the blocks of a cluster ----------------------------------------------------------------------
 
     def make_barriers(self, start: str, counts: Sequence[int], first: str) -> None:

@@ -286,13 +286,7 @@ class _Rows:
         return self._loaded(self.e.d("mad.wide.u32", index, SIZES[self.plan.dtype], self.of_row("x")), 0)
 
     def store(self, at: str, offset: int, value: str, when: str = "") -> None:
-        e, dtype = self.e, self.plan.dtype
-        if dtype == "f32":
-            e.op("st.global.f32", f"[{at}+{offset}]", value, when=when)
-            return
-        narrow = e.new("h")
-        e.op(f"cvt.rn.{dtype}.f32", narrow, value)
-        e.op("st.global.b16", f"[{at}+{offset}]", narrow, when=when)
+        self.e.store_rounded(self.plan.dtype, f"[{at}+{offset}]", value, when)
 
     def store_all(self, value: Callable[[int], str]) -> None:
         """Stores a thread's elements, of numbers of slots."""

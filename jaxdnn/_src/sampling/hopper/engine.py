@@ -12,7 +12,7 @@ from jaxdnn._src.sampling.hopper.gather_ptx import MOST_UNITS, MOST_WHOLE, adds_
 from jaxdnn._src.sampling.hopper.points_ptx import Problem
 from jaxdnn._src.sampling.primitive import AT, AT_PIXELS, AT_SLOPES, AT_TANGENT, SampleSpec, results
 
-MOST = 2**31  # elements of an array, and cells: numbers of 32 bits
+MOST = 2**31 - 64  # elements of an array, and cells: numbers of 32 bits with a sign, and loops go on by up to 32
 WIDEST = 2**24  # pixels along an axis, of which every number is a float32
 MODES = ("nearest", "linear")
 
@@ -52,7 +52,9 @@ def _unsupported(call: engines.Call) -> str | None:
         return f"its kernels take fewer than 2^24 pixels along an axis, not {max(spec.sizes)}"
     most = max(k.images * k.pixels * k.channels, k.images * k.points * max(k.channels, k.axes, k.taps), k.keys + 1)
     if most >= MOST:
-        return "its kernels take arrays of fewer than 2^31 elements and points between fewer than 2^31 pairs of pixels"
+        return (
+            "its kernels take fewer than 2^31 - 64 elements of an array, and pairs of pixels with points between them"
+        )
     if call.op == AT_SLOPES and not adds_up(k):
         return (
             f"the gradient in a grid adds up to {MOST_WHOLE} channels, or a power of two of up to {MOST_UNITS} vectors "

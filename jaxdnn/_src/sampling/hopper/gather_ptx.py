@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES
-from jaxdnn._src.sampling.hopper.points_ptx import ZERO, Emitter, Problem
+from jaxdnn._src.sampling.hopper.points_ptx import THREADS, ZERO, Emitter, Problem
 
 LANES = 32
 MOST_UNITS = 128  # of channels that lanes add up
@@ -183,7 +183,7 @@ def slopes(k: Problem) -> str:
     e, own = Emitter(k), lanes(k)
     x, y, grid, result = map(e.operand, range(4))
     total = k.images * k.points * own
-    number = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), 128, e.r("mov.u32", "%tid.x"))
+    number = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), THREADS, e.r("mov.u32", "%tid.x"))
     there = e.p("setp.lt.u32", number, total)
     number = e.r("min.u32", number, total - 1)  # all lanes take part in exchanges
     point, part = e.divided(number, own)
@@ -255,16 +255,14 @@ def _over_lanes(e: Emitter, values: list[str], own: int, part: str) -> str:
             high = e.p("setp.ne.s32", e.r("and.b32", part, distance), 0)
             keep = [e.f("selp.f32", b, a, high) for a, b in zip(values[:half], values[half:], strict=True)]
             send = [e.f("selp.f32", a, b, high) for a, b in zip(values[:half], values[half:], strict=True)]
-            values = [_joined(e, v, s, distance) for v, s in zip(keep, send, strict=True)]
+            values = []
+            for kept, sent in zip(keep, send, strict=True):
+                word = e.r("shfl.sync.bfly.b32", e.r("mov.b32", sent), distance, 31, "0xffffffff")
+                values.append(e.f("add.rn.f32", kept, e.f("mov.b32", word)))
             split.append(distance)
         else:
-            values = [_joined(e, v, v, distance) for v in values]
+            values = [e.over_lanes(v, distance, distance) for v in values]
         distance //= 2
     for distance in split:
-        values = [_joined(e, v, v, distance) for v in values]
+        values = [e.over_lanes(v, distance, distance) for v in values]
     return _tree(e, values)
-
-
-def _joined(e: Emitter, keep: str, send: str, distance: int) -> str:
-    word = e.r("shfl.sync.bfly.b32", e.r("mov.b32", send), distance, 31, "0xffffffff")
-    return e.f("add.rn.f32", keep, e.f("mov.b32", word))

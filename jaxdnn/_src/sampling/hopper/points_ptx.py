@@ -229,9 +229,7 @@ class Emitter(ptx.Emitter):
         for i in range(0, len(values), width // size):
             part, place = values[i : i + width // size], f"[{at}+{i * size}]"
             if width == 2:
-                half = self.new("h")
-                self.op(f"cvt.rn.{dtype}.f32", half, part[0])
-                self.op("st.global.b16", place, half, when=when)
+                self.store_rounded(dtype, place, part[0], when)
                 continue
             words = self.pack(dtype, part)
             vector = f"v{len(words)}." if len(words) > 1 else ""

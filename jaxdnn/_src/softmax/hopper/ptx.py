@@ -157,14 +157,8 @@ class Kernel:
 
     def store_scalar(self, value: str) -> None:
         """Stores the single result of a row, in the first of its threads."""
-        e, out = self.e, self.plan.out_dtype
-        first = e.p("setp.eq.u32", self.at, 0)
-        if out == "f32":
-            e.op("st.global.f32", f"[{self.scalar}]", value, when=first)
-            return
-        half = e.new("h")
-        e.op(f"cvt.rn.{out}.f32", half, value)
-        e.op("st.global.b16", f"[{self.scalar}]", half, when=first)
+        first = self.e.p("setp.eq.u32", self.at, 0)
+        self.e.store_rounded(self.plan.out_dtype, f"[{self.scalar}]", value, first)
 
     # ---- arithmetic --------------------------------------------------------------------------------------------------
 
