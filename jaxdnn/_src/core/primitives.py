@@ -222,6 +222,7 @@ def linear_map(
     of_map = Partitioned(name)
     static = [p.name for p in inspect.signature(run).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
+    @in_mode_of_operands
     def abstract(x: Any, **given: Any) -> Any:
         return _result(jax.eval_shape(ft.partial(run, **given), Aval(x.shape, x.dtype)), x)
 
@@ -234,7 +235,8 @@ def linear_map(
                 of_device = lambda axes, x: rule.local(run, axes, x) if axes and rule.local else run(x, **given)
                 program = ft.partial(_on_devices, ctx, rule, of_device)
         ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
-        return mlir.lower_fun(program, multiple_results=False)(ctx, x)
+        with of_64_bits(ctx.avals_in):
+            return mlir.lower_fun(program, multiple_results=False)(ctx, x)
 
     for primitive in of_map.both:
         primitive.def_impl(together(compat.operation(primitive), static_argnames=static))
