@@ -67,19 +67,24 @@ class SampleSpec:
     y: np.dtype = FLOAT32
 
     @property
+    def of_grid(self) -> Rule:
+        """The rule, of a call whose operand "at" is a grid."""
+        if self.rule is None:
+            raise ValueError("a call that is given indices has no rule for the points of a grid")
+        return self.rule
+
+    @property
     def wide(self) -> np.dtype:
         return np.dtype(np.float64 if np.float64 in (self.x, self.y) else np.float32)
 
     @property
     def count(self) -> int:
         """The taps of a point of a grid."""
-        assert self.rule is not None
-        return TAPS[self.rule.mode] ** len(self.sizes)
+        return TAPS[self.of_grid.mode] ** len(self.sizes)
 
     def taps(self, grid: Array) -> tuple[Array, Array]:
         """The indices and the weights at the points of a grid."""
-        assert self.rule is not None
-        index, weights = self.rule.taps(grid, self.sizes)
+        index, weights = self.of_grid.taps(grid, self.sizes)
         return index, weights.astype(self.wide)
 
     def weights(self, grid: Array) -> Array:
@@ -140,9 +145,8 @@ def _jvp_at(op: str, spec: SampleSpec, primals: Any, tangents: Any) -> tuple[Arr
     """Linear in all operands but the grid, in which the derivative is that of the form with other weights."""
     at = ARRAYS[op][0].index("at")
     found, terms = bind(op, *primals, spec=spec), []
-    assert spec.rule is not None
     for i, tangent in enumerate(tangents):
-        if not isinstance(tangent, ad.Zero) and not (i == at and spec.rule.mode == "nearest"):
+        if not isinstance(tangent, ad.Zero) and not (i == at and spec.of_grid.mode == "nearest"):
             given = (*primals[:i], tangent, *primals[i + 1 :])
             terms.append(_in_grid(op, spec, primals, tangent) if i == at else bind(op, *given, spec=spec))
     return found, primitives.added(found, terms)

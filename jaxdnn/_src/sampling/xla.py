@@ -141,11 +141,10 @@ def _of_indices(result: str, x: Any, y: Any, w: Any, index: Array, count: int) -
 
 def _by_rule(spec: SampleSpec, result: str, x: Any, y: Any, w: Any, grid: Array) -> Array:
     """The same at the points of a grid, with the weights of these where there are none: few taps one by one."""
-    assert spec.rule is not None
     if spec.count > UNROLLED or result == "x":
         index, of_points = spec.taps(grid)
         return _of_indices(result, x, y, of_points if w is None else w, index, math.prod(spec.sizes))
-    taps = spec.rule.listed(grid, spec.sizes)
+    taps = spec.of_grid.listed(grid, spec.sizes)
     if result == "w":
         return weights(x, y, [index for index, _ in taps])
     own = [v.astype(spec.wide) for _, v in taps] if w is None else [w[..., t] for t in range(len(taps))]

@@ -21,9 +21,8 @@ def _problem(call: engines.Call) -> Problem:
     spec: SampleSpec = call.spec
     *floats, grid = call.avals
     d = len(spec.sizes)
-    assert spec.rule is not None
     return Problem(
-        rule=spec.rule,
+        rule=spec.of_grid,
         images=math.prod(grid.shape[: -d - 1]),
         sizes=spec.sizes,
         points=math.prod(grid.shape[-d - 1 : -1]),
@@ -38,9 +37,8 @@ def _unsupported(call: engines.Call) -> str | None:
     spec: SampleSpec = call.spec
     if call.op == AT_TANGENT:
         return "it has no kernel for the derivative along a tangent of the grid"
-    assert spec.rule is not None
-    if spec.rule.mode not in MODES:
-        return f"its kernels have the modes {', '.join(MODES)}, not {spec.rule.mode}"
+    if spec.of_grid.mode not in MODES:
+        return f"its kernels have the modes {', '.join(MODES)}, not {spec.of_grid.mode}"
     dtypes = (spec.x, spec.y, call.avals[-1].dtype)
     if not {*dtypes[:2]} <= set(DTYPES) or dtypes[2] != np.float32:
         names = ", ".join(dtype.name for dtype in dtypes[:2])
