@@ -298,7 +298,7 @@ def minus_logarithm(m: Array, e: Array) -> Array:
 
 def _ordered(x: Array, symbols: Array, normalize: str) -> tuple[Any, Array, Array]:
     steps, count = len(x), len(symbols) - 1
-    probabilities, of_classes = np.zeros_like(x), exponential(x)
+    probabilities, of_classes = np.full_like(x, -0.0), exponential(x)  # what is subtracted from -0 is negated, also 0
     if normalize == "softmax" and steps:
         with np.errstate(invalid="ignore", over="ignore"):
             w, n = exponential(x - x.max(1, keepdims=True))

@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scores": {"normalize": "none", "blank": -1},
     "mean": {"infeasible": "zero", "reduction": "mean"},
     "gradient": {},
+    "gradient of scores": {"normalize": "none", "blank": -1},
 }
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
 # In roundings: of e^d beside what d itself is off by, of the logarithm relative to itself.
@@ -49,7 +50,7 @@ class CtcCase(Case):
     @property
     def gradient(self) -> bool:
         """Whether the case is of the loss's gradient."""
-        return self.variant.rpartition("/")[2] == "gradient"
+        return self.variant.rpartition("/")[2].startswith("gradient")
 
     @property
     def bound(self) -> str:
@@ -150,7 +151,7 @@ class CtcCase(Case):
         u: float,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The mean of S over the paths of each sequence, and its largest value."""
-        symbols = np.concatenate([np.full((len(off), 1), self.options.get("blank", 0) % self.classes), labels], 1)
+        symbols = self._symbols(labels)
         with np.errstate(all="ignore"):
             s = np.take_along_axis(off, symbols[:, None], 2) + of_total + 4 * u
         share = np.nan_to_num(posterior)
@@ -158,6 +159,10 @@ class CtcCase(Case):
         mean = np.where(counted, (share * np.nan_to_num(s)).sum(2), 0).sum(1)
         most = np.where(counted, np.where(share > 0, np.nan_to_num(s), 0).max(2), 0).sum(1)
         return mean + 2 * u, most + 2 * u
+
+    def _symbols(self, labels: np.ndarray) -> np.ndarray:
+        """The blank, and each sequence's labels."""
+        return np.pad(labels, ((0, 0), (1, 0)), constant_values=self.options.get("blank", 0) % self.classes)
 
     def _of_gradient(
         self,
@@ -168,8 +173,8 @@ class CtcCase(Case):
         of_shares: np.ndarray,
         u: float,
     ) -> np.ndarray:
-        """The error of probabilities minus the posteriors of each class."""
-        symbols = np.concatenate([np.zeros((len(off), 1), labels.dtype), labels], 1)
+        """The error of probabilities, where scores are normalised, minus the posteriors of each class."""
+        symbols = self._symbols(labels)
         counted, error = np.zeros_like(golden), np.zeros_like(golden)
         for n, i in np.ndindex(*symbols.shape):
             counted[n, :, symbols[n, i]] += np.nan_to_num(posterior[n, :, i])
@@ -208,9 +213,11 @@ def _variants(op: str) -> tuple[str, ...]:
 
 
 def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[CtcCase]:
-    """Every variant in every dtype of the extent."""
+    """Every variant in every dtype of the extent; the gradient of scores in one."""
     for dtype in up_to(extent, DTYPES):
         for variant in _variants(op):
+            if dtype != "f32" and variant == "gradient of scores":
+                continue
             yield CtcCase(op, engine, dtype, variant)
 
 
