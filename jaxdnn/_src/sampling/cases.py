@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 import jaxdnn as dnn
@@ -20,6 +21,8 @@ from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.formats import FORMATS
 from jaxdnn._src.core.tolerance import Accumulation
+from jaxdnn._src.sampling.cases_gradients import MODES, gradient
+from jaxdnn._src.sampling.primitive import AT, AT_PIXELS, AT_SLOPES
 
 OPS = ("grid_sample", "affine_grid", "spatial_transformer", "warp")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -37,23 +40,26 @@ OF_OP = {
     "spatial_transformer": ("linear", "cubic", "linear-reflection"),
     "warp": ("linear", "cubic-zeros", "nearest", "linear-reflection"),
 }
-# Of a mode: taps along an axis, the largest sum of |weights| and of |slopes| along it, for the usual cubic coefficient.
-MODES = {"nearest": (1, 1.0, 0.0), "linear": (2, 1.0, 2.0), "cubic": (4, 1.4, 3.0)}
 PLACE = 8
 DTYPES = {"quick": ("f32", "bf16"), "standard": ("f16",), "full": ("f64",)}
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingCase(Case):
-    """Images of some sizes, and as many points along each axis of a grid."""
+    """Images of some sizes, and as many points along each axis of a grid; or of a call with these a gradient."""
 
     batch: int = 8
     sizes: tuple[int, ...] = (7, 6)
     points: tuple[int, ...] = (5, 4)
     channels: int = 5
     align_corners: bool = False  # of affine_grid
+    gradient: str = ""  # of grid_sample: in "x" or in "grid"
 
-    primitive = dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), "grid_sample_at")
+    primitive = dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), AT)
+
+    @property
+    def bound(self) -> str:
+        return {"x": AT_PIXELS, "grid": AT_SLOPES}.get(self.gradient) or super().bound
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,7 +77,11 @@ class SamplingCase(Case):
 
     def call(self, **choices: Any) -> Callable[..., Any]:
         op: Any = getattr(dnn, self.op)
-        return lambda *arrays: op(*arrays, *self.static, **{**self.options, **choices})
+        call = lambda *arrays: op(*arrays, *self.static, **{**self.options, **choices})
+        if not self.gradient:
+            return call
+        pull = lambda x, grid, dy: jax.vjp(call, x, grid)[1](dy)
+        return lambda *arrays: pull(*arrays)[self.gradient == "grid"]
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         d = len(self.sizes)
@@ -85,6 +95,8 @@ class SamplingCase(Case):
         if self.op == "warp":
             here = np.moveaxis(np.indices(self.points), 0, -1)
             places = places - (here if self.options.get("order") == "ij" else here[..., ::-1]).astype(places.dtype)
+        if self.gradient:
+            return x, places, rng.normal(size=(self.batch, *self.points, self.channels)).astype(self.in_dtype)
         return x, places
 
     def _by_component(self) -> tuple[int, ...]:
@@ -99,6 +111,8 @@ class SamplingCase(Case):
         return p.astype(np.float64 if self.dtype == "f64" else np.float32)
 
     def expected(self, kind: str, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
+        if self.gradient:
+            return (self._expected_gradient(*operands),)
         golden = np.asarray(getattr(reference, self.op)(*operands, *self.static, **self.options), np.float64)
         u, d = FORMATS["float64" if self.dtype == "f64" else "float32"].roundoff, len(self.sizes)
         affine = self.op in ("affine_grid", "spatial_transformer")
@@ -108,19 +122,30 @@ class SamplingCase(Case):
         if self.op == "affine_grid":
             error: Any = (2 * d + 4) * u * grid
         else:
-            taps, weight, slope = MODES[self.options.get("mode", "linear")]
+            taps, weight, slope, _ = MODES[self.options.get("mode", "linear")]
             largest = np.abs(operands[0].astype(np.float64)).max(tuple(range(1, d + 1)), keepdims=True)
-            roundings = PLACE + (2 * d + 4) * affine
-            far = 1 + grid + (max(self.points) if self.op == "warp" else 0)
-            place = roundings * u * (far * (np.asarray(self._by_component()) + 1)).sum(-1, keepdims=True)
+            far = grid + (max(self.points) if self.op == "warp" else 0)
+            place = self._off(far, (PLACE + (2 * d + 4) * affine) * u)
             error = largest * (place * slope * weight ** (d - 1) + (taps**d + 24 * d) * u * weight**d)
         return (Expected(golden, error + 2.0**-120, self.in_dtype, generic=False),)
+
+    def _off(self, grid: np.ndarray, roundings: float) -> np.ndarray:
+        """How far off a point is at most, in pixels."""
+        return roundings * ((1 + grid) * (np.asarray(self._by_component()) + 1)).sum(-1, keepdims=True)
+
+    def _expected_gradient(self, x: np.ndarray, grid: np.ndarray, dy: np.ndarray) -> Expected:
+        u = FORMATS["float64" if self.dtype == "f64" else "float32"].roundoff
+        place = self._off(np.abs(grid.astype(np.float64)), PLACE * u)
+        golden, error = gradient(self.gradient, x, grid, dy, self.options, place, u)
+        dtype = grid.dtype if self.gradient == "grid" else self.in_dtype
+        return Expected(golden, error + 2.0**-120, dtype, generic=False)
 
     def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | None:
         return (getattr(reference, self.op)(*operands, *self.static, **self.options, arithmetic="ordered"),)
 
     def describe(self) -> dict[str, Any]:
-        return {"sizes": self.sizes, **{k: str(v) for k, v in self.options.items()}}
+        named = {"gradient": self.gradient} if self.gradient else {}
+        return {"sizes": self.sizes, **named, **{k: str(v) for k, v in self.options.items()}}
 
 
 def _case(op: str, engine: str, dtype: str, variant: str, **given: Any) -> SamplingCase:
@@ -157,7 +182,7 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject]:
 
 
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
-    """Every variant on images and grids of any sizes and rank."""
+    """Every variant on images and grids of any sizes and rank; of `grid_sample` half of the calls are gradients."""
     rank = int(rng.integers(1, 4))
     variant = str(rng.choice(list(VARIANTS if op == "affine_grid" else OF_OP.get(op, tuple(VARIANTS)))))
     sizes, points = drawn.axes(rng, rank, 2**12, 60), drawn.axes(rng, rank, 2**7, 60)
@@ -167,6 +192,10 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
         return SamplingCase(
             op, engine, drawn.pick(rng, drawn.WIDER), name, batch, **given, align_corners="corners" in variant
         )
+    if op == "grid_sample" and (wanted := str(rng.choice(["", "", "x", "grid"]))):
+        if wanted == "grid" and variant.startswith("nearest"):  # which has none
+            variant = "linear-reflection"
+        given["gradient"], name = wanted, f"{name}/{wanted}"
     return SamplingCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{variant}", batch, **given)
 
 
