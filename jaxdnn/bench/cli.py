@@ -35,7 +35,7 @@ from jaxdnn.bench import graph, ops, peers
 from jaxdnn.bench.lines import joined
 from jaxdnn.bench.train import measure as train
 
-CORPUS, PEERS = "corpus", ("lax", "single", "cudnn", "torch")
+CORPUS, PEERS = "corpus", ("lax", "single", "optax", "cudnn", "torch")
 TOTALS = "all others", "all that are held out"  # of the summary
 
 

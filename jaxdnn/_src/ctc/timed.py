@@ -12,7 +12,7 @@ from jax import Array
 
 import jaxdnn as dnn
 from jaxdnn._src.cases import timed
-from jaxdnn._src.cases.timed import Function
+from jaxdnn._src.cases.timed import Function, Prepared
 from jaxdnn._src.ctc import plain
 
 
@@ -43,18 +43,30 @@ class Ctc(timed.Case):
         return _passed(which, lambda x, labels: dnn.ctc_loss(x, labels, engine=engine))
 
     def xla(self, which: str) -> Function:
-        """By optax where it is installed, else the same recursion over logarithms."""
-        return _passed(which, _optax if importlib.util.find_spec("optax") else ft.partial(plain.ctc_loss, blank=0))
+        """The same recursion over logarithms."""
+        return _passed(which, ft.partial(plain.ctc_loss, blank=0))
 
-    def torch(self, which: str, torch: Any, *tensors: Any) -> Callable[[], Any] | None:
-        """PyTorch's own kernels, which take float32."""
+    def others(self, which: str, batch: int, dtype: Any) -> dict[str, Function | Prepared]:
+        """optax where it is installed, whose loss is that recursion."""
+        if importlib.util.find_spec("optax"):
+            return {"optax": _passed(which, _optax)}
+        return super().others(which, batch, dtype)
+
+    def torches(self, which: str) -> dict[str, Callable[..., Any]]:
+        """PyTorch's own kernels, and cuDNN's, to which it gives at most 256 labels in 32 bits that lie on the host."""
+        return super().torches(which) | {"torch cudnn": ft.partial(self.torch, which, cudnn=True)}
+
+    def torch(self, which: str, torch: Any, *tensors: Any, cudnn: bool = False) -> Callable[[], Any] | None:
+        """Both take float32."""
         x, labels = tensors
         n, logits = len(x), x.float().detach().requires_grad_(which == "gradient")
-        steps, count = (torch.full((n,), size, dtype=torch.long) for size in (self.steps, self.labels))
+        labels = labels.int().cpu().flatten() if cudnn else labels.long()
+        integers = torch.int32 if cudnn else torch.long
+        steps, count = (torch.full((n,), size, dtype=integers) for size in (self.steps, self.labels))
 
         def run() -> Any:
             log = torch.log_softmax(logits, -1).transpose(0, 1)
-            losses = torch.nn.functional.ctc_loss(log, labels.long(), steps, count, reduction="none")
+            losses = torch.nn.functional.ctc_loss(log, labels, steps, count, reduction="none")
             return losses if which == "forward" else torch.autograd.grad(losses.sum(), logits)[0]
 
         return run
