@@ -191,6 +191,7 @@ def _factors(op: str, spec: SampleSpec, *operands: Any) -> Factors:
 
 
 WORDS = {
+    AT: "`grid_sample`",
     **dict.fromkeys((NAMES["x"], AT_PIXELS), "The gradient of `grid_sample` in its images"),
     **dict.fromkeys((NAMES["w"], AT_SLOPES), "The gradient of `grid_sample` in its grid"),
     AT_TANGENT: "The derivative of `grid_sample` along a tangent of its grid",
