@@ -10,11 +10,14 @@ the spline through x: x itself for n = 0 and n = 1. How x, and so c, goes on out
     reflect, grid-mirror     c b a | a b c d | d c b
     grid-wrap                b c d | a b c d | a b c
     wrap                     b c d | b c d | b c d      p is taken into [0, N - 1] by steps of N - 1, of which the ends
-                                                        are one place; c is that of "mirror"
+                                                        are one place, for p < 0 the last one, else the first one; c
+                                                        is that of "mirror"
     nearest                  a a a | a b c d | d d d
     grid-constant            v v v | a b c d | v v v    v = cval
     constant                 y = cval for a p outside of [0, N - 1]; within it, "mirror"
 
+For n = 0 and p midway between two elements y is the second one; where x goes on backwards, the one that is second in x,
+but of "mirror" for p > 0 between the last element and what comes after it.
 A p beyond FAR, infinity too, is held there. For n > 1 "nearest" and "grid-constant" go on so for PAD elements; beyond,
 p of "nearest" is held there, and c of "grid-constant" is cval.
 
@@ -104,10 +107,13 @@ def taps(p: Any, size: int, order: int, mode: str, pad: int) -> list[tuple[int, 
         p = np.clip(p, -pad - 9, size + 8 + pad)
     p = np.clip(p, -FAR, FAR)
     if mode == "wrap" and not 0 <= p <= size - 1:
-        p = p - np.floor(p / max(size - 1, 1)) * max(size - 1, 1)
+        periods = p / max(size - 1, 1)
+        p = p - (np.ceil(periods) - 1 if p < 0 else np.floor(periods)) * max(size - 1, 1)
     q = p if order % 2 else p + type(p)(0.5)
     low = np.floor(q)
     first = int(low) - order // 2
+    if order == 0 and p - np.floor(p) == 0.5 and turned(first - 1, size, mode, p < 0):
+        first -= 1
     return [(outside(first + j + pad, size + 2 * pad, mode), w) for j, w in enumerate(weights(q - low, order))]
 
 
@@ -135,6 +141,13 @@ def outside(k: int, size: int, mode: str) -> int:
         return 0
     k %= 2 * size - 2
     return min(k, 2 * size - 2 - k)
+
+
+def turned(k: int, size: int, mode: str, below: bool) -> bool:
+    """Whether x goes on backwards from k to k + 1; as SciPy has it, not from the last element up."""
+    if mode in ("reflect", "grid-mirror"):
+        return k % (2 * size) >= size
+    return mode == "mirror" and k % max(2 * size - 2, 1) >= (size - 1 if below else size)
 
 
 def response(order: int, narrow: bool) -> list[float]:

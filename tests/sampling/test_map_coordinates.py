@@ -39,8 +39,9 @@ def test_bits_are_the_definitions(shape: tuple[int, ...], order: int):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_definition_is_scipys(mode: str):
     """But for the coefficients of "reflect", which interpolate here, see below; with many elements they are alike."""
-    for shape, order in itertools.product(((7, 5), (60,), (1, 9)), range(6)):
+    for shape, order in itertools.product(((7, 5), (60,), (1, 9), (4, 3, 5)), range(6)):
         x, p = data(shape, np.float64)
+        p = np.concatenate([p, np.round(2 * p) / 2], 1) if len(shape) == 1 else p
         wanted = scipy.ndimage.map_coordinates(x, p, order=order, mode=mode, cval=1.5)
         approximate = order > 1 and (mode in ("reflect", "grid-mirror", "nearest"))
         if approximate and min(shape) < 60 and mode != "nearest":
@@ -49,6 +50,18 @@ def test_the_definition_is_scipys(mode: str):
             continue
         found = reference.map_coordinates(x, p, order=order, mode=mode, cval=1.5)
         np.testing.assert_allclose(found, wanted, atol=2e-4 if approximate else 1e-11, err_msg=f"{shape} {order}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_ties_are_scipys(size: int):
+    """Midway between two elements, and at the ends of what is repeated; exactly."""
+    x, p = np.arange(size) ** 2.0 + 1, np.arange(-6 * size, 8 * size + 1)[None] / 2
+    given = [(order, mode) for order in (0, 1) for mode in MODES if (size, mode) != (1, "wrap")]  # SciPy divides by 0
+    run = jax.jit(lambda x, p: [dnn.map_coordinates(x, p, order=o, mode=mode, cval=0.5) for o, mode in given])
+    for y, (order, mode) in zip(run(x.astype(np.float32), p.astype(np.float32)), given, strict=True):
+        wanted = scipy.ndimage.map_coordinates(x, p, order=order, mode=mode, cval=0.5)
+        np.testing.assert_array_equal(y, wanted, err_msg=f"{mode} {order}")
+        np.testing.assert_array_equal(reference.map_coordinates(x, p, order=order, mode=mode, cval=0.5), wanted)
 
 
 @pytest.mark.usefixtures("x64")

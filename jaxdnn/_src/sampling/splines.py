@@ -28,6 +28,7 @@ from jaxdnn._src.sampling.taps import across, clip
 
 HIGHEST = 5
 MODES = ("constant", "grid-constant", "nearest", "mirror", "reflect", "grid-mirror", "wrap", "grid-wrap")
+TURNING = ("mirror", "reflect", "grid-mirror")  # go on backwards and forwards in turn
 PAD, FAR = 12, 2.0**30
 # How what is filtered goes on, "mirror" if nothing is said here; and the poles of the filters, with a scale.
 FILTERED_AS = {"nearest": "reflect", "grid-mirror": "reflect", "grid-wrap": "grid-wrap", "reflect": "reflect"}
@@ -64,11 +65,13 @@ def map_coordinates(
         are served by `jax.vmap`.
       coordinates: (d, ...), or d arrays of one shape: the coordinates p_a along each axis of x in elements, of which
         the first is at 0. float32, bfloat16, float16 or float64, whatever x is.
-      order: 0 to 5.
+      order: 0 to 5. Of order 0 a coordinate midway between two elements is that of the second one; where x goes on
+        backwards, that is the second one of x, but of "mirror" between the last element and what comes after it.
       mode: how x goes on outside. With v = cval, and abcd for x:
         "constant": y is v at coordinates outside of x, below 0 or above its length - 1; "grid-constant": vvv|abcd|vvv;
         "nearest": aaa|abcd|ddd; "mirror": dcb|abcd|cba; "reflect" and "grid-mirror": cba|abcd|dcb; "grid-wrap":
-        bcd|abcd|abc; "wrap": as if a and d were in one place, bcd|bcd|bcd between a and d.
+        bcd|abcd|abc; "wrap": as if a and d were in one place, bcd|bcd|bcd between a and d; it is d before a, and a
+        behind d.
       cval: a number, infinity and NaN too.
       out_dtype: the result's dtype; None is that of x.
       engine: None, or the name of the engine that must serve the call.
@@ -192,14 +195,24 @@ class Spline:
         p = clip(jnp.where(jnp.isnan(p), jnp.zeros_like(p), p), low, high)
         if self.mode == "wrap":
             span = jnp.full_like(p, max(size - 1, 1))
-            times = lax.stop_gradient(jnp.floor(quotient(p, span)))
+            periods = lax.stop_gradient(quotient(p, span))
+            times = jnp.where(p < 0, jnp.ceil(periods) - 1, jnp.floor(periods))
             p = jnp.where((p < 0) | (p > size - 1), p - product(times, span), p)
         q = p if self.order % 2 else rounded(p + 0.5)
         floor = jnp.floor(q)
         first = floor.astype(jnp.int32) - (self.order // 2 - self.pad)
+        if self.order == 0 and self.mode in TURNING:
+            first = jnp.where((p - jnp.floor(p) == 0.5) & _turns(first - 1, size, self.mode, p < 0), first - 1, first)
         at = first[..., None] + lax.broadcasted_iota(jnp.int32, (*first.shape, self.order + 1), first.ndim)
         weights = _basis(rounded(q - lax.stop_gradient(floor)), self.order)
         return _inside(at, size + 2 * self.pad, self.mode), jnp.stack(weights, -1)
+
+
+def _turns(at: Array, size: int, mode: str, below: Array) -> Array:
+    """Whether an array goes on backwards behind the element `at`; as SciPy has it, not from its last one up."""
+    if mode == "mirror":
+        return at % max(2 * size - 2, 1) >= jnp.where(below, size - 1, size)
+    return at % (2 * size) >= size
 
 
 def _basis(f: Array, order: int) -> list[Array]:
