@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxdnn as dnn
@@ -393,6 +394,23 @@ def test_what_labels_of_a_class_have_in_common_is_added_before_anything_else():
     posterior = lambda x: dnn.ctc_posterior(x, LABELS, **LENGTHS, determinism="batch_invariant")
     run = lambda x, term: jax.vjp(posterior, x)[1](cotangent)[0] + term
     np.testing.assert_array_equal(jax.jit(run)(x, term), run(x, term))
+
+
+@pytest.mark.parametrize("blank", [0, 3])
+def test_paddings_of_optax(blank: int):
+    """Losses and gradients, of all and of no labels, repeated ones, a sequence without padding."""
+    rng = np.random.default_rng(6)
+    x = (2 * rng.normal(size=(6, 20, 7))).astype(np.float32)
+    labels = (blank + rng.integers(1, 7, (6, 5))).astype(np.int32) % 7
+    labels[0, :3] = labels[0, 0]
+    steps, counts = np.array([20, 13, 20, 11, 9, 1]), np.array([5, 2, 0, 3, 4, 1])
+    paddings = [(np.arange(n) >= of[:, None]).astype(np.float32) for n, of in ((20, steps), (5, counts))]
+    theirs = lambda x: optax.ctc_loss(x, paddings[0], labels, paddings[1], blank_id=blank)
+    wanted, pull = jax.vjp(theirs, x)
+    lengths = {name: dnn.ctc_lengths(of) for name, of in zip(LENGTHS, paddings, strict=True)}
+    found, slopes = both(x, labels, blank=blank, **lengths)
+    np.testing.assert_allclose(found, wanted, rtol=3e-6)
+    np.testing.assert_allclose(slopes, pull(jnp.ones(6))[0], atol=2e-5)
 
 
 def test_lengths_of_paddings():
