@@ -153,6 +153,60 @@ def test_one_grid_for_all_images_and_narrow_types():
     np.testing.assert_allclose(summed, each.sum(0, keepdims=True), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+@pytest.mark.parametrize("mode", MODES)
+def test_whole_numbers_are_rounded_and_limited(mode: str, dtype: Any):
+    """To even ones at ties; "cubic" leaves the range at edges between the least and the largest number."""
+    rng, limits = np.random.default_rng(7), np.iinfo(dtype)
+    for rank in (1, 2, 3):
+        x = rng.choice([limits.min, limits.min + 3, limits.max], (2, *(6, 5, 4)[:rank], 2)).astype(dtype)
+        p = rng.integers(-4, 14, (2, *(4, 3, 5)[:rank], rank)) / 2  # halves of which many are ties
+        wide = np.asarray(reference.grid_sample(x.astype(np.float64), p, mode=mode, coordinates="pixel",
+                                                padding="border", layout=f"N{'DHW'[3 - rank :]}C"))  # fmt: skip
+        y = dnn.grid_sample(x, p.astype(np.float32), mode=mode, coordinates="pixel", padding="border",
+                            layout=f"N{'DHW'[3 - rank :]}C")  # fmt: skip
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, np.clip(np.rint(wide), limits.min, limits.max))
+        beyond = (wide < limits.min) | (wide > limits.max)
+        assert beyond.any() == (mode == "cubic")
+
+
+def kernel(mode: str, at: Any) -> Any:
+    """The weight of a pixel at a distance."""
+    at = jnp.abs(at)
+    if mode == "linear":
+        return jnp.maximum(1 - at, 0)
+    near, far = (1.25 * at - 2.25) * at**2 + 1, -0.75 * (((at - 5) * at + 8) * at - 4)
+    return jnp.where(at < 1, near, jnp.where(at < 2, far, 0))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("padding", [*PADDINGS, "reflection about centres"])
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+def test_values_and_gradients_are_those_of_a_padded_image(mode: str, padding: str):
+    """Weights are those of a kernel about the point, over all pixels of an image that NumPy has padded."""
+    rng, pad = np.random.default_rng(8), 12
+    x, p = rng.normal(size=(2, 5, 6, 3)), rng.uniform(-7, 12, (2, 4, 5, 2))
+    p, dy = np.clip(p, -7.9, 11.9), rng.normal(size=(2, 4, 5, 3))
+    how: Any = {"zeros": "constant", "border": "edge", "reflection": "symmetric"}.get(padding, "reflect")
+
+    def theirs(x: Any, p: Any) -> Any:
+        padded = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)), mode=how)
+        by_axis = [
+            kernel(mode, p[..., i, None] + pad - np.arange(n + 2.0 * pad).reshape(1, 1, 1, -1))
+            for i, n in enumerate((5, 6))
+        ]
+        return jnp.einsum("nabi,nabj,nijc->nabc", *by_axis, padded)
+
+    def ours(x: Any, p: Any) -> Any:
+        return dnn.grid_sample(x, p, mode=mode, padding=padding.split()[0], align_corners="centres" in padding,
+                               coordinates="pixel", order="ij")  # fmt: skip
+
+    both = [jax.jit(lambda x, p, f=f: (f(x, p), jax.vjp(f, x, p)[1](jnp.asarray(dy))))(x, p) for f in (ours, theirs)]
+    for found, wanted in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11)
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
