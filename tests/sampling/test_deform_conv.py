@@ -99,6 +99,46 @@ def test_derivatives_are_the_definitions_differences():
         np.testing.assert_allclose(found, (up - down) / (2 * h), atol=1e-4)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["second", "groups"])
+def test_values_and_gradients_are_those_of_hat_functions(name: str):
+    """Of each tap a sum over all pixels, weighted by max(0, 1 - distance) along both axes, which JAX differentiates."""
+    arrays, given = data(name, np.float64)
+    last = "layout" not in given
+    many, groups = CALLS[name]["many"], given.get("groups", 1)
+    u, e, low = given.get("stride", 1), given.get("dilation", 1), 2 if name == "groups" else 1
+
+    def theirs(x: Any, offsets: Any, w: Any, mask: Any) -> Any:
+        if not last:
+            x, offsets, mask = (jnp.moveaxis(v, 1, -1) for v in (x, offsets, mask))
+            w = jnp.transpose(w, (2, 3, 1, 0))
+        n, rows, columns, _ = offsets.shape
+        places, shares = offsets.reshape(n, rows, columns, many, 3, 2, 2), mask.reshape(n, rows, columns, many, 3, 2)
+        hats = []
+        for axis, size in enumerate(x.shape[1:3]):
+            p, q, r, t = np.indices((rows, columns, 3, 2))
+            regular = (p * u + r * e if axis == 0 else q * u + t * e) - float(low)
+            at = places[..., axis] + regular[None, :, :, None]
+            distance = at[..., None] - np.arange(float(size)).reshape(*[1] * 6, -1)
+            hats.append(jnp.maximum(1 - jnp.abs(distance), 0))
+        images = x.reshape(*x.shape[:3], many, 4 // many)
+        taps = jnp.einsum("npqmrs,npqmrsi,npqmrsj,nijmc->npqrsmc", shares, *hats, images)
+        taps = taps.reshape(n, rows, columns, 3, 2, groups, 4 // groups)
+        y = jnp.einsum("npqrsgc,rscgk->npqgk", taps, w.reshape(3, 2, 4 // groups, groups, 8 // groups))
+        y = y.reshape(n, rows, columns, 8)
+        return y if last else jnp.moveaxis(y, -1, 1)
+
+    def both(f: Any) -> Any:
+        def run(*arrays: Any) -> Any:
+            y, pull = jax.vjp(f, *arrays)
+            return y, pull(jnp.cos(jnp.arange(float(y.size))).reshape(y.shape))
+
+        return jax.jit(run)(*arrays)
+
+    for found, wanted in zip(*map(jax.tree.leaves, map(both, (call(dnn.deform_conv, given), theirs))), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11)
+
+
 def test_gradients_do_not_scatter_and_do_not_depend_on_the_batch():
     arrays, given = data("second")
     with dnn.determinism("batch_invariant"):

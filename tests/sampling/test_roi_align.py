@@ -142,6 +142,28 @@ def test_derivatives_are_the_definitions_differences(mode: str):
         np.testing.assert_allclose(found, (up - down) / (2 * h), atol=1e-5)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("aligned", [False, True])
+def test_gradients_are_those_of_torchvisions_loop(aligned: bool):
+    """By differences of the loop in float64: exact in x, in which it is linear; boxes away from kinks."""
+    rng, h = np.random.default_rng(5), 2.0**-20
+    x = images(np.float64)
+    boxes = for_each(BOXES[[0, 1, 2, 6]]).astype(np.float64) + rng.uniform(0.01, 0.2, (2, 4, 4))
+
+    def theirs(x: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+        each = [as_torchvision(of, box, (2, 3), 2, aligned) for of, own in zip(x, boxes, strict=True) for box in own]
+        return np.reshape(each, (2, 4, 2, 3, 3))
+
+    ours = lambda x, b: dnn.roi_align(x, b, output_sizes=(2, 3), aligned=aligned)
+    dy = rng.normal(size=(2, 4, 2, 3, 3))
+    of_x, of_boxes = jax.jit(lambda x, b: jax.vjp(ours, x, b)[1](jnp.asarray(dy)))(x, boxes)
+    for _ in range(4):
+        dx, db = rng.normal(size=x.shape), rng.normal(size=boxes.shape)
+        np.testing.assert_allclose(np.vdot(of_x, dx), np.vdot(dy, theirs(dx, boxes)), atol=1e-11)
+        in_boxes = (theirs(x, boxes + h * db) - theirs(x, boxes - h * db)) / (2 * h)
+        np.testing.assert_allclose(np.vdot(of_boxes, db), np.vdot(dy, in_boxes), atol=1e-6)
+
+
 def test_vmap_and_narrow_types():
     x, boxes = images(), for_each(BOXES[[1, 2]])
     run = lambda x, b: dnn.roi_align(x, b, output_sizes=2)
