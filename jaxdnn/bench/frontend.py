@@ -24,6 +24,8 @@ TYPES = {
     "float16": "HALF",
     "float8_e4m3fn": "FP8_E4M3",
     "float8_e5m2": "FP8_E5M2",
+    "float8_e8m0fnu": "FP8_E8M0",
+    "float4_e2m1fn": "FP4_E2M1",
 }
 FAR = 0.1  # of the results' root mean square: a graph that is another one is further off
 
@@ -34,6 +36,12 @@ def channels_last(dim: Sequence[int]) -> tuple[int, ...]:
     for axis in reversed((0, *range(2, len(dim)), 1)):
         found[axis], step = step, step * dim[axis]
     return tuple(found)
+
+
+def by_columns(dim: Sequence[int]) -> tuple[int, ...]:
+    """Strides under which the last axis but one is the fastest."""
+    *outer, rows, columns = packed((*dim[:-2], dim[-1], dim[-2]))
+    return (*outer, columns, rows)
 
 
 def packed(dim: Sequence[int]) -> tuple[int, ...]:
@@ -65,6 +73,9 @@ class Theirs:
 
     def tensor(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any:
         return self._tensor(name, dim, packed(dim), dtype)
+
+    def columns(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any:
+        return self._tensor(name, dim, by_columns(dim), dtype)
 
     def number(self, value: float) -> Any:
         """A float32 that is passed by value, from the host's memory."""

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxdnn._src.cases import timed
 from jaxdnn._src.cases.timed import Function
 from jaxdnn.bench import frontend
-from jaxdnn.bench.frontend import channels_last
+from jaxdnn.bench.frontend import by_columns, channels_last
 from jaxdnn.graph import Graph, Plan
 
 HELD = jnp.float32  # what virtual tensors hold
@@ -27,7 +27,8 @@ EPSILON = 1e-5
 class Builder(Protocol):
     """What a graph is built with: the graph itself, whose methods both libraries have, and what they call differently.
 
-    `image` lies channels last, `tensor` as its axes stand; `output` marks what is returned. No dtype is the graph's.
+    `image` lies channels last, `tensor` as its axes stand, `columns` one column of a matrix behind the other; `output`
+    marks what is returned. No dtype is the graph's.
     """
 
     g: Any
@@ -35,6 +36,7 @@ class Builder(Protocol):
 
     def image(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any: ...
     def tensor(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any: ...
+    def columns(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any: ...
     def number(self, value: float) -> Any: ...
     def mode(self, name: str) -> Any: ...
     def output(self, tensor: Any, dtype: str | None = None, dim: Sequence[int] | None = None) -> Any: ...
@@ -52,6 +54,9 @@ class Ours:
 
     def tensor(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any:
         return self.g.tensor(dim, None, dtype, name=name)
+
+    def columns(self, name: str, dim: Sequence[int], dtype: str | None = None) -> Any:
+        return self.g.tensor(dim, by_columns(dim), dtype, name=name)
 
     def number(self, value: float) -> Any:
         return value
@@ -96,15 +101,16 @@ class Fused(timed.Case):
         return tuple(t.get_shape() for t in self.graph(batch, "float32").inputs())
 
     def operands(self, batch: int, dtype: Any, seed: int) -> tuple[Array, ...]:
-        """Normal numbers in the tensors' dtypes."""
+        """Normal numbers in the tensors' dtypes; powers of two have no sign."""
         drawn = super().operands(batch, jnp.float32, seed)
-        types = (t.get_data_type() for t in self.graph(batch, dtype).inputs())
-        return tuple(a.astype(t) for a, t in zip(drawn, types, strict=True))
+        types = [t.get_data_type() for t in self.graph(batch, dtype).inputs()]
+        given = (jnp.abs(a) if t == "float8_e8m0fnu" else a for a, t in zip(drawn, types, strict=True))
+        return tuple(a.astype(t) for a, t in zip(given, types, strict=True))
 
     def plan(self, mode: str, arrays: Sequence[Array]) -> Plan:
         """The first plan of a heuristic mode for operands of these shapes and dtypes."""
         dtypes = [a.dtype.name for a in arrays if a.dtype.itemsize > 1]
-        dtype = next((name for name in dtypes if name != "float32"), dtypes[0])
+        dtype = next((name for name in dtypes if name != "float32"), "float32")
         return self.graph(arrays[0].shape[self.axis], dtype).plan(mode)
 
     def ours(self, which: str, engine: str | None) -> Function:
@@ -239,6 +245,26 @@ def plain_quantised(a: Array, w: Array, descale_a: Array, descale_w: Array, scal
     return jnp.abs(y).max(keepdims=True), (y * scale).astype(a.dtype)
 
 
+def scaled_blocks(k: int, n: int, data: str, scale: str, block: int, b: Builder, batch: int) -> Any:
+    """gelu(a w + bias), of numbers with a scale for each block of neighbours along the sum."""
+    a, of_a = b.tensor("a", (1, batch, k), data), b.tensor("scale_a", (1, batch, k // block), scale)
+    w, of_w = b.columns("w", (1, k, n), data), b.columns("scale_w", (1, k // block, n), scale)
+    bias = b.tensor("bias", (1, 1, n))
+    wide_a = b.g.block_scale_dequantize(a, of_a, block_size=[1, 1, block])
+    wide_w = b.g.block_scale_dequantize(w, of_w, block_size=[1, block, 1])
+    return (b.output(b.g.gelu(b.g.bias(b.g.matmul(wide_a, wide_w), bias))),)
+
+
+def plain_scaled_blocks(block: int, a: Array, of_a: Array, w: Array, of_w: Array, bias: Array) -> Any:
+    """Of w and its scales as they lie, one column behind the other."""
+
+    def wide(x: Array, scale: Array) -> Array:
+        return (x[0].astype(HELD) * jnp.repeat(scale[0].astype(HELD), block, axis=1)).astype(bias.dtype)
+
+    y = jnp.matmul(wide(a, of_a), wide(w, of_w).T, preferred_element_type=HELD, precision=_precision(bias))
+    return (jax.nn.gelu(y + bias[0].astype(HELD), approximate=False).astype(bias.dtype)[None],)
+
+
 # Normalisations of so many features
 
 
@@ -270,13 +296,61 @@ def attention(heads: int, tokens: int, features: int, b: Builder, batch: int) ->
 
 
 def plain_attention(q: Array, k: Array, v: Array, bias: Array) -> Any:
+    return _plain_attention(q, k, v, lambda scores: scores + bias.astype(HELD))
+
+
+def _plain_attention(q: Array, k: Array, v: Array, of_scores: Function) -> Any:
+    """Causal."""
     scores = (
         jnp.einsum("bntd,bnsd->bnts", q, k, preferred_element_type=HELD, precision=_precision(q)) * q.shape[3] ** -0.5
     )
     causal = jnp.tri(q.shape[2], dtype=bool)[None, None]
-    p = jax.nn.softmax(jnp.where(causal, scores + bias.astype(HELD), -jnp.inf)).astype(q.dtype)
+    p = jax.nn.softmax(jnp.where(causal, of_scores(scores), -jnp.inf)).astype(q.dtype)
     y = jnp.einsum("bnts,bnsd->bntd", p, v, preferred_element_type=HELD, precision=_precision(q))
     return (y.astype(q.dtype),)
+
+
+CAP, FALL = 30.0, 0.0625
+
+
+def scored_attention(heads: int, tokens: int, features: int, b: Builder, batch: int) -> Any:
+    """Causal; scores are capped, and fall with the distance, by a function of the scores."""
+    q, k, v = (b.tensor(name, (batch, heads, tokens, features)) for name in "qkv")
+
+    def near(g: Any, scores: Any) -> Any:
+        capped = g.mul(g.tanh(g.mul(scores, b.number(1 / CAP))), b.number(CAP))
+        far = g.sqrt(g.abs(g.sub(g.gen_index(scores, 2), g.gen_index(scores, 3))))
+        return g.sub(capped, g.mul(far, b.number(FALL)))
+
+    how = {"is_inference": True, "attn_scale": features**-0.5, "use_causal_mask": True, "score_mod": near}
+    found = b.g.sdpa(q=q, k=k, v=v, **how)
+    return (b.output(found[0] if isinstance(found, tuple | list) else found),)
+
+
+def plain_scored_attention(q: Array, k: Array, v: Array) -> Any:
+    places = jnp.arange(q.shape[2], dtype=HELD)
+    far = jnp.sqrt(jnp.abs(places[:, None] - places[None]))[None, None]
+    return _plain_attention(q, k, v, lambda scores: CAP * jnp.tanh(scores / CAP) - FALL * far)
+
+
+def narrow_attention(heads: int, tokens: int, features: int, b: Builder, batch: int) -> Any:
+    """Causal, of floats of 8 bits whose factors are numbers; the result is scaled for 8 bits again."""
+    q, k, v = (b.tensor(name, (batch, heads, tokens, features), "float8_e4m3fn") for name in "qkv")
+    factors = [b.number(value) for value in (0.5, 0.25, 0.5, 1.0, 1.0, 2.0)]
+    how = {"is_inference": True, "attn_scale": features**-0.5, "use_causal_mask": True}
+    y, _, _, largest = b.g.sdpa_fp8(q, k, v, *factors, **how)
+    return b.output(y, "float8_e4m3fn"), b.output(largest, "float32", (1, 1, 1, 1))
+
+
+def plain_narrow_attention(q: Array, k: Array, v: Array) -> Any:
+    """As jax.numpy multiplies them: in bfloat16, which holds them."""
+    wide = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    y = _plain_attention(*wide, of_scores=lambda scores: scores * (0.5 * 0.25))[0].astype(HELD) * 0.5
+    return (2 * y).astype(q.dtype), jnp.abs(y).max(keepdims=True)
+
+
+# Numbers, their scales, and how many have one.
+SCALED = {"mxfp8": ("float8_e4m3fn", "float8_e8m0fnu", 32), "nvfp4": ("float4_e2m1fn", "float8_e4m3fn", 16)}
 
 
 def _cases() -> tuple[Fused, ...]:
@@ -299,6 +373,9 @@ def _cases() -> tuple[Fused, ...]:
             found.append(Fused("matmul", name, build, plain, 8192, 2 * k * n, 1))
         build = partial(quantised, k, n)
         found.append(Fused("matmul", f"float8, amax {k} to {n}", build, plain_quantised, 8192, 2 * k * n, 1))
+        for title, kinds in SCALED.items():
+            build, plain = partial(scaled_blocks, k, n, *kinds), partial(plain_scaled_blocks, kinds[2])
+            found.append(Fused("matmul", f"{title}, bias, gelu {k} to {n}", build, plain, 8192, 2 * k * n, 1))
     for features in (768, 4096):
         for out in (None, "float8_e4m3fn"):
             build = partial(rms_norm, features, out)
@@ -306,6 +383,10 @@ def _cases() -> tuple[Fused, ...]:
     work = 4 * 16 * 2048 * 2048 * 128 // 2
     build = partial(attention, 16, 2048, 128)
     found.append(Fused("attention", "causal, bias, 16 heads of 2048", build, plain_attention, 8, work))
+    build, plain = partial(scored_attention, 16, 2048, 128), plain_scored_attention
+    found.append(Fused("attention", "causal, capped and falling scores, 16 heads of 2048", build, plain, 8, work))
+    build, plain = partial(narrow_attention, 16, 2048, 128), plain_narrow_attention
+    found.append(Fused("attention", "causal, float8, 16 heads of 2048", build, plain, 8, work))
     return tuple(found)
 
 

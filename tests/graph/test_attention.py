@@ -127,47 +127,173 @@ def backward(function: Any, arrays: dict[str, Any], o: Any, stats: Any, do: Any)
 
 def test_a_function_of_scores_is_the_ops():
     """The bits are those of `attention` with the function that the nodes are."""
-    graph, (o, _), arrays = graph_of(distance)
+    graph, (o, _), arrays = graph_of(lambda g, s: g.sub(g.gelu(s), g.mul(g.gen_index(s, 1), 0.25)))
     q, k, v = (jnp.asarray(arrays[graph.find(name).uid]) for name in "qkv")
 
     def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        far = jnp.abs(i.astype(jnp.float32) - j.astype(jnp.float32)) * -0.25
-        return s + far * jnp.fmod(h.astype(jnp.float32), 2.0)
+        return dnn.activation(s, activation="gelu") - h.astype(jnp.float32) * 0.25
 
     wanted = jax.jit(lambda q, k, v: dnn.attention(q, k, v, scale=0.5, score_fn=function))(q, k, v)
     np.testing.assert_array_equal(graph.plan()(arrays)[o], wanted)
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_a_cap_is_the_ops_cap(divided: bool):
-    """Which kernels serve, as they serve no function of the user's."""
-    function = lambda g, s: g.mul(3.0, g.tanh(g.div(s, 3.0) if divided else g.mul(s, 1 / 3)))
-    graph, _, arrays = graph_of(function)
-    (call,) = traced_calls(lambda v: tuple(graph.plan()(v).values()), arrays, platform="cpu")
-    assert (call.spec.softcap, call.spec.score) == (3.0, None)
-    assert worst(graph, arrays, graph.plan()(arrays)) <= 1
-    assert graph.plan(determinism="mesh_invariant").parts[0].engine == ("ordered",)
+def places(g: Graph, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of query and key, one of them converted."""
+    return g.gen_index(s, 2), g.gen_index(s, 3).set_data_type("INT32")
 
 
-NO_CAPS: list[Any] = [
-    lambda g, s: g.mul(g.tanh(g.mul(s, 0.5)), 3.0),
-    lambda g, s: g.mul(g.tanh(g.div(2.0, s)), 2.0),
-    lambda g, s: g.tanh(g.mul(g.mul(s, 0.5), 2.0)),
-    lambda g, s: g.mul(g.tanh(g.mul(s, 0.5).set_data_type("int32")), 2.0),
-    lambda g, s: g.mul(g.tanh(g.mul(s, -0.5)), -2.0),
-    lambda g, s: g.mul(g.sigmoid(g.mul(s, 0.5)), 2.0),
-    lambda g, s: (g.mul(s, 0.5), g.mul(g.tanh(s), 2.0))[1],
-    lambda g, s: g.mul(g.tanh(g.mul(s, 0.5)), g.tensor((1, 1, 1, 1), is_pass_by_value=True, name="low")),
-]
+def biased(g: Graph, s: Tensor) -> Tensor:
+    return g.add(s, g.tensor((2, 1, 5, 7), name="bias"))
 
 
-@pytest.mark.parametrize("function", NO_CAPS)
-def test_what_is_no_cap_is_a_function(function: Any):
+def biased_less(g: Graph, s: Tensor) -> Tensor:
+    return g.sub(biased(g, s), g.tensor((1, 4, 1, 7), name="less"))
+
+
+def alibi(g: Graph, s: Tensor) -> Tensor:
+    query, key = places(g, s)
+    return g.add(s, g.mul(g.tensor((1, 4, 1, 1), name="slopes"), g.sub(key, query)))
+
+
+def alibi_of_heads(g: Graph, s: Tensor) -> Tensor:
+    """Slopes 2^-(h + 1), as a function of the number of the head."""
+    query, key = places(g, s)
+    slopes = g.pow(g.mul(g.add(g.gen_index(s, 1), 1.0), 1.0).set_name("number"), 1.0)
+    return g.sub(s, g.mul(g.sub(query, key), g.exp(g.mul(slopes, -0.6931471805599453))))
+
+
+def relative(g: Graph, s: Tensor) -> Tensor:
+    query, key = places(g, s)
+    return g.add(g.mul(g.tanh(g.div(s, 2.0)), 3.0), g.mul(g.abs(g.sub(query, key)), -0.25))
+
+
+def before_the_diagonal(g: Graph, s: Tensor) -> Tensor:
+    query, key = places(g, s)
+    return g.binary_select(s, -np.inf, g.cmp_ge(query, key))
+
+
+def behind_it_nothing(g: Graph, s: Tensor) -> Tensor:
+    query, key = places(g, s)
+    return g.binary_select(-np.inf, biased(g, s), g.cmp_gt(key, query))
+
+
+def arrow(g: Graph, s: Tensor) -> Tensor:
+    """The first two keys, and those before the diagonal."""
+    query, key = places(g, s)
+    return g.binary_select(s, -np.inf, g.logical_or(g.cmp_lt(key, 2.0), g.cmp_ge(query, key)))
+
+
+OPTIONS: dict[Any, str] = {
+    soft_cap: "softcap",
+    (lambda g, s: g.mul(3.0, g.tanh(g.div(s, 3.0)))): "softcap",
+    (lambda g, s: g.mul(g.tanh(g.mul(s, 0.5)), 3.0)): "scale and softcap",
+    (lambda g, s: g.tanh(g.mul(g.mul(s, 0.5), 3.0))): "scale and softcap",
+    (lambda g, s: (g.mul(s, 0.5), g.mul(g.tanh(s), 2.0))[1]): "scale and softcap",
+    (lambda g, s: g.identity(s)): "nothing, for it changes nothing",
+    biased: "bias",
+    biased_less: "bias",
+    distance: "bias",
+    alibi: "alibi_slopes",
+    alibi_of_heads: "alibi_slopes",
+    relative: "scale and softcap and bias",
+    before_the_diagonal: "causal",
+    behind_it_nothing: "bias and causal",
+    arrow: "mask",
+}
+
+
+@pytest.mark.parametrize("function", OPTIONS)
+def test_options_of_attention_are_recognised(function: Any):
+    """Kernels serve these, and no function of the user's; values and gradients are those of the function."""
+    graph, (o, stats), arrays = graph_of(function)
+    plan = graph.plan()
+    (call,) = traced_calls(lambda v: tuple(plan(v).values()), arrays, platform="cpu")
+    assert call.spec.score is None
+    assert plan.parts[-1].notes == (f"score_mod is given as {OPTIONS[function]}",)
+    found, wanted = plan(arrays), definition.evaluate(graph.describe(), arrays)
+    for tensor in (o, stats):
+        np.testing.assert_allclose(found[tensor], wanted[tensor.uid], atol=3e-6)
+    do = np.random.default_rng(59).standard_normal(found[o].shape).astype(np.float32)
+    names = {t.uid: t.name for t in graph.inputs()}
+    dq, dk, _ = backward(function, {names[uid]: v for uid, v in arrays.items()}, found[o], found[stats], do)
+    described = in_float64(graph.describe())
+    for name, made, at in (("q", dq, (1, 4, 3, 7)), ("k", dk, (0, 3, 1, 5))):
+        uid, ends = graph.find(name).uid, []
+        for sign in (1, -1):
+            moved = wide(arrays[uid])
+            moved[at] += sign * 1e-4
+            ends.append((memory(do) * definition.hold(described, {**arrays, uid: moved})[o.uid]).sum())
+        assert abs((ends[0] - ends[1]) / 2e-4 - wide(made)[at]) <= 1e-4
+
+
+def test_options_of_a_function_and_of_the_node_are_both_kept():
+    """Both biases, and the mask of the function with the window, the slopes and the lengths of the node."""
+
+    def function(g: Graph, s: Tensor) -> Tensor:
+        return before_the_diagonal(g, alibi(g, biased(g, s)))
+
+    g = Graph("both", io_data_type="float32")
+    lengths = {n: g.tensor((2, 1, 1, 1), data_type="int32", name=n) for n in ("seq_len_q", "seq_len_kv")}
+    how = {"use_padding_mask": True, **lengths, "bias": g.tensor((1, 4, 5, 1), name="outer"), "attn_scale": 0.5}
+    how |= {"use_causal_mask": True, "sliding_window_length": 3, "use_alibi_mask": True}
+    o = g.sdpa(*heads(g, "q", "k", "v"), score_mod=function, **how).set_output(True)
+    few = np.array([5, 3], np.int32).reshape(2, 1, 1, 1)
+    graph, arrays = filled(g, np.random.default_rng(60), seq_len_q=few, seq_len_kv=few)
+    assert graph.plan().parts[-1].notes == ("score_mod is given as bias and alibi_slopes and causal",)
+    np.testing.assert_allclose(graph.plan()(arrays)[o], definition.evaluate(graph.describe(), arrays)[o.uid], atol=3e-6)
+
+
+NO_OPTIONS: dict[Any, str] = {
+    (lambda g, s: g.mul(g.tanh(g.div(2.0, s)), 2.0)): "DIV, is none",
+    (lambda g, s: g.mul(g.tanh(g.mul(s, 0.5).set_data_type("int32")), 2.0)): "has a dtype of its own",
+    (lambda g, s: g.mul(g.tanh(g.mul(s, -0.5)), -2.0)): "a cap of -2",
+    (lambda g, s: g.mul(s, 0.0)): "a scale of 0",
+    (lambda g, s: g.mul(g.sigmoid(g.mul(s, 0.5)), 2.0)): "SIGMOID_FWD, is none",
+    (lambda g, s: g.tanh(g.tanh(s))): "TANH_FWD, is none",
+    (lambda g, s: g.mul(g.add(s, 1.0), 2.0)): "MUL, is none",
+    (lambda g, s: g.sub(1.0, s)): "SUB, is none",
+    (lambda g, s: g.add(s, g.mul(s, 0.5))): "reads scores twice",
+    (lambda g, s: g.binary_select(s, -1e9, g.cmp_ge(*places(g, s)))): "not known to be -inf",
+    (lambda g, s: g.binary_select(s, -np.inf, g.cmp_gt(s, 0.0))): "reads scores twice",
+    causal: "not known to be -inf",
+    activated: "reads scores twice",
+    (lambda g, s: g.mul(g.tanh(g.mul(s, 0.5)), g.tensor((1, 1, 1, 1), is_pass_by_value=True, name="low"))): "MUL, is",
+}
+
+
+@pytest.mark.parametrize("function", NO_OPTIONS)
+def test_what_is_no_option_is_a_function(function: Any):
     graph, (o, _), arrays = graph_of(function)
-    (call,) = traced_calls(lambda v: tuple(graph.plan()(v).values()), arrays, platform="cpu")
+    plan = graph.plan()
+    (call,) = traced_calls(lambda v: tuple(plan(v).values()), arrays, platform="cpu")
     assert call.spec.score is not None
+    (note,) = plan.parts[-1].notes
+    assert NO_OPTIONS[function] in note
+    assert note in str(plan.explain())
     wanted = definition.evaluate(graph.describe(), arrays)[o.uid]
-    np.testing.assert_allclose(graph.plan()(arrays)[o], wanted, atol=2e-5)
+    np.testing.assert_allclose(plan(arrays)[o], wanted, atol=2e-5)
+
+
+def test_a_gradient_of_the_nodes_bias_is_that_of_no_sum():
+    """Where dBias is asked for, what the function adds stays apart; it is the definition's, as dQ is."""
+    g = Graph("dbias", io_data_type="float32")
+    saved, outer = g.tensor((2, 4, 5, 1), name="stats"), g.tensor((1, 4, 1, 7), name="outer")
+    how = {"attn_scale": 0.5, "bias": outer, "score_mod": biased, "generate_dbias": True}
+    q, k, v, o, do = heads(g, "q", "k", "v", "o", "dO")
+    made = g.sdpa_backward(q, k, v, o, do, saved, **how)
+    for tensor in made:
+        tensor.set_output(True)
+    graph, arrays = filled(g, np.random.default_rng(61))
+    assert "dBias is the gradient of the node's bias alone" in graph.plan().parts[0].notes[0]
+    assert worst(graph, arrays, graph.plan()(arrays)) <= 1
+
+
+def test_a_bias_of_places_takes_no_more_room_than_it_may():
+    """What is computed of all places of long sequences stays a function; what is read is as large as it is."""
+    g = Graph("long", io_data_type="bfloat16")
+    q = g.tensor((1, 8, 2**14, 64), name="q")
+    g.sdpa(q, q, q, score_mod=distance, name="far").set_output(True)
+    assert f"a bias of it would take {8 * 2**30} bytes" in g.plan().parts[0].notes[0]
 
 
 def test_a_traced_cap_is_a_function_of_scores():

@@ -17,6 +17,10 @@ from jaxdnn.verify.cli import main
 from tests.graph.test_nodes import worst
 from tests.texts import unfolded
 
+SCALED = {
+    name: (ft.partial(graph.scaled_blocks, 64, 6, *kinds), ft.partial(graph.plain_scaled_blocks, kinds[2]))
+    for name, kinds in graph.SCALED.items()
+}
 SMALL = (
     Fused("conv", "prologue", ft.partial(graph.prologue, 6, 5), graph.plain_prologue, 3, 1),
     Fused("conv", "epilogue", ft.partial(graph.epilogue, 6, 5, True), graph.plain_epilogue, 3, 1),
@@ -25,9 +29,13 @@ SMALL = (
     Fused("matmul", "gelu", ft.partial(graph.layer, 7, 6, False), ft.partial(graph.plain_layer, False), 5, 1, 1),
     Fused("matmul", "sums", ft.partial(graph.layer, 7, 6, True), ft.partial(graph.plain_layer, True), 5, 1, 1),
     Fused("matmul", "float8", ft.partial(graph.quantised, 7, 6), graph.plain_quantised, 5, 1, 1),
+    Fused("matmul", "mxfp8", SCALED["mxfp8"][0], SCALED["mxfp8"][1], 5, 1, 1),
+    Fused("matmul", "nvfp4", SCALED["nvfp4"][0], SCALED["nvfp4"][1], 5, 1, 1),
     Fused("rms norm", "swish", ft.partial(graph.rms_norm, 6, None), graph.plain_rms_norm, 5),
     Fused("rms norm", "float8", ft.partial(graph.rms_norm, 6, "float8_e4m3fn"), graph.plain_rms_norm, 5),
     Fused("attention", "bias", ft.partial(graph.attention, 2, 5, 8), graph.plain_attention, 3, 1),
+    Fused("attention", "scored", ft.partial(graph.scored_attention, 2, 5, 8), graph.plain_scored_attention, 3, 1),
+    Fused("attention", "float8", ft.partial(graph.narrow_attention, 2, 5, 8), graph.plain_narrow_attention, 3, 1),
 )
 small = pytest.mark.parametrize("case", SMALL, ids=[f"{c.family}-{c.name}" for c in SMALL])
 
@@ -58,7 +66,7 @@ def test_what_is_timed_computes_the_same(case: Fused):
 
 
 class Anything(enum.Enum):
-    FLOAT = BFLOAT16 = HALF = FP8_E4M3 = FP8_E5M2 = INFERENCE = ADD = AMAX = 0
+    FLOAT = BFLOAT16 = HALF = FP8_E4M3 = FP8_E5M2 = FP8_E8M0 = FP4_E2M1 = INFERENCE = ADD = AMAX = 0
 
 
 @small

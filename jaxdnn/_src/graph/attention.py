@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxdnn._src.attention.api import attention, attention_dgrad
 from jaxdnn._src.dropout.api import DropoutState
-from jaxdnn._src.graph import score
+from jaxdnn._src.graph import score, score_options
 from jaxdnn._src.graph.nodes import Inference, Kind, Run, register
 from jaxdnn._src.graph.products import result_dtype
 from jaxdnn._src.graph.random import words
@@ -99,7 +99,8 @@ def slopes(heads: int) -> np.ndarray:
     return np.array(first + [2.0 ** (-4.0 * (2 * j + 1) / near) for j in range(heads - near)])
 
 
-def _options(node: Run) -> dict[str, Any]:
+def _options(node: Run, function: bool = False) -> dict[str, Any]:
+    """The options of `attention`; `function` is whether what is done to the scores stays a function of them."""
     left, right, alignment = (node.derived(name) for name in ("left", "right", "alignment"))
     scale = float(node.static("attn_scale")) if node.has("attn_scale") else 1.0
     options: dict[str, Any] = {"layout": "BNTH", "scale": scale}
@@ -108,7 +109,9 @@ def _options(node: Run) -> dict[str, Any]:
     if left is not None or right not in (None, 0):
         options["window"] = (None if left is None else left - 1, right)
     if node.has("bias"):
-        options["bias"] = node.x("bias").astype(node.compute)
+        narrow = node.compute == "float32" and "dBias" not in node.node.outputs
+        bias = node.x("bias")  # kernels read what lies in memory: a conversion would write it once more
+        options["bias"] = bias if narrow and bias.dtype.name in WIDE[1:] else bias.astype(node.compute)
     if node.has("seq_len_q"):
         options["query_lengths"] = node.x("seq_len_q").reshape(-1)
         options["key_lengths"] = node.x("seq_len_kv").reshape(-1)
@@ -122,11 +125,13 @@ def _options(node: Run) -> dict[str, Any]:
         options["dropout_key"] = DropoutState(options["dropout_key"], words(node.x("offset") // 4))
     if node.node.attributes.get("use_deterministic_algorithm"):
         options["determinism"] = "run_to_run"
-    if node.node.body and (cap := score.cap_of(node.node.body)) is not None:
-        options["softcap"] = cap
-    elif node.node.body:
+    if not node.node.body:
+        return options
+    found = score_options.options_of(node.node)
+    if isinstance(found, str) or function:
         options["score_fn"], options["score_arrays"] = score.function_of(node)
-    return options
+        return options
+    return score_options.given(node, found, options)
 
 
 def _sdpa(node: Run) -> dict[str, Array]:
@@ -153,17 +158,15 @@ def _infer_fp8(node: Inference) -> None:
 def _fp8(node: Run) -> dict[str, Array]:
     """Attention of what 8 bits hold, as bfloat16 holds it; scores are multiplied by the first two factors."""
     q, k, v = (node.x(port).astype(jnp.bfloat16) for port in ("q", "k", "v"))
-    options = _options(node)
     factors = {port: node.wide(port).reshape(()) for port in FACTORS}
     scaled = [node.tensor(port) for port in FACTORS[:2]]
-    if all(tensor.value is not None for tensor in scaled):
+    known = all(tensor.value is not None for tensor in scaled)
+    options = _options(node, function=not known)
+    if known:
         for tensor in scaled:
             options["scale"] *= float(np.float32(tensor.value))
     else:
         inner, arrays = options.get("score_fn"), options.get("score_arrays", ())
-        if node.node.body and inner is None:  # a cap follows these factors
-            inner, arrays = score.function_of(node)
-            del options["softcap"]
         times = lambda s, places, by, given: inner(s * by, *places, *given) if inner else s * by
         options["score_fn"] = lambda s, b, h, i, j, by, *given: times(s, (b, h, i, j), by, given)
         options["score_arrays"] = (factors["descale_q"] * factors["descale_k"], *arrays)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.core import engines
+from jaxdnn._src.graph import score_options
 from jaxdnn._src.graph.build import Operations
 from jaxdnn._src.graph.nodes import Node, Run, as_stored, is_held, numpy_of, rounded
 from jaxdnn._src.graph.tensors import NARROW, WIDE, Tensor, from_memory, to_memory
@@ -71,7 +72,7 @@ def single(node: Node) -> Step:
         found = node.kind.run(Run(node, values, numbers))
         return {node.outputs[port].uid: array for port, array in found.items()}
 
-    return Step((node,), called(node), run, core=node, notes=node.kind.notes)
+    return Step((node,), called(node), run, core=node, notes=(*node.kind.notes, *score_options.notes(node)))
 
 
 def called(node: Node) -> tuple[str, ...]:

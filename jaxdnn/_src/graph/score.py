@@ -100,27 +100,6 @@ def infer(node: Inference, dim: Sequence[int], check: Callable[[Node], None]) ->
     node.expect(body.result.dim == tuple(dim), ARGUMENT, f"a function with a result {tuple(dim)}", body.result.dim)
 
 
-def cap_of(body: Body) -> float | None:
-    """c, if the nodes are c tanh(s / c), which `attention` has a name for and kernels serve; else None."""
-    nodes = [*body.ordered()]
-    modes = [node.attributes["mode"] for node in nodes]
-    if modes not in (["MUL", "TANH_FWD", "MUL"], ["DIV", "TANH_FWD", "MUL"]) or not all(map(is_held, body.made)):
-        return None
-    first = nodes[0]
-    chain, numbers = (body.score, *(node.outputs["OUT_0"] for node in nodes)), []
-    for node, tensor in zip(nodes, chain, strict=False):
-        others = [t for t in node.inputs.values() if t is not tensor]
-        if len(others) != len(node.inputs) - 1 or node.compute != first.compute:
-            return None
-        numbers += [t.value for t in others]
-    small, large = numbers
-    if small is None or large is None or not large > 0 or small == 0:
-        return None
-    if modes[0] == "DIV":
-        small = 1 / small if first.inputs["IN_0"] is body.score else 0.0
-    return float(large) if abs(small * large - 1) < 2.0**-23 and body.result is chain[3] else None
-
-
 def function_of(node: Run) -> tuple[Callable[..., Array], list[Array]]:
     """The function of a score, its sequence, head, query and key, and arrays; and the arrays."""
     body = node.node.body
