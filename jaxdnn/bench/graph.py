@@ -272,8 +272,7 @@ def rms_norm(features: int, out: str | None, b: Builder, batch: int) -> Any:
     """swish(rms_norm(x)), or rms_norm(x) scaled for float8."""
     x, scale = b.tensor("x", (batch, features, 1, 1)), b.tensor("scale", (1, features, 1, 1))
     by = b.tensor("by", (1, 1, 1, 1), "float32") if out else None
-    found = b.g.rmsnorm(norm_forward_phase=b.phase, input=x, scale=scale, epsilon=b.number(EPSILON))
-    y = found[0] if isinstance(found, tuple | list) else found
+    y = b.g.rmsnorm(norm_forward_phase=b.phase, input=x, scale=scale, epsilon=b.number(EPSILON))[0]
     return (b.output(b.g.swish(y) if by is None else b.g.mul(y, by), out),)
 
 
@@ -291,8 +290,7 @@ def attention(heads: int, tokens: int, features: int, b: Builder, batch: int) ->
     q, k, v = (b.tensor(name, (batch, heads, tokens, features)) for name in "qkv")
     bias = b.tensor("bias", (1, heads, tokens, tokens))
     how = {"is_inference": True, "attn_scale": features**-0.5, "use_causal_mask": True}
-    found = b.g.sdpa(q=q, k=k, v=v, bias=bias, **how)
-    return (b.output(found[0] if isinstance(found, tuple | list) else found),)
+    return (b.output(b.g.sdpa(q=q, k=k, v=v, bias=bias, **how)[0]),)
 
 
 def plain_attention(q: Array, k: Array, v: Array, bias: Array) -> Any:
@@ -323,8 +321,7 @@ def scored_attention(heads: int, tokens: int, features: int, b: Builder, batch: 
         return g.sub(capped, g.mul(far, b.number(FALL)))
 
     how = {"is_inference": True, "attn_scale": features**-0.5, "use_causal_mask": True, "score_mod": near}
-    found = b.g.sdpa(q=q, k=k, v=v, **how)
-    return (b.output(found[0] if isinstance(found, tuple | list) else found),)
+    return (b.output(b.g.sdpa(q=q, k=k, v=v, **how)[0]),)
 
 
 def plain_scored_attention(q: Array, k: Array, v: Array) -> Any:

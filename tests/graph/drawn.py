@@ -180,7 +180,7 @@ def attended(d: Drawn) -> Tensor:
     if d.rng.random() < 0.3:
         how["sink_token"] = d.given((1, 4, 1, 1), -1.0, 1.0, "float32")
     if not narrow:
-        return d.g.sdpa(q, k, v, **how)
+        return d.g.sdpa(q, k, v, **how)[0]
     factor: Callable[[], Any] = lambda: 0.5 if d.rng.random() < 0.3 else d.given((1, 1, 1, 1), 0.5, 1.5, "float32")
     o, _, largest, most = d.g.sdpa_fp8(q, k, v, *(factor() for _ in range(6)), **how)
     for tensor in (largest, most):
@@ -194,7 +194,7 @@ def norm(d: Drawn) -> Tensor:
     scale, bias = d.given(dim), d.given(dim)
     if op == "batchnorm":
         return d.g.batchnorm(d.image(), scale, bias, epsilon=0.5)[0]
-    return getattr(d.g, op)("INFERENCE", d.image(), scale, bias, epsilon=0.5)
+    return getattr(d.g, op)("INFERENCE", d.image(), scale, bias, epsilon=0.5)[0]
 
 
 def normed(d: Drawn) -> Tensor:

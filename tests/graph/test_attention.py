@@ -1,5 +1,6 @@
 """Attention with functions of its scores, and of floats of 8 bits: beside formulas written apart, and refusals."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -236,7 +237,7 @@ def test_options_of_a_function_and_of_the_node_are_both_kept():
     lengths = {n: g.tensor((2, 1, 1, 1), data_type="int32", name=n) for n in ("seq_len_q", "seq_len_kv")}
     how = {"use_padding_mask": True, **lengths, "bias": g.tensor((1, 4, 5, 1), name="outer"), "attn_scale": 0.5}
     how |= {"use_causal_mask": True, "sliding_window_length": 3, "use_alibi_mask": True}
-    o = g.sdpa(*heads(g, "q", "k", "v"), score_mod=function, **how).set_output(True)
+    o = g.sdpa(*heads(g, "q", "k", "v"), score_mod=function, **how)[0].set_output(True)
     few = np.array([5, 3], np.int32).reshape(2, 1, 1, 1)
     graph, arrays = filled(g, np.random.default_rng(60), seq_len_q=few, seq_len_kv=few)
     assert graph.plan().parts[-1].notes == ("score_mod is given as bias and alibi_slopes and causal",)
@@ -292,7 +293,7 @@ def test_a_bias_of_places_takes_no_more_room_than_it_may():
     """What is computed of all places of long sequences stays a function; what is read is as large as it is."""
     g = Graph("long", io_data_type="bfloat16")
     q = g.tensor((1, 8, 2**14, 64), name="q")
-    g.sdpa(q, q, q, score_mod=distance, name="far").set_output(True)
+    g.sdpa(q, q, q, score_mod=distance, name="far")[0].set_output(True)
     assert f"a bias of it would take {8 * 2**30} bytes" in g.plan().parts[0].notes[0]
 
 
@@ -314,7 +315,7 @@ def test_what_does_not_depend_on_scores_stays_in_the_graph():
         total = graph.reduction(table, "ADD").set_dim((1, 4, 1, 1))
         return graph.add(graph.mul(s, graph.exp(table, name="grown")), total)
 
-    o = g.sdpa(*heads(g, "q", "k", "v"), score_mod=function, name="attention").set_output(True)
+    o = g.sdpa(*heads(g, "q", "k", "v"), score_mod=function, name="attention")[0].set_output(True)
     assert [node.op for node in g.nodes] == ["reduction", "pointwise", "sdpa"]
     graph, arrays = filled(g, np.random.default_rng(53))
     q, k, v = (memory(arrays[graph.find(name).uid]) for name in "qkv")
@@ -381,7 +382,7 @@ BAD: dict[Any, tuple[str, str]] = {
 def test_functions_that_do_not_fit_are_refused(function: Any):
     def build() -> Any:
         g = Graph("bad", io_data_type="float32")
-        g.sdpa(*heads(g, "q", "k", "v"), score_mod=function).set_output(True)
+        g.sdpa(*heads(g, "q", "k", "v"), score_mod=function)[0].set_output(True)
         return g.validate()
 
     refused(build, *BAD[function])
@@ -392,6 +393,17 @@ def test_scores_are_read_by_their_function_alone():
     kept: list[Tensor] = []
     g.sdpa(*heads(g, "q", "k", "v"), score_mod=lambda g, s: kept.append(s) or g.exp(s))
     refused(lambda: g.exp(kept[0]), "exp_1", "IN_0")
+
+
+def test_descriptions_of_functions_that_read_their_own_results_are_refused():
+    """So are uids that are no integers."""
+    described = json.loads(graph_of(before_the_diagonal)[0].to_json())
+    inner = described["nodes"][0]["score_mod"]
+    made = inner["nodes"][0]["outputs"]["OUT_0"]
+    inner["nodes"][0]["inputs"]["IN_0"] = made
+    refused(lambda: Graph.from_description(described), "gen_index_0", "inputs")
+    inner["nodes"][0]["inputs"]["IN_0"] = made + 0.5
+    refused(lambda: Graph.from_description(described), "graph", "description")
 
 
 # ---- floats of 8 bits ------------------------------------------------------------------------------------------------

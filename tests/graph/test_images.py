@@ -115,12 +115,12 @@ def held_statistics(p: Images) -> Tensor:
 
 
 def normalised(p: Images) -> Tensor:
-    y = p.g.layernorm("INFERENCE", p.image("x", X), p.each("s", 6), p.each("b", 6), 1e-3, name="norm")
+    y = p.g.layernorm("INFERENCE", p.image("x", X), p.each("s", 6), p.each("b", 6), 1e-3, name="norm")[0]
     return p.g.relu(y, name="relu")
 
 
 def quantised(p: Images) -> Tensor:
-    y = p.g.rmsnorm("INFERENCE", p.image("x", X), p.each("s", 6), epsilon=1e-3, name="norm")
+    y = p.g.rmsnorm("INFERENCE", p.image("x", X), p.each("s", 6), epsilon=1e-3, name="norm")[0]
     return p.g.scale(y, 8.0, name="by").set_data_type("float8_e4m3fn")
 
 

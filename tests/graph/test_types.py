@@ -129,7 +129,7 @@ def test_numbers_that_are_known_are_those_of_their_dtype(dtype: str, by_value: b
     how: dict[str, Any] = {"is_pass_by_value": True, "name": "epsilon"}
     epsilon = g.tensor((1,), data_type=dtype, **how) if by_value else g.tensor_scalar(1e-3, dtype)
     x, scale = g.tensor((5, 4), name="x"), g.tensor((1, 4), name="scale")
-    y = g.rmsnorm("INFERENCE", x, scale, epsilon=epsilon).set_output(True)
+    y = g.rmsnorm("INFERENCE", x, scale, epsilon=epsilon)[0].set_output(True)
     values = np.full((5, 4), 1e-3, np.float32)
     arrays: dict[Any, Any] = {"x": values, "scale": np.ones((1, 4), np.float32)}
     found = g.plan()({**arrays, "epsilon": 1e-3} if by_value else arrays)[y]

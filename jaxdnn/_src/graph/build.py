@@ -409,9 +409,7 @@ class Operations(Methods):
         self._check_name("node", known["name"])
         if op not in KINDS:
             raise GraphError("graph", "op", f"one of {', '.join(KINDS)}", op)
-        inputs, outputs = (
-            {port: find(int(uid)) for port, uid in known[side].items()} for side in ("inputs", "outputs")
-        )
+        inputs, outputs = ({port: find(uid) for port, uid in known[side].items()} for side in ("inputs", "outputs"))
         attributes = {key: _frozen(_number(value)) for key, value in known["attributes"].items()}
         where = f"node {known['name']!r} ({op})"
         compute = dtype_of(where, "compute_data_type", known["compute_data_type"], COMPUTE)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdnn._src.graph.errors import GraphError, flag
-from jaxdnn._src.graph.methods_pointwise import Operand
+from jaxdnn._src.graph.methods_pointwise import Operand, by_place
 from jaxdnn._src.graph.tensors import Tensor
 
 ScoreMod = Callable[[Any, Tensor], Tensor]
@@ -68,14 +68,17 @@ class Attention:
             query and the key. What it reads besides is of sizes that are 1 or those of the scores, or a number.
 
         Returns:
-          O (B, H, S, D'), or O and Stats (B, H, S, 1), the logarithm of the softmax's denominator.
+          O (B, H, S, D') and Stats (B, H, S, 1), the logarithm of the softmax's denominator, None where it is not
+          generated.
         """
         masks = (use_alibi_mask, use_padding_mask, use_causal_mask, use_causal_mask_bottom_right, sliding_window_length)
         how, seeds = _masks(*masks, diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound, dropout)
         inputs = {"q": q, "k": k, "v": v, "attn_scale": attn_scale, "bias": bias, "seq_len_q": seq_len_q}
         inputs = {**inputs, "seq_len_kv": seq_len_kv, "sink_token": sink_token, **seeds}
-        outputs = ("O", "Stats") if _with_stats(is_inference, generate_stats) else ("O",)
-        return self._node("sdpa", inputs, outputs, how, compute_data_type, name, score_mod)
+        ports = ("O", "Stats")
+        asked = ports if _with_stats(is_inference, generate_stats) else ports[:1]
+        made = self._node("sdpa", inputs, asked, how, compute_data_type, name, score_mod)
+        return by_place(ports, asked, made)
 
     def sdpa_fp8(
         self,

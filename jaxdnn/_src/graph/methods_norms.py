@@ -8,8 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdnn._src.graph.errors import flag
-from jaxdnn._src.graph.methods_pointwise import Operand
+from jaxdnn._src.graph.methods_pointwise import Operand, by_place
 from jaxdnn._src.graph.tensors import Tensor
+
+STATISTICS = ("Y", "MEAN", "INV_VARIANCE")
+RUNNING = ("NEXT_RUNNING_MEAN", "NEXT_RUNNING_VAR")
+GRADIENTS = ("DX", "DSCALE", "DBIAS")
 
 
 class Norms:
@@ -40,13 +44,14 @@ class Norms:
           compute_data_type, name: the node's; the results are called `name::Y` and so on.
 
         Returns:
-          Y, MEAN, INV_VARIANCE = 1 / √(variance + epsilon), and with running statistics NEXT_RUNNING_MEAN and
-          NEXT_RUNNING_VAR; all but Y (1, C, 1, ...) in float32.
+          Y, MEAN, INV_VARIANCE = 1 / √(variance + epsilon), NEXT_RUNNING_MEAN and NEXT_RUNNING_VAR, which are None
+          without running statistics; all but Y (1, C, 1, ...) in float32.
         """
         inputs = {"input": input, "scale": scale, "bias": bias, "in_running_mean": in_running_mean}
         inputs = {**inputs, "in_running_var": in_running_var, "epsilon": epsilon, "momentum": momentum}
-        running = ("NEXT_RUNNING_MEAN", "NEXT_RUNNING_VAR") if momentum is not None else ()
-        return self._node("batchnorm", inputs, ("Y", "MEAN", "INV_VARIANCE", *running), {}, compute_data_type, name)
+        asked = (*STATISTICS, *(RUNNING if momentum is not None else ()))
+        made = self._node("batchnorm", inputs, asked, {}, compute_data_type, name)
+        return by_place((*STATISTICS, *RUNNING), asked, made)
 
     def batchnorm_inference(
         self,
@@ -98,8 +103,8 @@ class Norms:
           compute_data_type, name: the node's; the results are called `name::Y` and so on.
 
         Returns:
-          Y; in phase TRAINING also MEAN and INV_VARIANCE = 1 / √(variance + epsilon), with 1 along the normalised axes,
-          in float32.
+          Y, MEAN and INV_VARIANCE = 1 / √(variance + epsilon). The last two have 1 along the normalised axes, are in
+          float32, and are None in phase INFERENCE.
         """
         return self._forward(
             "layernorm", norm_forward_phase, True, input, scale, bias, epsilon, compute_data_type, name
@@ -147,7 +152,7 @@ class Norms:
     ) -> Any:
         """Y = x INV_VARIANCE scale + bias, with INV_VARIANCE = 1 / √(mean x^2 + epsilon) over the axes of `layernorm`.
 
-        Arguments as of `layernorm`; no bias is 0. Returns Y; in phase TRAINING also INV_VARIANCE.
+        Arguments as of `layernorm`; no bias is 0. Returns Y and INV_VARIANCE, which is None in phase INFERENCE.
         """
         return self._forward("rmsnorm", norm_forward_phase, False, input, scale, bias, epsilon, compute_data_type, name)
 
@@ -200,11 +205,12 @@ class Norms:
         compute_data_type: Any = None,
         name: str = "",
     ) -> tuple[Tensor, ...]:
-        """DX, DSCALE and, with has_dbias, DBIAS of `rmsnorm`."""
+        """DX, DSCALE and DBIAS of `rmsnorm`; without has_dbias the last is None."""
         inputs = {"grad": grad, "input": input, "scale": scale, "inv_variance": inv_variance}
         with_bias = flag("node of rmsnorm_backward", "has_dbias", has_dbias)
-        outputs = ("DX", "DSCALE", "DBIAS") if with_bias else ("DX", "DSCALE")
-        return self._node("rmsnorm_backward", inputs, outputs, {}, compute_data_type, name)
+        asked = GRADIENTS if with_bias else GRADIENTS[:2]
+        made = self._node("rmsnorm_backward", inputs, asked, {}, compute_data_type, name)
+        return by_place(GRADIENTS, asked, made)
 
     def _forward(
         self,
@@ -220,8 +226,10 @@ class Norms:
     ) -> Any:
         inputs = {"input": input, "scale": scale, "bias": bias, "epsilon": epsilon}
         trained = isinstance(phase, str) and phase == "TRAINING"
-        statistics = (("MEAN",) if mean else ()) + ("INV_VARIANCE",) if trained else ()
-        return self._node(op, inputs, ("Y", *statistics), {"norm_forward_phase": phase}, compute, name)
+        ports = STATISTICS if mean else (STATISTICS[0], STATISTICS[2])
+        asked = ports if trained else ports[:1]
+        made = self._node(op, inputs, asked, {"norm_forward_phase": phase}, compute, name)
+        return by_place(ports, asked, made)
 
     def _backward(
         self,
@@ -235,7 +243,7 @@ class Norms:
         name: str,
     ) -> Any:
         inputs = {"grad": grad, "input": input, "scale": scale, "mean": mean, "inv_variance": inv_variance}
-        return self._node(op, inputs, ("DX", "DSCALE", "DBIAS"), {}, compute, name)
+        return self._node(op, inputs, GRADIENTS, {}, compute, name)
 
     def genstats(self, input: Tensor, compute_data_type: Any = None, name: str = "") -> tuple[Tensor, Tensor]:
         """SUM = Σ x and SQ_SUM = Σ x^2 of every channel of (N, C, spatial...): (1, C, 1, ...) in float32."""
@@ -261,14 +269,15 @@ class Norms:
         sq_sum / accum_count - mean^2; running statistics and epsilon as in `batchnorm`.
 
         Returns:
-          EQ_SCALE, EQ_BIAS, MEAN, INV_VARIANCE, and with running statistics NEXT_RUNNING_MEAN, NEXT_RUNNING_VAR, all of
-          the sizes of sum, (1, C, 1, ...), in float32.
+          EQ_SCALE, EQ_BIAS, MEAN, INV_VARIANCE, NEXT_RUNNING_MEAN and NEXT_RUNNING_VAR, which are None without running
+          statistics; all of the sizes of sum, (1, C, 1, ...), in float32.
         """
         inputs = {"sum": sum, "sq_sum": sq_sum, "scale": scale, "bias": bias, "input_running_mean": input_running_mean}
         inputs = {**inputs, "input_running_var": input_running_var, "epsilon": epsilon, "momentum": momentum}
-        running = ("NEXT_RUNNING_MEAN", "NEXT_RUNNING_VAR") if momentum is not None else ()
-        outputs = ("EQ_SCALE", "EQ_BIAS", "MEAN", "INV_VARIANCE", *running)
-        return self._node("bn_finalize", {**inputs, "accum_count": accum_count}, outputs, {}, compute_data_type, name)
+        ports = ("EQ_SCALE", "EQ_BIAS", *STATISTICS[1:], *RUNNING)
+        asked = ports if momentum is not None else ports[:4]
+        made = self._node("bn_finalize", {**inputs, "accum_count": accum_count}, asked, {}, compute_data_type, name)
+        return by_place(ports, asked, made)
 
     def bn_finalize_inference(
         self,

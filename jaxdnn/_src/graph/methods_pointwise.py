@@ -10,6 +10,12 @@ from jaxdnn._src.graph.tensors import Tensor
 Operand = Tensor | float | int
 
 
+def by_place(ports: tuple[str, ...], asked: tuple[str, ...], made: Any) -> tuple[Any, ...]:
+    """What a node made of the ports that were asked for, with None at the places of the others."""
+    found = dict(zip(asked, made if isinstance(made, tuple) else (made,), strict=True))
+    return tuple(found.get(port) for port in ports)
+
+
 def method(mode: str, operands: str, formula: str, **parameters: Any) -> Callable[..., Tensor]:
     """A method that makes a node of a mode, with operands and then parameters by cudnn-frontend's names."""
     names, kind = operands.split(), inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -45,7 +45,12 @@ class Body:
     def ordered(self) -> Iterable[Node]:
         makers = {tensor: node for node in self.nodes for tensor in node.outputs.values()}
         after = {node: {makers[t] for t in node.inputs.values() if t in makers} for node in self.nodes}
-        return graphlib.TopologicalSorter(after).static_order()
+        try:
+            return [*graphlib.TopologicalSorter(after).static_order()]
+        except graphlib.CycleError as error:
+            node = next(one for one in error.args[1] if isinstance(one, Node))
+            expected = "made by nodes that do not read its own results"
+            raise GraphError(node.where, "inputs", expected, node.name) from error
 
 
 def captured(graph: Any, where: str, name: str, function: Any) -> Body:

@@ -179,7 +179,7 @@ def _batch(
     if len(kept) != 1 or 0 in kept or not 3 <= rank <= 5 or set(given) != {"scale", "bias"} or not spec.centred:
         return None
     order = [0, *kept, *(axis for axis in axes if axis)]
-    y, mean, rstd = tracing.g.batchnorm(
+    y, mean, rstd, *_ = tracing.g.batchnorm(
         tracing.operand(x, order),
         *(tracing.operand(given[name], order) for name in ("scale", "bias")),
         epsilon=float(spec.eps),
@@ -208,9 +208,8 @@ def _rows(
     how |= {"epsilon": float(spec.eps), "compute_data_type": spec.accumulate.name}
     make = tracing.g.layernorm if spec.centred else tracing.g.rmsnorm
     found = make(phase, tracing.operand(x, order), **how)
-    found = list(found) if isinstance(found, tuple) else [found]
-    tensors = [*found[:1], *([] if spec.centred or len(found) == 1 else [None]), *found[1:]]
-    return _results(tracing, eqn, [*tensors, *[None] * (4 - len(tensors))], order)
+    y, mean, rstd = found if spec.centred else (found[0], None, found[1])
+    return _results(tracing, eqn, [y, mean, rstd, None], order)
 
 
 def _formula(
@@ -286,8 +285,7 @@ def _attention(tracing: Tracing, eqn: Any, values: Sequence[Value]) -> list[Valu
     bias = tracing.operand(given["bias"], [0, 1, 2, 3]) if given else None
     stats = len(eqn.outvars) > 1 and tracing.is_read(eqn.outvars[1])
     q, k, v = (tracing.operand(t, order) for t in (q, k, v))
-    found = tracing.g.sdpa(q, k, v, bias=bias, generate_stats=stats, **how)
-    y, lse = found if stats else (found, None)
+    y, lse = tracing.g.sdpa(q, k, v, bias=bias, generate_stats=stats, **how)
     results = [tracing.value(tracing.made(y, [shape[axis] for axis in order], dtype), order, shape, dtype)]
     if len(eqn.outvars) == 1:
         return results
