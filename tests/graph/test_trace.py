@@ -81,6 +81,27 @@ def mlp(params: Any, x: Any) -> Any:
     return {"logits": x @ params["last"].T}
 
 
+HEADS = (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6)
+
+
+def scored(q: Any, k: Any, v: Any, c: Any) -> Any:
+    """A function of scores, of their places, and of a number that it takes or captures; heads before queries."""
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any, by: Any) -> Any:
+        return jnp.where((i >= j) | (j < 2), jnp.sin(s) * by - 0.25 * abs(i - j).astype(s.dtype) + c[0], -jnp.inf)
+
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    return dnn.attention(q, k, v, layout="BNTH", score_fn=function, score_arrays=(c[1],))
+
+
+def of_heads(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s * (b + 1).astype(s.dtype) / (h + 2).astype(s.dtype)
+
+
+def near(q: Any) -> Any:
+    return q[:1, :, :, :1].swapaxes(1, 2)
+
+
 def batch(x: Any, s: Any, b: Any, r: Any) -> Any:
     return dnn.batch_norm(x, scale=s, bias=b, residual=r, activation="relu", eps=0.5)[:3]
 
@@ -123,6 +144,10 @@ FUNCTIONS: list[tuple[Callable[..., Any], list[Any], tuple[tuple[str, ...], ...]
     (heads, numbers((2, 8, 8), (8, 24)), ()),
     (masked_softmax, numbers((2, 5, 3), (2, 4, 3)), ()),
     (lambda q, k: dnn.attention(q, k, k, window=(2, 1), scale=0.5), numbers((2, 5, 2, 8), (2, 5, 2, 8)), ()),
+    (scored, numbers(*HEADS, (4,)), ()),
+    (lambda q, k, v, s: dnn.attention(q, k, v, alibi_slopes=s, bias=near(q), softcap=2.0), numbers(*HEADS, (4,)), ()),
+    (lambda q, k, v: dnn.attention(q, k, v, score_fn=of_heads), numbers(*HEADS), ()),
+    (lambda q, k, v, s: dnn.attention(q, k, v, sinks=s, causal=True), numbers(*HEADS, (4,)), ()),
     (lambda a, b: a[:, None] * b[None] + a.sum(), numbers((3,), (4,)), ()),
     (gradient, numbers(FILTER, X), ()),
     (image_gradient, numbers(X, FILTER), ()),
@@ -161,6 +186,30 @@ def test_a_graph_computes_its_function(number: int):
         for tensor in graph.outputs():
             size = np.abs(named[tensor.name]).max()
             assert np.abs(np.asarray(found[tensor], np.float64) - named[tensor.name]).max() <= 1e-5 * size
+
+
+SCORED: list[tuple[Callable[..., Any], str]] = [
+    (lambda s, b, h, i, j: 3 * jnp.tanh(s / 3), "softcap"),
+    (lambda s, b, h, i, j: s - 0.25 * abs(i - j).astype(s.dtype), "bias"),
+    (lambda s, b, h, i, j: s + jnp.exp2(-h.astype(s.dtype)) * (j - i).astype(s.dtype), "alibi_slopes"),
+    (lambda s, b, h, i, j: jnp.where(i >= j, s, -jnp.inf), "causal"),
+    (lambda s, b, h, i, j: jnp.where((j < 2) | (i >= j), s, -jnp.inf), "mask"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SCORED)))
+def test_a_traced_function_of_scores_is_given_as_options(number: int):
+    """So that kernels serve in the graph what they do not serve in the function; lengths are traced too."""
+    function, named = SCORED[number]
+    lengths = [np.array(n, np.int32) for n in ((5, 3), (4, 7))]
+    how = lambda m, n: {"query_lengths": m, "key_lengths": n}
+    attend = lambda q, k, v, m, n: dnn.attention(q, k, v, score_fn=function, **how(m, n))
+    arrays = [*numbers(*HEADS), *lengths]
+    graph, given = traced(attend, *arrays)
+    plan = graph.plan()
+    assert plan.parts[-1].notes == (f"score_mod is given as {named}",)
+    (found,) = plan(given).values()
+    np.testing.assert_allclose(found, attend(*arrays), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -386,9 +435,14 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
         "that a graph has a node for",
     ),
     (
-        lambda x: dnn.attention(*[x.reshape(1, 3, 1, 4)] * 3, score_fn=lambda s, *_: jnp.sin(s)),
+        lambda x: dnn.attention(*[x.reshape(1, 3, 1, 4)] * 3, score_fn=lambda s, b, h, i, j: s * x[0][j]),
+        "gather",
+        "that a graph has a node for",
+    ),
+    (
+        lambda x: dnn.attention(*[x.reshape(1, 3, 1, 4)] * 3, mask=x[None, None, :, :3] > 0),
         "jaxdnn_attention",
-        "of attention without score",
+        "of attention with no more than a bias, slopes, sinks and lengths of queries and keys, not mask",
     ),
     (lambda x: (jax.debug.print("{}", x), x + 1)[1], "debug_print", "that a graph has a node for"),
 ]

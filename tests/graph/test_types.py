@@ -137,6 +137,15 @@ def test_numbers_that_are_known_are_those_of_their_dtype(dtype: str, by_value: b
     np.testing.assert_allclose(found, values / np.sqrt(1e-6 + known), rtol=1e-6)
 
 
+def test_numbers_of_float64_are_float64():
+    """Of a node that computes in float64 a Python number is rounded no further."""
+    types = dict.fromkeys(("io_data_type", "intermediate_data_type", "compute_data_type"), "float64")
+    with jax.enable_x64(True):
+        g = Graph("wide", **types)
+        y = g.mul(g.tensor((2,), name="x"), 0.1).set_output(True)
+        np.testing.assert_array_equal(g.plan()({"x": np.array([1.0, 3.0])})[y], [0.1, 3 * 0.1])
+
+
 @pytest.mark.parametrize("slope", [-1.0, 0.5, 2.0])
 def test_a_slope_may_be_any_number(slope: float):
     g = Graph(io_data_type="float32")

@@ -56,7 +56,7 @@ class Score:
         lead = x.ndim - 3
         given = [arrays[name] for name in self.order]
         none = (None,) * len(given)
-        run: Callable[..., Any] = self._of_one
+        run: Callable[..., Any] = self.of_one
         for mapped in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
             run = jax.vmap(run, (0, *mapped, *none))
         for axis in reversed(range(lead)):
@@ -65,7 +65,7 @@ class Score:
             run = jax.vmap(run, (0, 0 if axis == lead - 1 else None, None, None, None, *own))
         return run(x, *places, *given)
 
-    def _of_one(self, score: Array, *others: Array) -> Array:
+    def of_one(self, score: Array, *others: Array) -> Array:
         count = 4 + self.passed
         (found,) = eval_jaxpr(self.jaxpr, others[count:], score, *others[:count])
         return found.astype(score.dtype)

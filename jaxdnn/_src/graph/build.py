@@ -179,12 +179,12 @@ class Operations(Methods):
         where = f"node {name!r} ({op})"
         body = None if score_mod is None else score.captured(self, where, name, score_mod)
         inputs = {**inputs, **(body.reads if body else {})}
-        found = {port: self._operand(where, port, v) for port, v in inputs.items() if v is not None}
         compute = (
             self.compute_data_type
             if compute_data_type is None
             else dtype_of(where, "compute_data_type", compute_data_type, COMPUTE)
         )
+        found = {port: self._operand(where, port, v, compute) for port, v in inputs.items() if v is not None}
         results = {port: self._tensor(f"{name}::{port}", None, is_virtual=True) for port in outputs}
         given = {key: _known(where, key, value) for key, value in (attributes or {}).items()}
         self.nodes.append(Node(name, op, found, results, {**KINDS[op].attributes, **given}, compute, body=body))
@@ -197,9 +197,10 @@ class Operations(Methods):
         self._check_name("node", "" if name is None else name)
         return name or f"{op}_{len(self.nodes)}"
 
-    def _operand(self, where: str, port: str, value: Any) -> Tensor:
+    def _operand(self, where: str, port: str, value: Any, compute: str) -> Tensor:
         if isinstance(value, int | float | np.number) and not isinstance(value, bool):
-            return self.tensor_scalar(value)
+            wide = compute == "float64" and not isinstance(value, int | np.integer)
+            return self.tensor_scalar(value, compute if wide else None)
         if not isinstance(value, Tensor):
             raise GraphError(where, port, "a tensor or a number", value)
         if self.tensors.get(value.uid) is not value:

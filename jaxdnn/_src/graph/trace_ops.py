@@ -1,9 +1,12 @@
 """The nodes of jaxdnn's primitives."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from jaxdnn._src.attention.spec import operands_of
 from jaxdnn._src.conv.geometry import Products
 from jaxdnn._src.graph.trace_lax import reduction, result
 from jaxdnn._src.graph.tracing import Refused, Tracing, Value, primitive
@@ -269,20 +272,31 @@ def _pool(tracing: Tracing, eqn: Any, values: Sequence[Value]) -> list[Value]:
 @primitive("jaxdnn_attention")
 def _attention(tracing: Tracing, eqn: Any, values: Sequence[Value]) -> list[Value]:
     spec, (shape, dtype) = eqn.params["spec"], result(eqn)
-    q, k, v, *others = values
-    given = dict(zip(spec.given, others, strict=True))
-    if not set(given) <= {"bias"}:
-        raise Refused(f"of attention with no more than a bias, not {', '.join(set(given) - {'bias'})}")
-    for name, plain in {"dropout": None, "score": None, "diagonal": False, "maximum": False}.items():
+    given = dict(zip(operands_of("attention", spec), values, strict=True))
+    q, k, v = (given.pop(name) for name in "qkv")
+    of_score = {name: given.pop(name) for name in (spec.score.order if spec.score else ())}
+    known = {"bias", "alibi_slopes", "sinks", "query_lengths", "key_lengths"}
+    if not set(given) <= known or ("query_lengths" in given) != ("key_lengths" in given):
+        words = "a bias, slopes, sinks and lengths of queries and keys"
+        raise Refused(f"of attention with no more than {words}, not {', '.join(given)}")
+    for name, plain in {"dropout": None, "diagonal": False, "maximum": False}.items():
         if getattr(spec, name) != plain:
             raise Refused(f"of attention without {name}")
     order = [0, 1, 2, 3] if spec.heads_first else [0, 2, 1, 3]
     how: dict[str, Any] = {"attn_scale": float(spec.scale), "diagonal_band_right_bound": spec.right}
     how["diagonal_band_left_bound"] = None if spec.left is None else spec.left + 1  # cuDNN counts the diagonal
     how["diagonal_alignment"] = "BOTTOM_RIGHT" if spec.bottom_right else "TOP_LEFT"
-    if (cap := spec.softcap) is not None:
-        how["score_mod"] = lambda g, s: g.mul(g.tanh(g.div(s, cap)), cap)
-    bias = tracing.operand(given["bias"], [0, 1, 2, 3]) if given else None
+    if "sinks" in given:
+        how["sink_token"] = tracing.operand(given["sinks"], [0, 1, None, None])
+    if "query_lengths" in given:
+        lengths = {"seq_len_q": given["query_lengths"], "seq_len_kv": given["key_lengths"]}
+        how |= {"use_padding_mask": True} | {n: tracing.operand(v, [0, None, None, None]) for n, v in lengths.items()}
+    wide, slopes = "float64" if q.dtype == "float64" else "float32", given.get("alibi_slopes")
+    how["compute_data_type"] = wide
+    if spec.softcap is not None or spec.score or "alibi_slopes" in given:
+        sizes = (q.shape[order[0]], q.shape[order[1]], q.shape[order[2]], k.shape[order[2]])
+        how["score_mod"] = lambda g, s: _of_scores(tracing, spec, s, sizes, wide, of_score, slopes)
+    bias = tracing.operand(given["bias"], [0, 1, 2, 3]) if "bias" in given else None
     stats = len(eqn.outvars) > 1 and tracing.is_read(eqn.outvars[1])
     q, k, v = (tracing.operand(t, order) for t in (q, k, v))
     y, lse = tracing.g.sdpa(q, k, v, bias=bias, generate_stats=stats, **how)
@@ -295,6 +309,42 @@ def _attention(tracing: Tracing, eqn: Any, values: Sequence[Value]) -> list[Valu
     heads = [0, 1, 2] if spec.heads_first else [0, 2, 1]
     made = tracing.made(lse, [*(sizes[axis] for axis in heads), 1], of)
     return [*results, tracing.value(made, [*heads, None], sizes, of)]
+
+
+def _of_scores(
+    tracing: Tracing,
+    spec: Any,
+    scores: Any,
+    sizes: tuple[int, ...],
+    wide: str,
+    arrays: Mapping[str, Value],
+    slopes: Value | None,
+) -> Any:
+    """What is done to the scores before the bias: the cap, the function, mapped over all of them, and ALiBi."""
+    tracing.dims[scores.uid] = sizes
+    x = Value(scores, (0, 1, 2, 3), sizes, wide)
+
+    def place(axis: int) -> Value:
+        made = tracing.made(tracing.g.gen_index(scores, axis, compute_data_type="int32"), sizes, "int32")
+        return Value(made, (0, 1, 2, 3), sizes, "int32")
+
+    if spec.softcap is not None:
+        cap = tracing.constant(spec.softcap, wide)
+        x = tracing.pointwise("TANH_FWD", [tracing.pointwise("DIV", [x, cap], wide)], wide)
+        x = tracing.pointwise("MUL", [x, cap], wide)
+    if spec.score:
+        given = [Value(v.tensor, v.axes[1:], v.shape[1:], v.dtype) for v in (arrays[name] for name in spec.score.order)]
+        run: Any = spec.score.of_one
+        for _ in sizes:
+            run = jax.vmap(run, (0,) * 5 + (None,) * len(given))
+        read = [x, *map(place, range(4)), *given]
+        closed = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in read))
+        (x,) = tracing.run(closed.jaxpr, closed.consts, read)
+    if slopes is not None:
+        apart = tracing.pointwise("SUB", [place(3), place(2)], "int32")
+        of_heads = tracing.lifted(slopes, (0, 1), (*slopes.shape[:1], sizes[1], 1, 1))
+        x = tracing.pointwise("ADD", [x, tracing.pointwise("MUL", [of_heads, apart], wide)], wide)
+    return tracing.arranged(x, [0, 1, 2, 3])
 
 
 @primitive("joined")
