@@ -137,6 +137,27 @@ def test_numbers_that_are_known_are_those_of_their_dtype(dtype: str, by_value: b
     np.testing.assert_allclose(found, values / np.sqrt(1e-6 + known), rtol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["gelu", "matmul", "reduction"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_what_reads_an_output_reads_what_was_written(dtype: str, op: str):
+    """Bit for bit; and the program says so, for compilers may leave out a conversion and back."""
+    g = Graph("again", io_data_type="float32")
+    x = g.tensor((2, 8, 8), name="x")
+    y = {"gelu": lambda: g.gelu(x), "matmul": lambda: g.matmul(x, x), "reduction": lambda: g.reduction(x, "ADD")}[op]()
+    y = y.set_output(True).set_data_type(dtype)
+    if op == "reduction":
+        y.set_dim((2, 8, 1))
+    z = g.identity(y).set_output(True).set_data_type("float32")
+    plan, arrays = g.plan("FALLBACK"), {"x": np.random.default_rng(71).standard_normal((2, 8, 8)).astype(np.float32)}
+    found = plan(arrays)
+    np.testing.assert_array_equal(found[y].astype(np.float32), found[z])
+    text = jax.jit(plan.function).lower(arrays["x"]).as_text()
+    assert ("reduce_precision" if dtype == "bfloat16" else "optimization_barrier") in text
+    dx = jax.grad(lambda v: plan({"x": v})[z].sum())(arrays["x"])
+    assert np.isfinite(dx).all()
+    assert np.abs(dx).max() > 0
+
+
 def test_numbers_of_float64_are_float64():
     """Of a node that computes in float64 a Python number is rounded no further."""
     types = dict.fromkeys(("io_data_type", "intermediate_data_type", "compute_data_type"), "float64")

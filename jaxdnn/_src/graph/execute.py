@@ -108,12 +108,18 @@ def evaluate(graph: Operations, steps: Sequence[Step], arrays: Values, numbers: 
 def finished(graph: Operations, made: Mapping[int, Array]) -> dict[int, Array]:
     """What nodes made, as it is held.
 
-    Without a barrier XLA may leave out a conversion to 8 bits or fewer and back (`xla_allow_excess_precision`).
+    XLA may leave out a conversion to a narrow dtype and back (`xla_allow_excess_precision`), so that what reads an
+    output would not read what was written. It leaves out neither a rounding that is asked for by itself, which
+    bfloat16 has, for its exponents are float32's, nor, elsewhere, what stands on both sides of a barrier.
     """
     found = {}
     for uid, array in made.items():
         tensor = graph.tensors[uid]
         found[uid] = array if is_held(tensor) and array.dtype.name in WIDE else rounded(array, numpy_of(tensor))
-        if tensor.data_type in NARROW and graph.readers(tensor):
+        if is_held(tensor) or not graph.readers(tensor):
+            continue
+        if tensor.data_type == "bfloat16" and array.dtype.name in ("bfloat16", "float32"):
+            found[uid] = lax.reduce_precision(array.astype(jnp.float32), 8, 7).astype(jnp.bfloat16)
+        elif tensor.data_type in (*NARROW, "float16"):
             found[uid] = lax.optimization_barrier(found[uid])
     return found
