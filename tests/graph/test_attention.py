@@ -449,6 +449,7 @@ def test_fp8_attention_with_a_function_of_its_scores():
     given = {"one": np.full((1, 1, 1, 1), 0.25, np.float32)}
     graph, arrays = filled(g, np.random.default_rng(56), **given, seq_len_q=few, seq_len_kv=few)
     plan = graph.plan()
+    assert any("descale_q and descale_k are multiplied before" in note for note in plan.parts[-1].notes)
     assert worst(graph, arrays, plan(arrays)) <= 1
     described = plan({**{t.name: arrays[t.uid] for t in graph.inputs()}, "seq_len_q": zeros, "seq_len_kv": zeros})
     assert [float(np.abs(v).max()) for v in described.values()] == [0, 0, 0]

@@ -99,8 +99,7 @@ def slopes(heads: int) -> np.ndarray:
     return np.array(first + [2.0 ** (-4.0 * (2 * j + 1) / near) for j in range(heads - near)])
 
 
-def _options(node: Run, function: bool = False) -> dict[str, Any]:
-    """The options of `attention`; `function` is whether what is done to the scores stays a function of them."""
+def _options(node: Run) -> dict[str, Any]:
     left, right, alignment = (node.derived(name) for name in ("left", "right", "alignment"))
     scale = float(node.static("attn_scale")) if node.has("attn_scale") else 1.0
     options: dict[str, Any] = {"layout": "BNTH", "scale": scale}
@@ -128,7 +127,7 @@ def _options(node: Run, function: bool = False) -> dict[str, Any]:
     if not node.node.body:
         return options
     found = score_options.options_of(node.node)
-    if isinstance(found, str) or function:
+    if isinstance(found, str):
         options["score_fn"], options["score_arrays"] = score.function_of(node)
         return options
     return score_options.given(node, found, options)
@@ -160,9 +159,8 @@ def _fp8(node: Run) -> dict[str, Array]:
     q, k, v = (node.x(port).astype(jnp.bfloat16) for port in ("q", "k", "v"))
     factors = {port: node.wide(port).reshape(()) for port in FACTORS}
     scaled = [node.tensor(port) for port in FACTORS[:2]]
-    known = all(tensor.value is not None for tensor in scaled)
-    options = _options(node, function=not known)
-    if known:
+    options = _options(node)
+    if all(tensor.value is not None for tensor in scaled):
         for tensor in scaled:
             options["scale"] *= float(np.float32(tensor.value))
     else:

@@ -69,6 +69,9 @@ class Found:
 
 def options_of(node: Node) -> Found | str:
     """The options that a node's function of the scores amounts to, or why it is none."""
+    factors = [node.inputs[port] for port in ("descale_q", "descale_k") if port in node.inputs]
+    if any(tensor.value is None for tensor in factors):
+        return "descale_q and descale_k are multiplied before, and are not known"
     try:
         return _Reader(node).read()
     except _NoOptionError as reason:
