@@ -210,7 +210,10 @@ IN_JAX: dict[str, Any] = {
     "reciprocal": lambda v, approximate=False: 1 / v,
     "square_root": jnp.sqrt,
     "narrow": lambda value: value[..., 0],
-    "where": lambda holds, value, other: jnp.where(holds if value.ndim == 2 else holds[..., None], value, other),
+    "where": lambda holds, value, other: jnp.where(
+        holds[..., None] if holds.ndim < jnp.ndim(value) else holds, value, other
+    ),
+    "together": lambda run, references, arrays, returns: run(*references, *arrays),
     "meet": lambda: _meet(lambda: _here.meeting.wait(60)),
     "words": _words,
     "of_words": _of_words,

@@ -3,11 +3,19 @@
 Pallas addresses blocks of arrays, not single elements. So the loads and stores here are Mosaic's own code, as are the
 comparisons of two 16-bit numbers at once, which Mosaic would split. All else is Pallas: an array (warps, lanes) has a
 number for each thread, an array (warps, lanes, elements) a vector.
+
+Pallas takes about 0.2 ms to trace and lower one operation, Mosaic a tenth of that. So what a kernel does often is done
+by functions that `together` makes: Mosaic calls them while it lowers, with its own arrays. These have Python's
+operators as JAX's arrays have them, and every function here takes both, but for those that say otherwise.
 """
 
-from collections.abc import Callable
+import contextvars
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -23,6 +31,7 @@ _KINDS = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}  # of PTX'
 _UNSIGNED = {2: jnp.uint16, 4: jnp.uint32}
 
 
+@ft.cache
 def layout(elements: int) -> Any:
     """Of an array (warps, lanes, elements)."""
     tiling = fa.Tiling(((WARPS, LANES, elements),))
@@ -32,8 +41,60 @@ def layout(elements: int) -> Any:
 ONE = layout(1).reduce((2,))  # of an array (warps, lanes)
 
 
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)  # a function of `together`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """A reference within a function of `together`."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def together(run: Callable[..., Any], references: Sequence[Any], arrays: Any, returns: Any) -> Any:
+    """What a function of references and arrays makes of these, as one operation of Pallas.
+
+    arrays: any number, in lists or tuples, which the function takes as they are. Numbers of Python are constants.
+    returns: arrays of the same shapes and dtypes as the results, or what `like` makes; None if there are none.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    own = [_laid_out(v) for v in leaves]
+    wanted = jax.tree.map(lambda v: _result(v.shape, v.dtype), returns)
+    memory = [(ref.shape, ref.dtype) for ref in references]
+
+    def call(_: Any, *given: Any) -> Any:
+        refs = [_Memory(ref, *of) for ref, of in zip(given[: len(memory)], memory, strict=True)]
+        token = _inside.set(True)
+        try:
+            found = run(*refs, *jax.tree.unflatten(tree, given[len(refs) :]))
+        finally:
+            _inside.reset(token)
+        is_array = lambda v: isinstance(v, mgpu.FragmentedArray)
+        return jax.tree.unflatten(jax.tree.structure(returns), jax.tree.leaves(found, is_leaf=is_array))
+
+    types = (*(plgpu.RefType(()) for _ in references), *map(_layout_of, own))
+    return plgpu.inline_mgpu(arg_types=types, return_type=wanted)(call)(*references, *own)
+
+
+def like(*elements: int) -> Any:
+    """Vectors of float32 that `together` is to return, or without an argument a number for each thread."""
+    return jax.ShapeDtypeStruct((WARPS, LANES, *elements), jnp.float32)
+
+
+@ft.cache
+def _tiled(rank: int, elements: int) -> Any:
+    return tiled(ONE if rank == 2 else layout(elements))
+
+
 def _layout_of(v: Array) -> Any:
-    return tiled(ONE if v.ndim == 2 else layout(v.shape[-1]))
+    return _tiled(len(v.shape), v.shape[-1])
+
+
+def _result(shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of numbers or vectors."""
+    return plgpu.ShapeDtypeStruct(shape, dtype, layout=_tiled(len(shape), shape[-1]))
 
 
 def _laid_out(v: Array) -> Array:
@@ -42,7 +103,7 @@ def _laid_out(v: Array) -> Array:
     Where an array's numbers are known to be the same (the remainders by one; whether these are below a bound), Mosaic
     keeps one of them, in a layout that is taken neither by code of Mosaic's own nor by a broadcast.
     """
-    return plgpu.layout_cast(v, _layout_of(v))
+    return v if _inside.get() else plgpu.layout_cast(v, _layout_of(v))
 
 
 def _inline(references: int = 0, returns: Any = None) -> Any:
@@ -50,6 +111,8 @@ def _inline(references: int = 0, returns: Any = None) -> Any:
 
     def decorate(run: Callable[..., Any]) -> Any:
         def call(*given: Any) -> Any:
+            if _inside.get():
+                return run(None, *(v.value if isinstance(v, _Memory) else v for v in given))
             arrays = [_laid_out(v) for v in given[references:]]
             types = (*(plgpu.RefType(()) for _ in given[:references]), *map(_layout_of, arrays))
             return plgpu.inline_mgpu(arg_types=types, return_type=returns)(run)(*given[:references], *arrays)
@@ -61,50 +124,96 @@ def _inline(references: int = 0, returns: Any = None) -> Any:
 
 def numbers(first: Any) -> Array:
     """The number of each thread, of which the warpgroup's first thread has `first`."""
-    iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (WARPS, LANES), axis, layout=tiled(ONE))
+    iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, (WARPS, LANES), axis, layout=_tiled(2, LANES))
     return iota(0) * LANES + iota(1) + first
 
 
-def divided(n: Array, by: int) -> tuple[Array, Array]:
+def divided(n: Any, by: int) -> tuple[Any, Any]:
     """The quotients and the remainders of numbers that are not negative."""
     if by == 1:
-        return n, jnp.zeros_like(n)
+        return n, one(0, jnp.int32) if _inside.get() else jnp.zeros_like(n)
+    if _inside.get():
+        unsigned = n.astype(n.mlir_dtype, is_signed=False)
+        quotient = unsigned.trunc_div(by)
+        signed = lambda v: v.astype(n.mlir_dtype, is_signed=True)
+        return signed(quotient), signed(unsigned - quotient * by)
     unsigned = n.astype(jnp.uint32)
     quotient = lax.div(unsigned, jnp.uint32(by))
     return quotient.astype(n.dtype), (unsigned - quotient * jnp.uint32(by)).astype(n.dtype)
 
 
-def wide(value: Array, elements: int) -> Array:
+def wide(value: Any, elements: int) -> Any:
     """A number of each thread for all elements of its vector."""
+    if _inside.get():
+        return value.broadcast_in_dim((WARPS, LANES, elements), (0, 1), layout(elements))
     return _laid_out(lax.broadcast_in_dim(_laid_out(value), (WARPS, LANES, elements), (0, 1)))
 
 
-def narrow(value: Array) -> Array:
+def narrow(value: Any) -> Any:
     """The number of each thread whose vector has only this one."""
-    return jnp.sum(value, 2)
+    return value.reduce("add", 2) if _inside.get() else jnp.sum(value, 2)
 
 
-def where(holds: Array, value: Array, other: Any) -> Array:
-    """The vectors, or numbers, of the threads for which `holds` does; of the others those of `other`, or one number."""
-    if value.ndim == 2:
+def where(holds: Any, value: Any, other: Any) -> Any:
+    """The vectors, or numbers, of the threads for which `holds` does; of the others those of `other`, or one number.
+
+    `holds` may be one of each element too.
+    """
+    if len(holds.shape) < len(getattr(value, "shape", ())):
+        holds = wide(_bit(holds), value.shape[-1]) > 0
+    if not _inside.get():
         return jnp.where(holds, value, other)
-    return jnp.where(wide(jnp.where(holds, 1, 0), value.shape[-1]) > 0, value, other)
+    is_array = lambda v: isinstance(v, mgpu.FragmentedArray)
+    kind = next((v.mlir_dtype for v in (value, other) if is_array(v)), None)
+    return holds.select(*(v if is_array(v) else _splat(v, holds.shape, kind) for v in (value, other)))
+
+
+def _bit(holds: Any) -> Any:
+    """1 where it holds, elsewhere 0."""
+    if not _inside.get():
+        return jnp.where(holds, 1, 0)
+    found = where(holds, 1, 0)
+    return found.astype(found.mlir_dtype, is_signed=False)  # as Pallas has it, to be compared as such
+
+
+def _splat(value: float | int, shape: tuple[int, ...], kind: Any = None) -> Any:
+    """Within Mosaic's code an array of one number, in a type of MLIR or in that of 32 bits."""
+    is_integer = isinstance(value, int) if kind is None else isinstance(kind, ir.IntegerType)
+    if kind is None:
+        kind = ir.IntegerType.get_signless(32) if is_integer else ir.F32Type.get()
+    of = ONE if len(shape) == 2 else layout(shape[-1])
+    signed = True if is_integer else None
+    return mgpu.FragmentedArray.splat(mgpu_utils.c(value, kind), shape, of, is_signed=signed)
+
+
+def at_least(value: Any, least: Any) -> Any:
+    """The larger one of each number and one number."""
+    return value.max(least) if _inside.get() else lax.max(value, jnp.array(least, value.dtype))
+
+
+def at_most(value: Any, most: Any) -> Any:
+    """The smaller one of each number and one number."""
+    return value.min(most) if _inside.get() else lax.min(value, jnp.array(most, value.dtype))
 
 
 def full(value: Any, elements: int, dtype: Any) -> Array:
     """Vectors of one number."""
+    if _inside.get():
+        return _splat(value, (WARPS, LANES, elements), mgpu_utils.dtype_to_ir_type(jnp.dtype(dtype)))
     return _laid_out(jnp.full((WARPS, LANES, elements), value, dtype))
 
 
 def one(value: Any, dtype: Any) -> Array:
     """The same number for each thread."""
+    if _inside.get():
+        return _splat(value, (WARPS, LANES), mgpu_utils.dtype_to_ir_type(jnp.dtype(dtype)))
     return _laid_out(jnp.full((WARPS, LANES), value, dtype))
 
 
 def positions(elements: int) -> Array:
     """The number of each element within its vector."""
     shape = (WARPS, LANES, elements)
-    return plgpu.broadcasted_iota(jnp.int32, shape, 2, layout=tiled(layout(elements)))
+    return plgpu.broadcasted_iota(jnp.int32, shape, 2, layout=_tiled(3, elements))
 
 
 def load(ref: Any, number: Array, when: Array | None = None, plus: int = 0) -> Array:
@@ -210,7 +319,7 @@ def entries(ref: Any, index: Array, plus: int = 0) -> Array:
 
     plus: a constant that is added to the numbers.
     """
-    result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=_layout_of(index))
+    result = _result(index.shape, ref.dtype)
 
     @_inline(1, result)
     def run(_: Any, ref: Any, index: Any) -> Any:
@@ -234,10 +343,14 @@ def put(ref: Any, index: Array, value: Array, plus: int = 0) -> None:
     run(ref, value, index)
 
 
-def float32(v: Array) -> Array:
+def float32(v: Any) -> Any:
     """Floats in float32. Of bfloat16 Mosaic takes three instructions for two numbers, and this two."""
     elements = v.shape[-1]
-    if v.dtype != jnp.bfloat16:
+    if _inside.get():
+        f32 = ir.F32Type.get()
+        if v.mlir_dtype != mgpu_utils.dtype_to_ir_type(jnp.bfloat16):
+            return v if v.mlir_dtype == f32 else v.astype(f32)
+    elif v.dtype != jnp.bfloat16:
         return v.astype(jnp.float32)
 
     @_inline(returns=_vectors(elements, jnp.float32))
@@ -358,13 +471,13 @@ def log2(v: Array) -> Array:
 
 def _floats(code: str, *operands: Array) -> Array:
     """What PTX makes of float32 numbers: of each thread's, or of each element of its vector."""
-    return _words(code, "=r", operands, jnp.float32) if operands[0].ndim == 3 else _of_threads(code, *operands)
+    return _words(code, "=r", operands, jnp.float32) if len(operands[0].shape) == 3 else _of_threads(code, *operands)
 
 
 def _of_threads(code: str, *operands: Array) -> Array:
     """What PTX makes of a float32 number of each thread."""
 
-    @_inline(returns=plgpu.ShapeDtypeStruct((WARPS, LANES), jnp.float32, layout=tiled(ONE)))
+    @_inline(returns=_result((WARPS, LANES), jnp.float32))
     def run(_: Any, *values: Any) -> Any:
         constraints = ",".join(["=f", *["f"] * len(values)])
         found = _inline_asm(ir.F32Type.get(), [_own(v) for v in values], code, constraints)
@@ -425,7 +538,7 @@ def _effect(code: str, operands: list[Any], constraints: str) -> None:
 
 def _vectors(elements: int, dtype: Any) -> Any:
     """The type of vectors."""
-    return plgpu.ShapeDtypeStruct((WARPS, LANES, elements), dtype, layout=tiled(layout(elements)))
+    return _result((WARPS, LANES, elements), dtype)
 
 
 def _array(register: Any, dtype: Any) -> Any:

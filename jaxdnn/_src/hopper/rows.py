@@ -249,9 +249,16 @@ def layout(shape: tuple[int, ...], warps: int = 0) -> Any:
     return fa.TiledLayout(tiling, wide[:2], wide[2:], -1, _check_canonical=False).canonicalize()
 
 
+@ft.cache
 def tiled(of: Any) -> Any:
-    """A layout as Pallas takes it."""
-    return plgpu.Layout.TILED(of.tiling, of.warp_dims, of.lane_dims, of.vector_dim)
+    """A layout as Pallas takes it; Pallas' own class makes the layout anew wherever one is compared with it."""
+    pallas: Any = type(plgpu.Layout.TILED(of.tiling, of.warp_dims, of.lane_dims, of.vector_dim))
+
+    class Tiled(pallas):
+        def to_mgpu(self) -> Any:
+            return of
+
+    return Tiled(plgpu.Layout.TILED, (of.tiling, of.warp_dims, of.lane_dims, of.vector_dim), {})
 
 
 def load(ref: Any, shape: tuple[int, ...], of: Any) -> Array:

@@ -30,6 +30,7 @@ Sources: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm fo
 """
 
 import functools as ft
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,7 +71,9 @@ def statistics(x: Array, plan: ColumnPlan) -> tuple[Array, Array]:
     def body(t: Threads, arrays: Any, others: Any, outs: Any, joined: Any, slots: Any) -> None:
         base = t.per_column(others[0] if others else arrays[0].at[0])
 
-        def totals(mean: Array, rows: Sequence[Array], exist: Exist, moment: Any = None) -> tuple[Array, Any]:
+        def totals(
+            base: Array, mean: Array, rows: Sequence[Array], exist: Exist, moment: Any = None
+        ) -> tuple[Array, Any]:
             """Σ d of each column over the rows that exist; adds Σ d² to `moment`, if it is given."""
             total: Any = None
             for i, row in enumerate(rows):
@@ -80,15 +83,15 @@ def statistics(x: Array, plan: ColumnPlan) -> tuple[Array, Array]:
                 total = d if total is None else total + d
             return total, moment
 
-        def begin(chunks: Chunks, exist: Exist) -> Values:
+        def begin(given: Values, chunks: Chunks, exist: Exist) -> Values:
             zeros = lanes.full(0.0, e, F32)
-            total, _ = totals(zeros, chunks[0], exist)
+            total, _ = totals(given[0], zeros, chunks[0], exist)
             return lanes.product(total, lanes.wide(_share(_number(plan, exist)), e)), zeros, lanes.one(0.0, F32)
 
-        def add(values: Values, chunks: Chunks, exist: Exist) -> Values:
+        def add(given: Values, values: Values, chunks: Chunks, exist: Exist) -> Values:
             mean, moment, count = values
             count = count + _number(plan, exist)
-            total, moment = totals(mean, chunks[0], exist, moment)
+            total, moment = totals(given[0], mean, chunks[0], exist, moment)
             step = lanes.product(total, lanes.wide(_share(count), e))
             return mean + step, lanes.fma(-total, step, moment), count
 
@@ -100,7 +103,8 @@ def statistics(x: Array, plan: ColumnPlan) -> tuple[Array, Array]:
             moment = lanes.fma(lanes.product(apart, step), lanes.wide(count, e), moment + moment2)
             return mean + step, moment, whole
 
-        mean, moment, _ = over_lines(t, over_rows(t, arrays, slots, begin, add), joined, join)
+        like = [lanes.like(e), lanes.like(e), lanes.like()]
+        mean, moment, _ = over_lines(t, over_rows(t, arrays, slots, [base], begin, add, like), joined, join)
         stores = (t.line == 0) & t.inside
         _store_sums(t, outs[1], (mean, moment), stores)
         lanes.store(outs[0], t.vector, base, stores & (lanes.one(0, jnp.int32) + t.split == 0))
@@ -116,12 +120,12 @@ def _number(plan: ColumnPlan, exist: Exist) -> Array:
     """How many rows of a chunk exist."""
     if exist is None:
         return lanes.one(float(plan.chunk), F32)
-    return ft.reduce(jnp.add, (jnp.where(holds, 1.0, 0.0) for holds in exist))
+    return ft.reduce(operator.add, (lanes.where(holds, 1.0, 0.0) for holds in exist))
 
 
 def _share(count: Array) -> Array:
     """1 / n, and 1 for a thread without rows."""
-    return lanes.reciprocal(lax.max(count, 1.0))
+    return lanes.reciprocal(lanes.at_least(count, 1.0))
 
 
 def _store_sums(t: Threads, ref: Any, values: Values, stores: Array) -> None:
@@ -226,7 +230,11 @@ class _Merging:
 
     def added(self) -> Array:
         """The sum of the warps' values."""
-        return ft.reduce(jnp.add, [lanes.load(self.shared, self.lane + LANES * i) for i in range(self.warps)])
+
+        def run(shared: Any, lane: Array) -> Array:
+            return ft.reduce(operator.add, [lanes.load(shared, lane + LANES * i) for i in range(self.warps)])
+
+        return lanes.together(run, [self.shared], [self.lane], lanes.like(1))
 
 
 def _merged(body: Callable[..., None], given: Sequence[Array], columns: int, outs: int, name: str) -> list[Array]:
@@ -277,13 +285,14 @@ def sums(
     e = plan.elements
 
     def body(t: Threads, arrays: Any, others: Any, outs: Any, joined: Any, slots: Any) -> None:
-        mean, rstd, *affine = (t.per_column(ref) for ref in others)
+        given = [t.per_column(ref) for ref in others]
 
-        def begin(chunks: Chunks, exist: Exist) -> Values:
+        def begin(given: Values, chunks: Chunks, exist: Exist) -> Values:
             return [lanes.full(0.0, e, F32)] * sums_of(plan)
 
-        def add(values: Values, chunks: Chunks, exist: Exist) -> Values:
+        def add(given: Values, values: Values, chunks: Chunks, exist: Exist) -> Values:
             """Rows that do not exist have a dy and an h of 0."""
+            mean, rstd, *affine = given
             of_dy, along, *rest = values
             for i, (dy, x) in enumerate(zip(*chunks, strict=True)):
                 h = lanes.product(x - mean, rstd)
@@ -297,7 +306,8 @@ def sums(
         def join(values: Values, others: Values) -> Values:
             return [a + b for a, b in zip(values, others, strict=True)]
 
-        found = over_lines(t, over_rows(t, arrays, slots, begin, add), joined, join)
+        like = [lanes.like(e)] * sums_of(plan)
+        found = over_lines(t, over_rows(t, arrays, slots, given, begin, add, like), joined, join)
         _store_sums(t, outs[0], found, (t.line == 0) & t.inside)
 
     count = sums_of(plan)
@@ -331,7 +341,7 @@ def totals(parts: Array, plan: ColumnPlan, *, batch: int = MERGE_BATCH) -> Array
 def _before(activation: str, dy: Array, z: Array, dtype: str) -> Array:
     """dy act'(z): of relu 0 where y is rounded to 0, or z is NaN; of swish with σ + z σ (1 - σ) for the slope."""
     if activation == "relu":
-        return jnp.where(z > HALF_OF_LEAST[dtype], dy, 0.0)
+        return lanes.where(z > HALF_OF_LEAST[dtype], dy, 0.0)
     power = lanes.exp2(lanes.product(z, lanes.full(-LOG2_E, z.shape[-1], F32)))
     sigmoid = lanes.reciprocal(power + 1.0, approximate=True)
     return lanes.product(dy, lanes.fma(lanes.product(z, sigmoid), 1.0 - sigmoid, sigmoid))

@@ -129,12 +129,6 @@ class Threads:
         column = lanes.wide(self.vector * plan.elements, plan.elements) + lanes.positions(plan.elements)
         return lanes.float32(lanes.entries(ref, lanes.divided(column, plan.columns // plan.fold)[1]))
 
-    def chunk(self, ref: Any, row: Any, rows: int, exist: Exist) -> list[Array]:
-        """The vectors of a chunk of a part of an array, so many rows from `row` on."""
-        part, step = ref.at[pl.ds(row, rows)], self.plan.lines * self.plan.row_vectors
-        found = (lanes.load(part, self.first, holds, i * step) for i, holds in enumerate(exist or ()))
-        return [lanes.float32(v) for v in found]
-
 
 def thread(threads: int) -> Array:
     """The number of each thread in its block."""
@@ -181,73 +175,102 @@ def over_rows(
     t: Threads,
     arrays: Sequence[Any],
     slots: Sequence[Any],
-    begin: Callable[[Chunks, Exist], Values],
-    add: Callable[[Values, Chunks, Exist], Values],
+    given: Values,
+    begin: Callable[[Values, Chunks, Exist], Values],
+    add: Callable[[Values, Values, Chunks, Exist], Values],
+    like: Any,
 ) -> Values:
-    """The threads' values: those that `begin` makes for the first chunk, to which `add` then adds every chunk."""
+    """The threads' values: those that `begin` makes for the first chunk, to which `add` then adds every chunk.
+
+    Both are functions of `lanes.together`: `given` are the arrays that they take besides. like: of the values.
+    """
     plan = t.plan
     step, size, ring = plan.lines * plan.row_vectors, plan.chunk * plan.threads, plan.stages + 1
     count = lax.div(plan.full - 1 - t.split, jnp.int32(plan.splits)) + 1  # tiles of the split
+    many = len(arrays)
 
     place = lambda slot: t.number + slot * size
 
     def fetch(number: Any, slot: Any) -> None:
         """Starts to copy a tile of the split into a slot, if it exists; tile 0 is the last of x."""
 
+        def copies(*given: Any) -> None:
+            for memory, part in zip(given[:many], given[many : 2 * many], strict=True):
+                for i in range(plan.chunk):
+                    lanes.copy(memory, given[-2], part, given[-1], plus=(i * plan.threads, i * step))
+
         @when(number < count)
         def _() -> None:
             row = (plan.full - 1 - t.split - number * plan.splits) * plan.tile
-            for ref, memory in zip(arrays, slots, strict=True):
-                part = ref.at[pl.ds(row, plan.tile)]
-                for i in range(plan.chunk):
-                    lanes.copy(memory, place(slot), part, t.first, plus=(i * plan.threads, i * step))
+            parts = [ref.at[pl.ds(row, plan.tile)] for ref in arrays]
+            lanes.together(copies, [*slots, *parts], [place(slot), t.first], None)
 
         lanes.commit()
 
-    def held(slot: Any) -> Chunks:
-        loads = lambda memory: (lanes.load(memory, place(slot), plus=i * plan.threads) for i in range(plan.chunk))
-        return [[lanes.float32(v) for v in loads(memory)] for memory in slots]
+    def held(memories: Sequence[Any], place: Any) -> Chunks:
+        loads = lambda memory: (lanes.load(memory, place, plus=i * plan.threads) for i in range(plan.chunk))
+        return [[lanes.float32(v) for v in loads(memory)] for memory in memories]
+
+    def begun(*of: Any) -> Values:
+        return begin(of[many + 1], held(of[:many], of[many]), None)
+
+    def added(*of: Any) -> Values:
+        return add(of[many + 1], of[many + 2], held(of[:many], of[many]), None)
 
     def turn(number: Any, carry: Any) -> Any:
         slot, free, values = carry
         fetch(number + plan.stages, free)
         lanes.wait(plan.stages)
-        return jnp.where(slot == plan.stages, 0, slot + 1), slot, add(values, held(slot), None)
+        values = lanes.together(added, slots, [place(slot), given, values], like)
+        return jnp.where(slot == plan.stages, 0, slot + 1), slot, values
 
-    def of_rest() -> tuple[Chunks, Exist]:
-        exist = [t.row + i * plan.lines < plan.rest for i in range(plan.chunk)]
-        return [t.chunk(ref, plan.full * plan.tile, plan.rest, exist) for ref in arrays], exist
+    def of_rest(*of: Any) -> Values:
+        """What the rows after the whole tiles add to the values, which these begin if they are given none."""
+        first, row, given, *values = of[many:]
+        exist = [row + i * plan.lines < plan.rest for i in range(plan.chunk)]
+        loads = lambda part: (lanes.load(part, first, holds, i * step) for i, holds in enumerate(exist))
+        chunks = [[lanes.float32(v) for v in loads(part)] for part in of[:many]]
+        return add(given, values[0] if values else begin(given, chunks, exist), chunks, exist)
+
+    def with_rest(*values: Values) -> Values:
+        parts = [ref.at[pl.ds(plan.full * plan.tile, plan.rest)] for ref in arrays]
+        return lanes.together(of_rest, parts, [t.first, t.row, given, *values], like)
 
     if not plan.full:
-        rest = of_rest()
-        return add(begin(*rest), *rest)
+        return with_rest()
     for i in range(plan.stages):
         fetch(jnp.int32(i), jnp.int32(i))
     lanes.wait(plan.stages - 1)
-    values = begin(held(jnp.int32(0)), None)
+    values = lanes.together(begun, slots, [place(jnp.int32(0)), given], like)
     values = lax.fori_loop(0, count, turn, (jnp.int32(0), jnp.int32(ring - 1), values))[2]
     if plan.rest:
         mine = jnp.where(t.split == plan.full % plan.splits, 1, 0)
-        values = lax.fori_loop(0, mine, lambda _, values: add(values, *of_rest()), values)
+        values = lax.fori_loop(0, mine, lambda _, values: with_rest(values), values)
     return values
 
 
 def over_lines(t: Threads, values: Values, memory: Sequence[Any], join: Callable[[Values, Values], Values]) -> Values:
-    """The values of a block, in the threads of its first line."""
-    plan, half, start = t.plan, t.plan.half, 0
-    vector = lambda v: v if v.ndim == 3 else lanes.wide(v, 1)
-    while half:
-        above = min(plan.lines, 2 * half) - half
-        upper = t.line - half
-        place, writes = start + upper * plan.width + t.place, (upper >= 0) & (upper < above)
-        for ref, value in zip(memory, values, strict=True):
-            lanes.store(ref, place, vector(value), writes)
-        lanes.meet()
-        own = start + lax.min(t.line, jnp.int32(above - 1)) * plan.width + t.place
-        others = [lanes.load(ref, own) for ref in memory]
-        others = [v if of.ndim == 3 else lanes.narrow(v) for v, of in zip(others, values, strict=True)]
-        new = join(values, others)
-        if above < half:  # the lines between have none to join with
-            new = [lanes.where(t.line < above, a, b) for a, b in zip(new, values, strict=True)]
-        values, start, half = new, start + half * plan.width, half // 2
-    return values
+    """The values of a block, in the threads of its first line. `join` is a function of `lanes.together`."""
+    plan, many = t.plan, len(memory)
+    vector = lambda v: v if len(v.shape) == 3 else lanes.wide(v, 1)
+
+    def run(*of: Any) -> Values:
+        refs, (values, line, place) = of[:many], of[many:]
+        half, start = plan.half, 0
+        while half:
+            above = min(plan.lines, 2 * half) - half
+            upper = line - half
+            to, writes = start + upper * plan.width + place, (upper >= 0) & (upper < above)
+            for ref, value in zip(refs, values, strict=True):
+                lanes.store(ref, to, vector(value), writes)
+            lanes.meet()
+            own = start + lanes.at_most(line, above - 1) * plan.width + place
+            others = [lanes.load(ref, own) for ref in refs]
+            others = [v if len(of.shape) == 3 else lanes.narrow(v) for v, of in zip(others, values, strict=True)]
+            new = join(values, others)
+            if above < half:  # the lines between have none to join with
+                new = [lanes.where(line < above, a, b) for a, b in zip(new, values, strict=True)]
+            values, start, half = new, start + half * plan.width, half // 2
+        return values
+
+    return lanes.together(run, memory, [values, t.line, t.place], values) if plan.half else values
