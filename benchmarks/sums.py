@@ -1,6 +1,6 @@
 """Kernels of threads of their own that add up, on a Hopper GPU, beside those of another checkout.
 
-    PYTHONPATH=.:reference python benchmarks/sums.py PATH --before CHECKOUT [--seconds N]
+    PYTHONPATH=.:reference python benchmarks/sums.py PATH --before CHECKOUT [--seconds N] [--drawn N]
 
 Batch norm's statistics and sums of gradients, max-pool's gradient by scattering, the rows that attention's gradient
 begins with, and the addition of partial filter gradients. Both packages run in one process, one kernel after the other.
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-EPS, COLUMNS = 1e-5, 8
+EPS, COLUMNS, SEED = 1e-5, 8, 27
 Function = Callable[..., Any]
 # Images whose layers the figures are of, as rows and columns; and sizes for their values alone.
 IMAGES = {
@@ -218,6 +218,20 @@ def cases() -> list[Any]:
     return found + [Columns(what, size, d) for size in SIZES for d in kinds for what in ("statistics", "sums")]
 
 
+def drawn(count: int) -> list[Columns]:
+    """Statistics and sums of gradients, some before an activation, of arrays of drawn sizes and types."""
+    rng, found = np.random.default_rng(SEED), []
+    for _ in range(count):
+        rows, columns = (int(2 ** rng.uniform(0, top)) for top in (17, 11))
+        # Whole vectors a row, or by the 8 rows.
+        rows, columns = (rows, 8 * -(-columns // 8)) if rng.random() < 0.7 else (8 * -(-rows // 8), 1 + columns % 40)
+        SIZES[size := f"{rows}x{columns}"] = rows, columns
+        for what in ("statistics", str(rng.choice(["sums", "sums before relu", "sums before swish"]))):
+            kinds = ["bfloat16", "float16"] + ["float32"] * (what != "sums before relu")  # which float32 does not round
+            found.append(Columns(what, size, str(rng.choice(kinds))))
+    return found
+
+
 def _same(a: Any, b: Any) -> Any:
     """The share of equal bits of two arrays, by element."""
     kind = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
@@ -255,6 +269,7 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--before", type=Path, help="another checkout, to compare with")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins later")
+    parser.add_argument("--drawn", type=int, default=0, help="so many drawn sizes besides")
     args = parser.parse_args()
     start = time.monotonic()
     packages = {"before": package(args.before.resolve())} if args.before else {}
@@ -272,7 +287,7 @@ def main() -> None:
     # All is compiled before anything is measured: XLA runs kernels of its own to choose among them.
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         compiling = []
-        for case in cases():
+        for case in cases() + drawn(args.drawn):
             like = jax.eval_shape(case.operands, 0)
             lowered = {name: jax.jit(case.function(of)).lower(*like) for name, of in packages.items()}
             making = threads.submit(jax.jit(case.operands).lower(0).compile)
