@@ -183,7 +183,9 @@ def images() -> Iterator[Call]:
 def batches() -> Iterator[Call]:
     for dtype in FLOATS:
         for shape in ((128, 56, 56, 256), (32, 7, 7, 512), (8, 6, 6, 16), (8, 6, 6, 12), (16, 4, 4, 4096)):
-            yield backward(ft.partial(scaled, dnn.batch_norm), shape, shape[-1:], shape[-1:], dtype=dtype)
+            for activation in (None, "relu", "swish"):
+                function = ft.partial(scaled, dnn.batch_norm, activation=activation)
+                yield backward(function, shape, shape[-1:], shape[-1:], dtype=dtype)
 
 
 def pooling() -> Iterator[Call]:

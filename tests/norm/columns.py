@@ -68,3 +68,41 @@ def sums(
         name = None if activation is None else activation[0]
         parts = batch_kernels.sums(dy, x, mean, rstd, plan, name, [jnp.asarray(v) for v in affine])
         return batch_kernels.totals(parts, plan)
+
+
+def activated(
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    activation: Any,
+    affine: Any,
+    out_dtype: Any,
+    config: ColumnPlan | None = None,
+) -> jax.Array:
+    """y, by the kernel of the pass behind the statistics."""
+    x, mean, rstd, *affine = (jnp.asarray(v) for v in (x, mean, rstd, *affine))
+    rows, columns = x.shape
+    plan = config or norm_batch.apply_plan(rows, columns, NAMES[np.dtype(x.dtype)], 1)
+    assert plan is not None
+    with on_cpu(batch_kernels, batch_walk):
+        return batch_kernels.activated(x, mean, rstd, plan, activation[0], affine, out_dtype)
+
+
+def gradients(
+    dy: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    totals: Any,
+    activation: Any,
+    affine: Any,
+    out_dtype: Any,
+    config: ColumnPlan | None = None,
+) -> jax.Array:
+    """dx, by the kernel of the pass behind the sums."""
+    dy, x, mean, rstd, totals, *affine = (jnp.asarray(v) for v in (dy, x, mean, rstd, totals, *affine))
+    rows, columns = x.shape
+    plan = config or norm_batch.apply_plan(rows, columns, NAMES[np.dtype(x.dtype)], 2)
+    assert plan is not None
+    with on_cpu(batch_kernels, batch_walk):
+        return batch_kernels.gradients(dy, x, mean, rstd, totals, plan, activation[0], affine, out_dtype)

@@ -16,7 +16,7 @@ if (reason := hopper.unavailable()) is not None:
 from jaxdnn._src.hopper import lanes
 from jaxdnn._src.norm.hopper import batch, batch_kernels
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
-from tests.norm.columns import DTYPES, merged, pairs_of, plan_of, statistics, sums
+from tests.norm.columns import DTYPES, activated, gradients, merged, pairs_of, plan_of, statistics, sums
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # Rows and columns: less than a tile, one row, lines that are no power of two, threads left over, a row that takes
@@ -240,3 +240,101 @@ def test_slope_of_swish():
     # The exponent is rounded, so σ is off by z / 2 units of its last place below 0; 1 - σ is off by one of 1.
     off = sigmoid * (4 + 10 * np.abs(wide) + np.abs(wide) ** 2) * 2.0**-24
     agree(found, sigmoid + wide * sigmoid * (1 - sigmoid), off + 2.0**-120, np.float32, "slope")
+
+
+# ---- the pass behind an activation -----------------------------------------------------------------------------------
+
+ROUNDOFF = 2.0**-24
+each_narrow = pytest.mark.parametrize("dtype", ["bf16", "f16"])
+each_activation = pytest.mark.parametrize("activation", ["relu", "swish"])
+
+
+def saved(columns: int) -> list[np.ndarray]:
+    """A mean, an inverse deviation, a scale and a bias for each column."""
+    ends = (0.2, 0.7), (0.5, 2), (-1, 2), (0.5, -0.5)
+    return [np.linspace(*of, columns).astype(np.float32) for of in ends]
+
+
+def before(x: np.ndarray, mean: Any, rstd: Any, scale: Any, bias: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """h, z = s h + b, and how far z may be off, of four roundings."""
+    h = (x.astype(np.float64) - mean) * rstd
+    z = h * scale + bias
+    return h, z, ROUNDOFF * (4 * np.abs(h * scale) + np.abs(z))
+
+
+def values(activation: str, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """act(z) and act'(z)."""
+    if activation == "relu":
+        return np.maximum(z, 0), (z > 0).astype(np.float64)
+    sigmoid = 1 / (1 + np.exp(-z))
+    return z * sigmoid, sigmoid + z * sigmoid * (1 - sigmoid)
+
+
+@each_narrow
+@each_activation
+@pytest.mark.parametrize("size", SIZES)
+def test_results_behind_an_activation(size: str, activation: str, dtype: str):
+    rows, columns = SIZES[size]
+    rows -= rows % 8 if batch.apply_plan(rows, columns, dtype, 1) is None else 0
+    x, (mean, rstd, *affine) = normal(rows, columns, dtype), saved(columns)
+    _, z, off = before(x, mean, rstd, *affine)
+    wanted, _ = values(activation, z)
+    for out in (dtype, "f32"):
+        found = activated(x, mean, rstd, (activation, None), affine, DTYPES[out])
+        agree(found, wanted, 1.1 * off + 8 * ROUNDOFF * (1 + np.abs(z)) * np.abs(wanted), DTYPES[out], "y")
+
+
+@each_narrow
+@each_activation
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_behind_an_activation(size: str, activation: str, dtype: str):
+    rows, columns = SIZES[size]
+    rows -= rows % 8 if batch.apply_plan(rows, columns, dtype, 2) is None else 0
+    x, dy, (mean, rstd, *affine) = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1), saved(columns)
+    totals = np.stack([np.linspace(-2, 3, columns), np.linspace(4, -1, columns)]).astype(np.float32)
+    h, z, off = before(x, mean, rstd, *affine)
+    # Of relu as far from its kink as z is off.
+    dy[np.abs(z) <= off] = 0
+    g = dy * values(activation, z)[1]
+    factor = rstd.astype(np.float64) * affine[0]
+    terms = [factor * g, factor * totals[0] / rows, factor * h * totals[1] / rows]
+    slope = 0 if activation == "relu" else 16 * ROUNDOFF * (1 + np.abs(z)) + off / 2
+    error = np.abs(factor * dy) * slope + 8 * ROUNDOFF * sum(map(np.abs, terms))
+    for out in (dtype, "f32"):
+        found = gradients(dy, x, mean, rstd, totals, (activation, None), affine, DTYPES[out])
+        agree(found, terms[0] - terms[1] - terms[2], error, DTYPES[out], "dx")
+
+
+@each_narrow
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("chunk", "splits"), [(1, 3), (2, 5), (4, 1)])
+def test_an_activation_has_the_same_bits_however_rows_are_partitioned(chunk: int, splits: int, stages: int, dtype: str):
+    rows, columns = 4 * 128 * 3 + 5, 24
+    plan = plan_of(rows, columns, dtype, threads=128, chunk=chunk, splits=splits, stages=stages)
+    assert plan.rest
+    x, dy, (mean, rstd, *affine) = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1), saved(columns)
+    swish, out, totals = ("swish", 1.0), DTYPES[dtype], np.ones((2, columns), np.float32)
+    of = lambda config: (
+        activated(x, mean, rstd, swish, affine, out, config),
+        gradients(dy, x, mean, rstd, totals, swish, affine, out, config),
+    )
+    for one, other in zip(of(None), of(plan), strict=True):
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint16), np.asarray(other).view(np.uint16))
+
+
+@each_activation
+def test_what_is_not_finite_stays_in_its_column_behind_an_activation(activation: str):
+    """A NaN among the parameters makes all of its column NaN, one of x its own element."""
+    x, (mean, rstd, *affine) = normal(40, 32, "bf16"), saved(32)
+    totals, options = np.zeros((2, 32), np.float32), ((activation, None), affine, DTYPES["bf16"])
+    clean = activated(x, mean, rstd, *options)
+    for i, parameter in enumerate((mean, rstd, affine[0])):
+        parameter[3 * i] = np.nan
+    x[7, 20] = np.nan
+    found = np.asarray(activated(x, mean, rstd, *options), np.float32)
+    dx = gradients(x, x, mean, rstd, totals, *options)
+    touched = np.zeros((40, 32), bool)
+    touched[:, [0, 3, 6]] = touched[7, 20] = True
+    np.testing.assert_array_equal(np.isnan(found), touched)
+    np.testing.assert_array_equal(found[~touched], np.asarray(clean, np.float32)[~touched])
+    np.testing.assert_array_equal(np.isnan(np.asarray(dx, np.float32)), touched)

@@ -4,7 +4,8 @@ Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multi
 second moment of a vector of columns in registers and adds its share of the rows, with many copies in flight. The
 blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
 and their sums, which another small kernel adds, because XLA adds them in another order in another program. XLA computes
-the pass that follows, and fuses it with an activation or an addition after it.
+the pass that follows, and fuses it with an activation or an addition after it. But the pass with swish, or its slope,
+is a kernel too: XLA's exponential and division take longer than the memory does.
 `batch_walk` and `batch_kernels` have the kernels and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
@@ -15,6 +16,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -29,6 +31,8 @@ BLOCKS = 2  # of a multiprocessor
 THREADS, CHUNK, STAGES = 256, 4, 2
 WIDTH = 32  # the most vectors of a row for a block; fewer give fewer columns a block, and so fewer pairs of a column
 BACKWARD = {None: (2, 2), "relu": (2, 2), "swish": (4, 1)}  # chunk and stages, by activation
+APPLIED = ("swish",)  # the activations that a kernel applies
+APPLY = {1: (4, 2), 2: (2, 2)}  # chunk and stages of the kernel that does, by the number of arrays that it reads
 
 
 def forward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
@@ -43,6 +47,11 @@ def backward_plan(rows: int, columns: int, dtype: str, activation: Activation | 
     without it, and with that of relu, the two were as fast or faster.
     """
     return _plan(rows, columns, dtype, *BACKWARD[activation and activation[0]])
+
+
+def apply_plan(rows: int, columns: int, dtype: str, arrays: int) -> ColumnPlan | None:
+    """As `forward_plan`, of the kernels that apply an activation, which read one array, or backward two."""
+    return _plan(rows, columns, dtype, *APPLY[arrays])
 
 
 def _plan(rows: int, columns: int, dtype: str, chunk: int, stages: int) -> ColumnPlan | None:
@@ -107,6 +116,31 @@ def sums(
     _record(found, "backward")
     parts = batch_kernels.sums(dy, x, mean, rstd, found, None if activation is None else activation[0], affine)
     return batch_kernels.totals(parts, found)
+
+
+def activated(
+    x: Array, mean: Array, rstd: Array, activation: Activation, affine: Sequence[Array], out_dtype: Any
+) -> Array:
+    """y = act(scale h + bias) of x (rows, columns), with h = (x - mean) rstd; `affine` has scale and bias."""
+    found = _found(ft.partial(apply_plan, arrays=1), x)
+    _record(found, "forward, applied")
+    return batch_kernels.activated(x, mean, rstd, found, activation[0], affine, out_dtype)
+
+
+def gradients(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    totals: Array,
+    activation: Activation,
+    affine: Sequence[Array],
+    out_dtype: Any,
+) -> Array:
+    """dx of dy and x, from what `sums` found of them."""
+    found = _found(ft.partial(apply_plan, arrays=2), x)
+    _record(found, "backward, applied")
+    return batch_kernels.gradients(dy, x, mean, rstd, totals, found, activation[0], affine, out_dtype)
 
 
 def _found(plan: Callable[..., ColumnPlan | None], x: Array) -> ColumnPlan:

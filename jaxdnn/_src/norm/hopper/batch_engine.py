@@ -50,7 +50,7 @@ def _unsupported(call: engines.Call) -> str | None:
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
-    """The kernels' sums, then XLA's pass over memory."""
+    """The kernels' sums, then a pass over memory: XLA's, or with swish a kernel's."""
     return _forward(call, *operands) if call.op == "norm" else _backward(call, *operands)
 
 
@@ -71,7 +71,13 @@ def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
     spread = lambda v: v.reshape(_kept(call))
     if spec.activation is not None:
         mean, rstd = spread(found.mean), spread(found.rstd)
-        return xla.activated(spec, spec.activation, x, mean, rstd, *parameters), mean, rstd, spread(found.variance)
+        if spec.activation[0] in batch.APPLIED:
+            affine = _affine(columns, scale, bias)
+            options = found.mean, found.rstd, spec.activation, affine, spec.out_dtype
+            y = batch.activated(x.reshape(rows, columns), *options).reshape(x.shape)
+        else:
+            y = xla.activated(spec, spec.activation, x, mean, rstd, *parameters)
+        return y, mean, rstd, spread(found.variance)
     centred = x.astype(spec.accumulate) - spread(found.mean)
     if x.dtype == spec.accumulate:
         centred = centred - spread(found.rest)
@@ -93,14 +99,17 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
     dy = lax.optimization_barrier(dy)
     wide, of_columns = (lambda v: v.reshape(rows, columns)), (lambda v: v.reshape(columns))
     scale, bias = spec.split(parameters)
-    affine = []
-    if spec.activation is not None:
-        affine = [jnp.ones_like(rstd) if scale is None else scale, jnp.zeros_like(rstd) if bias is None else bias]
-    options: dict[str, Any] = {"activation": spec.activation, "affine": [of_columns(v) for v in affine]}
+    affine = [] if spec.activation is None else _affine(columns, scale, bias)
+    options: dict[str, Any] = {"activation": spec.activation, "affine": affine}
     found = batch.sums(wide(dy), wide(x), of_columns(mean), of_columns(rstd), **options)
     total, along, *rest = (v.reshape(mean.shape) for v in found)
+    if spec.activation is not None and spec.activation[0] in batch.APPLIED:
+        options |= {"totals": found, "out_dtype": spec.out_dtype}
+        dx = batch.gradients(wide(dy), wide(x), of_columns(mean), of_columns(rstd), **options)
+        return dx.reshape(x.shape), along, total
     # With a NaN of these y is NaN in all of a column, which the kernel's sums do not show.
     for v in (mean, rstd, *affine) if affine else ():
+        v = v.reshape(mean.shape)
         total, along = (jnp.where(jnp.isnan(v), v, s) for s in (total, along))
     share = jnp.asarray(1 / rows, spec.accumulate)
     less = rest[0] * share if rest else None
@@ -114,6 +123,12 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
     g = xla.before_activation(spec, dy.astype(spec.accumulate), dy.dtype, h, parameters)
     dx = (g * factor - of_g) - h * of_gh
     return nearest(dx, spec.out_dtype), ds, total
+
+
+def _affine(columns: int, scale: Array | None, bias: Array | None) -> list[Array]:
+    """Scale and bias of the columns, where they are missing 1 and 0."""
+    given = (jnp.ones, scale), (jnp.zeros, bias)
+    return [make(columns, jnp.float32) if v is None else v.reshape(columns) for make, v in given]
 
 
 def _workspace(call: engines.Call) -> int | None:

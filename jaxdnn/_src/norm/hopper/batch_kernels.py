@@ -1,4 +1,4 @@
-"""The kernels of batch normalisation's sums over columns: those of its statistics, and those of its gradients.
+"""The kernels of batch normalisation: sums over columns, of its statistics and its gradients, and the passes behind.
 
 Statistics, the mean and the centred second moment of each column of x, reading x once.
 
@@ -22,6 +22,8 @@ Gradients, reading dy and x once. A thread accumulates, row after row, for each 
 
 with h = (x - μ) / σ, and these are added over the lines of a block; `totals` adds the splits' sums. `batch_walk` states
 the order of both.
+
+Results with an activation, y of x and dx of dy and x, element by element: `activated` and `gradients`.
 
 On an H200 they take 0.81 to 1.02 times the time of the PTX text that they replaced, but for sums of gradients of few
 rows (1,568 of 512 columns: 1.18) and of three channels (1.15); benchmarks/notes-hopper-norm.md has a guess why.
@@ -51,6 +53,7 @@ from jaxdnn._src.norm.hopper.batch_walk import (
     Exist,
     Threads,
     Values,
+    each_row,
     launch,
     of_columns,
     over_lines,
@@ -260,6 +263,42 @@ def _rows_of(plan: ColumnPlan, split: Array) -> Array:
     return jnp.where(split == more, float(each * plan.tile + plan.rest), rows) if plan.rest else rows
 
 
+# ---- the pass behind the statistics ----------------------------------------------------------------------------------
+
+
+def activated(
+    x: Array, mean: Array, rstd: Array, plan: ColumnPlan, activation: str, affine: Sequence[Array], out_dtype: Any
+) -> Array:
+    """y = act(s h + b) of x (rows, columns), with h = (x - mean) rstd; `affine` has s and b."""
+
+    def body(t: Threads, arrays: Any, others: Any, outs: Any, joined: Any, slots: Any) -> None:
+        mean, rstd, scale, bias = (t.per_column(ref) for ref in others)
+
+        def make(vectors: Sequence[Array]) -> Array:
+            z = lanes.product(lanes.product(vectors[0] - mean, rstd), scale) + bias
+            return _after(activation, z)
+
+        each_row(t, arrays, slots, outs[0], make)
+
+    others = [of_columns(plan, v) for v in (mean, rstd, *affine)]
+    return _each(body, plan, [x], others, out_dtype, "norm_columns_apply")
+
+
+def _each(
+    body: Callable[..., None], plan: ColumnPlan, arrays: Sequence[Array], others: Sequence[Array], dtype: Any, name: str
+) -> Array:
+    """An array like `arrays`, made row by row."""
+    out = [(plan.rows, plan.columns)]
+    return launch(body, plan, arrays, others, out, [], name, dtype)[0].reshape(arrays[0].shape)
+
+
+def _after(activation: str, z: Array) -> Array:
+    """act(z); NaN of NaN."""
+    if activation == "relu":
+        return jnp.where(z > 0.0, z, jnp.where(z != z, z, 0.0))
+    return lanes.product(z, _sigmoid(z))
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -338,10 +377,49 @@ def totals(parts: Array, plan: ColumnPlan, *, batch: int = MERGE_BATCH) -> Array
     return _merged(body, [parts], count * columns, 1, "norm_totals")[0].reshape(count, columns)
 
 
+def gradients(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    totals: Array,
+    plan: ColumnPlan,
+    activation: str,
+    affine: Sequence[Array],
+    out_dtype: Any,
+) -> Array:
+    """dx = (r s) g - (r s) Σ g / n - h (r s) Σ g h / n of dy and x (rows, columns), with g = dy act'(s h + b).
+
+    totals: those of g and g h, (2, columns), as `totals` adds them. `affine` has s and b.
+    """
+
+    def body(t: Threads, arrays: Any, others: Any, outs: Any, joined: Any, slots: Any) -> None:
+        mean, rstd, scale, bias, *totals = (t.per_column(ref) for ref in others)
+        share = lanes.full(1 / (plan.rows * plan.fold), plan.elements, F32)
+        factor = lanes.product(rstd, scale)
+        of_g, of_gh = (lanes.product(factor, lanes.product(total, share)) for total in totals)
+
+        def make(vectors: Sequence[Array]) -> Array:
+            dy, x = vectors
+            h = lanes.product(x - mean, rstd)
+            g = _before(activation, dy, lanes.product(h, scale) + bias, plan.dtype)
+            return lanes.fma(-h, of_gh, lanes.fma(g, factor, -of_g))
+
+        each_row(t, arrays, slots, outs[0], make)
+
+    others = [of_columns(plan, v) for v in (mean, rstd, *affine, *totals)]
+    return _each(body, plan, [dy, x], others, out_dtype, "norm_columns_dgrad_apply")
+
+
 def _before(activation: str, dy: Array, z: Array, dtype: str) -> Array:
     """dy act'(z): of relu 0 where y is rounded to 0, or z is NaN; of swish with σ + z σ (1 - σ) for the slope."""
     if activation == "relu":
         return lanes.where(z > HALF_OF_LEAST[dtype], dy, 0.0)
-    power = lanes.exp2(lanes.product(z, lanes.full(-LOG2_E, z.shape[-1], F32)))
-    sigmoid = lanes.reciprocal(power + 1.0, approximate=True)
+    sigmoid = _sigmoid(z)
     return lanes.product(dy, lanes.fma(lanes.product(z, sigmoid), 1.0 - sigmoid, sigmoid))
+
+
+def _sigmoid(z: Array) -> Array:
+    """1 / (1 + exp(-z))."""
+    power = lanes.exp2(lanes.product(z, lanes.full(-LOG2_E, z.shape[-1], F32)))
+    return lanes.reciprocal(power + 1.0, approximate=True)

@@ -1,10 +1,11 @@
-"""Reductions over the columns of arrays (rows, columns): what the kernels of batch normalisation share.
+"""Passes over arrays (rows, columns): what the kernels of batch normalisation share.
 
 A vector is 16 bytes of a row. A thread processes one vector of every row, a chunk of rows at a time;
 the threads of a block cover `width` vectors of `lines` rows. A tile is lines x chunk rows, and split i of `splits`
-processes every `splits`-th tile, from the last row to the first: the rows that are read last are those that the next
-kernel reads first, and still in the L2 cache. Then the threads' values are joined over the lines of a block, the upper
-half of the lines with the lower half, until one line is left. The plan alone determines the order.
+processes every `splits`-th tile. A reduction over the columns goes from the last row to the first: the rows that are
+read last are those that the next kernel reads first, and still in the L2 cache. Then the threads' values are joined
+over the lines of a block, the upper half of the lines with the lower half, until one line is left. The plan alone
+determines the order. A kernel that makes an array of each row's own elements goes from the first row to the last.
 
 A thread copies its vectors of the next tiles into slots of shared memory that belong to it alone, while it processes
 one: nothing is read twice, so nothing should be kept in the L1 cache, which these copies pass by.
@@ -16,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from jaxdnn._src.core.compat import pl, plgpu
@@ -148,10 +148,11 @@ def launch(
     outs: Sequence[tuple[int, ...]],
     values: Sequence[int],
     name: str,
+    dtype: Any = F32,
 ) -> list[Array]:
-    """The float32 results of a kernel: body(threads, arrays, others, results, memory for joins, slots).
+    """The results of a kernel, of a dtype: body(threads, arrays, others, results, memory for joins, slots).
 
-    arrays: those that are reduced, (rows, columns). values: the elements of each value that is joined.
+    arrays: those that are read row by row, (rows, columns). values: the elements of each value that is joined.
     """
     e, views = plan.elements, [v.reshape(plan.rows, plan.row_vectors, plan.elements) for v in arrays]
     slots = (plan.stages + 1) * plan.chunk * plan.threads
@@ -165,10 +166,72 @@ def launch(
         of = lambda prefix: [ref for name, ref in scratch.items() if name.startswith(prefix)]
         body(Threads(plan), refs[: split[0]], refs[slice(*split)], refs[split[1] :], of("joined"), of("slots"))
 
-    view = lambda shape: jax.ShapeDtypeStruct((int(np.prod(shape)) // e, e), F32)
+    view = lambda shape: jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // e, e), dtype)
     options = {"scratch_types": scratch, **grid(plan.blocks, plan.threads // lanes.THREADS)}
     found = kernel(run, out_type=tuple(map(view, outs)), kernel_name=name, **options)(*views, *others)
     return [v.reshape(shape) for v, shape in zip(found, outs, strict=True)]
+
+
+class _Tiles:
+    """The tiles of a split in turn: a thread copies its vectors of the next ones into slots while it processes one."""
+
+    def __init__(self, t: Threads, arrays: Sequence[Any], slots: Sequence[Any], *, backwards: bool) -> None:
+        self.t, self.arrays, self.slots, self.backwards = t, arrays, slots, backwards
+        self.step, self.size = t.plan.lines * t.plan.row_vectors, t.plan.chunk * t.plan.threads
+        self.count = lax.div(t.plan.full - 1 - t.split, jnp.int32(t.plan.splits)) + 1  # of the split
+
+    def row(self, number: Any) -> Any:
+        """The first row of a tile of the split; backwards tile 0 is the last of x."""
+        plan, tile = self.t.plan, self.t.split + number * self.t.plan.splits
+        return (plan.full - 1 - tile if self.backwards else tile) * plan.tile
+
+    def _place(self, slot: Any) -> Any:
+        return self.t.number + slot * self.size
+
+    def _fetch(self, number: Any, slot: Any) -> None:
+        """Starts to copy a tile of the split into a slot, if it exists."""
+        plan = self.t.plan
+
+        @when(number < self.count)
+        def _() -> None:
+            row = self.row(number)
+            for ref, memory in zip(self.arrays, self.slots, strict=True):
+                part = ref.at[pl.ds(row, plan.tile)]
+                for i in range(plan.chunk):
+                    lanes.copy(memory, self._place(slot), part, self.t.first, plus=(i * plan.threads, i * self.step))
+
+        lanes.commit()
+
+    def _held(self, slot: Any) -> Chunks:
+        plan = self.t.plan
+        loads = lambda memory: (lanes.load(memory, self._place(slot), plus=i * plan.threads) for i in range(plan.chunk))
+        return [[lanes.float32(v) for v in loads(memory)] for memory in self.slots]
+
+    def start(self) -> None:
+        for i in range(self.t.plan.stages):
+            self._fetch(jnp.int32(i), jnp.int32(i))
+
+    def first(self) -> Chunks:
+        lanes.wait(self.t.plan.stages - 1)
+        return self._held(jnp.int32(0))
+
+    def each(self, values: Values, use: Callable[[Values, Any, Chunks], Values]) -> Values:
+        """The values after all tiles: use(values, the tile's number, its chunks) makes the next ones."""
+        stages = self.t.plan.stages
+
+        def turn(number: Any, carry: Any) -> Any:
+            slot, free, values = carry
+            self._fetch(number + stages, free)
+            lanes.wait(stages)
+            return jnp.where(slot == stages, 0, slot + 1), slot, use(values, number, self._held(slot))
+
+        return lax.fori_loop(0, self.count, turn, (jnp.int32(0), jnp.int32(stages), values))[2]
+
+    def rest(self) -> tuple[Chunks, Exist]:
+        """The rows after the last whole tile, and which of the thread's exist."""
+        plan = self.t.plan
+        exist = [self.t.row + i * plan.lines < plan.rest for i in range(plan.chunk)]
+        return [self.t.chunk(ref, plan.full * plan.tile, plan.rest, exist) for ref in self.arrays], exist
 
 
 def over_rows(
@@ -247,6 +310,33 @@ def over_rows(
         mine = jnp.where(t.split == plan.full % plan.splits, 1, 0)
         values = lax.fori_loop(0, mine, lambda _, values: with_rest(values), values)
     return values
+
+
+def each_row(
+    t: Threads, arrays: Sequence[Any], slots: Sequence[Any], out: Any, make: Callable[[Sequence[Array]], Array]
+) -> None:
+    """Stores what `make` finds of each row's vectors, from the first row to the last: `over_rows` read those last."""
+    plan, tiles = t.plan, _Tiles(t, arrays, slots, backwards=False)
+    own = t.inside & (t.line < plan.lines)
+
+    def put(row: Any, rows: int, chunks: Chunks, exist: Exist) -> None:
+        part = out.at[pl.ds(row, rows)]
+        for i, vectors in enumerate(zip(*chunks, strict=True)):
+            stores = own & exist[i] if exist else own
+            lanes.store(part, t.first, make(vectors).astype(out.dtype), stores, i * tiles.step)
+
+    def put_tile(values: Values, number: Any, chunks: Chunks) -> Values:
+        put(tiles.row(number), plan.tile, chunks, None)
+        return values
+
+    if plan.full:
+        tiles.start()
+        tiles.each([], put_tile)
+    if plan.rest:
+
+        @when(t.split == plan.full % plan.splits)
+        def _() -> None:
+            put(plan.full * plan.tile, plan.rest, *tiles.rest())
 
 
 def over_lines(t: Threads, values: Values, memory: Sequence[Any], join: Callable[[Values, Values], Values]) -> Values:
