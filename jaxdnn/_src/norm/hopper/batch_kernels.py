@@ -394,10 +394,11 @@ def gradients(
     """
 
     def body(t: Threads, arrays: Any, others: Any, outs: Any, joined: Any, slots: Any) -> None:
-        mean, rstd, scale, bias, *totals = (t.per_column(ref) for ref in others)
+        mean, rstd, scale, bias = (t.per_column(ref) for ref in others[:4])
+        of_both = [t.per_column(others[4], which) for which in range(2)]
         share = lanes.full(1 / (plan.rows * plan.fold), plan.elements, F32)
         factor = lanes.product(rstd, scale)
-        of_g, of_gh = (lanes.product(factor, lanes.product(total, share)) for total in totals)
+        of_g, of_gh = (lanes.product(factor, lanes.product(total, share)) for total in of_both)
 
         def make(vectors: Sequence[Array]) -> Array:
             dy, x = vectors
@@ -407,7 +408,7 @@ def gradients(
 
         each_row(t, arrays, slots, outs[0], make)
 
-    others = [of_columns(plan, v) for v in (mean, rstd, *affine, *totals)]
+    others = [of_columns(plan, v) for v in (mean, rstd, *affine, totals)]
     return _each(body, plan, [dy, x], others, out_dtype, "norm_columns_dgrad_apply")
 
 

@@ -121,13 +121,17 @@ class Threads:
         self.row = lax.min(self.line, jnp.int32(plan.lines - 1))
         self.first = self.row * plan.row_vectors + self.vector  # the number of its vector in the first row of a tile
 
-    def per_column(self, ref: Any) -> Array:
-        """An array (one element for each of the caller's columns), viewed by `of_columns`, at the thread's columns."""
+    def per_column(self, ref: Any, which: int = 0) -> Array:
+        """An array (one element for each of the caller's columns), viewed by `of_columns`, at the thread's columns.
+
+        which: of several such arrays, one behind the other.
+        """
         plan = self.plan
         if plan.fold == 1:
-            return lanes.float32(lanes.load(ref, self.vector))
+            return lanes.float32(lanes.load(ref, self.vector, plus=which * plan.row_vectors))
         column = lanes.wide(self.vector * plan.elements, plan.elements) + lanes.positions(plan.elements)
-        return lanes.float32(lanes.entries(ref, lanes.divided(column, plan.columns // plan.fold)[1]))
+        columns = plan.columns // plan.fold
+        return lanes.float32(lanes.entries(ref, lanes.divided(column, columns)[1], which * columns))
 
 
 def thread(threads: int) -> Array:
@@ -137,7 +141,7 @@ def thread(threads: int) -> Array:
 
 def of_columns(plan: ColumnPlan, v: Array) -> Array:
     """An array of the caller's columns, as `Threads.per_column` takes it."""
-    return v.reshape(-1, plan.elements) if plan.fold == 1 else v
+    return v.reshape(-1, plan.elements) if plan.fold == 1 else v.reshape(-1)
 
 
 def launch(
