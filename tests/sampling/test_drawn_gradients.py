@@ -28,7 +28,7 @@ def drawn(variant: str, rank: int, gradient: str) -> tuple[SamplingCase, tuple[n
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_expected_is_the_definitions_derivative(variant: str, rank: int):
-    """In x, in which samples are linear; and by differences in the grid, which are exact for polynomials of degree 4."""
+    """In x, in which samples are linear; and by differences in the grid, exact for polynomials of degree 4."""
     case, (x, grid, dy), of_x = drawn(variant, rank, "x")
     sample = lambda x, grid: reference.grid_sample(x, grid, **case.options)
     along = np.random.default_rng(9).normal(size=x.shape)

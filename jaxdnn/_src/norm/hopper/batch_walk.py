@@ -179,15 +179,14 @@ def launch(
 class _Tiles:
     """The tiles of a split in turn: a thread copies its vectors of the next ones into slots while it processes one."""
 
-    def __init__(self, t: Threads, arrays: Sequence[Any], slots: Sequence[Any], *, backwards: bool) -> None:
-        self.t, self.arrays, self.slots, self.backwards = t, arrays, slots, backwards
+    def __init__(self, t: Threads, arrays: Sequence[Any], slots: Sequence[Any]) -> None:
+        self.t, self.arrays, self.slots = t, arrays, slots
         self.step, self.size = t.plan.lines * t.plan.row_vectors, t.plan.chunk * t.plan.threads
         self.count = lax.div(t.plan.full - 1 - t.split, jnp.int32(t.plan.splits)) + 1  # of the split
 
     def row(self, number: Any) -> Any:
-        """The first row of a tile of the split; backwards tile 0 is the last of x."""
-        plan, tile = self.t.plan, self.t.split + number * self.t.plan.splits
-        return (plan.full - 1 - tile if self.backwards else tile) * plan.tile
+        """The first row of a tile of the split."""
+        return (self.t.split + number * self.t.plan.splits) * self.t.plan.tile
 
     def _place(self, slot: Any) -> Any:
         return self.t.number + slot * self.size
@@ -215,10 +214,6 @@ class _Tiles:
         for i in range(self.t.plan.stages):
             self._fetch(jnp.int32(i), jnp.int32(i))
 
-    def first(self) -> Chunks:
-        lanes.wait(self.t.plan.stages - 1)
-        return self._held(jnp.int32(0))
-
     def each(self, values: Values, use: Callable[[Values, Any, Chunks], Values]) -> Values:
         """The values after all tiles: use(values, the tile's number, its chunks) makes the next ones."""
         stages = self.t.plan.stages
@@ -235,7 +230,9 @@ class _Tiles:
         """The rows after the last whole tile, and which of the thread's exist."""
         plan = self.t.plan
         exist = [self.t.row + i * plan.lines < plan.rest for i in range(plan.chunk)]
-        return [self.t.chunk(ref, plan.full * plan.tile, plan.rest, exist) for ref in self.arrays], exist
+        parts = [ref.at[pl.ds(plan.full * plan.tile, plan.rest)] for ref in self.arrays]
+        loads = lambda part: (lanes.load(part, self.t.first, holds, i * self.step) for i, holds in enumerate(exist))
+        return [[lanes.float32(v) for v in loads(part)] for part in parts], exist
 
 
 def over_rows(
@@ -320,7 +317,7 @@ def each_row(
     t: Threads, arrays: Sequence[Any], slots: Sequence[Any], out: Any, make: Callable[[Sequence[Array]], Array]
 ) -> None:
     """Stores what `make` finds of each row's vectors, from the first row to the last: `over_rows` read those last."""
-    plan, tiles = t.plan, _Tiles(t, arrays, slots, backwards=False)
+    plan, tiles = t.plan, _Tiles(t, arrays, slots)
     own = t.inside & (t.line < plan.lines)
 
     def put(row: Any, rows: int, chunks: Chunks, exist: Exist) -> None:
