@@ -9,7 +9,24 @@ from tests.hopper.norm_machine import NormRows
 from tests.hopper.row_machine import U64
 
 # The instructions that `Points` adds to, or checks.
-KNOWN = ("mad", "and", "or", "setp", "selp", "cvt", "shf", "div", "min", "mul", "ld", "st", "vote", "bfind", "shfl")
+KNOWN = (
+    "mad",
+    "and",
+    "or",
+    "setp",
+    "selp",
+    "cvt",
+    "shf",
+    "div",
+    "min",
+    "mul",
+    "ld",
+    "st",
+    "vote",
+    "bfind",
+    "shfl",
+    "popc",
+)
 RELATIONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
 TOWARDS = {"rmi": np.floor, "rni": np.rint, "rzi": np.trunc}
 
@@ -56,7 +73,9 @@ class Points(NormRows):
                 put(RELATIONS[relation](real(arguments[1]), real(arguments[2])))
             case ["selp", "b32"]:
                 put(np.where(bits(arguments[3]), low(arguments[1]), low(arguments[2])))
-            case ["cvt", "u32", "u16"]:
+            case ["popc", "b32"]:
+                put(np.bitwise_count(low(arguments[1])).astype(U64))
+            case ["cvt", "u32", "u16"] | ["cvt", "u16", "u32"]:
                 put(bits(arguments[1]) & U64(0xFFFF))
             case ["cvt", way, "f32", "f32"]:
                 put(TOWARDS[way](real(arguments[1])))

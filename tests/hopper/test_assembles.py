@@ -286,6 +286,8 @@ def samplings() -> Iterator[Call]:
             x = jax.ShapeDtypeStruct((*sizes, channels), dtype)
             grid = places(*sizes, len(sizes) - 1)
             yield run(layout=layout, mode=mode, padding=padding), (x, grid)
+    for pixels in (300, 2900):  # whose cells are sorted in two steps
+        yield run(layout="NHWC"), (jax.ShapeDtypeStruct((1, pixels, pixels, 1), F32), places(1, 9, 9, 2))
 
 
 # What calls are of -> those that between them take all ways in which these kernels write instructions, and the

@@ -67,8 +67,8 @@ class Data:
         grid[0, 1, 0], grid[-1, 2, -1], grid[-1, 3, 0] = np.nan, np.inf, -1e30
         return cls(k, x.astype(DTYPES[k.x]), y.astype(DTYPES[k.y]), grid.astype(np.float32))
 
-    def kernel(self, code: str, threads: int, arrays: Any, *outs: tuple[tuple[int, ...], Any]) -> Any:
-        found = on_arrays(Points, code, arrays, outs, THREADS, -(-threads // THREADS), floats=0)
+    def kernel(self, code: str, threads: int, arrays: Any, *outs: tuple[tuple[int, ...], Any], **options: Any) -> Any:
+        found = on_arrays(Points, code, arrays, outs, THREADS, -(-threads // THREADS), floats=0, **options)
         return found if len(outs) > 1 else found[0]
 
     def samples(self) -> np.ndarray:
@@ -84,13 +84,27 @@ class Data:
     def pixels(self) -> np.ndarray:
         """By NumPy's sort in place of XLA's."""
         k, u32 = self.k, np.uint32
-        entries = k.images * k.points
-        key, numbers = self.kernel(lists_ptx.keys(k), entries, [self.grid], ((entries,), u32), ((entries,), u32))
-        np.testing.assert_array_equal(numbers, np.arange(entries))
-        order = np.argsort(key, kind="stable").astype(u32)
-        given, outs = [key[order], order, self.y, self.grid], (((k.keys + 1,), u32), ((entries, 4), u32))
-        begins, records = self.kernel(lists_ptx.cells(k), entries + 1, given, *outs)
-        np.testing.assert_array_equal(begins, np.searchsorted(key[order], np.arange(k.keys + 1)))
+        entries, digits = k.images * k.points, np.uint16 if lists_ptx.narrow(k) else u32
+        outs, made = [((entries,), digits), ((entries,), u32)], lists_ptx.made_first(k)
+        outs, arrays = ([*outs, ((entries, 4), u32)], [self.y, self.grid]) if made else (outs, [self.grid])
+        key, words, *records = self.kernel(lists_ptx.keys(k), entries, arrays, *outs)
+        source = records[0] if made else self.grid
+        bits = lists_ptx.left(k)
+        cell = key if not bits else key.astype(int) << bits | words >> (entries - 1).bit_length()
+        np.testing.assert_array_equal(words & u32(2 ** (entries - 1).bit_length() - 1), np.arange(entries))
+        order = np.argsort(key, kind="stable")
+        outs = ((k.keys + 1,), u32), ((entries, 4), u32)
+        if bits:
+            count = lists_ptx.groups(k) + 1
+            given = self.kernel(lists_ptx.begins(k), entries + 1, [key[order]], ((count,), u32)), words[order]
+            outside = {"all_written": not (key == lists_ptx.groups(k)).any()}
+            code, arrays = lists_ptx.buckets(k), [*given, source]
+            begins, records = self.kernel(code, 32 * count, arrays, *outs, **outside)
+            cell = np.where(key == lists_ptx.groups(k), k.keys, cell)
+        else:
+            arrays = [key[order], words[order], source]
+            begins, records = self.kernel(lists_ptx.cells(k), entries + 1, arrays, *outs)
+        np.testing.assert_array_equal(begins, np.searchsorted(np.sort(cell), np.arange(k.keys + 1)))
         threads, given = k.images * k.pixels * k.units, [self.y, begins, records]
         return self.kernel(lists_ptx.pixels(k), threads, given, (self.x.shape, self.x.dtype))
 
@@ -162,6 +176,20 @@ def test_long_lists_are_added_in_the_stated_order(channels: int):
     same_bits(data.pixels(), data.by_xla(AT_PIXELS)[0])
 
 
+@pytest.mark.parametrize("most", [1, 3, 40, 200])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_cells_are_sorted_in_two_steps(rank: int, most: int, monkeypatch: pytest.MonkeyPatch):
+    """By the high bits of their numbers, and by those that are left: of many points in a bucket, of few and of none."""
+    monkeypatch.setattr(lists_ptx, "MOST_GROUPS", most)
+    for kept in (lists_ptx.keys, lists_ptx.begins, lists_ptx.buckets, lists_ptx.cells):
+        monkeypatch.setattr(lists_ptx, kept.__name__, kept.__wrapped__)
+    shape = {1: (90,), 2: (11, 9), 3: (4, 5, 3)}[rank]
+    for rule, points, spread in (("zeros", 70, 1.0), ("border", 33, 1.5), ("nearest", 150, 0.2)):
+        data = Data.drawn(Problem(RULES[rule], 1, shape, points, 2, "f32", "bf16"), 10 * most + rank, spread)
+        assert (lists_ptx.left(data.k) > 0) == (data.k.keys > most)
+        same_bits(data.pixels(), data.by_xla(AT_PIXELS)[0])
+
+
 @pytest.mark.parametrize("channels", [512, 1024])
 def test_sums_over_many_channels(channels: int):
     data = Data.drawn(Problem(RULES["zeros"], 1, (5,), 7, channels, "bf16", "bf16"), 2)
@@ -209,11 +237,13 @@ def test_lowers_for_cuda(channels: int):
     assert "tensor<60xui16>, tensor<60xui32>" in text  # cells of few pixels are sorted by half the bytes
 
 
-def test_many_cells_are_sorted_in_32_bits():
-    given = shapes((4, 128, 127, 3), (5, 6))  # between 129 x 128 pixels of four images
+@pytest.mark.parametrize(("images", "narrow"), [(4, True), (507, True), (509, False)])
+def test_which_cells_are_sorted_in_16_bits(images: int, narrow: bool):
+    """Of 129 x 128 of each image at most 7 bits are left."""
+    given = shapes((images, 128, 127, 3), (5, 6))
     text = jax.jit(ft.partial(both, engine="hopper")).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.sort" in text
-    assert "ui16" not in text
+    assert ("ui16" in text) == narrow
 
 
 def test_the_derivative_along_a_tangent_has_no_kernel():

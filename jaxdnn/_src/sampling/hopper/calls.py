@@ -47,11 +47,19 @@ def slopes(x: Array, y: Array, grid: Array, k: Problem) -> Array:
 def pixels(y: Array, grid: Array, k: Problem, dtype: Any) -> Array:
     """The gradient in images, (N, pixels, C)."""
     entries, shape = k.images * k.points, (k.images, k.pixels, k.channels)
-    every = (entries,), U32
-    key, order = _launch(lists_ptx.keys(k), entries, (grid,), "grid_sample_keys", every, every)
-    digits = jnp.uint16 if k.keys < 2**16 else U32  # a radix sort's time is that of its keys' bytes
-    key, order = lax.sort((key.astype(digits), order), num_keys=1, is_stable=True)
-    outs = ((k.keys + 1,), U32), ((entries, 4), U32)
-    found = _launch(lists_ptx.cells(k), entries + 1, (key.astype(U32), order, y, grid), "grid_sample_cells", *outs)
+    first = lists_ptx.made_first(k)
+    digits = jnp.uint16 if lists_ptx.narrow(k) else U32
+    outs = [((entries,), digits), ((entries,), U32), *([((entries, 4), U32)] if first else [])]
+    given = (y, grid) if first else (grid,)
+    key, order, *records = _launch(lists_ptx.keys(k), entries, given, "grid_sample_keys", *outs)
+    key, order = lax.sort((key, order), num_keys=1, is_stable=True)
+    source, outs = (records or [grid])[0], (((k.keys + 1,), U32), ((entries, 4), U32))
+    if lists_ptx.left(k):
+        count = lists_ptx.groups(k) + 1
+        begins = _launch(lists_ptx.begins(k), entries + 1, (key,), "grid_sample_begins", ((count,), U32))
+        arrays = begins, order, source
+        found = _launch(lists_ptx.buckets(k), 32 * count, arrays, "grid_sample_buckets", *outs)
+    else:
+        found = _launch(lists_ptx.cells(k), entries + 1, (key, order, source), "grid_sample_cells", *outs)
     threads = k.images * k.pixels * k.units
     return _launch(lists_ptx.pixels(k), threads, (y, *found), "grid_sample_pixels", (shape, dtype))

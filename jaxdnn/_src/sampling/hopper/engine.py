@@ -65,8 +65,11 @@ def _workspace(call: engines.Call) -> int:
     """Of the gradient in images: keys and numbers of points, sorted ones, records, and where each cell's begin."""
     if call.op != AT_PIXELS:
         return 0
+    from jaxdnn._src.sampling.hopper import lists_ptx
+
     k = _problem(call)
-    return 4 * (8 * k.images * k.points + k.keys + 1)
+    words = 4 * (8 + 4 * lists_ptx.made_first(k)) - 2 * 2 * lists_ptx.narrow(k)  # bytes of a point
+    return words * k.images * k.points + 4 * (k.keys + 1 + (lists_ptx.left(k) > 0) * (lists_ptx.groups(k) + 1))
 
 
 def _run(call: engines.Call, *operands: Array) -> Array:

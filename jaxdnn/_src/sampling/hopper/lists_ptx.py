@@ -6,10 +6,11 @@ along the last axis are neighbours in the sorted order too, so a pixel's points 
 
     x[p] = Σ w[m, t] y[m] over the taps with i[m, t] = p
 
-* `keys` gives each point the number of its cell; XLA sorts them.
+* `keys` gives each point the number of its cell; XLA sorts them, of more than 2^16 cells by the high bits.
 * `cells` finds where the points of each cell begin in the sorted order, and writes records in this order: where a point
   is within its cell, and its samples, or if these are many its number. A pixel's threads, and those of its neighbours,
-  read records that lie side by side; a point's coordinates, and samples of few channels, lie anywhere.
+  read records that lie side by side; a point's coordinates, and samples of few channels, lie anywhere. Where low bits
+  are left to sort, `begins` and `buckets` do so.
 * `pixels` adds up.
 
 Order of additions: the list of a pixel, which is its runs one behind the other, in pairs of neighbours, then pairs of
@@ -22,9 +23,12 @@ import functools as ft
 import itertools
 
 from jaxdnn._src.hopper.ptx import SIZES, VECTOR_BYTES
-from jaxdnn._src.sampling.hopper.points_ptx import ONE, THREADS, ZERO, Emitter, Problem
+from jaxdnn._src.sampling.hopper.points_ptx import ONE, THREADS, ZERO, Emitter, Place, Problem
 
 MANY = 8  # keys that one thread does not store alone
+MOST_GROUPS = 2**16 - 1  # buckets, beside that of the points outside
+MOST_LEFT = 7  # bits of a cell's number that are sorted by votes: a lane has up to four of a bucket's cells
+EVERY = "0xffffffff"  # lane of a warp
 LEVELS = 4  # of sums of pairs in registers: those of lists of fewer than 2^(LEVELS + 1) taps
 
 
@@ -43,47 +47,97 @@ def samples_in_records(k: Problem) -> bool:
     return k.units == 1 and inner(k) * 4 + k.channels * SIZES[k.y] <= VECTOR_BYTES
 
 
+def made_first(k: Problem) -> bool:
+    """Whether records are made in the order of points and then sorted: one load of a vector in place of several loads
+    of single numbers, each of which takes the time of as many lines of the cache as a warp has threads."""
+    return samples_in_records(k) or inner(k) > 2
+
+
+def left(k: Problem) -> int:
+    """The low bits of a cell's number that XLA's sort leaves to `buckets`: its time is that of its keys' bytes.
+
+    A point's number and these bits are one word.
+    """
+    bits = ((k.keys - 1) // MOST_GROUPS).bit_length()
+    fits = bits <= MOST_LEFT and bits + (k.images * k.points - 1).bit_length() <= 32
+    return bits if fits else 0
+
+
+def groups(k: Problem) -> int:
+    """The buckets, as many cells each as the bits that are left tell apart; points outside have one more."""
+    return -(-k.keys >> left(k))
+
+
+def narrow(k: Problem) -> bool:
+    """Whether 16 bits number the buckets."""
+    return groups(k) < 2**16
+
+
+def _number_bits(k: Problem) -> int:
+    return (k.images * k.points - 1).bit_length()
+
+
 @ft.lru_cache
 def keys(k: Problem) -> str:
-    """Of each point of all images the number of its cell among those of all images, which is `Problem.keys` where no
-    tap is inside: one sort serves all images. And the number of each point. Operands: the grid, keys, numbers."""
+    """Of each point of all images the number of its cell's bucket among those of all images, which is `groups` where no
+    tap is inside: one sort serves all images. And the number of each point, with the bits of its cell within the bucket
+    above it. Operands: the grid, keys, numbers; or y, the grid, keys, numbers, and the records in the order of points.
+    """
     e = Emitter(k)
-    grid, found, numbers = map(e.operand, range(3))
+    *given, found, numbers = map(e.operand, range(4 if made_first(k) else 3))
+    grid = given[-1]
     point = e.number(k.images * k.points)
     key, _ = e.divided(point, k.points)
-    inside = ""
-    for place, count in zip(e.places(grid, point), k.cells, strict=True):
+    inside, at_point = "", e.places(grid, point)
+    for place, count in zip(at_point, k.cells, strict=True):
         cell = e.r("add.s32", e.first(e.fractions(place.value)[0], place.value), k.each - 1)
         inside = e.both(inside, e.p("setp.lt.u32", cell, count))
         key = e.r("mad.lo.s32", key, count, cell)
-    key = e.r("selp.b32", key, str(k.keys), inside)
-    for to, v in ((found, key), (numbers, point)):
-        e.op("st.global.b32", f"[{e.d('mad.wide.u32', point, 4, to)}+0]", v)
+    number = point
+    if bits := left(k):
+        number = e.r("mad.lo.s32", e.r("and.b32", key, 2**bits - 1), 1 << _number_bits(k), point)
+        key = e.r("shr.u32", key, bits)
+    key = e.r("selp.b32", key, str(groups(k)), inside)
+    size = 2 if narrow(k) else 4
+    at = e.d("mad.wide.u32", point, size, found)
+    if narrow(k):
+        half = e.new("h")
+        e.op("cvt.u16.u32", half, key)
+        e.op("st.global.b16", f"[{at}+0]", half)
+    else:
+        e.op("st.global.b32", f"[{at}+0]", key)
+    e.op("st.global.b32", f"[{e.d('mad.wide.u32', point, 4, numbers)}+0]", number)
+    if made_first(k):
+        _store_record(e, _record(e, point, at_point, given[0]), point, e.operand(4))
     return e.finished()
 
 
-@ft.lru_cache
-def cells(k: Problem) -> str:
-    """The records; and for every cell, and one behind the last, the first place in the sorted order of a point in it or
-    in a later one.
+def _begins(e: Emitter, keys: str, places: str) -> str:
+    """Stores for every bucket, and one behind the last, the first place in the sorted order of a point in it or in a
+    later one; the thread's own place in that order.
 
     A thread has an entry, and stores its place for the keys of which it is the first: those above the key before it, up
-    to its own. Many of them are stored by all lanes of the warp. Operands: the sorted keys, their points, y, the grid,
-    the places, the records.
+    to its own. Many of them are stored by all lanes of the warp.
     """
-    e, entries = Emitter(k), k.images * k.points
-    keys, order, y, grid, places, records = map(e.operand, range(6))
+    k, entries = e.k, e.k.images * e.k.points
+    size = 2 if narrow(k) else 4
     thread = e.r("mov.u32", "%tid.x")
     place = e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), THREADS, thread)
-    at = e.d("mad.wide.u32", place, 4, keys)
+    at = e.d("mad.wide.u32", place, size, keys)
     first, stop = e.r("mov.b32", 0), e.r("mov.b32", 0)  # none, of threads beyond all entries
-    e.op("mov.b32", stop, k.keys + 1, when=e.p("setp.eq.u32", place, entries))
-    here = e.p("setp.lt.u32", place, entries)
-    e.op("ld.global.nc.b32", stop, f"[{at}+0]", when=here)
-    e.op("add.s32", stop, stop, 1, when=here)
-    after = e.both(e.p("setp.gt.s32", place, 0), e.p("setp.lt.u32", place, entries + 1))
-    e.op("ld.global.nc.b32", first, f"[{at}+-4]", when=after)
-    e.op("add.s32", first, first, 1, when=after)
+
+    def read(to: str, offset: int, when: str) -> None:
+        if narrow(k):
+            half = e.new("h")
+            e.op("ld.global.nc.b16", half, f"[{at}+{offset}]", when=when)
+            e.op("cvt.u32.u16", to, half, when=when)
+        else:
+            e.op("ld.global.nc.b32", to, f"[{at}+{offset}]", when=when)
+        e.op("add.s32", to, to, 1, when=when)
+
+    e.op("mov.b32", stop, groups(k) + 1, when=e.p("setp.eq.u32", place, entries))
+    read(stop, 0, e.p("setp.lt.u32", place, entries))
+    read(first, -size, e.both(e.p("setp.gt.s32", place, 0), e.p("setp.lt.u32", place, entries + 1)))
 
     def stores(first: str, stop: str, step: int, place: str) -> None:
         with e.loop(first, stop, step) as key:
@@ -92,30 +146,157 @@ def cells(k: Problem) -> str:
     count = e.r("sub.s32", stop, first)
     with e.only_if("setp.lt.s32", count, MANY):
         stores(first, stop, 1, place)
-    every = "0xffffffff"
-    lanes = e.r("vote.sync.ballot.b32", e.p("setp.ge.s32", count, MANY), every)
+    lanes = e.r("vote.sync.ballot.b32", e.p("setp.ge.s32", count, MANY), EVERY)
     again, done = e.label(), e.label()
     e.place(again)
     e.op("bra", done, when=e.p("setp.eq.s32", lanes, 0))
     lane = e.r("bfind.u32", lanes)
-    own = [e.r("shfl.sync.idx.b32", v, lane, 31, every) for v in (first, stop, place)]
+    own = [e.r("shfl.sync.idx.b32", v, lane, 31, EVERY) for v in (first, stop, place)]
     stores(e.r("add.s32", own[0], e.r("and.b32", thread, 31)), own[1], 32, own[2])
     e.op("xor.b32", lanes, lanes, e.r("shl.b32", 1, lane))
     e.op("bra", again)
     e.place(done)
-    e.op("bra", e.end, when=e.p("setp.ge.u32", place, entries))
+    return place
+
+
+@ft.lru_cache
+def begins(k: Problem) -> str:
+    """Where the points of each bucket begin in the sorted order. Operands: the sorted keys, the places."""
+    e = Emitter(k)
+    _begins(e, *map(e.operand, range(2)))
+    return e.finished()
+
+
+@ft.lru_cache
+def cells(k: Problem) -> str:
+    """Where the points of each cell begin, where a bucket is a cell; and the records.
+
+    Operands: the sorted keys, their points, what `_move` reads, the places, the records.
+    """
+    e = Emitter(k)
+    keys, order, source, places, records = map(e.operand, range(5))
+    place = _begins(e, keys, places)
+    e.op("bra", e.end, when=e.p("setp.ge.u32", place, k.images * k.points))
     point = e.new()
     e.op("ld.global.nc.b32", point, f"[{e.d('mad.wide.u32', place, 4, order)}+0]")
+    _move(e, point, source, records, place)
+    return e.finished()
+
+
+def _move(e: Emitter, point: str, source: str, records: str, place: str) -> None:
+    """Writes a point's record to a place of the sorted order.
+
+    source: the records in the order of points, or where these are not made first the grid.
+    """
+    if made_first(e.k):
+        words = e.load_vector("global.nc", f"[{e.d('mad.wide.u32', point, VECTOR_BYTES, source)}+0]")
+    else:
+        words = _record(e, point, e.places(source, point), "")
+    _store_record(e, words, place, records)
+
+
+def _store_record(e: Emitter, words: list[str], place: str, records: str) -> None:
+    e.op("st.global.v4.b32", f"[{e.d('mad.wide.u32', place, VECTOR_BYTES, records)}+0]", words)
+
+
+def _record(e: Emitter, point: str, at_point: list[Place], y: str) -> list[str]:
+    """The words of a point's record."""
+    k = e.k
     words: list[str] = []
     if k.each > 1:
-        words += [e.r("mov.b32", e.fractions(at.value)[1][1]) for at in e.places(grid, point)]
+        words += [e.r("mov.b32", e.fractions(at.value)[1][1]) for at in at_point]
     if samples_in_records(k):
         values = e.load(k.y, e.d("mad.wide.u32", e.r("mul.lo.s32", point, k.channels), SIZES[k.y], y), k.channels)
         words += e.pack(k.y, values + [ZERO] * (SIZES[k.y] == 2 and len(values) % 2))
     else:
         words.append(point)
-    words += [e.r("mov.b32", 0) for _ in range(4 - len(words))]
-    e.op("st.global.v4.b32", f"[{e.d('mad.wide.u32', place, VECTOR_BYTES, records)}+0]", words)
+    return words + [e.r("mov.b32", 0) for _ in range(4 - len(words))]
+
+
+@ft.lru_cache
+def buckets(k: Problem) -> str:
+    """Sorts the points of each bucket by the rest of their cells' numbers, and writes where those of each cell begin,
+    and the records, but none of points outside.
+
+    A warp has a bucket, and each lane every 32nd of its cells. It counts the points of its cells, 32 points at a time:
+    a vote on each bit of the points' cells tells every lane which of the 32 are in a cell. Then it places them, in
+    their order. Operands: where buckets begin, the points in the order of buckets, what `_move` reads, places,
+    records.
+    """
+    e, bits = Emitter(k), left(k)
+    own_cells = max(1, 2**bits // 32)
+    begins, order, source, places, records = map(e.operand, range(5))
+    thread = e.r("mov.u32", "%tid.x")
+    lane = e.r("and.b32", thread, 31)
+    bucket = e.r("shr.u32", e.r("mad.lo.s32", e.r("mov.u32", "%ctaid.x"), THREADS, thread), 5)
+    e.op("bra", e.end, when=e.p("setp.ge.u32", bucket, groups(k) + 1))
+    at = e.d("mad.wide.u32", bucket, 4, begins)
+    first, stop = e.new(), e.new()
+    e.op("ld.global.nc.b32", first, f"[{at}+0]")
+    with e.only_if("setp.eq.s32", bucket, groups(k)):
+        e.op("st.global.b32", f"[{places}+{4 * k.keys}]", first, when=e.p("setp.eq.s32", lane, 0))
+        e.op("bra", e.end)
+    e.op("ld.global.nc.b32", stop, f"[{at}+4]")
+    # All bits where the word's is 0, else none.
+    negated = lambda word, bit: e.r("sub.s32", e.r("and.b32", e.r("shr.u32", word, bit), 1), 1)
+    of_lane = [negated(lane, bit) for bit in range(min(bits, 5))]
+
+    def joined(masks: list[str], flips: list[str]) -> str:
+        """Which lanes agree with all of the bits that are not flipped."""
+        found = masks[0]
+        for mask, flip in zip(masks[1:], flips, strict=True):
+            found = e.r("and.b32", found, e.r("xor.b32", mask, flip))
+        return found
+
+    def read(start: str) -> tuple[str, str, str, list[str]]:
+        """A lane's word, whether it has one, its cell in the bucket; which lanes have one, and each cell bit by bit."""
+        place = e.r("add.s32", start, lane)
+        here, word = e.p("setp.lt.u32", place, stop), e.r("mov.b32", 0)
+        e.op("ld.global.nc.b32", word, f"[{e.d('mad.wide.u32', place, 4, order)}+0]", when=here)
+        cell = e.r("shr.u32", word, _number_bits(k))
+        vote = lambda holds: e.r("vote.sync.ballot.b32", holds, EVERY)
+        masks = [vote(here)]
+        for bit in range(bits):  # each predicate with its vote: there are seven registers for them
+            masks.append(vote(e.p("setp.ne.s32", e.r("and.b32", cell, 1 << bit), 0)))
+        return word, here, cell, masks
+
+    def add(to: list[str], masks: list[str]) -> None:
+        """Counts the lanes that are in each of the lane's own cells."""
+        for i, total in enumerate(to):
+            flips = [*of_lane, *(str(0 if i >> bit & 1 else EVERY) for bit in range(bits - len(of_lane)))]
+            e.op("add.s32", total, total, e.r("popc.b32", joined(masks, flips)))
+
+    next_places = [e.r("mov.b32", 0) for _ in range(own_cells)]
+    with e.loop(first, stop, 32) as start:
+        add(next_places, read(start)[3])
+    before = first
+    for i, count in enumerate(next_places):
+        total = e.r("mov.b32", count)
+        for distance in (1, 2, 4, 8, 16):
+            other = e.r("shfl.sync.idx.b32", total, e.r("sub.s32", lane, distance), 31, EVERY)
+            e.op("add.s32", total, total, other, when=e.p("setp.ge.s32", lane, distance))
+        begin = e.r("add.s32", before, e.r("sub.s32", total, count))
+        before = e.r("add.s32", before, e.r("shfl.sync.idx.b32", total, 31, 31, EVERY))
+        e.op("mov.b32", count, begin)
+        cell = e.r("add.s32", e.r("mad.lo.s32", bucket, 2**bits, lane), 32 * i)
+        known = e.both(e.p("setp.lt.u32", cell, k.keys), e.p("setp.lt.u32", lane, 2**bits) if bits < 5 else "")
+        e.op("st.global.b32", f"[{e.d('mad.wide.u32', cell, 4, places)}+0]", begin, when=known)
+    earlier = e.r("sub.s32", e.r("shl.b32", 1, lane), 1)
+    with e.loop(first, stop, 32) as start:
+        word, here, cell, masks = read(start)
+        alike = joined(masks, [negated(cell, bit) for bit in range(bits)])
+        place = e.r("mov.b32", 0)
+        for i, following in enumerate(next_places):
+            found = e.r("shfl.sync.idx.b32", following, e.r("and.b32", cell, 31), 31, EVERY)
+            own = e.p("setp.eq.s32", e.r("shr.u32", cell, 5), i)
+            e.op("selp.b32", place, found, place, own)
+        place = e.r("add.s32", place, e.r("popc.b32", e.r("and.b32", alike, earlier)))
+        add(next_places, masks)
+        skip = e.label()
+        e.op("bra", skip, when="!" + here)
+        point = e.r("and.b32", word, 2 ** _number_bits(k) - 1)
+        _move(e, point, source, records, place)
+        e.place(skip)
     return e.finished()
 
 
