@@ -5,13 +5,17 @@ import functools as ft
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxdnn as dnn
 import jaxdnn_reference as definition
+from jaxdnn._src import hopper
 from jaxdnn._src.conv.hopper.depthwise.filter_plan import plan_filter
 from jaxdnn._src.conv.hopper.depthwise.planar import Config
+from jaxdnn._src.core import engines
 from tests.conv.depthwise_cases import (
     CASES,
     DTYPES,
@@ -210,3 +214,25 @@ def test_orders_that_change_places_show():
         options: dict[str, Any] = {"stride": geo.stride, "padding": geo.padding, "dilation": geo.dilation}
         wanted = definition.conv(x, w, **options, groups=32, arithmetic=told.arithmetic, schedule=plan)
         assert np.array_equal(got, wanted.astype(np.float32)) is equal
+
+
+@needs_newer
+@pytest.mark.parametrize("padding", [((1, 0), (-1, 2)), ((-2, 1), (1, 1)), ((-1, 2), (-2, 2))], ids=str)
+def test_orders_of_a_gradient_count_from_what_negative_padding_cuts_off(padding: Any):
+    """With another class's order an output would lack products: those of the windows that reach it."""
+    options: dict[str, Any] = {"stride": (2, 3), "padding": padding, "groups": 24}
+    x, w = np.zeros((1, 7, 32, 48), DTYPES["bf16"]), np.ones((2, 3, 2, 48), DTYPES["bf16"])
+    rng = np.random.default_rng(0)
+    dy = rng.integers(-4, 5, definition.conv(x, w, **options).shape).astype(DTYPES["bf16"])
+    jaxpr = jax.make_jaxpr(lambda dy, w: dnn.conv_dgrad(dy, w, x.shape, engine="hopper", **options))(dy, w).jaxpr
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "jaxdnn_conv_dgrad"]
+    avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    call = engines.Call("conv_dgrad", eqn.params["spec"], avals, "cuda", hopper.MEASURED_ON[0])
+    (engine,) = [e for e in engines.registered("conv_dgrad") if e.name == "hopper"]
+    told = engine.schedule(call)
+    assert told is not None
+    assert told.classes is not None
+    plan = definition.Schedule(told.order, told.combine, classes=told.classes)
+    given: dict[str, Any] = options | {"arithmetic": told.arithmetic, "schedule": plan}
+    wanted = definition.conv_dgrad(dy, w, x.shape, **options)
+    assert np.array_equal(definition.conv_dgrad(dy, w, x.shape, **given), wanted)

@@ -118,7 +118,12 @@ def _narrow(call: engines.Call) -> _Kernel:
     def schedule() -> engines.Schedule | None:
         if spec.precision == "tf32" and a.dtype == jnp.float32:
             return None  # the definition truncates the operands to TF32, and this kernel does not
-        return depthwise.schedule(*described, a.dtype)
+        found = depthwise.schedule(*described, a.dtype)
+        if call.op == "conv_dgrad" and found.classes is not None and spec.cut is not None:
+            # The kernel's first output is the first one that is left; the gradient in x begins with those cut off.
+            low = [ends[0] for ends in spec.cut.ends]
+            found = dataclasses.replace(found, classes=np.roll(found.classes, low, range(found.classes.ndim)))
+        return found
 
     def workspace() -> int:
         turned = math.prod(geo.taps) * channels // geo.groups * filters * a.dtype.itemsize if geo.flip else 0
