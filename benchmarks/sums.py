@@ -7,6 +7,7 @@ begins with, and the addition of partial filter gradients. Both packages run in 
 The results of a call come to lie in memory that was filled with NaN; they are compared with those of the other checkout
 and with those of two repeated calls bit by bit, some of them with the formula in float64, and those of pooling with
 engine `xla` bit by bit. Times are device times by CUPTI over operands in rotation, the least of three medians.
+`--drawn` has not run on a GPU yet.
 """
 
 import argparse

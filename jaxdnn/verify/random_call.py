@@ -6,10 +6,12 @@ On CUDA it runs in guarded memory, unless its process runs under a tool that che
 import contextlib
 import dataclasses
 import math
+import os
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,6 +57,7 @@ KERNELS = {
 REDRAWN, TRIED, DRAWN = 30, 40, 400
 MULTIPROCESSORS = {None: 6, 1: 1, 3: 1, 20: 1, 100: 1}
 PROCEDURE_EVERY = 10
+ROOT = Path(dnn.__file__).resolve().parents[1]  # of the checkout
 # Those that need no other threads or devices; each call is compared with the definition's bits in any case.
 PROCEDURES = {
     "run_to_run": ("repeats", "recompilation", "poisoned output"),
@@ -348,7 +351,9 @@ def timed(
     try:
         found = draw(seed, index, among, towards)
     except Exception:  # to describe a call asks the library about it, which must not raise
-        return report.failed(f"while it was drawn: {traceback.format_exc(limit=-3)}")
+        # A file of results names no machine's paths.
+        said = traceback.format_exc(limit=-3).replace(f"{ROOT}{os.sep}", "")
+        return report.failed(f"while it was drawn: {said}")
     drawn = time.perf_counter()
     report = run(found, seed, index, flush=flush, guards=guards, tell=tell)
     seconds = {"drawing": round(drawn - start, 3), "running": round(time.perf_counter() - drawn, 3)}

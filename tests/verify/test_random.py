@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxdnn._src.conv.cases.case import Case
 from jaxdnn._src.conv.cases.geometries import Geometry
 from jaxdnn._src.conv.cases.skip import SkipCase
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
+from jaxdnn._src.matmul import cases as matmul
 from jaxdnn._src.norm.cases import NormCase
 from jaxdnn.verify import command, levels, matrix, random, random_call, random_worker
 from jaxdnn.verify.cli import main
@@ -41,6 +43,35 @@ def test_a_drawn_call_passes(op, engine):
     found = random_call.draw(3, 10, {(op, engine): 1.0})
     report = random_call.run(found, 3, 10, flush=plain.flushes_subnormals(), guards=None)
     assert report.status == "passed", report
+
+
+def test_products_are_drawn_with_an_alpha_for_each_column():
+    given = [matmul.draw("matmul", "xla", np.random.default_rng(seed), "drawn") for seed in range(120)]
+    each = [case for case in given if case.blend.each]
+    assert len(each) >= 2
+    assert not any(case.geometry.scaled for case in each)
+    assert [matmul.facts(case).refusal for case in each] == [None] * len(each)
+
+
+@pytest.mark.parametrize(("right", "level"), [((), "batch_invariant"), ((1, 2), "run_to_run")])
+def test_several_products_have_a_level_that_can_be_asked_for(
+    right: tuple[int, ...], level: str, monkeypatch: pytest.MonkeyPatch
+):
+    """`matmul` asks a convolution in groups for mesh_invariant in place of batch_invariant."""
+    monkeypatch.setattr(plain, "explained", lambda *_, **__: plain.Facts(None, "batch_invariant"))
+    case = matmul.MatmulCase("matmul", "hopper", "bf16", "NN", None, matmul.Sizes("", 4, 3, 2, (), right))
+    assert matmul.facts(case).level == level
+
+
+def test_messages_name_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: Any) -> None:
+        raise TypeError("planted")
+
+    monkeypatch.setattr(random_call, "draw", refused)
+    report = random_call.timed(1, 2, None, None, flush=False, guards=None, tell=lambda _: None)
+    assert "planted" in report.message
+    assert "random_call.py" in report.message
+    assert str(Path(random_call.__file__).parents[2]) not in report.message
 
 
 def test_a_seed_and_an_index_are_one_call():

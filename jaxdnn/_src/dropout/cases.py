@@ -31,7 +31,7 @@ SHAPES = {
 class DropoutCase(Case):
     """Dropout of x by a key of two words; its bits are checked against the definition's on every kind of data.
 
-    A mask is one of x's shape, as numbers.
+    A mask is one of x's shape, as integers, for it has no gradient.
     """
 
     primitive: ClassVar[dict[str, str]] = dict.fromkeys(OPS, "dropout")
@@ -47,7 +47,7 @@ class DropoutCase(Case):
     def call(self, **choices: Any) -> Callable[..., Any]:
         given = {**self.arguments(), **choices}
         if self.op == "dropout_mask":
-            return lambda x, key: dnn.dropout_mask(key, x.shape, **given).astype(x.dtype)
+            return lambda x, key: dnn.dropout_mask(key, x.shape, **given).astype(np.int32)
         return lambda x, key: dnn.dropout(x, key, **given)
 
     def kinds(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class DropoutCase(Case):
         """Two roundings: of the scale, and of the product."""
         if self.op == "dropout_mask":
             (mask,) = self.definition(operands)
-            return (Expected(mask.astype(np.float64), 0.0, self.in_dtype, generic=False),)
+            return (Expected(mask.astype(np.float64), 0.0, np.int32, generic=False),)
         value = reference.dropout(*operands, **self.arguments())
         u = 2.0**-53 if self.dtype == "f64" else 2.0**-24
         with np.errstate(invalid="ignore"):
@@ -76,7 +76,7 @@ class DropoutCase(Case):
     def definition(self, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         if self.op == "dropout_mask":
             x, key = operands
-            return (reference.dropout_mask(key, x.shape, **self.arguments()).astype(self.in_dtype),)
+            return (reference.dropout_mask(key, x.shape, **self.arguments()).astype(np.int32),)
         return (reference.dropout(*operands, **self.arguments(), arithmetic="ordered"),)
 
     def describe(self) -> dict[str, Any]:

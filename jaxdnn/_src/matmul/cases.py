@@ -98,7 +98,7 @@ class MatmulCase(conv_cases.Case):
         b = self.blend
         given: dict[str, Any] = {"transpose_a": self.layout[0] == "T", "transpose_b": self.layout[1] == "T"}
         given |= {"beta": b.beta, "activation": b.activation}
-        given |= {} if self.geometry.scaled else {"alpha": b.alpha}
+        given |= {} if self.geometry.scaled or b.each else {"alpha": b.alpha}
         given |= {"out_dtype": self.out_dtype} if self.out else {}
         given |= {"accumulate": np.dtype(plain.DTYPES[self.accumulate])} if self.accumulate else {}
         return given | ({"precision": "tf32"} if self.dtype == "tf32" else {})
@@ -130,10 +130,12 @@ def facts(case: MatmulCase) -> Facts:
     declared = plain.explained(
         case, case.bound, shapes, **{n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in extras.items()}
     )
-    # Of convolutions on GPUs XLA may take a transform; for products it calls cuBLAS.
-    return (
-        dataclasses.replace(declared, accumulation="tensor_core") if declared.accumulation == "transform" else declared
-    )
+    if declared.accumulation == "transform":  # of convolutions on GPUs XLA may take one; for products it calls cuBLAS
+        declared = dataclasses.replace(declared, accumulation="tensor_core")
+    if case.geometry.right and declared.level == "batch_invariant":
+        # Matrices b are groups of the convolution, and it says nothing of how many there are.
+        declared = dataclasses.replace(declared, level="run_to_run")
+    return declared
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def draw(op: str, engine: str, rng: Generator, name: str) -> MatmulCase:
             blend, out = INT8_BLENDS[int(rng.integers(len(INT8_BLENDS)))]
         return dataclasses.replace(case, blend=blend, out=out)
     blend = (*EPILOGUES, *BLENDS)[int(rng.integers(len(EPILOGUES) + len(BLENDS)))] if rng.random() < 0.4 else NO_BLEND
-    blend = dataclasses.replace(blend, alpha=1.0) if scaled else blend
+    blend = dataclasses.replace(blend, alpha=1.0, each=False) if scaled else blend
     outs = [out for of, out in OUTS if of == dtype]
     return dataclasses.replace(case, blend=blend, out=str(rng.choice(outs)) if outs and rng.random() < 0.2 else None)
 

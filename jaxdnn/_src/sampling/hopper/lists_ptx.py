@@ -59,7 +59,7 @@ def left(k: Problem) -> int:
     A point's number and these bits are one word.
     """
     bits = ((k.keys - 1) // MOST_GROUPS).bit_length()
-    fits = bits <= MOST_LEFT and bits + (k.images * k.points - 1).bit_length() <= 32
+    fits = bits <= MOST_LEFT and bits + _number_bits(k) <= 32
     return bits if fits else 0
 
 
