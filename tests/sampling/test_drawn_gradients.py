@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -56,6 +57,14 @@ def test_a_gradient_at_other_places_fails(variant: str, gradient: str):
     moved: Any = grid + np.float32(2e-3 / 7)
     (other,) = case.expected("normal", (x, moved, dy), ACCUMULATIONS["float32"])
     assert not judge("normal", np.asarray(other.value, np.float32), expected).passed
+
+
+@pytest.mark.parametrize("gradient", ["x", "grid"])
+def test_a_gradient_asks_for_no_other(gradient: str):
+    """An engine may not serve the other one, and a program may keep what nobody uses."""
+    case = SamplingCase("grid_sample", "xla", "f32", "linear", gradient=gradient)
+    traced = str(jax.make_jaxpr(case.function())(*case.operands("normal", np.random.default_rng(0))))
+    assert (AT_PIXELS in traced, AT_SLOPES in traced) == (gradient == "x", gradient == "grid")
 
 
 def test_half_of_the_calls_are_gradients():

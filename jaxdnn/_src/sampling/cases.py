@@ -80,8 +80,10 @@ class SamplingCase(Case):
         call = lambda *arrays: op(*arrays, *self.static, **{**self.options, **choices})
         if not self.gradient:
             return call
-        pull = lambda x, grid, dy: jax.vjp(call, x, grid)[1](dy)
-        return lambda *arrays: pull(*arrays)[self.gradient == "grid"]
+        # In the one array alone: an engine may not serve the other's gradient, which a program may keep though unused.
+        if self.gradient == "x":
+            return lambda x, grid, dy: jax.vjp(lambda x: call(x, grid), x)[1](dy)[0]
+        return lambda x, grid, dy: jax.vjp(lambda grid: call(x, grid), grid)[1](dy)[0]
 
     def operands(self, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         d = len(self.sizes)
