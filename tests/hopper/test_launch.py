@@ -54,6 +54,59 @@ def test_a_kernel_has_one_hash_in_every_program(name: str):
     assert first == then
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_barrier_precedes_each_kernel(name: str):
+    """XLA hands a kernel a part of an array in place otherwise, and Mosaic refuses most of these."""
+    f, (x, *operands) = KERNELS[name]
+    wide = jax.ShapeDtypeStruct((x.shape[0] + 1, *x.shape[1:]), x.dtype)
+    part = lambda x, *operands: f(x[1:], *operands)
+    text = jax.jit(part).trace(wide, *operands).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"stablehlo.custom_call @mosaic_gpu\w*\(([^)]*)\)", text)
+    barriers = set(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", text))
+    read = [array.partition("#")[0] for call in calls for array in call.split(", ")]
+    assert read
+    assert set(read) <= barriers
+
+
+def loops_of_copies(f: Any, *operands: Any) -> list[Any]:
+    """For each copy from memory by TMA in the kernels of a program, the number of turns of the loop around it."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    names = set(hashes(f, *operands))
+    assert len(names) == 1
+    found = []
+
+    def walk(operation: Any, loop: Any) -> None:
+        for inner in (op.operation for region in operation.regions for block in region for op in block):
+            text = str(inner.attributes["asm_string"]) if "asm_string" in inner.attributes else inner.name
+            if re.search(r"cp\.async\.bulk\.tensor\S*\.shared", text):
+                found.append(loop)
+            walk(inner, inner if inner.name.endswith("scf.for") else loop)
+
+    with mlir.make_ir_context() as context:
+        context.allow_unregistered_dialects = True
+        module = ir.Module.parse([*compat.kernels_lowered().values()][-1])  # outlives its operations
+        walk(module.operation, None)
+        return [_terms(loop.operands[1]) for loop in found]
+
+
+def _terms(value: Any) -> set[str]:
+    """The operations that a number is computed by."""
+    owner = getattr(value.owner, "operation", value.owner)
+    inner = getattr(owner, "operands", ())
+    return {getattr(owner, "name", "argument")}.union(*map(_terms, inner))
+
+
+def test_loops_of_a_filter_gradients_copies_are_kept():
+    """ptxas 13.0 mistook descriptors' addresses in a kernel of five boxes, 2 + 4 copies each, that was unrolled."""
+    x, dy = (jax.ShapeDtypeStruct((3, 33, 24, c), jnp.bfloat16) for c in (192, 13))
+    f = lambda x, dy: dnn.conv_wgrad(x, dy, (3, 3, 192, 13), padding=1, engine="hopper")
+    turns = loops_of_copies(f, x, dy)
+    assert turns
+    assert all(any(name.endswith("inline_asm") for name in terms) for terms in turns)
+
+
 def network(x: Any, filters: Any) -> Any:
     """Two blocks of a residual network, alike, and a narrower layer of one tap before each, unlike."""
     for narrow, wide in filters:

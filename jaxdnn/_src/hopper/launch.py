@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.core.compat import ir, llvm, mgpu_utils, name_module, pl, plgpu
+from jaxdnn._src.core.compat import ir, llvm, mgpu, mgpu_utils, name_module, pl, plgpu
 
+_inline: Any = plgpu.inline_mgpu
+_inline_asm: Any = llvm.inline_asm
 BLOCK, WARPGROUP = "block", "warpgroup"  # the names of axes
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
@@ -18,9 +20,13 @@ def kernel(
 ) -> Callable[..., Any]:
     """`plgpu.kernel` for single lanes, without barriers of its own, and with a name that every lowering gives it.
 
-    approximate: exponentials and logarithms by the special function unit.
+    approximate: exponentials and logarithms by the special function unit. `references` of a call are arrays that the
+    kernel writes to, its last operands.
 
     XLA compiles kernels of equal code once in a process. JAX 0.11 numbers the kernels of a process in their code.
+
+    XLA makes no copy of a part of an array that a call reads if the part's bytes are a multiple of 128 (its "dynamic
+    slice fusion"), and Mosaic refuses a part that does not begin at a multiple of 256. A barrier lies between the two.
     """
 
     def run(*references: Any, **scratch: Any) -> None:
@@ -28,7 +34,12 @@ def kernel(
         body(*references, **scratch)
 
     parameters = dataclasses.replace(PARAMETERS, approx_math=approximate)
-    return plgpu.kernel(run, kernel_name=kernel_name, compiler_params=parameters, **options)
+    compiled = plgpu.kernel(run, kernel_name=kernel_name, compiler_params=parameters, **options)
+
+    def call(*arrays: Array, references: Sequence[Any] = ()) -> Any:
+        return compiled(*lax.optimization_barrier(arrays), *references)
+
+    return call
 
 
 def _named(name: str) -> None:
@@ -54,6 +65,24 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     if isinstance(condition, bool):
         return pl.when(condition)
     return lambda body: lax.switch(lax.select(condition, 1, 0), (lambda: None, body))
+
+
+def turns(count: Any) -> Any:
+    """The number of a loop's turns, which the compilers do not learn, so that they keep the loop.
+
+    A loop of few turns that starts copies by TMA is unrolled otherwise. ptxas 13.0 then runs out of uniform registers,
+    and overwrites the address of a copy's descriptor while it saves it: the copy reads from anywhere. 13.4 does not.
+    """
+    of_all = plgpu.Layout.WG_SPLAT(())
+
+    @_inline(arg_types=(of_all,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=of_all))
+    def unknown(_: Any, count: Any) -> Any:
+        (number,) = count.registers.flat
+        code = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+        found = _inline_asm(number.type, [number], code, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), layout=count.layout, is_signed=True)
+
+    return unknown(jnp.int32(count))
 
 
 def drain(empty: Any, total: Any, slots: int) -> None:

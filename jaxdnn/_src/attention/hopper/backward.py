@@ -155,7 +155,7 @@ def run(
         scratch_types=scratch(p),
         kernel_name="jaxdnn_attention_dkv",
     )
-    found = compiled(numbers, q, k, v, dy, rows, *pairs, *(out or ()))
+    found = compiled(numbers, q, k, v, dy, rows, *pairs, references=out or ())
     return (*out, *found) if out else found
 
 

@@ -29,7 +29,7 @@ from jaxdnn._src.conv.hopper.wgrad_plan import (
 )
 from jaxdnn._src.core.compat import fa, ir, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import cluster, wgmma
-from jaxdnn._src.hopper.launch import drain, kernel, when
+from jaxdnn._src.hopper.launch import drain, kernel, turns, when
 from jaxdnn._src.hopper.sizes import ceil_div
 from jaxdnn._src.hopper.wgmma import ACCUMULATOR
 
@@ -135,7 +135,7 @@ class _Block:
 
     def load_item(self, local: Any, count: Any) -> Any:
         row, tile, _, first, boxes = self.place(local)
-        return lax.fori_loop(0, boxes, lambda i, count: self.load_box(row, tile, first + i, count), count)
+        return lax.fori_loop(0, turns(boxes), lambda i, count: self.load_box(row, tile, first + i, count), count)
 
     def load_box(self, row: Any, tile: Any, number: Any, count: Any) -> Any:
         problem, config, chunk = self.problem, self.config, self.problem.chunk
