@@ -100,7 +100,7 @@ class Values(Warpgroup):
                 count = len(known["sums"])
                 sums = zip(x[:count], x[count : 2 * count], x[2 * count : 3 * count], strict=True)
                 return [(wide(acc) + rounded(w) @ rows(b)).astype(np.float32) for acc, w, b in sums]
-            case "waited":
+            case "waited" | "turns":
                 return [x[0]]
             case "probabilities":
                 return self.probabilities(x, known)

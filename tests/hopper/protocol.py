@@ -273,6 +273,8 @@ class Warpgroup:
                     self.knows(self.tensor, self.products)
             case "start_accumulator" | "scaled" | "_named":
                 pass
+            case "turns":
+                return [given[0]]
             case "scores" | "accumulate" | "accumulate_weighted":
                 self.issue(views)
             case "accumulate_repaired":  # the operands of products first, then those that are looked at

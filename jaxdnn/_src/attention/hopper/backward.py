@@ -50,7 +50,7 @@ from jaxdnn._src.attention.hopper.backward_products import (
 )
 from jaxdnn._src.attention.hopper.backward_scores import LOG2_E, Visible, probabilities, score_gradients
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import drain, kernel, when
+from jaxdnn._src.hopper.launch import drain, kernel, turns, when
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
 
 IN_FLIGHT = 1  # products that are still in flight where a tile's step ends: those for dK, or none
@@ -185,8 +185,9 @@ class _Block:
     def over_tiles(self, head: Any, step: Any, carry: Any, between: Any = lambda carry: carry) -> Any:
         """step(head, tile, carry, partial) over the tiles of queries of a head, in the order of addition."""
         low, high, full_low, full_high = self.range
-        carry = between(lax.fori_loop(full_low, full_high, lambda i, carry: step(head, i, carry, False), carry))
-        others = (high - low) - (full_high - full_low)
+        full = turns(full_high - full_low)
+        carry = lax.fori_loop(np.int32(0), full, lambda i, carry: step(head, full_low + i, carry, False), carry)
+        carry, others = between(carry), turns((high - low) - (full_high - full_low))
         nth = lambda n: nth_partial(n, low, full_low, full_high)
         return lax.fori_loop(np.int32(0), others, lambda n, carry: step(head, nth(n), carry, True), carry)
 
@@ -202,7 +203,7 @@ class _Block:
                     source = array.at[where(p, self.batch, self.head, rows, columns)]
                     plgpu.copy_gmem_to_smem(source, box.at[wg, c], self.s["resident"])
         load_head = lambda g, count: self.over_tiles(self.head * p.group + g, self.load, count)
-        count = lax.fori_loop(np.int32(0), np.int32(p.group), load_head, jnp.int32(0))
+        count = lax.fori_loop(np.int32(0), turns(p.group), load_head, jnp.int32(0))
         drain(self.s["empty"], count, self.slots)
 
     def load(self, head: Any, tile: Any, count: Any, partial: bool) -> Any:

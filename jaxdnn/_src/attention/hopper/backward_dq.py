@@ -32,7 +32,7 @@ from jaxdnn._src.attention.hopper.backward_plan import (
 )
 from jaxdnn._src.attention.hopper.backward_products import accumulate, waited
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import drain, kernel, when
+from jaxdnn._src.hopper.launch import drain, kernel, turns, when
 from jaxdnn._src.hopper.sizes import ceil_div
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
 
@@ -104,8 +104,9 @@ class _Block:
     def over_tiles(self, step: Any, carry: Any) -> Any:
         """step(tile, carry, partial) over the tiles of keys, in the order of addition."""
         low, high, full_low, full_high = self.range
-        carry = lax.fori_loop(full_low, full_high, lambda i, carry: step(i, carry, False), carry)
-        others = (high - low) - (full_high - full_low)
+        full = turns(full_high - full_low)
+        carry = lax.fori_loop(np.int32(0), full, lambda i, carry: step(full_low + i, carry, False), carry)
+        others = turns((high - low) - (full_high - full_low))
         nth = lambda n: nth_partial(n, low, full_low, full_high)
         return lax.fori_loop(np.int32(0), others, lambda n, carry: step(nth(n), carry, True), carry)
 

@@ -22,7 +22,7 @@ from jaxdnn._src.attention.hopper.work import Item
 from jaxdnn._src.core.compat import arith, ir, llvm, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
 from jaxdnn._src.hopper.cluster import address
-from jaxdnn._src.hopper.launch import kernel, when
+from jaxdnn._src.hopper.launch import kernel, turns, when
 from jaxdnn._src.hopper.wgmma import swizzle_transform
 
 # Of a thread of the producer, and of a consumer, by the number of consumers.
@@ -130,7 +130,7 @@ class _Block:
         if "table" not in self.given:
             each, rest = divmod(work.count(self.problem, self.plan), self.sms)
             mine = jnp.int32(each) + (self.sm < rest).astype(jnp.int32)
-            lax.fori_loop(zero, mine, lambda turn, counts: one(turn * self.sms + self.sm, counts), (zero, zero))
+            lax.fori_loop(zero, turns(mine), lambda turn, counts: one(turn * self.sms + self.sm, counts), (zero, zero))
             return
         table = self.given["table"]
 
@@ -169,7 +169,7 @@ class _Block:
         plgpu.set_max_registers(REGISTERS[self.plan.consumers][0], action="decrease")
 
         def load(item: Item, number: Any, items: Any) -> None:
-            @pl.loop(item.first, item.last)
+            @pl.loop(item.first, item.first + turns(item.last - item.first))
             def _(j: Any) -> None:
                 here = number + (j - item.first)
                 self.load("k", self.k, item, j, here)

@@ -10,7 +10,7 @@ from jaxdnn._src.conv.hopper.pipeline_block import Block
 from jaxdnn._src.conv.hopper.plan import a_box
 from jaxdnn._src.conv.hopper.scheduler import select
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import drain, when
+from jaxdnn._src.hopper.launch import drain, turns, when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 REGISTERS = 40
@@ -25,7 +25,7 @@ class Producer(Block):
         if config.resident:
             self.load_filter()
         zero = jnp.int32(0)
-        count, a_count = lax.fori_loop(0, self.mine, self.load_tile, (zero, zero))
+        count, a_count = lax.fori_loop(0, turns(self.mine), self.load_tile, (zero, zero))
         if self.cut.ringed:
             drain(self.scratch["empty"], count, config.stages)
         if config.halo:
@@ -35,7 +35,7 @@ class Producer(Block):
         """Loads the whole filter once, for all tiles of the block."""
         taps = self.cut.steps // self.problem.chunks
 
-        @pl.loop(0, self.cut.steps)
+        @pl.loop(0, turns(self.cut.steps))
         def _(step: Any) -> None:
             tap = self.scheduler.tap(lax.rem(step, taps))
             self.load_b(lax.div(step, taps), tap, jnp.int32(0), step, self.scratch["b_full"])
@@ -52,14 +52,14 @@ class Producer(Block):
             extent = extents[len(j)]
             if isinstance(extent, int) and extent == 1:
                 return nest(cc, (*j, jnp.int32(0)), counts)
-            return lax.fori_loop(0, extent, lambda i, counts: nest(cc, (*j, i), counts), counts)
+            return lax.fori_loop(0, turns(extent), lambda i, counts: nest(cc, (*j, i), counts), counts)
 
         def chunk(cc: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
             if self.config.halo:
                 counts = self.load_halo(cc, (n, at, phase, k), team, counts)
             return nest(cc, (), counts) if self.cut.ringed else counts
 
-        return lax.fori_loop(0, self.problem.chunks, chunk, counts)
+        return lax.fori_loop(0, turns(self.problem.chunks), chunk, counts)
 
     def load_halo(self, cc: Any, place: Any, team: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
         """Loads the input box that all taps of a chunk share."""

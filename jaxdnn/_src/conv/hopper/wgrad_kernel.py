@@ -130,7 +130,7 @@ class _Block:
 
     def produce(self) -> None:
         plgpu.set_max_registers(self.registers[0], action="decrease")
-        count = lax.fori_loop(0, self.mine, self.load_item, jnp.int32(0))
+        count = lax.fori_loop(0, turns(self.mine), self.load_item, jnp.int32(0))
         drain(self.empty, count, self.config.stages)
 
     def load_item(self, local: Any, count: Any) -> Any:

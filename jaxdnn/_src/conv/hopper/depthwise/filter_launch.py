@@ -16,7 +16,7 @@ from jaxdnn._src.conv.hopper.depthwise.planar import Planar
 from jaxdnn._src.core.compat import ir, llvm, mgpu, pl, plgpu, vector
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address, scalars
-from jaxdnn._src.hopper.launch import kernel, when
+from jaxdnn._src.hopper.launch import kernel, turns, when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 
@@ -48,7 +48,7 @@ def filter_partials(x: Array, dy: Array, call: Planar, plan: FilterPlan, sms: in
         row_tap = lax.div(tap_block, plan.tap_blocks[1]) * r
         column_tap = lax.rem(tap_block, plan.tap_blocks[1]) * s
         start = split * plan.per_split
-        count = jnp.minimum(plan.per_split, total - start)
+        count = turns(jnp.minimum(plan.per_split, total - start))
 
         def fetch(index: Any) -> None:
             t, slot = start + index, lax.rem(index, stages)

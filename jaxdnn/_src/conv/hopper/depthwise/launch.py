@@ -6,6 +6,7 @@ from typing import Any
 from jax import Array, lax
 
 from jaxdnn._src.core.compat import ir, llvm, pl, plgpu
+from jaxdnn._src.hopper.launch import turns
 from jaxdnn._src.hopper.ptx import LOADS_DONE
 
 
@@ -53,5 +54,5 @@ def each(items: int, sms: int | None, name: str, do: Callable[[Any], None]) -> N
     if blocks == items:
         do(block)
     else:
-        turns = lax.div(items - block + blocks - 1, blocks)
-        pl.loop(0, turns)(lambda turn: do(block + turn * blocks))
+        count = lax.div(items - block + blocks - 1, blocks)
+        pl.loop(0, turns(count))(lambda turn: do(block + turn * blocks))

@@ -17,7 +17,7 @@ from jaxdnn._src.conv.hopper.depthwise.walk import Walk, walk
 from jaxdnn._src.core.compat import ir, llvm, pl, plgpu
 from jaxdnn._src.hopper import branches
 from jaxdnn._src.hopper.cluster import address
-from jaxdnn._src.hopper.launch import kernel, when
+from jaxdnn._src.hopper.launch import kernel, turns, when
 from jaxdnn._src.hopper.sizes import ceil_div
 
 
@@ -64,7 +64,7 @@ def run_walk(
         *bias_hbm, y_hbm, x_tiles, w_tiles, y_tile = refs[: 4 + biased]
         *bias_tiles, arrived = refs[4 + biased :]
         block = lax.axis_index("tile")
-        turns = 1 if blocks == tiles else lax.div(tiles - block + blocks - 1, blocks)
+        count = 1 if blocks == tiles else turns(lax.div(tiles - block + blocks - 1, blocks))
         origin = lax.min(block, 0)  # a traced zero: JAX 0.12 rejects a box that it sees reach over an edge
 
         def place(at: Any) -> tuple[Any, Any, Any, Any]:
@@ -88,7 +88,7 @@ def run_walk(
             slot = lax.rem(turn, stages)
             if stages > 1:  # all threads have read the previous tile: its slot is free
 
-                @when(turn + stages - 1 < turns)
+                @when(turn + stages - 1 < count)
                 def _() -> None:
                     fetch(turn + stages - 1)
 
@@ -105,17 +105,17 @@ def run_walk(
             plgpu.copy_smem_to_gmem(y_tile, y_hbm.at[n, rows, columns, channels])
             if stages == 1 and blocks != tiles:
 
-                @when(turn + 1 < turns)
+                @when(turn + 1 < count)
                 def _() -> None:
                     fetch(turn + 1)
 
         fetch(0)
         for turn in range(1, stages - 1):
-            when(turn < turns)(ft.partial(fetch, turn))
+            when(turn < count)(ft.partial(fetch, turn))
         if blocks == tiles:
             step(0)
         else:
-            pl.loop(0, turns)(step)
+            pl.loop(0, count)(step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     compiled = kernel(
