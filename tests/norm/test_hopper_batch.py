@@ -1,11 +1,13 @@
 """The Hopper kernels of batch normalisation's sums on the CPU."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
+import jaxdnn_reference as reference
 from jaxdnn._src import hopper
 from jaxdnn._src.norm import bounds
 from tests.norm.cases import agree
@@ -213,7 +215,7 @@ def check_sums(dy: np.ndarray, x: np.ndarray, mean: np.ndarray, plan: ColumnPlan
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_before_a_relu(size: str, dtype: str):
-    """The bits of sums of a dy that is 0 where y, rounded, is not above 0: NaN too, and in float16 ties to 0.
+    """The bits of sums of a dy that is 0 where y, rounded, is not above 0, in float16 at ties too, and NaN where y is.
 
     Those of bfloat16 are subnormal in float32, which XLA takes for 0 on a CPU, and a GPU does not.
     """
@@ -225,9 +227,11 @@ def test_sums_before_a_relu(size: str, dtype: str):
     rstd, scale = np.linspace(0.5, 2, columns).astype(np.float32), np.linspace(-1, 2, columns).astype(np.float32)
     # Of every third row y is its column's bias.
     bias = np.resize([0.25, least, 0.75 * least, 0.5 * least, 0, -0.5, np.nan], columns).astype(np.float32)
-    y = (((x.astype(np.float32) - mean) * rstd) * scale + bias).astype(x.dtype)
+    y = (((x.astype(np.float32) - mean) * rstd) * scale + bias).astype(x.dtype).astype(np.float32)
     found = sums(dy, x, mean, rstd, ("relu", None), (scale, bias))
-    np.testing.assert_array_equal(found, sums(np.where(y > 0, dy, 0).astype(dy.dtype), x, mean, rstd))
+    passed = dy.astype(np.float32) * np.where(np.isnan(y), y, y > 0)
+    np.testing.assert_array_equal(found, sums(passed.astype(dy.dtype), x, mean, rstd))
+    assert np.isnan(np.asarray(found)).all(0).tolist() == np.isnan(bias).tolist()
 
 
 def test_slope_of_swish():
@@ -338,3 +342,68 @@ def test_what_is_not_finite_stays_in_its_column_behind_an_activation(activation:
     np.testing.assert_array_equal(np.isnan(found), touched)
     np.testing.assert_array_equal(found[~touched], np.asarray(clean, np.float32)[~touched])
     np.testing.assert_array_equal(np.isnan(np.asarray(dx, np.float32)), touched)
+
+
+SPECIAL = (np.nan, np.inf, -np.inf)
+
+
+def planted(dtype: str) -> tuple[np.ndarray, ...]:
+    """dy, x, mean, rstd, scale and bias, of most columns with a number that is not finite.
+
+    It is a statistic's, a parameter's, or of x or dy at an element of a whole tile or of the rest, before or beyond
+    relu's kink; or there are two of which an element's s h + b is NaN, and not its h.
+    """
+    rows, columns = 200, 56
+    x, dy, parameters = normal(rows, columns, dtype), normal(rows, columns, dtype, 0.1), saved(columns)
+    mean, rstd, scale, bias = parameters
+    mean[:] = x.astype(np.float64).mean(0)
+    scale += np.where(scale < 0, -0.5, 0.5).astype(np.float32)
+    _, z, off = before(x, *parameters)
+    dy[np.abs(z) <= off] = 0
+    for column, (row, value) in enumerate(itertools.product((5, 198), SPECIAL)):
+        x[row, column] = value
+    for column in range(6, 30):
+        of_side = np.flatnonzero((z[:, column] > 0) == bool(column % 2))
+        dy[of_side[0 if column % 4 < 2 else -1], column] = SPECIAL[column % 3]
+    for column, (v, value) in enumerate(itertools.product(parameters, SPECIAL), 30):
+        v[column] = value
+    scale[42], x[5, 42] = 0, np.inf
+    scale[43], mean[43] = np.inf, x[198, 43]
+    scale[44], bias[44] = np.inf, -np.inf
+    rstd[45], bias[45] = np.inf, -np.inf
+    return dy, x, *parameters
+
+
+@each_narrow
+@each_activation
+def test_what_is_not_finite_is_where_the_definition_has_it(activation: str, dtype: str):
+    """In y, dx, dscale and dbias; the numbers beside it are right."""
+    dy, x, mean, rstd, scale, bias = planted(dtype)
+    rows, affine, act = len(x), (scale, bias), (activation, None)
+    with np.errstate(invalid="ignore", over="ignore"):
+        h, z, off = before(x, mean, rstd, *affine)
+        g = reference.activation_dgrad(dy.astype(np.float64), z, activation=activation)
+        alike: dict[str, Any] = {"layout": "NWC", "mean": mean, "rstd": rstd, "scale": scale}
+        dx, dscale, dbias = reference.batch_norm_dgrad(g[:, None], x[:, None], **alike)
+        # Where z is infinite y and the slope have their limits.
+        off, far = (np.where(np.isfinite(z), v, 0) for v in (off, np.abs(z)))
+        of_slope = 0 if activation == "relu" else 16 * ROUNDOFF * (1 + far) + off / 2
+        of_g, growth = np.abs(dy * of_slope), ROUNDOFF * (rows + 8)
+        of_sums = [(of_g * v + growth * np.abs(g * v)).sum(0) for v in (1, np.abs(h))]
+        terms = np.abs(g) + np.abs(g.mean(0)) + np.abs(h * (g * h).mean(0))
+        off_by = of_g + (of_sums[0] + np.abs(h) * of_sums[1]) / rows + 8 * ROUNDOFF * terms
+    wanted = {
+        "y": (reference.activation(z, activation=activation), 1.1 * off + 8 * ROUNDOFF * (1 + far) * far),
+        "dx": (dx[:, 0], np.abs(rstd * scale) * off_by),
+        "dbias": (dbias, of_sums[0]),
+        "dscale": (dscale, of_sums[1]),
+    }
+    totals = np.asarray(sums(dy, x, mean, rstd, act, affine))
+    found = {
+        "y": activated(x, mean, rstd, act, affine, DTYPES[dtype]),
+        "dx": gradients(dy, x, mean, rstd, totals, act, affine, DTYPES[dtype]),
+        "dbias": totals[0],
+        "dscale": totals[1],
+    }
+    for name, (golden, error) in wanted.items():
+        agree(found[name], golden, np.nan_to_num(error, posinf=0), found[name].dtype, name)

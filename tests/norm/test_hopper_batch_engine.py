@@ -108,34 +108,48 @@ def check_gradients(n: Norm, x: np.ndarray, s: Any, dy: np.ndarray, out_dtype: s
         agree(value, golden, error, out, name)
 
 
-@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("scale", "bias")], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_gradients_before_an_activation(
-    dtype: str, activation: Any, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-):
-    """Of relu the bits of the plain op's, of a dy that is 0 where y is; of swish within bounds of dy act'."""
-    monkeypatch.setattr(norm_batch, "sums", sums)
-    monkeypatch.setattr(norm_batch, "statistics", emulated_statistics)
-    monkeypatch.setattr(norm_batch, "activated", columns.activated)
-    monkeypatch.setattr(norm_batch, "gradients", columns.gradients)
-    n = Norm("batch_norm", (5, 6, 7, 8), (8,), (("layout", "NHWC"),))
-    x, s, b, dy = n.arrays(9, DTYPES[dtype], mean=0.5)
-    parameters: dict[str, Any] = {k: v.astype(np.float32) for k, v in (("scale", s), ("bias", b)) if k in given}
-    spread = [jnp.asarray(v).reshape(1, 1, 1, 8) for v in parameters.values()]
-    forward = call_of(lambda x: dnn.batch_norm(x, activation=activation, **parameters)[0], x)
-    y, mean, rstd, _ = batch_engine.BATCHES.run(forward, jnp.asarray(x), *spread)
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are run by the machine."""
+    found = {"statistics": emulated_statistics, "sums": sums}
+    for name, function in (found | {"activated": columns.activated, "gradients": columns.gradients}).items():
+        monkeypatch.setattr(norm_batch, name, function)
 
-    def gradients(spec: Any, *operands: Any) -> Any:
+
+each_narrow = pytest.mark.parametrize("dtype", ["bf16", "f16"])
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+
+
+def both_ways(x: Any, dy: Any, parameters: dict[str, Any], activation: Any) -> tuple[Any, Any, Any]:
+    """The results of both calls of `batch_norm` and its gradient, and a function that makes such gradients."""
+    spread = [jnp.asarray(v).reshape(1, 1, 1, -1) for v in parameters.values()]
+    forward = call_of(lambda x: dnn.batch_norm(x, activation=activation, **parameters)[0], x)
+    found = batch_engine.BATCHES.run(forward, jnp.asarray(x), *spread)
+
+    def gradients(dy: Any, **other: Any) -> Any:
+        spec = dataclasses.replace(forward.spec, **other)
+        operands = [jnp.asarray(dy), jnp.asarray(x), *found[1:3], *spread[: spec.scale + spec.bias]]
         call = dataclasses.replace(forward, op="norm_dgrad", spec=spec, avals=tuple(map(jax.typeof, operands)))
         return batch_engine.BATCHES.run(call, *operands)
 
-    found = gradients(forward.spec, *map(jnp.asarray, (dy, x)), mean, rstd, *spread)
+    return found, gradients(dy), gradients
+
+
+@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("scale", "bias")], ids=str)
+@each_activation
+@each_narrow
+@pytest.mark.usefixtures("emulated")
+def test_gradients_before_an_activation(dtype: str, activation: Any, given: tuple[str, ...]):
+    """Of relu those of the plain op, of a dy that is 0 where y is, dx in another order; of swish within bounds."""
+    n = Norm("batch_norm", (5, 6, 7, 8), (8,), (("layout", "NHWC"),))
+    x, s, b, dy = n.arrays(9, DTYPES[dtype], mean=0.5)
+    parameters: dict[str, Any] = {k: v.astype(np.float32) for k, v in (("scale", s), ("bias", b)) if k in given}
+    (y, *_), found, gradients = both_ways(x, dy, parameters, activation)
     if activation == ("relu", None):
-        plain = dataclasses.replace(forward.spec, activation=None, bias=False)
-        passed = jnp.where(y > 0, dy, 0)
-        wanted = gradients(plain, passed, jnp.asarray(x), mean, rstd, *spread[: "scale" in given])
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        dx, *wanted = gradients(jnp.where(y > 0, dy, 0), activation=None, bias=False)
+        jax.tree.map(np.testing.assert_array_equal, list(found[1:]), wanted)
+        ours, others = (np.asarray(v, np.float32) for v in (found[0], dx))
+        np.testing.assert_allclose(ours, others, rtol=float(jnp.finfo(dx.dtype).eps), atol=2.0**-20)
         return
     p = n.problem(x, parameters.get("scale"), parameters.get("bias"))
     (z, z_error), wide = bounds.forward(p), dy.astype(np.float64)
@@ -144,6 +158,34 @@ def test_gradients_before_an_activation(
     more = bounds.moved(p, np.abs(wide) * (z_error / 2 + 16 * p.roundoff * (1 + np.abs(z))))
     for value, (wanted, error), extra in zip(found, golden, more, strict=True):
         agree(value, wanted, error + extra, value.dtype, "gradient")
+
+
+@each_activation
+@each_narrow
+@pytest.mark.usefixtures("emulated")
+def test_nan_and_infinity_behind_an_activation(dtype: str, activation: Any):
+    """Where the definition has them, of one in x, dy, a scale or a bias; a channel without any keeps its bits."""
+    n = Norm("batch_norm", (5, 6, 7, 16), (16,), (("layout", "NHWC"),))
+    x, s, b, dy = n.arrays(11, DTYPES[dtype], mean=0.5)
+    parameters: dict[str, Any] = {"scale": s.astype(np.float32), "bias": b.astype(np.float32)}
+    clean = jax.tree.leaves(both_ways(x, dy, parameters, activation)[:2])
+    special = (np.nan, np.inf, -np.inf)
+    for i, v in enumerate(special):
+        x[1, 2, 3, i] = dy[4, 5, 6, 3 + i] = dy[4, 5, 5, 6 + i] = parameters["scale"][9 + i] = v
+        parameters["bias"][12 + i] = v
+    found = jax.tree.leaves(both_ways(x, dy, parameters, activation)[:2])
+    with np.errstate(invalid="ignore"):
+        y, mean, rstd, *_ = reference.batch_norm(x, activation=activation[0], **parameters)
+        z = reference.batch_norm(x, **parameters)[0]
+        g = reference.activation_dgrad(dy.astype(np.float64), z, activation=activation[0])
+        wanted = [y, mean, rstd, None, *reference.batch_norm_dgrad(g, x, scale=parameters["scale"])]
+    for value, golden, before in zip(found, wanted, clean, strict=True):
+        value, before = (np.asarray(v, np.float32) for v in (value, before))
+        np.testing.assert_array_equal(value[..., 15], before[..., 15])
+        if golden is not None:
+            kept = np.where(np.isfinite(golden), value.reshape(golden.shape), golden)
+            assert np.isfinite(value).sum() == np.isfinite(golden).sum()
+            np.testing.assert_array_equal(value.reshape(golden.shape), kept)
 
 
 def shape_of(*shape: Any, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -247,7 +289,7 @@ def test_lowers_for_cuda_with_its_gradient(dtype: str, residual: bool, activatio
         return jnp.sum(dnn.batch_norm(x, scale=s, engine="hopper", **fused)[0].astype(jnp.float32) ** 2)
 
     lowered = jax.jit(jax.grad(f, (0, 1))).trace(x, s).lower(lowering_platforms=("cuda",))
-    applied = activation == "swish" and not residual and dtype != "f32"  # by kernels too
+    applied = activation in ("relu", "swish") and not residual and dtype != "f32"  # by kernels too
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 4 + 2 * applied
 
 

@@ -4,8 +4,8 @@ Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multi
 second moment of a vector of columns in registers and adds its share of the rows, with many copies in flight. The
 blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
 and their sums, which another small kernel adds, because XLA adds them in another order in another program. XLA computes
-the pass that follows, and fuses it with an activation or an addition after it. But the pass with swish, or its slope,
-is a kernel too: XLA's exponential and division take longer than the memory does.
+the pass that follows, and fuses it with an addition after it. But with an activation of the op's own it is a kernel
+too: XLA's exponential and division take longer than the memory does, and it makes a column's factors in kernels first.
 `batch_walk` and `batch_kernels` have the kernels and state their order.
 
 Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
@@ -31,8 +31,7 @@ BLOCKS = 2  # of a multiprocessor
 THREADS, CHUNK, STAGES = 256, 4, 2
 WIDTH = 32  # the most vectors of a row for a block; fewer give fewer columns a block, and so fewer pairs of a column
 BACKWARD = {None: (2, 2), "relu": (2, 2), "swish": (4, 1)}  # chunk and stages, by activation
-APPLIED = ("swish",)  # the activations that a kernel applies
-APPLY = {1: (4, 2), 2: (2, 2)}  # chunk and stages of the kernel that does, by the number of arrays that it reads
+APPLY = {1: (4, 2), 2: (2, 2)}  # of a kernel that applies an activation, by the number of arrays that it reads
 
 
 def forward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:

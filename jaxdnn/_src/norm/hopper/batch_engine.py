@@ -9,7 +9,6 @@ from jax import Array, export, lax
 from jaxdnn._src.core import engines
 from jaxdnn._src.core.rounding import nearest
 from jaxdnn._src.hopper.ptx import NAMES
-from jaxdnn._src.norm import xla
 from jaxdnn._src.norm.hopper.kind import Kind, size_of, unlike, x_of
 from jaxdnn._src.norm.spec import NormSpec, reduced
 
@@ -50,7 +49,7 @@ def _unsupported(call: engines.Call) -> str | None:
 
 
 def _run(call: engines.Call, *operands: Array) -> Any:
-    """The kernels' sums, then a pass over memory: XLA's, or with swish a kernel's."""
+    """The kernels' sums, then a pass over memory: XLA's, or with an activation a kernel's."""
     return _forward(call, *operands) if call.op == "norm" else _backward(call, *operands)
 
 
@@ -70,14 +69,9 @@ def _forward(call: engines.Call, x: Array, *parameters: Array) -> Any:
     found = batch.statistics(x.reshape(rows, columns), flat, eps=spec.eps)
     spread = lambda v: v.reshape(_kept(call))
     if spec.activation is not None:
-        mean, rstd = spread(found.mean), spread(found.rstd)
-        if spec.activation[0] in batch.APPLIED:
-            affine = _affine(columns, scale, bias)
-            options = found.mean, found.rstd, spec.activation, affine, spec.out_dtype
-            y = batch.activated(x.reshape(rows, columns), *options).reshape(x.shape)
-        else:
-            y = xla.activated(spec, spec.activation, x, mean, rstd, *parameters)
-        return y, mean, rstd, spread(found.variance)
+        options = found.mean, found.rstd, spec.activation, _affine(columns, scale, bias), spec.out_dtype
+        y = batch.activated(x.reshape(rows, columns), *options).reshape(x.shape)
+        return y, spread(found.mean), spread(found.rstd), spread(found.variance)
     centred = x.astype(spec.accumulate) - spread(found.mean)
     if x.dtype == spec.accumulate:
         centred = centred - spread(found.rest)
@@ -103,14 +97,10 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
     options: dict[str, Any] = {"activation": spec.activation, "affine": affine}
     found = batch.sums(wide(dy), wide(x), of_columns(mean), of_columns(rstd), **options)
     total, along, *rest = (v.reshape(mean.shape) for v in found)
-    if spec.activation is not None and spec.activation[0] in batch.APPLIED:
+    if spec.activation is not None:
         options |= {"totals": found, "out_dtype": spec.out_dtype}
         dx = batch.gradients(wide(dy), wide(x), of_columns(mean), of_columns(rstd), **options)
         return dx.reshape(x.shape), along, total
-    # With a NaN of these y is NaN in all of a column, which the kernel's sums do not show.
-    for v in (mean, rstd, *affine) if affine else ():
-        v = v.reshape(mean.shape)
-        total, along = (jnp.where(jnp.isnan(v), v, s) for s in (total, along))
     share = jnp.asarray(1 / rows, spec.accumulate)
     less = rest[0] * share if rest else None
     ds = along if less is None else along - less * total
@@ -120,8 +110,7 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
     factor, of_g, of_gh = lax.optimization_barrier(made)
     h = (x.astype(spec.accumulate) - mean) * rstd
     h = h if less is None else h - less
-    g = xla.before_activation(spec, dy.astype(spec.accumulate), dy.dtype, h, parameters)
-    dx = (g * factor - of_g) - h * of_gh
+    dx = (dy.astype(spec.accumulate) * factor - of_g) - h * of_gh
     return nearest(dx, spec.out_dtype), ds, total
 
 

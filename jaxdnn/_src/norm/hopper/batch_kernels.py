@@ -62,6 +62,7 @@ from jaxdnn._src.norm.hopper.batch_walk import (
 )
 
 MERGE_THREADS, MERGE_BATCH = 1024, 9
+FAR = 1000.0  # here σ has vanished; an infinite z times 0 would be NaN
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -295,8 +296,8 @@ def _each(
 def _after(activation: str, z: Array) -> Array:
     """act(z); NaN of NaN."""
     if activation == "relu":
-        return jnp.where(z > 0.0, z, jnp.where(z != z, z, 0.0))
-    return lanes.product(z, _sigmoid(z))
+        return lanes.at_least(z, 0.0)
+    return lanes.product(lanes.at_least(z, -FAR), _sigmoid(z))
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -318,8 +319,7 @@ def sums(
 ) -> Array:
     """The splits' sums (splits, 2 or 3, columns) of dy and x (rows, columns), mean and rstd (columns,).
 
-    activation: dy counts times its slope at scale h + bias; of relu, not at all where that is NaN. `affine` has scale
-    and bias.
+    activation: dy counts times its slope at scale h + bias; `affine` has scale and bias.
     """
     e = plan.elements
 
@@ -339,6 +339,7 @@ def sums(
                 if activation is not None:
                     scale, bias = affine  # each operation is rounded as forward, so that the sign is the same
                     dy = _before(activation, dy, lanes.product(h, scale) + bias, plan.dtype)
+                    dy = lanes.where(exist[i], dy, 0.0) if exist else dy  # a slope of no row may be NaN
                 of_dy, along, rest = of_dy + dy, lanes.fma(dy, h, along), [total + h for total in rest]
             return [of_dy, along, *rest]
 
@@ -413,11 +414,14 @@ def gradients(
 
 
 def _before(activation: str, dy: Array, z: Array, dtype: str) -> Array:
-    """dy act'(z): of relu 0 where y is rounded to 0, or z is NaN; of swish with σ + z σ (1 - σ) for the slope."""
+    """dy act'(z), NaN where z is; of relu with 0 for the slope where y is rounded to 0, of swish σ + z σ (1 - σ)."""
     if activation == "relu":
-        return lanes.where(z > HALF_OF_LEAST[dtype], dy, 0.0)
-    sigmoid = _sigmoid(z)
-    return lanes.product(dy, lanes.fma(lanes.product(z, sigmoid), 1.0 - sigmoid, sigmoid))
+        slope = lanes.where(z > HALF_OF_LEAST[dtype], 1.0, lanes.where(z != z, z, 0.0))
+    else:
+        z = lanes.at_most(lanes.at_least(z, -FAR), FAR)
+        sigmoid = _sigmoid(z)
+        slope = lanes.fma(lanes.product(z, sigmoid), 1.0 - sigmoid, sigmoid)
+    return lanes.product(dy, slope)
 
 
 def _sigmoid(z: Array) -> Array:
