@@ -1,12 +1,13 @@
 """Kernels of threads of their own that add up, on a Hopper GPU, beside those of another checkout.
 
-    PYTHONPATH=.:reference python benchmarks/sums.py PATH --before CHECKOUT [--seconds N] [--drawn N]
+    PYTHONPATH=.:reference python benchmarks/sums.py PATH --before CHECKOUT [--seconds N] [--drawn N] [--only WORD...]
 
-Batch norm's statistics and sums of gradients, max-pool's gradient by scattering, the rows that attention's gradient
-begins with, and the addition of partial filter gradients. Both packages run in one process, one kernel after the other.
-The results of a call come to lie in memory that was filled with NaN; they are compared with those of the other checkout
-and with those of two repeated calls bit by bit, some of them with the formula in float64, and those of pooling with
-engine `xla` bit by bit. Times are device times by CUPTI over operands in rotation, the least of three medians.
+Batch norm's statistics and sums of gradients, what is made of these with an activation, max-pool's gradient by
+scattering, the rows that attention's gradient begins with, and the addition of partial filter gradients. Both packages
+run in one process, one kernel after the other. The results of a call come to lie in memory that was filled with NaN;
+they are compared with those of the other checkout and with those of two repeated calls bit by bit, some of them with
+the formula in float64, and those of pooling with engine `xla` bit by bit. Times are device times by CUPTI over operands
+in rotation, the least of three medians.
 `--drawn` has not run on a GPU yet.
 """
 
@@ -39,6 +40,8 @@ IMAGES = {
     "32x7x7x512": (1568, 512),
 }
 SIZES = {"7x64": (7, 64), "1x8": (1, 8), "999x24": (999, 24), "45x5000": (45, 5000), "800x5": (800, 5)}
+# Behind layers of ResNet-50, and of EfficientNet-B0.
+APPLIED = {"128x56x56x64": (401408, 64), "128x14x14x256": (25088, 256), "128x112x112x96": (1605632, 96)}
 POOLS = {
     "128x28x28x192 3x3": ((128, 28, 28, 192), 3),
     "64x20x20x256 5x5": ((64, 20, 20, 256), 5),
@@ -65,8 +68,8 @@ class Columns:
     """Statistics, or the sums of gradients, of an array (rows, columns)."""
 
     def __init__(self, what: str, size: str, dtype: str) -> None:
-        self.what, self.dtype, (self.rows, self.columns) = what, dtype, (IMAGES | SIZES)[size]
-        self.name, self.timed = f"{what} {size} {dtype}", size in IMAGES
+        self.what, self.dtype, (self.rows, self.columns) = what, dtype, (IMAGES | APPLIED | SIZES)[size]
+        self.name, self.timed = f"{what} {size} {dtype}", size in IMAGES | APPLIED
 
     def operands(self, seed: int) -> tuple:
         """Of every third row what is behind the activation is its column's bias, and of some that is rounded to 0."""
@@ -80,7 +83,7 @@ class Columns:
         dy = jax.random.normal(keys[1], shape).astype(self.dtype)
         least = {"bfloat16": 2.0**-133, "float16": 2.0**-24}.get(self.dtype, 0.0)
         bias = jnp.resize(jnp.array([0.25, least, 0.75 * least, 0.5 * least, 0, -0.5], jnp.float32), (self.columns,))
-        return dy, x, mean, 0.66 + 0 * line, *((line, bias) if self.what.startswith("sums before") else ())
+        return dy, x, mean, 0.66 + 0 * line, *((line, bias) if self.what != "sums" else ())
 
     def function(self, of: SimpleNamespace) -> Function:
         if self.what == "statistics":
@@ -117,6 +120,40 @@ class Columns:
             found, wanted = found[0], [(term.sum(0), np.abs(term).sum(0) + 1e-30) for term in terms]
         errors = (np.abs(wide(f) - w) / size for f, (w, size) in zip(found, wanted, strict=False))
         return {"errors": [round(float(e.max()) * 2**24, 2) for e in errors]}
+
+
+class Applied(Columns):
+    """The pass that follows: y behind an activation, or dx before one."""
+
+    def operands(self, seed: int) -> tuple:
+        dy, x, mean, rstd, *affine = super().operands(seed)
+        if self.what.startswith("y"):
+            return x, mean, rstd, *affine
+        return dy, x, mean, rstd, *affine, jnp.stack([0.1 * affine[0], -0.2 * affine[0]]) * self.rows
+
+    def function(self, of: SimpleNamespace) -> Function:
+        activation = (self.name.split()[2], None)
+        if self.what.startswith("y"):
+            return lambda x, mean, rstd, *affine: (of.batch.activated(x, mean, rstd, activation, affine, x.dtype),)
+
+        def run(dy: Any, x: Any, mean: Any, rstd: Any, scale: Any, bias: Any, totals: Any) -> Any:
+            return (of.batch.gradients(dy, x, mean, rstd, totals, activation, (scale, bias), x.dtype),)
+
+        return run
+
+    def checked(self, operands: Sequence[Any], found: Sequence[Any]) -> dict[str, Any]:
+        """How many of a few columns' elements are not the formula's, rounded once."""
+        wide = lambda v: np.asarray(v[..., :COLUMNS].astype(jnp.float32), np.float64)
+        *dy, x, mean, rstd, scale, bias = map(wide, operands[:6])
+        h = (x - mean) * rstd
+        z = h * scale + bias
+        nearest = lambda v: v.astype(np.float32).astype(jnp.dtype(self.dtype)).astype(np.float64)
+        step = 1 / (1 + np.exp(-z)) if self.what.endswith("swish") else 1.0 * (nearest(z) > 0)
+        wanted = z * step
+        if dy:
+            of_g, of_gh = wide(operands[6]) / self.rows
+            wanted = rstd * scale * (dy[0] * (step + z * step * (1 - step)) - of_g - h * of_gh)
+        return {"not_nearest": int((nearest(wanted) != wide(found[0])).sum())}
 
 
 class Pool:
@@ -215,6 +252,9 @@ def cases() -> list[Any]:
     found += [Columns(f"sums before {name}", "128x14x14x1024", "bfloat16") for name in ("relu", "swish")]
     found += [Columns(what, "128x14x14x1024", "float16") for what in ("statistics", "sums")]
     found += [Pool("128x28x28x192 3x3", "float16"), Columns("sums before relu", "999x24", "float16")]
+    behind = [f"{what} {name}" for name in ("relu", "swish") for what in ("y behind", "dx before")]
+    found += [Applied(what, size, "bfloat16") for size in APPLIED for what in behind]
+    found += [Columns(f"sums before {name}", size, "bfloat16") for size in APPLIED for name in ("relu", "swish")]
     kinds = ("bfloat16", "float32")
     return found + [Columns(what, size, d) for size in SIZES for d in kinds for what in ("statistics", "sums")]
 
@@ -271,6 +311,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another checkout, to compare with")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins later")
     parser.add_argument("--drawn", type=int, default=0, help="so many drawn sizes besides")
+    parser.add_argument("--only", nargs="+", default=[""], help="the cases whose names have one of these words")
     args = parser.parse_args()
     start = time.monotonic()
     packages = {"before": package(args.before.resolve())} if args.before else {}
@@ -288,7 +329,7 @@ def main() -> None:
     # All is compiled before anything is measured: XLA runs kernels of its own to choose among them.
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         compiling = []
-        for case in cases() + drawn(args.drawn):
+        for case in [case for case in cases() + drawn(args.drawn) if any(word in case.name for word in args.only)]:
             like = jax.eval_shape(case.operands, 0)
             lowered = {name: jax.jit(case.function(of)).lower(*like) for name, of in packages.items()}
             making = threads.submit(jax.jit(case.operands).lower(0).compile)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +20,8 @@ if (reason := hopper.unavailable()) is not None:
 from jaxdnn._src.hopper import lanes
 from jaxdnn._src.norm.hopper import batch, batch_kernels
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
+from tests.hopper.device import on_hopper
+from tests.norm import columns as machine
 from tests.norm.columns import DTYPES, activated, gradients, merged, pairs_of, plan_of, statistics, sums
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -374,9 +378,10 @@ def planted(dtype: str) -> tuple[np.ndarray, ...]:
     return dy, x, *parameters
 
 
+@pytest.mark.parametrize("of", [machine, pytest.param(batch, marks=on_hopper)], ids=["machine", "device"])
 @each_narrow
 @each_activation
-def test_what_is_not_finite_is_where_the_definition_has_it(activation: str, dtype: str):
+def test_what_is_not_finite_is_where_the_definition_has_it(activation: str, dtype: str, of: ModuleType):
     """In y, dx, dscale and dbias; the numbers beside it are right."""
     dy, x, mean, rstd, scale, bias = planted(dtype)
     rows, affine, act = len(x), (scale, bias), (activation, None)
@@ -398,10 +403,11 @@ def test_what_is_not_finite_is_where_the_definition_has_it(activation: str, dtyp
         "dbias": (dbias, of_sums[0]),
         "dscale": (dscale, of_sums[1]),
     }
-    totals = np.asarray(sums(dy, x, mean, rstd, act, affine))
+    dy, x, mean, rstd, *affine = map(jnp.asarray, (dy, x, mean, rstd, *affine))
+    totals = of.sums(dy, x, mean, rstd, act, affine)
     found = {
-        "y": activated(x, mean, rstd, act, affine, DTYPES[dtype]),
-        "dx": gradients(dy, x, mean, rstd, totals, act, affine, DTYPES[dtype]),
+        "y": of.activated(x, mean, rstd, act, affine, DTYPES[dtype]),
+        "dx": of.gradients(dy, x, mean, rstd, totals, act, affine, DTYPES[dtype]),
         "dbias": totals[0],
         "dscale": totals[1],
     }

@@ -24,6 +24,7 @@ from jaxdnn._src.hopper.ptx import NAMES
 from jaxdnn._src.norm.hopper import batch as norm_batch
 from jaxdnn._src.norm.hopper import batch_engine
 from jaxdnn._src.norm.spec import ACTIVATIONS
+from tests.hopper.device import on_hopper
 from tests.norm import columns
 from tests.norm.columns import DTYPES, plan_of, statistics, sums
 
@@ -160,32 +161,65 @@ def test_gradients_before_an_activation(dtype: str, activation: Any, given: tupl
         agree(value, wanted, error + extra, value.dtype, "gradient")
 
 
+def planted(n: Norm, dtype: str) -> list[Any]:
+    """x, dy, scale and bias, with NaN and both infinities in channels of their own of each, dy's twice."""
+    x, s, b, dy = n.arrays(11, DTYPES[dtype], mean=0.5)
+    s, b = s.astype(np.float32), b.astype(np.float32)
+    for i, v in enumerate((np.nan, np.inf, -np.inf)):
+        x[1, 2, 3, i] = dy[4, 5, 6, 3 + i] = dy[4, 5, 5, 6 + i] = s[9 + i] = b[12 + i] = v
+    return [x, dy, s, b]
+
+
+def check_planted(found: Any, clean: Any, activation: Any, x: Any, dy: Any, s: Any, b: Any) -> None:
+    """Of y, statistics and gradients: NaN and infinities are the definition's, the last channel is a clean call's."""
+    with np.errstate(invalid="ignore"):
+        y, mean, rstd, *_ = reference.batch_norm(x, scale=s, bias=b, activation=activation)
+        z = reference.batch_norm(x, scale=s, bias=b)[0]
+        g = reference.activation_dgrad(dy.astype(np.float64), z, activation=activation)
+        wanted = [y, mean, rstd, *reference.batch_norm_dgrad(g, x, scale=s)]
+    for value, golden, before in zip(found, wanted, clean, strict=True):
+        value, before = (np.asarray(v, np.float32).reshape(golden.shape) for v in (value, before))
+        np.testing.assert_array_equal(value[..., 15], before[..., 15])
+        assert np.isfinite(value).sum() == np.isfinite(golden).sum()
+        np.testing.assert_array_equal(value, np.where(np.isfinite(golden), value, golden))
+
+
 @each_activation
 @each_narrow
 @pytest.mark.usefixtures("emulated")
 def test_nan_and_infinity_behind_an_activation(dtype: str, activation: Any):
-    """Where the definition has them, of one in x, dy, a scale or a bias; a channel without any keeps its bits."""
     n = Norm("batch_norm", (5, 6, 7, 16), (16,), (("layout", "NHWC"),))
     x, s, b, dy = n.arrays(11, DTYPES[dtype], mean=0.5)
-    parameters: dict[str, Any] = {"scale": s.astype(np.float32), "bias": b.astype(np.float32)}
-    clean = jax.tree.leaves(both_ways(x, dy, parameters, activation)[:2])
-    special = (np.nan, np.inf, -np.inf)
-    for i, v in enumerate(special):
-        x[1, 2, 3, i] = dy[4, 5, 6, 3 + i] = dy[4, 5, 5, 6 + i] = parameters["scale"][9 + i] = v
-        parameters["bias"][12 + i] = v
-    found = jax.tree.leaves(both_ways(x, dy, parameters, activation)[:2])
-    with np.errstate(invalid="ignore"):
-        y, mean, rstd, *_ = reference.batch_norm(x, activation=activation[0], **parameters)
-        z = reference.batch_norm(x, **parameters)[0]
-        g = reference.activation_dgrad(dy.astype(np.float64), z, activation=activation[0])
-        wanted = [y, mean, rstd, None, *reference.batch_norm_dgrad(g, x, scale=parameters["scale"])]
-    for value, golden, before in zip(found, wanted, clean, strict=True):
-        value, before = (np.asarray(v, np.float32) for v in (value, before))
-        np.testing.assert_array_equal(value[..., 15], before[..., 15])
-        if golden is not None:
-            kept = np.where(np.isfinite(golden), value.reshape(golden.shape), golden)
-            assert np.isfinite(value).sum() == np.isfinite(golden).sum()
-            np.testing.assert_array_equal(value.reshape(golden.shape), kept)
+
+    def results(x: Any, dy: Any, s: Any, b: Any) -> list[Any]:
+        parameters = {"scale": s.astype(np.float32), "bias": b.astype(np.float32)}
+        found, gradients, _ = both_ways(x, dy, parameters, activation)
+        return [*found[:3], *gradients]
+
+    arrays = planted(n, dtype)
+    check_planted(results(*arrays), results(x, dy, s, b), activation[0], *arrays)
+
+
+@on_hopper
+@each_activation
+@each_narrow
+@pytest.mark.parametrize("shape", [(5, 6, 7, 16), (40, 30, 30, 16)])
+def test_nan_and_infinity_behind_an_activation_on_the_device(shape: tuple[int, ...], dtype: str, activation: Any):
+    n = Norm("batch_norm", shape, (16,), (("layout", "NHWC"),))
+    x, s, b, dy = n.arrays(11, DTYPES[dtype], mean=0.5)
+
+    @jax.jit
+    def results(x: Any, dy: Any, s: Any, b: Any) -> list[Any]:
+        def forward(x: Any, s: Any, b: Any) -> tuple[Any, Any]:
+            y, mean, rstd, *_ = dnn.batch_norm(x, scale=s, bias=b, activation=activation[0], engine="hopper")
+            return y, (mean, rstd)
+
+        y, back, statistics = jax.vjp(forward, x, s, b, has_aux=True)
+        return [y, *statistics, *back(dy)]
+
+    arrays = planted(n, dtype)
+    clean = results(x, dy, s.astype(np.float32), b.astype(np.float32))
+    check_planted(results(*arrays), clean, activation[0], *arrays)
 
 
 def shape_of(*shape: Any, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
