@@ -1,5 +1,6 @@
 """What all kernels' launches have in common."""
 
+import importlib
 import re
 from typing import Any
 
@@ -168,6 +169,20 @@ def test_blocks_that_are_alike_share_their_kernels():
     assert set(one) == set(three)
     assert len(set(one)) <= 14  # three passes of two convolutions, and four kernels of each of two norms
     assert len(three) <= 3 * len(one)
+
+
+def test_a_kernel_of_several_ops_is_lowered_once(monkeypatch: pytest.MonkeyPatch):
+    """Batch norm with relu and without are two operations of the program, with the same kernels for their sums."""
+    lowered: list[str] = []
+    launch = importlib.import_module("jaxdnn._src.hopper.launch")
+    monkeypatch.setattr(launch, "name_module", lambda name: (lowered.append(name), compat.name_module(name)))
+    norm = lambda x, activation: dnn.batch_norm(x, activation=activation, engine="hopper")[0]
+    both = lambda x: [norm(x, "relu"), norm(x, None)]
+    of_both = hashes(lambda x: jax.vjp(both, x)[1]([x, x])[0], X)
+    assert len(set(of_both)) == 5  # the sums of gradients differ, the totals of these do not
+    assert sorted(lowered) == sorted(
+        ["norm_columns", "norm_merge", "norm_columns_dgrad", "norm_columns_dgrad", "norm_totals"]
+    )
 
 
 def test_no_truth_value_is_converted(monkeypatch: pytest.MonkeyPatch):

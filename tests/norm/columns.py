@@ -67,7 +67,7 @@ def sums(
     with on_cpu(batch_kernels, batch_walk, **machine):
         name = None if activation is None else activation[0]
         parts = batch_kernels.sums(dy, x, mean, rstd, plan, name, [jnp.asarray(v) for v in affine])
-        return batch_kernels.totals(parts, plan)
+        return batch_kernels.totals(parts, plan.fold)
 
 
 def activated(

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -40,6 +41,15 @@ def kernel(
         return compiled(*lax.optimization_barrier(arrays), *references)
 
     return call
+
+
+def once(run: Callable[..., Any], *static: str) -> Callable[..., Any]:
+    """`run`, which launches kernels, traced once for operands of the same types and equal arguments of these names.
+
+    JAX lowers an operation of a program again unless it is bound with the same objects, and a kernel's are its trace.
+    Two ops that launch the same kernel, as batch norm does with relu and without, would each have a trace of their own.
+    """
+    return jax.jit(run, static_argnames=static, inline=True)
 
 
 def _named(name: str) -> None:

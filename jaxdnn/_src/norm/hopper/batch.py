@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
+from jaxdnn._src.hopper.launch import once
 from jaxdnn._src.hopper.ptx import NAMES, SIZES, VECTOR_BYTES
 from jaxdnn._src.norm.hopper import batch_kernels
 from jaxdnn._src.norm.hopper.batch_walk import ColumnPlan
@@ -32,6 +33,10 @@ THREADS, CHUNK, STAGES = 256, 4, 2
 WIDTH = 32  # the most vectors of a row for a block; fewer give fewer columns a block, and so fewer pairs of a column
 BACKWARD = {None: (2, 2), "relu": (2, 2), "swish": (4, 1)}  # chunk and stages, by activation
 APPLY = {1: (4, 2), 2: (2, 2)}  # of a kernel that applies an activation, by the number of arrays that it reads
+
+_statistics = once(batch_kernels.statistics, "plan")
+_merge = once(batch_kernels.merge, "plan", "eps")
+_totals = once(batch_kernels.totals, "fold")
 
 
 def forward_plan(rows: int, columns: int, dtype: str) -> ColumnPlan | None:
@@ -93,8 +98,8 @@ def statistics(x: Array, scale: Array | None, *, eps: float) -> Statistics:
     """The statistics of the columns of x (rows, columns); scale (columns,)."""
     found = _found(forward_plan, x)
     _record(found, "forward")
-    base, pairs = batch_kernels.statistics(x, found)
-    mean, rstd, variance, rest, *factor = batch_kernels.merge(base, pairs, scale, found, eps=eps)
+    base, pairs = _statistics(x, plan=found)
+    mean, rstd, variance, rest, *factor = _merge(base, pairs, scale, plan=found, eps=eps)
     return Statistics(mean, rstd, variance, rest, factor[0] if factor else rstd)
 
 
@@ -114,7 +119,7 @@ def sums(
     found = config or _found(ft.partial(backward_plan, activation=activation), x)
     _record(found, "backward")
     parts = batch_kernels.sums(dy, x, mean, rstd, found, None if activation is None else activation[0], affine)
-    return batch_kernels.totals(parts, found)
+    return _totals(parts, fold=found.fold)
 
 
 def activated(

@@ -154,20 +154,20 @@ def merge(
         outs, scales = rest[len(given) - 2 :], rest[: len(given) - 2]
         m = _Merging(columns, plan.splits * plan.fold, batch, shared)
 
-        def pair(entry: Array, exists: Array) -> tuple[Array, ...]:
-            """δ, M, n, and whether they exist; zeros if not."""
+        def pair(pairs: Any, column: Array, entry: Array, exists: Array) -> tuple[Array, ...]:
+            """δ, M and n; zeros if they do not exist."""
             split, part = lanes.divided(entry, plan.fold)
-            at = split * (2 * plan.columns) + part * columns + m.column
-            found = (lanes.load(pairs_ref, at + j * plan.columns, exists) for j in range(2))
-            return *found, lanes.wide(jnp.where(exists, _rows_of(plan, split), 0.0), 1), exists
+            at = split * (2 * plan.columns) + part * columns + column
+            found = (lanes.load(pairs, at + j * plan.columns, exists) for j in range(2))
+            return *found, lanes.wide(lanes.where(exists, _rows_of(plan, split), 0.0), 1)
 
         def mean() -> Array:
             """The sum of the warps' values over the number of rows."""
             return lanes.product(m.added(), lanes.full(1 / (plan.rows * plan.fold), 1, F32))
 
-        of_all = m.each(pair)
+        of_all = m.each(pair, [pairs_ref], [m.column], 3)
         base, *factors = (lanes.load(ref, m.column) for ref in (base_ref, *scales))
-        m.share(of_all(lambda total, delta, _, n, __: lanes.fma(delta, n, total)))
+        m.share(of_all(lambda total, _, delta, __, n: lanes.fma(delta, n, total)))
 
         @when(lax.axis_index(WARPGROUP) == 0)
         def _() -> None:
@@ -176,11 +176,11 @@ def merge(
         lanes.meet()
         offset = lanes.load(shared, m.lane + MERGE_THREADS)
 
-        def squared(total: Array, delta: Array, moment: Array, n: Array, exists: Array) -> Array:
+        def squared(total: Array, exists: Array, delta: Array, moment: Array, n: Array, offset: Array) -> Array:
             apart = lanes.where(exists, delta - offset, 0.0)
             return lanes.fma(lanes.product(apart, apart), n, total + moment)
 
-        m.share(of_all(squared))
+        m.share(of_all(squared, offset))
 
         @when(lax.axis_index(WARPGROUP) == 0)
         def _() -> None:
@@ -207,23 +207,44 @@ class _Merging:
         own = lax.axis_index(BLOCK) * LANES + self.lane
         self.stores, self.column = (own < columns) & (self.warp == 0), lax.min(own, jnp.int32(columns - 1))
 
-    def each(self, load: Callable[[Array, Array], tuple[Array, ...]]) -> Callable[..., Array]:
-        """A function that adds up what it is given for each entry that `load` returns; they are loaded once if few."""
-        step = self.batch * self.warps
+    def each(
+        self, load: Callable[..., Sequence[Array]], refs: Sequence[Any], given: Sequence[Array], values: int
+    ) -> Callable[..., Array]:
+        """A function that adds up the entries, of so many values each; they are loaded once if they are few.
+
+        It takes add(total, whether the entry exists, *its values, *others), and the others. Both functions are of
+        `lanes.together`: load(*references, *given, the entry's number, whether it exists).
+        """
+        step, many = self.batch * self.warps, len(refs)
         turns = -(-self.entries // step)
 
-        def of_turn(turn: Any) -> list[tuple[Array, ...]]:
-            entries = [self.warp + (turn * step + i * self.warps) for i in range(self.batch)]
-            return [load(entry, entry < self.entries) for entry in entries]
+        def entries(first: Array) -> list[tuple[Array, Array]]:
+            numbers = [first + i * self.warps for i in range(self.batch)]
+            return [(number, number < self.entries) for number in numbers]
 
-        once = of_turn(0) if turns == 1 else None
+        def loads(*of: Any) -> list[Sequence[Array]]:
+            return [load(*of[:many], *of[many + 1 :], *entry) for entry in entries(of[many])]
 
-        def of_all(add: Callable[..., Array]) -> Array:
-            added = lambda found, total: ft.reduce(lambda total, entry: add(total, *entry), found, total)
+        def loaded(first: Array) -> Any:
+            return lanes.together(loads, refs, [first, *given], [[lanes.like(1)] * values] * self.batch)
+
+        once = loaded(self.warp) if turns == 1 else None
+
+        def of_all(add: Callable[..., Array], *others: Array) -> Array:
+            def adds(first: Array, found: Any, total: Array, *others: Array) -> Array:
+                for (_, exists), entry in zip(entries(first), found, strict=True):
+                    total = add(total, exists, *entry, *others)
+                return total
+
+            def added(first: Array, found: Any, total: Array) -> Array:
+                return lanes.together(adds, [], [first, found, total, *others], lanes.like(1))
+
+            def turn(number: Any, total: Array) -> Array:
+                first = self.warp + number * step
+                return added(first, loaded(first), total)
+
             zero = lanes.full(0.0, 1, F32)
-            if once is not None:
-                return added(once, zero)
-            return lax.fori_loop(0, turns, lambda turn, total: added(of_turn(turn), total), zero)
+            return added(self.warp, once, zero) if turns == 1 else lax.fori_loop(0, turns, turn, zero)
 
         return of_all
 
@@ -260,8 +281,8 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 def _rows_of(plan: ColumnPlan, split: Array) -> Array:
     """How many rows a split has."""
     each, more = divmod(plan.full, plan.splits)
-    rows = jnp.where(split < more, float((each + 1) * plan.tile), float(each * plan.tile))
-    return jnp.where(split == more, float(each * plan.tile + plan.rest), rows) if plan.rest else rows
+    rows = lanes.where(split < more, float((each + 1) * plan.tile), float(each * plan.tile))
+    return lanes.where(split == more, float(each * plan.tile + plan.rest), rows) if plan.rest else rows
 
 
 # ---- the pass behind the statistics ----------------------------------------------------------------------------------
@@ -356,20 +377,20 @@ def sums(
     return launch(body, plan, [dy, x], others, outs, [e] * count, "norm_columns_dgrad")[0]
 
 
-def totals(parts: Array, plan: ColumnPlan, *, batch: int = MERGE_BATCH) -> Array:
-    """The sums (sums, columns) of the splits' (splits, sums, columns), added as `_Merging` says."""
-    count, columns = parts.shape[1], plan.columns // plan.fold
+def totals(parts: Array, fold: int, *, batch: int = MERGE_BATCH) -> Array:
+    """The sums (sums, columns) of the splits' (splits, sums, columns of a plan), added as `_Merging` says."""
+    splits, count, wide = parts.shape
+    columns = wide // fold
 
     def body(parts_ref: Any, out: Any, *, shared: Any) -> None:
-        m = _Merging(count * columns, plan.splits * plan.fold, batch, shared)
-        which, column = lanes.divided(m.column, columns)
+        m = _Merging(count * columns, splits * fold, batch, shared)
 
-        def entry(number: Array, exists: Array) -> tuple[Array]:
-            split, part = lanes.divided(number, plan.fold)
-            at = (split * count + which) * plan.columns + part * columns + column
-            return (lanes.load(parts_ref, at, exists),)
+        def entry(parts: Any, which: Array, column: Array, number: Array, exists: Array) -> tuple[Array]:
+            split, part = lanes.divided(number, fold)
+            return (lanes.load(parts, (split * count + which) * wide + part * columns + column, exists),)
 
-        m.share(m.each(entry)(jnp.add))
+        of_all = m.each(entry, [parts_ref], lanes.divided(m.column, columns), 1)
+        m.share(of_all(lambda total, _, value: total + value))
 
         @when(lax.axis_index(WARPGROUP) == 0)
         def _() -> None:
