@@ -1,4 +1,5 @@
-"""Every engine answers for every call: no call may end in an exception of an engine that does not serve it.
+"""Every engine answers for every call: no call may end in an exception of an engine that does not serve it, and what
+`explain` says of levels is what a call that requires them does.
 
 The calls are those of every op and of its derivatives, on channels first and last, and these again with every dtype in
 place of each operand's and result's: also such as no public op makes now, for an engine does not know who asks.
@@ -6,6 +7,7 @@ place of each operand's and result's: also such as no public op makes now, for a
 
 import dataclasses
 import functools as ft
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,9 +19,9 @@ import pytest
 
 import jaxdnn as dnn
 from jaxdnn._src import hopper
-from jaxdnn._src.cases.example import SMALL, Example, first, read
+from jaxdnn._src.cases.example import SMALL, Example, examples, first, read, shape
 from jaxdnn._src.core import engines, selection
-from jaxdnn._src.core.determinism import LEVELS
+from jaxdnn._src.core.determinism import LEVELS, determinism, satisfies
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn._src.core.tolerance import ACCUMULATIONS
 
@@ -128,3 +130,87 @@ def test_every_engine_answers_for_every_call(op: str, monkeypatch: pytest.Monkey
                 served |= {engine.name} if reason is None else set()
             assert [e.name for e in selection.ranked(call)]
     assert "xla" in served
+
+
+# ---- levels ----------------------------------------------------------------------------------------------------------
+
+# Calls whose blend, mode or shapes decide which level they may require.
+OF_LEVELS = (
+    "activation | NHWC, beta=0.5, prior=NHWC",
+    "conv | NHWC, RSCK, padding=1, bias=K, alpha=0.5",
+    "conv | NHWC, RSCK, padding=1, activation='gelu'",
+    "conv_bgrad | NHWC, beta=0.5, prior=C",
+    "matmul | NTD, _DV",
+    "matmul | TD, NDV",
+    "pool | NHWC, alpha=0.5, beta=0.5, prior=NhwC",
+    "pool | NHWC, window=(16, 8), mode='average'",
+    "softmax | NTD, beta=0.5, prior=NTD",
+)
+SCALED = {  # by a number that is known when the program runs
+    "conv by a traced scale": (lambda x, w, a, **o: dnn.conv(x, w, alpha=a, activation="gelu", **o), "NHWC RSCK "),
+    "matmul by a traced scale": (lambda x, w, a, **o: dnn.matmul(x, w, alpha=a, activation="gelu", **o), "TD DV "),
+    "pool by a traced scale": (lambda x, a, **o: dnn.pool(x, alpha=a, **o), "NHWC "),
+}
+
+
+def of_levels() -> dict[str, tuple[Any, list[tuple[int, ...]], bool]]:
+    """Functions of one call of an op, the shapes of their operands, and whether an engine may be named."""
+    lines = (*examples().values(), *map(read, (*FURTHER, *DROPOUTS, *OF_LEVELS)))
+    found = {}
+    for called in (c for c in lines if "precision" not in c.options):  # which takes no bfloat16
+        run = lambda *arrays, c=called, **named: c.call(ft.partial(getattr(dnn, c.op), **named), *arrays, sizes=WIDE)
+        takes_engines = "engine" in inspect.signature(getattr(dnn, called.op)).parameters
+        found[f"{called.name} {len(found)}"] = run, called.shapes(WIDE), takes_engines
+    for name, (run, axes) in SCALED.items():
+        found[name] = run, [shape(letters, WIDE) for letters in axes.split(" ")], True
+    return found
+
+
+def gradient_of(function: Any, count: int) -> Any:
+    def total(*arrays: jax.Array) -> Any:
+        floats = (y for y in jax.tree.leaves(function(*arrays)) if jnp.issubdtype(y.dtype, jnp.floating))
+        return ft.reduce(jnp.add, (jnp.sum(y.astype(np.float32)) for y in floats), np.float32(0))
+
+    return jax.grad(total, tuple(range(count)))
+
+
+def is_served(function: Any, operands: Any, platform: str, level: str) -> bool:
+    """Whether a call and its gradient are traced at a level and have an engine each."""
+    try:
+        with determinism(level):
+            return all(call.engine for call in dnn.explain(function, *operands, platform=platform))
+    except NotImplementedError:
+        return False
+
+
+def of_engine(function: Any, operands: Any, platform: str, engine: str) -> str | None:
+    """The strongest level that `explain` says a call may require of an engine; None where that serves not all of it."""
+    said = dnn.explain(function, *operands, platform=platform)
+    found = [c for call in said for c in call.candidates if c.engine == engine and c.refusal is None]
+    strongest = [c.strongest for c in found if c.strongest and satisfies(c.strongest, c.level)]
+    assert len(strongest) == len(found)
+    return min(strongest, key=LEVELS.index) if said and len(found) == len(said) else None
+
+
+@pytest.mark.parametrize("platform", engines.PLATFORMS)
+@pytest.mark.parametrize("name", of_levels())
+def test_a_call_may_require_the_levels_that_explain_says_and_no_other(
+    name: str, platform: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engines, "PLATFORMS", (platform,))  # so that a call is refused when it is traced
+    monkeypatch.setattr(engines, "platform", lambda: platform)
+    monkeypatch.setattr(engines, "device_kind", lambda platform: hopper.MEASURED_ON[0])
+    if hopper.unavailable() is None and platform == "cuda":
+        monkeypatch.setattr(hopper, "no_device", lambda call: None)
+    function, shapes, names_engines = of_levels()[name]
+    for dtype in (np.float32, jnp.bfloat16):
+        operands = [jax.ShapeDtypeStruct(of, dtype if len(of) > 1 else np.float32) for of in shapes]
+        for whole in (lambda f: f, ft.partial(gradient_of, count=len(shapes))) if shapes else (lambda f: f,):
+            for engine in engines.names() if names_engines else ():
+                strongest = of_engine(whole(function), operands, platform, engine)
+                by_name = whole(ft.partial(function, engine=engine))
+                if strongest is None:
+                    continue
+                for level in LEVELS:
+                    served = is_served(by_name, operands, platform, level)
+                    assert served == satisfies(strongest, level), (engine, strongest, level, operands)

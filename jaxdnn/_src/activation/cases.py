@@ -11,9 +11,8 @@ import jaxdnn_reference as reference
 from jaxdnn._src.activation import bounds
 from jaxdnn._src.activation.bounds import Epilogue as Blend
 from jaxdnn._src.activation.formulas import ACTIVATIONS, PIECEWISE
-from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
-from jaxdnn._src.cases.case import Blended, Case, Expected, Facts
+from jaxdnn._src.cases.case import Blended, Case, Expected
 from jaxdnn._src.cases.family import family
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core.tolerance import Accumulation
@@ -140,12 +139,6 @@ def subjects(op: str, engine: str, extent: str, seed: int) -> Iterator[Subject |
         yield subject(case, seed, batch_axes=(0,) * case.count, out_axis=0)
 
 
-def facts(case: ActivationCase) -> Facts:
-    """What the engine says; a blend is added to its result outside of it."""
-    declared = plain.facts(case)
-    return dataclasses.replace(declared, level="mesh_invariant") if case.beta else declared
-
-
 def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ActivationCase:
     """Every activation with every blend, of any shape."""
     activation = drawn.pick(rng, dict.fromkeys((*NAMES, *PARAMETERS, *BOUNDED), 1))
@@ -153,6 +146,4 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> ActivationCas
     return ActivationCase(op, engine, drawn.pick(rng, drawn.WIDER), name, activation, *drawn.blend(rng), shape)
 
 
-FAMILY = dataclasses.replace(
-    family("activation", ActivationCase, OPS, cases, subjects, "an activation", (3, 6)), facts=facts, draw=draw
-)
+FAMILY = family("activation", ActivationCase, OPS, cases, subjects, "an activation", (3, 6), draw=draw)

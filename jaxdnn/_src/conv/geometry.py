@@ -49,4 +49,9 @@ class Products(Geometry):
     A type of its own, because engines are chosen for these by measurements of their own. What an engine does otherwise
     for products must change nothing of a convolution with the same numbers, nor be found under its key by
     `jaxdnn.tune`.
+
+    Attributes:
+      batched: whether b has leading axes, so that another batch would be another number of groups.
     """
+
+    batched: bool = False

@@ -8,9 +8,9 @@
 | `"mesh_invariant"` | and not on how the arrays are sharded |
 | `"portable"` | and it equals the NumPy definition (`arithmetic="ordered"`, or exact integers) on every device |
 
-Each level includes those above it. `jaxdnn.explain` shows which level an engine guarantees for a call that requires it:
-from `"batch_invariant"` on, nothing of a call is joined with the operations around it, so it has the same bits called
-alone, within `jit`, and on any mesh.
+Each level includes those above it. `jaxdnn.explain` shows which level an engine guarantees for a call, and which the
+call may require of it at most. From `"batch_invariant"` on, nothing of a call is joined with the operations around it,
+so it has the same bits called alone, within `jit`, and on any mesh.
 """
 
 import contextlib

@@ -102,7 +102,7 @@ class Engine:
       run: the implementation: a call and its operands to the result.
       supports: a call to None, or to the reason (a clause) why the engine cannot serve it.
       needs_sizes: whether its program depends on the batch, which `jax.export` may leave open.
-      level: the determinism level that it guarantees for a call that requires it.
+      level: the determinism level that it guarantees for a call, which may depend on the one that the call requires.
       accumulation: how it accumulates, for the error bound: one of `jaxdnn.tolerance.ACCUMULATIONS`.
       schedule: the order of additions, if it is known.
       modelled: the architectures on which tests showed that the reference predicts the bits from the schedule.

@@ -49,6 +49,9 @@ _explaining = jax.make_user_context(False)
 class Candidate:
     """One engine for one call: why it cannot serve it (None: it can), and what it guarantees if it does.
 
+    `level` is that of the call as it is, `strongest` the strongest that the call may require of the engine; None if it
+    serves the call at none. They differ where an engine adds in a fixed order only if that is required.
+
     Where no engine is named, `later` says why it is tried after another that could serve, `earlier` why before the
     others: the rule or the measurement. None where neither the rule nor a measurement names the engine.
     """
@@ -58,6 +61,7 @@ class Candidate:
     later: str | None
     earlier: str | None
     level: str
+    strongest: str | None
     accumulation: str
     workspace: int | None
     schedule: engines.Schedule | None
@@ -101,7 +105,9 @@ class Explanation:
                 verdict += f"; unless it is named, another comes first, because {c.later}"
             elif c.earlier:
                 verdict += f"; it comes first, because {c.earlier}"
-            facts = [f"guarantees {c.level}", f"accumulates in {ACCUMULATORS.get(c.accumulation, c.accumulation)}"]
+            stronger = f", {c.strongest} if it is required" if c.strongest not in (None, c.level) else ""
+            facts = [f"guarantees {c.level}{stronger}"]
+            facts.append(f"accumulates in {ACCUMULATORS.get(c.accumulation, c.accumulation)}")
             facts.append("workspace chosen by XLA" if c.workspace is None else f"workspace {c.workspace} bytes")
             facts.append(_schedule(c.schedule))
             if c.modelled:
@@ -241,8 +247,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     @ft.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
         with engines.called(op):
-            level = _level_of_formula(lambda: function(*args, **kwargs)) if _explaining.value else None
-            with jax.named_scope(f"jaxdnn.{op}" if level is None else f"jaxdnn.{op}:{level}"):
+            said = _said_of_level(lambda: function(*args, **kwargs)) if _explaining.value else ""
+            with jax.named_scope(f"jaxdnn.{op}{said}"):
                 found = function(*args, **kwargs)
         for result in jax.tree.leaves(found):
             checks.countable(f"`{op}`", result.shape)
@@ -278,15 +284,15 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _level_of_formula(call: Callable[[], Any]) -> str | None:
-    """The strongest level that a call may require without being refused; None for a call that has engines."""
-    if any(_calls(jax.make_jaxpr(call)().jaxpr)):
-        return None
+def _said_of_level(call: Callable[[], Any]) -> str:
+    """The strongest level at which an op may be called, as the end of a scope's name: behind a colon of an op without
+    engines, behind an @ of one with engines; "" if the call raises at every level, as it will when it is traced."""
+    mark = "@" if any(_calls(jax.make_jaxpr(call)().jaxpr)) else ":"
     for level in reversed(LEVELS):
         with contextlib.suppress(NotImplementedError), determinism(level):
             jax.make_jaxpr(call)()
-            return level
-    return None
+            return f"{mark}{level}"
+    return ""
 
 
 def _formulas(jaxpr: Any) -> tuple[Formula, ...]:
@@ -328,7 +334,8 @@ def _explain_call(eqn: Any, scopes: str, platform: str) -> Explanation:
     refusals = {e.name: _refusal(e, call) for e in found}
     served = next((name for name, reason in refusals.items() if reason is None), None)
     out = eqn.outvars[0].aval
-    public_ops = re.findall(r"jaxdnn\.(\w+)", scopes)
+    public_ops = re.findall(r"jaxdnn\.(\w+)(?:@(\w+))?", scopes)
+    named, at_most = public_ops[-1] if public_ops else ("", "")
     return Explanation(
         device_kind=call.device_kind,
         op=op,
@@ -337,8 +344,8 @@ def _explain_call(eqn: Any, scopes: str, platform: str) -> Explanation:
         platform=platform,
         level=spec.level,
         engine=served,
-        candidates=tuple(_candidate(e, call, refusals[e.name]) for e in found),
-        public=public_ops[-1] if public_ops else "",
+        candidates=tuple(_candidate(e, call, refusals[e.name], at_most or LEVELS[-1]) for e in found),
+        public=named,
         cropped=getattr(spec, "cut", None) is not None,
     )
 
@@ -349,14 +356,16 @@ def _refusal(engine: engines.Engine, call: engines.Call) -> str | None:
     return selection.refusal(engine, call, call.spec.level)
 
 
-def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) -> Candidate:
+def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None, at_most: str) -> Candidate:
+    """`at_most` is the strongest level of the op that makes the call."""
     able, unasked = engine.supports(call) is None, call.spec.engine is None
     return Candidate(
         engine=engine.name,
         refusal=refusal,
         later=selection.why_later(engine, call) if unasked else None,
         earlier=selection.why_earlier(engine, call) if unasked else None,
-        level=engine.level(call),
+        level=min(engine.level(call), at_most, key=LEVELS.index),
+        strongest=_strongest(engine, call, at_most),
         accumulation=engine.accumulation(call),
         workspace=engine.workspace(call) if able else None,
         schedule=engine.schedule(call) if able else None,
@@ -364,3 +373,11 @@ def _candidate(engine: engines.Engine, call: engines.Call, refusal: str | None) 
         hazards=engine.hazards(call) if able else (),
         notes=engine.notes,
     )
+
+
+def _strongest(engine: engines.Engine, call: engines.Call, at_most: str) -> str | None:
+    """The strongest level, up to one, at which an engine would serve a call."""
+    for level in reversed(LEVELS[: LEVELS.index(at_most) + 1]):
+        if _refusal(engine, dataclasses.replace(call, spec=dataclasses.replace(call.spec, level=level))) is None:
+            return level
+    return None

@@ -27,7 +27,7 @@ from jaxdnn._src.conv.geometry import Products
 from jaxdnn._src.conv.primitive import ConvSpec
 from jaxdnn._src.core import blending, checks, primitives, windows
 from jaxdnn._src.core.annotations import Activation, Scale
-from jaxdnn._src.core.determinism import required, satisfies
+from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.explain import public
 from jaxdnn._src.core.partitioning import Dims, Factors, alike
 from jaxdnn._src.core.rounding import rounded
@@ -92,8 +92,8 @@ def matmul(
       of integers and float8 as `conv` says. An alpha that is an array is applied to the accumulator behind the
       engine's call, and so is what follows it. Determinism: the engines are those of `conv`. Unasked, kernels serve a
       product of two matrices with an activation, a residual or a prior; where there is none, and of a b with leading
-      axes, XLA's are as fast or faster. Of such a b "batch_invariant" means "mesh_invariant", for kernels choose by the
-      number of matrices. The gradient in b is a sum over the rows, and over the leading axes that b lacks. Of a b with
+      axes, XLA's are as fast or faster. Of such a b kernels guarantee run_to_run alone, for they choose by the number
+      of matrices. The gradient in b is a sum over the rows, and over the leading axes that b lacks. Of a b with
       leading axes devices gather K and N, which are groups of channels, if these are sharded; leading axes and rows
       stay sharded.
 
@@ -122,20 +122,16 @@ def matmul(
     operands = {name: None if value is None else _like(name, value, of) for name, (value, of) in like.items()}
     scales = _scales(alpha, beta, operands["prior"], shape)
     epilogue, further = arguments.epilogue_of(types, operands, scales, activation, a.dtype)
-    level = required(determinism)
-    # Kernels choose by the number of groups, which is the number of matrices, and of one matrix they see no group.
-    if b.ndim > 2 and satisfies(level, "batch_invariant") and not satisfies(level, "mesh_invariant"):
-        level = "mesh_invariant"
     line = windows.layout("NWC")
     spec = ConvSpec(
-        geo=Products((1,), (1,), (1,), ((0, 0),), (1,)),
+        geo=Products((1,), (1,), (1,), ((0, 0),), (1,), batched=b.ndim > 2),
         layout=line,
         filter=windows.filter_layout("WIO", line),
         accumulate=types.accumulate,
         precision=precision,
         out_dtype=types.out,
         engine=engine,
-        level=level,
+        level=required(determinism),
     )
     run = ft.partial(_run, a, b, (transposed, outer))
     return arguments.with_epilogue(run, spec, epilogue, further, len(shape) - 1)
@@ -259,7 +255,15 @@ def _folded(
     layout = windows.layout(f"N{space}C")
     spec = dataclasses.replace(
         spec,
-        geo=Products(image[1:], one, one, ((0, 0),) * len(one), one, groups=groups),
+        geo=dataclasses.replace(
+            spec.geo,
+            sizes=image[1:],
+            taps=one,
+            stride=one,
+            padding=((0, 0),) * len(one),
+            dilation=one,
+            groups=groups,
+        ),
         layout=layout,
         filter=windows.filter_layout(f"{space}IO", layout),
     )

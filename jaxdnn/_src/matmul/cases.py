@@ -132,9 +132,6 @@ def facts(case: MatmulCase) -> Facts:
     )
     if declared.accumulation == "transform":  # of convolutions on GPUs XLA may take one; for products it calls cuBLAS
         declared = dataclasses.replace(declared, accumulation="tensor_core")
-    if case.geometry.right and declared.level == "batch_invariant":
-        # Matrices b are groups of the convolution, and it says nothing of how many there are.
-        declared = dataclasses.replace(declared, level="run_to_run")
     return declared
 
 

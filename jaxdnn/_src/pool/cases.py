@@ -16,7 +16,7 @@ import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src.cases import case as plain
 from jaxdnn._src.cases import drawn
-from jaxdnn._src.cases.case import Case, Expected, Facts
+from jaxdnn._src.cases.case import Case, Expected
 from jaxdnn._src.cases.family import family, up_to
 from jaxdnn._src.cases.subject import Subject, subject
 from jaxdnn._src.core import tolerance
@@ -180,13 +180,6 @@ def engines_of(op: str) -> tuple[str, ...]:
     return plain.engines_of(PoolCase("pool", "xla", "f32", ""), op)  # type: ignore[arg-type]  (its primitive is asked)
 
 
-def facts(case: PoolCase) -> Facts:
-    """What the engine says; of a norm, whose powers are outside of it, what holds of the whole op."""
-    found = plain.facts(case)
-    weaker = case.mode == "lp" and found.level == "portable"
-    return dataclasses.replace(found, level="mesh_invariant") if weaker else found
-
-
 def _case(op: str, engine: str, dtype: str, mode: str, layout: str, window: str, indices: bool = False) -> PoolCase:
     variant = "/".join((mode + "-indices" * indices, layout, window.replace(" ", "-")))
     return PoolCase(op, engine, dtype, variant, mode, layout, window, indices)
@@ -333,7 +326,6 @@ FAMILY = family(
     subjects,
     "3 x 3 windows of every second pixel",
     (3, 8),
-    facts,
     engines_of=engines_of,
     typical=_typical,
     draw=draw,

@@ -158,7 +158,9 @@ def _unsupported(call: engines.Call) -> str | None:
 def _level(call: engines.Call) -> str:
     if call.avals[0].dtype == jnp.int8:
         return "portable"
-    return "run_to_run" if call.op == "conv_wgrad" else "batch_invariant"
+    # Which kernel serves depends on the number of groups, and so on that of matrices in a batch.
+    batched = isinstance(call.spec.geo, Products) and call.spec.geo.batched
+    return "run_to_run" if call.op == "conv_wgrad" or batched else "batch_invariant"
 
 
 def _accumulation(call: engines.Call) -> str:
