@@ -126,7 +126,11 @@ def test_a_file_of_measurements_that_cannot_be_read_is_a_warning(tmp_path: Path)
             "`JAXDNN_LOGDEST` must be stdout, stderr or",
         ),
         ({"JAXDNN_LIB_CONFIG": "JIT"}, "`JAXDNN_LIB_CONFIG` must be one of FULL, XLA_ONLY, got 'JIT'"),
-        ({"JAXDNN_WORKSPACE_LIMIT": "1 MiB"}, "`JAXDNN_WORKSPACE_LIMIT` must be a number of bytes, got '1 MiB'"),
+        (
+            {"JAXDNN_WORKSPACE_LIMIT": "1 MiB"},
+            "`JAXDNN_WORKSPACE_LIMIT` must be a number of bytes, got '1 MiB'",
+        ),
+        ({"JAXDNN_COMPILE_THREADS": "x"}, "`JAXDNN_COMPILE_THREADS` must be a number of threads, got 'x'"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )

@@ -1,5 +1,6 @@
 """What environment variables set for a process."""
 
+import os
 from collections.abc import Iterator
 
 import jax
@@ -10,14 +11,16 @@ import jaxdnn as dnn
 from jaxdnn._src.core import engines, settings
 from jaxdnn._src.core.limits import current_limits
 
+READ = (settings.kernels, settings.workspace, settings.threads)
+
 
 @pytest.fixture(autouse=True)
 def read_anew() -> Iterator[None]:
     """Each test reads the variables as a new process does."""
-    for read in (settings.kernels, settings.workspace):
+    for read in READ:
         read.cache_clear()
     yield
-    for read in (settings.kernels, settings.workspace):
+    for read in READ:
         read.cache_clear()
 
 
@@ -53,3 +56,16 @@ def test_a_limit_of_workspace_holds_where_no_context_gives_one(monkeypatch: pyte
         assert (current_limits().workspace, current_limits().multiprocessors) == (4096, 3)
     with dnn.limits(workspace=64):
         assert current_limits().workspace == 64
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "1.5"])
+def test_a_number_of_threads_that_is_none(given: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXDNN_COMPILE_THREADS", given)
+    with pytest.raises(ValueError, match=f"`JAXDNN_COMPILE_THREADS` must be a number of threads.*, got '{given}'"):
+        jax.jit(dnn.softmax).lower(jnp.ones((4, 64)))
+
+
+@pytest.mark.parametrize(("given", "count"), [("0", 0), (" 3 ", 3), ("", min(8, len(os.sched_getaffinity(0))))])
+def test_numbers_of_threads(given: str, count: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXDNN_COMPILE_THREADS", given)
+    assert settings.threads() == count

@@ -222,19 +222,6 @@ def test_all_kernels_but_the_last_are_compiled_ahead(ops: int, started: list[tup
     assert started == list(lowered.items())[: ops - 1]
 
 
-@pytest.mark.parametrize("given", ["", "x", "-1", "1.5"])
-def test_a_number_of_threads_that_is_none(given: str, started: list[Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAXDNN_COMPILE_THREADS", given)
-    with pytest.raises(ValueError, match=f"JAXDNN_COMPILE_THREADS must be a number of threads.*, got '{given}'"):
-        hashes(lambda x: dnn.pool(x, engine="hopper"), X)
-
-
-@pytest.mark.parametrize(("given", "count"), [("0", 0), (" 3 ", 3)])
-def test_numbers_of_threads(given: str, count: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAXDNN_COMPILE_THREADS", given)
-    assert ahead.threads() == count
-
-
 def test_a_kernel_alone_is_what_a_program_has(started: list[tuple[bytes, bytes]]):
     """XLA is given the same code under the same hash, and the attributes that JAX gives it."""
     pool = lambda x: dnn.pool(x, window=2, engine="hopper")

@@ -11,7 +11,6 @@ JAX's persistent cache, these threads have worked for nothing. `JAXDNN_COMPILE_T
 
 import contextlib
 import functools as ft
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,19 +18,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdnn._src.core import compat
+from jaxdnn._src.core import compat, settings
 
-VARIABLE = "JAXDNN_COMPILE_THREADS"
 TARGET = "mosaic_gpu_v2"  # the name of the function that XLA calls for a kernel
 _Kernels = tuple[tuple[bytes, bytes], ...]
 _waiting: tuple[int, _Kernels] = (0, ())  # a program and the kernels of the op that was lowered last
 
 
 @contextlib.contextmanager
-def compiling(ctx: Any) -> Iterator[None]:
+def compiling(ctx: Any, platform: str | None) -> Iterator[None]:
     """Compiles ahead what is lowered within the context, an op on a GPU, once another op of the program is lowered."""
     global _waiting
-    if jax.default_backend() != "gpu" or not threads() or compat.is_exported(ctx):
+    wanted = settings.threads() > 0  # what the variable cannot mean is refused on every platform
+    if not wanted or platform != "cuda" or jax.default_backend() != "gpu" or compat.is_exported(ctx):
         yield
         return
     before = len(compat.kernels_lowered())
@@ -40,20 +39,6 @@ def compiling(ctx: Any) -> Iterator[None]:
         for kernel in _waiting[1]:
             start(*kernel)
     _waiting = compat.program(ctx), tuple(compat.kernels_lowered().items())[before:]
-
-
-def threads() -> int:
-    """How many threads compile at once: the value of `JAXDNN_COMPILE_THREADS`, or eight, if there are as many cores."""
-    return _threads(os.environ.get(VARIABLE))
-
-
-@ft.cache
-def _threads(given: str | None) -> int:
-    if given is None:
-        return min(8, len(os.sched_getaffinity(0)))
-    if not given.strip().isdecimal():
-        raise ValueError(f"{VARIABLE} must be a number of threads, 0 or more, got {given!r}")
-    return int(given)
 
 
 def start(kernel_hash: bytes, code: bytes) -> Future[None]:
@@ -70,4 +55,4 @@ def alone(kernel_hash: bytes, code: bytes) -> Any:
 
 @ft.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads(), "jaxdnn-compile")
+    return ThreadPoolExecutor(settings.threads(), "jaxdnn-compile")

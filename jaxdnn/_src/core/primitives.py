@@ -386,7 +386,7 @@ def _register_lowerings(primitive: Any, op: str, factors: Callable[..., Factors]
                 ctx = compat.on_mesh(ctx)
                 lowered = ft.partial(_partitioned, ctx, op, platform or "other", spec, factors)
             ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
-            with of_64_bits(ctx.avals_in), ahead.compiling(ctx) if platform == "cuda" else contextlib.nullcontext():
+            with of_64_bits(ctx.avals_in), ahead.compiling(ctx, platform):
                 return mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)

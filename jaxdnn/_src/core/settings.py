@@ -3,7 +3,7 @@
 import functools as ft
 import os
 
-CONFIG, WORKSPACE = "JAXDNN_LIB_CONFIG", "JAXDNN_WORKSPACE_LIMIT"
+CONFIG, WORKSPACE, THREADS = "JAXDNN_LIB_CONFIG", "JAXDNN_WORKSPACE_LIMIT", "JAXDNN_COMPILE_THREADS"
 CONFIGS = ("FULL", "XLA_ONLY")  # every engine; no kernels, so that nothing but XLA's programs is compiled at run time
 
 
@@ -19,7 +19,19 @@ def kernels() -> bool:
 @ft.cache
 def workspace() -> int | None:
     """Bytes of workspace that a call may take where `jaxdnn.limits` says nothing; None for no limit."""
-    given = os.environ.get(WORKSPACE)
+    return _number(WORKSPACE, "bytes")
+
+
+@ft.cache
+def threads() -> int:
+    """How many threads compile kernels at once; eight, if there are as many cores, where nothing is said."""
+    given = _number(THREADS, "threads")
+    return min(8, len(os.sched_getaffinity(0))) if given is None else given
+
+
+def _number(variable: str, of: str) -> int | None:
+    """The value of a variable, None where it is not set or empty."""
+    given = os.environ.get(variable)
     if given and not given.strip().isdecimal():
-        raise ValueError(f"`{WORKSPACE}` must be a number of bytes, got {given!r}.")
+        raise ValueError(f"`{variable}` must be a number of {of}, got {given!r}.")
     return int(given) if given else None
