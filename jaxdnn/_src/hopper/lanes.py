@@ -574,7 +574,7 @@ def _is_shared(ref: Any) -> bool:
 def _pointer(ref: Any) -> Any:
     """The address of an array, in global memory where it is not in shared memory."""
     pointer = mgpu_utils.memref_ptr(ref)
-    return pointer if _is_shared(ref) else llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), pointer)
+    return pointer if _is_shared(ref) else llvm.addrspacecast(llvm.PointerType.get(1), pointer)
 
 
 def _element(base: Any, number: Any, kind: Any, plus: int) -> Any:

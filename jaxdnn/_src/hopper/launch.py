@@ -12,6 +12,7 @@ from jaxdnn._src.core.compat import ir, llvm, mgpu, mgpu_utils, name_module, pl,
 
 _inline: Any = plgpu.inline_mgpu
 _inline_asm: Any = llvm.inline_asm
+_nothing = lambda: None  # one function: JAX keeps its trace
 BLOCK, WARPGROUP = "block", "warpgroup"  # the names of axes
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
@@ -74,7 +75,7 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     """
     if isinstance(condition, bool):
         return pl.when(condition)
-    return lambda body: lax.switch(lax.select(condition, 1, 0), (lambda: None, body))
+    return lambda body: lax.switch(lax.select(condition, 1, 0), (_nothing, body))
 
 
 def turns(count: Any) -> Any:
