@@ -124,10 +124,11 @@ def _holes(results: Sequence[int]) -> list[int]:
 def _is_workspace(found: np.ndarray, kept: np.ndarray, before: np.ndarray, pieces: int) -> bool:
     """Whether all pieces that were found lie in one block of so many that can be the workspace.
 
-    It starts where free memory begins: behind an array or a fence, or behind memory in use that was not filled.
+    It starts where free memory begins: behind an array or a fence, or anywhere in or behind memory that was not filled,
+    of which nobody knows what is free.
     """
     used = kept | before
-    starts = np.flatnonzero(~used & np.concatenate([[True], used[:-1]]))
+    starts = np.flatnonzero(~kept & np.concatenate([[True], used[:-1]]))
     starts = starts[(starts <= found[0]) & (found[-1] < starts + pieces)]
     return any(not kept[start : start + pieces].any() for start in starts)
 

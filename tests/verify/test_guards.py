@@ -139,3 +139,12 @@ def test_memory_that_is_not_filled_guards_nothing():
     guarding = Guards(memory)
     memory.fill = lambda last, pattern, holes: []
     assert not guarding.fill([Block(0, 8)], [], PATTERNS[0])
+
+
+def test_a_workspace_may_begin_in_memory_that_was_not_filled():
+    """Pieces: an array, 3 that were not filled, then the workspace's other 5. It holds 8, and so begins in these 3."""
+    kept, before = np.zeros(20, bool), np.zeros(20, bool)
+    kept[[*range(4), *range(13, 20)]], before[4:7] = True, True
+    assert guards._is_workspace(np.arange(7, 12), kept, before, 8)
+    assert not guards._is_workspace(np.arange(7, 12), kept, np.zeros(20, bool), 7)  # all was filled: 4 to 10 at most
+    assert not guards._is_workspace(np.arange(7, 13), kept, before, 5)  # longer than a workspace
