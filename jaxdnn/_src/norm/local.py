@@ -296,6 +296,8 @@ class _Window:
         rate = self.alpha / self.n ** len(axes)
         s = jnp.asarray(self.k, v.dtype) + product(total, jnp.asarray(rate, v.dtype))
         found = _inverse_power(s, self.beta)
+        if self.n == 1:  # All is then one fusion of XLA, whose tuning on GPUs takes many times longer with each fence.
+            found = lax.optimization_barrier(found)
         return found, product(found, reciprocal(s))
 
     def gradient(self, dy: Array, x: Array, v: Array, axes: Sequence[int]) -> tuple[Array, Array]:
