@@ -3,18 +3,22 @@
 E is a bound of the error of what a tensor holds, element by element, and u the unit roundoff of the compute dtype. A
 node's outputs are off by what its inputs' errors do to the formula, and by its own roundings. A result that is
 converted is off by one more rounding, or, where it is an integer, by one more unit. Where a comparison could go either
-way, both ways are allowed. Attention and what follows from statistics are
-bounded for exact inputs alone, gradients of norms for exact inputs but the gradient that reaches them.
+way, both ways are allowed. Attention and what follows from statistics are bounded for exact inputs alone, gradients of
+norms for exact inputs but the gradient that reaches them. What attention's products are off by is its family's rule, in
+`jaxdnn._src.attention.bounds`: on tensor cores weights are rounded to the type of the values.
 """
 
+import functools as ft
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from jaxdnn._src.activation.bounds import slope_error, value_error
+from jaxdnn._src.attention import bounds as of_attention
+from jaxdnn._src.core.tolerance import ACCUMULATIONS, Accumulation
 from jaxdnn_reference import derivative
 from jaxdnn_reference import graph as definition
 
@@ -24,8 +28,13 @@ ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53, "int32": 0.0}
 INTEGERS = ("int8", "uint8", "int32", "int64")
 
 
-def tolerance(description: Mapping[str, Any], arrays: Mapping[int, Any]) -> tuple[dict[int, Array], dict[int, Array]]:
-    """What every tensor holds, and how far a plan's may be from it, by uid and in the shape of the dimensions."""
+def tolerance(
+    description: Mapping[str, Any], arrays: Mapping[int, Any], accumulation: str = "float32"
+) -> tuple[dict[int, Array], dict[int, Array]]:
+    """What every tensor holds, and how far a plan's may be from it, by uid and in the shape of the dimensions.
+
+    `accumulation` is how attention adds that computes in float32, by the name that its engine declares.
+    """
     known = {t["uid"]: t for t in description["tensors"]}
     held = definition.hold(description, arrays)
     made = {uid for node in description["nodes"] for uid in node["outputs"].values()}
@@ -38,7 +47,7 @@ def tolerance(description: Mapping[str, Any], arrays: Mapping[int, Any]) -> tupl
         e = {port: errors[uid] + _narrowed(node, known[uid], held[uid]) for port, uid in node["inputs"].items()}
         y = definition.run(node, known, x)
         with np.errstate(all="ignore"):
-            found = own(node, known, x, e, y)
+            found = own(node, known, x, e, y, ACCUMULATIONS[accumulation])
         for port, uid in node["outputs"].items():
             errors[uid] = _stored(found[port], y[port], known[uid])
     return held, errors
@@ -73,7 +82,7 @@ def _stored(error: Array, value: Array, tensor: Mapping[str, Any]) -> Array:
     return np.where(error > 0, error + 2 * _roundoff(dtype) * (np.abs(value) + error) + _smallest(dtype), 0)
 
 
-def own(node: Any, known: Any, x: Any, e: Any, y: Any) -> dict[str, Array]:
+def own(node: Any, known: Any, x: Any, e: Any, y: Any, accumulation: Accumulation) -> dict[str, Array]:
     """E of a node's outputs before they are stored."""
     u = ROUNDOFF[node["compute_data_type"]]
     run = lambda given: definition.run(node, known, given)
@@ -107,6 +116,10 @@ def own(node: Any, known: Any, x: Any, e: Any, y: Any) -> dict[str, Array]:
         raise NotImplementedError(f"{op} of inputs that are not exact has no bound here")
     if op.endswith("norm_backward"):
         return norm_backward(node, x, e["grad"], y, u)
+    if op in ATTENTION:
+        wide = node["compute_data_type"] == "float64"
+        dtype = "bfloat16" if op == "sdpa_fp8" else known[node["inputs"]["v"]]["data_type"]  # which holds 8 bits
+        return ATTENTION[op](node, x, y, Adds(ACCUMULATIONS["float64"] if wide else accumulation, dtype, u))
     return EXACT_INPUTS[op](node, x, y, run, u)
 
 
@@ -412,7 +425,19 @@ def weights(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
     return {port: found[port] + TINY for port in y}
 
 
-def _probabilities(node: Any, x: Any, run: Any, u: float) -> tuple[Array, Array, Array]:
+class Adds(NamedTuple):
+    """How a node of attention adds: its accumulation, the type of its values, u."""
+
+    accumulation: Accumulation
+    dtype: str
+    u: float
+
+    def of(self, terms: int) -> float:
+        """E of a product of so many terms, relative to its magnitude."""
+        return float(self.accumulation.error(1.0, 1.0, np.asarray(terms)))
+
+
+def _probabilities(node: Any, x: Any, adds: Adds) -> tuple[Array, Array, Array]:
     """P with dropout in it, the magnitude of the scores, and the relative error of P."""
     heads = x["q"].shape[1] // x["k"].shape[1]
     wide = lambda v: np.repeat(v, heads, axis=1)
@@ -426,24 +451,25 @@ def _probabilities(node: Any, x: Any, run: Any, u: float) -> tuple[Array, Array,
         sizes = sizes + max(sizes.shape[2:])
     steep, added = of_function(node.get("score_mod"), x)
     sizes = steep * sizes + added
-    off = (x["q"].shape[3] + 12) * u * sizes.max(-1, keepdims=True)
+    off = (adds.of(x["q"].shape[3]) + 12 * adds.u) * sizes.max(-1, keepdims=True)
     eye = np.broadcast_to(np.eye(n), (*x["k"].shape[:2], n, n))
     how = {**node, "op": "sdpa"}
     nodes = definition.Node(how, {"q": x["q"].shape}, {})  # type: ignore[arg-type]
     given = {**{k: v for k, v in x.items() if k not in ("o", "dO", "stats")}, "v": eye}
     given["q"] = x["q"] * np.prod([x[name].item() for name in ("descale_q", "descale_k") if name in x])
     p = definition.attention.sdpa(nodes, given)["O"]
-    return p, sizes, np.expm1(2 * off + (n + 24) * u)
+    return p, sizes, np.expm1(2 * off + (n + 24) * adds.u)
 
 
 def of_function(body: Any, x: Any) -> tuple[float, float]:
     """How much errors of scores grow in a function of them, and what it adds to their size, at most.
 
-    Of sums, products with numbers, selections and activations: slopes are at most 1.2 but for a product's factor.
+    Of sums, products with numbers, selections and activations: slopes are at most 1.2 but for a product's factor. An
+    infinity is selected, where a key is not seen.
     """
     if not body:
         return 1.0, 0.0
-    largest = {port: float(np.abs(x[port]).max()) for port in body["reads"]}
+    largest = {port: float(np.abs(x[port][np.isfinite(x[port])]).max(initial=0)) for port in body["reads"]}
     steep = 1.0
     for node in body["nodes"]:
         names = {uid: port for port, uid in body["reads"].items()}
@@ -452,20 +478,22 @@ def of_function(body: Any, x: Any) -> tuple[float, float]:
     return steep, 4.0 * steep * (1 + sum(largest.values()))
 
 
-def sdpa(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
-    p, sizes, rate = _probabilities(node, x, run, u)
-    v = np.repeat(np.abs(x["v"]), x["q"].shape[1] // x["v"].shape[1], axis=1)
-    found = {"O": rate * (p @ v) + TINY}
+def sdpa(node: Any, x: Any, y: Any, adds: Adds) -> dict[str, Array]:
+    p, sizes, rate = _probabilities(node, x, adds)
+    v = np.repeat(x["v"], x["q"].shape[1] // x["v"].shape[1], axis=1)
+    most = 1 / (1 - node["attributes"]["dropout_probability"])
+    found = {"O": of_attention.result_error(p @ v, p, rate, np.zeros(p.shape[:-1]), v, *adds[:2], most)}
     if "Stats" in y:
         stats = np.where(np.isfinite(y["Stats"]), np.abs(y["Stats"]), 0)
-        found["Stats"] = rate + 8 * u * (stats + sizes.max(-1, keepdims=True) + 1)
+        found["Stats"] = rate + 8 * adds.u * (stats + sizes.max(-1, keepdims=True) + 1)
     return found
 
 
-def sdpa_fp8(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
-    p, sizes, rate = _probabilities(node, x, run, u)
+def sdpa_fp8(node: Any, x: Any, y: Any, adds: Adds) -> dict[str, Array]:
+    p, sizes, rate = _probabilities(node, x, adds)
+    u = adds.u
     factor = np.prod([np.abs(x[name].item()) for name in ("descale_v", "descale_s", "scale_s")])
-    found = sdpa(node, x, y, run, u)
+    found = sdpa(node, x, y, adds)
     size = factor * (p @ np.repeat(np.abs(x["v"]), x["q"].shape[1] // x["v"].shape[1], axis=1))
     off = factor * found["O"] + 4 * u * size
     found["Amax_S"] = np.full((1, 1, 1, 1), rate.max() + 8 * u * (1 + sizes.max()))
@@ -474,8 +502,9 @@ def sdpa_fp8(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
     return {**found, "O": scale * (off + u * size)}
 
 
-def sdpa_backward(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Array]:
-    p, sizes, rate = _probabilities(node, x, run, u)
+def sdpa_backward(node: Any, x: Any, y: Any, adds: Adds) -> dict[str, Array]:
+    p, sizes, rate = _probabilities(node, x, adds)
+    u, (w, _) = adds.u, of_attention.narrow(*adds[:2])
     stats = np.where(np.isfinite(x["stats"]), np.abs(x["stats"]), 0)  # a query that sees nothing has no gradient
     rate = rate + np.expm1(8 * u * (stats + sizes.max(-1, keepdims=True)))
     groups = x["q"].shape[1] // x["k"].shape[1]
@@ -484,28 +513,33 @@ def sdpa_backward(node: Any, x: Any, y: Any, run: Any, u: float) -> dict[str, Ar
     do, k, v, q = np.abs(x["dO"]), wide(x["k"]), wide(x["v"]), np.abs(x["q"])
     dp, d = do @ v.swapaxes(2, 3), (do * np.abs(x["o"])).sum(-1, keepdims=True)
     ds = p * (dp + d)
-    n = sum(p.shape[2:]) + x["q"].shape[3] + x["v"].shape[3] + 24
-    off = (rate + 2 * n * u) * ds
+    (rows, keys), values = p.shape[2:], x["v"].shape[3]
+    off = (rate + w + 2 * adds.of(values) + (2 * values + 48) * u) * ds
     scale = abs(float(x["attn_scale"].item())) if "attn_scale" in x else 1.0
     scale *= of_function(node.get("score_mod"), x)[0]
-    found = {"dQ": scale * off @ k, "dK": narrow(scale * off.swapaxes(2, 3) @ q)}
-    found["dV"] = narrow(((rate + n * u) * p).swapaxes(2, 3) @ do)
+    product = ft.partial(of_attention.product_error, accumulation=adds.accumulation, dtype=adds.dtype, scale=scale)
+    dx, e_dx = scale * ds, scale * off
+    found = {
+        "dQ": product(dx, e_dx, k, keys),
+        "dK": product(dx.swapaxes(2, 3), e_dx.swapaxes(2, 3), q, groups * rows, own=narrow),
+        "dV": product(p.swapaxes(2, 3), (rate * p).swapaxes(2, 3), do, groups * rows, own=narrow),
+    }
     if "dBias" in y:
         axes = tuple(axis for axis, size in enumerate(x["bias"].shape) if size == 1)
-        found["dBias"] = 2 * off.sum(axes, keepdims=True)
+        terms = np.prod([ds.shape[axis] for axis in axes])
+        held = off + of_attention.rounding(ds + off, *adds[:2], scale)
+        found["dBias"] = (held + terms * u * (ds + held)).sum(axes, keepdims=True)
     if "dSink_token" in y:
         share = np.exp(x["sink_token"] - x["stats"])
-        found["dSink_token"] = ((rate + 3 * n * u) * share * d).sum((0, 2), keepdims=True)
+        found["dSink_token"] = ((rate + 3 * (rows + keys + values + 24) * u) * share * d).sum((0, 2), keepdims=True)
     return {port: found[port] + TINY for port in y}
 
 
+ATTENTION = {"sdpa": sdpa, "sdpa_fp8": sdpa_fp8, "sdpa_backward": sdpa_backward}
 BACKWARD = tuple(f"{name}_backward" for name in ("layernorm", "rmsnorm", "adalayernorm", "instancenorm", "batchnorm"))
 LINEAR = [(op, "grad") for op in BACKWARD]
 EXACT_INPUTS = {
     "bn_finalize": finalize,
     "bn_finalize_inference": finalize_inference,
     "dbn_weight": weights,
-    "sdpa": sdpa,
-    "sdpa_fp8": sdpa_fp8,
-    "sdpa_backward": sdpa_backward,
 }

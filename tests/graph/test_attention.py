@@ -1,4 +1,7 @@
-"""Attention with functions of its scores, and of floats of 8 bits: beside formulas written apart, and refusals."""
+"""Attention with functions of its scores, and of floats of 8 bits: beside formulas written apart, and refusals.
+
+And the bound of what tensor cores compute, beside the bits that the definition of a kernel's schedule predicts.
+"""
 
 import json
 from collections.abc import Callable
@@ -6,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,6 +17,7 @@ import jaxdnn as dnn
 from jaxdnn._src.core.explain import traced_calls
 from jaxdnn.graph import Graph, Tensor, trace
 from jaxdnn_reference import graph as definition
+from jaxdnn_reference.attention_scheduled import attention_scheduled
 from tests.graph.examples import EXAMPLES, LOW, filled, heads
 from tests.graph.test_nodes import worst
 from tests.graph.test_plans import in_float64
@@ -460,3 +465,73 @@ def test_planted_faults_in_functions_of_scores_are_found():
         graph, arrays = EXAMPLES[name](np.random.default_rng(57))
         uid = graph.find(wrong).uid
         assert worst(graph, arrays, graph.plan()({**arrays, uid: np.float32(1.01) * arrays[uid]})) > 1
+
+
+# ---- the bound of what tensor cores compute --------------------------------------------------------------------------
+
+
+def of_rows(seed: int, dtype: str, queries: int, keys: int, **options: Any) -> tuple[Graph, dict[int, np.ndarray]]:
+    """A causal `sdpa` of heads of 16 features."""
+    g = Graph("rows", io_data_type=dtype, intermediate_data_type="float32", compute_data_type="float32")
+    shapes = {"q": (1, 2, queries, 16), "k": (1, 2, keys, 16), "v": (1, 2, keys, 16)}
+    q, k, v = (g.tensor(shape, name=name) for name, shape in shapes.items())
+    bias = {"bias": g.tensor((1, 2, queries, keys), name="bias")} if options.get("bias") else {}
+    g.sdpa(q=q, k=k, v=v, attn_scale=0.25, use_causal_mask=True, is_inference=True, **bias)[0].set_output(True)
+    rng = np.random.default_rng(seed)
+    return g, {t.uid: (2 * rng.normal(size=t.get_shape())).astype(t.get_data_type()) for t in g.inputs()}
+
+
+def rounded_weights(q: Any, k: Any, v: Any, bias: Any, dtype: Any) -> np.ndarray:
+    """Causal attention in float64, but for exponentials that are rounded to a dtype before they meet the values."""
+    q, k, v, bias = (x.astype(np.float64) for x in (q, k, v, bias))
+    scores = np.where(np.tri(q.shape[2], k.shape[2], dtype=bool), 0.25 * q @ k.swapaxes(2, 3) + bias, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return p.astype(np.float32).astype(dtype).astype(np.float64) @ v / p.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_bound_on_tensor_cores_holds_for_the_bits_of_the_kernel(dtype: str):
+    """The schedule's definition rounds weights as the kernel does, which no bound for weights of 32 bits allows."""
+    graph, arrays = of_rows(3, dtype, 70, 70)
+    by_name = {graph.tensors[uid].name: v for uid, v in arrays.items()}
+    y = attention_scheduled(*(by_name[n] for n in "qkv"), np.tri(70, dtype=bool), scale=0.25, tile=64)
+    found = {graph.outputs()[0].uid: y}
+    assert 0.05 < worst(graph, arrays, found, "tensor_core") <= 1
+    assert worst(graph, arrays, found, "float32") > 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_bound_on_tensor_cores_is_of_the_weights_type(dtype: str):
+    """With a bias: weights may be rounded to the values' type, and to no type with fewer bits."""
+    graph, arrays = of_rows(4, dtype, 50, 60, bias=True)
+    by_name = {graph.tensors[uid].name: v for uid, v in arrays.items()}
+    of = lambda kind: rounded_weights(*(by_name[n] for n in ("q", "k", "v", "bias")), kind).astype(dtype)
+    ratio = lambda kind, how: worst(graph, arrays, {graph.outputs()[0].uid: of(kind)}, how)
+    assert ratio(np.dtype(dtype), "tensor_core") <= 1 < ratio(np.dtype(dtype), "float32")
+    assert ratio(ml_dtypes.float8_e4m3fn, "tensor_core") > 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_bound_of_gradients_on_tensor_cores_is_of_the_weights_type(dtype: str):
+    """P and dS may be rounded to the operands' type before they are multiplied, and to no type with fewer bits."""
+    g = Graph("gradients", io_data_type=dtype, intermediate_data_type="float32", compute_data_type="float32")
+    names, shape, rng = ("q", "k", "v", "o", "dO"), (1, 2, 40, 16), np.random.default_rng(5)
+    x: dict[str, Any] = {name: (2 * rng.normal(size=shape)).astype(dtype) for name in names}
+    q, k, v, _, do = (x[name].astype(np.float64) for name in names)
+    scores = np.where(np.tri(40, dtype=bool), 0.25 * q @ k.swapaxes(2, 3), -np.inf)
+    x["stats"] = np.log(np.exp(scores).sum(-1, keepdims=True)).astype(np.float32)
+    p = np.exp(scores - x["stats"].astype(np.float64))
+    x["o"] = (p @ v).astype(dtype)
+    ds = p * (do @ v.swapaxes(2, 3) - (do * x["o"].astype(np.float64)).sum(-1, keepdims=True))
+    given = [g.tensor(shape, name=name) for name in names] + [g.tensor((1, 2, 40, 1), None, "float32", name="stats")]
+    made = g.sdpa_backward(*given, attn_scale=0.25, use_causal_mask=True)[:3]
+    arrays = {t.uid: x[t.name] for t in given}
+
+    def ratio(kind: Any, how: str) -> float:
+        of_p, of_ds = (a.astype(np.float32).astype(kind).astype(np.float64) for a in (p, ds))
+        results = (0.25 * of_ds @ k, 0.25 * of_ds.swapaxes(2, 3) @ q, of_p.swapaxes(2, 3) @ do)
+        found = {t.set_output(True).uid: y.astype(dtype) for t, y in zip(made, results, strict=True)}
+        return worst(g, arrays, found, how)
+
+    assert 0.02 < ratio(np.dtype(dtype), "tensor_core") <= 1 < ratio(np.dtype(dtype), "float32")
+    assert ratio(ml_dtypes.float8_e5m2, "tensor_core") > 1

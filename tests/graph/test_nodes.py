@@ -2,21 +2,26 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import jaxdnn as dnn
 from jaxdnn._src.graph.nodes import KINDS
 from jaxdnn_reference import graph as definition
-from tests.graph.bounds import tolerance
+from tests.graph.bounds import ATTENTION, tolerance
 from tests.graph.examples import EXAMPLES
 
 each = pytest.mark.parametrize("name", EXAMPLES)
 
 
-def worst(graph: Any, arrays: dict[int, Any], found: Any) -> float:
-    """The largest error over its bound; infinite where a result is NaN or infinite and should not be."""
+def worst(graph: Any, arrays: dict[int, Any], found: Any, accumulation: str | None = None) -> float:
+    """The largest error over its bound; infinite where a result is NaN or infinite and should not be.
+
+    `accumulation` is how attention adds, None as the engine does that serves it here.
+    """
     described = graph.describe()
-    held, errors = tolerance(described, arrays)
+    held, errors = tolerance(described, arrays, accumulation or of_attention(graph))
     known = {t["uid"]: t for t in described["tensors"]}
     ratios = [0.0]
     for tensor in graph.outputs():
@@ -27,6 +32,16 @@ def worst(graph: Any, arrays: dict[int, Any], found: Any) -> float:
             ratio = np.where(equal, 0.0, np.abs(value - wanted) / np.where(bound > 0, bound, 0.0))
         ratios.append(float(np.max(np.where(np.isnan(ratio), np.inf, ratio))))
     return max(ratios)
+
+
+def of_attention(graph: Any) -> str:
+    """How attention adds on this device, as the engine of the graph's first plan declares it."""
+    if not any(node.op in ATTENTION for node in graph.nodes):
+        return "float32"
+    shapes = [jax.ShapeDtypeStruct(t.get_shape(), t.get_data_type()) for t in graph.inputs()]
+    said = dnn.explain(graph.plan().function, *shapes)
+    found = {c.accumulation for call in said for c in call.candidates if c.engine == call.engine}
+    return "tensor_core" if "tensor_core" in found else "float32"
 
 
 @each

@@ -1,11 +1,11 @@
 """Attention with each option and with several: matrix, data and bounds.
 
-Letters: u the unit roundoff, w that of the weights of products of narrow operands and ω half their smallest subnormal
-number (0 where they are wide), TC(.) the bound of a sum of products, x the scores, P = exp(x - L), e_x what a score is
-off by, η that of an exponential.
+Letters: u the unit roundoff, x the scores, P = exp(x - L), e_x what a score is off by, η that of an exponential. What
+rounding of weights adds is in `bounds`.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.attention import bounds
 from jaxdnn._src.cases import drawn
 from jaxdnn._src.cases.case import Case, Expected
 from jaxdnn._src.cases.family import family, up_to
@@ -217,15 +218,8 @@ class AttentionCase(Case):
         sigma = (p * eta).sum(-1) + others + (self.keys + 1) * (u + tiny)
         values = np.repeat(self._laid_out(v).astype(np.float64), self.heads // self.shared, 1)
         times = kept(p.shape, self.options.get("dropout", 0.0), self.options.get("dropout_key"))
-        reach = (p * times) @ np.abs(values)
-        of_products = accumulation.error(y, reach, np.asarray(self.keys))
-        weights, least = self._narrow(accumulation)
-        error = (
-            (p * times * (eta + weights + 2 * u)) @ np.abs(values)
-            + of_products * (1 + weights)
-            + (tiny * times.max(initial=1.0) + least) * np.abs(values).sum(2, keepdims=True)
-        )
-        error = (error + np.abs(y) * (sigma + 3 * u)[..., None]) * (1 + 4 * sigma)[..., None]
+        most = times.max(initial=1.0)
+        error = bounds.result_error(y, p * times, eta, sigma, values, accumulation, self.in_dtype, most)
         of_lse = -np.log1p(-np.minimum(sigma, 0.5)) + LOG * u * (1 + np.log(self.keys + 2.0)) + 4 * u * np.abs(lse)
         of_lse = np.where(sigma < 0.5, of_lse, np.inf)
         of_lse = np.where(np.isfinite(lse), of_lse + 4 * u * far.max(-1, initial=0), 0.0)
@@ -237,16 +231,9 @@ class AttentionCase(Case):
             Expected(self._laid_out(a), self._laid_out(e), d, n, generic=False) for n, (a, e, d) in given.items()
         )
 
-    def _narrow(self, accumulation: Accumulation) -> tuple[float, float]:
-        """w and ω: what rounding may change the weights of a product by, relative to them and at least."""
-        if accumulation.kind != "tensor_core":
-            return 0.0, 0.0
-        rule = FORMATS[np.dtype(self.in_dtype).name]
-        return rule.roundoff, rule.smallest_subnormal / 2
-
     def _attention_dgrad(self, operands: tuple[np.ndarray, ...], accumulation: Accumulation) -> tuple[Expected, ...]:
         (dy, q, k, v, y, lse), named = operands[:6], self._named(operands)
-        rule, (weights, least) = FORMATS[accumulation.format], self._narrow(accumulation)
+        rule, (weights, _) = FORMATS[accumulation.format], bounds.narrow(accumulation, self.in_dtype)
         u, tiny, scale = rule.roundoff, rule.smallest_normal, self.options.get("scale", self.features**-0.5)
         x, e_x, slope, of_slope, seen = self._scores(q, k, named, accumulation)
         *found, p, dp, of_y, ds = reference.attention_dgrad(dy, q, k, v, y, lse, **named, **self.options, details=True)
@@ -263,25 +250,18 @@ class AttentionCase(Case):
         e_ds = np.where(seen, e_p * (gap + e_dp + e_d) + p * (e_dp + e_d) + 3 * u * p * (gap + e_dp + e_d), 0.0) + tiny
         dx, e_dx = scale * ds * slope, scale * (e_ds * (np.abs(slope) + of_slope) + np.abs(ds) * of_slope)
         e_dx = e_dx + 4 * u * np.abs(dx) + tiny
-        # Weights below the narrow dtype's normal numbers; a kernel multiplies by the scale behind the product.
-        least = FORMATS[np.dtype(self.in_dtype).name].smallest_subnormal * max(1.0, scale) if weights else 0.0
         transposed = lambda a: np.swapaxes(a, 2, 3)
         added = lambda a: a.reshape(len(a), self.shared, group, *a.shape[2:]).sum(2)
-
-        def product(a: np.ndarray, e: np.ndarray, b: np.ndarray, count: int, own: Callable[..., Any]) -> np.ndarray:
-            magnitude = own((np.abs(a) + e) @ np.abs(b))
-            return own((e + weights * (np.abs(a) + e) + least) @ np.abs(b)) + accumulation.error(
-                magnitude, magnitude, np.asarray(count)
-            )
+        product = ft.partial(bounds.product_error, accumulation=accumulation, dtype=self.in_dtype, scale=scale)
 
         rows = group * self.queries
         errors = [
-            self._laid_out(product(dx, e_dx, k, self.keys, lambda a: a)),
-            self._laid_out(product(transposed(dx), transposed(e_dx), q, rows, added)),
-            self._laid_out(product(transposed(p * times), transposed((e_p + 2 * u * p) * times), dy, rows, added)),
+            self._laid_out(product(dx, e_dx, k, self.keys)),
+            self._laid_out(product(transposed(dx), transposed(e_dx), q, rows, own=added)),
+            self._laid_out(product(transposed(p * times), transposed((e_p + 2 * u * p) * times), dy, rows, own=added)),
         ]
         total = self.batch * self.queries * self.keys
-        e_ds = e_ds + least + weights * (np.abs(ds) + e_ds)  # dS is added as it was rounded
+        e_ds = e_ds + bounds.rounding(np.abs(ds) + e_ds, accumulation, self.in_dtype, scale)  # dS is added as rounded
         if "bias" in named:
             shared = tuple(axis for axis, n in enumerate(named["bias"].shape) if n == 1)
             errors.append((e_ds + total * u * (np.abs(ds) + e_ds)).sum(shared, keepdims=True))
