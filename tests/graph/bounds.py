@@ -434,7 +434,7 @@ class Adds(NamedTuple):
 
     def of(self, terms: int) -> float:
         """E of a product of so many terms, relative to its magnitude."""
-        return float(self.accumulation.error(1.0, 1.0, np.asarray(terms)))
+        return float(self.accumulation.error(np.asarray(1.0), np.asarray(1.0), np.asarray(terms)))
 
 
 def _probabilities(node: Any, x: Any, adds: Adds) -> tuple[Array, Array, Array]:

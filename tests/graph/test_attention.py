@@ -475,7 +475,7 @@ def of_rows(seed: int, dtype: str, queries: int, keys: int, **options: Any) -> t
     g = Graph("rows", io_data_type=dtype, intermediate_data_type="float32", compute_data_type="float32")
     shapes = {"q": (1, 2, queries, 16), "k": (1, 2, keys, 16), "v": (1, 2, keys, 16)}
     q, k, v = (g.tensor(shape, name=name) for name, shape in shapes.items())
-    bias = {"bias": g.tensor((1, 2, queries, keys), name="bias")} if options.get("bias") else {}
+    bias: dict[str, Any] = {"bias": g.tensor((1, 2, queries, keys), name="bias")} if options.get("bias") else {}
     g.sdpa(q=q, k=k, v=v, attn_scale=0.25, use_causal_mask=True, is_inference=True, **bias)[0].set_output(True)
     rng = np.random.default_rng(seed)
     return g, {t.uid: (2 * rng.normal(size=t.get_shape())).astype(t.get_data_type()) for t in g.inputs()}
@@ -494,7 +494,8 @@ def test_the_bound_on_tensor_cores_holds_for_the_bits_of_the_kernel(dtype: str):
     """The schedule's definition rounds weights as the kernel does, which no bound for weights of 32 bits allows."""
     graph, arrays = of_rows(3, dtype, 70, 70)
     by_name = {graph.tensors[uid].name: v for uid, v in arrays.items()}
-    y = attention_scheduled(*(by_name[n] for n in "qkv"), np.tri(70, dtype=bool), scale=0.25, tile=64)
+    q, k, v = (by_name[n] for n in "qkv")
+    y = attention_scheduled(q, k, v, np.tri(70, dtype=bool), scale=0.25, tile=64)
     found = {graph.outputs()[0].uid: y}
     assert 0.05 < worst(graph, arrays, found, "tensor_core") <= 1
     assert worst(graph, arrays, found, "float32") > 1
@@ -505,7 +506,8 @@ def test_the_bound_on_tensor_cores_is_of_the_weights_type(dtype: str):
     """With a bias: weights may be rounded to the values' type, and to no type with fewer bits."""
     graph, arrays = of_rows(4, dtype, 50, 60, bias=True)
     by_name = {graph.tensors[uid].name: v for uid, v in arrays.items()}
-    of = lambda kind: rounded_weights(*(by_name[n] for n in ("q", "k", "v", "bias")), kind).astype(dtype)
+    q, k, v, bias = (by_name[n] for n in ("q", "k", "v", "bias"))
+    of = lambda kind: rounded_weights(q, k, v, bias, kind).astype(dtype)
     ratio = lambda kind, how: worst(graph, arrays, {graph.outputs()[0].uid: of(kind)}, how)
     assert ratio(np.dtype(dtype), "tensor_core") <= 1 < ratio(np.dtype(dtype), "float32")
     assert ratio(ml_dtypes.float8_e4m3fn, "tensor_core") > 1

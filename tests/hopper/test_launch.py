@@ -138,6 +138,7 @@ def test_no_compiler_knows_how_often_a_loop_copies(name: str, monkeypatch: pytes
     """LLVM unrolls a loop that it knows the turns of. In one of five turns of six copies, unrolled, ptxas 13.0 mistook
     the addresses of descriptors: the filter gradient here read from anywhere."""
     monkeypatch.setattr(pytest.importorskip("jax.experimental.mosaic.gpu.core"), "KNOWN_KERNELS", {})
+    jax.clear_caches()  # what is lowered already is no new kernel
     f, operands = COPYING[name]
     loops = loops_of_copies(f, *operands)
     assert loops
@@ -167,7 +168,7 @@ def test_blocks_that_are_alike_share_their_kernels():
     )
     one, three = of_a_block(1), of_a_block(3)
     assert set(one) == set(three)
-    assert len(set(one)) <= 14  # three passes of two convolutions, and four kernels of each of two norms
+    assert len(set(one)) <= 16  # three passes of two convolutions, four kernels of each of two norms, two for a relu
     assert len(three) <= 3 * len(one)
 
 
@@ -179,9 +180,17 @@ def test_a_kernel_of_several_ops_is_lowered_once(monkeypatch: pytest.MonkeyPatch
     norm = lambda x, activation: dnn.batch_norm(x, activation=activation, engine="hopper")[0]
     both = lambda x: [norm(x, "relu"), norm(x, None)]
     of_both = hashes(lambda x: jax.vjp(both, x)[1]([x, x])[0], X)
-    assert len(set(of_both)) == 5  # the sums of gradients differ, the totals of these do not
+    assert len(set(of_both)) == 7  # the sums of gradients differ, the totals of these do not; relu is two kernels more
     assert sorted(lowered) == sorted(
-        ["norm_columns", "norm_merge", "norm_columns_dgrad", "norm_columns_dgrad", "norm_totals"]
+        [
+            "norm_columns",
+            "norm_merge",
+            "norm_columns_apply",
+            "norm_columns_dgrad",
+            "norm_columns_dgrad",
+            "norm_columns_dgrad_apply",
+            "norm_totals",
+        ]
     )
 
 

@@ -165,6 +165,7 @@ def test_elements_of_several_rows_at_once_are_not_fenced(rows: int, length: int,
     found, barrier = [], jax.lax.optimization_barrier
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda v: found.append(v) or barrier(v))
     jax.make_jaxpr(lambda x: softmax.softmax(x, algorithm="log", out_dtype=x.dtype))(shape_of(rows, length))
+    found = [v for v in found if not isinstance(v, tuple)]  # that before the kernel has all operands
     assert {v.dtype for v in found} == {np.dtype(np.float32)} | ({np.dtype(jnp.bfloat16)} if length > 512 else set())
     assert all(v.dtype == np.float32 or v.shape[0] == 1 for v in found)
 

@@ -53,16 +53,6 @@ def test_products_are_drawn_with_an_alpha_for_each_column():
     assert [matmul.facts(case).refusal for case in each] == [None] * len(each)
 
 
-@pytest.mark.parametrize(("right", "level"), [((), "batch_invariant"), ((1, 2), "run_to_run")])
-def test_several_products_have_a_level_that_can_be_asked_for(
-    right: tuple[int, ...], level: str, monkeypatch: pytest.MonkeyPatch
-):
-    """`matmul` asks a convolution in groups for mesh_invariant in place of batch_invariant."""
-    monkeypatch.setattr(plain, "explained", lambda *_, **__: plain.Facts(None, "batch_invariant"))
-    case = matmul.MatmulCase("matmul", "hopper", "bf16", "NN", None, matmul.Sizes("", 4, 3, 2, (), right))
-    assert matmul.facts(case).level == level
-
-
 def test_messages_name_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     def refused(*_: Any) -> None:
         raise TypeError("planted")
