@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.core.compat import ir, llvm, mgpu, mgpu_utils, name_module, pl, plgpu
+from jaxdnn._src.hopper.wgmma import inline_mgpu
 
-_inline: Any = plgpu.inline_mgpu
 _inline_asm: Any = llvm.inline_asm
 _nothing = lambda: None  # one function: JAX keeps its trace
 BLOCK, WARPGROUP = "block", "warpgroup"  # the names of axes
@@ -54,7 +54,7 @@ def once(run: Callable[..., Any], *static: str) -> Callable[..., Any]:
 
 
 def _named(name: str) -> None:
-    @plgpu.inline_mgpu(arg_types=())
+    @inline_mgpu(arg_types=())
     def run(_: Any = None) -> None:
         name_module(name)
 
@@ -86,7 +86,7 @@ def turns(count: Any) -> Any:
     """
     of_all = plgpu.Layout.WG_SPLAT(())
 
-    @_inline(arg_types=(of_all,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=of_all))
+    @inline_mgpu(arg_types=(of_all,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=of_all))
     def unknown(_: Any, count: Any) -> Any:
         (number,) = count.registers.flat
         code = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
@@ -128,7 +128,7 @@ def launch(
     shared = [plgpu.SMEM((floats,), jnp.float32)] if floats else []
 
     def body(*references: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))
+        @inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))
         def run(_: Any, *refs: Any) -> None:
             widths = [64] * count + [32] * len(shared)
             addresses = [
