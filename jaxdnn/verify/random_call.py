@@ -50,7 +50,8 @@ KERNELS = {
     **dict.fromkeys(("attention", "attention_decode"), ("attention forward", "attention merge")),
     "attention_dgrad": ("attention gradient",),
     "rnn": ("recurrence",),
-    **dict.fromkeys(("grid_sample", "spatial_transformer", "warp"), ("sampling",)),
+    "grid_sample": ("sampling", "sampling slopes", "sampling pixels"),
+    **dict.fromkeys(("spatial_transformer", "warp"), ("sampling",)),
     "ctc": ("ctc rows", "ctc lattice", "ctc shares"),
 }
 # How often for a call that the engine serves, and for one that takes a branch: of those that may, and of all.

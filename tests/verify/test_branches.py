@@ -86,6 +86,7 @@ KERNEL_OPS = {
     "pool": ("pool", "pool_dgrad"),
     "attention": ("attention",),
     "dropout": ("dropout", "fused_dropout", "fused_dropout_dgrad"),
+    "sampling": ("grid_sample",),
 }
 
 

@@ -6,6 +6,7 @@ each tap, each relative to the image's largest magnitude.
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -201,4 +202,18 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
     return SamplingCase(op, engine, drawn.pick(rng, drawn.WIDER), f"{name}/{variant}", batch, **given)
 
 
-FAMILY = family("sampling", SamplingCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw)
+def _draw_cells(most: bool, op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
+    """A gradient in images that together have more cells than 16 bits number, or so many more that no bits are left to
+    votes. A pixel has several cells along axes of one pixel."""
+    batch, sizes = (2048, (1024, 1, 1)) if most else (int(rng.integers(40, 120)), (60, 30))
+    points = tuple(int(n) for n in rng.integers(1, 4, len(sizes)))
+    variant = str(rng.choice([v for v in VARIANTS if v.startswith("linear")]))
+    given = {"sizes": sizes, "points": points, "channels": int(rng.integers(1, 3)), "gradient": "x"}
+    return SamplingCase(op, engine, drawn.pick(rng, drawn.FLOATS), f"{name}/x/{variant}", batch, **given)
+
+
+LEADS = {
+    ("grid_sample", ("sampling pixels", "bits left", "yes")): ft.partial(_draw_cells, False),
+    ("grid_sample", ("sampling pixels", "keys", "32 bits")): ft.partial(_draw_cells, True),
+}
+FAMILY = family("sampling", SamplingCase, OPS, cases, subjects, "a small call", (1, 1), draw=draw, leads=LEADS)

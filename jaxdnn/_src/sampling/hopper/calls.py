@@ -39,6 +39,14 @@ def samples(x: Array, grid: Array, k: Problem, dtype: Any) -> Array:
 
 def slopes(x: Array, y: Array, grid: Array, k: Problem) -> Array:
     """The gradient in the grid, (N, points, d)."""
+    branches.record(
+        "sampling slopes",
+        operands=k.x,
+        axes=k.axes,
+        padding=k.rule.padding,
+        threads="one" if gather_ptx.lanes(k) == 1 else "several",
+        taps_together=gather_ptx.together(k),
+    )
     threads = k.images * k.points * gather_ptx.lanes(k)
     shape = (k.images, k.points, k.axes)
     return _launch(gather_ptx.slopes(k), threads, (x, y, grid), "grid_sample_slopes", (shape, F32))
@@ -46,6 +54,19 @@ def slopes(x: Array, y: Array, grid: Array, k: Problem) -> Array:
 
 def pixels(y: Array, grid: Array, k: Problem, dtype: Any) -> Array:
     """The gradient in images, (N, pixels, C)."""
+    branches.record(
+        "sampling pixels",
+        operands=k.y,
+        axes=k.axes,
+        mode=k.rule.mode,
+        padding=k.rule.padding,
+        threads="one" if k.units == 1 else "several",
+        records="samples" if lists_ptx.samples_in_records(k) else "numbers",
+        records_made="before the sort" if lists_ptx.made_first(k) else "behind it",
+        keys="16 bits" if lists_ptx.narrow(k) else "32 bits",
+        bits_left=lists_ptx.left(k) > 0,
+        sums_in_memory=lists_ptx.levels(k) > lists_ptx.LEVELS,
+    )
     entries, shape = k.images * k.points, (k.images, k.pixels, k.channels)
     first = lists_ptx.made_first(k)
     digits = jnp.uint16 if lists_ptx.narrow(k) else U32
