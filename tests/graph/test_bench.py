@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxdnn._src.core import engines
 from jaxdnn.bench import frontend, graph
 from jaxdnn.bench.graph import CASES, Fused
 from jaxdnn.verify.cli import main
@@ -122,3 +123,25 @@ def test_engines_are_not_named(capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "graph", "--case", "swish 768", "--engine", "xla", "--batch", "2", "--repeats", "1"]) == 0
     said = unfolded(capsys.readouterr().out)
     assert "jaxdnn:xla: `engine` must be None: the engines of a graph's steps are chosen one by one" in said
+
+
+def test_a_plan_says_where_fusing_gained_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Of convolutions that XLA serves: by the least and the largest of what was measured."""
+    path = Path(__file__).parents[2] / "benchmarks/results/graph_nvidia_h200.json"
+    rows = {row["case"]: row for row in json.loads(path.read_text())["rows"] if row["family"] == "conv"}
+    monkeypatch.setattr(engines, "platform", lambda: "cuda")
+    monkeypatch.setattr(engines, "device_kind", lambda platform: "NVIDIA H200")
+    speeds, notes = [], set()
+    for case in (case for case in CASES if case.name in rows):
+        plan = case.graph(case.batch, "bfloat16").plan()
+        if plan.engine == "fused":
+            ms = rows[case.name]["ms"]
+            speeds.append(round(ms["single"] / ms["jaxdnn"], 3))
+            notes |= set(plan.parts[0].notes)
+            assert plan.parts[0].engine == (rows[case.name]["unasked"],) == ("xla",)
+    assert len(speeds) == 4
+    (note,) = notes
+    assert note.endswith(f"on an NVIDIA H200 the plan had {min(speeds)} to {max(speeds)} of the speed of 'single'")
+    monkeypatch.setattr(engines, "platform", lambda: "cpu")
+    small = next(case for case in SMALL if case.name == "epilogue")
+    assert "H200" not in str(small.graph(2, "float32").plan().explain())

@@ -20,6 +20,10 @@ from jaxdnn._src.graph.tensors import Tensor, span
 # What nodes that move data do; their results have no rounding but the one to the dtype.
 MOVES = ("reshape", "transpose", "slice", "concatenate")
 SUMS = ("moe_grouped_matmul", "moe_grouped_matmul_bwd")
+# Rules whose call XLA, where its engine serves it on a GPU, compiles as it does the nodes one by one; with the least
+# and the largest speed of plan "fused" over plan "single" in `benchmarks/results/graph_nvidia_h200.json`. Both are
+# offered all the same: neither is the faster one by what decides elsewhere, `selection.MARGIN`.
+ALIKE = {"conv_epilogue": (0.998, 1.003)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +147,17 @@ def _report(graph: Operations, step: Step, said: Explanations) -> StepReport:
         bytes_moved=sum(map(_size, moved)) + 2 * step.copies,
         workspace=None if not rooms or None in rooms else sum(room for room in rooms if room is not None),
         engines=said,
-        notes=step.notes,
+        notes=(*step.notes, *_measured(step, said)),
     )
+
+
+def _measured(step: Step, said: Explanations) -> Iterator[str]:
+    if step.rule in ALIKE and all((e.platform, e.engine) == ("cuda", "xla") for e in said):
+        least, most = ALIKE[step.rule]
+        yield (
+            "XLA fuses these nodes itself where its engine serves: on an NVIDIA H200 the plan had "
+            f"{least} to {most} of the speed of 'single'"
+        )
 
 
 def _size(tensor: Tensor) -> int:
