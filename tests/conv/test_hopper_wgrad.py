@@ -67,6 +67,18 @@ def test_groups_and_volumes_lower(name, dtype, outer):
     assert sorted(filters[filters >= 0]) == list(range(math.prod(case.dy[:-1])))
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("stem", "bfloat16"), ("3x3", "int8")])
+def test_a_copy_of_x_waits_for_dy(name, dtype):
+    """XLA may run in the forward pass what needs x alone, and then keeps the copy, which is as large as x or larger."""
+    case = (VOLUMES | TURNED)[name]
+    options = dict(geo=case.geometry(), out_dtype=jnp.dtype("int32" if dtype == "int8" else dtype))
+    program = jax.make_jaxpr(lambda a, b: wgrad.conv_wgrad(a, b, **options))(*case.avals("wgrad", jnp.dtype(dtype)))
+    x, dy = program.jaxpr.invars
+    first = [eqn for eqn in program.jaxpr.eqns if x in eqn.invars]
+    assert [eqn.primitive.name for eqn in first] == ["optimization_barrier"]
+    assert dy in first[0].invars
+
+
 @pytest.mark.parametrize("outer", [False, True], ids=["HWIO", "OHWI"])
 @pytest.mark.parametrize(("dtype", "out_dtype"), TYPES)
 @pytest.mark.parametrize("name", TURNED)

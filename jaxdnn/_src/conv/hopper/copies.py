@@ -22,6 +22,11 @@ def pad(a: Array, pads: Sequence[tuple[int, int]]) -> Array:
     return jnp.pad(a, pads) if any(map(any, pads)) else a
 
 
+def no_earlier(x: Array, dy: Array) -> Array:
+    """x, for a copy that is made when dy is there. XLA may make one of x alone in the forward pass, and keep both."""
+    return lax.optimization_barrier((x, dy))[0]
+
+
 def pad_axes(x: Array, axes: Sequence[Axis], pad_reduce: int) -> Array:
     """Pads x for the pipeline: whole strides, rows of 16 bytes, and no axis of length one that has several taps.
 

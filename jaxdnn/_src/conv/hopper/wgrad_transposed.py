@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn._src.conv.geometry import Geometry
-from jaxdnn._src.conv.hopper import fprop, tuning
+from jaxdnn._src.conv.hopper import copies, fprop, tuning
 from jaxdnn._src.conv.hopper import plan as conv_plan
 from jaxdnn._src.conv.hopper.limits import accumulator_of, operand_reason, result_dtype, shape_reason
 from jaxdnn._src.hopper import branches
@@ -105,7 +105,7 @@ def conv_wgrad(
     runs = "one" if todo.runs == 1 else "several"
     branches.record("wgrad, images last", operands=jnp.dtype(x.dtype).name, runs=runs)
     partial, out_dtype = _types(x, todo, out_dtype)
-    images, filters = _turn(x, todo), _turn(dy, todo)
+    images, filters = _turn(copies.no_earlier(x, dy), todo), _turn(dy, todo)
     if todo.runs > 1:  # the filters of all runs along one axis
         filters = filters.reshape(*filters.shape[:-1], todo.runs, todo.images)
         filters = jnp.moveaxis(filters, -2, 0).reshape(-1, *filters.shape[1:-2], todo.images)
