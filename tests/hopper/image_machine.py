@@ -12,7 +12,7 @@ from tests.hopper.norm_machine import NormRows, _decode
 from tests.hopper.races import Races
 from tests.hopper.row_machine import U64
 
-KNOWN = ("barrier", "st", "cp", "selp", "div", "max", "mapa")  # the instructions that `Images` adds to
+KNOWN = ("barrier", "st", "cp", "selp", "div", "max", "min", "mapa")  # the instructions that `Images` adds to
 
 
 class Images(NormRows):
@@ -89,8 +89,8 @@ class Images(NormRows):
                 put(np.where(bits(arguments[3]), low(arguments[1]), low(arguments[2])))
             case ["div", "u32"]:
                 put(low(arguments[1]) // low(arguments[2]))
-            case ["max", "NaN", "f32"]:
-                put(np.maximum(real(arguments[1]), real(arguments[2])))
+            case ["max" | "min" as which, "NaN", "f32"]:
+                put({"max": np.maximum, "min": np.minimum}[which](real(arguments[1]), real(arguments[2])))
             case ["mapa", "shared::cluster", "u32"]:
                 if (low(arguments[2])[active] >= self.cluster).any():
                     raise RuntimeError("there is no such block")

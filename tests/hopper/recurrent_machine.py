@@ -11,7 +11,7 @@ from jaxdnn_reference import arithmetic
 from tests.hopper.image_machine import Images
 from tests.hopper.row_machine import HALF, U32, U64, Rows
 
-KNOWN = ("mma", "prmt", "copysign", "prefetch", "ld", "mov", "setp", "selp", "max", "st")
+KNOWN = ("mma", "prmt", "copysign", "prefetch", "ld", "mov", "setp", "selp", "st")
 
 
 class Recurrent(Images):
@@ -70,8 +70,6 @@ class Recurrent(Images):
                 put(np.copysign(real(arguments[2]), real(arguments[1])))
             case ["prefetch", *_]:
                 self._global(arguments[0], 1, active)
-            case ["max", "NaN", "f32"]:
-                put(np.maximum(real(arguments[1]), real(arguments[2])))
             case ["ld", "global", "nc", "b16"]:
                 places = self._global(arguments[1], 2, active)[active]
                 words = np.zeros(self.threads, U64)

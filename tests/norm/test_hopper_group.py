@@ -291,6 +291,20 @@ def test_what_is_not_finite_stays_in_its_group(group: int, dtype: str):
     assert np.isfinite(dbias).all()
 
 
+@pytest.mark.parametrize("activation", ["relu", "swish"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_an_infinite_bias_has_the_limits_of_an_activation(dtype: str, activation: str):
+    """There the slope is 1 or 0, as it is, rounded, a hundred from 0."""
+    n, names = norm_of(50, 48, 3, 2), (dtype, dtype)
+    x, s, _, dy = arrays_of(n, dtype, 0.5)
+    far = np.resize(np.array([np.inf, -np.inf], np.float32), 48)
+    y, *saved = forward(x, s, far, 3, names, n.eps, activation=activation)
+    np.testing.assert_array_equal(y.astype(np.float32), np.broadcast_to(np.maximum(far, 0), x.shape))
+    of = lambda b: backward(dy, x, saved[0], saved[1], s, 3, names, b=b, activation=activation)
+    for found, wanted in zip(of(far), of(np.clip(far, -100, 100)), strict=True):
+        np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
+
+
 def test_a_copy_that_is_not_waited_for_shows():
     """A planted fault: the last wait is missing, or comes when all is over."""
     n = norm_of(50, 64, 8)

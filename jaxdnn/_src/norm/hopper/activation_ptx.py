@@ -1,12 +1,13 @@
 """The activations of normalisations, in PTX: values and slopes, of z in float32; NaN of NaN.
 
-With σ = 1 / (1 + exp(-z)), swish is z σ, and its slope σ + z σ (1 - σ).
+With σ = 1 / (1 + exp(-z)), swish is z σ, and its slope σ + z σ (1 - σ); both have their limits where z is infinite.
 """
 
 from jaxdnn._src.hopper.curves_ptx import ONE, ZERO, sigmoid
 from jaxdnn._src.hopper.ptx import Emitter, real
 
 HALF_OF_LEAST = {"bf16": 2.0**-134, "f16": 2.0**-25}  # of a dtype's numbers above 0: it is rounded to 0
+FAR = 1000.0  # here σ or 1 - σ has vanished; an infinite z times 0 would be NaN
 
 
 def affine(e: Emitter, h: str, scale: str | None, bias: str | None) -> str:
@@ -35,9 +36,10 @@ def _relu_slope(e: Emitter, z: str, dtype: str) -> str:
 
 
 def _swish(e: Emitter, z: str) -> str:
-    return e.f("mul.rn.f32", z, sigmoid(e, z))
+    return e.f("mul.rn.f32", e.f("max.NaN.f32", z, real(-FAR)), sigmoid(e, z))
 
 
 def _swish_slope(e: Emitter, z: str, _: str) -> str:
+    z = e.f("min.NaN.f32", e.f("max.NaN.f32", z, real(-FAR)), real(FAR))
     s = sigmoid(e, z)
     return e.f("fma.rn.f32", e.f("mul.rn.f32", z, s), e.f("sub.rn.f32", ONE, s), s)

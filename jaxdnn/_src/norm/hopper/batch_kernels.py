@@ -45,7 +45,7 @@ from jaxdnn._src.hopper import lanes
 from jaxdnn._src.hopper.curves_ptx import LOG2_E
 from jaxdnn._src.hopper.lanes import LANES
 from jaxdnn._src.hopper.launch import BLOCK, WARPGROUP, grid, kernel, when
-from jaxdnn._src.norm.hopper.activation_ptx import HALF_OF_LEAST
+from jaxdnn._src.norm.hopper.activation_ptx import FAR, HALF_OF_LEAST
 from jaxdnn._src.norm.hopper.batch_walk import (
     F32,
     Chunks,
@@ -62,7 +62,6 @@ from jaxdnn._src.norm.hopper.batch_walk import (
 )
 
 MERGE_THREADS, MERGE_BATCH = 1024, 9
-FAR = 1000.0  # here σ has vanished; an infinite z times 0 would be NaN
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
