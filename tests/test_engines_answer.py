@@ -132,6 +132,24 @@ def test_every_engine_answers_for_every_call(op: str, monkeypatch: pytest.Monkey
     assert "xla" in served
 
 
+@pytest.mark.parametrize("name", ["ordered", "hopper"])
+def test_an_engine_that_is_asked_for_around_a_call_serves_it_or_the_call_is_refused(name: str):
+    errors = []
+    for op, called in first().items():
+
+        def function(*arrays: jax.Array, op: str = op, called: Example = called) -> Any:
+            with engines.asked(name):
+                return called.call(getattr(dnn, op), *arrays, sizes=SMALL)
+
+        operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in called.shapes(SMALL)]
+        try:
+            assert {call.spec.engine for call in traced_calls(function, *operands, platform="cpu")} <= {name}, op
+        except NotImplementedError as error:
+            errors.append(str(error))
+    assert 0 < len(errors) < len(first())
+    assert all(repr(name) in error for error in errors)
+
+
 # ---- levels ----------------------------------------------------------------------------------------------------------
 
 # Calls whose blend, mode or shapes decide which level they may require.

@@ -12,6 +12,7 @@ import pytest
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
+from jaxdnn._src.core import engines
 from tests.core import running_error
 
 X = jnp.zeros((2, 3, 4, 6))
@@ -137,6 +138,11 @@ def _blends() -> dict[str, Any]:
     return found
 
 
+def with_hopper(function: Callable[..., Any], *operands: Any) -> Any:
+    with engines.asked("hopper"):
+        return function(*operands)
+
+
 ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "axis": (
         ValueError,
@@ -232,6 +238,16 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         ValueError,
         r"`axis_name` must name an axis once, got \('d', 'd'\)",
         lambda: jax.vmap(lambda x: dnn.batch_norm(x, axis_name=("d", "d")), axis_name="d")(X[None]),
+    ),
+    "engine": (
+        NotImplementedError,
+        r"`engine` must be None or 'xla' with `axis_name`, got 'hopper'",
+        lambda: jax.vmap(lambda x: dnn.batch_norm(x, axis_name="d", engine="hopper"), axis_name="d")(X[None]),
+    ),
+    "engine, asked for around the call": (
+        NotImplementedError,
+        r"`engine` must be None or 'xla' with `axis_name`, got 'hopper'",
+        lambda: with_hopper(jax.vmap(lambda x: dnn.batch_norm(x, axis_name="d"), axis_name="d"), X[None]),
     ),
     "scalar": (ValueError, r"`x` must have at least one axis, got a scalar", lambda: dnn.layer_norm(2.0)),
     "return_statistics": (

@@ -252,7 +252,7 @@ def conv_skip(
     spec = arguments.spec(frame, options, x.shape, w.shape, {"x": x, "w": w})
     if spec.cut is not None:
         raise ValueError(f"`padding` must be at least 0, for h is all of what the convolution reads, got {padding!r}.")
-    selection.check("conv", spec, x, w)
+    spec = selection.checked("conv", spec, x, w)
     # Kernels of narrow groups have no epilogue, and would have to leave the gradient to XLA.
     y, h = skip.conv_skip(SkipSpec(spec, relu, together=spec.geo.groups == 1), x, w)
     return frame.restore(y), frame.restore(h)

@@ -245,7 +245,7 @@ def call(
     if satisfies(spec.level, "portable"):  # where not every epilogue is; a traced scale may be neither 0 nor 1
         scales = {name: 0.5 for name in ("alpha", "beta") if not _is_static(getattr(epilogue, name))}
         like = dataclasses.replace(spec, epilogue=dataclasses.replace(epilogue, **scales))
-        selection.check(op, like, a, b, *kept)
+        selection.checked(op, like, a, b, *kept)
     plain = dataclasses.replace(spec, out_dtype=spec.accumulate, converted=spec.out_dtype)
     acc = primitives.call(op, a, b, spec=plain)
     return finished(cut.undone(acc) if cut else acc)

@@ -110,10 +110,7 @@ def bind(op: str, *operands: Any, spec: Spec) -> Any:
 
 def call(op: str, *operands: Array, spec: Spec) -> Any:
     """Binds the primitive of an op for a user's call; raises where no engine serves it."""
-    if spec.engine is None and engines.asked.value is not None:
-        spec = dataclasses.replace(spec, engine=engines.asked.value)
-    selection.check(op, spec, *operands)
-    return bind(op, *operands, spec=spec)
+    return bind(op, *operands, spec=selection.checked(op, spec, *operands))
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ says what it loses now, by network, on an H200.
 Nothing falls back in silence: a named engine that cannot serve a call raises with its reason.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -144,8 +145,13 @@ def select(call: Call) -> Engine:
     return engine
 
 
-def check(op: str, spec: Any, *operands: Any) -> None:
-    """Raises, when a call is traced, if no platform it could be lowered for has an engine for it."""
+def checked(op: str, spec: Any, *operands: Any) -> Any:
+    """The spec of a user's call; if it names no engine, with the one that is asked for around it, if one is.
+
+    Raises, when a call is traced, if no platform it could be lowered for has an engine for it.
+    """
+    if spec.engine is None and engines.asked.value is not None:
+        spec = dataclasses.replace(spec, engine=engines.asked.value)
     checks.choice("engine", spec.engine, (None, *engines.names()))
     avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in operands)
     found = []
@@ -153,7 +159,7 @@ def check(op: str, spec: Any, *operands: Any) -> None:
         call = Call(op, spec, avals, platform, engines.device_kind(platform))
         engine, refusals = _tried(call)
         if engine is not None:
-            return
+            return spec
         found.append((call, refusals))
     logs.choice(found[0][0], None, found[0][1])
     error, *others = (_unserved(*one) for one in found)

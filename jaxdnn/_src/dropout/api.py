@@ -243,7 +243,7 @@ def _call(
     operands = (x, *arrays.values(), words, start)
     if not dropped:
         return primitives.call("dropout", *operands, spec=spec)
-    selection.check("dropout", spec, *operands)
+    selection.checked("dropout", spec, *operands)
     zeros = jnp.zeros_like(x)
     return _all_dropped(zeros, arrays.get("residual"), fused["out_dtype"]) if fused else zeros
 

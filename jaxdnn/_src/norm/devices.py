@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._src.core import checks
+from jaxdnn._src.core import checks, engines
 from jaxdnn._src.core.determinism import require
 from jaxdnn._src.norm.arguments import View
 from jaxdnn._src.norm.spec import NormSpec
@@ -81,6 +81,6 @@ def backward(
 
 def _check(spec: NormSpec) -> None:
     """Raises for what XLA's formula between devices does not have: other engines, and more than run_to_run."""
-    if spec.engine not in (None, "xla"):
-        raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {spec.engine!r}.")
+    if (named := spec.engine or engines.asked.value) not in (None, "xla"):
+        raise NotImplementedError(f"`engine` must be None or 'xla' with `axis_name`, got {named!r}.")
     require("batch_norm with `axis_name`", spec.level, "run_to_run", "it adds over the batch")

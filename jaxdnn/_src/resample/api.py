@@ -209,7 +209,7 @@ def _along_axes(
     pairs = list(zip(frame.layout.spatial, rules, strict=True))
     for axis, rule in reversed(pairs) if transposed else pairs:
         spec = ResampleSpec(rule, axis - x.ndim, transposed, engine, required(determinism))
-        selection.check("resample", spec, x)
+        spec = selection.checked("resample", spec, x)
         x = x if rule.is_identity else primitive.bind("resample", x, spec=spec)
     return x
 
