@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn._src.core.compat import ir, llvm, mgpu, mgpu_utils, name_module, pl, plgpu
-from jaxdnn._src.hopper.wgmma import inline_mgpu
+from jaxdnn._src.hopper.wgmma import NUMBER, inline_mgpu
 
 _inline_asm: Any = llvm.inline_asm
-_nothing = lambda: None  # one function: JAX keeps its trace
+_nothing, _same = lambda: None, lambda value: value  # one function each: JAX keeps its trace
 BLOCK, WARPGROUP = "block", "warpgroup"  # the names of axes
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
@@ -78,15 +78,19 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return lambda body: lax.switch(lax.select(condition, 1, 0), (_nothing, body))
 
 
+def changed(condition: Any, change: Callable[[Any], Any], value: Any) -> Any:
+    """change(value) where a condition holds, else the value. It is lowered as `when` is."""
+    return lax.switch(lax.select(condition, 1, 0), (_same, change), value)
+
+
 def turns(count: Any) -> Any:
     """The number of a loop's turns, which the compilers do not learn, so that they keep the loop.
 
     A loop of few turns that starts copies by TMA is unrolled otherwise. ptxas 13.0 then runs out of uniform registers,
     and overwrites the address of a copy's descriptor while it saves it: the copy reads from anywhere. 13.4 does not.
     """
-    of_all = plgpu.Layout.WG_SPLAT(())
 
-    @inline_mgpu(arg_types=(of_all,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=of_all))
+    @inline_mgpu(arg_types=(NUMBER,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER))
     def unknown(_: Any, count: Any) -> Any:
         (number,) = count.registers.flat
         code = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"

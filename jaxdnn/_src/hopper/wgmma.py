@@ -26,6 +26,7 @@ _create_descriptor: Any = mma_utils.create_descriptor
 _encode_descriptor: Any = mma_utils.encode_descriptor
 
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT  # the layout whose registers wgmma takes as they are
+NUMBER = plgpu.Layout.WG_SPLAT(())  # the layout of one number that all threads of a warpgroup have
 
 
 def tiled_view(ref: ir.Value, shape: Sequence[int], strides: Sequence[int]) -> ir.Value:

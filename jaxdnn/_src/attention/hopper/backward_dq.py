@@ -32,7 +32,7 @@ from jaxdnn._src.attention.hopper.backward_plan import (
 )
 from jaxdnn._src.attention.hopper.backward_products import accumulate, waited
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import drain, kernel, turns, when
+from jaxdnn._src.hopper.launch import changed, drain, kernel, turns, when
 from jaxdnn._src.hopper.sizes import ceil_div
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
 
@@ -164,7 +164,7 @@ class _Block:
                 sums[i], issued = product(sums[i]), issued + 1
                 continue
             sees = tile_sees(p, self.extent, self.first_query + number * TILE, tile)
-            sums[i] = lax.cond(sees, product, lambda acc: acc, sums[i])
+            sums[i] = changed(sees, product, sums[i])
         plgpu.wgmma_wait(issued)
         when(count > 0)(lambda: plgpu.barrier_arrive(s["empty"].at[lax.rem(count - 1, np.int32(self.slots))]))
         return count + 1, *sums

@@ -18,10 +18,10 @@ from jaxdnn._src.attention.hopper.backward_products import (
     several,
     swizzled,
 )
-from jaxdnn._src.attention.hopper.backward_scores import SPLAT, Columns, Visible, visible
+from jaxdnn._src.attention.hopper.backward_scores import Columns, Visible, visible
 from jaxdnn._src.core.compat import ir, plgpu
 from jaxdnn._src.hopper.cluster import address, scalars
-from jaxdnn._src.hopper.wgmma import ACCUMULATOR, inline_mgpu
+from jaxdnn._src.hopper.wgmma import ACCUMULATOR, NUMBER, inline_mgpu
 
 SCAN_BARRIER, REPAIR_BARRIER = 8, 9  # named barriers of both consumers; Mosaic's own are the first ones
 EXPONENT = {"bf16": 0x7F80, "f16": 0x7C00}  # the bits of a number's exponent; all of them ones if it is not finite
@@ -46,7 +46,7 @@ def accumulate_repaired(
     dtype, places = mma_name(looked_at[0].dtype), seen.places if seen and rows is not None else ()
     by_weight = bool(seen and seen.pairs)
     types = [*[ACCUMULATOR] * 2 * len(sums), *[swizzled(swizzle)] * (len(sums) + len(looked_at))]
-    types += [plgpu.RefType(()), *[SPLAT] * len(places)] if places else []
+    types += [plgpu.RefType(()), *[NUMBER] * len(places)] if places else []
 
     @inline_mgpu(arg_types=tuple(types), return_type=tuple(accumulator(64, acc.shape[1]) for acc, _, _ in sums))
     def accumulate_repaired(_: Any, *given: Any) -> Any:

@@ -16,10 +16,9 @@ from jaxdnn._src.attention.hopper.backward_products import accumulator, accumula
 from jaxdnn._src.core.compat import ir, llvm, mgpu_utils, plgpu
 from jaxdnn._src.hopper.cluster import address, scalars
 from jaxdnn._src.hopper.ptx import real
-from jaxdnn._src.hopper.wgmma import ACCUMULATOR, inline_mgpu
+from jaxdnn._src.hopper.wgmma import ACCUMULATOR, NUMBER, inline_mgpu
 
 LOG2_E = math.log2(math.e)
-SPLAT = plgpu.Layout.WG_SPLAT(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ def probabilities(
     columns, pairs = s.shape[1], seen.pairs if seen else ()
     places = () if seen is None else seen.places
     count = 1 if softcap is None else 2
-    types = (ACCUMULATOR, plgpu.RefType(()), *[SPLAT] * len(places), *[plgpu.RefType(())] * len(pairs))
+    types = (ACCUMULATOR, plgpu.RefType(()), *[NUMBER] * len(places), *[plgpu.RefType(())] * len(pairs))
 
     @inline_mgpu(arg_types=types, return_type=tuple([accumulator(64, columns)] * count))
     def probabilities(_: Any, s: Any, rows: Any, *given: Any) -> Any:
@@ -210,7 +209,7 @@ def score_gradients(p: Array, dp: Array, rows: Any, seen: Visible | None) -> Arr
     places = () if seen is None or by_weight else seen.places
 
     @inline_mgpu(
-        arg_types=(ACCUMULATOR, ACCUMULATOR, plgpu.RefType(()), *[SPLAT] * len(places)),
+        arg_types=(ACCUMULATOR, ACCUMULATOR, plgpu.RefType(()), *[NUMBER] * len(places)),
         return_type=accumulator(64, columns),
     )
     def score_gradients(_: Any, p: Any, dp: Any, rows: Any, *places: Any) -> Any:

@@ -23,11 +23,10 @@ from jaxdnn._src.core.compat import arith, ir, llvm, mgpu, mgpu_utils, pl, plgpu
 from jaxdnn._src.hopper import MULTIPROCESSORS, branches
 from jaxdnn._src.hopper.cluster import address
 from jaxdnn._src.hopper.launch import kernel, turns, when
-from jaxdnn._src.hopper.wgmma import swizzle_transform
+from jaxdnn._src.hopper.wgmma import NUMBER, swizzle_transform
 
 # Of a thread of the producer, and of a consumer, by the number of consumers.
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
-_NUMBER = plgpu.Layout.WG_SPLAT(())  # of a number that all threads have
 _inline: Any = plgpu.inline_mgpu
 _inline_asm: Any = llvm.inline_asm
 _raw: Any = plgpu.RefType(())
@@ -205,7 +204,7 @@ class _Block:
         """Waits until a slot that has been filled `over` times has been read as often."""
         first = self.plan.barrier(name)
 
-        @_inline(arg_types=(_raw, _NUMBER, _NUMBER))
+        @_inline(arg_types=(_raw, NUMBER, NUMBER))
         def wait(_: Any, bars: Any, slot: Any, over: Any) -> None:
             lines = [
                 ".reg .pred p; .reg .b32 a, f;",
@@ -234,7 +233,7 @@ class _Block:
         """Loads `rows` rows of a head into a slot, which its barrier tells of."""
         plan, first = self.plan, self.plan.barrier(full)
 
-        @_inline(arg_types=(_raw, self.box, _raw, *[_NUMBER] * 4))
+        @_inline(arg_types=(_raw, self.box, _raw, *[NUMBER] * 4))
         def load(ctx: Any, source: Any, target: Any, bars: Any, *numbers: Any) -> None:
             slot, image, head, row = map(_scalar, numbers)
             expect = [
@@ -295,7 +294,7 @@ class _Block:
         names = [name for name in kinds if name in numbers]
         refs = self.results | {name: self.given[name] for name, kind in kinds.items() if name in self.given}
         buffers = {"q": self.box, "k": self.box, "v": self.box, "bars": _raw, "out": self.box}
-        types = (*buffers.values(), *[_raw] * len(refs), *[_NUMBER] * len(names))
+        types = (*buffers.values(), *[_raw] * len(refs), *[NUMBER] * len(names))
 
         @_inline(arg_types=types)
         def attend(_: Any, *given: Any) -> None:

@@ -326,7 +326,7 @@ def clear_rows(boxes: Any, first: Any) -> None:
     A swizzle moves columns within a row, so that whole rows are where they were.
     """
 
-    @wgmma.inline_mgpu(arg_types=(plgpu.RefType((wgmma.swizzle_transform(SWIZZLE),)), plgpu.Layout.WG_SPLAT(())))
+    @wgmma.inline_mgpu(arg_types=(plgpu.RefType((wgmma.swizzle_transform(SWIZZLE),)), wgmma.NUMBER))
     def cleared(_: Any, boxes: Any, first: Any) -> None:
         count, (number,) = ir.MemRefType(boxes.type).shape[0], first.registers.flat
         cell, line = 16, SWIZZLE // 16

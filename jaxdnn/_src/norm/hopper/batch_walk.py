@@ -177,7 +177,11 @@ def launch(
 
 
 class _Tiles:
-    """The tiles of a split in turn: a thread copies its vectors of the next ones into slots while it processes one."""
+    """The tiles of a split from the first row to the last, for `each_row`, which stores results for each tile.
+
+    A thread copies its vectors of the next tiles into slots while it processes one. `over_rows` visits the same tiles,
+    but from the last row to the first; it accumulates in registers and stores nothing.
+    """
 
     def __init__(self, t: Threads, arrays: Sequence[Any], slots: Sequence[Any]) -> None:
         self.t, self.arrays, self.slots = t, arrays, slots
@@ -245,6 +249,8 @@ def over_rows(
     like: Any,
 ) -> Values:
     """The threads' values: those that `begin` makes for the first chunk, to which `add` then adds every chunk.
+
+    It reduces the rows, from the last to the first; `each_row` makes a row of results of each, in the other direction.
 
     Both are functions of `lanes.together`: `given` are the arrays that they take besides. like: of the values.
     """
