@@ -1,7 +1,7 @@
 """Normalisations by a neighbourhood: local response over channels, divisive over pixels.
 
-They are XLA's, element by element: the sums have few terms, added in a fixed order, so no element depends on others
-than its own neighbourhood.
+XLA computes them element by element. A sum has few terms, which are added in a fixed order, so that an element depends
+on its own neighbourhood alone.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class _Window:
         return found, product(found, reciprocal(s))
 
     def gradient(self, dy: Array, x: Array, v: Array, axes: Sequence[int]) -> tuple[Array, Array]:
-        """dx without, and with the opposite sign the part that comes through v, which is x less something."""
+        """dx, and with the opposite sign its part that comes through v, which is x less the means."""
         first, second = self.powers(v, axes)
         # A pixel lies in the windows of those pixels that the mirrored window around it holds.
         gathered = _summed(product(product(dy, x), second), axes, self.high, self.low)
@@ -312,7 +312,7 @@ class _Window:
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _inverse_power(s: Array, exponent: float) -> Array:
-    """s^-exponent. Multiples of 1/4, such as the customary 3/4, are of roots: on CPUs a tenth of a power's time."""
+    """s^-exponent, of multiples of 1/4, such as the usual 3/4, by roots: on CPUs in a tenth of a power's time."""
     if not (0 < exponent <= 2 and (4 * exponent).is_integer()):
         return power(s, -exponent)
     whole, quarters = divmod(int(4 * exponent), 4)
@@ -363,7 +363,7 @@ def _added_on_device(axes: Sequence[int], low: int, high: int, _: Run | None, pl
 
 
 def _factors(v: Any, *, axes: tuple[int, ...], low: int, high: int) -> Factors:
-    """All axes may be sharded, those of the window with their neighbours."""
+    """All axes may be sharded; along those of the window a device also needs its neighbours' elements."""
     rank = len(v.shape)
     names, along = tuple(f"d{axis}" for axis in range(rank)), tuple(f"d{axis % rank}" for axis in axes)
     free = tuple(name for name in names if name not in along)

@@ -15,7 +15,7 @@ EPS = 1e-5
 
 
 def _normalized(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-    """The result, mean, variance and inverse deviation along these axes, which stay."""
+    """The result, mean, variance and inverse deviation along these axes, which stay, with length 1."""
     mean = jnp.mean(x, axes, keepdims=True)
     variance = jnp.var(x, axes, keepdims=True)
     rstd = lax.rsqrt(variance + EPS)
@@ -60,7 +60,7 @@ def group_norm(x: Array, scale: Array, bias: Array, groups: int = 8) -> Array:
 
 
 def _norm_dgrad(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradients in x and in scale and bias, which are 1 and 0."""
+    """The gradients in x, scale and bias, at a scale of 1 and a bias of 0."""
 
     def backward(dy: Array, x: Array) -> Any:
         return jax.vjp(forward, x, *(jnp.full(x.shape[-1:], value, x.dtype) for value in (1, 0)))[1](dy)
@@ -104,7 +104,7 @@ def divisive_norm(x: Array, means: Array | None = None) -> Array:
 
 
 def divisive_norm_dgrad(dy: Array, x: Array) -> tuple[Array, Array]:
-    """The gradients in x and in means of 0, which are subtracted within the square alone."""
+    """The gradients in x and in the means, at means of 0; a mean is subtracted only where x is squared."""
     return jax.vjp(divisive_norm, x, jnp.zeros_like(x))[1](dy)
 
 

@@ -1,8 +1,8 @@
 """The poolings: their matrix, their bounds, and what the determinism procedures run on.
 
-Maxima are exact. An average errs by the additions of its tree and by two roundings more, that of 1 / count and that of
-the product; a gradient by its additions and the same two; a norm by half of what its sum errs by, and its root; each
-relative to what the same formula gives for absolute values.
+Maxima are exact. The error bound of an average counts the roundings of its tree of additions and two more, those of
+1 / count and of the product. That of a gradient counts its additions and the same two; that of a norm half of its sum's
+roundings, and that of the root. Each bound is relative to what the formula gives for absolute values.
 """
 
 import dataclasses
@@ -211,14 +211,14 @@ def cases(op: str, engine: str, extent: str, seed: int) -> Iterator[PoolCase]:
 
 
 def _divided(case: PoolCase) -> PoolCase:
-    """The same with a divisor."""
+    """The same cases with a divisor that is given."""
     sizes, options = WINDOWS[case.window]
     given = (sizes, tuple({**options, "divisor": DIVISOR}.items()))
     return dataclasses.replace(case, variant=f"{case.variant}/divisor", given=given)
 
 
 def _chosen(op: str, engine: str, extent: str) -> Iterator[PoolCase]:
-    """The average of an op that chooses its windows by itself; in "full" every mode and type."""
+    """An op that derives its windows from the sizes: its average, and in "full" every mode and type."""
     if extent != "full":
         yield _case(op, engine, "bf16", "average", "NHWC", CHOSEN[op][0])
         return
@@ -294,7 +294,7 @@ def samples(case: PoolCase) -> tuple[tuple[int | None, ...], int] | None:
 
 
 def windows_of(rng: drawn.Generator, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """A window that fits somewhere on every axis, and whose padding is less than it reaches."""
+    """A drawn window that fits into every axis at least once, with padding that is less than its extent."""
     if rng.random() < 0.4:  # stride 1, square, from three taps on: windows share much
         edge = int(rng.integers(3, 8))
         if min(sizes) >= edge:

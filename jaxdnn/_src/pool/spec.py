@@ -43,7 +43,7 @@ class PoolSpec(Window):
 
     @property
     def uncut(self) -> "PoolSpec":
-        """The same windows on the x that nothing is cut off, by negative padding, which only positions are told by."""
+        """The same windows on the whole x, with negative padding: for positions, as no engine takes such padding."""
         if self.cut is None:
             return self
         pads = zip(self.padding, self.cut.ends, strict=True)
@@ -70,7 +70,7 @@ class PoolSpec(Window):
 
     @property
     def whole(self) -> bool:
-        """Whether the divisor is one number for all windows: that given, or all the taps of each."""
+        """Whether one divisor serves all windows: a given number, or the number of taps."""
         return isinstance(self.divisor, int) or bool((self.counts() == math.prod(self.taps)).all())
 
     def first_taps(self) -> np.ndarray:

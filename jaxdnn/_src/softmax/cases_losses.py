@@ -92,7 +92,7 @@ class CrossEntropyCase(Case):
         return (Expected(value, error, np.float64 if self.x64 else np.float32, generic=False),)
 
     def _rows(self, z: np.ndarray, labels: np.ndarray, rule: Accumulation, u: float) -> tuple[np.ndarray, np.ndarray]:
-        """The magnitudes of the terms of each row's loss, added up, and the error of the loss."""
+        """For each row the sum of the magnitudes of its loss's terms, and the error bound of the loss."""
         classes = self.shape[self.at]
         z = np.moveaxis(z, self.at, -1)
         one_hot = lambda: np.asarray(labels[..., None] == np.arange(classes), np.float64)
@@ -163,7 +163,7 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> CrossEntropyC
 
 
 def samples(case: CrossEntropyCase) -> tuple[tuple[int | None, ...], int] | None:
-    """The first axis, if it is not that of the classes and losses are not added up."""
+    """The batch axis of the case, the first one; none if that has the classes or if losses are added over it."""
     apart = case.at != 0 and case.shape[0] > 1 and case.reduction == "none"
     return ((0,) * (2 + case.weighted), 0) if apart else None
 

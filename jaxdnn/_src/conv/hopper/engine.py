@@ -198,7 +198,7 @@ def _taps(call: engines.Call) -> int:
 
 
 def _channels(call: engines.Call) -> tuple[int, int]:
-    """Input channels and filters."""
+    """The number of input channels, and that of filters."""
     return primitive.channels(call.spec, call.op, *call.avals[:2])[1:]
 
 
@@ -223,7 +223,7 @@ def _has_further_passes(call: engines.Call) -> bool:
 
 
 def _is_padded(call: engines.Call) -> bool:
-    """Whether the channels that are added over are no whole vectors of 16 bytes."""
+    """Whether the channels of the reduction do not fill whole vectors of 16 bytes, so that a copy pads them."""
     return bool(call.avals[0].shape[-1] * call.avals[0].dtype.itemsize % 16)
 
 

@@ -16,7 +16,7 @@ REGISTERS = 232
 
 
 class Consumer(Block):
-    """The steps of a consumer: a tile, the products of a slot, the epilogue of some columns, stores of zeros."""
+    """What a consumer warpgroup does: it accumulates a tile, applies the epilogue, and stores results and zeros."""
 
     def consume(self) -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
@@ -62,7 +62,7 @@ class Consumer(Block):
             self.finish_chunk(c, acc, place, buffer)
 
     def multiply_step(self, ks: Any, acc: Array, *, local: Any, first: Any) -> Array:
-        """One tap of one chunk; also releases the previous slot, once its products are complete."""
+        """Issues the products of one tap of one chunk; releases the previous slot once its products are complete."""
         config, stages, halo = self.config, self.config.stages, self.config.halo
         slot = lax.rem(first + ks, stages)
         taps = self.cut.steps // self.problem.chunks
@@ -89,7 +89,7 @@ class Consumer(Block):
         return acc
 
     def multiply_row(self, row: Any, acc: Array, *, local: Any) -> Array:
-        """All taps along the last axis of one chunk, from a halo and a resident filter."""
+        """Issues the products of a chunk with all taps along the last axis, from a halo and a resident filter."""
         halo, taps = self.config.halo, self.problem.axes[-1].taps
         rows = self.cut.steps // self.problem.chunks // taps
         index, tap = local * self.problem.chunks + lax.div(row, rows), lax.rem(row, rows)
@@ -158,7 +158,7 @@ class Consumer(Block):
                 )
 
     def finish_chunk(self, c: int, acc: Array, place: Any, buffer: Any) -> None:
-        """The epilogue of some columns, stored through shared memory by TMA."""
+        """Applies the epilogue to some columns and stores them by TMA, through shared memory."""
         problem, width, staged = self.problem, self.cut.out_chunk, self.config.staged
         columns = slice(c * width, (c + 1) * width)
         value = acc[:, columns]

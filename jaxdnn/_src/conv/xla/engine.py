@@ -1,8 +1,9 @@
 """The `xla` engine of the convolutions: it serves every call on every platform.
 
-On CPUs a call goes through the forms of `forms`, which take channels-last arrays, integers by transposes that XLA
-cannot fold into the convolution. On NVIDIA GPUs integers do so too, and what cuDNN is slow at: one-tap, tiling, and
-some depthwise and grouped convolutions. Every other call is XLA's convolution in the caller's own layout, without a
+On CPUs a call takes one of the forms of `forms`, which are of channels-last arrays; integers reach that layout by
+transposes that XLA cannot fold into the convolution. On NVIDIA GPUs integer convolutions take these forms too, and so
+do those at which cuDNN is slow: with one tap, with windows that tile the input, and some depthwise and grouped ones.
+Every other call is XLA's convolution in the caller's own layout, without a
 transpose, in the pattern that XLA maps to cuDNN's forward, backward-data and backward-filter kernels. A backward-filter
 convolution never has `lhs_dilation`, for which cuDNN has no kernel: transposed convolution is backward data here, so
 its filter gradient is an ordinary backward-filter one.
@@ -98,7 +99,7 @@ def _rounds_once(spec: ConvSpec, dtype: Any) -> bool:
 
 
 def becomes_float8(spec: Any) -> bool:
-    """Whether the accumulator is converted to a float8, in the call or by what follows it."""
+    """Whether the accumulator is converted to a float8 type, in the call or right after it."""
     found = (spec.out_dtype, spec.out_dtype if spec.converted is None else spec.converted)
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 for dtype in found)
 
@@ -237,7 +238,7 @@ def _accumulation(call: engines.Call) -> str:
 def _hazards(call: engines.Call) -> tuple[str, ...]:
     """cuDNN pads groups, strides and tiles with zeros, by which it multiplies: infinity becomes NaN elsewhere.
 
-    XLA's own loops (those of float64 all) and the phases of a stride pass over what lies outside of an array.
+    XLA's own loops, by which all of float64 is computed, and the phases of a stride skip what lies outside of an array.
     Algorithm 47 of cuDNN's forward convolution, which XLA may choose for any of the three ops in float16, writes 0 for
     a result below -65504 (`benchmarks/notes-random-calls.md`). With an epilogue cuDNN is asked for float32.
     """

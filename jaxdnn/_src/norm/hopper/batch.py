@@ -1,15 +1,16 @@
 """Batch normalisation's sums on Hopper: over the columns of a matrix, reading it once.
 
 Schedule. x is viewed as a matrix (rows, columns). Two blocks run on every multiprocessor; a thread keeps mean and
-second moment of a vector of columns in registers and adds its share of the rows, with many copies in flight. The
-blocks store their pairs, half a megabyte, which a second, small kernel merges. Backward does the same with two arrays
-and their sums, which another small kernel adds, because XLA adds them in another order in another program. XLA computes
-the pass that follows, and fuses it with an addition after it. But with an activation of the op's own it is a kernel
-too: XLA's exponential and division take longer than the memory does, and it makes a column's factors in kernels first.
-`batch_walk` and `batch_kernels` have the kernels and state their order.
+second moment of a vector of columns in registers and accumulates its share of the rows, with many copies in flight.
+The blocks store their pairs, half a megabyte in all, and a second, small kernel merges them. The backward pass reads
+two arrays and accumulates their sums likewise; another small kernel adds the blocks' sums, because XLA's order of
+additions depends on the program around them. The normalisation that follows is XLA's, which fuses an addition after it.
+With an activation it is a kernel instead: XLA computes each column's factors in kernels of their own first, and its
+exponential and division take longer than the memory accesses. `batch_walk` and `batch_kernels` have the kernels and
+state the order of additions.
 
-Limits. The statistics' axes are the first ones; a row's bytes are a multiple of 16, or so many rows' bytes as divide
-the number of rows (3 channels: 8 pixels); bfloat16, float16 or float32.
+Limits. The statistics' axes are the first ones; bfloat16, float16 or float32. A row's bytes are a multiple of 16, or
+those of a few rows together are, whose number divides that of the rows (3 channels of 16 bits: 8 pixels).
 """
 
 import dataclasses
@@ -83,7 +84,7 @@ class Statistics:
 
     Attributes:
       mean, rstd, variance: as the op returns them.
-      rest: the rounding error of the mean, to be subtracted after it.
+      rest: the rounding error of the mean, which is to be subtracted from x after the mean.
       factor: rstd times the scale.
     """
 

@@ -54,7 +54,7 @@ def _run(call: engines.Call, *operands: Array) -> Any:
 
 
 def _kept(call: engines.Call) -> tuple[int, ...]:
-    """The shape of statistics."""
+    """The shape of the statistics, in which the reduced axes have length 1."""
     return reduced(x_of(call).shape, call.spec.axes)
 
 
@@ -115,13 +115,13 @@ def _backward(call: engines.Call, dy: Array, x: Array, mean: Array, rstd: Array,
 
 
 def _affine(columns: int, scale: Array | None, bias: Array | None) -> list[Array]:
-    """Scale and bias of the columns, where they are missing 1 and 0."""
+    """Scale and bias of the columns; 1 and 0 where they are not given."""
     given = (jnp.ones, scale), (jnp.zeros, bias)
     return [make(columns, jnp.float32) if v is None else v.reshape(columns) for make, v in given]
 
 
 def _workspace(call: engines.Call) -> int | None:
-    """Bytes of the splits' sums, and of what is made of them and is no result."""
+    """Bytes of the partial sums of the splits, and of the intermediate arrays that are made of them."""
     found = _plan(call)
     if found is None:
         return None

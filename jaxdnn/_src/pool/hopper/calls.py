@@ -23,7 +23,7 @@ def _shares_much(k: Shape) -> bool:
 
 
 def forward_tile(k: Shape, *, average: bool = False) -> Tile:
-    """The outputs of a thread: of a column two if their windows share rows and the inputs fit into registers."""
+    """The outputs of a thread: two of a column if their windows share rows and the inputs fit into registers."""
     if _shares_much(k):
         return _shared(k, k.out, 4, 1 if average and not k.wide else 2)
     shares = (k.taps[0] - 1) * k.dilation[0] >= k.stride[0]
@@ -41,7 +41,7 @@ def backward_tile(k: Shape, *, average: bool = False) -> Tile:
 def _shared(k: Shape, size: tuple[int, int], rows: int, columns: int) -> Tile:
     """The tile of an array of this size where windows share much.
 
-    An average holds its inputs in float32: of 16 bits they take twice the registers, and so get one column.
+    An average holds its inputs in float32. Inputs of 16 bits then take twice the registers, so a tile has one column.
     """
     vectors = next((v for v in (8, 4) if k.vectors % v == 0), k.vectors)
     return Tile(min(rows, size[0]), min(columns, size[1]), vectors)

@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def cells(self) -> tuple[int, int]:
-        """Cells of dx down and across."""
+        """The number of cells of dx, down and across: a cell is as many elements along each axis as the stride."""
         down, across = (-(-h // u) for h, u in zip(self.size, self.stride, strict=True))
         return down, across
 

@@ -12,8 +12,8 @@ rescaled to the largest element so far.
 
 exp(d) is ex2.approx(d log2 e), with d = x - m rounded first; log(s) is lg2.approx(s) / log2 e.
 
-It is PTX text, which a Pallas kernel embeds: the rows of a cluster have not been written in plain Pallas, whose cluster
-barriers do not make a warpgroup's warps wait for each other (`benchmarks/notes-softmax.md`).
+It is PTX text, which a Pallas kernel embeds: rows of a cluster failed in plain Pallas, whose cluster barriers do not
+make a warpgroup's warps wait for each other (`benchmarks/notes-softmax.md`).
 """
 
 import contextlib
@@ -166,12 +166,12 @@ class Kernel:
         return pairwise(ft.partial(self.e.f, instruction), values)
 
     def over_row(self, instruction: str, value: str) -> str:
-        """The values of all threads of a row combined; every thread gets the result."""
+        """Combines the values of all threads of a row; every thread gets the result."""
         value = self.over_block(instruction, value)
         return self.over_cluster(instruction, value) if self.plan.cluster > 1 else value
 
     def over_block(self, instruction: str, value: str) -> str:
-        """The values of the threads combined that share a row in a block."""
+        """Combines the values of the threads of a block that share a row."""
         e, plan = self.e, self.plan
         value = e.over_lanes(value, 16, 1, instruction)
         slot = self._slot(plan.warps)
@@ -183,7 +183,7 @@ class Kernel:
         return e.over_lanes(there, plan.warps // 2, 1, instruction)
 
     def over_cluster(self, instruction: str, value: str) -> str:
-        """The values of the cluster's blocks combined: each block stores its own to the shared memory of all."""
+        """Combines the values of the cluster's blocks: each block stores its own to the shared memory of all."""
         e, plan = self.e, self.plan
         slot = self._slot(plan.cluster)
         if not self.started:
