@@ -110,6 +110,7 @@ def test_a_result_in_float32_and_its_gradients():
 BAD = [
     (dict(score_fn=3), TypeError, "`score_fn` must be a function of a score and its places, got 3"),
     (dict(score_arrays=(1.0,)), ValueError, "`score_arrays` must be given with `score_fn`"),
+    (dict(score_arrays=3.0), TypeError, "`score_arrays` must be a sequence of arrays, got 3.0"),
     (dict(score_fn=lambda x, b, h, i, j: (x, x)), ValueError, "`score_fn` must return one score"),
     (dict(score_fn=lambda x, b, h, i, j: i), ValueError, r"`score_fn` must return one score.*got int32\[\]"),
     (dict(block_mask=np.ones((1, 1, 2, 2))), TypeError, "`block_mask` must have the dtype bool"),
@@ -120,6 +121,7 @@ BAD = [
     ),
     (dict(block_mask_tile=0), ValueError, "`block_mask_tile` must be a positive number, or"),
     (dict(split=0), ValueError, "`split` must be a positive number of keys, got 0"),
+    (dict(split=2**40), ValueError, "`split` must be at most 1073741824 keys, or None for one part, got 1099511627776"),
     (dict(out_dtype="float16"), ValueError, "`out_dtype` must be one of float32 here, got 'float16'"),
     (dict(return_maximum=1), TypeError, "`return_maximum` must be True or False"),
 ]

@@ -18,7 +18,7 @@ from jaxdnn._src.dropout.primitive import pair, threshold, times_block
 
 LAYOUTS = ("BTNH", "BNTH")
 CAUSAL = ("top_left", "bottom_right")
-FARTHEST = 2**30  # of a window's sides, which int32 holds beside any place
+FARTHEST = 2**30  # of a window's sides, and of a split, which int32 holds beside any place
 FLOATS = blending.FLOATS[:4]
 
 
@@ -267,6 +267,8 @@ def _split(split: Any) -> int | None:
     split = checks.integer("split", split)
     if split < 1:
         raise ValueError(f"`split` must be a positive number of keys, got {split}.")
+    if split > FARTHEST:
+        raise ValueError(f"`split` must be at most {FARTHEST} keys, or None for one part, got {split}.")
     return split
 
 

@@ -92,6 +92,8 @@ def read_score(function: Any, arrays: Any, dtype: Any) -> tuple[Score | None, di
 
     dtype: of the scores.
     """
+    if not checks.is_sequence(arrays):
+        raise TypeError(f"`score_arrays` must be a sequence of arrays, got {checks.shown(arrays)}.")
     given = tuple(checks.array("score_arrays", a) for a in arrays)
     if function is None:
         if given:
