@@ -145,6 +145,9 @@ def test_labels_outside_are_nan_and_ignored_ones_are_nothing():
     assert dnn.linear_cross_entropy(X, W, np.full((3, 7), 4), ignore_index=4, reduction="sum") == 0
     np.testing.assert_array_equal(dnn.linear_cross_entropy(X, W, LABELS.astype(np.uint8), ignore_index=-100, chunk=4),
                                   dnn.linear_cross_entropy(X, W, LABELS, chunk=4))  # fmt: skip
+    most = np.where(LABELS == 2, np.uint32(2**32 - 1), LABELS.astype(np.uint32))
+    np.testing.assert_array_equal(dnn.linear_cross_entropy(X, W, most, ignore_index=2**32 - 1),
+                                  dnn.linear_cross_entropy(X, W, LABELS, ignore_index=2))  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [3, 0])

@@ -144,6 +144,10 @@ def test_no_row_that_counts_and_no_rows():
     assert loss(jnp.ones((0, 3)), jnp.zeros(0, int), reduction="sum") == 0
     assert loss(jnp.ones(3), jnp.asarray(1), reduction="none").shape == ()
     np.testing.assert_array_equal(loss(Z, LABELS.astype(np.uint8), ignore_index=-100), loss(Z, LABELS))
+    most = np.where(LABELS == 2, np.uint32(2**32 - 1), LABELS.astype(np.uint32))
+    np.testing.assert_array_equal(
+        loss(Z, most, ignore_index=2**32 - 1, reduction="none"), loss(Z, LABELS, ignore_index=2, reduction="none")
+    )
 
 
 def test_backward_keeps_no_second_copy_of_the_logits():

@@ -209,7 +209,7 @@ def _flat(spec: _Spec, x: Array, w: Array, bias: Array, weights: Array, labels: 
     x, weights, labels = x.reshape(rows, x.shape[-1]), weights.reshape(rows), labels.reshape(rows)
     keep = jnp.ones_like(labels, bool)
     if spec.ignored is not None and targets.holds(labels.dtype, spec.ignored):
-        keep = labels != spec.ignored
+        keep = labels != np.asarray(spec.ignored, labels.dtype)
         x = jnp.where(jnp.expand_dims(keep, 1), x, jnp.zeros_like(x))
         weights = jnp.where(keep, weights, jnp.zeros_like(weights))
     # What a loop carries varies over the same mesh axes throughout: so the gradient of an array that is the same on all

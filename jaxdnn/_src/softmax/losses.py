@@ -219,7 +219,7 @@ def _loss(spec: _Spec, z: Array, labels: Array, *given: Array) -> Array:
         labels = labels.astype(wide)
     else:
         if spec.ignored is not None and targets.holds(labels.dtype, spec.ignored):
-            keep = labels != spec.ignored
+            keep = labels != np.asarray(spec.ignored, labels.dtype)
             z = jnp.where(jnp.expand_dims(keep, spec.axis), z, jnp.zeros_like(z))
             weights = jnp.where(keep, weights, jnp.zeros_like(weights))
         labels = targets.class_indices(labels, z.shape[spec.axis])
