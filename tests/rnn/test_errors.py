@@ -106,6 +106,7 @@ X, W, R = ZEROS(N, T, D), ZEROS(D, 4 * H), ZEROS(H, 4 * H)
         ),
         (lambda: dnn.lstm(X, W, R, dropout=1.5, dropout_key=1), ValueError, "`dropout` must be from 0 to 1, got 1.5"),
         (lambda: dnn.lstm(X, W, R, engine="cudnn"), ValueError, "`engine` must be one of"),
+        (lambda: dnn.lstm(X, W, R, engine=X), ValueError, "`engine` must be one of .* got an array of float32"),
     ],
 )
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str):

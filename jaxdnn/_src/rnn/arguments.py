@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.core import blending, checks, primitives
+from jaxdnn._src.core import blending, checks, engines, primitives
 from jaxdnn._src.core.determinism import required
 from jaxdnn._src.core.rounding import at_edges
 from jaxdnn._src.rnn.primitive import RnnSpec
@@ -91,7 +91,7 @@ def read(
         ragged=lengths is not None,
         resets=resets is not None,
         narrow=np.dtype(x.dtype),
-        engine=engine,
+        engine=checks.choice("engine", engine, (None, *engines.names())),
         level=level,
     )
     edges = at_edges(level, (x, given, states))
