@@ -116,21 +116,37 @@ def _inside(at: Array, size: int) -> Array:
 # ---- averages --------------------------------------------------------------------------------------------------------
 
 
-def _count(k: Shape, axis: int, output: Array) -> Array:
-    """How many taps of an output's window are counted along an axis; at least one."""
-    low, high = (k.counted or ((0, 0), (0, 0)))[axis]
-    start = output * k.stride[axis] - k.low[axis]
-    taps = (start + r * k.dilation[axis] for r in range(k.taps[axis]))
-    return lax.max(sum(jnp.where((at >= low) & (at < high), 1, 0) for at in taps), 1)
+class _Reciprocals:
+    """1 / (how many taps of an output's window are counted), of the outputs around a thread's tile.
 
+    They are rounded to nearest, so each is one of those there may be: Mosaic's division is approximate.
+    """
 
-def _reciprocal(k: Shape, down: Array, across: Array) -> Array:
-    """1 / (the counts' product), rounded to nearest, one of those there may be: Mosaic's division is approximate."""
-    counts = {a * b for a, b in itertools.product(*(range(1, n + 1) for n in k.taps))}
-    found = lanes.one(1.0, F32)
-    for count in sorted(counts)[1:]:
-        found = jnp.where(down * across == count, float(np.float32(1 / count)), found)
-    return found
+    def __init__(self, t: _Thread) -> None:
+        self.t, self.k = t, t.k
+        self._counts: dict[tuple[int, int], Array] = {}
+        self._products = sorted({a * b for a, b in itertools.product(*(range(1, n + 1) for n in t.k.taps))})
+
+    def of(self, down: int, across: int) -> Array:
+        """That of the output so many rows and columns after the tile's first one."""
+        return lanes.together(self._find, [], [self._count(0, down), self._count(1, across)], lanes.like())
+
+    def _find(self, down: Any, across: Any) -> Any:
+        count, found = down * across, lanes.one(1.0, F32)
+        for n in self._products[1:]:
+            found = lanes.where(count == n, float(np.float32(1 / n)), found)
+        return found
+
+    def _count(self, axis: int, offset: int) -> Array:
+        """The taps of an output's window that are counted along an axis; at least one."""
+        if (axis, offset) not in self._counts:
+            k = self.k
+            low, high = (k.counted or ((0, 0), (0, 0)))[axis]
+            start = ((self.t.row, self.t.column)[axis] + offset) * k.stride[axis] - k.low[axis]
+            taps = (start + r * k.dilation[axis] for r in range(k.taps[axis]))
+            count = lax.max(sum(jnp.where((at >= low) & (at < high), 1, 0) for at in taps), 1)
+            self._counts[axis, offset] = count
+        return self._counts[axis, offset]
 
 
 def average(x: Array, k: Shape, tile: Tile, *, factor: float | None) -> Array:
@@ -139,6 +155,7 @@ def average(x: Array, k: Shape, tile: Tile, *, factor: float | None) -> Array:
 
     def body(t: _Thread, x_ref: Any, y_ref: Any) -> None:
         start = [at * u - low for at, u, low in zip((t.row, t.column), k.stride, k.low, strict=True)]
+        reciprocals = _Reciprocals(t)
 
         @ft.cache
         def value(down: int, across: int) -> Array:
@@ -155,8 +172,7 @@ def average(x: Array, k: Shape, tile: Tile, *, factor: float | None) -> Array:
         for i, j in itertools.product(range(tile.rows), range(tile.columns)):
             total = _pairwise([line(i * k.stride[0] + r * k.dilation[0], j) for r in range(k.taps[0])])
             if k.counted:
-                scale = _reciprocal(k, _count(k, 0, t.row + i), _count(k, 1, t.column + j))
-                total = total * lanes.wide(scale, k.elements)
+                total = total * lanes.wide(reciprocals.of(i, j), k.elements)
             elif factor is not None:
                 total = total * factor
             lanes.store(y_ref, t.output(i, j), total.astype(y_ref.dtype))
@@ -199,14 +215,13 @@ def average_backward(dy: Array, k: Shape, tile: Tile, *, factor: float | None) -
     out = jax.ShapeDtypeStruct((k.images, *k.size, dy.shape[-1]), dy.dtype)
 
     def body(t: _Thread, dy_ref: Any, dx_ref: Any) -> None:
-        read = _reader(t, dy_ref)
+        read, reciprocals = _reader(t, dy_ref), _Reciprocals(t)
 
         @ft.cache
         def value(down: int, across: int) -> Array:
             found = lanes.float32(read(down, across))
             if k.counted:
-                scale = _reciprocal(k, _count(k, 0, t.row + down), _count(k, 1, t.column + across))
-                found = lanes.product(found, lanes.wide(scale, k.elements))
+                found = lanes.product(found, lanes.wide(reciprocals.of(down, across), k.elements))
             return found
 
         @ft.cache
