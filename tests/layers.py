@@ -57,6 +57,11 @@ def numbers(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> 
     return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
 
 
+def filled(shapes: Any) -> Any:
+    """Arrays like those that `jax.eval_shape` tells of: a model's initializers compile a generator for each shape."""
+    return jax.tree.map(lambda v: numbers(v.shape, v.dtype) / 4, shapes)
+
+
 def other(tree: Any) -> Any:
     """The same arrays with other numbers, positive, so that they may be variances too."""
     leaves, structure = jax.tree.flatten(tree)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import layers
+
 MODULES = {"jaxdnn.linen": "flax.linen", "jaxdnn.nnx": "flax.nnx", "jaxdnn.equinox": "equinox.nn"}
 LINEN = """
 from flax import linen as nn
@@ -61,14 +63,14 @@ def assert_near(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=300 * float(np.finfo(np.float32).eps) * float(abs(b).max()))
 
 
-X = jax.random.normal(jax.random.key(0), (2, 8, 6, 3))
+X = layers.numbers((2, 8, 6, 3))
 
 
 def test_a_linen_model():
     pytest.importorskip("flax.linen")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         ours, theirs = (network(LINEN, choice)() for choice in (True, False))
-        variables = theirs.init(jax.random.key(1), X, False)
+        variables = layers.filled(jax.eval_shape(lambda key: theirs.init(key, X, False), jax.random.key(1)))
         step = lambda model: jax.jit(lambda v: model.apply(v, X, True, mutable="batch_stats"))(variables)
         assert_near(step(ours), step(theirs))
         assert "jaxdnn" in str(jax.make_jaxpr(lambda v: ours.apply(v, X, False))(variables))

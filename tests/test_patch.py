@@ -19,6 +19,7 @@ from jax.nn import softmax
 
 import jaxdnn as dnn
 from jaxdnn._src.adapters.patch import _TARGETS
+from tests import layers
 from tests.test_lax_like import NHWC, W, X, assert_equal, integers
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +102,7 @@ def test_sizes_that_are_symbolic():
 
 
 def test_functions_of_jax_nn():
-    q = jax.random.normal(jax.random.key(0), (2, 5, 2, 8))
+    q = layers.numbers((2, 5, 2, 8))
     run = lambda: (jax.nn.softmax(q), jax.nn.log_softmax(q, 0), jax.nn.dot_product_attention(q, q, q, is_causal=True))
     with jax.numpy_rank_promotion("allow"):
         wanted = run()
@@ -349,7 +350,7 @@ def test_levels_hold_for_what_is_replaced():
 # ---- Flax ------------------------------------------------------------------------------------------------------------
 
 
-def nnx_model() -> tuple[Any, Callable[[Any, Array], Array], Callable[..., Any]]:
+def nnx_model() -> tuple[Any, Callable[[Any, Array], Array], Callable[..., Any], Callable[..., Any]]:
     nnx = pytest.importorskip("flax.nnx")
 
     class Block(nnx.Module):
@@ -374,18 +375,19 @@ def nnx_model() -> tuple[Any, Callable[[Any, Array], Array], Callable[..., Any]]
             x = nnx.avg_pool(self.up(self.block(x)), (2, 2), (2, 2))
             return jax.nn.log_softmax(self.dense(x.mean((1, 2))))
 
-    return Network(nnx.Rngs(0)), lambda model, x: model(x), nnx.value_and_grad
+    kind, state = nnx.split(nnx.eval_shape(lambda: Network(nnx.Rngs(0))))
+    return nnx.merge(kind, layers.filled(state)), lambda model, x: model(x), nnx.value_and_grad, nnx.jit
 
 
 def test_untouched_nnx_model():
     """The model is made before the context, so its layers hold lax's function already."""
-    model, apply, value_and_grad = nnx_model()
-    x = jax.random.normal(jax.random.key(1), (2, 16, 12, 3))
-    step = lambda: value_and_grad(lambda m: (apply(m, x)[:, 0]).mean())(model)
+    model, apply, value_and_grad, jit = nnx_model()
+    x = layers.numbers((2, 16, 12, 3))
+    step = jit(lambda model: value_and_grad(lambda m: (apply(m, x)[:, 0]).mean())(model))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # which Flax needs
-        wanted = step()
+        wanted = step(model)
         with dnn.patch() as patched:
-            found = step()
+            found = step(model)
     assert_alike(found, wanted)
     counts = {name: sum(n for c, n in patched.replaced.items() if c.function == name) for name in NAMES}
     assert counts == {"conv_general_dilated": 5, "reduce_window": 2, "log_softmax": 1}
@@ -404,7 +406,7 @@ def test_untouched_linen_model():
             y = nn.avg_pool(nn.ConvTranspose(4, (2, 2), strides=(2, 2))(y), (2, 2), (2, 2), count_include_pad=False)
             return nn.Dense(5)(y.mean((1, 2)))
 
-    model, x = Network(), jax.random.normal(jax.random.key(1), (2, 16, 12, 3))
+    model, x = Network(), layers.numbers((2, 16, 12, 3))
 
     @jax.jit
     def step(variables: Any) -> Any:
@@ -412,7 +414,7 @@ def test_untouched_linen_model():
         return jax.value_and_grad(loss)(variables)
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        variables = model.init(jax.random.key(0), x)
+        variables = layers.filled(jax.eval_shape(model.init, jax.random.key(0), x))
         wanted = step(variables)
         with dnn.patch() as patched:
             found = step(variables)

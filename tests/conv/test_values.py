@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from scipy import signal
 
 import jaxdnn as dnn
 import jaxdnn_reference as reference
@@ -203,6 +202,7 @@ def test_same_lower_is_jax_s(stride: int):
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_modes_are_those_of_scipy(rank: int):
+    signal = pytest.importorskip("scipy.signal")  # which takes a second to import, in every process that collects tests
     rng = np.random.default_rng(rank)
     x = rng.integers(-3, 4, (7, 6, 5)[:rank]).astype(np.float32)
     w = rng.integers(-3, 4, (2, 3, 4)[:rank]).astype(np.float32)
