@@ -16,6 +16,7 @@ if hopper.unavailable():
     pytest.skip(hopper.unavailable() or "", allow_module_level=True)
 
 from jaxdnn._src.conv.hopper import depthwise as kernels
+from jaxdnn._src.conv.hopper.depthwise import launch
 from jaxdnn._src.conv.hopper.depthwise.launch import each, grid
 from jaxdnn._src.conv.hopper.depthwise.planar import planar
 from jaxdnn._src.core.compat import plgpu
@@ -41,8 +42,8 @@ def test_lowers_for_cuda(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_limit_of_multiprocessors_bounds_every_grid(case, monkeypatch):
-    grids, launch = [], plgpu.kernel
-    monkeypatch.setattr(plgpu, "kernel", lambda *a, **k: grids.append(k["grid"]) or launch(*a, **k))
+    grids, kernel = [], plgpu.kernel
+    monkeypatch.setattr(plgpu, "kernel", lambda *a, **k: grids.append(k["grid"]) or kernel(*a, **k))
     x, w, dy, _, config, geo = operands(case)
     dy = dy.reshape(*x.shape[:1], *geo.out, x.shape[-1])
 
@@ -63,8 +64,9 @@ def test_a_limit_of_multiprocessors_bounds_every_grid(case, monkeypatch):
 
 
 @pytest.mark.parametrize(("items", "sms"), [(7, None), (7, 3), (6, 2), (5, 9), (6, 1)])
-def test_every_item_is_done_under_a_limit(items, sms):
-    """The loop of a block of threads, on Pallas' interpreter."""
+def test_every_item_is_done_under_a_limit(items, sms, monkeypatch):
+    """The loop of a block of threads, on Pallas' interpreter, which knows no instruction of the device's own."""
+    monkeypatch.setattr(launch, "turns", lambda count: count)
 
     def body(x: Any, y: Any) -> None:
         def add_one(at: Any) -> None:
