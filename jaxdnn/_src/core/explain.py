@@ -287,11 +287,10 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 def _said_of_level(call: Callable[[], Any]) -> str:
     """The strongest level at which an op may be called, as the end of a scope's name: behind a colon of an op without
     engines, behind an @ of one with engines; "" if the call raises at every level, as it will when it is traced."""
-    mark = "@" if any(_calls(jax.make_jaxpr(call)().jaxpr)) else ":"
     for level in reversed(LEVELS):
         with contextlib.suppress(NotImplementedError), determinism(level):
-            jax.make_jaxpr(call)()
-            return f"{mark}{level}"
+            has_engines = any(_calls(jax.make_jaxpr(call)().jaxpr))
+            return f"{'@' if has_engines else ':'}{level}"
     return ""
 
 
