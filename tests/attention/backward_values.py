@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdnn._src.attention.hopper import backward, backward_dq
-from jaxdnn._src.attention.hopper.backward_plan import TILE, Problem
+from jaxdnn._src.attention.hopper import backward_launch
+from jaxdnn._src.attention.hopper.backward_plan import TILE, Problem, turns
 from jaxdnn._src.attention.hopper.backward_scores import LOG2_E
 from tests.hopper import protocol
 from tests.hopper.protocol import Kernel, Run, Warpgroup
@@ -68,7 +68,7 @@ class Values(Warpgroup):
         target.buffer.data[inside] = box[tuple(slice(0, s.stop - s.start) for s in inside)]
 
     def inline(self, given: Sequence[Any], params: dict[str, Any]) -> Run:
-        yield from super().inline(given, params)
+        numbers = yield from super().inline(given, params)
         function, count = params["mgpu_fn"], params["pytree_args"].num_leaves
         name, known = function.__qualname__.split(".")[0], inspect.getclosurevars(function).nonlocals
         transforms = params["pytree_ref_transforms"].unflatten(given[count:])
@@ -81,7 +81,7 @@ class Values(Warpgroup):
             for x, t in zip(given[:count], transforms, strict=True)
         ]
         with np.errstate(all="ignore"):
-            return list(self.computed(name, own, known) or ())
+            return list(self.computed(name, own, known) or numbers)
 
     def computed(self, name: str, x: list[Any], known: Mapping[str, Any]) -> Any:
         wide = lambda a: a.astype(np.float64)
@@ -175,19 +175,18 @@ def launch(kernel: Kernel, arrays: Sequence[np.ndarray], dtype: Any) -> None:
 
 
 def gradients(
-    p: Problem, numbers: np.ndarray, q: Any, k: Any, v: Any, dy: Any, rows: np.ndarray, pairs: Sequence[np.ndarray] = ()
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dv by both launches, and dS, NaN in tiles that are not seen."""
-    heads = p.batch * p.shared
+    p: Problem, extents: np.ndarray | None, q: Any, k: Any, v: Any, dy: Any, rows: np.ndarray,
+    pairs: Sequence[np.ndarray] = (), held: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """dq, dk, dv, and the workspace, NaN in tiles that are not seen, for `held` heads of keys, or for all."""
+    order = turns(p, held or p.batch * p.shared)
     nan = lambda shape: np.full(shape, np.nan, np.float32).astype(p.dtype)
-    ds = nan((heads * p.group, p.query_tiles, p.key_tiles, TILE, TILE))
-    dq, dk, dv = nan(q.shape), nan(k.shape), nan(v.shape)
-    first = lambda numbers, q, k, v, dy, rows, *pairs: backward.run(
-        numbers, q, k, v, dy, rows, p, heads=heads, pairs=pairs
+    ds = nan((order.held * p.group, p.query_tiles, p.key_tiles, TILE, TILE))
+    results = nan(q.shape), nan(k.shape), nan(v.shape), ds
+    run = lambda q, k, v, dy, rows, pairs, extents: backward_launch.run(
+        q, k, v, dy, rows, p, order, pairs=pairs, extents=extents
     )
-    second = lambda numbers, ds, k: backward_dq.run(numbers, ds, k, q.shape, p, heads=heads)
-    (of_keys,) = protocol.kernels(first, numbers, q, k, v, dy, rows, *pairs)
-    launch(of_keys, [numbers, q, k, v, dy, rows, *pairs, dk, dv, ds], p.dtype)
-    (of_queries,) = protocol.kernels(second, numbers, ds, k)
-    launch(of_queries, [numbers, ds, k, dq], p.dtype)
-    return dq, dk, dv, ds
+    (kernel,) = protocol.kernels(run, q, k, v, dy, rows, list(pairs), extents)
+    given = [] if extents is None else [extents.reshape(-1)]
+    launch(kernel, [q, k, v, dy, rows, *pairs, *given, *results], p.dtype)
+    return results

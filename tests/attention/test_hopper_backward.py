@@ -7,6 +7,7 @@ looks at the order of their accesses to shared memory. On a GPU they are compare
 
 import dataclasses
 import functools as ft
+import re
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ import pytest
 import jaxdnn as dnn
 import jaxdnn_reference as reference
 from jaxdnn._src import hopper
-from jaxdnn._src.attention.hopper import backward, backward_dq, backward_launch, backward_plan, backward_rows
+from jaxdnn._src.attention.hopper import backward, backward_launch, backward_plan, backward_rows
 from jaxdnn._src.attention.hopper.backward_plan import TILE, Extent, Problem, Spread, Window
+from jaxdnn._src.hopper import branches
 from tests.hopper import assembler
 from tests.hopper.device import on_hopper
 from tests.hopper.protocol import kernels, place_of
@@ -123,13 +125,13 @@ class Sizes:
             given["alibi_slopes"] = given["alibi_slopes"] * np.float32(np.log2(np.e))
         return [given[x.name].astype(x.dtype if x.dtype != "bfloat16" else BF16).reshape(x.shape) for x in self.spreads]
 
-    def numbers(self) -> np.ndarray:
-        """What the kernels are told: the first head, then of each sequence queries, keys and shift."""
-        p = self.problem
+    def extents(self) -> np.ndarray | None:
+        """Of each sequence queries, keys and shift, if there are lengths."""
+        if not self.problem.lengths:
+            return None
         queries, keys = self.query_lengths or (self.t,) * self.b, self.key_lengths or (self.s,) * self.b
         shift = [j - i if self.causal == "bottom_right" else 0 for i, j in zip(queries, keys, strict=True)]
-        each = np.stack([queries, keys, shift], -1).ravel() if p.lengths else []
-        return np.array([0, *each], np.int32)
+        return np.stack([queries, keys, shift], -1).astype(np.int32)
 
 
 CALLS: dict[str, Sizes] = {
@@ -177,17 +179,35 @@ def lowered(sizes: Sizes) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_each_call_is_three_launches_that_assemble(name, monkeypatch: pytest.MonkeyPatch):
+def test_each_call_is_two_launches_that_assemble(name, monkeypatch: pytest.MonkeyPatch):
     with assembler.recorded(monkeypatch) as blocks:
-        assert lowered(CALLS[name]).count("mosaic_gpu_v2") == (4 if name == "capped bias" else 3)
+        assert lowered(CALLS[name]).count("mosaic_gpu_v2") == (3 if name == "capped bias" else 2)
     if assembler.ptxas() is not None:
         assert assembler.errors(blocks) == ""
 
 
+@pytest.mark.parametrize(("name", "launches"), [("causal", 1), ("lengths", 1), ("capped bias", 2)])
+def test_counters_are_zero_when_a_launch_begins(name, launches):
+    """They are an operand of zeros that aliases a result, so that XLA gives each execution of a call its own."""
+    text, p = lowered(CALLS[name]), CALLS[name].problem
+    calls = re.findall(r"mosaic_gpu_v2\(([^)]*)\).*output_operand_aliases = \[.*?operand_index = (\d+)", text)
+    assert len(calls) == launches
+    for operands, number in calls:
+        counted, kind = operands.split(", ")[int(number)], f"tensor<{1 + 2 * p.batch * p.shared}xi32>"
+        (constant,) = re.findall(rf"{counted} = stablehlo.broadcast_in_dim (%\w+), .* -> {kind}", text)
+        assert f"{constant} = stablehlo.constant dense<0>" in text
+
+
 def test_heads_share_the_workspace(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backward_launch, "heads_at_a_time", lambda p: 3)
+    monkeypatch.setattr(backward_plan, "heads_at_a_time", lambda p: 3)
     sizes = Sizes(2, 100, 100, 8, 4, 64, 64, causal=True)
-    assert lowered(sizes).count("mosaic_gpu_v2") == 1 + 2 * 3
+    with assembler.recorded(monkeypatch) as blocks:
+        text = lowered(sizes)
+    if assembler.ptxas() is not None:
+        assert assembler.errors(blocks) == ""
+    assert text.count("mosaic_gpu_v2") == 2
+    assert f"tensor<{3 * 2}x2x2x64x64xbf16>" in text
+    assert f"tensor<{8 * 2}x2x2x64x64xbf16>" not in text
 
 
 def test_the_workspace_is_bounded():
@@ -196,7 +216,31 @@ def test_the_workspace_is_bounded():
     assert backward_plan.heads_at_a_time(p, 1 << 28) == 1
     small = Sizes(4, 256, 256, 64, 8, 128, 128).problem
     assert backward_plan.heads_at_a_time(small) == 32
-    assert backward_launch.workspace(small) == 4 * 64 * (256 * 256 * 2 + 256 * 8)
+    counted = 4 * (1 + 2 * 4 * 8)
+    assert backward_launch.workspace(small) == 4 * 64 * (256 * 256 * 2 + 256 * 8) + counted
+    capped, unused = dataclasses.replace(small, softcap=5.0), 2 * 4 * 256 * 128 * (64 + 2 * 8)
+    assert backward_launch.workspace(capped, summed=True) - backward_launch.workspace(small, summed=True) == unused
+
+
+def test_other_orders_may_be_picked():
+    """All heads or some in the workspace, turns of one head or of several; all heads where dS is asked for."""
+    p = Sizes(2, 200, 300, 4, 4, 64, 64).problem
+    seen = {}
+
+    def last(problem: Problem, orders: Any, taken: Any) -> Any:
+        seen["branches"] = set().union(*(taken(order) for order in orders))
+        seen["held"] = {order.held for order in orders}
+        return orders[-1]
+
+    for whole in (False, True):
+        with branches.picking(last):
+            found = backward_plan.choose(p, whole=whole)
+        assert found.held in seen["held"] == ({8} if whole else {1, 2, 3, 4, 8})
+        of = {(what, value) for _, what, value in seen["branches"]}
+        assert {("turns ahead", "1"), ("turns ahead", "2"), ("workspace", "of all heads")} <= of
+        assert (("workspace", "of some heads") in of) is not whole
+        assert seen["branches"] <= set(branches.every())
+    assert backward_plan.choose(p, whole=False) == backward_plan.turns(p, 8)
 
 
 # ---- ranges and order
@@ -255,11 +299,44 @@ def test_causal_tiles_are_whole_but_for_the_diagonal():
     assert [int(n) for n in backward_plan.key_range(p, backward_plan.whole(p), np.int32(256))] == [0, 8, 0, 4]
 
 
-@pytest.mark.parametrize(("heads", "blocks", "together"), [(7, 5, 3), (4, 1, 4), (1, 9, 1), (6, 4, 8)])
-def test_each_block_has_a_place(heads, blocks, together):
-    found = {tuple(map(int, backward_plan.place(np.int32(b), heads, blocks, min(together, heads))))
-             for b in range(heads * blocks)}  # fmt: skip
-    assert found == {(h, b) for h in range(heads) for b in range(blocks)}
+def orders() -> list[backward_plan.Turns]:
+    """Orders of blocks: of calls with all heads in the workspace, with fewer, with one; and drawn ones."""
+    calls = [
+        Sizes(4, 4096, 4096, 16, 16, 128, 128), Sizes(1, 8192, 8192, 6, 3, 128, 128), Sizes(3, 300, 200, 8, 2, 64, 64),
+        Sizes(2, 1024, 1024, 40, 40, 64, 64), Sizes(1, 30000, 17000, 5, 5, 256, 64),
+    ]  # fmt: skip
+    found = [
+        backward_plan.turns(sizes.problem, held, most)
+        for sizes in calls for held in (1, 2, 3, 5, 9, 1000) for most in (None, 1)
+    ]  # fmt: skip
+    assert {(order.reuses, order.ahead) for order in found} == {(False, 1), (False, 2), (True, 1), (True, 2)}
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        heads, together, group, keys, queries = map(int, rng.integers(1, 9, 5))
+        ahead = int(rng.integers(1, 3)) if heads > together else 1
+        held = min(heads, ahead * together + int(rng.integers(0, 3)))
+        found.append(backward_plan.Turns(heads, held, group, keys, queries, together, ahead))
+    return found
+
+
+@pytest.mark.parametrize("order", orders(), ids=str)
+def test_each_block_has_a_number_behind_those_it_waits_for(order):
+    number = {}
+    for n in range(order.blocks):
+        of_keys, head, block = order.at(np.int32(n))
+        number[bool(of_keys), int(head), int(block)] = n
+    heads = order.heads * order.group
+    assert number.keys() == {(True, h, b) for h in range(order.heads) for b in range(order.keys)} | {
+        (False, h, b) for h in range(heads) for b in range(order.queries)
+    }
+    last_of_keys = [max(number[True, h, b] for b in range(order.keys)) for h in range(order.heads)]
+    for h in range(heads):
+        assert number[False, h, 0] > last_of_keys[h // order.group]
+    for h in range(order.held, order.heads):
+        before = range((h - order.held) * order.group, (h - order.held + 1) * order.group)
+        assert min(number[True, h, b] for b in range(order.keys)) > max(
+            number[False, g, b] for g in before for b in range(order.queries)
+        )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -314,11 +391,11 @@ def test_schedule_computes_the_gradients(name):
     given, p = data(sizes), sizes.problem
     q, k, v, dy = (given[name] for name in ("q", "k", "v", "dy"))
     rows = rows_of(sizes, given)
-    *found, ds = gradients(p, sizes.numbers(), q, k, v, dy, rows, sizes.pairs())
+    *found, ds = gradients(p, sizes.extents(), q, k, v, dy, rows, sizes.pairs())
     if p.softcap is not None and "bias" in sizes.given:
         flat = dataclasses.replace(p, slope=False)
-        ds = gradients(flat, sizes.numbers(), q, k, v, dy, rows, sizes.pairs())[-1]
-    extents = jnp.asarray(sizes.numbers()[1:].reshape(-1, 3)) if p.lengths else None
+        ds = gradients(flat, sizes.extents(), q, k, v, dy, rows, sizes.pairs())[-1]
+    extents = jnp.asarray(sizes.extents()) if p.lengths else None
     for spread in reversed(sizes.spreads):
         if spread.name in ("bias", "alibi_slopes"):
             of = backward_launch._summed(jnp.asarray(ds), spread, extents, p)
@@ -329,6 +406,17 @@ def test_schedule_computes_the_gradients(name):
         found.append(np.asarray(backward_launch._of_sinks(sinks, jnp.asarray(rows), lse, dlse, extents, p))[0])
     assert len(found) == len(expected(sizes, given))
     expect_close(found, expected(sizes, given), sizes.dtype)
+
+
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_the_workspace_changes_no_bits(held):
+    sizes = Sizes(2, 140, 150, 6, 3, 64, 64, causal=True)
+    given = data(sizes)
+    q, k, v, dy = (given[name] for name in ("q", "k", "v", "dy"))
+    of = lambda held: gradients(sizes.problem, None, q, k, v, dy, rows_of(sizes, given), held=held)[:3]
+    whole, parts = of(None), of(held)
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -356,68 +444,98 @@ def test_a_planted_fault_shows(monkeypatch: pytest.MonkeyPatch):
 
 # ---- shared memory
 
+# Each with dS of fewer heads in the workspace than it has: that is all waits.
 PROTOCOLS: dict[str, list[Sizes]] = {
     "by keys": [
-        Sizes(1, 640, 512, 2, 1, 128, 128),
-        Sizes(1, 500, 700, 1, 1, 128, 128, causal=True, window=(200, None)),
+        Sizes(1, 640, 512, 4, 2, 128, 128),
+        Sizes(1, 500, 700, 2, 2, 128, 128, causal=True, window=(200, None)),
     ],
     "by role": [
-        Sizes(1, 640, 448, 2, 1, 256, 128),
-        Sizes(1, 300, 700, 1, 1, 256, 128, causal=True, window=(200, None)),
+        Sizes(1, 640, 448, 4, 2, 256, 128),
+        Sizes(1, 300, 700, 2, 2, 256, 128, causal=True, window=(200, None)),
     ],
 }
 REDUNDANT = {
     "drain.<locals>._": "consumers wait for their products themselves, and a block's memory stays until all have ended",
-    "_ByRole.follow.<locals>._": "that P has come tells the second warpgroup that the first one has read K",
+    "ByRole.follow.<locals>._": "that P has come tells the second warpgroup that the first one has read K",
     "loads_done": "where not all keys see a tile the search for what is not finite has a fence",
-    "_Block.step": "how many products a tile has that not all see is not known, so that the step waits for all",
+    "Block.step": "how many products a tile has that not all see is not known, so that the step waits for all",
 }
 
 
-def launches(sizes: Sizes) -> list[tuple[Any, tuple[int, ...]]]:
-    """The launches of a call, and which of their arrays are written, each element once."""
+def launched(sizes: Sizes, held: int | None = None) -> tuple[Any, dict[int, np.ndarray], tuple[int, ...]]:
+    """The launch of a call; operands that are known, by their number; and the results, of which each element is written
+    once.
+    """
     p, shapes = sizes.problem, sizes.shapes
     aval = lambda shape, dtype=sizes.dtype: jax.ShapeDtypeStruct(shape, dtype)
-    heads = p.batch * p.shared
     of = {name: aval(shapes[name]) for name in ("q", "k", "v", "dy")}
-    numbers, rows = (
-        aval(sizes.numbers().shape, np.int32),
-        aval((p.batch * p.heads, 2, p.query_tiles * TILE), np.float32),
-    )
-    ds = aval((heads * p.group, p.query_tiles, p.key_tiles, TILE, TILE))
+    rows = aval((p.batch * p.heads, 2, p.query_tiles * TILE), np.float32)
     pairs = [aval(x.shape, x.dtype) for x in sizes.pairs()]
-    first = lambda numbers, q, k, v, dy, rows, *pairs: backward.run(
-        numbers, q, k, v, dy, rows, p, heads=heads, pairs=pairs
+    extents, order = sizes.extents(), backward_plan.turns(p, held or p.batch * p.shared)
+    run = lambda q, k, v, dy, rows, pairs, extents: backward_launch.run(
+        q, k, v, dy, rows, p, order, pairs=pairs, extents=extents
     )
-    second = lambda numbers, ds, k: backward_dq.run(numbers, ds, k, shapes["q"], p, heads=heads)
-    results = 6 + len(pairs)
-    by_keys, by_queries = kernels(first, numbers, *of.values(), rows, *pairs), kernels(second, numbers, ds, of["k"])
-    return [(by_keys[0], (results, results + 1)), (by_queries[0], (3,))]
+    (launch,) = kernels(run, *of.values(), rows, pairs, extents)
+    known = {} if extents is None else {5 + len(pairs): extents.reshape(-1)}
+    first = 5 + len(pairs) + len(known)
+    return launch, known, (first, first + 1, first + 2)
 
 
+def unseen(features: int) -> tuple[Any, dict[int, np.ndarray], tuple[int, ...]]:
+    """The launch of two sequences with one place in the workspace, the first of which has no query that sees a key.
+
+    A tile of its dS is stored, for ranges of tiles are rounded outwards, and no block loads any.
+    """
+    options: dict[str, Any] = dict(window=(None, 113), query_lengths=(18, 40), key_lengths=(98, 100))
+    launch, known, whole = launched(Sizes(2, 46, 124, 1, 1, features, 128, **options), 1)
+    return launch, {number: np.array([18, 98, -147, 40, 100, 0], np.int32) for number in known}, whole
+
+
+@pytest.mark.parametrize("held", [None, 1, 2])
 @pytest.mark.parametrize("name", CALLS)
-def test_accesses_are_ordered(name):
-    known = {0: CALLS[name].numbers()}
-    for launch, whole in launches(CALLS[name]):
-        launch.run(known, whole)
+def test_accesses_are_ordered(name, held):
+    launch, known, whole = launched(CALLS[name], held)
+    launch.run(known, whole)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_whatever_is_taken_away_shows(name):
-    """Each wait, arrival and fence; and each wait for groups which lets one more of them be under way."""
+    """Each wait, arrival, count and fence; each wait for groups which lets one more of them be under way; each wait for
+    stores which waits for what they read alone.
+    """
     shown: dict[Any, bool] = {}
-    for sizes in PROTOCOLS[name]:
-        known = {0: sizes.numbers()}
-        for launch, whole in launches(sizes):
-            launch.run(known, whole)
-            for number, equation in enumerate(launch.ordering()):
-                counted = not isinstance(equation, str) and "n" in equation.params
-                for way in ("missing", "early") if counted else ("missing",):
-                    setattr(launch, way, equation)
-                    key = (way, launch.name, number, place_of(equation))
-                    shown[key] = faulty(launch, known, whole) or shown.get(key, False)
-                    setattr(launch, way, None)
+    launches = [launched(sizes, 1) for sizes in PROTOCOLS[name]]
+    for launch, known, whole in [*launches, unseen(PROTOCOLS[name][0].d)]:
+        launch.run(known, whole)
+        for number, equation in enumerate(launch.ordering()):
+            params = {} if isinstance(equation, str) else equation.params
+            ways = ["missing", *["early"] * ("n" in params), *["reading"] * (not params.get("wait_read_only", True))]
+            for way in ways:
+                setattr(launch, way, equation)
+                key = (way, number, place_of(equation))
+                shown[key] = faulty(launch, known, whole) or shown.get(key, False)
+                setattr(launch, way, None)
     assert [key for key, found in shown.items() if not found and key[-1] not in REDUNDANT] == []
+
+
+def test_counters_are_waited_for(monkeypatch: pytest.MonkeyPatch):
+    """The model sees that a wait asks for less than all, and blocks in an order in which they wait for later ones."""
+    sizes = Sizes(1, 200, 140, 3, 3, 64, 64)
+    original = backward_plan.Turns.at
+    assert not faulty(*launched(sizes, 1))
+    with monkeypatch.context() as fewer:
+        fewer.setattr(Problem, "storing", 1)
+        assert faulty(*launched(sizes, 1))
+    order = backward_plan.turns(sizes.problem, 1)
+    monkeypatch.setattr(backward_plan.Turns, "at", lambda self, n: original(self, np.int32(order.blocks - 1) - n))
+    assert faulty(*launched(sizes, 1))
+
+
+def test_a_place_is_free_once_its_stores_are_over():
+    for features in (128, 256):
+        launch, known, whole = unseen(features)
+        launch.run(known, whole)
 
 
 def faulty(launch: Any, known: Any, whole: Any) -> bool:
@@ -502,8 +620,28 @@ def test_bits_depend_neither_on_other_sequences_nor_on_the_workspace(monkeypatch
     operands = [jnp.asarray(given[name]) for name in sizes.shapes]
     whole = jax.jit(call(sizes))(*operands)
     alone = jax.jit(call(sizes))(*(x[1:2] for x in operands))
-    monkeypatch.setattr(backward_launch, "heads_at_a_time", lambda p: 4)
+    monkeypatch.setattr(backward_plan, "heads_at_a_time", lambda p: 4)
     parts = jax.jit(lambda *a: call(sizes)(*a))(*operands)
     for a, b, c in zip(whole, alone, parts, strict=True):
         np.testing.assert_array_equal(np.asarray(a[1:2], np.float32), np.asarray(b, np.float32))
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(c, np.float32))
+
+
+@on_hopper
+@pytest.mark.parametrize("held", [None, 1])
+def test_each_execution_counts_anew(held, monkeypatch: pytest.MonkeyPatch):
+    """Of one compiled program: iterations of a loop, calls of one size one after the other, and a batch of them."""
+    if held:
+        monkeypatch.setattr(backward_plan, "heads_at_a_time", lambda p: held)
+    sizes = Sizes(2, 300, 300, 4, 2, 64, 64, causal=True)
+    each = [data(sizes, seed) for seed in range(4)]
+    stacked = [jnp.stack([jnp.asarray(given[name]) for given in each]) for name in sizes.shapes]
+    one = jax.jit(lambda *operands: call(sizes)(*operands))
+    wanted = [one(*(x[i] for x in stacked)) for i in range(4)]
+    looped = jax.jit(lambda *stacked: jax.lax.map(lambda operands: call(sizes)(*operands), stacked))
+    several = jax.jit(lambda *stacked: [call(sizes)(*(x[i] for x in stacked)) for i in range(4)])
+    batched = jax.jit(jax.vmap(lambda *operands: call(sizes)(*operands)))
+    together = lambda results: [jnp.stack(of_each) for of_each in zip(*results, strict=True)]
+    for found in (looped(*stacked), looped(*stacked), together(several(*stacked)), batched(*stacked)):
+        for a, b in zip(found, together(wanted), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))

@@ -1,15 +1,21 @@
 """Whether a kernel's accesses to shared memory are ordered, whatever the timing: for kernels whose frame is Pallas.
 
 A kernel is traced to its jaxpr, which is what is lowered, and the jaxpr is interpreted with numbers for the scalars and
-nothing for the arrays, one cluster of blocks after the other, one generator for each warpgroup. What orders two
+nothing for the arrays, one cluster of blocks after the other, one generator for each warpgroup. Blocks that draw their
+numbers draw them in this order, so that a wait for a block of a greater number has no end. What orders two
 accesses is not the moment at which the interpreter comes to them but a clock of who knows of what. Every one of these
 is an agent with a component in the clock, which counts its moments:
 
 * a warpgroup's first thread, which issues copies, and the rest of its threads; a barrier of the warpgroup joins them;
 * its tensor core, which reads operands until `wgmma_wait` tells of the group;
-* its stores by the copy engine, which read shared memory until `wait_smem_to_gmem` tells of the group;
+* its stores by the copy engine, which read shared memory until `wait_smem_to_gmem` tells of the group, and which write
+  device memory until it tells of it without `wait_read_only`;
 * every barrier, for the loads that count on it: a phase tells of them, and of what was known to who arrived;
 * its stores to other blocks of the cluster.
+
+Where blocks wait for each other by counters in device memory (`hopper.counters`), all blocks' agents are in one clock,
+and accesses to device memory by the copy engine are looked at as well: what orders them has to be known before a fence
+between the proxies. A counter tells of what was known to all who counted; so a wait has to ask for all of them.
 
 An access must come after all accesses to the same bytes that it conflicts with, to its issuer's knowledge. A fault is
 also: a read of what nothing wrote, an index beyond a buffer, a store by the copy engine of what no fence has shown to
@@ -33,7 +39,7 @@ from jax._src import source_info_util
 from jax.extend.core import Literal
 
 from jaxdnn._src.core import primitives
-from tests.hopper.shared_memory import Barrier, Block, Fault, Memory, Result, View
+from tests.hopper.shared_memory import Barrier, Block, Counter, Fault, Memory, Result, View
 
 Run = Generator[None, None, list[Any]]
 
@@ -50,6 +56,8 @@ SCALARS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda a: a, "select_n": lambda which, *cases: cases[int(which)],
     "clamp": lambda low, a, high: min(max(a, low), high),
 }  # fmt: skip
+AGENTS = 6  # of a warpgroup
+COUNTERS = {"reached", "count", "copies_follow"}
 ORDERING = {"barrier_wait", "barrier_arrive", "wait_smem_to_gmem", "wgmma_wait", "commit_smem"}
 FINISH = "finish_accumulator"
 STORES = ("swap", "store")
@@ -61,11 +69,12 @@ class Warpgroup:
     def __init__(self, kernel: "Kernel", cluster: list[Block], rank: int, number: int, names: dict[str, int]) -> None:
         self.kernel, self.cluster, self.block, self.rank = kernel, cluster, cluster[rank], rank
         self.number, self.names = number, names
-        self.agents = [5 * (rank * kernel.warpgroups + number) + i for i in range(5)]
-        self.first, self.rest, self.tensor, self.stores, self.sends = self.agents
+        self.agents = [kernel.base + AGENTS * (rank * kernel.warpgroups + number) + i for i in range(AGENTS)]
+        self.first, self.rest, self.tensor, self.stores, self.sends, self.writes = self.agents
         self.clocks = [np.zeros(kernel.agents, int) for _ in range(2)]  # of the first thread, and of the rest
         for clock, agent in zip(self.clocks, self.agents, strict=False):
             clock[agent] = 1
+        self.shown = np.zeros(kernel.agents, int)  # of device memory: what copies are ordered after
         self.products = self.groups = self.rounds = 0
 
     # ---- what is known
@@ -140,6 +149,8 @@ class Warpgroup:
                 inner = params["jaxpr"]
                 made = [self.kernel.buffer(self.block, v) for v in inner.invars]
                 return (yield from self.run(inner, [*given, *made]))
+            case "get_global":
+                return [self.kernel.counters]
             case "axis_index":
                 return [self.names[params["axis_name"]]]
             case "barrier_wait":
@@ -153,6 +164,8 @@ class Warpgroup:
                 self.send_out(given, params)
             case "wait_smem_to_gmem":
                 self.knows(self.stores, self.groups - allowed)
+                if not params["wait_read_only"] and equation is not self.kernel.reading:
+                    self.knows(self.writes, self.groups - allowed)
                 self.meet()
             case "wgmma_wait":
                 self.knows(self.tensor, self.products - allowed)
@@ -214,7 +227,7 @@ class Warpgroup:
         for tree in trees:
             views.append(flat[at : at + tree.num_leaves])
             at += tree.num_leaves
-        source.transformed(trees[0].unflatten(views[0]))
+        source = source.transformed(trees[0].unflatten(views[0]))
         target = target.transformed(trees[1].unflatten(views[1]))
         (barrier,) = self.barriers([barrier, *views[2]], trees[2])
         clock = self.clocks[0]
@@ -222,6 +235,8 @@ class Warpgroup:
         if clock[barrier.agent] < len(barrier.over):
             raise Fault("a load does not know that its barrier's last phase is over")
         target.buffer.use(target.part, barrier.agent, moment, clock, "write")
+        if self.kernel.counts_blocks:
+            source.buffer.copied(source, barrier.agent, moment, self.shown, "load")
         barrier.arrive(self.leave())
 
     def send_out(self, given: Sequence[Any], params: dict[str, Any]) -> None:
@@ -236,6 +251,8 @@ class Warpgroup:
         if asked:
             source.buffer.use(source.part, self.stores, self.groups, self.clocks[0], "read")
             target.buffer.write(target.starts, target.sizes, not source.swizzled)
+            if self.kernel.counts_blocks:
+                target.buffer.copied(target, self.writes, self.groups, self.shown, "store")
 
     # ---- threads' own accesses, and blocks of PTX
 
@@ -310,6 +327,20 @@ class Warpgroup:
                     self.threads(view, "load")
             case "loads_done":
                 self.fence()
+            case "draw":
+                pass
+            case "drawn":
+                return [self.names[self.kernel.grid_name]]
+            case "count":
+                self.kernel.counter(given[1]).count(self.leave())
+            case "reached":
+                counter, (total,) = self.kernel.counter(given[1]), params["mgpu_fn"].__defaults__
+                while counter.total < total:
+                    yield
+                counter.asked.add(total)
+                self.told(counter.clock)
+            case "copies_follow":
+                self.shown = self.clocks[0].copy()
             case "_inline_filter_store":  # warpgroups store other columns, here one piece of as many bytes for each
                 (low, high), clock = views[0].part, self.clocks[1]
                 share = (high - low) // self.kernel.warpgroups
@@ -379,7 +410,7 @@ class Warpgroup:
         for clock in self.block.came[self.number]:
             self.told(clock)
         for rank in others:
-            self.knows(5 * (rank * self.kernel.warpgroups + self.number) + 4, self.rounds)
+            self.knows(AGENTS * (rank * self.kernel.warpgroups + self.number) + 4, self.rounds)
         for number in range(len(others)):
             self.threads(self.slot(slots, self.block, number), "load")
         self.fence()
@@ -410,14 +441,18 @@ class Kernel:
         self.dtype: Any = None  # of the operands, where values are computed
         self.missing: Any = None  # an equation that is left out
         self.early: Any = None  # a wait for groups that lets one more be under way
+        self.reading: Any = None  # a wait for groups of stores that waits for what they read alone
         self.exchanges = False  # whether threads read what other threads of their warpgroup have stored
         self._programs: dict[int, Any] = {}
         scoped = [e for e in equations(self.jaxpr) if e.primitive.name == "run_scoped"]
         self.kinds = {v: v.aval.inner_aval.dtype for e in scoped for v in e.params["jaxpr"].invars}
         self.counts = {v: math.prod(v.aval.shape) for v, kind in self.kinds.items() if hasattr(kind, "num_arrivals")}
         self.firsts = dict(zip(self.counts, itertools.accumulate(self.counts.values(), initial=0), strict=False))
-        self.threads = 5 * self.cluster * self.warpgroups  # agents that are parts of warpgroups
-        self.agents = self.threads + self.cluster * sum(self.counts.values())
+        self.counts_blocks = any(e.primitive.name == "get_global" for e in equations(self.jaxpr))
+        self.threads = AGENTS * self.cluster * self.warpgroups  # agents that are parts of warpgroups
+        self.of_cluster = self.threads + self.cluster * sum(self.counts.values())
+        self.agents = self.of_cluster * (self.blocks if self.counts_blocks else 1)
+        self.base = 0  # the first agent of the cluster that runs
 
     def program(self, jaxpr: Any) -> tuple[list[Any], list[tuple[Any, list[int], Any]], list[int]]:
         """A jaxpr with its variables numbered: constants that follow the arguments, steps, and what it returns."""
@@ -443,7 +478,7 @@ class Kernel:
     def ordering(self) -> list[Any]:
         """The equations that order accesses, `FINISH` for the wait in `finish_accumulator` among them."""
         found = [e for e in equations(self.jaxpr) if e.primitive.name in ORDERING]
-        found += [e for e in equations(self.jaxpr) if _emits(e, "loads_done")]
+        found += [e for e in equations(self.jaxpr) if any(_emits(e, name) for name in ("loads_done", *COUNTERS))]
         waits = any(_emits(e, FINISH) for e in equations(self.jaxpr))
         return [*{id(e): e for e in found}.values(), *([FINISH] if waits else [])]
 
@@ -459,7 +494,7 @@ class Kernel:
     def barriers(self, block: Block, var: Any) -> list[Barrier]:
         if var not in block.buffers:
             kind, ranks = self.kinds[var], self.cluster if hasattr(self.kinds[var], "collective_axes") else 1
-            first = self.threads + block.rank * sum(self.counts.values()) + self.firsts[var]
+            first = self.base + self.threads + block.rank * sum(self.counts.values()) + self.firsts[var]
             block.buffers[var] = [
                 Barrier(first + i, kind.num_arrivals * ranks, self.agents) for i in range(self.counts[var])
             ]
@@ -478,16 +513,23 @@ class Kernel:
 
         known: operands that scalars depend on, by their number. whole: the arrays that are written, each element once.
         """
+        self.counters: dict[int, Counter] = {}
         arrays = [Result(v.aval.shape, (known or {}).get(i)) for i, v in enumerate(self.jaxpr.invars)]
         views = [View(array, array.shape, 1) for array in arrays]
         for number in range(self.blocks):
             self.run_cluster(number, views)
+        for counter in self.counters.values():
+            counter.check()
         for result in (arrays[i] for i in whole):
             if (result.times != 1).any():
                 where = tuple(int(i[0]) for i in np.nonzero(result.times != 1))
                 raise Fault(f"element {where} of the result is written {result.times[where]} times")
 
+    def counter(self, number: int) -> Counter:
+        return self.counters.setdefault(int(number), Counter(self.agents))
+
     def run_cluster(self, number: int, views: Sequence[View]) -> None:
+        self.base = number * self.of_cluster if self.counts_blocks else 0
         self.running = cluster = [Block(rank) for rank in range(self.cluster)]
         warpgroups = []
         for rank in range(self.cluster):
@@ -529,7 +571,7 @@ def _goes_on(run: Run) -> bool:
 
 def _emits(equation: Any, name: str) -> bool:
     inline = equation.primitive.name.startswith("inline_mgpu")
-    return inline and equation.params["mgpu_fn"].__qualname__.startswith(name)
+    return inline and equation.params["mgpu_fn"].__qualname__.split(".")[0] == name
 
 
 def place_of(equation: Any) -> str:

@@ -79,6 +79,21 @@ class Barrier:
                 raise Fault("a phase may be over before a wait for the last one returns")
 
 
+class Counter:
+    """A counter in device memory: how often it was counted, what was known to who did, and what was waited for."""
+
+    def __init__(self, agents: int) -> None:
+        self.total, self.clock, self.asked = 0, np.zeros(agents, int), set[int]()
+
+    def count(self, clock: np.ndarray) -> None:
+        self.total, self.clock = self.total + 1, np.maximum(self.clock, clock)
+
+    def check(self) -> None:
+        """A wait that asks for fewer than count at last does not know of all that it was told of here."""
+        if any(total != self.total for total in self.asked):
+            raise Fault(f"a counter comes to {self.total}, and a wait asks for {sorted(self.asked)}")
+
+
 class Block:
     """A block's shared memory, by the variable that holds the reference."""
 
@@ -102,6 +117,18 @@ class Result:
     def __init__(self, shape: Sequence[int], data: np.ndarray | None = None) -> None:
         self.shape, self.times = tuple(shape), np.zeros(shape, np.int32)
         self.data = data  # of an operand whose numbers the kernel's scalars depend on
+        self.copies: dict[tuple[int, ...], tuple[Any, list[tuple[int, int]]]] = {}  # the last store, loads since it
+
+    def copied(self, view: "View", agent: int, moment: int, clock: np.ndarray, kind: str) -> None:
+        """A load or a store by the copy engine, which knows of `clock`; boxes of an array do not overlap partially."""
+        stored, loads = self.copies.setdefault(tuple(view.starts), (None, []))
+        for other, then in [*([stored] if stored else []), *(loads if kind == "store" else [])]:
+            if clock[other] < then:
+                raise Fault(f"device memory at {view.starts}: a {kind} is not ordered after a copy of another block")
+        if kind == "store":
+            self.copies[tuple(view.starts)] = (agent, moment), []
+        elif (agent, moment) not in loads[-1:]:
+            loads.append((agent, moment))
 
     def write(self, starts: Sequence[int], sizes: Sequence[int], piece: bool) -> None:
         """`piece`: as one piece of memory where it is contiguous, which is clipped at the array's end alone."""

@@ -1,4 +1,4 @@
-"""The backward pass of attention on Hopper: the kernel of dK and dV, which also stores dS.
+"""The backward pass of attention on Hopper: the blocks of keys, which compute dK and dV and store dS.
 
 Of a block of 128 keys K and V stay in shared memory. A producer warpgroup loads tiles of 64 queries with their
 gradients of y into a ring of slots, and each of two consumer warpgroups computes of 64 keys
@@ -7,18 +7,17 @@ gradients of y into a ring of slots, and each of two consumer warpgroups compute
     dV += P^T dY    dK += dS^T Q
 
 with keys as rows, so that P^T and dS^T, rounded to 16 bits, are operands in registers. dS^T is stored to a workspace,
-and the kernel in `backward_dq` multiplies it with K.
+and the blocks of queries (`backward_dq`), of the same launch (`backward_launch`), multiply it with K.
 
 Schedule. dV and dK of a key are chains of products in the order of: heads of queries that share the key, ascending; of
 a head the tiles of queries that see all keys of the block, ascending, then the others that see any, ascending; in a
-tile the queries, ascending, 16 at a time. dK is then multiplied by the scale, and both are rounded once. Blocks do not
-depend on each other, and where the workspace ends changes no order.
+tile the queries, ascending, 16 at a time. dK is then multiplied by the scale, and both are rounded once. When a block
+runs, and how many heads the workspace holds, changes no order.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -28,12 +27,10 @@ from jaxdnn._src.attention.hopper.backward_plan import (
     CONSUMERS,
     STAGED,
     TILE,
-    TOGETHER,
     Extent,
     Problem,
-    heads_together,
+    Turns,
     nth_partial,
-    place,
     query_range,
     registers,
     stages,
@@ -50,10 +47,38 @@ from jaxdnn._src.attention.hopper.backward_products import (
 )
 from jaxdnn._src.attention.hopper.backward_scores import LOG2_E, Visible, probabilities, score_gradients
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import drain, kernel, turns, when
+from jaxdnn._src.hopper import counters
+from jaxdnn._src.hopper.launch import drain, turns, when
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
 
 IN_FLIGHT = 1  # products that are still in flight where a tile's step ends: those for dK, or none
+
+
+class Arrays(NamedTuple):
+    """References to the launch's arrays, which are in the call's layout with one leading axis.
+
+    Attributes:
+      rows: (heads of queries of all sequences, 2, tiles of queries times 64), minus L log2(e) and D.
+      pairs: the arrays of `Problem.pairs`.
+      extents: of each sequence the queries, the keys and the shift; None if it has no lengths.
+      ds: (places in the workspace, tiles of queries, tiles of keys, 64 keys, 64 queries), dS times the slope of a cap;
+        head g of the group of head h of keys has place (h mod held) group + g.
+      counters: the blocks that have begun; then for each head of keys the warpgroups that have stored all their dS of
+        it; then for each head of keys the blocks that have read all they need of its dS.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dy: Any
+    rows: Any
+    pairs: tuple[Any, ...]
+    extents: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    ds: Any
+    counters: Any
 
 
 def scratch(p: Problem) -> dict[str, Any]:
@@ -114,73 +139,49 @@ def columns_of(p: Problem, c: int, size: int) -> Any:
     return pl.ds(c * p.chunk + (lax.axis_index("wg") * 0 if beyond else 0), p.chunk)
 
 
-def extent_of(p: Problem, numbers: Any, batch: Any) -> Extent:
-    """The extent of a sequence, from the launch's numbers."""
+def extent_of(p: Problem, extents: Any, batch: Any) -> Extent:
+    """The extent of a sequence."""
     if not p.lengths:
         return whole(p)
-    at = batch * 3
-    return Extent(numbers[at + 1], numbers[at + 2], numbers[at + 3])
-
-
-def run(
-    numbers: Array, q: Array, k: Array, v: Array, dy: Array, rows: Array, problem: Problem, *, heads: int,
-    pairs: Sequence[Array] = (), out: Any = None,
-) -> tuple[Any, Any, Array]:  # fmt: skip
-    """dK and dV, and dS of as many heads of keys as `heads` says; those of other heads are not written.
-
-    `numbers`: the first of these heads; then, with lengths, of each sequence the queries, the keys and the shift.
-
-    `out`: references to the arrays that dK and dV are written to, instead of new ones.
-
-    Arrays are in the call's layout with one leading axis; rows: (heads of queries of all sequences, 2, tiles of queries
-    times 64), minus L log2(e) and D; `pairs`: the arrays of `Problem.pairs`. dS, times the slope of a cap, is (heads of
-    queries, tiles of queries, tiles of keys, 64 keys, 64 queries).
-    """
-    p = problem
-    ds = jax.ShapeDtypeStruct((heads * p.group, p.query_tiles, p.key_tiles, TILE, TILE), p.dtype)
-    new = [] if out else [jax.ShapeDtypeStruct(x.shape, p.dtype) for x in (k, v)]
-
-    def body(*refs: Any, **scratch: Any) -> None:
-        block = (_ByRole if p.by_role else _ByKeys)(p, heads, refs, scratch)
-        when(block.wg == CONSUMERS)(block.produce)
-        when(block.wg < CONSUMERS)(block.consume)
-
-    compiled = kernel(
-        body,
-        out_type=(*new, ds),
-        grid=(heads * p.key_blocks,),
-        grid_names=("block",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        scratch_types=scratch(p),
-        kernel_name="jaxdnn_attention_dkv",
-    )
-    found = compiled(numbers, q, k, v, dy, rows, *pairs, references=out or ())
-    return (*out, *found) if out else found
+    return Extent(*(extents[batch * 3 + i] for i in range(3)))
 
 
 class _Block:
     """One block of threads: the producer's methods, then the consumers'."""
 
-    def __init__(self, p: Problem, heads: int, refs: Any, scratch: dict[str, Any]) -> None:
-        self.p, self.s = p, scratch
-        numbers, self.q, self.k, self.v, self.dy, self.rows, *pairs, self.dk, self.dv, self.ds = refs
-        self.pairs = tuple(zip(p.pairs, pairs, strict=True))
+    def __init__(self, p: Problem, turns: Turns, arrays: Arrays, place: Any, scratch: dict[str, Any]) -> None:
+        """place: the head of all sequences, and the number of the block of the head; computed anew at each call."""
+        self.p, self.turns, self.s, self.place = p, turns, scratch, place
+        self.q, self.k, self.v, self.dy, self.rows = arrays[:5]
+        self.dk, self.dv, self.ds, self.counters = arrays.dk, arrays.dv, arrays.ds, arrays.counters
+        self.pairs = tuple(zip(p.pairs, arrays.pairs, strict=True))
         self.wg = lax.axis_index("wg")
-        width = p.features + p.values
-        together = heads_together(p.group * p.queries, width, TOGETHER, heads)
-        self.local, block = place(lax.axis_index("block"), heads, p.key_blocks, together)
-        head = numbers[0] + self.local
-        self.batch, self.head = lax.div(head, np.int32(p.shared)), lax.rem(head, np.int32(p.shared))
-        self.first_key = block * p.keys_of_block
-        self.extent = extent_of(p, numbers, self.batch)
+        self.tile = np.int32(0) if p.by_role else self.wg  # this warpgroup's tile of the block's keys
+        self.locate()
+        self.extent = extent_of(p, arrays.extents, self.batch)
         self.range = query_range(p, self.extent, self.first_key)
         self.slots = stages(p)
         self.registers = registers((p.chunks(p.features) + p.chunks(p.values)) * p.chunk)
-        self.tile = np.int32(0) if p.by_role else self.wg  # this warpgroup's tile of the block's keys
-        self.key_tile = block * (p.keys_of_block // TILE) + self.tile
         (self.k_box, self.k_out), (self.v_box, self.v_out) = scratch["k"], scratch["v"]
         self.ds_box, self.ds_out = scratch["ds"]
+
+    def located_again(self) -> "_Block":
+        """The same, where it is computed anew: behind the loop over tiles, which has no registers to keep it."""
+        found = copy.copy(self)
+        found.locate()
+        return found
+
+    def locate(self) -> None:
+        """Sets where the block is."""
+        p, (head, block) = self.p, self.place()
+        self.of_all = head
+        self.batch, self.head = lax.div(head, np.int32(p.shared)), lax.rem(head, np.int32(p.shared))
+        self.first_key = block * p.keys_of_block
+        self.key_tile = block * (p.keys_of_block // TILE) + self.tile
+
+    def run(self) -> None:
+        when(self.wg == CONSUMERS)(self.produce)
+        when(self.wg < CONSUMERS)(self.consume)
 
     def over_tiles(self, head: Any, step: Any, carry: Any, between: Any = lambda carry: carry) -> Any:
         """step(head, tile, carry, partial) over the tiles of queries of a head, in the order of addition."""
@@ -222,6 +223,27 @@ class _Block:
 
     # ---- the consumers
 
+    def consume(self) -> None:
+        """The work of one of the two warpgroups."""
+        raise NotImplementedError
+
+    def take_place(self) -> None:
+        """Waits until nothing reads what the head before this one has in its place in the workspace."""
+        if not self.turns.reuses:
+            return
+        before = self.of_all - self.turns.held
+
+        @when(before >= 0)
+        def _() -> None:
+            counter = np.int32(1 + self.turns.heads) + before
+            counters.reached(self.counters, counter, self.turns.group * self.turns.queries)
+            counters.copies_follow()
+
+    def finish(self) -> None:
+        """Waits until this warpgroup's stores have come to memory, and tells the blocks of queries of it."""
+        plgpu.wait_smem_to_gmem(0)
+        counters.count(self.counters, np.int32(1) + self.of_all)
+
     def release(self, count: Any) -> None:
         """Tells the producer that this warpgroup has read the slot before number `count`, if there is one."""
         slot = lax.rem(count - 1, np.int32(self.slots))
@@ -245,7 +267,8 @@ class _Block:
         plgpu.wait_smem_to_gmem(self.ds_box.shape[1] - 1, wait_read_only=True)
         store_rounded(ds, self.ds_out.at[at])
         plgpu.commit_smem()
-        target = self.ds.at[self.local * self.p.group + g, tile, self.key_tile]
+        place = lax.rem(self.of_all, np.int32(self.turns.held)) * self.p.group + g
+        target = self.ds.at[place, tile, self.key_tile]
         plgpu.copy_smem_to_gmem(self.ds_box.at[at], target)
 
     def write(self, acc: Array, matrix: Any, box: Any, out: Any, size: int, scale: float | None) -> None:
@@ -263,21 +286,23 @@ class _Block:
             plgpu.copy_smem_to_gmem(box.at[self.tile, c], target)
 
 
-class _ByKeys(_Block):
+class ByKeys(_Block):
     """Each warpgroup computes all of 64 keys."""
 
     def consume(self) -> None:
         plgpu.set_max_registers(self.registers[1], action="increase")
         p = self.p
+        self.take_place()
         plgpu.barrier_wait(self.s["resident"])
         start = lambda size: start_accumulator(TILE, p.chunks(size) * p.chunk, jnp.float32)
         carry = jnp.int32(0), start(p.features), start(p.values)
         of_head = lambda g, carry: self.over_tiles(g, self.step, carry, all_waited)
         count, dk, dv = lax.fori_loop(np.int32(0), np.int32(p.group), of_head, carry)
         self.release(count)
-        self.write(dk, self.k_out, self.k_box, self.dk, p.features, p.scale)
-        self.write(dv, self.v_out, self.v_box, self.dv, p.values, None)
-        plgpu.wait_smem_to_gmem(0)
+        here = self.located_again()
+        here.write(dk, self.k_out, self.k_box, self.dk, p.features, p.scale)
+        here.write(dv, self.v_out, self.v_box, self.dv, p.values, None)
+        here.finish()
 
     def step(self, g: Any, tile: Any, carry: Any, partial: bool) -> Any:
         """The products of a tile of queries; also releases the slot of the last one, once its products are complete."""
@@ -304,7 +329,7 @@ class _ByKeys(_Block):
         return count + 1, dk, waited(dv, 1)  # registers for one of the two operands less
 
 
-class _ByRole(_Block):
+class ByRole(_Block):
     """Of wide features: the first warpgroup computes S, P and dV, the second one dP, dS and dK, of the same keys.
 
     P goes from the one to the other through shared memory, in float32 and in the order of registers.
@@ -312,8 +337,9 @@ class _ByRole(_Block):
 
     def consume(self) -> None:
         plgpu.set_max_registers(self.registers[1], action="increase")
-        plgpu.barrier_wait(self.s["resident"])
         p = self.p
+        self.take_place()
+        plgpu.barrier_wait(self.s["resident"])
         self.follow(0, p.values, self.weights, self.v_out, self.v_box, self.dv, None)
         self.follow(1, p.features, self.gradients, self.k_out, self.k_box, self.dk, p.scale)
 
@@ -328,8 +354,9 @@ class _ByRole(_Block):
             _, acc = lax.fori_loop(np.int32(0), np.int32(p.group), of_head, carry)
             plgpu.barrier_arrive(self.s["done"])
             plgpu.barrier_wait(self.s["done"])  # the other one has read what the result is stored in
-            self.write(acc, matrix, box, out, size, scale)
-            plgpu.wait_smem_to_gmem(0)
+            here = self.located_again()
+            here.write(acc, matrix, box, out, size, scale)
+            here.finish() if role else plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def weights(self, g: Any, tile: Any, carry: Any, partial: bool) -> Any:
         """S, P and the product for dV of a tile of queries."""

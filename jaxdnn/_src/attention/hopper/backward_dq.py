@@ -1,7 +1,8 @@
-"""The backward pass of attention on Hopper: dQ as a product of dS and K.
+"""The backward pass of attention on Hopper: the blocks of queries, which compute dQ as a product of dS and K.
 
-A block has the queries of one or two tiles for each of two consumer warpgroups. A producer warpgroup loads tiles of dS,
-which `backward` has stored as (keys, queries), with tiles of K into a ring of slots; the consumers multiply them.
+A block has the queries of one or two tiles for each of two consumer warpgroups. A producer warpgroup waits until the
+blocks of keys (`backward`) have stored the head's dS, as (keys, queries). It loads tiles of it with tiles of K into a
+ring of slots; the consumers multiply them.
 
 Schedule. dQ of a query is a chain of products in the order of: tiles of keys that all queries of the block see,
 ascending, then the others that any of them sees, ascending; in a tile the keys, ascending, 16 at a time. Tiles that no
@@ -10,62 +11,32 @@ query of a tile sees are left out. The sum is multiplied by the scale and rounde
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._src.attention.hopper.backward import columns_of, extent_of, where
+from jaxdnn._src.attention.hopper.backward import Arrays, columns_of, extent_of, where
 from jaxdnn._src.attention.hopper.backward_nonfinite import repair
 from jaxdnn._src.attention.hopper.backward_plan import (
     CONSUMERS,
     TILE,
-    TOGETHER,
     Problem,
-    heads_together,
+    Turns,
     key_range,
     nth_partial,
-    place,
     registers,
     stages_dq,
     tile_sees,
 )
 from jaxdnn._src.attention.hopper.backward_products import accumulate, waited
 from jaxdnn._src.core.compat import pl, plgpu
-from jaxdnn._src.hopper.launch import changed, drain, kernel, turns, when
-from jaxdnn._src.hopper.sizes import ceil_div
+from jaxdnn._src.hopper import counters
+from jaxdnn._src.hopper.launch import changed, drain, turns, when
 from jaxdnn._src.hopper.wgmma import start_accumulator, store, swizzle_transform, tiling_transform
 
 
-def run(numbers: Array, ds: Array, k: Array, q_shape: Any, problem: Problem, *, heads: int, out: Any = None) -> Any:
-    """dQ of the heads of queries that share these heads of keys, from their dS; others are not written.
-
-    `out`: a reference to the array that dQ is written to, instead of a new one.
-    """
-    p = problem
-
-    def body(*refs: Any, **scratch: Any) -> None:
-        block = _Block(p, heads, refs, scratch)
-        when(block.wg == CONSUMERS)(block.produce)
-        when(block.wg < CONSUMERS)(block.consume)
-
-    compiled = kernel(
-        body,
-        out_type=() if out is not None else (jax.ShapeDtypeStruct(q_shape, p.dtype),),
-        grid=(heads * p.group * ceil_div(p.queries, p.queries_of_block),),
-        grid_names=("block",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        scratch_types=_scratch(p),
-        kernel_name="jaxdnn_attention_dq",
-    )
-    if out is None:
-        return compiled(numbers, ds, k)[0]
-    compiled(numbers, ds, k, out)
-    return out
-
-
-def _scratch(p: Problem) -> dict[str, Any]:
+def scratch(p: Problem) -> dict[str, Any]:
+    """The buffers and barriers of a block."""
     slots, keys, tiles = stages_dq(p), p.chunks(p.features), p.queries_of_block // TILE
     swizzle = swizzle_transform(p.swizzle)
     out = (CONSUMERS, keys, TILE, p.chunk)
@@ -81,25 +52,29 @@ def _scratch(p: Problem) -> dict[str, Any]:
     )
 
 
-class _Block:
+class Block:
     """One block of threads: the producer's methods, then the consumers'."""
 
-    def __init__(self, p: Problem, heads: int, refs: Any, scratch: dict[str, Any]) -> None:
-        self.p, self.s = p, scratch
-        numbers, self.ds, self.k, self.dq = refs
+    def __init__(self, p: Problem, turns: Turns, arrays: Arrays, place: Any, scratch: dict[str, Any]) -> None:
+        """place: gives the head of all sequences, and the number of the block of the head."""
+        self.p, self.turns, self.s = p, turns, scratch
+        head, block = place()
+        self.k, self.dq, self.ds, self.counters = arrays.k, arrays.dq, arrays.ds, arrays.counters
         self.wg = lax.axis_index("wg")
-        size, heads = p.queries_of_block, heads * p.group
-        blocks = ceil_div(p.queries, size)
-        together = heads_together(p.keys, p.features + p.queries, TOGETHER, heads)
-        self.local, block = place(lax.axis_index("block"), heads, blocks, together)
-        self.first_query = (blocks - 1 - block) * size  # the last of causal attention take the longest
-        head = numbers[0] * p.group + self.local
+        size = p.queries_of_block
+        self.first_query = (turns.queries - 1 - block) * size  # the last of causal attention take the longest
+        self.of_all = lax.div(head, np.int32(p.group))  # the head of keys
+        self.place = lax.rem(head, np.int32(turns.held * p.group))
         self.batch, self.head = lax.div(head, np.int32(p.heads)), lax.rem(head, np.int32(p.heads))
         self.shared = lax.div(self.head, np.int32(p.group))
-        self.extent = extent_of(p, numbers, self.batch)
+        self.extent = extent_of(p, arrays.extents, self.batch)
         self.range = key_range(p, self.extent, self.first_query)
         self.tiles, self.slots = size // TILE, stages_dq(p)
         self.out_box, self.out_matrix = scratch["out"]
+
+    def run(self) -> None:
+        when(self.wg == CONSUMERS)(self.produce)
+        when(self.wg < CONSUMERS)(self.consume)
 
     def over_tiles(self, step: Any, carry: Any) -> Any:
         """step(tile, carry, partial) over the tiles of keys, in the order of addition."""
@@ -110,10 +85,16 @@ class _Block:
         nth = lambda n: nth_partial(n, low, full_low, full_high)
         return lax.fori_loop(np.int32(0), others, lambda n, carry: step(nth(n), carry, True), carry)
 
+    def wait_for_stores(self) -> None:
+        """Waits until the blocks of keys have stored all of the head's dS."""
+        counters.reached(self.counters, np.int32(1) + self.of_all, self.p.storing * self.turns.keys)
+
     # ---- the producer
 
     def produce(self) -> None:
         plgpu.set_max_registers(registers(0)[0], action="decrease")
+        self.wait_for_stores()
+        counters.copies_follow()
         count = self.over_tiles(self.load, jnp.int32(0))
         drain(self.s["empty"], count, self.slots)
 
@@ -125,7 +106,7 @@ class _Block:
         when(count >= self.slots)(lambda: plgpu.barrier_wait(self.s["empty"].at[slot]))
         for i in range(self.tiles):
             queries = lax.min(lax.div(self.first_query, np.int32(TILE)) + i, np.int32(p.query_tiles - 1))
-            plgpu.copy_gmem_to_smem(self.ds.at[self.local, queries, tile], self.s["ds"].at[slot, i, 0], full)
+            plgpu.copy_gmem_to_smem(self.ds.at[self.place, queries, tile], self.s["ds"].at[slot, i, 0], full)
         for c in range(p.chunks(p.features)):
             rows, columns = pl.ds(tile * TILE, TILE), columns_of(p, c, p.features)
             source = self.k.at[where(p, self.batch, self.shared, rows, columns)]
@@ -140,13 +121,24 @@ class _Block:
         width = p.chunks(p.features) * p.chunk
         carry = jnp.int32(0), *(start_accumulator(TILE, width, jnp.float32) for _ in range(own))
         count, *sums = self.over_tiles(self.step, carry)
+        if self.turns.reuses:
+            when(self.wg == 0)(lambda: self.free_place(count))
         sums = [waited(acc, 0) for acc in sums]
         when(count > 0)(lambda: plgpu.barrier_arrive(self.s["empty"].at[lax.rem(count - 1, np.int32(self.slots))]))
         for i, acc in enumerate(sums):
             if i:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.write(acc, self.wg * own + i)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def free_place(self, count: Any) -> None:
+        """Tells the head that is next at this place in the workspace that the block reads no more of it.
+
+        All loads are over: this warpgroup has waited for each. So are the stores of dS that the loads had to follow. Of
+        a block that loads nothing they need not be, and the next head's stores must not be overtaken by them.
+        """
+        when(count == 0)(self.wait_for_stores)
+        counters.count(self.counters, np.int32(1 + self.turns.heads) + self.of_all)
 
     def step(self, tile: Any, carry: Any, partial: bool) -> Any:
         """The products of a tile of keys; also releases the slot of the last one, once its products are complete."""

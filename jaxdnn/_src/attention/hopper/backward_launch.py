@@ -1,4 +1,11 @@
-"""The backward pass of attention on Hopper: its launches, and how many heads share the workspace at a time.
+"""The backward pass of attention on Hopper: its launches.
+
+After that of rows one launch computes dQ, dK and dV. Its blocks of keys (`backward`) store dS in a workspace, and its
+blocks of queries (`backward_dq`) read it; what each block is, and in which order, `backward_plan.Turns` says. A block
+of queries waits until all blocks of keys have stored the head's dS. The workspace may hold dS of fewer heads than there
+are: a block of keys whose head takes the place of another one waits until the blocks of queries have read that one's.
+Blocks wait only for blocks of smaller numbers, and draw their numbers, so that every wait ends. Why it does, and what
+orders the stores of dS before the loads, is said in `hopper.counters`.
 
 The gradients of sinks, biases and slopes are XLA's sums, on trees of a fixed order: of D, and of dS in the workspace,
 which then holds all heads'. Beside a cap dS is computed once more for them, without the cap's slope.
@@ -8,15 +15,26 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._src.attention.hopper import backward, backward_dq, backward_rows
-from jaxdnn._src.attention.hopper.backward_plan import TILE, Problem, heads_at_a_time, workspace_of_head
+from jaxdnn._src.attention.hopper.backward_plan import (
+    CONSUMERS,
+    TILE,
+    Problem,
+    Turns,
+    choose,
+    decided,
+    heads_at_a_time,
+    workspace_of_head,
+)
 from jaxdnn._src.core import trees
-from jaxdnn._src.core.compat import pl
+from jaxdnn._src.core.compat import pl, plgpu
 from jaxdnn._src.core.rounding import product, rounded, steady
-from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper import branches, counters
+from jaxdnn._src.hopper.launch import kernel
 
 
 def gradients(
@@ -30,31 +48,58 @@ def gradients(
     "bias" and "alibi_slopes" how they are spread.
     """
     p = problem
-    total = p.batch * p.shared
-    heads = total if summed else heads_at_a_time(p)
-    _record(p)
+    order = choose(p, whole=bool(summed))
+    _record(p, order)
     rows = backward_rows.run(dy, y, dlse, lse, p)
-
-    def part(first: int, count: int, refs: Any = None) -> tuple[Array, ...]:
-        at = jnp.full((1,), first, jnp.int32)
-        at = at if extents is None else jnp.concatenate([at, extents.reshape(-1)])
-        dk, dv, ds = backward.run(at, q, k, v, dy, rows, p, heads=count, pairs=pairs, out=refs and refs[1:])
-        dq = backward_dq.run(at, ds, k, q.shape, p, heads=count, out=refs and refs[0])
-        if summed and p.softcap is not None:  # once more, for dS without the cap's slope
-            flat = dataclasses.replace(p, slope=False)
-            *_, ds = backward.run(at, q, k, v, dy, rows, flat, heads=count, pairs=pairs)
-        return dq, dk, dv, *(_summed(ds, spread, extents, p) for spread in summed)
-
+    launched = lambda p: run(q, k, v, dy, rows, p, order, pairs=pairs, extents=extents)
+    *found, ds = launched(p)
+    if summed and p.softcap is not None:  # once more, for dS without the cap's slope
+        *_, ds = launched(dataclasses.replace(p, slope=False))
     of_sinks = () if sinks is None else (_of_sinks(sinks, rows, lse, dlse, extents, p),)
-    found = part(0, heads)
-    if heads == total:
-        return (*found[:3], *of_sinks, *found[3:])
+    return (*found, *of_sinks, *(_summed(ds, spread, extents, p) for spread in summed))
 
-    def others(refs: Any) -> None:
-        for first in range(heads, total, heads):
-            part(first, min(heads, total - first), refs)
 
-    return (*pl.run_state(others)(found), *of_sinks)
+def run(
+    q: Array, k: Array, v: Array, dy: Array, rows: Array, problem: Problem, order: Turns, *,
+    pairs: Sequence[Array] = (), extents: Array | None = None,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """dQ, dK, dV, and the workspace: dS of the last `order.held` heads of keys (`backward.Arrays`).
+
+    extents: (sequences, 3), if the problem has lengths.
+    """
+    p = problem
+    given = () if extents is None else (extents.reshape(-1),)
+    of_keys = backward.ByRole if p.by_role else backward.ByKeys
+    roles = (backward_dq.Block, backward_dq.scratch(p)), (of_keys, backward.scratch(p))
+
+    def body(q: Any, k: Any, v: Any, dy: Any, rows: Any, *others: Any, number: Any) -> None:
+        pairs, (extents, *_) = others[: len(p.pairs)], (*others[len(p.pairs) : -4], None)
+        dq, dk, dv, ds = others[-4:]
+        counted = counters.zeroed(counters_of(order.heads))
+        arrays = backward.Arrays(q, k, v, dy, rows, pairs, extents, dq, dk, dv, ds, counted)
+        is_keys, *_ = order.at(counters.draw(counted, number))
+        place = lambda: order.at(counters.drawn(number))[1:]
+
+        def follow(role: Any, scratch: dict[str, Any]) -> None:
+            run = lambda **scratch: role(p, order, arrays, place, scratch).run()
+            pl.run_scoped(run, collective_axes="wg", **scratch)
+
+        lax.switch(lax.select(is_keys, 1, 0), [lambda role=role: follow(*role) for role in roles])
+
+    compiled = kernel(
+        body,
+        out_type=(
+            *(jax.ShapeDtypeStruct(x.shape, p.dtype) for x in (q, k, v)),
+            jax.ShapeDtypeStruct((order.held * p.group, p.query_tiles, p.key_tiles, TILE, TILE), p.dtype),
+        ),
+        grid=(order.blocks,),
+        grid_names=("block",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        scratch_types=dict(number=plgpu.SMEM((1,), jnp.int32)),
+        kernel_name="jaxdnn_attention_gradient",
+    )
+    return compiled(q, k, v, dy, rows, *pairs, *given)
 
 
 def _of_sinks(sinks: Array, rows: Array, lse: Array, dlse: Array, extents: Array | None, p: Problem) -> Array:
@@ -105,13 +150,24 @@ def _sees(extents: Array | None, p: Problem) -> Array:
 
 
 def workspace(problem: Problem, *, summed: bool = False) -> int:
-    """Bytes: dS of the heads that share the workspace, and two numbers of each query."""
-    p = problem
-    heads = p.batch * p.shared if summed else heads_at_a_time(p)
-    return heads * workspace_of_head(p) + 8 * p.batch * p.heads * p.query_tiles * TILE
+    """Bytes: dS of the heads that share the workspace, two numbers of each query, and counters.
+
+    The launch that is made once more for sums beside a cap has also results that are not used.
+    """
+    p, heads = problem, problem.batch * problem.shared
+    held = heads if summed else heads_at_a_time(p)
+    rows = 8 * p.batch * p.heads * p.query_tiles * TILE
+    of_queries, of_keys = p.queries * p.heads * p.features, p.keys * p.shared * (p.features + p.values)
+    unused = 2 * p.batch * (of_queries + of_keys) if summed and p.softcap is not None else 0
+    return held * workspace_of_head(p) + rows + 4 * counters_of(heads) + unused
 
 
-def _record(p: Problem) -> None:
+def counters_of(heads: int) -> int:
+    """The number of counters of a call with so many heads of keys: `backward.Arrays` says what they count."""
+    return 1 + 2 * heads
+
+
+def _record(p: Problem, order: Turns) -> None:
     given = {spread.name for spread in p.pairs}
     sides = p.window.left is not None, p.window.right is not None
     branches.record(
@@ -128,4 +184,5 @@ def _record(p: Problem) -> None:
         mask="mask" in given,
         slopes="alibi_slopes" in given,
         bias="bias" in given,
+        **decided(order),
     )

@@ -1,7 +1,7 @@
 """The backward pass on Hopper: what a call's sizes decide. Tiles, their ranges, the workspace.
 
-Queries and keys are partitioned into tiles of 64. A block of the kernel of dK and dV has `Problem.keys_of_block` keys,
-and one of the kernel of dQ `Problem.queries_of_block` queries. Of the other side's tiles a block meets a range, and
+Queries and keys are partitioned into tiles of 64. A block of keys, which computes dK and dV, has
+`Problem.keys_of_block` keys, and a block of queries, which computes dQ, `Problem.queries_of_block` queries. Of the other side's tiles a block meets a range, and
 those that it meets entirely, which need no mask, form a range within. Positions are numbers or traced scalars.
 """
 
@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jaxdnn._src.hopper.sizes import SHARED_BYTES, ceil_div
+from jaxdnn._src.hopper import branches
+from jaxdnn._src.hopper.sizes import MULTIPROCESSORS, SHARED_BYTES, ceil_div
 
 TILE = 64  # queries or keys: the rows of a wgmma, and the columns of a tile of scores
 CONSUMERS = 2
 WIDE = 128  # features: of more of them a thread has not the registers for two accumulators
 STAGED = 2  # buffers for dS of a warpgroup
-BUDGET = 1 << 30  # bytes of the workspace: with less of it launches have too few blocks to share evenly
+BUDGET = 1 << 30  # bytes of the workspace: with less of it blocks of keys wait for those of queries
 TOGETHER = 24 << 20  # bytes of queries and gradients that blocks should read at about the same time: half of the L2
 
 
@@ -102,8 +103,13 @@ class Problem:
 
     @property
     def keys_of_block(self) -> int:
-        """Keys of a block of the kernel of dK and dV."""
+        """Keys of a block of keys."""
         return TILE if self.by_role else CONSUMERS * TILE
+
+    @property
+    def storing(self) -> int:
+        """Warpgroups of a block of keys that store dS."""
+        return 1 if self.by_role else CONSUMERS
 
     @property
     def query_tiles(self) -> int:
@@ -120,7 +126,7 @@ class Problem:
 
     @property
     def queries_of_block(self) -> int:
-        """Queries of a block of the kernel of dQ: two tiles for each warpgroup where the accumulators fit."""
+        """Queries of a block of queries: two tiles for each warpgroup where the accumulators fit."""
         return CONSUMERS * TILE * (2 if self.features <= WIDE else 1)
 
 
@@ -204,17 +210,93 @@ def nth_partial(n: Any, low: Any, full_low: Any, full_high: Any) -> Any:
 # ---- the order of blocks ---------------------------------------------------------------------------------------------
 
 
-def heads_together(rows: int, width: int, together: int, heads: int) -> int:
-    """How many heads' blocks stand side by side, so that what they read at the same time stays in the L2."""
-    return min(heads, max(1, together // max(1, rows * width * 2)))
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Which block of the launch does what.
+
+    A turn has the blocks of keys of some heads of keys, or the blocks of queries of the heads of queries that share
+    them. The turns of keys are in the order of heads, and each is followed by a turn of queries: that of the same
+    heads, or of those before, whose dS is then as a rule in the workspace already. The workspace has places for `held`
+    heads: head h takes the place of head h - held, whose blocks of queries have smaller numbers.
+
+    Attributes:
+      heads: of keys, of all sequences; held: of which the workspace holds dS at a time.
+      group: heads of queries for each.
+      keys, queries: blocks of a head.
+      together: heads of keys of a turn.
+      ahead: how many turns of keys come before the first one of queries: 1 or 2.
+    """
+
+    heads: int
+    held: int
+    group: int
+    keys: int
+    queries: int
+    together: int
+    ahead: int
+
+    @property
+    def blocks(self) -> int:
+        return self.heads * (self.keys + self.group * self.queries)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether heads have places in the workspace in turn."""
+        return self.held < self.heads
+
+    def at(self, number: Any) -> tuple[Any, Any, Any]:
+        """(whether it is a block of keys, its head, its place among the blocks of the head) of a block of the launch.
+
+        Within a turn come the first blocks of all heads, then the second ones, and so on.
+        """
+        int32, late = np.int32, self.ahead - 1
+        last = ceil_div(self.heads, self.together) - 1  # the number of the last turn, the only one with fewer heads
+        of_keys, of_queries = self.together * self.keys, self.together * self.group * self.queries
+        heads_of = lambda turn: lax.min(int32(self.together), int32(self.heads) - turn * int32(self.together))
+        # After the turns ahead: pairs of a turn of keys and one of queries; the last pair is followed by what is left.
+        after = lax.max(number - int32(late * of_keys), int32(0))
+        pair = lax.min(lax.div(after, int32(of_keys + of_queries)), int32(last - late))
+        within = after - pair * int32(of_keys + of_queries)
+        own = heads_of(pair + int32(late)) * int32(self.keys)
+        first = number < int32(late * of_keys)
+        is_keys = first | (within < own)
+        behind = lax.div(lax.max(within - own, int32(0)), int32(of_queries))
+        turn = lax.select(is_keys, lax.select(first, int32(0), pair + int32(late)), pair + behind)
+        rest = lax.select(first, number, lax.select(is_keys, within, within - own - behind * int32(of_queries)))
+        size = heads_of(turn) * lax.select(is_keys, int32(1), int32(self.group))
+        start = turn * int32(self.together) * lax.select(is_keys, int32(1), int32(self.group))
+        return is_keys, start + lax.rem(rest, size), lax.div(rest, size)
 
 
-def place(block: Any, heads: int, blocks: int, together: int) -> tuple[Any, Any]:
-    """(head, block of the head) of a block: groups of heads in turn, and of a group the first block of each first."""
-    per = together * blocks
-    group, rest = lax.div(block, np.int32(per)), lax.rem(block, np.int32(per))
-    size = lax.min(np.int32(together), heads - group * together)
-    return group * together + lax.rem(rest, size), lax.div(rest, size)
+def turns(p: Problem, held: int, most: int | None = None) -> Turns:
+    """The order of the blocks of a call whose workspace holds dS of so many heads of keys.
+
+    most: the most heads of a turn, if it is not to be chosen.
+    """
+    heads = p.batch * p.shared
+    held = min(held, heads)
+    width = p.features + p.values
+    near = max(1, TOGETHER // (p.group * p.queries * width * 2))  # heads whose queries stay in the L2
+    half = heads if held == heads else max(1, held // 2)  # so that a turn does not wait for the one that follows it
+    together = min(near, max(1, MULTIPROCESSORS // p.key_blocks), half, most or heads)
+    ahead = 2 if heads > together and (held == heads or held >= 2 * together) else 1
+    return Turns(heads, held, p.group, p.key_blocks, ceil_div(p.queries, p.queries_of_block), together, ahead)
+
+
+def choose(p: Problem, *, whole: bool) -> Turns:
+    """The order of the blocks that runs. whole: whether dS of all heads has to be in the workspace at the end."""
+    heads = p.batch * p.shared
+    held = heads if whole else heads_at_a_time(p)
+    if pick := branches.picker():
+        fewer = [] if whole else sorted({1, 2, 3, ceil_div(held, 2)})
+        orders = {turns(p, n, most) for n in (*fewer, held) if n <= held for most in (None, 1)}
+        return pick(p, sorted(orders, key=str), lambda order: branches.named("attention gradient", **decided(order)))
+    return turns(p, held)
+
+
+def decided(order: Turns) -> dict[str, Any]:
+    """The branches of an order of blocks."""
+    return {"workspace": "of some heads" if order.reuses else "of all heads", "turns_ahead": order.ahead}
 
 
 def registers(accumulators: int) -> tuple[int, int]:
@@ -231,7 +313,7 @@ def tile_bytes(p: Problem, features: int) -> int:
 
 
 def stages(p: Problem) -> int:
-    """Slots of the ring of queries and gradients of the kernel of dK and dV."""
+    """Slots of the ring of queries and gradients of a block of keys."""
     both = tile_bytes(p, p.features) + tile_bytes(p, p.values)
     # By role: P in float32 and a tile of dS in 16 bits; otherwise two of the latter for each warpgroup.
     others = 3 * TILE * TILE * 2 if p.by_role else CONSUMERS * STAGED * TILE * TILE * 2
@@ -240,7 +322,7 @@ def stages(p: Problem) -> int:
 
 
 def stages_dq(p: Problem) -> int:
-    """Slots of the ring of dS and keys of the kernel of dQ."""
+    """Slots of the ring of dS and keys of a block of queries."""
     slot = tile_bytes(p, p.features) + p.queries_of_block // TILE * TILE * TILE * 2
     return min(5, (SHARED_BYTES - CONSUMERS * tile_bytes(p, p.features) - 2 * 1024) // slot)
 
