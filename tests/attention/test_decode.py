@@ -69,12 +69,24 @@ def test_values_and_gradients(options: dict[str, Any]):
     )
 
 
+@pytest.mark.parametrize("engine", ["xla", "ordered"])
+def test_a_split_of_more_keys_than_there_are_takes_no_more_memory(engine: str):
+    q, k, n = jnp.ones((1, 2, 2, 4)), jnp.ones((1, 21, 2, 4)), jnp.array([20])
+    for run in (ft.partial(dnn.attention, q, k, k), ft.partial(dnn.attention_decode, q, k, k, n)):
+        found: list[Any] = [
+            jax.jit(ft.partial(run, split=split, engine=engine)).lower().compile().memory_analysis()
+            for split in (21, 2**20)
+        ]
+        assert found[1].temp_size_in_bytes <= found[0].temp_size_in_bytes
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [{}, {"window": 4, "softcap": 3.0}], ids=str)
-def test_a_row_of_a_prefill_has_the_bits_of_a_decoded_one(causal: dict[str, Any], dtype: str):
+@pytest.mark.parametrize("split", [4, 24, 2**40])  # of 21 keys in room for 32
+def test_a_row_of_a_prefill_has_the_bits_of_a_decoded_one(split: int, causal: dict[str, Any], dtype: str):
     """Whatever the room of the cache, its pages and the batch are; NaN behind the last key does not show."""
     rng = np.random.default_rng(2)
-    b, t, n, h, split = 2, 21, 4, 2, 4
+    b, t, n, h = 2, 21, 4, 2
     q, k, v = (jnp.asarray(rng.normal(size=(b, t, m, d)), dtype) for m, d in ((n, 5), (h, 5), (h, 6)))
     slopes, sinks = (jnp.asarray(rng.normal(size=n) / 4, jnp.float32) for _ in range(2))
     options: dict[str, Any] = dict(alibi_slopes=slopes, sinks=sinks, split=split, return_logsumexp=True)

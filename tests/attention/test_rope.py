@@ -95,6 +95,7 @@ def test_stretched_frequencies():
         (dict(pairs="gptj"), ValueError, "`pairs` must be one of 'half', 'interleaved', got 'gptj'"),
         (dict(side="middle"), ValueError, "`side` must be one of"),
         (dict(base=0.0), ValueError, "`base` must be a positive number, got 0.0"),
+        (dict(scale=np.inf), ValueError, "`scale` must be a finite number, got inf"),
         (dict(frequencies=[1.0]), ValueError, "`frequencies` must be 4 numbers"),
         (
             dict(frequencies=1.0),

@@ -121,7 +121,10 @@ BAD = [
     ),
     (dict(block_mask_tile=0), ValueError, "`block_mask_tile` must be a positive number, or"),
     (dict(split=0), ValueError, "`split` must be a positive number of keys, got 0"),
-    (dict(split=2**40), ValueError, "`split` must be at most 1073741824 keys, or None for one part, got 1099511627776"),
+    (dict(score_fn=len), TypeError, r"`score_fn` must take 5 arguments, \(score, .*got a function of \(obj, /\)"),
+    (dict(score_fn=lambda x, b, h, i, j: x, score_arrays=(1.0,)), TypeError, "`score_fn` must take 6 arguments"),
+    (dict(scale=float("nan")), ValueError, "`scale` must be a finite number, got nan"),
+    (dict(scale=-np.inf), ValueError, "`scale` must be a finite number, got -inf"),
     (dict(out_dtype="float16"), ValueError, "`out_dtype` must be one of float32 here, got 'float16'"),
     (dict(return_maximum=1), TypeError, "`return_maximum` must be True or False"),
 ]

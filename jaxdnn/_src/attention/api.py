@@ -100,8 +100,8 @@ def attention(
       dropout_key: as `key` in `dropout`; None where nothing is dropped.
       layout: "BTNH", or "BNTH" for arrays (B, N, T, D), (B, K, S, D), (B, K, S, E).
       split: a number of keys. The sum of a row is that of its keys in parts of so many, each by itself, merged from the
-        first part on (by `hopper` 16 at a time). `attention_decode` has the same parts: at the levels that fix bits,
-        rows of both are equal.
+        first part on (by `hopper` 16 at a time); of more keys than there are, one part. `attention_decode` has the same
+        parts: at the levels that fix bits, rows of both are equal.
       out_dtype: y's dtype, None that of q; "float32" for parts that `merge_attention` joins.
       return_logsumexp: whether L is returned too.
       return_maximum: whether the largest score of each row is, behind it; -inf where nothing is seen, and without a

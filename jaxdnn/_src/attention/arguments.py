@@ -110,7 +110,7 @@ def read(arrays: Any, o: Options) -> tuple[tuple[Array, ...], AttentionSpec]:
         right = 0 if right is None else min(right, 0)
     spec = AttentionSpec(
         o.layout == "BNTH",
-        q.shape[3] ** -0.5 if o.scale is None else checks.as_float("scale", o.scale),
+        q.shape[3] ** -0.5 if o.scale is None else checks.finite("scale", o.scale),
         _cap(o.softcap),
         left,
         right,
@@ -267,9 +267,7 @@ def _split(split: Any) -> int | None:
     split = checks.integer("split", split)
     if split < 1:
         raise ValueError(f"`split` must be a positive number of keys, got {split}.")
-    if split > FARTHEST:
-        raise ValueError(f"`split` must be at most {FARTHEST} keys, or None for one part, got {split}.")
-    return split
+    return min(split, FARTHEST)
 
 
 def _is_wide(out_dtype: Any, dtype: Any) -> bool:

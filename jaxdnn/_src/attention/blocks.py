@@ -277,9 +277,9 @@ class Arrays:
         found = self._seen_product(*given, 3, 2)
         return found.reshape(*p.shape[:-1], values.shape[-1])
 
-    def in_splits(self, x: Array, axis: int) -> Array:
-        """An array of which an axis, counted from the last one, has keys: with their splits behind the common axes."""
-        n, lead = self.spec.split or 1, len(self.lead)
+    def in_splits(self, x: Array, axis: int, n: int) -> Array:
+        """An array of which an axis, counted from the last one, has keys: with splits of n behind the common axes."""
+        lead = len(self.lead)
         parts = -(-x.shape[axis] // n)
         padding = [(0, 0)] * x.ndim
         padding[axis] = (0, parts * n - x.shape[axis])

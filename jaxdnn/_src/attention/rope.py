@@ -95,7 +95,7 @@ def rope(
     w = _frequencies(base, frequencies, rotated)
     rows = x.shape[1] if layout == "BTNH" else x.shape[2]
     places = _positions(positions, x.shape[0], rows)
-    factor = checks.as_float("scale", scale)
+    factor = checks.finite("scale", scale)
 
     def run(x: Array, places: Array) -> Array:
         wide = x.astype(blending.accumulator(x.dtype))

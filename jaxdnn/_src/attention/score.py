@@ -5,6 +5,7 @@ passed along with it, are operands of the primitives like all others: they are d
 """
 
 import dataclasses
+import inspect
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,6 +103,7 @@ def read_score(function: Any, arrays: Any, dtype: Any) -> tuple[Score | None, di
     if not callable(function):
         raise TypeError(f"`score_fn` must be a function of a score and its places, got {checks.shown(function)}.")
     score, place = jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    _require_arguments(function, 5 + len(given))
     traced = jax.make_jaxpr(function)(score, *[place] * 4, *given)
     (found,) = traced.out_avals if len(traced.out_avals) == 1 else (None,)
     if found is None or found.shape or not jnp.issubdtype(found.dtype, jnp.floating):
@@ -113,3 +115,18 @@ def read_score(function: Any, arrays: Any, dtype: Any) -> tuple[Score | None, di
     names = tuple(f"score_{kind}{i:03d}" for i, kind in enumerate(kinds))
     named = {name: a[None] for name, a in zip(names, every, strict=True)}
     return Score(traced.jaxpr, len(given), names, tuple(a.ndim for a in every)), named
+
+
+def _require_arguments(function: Callable[..., Any], count: int) -> None:
+    """That a function, if it says what it takes, takes so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of the built-in ones do not
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        raise TypeError(
+            f"`score_fn` must take {count} arguments, (score, sequence, head, query, key) and those of `score_arrays`, "
+            f"got a function of {signature}."
+        ) from error

@@ -27,17 +27,20 @@ def by_splits(v: Arrays, at: Block) -> Named:
     """y and lse of a block of queries."""
     k, split = v.k, v.spec.split or 1
     x, seen = v.scores(at)
-    shape, parts = x.shape, -(-x.shape[-1] // split)
+    shape, keys = x.shape, x.shape[-1]
+    if isinstance(keys, int):  # one part is not filled up, which takes memory and adds zeros behind all terms
+        split = min(split, keys)
+    parts = -(-keys // split)
     seen = jnp.broadcast_to(True if seen is None else seen, shape)
-    behind = jnp.arange(parts * split) < x.shape[-1]  # keys that fill the last part are not seen
+    behind = jnp.arange(parts * split) < keys  # keys that fill the last part are not seen
     behind = behind.reshape(parts, *(1 for _ in shape[len(v.lead) : -1]), split)
-    of_parts, seen = v.in_splits(x, -1), v.in_splits(seen, -1)
+    of_parts, seen = v.in_splits(x, -1, split), v.in_splits(seen, -1, split)
     of_parts = jnp.where(behind, of_parts, -jnp.inf)
     m = jnp.max(of_parts, -1)
     e = k.exp(of_parts - _finite(m)[..., None])
     total = k.total(e, (-1,))[..., 0]
-    weights = e if v.spec.dropout is None else v.in_splits(v.dropped(_whole(e, shape, len(v.lead)), at), -1)
-    y = v.over_splits(parts).over_keys(weights, seen, v.in_splits(v.columns("v", at), -2))
+    weights = e if v.spec.dropout is None else v.in_splits(v.dropped(_whole(e, shape, len(v.lead)), at), -1, split)
+    y = v.over_splits(parts).over_keys(weights, seen, v.in_splits(v.columns("v", at), -2, split))
     axis = len(v.lead)
     merged = _merged(k, Part(*(jnp.moveaxis(a, axis, 0) for a in (m, total, y))))
     found = {"maximum": merged.m} if v.spec.maximum else {}

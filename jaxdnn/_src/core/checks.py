@@ -195,6 +195,14 @@ def as_float(name: str, value: Any) -> float:
         ) from error
 
 
+def finite(name: str, value: Any) -> float:
+    """As `as_float`; NaN and infinities are errors too."""
+    number = as_float(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"`{name}` must be a finite number, got {number}.")
+    return number
+
+
 def integers(name: str, value: Any, count: int, *, minimum: int) -> tuple[int, ...]:
     """Reads an integer, or one integer per spatial axis, none below `minimum`."""
     values = tuple(value) if is_sequence(value) else (value,) * count
