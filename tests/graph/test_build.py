@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdnn.graph import Graph
+from jaxdnn.graph import Graph, GraphError
 from tests.graph.examples import EXAMPLES, last
 
 each = pytest.mark.parametrize("name", EXAMPLES)
@@ -24,6 +24,9 @@ def test_json_loads_back(name: str):
 def test_what_is_inferred_follows_the_strides():
     g = Graph(io_data_type="bfloat16")
     x, w = g.tensor((2, 6, 9, 7), last((2, 6, 9, 7)), name="x"), g.tensor((4, 6, 3, 3), name="w")
+    assert (w.get_stride(), w.get_data_type()) == ((54, 9, 3, 1), "bfloat16")  # before there is a node, too
+    with pytest.raises(GraphError, match="`nodes` must be at least one operation, got 'none'"):
+        g.validate()
     y = g.conv_fprop(x, w, padding=[1, 1], stride=[2, 1])
     assert y.get_dim() == (2, 4, 5, 7)  # while the graph grows, too
     z = g.relu(y).set_output(True)

@@ -103,6 +103,7 @@ ATTRIBUTES: list[tuple[str, str, Any, str]] = [
     *(("sdpa", "diagonal_alignment", value, "diagonal_alignment") for value in ("top_left", None)),
     *(("sdpa", "diagonal_band_left_bound", value, "diagonal_band_left_bound") for value in (0, -1, 1.0, True)),
     *(("sdpa", "diagonal_band_right_bound", value, "diagonal_band_right_bound") for value in (-1, 1.0, True)),
+    *(("sdpa", "attn_scale", value, "attn_scale") for value in (float("inf"), float("nan"))),
     *(("sdpa", "dropout", value, "dropout") for value in (0.5, (0.5,), (0.5, 2, 4, 4))),
     *(("sdpa", "dropout", (value, 1), "dropout_probability") for value in (-0.5, 1.5, "a", 1)),
     ("sdpa", "dropout", (0.5, "a"), "seed"),

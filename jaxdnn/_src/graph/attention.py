@@ -81,6 +81,8 @@ def _infer_operands(node: Inference, *narrow: str) -> tuple[tuple[int, ...], tup
             node.typed(port, "int32", "int64")
     if node.has("attn_scale"):
         node.one("attn_scale")
+        value = node.node.inputs["attn_scale"].value
+        node.expect(value is None or math.isfinite(value), "attn_scale", "a finite number", value)
     score.infer(node, (*q[:3], k[2]), node.graph.check_node)
     return q, v
 

@@ -214,13 +214,15 @@ class Operations(Methods):
 
     def validate(self) -> Self:
         """Infers what was left open, and checks the graph; raises GraphError, which names node and attribute."""
+        if not self.nodes:
+            raise GraphError(self.where, "nodes", "at least one operation", "none")
         self.infer()
         if all(tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
             raise GraphError(self.where, "outputs", "at least one tensor that set_output(True) marks", "none")
         return self
 
     def infer(self) -> None:
-        """Infers what was left open and checks every node, as `validate`; no output need be marked yet."""
+        """Infers what was left open and checks every node, as `validate`; there need be no node and no output yet."""
         if self._valid:
             return
         for tensor in self.tensors.values():
@@ -243,8 +245,6 @@ class Operations(Methods):
         self._valid = True
 
     def _check_names(self) -> None:
-        if not self.nodes:
-            raise GraphError(self.where, "nodes", "at least one operation", "none")
         for what, names in (
             ("tensor", [t.name for t in self.tensors.values()]),
             ("node", [n.name for n in self.nodes]),
