@@ -1,8 +1,9 @@
 """The backward pass on Hopper: what a call's sizes decide. Tiles, their ranges, the workspace.
 
 Queries and keys are partitioned into tiles of 64. A block of keys, which computes dK and dV, has
-`Problem.keys_of_block` keys, and a block of queries, which computes dQ, `Problem.queries_of_block` queries. Of the other side's tiles a block meets a range, and
-those that it meets entirely, which need no mask, form a range within. Positions are numbers or traced scalars.
+`Problem.keys_of_block` keys, and a block of queries, which computes dQ, `Problem.queries_of_block` queries. Of the
+other side's tiles a block meets a range, and those that it meets entirely, which need no mask, form a range within.
+Positions are numbers or traced scalars.
 """
 
 import dataclasses
