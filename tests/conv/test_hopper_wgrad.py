@@ -71,7 +71,7 @@ def test_groups_and_volumes_lower(name, dtype, outer):
 def test_a_copy_of_x_waits_for_dy(name, dtype):
     """XLA may run in the forward pass what needs x alone, and then keeps the copy, which is as large as x or larger."""
     case = (VOLUMES | TURNED)[name]
-    options = dict(geo=case.geometry(), out_dtype=jnp.dtype("int32" if dtype == "int8" else dtype))
+    options = dict[str, Any](geo=case.geometry(), out_dtype=jnp.dtype("int32" if dtype == "int8" else dtype))
     program = jax.make_jaxpr(lambda a, b: wgrad.conv_wgrad(a, b, **options))(*case.avals("wgrad", jnp.dtype(dtype)))
     x, dy = program.jaxpr.invars
     first = [eqn for eqn in program.jaxpr.eqns if x in eqn.invars]
