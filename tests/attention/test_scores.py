@@ -47,6 +47,22 @@ def test_captured_arrays_are_those_that_are_passed():
 
 
 @pytest.mark.usefixtures("x64")
+def test_tangents_alone_may_be_mapped():
+    """Of arrays that the function takes and captures: Jacobians forward are those backward, of gradients too."""
+    q, k, v = (a[:2, :3, :2] for a in (Q, K, V))
+
+    def loss(scales: Any, shift: Any) -> Any:
+        f = lambda x, b, h, i, j, scales: scales[h] * x + jnp.sin(shift) * scales[j % 2] * x * x
+        return jnp.sum(jnp.cos(dnn.attention(q, k, v, score_fn=f, score_arrays=(scales,))))
+
+    at = (RNG.normal(size=2), RNG.normal())
+    backward = jax.grad(loss, (0, 1))
+    for f, back in ((loss, backward), (lambda *a: backward(*a)[0], jax.jacrev(lambda *a: backward(*a)[0], (0, 1)))):
+        for a, b in zip(jax.jacfwd(f, (0, 1))(*at), back(*at), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "queries", "heads"])
 def test_meshes(axis: int):
     """Each device knows which sequences, heads and queries it has."""

@@ -76,10 +76,12 @@ class Score:
         return jax.jvp(lambda x: self.over(x, places, arrays), (x,), (jnp.ones_like(x),))
 
     def along(self, x: Array, places: Sequence[Array], arrays: dict[str, Array], d: dict[str, Array]) -> Array:
-        """The derivative along tangents of some of the arrays."""
+        """The derivative along tangents of some of the arrays; a common axis that is not mapped is 1 in either."""
         names = tuple(name for name in self.floats if name in d)
         run = lambda *given: self.over(x, places, arrays | dict(zip(names, given, strict=True)))
-        return jax.jvp(run, tuple(arrays[n] for n in names), tuple(d[n] for n in names))[1]
+        pairs = [jnp.broadcast_arrays(arrays[n], d[n]) for n in names]
+        given, tangents = (tuple(each) for each in zip(*pairs, strict=True))
+        return jax.jvp(run, given, tangents)[1]
 
     def back(self, ds: Array, x: Array, places: Sequence[Array], arrays: dict[str, Array], names: Any) -> Any:
         """The gradients of some of the arrays, by name."""
