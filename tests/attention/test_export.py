@@ -15,7 +15,6 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"causal": "bottom_right", "window": (30, None)},
     {"causal": True, "split": 16},
-    {"split": 2**40},
     {"bias": True, "lengths": True},
 ]
 

@@ -12,7 +12,6 @@ from jax import Array, lax
 
 from jaxdnn._src.attention.arithmetic import Arithmetic
 from jaxdnn._src.attention.blocks import Arrays, Block, Named
-from jaxdnn._src.core import compat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,8 @@ def by_splits(v: Arrays, at: Block) -> Named:
     k, split = v.k, v.spec.split or 1
     x, seen = v.scores(at)
     shape, keys = x.shape, x.shape[-1]
-    split = compat.min_dim(split, keys)  # one part is not filled up, which takes memory and adds zeros at the end
+    if isinstance(keys, int):  # one part is not filled up, which takes memory and adds zeros behind all terms
+        split = min(split, keys)
     parts = -(-keys // split)
     seen = jnp.broadcast_to(True if seen is None else seen, shape)
     behind = jnp.arange(parts * split) < keys  # keys that fill the last part are not seen

@@ -29,7 +29,6 @@ import jax
 # JAX's tutorial on new primitives teaches these; `lower_fun` and `ad.Zero`'s helpers stand beside them.
 from jax.core import ShapedArray, Tracer
 from jax.core import eval_jaxpr as eval_jaxpr
-from jax.core import min_dim as min_dim
 from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
